@@ -1,0 +1,103 @@
+"""The command line that every stage shares, and how a wrong call ends."""
+
+import argparse
+import math
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10", "imagefolder", "synthetic")
+MODELS = ("net", "net-bn", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+
+
+class UsageError(ValueError):
+    """The call cannot work; the text says what arrived, what was expected and what to type."""
+
+
+@contextmanager
+def usage_errors_exit() -> Iterator[None]:
+    """Turn a UsageError into one line and exit status 2; any other error is a bug: a traceback."""
+    try:
+        yield
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:  # argparse's own prints the whole usage first
+        self.exit(2, f"error: {message} (--help lists every option)\n")
+
+
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """The docstring of the stage as it stands, and each flag with its default."""
+
+
+def number(kind: type, at_least: float) -> Callable[[str], float]:
+    """A parser of numbers for argparse: finite, of this kind, not below `at_least`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not at_least <= value < math.inf:
+            noun = "whole number" if kind is int else "number"
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected a {noun} from {at_least} up")
+        return value
+
+    return parse
+
+
+def make_parser(stage: str, doc: str | None) -> argparse.ArgumentParser:
+    """The flags that all stages share; a stage adds the ones that it teaches."""
+    parser = _Parser(description=doc, formatter_class=_Help, allow_abbrev=False)
+    count, natural, real = number(int, 1), number(int, 0), number(float, 0)
+    add = parser.add_argument
+    add("--dataset", default="digits", choices=DATASETS, help="what to train on")
+    add("--data-dir", default=Path("data"), type=Path, metavar="PATH", help="where data sets lie")
+    add("--image-size", default=28, type=count, metavar="N", help="pixels: imagefolder, synthetic")
+    add("--classes", default=10, type=count, metavar="N", help="of synthetic")
+    add("--model", default="net", choices=MODELS, help="what to train")
+    add("--epochs", default=10, type=count, metavar="N", help="passes over the training set")
+    add("--max-steps", type=count, metavar="N", help="stop after this many steps in all")
+    add("--batch-size", default=120, type=count, metavar="N", help="global batch: samples a step")
+    add("--lr", default=0.05, type=real, metavar="F", help="learning rate of SGD")
+    add("--momentum", default=0.9, type=real, metavar="F", help="momentum of SGD")
+    add("--weight-decay", default=0.0, type=real, metavar="F", help="weight decay of SGD")
+    add("--workers", default=0, type=natural, metavar="N", help="loader processes of each rank")
+    add("--seed", default=1234, type=natural, metavar="N", help="of weights, order, dropout")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU if any")
+    add("--run-dir", default=Path("runs", stage), type=Path, metavar="PATH", help="for the results")
+    add("--resume", metavar="PATH|auto", help="go on from a checkpoint; auto: from the run's own")
+    add("--evaluate", type=Path, metavar="CHECKPOINT", help="only evaluate this checkpoint")
+    parser.set_defaults(stage=stage)
+    return parser
+
+
+def cut_batch(global_batch: int, parts: int, noun: str) -> int:
+    """The samples that each of the equal parts of the global batch holds.
+
+    Unequal parts would need unequal weights in the average of their gradients.
+    """
+    if global_batch % parts:
+        below, above = global_batch // parts * parts, -(-global_batch // parts) * parts
+        hint = " or ".join(f"--batch-size {n}" for n in (below, above) if n)
+        raise UsageError(
+            f"a global batch of {global_batch} cannot be cut evenly over {parts} {noun}: try {hint}"
+        )
+    return global_batch // parts
+
+
+def reseed(*key: int) -> None:
+    """Start the random numbers anew from a key such as (seed, epoch, rank).
+
+    What is drawn then depends on the key alone, never on what the process did before: a resumed
+    run draws what an unbroken one draws. Text seeds of `random` are hashed: near keys, far seeds.
+    """
+    torch.manual_seed(random.Random(repr(key)).getrandbits(63))
