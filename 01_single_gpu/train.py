@@ -74,7 +74,7 @@ def main() -> None:
         recorder.end_evaluation(*evaluate(model, test_set, args.batch_size, device))
         return
 
-    print(f"global batch {args.batch_size} = 1 device × {args.batch_size}")
+    print(f"global batch {args.batch_size} = 1 × {args.batch_size} (one device)")
     generator = torch.Generator()
     sampler = RandomSampler(train_set, generator=generator)
     loader = make_loader(train_set, args.batch_size, sampler, args.workers)

@@ -97,7 +97,9 @@ def main() -> None:
         recorder.end_evaluation(*evaluate(parallel, test_set, args.batch_size, device))
         return
 
-    print(f"global batch {args.batch_size} = {len(devices)} replicas × {local_batch}")
+    print(
+        f"global batch {args.batch_size} = {len(devices)} × {local_batch} (replicas × local batch)"
+    )
     generator = torch.Generator()
     sampler = RandomSampler(train_set, generator=generator)
     loader = make_loader(train_set, args.batch_size, sampler, args.workers)

@@ -147,9 +147,8 @@ def train(rank: int, args: Namespace, port: int) -> None:
         return
 
     if rank == 0:
-        print(
-            f"global batch {args.batch_size} = world size {args.world_size} × local batch {local_batch}"
-        )
+        cut = f"{args.world_size} × {local_batch} (world size × local batch)"
+        print(f"global batch {args.batch_size} = {cut}")
     sizes = [1 / args.world_size] * args.world_size
     shard = DataPartitioner(train_set, sizes, args.seed).use(rank)
     generator = torch.Generator()

@@ -162,9 +162,8 @@ def main() -> None:
         return
 
     if rank == 0:
-        print(
-            f"global batch {args.batch_size} = world size {world_size} × local batch {local_batch}"
-        )
+        cut = f"{world_size} × {local_batch} (world size × local batch)"
+        print(f"global batch {args.batch_size} = {cut}")
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     loader = make_loader(train_set, local_batch, sampler, args.workers)
     for epoch in recorder.epochs():

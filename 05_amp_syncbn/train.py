@@ -179,13 +179,11 @@ def main() -> None:
         train_set, test_set = load_dataset(args)
         torch.manual_seed(args.seed)
         model = build_model(args.model, train_set).to(device)
-        if args.sync_bn:  # before DDP wraps the model
-            model = synchronize_batch_norm(model, device)
+        model = synchronize_batch_norm(model, device) if args.sync_bn else model  # before DDP
         optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
-        dtype, fp16 = DTYPES[args.amp], args.amp == "fp16"
-        scaler = torch.amp.GradScaler(device.type, enabled=fp16)  # bf16 has the range of fp32
+        scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
         start = restore(args, model, optimizer)
-        if "scaler" in start:
+        if start.get("scaler"):  # only a run with fp16 has saved one
             scaler.load_state_dict(start["scaler"])
         recorder = Recorder(args, device, world_size, local_batch, start, enabled=rank == 0)
     # DDP sends rank 0's weights to all ranks, then watches every parameter for its gradient.
@@ -195,19 +193,19 @@ def main() -> None:
         return
 
     if rank == 0:
-        print(
-            f"global batch {args.batch_size} = world size {world_size} × local batch {local_batch}"
-        )
+        cut = f"{world_size} × {local_batch} (world size × local batch)"
+        print(f"global batch {args.batch_size} = {cut}")
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     loader = make_loader(train_set, local_batch, sampler, args.workers)
+    dtype = DTYPES[args.amp]
     for epoch in recorder.epochs():
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
         reseed(args.seed, epoch, rank)  # the dropout masks: different on every rank
         losses = train_epoch(ddp, recorder.watch(loader), optimizer, device, scaler, dtype)
         recorder.end_epoch(epoch, losses, *evaluate(model, test_set, args.batch_size, device))
         if rank == 0:  # one writer; no collective hides in here
-            more = {"scaler": scaler.state_dict()} if fp16 else {}
-            save_checkpoint(recorder.checkpoint, model, optimizer, recorder.position, args, **more)
+            where, state = recorder.checkpoint, scaler.state_dict()
+            save_checkpoint(where, model, optimizer, recorder.position, args, scaler=state)
     recorder.finish(peak_memory_of_ranks(device))
 
 

@@ -18,7 +18,7 @@ from common.options import UsageError
 DOWNLOADS = {"mnist": MNIST, "fashion-mnist": FashionMNIST, "cifar10": CIFAR10}
 IDX_FOLDERS = {"digits": "digits", "mnist": "MNIST/raw", "fashion-mnist": "FashionMNIST/raw"}
 MEAN_AND_STD = {  # of the training pixels on a scale from 0 to 1, one number a channel
-    "digits": ([0.3053], [0.3406]),
+    "digits": ([0.3053], [0.3233]),
     "mnist": ([0.1307], [0.3081]),
     "fashion-mnist": ([0.2860], [0.3530]),
     "cifar10": ([0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]),
