@@ -1,0 +1,102 @@
+"""The replay oracle: one plain process that repeats, batch by batch, what a stage claims to do.
+
+It knows no process group, no sampler and no wrapper. It is told which samples each step sees and
+how BatchNorm groups them, and trains in float64.
+"""
+
+import random
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from support import ROOT, default_dtype
+
+from common.data import load_dataset
+from common.models import build_model
+
+Step = list[list[int]]  # the groups of samples that a step normalises together
+
+
+def permutation(samples: int, seed: int) -> list[int]:
+    return torch.randperm(samples, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def whole_batches(samples: int, batch: int, seed: int, epoch: int) -> Iterator[Step]:
+    """01 and SyncBN: the global batch is one group."""
+    order = permutation(samples, seed + epoch)
+    for start in range(0, samples - batch + 1, batch):
+        yield [order[start : start + batch]]
+
+
+def chunks(parts: int):
+    """02: replica r normalises the r-th piece of the batch."""
+
+    def steps(samples: int, batch: int, seed: int, epoch: int) -> Iterator[Step]:
+        size = batch // parts
+        for [whole] in whole_batches(samples, batch, seed, epoch):
+            yield [whole[r * size : (r + 1) * size] for r in range(parts)]
+
+    return steps
+
+
+def strides(parts: int):
+    """04: rank r normalises every parts-th sample of the batch, as DistributedSampler deals."""
+
+    def steps(samples: int, batch: int, seed: int, epoch: int) -> Iterator[Step]:
+        for [whole] in whole_batches(samples, batch, seed, epoch):
+            yield [whole[r::parts] for r in range(parts)]
+
+    return steps
+
+
+def fixed_shards(parts: int):
+    """03: rank r owns a part of the data for good, and shuffles it anew each epoch."""
+
+    def steps(samples: int, batch: int, seed: int, epoch: int) -> Iterator[Step]:
+        indices = list(range(samples))
+        random.Random(seed).shuffle(indices)
+        each, size = samples // parts, batch // parts
+        shards = [indices[r * each : (r + 1) * each] for r in range(parts)]
+        order = permutation(each, seed + epoch)
+        for start in range(0, each - size + 1, size):
+            places = order[start : start + size]
+            yield [[shard[place] for place in places] for shard in shards]
+
+    return steps
+
+
+def replay(
+    steps, *, batch: int, epochs: int, seed: int, lr: float, momentum: float, model: str = "net-bn"
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of every step and the final weights, all float64."""
+    args = Namespace(dataset="digits", data_dir=ROOT / "data", batch_size=batch)
+    with default_dtype(torch.float64):
+        train_set, _ = load_dataset(args)
+        torch.manual_seed(seed)
+        net = build_model(model, train_set)
+    velocity = {p: torch.zeros_like(p) for p in net.parameters()}
+    losses = []
+    for epoch in range(epochs):
+        for groups in steps(len(train_set), batch, seed, epoch):
+            outputs, targets, kept = [], [], []
+            for group in groups:
+                images, labels = train_set.__getitems__(group)
+                outputs.append(net(images))
+                targets.append(labels)
+                kept = kept or [buffer.clone() for buffer in net.buffers()]
+            loss = F.cross_entropy(torch.cat(outputs), torch.cat(targets))
+            gradients = torch.autograd.grad(loss, list(net.parameters()))
+            for buffer, first in zip(net.buffers(), kept, strict=True):
+                buffer.copy_(first)  # of the running statistics only the first group's survive
+            with torch.no_grad():
+                for (p, v), g in zip(velocity.items(), gradients, strict=True):
+                    v.mul_(momentum).add_(g)
+                    p.sub_(lr * v)
+            losses.append(loss.item())
+    return torch.tensor(losses, dtype=torch.float64), net.state_dict()
+
+
+def real_data(root: Path) -> bool:
+    return (root / "MNIST" / "raw").is_dir()

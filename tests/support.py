@@ -1,0 +1,270 @@
+"""How the tests run the stages: ranks from a preloaded forkserver, real commands, lines left out.
+
+A rank starts in milliseconds, since the forkserver has imported torch already; the store where the
+ranks meet belongs to the test and has a port that the operating system chose.
+"""
+
+import json
+import multiprocessing
+import os
+import pickle
+import runpy
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import types
+from collections.abc import Callable
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from functools import cache
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = {path.name[:2]: path for path in sorted(ROOT.glob("0?_*"))}
+REAL_DATA = ROOT.parent / "shared" / "data"
+SECONDS = 60  # more than any rank takes; a hang ends here
+
+Line = tuple[str, str]  # a file of a stage and a line of it
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch", "torchvision", "common.record", "common.data"])
+
+
+def load_stage(key: str, without: tuple[Line, ...] = ()) -> types.ModuleType:
+    """A stage's train.py as a module, with the given lines of the stage's files left out."""
+    folder = FOLDERS[key]
+    if str(folder) not in sys.path:  # a script finds the files beside it
+        sys.path.insert(0, str(folder))
+    for file in dict.fromkeys([*(file for file, _ in without), "train.py"]):
+        lines = (folder / file).read_text().splitlines()
+        for gone in (line for name, line in without if name == file):
+            places = [i for i, line in enumerate(lines) if line.split("  #")[0].strip() == gone]
+            assert places, f"{folder.name}/{file} has no line {gone!r}"
+            for place in places:
+                lines[place] = lines[place].replace(gone, "pass")
+        name = Path(file).stem if file != "train.py" else f"stage_{key}"
+        module = sys.modules[name] = types.ModuleType(name)
+        module.__file__ = str(folder / file)
+        exec(compile("\n".join(lines), module.__file__, "exec"), module.__dict__)
+    return module
+
+
+def _enter(rank: int, pipe: Any, env: dict[str, str], function: Callable, args: tuple) -> None:
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    try:
+        answer = (True, function(rank, *args))
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    pipe.send_bytes(pickle.dumps(answer))  # send() would hand tensors over as shared memory
+
+
+def run_ranks(world_size: int, function: Callable, *args: Any, env: dict | None = None) -> list:
+    """What function(rank, *args) returns on every rank; an error on one of them ends all."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = []
+    for rank in range(world_size):
+        torchrun = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the test's, as it is torchrun's
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            **(env or {}),
+        }
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_enter, args=(rank, theirs, torchrun, function, args))
+        process.start()
+        theirs.close()
+        ranks.append((process, ours))
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + SECONDS
+    try:
+        while len(results) < world_size:
+            waiting = {pipe: rank for rank, (_, pipe) in enumerate(ranks) if rank not in results}
+            ready = multiprocessing.connection.wait(waiting, deadline - time.monotonic())
+            if not ready:
+                raise TimeoutError(f"ranks {list(waiting.values())} did not end in {SECONDS} s")
+            for pipe in ready:
+                try:
+                    good, value = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    good, value = False, "it died without a word"
+                if not good:
+                    raise AssertionError(f"rank {waiting[pipe]}: {value}")
+                results[waiting[pipe]] = value
+        return [results[rank] for rank in range(world_size)]
+    finally:
+        for process, pipe in ranks:
+            process.join(0 if sys.exc_info()[0] else 10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            pipe.close()
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run of a stage left behind: files, each rank's last weights, what rank 0 printed."""
+
+    folder: Path
+    states: list[dict[str, torch.Tensor]]
+    output: str
+
+    @property
+    def metrics(self) -> list[dict]:
+        return [json.loads(x) for x in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def losses(self) -> torch.Tensor:
+        return torch.tensor([line["loss"] for line in self.metrics], dtype=torch.float64)
+
+    @property
+    def summary(self) -> dict:
+        return json.loads((self.folder / "summary.json").read_text())
+
+    @property
+    def checkpoint(self) -> dict:
+        return torch.load(self.folder / "checkpoint.pt", weights_only=True)
+
+
+def _train(
+    rank: int, key: str, flags: tuple[str, ...], dtype: torch.dtype, without: tuple[Line, ...]
+) -> tuple[dict, str]:
+    stage = load_stage(key, without)
+    models = []
+    build = stage.build_model
+    stage.build_model = lambda *args: models.append(build(*args)) or models[-1]
+    sys.argv = ["train.py", *flags]
+    with default_dtype(dtype), redirect_stdout(StringIO()) as output:
+        if key == "03":  # its main would start interpreters anew, seconds each
+            stage.train(rank, stage.parse_args(), int(os.environ["MASTER_PORT"]))
+        else:
+            stage.main()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    state = {name: tensor.clone() for name, tensor in models[0].state_dict().items()}
+    return state, output.getvalue()
+
+
+def train(
+    key: str,
+    world_size: int,
+    *flags: str,
+    dtype: torch.dtype = torch.float64,
+    without: tuple[Line, ...] = (),
+    folder: Path | None = None,
+) -> Run:
+    """Run a stage's main on that many ranks (01 and 02: always one), in float64 if not said."""
+    folder = folder or Path(tempfile.mkdtemp(prefix=f"stage{key}-", dir=_scratch()))
+    flags = ("--device=cpu", f"--data-dir={ROOT / 'data'}", f"--run-dir={folder}", *flags)
+    flags += (f"--world-size={world_size}",) if key == "03" else ()
+    ranks = run_ranks(world_size, _train, key, flags, dtype, without)
+    return Run(folder, [state for state, _ in ranks], ranks[0][1])
+
+
+@cache
+def _trained(key: str, world_size: int, flags: tuple, dtype: torch.dtype, without: tuple) -> Run:
+    return train(key, world_size, *flags, dtype=dtype, without=without)
+
+
+def train_once(key: str, world_size: int, *flags: str, **more: Any) -> Run:
+    """As train, but the same run is made once: for tests that only look at it."""
+    dtype, without = more.pop("dtype", torch.float64), tuple(more.pop("without", ()))
+    assert not more
+    return _trained(key, world_size, flags, dtype, without)
+
+
+@cache
+def _scratch() -> str:
+    import atexit
+    import shutil
+
+    folder = tempfile.mkdtemp(prefix="stages-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _command(rank: int, script: str, flags: tuple[str, ...], where: str, out: str) -> None:
+    os.chdir(where)
+    with open(f"{out}.{rank}", "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = [script, *flags]
+    sys.path[0:0] = [str(Path(script).parent)]
+    try:
+        runpy.run_path(script, run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def command(
+    script: str, *flags: str, ranks: int = 1, env: dict | None = None, where: Path = ROOT
+) -> list[tuple[int, str]]:
+    """Run `python SCRIPT FLAGS` as that many processes; exit status and output of each.
+
+    env: added to the environment, as a launcher would; {RANK} in a value becomes the rank.
+    """
+    out = tempfile.mkdtemp(dir=_scratch()) + "/out"
+    processes = []
+    for rank in range(ranks):
+        extra = {key: value.replace("{RANK}", str(rank)) for key, value in (env or {}).items()}
+        args = (rank, str(ROOT / script), flags, str(where), out)
+        processes.append(context.Process(target=_with_env, args=(extra, _command, args)))
+        processes[-1].start()
+    deadline = time.monotonic() + SECONDS
+    for process in processes:
+        process.join(max(0.1, deadline - time.monotonic()))
+        if process.is_alive():
+            for other in processes:
+                other.kill()
+            raise TimeoutError(f"{script} {' '.join(flags)} did not end in {SECONDS} s")
+    return [
+        (process.exitcode or 0, Path(f"{out}.{rank}").read_text())
+        for rank, process in enumerate(processes)
+    ]
+
+
+def _with_env(env: dict[str, str], function: Callable, args: tuple) -> None:
+    os.environ.update(env)
+    function(*args)
+
+
+def torchrun(ranks: int, script: str, *flags: str) -> subprocess.CompletedProcess:
+    """The real thing, seconds long: for the few tests that are about it."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.run(
+        [sys.executable, *launch, script, *flags],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=2 * SECONDS,
+    )

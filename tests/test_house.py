@@ -1,0 +1,165 @@
+"""The rules of the house: what keeps the pages readable and the copies from drifting apart."""
+
+import ast
+import re
+
+import pytest
+from lessons import PARENTS, lesson
+from support import ROOT, load_stage
+
+STAGES = sorted(path.name for path in ROOT.glob("0?_*"))
+TRAINS = {stage: (ROOT / stage / "train.py") for stage in STAGES}
+COMMON = sorted((ROOT / "common").glob("*.py"))
+CAPS = dict.fromkeys(STAGES, 200) | {"05_amp_syncbn": 250}
+# 600 instead of the 400 that the house began with: six data sets, each with one clear line for
+# every way in which it can be missing or damaged, took 170 lines, and none of them belongs to a
+# lesson. More needs a new reason.
+COMMON_CAP = 600
+
+# What a stage teaches: these functions differ from its parent's. All others that both have are the
+# same, word for word.
+TAUGHT = {
+    "02_data_parallel": {"main"},
+    "03_ddp_manual_allreduce": {"pick_device", "train_epoch", "evaluate", "main"},
+    "04_ddp_torchrun": {"train_epoch", "main"},
+    "05_amp_syncbn": {"train_epoch", "main"},
+}
+
+
+def functions(stage: str) -> dict[str, str]:
+    source = TRAINS[stage].read_text()
+    tree = ast.parse(source)
+    found = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return {node.name: ast.get_source_segment(source, node) or "" for node in found}
+
+
+@pytest.mark.parametrize("stage", PARENTS)
+def test_lesson_diff_is_fresh(stage):
+    assert (ROOT / stage / "lesson.diff").read_text() == lesson(stage), "run: make lessons"
+
+
+@pytest.mark.parametrize(("stage", "parent"), PARENTS.items())
+def test_what_a_stage_does_not_teach_stands_in_it_word_for_word(stage, parent):
+    ours, theirs = functions(stage), functions(parent)
+    changed = {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
+    assert changed <= TAUGHT[stage]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_page_is_short(stage):
+    assert len(TRAINS[stage].read_text().splitlines()) <= CAPS[stage]
+    for name, source in functions(stage).items():
+        assert len(source.splitlines()) <= 40, f"{stage}: {name} is longer than 40 lines"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_page_has_the_order_of_the_house(stage):
+    names = list(functions(stage))
+    assert names[-1] == "main"
+    assert names.index("train_epoch") + 1 == names.index("evaluate")
+    doc = ast.get_docstring(ast.parse(TRAINS[stage].read_text())) or ""
+    assert doc.startswith(f"Stage {stage[:2]}: ")
+    assert f"{stage}/train.py" in doc, "the docstring holds the command that runs it"
+
+
+def test_chapters_beside_the_pages_are_short():
+    for path in ROOT.glob("0?_*/*.py"):
+        if path.name != "train.py":
+            assert len(path.read_text().splitlines()) <= 150, path
+            assert '__name__ == "__main__"' in path.read_text(), f"{path} cannot be run by itself"
+
+
+def test_common_is_small():
+    assert sum(len(path.read_text().splitlines()) for path in COMMON) <= COMMON_CAP
+
+
+FORBIDDEN = {"distributed", "DataParallel", "DistributedDataParallel", "autocast", "backward"}
+
+
+def uses(source: str) -> set[str]:
+    """Every name, attribute and imported module of a program."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.ImportFrom):
+            found |= set((node.module or "").split(".")) | {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {part for alias in node.names for part in alias.name.split(".")}
+    return found
+
+
+@pytest.mark.parametrize("path", COMMON, ids=lambda path: path.name)
+def test_common_knows_nothing_of_parallelism(path):
+    source = path.read_text()
+    assert not uses(source) & FORBIDDEN
+    assert "optimizer.step(" not in source
+
+
+def test_the_rule_of_common_can_be_broken():
+    """The control: the stages themselves would not pass."""
+    assert uses(TRAINS["04_ddp_torchrun"].read_text()) >= {"distributed", "backward"}
+
+
+def test_common_has_no_base_class():
+    own = {
+        n.name
+        for p in COMMON
+        for n in ast.walk(ast.parse(p.read_text()))
+        if isinstance(n, ast.ClassDef)
+    }
+    for path in COMMON:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                assert not {ast.unparse(base) for base in node.bases} & own
+
+
+def flags_of(stage: str) -> set[str]:
+    module = load_stage(stage[:2])
+    parse = getattr(module, "parse_args", None)
+    if parse is None:
+        return set(vars(module.make_parser(stage, "").parse_args([])))
+    import sys
+    from unittest.mock import patch
+
+    with patch.object(sys, "argv", ["train.py"]):
+        return set(vars(parse()))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_flag_is_unread(stage):
+    code = "".join(path.read_text() for path in [*COMMON, TRAINS[stage]])
+    read = set(re.findall(r"\bargs\.(\w+)", code)) | {"stage"}
+    read |= {"momentum", "weight_decay"} & set(
+        re.findall(r"args\.(\w+)", TRAINS[stage].read_text())
+    )
+    assert flags_of(stage) <= read
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_collective_is_marked(stage):
+    """A reader must see where a rank that does not come makes the others wait."""
+    lines = TRAINS[stage].read_text().splitlines()
+    reduces = [line for line in lines if "dist.all_reduce(" in line]
+    assert all("# " in line for line in reduces)
+    if stage >= "03":
+        assert reduces
+        assert any("every rank must reach this line" in line for line in reduces)
+
+
+def test_no_absolute_path_and_no_sys_path_in_what_readers_copy():
+    for path in [*ROOT.glob("0?_*/*.py"), *COMMON, ROOT / "tour.py"]:
+        assert "sys.path" not in path.read_text(), path
+        assert not re.search(r"""["'](/home|/root|/work|/tmp)""", path.read_text()), path
+
+
+def test_checkpoints_are_loaded_as_data_only():
+    for path in ROOT.rglob("*.py"):
+        if ".venv" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                given = {k.arg: ast.unparse(k.value) for k in node.keywords}
+                assert given.get("weights_only") == "True", f"{path}:{node.lineno}"

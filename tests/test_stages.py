@@ -1,0 +1,332 @@
+"""What every stage must do beside computing the right thing: learn, log, save, resume, evaluate."""
+
+import os
+import sys
+
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support import REAL_DATA, ROOT, Run, default_dtype, load_stage, run_ranks, train, train_once
+
+from common.data import load_dataset, make_loader
+from common.models import build_model
+from common.options import make_parser, reseed
+
+WAYS = [("01", 1), ("02", 1), ("03", 2), ("04", 2), ("05", 2)]
+each_stage = pytest.mark.parametrize(("key", "ranks"), WAYS, ids=[key for key, _ in WAYS])
+FP32 = {"dtype": torch.float32}
+
+
+@each_stage
+def test_every_stage_learns(key, ranks):
+    run = train_once(key, ranks, **FP32)
+    assert run.losses[:12].mean() > 2 * run.losses[-12:].mean()
+    assert run.summary["test_accuracy"] > 0.9
+
+
+def test_a_stage_that_skips_its_step_does_not_learn():
+    """The control of the test above."""
+    run = train_once("01", 1, **FP32, without=(("train.py", "optimizer.step()"),))
+    assert run.summary["test_accuracy"] < 0.3
+
+
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_05_learns_in_mixed_precision(amp):
+    run = train_once("05", 2, "--model=net-bn", f"--amp={amp}", **FP32)
+    full = train_once("05", 2, "--model=net-bn", **FP32)
+    assert run.summary["test_accuracy"] > 0.9
+    assert not torch.equal(run.losses, full.losses), "autocast did nothing"
+    assert run.checkpoint["model"]["fc1.weight"].dtype == torch.float32, "the weights stay fp32"
+
+
+@each_stage
+def test_metrics_have_a_line_a_step(key, ranks):
+    metrics = train_once(key, ranks, **FP32).metrics
+    assert [line["step"] for line in metrics] == list(range(1, 121))
+    assert [line["epoch"] for line in metrics] == [epoch for epoch in range(10) for _ in range(12)]
+    assert all(line["samples"] == 120 and line["lr"] == 0.02 for line in metrics)
+    assert all(line["seconds"] > 0 for line in metrics)
+
+
+@each_stage
+def test_summary_tells_what_ran_and_what_came_of_it(key, ranks):
+    run = train_once(key, ranks, **FP32)
+    summary = run.summary
+    expected = {"dataset": "digits", "model": "net", "device": "cpu", "world_size": ranks}
+    expected |= {"global_batch": 120, "epochs": 10, "seed": 1234, "steps": 120}
+    expected |= {"local_batch": 120 if key == "01" else 60, "torch": torch.__version__}
+    assert {name: summary[name] for name in expected} == expected
+    assert summary["stage"].startswith(key)
+    assert len(summary["peak_memory_bytes"]) == ranks
+    assert all(50e6 < peak < 5e9 for peak in summary["peak_memory_bytes"])
+    assert summary["samples_per_second"] == pytest.approx(120e3 / summary["step_ms"], rel=1e-3)
+    assert summary["train_loss"] == pytest.approx(run.losses[-12:].mean().item())
+
+
+def evaluated(state: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """Loss and accuracy of these float64 weights over the test set in one plain batch."""
+    args = make_parser("", "").parse_args([f"--data-dir={ROOT / 'data'}"])
+    with default_dtype(torch.float64), torch.no_grad():
+        _, test_set = load_dataset(args)
+        model = build_model("net-bn", test_set).eval()
+        model.load_state_dict(state)
+        images, labels = test_set.__getitems__(range(len(test_set)))
+        logits = model(images)
+        accuracy = (logits.argmax(dim=1) == labels).double().mean().item()
+        return F.cross_entropy(logits, labels).item(), accuracy
+
+
+SHORT = ("--model=net-bn", "--epochs=1", "--batch-size=60")
+MANY = [("01", 1), ("02", 1), ("03", 2), ("03", 4), ("04", 2), ("04", 4), ("05", 2), ("05", 4)]
+
+
+@pytest.mark.parametrize(("key", "ranks"), MANY)
+def test_evaluation_counts_every_sample_once(key, ranks, without=()):
+    """297 test samples on 2 and on 4 ranks: no shard is as long as another."""
+    run = train_once(key, ranks, *SHORT, without=without)
+    loss, accuracy = evaluated(run.checkpoint["model"])
+    assert run.summary["test_loss"] == pytest.approx(loss, abs=1e-10)
+    assert run.summary["test_accuracy"] == pytest.approx(accuracy, abs=1e-10)
+
+
+def test_01_evaluates_every_sample_once(without=()):
+    test_evaluation_counts_every_sample_once("01", 1, without)
+
+
+def test_02_evaluates_every_sample_once(without=()):
+    test_evaluation_counts_every_sample_once("02", 1, without)
+
+
+def test_03_evaluates_every_sample_once(without=()):
+    test_evaluation_counts_every_sample_once("03", 2, without)
+
+
+def test_04_evaluates_every_sample_once(without=()):
+    test_evaluation_counts_every_sample_once("04", 2, without)
+
+
+def test_a_padding_sampler_would_count_samples_twice():
+    """The control: DistributedSampler over 297 samples on 4 ranks hands out 300."""
+    sampler = [
+        torch.utils.data.DistributedSampler(range(297), 4, rank, shuffle=False) for rank in range(4)
+    ]
+    dealt = [index for part in sampler for index in part]
+    assert len(dealt) == 300
+    assert len(set(dealt)) == 297
+
+
+def test_all_checkpoints_have_the_same_form():
+    """Names, shapes and dtypes of weights and momenta: any stage can take any other's."""
+    forms = []
+    for key, ranks in WAYS:
+        content = train_once(key, ranks, *SHORT).checkpoint
+        state = content["optimizer"]["state"]
+        forms.append(
+            (
+                {name: (t.shape, t.dtype) for name, t in content["model"].items()},
+                {
+                    i: (s["momentum_buffer"].shape, s["momentum_buffer"].dtype)
+                    for i, s in state.items()
+                },
+                {k: content[k] for k in ("epoch", "epoch_step", "step")},
+            )
+        )
+    assert all(form == forms[0] for form in forms)
+
+
+@each_stage
+def test_every_stage_evaluates_the_checkpoint_of_another(key, ranks):
+    other = train_once("03" if key != "03" else "05", 2, *SHORT)
+    loss, accuracy = evaluated(other.checkpoint["model"])
+    run = train(key, ranks, *SHORT, f"--evaluate={other.folder / 'checkpoint.pt'}")
+    assert run.output == f"test loss {loss:.4f}  test accuracy {accuracy:.2%}\n"
+    assert list(run.folder.iterdir()) == [], "evaluation leaves nothing behind"
+
+
+@each_stage
+def test_every_stage_goes_on_from_the_checkpoint_of_another(key, ranks):
+    other = train_once("04" if key != "04" else "01", 2 if key != "04" else 1, *SHORT)
+    first = train_once(key, ranks, *SHORT)
+    flags = ("--model=net-bn", "--batch-size=60", "--epochs=2")
+    run = train(key, ranks, *flags, f"--resume={other.folder / 'checkpoint.pt'}")
+    assert [line["epoch"] for line in run.metrics] == [1] * 25
+    assert run.losses.mean() < first.losses.mean() / 2, "it began where the other had stopped"
+
+
+@pytest.mark.parametrize(
+    ("key", "ranks", "flags"),
+    [
+        ("01", 1, ("--model=net",)),
+        ("02", 1, ("--model=net-bn",)),  # dropout in threads of one device has no fixed order
+        ("03", 2, ("--model=net",)),
+        ("03", 2, ("--model=net-bn",)),
+        ("04", 2, ("--model=net",)),
+        ("04", 2, ("--model=net-bn",)),
+        ("05", 2, ("--model=net", "--amp=bf16")),
+        ("05", 2, ("--model=net-bn", "--amp=fp16")),
+    ],
+)
+def test_resuming_equals_not_having_stopped(key, ranks, flags, without=()):
+    """To the bit: weights, momentum, loss of every step."""
+    whole = train(key, ranks, *flags, "--epochs=2", **FP32, without=without)
+    parts = train(key, ranks, *flags, "--epochs=1", **FP32, without=without)
+    resumed = train(
+        key,
+        ranks,
+        *flags,
+        "--epochs=2",
+        "--resume=auto",
+        **FP32,
+        without=without,
+        folder=parts.folder,
+    )
+    assert same_run(whole, resumed)
+
+
+def same_run(a: Run, b: Run) -> bool:
+    ours, theirs = a.checkpoint, b.checkpoint
+    momenta = [
+        [s["momentum_buffer"] for s in c["optimizer"]["state"].values()] for c in (ours, theirs)
+    ]
+    return (
+        torch.equal(a.losses, b.losses)
+        and ours.get("scaler") == theirs.get("scaler")
+        and [x["step"] for x in a.metrics] == [x["step"] for x in b.metrics]
+        and all(torch.equal(ours["model"][n], theirs["model"][n]) for n in ours["model"])
+        and all(torch.equal(x, y) for x, y in zip(*momenta, strict=True))
+    )
+
+
+def test_01_resumes_to_the_bit(without=()):
+    test_resuming_equals_not_having_stopped("01", 1, ("--model=net",), without)
+
+
+def test_03_resumes_to_the_bit(without=()):
+    test_resuming_equals_not_having_stopped("03", 2, ("--model=net",), without)
+
+
+def test_04_resumes_to_the_bit(without=()):
+    test_resuming_equals_not_having_stopped("04", 2, ("--model=net",), without)
+
+
+def test_05_resumes_the_loss_scale(without=()):
+    flags = ("--model=net-bn", "--amp=fp16")
+    test_resuming_equals_not_having_stopped("05", 2, flags, without)
+
+
+def test_learning_rate_of_the_call_wins_over_that_of_the_checkpoint(tmp_path):
+    first = train_once("01", 1, *SHORT)
+    flags = ("--model=net-bn", "--batch-size=60", "--epochs=2", "--lr=0.5")
+    run = train("01", 1, *flags, f"--resume={first.folder / 'checkpoint.pt'}")
+    assert {line["lr"] for line in run.metrics} == {0.5}
+    assert run.checkpoint["optimizer"]["param_groups"][0]["lr"] == 0.5
+
+
+@each_stage
+def test_max_steps_ends_the_run_inside_an_epoch(key, ranks):
+    run = train_once(key, ranks, "--max-steps=3", "--batch-size=60")
+    assert len(run.losses) == 3
+    assert run.summary["steps"] == 3
+    assert run.checkpoint["epoch"] == 0
+    assert run.checkpoint["epoch_step"] == 3
+
+
+def _masks(rank: int, key: str, flags: tuple[str, ...]) -> list[bool]:
+    """Which of the 50 hidden units dropout kept for the first sample of the first step."""
+    stage = load_stage(key)
+    kept: list[torch.Tensor] = []
+    build = stage.build_model
+
+    def build_and_watch(*args):
+        model = build(*args)
+        model.dropout.register_forward_hook(lambda _, __, out: kept.append(out[0] != 0))
+        return model
+
+    stage.build_model = build_and_watch
+    sys.argv = ["train.py", *flags]
+    if key == "03":
+        stage.train(rank, stage.parse_args(), int(os.environ["MASTER_PORT"]))
+    else:
+        stage.main()
+    dist.destroy_process_group()
+    return kept[0].tolist()
+
+
+@pytest.mark.parametrize("key", ["03", "04", "05"])
+def test_ranks_draw_their_own_dropout_masks(key, tmp_path):
+    flags = (
+        f"--run-dir={tmp_path}",
+        f"--data-dir={ROOT / 'data'}",
+        "--max-steps=1",
+        "--device=cpu",
+    )
+    first, second = run_ranks(2, _masks, key, flags)
+    assert first != second
+
+
+def test_random_numbers_are_a_function_of_the_key():
+    drawn = {}
+    for key in [(1, 0), (1, 1), (2, 0), (1, 0, 1), (1, 1, 0)]:
+        reseed(*key)
+        drawn[key] = torch.rand(3)
+    reseed(1, 0)
+    assert torch.equal(torch.rand(3), drawn[1, 0])
+    assert len({tuple(numbers.tolist()) for numbers in drawn.values()}) == 5
+
+
+def _download(rank: int, folder: str, flags: tuple[str, ...]) -> None:
+    import shutil
+    import time
+    from pathlib import Path
+
+    import common.data
+
+    def fetch(root, download):
+        time.sleep(1)  # the other rank must not look meanwhile
+        target = Path(root) / "MNIST" / "raw"
+        target.mkdir(parents=True)  # a second download would fail here
+        for file in (ROOT / "data" / "digits").glob("*ubyte"):
+            shutil.copy(file, target)
+
+    common.data.DOWNLOADS["mnist"] = fetch
+    stage = load_stage("04")
+    sys.argv = ["train.py", *flags]
+    stage.main()
+
+
+def test_one_rank_downloads_and_the_others_wait(tmp_path):
+    flags = (f"--run-dir={tmp_path / 'run'}", f"--data-dir={tmp_path}", "--dataset=mnist")
+    small = ("--max-steps=1", "--device=cpu", "--image-size=16")
+    with pytest.raises(AssertionError, match="16 pixels or more, got 8"):  # past the download
+        run_ranks(2, _download, str(tmp_path), (*flags, *small))
+    assert (tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte").is_file()
+
+
+def test_order_of_the_samples_is_that_of_distributed_sampler():
+    """The k-th batches of all ranks are together the k-th global batch of stage 01."""
+    whole = list(oracle.whole_batches(1500, 60, seed=7, epoch=3))
+    ranks = []
+    for rank in range(3):
+        sampler = torch.utils.data.DistributedSampler(range(1500), 3, rank, seed=7, drop_last=True)
+        sampler.set_epoch(3)
+        ranks.append(list(sampler))
+    for k, [batch] in enumerate(whole):
+        assert sorted(batch) == sorted(i for r in ranks for i in r[k * 20 : (k + 1) * 20])
+
+
+@pytest.mark.skipif(not oracle.real_data(REAL_DATA), reason="no MNIST in ../shared/data")
+@pytest.mark.parametrize(("key", "ranks"), [("01", 1), ("05", 2)])
+def test_mnist_is_learned_in_a_third_of_an_epoch(key, ranks):
+    flags = ("--dataset=mnist", f"--data-dir={REAL_DATA}", "--model=net-bn", "--max-steps=150")
+    assert train(key, ranks, *flags, **FP32).summary["test_accuracy"] > 0.94
+
+
+@pytest.mark.skipif(not oracle.real_data(REAL_DATA), reason="no MNIST in ../shared/data")
+def test_a_pass_over_mnist_sees_every_image_once():
+    args = make_parser("", "").parse_args(["--dataset=mnist", f"--data-dir={REAL_DATA}"])
+    train_set, _ = load_dataset(args)
+    batches = list(make_loader(train_set, 120))
+    assert sum(len(labels) for _, labels in batches) == 60000
+    assert torch.cat([images for images, _ in batches]).mean().abs() < 1e-3, "normalised"
