@@ -108,7 +108,7 @@ def main() -> None:
         reseed(args.seed, epoch)  # so are the dropout masks
         losses = train_epoch(parallel, recorder.watch(loader), optimizer, device)
         recorder.end_epoch(epoch, losses, *evaluate(parallel, test_set, args.batch_size, device))
-        save_checkpoint(recorder.checkpoint, model, optimizer, recorder.position, args)
+        save_checkpoint(recorder, model, optimizer)
     recorder.finish([peak_memory_bytes(device) for device in dict.fromkeys(devices)])
 
 

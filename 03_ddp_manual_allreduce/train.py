@@ -3,6 +3,7 @@
 python 03_ddp_manual_allreduce/train.py --world-size 2
 """
 
+import logging
 import os
 import sys
 from argparse import Namespace
@@ -160,7 +161,7 @@ def train(rank: int, args: Namespace, port: int) -> None:
         losses = train_epoch(model, recorder.watch(loader), optimizer, device)
         recorder.end_epoch(epoch, losses, *evaluate(model, test_set, args.batch_size, device))
         if rank == 0:  # one writer; no collective hides in here
-            save_checkpoint(recorder.checkpoint, model, optimizer, recorder.position, args)
+            save_checkpoint(recorder, model, optimizer)
     recorder.finish(peak_memory_of_ranks(device))
 
 
@@ -177,6 +178,7 @@ def main() -> None:
     store = dist.TCPStore(
         "127.0.0.1", port=0, is_master=True, wait_for_workers=False
     )  # a free port
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it tells each kill
     try:
         mp.spawn(run, args=(args, store.port), nprocs=args.world_size)
     except mp.ProcessExitedException as error:

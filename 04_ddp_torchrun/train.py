@@ -49,6 +49,8 @@ def read_launcher() -> tuple[int, int, int, int]:
             "torchrun, or export it (MASTER_ADDR: the host of rank 0, MASTER_PORT: a free port)"
         )
     rank, local_rank, world_size, local_world_size, _ = (int(env[name]) for name in needed)
+    if rank >= world_size:
+        raise UsageError(f"RANK {rank} is not below WORLD_SIZE {world_size}: ranks count from 0")
     return rank, local_rank, world_size, local_world_size
 
 
@@ -172,7 +174,7 @@ def main() -> None:
         losses = train_epoch(ddp, recorder.watch(loader), optimizer, device)
         recorder.end_epoch(epoch, losses, *evaluate(model, test_set, args.batch_size, device))
         if rank == 0:  # one writer; no collective hides in here
-            save_checkpoint(recorder.checkpoint, model, optimizer, recorder.position, args)
+            save_checkpoint(recorder, model, optimizer)
     recorder.finish(peak_memory_of_ranks(device))
 
 

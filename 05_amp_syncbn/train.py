@@ -62,6 +62,8 @@ def read_launcher() -> tuple[int, int, int, int]:
             "torchrun, or export it (MASTER_ADDR: the host of rank 0, MASTER_PORT: a free port)"
         )
     rank, local_rank, world_size, local_world_size, _ = (int(env[name]) for name in needed)
+    if rank >= world_size:
+        raise UsageError(f"RANK {rank} is not below WORLD_SIZE {world_size}: ranks count from 0")
     return rank, local_rank, world_size, local_world_size
 
 
@@ -204,8 +206,7 @@ def main() -> None:
         losses = train_epoch(ddp, recorder.watch(loader), optimizer, device, scaler, dtype)
         recorder.end_epoch(epoch, losses, *evaluate(model, test_set, args.batch_size, device))
         if rank == 0:  # one writer; no collective hides in here
-            where, state = recorder.checkpoint, scaler.state_dict()
-            save_checkpoint(where, model, optimizer, recorder.position, args, scaler=state)
+            save_checkpoint(recorder, model, optimizer, scaler=scaler.state_dict())
     recorder.finish(peak_memory_of_ranks(device))
 
 

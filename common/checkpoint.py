@@ -9,25 +9,27 @@ import torch
 from torch import nn
 
 from common.options import UsageError
+from common.record import Recorder
 
 
 def save_checkpoint(
-    path: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    position: dict[str, int],
-    args: Namespace,
-    **more: object,
+    recorder: Recorder, model: nn.Module, optimizer: torch.optim.Optimizer, **more: object
 ) -> None:
-    """Write the checkpoint under another name, then rename: a kill leaves the old one whole.
+    """Write the run's checkpoint under another name, then rename: a kill leaves the old one whole.
 
     model: the plain one, without any wrapper, so that no name gains a `module.` prefix.
     """
-    options = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
-    content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "options": options}
-    unfinished = path.with_suffix(".tmp")
-    torch.save({**content, **position, **more}, unfinished)
-    os.replace(unfinished, path)
+    options = vars(recorder.args).items()
+    content = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "options": {k: str(v) if isinstance(v, Path) else v for k, v in options},
+        **recorder.position,
+        **more,
+    }
+    unfinished = recorder.checkpoint.with_suffix(".tmp")
+    torch.save(content, unfinished)
+    os.replace(unfinished, recorder.checkpoint)
 
 
 def read_checkpoint(path: Path) -> dict:
