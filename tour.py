@@ -85,7 +85,7 @@ def run(row: Row, args: Namespace, folder: Path, **env: str) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={"OMP_NUM_THREADS": "1", **os.environ, **env},  # one thread a rank, and for 01 too
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},  # one thread a rank, and for 01
     )
     assert process.stdout
     for line in process.stdout:
@@ -217,6 +217,8 @@ def main() -> None:
     draw(rows, args, args.run_dir / "tour.png")
     text = report(rows, args, time.perf_counter() - started, note)
     (args.run_dir / "report.md").write_text(text)
+    results = {"date": str(date.today()), "note": note, "rows": {r.label: r.summary for r in rows}}
+    (args.run_dir / "tour.json").write_text(json.dumps(results, indent=2) + "\n")
     print(f"\n{tabulate_rows(rows, 'simple')}\n\nwrote {args.run_dir}/report.md and tour.png")
 
 

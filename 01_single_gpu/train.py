@@ -1,6 +1,8 @@
 """Stage 01: one process trains on one device. Every later stage must reach the same result.
 
-python 01_single_gpu/train.py
+Run it from the root of the repository:
+
+    python 01_single_gpu/train.py
 """
 
 from collections.abc import Iterable

@@ -1,6 +1,8 @@
 """Stage 02: one process trains replicas of the model on all GPUs, a part of each batch on each.
 
-python 02_data_parallel/train.py
+Run it from the root of the repository:
+
+    python 02_data_parallel/train.py
 """
 
 from argparse import Namespace
@@ -97,9 +99,8 @@ def main() -> None:
         recorder.end_evaluation(*evaluate(parallel, test_set, args.batch_size, device))
         return
 
-    print(
-        f"global batch {args.batch_size} = {len(devices)} × {local_batch} (replicas × local batch)"
-    )
+    cut = f"{len(devices)} × {local_batch} (replicas × local batch)"
+    print(f"global batch {args.batch_size} = {cut}")
     generator = torch.Generator()
     sampler = RandomSampler(train_set, generator=generator)
     loader = make_loader(train_set, args.batch_size, sampler, args.workers)

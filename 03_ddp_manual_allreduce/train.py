@@ -1,6 +1,8 @@
 """Stage 03: processes train on a shard each and average their gradients by hand.
 
-python 03_ddp_manual_allreduce/train.py --world-size 2
+Run it from the root of the repository:
+
+    python 03_ddp_manual_allreduce/train.py --world-size 2
 """
 
 import logging
@@ -111,7 +113,7 @@ def evaluate(
     """Mean loss and accuracy over the whole data set, each sample counted once."""
     model.eval()
     for buffer in model.buffers():  # BatchNorm's running statistics: each rank has its own
-        dist.broadcast(buffer, src=0)
+        dist.broadcast(buffer, src=0)  # every rank must reach this line
     shard = Subset(dataset, range(dist.get_rank(), len(dataset), dist.get_world_size()))
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # sums: loss, correct, samples
     for images, labels in make_loader(shard, batch_size):
@@ -175,9 +177,8 @@ def main() -> None:
     args = parse_args()
     prepare_dataset(args)  # here, once, before there are ranks that could all download
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: or the ranks fight for cores
-    store = dist.TCPStore(
-        "127.0.0.1", port=0, is_master=True, wait_for_workers=False
-    )  # a free port
+    # Port 0: the operating system picks a free one.
+    store = dist.TCPStore("127.0.0.1", port=0, is_master=True, wait_for_workers=False)
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it tells each kill
     try:
         mp.spawn(run, args=(args, store.port), nprocs=args.world_size)

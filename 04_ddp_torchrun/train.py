@@ -1,6 +1,8 @@
 """Stage 04: torchrun starts the processes, DistributedDataParallel averages their gradients.
 
-torchrun --standalone --nproc-per-node=2 04_ddp_torchrun/train.py
+Run it from the root of the repository:
+
+    torchrun --standalone --nproc-per-node=2 04_ddp_torchrun/train.py
 """
 
 import os
@@ -127,7 +129,7 @@ def evaluate(
     """Mean loss and accuracy over the whole data set, each sample counted once."""
     model.eval()
     for buffer in model.buffers():  # BatchNorm's running statistics: each rank has its own
-        dist.broadcast(buffer, src=0)
+        dist.broadcast(buffer, src=0)  # every rank must reach this line
     shard = Subset(dataset, range(dist.get_rank(), len(dataset), dist.get_world_size()))
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # sums: loss, correct, samples
     for images, labels in make_loader(shard, batch_size):

@@ -1,6 +1,8 @@
 """Stage 05: DDP in mixed precision, and BatchNorm over the global batch instead of the local one.
 
-torchrun --standalone --nproc-per-node=2 05_amp_syncbn/train.py --model net-bn --amp bf16
+Run it from the root of the repository:
+
+    torchrun --standalone --nproc-per-node=2 05_amp_syncbn/train.py --model net-bn --amp bf16
 """
 
 import os
@@ -154,7 +156,7 @@ def evaluate(
     """Mean loss and accuracy over the whole data set, each sample counted once."""
     model.eval()
     for buffer in model.buffers():  # BatchNorm's running statistics: each rank has its own
-        dist.broadcast(buffer, src=0)
+        dist.broadcast(buffer, src=0)  # every rank must reach this line
     shard = Subset(dataset, range(dist.get_rank(), len(dataset), dist.get_world_size()))
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # sums: loss, correct, samples
     for images, labels in make_loader(shard, batch_size):

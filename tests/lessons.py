@@ -2,13 +2,15 @@
 
     python tests/lessons.py
 
-writes each stage's lesson.diff. `make lessons` calls it.
+writes each stage's lesson.diff, and the parts of it that its README shows: a diff fence below
+<!-- lesson: FIRST ... LAST --> holds the lines from the one that begins with FIRST to the next one
+that begins with LAST. `make lessons` calls it.
 """
 
 from difflib import unified_diff
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from readmes import ROOT, fences
+
 PARENTS = {
     "02_data_parallel": "01_single_gpu",
     "03_ddp_manual_allreduce": "01_single_gpu",
@@ -23,7 +25,25 @@ def lesson(stage: str) -> str:
     return "".join(unified_diff(before, after, *names, n=3))
 
 
+def part(stage: str, ends: str) -> str:
+    """The lines of the lesson between the two that `FIRST ... LAST` names."""
+    first, last = ends.split(" ... ")
+    lines = lesson(stage).splitlines(keepends=True)[2:]  # without the names of the files
+    start = next(i for i, line in enumerate(lines) if line.startswith(first))
+    stop = next(i for i, line in enumerate(lines) if i >= start and line.startswith(last))
+    return "".join(lines[start : stop + 1])
+
+
+def refresh(stage: str) -> None:
+    (ROOT / stage / "lesson.diff").write_text(lesson(stage))
+    readme = ROOT / stage / "README.md"
+    for fence in reversed(fences("diff", [readme])):  # from the end: places stay right
+        text, (start, end) = readme.read_text(), fence.place
+        new = part(stage, fence.note.removeprefix("lesson: "))
+        readme.write_text(text[:start] + new + text[end:])
+
+
 if __name__ == "__main__":
     for stage in PARENTS:
-        (ROOT / stage / "lesson.diff").write_text(lesson(stage))
-        print(f"wrote {stage}/lesson.diff")
+        refresh(stage)
+        print(f"wrote {stage}/lesson.diff and the parts of it in the README")

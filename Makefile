@@ -1,0 +1,38 @@
+# Two commands: `make tour` and `make test`. Each sets up .venv on its first use, and only then.
+
+PYTHON ?= python3
+VENV ?= .venv
+RUN := $(VENV)/bin/python
+STAGES := $(wildcard 0*_*)
+
+.PHONY: tour test lint lessons readme clean
+
+tour: $(VENV)/ready  ## run the five stages in order and compare them; FLAGS="--ranks 3" changes it
+	$(RUN) tour.py $(FLAGS)
+
+test: lint  ## everything that is checked
+	$(RUN) -m pytest $(FLAGS)
+
+lint: $(VENV)/ready
+	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy common/*.py tour.py
+	for stage in $(STAGES); do $(RUN) -m mypy $$stage/*.py || exit 1; done
+
+lessons: $(VENV)/ready  ## write every lesson.diff anew
+	$(RUN) tests/lessons.py
+
+readme: lessons  ## run the tour and every command whose output a README shows, and put it there
+	$(RUN) tests/refresh.py
+
+$(VENV)/ready: requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "error: $(PYTHON) is older than Python 3.10: try make PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' || \
+	  { echo "error: $(PYTHON) has no venv: on Debian and Ubuntu, apt install python3-venv" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --disable-pip-version-check -r requirements.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs

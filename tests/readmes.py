@@ -1,0 +1,48 @@
+"""How a README is read: its fences, and the comments that tell what the suite does with them.
+
+Above a bash fence may stand one of
+
+    <!-- in the suite: add FLAGS -->        each command gets these flags, to be quick
+    <!-- in the suite: run COMMAND -->      this instead
+    <!-- in the suite: nothing, REASON -->  it is not run here
+
+and above a text fence <!-- output of: COMMAND -->: `make readme` runs it and writes the fence.
+Above a diff fence stands what part of the stage's lesson.diff it shows: see lessons.py.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+READMES = [ROOT / "README.md", *sorted(ROOT.glob("0?_*/README.md"))]
+FENCE = re.compile(
+    r"(?:<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.M | re.S
+)
+
+
+@dataclass(frozen=True)
+class Fence:
+    readme: Path
+    kind: str
+    text: str
+    note: str  # the comment right above it
+    place: tuple[int, int]  # of the text in the file
+
+    @property
+    def name(self) -> str:
+        return f"{self.readme.parent.name}: {self.text.splitlines()[0]}"
+
+
+def fences(kind: str, readmes: list[Path] = READMES) -> list[Fence]:
+    return [
+        Fence(readme, kind, match["text"], match["note"] or "", match.span("text"))
+        for readme in readmes
+        for match in FENCE.finditer(readme.read_text())
+        if match["kind"] == kind
+    ]
+
+
+def shown_output(fence: Fence) -> str:
+    """The command whose output a text fence shows, or nothing."""
+    return fence.note.removeprefix("output of: ") if fence.note.startswith("output of: ") else ""

@@ -1,0 +1,53 @@
+"""Write what the READMEs show: run the tour and every command of an `output of:` fence.
+
+`make readme` calls it.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from readmes import READMES, ROOT, fences, shown_output
+
+BEGIN, END = "<!-- tour -->\n", "<!-- end of tour -->"
+
+
+def run(command: str) -> str:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+    print(command, flush=True)
+    return subprocess.run(
+        command, shell=True, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+
+
+def refresh_tour() -> None:
+    run("python tour.py")
+    results = json.loads((ROOT / "runs/tour/tour.json").read_text())
+    results["commit"] = run("git describe --always --dirty").strip()
+    (ROOT / "results").mkdir(exist_ok=True)
+    (ROOT / "results" / "tour.json").write_text(json.dumps(results, indent=2) + "\n")
+    shutil.copy(ROOT / "runs/tour/tour.png", ROOT / "results" / "tour.png")
+    report = (ROOT / "runs/tour/report.md").read_text()
+    body = report.partition("\n\n")[2].replace("](tour.png)", "](results/tour.png)")
+    text = (ROOT / "README.md").read_text()
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    (ROOT / "README.md").write_text(
+        before + BEGIN + body.replace("## Which", "### Which") + END + after
+    )
+
+
+def refresh_outputs() -> None:
+    for readme in READMES:
+        for fence in reversed(fences("text", [readme])):  # from the end: places stay right
+            if command := shown_output(fence):
+                text, (start, end) = readme.read_text(), fence.place
+                readme.write_text(text[:start] + run(command) + text[end:])
+
+
+if __name__ == "__main__":
+    refresh_tour()
+    refresh_outputs()

@@ -1,0 +1,31 @@
+"""Every "break it" table of a stage's README: leave the line out, and the named test fails.
+
+A test that still passes with the line gone would prove nothing about it.
+"""
+
+import re
+
+import pytest
+import test_proof
+import test_stages
+from support import FOLDERS
+
+ROW = re.compile(r"^\| `(?P<line>.+?)` \| `(?P<file>[\w.]+)` \| `(?P<test>test_\w+)` \|$", re.M)
+
+CASES = [
+    pytest.param(key, *match.group("line", "file", "test"), id=f"{key} {match['line']}")
+    for key, folder in FOLDERS.items()
+    for match in ROW.finditer((folder / "README.md").read_text())
+]
+
+
+def test_every_stage_can_be_broken():
+    assert {case.values[0] for case in CASES} == set(FOLDERS)
+
+
+@pytest.mark.parametrize(("key", "line", "file", "test"), CASES)
+def test_without_the_line_the_test_fails(key, line, file, test):
+    claim = getattr(test_proof, test, None) or getattr(test_stages, test)
+    assert test.startswith(f"test_{key}_"), "a test of another stage"
+    with pytest.raises((AssertionError, TimeoutError)):
+        claim(without=((file, line),))

@@ -1,0 +1,99 @@
+"""Nothing in a README is typed by hand and hoped for: commands run, diffs and figures are fresh."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lessons import PARENTS
+from readmes import READMES, ROOT, fences, shown_output
+
+import tour
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory) -> Path:
+    """The repository as links, so that the runs of the suite do not land among the reader's."""
+    folder = tmp_path_factory.mktemp("clone")
+    for path in ROOT.iterdir():
+        if path.name not in ("runs", ".git"):
+            (folder / path.name).symlink_to(path)
+    return folder
+
+
+def run(command: str, where: Path) -> str:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    pythonpath = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        ["bash", "-e", "-o", "pipefail", "-c", command],
+        cwd=where,
+        env={**os.environ, "PATH": path, "PYTHONPATH": pythonpath, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("fence", fences("bash"), ids=lambda fence: fence.name)
+def test_every_command_runs(fence, copy):
+    verb, _, rest = fence.note.removeprefix("in the suite: ").partition(" ")
+    if verb.startswith("nothing"):
+        pytest.skip(f"says the README itself: {rest}")
+    if verb == "run":
+        run(rest, copy)
+    elif verb == "add":
+        lines = fence.text.splitlines()
+        run(
+            "\n".join(f"{line} {rest}" if line and line[0] != "#" else line for line in lines), copy
+        )
+    else:
+        run(fence.text, copy)
+
+
+CHAPTERS = [f for f in fences("text") if shown_output(f) and "train.py" not in f.note]
+
+
+@pytest.mark.parametrize("fence", CHAPTERS, ids=lambda fence: shown_output(fence))
+def test_the_output_shown_is_the_output(fence, copy):
+    assert run(shown_output(fence), copy) == fence.text
+
+
+@pytest.mark.parametrize("fence", fences("diff"), ids=lambda fence: fence.name)
+def test_every_diff_is_a_part_of_the_lesson(fence):
+    lesson = (fence.readme.parent / "lesson.diff").read_text()
+    assert f"\n{fence.text}" in lesson
+
+
+@pytest.mark.parametrize("stage", PARENTS)
+def test_the_readme_shows_every_hunk_that_is_a_lesson(stage):
+    """At least half of the changed lines stand in the README, with a word about each."""
+    lesson = (ROOT / stage / "lesson.diff").read_text().splitlines()[2:]
+    shown = [
+        line for f in fences("diff", [ROOT / stage / "README.md"]) for line in f.text.splitlines()
+    ]
+    changed = [line for line in lesson if line[0] in "+-" and line[1:].strip()]
+    assert sum(line[0] in "+-" for line in shown) >= len(changed) / 2
+
+
+def test_the_table_and_the_picture_are_those_of_the_committed_run():
+    results = json.loads((ROOT / "results" / "tour.json").read_text())
+    rows = [
+        tour.Row(row.key, label, (), summary)
+        for label, summary in results["rows"].items()
+        for row in tour.ROWS
+        if row.label == label
+    ]
+    assert len(rows) == 6
+    assert tour.tabulate_rows(rows, "github") in (ROOT / "README.md").read_text()
+    assert (ROOT / "results" / "tour.png").is_file()
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
+def test_links_lead_somewhere(readme):
+    for target in re.findall(r"\]\((?!http)([^)#]+)", readme.read_text()):
+        assert (readme.parent / target).exists(), target
