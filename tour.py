@@ -158,12 +158,14 @@ def draw(rows: list[Row], args: Namespace, path: Path) -> None:
 
 
 def tabulate_rows(rows: list[Row], style: str) -> str:
-    headers = ("stage", "global batch", "train loss", "test accuracy", "samples/s", "peak MiB")
+    headers = ("stage", "global batch", "train loss", "test accuracy", "samples/s")
+    headers += ("step ms (quartiles)", "peak MiB")
     table = []
     for row in rows:
         got = row.summary
         parts = got["global_batch"] // got["local_batch"]
         peaks = " + ".join(f"{peak / 2**20:,.0f}" for peak in got["peak_memory_bytes"])
+        low, high = got["step_ms_quartiles"]
         table.append(
             (
                 row.label,
@@ -171,10 +173,11 @@ def tabulate_rows(rows: list[Row], style: str) -> str:
                 f"{got['train_loss']:.4f}",
                 f"{got['test_accuracy']:.2%}",
                 f"{got['samples_per_second']:,.0f}",
+                f"{got['step_ms']:.1f} ({low:.1f} to {high:.1f})",
                 peaks,
             )
         )
-    right = ("left", *["right"] * 5)
+    right = ("left", *["right"] * 6)
     return tabulate(table, headers, style, colalign=right, disable_numparse=True)
 
 
@@ -190,7 +193,7 @@ def report(rows: list[Row], args: Namespace, seconds: float, note: str) -> str:
         tabulate_rows(rows, "github"),
         "",
         "The global batch is cut into replicas or ranks × local batch. samples/s: from the median "
-        f"step. Peak memory: {got['memory_source']}, of each GPU or process.",
+        f"step of one run. Peak memory: {got['memory_source']}, of each GPU or process.",
         "",
         "![loss curves, throughput and peak memory](tour.png)",
         "",

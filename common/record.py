@@ -138,7 +138,8 @@ class Recorder:
             )
             return
         args = self.args
-        step = statistics.median(self.seconds[WARM_UP_STEPS:] or self.seconds)
+        steps = sorted(self.seconds[WARM_UP_STEPS:] or self.seconds)
+        step = statistics.median(steps)
         on_gpu = self.device.type == "cuda"
         summary = {
             **{key: getattr(args, key) for key in ("stage", "dataset", "model", "epochs", "seed")},
@@ -149,6 +150,7 @@ class Recorder:
             "steps": self.position["step"],
             "samples_per_second": round(args.batch_size / step, 1),
             "step_ms": round(step * 1000, 4),
+            "step_ms_quartiles": [round(steps[len(steps) * k // 4] * 1000, 4) for k in (1, 3)],
             "peak_memory_bytes": memory,
             "memory_source": "torch.cuda.max_memory_allocated" if on_gpu else "peak resident set",
             **self.results,
