@@ -158,8 +158,8 @@ def draw(rows: list[Row], args: Namespace, path: Path) -> None:
 
 
 def tabulate_rows(rows: list[Row], style: str) -> str:
-    headers = ("stage", "global batch", "train loss", "test accuracy", "samples/s")
-    headers += ("step ms (quartiles)", "peak MiB")
+    headers = ["stage", "global batch", "train loss", "test accuracy", "samples/s"]
+    headers += ["step ms (quartiles)", "peak MiB"]
     table = []
     for row in rows:
         got = row.summary

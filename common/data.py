@@ -56,7 +56,8 @@ def prepare_dataset(args: Namespace) -> None:
     """Download the data set if it can be downloaded and is not there yet."""
     if not args.data_dir.is_dir():
         raise UsageError(
-            f"--data-dir {args.data_dir} is no folder; expected one with the data sets"
+            f"--data-dir {args.data_dir} is no folder: name the one that holds the data sets, or "
+            "start from the root of the repository"
         )
     if args.dataset in DOWNLOADS:
         try:

@@ -25,7 +25,7 @@ def usage_errors_exit() -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print("error:", *str(error).split(), file=sys.stderr, flush=True)  # in one line
         raise SystemExit(2) from None
 
 
@@ -74,8 +74,9 @@ def make_parser(stage: str, doc: str | None) -> argparse.ArgumentParser:
     add("--seed", default=1234, type=natural, metavar="N", help="of weights, order, dropout")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU if any")
     add("--run-dir", default=Path("runs", stage), type=Path, metavar="PATH", help="for the results")
-    add("--resume", metavar="PATH|auto", help="go on from a checkpoint; auto: from the run's own")
-    add("--evaluate", type=Path, metavar="CHECKPOINT", help="only evaluate this checkpoint")
+    one = parser.add_mutually_exclusive_group().add_argument
+    one("--resume", metavar="PATH|auto", help="go on from a checkpoint; auto: from the run's own")
+    one("--evaluate", type=Path, metavar="CHECKPOINT", help="only evaluate this checkpoint")
     parser.set_defaults(stage=stage)
     return parser
 

@@ -66,9 +66,8 @@ class Recorder:
         self.position = {key: start[key] for key in ("epoch", "epoch_step", "step")}
         self.seconds: list[float] = []  # of every step
         self.results: dict[str, float] = {}
-        self.checkpoint, self.metrics = (
-            args.run_dir / n for n in ("checkpoint.pt", "metrics.jsonl")
-        )
+        self.checkpoint = args.run_dir / "checkpoint.pt"
+        self.metrics = args.run_dir / "metrics.jsonl"
         if not enabled or args.evaluate:
             return
         try:
@@ -77,9 +76,8 @@ class Recorder:
             kept = old[: start["step"]]  # what came after the checkpoint is done again
             self.metrics.write_text("".join(f"{line}\n" for line in kept))
         except OSError as error:
-            raise UsageError(
-                f"cannot write to --run-dir {args.run_dir} ({error.strerror}): name another folder"
-            ) from error
+            why = f"cannot write to --run-dir {args.run_dir} ({error.strerror})"
+            raise UsageError(f"{why}: name another folder") from error
 
     def epochs(self) -> Iterator[int]:
         """The epochs still to do, counted from 0, until --epochs or --max-steps is reached."""
@@ -111,11 +109,17 @@ class Recorder:
         }
         if not self.enabled:
             return
-        line = {"epoch": epoch, "lr": self.args.lr, "samples": self.args.batch_size}
+        same = {"lr": self.args.lr, "samples": self.args.batch_size}
         first = self.position["step"] - len(values) + 1
         with self.metrics.open("a") as file:
             for step, (loss, span) in enumerate(zip(values, seconds, strict=True), first):
-                line.update(step=step, loss=loss, seconds=round(span, 7))
+                line = {
+                    "epoch": epoch,
+                    "step": step,
+                    "loss": loss,
+                    **same,
+                    "seconds": round(span, 7),
+                }
                 file.write(json.dumps(line) + "\n")
         print(
             f"epoch {epoch + 1}/{self.args.epochs}  loss {self.results['train_loss']:.4f}"
@@ -133,14 +137,11 @@ class Recorder:
         if not self.enabled:
             return
         if not self.seconds:
-            print(
-                f"nothing to train: {self.position['epoch']} epochs are done; ask for more --epochs"
-            )
+            print(f"nothing to train: {self.position['epoch']} epochs are done; try more --epochs")
             return
-        args = self.args
+        args, on_gpu = self.args, self.device.type == "cuda"
         steps = sorted(self.seconds[WARM_UP_STEPS:] or self.seconds)
         step = statistics.median(steps)
-        on_gpu = self.device.type == "cuda"
         summary = {
             **{key: getattr(args, key) for key in ("stage", "dataset", "model", "epochs", "seed")},
             "device": self.device.type,

@@ -42,6 +42,7 @@ FLAGS = [
     (("--dataset=synthetic", "--image-size=12"), ("16 pixels", "12")),
     (("--evaluate=nowhere.pt",), ("nowhere.pt", "no checkpoint")),
     (("--resume=nowhere.pt",), ("nowhere.pt", "no checkpoint")),
+    (("--resume=auto", "--evaluate=some.pt"), ("--evaluate", "not allowed with", "--resume")),
 ]
 
 
