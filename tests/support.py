@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -206,6 +207,7 @@ def _scratch() -> str:
 
 
 def _command(rank: int, script: str, flags: tuple[str, ...], where: str, out: str) -> None:
+    torch.set_num_threads(1)  # OMP_NUM_THREADS is read when torch is imported: before this process
     os.chdir(where)
     with open(f"{out}.{rank}", "wb") as file:
         os.dup2(file.fileno(), 1)
@@ -255,6 +257,12 @@ def command(
 def _with_env(env: dict[str, str], function: Callable, args: tuple) -> None:
     os.environ.update(env)
     function(*args)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def torchrun(ranks: int, script: str, *flags: str) -> subprocess.CompletedProcess:

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 import torch
-from support import ROOT, command, torchrun, train_once
+from support import ROOT, command, free_port, torchrun, train_once
 
 SCRIPTS = {
     "01": "01_single_gpu/train.py",
@@ -179,12 +179,6 @@ def launcher(port: int, ranks: int = 2) -> dict[str, str]:
     own = {"RANK": "{RANK}", "LOCAL_RANK": "{RANK}"}
     all_ = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     return own | all_ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 ON_ALL_RANKS = [

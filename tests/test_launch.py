@@ -1,0 +1,76 @@
+"""However the ranks are started, they do the same: torchrun, srun's variables, or no launcher."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from support import ROOT, Run, command, free_port, torchrun, train_once
+
+SHORT = ("--model=net-bn", "--epochs=1", "--batch-size=60")
+
+
+def losses(folder: Path) -> torch.Tensor:
+    return Run(folder, [], "").losses
+
+
+@pytest.mark.parametrize(
+    ("key", "script"), [("04", "04_ddp_torchrun/train.py"), ("05", "05_amp_syncbn/train.py")]
+)
+def test_two_ranks_under_torchrun(key, script, tmp_path):
+    """The one real launch of each; its losses are those of the ranks that the suite starts."""
+    done = torchrun(2, script, *SHORT, "--device=cpu", f"--run-dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert "global batch 60 = 2 × 30 (world size × local batch)" in done.stdout
+    assert done.stdout.count("epoch 1/1") == 1, "only rank 0 prints"
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["world_size"], summary["local_batch"]) == (2, 30)
+    assert len(summary["peak_memory_bytes"]) == 2
+    same = train_once(key, 2, *SHORT, dtype=torch.float32)
+    assert torch.equal(losses(tmp_path), same.losses)
+
+
+def test_srun_without_torchrun(tmp_path):
+    """SLURM's own names for rank, local rank, world size and ranks on this node."""
+    env = {
+        "SLURM_PROCID": "{RANK}",
+        "SLURM_LOCALID": "{RANK}",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    flags = (*SHORT, "--device=cpu", f"--run-dir={tmp_path}")
+    answers = command("04_ddp_torchrun/train.py", *flags, ranks=2, env=env)
+    assert [status for status, _ in answers] == [0, 0], answers
+    same = train_once("04", 2, *SHORT, dtype=torch.float32)
+    assert torch.equal(losses(tmp_path), same.losses)
+
+
+def test_srun_without_an_address_is_refused():
+    env = {
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    }
+    [(status, output)] = command("04_ddp_torchrun/train.py", env=env)
+    assert status == 2
+    assert "MASTER_PORT, MASTER_ADDR is missing" in output
+
+
+@pytest.mark.parametrize("script", ["04_ddp_torchrun/train.py", "05_amp_syncbn/train.py"])
+def test_without_a_launcher_the_world_is_one_rank(script, tmp_path):
+    [(status, output)] = command(script, *SHORT, "--device=cpu", f"--run-dir={tmp_path}")
+    assert status == 0, output
+    assert "global batch 60 = 1 × 60 (world size × local batch)" in output
+    one = train_once("01", 1, *SHORT, dtype=torch.float32)
+    assert (losses(tmp_path) - one.losses).abs().max() < 1e-4
+
+
+def test_03_starts_its_own_processes(tmp_path):
+    flags = (*SHORT, "--device=cpu", f"--run-dir={tmp_path}", f"--data-dir={ROOT / 'data'}")
+    [(status, output)] = command("03_ddp_manual_allreduce/train.py", *flags)
+    assert status == 0, output
+    same = train_once("03", 2, *SHORT, dtype=torch.float32)
+    assert torch.equal(losses(tmp_path), same.losses)
