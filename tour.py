@@ -3,7 +3,7 @@
     python tour.py
     python tour.py --ranks 3 --stages 01,05 --epochs 3
 
-Every flag of the stages is handed on to them.
+Every flag that all stages share is handed on to them.
 """
 
 import json
@@ -75,6 +75,12 @@ def parse_args() -> Namespace:
 def run(row: Row, args: Namespace, folder: Path, **env: str) -> None:
     """Run a stage as a reader would, show what it prints, and read what it leaves behind."""
     command = [part.replace("RANKS", str(args.ranks)) for part in row.command]
+    gpus = 0 if args.device == "cpu" else torch.cuda.device_count()
+    if row.key == "03" and args.ranks <= gpus:
+        command += ["--backend", "nccl"]  # as 04 does by itself
+    if args.ranks < gpus:  # 02 takes all GPUs that it sees
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(shown[: args.ranks])
     for name, default in vars(make_parser("", "").parse_args([])).items():
         value = getattr(args, name)
         if value != default and name not in ("stage", "run_dir"):
@@ -85,7 +91,7 @@ def run(row: Row, args: Namespace, folder: Path, **env: str) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},  # one thread a rank, and for 01
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},  # one thread for each rank, and for 01
     )
     assert process.stdout
     for line in process.stdout:
@@ -105,7 +111,7 @@ def explain(row: Row, first: Row, args: Namespace) -> str:
         return f"repeats 01 (largest difference in the first epoch: {gap:.0e})."
     causes = []
     if row.key == "03":
-        causes.append("its ranks draw from shards of their own, so that its batches hold others")
+        causes.append("its ranks own fixed shards, so that its batches hold other samples")
     if row.key in ("02", "03", "04") and args.ranks > 1 and args.model != "net":
         causes.append("BatchNorm takes its statistics from the local batch")
     if args.model == "net" and args.ranks > 1:
@@ -138,7 +144,7 @@ def draw(rows: list[Row], args: Namespace, path: Path) -> None:
     curves.legend(ncols=2, fontsize="small")
     distance.axhline(SAME, color="grey", linewidth=0.8, linestyle=":")
     distance.set(title="Distance from 01's loss: below the dotted line it is rounding")
-    distance.set(xlabel="optimiser step", ylabel="|difference|", yscale="log")
+    distance.set(xlabel="optimiser step", ylabel="|difference| (0 drawn as 1e-9)", yscale="log")
 
     speed.barh(names, [row.summary["samples_per_second"] for row in rows], color=colours)
     speed.set(title="Throughput, all ranks together", xlabel="samples/s (median step)")
@@ -216,7 +222,7 @@ def main() -> None:
         whole = Row("01-threads", f"01 with {cores} threads", rows[0].command)
         run(whole, args, args.run_dir / whole.key, OMP_NUM_THREADS=str(cores))
         speed = whole.summary["samples_per_second"]
-        note = f"Each process has one thread; 01 with {cores} threads makes {speed:,.0f} samples/s."
+        note = f"OMP_NUM_THREADS=1; 01 with {cores} threads makes {speed:,.0f} samples/s."
     draw(rows, args, args.run_dir / "tour.png")
     text = report(rows, args, time.perf_counter() - started, note)
     (args.run_dir / "report.md").write_text(text)

@@ -1,4 +1,4 @@
-"""Stage 01: one process trains on one device. Every later stage must reach the same result.
+"""Stage 01: one process trains on one device; all later stages are compared with it.
 
 Run it from the root of the repository:
 
@@ -71,7 +71,7 @@ def main() -> None:
     model = build_model(args.model, train_set).to(device)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     start = restore(args, model, optimizer)
-    recorder = Recorder(args, device, 1, args.batch_size, start)
+    recorder = Recorder(args, device, world_size=1, local_batch=args.batch_size, start=start)
     if args.evaluate:
         recorder.end_evaluation(*evaluate(model, test_set, args.batch_size, device))
         return
@@ -82,7 +82,8 @@ def main() -> None:
     loader = make_loader(train_set, args.batch_size, sampler, args.workers)
     for epoch in recorder.epochs():
         generator.manual_seed(args.seed + epoch)  # the order is a function of seed and epoch
-        reseed(args.seed, epoch)  # so are the dropout masks
+        reseed(args.seed, epoch, 0)  # so are the dropout masks; 0 is the only process
+        # watch: time each step, show progress, stop at --max-steps
         losses = train_epoch(model, recorder.watch(loader), optimizer, device)
         recorder.end_epoch(epoch, losses, *evaluate(model, test_set, args.batch_size, device))
         save_checkpoint(recorder, model, optimizer)

@@ -18,7 +18,8 @@ Tensors = dict[str, Tensor]
 
 
 def scatter(batch: Tensor, devices: list[torch.device]) -> list[Tensor]:
-    """Cut the batch along its first dimension, a part a device: 30 over 3 gives 3 × 10.
+    """Cut the batch along its first dimension, one part for each device: 30 over 3
+    gives 3 × 10.
 
     Fewer samples than devices give fewer parts, and the last replicas have nothing to do.
     """
@@ -79,7 +80,8 @@ class DataParallel(nn.Module):
     def __init__(self, module: nn.Module, devices: list[torch.device]) -> None:
         super().__init__()
         self.module, self.devices = module, devices
-        # The code of the layers without their numbers: a shell a thread, filled anew at each call.
+        # A shell is the module without weights. functional_call puts a replica's weights into it
+        # while it runs, so each thread needs a shell of its own.
         self.shells = [copy.deepcopy(module).to("meta") for _ in devices]
 
     def forward(self, batch: Tensor) -> Tensor:

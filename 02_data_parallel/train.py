@@ -25,8 +25,8 @@ from from_scratch import DataParallel
 
 def parse_args() -> Namespace:
     parser = make_parser("02_data_parallel", __doc__)
-    add = parser.add_argument
-    add("--replicas", default=2, type=number(int, 1), metavar="N", help="if below 2 GPUs")
+    text = "virtual replicas, used with fewer than two GPUs"
+    parser.add_argument("--replicas", default=2, type=number(int, 1), metavar="N", help=text)
     return parser.parse_args()
 
 
@@ -94,7 +94,7 @@ def main() -> None:
     start = restore(args, model, optimizer)
     parallel, devices = replicate_on_all(model, device, args.replicas)
     local_batch = cut_batch(args.batch_size, len(devices), "replicas")
-    recorder = Recorder(args, device, 1, local_batch, start)
+    recorder = Recorder(args, device, world_size=1, local_batch=local_batch, start=start)
     if args.evaluate:
         recorder.end_evaluation(*evaluate(parallel, test_set, args.batch_size, device))
         return
@@ -106,11 +106,12 @@ def main() -> None:
     loader = make_loader(train_set, args.batch_size, sampler, args.workers)
     for epoch in recorder.epochs():
         generator.manual_seed(args.seed + epoch)  # the order is a function of seed and epoch
-        reseed(args.seed, epoch)  # so are the dropout masks
+        reseed(args.seed, epoch, 0)  # so are the dropout masks; 0 is the only process
+        # watch: time each step, show progress, stop at --max-steps
         losses = train_epoch(parallel, recorder.watch(loader), optimizer, device)
         recorder.end_epoch(epoch, losses, *evaluate(parallel, test_set, args.batch_size, device))
         save_checkpoint(recorder, model, optimizer)
-    recorder.finish([peak_memory_bytes(device) for device in dict.fromkeys(devices)])
+    recorder.finish([peak_memory_bytes(each) for each in dict.fromkeys(devices)])
 
 
 if __name__ == "__main__":

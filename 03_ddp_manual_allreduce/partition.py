@@ -1,4 +1,4 @@
-"""Cut a data set into disjoint parts, one a rank.
+"""Cut a data set into disjoint parts, one for each rank.
 
     python 03_ddp_manual_allreduce/partition.py
 
@@ -27,9 +27,8 @@ class DataPartitioner:
     def __init__(self, data: Dataset, sizes: Sequence[float], seed: int) -> None:
         indices = list(range(len(data)))  # type: ignore[arg-type]
         random.Random(seed).shuffle(indices)
-        lengths = [
-            int(len(indices) * size + 1e-6) for size in sizes
-        ]  # 1e-6: 49 × (1/49) is below 1
+        # 1e-6: in floating point, 49 × (1 / 49) is a little less than 1.
+        lengths = [int(len(indices) * size + 1e-6) for size in sizes]
         ends = list(accumulate(lengths))
         self.data = data
         self.parts = [indices[end - n : end] for n, end in zip(lengths, ends, strict=True)]

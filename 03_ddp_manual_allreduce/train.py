@@ -45,7 +45,7 @@ def parse_args() -> Namespace:
 
 
 def pick_device(wanted: str, local_rank: int) -> torch.device:
-    """A GPU if there is one, the ranks of a machine in turn, unless --device says otherwise."""
+    """GPU 0 for local rank 0, 1 for 1, and so on, from 0 again at the end; or the CPU."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda needs a GPU, and torch sees none here: try --device cpu")
     if wanted == "cpu" or not torch.cuda.is_available():
@@ -55,7 +55,7 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
 
 @contextmanager
 def together(device: torch.device) -> Iterator[None]:
-    """Leave this block on all ranks or on none: if one ends alone, the others wait for it."""
+    """All ranks go on after this block, or none does; the lowest that failed tells why."""
     error = None
     try:
         yield
@@ -112,7 +112,7 @@ def evaluate(
 ) -> tuple[float, float]:
     """Mean loss and accuracy over the whole data set, each sample counted once."""
     model.eval()
-    for buffer in model.buffers():  # BatchNorm's running statistics: each rank has its own
+    for buffer in model.buffers():  # BatchNorm's running statistics may differ: take rank 0's
         dist.broadcast(buffer, src=0)  # every rank must reach this line
     shard = Subset(dataset, range(dist.get_rank(), len(dataset), dist.get_world_size()))
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # sums: loss, correct, samples
@@ -146,7 +146,7 @@ def train(rank: int, args: Namespace, port: int) -> None:
     for tensor in model.state_dict().values():  # all ranks start from rank 0's weights
         dist.broadcast(tensor, src=0)
     if args.evaluate:
-        recorder.end_evaluation(*evaluate(model, test_set, args.batch_size, device))
+        recorder.end_evaluation(*evaluate(model, test_set, local_batch, device))
         return
 
     if rank == 0:
@@ -161,7 +161,7 @@ def train(rank: int, args: Namespace, port: int) -> None:
         generator.manual_seed(args.seed + epoch)  # the order is a function of seed and epoch
         reseed(args.seed, epoch, rank)  # so are the dropout masks, different on every rank
         losses = train_epoch(model, recorder.watch(loader), optimizer, device)
-        recorder.end_epoch(epoch, losses, *evaluate(model, test_set, args.batch_size, device))
+        recorder.end_epoch(epoch, losses, *evaluate(model, test_set, local_batch, device))
         if rank == 0:  # one writer; no collective hides in here
             save_checkpoint(recorder, model, optimizer)
     recorder.finish(peak_memory_of_ranks(device))
@@ -179,7 +179,8 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: or the ranks fight for cores
     # Port 0: the operating system picks a free one.
     store = dist.TCPStore("127.0.0.1", port=0, is_master=True, wait_for_workers=False)
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it tells each kill
+    # If a rank ends with an error, spawn kills the others; it need not log each of them.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     try:
         mp.spawn(run, args=(args, store.port), nprocs=args.world_size)
     except mp.ProcessExitedException as error:

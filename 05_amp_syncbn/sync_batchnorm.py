@@ -2,11 +2,11 @@
 
     python 05_amp_syncbn/sync_batchnorm.py
 
-Each rank sums up its local batch in three numbers a channel: count, mean, variance. One all-reduce
-shows every rank the numbers of all, and they merge exactly, for local batches of any size, by the
-rule of Chan, Golub and LeVeque (1979). A sum of squares would need no merging, but would lose the
-variance where the mean is large. One more all-reduce on the way back, since every input has moved
-the mean and the variance that all other ranks used.
+Each rank sums up its local batch in three numbers for each channel: count, mean, variance. One
+all-reduce shows every rank the numbers of all, and they merge exactly, for local batches of any
+size, by the rule of Chan, Golub and LeVeque (1979). A sum of squares would need no merging, but
+would lose the variance where the mean is large. One more all-reduce on the way back, since every
+input has moved the mean and the variance that all other ranks used.
 """
 
 from typing import Any
@@ -32,9 +32,8 @@ def global_statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows = local.new_zeros(dist.get_world_size(), len(local))
     rows[dist.get_rank()] = local
     dist.all_reduce(rows)  # each rank fills its own row; every rank must reach this line
-    counts, means, variances = rows.split(
-        [1, len(mean), len(mean)], dim=1
-    )  # (R, 1), (R, C), (R, C)
+    # (ranks, 1), (ranks, C), (ranks, C)
+    counts, means, variances = rows.split([1, len(mean), len(mean)], dim=1)
     count = counts.sum()
     mean = (counts * means).sum(dim=0) / count
     variance = (counts * (variances + (means - mean) ** 2)).sum(dim=0) / count
@@ -98,9 +97,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         self.num_batches_tracked += 1
         new = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean, new)
-        self.running_var.lerp_(
-            variance * count / (count - 1), new
-        )  # unbiased, as BatchNorm keeps it
+        unbiased = variance * count / (count - 1)  # as BatchNorm keeps it
+        self.running_var.lerp_(unbiased, new)
 
 
 def convert(model: nn.Module) -> nn.Module:
@@ -132,9 +130,8 @@ def compare(rank: int, port: int, batch: Tensor) -> None:
 
 
 def main() -> None:
-    batch = torch.tensor(
-        [[1.0], [10.0], [2.0], [20.0], [3.0], [30.0]]
-    )  # rank 0: small, rank 1: large
+    # Rank 0 gets the small numbers, rank 1 the large ones.
+    batch = torch.tensor([[1.0], [10.0], [2.0], [20.0], [3.0], [30.0]])
     print(f"{'the batch':26}{batch.flatten().tolist()}")
     store = dist.TCPStore("127.0.0.1", port=0, is_master=True, wait_for_workers=False)
     mp.spawn(compare, args=(store.port, batch), nprocs=2)

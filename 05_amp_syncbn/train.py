@@ -38,7 +38,7 @@ def parse_args() -> Namespace:
 
 
 def pick_device(wanted: str, local_rank: int) -> torch.device:
-    """A GPU if there is one, the ranks of a machine in turn, unless --device says otherwise."""
+    """GPU 0 for local rank 0, 1 for 1, and so on, from 0 again at the end; or the CPU."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda needs a GPU, and torch sees none here: try --device cpu")
     if wanted == "cpu" or not torch.cuda.is_available():
@@ -52,18 +52,20 @@ def read_launcher() -> tuple[int, int, int, int]:
     if "RANK" not in env and "SLURM_STEP_NUM_TASKS" in env:  # srun without torchrun
         env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"])
         env.update(WORLD_SIZE=env["SLURM_STEP_NUM_TASKS"])
-        env.update(LOCAL_WORLD_SIZE=env["SLURM_STEP_TASKS_PER_NODE"].split("(")[0])  # "4(x2)"
+        per_node = env["SLURM_STEP_TASKS_PER_NODE"]  # as "4(x2)", or "4,3"
+        env.update(LOCAL_WORLD_SIZE=per_node.split("(")[0].split(",")[0])
     elif "RANK" not in env:
         return 0, 0, 1, 1  # started as `python train.py`: a world of one
-    needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-    wrong = [name for name in needed if not env.get(name, "").isdigit()]
-    wrong += [] if "MASTER_ADDR" in env else ["MASTER_ADDR"]
+    needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    numbers = needed if env.get("WORLD_SIZE") == "1" else (*needed, "MASTER_PORT")
+    wrong = [name for name in numbers if not env.get(name, "").isdecimal()]
+    wrong += ["MASTER_ADDR"] if numbers != needed and not env.get("MASTER_ADDR") else []
     if wrong:
         raise UsageError(
-            f"the launcher set RANK, but {', '.join(wrong)} is missing or no number: start with "
-            "torchrun, or export it (MASTER_ADDR: the host of rank 0, MASTER_PORT: a free port)"
+            f"{', '.join(wrong)} in the environment is missing or no number: start with torchrun, "
+            "or export it (MASTER_ADDR: the host of rank 0, MASTER_PORT: a free port there)"
         )
-    rank, local_rank, world_size, local_world_size, _ = (int(env[name]) for name in needed)
+    rank, local_rank, world_size, local_world_size = (int(env[name]) for name in needed)
     if rank >= world_size:
         raise UsageError(f"RANK {rank} is not below WORLD_SIZE {world_size}: ranks count from 0")
     return rank, local_rank, world_size, local_world_size
@@ -93,7 +95,7 @@ def init_distributed(wanted: str) -> torch.device:
 
 @contextmanager
 def together(device: torch.device) -> Iterator[None]:
-    """Leave this block on all ranks or on none: if one ends alone, the others wait for it."""
+    """All ranks go on after this block, or none does; the lowest that failed tells why."""
     error = None
     try:
         yield
@@ -142,7 +144,7 @@ def train_epoch(
         optimizer.zero_grad()
         scaler.scale(loss).backward()  # DDP averages the gradients meanwhile, bucket by bucket
         scaler.step(optimizer)  # divides by the scale; skips the step if a gradient is inf or nan
-        scaler.update()  # then halves the scale, or doubles it after 2,000 good steps
+        scaler.update()  # halves the scale after a skipped step, doubles it after 2,000 good ones
         losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at every step
     mean = torch.stack(losses) / dist.get_world_size()
     dist.all_reduce(mean)  # once an epoch; every rank must reach this line
@@ -155,7 +157,7 @@ def evaluate(
 ) -> tuple[float, float]:
     """Mean loss and accuracy over the whole data set, each sample counted once."""
     model.eval()
-    for buffer in model.buffers():  # BatchNorm's running statistics: each rank has its own
+    for buffer in model.buffers():  # BatchNorm's running statistics may differ: take rank 0's
         dist.broadcast(buffer, src=0)  # every rank must reach this line
     shard = Subset(dataset, range(dist.get_rank(), len(dataset), dist.get_world_size()))
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # sums: loss, correct, samples
@@ -187,18 +189,19 @@ def main() -> None:
         optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
         scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
         start = restore(args, model, optimizer)
-        if start.get("scaler"):  # only a run with fp16 has saved one
+        if start.get("scaler"):  # empty unless that run used fp16
             scaler.load_state_dict(start["scaler"])
         recorder = Recorder(args, device, world_size, local_batch, start, enabled=rank == 0)
     # DDP sends rank 0's weights to all ranks, then watches every parameter for its gradient.
     ddp = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
     if args.evaluate:
-        recorder.end_evaluation(*evaluate(model, test_set, args.batch_size, device))
+        recorder.end_evaluation(*evaluate(model, test_set, local_batch, device))
         return
 
     if rank == 0:
         cut = f"{world_size} × {local_batch} (world size × local batch)"
         print(f"global batch {args.batch_size} = {cut}")
+    # drop_last: else it repeats samples to make the last shard as long as the others.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     loader = make_loader(train_set, local_batch, sampler, args.workers)
     dtype = DTYPES[args.amp]
@@ -206,7 +209,7 @@ def main() -> None:
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
         reseed(args.seed, epoch, rank)  # the dropout masks: different on every rank
         losses = train_epoch(ddp, recorder.watch(loader), optimizer, device, scaler, dtype)
-        recorder.end_epoch(epoch, losses, *evaluate(model, test_set, args.batch_size, device))
+        recorder.end_epoch(epoch, losses, *evaluate(model, test_set, local_batch, device))
         if rank == 0:  # one writer; no collective hides in here
             save_checkpoint(recorder, model, optimizer, scaler=scaler.state_dict())
     recorder.finish(peak_memory_of_ranks(device))

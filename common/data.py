@@ -43,7 +43,7 @@ class Images(Dataset):
         return images[0], labels[0]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """One gather a batch; a sample at a time would cost a thousand small tensor calls."""
+        """DataLoader calls this with the indices of a batch: one gather instead of a hundred."""
         index = torch.as_tensor(indices)
         images = self.images[index].to(self.shift.dtype)
         return images.sub_(self.shift).mul_(self.scale), self.labels[index]

@@ -12,8 +12,8 @@ class Net(nn.Module):
     """Two convolutions and two linear layers: with dropout, or with BatchNorm in its place.
 
     The first is the network of the MNIST tutorials. The second is for comparing runs: it draws no
-    random numbers, and it is smooth. Max-pooling and ReLU have kinks, where a last bit rounded
-    otherwise picks another branch: two fp32 runs that do the same would part after a few steps.
+    random numbers, and it is smooth. At the kinks of max-pooling and ReLU, the last bit of a number
+    can decide which way a gradient goes: two fp32 runs of the same computation would drift apart.
     """
 
     def __init__(self, channels: int, image_size: int, classes: int, batch_norm: bool) -> None:
@@ -31,10 +31,8 @@ class Net(nn.Module):
         self.dropout = nn.Identity() if batch_norm else nn.Dropout()
         self.fc2 = nn.Linear(50, classes)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.activation(
-            self.pool(self.norm1(self.conv1(x)))
-        )  # (B, C, 28, 28) -> (B, 10, 12, 12)
+    def forward(self, x: Tensor) -> Tensor:  # (B, C, 28, 28)
+        x = self.activation(self.pool(self.norm1(self.conv1(x))))  # -> (B, 10, 12, 12)
         x = self.activation(self.pool(self.norm2(self.conv2(x))))  # -> (B, 20, 4, 4)
         x = self.dropout(self.activation(self.fc1(x.flatten(1))))  # -> (B, 50)
         return self.fc2(x)  # -> (B, classes)

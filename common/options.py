@@ -66,7 +66,7 @@ def make_parser(stage: str, doc: str | None) -> argparse.ArgumentParser:
     add("--model", default="net", choices=MODELS, help="what to train")
     add("--epochs", default=10, type=count, metavar="N", help="passes over the training set")
     add("--max-steps", type=count, metavar="N", help="stop after this many steps in all")
-    add("--batch-size", default=120, type=count, metavar="N", help="global batch: samples a step")
+    add("--batch-size", default=120, type=count, metavar="N", help="global batch, in samples")
     add("--lr", default=0.02, type=real, metavar="F", help="learning rate of SGD")
     add("--momentum", default=0.9, type=real, metavar="F", help="momentum of SGD")
     add("--weight-decay", default=0.0, type=real, metavar="F", help="weight decay of SGD")

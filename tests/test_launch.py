@@ -56,7 +56,7 @@ def test_srun_without_an_address_is_refused():
     }
     [(status, output)] = command("04_ddp_torchrun/train.py", env=env)
     assert status == 2
-    assert "MASTER_PORT, MASTER_ADDR is missing" in output
+    assert "MASTER_PORT, MASTER_ADDR in the environment is missing" in output
 
 
 @pytest.mark.parametrize("script", ["04_ddp_torchrun/train.py", "05_amp_syncbn/train.py"])
@@ -74,3 +74,19 @@ def test_03_starts_its_own_processes(tmp_path):
     assert status == 0, output
     same = train_once("03", 2, *SHORT, dtype=torch.float32)
     assert torch.equal(losses(tmp_path), same.losses)
+
+
+@pytest.mark.parametrize("key", ["03", "04", "05"])
+def test_one_rank_repeats_01_with_dropout_too(key):
+    """The same flags on one process are the same run: order, masks, losses."""
+    flags = ("--model=net", "--epochs=2", "--batch-size=60")
+    one, other = (train_once(k, 1, *flags) for k in ("01", key))
+    assert ((one.losses - other.losses).abs().max() < 1e-10) == (key != "03")
+
+
+def test_srun_with_one_task_needs_no_address(tmp_path):
+    env = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    env |= {"SLURM_STEP_TASKS_PER_NODE": "1"}
+    flags = (*SHORT, "--device=cpu", "--max-steps=1", f"--run-dir={tmp_path}")
+    [(status, output)] = command("04_ddp_torchrun/train.py", *flags, env=env)
+    assert status == 0, output
