@@ -201,8 +201,7 @@ def main() -> None:
     if rank == 0:
         cut = f"{world_size} × {local_batch} (world size × local batch)"
         print(f"global batch {args.batch_size} = {cut}")
-    # drop_last: else it repeats samples to make the last shard as long as the others.
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # False repeats some
     loader = make_loader(train_set, local_batch, sampler, args.workers)
     dtype = DTYPES[args.amp]
     for epoch in recorder.epochs():
