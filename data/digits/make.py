@@ -22,8 +22,7 @@ labels = digits.target[order].astype("uint8")  # (1797,)
 for part, rows in {"train": slice(0, 1500), "t10k": slice(1500, None)}.items():
     for kind, array in {"images": images[rows], "labels": labels[rows]}.items():
         path = Path(__file__).parent / f"{part}-{kind}-idx{array.ndim}-ubyte"
-        header = struct.pack(
-            f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape
-        )  # 8: unsigned byte
+        unsigned_byte = 8  # IDX's code for the type
+        header = struct.pack(f">HBB{array.ndim}I", 0, unsigned_byte, array.ndim, *array.shape)
         path.write_bytes(header + array.tobytes())
         print(f"{path.name}: {array.shape}")
