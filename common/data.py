@@ -80,6 +80,11 @@ def load_dataset(args: Namespace) -> tuple[ImageSet, ImageSet]:
         train, test = (_read_folder(args, part) for part in ("train", "test"))
     else:
         train, test = (_synthesise(args, samples) for samples in (2048, 512))
+    if train.classes != test.classes:
+        raise UsageError(
+            f"the training set has the classes {train.classes}, the test set {test.classes}: "
+            "give both folders the same ones"
+        )
     if len(train) < args.batch_size:
         raise UsageError(
             f"--batch-size {args.batch_size} is more than the {len(train)} training samples of "

@@ -27,6 +27,8 @@ def usage_errors_exit() -> Iterator[None]:
     except UsageError as error:
         print("error:", *str(error).split(), file=sys.stderr, flush=True)  # in one line
         raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None  # Ctrl-C, as a shell counts it
 
 
 class _Parser(argparse.ArgumentParser):
@@ -38,17 +40,20 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
     """The docstring of the stage as it stands, and each flag with its default."""
 
 
-def number(kind: type, at_least: float) -> Callable[[str], float]:
-    """A parser of numbers for argparse: finite, of this kind, not below `at_least`."""
+def number(kind: type, at_least: float, below: float = math.inf) -> Callable[[str], float]:
+    """A parser of numbers for argparse: of this kind, finite, within bounds."""
 
     def parse(text: str) -> float:
         try:
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not at_least <= value < math.inf:
+        if not at_least <= value < below:
             noun = "whole number" if kind is int else "number"
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected a {noun} from {at_least} up")
+            end = "up" if below == math.inf else f"to {below - 1}"
+            raise argparse.ArgumentTypeError(
+                f"got {text!r}, expected a {noun} from {at_least} {end}"
+            )
         return value
 
     return parse
@@ -58,6 +63,7 @@ def make_parser(stage: str, doc: str | None) -> argparse.ArgumentParser:
     """The flags that all stages share; a stage adds the ones that it teaches."""
     parser = _Parser(description=doc, formatter_class=_Help, allow_abbrev=False)
     count, natural, real = number(int, 1), number(int, 0), number(float, 0)
+    seed = number(int, 0, below=2**32)
     add = parser.add_argument
     add("--dataset", default="digits", choices=DATASETS, help="what to train on")
     add("--data-dir", default=Path("data"), type=Path, metavar="PATH", help="where data sets lie")
@@ -71,7 +77,7 @@ def make_parser(stage: str, doc: str | None) -> argparse.ArgumentParser:
     add("--momentum", default=0.9, type=real, metavar="F", help="momentum of SGD")
     add("--weight-decay", default=0.0, type=real, metavar="F", help="weight decay of SGD")
     add("--workers", default=0, type=natural, metavar="N", help="loader processes of each rank")
-    add("--seed", default=1234, type=natural, metavar="N", help="of weights, order, dropout")
+    add("--seed", default=1234, type=seed, metavar="N", help="of weights, order, dropout")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU if any")
     add("--run-dir", default=Path("runs", stage), type=Path, metavar="PATH", help="for the results")
     one = parser.add_mutually_exclusive_group().add_argument

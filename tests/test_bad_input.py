@@ -32,6 +32,7 @@ FLAGS = [
     (("--epochs=0",), ("--epochs", "'0'")),
     (("--epochs=ten",), ("--epochs", "'ten'", "whole number")),
     (("--lr=nan",), ("--lr", "'nan'", "number from 0 up")),
+    (("--seed=99999999999999999999",), ("--seed", "whole number from 0 to 4294967295")),
     (("--workers=-1",), ("--workers", "'-1'")),
     (("--dataset=svhn",), ("--dataset", "'svhn'", "digits", "mnist")),
     (("--model=vgg",), ("--model", "'vgg'", "net-bn")),
@@ -173,6 +174,18 @@ def test_a_run_dir_that_cannot_be_written_is_refused(tmp_path):
     assert status == 2
     refused(output, "--run-dir", "file")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_pictures_of_other_classes_are_refused(tmp_path):
+    from PIL import Image
+
+    for folder in ("train/cat", "train/dog", "test/cat", "test/owl"):
+        (tmp_path / folder).mkdir(parents=True)
+        Image.new("RGB", (40, 30)).save(tmp_path / folder / "1.png")
+    flags = ("--dataset=imagefolder", "--batch-size=1", f"--run-dir={tmp_path / 'run'}")
+    [(status, output)] = command(SCRIPTS["01"], f"--data-dir={tmp_path}", *flags)
+    assert status == 2
+    refused(output, "['cat', 'dog']", "['cat', 'owl']")
 
 
 def launcher(port: int, ranks: int = 2) -> dict[str, str]:
