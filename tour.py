@@ -7,6 +7,7 @@ Every flag that all stages share is handed on to them.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -67,7 +68,7 @@ def parse_args() -> Namespace:
         raise UsageError("the tour only trains: give --resume and --evaluate to a stage")
     gpus = 0 if args.device == "cpu" else torch.cuda.device_count()
     args.ranks = args.ranks or gpus or 2
-    args.batch_size = args.batch_size or 120 // args.ranks * args.ranks
+    args.batch_size = args.batch_size or max(1, 120 // args.ranks) * args.ranks
     cut_batch(args.batch_size, args.ranks, "ranks")
     return args
 
@@ -75,6 +76,9 @@ def parse_args() -> Namespace:
 def run(row: Row, args: Namespace, folder: Path, **env: str) -> None:
     """Run a stage as a reader would, show what it prints, and read what it leaves behind."""
     command = [part.replace("RANKS", str(args.ranks)) for part in row.command]
+    if not Path("01_single_gpu").exists():  # started from another folder
+        here = Path(__file__).parent
+        command = [str(here / part) if part.endswith(".py") else part for part in command]
     gpus = 0 if args.device == "cpu" else torch.cuda.device_count()
     if row.key == "03" and args.ranks <= gpus:
         command += ["--backend", "nccl"]  # as 04 does by itself
@@ -106,7 +110,10 @@ def run(row: Row, args: Namespace, folder: Path, **env: str) -> None:
 def explain(row: Row, first: Row, args: Namespace) -> str:
     """One sentence: does this row repeat the first one's losses, how closely, and why."""
     pairs = zip(first.losses(epochs=1), row.losses(epochs=1), strict=True)
-    gap = max(abs(a - b) for a, b in pairs)
+    gaps = [abs(a - b) for a, b in pairs]
+    if not all(map(math.isfinite, gaps)):
+        return "cannot be compared with 01: a loss is not finite."
+    gap = max(gaps)
     if gap <= SAME:
         return f"repeats 01 (largest difference in the first epoch: {gap:.0e})."
     causes = []
@@ -118,6 +125,8 @@ def explain(row: Row, first: Row, args: Namespace) -> str:
         causes.append("each replica draws its own dropout masks")
     if row.key == "05-bf16":
         causes.append("bf16 keeps 8 significant bits where fp32 keeps 24")
+    if row.summary.get("device") == "cuda":
+        causes.append("a GPU's convolutions are in TF32 if nothing else is said, with 11 bits")
     causes = causes or ["sums in another order are rounded otherwise, and steps amplify it"]
     return f"does not repeat 01 (largest difference in the first epoch: {gap:.2g}): " + "; ".join(
         causes

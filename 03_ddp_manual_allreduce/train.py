@@ -64,10 +64,9 @@ def together(device: torch.device) -> Iterator[None]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     first = torch.tensor(rank if error else world_size, device=device)  # the lowest that failed
     dist.all_reduce(first, dist.ReduceOp.MIN)  # every rank must reach this line
-    if error and first == rank:
-        raise error
     if first < world_size:
-        raise SystemExit(2)  # that rank tells why
+        dist.destroy_process_group()
+        raise error if error and first == rank else SystemExit(2)
 
 
 def peak_memory_of_ranks(device: torch.device) -> list[int]:
@@ -175,6 +174,8 @@ def run(rank: int, args: Namespace, port: int) -> None:
 
 def main() -> None:
     args = parse_args()
+    pick_device(args.device, local_rank=0)  # what all ranks would refuse is refused here, once
+    cut_batch(args.batch_size, args.world_size, "ranks")
     prepare_dataset(args)  # here, once, before there are ranks that could all download
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: or the ranks fight for cores
     # Port 0: the operating system picks a free one.

@@ -72,7 +72,7 @@ def init_distributed(wanted: str) -> torch.device:
     store = dist.HashStore() if world_size == 1 else None  # None: meet at MASTER_ADDR:MASTER_PORT
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-    except dist.DistNetworkError as error:
+    except (dist.DistError, ValueError) as error:  # ValueError: a port beyond 65,535
         raise UsageError(
             f"no meeting at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} ({error}): "
             "is the port free and rank 0 alive? try another MASTER_PORT, or torchrun --standalone"
@@ -91,10 +91,9 @@ def together(device: torch.device) -> Iterator[None]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     first = torch.tensor(rank if error else world_size, device=device)  # the lowest that failed
     dist.all_reduce(first, dist.ReduceOp.MIN)  # every rank must reach this line
-    if error and first == rank:
-        raise error
     if first < world_size:
-        raise SystemExit(2)  # that rank tells why
+        dist.destroy_process_group()
+        raise error if error and first == rank else SystemExit(2)
 
 
 def peak_memory_of_ranks(device: torch.device) -> list[int]:

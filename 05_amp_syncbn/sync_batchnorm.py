@@ -46,6 +46,8 @@ class Normalize(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         count, mean, variance = global_statistics(x)
+        if count < 2:
+            raise ValueError("one value for each channel has no variance: use a larger batch")
         scale = (variance + eps).rsqrt()
         normal = (x - per_channel(mean, x)) * per_channel(scale, x)
         ctx.save_for_backward(normal, scale, count)

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import zipfile
 from argparse import Namespace
 from pathlib import Path
 
@@ -40,19 +41,20 @@ def read_checkpoint(path: Path) -> dict:
     if not path.is_file():
         raise UsageError(f"no checkpoint at {path}: a run writes RUN-DIR/checkpoint.pt")
     try:
+        if zipfile.ZipFile(path).testzip():  # torch.load does not compare the checksums inside
+            raise ValueError("a checksum does not fit")
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise UsageError(
             f"{path} holds more than tensors and plain values, or is damaged: not loaded, since "
             "loading such a file can run any code; use one that a stage has written"
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError, LookupError) as error:
+    except Exception as error:  # a damaged file can fail in any way
         raise UsageError(
             f"{path} is cut off or damaged: use another, or start without it"
         ) from error
-    if not isinstance(content, dict) or not {"model", "optimizer", "options", "step"} <= set(
-        content
-    ):
+    keys = {"model", "optimizer", "options", "epoch", "epoch_step", "step"}
+    if not isinstance(content, dict) or not keys <= set(content):
         raise UsageError(f"{path} is not a checkpoint of this project: use one a stage has written")
     return content
 
@@ -62,7 +64,7 @@ def restore(args: Namespace, model: nn.Module, optimizer: torch.optim.Optimizer)
 
     The learning rate, momentum and weight decay of this call win over the saved ones.
     """
-    path = args.evaluate or (Path(args.resume) if args.resume else None)
+    path = args.evaluate or (None if args.resume is None else Path(args.resume))
     if args.resume == "auto":
         path = args.run_dir / "checkpoint.pt"
     if path is None or (args.resume == "auto" and not path.exists()):

@@ -54,7 +54,7 @@ ImageSet: TypeAlias = Images | ImageFolder  # both have `classes` and give (imag
 
 def prepare_dataset(args: Namespace) -> None:
     """Download the data set if it can be downloaded and is not there yet."""
-    if not args.data_dir.is_dir():
+    if not args.data_dir.is_dir() and args.dataset != "synthetic":
         raise UsageError(
             f"--data-dir {args.data_dir} is no folder: name the one that holds the data sets, or "
             "start from the root of the repository"
@@ -88,7 +88,7 @@ def load_dataset(args: Namespace) -> tuple[ImageSet, ImageSet]:
     if len(train) < args.batch_size:
         raise UsageError(
             f"--batch-size {args.batch_size} is more than the {len(train)} training samples of "
-            f"{args.dataset}: try --batch-size {len(train) // 2}"
+            f"{args.dataset}: try --batch-size {max(1, len(train) // 2)}"
         )
     return train, test
 

@@ -62,7 +62,7 @@ def number(kind: type, at_least: float, below: float = math.inf) -> Callable[[st
 def make_parser(stage: str, doc: str | None) -> argparse.ArgumentParser:
     """The flags that all stages share; a stage adds the ones that it teaches."""
     parser = _Parser(description=doc, formatter_class=_Help, allow_abbrev=False)
-    count, natural, real = number(int, 1), number(int, 0), number(float, 0)
+    count, natural, real = number(int, 1), number(int, 0), number(float, 0, 1e38)
     seed = number(int, 0, below=2**32)
     add = parser.add_argument
     add("--dataset", default="digits", choices=DATASETS, help="what to train on")

@@ -38,9 +38,10 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
-    if status.exists():  # getrusage would count what the parent held before this process was born
-        line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
+    lines = status.read_text().splitlines() if status.exists() else []
+    for line in lines:  # getrusage would count what the parent held before this process was born
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -65,6 +66,7 @@ class Recorder:
         self.world_size, self.local_batch = world_size, local_batch
         self.position = {key: start[key] for key in ("epoch", "epoch_step", "step")}
         self.seconds: list[float] = []  # of every step
+        self.kept: list[str] | None = None  # the lines of an earlier run that this one continues
         self.results: dict[str, float] = {}
         self.checkpoint = args.run_dir / "checkpoint.pt"
         self.metrics = args.run_dir / "metrics.jsonl"
@@ -72,9 +74,9 @@ class Recorder:
             return
         try:
             args.run_dir.mkdir(parents=True, exist_ok=True)
-            old = self.metrics.read_text().splitlines() if self.metrics.exists() else []
-            kept = old[: start["step"]]  # what came after the checkpoint is done again
-            self.metrics.write_text("".join(f"{line}\n" for line in kept))
+            self.metrics.touch()  # what an earlier run left there stays until the first epoch ends
+            old = self.metrics.read_text(errors="replace").splitlines(keepends=True)
+            self.kept = old[: start["step"]]  # what came after the checkpoint is done again
         except OSError as error:
             why = f"cannot write to --run-dir {args.run_dir} ({error.strerror})"
             raise UsageError(f"{why}: name another folder") from error
@@ -100,7 +102,7 @@ class Recorder:
 
     def end_epoch(self, epoch: int, losses: Tensor, test_loss: float, test_accuracy: float) -> None:
         """Write a line a step, print a line an epoch. losses: (steps,), means of global batches."""
-        values = losses.tolist()  # the only wait for the GPU in the epoch
+        values = losses.tolist()  # once an epoch: it waits for the GPU
         seconds = self.seconds[-len(values) :]
         self.results = {
             "train_loss": statistics.fmean(values),
@@ -110,6 +112,9 @@ class Recorder:
         if not self.enabled:
             return
         same = {"lr": self.args.lr, "samples": self.args.batch_size}
+        if self.kept is not None:
+            self.metrics.write_text("".join(self.kept))
+            self.kept = None
         first = self.position["step"] - len(values) + 1
         with self.metrics.open("a") as file:
             for step, (loss, span) in enumerate(zip(values, seconds, strict=True), first):

@@ -31,7 +31,7 @@ FLAGS = [
     (("--batch-size=-8",), ("--batch-size", "'-8'")),
     (("--epochs=0",), ("--epochs", "'0'")),
     (("--epochs=ten",), ("--epochs", "'ten'", "whole number")),
-    (("--lr=nan",), ("--lr", "'nan'", "number from 0 up")),
+    (("--lr=nan",), ("--lr", "'nan'", "number from 0 to 1e+38")),
     (("--seed=99999999999999999999",), ("--seed", "whole number from 0 to 4294967295")),
     (("--workers=-1",), ("--workers", "'-1'")),
     (("--dataset=svhn",), ("--dataset", "'svhn'", "digits", "mnist")),
@@ -43,6 +43,8 @@ FLAGS = [
     (("--dataset=synthetic", "--image-size=12"), ("16 pixels", "12")),
     (("--evaluate=nowhere.pt",), ("nowhere.pt", "no checkpoint")),
     (("--resume=nowhere.pt",), ("nowhere.pt", "no checkpoint")),
+    (("--resume=",), ("no checkpoint",)),
+    (("--lr=1e39",), ("--lr", "'1e39'")),
     (("--resume=auto", "--evaluate=some.pt"), ("--evaluate", "not allowed with", "--resume")),
 ]
 
@@ -69,8 +71,7 @@ def test_a_right_call_is_not_refused(tmp_path):
 def test_cuda_without_a_gpu_is_refused(key, tmp_path):
     [(status, output)] = command(SCRIPTS[key], "--device=cuda", f"--run-dir={tmp_path / 'run'}")
     assert status == 2
-    assert output.count("error: --device cuda needs a GPU") >= 1  # 03: each process that it starts
-    assert "Traceback" not in output
+    refused(output, "--device cuda needs a GPU", "--device cpu")
     assert not (tmp_path / "run").exists()
 
 
@@ -119,6 +120,10 @@ def damaged_checkpoint(kind, folder):
         path.write_bytes(b"")
     elif kind == "pickled-object":
         torch.save({"model": Trap(folder / "trapped")}, path)
+    elif kind == "one-bit-flipped":
+        content = bytearray(good.read_bytes())
+        content[len(content) // 2] ^= 1  # amid the weights
+        path.write_bytes(content)
     elif kind == "another-file":
         torch.save([1, 2, 3], path)
     else:
@@ -129,6 +134,7 @@ def damaged_checkpoint(kind, folder):
 CHECKPOINTS = [
     ("truncated", (), ("damaged",)),
     ("empty", (), ("checkpoint.pt",)),
+    ("one-bit-flipped", (), ("damaged",)),
     ("pickled-object", (), ("tensors and plain values",)),
     ("another-file", (), ("not a checkpoint",)),
     ("good", ("--model=net",), ("--model net-bn", "--model net:")),
@@ -205,7 +211,7 @@ ON_ALL_RANKS = [
 @pytest.mark.parametrize("key", ["04", "05"])
 @pytest.mark.parametrize(("flags", "words"), ON_ALL_RANKS, ids=lambda value: " ".join(value)[:30])
 def test_all_ranks_end_together_and_one_tells_why(key, flags, words):
-    answers = command(SCRIPTS[key], *flags, ranks=2, env=launcher(free_port()))
+    answers = command(SCRIPTS[key], "--device=cpu", *flags, ranks=2, env=launcher(free_port()))
     assert [status for status, _ in answers] == [2, 2]
     refused("".join(output for _, output in answers), *words)
 
@@ -230,9 +236,12 @@ def test_a_file_that_only_one_rank_lacks_ends_both(tmp_path):
         f"sys.argv.append('--resume={tmp_path}/' + os.environ['RANK'] + '/checkpoint.pt')\n"
         f"runpy.run_path({str(ROOT / SCRIPTS['04'])!r}, run_name='__main__')\n"
     )
-    flags = (*SHORT, f"--run-dir={tmp_path / 'run'}")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("of an earlier run\n")
+    flags = (*SHORT, "--device=cpu", f"--run-dir={tmp_path / 'run'}")
     answers = command(str(script), *flags, ranks=2, env=launcher(free_port()))
     assert [status for status, _ in answers] == [2, 2]
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "of an earlier run\n"
     refused("".join(output for _, output in answers), "1/checkpoint.pt")
 
 
@@ -249,10 +258,11 @@ def test_more_nccl_ranks_than_gpus_are_refused(tmp_path):
     [
         ({"MASTER_ADDR": None}, ("MASTER_ADDR", "torchrun")),
         ({"MASTER_PORT": "soon"}, ("MASTER_PORT", "no number")),
+        ({"MASTER_PORT": "70000"}, ("127.0.0.1:70000",)),
         ({"WORLD_SIZE": None, "LOCAL_RANK": None}, ("LOCAL_RANK, WORLD_SIZE",)),
         ({"RANK": "2"}, ("RANK 2", "WORLD_SIZE 2")),
     ],
-    ids=["no-address", "port-is-text", "two-missing", "rank-too-high"],
+    ids=["no-address", "port-is-text", "port-too-high", "two-missing", "rank-too-high"],
 )
 def test_04_with_half_a_launcher_is_refused(change, words):
     env = launcher(free_port()) | {name: value for name, value in change.items() if value}

@@ -42,6 +42,7 @@ def test_the_tour_runs_the_stages_and_compares_them(tmp_path):
     ("other", "call", "words"),
     [
         (row("05", 2.0, 1.0 + 1e-7), CALL, "repeats 01"),
+        (row("05", 2.0, float("nan")), CALL, "cannot be compared"),
         (row("04", 2.0, 1.1), CALL, "BatchNorm"),
         (row("03", 2.0, 1.1), CALL, "fixed shards"),
         (row("04", 2.0, 1.1), Namespace(model="net", ranks=2), "dropout"),
