@@ -17,7 +17,7 @@ lint: $(VENV)/ready
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy common/*.py tour.py
-	for stage in $(STAGES); do $(RUN) -m mypy $$stage/*.py || exit 1; done
+	for folder in $(STAGES) benchmarks; do $(RUN) -m mypy $$folder/*.py || exit 1; done
 
 lessons: $(VENV)/ready  ## write every lesson.diff anew
 	$(RUN) tests/lessons.py

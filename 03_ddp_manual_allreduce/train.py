@@ -27,6 +27,7 @@ from common.options import UsageError, cut_batch, make_parser, number, reseed, u
 from common.record import Recorder, peak_memory_bytes
 
 from partition import DataPartitioner
+from reducers import REDUCERS, Reducer
 
 
 def parse_args() -> Namespace:
@@ -34,6 +35,7 @@ def parse_args() -> Namespace:
     add = parser.add_argument
     add("--world-size", default=2, type=number(int, 1), metavar="N", help="processes to start")
     add("--backend", default="gloo", choices=("gloo", "nccl"), help="who carries the tensors")
+    add("--reducer", choices=REDUCERS, help="a faster average_gradients, from reducers.py")
     args = parser.parse_args()
     gpus = 0 if args.device == "cpu" else torch.cuda.device_count()
     if args.backend == "nccl" and args.world_size > gpus:
@@ -77,8 +79,10 @@ def peak_memory_of_ranks(device: torch.device) -> list[int]:
     return peaks.tolist()
 
 
-def average_gradients(model: nn.Module) -> None:
+def average_gradients(model: nn.Module, reducer: Reducer | None) -> None:
     """Give every rank the mean of all ranks' gradients: that of the global batch."""
+    if reducer:
+        return reducer.finish()  # the same by other means: --reducer
     for parameter in model.parameters():
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)  # the sum; every rank must reach this line
@@ -86,7 +90,11 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def train_epoch(
-    model: nn.Module, loader: Iterable, optimizer: Optimizer, device: torch.device
+    model: nn.Module,
+    loader: Iterable,
+    optimizer: Optimizer,
+    device: torch.device,
+    reducer: Reducer | None,
 ) -> Tensor:
     """One pass over the training set; returns the loss of every step, (steps,), on the device."""
     model.train()
@@ -97,7 +105,7 @@ def train_epoch(
         loss = F.cross_entropy(model(images), labels)  # the mean over the local batch
         optimizer.zero_grad()
         loss.backward()
-        average_gradients(model)
+        average_gradients(model, reducer)
         optimizer.step()
         losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at every step
     mean = torch.stack(losses) / dist.get_world_size()
@@ -148,6 +156,8 @@ def train(rank: int, args: Namespace, port: int) -> None:
         recorder.end_evaluation(*evaluate(model, test_set, local_batch, device))
         return
 
+    with together(device):
+        reducer = REDUCERS[args.reducer](model) if args.reducer else None
     if rank == 0:
         cut = f"{args.world_size} × {local_batch} (world size × local batch)"
         print(f"global batch {args.batch_size} = {cut}")
@@ -159,7 +169,7 @@ def train(rank: int, args: Namespace, port: int) -> None:
     for epoch in recorder.epochs():
         generator.manual_seed(args.seed + epoch)  # the order is a function of seed and epoch
         reseed(args.seed, epoch, rank)  # so are the dropout masks, different on every rank
-        losses = train_epoch(model, recorder.watch(loader), optimizer, device)
+        losses = train_epoch(model, recorder.watch(loader), optimizer, device, reducer)
         recorder.end_epoch(epoch, losses, *evaluate(model, test_set, local_batch, device))
         if rank == 0:  # one writer; no collective hides in here
             save_checkpoint(recorder, model, optimizer)

@@ -6,7 +6,9 @@ A test that still passes with the line gone would prove nothing about it.
 import re
 
 import pytest
+import test_data_parallel
 import test_proof
+import test_reducers
 import test_stages
 from support import FOLDERS
 
@@ -25,7 +27,8 @@ def test_every_stage_can_be_broken():
 
 @pytest.mark.parametrize(("key", "line", "file", "test"), CASES)
 def test_without_the_line_the_test_fails(key, line, file, test):
-    claim = getattr(test_proof, test, None) or getattr(test_stages, test)
+    modules = (test_proof, test_stages, test_data_parallel, test_reducers)
+    (claim,) = [getattr(module, test) for module in modules if hasattr(module, test)]
     assert test.startswith(f"test_{key}_"), "a test of another stage"
     with pytest.raises((AssertionError, TimeoutError)):
         claim(without=((file, line),))

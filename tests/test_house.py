@@ -10,7 +10,11 @@ from support import ROOT, load_stage
 STAGES = sorted(path.name for path in ROOT.glob("0?_*"))
 TRAINS = {stage: (ROOT / stage / "train.py") for stage in STAGES}
 COMMON = sorted((ROOT / "common").glob("*.py"))
-CAPS = dict.fromkeys(STAGES, 200) | {"05_amp_syncbn": 250}
+# Stage 03 starts its processes itself, and its --reducer tries each rung of the ladder: 210.
+CAPS = dict.fromkeys(STAGES, 200) | {"03_ddp_manual_allreduce": 210, "05_amp_syncbn": 250}
+# A chapter beside a train.py has 150 lines. The ladder of reducers is one lesson of five rungs that
+# are read against each other, on one page.
+CHAPTER_CAPS = {"reducers.py": 270}
 # 620 instead of the 400 that the house began with: six data sets, each with one clear line for
 # every way in which it can be missing or damaged, took 180 lines, and none of them belongs to a
 # lesson. More needs a new reason.
@@ -65,7 +69,7 @@ def test_a_page_has_the_order_of_the_house(stage):
 def test_chapters_beside_the_pages_are_short():
     for path in ROOT.glob("0?_*/*.py"):
         if path.name != "train.py":
-            assert len(path.read_text().splitlines()) <= 150, path
+            assert len(path.read_text().splitlines()) <= CHAPTER_CAPS.get(path.name, 150), path
             assert '__name__ == "__main__"' in path.read_text(), f"{path} cannot be run by itself"
 
 

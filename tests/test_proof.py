@@ -14,6 +14,10 @@ CASES = [
     pytest.param("02", 1, ("--replicas=3",), oracle.chunks(3), id="02-three-replicas"),
     pytest.param("03", 2, (), oracle.fixed_shards(2), id="03-two-ranks"),
     pytest.param("03", 3, (), oracle.fixed_shards(3), id="03-three-ranks"),
+    *[
+        pytest.param("03", 2, (f"--reducer={name}",), oracle.fixed_shards(2), id=f"03-{name}")
+        for name in ("per-parameter", "flat", "bucketed", "ring", "shared-memory")
+    ],
     pytest.param("04", 1, (), oracle.whole_batches, id="04-one-rank"),
     pytest.param("04", 2, (), oracle.strides(2), id="04-two-ranks"),
     pytest.param("04", 3, (), oracle.strides(3), id="04-three-ranks"),
@@ -76,7 +80,7 @@ def test_04_without_synchronized_batchnorm_does_not_repeat_one_process():
 
 
 def test_03_without_allreduce_the_ranks_drift_apart():
-    line = (("train.py", "average_gradients(model)"),)
+    line = (("train.py", "average_gradients(model, reducer)"),)
     alone, together = (train_once("03", 2, *FLAGS, without=w).states for w in (line, ()))
     assert max((alone[0][name] - alone[1][name]).abs().max() for name in WEIGHTS) > 1e-3
     assert all(torch.equal(together[0][name], together[1][name]) for name in WEIGHTS)

@@ -1,0 +1,93 @@
+"""Buckets: many small gradients side by side in few large tensors, so that few messages carry them.
+
+python 03_ddp_manual_allreduce/buckets.py
+"""
+
+from collections import defaultdict
+
+import torch
+import torchvision
+from tabulate import tabulate
+from torch import Tensor
+from torch.nn import Parameter
+
+FIRST, OTHERS = 2**20, 25 * 2**20  # bytes; the sizes of torch's DistributedDataParallel
+
+
+def by_dtype(parameters: list[Parameter]) -> list[list[Parameter]]:
+    """One group for each dtype."""
+    groups = defaultdict(list)
+    for parameter in parameters:
+        groups[parameter.dtype].append(parameter)
+    return list(groups.values())
+
+
+def by_size(parameters: list[Parameter]) -> list[list[Parameter]]:
+    """Groups of one dtype, each closed when it reaches its size, in the order of backward.
+
+    Backward begins at the last layer, so the groups go in reverse order. The first one is small:
+    it is full early. Source: Li et al., PyTorch Distributed, VLDB 2020, section 3.2.3.
+    """
+    groups: list[list[Parameter]] = []
+    latest: dict[torch.dtype, list[Parameter]] = {}
+    for parameter in reversed(parameters):
+        group = latest.get(parameter.dtype)
+        limit = FIRST if groups and group is groups[0] else OTHERS
+        if group is None or sum(p.nbytes for p in group) >= limit:
+            group = latest[parameter.dtype] = []
+            groups.append(group)
+        group.append(parameter)
+    return groups
+
+
+def length(group: list[Parameter]) -> int:
+    """The elements of a bucket: all gradients, and a flag for each."""
+    return sum(parameter.numel() for parameter in group) + len(group)
+
+
+class Bucket:
+    """The gradients of a group of parameters, in one flat tensor.
+
+    memory: (length(group),), all zero. Flags come last. They travel with the
+    gradients: the sum of a flag is zero only if no rank has a gradient for its parameter.
+    """
+
+    def __init__(self, parameters: list[Parameter], memory: Tensor) -> None:
+        self.memory = memory
+        *views, self.flags = memory.split([*(p.numel() for p in parameters), len(parameters)])
+        self.slots = {
+            p: (view.view_as(p), flag)
+            for p, view, flag in zip(parameters, views, self.flags.unbind(), strict=True)
+        }
+        self.reset()
+
+    def put(self, parameter: Parameter, world_size: int) -> None:
+        """Take in this rank's share of the mean; from now on its .grad lies in the bucket."""
+        view, flag = self.slots[parameter]
+        if parameter.grad is None:
+            view.zero_()
+            flag.zero_()
+        else:
+            torch.div(parameter.grad, world_size, out=view)
+            parameter.grad = view
+        self.missing.discard(parameter)
+
+    def reset(self) -> None:
+        for parameter, (view, flag) in self.slots.items():
+            if parameter.grad is None and flag > 0:  # another rank had a gradient for it
+                parameter.grad = view
+        self.flags.fill_(1)
+        self.missing = set(self.slots)
+
+
+def main() -> None:
+    names = {p: name for name, p in torchvision.models.resnet18().named_parameters()}
+    rows = [
+        (f"{length(group) * 4 / 2**20:.1f}", len(group), names[group[0]], names[group[-1]])
+        for group in by_size(list(names))
+    ]
+    print(tabulate(rows, ("MiB", "gradients", "from", "to"), showindex=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""How this project times: variants take turns in one run, and are compared round by round.
+
+    python benchmarks/timing.py
+
+A machine that others share is faster in one minute and slower in the next. Two variants that run
+right after each other meet almost the same machine, so their ratio holds where their times do not.
+Each round runs every variant once, in an order drawn anew, and the first variant twice: how far
+the ratio of a thing to itself is from 1 (A/A) shows how far to trust the other ratios.
+"""
+
+import importlib
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import date
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torchvision
+from tabulate import tabulate
+
+from common.record import hardware
+
+ROOT = Path(__file__).parents[1]
+SAME = "A/A"  # the first variant once more
+
+Times = dict[str, list[float]]  # of each variant, the seconds a step in each round
+
+
+def interleave(
+    variants: Mapping[str, Callable[[], object]],
+    rounds: int,
+    steps: int,
+    warm_up: int = 3,
+    meet: Callable[[], object] = lambda: None,
+) -> Times:
+    """Time every variant in each round, and the first one twice.
+
+    variants: what one step does. A round runs `steps` of them and keeps their mean. With several
+    ranks, `meet` is a barrier: all start each variant together, in the same order.
+    """
+    first = next(iter(variants))
+    runs = {**variants, SAME: variants[first]}
+    for run in variants.values():
+        for _ in range(warm_up):  # DDP, for one, arranges its buckets anew after the first step
+            run()
+    times: Times = {name: [] for name in runs}
+    order = random.Random(0)  # the same on every rank
+    for _ in range(rounds):
+        for name in order.sample(list(runs), len(runs)):
+            meet()
+            start = now()
+            for _ in range(steps):
+                runs[name]()
+            times[name].append((now() - start) / steps)
+    return times
+
+
+def now() -> float:
+    """Seconds, once a GPU has done what it was told: it runs behind the program."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def summarize(times: Times, baseline: str | None = None) -> dict[str, dict[str, Any]]:
+    """Of each variant: median step in ms, and its ratio to the baseline with a 95 % interval.
+
+    The ratio is the median over the rounds of (its time / the baseline's time in that round). The
+    interval comes from the bootstrap (Efron, 1979): medians of rounds drawn with replacement.
+    """
+    base = np.array(times[baseline or next(iter(times))])
+    draw = np.random.default_rng(0).integers(len(base), size=(2000, len(base)))
+    summary = {}
+    for name, seconds in times.items():
+        ratios = np.array(seconds) / base
+        if name == (baseline or next(iter(times))):
+            low = high = 1.0
+        else:
+            low, high = np.percentile(np.median(ratios[draw], axis=1), [2.5, 97.5])
+        quartiles = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
+        summary[name] = {
+            "step_ms": round(statistics.median(seconds) * 1000, 4),
+            "step_ms_quartiles": [round(q * 1000, 4) for q in (quartiles[0], quartiles[2])],
+            "ratio": round(float(np.median(ratios)), 4),
+            "ratio_interval": [round(float(low), 4), round(float(high), 4)],
+        }
+    return summary
+
+
+def table(summary: Mapping[str, Mapping[str, Any]], style: str = "simple") -> str:
+    """The summary as text: style is one of tabulate's, "github" for a README."""
+    rows = [
+        (
+            name,
+            f"{row['step_ms']:.2f}",
+            f"{row['ratio']:.2f}",
+            "{:.2f} to {:.2f}".format(*row["ratio_interval"]),
+        )
+        for name, row in summary.items()
+    ]
+    headers = ("variant", "step, ms", "ratio", "95 % interval")
+    return tabulate(rows, headers, style, disable_numparse=True)
+
+
+def provenance(device: str = "cpu", **settings: Any) -> dict[str, Any]:
+    """Where, when and how something was measured: it stands in every file under results/."""
+    git = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return {
+        "hardware": hardware(torch.device(device)),
+        "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 2),
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "python": platform.python_version(),
+        "commit": commit or "unknown",
+        "date": date.today().isoformat(),
+        **settings,
+    }
+
+
+def save(path: Path, content: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def chapter(stage: str, name: str) -> ModuleType:
+    """A file of a stage as a module; the number in a stage's name keeps `import` from it."""
+    (folder,) = ROOT.glob(f"{stage}_*")
+    if sys.path[0] != str(folder):  # before the benchmarks: one of them has the same name
+        sys.path.insert(0, str(folder))
+    return importlib.import_module(name)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    matrix = torch.randn(300, 300)
+    variants = {"one product": lambda: matrix @ matrix, "two": lambda: matrix @ matrix @ matrix}
+    print(table(summarize(interleave(variants, rounds=30, steps=20))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,535 @@
+"""Each rung of the ladder gives the mean, whatever the model and the loop; a death has a name."""
+
+import os
+import signal
+import tempfile
+import time
+from contextlib import nullcontext
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import Line, default_dtype, load_stage, run_ranks
+from test_parts import chapter
+from torch import nn
+
+from common.options import UsageError
+
+NAMES = ("per-parameter", "flat", "bucketed", "ring", "shared-memory")
+MICRO_BATCHES, STEPS, GLOBAL_BATCH = 2, 5, 12
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}
+
+
+class Zoo(nn.Module):
+    """Everything that a reducer may meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.decode.weight = self.encode.weight  # tied
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.rare = nn.Linear(6, 6)  # used for some samples only
+        self.never = nn.Linear(6, 6)  # of no use
+        self.single = nn.Parameter(torch.randn(6, dtype=torch.float32))
+        self.brief = nn.Parameter(torch.randn(6).to(torch.bfloat16))
+        self.scalar = nn.Parameter(torch.randn(()))
+        self.register_buffer("shift", torch.randn(6))
+
+    def forward(self, x: torch.Tensor, rare: torch.Tensor) -> torch.Tensor:
+        """x: (B, 6); rare: (B,), which samples pass through the layer that others do not use."""
+        y = self.decode(torch.tanh(self.frozen(self.encode(x)))) * self.scalar + self.shift
+        if rare.any():
+            y = y + rare[:, None] * self.rare(x)
+        # Side by side: what is rounded in one must not leak into the float64 of another.
+        return torch.cat([y, x * self.single.double(), x * self.brief.double()], dim=1)
+
+
+def batches(step: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A global batch. `rare` is used in the first third of it, nowhere, in the last, everywhere."""
+    x = torch.randn(GLOBAL_BATCH, 6, generator=torch.Generator().manual_seed(9 * step + micro))
+    rare = torch.zeros(GLOBAL_BATCH)
+    third = GLOBAL_BATCH // 3
+    where = [slice(0, third), slice(0, 0), slice(-third, None), slice(None), slice(0, 0)][step]
+    if micro == 0:  # so that the backward that averages does not see it
+        rare[where] = 1
+    return x.double(), rare.double()
+
+
+def journey(model: nn.Module, wrap, rank: int, ranks: int, set_to_none: bool) -> list[dict]:
+    """Train with accumulation; the gradients and weights after every step, by name."""
+    forward, finish, no_sync = wrap(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.05, 0.9)
+    seen = []
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        for micro in range(MICRO_BATCHES):
+            x, rare = (t.chunk(ranks)[rank] for t in batches(step, micro))
+            with no_sync() if micro < MICRO_BATCHES - 1 else nullcontext():
+                (forward(x, rare).square().mean() / MICRO_BATCHES).backward()
+        finish()
+        seen.append(
+            {
+                name: (None if p.grad is None else p.grad.clone(), p.detach().clone())
+                for name, p in model.named_parameters()
+            }
+        )
+        optimizer.step()
+    return seen
+
+
+def zoo(seed: int) -> Zoo:
+    torch.manual_seed(seed)
+    with default_dtype(torch.float64):
+        return Zoo()
+
+
+def alone(model: nn.Module):
+    return model, lambda: None, nullcontext
+
+
+@cache
+def one_process(set_to_none: bool) -> list[dict]:
+    return journey(zoo(0), alone, 0, 1, set_to_none)
+
+
+def _reduced(
+    rank: int, ranks: int, without_finish: bool = False, without: tuple[Line, ...] = ()
+) -> dict:
+    """All reducers in one process group; every rank begins with weights of its own."""
+    load_stage("03", without)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    answers = {}
+    for name in NAMES:
+        for set_to_none in (True, False):
+            model = zoo(seed=rank)
+            reducer = chapter("03", "reducers").REDUCERS[name](model)
+
+            def wrap(model, reducer=reducer):
+                if without_finish:
+                    reducer.synchronizing = False
+                    return model, lambda: None, nullcontext
+                return model, reducer.finish, reducer.no_sync
+
+            answers[name, set_to_none] = (
+                journey(model, wrap, rank, ranks, set_to_none),
+                model.shift.clone(),
+            )
+            reducer.close()
+    dist.destroy_process_group()
+    return answers
+
+
+@cache
+def reduced(ranks: int) -> list[dict]:
+    return run_ranks(ranks, _reduced, ranks)
+
+
+def close(ours: list[dict], truth: list[dict]) -> bool:
+    for mine, theirs in zip(ours, truth, strict=True):
+        for name, (gradient, weight) in theirs.items():
+            tolerance = TOLERANCE[weight.dtype]
+            if (gradient is None) != (mine[name][0] is None):
+                return False
+            pairs = [(mine[name][1], weight), (mine[name][0], gradient)]
+            if any(b is not None and (a - b).abs().max() > tolerance for a, b in pairs):
+                return False
+    return True
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_and_weights_of_every_step_are_those_of_one_process(name, ranks, set_to_none):
+    """Tied, frozen, unused and rarely used parameters, three dtypes, accumulation."""
+    for answers in reduced(ranks):
+        assert close(answers[name, set_to_none][0], one_process(set_to_none))
+
+
+def test_03_reducers_do_what_one_process_does(without=()):
+    """Once more and in one, for test_break_it: with lines left out it must fail."""
+    for answers in run_ranks(2, _reduced, 2, False, without):
+        for name in NAMES:
+            for set_to_none in (True, False):
+                assert close(answers[name, set_to_none][0], one_process(set_to_none)), name
+
+
+def _late_gradient(rank: int, without: tuple[Line, ...]) -> list:
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    load_stage("03", without)
+    parameter = nn.Parameter(torch.zeros(4))
+    model = nn.ParameterList([parameter])
+    reducer = chapter("03", "reducers").REDUCERS["shared-memory"](model)
+    time.sleep(0.3 * rank)
+    (parameter * (rank + 1)).sum().backward()
+    reducer.finish()
+    dist.barrier()
+    return parameter.grad.tolist()
+
+
+def test_03_shared_memory_waits_for_the_gradients_of_a_late_rank(without=()):
+    assert run_ranks(2, _late_gradient, without) == [[1.5] * 4] * 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_ranks_begin_with_the_weights_and_buffers_of_rank_0(name):
+    for answers in reduced(3):
+        assert torch.equal(answers[name, True][1], zoo(0).shift)
+    assert not torch.equal(zoo(0).shift, zoo(1).shift), "the control: they began with others"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_ranks_hold_the_same_bits(name):
+    first, *others = reduced(3)
+    for other in others:
+        for ours, theirs in zip(first[name, True][0], other[name, True][0], strict=True):
+            assert all(torch.equal(ours[key][1], theirs[key][1]) for key in ours)
+
+
+def test_without_finish_the_ranks_do_not_agree():
+    """The control of the above."""
+    for answers in run_ranks(2, _reduced, 2, True):
+        assert not any(close(answers[name, True][0], one_process(True)) for name in NAMES)
+
+
+# --- A peer's tests, through an adapter of ten lines
+
+
+class Adapter(nn.Module):
+    """The interface that course assignments and libraries know: wrap, backward, finish, step."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        super().__init__()
+        self.module = module
+        self.reducer = chapter("03", "reducers").REDUCERS[name](module)
+
+    def forward(self, *inputs):
+        return self.module(*inputs)
+
+    def finish_gradient_synchronization(self) -> None:
+        self.reducer.finish()
+
+
+class Toy(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 8, bias=False)
+        self.norm = nn.LayerNorm(8)
+        self.second = nn.Linear(8, 8, bias=False)
+        self.third = nn.Linear(8, 8, bias=False)
+        self.fixed = nn.Parameter(torch.ones(8), requires_grad=False)
+        if tied:
+            self.third.weight = self.second.weight
+
+    def forward(self, x):
+        return self.third(torch.relu(self.second(self.norm(self.first(x))))) + self.fixed
+
+
+def _peer(rank: int, name: str, tied: bool) -> list[str]:
+    """What of the peer's claims does not hold."""
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    torch.manual_seed(rank)
+    wrapped = Adapter(Toy(tied).double(), name)
+    torch.manual_seed(0)
+    single = Toy(tied).double()
+    wrong = []
+
+    def compare(when: str) -> None:
+        for (key, ours), theirs in zip(
+            wrapped.module.named_parameters(), single.parameters(), strict=True
+        ):
+            if not torch.allclose(ours, theirs, 0, 1e-12):
+                wrong.append(f"{key} {when}")
+            if theirs.grad is not None and not torch.allclose(ours.grad, theirs.grad, 0, 1e-12):
+                wrong.append(f"gradient of {key} {when}")
+
+    compare("at the start")
+    x, y = torch.randn(20, 10).double(), torch.randn(20, 8).double()
+    optimizers = [torch.optim.AdamW(m.parameters(), 0.01) for m in (wrapped, single)]
+    for step in range(4):
+        order = torch.randperm(20, generator=torch.Generator().manual_seed(step))
+        for model, optimizer, rows in (
+            (wrapped, optimizers[0], order.chunk(2)[rank]),
+            (single, optimizers[1], order),
+        ):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x[rows]), y[rows]).backward()
+            if model is wrapped:
+                wrapped.finish_gradient_synchronization()
+            optimizer.step()
+        compare(f"after step {step}")
+    dist.destroy_process_group()
+    return wrong
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_tests_of_a_peer_pass_through_an_adapter(name, tied):
+    assert run_ranks(2, _peer, name, tied) == [[], []]
+
+
+# --- How each rung works
+
+
+def _calls(rank: int) -> dict:
+    """Collectives and messages of one step, during backward and in finish()."""
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    counts = {}
+    for name in NAMES:
+        model = nn.Sequential(*[nn.Linear(300, 300) for _ in range(8)])  # 2.9 MB
+        reducer = chapter("03", "reducers").REDUCERS[name](model)
+        loss = model(torch.randn(4, 300)).square().mean()
+        with (
+            mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce,
+            mock.patch.object(dist, "isend", wraps=dist.isend) as isend,
+            mock.patch.object(dist, "barrier", wraps=dist.barrier) as barrier,
+        ):
+            with reducer.no_sync():
+                loss.backward(retain_graph=True)
+            quiet = (all_reduce.call_count, isend.call_count)
+            loss.backward()
+            in_backward = all_reduce.call_count
+            reducer.finish()
+        others = isend.call_count + barrier.call_count
+        counts[name] = (quiet, in_backward, all_reduce.call_count, others)
+        reducer.close()
+    dist.destroy_process_group()
+    return counts
+
+
+def test_each_rung_sends_what_it_says():
+    for counts in run_ranks(2, _calls):
+        assert counts["per-parameter"] == ((0, 0), 0, 17, 0), "16 parameters, and who is used"
+        assert counts["flat"] == ((0, 0), 0, 1, 0)
+        assert counts["bucketed"] == ((0, 0), 2, 2, 0), "1 MiB, and the rest; both in backward"
+        assert counts["ring"] == ((0, 0), 0, 0, 4), (
+            "two halves of 1.4 MB, each in two pieces: 2 + 2"
+        )
+        assert counts["shared-memory"] == ((0, 0), 0, 0, 0), "nothing is sent"
+
+
+def test_buckets_go_from_the_last_layer_to_the_first():
+    layers = nn.Sequential(*[nn.Linear(300, 300) for _ in range(8)])
+    parameters = list(layers.parameters())
+    groups = chapter("03", "buckets").by_size(parameters)
+    assert [len(group) for group in groups] == [6, 10]
+    assert all(a is b for a, b in zip(chain(*groups), reversed(parameters), strict=True))
+
+
+def _twice(rank: int) -> list[str]:
+    dist.init_process_group("gloo", rank=rank, world_size=1)
+    errors = []
+    for name in ("bucketed", "shared-memory"):
+        model = nn.Linear(3, 2)
+        chapter("03", "reducers").REDUCERS[name](model)
+        model(torch.ones(1, 3)).sum().backward()
+        try:
+            model(torch.ones(1, 3)).sum().backward()
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_a_second_backward_without_no_sync_is_refused():
+    assert all("no_sync()" in error for error in run_ranks(1, _twice)[0])
+    assert len(run_ranks(1, _twice)[0]) == 2
+
+
+# --- Wrong calls and deaths
+
+
+class _Wrong(nn.Module):
+    def __init__(self, rank: int, kind: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2 + rank if kind == "shape" else 2)
+        if kind == "more" and rank == 1:
+            self.extra = nn.Linear(2, 2)
+        if kind == "frozen" and rank == 1:
+            self.layer.bias.requires_grad_(False)
+        if kind == "dtype" and rank == 1:
+            self.double()
+
+
+def _mismatch(rank: int, kind: str) -> list[str]:
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    errors = []
+    for name in NAMES:
+        try:
+            chapter("03", "reducers").REDUCERS[name](_Wrong(rank, kind))
+        except UsageError as error:
+            errors.append(str(error))
+    dist.destroy_process_group()
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("shape", "layer.weight [3, 3] torch.float32 where rank 0 has layer.weight [2, 3]"),
+        ("more", "extra.weight [2, 2] torch.float32 where rank 0 has nothing"),
+        ("frozen", "nothing where rank 0 has layer.bias [2]"),
+        ("dtype", "layer.weight [2, 3] torch.float64 where rank 0 has layer.weight [2, 3]"),
+        ("none", ""),
+    ],
+)
+def test_models_that_differ_between_ranks_are_refused_on_all_of_them(kind, words):
+    for errors in run_ranks(2, _mismatch, kind):
+        assert len(errors) == (0 if kind == "none" else len(NAMES))
+        assert all(error.startswith(f"rank 1 has the parameter {words}") for error in errors)
+
+
+def _death(rank: int, name: str, moment: str) -> str | None:
+    dist.init_process_group("gloo", rank=rank, world_size=3)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 600), nn.Linear(600, 600))
+    reducer = chapter("03", "reducers").REDUCERS[name](model)
+    try:
+        for step in range(5):
+            if (rank, step, moment) == (1, 2, "before backward"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(torch.ones(2, 4)).sum().backward()
+            if (rank, step, moment) == (1, 2, "before finish"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            reducer.finish()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def nameless_files() -> set[str]:
+    """What a rank could leave behind: in /dev/shm, and files for systems without memfd."""
+    folders = [Path("/dev/shm"), Path(tempfile.gettempdir())]
+    return {str(path) for folder in folders if folder.is_dir() for path in folder.glob("ranks-*")}
+
+
+@pytest.mark.parametrize("moment", ["before backward", "before finish"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rank_that_dies_is_named_by_the_others_and_leaves_nothing(name, moment):
+    before = nameless_files()
+    answers = run_ranks(3, _death, name, moment, dying=(1,))
+    assert answers[1] is None
+    for rank in (0, 2):
+        assert f"rank 1 died while rank {rank} waited for it" in answers[rank]
+    assert nameless_files() == before
+
+
+def test_a_run_without_a_death_ends_without_an_error():
+    """The control."""
+    assert run_ranks(3, _death, "shared-memory", "never") == [None] * 3
+
+
+def _late(rank: int) -> str:
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    segment = chapter("03", "shared_memory").Segment(8, seconds=0.3)
+    try:
+        if rank == 0:
+            segment.wait(0, 1)
+    except TimeoutError as error:
+        return str(error)
+    finally:
+        dist.barrier()  # rank 1 lives, but does not post
+    return ""
+
+
+def test_a_rank_that_lives_but_does_not_come_is_named_too():
+    assert run_ranks(2, _late)[0] == "ranks [0, 1] are more than 0.3 s late"
+
+
+def _without_memfd(rank: int) -> list[int]:
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    memory = chapter("03", "shared_memory")
+    with mock.patch.object(os, "memfd_create", create=True):
+        del os.memfd_create
+        segment = memory.Segment(16)
+    numbers = segment.tensor(torch.int64, (2,), 0)
+    numbers[rank] = rank + 5
+    segment.post(memory.READY, 1)
+    segment.wait(memory.READY, 1)
+    return numbers.tolist()
+
+
+def test_memory_is_shared_where_there_is_no_memfd_and_its_file_is_gone():
+    before = nameless_files()
+    assert run_ranks(2, _without_memfd) == [[5, 6], [5, 6]]
+    assert nameless_files() == before
+
+
+def _other_machine(rank: int) -> str:
+    """Rank 1 finds another file at the path that rank 0 tells, as on another machine."""
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    memory = chapter("03", "shared_memory")
+    with mock.patch.object(os.path, "realpath", return_value="another"):
+        try:
+            memory.Segment(16)
+        except UsageError as error:
+            return str(error)
+    return ""
+
+
+def test_ranks_on_two_machines_are_refused():
+    for answer in run_ranks(2, _other_machine):
+        assert answer == "ranks [1] cannot see the memory of rank 0: run all on one machine"
+
+
+# --- The ring
+
+LENGTHS = (0, 1, 2, 3, 7, 64, 100_003)
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def _ring(rank: int, ranks: int) -> tuple[list, list]:
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    ring = chapter("03", "ring")
+    ring.PIECE = 4096  # bytes: many pieces
+    sums, sent = [], []
+    with mock.patch.object(dist, "all_reduce", side_effect=AssertionError("not by hand")):
+        for length in LENGTHS:
+            for dtype in DTYPES:
+                numbers = torch.arange(length).remainder(50).add(rank).to(dtype)
+                sent.append(ring.ring_all_reduce(numbers))
+                sums.append(numbers)
+        folded = torch.full((5, 3, 2), rank)
+        ring.all_reduce(folded)
+    return [*sums, folded], sent
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+def test_the_ring_sums_any_length_and_dtype(ranks):
+    for sums, _ in run_ranks(ranks, _ring, ranks):
+        expected = [
+            sum(torch.arange(length).remainder(50).add(rank) for rank in range(ranks)).to(dtype)
+            for length in LENGTHS
+            for dtype in DTYPES  # whole numbers below 257: exact in all of them
+        ]
+        assert all(torch.equal(a, b) for a, b in zip(sums, expected, strict=False))
+        assert torch.equal(sums[-1], torch.full((5, 3, 2), sum(range(ranks))))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+def test_a_rank_sends_2_n_minus_1_nths_of_the_tensor(ranks):
+    cases = [(length, dtype) for length in LENGTHS for dtype in DTYPES]
+    all_sent = [sent for _, sent in run_ranks(ranks, _ring, ranks)]
+    for (length, dtype), *sent in zip(cases, *all_sent, strict=True):
+        whole = length * dtype.itemsize
+        assert sum(sent) == 2 * (ranks - 1) * whole, "all ranks together, to the byte"
+        if length > 1000:
+            share = 2 * (ranks - 1) / ranks * whole
+            assert all(abs(each - share) <= 0.03 * share for each in sent)
+
+
+def _unequal(rank: int) -> str:
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        chapter("03", "ring").all_reduce(torch.ones(3 + rank))
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_the_ring_refuses_unequal_tensors_on_every_rank():
+    for error in run_ranks(2, _unequal):
+        assert "[3] torch.float32" in error
+        assert "[4] torch.float32" in error
