@@ -5,7 +5,7 @@ VENV ?= .venv
 RUN := $(VENV)/bin/python
 STAGES := $(wildcard 0*_*)
 
-.PHONY: tour test lint lessons readme clean
+.PHONY: tour test lint bench lessons readme clean
 
 tour: $(VENV)/ready  ## run the five stages in order and compare them; FLAGS="--ranks 3" changes it
 	$(RUN) tour.py $(FLAGS)
@@ -18,6 +18,11 @@ lint: $(VENV)/ready
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy common/*.py tour.py
 	for folder in $(STAGES) benchmarks; do $(RUN) -m mypy $$folder/*.py || exit 1; done
+
+bench: $(VENV)/ready  ## measure anew what results/ holds, on a quiet machine; then: make readme
+	$(RUN) benchmarks/replica_memory.py
+	OMP_NUM_THREADS=1 $(RUN) benchmarks/data_parallel.py
+	$(RUN) benchmarks/reducers.py
 
 lessons: $(VENV)/ready  ## write every lesson.diff anew
 	$(RUN) tests/lessons.py

@@ -1,114 +1,147 @@
-"""DataParallel by hand: replicate, scatter, apply in threads, gather; autograd does the way back.
+"""DataParallel by hand: the seven steps of a training step as seven functions.
 
     python 02_data_parallel/from_scratch.py
 
-`torch.nn.DataParallel` needs two GPUs. This one takes any list of devices, and a device may stand
-in it more than once: each entry is one replica, with its own copy of the parameters and its own
-part of the batch.
+This one takes any list of devices, and a device may stand in it more than once: each entry is one
+replica. It leaves out torch's handing on of the caller's CUDA streams, `dim` and `output_device`.
 """
 
 import copy
+from collections.abc import Callable
+from itertools import chain
 from threading import Thread
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.optim import SGD, Optimizer
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-Tensors = dict[str, Tensor]
+Devices = list[torch.device]  # the first is the main device
+Call = tuple[tuple, dict[str, Any]]  # the arguments of a forward: by place, by name
 
 
-def scatter(batch: Tensor, devices: list[torch.device]) -> list[Tensor]:
-    """Cut the batch along its first dimension, one part for each device: 30 over 3
-    gives 3 × 10.
+def to_main_device(module: nn.Module, devices: Devices) -> nn.Module:
+    """Step 1: the module lies on the main device."""
+    return module.to(devices[0])
 
-    Fewer samples than devices give fewer parts, and the last replicas have nothing to do.
+
+def replicate(module: nn.Module, devices: Devices) -> list[nn.Module]:
+    """Step 2: a replica for each device. Replica 0 is the module itself, as on torch's main device.
+
+    A copy is a step of autograd like any other: on the way back, the gradients of all copies are
+    summed into the one parameter. What a forward changes in a copy is lost with the copy.
     """
-    parts = batch.chunk(len(devices))
-    return [part.to(device) for part, device in zip(parts, devices, strict=False)]
-
-
-def replicate(module: nn.Module, devices: list[torch.device]) -> list[Tensors]:
-    """Copy parameters and buffers to each device.
-
-    A copy of a parameter is a step of autograd like any other: on the way back, the gradients of
-    all copies are summed into the one parameter of the module. Replica 0 works on the module's own
-    buffers, so that its running statistics stay; those of the other replicas are lost.
-    """
-    replicas = []
-    for index, device in enumerate(devices):
-        tensors = {name: p.to(device, copy=True) for name, p in module.named_parameters()}
-        for name, buffer in module.named_buffers():
-            tensors[name] = buffer if index == 0 else buffer.to(device, copy=True)
-        replicas.append(tensors)
+    replicas = [module]
+    for device in devices[1:]:
+        tensors = chain(module.parameters(), module.buffers())  # a tied weight comes once
+        copies = {id(tensor): tensor.to(device, copy=True) for tensor in tensors}
+        replicas.append(copy.deepcopy(module, copies))  # it copies only what is not in there yet
     return replicas
 
 
-def apply(shells: list[nn.Module], replicas: list[Tensors], parts: list[Tensor]) -> list[Tensor]:
-    """Run each replica on its part of the batch, each in a thread of its own."""
-    outputs: dict[int, Tensor] = {}
-    errors: list[Exception] = []
-    grad_enabled = torch.is_grad_enabled()  # each thread has its own such switch
+def scatter(devices: Devices, *args: Any, **kwargs: Any) -> list[Call]:
+    """Step 3: cut every tensor along its first dimension: 30 over 3 gives 3 × 10.
+
+    Fewer samples than devices give fewer parts. What is no tensor goes to every replica.
+    """
+    leaves, form = tree_flatten((args, kwargs))  # the tensors inside tuples, lists and dicts too
+
+    def cut(leaf: Any) -> list:
+        if not isinstance(leaf, Tensor):
+            return [leaf] * len(devices)
+        return [x.to(where) for x, where in zip(leaf.chunk(len(devices)), devices, strict=False)]
+
+    parts = zip(*map(cut, leaves), strict=False)
+    return [tree_unflatten(part, form) for part in parts] or [(args, kwargs)]
+
+
+def apply(replicas: list[nn.Module], parts: list[Call], devices: Devices) -> list[Any]:
+    """Step 4: run each replica on its part of the batch, each in a thread of its own."""
+    outputs, errors = dict[int, Any](), dict[int, Exception]()
+    # A new thread starts with the default of each of these switches, not with the caller's. Of
+    # autocast's two, torch 2.15 hands on only `enabled`, not the dtype: see autocast.py.
+    grad_enabled, kind = torch.is_grad_enabled(), devices[0].type
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
     def work(index: int) -> None:
         try:
-            with torch.set_grad_enabled(grad_enabled):
-                outputs[index] = functional_call(shells[index], replicas[index], (parts[index],))
-        except Exception as error:  # a thread would only print it
-            errors.append(error)
+            if kind == "cuda":
+                torch.cuda.set_device(devices[index])  # of this thread only
+            with torch.set_grad_enabled(grad_enabled), torch.autocast(kind, dtype, enabled):
+                outputs[index] = replicas[index](*parts[index][0], **parts[index][1])
+        except Exception as error:  # the thread itself would only print it
+            errors[index] = error
 
-    threads = [Thread(target=work, args=(index,)) for index in range(len(parts))]
+    threads = [Thread(target=work, args=(i,), name=f"replica {i}") for i in range(len(parts))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if errors:
-        raise errors[0]
+        raise errors[min(errors)]
     return [outputs[index] for index in range(len(parts))]
 
 
-def gather(outputs: list[Tensor], device: torch.device) -> Tensor:
-    """Put the outputs together on the main device, in the order of the batch."""
-    return torch.cat([output.to(device) for output in outputs])
+def gather(outputs: list[Any], devices: Devices) -> Any:
+    """Step 5: join the outputs, or what they hold, on the main device in the order of the batch."""
+    main = devices[0]
+    return tree_map(lambda *ps: torch.cat([torch.atleast_1d(p.to(main)) for p in ps]), *outputs)
+
+
+def loss_on_main_device(criterion: Callable, outputs: Any, targets: Tensor) -> Tensor:
+    """Step 6: the loss of the whole batch, from all outputs."""
+    return criterion(outputs, targets)
+
+
+def backward_and_update(loss: Tensor, optimizer: Optimizer) -> None:
+    """Step 7: autograd goes the same way back, and the optimiser updates the module."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def train_step(
+    module: nn.Module, optimizer: Optimizer, criterion: Callable, batch: tuple, devices: Devices
+) -> Tensor:
+    """One step with nn.DataParallel, spelled out; batch: inputs and targets. Returns the loss."""
+    to_main_device(module, devices)
+    replicas = replicate(module, devices)
+    parts = scatter(devices, batch[0])
+    outputs = gather(apply(replicas, parts, devices), devices)
+    loss = loss_on_main_device(criterion, outputs, batch[1])
+    backward_and_update(loss, optimizer)
+    return loss.detach()
 
 
 class DataParallel(nn.Module):
-    """A module whose forward runs on replicas, as torch.nn.DataParallel's does.
+    """A module whose forward takes steps 2 to 5, as torch.nn.DataParallel's does."""
 
-    The module itself, `.module`, must be on devices[0], the main device.
-    """
-
-    def __init__(self, module: nn.Module, devices: list[torch.device]) -> None:
+    def __init__(self, module: nn.Module, devices: Devices) -> None:
         super().__init__()
-        self.module, self.devices = module, devices
-        # A shell is the module without weights. functional_call puts a replica's weights into it
-        # while it runs, so each thread needs a shell of its own.
-        self.shells = [copy.deepcopy(module).to("meta") for _ in devices]
+        self.module, self.devices = to_main_device(module, devices), devices
 
-    def forward(self, batch: Tensor) -> Tensor:
-        parts = scatter(batch, self.devices)
-        replicas = replicate(self.module, self.devices[: len(parts)])
-        for shell in self.shells:
-            shell.train(self.module.training)
-        return gather(apply(self.shells, replicas, parts), self.devices[0])
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        parts = scatter(self.devices, *args, **kwargs)
+        replicas = replicate(self.module, self.devices[: len(parts)])  # no copy for idle devices
+        return gather(apply(replicas, parts, self.devices), self.devices)
 
 
 def main() -> None:
     torch.manual_seed(0)
-    module = nn.Linear(5, 2).double()
-    devices = [torch.device("cpu")] * 3
-    batch, targets = torch.randn(30, 5).double(), torch.randn(30, 2).double()
-    gradients = {}
-    for name, model in {"one module": module, "3 replicas": DataParallel(module, devices)}.items():
-        loss = nn.functional.mse_loss(model(batch), targets)
-        (gradients[name],) = torch.autograd.grad(loss, [module.weight])
-
-    parts = scatter(batch, devices)
-    outputs = apply([copy.deepcopy(module) for _ in parts], replicate(module, devices), parts)
-    print(f"scatter   {tuple(batch.shape)} -> {[tuple(part.shape) for part in parts]}")
-    print(f"apply     {[tuple(output.shape) for output in outputs]}")
-    print(f"gather    {tuple(gather(outputs, devices[0]).shape)}")
-    difference = (gradients["one module"] - gradients["3 replicas"]).abs().max().item()
-    print(f"gradient  largest difference from one module on the whole batch: {difference:.0e}")
+    module, devices = nn.Linear(5, 2).double(), [torch.device("cpu")] * 3
+    batch = torch.randn(30, 5).double(), torch.randn(30, 2).double()
+    parts = scatter(devices, batch[0])
+    outputs = apply(replicate(module, devices), parts, devices)
+    print(f"scatter  (30, 5) -> {[tuple(args[0].shape) for args, _ in parts]}")
+    print(f"apply    {[tuple(output.shape) for output in outputs]}")
+    print(f"gather   {tuple(gather(outputs, devices).shape)}")
+    alone = copy.deepcopy(module)
+    for model, used in ((alone, devices[:1]), (module, devices)):
+        loss = train_step(model, SGD(model.parameters(), lr=0.1), F.mse_loss, batch, used)
+        print(f"step     on {len(used)}, loss {loss:.12f}")
+    print(f"weights  differ by at most {(alone.weight - module.weight).abs().max():.0e}")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,14 @@
 python 03_ddp_manual_allreduce/ranks.py
 """
 
+import json
+import logging
 import multiprocessing
+import os
+import sys
+import time
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import torch
@@ -12,29 +18,76 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
+def start(
+    world_size: int,
+    function: Callable,
+    *args: Any,
+    backend: str = "gloo",
+    device: str = "cpu",
+    seconds: float = 3600,
+    quiet: bool = False,
+) -> list:
+    """What function(*args) returns on each rank of a process group, in the order of the ranks.
+
+    function: of a module, so that another process can find it. What it returns is plain values.
+    An error on one rank is raised here and ends all; so does the time limit. quiet: no stderr.
+    """
+    prepare_forkserver()
+    # Port 0: the operating system picks a free one.
+    store = dist.TCPStore("127.0.0.1", port=0, is_master=True, wait_for_workers=False)
+    shared = (world_size, store.port, backend, device, quiet, function, args)
+    ranks = mp.start_processes(enter, shared, world_size, join=False, start_method="forkserver")
+    end = time.monotonic() + seconds
+    try:
+        while not ranks.join(max(0, end - time.monotonic())):  # False: some are still at work
+            if time.monotonic() > end:
+                raise TimeoutError(f"not done after {seconds:g} s")
+    finally:
+        for process in ranks.processes:
+            process.kill()
+            process.join()
+    return [json.loads(store.get(f"answer {rank}")) for rank in range(world_size)]
+
+
+def prepare_forkserver() -> None:
+    """A forkserver imports what is slow once; a rank is a copy of it, there in milliseconds."""
+    slow = ("torch", "torchvision", "matplotlib.pyplot", "tabulate")
+    multiprocessing.set_forkserver_preload([name for name in slow if name in sys.modules])
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # no word of each kill
+
+
 def enter(
-    rank: int, world_size: int, port: int, answers: Any, function: Callable, args: tuple
+    rank: int,
+    world_size: int,
+    port: int,
+    backend: str,
+    device: str,
+    quiet: bool,
+    function: Callable,
+    args: tuple,
 ) -> None:
+    """What each process does."""
+    if quiet:
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), 2
+        )  # C++ logs; an exception reaches `start` anyhow
+    Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)  # or the ranks fight for the cores
+    if device == "cuda":
+        gpu = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(gpu)
+        torch.set_default_device(gpu)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    answers.put((rank, function(*args)))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    store.set(f"answer {rank}", json.dumps(function(*args)))
     dist.destroy_process_group()
 
 
-def start(world_size: int, function: Callable, *args: Any) -> list:
-    """What function(*args) returns on each rank of a gloo group, in the order of the ranks.
-
-    function: of a module, so that another process can find it; what it returns must be plain
-    values. An error on one rank ends all and is raised here.
-    """
-    # A forkserver imports this program once. Every rank is then a copy of it, in milliseconds.
-    multiprocessing.set_forkserver_preload(["__main__"])
-    store = dist.TCPStore("127.0.0.1", port=0, is_master=True, wait_for_workers=False)
-    answers = multiprocessing.get_context("forkserver").SimpleQueue()
-    shared = (world_size, store.port, answers, function, args)
-    mp.start_processes(enter, shared, world_size, start_method="forkserver")
-    return [value for _, value in sorted(answers.get() for _ in range(world_size))]
+def end_with_parent() -> None:
+    """In a thread of each rank: one that waits in C++ would outlive a program that is killed."""
+    if parent := multiprocessing.parent_process():
+        parent.join()
+        os._exit(1)
 
 
 def introduce() -> str:

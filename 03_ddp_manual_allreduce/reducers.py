@@ -138,17 +138,17 @@ class Bucketed(Flat):
     def plan(self) -> list[list[Parameter]]:
         return by_size(self.parameters)
 
-    @torch.no_grad()
     def take(self, parameter: Parameter) -> None:
-        """Called in backward when the gradient of this parameter is ready."""
+        """Backward calls it when the gradient of this parameter is complete."""
         if not self.synchronizing:
             return
         bucket = self.bucket_of[parameter]
         if parameter not in bucket.missing:
             raise RuntimeError("a second backward before finish(): the first belongs in no_sync()")
         bucket.put(parameter, self.world_size)
-        with self.lifeline.naming_the_dead():
-            self.send_full_buckets()
+        if not bucket.missing:
+            with self.lifeline.naming_the_dead():
+                self.send_full_buckets()
 
     def send_full_buckets(self) -> None:
         for bucket in self.buckets[len(self.sent) :]:

@@ -10,7 +10,6 @@ Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters
 Journal of Parallel and Distributed Computing 69 (2009).
 """
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +18,11 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor
 
-from common.options import UsageError, number, usage_errors_exit
+from common.options import Parser, UsageError, number, usage_errors_exit
 
 from ranks import start
 
-PIECE = 2**20  # bytes of a message: while one is added up, the next is on its way
+PIECE = 2**22  # bytes of a message: while one is added up, the next is on its way
 
 
 def all_reduce(tensor: Tensor) -> int:
@@ -39,8 +38,14 @@ def all_reduce(tensor: Tensor) -> int:
     return ring_all_reduce(tensor)
 
 
-def ring_all_reduce(tensor: Tensor, watch: Callable[[Tensor], object] = lambda flat: None) -> int:
-    """The ring itself, without the check; watch sees the flat tensor after each message."""
+def ring_all_reduce(
+    tensor: Tensor, ahead: int = 1, watch: Callable[[Tensor], object] = lambda flat: None
+) -> int:
+    """The ring itself, without the check.
+
+    ahead: how many receives are asked for before they are needed. watch sees the flat tensor after
+    each message.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     left, right = (rank - 1) % world_size, (rank + 1) % world_size
     flat = tensor.view(-1).cpu()  # a copy only if it comes from a GPU
@@ -52,14 +57,14 @@ def ring_all_reduce(tensor: Tensor, watch: Callable[[Tensor], object] = lambda f
     steps = 2 * (world_size - 1)
     # In step s arrives chunk (rank - s - 1). It is also what leaves in step s + 1.
     arrivals = [(s, piece) for s in range(steps) for piece in chunks[(rank - s - 1) % world_size]]
-    scratch = flat.new_empty(2, min(length, len(flat)))
+    scratch = flat.new_empty(ahead + 1, min(length, len(flat)))
 
     def summing(step: int) -> bool:
         return step < world_size - 1  # the first lap, reduce-scatter
 
     def receive(place: int) -> tuple[Tensor, Any]:
         step, piece = arrivals[place]
-        target = scratch[place % 2, : len(piece)] if summing(step) else piece
+        target = scratch[place % (ahead + 1), : len(piece)] if summing(step) else piece
         return target, dist.irecv(target, left)
 
     sends: list[tuple[Any, Tensor]] = [
@@ -67,7 +72,7 @@ def ring_all_reduce(tensor: Tensor, watch: Callable[[Tensor], object] = lambda f
     ]
     receives: list[tuple[Tensor, Any]] = []
     for place, (step, piece) in enumerate(arrivals):
-        while len(receives) < min(place + 2, len(arrivals)):  # always ask for one more already
+        while len(receives) < min(place + 1 + ahead, len(arrivals)):
             receives.append(receive(len(receives)))
         target, arrival = receives[place]
         arrival.wait()
@@ -92,13 +97,13 @@ def follow(length: int) -> tuple[int, list[str]]:
         seen.append(" ".join(str(number) for number in flat.tolist()))
 
     look(numbers)
-    return ring_all_reduce(numbers, look), seen
+    return ring_all_reduce(numbers, ahead=0, watch=look), seen
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="all-reduce as a ring, step by step")
-    help = "ranks, and numbers in the tensor of each"
-    parser.add_argument("--world-size", default=4, type=number(int, 1, 11), metavar="N", help=help)
+    parser = Parser(__doc__)
+    text = "ranks, and numbers in the tensor of each"
+    parser.add_argument("--world-size", default=4, type=number(int, 1, 11), metavar="N", help=text)
     world_size = parser.parse_args().world_size
     sent, columns = zip(*start(world_size, follow, world_size), strict=True)
     laps = [f"{lap} {step}" for lap in ("sum", "share") for step in range(1, world_size)]

@@ -31,13 +31,17 @@ def usage_errors_exit() -> Iterator[None]:
         raise SystemExit(130) from None  # Ctrl-C, as a shell counts it
 
 
-class _Parser(argparse.ArgumentParser):
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter): ...
+
+
+class Parser(argparse.ArgumentParser):
+    """Its help is a docstring as it stands and each flag with its default; its refusals, a line."""
+
+    def __init__(self, doc: str | None) -> None:
+        super().__init__(description=doc, formatter_class=_Help, allow_abbrev=False)
+
     def error(self, message: str) -> NoReturn:  # argparse's own prints the whole usage first
         self.exit(2, f"error: {message} (--help lists every option)\n")
-
-
-class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The docstring of the stage as it stands, and each flag with its default."""
 
 
 def number(kind: type, at_least: float, below: float = math.inf) -> Callable[[str], float]:
@@ -59,9 +63,9 @@ def number(kind: type, at_least: float, below: float = math.inf) -> Callable[[st
     return parse
 
 
-def make_parser(stage: str, doc: str | None) -> argparse.ArgumentParser:
+def make_parser(stage: str, doc: str | None) -> Parser:
     """The flags that all stages share; a stage adds the ones that it teaches."""
-    parser = _Parser(description=doc, formatter_class=_Help, allow_abbrev=False)
+    parser = Parser(doc)
     count, natural, real = number(int, 1), number(int, 0), number(float, 0, 1e38)
     seed = number(int, 0, below=2**32)
     add = parser.add_argument

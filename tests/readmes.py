@@ -7,6 +7,7 @@ Above a bash fence may stand one of
     <!-- in the suite: nothing, REASON -->  it is not run here
 
 and above a text fence <!-- output of: COMMAND -->: `make readme` runs it and writes the fence.
+Between <!-- table: NAME --> and <!-- end of table --> stands what benchmarks/tables.py makes.
 Above a diff fence stands what part of the stage's lesson.diff it shows: see lessons.py.
 """
 
@@ -41,6 +42,9 @@ def fences(kind: str, readmes: list[Path] = READMES) -> list[Fence]:
         for match in FENCE.finditer(readme.read_text())
         if match["kind"] == kind
     ]
+
+
+TABLE = re.compile(r"<!-- table: (?P<name>.+?) -->\n(?P<text>.*?)<!-- end of table -->", re.S)
 
 
 def shown_output(fence: Fence) -> str:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from readmes import READMES, ROOT, fences, shown_output
+from readmes import READMES, ROOT, TABLE, fences, shown_output
 
 BEGIN, END = "<!-- tour -->\n", "<!-- end of tour -->"
 
@@ -48,6 +48,19 @@ def refresh_outputs() -> None:
                 readme.write_text(text[:start] + run(command) + text[end:])
 
 
+def refresh_tables() -> None:
+    sys.path.append(str(ROOT / "benchmarks"))
+    from tables import TABLES
+
+    for readme in READMES:
+        text = readme.read_text()
+        for match in reversed(list(TABLE.finditer(text))):
+            start, end = match.span("text")
+            text = f"{text[:start]}\n{TABLES[match['name']]()}\n\n{text[end:]}"
+        readme.write_text(text)
+
+
 if __name__ == "__main__":
+    refresh_tables()
     refresh_tour()
     refresh_outputs()

@@ -4,6 +4,7 @@ A rank starts in milliseconds, since the forkserver has imported torch already; 
 ranks meet belongs to the test and has a port that the operating system chose.
 """
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -55,6 +56,13 @@ def load_stage(key: str, without: tuple[Line, ...] = ()) -> types.ModuleType:
         module.__file__ = str(folder / file)
         exec(compile("\n".join(lines), module.__file__, "exec"), module.__dict__)
     return module
+
+
+def chapter(key: str, name: str) -> types.ModuleType:
+    """A file beside a stage's train.py, imported as the stage imports it."""
+    if str(FOLDERS[key]) not in sys.path:
+        sys.path.insert(0, str(FOLDERS[key]))
+    return importlib.import_module(name)
 
 
 def _enter(rank: int, pipe: Any, env: dict[str, str], function: Callable, args: tuple) -> None:

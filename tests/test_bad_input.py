@@ -253,6 +253,22 @@ def test_more_nccl_ranks_than_gpus_are_refused(tmp_path):
     refused(output, "nccl", f"{ranks} ranks", "--backend gloo")
 
 
+STAGE_03 = [
+    (("--reducer=best",), ("--reducer", "'best'", "per-parameter", "shared-memory")),
+    (("--world-size=0",), ("--world-size", "'0'", "whole number from 1 up")),
+    (("--backend=tcp",), ("--backend", "'tcp'", "gloo")),
+]
+
+
+@pytest.mark.parametrize(("flags", "words"), STAGE_03, ids=lambda value: value[0])
+def test_wrong_flags_of_stage_03_are_refused(flags, words, tmp_path):
+    run_dir = tmp_path / "run"
+    [(status, output)] = command(SCRIPTS["03"], f"--run-dir={run_dir}", *flags)
+    assert status == 2
+    refused(output, *words)
+    assert not run_dir.exists()
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

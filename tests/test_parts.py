@@ -1,110 +1,17 @@
-"""The hand-written parts, one by one: DataParallel, DataPartitioner, SyncBatchNorm, the data."""
+"""The hand-written parts, one by one: DataPartitioner, SyncBatchNorm, the data."""
 
-import importlib
 import subprocess
 import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-from support import FOLDERS, ROOT, default_dtype, run_ranks
+from support import ROOT, chapter, default_dtype, run_ranks
 from torch import nn
 
 from common.data import load_dataset
 from common.models import build_model
 from common.options import make_parser
-
-
-def chapter(key: str, name: str):
-    """A file beside a stage's train.py, imported as the stage imports it."""
-    if str(FOLDERS[key]) not in sys.path:
-        sys.path.insert(0, str(FOLDERS[key]))
-    return importlib.import_module(name)
-
-
-CPU = torch.device("cpu")
-
-# --- DataParallel from scratch
-
-
-@pytest.mark.parametrize(
-    ("samples", "devices", "sizes"),
-    [
-        (30, 3, [10, 10, 10]),
-        (30, 8, [4, 4, 4, 4, 4, 4, 4, 2]),
-        (2, 3, [1, 1]),
-        (1, 4, [1]),
-    ],
-)
-def test_scatter_cuts_the_batch_in_order(samples, devices, sizes):
-    batch = torch.arange(samples * 2.0).view(samples, 2)
-    parts = chapter("02", "from_scratch").scatter(batch, [CPU] * devices)
-    assert [len(part) for part in parts] == sizes
-    assert torch.equal(torch.cat(parts), batch)
-
-
-def step(model, module, batch, targets):
-    module.zero_grad()
-    loss = nn.functional.cross_entropy(model(batch), targets)
-    loss.backward()
-    return loss.detach(), [p.grad.clone() for p in module.parameters()]
-
-
-@pytest.mark.parametrize(("samples", "replicas"), [(30, 1), (30, 3), (30, 8), (2, 3)])
-def test_replicas_give_the_outputs_loss_and_gradients_of_one_device(samples, replicas):
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)).double()
-    parallel = chapter("02", "from_scratch").DataParallel(module, [CPU] * replicas)
-    batch, targets = torch.randn(samples, 6).double(), torch.randint(4, (samples,))
-    one, many = (step(model, module, batch, targets) for model in (module, parallel))
-    torch.testing.assert_close(parallel(batch), module(batch), rtol=0, atol=1e-12)
-    torch.testing.assert_close(many, one, rtol=0, atol=1e-12)
-
-
-def test_replicas_are_really_used():
-    """The control: a pass-through would satisfy the test above."""
-    module = nn.BatchNorm1d(3)
-    batch = torch.randn(8, 3)
-    parallel = chapter("02", "from_scratch").DataParallel(module, [CPU, CPU])
-    halves = [nn.BatchNorm1d(3)(half) for half in batch.chunk(2)]
-    torch.testing.assert_close(parallel(batch), torch.cat(halves))
-    assert not torch.allclose(parallel(batch), module(batch))
-
-
-def test_only_the_first_replica_keeps_its_running_statistics():
-    module, first = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-    batch = torch.randn(8, 3)
-    chapter("02", "from_scratch").DataParallel(module, [CPU, CPU])(batch)
-    first(batch[:4])
-    torch.testing.assert_close(module.running_mean, first.running_mean)
-    assert module.num_batches_tracked == 1
-
-
-def test_an_error_in_a_replica_reaches_the_caller():
-    module = nn.Linear(3, 2)
-    parallel = chapter("02", "from_scratch").DataParallel(module, [CPU, CPU])
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        parallel(torch.randn(4, 5))
-
-
-def test_threads_obey_no_grad_of_the_caller():
-    parallel = chapter("02", "from_scratch").DataParallel(nn.Linear(3, 2), [CPU, CPU])
-    with torch.no_grad():
-        assert not parallel(torch.randn(4, 3)).requires_grad
-    assert parallel(torch.randn(4, 3)).requires_grad
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="nn.DataParallel needs two GPUs")
-def test_from_scratch_equals_the_real_one():
-    torch.manual_seed(0)
-    devices = [torch.device("cuda", i) for i in range(2)]
-    module = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 4)).double().cuda()
-    batch, targets = torch.randn(30, 6).double().cuda(), torch.randint(4, (30,)).cuda()
-    ours = chapter("02", "from_scratch").DataParallel(module, devices)
-    real = nn.DataParallel(module, devices)
-    one, two = (step(model, module, batch, targets) for model in (ours, real))
-    torch.testing.assert_close(one, two, rtol=0, atol=1e-10)
-
 
 # --- DataPartitioner
 

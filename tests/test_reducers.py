@@ -1,5 +1,6 @@
 """Each rung of the ladder gives the mean, whatever the model and the loop; a death has a name."""
 
+import json
 import os
 import signal
 import tempfile
@@ -13,8 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support import Line, default_dtype, load_stage, run_ranks
-from test_parts import chapter
+from support import ROOT, Line, chapter, default_dtype, load_stage, run_ranks
 from torch import nn
 
 from common.options import UsageError
@@ -228,9 +228,20 @@ class Toy(nn.Module):
         return self.third(torch.relu(self.second(self.norm(self.first(x))))) + self.fixed
 
 
+def _peers(rank: int) -> dict:
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    wrong = {(name, tied): _peer(rank, name, tied) for name in NAMES for tied in (False, True)}
+    dist.destroy_process_group()
+    return wrong
+
+
+@cache
+def peers() -> list[dict]:
+    return run_ranks(2, _peers)
+
+
 def _peer(rank: int, name: str, tied: bool) -> list[str]:
     """What of the peer's claims does not hold."""
-    dist.init_process_group("gloo", rank=rank, world_size=2)
     torch.manual_seed(rank)
     wrapped = Adapter(Toy(tied).double(), name)
     torch.manual_seed(0)
@@ -261,14 +272,14 @@ def _peer(rank: int, name: str, tied: bool) -> list[str]:
                 wrapped.finish_gradient_synchronization()
             optimizer.step()
         compare(f"after step {step}")
-    dist.destroy_process_group()
+    wrapped.reducer.close()
     return wrong
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_tests_of_a_peer_pass_through_an_adapter(name, tied):
-    assert run_ranks(2, _peer, name, tied) == [[], []]
+    assert [wrong[name, tied] for wrong in peers()] == [[], []]
 
 
 # --- How each rung works
@@ -305,10 +316,30 @@ def test_each_rung_sends_what_it_says():
         assert counts["per-parameter"] == ((0, 0), 0, 17, 0), "16 parameters, and who is used"
         assert counts["flat"] == ((0, 0), 0, 1, 0)
         assert counts["bucketed"] == ((0, 0), 2, 2, 0), "1 MiB, and the rest; both in backward"
-        assert counts["ring"] == ((0, 0), 0, 0, 4), (
-            "two halves of 1.4 MB, each in two pieces: 2 + 2"
-        )
+        assert counts["ring"] == ((0, 0), 0, 0, 2), "one half to add up, one to share"
         assert counts["shared-memory"] == ((0, 0), 0, 0, 0), "nothing is sent"
+
+
+def _moments(rank: int) -> list[bool]:
+    """Whether the first layer still has no gradient when a bucket leaves."""
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    model = nn.Sequential(*[nn.Linear(300, 300) for _ in range(8)])
+    reducer = chapter("03", "reducers").REDUCERS["bucketed"](model)
+    early, send = [], dist.all_reduce
+
+    def watch(*args, **kwargs):
+        early.append(model[0].weight.grad is None)
+        return send(*args, **kwargs)
+
+    with mock.patch.object(dist, "all_reduce", watch):
+        model(torch.randn(4, 300)).square().mean().backward()
+        reducer.finish()
+    dist.destroy_process_group()
+    return early
+
+
+def test_the_first_bucket_leaves_while_backward_is_still_at_work():
+    assert run_ranks(2, _moments) == [[True, False]] * 2
 
 
 def test_buckets_go_from_the_last_layer_to_the_first():
@@ -334,8 +365,9 @@ def _twice(rank: int) -> list[str]:
 
 
 def test_a_second_backward_without_no_sync_is_refused():
-    assert all("no_sync()" in error for error in run_ranks(1, _twice)[0])
-    assert len(run_ranks(1, _twice)[0]) == 2
+    [errors] = run_ranks(1, _twice)
+    assert len(errors) == 2
+    assert all("no_sync()" in error for error in errors)
 
 
 # --- Wrong calls and deaths
@@ -405,8 +437,11 @@ def nameless_files() -> set[str]:
     return {str(path) for folder in folders if folder.is_dir() for path in folder.glob("ranks-*")}
 
 
-@pytest.mark.parametrize("moment", ["before backward", "before finish"])
-@pytest.mark.parametrize("name", NAMES)
+DEATHS = [(name, "before finish") for name in NAMES]
+DEATHS += [(name, "before backward") for name in ("bucketed", "shared-memory")]  # they have hooks
+
+
+@pytest.mark.parametrize(("name", "moment"), DEATHS)
 def test_a_rank_that_dies_is_named_by_the_others_and_leaves_nothing(name, moment):
     before = nameless_files()
     answers = run_ranks(3, _death, name, moment, dying=(1,))
@@ -496,9 +531,14 @@ def _ring(rank: int, ranks: int) -> tuple[list, list]:
     return [*sums, folded], sent
 
 
+@cache
+def rung(ranks: int) -> list[tuple[list, list]]:
+    return run_ranks(ranks, _ring, ranks)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
 def test_the_ring_sums_any_length_and_dtype(ranks):
-    for sums, _ in run_ranks(ranks, _ring, ranks):
+    for sums, _ in rung(ranks):
         expected = [
             sum(torch.arange(length).remainder(50).add(rank) for rank in range(ranks)).to(dtype)
             for length in LENGTHS
@@ -511,7 +551,7 @@ def test_the_ring_sums_any_length_and_dtype(ranks):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
 def test_a_rank_sends_2_n_minus_1_nths_of_the_tensor(ranks):
     cases = [(length, dtype) for length in LENGTHS for dtype in DTYPES]
-    all_sent = [sent for _, sent in run_ranks(ranks, _ring, ranks)]
+    all_sent = [sent for _, sent in rung(ranks)]
     for (length, dtype), *sent in zip(cases, *all_sent, strict=True):
         whole = length * dtype.itemsize
         assert sum(sent) == 2 * (ranks - 1) * whole, "all ranks together, to the byte"
@@ -533,3 +573,24 @@ def test_the_ring_refuses_unequal_tensors_on_every_rank():
     for error in run_ranks(2, _unequal):
         assert "[3] torch.float32" in error
         assert "[4] torch.float32" in error
+
+
+# --- What the README says of the measurement
+
+
+def test_the_measured_ladder_is_as_the_readme_tells():
+    """No timing here: it reads the committed file."""
+    results = json.loads((ROOT / "results" / "03_reducers.json").read_text())
+    for name, found in results["models"].items():
+        ratio = {variant: row["ratio"] for variant, row in found["variants"].items()}
+        every_ddp = [value for variant, value in ratio.items() if variant.startswith("DDP")]
+        assert len(every_ddp) == 3
+        assert ratio["per-parameter"] > max(ratio[n] for n in NAMES[1:]), name
+        assert ratio["DDP"] / ratio["bucketed"] >= 0.98, f"{name}: throughput"
+        assert ratio["shared-memory"] < min(every_ddp), name
+    net = results["models"]["net"]["variants"]
+    assert net["per-parameter"]["ratio"] > 2
+    assert net["shared-memory"]["ratio"] <= 1.08
+    large = [row for row in results["ring"] if row["bytes"] >= 2**22]
+    assert len(large) == 5
+    assert all(row["ring_to_gloo"] >= 0.8 for row in large)

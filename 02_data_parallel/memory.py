@@ -1,0 +1,149 @@
+"""What each replica holds at the fullest moment of a step, counted in bytes, tensor by tensor.
+
+    python 02_data_parallel/memory.py
+
+The moment: the loss is computed, the backward has not begun. All that autograd saved is there, and
+so are the gradients of the step before. Counted on virtual replicas, as if each had a device of
+its own. Not counted: what backward needs for a while, work space, what the allocator rounds up.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+import torchvision
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import SGD, Adam
+
+from common.models import Net
+
+from from_scratch import apply, gather, replicate, scatter
+
+BATCH, WORDS, LENGTH, REPLICAS = 120, 8192, 16, 4  # samples; vocabulary; words of a sample
+MIB = 2**20
+# Parameters: with buffers. Outputs: gathered, of the whole batch. Loss: what it saves for backward.
+KINDS = ("parameters", "gradients", "optimiser", "batch", "activations", "outputs", "loss")
+OPTIMISERS: dict[str, Callable] = {"SGD": SGD, "momentum": partial(SGD, momentum=0.9), "Adam": Adam}
+Example = tuple[nn.Module, Tensor, Tensor]  # a model, a whole batch, its targets
+Held = list[dict[str, int]]  # for each replica: the bytes of each kind
+
+
+def examples() -> dict[str, Example]:
+    """Models with a batch for each: two with 10 outputs a sample, one with 16 × 8192."""
+    torch.manual_seed(0)
+    text, labels = torch.randint(WORDS, (BATCH, LENGTH)), torch.randint(10, (BATCH,))
+    layers = nn.Embedding(WORDS, 64), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, WORDS)
+    resnet18 = torchvision.models.resnet18(num_classes=10)
+    return {
+        "net": (Net(1, 28, 10, batch_norm=False), torch.randn(BATCH, 1, 28, 28), labels),
+        "resnet18": (resnet18, torch.randn(BATCH, 3, 32, 32), labels),
+        "words": (nn.Sequential(*layers), text, text),
+    }
+
+
+def criterion(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The mean loss of all predictions: (..., classes) and (...)."""
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+def size(tensors: Iterable[Tensor], besides: Iterable[Tensor] = ()) -> int:
+    """Bytes of their storages, each once (two tensors may be views of one), besides some."""
+    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
+    gone = {tensor.untyped_storage().data_ptr() for tensor in besides}
+    return sum(nbytes for pointer, nbytes in storages.items() if pointer not in gone)
+
+
+def saving_to(kept: list[Tensor]) -> saved_tensors_hooks:
+    """While it is entered, this thread's autograd puts all that it saves into the list too."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor.detach())
+        return kept[-1]
+
+    return saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+class Counted(nn.Module):
+    """A replica that keeps what autograd saves; called with targets, it computes its own loss."""
+
+    def __init__(self, replica: nn.Module) -> None:
+        super().__init__()
+        self.replica = replica
+        self.saved: dict[str, list[Tensor]] = {"activations": [], "loss": []}
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        with saving_to(self.saved["activations"]):
+            outputs = self.replica(x)
+        if targets is None:
+            return outputs
+        with saving_to(self.saved["loss"]):
+            return criterion(outputs, targets)[None]  # (1,): not the outputs, only their loss
+
+
+def after_a_step(model: nn.Module, optimiser: str) -> tuple[int, int]:
+    """Bytes that a step leaves behind: of the gradients, and of the optimiser's state."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)  # as large as a real one
+    update = OPTIMISERS[optimiser](trained)
+    update.step()
+    state = [value for each in update.state.values() for value in each.values()]
+    tensors = [value for value in state if isinstance(value, Tensor)]  # of some, the step is none
+    return size(p.grad for p in trained if p.grad is not None), size(tensors)
+
+
+def count(example: Example, replicas: int, inside: bool, optimiser: str = "momentum") -> Held:
+    """Count a step whose whole batch lies on the main device. inside: the loss is in forward."""
+    model, x, targets = example
+    devices = [x.device] * replicas
+    parts = scatter(devices, x, targets) if inside else scatter(devices, x)
+    # Copies, as on devices of their own: a virtual replica's part is a view of the whole batch.
+    parts = [(tuple(tensor.clone() for tensor in args), {}) for args, _ in parts]
+    counted: list = [Counted(replica) for replica in replicate(model, devices)]
+    outputs = gather(apply(counted, parts, devices), devices)
+    on_main: list[Tensor] = []
+    with saving_to(on_main):
+        loss = outputs.mean() if inside else criterion(outputs, targets)  # mean: of equal parts
+    held: Held = []
+    for (args, _), each in zip(parts, counted, strict=False):
+        tensors = [*each.parameters(), *each.buffers()]
+        held.append({kind: size(kept, [*tensors, *args]) for kind, kept in each.saved.items()})
+        held[-1] |= {"parameters": size(tensors), "batch": size(args)}
+    held[0]["gradients"], held[0]["optimiser"] = after_a_step(model, optimiser)
+    held[0]["batch"], held[0]["outputs"] = size([x, targets]), size([outputs])
+    held[0]["loss"] += size([*on_main, loss], [outputs, targets])
+    return [{kind: each.get(kind, 0) for kind in KINDS} for each in held]
+
+
+def count_all() -> dict[str, dict[str, Held]]:
+    """Every example, with the loss outside forward and inside."""
+    return {
+        name: {
+            where: count(example, REPLICAS, where == "inside") for where in ("outside", "inside")
+        }
+        for name, example in examples().items()
+    }
+
+
+def main() -> None:
+    rows = [
+        (name, where, replica, *(n / MIB for n in (*each.values(), sum(each.values()))))
+        for name, both in count_all().items()
+        for where, held in both.items()
+        for replica, each in zip(("main", "other"), held, strict=False)
+    ]
+    print(f"MiB that each of {REPLICAS} replicas holds, with the loss outside and inside forward:")
+    print(tabulate(rows, ("model", "loss", "replica", *KINDS, "total"), floatfmt=".2f"))
+    rows = [
+        (name, *(after_a_step(model, optimiser)[1] / MIB for optimiser in OPTIMISERS))
+        for name, (model, _, _) in examples().items()
+    ]
+    print("\nMiB of state that the optimiser adds, on the main device only:")
+    print(tabulate(rows, ("model", *OPTIMISERS), floatfmt=".2f"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""What each replica sees of a batch: 100 random samples, in batches of 30, on 1 to 8 replicas.
+
+    python 02_data_parallel/shapes.py
+    python 02_data_parallel/shapes.py --replicas 4 7
+
+The replicas share the CPU: the shapes are those of as many GPUs.
+"""
+
+from collections.abc import Iterable
+from itertools import groupby
+from threading import current_thread
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from common.options import Parser, number, usage_errors_exit
+
+from from_scratch import DataParallel
+
+Shape = tuple[int, ...]
+SEEN: dict[int, tuple[Shape, Shape]] = {}  # of each replica: the shapes of its input and output
+
+
+class Watched(nn.Module):
+    """A linear layer that notes what passes through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:  # (local batch, 5) -> (local batch, 2)
+        y = self.layer(x)
+        # Not print(): the replicas run at the same time, so their lines would come in any order.
+        replica = int(current_thread().name.removeprefix("replica "))
+        SEEN[replica] = (tuple(x.shape), tuple(y.shape))
+        return y
+
+
+def watch(model: nn.Module, batch: Tensor) -> tuple[list[tuple[Shape, Shape]], Shape]:
+    """The shapes inside every replica that had work, in order, and of what comes out."""
+    SEEN.clear()
+    output = model(batch)
+    return [SEEN[replica] for replica in sorted(SEEN)], tuple(output.shape)
+
+
+def count(shapes: Iterable[Shape]) -> str:
+    """Equal neighbours together: 2 × (4, 5), 1 × (2, 5)."""
+    return ", ".join(f"{len(list(same))} × {shape}" for shape, same in groupby(shapes))
+
+
+def rows(replicas: int) -> list[tuple]:
+    """A row for each batch size that occurs."""
+    loader = DataLoader(TensorDataset(torch.randn(100, 5)), batch_size=30)  # 30, 30, 30, 10
+    model = DataParallel(Watched(), [torch.device("cpu")] * replicas)
+    found = {}
+    for (batch,) in loader:
+        inside, outside = watch(model, batch)
+        inputs, outputs = zip(*inside, strict=True)
+        idle = replicas - len(inside)
+        row = (replicas, tuple(batch.shape), count(inputs), count(outputs), outside, idle)
+        found[len(batch)] = row
+    return list(found.values())
+
+
+def main() -> None:
+    parser = Parser(__doc__)
+    text = "how many replicas, one part of the table for each number"
+    some, count = [1, 2, 3, 8], number(int, 1)
+    parser.add_argument("--replicas", nargs="+", default=some, type=count, metavar="N", help=text)
+    table = [row for replicas in parser.parse_args().replicas for row in rows(replicas)]
+    headers = ("replicas", "batch", "into the replicas", "out of them", "gathered", "idle")
+    print(tabulate(table, headers, disable_numparse=True))
+
+
+if __name__ == "__main__":
+    with usage_errors_exit():
+        main()

@@ -1,0 +1,149 @@
+"""What ranks can say to each other: point-to-point messages and collectives, one function each.
+
+    python 03_ddp_manual_allreduce/collectives.py --world-size 4
+
+Rank r holds 10^r, so the place of a digit tells from which rank it came. Where a rank needs a
+number for each rank, it holds 1, 2, 3, ... times 10^r: there the digit tells for which rank it is.
+`--matrix` tries what each backend can do on this machine (matrix.py). A collective is a call that
+all ranks make, in the same order, with tensors of the same shape and dtype; traps.py shows what
+happens if they do not.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import Tensor
+
+from common.options import Parser, number, usage_errors_exit
+
+from ranks import start
+
+
+def send_recv(tensor: Tensor) -> Tensor:
+    """Rank 0 sends to rank 1; the others have no part in it."""
+    if dist.get_rank() == 0:
+        dist.send(tensor, dst=1)  # returns when rank 1 receives
+    elif dist.get_rank() == 1:
+        dist.recv(tensor, src=0)  # two ranks that both send first wait for each other for ever
+    return tensor
+
+
+def isend_irecv(tensor: Tensor) -> Tensor:
+    """Each rank sends to the next one, all at once, round a ring."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    arrived = torch.empty_like(tensor)
+    sending = dist.P2POp(dist.isend, tensor, (rank + 1) % world_size)
+    receiving = dist.P2POp(dist.irecv, arrived, (rank - 1) % world_size)
+    for work in dist.batch_isend_irecv([sending, receiving]):  # neither waits for the other
+        work.wait()  # before: `arrived` may hold anything, and `tensor` must not be written to
+    return arrived
+
+
+def broadcast(tensor: Tensor) -> Tensor:
+    """Every rank gets rank 0's tensor, in the place of its own."""
+    dist.broadcast(tensor, src=0)  # every rank must reach this line, as in all that follow
+    return tensor
+
+
+def reduce(tensor: Tensor) -> Tensor:
+    """Rank 0 gets the sum of all ranks' tensors."""
+    dist.reduce(tensor, dst=0)  # only dst has the sum; gloo leaves parts of it in the others'
+    return tensor
+
+
+def all_reduce(tensor: Tensor) -> Tensor:
+    """Every rank gets the sum of all ranks' tensors, in the place of its own."""
+    dist.all_reduce(tensor)  # in place: clone what is needed afterwards
+    return tensor
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """Rank 0 gets the tensors of all ranks, in the order of the ranks."""
+    places = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.gather(tensor, places if dist.get_rank() == 0 else None, dst=0)  # only dst gives a list
+    return torch.cat(places) if dist.get_rank() == 0 else tensor.new_empty(0)
+
+
+def all_gather(tensor: Tensor) -> Tensor:
+    """Every rank gets the tensors of all ranks, in the order of the ranks."""
+    gathered = tensor.new_empty(dist.get_world_size() * len(tensor))
+    dist.all_gather_into_tensor(gathered, tensor)  # dist.all_gather fills a list of tensors instead
+    return gathered
+
+
+def scatter(row: Tensor) -> Tensor:
+    """Rank 0 deals out its row: the r-th part to rank r."""
+    part, parts = row.new_empty(1), list(row.chunk(dist.get_world_size()))
+    dist.scatter(part, parts if dist.get_rank() == 0 else None, src=0)  # only src gives a list
+    return part
+
+
+def reduce_scatter(row: Tensor) -> Tensor:
+    """Rank r gets the r-th part of the sum of all rows."""
+    part = row.new_empty(1)
+    dist.reduce_scatter_tensor(part, row)  # followed by an all_gather, it is an all_reduce
+    return part
+
+
+def all_to_all(row: Tensor) -> Tensor:
+    """Rank r gets the r-th part of every row: a matrix of rows, transposed."""
+    column = torch.empty_like(row)
+    dist.all_to_all_single(column, row)  # gloo of torch 2.11 has this, but not all_to_all of lists
+    return column
+
+
+def barrier(tensor: Tensor) -> Tensor:
+    """No tensor travels; no rank goes on before all have come."""
+    dist.barrier()  # for files that another rank writes; the collectives above need none
+    return tensor
+
+
+ROW = (scatter, reduce_scatter, all_to_all)  # these need one number for each rank
+ONE = (send_recv, isend_irecv, broadcast, reduce, all_reduce, gather, all_gather)
+LESSONS: dict[str, Callable[[Tensor], Tensor]] = {f.__name__: f for f in (*ONE, *ROW, barrier)}
+
+
+def play(name: str) -> tuple[list[int], list[int]]:
+    """What this rank holds before and after the lesson."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    tensor = torch.tensor([10**rank])
+    if LESSONS[name] in ROW:
+        tensor = tensor * torch.arange(1, world_size + 1)
+    before = tensor.tolist()
+    if world_size == 1 and name in ("send_recv", "isend_irecv"):
+        return before, []  # a rank cannot send to itself
+    return before, LESSONS[name](tensor).tolist()
+
+
+def main() -> None:
+    from matrix import device_of, play_all, print_matrix  # here: matrix needs the lessons above
+
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    # 10^18 is the highest power of ten in 64 bits.
+    add("--world-size", default=4, type=number(int, 1, 19), metavar="N", help="processes to start")
+    add("--backend", default="gloo", choices=("gloo", "nccl", "mpi"), help="who carries")
+    add("--matrix", action="store_true", help="probe what each backend can do here")
+    add(
+        "--seconds", default=20, type=number(float, 0.1), metavar="S", help="of a probe of --matrix"
+    )
+    args = parser.parse_args()
+    if args.matrix:
+        return print_matrix(args.seconds)
+    device = device_of(args.backend, args.world_size)
+    nothing = "-" if args.world_size > 1 else "no other rank"
+    where, n = {"backend": args.backend, "device": device}, args.world_size
+    answers, table = start(n, play_all, list(LESSONS), **where, quiet=True), []
+    for name, *ranks in zip(LESSONS, *answers, strict=True):
+        before = [" ".join(map(str, rank[0])) for rank in ranks]
+        after = [" ".join(map(str, rank[1])) or nothing for rank in ranks]
+        table += [(name, "before", *before), ("", "after", *after)]
+    names = (f"rank {rank}" for rank in range(args.world_size))
+    print(tabulate(table, ["", "", *names], disable_numparse=True))
+
+
+if __name__ == "__main__":
+    with usage_errors_exit():
+        main()

@@ -1,0 +1,141 @@
+"""What happens when the ranks do not agree: shapes, order or calls that differ, with gloo.
+
+    python 03_ddp_manual_allreduce/traps.py
+
+Rank r holds 10^r three times. Each trap runs twice, in two processes of its own that are ended
+after a while: as it is, and with torch's debug level DETAIL. In your own programs, that is
+TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment: torch then compares what the ranks call before
+each collective. It costs time.
+"""
+
+import os
+import signal
+import time
+from threading import Thread
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from tabulate import tabulate
+from torch import Tensor
+
+from common.options import Parser, number, usage_errors_exit
+
+from collectives import all_reduce, broadcast
+from ranks import end_with_parent, prepare_forkserver
+
+
+def same(mine: Tensor, rank: int) -> Tensor:
+    """no trap: all_reduce of 3 numbers"""
+    return all_reduce(mine)
+
+
+def shorter(mine: Tensor, rank: int) -> Tensor:
+    """all_reduce of 2 numbers and of 3"""
+    return all_reduce(mine[: 2 + rank])
+
+
+def too_little(mine: Tensor, rank: int) -> Tensor:
+    """broadcast of 2 numbers into 3"""
+    return broadcast(mine[: 2 + rank])
+
+
+def too_much(mine: Tensor, rank: int) -> Tensor:
+    """broadcast of 3 numbers into 2"""
+    return broadcast(mine[: 3 - rank])
+
+
+def turned(mine: Tensor, rank: int) -> Tensor:
+    """all_reduce of the shapes (2, 3) and (3, 2)"""
+    return all_reduce(torch.arange(6).view((2, 3) if rank == 0 else (3, 2)))  # by order in memory
+
+
+def other_call(mine: Tensor, rank: int) -> Tensor:
+    """all_reduce on rank 0, broadcast on rank 1"""
+    return all_reduce(mine) if rank == 0 else broadcast(mine)
+
+
+def no_call(mine: Tensor, rank: int) -> Tensor:
+    """all_reduce on rank 0 only"""
+    return all_reduce(mine) if rank == 0 else mine
+
+
+def other_order(mine: Tensor, rank: int) -> Tensor:
+    """all_reduce of a and b, on rank 1 of b and a"""
+    a, b = mine[:1], 2 * mine[:1]
+    for tensor in (a, b) if rank == 0 else (b, a):
+        all_reduce(tensor)
+    return torch.cat([a, b])
+
+
+def gaps(mine: Tensor, rank: int) -> Tensor:
+    """all_reduce of x[::2], of a tensor with gaps"""
+    return all_reduce(mine[::2])  # gloo takes what lies next in memory; use .contiguous()
+
+
+TRAPS = (same, shorter, too_little, too_much, turned, other_call, no_call, other_order, gaps)
+
+
+def work(rank: int, port: int, trap: int, detail: bool) -> None:
+    """What each process does; it stays until it is ended, or the other rank would notice."""
+    Thread(target=end_with_parent, daemon=True).start()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what C++ says when it aborts
+    torch.set_num_threads(1)
+    if detail:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    store.set(f"joined {rank}", "")
+    try:
+        result = TRAPS[trap](torch.full((3,), 10**rank), rank)
+        store.set(f"answer {rank}", str(result.tolist()))
+    except RuntimeError as error:
+        store.set(f"answer {rank}", f"error: {str(error).splitlines()[0]}")
+    time.sleep(3600)
+
+
+def spring(trap: int, detail: bool, seconds: float) -> list[str]:
+    """What became of each of two ranks, at most so long after both have joined."""
+    store = dist.TCPStore("127.0.0.1", port=0, is_master=True, wait_for_workers=False)
+    args = (store.port, trap, detail)
+    ranks = mp.start_processes(work, args, nprocs=2, join=False, start_method="forkserver")
+    processes, joined, end = ranks.processes, False, time.monotonic() + 60
+    try:
+        while time.monotonic() < end:
+            if not joined and store.check(["joined 0", "joined 1"]):
+                joined, end = True, time.monotonic() + seconds
+            if all(store.check([f"answer {r}"]) or processes[r].exitcode for r in range(2)):
+                break
+            time.sleep(0.02)
+        return [
+            store.get(f"answer {rank}").decode()
+            if store.check([f"answer {rank}"])
+            else f"ended by {signal.Signals(-process.exitcode).name}"
+            if process.exitcode
+            else "waits"
+            for rank, process in enumerate(processes)
+        ]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def main() -> None:
+    parser = Parser(__doc__)
+    text = "after which a rank that has not come back counts as one that waits"
+    parser.add_argument("--seconds", default=2, type=number(float, 0.1), metavar="S", help=text)
+    seconds = parser.parse_args().seconds
+    prepare_forkserver()
+    table = []
+    for index, trap in enumerate(TRAPS):
+        plain, detail = (spring(index, on, seconds) for on in (False, True))
+        errors = all(answer.startswith("error: Detected mismatch") for answer in detail)
+        with_detail = "error" if errors else "the same" if plain == detail else " | ".join(detail)
+        table.append([trap.__doc__, *plain, with_detail])
+    print(tabulate(table, ["", "rank 0", "rank 1", "with DETAIL"], disable_numparse=True))
+
+
+if __name__ == "__main__":
+    with usage_errors_exit():
+        main()

@@ -1,0 +1,172 @@
+"""Time a training step with each reducer of stage 03, with DDP, and with no averaging at all.
+
+    python benchmarks/reducers.py
+
+All variants live in the same two ranks, one thread each, and take turns (timing.py). A step is
+forward, backward, averaging and optimiser; its time is that of the slower rank. The baseline only
+computes: its ranks never wait for each other. Then the ring against gloo's own all-reduce.
+Writes results/03_reducers.json and results/03_reducers.png.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torchvision
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from common.models import Net
+from common.options import Parser, usage_errors_exit
+
+from timing import ROOT, SAME, Times, chapter, interleave, provenance, save, summarize, table
+
+RANKS = 2
+COMPUTE = "compute only"
+DDP: dict[str, dict[str, Any]] = {
+    "DDP": {},
+    "DDP, gradients as views": {"gradient_as_bucket_view": True},
+    "DDP, static graph": {"static_graph": True},
+}
+SIZES = [2**power for power in range(16, 27)]  # bytes, 64 KiB to 64 MiB
+
+start = chapter("03", "ranks").start
+ring_all_reduce = chapter("03", "ring").ring_all_reduce
+REDUCERS = chapter("03", "reducers").REDUCERS
+
+
+def build(name: str) -> tuple[nn.Module, Tensor, int, int]:
+    """A model, a local batch for it, and how many rounds of how many steps are enough."""
+    torch.manual_seed(0)
+    if name == "net":
+        return Net(1, 28, 10, batch_norm=False), torch.randn(64, 1, 28, 28), 31, 15
+    if name == "mlp":
+        wide, hidden = nn.Linear(784, 2048), nn.Linear(2048, 2048)
+        model = nn.Sequential(nn.Flatten(), wide, nn.ReLU(), hidden, nn.ReLU(), nn.Linear(2048, 10))
+        return model, torch.randn(64, 1, 28, 28), 25, 4
+    return torchvision.models.resnet18(num_classes=10), torch.randn(32, 3, 64, 64), 15, 1
+
+
+def step_of(variant: str, model: nn.Module, batch: Tensor) -> Callable[[], None]:
+    """What one step of this variant does, with a model of its own."""
+    model = copy.deepcopy(model)
+    wrapped, finish = model, lambda: None
+    if variant in DDP:
+        wrapped = DistributedDataParallel(model, **DDP[variant])
+    elif variant in REDUCERS:
+        finish = REDUCERS[variant](model).finish
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, 0.9)
+    labels = torch.arange(len(batch)) % 10
+
+    def step() -> None:
+        loss = F.cross_entropy(wrapped(batch), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        finish()
+        optimizer.step()
+
+    return step
+
+
+def of_the_slowest(times: Times) -> Times:
+    """Each time as the slowest rank has it: the others wait for it anyway."""
+    for name, seconds in times.items():
+        slowest = torch.tensor(seconds)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        times[name] = slowest.tolist()
+    return times
+
+
+def time_steps(name: str, quick: bool) -> dict[str, Any]:
+    model, batch, rounds, steps = build(name)
+    rounds, steps = (1, 1) if quick else (rounds, steps)
+    variants = {v: step_of(v, model, batch) for v in (COMPUTE, *REDUCERS, *DDP)}
+    times = interleave(variants, rounds, steps, warm_up=1 if quick else 3, meet=dist.barrier)
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "local_batch": len(batch),
+        "rounds": len(times[SAME]),
+        "steps_a_round": steps,
+        "variants": summarize(of_the_slowest(times)),
+    }
+
+
+def time_ring(quick: bool) -> list[dict[str, float]]:
+    """Bus bandwidth: bytes that each rank must send, 2 (n - 1) / n of the tensor, by the time."""
+    rows = []
+    for size in SIZES:
+        tensor = torch.zeros(size // 4)
+        both = {
+            "gloo": lambda tensor=tensor: dist.all_reduce(tensor),
+            "ring": lambda tensor=tensor: ring_all_reduce(tensor),
+        }
+        rounds, steps = (1, 1) if quick else (25, max(1, 2**23 // size))
+        times = interleave(both, rounds, steps, meet=dist.barrier)
+        found = summarize(of_the_slowest(times))
+        sent = 2 * (RANKS - 1) / RANKS * size
+        low, high = found["ring"]["ratio_interval"]
+        rows.append(
+            {
+                "bytes": size,
+                **{f"{n}_bytes_per_second": round(sent / found[n]["step_ms"] * 1000) for n in both},
+                "ring_to_gloo": round(1 / found["ring"]["ratio"], 4),
+                "ring_to_gloo_interval": [round(1 / high, 4), round(1 / low, 4)],
+                "gloo_to_gloo": round(1 / found[SAME]["ratio"], 4),
+            }
+        )
+    return rows
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    """What each rank does."""
+    models = {name: time_steps(name, quick) for name in ("net", "mlp", "resnet18")}
+    return {"models": models, "ring": time_ring(quick)}
+
+
+def draw(results: dict[str, Any]) -> None:
+    figure, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    for axis, (name, found) in zip(axes.flat, results["models"].items(), strict=False):
+        rows = {v: r for v, r in found["variants"].items() if v not in (COMPUTE, SAME)}
+        ratios = [row["ratio"] for row in rows.values()]
+        ends = [[abs(e - row["ratio"]) for e in row["ratio_interval"]] for row in rows.values()]
+        colors = ["#0072B2" if v in REDUCERS else "#999999" for v in rows]
+        axis.barh(list(rows), ratios, color=colors, xerr=list(zip(*ends, strict=True)))
+        axis.axvline(1, color="black", linewidth=1)
+        axis.set(title=f"{name}, {found['parameters'] / 1e6:.2g} million parameters")
+        axis.set(xlabel="time of a step / time of computing only")
+        axis.invert_yaxis()
+    axis = axes.flat[-1]
+    sizes = [row["bytes"] / 2**20 for row in results["ring"]]
+    for who, color, mark in (("gloo", "#999999", "s"), ("ring", "#0072B2", "o")):
+        rates = [row[f"{who}_bytes_per_second"] / 1e9 for row in results["ring"]]
+        axis.plot(sizes, rates, color=color, marker=mark, label=f"{who}'s all-reduce")
+    axis.set(title="All-reduce alone", xlabel="size of the tensor, MiB", xscale="log")
+    axis.set(ylabel="bus bandwidth, GB/s", ylim=(0, None))
+    axis.legend()
+    figure.suptitle(f"{RANKS} ranks, one thread each: {results['hardware']}")
+    figure.savefig(ROOT / "results" / "03_reducers.png", dpi=110)
+
+
+def main() -> None:
+    parser = Parser(__doc__)
+    text = "one step of each, to see that it runs; then nothing is written"
+    parser.add_argument("--quick", action="store_true", help=text)
+    quick = parser.parse_args().quick
+    first, _ = start(RANKS, measure, quick)
+    for name, found in first["models"].items():
+        print(f"\n{name}\n{table(found['variants'])}")
+    print("\n" + tabulate(first["ring"], headers="keys"))
+    if not quick:
+        results = {**provenance(world_size=RANKS, threads_a_rank=1), **first}
+        save(ROOT / "results" / "03_reducers.json", results)
+        draw(results)
+
+
+if __name__ == "__main__":
+    with usage_errors_exit():
+        main()

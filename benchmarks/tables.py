@@ -1,0 +1,78 @@
+"""The tables of the READMEs, made of results/*.json.
+
+    python benchmarks/tables.py
+
+A README holds <!-- table: NAME --> where one begins and <!-- end of table --> where it ends;
+`make readme` writes what is between, and a test compares it with what is measured.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def origin(name: str) -> str:
+    """Where and when it was measured."""
+    where = load(name)
+    where = where.get("provenance", where)
+    return f"Measured on {where['hardware']}, with torch {where['torch']}, {where['date']}."
+
+
+def ratio(row: dict[str, Any]) -> str:
+    return "{:.2f} ({:.2f} to {:.2f})".format(row["ratio"], *row["ratio_interval"])
+
+
+def step_parts() -> str:
+    """Stage 02: each step on replicas and its parts, in ms."""
+    steps = load("02_data_parallel")["steps"]
+    names = steps["net"]["parts_ms"]["1 replica"]
+    rows = []
+    for name, result in steps.items():
+        for on, step in result["steps"].items():
+            parts = [f"{ms:.1f}" for ms in result["parts_ms"].get(on, {}).values()]
+            rows.append((name, on, f"{step['step_ms']:.1f}", ratio(step), *parts))
+    return tabulate(rows, ("model", "on", "step", "ratio", *names), "github", disable_numparse=True)
+
+
+def interpreter_lock() -> str:
+    """Stage 02: the forward of two halves, as a multiple of one after the other."""
+    lock = load("02_data_parallel")["lock"]
+    rows = [(name, *map(ratio, result["forward"].values())) for name, result in lock.items()]
+    return tabulate(rows, ("model", *lock["net"]["forward"]), "github", disable_numparse=True)
+
+
+def reducers() -> str:
+    """Stage 03: a step with each reducer, as a multiple of a step that only computes."""
+    models = load("03_reducers")["models"]
+    rows = [
+        (variant, *(ratio(found["variants"][variant]) for found in models.values()))
+        for variant in models["net"]["variants"]
+    ]
+    return tabulate(rows, ("", *models), "github", disable_numparse=True)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "origin of 02_data_parallel": lambda: origin("02_data_parallel"),
+    "step_parts": step_parts,
+    "interpreter_lock": interpreter_lock,
+    "origin of 03_reducers": lambda: origin("03_reducers"),
+    "reducers": reducers,
+}
+
+
+def main() -> None:
+    for name, make in TABLES.items():
+        print(f"\n{name}\n\n{make()}")
+
+
+if __name__ == "__main__":
+    main()
