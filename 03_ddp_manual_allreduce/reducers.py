@@ -34,14 +34,13 @@ from shared_memory import DONE, READY, Segment
 class Reducer:
     """What all of them need: equal models, an equal start, and the name of a rank that died.
 
-    Raises UsageError on every rank if the ranks' trainable parameters differ.
+    Raises UsageError on every rank if their models differ or have nothing to train.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.world_size, self.synchronizing = dist.get_world_size(), True
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self.parameters = [p for _, p in named]  # tied parameters come once
-        require_equal([f"{name} {list(p.shape)} {p.dtype}" for name, p in named])
+        self.parameters = [p for p in model.parameters() if p.requires_grad]  # tied ones come once
+        require_equal_models(model)
         self.lifeline = Segment()
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.detach(), src=0)  # every rank must reach this line
@@ -64,16 +63,23 @@ class Reducer:
         self.lifeline.close()
 
 
-def require_equal(names: list[str]) -> None:
-    models = [names] * dist.get_world_size()
-    dist.all_gather_object(models, names)  # every rank must reach this line
+def require_equal_models(model: nn.Module) -> None:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    mine = [
+        f"{name} {list(t.shape)} {t.dtype}{', trained' if t.requires_grad else ''}"
+        for name, t in named
+    ]
+    models = [mine] * dist.get_world_size()
+    dist.all_gather_object(models, mine)  # every rank must reach this line
     for rank, other in enumerate(models):
         for theirs, ours in zip([*other, "nothing"], [*models[0], "nothing"], strict=False):
             if theirs != ours:
                 raise UsageError(
-                    f"rank {rank} has the parameter {theirs} where rank 0 has {ours}: "
-                    "build the same model on every rank"
+                    f"rank {rank} has {theirs} where rank 0 has {ours}: build the same model on "
+                    "every rank"
                 )
+    if not any(t.requires_grad for _, t in named):
+        raise UsageError("the model has no parameter that is trained: nothing to average")
 
 
 class PerParameter(Reducer):

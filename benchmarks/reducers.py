@@ -5,11 +5,12 @@
 All variants live in the same two ranks, one thread each, and take turns (timing.py). A step is
 forward, backward, averaging and optimiser; its time is that of the slower rank. The baseline only
 computes: its ranks never wait for each other. Then the ring against gloo's own all-reduce.
-Writes results/03_reducers.json and results/03_reducers.png.
+Writes 03_reducers.json and .png under results/, with --device cuda 03_reducers_cuda.
 """
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.models import Net
-from common.options import Parser, usage_errors_exit
+from common.options import Parser, UsageError, usage_errors_exit
 
 from timing import ROOT, SAME, Times, chapter, interleave, provenance, save, summarize, table
 
@@ -82,10 +83,11 @@ def of_the_slowest(times: Times) -> Times:
     return times
 
 
-def time_steps(name: str, quick: bool) -> dict[str, Any]:
-    model, batch, rounds, steps = build(name)
+def time_steps(model_name: str, quick: bool) -> dict[str, Any]:
+    model, batch, rounds, steps = build(model_name)
     rounds, steps = (1, 1) if quick else (rounds, steps)
-    variants = {v: step_of(v, model, batch) for v in (COMPUTE, *REDUCERS, *DDP)}
+    names = [n for n in (COMPUTE, *REDUCERS, *DDP) if not (batch.is_cuda and n == "shared-memory")]
+    variants = {name: step_of(name, model, batch) for name in names}
     times = interleave(variants, rounds, steps, warm_up=1 if quick else 3, meet=dist.barrier)
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -128,7 +130,7 @@ def measure(quick: bool) -> dict[str, Any]:
     return {"models": models, "ring": time_ring(quick)}
 
 
-def draw(results: dict[str, Any]) -> None:
+def draw(results: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
     for axis, (name, found) in zip(axes.flat, results["models"].items(), strict=False):
         rows = {v: r for v, r in found["variants"].items() if v not in (COMPUTE, SAME)}
@@ -149,22 +151,27 @@ def draw(results: dict[str, Any]) -> None:
     axis.set(ylabel="bus bandwidth, GB/s", ylim=(0, None))
     axis.legend()
     figure.suptitle(f"{RANKS} ranks, one thread each: {results['hardware']}")
-    figure.savefig(ROOT / "results" / "03_reducers.png", dpi=110)
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
     parser = Parser(__doc__)
     text = "one step of each, to see that it runs; then nothing is written"
     parser.add_argument("--quick", action="store_true", help=text)
-    quick = parser.parse_args().quick
-    first, _ = start(RANKS, measure, quick)
+    text = "cuda: all ranks share the GPUs, by way of gloo"
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help=text)
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda needs a GPU, and torch sees none here: try --device cpu")
+    first, _ = start(RANKS, measure, args.quick, device=args.device)
     for name, found in first["models"].items():
         print(f"\n{name}\n{table(found['variants'])}")
     print("\n" + tabulate(first["ring"], headers="keys"))
-    if not quick:
-        results = {**provenance(world_size=RANKS, threads_a_rank=1), **first}
-        save(ROOT / "results" / "03_reducers.json", results)
-        draw(results)
+    if not args.quick:
+        name = "03_reducers" + ("_cuda" if args.device == "cuda" else "")
+        results = {**provenance(args.device, world_size=RANKS, threads_a_rank=1), **first}
+        save(ROOT / "results" / f"{name}.json", results)
+        draw(results, ROOT / "results" / f"{name}.png")
 
 
 if __name__ == "__main__":

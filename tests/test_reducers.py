@@ -381,6 +381,7 @@ class _Wrong(nn.Module):
             self.extra = nn.Linear(2, 2)
         if kind == "frozen" and rank == 1:
             self.layer.bias.requires_grad_(False)
+        self.register_buffer("shift", torch.zeros(1 + rank if kind == "buffer" else 1))
         if kind == "dtype" and rank == 1:
             self.double()
 
@@ -400,17 +401,41 @@ def _mismatch(rank: int, kind: str) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("shape", "layer.weight [3, 3] torch.float32 where rank 0 has layer.weight [2, 3]"),
-        ("more", "extra.weight [2, 2] torch.float32 where rank 0 has nothing"),
-        ("frozen", "nothing where rank 0 has layer.bias [2]"),
-        ("dtype", "layer.weight [2, 3] torch.float64 where rank 0 has layer.weight [2, 3]"),
+        (
+            "shape",
+            "layer.weight [3, 3] torch.float32, trained where rank 0 has layer.weight [2, 3]",
+        ),
+        ("more", "extra.weight [2, 2] torch.float32, trained where rank 0 has shift [1]"),
+        ("frozen", "layer.bias [2] torch.float32 where rank 0 has layer.bias [2] torch.float32, t"),
+        ("buffer", "shift [2] torch.float32 where rank 0 has shift [1] torch.float32"),
+        (
+            "dtype",
+            "layer.weight [2, 3] torch.float64, trained where rank 0 has layer.weight [2, 3]",
+        ),
         ("none", ""),
     ],
 )
 def test_models_that_differ_between_ranks_are_refused_on_all_of_them(kind, words):
     for errors in run_ranks(2, _mismatch, kind):
         assert len(errors) == (0 if kind == "none" else len(NAMES))
-        assert all(error.startswith(f"rank 1 has the parameter {words}") for error in errors)
+        assert all(error.startswith(f"rank 1 has {words}") for error in errors)
+
+
+def _nothing_to_train(rank: int) -> list[str]:
+    dist.init_process_group("gloo", rank=rank, world_size=1)
+    errors = []
+    for name in NAMES:
+        try:
+            chapter("03", "reducers").REDUCERS[name](nn.Linear(2, 2).requires_grad_(False))
+        except UsageError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_a_model_without_trained_parameters_is_refused():
+    [errors] = run_ranks(1, _nothing_to_train)
+    assert len(errors) == len(NAMES)
+    assert all("no parameter that is trained" in error for error in errors)
 
 
 def _death(rank: int, name: str, moment: str) -> str | None:
