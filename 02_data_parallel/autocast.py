@@ -18,6 +18,8 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn.parallel.parallel_apply import parallel_apply
 
+from common.options import Parser
+
 from from_scratch import DataParallel
 
 CPU = torch.device("cpu")
@@ -127,4 +129,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    Parser(__doc__).parse_args()
     main()

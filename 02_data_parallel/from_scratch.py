@@ -2,8 +2,7 @@
 
     python 02_data_parallel/from_scratch.py
 
-This one takes any list of devices, and a device may stand in it more than once: each entry is one
-replica. It leaves out torch's handing on of the caller's CUDA streams, `dim` and `output_device`.
+It leaves out what torch does for the caller's CUDA streams, `dim` and `output_device`.
 """
 
 import copy
@@ -18,7 +17,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-Devices = list[torch.device]  # the first is the main device
+from common.options import Parser
+
+Devices = list[torch.device]  # one for each replica, as often as you like; first the main device
 Call = tuple[tuple, dict[str, Any]]  # the arguments of a forward: by place, by name
 
 
@@ -54,7 +55,7 @@ def scatter(devices: Devices, *args: Any, **kwargs: Any) -> list[Call]:
         return [x.to(where) for x, where in zip(leaf.chunk(len(devices)), devices, strict=False)]
 
     parts = zip(*map(cut, leaves), strict=False)
-    return [tree_unflatten(part, form) for part in parts] or [(args, kwargs)]
+    return [tree_unflatten(part, form) for part in parts] or [(args, kwargs)]  # no tensor: one part
 
 
 def apply(replicas: list[nn.Module], parts: list[Call], devices: Devices) -> list[Any]:
@@ -105,7 +106,7 @@ def backward_and_update(loss: Tensor, optimizer: Optimizer) -> None:
 def train_step(
     module: nn.Module, optimizer: Optimizer, criterion: Callable, batch: tuple, devices: Devices
 ) -> Tensor:
-    """One step with nn.DataParallel, spelled out; batch: inputs and targets. Returns the loss."""
+    """One training step, the seven in order; batch: inputs and targets. Returns the loss."""
     to_main_device(module, devices)
     replicas = replicate(module, devices)
     parts = scatter(devices, batch[0])
@@ -145,4 +146,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    Parser(__doc__).parse_args()
     main()

@@ -1,10 +1,9 @@
-"""What each replica holds at the fullest moment of a step, counted in bytes, tensor by tensor.
+"""What each replica holds when the loss of a step is computed: bytes, counted by tensor.
 
     python 02_data_parallel/memory.py
 
-The moment: the loss is computed, the backward has not begun. All that autograd saved is there, and
-so are the gradients of the step before. Counted on virtual replicas, as if each had a device of
-its own. Not counted: what backward needs for a while, work space, what the allocator rounds up.
+Backward has not begun: all that autograd saved is there, and the gradients of the step before are,
+since zero_grad comes later. Not counted: what backward needs, and what the allocator rounds up.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import SGD, Adam
 
 from common.models import Net
+from common.options import Parser
 
 from from_scratch import apply, gather, replicate, scatter
 
@@ -146,4 +146,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    Parser(__doc__).parse_args()
     main()

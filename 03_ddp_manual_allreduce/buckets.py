@@ -11,7 +11,9 @@ from tabulate import tabulate
 from torch import Tensor
 from torch.nn import Parameter
 
-FIRST, OTHERS = 2**20, 25 * 2**20  # bytes; the sizes of torch's DistributedDataParallel
+from common.options import Parser
+
+FIRST, OTHERS = 2**20, 25 * 2**20  # bytes, as in torch's DDP (dist._DEFAULT_FIRST_BUCKET_BYTES)
 
 
 def by_dtype(parameters: list[Parameter]) -> list[list[Parameter]]:
@@ -25,8 +27,8 @@ def by_dtype(parameters: list[Parameter]) -> list[list[Parameter]]:
 def by_size(parameters: list[Parameter]) -> list[list[Parameter]]:
     """Groups of one dtype, each closed when it reaches its size, in the order of backward.
 
-    Backward begins at the last layer, so the groups go in reverse order. The first one is small:
-    it is full early. Source: Li et al., PyTorch Distributed, VLDB 2020, section 3.2.3.
+    Backward begins at the last layer, so the groups go in reverse order (Li et al., PyTorch
+    Distributed, VLDB 2020, section 3.2.3). The first one is small: it is full early.
     """
     groups: list[list[Parameter]] = []
     latest: dict[torch.dtype, list[Parameter]] = {}
@@ -90,4 +92,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    Parser(__doc__).parse_args()
     main()

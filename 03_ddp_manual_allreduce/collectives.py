@@ -18,7 +18,7 @@ from torch import Tensor
 
 from common.options import Parser, number, usage_errors_exit
 
-from ranks import start
+from ranks import device_of, start
 
 
 def send_recv(tensor: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def send_recv(tensor: Tensor) -> Tensor:
     if dist.get_rank() == 0:
         dist.send(tensor, dst=1)  # returns when rank 1 receives
     elif dist.get_rank() == 1:
-        dist.recv(tensor, src=0)  # two ranks that both send first wait for each other for ever
+        dist.recv(tensor, src=0)  # two ranks that both send first wait, until gloo's time limit
     return tensor
 
 
@@ -105,7 +105,7 @@ ONE = (send_recv, isend_irecv, broadcast, reduce, all_reduce, gather, all_gather
 LESSONS: dict[str, Callable[[Tensor], Tensor]] = {f.__name__: f for f in (*ONE, *ROW, barrier)}
 
 
-def play(name: str) -> tuple[list[int], list[int]]:
+def before_and_after(name: str) -> tuple[list[int], list[int]]:
     """What this rank holds before and after the lesson."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tensor = torch.tensor([10**rank])
@@ -118,7 +118,7 @@ def play(name: str) -> tuple[list[int], list[int]]:
 
 
 def main() -> None:
-    from matrix import device_of, play_all, print_matrix  # here: matrix needs the lessons above
+    from matrix import play_all, print_matrix  # here: matrix needs the lessons above
 
     parser = Parser(__doc__)
     add = parser.add_argument

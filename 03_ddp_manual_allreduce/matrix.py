@@ -15,12 +15,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from tabulate import tabulate
 
-from common.options import UsageError, usage_errors_exit
+from common.options import Parser, usage_errors_exit
 
-from collectives import LESSONS, play
+from collectives import LESSONS, before_and_after
 from ranks import start
 
-Row = tuple[list[int], list[int], float, float]  # what a rank holds before, after; came at, left at
+Row = tuple[list[int], list[int], float, float]  # of a rank: before, after; came at, left at
 RANKS = 2  # of a probe
 
 
@@ -31,11 +31,11 @@ def play_all(names: list[str]) -> list[Row]:
         late = 0.1 * dist.get_rank() * (name == "barrier")  # one after the other: it has to wait
         time.sleep(late)
         came = time.monotonic()  # the same clock for all processes of a machine
-        rows.append((*play(name), came, time.monotonic()))
+        rows.append((*before_and_after(name), came, time.monotonic()))
     return rows
 
 
-def right(name: str, ranks: list[Row]) -> bool:
+def is_right(name: str, ranks: list[Row]) -> bool:
     """Whether all ranks hold what the lesson should leave with them."""
     before, after, came, left = zip(*ranks, strict=True)
     everything, n = [number for numbers in before for number in numbers], len(ranks)
@@ -56,19 +56,6 @@ def right(name: str, ranks: list[Row]) -> bool:
     return list(after) == expected and (name != "barrier" or max(came) <= min(left))
 
 
-def device_of(backend: str, world_size: int) -> str:
-    """Where the tensors of the demonstration lie; refuses a backend that cannot start here."""
-    if not dist.is_backend_available(backend):
-        raise UsageError(f"--backend {backend} is not built into this torch: try --backend gloo")
-    if backend == "mpi":
-        raise UsageError("--backend mpi is started by mpirun, not from here: try --backend gloo")
-    gpus = torch.cuda.device_count()
-    if backend == "nccl" and world_size > gpus:
-        few = f"--backend nccl needs a GPU for each of {world_size} ranks, here are {gpus}"
-        raise UsageError(f"{few}: try --backend gloo")
-    return "cuda" if backend == "nccl" else "cpu"
-
-
 def probe(backend: str, device: str, name: str, seconds: float) -> tuple[str, str]:
     """The cell of the table, and why it is not `yes`."""
     if not dist.is_backend_available(backend):
@@ -85,7 +72,7 @@ def probe(backend: str, device: str, name: str, seconds: float) -> tuple[str, st
         line = re.search(r"^[\w.]*(Error|Exception)\b.*", str(error), re.M)
         return "no", (line[0] if line else str(error))[:100]
     ranks = [rows[0] for rows in answers]
-    return ("yes", "") if right(name, ranks) else ("no", f"wrong numbers: {ranks}")
+    return ("yes", "") if is_right(name, ranks) else ("no", f"wrong numbers: {ranks}")
 
 
 def print_matrix(seconds: float) -> None:
@@ -106,5 +93,6 @@ def print_matrix(seconds: float) -> None:
 
 
 if __name__ == "__main__":
+    Parser(__doc__).parse_args()
     with usage_errors_exit():
         print_matrix(seconds=20)

@@ -11,6 +11,8 @@ from itertools import accumulate
 
 from torch.utils.data import Dataset, Subset
 
+from common.options import Parser
+
 
 class Partition(Subset):
     """The part of a data set that one rank sees: `indices` into it, fetched a batch at a time."""
@@ -48,4 +50,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    Parser(__doc__).parse_args()
     main()

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from common.options import Parser, UsageError, usage_errors_exit
+
 
 def start(
     world_size: int,
@@ -90,6 +92,19 @@ def end_with_parent() -> None:
         os._exit(1)
 
 
+def device_of(backend: str, world_size: int) -> str:
+    """Where the tensors lie for a backend; UsageError if it cannot start so many ranks here."""
+    if not dist.is_backend_available(backend):
+        raise UsageError(f"--backend {backend} is not built into this torch: try --backend gloo")
+    if backend == "mpi":
+        raise UsageError("--backend mpi is started by mpirun, not from here: try --backend gloo")
+    gpus = torch.cuda.device_count()
+    if backend == "nccl" and world_size > gpus:
+        few = f"--backend nccl needs a GPU for each of {world_size} ranks, here are {gpus}"
+        raise UsageError(f"{few}: try --backend gloo")
+    return "cuda" if backend == "nccl" else "cpu"
+
+
 def introduce() -> str:
     total = torch.tensor(dist.get_rank())
     dist.all_reduce(total)  # every rank must reach this line
@@ -97,4 +112,6 @@ def introduce() -> str:
 
 
 if __name__ == "__main__":
-    print(*start(4, introduce), sep="\n")
+    with usage_errors_exit():
+        Parser(__doc__).parse_args()
+        print(*start(4, introduce), sep="\n")

@@ -1,4 +1,4 @@
-"""The ladder: five ways to average gradients. All give the same mean; they wait less and less.
+"""The ladder: five ways to average gradients, which all give the same mean.
 
     python 03_ddp_manual_allreduce/reducers.py
 
@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from common.models import Net
-from common.options import UsageError
+from common.options import Parser, UsageError
 
 from buckets import Bucket, by_dtype, by_size, length
 from ranks import start
@@ -41,7 +41,7 @@ class Reducer:
         self.world_size, self.synchronizing = dist.get_world_size(), True
         self.parameters = [p for p in model.parameters() if p.requires_grad]  # tied ones come once
         require_equal_models(model)
-        self.lifeline = Segment()
+        self.lifeline = Segment()  # locks that tell which rank died
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.detach(), src=0)  # every rank must reach this line
 
@@ -64,6 +64,7 @@ class Reducer:
 
 
 def require_equal_models(model: nn.Module) -> None:
+    """Raise UsageError on every rank if names, shapes, dtypes or what is trained differ."""
     named = [*model.named_parameters(), *model.named_buffers()]
     mine = [
         f"{name} {list(t.shape)} {t.dtype}{', trained' if t.requires_grad else ''}"
@@ -90,11 +91,11 @@ class PerParameter(Reducer):
         has = [p.grad is not None for p in self.parameters]
         used = torch.tensor(has, dtype=torch.uint8, device=self.parameters[0].device)
         with self.lifeline.naming_the_dead():
-            dist.all_reduce(used, dist.ReduceOp.MAX)  # else ranks could wait for different tensors
+            dist.all_reduce(used, dist.ReduceOp.MAX)  # else ranks might average different tensors
             for p, anywhere in zip(self.parameters, used.tolist(), strict=True):
                 if anywhere:
                     p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                    dist.all_reduce(p.grad)
+                    dist.all_reduce(p.grad)  # every rank must reach this line
                     p.grad /= self.world_size
 
 
@@ -130,8 +131,7 @@ class Flat(Reducer):
 class Bucketed(Flat):
     """Third rung: several buckets, each sent as soon as it is full, while backward goes on.
 
-    Like DDP (Li et al., VLDB 2020, section 3.2): the last layer's gradients come first, so buckets
-    go in reverse order, and the first one is small, to start early.
+    As DDP does it: Li et al., PyTorch Distributed, VLDB 2020, section 3.2.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -213,7 +213,7 @@ class SharedMemory(Bucketed):
         return buckets
 
     def send_full_buckets(self) -> None:
-        pass
+        """Nothing is sent."""
 
     def all_reduce(self) -> None:
         self.steps += 1
@@ -263,9 +263,10 @@ def compare() -> list[tuple[str, int, int, bool]]:
 
 
 def main() -> None:
-    headers = ("reducer", "all-reduces a step", "messages by isend", "gradient of the whole batch")
+    headers = ("reducer", "all-reduces a step", "messages by isend", "equals the whole batch's")
     print(tabulate(start(2, compare)[0], headers))
 
 
 if __name__ == "__main__":
+    Parser(__doc__).parse_args()
     main()

@@ -25,10 +25,76 @@ from ranks import start
 PIECE = 2**22  # bytes of a message: while one is added up, the next is on its way
 
 
-def all_reduce(tensor: Tensor) -> int:
-    """Leave the sum of all ranks' tensors in each of them; returns the bytes that this rank sent.
+def simple_ring(tensor: Tensor, watch: Callable[[Tensor], object]) -> None:
+    """Leave the sum of all ranks' tensors in each of them; watch sees it after every step.
 
-    tensor: contiguous. Raises UsageError on every rank if shapes or dtypes differ.
+    tensor: one dimension, as long on every rank.
+    """
+    rank, n = dist.get_rank(), dist.get_world_size()
+    chunks = tensor.tensor_split(n)  # views of the tensor; their lengths differ by 1 at most
+
+    def step(leaving: Tensor, arriving: Tensor) -> Tensor:
+        place = torch.empty_like(arriving)
+        works: list[Any] = [dist.irecv(place, (rank - 1) % n), dist.isend(leaving, (rank + 1) % n)]
+        for work in works:
+            work.wait()
+        return place
+
+    for s in range(n - 1):  # reduce-scatter: add my share to what comes, and hand it on
+        mine = chunks[(rank - s - 1) % n]
+        mine += step(chunks[(rank - s) % n], mine)
+        watch(tensor)
+    for s in range(n - 1):  # all-gather: chunk rank + 1 is complete here; hand complete ones on
+        mine = chunks[(rank - s) % n]
+        mine.copy_(step(chunks[(rank - s + 1) % n], mine))
+        watch(tensor)
+
+
+def ring_all_reduce(tensor: Tensor, ahead: int = 1) -> int:
+    """The same ring, faster: a chunk goes in pieces, and none of them waits for the others.
+
+    tensor: contiguous. ahead: how many pieces are asked for before they are needed. Returns the
+    bytes that this rank sent. That all ranks have equal tensors is not checked: see all_reduce.
+    """
+    rank, n = dist.get_rank(), dist.get_world_size()
+    left, right = (rank - 1) % n, (rank + 1) % n
+    flat = tensor.view(-1).cpu()  # a copy only if it comes from a GPU
+    length = max(1, PIECE // flat.element_size())
+    chunks = [
+        [piece for piece in chunk.split(length) if len(piece)]  # none, if there are more ranks
+        for chunk in flat.tensor_split(n)
+    ]
+    steps = 2 * (n - 1)
+    # What arrives in step s, chunk (rank - s - 1), is what leaves in step s + 1.
+    arrivals = [(s, piece) for s in range(steps) for piece in chunks[(rank - s - 1) % n]]
+    scratch = flat.new_empty(ahead + 1, min(length, len(flat)))
+    receives: list[tuple[Tensor, Any]] = []
+    sends: list[Any] = [dist.isend(piece, right) for piece in chunks[rank] if steps]
+    sent = sum(piece.nbytes for piece in chunks[rank] if steps)
+    for place, (step, mine) in enumerate(arrivals):
+        while len(receives) < min(place + 1 + ahead, len(arrivals)):
+            next_step, piece = arrivals[len(receives)]
+            if next_step < n - 1:  # to be added: it must not overwrite
+                piece = scratch[len(receives) % (ahead + 1), : len(piece)]
+            receives.append((piece, dist.irecv(piece, left)))
+        arrived, work = receives[place]
+        work.wait()
+        if step < n - 1:
+            mine += arrived
+        if step + 1 < steps:
+            sends.append(dist.isend(mine, right))
+            sent += mine.nbytes
+    for work in sends:
+        work.wait()
+    if tensor.is_cuda:
+        tensor.view(-1).copy_(flat)
+    return sent
+
+
+def all_reduce(tensor: Tensor) -> int:
+    """ring_all_reduce for tensors of any origin: it compares them first, at the price of a message.
+
+    Raises UsageError on every rank if shapes or dtypes differ.
     """
     mine = f"{list(tensor.shape)} {tensor.dtype}"
     all_ranks = [mine] * dist.get_world_size()
@@ -38,81 +104,29 @@ def all_reduce(tensor: Tensor) -> int:
     return ring_all_reduce(tensor)
 
 
-def ring_all_reduce(
-    tensor: Tensor, ahead: int = 1, watch: Callable[[Tensor], object] = lambda flat: None
-) -> int:
-    """The ring itself, without the check.
-
-    ahead: how many receives are asked for before they are needed. watch sees the flat tensor after
-    each message.
-    """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    left, right = (rank - 1) % world_size, (rank + 1) % world_size
-    flat = tensor.view(-1).cpu()  # a copy only if it comes from a GPU
-    length = max(1, PIECE // flat.element_size())
-    chunks = [
-        [piece for piece in chunk.split(length) if len(piece)]  # none, if there are more ranks
-        for chunk in flat.tensor_split(world_size)
-    ]
-    steps = 2 * (world_size - 1)
-    # In step s arrives chunk (rank - s - 1). It is also what leaves in step s + 1.
-    arrivals = [(s, piece) for s in range(steps) for piece in chunks[(rank - s - 1) % world_size]]
-    scratch = flat.new_empty(ahead + 1, min(length, len(flat)))
-
-    def summing(step: int) -> bool:
-        return step < world_size - 1  # the first lap, reduce-scatter
-
-    def receive(place: int) -> tuple[Tensor, Any]:
-        step, piece = arrivals[place]
-        target = scratch[place % (ahead + 1), : len(piece)] if summing(step) else piece
-        return target, dist.irecv(target, left)
-
-    sends: list[tuple[Any, Tensor]] = [
-        (dist.isend(piece, right), piece) for piece in chunks[rank] if steps
-    ]
-    receives: list[tuple[Tensor, Any]] = []
-    for place, (step, piece) in enumerate(arrivals):
-        while len(receives) < min(place + 1 + ahead, len(arrivals)):
-            receives.append(receive(len(receives)))
-        target, arrival = receives[place]
-        arrival.wait()
-        if summing(step):
-            piece += target
-        if step + 1 < steps:
-            sends.append((dist.isend(piece, right), piece))
-        watch(flat)
-    for work, _ in sends:
-        work.wait()
-    if tensor.is_cuda:
-        tensor.view(-1).copy_(flat)
-    return sum(piece.nbytes for _, piece in sends)
-
-
 def follow(length: int) -> tuple[int, list[str]]:
-    """Bytes that this rank sent, and its chunks at the start and after every message."""
+    """Bytes that the faster ring sends, and the chunks at the start and after every step."""
     numbers = torch.full((length,), 10 ** dist.get_rank(), dtype=torch.int64)
-    seen = []
+    sent, seen = ring_all_reduce(numbers.clone()), []
 
-    def look(flat: Tensor) -> None:
-        seen.append(" ".join(str(number) for number in flat.tolist()))
+    def look(tensor: Tensor) -> None:
+        seen.append(" ".join(str(number) for number in tensor.tolist()))
 
     look(numbers)
-    return ring_all_reduce(numbers, ahead=0, watch=look), seen
+    simple_ring(numbers, look)
+    return sent, seen
 
 
 def main() -> None:
     parser = Parser(__doc__)
-    text = "ranks, and numbers in the tensor of each"
+    text = "ranks, and numbers in the tensor of each; 10 at most, to fit the line"
     parser.add_argument("--world-size", default=4, type=number(int, 1, 11), metavar="N", help=text)
-    world_size = parser.parse_args().world_size
-    sent, columns = zip(*start(world_size, follow, world_size), strict=True)
-    laps = [f"{lap} {step}" for lap in ("sum", "share") for step in range(1, world_size)]
-    headers = [f"rank {rank}" for rank in range(world_size)]
-    rows = [
-        (name, *row) for name, row in zip(["start", *laps], zip(*columns, strict=True), strict=True)
-    ]
-    print(tabulate(rows, ["", *headers], disable_numparse=True))
-    print(f"bytes sent by each rank: {sent}; of its tensor: {8 * world_size}")
+    n = parser.parse_args().world_size
+    sent, columns = zip(*start(n, follow, n), strict=True)
+    steps = ["start", *(f"{lap} {s}" for lap in ("sum", "share") for s in range(1, n))]
+    rows = [(name, *row) for name, row in zip(steps, zip(*columns, strict=True), strict=True)]
+    print(tabulate(rows, ["", *(f"rank {rank}" for rank in range(n))], disable_numparse=True))
+    print(f"bytes sent by each rank: {sent}; of its tensor: {8 * n}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.options import UsageError
+from common.options import Parser, UsageError
 
 from ranks import start
 
@@ -71,7 +71,7 @@ class Segment:
         self.counters = memoryview(self.memory)[: self.offset].cast("q")
         self.order = threading.Lock()
         fcntl.lockf(self.file, fcntl.LOCK_EX, 1, self.rank)  # a lock on one byte, the rank's own
-        dist.barrier()  # all locks are taken
+        dist.barrier()  # all locks are taken; every rank must reach this line
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Tensor:
         """Shared bytes as a tensor; offset: where it begins, in bytes."""
@@ -80,8 +80,8 @@ class Segment:
         return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=place).view(shape)
 
     def post(self, counter: int, value: int) -> None:
-        """Set a counter of this rank. Who sees it also sees what was written before."""
-        with self.order:  # some processors reorder writes, but not across a lock
+        """Set a counter of this rank, to be seen after all that this rank wrote before."""
+        with self.order:  # x86 keeps the order of writes; for ARM this lock is a try, not a proof
             pass
         self.counters[self.rank * LINE // 8 + counter] = value
 
@@ -146,4 +146,5 @@ def add_up() -> str:
 
 
 if __name__ == "__main__":
+    Parser(__doc__).parse_args()
     print(*start(3, add_up), sep="\n")

@@ -9,8 +9,9 @@ import logging
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from common.options import UsageError, cut_batch, make_parser, number, reseed, u
 from common.record import Recorder, peak_memory_bytes
 
 from partition import DataPartitioner
-from reducers import REDUCERS, Reducer
+from reducers import REDUCERS
 
 
 def parse_args() -> Namespace:
@@ -35,7 +36,7 @@ def parse_args() -> Namespace:
     add = parser.add_argument
     add("--world-size", default=2, type=number(int, 1), metavar="N", help="processes to start")
     add("--backend", default="gloo", choices=("gloo", "nccl"), help="who carries the tensors")
-    add("--reducer", choices=REDUCERS, help="a faster average_gradients, from reducers.py")
+    add("--reducer", choices=REDUCERS, help="average by reducers.py, not as in this file")
     args = parser.parse_args()
     gpus = 0 if args.device == "cpu" else torch.cuda.device_count()
     if args.backend == "nccl" and args.world_size > gpus:
@@ -79,14 +80,17 @@ def peak_memory_of_ranks(device: torch.device) -> list[int]:
     return peaks.tolist()
 
 
-def average_gradients(model: nn.Module, reducer: Reducer | None) -> None:
+def average_gradients(model: nn.Module) -> None:
     """Give every rank the mean of all ranks' gradients: that of the global batch."""
-    if reducer:
-        return reducer.finish()  # the same by other means: --reducer
     for parameter in model.parameters():
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)  # the sum; every rank must reach this line
             parameter.grad /= dist.get_world_size()
+
+
+def choose_averaging(model: nn.Module, reducer: str | None) -> Callable[[], None]:
+    """The function above; or, with --reducer, the same mean by other means."""
+    return REDUCERS[reducer](model).finish if reducer else partial(average_gradients, model)
 
 
 def train_epoch(
@@ -94,7 +98,7 @@ def train_epoch(
     loader: Iterable,
     optimizer: Optimizer,
     device: torch.device,
-    reducer: Reducer | None,
+    average: Callable[[], None],
 ) -> Tensor:
     """One pass over the training set; returns the loss of every step, (steps,), on the device."""
     model.train()
@@ -105,7 +109,7 @@ def train_epoch(
         loss = F.cross_entropy(model(images), labels)  # the mean over the local batch
         optimizer.zero_grad()
         loss.backward()
-        average_gradients(model, reducer)
+        average()  # the gradients of all ranks
         optimizer.step()
         losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at every step
     mean = torch.stack(losses) / dist.get_world_size()
@@ -151,13 +155,13 @@ def train(rank: int, args: Namespace, port: int) -> None:
         start = restore(args, model, optimizer)
         recorder = Recorder(args, device, args.world_size, local_batch, start, enabled=rank == 0)
     for tensor in model.state_dict().values():  # all ranks start from rank 0's weights
-        dist.broadcast(tensor, src=0)
+        dist.broadcast(tensor, src=0)  # every rank must reach this line
     if args.evaluate:
         recorder.end_evaluation(*evaluate(model, test_set, local_batch, device))
         return
 
     with together(device):
-        reducer = REDUCERS[args.reducer](model) if args.reducer else None
+        average = choose_averaging(model, args.reducer)
     if rank == 0:
         cut = f"{args.world_size} × {local_batch} (world size × local batch)"
         print(f"global batch {args.batch_size} = {cut}")
@@ -169,7 +173,7 @@ def train(rank: int, args: Namespace, port: int) -> None:
     for epoch in recorder.epochs():
         generator.manual_seed(args.seed + epoch)  # the order is a function of seed and epoch
         reseed(args.seed, epoch, rank)  # so are the dropout masks, different on every rank
-        losses = train_epoch(model, recorder.watch(loader), optimizer, device, reducer)
+        losses = train_epoch(model, recorder.watch(loader), optimizer, device, average)
         recorder.end_epoch(epoch, losses, *evaluate(model, test_set, local_batch, device))
         if rank == 0:  # one writer; no collective hides in here
             save_checkpoint(recorder, model, optimizer)

@@ -2,15 +2,15 @@
 
     python 03_ddp_manual_allreduce/traps.py
 
-Rank r holds 10^r three times. Each trap runs twice, in two processes of its own that are ended
-after a while: as it is, and with torch's debug level DETAIL. In your own programs, that is
-TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment: torch then compares what the ranks call before
-each collective. It costs time.
+Rank r holds 10^r three times. Each trap runs twice, in two processes that are ended after a while:
+as it is, and as with TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment. Then torch compares what
+the ranks call before each collective. It costs time.
 """
 
 import os
 import signal
 import time
+from collections.abc import Callable
 from threading import Thread
 
 import torch
@@ -25,43 +25,42 @@ from collectives import all_reduce, broadcast
 from ranks import end_with_parent, prepare_forkserver
 
 
-def same(mine: Tensor, rank: int) -> Tensor:
-    """no trap: all_reduce of 3 numbers"""
+def no_trap(mine: Tensor, rank: int) -> Tensor:
     return all_reduce(mine)
 
 
 def shorter(mine: Tensor, rank: int) -> Tensor:
-    """all_reduce of 2 numbers and of 3"""
     return all_reduce(mine[: 2 + rank])
 
 
 def too_little(mine: Tensor, rank: int) -> Tensor:
-    """broadcast of 2 numbers into 3"""
     return broadcast(mine[: 2 + rank])
 
 
 def too_much(mine: Tensor, rank: int) -> Tensor:
-    """broadcast of 3 numbers into 2"""
     return broadcast(mine[: 3 - rank])
 
 
-def turned(mine: Tensor, rank: int) -> Tensor:
-    """all_reduce of the shapes (2, 3) and (3, 2)"""
+def other_shape(mine: Tensor, rank: int) -> Tensor:
     return all_reduce(torch.arange(6).view((2, 3) if rank == 0 else (3, 2)))  # by order in memory
 
 
 def other_call(mine: Tensor, rank: int) -> Tensor:
-    """all_reduce on rank 0, broadcast on rank 1"""
     return all_reduce(mine) if rank == 0 else broadcast(mine)
 
 
 def no_call(mine: Tensor, rank: int) -> Tensor:
-    """all_reduce on rank 0 only"""
     return all_reduce(mine) if rank == 0 else mine
 
 
+def one_only(mine: Tensor, rank: int) -> Tensor:
+    a, b = mine[:1], 2 * mine[:1]
+    for tensor in (a, b) if rank == 0 else (b,):  # as with a gradient that rank 1 does not have
+        all_reduce(tensor)
+    return torch.cat([a, b])
+
+
 def other_order(mine: Tensor, rank: int) -> Tensor:
-    """all_reduce of a and b, on rank 1 of b and a"""
     a, b = mine[:1], 2 * mine[:1]
     for tensor in (a, b) if rank == 0 else (b, a):
         all_reduce(tensor)
@@ -69,14 +68,24 @@ def other_order(mine: Tensor, rank: int) -> Tensor:
 
 
 def gaps(mine: Tensor, rank: int) -> Tensor:
-    """all_reduce of x[::2], of a tensor with gaps"""
     return all_reduce(mine[::2])  # gloo takes what lies next in memory; use .contiguous()
 
 
-TRAPS = (same, shorter, too_little, too_much, turned, other_call, no_call, other_order, gaps)
+TRAPS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "no trap: all_reduce of 3 numbers": no_trap,
+    "all_reduce of 2 numbers and of 3": shorter,
+    "broadcast of 2 numbers into 3": too_little,
+    "broadcast of 3 numbers into 2": too_much,
+    "all_reduce of the shapes (2, 3) and (3, 2)": other_shape,
+    "all_reduce on rank 0, broadcast on rank 1": other_call,
+    "all_reduce on rank 0 only": no_call,
+    "all_reduce of a and b, on rank 1 of b only": one_only,
+    "all_reduce of a and b, on rank 1 of b and a": other_order,
+    "all_reduce of x[::2], of a tensor with gaps": gaps,
+}
 
 
-def work(rank: int, port: int, trap: int, detail: bool) -> None:
+def work(rank: int, port: int, trap: str, detail: bool) -> None:
     """What each process does; it stays until it is ended, or the other rank would notice."""
     Thread(target=end_with_parent, daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what C++ says when it aborts
@@ -94,7 +103,7 @@ def work(rank: int, port: int, trap: int, detail: bool) -> None:
     time.sleep(3600)
 
 
-def spring(trap: int, detail: bool, seconds: float) -> list[str]:
+def try_trap(trap: str, detail: bool, seconds: float) -> list[str]:
     """What became of each of two ranks, at most so long after both have joined."""
     store = dist.TCPStore("127.0.0.1", port=0, is_master=True, wait_for_workers=False)
     args = (store.port, trap, detail)
@@ -128,11 +137,11 @@ def main() -> None:
     seconds = parser.parse_args().seconds
     prepare_forkserver()
     table = []
-    for index, trap in enumerate(TRAPS):
-        plain, detail = (spring(index, on, seconds) for on in (False, True))
+    for trap in TRAPS:
+        plain, detail = (try_trap(trap, on, seconds) for on in (False, True))
         errors = all(answer.startswith("error: Detected mismatch") for answer in detail)
         with_detail = "error" if errors else "the same" if plain == detail else " | ".join(detail)
-        table.append([trap.__doc__, *plain, with_detail])
+        table.append([trap, *plain, with_detail])
     print(tabulate(table, ["", "rank 0", "rank 1", "with DETAIL"], disable_numparse=True))
 
 

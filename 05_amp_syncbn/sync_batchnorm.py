@@ -17,6 +17,8 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from common.options import Parser
+
 
 def per_channel(values: Tensor, like: Tensor) -> Tensor:
     """Reshape (C,) to (1, C, 1, ...), so that it meets an input (B, C, ...)."""
@@ -140,4 +142,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    Parser(__doc__).parse_args()
     main()

@@ -13,6 +13,8 @@ from typing import Any
 
 from tabulate import tabulate
 
+from common.options import Parser
+
 RESULTS = Path(__file__).parents[1] / "results"
 
 
@@ -75,4 +77,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    Parser(__doc__).parse_args()
     main()

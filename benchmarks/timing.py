@@ -28,6 +28,7 @@ import torch
 import torchvision
 from tabulate import tabulate
 
+from common.options import Parser
 from common.record import hardware
 
 ROOT = Path(__file__).parents[1]
@@ -137,7 +138,7 @@ def save(path: Path, content: Mapping[str, Any]) -> None:
 def chapter(stage: str, name: str) -> ModuleType:
     """A file of a stage as a module; the number in a stage's name keeps `import` from it."""
     (folder,) = ROOT.glob(f"{stage}_*")
-    if sys.path[0] != str(folder):  # before the benchmarks: one of them has the same name
+    if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     return importlib.import_module(name)
 
@@ -150,4 +151,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    Parser(__doc__).parse_args()
     main()

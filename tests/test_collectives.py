@@ -48,7 +48,7 @@ def _play(rank, world_size, names, without=()):
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     for call in without:
         setattr(dist, call, lambda *args, **kwargs: [])
-    after = {name: chapter("03", "collectives").play(name)[1] for name in names}
+    after = {name: chapter("03", "collectives").before_and_after(name)[1] for name in names}
     dist.destroy_process_group()
     return after
 

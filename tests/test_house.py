@@ -14,7 +14,7 @@ COMMON = sorted((ROOT / "common").glob("*.py"))
 CAPS = dict.fromkeys(STAGES, 200) | {"03_ddp_manual_allreduce": 210, "05_amp_syncbn": 250}
 # A chapter beside a train.py has 150 lines. The ladder of reducers is one lesson of five rungs that
 # are read against each other, on one page.
-CHAPTER_CAPS = {"reducers.py": 270}
+CHAPTER_CAPS = {"reducers.py": 280}
 # 620 instead of the 400 that the house began with: six data sets, each with one clear line for
 # every way in which it can be missing or damaged, took 180 lines, and none of them belongs to a
 # lesson. More needs a new reason.

@@ -553,7 +553,11 @@ def _ring(rank: int, ranks: int) -> tuple[list, list]:
                 sums.append(numbers)
         folded = torch.full((5, 3, 2), rank)
         ring.all_reduce(folded)
-    return [*sums, folded], sent
+        simple = torch.arange(7) + rank
+        steps = []
+        ring.simple_ring(simple, lambda tensor: steps.append(tensor.tolist()))
+    assert len(steps) == 2 * (ranks - 1)
+    return [*sums, folded, simple], sent
 
 
 @cache
@@ -570,7 +574,8 @@ def test_the_ring_sums_any_length_and_dtype(ranks):
             for dtype in DTYPES  # whole numbers below 257: exact in all of them
         ]
         assert all(torch.equal(a, b) for a, b in zip(sums, expected, strict=False))
-        assert torch.equal(sums[-1], torch.full((5, 3, 2), sum(range(ranks))))
+        assert torch.equal(sums[-2], torch.full((5, 3, 2), sum(range(ranks))))
+        assert torch.equal(sums[-1], torch.arange(7) * ranks + sum(range(ranks)))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])

@@ -1,6 +1,6 @@
 """Time a training step with each reducer of stage 03, with DDP, and with no averaging at all.
 
-    python benchmarks/reducers.py
+    python benchmarks/reducer_times.py
 
 All variants live in the same two ranks, one thread each, and take turns (timing.py). A step is
 forward, backward, averaging and optimiser; its time is that of the slower rank. The baseline only
@@ -139,18 +139,22 @@ def draw(results: dict[str, Any], path: Path) -> None:
         colors = ["#0072B2" if v in REDUCERS else "#999999" for v in rows]
         axis.barh(list(rows), ratios, color=colors, xerr=list(zip(*ends, strict=True)))
         axis.axvline(1, color="black", linewidth=1)
-        axis.set(title=f"{name}, {found['parameters'] / 1e6:.2g} million parameters")
+        axis.set(title=f"{name}, {found['parameters']:,} parameters")
         axis.set(xlabel="time of a step / time of computing only")
         axis.invert_yaxis()
     axis = axes.flat[-1]
     sizes = [row["bytes"] / 2**20 for row in results["ring"]]
-    for who, color, mark in (("gloo", "#999999", "s"), ("ring", "#0072B2", "o")):
+    lines = ("gloo", "gloo's own", "#999999", "s"), ("ring", "our ring", "#0072B2", "o")
+    for who, label, color, mark in lines:
         rates = [row[f"{who}_bytes_per_second"] / 1e9 for row in results["ring"]]
-        axis.plot(sizes, rates, color=color, marker=mark, label=f"{who}'s all-reduce")
+        axis.plot(sizes, rates, color=color, marker=mark, label=label)
     axis.set(title="All-reduce alone", xlabel="size of the tensor, MiB", xscale="log")
     axis.set(ylabel="bus bandwidth, GB/s", ylim=(0, None))
     axis.legend()
-    figure.suptitle(f"{RANKS} ranks, one thread each: {results['hardware']}")
+    figure.suptitle(
+        f"{RANKS} ranks, one thread each, {results['hardware']}. "
+        "Blue: by hand; grey: torch's; black lines: 95 % intervals"
+    )
     figure.savefig(path, dpi=110)
 
 
@@ -163,13 +167,14 @@ def main() -> None:
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda needs a GPU, and torch sees none here: try --device cpu")
+    where = provenance(args.device, world_size=RANKS, threads_a_rank=1)  # before there is load
     first, _ = start(RANKS, measure, args.quick, device=args.device)
     for name, found in first["models"].items():
         print(f"\n{name}\n{table(found['variants'])}")
     print("\n" + tabulate(first["ring"], headers="keys"))
     if not args.quick:
         name = "03_reducers" + ("_cuda" if args.device == "cuda" else "")
-        results = {**provenance(args.device, world_size=RANKS, threads_a_rank=1), **first}
+        results = {**where, **first}
         save(ROOT / "results" / f"{name}.json", results)
         draw(results, ROOT / "results" / f"{name}.png")
 
