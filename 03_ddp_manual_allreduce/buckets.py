@@ -11,16 +11,16 @@ from tabulate import tabulate
 from torch import Tensor
 from torch.nn import Parameter
 
-from common.options import Parser
+from common.options import Parser, UsageError
 
 FIRST, OTHERS = 2**20, 25 * 2**20  # bytes, as in torch's DDP (dist._DEFAULT_FIRST_BUCKET_BYTES)
 
 
 def by_dtype(parameters: list[Parameter]) -> list[list[Parameter]]:
-    """One group for each dtype."""
+    """One group for each dtype, on each device."""
     groups = defaultdict(list)
     for parameter in parameters:
-        groups[parameter.dtype].append(parameter)
+        groups[parameter.dtype, parameter.device].append(parameter)
     return list(groups.values())
 
 
@@ -31,12 +31,13 @@ def by_size(parameters: list[Parameter]) -> list[list[Parameter]]:
     Distributed, VLDB 2020, section 3.2.3). The first one is small: it is full early.
     """
     groups: list[list[Parameter]] = []
-    latest: dict[torch.dtype, list[Parameter]] = {}
+    latest: dict[tuple, list[Parameter]] = {}
     for parameter in reversed(parameters):
-        group = latest.get(parameter.dtype)
+        kind = parameter.dtype, parameter.device
+        group = latest.get(kind)
         limit = FIRST if groups and group is groups[0] else OTHERS
         if group is None or sum(p.nbytes for p in group) >= limit:
-            group = latest[parameter.dtype] = []
+            group = latest[kind] = []
             groups.append(group)
         group.append(parameter)
     return groups
@@ -45,6 +46,12 @@ def by_size(parameters: list[Parameter]) -> list[list[Parameter]]:
 def length(group: list[Parameter]) -> int:
     """The elements of a bucket: all gradients, and a flag for each."""
     return sum(parameter.numel() for parameter in group) + len(group)
+
+
+def shaped_like(parameter: Parameter, flat: Tensor) -> Tensor:
+    """A view with the shape and the strides of the parameter: fused optimisers rely on both."""
+    strides = torch.empty_like(parameter).stride()  # those of channels_last stay, gaps go
+    return flat.as_strided(parameter.shape, strides, flat.storage_offset())
 
 
 class Bucket:
@@ -58,7 +65,7 @@ class Bucket:
         self.memory = memory
         *views, self.flags = memory.split([*(p.numel() for p in parameters), len(parameters)])
         self.slots = {
-            p: (view.view_as(p), flag)
+            p: (shaped_like(p, view), flag)
             for p, view, flag in zip(parameters, views, self.flags.unbind(), strict=True)
         }
         self.reset()
@@ -66,6 +73,10 @@ class Bucket:
     def put(self, parameter: Parameter, world_size: int) -> None:
         """Take in this rank's share of the mean; from now on its .grad lies in the bucket."""
         view, flag = self.slots[parameter]
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise UsageError(
+                "a sparse gradient has no place in a bucket: try Embedding(sparse=False)"
+            )
         if parameter.grad is None:
             view.zero_()
             flag.zero_()
@@ -76,7 +87,7 @@ class Bucket:
 
     def reset(self) -> None:
         for parameter, (view, flag) in self.slots.items():
-            if parameter.grad is None and flag > 0:  # another rank had a gradient for it
+            if parameter.grad is None and flag != 0:  # another rank had a gradient for it
                 parameter.grad = view
         self.flags.fill_(1)
         self.missing = set(self.slots)

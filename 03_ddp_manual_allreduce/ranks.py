@@ -31,7 +31,7 @@ def start(
 ) -> list:
     """What function(*args) returns on each rank of a process group, in the order of the ranks.
 
-    function: of a module, so that another process can find it. What it returns is plain values.
+    function: of a module, so that another process can find it. What it returns is few plain values.
     An error on one rank is raised here and ends all; so does the time limit. quiet: no stderr.
     """
     prepare_forkserver()
@@ -48,6 +48,9 @@ def start(
         for process in ranks.processes:
             process.kill()
             process.join()
+    for rank in range(world_size):
+        if not store.check([f"answer {rank}"]):  # or `get` would wait for it
+            raise RuntimeError(f"rank {rank} ended without an answer")
     return [json.loads(store.get(f"answer {rank}")) for rank in range(world_size)]
 
 

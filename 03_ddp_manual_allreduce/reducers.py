@@ -8,7 +8,7 @@
     optimizer.step()
 
 A parameter that no rank has a gradient for stays without one. Where only some ranks have one, the
-others count as zero.
+others count as zero. One reducer for a model; between backward and finish(), leave .grad alone.
 """
 
 from collections.abc import Iterator
@@ -42,8 +42,11 @@ class Reducer:
         self.parameters = [p for p in model.parameters() if p.requires_grad]  # tied ones come once
         require_equal_models(model)
         self.lifeline = Segment()  # locks that tell which rank died
-        for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.detach(), src=0)  # every rank must reach this line
+        with self.lifeline.naming_the_dead():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                values = tensor.detach().contiguous()  # gloo would send what lies in gaps
+                dist.broadcast(values, src=0)  # every rank must reach this line
+                tensor.detach().copy_(values)
 
     def finish(self) -> None:
         """Give every rank the mean gradients. Call it after backward, before the optimiser."""
@@ -52,11 +55,11 @@ class Reducer:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """A backward in here adds to this rank's own gradients. A later one averages the sum."""
-        self.synchronizing = False
+        before, self.synchronizing = self.synchronizing, False
         try:
             yield
         finally:
-            self.synchronizing = True
+            self.synchronizing = before
 
     def close(self) -> None:
         """Let go of what the ranks share."""
@@ -64,10 +67,12 @@ class Reducer:
 
 
 def require_equal_models(model: nn.Module) -> None:
-    """Raise UsageError on every rank if names, shapes, dtypes or what is trained differ."""
+    """Raise UsageError on every rank if parameters or buffers differ, or none is trained."""
     named = [*model.named_parameters(), *model.named_buffers()]
     mine = [
-        f"{name} {list(t.shape)} {t.dtype}{', trained' if t.requires_grad else ''}"
+        f"{name} {list(t.shape)} {t.dtype} {t.device.type}"
+        + f", strides {list(t.stride())}" * (not t.is_contiguous())
+        + ", trained" * t.requires_grad
         for name, t in named
     ]
     models = [mine] * dist.get_world_size()
@@ -144,13 +149,17 @@ class Bucketed(Flat):
     def plan(self) -> list[list[Parameter]]:
         return by_size(self.parameters)
 
+    @torch.no_grad()
     def take(self, parameter: Parameter) -> None:
         """Backward calls it when the gradient of this parameter is complete."""
-        if not self.synchronizing:
-            return
         bucket = self.bucket_of[parameter]
         if parameter not in bucket.missing:
-            raise RuntimeError("a second backward before finish(): the first belongs in no_sync()")
+            raise RuntimeError(
+                "a second backward before finish(): call finish() after each, or put all but the "
+                "last into no_sync()"
+            )
+        if not self.synchronizing:
+            return
         bucket.put(parameter, self.world_size)
         if not bucket.missing:
             with self.lifeline.naming_the_dead():
@@ -197,9 +206,12 @@ class SharedMemory(Bucketed):
     plan = Flat.plan  # no need to send early where nothing is sent
     PIECE = 2**16  # elements that are added up at a time: what is read and written stays in cache
 
-    def make_buckets(self, plan: list[list[Parameter]]) -> list[Bucket]:
-        if any(p.device.type != "cpu" for p in self.parameters):
+    def __init__(self, model: nn.Module) -> None:
+        if any(p.device.type != "cpu" for p in model.parameters()):
             raise UsageError("shared-memory needs gradients on the CPU: try bucketed")
+        super().__init__(model)
+
+    def make_buckets(self, plan: list[list[Parameter]]) -> list[Bucket]:
         rank = dist.get_rank()
         sizes = [-(-length(group) * group[0].element_size() // 64) * 64 for group in plan]
         self.memory = Segment(sum(sizes) * self.world_size)

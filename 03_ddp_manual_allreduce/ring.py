@@ -94,13 +94,15 @@ def ring_all_reduce(tensor: Tensor, ahead: int = 1) -> int:
 def all_reduce(tensor: Tensor) -> int:
     """ring_all_reduce for tensors of any origin: it compares them first, at the price of a message.
 
-    Raises UsageError on every rank if shapes or dtypes differ.
+    Raises UsageError on every rank if shapes or dtypes differ, or one is not contiguous.
     """
-    mine = f"{list(tensor.shape)} {tensor.dtype}"
+    mine = f"{list(tensor.shape)} {tensor.dtype}" + " with gaps" * (not tensor.is_contiguous())
     all_ranks = [mine] * dist.get_world_size()
     dist.all_gather_object(all_ranks, mine)  # every rank must reach this line
-    if len(set(all_ranks)) > 1:
-        raise UsageError(f"the ranks' tensors differ: {all_ranks}; an all-reduce needs equal ones")
+    if len(set(all_ranks)) > 1 or "gaps" in mine:
+        raise UsageError(
+            f"an all-reduce needs equal tensors without gaps; the ranks' are {all_ranks}"
+        )
     return ring_all_reduce(tensor)
 
 

@@ -31,6 +31,7 @@ RANKS = 2
 COMPUTE = "compute only"
 DDP: dict[str, dict[str, Any]] = {
     "DDP": {},
+    "DDP, once more": {},
     "DDP, gradients as views": {"gradient_as_bucket_view": True},
     "DDP, static graph": {"static_graph": True},
 }
@@ -58,7 +59,8 @@ def step_of(variant: str, model: nn.Module, batch: Tensor) -> Callable[[], None]
     model = copy.deepcopy(model)
     wrapped, finish = model, lambda: None
     if variant in DDP:
-        wrapped = DistributedDataParallel(model, **DDP[variant])
+        # Without its broadcast of BatchNorm's statistics at each forward: the reducers have none.
+        wrapped = DistributedDataParallel(model, broadcast_buffers=False, **DDP[variant])
     elif variant in REDUCERS:
         finish = REDUCERS[variant](model).finish
     optimizer = torch.optim.SGD(model.parameters(), 0.01, 0.9)

@@ -2,8 +2,8 @@
 
     python benchmarks/timing.py
 
-A machine that others share is faster in one minute and slower in the next. Two variants that run
-right after each other meet almost the same machine, so their ratio holds where their times do not.
+A machine that others share is faster in one minute and slower in the next. Two variants of one
+round meet almost the same machine, so their ratio holds where their times do not.
 Each round runs every variant once, in an order drawn anew, and the first variant twice: how far
 the ratio of a thing to itself is from 1 (A/A) shows how far to trust the other ratios.
 """

@@ -282,6 +282,51 @@ def test_the_tests_of_a_peer_pass_through_an_adapter(name, tied):
     assert [wrong[name, tied] for wrong in peers()] == [[], []]
 
 
+# --- What lies in memory in its own way
+
+
+class Strided(nn.Module):
+    """A channels_last convolution, and a parameter with gaps: a part of another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.part = nn.Parameter(torch.randn(4, 6)[:, 1:4])
+
+    def forward(self, x):
+        return self.conv(x).mean(dim=(2, 3)) @ self.part
+
+
+def _strided(rank: int, ranks: int) -> dict:
+    if ranks > 1:
+        dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    answers = {}
+    for name in NAMES if ranks > 1 else ("alone",):
+        torch.manual_seed(rank)
+        model = Strided().double()
+        reducer = chapter("03", "reducers").REDUCERS[name](model) if ranks > 1 else None
+        optimizer = torch.optim.Adam(model.parameters(), 0.01, fused=True)
+        for step in range(3):
+            x = torch.randn(8, 3, 5, 5, generator=torch.Generator().manual_seed(step)).double()
+            optimizer.zero_grad()
+            model(x.chunk(ranks)[rank]).square().mean().backward()
+            if reducer:
+                reducer.finish()
+            optimizer.step()
+        answers[name] = [p.detach().clone() for p in model.parameters()]
+        if reducer:
+            reducer.close()
+    return answers
+
+
+def test_other_strides_and_gaps_do_no_harm_not_even_with_a_fused_optimiser():
+    [alone] = run_ranks(1, _strided, 1)
+    for answers in run_ranks(2, _strided, 2):
+        for name in NAMES:
+            for ours, theirs in zip(answers[name], alone["alone"], strict=True):
+                assert (ours - theirs).abs().max() < 1e-10, name
+
+
 # --- How each rung works
 
 
@@ -370,6 +415,56 @@ def test_a_second_backward_without_no_sync_is_refused():
     assert all("no_sync()" in error for error in errors)
 
 
+def _after_close(rank: int) -> dict:
+    dist.init_process_group("gloo", rank=rank, world_size=1)
+    found = {}
+    chapter("03", "reducers").REDUCERS["flat"](nn.Linear(3, 2)).close()  # what opens only once
+    for name in NAMES:
+        before = len(os.listdir("/proc/self/fd"))
+        model = nn.Linear(3, 2)
+        reducer = chapter("03", "reducers").REDUCERS[name](model)
+        with pytest.raises(ZeroDivisionError), reducer.no_sync(), reducer.no_sync():
+            raise ZeroDivisionError
+        again = reducer.synchronizing
+        reducer.close()
+        reducer.close()
+        for _ in range(3):  # a hook that is still there would refuse the second
+            model(torch.ones(1, 3)).sum().backward()
+        found[name] = (again, len(os.listdir("/proc/self/fd")) - before, model.bias.grad.tolist())
+    return found
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+def test_after_an_exception_in_no_sync_and_after_close_all_is_as_before():
+    assert run_ranks(1, _after_close) == [{name: (True, 0, [3.0, 3.0]) for name in NAMES}]
+
+
+def _unusual(rank: int) -> list[str]:
+    dist.init_process_group("gloo", rank=rank, world_size=1)
+    errors = []
+    for name in NAMES[1:]:
+        words = nn.Embedding(5, 2, sparse=True)
+        reducer = chapter("03", "reducers").REDUCERS[name](words)
+        try:
+            words(torch.tensor([1])).sum().backward()
+            reducer.finish()
+        except UsageError as error:
+            errors.append(str(error))
+    for name in NAMES:  # complex numbers, and a gradient with a graph of its own
+        model = nn.Linear(2, 2, dtype=torch.complex64)
+        reducer = chapter("03", "reducers").REDUCERS[name](model)
+        model(torch.ones(1, 2, dtype=torch.complex64)).abs().sum().backward(create_graph=True)
+        reducer.finish()
+    return errors
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_sparse_gradients_are_refused_and_unusual_ones_are_not():
+    [errors] = run_ranks(1, _unusual)
+    assert len(errors) == len(NAMES) - 1
+    assert all("sparse" in error for error in errors)
+
+
 # --- Wrong calls and deaths
 
 
@@ -381,6 +476,10 @@ class _Wrong(nn.Module):
             self.extra = nn.Linear(2, 2)
         if kind == "frozen" and rank == 1:
             self.layer.bias.requires_grad_(False)
+        if kind == "strides" and rank == 1:
+            self.layer.weight = nn.Parameter(torch.randn(3, 2).T)
+        if kind == "strides" and rank == 1:
+            self.layer.weight = nn.Parameter(torch.randn(3, 2).T)
         self.register_buffer("shift", torch.zeros(1 + rank if kind == "buffer" else 1))
         if kind == "dtype" and rank == 1:
             self.double()
@@ -403,15 +502,19 @@ def _mismatch(rank: int, kind: str) -> list[str]:
     [
         (
             "shape",
-            "layer.weight [3, 3] torch.float32, trained where rank 0 has layer.weight [2, 3]",
+            "layer.weight [3, 3] torch.float32 cpu, trained where rank 0 has layer.weight [2, 3]",
         ),
-        ("more", "extra.weight [2, 2] torch.float32, trained where rank 0 has shift [1]"),
-        ("frozen", "layer.bias [2] torch.float32 where rank 0 has layer.bias [2] torch.float32, t"),
-        ("buffer", "shift [2] torch.float32 where rank 0 has shift [1] torch.float32"),
+        ("more", "extra.weight [2, 2] torch.float32 cpu, trained where rank 0 has shift [1]"),
+        (
+            "frozen",
+            "layer.bias [2] torch.float32 cpu where rank 0 has layer.bias [2] torch.float32 cpu, t",
+        ),
+        ("buffer", "shift [2] torch.float32 cpu where rank 0 has shift [1] torch.float32"),
         (
             "dtype",
-            "layer.weight [2, 3] torch.float64, trained where rank 0 has layer.weight [2, 3]",
+            "layer.weight [2, 3] torch.float64 cpu, trained where rank 0 has layer.weight [2, 3]",
         ),
+        ("strides", "layer.weight [2, 3] torch.float32 cpu, strides [1, 2], trained where rank 0"),
         ("none", ""),
     ],
 )
@@ -474,6 +577,52 @@ def test_a_rank_that_dies_is_named_by_the_others_and_leaves_nothing(name, moment
     for rank in (0, 2):
         assert f"rank 1 died while rank {rank} waited for it" in answers[rank]
     assert nameless_files() == before
+
+
+def _slow_survivor(rank: int, name: str) -> str | None:
+    """Rank 1 dies, rank 2 notices and ends, and only then rank 0 comes."""
+    dist.init_process_group("gloo", rank=rank, world_size=3)
+    model = nn.Linear(4, 4)
+    reducer = chapter("03", "reducers").REDUCERS[name](model)
+    model(torch.ones(2, 4)).sum().backward()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        time.sleep(1.5)
+    try:
+        reducer.finish()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", ["flat", "shared-memory"])
+def test_who_ended_because_of_a_death_is_not_taken_for_dead(name):
+    answers = run_ranks(3, _slow_survivor, name, dying=(1,))
+    assert "rank 1 died while rank 0" in answers[0]
+    assert "rank 1 died while rank 2" in answers[2]
+
+
+def _one_step_less(rank: int) -> str | None:
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    model = nn.Linear(4, 4)
+    reducer = chapter("03", "reducers").REDUCERS["shared-memory"](model)
+    try:
+        for _ in range(3 - rank):
+            model.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            reducer.finish()
+        if rank == 1:
+            reducer.close()
+            dist.barrier()  # it lives on
+    except RuntimeError as error:
+        dist.barrier()
+        return str(error)
+    return None
+
+
+def test_a_rank_that_ends_a_step_early_is_named():
+    assert run_ranks(2, _one_step_less) == ["ranks [1] ended while rank 0 waited for them", None]
 
 
 def test_a_run_without_a_death_ends_without_an_error():
@@ -545,12 +694,18 @@ def _ring(rank: int, ranks: int) -> tuple[list, list]:
     ring = chapter("03", "ring")
     ring.PIECE = 4096  # bytes: many pieces
     sums, sent = [], []
-    with mock.patch.object(dist, "all_reduce", side_effect=AssertionError("not by hand")):
+    with (
+        mock.patch.object(dist, "all_reduce", side_effect=AssertionError("not by hand")),
+        mock.patch.object(dist, "isend", wraps=dist.isend) as messages,
+    ):
         for length in LENGTHS:
             for dtype in DTYPES:
+                messages.reset_mock()
                 numbers = torch.arange(length).remainder(50).add(rank).to(dtype)
                 sent.append(ring.ring_all_reduce(numbers))
                 sums.append(numbers)
+        many = 2 * (ranks - 1) * (length // ranks * dtype.itemsize // 4096)
+        assert messages.call_count >= many, "a chunk goes in pieces"
         folded = torch.full((5, 3, 2), rank)
         ring.all_reduce(folded)
         simple = torch.arange(7) + rank
@@ -590,19 +745,21 @@ def test_a_rank_sends_2_n_minus_1_nths_of_the_tensor(ranks):
             assert all(abs(each - share) <= 0.03 * share for each in sent)
 
 
-def _unequal(rank: int) -> str:
+def _unequal(rank: int) -> list[str]:
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    try:
-        chapter("03", "ring").all_reduce(torch.ones(3 + rank))
-    except UsageError as error:
-        return str(error)
-    return ""
+    errors = []
+    for tensor in (torch.ones(3 + rank), torch.ones(6)[:: 1 + rank][:3]):
+        try:
+            chapter("03", "ring").all_reduce(tensor)
+        except UsageError as error:
+            errors.append(str(error))
+    return errors
 
 
 def test_the_ring_refuses_unequal_tensors_on_every_rank():
-    for error in run_ranks(2, _unequal):
-        assert "[3] torch.float32" in error
-        assert "[4] torch.float32" in error
+    for shapes, gaps in run_ranks(2, _unequal):
+        assert "'[3] torch.float32', '[4] torch.float32'" in shapes
+        assert "'[3] torch.float32', '[3] torch.float32 with gaps'" in gaps
 
 
 # --- What the README says of the measurement
@@ -614,7 +771,7 @@ def test_the_measured_ladder_is_as_the_readme_tells():
     for name, found in results["models"].items():
         ratio = {variant: row["ratio"] for variant, row in found["variants"].items()}
         every_ddp = [value for variant, value in ratio.items() if variant.startswith("DDP")]
-        assert len(every_ddp) == 3
+        assert len(every_ddp) == 4
         assert ratio["per-parameter"] > max(ratio[n] for n in NAMES[1:]), name
         assert ratio["DDP"] / ratio["bucketed"] >= 0.98, f"{name}: throughput"
         assert ratio["shared-memory"] < min(every_ddp), name
