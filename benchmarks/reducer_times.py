@@ -9,6 +9,7 @@ Writes 03_reducers.json and .png under results/, with --device cuda 03_reducers_
 """
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,8 @@ def step_of(variant: str, model: nn.Module, batch: Tensor) -> Callable[[], None]
     wrapped, finish = model, lambda: None
     if variant in DDP:
         # Without its broadcast of BatchNorm's statistics at each forward: the reducers have none.
+        # Newer torch has another name for the switch, and says so; torch 2.11 has only this one.
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         wrapped = DistributedDataParallel(model, broadcast_buffers=False, **DDP[variant])
     elif variant in REDUCERS:
         finish = REDUCERS[variant](model).finish

@@ -418,7 +418,8 @@ def test_a_second_backward_without_no_sync_is_refused():
 def _after_close(rank: int) -> dict:
     dist.init_process_group("gloo", rank=rank, world_size=1)
     found = {}
-    chapter("03", "reducers").REDUCERS["flat"](nn.Linear(3, 2)).close()  # what opens only once
+    chapter("03", "reducers").REDUCERS["flat"](nn.Linear(3, 2)).close()
+    nn.Linear(3, 2)(torch.ones(1, 3)).sum().backward()  # whatever is opened only once is open now
     for name in NAMES:
         before = len(os.listdir("/proc/self/fd"))
         model = nn.Linear(3, 2)
