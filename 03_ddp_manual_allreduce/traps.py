@@ -133,7 +133,7 @@ def try_trap(trap: str, detail: bool, seconds: float) -> list[str]:
 def main() -> None:
     parser = Parser(__doc__)
     text = "after which a rank that has not come back counts as one that waits"
-    parser.add_argument("--seconds", default=2, type=number(float, 0.1), metavar="S", help=text)
+    parser.add_argument("--seconds", default=1, type=number(float, 0.1), metavar="S", help=text)
     seconds = parser.parse_args().seconds
     prepare_forkserver()
     table = []

@@ -178,7 +178,7 @@ def show(results: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = Parser(__doc__)
-    add, text = parser.add_argument, "how often each takes turns"
+    add, text = parser.add_argument, "how often each takes turns; 1 only tries `net`"
     add("--rounds", default=20, type=number(int, 1), metavar="N", help=text)
     out = ROOT / "results" / "02_data_parallel.json"
     add("--out", default=out, type=Path, metavar="PATH", help="the file of results")
@@ -188,19 +188,20 @@ def main() -> None:
             "a replica must keep to one thread, and set_num_threads does not reach new threads:"
             " try OMP_NUM_THREADS=1 python benchmarks/data_parallel.py"
         )
-    rounds = args.rounds
+    rounds, big = args.rounds, args.rounds > 1  # one round is a try: the small models only
     results = {
         "provenance": provenance(
             command="OMP_NUM_THREADS=1 python benchmarks/data_parallel.py", rounds=rounds
         ),
         "steps": {
-            "net": measure_step("net", rounds, 5),
-            "resnet18": measure_step("resnet18", rounds, 1),
+            name: measure_step(name, rounds, steps)
+            for name, steps in {"net": 5, "resnet18": 1}.items()
+            if big or name == "net"
         },
         "lock": {
-            "net": measure_lock("net", rounds, 5),
-            "small operations": measure_lock("small operations", rounds, 5),
-            "big operations": measure_lock("big operations", rounds, 2),
+            name: measure_lock(name, rounds, steps)
+            for name, steps in {"net": 5, "small operations": 5, "big operations": 2}.items()
+            if big or name == "net"
         },
     }
     show(results)

@@ -57,13 +57,15 @@ def test_every_command_runs(fence, copy):
         pytest.skip(f"says the README itself: {rest}")
     if verb == "run":
         run(rest, copy)
-    elif verb == "add":
-        lines = fence.text.strip().splitlines()
-        run(
-            "\n".join(f"{line} {rest}" if line and line[0] != "#" else line for line in lines), copy
-        )
     else:
-        run(fence.text.strip(), copy)
+        lines = fence.text.strip().splitlines()
+        if verb == "add":
+            lines = [f"{line} {rest}" if line and line[0] != "#" else line for line in lines]
+        if all(re.match(r"python \d", line) for line in lines):
+            for line in lines:
+                run(line, copy)
+        else:
+            run("\n".join(lines), copy)
 
 
 CHAPTERS = [f for f in fences("text") if shown_output(f) and "train.py" not in f.note]
