@@ -22,7 +22,7 @@ lint: $(VENV)/ready
 bench: $(VENV)/ready  ## measure anew what results/ holds, on a quiet machine; then: make readme
 	$(RUN) benchmarks/replica_memory.py
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/data_parallel.py
-	$(RUN) benchmarks/reducer_times.py
+	$(RUN) benchmarks/reducers.py
 
 lessons: $(VENV)/ready  ## write every lesson.diff anew
 	$(RUN) tests/lessons.py

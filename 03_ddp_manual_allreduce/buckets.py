@@ -57,8 +57,8 @@ def shaped_like(parameter: Parameter, flat: Tensor) -> Tensor:
 class Bucket:
     """The gradients of a group of parameters, in one flat tensor.
 
-    memory: (length(group),), all zero. Flags come last. They travel with the
-    gradients: the sum of a flag is zero only if no rank has a gradient for its parameter.
+    memory: (length(group),), all zero. Flags come last. They travel with the gradients: the sum of
+    a flag is zero only if no rank has a gradient for its parameter.
     """
 
     def __init__(self, parameters: list[Parameter], memory: Tensor) -> None:
@@ -73,13 +73,11 @@ class Bucket:
     def put(self, parameter: Parameter, world_size: int) -> None:
         """Take in this rank's share of the mean; from now on its .grad lies in the bucket."""
         view, flag = self.slots[parameter]
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            raise UsageError(
-                "a sparse gradient has no place in a bucket: try Embedding(sparse=False)"
-            )
         if parameter.grad is None:
             view.zero_()
             flag.zero_()
+        elif parameter.grad.is_sparse:
+            raise UsageError("a bucket takes no sparse gradient: try Embedding(sparse=False)")
         else:
             torch.div(parameter.grad, world_size, out=view)
             parameter.grad = view

@@ -108,6 +108,19 @@ def device_of(backend: str, world_size: int) -> str:
     return "cuda" if backend == "nccl" else "cpu"
 
 
+def require_equal(mine: list[str]) -> None:
+    """Raise UsageError on every rank if the ranks do not all give the same descriptions."""
+    all_ranks = [mine] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, mine)  # every rank must reach this line
+    for rank, other in enumerate(all_ranks):
+        for theirs, first in zip([*other, "nothing"], [*all_ranks[0], "nothing"], strict=False):
+            if theirs != first:
+                raise UsageError(
+                    f"rank {rank} has {theirs} where rank 0 has {first}: make them the same on "
+                    "every rank"
+                )
+
+
 def introduce() -> str:
     total = torch.tensor(dist.get_rank())
     dist.all_reduce(total)  # every rank must reach this line

@@ -11,6 +11,7 @@ A parameter that no rank has a gradient for stays without one. Where only some r
 others count as zero. One reducer for a model; between backward and finish(), leave .grad alone.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import reduce
@@ -26,12 +27,12 @@ from common.models import Net
 from common.options import Parser, UsageError
 
 from buckets import Bucket, by_dtype, by_size, length
-from ranks import start
+from ranks import require_equal, start
 from ring import ring_all_reduce
-from shared_memory import DONE, READY, Segment
+from shared_memory import DONE, LINE, READY, Segment
 
 
-class Reducer:
+class Reducer(ABC):
     """What all of them need: equal models, an equal start, and the name of a rank that died.
 
     Raises UsageError on every rank if their models differ or have nothing to train.
@@ -41,16 +42,20 @@ class Reducer:
         self.world_size, self.synchronizing = dist.get_world_size(), True
         self.parameters = [p for p in model.parameters() if p.requires_grad]  # tied ones come once
         require_equal_models(model)
-        self.lifeline = Segment()  # locks that tell which rank died
-        with self.lifeline.naming_the_dead():
+        self.segment = Segment(self.shared_bytes())  # its locks tell which rank died
+        with self.segment.naming_the_dead():
             for tensor in [*model.parameters(), *model.buffers()]:
                 values = tensor.detach().contiguous()  # gloo would send what lies in gaps
                 dist.broadcast(values, src=0)  # every rank must reach this line
                 tensor.detach().copy_(values)
 
+    @abstractmethod
     def finish(self) -> None:
         """Give every rank the mean gradients. Call it after backward, before the optimiser."""
-        raise NotImplementedError
+
+    def shared_bytes(self) -> int:
+        """How much memory the ranks share besides those locks."""
+        return 0
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -63,7 +68,7 @@ class Reducer:
 
     def close(self) -> None:
         """Let go of what the ranks share."""
-        self.lifeline.close()
+        self.segment.close()
 
 
 def require_equal_models(model: nn.Module) -> None:
@@ -75,15 +80,7 @@ def require_equal_models(model: nn.Module) -> None:
         + ", trained" * t.requires_grad
         for name, t in named
     ]
-    models = [mine] * dist.get_world_size()
-    dist.all_gather_object(models, mine)  # every rank must reach this line
-    for rank, other in enumerate(models):
-        for theirs, ours in zip([*other, "nothing"], [*models[0], "nothing"], strict=False):
-            if theirs != ours:
-                raise UsageError(
-                    f"rank {rank} has {theirs} where rank 0 has {ours}: build the same model on "
-                    "every rank"
-                )
+    require_equal(mine)  # every rank must reach this line
     if not any(t.requires_grad for _, t in named):
         raise UsageError("the model has no parameter that is trained: nothing to average")
 
@@ -95,7 +92,7 @@ class PerParameter(Reducer):
     def finish(self) -> None:
         has = [p.grad is not None for p in self.parameters]
         used = torch.tensor(has, dtype=torch.uint8, device=self.parameters[0].device)
-        with self.lifeline.naming_the_dead():
+        with self.segment.naming_the_dead():
             dist.all_reduce(used, dist.ReduceOp.MAX)  # else ranks might average different tensors
             for p, anywhere in zip(self.parameters, used.tolist(), strict=True):
                 if anywhere:
@@ -123,7 +120,7 @@ class Flat(Reducer):
         for bucket in self.buckets:
             for parameter in list(bucket.missing):
                 bucket.put(parameter, self.world_size)
-        with self.lifeline.naming_the_dead():
+        with self.segment.naming_the_dead():
             self.all_reduce()
         for bucket in self.buckets:
             bucket.reset()
@@ -162,7 +159,7 @@ class Bucketed(Flat):
             return
         bucket.put(parameter, self.world_size)
         if not bucket.missing:
-            with self.lifeline.naming_the_dead():
+            with self.segment.naming_the_dead():
                 self.send_full_buckets()
 
     def send_full_buckets(self) -> None:
@@ -213,32 +210,36 @@ class SharedMemory(Bucketed):
 
     def make_buckets(self, plan: list[list[Parameter]]) -> list[Bucket]:
         rank = dist.get_rank()
-        sizes = [-(-length(group) * group[0].element_size() // 64) * 64 for group in plan]
-        self.memory = Segment(sum(sizes) * self.world_size)
         self.slices, self.steps, buckets, offset = [], 0, [], 0
-        for group, size in zip(plan, sizes, strict=True):
-            shape = (self.world_size, size // group[0].element_size())
-            rows = self.memory.tensor(group[0].dtype, shape, offset)  # a row for each rank
+        for group in plan:
+            shape = (self.world_size, row_bytes(group) // group[0].element_size())
+            rows = self.segment.tensor(group[0].dtype, shape, offset)  # a row for each rank
             self.slices += rows.tensor_split(self.world_size, dim=1)[rank].split(self.PIECE, dim=1)
             buckets.append(Bucket(group, rows[rank, : length(group)]))
-            offset += size * self.world_size
+            offset += row_bytes(group) * self.world_size
         return buckets
+
+    def shared_bytes(self) -> int:
+        return sum(row_bytes(group) for group in self.plan()) * self.world_size
 
     def send_full_buckets(self) -> None:
         """Nothing is sent."""
 
     def all_reduce(self) -> None:
         self.steps += 1
-        self.memory.post(READY, self.steps)
-        self.memory.wait(READY, self.steps)  # all gradients are there
+        self.segment.post(READY, self.steps)
+        self.segment.wait(READY, self.steps)  # all gradients are there
         for rows in self.slices:  # (world size, elements)
             rows[:] = reduce(torch.add, rows.unbind())
-        self.memory.post(DONE, self.steps)
-        self.memory.wait(DONE, self.steps)  # all slices are summed: now each may change its own row
+        self.segment.post(DONE, self.steps)
+        self.segment.wait(
+            DONE, self.steps
+        )  # all slices are summed: now each may change its own row
 
-    def close(self) -> None:
-        self.memory.close()
-        super().close()
+
+def row_bytes(group: list[Parameter]) -> int:
+    """The bytes of a bucket, rounded up to whole cache lines."""
+    return -(-length(group) * group[0].element_size() // LINE) * LINE
 
 
 REDUCERS: dict[str, type[Reducer]] = {

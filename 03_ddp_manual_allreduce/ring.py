@@ -20,7 +20,7 @@ from torch import Tensor
 
 from common.options import Parser, UsageError, number, usage_errors_exit
 
-from ranks import start
+from ranks import require_equal, start
 
 PIECE = 2**22  # bytes of a message: while one is added up, the next is on its way
 
@@ -96,13 +96,10 @@ def all_reduce(tensor: Tensor) -> int:
 
     Raises UsageError on every rank if shapes or dtypes differ, or one is not contiguous.
     """
-    mine = f"{list(tensor.shape)} {tensor.dtype}" + " with gaps" * (not tensor.is_contiguous())
-    all_ranks = [mine] * dist.get_world_size()
-    dist.all_gather_object(all_ranks, mine)  # every rank must reach this line
-    if len(set(all_ranks)) > 1 or "gaps" in mine:
-        raise UsageError(
-            f"an all-reduce needs equal tensors without gaps; the ranks' are {all_ranks}"
-        )
+    gaps = " with gaps" * (not tensor.is_contiguous())
+    require_equal([f"{list(tensor.shape)} {tensor.dtype}{gaps}"])  # every rank must reach this line
+    if gaps:
+        raise UsageError("the ring needs a tensor without gaps: try .contiguous()")
     return ring_all_reduce(tensor)
 
 

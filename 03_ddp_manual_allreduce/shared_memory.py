@@ -97,11 +97,9 @@ class Segment:
             os.sched_yield()  # nothing, unless there are more ranks than cores
             looks += 1
             if looks % 1000 == 0:  # every millisecond or so
-                if dead := self.dead():
-                    self.post(ENDED, 1)
-                    raise RuntimeError(f"rank {dead[0]} died while rank {self.rank} waited for it")
-                gone = [rank for rank in late if self.counters[rank * LINE // 8 + ENDED]]
-                if gone and self.late(counter, value):
+                self.require_alive()
+                ended = set(range(self.world_size)).difference(self.late(ENDED, 1))
+                if gone := sorted(ended.intersection(self.late(counter, value))):
                     self.post(ENDED, 1)
                     raise RuntimeError(f"ranks {gone} ended while rank {self.rank} waited for them")
                 if time.monotonic() > deadline:
@@ -113,25 +111,28 @@ class Segment:
     def dead(self) -> list[int]:
         """The ranks that died, without those that ended because of another or closed this."""
         found = []
-        for rank in range(self.world_size):
-            if rank != self.rank and not self.counters[rank * LINE // 8 + ENDED]:
+        for rank in self.late(ENDED, 1):
+            if rank != self.rank:
                 with suppress(OSError):  # somebody holds the lock
                     fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
                     fcntl.lockf(self.file, fcntl.LOCK_UN, 1, rank)
                     found.append(rank)
         return found
 
+    def require_alive(self) -> None:
+        """Raise RuntimeError if a rank died. This rank then ends too, but is not the cause."""
+        if dead := self.dead():
+            self.post(ENDED, 1)
+            raise RuntimeError(f"rank {dead[0]} died while rank {self.rank} waited for it")
+
     @contextmanager
     def naming_the_dead(self) -> Iterator[None]:
         """gloo's error tells that a connection closed; this adds whose rank it was."""
         try:
             yield
-        except RuntimeError as error:
+        except RuntimeError:
             for _ in range(200):  # a dying process closes its connections one after another
-                if dead := self.dead():
-                    self.post(ENDED, 1)
-                    message = f"rank {dead[0]} died while rank {self.rank} waited for it"
-                    raise RuntimeError(message) from error
+                self.require_alive()
                 time.sleep(0.01)
             self.post(ENDED, 1)
             raise

@@ -24,8 +24,7 @@ def load(name: str) -> dict[str, Any]:
 
 def origin(name: str) -> str:
     """Where and when it was measured."""
-    where = load(name)
-    where = where.get("provenance", where)
+    where = load(name)["provenance"]
     return f"Measured on {where['hardware']}, with torch {where['torch']}, {where['date']}."
 
 

@@ -30,5 +30,8 @@ def test_without_the_line_the_test_fails(key, line, file, test):
     modules = (test_proof, test_stages, test_data_parallel, test_reducers)
     (claim,) = [getattr(module, test) for module in modules if hasattr(module, test)]
     assert test.startswith(f"test_{key}_"), "a test of another stage"
+    # Here, not only where it is left out: there, a missing line would look like a failing test.
+    code = (FOLDERS[key] / file).read_text().splitlines()
+    assert line in [each.split("  #")[0].strip() for each in code], f"{file} has no such line"
     with pytest.raises((AssertionError, TimeoutError)):
         claim(without=((file, line),))

@@ -763,8 +763,8 @@ def _unequal(rank: int) -> list[str]:
 
 def test_the_ring_refuses_unequal_tensors_on_every_rank():
     for shapes, gaps in run_ranks(2, _unequal):
-        assert "'[3] torch.float32', '[4] torch.float32'" in shapes
-        assert "'[3] torch.float32', '[3] torch.float32 with gaps'" in gaps
+        assert "rank 1 has [4] torch.float32 where rank 0 has [3] torch.float32" in shapes
+        assert "rank 1 has [3] torch.float32 with gaps where rank 0 has [3] torch.float32" in gaps
 
 
 # --- What the README says of the measurement

@@ -1,6 +1,6 @@
 """Time a training step with each reducer of stage 03, with DDP, and with no averaging at all.
 
-    python benchmarks/reducer_times.py
+    python benchmarks/reducers.py
 
 All variants live in the same two ranks, one thread each, and take turns (timing.py). A step is
 forward, backward, averaging and optimiser; its time is that of the slower rank. The baseline only
@@ -158,7 +158,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     axis.set(ylabel="bus bandwidth, GB/s", ylim=(0, None))
     axis.legend()
     figure.suptitle(
-        f"{RANKS} ranks, one thread each, {results['hardware']}. "
+        f"{RANKS} ranks, one thread each, {results['provenance']['hardware']}. "
         "Blue: by hand; grey: torch's; black lines: 95 % intervals"
     )
     figure.savefig(path, dpi=110)
@@ -180,7 +180,7 @@ def main() -> None:
     print("\n" + tabulate(first["ring"], headers="keys"))
     if not args.quick:
         name = "03_reducers" + ("_cuda" if args.device == "cuda" else "")
-        results = {**where, **first}
+        results = {"provenance": where, **first}
         save(ROOT / "results" / f"{name}.json", results)
         draw(results, ROOT / "results" / f"{name}.png")
 
