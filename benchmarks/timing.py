@@ -98,8 +98,8 @@ def summarize(times: Times, baseline: str | None = None) -> dict[str, dict[str, 
     return summary
 
 
-def table(summary: Mapping[str, Mapping[str, Any]], style: str = "simple") -> str:
-    """The summary as text: style is one of tabulate's, "github" for a README."""
+def table(summary: Mapping[str, Mapping[str, Any]]) -> str:
+    """The summary as text."""
     rows = [
         (
             name,
@@ -110,7 +110,7 @@ def table(summary: Mapping[str, Mapping[str, Any]], style: str = "simple") -> st
         for name, row in summary.items()
     ]
     headers = ("variant", "step, ms", "ratio", "95 % interval")
-    return tabulate(rows, headers, style, disable_numparse=True)
+    return tabulate(rows, headers, disable_numparse=True)
 
 
 def provenance(device: str = "cpu", **settings: Any) -> dict[str, Any]:

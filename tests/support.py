@@ -39,23 +39,40 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["torch", "torchvision", "common.record", "common.data"])
 
 
-def load_stage(key: str, without: tuple[Line, ...] = ()) -> types.ModuleType:
-    """A stage's train.py as a module, with the given lines of the stage's files left out."""
-    folder = FOLDERS[key]
+def places_of(line: str, key: str, file: str) -> list[int]:
+    """Where a line of code stands in a file of a stage; its indent and its comment do not count."""
+    lines = (FOLDERS[key] / file).read_text().splitlines()
+    return [i for i, each in enumerate(lines) if each.split("  #")[0].strip() == line]
+
+
+def fresh_module(
+    key: str, file: str, without: tuple[Line, ...] = (), register: bool = False
+) -> types.ModuleType:
+    """A file of a stage as a new module, with the given lines of that file left out.
+
+    register: it is what other files of the stage import from now on.
+    """
+    folder, name = FOLDERS[key], Path(file).stem if file != "train.py" else f"stage_{key}"
     if str(folder) not in sys.path:  # a script finds the files beside it
         sys.path.insert(0, str(folder))
-    for file in dict.fromkeys([*(file for file, _ in without), "train.py"]):
-        lines = (folder / file).read_text().splitlines()
-        for gone in (line for name, line in without if name == file):
-            places = [i for i, line in enumerate(lines) if line.split("  #")[0].strip() == gone]
-            assert places, f"{folder.name}/{file} has no line {gone!r}"
-            for place in places:
-                lines[place] = lines[place].replace(gone, "pass")
-        name = Path(file).stem if file != "train.py" else f"stage_{key}"
-        module = sys.modules[name] = types.ModuleType(name)
-        module.__file__ = str(folder / file)
-        exec(compile("\n".join(lines), module.__file__, "exec"), module.__dict__)
+    lines = (folder / file).read_text().splitlines()
+    for gone in (line for other, line in without if other == file):
+        places = places_of(gone, key, file)
+        assert places, f"{folder.name}/{file} has no line {gone!r}"
+        for place in places:
+            lines[place] = lines[place].replace(gone, "pass")
+    module = types.ModuleType(name)
+    module.__file__ = str(folder / file)
+    if register:
+        sys.modules[name] = module
+    exec(compile("\n".join(lines), module.__file__, "exec"), module.__dict__)
     return module
+
+
+def load_stage(key: str, without: tuple[Line, ...] = ()) -> types.ModuleType:
+    """A stage's train.py as a module, with the given lines of the stage's files left out."""
+    files = dict.fromkeys([*(file for file, _ in without), "train.py"])
+    return [fresh_module(key, file, without, register=True) for file in files][-1]
 
 
 def chapter(key: str, name: str) -> types.ModuleType:

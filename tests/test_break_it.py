@@ -10,7 +10,7 @@ import test_data_parallel
 import test_proof
 import test_reducers
 import test_stages
-from support import FOLDERS
+from support import FOLDERS, places_of
 
 ROW = re.compile(r"^\| `(?P<line>.+?)` \| `(?P<file>[\w.]+)` \| `(?P<test>test_\w+)` \|$", re.M)
 
@@ -31,7 +31,6 @@ def test_without_the_line_the_test_fails(key, line, file, test):
     (claim,) = [getattr(module, test) for module in modules if hasattr(module, test)]
     assert test.startswith(f"test_{key}_"), "a test of another stage"
     # Here, not only where it is left out: there, a missing line would look like a failing test.
-    code = (FOLDERS[key] / file).read_text().splitlines()
-    assert line in [each.split("  #")[0].strip() for each in code], f"{file} has no such line"
+    assert places_of(line, key, file), f"{file} has no such line"
     with pytest.raises((AssertionError, TimeoutError)):
         claim(without=((file, line),))

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import sys
 import threading
 import types
 from unittest.mock import patch
@@ -10,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from support import FOLDERS, ROOT, Line
+from support import ROOT, Line, fresh_module
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -23,19 +22,8 @@ CLOSE = {"rtol": 0, "atol": 1e-12}
 
 
 def chapter(name: str, without: tuple[Line, ...] = ()) -> types.ModuleType:
-    """A file of the stage as a fresh module, with lines left out; other tests do not see it."""
-    folder = FOLDERS["02"]
-    if str(folder) not in sys.path:  # a script finds the files beside it
-        sys.path.insert(0, str(folder))
-    lines = (folder / f"{name}.py").read_text().splitlines()
-    for gone in (line for file, line in without if file == f"{name}.py"):
-        places = [i for i, line in enumerate(lines) if line.split("  #")[0].strip() == gone]
-        assert places, f"{name}.py has no line {gone!r}"
-        for place in places:
-            lines[place] = lines[place].replace(gone, "pass")
-    module = types.ModuleType(name)
-    exec(compile("\n".join(lines), str(folder / f"{name}.py"), "exec"), module.__dict__)
-    return module
+    """Other tests do not see what is left out here."""
+    return fresh_module("02", f"{name}.py", without)
 
 
 by_hand, memory, autocast = (chapter(name) for name in ("from_scratch", "memory", "autocast"))
