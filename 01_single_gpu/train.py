@@ -16,7 +16,7 @@ from torch.utils.data import RandomSampler
 from common.checkpoint import restore, save_checkpoint
 from common.data import ImageSet, load_dataset, make_loader, prepare_dataset
 from common.models import build_model
-from common.options import UsageError, make_parser, reseed, usage_errors_exit
+from common.options import UsageError, make_parser, usage_errors_exit
 from common.record import Recorder, peak_memory_bytes
 
 
@@ -82,8 +82,7 @@ def main() -> None:
     loader = make_loader(train_set, args.batch_size, sampler, args.workers)
     for epoch in recorder.epochs():
         generator.manual_seed(args.seed + epoch)  # the order is a function of seed and epoch
-        reseed(args.seed, epoch, 0)  # so are the dropout masks; 0 is the only process
-        # watch: time each step, show progress, stop at --max-steps
+        # watch: the step's dropout masks are such a function too; time it; stop at --max-steps
         losses = train_epoch(model, recorder.watch(loader), optimizer, device)
         recorder.end_epoch(epoch, losses, *evaluate(model, test_set, args.batch_size, device))
         save_checkpoint(recorder, model, optimizer)

@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from threading import Thread
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from common.options import Parser, UsageError, usage_errors_exit
+from common.watchdog import end_with_parent
 
 
 def start(
@@ -76,7 +76,7 @@ def enter(
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), 2
         )  # C++ logs; an exception reaches `start` anyhow
-    Thread(target=end_with_parent, daemon=True).start()
+    end_with_parent()  # one that waits in C++ would outlive a program that is killed
     torch.set_num_threads(1)  # or the ranks fight for the cores
     if device == "cuda":
         gpu = torch.device("cuda", rank % torch.cuda.device_count())
@@ -86,13 +86,6 @@ def enter(
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     store.set(f"answer {rank}", json.dumps(function(*args)))
     dist.destroy_process_group()
-
-
-def end_with_parent() -> None:
-    """In a thread of each rank: one that waits in C++ would outlive a program that is killed."""
-    if parent := multiprocessing.parent_process():
-        parent.join()
-        os._exit(1)
 
 
 def device_of(backend: str, world_size: int) -> str:

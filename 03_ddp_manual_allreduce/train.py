@@ -24,7 +24,7 @@ from torch.utils.data import RandomSampler, Subset
 from common.checkpoint import restore, save_checkpoint
 from common.data import ImageSet, load_dataset, make_loader, prepare_dataset
 from common.models import build_model
-from common.options import UsageError, cut_batch, make_parser, number, reseed, usage_errors_exit
+from common.options import UsageError, cut_batch, make_parser, number, usage_errors_exit
 from common.record import Recorder, peak_memory_bytes
 
 from partition import DataPartitioner
@@ -172,8 +172,8 @@ def train(rank: int, args: Namespace, port: int) -> None:
     loader = make_loader(shard, local_batch, sampler, args.workers)
     for epoch in recorder.epochs():
         generator.manual_seed(args.seed + epoch)  # the order is a function of seed and epoch
-        reseed(args.seed, epoch, rank)  # so are the dropout masks, different on every rank
-        losses = train_epoch(model, recorder.watch(loader), optimizer, device, average)
+        batches = recorder.watch(loader, rank)  # so are the dropout masks, different on every rank
+        losses = train_epoch(model, batches, optimizer, device, average)
         recorder.end_epoch(epoch, losses, *evaluate(model, test_set, local_batch, device))
         if rank == 0:  # one writer; no collective hides in here
             save_checkpoint(recorder, model, optimizer)

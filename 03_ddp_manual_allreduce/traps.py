@@ -11,7 +11,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from threading import Thread
 
 import torch
 import torch.distributed as dist
@@ -20,9 +19,10 @@ from tabulate import tabulate
 from torch import Tensor
 
 from common.options import Parser, number, usage_errors_exit
+from common.watchdog import end_with_parent
 
 from collectives import all_reduce, broadcast
-from ranks import end_with_parent, prepare_forkserver
+from ranks import prepare_forkserver
 
 
 def no_trap(mine: Tensor, rank: int) -> Tensor:
@@ -87,7 +87,7 @@ TRAPS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 def work(rank: int, port: int, trap: str, detail: bool) -> None:
     """What each process does; it stays until it is ended, or the other rank would notice."""
-    Thread(target=end_with_parent, daemon=True).start()
+    end_with_parent()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what C++ says when it aborts
     torch.set_num_threads(1)
     if detail:

@@ -6,8 +6,11 @@ Run it from the root of the repository:
 """
 
 import os
+import sys
+from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -17,11 +20,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DistributedSampler, Subset
 
-from common.checkpoint import restore, save_checkpoint
+from common.checkpoint import StopSignal, refuse_other_start, restore, save_checkpoint
 from common.data import ImageSet, load_dataset, make_loader, prepare_dataset
 from common.models import build_model
-from common.options import UsageError, cut_batch, make_parser, reseed, usage_errors_exit
+from common.options import UsageError, cut_batch, make_parser, number, read_env, usage_errors_exit
 from common.record import Recorder, peak_memory_bytes
+from common.watchdog import Watchdog
+
+
+def parse_args() -> Namespace:
+    parser = make_parser("04_ddp_torchrun", __doc__)
+    add, count = parser.add_argument, number(int, 1)
+    add("--checkpoint-every-steps", type=count, metavar="N", help="besides each epoch's end")
+    add("--timeout-seconds", default=600, type=number(int, 6), metavar="N", help="of late ranks")
+    return parser.parse_args()
 
 
 def pick_device(wanted: str, local_rank: int) -> torch.device:
@@ -35,49 +47,50 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
 
 def read_launcher() -> tuple[int, int, int, int]:
     """Rank, local rank, world size and ranks on this machine, as torchrun or srun tells them."""
-    env = dict(os.environ)
-    if "RANK" not in env and "SLURM_STEP_NUM_TASKS" in env:  # srun without torchrun
-        env.update(RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"])
-        env.update(WORLD_SIZE=env["SLURM_STEP_NUM_TASKS"])
-        per_node = env["SLURM_STEP_TASKS_PER_NODE"]  # as "4(x2)", or "4,3"
-        env.update(LOCAL_WORLD_SIZE=per_node.split("(")[0].split(",")[0])
-    elif "RANK" not in env:
+    if "RANK" in os.environ:
+        names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
+    elif "SLURM_STEP_NUM_TASKS" in os.environ:  # srun without torchrun
+        names = ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"]
+        names += ["SLURM_STEP_TASKS_PER_NODE"]
+    else:
         return 0, 0, 1, 1  # started as `python train.py`: a world of one
-    needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    numbers = needed if env.get("WORLD_SIZE") == "1" else (*needed, "MASTER_PORT")
-    wrong = [name for name in numbers if not env.get(name, "").isdecimal()]
-    wrong += ["MASTER_ADDR"] if numbers != needed and not env.get("MASTER_ADDR") else []
-    if wrong:
-        raise UsageError(
-            f"{', '.join(wrong)} in the environment is missing or no number: start with torchrun, "
-            "or export it (MASTER_ADDR: the host of rank 0, MASTER_PORT: a free port there)"
-        )
-    rank, local_rank, world_size, local_world_size = (int(env[name]) for name in needed)
+    rank, local_rank, world_size, local_world_size = read_env(*names)
     if rank >= world_size:
         raise UsageError(f"RANK {rank} is not below WORLD_SIZE {world_size}: ranks count from 0")
+    if world_size > 1 and not 0 < (port := read_env("MASTER_PORT")[0]) < 2**16:
+        raise UsageError(f"MASTER_PORT {port}: expected a free port on rank 0's host, as 29500")
     return rank, local_rank, world_size, local_world_size
 
 
-def init_distributed(wanted: str) -> torch.device:
-    """Join the process group of all ranks; returns the device of this one."""
+def init_distributed(args: Namespace) -> tuple[torch.device, dist.Store]:
+    """Join the process group of all ranks; returns this rank's device, and where they met."""
     rank, local_rank, world_size, local_world_size = read_launcher()
-    device = pick_device(wanted, local_rank)
-    backend = "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        if local_world_size <= torch.cuda.device_count():
-            backend = "nccl"
-        elif rank == 0:
-            print(f"{local_world_size} ranks, {torch.cuda.device_count()} GPUs: gloo, not nccl")
-    store = dist.HashStore() if world_size == 1 else None  # None: meet at MASTER_ADDR:MASTER_PORT
+    device = pick_device(args.device, local_rank)
+    if local_world_size == world_size:  # one machine: gloo need not be open to the network
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    backend, wait = "gloo", timedelta(seconds=args.timeout_seconds)
+    store: dist.Store = dist.HashStore()
     try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-    except (dist.DistError, ValueError) as error:  # ValueError: a port beyond 65,535
+        if world_size > 1:  # meet at MASTER_ADDR:MASTER_PORT
+            store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=wait))
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            store.set(f"GPU {rank}", str(torch.cuda.get_device_properties(device).uuid))
+            gpus = {store.get(f"GPU {other}") for other in range(world_size)}
+            backend = "cpu:gloo,cuda:nccl" if len(gpus) == world_size else "gloo"
+            if rank == 0 and backend == "gloo":
+                print(f"{world_size} ranks, {len(gpus)} GPUs: gloo, not nccl")
+        wait -= timedelta(seconds=4)  # who has waited in vain needs time to find out for whom
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=wait
+        )
+    except (dist.DistError, ValueError) as error:  # ValueError: no MASTER_ADDR
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UsageError(
-            f"no meeting at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} ({error}): "
-            "is the port free and rank 0 alive? try another MASTER_PORT, or torchrun --standalone"
+            f"{world_size} ranks did not meet at {where} ({error}): is it rank 0's host, is the "
+            "port free and open, are all ranks there? try another MASTER_PORT or --standalone"
         ) from error
-    return device
+    return device, store
 
 
 @contextmanager
@@ -94,6 +107,35 @@ def together(device: torch.device) -> Iterator[None]:
     if first < world_size:
         dist.destroy_process_group()
         raise error if error and first == rank else SystemExit(2)
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether the flag is set on any rank: the same answer on all, so that all decide alike."""
+    votes = torch.tensor(int(flag))  # on the CPU, where gloo carries it: no GPU has to wait
+    dist.all_reduce(votes, dist.ReduceOp.MAX)  # every rank must reach this line
+    return bool(votes)
+
+
+def mean_of_ranks(losses: Tensor, recorder: Recorder) -> Tensor:
+    """The mean of all ranks' losses, (steps,); one that is no number ends all ranks here."""
+    parts = [torch.empty_like(losses) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, losses)  # every rank must reach this line
+    with together(losses.device):
+        recorder.refuse_nan(torch.stack(parts))  # (ranks, steps)
+    return torch.stack(parts).mean(dim=0)
+
+
+def wrap(model: nn.Module, image: Tensor) -> DistributedDataParallel:
+    """DDP: sends rank 0's weights to all ranks, then watches every parameter for its gradient.
+
+    After its first backward it lays out its buckets anew, in the order of the gradients. With three
+    ranks or more this changes how sums are rounded. One backward here, before the first step, and
+    all steps have the same buckets: of a run that goes on, and of one that was never stopped.
+    """
+    ddp = DistributedDataParallel(model, [image.device] if image.is_cuda else None)
+    ddp.eval()(image[None]).sum().backward()  # eval: leaves BatchNorm's statistics as they are
+    model.zero_grad()
+    return ddp
 
 
 def peak_memory_of_ranks(device: torch.device) -> list[int]:
@@ -118,9 +160,7 @@ def train_epoch(
         loss.backward()  # DDP averages the gradients meanwhile, bucket by bucket
         optimizer.step()
         losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at every step
-    mean = torch.stack(losses) / dist.get_world_size()
-    dist.all_reduce(mean)  # once an epoch; every rank must reach this line
-    return mean
+    return torch.stack(losses)
 
 
 @torch.no_grad()
@@ -144,14 +184,8 @@ def evaluate(
     return loss / samples, correct / samples
 
 
-def main() -> None:
-    args = make_parser("04_ddp_torchrun", __doc__).parse_args()
-    device = init_distributed(args.device)
+def train(args: Namespace, device: torch.device, watchdog: Watchdog) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-
-    with together(device):
-        if rank == 0:
-            prepare_dataset(args)  # one rank downloads, the others wait at the end of this block
     with together(device):
         local_batch = cut_batch(args.batch_size, world_size, "ranks")
         train_set, test_set = load_dataset(args)
@@ -160,8 +194,11 @@ def main() -> None:
         optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
         start = restore(args, model, optimizer)
         recorder = Recorder(args, device, world_size, local_batch, start, enabled=rank == 0)
-    # DDP sends rank 0's weights to all ranks, then watches every parameter for its gradient.
-    ddp = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+    step = torch.tensor(start["step"])
+    dist.broadcast(step, src=0)  # every rank must reach this line
+    with together(device):
+        refuse_other_start(start, int(step))  # --run-dir may be another disk on each machine
+    ddp = wrap(model, train_set[0][0].to(device))
     if args.evaluate:
         recorder.end_evaluation(*evaluate(model, test_set, local_batch, device))
         return
@@ -169,19 +206,33 @@ def main() -> None:
     if rank == 0:
         cut = f"{world_size} × {local_batch} (world size × local batch)"
         print(f"global batch {args.batch_size} = {cut}")
+    stop, watchdog.position = StopSignal(), recorder.position
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # False repeats some
     loader = make_loader(train_set, local_batch, sampler, args.workers)
-    for epoch in recorder.epochs():
+    for epoch in recorder.epochs():  # the same epoch again, if a checkpoint has cut it
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
-        reseed(args.seed, epoch, rank)  # the dropout masks: different on every rank
-        losses = train_epoch(ddp, recorder.watch(loader), optimizer, device)
-        recorder.end_epoch(epoch, losses, *evaluate(model, test_set, local_batch, device))
+        batches = recorder.watch(loader, rank, lambda: any_rank(stop.asked))  # one stops, all stop
+        losses = mean_of_ranks(train_epoch(ddp, batches, optimizer, device), recorder)
+        if recorder.inside_epoch():
+            recorder.write(epoch, losses)
+        else:
+            recorder.end_epoch(epoch, losses, *evaluate(model, test_set, local_batch, device))
         if rank == 0:  # one writer; no collective hides in here
             save_checkpoint(recorder, model, optimizer)
     recorder.finish(peak_memory_of_ranks(device))
 
 
+def main() -> None:
+    args = parse_args()
+    device, store = init_distributed(args)
+    with Watchdog(store.clone(), dist.get_rank(), dist.get_world_size(), __file__) as watchdog:
+        with together(device):
+            if dist.get_rank() == 0:
+                prepare_dataset(args)  # one rank downloads, the others wait at the block's end
+        train(args, device, watchdog)
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
     with usage_errors_exit():
         main()
-    dist.destroy_process_group()

@@ -1,7 +1,8 @@
 """The data sets. Small ones are one uint8 tensor each, fetched a whole batch at a time."""
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TypeAlias
 
@@ -9,11 +10,12 @@ import torch
 import torch.nn.functional as F
 import torchvision.transforms as T
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset, default_collate
 from torchvision.datasets import CIFAR10, MNIST, FashionMNIST, ImageFolder
 from torchvision.datasets.mnist import read_image_file, read_label_file
 
-from common.options import UsageError
+from common.options import UsageError, reseed
+from common.watchdog import end_with_parent
 
 DOWNLOADS = {"mnist": MNIST, "fashion-mnist": FashionMNIST, "cifar10": CIFAR10}
 IDX_FOLDERS = {"digits": "digits", "mnist": "MNIST/raw", "fashion-mnist": "FashionMNIST/raw"}
@@ -49,7 +51,33 @@ class Images(Dataset):
         return images.sub_(self.shift).mul_(self.scale), self.labels[index]
 
 
-ImageSet: TypeAlias = Images | ImageFolder  # both have `classes` and give (image, label)
+class Pictures(ImageFolder):
+    """Files in folders. How one is cropped depends on (seed, epoch, picture) alone.
+
+    So it does not matter which process loads it, nor what that process did before.
+    """
+
+    seed = epoch = 0
+
+    def __getitem__(self, index: int) -> tuple:
+        reseed(self.seed, self.epoch, index)
+        return super().__getitem__(index)
+
+
+ImageSet: TypeAlias = Images | Pictures  # both have `classes` and give (image, label)
+
+
+class Remaining(Sampler):
+    """The order of another sampler without its first `skip` samples."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler, self.skip = sampler, 0
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(self.sampler, self.skip, None)
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]  # of the whole epoch
 
 
 def prepare_dataset(args: Namespace) -> None:
@@ -100,12 +128,23 @@ def make_loader(
     return DataLoader(
         dataset,
         batch_size,
-        sampler=sampler,
+        sampler=None if sampler is None else Remaining(sampler),
         drop_last=sampler is not None,  # every training step sees exactly one global batch
         num_workers=workers,
+        worker_init_fn=end_with_parent,  # or a killed rank leaves its loaders behind
         collate_fn=_collate,
         pin_memory=torch.cuda.is_available(),
     )
+
+
+def start_epoch(loader: DataLoader, epoch: int, steps_done: int) -> Iterator:
+    """The batches of this epoch that are still to do; those done are not even loaded."""
+    loader.sampler.skip = steps_done * loader.batch_size  # type: ignore[attr-defined, operator]
+    dataset = loader.dataset
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    dataset.epoch = epoch  # type: ignore[attr-defined]
+    return iter(loader)
 
 
 def _collate(batch: list | tuple) -> object:
@@ -146,7 +185,7 @@ def _read_cifar10(data_dir: Path, train: bool) -> Images:
     )
 
 
-def _read_folder(args: Namespace, part: str) -> ImageFolder:
+def _read_folder(args: Namespace, part: str) -> Pictures:
     size = args.image_size
     views = {
         "train": [T.RandomResizedCrop(size), T.RandomHorizontalFlip()],
@@ -154,12 +193,14 @@ def _read_folder(args: Namespace, part: str) -> ImageFolder:
     }
     last = [T.ToTensor(), T.Normalize(*MEAN_AND_STD["imagefolder"])]
     try:
-        return ImageFolder(args.data_dir / part, T.Compose(views[part] + last))
+        pictures = Pictures(args.data_dir / part, T.Compose(views[part] + last))
     except OSError as error:
         raise UsageError(
             f"no pictures in {args.data_dir / part}: imagefolder expects train/CLASS/*.png and "
             "test/CLASS/*.png below --data-dir"
         ) from error
+    pictures.seed = args.seed
+    return pictures
 
 
 def _synthesise(args: Namespace, samples: int) -> Images:

@@ -2,7 +2,9 @@
 
 import argparse
 import math
+import os
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -103,6 +105,18 @@ def cut_batch(global_batch: int, parts: int, noun: str) -> int:
             f"a global batch of {global_batch} cannot be cut evenly over {parts} {noun}: try {hint}"
         )
     return global_batch // parts
+
+
+def read_env(*names: str) -> list[int]:
+    """Whole numbers that a launcher has put into the environment; of "4(x2)" or "4,3", the 4."""
+    found = [re.match(r"\d+", os.environ.get(name, "")) for name in names]
+    wrong = [name for name, match in zip(names, found, strict=True) if not match]
+    if wrong:
+        was = ", ".join(f"{name} is {os.environ.get(name, 'not set')}" for name in wrong)
+        raise UsageError(
+            f"in the environment, {was}: expected a whole number; start with torchrun, or export it"
+        )
+    return [int(match[0]) for match in found if match]
 
 
 def reseed(*key: int) -> None:

@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,9 +18,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from common.options import UsageError
+from common.data import start_epoch
+from common.options import UsageError, reseed
 
 WARM_UP_STEPS = 5  # left out of the medians: first allocations, algorithm choice, bucket layout
+
+
+def before(checkpoint: Path) -> Path:
+    """Where the checkpoint before this one is kept."""
+    return checkpoint.with_name(f"{checkpoint.stem}.before{checkpoint.suffix}")
 
 
 def hardware(device: torch.device) -> str:
@@ -65,10 +71,20 @@ class Recorder:
         self.args, self.device, self.enabled = args, device, enabled
         self.world_size, self.local_batch = world_size, local_batch
         self.position = {key: start[key] for key in ("epoch", "epoch_step", "step")}
+        self.stopped = False  # before its end, since somebody asked
         self.seconds: list[float] = []  # of every step
+        self.losses: list[float] = start.get("losses", [])  # of every step of the epoch
         self.kept: list[str] | None = None  # the lines of an earlier run that this one continues
         self.results: dict[str, float] = {}
+        self.batches: Iterator | None = None  # of an epoch that a checkpoint has cut
         self.checkpoint = args.run_dir / "checkpoint.pt"
+        self.goes_on = start.get("path") in (self.checkpoint, before(self.checkpoint))
+        self.notes: list[str] = start.get("notes", [])
+        if (ranks := start.get("ranks", world_size)) != world_size:
+            self.notes.append(
+                f"the checkpoint was written by {ranks} ranks, this run has {world_size}: each "
+                "sample is still seen once an epoch, rounding and dropout masks differ from now on"
+            )
         self.metrics = args.run_dir / "metrics.jsonl"
         if not enabled or args.evaluate:
             return
@@ -82,40 +98,80 @@ class Recorder:
             raise UsageError(f"{why}: name another folder") from error
 
     def epochs(self) -> Iterator[int]:
-        """The epochs still to do, counted from 0, until --epochs or --max-steps is reached."""
+        """The epochs still to do, counted from 0, until --epochs or --max-steps is reached.
+
+        An epoch that a checkpoint cuts comes again, until all its steps are done.
+        """
+        if self.enabled and not self.goes_on and self.checkpoint.exists():
+            # or --resume auto would take it for ours, if this run is killed before its first
+            self.checkpoint.replace(self.checkpoint.with_name("checkpoint.old.pt"))
+            before(self.checkpoint).unlink(missing_ok=True)
+        for note in self.notes if self.enabled else []:
+            print(note, flush=True)
         while self.position["epoch"] < self.args.epochs and not self._at_last_step():
             yield self.position["epoch"]
+            if self.stopped:
+                return
 
-    def watch(self, loader: DataLoader) -> Iterator:
-        """The batches of one epoch; the time from one to the next is the time of a step."""
+    def watch(
+        self, loader: DataLoader, stream: int = 0, stop: Callable[[], bool] = lambda: False
+    ) -> Iterator:
+        """The batches up to the end of the epoch, the next checkpoint, or the step that stop ends.
+
+        The time from one to the next is the time of a step. Random numbers begin anew for every
+        step, as a function of seed, epoch, step and stream: programs that train together have a
+        stream each, and draw their own dropout masks.
+        """
+        epoch, done = self.position["epoch"], self.position["epoch_step"]
+        self.batches = self.batches or start_epoch(loader, epoch, done)
+        quiet = None if self.enabled else True  # None: a bar on a terminal only
+        bar = tqdm(total=len(loader), initial=done, disable=quiet, leave=False, unit="step")
         ticks = [self._tick()]
-        for batch in tqdm(loader, disable=None if self.enabled else True, leave=False, unit="step"):
-            yield batch  # the training step runs while this line waits
-            ticks.append(self._tick())
+        for batch in self.batches:
+            reseed(self.args.seed, epoch, self.position["epoch_step"], stream)
             self.position["step"] += 1
             self.position["epoch_step"] += 1
-            if self._at_last_step():
+            yield batch  # the training step runs while this line waits
+            ticks.append(self._tick())
+            bar.update()
+            self.stopped = stop()
+            if self.stopped or self._at_last_step() or self._checkpoint_is_due():
                 break
+        bar.close()
         if self.position["epoch_step"] == len(loader):
-            self.position.update(epoch=self.position["epoch"] + 1, epoch_step=0)
+            self.position.update(epoch=epoch + 1, epoch_step=0)
+            self.batches = None
         self.seconds += _spans(ticks)
 
-    def end_epoch(self, epoch: int, losses: Tensor, test_loss: float, test_accuracy: float) -> None:
-        """Write a line a step, print a line an epoch. losses: (steps,), means of global batches."""
-        values = losses.tolist()  # once an epoch: it waits for the GPU
+    def inside_epoch(self) -> bool:
+        """Whether the last steps ended inside an epoch: too early to evaluate."""
+        return self.position["epoch_step"] > 0 and not self._at_last_step()
+
+    def refuse_nan(self, losses: Tensor) -> None:
+        """UsageError if a loss is no number. losses: (ranks, steps), the last ones of each rank."""
+        broken = (
+            (~losses.isfinite()).T.nonzero().tolist()
+        )  # pairs (step, rank), the first ones first
+        if broken:
+            index, rank = broken[0]
+            step = self.position["step"] - losses.shape[1] + 1 + index
+            raise UsageError(
+                f"the loss of rank {rank} is {losses[rank, index].item()} in step {step}: nothing "
+                "is saved from then on; try a lower --lr with --resume auto"
+            )
+
+    def write(self, epoch: int, losses: Tensor) -> None:
+        """Write a line a step. losses: (steps,), means of global batches."""
+        values = losses.tolist()  # now and then, not at every step: it waits for the GPU
         seconds = self.seconds[-len(values) :]
-        self.results = {
-            "train_loss": statistics.fmean(values),
-            "test_loss": test_loss,
-            "test_accuracy": test_accuracy,
-        }
+        first = self.position["step"] - len(values) + 1
+        self.losses += values
         if not self.enabled:
             return
-        same = {"lr": self.args.lr, "samples": self.args.batch_size}
         if self.kept is not None:
             self.metrics.write_text("".join(self.kept))
             self.kept = None
-        first = self.position["step"] - len(values) + 1
+        same = {"lr": self.args.lr, "samples": self.args.batch_size}
         with self.metrics.open("a") as file:
             for step, (loss, span) in enumerate(zip(values, seconds, strict=True), first):
                 line = {
@@ -126,12 +182,24 @@ class Recorder:
                     "seconds": round(span, 7),
                 }
                 file.write(json.dumps(line) + "\n")
-        print(
-            f"epoch {epoch + 1}/{self.args.epochs}  loss {self.results['train_loss']:.4f}"
-            f"  test loss {test_loss:.4f}  test accuracy {test_accuracy:.2%}"
-            f"  {self.args.batch_size / statistics.median(seconds):,.0f} samples/s",
-            flush=True,
-        )
+
+    def end_epoch(self, epoch: int, losses: Tensor, test_loss: float, test_accuracy: float) -> None:
+        """Write a line a step, print a line an epoch. losses: (steps,), means of global batches."""
+        self.write(epoch, losses)
+        self.results = {
+            "train_loss": statistics.fmean(self.losses),
+            "test_loss": test_loss,
+            "test_accuracy": test_accuracy,
+        }
+        seconds = statistics.median(self.seconds[-len(self.losses) :])
+        self.losses = []
+        if self.enabled:
+            print(
+                f"epoch {epoch + 1}/{self.args.epochs}  loss {self.results['train_loss']:.4f}"
+                f"  test loss {test_loss:.4f}  test accuracy {test_accuracy:.2%}"
+                f"  {self.args.batch_size / seconds:,.0f} samples/s",
+                flush=True,
+            )
 
     def end_evaluation(self, test_loss: float, test_accuracy: float) -> None:
         if self.enabled:
@@ -140,6 +208,9 @@ class Recorder:
     def finish(self, memory: list[int]) -> None:
         """Write the summary. memory: the peak of every GPU or process, in bytes."""
         if not self.enabled:
+            return
+        if self.stopped and self.position["epoch"] < self.args.epochs:
+            print(f"stopped after step {self.position['step']}, as asked: --resume auto goes on")
             return
         if not self.seconds:
             print(f"nothing to train: {self.position['epoch']} epochs are done; try more --epochs")
@@ -167,6 +238,10 @@ class Recorder:
         }
         (args.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         print(f"wrote metrics.jsonl, summary.json and checkpoint.pt to {args.run_dir}", flush=True)
+
+    def _checkpoint_is_due(self) -> bool:
+        every = getattr(self.args, "checkpoint_every_steps", None)
+        return every is not None and self.position["step"] % every == 0
 
     def _at_last_step(self) -> bool:
         return self.args.max_steps is not None and self.position["step"] >= self.args.max_steps

@@ -250,7 +250,8 @@ def _masks(rank: int, key: str, flags: tuple[str, ...]) -> list[bool]:
         stage.train(rank, stage.parse_args(), int(os.environ["MASTER_PORT"]))
     else:
         stage.main()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return kept[0].tolist()
 
 

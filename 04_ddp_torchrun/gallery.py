@@ -1,0 +1,150 @@
+"""The failure gallery: each entry really fails, on two ranks, and then runs again with its cure.
+
+    python 04_ddp_torchrun/gallery.py               lists the entries
+    python 04_ddp_torchrun/gallery.py rank-branch
+
+With TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL before the command, torch tells more about some.
+"""
+
+import os
+import re
+import signal
+import tempfile
+import textwrap
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from common.options import Parser, usage_errors_exit
+
+LIMIT = timedelta(seconds=2)  # after which a rank that waits gives up
+
+
+def join(rank: int, store: dist.Store) -> None:
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=LIMIT)
+
+
+def rank_branch(rank: int, cured: bool, store: dist.Store) -> str:
+    """a collective inside `if rank == 0` -> every rank calls it"""
+    join(rank, store)
+    if rank == 0 or cured:
+        dist.all_reduce(torch.zeros(3))  # as in evaluate: sums of loss, correct, samples
+    dist.broadcast(torch.zeros(8), src=0)  # as DDP does with the buffers in the next forward
+    return "goes on"
+
+
+def evaluate_wrapped(rank: int, cured: bool, store: dist.Store) -> str:
+    """rank 0 evaluates through the DDP wrapper, which broadcasts -> it takes the plain model"""
+    join(rank, store)
+    model = nn.BatchNorm1d(4)
+    ddp = DistributedDataParallel(model)
+    ddp(torch.ones(2, 4)).sum().backward()  # a training step
+    if rank == 0:
+        with torch.no_grad():
+            (model if cured else ddp).eval()(torch.ones(2, 4))
+    dist.barrier()  # the others wait until rank 0 has evaluated
+    return "goes on"
+
+
+def unused_parameter(rank: int, cured: bool, store: dist.Store) -> str:
+    """a parameter that forward does not use -> leave it out, or find_unused_parameters=True"""
+    join(rank, store)
+    model = nn.Linear(2, 2)
+    model.register_module("spare", nn.Linear(2, 2))  # Linear's forward knows nothing of it
+    ddp = DistributedDataParallel(model, find_unused_parameters=cured)
+    for _ in range(2):
+        ddp(torch.ones(1, 2)).sum().backward()
+    return "two steps"
+
+
+def two_writers(rank: int, cured: bool, store: dist.Store) -> str:
+    """each node has a local rank 0, and each saves -> only rank 0 of all does"""
+    join(rank, store)
+    local_rank = 0  # two nodes with one rank each
+    writer = (rank if cured else local_rank) == 0
+    if writer:
+        torch.save({"rank": rank}, "checkpoint.tmp")
+    dist.barrier()  # both have written: bad luck that comes sooner or later
+    if writer:
+        os.replace("checkpoint.tmp", "checkpoint.pt")
+    return "saved" if writer else "did not save"
+
+
+def module_prefix(rank: int, cured: bool, store: dist.Store) -> str:
+    """the names in the wrapper's state_dict begin with module. -> save the plain model's"""
+    join(rank, store)
+    model = nn.Linear(2, 2)
+    ddp = DistributedDataParallel(model)
+    nn.Linear(2, 2).load_state_dict((model if cured else ddp).state_dict())
+    return "loaded"
+
+
+def no_interface(rank: int, cured: bool, store: dist.Store) -> str:
+    """GLOO_SOCKET_IFNAME names no interface of this machine -> one that `ip -br addr` lists"""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if cured else "eth99"
+    join(rank, store)
+    return "joined"
+
+
+SHOWS = (rank_branch, evaluate_wrapped, unused_parameter, two_writers, module_prefix, no_interface)
+ENTRIES = {show.__name__.replace("_", "-"): show for show in SHOWS}
+
+
+def work(rank: int, port: int, name: str, cured: bool, debug: str, folder: str) -> None:
+    """What each process does. It stays to the end, or the other rank would notice."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what C++ logs
+    os.chdir(folder)
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = debug
+    dist.set_debug_level_from_env()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    try:
+        answer = ENTRIES[name](rank, cured, store)
+    except Exception as error:
+        text = re.sub(r"\[[^]]*\.cc:\d+\] ", "", str(error))  # gloo's file and line
+        answer = f"{type(error).__name__}: {' '.join(text.split())}"
+    store.set(f"answer {rank}", answer)
+    store.wait(["end"])  # it is killed here, or ends when the program does
+
+
+def try_entry(name: str, cured: bool, debug: str = "OFF") -> list[str]:
+    """What became of each of the two ranks."""
+    store = dist.TCPStore("127.0.0.1", port=0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        args = (store.port, name, cured, debug, folder)
+        ranks = mp.start_processes(work, args, 2, False, True, "forkserver").processes
+        while not all(store.check([f"answer {r}"]) or ranks[r].exitcode for r in range(2)):
+            time.sleep(0.02)
+        ends = [rank.exitcode for rank in ranks]
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    return [
+        f"ended by {signal.Signals(-end).name}" if end else store.get(f"answer {rank}").decode()
+        for rank, end in enumerate(ends)
+    ]
+
+
+def main() -> None:
+    parser = Parser(__doc__)
+    parser.add_argument("name", nargs="?", choices=list(ENTRIES), help="the entry to run")
+    name = parser.parse_args().name
+    told = {each: str(show.__doc__).split(" -> ") for each, show in ENTRIES.items()}
+    if name is None:
+        print(*(f"{each:<16}  {cause}" for each, (cause, _) in told.items()), sep="\n")
+        return
+    mp.get_context("forkserver").set_forkserver_preload(["torch"])
+    debug = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF")
+    for cured, title in enumerate(("cause", "cure")):
+        print(f"{title}: {told[name][cured]}")
+        for rank, answer in enumerate(try_entry(name, bool(cured), debug)):
+            print(textwrap.fill(f"  rank {rank}: {answer}", 100, subsequent_indent=" " * 10))
+
+
+if __name__ == "__main__":
+    with usage_errors_exit():
+        main()

@@ -1,0 +1,136 @@
+"""Ranks with unequal numbers of batches: the hang, and two cures.
+
+    torchrun --standalone --nproc-per-node=2 04_ddp_torchrun/uneven.py
+
+The last rank has one batch more than the others. In its backward it waits for gradients that no
+other rank will send. `Join` lets the ranks that are done take part with zeros; a sampler that
+deals the same number of samples to every rank needs no cure.
+"""
+
+import os
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.utils.data import DistributedSampler, TensorDataset
+
+from common.options import Parser, UsageError, number, usage_errors_exit
+
+BATCHES = 3  # of every rank but the last, which has one more
+SAMPLERS = {
+    "pad": "DistributedSampler: equal shards, 0 and 1 twice",
+    "drop_last": "DistributedSampler(drop_last=True), as train.py trains: 8 and 9 left out",
+    "range": "range(rank, 10, 4), as train.py evaluates: unequal; no collective inside the loop",
+}
+
+
+def batches_of(rank: int, world_size: int) -> list[Tensor]:
+    """Batches of one sample, (1, 2); those of rank r are r + 1, so that it shows who took part."""
+    samples = torch.full((BATCHES + (rank == world_size - 1), 1, 2), rank + 1.0)
+    return list(samples)
+
+
+def new_ddp(seconds: float) -> tuple[nn.Linear, DistributedDataParallel]:
+    """A model of one weight matrix, (1, 2), and its wrapper, in a process group of their own.
+
+    A group that has run into its time limit is broken: the next lesson needs another.
+    """
+    group = dist.new_group(timeout=timedelta(seconds=seconds))  # every rank must reach this line
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(model.weight)
+    return model, DistributedDataParallel(model, process_group=group)
+
+
+def train(model: nn.Linear, ddp: nn.Module, batches: Iterable[Tensor]) -> list[float]:
+    """One step for each batch; the mean gradient of every step that came to its end."""
+    optimizer = SGD(model.parameters(), lr=0.1)
+    gradients = []
+    for batch in batches:
+        optimizer.zero_grad()
+        ddp(batch).sum().backward()  # its gradient is the sample: rank + 1
+        assert model.weight.grad is not None
+        gradients.append(model.weight.grad.mean().item())
+        optimizer.step()
+    return gradients
+
+
+def hang(seconds: float) -> str:
+    """What becomes of a rank when the others have fewer batches."""
+    model, ddp = new_ddp(seconds)
+    batches = batches_of(dist.get_rank(), dist.get_world_size())
+    done: list[float] = []
+    try:
+        for batch in batches:
+            done += train(model, ddp, [batch])
+    except RuntimeError as error:
+        # "[gloo's file and line] Timed out waiting 2000ms for send operation to complete"
+        reason = str(error).rpartition("] ")[2].partition(" for ")[0]
+        return f"step {len(done) + 1} of {len(batches)}: {reason}"
+    return f"done after {len(done)} of {len(batches)} steps"
+
+
+def join(divide_by_initial_world_size: bool, seconds: float = 60) -> tuple[list[float], Tensor]:
+    """The gradients of this rank's steps, and the weights at the end, (1, 2)."""
+    model, ddp = new_ddp(seconds)
+    with Join([ddp], divide_by_initial_world_size=divide_by_initial_world_size):
+        gradients = train(model, ddp, batches_of(dist.get_rank(), dist.get_world_size()))
+    return gradients, model.weight.detach().clone()
+
+
+def dealt(samples: int, ranks: int, how: str) -> list[list[int]]:
+    """Which samples each rank gets, without shuffling."""
+    if how == "range":
+        return [list(range(rank, samples, ranks)) for rank in range(ranks)]
+    data = TensorDataset(torch.arange(samples))
+    kind = {"shuffle": False, "drop_last": how == "drop_last"}
+    return [list(DistributedSampler(data, ranks, rank, **kind)) for rank in range(ranks)]
+
+
+def tell(title: str, mine: object) -> None:
+    """Every rank's line, in the order of the ranks, on rank 0."""
+    mine_as_bytes = torch.zeros(200, dtype=torch.uint8)  # as numbers: nothing is unpickled
+    text = str(mine).encode()[:200]
+    mine_as_bytes[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    lines = [torch.empty_like(mine_as_bytes) for _ in range(dist.get_world_size())]
+    dist.all_gather(lines, mine_as_bytes)  # every rank must reach this line
+    if dist.get_rank() == 0:
+        print(f"\n{title}")
+        for rank, line in enumerate(lines):
+            print(f"  rank {rank}: {bytes(line.tolist()).rstrip(bytes(1)).decode()}")
+
+
+def main() -> None:
+    parser = Parser(__doc__)
+    text = "after which a rank that waits for the others gives up"
+    parser.add_argument("--seconds", default=2, type=number(float, 0.1), metavar="S", help=text)
+    seconds = parser.parse_args().seconds
+    if int(os.environ.get("WORLD_SIZE", 1)) < 2:
+        raise UsageError(
+            "one rank waits for nobody: start two, with "
+            "torchrun --standalone --nproc-per-node=2 04_ddp_torchrun/uneven.py"
+        )
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: no one else can connect
+    dist.init_process_group("gloo")
+    mine = hang(seconds)
+    tell(f"the last rank has one batch more; whoever waits gives up after {seconds:g} s", mine)
+    for divide in (True, False):
+        gradients, weights = join(divide)
+        steps = " ".join(f"{gradient:g}" for gradient in gradients)
+        mine = f"gradients {steps}; weights {weights.mean():.2f}"
+        tell(f"Join, divide_by_initial_world_size={divide}", mine)
+    if dist.get_rank() == 0:
+        for how, title in SAMPLERS.items():
+            print(f"\n10 samples on 4 ranks, {title}")
+            for rank, samples in enumerate(dealt(10, 4, how)):
+                print(f"  rank {rank}: {' '.join(map(str, samples))}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with usage_errors_exit():
+        main()
