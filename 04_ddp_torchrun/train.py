@@ -116,12 +116,12 @@ def any_rank(flag: bool) -> bool:
     return bool(votes)
 
 
-def mean_of_ranks(losses: Tensor, recorder: Recorder) -> Tensor:
-    """The mean of all ranks' losses, (steps,); one that is no number ends all ranks here."""
+def mean_of_ranks(losses: Tensor, model: nn.Module, recorder: Recorder) -> Tensor:
+    """The mean of all ranks' losses, (steps,); if a loss or weight is no number, all ranks end."""
     parts = [torch.empty_like(losses) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, losses)  # every rank must reach this line
     with together(losses.device):
-        recorder.refuse_nan(torch.stack(parts))  # (ranks, steps)
+        recorder.refuse_nan(torch.stack(parts), model)  # (ranks, steps)
     return torch.stack(parts).mean(dim=0)
 
 
@@ -212,7 +212,7 @@ def train(args: Namespace, device: torch.device, watchdog: Watchdog) -> None:
     for epoch in recorder.epochs():  # the same epoch again, if a checkpoint has cut it
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
         batches = recorder.watch(loader, rank, lambda: any_rank(stop.asked))  # one stops, all stop
-        losses = mean_of_ranks(train_epoch(ddp, batches, optimizer, device), recorder)
+        losses = mean_of_ranks(train_epoch(ddp, batches, optimizer, device), model, recorder)
         if recorder.inside_epoch():
             recorder.write(epoch, losses)
         else:

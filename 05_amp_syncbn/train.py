@@ -123,12 +123,12 @@ def any_rank(flag: bool) -> bool:
     return bool(votes)
 
 
-def mean_of_ranks(losses: Tensor, recorder: Recorder) -> Tensor:
-    """The mean of all ranks' losses, (steps,); one that is no number ends all ranks here."""
+def mean_of_ranks(losses: Tensor, model: nn.Module, recorder: Recorder) -> Tensor:
+    """The mean of all ranks' losses, (steps,); if a loss or weight is no number, all ranks end."""
     parts = [torch.empty_like(losses) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, losses)  # every rank must reach this line
     with together(losses.device):
-        recorder.refuse_nan(torch.stack(parts))  # (ranks, steps)
+        recorder.refuse_nan(torch.stack(parts), model)  # (ranks, steps)
     return torch.stack(parts).mean(dim=0)
 
 
@@ -237,7 +237,7 @@ def train(args: Namespace, device: torch.device, watchdog: Watchdog) -> None:
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
         batches = recorder.watch(loader, rank, lambda: any_rank(stop.asked))  # one stops, all stop
         losses = train_epoch(ddp, batches, optimizer, device, scaler, DTYPES[args.amp])
-        losses = mean_of_ranks(losses, recorder)
+        losses = mean_of_ranks(losses, model, recorder)
         if recorder.inside_epoch():
             recorder.write(epoch, losses)
         else:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torchvision
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -147,17 +147,24 @@ class Recorder:
         """Whether the last steps ended inside an epoch: too early to evaluate."""
         return self.position["epoch_step"] > 0 and not self._at_last_step()
 
-    def refuse_nan(self, losses: Tensor) -> None:
-        """UsageError if a loss is no number. losses: (ranks, steps), the last ones of each rank."""
+    def refuse_nan(self, losses: Tensor, model: nn.Module) -> None:
+        """UsageError if a loss or weight is no number. losses: (ranks, steps) since the last call.
+
+        The weights too: a gradient can overflow in a step whose loss was a number.
+        """
+        step, why = self.position["step"], ""
         broken = (
             (~losses.isfinite()).T.nonzero().tolist()
         )  # pairs (step, rank), the first ones first
         if broken:
             index, rank = broken[0]
-            step = self.position["step"] - losses.shape[1] + 1 + index
+            step += 1 + index - losses.shape[1]
+            why = f"the loss of rank {rank} is {losses[rank, index].item()} in step {step}"
+        elif not all(weight.isfinite().all() for weight in model.parameters()):
+            why = f"weights are no numbers any more after step {step}"
+        if why:
             raise UsageError(
-                f"the loss of rank {rank} is {losses[rank, index].item()} in step {step}: nothing "
-                "is saved from then on; try a lower --lr with --resume auto"
+                f"{why}: nothing is saved from then on; try a lower --lr with --resume auto"
             )
 
     def write(self, epoch: int, losses: Tensor) -> None:

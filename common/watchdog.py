@@ -57,6 +57,7 @@ class Watchdog:
         self.keys = [f"rank {other}" for other in range(world_size)]
         self.position = {"step": 0}
         self.main, self.beats, self.place, self.seen = threading.get_ident(), 0, "", "its start"
+        self.lost = False  # whether a collective of this rank has failed
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -72,6 +73,7 @@ class Watchdog:
                 self.place = self._place(trace.tb_lineno)
             trace = trace.tb_next
         if isinstance(error, RuntimeError) and ("gloo" in str(error) or "Dist" in repr(error)):
+            self.lost = True
             verdict = self._diagnose()  # another rank is the reason
         with suppress(RuntimeError):  # no store, no note
             if error and not verdict and getattr(error, "code", None) != 2:
@@ -105,7 +107,7 @@ class Watchdog:
             frame = frame.f_back
         self.seen = self.place or self._place(frame.f_lineno if frame else 0)
         self.beats += 1
-        note = [self.beats, self.seen, identity(os.getpid())]
+        note = [self.beats, self.seen, self.lost, identity(os.getpid())]
         self.store.set(self.keys[self.rank], json.dumps(note))
 
     def _place(self, line: int) -> str:
@@ -115,7 +117,7 @@ class Watchdog:
     def _notes(self) -> list[list]:
         known = [self.store.check([key]) for key in self.keys]
         return [
-            json.loads(self.store.get(key)) if there else [0, "its start", None]
+            json.loads(self.store.get(key)) if there else [0, "its start", False, None]
             for key, there in zip(self.keys, known, strict=True)
         ]
 
@@ -137,20 +139,22 @@ class Watchdog:
                 for rank, (now, then) in enumerate(zip(notes, earlier, strict=True))
                 if now[0] == then[0] and now[1] != FINISHED and rank != self.rank
             ]
-            # Where most ranks are, they wait for the others; of two ranks, this one waited.
-            counts = Counter(place for _, place, _ in notes)
+            counts = Counter(note[1] for note in notes)  # most wait where the others are missing
             waiting = max(counts, key=lambda place: (counts[place], place == self.place))
             astray = [rank for rank, note in enumerate(notes) if note[1] != waiting]
             if silent:
                 verdict = (
                     f"{self._list(silent, notes)}: killed, stopped, aborted, or its machine is gone"
                 )
-            elif astray:
-                verdict = self._list(astray, notes)
-            else:
+            elif not astray:
                 verdict = "all ranks have arrived: is the network open between their machines?"
+            elif all(notes[rank][2] for rank in astray):
+                wait = "; ".join(f"rank {r} at {note[1]}" for r, note in enumerate(notes[:4]))
+                verdict = f"the ranks wait in different collectives, {wait}"
+            else:
+                verdict = self._list(astray, notes)
             if self._first(verdict) == verdict:
-                for who in (notes[rank][2] for rank in silent):
+                for who in (notes[rank][3] for rank in silent):
                     if who and identity(int(who[2])) == who:
                         os.kill(int(who[2]), signal.SIGKILL)  # stopped, it would not hear SIGTERM
             return self._first(verdict)

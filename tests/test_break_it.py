@@ -9,6 +9,7 @@ import pytest
 import test_data_parallel
 import test_proof
 import test_reducers
+import test_resume
 import test_stages
 from support import FOLDERS, places_of
 
@@ -27,7 +28,7 @@ def test_every_stage_can_be_broken():
 
 @pytest.mark.parametrize(("key", "line", "file", "test"), CASES)
 def test_without_the_line_the_test_fails(key, line, file, test):
-    modules = (test_proof, test_stages, test_data_parallel, test_reducers)
+    modules = (test_proof, test_stages, test_data_parallel, test_reducers, test_resume)
     (claim,) = [getattr(module, test) for module in modules if hasattr(module, test)]
     assert test.startswith(f"test_{key}_"), "a test of another stage"
     # Here, not only where it is left out: there, a missing line would look like a failing test.

@@ -1,0 +1,191 @@
+"""One fault of each kind, in real runs: they end in time, say why, and go on to the bit.
+
+The campaign of hundreds is `make faults`; its harness is tests/faults.py.
+"""
+
+import json
+import random
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from faults import (
+    DAMAGES,
+    EVERY,
+    FLAGS,
+    KINDS,
+    Fault,
+    Outcome,
+    difference,
+    draw,
+    expected,
+    reference,
+    trial,
+)
+from support import ROOT, command, free_port
+from test_bad_input import launcher
+
+
+def survived(outcome: Outcome) -> None:
+    assert not outcome.hang, outcome
+    assert outcome.orphans == 0, outcome
+    assert not expected(outcome), (expected(outcome), outcome.output)
+    assert not outcome.wrong, outcome.wrong
+    # A checkpoint every 5 steps; where the last is damaged or could not be written, the one before.
+    assert outcome.lost_steps <= 2 * EVERY + 1, outcome
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("stop", "sleep")])
+def test_a_run_survives(kind):
+    """No process stays, the others name the rank, and the resumed run is that without a fault."""
+    survived(trial(replace(draw(kind, random.Random(kind)), step=12, key="04", workers=0)))
+
+
+@pytest.mark.parametrize(("kind", "workers", "ranks"), [("stop", 0, 3), ("sleep", 0, 2)])
+def test_a_rank_that_does_not_arrive_is_named_with_its_step_and_the_collective(
+    kind, workers, ranks
+):
+    """SIGSTOP, and a main thread that does something else: all end within --timeout-seconds."""
+    outcome = trial(Fault(kind, "05", ranks, ranks - 1, 12, workers))
+    survived(outcome)
+    lines = [line for line in outcome.output.splitlines() if line.startswith("error: ")]
+    waiting = r"error: rank 0 gives up at step 12, line \d+, `dist.all_reduce\(votes, .*\)`: "
+    missing = rf"rank {ranks - 1} did not arrive, last seen at step (\d+), line \d+, `"
+    found = re.match(waiting + missing, lines[0])
+    assert found, lines
+    assert kind == "stop" or found[1] == "12", "it is seen where it is stuck"
+    assert len(lines) == ranks - (kind == "stop"), "a stopped process says nothing"
+
+
+def skipped(step: int) -> tuple[list[int], list[str]]:
+    """Rank 1 leaves out the vote after this step: statuses, and the lines that tell of it."""
+    outcome = trial(Fault("skip", "04", 2, 1, step))
+    assert not outcome.hang
+    assert outcome.orphans == 0
+    assert not outcome.wrong, outcome.wrong
+    lines = [line for line in outcome.output.splitlines() if line.startswith("error: ")]
+    return outcome.statuses, lines
+
+
+def test_a_rank_that_skips_a_collective_is_seen_where_it_waits():
+    """At the end of an epoch, the next collective is another one: both wait, in vain."""
+    statuses, lines = skipped(step=12)
+    assert statuses == [1, 1]
+    assert len(lines) == 2
+    for line in lines:
+        assert "the ranks wait in different collectives" in line
+        assert re.search(r"rank 0 at step 12, line \d+, `dist.all_reduce\(votes", line)
+        assert re.search(r"rank 1 at step 12, line \d+, `dist.all_gather\(", line)
+
+
+def test_a_rank_that_skips_a_collective_can_make_gloo_abort_another():
+    """Within an epoch, its gradients meet the vote that the other waits for: unequal sizes."""
+    statuses, [line] = skipped(step=8)
+    assert statuses == [-6, 1]
+    assert "rank 1 gives up at step 9, " in line
+    assert "rank 0 did not arrive, last seen at step 8, " in line
+    assert "aborted" in line
+
+
+def test_a_rank_that_raises_is_named_with_its_error():
+    outcome = trial(Fault("raise", "04", 3, 1, 12))
+    survived(outcome)
+    lines = [line for line in outcome.output.splitlines() if " gives up at step 12, " in line]
+    assert len(lines) == 2, "one on each rank that waits"
+    assert all("rank 1 ended at step 12, " in line for line in lines)
+    assert all(line.endswith("with ValueError: a bug") for line in lines)
+
+
+def test_a_loss_that_is_no_number_ends_all_ranks_alike():
+    outcome = trial(Fault("nan", "05", 3, 2, 13))
+    survived(outcome)
+    assert outcome.statuses == [2, 2, 2]
+    assert outcome.output.count("error: ") == 1
+    assert "error: the loss of rank 2 is nan in step 14: " in outcome.output
+
+
+def test_weights_that_are_no_numbers_are_not_saved():
+    """Broken in the last step before a checkpoint, by no loss as yet."""
+    outcome = trial(Fault("nan", "04", 2, 0, EVERY))
+    survived(outcome)
+    assert "weights are no numbers any more after step 5" in outcome.output
+    assert outcome.lost_steps == EVERY, "the checkpoint of this step is not written"
+
+
+def test_sigterm_ends_all_ranks_after_the_same_step_with_a_checkpoint():
+    outcome = trial(Fault("term", "04", 3, 1, 12))
+    survived(outcome)
+    assert outcome.statuses == [0, 0, 0]
+    assert outcome.lost_steps == 0
+    assert outcome.seconds < 10, "SLURM and Kubernetes send SIGKILL half a minute later"
+    assert "stopped after step 12, as asked: --resume auto goes on" in outcome.output
+
+
+def test_the_checks_of_this_file_see_what_is_wrong():
+    """The control: a wrong end, a wrong resume, a wrong loss."""
+    good = reference("04", 2)
+    losses = good["losses of the run"]
+    assert difference(good, good, losses) == ""
+    assert difference(good, good, [*losses[:-1], 0.0]) == "losses"
+    other = reference("04", 3)
+    assert "momentum 0" in difference(other, good, other["losses of the run"])
+    assert expected(Outcome(Fault("term"), [0, 1]))
+    assert expected(Outcome(Fault("kill", rank=1), [0, -9]))
+    assert expected(Outcome(Fault("kill", rank=1), [1, -9], "nobody says a word"))
+    assert expected(Outcome(Fault("nan"), [2, 1], "error: the loss of rank 0"))
+
+
+def test_the_campaign_draws_every_place_and_repeats_itself():
+    faults = [draw(kind, random.Random(seed)) for kind in KINDS for seed in range(50)]
+    assert {fault.key for fault in faults} == {"04", "05"}
+    assert {fault.ranks for fault in faults} == {2, 3}
+    assert {fault.workers for fault in faults} == {0, 1}
+    assert len({fault.step for fault in faults}) > 15
+    assert faults[7] == draw(faults[7].kind, random.Random(7))
+    assert set(DAMAGES) < set(KINDS)
+
+
+def test_torchrun_restarts_and_the_job_heals_by_itself(tmp_path):
+    """The real one: a rank is killed in its first life, the second goes on from the checkpoint."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, runpy, signal, sys, torch\n"
+        "if os.environ['RANK'] == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    step, done = torch.optim.SGD.step, []\n"
+        "    def die(self):\n"
+        "        done.append(1)\n"
+        "        return os.kill(os.getpid(), signal.SIGKILL) if len(done) == 12 else step(self)\n"
+        "    torch.optim.SGD.step = die\n"
+        f"runpy.run_path({str(ROOT / '04_ddp_torchrun' / 'train.py')!r}, run_name='__main__')\n"
+    )
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    run_dir = tmp_path / "run"
+    flags = (*FLAGS, f"--data-dir={ROOT / 'data'}", f"--run-dir={run_dir}", "--resume=auto")
+    done = subprocess.run(
+        [sys.executable, *launch, "--max-restarts=1", str(script), *flags],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 did not arrive" in done.stderr
+    ours = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    metrics = (run_dir / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in metrics]
+    assert difference(ours, reference("04", 2), losses) == ""
+
+
+@pytest.mark.parametrize(("rank", "what"), [("1", "nobody listens"), ("0", "nobody comes")])
+def test_a_rendezvous_without_an_answer_ends_in_time(rank, what):
+    env = launcher(free_port()) | {"RANK": rank}
+    began = time.monotonic()
+    [(status, output)] = command("04_ddp_torchrun/train.py", "--timeout-seconds=6", env=env)
+    assert status == 2, (what, output)
+    [line] = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert f"2 ranks did not meet at 127.0.0.1:{env['MASTER_PORT']}" in line
+    assert all(word in line for word in ("rank 0's host", "port free and open", "all ranks there"))
+    assert time.monotonic() - began < 30, "far below the 600 s that are the default"
