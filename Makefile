@@ -5,7 +5,7 @@ VENV ?= .venv
 RUN := $(VENV)/bin/python
 STAGES := $(wildcard 0*_*)
 
-.PHONY: tour test lint bench lessons readme clean
+.PHONY: tour test lint bench faults lessons readme clean
 
 tour: $(VENV)/ready  ## run the five stages in order and compare them; FLAGS="--ranks 3" changes it
 	$(RUN) tour.py $(FLAGS)
@@ -18,11 +18,16 @@ lint: $(VENV)/ready
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy common/*.py tour.py
 	for folder in $(STAGES) benchmarks; do $(RUN) -m mypy $$folder/*.py || exit 1; done
+	$(VENV)/bin/shellcheck .ci/run $(wildcard 0*/launch/*.sh 0*/launch/*.sbatch)
 
 bench: $(VENV)/ready  ## measure anew what results/ holds, on a quiet machine; then: make readme
 	$(RUN) benchmarks/replica_memory.py
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/data_parallel.py
 	$(RUN) benchmarks/reducers.py
+	$(RUN) benchmarks/links.py  # as root: it makes network namespaces
+
+faults: $(VENV)/ready  ## inject 308 faults into real runs, half an hour: results/faults.json
+	$(RUN) tests/faults.py --faults 308
 
 lessons: $(VENV)/ready  ## write every lesson.diff anew
 	$(RUN) tests/lessons.py

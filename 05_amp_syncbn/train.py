@@ -73,13 +73,18 @@ def init_distributed(args: Namespace) -> tuple[torch.device, dist.Store]:
     """Join the process group of all ranks; returns this rank's device, and where they met."""
     rank, local_rank, world_size, local_world_size = read_launcher()
     device = pick_device(args.device, local_rank)
-    if local_world_size == world_size:  # one machine: gloo need not be open to the network
+    one_machine = local_world_size == world_size
+    if one_machine:  # gloo need not be open to the network
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     backend, wait = "gloo", timedelta(seconds=args.timeout_seconds)
     store: dist.Store = dist.HashStore()
     try:
         if world_size > 1:  # meet at MASTER_ADDR:MASTER_PORT
             store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=wait))
+            # torchrun keeps the store when it restarts the ranks (pytorch issue 135712): leave out
+            # what the dead wrote. Agents of several machines count restarts each for themselves.
+            restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_machine else "0"
+            store = dist.PrefixStore(restart, store)
         if device.type == "cuda":
             torch.cuda.set_device(device)
             store.set(f"GPU {rank}", str(torch.cuda.get_device_properties(device).uuid))

@@ -61,12 +61,28 @@ def reducers() -> str:
     return tabulate(rows, ("", *models), "github", disable_numparse=True)
 
 
+def links() -> str:
+    """Stage 04: a step across each link, as a multiple of computing only; what a node sends."""
+    results = load("04_links")
+    rows = [
+        (
+            variant,
+            "" if variant == "A/A" else f"{results['sent_bytes_a_step'][variant] / 1e6:.1f}",
+            *(ratio(found["variants"][variant]) for found in results["rates"].values()),
+        )
+        for variant in results["rates"]["no limit"]["variants"]
+    ]
+    return tabulate(rows, ("", "MB sent", *results["rates"]), "github", disable_numparse=True)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "origin of 02_data_parallel": lambda: origin("02_data_parallel"),
     "step_parts": step_parts,
     "interpreter_lock": interpreter_lock,
     "origin of 03_reducers": lambda: origin("03_reducers"),
     "reducers": reducers,
+    "origin of 04_links": lambda: origin("04_links"),
+    "links": links,
 }
 
 

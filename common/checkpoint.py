@@ -125,16 +125,20 @@ def restore(args: Namespace, model: nn.Module, optimizer: torch.optim.Optimizer)
         content = None if path is None else read_checkpoint(Path(path))
     if content is None:
         return {"epoch": 0, "epoch_step": 0, "step": 0}
-    saved = content["options"]
-    same = ["model", "dataset"]
+    saved, path, same = content["options"], content["path"], ["model", "dataset"]
     if content["epoch_step"] and not args.evaluate:  # the rest of an epoch needs its very order
-        same += ["batch_size", "seed", "world_size"]
+        same += ["batch_size", "seed"]
+        if saved.get("world_size") != getattr(args, "world_size", None):  # a flag of 03's shards
+            raise UsageError(
+                f"{path} was written inside an epoch by {saved['stage']}, which deals the samples "
+                "in another order than this call: go on as there, and end the epoch first"
+            )
     for flag in same:
-        if saved.get(flag) != getattr(args, flag, None):
+        if saved.get(flag) != getattr(args, flag):
             name = f"--{flag.replace('_', '-')}"
             raise UsageError(
-                f"{content['path']} has {name} {saved.get(flag)}, this call {name} "
-                f"{getattr(args, flag, None)}: use one"
+                f"{path} has {name} {saved.get(flag)}, this call {name} {getattr(args, flag)}: "
+                "use one"
             )
     try:
         model.load_state_dict(content["model"])
@@ -142,8 +146,7 @@ def restore(args: Namespace, model: nn.Module, optimizer: torch.optim.Optimizer)
             optimizer.load_state_dict(content["optimizer"])
     except (RuntimeError, ValueError, KeyError) as error:
         raise UsageError(
-            f"{content['path']} does not fit --model {args.model} on this data: same --classes, "
-            "--image-size?"
+            f"{path} does not fit --model {args.model} on this data: same --classes, --image-size?"
         ) from error
     for group in optimizer.param_groups:
         group.update(lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-READMES = [ROOT / "README.md", *sorted(ROOT.glob("0?_*/README.md"))]
+READMES = [ROOT / "README.md", *sorted(ROOT.glob("0?_*/**/*.md"))]
 FENCE = re.compile(
     r"(?:<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.M | re.S
 )

@@ -273,6 +273,22 @@ def test_wrong_flags_of_stage_03_are_refused(flags, words, tmp_path):
     assert not run_dir.exists()
 
 
+STAGE_04 = [
+    (("--checkpoint-every-steps=0",), ("--checkpoint-every-steps", "'0'", "from 1 up")),
+    (("--timeout-seconds=5",), ("--timeout-seconds", "'5'", "from 6 up")),
+]
+
+
+@pytest.mark.parametrize("key", ["04", "05"])
+@pytest.mark.parametrize(("flags", "words"), STAGE_04, ids=lambda value: value[0])
+def test_wrong_flags_of_stages_04_and_05_are_refused(key, flags, words, tmp_path):
+    run_dir = tmp_path / "run"
+    [(status, output)] = command(SCRIPTS[key], f"--run-dir={run_dir}", *flags)
+    assert status == 2
+    refused(output, *words)
+    assert not run_dir.exists()
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

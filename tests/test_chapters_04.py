@@ -255,10 +255,10 @@ def test_a_checkpoint_remembers_the_gpu_of_rank_0_unless_it_is_loaded_to_the_cpu
     assert {tensor.device.type for tensor in loaded.values()} == {"cpu"}
 
 
-def test_the_readme_shows_what_the_gallery_prints():
+def test_the_page_shows_what_the_gallery_prints():
     """The first column of the table: words of a real answer."""
-    readme = (ROOT / "04_ddp_torchrun" / "README.md").read_text()
-    rows = re.findall(r"^\| [^|]*?`([^`]+)`[^|]*\|.*gallery\.py ([\w-]+)`", readme, re.M)
+    page = (ROOT / "04_ddp_torchrun" / "GALLERY.md").read_text()
+    rows = re.findall(r"^\| [^|]*?`([^`]+)`[^|]*\|.*gallery\.py ([\w-]+)`", page, re.M)
     assert [name for _, name in rows] == list(SYMPTOMS)
     for shown, name in rows:
         assert shown in SYMPTOMS[name]

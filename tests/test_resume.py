@@ -159,6 +159,14 @@ def test_the_rest_of_an_epoch_needs_its_order(flags, words, tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == before, "nothing is lost"
 
 
+@pytest.mark.parametrize("now", [("03", 3), ("04", 2)], ids=["three-ranks", "stage-04"])
+def test_the_shards_of_03_are_those_of_its_world_size(now, tmp_path):
+    part = train("03", 2, "--max-steps=3")
+    with pytest.raises(AssertionError, match="another order than this call: go on as there"):
+        train(*now, "--resume=auto", folder=part.folder)
+    assert train("03", 2, "--epochs=1", "--resume=auto", folder=part.folder).summary["steps"] == 12
+
+
 def test_ranks_that_would_start_from_different_steps_are_refused(tmp_path):
     """--run-dir on a disk of each machine: only one of them has the checkpoint."""
     for rank in "01":
