@@ -1,11 +1,17 @@
 """However the ranks are started, they do the same: torchrun, srun's variables, or no launcher."""
 
 import json
+import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
-from support import ROOT, Run, command, free_port, torchrun, train_once
+import torch.distributed as dist
+from support import ROOT, Run, command, free_port, load_stage, run_ranks, torchrun, train_once
 
 SHORT = ("--model=net-bn", "--epochs=1", "--batch-size=60")
 
@@ -90,3 +96,30 @@ def test_srun_with_one_task_needs_no_address(tmp_path):
     flags = (*SHORT, "--device=cpu", "--max-steps=1", f"--run-dir={tmp_path}")
     [(status, output)] = command("04_ddp_torchrun/train.py", *flags, env=env)
     assert status == 0, output
+
+
+def _backend(rank: int, gpus: int) -> tuple[str, str]:
+    """The backend that stage 04 asks for, and what it prints, where GPUs are only pretended."""
+    stage = load_stage("04")
+    gpu = SimpleNamespace(uuid=f"GPU-{rank % gpus}")
+    asked = []
+    sys.argv = ["train.py"]
+    with (
+        patch.object(stage, "pick_device", lambda *_: torch.device("cuda", rank % gpus)),
+        patch.object(torch.cuda, "set_device"),
+        patch.object(torch.cuda, "get_device_properties", lambda _: gpu),
+        patch.object(dist, "init_process_group", lambda backend, **_: asked.append(backend)),
+        redirect_stdout(StringIO()) as output,
+    ):
+        stage.init_distributed(stage.parse_args())
+    return asked[0], output.getvalue()
+
+
+@pytest.mark.parametrize(("ranks", "gpus"), [(2, 2), (3, 2)])
+def test_nccl_is_for_ranks_that_have_a_gpu_each_and_gloo_carries_what_is_on_the_cpu(ranks, gpus):
+    """Told apart by their UUIDs: srun may show each rank one GPU only, and they all call it 0."""
+    answers = run_ranks(ranks, _backend, gpus)
+    backend = "cpu:gloo,cuda:nccl" if ranks <= gpus else "gloo"
+    assert [chosen for chosen, _ in answers] == [backend] * ranks
+    said = "" if ranks <= gpus else "3 ranks, 2 GPUs: gloo, not nccl\n"
+    assert [printed for _, printed in answers] == [said] + [""] * (ranks - 1)
