@@ -75,6 +75,25 @@ def links() -> str:
     return tabulate(rows, ("", "MB sent", *results["rates"]), "github", disable_numparse=True)
 
 
+def faults() -> str:
+    """Stage 04: what was injected, what went wrong, and how long it took to go on."""
+    rows = [
+        (
+            row["what"],
+            row["faults"],
+            row["wrong_resumes"] + row["wrong_ends"],
+            row["hangs"],
+            row["orphans"],
+            f"{row['end_seconds_median']:.1f}",
+            f"{row['recovery_seconds_median']:.1f} ({row['recovery_seconds_p95']:.1f})",
+            f"{row['lost_steps_median']:.0f} ({row['lost_steps_max']})",
+        )
+        for row in load("faults")["kinds"].values()
+    ]
+    heads = ("fault", "n", "wrong", "hangs", "orphans", "s to the end", "s to go on", "steps lost")
+    return tabulate(rows, heads, "github", disable_numparse=True)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "origin of 02_data_parallel": lambda: origin("02_data_parallel"),
     "step_parts": step_parts,
@@ -83,6 +102,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "reducers": reducers,
     "origin of 04_links": lambda: origin("04_links"),
     "links": links,
+    "origin of faults": lambda: origin("faults"),
+    "faults": faults,
 }
 
 

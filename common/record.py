@@ -199,7 +199,8 @@ class Recorder:
             "test_accuracy": test_accuracy,
         }
         seconds = statistics.median(self.seconds[-len(self.losses) :])
-        self.losses = []
+        if self.position["epoch_step"] == 0:  # else --max-steps has cut it: the next run goes on
+            self.losses = []
         if self.enabled:
             print(
                 f"epoch {epoch + 1}/{self.args.epochs}  loss {self.results['train_loss']:.4f}"

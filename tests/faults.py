@@ -42,10 +42,23 @@ TIMEOUT_SECONDS = 8  # --timeout-seconds of the ranks
 HANG_SECONDS = 40  # an end later than this is a hang
 FLAGS = ("--device=cpu", f"--epochs={EPOCHS}", f"--batch-size={BATCH}", "--model=net")
 FLAGS += (f"--checkpoint-every-steps={EVERY}", f"--timeout-seconds={TIMEOUT_SECONDS}")
-NAMED = ("stop", "sleep", "raise", "exit", "os-exit")  # a rank that is awaited in vain
-KINDS = (*NAMED, "kill", "kill-any-time", "kill-all", "term", "nan", "kill-in-save", "disk-full")
-DAMAGES = ("bit-flip", "truncation")  # of the last checkpoint, after all ranks were killed
-KINDS += DAMAGES
+KINDS = {
+    "stop": "SIGSTOP of a rank",
+    "sleep": "a rank that does something else for ever",
+    "raise": "an exception in a rank",
+    "exit": "sys.exit(0) too early",
+    "os-exit": "os._exit(0) too early",
+    "kill": "SIGKILL of a rank, in a step",
+    "kill-any-time": "SIGKILL of a rank, at any time",
+    "kill-all": "SIGKILL of all ranks, at any time",
+    "term": "SIGTERM to one rank",
+    "nan": "the weights of a rank become NaN",
+    "kill-in-save": "SIGKILL while the checkpoint is written, at a random byte",
+    "disk-full": "no room for the checkpoint (a limit on the size of files)",
+    "bit-flip": "SIGKILL of all, and a bit of the last checkpoint flips",
+    "truncation": "SIGKILL of all, and the last checkpoint is cut off",
+}
+DAMAGES = ("bit-flip", "truncation")
 
 
 @dataclass(frozen=True)
@@ -342,6 +355,7 @@ def summarize(outcomes: list[Outcome]) -> dict:
         some = [each for each in outcomes if kind in (each.fault.kind, "all")]
         again = sorted(each.recovery_seconds for each in some if each.recovery_seconds)
         rows[kind] = {
+            "what": KINDS.get(kind, "all"),
             "faults": len(some),
             "wrong_resumes": sum(bool(each.wrong) for each in some),
             "wrong_ends": sum(bool(expected(each)) for each in some),
@@ -366,7 +380,7 @@ def main() -> None:
     args = parser.parse_args()
     chance, outcomes = random.Random(args.seed), []
     for i in range(args.faults):
-        outcomes.append(trial(draw(KINDS[i % len(KINDS)], chance)))
+        outcomes.append(trial(draw(list(KINDS)[i % len(KINDS)], chance)))
         last = outcomes[-1]
         bad = last.wrong or expected(last) or last.hang or last.orphans
         print(f"{i + 1}/{args.faults}  {last.fault.kind}  {'BAD' if bad else 'good'}", flush=True)
