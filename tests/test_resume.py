@@ -1,6 +1,7 @@
 """A run that was stopped anywhere goes on as if it had not been; checkpoints are never torn."""
 
 import random
+import re
 import sys
 from contextlib import redirect_stdout
 from io import StringIO
@@ -29,6 +30,11 @@ def stopped_and_resumed(key, ranks, *flags, stop=7, folder=None, **more) -> tupl
     return whole, train(key, ranks, *flags, "--resume=auto", folder=part.folder, **more)
 
 
+def printed(run: Run) -> list[str]:
+    """Its line of every epoch, without the speed."""
+    return re.findall(r"epoch .*%", run.output)
+
+
 @pytest.mark.parametrize(("key", "ranks"), STAGES)
 def test_resuming_inside_an_epoch_equals_not_having_stopped(key, ranks, without=()):
     """To the bit, with dropout: weights, momenta, the loss of every step and of every epoch."""
@@ -36,7 +42,7 @@ def test_resuming_inside_an_epoch_equals_not_having_stopped(key, ranks, without=
     flags = ("--model=net" if key != "02" else "--model=net-bn", "--epochs=2")
     whole, resumed = stopped_and_resumed(key, ranks, *flags, **FP32, without=without)
     assert same_run(whole, resumed)
-    assert whole.summary["train_loss"] == resumed.summary["train_loss"]
+    assert printed(whole) == printed(resumed)
 
 
 def test_04_resumes_to_the_bit_inside_an_epoch(without=()):
