@@ -129,11 +129,11 @@ def any_rank(flag: bool) -> bool:
 
 
 def mean_of_ranks(losses: Tensor, model: nn.Module, recorder: Recorder) -> Tensor:
-    """The mean of all ranks' losses, (steps,); if a loss or weight is no number, all ranks end."""
+    """The mean of all ranks' losses, (steps,); a loss or weight that is nan or inf ends all."""
     parts = [torch.empty_like(losses) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, losses)  # every rank must reach this line
     with together(losses.device):
-        recorder.refuse_nan(torch.stack(parts), model)  # (ranks, steps)
+        recorder.refuse_nan(torch.stack(parts), model, dist.get_rank())  # (ranks, steps)
     return torch.stack(parts).mean(dim=0)
 
 

@@ -78,7 +78,8 @@ class Recorder:
         self.results: dict[str, float] = {}
         self.batches: Iterator | None = None  # of an epoch that a checkpoint has cut
         self.checkpoint = args.run_dir / "checkpoint.pt"
-        self.goes_on = start.get("path") in (self.checkpoint, before(self.checkpoint))
+        own = [path.resolve() for path in (self.checkpoint, before(self.checkpoint))]
+        self.goes_on = "path" in start and start["path"].resolve() in own
         self.notes: list[str] = start.get("notes", [])
         if (ranks := start.get("ranks", world_size)) != world_size:
             self.notes.append(
@@ -92,7 +93,8 @@ class Recorder:
             args.run_dir.mkdir(parents=True, exist_ok=True)
             self.metrics.touch()  # what an earlier run left there stays until the first epoch ends
             old = self.metrics.read_text(errors="replace").splitlines(keepends=True)
-            self.kept = old[: start["step"]]  # what came after the checkpoint is done again
+            # What came after the checkpoint is done again; lines of another run are not ours.
+            self.kept = old[: start["step"]] if self.goes_on else []
         except OSError as error:
             why = f"cannot write to --run-dir {args.run_dir} ({error.strerror})"
             raise UsageError(f"{why}: name another folder") from error
@@ -102,10 +104,10 @@ class Recorder:
 
         An epoch that a checkpoint cuts comes again, until all its steps are done.
         """
-        if self.enabled and not self.goes_on and self.checkpoint.exists():
-            # or --resume auto would take it for ours, if this run is killed before its first
-            self.checkpoint.replace(self.checkpoint.with_name("checkpoint.old.pt"))
-            before(self.checkpoint).unlink(missing_ok=True)
+        for path in (self.checkpoint, before(self.checkpoint)):
+            # An old run's: --resume auto would take it for ours if we are killed before our first.
+            if self.enabled and not self.goes_on and path.exists():
+                path.replace(path.with_suffix(".old.pt"))
         for note in self.notes if self.enabled else []:
             print(note, flush=True)
         while self.position["epoch"] < self.args.epochs and not self._at_last_step():
@@ -147,21 +149,21 @@ class Recorder:
         """Whether the last steps ended inside an epoch: too early to evaluate."""
         return self.position["epoch_step"] > 0 and not self._at_last_step()
 
-    def refuse_nan(self, losses: Tensor, model: nn.Module) -> None:
-        """UsageError if a loss or weight is no number. losses: (ranks, steps) since the last call.
+    def refuse_nan(self, losses: Tensor, model: nn.Module, rank: int) -> None:
+        """UsageError if a loss, weight or buffer is nan or inf. losses: (ranks, steps), the last.
 
-        The weights too: a gradient can overflow in a step whose loss was a number.
+        Weights too: a gradient can overflow in a step whose loss was finite.
         """
         step, why = self.position["step"], ""
         broken = (
             (~losses.isfinite()).T.nonzero().tolist()
         )  # pairs (step, rank), the first ones first
         if broken:
-            index, rank = broken[0]
+            index, first = broken[0]
             step += 1 + index - losses.shape[1]
-            why = f"the loss of rank {rank} is {losses[rank, index].item()} in step {step}"
-        elif not all(weight.isfinite().all() for weight in model.parameters()):
-            why = f"weights are no numbers any more after step {step}"
+            why = f"the loss of rank {first} is {losses[first, index].item()} in step {step}"
+        elif not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
+            why = f"weights of rank {rank} are nan or inf after step {step}"
         if why:
             raise UsageError(
                 f"{why}: nothing is saved from then on; try a lower --lr with --resume auto"
@@ -217,11 +219,13 @@ class Recorder:
         """Write the summary. memory: the peak of every GPU or process, in bytes."""
         if not self.enabled:
             return
-        if self.stopped and self.position["epoch"] < self.args.epochs:
+        done = self.position["epoch"] == self.args.epochs or self._at_last_step()
+        if self.stopped and not done:
             print(f"stopped after step {self.position['step']}, as asked: --resume auto goes on")
             return
         if not self.seconds:
-            print(f"nothing to train: {self.position['epoch']} epochs are done; try more --epochs")
+            flag = "--max-steps" if self._at_last_step() else "--epochs"
+            print(f"nothing to train: step {self.position['step']} is done; try more {flag}")
             return
         args, on_gpu = self.args, self.device.type == "cuda"
         steps = sorted(self.seconds[WARM_UP_STEPS:] or self.seconds)

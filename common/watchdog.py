@@ -20,9 +20,9 @@ from typing import Any
 
 BEAT_SECONDS = 0.25
 GRACE_SECONDS = 1.5  # for the main thread to end by itself once another rank has ended
-STORE_SECONDS = 30.0  # without an answer of the store, the run is lost
+STORE_SECONDS = 60.0  # without an answer of the store, a run is lost
+LOST_SECONDS = 3.0  # the same, once a collective has failed
 FINISHED = "the end of its work"
-NO_STORE = "no answer from the store: the launcher or rank 0, which keeps it, is gone"
 
 
 def identity(pid: int) -> list[str] | None:
@@ -35,7 +35,11 @@ def identity(pid: int) -> list[str] | None:
 
 
 def end_with_parent(*_: object) -> None:
-    """From now on, this process ends when the one that started it does, however that ends."""
+    """From now on, this process ends when the one that started it does, and no sooner.
+
+    SIGTERM is often sent to all processes of a job: without its loaders, a rank could not finish.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if parent := multiprocessing.parent_process():
 
         def wait() -> None:
@@ -60,10 +64,16 @@ class Watchdog:
         self.lost = False  # whether a collective of this rank has failed
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True)
+        self.answered = time.monotonic()  # when the store last did
+        keeper = (
+            "torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+        )
+        self.no_store = f"no answer from the store, which {keeper} keeps: killed, stopped, or gone"
 
     def __enter__(self) -> "Watchdog":
         self._beat()
         self.thread.start()
+        threading.Thread(target=self._guard, daemon=True).start()
         return self
 
     def __exit__(self, _: object, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -81,25 +91,28 @@ class Watchdog:
                 self._first(f"rank {self.rank} ended at {self.place} with {why}")
             self._beat()
         self.over.set()
-        self.thread.join()
+        self.thread.join(LOST_SECONDS)  # for ever, if it waits for a store that is stopped
         if verdict:
             self._tell(verdict)
             raise SystemExit(1) from None
 
     def _watch(self) -> None:
         """Note again and again where the main thread is; end it if another rank has ended."""
-        well = answered = time.monotonic()
+        well = self.answered
         while not self.over.wait(BEAT_SECONDS):
-            try:
+            with suppress(RuntimeError):  # of a store that is gone: _guard sees it
                 self._beat()
-                answered = time.monotonic()
                 if not self.store.check(["verdict"]):
-                    well = answered
-                elif answered > well + GRACE_SECONDS:
+                    well = time.monotonic()
+                elif time.monotonic() > well + GRACE_SECONDS:
                     self._end(self.store.get("verdict").decode())
-            except RuntimeError:
-                if time.monotonic() > answered + STORE_SECONDS:
-                    self._end(NO_STORE)
+                self.answered = time.monotonic()
+
+    def _guard(self) -> None:
+        """End a rank that gets no answer: with a store that is stopped, its other threads block."""
+        while not self.over.wait(BEAT_SECONDS):
+            if time.monotonic() > self.answered + (LOST_SECONDS if self.lost else STORE_SECONDS):
+                self._end(self.no_store)
 
     def _beat(self) -> None:
         frame: FrameType | None = sys._current_frames()[self.main]
@@ -159,7 +172,7 @@ class Watchdog:
                         os.kill(int(who[2]), signal.SIGKILL)  # stopped, it would not hear SIGTERM
             return self._first(verdict)
         except RuntimeError:
-            return NO_STORE
+            return self.no_store
 
     def _list(self, ranks: list[int], notes: list[list]) -> str:
         shown = [f"rank {r} did not arrive, last seen at {notes[r][1]}" for r in ranks[:4]]

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from support import FOLDERS, ROOT, context
+from support import FOLDERS, ROOT, context, free_port
 from tqdm import tqdm
 
 from common.checkpoint import read_latest
@@ -38,13 +38,15 @@ sys.path.append(str(ROOT / "benchmarks"))
 from timing import provenance, save
 
 EPOCHS, BATCH, STEPS, EVERY = 2, 120, 24, 5  # 1,500 training samples of digits
-TIMEOUT_SECONDS = 8  # --timeout-seconds of the ranks
+TIMEOUT_SECONDS = 12  # --timeout-seconds of the ranks
 HANG_SECONDS = 40  # an end later than this is a hang
 FLAGS = ("--device=cpu", f"--epochs={EPOCHS}", f"--batch-size={BATCH}", "--model=net")
 FLAGS += (f"--checkpoint-every-steps={EVERY}", f"--timeout-seconds={TIMEOUT_SECONDS}")
 KINDS = {
     "stop": "SIGSTOP of a rank",
     "sleep": "a rank that does something else for ever",
+    "stop-keeper": "SIGSTOP of rank 0, which keeps the store",
+    "kill-keeper": "SIGKILL of rank 0, which keeps the store",
     "raise": "an exception in a rank",
     "exit": "sys.exit(0) too early",
     "os-exit": "os._exit(0) too early",
@@ -52,12 +54,14 @@ KINDS = {
     "kill-any-time": "SIGKILL of a rank, at any time",
     "kill-all": "SIGKILL of all ranks, at any time",
     "term": "SIGTERM to one rank",
+    "term-all": "SIGTERM to all ranks and their loaders, at any time",
     "nan": "the weights of a rank become NaN",
     "kill-in-save": "SIGKILL while the checkpoint is written, at a random byte",
     "disk-full": "no room for the checkpoint (a limit on the size of files)",
     "bit-flip": "SIGKILL of all, and a bit of the last checkpoint flips",
     "truncation": "SIGKILL of all, and the last checkpoint is cut off",
 }
+KEEPER = ("stop-keeper", "kill-keeper")
 DAMAGES = ("bit-flip", "truncation")
 
 
@@ -95,11 +99,11 @@ def _inject(fault: Fault, rank: int, folder: Path) -> None:
     def strike(parameter: torch.Tensor) -> None:
         (folder / "fault").write_text(str(time.time()))
         match fault.kind:
-            case "kill":
+            case "kill" | "kill-keeper":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "term":
                 os.kill(os.getpid(), signal.SIGTERM)
-            case "stop":
+            case "stop" | "stop-keeper":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "sleep":
                 time.sleep(1000)
@@ -165,7 +169,6 @@ def _rank(rank: int, fault: Fault | None, key: str, flags: tuple, env: dict, fol
     except BaseException:
         traceback.print_exc()
         code = 1
-    multiprocessing.process._cleanup()  # type: ignore[attr-defined]
     for child in multiprocessing.active_children():
         child.terminate()  # as the end of an interpreter does, which os._exit leaves out
     sys.stdout.flush()
@@ -210,24 +213,32 @@ def run(
     """Statuses, output, whether it hung, orphans, and the notes of the ranks."""
     folder = Path(tempfile.mkdtemp(prefix="fault-"))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = []
+    processes, port = [], str(free_port())
     for rank in range(ranks):
         env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
         env |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
         env |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        if fault and fault.kind in KEEPER:  # without torchrun, rank 0 keeps the store
+            env |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
         args = (rank, fault, key, flags, env, folder)
         processes.append(context.Process(target=_rank, args=args))
         processes[-1].start()
     try:
-        if fault and fault.kind in ("kill-any-time", "kill-all", *DAMAGES):
+        if fault and fault.kind in ("kill-any-time", "kill-all", "term-all", *DAMAGES):
             while steps_of(folder, fault.rank) < fault.step and processes[0].is_alive():
                 time.sleep(0.002)
             time.sleep(0.02 * fault.place)  # a step takes 5 to 20 ms
             (folder / "fault").write_text(str(time.time()))
-            alone = fault.kind == "kill-any-time"
-            for process in [processes[fault.rank]] if alone else processes:
-                process.kill()
+            struck = [processes[fault.rank]] if fault.kind == "kill-any-time" else processes
+            for process in struck:
+                how = signal.SIGTERM if fault.kind == "term-all" else signal.SIGKILL
+                os.killpg(process.pid or 0, how) if how == signal.SIGTERM else process.kill()
         deadline = time.monotonic() + HANG_SECONDS
+        if (
+            fault and fault.kind == "stop-keeper"
+        ):  # the others cannot tell its PID: a launcher ends it
+            processes[1].join(HANG_SECONDS)
+            processes[0].kill()
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
         hang = any(process.is_alive() for process in processes)
@@ -324,7 +335,7 @@ def trial(fault: Fault) -> Outcome:
 def draw(kind: str, chance: random.Random) -> Fault:
     """A fault of this kind, random in all else."""
     ranks = chance.choice((2, 2, 2, 3))
-    rank = 0 if kind in ("kill-in-save", "disk-full") else chance.randrange(ranks)
+    rank = 0 if kind in ("kill-in-save", "disk-full", *KEEPER) else chance.randrange(ranks)
     workers = chance.choice((0, 0, 0, 1))
     key, step = chance.choice(("04", "05")), chance.randrange(1, STEPS - 1)
     return Fault(kind, key, ranks, rank, step, workers, chance.random())
@@ -334,10 +345,10 @@ def expected(outcome: Outcome) -> str:
     """What is wrong with how the run with the fault has ended; nothing if all is as it must be."""
     fault, statuses = outcome.fault, outcome.statuses
     others = [code for rank, code in enumerate(statuses) if rank != fault.rank]
-    if fault.kind == "term":
+    if fault.kind in ("term", "term-all"):
         return "" if statuses == [0] * fault.ranks else f"statuses {statuses}, expected 0"
     if fault.kind == "nan":
-        told = re.search("error: (the loss of rank|weights are)", outcome.output) is not None
+        told = re.search("error: (the loss|weights) of rank", outcome.output) is not None
         return "" if told and set(statuses) == {2} else f"statuses {statuses}, told: {told}"
     if fault.kind in ("kill-all", *DAMAGES):
         return ""

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from faults import (
     DAMAGES,
     EVERY,
@@ -29,6 +30,8 @@ from faults import (
 from support import ROOT, command, free_port
 from test_bad_input import launcher
 
+from common.watchdog import Watchdog, identity
+
 
 def survived(outcome: Outcome) -> None:
     assert not outcome.hang, outcome
@@ -39,10 +42,14 @@ def survived(outcome: Outcome) -> None:
     assert outcome.lost_steps <= 2 * EVERY + 1, outcome
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("stop", "sleep")])
+ALONE = ("stop", "sleep", "stop-keeper", "raise", "term", "nan")  # have a test of their own below
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ALONE])
 def test_a_run_survives(kind):
     """No process stays, the others name the rank, and the resumed run is that without a fault."""
-    survived(trial(replace(draw(kind, random.Random(kind)), step=12, key="04", workers=0)))
+    workers = int(kind in ("kill", "term-all"))  # with loaders, which must end with their rank
+    survived(trial(replace(draw(kind, random.Random(kind)), step=11, key="04", workers=workers)))
 
 
 @pytest.mark.parametrize(("kind", "workers", "ranks"), [("stop", 0, 3), ("sleep", 0, 2)])
@@ -59,6 +66,15 @@ def test_a_rank_that_does_not_arrive_is_named_with_its_step_and_the_collective(
     assert found, lines
     assert kind == "stop" or found[1] == "12", "it is seen where it is stuck"
     assert len(lines) == ranks - (kind == "stop"), "a stopped process says nothing"
+
+
+def test_a_stopped_rank_0_is_named_though_it_keeps_the_store():
+    """Nobody can read the notes then: the others' threads block, but for the one that counts."""
+    outcome = trial(Fault("stop-keeper", "04", 3, 0, 12))
+    survived(outcome)
+    lines = [line for line in outcome.output.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 2, "one on each rank that waits"
+    assert all("no answer from the store, which rank 0 keeps" in line for line in lines)
 
 
 def skipped(step: int) -> tuple[list[int], list[str]]:
@@ -112,7 +128,7 @@ def test_weights_that_are_no_numbers_are_not_saved():
     """Broken in the last step before a checkpoint, by no loss as yet."""
     outcome = trial(Fault("nan", "04", 2, 0, EVERY))
     survived(outcome)
-    assert "weights are no numbers any more after step 5" in outcome.output
+    assert "weights of rank 0 are nan or inf after step 5" in outcome.output
     assert outcome.lost_steps == EVERY, "the checkpoint of this step is not written"
 
 
@@ -147,6 +163,27 @@ def test_the_campaign_draws_every_place_and_repeats_itself():
     assert len({fault.step for fault in faults}) > 15
     assert faults[7] == draw(faults[7].kind, random.Random(7))
     assert set(DAMAGES) < set(KINDS)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_only_the_very_process_that_wrote_a_note_is_ended(same):
+    """A PID is used again: the process that has it now may be anybody's."""
+    store = dist.HashStore()
+    dog = Watchdog(store, 0, 2, __file__)
+    dog.lost, dog.place = True, "here"
+    with subprocess.Popen(["sleep", "60"]) as process:
+        who = identity(process.pid)
+        assert who
+        note = [7, "there", False, who if same else [*who[:-1], "0"]]
+        store.set("rank 1", json.dumps(note))
+        verdict = dog._diagnose()
+        alive = process.poll() is None
+        time.sleep(0.2)
+        alive = process.poll() is None
+        process.kill()
+    assert verdict.startswith("rank 1 did not arrive, last seen at there: killed, stopped,")
+    assert alive != same
+    assert dog._first("mine") == verdict, "whoever comes later says the same"
 
 
 def test_torchrun_restarts_and_the_job_heals_by_itself(tmp_path):

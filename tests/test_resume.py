@@ -1,5 +1,6 @@
 """A run that was stopped anywhere goes on as if it had not been; checkpoints are never torn."""
 
+import json
 import random
 import re
 import sys
@@ -221,6 +222,8 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(damage, two):
     assert "going on from" in output
     assert "checkpoint.before.pt, at step 2" in output
     assert read_checkpoint(path)["step"] == 5
+    lines = (two / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5]
 
 
 def test_every_single_bit_counts(two):
@@ -259,6 +262,33 @@ def test_a_new_run_does_not_go_on_from_the_checkpoint_of_an_old_one(two):
     assert statuses == [-9]
     assert read_latest(two / "checkpoint.pt") is None
     assert read_checkpoint(two / "checkpoint.old.pt")["step"] == 4
+
+
+def test_an_old_checkpoint_alone_is_moved_as_well(two):
+    """A kill between two renames leaves the one before, and no last one."""
+    (two / "checkpoint.pt").unlink()
+    flags = ("--device=cpu", f"--data-dir={ROOT / 'data'}", f"--run-dir={two}")
+    statuses, *_ = run_with("04", 1, flags, Fault("kill", ranks=1, step=1))
+    assert statuses == [-9]
+    assert read_latest(two / "checkpoint.pt") is None
+
+
+def test_a_path_in_another_spelling_is_the_same_checkpoint(two):
+    flags = ("--device=cpu", "--max-steps=5", f"--run-dir={two}")
+    other = f"--resume={two / '..' / two.name / 'checkpoint.pt'}"
+    [(status, output)] = command("04_ddp_torchrun/train.py", *flags, other)
+    assert status == 0, output
+    assert not (two / "checkpoint.old.pt").exists()
+    assert read_checkpoint(two / "checkpoint.before.pt")["step"] == 4
+
+
+def test_metrics_of_another_run_are_not_taken_for_ones_own(two, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("other")
+    flags = ("04_ddp_torchrun/train.py", "--device=cpu", "--max-steps=6", f"--run-dir={folder}")
+    assert command(*flags, "--seed=7")[0][0] == 0
+    assert command(*flags, f"--resume={two / 'checkpoint.pt'}")[0][0] == 0
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [5, 6]
 
 
 def test_checkpoints_inside_an_epoch_change_nothing_but_the_disk():

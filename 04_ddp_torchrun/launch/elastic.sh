@@ -30,6 +30,6 @@ agent=$!
 
 # A job that must go gets SIGTERM first. torchrun answers it with status 1, its ranks with a
 # checkpoint and status 0: hand it to the ranks. Before there are any, torchrun itself has to go.
-trap 'pkill -TERM -P "$agent" || kill -TERM "$agent"' TERM INT
+trap 'pkill -TERM -P "$agent" || kill -TERM "$agent"' TERM
 while kill -0 "$agent" 2> /dev/null; do wait "$agent" || true; done
 wait "$agent" # its status is ours
