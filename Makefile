@@ -26,8 +26,8 @@ bench: $(VENV)/ready  ## measure anew what results/ holds, on a quiet machine; t
 	$(RUN) benchmarks/reducers.py
 	$(RUN) benchmarks/links.py  # as root: it makes network namespaces
 
-faults: $(VENV)/ready  ## inject 308 faults into real runs, half an hour: results/faults.json
-	$(RUN) tests/faults.py --faults 308
+faults: $(VENV)/ready  ## inject 306 faults into real runs, half an hour: results/faults.json
+	$(RUN) tests/faults.py --faults 306
 
 lessons: $(VENV)/ready  ## write every lesson.diff anew
 	$(RUN) tests/lessons.py

@@ -82,9 +82,10 @@ class Watchdog:
             if trace.tb_frame.f_code.co_filename == self.page:
                 self.place = self._place(trace.tb_lineno)
             trace = trace.tb_next
-        if isinstance(error, RuntimeError) and ("gloo" in str(error) or "Dist" in repr(error)):
+        name = type(error).__name__
+        if isinstance(error, RuntimeError) and ("gloo" in str(error) or name.startswith("Dist")):
             self.lost = True
-            verdict = self._diagnose()  # another rank is the reason
+            verdict = self._diagnose(error)  # another rank is the reason
         with suppress(RuntimeError):  # no store, no note
             if error and not verdict and getattr(error, "code", None) != 2:
                 why = " ".join(f"{type(error).__name__}: {error}".split())
@@ -138,7 +139,7 @@ class Watchdog:
         """The verdict of the first rank that has one: it ends, and later ones would blame it."""
         return self.store.compare_set("verdict", "", verdict).decode()
 
-    def _diagnose(self) -> str:
+    def _diagnose(self, error: RuntimeError) -> str:
         """Why a collective failed; the same answer on all ranks."""
         try:
             if self.store.check(["verdict"]):
@@ -160,7 +161,8 @@ class Watchdog:
                     f"{self._list(silent, notes)}: killed, stopped, aborted, or its machine is gone"
                 )
             elif not astray:
-                verdict = "all ranks have arrived: is the network open between their machines?"
+                why = " ".join(str(error).split())
+                verdict = f"all have arrived, but {why}: is the network open between the machines?"
             elif all(notes[rank][2] for rank in astray):
                 wait = "; ".join(f"rank {r} at {note[1]}" for r, note in enumerate(notes[:4]))
                 verdict = f"the ranks wait in different collectives, {wait}"

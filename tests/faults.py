@@ -23,6 +23,7 @@ import time
 import traceback
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import torch
@@ -252,7 +253,8 @@ def run(
     statuses = [process.exitcode or 0 for process in processes]
     output = "".join((folder / f"out.{rank}").read_text() for rank in range(ranks))
     names = [*(f"step.{rank}" for rank in range(ranks)), "fault", "first"]
-    notes = {n: float((folder / n).read_text()) for n in names if (folder / n).exists()}
+    texts = {name: (folder / name).read_text() for name in names if (folder / name).exists()}
+    notes = {name: float(text) for name, text in texts.items() if text}  # killed while it wrote
     shutil.rmtree(folder)
     return statuses, output, hang, len(orphans), notes
 
@@ -386,20 +388,22 @@ def main() -> None:
     natural = number(int, 1)
     parser.add_argument("--faults", default=300, type=natural, metavar="N", help="of all kinds")
     parser.add_argument("--seed", default=1, type=natural, metavar="N", help="of the faults")
+    parser.add_argument("--jobs", default=2, type=natural, metavar="N", help="trials at a time")
     out = ROOT / "results" / "faults.json"
     parser.add_argument("--out", default=out, type=Path, metavar="PATH", help="for the results")
     args = parser.parse_args()
-    chance, outcomes = random.Random(args.seed), []
-    for i in range(args.faults):
-        outcomes.append(trial(draw(list(KINDS)[i % len(KINDS)], chance)))
-        last = outcomes[-1]
+    chance, kinds = random.Random(args.seed), list(KINDS)
+    faults = [draw(kinds[i % len(kinds)], chance) for i in range(args.faults)]
+    outcomes: list[Outcome] = []
+    for i, last in enumerate(ThreadPool(args.jobs).imap(trial, faults)):
+        outcomes.append(last)
         bad = last.wrong or expected(last) or last.hang or last.orphans
         print(f"{i + 1}/{args.faults}  {last.fault.kind}  {'BAD' if bad else 'good'}", flush=True)
         if bad:
             print(asdict(last), flush=True)
     rows = summarize(outcomes)
     settings = {"steps": STEPS, "checkpoint_every_steps": EVERY, "timeout_seconds": TIMEOUT_SECONDS}
-    where = provenance(faults=args.faults, seed=args.seed, **settings)
+    where = provenance(faults=args.faults, seed=args.seed, jobs=args.jobs, **settings)
     save(args.out, {"provenance": where, "kinds": rows})
     print(json.dumps(rows["all"], indent=2))
     sys.exit(any(rows["all"][key] for key in ("wrong_resumes", "wrong_ends", "hangs", "orphans")))

@@ -176,7 +176,7 @@ def test_only_the_very_process_that_wrote_a_note_is_ended(same):
         assert who
         note = [7, "there", False, who if same else [*who[:-1], "0"]]
         store.set("rank 1", json.dumps(note))
-        verdict = dog._diagnose()
+        verdict = dog._diagnose(RuntimeError("gloo"))
         alive = process.poll() is None
         time.sleep(0.2)
         alive = process.poll() is None
@@ -184,6 +184,17 @@ def test_only_the_very_process_that_wrote_a_note_is_ended(same):
     assert verdict.startswith("rank 1 did not arrive, last seen at there: killed, stopped,")
     assert alive != same
     assert dog._first("mine") == verdict, "whoever comes later says the same"
+
+
+def test_an_error_of_its_own_is_not_taken_for_a_missing_rank():
+    """Even one that speaks of DistributedDataParallel: it keeps its traceback."""
+    store = dist.HashStore()
+    match = "in DistributedDataParallel"
+    with pytest.raises(RuntimeError, match=match), Watchdog(store, 0, 1, __file__):
+        raise RuntimeError("a parameter was not used in DistributedDataParallel")
+    assert b"with RuntimeError: a parameter was not used" in store.get("verdict")
+    with pytest.raises(SystemExit), Watchdog(dist.HashStore(), 0, 1, __file__):
+        raise RuntimeError("gloo: Connection closed by peer")  # the control: this is one
 
 
 def test_torchrun_restarts_and_the_job_heals_by_itself(tmp_path):
