@@ -1,6 +1,6 @@
 """Injects faults into real runs of stages 04 and 05, and checks how they end and go on.
 
-    python tests/faults.py --faults 300    # make faults: the campaign behind results/faults.json
+    python tests/faults.py --faults 306    # make faults: the campaign behind results/faults.json
 
 Each trial trains with one fault, looks at what is left (no process, no torn checkpoint), resumes
 with --resume auto, and compares the last checkpoint, to the bit, with that of a run without faults.
@@ -21,9 +21,9 @@ import tempfile
 import threading
 import time
 import traceback
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import torch
@@ -386,7 +386,8 @@ def summarize(outcomes: list[Outcome]) -> dict:
 def main() -> None:
     parser = Parser(__doc__)
     natural = number(int, 1)
-    parser.add_argument("--faults", default=300, type=natural, metavar="N", help="of all kinds")
+    least = number(int, len(KINDS))
+    parser.add_argument("--faults", default=306, type=least, metavar="N", help="of all kinds")
     parser.add_argument("--seed", default=1, type=natural, metavar="N", help="of the faults")
     parser.add_argument("--jobs", default=2, type=natural, metavar="N", help="trials at a time")
     out = ROOT / "results" / "faults.json"
@@ -395,7 +396,9 @@ def main() -> None:
     chance, kinds = random.Random(args.seed), list(KINDS)
     faults = [draw(kinds[i % len(kinds)], chance) for i in range(args.faults)]
     outcomes: list[Outcome] = []
-    for i, last in enumerate(ThreadPool(args.jobs).imap(trial, faults)):
+    # Processes, not threads: multiprocessing reads the status of all its children in each of them.
+    pool = ProcessPoolExecutor(args.jobs, mp_context=context)
+    for i, last in enumerate(pool.map(trial, faults)):
         outcomes.append(last)
         bad = last.wrong or expected(last) or last.hang or last.orphans
         print(f"{i + 1}/{args.faults}  {last.fault.kind}  {'BAD' if bad else 'good'}", flush=True)
