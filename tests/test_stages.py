@@ -241,7 +241,9 @@ def _masks(rank: int, key: str, flags: tuple[str, ...]) -> list[bool]:
 
     def build_and_watch(*args):
         model = build(*args)
-        model.dropout.register_forward_hook(lambda _, __, out: kept.append(out[0] != 0))
+        model.dropout.register_forward_hook(
+            lambda module, _, out: kept.append(out[0] != 0) if module.training else None
+        )
         return model
 
     stage.build_model = build_and_watch
