@@ -68,7 +68,7 @@ def main() -> None:
     prepare_dataset(args)
     train_set, test_set = load_dataset(args)
     torch.manual_seed(args.seed)
-    model = build_model(args.model, train_set).to(device)
+    model = build_model(args.model, train_set, args.batch_size).to(device)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     start = restore(args, model, optimizer)
     recorder = Recorder(args, device, world_size=1, local_batch=args.batch_size, start=start)

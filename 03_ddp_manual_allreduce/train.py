@@ -150,7 +150,7 @@ def train(rank: int, args: Namespace, port: int) -> None:
         local_batch = cut_batch(args.batch_size, args.world_size, "ranks")
         train_set, test_set = load_dataset(args)
         torch.manual_seed(args.seed)
-        model = build_model(args.model, train_set).to(device)
+        model = build_model(args.model, train_set, local_batch).to(device)
         optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
         start = restore(args, model, optimizer)
         recorder = Recorder(args, device, args.world_size, local_batch, start, enabled=rank == 0)

@@ -1,23 +1,27 @@
-"""Stage 05: DDP in mixed precision, and BatchNorm over the global batch instead of the local one.
+"""Stage 05: DDP as fast as the machine and as exact as one process: mixed precision, SyncBatchNorm.
 
 Run it from the root of the repository:
 
     torchrun --standalone --nproc-per-node=2 05_amp_syncbn/train.py --model net-bn --amp bf16
 """
 
+import math
 import os
 import sys
 from argparse import BooleanOptionalAction, Namespace
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DistributedSampler, Subset
 
 from common.checkpoint import StopSignal, refuse_other_start, restore, save_checkpoint
@@ -27,9 +31,11 @@ from common.options import UsageError, cut_batch, make_parser, number, read_env,
 from common.record import Recorder, peak_memory_bytes
 from common.watchdog import Watchdog
 
+from machine import refuse_format, refuse_no_compiler
 from sync_batchnorm import convert
 
 DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+HOOKS = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
 
 
 def parse_args() -> Namespace:
@@ -37,9 +43,19 @@ def parse_args() -> Namespace:
     add, count = parser.add_argument, number(int, 1)
     add("--checkpoint-every-steps", type=count, metavar="N", help="besides each epoch's end")
     add("--timeout-seconds", default=600, type=number(int, 6), metavar="N", help="of late ranks")
-    add("--amp", default="off", choices=tuple(DTYPES), help="dtype of forward and backward")
+    real, norm = number(float, 0, 1e38), number(float, 1e-30, 1e38)
     switch = BooleanOptionalAction  # type=bool would take "False" for True
+    add("--amp", default="off", choices=tuple(DTYPES), help="dtype of forward and backward")
     add("--sync-bn", default=True, action=switch, help="BatchNorm over the global batch")
+    add("--accumulate", default=1, type=count, metavar="K", help="micro-batches of a step")
+    add("--clip-norm", type=norm, metavar="F", help="largest norm of all gradients together")
+    add("--lr-rule", default="none", choices=("none", "linear", "sqrt"), help="of larger batches")
+    add("--base-batch-size", default=120, type=count, metavar="N", help="that --lr was tuned for")
+    add("--warmup-epochs", default=0.0, type=real, metavar="F", help="from 0 up to the full rate")
+    add("--lr-decay", default="none", choices=("none", "step", "cosine"), help="after the warm-up")
+    add("--channels-last", default=False, action=switch, help="of a pixel, all channels together")
+    add("--compile", default=False, action=switch, help="torch.compile; needs a C++ compiler")
+    add("--comm-hook", default="none", choices=("none", *HOOKS), help="dtype of the all-reduce")
     return parser.parse_args()
 
 
@@ -137,16 +153,22 @@ def mean_of_ranks(losses: Tensor, model: nn.Module, recorder: Recorder) -> Tenso
     return torch.stack(parts).mean(dim=0)
 
 
-def wrap(model: nn.Module, image: Tensor) -> DistributedDataParallel:
+def wrap(model: nn.Module, image: Tensor, args: Namespace) -> DistributedDataParallel:
     """DDP: sends rank 0's weights to all ranks, then watches every parameter for its gradient.
 
     After its first backward it lays out its buckets anew, in the order of the gradients. With three
     ranks or more this changes how sums are rounded. One backward here, before the first step, and
     all steps have the same buckets: of a run that goes on, and of one that was never stopped.
     """
-    ddp = DistributedDataParallel(model, [image.device] if image.is_cuda else None)
+    ids = [image.device] if image.is_cuda else None
+    # Gradients live in the buckets: no second copy of them, and no copying there and back.
+    ddp = DistributedDataParallel(model, ids, gradient_as_bucket_view=True)
     ddp.eval()(image[None]).sum().backward()  # eval: leaves BatchNorm's statistics as they are
     model.zero_grad()
+    if args.comm_hook != "none":
+        ddp.register_comm_hook(None, HOOKS[args.comm_hook])
+    if args.compile:
+        ddp.compile()  # in place: `model` stays as it is, and no name gains an `_orig_mod.` prefix
     return ddp
 
 
@@ -165,27 +187,64 @@ def synchronize_batch_norm(model: nn.Module, device: torch.device) -> nn.Module:
     return convert(model)  # torch's refuses CPU tensors
 
 
-def train_epoch(
+def lr_factor(args: Namespace, steps_an_epoch: int, step: int) -> float:
+    """What multiplies --lr in a step, counted from 0: rule of the batch, warm-up, decay."""
+    growth = args.batch_size / args.base_batch_size
+    factor = {"none": 1.0, "linear": growth, "sqrt": growth**0.5}[args.lr_rule]
+    warm_up, end = args.warmup_epochs * steps_an_epoch, args.epochs * steps_an_epoch
+    if step < warm_up:
+        return factor * min(1.0, (step + 1) / warm_up)
+    done = min(1.0, (step - warm_up) / max(1.0, end - warm_up))  # from 0 to 1
+    if args.lr_decay == "step":
+        return factor * 0.1 ** int(3 * done)  # a tenth after each third
+    return factor * (1 + math.cos(math.pi * done)) / 2 if args.lr_decay == "cosine" else factor
+
+
+def finish_step(
     model: nn.Module,
+    optimizer: Optimizer,
+    scaler: torch.amp.GradScaler,
+    schedule: LambdaLR,
+    clip_norm: float | None,
+) -> None:
+    """What follows backward, in the only right order: unscale, clip, step, update, schedule."""
+    if clip_norm is not None:
+        scaler.unscale_(optimizer)  # the limit is one of gradients, not of scaled ones
+        nn.utils.clip_grad_norm_(model.parameters(), clip_norm)  # of the mean: alike on all ranks
+    scale = scaler.get_scale()
+    scaler.step(optimizer)  # unscales if nobody has; skips the step if a gradient is inf or nan
+    scaler.update()  # halves the scale after a skipped step, doubles it after 2,000 good ones
+    if scaler.get_scale() >= scale:  # a skipped step does not count
+        schedule.step()
+
+
+def train_epoch(
+    model: DistributedDataParallel,
     loader: Iterable,
     optimizer: Optimizer,
     device: torch.device,
     scaler: torch.amp.GradScaler,
-    dtype: torch.dtype | None,
+    schedule: LambdaLR,
+    args: Namespace,
 ) -> Tensor:
     """One pass over the training set; returns the loss of every step, (steps,), on the device."""
     model.train()
     losses = []
+    layout = torch.channels_last if args.channels_last else torch.preserve_format
     for images, labels in loader:
-        images = images.to(device, non_blocking=True)  # (B, C, H, W)
+        images = images.to(device, non_blocking=True, memory_format=layout)  # (B, C, H, W)
         labels = labels.to(device, non_blocking=True)  # (B,)
-        with torch.autocast(device.type, dtype, enabled=dtype is not None):
-            loss = F.cross_entropy(model(images), labels)  # the mean over the local batch
         optimizer.zero_grad()
-        scaler.scale(loss).backward()  # DDP averages the gradients meanwhile, bucket by bucket
-        scaler.step(optimizer)  # divides by the scale; skips the step if a gradient is inf or nan
-        scaler.update()  # halves the scale after a skipped step, doubles it after 2,000 good ones
-        losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at every step
+        parts = []  # the loss of every micro-batch
+        for x, y in zip(images.chunk(args.accumulate), labels.chunk(args.accumulate), strict=True):
+            last = len(parts) == args.accumulate - 1
+            with nullcontext() if last else model.no_sync():  # DDP gets ready in forward already
+                with torch.autocast(device.type, DTYPES[args.amp], enabled=args.amp != "off"):
+                    loss = F.cross_entropy(model(x), y) / args.accumulate
+                scaler.scale(loss).backward()  # adds; the last averages over the ranks, by buckets
+            parts.append(loss.detach())
+        finish_step(model, optimizer, scaler, schedule, args.clip_norm)
+        losses.append(sum(parts))  # .item() would make the CPU wait for the GPU at every step
     return torch.stack(losses)
 
 
@@ -210,14 +269,29 @@ def evaluate(
     return loss / samples, correct / samples
 
 
+def prepare(args: Namespace, device: torch.device, train_set: ImageSet) -> tuple[nn.Module, int]:
+    """The model as it will train, not wrapped yet, and the local batch."""
+    if args.amp != "off":
+        refuse_format(args.amp, device)
+    if args.compile:
+        refuse_no_compiler(device)
+    world_size = dist.get_world_size()
+    parts = f"parts ({world_size} ranks × --accumulate {args.accumulate})"
+    micro_batch = cut_batch(args.batch_size, world_size * args.accumulate, parts)
+    torch.manual_seed(args.seed)
+    seen = micro_batch * world_size if args.sync_bn else micro_batch  # by BatchNorm, at once
+    model = build_model(args.model, train_set, seen).to(device)
+    if args.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    model = synchronize_batch_norm(model, device) if args.sync_bn else model  # before DDP
+    return model, micro_batch * args.accumulate
+
+
 def train(args: Namespace, device: torch.device, watchdog: Watchdog) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with together(device):
-        local_batch = cut_batch(args.batch_size, world_size, "ranks")
         train_set, test_set = load_dataset(args)
-        torch.manual_seed(args.seed)
-        model = build_model(args.model, train_set).to(device)
-        model = synchronize_batch_norm(model, device) if args.sync_bn else model  # before DDP
+        model, local_batch = prepare(args, device, train_set)
         optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
         scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
         start = restore(args, model, optimizer)
@@ -227,28 +301,31 @@ def train(args: Namespace, device: torch.device, watchdog: Watchdog) -> None:
     dist.broadcast(step, src=0)  # every rank must reach this line
     with together(device):
         refuse_other_start(start, int(step))  # --run-dir may be another disk on each machine
-    ddp = wrap(model, train_set[0][0].to(device))
+    ddp = wrap(model, train_set[0][0].to(device), args)
     if args.evaluate:
         recorder.end_evaluation(*evaluate(model, test_set, local_batch, device))
         return
 
     if rank == 0:
-        cut = f"{world_size} × {local_batch} (world size × local batch)"
-        print(f"global batch {args.batch_size} = {cut}")
+        cut = f"{world_size} × {args.accumulate} × {local_batch // args.accumulate}"
+        print(f"global batch {args.batch_size} = {cut} (world size × accumulate × micro-batch)")
     stop, watchdog.position = StopSignal(), recorder.position
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # False repeats some
     loader = make_loader(train_set, local_batch, sampler, args.workers)
+    taken = start.get("taken", start["step"])  # the steps that were not skipped
+    schedule = LambdaLR(optimizer, partial(lr_factor, args, len(loader)), last_epoch=taken - 1)
     for epoch in recorder.epochs():  # the same epoch again, if a checkpoint has cut it
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
         batches = recorder.watch(loader, rank, lambda: any_rank(stop.asked))  # one stops, all stop
-        losses = train_epoch(ddp, batches, optimizer, device, scaler, DTYPES[args.amp])
+        losses = train_epoch(ddp, batches, optimizer, device, scaler, schedule, args)
         losses = mean_of_ranks(losses, model, recorder)
         if recorder.inside_epoch():
             recorder.write(epoch, losses)
         else:
             recorder.end_epoch(epoch, losses, *evaluate(model, test_set, local_batch, device))
         if rank == 0:  # one writer; no collective hides in here
-            save_checkpoint(recorder, model, optimizer, scaler=scaler.state_dict())
+            more = {"scaler": scaler.state_dict(), "taken": schedule.last_epoch}
+            save_checkpoint(recorder, model, optimizer, **more)
     recorder.finish(peak_memory_of_ranks(device))
 
 

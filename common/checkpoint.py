@@ -116,15 +116,16 @@ def read_latest(path: Path) -> dict | None:
 def restore(args: Namespace, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     """Load what --evaluate or --resume names; return its content; if none, a fresh start.
 
+    Its `lr` tells the optimiser's learning rate, now and later: a stage may change it on the way.
     The learning rate, momentum and weight decay of this call win over the saved ones.
     """
-    path = args.evaluate or args.resume
+    path, lr = args.evaluate or args.resume, lambda: optimizer.param_groups[0]["lr"]
     if path == "auto":
         content = read_latest(args.run_dir / "checkpoint.pt")
     else:
         content = None if path is None else read_checkpoint(Path(path))
     if content is None:
-        return {"epoch": 0, "epoch_step": 0, "step": 0}
+        return {"epoch": 0, "epoch_step": 0, "step": 0, "lr": lr}
     saved, path, same = content["options"], content["path"], ["model", "dataset"]
     if content["epoch_step"] and not args.evaluate:  # the rest of an epoch needs its very order
         same += ["batch_size", "seed"]
@@ -149,8 +150,9 @@ def restore(args: Namespace, model: nn.Module, optimizer: torch.optim.Optimizer)
             f"{path} does not fit --model {args.model} on this data: same --classes, --image-size?"
         ) from error
     for group in optimizer.param_groups:
-        group.update(lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
-    return content
+        group.update(lr=args.lr, initial_lr=args.lr)
+        group.update(momentum=args.momentum, weight_decay=args.weight_decay)
+    return {**content, "lr": lr}
 
 
 def refuse_other_start(start: dict, first_step: int) -> None:

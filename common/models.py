@@ -1,5 +1,7 @@
 """The networks: the small ConvNet of the MNIST tutorials, and torchvision's ResNets."""
 
+import copy
+
 import torch
 import torchvision
 from torch import Tensor, nn
@@ -38,10 +40,11 @@ class Net(nn.Module):
         return self.fc2(x)  # -> (B, classes)
 
 
-def build_model(name: str, dataset: ImageSet) -> nn.Module:
+def build_model(name: str, dataset: ImageSet, batch: int = 2) -> nn.Module:
     """The model for the images and classes of this data set, with fresh weights.
 
-    It maps images (B, C, H, W) to logits (B, classes).
+    It maps images (B, C, H, W) to logits (B, classes). batch: the samples that a BatchNorm layer
+    normalises together. UsageError if that is one value for a channel, which has no variance.
     """
     image, _ = dataset[0]  # (C, H, W)
     channels, image_size, classes = image.shape[0], image.shape[-1], len(dataset.classes)
@@ -50,4 +53,13 @@ def build_model(name: str, dataset: ImageSet) -> nn.Module:
     model = torchvision.models.get_model(name, num_classes=classes)
     if channels != 3:  # a ResNet expects colour
         model.conv1 = nn.Conv2d(channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
-    return model.to(torch.get_default_dtype())
+    model = model.to(torch.get_default_dtype())
+    if batch == 1:
+        try:
+            copy.deepcopy(model)(image[None])  # a copy: the statistics of this one start fresh
+        except ValueError as error:
+            raise UsageError(
+                f"BatchNorm gets one sample, of one pixel in the last layers of {name}, and one "
+                "value has no variance: try a larger --batch-size, or --image-size where it applies"
+            ) from error
+    return model

@@ -70,10 +70,12 @@ class Recorder:
     ) -> None:
         self.args, self.device, self.enabled = args, device, enabled
         self.world_size, self.local_batch = world_size, local_batch
+        self.lr: Callable[[], float] = start["lr"]
         self.position = {key: start[key] for key in ("epoch", "epoch_step", "step")}
         self.stopped = False  # before its end, since somebody asked
         self.seconds: list[float] = []  # of every step
         self.losses: list[float] = start.get("losses", [])  # of every step of the epoch
+        self.rates: list[float] = []  # the learning rate of every step
         self.kept: list[str] | None = None  # the lines of an earlier run that this one continues
         self.results: dict[str, float] = {}
         self.batches: Iterator | None = None  # of an epoch that a checkpoint has cut
@@ -131,6 +133,7 @@ class Recorder:
         ticks = [self._tick()]
         for batch in self.batches:
             reseed(self.args.seed, epoch, self.position["epoch_step"], stream)
+            self.rates.append(self.lr())
             self.position["step"] += 1
             self.position["epoch_step"] += 1
             yield batch  # the training step runs while this line waits
@@ -180,16 +183,12 @@ class Recorder:
         if self.kept is not None:
             self.metrics.write_text("".join(self.kept))
             self.kept = None
-        same = {"lr": self.args.lr, "samples": self.args.batch_size}
+        rates, samples = self.rates[-len(values) :], self.args.batch_size
         with self.metrics.open("a") as file:
-            for step, (loss, span) in enumerate(zip(values, seconds, strict=True), first):
-                line = {
-                    "epoch": epoch,
-                    "step": step,
-                    "loss": loss,
-                    **same,
-                    "seconds": round(span, 7),
-                }
+            steps = zip(values, rates, seconds, strict=True)
+            for step, (loss, lr, span) in enumerate(steps, first):
+                line = {"epoch": epoch, "step": step, "loss": loss, "lr": lr, "samples": samples}
+                line["seconds"] = round(span, 7)
                 file.write(json.dumps(line) + "\n")
 
     def end_epoch(self, epoch: int, losses: Tensor, test_loss: float, test_accuracy: float) -> None:

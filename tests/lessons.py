@@ -38,6 +38,8 @@ def refresh(stage: str) -> None:
     (ROOT / stage / "lesson.diff").write_text(lesson(stage))
     readme = ROOT / stage / "README.md"
     for fence in reversed(fences("diff", [readme])):  # from the end: places stay right
+        if not fence.note.startswith("lesson: "):
+            continue
         text, (start, end) = readme.read_text(), fence.place
         new = part(stage, fence.note.removeprefix("lesson: "))
         readme.write_text(text[:start] + new + text[end:])

@@ -4,9 +4,10 @@ It knows no process group, no sampler and no wrapper. It is told which samples e
 how BatchNorm groups them, and trains in float64.
 """
 
+import math
 import random
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -68,9 +69,20 @@ def fixed_shards(parts: int):
 
 
 def replay(
-    steps, *, batch: int, epochs: int, seed: int, lr: float, momentum: float, model: str = "net-bn"
+    steps,
+    *,
+    batch: int,
+    epochs: int,
+    seed: int,
+    lr: float | Callable[[int], float],
+    momentum: float,
+    model: str = "net-bn",
+    clip: float = math.inf,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of every step and the final weights, all float64."""
+    """The loss of every step and the final weights, all float64.
+
+    lr: the learning rate, or what it is in a step, counted from 0. clip: the largest global norm.
+    """
     args = Namespace(dataset="digits", data_dir=ROOT / "data", batch_size=batch)
     with default_dtype(torch.float64):
         train_set, _ = load_dataset(args)
@@ -90,10 +102,13 @@ def replay(
             gradients = torch.autograd.grad(loss, list(net.parameters()))
             for buffer, first in zip(net.buffers(), kept, strict=True):
                 buffer.copy_(first)  # of the running statistics only the first group's survive
+            norm = math.sqrt(sum(g.square().sum().item() for g in gradients))
+            gradients = [g * min(1.0, clip / (norm + 1e-6)) for g in gradients]  # as torch does
+            rate = lr(len(losses)) if callable(lr) else lr
             with torch.no_grad():
                 for (p, v), g in zip(velocity.items(), gradients, strict=True):
                     v.mul_(momentum).add_(g)
-                    p.sub_(lr * v)
+                    p.sub_(rate * v)
             losses.append(loss.item())
     return torch.tensor(losses, dtype=torch.float64), net.state_dict()
 

@@ -8,7 +8,8 @@ Above a bash fence may stand one of
 
 and above a text fence <!-- output of: COMMAND -->: `make readme` runs it and writes the fence.
 Between <!-- table: NAME --> and <!-- end of table --> stands what benchmarks/tables.py makes.
-Above a diff fence stands what part of the stage's lesson.diff it shows: see lessons.py.
+Above a diff fence stands what part of the stage's lesson.diff it shows: see lessons.py; or
+<!-- break it: FILE TEST -->: with this change to the file, the test fails.
 """
 
 import re
@@ -42,6 +43,18 @@ def fences(kind: str, readmes: list[Path] = READMES) -> list[Fence]:
         for match in FENCE.finditer(readme.read_text())
         if match["kind"] == kind
     ]
+
+
+BREAK = re.compile(r"break it: (?P<file>[\w.]+) (?P<test>test_\w+)")
+
+
+def sides(diff: str) -> tuple[str, str]:
+    """The text before and after the change that a diff shows."""
+    lines = diff.splitlines(keepends=True)
+    return (
+        "".join(line[1:] for line in lines if line[0] in " -"),
+        "".join(line[1:] for line in lines if line[0] in " +"),
+    )
 
 
 TABLE = re.compile(r"<!-- table: (?P<name>.+?) -->\n(?P<text>.*?)<!-- end of table -->", re.S)

@@ -33,7 +33,7 @@ FOLDERS = {path.name[:2]: path for path in sorted(ROOT.glob("0?_*"))}
 REAL_DATA = ROOT.parent / "shared" / "data"
 SECONDS = 60  # more than any rank takes; a hang ends here
 
-Line = tuple[str, str]  # a file of a stage and a line of it
+Line = tuple[str, ...]  # a file of a stage and a line of it; or a file, its text, and another text
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["torch", "torchvision", "common.record", "common.data"])
@@ -48,30 +48,38 @@ def places_of(line: str, key: str, file: str) -> list[int]:
 def fresh_module(
     key: str, file: str, without: tuple[Line, ...] = (), register: bool = False
 ) -> types.ModuleType:
-    """A file of a stage as a new module, with the given lines of that file left out.
+    """A file of a stage as a new module, with the given lines of that file left out or replaced.
 
     register: it is what other files of the stage import from now on.
     """
     folder, name = FOLDERS[key], Path(file).stem if file != "train.py" else f"stage_{key}"
     if str(folder) not in sys.path:  # a script finds the files beside it
         sys.path.insert(0, str(folder))
-    lines = (folder / file).read_text().splitlines()
-    for gone in (line for other, line in without if other == file):
-        places = places_of(gone, key, file)
-        assert places, f"{folder.name}/{file} has no line {gone!r}"
+    source = (folder / file).read_text()
+    for other, old, *new in without:
+        if other != file:
+            continue
+        if new:
+            assert source.count(old) == 1, f"{folder.name}/{file} has not, once: {old}"
+            source = source.replace(old, new[0])
+            continue
+        lines = source.splitlines()
+        places = places_of(old, key, file)
+        assert places, f"{folder.name}/{file} has no line {old!r}"
         for place in places:
-            lines[place] = lines[place].replace(gone, "pass")
+            lines[place] = lines[place].replace(old, "pass")
+        source = "\n".join(lines)
     module = types.ModuleType(name)
     module.__file__ = str(folder / file)
     if register:
         sys.modules[name] = module
-    exec(compile("\n".join(lines), module.__file__, "exec"), module.__dict__)
+    exec(compile(source, module.__file__, "exec"), module.__dict__)
     return module
 
 
 def load_stage(key: str, without: tuple[Line, ...] = ()) -> types.ModuleType:
     """A stage's train.py as a module, with the given lines of the stage's files left out."""
-    files = dict.fromkeys([*(file for file, _ in without), "train.py"])
+    files = dict.fromkeys([*(file for file, *_ in without), "train.py"])
     return [fresh_module(key, file, without, register=True) for file in files][-1]
 
 
@@ -208,7 +216,7 @@ def train(
     folder: Path | None = None,
 ) -> Run:
     """Run a stage's main on that many ranks (01 and 02: always one), in float64 if not said."""
-    folder = folder or Path(tempfile.mkdtemp(prefix=f"stage{key}-", dir=_scratch()))
+    folder = folder or scratch_folder()
     flags = ("--device=cpu", f"--data-dir={ROOT / 'data'}", f"--run-dir={folder}", *flags)
     flags += (f"--world-size={world_size}",) if key == "03" else ()
     ranks = run_ranks(world_size, _train, key, flags, dtype, without)
@@ -225,6 +233,11 @@ def train_once(key: str, world_size: int, *flags: str, **more: Any) -> Run:
     dtype, without = more.pop("dtype", torch.float64), tuple(more.pop("without", ()))
     assert not more
     return _trained(key, world_size, flags, dtype, without)
+
+
+def scratch_folder() -> Path:
+    """A new one, gone when the tests end."""
+    return Path(tempfile.mkdtemp(dir=_scratch()))
 
 
 @cache
@@ -259,7 +272,12 @@ def _command(rank: int, script: str, flags: tuple[str, ...], where: str, out: st
 
 
 def command(
-    script: str, *flags: str, ranks: int = 1, env: dict | None = None, where: Path = ROOT
+    script: str,
+    *flags: str,
+    ranks: int = 1,
+    env: dict | None = None,
+    where: Path = ROOT,
+    seconds: float = SECONDS,
 ) -> list[tuple[int, str]]:
     """Run `python SCRIPT FLAGS` as that many processes; exit status and output of each.
 
@@ -272,13 +290,13 @@ def command(
         args = (rank, str(ROOT / script), flags, str(where), out)
         processes.append(context.Process(target=_with_env, args=(extra, _command, args)))
         processes[-1].start()
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + seconds
     for process in processes:
         process.join(max(0.1, deadline - time.monotonic()))
         if process.is_alive():
             for other in processes:
                 other.kill()
-            raise TimeoutError(f"{script} {' '.join(flags)} did not end in {SECONDS} s")
+            raise TimeoutError(f"{script} {' '.join(flags)} did not end in {seconds} s")
     return [
         (process.exitcode or 0, Path(f"{out}.{rank}").read_text())
         for rank, process in enumerate(processes)

@@ -4,12 +4,14 @@ import hashlib
 import shutil
 import socket
 import subprocess
+from unittest.mock import patch
 
 import pytest
 import torch
-from support import ROOT, command, free_port, torchrun, train_once
+from support import ROOT, command, free_port, load_stage, run_ranks, torchrun, train_once
 
 from common.checkpoint import MARK
+from common.options import UsageError
 
 SCRIPTS = {
     "01": "01_single_gpu/train.py",
@@ -205,7 +207,7 @@ def launcher(port: int, ranks: int = 2) -> dict[str, str]:
 
 
 ON_ALL_RANKS = [
-    (("--batch-size=61",), ("61", "2 ranks", "--batch-size 60 or --batch-size 62")),
+    (("--batch-size=61",), ("61", "2", "ranks", "--batch-size 60 or --batch-size 62")),
     (("--data-dir=nowhere",), ("nowhere",)),
     (("--resume=nowhere.pt",), ("nowhere.pt",)),
     (("--run-dir=LICENSE",), ("--run-dir LICENSE",)),
@@ -287,6 +289,97 @@ def test_wrong_flags_of_stages_04_and_05_are_refused(key, flags, words, tmp_path
     assert status == 2
     refused(output, *words)
     assert not run_dir.exists()
+
+
+STAGE_05 = [
+    (("--amp=fp8",), ("--amp", "'fp8'", "bf16")),
+    (("--accumulate=0",), ("--accumulate", "'0'", "from 1 up")),
+    (("--accumulate=7",), ("120", "7 parts", "--batch-size 119 or --batch-size 126")),
+    (("--clip-norm=0",), ("--clip-norm", "'0'")),
+    (("--lr-rule=cubic",), ("--lr-rule", "'cubic'", "sqrt")),
+    (("--base-batch-size=0",), ("--base-batch-size", "'0'")),
+    (("--warmup-epochs=-1",), ("--warmup-epochs", "'-1'")),
+    (("--lr-decay=never",), ("--lr-decay", "'never'", "cosine")),
+    (("--comm-hook=int8",), ("--comm-hook", "'int8'", "bf16")),
+    (("--sync-bn=False",), ("--sync-bn", "False")),
+]
+
+
+@pytest.mark.parametrize(("flags", "words"), STAGE_05, ids=lambda value: value[0])
+def test_wrong_flags_of_stage_05_are_refused(flags, words, tmp_path):
+    run_dir = tmp_path / "run"
+    [(status, output)] = command(SCRIPTS["05"], f"--run-dir={run_dir}", "--device=cpu", *flags)
+    assert status == 2
+    refused(output, *words)
+    assert not run_dir.exists()
+
+
+LONE = ("--model=resnet18", "--device=cpu")  # at 28 pixels, its last layers have a single one
+
+
+@pytest.mark.parametrize(
+    ("key", "ranks", "flags"),
+    [
+        ("01", 1, ("--batch-size=1",)),
+        ("03", 1, ("--batch-size=2",)),
+        ("04", 2, ("--batch-size=2",)),
+        ("05", 1, ("--batch-size=1",)),
+        ("05", 2, ("--batch-size=2", "--no-sync-bn")),
+        ("05", 2, ("--batch-size=4", "--accumulate=2", "--no-sync-bn")),
+    ],
+)
+def test_batch_norm_of_one_value_is_refused(key, ranks, flags, tmp_path):
+    flags = (*LONE, *flags, f"--run-dir={tmp_path / 'run'}")
+    env = launcher(free_port()) if ranks > 1 else {}
+    answers = command(SCRIPTS[key], *flags, ranks=ranks, env=env)
+    assert [status for status, _ in answers] == [2] * ranks
+    words = ("BatchNorm gets one sample", "resnet18", "--batch-size")
+    refused("".join(output for _, output in answers), *words)
+
+
+def test_synchronized_batch_norm_trains_with_one_sample_a_rank(tmp_path):
+    """The control: two ranks have two values together."""
+    flags = (*LONE, "--batch-size=2", "--max-steps=1", f"--run-dir={tmp_path / 'run'}")
+    answers = command(SCRIPTS["05"], *flags, ranks=2, env=launcher(free_port()))
+    assert [status for status, _ in answers] == [0, 0], answers
+
+
+def test_a_machine_without_a_compiler_is_told_so(tmp_path):
+    flags = ("--compile", "--device=cpu", f"--run-dir={tmp_path / 'run'}")
+    env = {**launcher(free_port()), "CXX": "no-such-compiler", "PATH": str(tmp_path)}
+    answers = command(SCRIPTS["05"], *flags, ranks=2, env=env)
+    assert [status for status, _ in answers] == [2, 2], answers
+    lines = [line for _, output in answers for line in output.splitlines() if "error:" in line]
+    assert len(lines) == 1, answers
+    assert "--compile" in lines[0]
+    assert "g++" in lines[0]
+
+
+def _without_halves(rank, flags):
+    """A device whose convolutions do not take fp16, as torch says it of such an operation."""
+    import sys
+
+    stage, ends = load_stage("05"), (UsageError, SystemExit)
+    convolve = stage.F.conv2d
+
+    def refuse(x, *args, **kwargs):
+        if torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("\"conv2d\" not implemented for 'Half'")
+        return convolve(x, *args, **kwargs)
+
+    sys.argv = ["train.py", *flags]
+    with patch.object(stage.F, "conv2d", refuse), pytest.raises(ends) as caught:
+        stage.main()
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_a_device_without_the_format_is_told_so(tmp_path):
+    """The lowest rank tells why, the others just end with status 2."""
+    flags = ("--amp=fp16", "--device=cpu", "--data-dir=data", f"--run-dir={tmp_path / 'run'}")
+    (kind, text), other = run_ranks(2, _without_halves, flags)
+    assert kind == "UsageError"
+    assert all(word in text for word in ("--amp fp16", "cpu", "not implemented for 'Half'"))
+    assert other == ("SystemExit", "2")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from lessons import PARENTS
-from readmes import READMES, ROOT, TABLE, fences, shown_output
+from readmes import BREAK, READMES, ROOT, TABLE, fences, shown_output
 from support import command as start
 
 import tour
@@ -76,7 +76,10 @@ def test_the_output_shown_is_the_output(fence, copy):
     assert run(shown_output(fence), copy) == fence.text
 
 
-@pytest.mark.parametrize("fence", fences("diff"), ids=lambda fence: fence.name)
+LESSONS = [fence for fence in fences("diff") if not BREAK.fullmatch(fence.note)]
+
+
+@pytest.mark.parametrize("fence", LESSONS, ids=lambda fence: fence.name)
 def test_every_diff_is_a_part_of_the_lesson(fence):
     lesson = (fence.readme.parent / "lesson.diff").read_text()
     assert f"\n{fence.text}" in lesson
@@ -86,9 +89,7 @@ def test_every_diff_is_a_part_of_the_lesson(fence):
 def test_the_readme_shows_every_hunk_that_is_a_lesson(stage):
     """At least half of the changed lines stand in the README, with a word about each."""
     lesson = (ROOT / stage / "lesson.diff").read_text().splitlines()[2:]
-    shown = [
-        line for f in fences("diff", [ROOT / stage / "README.md"]) for line in f.text.splitlines()
-    ]
+    shown = [line for f in LESSONS if f.readme.parent.name == stage for line in f.text.splitlines()]
     changed = [line for line in lesson if line[0] in "+-" and line[1:].strip()]
     assert sum(line[0] in "+-" for line in shown) >= len(changed) / 2
 
