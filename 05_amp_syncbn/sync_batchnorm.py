@@ -2,11 +2,11 @@
 
     python 05_amp_syncbn/sync_batchnorm.py
 
-Each rank sums up its local batch in three numbers for each channel: count, mean, variance. One
-all-reduce shows every rank the numbers of all, and they merge exactly, for local batches of any
-size, by the rule of Chan, Golub and LeVeque (1979). A sum of squares would need no merging, but
-would lose the variance where the mean is large. One more all-reduce on the way back, since every
-input has moved the mean and the variance that all other ranks used.
+What a rank does alone, torch's own kernels do; what crosses the ranks is written here. Forward,
+one all-reduce shows every rank three numbers of each channel from all: count, mean, variance. They
+merge exactly, for local batches of any size (Chan, Golub and LeVeque, 1979). Sums and sums of
+squares would be simpler, but where the mean is large, their difference loses the variance.
+Backward, one more: every input has moved the mean and the variance that all other ranks used.
 """
 
 from typing import Any
@@ -14,25 +14,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from common.options import Parser
+from common.options import Parser, UsageError
 
-
-def per_channel(values: Tensor, like: Tensor) -> Tensor:
-    """Reshape (C,) to (1, C, 1, ...), so that it meets an input (B, C, ...)."""
-    return values.view(1, -1, *[1] * (like.dim() - 2))
+CONVERTIBLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def global_statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def global_statistics(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Count, mean and biased variance over the batches of all ranks: (), (C,), (C,)."""
-    dims = [0, *range(2, x.dim())]  # all but the channel
-    mean = x.mean(dims)
-    variance = (x - per_channel(mean, x)).square().mean(dims)  # on CPU much faster than torch.var
-    local = torch.cat([mean.new_tensor([x.numel() // x.shape[1]]), mean, variance])
-    rows = local.new_zeros(dist.get_world_size(), len(local))
-    rows[dist.get_rank()] = local
+    here = x.numel() // x.shape[1]  # values of each channel; none, if this rank's batch is empty
+    mean = variance = torch.zeros(x.shape[1], dtype=dtype, device=x.device)
+    if here:  # the kernel also updates running statistics; by a momentum of 0, not at all
+        mean, variance = torch.batch_norm_update_stats(x, mean, variance, momentum=0)
+    rows = mean.new_zeros(dist.get_world_size(), 1 + 2 * len(mean))
+    rows[dist.get_rank()] = torch.cat([mean.new_tensor([here]), mean, variance])
     dist.all_reduce(rows)  # each rank fills its own row; every rank must reach this line
     # (ranks, 1), (ranks, C), (ranks, C)
     counts, means, variances = rows.split([1, len(mean), len(mean)], dim=1)
@@ -43,37 +42,43 @@ def global_statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Normalize(Function):
-    """y = (x − mean) / √(variance + eps), with the way back through mean and variance."""
+    """y = weight · normal + bias, where normal = (x - mean) / √(variance + eps)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        count, mean, variance = global_statistics(x)
-        if count < 2:
-            raise ValueError("one value for each channel has no variance: use a larger batch")
-        scale = (variance + eps).rsqrt()
-        normal = (x - per_channel(mean, x)) * per_channel(scale, x)
-        ctx.save_for_backward(normal, scale, count)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Any:
+        count, mean, variance = global_statistics(x, weight.dtype)
+        if count < 2:  # on all ranks alike
+            raise UsageError(
+                f"BatchNorm got {int(count)} value for each of {len(mean)} channels from all ranks "
+                "together, and one has no variance: try a larger --batch-size or larger images"
+            )
+        ctx.save_for_backward(x, weight, count, mean, variance)
+        ctx.eps = eps
         ctx.mark_non_differentiable(count, mean, variance)
-        return normal, count, mean, variance
+        return F.batch_norm(x, mean, variance, weight, bias, eps=eps), count, mean, variance
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None]:
-        normal, scale, count = ctx.saved_tensors
-        dims = [0, *range(2, grad.dim())]
-        sums = torch.stack([grad.sum(dims), (grad * normal).sum(dims)])  # (2, C)
-        dist.all_reduce(sums)  # every rank must reach this line
-        through_mean, through_variance = sums / count
-        centred = (
-            grad - per_channel(through_mean, grad) - normal * per_channel(through_variance, grad)
-        )
-        return centred * per_channel(scale, grad), None
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, count, mean, variance = ctx.saved_tensors
+        grad_x, sums = grad, weight.new_zeros(2, len(weight))  # of an empty batch
+        if x.numel():  # as if mean and variance were constants: this kernel knows no other ranks
+            grad_x, *local = torch.ops.aten.native_batch_norm_backward(
+                grad, x, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
+            )
+            sums = torch.stack(local)  # (2, C): of grad · normal, and of grad
+        grad_weight, grad_bias = sums.clone()  # local, as of any layer: DDP averages over the ranks
+        if ctx.needs_input_grad[0]:
+            dist.all_reduce(sums)  # every rank must reach this line
+            through_variance, through_mean = weight * (variance + ctx.eps).rsqrt() * sums / count
+            grad_x -= F.batch_norm(x, mean, variance, through_variance, through_mean, eps=ctx.eps)
+        return grad_x, grad_weight, grad_bias, None
 
 
-class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+class SyncBatchNorm(_BatchNorm):
     """BatchNorm of 2-D to 5-D inputs (B, C, ...) over the batches of all ranks.
 
     Parameters, buffers and their names are those of nn.BatchNorm2d, so that checkpoints fit both.
-    In eval mode it is nn.BatchNorm2d.
+    In eval mode, and without a process group, it is nn.BatchNorm2d.
     """
 
     running_mean: Tensor
@@ -85,35 +90,34 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             raise ValueError(f"expected an input (B, C, ...), got {tuple(input.shape)}")
 
     def forward(self, x: Tensor) -> Tensor:
-        self._check_input_dim(x)
-        if not self.training and self.running_mean is not None:
+        if not self.training or not dist.is_initialized():
             return super().forward(x)
-        wide = x if x.dtype == torch.float64 else x.float()  # under autocast x may be bf16
-        normal, count, mean, variance = Normalize.apply(wide, self.eps)
-        if self.training and self.running_mean is not None:
-            self.update_running_statistics(count, mean, variance)
-        if self.affine:
-            normal = normal * per_channel(self.weight, x) + per_channel(self.bias, x)
-        return normal.to(x.dtype)
-
-    @torch.no_grad()
-    def update_running_statistics(self, count: Tensor, mean: Tensor, variance: Tensor) -> None:
-        self.num_batches_tracked += 1
-        new = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean, new)
-        unbiased = variance * count / (count - 1)  # as BatchNorm keeps it
-        self.running_var.lerp_(unbiased, new)
+        self._check_input_dim(x)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32  # x may be bf16
+        size = (self.num_features,)
+        weight = x.new_ones(size, dtype=wide) if self.weight is None else self.weight.to(wide)
+        bias = x.new_zeros(size, dtype=wide) if self.bias is None else self.bias.to(wide)
+        y, count, mean, variance = Normalize.apply(x, weight, bias, self.eps)
+        if self.track_running_stats:
+            self.num_batches_tracked += 1
+            new = 1 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
+            self.running_mean += new * (mean - self.running_mean)
+            self.running_var += new * (variance * count / (count - 1) - self.running_var)
+        return y
 
 
 def convert(model: nn.Module) -> nn.Module:
-    """The same model with every BatchNorm layer replaced; parameters and buffers are kept."""
-    if isinstance(model, nn.modules.batchnorm._BatchNorm):
-        layer = SyncBatchNorm(model.num_features, model.eps, model.momentum, model.affine)
-        layer._parameters, layer._buffers = model._parameters, model._buffers  # not copies: the
-        layer.training = model.training  # optimizer may hold them already
-        return layer
-    for name, child in model.named_children():
-        setattr(model, name, convert(child))
+    """Make every BatchNorm layer of the model a SyncBatchNorm, in place; returns the model.
+
+    Each layer stays the object that it is, with all that it holds: only its class changes.
+    UsageError if one is of another class of BatchNorm, which may do more than BatchNorm does.
+    """
+    for name, layer in model.named_modules():
+        if type(layer) in CONVERTIBLE:
+            layer.__class__ = SyncBatchNorm  # as torch's lazy layers become what they stand for
+        elif isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm):
+            kind = type(layer).__name__  # torch's own drops what it does more: issue 187298
+            raise UsageError(f"layer {name} is a {kind}: expected BatchNorm1d, 2d or 3d of torch")
     return model
 
 

@@ -13,6 +13,7 @@ import test_proof
 import test_reducers
 import test_resume
 import test_stages
+import test_sync_batchnorm
 from readmes import BREAK, fences, sides
 from support import FOLDERS, places_of
 
@@ -36,7 +37,7 @@ def test_every_stage_can_be_broken():
 
 def named(key, test):
     modules = (test_proof, test_stages, test_data_parallel, test_reducers, test_resume)
-    modules += (test_precision,)
+    modules += (test_precision, test_sync_batchnorm)
     (claim,) = [getattr(module, test) for module in modules if hasattr(module, test)]
     assert test.startswith(f"test_{key}_"), "a test of another stage"
     return claim

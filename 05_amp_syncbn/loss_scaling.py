@@ -1,0 +1,149 @@
+"""Loss scaling by hand: it keeps small gradients from becoming zero in fp16.
+
+    python 05_amp_syncbn/loss_scaling.py
+
+What is nearer to 0 than 2^-25 becomes 0 in fp16. Gradients of a mean over a batch are small: the
+larger the batch, the smaller. Multiply the loss, and by the chain rule all gradients grow as much;
+those of the weights end in fp32, where they are divided before the step.
+
+Source: Micikevicius et al., Mixed precision training (2018, arXiv 1710.03740), section 3.2. How the
+scale finds itself, and its first value, are those of torch.amp.GradScaler.
+"""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from common.data import load_dataset
+from common.models import build_model
+from common.options import Parser, make_parser, usage_errors_exit
+
+SCALE = 2.0**16  # a power of two changes no digit of a number
+# The dtype of autocast, and what the loss is multiplied with.
+FORMATS = {"fp16": (torch.float16, 1.0), "fp16, loss × 65536": (torch.float16, SCALE)}
+FORMATS |= {"bf16": (torch.bfloat16, 1.0)}
+Gradients = dict[str, Tensor]
+
+
+class LossScaler:
+    """Use it in the order scale, backward, unscale_, clip, step, update.
+
+    The scale is halved when a gradient is inf or nan, and doubled after growth_interval good steps
+    in a row. Under DDP all ranks decide alike: what is inf or nan on one of them is so in the
+    averaged gradients, which all of them have.
+    """
+
+    def __init__(self, init_scale: float = SCALE, growth_interval: int = 2000) -> None:
+        self.factor, self.growth_interval, self.good_steps = init_scale, growth_interval, 0
+        self.overflow: bool | None = None  # None: the gradients are not divided yet
+
+    def get_scale(self) -> float:
+        return self.factor
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss * self.factor
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients; see if one is inf or nan. Clip after it: the limit is unscaled."""
+        if self.overflow is not None:
+            raise RuntimeError("unscale_ has been called since the last update: once is enough")
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        for gradient in gradients:
+            gradient.mul_(1 / self.factor)
+        self.overflow = not all(gradient.isfinite().all() for gradient in gradients)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Let the optimiser step, unless a gradient is inf or nan: then the batch is lost."""
+        if self.overflow is None:
+            self.unscale_(optimizer)
+        if not self.overflow:
+            optimizer.step()
+
+    def update(self) -> None:
+        """Choose the scale of the next step."""
+        self.good_steps = 0 if self.overflow else self.good_steps + 1
+        if self.overflow:
+            self.factor /= 2
+        elif self.good_steps % self.growth_interval == 0:
+            self.factor *= 2
+        self.overflow = None
+
+
+def example() -> tuple[nn.Module, Tensor, Tensor]:
+    """net-bn with fresh weights, and all 1,500 digits as one batch with its labels."""
+    torch.manual_seed(1)
+    digits, _ = load_dataset(make_parser("05_amp_syncbn", None).parse_args([]))
+    return build_model("net-bn", digits), *digits.__getitems__(range(len(digits)))
+
+
+def gradients_of(
+    model: nn.Module, images: Tensor, labels: Tensor, dtype: torch.dtype | None, scale: float = 1.0
+) -> tuple[Gradients, Gradients]:
+    """Gradients of the mean loss in each layer: of its output, times scale, and of its weight."""
+    model, outputs = copy.deepcopy(model), {}
+    layers = {name: m for name, m in model.named_modules() if hasattr(m, "weight")}
+    for m in layers.values():
+        m.register_forward_hook(lambda layer, _, output: outputs.update({layer: output}))
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        loss = F.cross_entropy(model(images), labels)
+    tensors = [outputs[m] for m in layers.values()] + [m.weight for m in layers.values()]
+    found = torch.autograd.grad(loss * scale, tensors)
+    of_weights = [gradient / scale for gradient in found[len(layers) :]]
+    return dict(zip(layers, found, strict=False)), dict(zip(layers, of_weights, strict=True))
+
+
+def zeros(true: Tensor, found: Tensor) -> str:
+    """How many of the values that fp32 tells from 0 are 0, in %."""
+    return f"{(found[true != 0] == 0).double().mean() * 100:.0f}"
+
+
+def distance(true: Tensor, found: Tensor) -> str:
+    """How far a gradient is from that of fp32, in % of its length."""
+    off = (found - true).norm() / true.norm() * 100
+    return f"{off:.0f}" if off >= 1 else "<1"
+
+
+def follow(scaler: LossScaler | torch.amp.GradScaler) -> tuple[list[float], Tensor]:
+    """Eight steps in fp16, two of which overflow: the scale after each, and the last weights."""
+    torch.manual_seed(0)
+    model, images = nn.Linear(8, 3), torch.randn(16, 8)
+    optimizer, scales = SGD(model.parameters(), 0.1, 0.9), []
+    for step in range(8):
+        with torch.autocast("cpu", torch.float16):
+            loss = F.cross_entropy(model(images), torch.arange(16) % 3)
+        optimizer.zero_grad()
+        scaler.scale(loss * (torch.inf if step in (1, 4) else 1)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales, model.weight.detach()
+
+
+def main() -> None:
+    exact, *others = (gradients_of(*example(), *how) for how in [(None, 1.0), *FORMATS.values()])
+    tables = {"% of its output's gradients that become 0": zeros}
+    tables["% by which the gradient of its weight is off"] = distance
+    for place, (title, measure) in enumerate(tables.items()):
+        rows = [
+            (name, *(measure(true, other[place][name]) for other in others))
+            for name, true in exact[place].items()
+        ]
+        print(f"Of each layer, {title}:")
+        print(tabulate(rows, ["layer", *FORMATS], disable_numparse=True), end="\n\n")
+    ours, our_weight = follow(LossScaler(growth_interval=2))
+    torchs, its_weight = follow(torch.amp.GradScaler("cpu", growth_interval=2))
+    print(f"scales by hand  {ours}\nof GradScaler   {torchs}")
+    print(f"same weights    {our_weight.equal(its_weight)}")
+
+
+if __name__ == "__main__":
+    with usage_errors_exit():
+        Parser(__doc__).parse_args()
+        main()
