@@ -94,6 +94,57 @@ def faults() -> str:
     return tabulate(rows, heads, "github", disable_numparse=True)
 
 
+def precision() -> str:
+    """Stage 05: images a second in each precision, as a multiple of fp32, and what it learns."""
+    results = load("05_precision")
+    places = {
+        f"{name}, {place}": found["variants"]
+        for name, both in results["models"].items()
+        for place, found in both.items()
+    }
+    rows = []
+    for variant, accuracy in results["accuracy"].items():
+        cells = [faster(found[variant]) if variant in found else "" for found in places.values()]
+        seeds = accuracy["test_accuracies"]
+        learnt = f"{accuracy['median']:.1%} ({min(seeds):.1%} to {max(seeds):.1%})"
+        rows.append((variant, *cells, learnt))
+    again = [faster(found["A/A"]) for found in places.values()]
+    rows.append(("A/A", *again, ""))
+    return tabulate(rows, ("", *places, "test accuracy"), "github", disable_numparse=True)
+
+
+def faster(row: dict[str, Any]) -> str:
+    """Images a second, and how many times as fast as the baseline, with the interval."""
+    low, high = row["ratio_interval"]
+    speed = f"{1 / row['ratio']:.2f} ({1 / high:.2f} to {1 / low:.2f})"
+    return f"{row['images_per_second']:.1f}/s: {speed}"
+
+
+def peaks() -> str:
+    """Stage 05: the most that a step of one process holds at a time, in MiB."""
+    results = load("05_precision")
+    models = {n: both["one process"]["variants"] for n, both in results["models"].items()}
+    rows = [
+        (variant, *(f"{found[variant]['peak_bytes'] / 2**20:,.0f}" for found in models.values()))
+        for variant in results["accuracy"]
+    ]
+    return tabulate(rows, ("", *models), "github", disable_numparse=True)
+
+
+def switches() -> str:
+    """Stage 05: each switch of DDP: time, what a rank holds, and whether it learns the same."""
+    rows = []
+    for name, row in load("05_switches")["variants"].items():
+        held = {kind: f"{count / 2**20:.0f}" for kind, count in row["held_bytes"].items()}
+        distance = f"{row['distance']:.0e}" if row["distance"] else "same bits"
+        if name == "Adam":  # there is nothing to compare its weights with
+            distance = ""
+        kinds = held["gradients and buckets"], held["optimiser"], held["hook"]
+        rows.append((name, ratio(row), *kinds, distance, f"{row['accuracy']:.1%}"))
+    heads = ("gradients and buckets, MiB", "optimiser, MiB", "hook, MiB", "distance", "accuracy")
+    return tabulate(rows, ("", "time", *heads), "github", disable_numparse=True)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "origin of 02_data_parallel": lambda: origin("02_data_parallel"),
     "step_parts": step_parts,
@@ -104,6 +155,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "links": links,
     "origin of faults": lambda: origin("faults"),
     "faults": faults,
+    "origin of 05_precision": lambda: origin("05_precision"),
+    "precision": precision,
+    "peaks": peaks,
+    "origin of 05_switches": lambda: origin("05_switches"),
+    "switches": switches,
 }
 
 

@@ -1,0 +1,150 @@
+"""Does one GPU hold it? The bytes of a training step, the largest batch, and what to do.
+
+    python 01_single_gpu/fit.py --model resnet50 --image-size 224 --memory-limit 8GiB
+
+With --memory-limit, steps are rehearsed without memory (peak.py): no GPU is needed. Without it,
+real steps run on the GPU that is here, until one is out of memory. All is in fp32. Leave some
+hundred MiB for what a rehearsal does not count: the CUDA context, workspaces of cuDNN and cuBLAS.
+"""
+
+import gc
+import re
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable
+from textwrap import fill
+
+import torch
+from tabulate import tabulate
+
+from common.options import MODELS, Parser, UsageError, number, usage_errors_exit
+
+from ledger import MIB
+from peak import OPTIMISERS, Plan, parts_of, rehearse, run, train
+
+GPUS, MOST = (1, 2, 4, 8), 2**16  # the largest batch that is tried
+SHARD = """Data parallelism cannot help: each GPU of it holds all parameters, gradients and the
+optimiser's state, and activations. Shard the model: torch.distributed.fsdp.fully_shard."""
+
+Fits = Callable[[int, int, int], bool]  # of a micro-batch, their number, and bytes besides
+
+
+def size(text: str) -> int:
+    """Bytes of a text like 8GiB."""
+    match = re.fullmatch(r"(\d+\.?\d*) ?(MiB|GiB)", text)
+    if not match or not float(match[1]):
+        raise ArgumentTypeError(f"got {text!r}, expected a size above 0 like 512MiB or 8GiB")
+    return int(float(match[1]) * (MIB if match[2] == "MiB" else 1024 * MIB))
+
+
+def parse_args() -> Namespace:
+    parser = Parser(__doc__)
+    add, count = parser.add_argument, number(int, 1)
+    add("--model", default="net", choices=MODELS, help="what to train")
+    add("--image-size", default=28, type=count, metavar="N", help="pixels")
+    add("--channels", default=3, type=count, metavar="N", help="of an image")
+    add("--classes", default=10, type=count, metavar="N", help="outputs")
+    add("--optimizer", default="momentum", choices=tuple(OPTIMISERS), help="sgd: no momentum")
+    add("--batch-size", default=120, type=count, metavar="N", help="global batch, in samples")
+    add("--memory-limit", type=size, metavar="SIZE", help="as 8GiB; without: the GPU that is here")
+    add("--device", default="cuda", choices=("cuda", "cpu"), help="whose rules apply")
+    add("--measure", action="store_true", help="also do a real step of this batch on the device")
+    return parser.parse_args()
+
+
+def real_step_fits(plan: Plan, batch: int, accumulate: int, besides: int) -> bool:
+    """Whether a real step ends on this GPU; all that it took is free again."""
+    try:
+        with torch.device(plan.device):
+            _other = torch.empty(besides, dtype=torch.uint8)
+            train(plan, batch, accumulate)
+        good = True
+    except torch.OutOfMemoryError:  # its traceback holds the tensors, up to the end of this block
+        good = False
+    gc.collect()
+    torch.cuda.empty_cache()  # the next trial begins without fragments
+    return good
+
+
+def largest(fits: Callable[[int], bool], least: int) -> int:
+    """The largest batch that fits, by doubling and bisection; 0 if not even the least does."""
+    if not fits(least):
+        return 0
+    low, high = least, 2 * least
+    while high <= MOST and fits(high):
+        low, high = high, 2 * high
+    while low < MOST and high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def least_batch(plan: Plan) -> int:
+    """1, or 2 where BatchNorm would get a single value for each channel, and refuses it."""
+    try:
+        rehearse(plan, 1)
+    except ValueError:
+        return 2
+    return 1
+
+
+def cut(batch: int, least: int, fits: Fits, gradients: int) -> dict[int, int]:
+    """How many micro-batches the local batch needs on these GPUs; where none helps, 0."""
+    found = {}
+    for gpus in (n for n in GPUS if batch % n == 0 and batch // n >= least):
+        local = batch // gpus
+        buckets = gradients if gpus > 1 else 0  # from which DDP sends: one more copy of them
+        numbers = (k for k in range(1, local // least + 1) if local % k == 0)
+        found[gpus] = next((k for k in numbers if fits(local // k, k, buckets)), 0)
+    return found
+
+
+def advise(batch: int, least: int, most: int, cuts: dict[int, int]) -> str:
+    if not most:
+        return f"not even a batch of {least} fits. {SHARD}"
+    if batch <= most:
+        return f"one GPU holds a batch of {batch}."
+    ways = []
+    if cuts.get(1):
+        ways.append(f"accumulate {cuts[1]} micro-batches of {batch // cuts[1]} on one GPU")
+    if enough := [gpus for gpus, parts in cuts.items() if gpus > 1 and parts == 1]:
+        ways.append(f"go data-parallel on {enough[0]} GPUs, with {batch // enough[0]} on each")
+    ways = ways or ["take a batch with more divisors, or DDP with gradient_as_bucket_view=True"]
+    return f"one GPU does not hold a batch of {batch} at once: {', or '.join(ways)}."
+
+
+def report(args: Namespace, plan: Plan, fits: Fits) -> None:
+    least, batch, image = least_batch(plan), args.batch_size, args.image_size
+    if batch < least:
+        raise UsageError("BatchNorm needs more than a value for each channel: try --batch-size 2")
+    parts, (peak, moment) = parts_of(plan), rehearse(plan, batch)
+    parts[f"peak with a batch of {batch}, in {moment}"] = peak
+    if args.measure:
+        parts["the same, measured"] = run(plan, batch)
+    print(f"{args.model} with {args.optimizer}, images of {args.channels} × {image} × {image}\n")
+    table = [(name, f"{count / MIB:,.2f}") for name, count in parts.items()]
+    print(tabulate(table, ("", "MiB"), disable_numparse=True, colalign=("left", "right")))
+    most = largest(lambda samples: fits(samples, 1, 0), least)
+    print(f"\nlargest batch on one GPU: {most}{' or more' * (most >= MOST)}")
+    cuts = cut(batch, least, fits, parts["gradients"]) if 0 < most < batch else {}
+    if ways := [(n, batch // n, k, batch // n // k) for n, k in cuts.items() if k]:
+        print(f"\nways to cut a global batch of {batch}:\n")
+        print(tabulate(ways, ("GPUs", "local batch", "accumulate", "micro-batch")))
+    print("\n" + fill(f"Advice: {advise(batch, least, most, cuts)}", 90))
+
+
+def main() -> None:
+    args = parse_args()
+    names = ("model", "image_size", "optimizer", "device", "channels", "classes")
+    plan, limit = Plan(*(getattr(args, name) for name in names)), args.memory_limit
+    gpu = args.device == "cuda" and torch.cuda.is_available()
+    if not gpu and (limit is None or (args.measure and args.device == "cuda")):
+        raise UsageError("there is no GPU: try --memory-limit 8GiB, or to --measure, --device cpu")
+    if limit is None:
+        report(args, plan, lambda *trial: real_step_fits(plan, *trial))
+    else:
+        report(args, plan, lambda n, k, besides: rehearse(plan, n, k)[0] + besides <= limit)
+
+
+if __name__ == "__main__":
+    with usage_errors_exit():
+        main()

@@ -1,0 +1,150 @@
+"""A large batch in K micro-batches: what its gradient is, and how often the ranks talk about it.
+
+    torchrun --standalone --nproc-per-node=2 05_amp_syncbn/accumulate.py
+
+DDP decides in forward whether the backward after it will average: `no_sync` must be around both.
+"""
+
+import os
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from common.options import Parser, UsageError, usage_errors_exit
+
+MICRO_BATCHES, LOCAL_BATCH, WIDTH = 4, 12, 32
+BIG, EVERY, LAST = "one big batch", "each micro-batch averages", "no_sync: forward and backward"
+BACKWARD, FORWARD, ALL = "no_sync: backward only", "no_sync: forward only", "no_sync: the last too"
+WAYS = (BIG, EVERY, LAST, BACKWARD, FORWARD, ALL)
+
+
+def build(batch_norm: bool) -> nn.Sequential:
+    """Three layers, (B, 32) -> (B, 10), in float64: equal then means equal to 1e-10."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(WIDTH) if batch_norm else nn.Identity()
+    hidden = nn.Linear(WIDTH, WIDTH), norm, nn.SiLU(), nn.Linear(WIDTH, WIDTH), nn.SiLU()
+    return nn.Sequential(*hidden, nn.Linear(WIDTH, 10)).double()
+
+
+def batch_of(rank: int) -> tuple[Tensor, Tensor]:
+    """The local batch of a rank: (12, 32) and (12,)."""
+    generator = torch.Generator().manual_seed(rank)
+    images = torch.randn(LOCAL_BATCH, WIDTH, generator=generator, dtype=torch.float64)
+    return images, torch.randint(10, (LOCAL_BATCH,), generator=generator)
+
+
+def gradient(model: nn.Module) -> Tensor:
+    """Of all parameters, in one row."""
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def accumulate(model: nn.Module, images: Tensor, labels: Tensor, k: int, divisor: int) -> Tensor:
+    """The gradient of a batch in k micro-batches, without ranks.
+
+    divisor: of each loss. With k, it is a mean of means: the mean, as all parts are equally large.
+    """
+    model.zero_grad()
+    for x, y in zip(images.chunk(k), labels.chunk(k), strict=True):
+        (F.cross_entropy(model(x), y) / divisor).backward()  # adds to the gradients
+    return gradient(model)
+
+
+def count_buckets(ddp: DistributedDataParallel) -> list[int]:
+    """A list that gets one entry for each bucket that is all-reduced from now on: its bytes."""
+    sizes: list[int] = []
+
+    def hook(group: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        sizes.append(bucket.buffer().nbytes)
+        return allreduce_hook(group, bucket)  # type: ignore[arg-type]
+
+    ddp.register_comm_hook(None, hook)
+    return sizes
+
+
+def step(ddp: DistributedDataParallel, way: str, images: Tensor, labels: Tensor) -> Tensor:
+    """The gradient of this rank after one step, made in one of the ways."""
+    k = 1 if way == BIG else MICRO_BATCHES
+    ddp.zero_grad()
+    for part, (x, y) in enumerate(zip(images.chunk(k), labels.chunk(k), strict=True), start=1):
+        early = part < k  # not the last
+        quiet_forward = way == ALL or (early and way in (LAST, FORWARD))
+        quiet_backward = way == ALL or (early and way in (LAST, BACKWARD))
+        with ddp.no_sync() if quiet_forward else nullcontext():
+            loss = F.cross_entropy(ddp(x), y) / k
+        with ddp.no_sync() if quiet_backward else nullcontext():
+            loss.backward()
+    return gradient(ddp)
+
+
+def close(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=0, atol=1e-10)
+
+
+def verdict(mine: Tensor, truth: Tensor) -> str:
+    """What the ranks' gradients are."""
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine)  # every rank must reach this line
+    if not all(torch.equal(row, rows[0]) for row in rows):
+        return "each rank has its own"
+    return "that of one process" if close(mine, truth) else "another"
+
+
+def compare_ways() -> list[tuple[str, int, str]]:
+    """Each way: all-reduces of a step, counted after DDP has laid out its buckets; the gradient."""
+    images, labels = batch_of(dist.get_rank())
+    all_images, all_labels = zip(*map(batch_of, range(dist.get_world_size())), strict=True)
+    truth = accumulate(build(False), torch.cat(all_images), torch.cat(all_labels), 1, 1)
+    rows = []
+    for way in WAYS:
+        # Small buckets, or this small model would have only one.
+        ddp = DistributedDataParallel(build(False), bucket_cap_mb=0.005)
+        sizes = count_buckets(ddp)
+        step(ddp, BIG, images, labels)  # every rank must reach this line, and the next one
+        sizes.clear()
+        mine = step(ddp, way, images, labels)
+        rows.append((way, len(sizes), verdict(mine, truth)))
+    return rows
+
+
+def compare_models() -> list[tuple[str, str]]:
+    """In one process: is the gradient of K micro-batches that of the whole batch?"""
+    k = MICRO_BATCHES
+    plain, norm = ("loss / K", False, k), ("loss / K, with BatchNorm", True, k)
+    rows = []
+    for name, batch_norm, divisor in (plain, ("loss not divided", False, 1), norm):
+        model, batch = build(batch_norm), batch_of(0)
+        truth = accumulate(model, *batch, 1, 1)
+        words = {"that of the batch": truth, "K times as large": k * truth}
+        mine = accumulate(model, *batch, k, divisor)
+        found = [word for word, value in words.items() if close(mine, value)]
+        rows.append((name, found[0] if found else "another"))
+    return rows
+
+
+def main() -> None:
+    Parser(__doc__).parse_args()
+    if int(os.environ.get("WORLD_SIZE", 1)) < 2:
+        raise UsageError(
+            "one rank averages with nobody: start two, with "
+            "torchrun --standalone --nproc-per-node=2 05_amp_syncbn/accumulate.py"
+        )
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: no one else can connect
+    dist.init_process_group("gloo")
+    rows = compare_ways()
+    if dist.get_rank() == 0:
+        print(f"one process, {LOCAL_BATCH} samples in K = {MICRO_BATCHES} micro-batches\n")
+        print(tabulate(compare_models(), ("", "gradient")))
+        print(f"\n{dist.get_world_size()} ranks, each of them the same again\n")
+        print(tabulate(rows, ("", "all-reduces a step", "gradient")))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with usage_errors_exit():
+        main()

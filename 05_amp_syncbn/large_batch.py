@@ -1,0 +1,110 @@
+"""The batch grows 8 times: what each rule for the learning rate does, with a warm-up or without.
+
+    python 05_amp_syncbn/large_batch.py
+
+The same epochs with 8 times the batch are an eighth of the updates: with the old rate, the model
+does not get as far. The linear rule (Goyal et al. 2017, arXiv 1706.02677, section 2.1) takes 8
+times the rate, so that one update goes as far as 8 did. It breaks where that is too much for all,
+above all at the start, when weights change fast: hence the warm-up (section 2.2). The root rule
+keeps the noise of an update (Krizhevsky 2014, arXiv 1404.5997, page 5). The rates are those of
+train.py with --lr-rule, --base-batch-size and --warmup-epochs.
+"""
+
+import math
+import statistics
+from argparse import Namespace
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
+
+from common.data import load_dataset
+from common.options import Parser
+
+BASE, GROWTH = 30, 8
+LRS = {0.05: "well tuned for it", 0.2: "already too large for it"}
+MOMENTUM, EPOCHS, SEEDS = 0.9, 16, range(5)
+RULES = {"none": 1.0, "sqrt": GROWTH**0.5, "linear": float(GROWTH)}
+UNSTEADY, CHANCE = 0.17, math.log(10)  # test losses; of guessing one of ten classes
+
+
+@cache
+def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Images (N, 49) in float64 and labels (N,): of the training set, of the test set."""
+    found: list[Tensor] = []
+    for part in load_dataset(Namespace(dataset="digits", data_dir=Path("data"), batch_size=BASE)):
+        images, labels = zip(*(part[i] for i in range(len(part))), strict=True)
+        found += [F.avg_pool2d(torch.stack(images), 4).flatten(1).double(), torch.stack(labels)]
+    return found[0], found[1], found[2], found[3]
+
+
+def new_model(seed: int) -> nn.Module:
+    """Without kinks, and in float64: the last bit of a number on another CPU decides little."""
+    torch.manual_seed(seed)
+    layers = nn.Linear(49, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 10)
+    return nn.Sequential(*layers).double()
+
+
+def factor(rule: str, warm_up: float, step: int) -> float:
+    """What multiplies the rate in a step, counted from 0. warm_up: in steps."""
+    return RULES[rule] * (min(1.0, (step + 1) / warm_up) if warm_up else 1.0)
+
+
+def train(batch: int, lr: float, rule: str, warm_up_epochs: float, seed: int) -> float:
+    """The test loss after the epochs."""
+    images, labels, test_images, test_labels = digits()
+    steps = len(images) // batch  # of an epoch: full batches only
+    model = new_model(seed)
+    optimizer = SGD(model.parameters(), lr, MOMENTUM)
+    schedule = LambdaLR(optimizer, lambda step: factor(rule, warm_up_epochs * steps, step))
+    for _ in range(EPOCHS):
+        for chosen in torch.randperm(len(images)).split(batch)[:steps]:
+            loss = F.cross_entropy(model(images[chosen]), labels[chosen])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    with torch.no_grad():
+        return F.cross_entropy(model(test_images), test_labels).item()
+
+
+def median(batch: int, lr: float, rule: str, warm_up_epochs: float) -> float:
+    """Of the test losses of all seeds; it is inf if most runs end in nan."""
+    losses = [train(batch, lr, rule, warm_up_epochs, seed) for seed in SEEDS]
+    return statistics.median(loss if math.isfinite(loss) else math.inf for loss in losses)
+
+
+def grade(loss: float) -> str:
+    """In words, if it is large: its digits then depend on the last bit of a CPU's numbers."""
+    if loss < UNSTEADY:
+        return f"{loss:.2f}"
+    return "unsteady" if loss < CHANCE else "diverged"
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    samples = len(digits()[0])
+    print(f"{EPOCHS} epochs of the digits; the median test loss of {len(SEEDS)} seeds")
+    print(f"(unsteady: above {UNSTEADY}; diverged: above {CHANCE:.1f}, the loss of guessing)")
+    for base_lr, what in LRS.items():
+        print(f"\nthe rate {base_lr} for a batch of {BASE}, {what}:\n")
+        small = [(BASE, "", 0)]
+        large = [(BASE * GROWTH, rule, warm_up) for rule in RULES for warm_up in (0, 2)]
+        rows = []
+        for batch, rule, warm_up in small + large:
+            lr = f"{base_lr * RULES[rule or 'none']:.2f}"
+            loss = median(batch, base_lr, rule or "none", warm_up)
+            rows.append((batch, samples // batch * EPOCHS, rule, lr, warm_up or "", grade(loss)))
+        heads = ("batch", "updates", "rule", "lr", "warm-up epochs", "test loss")
+        align = ["right"] * 2 + ["left"] * 4
+        print(tabulate(rows, heads, disable_numparse=True, colalign=align))
+
+
+if __name__ == "__main__":
+    Parser(__doc__).parse_args()
+    main()

@@ -1,0 +1,141 @@
+"""A branch that a step does not use: its gradient never comes, and DDP waits with all the others.
+
+    torchrun --standalone --nproc-per-node=2 05_amp_syncbn/unused.py
+
+The model has a stem and two branches of one weight each. Rank r feeds it the number r + 1. What a
+step should give: the mean over the ranks, with zero from a rank that does not use the parameter,
+and no gradient at all where no rank uses it.
+"""
+
+import os
+from math import isclose
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from common.options import Parser, UsageError, usage_errors_exit
+
+Step = tuple[str, str]  # the branch of the even ranks, and that of the odd ones
+LEFT, MIXED, RIGHT, BOTH = ("left", "left"), ("left", "right"), ("right", "right"), ("both", "both")
+# forward gives back the outputs of both branches, and the loss takes the left one only.
+IDLE = ("idle", "idle")
+FIND, STATIC = {"find_unused_parameters": True}, {"static_graph": True}
+CASES: list[tuple[dict[str, bool], list[Step]]] = [
+    ({}, [BOTH, LEFT, LEFT]),
+    (FIND, [BOTH, LEFT, MIXED, RIGHT, IDLE]),
+    (STATIC, [MIXED, MIXED, MIXED]),  # each rank has a graph of its own, and keeps it
+    (STATIC, [LEFT, LEFT, BOTH]),
+    (STATIC, [BOTH, BOTH, LEFT, LEFT]),
+    (STATIC, [IDLE, IDLE, IDLE]),
+]
+LINE = "  {:14}{:10}{:10}{:10}{}"
+
+
+class Branches(nn.Module):
+    """x, (1, 1), through the stem, and then through one branch or both; weights 1, 2 and 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.left, self.right = (nn.Linear(1, 1, bias=False) for _ in range(3))
+        for weight, layer in enumerate((self.stem, self.left, self.right), start=1):
+            nn.init.constant_(layer.weight, weight)
+
+    def forward(self, x: Tensor, branch: str) -> tuple[Tensor, ...]:
+        x = self.stem(x)
+        if branch == "left":
+            return (self.left(x),)
+        if branch == "right":
+            return (self.right(x),)
+        return self.left(x), self.right(x)
+
+
+def gradients(model: nn.Module, wrapped: nn.Module, rank: int, branch: str) -> list[float | None]:
+    """One forward and backward of a rank: the gradients of stem, left and right."""
+    model.zero_grad()
+    outputs = wrapped(torch.full((1, 1), rank + 1.0), branch)
+    loss = outputs[0] if branch == "idle" else torch.stack(outputs).sum()
+    loss.sum().backward()
+    return [None if p.grad is None else p.grad.item() for p in model.parameters()]
+
+
+def expected(step: Step, world_size: int) -> list[float | None]:
+    """What DDP should give, by one process that computes each rank's gradients and averages."""
+    model = Branches()
+    found = [gradients(model, model, rank, step[rank % 2]) for rank in range(world_size)]
+    return [
+        None if all(g is None for g in of_ranks) else sum(g or 0.0 for g in of_ranks) / world_size
+        for of_ranks in zip(*found, strict=True)
+    ]
+
+
+def attempt(options: dict[str, Any], steps: list[Step]) -> list[list[float | None] | RuntimeError]:
+    """The gradients that this rank has after each step, until the first error."""
+    model = Branches()
+    ddp = DistributedDataParallel(model, **options)  # every rank must reach this line
+    rank = dist.get_rank()
+    done: list[list[float | None] | RuntimeError] = []
+    for step in steps:
+        try:
+            done.append(gradients(model, ddp, rank, step[rank % 2]))
+        except RuntimeError as error:  # nothing is on its way: the process group is still whole
+            return [*done, error]
+    return done
+
+
+def of_all_ranks(mine: list[float | None]) -> list[list[float | None]]:
+    """Every rank's three gradients; nan stands for none on the way."""
+    local = torch.tensor([float("nan") if g is None else g for g in mine])
+    rows = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, local)  # every rank must reach this line
+    return [[None if g != g else g for g in row.tolist()] for row in rows]
+
+
+def describe(step: Step, rows: list[list[float | None]]) -> str:
+    """One line: who took which branch, and each gradient, once if the ranks agree."""
+    truth = expected(step, len(rows))
+    right = all(same(*pair) for row in rows for pair in zip(row, truth, strict=True))
+    cells = []
+    for of_ranks in zip(*rows, strict=True):
+        texts = ["none" if g is None else f"{g:.3g}" for g in of_ranks]
+        cells.append(" | ".join(texts if len(set(texts)) > 1 else texts[:1]))
+    verdict = "the mean" if right else "NOT averaged, and nothing tells"
+    return LINE.format(" | ".join(dict.fromkeys(step)), *cells, verdict)
+
+
+def same(one: float | None, other: float | None) -> bool:
+    """Whether two gradients are equal up to rounding; none is equal to none only."""
+    if one is None or other is None:
+        return one is other
+    return isclose(one, other, rel_tol=1e-6)
+
+
+def main() -> None:
+    Parser(__doc__).parse_args()
+    if int(os.environ.get("WORLD_SIZE", 1)) < 2:
+        raise UsageError(
+            "one rank waits for nobody: start two, with "
+            "torchrun --standalone --nproc-per-node=2 05_amp_syncbn/unused.py"
+        )
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: no one else can connect
+    dist.init_process_group("gloo")
+    lines = [LINE.format("branch", "stem", "left", "right", "").rstrip()]
+    for options, steps in CASES:
+        lines.append("\n" + (", ".join(f"{name}={on}" for name, on in options.items()) or "DDP"))
+        for step, found in zip(steps, attempt(options, steps), strict=False):
+            if isinstance(found, RuntimeError):
+                sentence = str(found).split(". ")[0].split(", e.g.")[0]
+                lines.append(f"  {' | '.join(dict.fromkeys(step)):14}{type(found).__name__}:")
+                lines.append(f"    {sentence}")
+            else:
+                lines.append(describe(step, of_all_ranks(found)))
+    if dist.get_rank() == 0:
+        print("\n".join(lines))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with usage_errors_exit():
+        main()
