@@ -24,6 +24,11 @@ bench: $(VENV)/ready  ## measure anew what results/ holds, on a quiet machine; t
 	$(RUN) benchmarks/replica_memory.py
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/data_parallel.py
 	$(RUN) benchmarks/reducers.py
+	OMP_NUM_THREADS=1 $(RUN) benchmarks/learning_rates.py
+	$(RUN) benchmarks/gradients.py
+	$(RUN) benchmarks/precision.py
+	$(RUN) benchmarks/switches.py
+	$(RUN) benchmarks/sync_batchnorm.py
 	$(RUN) benchmarks/links.py  # as root: it makes network namespaces
 
 faults: $(VENV)/ready  ## inject 306 faults into real runs, half an hour: results/faults.json

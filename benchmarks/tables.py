@@ -145,7 +145,21 @@ def switches() -> str:
     return tabulate(rows, ("", "time", *heads), "github", disable_numparse=True)
 
 
+def sync_batchnorm() -> str:
+    """Stage 05: SyncBatchNorm by hand, as a multiple of BatchNorm of the same local batch."""
+    results = load("05_sync_batchnorm")
+    found = {**results["layers"], "a step of resnet18": results["steps"]}
+    formats = list(results["steps"])
+    rows = [
+        (name, *(ratio(each[how]["variants"]["SyncBatchNorm"]) for how in formats))
+        for name, each in found.items()
+    ]
+    return tabulate(rows, ("", *formats), "github", disable_numparse=True)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "origin of 05_sync_batchnorm": lambda: origin("05_sync_batchnorm"),
+    "sync_batchnorm": sync_batchnorm,
     "origin of 02_data_parallel": lambda: origin("02_data_parallel"),
     "step_parts": step_parts,
     "interpreter_lock": interpreter_lock,

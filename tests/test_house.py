@@ -13,8 +13,8 @@ COMMON = sorted((ROOT / "common").glob("*.py"))
 # Stage 03 starts its processes itself, and its --reducer tries each rung of the ladder: 210.
 # Stage 04 goes to real clusters, and its page holds what only ranks together can decide: where they
 # meet, how long they wait, when they stop, and from which checkpoint they go on: 245. Stage 05, the
-# one that readers take home, inherits it, and adds what a real run needs of one step: micro-batches,
-# clipping, the learning rate of a large batch, layouts, compiling. Each is a flag and a few lines in
+# one that readers take home, inherits it and adds what the step of a real run needs: micro-batches,
+# clipping, the learning rate of a large batch, layouts, compiling. Each is a flag and some lines in
 # the right place, and the place is the lesson: 350.
 CAPS = dict.fromkeys(STAGES, 200)
 CAPS |= {"03_ddp_manual_allreduce": 210, "04_ddp_torchrun": 245, "05_amp_syncbn": 350}
