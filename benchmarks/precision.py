@@ -331,7 +331,7 @@ def parse_args() -> Namespace:
         raise UsageError(f"torchvision has no model {unknown[0]}: try --models resnet50")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
+    gpus, cores = torch.cuda.device_count(), os.cpu_count() or 1
     args.ranks = args.ranks or (gpus if args.device == "cuda" else cores)
     if args.device == "cuda" and args.ranks > gpus:
         raise UsageError(f"{args.ranks} ranks need as many GPUs, here are {gpus}: try --ranks 1")
@@ -379,7 +379,7 @@ def measure(args: Namespace) -> dict[str, Any]:
 def main() -> None:
     args = parse_args()
     if not args.quick:  # whatever OMP_NUM_THREADS says
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        torch.set_num_threads(os.cpu_count() or 1)
     where = provenance(args.device)  # before there is load
     results = {"provenance": where, **measure(args)}
     report(results)

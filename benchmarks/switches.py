@@ -316,14 +316,14 @@ def draw(results: dict[str, Any], path: Path) -> None:
     rows = {name: row for name, row in results["variants"].items() if name != SAME}
     ratios = [row["ratio"] for row in rows.values()]
     ends = [[abs(e - row["ratio"]) for e in row["ratio_interval"]] for row in rows.values()]
-    colours = ["#D55E00" if row["accuracy_of"] == n else "#0072B2" for n, row in rows.items()]
+    colours = ["#D55E00" if row["distance"] else "#0072B2" for row in rows.values()]
     left.barh(list(rows), ratios, color=colours, xerr=list(zip(*ends, strict=True)))
     left.axvline(1, color="black", linewidth=1)
     for place, row in enumerate(rows.values()):
         end = max(row["ratio_interval"])
         left.text(end + 0.02, place, f"{row['accuracy']:.1%}", va="center", fontsize=8)
     left.set(xlabel="time of a step / that of plain DDP (of ZeroRedundancyOptimizer: of Adam)")
-    left.set_title("Blue: the same bits as plain DDP; orange: others. Beside it: test accuracy")
+    left.set_title("Blue: the same bits as the baseline; orange: others. Beside it: test accuracy")
     left.set_xlim(0, 1.15 * max(max(row["ratio_interval"]) for row in rows.values()))
     left.invert_yaxis()
     starts = [0.0] * len(rows)
