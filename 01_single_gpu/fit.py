@@ -46,7 +46,7 @@ def parse_args() -> Namespace:
     add("--optimizer", default="momentum", choices=tuple(OPTIMISERS), help="sgd: no momentum")
     add("--batch-size", default=120, type=count, metavar="N", help="global batch, in samples")
     add("--memory-limit", type=size, metavar="SIZE", help="as 8GiB; without: the GPU that is here")
-    add("--device", default="cuda", choices=("cuda", "cpu"), help="whose rules apply")
+    add("--device", default="cuda", choices=("cuda", "cpu"), help="whose allocator is counted")
     add("--measure", action="store_true", help="also do a real step of this batch on the device")
     return parser.parse_args()
 
@@ -88,13 +88,13 @@ def least_batch(plan: Plan) -> int:
 
 
 def cut(batch: int, least: int, fits: Fits, gradients: int) -> dict[int, int]:
-    """How many micro-batches the local batch needs on these GPUs; where none helps, 0."""
+    """How many micro-batches the local batch needs; 0: no number helps. 3 need what 2 need."""
     found = {}
     for gpus in (n for n in GPUS if batch % n == 0 and batch // n >= least):
         local = batch // gpus
         buckets = gradients if gpus > 1 else 0  # from which DDP sends: one more copy of them
         numbers = (k for k in range(1, local // least + 1) if local % k == 0)
-        found[gpus] = next((k for k in numbers if fits(local // k, k, buckets)), 0)
+        found[gpus] = next((k for k in numbers if fits(local // k, min(k, 2), buckets)), 0)
     return found
 
 
@@ -115,7 +115,7 @@ def advise(batch: int, least: int, most: int, cuts: dict[int, int]) -> str:
 def report(args: Namespace, plan: Plan, fits: Fits) -> None:
     least, batch, image = least_batch(plan), args.batch_size, args.image_size
     if batch < least:
-        raise UsageError("BatchNorm needs more than a value for each channel: try --batch-size 2")
+        raise UsageError("BatchNorm needs more than one value for each channel: try --batch-size 2")
     parts, (peak, moment) = parts_of(plan), rehearse(plan, batch)
     parts[f"peak with a batch of {batch}, in {moment}"] = peak
     if args.measure:
@@ -124,7 +124,7 @@ def report(args: Namespace, plan: Plan, fits: Fits) -> None:
     table = [(name, f"{count / MIB:,.2f}") for name, count in parts.items()]
     print(tabulate(table, ("", "MiB"), disable_numparse=True, colalign=("left", "right")))
     most = largest(lambda samples: fits(samples, 1, 0), least)
-    print(f"\nlargest batch on one GPU: {most}{' or more' * (most >= MOST)}")
+    print(f"\nlargest batch at once: {most}{' or more' * (most >= MOST)}")
     cuts = cut(batch, least, fits, parts["gradients"]) if 0 < most < batch else {}
     if ways := [(n, batch // n, k, batch // n // k) for n, k in cuts.items() if k]:
         print(f"\nways to cut a global batch of {batch}:\n")

@@ -3,8 +3,8 @@
     python 01_single_gpu/ledger.py
 
 Tensors on the meta device have shapes but no data. The ledger sees what every operation makes, and
-when it is freed. TorchDispatchMode, which it is, is public in spite of the underscore: the notes
-"Extending PyTorch" of its documentation show it.
+when it is freed. TorchDispatchMode, its base class, is public in spite of the underscore: PyTorch's
+notes "Extending PyTorch" show it.
 
 On a GPU, the allocator rounds a block up to 512 bytes ("Memory management" in the CUDA notes). On a
 CPU, operations need workspaces: oneDNN copies what a convolution reads and writes into a layout of

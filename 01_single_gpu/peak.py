@@ -140,8 +140,8 @@ def main() -> None:
                 rows.append((model, optimiser, batch, *mib, moment))
     print("A training step on a GPU, in MiB: the sum of its parts, and the rehearsed peak\n")
     heads = ("model", "optimiser", "batch", "sum", "peak", "in")
-    left = ("left", "left", "right", "right", "right", "left")
-    print(tabulate(rows, heads, disable_numparse=True, colalign=left))
+    align = ("left", "left", "right", "right", "right", "left")
+    print(tabulate(rows, heads, disable_numparse=True, colalign=align))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node=2 05_amp_syncbn/accumulate.py
 
-DDP decides in forward whether the backward after it will average: `no_sync` must be around both.
+DDP decides in forward whether the backward after it will average: `no_sync` must be around forward.
 """
 
 import os

@@ -6,6 +6,8 @@ A format without units of its own runs all the same, and slowly: its numbers are
 operation. Mixed precision pays where the units are.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from tabulate import tabulate
@@ -60,9 +62,9 @@ def refuse_no_compiler(device: torch.device) -> None:
         ) from error
 
 
-def answer(check: object, *args: object) -> str:
+def answer(check: Callable[..., None], *args: object) -> str:
     try:
-        check(*args)  # type: ignore[operator]
+        check(*args)
     except UsageError:
         return "no"
     return "yes"

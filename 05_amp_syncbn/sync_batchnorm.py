@@ -1,10 +1,10 @@
-"""BatchNorm over the global batch, by hand: for every device, torch's own is for GPUs only.
+"""BatchNorm over the global batch, by hand, for every device: torch's own is for GPUs only.
 
     python 05_amp_syncbn/sync_batchnorm.py
 
 What a rank does alone, torch's own kernels do; what crosses the ranks is written here. Forward,
 one all-reduce shows every rank three numbers of each channel from all: count, mean, variance. They
-merge exactly, for local batches of any size (Chan, Golub and LeVeque, 1979). Sums and sums of
+merge exactly, for local batches of any size (Chan, Golub and LeVeque, 1983). Sums and sums of
 squares would be simpler, but where the mean is large, their difference loses the variance.
 Backward, one more: every input has moved the mean and the variance that all other ranks used.
 """
@@ -128,7 +128,7 @@ def compare(rank: int, port: int, batch: Tensor) -> None:
     plain, sync = nn.BatchNorm1d(1, affine=False), SyncBatchNorm(1, affine=False)
     results = torch.zeros(2, *batch.shape)
     results[0, rank::2], results[1, rank::2] = plain(batch[rank::2]), sync(batch[rank::2])
-    dist.all_reduce(results)  # each rank fills its own rows
+    dist.all_reduce(results)  # each rank fills its own rows; every rank must reach this line
     if rank == 0:
         names = ("one process, whole batch", "two ranks, BatchNorm", "two ranks, SyncBatchNorm")
         whole = nn.BatchNorm1d(1, affine=False)(batch)

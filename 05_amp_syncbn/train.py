@@ -49,13 +49,13 @@ def parse_args() -> Namespace:
     add("--sync-bn", default=True, action=switch, help="BatchNorm over the global batch")
     add("--accumulate", default=1, type=count, metavar="K", help="micro-batches of a step")
     add("--clip-norm", type=norm, metavar="F", help="largest norm of all gradients together")
-    add("--lr-rule", default="none", choices=("none", "linear", "sqrt"), help="of larger batches")
+    add("--lr-rule", default="none", choices=("none", "linear", "sqrt"), help="for large batches")
     add("--base-batch-size", default=120, type=count, metavar="N", help="that --lr was tuned for")
-    add("--warmup-epochs", default=0.0, type=real, metavar="F", help="from 0 up to the full rate")
+    add("--warmup-epochs", default=0.0, type=real, metavar="F", help="with a rate that rises")
     add("--lr-decay", default="none", choices=("none", "step", "cosine"), help="after the warm-up")
-    add("--channels-last", default=False, action=switch, help="of a pixel, all channels together")
+    add("--channels-last", default=False, action=switch, help="store a pixel's channels together")
     add("--compile", default=False, action=switch, help="torch.compile; needs a C++ compiler")
-    add("--comm-hook", default="none", choices=("none", *HOOKS), help="dtype of the all-reduce")
+    add("--comm-hook", default="none", choices=("none", *HOOKS), help="dtype of gradients sent")
     return parser.parse_args()
 
 
@@ -196,8 +196,10 @@ def lr_factor(args: Namespace, steps_an_epoch: int, step: int) -> float:
         return factor * min(1.0, (step + 1) / warm_up)
     done = min(1.0, (step - warm_up) / max(1.0, end - warm_up))  # from 0 to 1
     if args.lr_decay == "step":
-        return factor * 0.1 ** int(3 * done)  # a tenth after each third
-    return factor * (1 + math.cos(math.pi * done)) / 2 if args.lr_decay == "cosine" else factor
+        factor *= 0.1 ** int(3 * done)  # a tenth after each third
+    elif args.lr_decay == "cosine":
+        factor *= (1 + math.cos(math.pi * done)) / 2
+    return factor
 
 
 def finish_step(
@@ -216,6 +218,11 @@ def finish_step(
     scaler.update()  # halves the scale after a skipped step, doubles it after 2,000 good ones
     if scaler.get_scale() >= scale:  # a skipped step does not count
         schedule.step()
+    elif scale < 2**-24:  # no smaller one will help; on all ranks alike, as their gradients are
+        raise UsageError(
+            f"--amp fp16: gradients are inf or nan even with the loss scaled by {scale:.0e}, and "
+            "no step is taken: try --amp bf16, or a lower --lr with --resume auto"
+        )
 
 
 def train_epoch(
@@ -238,7 +245,7 @@ def train_epoch(
         parts = []  # the loss of every micro-batch
         for x, y in zip(images.chunk(args.accumulate), labels.chunk(args.accumulate), strict=True):
             last = len(parts) == args.accumulate - 1
-            with nullcontext() if last else model.no_sync():  # DDP gets ready in forward already
+            with nullcontext() if last else model.no_sync():  # DDP decides in forward
                 with torch.autocast(device.type, DTYPES[args.amp], enabled=args.amp != "off"):
                     loss = F.cross_entropy(model(x), y) / args.accumulate
                 scaler.scale(loss).backward()  # adds; the last averages over the ranks, by buckets
@@ -283,7 +290,8 @@ def prepare(args: Namespace, device: torch.device, train_set: ImageSet) -> tuple
     model = build_model(args.model, train_set, seen).to(device)
     if args.channels_last:
         model = model.to(memory_format=torch.channels_last)
-    model = synchronize_batch_norm(model, device) if args.sync_bn else model  # before DDP
+    if args.sync_bn:  # before DDP
+        model = synchronize_batch_norm(model, device)
     return model, micro_batch * args.accumulate
 
 
@@ -305,14 +313,14 @@ def train(args: Namespace, device: torch.device, watchdog: Watchdog) -> None:
     if args.evaluate:
         recorder.end_evaluation(*evaluate(model, test_set, local_batch, device))
         return
-
     if rank == 0:
         cut = f"{world_size} × {args.accumulate} × {local_batch // args.accumulate}"
         print(f"global batch {args.batch_size} = {cut} (world size × accumulate × micro-batch)")
     stop, watchdog.position = StopSignal(), recorder.position
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # False repeats some
     loader = make_loader(train_set, local_batch, sampler, args.workers)
-    taken = start.get("taken", start["step"])  # the steps that were not skipped
+    was = start.get("options", vars(args))["batch_size"]  # the place in the schedule, in samples
+    taken = round(start.get("taken", start["step"]) * was / args.batch_size)  # without skipped ones
     schedule = LambdaLR(optimizer, partial(lr_factor, args, len(loader)), last_epoch=taken - 1)
     for epoch in recorder.epochs():  # the same epoch again, if a checkpoint has cut it
         sampler.set_epoch(epoch)  # without it, every epoch has the same order

@@ -60,6 +60,6 @@ def build_model(name: str, dataset: ImageSet, batch: int = 2) -> nn.Module:
         except ValueError as error:
             raise UsageError(
                 f"BatchNorm gets one sample, of one pixel in the last layers of {name}, and one "
-                "value has no variance: try a larger --batch-size, or --image-size where it applies"
+                "value has no variance: try a larger --batch-size or a smaller --accumulate"
             ) from error
     return model

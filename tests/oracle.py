@@ -52,6 +52,19 @@ def strides(parts: int):
     return steps
 
 
+def micro_batches(parts: int, k: int):
+    """05 with --accumulate: the j-th of the k pieces of each rank's samples, over all ranks."""
+
+    def steps(samples: int, batch: int, seed: int, epoch: int) -> Iterator[Step]:
+        size = batch // (parts * k)
+        for shares in strides(parts)(samples, batch, seed, epoch):
+            yield [
+                [i for share in shares for i in share[j * size : (j + 1) * size]] for j in range(k)
+            ]
+
+    return steps
+
+
 def fixed_shards(parts: int):
     """03: rank r owns a part of the data for good, and shuffles it anew each epoch."""
 

@@ -52,8 +52,8 @@ def sides(diff: str) -> tuple[str, str]:
     """The text before and after the change that a diff shows."""
     lines = diff.splitlines(keepends=True)
     return (
-        "".join(line[1:] for line in lines if line[0] in " -"),
-        "".join(line[1:] for line in lines if line[0] in " +"),
+        "".join(line[1:] or "\n" for line in lines if line[:1] in " -\n"),
+        "".join(line[1:] or "\n" for line in lines if line[:1] in " +\n"),
     )
 
 

@@ -32,6 +32,8 @@ from test_stages import FP32, same_run
 from torch import nn
 from torch.optim import SGD
 
+from common.options import UsageError
+
 CLIP = 0.5  # below the norm of nearly every step of these runs
 
 
@@ -108,11 +110,37 @@ def test_05_a_skipped_step_moves_neither_weights_nor_schedule(without=()):
     assert [line["lr"] for line in run.metrics] == pytest.approx(expected, abs=1e-12)
 
 
+def _always_inf(rank, flags) -> str:
+    """A run whose loss is finite and whose gradient never is."""
+    stage = load_stage("05")
+    build = stage.build_model
+
+    def build_broken(*args):
+        model = build(*args)
+        model.fc2.bias.register_hook(lambda gradient: gradient * torch.inf)
+        return model
+
+    stage.build_model = build_broken
+    sys.argv = ["train.py", *flags]
+    with redirect_stdout(StringIO()), pytest.raises(UsageError) as caught:
+        stage.main()
+    return str(caught.value)
+
+
+def test_a_run_in_fp16_that_takes_no_step_any_more_ends_and_says_so(tmp_path):
+    """On all ranks, as the scale is the same; before that it is halved 41 times, from 2^16."""
+    flags = ("--device=cpu", f"--data-dir={ROOT / 'data'}", f"--run-dir={tmp_path}", "--amp=fp16")
+    first, second = run_ranks(2, _always_inf, (*flags, "--model=net-bn", "--batch-size=12"))
+    assert first == second
+    assert "no step is taken: try --amp bf16" in first
+    assert not (tmp_path / "checkpoint.pt").exists()
+
+
 # --- accumulation
 
 
-def _without_dropout(rank, flags, dtype, without) -> tuple[dict, int, list]:
-    """Stage 05 with net's dropout off: last weights, all-reduces of DDP, losses."""
+def _without_dropout(rank, flags, dtype, without) -> tuple[dict, int]:
+    """Stage 05 with net's dropout off: last weights, all-reduces of DDP."""
     stage, reduced, models = load_stage("05", without), [], []
     build, wrap = stage.build_model, stage.wrap
 
@@ -247,6 +275,107 @@ def test_05_resumes_the_schedule_after_skipped_steps(without=()):
     _, resumed = overflowing(folders[1], *flags, "--resume=auto", without=without)
     assert [line["lr"] for line in whole.metrics] == [line["lr"] for line in resumed.metrics]
     assert whole.checkpoint["taken"] == resumed.checkpoint["taken"] < 36
+
+
+@pytest.mark.parametrize(("ranks", "k"), [(2, 3), (3, 2)])
+def test_micro_batches_clipping_and_schedule_together_are_one_process(ranks, k):
+    """The loss of every step and the last parameters, float64; one plain process with the same
+    micro-batches clips once a step, the whole gradient, and changes its rate once a step."""
+    flags = (f"--accumulate={k}", f"--clip-norm={CLIP}", "--lr-decay=cosine", "--warmup-epochs=0.5")
+    run = train_once("05", ranks, *FLAGS, *flags, "--channels-last")
+    rates = [0.02 * min(1, (n + 1) / 12.5) for n in range(13)]
+    rates += [0.02 * math.cos(math.pi * (n - 12.5) / 75) ** 2 for n in range(13, 50)]
+    settings = {**SETTINGS, "lr": rates.__getitem__, "clip": CLIP}
+    losses, state = oracle.replay(oracle.micro_batches(ranks, k), **settings)
+    assert (run.losses - losses).abs().max() < 1e-10
+    parameters = [name for name in state if name.endswith((".weight", ".bias"))]
+    assert max((run.states[0][n] - state[n]).abs().max().item() for n in parameters) < 1e-10
+
+
+@pytest.mark.parametrize("before", ["04", "05"])
+@pytest.mark.parametrize("batch", [60, 120, 240])
+def test_a_run_that_goes_on_with_another_batch_is_at_its_place_in_the_schedule(before, batch):
+    """After one epoch of three, with another rate as well: the second third, whoever wrote it."""
+    flags = ("--lr=0.3", "--lr-decay=step", "--epochs=3")[: 3 if before == "05" else 1]
+    first = train_once(before, 1, "--model=net-bn", *flags, "--max-steps=12", **FP32)
+    path = f"--resume={first.folder / 'checkpoint.pt'}"
+    flags = ("--lr=0.001", "--lr-decay=step", "--epochs=3", f"--batch-size={batch}", path)
+    run = train("05", 1, "--model=net-bn", *flags, **FP32)
+    steps = 1500 // batch
+    for epoch, factor in ((1, 0.1), (2, 0.01)):
+        written = [line["lr"] for line in run.metrics if line["epoch"] == epoch]
+        # Where 3 does not divide the steps, a third ends inside an epoch: look at its second half.
+        assert written[steps // 2 :] == pytest.approx([0.001 * factor] * (steps - steps // 2))
+
+
+def _look(rank, flags):
+    """What reaches the first layer, in which format it computes, where the gradients are."""
+    stage, seen, storages = load_stage("05"), set(), set()
+    build, finish = stage.build_model, stage.finish_step
+
+    def watch(layer, inputs, output):
+        if layer.training:
+            seen.add((inputs[0].is_contiguous(memory_format=torch.channels_last), output.dtype))
+
+    def build_watched(*args):
+        model = build(*args)
+        model.conv1.register_forward_hook(watch)
+        return model
+
+    def finish_watched(model, *others):
+        storages.add(len({p.grad.untyped_storage().data_ptr() for p in model.parameters()}))
+        finish(model, *others)
+
+    stage.build_model, stage.finish_step = build_watched, finish_watched
+    sent, reduce = set(), dist.all_reduce
+
+    def reduce_watched(tensor, *others, **more):
+        if more.get("async_op"):  # DDP's hooks; the stage's own wait
+            sent.add(tensor.dtype)
+        return reduce(tensor, *others, **more)
+
+    sys.argv = ["train.py", *flags]
+    with redirect_stdout(StringIO()), patch.object(dist, "all_reduce", reduce_watched):
+        stage.main()
+    return seen, sent, storages
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ((), ({(False, torch.float32)}, set(), {1})),
+        (("--channels-last",), ({(True, torch.float32)}, set(), {1})),
+        (("--amp=bf16", "--comm-hook=fp16"), ({(False, torch.bfloat16)}, {torch.float16}, {1})),
+        (("--amp=fp16", "--comm-hook=bf16"), ({(False, torch.float16)}, {torch.bfloat16}, {1})),
+    ],
+)
+def test_each_switch_does_what_it_says_in_every_micro_batch(flags, expected):
+    """Layout and format of all forward passes, format of what is sent; gradients in one bucket."""
+    fixed = ("--dataset=synthetic", "--device=cpu", f"--run-dir={scratch_folder()}")
+    fixed += ("--max-steps=2", "--accumulate=2", "--batch-size=16")
+    assert run_ranks(2, _look, (*fixed, *flags)) == [expected] * 2
+
+
+def _compiles(rank, flags):
+    """Whether what trains is what was compiled; without compiling."""
+    stage, asked, trained = load_stage("05"), [], []
+    epoch, stage.refuse_no_compiler = stage.train_epoch, lambda device: None
+    stage.train_epoch = lambda model, *others: trained.append(model) or epoch(model, *others)
+    ddp = stage.DistributedDataParallel
+    sys.argv = ["train.py", *flags]
+    with (
+        redirect_stdout(StringIO()),
+        patch.object(ddp, "compile", lambda model: asked.append(model), create=True),
+    ):
+        stage.main()
+    return len(trained), [id(model) for model in asked] == [id(trained[0])]
+
+
+@pytest.mark.parametrize("compile", [True, False])
+def test_compile_compiles_what_trains(compile):
+    flags = (f"--run-dir={scratch_folder()}", f"--data-dir={ROOT / 'data'}", "--max-steps=1")
+    flags += ("--device=cpu", "--compile" if compile else "--no-compile")
+    assert run_ranks(2, _compiles, flags) == [(1, compile)] * 2
 
 
 def test_channels_last_computes_the_same(tmp_path):
