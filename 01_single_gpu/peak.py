@@ -72,7 +72,8 @@ def train(
     model, optimizer = plan.build()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # gradients and the optimiser's state are there, as after any step
+    with torch.device("cpu"):  # where Adam counts its steps, in torch 2.11 too
+        optimizer.step()  # gradients and the optimiser's state are there, as after any step
     for micro_batch in range(accumulate):
         enter("forward")
         loss = plan.loss(model, batch)
@@ -104,7 +105,7 @@ def parts_of(plan: Plan) -> dict[str, int]:
         model, optimizer = plan.build()
         saved = [count_saved(plan, model, batch) for batch in (2, 3)]  # BatchNorm may refuse 1
         plan.loss(model, 2).backward()
-        optimizer.step()
+    optimizer.step()
     parameters = list(model.parameters())
     state = [value for each in optimizer.state.values() for value in each.values()]
     tensors = [value for value in state if isinstance(value, torch.Tensor) and value.is_meta]
