@@ -15,6 +15,11 @@ from support import ROOT, Run, command, free_port, load_stage, run_ranks, torchr
 
 SHORT = ("--model=net-bn", "--epochs=1", "--batch-size=60")
 
+CUT = {
+    "04": "global batch {} = {} × {} (world size × local batch)",
+    "05": "global batch {} = {} × 1 × {} (world size × accumulate × micro-batch)",
+}
+
 
 def losses(folder: Path) -> torch.Tensor:
     return Run(folder, [], "").losses
@@ -27,7 +32,7 @@ def test_two_ranks_under_torchrun(key, script, tmp_path):
     """The one real launch of each; its losses are those of the ranks that the suite starts."""
     done = torchrun(2, script, *SHORT, "--device=cpu", f"--run-dir={tmp_path}")
     assert done.returncode == 0, done.stderr
-    assert "global batch 60 = 2 × 30 (world size × local batch)" in done.stdout
+    assert CUT[key].format(60, 2, 30) in done.stdout
     assert done.stdout.count("epoch 1/1") == 1, "only rank 0 prints"
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["world_size"], summary["local_batch"]) == (2, 30)
@@ -69,7 +74,7 @@ def test_srun_without_an_address_is_refused():
 def test_without_a_launcher_the_world_is_one_rank(script, tmp_path):
     [(status, output)] = command(script, *SHORT, "--device=cpu", f"--run-dir={tmp_path}")
     assert status == 0, output
-    assert "global batch 60 = 1 × 60 (world size × local batch)" in output
+    assert CUT[script[:2]].format(60, 1, 60) in output
     one = train_once("01", 1, *SHORT, dtype=torch.float32)
     assert (losses(tmp_path) - one.losses).abs().max() < 1e-4
 
