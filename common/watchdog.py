@@ -92,6 +92,8 @@ class Watchdog:
                 self._first(f"rank {self.rank} ended at {self.place} with {why}")
             self._beat()
         self.over.set()
+        if error and self.rank == 0:  # it may keep the store, and others still write into it
+            time.sleep(2 * BEAT_SECONDS)
         self.thread.join(LOST_SECONDS)  # for ever, if it waits for a store that is stopped
         if verdict:
             self._tell(verdict)
