@@ -34,7 +34,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.options import Parser, UsageError, usage_errors_exit
 
-from timing import ROOT, SAME, Times, chapter, interleave, provenance, save, summarize, table
+from timing import (
+    ROOT,
+    SAME,
+    chapter,
+    interleave,
+    of_the_slowest,
+    provenance,
+    save,
+    summarize,
+    table,
+)
 
 RANKS, BATCH, MICRO_BATCHES = 2, 32, 4
 COMPUTE, PER_PARAMETER = "compute only", "per parameter"
@@ -140,15 +150,6 @@ def bits_per_second(rank: int, size: int) -> int:
     return round(8 * size / (time.perf_counter() - start))
 
 
-def of_the_slowest(times: Times) -> Times:
-    """Each time as the slowest rank has it: the others wait for it anyway. Of a micro-batch."""
-    for name, seconds in times.items():
-        slowest = torch.tensor(seconds) / (MICRO_BATCHES if name == NO_SYNC else 1)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        times[name] = slowest.tolist()
-    return times
-
-
 def measure(out: Path, quick: bool) -> None:
     """What each node does; node 0 writes what both have found."""
     rank, wire = int(os.environ["NODE_RANK"]), Wire()
@@ -168,6 +169,7 @@ def measure(out: Path, quick: bool) -> None:
                 step()
         wire.variant = ""  # what the warm-up has sent does not count
         times = interleave(steps, 1 if quick else rounds, 1, warm_up=0, meet=wire.meet)
+        times[NO_SYNC] = [seconds / MICRO_BATCHES for seconds in times[NO_SYNC]]  # of one
         wire.meet()  # counts the last one
         rates[name] = {
             "rounds": len(times[SAME]),

@@ -30,17 +30,14 @@ import torchvision
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import LambdaLR
 
-from common.data import load_dataset
-from common.models import build_model
 from common.options import Parser, UsageError, cut_batch, number, usage_errors_exit
 
-from timing import ROOT, SAME, Times, chapter, interleave, provenance, save, summarize
+from accuracy import learn
+from timing import ROOT, SAME, chapter, interleave, of_the_slowest, provenance, save, summarize
 
 COLOURS = {"fp32": "#999999", "tf32": "#E69F00", "bf16": "#0072B2", "fp16": "#009E73"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-EPOCHS, SAMPLES = 3, 60  # of the small training, and its batch
 ONE = "one process"
 
 start = chapter("03", "ranks").start
@@ -98,7 +95,7 @@ class Training:
     """A model of its own, its optimiser and a batch; call it for one step."""
 
     def __init__(self, variant: Variant, model: nn.Module, device: torch.device) -> None:
-        self.variant, self.device = variant, device
+        self.variant, self.device, self.layout = variant, device, variant.layout
         self.plain = copy.deepcopy(model).to(device).to(memory_format=variant.layout).train()
         if variant.compiled:
             torch._dynamo.config.recompile_limit = 64  # of one forward, in many variants
@@ -106,7 +103,8 @@ class Training:
         self.model: nn.Module = self.plain
         if dist.is_initialized():
             self.model = DistributedDataParallel(self.plain, gradient_as_bucket_view=True)
-        self.optimizer = torch.optim.SGD(self.plain.parameters(), 0.02, 0.9, fused=True)
+        sgd = torch.optim.SGD(self.plain.parameters(), 0.02, 0.9, fused=True)
+        self.optimizer: torch.optim.Optimizer = sgd
         self.scaler = torch.amp.GradScaler(device.type, enabled=variant.precision == "fp16")
 
     def __call__(self, images: Tensor, labels: Tensor) -> None:
@@ -132,15 +130,6 @@ class Training:
         before = torch.cuda.memory_allocated()
         self(images, labels)
         return held + torch.cuda.max_memory_allocated() - before
-
-
-def of_the_slowest(times: Times) -> Times:
-    """Each time as the slowest rank has it: the others wait for it anyway."""
-    for name, seconds in times.items():
-        slowest = torch.tensor(seconds, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # every rank must reach this line
-        times[name] = slowest.tolist()
-    return times
 
 
 def time_model(
@@ -170,7 +159,7 @@ def time_model(
     warm_up = 3 if rounds > 1 else 1
     together = {"meet": dist.barrier} if world_size > 1 else {}
     times = interleave(steps, rounds, 10 if device == "cuda" else 1, warm_up, **together)
-    summary = summarize(of_the_slowest(times) if world_size > 1 else times)
+    summary = summarize(of_the_slowest(times))
     for label, row in summary.items():
         row["images_per_second"] = round(world_size * batch / row["step_ms"] * 1000, 2)
         if label != SAME and world_size == 1:
@@ -191,40 +180,13 @@ def time_on_ranks(names: list[str], *args: Any) -> dict[str, Any]:
     return {name: time_model(name, *args) for name in names}
 
 
-def learn(variant: Variant, seed: int, device: torch.device, steps: int | None) -> float:
-    """The test accuracy of resnet18 after a short training on the digits.
-
-    steps: only so many, with a smaller network, to see that it runs.
-    """
-    args = Namespace(dataset="digits", data_dir=ROOT / "data", batch_size=SAMPLES)
-    train_set, test_set = load_dataset(args)
-    torch.manual_seed(seed)
-    model = build_model("resnet18" if steps is None else "net-bn", train_set)
-    training = Training(variant, model, device)
-    whole = len(train_set) // SAMPLES * SAMPLES  # one shape: compiled once
-    epochs = range(seed, seed + EPOCHS)
-    orders = [
-        torch.randperm(len(train_set), generator=torch.Generator().manual_seed(epoch))[:whole]
-        for epoch in epochs
-    ]
-    batches = torch.cat(orders).view(-1, SAMPLES)[:steps]
-    decay = LambdaLR(training.optimizer, lambda step: 1 - step / len(batches))  # or seeds differ
-    for index in batches.tolist():
-        images, labels = train_set.__getitems__(index)  # (B, 1, 28, 28), (B,)
-        training(images.to(device, memory_format=variant.layout), labels.to(device))
-        decay.step()
-    images, labels = test_set.__getitems__(range(len(test_set)))
-    with torch.no_grad():  # in fp32, as train.py does, and not compiled
-        outputs = training.plain.eval().forward(images.to(device))
-    return (outputs.argmax(dim=1).cpu() == labels).double().mean().item()
-
-
 def accuracies(
     variants: list[Variant], device: torch.device, seeds: int, steps: int | None
 ) -> dict[str, Any]:
     rows = {}
     for variant in variants:
-        found = [round(learn(variant, seed, device, steps), 4) for seed in range(seeds)]
+        prepare = partial(Training, variant, device=device)
+        found = [round(learn(prepare, seed, device, steps), 4) for seed in range(seeds)]
         rows[str(variant)] = {"test_accuracies": found, "median": statistics.median(found)}
         print(f"{variant!s:30} accuracy {found}", flush=True)
     return rows

@@ -26,7 +26,17 @@ from torch.nn.parallel import DistributedDataParallel
 from common.models import Net
 from common.options import Parser, UsageError, usage_errors_exit
 
-from timing import ROOT, SAME, Times, chapter, interleave, provenance, save, summarize, table
+from timing import (
+    ROOT,
+    SAME,
+    chapter,
+    interleave,
+    of_the_slowest,
+    provenance,
+    save,
+    summarize,
+    table,
+)
 
 RANKS = 2
 COMPUTE = "compute only"
@@ -77,15 +87,6 @@ def step_of(variant: str, model: nn.Module, batch: Tensor) -> Callable[[], None]
         optimizer.step()
 
     return step
-
-
-def of_the_slowest(times: Times) -> Times:
-    """Each time as the slowest rank has it: the others wait for it anyway."""
-    for name, seconds in times.items():
-        slowest = torch.tensor(seconds)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        times[name] = slowest.tolist()
-    return times
 
 
 def time_steps(model_name: str, quick: bool) -> dict[str, Any]:

@@ -12,7 +12,6 @@ Writes 05_switches.json and .png under results/, on GPUs 05_switches_cuda.
 import copy
 import statistics
 import warnings
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,17 +33,25 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
-from torch.optim.lr_scheduler import LambdaLR
 
-from common.data import load_dataset
-from common.models import Net, build_model
+from common.models import Net
 from common.options import Parser, UsageError, usage_errors_exit
 
-from timing import ROOT, SAME, chapter, interleave, provenance, save, summarize
+from accuracy import learn
+from timing import (
+    ROOT,
+    SAME,
+    chapter,
+    interleave,
+    of_all_ranks,
+    of_the_slowest,
+    provenance,
+    save,
+    summarize,
+)
 
 RANKS, BATCH, SIZE = 2, 32, 64  # on a CPU; of a rank; pixels
 GPU_BATCH, GPU_SIZE = 128, 224
-EPOCHS, SAMPLES = 3, 60  # of the small training, and its global batch
 COMPARED = 5  # steps, after which the weights are compared
 
 Batch = tuple[Tensor, Tensor]  # images and labels
@@ -182,14 +189,6 @@ class Training:
         }
 
 
-def of_all_ranks(mine: list[float]) -> list[float]:
-    """Of each number, the largest that a rank has; of times, that of the slowest."""
-    where = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    numbers = torch.tensor(mine, dtype=torch.float64, device=where)
-    dist.all_reduce(numbers, dist.ReduceOp.MAX)  # every rank must reach this line
-    return numbers.tolist()
-
-
 def laid_out(batch: Batch, layout: torch.memory_format) -> Batch:
     images, labels = batch
     return images.to(memory_format=layout), labels
@@ -205,7 +204,7 @@ def time_steps(
     }
     warm_up, repeats = (4 if rounds > 1 else 1), (10 if device.type == "cuda" else 1)
     times = interleave(steps, rounds, repeats, warm_up, meet=dist.barrier)
-    times = {name: of_all_ranks(seconds) for name, seconds in times.items()}
+    times = of_the_slowest(times)
     summaries = {base: summarize(times, base) for base in {s.baseline for s in chosen.values()}}
     baselines = {name: switches.baseline for name, switches in chosen.items()} | {SAME: "DDP"}
     return {name: {"baseline": b, **summaries[b][name]} for name, b in baselines.items()}
@@ -239,31 +238,6 @@ def count_and_compare(
     return rows
 
 
-def learn(switches: Switches, seed: int, device: torch.device, steps: int | None) -> float:
-    """The test accuracy of resnet18 after a short training on the digits, on all ranks.
-
-    steps: only so many, with a smaller network, to see that it runs.
-    """
-    args = Namespace(dataset="digits", data_dir=ROOT / "data", batch_size=SAMPLES)
-    train_set, test_set = load_dataset(args)
-    torch.manual_seed(seed)
-    model = build_model("resnet18" if steps is None else "net-bn", train_set)
-    training = Training(switches, model, device)
-    whole = len(train_set) // SAMPLES * SAMPLES  # one shape: compiled once
-    generators = [torch.Generator().manual_seed(seed + epoch) for epoch in range(EPOCHS)]
-    orders = [torch.randperm(len(train_set), generator=each)[:whole] for each in generators]
-    batches = torch.cat(orders).view(-1, SAMPLES)[:steps, dist.get_rank() :: dist.get_world_size()]
-    decay = LambdaLR(training.optimizer, lambda step: 1 - step / len(batches))  # or seeds differ
-    for index in batches.tolist():
-        images, labels = train_set.__getitems__(index)  # (B, 1, 28, 28), (B,)
-        training(*laid_out((images.to(device), labels.to(device)), training.layout))
-        decay.step()
-    images, labels = test_set.__getitems__(range(len(test_set)))
-    with torch.no_grad():  # in fp32, as train.py does, and not compiled
-        outputs = training.plain.eval().forward(images.to(device))
-    return (outputs.argmax(dim=1).cpu() == labels).double().mean().item()
-
-
 def add_accuracies(
     rows: dict[str, dict[str, Any]], device: torch.device, seeds: int, steps: int | None
 ) -> None:
@@ -271,7 +245,8 @@ def add_accuracies(
     for name, row in rows.items():
         row["accuracy_of"] = name if row["distance"] or name == "DDP" else row["baseline"]
         if row["accuracy_of"] == name:
-            found = [learn(VARIANTS[name], seed, device, steps) for seed in range(seeds)]
+            prepare = partial(Training, VARIANTS[name], device=device)
+            found = [learn(prepare, seed, device, steps) for seed in range(seeds)]
             row["test_accuracies"] = [round(each, 4) for each in found]
             row["accuracy"] = statistics.median(row["test_accuracies"])
     for row in rows.values():

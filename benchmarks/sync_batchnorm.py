@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from common.options import Parser, usage_errors_exit
 
-from timing import ROOT, SAME, Times, chapter, interleave, provenance, save, summarize
+from timing import ROOT, SAME, chapter, interleave, of_the_slowest, provenance, save, summarize
 
 RANKS, BATCH, IMAGE = 2, 32, 64  # of a step: images of a rank, and their width and height
 PLAIN, SYNC, SENDS = "BatchNorm", "SyncBatchNorm", "its two all-reduces alone"
@@ -46,15 +46,6 @@ FORMATS = {  # dtype of the inputs, and their layout in memory
 
 start = chapter("03", "ranks").start
 convert = chapter("05", "sync_batchnorm").convert
-
-
-def of_the_slowest(times: Times) -> Times:
-    """Each time as the slower rank has it: the other waits for it anyway."""
-    for name, seconds in times.items():
-        slowest = torch.tensor(seconds)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        times[name] = slowest.tolist()
-    return times
 
 
 def use_of(kind: str, shape: tuple[int, ...], how: str) -> Callable[[], None]:

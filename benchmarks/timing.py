@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torchvision
 from tabulate import tabulate
 
@@ -64,6 +65,21 @@ def interleave(
                 runs[name]()
             times[name].append((now() - start) / steps)
     return times
+
+
+def of_all_ranks(mine: list[float]) -> list[float]:
+    """Of each number, the largest that a rank has; without ranks, as it is."""
+    if not dist.is_initialized():
+        return mine
+    where = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    numbers = torch.tensor(mine, dtype=torch.float64, device=where)
+    dist.all_reduce(numbers, dist.ReduceOp.MAX)  # every rank must reach this line
+    return numbers.tolist()
+
+
+def of_the_slowest(times: Times) -> Times:
+    """Each time as the slowest rank has it: the others wait for it anyway."""
+    return {name: of_all_ranks(seconds) for name, seconds in times.items()}
 
 
 def now() -> float:
