@@ -205,11 +205,14 @@ def test_info_names_the_parameters_without_gradient():
     assert text not in gallery.try_entry("unused-parameter", False, "OFF")[0]
 
 
-def test_ddp_on_gloo_dies_under_detail():
-    """torch's DDP takes the wrapper that DETAIL puts around gloo for gloo itself."""
-    died, works = ["ended by SIGSEGV"] * 2, CURED["module-prefix"]
-    answers = chapter("04", "gallery").try_entry("module-prefix", True, "DETAIL")
-    assert answers in {"2.11": [died], "2.15": [died]}.get(torch.__version__[:4], [died, works])
+def test_ddp_on_gloo_may_die_under_detail_and_works_under_info():
+    """torch's DDP takes the wrapper that DETAIL puts around gloo for gloo itself.
+
+    What it then reads is not its own: the ranks die, or by luck do not. Never do they explain.
+    """
+    gallery, works = chapter("04", "gallery"), CURED["module-prefix"]
+    assert set(gallery.try_entry("module-prefix", True, "DETAIL")) <= {"ended by SIGSEGV", *works}
+    assert gallery.try_entry("module-prefix", True, "INFO") == works
 
 
 def _broadcasts(rank):
