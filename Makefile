@@ -5,7 +5,7 @@ VENV ?= .venv
 RUN := $(VENV)/bin/python
 STAGES := $(wildcard 0*_*)
 
-.PHONY: tour test lint bench faults lessons readme clean
+.PHONY: tour test lint bench notebooks campaigns faults lessons readme clean
 
 tour: $(VENV)/ready  ## run the five stages in order and compare them; FLAGS="--ranks 3" changes it
 	$(RUN) tour.py $(FLAGS)
@@ -20,7 +20,13 @@ lint: $(VENV)/ready
 	for folder in $(STAGES) benchmarks; do $(RUN) -m mypy $$folder/*.py || exit 1; done
 	$(VENV)/bin/shellcheck .ci/run $(wildcard 0*/launch/*.sh 0*/launch/*.sbatch)
 
-bench: $(VENV)/ready  ## measure anew what results/ holds, on a quiet machine; then: make readme
+bench: $(VENV)/ready  ## measure all on this machine in ten minutes: results/HARDWARE.json
+	$(RUN) benchmarks/bench.py $(FLAGS)
+
+notebooks: $(VENV)/ready  ## execute the notebooks in place: three minutes
+	$(RUN) tests/notebooks.py $(FLAGS)
+
+campaigns: $(VENV)/ready  ## measure anew, for an hour, what the READMEs show; then: make readme
 	$(RUN) benchmarks/replica_memory.py
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/data_parallel.py
 	$(RUN) benchmarks/reducers.py

@@ -133,36 +133,39 @@ def explain(row: Row, first: Row, args: Namespace) -> str:
     )
 
 
-def draw(rows: list[Row], args: Namespace, path: Path) -> None:
-    """Loss curves, throughput and memory: the picture of the tour."""
+def draw(results: dict, path: Path) -> None:
+    """Loss curves, throughput and memory, of tour.json: the picture of the tour."""
     matplotlib.use("Agg")  # a file, no window
+    rows: dict[str, dict] = results["rows"]
+    first = next(iter(rows.values()))
     figure = plt.figure(figsize=(12, 6.5), layout="constrained")
     curves, speed, distance, memory = figure.subplots(2, 2, width_ratios=(1.4, 1)).flat
-    names = [row.label for row in rows]
-    colours = [COLOURS[ROWS.index(row)] for row in rows]
-    for row, colour in zip(rows, colours, strict=True):
-        steps, losses = range(1, len(row.metrics) + 1), row.losses()
-        (line,) = curves.plot(steps, losses, color=colour, label=row.label)
-        if row.key == "01":  # wide and pale: what lies on it can still be seen
+    names, colour_of = list(rows), dict(zip((row.label for row in ROWS), COLOURS, strict=True))
+    of_01 = results["losses"].get(ROWS[0].label)
+    for name, losses in results["losses"].items():
+        steps = range(1, len(losses) + 1)
+        (line,) = curves.plot(steps, losses, color=colour_of[name], label=name)
+        if name == ROWS[0].label:  # wide and pale: what lies on it can still be seen
             line.set(linewidth=6, alpha=0.3)
-        elif rows[0].key == "01":
-            gaps = [max(abs(a - b), 1e-9) for a, b in zip(rows[0].losses(), losses, strict=True)]
-            distance.plot(steps, gaps, color=colour)
-    curves.set(title=f"Training loss: {args.model} on {args.dataset}", yscale="log")
+        elif of_01:
+            gaps = [max(abs(a - b), 1e-9) for a, b in zip(of_01, losses, strict=True)]
+            distance.plot(steps, gaps, color=colour_of[name])
+    curves.set(title=f"Training loss: {first['model']} on {first['dataset']}", yscale="log")
     curves.set(ylabel="loss of the global batch")
     curves.legend(ncols=2, fontsize="small")
     distance.axhline(SAME, color="grey", linewidth=0.8, linestyle=":")
     distance.set(title="Distance from 01's loss: below the dotted line it is rounding")
     distance.set(xlabel="optimiser step", ylabel="|difference| (0 drawn as 1e-9)", yscale="log")
 
-    speed.barh(names, [row.summary["samples_per_second"] for row in rows], color=colours)
+    colours = [colour_of[name] for name in names]
+    speed.barh(names, [row["samples_per_second"] for row in rows.values()], color=colours)
     speed.set(title="Throughput, all ranks together", xlabel="samples/s (median step)")
-    for place, row in enumerate(rows):
-        peaks = [peak / 2**20 for peak in row.summary["peak_memory_bytes"]]
+    for place, row in enumerate(rows.values()):
+        peaks = [peak / 2**20 for peak in row["peak_memory_bytes"]]
         thickness = 0.8 / len(peaks)  # a bar for each process or GPU
         offsets = [place + thickness * (i - (len(peaks) - 1) / 2) for i in range(len(peaks))]
         memory.barh(offsets, peaks, height=thickness * 0.9, color=colours[place])
-    unit = "GPU" if rows[0].summary["device"] == "cuda" else "process"
+    unit = "GPU" if first["device"] == "cuda" else "process"
     memory.set(title=f"Peak memory of each {unit}", xlabel="MiB", yticks=range(len(rows)))
     memory.set_yticklabels(names)
     for axes in (speed, memory):
@@ -232,10 +235,15 @@ def main() -> None:
         run(whole, args, args.run_dir / whole.key, OMP_NUM_THREADS=str(cores))
         speed = whole.summary["samples_per_second"]
         note = f"OMP_NUM_THREADS=1; 01 with {cores} threads makes {speed:,.0f} samples/s."
-    draw(rows, args, args.run_dir / "tour.png")
     text = report(rows, args, time.perf_counter() - started, note)
     (args.run_dir / "report.md").write_text(text)
-    results = {"date": str(date.today()), "note": note, "rows": {r.label: r.summary for r in rows}}
+    results = {
+        "date": str(date.today()),
+        "note": note,
+        "rows": {row.label: row.summary for row in rows},
+        "losses": {row.label: row.losses() for row in rows},  # of every step
+    }
+    draw(results, args.run_dir / "tour.png")
     (args.run_dir / "tour.json").write_text(json.dumps(results, indent=2) + "\n")
     print(f"\n{tabulate_rows(rows, 'simple')}\n\nwrote {args.run_dir}/report.md and tour.png")
 

@@ -114,7 +114,8 @@ def main() -> None:
             "one rank waits for nobody: start two, with "
             "torchrun --standalone --nproc-per-node=2 04_ddp_torchrun/uneven.py"
         )
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: no one else can connect
+    # One machine: no one else can connect.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname()[0] == "Darwin" else "lo")
     dist.init_process_group("gloo")
     mine = hang(seconds)
     tell(f"the last rank has one batch more; whoever waits gives up after {seconds:g} s", mine)

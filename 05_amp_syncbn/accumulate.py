@@ -134,7 +134,7 @@ def main() -> None:
             "one rank averages with nobody: start two, with "
             "torchrun --standalone --nproc-per-node=2 05_amp_syncbn/accumulate.py"
         )
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: no one else can connect
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname()[0] == "Darwin" else "lo")
     dist.init_process_group("gloo")
     rows = compare_ways()
     if dist.get_rank() == 0:

@@ -119,7 +119,8 @@ def main() -> None:
             "one rank waits for nobody: start two, with "
             "torchrun --standalone --nproc-per-node=2 05_amp_syncbn/unused.py"
         )
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: no one else can connect
+    # One machine: no one else can connect.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname()[0] == "Darwin" else "lo")
     dist.init_process_group("gloo")
     lines = [LINE.format("branch", "stem", "left", "right", "").rstrip()]
     for options, steps in CASES:

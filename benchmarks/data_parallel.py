@@ -2,9 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/data_parallel.py
 
-It measures from_scratch.py on virtual replicas that share the CPU, and writes
-results/02_data_parallel.json. The variable keeps each replica to one thread: torch.set_num_threads
-tells only the calling thread's OpenMP, and a convolution in a new thread would use every core.
+It measures from_scratch.py on virtual replicas that share the CPU, or a GPU with --device cuda, and
+writes results/02_data_parallel.json. The variable keeps each replica to one thread:
+torch.set_num_threads tells only the calling thread's OpenMP, and a convolution in a new thread
+would use every core.
 """
 
 import multiprocessing
@@ -13,7 +14,6 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,9 +24,21 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from common.models import Net
-from common.options import Parser, UsageError, number, usage_errors_exit
+from common.options import Parser, UsageError, usage_errors_exit
 
-from timing import ROOT, chapter, interleave, now, provenance, save, summarize, table
+from timing import (
+    add_device,
+    add_effort,
+    chapter,
+    interleave,
+    keep,
+    most_rounds,
+    now,
+    provenance,
+    require_device,
+    summarize,
+    table,
+)
 
 by_hand: Any = chapter("02", "from_scratch")
 
@@ -65,7 +77,7 @@ class Step:
         self, model: nn.Module, optimizer: SGD, x: Tensor, y: Tensor, replicas: int
     ) -> None:
         self.model, self.optimizer, self.x, self.y = model, optimizer, x, y
-        self.devices = [CPU] * replicas
+        self.devices = [x.device] * replicas
         self.seconds: list[list[float]] = []  # of each step, of each part
 
     def __call__(self) -> None:
@@ -94,10 +106,11 @@ class Step:
         return dict(zip(PARTS, medians, strict=True))
 
 
-def measure_step(name: str, rounds: int, steps: int) -> dict[str, Any]:
-    """One device against 1, 2 and 4 replicas, and the parts of the latter."""
+def measure_step(name: str, device: str, rounds: int, steps: int) -> dict[str, Any]:
+    """One device against 1, 2 and 4 replicas on it, and the parts of the latter."""
     model, x = build(name)
-    y = torch.randint(10, (len(x),))
+    model, x = model.to(device), x.to(device)
+    y = torch.randint(10, (len(x),), device=device)
     optimizer = SGD(model.parameters(), lr=1e-3, momentum=0.9)
     timed = {name: Step(model, optimizer, x, y, n) for n, name in REPLICAS.items()}
     variants: dict[str, Callable[[], None]] = {
@@ -178,23 +191,24 @@ def show(results: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = Parser(__doc__)
-    add, text = parser.add_argument, "how often each takes turns; 1 only tries `net`"
-    add("--rounds", default=20, type=number(int, 1), metavar="N", help=text)
-    out = ROOT / "results" / "02_data_parallel.json"
-    add("--out", default=out, type=Path, metavar="PATH", help="the file of results")
+    add_effort(parser, "`net` only, one round, to see that it runs", "few rounds")
+    add_device(parser, "all replicas share one GPU; the interpreter lock stays on the CPU")
     args = parser.parse_args()
+    require_device(args.device)
     if os.environ.get("OMP_NUM_THREADS") != "1":
         raise UsageError(
             "a replica must keep to one thread, and set_num_threads does not reach new threads:"
             " try OMP_NUM_THREADS=1 python benchmarks/data_parallel.py"
         )
-    rounds, big = args.rounds, args.rounds > 1  # one round is a try: the small models only
+    rounds, big = min(20, most_rounds(args)), not args.quick
     results = {
         "provenance": provenance(
-            command="OMP_NUM_THREADS=1 python benchmarks/data_parallel.py", rounds=rounds
+            args.device,
+            command="OMP_NUM_THREADS=1 python benchmarks/data_parallel.py",
+            rounds=rounds,
         ),
         "steps": {
-            name: measure_step(name, rounds, steps)
+            name: measure_step(name, args.device, rounds, steps)
             for name, steps in {"net": 5, "resnet18": 1}.items()
             if big or name == "net"
         },
@@ -205,7 +219,7 @@ def main() -> None:
         },
     }
     show(results)
-    save(args.out, results)
+    keep(args, "02_data_parallel", results)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from torch.optim import SGD
 
 from common.options import Parser, usage_errors_exit
 
-from timing import ROOT, chapter, provenance, save
+from timing import RESULTS, chapter, draw_picture, provenance, save
 
 loss_scaling: Any = chapter("05", "loss_scaling")
 
@@ -96,9 +96,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = Parser(__doc__)
-    text = "the folder for 05_gradients.json and 05_gradients.png"
-    parser.add_argument("--out", default=ROOT / "results", type=Path, metavar="PATH", help=text)
-    out = parser.parse_args().out
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write there, and draw nothing")
+    args = parser.parse_args()
     model, images, labels = loss_scaling.example()
     batches = {"before training": count(model, images, labels)}
     train(model, images, labels)
@@ -110,8 +109,11 @@ def main() -> None:
         "lowest_power_of_2": LOWEST,
         "batches": batches,
     }
-    save(out / "05_gradients.json", results)
-    draw(results, out / "05_gradients.png")
+    if args.out:
+        save(args.out, results)
+    else:
+        save(RESULTS / "05_gradients.json", results)
+        draw_picture("05_gradients", draw)
     for title, found in batches.items():
         lost = {
             name: f"{shares['all layers']:.2%}" for name, shares in found["becomes_zero"].items()

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from common.options import Parser, usage_errors_exit
 
-from timing import ROOT, provenance, save
+from timing import RESULTS, ROOT, draw_picture, provenance, save
 
 MODEL = "net-bn"
 BLUE, ORANGE, GREEN, PURPLE, BLACK = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#000000"
@@ -204,22 +204,21 @@ PARTS: dict[str, tuple[str, int, Callable, Callable]] = {
 def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--out", default=ROOT / "results", type=Path, metavar="PATH", help="the folder to write to")
+    add("--out", type=Path, metavar="PATH", help="the folder to write to, and draw nothing")
     add("--only", choices=tuple(PARTS), help="one of the two")
     add("--seeds", default=5, type=int, metavar="N", help="runs of each")
     add("--quick", action="store_true", help="few rates and epochs: to see that it works")
-    add("--draw", action="store_true", help="only draw what is stored")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for key in [args.only] if args.only else PARTS:
         name, epochs, measure, draw = PARTS[key]
-        path = args.out / f"{name}.json"
-        if not args.draw:
-            about = {"epochs": epochs, "seeds": args.seeds, "model": MODEL, "dataset": "digits"}
-            where = provenance(command="python benchmarks/learning_rates.py", **about)
-            save(path, {"provenance": where, **measure(args)})
-        draw(json.loads(path.read_text()), path.with_suffix(".png"))
-        print(f"wrote {path.name} and {path.with_suffix('.png').name} to {args.out}")
+        about = {"epochs": epochs, "seeds": args.seeds, "model": MODEL, "dataset": "digits"}
+        where = provenance(command="python benchmarks/learning_rates.py", **about)
+        results = {"provenance": where, **measure(args)}
+        save((args.out or RESULTS) / f"{name}.json", results)
+        if not args.out:
+            draw_picture(name, draw)
+        print(f"wrote {name}.json to {args.out or 'results, and its picture'}")
 
 
 if __name__ == "__main__":

@@ -35,9 +35,11 @@ from torch.nn.parallel import DistributedDataParallel
 from common.options import Parser, UsageError, usage_errors_exit
 
 from timing import (
+    RESULTS,
     ROOT,
     SAME,
     chapter,
+    draw_picture,
     interleave,
     of_the_slowest,
     provenance,
@@ -239,8 +241,8 @@ def main() -> None:
     for name, sent in results["sent_bytes_a_step"].items():
         print(f"{name:20} {sent / 1e6:8.2f}")
     if not args.quick:
-        save(ROOT / "results" / "04_links.json", results)
-        draw(results, ROOT / "results" / "04_links.png")
+        save(RESULTS / "04_links.json", results)
+        draw_picture("04_links", draw)
 
 
 if __name__ == "__main__":

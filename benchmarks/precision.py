@@ -34,7 +34,18 @@ from torch.nn.parallel import DistributedDataParallel
 from common.options import Parser, UsageError, cut_batch, number, usage_errors_exit
 
 from accuracy import learn
-from timing import ROOT, SAME, chapter, interleave, of_the_slowest, provenance, save, summarize
+from timing import (
+    SAME,
+    add_effort,
+    chapter,
+    interleave,
+    keep,
+    most_rounds,
+    of_the_slowest,
+    provenance,
+    require_device,
+    summarize,
+)
 
 COLOURS = {"fp32": "#999999", "tf32": "#E69F00", "bf16": "#0072B2", "fp16": "#009E73"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -283,17 +294,19 @@ def parse_args() -> Namespace:
     add("--image-size", default=224, type=number(int, 32), metavar="N", help="pixels")
     add("--ranks", type=count, metavar="N", help="one for each core or GPU if not said")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU if any")
-    text = "small pictures, one step, nothing compiled; nothing is written"
-    add("--quick", action="store_true", help=text)
+    brief = "few rounds; on a CPU one process, resnet18, one training for each accuracy"
+    add_effort(parser, "small pictures, one step, nothing compiled", brief)
     args = parser.parse_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda needs a GPU, and torch sees none here: try --device cpu")
+    require_device(args.device)
     unknown = sorted(set(args.models) - set(torchvision.models.list_models(torchvision.models)))
     if unknown:
         raise UsageError(f"torchvision has no model {unknown[0]}: try --models resnet50")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     gpus, cores = torch.cuda.device_count(), os.cpu_count() or 1
+    if args.brief:  # a GPU is fast: the larger model
+        args.models = ["resnet50"] if args.device == "cuda" else ["resnet18"]
+        args.ranks = args.ranks or 1
     args.ranks = args.ranks or (gpus if args.device == "cuda" else cores)
     if args.device == "cuda" and args.ranks > gpus:
         raise UsageError(f"{args.ranks} ranks need as many GPUs, here are {gpus}: try --ranks 1")
@@ -306,9 +319,10 @@ def parse_args() -> Namespace:
 
 def measure(args: Namespace) -> dict[str, Any]:
     device = torch.device(args.device)
-    variants, skipped = choose(device, args.quick)
-    rounds = 1 if args.quick else 7 if args.device == "cpu" else 11
-    accuracy = accuracies(variants, device, *((1, 2) if args.quick else (3, None)))
+    variants, skipped = choose(device, args.quick or (args.brief and args.device == "cpu"))
+    rounds = min(7 if args.device == "cpu" else 11, most_rounds(args))
+    seeds = 1 if args.quick or args.brief else 3
+    accuracy = accuracies(variants, device, seeds, 2 if args.quick else None)
     models: dict[str, dict[str, Any]] = {}
     local = args.batch_size // args.ranks
     alone = local if args.device == "cuda" else args.batch_size  # what one GPU does; all cores
@@ -345,10 +359,7 @@ def main() -> None:
     where = provenance(args.device)  # before there is load
     results = {"provenance": where, **measure(args)}
     report(results)
-    if not args.quick:
-        name = "05_precision" + ("_cuda" if args.device == "cuda" else "")
-        save(ROOT / "results" / f"{name}.json", results)
-        draw(results, ROOT / "results" / f"{name}.png")
+    keep(args, "05_precision", results, draw)
 
 
 if __name__ == "__main__":

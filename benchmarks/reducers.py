@@ -24,16 +24,19 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.models import Net
-from common.options import Parser, UsageError, usage_errors_exit
+from common.options import Parser, usage_errors_exit
 
 from timing import (
-    ROOT,
     SAME,
+    add_device,
+    add_effort,
     chapter,
     interleave,
+    keep,
+    most_rounds,
     of_the_slowest,
     provenance,
-    save,
+    require_device,
     summarize,
     table,
 )
@@ -89,12 +92,12 @@ def step_of(variant: str, model: nn.Module, batch: Tensor) -> Callable[[], None]
     return step
 
 
-def time_steps(model_name: str, quick: bool) -> dict[str, Any]:
+def time_steps(model_name: str, most: int) -> dict[str, Any]:
     model, batch, rounds, steps = build(model_name)
-    rounds, steps = (1, 1) if quick else (rounds, steps)
+    rounds, steps = min(rounds, most), 1 if most == 1 else steps
     names = [n for n in (COMPUTE, *REDUCERS, *DDP) if not (batch.is_cuda and n == "shared-memory")]
     variants = {name: step_of(name, model, batch) for name in names}
-    times = interleave(variants, rounds, steps, warm_up=1 if quick else 3, meet=dist.barrier)
+    times = interleave(variants, rounds, steps, warm_up=min(3, most), meet=dist.barrier)
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "local_batch": len(batch),
@@ -104,16 +107,16 @@ def time_steps(model_name: str, quick: bool) -> dict[str, Any]:
     }
 
 
-def time_ring(quick: bool) -> list[dict[str, float]]:
+def time_ring(most: int) -> list[dict[str, float]]:
     """Bus bandwidth: bytes that each rank must send, 2 (n - 1) / n of the tensor, by the time."""
     rows = []
-    for size in SIZES[:3] if quick else SIZES:
+    for size in SIZES[:3] if most == 1 else SIZES:
         tensor = torch.zeros(size // 4)
         both = {
             "gloo": lambda tensor=tensor: dist.all_reduce(tensor),
             "ring": lambda tensor=tensor: ring_all_reduce(tensor),
         }
-        rounds, steps = (1, 1) if quick else (25, max(1, 2**23 // size))
+        rounds, steps = min(25, most), 1 if most == 1 else max(1, 2**23 // size)
         times = interleave(both, rounds, steps, meet=dist.barrier)
         found = summarize(of_the_slowest(times))
         sent = 2 * (RANKS - 1) / RANKS * size
@@ -130,11 +133,11 @@ def time_ring(quick: bool) -> list[dict[str, float]]:
     return rows
 
 
-def measure(quick: bool) -> dict[str, Any]:
-    """What each rank does."""
-    names = ("net",) if quick else ("net", "mlp", "resnet18")
-    models = {name: time_steps(name, quick) for name in names}
-    return {"models": models, "ring": time_ring(quick)}
+def measure(most: int) -> dict[str, Any]:
+    """What each rank does. most: rounds; with a single one, only of `net`."""
+    names = ("net",) if most == 1 else ("net", "mlp", "resnet18")
+    models = {name: time_steps(name, most) for name in names}
+    return {"models": models, "ring": time_ring(most)}
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -167,23 +170,16 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = Parser(__doc__)
-    text = "one step of `net` with each, to see that it runs; then nothing is written"
-    parser.add_argument("--quick", action="store_true", help=text)
-    text = "cuda: all ranks share the GPUs, by way of gloo"
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help=text)
+    add_effort(parser, "one step of `net` with each, to see that it runs", "few rounds")
+    add_device(parser, "all ranks share the GPUs, by way of gloo")
     args = parser.parse_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda needs a GPU, and torch sees none here: try --device cpu")
+    require_device(args.device)
     where = provenance(args.device, world_size=RANKS, threads_a_rank=1)  # before there is load
-    first, _ = start(RANKS, measure, args.quick, device=args.device)
+    first, _ = start(RANKS, measure, most_rounds(args), device=args.device)
     for name, found in first["models"].items():
         print(f"\n{name}\n{table(found['variants'])}")
     print("\n" + tabulate(first["ring"], headers="keys"))
-    if not args.quick:
-        name = "03_reducers" + ("_cuda" if args.device == "cuda" else "")
-        results = {"provenance": where, **first}
-        save(ROOT / "results" / f"{name}.json", results)
-        draw(results, ROOT / "results" / f"{name}.png")
+    keep(args, "03_reducers", {"provenance": where, **first}, draw)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 
 from common.options import Parser, usage_errors_exit
 
-from timing import ROOT, chapter, provenance, save
+from timing import RESULTS, chapter, draw_picture, provenance, save
 
 memory: Any = chapter("02", "memory")
 
@@ -36,8 +36,9 @@ LABELS = {  # what each colour is, for a reader who has only the picture
 WIDTH = 0.38  # of a bar; two stand side by side
 
 
-def draw(counts: dict[str, dict[str, list[dict[str, int]]]], path: Path) -> None:
+def draw(results: dict[str, Any], path: Path) -> None:
     """Stacked bars: a panel for each model, a pair of bars for each replica."""
+    counts: dict[str, dict[str, list[dict[str, int]]]] = results["bytes"]
     figure, panels = plt.subplots(1, len(counts), figsize=(13, 5), layout="constrained")
     for panel, (name, both) in zip(panels, counts.items(), strict=True):
         for (side, held), replica in product(enumerate(both.values()), range(memory.REPLICAS)):
@@ -64,8 +65,7 @@ def draw(counts: dict[str, dict[str, list[dict[str, int]]]], path: Path) -> None
 
 def main() -> None:
     parser = Parser(__doc__)
-    text = "the folder for 02_memory.json and 02_memory.png"
-    parser.add_argument("--out", default=ROOT / "results", type=Path, metavar="PATH", help=text)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write there, and draw nothing")
     args = parser.parse_args()
     counts = memory.count_all()
     models = {name: model for name, (model, _, _) in memory.examples().items()}
@@ -78,9 +78,11 @@ def main() -> None:
             for name, model in models.items()
         },
     }
-    save(args.out / "02_memory.json", results)
-    draw(counts, args.out / "02_memory.png")
-    print(f"wrote 02_memory.json and 02_memory.png to {args.out}")
+    if args.out:
+        return save(args.out, results)
+    save(RESULTS / "02_memory.json", results)
+    draw_picture("02_memory", draw)
+    print("wrote 02_memory.json and 02_memory.png to results")
 
 
 if __name__ == "__main__":

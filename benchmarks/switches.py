@@ -35,18 +35,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
 from common.models import Net
-from common.options import Parser, UsageError, usage_errors_exit
+from common.options import Parser, usage_errors_exit
 
 from accuracy import learn
 from timing import (
-    ROOT,
     SAME,
+    add_device,
+    add_effort,
     chapter,
     interleave,
+    keep,
+    most_rounds,
     of_all_ranks,
     of_the_slowest,
     provenance,
-    save,
+    require_device,
     summarize,
 )
 
@@ -253,8 +256,9 @@ def add_accuracies(
         row["accuracy"] = rows[row["accuracy_of"]]["accuracy"]
 
 
-def measure(chosen: list[str], quick: bool) -> dict[str, Any]:
-    """What each rank does."""
+def measure(chosen: list[str], most: int) -> dict[str, Any]:
+    """What each rank does. most: rounds; with a single one, only of a small network."""
+    quick = most == 1
     gpu = torch.cuda.is_available() and torch.get_default_device().type == "cuda"
     device = torch.device("cuda" if gpu else "cpu")
     torch.set_default_device("cpu")  # data sets are read there
@@ -269,10 +273,10 @@ def measure(chosen: list[str], quick: bool) -> dict[str, Any]:
     data = torch.randn(batch, 3, size, size), torch.arange(batch) % 10
     data = data[0].to(device), data[1].to(device)
     variants = {name: VARIANTS[name] for name in chosen}
-    rows = time_steps(variants, model, data, device, 1 if quick else 15)
+    rows = time_steps(variants, model, data, device, min(15, most))
     for name, found in count_and_compare(variants, model, data, device).items():
         rows[name] |= found
-    add_accuracies(rows, device, *((1, 2) if quick else (3, None)))
+    add_accuracies(rows, device, 1 if most < 15 else 3, 2 if quick else None)
     return {
         "model": "resnet18",
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -345,24 +349,20 @@ def report(results: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = Parser(__doc__)
-    text = "one step of a small network, nothing compiled; nothing is written"
-    parser.add_argument("--quick", action="store_true", help=text)
-    text = "cuda: a rank on each GPU, over nccl"
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help=text)
+    quick = "one step of a small network, nothing compiled"
+    add_effort(parser, quick, "few rounds, one training for each accuracy, nothing compiled")
+    add_device(parser, "a rank on each GPU, over nccl")
     args = parser.parse_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda needs a GPU, and torch sees none here: try --device cpu")
+    require_device(args.device)
     gpu = args.device == "cuda"
-    chosen, skipped = choose(args.device, args.quick)
+    chosen, skipped = choose(args.device, args.quick or args.brief)
     ranks, backend = (torch.cuda.device_count(), "nccl") if gpu else (RANKS, "gloo")
     where = provenance(args.device, world_size=ranks, threads_a_rank=1)  # before there is load
-    first, *_ = start(ranks, measure, list(chosen), args.quick, backend=backend, device=args.device)
+    what = list(chosen), most_rounds(args)
+    first, *_ = start(ranks, measure, *what, backend=backend, device=args.device)
     results = {"provenance": where, "skipped": skipped, **first}
     report(results)
-    if not args.quick:
-        name = "05_switches" + ("_cuda" if gpu else "")
-        save(ROOT / "results" / f"{name}.json", results)
-        draw(results, ROOT / "results" / f"{name}.png")
+    keep(args, "05_switches", results, draw)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,19 @@ from torch.profiler import ProfilerActivity, profile
 
 from common.options import Parser, usage_errors_exit
 
-from timing import ROOT, SAME, chapter, interleave, of_the_slowest, provenance, save, summarize
+from timing import (
+    SAME,
+    add_device,
+    add_effort,
+    chapter,
+    interleave,
+    keep,
+    most_rounds,
+    of_the_slowest,
+    provenance,
+    require_device,
+    summarize,
+)
 
 RANKS, BATCH, IMAGE = 2, 32, 64  # of a step: images of a rank, and their width and height
 PLAIN, SYNC, SENDS = "BatchNorm", "SyncBatchNorm", "its two all-reduces alone"
@@ -83,7 +95,7 @@ def step_of(kind: str, how: str) -> Callable[[], None]:
     optimizer = SGD(model.parameters(), 0.01, 0.9)
 
     def step() -> None:
-        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
             loss = F.cross_entropy(ddp(images), labels)
         optimizer.zero_grad()
         loss.backward()
@@ -108,14 +120,15 @@ def compare(variants: dict[str, Callable[[], None]], rounds: int, steps: int) ->
     }
 
 
-def measure(quick: bool) -> dict[str, Any]:
-    """What each rank does."""
+def measure(most: int) -> dict[str, Any]:
+    """What each rank does. most: rounds; with a single one, only of the small layers."""
+    quick = most == 1
     results: dict[str, Any] = {"layers": {}, "steps": {}}
     for name, shape in LAYERS.items():
         values = torch.Size(shape).numel()
         if quick and values > 500_000:
             continue
-        rounds, steps = (1, 1) if quick else (21, max(1, 5_000_000 // values))
+        rounds, steps = min(21, most), 1 if quick else max(1, 5_000_000 // values)
         results["layers"][name] = {"local_batch": list(shape)}
         for how in FORMATS:
             variants = {kind: use_of(kind, shape, how) for kind in (PLAIN, SYNC, SENDS)}
@@ -132,7 +145,7 @@ def measure(quick: bool) -> dict[str, Any]:
             step()
         results["collectives_a_step"][kind] = collectives(step)
     for how in list(FORMATS)[:1] if quick else FORMATS:
-        rounds = 1 if quick else 21
+        rounds = min(21, most)
         variants = {kind: step_of(kind, how) for kind in (PLAIN, SYNC)}
         results["steps"][how] = compare(variants, rounds, 1)
     return results
@@ -151,18 +164,19 @@ def rows_of(results: dict[str, Any]) -> list[tuple[str, ...]]:
 
 def main() -> None:
     parser = Parser(__doc__)
-    text = "the small layers and one step, once each, to see that it runs; nothing is written"
-    parser.add_argument("--quick", action="store_true", help=text)
+    quick = "the small layers and one step, once each, to see that it runs"
+    add_effort(parser, quick, "few rounds")
+    add_device(parser, "both ranks share the GPUs, by way of gloo")
     args = parser.parse_args()
-    where = provenance(world_size=RANKS, threads_a_rank=1)  # before there is load
-    first, _ = start(RANKS, measure, args.quick)
+    require_device(args.device)
+    where = provenance(args.device, world_size=RANKS, threads_a_rank=1)  # before there is load
+    first, _ = start(RANKS, measure, most_rounds(args), device=args.device)
     print(f"{SYNC} by hand, and the ratio to {PLAIN} of the local batch:")
     print(tabulate(rows_of(first), ["", *FORMATS], disable_numparse=True))
     for kind, counts in first["collectives_a_step"].items():
         print(f"collectives of a step of resnet18 with {kind}: {counts}")
     print("bytes of statistics a rank shares in a step:", first["statistics_bytes_a_step"])
-    if not args.quick:
-        save(ROOT / "results" / "05_sync_batchnorm.json", {"provenance": where, **first})
+    keep(args, "05_sync_batchnorm", {"provenance": where, **first})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ Each round runs every variant once, in an order drawn anew, and the first varian
 the ratio of a thing to itself is from 1 (A/A) shows how far to trust the other ratios.
 """
 
+import hashlib
 import importlib
+import inspect
 import json
 import os
 import platform
@@ -17,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from datetime import date
 from pathlib import Path
@@ -27,14 +30,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torchvision
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from tabulate import tabulate
 
-from common.options import Parser
+from common.options import Parser, UsageError
 from common.record import hardware
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results"
 SAME = "A/A"  # the first variant once more
 
+Draw = Callable[[dict[str, Any], Path], object]  # what results look like, into that file
 Times = dict[str, list[float]]  # of each variant, the seconds a step in each round
 
 
@@ -146,9 +153,65 @@ def provenance(device: str = "cpu", **settings: Any) -> dict[str, Any]:
     }
 
 
+def add_effort(parser: ArgumentParser, quick: str, brief: str) -> None:
+    """Add --quick and --brief, how much to measure, and --out, where to write it."""
+    effort = parser.add_mutually_exclusive_group()
+    effort.add_argument("--quick", action="store_true", help=f"{quick}; nothing is written")
+    effort.add_argument("--brief", action="store_true", help=brief)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write there, and draw nothing")
+
+
+def add_device(parser: ArgumentParser, cuda: str) -> None:
+    """Add --device; cuda: what happens on a GPU. See `require_device`."""
+    add, choices = parser.add_argument, ("cpu", "cuda")
+    add("--device", default="cpu", choices=choices, help=f"cuda: {cuda}")
+
+
+def require_device(device: str) -> None:
+    """UsageError if that is a GPU, and there is none."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda needs a GPU, and torch sees none here: try --device cpu")
+
+
+def most_rounds(args: Namespace) -> int:
+    """No comparison takes more rounds than that: 1 only shows that it runs."""
+    return 1 if args.quick else 7 if args.brief else 1000
+
+
+def keep(args: Namespace, name: str, results: dict[str, Any], draw: Draw | None = None) -> None:
+    """Write the results to --out; or, if they are whole, to results/NAME.json, and draw them.
+
+    Those of a GPU get a name of their own: NAME_cuda.
+    """
+    name += "_cuda" if args.device == "cuda" else ""
+    if args.out:
+        save(args.out, results)
+    elif not args.quick and not args.brief:
+        save(RESULTS / f"{name}.json", results)
+        if draw:
+            draw_picture(name, draw)
+
+
 def save(path: Path, content: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def draw_picture(name: str, draw: Draw) -> None:
+    """Make results/NAME.png of results/NAME.json; it keeps what it was made of."""
+    path = RESULTS / f"{name}.png"
+    draw(json.loads((RESULTS / f"{name}.json").read_text()), path)
+    note = PngInfo()
+    note.add_text("made of", made_of(name, draw))
+    with Image.open(path) as picture:
+        picture.load()
+        picture.save(path, pnginfo=note)
+
+
+def made_of(name: str, draw: Draw) -> str:
+    """A digest of what a picture shows and of the function that draws it."""
+    source = inspect.getsource(draw).encode()
+    return hashlib.sha256((RESULTS / f"{name}.json").read_bytes() + source).hexdigest()
 
 
 def chapter(stage: str, name: str) -> ModuleType:

@@ -5,7 +5,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +29,6 @@ def refresh_tour() -> None:
     results["commit"] = run("git describe --always --dirty").strip()
     (ROOT / "results").mkdir(exist_ok=True)
     (ROOT / "results" / "tour.json").write_text(json.dumps(results, indent=2) + "\n")
-    shutil.copy(ROOT / "runs/tour/tour.png", ROOT / "results" / "tour.png")
     report = (ROOT / "runs/tour/report.md").read_text()
     body = report.partition("\n\n")[2].replace("](tour.png)", "](results/tour.png)")
     text = (ROOT / "README.md").read_text()
@@ -60,7 +58,12 @@ def refresh_tables() -> None:
         readme.write_text(text)
 
 
+def refresh_pictures() -> None:
+    print(run("python benchmarks/pictures.py"), end="")
+
+
 if __name__ == "__main__":
-    refresh_tables()
     refresh_tour()
+    refresh_tables()
+    refresh_pictures()
     refresh_outputs()

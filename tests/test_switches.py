@@ -384,7 +384,7 @@ def test_switches_tell_the_same_bits_from_others():
 def results(name: str) -> dict:
     path = ROOT / "results" / f"{name}.json"
     if not path.exists():
-        pytest.skip(f"{path.name} has not been measured yet: make bench")
+        pytest.skip(f"{path.name} has not been measured yet: make campaigns")
     return json.loads(path.read_text())
 
 
