@@ -1,0 +1,47 @@
+"""What every notebook imports first: where the repository is, and how its pictures look.
+
+It changes to the root of the repository, so that every command of a README works in a cell, and
+keeps each process to one thread: OMP_NUM_THREADS counts only before torch is imported.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+os.chdir(ROOT)
+os.environ["OMP_NUM_THREADS"] = "1"
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests")]  # a kernel starts beside its notebook
+
+import matplotlib.pyplot as plt  # noqa: E402
+import torch  # noqa: E402
+from cycler import cycler  # noqa: E402
+from matplotlib_inline.backend_inline import set_matplotlib_formats  # noqa: E402
+
+from bench import committed  # noqa: E402
+
+__all__ = ["COLOURS", "ROOT", "check", "committed"]
+
+# Okabe and Ito: told apart by the colour-blind too. https://jfly.uni-koeln.de/color/
+COLOURS = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#000000", "#F0E442"]
+
+torch.set_num_threads(1)
+plt.rcParams["axes.prop_cycle"] = cycler(color=COLOURS)
+plt.rcParams["axes.spines.top"] = plt.rcParams["axes.spines.right"] = False
+plt.rcParams["figure.constrained_layout.use"] = True
+plt.rcParams["figure.dpi"] = 90
+set_matplotlib_formats("png")
+
+
+def check(answer: object, right: float | str, within: float = 0.05) -> None:
+    """Say whether an answer is right; a number may be off by that share of the right one."""
+    if answer is None:
+        print("No answer yet: put it into the cell above, run that cell, then this one.")
+    elif isinstance(right, str):
+        print("Right." if answer == right else f"Not yet: {answer!r} is not it.")
+    elif isinstance(answer, bool) or not isinstance(answer, (int, float)):
+        print(f"Not yet: expected a number, got {answer!r}.")
+    elif abs(answer - right) <= within * abs(right):
+        print(f"Right: {right:,.4g}.")
+    else:
+        print(f"Not yet: {answer:,.4g} is too {'large' if answer > right else 'small'}.")
