@@ -1,0 +1,123 @@
+"""A step of DDP on paper: computing, buckets, all-reduces, and which of them overlap.
+
+    python 04_ddp_torchrun/alpha_beta.py
+
+A message of s bytes takes alpha + s / beta: a latency, and a time that grows with its size
+(Hockney, Parallel Computing 20, 1994). All else is counting. Times in seconds, sizes in bytes.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tabulate import tabulate
+
+from common.options import Parser
+
+
+@dataclass(frozen=True)
+class Link:
+    """alpha: seconds until a short message is there. beta: bytes a second, one way."""
+
+    alpha: float
+    beta: float
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """ready: the share of backward that is done when its last gradient is there."""
+
+    size: float
+    ready: float
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one GPU does alone, in seconds, and what it must send."""
+
+    forward: float
+    backward: float
+    optimiser: float
+    buckets: list[Bucket]
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward + self.optimiser
+
+
+@dataclass(frozen=True)
+class Step:
+    """spans: of each bucket, when it is ready, when its all-reduce begins, and when it ends."""
+
+    seconds: float
+    spans: list[tuple[float, float, float]]
+    backward_end: float
+
+
+def ring(size: float, ranks: int, link: Link) -> float:
+    """Each rank sends 2 (n - 1) messages of a n-th of the tensor (Patarasuk and Yuan, 2009)."""
+    return 2 * (ranks - 1) * (link.alpha + size / ranks / link.beta)
+
+
+def tree(size: float, ranks: int, link: Link) -> float:
+    """Up and down a tree, in pieces that follow each other: few latencies, all the bytes twice.
+
+    NCCL has it since 2.4 (Jeaugey, "Massively Scale Your Deep Learning Training with NCCL 2.4").
+    """
+    return 2 * math.ceil(math.log2(ranks)) * link.alpha + 2 * size / link.beta
+
+
+def two_levels(
+    size: float, gpus: int, a_node: int, inside: Link, between: Link, trees: bool = True
+) -> float:
+    """All-reduce among GPUs of nodes: a ring in each node, then one across the nodes.
+
+    between.beta: all network cards of a node together, as its GPUs share them. trees: across the
+    nodes, the faster of ring and tree is taken.
+    """
+    nodes, local = math.ceil(gpus / a_node), min(gpus, a_node)
+    across = ring(size, nodes, between)
+    if trees:
+        across = min(across, tree(size, nodes, between))
+    return ring(size, local, inside) + across
+
+
+def step(job: Job, cost: Callable[[float], float], accumulate: int = 1, steal: float = 0.0) -> Step:
+    """One step of the optimiser; cost(bytes) is what an all-reduce takes.
+
+    accumulate: micro-batches, all but the last one inside no_sync(). steal: what a second of
+    communication takes from the computing beside it; 0 on GPUs, more where both need the cores.
+    """
+    silent = (accumulate - 1) * (job.forward + job.backward)
+    now, done = silent + job.forward, 0.0  # done: seconds of backward
+    free, spans = now, []  # free: when the link is
+    for bucket in job.buckets:
+        left = bucket.ready * job.backward - done
+        if steal:  # while earlier buckets are under way, backward crawls
+            crawl = min(free - now, left / (1 - steal) if steal < 1 else math.inf)
+            crawl = max(0.0, crawl)
+            now, left = now + crawl, left - crawl * (1 - steal)
+        now, done = now + max(0.0, left), max(done, bucket.ready * job.backward)
+        begin = max(now, free)  # all-reduces go one after the other
+        free = begin + cost(bucket.size)
+        spans.append((now, begin, free))
+    return Step(max(now, free) + job.optimiser, spans, now)
+
+
+def main() -> None:
+    late = [Bucket(8e6, 0.0), Bucket(30e6, 0.2), Bucket(25e6, 0.5), Bucket(25e6, 0.9)]
+    job = Job(0.100, 0.200, 0.010, [*late, Bucket(10e6, 1.0)])
+    for gbit in (25, 5):
+        found = step(job, lambda size, g=gbit: ring(size, 8, Link(50e-6, g * 1e9 / 8)))
+        rows = [
+            (f"{bucket.size / 1e6:.0f}", *(f"{1000 * at:.0f}" for at in span))
+            for bucket, span in zip(job.buckets, found.spans, strict=True)
+        ]
+        print(f"forward 100 ms, backward 200 ms, optimiser 10 ms, 8 GPUs, {gbit} Gbit/s each:\n")
+        print(tabulate(rows, ("bucket, MB", "ready, ms", "begins", "ends"), disable_numparse=True))
+        print(f"\nthe step takes {1000 * found.seconds:.0f} ms\n")
+
+
+if __name__ == "__main__":
+    Parser(__doc__).parse_args()
+    main()
