@@ -86,15 +86,14 @@ def main() -> None:
     gpu = torch.cuda.is_available() and args.device != "cpu"
     device = "cuda" if gpu else "cpu"
     path = file_of(hardware(torch.device(device)))
-    results = json.loads(path.read_text()) if path.exists() else {}
-    results["provenance"] = provenance(device)
-    took, failed = [], []
+    where, took, failed = provenance(device), [], []
     for section in chosen:
         print(f"\n== {section}", flush=True)
         start = time.perf_counter()
         try:
-            results[section] = measure(section, device)
-            save(path, results)  # the next one may fail
+            found = measure(section, device)
+            results = json.loads(path.read_text()) if path.exists() else {}  # as it is by now
+            save(path, {**results, "provenance": where, section: found})  # the next one may fail
         except RuntimeError:
             failed.append(section)
         took.append((section, time.perf_counter() - start))
