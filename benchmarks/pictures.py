@@ -19,10 +19,12 @@ DRAWN_BY = {
     "02_memory": ("benchmarks/replica_memory.py", "draw"),
     "03_reducers": ("benchmarks/reducers.py", "draw"),
     "04_links": ("benchmarks/links.py", "draw"),
+    "04_scaling": ("benchmarks/predictions.py", "draw_both"),
     "05_gradients": ("benchmarks/gradients.py", "draw"),
     "05_learning_rates": ("benchmarks/learning_rates.py", "draw_grow"),
     "05_precision": ("benchmarks/precision.py", "draw"),
     "05_switches": ("benchmarks/switches.py", "draw"),
+    "peers": ("benchmarks/peers.py", "draw"),
     "tour": ("tour.py", "draw"),
 }
 

@@ -6,9 +6,11 @@ It prints the predictions that are committed, each beside its measurement.
 """
 
 import statistics
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from tabulate import tabulate
@@ -205,6 +207,14 @@ def draw(results: dict[str, Any], axes: list[Axes]) -> None:
     errors.set_xticks(range(len(rows)), [tick(row) for row in rows], rotation=90, fontsize="small")
     errors.set(title="Error of each prediction", ylabel="predicted / measured − 1, %")
     errors.legend(fontsize="small")
+
+
+def draw_both(results: dict[str, Any], path: Path) -> None:
+    figure, axes = plt.subplots(1, 2, figsize=(12, 5.5), layout="constrained")
+    draw(results, list(axes))
+    where = results["provenance"]
+    figure.suptitle(f"{where['hardware']}, torch {where['torch']}; one thread a rank, gloo")
+    figure.savefig(path, dpi=110)
 
 
 def tick(row: dict[str, Any]) -> str:

@@ -27,10 +27,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam
 
-from common.options import Parser, UsageError, usage_errors_exit
+from common.options import Parser, usage_errors_exit
 from common.record import peak_memory_bytes
 
-from timing import chapter, provenance, save
+from timing import chapter, provenance, require_device, save
 
 ledger: Any = chapter("01", "ledger")
 memory: Any = chapter("02", "memory")
@@ -396,8 +396,7 @@ def main() -> None:
     text = "cuda: all ranks share the GPUs, by way of gloo"
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help=text)
     args = parser.parse_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda needs a GPU, and torch sees none here: try --device cpu")
+    require_device(args.device)
     torch.set_num_threads(1)
     where = provenance(args.device, world_size=RANKS, threads_a_rank=1)  # before there is load
     found = {"provenance": where, **measure(args.brief, args.device)}

@@ -24,7 +24,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -36,7 +35,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from common.models import Net
-from common.options import Parser, UsageError, usage_errors_exit
+from common.options import Parser, usage_errors_exit
 
 from predictions import (
     AFTER,
@@ -49,15 +48,26 @@ from predictions import (
     MEANWHILE,
     TIMES,
     WORK,
-    draw,
+    draw_both,
     errors_of,
     predict,
     table,
 )
-from timing import ROOT, chapter, interleave, now, of_the_slowest, provenance, save
+from timing import (
+    RESULTS,
+    add_device,
+    add_effort,
+    chapter,
+    interleave,
+    keep,
+    now,
+    of_the_slowest,
+    provenance,
+    require_device,
+)
 
 start = chapter("03", "ranks").start
-LONG_RUN = ROOT / "results" / "04_scaling.json"
+LONG_RUN = RESULTS / "04_scaling.json"
 WORLDS = (1, 2, 3, 4)
 SIZES = [2**14, 2**20, 2**22, MEANWHILE, 2**24, 25 * 2**20]  # bytes
 SMALL = [2**10, 2**17, 2**20, MEANWHILE]  # for net, whose bucket has 87,360
@@ -244,29 +254,22 @@ def long_run() -> dict[str, Any] | None:
 
 def main() -> None:
     parser = Parser(__doc__)
-    add = parser.add_argument
-    add("--brief", action="store_true", help="fewer rounds, and no slow links")
-    add("--quick", action="store_true", help="two rounds of `net`, to see that it runs")
-    add("--out", type=Path, metavar="FILE", help="write what is found there, as JSON")
-    add("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: the ranks share one GPU")
-    add("--node", type=Path, metavar="FILE", help="what two_nodes_here.sh runs in each namespace")
+    quick = "two rounds of `net`, to see that it runs"
+    add_effort(parser, quick, "fewer rounds, and no slow links")
+    add_device(parser, "the ranks share one GPU, by way of gloo")
+    text = "what two_nodes_here.sh runs in each namespace"
+    parser.add_argument("--node", type=Path, metavar="FILE", help=text)
     args = parser.parse_args()
     if args.node:
         return node(args.node)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda needs a GPU, and torch sees none here: try --device cpu")
+    require_device(args.device)
     results = measure(args.brief, args.device, args.quick)
     print(table(results))
     print(
         f"\n{results['predictions']} predictions: median error {results['median_error']:.1%}, "
         f"largest {results['largest_error']:.1%}"
     )
-    out = args.out or (None if args.brief or args.quick or args.device != "cpu" else LONG_RUN)
-    if out:
-        save(out, results)
-        figure, axes = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
-        draw(results, list(axes))
-        figure.savefig(out.with_suffix(".png"), dpi=110)
+    keep(args, "04_scaling", results, draw_both)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from torch.utils.data import DistributedSampler, RandomSampler, Sampler
 
 from common.checkpoint import restore
 from common.data import make_loader
-from common.options import Parser, UsageError, cut_batch, make_parser, number, usage_errors_exit
+from common.options import Parser, cut_batch, make_parser, number, usage_errors_exit
 from common.record import Recorder
 
 from timing import (
@@ -43,6 +43,7 @@ from timing import (
     interleave,
     of_the_slowest,
     provenance,
+    require_device,
     save,
     summarize,
 )
@@ -308,8 +309,7 @@ def main() -> None:
     add("--device", default="cpu", choices=("cpu", "cuda"), help=text)
     add("--ranks", default=RANKS, type=number(int, 2), metavar="N", help="of stages 03 to 05")
     args = parser.parse_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda needs a GPU, and torch sees none here: try --device cpu")
+    require_device(args.device)
     rounds = args.rounds or (BRIEF_ROUNDS if args.brief else ROUNDS)
     results = measure(rounds, args.device, args.ranks)
     print(f"{results['model']}, global batch {BATCH}, {results['link']}\n{report(results)}")

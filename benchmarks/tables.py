@@ -16,15 +16,16 @@ from tabulate import tabulate
 from common.options import Parser
 
 RESULTS = Path(__file__).parents[1] / "results"
+MACHINE = "amd-epyc-2-cores"  # whose `make bench` the READMEs show
 
 
 def load(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def origin(name: str) -> str:
+def origin(name: str, section: str = "") -> str:
     """Where and when it was measured."""
-    where = load(name)["provenance"]
+    where = (load(name)[section] if section else load(name))["provenance"]
     return f"Measured on {where['hardware']}, with torch {where['torch']}, {where['date']}."
 
 
@@ -115,9 +116,7 @@ def precision() -> str:
 
 def faster(row: dict[str, Any]) -> str:
     """Images a second, and how many times as fast as the baseline, with the interval."""
-    low, high = row["ratio_interval"]
-    speed = f"{1 / row['ratio']:.2f} ({1 / high:.2f} to {1 / low:.2f})"
-    return f"{row['images_per_second']:.1f}/s: {speed}"
+    return f"{row['images_per_second']:.1f}/s: {inverse(row)}"
 
 
 def peaks() -> str:
@@ -157,6 +156,80 @@ def sync_batchnorm() -> str:
     return tabulate(rows, ("", *formats), "github", disable_numparse=True)
 
 
+def stages() -> str:
+    """Every stage and every reducer in one run."""
+    rows = [
+        (name, f"{row['samples_per_second']:,.0f}", inverse(row))
+        for name, row in load(MACHINE)["stages"]["variants"].items()
+    ]
+    heads = ("", "samples/s", "times 01 with 1 thread")
+    return tabulate(rows, heads, "github", disable_numparse=True)
+
+
+def inverse(row: dict[str, Any]) -> str:
+    """How many times as fast as the baseline, with the interval."""
+    low, high = row["ratio_interval"]
+    return f"{1 / row['ratio']:.2f} ({1 / high:.2f} to {1 / low:.2f})"
+
+
+def ways_to_hold_less() -> str:
+    """Stage 05: the peak of a rank in each way, measured and predicted."""
+    ways = load(MACHINE)["process_memory"]["ways"]
+    first = max(next(iter(ways.values()))["peak_bytes"])
+    rows = []
+    for name, way in ways.items():
+        most, predicted = max(way["peak_bytes"]), way["predicted_bytes"]
+        sizes = f"{most / 2**20:.0f}", f"{most / first - 1:+.0%}", f"{predicted / 2**20:.0f}"
+        rows.append((name, *sizes))
+    heads = ("", "peak, MiB", "", "predicted, MiB")
+    return tabulate(rows, heads, "github", disable_numparse=True)
+
+
+def scaling() -> str:
+    """Stage 04: each prediction of a step beside its measurement."""
+    results = load("04_scaling")
+    parts = [("one machine", part) for part in results["machine"]]
+    rows = [
+        (
+            link,
+            row["ranks"],
+            row["model"],
+            row["how"],
+            *(f"{row[key]:.1f}" for key in ("alone_ms", "predicted_ms", "measured_ms")),
+            f"{row['error']:+.0%}",
+        )
+        for link, part in [*parts, *results["links"].items()]
+        for row in part["rows"]
+    ]
+    heads = ("link", "ranks", "model", "step", "alone, ms", "predicted", "measured", "error")
+    return tabulate(rows, heads, "github", disable_numparse=True)
+
+
+def peers() -> str:
+    """Whole trainings on MNIST: the stages, PyTorch's own recipe, and two libraries."""
+    rows = []
+    for name, row in load("peers")["variants"].items():
+        low, high = row["ratio_interval"]
+        seconds, epochs = row["target_seconds"], row["target_epochs"]
+        rows.append(
+            (
+                name,
+                f"{row['samples_per_second']:,.0f}",
+                f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})",
+                f"{row['start_up_seconds']:.1f}",
+                f"{seconds:.0f} ({epochs})" if seconds else "",
+            )
+        )
+    heads = ("", "samples/s", "time / 04's", "start-up, s", "s to 98 % (epochs)")
+    return tabulate(rows, heads, "github", disable_numparse=True)
+
+
+def peers_sample() -> str:
+    """What one sample costs a process of one thread."""
+    rows = [(what, f"{us:.0f}") for what, us in load("peers")["us_a_sample"].items()]
+    return tabulate(rows, ("one thread", "µs a sample"), "github", disable_numparse=True)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "origin of 05_sync_batchnorm": lambda: origin("05_sync_batchnorm"),
     "sync_batchnorm": sync_batchnorm,
@@ -172,6 +245,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "origin of 05_precision": lambda: origin("05_precision"),
     "precision": precision,
     "peaks": peaks,
+    "origin of stages": lambda: origin(MACHINE, "stages"),
+    "stages": stages,
+    "origin of process_memory": lambda: origin(MACHINE, "process_memory"),
+    "ways to hold less": ways_to_hold_less,
+    "origin of 04_scaling": lambda: origin("04_scaling"),
+    "scaling": scaling,
+    "origin of peers": lambda: origin("peers"),
+    "peers": peers,
+    "peers_sample": peers_sample,
     "origin of 05_switches": lambda: origin("05_switches"),
     "switches": switches,
 }

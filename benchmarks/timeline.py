@@ -31,7 +31,7 @@ from common.options import Parser, UsageError, cut_batch, usage_errors_exit
 
 from spans import BACKWARD, FORWARD, OTHER, PARTS, WAITING, Event, steps_of, summarize_steps
 from stages import Training, Variant
-from timing import ROOT, chapter, provenance, save
+from timing import ROOT, chapter, provenance, require_device, save
 
 RANKS, MODEL, BATCH = 2, "resnet18", 64  # BATCH: the global one
 STEPS, BRIEF_STEPS, MOST_STEPS = 15, 7, 20  # an epoch has 23
@@ -227,8 +227,7 @@ def main() -> None:
     text = "cuda: all ranks share the GPUs, by way of gloo; the times are those of the program"
     add("--device", default="cpu", choices=("cpu", "cuda"), help=text)
     args = parser.parse_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda needs a GPU, and torch sees none here: try --device cpu")
+    require_device(args.device)
     steps = BRIEF_STEPS if args.brief else STEPS
     results = measure(args.stages.split(","), steps, args.device)
     print(report(results))

@@ -175,7 +175,7 @@ def require_device(device: str) -> None:
 
 def most_rounds(args: Namespace) -> int:
     """No comparison takes more rounds than that: 1 only shows that it runs."""
-    return 1 if args.quick else 7 if args.brief else 1000
+    return 1 if args.quick else 5 if args.brief else 1000
 
 
 def keep(args: Namespace, name: str, results: dict[str, Any], draw: Draw | None = None) -> None:
@@ -183,7 +183,7 @@ def keep(args: Namespace, name: str, results: dict[str, Any], draw: Draw | None 
 
     Those of a GPU get a name of their own: NAME_cuda.
     """
-    name += "_cuda" if args.device == "cuda" else ""
+    name += "_cuda" if getattr(args, "device", "cpu") == "cuda" else ""
     if args.out:
         save(args.out, results)
     elif not args.quick and not args.brief:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.append(str(ROOT / "benchmarks"))
 import predictions as made_of
 import scaling
-from bench import committed
+from tables import MACHINE, load
 from timing import SAME
 
 paper, ready = chapter("04", "alpha_beta"), chapter("04", "ready")
@@ -306,10 +306,8 @@ def test_the_benchmark_runs_and_writes_each_prediction_beside_its_measurement(tm
 
 
 def test_committed_predictions_are_within_ten_percent_in_the_median():
-    sections = [content["scaling"] for content in committed().values() if "scaling" in content]
-    if not sections:
-        pytest.skip("no machine's results have been committed")
-    for found in sections:
+    """Of our machine; a reader's may have been busy."""
+    for found in (load(MACHINE)["scaling"], load("04_scaling")):
         again = made_of.errors_of(found["machine"], found["links"])
         assert again == {key: found[key] for key in again}, "computed from the rows"
         assert found["median_error"] <= 0.10
