@@ -244,14 +244,17 @@ def count_and_compare(
 def add_accuracies(
     rows: dict[str, dict[str, Any]], device: torch.device, seeds: int, steps: int | None
 ) -> None:
-    """Train with each variant that has other bits than its baseline; the others learn the same."""
+    """Train with each variant that has other bits than its baseline; the others learn the same.
+
+    Without seeds nothing is trained, and all accuracies are None.
+    """
     for name, row in rows.items():
         row["accuracy_of"] = name if row["distance"] or name == "DDP" else row["baseline"]
         if row["accuracy_of"] == name:
             prepare = partial(Training, VARIANTS[name], device=device)
             found = [learn(prepare, seed, device, steps) for seed in range(seeds)]
             row["test_accuracies"] = [round(each, 4) for each in found]
-            row["accuracy"] = statistics.median(row["test_accuracies"])
+            row["accuracy"] = statistics.median(row["test_accuracies"]) if found else None
     for row in rows.values():
         row["accuracy"] = rows[row["accuracy_of"]]["accuracy"]
 
@@ -276,7 +279,7 @@ def measure(chosen: list[str], most: int) -> dict[str, Any]:
     rows = time_steps(variants, model, data, device, min(15, most))
     for name, found in count_and_compare(variants, model, data, device).items():
         rows[name] |= found
-    add_accuracies(rows, device, 1 if most < 15 else 3, 2 if quick else None)
+    add_accuracies(rows, device, 1 if quick else 0 if most < 15 else 3, 2 if quick else None)
     return {
         "model": "resnet18",
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -337,7 +340,7 @@ def report(results: dict[str, Any]) -> None:
             "{:.2f} ({:.2f} to {:.2f})".format(row["ratio"], *row["ratio_interval"]),
             f"{sum(row['held_bytes'].values()) / 2**20:.0f}",
             distance(name, row),
-            f"{row['accuracy']:.1%}",
+            "" if row["accuracy"] is None else f"{row['accuracy']:.1%}",
         )
         for name, row in results["variants"].items()
     ]
@@ -350,7 +353,7 @@ def report(results: dict[str, Any]) -> None:
 def main() -> None:
     parser = Parser(__doc__)
     quick = "one step of a small network, nothing compiled"
-    add_effort(parser, quick, "few rounds, one training for each accuracy, nothing compiled")
+    add_effort(parser, quick, "few rounds, no training for an accuracy, nothing compiled")
     add_device(parser, "a rank on each GPU, over nccl")
     args = parser.parse_args()
     require_device(args.device)
