@@ -9,6 +9,7 @@ A message of s bytes takes alpha + s / beta: a latency, and a time that grows wi
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from tabulate import tabulate
 
@@ -108,7 +109,7 @@ def main() -> None:
     late = [Bucket(8e6, 0.0), Bucket(30e6, 0.2), Bucket(25e6, 0.5), Bucket(25e6, 0.9)]
     job = Job(0.100, 0.200, 0.010, [*late, Bucket(10e6, 1.0)])
     for gbit in (25, 5):
-        found = step(job, lambda size, g=gbit: ring(size, 8, Link(50e-6, g * 1e9 / 8)))
+        found = step(job, partial(ring, ranks=8, link=Link(50e-6, gbit * 1e9 / 8)))
         rows = [
             (f"{bucket.size / 1e6:.0f}", *(f"{1000 * at:.0f}" for at in span))
             for bucket, span in zip(job.buckets, found.spans, strict=True)

@@ -9,6 +9,7 @@ layers and buckets, cluster.py knows links, published.py tells how far to trust 
 
 import json
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from textwrap import fill as wrap
 
@@ -117,17 +118,18 @@ def main() -> None:
     size = sum(bucket.size for bucket in found.job.buckets)
     print(f"{what}: {size / 1e6:,.1f} MB of gradients in {len(found.job.buckets)} buckets\n")
     heads = ("global batch", "step, ms", "samples/s", "efficiency", "bound by")
-    right = {"disable_numparse": True, "colalign": ("right",) * 5 + ("left",)}
+    plain = partial(tabulate, disable_numparse=True)
+    columns = *("right",) * 4, "left"
     rows = [
         row(n, found, n)
         for n in counts_to(args.gpus)
         if n <= args.gpus_per_node or not n % args.gpus_per_node
     ]
-    print(tabulate(rows, ("GPUs", *heads), **right))
+    print(plain(rows, ("GPUs", *heads), colalign=("right", *columns)))
     if args.gpus > 1:
         rows = [row(name, other, n) for name, other, n in found.remedies(args.gpus)]
-        right["colalign"] = ("left", *right["colalign"][1:])
-        print("\n" + tabulate(rows, (f"{args.gpus} GPUs, but", *heads), **right))
+        first = f"{args.gpus} GPUs, but"
+        print("\n" + plain(rows, (first, *heads), colalign=("left", *columns)))
     print("\n" + wrap(f"Advice: {advise(found, args.gpus)}", 90))
 
 

@@ -40,7 +40,8 @@ def gradients_of(model: nn.Module, image: torch.Tensor) -> list[tuple[float, flo
     work: dict[nn.Module, float] = {}
 
     def count(layer: nn.Module, _: object, output: torch.Tensor) -> None:
-        work[layer] = layer.weight.numel() * output.numel() / output.shape[1]
+        weights = next(layer.parameters(recurse=False))  # the first one; a bias is small
+        work[layer] = weights.numel() * output.numel() / output.shape[1]
 
     for layer in model.modules():
         if getattr(layer, "weight", None) is not None:

@@ -190,7 +190,7 @@ def draw(results: dict[str, Any], axes: list[Axes]) -> None:
     by_ranks.set(
         title="A step of DDP", xlabel="ranks", ylabel="ms", yscale="log", xticks=[1, 2, 3, 4]
     )
-    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12), "ncols": 3}
+    below: Any = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12), "ncols": 3}
     by_ranks.legend(fontsize="small", **below)
     rows = rows_of(results)
     for name in COLOURS:
