@@ -213,9 +213,10 @@ def node(out: Path) -> None:
         set_rate(rate)
         sizes = SIZES[:-1] if "0." in name else SIZES
         times, note = rounds_of("resnet18", list(HOW), 9, sizes)
-        notes: list[Any] = [None, None]
-        dist.all_gather_object(notes, note)  # every rank must reach this line
-        found[name] = predict(times, notes)
+        shares = torch.tensor(note["shares"], dtype=torch.float64)
+        both = [torch.empty_like(shares) for _ in range(2)]
+        dist.all_gather(both, shares)  # every rank must reach this line
+        found[name] = predict(times, [{**note, "shares": each.tolist()} for each in both])
     if rank == 0:
         out.write_text(json.dumps(found))
     dist.destroy_process_group()
