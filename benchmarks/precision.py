@@ -86,7 +86,7 @@ def choose(device: torch.device, quick: bool) -> tuple[list[Variant], dict[str, 
         skipped["compile without channels_last"] = "on a CPU, each compilation takes a minute"
     if quick:
         formats = formats[:2]
-        skipped["compile"] = "--quick"
+        skipped["compile"] = "--quick or --brief"
     return [Variant(p, *each) for p in precisions for each in formats], skipped
 
 
