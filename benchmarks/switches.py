@@ -108,7 +108,9 @@ def choose(device: str, quick: bool) -> tuple[dict[str, Switches], dict[str, str
     if device == "cpu":
         skipped["cudnn.benchmark"] = "cuDNN is for GPUs: on a CPU the switch does nothing"
     if quick:
-        skipped |= {name: "--quick or --brief" for name, switches in VARIANTS.items() if switches.compiled}
+        skipped |= {
+            name: "--quick or --brief" for name, switches in VARIANTS.items() if switches.compiled
+        }
     return {name: s for name, s in VARIANTS.items() if name not in skipped}, skipped
 
 
