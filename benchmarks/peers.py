@@ -151,6 +151,8 @@ def choose(names: tuple[str, ...]) -> tuple[dict[str, Variant], dict[str, str]]:
 
 def us_a_sample(data_dir: Path, batches: int = 100) -> dict[str, float]:
     """What one sample costs a process of one thread, in us: to load it in two ways, to learn it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     local = BATCH // RANKS
     pictures = MNIST(data_dir, transform=Compose([ToTensor(), Normalize((0.1307,), (0.3081,))]))
     ours, _ = load_dataset(Namespace(dataset="mnist", data_dir=data_dir, batch_size=BATCH))
@@ -175,6 +177,7 @@ def us_a_sample(data_dir: Path, batches: int = 100) -> dict[str, float]:
             F.cross_entropy(model(images), labels).backward()
             optimizer.step()
             spent.setdefault("forward, backward, optimiser", []).append(time.perf_counter() - start)
+    torch.set_num_threads(threads)
     return {name: round(statistics.median(x) / local * 1e6, 1) for name, x in spent.items()}
 
 
