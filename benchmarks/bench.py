@@ -23,9 +23,8 @@ from tabulate import tabulate
 from common.options import Parser, UsageError, usage_errors_exit
 from common.record import hardware
 
-from timing import ROOT, provenance, require_device, save
+from timing import RESULTS, ROOT, provenance, require_device, save
 
-RESULTS = ROOT / "results"
 SECTIONS = (  # each is the name of its program too
     "stages",
     "timeline",

@@ -145,8 +145,12 @@ def errors_of(machine: list[dict[str, Any]], links: dict[str, Any]) -> dict[str,
     }
 
 
-def table(results: dict[str, Any]) -> str:
-    rows = [
+HEADS = ("link", "ranks", "model", "step", "alone, ms", "predicted", "measured", "error")
+
+
+def cells(results: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """A row for each prediction, for people; `HEADS` are above them."""
+    return [
         (
             row["link"],
             row["ranks"],
@@ -157,8 +161,10 @@ def table(results: dict[str, Any]) -> str:
         )
         for row in rows_of(results)
     ]
-    heads = ("link", "ranks", "model", "step", "alone, ms", "predicted", "measured", "error")
-    return tabulate(rows, heads, disable_numparse=True)
+
+
+def table(results: dict[str, Any]) -> str:
+    return tabulate(cells(results), HEADS, disable_numparse=True)
 
 
 COLOURS = {"net": "#0072B2", "mlp": "#E69F00", "resnet18": "#009E73"}  # Okabe and Ito

@@ -30,7 +30,7 @@ from torch.optim import Adam
 from common.options import Parser, usage_errors_exit
 from common.record import peak_memory_bytes
 
-from timing import chapter, provenance, require_device, save
+from timing import add_device, chapter, provenance, require_device, save
 
 ledger: Any = chapter("01", "ledger")
 memory: Any = chapter("02", "memory")
@@ -393,8 +393,7 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--brief", action="store_true", help="one model only")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the results go, as JSON")
-    text = "cuda: all ranks share the GPUs, by way of gloo"
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help=text)
+    add_device(parser, "all ranks share the GPUs, by way of gloo")
     args = parser.parse_args()
     require_device(args.device)
     torch.set_num_threads(1)

@@ -39,6 +39,7 @@ from common.record import Recorder
 from timing import (
     ROOT,
     SAME,
+    add_device,
     chapter,
     interleave,
     of_the_slowest,
@@ -305,8 +306,7 @@ def main() -> None:
     add("--rounds", type=number(int, 1), metavar="N", help="epochs of each variant that count")
     add("--out", type=Path, metavar="FILE", help="write what was measured there, as JSON")
     add("--picture", type=Path, metavar="FILE", help="draw it there, as .png")
-    text = "cuda: all ranks share the GPUs, by way of gloo"
-    add("--device", default="cpu", choices=("cpu", "cuda"), help=text)
+    add_device(parser, "all ranks share the GPUs, by way of gloo")
     add("--ranks", default=RANKS, type=number(int, 2), metavar="N", help="of stages 03 to 05")
     args = parser.parse_args()
     require_device(args.device)

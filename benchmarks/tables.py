@@ -8,14 +8,17 @@ A README holds <!-- table: NAME --> where one begins and <!-- end of table --> w
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
 from common.options import Parser
 
-RESULTS = Path(__file__).parents[1] / "results"
+import peers
+import predictions
+from timing import RESULTS
+
+GITHUB: dict[str, Any] = {"tablefmt": "github", "disable_numparse": True}
 MACHINE = "amd-epyc-2-cores"  # whose `make bench` the READMEs show
 
 
@@ -187,41 +190,12 @@ def ways_to_hold_less() -> str:
 
 def scaling() -> str:
     """Stage 04: each prediction of a step beside its measurement."""
-    results = load("04_scaling")
-    parts = [("one machine", part) for part in results["machine"]]
-    rows = [
-        (
-            link,
-            row["ranks"],
-            row["model"],
-            row["how"],
-            *(f"{row[key]:.1f}" for key in ("alone_ms", "predicted_ms", "measured_ms")),
-            f"{row['error']:+.0%}",
-        )
-        for link, part in [*parts, *results["links"].items()]
-        for row in part["rows"]
-    ]
-    heads = ("link", "ranks", "model", "step", "alone, ms", "predicted", "measured", "error")
-    return tabulate(rows, heads, "github", disable_numparse=True)
+    return tabulate(predictions.cells(load("04_scaling")), predictions.HEADS, **GITHUB)
 
 
-def peers() -> str:
+def race() -> str:
     """Whole trainings on MNIST: the stages, PyTorch's own recipe, and two libraries."""
-    rows = []
-    for name, row in load("peers")["variants"].items():
-        low, high = row["ratio_interval"]
-        seconds, epochs = row["target_seconds"], row["target_epochs"]
-        rows.append(
-            (
-                name,
-                f"{row['samples_per_second']:,.0f}",
-                f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})",
-                f"{row['start_up_seconds']:.1f}",
-                f"{seconds:.0f} ({epochs})" if seconds else "",
-            )
-        )
-    heads = ("", "samples/s", "time / 04's", "start-up, s", "s to 98 % (epochs)")
-    return tabulate(rows, heads, "github", disable_numparse=True)
+    return tabulate(peers.rows(load("peers")), peers.HEADS, **GITHUB)
 
 
 def peers_sample() -> str:
@@ -252,7 +226,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "origin of 04_scaling": lambda: origin("04_scaling"),
     "scaling": scaling,
     "origin of peers": lambda: origin("peers"),
-    "peers": peers,
+    "peers": race,
     "peers_sample": peers_sample,
     "origin of 05_switches": lambda: origin("05_switches"),
     "switches": switches,

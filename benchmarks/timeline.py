@@ -31,7 +31,7 @@ from common.options import Parser, UsageError, cut_batch, usage_errors_exit
 
 from spans import BACKWARD, FORWARD, OTHER, PARTS, WAITING, Event, steps_of, summarize_steps
 from stages import Training, Variant
-from timing import ROOT, chapter, provenance, require_device, save
+from timing import ROOT, add_device, chapter, provenance, require_device, save
 
 RANKS, MODEL, BATCH = 2, "resnet18", 64  # BATCH: the global one
 STEPS, BRIEF_STEPS, MOST_STEPS = 15, 7, 20  # an epoch has 23
@@ -224,8 +224,7 @@ def main() -> None:
     add("--stages", default=",".join(STAGES), help="which to profile, as 03,04")
     add("--out", type=Path, metavar="FILE", help="write what was measured there, as JSON")
     add("--picture", type=Path, metavar="FILE", help="draw it there, as .png")
-    text = "cuda: all ranks share the GPUs, by way of gloo; the times are those of the program"
-    add("--device", default="cpu", choices=("cpu", "cuda"), help=text)
+    add_device(parser, "all ranks share the GPUs, by way of gloo; times are the program's")
     args = parser.parse_args()
     require_device(args.device)
     steps = BRIEF_STEPS if args.brief else STEPS
