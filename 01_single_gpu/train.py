@@ -1,36 +1,26 @@
-"""Stage 01: one process trains on one device; all later stages are compared with it.
+"""Stage 01: one process trains on one device. All later stages are compared with it.
 
-Run it from the root of the repository:
-
-    python 01_single_gpu/train.py
+python 01_single_gpu/train.py
 """
 
 from collections.abc import Iterable
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 from torch.utils.data import RandomSampler
 
-from common.checkpoint import restore, save_checkpoint
-from common.data import ImageSet, load_dataset, make_loader, prepare_dataset
+from common.checkpoint import load_checkpoint, save_checkpoint
+from common.data import ImageSet, load_dataset, make_loader
 from common.models import build_model
-from common.options import UsageError, make_parser, usage_errors_exit
+from common.options import make_parser, usage_errors_exit
 from common.record import Recorder, peak_memory_bytes
 
 
-def pick_device(wanted: str) -> torch.device:
-    """The GPU if there is one, unless --device says otherwise."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda needs a GPU, and torch sees none here: try --device cpu")
-    return torch.device("cpu" if wanted == "cpu" or not torch.cuda.is_available() else "cuda")
-
-
-def train_epoch(
-    model: nn.Module, loader: Iterable, optimizer: Optimizer, device: torch.device
-) -> Tensor:
-    """One pass over the training set; returns the loss of every step, (steps,), on the device."""
+def train_epoch(model: nn.Module, loader: Iterable, optimizer: SGD, device: torch.device) -> Tensor:
+    """One pass over the training set; returns the loss of each step, (steps,), on the device."""
     model.train()
     losses = []
     for images, labels in loader:
@@ -40,7 +30,7 @@ def train_epoch(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at every step
+        losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at each step
     return torch.stack(losses)
 
 
@@ -63,30 +53,29 @@ def evaluate(
 
 def main() -> None:
     args = make_parser("01_single_gpu", __doc__).parse_args()
-    device = pick_device(args.device)
-
-    prepare_dataset(args)
+    device = torch.device("cuda:0" if args.device == "cuda" else "cpu")
     train_set, test_set = load_dataset(args)
     torch.manual_seed(args.seed)
     model = build_model(args.model, train_set, args.batch_size).to(device)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
-    start = restore(args, model, optimizer)
-    recorder = Recorder(args, device, world_size=1, local_batch=args.batch_size, start=start)
+    start = load_checkpoint(args, model, optimizer)
+    recorder = Recorder(args, optimizer, start, args.batch_size)
     if args.evaluate:
-        recorder.end_evaluation(*evaluate(model, test_set, args.batch_size, device))
-        return
+        return recorder.end_evaluation(*evaluate(model, test_set, args.batch_size, device))
 
-    print(f"global batch {args.batch_size} = 1 × {args.batch_size} (one device)")
     generator = torch.Generator()
     sampler = RandomSampler(train_set, generator=generator)
     loader = make_loader(train_set, args.batch_size, sampler, args.workers)
-    for epoch in recorder.epochs():
-        generator.manual_seed(args.seed + epoch)  # the order is a function of seed and epoch
-        # watch: the step's dropout masks are such a function too; time it; stop at --max-steps
-        losses = train_epoch(model, recorder.watch(loader), optimizer, device)
+    for epoch in range(start["epoch"], args.epochs):
+        if recorder.step >= args.max_steps:
+            break
+        generator.manual_seed(args.seed + epoch)  # the order is a function of (seed, epoch)
+        torch.manual_seed(args.seed + epoch)  # and so are the dropout masks
+        batches = recorder.timed(islice(loader, args.max_steps - recorder.step), len(loader))
+        losses = train_epoch(model, batches, optimizer, device)
         recorder.end_epoch(epoch, losses, *evaluate(model, test_set, args.batch_size, device))
         save_checkpoint(recorder, model, optimizer)
-    recorder.finish([peak_memory_bytes(device)])
+    recorder.finish(device, [peak_memory_bytes(device)])
 
 
 if __name__ == "__main__":
