@@ -9,6 +9,7 @@ Every flag that all stages share is handed on to them.
 import json
 import math
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -69,7 +70,7 @@ def parse_args() -> Namespace:
     gpus = 0 if args.device == "cpu" else torch.cuda.device_count()
     args.ranks = args.ranks or gpus or 2
     args.batch_size = args.batch_size or max(1, 120 // args.ranks) * args.ranks
-    cut_batch(args.batch_size, args.ranks, "ranks")
+    cut_batch(args.batch_size, args.ranks)
     return args
 
 
@@ -122,7 +123,7 @@ def explain(row: Row, first: Row, args: Namespace) -> str:
     if row.key in ("02", "03", "04") and args.ranks > 1 and args.model != "net":
         causes.append("BatchNorm takes its statistics from the local batch")
     if args.model == "net" and args.ranks > 1:
-        causes.append("each replica draws its own dropout masks")
+        causes.append("the parts of a batch get other dropout masks than the whole batch")
     if row.key == "05-bf16":
         causes.append("bf16 keeps 8 significant bits where fp32 keeps 24")
     if row.summary.get("device") == "cuda":
@@ -201,17 +202,18 @@ def tabulate_rows(rows: list[Row], style: str) -> str:
 
 def report(rows: list[Row], args: Namespace, seconds: float, note: str) -> str:
     got = rows[0].summary
+    memory = "torch.cuda.max_memory_allocated" if got["device"] == "cuda" else "peak resident set"
     lines = [
         f"# The tour: {args.model} on {args.dataset}, {args.ranks} ranks",
         "",
         f"Measured on {date.today()} in {seconds:.0f} s: {got['hardware']}, {got['device']}, torch "
-        f"{got['torch']}, Python {got['python']}. {args.epochs} epochs, global batch "
+        f"{got['torch']}, Python {platform.python_version()}. {args.epochs} epochs, global batch "
         f"{args.batch_size}, one run of each. {note}",
         "",
         tabulate_rows(rows, "github"),
         "",
         "The global batch is cut into replicas or ranks × local batch. samples/s: from the median "
-        f"step of one run. Peak memory: {got['memory_source']}, of each GPU or process.",
+        f"step of one run. Peak memory: {memory}, of each GPU or process.",
         "",
         "![loss curves, throughput and peak memory](tour.png)",
         "",
@@ -239,6 +241,7 @@ def main() -> None:
     (args.run_dir / "report.md").write_text(text)
     results = {
         "date": str(date.today()),
+        "python": platform.python_version(),
         "note": note,
         "rows": {row.label: row.summary for row in rows},
         "losses": {row.label: row.losses() for row in rows},  # of every step

@@ -65,7 +65,7 @@ def evaluate(
 
 def main() -> None:
     parser = make_parser("02_data_parallel", __doc__)
-    parser.add_argument("--replicas", default=2, type=number, help="with fewer than two GPUs")
+    parser.add_argument("--replicas", default=2, type=number(int, 1), help="with fewer than two GPUs")
     args = parser.parse_args()
     device = torch.device("cuda:0" if args.device == "cuda" else "cpu")
     train_set, test_set = load_dataset(args)

@@ -116,7 +116,7 @@ def train(rank: int, args: Namespace, local_batch: int, port: int) -> None:
 
 def main() -> None:
     parser = make_parser("03_ddp_manual_allreduce", __doc__)
-    parser.add_argument("--world-size", default=2, type=number, help="processes to start")
+    parser.add_argument("--world-size", default=2, type=number(int, 1), help="processes to start")
     parser.add_argument("--backend", default="gloo", choices=("gloo", "nccl"), help="nccl: GPUs")
     args = parser.parse_args()
     local_batch = cut_batch(args.batch_size, args.world_size)

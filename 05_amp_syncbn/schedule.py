@@ -1,6 +1,10 @@
 """The learning rate of a large batch: a rule for the batch, a warm-up, then a decay.
 
-python 05_amp_syncbn/schedule.py
+    python 05_amp_syncbn/schedule.py --lr-rule linear --batch-size 480 --warmup-epochs 2
+
+The rate depends on the epoch and on the step in it, and on nothing else. A resumed run needs no
+other number, whichever stage wrote the checkpoint, and with whichever batch size. A step that the
+loss scaler skips counts like any other.
 """
 
 import math
@@ -33,17 +37,20 @@ def lr_factor(args: Namespace, step: int, steps_per_epoch: int) -> float:
 
 
 def learning_rates(args: Namespace, epoch: int, steps: int) -> list[float]:
-    """The learning rate of each step of an epoch. The epoch is all that a resumed run must know."""
+    """The learning rate of each step of an epoch, which has that many steps."""
     return [args.lr * lr_factor(args, epoch * steps + step, steps) for step in range(steps)]
 
 
 def main() -> None:
     parser = make_parser("schedule", __doc__)
     add_schedule(parser)
-    flags = ["--lr-rule=linear", "--batch-size=480", "--warmup-epochs=2", "--lr-decay=cosine"]
-    args = parser.parse_args(flags)
-    for epoch in range(args.epochs):
-        print(f"epoch {epoch + 1:2}  lr {learning_rates(args, epoch, steps=1)[0]:.4f}")
+    parser.set_defaults(lr_rule="linear", batch_size=480, warmup_epochs=2.0, lr_decay="cosine")
+    args = parser.parse_args()
+    epochs = [learning_rates(args, epoch, steps=100) for epoch in range(args.epochs)]
+    highest = max(map(max, epochs)) or 1.0
+    for epoch, rates in enumerate(epochs, start=1):
+        bar = "#" * round(40 * rates[-1] / highest)
+        print(f"epoch {epoch:2}  lr {rates[0]:.4f} to {rates[-1]:.4f}  {bar}".rstrip())
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def parse_args() -> Namespace:
     add, switch = parser.add_argument, BooleanOptionalAction  # type=bool: "False" would be True
     add("--amp", default="off", choices=tuple(DTYPES), help="dtype of forward and backward")
     add("--sync-bn", default=True, action=switch, help="BatchNorm over the global batch")
-    add("--accumulate", default=1, type=number, help="micro-batches per optimizer step")
+    add("--accumulate", default=1, type=number(int, 1), help="micro-batches per optimizer step")
     add("--clip-norm", type=number(float, 1e-30), help="upper limit for the norm of all gradients")
     add_schedule(parser)  # --lr-rule, --base-batch-size, --warmup-epochs, --lr-decay
     return parser.parse_args()

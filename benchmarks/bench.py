@@ -75,22 +75,21 @@ def main() -> None:
     parser = Parser(__doc__)
     text = "these sections, with commas between; the file keeps the others"
     parser.add_argument("--only", default=",".join(SECTIONS), metavar="NAMES", help=text)
-    text = "auto: a GPU if there is one"
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help=text)
+    gpu = "cuda" if torch.cuda.is_available() else "cpu"
+    text = "where the sections compute; cuda if torch sees a GPU, else cpu"
+    parser.add_argument("--device", default=gpu, choices=("cpu", "cuda"), help=text)
     args = parser.parse_args()
     chosen = args.only.split(",")
     if not set(chosen) <= set(SECTIONS):
         raise UsageError(f"--only {args.only}: expected one or more of {','.join(SECTIONS)}")
     require_device(args.device)
-    gpu = torch.cuda.is_available() and args.device != "cpu"
-    device = "cuda" if gpu else "cpu"
-    path = file_of(hardware(torch.device(device)))
-    where, took, failed = provenance(device), [], []
+    path = file_of(hardware(torch.device(args.device)))
+    where, took, failed = provenance(args.device), [], []
     for section in chosen:
         print(f"\n== {section}", flush=True)
         start = time.perf_counter()
         try:
-            found = measure(section, device)
+            found = measure(section, args.device)
             results = json.loads(path.read_text()) if path.exists() else {}  # as it is by now
             save(path, {**results, "provenance": where, section: found})  # the next one may fail
         except RuntimeError:

@@ -4,8 +4,8 @@
 
 On the CPU, two ranks of one thread each, and the same optimisation for all: network, weights at the
 start, order of the samples, global batch, learning rate. Programs run one after the other, in an
-order drawn anew in each round. All are timed from outside, by the lines that they print: one when
-training begins, one when an epoch and its evaluation end. Accelerate and Fabric take part if
+order drawn anew in each round. All are timed from outside, by the lines that they print: one before
+the ranks join, one when an epoch and its evaluation end. Accelerate and Fabric take part if
 they are installed: pip install -r requirements-peers.txt.
 Writes peers.json and peers.png under results/.
 """
@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from torchvision.datasets import MNIST
 from torchvision.transforms import Compose, Normalize, ToTensor
 
-from common.data import load_dataset, make_loader, start_epoch
+from common.data import load_dataset, make_loader
 from common.models import Net
 from common.options import Parser, UsageError, number, usage_errors_exit
 
@@ -85,7 +85,7 @@ class Log:
     accuracies: list[float]
 
     def first_epoch_seconds(self) -> float:
-        """From the first step to the end of the evaluation, the loading of data included."""
+        """From joining to the end of the first evaluation, the loading of each batch included."""
         return self.epoch_ends[0] - self.start_up
 
     def to(self, target: float) -> tuple[float, int] | None:
@@ -116,7 +116,7 @@ def run(variant: Variant, data_dir: Path, *flags: str, target: float = 2.0) -> L
     """Run a program as a user would; end it once it has reached the target."""
     settings = [f"--{name}={value}" for name, value in SETTINGS.items()]
     shared = ["--dataset=mnist", "--device=cpu", f"--data-dir={data_dir.resolve()}", *settings]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
         command = [sys.executable, *variant.command, *shared, f"--run-dir={folder}", *flags]
         start = time.perf_counter()
@@ -158,9 +158,7 @@ def us_a_sample(data_dir: Path, batches: int = 100) -> dict[str, float]:
     ours, _ = load_dataset(Namespace(dataset="mnist", data_dir=data_dir, batch_size=BATCH))
     loaders: dict[str, Callable[[], Iterator]] = {
         "load it, one picture after the other": lambda: iter(DataLoader(pictures, local, True)),
-        "load it, a batch at a time": lambda: start_epoch(
-            make_loader(ours, local, RandomSampler(ours)), 0, 0
-        ),
+        "load it, a batch at a time": lambda: iter(make_loader(ours, local, RandomSampler(ours))),
     }
     spent: dict[str, list[float]] = {}
     model = Net(1, 28, 10, batch_norm=False)
@@ -296,11 +294,10 @@ def main() -> None:
     add("--rounds", default=3, type=number(int, 1), metavar="N", help="of all programs")
     add_effort(parser, "two steps of four of them", "stage 04 and its peers only, and no race")
     args = parser.parse_args()
-    namespace = Namespace(dataset="mnist", data_dir=args.data_dir, batch_size=BATCH)
     try:
-        load_dataset(namespace)
-    except UsageError as error:
-        raise UsageError(f"--data-dir {args.data_dir} holds no MNIST: {error}") from error
+        MNIST(args.data_dir)
+    except RuntimeError as error:
+        raise UsageError(f"--data-dir {args.data_dir} holds no MNIST: name the right one") from error
     where = provenance(world_size=RANKS, threads_a_rank=1)  # before there is load
     results = {"provenance": where} | (
         measure(args.data_dir, 1, BRIEF, race=False, steps=2)

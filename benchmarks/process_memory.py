@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -155,8 +156,8 @@ def run_way(way: Way, plan: Any, samples: int) -> dict[str, Any]:
         model, optimizer = plan.build()
         batch = make_batch(samples, plan.image_size)
         ddp = Unsent(model, gradient_as_bucket_view=way.view)
-        # After its first backward it lays out its buckets anew, and holds both layouts for a moment
-        # (pytorch pull request 41954). So it is now, as wrap does in stages 04 and 05.
+        # After its first backward it lays out its buckets again, and holds both layouts for a moment
+        # (pytorch pull request 41954). So it does it now, before the optimizer has any state.
         ddp.eval()(batch[0][:1]).sum().backward()
         model.zero_grad()
         ddp.train()
@@ -223,15 +224,14 @@ def run_stage(key: str, plan: Any, global_batch: int) -> dict[str, Any]:
     cpu, made = torch.device("cpu"), dict[str, Any]()
     resident = [peak_memory_bytes(cpu)]
     stage: Any = chapter(number, "train")
-    stage.DistributedDataParallel = Unsent
 
     def go() -> None:
         torch.manual_seed(0)
         model, optimizer = plan.build()
         batch = make_batch(global_batch // dist.get_world_size(), plan.image_size)
-        wrapped, more = wrap(stage, number, amp, model, optimizer, batch[0][0])
+        wrapped, more = prepare(stage, number, amp, model, optimizer, batch[0].device)
         buckets = watch_buckets(wrapped) if isinstance(wrapped, DistributedDataParallel) else {}
-        stage.train_epoch(wrapped, [batch] * STEPS, optimizer, batch[0].device, *more)
+        stage.train_epoch(wrapped, [batch] * STEPS, *more)
         made.update(model=model, wrapped=wrapped, optimizer=optimizer, buckets=buckets, batch=batch)
 
     most = ledger.measure(plan.device, go)
@@ -244,24 +244,23 @@ def run_stage(key: str, plan: Any, global_batch: int) -> dict[str, Any]:
     return {"held": held, "peak_bytes": most, "resident_bytes": resident}
 
 
-def wrap(
-    stage: Any, number: str, amp: str, model: nn.Module, optimizer: Any, image: Tensor
+def prepare(
+    stage: Any, number: str, amp: str, model: nn.Module, optimizer: Any, device: torch.device
 ) -> tuple[nn.Module, list]:
-    """The model as main of the stage wraps it, and what else its train_epoch takes."""
+    """The model as main of the stage prepares it, and what train_epoch takes besides the batches."""
     if number == "02":
-        return stage.DataParallel(model, [image.device] * RANKS), []
-    if number == "03":
-        return model, [partial(stage.average_gradients, model)]
+        model = stage.DataParallel(model, [device] * RANKS)
     if number == "04":
-        return stage.wrap(model, image), []
-    if number == "05":
-        sys.argv = ["train.py", "--amp", amp or "off"]
+        model = Unsent(model)
+    if number < "05":
+        return model, [optimizer, device]
+    with mock.patch.object(sys, "argv", ["train.py", "--amp", amp or "off"]):
         args = stage.parse_args()
-        model = stage.synchronize_batch_norm(model, image.device)
-        scaler = torch.amp.GradScaler(image.device.type, enabled=False)
-        schedule = stage.LambdaLR(optimizer, lambda step: 1.0)
-        return stage.wrap(model, image, args), [scaler, schedule, args]
-    return model, []
+    gpu = device.type == "cuda"
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if gpu else stage.convert(model)
+    scaler = torch.amp.GradScaler(device.type, enabled=False)
+    more = [[args.lr] * STEPS, optimizer, scaler, device, args]
+    return Unsent(model, gradient_as_bucket_view=True), more
 
 
 def count_replicas(model: nn.Module, batch: Batch, replicas: int) -> list[Held]:

@@ -39,7 +39,7 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {  # a stage and its flags; 2 ran
 }
 STAGES = tuple(RUNS)[:5]  # in the precision that the run asks for
 RECIPES = ("whole_batches", "chunks", "strides", "fixed_shards")
-ALL_REDUCE = ("train.py", "average()")  # the line of stage 03 that lets its ranks tell each other
+ALL_REDUCE = ("train.py", "average_gradients(model)")  # the line of stage 03 that lets its ranks tell each other
 NO_DROPOUT = (
     "train.py",
     "model.train()",

@@ -2,10 +2,10 @@
 
     python benchmarks/stages.py
 
-Each variant trains on the digits with its stage's own train_epoch, loader and recorder: what is
-timed is what a reader reads, loading the data included, evaluation and files left out. All live in
-the same ranks, one thread each, with the same network, global batch and optimiser, and take turns
-epoch by epoch (timing.py). Stages 01 and 02 are one process: rank 0, while the others wait.
+Each variant is set up by its stage's own main and trains on the digits with its own train_epoch:
+what is timed is what a reader reads, loading the data included, evaluation and files left out. All
+live in the same ranks, one thread each, with the same network, global batch and optimizer, and take
+turns epoch by epoch (timing.py). Stages 01 and 02 are one process: rank 0, while the others wait.
 
 The network is net-bn, not net: without BatchNorm, SyncBatchNorm of stage 05 would have nothing to
 do. So 05 is timed doing more than 04: it computes what one process computes, and 04 does not.
@@ -15,9 +15,10 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,14 +27,12 @@ from unittest import mock
 import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from matplotlib.axes import Axes
 from tabulate import tabulate
-from torch import nn
-from torch.utils.data import DistributedSampler, RandomSampler, Sampler
+from torch.optim import SGD
 
-from common.checkpoint import restore
-from common.data import make_loader
-from common.options import Parser, cut_batch, make_parser, number, usage_errors_exit
+from common.options import Parser, cut_batch, number, usage_errors_exit
 from common.record import Recorder
 
 from timing import (
@@ -59,11 +58,12 @@ REDUCERS = chapter("03", "reducers").REDUCERS
 
 @dataclass(frozen=True)
 class Variant:
-    """What a reader would type: a stage and its flags; and the threads of its process."""
+    """What a reader would type: a stage and its flags; and what else makes a difference."""
 
     stage: str
     flags: tuple[str, ...] = ()
     threads: int = 1
+    reducer: str = ""  # of stage 03, in place of its own average_gradients
 
     @property
     def alone(self) -> bool:
@@ -73,7 +73,7 @@ class Variant:
 
 def variants(cores: int) -> dict[str, Variant]:
     """All that can be compared; the rival of two ranks is one process with as many threads."""
-    by_reducer = {f"03, {name}": Variant("03", ("--reducer", name)) for name in REDUCERS}
+    by_reducer = {f"03, {name}": Variant("03", reducer=name) for name in REDUCERS}
     return {
         BASE: Variant("01"),
         "01, all cores": Variant("01", threads=cores),
@@ -99,94 +99,82 @@ def choose(device: str, cores: int) -> tuple[dict[str, Variant], dict[str, str]]
 
 
 @cache
-def page(stage: str) -> ModuleType:
+def program(stage: str) -> ModuleType:
     """The train.py of a stage as a module."""
     sys.modules.pop("train", None)  # that of another stage
     return chapter(stage, "train")
 
 
-def options_of(variant: Variant, *flags: str) -> Namespace:
-    """What the stage makes of its command line."""
-    module, words = page(variant.stage), ["train.py", *variant.flags, *flags]
-    parse = getattr(module, "parse_args", make_parser("01_single_gpu", "").parse_args)
-    with mock.patch.object(sys, "argv", words):
-        return parse()
+class FirstEpoch(Exception):  # noqa: N818, it is no error
+    """Raised where main would train its first epoch: the variables of main, what it hands over."""
+
+
+def set_up(module: ModuleType, rank: int, size: int, flags: Iterable[str]) -> tuple[dict, tuple]:
+    """Run a stage's own main up to its first epoch, in a rank that has joined already."""
+
+    def stop(*arguments: object) -> None:
+        raise FirstEpoch(dict(sys._getframe(1).f_locals), arguments)
+
+    def record(args: Namespace, optimizer: SGD, start: dict, local_batch: int, *_: int) -> Recorder:
+        return Recorder(args, optimizer, start, local_batch, rank=1)  # only rank 0's writes files
+
+    def spawn(train: Callable, args: tuple, nprocs: int) -> None:
+        train(rank, *args)
+
+    replaced = {"train_epoch": stop, "Recorder": record, "init_distributed": lambda *_: None}
+    replaced["read_launcher"] = lambda: [rank, rank, size, size]
+    with (
+        mock.patch.dict(vars(module), replaced),
+        mock.patch.multiple(dist, TCPStore=mock.DEFAULT, init_process_group=mock.DEFAULT),
+        mock.patch.object(mp, "spawn", spawn),
+        mock.patch.object(sys, "argv", ["train.py", *flags]),
+    ):
+        try:
+            module.main()
+        except FirstEpoch as reached:
+            variables, arguments = reached.args
+            return variables, arguments
+    raise RuntimeError(f"{module.__file__} has nothing to train")
 
 
 class Training:
-    """A variant set up as its stage's main does it; call it for an epoch or --max-steps.
+    """A variant as its stage's own main sets it up; call it to train for an epoch.
 
     Every rank must make one, unless the variant is alone: DDP and the reducers send the weights.
     """
 
-    def __init__(self, variant: Variant, device: torch.device, *flags: str) -> None:
-        self.variant, self.device = variant, device
-        self.page, args = page(variant.stage), options_of(variant, *flags)
-        self.rank, size = (0, 1) if variant.alone else (dist.get_rank(), dist.get_world_size())
-        data, _ = self.page.load_dataset(args)
-        torch.manual_seed(args.seed)
-        self.local_batch = cut_batch(args.batch_size, size, "ranks")
-        if variant.stage == "05":
-            self.model, self.local_batch = self.page.prepare(args, device, data)
-        else:
-            self.model = self.page.build_model(args.model, data, self.local_batch).to(device)
-        rates = args.lr, args.momentum
-        self.optimizer = self.page.SGD(
-            self.model.parameters(), *rates, weight_decay=args.weight_decay
-        )
-        fresh = restore(args, self.model, self.optimizer)
-        self.recorder = Recorder(args, device, size, self.local_batch, fresh, enabled=False)
-        self.generator = torch.Generator()
-        shard, self.sampler = self.deal(data, args, size)
-        self.loader = make_loader(shard, self.local_batch, self.sampler, args.workers)
-        self.parallel, self.more = self.wrap(data[0][0].to(device), args)
-
-    def deal(self, data: Any, args: Namespace, size: int) -> tuple[Any, Sampler]:
-        """The samples that this rank may see, and their order."""
-        if self.variant.stage in ("04", "05"):
-            return data, DistributedSampler(data, seed=args.seed, drop_last=True)
-        if self.variant.stage == "03":
-            parts = self.page.DataPartitioner(data, [1 / size] * size, args.seed)
-            data = parts.use(self.rank)
-        return data, RandomSampler(data, generator=self.generator)
-
-    def wrap(self, image: torch.Tensor, args: Namespace) -> tuple[nn.Module, tuple]:
-        """The model as train_epoch gets it, and what more that function gets."""
-        if self.variant.stage == "02":
-            return self.page.replicate_on_all(self.model, self.device, args.replicas)[0], ()
-        if self.variant.stage == "03":
-            for tensor in self.model.state_dict().values():
-                dist.broadcast(tensor, src=0)  # every rank must reach this line
-            return self.model, (self.page.choose_averaging(self.model, args.reducer),)
-        if self.variant.stage == "04":
-            return self.page.wrap(self.model, image), ()
-        if self.variant.stage == "05":
-            scaler = torch.amp.GradScaler(self.device.type, enabled=args.amp == "fp16")
-            schedule = self.page.LambdaLR(self.optimizer, lambda step: 1.0)
-            return self.page.wrap(self.model, image, args), (scaler, schedule, args)
-        return self.model, ()
+    def __init__(self, variant: Variant, *flags: str) -> None:
+        self.variant, self.program = variant, program(variant.stage)
+        rank, size = (0, 1) if variant.alone else (dist.get_rank(), dist.get_world_size())
+        if variant.stage == "03":
+            flags += (f"--world-size={size}",)
+        made, arguments = set_up(self.program, rank, size, [*variant.flags, *flags])
+        self.model, self.loader, self.recorder = made["model"], made["loader"], made["recorder"]
+        self.sampler, self.generator = made["sampler"], made.get("generator")
+        self.parallel, _, *self.more = arguments
+        self.replaced = {}
+        if variant.reducer:
+            reducer = REDUCERS[variant.reducer](self.model)
+            self.replaced["average_gradients"] = lambda model: reducer.finish()
 
     @property
     def steps(self) -> int:
         """Of one epoch."""
         return len(self.loader)
 
-    def batches(self) -> Iterator:
-        """As main gets them: stages 04 and 05 ask after each step whether a rank wants to stop."""
-        epoch = self.recorder.position["epoch"]
-        self.generator.manual_seed(self.recorder.args.seed + epoch)
-        if isinstance(self.sampler, DistributedSampler):
-            self.sampler.set_epoch(epoch)
-            return self.recorder.watch(self.loader, self.rank, lambda: self.page.any_rank(False))
-        return self.recorder.watch(self.loader, self.rank)
-
-    def __call__(self) -> None:
+    def __call__(self, steps: int | None = None) -> None:
+        """Train from the start of an epoch on; for so many steps, if not to its end."""
         if self.variant.alone and dist.get_rank() > 0:
             return
+        epoch, self.recorder.epoch_step = self.recorder.epoch, 0
+        if self.generator:
+            self.generator.manual_seed(self.recorder.args.seed + epoch)
+        else:
+            self.sampler.set_epoch(epoch)
+        batches = self.recorder.timed(islice(self.loader, steps), self.steps)
         torch.set_num_threads(self.variant.threads)
-        self.page.train_epoch(
-            self.parallel, self.batches(), self.optimizer, self.device, *self.more
-        )
+        with mock.patch.dict(vars(self.program), self.replaced):
+            self.program.train_epoch(self.parallel, batches, *self.more)
         torch.set_num_threads(1)
 
 
@@ -202,12 +190,11 @@ def waiting_cpu_share(work: Callable[[], object]) -> float:
     return round(largest, 4)
 
 
-def measure_on_ranks(names: list[str], cores: int, gpu: bool, rounds: int, flags: list[str]) -> Any:
+def measure_on_ranks(names: list[str], cores: int, rounds: int, flags: list[str]) -> Any:
     """What each rank does."""
     torch.set_default_device("cpu")  # data sets are read there
-    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     known = variants(cores)
-    trainings = {name: Training(known[name], device, *flags) for name in names}
+    trainings = {name: Training(known[name], *flags) for name in names}
     steps = {name: training.steps for name, training in trainings.items()}
     times = interleave(trainings, rounds, 1, warm_up=1, meet=dist.barrier)  # 1: an epoch
     times = of_the_slowest(times)  # of a stage on rank 0 alone: its own
@@ -225,13 +212,13 @@ def measure(
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks' replica threads of 02 read it
     gpu, cores = device == "cuda", os.cpu_count() or 1
-    cut_batch(BATCH, ranks, "ranks")
+    cut_batch(BATCH, ranks)
     chosen, skipped = choose(device, cores)
     if names:
         chosen = {name: v for name, v in chosen.items() if name in (BASE, *names)}
     flags = [f"--model={MODEL}", f"--batch-size={BATCH}", f"--data-dir={ROOT / 'data'}"]
     where = provenance(device, world_size=ranks, rounds=rounds)  # before there is load
-    arguments = list(chosen), cores, gpu, rounds, [*flags, f"--device={device}"]
+    arguments = list(chosen), cores, rounds, [*flags, f"--device={device}"]
     found, *_ = start(ranks, measure_on_ranks, *arguments, device=device)
     rows = found["rows"]
     for name, row in rows.items():

@@ -27,7 +27,7 @@ from matplotlib.patches import Patch
 from tabulate import tabulate
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from common.options import Parser, UsageError, cut_batch, usage_errors_exit
+from common.options import Parser, UsageError, usage_errors_exit
 
 from spans import BACKWARD, FORWARD, OTHER, PARTS, WAITING, Event, steps_of, summarize_steps
 from stages import Training, Variant
@@ -84,40 +84,31 @@ def record(training: Training, steps: int) -> list[Event]:
         marks(training.parallel),
         profile(activities=kinds, experimental_config=every) as profiler,
     ):
-        train(training, steps)
+        training(steps)
     return [
         Event(e.name, e.time_range.start / 1000, e.time_range.end / 1000, e.thread)
         for e in profiler.events()
     ]
 
 
-def train(training: Training, steps: int) -> None:
-    """So many steps, from the start of an epoch on."""
-    recorder = training.recorder
-    recorder.position["epoch_step"], recorder.batches = 0, None
-    recorder.args.max_steps = recorder.position["step"] + steps
-    training()
-
-
-def profile_stage(stage: str, device: torch.device, steps: int, flags: list[str]) -> dict | None:
+def profile_stage(stage: str, steps: int, flags: list[str]) -> dict | None:
     """What each rank does for a stage; None from one that has nothing to do."""
     variant = Variant(stage)
     if variant.alone and dist.get_rank() > 0:
         return None
-    training = Training(variant, device, *flags)
-    train(training, 2 + steps)
+    training = Training(variant, *flags)
+    training(2 + steps)
     alone = training.recorder.seconds[2:]  # without the profiler, which costs time itself
     found = summarize_steps(steps_of(record(training, steps + 2))[1:])
     return {"step_ms_unprofiled": round(statistics.median(alone) * 1000, 3), **found}
 
 
-def measure_on_ranks(names: list[str], gpu: bool, steps: int, flags: list[str]) -> dict[str, Any]:
+def measure_on_ranks(names: list[str], steps: int, flags: list[str]) -> dict[str, Any]:
     torch.set_default_device("cpu")  # data sets are read there
-    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     found = {}
     for name in names:
         dist.barrier()  # every rank must reach this line
-        found[name] = profile_stage(name, device, steps, flags)
+        found[name] = profile_stage(name, steps, flags)
     return found
 
 
@@ -134,11 +125,10 @@ def measure(
     if not names or not set(names) <= set(STAGES):
         raise UsageError(f"stages {','.join(names)}: expected some of {','.join(STAGES)}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks' replica threads of 02 read it
-    cut_batch(BATCH, RANKS, "ranks")
     flags = [f"--model={MODEL}", f"--batch-size={BATCH}", f"--data-dir={ROOT / 'data'}"]
     flags += [f"--device={device}"]
     where = provenance(device, world_size=RANKS, threads_a_rank=1, steps=steps)
-    arguments = names, device == "cuda", steps, flags
+    arguments = names, steps, flags
     # quiet: on a machine without GPUs, the profiler complains that there are none
     first, *_ = start(RANKS, measure_on_ranks, *arguments, device=device, quiet=True)
     sizes = {"dataset": "digits", "model": MODEL, "global_batch": BATCH, "ranks": RANKS}

@@ -216,7 +216,7 @@ def made_of(name: str, draw: Draw) -> str:
 
 def chapter(stage: str, name: str) -> ModuleType:
     """A file of a stage as a module; the number in a stage's name keeps `import` from it."""
-    (folder,) = ROOT.glob(f"{stage}_*")
+    (folder,) = ROOT.glob(f"{stage}*")
     if sys.path[0] != str(folder):  # before the benchmarks: one of them has a chapter's name
         sys.path.insert(0, str(folder))
     return importlib.import_module(name)

@@ -16,6 +16,7 @@ PARENTS = {
     "03_ddp_manual_allreduce": "01_single_gpu",
     "04_ddp_torchrun": "03_ddp_manual_allreduce",
     "05_amp_syncbn": "04_ddp_torchrun",
+    "survive": "05_amp_syncbn",
 }
 
 

@@ -1,6 +1,6 @@
 """The replay oracle: one plain process that repeats, batch by batch, what a stage claims to do.
 
-It knows no process group, no sampler and no wrapper. It is told which samples each step sees and
+It has no process group, no sampler and no wrapper. It is told which samples each step sees and
 how BatchNorm groups them, and trains in float64.
 """
 
@@ -17,7 +17,7 @@ from support import ROOT, default_dtype
 from common.data import load_dataset
 from common.models import build_model
 
-Step = list[list[int]]  # the groups of samples that a step normalises together
+Step = list[list[int]]  # the groups of samples that a step normalizes together
 
 
 def permutation(samples: int, seed: int) -> list[int]:
@@ -32,7 +32,7 @@ def whole_batches(samples: int, batch: int, seed: int, epoch: int) -> Iterator[S
 
 
 def chunks(parts: int):
-    """02: replica r normalises the r-th piece of the batch."""
+    """02: replica r normalizes the r-th piece of the batch."""
 
     def steps(samples: int, batch: int, seed: int, epoch: int) -> Iterator[Step]:
         size = batch // parts
@@ -43,7 +43,7 @@ def chunks(parts: int):
 
 
 def strides(parts: int):
-    """04: rank r normalises every parts-th sample of the batch, as DistributedSampler deals."""
+    """04: rank r normalizes every parts-th sample of the batch, as DistributedSampler deals."""
 
     def steps(samples: int, batch: int, seed: int, epoch: int) -> Iterator[Step]:
         for [whole] in whole_batches(samples, batch, seed, epoch):
@@ -66,7 +66,7 @@ def micro_batches(parts: int, k: int):
 
 
 def fixed_shards(parts: int):
-    """03: rank r owns a part of the data for good, and shuffles it anew each epoch."""
+    """03: rank r owns a part of the data, and shuffles it in each epoch."""
 
     def steps(samples: int, batch: int, seed: int, epoch: int) -> Iterator[Step]:
         indices = list(range(samples))

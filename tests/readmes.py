@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 READMES = [ROOT / "README.md", *sorted(ROOT.glob("0?_*/**/*.md"))]
+READMES += sorted(ROOT.glob("survive/*.md"))
 FENCE = re.compile(
     r"(?:<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.M | re.S
 )

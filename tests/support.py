@@ -24,12 +24,14 @@ from functools import cache
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = {path.name[:2]: path for path in sorted(ROOT.glob("0?_*"))}
+FOLDERS["survive"] = ROOT / "survive"
 REAL_DATA = ROOT.parent / "shared" / "data"
 SECONDS = 60  # more than any rank takes; a hang ends here
 
@@ -81,6 +83,23 @@ def load_stage(key: str, without: tuple[Line, ...] = ()) -> types.ModuleType:
     """A stage's train.py as a module, with the given lines of the stage's files left out."""
     files = dict.fromkeys([*(file for file, *_ in without), "train.py"])
     return [fresh_module(key, file, without, register=True) for file in files][-1]
+
+
+def run_main(stage: types.ModuleType, rank: int, *flags: str) -> str:
+    """Run the main of a stage in this process, which is one of its ranks; returns what it prints.
+
+    Stage 03 starts no processes of its own: they would take seconds.
+    """
+
+    def spawn(train: Callable, args: tuple, nprocs: int) -> None:
+        train.__wrapped__(rank, *args[:-1], int(os.environ["MASTER_PORT"]))
+
+    sys.argv = ["train.py", *flags]
+    with patch.object(torch.multiprocessing, "spawn", spawn), redirect_stdout(StringIO()) as output:
+        stage.main()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return output.getvalue()
 
 
 def chapter(key: str, name: str) -> types.ModuleType:
@@ -195,16 +214,10 @@ def _train(
     models = []
     build = stage.build_model
     stage.build_model = lambda *args: models.append(build(*args)) or models[-1]
-    sys.argv = ["train.py", *flags]
-    with default_dtype(dtype), redirect_stdout(StringIO()) as output:
-        if key == "03":  # its main would start interpreters anew, seconds each
-            stage.train(rank, stage.parse_args(), int(os.environ["MASTER_PORT"]))
-        else:
-            stage.main()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    with default_dtype(dtype):
+        output = run_main(stage, rank, *flags)
     state = {name: tensor.clone() for name, tensor in models[0].state_dict().items()}
-    return state, output.getvalue()
+    return state, output
 
 
 def train(

@@ -1,18 +1,30 @@
 """What every stage must do beside computing the right thing: learn, log, save, resume, evaluate."""
 
-import os
-import sys
+import shutil
+import time
+from pathlib import Path
 
 import oracle
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from support import REAL_DATA, ROOT, Run, default_dtype, load_stage, run_ranks, train, train_once
+from support import (
+    REAL_DATA,
+    ROOT,
+    Run,
+    default_dtype,
+    load_stage,
+    run_main,
+    run_ranks,
+    train,
+    train_once,
+)
+from torchvision.datasets import MNIST
 
+import common.data
 from common.data import load_dataset, make_loader
 from common.models import build_model
-from common.options import make_parser, reseed
+from common.options import make_parser
 
 WAYS = [("01", 1), ("02", 1), ("03", 2), ("04", 2), ("05", 2)]
 each_stage = pytest.mark.parametrize(("key", "ranks"), WAYS, ids=[key for key, _ in WAYS])
@@ -42,7 +54,7 @@ def test_05_learns_in_mixed_precision(amp):
 
 
 @each_stage
-def test_metrics_have_a_line_a_step(key, ranks):
+def test_metrics_have_a_line_per_step(key, ranks):
     metrics = train_once(key, ranks, **FP32).metrics
     assert [line["step"] for line in metrics] == list(range(1, 121))
     assert [line["epoch"] for line in metrics] == [epoch for epoch in range(10) for _ in range(12)]
@@ -136,53 +148,43 @@ def test_all_checkpoints_have_the_same_form():
     assert all(form == forms[0] for form in forms)
 
 
-@each_stage
-def test_every_stage_evaluates_the_checkpoint_of_another(key, ranks):
-    other = train_once("03" if key != "03" else "05", 2, *SHORT)
+# Each stage once as the one that takes a checkpoint, and once as the one that has saved it.
+PAIRS = [(way, WAYS[i - 1]) for i, way in enumerate(WAYS)]
+each_pair = pytest.mark.parametrize(
+    ("way", "source"), PAIRS, ids=[f"{way[0]} takes {source[0]}" for way, source in PAIRS]
+)
+
+
+@each_pair
+def test_every_stage_evaluates_the_checkpoint_of_another(way, source):
+    other = train_once(*source, *SHORT)
     loss, accuracy = evaluated(other.checkpoint["model"])
-    run = train(key, ranks, *SHORT, f"--evaluate={other.folder / 'checkpoint.pt'}")
+    run = train(*way, *SHORT, f"--evaluate={other.folder / 'checkpoint.pt'}")
     assert run.output == f"test loss {loss:.4f}  test accuracy {accuracy:.2%}\n"
     assert list(run.folder.iterdir()) == [], "evaluation leaves nothing behind"
 
 
-@each_stage
-def test_every_stage_goes_on_from_the_checkpoint_of_another(key, ranks):
-    other = train_once("04" if key != "04" else "01", 2 if key != "04" else 1, *SHORT)
-    first = train_once(key, ranks, *SHORT)
+@each_pair
+def test_every_stage_resumes_the_checkpoint_of_another(way, source):
+    other, first = train_once(*source, *SHORT), train_once(*way, *SHORT)
     flags = ("--model=net-bn", "--batch-size=60", "--epochs=2")
-    run = train(key, ranks, *flags, f"--resume={other.folder / 'checkpoint.pt'}")
+    run = train(*way, *flags, f"--resume={other.folder / 'checkpoint.pt'}")
     assert [line["epoch"] for line in run.metrics] == [1] * 25
     assert run.losses.mean() < first.losses.mean() / 2, "it began where the other had stopped"
 
 
-@pytest.mark.parametrize(
-    ("key", "ranks", "flags"),
-    [
-        ("01", 1, ("--model=net",)),
-        ("02", 1, ("--model=net-bn",)),  # dropout in threads of one device has no fixed order
-        ("03", 2, ("--model=net",)),
-        ("03", 2, ("--model=net-bn",)),
-        ("04", 2, ("--model=net",)),
-        ("04", 2, ("--model=net-bn",)),
-        ("05", 2, ("--model=net", "--amp=bf16")),
-        ("05", 2, ("--model=net-bn", "--amp=fp16")),
-    ],
-)
-def test_resuming_equals_not_having_stopped(key, ranks, flags, without=()):
-    """To the bit: weights, momentum, loss of every step."""
-    whole = train(key, ranks, *flags, "--epochs=2", **FP32, without=without)
-    parts = train(key, ranks, *flags, "--epochs=1", **FP32, without=without)
-    resumed = train(
-        key,
-        ranks,
-        *flags,
-        "--epochs=2",
-        "--resume=auto",
-        **FP32,
-        without=without,
-        folder=parts.folder,
-    )
-    assert same_run(whole, resumed)
+@each_stage
+def test_a_checkpoint_from_inside_an_epoch_is_for_survive(key, ranks):
+    """The stages cannot skip the samples that the epoch has seen, and say so; they evaluate it."""
+    flags = ("--model=net-bn", "--batch-size=60")
+    path = train_once("01", 1, *flags, "--max-steps=7").folder / "checkpoint.pt"
+    with pytest.raises(AssertionError, match=r"inside an epoch: resume it with survive/train\.py"):
+        train(key, ranks, *flags, f"--resume={path}")
+    run = train(key, ranks, *flags, f"--evaluate={path}")
+    assert run.output.startswith("test loss ")
+    at_its_end = train_once("01", 1, *flags, "--max-steps=25").folder / "checkpoint.pt"
+    rest = train(key, ranks, *flags, "--epochs=2", f"--resume={at_its_end}")
+    assert rest.summary["steps"] == 50, "the control: at the end of an epoch it resumes"
 
 
 def same_run(a: Run, b: Run) -> bool:
@@ -199,21 +201,41 @@ def same_run(a: Run, b: Run) -> bool:
     )
 
 
+def resumes(key: str, ranks: int, *flags: str, without=()) -> None:
+    """Two epochs in one run, and in two runs: the same bits."""
+    more = {**FP32, "without": without}
+    whole = train(key, ranks, *flags, "--epochs=2", **more)
+    first = train(key, ranks, *flags, "--epochs=1", **more)
+    resumed = train(key, ranks, *flags, "--epochs=2", "--resume=auto", **more, folder=first.folder)
+    assert same_run(whole, resumed)
+
+
+# With dropout, so that the random numbers count too. In 02, the threads of the replicas draw their
+# dropout masks in no fixed order.
+
+
 def test_01_resumes_to_the_bit(without=()):
-    test_resuming_equals_not_having_stopped("01", 1, ("--model=net",), without)
+    resumes("01", 1, "--model=net", without=without)
+
+
+def test_02_resumes_to_the_bit(without=()):
+    resumes("02", 1, "--model=net-bn", without=without)
 
 
 def test_03_resumes_to_the_bit(without=()):
-    test_resuming_equals_not_having_stopped("03", 2, ("--model=net",), without)
+    resumes("03", 2, "--model=net", without=without)
 
 
 def test_04_resumes_to_the_bit(without=()):
-    test_resuming_equals_not_having_stopped("04", 2, ("--model=net",), without)
+    resumes("04", 2, "--model=net", without=without)
+
+
+def test_05_resumes_in_bf16_to_the_bit(without=()):
+    resumes("05", 2, "--model=net", "--amp=bf16", without=without)
 
 
 def test_05_resumes_the_loss_scale(without=()):
-    flags = ("--model=net-bn", "--amp=fp16")
-    test_resuming_equals_not_having_stopped("05", 2, flags, without)
+    resumes("05", 2, "--model=net-bn", "--amp=fp16", without=without)
 
 
 def test_learning_rate_of_the_call_wins_over_that_of_the_checkpoint(tmp_path):
@@ -239,72 +261,59 @@ def _masks(rank: int, key: str, flags: tuple[str, ...]) -> list[bool]:
     kept: list[torch.Tensor] = []
     build = stage.build_model
 
-    def build_and_watch(*args):
+    def build_with_hook(*args):
         model = build(*args)
         model.dropout.register_forward_hook(
             lambda module, _, out: kept.append(out[0] != 0) if module.training else None
         )
         return model
 
-    stage.build_model = build_and_watch
-    sys.argv = ["train.py", *flags]
-    if key == "03":
-        stage.train(rank, stage.parse_args(), int(os.environ["MASTER_PORT"]))
-    else:
-        stage.main()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    stage.build_model = build_with_hook
+    run_main(stage, rank, *flags)
     return kept[0].tolist()
+
+
+def masks(key: str, folder: Path) -> list[list[bool]]:
+    flags = (f"--run-dir={folder}", f"--data-dir={ROOT / 'data'}", "--max-steps=1", "--device=cpu")
+    flags += ("--world-size=2",) if key == "03" else ()
+    return run_ranks(2, _masks, key, flags)
 
 
 @pytest.mark.parametrize("key", ["03", "04", "05"])
 def test_ranks_draw_their_own_dropout_masks(key, tmp_path):
-    flags = (
-        f"--run-dir={tmp_path}",
-        f"--data-dir={ROOT / 'data'}",
-        "--max-steps=1",
-        "--device=cpu",
-    )
-    first, second = run_ranks(2, _masks, key, flags)
+    first, second = masks(key, tmp_path)
     assert first != second
 
 
-def test_random_numbers_are_a_function_of_the_key():
-    drawn = {}
-    for key in [(1, 0), (1, 1), (2, 0), (1, 0, 1), (1, 1, 0)]:
-        reseed(*key)
-        drawn[key] = torch.rand(3)
-    reseed(1, 0)
-    assert torch.equal(torch.rand(3), drawn[1, 0])
-    assert len({tuple(numbers.tolist()) for numbers in drawn.values()}) == 5
+class SlowSource(MNIST):
+    """Files that take a second to arrive, and a list of the processes that have fetched them."""
 
+    raw_folder = property(lambda self: f"{self.root}/files")
 
-def _download(rank: int, folder: str, flags: tuple[str, ...]) -> None:
-    import shutil
-    import time
-    from pathlib import Path
-
-    import common.data
-
-    def fetch(root, download):
+    def download(self):
+        if self._check_exists():
+            return
+        with Path(self.root, "downloads").open("a") as file:
+            file.write("one\n")
         time.sleep(1)  # the other rank must not look meanwhile
-        target = Path(root) / "MNIST" / "raw"
-        target.mkdir(parents=True)  # a second download would fail here
-        for file in (ROOT / "data" / "digits").glob("*ubyte"):
-            shutil.copy(file, target)
-
-    common.data.DOWNLOADS["mnist"] = fetch
-    stage = load_stage("04")
-    sys.argv = ["train.py", *flags]
-    stage.main()
+        shutil.copytree(ROOT / "data" / "digits", self.raw_folder, dirs_exist_ok=True)
 
 
-def test_one_rank_downloads_and_the_others_wait(tmp_path):
+def _download(rank: int, flags: tuple[str, ...], locked: bool) -> None:
+    common.data.SOURCES["mnist"] = SlowSource
+    if not locked:
+        common.data.fcntl.flock = lambda *_: None
+    run_main(load_stage("04"), rank, *flags)
+
+
+@pytest.mark.parametrize("locked", [True, False], ids=["locked", "not-locked"])
+def test_one_rank_downloads_and_the_others_wait(locked, tmp_path):
     flags = (f"--run-dir={tmp_path / 'run'}", f"--data-dir={tmp_path}", "--dataset=mnist")
     small = ("--max-steps=1", "--device=cpu", "--image-size=16")
-    with pytest.raises(AssertionError, match="16 pixels or more, got 8"):  # past the download
-        run_ranks(2, _download, str(tmp_path), (*flags, *small))
-    assert (tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte").is_file()
+    with pytest.raises(AssertionError, match="16 or more, got 8"):  # after the download
+        run_ranks(2, _download, (*flags, *small), locked)
+    downloads = (tmp_path / "downloads").read_text().split()
+    assert downloads == (["one"] if locked else ["one", "one"]), "without the lock: the control"
 
 
 def test_order_of_the_samples_is_that_of_distributed_sampler():
@@ -332,4 +341,4 @@ def test_a_pass_over_mnist_sees_every_image_once():
     train_set, _ = load_dataset(args)
     batches = list(make_loader(train_set, 120))
     assert sum(len(labels) for _, labels in batches) == 60000
-    assert torch.cat([images for images, _ in batches]).mean().abs() < 1e-3, "normalised"
+    assert torch.cat([images for images, _ in batches]).mean().abs() < 1e-3, "normalized"

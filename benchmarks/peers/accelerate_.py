@@ -24,6 +24,7 @@ from recipe import begin, datasets, end_epoch, epochs, loader_options, parse_arg
 def main() -> None:
     args = parse_args("accelerate", __doc__)
     train_set, test_set = datasets(args)
+    local_batch = begin(args)
     order = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed)
     accelerator = Accelerator(cpu=True, dataloader_config=order)
     torch.manual_seed(args.seed)
@@ -31,7 +32,6 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)
     set_seed(args.seed + 1, device_specific=True)  # dropout masks of its own for each rank
 
-    local_batch = begin(args)
     loader = DataLoader(
         train_set, local_batch, shuffle=True, drop_last=True, **loader_options(args)
     )

@@ -22,6 +22,7 @@ from recipe import begin, datasets, end_epoch, epochs, loader_options, parse_arg
 def main() -> None:
     args = parse_args("fabric", __doc__)
     train_set, test_set = datasets(args)
+    local_batch = begin(args)
     fabric = Fabric(accelerator="cpu", strategy="ddp", devices=2)
     fabric.launch()
     seed_everything(args.seed, verbose=False)  # of the sampler too
@@ -30,7 +31,6 @@ def main() -> None:
     model, optimizer = fabric.setup(model, optimizer)
     torch.manual_seed(args.seed + 1 + fabric.global_rank)  # dropout masks of its own for each rank
 
-    local_batch = begin(args)
     loader = DataLoader(
         train_set, local_batch, shuffle=True, drop_last=True, **loader_options(args)
     )

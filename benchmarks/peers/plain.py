@@ -23,6 +23,7 @@ from recipe import begin, datasets, end_epoch, epochs, loader_options, parse_arg
 def main() -> None:
     args = parse_args("plain", __doc__)
     train_set, test_set = datasets(args)
+    local_batch = begin(args)
     dist.init_process_group("gloo")
     torch.manual_seed(args.seed)
     model = Net(1, 28, 10, batch_norm=args.model == "net-bn")
@@ -30,7 +31,6 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)
     torch.manual_seed(args.seed + 1 + dist.get_rank())  # dropout masks of its own for each rank
 
-    local_batch = begin(args)
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     test_sampler = DistributedSampler(test_set, shuffle=False)
     loader = DataLoader(train_set, local_batch, sampler=sampler, **loader_options(args))

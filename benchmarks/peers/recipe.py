@@ -4,6 +4,7 @@ It is no lesson: it makes them comparable. They take the flags of the stages and
 """
 
 import json
+import os
 from argparse import Namespace
 from collections.abc import Iterator
 
@@ -14,7 +15,7 @@ from torch.utils.data import Dataset
 from torchvision.datasets import MNIST
 from torchvision.transforms import Compose, Normalize, ToTensor
 
-from common.data import load_dataset, prepare_dataset
+from common.data import load_dataset
 from common.options import cut_batch, make_parser
 
 
@@ -28,7 +29,6 @@ def parse_args(name: str, doc: str | None) -> Namespace:
 
 def datasets(args: Namespace) -> tuple[Dataset, Dataset]:
     """The training set and the test set of MNIST, as PyTorch's example has them, or as ours."""
-    prepare_dataset(args)
     if args.data == "ours":
         return load_dataset(args)
     transform = Compose([ToTensor(), Normalize((0.1307,), (0.3081,))])
@@ -47,17 +47,17 @@ def whole_batch(batch: tuple) -> tuple:
 
 
 def begin(args: Namespace) -> int:
-    """The local batch; says that training begins."""
-    local_batch = cut_batch(args.batch_size, dist.get_world_size(), "ranks")
-    if dist.get_rank() == 0:
-        cut = f"{dist.get_world_size()} × {local_batch} (world size × local batch)"
-        print(f"global batch {args.batch_size} = {cut}", flush=True)
+    """The local batch; says what a stage says before its ranks join."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    local_batch = cut_batch(args.batch_size, world_size)
+    if os.environ["RANK"] == "0":
+        print(f"global batch {args.batch_size} = {world_size} × {local_batch}", flush=True)
     return local_batch
 
 
 def epochs(args: Namespace, whole: int) -> Iterator[tuple[int, int]]:
     """Epochs, counted from 0, and the steps of each: `whole` ones, until --max-steps is reached."""
-    left = args.max_steps or args.epochs * whole
+    left = args.max_steps
     for epoch in range(args.epochs):
         if left > 0:
             yield epoch, min(left, whole)
