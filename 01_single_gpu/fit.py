@@ -23,7 +23,7 @@ from peak import OPTIMISERS, Plan, parts_of, rehearse, run, train
 
 GPUS, MOST = (1, 2, 4, 8), 2**16  # the largest batch that is tried
 SHARD = """Data parallelism cannot help: each GPU of it holds all parameters, gradients and the
-optimiser's state, and activations. Shard the model: torch.distributed.fsdp.fully_shard."""
+optimizer's state, and activations. Shard the model: torch.distributed.fsdp.fully_shard."""
 
 Fits = Callable[[int, int, int], bool]  # of a micro-batch, their number, and bytes besides
 

@@ -7,8 +7,8 @@ The rehearsal does a step on the meta device, while a ledger counts. Where is th
 - At the end of forward, as a rule. All that backward needs is there, and so are the gradients of
   the step before, since zero_grad comes after forward. The peak is the sum of the parts.
 - In backward, if the first layers have the largest outputs: their gradients are as large, and need
-  room while most activations are still there.
-- In the optimiser's step, if the batch is small: Adam needs a temporary. On a CPU it goes from one
+  space while most activations are still there.
+- In the optimizer's step, if the batch is small: Adam needs a temporary. On a CPU it goes from one
   parameter to the next. On a GPU it takes all at once, and the temporary is as large as all of them
   ("foreach" in the documentation of torch.optim).
 """
@@ -51,7 +51,7 @@ class Plan:
     classes: int = 10
 
     def build(self) -> tuple[nn.Module, Optimizer]:
-        """The model, on the default device, and its optimiser."""
+        """The model, on the default device, and its optimizer."""
         image = torch.zeros(1, self.channels, self.image_size, self.image_size, dtype=torch.uint8)
         model = build_model(self.model, Images(image, torch.zeros(1), self.classes, "digits"))
         create, at_once = OPTIMISERS[self.optimiser], self.device == "cuda"  # as torch itself does
@@ -73,7 +73,7 @@ def train(
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with torch.device("cpu"):  # where Adam counts its steps, in torch 2.11 too
-        optimizer.step()  # gradients and the optimiser's state are there, as after any step
+        optimizer.step()  # gradients and the optimizer's state are there, as after any step
     for micro_batch in range(accumulate):
         enter("forward")
         loss = plan.loss(model, batch)

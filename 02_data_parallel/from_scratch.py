@@ -2,7 +2,8 @@
 
     python 02_data_parallel/from_scratch.py
 
-It leaves out what torch does for the caller's CUDA streams, `dim` and `output_device`.
+It leaves out `dim`, `output_device` and the caller's CUDA streams. Virtual replicas draw random
+numbers from one generator, in no fixed order: a run with dropout cannot be repeated exactly.
 """
 
 import copy
@@ -61,8 +62,7 @@ def scatter(devices: Devices, *args: Any, **kwargs: Any) -> list[Call]:
 def apply(replicas: list[nn.Module], parts: list[Call], devices: Devices) -> list[Any]:
     """Step 4: run each replica on its part of the batch, each in a thread of its own."""
     outputs, errors = dict[int, Any](), dict[int, Exception]()
-    # A new thread starts with the default of each of these switches, not with the caller's. Of
-    # autocast's two, torch 2.15 hands on only `enabled`, not the dtype: see autocast.py.
+    # A new thread starts with the defaults of these switches, not with the caller's: autocast.py.
     grad_enabled, kind = torch.is_grad_enabled(), devices[0].type
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
@@ -92,12 +92,12 @@ def gather(outputs: list[Any], devices: Devices) -> Any:
 
 
 def loss_on_main_device(criterion: Callable, outputs: Any, targets: Tensor) -> Tensor:
-    """Step 6: the loss of the whole batch, from all outputs."""
+    """Step 6: the loss of the whole batch."""
     return criterion(outputs, targets)
 
 
 def backward_and_update(loss: Tensor, optimizer: Optimizer) -> None:
-    """Step 7: autograd goes the same way back, and the optimiser updates the module."""
+    """Step 7: autograd goes the same way back, and the optimizer updates the module."""
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

@@ -84,7 +84,7 @@ class Counted(nn.Module):
 
 
 def after_a_step(model: nn.Module, optimiser: str) -> tuple[int, int]:
-    """Bytes that a step leaves behind: of the gradients, and of the optimiser's state."""
+    """Bytes that a step leaves behind: of the gradients, and of the optimizer's state."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)  # as large as a real one
@@ -141,7 +141,7 @@ def main() -> None:
         (name, *(after_a_step(model, optimiser)[1] / MIB for optimiser in OPTIMISERS))
         for name, (model, _, _) in examples().items()
     ]
-    print("\nMiB of state that the optimiser adds, on the main device only:")
+    print("\nMiB of state that the optimizer adds, on the main device only:")
     print(tabulate(rows, ("model", *OPTIMISERS), floatfmt=".2f"))
 
 

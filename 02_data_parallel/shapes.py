@@ -46,7 +46,7 @@ def watch(model: nn.Module, batch: Tensor) -> tuple[list[tuple[Shape, Shape]], S
 
 
 def count(shapes: Iterable[Shape]) -> str:
-    """Equal neighbours together: 2 × (4, 5), 1 × (2, 5)."""
+    """Equal neighbors together: 2 × (4, 5), 1 × (2, 5)."""
     return ", ".join(f"{len(list(same))} × {shape}" for shape, same in groupby(shapes))
 
 

@@ -21,14 +21,11 @@ from common.record import Recorder, peak_memory_bytes
 from from_scratch import DataParallel
 
 
-def replicate(
-    model: nn.Module, device: torch.device, replicas: int
-) -> tuple[nn.Module, list[torch.device]]:
-    """The model on all GPUs. With fewer than two: virtual replicas, all of them on one device."""
+def pick_devices(device: torch.device, replicas: int) -> list[torch.device]:
+    """All GPUs. With fewer than two: one device for all replicas, which are then virtual."""
     if device.type == "cuda" and torch.cuda.device_count() > 1:
-        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-        return nn.DataParallel(model, devices), devices
-    return DataParallel(model, [device] * replicas), [device] * replicas
+        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [device] * replicas
 
 
 def train_epoch(model: nn.Module, loader: Iterable, optimizer: SGD, device: torch.device) -> Tensor:
@@ -65,16 +62,19 @@ def evaluate(
 
 def main() -> None:
     parser = make_parser("02_data_parallel", __doc__)
-    parser.add_argument("--replicas", default=2, type=number(int, 1), help="with fewer than two GPUs")
+    parser.add_argument("--replicas", default=2, type=number(int, 1), help="if fewer than two GPUs")
     args = parser.parse_args()
     device = torch.device("cuda:0" if args.device == "cuda" else "cpu")
+    devices = pick_devices(device, args.replicas)
+    several_gpus = len(set(devices)) > 1
+    local_batch = cut_batch(args.batch_size, len(devices))
     train_set, test_set = load_dataset(args)
     torch.manual_seed(args.seed)
-    model = build_model(args.model, train_set, args.batch_size // args.replicas).to(device)
+    model = build_model(args.model, train_set, local_batch).to(device)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     start = load_checkpoint(args, model, optimizer)
-    parallel, devices = replicate(model, device, args.replicas)
-    local_batch = cut_batch(args.batch_size, len(devices))
+    wrap = nn.DataParallel if several_gpus else DataParallel  # torch's own needs several GPUs
+    parallel = wrap(model, devices)
     recorder = Recorder(args, optimizer, start, local_batch)
     if args.evaluate:
         return recorder.end_evaluation(*evaluate(parallel, test_set, args.batch_size, device))
@@ -87,6 +87,9 @@ def main() -> None:
             break
         generator.manual_seed(args.seed + epoch)  # the order is a function of (seed, epoch)
         torch.manual_seed(args.seed + epoch)  # and so are the dropout masks
+        for index, gpu in enumerate(devices if several_gpus else []):  # each GPU draws its own
+            with torch.cuda.device(gpu):
+                torch.cuda.manual_seed(args.seed + epoch * len(devices) + index)
         batches = recorder.timed(islice(loader, args.max_steps - recorder.step), len(loader))
         losses = train_epoch(parallel, batches, optimizer, device)
         recorder.end_epoch(epoch, losses, *evaluate(parallel, test_set, args.batch_size, device))

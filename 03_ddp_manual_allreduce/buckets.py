@@ -49,7 +49,7 @@ def length(group: list[Parameter]) -> int:
 
 
 def shaped_like(parameter: Parameter, flat: Tensor) -> Tensor:
-    """A view with the shape and the strides of the parameter: fused optimisers rely on both."""
+    """A view with the shape and the strides of the parameter: fused optimizers rely on both."""
     strides = torch.empty_like(parameter).stride()  # those of channels_last stay, gaps go
     return flat.as_strided(parameter.shape, strides, flat.storage_offset())
 

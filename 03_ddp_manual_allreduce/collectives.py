@@ -95,7 +95,7 @@ def all_to_all(row: Tensor) -> Tensor:
 
 
 def barrier(tensor: Tensor) -> Tensor:
-    """No tensor travels; no rank goes on before all have come."""
+    """No tensor travels; no rank continues before all have come."""
     dist.barrier()  # for files that another rank writes; the collectives above need none
     return tensor
 

@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from common.options import Parser, UsageError, usage_errors_exit
-from common.watchdog import end_with_parent
 
 
 def start(
@@ -61,6 +61,19 @@ def prepare_forkserver() -> None:
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # no word of each kill
 
 
+def end_with_parent() -> None:
+    """From now on, this process ends when the one that started it does.
+
+    A rank that waits in C++ would outlive a program that is killed.
+    """
+
+    def wait() -> None:
+        multiprocessing.parent_process().join()  # type: ignore[union-attr]
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def enter(
     rank: int,
     world_size: int,
@@ -73,10 +86,8 @@ def enter(
 ) -> None:
     """What each process does."""
     if quiet:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), 2
-        )  # C++ logs; an exception reaches `start` anyhow
-    end_with_parent()  # one that waits in C++ would outlive a program that is killed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # an exception reaches `start` anyhow
+    end_with_parent()
     torch.set_num_threads(1)  # or the ranks fight for the cores
     if device == "cuda":
         gpu = torch.device("cuda", rank % torch.cuda.device_count())

@@ -1,4 +1,4 @@
-"""All-reduce as a ring: each rank sends to its right neighbour and receives from its left one.
+"""All-reduce as a ring: each rank sends to its right neighbor and receives from its left one.
 
     python 03_ddp_manual_allreduce/ring.py --world-size 4
 

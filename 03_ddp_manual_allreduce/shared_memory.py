@@ -1,94 +1,46 @@
-"""Memory that all ranks of one machine see, and locks that tell which of them died.
+"""An all-reduce without messages: all ranks of a machine see the same memory.
 
     python 03_ddp_manual_allreduce/shared_memory.py
 
-The memory is a file without a name. The operating system takes it back when the last rank has
-ended, in whatever way it ended: nothing can be left behind.
+Each rank copies its gradients into a row that the others can read, and adds up its slice of all
+rows. Counters tell when all rows are there, and when all slices are summed.
 """
 
-import fcntl
-import mmap
 import os
-import secrets
-import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from functools import reduce
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import Parameter
 
 from common.options import Parser, UsageError
 
+from buckets import Bucket, length
+from deaths import ENDED, LINE, SharedFile
+from flat import Flat
+from overlap import Bucketed
 from ranks import start
 
-LINE = 64  # bytes of a cache line: ranks that write to the same one slow each other down
-READY, DONE, ENDED = range(3)  # the counters of each rank
+READY, DONE = ENDED + 1, ENDED + 2  # counters of each rank: steps whose rows, slices are complete
 
 
-def open_together(size: int) -> int:
-    """Open one file of that many zero bytes on every rank; returns its descriptor.
-
-    Raises UsageError on all ranks where one of them cannot see the file of rank 0.
-    """
-    shared, file = [f"ranks-{secrets.token_hex(8)}", ""], -1
-    if dist.get_rank() == 0:
-        if hasattr(os, "memfd_create"):  # Linux; /dev/shm would do too, but is small in containers
-            file = os.memfd_create(shared[0])
-            shared[1] = f"/proc/{os.getpid()}/fd/{file}"
-        else:
-            shared[1] = os.path.join(tempfile.gettempdir(), shared[0])
-            file = os.open(shared[1], os.O_RDWR | os.O_CREAT, 0o600)
-        os.ftruncate(file, size)
-    dist.broadcast_object_list(shared, src=0)  # every rank must reach this line
-    name, path = shared
-    with suppress(OSError):
-        if dist.get_rank() > 0 and name in os.path.realpath(path):  # on another machine it is not
-            file = os.open(path, os.O_RDWR)
-    opened = [False] * dist.get_world_size()
-    dist.all_gather_object(opened, file >= 0)  # every rank must reach this line
-    if dist.get_rank() == 0 and path.endswith(name):
-        os.unlink(path)  # all have it open: it needs no name any more
-    if not all(opened):
-        blind = [rank for rank, good in enumerate(opened) if not good]
-        raise UsageError(f"ranks {blind} cannot see the memory of rank 0: run all on one machine")
-    return file
-
-
-class Segment:
-    """Bytes that all ranks share, counters of each, and a lock of each that its death opens.
+class Segment(SharedFile):
+    """Bytes that all ranks share as tensors, and counters by which they wait for each other.
 
     seconds: how long `wait` waits for a rank that is late but lives.
     """
 
     def __init__(self, size: int = 0, seconds: float = 300) -> None:
-        self.rank, self.world_size, self.seconds = dist.get_rank(), dist.get_world_size(), seconds
-        self.offset = self.world_size * LINE  # the counters come first
-        self.file = open_together(self.offset + size)
-        self.memory = mmap.mmap(self.file, self.offset + size)
-        self.counters = memoryview(self.memory)[: self.offset].cast("q")
-        self.order = threading.Lock()
-        fcntl.lockf(self.file, fcntl.LOCK_EX, 1, self.rank)  # a lock on one byte, the rank's own
-        dist.barrier()  # all locks are taken; every rank must reach this line
+        super().__init__(size)
+        self.seconds = seconds
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Tensor:
         """Shared bytes as a tensor; offset: where it begins, in bytes."""
         count = torch.Size(shape).numel()
         place = self.offset + offset
         return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=place).view(shape)
-
-    def post(self, counter: int, value: int) -> None:
-        """Set a counter of this rank, to be seen after all that this rank wrote before."""
-        for _ in range(2):  # x86 keeps the order of writes. Elsewhere: release, then acquire
-            with self.order:
-                pass
-        self.counters[self.rank * LINE // 8 + counter] = value
-
-    def late(self, counter: int, value: int) -> list[int]:
-        """The ranks whose counter is still below the value."""
-        return [r for r in range(self.world_size) if self.counters[r * LINE // 8 + counter] < value]
 
     def wait(self, counter: int, value: int) -> None:
         """Wait for the counters of all ranks; an error names those that died or are late."""
@@ -108,41 +60,53 @@ class Segment:
         with self.order:
             pass
 
-    def dead(self) -> list[int]:
-        """The ranks that died, without those that ended because of another or closed this."""
-        found = []
-        for rank in self.late(ENDED, 1):
-            if rank != self.rank:
-                with suppress(OSError):  # somebody holds the lock
-                    fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
-                    fcntl.lockf(self.file, fcntl.LOCK_UN, 1, rank)
-                    found.append(rank)
-        return found
 
-    def require_alive(self) -> None:
-        """Raise RuntimeError if a rank died. This rank then ends too, but is not the cause."""
-        if dead := self.dead():
-            self.post(ENDED, 1)
-            raise RuntimeError(f"rank {dead[0]} died while rank {self.rank} waited for it")
+class SharedMemory(Bucketed):
+    """For one machine: each rank adds up its slice of all ranks' gradients. Nothing is sent.
 
-    @contextmanager
-    def naming_the_dead(self) -> Iterator[None]:
-        """gloo's error tells that a connection closed; this adds whose rank it was."""
-        try:
-            yield
-        except RuntimeError:
-            for _ in range(200):  # a dying process closes its connections one after another
-                self.require_alive()
-                time.sleep(0.01)
-            self.post(ENDED, 1)
-            raise
+    Gradients are copied to the shared memory during backward, while they are still in the
+    processor's cache.
+    """
 
-    def close(self) -> None:
-        """Let go of it. The tensors keep their bytes as long as they live."""
-        if self.file >= 0:
-            self.post(ENDED, 1)
-            os.close(self.file)
-            self.file = -1
+    shared: Segment
+    plan = Flat.plan  # no need to send early where nothing is sent
+    PIECE = 2**16  # elements that are added up at a time: what is read and written stays in cache
+
+    def __init__(self, model: nn.Module) -> None:
+        if any(p.device.type != "cpu" for p in model.parameters()):
+            raise UsageError("shared-memory needs gradients on the CPU: try bucketed")
+        super().__init__(model)
+
+    def open_shared(self) -> Segment:
+        return Segment(sum(row_bytes(group) for group in self.plan()) * self.world_size)
+
+    def make_buckets(self, plan: list[list[Parameter]]) -> list[Bucket]:
+        rank = dist.get_rank()
+        self.slices, self.steps, buckets, offset = [], 0, [], 0
+        for group in plan:
+            shape = (self.world_size, row_bytes(group) // group[0].element_size())
+            rows = self.shared.tensor(group[0].dtype, shape, offset)  # a row for each rank
+            self.slices += rows.tensor_split(self.world_size, dim=1)[rank].split(self.PIECE, dim=1)
+            buckets.append(Bucket(group, rows[rank, : length(group)]))
+            offset += row_bytes(group) * self.world_size
+        return buckets
+
+    def send_full_buckets(self) -> None:
+        """Nothing is sent."""
+
+    def all_reduce(self) -> None:
+        self.steps += 1
+        self.shared.post(READY, self.steps)
+        self.shared.wait(READY, self.steps)  # all gradients are there
+        for rows in self.slices:  # (world size, elements)
+            rows[:] = reduce(torch.add, rows.unbind())
+        self.shared.post(DONE, self.steps)
+        self.shared.wait(DONE, self.steps)  # all slices are summed: each may change its own row
+
+
+def row_bytes(group: list[Parameter]) -> int:
+    """The bytes of a bucket, rounded up to whole cache lines."""
+    return -(-length(group) * group[0].element_size() // LINE) * LINE
 
 
 def add_up() -> str:

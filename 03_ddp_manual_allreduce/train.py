@@ -20,7 +20,7 @@ from torch.utils.data import RandomSampler, Subset
 from common.checkpoint import load_checkpoint, save_checkpoint
 from common.data import ImageSet, load_dataset, make_loader
 from common.models import build_model
-from common.options import cut_batch, make_parser, number, usage_errors_exit
+from common.options import UsageError, cut_batch, make_parser, number, usage_errors_exit
 from common.record import Recorder, peak_memory_bytes
 
 from partition import DataPartitioner
@@ -119,6 +119,8 @@ def main() -> None:
     parser.add_argument("--world-size", default=2, type=number(int, 1), help="processes to start")
     parser.add_argument("--backend", default="gloo", choices=("gloo", "nccl"), help="nccl: GPUs")
     args = parser.parse_args()
+    if args.backend == "nccl" and args.world_size > torch.cuda.device_count():
+        raise UsageError("--backend nccl needs a GPU for each rank: try --backend gloo")
     local_batch = cut_batch(args.batch_size, args.world_size)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: or the ranks fight for cores
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a free port

@@ -19,10 +19,9 @@ from tabulate import tabulate
 from torch import Tensor
 
 from common.options import Parser, number, usage_errors_exit
-from common.watchdog import end_with_parent
 
 from collectives import all_reduce, broadcast
-from ranks import prepare_forkserver
+from ranks import end_with_parent, prepare_forkserver
 
 
 def no_trap(mine: Tensor, rank: int) -> Tensor:

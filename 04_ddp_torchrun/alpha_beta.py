@@ -38,12 +38,12 @@ class Job:
 
     forward: float
     backward: float
-    optimiser: float
+    optimizer: float
     buckets: list[Bucket]
 
     @property
     def seconds(self) -> float:
-        return self.forward + self.backward + self.optimiser
+        return self.forward + self.backward + self.optimizer
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def two_levels(
 
 
 def step(job: Job, cost: Callable[[float], float], accumulate: int = 1, steal: float = 0.0) -> Step:
-    """One step of the optimiser; cost(bytes) is what an all-reduce takes.
+    """One step of the optimizer; cost(bytes) is what an all-reduce takes.
 
     accumulate: micro-batches, all but the last one inside no_sync(). steal: what a second of
     communication takes from the computing beside it; 0 on GPUs, more where both need the cores.
@@ -102,7 +102,7 @@ def step(job: Job, cost: Callable[[float], float], accumulate: int = 1, steal: f
         begin = max(now, free)  # all-reduces go one after the other
         free = begin + cost(bucket.size)
         spans.append((now, begin, free))
-    return Step(max(now, free) + job.optimiser, spans, now)
+    return Step(max(now, free) + job.optimizer, spans, now)
 
 
 def main() -> None:
@@ -114,7 +114,7 @@ def main() -> None:
             (f"{bucket.size / 1e6:.0f}", *(f"{1000 * at:.0f}" for at in span))
             for bucket, span in zip(job.buckets, found.spans, strict=True)
         ]
-        print(f"forward 100 ms, backward 200 ms, optimiser 10 ms, 8 GPUs, {gbit} Gbit/s each:\n")
+        print(f"forward 100 ms, backward 200 ms, optimizer 10 ms, 8 GPUs, {gbit} Gbit/s each:\n")
         print(tabulate(rows, ("bucket, MB", "ready, ms", "begins", "ends"), disable_numparse=True))
         print(f"\nthe step takes {1000 * found.seconds:.0f} ms\n")
 

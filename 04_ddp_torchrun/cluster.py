@@ -53,7 +53,7 @@ class Forecast:
     trees: bool = True
 
     def seconds(self, gpus: int) -> float:
-        """Of one step of the optimiser."""
+        """Of one step of the optimizer."""
         # All wait for the slowest: where the last of n is expected in a normal distribution (Blom,
         # Statistical Estimates and Transformed Beta-Variables, 1958).
         place = NormalDist().inv_cdf((gpus - 0.375) / (gpus + 0.25)) if gpus > 1 else 0.0

@@ -27,7 +27,7 @@ PIECES = 100  # an unknown model: so many equal gradients, ready one after the o
 def parse_args() -> Namespace:
     parser = Parser(__doc__)
     add, count = parser.add_argument, number(int, 1)
-    real = number(float, 1e-6, 1e12)
+    real = number(float, 1e-6)
     add("--model", default="resnet50", metavar="NAME", help="net, or a classifier of torchvision")
     add("--image-size", default=224, type=count, metavar="N", help="pixels")
     add("--parameters", type=real, metavar="N", help="another model's, as 7e6; not --model then")
@@ -41,14 +41,9 @@ def parse_args() -> Namespace:
     add("--gbit", type=real, metavar="F", help="Gbit/s of each node one way, not --link's")
     add("--latency-us", type=real, metavar="F", help="of a message, in place of --link's")
     add("--accumulate", default=1, type=count, metavar="N", help="micro-batches, with no_sync")
-    add(
-        "--wire",
-        default=1.0,
-        type=number(float, 0, 1e3),
-        metavar="F",
-        help="0.5: gradients in bf16",
-    )
-    add("--spread", default=0.0, type=number(float, 0, 1), metavar="F", help="of ranks: std / mean")
+    any_share = number(float, 0)
+    add("--wire", default=1.0, type=any_share, metavar="F", help="0.5: gradients in bf16")
+    add("--spread", default=0.0, type=any_share, metavar="F", help="of ranks: std / mean")
     return parser.parse_args()
 
 

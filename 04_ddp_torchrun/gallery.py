@@ -35,7 +35,7 @@ def rank_branch(rank: int, cured: bool, store: dist.Store) -> str:
     if rank == 0 or cured:
         dist.all_reduce(torch.zeros(3))  # as in evaluate: sums of loss, correct, samples
     dist.broadcast(torch.zeros(8), src=0)  # as DDP does with the buffers in the next forward
-    return "goes on"
+    return "continues"
 
 
 def evaluate_wrapped(rank: int, cured: bool, store: dist.Store) -> str:
@@ -48,7 +48,7 @@ def evaluate_wrapped(rank: int, cured: bool, store: dist.Store) -> str:
         with torch.no_grad():
             (model if cured else ddp).eval()(torch.ones(2, 4))
     dist.barrier()  # the others wait until rank 0 has evaluated
-    return "goes on"
+    return "continues"
 
 
 def unused_parameter(rank: int, cured: bool, store: dist.Store) -> str:

@@ -6,8 +6,8 @@ The same epochs with 8 times the batch are an eighth of the updates: with the ol
 does not get as far. The linear rule (Goyal et al. 2017, arXiv 1706.02677, section 2.1) takes 8
 times the rate, so that one update goes as far as 8 did. It breaks where that is too much for all,
 above all at the start, when weights change fast: hence the warm-up (section 2.2). The root rule
-keeps the noise of an update (Krizhevsky 2014, arXiv 1404.5997, page 5). The rates are those of
-train.py with --lr-rule, --base-batch-size and --warmup-epochs.
+keeps the noise of an update (Krizhevsky 2014, arXiv 1404.5997, page 5). The rates come from
+schedule.py, as those of train.py do.
 """
 
 import math
@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.optim.lr_scheduler import LambdaLR
 
 from common.data import load_dataset
 from common.options import Parser
+
+from schedule import learning_rates
 
 BASE, GROWTH = 30, 8
 LRS = {0.05: "well tuned for it", 0.2: "already too large for it"}
@@ -50,25 +51,22 @@ def new_model(seed: int) -> nn.Module:
     return nn.Sequential(*layers).double()
 
 
-def factor(rule: str, warm_up: float, step: int) -> float:
-    """What multiplies the rate in a step, counted from 0. warm_up: in steps."""
-    return RULES[rule] * (min(1.0, (step + 1) / warm_up) if warm_up else 1.0)
-
-
 def train(batch: int, lr: float, rule: str, warm_up_epochs: float, seed: int) -> float:
     """The test loss after the epochs."""
     images, labels, test_images, test_labels = digits()
     steps = len(images) // batch  # of an epoch: full batches only
     model = new_model(seed)
     optimizer = SGD(model.parameters(), lr, MOMENTUM)
-    schedule = LambdaLR(optimizer, lambda step: factor(rule, warm_up_epochs * steps, step))
-    for _ in range(EPOCHS):
-        for chosen in torch.randperm(len(images)).split(batch)[:steps]:
+    args = Namespace(lr=lr, batch_size=batch, base_batch_size=BASE, epochs=EPOCHS)
+    args.lr_rule, args.warmup_epochs, args.lr_decay = rule, warm_up_epochs, "none"
+    for epoch in range(EPOCHS):
+        batches = torch.randperm(len(images)).split(batch)
+        for chosen, rate in zip(batches, learning_rates(args, epoch, steps), strict=False):
+            optimizer.param_groups[0]["lr"] = rate
             loss = F.cross_entropy(model(images[chosen]), labels[chosen])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            schedule.step()
     with torch.no_grad():
         return F.cross_entropy(model(test_images), test_labels).item()
 

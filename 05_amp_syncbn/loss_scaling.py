@@ -58,7 +58,7 @@ class LossScaler:
         self.overflow = not all(gradient.isfinite().all() for gradient in gradients)
 
     def step(self, optimizer: Optimizer) -> None:
-        """Let the optimiser step, unless a gradient is inf or nan: then the batch is lost."""
+        """Let the optimizer step, unless a gradient is inf or nan: then the batch is lost."""
         if self.overflow is None:
             self.unscale_(optimizer)
         if not self.overflow:

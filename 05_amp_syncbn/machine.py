@@ -57,8 +57,7 @@ def refuse_no_compiler(device: torch.device) -> None:
     except RuntimeError as error:
         why = " ".join(str(error).partition("\n\n")[0].split())
         raise UsageError(
-            f"--compile cannot compile here ({why}): install a C++ compiler, for instance g++, or "
-            "leave out --compile"
+            f"torch.compile does not work here ({why}): install a C++ compiler, for instance g++"
         ) from error
 
 

@@ -24,7 +24,7 @@ EPOCHS, SAMPLES = 3, 60  # and the global batch
 
 
 class Training(Protocol):
-    """A model of its own and its optimiser; called with images and labels, it does one step."""
+    """A model of its own and its optimizer; called with images and labels, it does one step."""
 
     plain: nn.Module  # without wrapper
     optimizer: Optimizer

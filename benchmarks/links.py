@@ -4,7 +4,7 @@
 
 It needs root, and Debian's iproute2: 04_ddp_torchrun/launch/two_nodes_here.sh makes two network
 namespaces joined by a virtual cable, and each holds one rank of one thread. At each rate of the
-cable all variants take turns (timing.py). A step is forward, backward, averaging and optimiser; its
+cable all variants take turns (timing.py). A step is forward, backward, averaging and optimizer; its
 time is that of the slower rank. The baseline only computes: its ranks never wait for each other.
 Writes 04_links.json and .png under results/.
 """

@@ -2,10 +2,10 @@
 
     python benchmarks/peers.py --data-dir ../shared/data
 
-On the CPU, two ranks of one thread each, and the same optimisation for all: network, weights at the
-start, order of the samples, global batch, learning rate. Programs run one after the other, in an
-order drawn anew in each round. All are timed from outside, by the lines that they print: one before
-the ranks join, one when an epoch and its evaluation end. Accelerate and Fabric take part if
+On the CPU, two ranks of one thread each, and the same optimization for all: network, weights at the
+start, order of the samples, global batch, learning rate. Programs run one after the other, in a
+random order in each round. All are timed from outside, by the lines that they print: one before the
+ranks join, one when an epoch and its evaluation end. Accelerate and Fabric take part if
 they are installed: pip install -r requirements-peers.txt.
 Writes peers.json and peers.png under results/.
 """
@@ -189,7 +189,7 @@ def measure(
 ) -> dict[str, Any]:
     """Rounds of one epoch each; in the first, those that race go on until they reach the target.
 
-    steps: of a round, if it shall be less than an epoch.
+    steps: of a round, if it is less than an epoch.
     """
     chosen, left_out = choose(names)
     runs = {**chosen, SAME: Variant(VARIANTS[OURS].command, races=False)}
@@ -297,7 +297,7 @@ def main() -> None:
     try:
         MNIST(args.data_dir)
     except RuntimeError as error:
-        raise UsageError(f"--data-dir {args.data_dir} holds no MNIST: name the right one") from error
+        raise UsageError(f"--data-dir {args.data_dir} holds no MNIST: name another") from error
     where = provenance(world_size=RANKS, threads_a_rank=1)  # before there is load
     results = {"provenance": where} | (
         measure(args.data_dir, 1, BRIEF, race=False, steps=2)

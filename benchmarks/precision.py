@@ -2,10 +2,10 @@
 
     python benchmarks/precision.py
 
-A step is forward, loss, backward and the optimiser's step, on a batch that already lies on the
+A step is forward, loss, backward and the optimizer's step, on a batch that already lies on the
 device: loading is not timed. One process has all cores of a CPU; of N ranks under DDP each has one
 core and its share of the batch. All variants of a model take turns (timing.py). Each also trains
-the same small network on the same digits from three seeds: none shall win by learning less.
+the same small network on the same digits from three seeds: none may win by learning less.
 Writes 05_precision.json and .png under results/, on a GPU 05_precision_cuda.
 """
 
@@ -103,7 +103,7 @@ def computing_in(variant: Variant, device: torch.device) -> Iterator[None]:
 
 
 class Training:
-    """A model of its own, its optimiser and a batch; call it for one step."""
+    """A model of its own, its optimizer and a batch; call it for one step."""
 
     def __init__(self, variant: Variant, model: nn.Module, device: torch.device) -> None:
         self.variant, self.device, self.layout = variant, device, variant.layout
@@ -129,7 +129,7 @@ class Training:
     def peak_bytes(self, images: Tensor, labels: Tensor) -> int:
         """The most that a step holds at a time, as torch's allocator counts it, without the batch.
 
-        It is what the model and the optimiser hold all the time, and what a step adds to it.
+        It is what the model and the optimizer hold all the time, and what a step adds to it.
         """
         self.optimizer.zero_grad()
         state = [value for each in self.optimizer.state.values() for value in each.values()]

@@ -102,7 +102,7 @@ def predict(times: Times, notes: list[dict[str, Any]]) -> dict[str, Any]:
         "stolen": round(steal, 3),
         "copied_bytes_per_second": round(1 / handling),
         "all_reduce_ms": {str(size): milli(seconds) for size, seconds in reduces(times).items()},
-        "parts_ms": [milli(x) for x in (job.forward, job.backward, job.optimiser)],
+        "parts_ms": [milli(x) for x in (job.forward, job.backward, job.optimizer)],
         "buckets": [[bucket.size, round(bucket.ready, 4)] for bucket in job.buckets],
         "alone_again": round(median([b / a for a, b in zip(alone, times[SAME], strict=True)]), 4),
         "rows": rows,

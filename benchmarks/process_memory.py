@@ -156,8 +156,8 @@ def run_way(way: Way, plan: Any, samples: int) -> dict[str, Any]:
         model, optimizer = plan.build()
         batch = make_batch(samples, plan.image_size)
         ddp = Unsent(model, gradient_as_bucket_view=way.view)
-        # After its first backward it lays out its buckets again, and holds both layouts for a moment
-        # (pytorch pull request 41954). So it does it now, before the optimizer has any state.
+        # After its first backward DDP lays out its buckets again, and holds both layouts for a
+        # moment (pytorch pull request 41954). Here it does so before the first step.
         ddp.eval()(batch[0][:1]).sum().backward()
         model.zero_grad()
         ddp.train()
@@ -247,7 +247,7 @@ def run_stage(key: str, plan: Any, global_batch: int) -> dict[str, Any]:
 def prepare(
     stage: Any, number: str, amp: str, model: nn.Module, optimizer: Any, device: torch.device
 ) -> tuple[nn.Module, list]:
-    """The model as main of the stage prepares it, and what train_epoch takes besides the batches."""
+    """The model as the stage prepares it, and what train_epoch takes besides the batches."""
     if number == "02":
         model = stage.DataParallel(model, [device] * RANKS)
     if number == "04":

@@ -3,7 +3,7 @@
     python benchmarks/reducers.py
 
 All variants live in the same two ranks, one thread each, and take turns (timing.py). A step is
-forward, backward, averaging and optimiser; its time is that of the slower rank. The baseline only
+forward, backward, averaging and optimizer; its time is that of the slower rank. The baseline only
 computes: its ranks never wait for each other. Then the ring against gloo's own all-reduce.
 Writes 03_reducers.json and .png under results/, with --device cuda 03_reducers_cuda.
 """

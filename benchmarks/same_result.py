@@ -3,7 +3,7 @@
     python benchmarks/same_result.py
 
 The replay is the oracle of the tests (tests/oracle.py): it knows no ranks, is told which samples
-each step sees and which of them BatchNorm normalises together, and trains in float64. The recipes
+each step sees and which of them BatchNorm normalizes together, and trains in float64. The recipes
 say so: all of the global batch together (01, SyncBN), its consecutive pieces (02), every second
 sample (04, as DistributedSampler deals them), or equal pieces of fixed shards (03).
 """
@@ -39,12 +39,8 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {  # a stage and its flags; 2 ran
 }
 STAGES = tuple(RUNS)[:5]  # in the precision that the run asks for
 RECIPES = ("whole_batches", "chunks", "strides", "fixed_shards")
-ALL_REDUCE = ("train.py", "average_gradients(model)")  # the line of stage 03 that lets its ranks tell each other
-NO_DROPOUT = (
-    "train.py",
-    "model.train()",
-    "model.eval()",
-)  # `net` has nothing else that depends on it
+ALL_REDUCE = ("train.py", "average_gradients(model)")  # of stage 03: what its ranks exchange
+NO_DROPOUT = ("train.py", "model.train()", "model.eval()")  # nothing else in `net` depends on it
 SETTINGS: dict[str, Any] = {"batch": 120, "epochs": 2, "seed": 7, "lr": 0.02, "momentum": 0.9}
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 STYLES = (("o", "-"), ("s", "--"), ("^", "-."), ("D", ":"), ("v", "-"), ("P", "--"))
@@ -138,7 +134,7 @@ def draw_losses(axis: Axes, losses: Mapping[str, Losses]) -> None:
         mark: dict[str, Any] = {} if wide else {"marker": marker, "markevery": 4, "markersize": 5}
         steps = range(1, len(values) + 1)
         axis.plot(steps, values, line, linewidth=width, alpha=alpha, label=name, **mark)
-    axis.set(xlabel="optimiser step", ylabel="loss of the global batch")
+    axis.set(xlabel="optimizer step", ylabel="loss of the global batch")
     axis.legend(fontsize="small")
 
 
@@ -154,7 +150,7 @@ def draw_gaps(axis: Axes, found: Mapping[str, Losses], skip: int = 0) -> None:
         color = colours[place % len(colours)]
         steps = range(1, len(apart) + 1)
         axis.plot(steps, apart, line, marker=marker, markersize=4, color=color, label=name)
-    axis.set(xlabel="optimiser step", ylabel="|difference| (0 is not drawn)", yscale="log")
+    axis.set(xlabel="optimizer step", ylabel="|difference| (0 is not drawn)", yscale="log")
     axis.legend(fontsize="small")
 
 

@@ -4,7 +4,7 @@
 
 A machine that others share is faster in one minute and slower in the next. Two variants of one
 round meet almost the same machine, so their ratio holds where their times do not.
-Each round runs every variant once, in an order drawn anew, and the first variant twice: how far
+Each round runs every variant once, in a random order, and the first variant twice: how far
 the ratio of a thing to itself is from 1 (A/A) shows how far to trust the other ratios.
 """
 
@@ -60,7 +60,7 @@ def interleave(
     first = next(iter(variants))
     runs = {**variants, SAME: variants[first]}
     for run in variants.values():
-        for _ in range(warm_up):  # DDP, for one, arranges its buckets anew after the first step
+        for _ in range(warm_up):  # DDP, for one, arranges its buckets again after the first step
             run()
     times: Times = {name: [] for name in runs}
     order = random.Random(0)  # the same on every rank

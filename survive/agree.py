@@ -7,6 +7,7 @@ If one rank leaves the loop alone, all others wait for it. So every decision is 
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+
+from launch import end_with_rank as ignore_sigterm  # noqa: F401, until train.py imports it itself
 
 VOTE_SECONDS = 0.25  # from one vote to the next
 MAX_STEPS = 50  # the same in steps: if steps suddenly become slow, the next vote is not far away
@@ -35,15 +38,12 @@ class Agreement:
     def __init__(self, seconds: int) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
-        self.sigterm = False  # SLURM and Kubernetes send it some seconds before SIGKILL
-        signal.signal(signal.SIGTERM, self._note)
+        self.sigterm = threading.Event()  # SLURM and Kubernetes send it some time before SIGKILL
+        signal.signal(signal.SIGTERM, lambda *_: self.sigterm.set())
         self.stopped = False
         self.steps, self.started = 0, time.monotonic()  # since the last vote
         self.interval = 1  # steps from one vote to the next, the same on all ranks
         self.pending: tuple[Any, Tensor] | None = None  # the vote that nobody has read yet
-
-    def _note(self, *_: object) -> None:
-        self.sigterm = True
 
     def vote(self) -> None:
         """Set `stopped` if a rank has received SIGTERM. Call it at the end of each step.
@@ -69,7 +69,7 @@ class Agreement:
         now = time.monotonic()
         interval = round(VOTE_SECONDS * self.steps / (now - self.started))
         proposal = min(max(1, interval), MAX_STEPS) if self.rank == 0 else 0
-        votes = torch.tensor([int(self.sigterm), proposal])
+        votes = torch.tensor([int(self.sigterm.is_set()), proposal])
         self.pending = dist.all_reduce(votes, dist.ReduceOp.MAX, self.group, async_op=True), votes
         self.steps, self.started = 0, now
 
@@ -122,14 +122,6 @@ def refuse_nan(losses: Tensor, model: nn.Module, step: int) -> None:
         raise AgreementError(f"the loss of rank {rank} is {value} in step {number}: {hint}")
     if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
         raise AgreementError(f"a weight is nan or inf after step {step}: {hint}")
-
-
-def ignore_sigterm(_: int) -> None:
-    """For loader processes: SIGTERM often goes to all processes of a job, and the rank needs them.
-
-    When the rank ends, they do: torch's loader processes look after their parent.
-    """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def demonstrate(rank: int, port: int) -> None:

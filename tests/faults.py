@@ -1,4 +1,4 @@
-"""Injects faults into real runs of stages 04 and 05, and checks how they end and go on.
+"""Injects faults into real runs of survive/train.py; checks how they end and how they resume.
 
     python tests/faults.py --faults 306    # make faults: the campaign behind results/faults.json
 
@@ -18,7 +18,6 @@ import signal
 import statistics
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from concurrent.futures import ProcessPoolExecutor
@@ -28,24 +27,29 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from support import FOLDERS, ROOT, context, free_port
-from tqdm import tqdm
+from support import FOLDERS, ROOT, chapter, context, free_port
 
-from common.checkpoint import read_latest
-from common.options import Parser, UsageError, number
-from common.record import before
+from common.options import Parser, number
 
 sys.path.append(str(ROOT / "benchmarks"))
 from timing import provenance, save
 
+durable = chapter("survive", "durable")
+
 EPOCHS, BATCH, STEPS, EVERY = 2, 120, 24, 5  # 1,500 training samples of digits
 TIMEOUT_SECONDS = 12  # --timeout-seconds of the ranks
 HANG_SECONDS = 40  # an end later than this is a hang
-FLAGS = ("--device=cpu", f"--epochs={EPOCHS}", f"--batch-size={BATCH}", "--model=net")
+SLOW_SECONDS = 0.05  # added to each step of a run that receives SIGTERM: its votes take time, too
+FLAGS = ("--device=cpu", f"--epochs={EPOCHS}", f"--batch-size={BATCH}")
 FLAGS += (f"--checkpoint-every-steps={EVERY}", f"--timeout-seconds={TIMEOUT_SECONDS}")
+VARIANTS = {
+    "net": ("--model=net",),  # with dropout
+    "net-bn": ("--model=net-bn",),  # with SyncBatchNorm
+    "bf16": ("--model=net", "--amp=bf16"),
+}
 KINDS = {
     "stop": "SIGSTOP of a rank",
-    "sleep": "a rank that does something else for ever",
+    "sleep": "a rank that sleeps and never returns",
     "stop-keeper": "SIGSTOP of rank 0, which keeps the store",
     "kill-keeper": "SIGKILL of rank 0, which keeps the store",
     "raise": "an exception in a rank",
@@ -63,6 +67,11 @@ KINDS = {
     "truncation": "SIGKILL of all, and the last checkpoint is cut off",
 }
 KEEPER = ("stop-keeper", "kill-keeper")
+SIGTERM = ("term", "term-all")
+TOLD = {  # once, and all ranks end with status 2
+    "nan": "error: (the loss of rank|a weight is nan or inf after step)",
+    "disk-full": "error: cannot write",
+}
 DAMAGES = ("bit-flip", "truncation")
 
 
@@ -71,7 +80,7 @@ class Fault:
     """One fault: its kind, in which rank of how many, at which step, and where it is random."""
 
     kind: str
-    key: str = "04"
+    variant: str = "net"
     ranks: int = 2
     rank: int = 0
     step: int = 8
@@ -89,44 +98,45 @@ class Outcome:
     orphans: int = 0
     lost_steps: int = 0  # done, but not in the checkpoint
     recovery_seconds: float = 0.0  # from the fault to the first step of the resumed run
-    wrong: str = ""  # what the resumed run has got wrong
+    wrong: str = ""  # what is wrong in the resumed run
+
+
+def _strike(kind: str, parameter: torch.Tensor) -> None:
+    """The fault of a rank in a step."""
+    match kind:
+        case "kill" | "kill-keeper":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "term":
+            os.kill(os.getpid(), signal.SIGTERM)
+        case "stop" | "stop-keeper":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "sleep":
+            time.sleep(1000)
+        case "raise":
+            raise ValueError("a bug")
+        case "exit":
+            sys.exit(0)
+        case "os-exit":
+            os._exit(0)
+        case "nan":
+            parameter.data.fill_(float("nan"))
+        case "disk-full":  # the kernel refuses to let a file grow: its error is a real one
+            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))
+        case "skip":  # the next barrier
+            time.sleep(1)  # the others wait in it meanwhile, and note it
+            real = dist.barrier
+
+            def skip(_: object) -> None:
+                dist.barrier = real
+
+            dist.barrier = skip
 
 
 def _inject(fault: Fault, rank: int, folder: Path) -> None:
     """Patch this process so that the fault happens in it."""
     done = 0
-    real_step, real_fsync = torch.optim.SGD.step, os.fsync
-
-    def strike(parameter: torch.Tensor) -> None:
-        (folder / "fault").write_text(str(time.time()))
-        match fault.kind:
-            case "kill" | "kill-keeper":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "term":
-                os.kill(os.getpid(), signal.SIGTERM)
-            case "stop" | "stop-keeper":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            case "sleep":
-                time.sleep(1000)
-            case "raise":
-                raise ValueError("a bug")
-            case "exit":
-                sys.exit(0)
-            case "os-exit":
-                os._exit(0)
-            case "skip":  # the vote after this step
-                time.sleep(1)  # the others wait in it meanwhile, and note it
-                real = dist.all_reduce
-
-                def skip(*_: object, **__: object) -> None:
-                    dist.all_reduce = real
-
-                dist.all_reduce = skip
-            case "nan":
-                parameter.data.fill_(float("nan"))
-            case "disk-full":  # the kernel refuses to let a file grow: its error is a real one
-                hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-                resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))
+    real_step, real_save, real_fsync = torch.optim.SGD.step, torch.save, os.fsync
 
     def step(self: torch.optim.SGD, *args: object, **more: object) -> object:
         nonlocal done
@@ -134,36 +144,48 @@ def _inject(fault: Fault, rank: int, folder: Path) -> None:
         (folder / f"step.{rank}").write_text(str(done))
         if rank == 0 and done == 1:
             (folder / "first").write_text(str(time.time()))
+        if fault.kind in SIGTERM:
+            time.sleep(SLOW_SECONDS)
         if rank == fault.rank and done == fault.step:
-            strike(self.param_groups[0]["params"][0])
+            (folder / "fault").write_text(str(time.time()))
+            _strike(fault.kind, self.param_groups[0]["params"][0])
         return real_step(self, *args, **more)
 
-    def fsync(descriptor: int) -> None:
-        """The moment when all bytes are written: cut the file at a random one, and die."""
+    def cut(file: int, part: float) -> None:
+        """Of what this process has written, only a part reaches the disk, and it dies."""
+        (folder / "fault").write_text(str(time.time()))
+        os.ftruncate(file, int(part * os.fstat(file).st_size))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def save(state: dict, path: Path) -> None:
+        real_save(state, path)
+        if done >= fault.step and fault.place < 0.5:
+            cut(os.open(path, os.O_RDWR), 2 * fault.place)
+
+    def fsync(file: int) -> None:
         if done >= fault.step:
-            (folder / "fault").write_text(str(time.time()))
-            os.ftruncate(descriptor, int(fault.place * os.fstat(descriptor).st_size))
-            os.kill(os.getpid(), signal.SIGKILL)
-        real_fsync(descriptor)
+            cut(file, 2 * fault.place - 1)
+        real_fsync(file)
 
     torch.optim.SGD.step = step  # type: ignore[method-assign]
     if fault.kind == "kill-in-save":
-        os.fsync = fsync
+        torch.save, os.fsync = save, fsync
 
 
-def _rank(rank: int, fault: Fault | None, key: str, flags: tuple, env: dict, folder: Path) -> None:
+def _rank(rank: int, fault: Fault | None, flags: tuple, env: dict, folder: Path) -> None:
     os.setpgid(0, 0)  # with its loader workers: so an orphan can be found
     os.environ.update(env)
     torch.set_num_threads(1)
-    tqdm.set_lock(threading.RLock())  # its own would be left behind by SIGKILL
+    default = multiprocessing.get_all_start_methods()[0]  # for loaders, as in a rank of torchrun
+    multiprocessing.set_start_method(default, force=True)
     with (folder / f"out.{rank}").open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     _inject(fault or Fault("none", step=-1), rank, folder)
     sys.argv = ["train.py", *flags]
-    sys.path.insert(0, str(FOLDERS[key]))
+    sys.path.insert(0, str(FOLDERS["survive"]))
     try:
-        runpy.run_path(str(FOLDERS[key] / "train.py"), run_name="__main__")
+        runpy.run_path(str(FOLDERS["survive"] / "train.py"), run_name="__main__")
         code = 0
     except SystemExit as end:
         code = int(end.code or 0)
@@ -198,6 +220,16 @@ def steps_of(folder: Path, rank: int) -> int:
         return 0
 
 
+def _ended(processes: list, folder: Path) -> bool:
+    """Wait until they end, at most for so long after the fault; without one, after the start."""
+    began, fault = time.time(), folder / "fault"
+    while any(process.is_alive() for process in processes):
+        if time.time() > (fault.stat().st_mtime if fault.exists() else began + 80) + HANG_SECONDS:
+            return False
+        time.sleep(0.02)
+    return True
+
+
 def _gone(groups: list[int], seconds: float) -> list[int]:
     """Wait until the groups are empty; what is left after that many seconds."""
     deadline = time.monotonic() + seconds
@@ -209,7 +241,7 @@ def _gone(groups: list[int], seconds: float) -> list[int]:
 
 
 def run(
-    key: str, ranks: int, flags: tuple, fault: Fault | None = None
+    ranks: int, flags: tuple, fault: Fault | None = None
 ) -> tuple[list[int], str, bool, int, dict[str, float]]:
     """Statuses, output, whether it hung, orphans, and the notes of the ranks."""
     folder = Path(tempfile.mkdtemp(prefix="fault-"))
@@ -221,7 +253,7 @@ def run(
         env |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         if fault and fault.kind in KEEPER:  # without torchrun, rank 0 keeps the store
             env |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
-        args = (rank, fault, key, flags, env, folder)
+        args = (rank, fault, flags, env, folder)
         processes.append(context.Process(target=_rank, args=args))
         processes[-1].start()
     try:
@@ -234,15 +266,10 @@ def run(
             for process in struck:
                 how = signal.SIGTERM if fault.kind == "term-all" else signal.SIGKILL
                 os.killpg(process.pid or 0, how) if how == signal.SIGTERM else process.kill()
-        deadline = time.monotonic() + HANG_SECONDS
-        if (
-            fault and fault.kind == "stop-keeper"
-        ):  # the others cannot tell its PID: a launcher ends it
-            processes[1].join(HANG_SECONDS)
-            processes[0].kill()
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        hang = any(process.is_alive() for process in processes)
+        if fault and fault.kind == "stop-keeper":
+            _ended(processes[1:2], folder)  # it cannot learn the PID of rank 0:
+            processes[0].kill()  # a launcher does this
+        hang = not _ended(processes, folder)
         groups = [process.pid for process in processes if process.pid]
         orphans = [] if hang else _gone(groups, seconds=15)
     finally:
@@ -260,11 +287,11 @@ def run(
 
 
 @cache
-def reference(key: str, ranks: int) -> dict:
-    """The last checkpoint of a run that nothing has disturbed."""
+def reference(variant: str, ranks: int) -> dict:
+    """The last checkpoint of a run without a fault."""
     folder = Path(tempfile.mkdtemp(prefix="reference-"))
-    flags = (*FLAGS, f"--data-dir={ROOT / 'data'}", f"--run-dir={folder}")
-    statuses, output, *_ = run(key, ranks, flags)
+    flags = (*FLAGS, *VARIANTS[variant], f"--data-dir={ROOT / 'data'}", f"--run-dir={folder}")
+    statuses, output, *_ = run(ranks, flags)
     assert statuses == [0] * ranks, output
     content = torch.load(folder / "checkpoint.pt", weights_only=True)
     content["losses of the run"] = _losses(folder)
@@ -300,10 +327,10 @@ def _damage(path: Path, fault: Fault) -> None:
 def trial(fault: Fault) -> Outcome:
     """Train with the fault, look at what it left, resume, and compare with no fault at all."""
     outcome, folder = Outcome(fault), Path(tempfile.mkdtemp(prefix="trial-"))
-    flags = (*FLAGS, f"--data-dir={ROOT / 'data'}", f"--run-dir={folder}")
-    flags += (f"--workers={fault.workers}",)
+    flags = (*FLAGS, *VARIANTS[fault.variant], f"--workers={fault.workers}")
+    flags += (f"--data-dir={ROOT / 'data'}", f"--run-dir={folder}")
     outcome.statuses, outcome.output, outcome.hang, outcome.orphans, notes = run(
-        fault.key, fault.ranks, flags, fault
+        fault.ranks, flags, fault
     )
     assert "fault" in notes, f"{fault} did not happen: {outcome.output}"
     outcome.seconds = time.time() - notes["fault"]
@@ -311,23 +338,21 @@ def trial(fault: Fault) -> Outcome:
     if fault.kind in DAMAGES and latest.exists():
         _damage(latest, fault)
     try:
-        found = read_latest(latest)
-    except UsageError:  # the only one is damaged: one starts without it, as the line says
+        found = durable.newest_whole(latest)
+    except durable.CheckpointError:  # the only one is damaged: delete it, as the line says
         found = latest.unlink()
-        if fault.kind not in DAMAGES or before(latest).exists():
+        if fault.kind not in DAMAGES or durable.previous(latest).exists():
             outcome.wrong = "no checkpoint is whole"
-    step = found["step"] if found else 0
+    step = torch.load(found, weights_only=True)["step"] if found else 0
     outcome.lost_steps = int(max(v for n, v in notes.items() if n.startswith("step"))) - step
-    statuses, output, hang, orphans, again = run(
-        fault.key, fault.ranks, (*flags, "--resume=auto"), None
-    )
+    statuses, output, hang, orphans, again = run(fault.ranks, (*flags, "--resume=auto"))
     outcome.hang |= hang
     outcome.orphans += orphans
     if statuses != [0] * fault.ranks:
         outcome.wrong = f"resumed with {statuses}: {output[-500:]}"
     else:
         ours = torch.load(latest, weights_only=True)
-        outcome.wrong += difference(ours, reference(fault.key, fault.ranks), _losses(folder))
+        outcome.wrong += difference(ours, reference(fault.variant, fault.ranks), _losses(folder))
         if "first" in again:
             outcome.recovery_seconds = again["first"] - notes["fault"]
     shutil.rmtree(folder)
@@ -338,22 +363,26 @@ def draw(kind: str, chance: random.Random) -> Fault:
     """A fault of this kind, random in all else."""
     ranks = chance.choice((2, 2, 2, 3))
     rank = 0 if kind in ("kill-in-save", "disk-full", *KEEPER) else chance.randrange(ranks)
-    workers = chance.choice((0, 0, 0, 1))
-    key, step = chance.choice(("04", "05")), chance.randrange(1, STEPS - 1)
-    return Fault(kind, key, ranks, rank, step, workers, chance.random())
+    workers, variant = chance.choice((0, 0, 0, 1)), chance.choice(list(VARIANTS))
+    step = chance.randrange(1, STEPS // 2 if kind in SIGTERM else STEPS - 1)
+    return Fault(kind, variant, ranks, rank, step, workers, chance.random())
 
 
 def expected(outcome: Outcome) -> str:
     """What is wrong with how the run with the fault has ended; nothing if all is as it must be."""
     fault, statuses = outcome.fault, outcome.statuses
-    others = [code for rank, code in enumerate(statuses) if rank != fault.rank]
-    if fault.kind in ("term", "term-all"):
-        return "" if statuses == [0] * fault.ranks else f"statuses {statuses}, expected 0"
-    if fault.kind == "nan":
-        told = re.search("error: (the loss|weights) of rank", outcome.output) is not None
-        return "" if told and set(statuses) == {2} else f"statuses {statuses}, told: {told}"
+    if fault.kind in SIGTERM:
+        steps = re.findall(r"stops after step (\d+)", outcome.output)
+        good = len(steps) == fault.ranks and len(set(steps)) == 1 and outcome.lost_steps == 0
+        good &= statuses == [0] * fault.ranks
+        return "" if good else f"statuses {statuses}, steps {steps}, lost {outcome.lost_steps}"
+    if fault.kind in TOLD:
+        lines = re.findall("error: .*", outcome.output)
+        good = len(lines) == 1 and re.match(TOLD[fault.kind], lines[0])
+        return "" if good and set(statuses) == {2} else f"statuses {statuses}, lines {lines}"
     if fault.kind in ("kill-all", *DAMAGES):
         return ""
+    others = [code for rank, code in enumerate(statuses) if rank != fault.rank]
     name = f"rank {fault.rank} "
     lines = [line for line in outcome.output.splitlines() if " gives up at " in line]
     if set(others) != {1} or not all(name in line.split("`: ", 1)[1] for line in lines):

@@ -42,7 +42,7 @@ def test_a_machine_has_one_file_with_a_dash_in_its_name():
         assert path == bench.file_of(json.loads(path.read_text())["provenance"]["hardware"])
 
 
-def test_a_section_is_measured_anew_and_the_others_stay(measured):
+def test_a_section_is_measured_again_and_the_others_stay(measured):
     first = measured("--only", "stages,reducers")
     assert first["stages"] == {"found": "stages on cpu"}
     assert first["provenance"]["commit"]
@@ -81,3 +81,12 @@ def test_an_unknown_section_is_refused():
     assert status == 2
     assert output.startswith("error: --only speed: expected one or more of stages,timeline,")
     assert len(output.splitlines()) == 1
+
+
+def test_the_cost_of_surviving_is_measured_beside_stage_05(tmp_path):
+    out = tmp_path / "survive.json"
+    [(status, output)] = command("benchmarks/survive.py", "--quick", "--out", str(out))
+    assert status == 0, output
+    rows = json.loads(out.read_text())["variants"]
+    assert list(rows) == ["05", "survive", "A/A"]
+    assert all(row["step_ms"] > 0 < row["ratio"] for row in rows.values())

@@ -79,7 +79,7 @@ def _hang(rank, world_size, even):
     return said
 
 
-def test_one_batch_more_on_a_rank_makes_it_wait_for_ever():
+def test_one_batch_more_on_a_rank_makes_it_wait_until_the_time_limit():
     first, last = run_ranks(2, _hang, 2, False)
     assert first == "done after 3 of 3 steps"
     assert last == "step 4 of 4: Timed out waiting 1000ms"
@@ -161,8 +161,8 @@ SYMPTOMS = {
     "no-interface": "Unable to find address for: eth99",
 }
 CURED = {
-    "rank-branch": ["goes on"] * 2,
-    "evaluate-wrapped": ["goes on"] * 2,
+    "rank-branch": ["continues"] * 2,
+    "evaluate-wrapped": ["continues"] * 2,
     "unused-parameter": ["two steps"] * 2,
     "two-writers": ["saved", "did not save"],
     "module-prefix": ["loaded"] * 2,

@@ -2,9 +2,11 @@
 
 import importlib
 import json
+import sys
 import threading
 import types
-from unittest.mock import patch
+from contextlib import contextmanager
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -217,6 +219,120 @@ def test_from_scratch_equals_the_real_one():
     models = by_hand.DataParallel(module, devices), nn.DataParallel(module, devices)
     ours, real = (step(model, module, batch, targets) for model in models)
     torch.testing.assert_close(ours, real, rtol=0, atol=1e-10)
+
+
+# --- train.py on GPUs, without any: what it asks torch for
+
+
+class Stays(nn.Linear):
+    """A model for GPUs that do not exist."""
+
+    def to(self, *_):
+        return self
+
+
+def train_on(gpus: int, *flags: str, without: tuple[Line, ...] = ()) -> types.SimpleNamespace:
+    """main of train.py, two epochs, on a machine that says it has so many GPUs.
+
+    Returns the devices of the replicas, the batch for BatchNorm, and each epoch's seed of each GPU.
+    """
+    stage = fresh_module("02", "train.py", without)
+    found, now, current = types.SimpleNamespace(devices=[], norm_batch=0, seeds=[]), {}, []
+
+    def build(name, dataset, norm_batch):
+        found.norm_batch = norm_batch
+        return Stays(1, 1)
+
+    def wrap(model, devices):
+        found.devices = devices
+        return model
+
+    @contextmanager
+    def device(gpu):
+        current.append(gpu.index)
+        yield
+        current.pop()
+
+    stage.build_model, stage.DataParallel = build, wrap
+    stage.train_epoch = lambda *_: found.seeds.append(list(now.values()))
+    stage.evaluate = lambda *_: (0.0, 0.0)
+    stage.Recorder, stage.save_checkpoint = (lambda *_: Mock(step=0)), Mock()
+    stage.peak_memory_bytes = Mock()
+    fakes = {
+        "is_available": lambda: True,
+        "device_count": lambda: gpus,
+        "device": device,
+        "manual_seed": lambda seed: now.update({current[-1]: seed}),
+        # torch.manual_seed calls this one, for all GPUs:
+        "manual_seed_all": lambda seed: now.update(dict.fromkeys(range(gpus), seed)),
+    }
+    argv = ["train.py", "--device=cuda", "--epochs=2", f"--data-dir={ROOT / 'data'}", *flags]
+    with (
+        patch.object(sys, "argv", argv),
+        patch.object(nn, "DataParallel", wrap),
+        patch.multiple(torch.cuda, **fakes),
+    ):
+        stage.main()
+    return found
+
+
+def test_on_one_gpu_each_virtual_replica_has_a_device_with_an_index():
+    """A replica's thread calls torch.cuda.set_device, which takes no device without an index."""
+    assert train_on(1, "--replicas=3").devices == [torch.device("cuda", 0)] * 3
+    with pytest.raises(ValueError, match="index"):  # the control
+        torch.cuda.set_device(torch.device("cuda"))
+
+
+def test_on_several_gpus_there_is_a_replica_for_each():
+    found = train_on(4, "--replicas=2", "--batch-size=120")
+    assert found.devices == [torch.device("cuda", index) for index in range(4)]
+    assert found.norm_batch == 30, "what BatchNorm sees: a quarter, not a half"
+
+
+def dropped(seed: int) -> tuple[bool, ...]:
+    """Which of 50 numbers dropout drops with this seed."""
+    torch.manual_seed(seed)
+    return tuple((F.dropout(torch.ones(50)) == 0).tolist())
+
+
+SEED_EACH = ("train.py", "torch.cuda.manual_seed(args.seed + epoch * len(devices) + index)")
+
+
+def test_each_gpu_drops_other_units_in_each_epoch():
+    seeds = train_on(3).seeds
+    assert len({dropped(seed) for epoch in seeds for seed in epoch}) == 2 * 3
+    together = train_on(3, without=(SEED_EACH,)).seeds  # the control: torch.manual_seed alone
+    assert [len({dropped(seed) for seed in epoch}) for epoch in together] == [1, 1]
+
+
+class DropsInTurn(nn.Dropout):
+    """The replica of this number draws first."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.first, self.drawn = f"replica {first}", threading.Event()
+
+    def __deepcopy__(self, memo):
+        return self  # an event cannot be copied, and this module has no weights
+
+    def forward(self, x):
+        if threading.current_thread().name != self.first:
+            assert self.drawn.wait(60)
+        y = super().forward(x)
+        self.drawn.set()
+        return y
+
+
+def test_the_masks_of_virtual_replicas_depend_on_which_thread_is_first():
+    """So a run with dropout cannot be repeated there, as the docstring says."""
+
+    def run(first):
+        torch.manual_seed(0)
+        return parallel(DropsInTurn(first), 2)(torch.ones(40, 5))
+
+    assert torch.equal(run(0), run(0))  # the control
+    assert not torch.equal(run(0), run(1))
+    assert torch.equal(run(0)[:20], run(1)[20:])
 
 
 # --- shapes.py

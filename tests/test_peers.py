@@ -74,7 +74,7 @@ def test_a_peer_takes_the_steps_of_stage_04(name, flags, of_stage_04):
 
 @needs_mnist
 @pytest.mark.parametrize("flag", ["--seed=8", "--lr=0.11"])
-def test_another_optimisation_would_be_noticed(flag, of_stage_04):
+def test_another_optimization_would_be_noticed(flag, of_stage_04):
     """The control."""
     losses = losses_of("benchmarks/peers/plain.py", "--data=ours", flag)
     assert (losses - of_stage_04).abs().max() > 1e-4
@@ -125,7 +125,7 @@ def test_only_the_first_round_is_a_race_and_no_variant_is_timed_more_often(monke
     assert sum(races[:a_round]) == sum(variant.races for variant in peers.VARIANTS.values())
     assert not any(races[a_round:])
     orders = {tuple(v.command for v, *_ in asked[k * a_round :][:a_round]) for k in range(3)}
-    assert len(orders) == 3  # drawn anew in each round
+    assert len(orders) == 3  # each round has its own
 
 
 @needs_mnist

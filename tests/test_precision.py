@@ -1,12 +1,6 @@
-"""Stage 05's step: loss scaling, clipping, accumulation, the learning rate, formats and layouts."""
+"""Stage 05's step: loss scaling, clipping, accumulation, the learning rate, formats."""
 
 import math
-import os
-import shutil
-import sys
-from contextlib import redirect_stdout
-from functools import partial
-from io import StringIO
 from unittest.mock import patch
 
 import oracle
@@ -17,22 +11,19 @@ from support import (
     ROOT,
     Run,
     chapter,
-    command,
     default_dtype,
-    free_port,
     load_stage,
+    run_main,
     run_ranks,
     scratch_folder,
     train,
     train_once,
 )
-from test_bad_input import SCRIPTS, launcher
 from test_proof import FLAGS, SETTINGS
 from test_stages import FP32, same_run
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.optim import SGD
-
-from common.options import UsageError
 
 CLIP = 0.5  # below the norm of nearly every step of these runs
 
@@ -44,7 +35,7 @@ def worst(run: Run, **settings) -> float:
     return max((run.losses - losses).abs().max().item(), weights)
 
 
-# --- the order: scale, backward, unscale, clip, step, update, schedule
+# --- the order: scale, backward, unscale, clip, step, update
 
 
 @pytest.mark.parametrize(("ranks", "amp"), [(1, "off"), (2, "off"), (2, "fp16"), (3, "fp16")])
@@ -71,25 +62,27 @@ def test_all_ranks_clip_alike(amp):
 
 
 def _overflow(rank, flags, without) -> list[bool]:
-    """A run whose loss scale is too large at first: of every step, whether SGD took it."""
+    """A run whose loss scale is too large at first: for each step, whether SGD took it."""
     stage, taken = load_stage("05", without), []
-    finish = stage.finish_step
 
     class Watched(SGD):
         def step(self, closure=None):
             taken[-1] = True
             return super().step(closure)
 
-    def finish_watched(*args):
-        taken.append(False)
-        finish(*args)
+    class TooLarge(torch.amp.GradScaler):
+        def __init__(self, device, enabled):
+            super().__init__(device, init_scale=2.0**24, enabled=enabled)
 
-    stage.SGD, stage.finish_step = Watched, finish_watched
-    large = partial(torch.amp.GradScaler, init_scale=2.0**24)
-    sys.argv = ["train.py", *flags]
-    with patch.object(torch.amp, "GradScaler", large), redirect_stdout(StringIO()):
-        stage.main()
-    return taken
+        def update(self, new_scale=None):
+            super().update(new_scale)
+            taken.append(False)  # the next step's
+
+    stage.SGD = Watched
+    taken.append(False)
+    with patch.object(torch.amp, "GradScaler", TooLarge):
+        run_main(stage, rank, *flags)
+    return taken[:-1]
 
 
 def overflowing(folder, *flags, without=()) -> tuple[list[list[bool]], Run]:
@@ -98,42 +91,22 @@ def overflowing(folder, *flags, without=()) -> tuple[list[list[bool]], Run]:
     return run_ranks(2, _overflow, flags, without), Run(folder, [], "")
 
 
-def test_05_a_skipped_step_moves_neither_weights_nor_schedule(without=()):
-    flags = ("--max-steps=40", "--warmup-epochs=2", "--lr=0.24")
+def rates_of(run: Run) -> list[float]:
+    return [line["lr"] for line in run.metrics]
+
+
+def test_05_a_step_that_overflows_is_skipped_on_all_ranks_and_counts_in_the_schedule(without=()):
+    flags = ("--epochs=3", "--max-steps=30", "--warmup-epochs=2", "--lr=0.24")
     (taken, other), run = overflowing(scratch_folder(), *flags, without=without)
     skipped = round(24 - math.log2(run.checkpoint["scaler"]["scale"]))  # each halves the scale
-    assert 0 < skipped < 40
+    assert 0 < skipped < 30
     assert taken == other
-    assert run.checkpoint["taken"] == sum(taken) == 40 - skipped
-    # 24 steps of warm-up, by hundredths: the rate of a step tells how many were taken before it
-    expected = [0.01 * min(24, 1 + sum(taken[:step])) for step in range(40)]
-    assert [line["lr"] for line in run.metrics] == pytest.approx(expected, abs=1e-12)
-
-
-def _always_inf(rank, flags) -> str:
-    """A run whose loss is finite and whose gradient never is."""
-    stage = load_stage("05")
-    build = stage.build_model
-
-    def build_broken(*args):
-        model = build(*args)
-        model.fc2.bias.register_hook(lambda gradient: gradient * torch.inf)
-        return model
-
-    stage.build_model = build_broken
-    sys.argv = ["train.py", *flags]
-    with redirect_stdout(StringIO()), pytest.raises(UsageError) as caught:
-        stage.main()
-    return str(caught.value)
-
-
-def test_a_run_in_fp16_that_takes_no_step_any_more_ends_and_says_so(tmp_path):
-    """On all ranks, as the scale is the same; before that it is halved 41 times, from 2^16."""
-    flags = ("--device=cpu", f"--data-dir={ROOT / 'data'}", f"--run-dir={tmp_path}", "--amp=fp16")
-    first, second = run_ranks(2, _always_inf, (*flags, "--model=net-bn", "--batch-size=12"))
-    assert first == second
-    assert "no step is taken: try --amp bf16" in first
-    assert not (tmp_path / "checkpoint.pt").exists()
+    assert sum(taken) == 30 - skipped
+    assert all(weight.isfinite().all() for weight in run.checkpoint["model"].values())
+    # 24 steps of warm-up, by hundredths.
+    assert rates_of(run) == pytest.approx([0.01 * min(24, 1 + step) for step in range(30)])
+    counted = [0.01 * min(24, 1 + sum(taken[:step])) for step in range(30)]
+    assert rates_of(run) != pytest.approx(counted), "the rates tell which steps count"
 
 
 # --- accumulation
@@ -142,11 +115,11 @@ def test_a_run_in_fp16_that_takes_no_step_any_more_ends_and_says_so(tmp_path):
 def _without_dropout(rank, flags, dtype, without) -> tuple[dict, int]:
     """Stage 05 with net's dropout off: last weights, all-reduces of DDP."""
     stage, reduced, models = load_stage("05", without), [], []
-    build, wrap = stage.build_model, stage.wrap
+    build, ddp = stage.build_model, stage.DistributedDataParallel
 
     def count(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         reduced.append(1)
-        return stage.default_hooks.allreduce_hook(None, bucket)
+        return default_hooks.allreduce_hook(None, bucket)
 
     def build_plain(*args):
         models.append(build(*args))
@@ -155,15 +128,14 @@ def _without_dropout(rank, flags, dtype, without) -> tuple[dict, int]:
                 module.p = 0.0
         return models[-1]
 
-    def wrap_counted(*args):
-        ddp = wrap(*args)
-        ddp.register_comm_hook(None, count)
-        return ddp
+    def wrap_counted(*args, **settings):
+        wrapped = ddp(*args, **settings)
+        wrapped.register_comm_hook(None, count)
+        return wrapped
 
-    stage.build_model, stage.wrap = build_plain, wrap_counted
-    sys.argv = ["train.py", *flags]
-    with default_dtype(dtype), redirect_stdout(StringIO()):
-        stage.main()
+    stage.build_model, stage.DistributedDataParallel = build_plain, wrap_counted
+    with default_dtype(dtype):
+        run_main(stage, rank, *flags)
     return models[0].state_dict(), len(reduced)
 
 
@@ -204,8 +176,8 @@ def test_05_ranks_meet_once_a_step_however_many_micro_batches(without=()):
 
 
 def rates(*flags: str) -> list[float]:
-    """What stage 05 says of its 24 steps of 2 epochs with a batch of 120 and a rate of 1."""
-    return [line["lr"] for line in train_once("05", 1, *RATE_FLAGS, *flags, **FP32).metrics]
+    """What stage 05 writes for its 24 steps, 2 epochs with a batch of 120."""
+    return rates_of(train_once("05", 1, *RATE_FLAGS, *flags, **FP32))
 
 
 RATE_FLAGS = ("--epochs=2", "--lr=0.001", "--model=net-bn")
@@ -244,37 +216,82 @@ def test_the_rates_that_are_written_are_those_that_train():
     assert worst(run) > 1e-3
 
 
+@pytest.mark.parametrize(("key", "ranks"), [("01", 1), ("04", 2)])
+@pytest.mark.parametrize("batch", [60, 240])
+def test_a_run_that_another_stage_began_is_at_its_place_in_the_schedule(key, ranks, batch):
+    """After one epoch with a batch of 120: the epoch is the place, whatever the batch is now."""
+    resumed_where_an_unbroken_run_is(key, ranks, batch)
+
+
+def resumed_where_an_unbroken_run_is(key, ranks, batch, without=()):
+    first = train_once(key, ranks, "--model=net-bn", "--epochs=1", **FP32)
+    flags = ("--model=net-bn", "--epochs=3", "--lr-decay=cosine", "--warmup-epochs=0.5")
+    flags += (f"--batch-size={batch}",)
+    unbroken = train_once("05", 1, *flags, **FP32)
+    path = f"--resume={first.folder / 'checkpoint.pt'}"
+    run = train("05", 1, *flags, path, **FP32, without=without)
+    steps = 1500 // batch
+    assert [line["epoch"] for line in run.metrics] == [1] * steps + [2] * steps
+    assert rates_of(run) == rates_of(unbroken)[steps:]
+
+
+def test_05_the_epoch_is_the_place_in_the_schedule(without=()):
+    resumed_where_an_unbroken_run_is("04", 2, 60, without)
+
+
+def test_a_count_of_steps_is_another_place_in_the_schedule():
+    """The control: 12 steps of 120 samples are not half an epoch of 25 steps."""
+    line = "rates = learning_rates(args, epoch, len(loader))"
+    counted = line.replace("epoch,", "recorder.step // len(loader),")
+    with pytest.raises(AssertionError):
+        test_05_the_epoch_is_the_place_in_the_schedule((("train.py", line, counted),))
+
+
 # --- everything at once
 
 
 EVERYTHING = (
     "--model=net-bn", "--accumulate=2", "--clip-norm=1", "--lr-rule=sqrt", "--base-batch-size=60",
-    "--warmup-epochs=0.5", "--lr-decay=cosine", "--channels-last",
+    "--warmup-epochs=0.5", "--lr-decay=cosine", "--epochs=2",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("ranks", "flags"),
-    [(2, ("--amp=fp16", "--comm-hook=fp16")), (3, ("--amp=bf16", "--comm-hook=bf16"))],
-)
-def test_resuming_inside_an_epoch_with_all_switches_equals_not_having_stopped(ranks, flags):
-    flags = (*EVERYTHING, *flags, "--epochs=2")
-    whole = train("05", ranks, *flags, **FP32)
-    part = train("05", ranks, *flags, "--max-steps=7", **FP32)
-    resumed = train("05", ranks, *flags, "--resume=auto", folder=part.folder, **FP32)
+def stopped_and_resumed(ranks, *flags, **more) -> tuple[Run, Run]:
+    """The same run twice: in one part, and ended after its first epoch and resumed."""
+    whole = train("05", ranks, *EVERYTHING, *flags, **more)
+    part = train("05", ranks, *EVERYTHING, *flags, "--max-steps=12", **more)
+    more["folder"] = part.folder
+    return whole, train("05", ranks, *EVERYTHING, *flags, "--resume=auto", **more)
+
+
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_resuming_with_all_switches_equals_not_having_stopped(amp):
+    """To the bit, the learning rates too."""
+    whole, resumed = stopped_and_resumed(2, f"--amp={amp}", **FP32)
     assert same_run(whole, resumed)
-    assert [line["lr"] for line in whole.metrics] == [line["lr"] for line in resumed.metrics]
+    assert rates_of(whole) == rates_of(resumed)
 
 
-def test_05_resumes_the_schedule_after_skipped_steps(without=()):
-    """Their number is not the number of steps: it is saved."""
+def test_on_three_ranks_resuming_with_all_switches_is_the_same_up_to_rounding():
+    """DDP sorts its buckets after its first step: then sums of three are rounded otherwise.
+
+    In float64. survive/train.py resumes to the bit: tests/test_survive_resume.py
+    """
+    whole, resumed = stopped_and_resumed(3, "--amp=off")
+    assert apart(whole.states[0], resumed.states[0]) < 1e-12
+    assert rates_of(whole) == rates_of(resumed)
+
+
+def test_05_resumes_after_skipped_steps(without=()):
+    """The scale as it was, and the place in the schedule: skipped steps do not move it."""
     folders = scratch_folder(), scratch_folder()
     flags = ("--warmup-epochs=3", "--epochs=3", "--lr=0.24")
     _, whole = overflowing(folders[0], *flags, without=without)
-    overflowing(folders[1], *flags, "--max-steps=30", without=without)
+    overflowing(folders[1], *flags, "--max-steps=24", without=without)
     _, resumed = overflowing(folders[1], *flags, "--resume=auto", without=without)
-    assert [line["lr"] for line in whole.metrics] == [line["lr"] for line in resumed.metrics]
-    assert whole.checkpoint["taken"] == resumed.checkpoint["taken"] < 36
+    assert whole.checkpoint["scaler"]["scale"] < 2.0**24
+    assert whole.checkpoint["scaler"] == resumed.checkpoint["scaler"]
+    assert rates_of(whole) == rates_of(resumed)
 
 
 @pytest.mark.parametrize(("ranks", "k"), [(2, 3), (3, 2)])
@@ -282,7 +299,7 @@ def test_micro_batches_clipping_and_schedule_together_are_one_process(ranks, k):
     """The loss of every step and the last parameters, float64; one plain process with the same
     micro-batches clips once a step, the whole gradient, and changes its rate once a step."""
     flags = (f"--accumulate={k}", f"--clip-norm={CLIP}", "--lr-decay=cosine", "--warmup-epochs=0.5")
-    run = train_once("05", ranks, *FLAGS, *flags, "--channels-last")
+    run = train_once("05", ranks, *FLAGS, *flags)
     rates = [0.02 * min(1, (n + 1) / 12.5) for n in range(13)]
     rates += [0.02 * math.cos(math.pi * (n - 12.5) / 75) ** 2 for n in range(13, 50)]
     settings = {**SETTINGS, "lr": rates.__getitem__, "clip": CLIP}
@@ -292,133 +309,44 @@ def test_micro_batches_clipping_and_schedule_together_are_one_process(ranks, k):
     assert max((run.states[0][n] - state[n]).abs().max().item() for n in parameters) < 1e-10
 
 
-@pytest.mark.parametrize("before", ["04", "05"])
-@pytest.mark.parametrize("batch", [60, 120, 240])
-def test_a_run_that_goes_on_with_another_batch_is_at_its_place_in_the_schedule(before, batch):
-    """After one epoch of three, with another rate as well: the second third, whoever wrote it."""
-    flags = ("--lr=0.3", "--lr-decay=step", "--epochs=3")[: 3 if before == "05" else 1]
-    first = train_once(before, 1, "--model=net-bn", *flags, "--max-steps=12", **FP32)
-    path = f"--resume={first.folder / 'checkpoint.pt'}"
-    flags = ("--lr=0.001", "--lr-decay=step", "--epochs=3", f"--batch-size={batch}", path)
-    run = train("05", 1, "--model=net-bn", *flags, **FP32)
-    steps = 1500 // batch
-    for epoch, factor in ((1, 0.1), (2, 0.01)):
-        written = [line["lr"] for line in run.metrics if line["epoch"] == epoch]
-        # Where 3 does not divide the steps, a third ends inside an epoch: look at its second half.
-        assert written[steps // 2 :] == pytest.approx([0.001 * factor] * (steps - steps // 2))
+# --- formats
 
 
 def _look(rank, flags):
-    """What reaches the first layer, in which format it computes, where the gradients are."""
-    stage, seen, storages = load_stage("05"), set(), set()
-    build, finish = stage.build_model, stage.finish_step
-
-    def watch(layer, inputs, output):
-        if layer.training:
-            seen.add((inputs[0].is_contiguous(memory_format=torch.channels_last), output.dtype))
+    """The formats in which the first layer computes; the memory blocks that hold all gradients."""
+    stage, formats, blocks = load_stage("05"), set(), set()
+    build = stage.build_model
 
     def build_watched(*args):
         model = build(*args)
-        model.conv1.register_forward_hook(watch)
+        model.conv1.register_forward_hook(
+            lambda layer, inputs, output: formats.add(output.dtype) if layer.training else None
+        )
         return model
 
-    def finish_watched(model, *others):
-        storages.add(len({p.grad.untyped_storage().data_ptr() for p in model.parameters()}))
-        finish(model, *others)
+    class Watched(torch.amp.GradScaler):
+        def step(self, optimizer):
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+            blocks.add(len({gradient.untyped_storage().data_ptr() for gradient in gradients}))
+            return super().step(optimizer)
 
-    stage.build_model, stage.finish_step = build_watched, finish_watched
-    sent, reduce = set(), dist.all_reduce
-
-    def reduce_watched(tensor, *others, **more):
-        if more.get("async_op"):  # DDP's hooks; the stage's own wait
-            sent.add(tensor.dtype)
-        return reduce(tensor, *others, **more)
-
-    sys.argv = ["train.py", *flags]
-    with redirect_stdout(StringIO()), patch.object(dist, "all_reduce", reduce_watched):
-        stage.main()
-    return seen, sent, storages
+    stage.build_model = build_watched
+    with patch.object(torch.amp, "GradScaler", Watched):
+        run_main(stage, rank, *flags)
+    return formats, blocks
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ((), ({(False, torch.float32)}, set(), {1})),
-        (("--channels-last",), ({(True, torch.float32)}, set(), {1})),
-        (("--amp=bf16", "--comm-hook=fp16"), ({(False, torch.bfloat16)}, {torch.float16}, {1})),
-        (("--amp=fp16", "--comm-hook=bf16"), ({(False, torch.float16)}, {torch.bfloat16}, {1})),
-    ],
+    ("amp", "dtype"),
+    [("off", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
 )
-def test_each_switch_does_what_it_says_in_every_micro_batch(flags, expected):
-    """Layout and format of all forward passes, format of what is sent; gradients in one bucket."""
-    fixed = ("--dataset=synthetic", "--device=cpu", f"--run-dir={scratch_folder()}")
-    fixed += ("--max-steps=2", "--accumulate=2", "--batch-size=16")
-    assert run_ranks(2, _look, (*fixed, *flags)) == [expected] * 2
+def test_every_micro_batch_computes_in_the_format_and_gradients_lie_in_one_bucket(amp, dtype):
+    flags = ("--dataset=synthetic", "--device=cpu", f"--run-dir={scratch_folder()}")
+    flags += ("--max-steps=2", "--accumulate=2", "--batch-size=16", f"--amp={amp}")
+    assert run_ranks(2, _look, flags) == [({dtype}, {1})] * 2
 
 
-def _compiles(rank, flags):
-    """Whether what trains is what was compiled; without compiling."""
-    stage, asked, trained = load_stage("05"), [], []
-    epoch, stage.refuse_no_compiler = stage.train_epoch, lambda device: None
-    stage.train_epoch = lambda model, *others: trained.append(model) or epoch(model, *others)
-    ddp = stage.DistributedDataParallel
-    sys.argv = ["train.py", *flags]
-    with (
-        redirect_stdout(StringIO()),
-        patch.object(ddp, "compile", lambda model: asked.append(model), create=True),
-    ):
-        stage.main()
-    return len(trained), [id(model) for model in asked] == [id(trained[0])]
-
-
-@pytest.mark.parametrize("compile", [True, False])
-def test_compile_compiles_what_trains(compile):
-    flags = (f"--run-dir={scratch_folder()}", f"--data-dir={ROOT / 'data'}", "--max-steps=1")
-    flags += ("--device=cpu", "--compile" if compile else "--no-compile")
-    assert run_ranks(2, _compiles, flags) == [(1, compile)] * 2
-
-
-def test_channels_last_computes_the_same(tmp_path):
-    plain = train_once("05", 2, *FLAGS)
-    last = train_once("05", 2, *FLAGS, "--channels-last")
-    assert (plain.losses - last.losses).abs().max() < 1e-10
-    assert apart(plain.states[0], last.states[0]) < 1e-10
-    strides = last.checkpoint["model"]["conv2.weight"].stride()
-    assert strides == (250, 1, 50, 10)  # (20, 10, 5, 5): of a pixel, all channels together
-    assert plain.checkpoint["model"]["conv2.weight"].stride() == (250, 25, 5, 1)
-
-
-@pytest.mark.parametrize("hook", ["bf16", "fp16"])
-def test_a_hook_rounds_what_is_sent_and_the_ranks_stay_alike(hook):
-    plain = train_once("05", 2, *FLAGS, **FP32)
-    run = train_once("05", 2, *FLAGS, f"--comm-hook={hook}", **FP32)
-    assert apart(run.states[0], run.states[1]) == 0
-    assert 1e-6 < apart(plain.states[0], run.states[0]) < 0.05
-    assert run.summary["test_accuracy"] > plain.summary["test_accuracy"] - 0.03
-
-
-# --- torch.compile and the machine
-
-
-def compiler() -> str | None:
-    return shutil.which(os.environ.get("CXX", "g++"))
-
-
-@pytest.mark.skipif(not compiler(), reason="torch.compile needs a C++ compiler: install g++")
-def test_compiled_steps_compute_the_same(tmp_path):
-    """Two ranks, and SyncBatchNorm by hand, under torch.compile."""
-    flags = ("--model=net-bn", "--device=cpu", "--max-steps=3")
-    losses = []
-    for more in ((), ("--compile",)):
-        folder = tmp_path / f"run{len(more)}"
-        flags_of_run = (*flags, *more, f"--run-dir={folder}")
-        env = launcher(free_port()) | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # no pool of compilers
-        answers = command(SCRIPTS["05"], *flags_of_run, ranks=2, env=env, seconds=240)
-        assert [status for status, _ in answers] == [0, 0], answers
-        losses.append(Run(folder, [], "").losses)
-        names = Run(folder, [], "").checkpoint["model"]
-        assert "conv1.weight" in names, "no prefix of a wrapper"
-    assert (losses[0] - losses[1]).abs().max() < 1e-4
+# --- the machine
 
 
 @pytest.mark.parametrize(

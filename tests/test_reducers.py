@@ -1,4 +1,4 @@
-"""Each rung of the ladder gives the mean, whatever the model and the loop; a death has a name."""
+"""Each reducer gives the mean, whatever the model and the loop; a rank that dies is named."""
 
 import gc
 import json
@@ -12,20 +12,31 @@ from itertools import chain
 from pathlib import Path
 from unittest import mock
 
+import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from support import ROOT, Line, chapter, default_dtype, load_stage, run_ranks
+from support import (
+    ROOT,
+    Line,
+    chapter,
+    command,
+    default_dtype,
+    load_stage,
+    run_ranks,
+    train_once,
+)
 from torch import nn
 
-from common.options import UsageError
+from common.options import UsageError, make_parser
 
+SCRIPT = "03_ddp_manual_allreduce/reducers.py"
 NAMES = ("per-parameter", "flat", "bucketed", "ring", "shared-memory")
 MICRO_BATCHES, STEPS, GLOBAL_BATCH = 2, 5, 12
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
 
-class Zoo(nn.Module):
+class Mixed(nn.Module):
     """Everything that a reducer may meet."""
 
     def __init__(self) -> None:
@@ -60,7 +71,9 @@ def batches(step: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x.double(), rare.double()
 
 
-def journey(model: nn.Module, wrap, rank: int, ranks: int, set_to_none: bool) -> list[dict]:
+def train_and_record(
+    model: nn.Module, wrap, rank: int, ranks: int, set_to_none: bool
+) -> list[dict]:
     """Train with accumulation; the gradients and weights after every step, by name."""
     forward, finish, no_sync = wrap(model)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.05, 0.9)
@@ -82,10 +95,10 @@ def journey(model: nn.Module, wrap, rank: int, ranks: int, set_to_none: bool) ->
     return seen
 
 
-def zoo(seed: int) -> Zoo:
+def mixed(seed: int) -> Mixed:
     torch.manual_seed(seed)
     with default_dtype(torch.float64):
-        return Zoo()
+        return Mixed()
 
 
 def alone(model: nn.Module):
@@ -94,7 +107,7 @@ def alone(model: nn.Module):
 
 @cache
 def one_process(set_to_none: bool) -> list[dict]:
-    return journey(zoo(0), alone, 0, 1, set_to_none)
+    return train_and_record(mixed(0), alone, 0, 1, set_to_none)
 
 
 def _reduced(
@@ -106,7 +119,7 @@ def _reduced(
     answers = {}
     for name in NAMES:
         for set_to_none in (True, False):
-            model = zoo(seed=rank)
+            model = mixed(seed=rank)
             reducer = chapter("03", "reducers").REDUCERS[name](model)
 
             def wrap(model, reducer=reducer):
@@ -116,7 +129,7 @@ def _reduced(
                 return model, reducer.finish, reducer.no_sync
 
             answers[name, set_to_none] = (
-                journey(model, wrap, rank, ranks, set_to_none),
+                train_and_record(model, wrap, rank, ranks, set_to_none),
                 model.shift.clone(),
             )
             reducer.close()
@@ -178,8 +191,8 @@ def test_03_shared_memory_waits_for_the_gradients_of_a_late_rank(without=()):
 @pytest.mark.parametrize("name", NAMES)
 def test_all_ranks_begin_with_the_weights_and_buffers_of_rank_0(name):
     for answers in reduced(3):
-        assert torch.equal(answers[name, True][1], zoo(0).shift)
-    assert not torch.equal(zoo(0).shift, zoo(1).shift), "the control: they began with others"
+        assert torch.equal(answers[name, True][1], mixed(0).shift)
+    assert not torch.equal(mixed(0).shift, mixed(1).shift), "the control: they began with others"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -194,6 +207,70 @@ def test_without_finish_the_ranks_do_not_agree():
     """The control of the above."""
     for answers in run_ranks(2, _reduced, 2, True):
         assert not any(close(answers[name, True][0], one_process(True)) for name in NAMES)
+
+
+# --- Training with each of them
+
+EXACT = ("--model=net-bn", "--batch-size=60", "--epochs=2", "--seed=7", "--lr=0.02")
+
+
+def _train(
+    rank: int, ranks: int, names: tuple, flags: tuple, dtype: torch.dtype, without: tuple
+) -> dict[str, torch.Tensor]:
+    """The losses of all steps, with each reducer."""
+    load_stage("03", without)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    args = make_parser("03", "").parse_args([f"--data-dir={ROOT / 'data'}", *flags])
+    train = chapter("03", "reducers").train
+    with default_dtype(dtype):
+        return {n: torch.tensor(train(n, args), dtype=torch.float64) for n in names}
+
+
+@cache
+def far_from_one_process(
+    ranks: int, names: tuple = NAMES, without: tuple[Line, ...] = ()
+) -> dict[str, float]:
+    """The largest difference of a loss from a plain process that replays the same batches."""
+    steps = oracle.fixed_shards(ranks)
+    replayed, _ = oracle.replay(steps, batch=60, epochs=2, seed=7, lr=0.02, momentum=0.9)
+    answers = run_ranks(ranks, _train, ranks, names, EXACT, torch.float64, without)
+    return {n: max((a[n] - replayed).abs().max().item() for a in answers) for n in names}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_training_with_a_reducer_equals_one_process_that_replays_the_batches(name, ranks):
+    assert far_from_one_process(ranks)[name] < 1e-10
+
+
+def test_training_without_the_reducer_does_not():
+    """The control."""
+    old = "            reducer.finish()\n            optimizer.step()"
+    line = ("reducers.py", old, "            optimizer.step()")
+    assert far_from_one_process(2, ("flat",), (line,))["flat"] > 1e-3
+
+
+def test_training_with_each_reducer_gives_the_losses_of_train_py():
+    """To the bit on two ranks: with dropout, in fp32."""
+    run = train_once("03", 2, "--epochs=2", dtype=torch.float32)
+    found, _ = run_ranks(2, _train, 2, NAMES, ("--epochs=2",), torch.float32, ())
+    assert [name for name in NAMES if not torch.equal(found[name], run.losses)] == []
+
+
+def test_the_chapter_trains_with_the_reducer_that_is_named():
+    [(status, output)] = command(SCRIPT, "--train=bucketed", "--epochs=1")
+    assert status == 0, output
+    rows = [line.split() for line in output.splitlines()]
+    epoch, bucketed, per_parameter = rows[2]
+    assert (epoch, bucketed) == ("1", per_parameter)
+    assert output.endswith("12 steps; their losses differ by at most 0e+00\n")
+
+
+def test_an_unknown_reducer_is_refused_in_one_line():
+    [(status, output)] = command(SCRIPT, "--train=best")
+    assert status == 2
+    [line] = output.splitlines()
+    assert all(name in line for name in ("'best'", *NAMES))
 
 
 # --- A peer's tests, through an adapter of ten lines
@@ -320,7 +397,7 @@ def _strided(rank: int, ranks: int) -> dict:
     return answers
 
 
-def test_other_strides_and_gaps_do_no_harm_not_even_with_a_fused_optimiser():
+def test_other_strides_and_gaps_do_no_harm_not_even_with_a_fused_optimizer():
     [alone] = run_ranks(1, _strided, 1)
     for answers in run_ranks(2, _strided, 2):
         for name in NAMES:
@@ -328,7 +405,7 @@ def test_other_strides_and_gaps_do_no_harm_not_even_with_a_fused_optimiser():
                 assert (ours - theirs).abs().max() < 1e-10, name
 
 
-# --- How each rung works
+# --- How each of them works
 
 
 def _calls(rank: int) -> dict:
@@ -357,7 +434,7 @@ def _calls(rank: int) -> dict:
     return counts
 
 
-def test_each_rung_sends_what_it_says():
+def test_each_reducer_sends_what_it_says():
     for counts in run_ranks(2, _calls):
         assert counts["per-parameter"] == ((0, 0), 0, 17, 0), "16 parameters, and who is used"
         assert counts["flat"] == ((0, 0), 0, 1, 0)
@@ -386,6 +463,26 @@ def _moments(rank: int) -> list[bool]:
 
 def test_the_first_bucket_leaves_while_backward_is_still_at_work():
     assert run_ranks(2, _moments) == [[True, False]] * 2
+
+
+def _demonstrate(rank: int, name: str, function: str) -> list:
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    return getattr(chapter("03", name), function)()
+
+
+def test_the_chapter_on_overlap_shows_buckets_that_leave_while_gradients_are_still_to_come():
+    for rows in run_ranks(2, _demonstrate, "overlap", "watch_backward"):
+        numbers, _, _, complete, to_come = zip(*rows, strict=True)
+        assert numbers == (0, 1, 2)
+        assert to_come[0] > to_come[1] > to_come[2] == 0
+        assert {sum(pair) for pair in zip(complete, to_come, strict=True)} == {62}
+
+
+def test_the_chapter_on_flat_shows_one_message_instead_of_nine():
+    for one_by_one, flat in run_ranks(2, _demonstrate, "flat", "messages"):
+        assert len(one_by_one) == 1 + 8
+        assert sum(one_by_one) == 4 * 21840 + 8, "and a byte for each parameter"
+        assert flat == [4 * (21840 + 8)], "and a flag for each"
 
 
 def test_buckets_go_from_the_last_layer_to_the_first():
@@ -481,8 +578,6 @@ class _Wrong(nn.Module):
             self.extra = nn.Linear(2, 2)
         if kind == "frozen" and rank == 1:
             self.layer.bias.requires_grad_(False)
-        if kind == "strides" and rank == 1:
-            self.layer.weight = nn.Parameter(torch.randn(3, 2).T)
         if kind == "strides" and rank == 1:
             self.layer.weight = nn.Parameter(torch.randn(3, 2).T)
         self.register_buffer("shift", torch.zeros(1 + rank if kind == "buffer" else 1))
@@ -584,6 +679,16 @@ def test_a_rank_that_dies_is_named_by_the_others_and_leaves_nothing(name, moment
     assert nameless_files() == before
 
 
+def test_the_chapter_on_deaths_shows_that_the_others_name_the_rank():
+    [(status, output)] = command("03_ddp_manual_allreduce/deaths.py")
+    assert status == 0, output
+    assert output.splitlines() == [
+        "rank 0: rank 1 died while rank 0 waited for it",
+        "rank 1: killed",
+        "rank 2: rank 1 died while rank 2 waited for it",
+    ]
+
+
 def _slow_survivor(rank: int, name: str) -> str | None:
     """Rank 1 dies, rank 2 notices and ends, and only then rank 0 comes."""
     dist.init_process_group("gloo", rank=rank, world_size=3)
@@ -619,7 +724,7 @@ def _one_step_less(rank: int) -> str | None:
             reducer.finish()
         if rank == 1:
             reducer.close()
-            dist.barrier()  # it lives on
+            dist.barrier()  # it stays alive
     except RuntimeError as error:
         dist.barrier()
         return str(error)
@@ -721,13 +826,13 @@ def _ring(rank: int, ranks: int) -> tuple[list, list]:
 
 
 @cache
-def rung(ranks: int) -> list[tuple[list, list]]:
+def ring_sums(ranks: int) -> list[tuple[list, list]]:
     return run_ranks(ranks, _ring, ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
 def test_the_ring_sums_any_length_and_dtype(ranks):
-    for sums, _ in rung(ranks):
+    for sums, _ in ring_sums(ranks):
         expected = [
             sum(torch.arange(length).remainder(50).add(rank) for rank in range(ranks)).to(dtype)
             for length in LENGTHS
@@ -741,7 +846,7 @@ def test_the_ring_sums_any_length_and_dtype(ranks):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
 def test_a_rank_sends_2_n_minus_1_nths_of_the_tensor(ranks):
     cases = [(length, dtype) for length in LENGTHS for dtype in DTYPES]
-    all_sent = [sent for _, sent in rung(ranks)]
+    all_sent = [sent for _, sent in ring_sums(ranks)]
     for (length, dtype), *sent in zip(cases, *all_sent, strict=True):
         whole = length * dtype.itemsize
         assert sum(sent) == 2 * (ranks - 1) * whole, "all ranks together, to the byte"
@@ -770,7 +875,7 @@ def test_the_ring_refuses_unequal_tensors_on_every_rank():
 # --- What the README says of the measurement
 
 
-def test_the_measured_ladder_is_as_the_readme_tells():
+def test_the_measured_step_times_are_as_the_readme_says():
     """No timing here: it reads the committed file."""
     results = json.loads((ROOT / "results" / "03_reducers.json").read_text())
     for name, found in results["models"].items():

@@ -100,7 +100,7 @@ def test_a_step_is_never_shorter_than_its_computing_nor_than_its_communication()
         found = paper.step(job, cost, steal=steal)
         communication = sum(cost(bucket.size) for bucket in job.buckets)
         assert found.seconds >= job.seconds - 1e-9
-        assert found.seconds >= job.forward + communication + job.optimiser - 1e-9
+        assert found.seconds >= job.forward + communication + job.optimizer - 1e-9
         for (_, _, end), (known, begin, _) in zip(found.spans, found.spans[1:], strict=False):
             assert begin >= max(end, known), "one after the other, and none before it is ready"
 
@@ -139,7 +139,7 @@ def _sizes_that_ddp_sends(rank, world_size):
 
     ddp.register_comm_hook(None, note)
     images = torch.randn(2, 3, 64, 64)
-    ddp(images).sum().backward()  # after it, DDP lays out its buckets anew
+    ddp(images).sum().backward()  # after it, DDP lays out its buckets again
     sizes.clear()
     ddp(images).sum().backward()
     dist.destroy_process_group()

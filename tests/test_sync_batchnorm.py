@@ -557,7 +557,7 @@ def test_c19_without_it_each_rank_has_the_statistics_of_its_own_batch():
     """Rank 0 has zeros, then ones; rank 1 has tens, then elevens. The mean of all is 5, then 6."""
     [first, second] = run_ranks(2, _statistics, False)
     assert (first[0], second[0]) == (0, 5)  # half the way from 0 to the own mean: 0, and 10
-    # Before each forward, DDP sends rank 0's statistics to all: what rank 1 had learnt is lost.
+    # Before each forward, DDP sends rank 0's statistics to all: what rank 1 had learned is lost.
     assert (first[1], second[1]) == (0.5, 0 + (11 - 0) / 2)
     assert run_ranks(2, _statistics, True) == [[2.5, 2.5 + (6 - 2.5) / 2]] * 2
 

@@ -19,7 +19,6 @@ import stages
 import timeline
 from spans import Event
 
-CPU = torch.device("cpu")
 FEW = (f"--data-dir={ROOT / 'data'}", "--device=cpu", "--batch-size=120")
 
 
@@ -33,8 +32,8 @@ def join(rank: int) -> None:
 def test_stages_times_every_stage_and_every_reducer():
     found = stages.variants(cores=4)
     assert {variant.stage for variant in found.values()} == {"01", "02", "03", "04", "05"}
-    flags = {variant.flags for variant in found.values() if variant.stage == "03"}
-    assert flags == {(), *(("--reducer", name) for name in stages.REDUCERS)}
+    reducers = {variant.reducer for variant in found.values() if variant.stage == "03"}
+    assert reducers == {"", *stages.REDUCERS}
     assert {variant.threads for variant in found.values() if variant.stage == "01"} == {1, 4}
     assert {variant.threads for variant in found.values() if variant.stage != "01"} == {1}
 
@@ -50,7 +49,7 @@ def test_stages_says_what_it_leaves_out_and_why():
 @pytest.mark.parametrize("stage", ["01", "02", "03", "04", "05"])
 def test_stages_times_the_code_that_the_reader_reads(stage):
     [path] = ROOT.glob(f"{stage}_*/train.py")
-    loop = stages.page(stage).train_epoch
+    loop = stages.program(stage).train_epoch
     assert inspect.getsourcefile(loop) == str(path)
     assert inspect.getsource(loop) in path.read_text()
 
@@ -60,11 +59,10 @@ def _weights(rank, names):
     join(rank)
     found = {}
     for name in names:
-        flags = ("--model=net-bn", "--max-steps=4", *FEW)
-        training = stages.Training(stages.variants(2)[name], CPU, *flags)
-        training()
+        training = stages.Training(stages.variants(2)[name], "--model=net-bn", *FEW)
+        training(4)
         weights = torch.cat([p.detach().flatten() for p in training.model.parameters()])
-        found[name] = (training.recorder.position["step"], training.local_batch, weights)
+        found[name] = (training.recorder.step, training.loader.batch_size, weights)
     return found
 
 
@@ -94,8 +92,8 @@ def test_stages_trains_all_variants_with_one_global_batch_and_equal_ranks():
 @pytest.mark.parametrize(
     ("program", "flags", "words"),
     [
-        ("stages", ("--ranks", "7"), ("120", "7 ranks", "--batch-size 119")),
-        ("stages", ("--rounds", "0"), ("'0'", "from 1")),
+        ("stages", ("--ranks", "7"), ("--batch-size 120", "by 7")),
+        ("stages", ("--rounds", "0"), ("'0'", "at least 1")),
         ("timeline", ("--stages", "03,06"), ("03,06", "expected some of 01,02")),
         ("timeline", ("--device", "tpu"), ("'tpu'", "cuda")),
     ],
@@ -179,8 +177,8 @@ def _profiled(rank, stage, model, steps):
     variant = stages.Variant(stage)
     if variant.alone and rank > 0:
         return []
-    training = stages.Training(variant, CPU, f"--model={model}", *FEW, "--batch-size=24")
-    timeline.train(training, 2)
+    training = stages.Training(variant, f"--model={model}", *FEW, "--batch-size=24")
+    training(2)
     return spans.steps_of(timeline.record(training, steps + 2))[1:]
 
 
