@@ -5,7 +5,7 @@ VENV ?= .venv
 RUN := $(VENV)/bin/python
 STAGES := $(wildcard 0*_*)
 
-.PHONY: tour test lint bench notebooks campaigns faults lessons readme clean
+.PHONY: tour test lint break bench notebooks campaigns faults lessons readme clean
 
 tour: $(VENV)/ready  ## run the five stages in order and compare them; FLAGS="--ranks 3" changes it
 	$(RUN) tour.py $(FLAGS)
@@ -17,8 +17,12 @@ lint: $(VENV)/ready
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy common/*.py tour.py
+	MYPYPATH=05_amp_syncbn $(RUN) -m mypy survive/*.py  # it uses two chapters of stage 05
 	for folder in $(STAGES) benchmarks; do $(RUN) -m mypy $$folder/*.py || exit 1; done
 	$(VENV)/bin/shellcheck .ci/run $(wildcard 0*/launch/*.sh 0*/launch/*.sbatch)
+
+break: $(VENV)/ready  ## try a row of a "Break it" table: STAGE=04 ROW=2; without ROW, list the rows
+	@$(RUN) tests/break_it.py $(STAGE) $(ROW)
 
 bench: $(VENV)/ready  ## measure all on this machine in ten minutes: results/HARDWARE.json
 	$(RUN) benchmarks/bench.py $(FLAGS)
@@ -40,7 +44,7 @@ campaigns: $(VENV)/ready  ## measure anew, for an hour, what the READMEs show; t
 faults: $(VENV)/ready  ## inject 306 faults into real runs, half an hour: results/faults.json
 	$(RUN) tests/faults.py --faults 306
 
-lessons: $(VENV)/ready  ## write every lesson.diff anew
+lessons: $(VENV)/ready  ## write every lesson.diff, and the parts of it in the READMEs
 	$(RUN) tests/lessons.py
 
 readme: lessons  ## run the tour and every command whose output a README shows, and put it there

@@ -19,8 +19,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from launch import end_with_rank as ignore_sigterm  # noqa: F401, until train.py imports it itself
-
 VOTE_SECONDS = 0.25  # from one vote to the next
 MAX_STEPS = 50  # the same in steps: if steps suddenly become slow, the next vote is not far away
 

@@ -25,8 +25,8 @@ from common.options import cut_batch, make_parser, number, usage_errors_exit
 from common.record import Recorder, peak_memory_bytes
 
 import durable
-from agree import Agreement, AgreementError, ignore_sigterm
-from launch import LaunchError, join, read_launcher
+from agree import Agreement, AgreementError
+from launch import LaunchError, end_with_rank, join, read_launcher
 from watchdog import Watchdog
 
 sys.path.insert(1, str(Path(__file__).parents[1] / "05_amp_syncbn"))
@@ -178,7 +178,7 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # or it repeats some
     remaining = durable.Remaining(sampler)
     loader = make_loader(crops, local_batch, remaining, args.workers)
-    loader.worker_init_fn = ignore_sigterm
+    loader.worker_init_fn = end_with_rank
     while (epoch := recorder.epoch) < args.epochs and recorder.step < args.max_steps:
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
         crops.epoch, remaining.skip = epoch, recorder.epoch_step * local_batch

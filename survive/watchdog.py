@@ -19,7 +19,6 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -27,6 +26,7 @@ BEAT_SECONDS = 0.25
 GRACE_SECONDS = 1.5  # for the main thread to end by itself after another rank has ended
 STORE_SECONDS = 60.0  # without an answer from the store, a run is lost
 LOST_SECONDS = 3.0  # the same, after a collective has failed
+GLOO = ("gloo", "pair closure")  # one of them is in the text of each error of a collective
 FINISHED = "the end of its work"
 NO_STORE = "no answer from the store, which torchrun or rank 0 keeps: killed, stopped or gone"
 UNKNOWN = json.dumps([0, "its start", False, None])  # the note of a rank that has written none
@@ -66,7 +66,7 @@ class Watchdog:
 
     def __exit__(self, _: object, error: BaseException | None, trace: TracebackType | None) -> None:
         self.place = FINISHED
-        self.lost = isinstance(error, dist.DistError) or "gloo" in str(error)  # not a bug in here
+        self.lost = isinstance(error, dist.DistError) or any(word in str(error) for word in GLOO)
         while error and trace:  # the innermost line of the script
             if trace.tb_frame.f_code.co_filename == self.file:
                 self.place = self._place(trace.tb_lineno)
@@ -177,7 +177,7 @@ def demonstrate(rank: int, port: int) -> None:
             time.sleep(0.3)
             if (rank, step) == (1, 3):
                 os.kill(os.getpid(), signal.SIGKILL)
-            dist.all_reduce(torch.ones(1))
+            dist.barrier()
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import tempfile
 import time
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
@@ -47,34 +47,39 @@ def places_of(line: str, key: str, file: str) -> list[int]:
     return [i for i, each in enumerate(lines) if each.split("  #")[0].strip() == line]
 
 
+def changed_source(key: str, file: str, changes: Sequence[Line]) -> str:
+    """The text of a file of a stage, with lines left out or texts replaced."""
+    source = (FOLDERS[key] / file).read_text()
+    for other, old, *new in changes:
+        if other != file:
+            continue
+        if new:
+            assert source.count(old) == 1, f"{FOLDERS[key].name}/{file} has not, once: {old}"
+            source = source.replace(old, new[0])
+            continue
+        lines, places = source.splitlines(), places_of(old, key, file)
+        assert places, f"{FOLDERS[key].name}/{file} has no line {old!r}"
+        for place in places:
+            lines[place] = lines[place].replace(old, "pass")
+        source = "\n".join([*lines, ""])
+    return source
+
+
 def fresh_module(
-    key: str, file: str, without: tuple[Line, ...] = (), register: bool = False
+    key: str, file: str, without: Sequence[Line] = (), register: bool = False
 ) -> types.ModuleType:
     """A file of a stage as a new module, with the given lines of that file left out or replaced.
 
-    register: it is what other files of the stage import from now on.
+    register: other files of the stage import it instead of the file.
     """
     folder, name = FOLDERS[key], Path(file).stem if file != "train.py" else f"stage_{key}"
     if str(folder) not in sys.path:  # a script finds the files beside it
         sys.path.insert(0, str(folder))
-    source = (folder / file).read_text()
-    for other, old, *new in without:
-        if other != file:
-            continue
-        if new:
-            assert source.count(old) == 1, f"{folder.name}/{file} has not, once: {old}"
-            source = source.replace(old, new[0])
-            continue
-        lines = source.splitlines()
-        places = places_of(old, key, file)
-        assert places, f"{folder.name}/{file} has no line {old!r}"
-        for place in places:
-            lines[place] = lines[place].replace(old, "pass")
-        source = "\n".join(lines)
     module = types.ModuleType(name)
     module.__file__ = str(folder / file)
     if register:
         sys.modules[name] = module
+    source = changed_source(key, file, without)
     exec(compile(source, module.__file__, "exec"), module.__dict__)
     return module
 

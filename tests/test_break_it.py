@@ -1,68 +1,58 @@
-"""Every "break it" of a stage's README: leave the line out, and the named test fails.
+"""Each "break it" of a stage's README: leave the line out, and the named test fails.
 
-A test that still passes with the line gone would prove nothing about it. Where more than a line is
-to be changed, the README shows a diff.
+A test that still passes without the line would prove nothing about it. Where more than a line is to
+be changed, the README shows a diff. To try one by hand: make break STAGE=04 ROW=2.
 """
 
-import re
+import importlib
+import subprocess
+import sys
 
 import pytest
-import test_data_parallel
-import test_precision
-import test_proof
-import test_reducers
-import test_resume
-import test_stages
-import test_sync_batchnorm
-from readmes import BREAK, fences, sides
-from support import FOLDERS, places_of
+from break_it import Row, file_of, rows_of, try_row
+from support import FOLDERS, ROOT, changed_source
 
-ROW = re.compile(r"^\| `(?P<line>.+?)` \| `(?P<file>[\w.]+)` \| `(?P<test>test_\w+)` \|$", re.M)
-
-CASES = [
-    pytest.param(key, *match.group("line", "file", "test"), id=f"{key} {match['line']}")
-    for key, folder in FOLDERS.items()
-    for match in ROW.finditer((folder / "README.md").read_text())
-]
-CHANGES = [
-    pytest.param(fence.readme.parent.name[:2], fence.text, *match.group("file", "test"))
-    for fence in fences("diff")
-    if (match := BREAK.fullmatch(fence.note))
-]
+ROWS = [row for key in FOLDERS for row in rows_of(key)]
 
 
 def test_every_stage_can_be_broken():
-    assert {case.values[0] for case in CASES} == set(FOLDERS)
+    assert {row.key for row in ROWS} == set(FOLDERS)
 
 
-def named(key, test):
-    modules = (test_proof, test_stages, test_data_parallel, test_reducers, test_resume)
-    modules += (test_precision, test_sync_batchnorm)
-    (claim,) = [getattr(module, test) for module in modules if hasattr(module, test)]
-    assert test.startswith(f"test_{key}_"), "a test of another stage"
-    return claim
+def claim_of(row):
+    """The test itself, as a function that takes lines to leave out."""
+    assert row.test.startswith(f"test_{row.key}_"), "a test of another stage"
+    return getattr(importlib.import_module(file_of(row.test).removesuffix(".py")), row.test)
 
 
-def fails(claim, change):
-    """The claim fails by what it says, not since the change is no working program."""
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.key} {row.change[1].strip()[:40]}")
+def test_with_the_change_the_test_fails(row):
+    claim, file = claim_of(row), row.change[0]
+    # Here, not only in the claim: there, a missing line would look like a failing test.
+    compile(changed_source(row.key, file, [row.change]), file, "exec")
     with pytest.raises((AssertionError, TimeoutError)) as caught:
-        claim(without=(change,))
+        claim(without=(row.change,))
+    # It fails by what it says, not because the change is no working program.
     slips = ("NameError", "ImportError", "AttributeError", "UnboundLocalError")
     assert not any(slip in str(caught.value) for slip in slips), caught.value
 
 
-@pytest.mark.parametrize(("key", "line", "file", "test"), CASES)
-def test_without_the_line_the_test_fails(key, line, file, test):
-    claim = named(key, test)
-    # Here, not only where it is left out: there, a missing line would look like a failing test.
-    assert places_of(line, key, file), f"{file} has no such line"
-    fails(claim, (file, line))
+def test_a_row_can_be_tried_by_hand():
+    command = [sys.executable, "tests/break_it.py", "02", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    where, test, error, verdict = done.stdout.splitlines()
+    assert where == "02_data_parallel/from_scratch.py without `raise errors[min(errors)]`"
+    assert test.endswith("::test_02_an_error_in_a_replica_reaches_the_caller")
+    assert error.startswith("E  ")
+    assert verdict == "It fails."
+    assert "raise errors[min(errors)]" in (FOLDERS["02"] / "from_scratch.py").read_text()
 
 
-@pytest.mark.parametrize(("key", "diff", "file", "test"), CHANGES)
-def test_with_the_change_the_test_fails(key, diff, file, test):
-    claim, (old, new) = named(key, test), sides(diff)
-    source = (FOLDERS[key] / file).read_text()
-    assert source.count(old) == 1, f"{file} has not, once: {old}"
-    compile(source.replace(old, new), file, "exec")  # an error here would look like a failing test
-    fails(claim, (file, old, new))
+def test_a_row_that_breaks_nothing_is_found(capsys):
+    """The control: with a comment more, the test still passes."""
+    old = "raise errors[min(errors)]\n"
+    change = ("from_scratch.py", old, old.replace("\n", "  # of the first replica\n"))
+    row = Row("02", change, "test_02_an_error_in_a_replica_reaches_the_caller")
+    assert not try_row(row)
+    assert capsys.readouterr().out.endswith("It passes!\n")

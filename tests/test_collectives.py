@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -222,6 +224,66 @@ def test_a_program_that_is_killed_leaves_no_rank_behind(tmp_path):
     assert not left
 
 
+SIGNAL = "signal.signal(signal.SIGINT, signal.SIG_DFL)"
+
+
+def ranks_after_sigterm(folder: Path, without: str = "") -> list[int]:
+    """Start train.py with `&` in a script, and end it while its ranks train. Those that stay."""
+    for name in ("train.py", "partition.py"):
+        source = (FOLDERS["03"] / name).read_text()
+        assert name != "train.py" or not without or source.count(without) == 1
+        (folder / name).write_text(source.replace(without, "pass") if without else source)
+    flags = f"--world-size 2 --epochs 100000 --device cpu --data-dir {ROOT / 'data'}"
+    script = f"{sys.executable} train.py {flags} & echo $!; wait"  # `&`: SIGINT is ignored
+    shell = subprocess.Popen(
+        ["sh", "-c", script],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    launcher, ranks = int(shell.stdout.readline()), []
+    try:
+        assert any(line.startswith("epoch 1/") for line in shell.stdout), "it never trained"
+        ranks = children(launcher)
+        assert len(ranks) == 2
+        os.kill(launcher, signal.SIGTERM)
+        shell.wait(60)
+        end = time.monotonic() + 5
+        while (left := [pid for pid in ranks if is_alive(pid)]) and time.monotonic() < end:
+            time.sleep(0.1)
+        return left
+    finally:
+        for pid in (launcher, *ranks):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shell.wait(60)
+        shell.stdout.close()
+
+
+def children(parent: int) -> list[int]:
+    """The ranks that a process has started; not the process that keeps track of semaphores."""
+    question = ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(parent)]
+    done = subprocess.run(question, capture_output=True, text=True)
+    return [int(line.split()[0]) for line in done.stdout.splitlines() if "spawn_main" in line]
+
+
+def is_alive(pid: int) -> bool:
+    done = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return done.stdout.strip()[:1] not in ("", "Z")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, a process is not told of this")
+def test_a_launcher_in_the_background_that_is_ended_takes_its_ranks_along(tmp_path):
+    assert ranks_after_sigterm(tmp_path) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, a process is not told of this")
+def test_with_sigint_ignored_the_ranks_would_stay(tmp_path):
+    """The control."""
+    assert len(ranks_after_sigterm(tmp_path, without=SIGNAL)) == 2
+
+
 def left_of(session: int, seconds: float = 5) -> list[str]:
     """Processes of a session that are still there; the forkserver goes a moment after its user."""
     end = time.monotonic() + seconds
@@ -247,7 +309,7 @@ def test_nccl_does_everything_on_gpus(name):
 
 
 WRONG = [
-    (("--world-size=0",), ("--world-size", "'0'", "whole number from 1")),
+    (("--world-size=0",), ("--world-size", "'0'", "whole number, from 1 to 18")),
     (("--world-size=-1",), ("--world-size", "'-1'")),
     (("--world-size=two",), ("--world-size", "'two'")),
     (("--seconds=0", "--matrix"), ("--seconds", "'0'")),

@@ -46,7 +46,7 @@ TAUGHT = {
 # The line that a stage is named for.
 NAMED = {
     "01_single_gpu": ["loss.backward()"],
-    "02_data_parallel": ["DataParallel("],
+    "02_data_parallel": ["nn.DataParallel"],
     "03_ddp_manual_allreduce": ["average_gradients(model)", "dist.all_reduce(parameter.grad)"],
     "04_ddp_torchrun": ["DistributedDataParallel("],
     "05_amp_syncbn": ["torch.autocast(", "nn.SyncBatchNorm.convert_sync_batchnorm("],

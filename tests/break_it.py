@@ -1,0 +1,80 @@
+"""Tries a row of a stage's "Break it" by hand: makes the change, and runs the test that must fail.
+
+make break STAGE=04          # lists the rows of the stage
+make break STAGE=04 ROW=2    # tries the second one, in a temporary copy of the repository
+"""
+
+import re
+import subprocess
+import sys
+from argparse import ArgumentParser
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import copytree, ignore_patterns
+from tempfile import TemporaryDirectory
+
+from readmes import BREAK, fences, sides
+from support import FOLDERS, ROOT, Line, changed_source
+
+ROW = re.compile(r"^\| `(.+?)` \| `([\w.]+)` \| `(test_\w+)` \|$", re.M)  # line, file, test
+
+
+@dataclass(frozen=True)
+class Row:
+    key: str  # of the stage
+    change: Line  # the file and the line to leave out; or the file, the text, and the new text
+    test: str  # it must fail then
+
+    @property
+    def what(self) -> str:
+        file, old, *new = self.change
+        return f"{file} with\n{new[0].rstrip()}" if new else f"{file} without `{old}`"
+
+
+def rows_of(key: str) -> list[Row]:
+    """The rows of the table in the README, then the changes that it shows as diffs."""
+    readme = FOLDERS[key] / "README.md"
+    rows = [Row(key, (file, line), test) for line, file, test in ROW.findall(readme.read_text())]
+    for fence in fences("diff", [readme]):
+        if match := BREAK.fullmatch(fence.note):
+            rows.append(Row(key, (match["file"], *sides(fence.text)), match["test"]))
+    return rows
+
+
+def file_of(test: str) -> str:
+    files = (ROOT / "tests").glob("test_*.py")
+    return next(path.name for path in files if f"def {test}(" in path.read_text())
+
+
+def try_row(row: Row) -> bool:
+    """Whether the test fails with the change. Prints both, and the error."""
+    folder, file = FOLDERS[row.key].name, row.change[0]
+    test = f"tests/{file_of(row.test)}::{row.test}"
+    print(f"{folder}/{row.what}\n{test}", flush=True)
+    with TemporaryDirectory() as name:
+        copy = Path(name, "copy")
+        copytree(ROOT, copy, ignore=ignore_patterns(".*", "runs", "*MNIST", "cifar*"))
+        (copy / folder / file).write_text(changed_source(row.key, file, [row.change]))
+        pytest = [sys.executable, "-m", "pytest", "-q", "--tb=short", test]
+        done = subprocess.run(pytest, cwd=copy, capture_output=True, text=True)
+    errors = re.findall(r"^E +(?:assert|[\w.]+Error).*", done.stdout, re.M)
+    verdict = {0: "It passes!", 1: "It fails."}.get(done.returncode, done.stdout)
+    print(*errors[-1:], verdict, sep="\n")
+    return done.returncode == 1
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("stage", choices=FOLDERS)
+    parser.add_argument("row", nargs="?", type=int, help="without it, the rows are listed")
+    args = parser.parse_args()
+    rows = rows_of(args.stage)
+    if args.row in range(1, len(rows) + 1):
+        raise SystemExit(not try_row(rows[args.row - 1]))
+    for number, row in enumerate(rows, 1):
+        print(f"{number}. {row.what}\n   {row.test}")
+    raise SystemExit(2 if args.row is not None else 0)  # there is no such row
+
+
+if __name__ == "__main__":
+    main()
