@@ -53,6 +53,7 @@ ONE = "one process"
 
 start = chapter("03", "ranks").start
 has_units = chapter("05", "machine").has_units
+switches = chapter("05", "switches")
 measure_bytes = chapter("01", "ledger").measure
 
 
@@ -107,10 +108,12 @@ class Training:
 
     def __init__(self, variant: Variant, model: nn.Module, device: torch.device) -> None:
         self.variant, self.device, self.layout = variant, device, variant.layout
-        self.plain = copy.deepcopy(model).to(device).to(memory_format=variant.layout).train()
+        self.plain = copy.deepcopy(model).to(device).train()
+        if variant.channels_last:
+            switches.channels_last(self.plain)
         if variant.compiled:
             torch._dynamo.config.recompile_limit = 64  # of one forward, in many variants
-            self.plain.compile(dynamic=False)  # each shape by itself, or the later ones are slower
+            switches.compiled(self.plain, dynamic=False)  # or shapes after the first are slower
         self.model: nn.Module = self.plain
         if dist.is_initialized():
             self.model = DistributedDataParallel(self.plain, gradient_as_bucket_view=True)
@@ -293,7 +296,8 @@ def parse_args() -> Namespace:
     add("--batch-size", type=count, metavar="N", help="global; 16 on a CPU, 256 a GPU if not said")
     add("--image-size", default=224, type=number(int, 32), metavar="N", help="pixels")
     add("--ranks", type=count, metavar="N", help="one for each core or GPU if not said")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU if any")
+    gpu = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", default=gpu, choices=("cpu", "cuda"), help="cuda: if torch sees a GPU")
     brief = "few rounds; on a CPU one process, resnet18, one training for each accuracy"
     add_effort(parser, "small pictures, one step, nothing compiled", brief)
     args = parser.parse_args()
@@ -301,8 +305,6 @@ def parse_args() -> Namespace:
     unknown = sorted(set(args.models) - set(torchvision.models.list_models(torchvision.models)))
     if unknown:
         raise UsageError(f"torchvision has no model {unknown[0]}: try --models resnet50")
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
     gpus, cores = torch.cuda.device_count(), os.cpu_count() or 1
     if args.brief:  # a GPU is fast: the larger model
         args.models = ["resnet50"] if args.device == "cuda" else ["resnet18"]
@@ -313,7 +315,7 @@ def parse_args() -> Namespace:
     args.batch_size = args.batch_size or (256 * args.ranks if args.device == "cuda" else 16)
     if args.quick:
         args.models, args.batch_size, args.image_size = ["resnet18"], 2 * args.ranks, 32
-    cut_batch(args.batch_size, args.ranks, "ranks")
+    cut_batch(args.batch_size, args.ranks)
     return args
 
 

@@ -4,8 +4,8 @@
 
 Two ranks, one thread each, over gloo; on GPUs over nccl, with as many ranks as GPUs. All variants
 live in the same ranks and take turns (timing.py); a step is forward, backward, averaging and
-optimiser, and its time is that of the slower rank. Memory is counted by storages: what a rank holds
-between two steps. Whoever does not give the same bits as plain DDP is asked what it learns.
+optimizer, and its time is that of the slower rank. Memory is counted by storages: what a rank holds
+between two steps. A variant with other bits than plain DDP is trained, for its test accuracy.
 Writes 05_switches.json and .png under results/, on GPUs 05_switches_cuda.
 """
 
@@ -25,10 +25,7 @@ import torch.nn.functional as F
 import torchvision
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
-    allreduce_hook,
-    bf16_compress_hook,
-)
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -61,6 +58,7 @@ Batch = tuple[Tensor, Tensor]  # images and labels
 
 start = chapter("03", "ranks").start
 bytes_of = chapter("02", "memory").size  # of the storages of some tensors, each once
+stage_05 = chapter("05", "switches")  # the switches that a reader adds to train.py
 
 
 @dataclass(frozen=True)
@@ -136,10 +134,12 @@ class Training:
     ) -> None:
         self.switches, self.device = switches, device
         self.layout = torch.channels_last if switches.channels_last else torch.contiguous_format
-        self.plain = copy.deepcopy(model).to(device).to(memory_format=self.layout).train()
+        self.plain = copy.deepcopy(model).to(device).train()
+        if switches.channels_last:
+            stage_05.channels_last(self.plain)
         if switches.compiled:
             torch._dynamo.config.recompile_limit = 64  # of one forward, in several variants
-            self.plain.compile(dynamic=False)  # in DDP's forward, it cuts where a bucket ends
+            stage_05.compiled(self.plain, dynamic=False)  # in DDP, it cuts where a bucket ends
         inner = WithIdleBranch(self.plain).to(device) if switches.idle_branch else self.plain
         self.ddp = DistributedDataParallel(inner, **switches.ddp)  # every rank must reach this line
         self.buckets: dict[int, Tensor] = {}
@@ -157,7 +157,7 @@ class Training:
     def make_hook(self, watched: bool) -> tuple[Any, Callable]:
         """A state and what DDP calls for each bucket, instead of an all-reduce of its own."""
         hooks: dict[str, Callable]
-        hooks = {"bf16": bf16_compress_hook, "PowerSGD": powerSGD_hook, "": allreduce_hook}
+        hooks = {**stage_05.HOOKS, "PowerSGD": powerSGD_hook, "": allreduce_hook}
         inner = hooks[self.switches.hook]
         state = self.power if self.switches.hook == "PowerSGD" else None
 
@@ -169,7 +169,7 @@ class Training:
 
     def __call__(self, images: Tensor, labels: Tensor) -> None:
         torch.backends.cudnn.benchmark = self.switches.cudnn_benchmark
-        self.buckets.clear()  # DDP lays them out anew after its first backward
+        self.buckets.clear()  # DDP lays them out again after its first backward
         self.optimizer.zero_grad()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.switches.autocast):
             loss = F.cross_entropy(self.ddp(images), labels)

@@ -36,18 +36,21 @@ def replacing(path: Path) -> Iterator[None]:
     Before the block, the checkpoint that is there becomes the previous one. After it, a checksum is
     added, and all is on disk. CheckpointError if the block cannot write.
     """
+    unfinished = path.with_suffix(".tmp")
     if is_whole(path):  # a damaged one must not replace the good one before it
         path.replace(previous(path))
     try:
         yield
-        with path.open("r+b") as file:
+        path.replace(unfinished)  # a power cut could leave zeros: no name yet that is read
+        with unfinished.open("r+b") as file:
             digest = hashlib.sha256(file.read()).hexdigest()
             file.write(MARK + digest.encode())
             file.flush()
-            os.fsync(file.fileno())  # else a power cut could leave zeros
+            os.fsync(file.fileno())
+        unfinished.replace(path)
     except (OSError, RuntimeError) as error:  # RuntimeError: torch.save's
-        for unfinished in (path, path.with_suffix(".tmp")):
-            unfinished.unlink(missing_ok=True)
+        for each in (path, unfinished):
+            each.unlink(missing_ok=True)
         why = f"cannot write {path} ({error}), the one before is whole"
         raise CheckpointError(f"{why}: make room, then --resume auto") from error
 

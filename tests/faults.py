@@ -61,7 +61,7 @@ KINDS = {
     "term": "SIGTERM to one rank",
     "term-all": "SIGTERM to all ranks and their loaders, at any time",
     "nan": "the weights of a rank become NaN",
-    "kill-in-save": "SIGKILL while the checkpoint is written, at a random byte",
+    "kill-in-save": "SIGKILL while the checkpoint is written, of which a part reaches the disk",
     "disk-full": "no room for the checkpoint (a limit on the size of files)",
     "bit-flip": "SIGKILL of all, and a bit of the last checkpoint flips",
     "truncation": "SIGKILL of all, and the last checkpoint is cut off",
@@ -123,14 +123,15 @@ def _strike(kind: str, parameter: torch.Tensor) -> None:
         case "disk-full":  # the kernel refuses to let a file grow: its error is a real one
             hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
             resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))
-        case "skip":  # the next barrier
-            time.sleep(1)  # the others wait in it meanwhile, and note it
-            real = dist.barrier
+        case "skip":  # the next sum over all ranks: the one in evaluate
+            real = dist.all_reduce
 
-            def skip(_: object) -> None:
-                dist.barrier = real
+            def skip(tensor: torch.Tensor, *group: object, **more: object) -> object:
+                if group:  # of a vote
+                    return real(tensor, *group, **more)
+                dist.all_reduce = real
 
-            dist.barrier = skip
+            dist.all_reduce = skip
 
 
 def _inject(fault: Fault, rank: int, folder: Path) -> None:
@@ -341,7 +342,7 @@ def trial(fault: Fault) -> Outcome:
         found = durable.newest_whole(latest)
     except durable.CheckpointError:  # the only one is damaged: delete it, as the line says
         found = latest.unlink()
-        if fault.kind not in DAMAGES or durable.previous(latest).exists():
+        if fault.kind not in (*DAMAGES, "kill-in-save") or durable.previous(latest).exists():
             outcome.wrong = "no checkpoint is whole"
     step = torch.load(found, weights_only=True)["step"] if found else 0
     outcome.lost_steps = int(max(v for n, v in notes.items() if n.startswith("step"))) - step

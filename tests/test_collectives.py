@@ -227,8 +227,8 @@ def test_a_program_that_is_killed_leaves_no_rank_behind(tmp_path):
 SIGNAL = "signal.signal(signal.SIGINT, signal.SIG_DFL)"
 
 
-def ranks_after_sigterm(folder: Path, without: str = "") -> list[int]:
-    """Start train.py with `&` in a script, and end it while its ranks train. Those that stay."""
+def ranks_after_sigterm(folder: Path, seconds: float, without: str = "") -> list[int]:
+    """Start train.py with `&` in a script, end it while its ranks train; which of them stay?"""
     for name in ("train.py", "partition.py"):
         source = (FOLDERS["03"] / name).read_text()
         assert name != "train.py" or not without or source.count(without) == 1
@@ -249,7 +249,7 @@ def ranks_after_sigterm(folder: Path, without: str = "") -> list[int]:
         assert len(ranks) == 2
         os.kill(launcher, signal.SIGTERM)
         shell.wait(60)
-        end = time.monotonic() + 5
+        end = time.monotonic() + seconds
         while (left := [pid for pid in ranks if is_alive(pid)]) and time.monotonic() < end:
             time.sleep(0.1)
         return left
@@ -275,13 +275,13 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, a process is not told of this")
 def test_a_launcher_in_the_background_that_is_ended_takes_its_ranks_along(tmp_path):
-    assert ranks_after_sigterm(tmp_path) == []
+    assert ranks_after_sigterm(tmp_path, seconds=10) == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, a process is not told of this")
 def test_with_sigint_ignored_the_ranks_would_stay(tmp_path):
     """The control."""
-    assert len(ranks_after_sigterm(tmp_path, without=SIGNAL)) == 2
+    assert len(ranks_after_sigterm(tmp_path, seconds=2, without=SIGNAL)) == 2
 
 
 def left_of(session: int, seconds: float = 5) -> list[str]:

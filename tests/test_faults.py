@@ -88,7 +88,7 @@ def test_a_stopped_rank_0_is_named_though_it_keeps_the_store():
 
 
 def test_a_rank_that_skips_a_collective_is_seen_where_it_waits():
-    """Rank 1 leaves out the barrier at the end of the epoch: both wait, in vain, at two lines."""
+    """Rank 1 leaves out the sum in evaluate: both wait, in vain, at two lines."""
     outcome = trial(Fault("skip", "net", 2, 1, 12))
     assert not outcome.hang
     assert outcome.orphans == 0
@@ -97,8 +97,8 @@ def test_a_rank_that_skips_a_collective_is_seen_where_it_waits():
     assert len(errors(outcome)) == 2
     for line in errors(outcome):
         assert "the ranks wait in different collectives" in line
-        assert re.search(r"rank 0 at step 12, line \d+, `agreement.barrier\(\)", line)
-        assert re.search(r"rank 1 at step 12, line \d+, `losses = agreement.mean\(", line)
+        assert re.search(r"rank 0 at step 12, line \d+, `dist.all_reduce\(totals\)", line)
+        assert re.search(r"rank 1 at step 12, line \d+, `with agreement.fail_together\(", line)
 
 
 def test_a_rank_that_raises_is_named_with_its_error():

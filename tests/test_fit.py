@@ -240,7 +240,7 @@ BAD = [
     (("--memory-limit=8GB",), ("--memory-limit", "'8GB'", "8GiB")),
     (("--memory-limit=0MiB",), ("--memory-limit", "above 0")),
     (("--memory-limit=-1GiB",), ("--memory-limit", "above 0")),
-    (("--memory-limit=1GiB", "--image-size=15"), ("16 pixels", "15")),
+    (("--memory-limit=1GiB", "--image-size=15"), ("--image-size 16 or more", "15")),
     (("--memory-limit=1GiB", "--model=resnet18", "--batch-size=1"), ("BatchNorm", "2")),
     (("--memory-limit=1GiB", "--optimizer=lion"), ("'lion'", "adamw")),
     (("--device=cpu",), ("--memory-limit 8GiB",)),

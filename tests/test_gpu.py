@@ -39,16 +39,14 @@ def start(script: str, ranks: int, folder, *flags: str) -> tuple[dict, str]:
         ("05_amp_syncbn/train.py", 1, ("--amp=bf16",)),
         ("05_amp_syncbn/train.py", 2, ()),
         ("05_amp_syncbn/train.py", 2, ("--amp=bf16",)),
-        ("05_amp_syncbn/train.py", 2, ("--amp=fp16", "--clip-norm=1", "--comm-hook=fp16")),
-        ("05_amp_syncbn/train.py", 1, ("--amp=bf16", "--channels-last", "--compile")),
-        ("05_amp_syncbn/train.py", 2, ("--amp=fp16", "--accumulate=2", "--channels-last")),
+        ("05_amp_syncbn/train.py", 2, ("--amp=fp16", "--clip-norm=1")),
+        ("05_amp_syncbn/train.py", 2, ("--amp=fp16", "--accumulate=2")),
     ],
 )
 def test_a_stage_learns_on_a_gpu_and_tells_its_memory(script, ranks, flags, tmp_path):
     summary, output = start(script, ranks, tmp_path, *flags)
     assert summary["device"] == "cuda"
     assert summary["test_accuracy"] > 0.9
-    assert summary["memory_source"] == "torch.cuda.max_memory_allocated"
     assert len(summary["peak_memory_bytes"]) == (max(1, GPUS) if script[:2] == "02" else ranks)
     assert all(0 < peak < 2e9 for peak in summary["peak_memory_bytes"])
     assert all(line["seconds"] > 0 for line in Run(tmp_path, [], "").metrics)

@@ -1,38 +1,31 @@
-"""However the ranks are started, they do the same: torchrun, srun's variables, or no launcher."""
+"""Ranks that torchrun, srun or nobody has started do the same."""
 
 import json
-import sys
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from support import ROOT, Run, command, free_port, load_stage, run_ranks, torchrun, train_once
+from support import ROOT, Run, command, free_port, load_stage, torchrun, train_once
 
 SHORT = ("--model=net-bn", "--epochs=1", "--batch-size=60")
-
-CUT = {
-    "04": "global batch {} = {} × {} (world size × local batch)",
-    "05": "global batch {} = {} × 1 × {} (world size × accumulate × micro-batch)",
-}
+SCRIPTS = {"04": "04_ddp_torchrun/train.py", "05": "05_amp_syncbn/train.py"}
+each_key = pytest.mark.parametrize("key", SCRIPTS)
 
 
 def losses(folder: Path) -> torch.Tensor:
     return Run(folder, [], "").losses
 
 
-@pytest.mark.parametrize(
-    ("key", "script"), [("04", "04_ddp_torchrun/train.py"), ("05", "05_amp_syncbn/train.py")]
-)
-def test_two_ranks_under_torchrun(key, script, tmp_path):
+@each_key
+def test_two_ranks_under_torchrun(key, tmp_path):
     """The one real launch of each; its losses are those of the ranks that the suite starts."""
-    done = torchrun(2, script, *SHORT, "--device=cpu", f"--run-dir={tmp_path}")
+    done = torchrun(2, SCRIPTS[key], *SHORT, "--device=cpu", f"--run-dir={tmp_path}")
     assert done.returncode == 0, done.stderr
-    assert CUT[key].format(60, 2, 30) in done.stdout
+    assert "global batch 60 = 2 × 30\n" in done.stdout
     assert done.stdout.count("epoch 1/1") == 1, "only rank 0 prints"
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["world_size"], summary["local_batch"]) == (2, 30)
@@ -41,21 +34,36 @@ def test_two_ranks_under_torchrun(key, script, tmp_path):
     assert torch.equal(losses(tmp_path), same.losses)
 
 
-def test_srun_without_torchrun(tmp_path):
+@pytest.mark.parametrize(("key", "tasks"), [("04", "2"), ("05", "2(x3),1")])
+def test_srun_without_torchrun(key, tasks, tmp_path):
     """SLURM's own names for rank, local rank, world size and ranks on this node."""
     env = {
         "SLURM_PROCID": "{RANK}",
         "SLURM_LOCALID": "{RANK}",
         "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_TASKS_PER_NODE": tasks,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
     flags = (*SHORT, "--device=cpu", f"--run-dir={tmp_path}")
-    answers = command("04_ddp_torchrun/train.py", *flags, ranks=2, env=env)
+    answers = command(SCRIPTS[key], *flags, ranks=2, env=env)
     assert [status for status, _ in answers] == [0, 0], answers
-    same = train_once("04", 2, *SHORT, dtype=torch.float32)
+    same = train_once(key, 2, *SHORT, dtype=torch.float32)
     assert torch.equal(losses(tmp_path), same.losses)
+
+
+def test_torchrun_comes_before_srun(monkeypatch):
+    """A torchrun that srun has started: both have set their variables."""
+    for name, value in zip(load_stage("04").SRUN, ("7", "3", "16", "4(x4)"), strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    for key in SCRIPTS:
+        assert load_stage(key).read_launcher() == [7, 3, 16, 4]
+    for name, value in zip(load_stage("04").TORCHRUN, "1152", strict=True):
+        monkeypatch.setenv(name, value)
+    for key in SCRIPTS:
+        assert load_stage(key).read_launcher() == [1, 1, 5, 2]
 
 
 def test_srun_without_an_address_is_refused():
@@ -67,14 +75,14 @@ def test_srun_without_an_address_is_refused():
     }
     [(status, output)] = command("04_ddp_torchrun/train.py", env=env)
     assert status == 2
-    assert "MASTER_PORT is not set: expected a whole number" in output
+    assert output == "error: MASTER_ADDR is not set: start with torchrun, or export it\n"
 
 
-@pytest.mark.parametrize("script", ["04_ddp_torchrun/train.py", "05_amp_syncbn/train.py"])
-def test_without_a_launcher_the_world_is_one_rank(script, tmp_path):
-    [(status, output)] = command(script, *SHORT, "--device=cpu", f"--run-dir={tmp_path}")
+@each_key
+def test_without_a_launcher_the_world_is_one_rank(key, tmp_path):
+    [(status, output)] = command(SCRIPTS[key], *SHORT, "--device=cpu", f"--run-dir={tmp_path}")
     assert status == 0, output
-    assert CUT[script[:2]].format(60, 1, 60) in output
+    assert "global batch 60 = 1 × 60\n" in output
     one = train_once("01", 1, *SHORT, dtype=torch.float32)
     assert (losses(tmp_path) - one.losses).abs().max() < 1e-4
 
@@ -103,28 +111,35 @@ def test_srun_with_one_task_needs_no_address(tmp_path):
     assert status == 0, output
 
 
-def _backend(rank: int, gpus: int) -> tuple[str, str]:
-    """The backend that stage 04 asks for, and what it prints, where GPUs are only pretended."""
-    stage = load_stage("04")
-    gpu = SimpleNamespace(uuid=f"GPU-{rank % gpus}")
-    asked = []
-    sys.argv = ["train.py"]
+def joined(key: str, device: str, ranks: int, gpus: int) -> tuple[dict, str]:
+    """What a stage asks init_process_group for, and what it prints, with pretended GPUs."""
+    stage, asked = load_stage(key), {}
     with (
-        patch.object(stage, "pick_device", lambda *_: torch.device("cuda", rank % gpus)),
-        patch.object(torch.cuda, "set_device"),
-        patch.object(torch.cuda, "get_device_properties", lambda _: gpu),
-        patch.object(dist, "init_process_group", lambda backend, **_: asked.append(backend)),
+        patch.object(torch.cuda, "device_count", lambda: gpus),
+        patch.object(
+            dist, "init_process_group", lambda name, **more: asked.update(more, name=name)
+        ),
         redirect_stdout(StringIO()) as output,
     ):
-        stage.init_distributed(stage.parse_args())
-    return asked[0], output.getvalue()
+        stage.init_distributed(torch.device(device), 0, ranks, ranks)
+    return asked, output.getvalue()
 
 
-@pytest.mark.parametrize(("ranks", "gpus"), [(2, 2), (3, 2)])
-def test_nccl_is_for_ranks_that_have_a_gpu_each_and_gloo_carries_what_is_on_the_cpu(ranks, gpus):
-    """Told apart by their UUIDs: srun may show each rank one GPU only, and they all call it 0."""
-    answers = run_ranks(ranks, _backend, gpus)
-    backend = "cpu:gloo,cuda:nccl" if ranks <= gpus else "gloo"
-    assert [chosen for chosen, _ in answers] == [backend] * ranks
-    said = "" if ranks <= gpus else "3 ranks, 2 GPUs: gloo, not nccl\n"
-    assert [printed for _, printed in answers] == [said] + [""] * (ranks - 1)
+@each_key
+def test_nccl_is_for_ranks_that_have_a_gpu_each(key):
+    gpu = torch.device("cuda", 0)
+    for ranks in (1, 2):
+        asked, said = joined(key, "cuda:0", ranks=ranks, gpus=2)
+        assert (asked["name"], asked["device_id"], asked["world_size"]) == ("nccl", gpu, ranks)
+        assert said == ""
+    asked, said = joined(key, "cuda:0", ranks=3, gpus=2)
+    assert (asked["name"], asked["device_id"]) == ("gloo", None)
+    assert said == "3 ranks share 2 GPUs: gloo, not nccl\n"
+    asked, said = joined(key, "cpu", ranks=3, gpus=2)
+    assert (asked["name"], asked["device_id"], said) == ("gloo", None, "")
+
+
+@each_key
+def test_a_world_of_one_opens_no_port(key):
+    assert isinstance(joined(key, "cpu", ranks=1, gpus=0)[0]["store"], dist.HashStore)
+    assert joined(key, "cpu", ranks=2, gpus=0)[0]["store"] is None

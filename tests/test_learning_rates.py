@@ -2,13 +2,14 @@
 
 import json
 import math
+import re
 import statistics
 from argparse import Namespace
 from typing import Any
 
 import pytest
 import torch
-from support import ROOT, chapter, load_stage
+from support import ROOT, chapter, command, load_stage
 
 shrink: Any = chapter("01", "learning_rate")
 grow: Any = chapter("05", "large_batch")
@@ -70,15 +71,34 @@ def test_05_where_the_linear_rule_diverges_a_warm_up_helps_but_does_not_make_it_
     assert grow.median(240, 0.2, "none", 0) < 0.1
 
 
-def test_05_the_chapter_has_the_rates_of_the_stage():
-    stage = load_stage("05")
-    for rule in grow.RULES:
-        for warm_up in (0, 0.5, 2):
-            args = Namespace(batch_size=240, base_batch_size=30, lr_rule=rule, epochs=16)
-            args.warmup_epochs, args.lr_decay = warm_up, "none"
-            for step in range(40):
-                expected = stage.lr_factor(args, 6, step)
-                assert grow.factor(rule, warm_up * 6, step) == pytest.approx(expected, abs=1e-15)
+def test_05_the_chapter_trains_with_the_rates_of_the_stage_and_tells_them():
+    assert grow.learning_rates is load_stage("05").learning_rates
+    args = Namespace(lr=0.05, batch_size=240, base_batch_size=30, epochs=16)
+    args.warmup_epochs, args.lr_decay = 0, "none"
+    for args.lr_rule, growth in grow.RULES.items():
+        assert grow.learning_rates(args, 3, 6) == [0.05 * growth] * 6
+
+
+def printed_rates(*flags):
+    """What schedule.py prints: the first and the last rate of each epoch."""
+    [(status, output)] = command("05_amp_syncbn/schedule.py", *flags)
+    assert status == 0
+    return [tuple(map(float, re.findall(r"\d\.\d{4}", line))) for line in output.splitlines()]
+
+
+def test_05_schedule_prints_a_rate_that_rises_and_then_falls():
+    """By default: 4 times the batch with the linear rule, 2 epochs of warm-up, then a cosine."""
+    epochs = printed_rates()
+    assert len(epochs) == 10
+    assert all(first < last for first, last in epochs[:2])
+    assert epochs[1][1] == 0.02 * 480 / 120
+    assert all(first > last for first, last in epochs[2:])
+    assert epochs[-1][1] < 0.0001
+
+
+def test_05_schedule_takes_the_flags_of_the_stage():
+    flags = ("--lr-rule=none", "--lr-decay=none", "--warmup-epochs=0", "--epochs=3", "--lr=0.5")
+    assert printed_rates(*flags) == [(0.5, 0.5)] * 3
 
 
 @pytest.mark.parametrize("module", [shrink, grow], ids=["01", "05"])

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from support import ROOT, chapter, default_dtype, run_ranks
 from torch import nn
 
+from common import data
 from common.data import load_dataset
 from common.models import build_model
 from common.options import make_parser
@@ -56,7 +58,7 @@ def batchnorm(shape, momentum, affine):
     return layer
 
 
-def normalise(layer, rows, weights):
+def normalize(layer, rows, weights):
     rows = rows.clone().requires_grad_()
     output = layer(rows)
     (output * weights).sum().backward()
@@ -68,7 +70,7 @@ def _sync(rank, shape, ranks, momentum, affine):
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     rows, weights, sizes = global_batch(shape, ranks)
     layer = chapter("05", "sync_batchnorm").convert(batchnorm(shape, momentum, affine))
-    results = normalise(layer, rows.split(sizes)[rank], weights.split(sizes)[rank])
+    results = normalize(layer, rows.split(sizes)[rank], weights.split(sizes)[rank])
     dist.destroy_process_group()
     return type(layer).__name__, results
 
@@ -84,7 +86,7 @@ def _sync(rank, shape, ranks, momentum, affine):
 )
 def test_sync_batchnorm_is_batchnorm_of_the_global_batch(shape, ranks, momentum, affine):
     rows, weights, _ = global_batch(shape, ranks)
-    whole = normalise(batchnorm(shape, momentum, affine), rows, weights)
+    whole = normalize(batchnorm(shape, momentum, affine), rows, weights)
     kinds, parts = zip(*run_ranks(ranks, _sync, shape, ranks, momentum, affine), strict=True)
     assert set(kinds) == {"SyncBatchNorm"}
     close = {"rtol": 0, "atol": 1e-10}
@@ -168,6 +170,29 @@ def test_synthetic_has_any_size_and_number_of_classes(size, classes):
     assert set(train_set.labels.tolist()) == set(range(classes)) == set(test_set.labels.tolist())
 
 
+def test_color_pictures_are_contiguous_in_memory(monkeypatch):
+    """As (N, H, W, C) behind a permuted view, gradients of DDP would have other strides."""
+
+    def source(root, train):
+        pictures = torch.randint(256, (130, 8, 8, 3), dtype=torch.uint8).numpy()
+        return SimpleNamespace(data=pictures, targets=[0] * 130)
+
+    monkeypatch.setitem(data.SOURCES, "cifar10", source)
+    train_set, _ = load_dataset(options("--dataset=cifar10"))
+    assert train_set.images.shape == (130, 3, 8, 8)
+    assert train_set.images.is_contiguous()
+    assert train_set[[3, 5]][0].is_contiguous()
+
+
+@pytest.mark.parametrize("in_use", [True, False])
+def test_batches_are_pinned_if_this_process_uses_a_gpu(in_use, monkeypatch):
+    """Not if there is one that it does not use."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
+    train_set, _ = load_dataset(options("--device=cpu"))
+    assert data.make_loader(train_set, 10).pin_memory == in_use
+
+
 def test_imagefolder_reads_ones_own_pictures(tmp_path):
     from PIL import Image
 
@@ -175,8 +200,8 @@ def test_imagefolder_reads_ones_own_pictures(tmp_path):
         for number, name in enumerate(("cat", "dog", "owl")):
             (tmp_path / part / name).mkdir(parents=True)
             for picture in range(4):
-                colour = (80 * number, 20 * picture, 255)
-                Image.new("RGB", (40, 30), colour).save(tmp_path / part / name / f"{picture}.png")
+                color = (80 * number, 20 * picture, 255)
+                Image.new("RGB", (40, 30), color).save(tmp_path / part / name / f"{picture}.png")
     flags = ("--dataset=imagefolder", f"--data-dir={tmp_path}", "--batch-size=4", "--image-size=32")
     train_set, _ = load_dataset(options(*flags))
     assert train_set.classes == ["cat", "dog", "owl"]
@@ -194,7 +219,7 @@ def test_net_is_the_network_of_the_documents():
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_resnet_takes_grey_and_colour(channels):
+def test_resnet_takes_gray_and_color(channels):
     train_set, _ = load_dataset(options(f"--dataset={'digits' if channels == 1 else 'synthetic'}"))
     model = build_model("resnet18", train_set).eval()
     images, _ = train_set.__getitems__([0, 1])

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.run
 from support import ROOT, command, run_ranks
-from test_bad_input import SCRIPTS, Trap, refused, seal
+from test_bad_input import SCRIPTS, Trap, refused
+from test_survive_input import seal
 
 # --- What unpickles, in every Python file and notebook
 
@@ -24,14 +25,18 @@ OBJECT_COLLECTIVES = {
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
     *("send_object_list", "recv_object_list"),
 }
-# Each of these gets what ranks of the same program made, on one machine; nothing from a file.
+# Each of these gets what ranks of the same program made; nothing from a file.
 ALLOWED = {
+    ("03_ddp_manual_allreduce/deaths.py", "all_gather_object"),  # a truth value
+    ("03_ddp_manual_allreduce/deaths.py", "broadcast_object_list"),  # a path, a number
     ("03_ddp_manual_allreduce/ranks.py", "all_gather_object"),  # shapes, as texts
-    ("03_ddp_manual_allreduce/shared_memory.py", "all_gather_object"),  # a truth value
-    ("03_ddp_manual_allreduce/shared_memory.py", "broadcast_object_list"),  # a path, a number
     ("tests/support.py", "pickle.loads"),  # what a rank answers to the test that started it
     ("tests/test_safety.py", "torch.load"),  # the control below
     ("tests/test_safety.py", "all_gather_object"),  # it shows what can happen
+}
+ALLOWED |= {  # the peak memory of each rank, a whole number
+    (f"{folder}/train.py", "all_gather_object")
+    for folder in ("03_ddp_manual_allreduce", "04_ddp_torchrun", "05_amp_syncbn", "survive")
 }
 
 
@@ -125,21 +130,22 @@ def test_the_checker_lets_pass_what_is_data(line):
 FORMS = ["bare pickle", "inside torch.save's zip"]
 
 
-def malicious(folder: Path, form: str) -> tuple[Path, Path]:
-    """A checkpoint that would create a file if it were unpickled; its checksum fits."""
+def malicious(folder: Path, form: str, sealed: bool) -> tuple[Path, Path]:
+    """A checkpoint that would create a file if it were unpickled. sealed: its checksum fits."""
     path, trapped = folder / "checkpoint.pt", folder / "trapped"
     if form == FORMS[0]:
         path.write_bytes(pickle.dumps(Trap(trapped), protocol=2))
     else:
         torch.save({"model": Trap(trapped), "epoch": 0}, path)
-    seal(path)
+    if sealed:
+        seal(path)
     return path, trapped
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_malicious_checkpoint_would_run(form, tmp_path):
     """The control: whoever loads it without weights_only has run it."""
-    path, trapped = malicious(tmp_path, form)
+    path, trapped = malicious(tmp_path, form, sealed=True)
     with suppress(Exception):
         torch.load(path, weights_only=False)
     assert trapped.exists()
@@ -147,16 +153,20 @@ def test_the_malicious_checkpoint_would_run(form, tmp_path):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("how", ["--resume", "--resume=auto", "--evaluate"])
-@pytest.mark.parametrize("key", ["04", "05"])
-def test_a_malicious_checkpoint_runs_nothing(key, how, form, tmp_path):
-    path, trapped = malicious(tmp_path, form)
+@pytest.mark.parametrize(
+    ("key", "sealed"), [("04", False), ("05", False), ("survive", False), ("survive", True)]
+)
+def test_a_malicious_checkpoint_runs_nothing(key, sealed, how, form, tmp_path):
+    """survive asks for a checksum first; whoever can write the file can write that, too."""
+    path, trapped = malicious(tmp_path, form, sealed)
     flags = (how,) if how.endswith("auto") else (f"{how}={path}",)
     before = path.read_bytes()
     [(status, output)] = command(
         SCRIPTS[key], "--model=net-bn", "--device=cpu", f"--run-dir={tmp_path}", *flags
     )
     assert status == 2, output
-    refused(output, "checkpoint.pt", "tensors and plain values")
+    unsealed = key == "survive" and not sealed
+    refused(output, "checkpoint.pt", "damaged" if unsealed else "more than plain values")
     assert [file.name for file in tmp_path.iterdir()] == ["checkpoint.pt"]
     assert path.read_bytes() == before
     assert not trapped.exists()

@@ -8,6 +8,7 @@ import oracle
 import pytest
 import torch
 import torch.nn.functional as F
+import torchvision
 from support import (
     REAL_DATA,
     ROOT,
@@ -236,6 +237,41 @@ def test_05_resumes_in_bf16_to_the_bit(without=()):
 
 def test_05_resumes_the_loss_scale(without=()):
     resumes("05", 2, "--model=net-bn", "--amp=fp16", without=without)
+
+
+def random_pictures(folder: Path) -> Path:
+    """Twelve small random PNG files in two classes."""
+    for part in ("train", "test"):
+        for i in range(12):
+            path = folder / part / "ab"[i % 2] / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            image = torch.randint(0, 256, (3, 40, 40), dtype=torch.uint8)
+            torchvision.io.write_png(image, str(path))
+    return folder
+
+
+@pytest.mark.parametrize(("key", "ranks", "workers"), [("01", 1, 1), ("04", 2, 0)])
+def test_random_crops_resume_to_the_bit(key, ranks, workers, tmp_path):
+    flags = ("--dataset=imagefolder", f"--data-dir={random_pictures(tmp_path)}", "--batch-size=2")
+    resumes(key, ranks, *flags, f"--workers={workers}")
+
+
+def test_05_resumes_on_another_number_of_ranks():
+    """With SyncBatchNorm and without dropout, in float64, only rounding depends on the ranks."""
+    flags = ("--model=net-bn", "--batch-size=60", "--epochs=2")
+    whole = train_once("05", 2, *flags)
+    path = f"--resume={train_once('05', 2, *SHORT).folder / 'checkpoint.pt'}"
+    assert (whole.losses[25:] - train("05", 3, *flags, path).losses).abs().max() < 1e-10
+    other = train("04", 3, *flags, path)
+    assert (whole.losses[25:] - other.losses).abs().max() > 1e-3, "the control: local BatchNorm"
+
+
+def test_metrics_of_another_run_are_not_taken_for_its_own(tmp_path):
+    train("01", 1, "--model=net-bn", "--batch-size=60", "--max-steps=30", folder=tmp_path)
+    path = train_once("01", 1, *SHORT).folder / "checkpoint.pt"
+    flags = ("--model=net-bn", "--batch-size=60", "--epochs=2", f"--resume={path}")
+    steps = [line["step"] for line in train("01", 1, *flags, folder=tmp_path).metrics]
+    assert steps == list(range(26, 51))
 
 
 def test_learning_rate_of_the_call_wins_over_that_of_the_checkpoint(tmp_path):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torchvision
 from support import (
     ROOT,
     Run,
@@ -22,7 +21,7 @@ from support import (
     train_once,
 )
 from test_bad_input import launcher, refused
-from test_stages import FP32, same_run
+from test_stages import FP32, random_pictures, same_run
 
 from common.data import load_dataset, make_loader
 from common.options import make_parser
@@ -82,17 +81,6 @@ def test_a_stage_resumes_what_survive_has_saved_at_the_end_of_an_epoch():
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
     return random_pictures(tmp_path_factory.mktemp("pictures"))
-
-
-def random_pictures(folder: Path) -> Path:
-    """Twelve small random PNG files in two classes."""
-    for part in ("train", "test"):
-        for i in range(12):
-            path = folder / part / "ab"[i % 2] / f"{i}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            image = torch.randint(0, 256, (3, 40, 40), dtype=torch.uint8)
-            torchvision.io.write_png(image, str(path))
-    return folder
 
 
 def test_random_crops_resume_to_the_bit_with_any_number_of_workers(pictures):
@@ -250,17 +238,6 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(damage, two):
     )
     lines = (two / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("damage", [None, *DAMAGES])
-def test_a_kill_while_a_checkpoint_is_saved_leaves_a_whole_one(damage, two):
-    """Also in the first save after a recovery from a damaged one."""
-    path = two / "checkpoint.pt"
-    if damage:
-        DAMAGES[damage](path)
-    with pytest.raises(KeyboardInterrupt), durable.replacing(path):
-        raise KeyboardInterrupt  # nothing is written yet
-    assert saved_step(durable.newest_whole(path)) == (2 if damage else 4)
 
 
 def test_every_single_bit_counts(two):

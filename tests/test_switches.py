@@ -1,31 +1,60 @@
-"""Unused parameters, accumulation, the benchmarks of precision and switches: C09, C12, C17, C18."""
+"""Unused parameters, accumulation, switches of speed and their benchmarks: C09, C12, C17, C18."""
 
+import importlib.util
 import json
+import os
 import re
+import shutil
 import sys
+from contextlib import redirect_stdout
 from datetime import timedelta
+from io import StringIO
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support import (
+    FOLDERS,
     ROOT,
+    Line,
+    Run,
     chapter,
     command,
     default_dtype,
     free_port,
     fresh_module,
+    load_stage,
+    run_main,
     run_ranks,
+    scratch_folder,
     train_once,
 )
+from test_bad_input import launcher
+from test_proof import FLAGS
+from test_stages import FP32
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
+from common.options import UsageError
+
 sys.path.append(str(ROOT / "benchmarks"))
-import precision
-import switches
+
+
+def benchmark(name: str):
+    """A program of benchmarks/: two of them have the name of a chapter of stage 05."""
+    spec = importlib.util.spec_from_file_location(
+        f"benchmark_{name}", ROOT / "benchmarks" / f"{name}.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+precision, switches = benchmark("precision"), benchmark("switches")
 
 LEFT, MIXED, RIGHT, BOTH, IDLE = (
     getattr(chapter("05", "unused"), name) for name in ("LEFT", "MIXED", "RIGHT", "BOTH", "IDLE")
@@ -134,7 +163,7 @@ def _keep(rank, set_to_none):
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_c17_where_no_rank_uses_a_parameter_its_gradient_is_left_as_it_was(set_to_none):
-    """None: the optimiser leaves the weight alone. Zero: momentum and weight decay move it."""
+    """None: the optimizer leaves the weight alone. Zero: momentum and weight decay move it."""
     for right in run_ranks(2, _keep, set_to_none):
         assert right[0] != right[1]
         assert (right[1] == right[2]) == set_to_none
@@ -226,12 +255,202 @@ def _one_sided(rank, both):
             ddp(torch.ones(1, 2)).sum().backward()
     except RuntimeError:
         return "waits"
-    return "goes on"
+    return "continues"
 
 
 def test_05_no_sync_on_one_rank_only_makes_the_other_wait():
     assert "waits" in run_ranks(2, _one_sided, False)
-    assert run_ranks(2, _one_sided, True) == ["goes on", "goes on"]
+    assert run_ranks(2, _one_sided, True) == ["continues"] * 2
+
+
+# --- switches.py: the lines that it tells the reader to add to train.py
+
+PLACES = {  # what is added stands before this text of train.py
+    "at the top": "import torch.distributed as dist\n",
+    "before DDP": "    ddp = DistributedDataParallel(",
+    "after DDP": "    sampler = DistributedSampler(",
+    "for each batch": "        labels = labels.to(device, non_blocking=True)",
+}
+
+
+def with_switch(name: str, hook: str = "bf16") -> tuple[Line, ...]:
+    """The changes to train.py. hook: another communication hook in the place of bf16's."""
+    changes = []
+    for line in chapter("05", "switches").LINES[name]:
+        code, place = line.replace("bf16_compress", hook).split("  # ")
+        old = PLACES[place]
+        indent = " " * (len(old) - len(old.lstrip()))
+        changes.append(("train.py", old, f"{indent}{code}\n{old}"))
+    return tuple(changes)
+
+
+def apart(one: Run, other: Run) -> float:
+    """The largest difference of a weight."""
+    (a, *_), (b, *_) = one.states, other.states
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def test_channels_last_trains_the_same_weights_in_another_layout():
+    plain, last = (
+        train_once("05", 2, *FLAGS, without=without)
+        for without in ((), with_switch("channels_last"))
+    )
+    assert (plain.losses - last.losses).abs().max() < 1e-10
+    assert apart(plain, last) < 1e-10
+    strides = [run.checkpoint["model"]["conv2.weight"].stride() for run in (plain, last)]
+    assert strides == [(250, 25, 5, 1), (250, 1, 50, 10)]  # (20, 10, 5, 5)
+
+
+def _layouts(rank, flags, without):
+    """Whether the first layer's weights, and each micro-batch that reaches it, have the layout."""
+    stage, found = load_stage("05", without), set()
+    build = stage.build_model
+
+    def watch(layer, inputs):
+        if layer.training:
+            pair = layer.weight, inputs[0]
+            found.add(tuple(t.is_contiguous(memory_format=torch.channels_last) for t in pair))
+
+    def build_watched(*args):
+        model = build(*args)
+        model.conv1.register_forward_pre_hook(watch)
+        return model
+
+    stage.build_model = build_watched
+    run_main(stage, rank, *flags)
+    return found
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_with_channels_last_the_model_and_every_micro_batch_have_the_layout(on):
+    flags = ("--dataset=synthetic", "--device=cpu", f"--run-dir={scratch_folder()}")
+    flags += ("--max-steps=2", "--accumulate=2", "--batch-size=16")
+    without = with_switch("channels_last") if on else ()
+    assert run_ranks(2, _layouts, flags, without) == [{(on, on)}] * 2
+
+
+def _sent(rank, flags, hook):
+    """The dtypes that DDP sends in five steps, and how many bytes."""
+    stage, sent = load_stage("05", with_switch("bf16 hook", hook)), []
+    reduce = dist.all_reduce
+
+    def reduce_watched(tensor, *others, **more):
+        if more.get("async_op"):  # DDP's hooks; those of the stage itself wait
+            sent.append(tensor)
+        return reduce(tensor, *others, **more)
+
+    with patch.object(dist, "all_reduce", reduce_watched):
+        run_main(stage, rank, *flags)
+    return {tensor.dtype for tensor in sent}, sum(tensor.nbytes for tensor in sent)
+
+
+def test_a_hook_sends_half_of_the_bytes():
+    flags = ("--device=cpu", f"--data-dir={ROOT / 'data'}", f"--run-dir={scratch_folder()}")
+    flags += ("--max-steps=5",)
+    dtypes = {"allreduce": torch.float32, "bf16_compress": torch.bfloat16}
+    dtypes["fp16_compress"] = torch.float16
+    found = {hook: run_ranks(2, _sent, flags, hook) for hook in dtypes}
+    for hook, dtype in dtypes.items():
+        assert found[hook] == [({dtype}, 5 * dtype.itemsize * 21_840)] * 2  # parameters of net
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_hook_rounds_what_is_sent_and_the_ranks_stay_alike(dtype):
+    changes = with_switch("bf16 hook", f"{dtype}_compress")
+    plain, run = (train_once("05", 2, *FLAGS, **FP32, without=each) for each in ((), changes))
+    first, second = run.states
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert 1e-6 < apart(plain, run) < 0.05
+    assert run.summary["test_accuracy"] > plain.summary["test_accuracy"] - 0.03
+
+
+def compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def changed_script(folder, changes):
+    """A train.py with these changes, which tells at its end how many graphs were compiled."""
+    for path in FOLDERS["05"].glob("*.py"):
+        (folder / path.name).symlink_to(path)
+    source = (FOLDERS["05"] / "train.py").read_text()
+    for _, old, new in changes:
+        source = source.replace(old, new)
+    script = folder / "changed.py"
+    script.write_text(
+        source + "    from torch._dynamo.utils import counters\n"
+        "    print('graphs:', counters['stats']['unique_graphs'])\n"
+    )
+    return str(script)
+
+
+@pytest.mark.skipif(not compiler(), reason="torch.compile needs a C++ compiler: install g++")
+def test_compiled_steps_compute_the_same(tmp_path):
+    """Two ranks, and SyncBatchNorm by hand, under torch.compile."""
+    flags = ("--model=net-bn", "--max-steps=3")
+    plain = train_once("05", 2, *flags, **FP32)
+    script = changed_script(tmp_path, with_switch("compile"))
+    flags += ("--device=cpu", f"--run-dir={tmp_path}")
+    env = launcher(free_port()) | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # no pool of compilers
+    answers = command(script, *flags, ranks=2, env=env, seconds=240)
+    assert [status for status, _ in answers] == [0, 0], answers
+    assert all(re.search(r"^graphs: [1-9]", output, re.M) for _, output in answers), answers
+    compiled = Run(tmp_path, [], "")
+    assert (plain.losses - compiled.losses).abs().max() < 1e-4
+    assert compiled.checkpoint["model"].keys() == plain.checkpoint["model"].keys(), "_orig_mod."
+
+
+def _uncompiled(rank):
+    with pytest.raises(UsageError) as caught:
+        chapter("05", "machine").refuse_no_compiler(torch.device("cpu"))
+    return str(caught.value)
+
+
+def test_a_machine_without_a_compiler_is_told_so(tmp_path):
+    [text] = run_ranks(1, _uncompiled, env={"CXX": "no-such-compiler", "PATH": str(tmp_path)})
+    assert text.startswith("torch.compile does not work here")
+    assert "install a C++ compiler" in text
+
+
+def test_without_a_compiler_the_chapter_leaves_compile_out():
+    def refuse(device):
+        raise UsageError("no g++")
+
+    module, started = chapter("05", "switches"), []
+    with (
+        redirect_stdout(StringIO()) as output,
+        patch.object(module, "refuse_no_compiler", refuse),
+        patch.object(module.mp, "spawn", lambda *_, args, nprocs: started.append(args[1])),
+    ):
+        module.main()
+    assert "left out: no g++" in output.getvalue()
+    assert started == [["channels_last", "bf16 hook"]]
+
+
+def _table(rank, names):
+    module = chapter("05", "switches")
+    with redirect_stdout(StringIO()) as output, patch.object(module, "ROUNDS", 1):
+        module.compare(rank, int(os.environ["MASTER_PORT"]), names)
+    return output.getvalue()
+
+
+def test_the_chapter_compares_each_switch_with_plain_ddp():
+    table, nothing = run_ranks(2, _table, ["channels_last", "bf16 hook"])
+    assert nothing == ""
+    rows = [re.split(r" {2,}", line) for line in table.splitlines()[2:]]
+    found = {name: weights for name, _, weights in rows}
+    assert list(found) == ["DDP", "DDP again", "channels_last", "bf16 hook"]
+    assert found["DDP again"] == "same bits"
+    assert float(found["bf16 hook"].removeprefix("off by ")) > 1e-7
+    assert all(float(time) > 0 for _, time, _ in rows)
+
+
+def test_compiling_in_place_keeps_the_names_of_the_model():
+    names = list(nn.Sequential(nn.Linear(2, 2)).state_dict())
+    model = nn.Sequential(nn.Linear(2, 2))
+    assert chapter("05", "switches").compiled(model) is model
+    assert list(model.state_dict()) == names
+    control = torch.compile(model)  # not in place
+    assert list(control.state_dict()) == [f"_orig_mod.{name}" for name in names]
 
 
 # --- The chapters' and the benchmarks' command lines
@@ -249,8 +468,8 @@ def test_a_chapter_refuses_to_run_alone(name):
     ("flags", "words"),
     [
         (("--models", "resnet17"), ("resnet17", "--models resnet50")),
-        (("--batch-size", "15", "--ranks", "2"), ("15", "2 ranks", "--batch-size 14")),
-        (("--image-size", "8"), ("'8'", "from 32")),
+        (("--batch-size", "15", "--ranks", "2"), ("--batch-size 15", "by 2", "try 16")),
+        (("--image-size", "8"), ("'8'", "at least 32")),
     ],
 )
 def test_precision_refuses_what_it_cannot_time(flags, words):
@@ -350,7 +569,7 @@ def _held(rank, names):
 
 
 def test_switches_count_what_a_rank_holds():
-    """Of one matrix and its bias: gradients, DDP's buckets, the optimiser's state."""
+    """Of one matrix and its bias: gradients, DDP's buckets, the optimizer's state."""
     view, zero = "gradient_as_bucket_view", "Adam, ZeroRedundancyOptimizer"
     size = 4 * (192 * 64 + 64)
     names = ("DDP", view, "Adam", zero, "PowerSGD hook", "bf16 hook")
