@@ -78,7 +78,7 @@ def evaluate(
         totals[0] += F.cross_entropy(logits, labels, reduction="sum")
         totals[1] += (logits.argmax(dim=1) == labels).sum()
         totals[2] += len(labels)  # the last batch is smaller: weight by its own size
-    dist.all_reduce(totals)  # sums, not means: shards may differ by one sample
+    dist.all_reduce(totals)  # sums: shards may differ by a sample; every rank must reach this line
     loss, correct, samples = totals.tolist()
     return loss / samples, correct / samples
 

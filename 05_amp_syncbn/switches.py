@@ -31,7 +31,7 @@ from common.options import Parser, UsageError
 
 from machine import refuse_no_compiler
 
-LOCAL_BATCH, ROUNDS, STEPS = 32, 15, 3  # STEPS: of a round, and before the weights are compared
+LOCAL_BATCH, ROUNDS, STEPS = 32, 11, 3  # STEPS: of a round, and before the weights are compared
 HOOKS = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
 LINES = {  # to add to train.py
     "channels_last": [
@@ -105,17 +105,24 @@ def relative_times(steps: dict[str, Callable[[], None]]) -> dict[str, float]:
     return {name: median(map(truediv, row, seconds["DDP"])) for name, row in seconds.items()}
 
 
-def compare(rank: int, port: int, switches: list[str]) -> None:
+def compare(rank: int, port: int) -> None:
     """What each rank does; rank 0 prints the table."""
     torch.set_num_threads(1)
     torch._logging.set_logs(all=logging.ERROR)  # torch.compile warns of its own inner workings
+    switches = ["DDP", "DDP again", *LINES]
+    try:
+        refuse_no_compiler(torch.device("cpu"))
+    except UsageError as error:  # on both ranks: they share the machine
+        switches.remove("compile")
+        if rank == 0:
+            print(f"compile is left out: {error}\n")
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     torch.manual_seed(rank)
     images = torch.randn(LOCAL_BATCH, 3, 32, 32)
     network = Net(channels=3, image_size=32, classes=10, batch_norm=True)
     steps, weights = {}, {}
-    for switch in ("DDP", "DDP again", *switches):
+    for switch in switches:
         model, steps[switch] = build(switch, network, images)
         for _ in range(STEPS):
             steps[switch]()
@@ -130,17 +137,11 @@ def compare(rank: int, port: int, switches: list[str]) -> None:
 
 
 def main() -> None:
-    switches = list(LINES)
-    try:
-        refuse_no_compiler(torch.device("cpu"))
-    except UsageError as error:
-        switches.remove("compile")
-        print(f"left out: {error}")
-    for switch in switches:
-        print(switch, *LINES[switch], sep="\n    ")
-    print()
+    for switch, lines in LINES.items():
+        print(switch, *lines, sep="\n    ")
+    print(flush=True)
     store = dist.TCPStore("127.0.0.1", port=0, is_master=True, wait_for_workers=False)
-    mp.spawn(compare, args=(store.port, switches), nprocs=2)
+    mp.spawn(compare, args=(store.port,), nprocs=2)
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def evaluate(
         totals[0] += F.cross_entropy(logits, labels, reduction="sum")
         totals[1] += (logits.argmax(dim=1) == labels).sum()
         totals[2] += len(labels)  # the last batch is smaller: weight by its own size
-    dist.all_reduce(totals)  # sums, not means: shards may differ by one sample
+    dist.all_reduce(totals)  # sums: shards may differ by a sample; every rank must reach this line
     loss, correct, samples = totals.tolist()
     return loss / samples, correct / samples
 
@@ -126,9 +126,8 @@ def main() -> None:
     if args.device == "cuda":  # GPU 0 for local rank 0, 1 for 1, and so on
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    micro_batch = cut_batch(args.batch_size, world_size * args.accumulate)
-    norm_batch = micro_batch * world_size if args.sync_bn else micro_batch
-    local_batch = micro_batch * args.accumulate
+    local_batch = cut_batch(args.batch_size, world_size * args.accumulate) * args.accumulate
+    norm_batch = (args.batch_size if args.sync_bn else local_batch) // args.accumulate
     train_set, test_set = load_dataset(args)
     torch.manual_seed(args.seed)
     model = build_model(args.model, train_set, norm_batch).to(device)
@@ -143,7 +142,6 @@ def main() -> None:
     init_distributed(device, rank, world_size, local_ranks)  # every rank must reach this line
     if args.evaluate:
         return recorder.end_evaluation(*evaluate(model, test_set, local_batch, device))
-
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # no copy of the gradients
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # or it repeats some
     loader = make_loader(train_set, local_batch, sampler, args.workers)

@@ -80,7 +80,7 @@ def links() -> str:
 
 
 def faults() -> str:
-    """Stage 04: what was injected, what went wrong, and how long it took to go on."""
+    """survive: what was injected, what went wrong, and how long it took to go on."""
     rows = [
         (
             row["what"],

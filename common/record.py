@@ -59,7 +59,6 @@ class Recorder:
         self.summary |= {"global_batch": args.batch_size, "local_batch": local_batch}
         if args.evaluate or not self.enabled:
             return
-        print(f"global batch {args.batch_size} = {args.batch_size // local_batch} × {local_batch}")
         try:
             args.run_dir.mkdir(parents=True, exist_ok=True)
             self.metrics.touch()  # what an earlier run has left is replaced after the first epoch
@@ -68,6 +67,7 @@ class Recorder:
                 self.kept = "".join(lines[: self.step])  # later steps are repeated
         except OSError as error:
             raise UsageError(f"cannot write to --run-dir ({error}): name another one") from error
+        print(f"global batch {args.batch_size} = {args.batch_size // local_batch} × {local_batch}")
 
     def timed(self, batches: Iterable, steps: int) -> Iterator:
         """The same batches, timed. steps: how many a whole epoch has."""

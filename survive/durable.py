@@ -30,8 +30,8 @@ def previous(path: Path) -> Path:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[None]:
-    """Save the checkpoint at this path in the block. A kill at any moment leaves a whole one.
+def replacing(path: Path) -> Iterator[Path]:
+    """Save in the block, at the path that this yields. A kill at any moment leaves a whole one.
 
     Before the block, the checkpoint that is there becomes the previous one. After it, a checksum is
     added, and all is on disk. CheckpointError if the block cannot write.
@@ -40,8 +40,9 @@ def replacing(path: Path) -> Iterator[None]:
     if is_whole(path):  # a damaged one must not replace the good one before it
         path.replace(previous(path))
     try:
-        yield
-        path.replace(unfinished)  # a power cut could leave zeros: no name yet that is read
+        yield unfinished
+        if not unfinished.exists():  # save_checkpoint has renamed it already
+            path.replace(unfinished)  # too early: a power cut could leave zeros
         with unfinished.open("r+b") as file:
             digest = hashlib.sha256(file.read()).hexdigest()
             file.write(MARK + digest.encode())
@@ -55,8 +56,14 @@ def replacing(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{why}: make room, then --resume auto") from error
 
 
-def set_aside(path: Path) -> None:
-    """Rename the checkpoints of an older run, or --resume auto would take them for this run's."""
+def set_aside(path: Path, resumed: Path | None) -> None:
+    """Rename the checkpoints of an older run, or --resume auto would take them for this run's.
+
+    resumed: the checkpoint that this run has started from. If it is one of them, they are its own.
+    """
+    own = (path.resolve(), previous(path).resolve())
+    if resumed and resumed.resolve() in own:
+        return
     for old in (path, previous(path)):
         if old.exists():
             old.replace(old.with_suffix(".old.pt"))
@@ -131,16 +138,16 @@ class Remaining(Sampler):
 def main() -> None:
     path = Path(tempfile.mkdtemp(), "checkpoint.pt")
     for step in (1, 2, 3):
-        with replacing(path):
-            torch.save({"weights": torch.full((1000,), step), "step": step}, path)
+        with replacing(path) as file:
+            torch.save({"weights": torch.full((1000,), step), "step": step}, file)
         print(f"saved step {step}; files: {sorted(each.name for each in path.parent.iterdir())}")
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1  # a single bit
     path.write_bytes(data)
     found = newest_whole(path)
     print(f"a bit of {path.name} flips: the newest whole checkpoint is {found and found.name}")
-    with replacing(path):
-        torch.save({"step": 4}, path)
+    with replacing(path) as file:
+        torch.save({"step": 4}, file)
     steps = [torch.load(each, weights_only=True)["step"] for each in (path, previous(path))]
     print(f"saved step {steps[0]}; the damaged file has not replaced step {steps[1]} before it")
 

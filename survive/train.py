@@ -79,7 +79,7 @@ def until_checkpoint(loader: Iterable, recorder: Recorder, agreement: Agreement)
         agreement.vote()  # without waiting; every rank must reach this line
         if agreement.stopped or recorder.step % args.checkpoint_every_steps == 0:
             break
-    agreement.barrier()  # the recorder reads the GPU's clock next
+    agreement.barrier()  # the recorder waits for the GPU next; every rank must reach this line
 
 
 def train_epoch(
@@ -132,16 +132,15 @@ def evaluate(
         totals[0] += F.cross_entropy(logits, labels, reduction="sum")
         totals[1] += (logits.argmax(dim=1) == labels).sum()
         totals[2] += len(labels)  # the last batch is smaller: weight by its own size
-    dist.all_reduce(totals)  # sums, not means: shards may differ by one sample
+    dist.all_reduce(totals)  # sums: shards may differ by a sample; every rank must reach this line
     loss, correct, samples = totals.tolist()
     return loss / samples, correct / samples
 
 
 def prepare(args: Namespace, device: torch.device, rank: int, world_size: int) -> tuple:
     """What one rank can do, and check, alone."""
-    micro_batch = cut_batch(args.batch_size, world_size * args.accumulate)
-    norm_batch = micro_batch * world_size if args.sync_bn else micro_batch
-    local_batch = micro_batch * args.accumulate
+    local_batch = cut_batch(args.batch_size, world_size * args.accumulate) * args.accumulate
+    norm_batch = (args.batch_size if args.sync_bn else local_batch) // args.accumulate
     train_set, test_set = load_dataset(args)
     torch.manual_seed(args.seed)
     model = build_model(args.model, train_set, norm_batch).to(device)
@@ -167,8 +166,8 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
     agreement.same(start["step"], "the step to resume from")  # or --run-dir is not a shared disk
     if args.evaluate:
         return recorder.end_evaluation(*evaluate(model, test_set, local_batch, device))
-    if rank == 0 and start.get("path") not in (path, durable.previous(path)):
-        durable.set_aside(path)
+    if rank == 0:
+        durable.set_aside(path, start.get("path"))
     watchdog.step = lambda: recorder.step
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # no copy of the gradients
     # DDP orders its buckets after the first backward. One here, and a resumed run rounds alike.

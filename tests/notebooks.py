@@ -75,7 +75,7 @@ def run(notebook: NotebookNode) -> tuple[NotebookNode, dict[str, str], dict[str,
             if "execution_count" in output:
                 output.execution_count = number
     said = {"right": text_of(right), "wrong": text_of(wrong)}
-    return made, digests([*json.loads(text_of(used)), *PAGES]), said
+    return made, digests([*json.loads(text_of(used)), *PROGRAMS]), said
 
 
 def tags(cell: NotebookNode) -> list[str]:
@@ -107,7 +107,7 @@ def digests(paths: list[str]) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-PAGES = [str(path) for path in ROOT.glob("0?_*/train.py")]  # ranks read them, where nobody watches
+PROGRAMS = [str(path) for path in ROOT.glob("0?_*/train.py")]  # ranks read them unwatched
 KEPT = {"common", "benchmarks", "results", "tests", "notebooks", "tour.py"} | {
     path.name for path in ROOT.glob("0?_*")
 }

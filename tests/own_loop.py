@@ -48,9 +48,9 @@ def train(device: torch.device, agreement: Agreement, watchdog: Watchdog) -> Non
             losses.clear()
             with agreement.fail_together():  # 8. a full disk ends all ranks, not only rank 0
                 if agreement.rank == 0:
-                    with durable.replacing(CHECKPOINT):  # 9. a kill leaves a whole checkpoint
+                    with durable.replacing(CHECKPOINT) as file:  # 9. a kill leaves a whole one
                         state = {"model": model.state_dict(), "step": step}
-                        torch.save(state | {"optimizer": optimizer.state_dict()}, CHECKPOINT)
+                        torch.save(state | {"optimizer": optimizer.state_dict()}, file)
     print(f"rank {agreement.rank} ends after step {step}")
 
 

@@ -87,7 +87,7 @@ def test_a_cell_that_fails_ends_the_run():
 
 
 @each
-def test_a_notebook_has_the_form_of_the_house(path):
+def test_a_notebook_has_the_form_of_the_others(path):
     notebook = read(path)
     prose = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
     assert "you will learn" in prose[0].lower() + prose[1].lower()

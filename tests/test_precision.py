@@ -25,6 +25,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.optim import SGD
 
+from common.options import UsageError
+
 CLIP = 0.5  # below the norm of nearly every step of these runs
 
 
@@ -74,15 +76,14 @@ def _overflow(rank, flags, without) -> list[bool]:
         def __init__(self, device, enabled):
             super().__init__(device, init_scale=2.0**24, enabled=enabled)
 
-        def update(self, new_scale=None):
-            super().update(new_scale)
-            taken.append(False)  # the next step's
+        def step(self, optimizer):
+            taken.append(False)  # unless SGD steps
+            return super().step(optimizer)
 
     stage.SGD = Watched
-    taken.append(False)
     with patch.object(torch.amp, "GradScaler", TooLarge):
         run_main(stage, rank, *flags)
-    return taken[:-1]
+    return taken
 
 
 def overflowing(folder, *flags, without=()) -> tuple[list[list[bool]], Run]:
@@ -347,6 +348,20 @@ def test_every_micro_batch_computes_in_the_format_and_gradients_lie_in_one_bucke
 
 
 # --- the machine
+
+
+def test_a_format_that_a_device_does_not_run_is_refused():
+    machine, cpu = chapter("05", "machine"), torch.device("cpu")
+    machine.refuse_format("fp16", cpu)  # the control
+
+    def refuse(x, *args):
+        raise RuntimeError("\"conv2d\" not implemented for 'Half'")
+
+    with (
+        patch.object(machine.F, "conv2d", refuse),
+        pytest.raises(UsageError, match=r"--amp fp16 does not run on this cpu .*'Half'"),
+    ):
+        machine.refuse_format("fp16", cpu)
 
 
 @pytest.mark.parametrize(

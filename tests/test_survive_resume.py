@@ -219,7 +219,7 @@ def flip(path: Path, chance: random.Random) -> None:
 
 
 DAMAGES = {
-    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-100]),  # more than the checksum
     "flipped": partial(flip, chance=random.Random(0)),
     "empty": lambda path: path.write_bytes(b""),
     "missing": lambda path: path.unlink(),
