@@ -138,7 +138,7 @@ def stand_in_for(program: str, folder: Path, *lines: str) -> str:
     """The PATH on which a program of this name runs these lines of shell."""
     (folder / program).write_text("\n".join(["#!/bin/sh", *lines, ""]))
     (folder / program).chmod(0o755)
-    return os.pathsep.join([str(folder), os.environ["PATH"]])
+    return os.pathsep.join([str(folder), environment()["PATH"]])
 
 
 def shellcheck(*paths: Path) -> tuple[int, str]:
@@ -366,13 +366,13 @@ def slow_rank(tmp_path_factory) -> Iterator[tuple[subprocess.Popen, Path]]:
     folder = tmp_path_factory.mktemp("slow")
     (folder / "slow.py").write_text(SAVES_SLOWLY)
     stand_in_for("scontrol", folder, "echo localhost")
-    path = stand_in_for("srun", folder, f'echo $$ > "{folder}/torchrun"', "shift", 'exec "$@"')
+    path = stand_in_for("srun", folder, f'echo $$ > "{folder}/pid"', "shift", 'exec "$@"')
     env = {"PATH": path, "SLURM_JOB_ID": 1, "SLURM_JOB_NODELIST": "here", "SLURM_JOB_NUM_NODES": 1}
     env |= {"SCRIPT": folder / "slow.py", "NPROC_PER_NODE": 1, "MASTER_PORT": free_port()}
     process = begin("bash", LAUNCH / "slurm.sbatch", folder, **env)
     until((folder / "ready").exists)
     (folder / "asked").touch()
-    os.kill(int((folder / "torchrun").read_text()), signal.SIGTERM)
+    os.kill(int((folder / "pid").read_text()), signal.SIGTERM)  # torchrun's
     yield process, folder
     end(process)
 
