@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from operator import truediv
 from statistics import median
-from typing import TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,10 +44,9 @@ LINES = {  # to add to train.py
         "ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)  # after DDP",
     ],
 }
-T = TypeVar("T", nn.Module, Tensor)
 
 
-def channels_last(model_or_images: T) -> T:
+def channels_last(model_or_images: Any) -> Any:
     """Store all channels of a pixel side by side, as fast convolutions read them.
 
     The model and each batch need it: if only one of them has it, each layer converts the other.
@@ -131,6 +130,7 @@ def compare(rank: int, port: int) -> None:
     for switch, ratio in relative_times(steps).items():
         off = (weights[switch] - weights["DDP"]).abs().max().item()
         rows.append((switch, f"{ratio:.2f}", f"off by {off:.0e}" if off else "same bits"))
+    steps.clear()  # DDP and its hooks must be gone before the process group is
     if rank == 0:
         print(tabulate(rows, ("", "time", "weights"), disable_numparse=True))
     dist.destroy_process_group()

@@ -96,10 +96,10 @@ class Agreement:
             if value != first:
                 raise AgreementError(f"{what} is {value} on rank {self.rank}, {first} on rank 0")
 
-    def mean(self, losses: Tensor, model: nn.Module, step: int) -> Tensor:
+    def mean(self, losses: Tensor, model: nn.Module, step: int, scale: float = 1.0) -> Tensor:
         """The mean over all ranks, (steps,); if a loss or a weight is not finite, all ranks end.
 
-        losses: (steps,), of this rank. step: the number of the last one.
+        losses: (steps,), of this rank. step: the number of the last one. scale: of the loss, fp16.
         """
         self.barrier()
         self.read_vote()
@@ -108,6 +108,9 @@ class Agreement:
         dist.all_gather(ranks, local, self.group)  # every rank must reach this line
         with self.fail_together():
             refuse_nan(torch.stack(ranks), model, step)
+            if scale < 2**-24:  # each skipped step halves it, and no smaller one will help
+                why = f"gradients are inf or nan even with the loss scaled by {scale:.0e}"
+                raise AgreementError(f"{why}: try --amp bf16, or a lower --lr")
         return torch.stack(ranks).mean(dim=0)
 
 

@@ -184,7 +184,7 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
         rates = learning_rates(args, epoch, len(loader))[recorder.epoch_step :]
         batches = recorder.timed(until_checkpoint(loader, recorder, agreement), len(loader))
         losses = train_epoch(ddp, batches, rates, optimizer, scaler, device, args)
-        losses = agreement.mean(losses, model, recorder.step)  # ends all ranks on nan or inf
+        losses = agreement.mean(losses, model, recorder.step, scaler.get_scale())  # nan ends all
         if recorder.epoch_step == 0 or recorder.step >= args.max_steps:
             recorder.end_epoch(epoch, losses, *evaluate(model, test_set, local_batch, device))
         else:  # the next round trains the rest of this epoch, as a resumed run would

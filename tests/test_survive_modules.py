@@ -243,6 +243,27 @@ def test_an_error_of_one_rank_ends_all_and_is_told_once(failing, expected):
     assert run_ranks(3, _fails, failing) == expected
 
 
+def _mean_with_scale(rank: int, scale: float) -> str:
+    store = dist.PrefixStore("mean", dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"])))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    try:
+        agreement = agree.Agreement(seconds=20)
+        losses = agreement.mean(torch.ones(3), torch.nn.Linear(1, 1), step=3, scale=scale)
+        return f"{losses.tolist()}"
+    except (agree.AgreementError, SystemExit) as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_loss_scale_that_no_step_can_use_ends_all_ranks():
+    """In fp16, all later steps would be skipped. The control is the smallest useful scale."""
+    first, second = run_ranks(2, _mean_with_scale, 2.0**-25)
+    assert "gradients are inf or nan even with the loss scaled by 3e-08" in first
+    assert second == "2"
+    assert run_ranks(2, _mean_with_scale, 2.0**-24) == ["[1.0, 1.0, 1.0]"] * 2
+
+
 def test_nan_is_named_by_its_first_step_and_lowest_rank():
     model = torch.nn.Linear(2, 1)
     losses = torch.ones(3, 4)  # ranks, steps

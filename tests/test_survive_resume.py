@@ -43,9 +43,13 @@ def printed(run: Run) -> list[str]:
     return re.findall(r"epoch .*%", run.output)
 
 
+SCHEDULED = ("--model=net-bn", "--accumulate=2", "--clip-norm=1", "--lr-rule=sqrt")
+SCHEDULED += ("--base-batch-size=60", "--warmup-epochs=0.5", "--lr-decay=cosine")
+
+
 @pytest.mark.parametrize(
     ("ranks", "flags"),
-    [(1, ("--model=net",)), (2, ("--model=net",)), (2, ("--model=net-bn", "--amp=fp16"))],
+    [(1, ("--model=net",)), (2, ("--model=net",)), (2, ("--amp=fp16", *SCHEDULED))],
 )
 def test_resuming_inside_an_epoch_equals_not_having_stopped(ranks, flags, without=()):
     """To the bit, with dropout: weights, momenta, the loss of each step and of each epoch."""
