@@ -39,6 +39,7 @@ campaigns: $(VENV)/ready  ## measure anew, for an hour, what the READMEs show; t
 	$(RUN) benchmarks/precision.py
 	$(RUN) benchmarks/switches.py
 	$(RUN) benchmarks/sync_batchnorm.py
+	OMP_NUM_THREADS=1 $(RUN) benchmarks/survive.py
 	$(RUN) benchmarks/links.py  # as root: it makes network namespaces
 
 faults: $(VENV)/ready  ## inject 306 faults into real runs, half an hour: results/faults.json

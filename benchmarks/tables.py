@@ -80,7 +80,7 @@ def links() -> str:
 
 
 def faults() -> str:
-    """survive: what was injected, what went wrong, and how long it took to go on."""
+    """survive: what was injected, what went wrong, and how long it took to resume."""
     rows = [
         (
             row["what"],
@@ -94,8 +94,15 @@ def faults() -> str:
         )
         for row in load("faults")["kinds"].values()
     ]
-    heads = ("fault", "n", "wrong", "hangs", "orphans", "s to the end", "s to go on", "steps lost")
+    heads = ("fault", "n", "wrong", "hangs", "orphans", "s to the end", "s to resume", "steps lost")
     return tabulate(rows, heads, "github", disable_numparse=True)
+
+
+def cost_of_survive() -> str:
+    """survive: its step, as a multiple of stage 05's."""
+    variants = load("survive")["variants"]
+    rows = [(name, f"{found['step_ms']:.1f}", ratio(found)) for name, found in variants.items()]
+    return tabulate(rows, ("", "step, ms", "time / 05's"), "github", disable_numparse=True)
 
 
 def precision() -> str:
@@ -216,6 +223,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "links": links,
     "origin of faults": lambda: origin("faults"),
     "faults": faults,
+    "origin of survive": lambda: origin("survive"),
+    "survive": cost_of_survive,
     "origin of 05_precision": lambda: origin("05_precision"),
     "precision": precision,
     "peaks": peaks,

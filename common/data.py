@@ -64,7 +64,8 @@ def load_dataset(args: Namespace) -> tuple[ImageSet, ImageSet]:
             raise ValueError(f"classes {train.classes} for training, {test.classes} for the test")
     except Exception as error:
         where = f"--dataset {args.dataset} in --data-dir {args.data_dir}"
-        raise UsageError(f"cannot read {where} ({error!r}): name the right folder") from error
+        why = f"{type(error).__name__}: {error}"
+        raise UsageError(f"cannot read {where} ({why}): name the right folder") from error
     if len(train) < args.batch_size:
         why = f"--batch-size {args.batch_size} is more than the {len(train)} training samples"
         raise UsageError(f"{why}: try --batch-size {max(1, len(train) // 2)}")
