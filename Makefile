@@ -5,7 +5,7 @@ VENV ?= .venv
 RUN := $(VENV)/bin/python
 STAGES := $(wildcard 0*_*)
 
-.PHONY: tour test lint break bench notebooks campaigns faults lessons readme clean
+.PHONY: tour test lint break bench notebooks campaigns faults mutants lessons readme clean
 
 tour: $(VENV)/ready  ## run the five stages in order and compare them; FLAGS="--ranks 3" changes it
 	$(RUN) tour.py $(FLAGS)
@@ -16,7 +16,7 @@ test: lint  ## everything that is checked
 lint: $(VENV)/ready
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
-	$(RUN) -m mypy common/*.py tour.py
+	$(RUN) -m mypy common/*.py shm/*.py tour.py
 	MYPYPATH=05_amp_syncbn $(RUN) -m mypy survive/*.py  # it uses two chapters of stage 05
 	for folder in $(STAGES) benchmarks; do $(RUN) -m mypy $$folder/*.py || exit 1; done
 	$(VENV)/bin/shellcheck .ci/run $(wildcard 0*/launch/*.sh 0*/launch/*.sbatch)
@@ -31,19 +31,16 @@ notebooks: $(VENV)/ready  ## execute the notebooks in place: three minutes
 	$(RUN) tests/notebooks.py $(FLAGS)
 
 campaigns: $(VENV)/ready  ## measure anew, for an hour, what the READMEs show; then: make readme
-	$(RUN) benchmarks/replica_memory.py
-	OMP_NUM_THREADS=1 $(RUN) benchmarks/data_parallel.py
-	$(RUN) benchmarks/reducers.py
-	OMP_NUM_THREADS=1 $(RUN) benchmarks/learning_rates.py
-	$(RUN) benchmarks/gradients.py
-	$(RUN) benchmarks/precision.py
-	$(RUN) benchmarks/switches.py
-	$(RUN) benchmarks/sync_batchnorm.py
-	OMP_NUM_THREADS=1 $(RUN) benchmarks/survive.py
-	$(RUN) benchmarks/links.py  # as root: it makes network namespaces
+	for section in replica_memory data_parallel reducers learning_rates_01 learning_rates_05 \
+	  gradients precision switches sync_batchnorm survive links; do \
+	  $(RUN) benchmarks/bench.py $$section || exit 1; done  # links: as root, for namespaces
 
 faults: $(VENV)/ready  ## inject 306 faults into real runs, half an hour: results/faults.json
 	$(RUN) tests/faults.py --faults 306
+
+mutants: $(VENV)/ready  ## change 120 lines of what is taught, one at a time: does a test see it?
+	$(RUN) -m pytest -n 2 --dist loadfile -q --junitxml=runs/times.xml
+	$(RUN) tests/mutants.py runs/times.xml $(FLAGS)
 
 lessons: $(VENV)/ready  ## write every lesson.diff, and the parts of it in the READMEs
 	$(RUN) tests/lessons.py

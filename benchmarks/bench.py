@@ -1,12 +1,14 @@
-"""Measure everything on this machine in ten minutes: one file, results/HARDWARE.json.
+"""Measure this machine: every section briefly, or one section whole.
 
-    python benchmarks/bench.py
+    python benchmarks/bench.py             # as `make bench`, ten minutes: results/HARDWARE.json
+    python benchmarks/bench.py reducers    # its table; results/03_reducers.json and .png
+    python benchmarks/bench.py pictures    # draw every picture again, from results/*.json alone
 
-Each section is a benchmark of this folder with --brief: fewer rounds, smaller models, the same
-code. They run one after the other, and each is stored as soon as it is there. The notebooks show
-this file beside those of other machines. Leave the machine alone meanwhile.
+Sections run one after the other, each in a process of its own with one thread a rank. What one has
+measured is stored as soon as it is there. Leave the machine alone meanwhile. The sections:
 """
 
+import argparse
 import json
 import os
 import re
@@ -14,91 +16,180 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 from tabulate import tabulate
 
-from common.options import Parser, UsageError, usage_errors_exit
-from common.record import hardware
+from common.options import Parser, UsageError, number, usage_errors_exit
 
-from timing import RESULTS, ROOT, provenance, require_device, save
-
-SECTIONS = (  # each is the name of its program too
-    "stages",
-    "timeline",
-    "process_memory",
-    "scaling",
-    "data_parallel",
-    "reducers",
-    "precision",
-    "switches",
-    "sync_batchnorm",
-)
+from timing import RESULTS, ROOT, Effort, Results, provenance, save
 
 
-def file_of(machine: str) -> Path:
-    """Where the results of that hardware stand: its name in small letters, digits and dashes."""
-    return RESULTS / f"{re.sub('[^a-z0-9]+', '-', machine.lower()).strip('-')}.json"
+@dataclass(frozen=True)
+class Section:
+    """`measure_SECTION` of a module, and `draw_SECTION` if it has a picture."""
+
+    module: str
+    result: str  # its file under results/; without one, nothing is kept
+    text: str
+    bench: bool = False  # part of `make bench`; the others are for the CPU only
 
 
-def committed() -> dict[str, dict[str, Any]]:
-    """The results of `make bench` on every machine, by its hardware.
+SECTIONS = {
+    "stages": Section("stages", "", "samples a second of each stage and reducer", True),
+    "timeline": Section("timeline", "", "the parts of a step, by torch.profiler", True),
+    "process_memory": Section("process_memory", "", "what a process holds, and why", True),
+    "scaling": Section("scaling", "04_scaling", "steps of DDP, predicted and measured", True),
+    "data_parallel": Section("costs", "02_data_parallel", "the parts of its step", True),
+    "reducers": Section("costs", "03_reducers", "a step with each reducer of stage 03", True),
+    "precision": Section("precision", "05_precision", "training in each precision", True),
+    "switches": Section("precision", "05_switches", "each speed switch of DDP", True),
+    "sync_batchnorm": Section("costs", "05_sync_batchnorm", "SyncBatchNorm by hand", True),
+    "links": Section("scaling", "04_links", "steps across slow links; needs root"),
+    "peers": Section("peers", "peers", "whole trainings: the stages and two libraries"),
+    "survive": Section("costs", "survive", "what a step of survive costs over stage 05's"),
+    "replica_memory": Section("process_memory", "02_memory", "what each replica of 02 holds"),
+    "gradients": Section("numerics", "05_gradients", "gradients among the numbers of fp16"),
+    "learning_rates_01": Section("numerics", "01_learning_rate", "many, while the batch shrinks"),
+    "learning_rates_05": Section("numerics", "05_learning_rates", "many, while the batch grows"),
+}
+BENCH = [name for name, section in SECTIONS.items() if section.bench]
+OPTIONS = {"ranks": ("stages", "precision"), "models": ("precision",), "data_dir": ("peers",)}
 
-    Their names have a dash, those of the long measurements have none: these are not even opened.
+
+def measure(name: str, effort: Effort) -> Results:
+    """What a section finds, with its provenance."""
+    command = f"python benchmarks/bench.py {name}"
+    where = provenance(effort.device, command=command)  # before there is load
+    found = getattr(import_module(SECTIONS[name].module), f"measure_{name}")(effort)
+    return {"provenance": where | found.pop("provenance", {}), **found}
+
+
+def committed() -> dict[str, Results]:
+    """The results of `make bench` on every machine, by its hardware: files with a dash in the name.
+
     ONLY_RESULTS, names of such files with commas between, hides the others: of a reader, say, when
     the suite compares a notebook with what was committed.
     """
     only = os.environ.get("ONLY_RESULTS", "").split(",")
-    found = {}
-    for path in sorted(RESULTS.glob("*-*.json")):
-        if path.name in only or only == [""]:
-            content = json.loads(path.read_text())
-            found[content["provenance"]["hardware"]] = content
+    paths = [p for p in sorted(RESULTS.glob("*-*.json")) if p.name in only or only == [""]]
+    found = [json.loads(path.read_text()) for path in paths]
+    return {content["provenance"]["hardware"]: content for content in found}
+
+
+def pictures() -> dict[str, Callable[[Results, Path], object]]:
+    """What draws each picture, by the name of its results; those of a GPU are drawn alike."""
+    sys.path.append(str(ROOT))
+    found = {"tour": import_module("tour").draw}
+    for name, section in SECTIONS.items():
+        draw = getattr(import_module(section.module), f"draw_{name}", None)
+        for result in (section.result, f"{section.result}_cuda"):
+            if draw and (RESULTS / f"{result}.json").exists():
+                found[result] = draw
     return found
 
 
-def measure(section: str, device: str) -> dict[str, Any]:
-    """Run the section's program; what it wrote. RuntimeError if it fails; it has told why."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "found.json")
-        program = [sys.executable, str(ROOT / "benchmarks" / f"{section}.py")]
-        program += ["--brief", "--out", str(out), "--device", device]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        if subprocess.run(program, cwd=ROOT, env=env).returncode != 0:
-            raise RuntimeError(f"{section} failed")
-        return json.loads(out.read_text())
+def draw(*names: str) -> None:
+    """Draw these pictures, or all."""
+    import matplotlib
+
+    from plots import draw_picture
+
+    matplotlib.use("Agg")  # files, no windows
+    for name, how in pictures().items():
+        if name in (names or [name]):
+            draw_picture(name, how)
+            print(f"wrote results/{name}.png")
 
 
-def main() -> None:
-    parser = Parser(__doc__)
-    text = "these sections, with commas between; the file keeps the others"
-    parser.add_argument("--only", default=",".join(SECTIONS), metavar="NAMES", help=text)
-    gpu = "cuda" if torch.cuda.is_available() else "cpu"
-    text = "where the sections compute; cuda if torch sees a GPU, else cpu"
-    parser.add_argument("--device", default=gpu, choices=("cpu", "cuda"), help=text)
-    args = parser.parse_args()
-    chosen = args.only.split(",")
-    if not set(chosen) <= set(SECTIONS):
-        raise UsageError(f"--only {args.only}: expected one or more of {','.join(SECTIONS)}")
-    require_device(args.device)
-    path = file_of(hardware(torch.device(args.device)))
-    where, took, failed = provenance(args.device), [], []
-    for section in chosen:
+def run_section(name: str, args: argparse.Namespace) -> None:
+    """Measure one section, print its tables, and store what was found."""
+    from tables import shown
+
+    section = SECTIONS[name]
+    for option, takers in OPTIONS.items():
+        if getattr(args, option) and name not in takers:
+            raise UsageError(f"--{option.replace('_', '-')} is for {' and '.join(takers)} only")
+    if args.device == "cuda" and not section.bench:
+        raise UsageError(f"{name} is measured on the CPU: try --device cpu")
+    gpu = torch.cuda.is_available() and section.bench
+    device = args.device or ("cuda" if gpu else "cpu")
+    rounds = 1 if args.quick else 5 if args.brief else 1000
+    more = {option: getattr(args, option) for option in OPTIONS if getattr(args, option)}
+    effort = Effort(rounds, args.quick, args.brief, device, **more)
+    if args.node:
+        return import_module(section.module).on_node(name, effort, args.node)
+    results = measure(name, effort)
+    print("\n\n".join(shown(name, results)))
+    for what, why in (results.get("skipped") or results.get("left_out") or {}).items():
+        print(f"left out: {what}: {why}")
+    if args.out:
+        save(args.out, results)
+    elif section.result and not args.quick and not args.brief:
+        result = section.result + ("_cuda" if device == "cuda" else "")
+        save(RESULTS / f"{result}.json", results)
+        draw(result)
+
+
+def run_all(sections: list[str], device: str) -> None:
+    """Measure these sections briefly, each in a process of its own."""
+    where = provenance(device)
+    path = RESULTS / f"{re.sub('[^a-z0-9]+', '-', where['hardware'].lower()).strip('-')}.json"
+    env, took, failed = {**os.environ, "OMP_NUM_THREADS": "1"}, [], []
+    for section in sections:
         print(f"\n== {section}", flush=True)
         start = time.perf_counter()
-        try:
-            found = measure(section, args.device)
-            results = json.loads(path.read_text()) if path.exists() else {}  # as it is by now
-            save(path, {**results, "provenance": where, section: found})  # the next one may fail
-        except RuntimeError:
-            failed.append(section)
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder, "found.json")
+            flags = ["--brief", "--out", str(out), "--device", device]
+            program = [sys.executable, __file__, section, *flags]
+            if subprocess.run(program, cwd=ROOT, env=env).returncode == 0:
+                results = json.loads(path.read_text()) if path.exists() else {}  # as it is by now
+                found = {section: json.loads(out.read_text())}
+                save(path, {**results, "provenance": where, **found})  # the next one may fail
+            else:
+                failed.append(section)
         took.append((section, time.perf_counter() - start))
     print("\n" + tabulate([*took, ("together", sum(s for _, s in took))], floatfmt=".0f"))
     print(f"wrote {path.relative_to(ROOT)}; failed: {', '.join(failed) or 'none'}")
     if failed:
         sys.exit(1)
+
+
+def main() -> None:
+    sections = "".join(f"\n    {name:18} {each.text}" for name, each in SECTIONS.items())
+    parser = Parser(f"{__doc__}{sections}")
+    add = parser.add_argument
+    add("section", nargs="?", choices=(*SECTIONS, "pictures"), metavar="SECTION", help="see above")
+    text = "without SECTION: these of them, with commas between; the file keeps the others"
+    add("--only", default=",".join(BENCH), metavar="NAMES", help=text)
+    effort = parser.add_mutually_exclusive_group()
+    effort.add_argument("--quick", action="store_true", help="to see that it runs: keeps nothing")
+    effort.add_argument("--brief", action="store_true", help="few rounds: keeps nothing")
+    add("--out", type=Path, metavar="FILE", help="keep what was found there, and draw nothing")
+    add("--device", choices=("cpu", "cuda"), help="cuda if torch sees a GPU, where it is of use")
+    add("--ranks", type=number(int, 1), metavar="N", help="of stages and precision")
+    add("--models", nargs="+", metavar="NAME", help="of precision: torchvision's")
+    add("--data-dir", type=Path, metavar="PATH", help="of peers: holds MNIST/raw")
+    add("--node", type=Path, help=argparse.SUPPRESS)  # what two_nodes_here.sh runs in each node
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda needs a GPU, and torch sees none here: try --device cpu")
+    if args.section == "pictures":
+        draw()
+    elif args.section and os.environ.get("OMP_NUM_THREADS") != "1":  # read when torch is imported
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        os.execve(sys.executable, [sys.executable, *sys.argv], env)
+    elif args.section:
+        run_section(args.section, args)
+    elif not set(chosen := args.only.split(",")) <= set(BENCH):
+        raise UsageError(f"--only {args.only}: expected one or more of {','.join(BENCH)}")
+    else:
+        run_all(chosen, args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 if __name__ == "__main__":

@@ -1,25 +1,20 @@
-"""Time training in each precision, memory format, and with torch.compile; with its accuracy.
+"""Training in each precision, and with each speed switch of DDP: time, memory, bits, accuracy.
 
-    python benchmarks/precision.py
-
-A step is forward, loss, backward and the optimizer's step, on a batch that already lies on the
-device: loading is not timed. One process has all cores of a CPU; of N ranks under DDP each has one
-core and its share of the batch. All variants of a model take turns (timing.py). Each also trains
-the same small network on the same digits from three seeds: none may win by learning less.
-Writes 05_precision.json and .png under results/, on a GPU 05_precision_cuda.
+All variants live in the same process or ranks and take turns (timing.py); a step's batch already
+lies on the device. Those that compute otherwise train a small network on the digits too: none may
+win by learning less.
 """
 
 import copy
-import gc
 import os
-import statistics
-import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -27,343 +22,386 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torchvision
-from tabulate import tabulate
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DistributedSampler
 
-from common.options import Parser, UsageError, cut_batch, number, usage_errors_exit
+from common.data import load_dataset, make_loader
+from common.models import Net, build_model
 
-from accuracy import learn
-from timing import (
-    SAME,
-    add_effort,
-    chapter,
-    interleave,
-    keep,
-    most_rounds,
-    of_the_slowest,
-    provenance,
-    require_device,
-    summarize,
-)
+from plots import BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, bars, ends, ratio_bars
+from step import start
+from timing import ROOT, SAME, Effort, Results, chapter, interleave, largest_of_ranks, summarize
 
-COLOURS = {"fp32": "#999999", "tf32": "#E69F00", "bf16": "#0072B2", "fp16": "#009E73"}
+COLORS = {"fp32": GREY, "tf32": ORANGE, "bf16": BLUE, "fp16": GREEN}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-ONE = "one process"
+RANKS = 2  # of the switches on a CPU
+COMPARED = 5  # steps, after which the weights are compared
+EPOCHS, SAMPLES = 3, 60  # of the training for an accuracy; and its global batch
+HOOKS = {"bf16": default_hooks.bf16_compress_hook, "PowerSGD": powerSGD_hook.powerSGD_hook}
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": partial(SGD, lr=0.02, momentum=0.9),
+    "fused sgd": partial(SGD, lr=0.02, momentum=0.9, fused=True),
+    "adam": partial(Adam, lr=1e-3),
+    # Each rank keeps the state of its share: ZeRO's first stage.
+    "zero adam": partial(ZeroRedundancyOptimizer, optimizer_class=Adam, lr=1e-3),
+}
 
-start = chapter("03", "ranks").start
 has_units = chapter("05", "machine").has_units
-switches = chapter("05", "switches")
 measure_bytes = chapter("01", "ledger").measure
+size_of: Callable[..., int] = chapter("02", "memory").size  # of the storages of tensors, each once
 
 
 @dataclass(frozen=True)
 class Variant:
-    precision: str  # fp32, tf32, bf16 or fp16
+    """How a training step differs from a plain one."""
+
+    precision: str = ""  # fp32, tf32, bf16 or fp16; without one, as torch has it: tf32 on a GPU
     channels_last: bool = False
     compiled: bool = False
+    ddp: dict[str, Any] = field(default_factory=dict)
+    cudnn_benchmark: bool = False
+    hook: str = ""
+    optimizer: str = "sgd"
+    idle_branch: bool = False  # the model has a layer that no step uses
+    accumulate: int = 1
+    in_place: bool = False  # zero_grad(set_to_none=False)
+    baseline: str = "DDP"
 
-    def __str__(self) -> str:
-        more = {"channels_last": self.channels_last, "compile": self.compiled}
-        return ", ".join([self.precision, *(name for name, on in more.items() if on)])
 
-    @property
-    def layout(self) -> torch.memory_format:
-        return torch.channels_last if self.channels_last else torch.contiguous_format
+Variants = dict[str, Variant]
+Batch = tuple[Tensor, Tensor]  # images and labels
+FIND, VIEW = {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}
+TOGETHER: Any = {"channels_last": True, "optimizer": "fused sgd", "hook": "bf16"}
+SWITCHES = {
+    "DDP": Variant(),
+    "channels_last": Variant(channels_last=True),
+    "torch.compile": Variant(compiled=True),
+    "cudnn.benchmark": Variant(cudnn_benchmark=True),
+    "gradient_as_bucket_view": Variant(ddp=VIEW),
+    "static_graph": Variant(ddp={"static_graph": True}),
+    "fused optimiser": Variant(optimizer="fused sgd"),
+    "bf16 autocast": Variant("bf16"),
+    "bf16 hook": Variant(hook="bf16"),
+    # With several buckets over gloo, PowerSGD aborts: see the section links. So it gets one.
+    "PowerSGD hook": Variant(ddp={"bucket_cap_mb": 100}, hook="PowerSGD"),
+    "all but compile": Variant("bf16", ddp={**VIEW, "static_graph": True}, **TOGETHER),
+    "all together": Variant("bf16", compiled=True, ddp=VIEW, cudnn_benchmark=True, **TOGETHER),
+    "find_unused_parameters": Variant(ddp=FIND),
+    "the same, with an idle branch": Variant(ddp=FIND, idle_branch=True),
+    "Adam": Variant(optimizer="adam"),
+    "Adam, ZeroRedundancyOptimizer": Variant(optimizer="zero adam", baseline="Adam"),
+}
+FAST: Any = {"ddp": VIEW, "cudnn_benchmark": True, "optimizer": "fused sgd", "baseline": "fp32"}
+FORMS = ["", ", channels_last", ", channels_last, compile"]
+FORMS += [", compile"] * torch.cuda.is_available()  # on a CPU, each compilation takes a minute
+PRECISIONS = {
+    precision + form: Variant(precision, "last" in form, "compile" in form, **FAST)
+    for precision in COLORS
+    for form in FORMS
+}
 
 
-def choose(device: torch.device, quick: bool) -> tuple[list[Variant], dict[str, str]]:
+def choose(variants: Variants, device: str, few: bool) -> tuple[Variants, dict[str, str]]:
     """The variants that this device can show, and why each other one is left out."""
-    skipped, kind = {}, "GPU" if device.type == "cuda" else "CPU"
-    if device.type == "cpu":
-        skipped["tf32"] = "a format of GPUs"
-    for precision in DTYPES if skipped else ("tf32", *DTYPES):
-        if not has_units(precision, device):
-            skipped[precision] = f"this {kind} has no units that multiply in {precision}"
-    precisions = [precision for precision in COLOURS if precision not in skipped]
-    formats = [(False, False), (True, False), (True, True), (False, True)]
-    if device.type == "cpu":
-        formats.pop()
-        skipped["compile without channels_last"] = "on a CPU, each compilation takes a minute"
-    if quick:
-        formats = formats[:2]
-        skipped["compile"] = "--quick or --brief"
-    return [Variant(p, *each) for p in precisions for each in formats], skipped
+    skipped = {}
+    for name, variant in variants.items():
+        if variant.precision and not has_units(variant.precision, torch.device(device)):
+            skipped[name] = f"no units of this {device} multiply in {variant.precision}"
+        elif variant.compiled and few:
+            skipped[name] = "--quick or --brief"
+        elif name == "cudnn.benchmark" and device == "cpu":
+            skipped[name] = "cuDNN is for GPUs: on a CPU the switch does nothing"
+    return {name: each for name, each in variants.items() if name not in skipped}, skipped
 
 
-@contextmanager
-def computing_in(variant: Variant, device: torch.device) -> Iterator[None]:
-    """What is inside computes in the variant's precision."""
-    if device.type == "cuda":  # the names that torch.compile reads too; the newer ones must not mix
-        tf32 = variant.precision == "tf32"
-        torch.set_float32_matmul_precision("high" if tf32 else "highest")
-        torch.backends.cudnn.allow_tf32 = tf32
-    dtype = DTYPES.get(variant.precision)
-    with torch.autocast(device.type, dtype, enabled=dtype is not None):
-        yield
+def watch_buckets(ddp: nn.Module, hook: Any = None, state: Any = None) -> dict[int, int]:
+    """From now on: where each bucket begins, and its bytes. No bucket is kept alive by it."""
+    buckets: dict[int, int] = {}
+
+    def note(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        if bucket.index() == 0:
+            buckets.clear()  # those of the step before: the layout may be another one
+        storage = bucket.buffer().untyped_storage()
+        buckets[storage.data_ptr()] = storage.nbytes()
+        return (hook or default_hooks.allreduce_hook)(state, bucket)
+
+    if isinstance(ddp, DistributedDataParallel):
+        ddp.register_comm_hook(state, note)
+    return buckets
+
+
+def held_bytes(model: nn.Module, optimizer: Any, buckets: dict[int, int]) -> dict[str, int]:
+    """Between two steps; gradients that are views of a bucket count as bucket."""
+    parameters = list(model.parameters())
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    apart = [g for g in gradients if g.untyped_storage().data_ptr() not in buckets]
+    update = getattr(optimizer, "optim", optimizer)  # of ZeRO: that of its share
+    state = [value for each in update.state.values() for value in each.values()]
+    return {
+        "parameters": size_of(parameters),
+        "buffers": size_of(model.buffers()),
+        "gradients": size_of(apart),
+        "buckets": sum(buckets.values()),
+        "optimiser": size_of(value for value in state if isinstance(value, Tensor)),
+    }
 
 
 class Training:
-    """A model of its own, its optimizer and a batch; call it for one step."""
+    """A model, under DDP if there are ranks, and its optimizer; call it for one step."""
 
-    def __init__(self, variant: Variant, model: nn.Module, device: torch.device) -> None:
-        self.variant, self.device, self.layout = variant, device, variant.layout
-        self.plain = copy.deepcopy(model).to(device).train()
-        if variant.channels_last:
-            switches.channels_last(self.plain)
-        if variant.compiled:
+    def __init__(self, variant: Variant, model: nn.Module, device: Any, watched: bool = False):
+        self.variant, self.device, self.buckets = variant, device, dict[int, int]()
+        self.layout = torch.channels_last if variant.channels_last else torch.contiguous_format
+        self.plain = model.to(device).to(memory_format=self.layout).train()
+        if variant.compiled:  # in DDP, it cuts where a bucket ends
             torch._dynamo.config.recompile_limit = 64  # of one forward, in many variants
-            switches.compiled(self.plain, dynamic=False)  # or shapes after the first are slower
-        self.model: nn.Module = self.plain
+            self.plain.compile(dynamic=False)  # or shapes after the first are slower
+        if variant.idle_branch:
+            self.plain.add_module("idle", nn.Linear(512, 10, device=device))
+        self.model: Any = self.plain
+        self.power = powerSGD_hook.PowerSGDState(None, 1, 2)  # of rank 1, after 2 steps
         if dist.is_initialized():
-            self.model = DistributedDataParallel(self.plain, gradient_as_bucket_view=True)
-        sgd = torch.optim.SGD(self.plain.parameters(), 0.02, 0.9, fused=True)
-        self.optimizer: torch.optim.Optimizer = sgd
+            self.model = DistributedDataParallel(self.plain, **variant.ddp)  # on every rank
+            hook, state = HOOKS.get(variant.hook), self.power if "SGD" in variant.hook else None
+            if watched:  # to count them
+                self.buckets = watch_buckets(self.model, hook, state)
+            elif hook:
+                self.model.register_comm_hook(state, hook)
+        self.optimizer = OPTIMIZERS[variant.optimizer](self.plain.parameters())
         self.scaler = torch.amp.GradScaler(device.type, enabled=variant.precision == "fp16")
 
     def __call__(self, images: Tensor, labels: Tensor) -> None:
-        self.optimizer.zero_grad()
-        with computing_in(self.variant, self.device):
-            loss = F.cross_entropy(self.model(images), labels)
-        self.scaler.scale(loss).backward()
+        precision, k = self.variant.precision, self.variant.accumulate
+        if self.device.type == "cuda":  # names that torch.compile reads; newer ones must not mix
+            torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+            torch.backends.cudnn.allow_tf32 = precision in ("", "tf32")
+        torch.backends.cudnn.benchmark = self.variant.cudnn_benchmark
+        autocast = partial(torch.autocast, self.device.type, DTYPES.get(precision))
+        for part, (x, y) in enumerate(zip(images.chunk(k), labels.chunk(k), strict=True)):
+            with nullcontext() if part == k - 1 else self.model.no_sync():
+                with autocast(enabled=precision in DTYPES):
+                    loss = F.cross_entropy(self.model(x), y) / k
+                if part == 0:  # after forward, as in stage 04
+                    self.optimizer.zero_grad(set_to_none=not self.variant.in_place)
+                self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
-    def peak_bytes(self, images: Tensor, labels: Tensor) -> int:
-        """The most that a step holds at a time, as torch's allocator counts it, without the batch.
 
-        It is what the model and the optimizer hold all the time, and what a step adds to it.
-        """
-        self.optimizer.zero_grad()
-        state = [value for each in self.optimizer.state.values() for value in each.values()]
-        tensors = [*self.plain.parameters(), *self.plain.buffers(), *state]
-        held = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
-        if self.device.type == "cpu":
-            return held + measure_bytes("cpu", lambda: self(images, labels))
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        self(images, labels)
-        return held + torch.cuda.max_memory_allocated() - before
+def time_variants(variants: Variants, model: nn.Module, batch: Batch, rounds: int) -> Results:
+    """The step of each variant, and its ratio to its baseline; of one process, the peak too."""
+    images, labels = batch
+    made = {n: Training(v, copy.deepcopy(model), images.device) for n, v in variants.items()}
+    layouts = {one.layout: images.to(memory_format=one.layout) for one in made.values()}
+    steps = {name: partial(one, layouts[one.layout], labels) for name, one in made.items()}
+    times = interleave(steps, rounds, 10 if images.is_cuda else 1, 4 if rounds > 1 else 1)
+    rows: Results = {}
+    for name, seconds in times.items():
+        base = variants[name].baseline if name in variants else next(iter(times))
+        rows[name] = {"baseline": base, **summarize({base: times[base], name: seconds})[name]}
+    for name, one in {} if dist.is_initialized() else made.items():
+        # What the model and the optimizer hold all the time, and what a step adds to it.
+        one.optimizer.zero_grad()
+        held = sum(held_bytes(one.plain, one.optimizer, {}).values())
+        rows[name]["peak_bytes"] = held + measure_bytes(images.device.type, steps[name])
+    return rows
 
 
-def time_model(
-    name: str, variants: list[Variant], batch: int, size: int, device: str, rounds: int
-) -> dict[str, Any]:
-    """Step times, images a second and peak memory of each variant; on all ranks if there are any.
+def learn(variant: Variant, seed: int, device: torch.device, steps: int | None) -> float:
+    """The test accuracy of resnet18 after a short training on the digits, on all ranks if any.
 
-    batch: of this process.
+    steps: of an epoch only so many, with a smaller network, to see that it runs.
     """
-    where, world_size = torch.device(device), 1
-    torch.backends.cudnn.benchmark = True  # all shapes stay the same
-    # DDP puts the gradients of a channels_last model into its buckets as they come, and warns.
-    warnings.filterwarnings("ignore", "Grad strides do not match", UserWarning)
+    args = Namespace(dataset="digits", data_dir=ROOT / "data", batch_size=SAMPLES)
+    train_set, test_set = load_dataset(args)
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    torch.manual_seed(seed)
+    training = Training(variant, build_model("net-bn" if steps else "resnet18", train_set), device)
+    sampler = DistributedSampler(train_set, ranks, rank, seed=seed, drop_last=True)
+    loader = make_loader(train_set, SAMPLES // ranks, sampler)
+    all_steps = EPOCHS * len(loader)
+    decay = LambdaLR(training.optimizer, lambda step: 1 - step / all_steps)  # or seeds differ
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)
+        for images, labels in islice(loader, steps):
+            training(images.to(device, memory_format=training.layout), labels.to(device))
+            decay.step()
+    images, labels = test_set.__getitems__(range(len(test_set)))
+    with torch.no_grad():  # in fp32, as train.py does, and not compiled
+        outputs = training.plain.eval().forward(images.to(device))
+    return round((outputs.argmax(dim=1).cpu() == labels).double().mean().item(), 4)
+
+
+def time_model(name: str, variants: Variants, samples: int, effort: Effort) -> Results:
+    """samples: the batch of this process."""
+    torch.set_default_device("cpu")
+    size, ranks = 32 if effort.quick else 224, dist.get_world_size() if dist.is_initialized() else 1
     torch.manual_seed(0)
     model = torchvision.models.get_model(name)
-    images, labels = torch.randn(batch, 3, size, size), torch.randint(1000, (batch,))
-    batches = {  # each layout once
-        layout: (images.to(where, memory_format=layout), labels.to(where))
-        for layout in {variant.layout for variant in variants}
-    }
-    trainings = {str(variant): Training(variant, model, where) for variant in variants}
-    steps: dict[str, Callable[[], object]] = {
-        label: partial(one, *batches[one.variant.layout]) for label, one in trainings.items()
-    }
-    if dist.is_initialized():
-        world_size = dist.get_world_size()
-    warm_up = 3 if rounds > 1 else 1
-    together = {"meet": dist.barrier} if world_size > 1 else {}
-    times = interleave(steps, rounds, 10 if device == "cuda" else 1, warm_up, **together)
-    summary = summarize(of_the_slowest(times))
-    for label, row in summary.items():
-        row["images_per_second"] = round(world_size * batch / row["step_ms"] * 1000, 2)
-        if label != SAME and world_size == 1:
-            one = trainings[label]
-            row["peak_bytes"] = one.peak_bytes(*batches[one.variant.layout])
-    return {
-        "ranks": world_size,
-        "threads_a_rank": torch.get_num_threads(),
-        "local_batch": batch,
-        "rounds": len(times[SAME]),
-        "variants": summary,
-    }
+    images, labels = torch.randn(samples, 3, size, size), torch.randint(1000, (samples,))
+    batch, rounds = (images.to(effort.device), labels.to(effort.device)), min(7, effort.rounds)
+    rows = time_variants(variants, model, batch, rounds)
+    for row in rows.values():
+        row["images_per_second"] = round(ranks * samples / row["step_ms"] * 1000, 2)
+    about = {"ranks": ranks, "threads_a_rank": torch.get_num_threads(), "local_batch": samples}
+    return {**about, "rounds": rounds, "variants": rows}
 
 
-def time_on_ranks(names: list[str], *args: Any) -> dict[str, Any]:
-    """What each rank does."""
-    torch.set_default_device("cpu")
-    return {name: time_model(name, *args) for name in names}
-
-
-def accuracies(
-    variants: list[Variant], device: torch.device, seeds: int, steps: int | None
-) -> dict[str, Any]:
-    rows = {}
-    for variant in variants:
-        prepare = partial(Training, variant, device=device)
-        found = [round(learn(prepare, seed, device, steps), 4) for seed in range(seeds)]
-        rows[str(variant)] = {"test_accuracies": found, "median": statistics.median(found)}
-        print(f"{variant!s:30} accuracy {found}", flush=True)
-    return rows
-
-
-def imitate(skipped: dict[str, str], device: torch.device, quick: bool) -> dict[str, Any]:
-    """One convolution, forward and backward, in the formats that have no units here: ratio to fp32.
-
-    So a reader sees why they are left out. Those that do not run at all have no entry.
-    """
-    layer, rows = nn.Conv2d(64, 64, 3, padding=1).to(device), {}
-    images = torch.randn(2 if quick else 16, 64, 56, 56, device=device)
-
-    def step(precision: str) -> None:
-        with computing_in(Variant(precision), device):
-            layer(images).float().sum().backward()
-
-    for precision in DTYPES.keys() & skipped.keys():
-        both = {name: partial(step, name) for name in ("fp32", precision)}
+def measure_precision(effort: Effort) -> Results:
+    """One process has all cores of a CPU; of N ranks each has one, and its share of the batch."""
+    device, gpu, quick = torch.device(effort.device), effort.device == "cuda", effort.quick
+    few, cores = quick or effort.brief, os.cpu_count() or 1
+    ranks = effort.ranks or (1 if effort.brief else torch.cuda.device_count() if gpu else cores)
+    samples = 2 if quick else 256 if gpu else 8  # of a rank
+    if not quick:  # whatever OMP_NUM_THREADS says
+        torch.set_num_threads(cores)
+    variants, skipped = choose(PRECISIONS, effort.device, quick or (few and not gpu))
+    eager = {name: variant for name, variant in variants.items() if not variant.compiled}
+    accuracy, models, without_units = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    for name, variant in variants.items():
+        each = [learn(variant, s, device, 2 if quick else None) for s in range(1 if few else 3)]
+        accuracy[name] = {"test_accuracies": each, "median": median(each)}
+    names = ["resnet50"] if gpu else ["resnet18"] if few else ["resnet18", "resnet50"]
+    for name in effort.models or names:  # what one GPU does; or all cores, with the whole batch
+        alone = time_model(name, variants, samples if gpu else samples * cores, effort)
+        models[name] = {"one process": alone}
+        if ranks > 1:
+            where: Any = {"backend": "nccl" if gpu else "gloo", "device": effort.device}
+            first, *_ = start(ranks, time_model, name, eager, samples, effort, quiet=True, **where)
+            models[name][f"{ranks} ranks"] = first
+    one = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    few_images = torch.randn(2 if quick else 16, 64, 56, 56).to(device)
+    batch = few_images, torch.arange(len(few_images)).to(device)
+    for name in DTYPES.keys() & skipped.keys():  # imitated, of one convolution: the ratio to fp32
+        both = {"fp32": PRECISIONS["fp32"], name: PRECISIONS[name]}
         with suppress(RuntimeError):  # this device does not compute in this format
-            rows[precision] = summarize(interleave(both, 1 if quick else 5, 1, 1))[precision]
-    return rows
+            without_units[name] = time_variants(both, one, batch, min(5, effort.rounds))[name]
+    about = {"image_size": 32 if quick else 224, "skipped": skipped, "without_units": without_units}
+    return {**about, "models": models, "accuracy": accuracy}
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
-    """A panel for each model on one process and on ranks; accuracy and memory beside each bar."""
-    models = results["models"]
-    columns = max(len(found) for found in models.values())
-    figure, axes = plt.subplots(
-        len(models), columns, figsize=(7 * columns, 3.6 * len(models)), layout="constrained"
-    )
-    flat = iter(axes.flat if hasattr(axes, "flat") else [axes])
-    for name, places in models.items():
-        for place, found in places.items():
-            axis = next(flat)
-            rows = {v: row for v, row in found["variants"].items() if v != SAME}
-            speeds = [row["images_per_second"] for row in rows.values()]
-            colours = [COLOURS[variant.split(",")[0]] for variant in rows]
-            ends = [  # of the ratio to fp32, drawn at the bar
-                [
-                    abs(row["images_per_second"] * (row["ratio"] / end - 1))
-                    for end in reversed(row["ratio_interval"])
-                ]
-                for row in rows.values()
-            ]
-            lines = list(zip(*ends, strict=True))
-            bars = axis.barh(list(rows), speeds, color=colours, xerr=lines)
-            texts = [
-                f"{1 / row['ratio']:.1f}×, {results['accuracy'][v]['median']:.1%}"
-                for v, row in rows.items()
-            ]
-            axis.bar_label(bars, texts, padding=3, fontsize=8)
-            axis.set(title=f"{name}, {place}", xlabel="images per second")
-            axis.set_xlim(0, 1.3 * max(map(sum, zip(speeds, lines[1], strict=True))))
-            axis.invert_yaxis()
-    size, first = results["image_size"], next(iter(models.values()))
-    batch = first[ONE]["local_batch"]
+def draw_precision(results: Results, path: Path) -> None:
+    """A panel for each model on one process and on ranks; accuracy beside each bar."""
+    models, size = results["models"], results["image_size"]
+    panels = [(name, *each) for name, places in models.items() for each in places.items()]
+    rows, columns = len(models), len(panels) // len(models)
+    figure = plt.figure(figsize=(7 * columns, 3.6 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flat
+    for axis, (name, place, found) in zip(axes, panels, strict=True):
+        variants = {v: row for v, row in found["variants"].items() if v != SAME}
+        speeds, texts = [row["images_per_second"] for row in variants.values()], []
+        for variant, row in variants.items():
+            found = [row["ratio"] / end for end in row["ratio_interval"][::-1]]
+            row["images_per_second_interval"] = [row["images_per_second"] * x for x in found]
+            learnt = results["accuracy"][variant]["median"]
+            texts.append(f"{1 / row['ratio']:.1f}×, {learnt:.1%}")
+        looks = [(COLORS[variant.split(",")[0]], "") for variant in variants]
+        bars(axis, variants, speeds, looks, texts, ends(variants.values(), "images_per_second"))
+        axis.set(title=f"{name}, {place}", xlabel="images per second")
+        axis.set_xlim(right=1.4 * max(speeds))
+    where = f"{size} × {size} pixels; {results['provenance']['hardware']}"
     figure.suptitle(
-        f"Training with a global batch of {batch}, {size} × {size} pixels; "
-        f"{results['provenance']['hardware']}\n"
-        "beside each bar: times as fast as fp32 (black lines: 95 % interval), and the median test "
-        "accuracy of a small training"
+        f"Training with a global batch of {panels[0][2]['local_batch']}, {where}\nbeside each bar: "
+        "times as fast as fp32 (black lines: 95 % interval), and the median test accuracy of a "
+        "small training"
     )
     figure.savefig(path, dpi=110)
 
 
-def report(results: dict[str, Any]) -> None:
-    for name, places in results["models"].items():
-        for place, found in places.items():
-            rows = [
-                (
-                    variant,
-                    f"{row['step_ms']:.1f}",
-                    f"{row['images_per_second']:.1f}",
-                    f"{1 / row['ratio']:.2f}",
-                    f"{row['peak_bytes'] / 2**20:,.0f}" if "peak_bytes" in row else "",
-                )
-                for variant, row in found["variants"].items()
-            ]
-            heads = ("variant", "step, ms", "images/s", "× fp32", "peak, MiB")
-            print(f"\n{name}, {place}, {found['threads_a_rank']} threads a rank")
-            print(tabulate(rows, heads, disable_numparse=True), flush=True)
-    for what, why in results["skipped"].items():
-        print(f"left out: {what}: {why}")
-    for precision, row in results["without_units"].items():
-        print(f"a convolution in {precision}, without units for it: {row['ratio']:.0f} × fp32")
+def count_and_compare(variants: Variants, model: nn.Module, batch: Batch) -> Results:
+    """What a rank holds, and how far its weights are from the baseline's after a few steps.
 
-
-def parse_args() -> Namespace:
-    parser = Parser(__doc__)
-    add, count = parser.add_argument, number(int, 1)
-    add("--models", nargs="+", default=["resnet18", "resnet50"], metavar="NAME", help="torchvision")
-    add("--batch-size", type=count, metavar="N", help="global; 16 on a CPU, 256 a GPU if not said")
-    add("--image-size", default=224, type=number(int, 32), metavar="N", help="pixels")
-    add("--ranks", type=count, metavar="N", help="one for each core or GPU if not said")
-    gpu = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", default=gpu, choices=("cpu", "cuda"), help="cuda: if torch sees a GPU")
-    brief = "few rounds; on a CPU one process, resnet18, one training for each accuracy"
-    add_effort(parser, "small pictures, one step, nothing compiled", brief)
-    args = parser.parse_args()
-    require_device(args.device)
-    unknown = sorted(set(args.models) - set(torchvision.models.list_models(torchvision.models)))
-    if unknown:
-        raise UsageError(f"torchvision has no model {unknown[0]}: try --models resnet50")
-    gpus, cores = torch.cuda.device_count(), os.cpu_count() or 1
-    if args.brief:  # a GPU is fast: the larger model
-        args.models = ["resnet50"] if args.device == "cuda" else ["resnet18"]
-        args.ranks = args.ranks or 1
-    args.ranks = args.ranks or (gpus if args.device == "cuda" else cores)
-    if args.device == "cuda" and args.ranks > gpus:
-        raise UsageError(f"{args.ranks} ranks need as many GPUs, here are {gpus}: try --ranks 1")
-    args.batch_size = args.batch_size or (256 * args.ranks if args.device == "cuda" else 16)
-    if args.quick:
-        args.models, args.batch_size, args.image_size = ["resnet18"], 2 * args.ranks, 32
-    cut_batch(args.batch_size, args.ranks)
-    return args
-
-
-def measure(args: Namespace) -> dict[str, Any]:
-    device = torch.device(args.device)
-    variants, skipped = choose(device, args.quick or (args.brief and args.device == "cpu"))
-    rounds = min(7 if args.device == "cpu" else 11, most_rounds(args))
-    seeds = 1 if args.quick or args.brief else 3
-    accuracy = accuracies(variants, device, seeds, 2 if args.quick else None)
-    models: dict[str, dict[str, Any]] = {}
-    local = args.batch_size // args.ranks
-    alone = local if args.device == "cuda" else args.batch_size  # what one GPU does; all cores
-    for name in args.models:
-        gc.collect()
-        models[name] = {
-            ONE: time_model(name, variants, alone, args.image_size, args.device, rounds)
+    The distance is a part of the way that the training has gone. 0 means: the same bits.
+    """
+    (images, labels), rows = batch, dict[str, Any]()
+    weights = {"first": flat(model).to(images.device)}
+    for name, variant in [*variants.items(), (SAME, SWITCHES["DDP"])]:
+        one = Training(variant, copy.deepcopy(model), images.device, watched=True)
+        for group in one.optimizer.param_groups:
+            group["lr"] = 1e-3  # small steps: large ones would blow up the last bit of a number
+        for _ in range(COMPARED):
+            one(images.to(memory_format=one.layout), labels)
+        weights[name] = flat(one.plain)[: len(weights["first"])]  # without an idle branch
+        base = weights["DDP" if name == SAME else variant.baseline]
+        far = (weights[name] - base).norm() / (base - weights["first"]).norm()
+        held = held_bytes(one.model, one.optimizer, one.buckets)
+        tables = one.power.error_dict, one.power.p_memory_dict, one.power.q_memory_dict
+        kinds = {
+            "parameters": held["parameters"] + held["buffers"],
+            "gradients and buckets": held["gradients"] + held["buckets"],
+            "optimiser": held["optimiser"],
+            "hook": size_of(tensor for table in tables for tensor in table.values()),
         }
-    if args.ranks > 1:
-        eager = [v for v in variants if not v.compiled]
-        backend = "nccl" if args.device == "cuda" else "gloo"
-        shared = (eager, local, args.image_size, args.device, rounds)
-        found, *_ = start(
-            args.ranks, time_on_ranks, args.models, *shared, backend=backend, device=args.device
-        )
-        for name, row in found.items():
-            models[name][f"{args.ranks} ranks"] = row
-        skipped["compile on several ranks"] = "see switches.py"
-    else:
-        skipped["several ranks"] = "there is one GPU" if args.device == "cuda" else "--ranks 1"
-    return {
-        "image_size": args.image_size,
-        "skipped": skipped,
-        "without_units": imitate(skipped, device, args.quick),
-        "models": models,
-        "accuracy": accuracy,
-    }
+        distance, *most = largest_of_ranks([far.item(), *kinds.values()])
+        rows[name] = {"distance": distance}
+        rows[name]["held_bytes"] = dict(zip(kinds, map(int, most), strict=True))
+    return rows
 
 
-def main() -> None:
-    args = parse_args()
-    if not args.quick:  # whatever OMP_NUM_THREADS says
-        torch.set_num_threads(os.cpu_count() or 1)
-    where = provenance(args.device)  # before there is load
-    results = {"provenance": where, **measure(args)}
-    report(results)
-    keep(args, "05_precision", results, draw)
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-if __name__ == "__main__":
-    with usage_errors_exit():
-        main()
+def try_switches(names: list[str], rounds: int, quick: bool) -> Results:
+    """What each rank does; if quick, only with a small network."""
+    device = torch.device(torch.get_default_device().type)
+    torch.set_default_device("cpu")  # data sets are read there
+    batch, size = (2, 32) if quick else (128, 224) if device.type == "cuda" else (32, 64)
+    torch.manual_seed(0)
+    model = Net(3, 32, 10, True) if quick else torchvision.models.resnet18(num_classes=10)
+    torch.manual_seed(1 + dist.get_rank())
+    data = torch.randn(batch, 3, size, size).to(device), (torch.arange(batch) % 10).to(device)
+    variants = {name: SWITCHES[name] for name in names}
+    rows = time_variants(variants, model, data, min(15, rounds))
+    seeds, steps = (1, 2) if quick else (3 if rounds >= 15 else 0, None)  # brief: no accuracy
+    for name, found in count_and_compare(variants, model, data).items():
+        itself = bool(found["distance"]) or name == "DDP"  # the same bits learn the same
+        rows[name] |= {**found, "accuracy_of": name if itself else rows[name]["baseline"]}
+        if itself:
+            each = [learn(SWITCHES[name], seed, device, steps) for seed in range(seeds)]
+            rows[name] |= {"test_accuracies": each, "accuracy": median(each) if each else None}
+    for row in rows.values():
+        row["accuracy"] = rows[row["accuracy_of"]]["accuracy"]
+    about = {"model": "resnet18", "parameters": sum(p.numel() for p in model.parameters())}
+    about |= {"ranks": dist.get_world_size(), "local_batch": batch, "image_size": size}
+    return {**about, "variants": rows}
+
+
+def measure_switches(effort: Effort) -> Results:
+    """Two ranks of one thread over gloo; on GPUs, a rank on each of them over nccl."""
+    gpu = effort.device == "cuda"
+    chosen, skipped = choose(SWITCHES, effort.device, effort.quick or effort.brief)
+    ranks, backend = (torch.cuda.device_count(), "nccl") if gpu else (RANKS, "gloo")
+    how = list(chosen), effort.rounds, effort.quick
+    first, *_ = start(ranks, try_switches, *how, backend=backend, device=effort.device, quiet=True)
+    where = {"world_size": ranks, "threads_a_rank": 1}
+    return {"provenance": where, "skipped": skipped, **first}
+
+
+def draw_switches(results: Results, path: Path) -> None:
+    """Left the time of each variant, with its accuracy; right what a rank holds."""
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(13, 7), layout="constrained", sharey=True, width_ratios=(3, 2)
+    )
+    rows = {name: row for name, row in results["variants"].items() if name != SAME}
+    looks = [(RED if row["distance"] else BLUE, "") for row in rows.values()]
+    ratio_bars(left, rows, looks, texts=[f"{row['accuracy']:.1%}" for row in rows.values()])
+    left.set(xlabel="time of a step / that of plain DDP (of ZeroRedundancyOptimizer: of Adam)")
+    left.set_title("Blue: the same bits as the baseline; orange: others. Beside it: test accuracy")
+    starts = [0.0] * len(rows)
+    for kind, color in zip(rows["DDP"]["held_bytes"], (BLUE, SKY, GREY, PINK), strict=True):
+        widths = [row["held_bytes"][kind] / 2**20 for row in rows.values()]
+        right.barh(list(rows), widths, left=starts, color=color, label=kind)
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
+    right.set(xlabel="MiB that a rank holds between two steps", xlim=(0, 1.15 * max(starts)))
+    right.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+    figure.suptitle(
+        "{model}, {ranks} ranks of one thread, {local_batch} pictures of {image_size} × "
+        "{image_size} each; {provenance[hardware]}; black lines: 95 % intervals".format(**results)
+    )
+    figure.savefig(path, dpi=110)

@@ -1,47 +1,40 @@
 """What the memory of a GPU, or of a process, is spent on: every stage, every saving, foreseen.
 
-    python benchmarks/process_memory.py
-
 Bytes of tensors are counted: what a process holds when the loss of a step is there, and the most
-that torch's allocator gave at a time, as ledger.py of stage 01 reads it. On a GPU that is
-torch.cuda.max_memory_allocated; no GPU has run this yet. A CPU process itself is mostly PyTorch:
-that is shown too. The replicas of stage 02 are virtual: all on one device. Ranks are processes;
-with --device cuda they share the GPUs by way of gloo.
+that torch's allocator gave at a time, as ledger.py of stage 01 reads it. A CPU process itself is
+mostly PyTorch: that is shown too. The replicas of stage 02 are virtual: all on one device. Ranks
+share the GPUs by way of gloo. Last: results/02_memory, what memory.py of stage 02 counts.
 """
 
 import gc
-import sys
-from contextlib import nullcontext
-from dataclasses import dataclass
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
+import matplotlib.pyplot as plt
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from tabulate import tabulate
+from matplotlib.axes import Axes
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Adam
 
-from common.options import Parser, usage_errors_exit
 from common.record import peak_memory_bytes
 
-from timing import add_device, chapter, provenance, require_device, save
+from plots import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, YELLOW, patches
+from precision import VIEW, Batch, Training, Variant, held_bytes, watch_buckets
+from step import start
+from timing import Effort, Results, chapter
 
 ledger: Any = chapter("01", "ledger")
 memory: Any = chapter("02", "memory")
 peak: Any = chapter("01", "peak")
-start = chapter("03", "ranks").start
 
 MIB = 2**20
-MODEL, SIZE, BATCH = "resnet18", 64, 64  # pixels; the global batch
-OTHERS = {"net-bn": 28, "resnet50": 64}  # models that are foreseen too, unless --brief; pixels
-RANKS, WORLDS, STEPS = 2, (1, 2, 4, 8), 2  # the first step leaves behind what the second finds
+RANKS, WORLDS, BATCH = 2, (1, 2, 4, 8), 64  # BATCH: the global one
+STEPS = 2  # the first leaves behind what the second finds
+ABOUT = "{model}, {image_size} pixels, global batch {global_batch}"
 STAGES = {
     "01": "01 one process",
     "02": "02 DataParallel",
@@ -50,223 +43,56 @@ STAGES = {
     "05": "05 DDP, SyncBN",
     "05 bf16": "05 in bf16",
 }
-KINDS = (  # of what a process holds; gradients that are views of a bucket count as bucket
-    *("parameters", "buffers", "gradients", "buckets", "optimiser"),
-    *("batch", "activations", "outputs and loss"),
-)
-
-Held = dict[str, int]  # the bytes of each kind
-Batch = tuple[Tensor, Tensor]  # images and labels
-
-
-@dataclass(frozen=True)
-class Way:
-    """A step under DDP with Adam, and what it does to hold less."""
-
-    view: bool = False  # gradients are views of the buckets
-    bf16: bool = False
-    accumulate: int = 1
-    in_place: bool = False  # zero_grad(set_to_none=False)
-    zero: bool = False  # each rank keeps the optimiser's state of its share: ZeRO's first stage
-
-
-WAYS = {
-    "DDP with Adam": Way(),
-    "bf16 autocast": Way(bf16=True),
-    "accumulate 4": Way(accumulate=4),
-    "views of the buckets": Way(view=True),
-    "views, accumulate 4": Way(view=True, accumulate=4),
-    "the same, zeroed in place": Way(view=True, accumulate=4, in_place=True),
-    "ZeRO-1": Way(zero=True),
-    "all together": Way(view=True, bf16=True, accumulate=4, in_place=True, zero=True),
+STYLES = {  # colors and hatches of what is held, and of what is there for a moment
+    "parameters": (BLUE, ""),
+    "buffers": (BLACK, ""),
+    "gradients": (SKY, "//"),
+    "buckets": (ORANGE, "\\\\"),
+    "optimiser": (GREY, ".."),
+    "batch": (YELLOW, ""),
+    "activations": (GREEN, "xx"),
+    "outputs and loss": (RED, ""),
+    "at the peak": ("#EEEEEE", ""),
 }
-
 
 # Ranks that begin with the same weights need not send them. They would pass through a buffer as
 # large as all of them, and gloo's thread may be the one to free it: the profiler does not see that.
-Unsent = partial(DistributedDataParallel, init_sync=False)
+UNSENT: Any = {"init_sync": False}
+COPIES: Any = {"optimizer": "adam", "ddp": UNSENT}
+VIEWS, ZERO = {**COPIES, "ddp": UNSENT | VIEW}, {"optimizer": "zero adam"}
+WAYS = {  # a step under DDP with Adam, and what it does to hold less
+    "DDP with Adam": Variant(**COPIES),
+    "bf16 autocast": Variant("bf16", **COPIES),
+    "accumulate 4": Variant(accumulate=4, **COPIES),
+    "views of the buckets": Variant(**VIEWS),
+    "views, accumulate 4": Variant(accumulate=4, **VIEWS),
+    "the same, zeroed in place": Variant(accumulate=4, in_place=True, **VIEWS),
+    "ZeRO-1": Variant(**COPIES | ZERO),
+    "all together": Variant("bf16", accumulate=4, in_place=True, **VIEWS | ZERO),
+}
+
+Held = dict[str, int]  # the bytes of each kind
 
 
-def make_batch(samples: int, size: int) -> Batch:
-    return torch.randn(samples, 3, size, size), torch.arange(samples) % 10
-
-
-def watch_buckets(ddp: DistributedDataParallel) -> dict[int, int]:
-    """From now on: where each bucket begins, and its bytes. No bucket is kept alive by it."""
-    buckets: dict[int, int] = {}
-
-    def note(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        if bucket.index() == 0:
-            buckets.clear()  # those of the step before: the layout may be another one
-        storage = bucket.buffer().untyped_storage()
-        buckets[storage.data_ptr()] = storage.nbytes()
-        return allreduce_hook(group, bucket)
-
-    ddp.register_comm_hook(ddp.process_group, note)
-    return buckets
-
-
-def count(
-    model: nn.Module, wrapped: nn.Module, optimizer: Any, buckets: dict[int, int], batch: Batch
-) -> Held:
+def count(model: nn.Module, wrapped: Any, optimizer: Any, buckets: Any, batch: Batch) -> Held:
     """What this process holds after a forward and the loss; what two tensors share counts once."""
-    saved: dict[str, list[Tensor]] = {"activations": [], "loss": []}
-    with memory.saving_to(saved["activations"]):
+    activations, of_loss = list[Tensor](), list[Tensor]()
+    with memory.saving_to(activations):
         outputs = wrapped(batch[0])
-    with memory.saving_to(saved["loss"]):
+    with memory.saving_to(of_loss):
         loss = F.cross_entropy(outputs, batch[1])
-    size, parameters, buffers = memory.size, list(model.parameters()), list(model.buffers())
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    apart = [g for g in gradients if g.untyped_storage().data_ptr() not in buckets]
-    update = getattr(optimizer, "optim", optimizer)  # of ZeRO: that of its share
-    state = [value for each in update.state.values() for value in each.values()]
-    fixed = [*parameters, *buffers, *batch]
+    fixed = [*model.parameters(), *model.buffers(), *batch]
     return {
-        "parameters": size(parameters),
-        "buffers": size(buffers),
-        "gradients": size(apart),
-        "buckets": sum(buckets.values()),
-        "optimiser": size(value for value in state if isinstance(value, Tensor)),
-        "batch": size(batch),
-        "activations": size(saved["activations"], fixed),
-        "outputs and loss": size([outputs, loss, *saved["loss"]], [*fixed, *saved["activations"]]),
+        **held_bytes(model, optimizer, buckets),
+        "batch": memory.size(batch),
+        "activations": memory.size(activations, fixed),
+        "outputs and loss": memory.size([outputs, loss, *of_loss], [*fixed, *activations]),
     }
-
-
-def train(way: Way, ddp: DistributedDataParallel, optimizer: Any, batch: Batch) -> None:
-    """Steps in the order of stage 04's, with micro-batches and autocast as in stage 05's."""
-    device, k = batch[0].device.type, way.accumulate
-    for _ in range(STEPS):
-        for part, (x, y) in enumerate(zip(batch[0].chunk(k), batch[1].chunk(k), strict=True)):
-            with nullcontext() if part == k - 1 else ddp.no_sync():
-                with torch.autocast(device, torch.bfloat16, enabled=way.bf16):
-                    loss = F.cross_entropy(ddp(x), y) / k
-                if part == 0:
-                    optimizer.zero_grad(set_to_none=not way.in_place)
-                loss.backward()
-        optimizer.step()
-
-
-def run_way(way: Way, plan: Any, samples: int) -> dict[str, Any]:
-    """Train this rank in that way; what it holds, and its peak."""
-    made: dict[str, Any] = {}
-
-    def go() -> None:
-        torch.manual_seed(0)
-        model, optimizer = plan.build()
-        batch = make_batch(samples, plan.image_size)
-        ddp = Unsent(model, gradient_as_bucket_view=way.view)
-        # After its first backward DDP lays out its buckets again, and holds both layouts for a
-        # moment (pytorch pull request 41954). Here it does so before the first step.
-        ddp.eval()(batch[0][:1]).sum().backward()
-        model.zero_grad()
-        ddp.train()
-        buckets = watch_buckets(ddp)
-        if way.zero:
-            optimizer = ZeroRedundancyOptimizer(model.parameters(), Adam, lr=1e-3)
-        train(way, ddp, optimizer, batch)
-        made.update(model=model, wrapped=ddp, optimizer=optimizer, buckets=buckets, batch=batch)
-
-    most = ledger.measure(plan.device, go)
-    made["batch"] = tuple(part[: samples // way.accumulate] for part in made["batch"])
-    with torch.autocast(plan.device, torch.bfloat16, enabled=way.bf16):
-        found = {"held": count(**made), "peak_bytes": most}
-    made.clear()
-    gc.collect()  # DDP and its model hold each other
-    return found
-
-
-def run_ways(ways: list[Way], plan: Any, samples: int) -> list[dict[str, Any]]:
-    """What each rank does."""
-    return [run_way(way, plan, samples) for way in ways]
-
-
-def predict(way: Way, plan: Any, samples: int, ranks: int) -> int:
-    """The peak of a rank, foreseen without a rank: stage 01's rehearsal, and what DDP changes."""
-    parts, micro = peak.parts_of(plan), samples // way.accumulate
-    most = peak.rehearse(plan, micro, way.accumulate)[0]
-    most += (samples - micro) * 4 * plan.channels * plan.image_size**2  # images that wait
-    if not way.view or (way.accumulate > 1 and not way.in_place):
-        most += parts["gradients"]  # in the buckets: once more
-    elif way.accumulate == 1:
-        most += largest_gradient(plan)  # each is made apart, then copied to its bucket
-    if way.zero:
-        most -= round(parts["optimiser state"] * (1 - 1 / ranks))
-    if way.bf16:
-        most += saved_bytes(plan, micro, True) - saved_bytes(plan, micro, False)
-    return most
-
-
-def largest_gradient(plan: Any) -> int:
-    with torch.device("meta"):
-        return max(parameter.nbytes for parameter in plan.build()[0].parameters())
-
-
-def saved_bytes(plan: Any, samples: int, bf16: bool) -> int:
-    """Bytes that autograd saves of a batch, from what two tiny batches take.
-
-    The meta device knows no autocast: these two forwards are real ones.
-    """
-    with torch.device(plan.device), torch.autocast(plan.device, torch.bfloat16, enabled=bf16):
-        model, _ = plan.build()
-        fixed, found = [*model.parameters(), *model.buffers()], []
-        for few in (2, 3):
-            kept: list[Tensor] = []
-            with memory.saving_to(kept):
-                plan.loss(model, few)
-            found.append(memory.size(kept, fixed))
-    return found[0] + (samples - 2) * (found[1] - found[0])
-
-
-def run_stage(key: str, plan: Any, global_batch: int) -> dict[str, Any]:
-    """Some steps of a stage's own train_epoch, in a process that does nothing else."""
-    number, _, amp = key.partition(" ")
-    cpu, made = torch.device("cpu"), dict[str, Any]()
-    resident = [peak_memory_bytes(cpu)]
-    stage: Any = chapter(number, "train")
-
-    def go() -> None:
-        torch.manual_seed(0)
-        model, optimizer = plan.build()
-        batch = make_batch(global_batch // dist.get_world_size(), plan.image_size)
-        wrapped, more = prepare(stage, number, amp, model, optimizer, batch[0].device)
-        buckets = watch_buckets(wrapped) if isinstance(wrapped, DistributedDataParallel) else {}
-        stage.train_epoch(wrapped, [batch] * STEPS, *more)
-        made.update(model=model, wrapped=wrapped, optimizer=optimizer, buckets=buckets, batch=batch)
-
-    most = ledger.measure(plan.device, go)
-    resident.append(peak_memory_bytes(cpu))
-    if number == "02":
-        held = count_replicas(made["model"], made["batch"], RANKS)
-    else:
-        with torch.autocast(plan.device, torch.bfloat16, enabled=amp == "bf16"):
-            held = [count(**made)]
-    return {"held": held, "peak_bytes": most, "resident_bytes": resident}
-
-
-def prepare(
-    stage: Any, number: str, amp: str, model: nn.Module, optimizer: Any, device: torch.device
-) -> tuple[nn.Module, list]:
-    """The model as the stage prepares it, and what train_epoch takes besides the batches."""
-    if number == "02":
-        model = stage.DataParallel(model, [device] * RANKS)
-    if number == "04":
-        model = Unsent(model)
-    if number < "05":
-        return model, [optimizer, device]
-    with mock.patch.object(sys, "argv", ["train.py", "--amp", amp or "off"]):
-        args = stage.parse_args()
-    gpu = device.type == "cuda"
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if gpu else stage.convert(model)
-    scaler = torch.amp.GradScaler(device.type, enabled=False)
-    more = [[args.lr] * STEPS, optimizer, scaler, device, args]
-    return Unsent(model, gradient_as_bucket_view=True), more
 
 
 def count_replicas(model: nn.Module, batch: Batch, replicas: int) -> list[Held]:
     """What each virtual replica of DataParallel holds, by stage 02's own count."""
-    buffers = memory.size(model.buffers())
-    found = []
+    buffers, found = memory.size(model.buffers()), []
     for each in memory.count((model, *batch), replicas, inside=False):
         outputs = each.pop("outputs") + each.pop("loss")
         each["parameters"] -= buffers
@@ -274,135 +100,234 @@ def count_replicas(model: nn.Module, batch: Batch, replicas: int) -> list[Held]:
     return found
 
 
-def measure_stages(plan: Any, batch: int, chosen: list[str]) -> dict[str, dict[str, Any]]:
-    """Each stage on RANKS replicas or ranks, with the same global batch."""
-    found = {}
-    for key in chosen:
-        ranks = 1 if key in ("01", "02") else RANKS
-        answers = start(ranks, run_stage, key, plan, batch, device=plan.device, quiet=True)
-        found[key] = {
-            "held": [held for answer in answers for held in answer["held"]],
-            "peak_bytes": [answer["peak_bytes"] for answer in answers],  # of each process
-            "resident_bytes": [answer["resident_bytes"] for answer in answers],  # before, after
-        }
+def make(plan: Any, samples: int) -> tuple[nn.Module, Any, Batch]:
+    torch.manual_seed(0)
+    images = torch.randn(samples, 3, plan.image_size, plan.image_size)
+    return *plan.build(), (images, torch.arange(samples) % 10)
+
+
+def train_way(way: Variant, plan: Any, samples: int) -> tuple:
+    model, _, (images, labels) = make(plan, samples)
+    one = Training(way, model, images.device, watched=True)
+    # After its first backward DDP lays out its buckets again, and holds both layouts for a
+    # moment (pytorch pull request 41954). Here it does so before the first step.
+    one.model.eval()(images[:1]).sum().backward()
+    model.zero_grad()
+    one.model.train()
+    for _ in range(STEPS):
+        one(images, labels)
+    micro_batch = images.chunk(way.accumulate)[0], labels.chunk(way.accumulate)[0]
+    return model, one.model, one.optimizer, one.buckets, micro_batch
+
+
+def train_stage(key: str, plan: Any, samples: int) -> tuple:
+    """Some steps of a stage's own train_epoch; the model is prepared as the stage does it."""
+    stage: Any = chapter(key[:2], "train")
+    model, optimizer, batch = make(plan, samples)
+    device = batch[0].device
+    wrapped: Any = model
+    more: list = [optimizer, device]
+    if key == "02":
+        wrapped = stage.DataParallel(model, [device] * RANKS)
+    if key == "04":
+        wrapped = DistributedDataParallel(model, **UNSENT)
+    if key[:2] == "05":
+        gpu = device.type == "cuda"
+        synced = nn.SyncBatchNorm.convert_sync_batchnorm(model) if gpu else stage.convert(model)
+        wrapped = DistributedDataParallel(synced, **UNSENT, gradient_as_bucket_view=True)
+        args = Namespace(amp=key[3:] or "off", accumulate=1, clip_norm=0.0)
+        more = [[0.02] * STEPS, optimizer, torch.amp.GradScaler(enabled=False), device, args]
+    buckets = watch_buckets(wrapped)
+    stage.train_epoch(wrapped, [batch] * STEPS, *more)
+    return model, wrapped, optimizer, buckets, batch
+
+
+def run(jobs: list[str], plan: Any, samples: int) -> list[dict[str, Any]]:
+    """What each rank does: train as a stage or in ways; what it holds, its peak, all it takes."""
+    found, cpu = list[dict[str, Any]](), torch.device("cpu")
+    for job in jobs:
+        resident, made = [peak_memory_bytes(cpu)], list[Any]()
+        train = partial(train_way, WAYS[job]) if job in WAYS else partial(train_stage, job)
+        go = partial(lambda train, made: made.extend(train(plan, samples)), train, made)
+        most = ledger.measure(plan.device, go)
+        resident.append(peak_memory_bytes(cpu))
+        bf16 = "bf16" in job or (job in WAYS and WAYS[job].precision == "bf16")
+        with torch.autocast(plan.device, torch.bfloat16, enabled=bf16):
+            replicas = job == "02"
+            held = count_replicas(made[0], made[-1], RANKS) if replicas else [count(*made)]
+        found.append({"held": held, "peak_bytes": most, "resident_bytes": resident})
+        made.clear()
+        gc.collect()  # DDP and its model hold each other
     return found
 
 
-def measure_worlds(plan: Any, batch: int, worlds: tuple[int, ...]) -> dict[str, dict[str, Any]]:
-    """DataParallel and DDP with the same global batch, on more and more replicas or ranks."""
-    found = {}
-    with torch.device(plan.device):
+def measure(jobs: Sequence[str], plan: Any, samples: int, ranks: int = RANKS) -> Results:
+    """Ways or a stage, one after the other on the same ranks; samples: the local batch."""
+    answers = start(ranks, run, list(jobs), plan, samples, device=plan.device, quiet=True)
+    found: Results = {}
+    for job, rows in zip(jobs, zip(*answers, strict=True), strict=True):
+        found[job] = {key: [row[key] for row in rows] for key in ("peak_bytes", "resident_bytes")}
+        found[job]["held"] = [held for row in rows for held in row["held"]]
+        if job in WAYS:
+            found[job]["predicted_bytes"] = predict(WAYS[job], plan, samples, ranks)
+    return found
+
+
+def predict(way: Variant, plan: Any, samples: int, ranks: int) -> int:
+    """The peak of a rank, foreseen without a rank: stage 01's rehearsal, and what DDP changes."""
+    parts, micro = peak.parts_of(plan), samples // way.accumulate
+    most = peak.rehearse(plan, micro, way.accumulate)[0]
+    most += (samples - micro) * 4 * plan.channels * plan.image_size**2  # images that wait
+    if "gradient_as_bucket_view" not in way.ddp or (way.accumulate > 1 and not way.in_place):
+        most += parts["gradients"]  # in the buckets: once more
+    elif way.accumulate == 1:  # each is made apart, then copied to its bucket
+        with torch.device("meta"):
+            most += max(parameter.nbytes for parameter in plan.build()[0].parameters())
+    if way.optimizer == "zero adam":
+        most -= round(parts["optimiser state"] * (1 - 1 / ranks))
+    if way.precision == "bf16":
+        most += saved_bytes(plan, micro, True) - saved_bytes(plan, micro, False)
+    return most
+
+
+def saved_bytes(plan: Any, samples: int, bf16: bool) -> int:
+    """Bytes that autograd saves of a batch, from what two tiny batches take.
+
+    The meta device knows no autocast: these two forwards are real ones.
+    """
+    found = []
+    with torch.device(plan.device), torch.autocast(plan.device, torch.bfloat16, enabled=bf16):
         model, _ = plan.build()
-        whole = make_batch(batch, plan.image_size)
-    for world in worlds:
-        ranks = start(world, run_stage, "04", plan, batch, device=plan.device, quiet=True)
-        found[str(world)] = {
-            "DataParallel": count_replicas(model, whole, world),
-            "DDP": [rank["held"][0] for rank in ranks],
-            "peak_bytes": [rank["peak_bytes"] for rank in ranks],
-            "predicted_bytes": predict(Way(), plan, batch // world, world),
-        }
-    return found
+        for few in (2, 3):
+            kept: list[Tensor] = []
+            with memory.saving_to(kept):
+                plan.loss(model, few)
+            found.append(memory.size(kept, [*model.parameters(), *model.buffers()]))
+    return found[0] + (samples - 2) * (found[1] - found[0])
 
 
-def measure_ways(plan: Any, samples: int, chosen: list[str]) -> dict[str, dict[str, Any]]:
-    """Each way to hold less, on the same ranks one after the other; samples: the local batch."""
-    ways = [WAYS[name] for name in chosen]
-    ranks = start(RANKS, run_ways, ways, plan, samples, device=plan.device, quiet=True)
-    return {
-        name: {
-            "held": [rank[place]["held"] for rank in ranks],
-            "peak_bytes": [rank[place]["peak_bytes"] for rank in ranks],
-            "predicted_bytes": predict(way, plan, samples, RANKS),
-        }
-        for place, (name, way) in enumerate(zip(chosen, ways, strict=True))
-    }
-
-
-def measure(brief: bool, device: str) -> dict[str, Any]:
-    """All of it, for one model; if not brief, other models are foreseen and measured too."""
-    local = BATCH // RANKS
-    momentum, adam = (peak.Plan(MODEL, SIZE, name, device) for name in ("momentum", "adam"))
-    stages = measure_stages(momentum, BATCH, list(STAGES))
-    worlds = measure_worlds(momentum, BATCH, WORLDS)
-    ways = measure_ways(adam, local, list(WAYS))
-    foreseen = {
-        STAGES["01"]: compare(peak.rehearse(momentum, BATCH)[0], stages["01"]),
-        STAGES["03"]: compare(peak.rehearse(momentum, local)[0], stages["03"]),
-        **{
-            f"04 DDP, {n} rank{'s' * (n != '1')}": compare(w["predicted_bytes"], w)
-            for n, w in worlds.items()
-        },
-        **{name: compare(way["predicted_bytes"], way) for name, way in ways.items()},
-    }
-    for model, size in {} if brief else OTHERS.items():
-        other = measure_ways(peak.Plan(model, size, "adam", device), local, list(WAYS))
-        for name, way in other.items():
-            foreseen[f"{model}: {name}"] = compare(way["predicted_bytes"], way)
-    return {
-        "model": MODEL,
-        "image_size": SIZE,
-        "global_batch": BATCH,
-        "ranks": RANKS,
-        "device": device,
-        "stages": stages,
-        "worlds": worlds,
-        "ways": ways,
-        "foreseen": foreseen,
-    }
-
-
-def compare(predicted: int, measured: dict[str, Any]) -> dict[str, float]:
+def compare(row: dict[str, Any]) -> dict[str, float]:
     """The prediction beside the largest peak of the processes, and how far it is off."""
-    most = max(measured["peak_bytes"])
+    predicted, most = row["predicted_bytes"], max(row["peak_bytes"])
     percent = round(100 * (predicted / most - 1), 2)
     return {"predicted_bytes": predicted, "measured_bytes": most, "percent_off": percent}
 
 
-def table(rows: dict[str, list[Held]]) -> str:
-    """What each process holds, in MiB; equal processes in one line."""
-    lines = []
-    for name, processes in rows.items():
-        sizes = [
-            [f"{held.get(kind, 0) / MIB:.1f}" for kind in KINDS]
-            + [f"{sum(held.values()) / MIB:.1f}"]
-            for held in processes
-        ]
-        for number, cells in enumerate(sizes):
-            if cells not in sizes[:number]:
-                lines.append((name, f"{number} (× {sizes.count(cells)})", *cells))
-    heads = ("", "process", *KINDS, "held")
-    return tabulate(lines, heads, disable_numparse=True, colalign=("left", *["right"] * 10))
+def measure_process_memory(effort: Effort) -> Results:
+    """The same global batch in every stage, on more and more ranks, and in each way."""
+    small = effort.quick
+    model, size, worlds = ("net-bn", 28, WORLDS[:2]) if small else ("resnet18", 64, WORLDS)
+    momentum, adam = (peak.Plan(model, size, how, effort.device) for how in ("momentum", "adam"))
+    stages, found, foreseen = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    for key in STAGES:
+        ranks = 1 if key in ("01", "02") else RANKS
+        stages |= measure([key], momentum, BATCH // ranks, ranks)
+        if key in ("01", "03"):
+            predicted = peak.rehearse(momentum, BATCH // ranks)[0]
+            foreseen[STAGES[key]] = {**stages[key], "predicted_bytes": predicted}
+    with torch.device(effort.device):
+        module, _, whole = make(momentum, BATCH)
+    for world in worlds:
+        ddp = measure(["04"], momentum, BATCH // world, world)["04"]
+        found[str(world)] = foreseen[f"04 DDP, {world} rank{'s' * (world > 1)}"] = {
+            "DataParallel": count_replicas(module, whole, world),
+            "DDP": ddp["held"],
+            "peak_bytes": ddp["peak_bytes"],
+            "predicted_bytes": predict(Variant(), momentum, BATCH // world, world),
+        }
+    ways = measure(list(WAYS), adam, BATCH // RANKS)
+    off = {name: compare(row) for name, row in (foreseen | ways).items()}
+    about = {"model": model, "image_size": size, "global_batch": BATCH, "ranks": RANKS}
+    about |= {"provenance": {"world_size": RANKS, "threads_a_rank": 1}, "device": effort.device}
+    return {**about, "stages": stages, "worlds": found, "ways": ways, "foreseen": off}
 
 
-def report(found: dict[str, Any]) -> None:
-    """Tables of what is held, in MiB, and of what was foreseen."""
-    print(table({STAGES[key]: stage["held"] for key, stage in found["stages"].items()}) + "\n")
-    for how in ("DataParallel", "DDP"):
-        print(table({f"{how}, {n}": each[how] for n, each in found["worlds"].items()}) + "\n")
-    print(table({name: way["held"] for name, way in found["ways"].items()}) + "\n")
-    rows = [
-        (name, row["predicted_bytes"] / MIB, row["measured_bytes"] / MIB, row["percent_off"])
-        for name, row in found["foreseen"].items()
-    ]
-    print(tabulate(rows, ("peak, MiB", "predicted", "measured", "% off"), floatfmt=".1f"))
+def stack(
+    axes: Axes, groups: Mapping[str, Sequence[Held]], texts: Any = None, styles: Any = STYLES
+) -> None:
+    """A stacked bar for each process of each group, in MiB; above it its height, if it is new."""
+    place, middles = 0, []
+    for name, many in groups.items():
+        for number, held in enumerate(many):
+            bottom = 0.0
+            for kind, (color, hatch) in styles.items():
+                look: Any = {"facecolor": color, "hatch": hatch, "edgecolor": "white"}
+                axes.bar(place + number, held.get(kind, 0) / MIB, 0.9, bottom, **look)
+                bottom += held.get(kind, 0) / MIB
+            height = "" if held in many[:number] else f"{bottom:.0f}"
+            text = texts[name][number] if texts else height
+            axes.text(place + number, bottom, text, ha="center", va="bottom", fontsize="small")
+        middles.append(place + (len(many) - 1) / 2)
+        place += len(many) + 1
+    axes.set_xticks(middles, list(groups))
+    axes.set_ylabel("MiB held")
+    axes.margins(y=0.08)
 
 
-def main() -> None:
-    parser = Parser(__doc__)
-    parser.add_argument("--brief", action="store_true", help="one model only")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the results go, as JSON")
-    add_device(parser, "all ranks share the GPUs, by way of gloo")
-    args = parser.parse_args()
-    require_device(args.device)
-    torch.set_num_threads(1)
-    where = provenance(args.device, world_size=RANKS, threads_a_rank=1)  # before there is load
-    found = {"provenance": where, **measure(args.brief, args.device)}
-    report(found)
-    if args.out:
-        save(args.out, found)
+def legend(axes: Axes, **where: Any) -> None:
+    """What each color is; the buffers of BatchNorm are too few bytes to be seen."""
+    axes.legend(handles=patches(STYLES)[::-1], fontsize="small", **where)
 
 
-if __name__ == "__main__":
-    with usage_errors_exit():
-        main()
+def at_peak(held: Held, most: int) -> Held:
+    return {**held, "at the peak": max(0, most - sum(held.values()))}
+
+
+def draw_stages(axes: Axes, found: Results) -> None:
+    """A bar for each replica or rank of each stage."""
+    groups = {}
+    for key, stage in found["stages"].items():
+        name, peaks = STAGES[key].replace(" ", "\n", 1), stage["peak_bytes"]
+        if key == "02":  # its peak is that of all replicas together
+            name, peaks = name + "\n(virtual)", [0] * RANKS
+        groups[name] = [at_peak(*each) for each in zip(stage["held"], peaks, strict=True)]
+    stack(axes, groups)
+    axes.set_title("What a replica or rank holds: " + ABOUT.format(**found))
+
+
+def draw_worlds(left: Axes, right: Axes, found: Results) -> None:
+    """Left DataParallel's replicas, right DDP's ranks; the same global batch everywhere."""
+    for axes, how in ((left, "DataParallel"), (right, "DDP")):
+        stack(axes, {world: each[how] for world, each in found["worlds"].items()})
+    left.set(title="DataParallel: virtual replicas", xlabel="replicas")
+    right.set(title="DDP: real ranks, over gloo", xlabel="ranks")
+    right.set_ylim(left.set_ylim(0, max(left.get_ylim()[1], right.get_ylim()[1])))
+
+
+def draw_ways(axes: Axes, found: Results) -> None:
+    """Each way to hold less: what the first rank holds, and its peak as a part of the first's."""
+    groups, texts, first = {}, {}, max(found["ways"]["DDP with Adam"]["peak_bytes"])
+    for way, row in found["ways"].items():
+        name, most = way.replace(", ", ",\n").replace(" of ", "\nof "), max(row["peak_bytes"])
+        groups[name] = [at_peak(row["held"][0], most)]
+        texts[name] = [f"{most / first - 1:+.0%}" if most != first else f"{first / MIB:.0f}"]
+    stack(axes, groups, texts)
+    axes.tick_params(axis="x", rotation=20)
+    axes.set_title("What each way saves of a rank's peak: " + ABOUT.format(**found))
+
+
+def measure_replica_memory(effort: Effort) -> Results:
+    """What memory.py of stage 02 counts: bytes, which do not depend on the machine."""
+    states = {
+        name: {kind: memory.after_a_step(model, kind)[1] for kind in memory.OPTIMISERS}
+        for name, (model, *_) in memory.examples().items()
+    }
+    return {"batch": memory.BATCH, "bytes": memory.count_all(), "optimiser_bytes": states}
+
+
+def draw_replica_memory(results: Results, path: Path) -> None:
+    """Stacked bars: a panel for each model, a pair of bars for each replica."""
+    colors = {kind: STYLES.get(kind, (RED,))[0] for kind in memory.KINDS} | {"loss": PINK}
+    styles = {kind: (color, "") for kind, color in colors.items()}
+    figure, panels = plt.subplots(1, 3, figsize=(13, 5), layout="constrained")
+    names = ["0\nmain device", *map(str, range(1, memory.REPLICAS))]
+    for panel, (model, both) in zip(panels, results["bytes"].items(), strict=True):
+        groups = dict(zip(names, zip(*both.values(), strict=True), strict=True))
+        stack(panel, groups, dict.fromkeys(names, ("out", "in")), styles)
+        panel.set(title=model, xlabel="replica")
+    figure.legend(handles=patches(styles)[::-1], loc="outside right center")
+    figure.suptitle(
+        f"What {memory.REPLICAS} replicas hold of a batch of {memory.BATCH} before backward;"
+        " the loss outside forward (out) or inside (in)"
+    )
+    figure.savefig(path, dpi=100)

@@ -19,11 +19,9 @@ from cycler import cycler  # noqa: E402
 from matplotlib_inline.backend_inline import set_matplotlib_formats  # noqa: E402
 
 from bench import committed  # noqa: E402
+from plots import COLOURS  # noqa: E402
 
 __all__ = ["COLOURS", "ROOT", "check", "committed"]
-
-# Okabe and Ito: told apart by the colour-blind too. https://jfly.uni-koeln.de/color/
-COLOURS = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#000000", "#F0E442"]
 
 torch.set_num_threads(1)
 plt.rcParams["axes.prop_cycle"] = cycler(color=COLOURS)

@@ -59,7 +59,7 @@ def refresh_tables() -> None:
 
 
 def refresh_pictures() -> None:
-    print(run("python benchmarks/pictures.py"), end="")
+    print(run("python benchmarks/bench.py pictures"), end="")
 
 
 if __name__ == "__main__":

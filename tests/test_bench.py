@@ -1,92 +1,396 @@
-"""`make bench`: one file for a machine, a section for each benchmark; none is lost."""
+"""Benchmarks: each section runs, pictures are fresh, and what the pages say of them is so."""
 
 import json
+import random
+import re
+import runpy
 import sys
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from support import ROOT, command
+import torch
+import torch.distributed as dist
+import torchvision
+from PIL import Image
+from readmes import READMES
+from support import REAL_DATA, ROOT, chapter, command, fresh_module, run_ranks, scratch_folder
+from torch.nn.parallel import DistributedDataParallel
 
 sys.path.append(str(ROOT / "benchmarks"))
 import bench
+import plots
+import scaling
+import stages
+import tables
+import timeline
+
+paper, ready = chapter("04", "alpha_beta"), chapter("04", "ready")
+cluster, published = chapter("04", "cluster"), chapter("04", "published")
+Bucket, Job, Link = paper.Bucket, paper.Job, paper.Link
+SLOW, FORECAST = Link(1e-3, 1e8), "04_ddp_torchrun/forecast.py"
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+needs_mnist = pytest.mark.skipif(
+    not (REAL_DATA / "MNIST" / "raw").is_dir(), reason="needs MNIST in ../shared/data"
+)
+
+# --- bench.py, its sections and their pictures
 
 
-@pytest.fixture
-def measured(tmp_path, monkeypatch):
-    """bench.main with these flags, in a folder of its own, with sections that only say their name.
-
-    The section "timeline" fails.
-    """
-    monkeypatch.setattr(bench, "RESULTS", tmp_path)
-    monkeypatch.setattr(bench, "ROOT", tmp_path)
-
-    def measure(section, device):
-        if section == "timeline":
-            raise RuntimeError("it failed")
-        return {"found": f"{section} on {device}"}
-
-    def run(*flags):
-        monkeypatch.setattr(sys, "argv", ["bench.py", "--device", "cpu", *flags])
-        bench.main()
-        (path,) = tmp_path.glob("*.json")
-        return json.loads(path.read_text())
-
-    monkeypatch.setattr(bench, "measure", measure)
-    return run
+NEEDS = {"links": pytest.mark.skipif(not scaling.ALLOWED, reason="needs root and tc")}
+NEEDS["peers"] = needs_mnist
 
 
-def test_a_machine_has_one_file_with_a_dash_in_its_name():
-    """By the dash `committed` knows it; no other result has one."""
-    assert bench.file_of("AMD EPYC 9B45 (x), 2 cores").name == "amd-epyc-9b45-x-2-cores.json"
-    assert bench.file_of("1 x NVIDIA H200").name == "1-x-nvidia-h200.json"
-    for path in (ROOT / "results").glob("*-*.json"):
-        assert path == bench.file_of(json.loads(path.read_text())["provenance"]["hardware"])
-
-
-def test_a_section_is_measured_again_and_the_others_stay(measured):
-    first = measured("--only", "stages,reducers")
-    assert first["stages"] == {"found": "stages on cpu"}
-    assert first["provenance"]["commit"]
-    second = measured("--only", "reducers,switches")
-    assert {"stages", "reducers", "switches"} <= second.keys()
-    assert "scaling" not in second
-
-
-def test_a_section_that_fails_is_named_and_loses_nothing(measured, capsys):
-    with pytest.raises(SystemExit) as end:
-        measured("--only", "stages,timeline,reducers")
-    assert end.value.code == 1
-    assert "failed: timeline" in capsys.readouterr().out
-    assert {"stages", "reducers"} <= measured("--only", "stages").keys()
-
-
-def test_the_notebooks_read_every_machine_or_only_those_named(measured, monkeypatch, tmp_path):
-    content = measured("--only", "stages")
-    (path,) = tmp_path.glob("*.json")
-    (tmp_path / "05_switches.json").write_text("{}")  # no machine's file
-    (tmp_path / "of-a-reader.json").write_text('{"provenance": {"hardware": "a reader\'s"}}')
-    assert bench.committed().keys() == {content["provenance"]["hardware"], "a reader's"}
-    monkeypatch.setenv("ONLY_RESULTS", path.name)
-    assert bench.committed() == {content["provenance"]["hardware"]: content}
-
-
-@pytest.mark.parametrize("section", bench.SECTIONS)
-def test_every_section_is_a_program_with_the_flags_that_bench_gives(section):
-    [(status, output)] = command(f"benchmarks/{section}.py", "--help")
-    assert status == 0
-    assert all(flag in output for flag in ("--brief", "--out FILE", "--device {"))
-
-
-def test_an_unknown_section_is_refused():
-    [(status, output)] = command("benchmarks/bench.py", "--only", "speed")
-    assert status == 2
-    assert output.startswith("error: --only speed: expected one or more of stages,timeline,")
-    assert len(output.splitlines()) == 1
-
-
-def test_the_cost_of_surviving_is_measured_beside_stage_05(tmp_path):
-    out = tmp_path / "survive.json"
-    [(status, output)] = command("benchmarks/survive.py", "--quick", "--out", str(out))
+@pytest.mark.parametrize("name", [pytest.param(n, marks=NEEDS.get(n, ())) for n in bench.SECTIONS])
+def test_a_section_runs_and_finds_what_its_committed_results_hold(name, tmp_path):
+    flags = ["--quick", f"--out={tmp_path / 'found'}", "--device=cpu"]
+    flags += [f"--data-dir={REAL_DATA}"] * (name == "peers")
+    [(status, output)] = command("benchmarks/bench.py", name, *flags, env=ONE_THREAD, seconds=180)
     assert status == 0, output
-    rows = json.loads(out.read_text())["variants"]
-    assert list(rows) == ["05", "survive", "A/A"]
-    assert all(row["step_ms"] > 0 < row["ratio"] for row in rows.values())
+    found = json.loads((tmp_path / "found").read_text())
+    file = bench.SECTIONS[name].result
+    known = tables.load(file) if file else tables.load(tables.MACHINE)[name]
+    assert found["provenance"]["commit"]
+    assert known.keys() - found.keys() <= {"waiting_cpu_share"}  # no longer measured
+    assert all(text.splitlines()[0] in output for text in tables.shown(name, found))
+
+
+def test_make_bench_stores_each_section_and_names_the_one_that_fails(tmp_path, monkeypatch, capsys):
+    def program(command, **_):
+        _, _, section, *_, out, _, device = command
+        Path(out).write_text(json.dumps(f"{section} on {device}"))
+        return SimpleNamespace(returncode=section == "timeline")
+
+    for name, value in {"subprocess": SimpleNamespace(run=program), "RESULTS": tmp_path}.items():
+        monkeypatch.setattr(bench, name, value)
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    bench.run_all(["stages", "switches"], "cpu")
+    with pytest.raises(SystemExit):
+        bench.run_all(["timeline", "reducers"], "cpu")
+    assert "failed: timeline" in capsys.readouterr().out
+    (tmp_path / "05_switches.json").write_text("{}")  # no machine's: its name has no dash
+    (tmp_path / "of-a-reader.json").write_text('{"provenance": {"hardware": "a reader\'s"}}')
+    machine, other = bench.committed().values()
+    assert machine.pop("provenance")["commit"]
+    assert machine == {name: f"{name} on cpu" for name in ("stages", "switches", "reducers")}
+    monkeypatch.setenv("ONLY_RESULTS", "of-a-reader.json")
+    assert list(bench.committed().values()) == [other]
+
+
+SUMMARIES = ("{", "[]", '{"model": "net"}', '{"local_batch": 9, "step_ms": 9, "world_size": 2}')
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("bench speed", "'speed'"),
+        ("bench --only speed", "expected one or more of stages,timeline,"),
+        ("bench timeline --device tpu", "'tpu'"),
+        ("bench reducers --models resnet18", "--models is for precision only"),
+        ("bench stages --ranks 0", "at least 1"),
+        ("bench stages --ranks 7", "--batch-size 120 does not divide by 7"),
+        ("bench peers --data-dir data", "--data-dir data holds no MNIST"),
+        ("forecast --step-ms 23 --gpus 0", "--gpus"),
+        ("forecast --step-ms 23 --link carrier-pigeon", "carrier-pigeon"),
+        ("forecast --step-ms 23 --gpus 12", "--gpus 8"),
+        ("forecast --step-ms 23 --model resnet5000", "resnet5000"),
+        ("forecast --step-ms -1", "--step-ms"),
+        ("forecast --gpus 8", "--step-ms 45"),
+        ("forecast --summary no/such/summary.json", "no/such/summary.json"),
+        *((f"forecast --summary {place}", "stage 01") for place in range(len(SUMMARIES))),
+    ],
+)
+def test_a_wrong_call_ends_in_one_line(call, words, tmp_path):
+    for place, text in enumerate(SUMMARIES):
+        (tmp_path / str(place)).write_text(text)
+    name, *flags = call.split()
+    script = "benchmarks/bench.py" if name == "bench" else FORECAST
+    [(status, output)] = command(script, *flags, env=ONE_THREAD, where=tmp_path)
+    assert status == 2
+    assert output.startswith("error: ")
+    assert words in output
+    assert output.count("\n") == 1
+
+
+PICTURES = bench.pictures()
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_not_older_than_its_results(name):
+    with Image.open(ROOT / "results" / f"{name}.png") as picture:
+        assert picture.text["made of"] == plots.made_of(name, PICTURES[name]), "run: make readme"
+    assert plots.made_of(name, PICTURES[name]) != plots.made_of(name, plots.bars), "the control"
+
+
+def test_every_picture_is_shown_and_every_result_tells_where_it_comes_from():
+    links = re.compile(r"results/(\w+)\.png")
+    shown = {name for path in READMES for name in links.findall(path.read_text())}
+    assert shown == set(PICTURES) == {path.stem for path in (ROOT / "results").glob("*.png")}
+    for path in (ROOT / "results").glob("*.json"):
+        found = json.loads(path.read_text())
+        about = found.get("provenance") or found | next(iter(found["rows"].values()))
+        assert {"hardware", "torch", "python", "commit", "date"} <= about.keys(), path.name
+
+
+# --- What is timed, and the parts of a step
+
+
+def _profiled(rank):
+    """Of each variant after four steps its weights; of some stages, the profile of three steps."""
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    weights, profiles = {}, {}
+    variants, _ = stages.choose("cpu", 2)
+    for name, variant in variants.items():
+        training = stages.Training(variant, "net-bn", 120)
+        training(4)
+        weights[name] = torch.cat([p.detach().flatten() for p in training.model.parameters()])
+    for stage in ("02", "03", "04", "05"):
+        if rank == 0 or stage > "02":
+            model = "resnet18" if stage in ("03", "04") else "net-bn"
+            training = stages.Training(stages.Variant(stage), model, 24)
+            profiles[stage] = timeline.record(training, 3)
+    return weights, profiles
+
+
+def test_the_benchmarks_time_the_stages_own_steps_and_find_every_part_of_them():
+    (weights, profiles), (other, _) = run_ranks(2, _profiled)
+
+    def far(name, from_name, them=weights):
+        return (weights[name] - them[from_name]).abs().max()
+
+    for name in weights:  # all variants that differ only in how gradients travel train the same
+        assert name[:2] < "03" or far(name, name, other) == 0
+        assert name[:2] != "03" or far(name, "03 as in train.py") < 1e-5
+    assert far("01, 1 thread", "05 DDP, SyncBN") < 1e-5 > far("04 DDP", "05, no SyncBN")
+    assert far("03 as in train.py", "04 DDP") > 1e-4, "the control: other batches"
+    assert far("01, 1 thread", "05, no SyncBN") > 1e-4, "the control: other statistics"
+    early = {}
+    for stage, steps in profiles.items():
+        for step in steps:
+            parts = step.parts()
+            assert np.all(sum(mask.astype(int) for mask in parts.values()) == 1), "no moment twice"
+            assert all(parts[part].any() for part in ("data", "forward", "backward", "optimiser"))
+            last = max(e.start for e in step.of("ConvolutionBackward0"))
+            early[stage] = sum(event.start < last for event in step.averaging())
+            [forward], hidden = step.of(timeline.FORWARD), step.hidden_share()
+            inside = [e for e in step.averaging() if "all_reduce" in e.name]
+            if stage == "02":  # replicas in threads; on a CPU, one of them computes backward
+                assert list(step.rows())[1:] == ["replica thread 1", "replica thread 2"]
+                assert {e.thread for e in step.of("ConvolutionBackward0")} == {step.thread}
+            if stage == "03":  # it waits after backward, for each of 62 parameters
+                end = max(e.end for e in step.of(timeline.BACKWARD))
+                assert len(inside) == sum(event.start > end for event in inside) == 62
+                assert early[stage] == hidden == 0
+            if stage == "04":  # three buckets, of which the last is full when backward ends
+                assert (len(inside), early[stage]) == (3, 2)
+                assert hidden > 0
+            if stage == "05":  # two layers' statistics in forward, and in backward; one bucket
+                within = [e for e in step.of("gloo:all_reduce") if e.start < forward.end]
+                assert (len(within), len(inside)) == (2, 3)
+
+
+# --- The model of a DDP step: 04_ddp_torchrun/alpha_beta.py, ready.py, cluster.py, published.py
+
+
+def simulated_ring(size: float, ranks: int, link) -> float:
+    """Message by message: a rank sends on what it has just received, and its cable takes one."""
+    clock = [0.0] * ranks  # when each has what it sends next
+    for _ in range(2 * (ranks - 1)):  # reduce-scatter, then all-gather
+        sent = [at + link.alpha + size / ranks / link.beta for at in clock]
+        clock = [max(sent[rank - 1], clock[rank]) for rank in range(ranks)]
+    return max(clock)
+
+
+def test_a_ring_takes_what_its_messages_take_one_after_the_other():
+    old = "return 2 * (ranks - 1) * (link.alpha"
+    change = ("alpha_beta.py", old, old.replace("2 * ", "", 1))  # it forgets the all-gather
+    broken = fresh_module("04", "alpha_beta.py", (change,))
+    for size, ranks in ((s, n) for s in (4, 2**20, 25 * 2**20) for n in (2, 3, 8, 64)):
+        expected = pytest.approx(simulated_ring(size, ranks, SLOW))
+        assert paper.ring(size, ranks, SLOW) == expected != broken.ring(size, ranks, SLOW)
+    assert paper.ring(1e9, 1, SLOW) == paper.two_levels(1e9, 1, 8, SLOW, SLOW) == 0
+
+
+def cost(size: float) -> float:
+    return paper.ring(size, 4, SLOW)
+
+
+def test_a_step_is_its_computing_and_what_of_the_communication_nothing_hides():
+    draw = random.Random(0)
+    for _ in range(200):
+        shares = [*sorted(draw.random() for _ in range(draw.randint(0, 5))), 1.0]
+        buckets = [Bucket(draw.uniform(1e3, 1e8), share) for share in shares]
+        job = Job(draw.random(), draw.random(), draw.random() / 10, buckets)
+        late = replace(job, buckets=[Bucket(bucket.size, 1.0) for bucket in buckets])
+        communication = sum(cost(bucket.size) for bucket in buckets)
+        whole, steal = pytest.approx(job.seconds + communication), draw.random()
+        assert paper.step(late, cost, steal=steal).seconds == whole, "nothing to overlap"
+        assert paper.step(job, cost, steal=1.0).seconds == whole, "all of it is stolen"
+        found, free = paper.step(job, cost, steal=steal), paper.step(job, cost).seconds
+        least = max(job.seconds, job.forward + communication + job.optimizer)
+        assert least - 1e-9 <= free <= found.seconds + 1e-9 <= job.seconds + communication + 2e-9
+        assert len(buckets) == 1 or free < job.seconds + communication, "the control"
+        for (_, _, end), (known, begin, _) in zip(found.spans, found.spans[1:], strict=False):
+            assert begin >= max(end, known), "one after the other, and none before it is ready"
+        four = paper.step(job, cost, accumulate=4, steal=steal).seconds
+        assert four == pytest.approx(found.seconds + 3 * (job.forward + job.backward)), "no_sync"
+
+
+def test_what_bounds_a_step_is_what_it_is_rid_of_by_a_better_link():
+    job = Job(0.1, 0.2, 0.0, [Bucket(1e8, 1.0)])
+    fast = Link(1e-9, 1e13)
+    bounds = {"computing": fast, "latency": Link(0.1, 1e13), "bytes": Link(1e-9, 1e8)}
+    for bound, link in bounds.items():
+        assert cluster.Forecast(job, 64, 1, fast, link, trees=False).bound(4) == bound
+    scattered = cluster.Forecast(job, 64, 8, SLOW, SLOW, spread=0.1)
+    assert scattered.efficiency(1) == 1 > scattered.efficiency(2)
+
+
+def _sizes_that_ddp_sends(rank):
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    ddp, sizes = DistributedDataParallel(torchvision.models.resnet18()), []
+
+    def note(_, bucket):
+        sizes.append(bucket.buffer().nbytes)
+        return torch.futures.collect_all([]).then(lambda _: bucket.buffer())
+
+    ddp.register_comm_hook(None, note)
+    for _ in range(2):  # after the first backward, DDP lays out its buckets again
+        sizes.clear()
+        ddp(torch.randn(2, 3, 64, 64)).sum().backward()
+    return sizes
+
+
+def test_the_buckets_are_those_that_ddp_really_sends():
+    gradients, old = ready.named("resnet18", 64), "FIRST, OTHERS = 2**20, 25 * 2**20"
+    change = ("ready.py", old, "FIRST, OTHERS = 2**22, 10 * 2**20")
+    other = fresh_module("04", "ready.py", (change,))
+    for sizes in run_ranks(2, _sizes_that_ddp_sends):
+        assert sizes == [bucket.size for bucket in ready.fill(gradients)]
+        assert sizes != [bucket.size for bucket in other.fill(gradients)], "the control"
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),  # what the models' papers say
+    [("net", 21840), ("resnet18", 11689512), ("vgg16", 138357544), ("inception_v3", 0)],
+)
+def test_gradients_come_in_order_and_none_is_lost(name, parameters):
+    gradients = ready.named(name, 28 if name == "net" else 299)
+    shares, total = [share for _, share in gradients], sum(size for size, _ in gradients)
+    assert shares == sorted(shares)
+    assert shares[-1] == pytest.approx(1)
+    assert sum(bucket.size for bucket in ready.fill(gradients)) == total
+    assert total == 4 * parameters or not parameters
+
+
+def test_every_published_row_has_a_source_and_on_paper_a_slow_link_shows():
+    def has_source(curve):
+        signs = ("arXiv ", "github.com/", "docs/", "none found")
+        return bool(curve.note) and any(sign in curve.source for sign in signs)
+
+    assert all(has_source(curve) for curve in published.CURVES)
+    assert not has_source(replace(published.CURVES[1], source="everybody knows")), "the control"
+    assert sum("none found" in curve.source for curve in published.CURVES) == 1
+    found = {(c.name, c.model): published.predict(c) for c in published.CURVES}
+    assert all(0 < efficiency <= 1 for efficiency in found.values())
+    assert found["512 P100, RoCE", "vgg16"] < 0.8 < found["512 P100, RoCE", "resnet101"]
+    assert all(published.predict(c, 0.03) < published.predict(c) for c in published.CURVES)
+
+
+def test_the_forecast_says_the_same_each_time_and_something_else_of_another_link(tmp_path):
+    flags = ("--step-ms", "23", "--gpus", "64")
+    links = ((), (), ("--link", "infiniband-8x400"))
+    (status, first), (_, again), (_, other) = (command(FORECAST, *flags, *x)[0] for x in links)
+    assert status == 0, first
+    assert first == again != other
+    summary = {"model": "net", "local_batch": 120, "step_ms": 17.2, "world_size": 1}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    flags = ("--summary", str(tmp_path / "summary.json"), "--image-size", "28", "--gpus", "4")
+    [(status, output)] = command(FORECAST, *flags)
+    assert status == 0, output
+    assert "net: 0.1 MB of gradients in 1 buckets" in output
+    assert "17.2" in output
+
+
+def a_machine(ranks: int, link, steal: float, slower: float = 1.0) -> tuple[dict, list[dict]]:
+    """Rounds of a machine that does exactly what the model says, and the notes of its ranks."""
+    sizes, shares, handling = [4 * 2**20, 4 * 2**20, 2**20], [0.3, 0.6, 1.0, 0.7, 0.2], 1e-10
+
+    def reduce(size: float) -> float:
+        return paper.ring(size, ranks, link)
+
+    alone = [0.050, 0.055, 0.040]
+    jobs = [scaling.job_of(seconds, shares, sizes, handling) for seconds in alone]
+    steps = [slower * paper.step(job, reduce, steal=steal).seconds for job in jobs]
+    times = {scaling.ALONE: alone, "A/A": alone, scaling.DDP: steps, scaling.WORK: [0.005] * 3}
+    times |= {f"{scaling.AFTER} {size}": [0.005 + reduce(size)] * 3 for size in scaling.SIZES}
+    times |= {scaling.LONG: [0.040] * 3, scaling.COPY: [handling * scaling.COPIED] * 3}
+    times[scaling.BESIDE] = [0.040 + steal * reduce(scaling.MEANWHILE)] * 3
+    note = {"model": "net", "shares": shares, "gradients": sizes, "local_batch": 64}
+    return times, [note] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_of_a_machine_that_obeys_the_model_the_benchmark_predicts_every_step(ranks):
+    """And no step of DDP goes into its prediction."""
+    found = scaling.predict(*a_machine(ranks, Link(2e-4, 1e9), 0.4))
+    assert found["alpha_us"] == pytest.approx(200)
+    assert found["beta_bytes_per_second"] == pytest.approx(1e9)
+    assert found["stolen"] == pytest.approx(0.4)
+    [row], [slow] = (
+        found["rows"],
+        scaling.predict(*a_machine(ranks, Link(2e-4, 1e9), 0.4, 1.2))["rows"],
+    )
+    assert row["error"] == pytest.approx(0, abs=1e-4)
+    assert slow["error"] == pytest.approx(1 / 1.2 - 1, abs=1e-3), "the control"
+    assert slow["predicted_ms"] == row["predicted_ms"] < slow["measured_ms"]
+
+
+def test_committed_predictions_are_within_ten_percent_in_the_median():
+    """Of our machine; a reader's may have been busy."""
+    for found in (tables.load(tables.MACHINE)["scaling"], tables.load("04_scaling")):
+        errors = [abs(row["error"]) for row in tables.predictions(found)]
+        assert found["median_error"] == pytest.approx(median(errors), abs=1e-4)
+        assert found["median_error"] <= 0.10
+
+
+# --- The peers of stage 04
+
+
+def _run(rank, script, flags):
+    """A program as torchrun starts it, without dropout: each of them draws other masks."""
+    torch.nn.Dropout.forward = torch.nn.Dropout2d.forward = lambda self, x: x
+    sys.argv = [script, *flags]
+    sys.path.insert(0, str((ROOT / script).parent))
+    runpy.run_path(str(ROOT / script), run_name="__main__")
+
+
+def losses_of(script, *flags):
+    folder = scratch_folder()
+    settings = ("--dataset=mnist", f"--data-dir={REAL_DATA}", "--max-steps=4", "--lr=0.1")
+    first, rest = flags[:1], flags[1:]  # of the recipe: the name of a library
+    run_ranks(2, _run, script, (*first, *settings, f"--run-dir={folder}", *rest))
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return torch.tensor([json.loads(line)["loss"] for line in lines])
+
+
+@pytest.fixture(scope="module")
+def of_stage_04():
+    return losses_of("04_ddp_torchrun/train.py", "--device=cpu")
+
+
+@needs_mnist
+@pytest.mark.parametrize("library", ["plain", "accelerate", "fabric"])
+def test_a_peer_takes_the_steps_of_stage_04(library, of_stage_04):
+    """The same weights at the start, the same global batches, the same rate: the same losses."""
+    if library != "plain":
+        pytest.importorskip({"fabric": "lightning_fabric"}.get(library, library))
+    recipe = "benchmarks/recipe.py", library
+    for flags in ([], ["--data=ours"]):
+        assert (losses_of(*recipe, *flags) - of_stage_04).abs().max() < 1e-5
+    for flag in ["--seed=8", "--lr=0.11"] if library == "plain" else []:
+        others = losses_of(*recipe, "--data=ours", flag)
+        assert (others - of_stage_04).abs().max() > 1e-4, "the control"

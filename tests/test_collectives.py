@@ -3,22 +3,78 @@
 The README shows what traps.py prints; test_readmes.py runs it and compares.
 """
 
+import importlib
+import multiprocessing.forkserver
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stdout, suppress
+from functools import cache
+from io import StringIO
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from support import FOLDERS, ROOT, chapter, command, run_ranks
+import torch.multiprocessing as mp
+from support import ROOT, Line, chapter, context, load_stage, run_ranks, scratch_folder
 
-SCRIPT = "03_ddp_manual_allreduce/collectives.py"
 GPUS = torch.cuda.device_count()
+# The chapters run in this process: with the forkserver of the tests, and what support.py preloads.
+multiprocessing.forkserver.set_forkserver_preload = lambda modules: None
+
+
+def on_ranks(ranks: int) -> Callable:
+    """The test runs on so many ranks, in one start with all such tests of its file: few seconds.
+
+    In its folder, which the ranks share. If one of these tests fails, the others fail with it.
+    """
+
+    def share(test: Callable[[int], None]) -> Callable[[], None]:
+        def check() -> None:
+            if said := failure(test.__module__, ranks):
+                pytest.fail(said, pytrace=False)
+
+        check.ranks, check.body = ranks, test
+        return check
+
+    return share
+
+
+@cache
+def failure(module: str, ranks: int) -> str:
+    try:
+        run_ranks(ranks, _run_tests, module, ranks, scratch_folder())
+    except (AssertionError, TimeoutError) as error:
+        return str(error)
+    return ""
+
+
+def _run_tests(rank, module, ranks, folder):
+    os.chdir(folder)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    for test in vars(importlib.import_module(module)).values():
+        if getattr(test, "ranks", 0) == ranks:
+            test.body(rank)
+
+
+def of_all_ranks(mine: Any) -> list:
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def output_of(key: str, name: str, *flags: str) -> str:
+    """What a chapter prints. Its ranks come from the forkserver of the tests: seconds faster."""
+    with patch.object(sys, "argv", [name, *flags]), redirect_stdout(StringIO()) as output:
+        chapter(key, name).main()
+    return output.getvalue()
 
 
 def lists(name: str, n: int) -> list[list[int]]:
@@ -46,282 +102,175 @@ def right(name: str, ranks: list[list[int]]) -> bool:
     return ranks[: len(expected)] == expected
 
 
-def _play(rank, world_size, names, without=()):
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    for call in without:
-        setattr(dist, call, lambda *args, **kwargs: [])
-    after = {name: chapter("03", "collectives").before_and_after(name)[1] for name in names}
-    dist.destroy_process_group()
-    return after
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_collective_gives_what_plain_lists_give(world_size):
-    names = list(chapter("03", "collectives").LESSONS)
-    ranks = run_ranks(world_size, _play, world_size, names)
-    assert len(names) == 11
-    assert [n for n in names if not right(n, [rank[n] for rank in ranks])] == []
-
-
-CALLS = {
-    "send_recv": ("send", "recv"),
-    "isend_irecv": ("batch_isend_irecv",),
-    "broadcast": ("broadcast",),
-    "reduce": ("reduce",),
-    "all_reduce": ("all_reduce",),
-    "gather": ("gather",),
-    "all_gather": ("all_gather_into_tensor",),
-    "scatter": ("scatter",),
-    "reduce_scatter": ("reduce_scatter_tensor",),
-    "all_to_all": ("all_to_all_single",),
-}
-
-
-def test_without_its_call_no_lesson_gives_that():
-    """The control of the test above."""
-    calls = [call for group in CALLS.values() for call in group]
-    ranks = run_ranks(2, _play, 2, list(CALLS), calls)
-    assert [name for name in CALLS if right(name, [rank[name] for rank in ranks])] == []
-
-
-def _in_two_steps(rank, world_size):
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    lessons = chapter("03", "collectives")
-    row = (rank + 1) * torch.arange(1, world_size + 1)
-    return lessons.all_gather(lessons.reduce_scatter(row)), lessons.all_reduce(row.clone()), row
-
-
-def test_reduce_scatter_and_all_gather_are_an_all_reduce():
-    for in_two_steps, at_once, row in run_ranks(3, _in_two_steps, 3):
-        assert torch.equal(in_two_steps, at_once)
-        assert not torch.equal(at_once, row)
-
-
-def _meet(rank, world_size, barrier):
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    dist.barrier()
-    time.sleep(0.3 * rank)
-    came = time.monotonic()
-    if barrier:
-        chapter("03", "collectives").barrier(torch.tensor([0]))
-    return came, time.monotonic()
-
-
-@pytest.mark.parametrize("barrier", [True, False], ids=["barrier", "no-barrier"])
-def test_only_with_a_barrier_nobody_goes_on_before_all_have_come(barrier):
-    came, left = zip(*run_ranks(3, _meet, 3, barrier), strict=True)
-    assert (max(came) <= min(left)) == barrier
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_the_table_shows_what_every_rank_holds(world_size):
-    [(status, output)] = command(SCRIPT, f"--world-size={world_size}")
-    assert status == 0, output
+    output = output_of("03", "collectives", f"--world-size={world_size}")
     rows = [re.split(r" {2,}", line.strip()) for line in output.splitlines()[2:]]
-    names = [row[0] for row in rows[::2]]
-    assert names == list(chapter("03", "collectives").LESSONS)
-    for name, after in zip(names, rows[1::2], strict=True):
+    assert [row[0] for row in rows[::2]] == list(chapter("03", "collectives").LESSONS)
+    assert len(rows) == 2 * 11
+    for (name, *_), after in zip(rows[::2], rows[1::2], strict=True):
         cells = [re.findall(r"\d+", cell) for cell in after[1:]]
         assert right(name, [list(map(int, cell)) for cell in cells]), (name, after)
         assert ("no other rank" in after) == (world_size == 1 and "send" in name)
 
 
-# --- Which backend can do what
+CALLS = ("send", "recv", "batch_isend_irecv", "broadcast", "reduce", "all_reduce", "gather")
+CALLS += ("all_gather_into_tensor", "scatter", "reduce_scatter_tensor", "all_to_all_single")
 
 
-def _nccl_takes(rank):
-    try:
-        dist.init_process_group("nccl", rank=rank, world_size=1)
-        dist.all_reduce(torch.ones(1))
-    except Exception as error:
-        return type(error).__name__
-    return "yes"
+@on_ranks(3)
+def test_without_its_call_no_lesson_gives_that(rank):
+    """The control."""
+    lessons = chapter("03", "collectives")
+    names = [name for name in lessons.LESSONS if name != "barrier"]
+    with patch.multiple(dist, **dict.fromkeys(CALLS, lambda *args, **kwargs: [])):
+        after = [lessons.before_and_after(name)[1] for name in names]
+    pairs = zip(names, zip(*of_all_ranks(after), strict=True), strict=True)
+    assert [name for name, ranks in pairs if right(name, list(ranks))] == []
+
+
+@on_ranks(3)
+def test_reduce_scatter_and_all_gather_are_an_all_reduce(rank):
+    lessons, row = chapter("03", "collectives"), (rank + 1) * torch.arange(1, 4)
+    assert lessons.all_gather(lessons.reduce_scatter(row)).tolist() == [6, 12, 18]
+    assert lessons.all_reduce(row.clone()).tolist() == [6, 12, 18]
+
+
+@on_ranks(3)
+def test_only_with_a_barrier_nobody_goes_on_before_all_have_come(rank):
+    for meet in (chapter("03", "collectives").barrier, torch.clone):
+        dist.barrier()
+        time.sleep(0.3 * rank)
+        came = time.monotonic()
+        meet(torch.tensor([0]))
+        came, left = zip(*of_all_ranks((came, time.monotonic())), strict=True)
+        assert (max(came) <= min(left)) == (meet is not torch.clone)
+
+
+def test_ranks_start_and_introduce_themselves():
+    ranks = chapter("03", "ranks")
+    said = [f"rank {rank} of 3; all ranks add up to 3" for rank in range(3)]
+    assert ranks.start(3, ranks.introduce) == said
 
 
 def test_the_matrix_agrees_with_probes_of_its_own():
-    [(status, output)] = command(SCRIPT, "--matrix")
-    assert status == 0, output
-    table, _, reasons = output.partition("\n\n")
+    table, _, reasons = output_of("03", "collectives", "--matrix").partition("\n\n")
     header, _, *lines = (re.split(r" {2,}", line) for line in table.splitlines())
     assert header[1:] == [f"{b} {d}" for b in ("gloo", "nccl", "mpi") for d in ("cpu", "cuda")]
     cells = {row[0]: dict(zip(header[1:], row[1:], strict=True)) for row in lines}
-    ranks = run_ranks(2, _play, 2, list(cells))
     assert len(cells) == 11
-    for name, cell in cells.items():
-        gloo = "yes" if right(name, [rank[name] for rank in ranks]) else "no"
-        assert cell["gloo cpu"] == gloo
+    for cell in cells.values():
+        assert cell["gloo cpu"] == "yes"  # as the lists above say, and the control denies
         assert GPUS > 0 or cell["gloo cuda"] == "no device"
         assert GPUS > 1 or cell["nccl cuda"] == "no device"
         assert dist.is_mpi_available() or cell["mpi cpu"] == cell["mpi cuda"] == "not built"
-    assert (cells["all_reduce"]["nccl cpu"] == "yes") == (run_ranks(1, _nccl_takes)[0] == "yes")
-    assert f"torch {torch.__version__}" in reasons
-    assert "nccl cpu: no: " in reasons, "every no tells why"
+    assert f"torch {torch.__version__}, GPUs: {GPUS}\n" in reasons
+    few = f"nccl cuda: no device: all: GPUs needed for 2 ranks: 2, seen by torch: {GPUS}\n"
+    assert GPUS > 1 or (few in reasons and "nccl cpu: no: " in reasons), "every no tells why"
 
 
-SPOILT = {  # the first is not: it waits while the forkserver imports torch
-    "all_reduce": ("yes", ""),
-    "broadcast": ("no", "wrong numbers"),
-    "reduce": ("no", "SIGABRT"),
-    "scatter": ("no", "not done after 2 s"),
-    "all_to_all": ("no", "RuntimeError: of the test"),
-    "barrier": ("yes", ""),
-}
+def _hang(*_):
+    dist.barrier()
+    Path(READY).touch()
+    time.sleep(999)
 
 
-def spoil(folder, calls, probes) -> subprocess.Popen:
-    """A program beside copies of the chapters, with calls replaced, that makes these probes."""
-    source = (ROOT / SCRIPT).read_text()
-    for call, instead in calls.items():
-        assert source.count(call) == 1
-        source = source.replace(call, instead)
-    (folder / "collectives.py").write_text(source)
-    for name in ("matrix.py", "ranks.py"):
-        (folder / name).write_text((FOLDERS["03"] / name).read_text())
-    lines = ["from matrix import probe", "if __name__ == '__main__':"]
-    for name, seconds in probes:
-        lines += [f"    print(*probe('gloo', 'cpu', {name!r}, {seconds}), sep=': ')"]
-    (folder / "probes.py").write_text("\n".join(lines))
-    return subprocess.Popen(
-        [sys.executable, "probes.py"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # all that it starts can then be told by the session's number
+def _fail(*_):
+    raise RuntimeError("of the test")
+
+
+def _crash(*_):
+    os.abort()
+
+
+def _lie(*_):
+    return [([1], [2], 0.0, 0.0)]
+
+
+def test_a_probe_that_hangs_crashes_or_lies_says_no(tmp_path, monkeypatch):
+    matrix = chapter("03", "matrix")
+    monkeypatch.chdir(tmp_path)
+    for play, seconds, reason in (
+        (_hang, 1, "not done after 1 s"),
+        (_fail, 60, "RuntimeError: of the test"),
+        (_crash, 60, "SIGABRT"),
+        (_lie, 60, "wrong numbers: [[[1], [2]"),
+    ):
+        monkeypatch.setattr(matrix, "play_all", play)
+        cell, why = matrix.probe("gloo", "cpu", "broadcast", seconds)
+        assert (cell, reason in why) == ("no", True), why
+
+
+@pytest.mark.parametrize(("backend", "gpus"), [("gloo", 1), ("nccl", 2)])
+def test_every_collective_works_on_gpus_and_two_gloo_ranks_share_one(backend, gpus):
+    if gpus > GPUS:
+        pytest.skip(f"needs GPUs: {gpus}")
+    names = (
+        ("broadcast", "all_reduce") if backend == "gloo" else chapter("03", "collectives").LESSONS
     )
+    for name in names:
+        assert chapter("03", "matrix").probe(backend, "cuda", name, 60) == ("yes", ""), name
 
 
-def test_a_probe_that_hangs_crashes_or_lies_says_no_and_leaves_no_process(tmp_path):
-    calls = {
-        "dist.broadcast(tensor, src=0)": "pass",
-        "dist.reduce(tensor, dst=0)": "import os; os.abort()",
-        "dist.all_to_all_single(column, row)": "raise RuntimeError('of the test')",
-        "dist.scatter(part": "import time; time.sleep(999); dist.scatter(part",
-    }
-    probes = [(name, 60 if name == "all_reduce" else 2) for name in SPOILT]
-    process = spoil(tmp_path, calls, probes)
-    output, _ = process.communicate(timeout=60)
-    answers = [line.split(": ", 1) for line in output.splitlines()]
-    for (name, (cell, reason)), answer in zip(SPOILT.items(), answers, strict=True):
-        assert answer[0] == cell, name
-        assert reason in answer[1], name
-    assert not left_of(process.pid)
+READY, START = "checkpoint.pt", mp.start_processes
 
 
-def test_a_program_that_is_killed_leaves_no_rank_behind(tmp_path):
-    hang = "open(str(dist.get_rank()), 'w'); import time; time.sleep(999); dist.scatter(part"
-    calls = {"dist.scatter(part": hang}
-    process = spoil(tmp_path, calls, [("scatter", 60)])
-    while not ((tmp_path / "0").exists() and (tmp_path / "1").exists()):
-        assert process.poll() is None
-        time.sleep(0.1)
-    assert len(left_of(process.pid, seconds=0.5)) >= 4, "itself, its forkserver and two ranks"
-    process.kill()
-    process.wait(timeout=60)
-    left = left_of(process.pid)
-    if left:  # only what this test started
-        os.killpg(process.pid, signal.SIGKILL)
-    assert not left
+def _parent(folder: Path, main: Callable, without: tuple[Line, ...]) -> None:
+    """A process whose ranks are forked: there in a moment."""
+
+    def fork(*args, start_method: str, **more):
+        return START(*args, start_method="fork", **more)
+
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    with ExitStack() as stack:
+        for place in (mp, sys.modules["torch.multiprocessing.spawn"]):
+            stack.enter_context(patch.object(place, "start_processes", fork))
+        main(without)
 
 
-SIGNAL = "signal.signal(signal.SIGINT, signal.SIG_DFL)"
+def _train(without):
+    """In the background of a script, after `&`, SIGINT is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    flags = ("--epochs=100000", "--device=cpu", f"--data-dir={ROOT / 'data'}", "--run-dir=.")
+    sys.argv = ["train.py", *flags]
+    load_stage("03", without).main()
 
 
-def ranks_after_sigterm(folder: Path, seconds: float, without: str = "") -> list[int]:
-    """Start train.py with `&` in a script, end it while its ranks train; which of them stay?"""
-    for name in ("train.py", "partition.py"):
-        source = (FOLDERS["03"] / name).read_text()
-        assert name != "train.py" or not without or source.count(without) == 1
-        (folder / name).write_text(source.replace(without, "pass") if without else source)
-    flags = f"--world-size 2 --epochs 100000 --device cpu --data-dir {ROOT / 'data'}"
-    script = f"{sys.executable} train.py {flags} & echo $!; wait"  # `&`: SIGINT is ignored
-    shell = subprocess.Popen(
-        ["sh", "-c", script],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    launcher, ranks = int(shell.stdout.readline()), []
+def _probe(without):
+    chapter("03", "ranks").start(2, _hang)
+
+
+def ranks_left(folder: Path, main: Callable, seconds: float, *without: Line) -> int:
+    """How many ranks are still there, so long after their parent was killed."""
+
+    def ps(*what: str) -> list[str]:
+        ended = subprocess.run(["ps", "-o", *what], capture_output=True, text=True)
+        return [word for word in ended.stdout.split() if word[0] != "Z"]
+
+    parent, ranks = context.Process(target=_parent, args=(folder, main, without)), []
+    (folder / READY).unlink(missing_ok=True)
+    parent.start()
     try:
-        assert any(line.startswith("epoch 1/") for line in shell.stdout), "it never trained"
-        ranks = children(launcher)
-        assert len(ranks) == 2
-        os.kill(launcher, signal.SIGTERM)
-        shell.wait(60)
-        end = time.monotonic() + seconds
-        while (left := [pid for pid in ranks if is_alive(pid)]) and time.monotonic() < end:
+        while not (folder / READY).exists():
+            assert parent.is_alive()
             time.sleep(0.1)
-        return left
+        ranks = ps("pid=", "--ppid", str(parent.pid))
+        assert len(ranks) == 2
+        parent.kill()
+        end = time.monotonic() + seconds
+        while (left := ps("stat=", "-p", ",".join(ranks))) and time.monotonic() < end:
+            time.sleep(0.1)
+        return len(left)
     finally:
-        for pid in (launcher, *ranks):
+        for pid in (parent.pid, *map(int, ranks)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        shell.wait(60)
-        shell.stdout.close()
-
-
-def children(parent: int) -> list[int]:
-    """The ranks that a process has started; not the process that keeps track of semaphores."""
-    question = ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(parent)]
-    done = subprocess.run(question, capture_output=True, text=True)
-    return [int(line.split()[0]) for line in done.stdout.splitlines() if "spawn_main" in line]
-
-
-def is_alive(pid: int) -> bool:
-    done = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
-    return done.stdout.strip()[:1] not in ("", "Z")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, a process is not told of this")
-def test_a_launcher_in_the_background_that_is_ended_takes_its_ranks_along(tmp_path):
-    assert ranks_after_sigterm(tmp_path, seconds=10) == []
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, a process is not told of this")
-def test_with_sigint_ignored_the_ranks_would_stay(tmp_path):
-    """The control."""
-    assert len(ranks_after_sigterm(tmp_path, seconds=2, without=SIGNAL)) == 2
-
-
-def left_of(session: int, seconds: float = 5) -> list[str]:
-    """Processes of a session that are still there; the forkserver goes a moment after its user."""
-    end = time.monotonic() + seconds
-    while True:
-        done = subprocess.run(["ps", "-eo", "sid,stat,args"], capture_output=True, text=True)
-        alive = [line.split(None, 2) for line in done.stdout.splitlines()[1:]]
-        left = [args for sid, stat, args in alive if int(sid) == session and stat[0] != "Z"]
-        if not left or time.monotonic() > end:
-            return left
-        time.sleep(0.1)
-
-
-@pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
-@pytest.mark.parametrize("name", ["broadcast", "all_reduce"])
-def test_two_gloo_ranks_share_a_gpu(name):
-    assert chapter("03", "matrix").probe("gloo", "cuda", name, 60) == ("yes", "")
-
-
-@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("name", [*CALLS, "barrier"])
-def test_nccl_does_everything_on_gpus(name):
-    assert chapter("03", "matrix").probe("nccl", "cuda", name, 60) == ("yes", "")
-
-
-WRONG = [
-    (("--world-size=0",), ("--world-size", "'0'", "whole number, from 1 to 18")),
-    (("--world-size=-1",), ("--world-size", "'-1'")),
-    (("--world-size=two",), ("--world-size", "'two'")),
-    (("--seconds=0", "--matrix"), ("--seconds", "'0'")),
-    (("--backend=tcp",), ("--backend", "'tcp'", "gloo")),
-    (("--backend=nccl", f"--world-size={GPUS + 1}"), ("nccl", f"{GPUS + 1} ranks", "gloo")),
-    (("--backend=mpi",), ("--backend mpi", "--backend gloo")),
-]
-
-
-@pytest.mark.parametrize(("flags", "words"), WRONG, ids=lambda value: " ".join(value)[:40])
-def test_wrong_flags_are_refused_in_one_line(flags, words):
-    [(status, output)] = command(SCRIPT, *flags)
-    assert status == 2
-    assert len(output.splitlines()) == 1, output
-    assert all(word in output for word in words), output
+def test_a_program_that_is_killed_takes_its_ranks_along_also_from_the_background(tmp_path):
+    assert ranks_left(tmp_path, _probe, 10) == 0
+    assert ranks_left(tmp_path, _train, 10) == 0
+    line = "signal.signal(signal.SIGINT, signal.SIG_DFL)"
+    assert ranks_left(tmp_path, _train, 1, ("train.py", line)) == 2, "the control"

@@ -1,82 +1,61 @@
 """The stages on real GPUs; where there is none, each test says so and is skipped."""
 
-import json
-
 import pytest
 import torch
 import torch.distributed as dist
 from support import Run, chapter, command, free_port, run_ranks
 from torch import nn
-from torch.optim import SGD
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 GPUS = torch.cuda.device_count()
-SHORT = ("--model=net-bn", "--epochs=5", "--device=cuda")
+SCRIPTS = {"01": "01_single_gpu", "02": "02_data_parallel", "03": "03_ddp_manual_allreduce"}
+SCRIPTS |= {"04": "04_ddp_torchrun", "05": "05_amp_syncbn"}
 
 
-def start(script: str, ranks: int, folder, *flags: str) -> tuple[dict, str]:
-    """Run a stage, 04 and 05 with a launcher's variables; its summary and rank 0's output."""
+def start(key: str, ranks: int, folder, *flags: str) -> tuple[Run, str]:
+    """Run a stage, 04 and 05 with a launcher's variables; and rank 0's output."""
     env = {"RANK": "{RANK}", "LOCAL_RANK": "{RANK}", "WORLD_SIZE": str(ranks)}
     env |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     env |= {"MASTER_PORT": str(free_port())}
-    started = ranks if script[:2] in ("04", "05") else 1
-    answers = command(
-        script, *SHORT, *flags, f"--run-dir={folder}", ranks=started, env=env if started > 1 else {}
-    )
+    flags = ("--model=net-bn", "--epochs=5", "--device=cuda", *flags, f"--run-dir={folder}")
+    flags += (f"--world-size={ranks}",) if key == "03" else ()
+    started = ranks if key in ("04", "05") else 1
+    script = f"{SCRIPTS[key]}/train.py"
+    answers = command(script, *flags, ranks=started, env=env if started > 1 else {})
     assert all(status == 0 for status, _ in answers), answers
-    return json.loads((folder / "summary.json").read_text()), answers[0][1]
+    return Run(folder, [], ""), answers[0][1]
 
 
-@pytest.mark.parametrize(
-    ("script", "ranks", "flags"),
-    [
-        ("01_single_gpu/train.py", 1, ()),
-        ("02_data_parallel/train.py", 1, ()),
-        ("03_ddp_manual_allreduce/train.py", 2, ("--world-size=2",)),
-        ("04_ddp_torchrun/train.py", 1, ()),
-        ("04_ddp_torchrun/train.py", 2, ()),
-        ("05_amp_syncbn/train.py", 1, ("--amp=bf16",)),
-        ("05_amp_syncbn/train.py", 2, ()),
-        ("05_amp_syncbn/train.py", 2, ("--amp=bf16",)),
-        ("05_amp_syncbn/train.py", 2, ("--amp=fp16", "--clip-norm=1")),
-        ("05_amp_syncbn/train.py", 2, ("--amp=fp16", "--accumulate=2")),
-    ],
-)
-def test_a_stage_learns_on_a_gpu_and_tells_its_memory(script, ranks, flags, tmp_path):
-    summary, output = start(script, ranks, tmp_path, *flags)
-    assert summary["device"] == "cuda"
-    assert summary["test_accuracy"] > 0.9
-    assert len(summary["peak_memory_bytes"]) == (max(1, GPUS) if script[:2] == "02" else ranks)
-    assert all(0 < peak < 2e9 for peak in summary["peak_memory_bytes"])
-    assert all(line["seconds"] > 0 for line in Run(tmp_path, [], "").metrics)
-    shared = script[:2] in ("04", "05") and ranks > GPUS
-    assert ("gloo, not nccl" in output) == shared
+WAYS = ["01 1", "02 1", "03 2", "04 1", "04 2", "05 1 --amp=bf16", "05 2", "05 2 --amp=bf16"]
+WAYS += ["05 2 --amp=fp16 --clip-norm=1 --accumulate=2"]
+WAYS += [f"03 {GPUS} --backend=nccl --batch-size={60 * GPUS}"] * (GPUS > 1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_stage_learns_on_a_gpu_and_tells_its_memory(way, tmp_path):
+    key, ranks, *flags = way.split()
+    run, output = start(key, int(ranks), tmp_path, *flags)
+    assert run.summary["device"] == "cuda"
+    assert run.summary["test_accuracy"] > 0.9
+    assert len(run.summary["peak_memory_bytes"]) == (GPUS if key == "02" else int(ranks))
+    assert all(0 < peak < 2e9 for peak in run.summary["peak_memory_bytes"])
+    assert all(line["seconds"] > 0 for line in run.metrics)
+    assert ("gloo, not nccl" in output) == (key in ("04", "05") and int(ranks) > GPUS)
 
 
 def test_05_on_two_ranks_repeats_01_on_the_gpu(tmp_path):
-    start("01_single_gpu/train.py", 1, tmp_path / "one")
-    start("05_amp_syncbn/train.py", 2, tmp_path / "two")
-    one, two = (Run(tmp_path / name, [], "").losses[:12] for name in ("one", "two"))
+    one, two = (start(key, n, tmp_path / key)[0].losses[:12] for key, n in (("01", 1), ("05", 2)))
     assert (one - two).abs().max() < 5e-3  # convolutions of a GPU are in TF32 by default
-
-
-@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
-def test_03_with_nccl(tmp_path):
-    flags = (f"--world-size={GPUS}", "--backend=nccl", f"--batch-size={60 * GPUS}")
-    summary, _ = start("03_ddp_manual_allreduce/train.py", GPUS, tmp_path, *flags)
-    assert summary["test_accuracy"] > 0.9
 
 
 def _both_kinds(rank):
     """SyncBatchNorm by hand and torch's own, on one GPU, with uneven local batches."""
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo")
     torch.cuda.set_device(0)
+    by_hand, torchs = chapter("05", "sync_batchnorm").convert, nn.SyncBatchNorm
     results = []
-    for convert in (
-        chapter("05", "sync_batchnorm").convert,
-        nn.SyncBatchNorm.convert_sync_batchnorm,
-    ):
+    for convert in (by_hand, torchs.convert_sync_batchnorm):
         torch.manual_seed(rank)
         rows, weights = torch.randn(2, 3 + 2 * rank, 4, 5, 6, dtype=torch.float64, device="cuda")
         rows = (rows * 3 + 5).requires_grad_()
@@ -90,30 +69,7 @@ def _both_kinds(rank):
 
 def test_sync_batchnorm_by_hand_is_torchs_on_the_gpu():
     for by_hand, torchs in run_ranks(2, _both_kinds):
-        for ours, theirs in zip(by_hand, torchs, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
-
-
-def test_the_loss_scaler_by_hand_is_torchs_on_the_gpu():
-    results = []
-    for scaler in (
-        chapter("05", "loss_scaling").LossScaler(2.0**24, growth_interval=3),
-        torch.amp.GradScaler("cuda", 2.0**24, growth_interval=3),
-    ):
-        torch.manual_seed(0)
-        model, scales = nn.Linear(64, 64, device="cuda"), []
-        optimizer = SGD(model.parameters(), 0.1, 0.9)
-        for _ in range(20):
-            with torch.autocast("cuda", torch.float16):
-                loss = model(torch.randn(32, 64, device="cuda")).square().mean()
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-        results.append((scales, model.weight.detach()))
-    assert results[0][0] == results[1][0]
-    assert torch.equal(results[0][1], results[1][1])
+        torch.testing.assert_close(by_hand, torchs, rtol=0, atol=1e-9)
 
 
 def _fit(rank):

@@ -10,48 +10,23 @@ import pytest
 from lessons import PARENTS, lesson
 from support import FOLDERS, ROOT, fresh_module
 
-# Lines of train.py, and changed lines (added and removed) of lesson.diff. There are no exceptions:
-# what does not fit is a chapter, or belongs to survive/, or is not needed.
+# Lines of train.py; changed lines (added and removed) of lesson.diff; and the functions that differ
+# from the parent's, while all others are the same, word for word. There are no exceptions: what
+# does not fit is a chapter, or belongs to survive/, or is not needed.
 LIMITS = {
-    "01_single_gpu": (85, 0),
-    "02_data_parallel": (105, 45),
-    "03_ddp_manual_allreduce": (135, 100),
-    "04_ddp_torchrun": (125, 100),
-    "05_amp_syncbn": (170, 100),
-    "survive": (220, 160),
+    "01_single_gpu": (85, 0, set()),
+    "02_data_parallel": (105, 45, {"main"}),
+    "03_ddp_manual_allreduce": (135, 100, {"train_epoch", "evaluate", "main"}),
+    "04_ddp_torchrun": (125, 100, {"train_epoch", "main"}),
+    "05_amp_syncbn": (170, 100, {"train_epoch", "main"}),
+    "survive": (220, 160, {"parse_args", "train_epoch", "main"}),
 }
-COMMON_LINES = 470
-COMMON_MODULES = ["checkpoint", "data", "models", "options", "record"]
-CHAPTER_LINES = 150
-SURVIVE_LINES = {"train.py": 220, "watchdog.py": 190}  # its other modules: 160
-FUNCTION_LINES = 40
-
-STAGES = list(LIMITS)
-NUMBERED = STAGES[:-1]  # survive has no number
-TRAINS = {stage: (ROOT / stage / "train.py") for stage in STAGES}
+FUNCTION_LINES, CHAPTER_LINES, MODULE_LINES, WATCHDOG_LINES, COMMON_LINES = 40, 150, 160, 190, 470
+SOURCES = {stage: (ROOT / stage / "train.py").read_text() for stage in LIMITS}
 COMMON = sorted((ROOT / "common").glob("*.py"))
-CHAPTERS = sorted(path for path in ROOT.glob("0?_*/*.py") if path.name != "train.py")
-SURVIVE = sorted((ROOT / "survive").glob("*.py"))
-each_stage = pytest.mark.parametrize("stage", STAGES)
-
-# What a stage teaches: these functions differ from its parent's. All others that both have are the
-# same, word for word.
-TAUGHT = {
-    "02_data_parallel": {"main"},
-    "03_ddp_manual_allreduce": {"train_epoch", "evaluate", "main"},
-    "04_ddp_torchrun": {"train_epoch", "main"},
-    "05_amp_syncbn": {"train_epoch", "main"},
-    "survive": {"parse_args", "train_epoch", "main"},
-}
-# The line that a stage is named for.
-NAMED = {
-    "01_single_gpu": ["loss.backward()"],
-    "02_data_parallel": ["nn.DataParallel"],
-    "03_ddp_manual_allreduce": ["average_gradients(model)", "dist.all_reduce(parameter.grad)"],
-    "04_ddp_torchrun": ["DistributedDataParallel("],
-    "05_amp_syncbn": ["torch.autocast(", "nn.SyncBatchNorm.convert_sync_batchnorm("],
-    "survive": ["Watchdog(", "Agreement(", "durable."],
-}
+CHAPTERS = [path for path in ROOT.glob("0?_*/*.py") if path.name != "train.py"]
+MODULES = [path for path in ROOT.glob("survive/*.py") if path.name != "train.py"]
+each_stage = pytest.mark.parametrize("stage", LIMITS)
 
 
 def lines(path: Path) -> int:
@@ -64,166 +39,79 @@ def functions(source: str) -> dict[str, str]:
     return {node.name: ast.get_source_segment(source, node) or "" for node in found}
 
 
-# --- How long
-
-
-@each_stage
-def test_a_script_is_short(stage):
-    assert lines(TRAINS[stage]) <= LIMITS[stage][0]
-
-
-@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.name)
-def test_a_chapter_is_short_and_runs_by_itself(path):
-    assert lines(path) <= CHAPTER_LINES
-    assert '__name__ == "__main__"' in path.read_text()
-
-
-@pytest.mark.parametrize("path", SURVIVE, ids=lambda path: path.name)
-def test_a_module_of_survive_is_short_and_runs_by_itself(path):
-    assert lines(path) <= SURVIVE_LINES.get(path.name, 160)
-    assert '__name__ == "__main__"' in path.read_text()
-
-
-def test_common_is_small():
-    assert [path.stem for path in COMMON] == ["__init__", *COMMON_MODULES]
-    assert sum(lines(path) for path in COMMON) <= COMMON_LINES
-
-
 def long_functions(source: str) -> list[str]:
-    return [
-        node.name
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (node.end_lineno or 0) - node.lineno >= FUNCTION_LINES
-    ]
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    return [node.name for node in nodes if node.end_lineno - node.lineno >= FUNCTION_LINES]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [*TRAINS.values(), *CHAPTERS, *COMMON, *(path for path in SURVIVE if path.name != "train.py")],
-    ids=lambda path: f"{path.parent.name}/{path.name}",
-)
-def test_a_function_is_short(path):
-    assert not long_functions(path.read_text())
-
-
-def test_a_long_function_is_found():
-    """The control: one line more than the limit, in a class."""
-    for statements in (FUNCTION_LINES - 1, FUNCTION_LINES):
+def test_all_programs_and_their_functions_are_short_and_chapters_run_by_themselves():
+    limits = {ROOT / stage / "train.py": limit for stage, (limit, *_) in LIMITS.items()}
+    limits |= dict.fromkeys(CHAPTERS, CHAPTER_LINES) | dict.fromkeys(MODULES, MODULE_LINES)
+    limits[ROOT / "survive" / "watchdog.py"] = WATCHDOG_LINES
+    assert {path.name: lines(path) for path in limits if lines(path) > limits[path]} == {}
+    assert [path for path in limits if '__name__ == "__main__"' not in path.read_text()] == []
+    modules = ["__init__", "checkpoint", "data", "models", "options", "record"]
+    assert [path.stem for path in COMMON] == modules
+    assert sum(lines(path) for path in COMMON) <= COMMON_LINES
+    texts = [path.read_text() for path in [*limits, *COMMON]]
+    assert [name for text in texts for name in long_functions(text)] == []
+    for statements in (FUNCTION_LINES - 1, FUNCTION_LINES):  # the control: one line too many
         source = "class A:\n    def work(self):\n" + "        print()\n" * statements
         assert long_functions(source) == ["work"] * (statements == FUNCTION_LINES)
 
 
-# --- The difference to the parent is the lesson
-
-
-@pytest.mark.parametrize("stage", PARENTS)
-def test_lesson_diff_is_fresh(stage):
-    assert (ROOT / stage / "lesson.diff").read_text() == lesson(stage), "run: make lessons"
-
-
-def changed(diff: str) -> list[str]:
-    return [line for line in diff.splitlines()[2:] if line[:1] in "+-"]
-
-
-@pytest.mark.parametrize("stage", PARENTS)
-def test_a_lesson_is_short(stage):
-    assert 0 < len(changed(lesson(stage))) <= LIMITS[stage][1]
-
-
 @pytest.mark.parametrize(("stage", "parent"), PARENTS.items())
-def test_what_a_stage_does_not_teach_stands_in_it_word_for_word(stage, parent):
-    ours, theirs = (functions(TRAINS[name].read_text()) for name in (stage, parent))
+def test_the_difference_to_the_parent_is_the_lesson(stage, parent):
+    assert (ROOT / stage / "lesson.diff").read_text() == lesson(stage), "run: make lessons"
+    changed = [line for line in lesson(stage).splitlines()[2:] if line[:1] in "+-"]
+    assert 0 < len(changed) <= LIMITS[stage][1]
+    ours, theirs = functions(SOURCES[stage]), functions(SOURCES[parent])
     differ = {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
-    assert differ == TAUGHT[stage]
+    assert differ == LIMITS[stage][2]
 
 
 @each_stage
-def test_the_line_that_a_stage_is_named_for_stands_in_it(stage):
-    source = TRAINS[stage].read_text()
-    assert all(line in source for line in NAMED[stage])
-    if stage in PARENTS:  # and is new in it
-        before = TRAINS[PARENTS[stage]].read_text()
-        assert not any(line in before for line in NAMED[stage])
-
-
-@pytest.mark.parametrize("stage", NUMBERED)
-def test_the_loop_over_epochs_stands_in_main(stage):
-    """Or, in stage 03, in the function that each process runs."""
-    owner = "train" if stage.startswith("03") else "main"
-    loops = [
-        name
-        for name, source in functions(TRAINS[stage].read_text()).items()
-        if '    for epoch in range(start["epoch"], args.epochs):\n' in source
-    ]
-    assert loops == [owner]
-
-
-@each_stage
-def test_a_script_has_the_order_of_all_scripts(stage):
-    source = TRAINS[stage].read_text()
-    names = list(functions(source))
+def test_a_script_has_the_order_and_the_loop_of_all_scripts(stage):
+    source = SOURCES[stage]
+    bodies, doc = functions(source), ast.get_docstring(ast.parse(source)) or ""
+    names = list(bodies)
     assert names.index("train_epoch") + 1 == names.index("evaluate") < names.index("main")
-    assert stage == "survive" or names[-1] == "main"
-    doc = ast.get_docstring(ast.parse(source)) or ""
     assert doc.startswith("Stage 05 " if stage == "survive" else f"Stage {stage[:2]}: ")
     assert f"{stage}/train.py" in doc, "the docstring holds the command that runs it"
+    if stage != "survive":
+        assert names[-1] == "main"
+        loop = '    for epoch in range(start["epoch"], args.epochs):\n'
+        owner = "train" if stage.startswith("03") else "main"  # what each process of 03 runs
+        assert [name for name, body in bodies.items() if loop in body] == [owner]
 
-
-# --- What common may know
 
 FORBIDDEN = {"distributed", "DataParallel", "DistributedDataParallel", "autocast", "backward"}
 FORBIDDEN |= {"watchdog", "Watchdog", "signal", "multiprocessing", "threading"}
+FIELDS = ("attr", "id", "module", "name")
 
 
 def uses(source: str) -> set[str]:
     """Every name, attribute and imported module of a program."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute):
-            found.add(node.attr)
-        elif isinstance(node, ast.Name):
-            found.add(node.id)
-        elif isinstance(node, ast.ImportFrom):
-            found |= set((node.module or "").split(".")) | {alias.name for alias in node.names}
-        elif isinstance(node, ast.Import):
-            found |= {part for alias in node.names for part in alias.name.split(".")}
-    return found
+    fields = [(node, field) for node in ast.walk(ast.parse(source)) for field in FIELDS]
+    return {part for node, field in fields for part in str(getattr(node, field, "")).split(".")}
 
 
-@pytest.mark.parametrize("path", COMMON, ids=lambda path: path.name)
-def test_common_knows_nothing_of_parallelism(path):
-    source = path.read_text()
-    assert not uses(source) & FORBIDDEN
-    assert "optimizer.step(" not in source
-
-
-def test_what_common_must_not_use_is_found():
-    """The control: stages 03 and survive would not pass."""
-    assert uses(TRAINS["03_ddp_manual_allreduce"].read_text()) >= {"distributed", "signal"}
-    assert uses(TRAINS["survive"].read_text()) >= {"distributed", "autocast", "watchdog"}
-
-
-def inherited(sources: list[str]) -> set[str]:
-    """The classes of these programs that others of their classes inherit from."""
-    classes = [n for s in sources for n in ast.walk(ast.parse(s)) if isinstance(n, ast.ClassDef)]
-    bases = {ast.unparse(base) for node in classes for base in node.bases}
-    return bases & {node.name for node in classes}
-
-
-def test_common_has_no_base_class():
-    assert not inherited([path.read_text() for path in COMMON])
-    assert inherited(["class A: pass", "class B(A): pass"]) == {"A"}, "the control"
-
-
-# --- Flags, collectives, paths
+def test_common_knows_nothing_of_parallelism_and_has_no_base_class():
+    text = "\n".join(path.read_text() for path in COMMON)
+    assert not uses(text) & FORBIDDEN
+    assert "optimizer.step(" not in text
+    classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
+    assert not {node.name for node in classes} & {ast.unparse(b) for c in classes for b in c.bases}
+    assert uses(SOURCES["03_ddp_manual_allreduce"]) >= {"distributed", "signal"}, "the control"
+    assert uses(SOURCES["survive"]) >= {"distributed", "autocast", "watchdog"}
 
 
 class _Parsed(Exception):  # noqa: N818
     """Carries the flags of a stage out of its main."""
 
 
-def flags_of(stage: str) -> set[str]:
+@each_stage
+def test_no_flag_is_unread(stage):
     def parse_args(parser: argparse.ArgumentParser, *_: object) -> None:
         raise _Parsed({action.dest for action in parser._actions} - {"help"})
 
@@ -234,66 +122,38 @@ def flags_of(stage: str) -> set[str]:
         pytest.raises(_Parsed) as caught,
     ):
         module.main()
-    return caught.value.args[0]
+    code = "".join(path.read_text() for path in COMMON) + SOURCES[stage]
+    if "add_schedule" in SOURCES[stage]:
+        code += (ROOT / "05_amp_syncbn" / "schedule.py").read_text()
+    for text, unread in ((code, set()), (code.replace("args.workers", "0"), {"workers"})):
+        assert caught.value.args[0] - set(re.findall(r"\bargs\.(\w+)", text)) == unread
 
 
-def unread(stage: str, code: str) -> set[str]:
-    """The flags of a stage that this code does not read."""
-    return flags_of(stage) - set(re.findall(r"\bargs\.(\w+)", code))
-
-
-def code_of(stage: str) -> str:
-    paths = [*COMMON, TRAINS[stage]]
-    if "add_schedule" in TRAINS[stage].read_text():
-        paths.append(ROOT / "05_amp_syncbn" / "schedule.py")
-    return "".join(path.read_text() for path in paths)
-
-
-@each_stage
-def test_no_flag_is_unread(stage):
-    assert not unread(stage, code_of(stage))
-    assert unread(stage, code_of(stage).replace("args.workers", "0")) == {"workers"}, "the control"
-
-
-COLLECTIVE = re.compile(
-    r"\bdist\.(all_|broadcast|barrier|reduce|gather|scatter)|agreement\.(vote|barrier)\("
-)
 MARK = "every rank must reach this line"
-
-
-def unmarked(source: str) -> list[str]:
-    """The collectives of a program without a word to the reader: here, a missing rank is a hang."""
-    return [x.strip() for x in source.splitlines() if COLLECTIVE.search(x) and MARK not in x]
+CALL = r"\bdist\.(?:all_|broadcast|barrier|reduce|gather|scatter)|agreement\.(?:vote|barrier)\("
 
 
 @each_stage
 def test_every_collective_is_marked(stage):
-    source = TRAINS[stage].read_text()
-    assert not unmarked(source)
-    assert (MARK in source) == (stage >= "03")
-    assert unmarked("dist.all_reduce(x)\ndist.barrier()  # wait"), "the control"
-
-
-SYS_PATH = 'sys.path.insert(1, str(Path(__file__).parents[1] / "05_amp_syncbn"))\n'
+    """Here, a missing rank is a hang."""
+    calls = [line for line in SOURCES[stage].splitlines() if re.search(CALL, line)]
+    assert [line for line in calls if MARK not in line] == []
+    assert bool(calls) == (stage >= "03")
 
 
 def test_no_absolute_path_and_no_sys_path_in_what_readers_copy():
-    for path in [*ROOT.glob("0?_*/*.py"), *SURVIVE, *COMMON, ROOT / "tour.py"]:
-        source = path.read_text()
-        if path == TRAINS["survive"]:  # it finds two chapters of stage 05
-            source = source.replace(SYS_PATH, "")
-        assert "sys.path" not in source, path
-        assert not re.search(r"""["'](/home|/root|/work|/tmp)""", source), path
+    allowed = 'sys.path.insert(1, str(Path(__file__).parents[1] / "05_amp_syncbn"))\n'  # in survive
+    sources = [*SOURCES.values(), *(path.read_text() for path in [*CHAPTERS, *MODULES, *COMMON])]
+    for source in sources:
+        assert "sys.path" not in source.replace(allowed, "")
+        assert not re.search(r"""["'](/home|/root|/work|/tmp)""", source)
 
 
 def test_every_claim_names_tests_that_exist():
-    claims = (ROOT / "CLAIMS.md").read_text()
-    rows = [line for line in claims.splitlines() if line.startswith("| C")]
-    assert len(rows) >= 14
+    rows = re.findall(r"^\| (C\d+) \|.*\|.*\|.*\|(.*)\|$", (ROOT / "CLAIMS.md").read_text(), re.M)
+    assert [name for name, _ in rows] == [f"C{number:02}" for number in range(1, 43)]
     tests = "".join(path.read_text() for path in ROOT.glob("tests/test_*.py"))
-    for row in rows:
-        assert row.count("|") == 6, f"five cells: {row[:40]}"
-        named = re.findall(r"`(test_\w+)`", row.split("|")[5])
-        assert named, f"{row[:40]} names no test"
-        missing = [name for name in named if f"def {name}(" not in tests]
-        assert not missing, f"{row[:6]}: {missing}"
+    for claim, cell in rows:
+        named = re.findall(r"`(test_\w+)`", cell)
+        assert named, f"{claim} names no test"
+        assert [name for name in named if f"def {name}(" not in tests] == [], claim

@@ -1,71 +1,62 @@
-"""Stage 05's step: loss scaling, clipping, accumulation, the learning rate, formats."""
+"""Stage 05's step: loss scaling, clipping, accumulation, formats. Learning rates. Claim C10."""
 
+import json
 import math
+import statistics
 from unittest.mock import patch
 
 import oracle
 import pytest
+import support
 import torch
 import torch.distributed as dist
-from support import (
-    ROOT,
-    Run,
-    chapter,
-    default_dtype,
-    load_stage,
-    run_main,
-    run_ranks,
-    scratch_folder,
-    train,
-    train_once,
-)
-from test_proof import FLAGS, SETTINGS
-from test_stages import FP32, same_run
+import torch.nn.functional as F
+from support import ROOT, Run, chapter, load_stage, run_main, run_ranks, train, train_once
+from test_proof import FLAGS, differences
+from test_stages import FP32, LOCAL, same_run
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from common.options import UsageError
+from common.options import make_parser
 
+loss_scaling, schedule = chapter("05", "loss_scaling"), chapter("05", "schedule")
+large_batch = chapter("05", "large_batch")
 CLIP = 0.5  # below the norm of nearly every step of these runs
 
 
-def worst(run: Run, **settings) -> float:
-    """The largest difference of a loss or weight from a plain process that replays the batches."""
-    losses, state = oracle.replay(oracle.whole_batches, **{**SETTINGS, **settings})
-    weights = max((run.states[0][name] - each).abs().max().item() for name, each in state.items())
-    return max((run.losses - losses).abs().max().item(), weights)
-
-
-# --- the order: scale, backward, unscale, clip, step, update
-
-
-@pytest.mark.parametrize(("ranks", "amp"), [(1, "off"), (2, "off"), (2, "fp16"), (3, "fp16")])
-def test_clipping_equals_that_of_one_process_on_the_whole_batch(ranks, amp):
+@pytest.mark.parametrize(("ranks", "amp"), [(1, "off"), (2, "off"), (3, "fp16")])
+def test_clipping_equals_that_of_one_process_on_the_whole_batch(ranks, amp, without=()):
     """In float64, autocast changes nothing, and the loss is scaled all the same."""
-    run = train_once("05", ranks, *FLAGS, f"--clip-norm={CLIP}", f"--amp={amp}")
-    assert worst(run, clip=CLIP) < 1e-10
-
-
-def test_clipping_does_something():
-    run = train_once("05", 2, *FLAGS, f"--clip-norm={CLIP}", "--amp=off")
-    assert worst(run) > 1e-3
-
-
-def test_05_clips_gradients_not_scaled_ones(without=()):
-    run = train_once("05", 2, *FLAGS, f"--clip-norm={CLIP}", "--amp=fp16", without=without)
-    assert worst(run, clip=CLIP) < 1e-10
-
-
-@pytest.mark.parametrize("amp", ["off", "fp16"])
-def test_all_ranks_clip_alike(amp):
-    first, *others = train_once("05", 3, *FLAGS, f"--clip-norm={CLIP}", f"--amp={amp}").states
+    flags = (f"--clip-norm={CLIP}", f"--amp={amp}")
+    clipped = differences("05", ranks, flags, oracle.whole_batches, without, clip=CLIP)
+    assert max(clipped) < 1e-10
+    assert max(differences("05", ranks, flags, oracle.whole_batches, without)) > 1e-3
+    first, *others = train_once("05", ranks, *FLAGS, *flags, without=without).states
     assert all(torch.equal(first[name], other[name]) for other in others for name in first)
 
 
-def _overflow(rank, flags, without) -> list[bool]:
+def test_05_clips_gradients_not_scaled_ones(without=()):
+    test_clipping_equals_that_of_one_process_on_the_whole_batch(2, "fp16", without)
+
+
+@pytest.mark.parametrize(("ranks", "k"), [(2, 3), (3, 2)])
+def test_micro_batches_clipping_and_schedule_together_are_one_process(ranks, k):
+    """The loss of every step and the last parameters, float64; one plain process with the same
+    micro-batches clips once a step, the whole gradient, and changes its rate once a step."""
+    flags = (f"--accumulate={k}", f"--clip-norm={CLIP}", "--lr-decay=cosine", "--warmup-epochs=0.5")
+    rates = [0.02 * min(1, (n + 1) / 12.5) for n in range(13)]
+    rates += [0.02 * math.cos(math.pi * (n - 12.5) / 75) ** 2 for n in range(13, 50)]
+    settings = {"lr": rates.__getitem__, "clip": CLIP, "kinds": (".weight", ".bias")}
+    steps = oracle.micro_batches(ranks, k)
+    assert max(differences("05", ranks, flags, steps, **settings)) < 1e-10
+    # The control: BatchNorm sees micro-batches, so it is not the gradient of the whole batch.
+    assert min(differences("05", ranks, flags, oracle.whole_batches, **settings)) > 1e-3
+
+
+def _overflow(rank, flags) -> list[bool]:
     """A run whose loss scale is too large at first: for each step, whether SGD took it."""
-    stage, taken = load_stage("05", without), []
+    stage, taken = load_stage("05"), []
 
     class Watched(SGD):
         def step(self, closure=None):
@@ -86,307 +77,291 @@ def _overflow(rank, flags, without) -> list[bool]:
     return taken
 
 
-def overflowing(folder, *flags, without=()) -> tuple[list[list[bool]], Run]:
-    fixed = ("--device=cpu", f"--data-dir={ROOT / 'data'}", f"--run-dir={folder}", "--amp=fp16")
-    flags = (*fixed, "--model=net-bn", *flags)
-    return run_ranks(2, _overflow, flags, without), Run(folder, [], "")
+def overflowing(folder, *flags) -> tuple[list[list[bool]], Run]:
+    """Two epochs of 12 steps, the first one a warm-up by hundredths."""
+    flags = (*LOCAL, f"--run-dir={folder}", "--amp=fp16", "--model=net-bn", "--epochs=2", *flags)
+    return run_ranks(2, _overflow, (*flags, "--warmup-epochs=1", "--lr=0.12")), Run(folder, [], "")
 
 
-def rates_of(run: Run) -> list[float]:
-    return [line["lr"] for line in run.metrics]
-
-
-def test_05_a_step_that_overflows_is_skipped_on_all_ranks_and_counts_in_the_schedule(without=()):
-    flags = ("--epochs=3", "--max-steps=30", "--warmup-epochs=2", "--lr=0.24")
-    (taken, other), run = overflowing(scratch_folder(), *flags, without=without)
+def test_05_a_step_that_overflows_is_skipped_on_all_ranks_counts_in_the_schedule_and_is_resumed():
+    (taken, other), run = overflowing(support.scratch_folder())
     skipped = round(24 - math.log2(run.checkpoint["scaler"]["scale"]))  # each halves the scale
-    assert 0 < skipped < 30
+    assert 0 < skipped < 12
     assert taken == other
-    assert sum(taken) == 30 - skipped
+    assert sum(taken) == 24 - skipped
     assert all(weight.isfinite().all() for weight in run.checkpoint["model"].values())
-    # 24 steps of warm-up, by hundredths.
-    assert rates_of(run) == pytest.approx([0.01 * min(24, 1 + step) for step in range(30)])
-    counted = [0.01 * min(24, 1 + sum(taken[:step])) for step in range(30)]
-    assert rates_of(run) != pytest.approx(counted), "the rates tell which steps count"
+    rates = [line["lr"] for line in run.metrics]
+    assert rates == pytest.approx([0.01 * min(12, 1 + step) for step in range(24)])
+    folder = support.scratch_folder()
+    overflowing(folder, "--max-steps=12")
+    assert same_run(run, overflowing(folder, "--resume=auto")[1])
 
 
-# --- accumulation
-
-
-def _without_dropout(rank, flags, dtype, without) -> tuple[dict, int]:
-    """Stage 05 with net's dropout off: last weights, all-reduces of DDP."""
-    stage, reduced, models = load_stage("05", without), [], []
-    build, ddp = stage.build_model, stage.DistributedDataParallel
-
-    def count(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        reduced.append(1)
-        return default_hooks.allreduce_hook(None, bucket)
-
-    def build_plain(*args):
-        models.append(build(*args))
-        for module in models[-1].modules():
-            if isinstance(module, nn.Dropout | nn.Dropout2d):
-                module.p = 0.0
-        return models[-1]
+def _reduced(rank, flags, without) -> list[int]:
+    """The bytes of each all-reduce of DDP."""
+    stage, sizes = load_stage("05", without), []
+    wrap = stage.DistributedDataParallel
 
     def wrap_counted(*args, **settings):
-        wrapped = ddp(*args, **settings)
-        wrapped.register_comm_hook(None, count)
-        return wrapped
+        ddp = wrap(*args, **settings)
+        sizes.append(chapter("05", "accumulate").count_buckets(ddp))
+        return ddp
 
-    stage.build_model, stage.DistributedDataParallel = build_plain, wrap_counted
-    with default_dtype(dtype):
-        run_main(stage, rank, *flags)
-    return models[0].state_dict(), len(reduced)
-
-
-def accumulated(k: int, model: str = "net", without=(), ranks: int = 2) -> list:
-    flags = (
-        f"--data-dir={ROOT / 'data'}",
-        f"--run-dir={scratch_folder()}",
-        "--device=cpu",
-        "--max-steps=5",
-    )
-    flags += (f"--model={model}", f"--accumulate={k}", "--batch-size=120", "--lr=0.1")
-    return run_ranks(ranks, _without_dropout, flags, torch.float64, without)
-
-
-def apart(one: dict, other: dict) -> float:
-    return max((one[name] - other[name]).abs().max().item() for name in one)
-
-
-@pytest.mark.parametrize(("ranks", "k"), [(1, 2), (2, 2), (2, 3), (2, 5), (3, 4)])
-def test_gradients_of_micro_batches_add_up_to_those_of_the_whole_batch(ranks, k):
-    """Weights after five steps, float64; each micro-batch's loss counts 1 / K."""
-    (whole, _), (parts, _) = accumulated(1)[0], accumulated(k, ranks=ranks)[0]
-    assert apart(whole, parts) < 1e-10
-
-
-def test_batch_norm_sees_micro_batches():
-    """The control: and what accumulation cannot do, with or without SyncBatchNorm."""
-    (whole, _), (parts, _) = accumulated(1, "net-bn")[0], accumulated(3, "net-bn")[0]
-    assert apart(whole, parts) > 1e-4
+    stage.DistributedDataParallel = wrap_counted
+    run_main(stage, rank, *flags)
+    return sizes[0]
 
 
 def test_05_ranks_meet_once_a_step_however_many_micro_batches(without=()):
     """net's gradients fill one bucket: five steps, five all-reduces, whether of 1 or 3 parts."""
-    assert [reduced for _, reduced in accumulated(3, without=without)] == [5, 5]
+    flags = (*LOCAL, f"--run-dir={support.scratch_folder()}", "--max-steps=5", "--accumulate=3")
+    assert run_ranks(2, _reduced, flags, without) == [[4 * 21_840] * 5] * 2
 
 
-# --- the learning rate
+def rates_of(*flags: str) -> list[float]:
+    """Of two epochs of 12 steps."""
+    parser = make_parser("", "")
+    schedule.add_schedule(parser)
+    args = parser.parse_args(["--epochs=2", *flags])
+    return [rate for epoch in range(2) for rate in schedule.learning_rates(args, epoch, 12)]
 
 
-def rates(*flags: str) -> list[float]:
-    """What stage 05 writes for its 24 steps, 2 epochs with a batch of 120."""
-    return rates_of(train_once("05", 1, *RATE_FLAGS, *flags, **FP32))
+BOTH = ("--lr-decay=cosine", "--warmup-epochs=1", "--lr-rule=linear", "--base-batch-size=240")
+RATES = {
+    (): [1.0] * 24,
+    ("--lr-rule=linear", "--base-batch-size=30"): [4.0] * 24,
+    ("--lr-rule=sqrt", "--base-batch-size=30"): [2.0] * 24,
+    ("--base-batch-size=1",): [1.0] * 24,
+    ("--warmup-epochs=0.5",): [1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6] + [1.0] * 19,
+    ("--warmup-epochs=9",): [(n + 1) / 108 for n in range(24)],
+    ("--warmup-epochs=1.9", "--lr-decay=cosine"): [min(1, (n + 1) / 22.8) for n in range(23)]
+    + [math.cos(math.pi / 12) ** 2],
+    ("--lr-decay=step",): [1.0] * 8 + [0.1] * 8 + [0.01] * 8,
+    ("--lr-decay=cosine",): [math.cos(math.pi * n / 48) ** 2 for n in range(24)],
+    BOTH: [0.5 * (n + 1) / 12 for n in range(12)]
+    + [0.5 * math.cos(math.pi * n / 24) ** 2 for n in range(12)],
+}
 
 
-RATE_FLAGS = ("--epochs=2", "--lr=0.001", "--model=net-bn")
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ((), [1.0] * 24),
-        (("--lr-rule=linear", "--base-batch-size=30"), [4.0] * 24),
-        (("--lr-rule=sqrt", "--base-batch-size=30"), [2.0] * 24),
-        (("--base-batch-size=30",), [1.0] * 24),
-        (("--warmup-epochs=0.5",), [1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6] + [1.0] * 19),
-        (("--warmup-epochs=9",), [(n + 1) / 108 for n in range(24)]),
-        (("--lr-decay=step",), [1.0] * 8 + [0.1] * 8 + [0.01] * 8),
-        (("--lr-decay=cosine",), [math.cos(math.pi * n / 48) ** 2 for n in range(24)]),
-        (
-            ("--lr-decay=cosine", "--warmup-epochs=1", "--lr-rule=linear", "--base-batch-size=240"),
-            [0.5 * (n + 1) / 12 for n in range(12)]
-            + [0.5 * math.cos(math.pi * n / 24) ** 2 for n in range(12)],
-        ),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_learning_rate_of_every_step(flags, expected):
-    assert rates(*flags) == pytest.approx([0.001 * factor for factor in expected], rel=1e-9)
+@pytest.mark.parametrize("flags", RATES, ids=" ".join)
+def test_learning_rate_of_every_step(flags):
+    expected = [0.02 * factor for factor in RATES[flags]]
+    assert rates_of(*flags) == pytest.approx(expected, rel=1e-9)
 
 
 def test_the_rates_that_are_written_are_those_that_train():
     """One plain process with these rates reaches the same weights, float64."""
     flags = ("--lr-decay=cosine", "--warmup-epochs=1", "--lr-rule=sqrt", "--base-batch-size=15")
-    run = train_once("05", 2, *FLAGS, *flags)
-    written = [line["lr"] for line in run.metrics]
+    written = [line["lr"] for line in train_once("05", 2, *FLAGS, *flags).metrics]
     assert max(written) == pytest.approx(0.04)
-    assert worst(run, lr=lambda step: written[step]) < 1e-10
-    assert worst(run) > 1e-3
+    args = "05", 2, flags, oracle.whole_batches
+    assert max(differences(*args, lr=written.__getitem__)) < 1e-10
+    assert max(differences(*args)) > 1e-3
 
 
-@pytest.mark.parametrize(("key", "ranks"), [("01", 1), ("04", 2)])
-@pytest.mark.parametrize("batch", [60, 240])
-def test_a_run_that_another_stage_began_is_at_its_place_in_the_schedule(key, ranks, batch):
+def test_a_run_that_another_stage_began_is_at_its_place_in_the_schedule():
     """After one epoch with a batch of 120: the epoch is the place, whatever the batch is now."""
-    resumed_where_an_unbroken_run_is(key, ranks, batch)
-
-
-def resumed_where_an_unbroken_run_is(key, ranks, batch, without=()):
-    first = train_once(key, ranks, "--model=net-bn", "--epochs=1", **FP32)
+    first = train_once("04", 2, "--model=net-bn", "--epochs=1", **FP32)
     flags = ("--model=net-bn", "--epochs=3", "--lr-decay=cosine", "--warmup-epochs=0.5")
-    flags += (f"--batch-size={batch}",)
-    unbroken = train_once("05", 1, *flags, **FP32)
-    path = f"--resume={first.folder / 'checkpoint.pt'}"
-    run = train("05", 1, *flags, path, **FP32, without=without)
-    steps = 1500 // batch
-    assert [line["epoch"] for line in run.metrics] == [1] * steps + [2] * steps
-    assert rates_of(run) == rates_of(unbroken)[steps:]
-
-
-def test_05_the_epoch_is_the_place_in_the_schedule(without=()):
-    resumed_where_an_unbroken_run_is("04", 2, 60, without)
-
-
-def test_a_count_of_steps_is_another_place_in_the_schedule():
-    """The control: 12 steps of 120 samples are not half an epoch of 25 steps."""
+    flags += ("--batch-size=60", f"--resume={first.folder / 'checkpoint.pt'}")
+    expected = [0.02 * math.cos(math.pi * (n - 12.5) / 125) ** 2 for n in range(25, 75)]
     line = "rates = learning_rates(args, epoch, len(loader))"
-    counted = line.replace("epoch,", "recorder.step // len(loader),")
-    with pytest.raises(AssertionError):
-        test_05_the_epoch_is_the_place_in_the_schedule((("train.py", line, counted),))
+    counted = ("train.py", line, line.replace("epoch,", "recorder.step // len(loader),"))
+    for without in ((), (counted,)):  # the control: 12 steps of 120 are half an epoch of 25
+        run = train("05", 1, *flags, **FP32, without=without)
+        assert [line["epoch"] for line in run.metrics] == [1] * 25 + [2] * 25
+        same = [line["lr"] for line in run.metrics] == pytest.approx(expected)
+        assert same == (without == ())
 
 
-# --- everything at once
+def test_05_schedule_prints_a_rate_that_rises_and_then_falls(capsys):
+    """By default: 4 times the batch with the linear rule, 2 epochs of warm-up, then a cosine."""
+    rates = [0.08 * (n + 1) / 200 for n in range(200)]
+    rates += [0.08 * math.cos(math.pi * n / 1600) ** 2 for n in range(800)]
+    with patch("sys.argv", ["schedule.py"]):
+        schedule.main()
+    assert capsys.readouterr().out.splitlines() == [
+        f"epoch {epoch + 1:2}  lr {first:.4f} to {last:.4f}  {'#' * round(500 * last)}".rstrip()
+        for epoch, first, last in zip(range(10), rates[::100], rates[99::100], strict=True)
+    ]
 
 
-EVERYTHING = (
-    "--model=net-bn", "--accumulate=2", "--clip-norm=1", "--lr-rule=sqrt", "--base-batch-size=60",
-    "--warmup-epochs=0.5", "--lr-decay=cosine", "--epochs=2",
-)  # fmt: skip
+CHANCE = math.log(10)
 
 
-def stopped_and_resumed(ranks, *flags, **more) -> tuple[Run, Run]:
-    """The same run twice: in one part, and ended after its first epoch and resumed."""
-    whole = train("05", ranks, *EVERYTHING, *flags, **more)
-    part = train("05", ranks, *EVERYTHING, *flags, "--max-steps=12", **more)
-    more["folder"] = part.folder
-    return whole, train("05", ranks, *EVERYTHING, *flags, "--resume=auto", **more)
+@pytest.fixture
+def at_the_root(monkeypatch):
+    """The chapters read data/ below the folder that they are started in."""
+    monkeypatch.chdir(ROOT)
 
 
-@pytest.mark.parametrize("amp", ["bf16", "fp16"])
-def test_resuming_with_all_switches_equals_not_having_stopped(amp):
-    """To the bit, the learning rates too."""
-    whole, resumed = stopped_and_resumed(2, f"--amp={amp}", **FP32)
-    assert same_run(whole, resumed)
-    assert rates_of(whole) == rates_of(resumed)
+@pytest.mark.usefixtures("at_the_root")
+def test_05_the_linear_rule_makes_up_for_fewer_updates_until_it_diverges_in_spite_of_a_warm_up():
+    median = large_batch.median
+    large = {rule: median(240, 0.05, rule, 0) for rule in large_batch.RULES}
+    assert large["none"] > 2 * median(30, 0.05, "none", 0)
+    assert max(large["sqrt"], large["linear"]) < large["none"] / 1.5
+    assert not median(240, 0.2, "linear", 0) < CHANCE
+    assert 0.17 < median(240, 0.2, "linear", 2) < CHANCE
+    assert median(240, 0.2, "none", 0) < 0.1
 
 
-def test_on_three_ranks_resuming_with_all_switches_is_the_same_up_to_rounding():
-    """DDP sorts its buckets after its first step: then sums of three are rounded otherwise.
+def test_05_on_the_picture_the_linear_rule_learns_faster_until_it_diverges():
+    def median(runs):
+        losses = [math.inf if run["test_loss"] is None else run["test_loss"] for run in runs]
+        return statistics.median(losses)
 
-    In float64. survive/train.py resumes to the bit: tests/test_survive_resume.py
-    """
-    whole, resumed = stopped_and_resumed(3, "--amp=off")
-    assert apart(whole.states[0], resumed.states[0]) < 1e-12
-    assert rates_of(whole) == rates_of(resumed)
-
-
-def test_05_resumes_after_skipped_steps(without=()):
-    """The scale as it was, and the place in the schedule: skipped steps do not move it."""
-    folders = scratch_folder(), scratch_folder()
-    flags = ("--warmup-epochs=3", "--epochs=3", "--lr=0.24")
-    _, whole = overflowing(folders[0], *flags, without=without)
-    overflowing(folders[1], *flags, "--max-steps=24", without=without)
-    _, resumed = overflowing(folders[1], *flags, "--resume=auto", without=without)
-    assert whole.checkpoint["scaler"]["scale"] < 2.0**24
-    assert whole.checkpoint["scaler"] == resumed.checkpoint["scaler"]
-    assert rates_of(whole) == rates_of(resumed)
+    runs = json.loads((ROOT / "results" / "05_learning_rates.json").read_text())["runs"]
+    last = {
+        name: statistics.median(run["losses"][-1] for run in each)
+        for name, each in runs["0.04"].items()
+    }
+    assert last["batch 30"] < last["linear"] < last["sqrt"] < last["none"] / 3
+    warmed_up = "linear, warm-up 2 epochs"
+    assert not min(median(runs["0.16"][name]) for name in ("linear", warmed_up)) < CHANCE
+    assert median(runs["0.16"]["none"]) < 0.12
+    assert median(runs["0.04"][warmed_up]) < 0.7 * median(runs["0.04"]["linear"])
 
 
-@pytest.mark.parametrize(("ranks", "k"), [(2, 3), (3, 2)])
-def test_micro_batches_clipping_and_schedule_together_are_one_process(ranks, k):
-    """The loss of every step and the last parameters, float64; one plain process with the same
-    micro-batches clips once a step, the whole gradient, and changes its rate once a step."""
-    flags = (f"--accumulate={k}", f"--clip-norm={CLIP}", "--lr-decay=cosine", "--warmup-epochs=0.5")
-    run = train_once("05", ranks, *FLAGS, *flags)
-    rates = [0.02 * min(1, (n + 1) / 12.5) for n in range(13)]
-    rates += [0.02 * math.cos(math.pi * (n - 12.5) / 75) ** 2 for n in range(13, 50)]
-    settings = {**SETTINGS, "lr": rates.__getitem__, "clip": CLIP}
-    losses, state = oracle.replay(oracle.micro_batches(ranks, k), **settings)
-    assert (run.losses - losses).abs().max() < 1e-10
-    parameters = [name for name in state if name.endswith((".weight", ".bias"))]
-    assert max((run.states[0][n] - state[n]).abs().max().item() for n in parameters) < 1e-10
+@pytest.mark.usefixtures("at_the_root")
+def test_c10_it_keeps_small_gradients_from_becoming_zero_in_fp16_and_bf16_needs_none():
+    """Of net-bn on the digits. Almost a third of the gradients of two layers' outputs, and none
+    with the loss scaled. None of the weights' is zero, as a sum over many places; but the sum lacks
+    many terms."""
+    zeros, off = {}, {}
+    true, of_weights = loss_scaling.gradients_of(*loss_scaling.example(), None)
+    for name, how in loss_scaling.FORMATS.items():
+        found, others = loss_scaling.gradients_of(*loss_scaling.example(), *how)
+        assert all(gradient.isfinite().all() for gradient in found.values())
+        shares = [(found[key][true[key] != 0] == 0).double().mean().item() for key in true]
+        zeros[name] = dict(zip(true, shares, strict=True))
+        assert (others["conv1"] != 0).all()
+        exact = of_weights["conv1"]
+        off[name] = ((others["conv1"] - exact).norm() / exact.norm()).item()
+    alone, *rescued = zeros.values()
+    assert min(alone["conv1"], alone["norm1"]) > 0.25
+    assert max(share for shares in rescued for share in shares.values()) < 0.001
+    assert off["fp16"] > 0.05 > 0.01 > max(off["fp16, loss × 65536"], off["bf16"])
+    assert torch.tensor(2.0**-25).half() == 0
+    assert torch.tensor(2.0**-25 * 1.01).half() == 2.0**-24  # its smallest
+    assert torch.tensor(2.0**-125).bfloat16() == 2.0**-125
 
 
-# --- formats
+def torchs(**settings):
+    return torch.amp.GradScaler("cpu", **settings)
 
 
-def _look(rank, flags):
-    """The formats in which the first layer computes; the memory blocks that hold all gradients."""
-    stage, formats, blocks = load_stage("05"), set(), set()
-    build = stage.build_model
+def run(scaler, overflows=(), steps=30, clip="after", dtype=torch.float16, factor=1.0):
+    """The scale after each step, the steps that were skipped, the last weights and momenta."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+    images, labels = torch.randn(steps, 24, 8), torch.arange(24) % 3
+    optimizer = SGD(model.parameters(), 0.2, 0.9)
+    scales, skipped = [], []
+    for step in range(steps):
+        before = model[0].weight.detach().clone()
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            loss = F.cross_entropy(model(images[step]), labels) * factor
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        if step in overflows:
+            model[2].weight.grad[1, 3] = overflows[step]
+        if clip == "after":
+            scaler.unscale_(optimizer)
+        if clip != "never":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        if model[0].weight.equal(before):
+            skipped.append(step)
+    momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
+    return scales, skipped, [p.detach() for p in model.parameters()], momenta
 
-    def build_watched(*args):
-        model = build(*args)
-        model.conv1.register_forward_hook(
-            lambda layer, inputs, output: formats.add(output.dtype) if layer.training else None
+
+INJECTED = {4: math.inf, 11: -math.inf, 12: math.nan, 29: math.inf}
+CASES = {
+    "overflows": ({"growth_interval": 3}, INJECTED),
+    "first step overflows": ({"growth_interval": 4}, {0: math.nan}),
+    "growth at each step": ({"growth_interval": 1, "init_scale": 2.0}, {}),
+    "too large at first": ({"init_scale": 2.0**28}, {}),
+}
+
+
+@pytest.mark.parametrize("clip", ["never", "after"])
+@pytest.mark.parametrize("name", CASES)
+def test_by_hand_it_is_gradscaler_to_the_bit(name, clip):
+    """The same scales, the same skipped steps, the same weights and momenta."""
+    settings, overflows = CASES[name]
+    makers = loss_scaling.LossScaler, torchs
+    [mine, theirs] = (run(make(**settings), overflows, clip=clip) for make in makers)
+    assert mine[:2] == theirs[:2]
+    assert all(map(torch.equal, mine[2] + mine[3], theirs[2] + theirs[3]))
+    assert len(set(mine[0])) > 1, "the scale never changed"
+    skipped = {0, 1, 2} if name == "too large at first" else set(overflows)
+    assert skipped <= set(mine[1]), "and where it grew too large"
+
+
+@pytest.mark.parametrize("make", [loss_scaling.LossScaler, torchs])
+def test_clipping_before_unscaling_clips_to_almost_nothing(make):
+    """The limit is then one of scaled gradients: 65,536 times too small. Unscaling comes once."""
+    start, still = (run(make(), clip="before", steps=steps)[2][0] for steps in (0, 4))
+    right = run(make(), clip="after", steps=4)[2][0]
+    assert (still - start).abs().max() < 1e-4 < 0.1 < (right - start).norm()
+    model = nn.Linear(2, 1)
+    optimizer, scaler = SGD(model.parameters(), 0.1), make()
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="unscale_"):
+        scaler.unscale_(optimizer)
+
+
+def _overflow_of_one(rank):
+    dist.init_process_group("gloo")
+    answers = []
+    for wrap in (DistributedDataParallel, lambda model: model):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        forward = wrap(model)
+        optimizer, scaler = SGD(model.parameters(), 0.1), loss_scaling.LossScaler()
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = forward(torch.full((2, 4), 1.0 + rank)).sum()
+            scaler.scale(loss * (math.inf if (rank, step) == (1, 1) else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        answers.append((scaler.get_scale(), model.weight.tolist()))
+    return answers
+
+
+def test_under_ddp_all_ranks_skip_what_one_of_them_cannot_take():
+    first, second = run_ranks(2, _overflow_of_one)
+    assert first[0] == second[0]
+    assert first[0][0] == 2.0**15
+    assert [scale for _, (scale, _) in (first, second)] == [2.0**16, 2.0**15]  # without DDP
+
+
+def test_c10_where_no_gradient_is_too_small_it_changes_no_bit():
+    """Neither in fp32 nor in bf16. So it cannot make training converge faster."""
+    for dtype in (None, torch.bfloat16):
+        scaled, plain = (
+            run(torchs(enabled=on), clip="never", dtype=dtype)[2] for on in (True, False)
         )
-        return model
-
-    class Watched(torch.amp.GradScaler):
-        def step(self, optimizer):
-            gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
-            blocks.add(len({gradient.untyped_storage().data_ptr() for gradient in gradients}))
-            return super().step(optimizer)
-
-    stage.build_model = build_watched
-    with patch.object(torch.amp, "GradScaler", Watched):
-        run_main(stage, rank, *flags)
-    return formats, blocks
+        assert all(map(torch.equal, scaled, plain))
 
 
-@pytest.mark.parametrize(
-    ("amp", "dtype"),
-    [("off", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
-)
-def test_every_micro_batch_computes_in_the_format_and_gradients_lie_in_one_bucket(amp, dtype):
-    flags = ("--dataset=synthetic", "--device=cpu", f"--run-dir={scratch_folder()}")
-    flags += ("--max-steps=2", "--accumulate=2", "--batch-size=16", f"--amp={amp}")
-    assert run_ranks(2, _look, flags) == [({dtype}, {1})] * 2
-
-
-# --- the machine
-
-
-def test_a_format_that_a_device_does_not_run_is_refused():
-    machine, cpu = chapter("05", "machine"), torch.device("cpu")
-    machine.refuse_format("fp16", cpu)  # the control
-
-    def refuse(x, *args):
-        raise RuntimeError("\"conv2d\" not implemented for 'Half'")
-
-    with (
-        patch.object(machine.F, "conv2d", refuse),
-        pytest.raises(UsageError, match=r"--amp fp16 does not run on this cpu .*'Half'"),
-    ):
-        machine.refuse_format("fp16", cpu)
-
-
-@pytest.mark.parametrize(
-    ("capabilities", "units"),
-    [
-        ({"avx512_bf16": True, "avx512_fp16": False}, {"fp32", "bf16"}),
-        ({"amx_bf16": True, "amx_fp16": True}, {"fp32", "bf16", "fp16"}),
-        ({"avx2": True}, {"fp32"}),
-    ],
-)
-def test_units_of_a_cpu_are_read_from_its_instructions(capabilities, units):
-    machine, cpu = chapter("05", "machine"), torch.device("cpu")
-    with patch.object(torch.cpu, "get_capabilities", lambda: capabilities):
-        assert {name for name in machine.FORMATS if machine.has_units(name, cpu)} == units
-
-
-@pytest.mark.parametrize(
-    ("capability", "units"),
-    [
-        ((6, 1), {"fp32"}),
-        ((7, 5), {"fp32", "fp16"}),
-        ((9, 0), {"fp32", "tf32", "bf16", "fp16"}),
-    ],
-)
-def test_units_of_a_gpu_are_read_from_its_compute_capability(capability, units):
-    machine, gpu = chapter("05", "machine"), torch.device("cuda", 0)
-    with patch.object(torch.cuda, "get_device_capability", lambda device: capability):
-        assert {name for name in machine.FORMATS if machine.has_units(name, gpu)} == units
+def test_c10_in_fp16_weights_whose_gradients_are_too_small_do_not_move_without_it():
+    """A loss that is a ten-millionth: its gradients are zero in fp16, and not with GradScaler."""
+    ways = (
+        (0, None, False),
+        (30, None, False),
+        (30, torch.float16, False),
+        (30, torch.float16, True),
+    )
+    start, fp32, without, scaled = (
+        run(torchs(enabled=on), (), steps, "never", dtype, factor=1e-7)[2][0]
+        for steps, dtype, on in ways
+    )
+    moved = (fp32 - start).norm().item()
+    assert (scaled - start).norm().item() == pytest.approx(moved, rel=0.02)
+    assert (without - start).norm().item() < moved / 10

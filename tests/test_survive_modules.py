@@ -1,16 +1,19 @@
 """survive's four modules: each shows what it does, alone and in a project that is not this one."""
 
-import ast
+import json
 import multiprocessing
 import os
 import re
 import runpy
 import shutil
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from itertools import pairwise
+from datetime import timedelta
+from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -19,261 +22,214 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import FOLDERS, ROOT, chapter, command, context, fresh_module, run_ranks
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, _utils
 
-agree, durable, launch = (chapter("survive", name) for name in ("agree", "durable", "launch"))
-MODULES = ("launch.py", "agree.py", "durable.py", "watchdog.py")
+agree = chapter("survive", "agree")
+durable = chapter("survive", "durable")
+launch = chapter("survive", "launch")
+watchdog = chapter("survive", "watchdog")
+OWN_LOOP = ROOT / "tests" / "own_loop.py"
 
-# --- Each module runs by itself
-
-SHOWS = {
-    "launch.py": (
-        r"2 of 2 ranks start: rank 0 has joined gloo",
-        r"1 of 2 ranks start: rank 0 ends with: 2 ranks did not meet at 127\.0\.0\.1:\d+",
-    ),
-    "agree.py": (
-        r"rank 1 receives SIGTERM in step 100",
-        r"rank 0 stops after step (\d+); votes took \d+ µs per step",
-        r"rank 1 stops after step (\d+); votes took \d+ µs per step",
-    ),
-    "durable.py": (
-        r"the newest whole checkpoint is checkpoint\.before\.pt",
-        r"the damaged file has not replaced step 2 before it",
-    ),
-    "watchdog.py": (
-        r"rank 0 gives up at step 3, .*: rank 1 did not arrive, last seen at step 3, ",
-    ),
+FORKS = """import functools, runpy, torch.multiprocessing as mp
+mp.spawn = functools.partial(mp.start_processes, start_method="fork")  # imports torch once
+runpy.run_path({!r}, run_name="__main__")
+"""
+SHOWS = {  # all that it prints, its lines sorted
+    "launch": r"1 of 2 ranks start: rank 0 ends with: 2 ranks did not meet at 127.0.0.1:\d+ \(.+\n"
+    r"2 of 2 ranks start: rank 0 has joined gloo\n2 of 2 ranks start: rank 1 has joined gloo",
+    "agree": r"rank 0 stops after step (1[0-3]\d); votes took \d+ µs per step\n"
+    r"rank 1 receives SIGTERM in step 100\nrank 1 stops after step \1; votes .+",
+    "durable": r"a bit of checkpoint.pt flips: .+ whole checkpoint is checkpoint.before.pt\n"
+    r"saved step 1; files: \['checkpoint.pt'\]\n"
+    r"saved step 2; files: \['checkpoint.before.pt', 'checkpoint.pt'\]\nsaved step 3; files: .+\n"
+    r"saved step 4; the damaged file has not replaced step 2 before it",
+    "watchdog": r"error: rank 0 gives up at step 3, line \d+, `dist\.barrier\(\)`: "
+    r"rank 1 did not arrive, last seen at step 3, line \d+, `.+`: killed, .+",
 }
+MODULES = {name: FOLDERS["survive"] / f"{name}.py" for name in SHOWS}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_each_module_shows_by_itself_what_it_does(module):
-    [(status, output)] = command(f"survive/{module}")
+@pytest.mark.parametrize("name", SHOWS)
+def test_each_module_shows_by_itself_what_it_does(name, tmp_path):
+    (tmp_path / "show.py").write_text(FORKS.format(str(MODULES[name])))
+    [(status, output)] = command(str(tmp_path / "show.py"))
     assert status == 0, output
-    found = [re.search(pattern, output) for pattern in SHOWS[module]]
-    assert all(found), output
-    steps = {match[1] for match in found if match and match.groups()}
-    assert len(steps) <= 1, "both ranks stop after the same step"
-
-
-# --- Outside of this repository
-
-
-def imports(source: str) -> set[str]:
-    """The top level names of the modules that a program imports."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add(str(node.module).split(".")[0])
-    return found
+    said = "\n".join(sorted(line for line in output.splitlines() if not line.startswith("[W")))
+    assert re.fullmatch(SHOWS[name], said), output
 
 
 def test_the_modules_need_torch_and_nothing_else_of_ours():
-    names = {Path(module).stem for module in MODULES}
-    for module in MODULES:
-        source = (FOLDERS["survive"] / module).read_text()
-        assert imports(source) <= {"torch", *sys.stdlib_module_names}, module
-    own = (ROOT / "tests" / "own_loop.py").read_text()
-    assert imports(own) - sys.stdlib_module_names == {"torch", *names}
-    ours = (FOLDERS["survive"] / "train.py").read_text()
-    assert "common" in imports(ours), "the control: the script of this repository does"
+    def imports(path: Path) -> set[str]:
+        names = re.findall(r"^ *(?:from|import) (\w+)", path.read_text(), re.M)
+        return set(names) - sys.stdlib_module_names
+
+    assert [imports(path) for path in MODULES.values()] == [{"torch"}] * 4
+    assert imports(OWN_LOOP) == {"torch", *SHOWS}
+    assert "common" in imports(FOLDERS["survive"] / "train.py"), "the control: our own script"
+    marked = re.findall(r"^ *(.+  # \d+\. .+)$", OWN_LOOP.read_text(), re.M)
+    assert len(marked) >= 10
+    readme = (FOLDERS["survive"] / "README.md").read_text()
+    assert [line for line in marked if line not in readme] == [], "the README shows other lines"
 
 
 def _own_loop(rank: int, project: Path, folder: Path, how: signal.Signals | None) -> str:
     """One rank of the copied script; rank 1 receives a signal after the first checkpoint."""
-    for name in [name for name in sys.modules if f"{name}.py" in MODULES]:
+    for name in SHOWS.keys() & sys.modules.keys():
         del sys.modules[name]
     sys.path[0:0] = [str(project)]
     sys.argv = ["own_loop.py", str(folder)]
-    (folder / f"pid.{rank}").write_text(str(os.getpid()))
-    with (
-        (folder / f"out.{rank}").open("a", buffering=1) as file,
-        redirect_stdout(file),
-        redirect_stderr(file),
-        suppress(SystemExit),
-    ):
-        if rank == 1 and how:
-            step = torch.optim.SGD.step
+    out, step = folder / f"out.{rank}", torch.optim.SGD.step
 
-            def strike(*args: object, **more: object) -> object:
-                if (folder / "checkpoint.pt").exists():
-                    os.kill(os.getpid(), how)
-                return step(*args, **more)
+    def strike(*args: object, **more: object) -> object:
+        if rank == 1 and how and (folder / "checkpoint.pt").exists():
+            os.kill(os.getpid(), how)
+        return step(*args, **more)
 
-            torch.optim.SGD.step = strike
+    torch.optim.SGD.step = strike
+    with out.open("w") as file, redirect_stdout(file), redirect_stderr(file), suppress(SystemExit):
         runpy.run_path(str(project / "own_loop.py"), run_name="__main__")
     assert sys.modules["agree"].__file__ == str(project / "agree.py")
-    return (folder / f"out.{rank}").read_text()
+    return out.read_text()
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory) -> Path:
-    """A folder of somebody else: the four modules, and a script with a loop of its own."""
-    folder = tmp_path_factory.mktemp("project")
-    for module in MODULES:
-        shutil.copy(FOLDERS["survive"] / module, folder)
-    shutil.copy(ROOT / "tests" / "own_loop.py", folder)
-    return folder
+def test_a_loop_of_ones_own_stops_resumes_to_the_bit_and_names_a_rank_that_is_killed(tmp_path):
+    """Of somebody else: a folder with the four modules, and a script with a loop of its own."""
+    for path in (*MODULES.values(), OWN_LOOP):
+        shutil.copy(path, tmp_path)
+
+    def run(name: str, how: signal.Signals | None = None, dying: tuple = ()) -> list[str]:
+        (tmp_path / name).mkdir(exist_ok=True)
+        return run_ranks(2, _own_loop, tmp_path, tmp_path / name, how, dying=dying)
+
+    def weight(path: Path) -> torch.Tensor:
+        return torch.load(path, weights_only=True)["model"]["weight"]
+
+    stops = run("parts", signal.SIGTERM)
+    [step] = {int(re.fullmatch(r"rank \d ends after step (\d+)\n", said)[1]) for said in stops}
+    assert 50 < step < 200
+    for name in ("parts", "whole"):
+        assert run(name) == [f"rank {rank} ends after step 200\n" for rank in range(2)]
+    whole, parts = (tmp_path / name / "checkpoint.pt" for name in ("whole", "parts"))
+    assert torch.equal(weight(whole), weight(parts))
+    assert not torch.equal(weight(whole), weight(durable.previous(parts))), "the control"
+    said, _ = run("killed", signal.SIGKILL, dying=(1,))
+    place = r"step \d+, line \d+, `.+`: "
+    verdict = f"rank 1 did not arrive, last seen at {place}killed, stopped, .+\n"
+    assert re.fullmatch(f"error: rank 0 gives up at {place}{verdict}", said), said
 
 
-def test_a_loop_of_ones_own_stops_and_resumes_to_the_bit(project, tmp_path):
-    """Rank 1 receives SIGTERM; both stop after the same step, and resume there."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for folder, how in ((whole, None), (parts, signal.SIGTERM), (parts, None)):
-        folder.mkdir(exist_ok=True)
-        run_ranks(2, _own_loop, project, folder, how)
-    ends = [re.findall(r"ends after step (\d+)", (parts / f"out.{r}").read_text()) for r in (0, 1)]
-    assert ends[0] == ends[1]
-    [stop, end] = map(int, ends[0])
-    assert 50 < stop < end == 200
-    one, other = (torch.load(each / "checkpoint.pt", weights_only=True) for each in (whole, parts))
-    assert all(torch.equal(one["model"][name], value) for name, value in other["model"].items())
-    middle = torch.load(durable.previous(parts / "checkpoint.pt"), weights_only=True)
-    assert not torch.equal(middle["model"]["weight"], one["model"]["weight"]), "the control"
+def clock() -> SimpleNamespace:
+    """The module time, for one module: it stands still unless that module sleeps."""
+    made = SimpleNamespace(now=100.0, monotonic=lambda: made.now)
+    made.sleep = lambda seconds: setattr(made, "now", made.now + seconds)
+    return made
 
 
-def test_a_loop_of_ones_own_names_the_rank_that_is_killed(project, tmp_path):
-    output, _ = run_ranks(2, _own_loop, project, tmp_path, signal.SIGKILL, dying=(1,))
-    assert re.search(
-        r"error: rank 0 gives up at step \d+, line \d+, `.+`: "
-        r"rank 1 did not arrive, last seen at step \d+, line \d+, `.+`: killed, ",
-        output,
-    ), output
+# --- agree: when the ranks vote, and on what
 
 
-# --- agree: when the ranks vote
-
-
-class Clock:
-    """time.monotonic that stands still, but for what is added to it."""
-
-    now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-def _votes(rank: int, seconds: list[list[float]], sigterm: int, without: tuple = ()) -> dict:
-    """Steps of so many seconds, per rank: in which the rank voted, and after which it stopped."""
+def _votes(rank: int, seconds: list[list[float]], sigterm: int, without: tuple = ()) -> tuple:
+    """Steps of so many seconds, per rank: in which steps the rank voted, and when it stopped."""
     module = fresh_module("survive", "agree.py", without)
-    module.time = clock = Clock()
+    module.time = time = clock()
     dist.init_process_group("gloo", rank=rank)
-    agreement, voted, times = module.Agreement(30), [], []
+    agreement, voted = module.Agreement(30), []
     start = agreement._start_vote
-    agreement._start_vote = lambda: (start(), voted.append(step), times.append(clock.now))
-    for step in range(1, len(seconds[rank]) + 1):
-        clock.now += seconds[rank][step - 1]
+    agreement._start_vote = lambda: (start(), voted.append(step))
+    for step, more in enumerate(seconds[rank], 1):
+        time.sleep(more)
         if rank == 1 and step == sigterm:
             os.kill(os.getpid(), signal.SIGTERM)
         agreement.vote()
         if agreement.stopped:
             break
-    return {"voted": voted, "times": times, "stopped": step}
+    return voted, step
 
 
 def test_all_ranks_vote_in_the_same_steps_and_stop_after_the_same_one():
-    """Though their steps take different times: rank 0 proposes, and the vote carries it to all."""
-    seconds = [[0.02] * 400, [0.03] * 400, [0.001] * 400]
-    ranks = run_ranks(3, _votes, seconds, 300)
-    first = ranks[0]
-    assert all(
-        (each["voted"], each["stopped"]) == (first["voted"], first["stopped"]) for each in ranks
-    )
-    gaps = [b - a for a, b in pairwise(first["voted"][3:])]
-    assert set(gaps) <= {12, 13}, "a quarter of a second, at 20 ms per step"
-    assert 300 < first["stopped"] <= 300 + 2 * 13
+    """Though their steps take different times: rank 0 proposes, and the vote carries it to all.
 
-
-def test_ranks_that_decide_for_themselves_stop_after_different_steps():
-    """The control: each takes its own proposal instead of the one in the vote."""
-    own = (
-        "agree.py",
-        "            sigterm, self.interval = votes.tolist()\n",
-        "            sigterm = votes.tolist()[0]\n"
-        "            self.interval = 5 if self.rank else 9\n",
-    )
-    ranks = run_ranks(2, _votes, [[0.02] * 400] * 2, 60, (own,))
-    assert ranks[0]["stopped"] != ranks[1]["stopped"]
+    The control: each takes its own proposal instead of the one in the vote.
+    """
+    seconds = [[1 / 48] * 400, [0.03] * 400, [0.001] * 400]
+    first, *others = run_ranks(3, _votes, seconds, 300)
+    assert others == [first, first]
+    assert {b - a for a, b in pairwise(first[0][1:])} == {12}, "0.25 s, at 21 ms per step"
+    assert 300 < first[1] <= 300 + 2 * 12
+    own = "sigterm = votes.tolist()[0]\n            self.interval = 5 if self.rank else 9\n"
+    change = ("agree.py", "sigterm, self.interval = votes.tolist()\n", own)
+    (_, one), (_, other) = run_ranks(2, _votes, [[0.02] * 400] * 2, 60, (change,))
+    assert one != other
 
 
 @pytest.mark.parametrize(
-    ("seconds", "gap"),
-    [(1e-5, 50), (0.01, 25), (0.1, 2), (10.0, 1)],
-    ids=["very fast", "fast", "slow", "very slow"],
+    ("seconds", "voted"),
+    [
+        ([1e-5] * 202, [1, 2, 52, 102, 152, 202]),
+        ([0.0625] * 14, [1, 2, 6, 10, 14]),
+        ([10.0] * 4, [1, 2, 3, 4]),
+        ([1 / 64] * 64 + [0.125] * 29, [1, 2, 18, 34, 50, 66, 82, 91, 93]),
+    ],
+    ids=["very fast", "fast", "very slow", "eight times slower"],
 )
-def test_steps_between_two_votes_take_a_quarter_of_a_second_within_bounds(seconds, gap):
-    """At least one step and at most 50; a vote is read one interval after it has started."""
-    [rank] = run_ranks(1, _votes, [[seconds] * 600], 0)
-    gaps = [b - a for a, b in pairwise(rank["voted"][3:])]
-    assert set(gaps) <= {gap, gap + (seconds == 0.1)}
+def test_steps_between_two_votes_take_a_quarter_of_a_second_within_bounds(seconds, voted):
+    """At least one step and at most 50. A vote is read one interval after it has started."""
+    assert run_ranks(1, _votes, [seconds], 0) == [(voted, len(seconds))]
 
 
-def test_the_schedule_follows_a_change_of_the_step_time():
-    """Ten times slower from step 200 on: at most two intervals later, the votes are close again."""
-    [rank] = run_ranks(1, _votes, [[0.01] * 200 + [0.1] * 200], 0)
-    late = [step for step in rank["voted"] if step > 250]
-    assert {b - a for a, b in pairwise(late)} <= {2, 3}
-
-
-# --- agree: errors
-
-
-def _fails(rank: int, failing: tuple[int, ...]) -> str:
-    dist.init_process_group("gloo", rank=rank)
+def _attempt(function: Callable, *args: object) -> str:
     try:
-        with agree.Agreement(30).fail_together():
-            if rank in failing:
-                raise OSError(f"of rank {rank}")
+        return str(function(*args))
     except BaseException as error:
         return f"{type(error).__name__}: {error}"
-    return "continues"
 
 
-@pytest.mark.parametrize(
-    ("failing", "expected"),
-    [
-        ((), ["continues"] * 3),
-        ((1,), ["SystemExit: 2", "OSError: of rank 1", "SystemExit: 2"]),
-        ((1, 2), ["SystemExit: 2", "OSError: of rank 1", "SystemExit: 2"]),
-    ],
-)
-def test_an_error_of_one_rank_ends_all_and_is_told_once(failing, expected):
-    assert run_ranks(3, _fails, failing) == expected
+def _decisions(rank: int) -> dict[str, str]:
+    dist.init_process_group("gloo", rank=rank)
+    agreement, model = agree.Agreement(30), torch.nn.Linear(2, 1)
+    losses = torch.arange(4.0) + rank  # of steps 7 to 10
+    bad = losses.where(losses < 3, float("nan"))
+
+    def fail(*ranks: int) -> str:
+        with agreement.fail_together():
+            if rank in ranks:
+                raise OSError(f"of rank {rank}")
+        return "continues"
+
+    def mean(losses: torch.Tensor, scale: float = 1.0) -> list[float]:
+        return agreement.mean(losses, model, 10, scale).tolist()
+
+    made = {"nobody fails": _attempt(fail), "two fail": _attempt(fail, 2, 1)}
+    made["the same"] = _attempt(agreement.same, 7, "it")
+    made["not the same"] = _attempt(agreement.same, 7 + (rank == 2), "it")
+    made["scale"], made["no scale"] = (_attempt(mean, losses, 2.0**n) for n in (-24, -25))
+    made["nan"] = _attempt(mean, bad)
+    if rank == 1:
+        agreement.sigterm.set()
+        model.weight.data[0, 1] = float("inf")
+    agreement.vote()
+    return made | {"weight": _attempt(mean, losses), "read": str(agreement.stopped)}
 
 
-def _mean_with_scale(rank: int, scale: float) -> str:
-    store = dist.PrefixStore("mean", dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"])))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    try:
-        agreement = agree.Agreement(seconds=20)
-        losses = agreement.mean(torch.ones(3), torch.nn.Linear(1, 1), step=3, scale=scale)
-        return f"{losses.tolist()}"
-    except (agree.AgreementError, SystemExit) as error:
-        return str(error)
-    finally:
-        dist.destroy_process_group()
+TOLD, QUIET = "AgreementError: ", "SystemExit: 2"
+HINT = ": nothing is saved from here on; try a lower --lr with --resume auto"
+NO_SCALE = "gradients are inf or nan even with the loss scaled by 3e-08: try --amp bf16, or a"
+DECIDED = {
+    "nobody fails": ["continues"] * 3,
+    "two fail": [QUIET, "OSError: of rank 1", QUIET],
+    "the same": ["None"] * 3,
+    "not the same": [QUIET, QUIET, f"{TOLD}it is 8 on rank 2, 7 on rank 0"],
+    "scale": ["[1.0, 2.0, 3.0, 4.0]"] * 3,
+    "no scale": [f"{TOLD}{NO_SCALE} lower --lr", QUIET, QUIET],
+    "nan": [f"{TOLD}the loss of rank 2 is nan in step 8{HINT}", QUIET, QUIET],
+    "weight": [QUIET, f"{TOLD}a weight is nan or inf after step 10{HINT}", QUIET],
+    "read": ["True"] * 3,  # by `mean`, at the end of an epoch
+}
 
 
-def test_a_loss_scale_that_no_step_can_use_ends_all_ranks():
-    """In fp16, all later steps would be skipped. The control is the smallest useful scale."""
-    first, second = run_ranks(2, _mean_with_scale, 2.0**-25)
-    assert "gradients are inf or nan even with the loss scaled by 3e-08" in first
-    assert second == "2"
-    assert run_ranks(2, _mean_with_scale, 2.0**-24) == ["[1.0, 1.0, 1.0]"] * 2
-
-
-def test_nan_is_named_by_its_first_step_and_lowest_rank():
-    model = torch.nn.Linear(2, 1)
-    losses = torch.ones(3, 4)  # ranks, steps
-    agree.refuse_nan(losses, model, step=10)  # the control
-    losses[2, 1] = losses[1, 2] = losses[2, 2] = float("nan")
-    with pytest.raises(agree.AgreementError, match="loss of rank 2 is nan in step 8: "):
-        agree.refuse_nan(losses, model, step=10)
-    model.weight.data[0, 1] = float("inf")
-    with pytest.raises(agree.AgreementError, match="a weight is nan or inf after step 10: "):
-        agree.refuse_nan(torch.ones(3, 4), model, step=10)
+def test_all_ranks_decide_alike_and_the_lowest_that_failed_tells_why():
+    ranks = run_ranks(3, _decisions)
+    assert {name: [rank[name] for rank in ranks] for name in DECIDED} == DECIDED
 
 
 # --- durable: a kill at any moment of a save
@@ -287,205 +243,372 @@ def _save(path: Path, step: int, module: object = durable, renamed: bool = False
             file.replace(path)
 
 
-def _killed_in_line(number: int, path: Path, module: object, renamed: bool) -> bool:
-    """Save in a child that is killed before the n-th line of durable.py; whether it was."""
-    child = os.fork()
-    if child:
-        return os.WIFSIGNALED(os.waitpid(child, 0)[1])
-    left = number
-
-    def trace(frame, event, _):
-        nonlocal left
-        if frame.f_code.co_filename != module.__file__:
-            return None
-        left -= event == "line"
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return trace
-
-    sys.settrace(trace)
-    _save(path, 3, module, renamed)
-    os._exit(0)
+def step_of(path: Path | None) -> int | None:
+    return torch.load(path, weights_only=True)["step"] if path else None
 
 
-def _outcomes(
-    folder: Path, earlier: str, module: object = durable, renamed: bool = False
+def _kill_in_each_line(
+    folder: Path, earlier: int, damaged: bool, module: object = durable, renamed: bool = False
 ) -> list[int | None]:
-    """The step of the newest whole checkpoint after a kill in each line of a save of step 3.
+    """The newest whole checkpoint after a kill in each line of durable.py, in a save of step 3.
 
-    earlier: before it, there are "none", or "two" of steps 1 and 2, or the second is "damaged".
+    earlier: so many saves came before; damaged: the last of them was cut off then.
     """
-    found, number, killed = [], 0, True
+    found, killed = [], True
     while killed:
-        number, here = number + 1, folder / str(number)
-        here.mkdir()
-        path = here / "checkpoint.pt"
-        for step in (1, 2) if earlier != "none" else ():
+        path = folder / str(len(found)) / "checkpoint.pt"
+        path.parent.mkdir()
+        for step in range(1, earlier + 1):
             _save(path, step)
-        if earlier == "damaged":
+        if damaged:
             path.write_bytes(path.read_bytes()[:-100])
-        killed = _killed_in_line(number, path, module, renamed)
-        newest = None
+        lines, last = count(), len(found)
+
+        def trace(frame, event, _):
+            if frame.f_code.co_filename == module.__file__:
+                if event == "line" and next(lines) == last:  # noqa: B023
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return trace
+
+        if not (child := os.fork()):
+            sys.settrace(trace)
+            _save(path, 3, module, renamed)
+            os._exit(0)
+        killed, newest = os.WIFSIGNALED(os.waitpid(child, 0)[1]), None
         with suppress(durable.CheckpointError):
             newest = durable.newest_whole(path)
-        found.append(torch.load(newest, weights_only=True)["step"] if newest else None)
+        found.append(step_of(newest))
     return found
 
 
 @pytest.mark.parametrize("renamed", [False, True])
-@pytest.mark.parametrize(("earlier", "old"), [("none", None), ("two", 2), ("damaged", 1)])
-def test_a_kill_in_each_line_of_a_save_leaves_a_whole_checkpoint(earlier, old, renamed, tmp_path):
+@pytest.mark.parametrize(("earlier", "damaged", "old"), [(0, 0, None), (2, 0, 2), (2, 1, 1)])
+def test_a_kill_in_each_line_of_a_save_leaves_a_whole_checkpoint(
+    earlier, damaged, old, renamed, tmp_path
+):
     """Also in the first save after a recovery from a damaged one, which used to leave none."""
-    steps = _outcomes(tmp_path, earlier, renamed=renamed)
+    steps = _kill_in_each_line(tmp_path, earlier, damaged, renamed=renamed)
     assert len(steps) > 15
-    assert set(steps) == {old, 3}
-    assert (steps[0], steps[-1]) == (old, 3)
+    assert (set(steps), steps[0], steps[-1]) == ({old, 3}, old, 3)
 
 
 def test_a_save_that_moves_a_damaged_checkpoint_can_leave_none(tmp_path):
     """The control: without the check, the damaged file replaces the good one before it."""
     always = ("durable.py", "    if is_whole(path):  #", "    if path.exists():  #")
     module = fresh_module("survive", "durable.py", (always,))
-    assert None in _outcomes(tmp_path, "damaged", module)
+    assert None in _kill_in_each_line(tmp_path, 2, True, module)
 
 
-def test_half_of_a_first_checkpoint_is_no_obstacle(tmp_path):
-    """After a kill in torch.save, the run starts again. The control: a damaged one is refused."""
-    path = tmp_path / "checkpoint.pt"
-
-    def killed() -> None:
-        with durable.replacing(path) as file:
-            file.write_bytes(b"half")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        killed()
-    assert durable.newest_whole(path) is None
-    _save(path, 1)
-    assert durable.newest_whole(path) == path
-    path.write_bytes(b"half")
-    with pytest.raises(durable.CheckpointError, match="is damaged: resume from another one"):
-        durable.newest_whole(path)
-
-
-def test_a_checkpoint_that_was_cut_anywhere_is_whole_or_is_not_taken(tmp_path):
-    """As after a kill while it, or its checksum, is written."""
-    path = tmp_path / "checkpoint.pt"
+@pytest.fixture
+def two(tmp_path) -> Path:
+    """The second of two checkpoints, of steps 1 and 2."""
     for step in (1, 2):
-        _save(path, step)
-    whole = path.read_bytes()
-    end = whole.rindex(durable.MARK)  # of what torch.save has written
-    for size in (0, 1, end // 2, end - 1, end, end + 1, end + len(durable.MARK), len(whole) - 1):
-        path.write_bytes(whole[:size])
-        taken = torch.load(durable.newest_whole(path), weights_only=True)["step"]
-        assert taken == (1 if size < end else 2), size
+        _save(tmp_path / "checkpoint.pt", step)
+    return tmp_path / "checkpoint.pt"
+
+
+def test_a_checkpoint_that_was_cut_anywhere_or_lost_any_bit_is_whole_or_is_not_taken(two):
+    """As after a kill while it, or its checksum, is written. Plain torch reads all that is taken.
+
+    The checksum stands behind what torch.save has written; without a mark before it, there is none.
+    """
+    whole = two.read_bytes()
+    end = whole.rindex(durable.MARK)
+    digest = end + len(durable.MARK)
+    assert len(whole) == digest + 64
+    for size in (0, 1, end // 2, end - 1, end, end + 1, digest, len(whole) - 1, len(whole)):
+        two.write_bytes(whole[:size])
+        assert step_of(durable.newest_whole(two)) == (1 if size < end else 2), size
+    for place in range(len(whole)):
+        flipped = whole[place] ^ (1 << place % 8)
+        two.write_bytes(whole[:place] + bytes([flipped]) + whole[place + 1 :])
+        assert durable.is_whole(two) == (end <= place < digest), place
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_a_save_that_fails_leaves_only_the_checkpoint_before(renamed, two):
+    """As on a full disk. What is saved has reached the file when its bytes are sent to the disk."""
+    synced = []
+    with patch("os.fsync", lambda file: synced.append(os.fstat(file).st_size)):
+        _save(two, 3)
+    assert synced == [two.stat().st_size]
+    with patch("os.fsync", side_effect=OSError("no room")):
+        told = _attempt(_save, two, 4, durable, renamed)
+    assert told.startswith(f"CheckpointError: cannot write {two} (no room), the one before is whol")
+    assert {path.name: step_of(path) for path in two.parent.iterdir()} == {
+        "checkpoint.before.pt": 3
+    }
+
+
+def test_a_new_run_sets_the_checkpoints_of_an_older_one_aside(two):
+    """If it ends before its first checkpoint, --resume auto finds none. What it resumed, stays."""
+    for own in (two, two.parent / ".." / two.parent.name / two.name, durable.previous(two)):
+        durable.set_aside(two, own)
+        assert durable.newest_whole(two) == two
+    for resumed in (None, two.parent / "elsewhere.pt"):
+        durable.set_aside(two, resumed)
+        assert durable.newest_whole(two) is None
+        (two.parent / "checkpoint.old.pt").rename(two)
+    durable.set_aside(two, None)
+    names = {path.name: step_of(path) for path in two.parent.iterdir()}
+    assert names == {"checkpoint.old.pt": 2, "checkpoint.before.old.pt": 1}
 
 
 # --- launch: who the ranks are, where they meet, and how their loaders end
 
-
-def test_the_launcher_is_torchrun_or_srun_or_nobody(monkeypatch):
-    for name in (*launch.TORCHRUN, *launch.SRUN):
-        monkeypatch.delenv(name, raising=False)
-    assert launch.read_launcher() == [0, 0, 1, 1]
-    for name, value in zip(launch.SRUN, ("5", "1", "8", "4(x2)"), strict=True):
-        monkeypatch.setenv(name, value)
-    assert launch.read_launcher() == [5, 1, 8, 4]
-    for name, value in zip(launch.TORCHRUN, ("1", "1", "2", "2"), strict=True):
-        monkeypatch.setenv(name, value)
-    assert launch.read_launcher() == [1, 1, 2, 2], "torchrun under srun: torchrun's"
-    monkeypatch.setenv("RANK", "2")
-    with pytest.raises(launch.LaunchError, match="RANK is 2, expected less than 2"):
-        launch.read_launcher()
-    monkeypatch.delenv("LOCAL_RANK")
-    with pytest.raises(launch.LaunchError, match="LOCAL_RANK is not set"):
-        launch.read_launcher()
+START = ", expected a whole number: start with torchrun or srun"
+TORCHRUN, SRUN = ("1", "1", "2", "2"), ("5", "1", "8", "4(x2)")
+LAUNCHERS = [
+    ([], [], "[0, 0, 1, 1]"),
+    ([], SRUN, "[5, 1, 8, 4]"),
+    (TORCHRUN, SRUN, "[1, 1, 2, 2]"),
+    (("2", "1", "2", "2"), [], "LaunchError: RANK is 2, expected less than 2"),
+    (("1", "one", "2", "2"), [], f"LaunchError: LOCAL_RANK is one{START}"),
+    (("1", "1", "2"), SRUN, f"LaunchError: LOCAL_WORLD_SIZE is not set{START}"),
+]
 
 
-def _gpus(rank: int, gpus: int) -> tuple[bool, str]:
-    store = launch.meet(rank, 3, launch.timedelta(seconds=30), one_machine=True)
-    gpu = SimpleNamespace(uuid=f"GPU-{rank % gpus}")
-    with (
-        patch.object(torch.cuda, "set_device"),
-        patch.object(torch.cuda, "get_device_properties", lambda _: gpu),
-        (Path(os.devnull)).open("w") as nowhere,
-        redirect_stdout(nowhere),
-    ):
-        return launch.own_gpus(store, torch.device("cuda", 0), rank, 3)
+@pytest.mark.parametrize(("torchrun", "srun", "expected"), LAUNCHERS)
+def test_the_launcher_is_torchrun_or_srun_or_nobody(torchrun, srun, expected):
+    values = [*zip(launch.TORCHRUN, torchrun, strict=False), *zip(launch.SRUN, srun, strict=False)]
+    with patch.object(os, "environ", dict(values)):
+        assert _attempt(launch.read_launcher) == expected
 
 
-@pytest.mark.parametrize("gpus", [2, 3])
-def test_ranks_that_share_a_gpu_are_told_apart_by_the_uuid_of_their_gpus(gpus):
-    """srun may show each rank one GPU only, and all of them call it 0."""
-    assert run_ranks(3, _gpus, gpus) == [gpus == 3] * 3
+@pytest.mark.parametrize(("device", "own"), [("cuda:0", True), ("cuda:0", False), ("cpu", True)])
+@pytest.mark.parametrize("local_ranks", [2, 4])
+def test_nccl_is_for_ranks_that_have_a_gpu_each(device, own, local_ranks, monkeypatch):
+    """gloo has half of nccl's limit, so its error comes first: it tells who is missing.
+
+    If all ranks are on one machine, gloo does not listen to the network.
+    """
+    asked, device, limit = {}, torch.device(device), timedelta(seconds=5)
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(launch, "meet", lambda *args: asked.update(met=args) or "store")
+    monkeypatch.setattr(launch, "own_gpus", lambda *args: asked.update(gpus=args) or own)
+    monkeypatch.setattr(dist, "init_process_group", lambda *a, **more: asked.update(more, name=a))
+    assert launch.join(device, 3, 4, local_ranks, 5) == "store"
+    assert os.environ == ({"GLOO_SOCKET_IFNAME": "lo"} if local_ranks == 4 else {})
+    gpu = device.type == "cuda"
+    nccl = gpu and own
+    assert asked == ({"gpus": ("store", device, 3, 4)} if gpu else {}) | {
+        **{"met": (3, 4, limit, local_ranks == 4), "store": "store", "rank": 3, "world_size": 4},
+        **{"name": ("cpu:gloo,cuda:nccl",) if nccl else ("gloo",)},
+        **{"timeout": 2 * limit if nccl else limit, "device_id": device if nccl else None},
+    }
 
 
-def _left_over(rank: int, prefix: bool) -> str:
-    """What a rank finds in the store of torchrun after a restart."""
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
-    launch.meet(rank, 2, launch.timedelta(seconds=30), one_machine=prefix).set("address", "old")
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
-    store = launch.meet(rank, 2, launch.timedelta(seconds=30), one_machine=prefix)
-    return "old" if store.check(["address"]) else "nothing"
+def _meets(rank: int) -> tuple:
+    """What ranks find in the store of torchrun after a restart; and whether they share GPUs."""
+    found, said, own, limit = [], [], [], timedelta(seconds=30)
+    for prefix in (True, False):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
+        launch.meet(rank, 3, limit, one_machine=prefix).set("address", "old")
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+        store = launch.meet(rank, 3, limit, one_machine=prefix)
+        found.append(store.check(["address"]))
+    launch.print = said.append
+    for gpus in (2, 3):
+        gpu, here = SimpleNamespace(uuid=f"GPU-{rank % gpus}"), dist.PrefixStore(str(gpus), store)
+        with patch.multiple(torch.cuda, set_device=id, get_device_properties=lambda _: gpu):  # noqa: B023
+            own.append(launch.own_gpus(here, torch.device("cuda", 0), rank, 3))
+    return found, own, said
 
 
-def test_restarted_ranks_find_nothing_of_those_before():
-    assert run_ranks(2, _left_over, True) == ["nothing"] * 2
-    assert run_ranks(2, _left_over, False) == ["old"] * 2, "the control"
+def test_restarted_ranks_find_nothing_of_those_before_and_tell_their_gpus_apart():
+    """By uuid: srun may show each rank one GPU only, and all of them call it 0.
+
+    The control is the store without a prefix: there, the address before the restart is found.
+    """
+    said = ["3 ranks share 2 GPUs: gloo, not nccl"], [], []
+    assert run_ranks(3, _meets) == [([False, True], [False, True], each) for each in said]
 
 
-def _loads(pipe, method: str, end_with_rank: bool) -> None:
-    """A rank with one loader process, which tells its PID; then it waits to be killed."""
+def test_the_store_is_at_a_port_unless_a_rank_is_alone(monkeypatch):
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 2)]))
+    for port, good in {0: False, 1: True, 2**16 - 1: True, 2**16: False}.items():
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        told = _attempt(launch.meet, 0, 2, timedelta(1), True)
+        expected = f"LaunchError: MASTER_PORT is {port}, expected a free port on rank 0's host"
+        assert ("PrefixStore" in told) if good else (told == expected)
+        assert isinstance(launch.meet(0, 1, timedelta(1), True), dist.HashStore)
+
+
+def _loads(pipe, method: str) -> None:
+    """A rank with two loader processes, which tells their PIDs; then it waits to be killed."""
     multiprocessing.set_start_method(method, force=True)
-    init = launch.end_with_rank if end_with_rank else None
-    loader = DataLoader([0.0] * 9, num_workers=1, worker_init_fn=init)
-    batches = iter(loader)
-    next(batches)
-    pipe.send(loader._iterator._workers[0].pid if loader._iterator else batches._workers[0].pid)
+    inits = (launch.end_with_rank, _looks_often)
+    loaders = [iter(DataLoader([0.0], num_workers=1, worker_init_fn=init)) for init in inits]
+    pipe.send([(next(loader), loader._workers[0].pid)[1] for loader in loaders])
     time.sleep(60)
 
 
-def _loader_of_a_killed_rank(method: str, end_with_rank: bool) -> str:
-    """Whether its loader survives SIGTERM, and then the end of its rank."""
-    ours, theirs = context.Pipe()
-    rank = context.Process(target=_loads, args=(theirs, method, end_with_rank))
-    rank.start()
-    loader = ours.recv()
-    if end_with_rank:
-        os.kill(loader, signal.SIGTERM)
-        time.sleep(0.5)
-        assert Path(f"/proc/{loader}").exists(), "SIGTERM has ended it"
-    rank.kill()
-    rank.join()
-    deadline = time.monotonic() + 8  # torch's loaders look every 5 s
-    while (alive := _runs(loader)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    if alive:
-        os.kill(loader, signal.SIGKILL)
-    return "stays" if alive else "ends"
+def _looks_often(_: int) -> None:
+    _utils.worker.MP_STATUS_CHECK_INTERVAL = 0.2  # for its rank: not every 5 s
 
 
 def _runs(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_a_loader_ends_with_its_rank_and_not_before():
+    """The control: of a fork server, the default since Python 3.14, a loader of torch stays."""
+    pipes = {method: context.Pipe() for method in ("fork", "forkserver")}
+    ranks = [context.Process(target=_loads, args=(pipes[name][1], name)) for name in pipes]
+    for rank in ranks:
+        rank.start()
+    (forked, _), (served, control) = (pipe.recv() for pipe, _ in pipes.values())
+    for loader in (forked, served):
+        os.kill(loader, signal.SIGTERM)
+    time.sleep(0.5)
+    assert all(map(_runs, (forked, served, control))), "SIGTERM has ended one"
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    deadline = time.monotonic() + 8
+    while any(map(_runs, (forked, served))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(1)
+    assert list(map(_runs, (forked, served, control))) == [False, False, True]
+    os.kill(control, signal.SIGKILL)
+
+
+# --- watchdog: what it says of a rank that is missing
+
+
+def dog_of(rank: int = 0, world_size: int = 2):
+    """A watchdog of a module whose time stands still, and that time."""
+    module = fresh_module("survive", "watchdog.py")
+    module.time = clock()
+    return module.Watchdog(dist.HashStore(), rank, world_size, __file__), module.time
+
+
+HERE, THERE, END = "step 3, line 1, `a()`", "step 3, line 2, `b()`", "the end of its work"
+WAITS, LOST, RUNS, GONE = (1, HERE, True), (1, THERE, True), (1, THERE, False), (0, THERE, False)
+
+
+def last(*ranks: int, at: str = THERE) -> str:
+    return "; ".join(f"rank {rank} did not arrive, last seen at {at}" for rank in ranks)
+
+
+def places(ranks: int) -> str:
+    return "; ".join(f"rank {rank} at {THERE if rank else HERE}" for rank in range(ranks))
+
+
+SILENT, APART = (
+    ": killed, stopped, aborted or unreachable",
+    "the ranks wait in different collectives",
+)
+VERDICTS = [  # of each other rank: whether it still writes notes, its place, if a collective failed
+    ([WAITS], "all ranks have arrived, but gloo: is the network open between the machines?"),
+    ([LOST], f"{APART}, {places(2)}"),
+    ([LOST] * 4, f"{APART}, {places(4)}"),
+    ([RUNS], last(1)),
+    ([WAITS, WAITS, RUNS], last(3)),
+    ([GONE], last(1) + SILENT),
+    ([(0, HERE, True)], last(1, at=HERE) + SILENT),
+    ([RUNS, GONE], last(2) + SILENT),
+    ([(0, END, False)], last(1, at=END)),
+    ([None], last(1, at="its start") + SILENT),
+    ([GONE] * 4, last(1, 2, 3, 4) + SILENT),
+    ([GONE] * 5, last(1, 2, 3, 4) + "; 1 more" + SILENT),
+]
+
+
+@pytest.mark.parametrize(("others", "verdict"), VERDICTS)
+def test_the_missing_rank_is_the_one_that_is_silent_or_else_where_most_are_not(others, verdict):
+    dog, time = dog_of(0, len(others) + 1)
+    dog.place, dog.lost = HERE, True
+
+    def write_notes(seconds: float = 0) -> None:
+        time.now += seconds
+        for rank, note in enumerate(others, 1):
+            if note:
+                beats, place, lost = note
+                note = json.dumps([7 + beats * seconds, place, lost, None])
+                dog.store.set(f"rank {rank}", note)
+
+    write_notes()
+    time.sleep = write_notes
+    assert dog._diagnose(RuntimeError("gloo")) == verdict
+    assert time.now == 101, "it looks twice, a second apart"
+    assert dog._diagnose(RuntimeError("of a later rank")) == verdict, "whoever comes later"
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_only_the_very_process_that_wrote_a_note_is_ended(same):
+    """A PID is used again: the process that has it now may be anybody's."""
+    dog, _ = dog_of()
+    with subprocess.Popen(["sleep", "60"]) as process:
+        who = watchdog.identity(process.pid)
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+        assert abs(uptime - int(who[3]) / os.sysconf("SC_CLK_TCK")) < 10, "when it has started"
+        note = [7, THERE, False, who if same else [*who[:-1], "0"]]
+        dog.store.set("rank 1", json.dumps(note))
+        assert dog._diagnose(RuntimeError("gloo")) == last(1) + SILENT
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.2)
+        assert (process.poll() is None) != same
+        process.kill()
+    assert watchdog.identity(process.pid) is None
+
+
+@pytest.mark.parametrize(("lost", "at"), [(False, 60.25), (True, 3.25)])
+def test_a_rank_ends_when_the_store_no_longer_answers_or_another_rank_has_ended(lost, at):
+    """It looks four times per second. The verdict comes after 2 s; another 1.5 s are for itself."""
+    dog, time = dog_of()
+    dog.lost, ended = lost, []
+    dog._end = lambda verdict: ended.append((time.now - 100, verdict))
+
+    def wait(seconds: float) -> bool:
+        time.now += seconds
+        if time.now == 102:
+            dog.store.set("verdict", "why")
+        return bool(ended) or time.now > 200
+
+    dog.over = SimpleNamespace(wait=wait)
+    dog._guard()
+    assert ended.pop() == (at, watchdog.NO_STORE)
+    time.now = 100.0
+    dog.store.delete_key("verdict")
+    dog._watch()
+    assert ended == [(3.5, "why")]
+    assert dog.answered == 103.5
+
+
+NO_NETWORK = "all ranks have arrived, but {}: is the network open between the machines?"
+OWN = "a parameter was not used in DistributedDataParallel"  # has a word that gloo's errors have
+ERRORS = [
+    (None, 0, ""),
+    (SystemExit(2), 0, ""),
+    (RuntimeError(OWN), 0, f"rank 0 ended at PLACE with RuntimeError: {OWN}"),
+    (SystemExit("two\nlines"), 1, "rank 1 ended at PLACE with SystemExit: two lines"),
+    (RuntimeError("gloo: closed"), 0, NO_NETWORK.format("gloo: closed")),
+    (dist.DistError("no\nanswer"), 0, NO_NETWORK.format("no\nanswer")),
+]
+
+
+@pytest.mark.parametrize(("error", "rank", "verdict"), ERRORS, ids=repr)
+def test_an_error_of_its_own_is_not_taken_for_a_missing_rank(error, rank, verdict, capsys):
+    """It keeps its traceback, and the others learn of it. One of a collective is explained."""
+    dog, time = dog_of(rank, rank + 1)
+    dog.step, ended, place = lambda: 4, None, END
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_a_loader_ends_with_its_rank_and_not_before(method):
-    assert _loader_of_a_killed_rank(method, end_with_rank=True) == "ends"
-
-
-def test_a_loader_of_a_fork_server_outlives_its_rank_in_torch_alone():
-    """The control. A fork server is the default since Python 3.14."""
-    assert _loader_of_a_killed_rank("forkserver", end_with_rank=False) == "stays"
-
-
-def test_own_loop_is_what_the_readme_shows():
-    """Its numbered lines, which are to be added to a loop, stand in survive/README.md."""
-    own = (ROOT / "tests" / "own_loop.py").read_text().splitlines()
-    marked = [line.strip() for line in own if re.search(r"  # \d+\. ", line)]
-    assert len(marked) >= 10
-    readme = (FOLDERS["survive"] / "README.md").read_text()
-    assert [line for line in marked if line not in readme] == []
+        with dog:
+            assert dog.store.check([f"rank {rank}"]), "a note at once"
+            if error:
+                place = f"step 4, line {sys._getframe().f_lineno + 1}, `raise error`"
+                raise error  # a comment
+    except BaseException as caught:
+        ended = caught
+    lost, verdict = verdict.startswith("all"), verdict.replace("PLACE", place)
+    assert repr(ended) == ("SystemExit(1)" if lost else repr(error))
+    assert dog.store.compare_set("verdict", "", " ").decode() == (verdict or " ")
+    said = f"error: rank {rank} gives up at {place}: {' '.join(verdict.split())}\n"
+    assert capsys.readouterr().err == (said if lost else "")
+    beats, *note = json.loads(dog.store.get(f"rank {rank}"))
+    assert beats >= 2
+    assert note == [place, lost, watchdog.identity(os.getpid())]
+    assert time.now == 100 + lost + 0.5 * (error is not None and rank == 0)
+    assert (dog.over.is_set(), dog.thread.is_alive()) == (True, False)

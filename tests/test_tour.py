@@ -1,65 +1,85 @@
 """The tour leaves its report, its picture and all files of the stages; it says what it measured."""
 
 import json
+import sys
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
-from support import command
+from support import ROOT, command, free_port
+from test_bad_input import launcher
 
 import tour
 
-CALL = Namespace(model="net-bn", ranks=2)
+
+def forked(call: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:
+    """In place of Popen: ranks from the forkserver of the tests, there in a moment."""
+    if call[1] == "-m":
+        assert call[2:6] == ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        answers = command(*call[6:], ranks=2, env=env | launcher(free_port()))
+    else:
+        answers = command(*call[1:], env=env)
+    lines = "".join(output for _, output in answers).splitlines(keepends=True)
+    status = max(status for status, _ in answers)
+    return SimpleNamespace(stdout=lines, returncode=status, wait=lambda: status)
 
 
-def row(key: str, *losses: float) -> tour.Row:
-    return tour.Row(key, key, (), {}, [{"epoch": 0, "loss": loss} for loss in losses])
+@pytest.fixture
+def run_tour(monkeypatch):
+    def run(*flags: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["tour.py", "--device=cpu", *flags])
+        tour.main()
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(tour, "subprocess", SimpleNamespace(Popen=forked, PIPE=0, STDOUT=0))
+    return run
 
 
-def test_the_tour_runs_the_stages_and_compares_them(tmp_path):
+def test_the_tour_runs_the_stages_and_compares_them(run_tour, tmp_path, capsys):
     """01 and 05 in both formats, a few steps each."""
-    flags = ("--stages=01,05", "--epochs=1", "--device=cpu", "--batch-size=500")
-    [(status, output)] = command("tour.py", *flags, f"--run-dir={tmp_path}", seconds=180)
-    assert status == 0, output
+    run_tour("--stages=01,05", "--epochs=1", "--batch-size=500", f"--run-dir={tmp_path}")
+    labels = {"01": "01 one process", "05": "05 DDP, SyncBN", "05-bf16": "05 in bf16"}
     report = (tmp_path / "report.md").read_text()
     assert report.startswith("# The tour: net-bn on digits, 2 ranks\n")
-    for label in ("01 one process", "05 DDP, SyncBN", "05 in bf16"):
-        assert f"| {label} " in report
+    assert all(f"| {label} " in report for label in labels.values())
     assert "- **05 DDP, SyncBN** repeats 01" in report
     assert "- **05 in bf16** does not repeat 01" in report
     assert (tmp_path / "tour.png").read_bytes().startswith(b"\x89PNG")
-    for key, ranks in (("01", 1), ("05", 2), ("05-bf16", 2)):
+    for key in labels:
         summary = json.loads((tmp_path / key / "summary.json").read_text())
-        assert (summary["world_size"], summary["steps"]) == (ranks, 3)
-    assert output.rstrip().endswith("report.md and tour.png")
-    assert json.loads((tmp_path / "tour.json").read_text())["rows"].keys() == {
-        "01 one process",
-        "05 DDP, SyncBN",
-        "05 in bf16",
-    }
+        assert (summary["world_size"], summary["steps"]) == (1 if key == "01" else 2, 3)
+    assert capsys.readouterr().out.endswith("report.md and tour.png\n")
+    results = json.loads((tmp_path / "tour.json").read_text())
+    assert list(results["rows"]) == list(results["losses"]) == list(labels.values())
 
 
-@pytest.mark.parametrize(
-    ("other", "call", "words"),
-    [
-        (row("05", 2.0, 1.0 + 1e-7), CALL, "repeats 01"),
-        (row("05", 2.0, float("nan")), CALL, "cannot be compared"),
-        (row("04", 2.0, 1.1), CALL, "BatchNorm"),
-        (row("03", 2.0, 1.1), CALL, "fixed shards"),
-        (row("04", 2.0, 1.1), Namespace(model="net", ranks=2), "dropout"),
-        (row("04", 2.0, 1.1), Namespace(model="net", ranks=1), "rounded otherwise"),
-        (row("05-bf16", 2.0, 1.1), CALL, "bf16"),
-    ],
-)
-def test_the_reason_fits_what_was_measured(other, call, words):
-    text = tour.explain(other, row("01", 2.0, 1.0), call)
-    assert words in text
-    assert text.startswith("repeats") == (words == "repeats 01")
+REASONS = [
+    (("05", 1.0 + 1e-7, "net-bn", 2), "repeats 01 (largest difference in the first epoch: 1e-07)"),
+    (("05", float("nan"), "net-bn", 2), "cannot be compared"),
+    (("04", 1.1, "net-bn", 2), "does not repeat 01 (largest difference in the first epoch: 0.1)"),
+    (("04", 1.1, "net-bn", 2), "BatchNorm"),
+    (("03", 1.1, "net-bn", 2), "fixed shards"),
+    (("04", 1.1, "net", 2), "dropout"),
+    (("04", 1.1, "net", 1), "rounded otherwise"),
+    (("05-bf16", 1.1, "net-bn", 2), "bf16"),
+]
 
 
-def test_a_stage_that_fails_ends_the_tour(tmp_path):
+@pytest.mark.parametrize(("row", "words"), REASONS)
+def test_the_reason_fits_what_was_measured(row, words):
+    key, loss, model, ranks = row
+    first, other = (
+        tour.Row(name, name, (), {}, [{"epoch": 0, "loss": 2.0}, {"epoch": 0, "loss": each}])
+        for name, each in (("01", 1.0), (key, loss))
+    )
+    assert words in tour.explain(other, first, Namespace(model=model, ranks=ranks))
+
+
+def test_a_stage_that_fails_ends_the_tour(run_tour, tmp_path, capsys):
     """Its line stands in the output, and its status becomes the tour's."""
-    flags = ("--stages=01", "--data-dir=nowhere", f"--run-dir={tmp_path / 'run'}")
-    [(status, output)] = command("tour.py", *flags)
-    assert status == 2
-    assert "error: cannot read --dataset digits in --data-dir nowhere" in output
-    assert "Traceback" not in output
+    with pytest.raises(SystemExit) as caught:
+        run_tour("--stages=01,04", "--data-dir=nowhere", f"--run-dir={tmp_path / 'run'}")
+    assert caught.value.code == 2
+    said = capsys.readouterr()
+    assert said.out.count("error: cannot read --dataset digits in --data-dir nowhere") == 1
+    assert said.err == "error: 01 one process ended with status 2\n"

@@ -1,0 +1,82 @@
+"""What the pictures share: colors, hatches, bars with intervals, and a note of what each shows."""
+
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from timing import RESULTS, SAME, Results
+
+# Okabe and Ito: told apart by the color-blind too. https://jfly.uni-koeln.de/color/
+BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+SKY, PINK, BLACK, YELLOW = "#56B4E9", "#CC79A7", "#000000", "#F0E442"
+COLOURS = [BLUE, ORANGE, GREEN, RED, SKY, PINK, BLACK, YELLOW]
+GREY = "#999999"
+HATCHES = ["", "//", "\\\\", "xx", "..", "++", "oo", "--"]  # for those who cannot tell these apart
+
+Draw = Callable[[Results, Path], object]  # what results look like, into that file
+Look = tuple[str, str]  # color and hatch
+
+
+def ends(rows: Iterable[Mapping[str, Any]], key: str = "ratio") -> Any:
+    """How far the interval of each row reaches below and above it, as matplotlib wants it."""
+    far = [[abs(end - row[key]) for end in row[f"{key}_interval"]] for row in rows]
+    return list(zip(*far, strict=True))
+
+
+def bars(
+    axis: Axes,
+    names: Iterable[str],
+    values: Sequence[float],
+    looks: Sequence[Look],
+    texts: Sequence[str] = (),
+    xerr: Any = None,
+) -> None:
+    """Horizontal bars from above, with intervals (how far below, how far above) and a text each."""
+    colours, hatches = zip(*looks, strict=True)
+    style: Any = {"color": colours, "hatch": hatches, "edgecolor": "white", "ecolor": "black"}
+    axis.barh(list(names), values, xerr=xerr, **style)
+    far = [value + end for value, end in zip(values, xerr[1] if xerr else [0] * len(values))]  # noqa: B905
+    for place, text in enumerate(texts):
+        axis.text(far[place] + 0.02 * max(far), place, text, va="center", fontsize=8)
+    axis.set_xlim(0, max(far) * (1.2 if texts else 1.05))
+    axis.invert_yaxis()
+
+
+def ratio_bars(
+    axis: Axes, variants: Mapping[str, Mapping[str, Any]], looks: Sequence[Look], **more: Any
+) -> None:
+    """Bars of the variants' ratios to their baseline, which is the line at 1."""
+    rows = [row for name, row in variants.items() if name != SAME]
+    names = [name for name in variants if name != SAME]
+    bars(axis, names, [row["ratio"] for row in rows], looks, xerr=ends(rows), **more)
+    axis.axvline(1, color="black", linewidth=1)
+
+
+def patches(looks: Mapping[str, Look]) -> list[Patch]:
+    """What a legend shows."""
+    return [Patch(fc=c, hatch=h, edgecolor="white", label=name) for name, (c, h) in looks.items()]
+
+
+def draw_picture(name: str, draw: Draw) -> None:
+    """Make results/NAME.png of results/NAME.json; it keeps what it was made of."""
+    path = RESULTS / f"{name}.png"
+    draw(json.loads((RESULTS / f"{name}.json").read_text()), path)
+    note = PngInfo()
+    note.add_text("made of", made_of(name, draw))
+    with Image.open(path) as picture:
+        picture.load()
+        picture.save(path, pnginfo=note)
+
+
+def made_of(name: str, draw: Draw) -> str:
+    """A digest of what a picture shows, of the function that draws it, and of this file."""
+    source = inspect.getsource(draw).encode() + Path(__file__).read_bytes()
+    return hashlib.sha256((RESULTS / f"{name}.json").read_bytes() + source).hexdigest()

@@ -1,0 +1,145 @@
+"""MNIST on several processes, as PyTorch's examples, Accelerate and Lightning Fabric do it.
+
+    torchrun --standalone --nproc-per-node=2 benchmarks/recipe.py plain --data-dir ../shared/data
+
+peers.py times it. It takes the flags of the stages and prints what these print. The data and the
+loop as in github.com/pytorch/examples/blob/main/mnist/main.py.
+"""
+
+import json
+import os
+from argparse import Namespace
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torchvision.datasets import MNIST
+from torchvision.transforms import Compose, Normalize, ToTensor
+
+from common.data import load_dataset
+from common.models import Net
+from common.options import cut_batch, make_parser, usage_errors_exit
+
+# A library takes the model and its optimizer, the data sets, the flags, and what every DataLoader
+# gets. It returns what the loop needs: model, optimizer, loaders, what tells a loader its epoch,
+# backward, and what counts the hits of all ranks.
+
+
+def plain(net: Net, optimizer: SGD, sets: list[Dataset], args: Namespace, options: dict) -> tuple:
+    """Ranks, sampler, and a shard of the evaluation for each rank: as in imagenet/main.py."""
+    dist.init_process_group("gloo")
+    sampler = DistributedSampler(sets[0], seed=args.seed, drop_last=True)
+    test_sampler = DistributedSampler(sets[1], shuffle=False)
+    loader = DataLoader(sets[0], args.local_batch, sampler=sampler, **options)
+    test_loader = DataLoader(sets[1], 1000, sampler=test_sampler, **options)
+
+    def count(hits: Tensor) -> Tensor:
+        total = hits.sum()
+        dist.all_reduce(total)  # every rank must reach this line
+        return total
+
+    model = DistributedDataParallel(net)
+    return model, optimizer, loader, test_loader, sampler.set_epoch, Tensor.backward, count
+
+
+def accelerate(net: Net, optimizer: SGD, sets: list, args: Namespace, options: dict) -> tuple:
+    """As in examples/cv_example.py of github.com/huggingface/accelerate.
+
+    Its seedable sampler draws the order that the stages draw.
+    """
+    from accelerate import Accelerator, utils
+
+    order = utils.DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed)
+    library = Accelerator(cpu=True, dataloader_config=order)
+    loader = DataLoader(sets[0], args.local_batch, shuffle=True, drop_last=True, **options)
+    test_loader = DataLoader(sets[1], 1000, **options)
+    made = library.prepare(net, optimizer, loader, test_loader)
+
+    def count(hits: Tensor) -> Tensor:
+        return library.gather_for_metrics(hits).sum()
+
+    return *made, made[2].set_epoch, library.backward, count
+
+
+def fabric(net: Net, optimizer: SGD, sets: list, args: Namespace, options: dict) -> tuple:
+    """As in examples/fabric/image_classifier/train_fabric.py of Lightning-AI/pytorch-lightning.
+
+    It brings a DistributedSampler by itself, whose epochs its loader counts.
+    """
+    from lightning_fabric import Fabric, seed_everything
+
+    library = Fabric(accelerator="cpu", strategy="ddp", devices=2)
+    library.launch()
+    seed_everything(args.seed, verbose=False)  # of the sampler too
+    loader = DataLoader(sets[0], args.local_batch, shuffle=True, drop_last=True, **options)
+    loaders = library.setup_dataloaders(loader, DataLoader(sets[1], 1000, **options))
+
+    def count(hits: Tensor) -> Tensor:
+        return library.all_reduce(hits.sum(), reduce_op="sum")  # every rank must reach this line
+
+    return *library.setup(net, optimizer), *loaders, lambda epoch: None, library.backward, count
+
+
+LIBRARIES = {"plain": plain, "accelerate": accelerate, "fabric": fabric}
+
+
+def main() -> None:
+    parser = make_parser("recipe", __doc__)
+    parser.add_argument("library", choices=tuple(LIBRARIES))
+    text = "ours: common/data.py in the place of one picture after the other"
+    parser.add_argument("--data", default="pictures", choices=("pictures", "ours"), help=text)
+    parser.set_defaults(dataset="mnist")
+    args = parser.parse_args()
+    transform = Compose([ToTensor(), Normalize((0.1307,), (0.3081,))])
+    sets: list = [MNIST(args.data_dir, part, transform) for part in (True, False)]
+    options: dict[str, Any] = {"num_workers": args.workers, "persistent_workers": args.workers > 0}
+    if args.data == "ours":
+        sets = list(load_dataset(args))
+        options["collate_fn"] = lambda batch: batch  # it gives a batch, not a list of samples
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    args.local_batch = cut_batch(args.batch_size, world_size)
+    if rank == 0:
+        print(f"global batch {args.batch_size} = {world_size} × {args.local_batch}", flush=True)
+    torch.manual_seed(args.seed)
+    net = Net(1, 28, 10, batch_norm=args.model == "net-bn")
+    made = LIBRARIES[args.library](
+        net, SGD(net.parameters(), args.lr, args.momentum), sets, args, options
+    )
+    model, optimizer, loader, test_loader, set_epoch, backward, count = made
+    torch.manual_seed(args.seed + 1 + rank)  # dropout masks of its own for each rank
+    losses: list[Tensor] = []
+    for epoch in range(args.epochs):
+        if len(losses) >= args.max_steps:
+            break
+        set_epoch(epoch)
+        model.train()
+        for images, labels in islice(loader, args.max_steps - len(losses)):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels)
+            backward(loss)
+            optimizer.step()
+            losses.append(loss.detach())
+        model.eval()
+        with torch.no_grad():
+            hits = sum(count(net(x).argmax(dim=1) == labels).item() for x, labels in test_loader)
+        if rank == 0:
+            accuracy = hits / len(sets[1])
+            print(f"epoch {epoch + 1}/{args.epochs}  test accuracy {accuracy:.2%}", flush=True)
+    means = torch.stack(losses) / world_size  # (steps,), of the local batch
+    dist.all_reduce(means)  # every rank must reach this line
+    args.run_dir.mkdir(parents=True, exist_ok=True)
+    if rank == 0:
+        lines = [json.dumps({"loss": loss}) + "\n" for loss in means.tolist()]
+        (args.run_dir / "metrics.jsonl").write_text("".join(lines))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with usage_errors_exit():
+        main()

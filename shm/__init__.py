@@ -1,0 +1,160 @@
+"""A backend of torch.distributed for ranks on one machine: they share memory and send nothing.
+
+    import shm
+    torch.distributed.init_process_group("shm")
+
+This file is what torch calls: a process group. A collective is done when its call returns. The rare
+ones are composed of the common ones. Page: 03_ddp_manual_allreduce/backend.md
+"""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future
+from torch.futures import Future
+
+from shm.exchange import COMBINE, DTYPES, ROW, Exchange, Op
+from shm.messages import BOX, Message, Messages
+from shm.segment import Segment
+
+Tensors = list[Tensor]  # torch had one for each device of a process; here it has one element
+
+
+def done(result: object) -> dist.Work:
+    future: Future = Future()
+    future.set_result(result)
+    return _create_work_from_future(future)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """All elements, (N,): a view where that is possible, else a copy."""
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.dtype not in DTYPES:
+        raise TypeError(
+            f"shm: got a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}; expected "
+            "a dense one on the CPU, of a dtype that it can add up: try gloo or nccl"
+        )
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
+
+
+def put_back(tensors: Tensors, flats: Tensors) -> Tensors:
+    """Into those tensors that `flat` had to copy."""
+    for tensor, values in zip(tensors, flats, strict=True):
+        if not tensor.is_contiguous():
+            tensor.copy_(values.view_as(tensor))
+    return tensors
+
+
+def op_of(options: Any, tensor: Tensor) -> Op:
+    op, what = options.reduceOp.op, "SUM, PRODUCT, MIN or MAX, or AVG of floats"
+    if op not in COMBINE or (op == Op.AVG and not tensor.is_floating_point()):
+        raise ValueError(f"shm: got {op} of {tensor.dtype}, expected {what}")
+    return op
+
+
+class SharedMemoryGroup(dist.ProcessGroup):
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        lines, rows = size + 2 * size * size, 2 * size * ROW
+        self.segment = Segment(store, rank, size, lines, rows + size * size * BOX, timeout)
+        self.exchange = Exchange(self.segment)
+        self.messages = Messages(self.segment, size, rows)
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "shm"
+
+    def _get_backend(self, _: torch.device) -> dist.ProcessGroup:
+        return self
+
+    def allreduce(self, tensors: Tensors, options: Any) -> dist.Work:
+        for tensor in tensors:
+            values = flat(tensor)
+            self.exchange.all_reduce(values, op_of(options, tensor))
+            put_back([tensor], [values])
+        return done(tensors)
+
+    def reduce(self, tensors: Tensors, options: Any) -> dist.Work:
+        kept = tensors if options.rootRank == self.rank() else [tensors[0].clone()]
+        return self.allreduce(kept, options)
+
+    def broadcast(self, tensors: Tensors, options: Any) -> dist.Work:
+        values = flat(tensors[0])
+        self.exchange.broadcast(values, options.rootRank)
+        return done(put_back(tensors, [values]))
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, _: Any = None) -> dist.Work:
+        for targets, tensor in zip(outputs, inputs, strict=True):
+            self.collect(targets, tensor)
+        return done(outputs)
+
+    def collect(self, targets: Tensors, tensor: Tensor, root: int = -1) -> None:
+        values = [flat(target) for target in targets]
+        self.exchange.gather(flat(tensor), values, root)
+        put_back(targets, values)
+
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, _: Any) -> dist.Work:
+        return self.allgather([list(each) for each in zip(*outputs, strict=True)], inputs)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, _: Any) -> dist.Work:
+        return self.allgather([list(output.view(self.size(), *tensor.shape))], [tensor])
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, options: Any) -> dist.Work:
+        self.collect(outputs[0] if outputs else [], inputs[0], options.rootRank)
+        return done(outputs)
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any) -> dist.Work:
+        whole = torch.stack(inputs[0] if inputs else outputs * self.size())  # (ranks, ...)
+        self.broadcast([whole], options)
+        outputs[0].copy_(whole[self.rank()])
+        return done(outputs)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any) -> dist.Work:
+        for output, parts in zip(outputs, inputs, strict=True):
+            whole = torch.stack(parts)  # (ranks, ...)
+            self.allreduce([whole], options)
+            output.copy_(whole[self.rank()])
+        return done(outputs)
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, options: Any) -> dist.Work:
+        return self.reduce_scatter([output], [list(tensor.chunk(self.size()))], options)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, _: Any = None) -> dist.Work:
+        size, longest = self.size(), torch.tensor([max(each.numel() for each in inputs)])
+        self.exchange.all_reduce(longest, Op.MAX)
+        mine = inputs[0].new_zeros(size, int(longest))  # a row for each rank
+        for row, tensor in zip(mine, inputs, strict=True):
+            row[: tensor.numel()] = flat(tensor)
+        found = mine.new_empty(size, *mine.shape)
+        self.collect(list(found), mine)
+        for rows, output in zip(found, outputs, strict=True):
+            output.copy_(rows[self.rank(), : output.numel()].view_as(output))
+        return done(outputs)
+
+    def all_to_all_single(
+        self, output: Tensor, tensor: Tensor, out_sizes: list[int], sizes: list[int], _: Any
+    ) -> dist.Work:
+        outputs = output.split(out_sizes or len(output) // self.size())
+        return self.alltoall(list(outputs), list(tensor.split(sizes or len(tensor) // self.size())))
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        self.exchange.all_reduce(torch.zeros(0), Op.SUM)
+        return done([])
+
+    def send(self, tensors: Tensors, rank: int, tag: int) -> Message:
+        return self.messages.start(flat(tensors[0]).view(torch.uint8), self.rank(), rank)
+
+    def recv(self, tensors: Tensors, rank: int, tag: int) -> Message:
+        return self.messages.start(tensors[0].view(-1).view(torch.uint8), rank, self.rank())
+
+    def shutdown(self) -> None:
+        self.segment.close()
+
+    abort, allreduce_coalesced = shutdown, allreduce
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+    alltoall_base = all_to_all_single  # these three as torch 2.11 calls them
+
+
+if "SHM" not in dist.Backend._plugins:
+    dist.Backend.register_backend("shm", SharedMemoryGroup, devices=["cpu"])

@@ -1,0 +1,77 @@
+"""Messages between two ranks: a box of shared memory for each pair and direction.
+
+A message larger than a box goes in pieces. Nothing runs in the background: a message moves on while
+its sender or its receiver waits for something. What fits an empty box needs nobody to wait.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Generator
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shm.segment import LINE, Segment
+
+BOX = 2**16  # bytes
+Steps = Generator[None, None, None]  # it stops where it has to wait for the other rank
+
+
+class Message(dist.Work):
+    """What isend and irecv return."""
+
+    def __init__(self, messages: "Messages", rank: int) -> None:
+        super().__init__()
+        self.messages, self.rank, self.done = messages, rank, False
+
+    def is_completed(self) -> bool:
+        self.messages.go_on()
+        return self.done
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.messages.segment.wait(self.rank, self.is_completed)
+        return True
+
+
+class Messages:
+    """The boxes lie in the segment from `offset` on, their counters from line `line` on."""
+
+    def __init__(self, segment: Segment, line: int, offset: int) -> None:
+        self.segment, self.line, self.offset = segment, line, offset
+        self.counted: dict[int, int] = defaultdict(int)  # of each box: pieces sent or taken here
+        self.running: dict[int, deque[Steps]] = defaultdict(deque)  # of each box, in order
+        segment.progress = self.go_on
+
+    def go_on(self) -> None:
+        for queue in self.running.values():
+            while queue and next(queue[0], "done") == "done":
+                queue.popleft()
+
+    def start(self, tensor: Tensor, source: int, target: int) -> Message:
+        """Send or receive bytes, (N,): this rank is the source or the target."""
+        sends = source == self.segment.rank
+        message = Message(self, target if sends else source)
+        box = source * self.segment.ranks + target
+        self.running[box].append(self.move(message, box, tensor, sends))
+        self.go_on()
+        return message
+
+    def move(self, message: Message, box: int, tensor: Tensor, sends: bool) -> Steps:
+        counters, room = self.segment.counters, self.segment.tensor(self.offset + box * BOX, BOX)
+        sent, taken = ((self.line + 2 * box + side) * LINE // 8 for side in (0, 1))
+        theirs, ours = (taken, sent) if sends else (sent, taken)
+        for start in range(0, max(1, len(tensor)), BOX):
+            while (counters[theirs] == self.counted[box]) != sends:  # full, or empty
+                yield
+            part = tensor[start : start + BOX]
+            if sends:
+                room[: len(part)] = part
+                counters[sent + 1] = len(tensor)
+            elif counters[sent + 1] != len(tensor):
+                size = f"{counters[sent + 1]} bytes, expected {len(tensor)}"
+                self.segment.fail(f"rank {message.rank} sends {size}")
+            else:
+                part.copy_(room[: len(part)])
+            self.counted[box] += 1
+            self.segment.post(ours, self.counted[box])
+        message.done = True

@@ -1,0 +1,183 @@
+"""The backend over shared memory computes what gloo computes; where it cannot, it says so."""
+
+import os
+import random
+import signal
+import time
+from datetime import timedelta
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import run_ranks
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+Op = dist.ReduceOp
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+DTYPES += [torch.uint8, torch.int8, torch.int32, torch.int64]
+SHAPES = [(), (0,), (1,), (7,), (3, 5), (400_000,)]  # the last one goes in pieces
+
+
+def collect(name, group, x, op, root, rank, ranks):
+    """Call one collective; what this rank has afterwards."""
+    empty = [torch.empty_like(x) for _ in range(ranks)]
+    parts, mine = [x + other for other in range(ranks)], rank == root
+    if name == "all_reduce":
+        dist.all_reduce(x, op, group=group)
+        return [x]
+    if name == "reduce":
+        dist.reduce(x, root, op, group=group)
+        return [x] if mine else []
+    if name == "broadcast":
+        dist.broadcast(x, root, group=group)
+        return [x]
+    if name == "gather":
+        dist.gather(x, empty if mine else None, root, group=group)
+        return empty if mine else []
+    if name == "scatter":
+        dist.scatter(empty[0], parts if mine else None, root, group=group)
+        return empty[:1]
+    if name == "reduce_scatter":
+        dist.reduce_scatter(empty[0], parts, op, group=group)
+        return empty[:1]
+    if name == "all_to_all":
+        dist.all_to_all(empty, parts, group=group)
+        return empty
+    dist.all_gather(empty, x, group=group)
+    return empty
+
+
+def compare(rank, ranks, forget):
+    """Random collectives over both backends: those whose results differ."""
+    import shm
+    from shm.exchange import Exchange
+
+    if forget:  # the control: another rank's part is not added
+        patch.object(Exchange, "combined", lambda self, rows, op: rows[self.rank].clone()).start()
+    assert shm.SharedMemoryGroup
+    dist.init_process_group("gloo")
+    groups, draw, differ = (dist.group.WORLD, dist.new_group(backend="shm")), random.Random(0), []
+    names = ["all_reduce", "reduce", "broadcast", "gather", "scatter", "all_gather"]
+    for number in range(40):
+        name = draw.choice([*names, "reduce_scatter", "all_to_all"])
+        dtype, shape, root = draw.choice(DTYPES), draw.choice(SHAPES), draw.randrange(ranks)
+        op = draw.choice([Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX])
+        x = (3 * torch.rand(shape, generator=torch.Generator().manual_seed(number + rank))).to(
+            dtype
+        )
+        x = x.t() if len(shape) == 2 and name in ("all_reduce", "broadcast") else x
+        found = [collect(name, g, x.clone(), op, root, rank, ranks) for g in groups]
+        digits = 1e-5 if not dtype.is_floating_point else ranks * torch.finfo(dtype).eps
+        for ours, theirs in zip(*found, strict=True):
+            if not torch.allclose(ours.double(), theirs.double(), digits, digits):
+                differ.append((name, dtype, shape))
+    return differ
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_every_collective_has_the_result_of_gloo(ranks):
+    assert run_ranks(ranks, compare, ranks, False) == [[]] * ranks
+    if ranks == 3:
+        assert any(run_ranks(ranks, compare, ranks, True)), "the control"
+
+
+def use(rank, ranks):
+    """What programs do beside collectives; the gradients of DDP, before and after a comm hook."""
+    import shm  # noqa: F401
+
+    dist.init_process_group("shm")
+    objects = [None] * ranks
+    dist.all_gather_object(objects, {"rank": rank})
+    x = torch.full((100_001,), float(rank))  # more than a box holds
+    y, (left, right) = torch.empty_like(x), ((rank - 1) % ranks, (rank + 1) % ranks)
+    ops = [dist.P2POp(dist.isend, x, right), dist.P2POp(dist.irecv, y, left)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    group, one = dist.new_group([0, 1]), torch.ones(1)
+    if rank < 2:
+        dist.all_reduce(one, group=group, async_op=True).wait()
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+    ddp, gradients = DistributedDataParallel(model), []
+    for hook in (None, bf16_compress_hook):
+        if hook:
+            ddp.register_comm_hook(None, hook)
+        with ddp.no_sync():
+            ddp(torch.randn(4, 5)).sum().backward()
+        ddp(torch.randn(4, 5)).sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        ddp.zero_grad()
+    dist.destroy_process_group()
+    return objects, (y == left).all().item(), one.item(), gradients
+
+
+def test_objects_messages_subgroups_and_ddp_work():
+    for rank, (objects, received, one, gradients) in enumerate(found := run_ranks(3, use, 3)):
+        assert [each["rank"] for each in objects] == [0, 1, 2]
+        assert received
+        assert one == (2 if rank < 2 else 1)
+        assert all(map(torch.equal, gradients, found[0][3]))
+    assert found[0][3][0].abs().sum() > 0
+
+
+def error_of(call):
+    with pytest.raises((RuntimeError, TimeoutError, TypeError, ValueError)) as caught:
+        call()
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def fail(rank, how):
+    """Join, do something wrong on rank 1, and meet: the error of this rank."""
+    import shm
+    import shm.segment
+
+    limit = timedelta(seconds=1 if how == "late" else 60)
+    if how == "two machines":
+        with patch.object(shm.segment, "machine", lambda: f"machine-{rank}"):
+            return error_of(lambda: dist.init_process_group("shm"))
+    dist.init_process_group("shm", timeout=limit)
+    if rank == 1 and how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1 and how == "late":
+        time.sleep(1.5)
+        return ""
+    size = 3 + rank * (how == "another size")
+    return error_of(lambda: dist.all_reduce(torch.zeros(size)))
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("killed", "RuntimeError: shm: rank 1 has ended while rank 0 waits for it"),
+        ("late", "TimeoutError: shm: rank 1 is more than 0:00:01 late"),
+        ("another size", "RuntimeError: shm: rank 1 has called another collective"),
+        ("two machines", "RuntimeError: shm: ranks [1] cannot open the memory of rank 0"),
+    ],
+)
+def test_what_goes_wrong_ends_in_a_line_that_names_the_rank(how, text):
+    before = set(os.listdir("/dev/shm"))
+    errors = run_ranks(2, fail, how, dying=(1,) if how == "killed" else ())
+    assert errors[0].startswith(text)
+    assert set(os.listdir("/dev/shm")) <= before, "something is left in shared memory"
+
+
+def refused(rank):
+    import shm  # noqa: F401
+
+    dist.init_process_group("shm")
+    whole, calls = torch.zeros(3, dtype=torch.int64), []
+    for op in (Op.AVG, Op.BAND):
+        calls.append(error_of(lambda op=op: dist.all_reduce(whole, op)))
+    calls.append(error_of(lambda: dist.all_reduce(torch.zeros(3).to_sparse())))
+    dist.all_reduce(whole + 1)  # the group is as good as before
+    return calls
+
+
+def test_what_it_cannot_do_raises_at_once():
+    for calls in run_ranks(2, refused):
+        assert [call.partition(" got")[0] for call in calls] == [
+            *("ValueError: shm:", "ValueError: shm:", "TypeError: shm:")
+        ]
