@@ -4,7 +4,7 @@
 
 Two ranks train copies of one small network under DDP, each copy with one switch on. They take
 turns, and a time is relative to plain DDP in the same round: "DDP again" shows how far to trust it.
-The weights are those after three steps. benchmarks/switches.py measures a larger network.
+The weights are those after three steps. `bench.py switches` measures a larger network.
 """
 
 import copy

@@ -32,6 +32,7 @@ from torch.utils.data import DistributedSampler
 
 from common.data import load_dataset, make_loader
 from common.models import Net, build_model
+from common.options import UsageError
 
 from plots import BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, bars, ends, ratio_bars
 from step import start
@@ -258,6 +259,9 @@ def measure_precision(effort: Effort) -> Results:
     few, cores = quick or effort.brief, os.cpu_count() or 1
     ranks = effort.ranks or (1 if effort.brief else torch.cuda.device_count() if gpu else cores)
     samples = 2 if quick else 256 if gpu else 8  # of a rank
+    known = torchvision.models.list_models(module=torchvision.models)
+    for name in set(effort.models or ()).difference(known):
+        raise UsageError(f"torchvision has no model {name}: try --models resnet50")
     if not quick:  # whatever OMP_NUM_THREADS says
         torch.set_num_threads(cores)
     variants, skipped = choose(PRECISIONS, effort.device, quick or (few and not gpu))

@@ -32,7 +32,7 @@ STAMP = "made_of"
 WATCH = """
 import sys
 _used = set()
-def _watch(event, args):
+def _watch(event, args, _used=_used):  # while a kernel ends, its names are gone before this
     if event == "open":
         _used.add(str(args[0]))
     elif event == "subprocess.Popen":

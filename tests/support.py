@@ -37,6 +37,7 @@ SECONDS = 60  # more than any rank takes; a hang ends here
 
 Line = tuple[str, ...]  # a file of a stage and a line of it; or a file, its text, and another text
 
+torch.set_num_threads(1)  # as every rank has: two tests that run side by side have two cores
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["torch", "torchvision", "common.record", "common.data"])
 

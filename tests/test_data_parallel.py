@@ -47,7 +47,6 @@ def samples(number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def step(model, module, batch, targets):
-    """Outputs, loss and gradients."""
     module.zero_grad()
     outputs = model(batch)
     loss = F.cross_entropy(outputs, targets)
@@ -245,7 +244,6 @@ def test_on_several_gpus_there_is_a_replica_for_each_that_drops_other_units_in_e
 
 
 def example(batch: int = 24, hidden: int = 7, classes: int = 50):
-    """A model of which the bytes can be told by hand, with its batch."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, hidden), nn.ReLU(), nn.Linear(hidden, classes))
     return model, torch.randn(batch, 5), torch.randint(classes, (batch,))

@@ -119,7 +119,6 @@ def test_05_ranks_meet_once_a_step_however_many_micro_batches(without=()):
 
 
 def rates_of(*flags: str) -> list[float]:
-    """Of two epochs of 12 steps."""
     parser = make_parser("", "")
     schedule.add_schedule(parser)
     args = parser.parse_args(["--epochs=2", *flags])
@@ -150,7 +149,6 @@ def test_learning_rate_of_every_step(flags):
 
 
 def test_the_rates_that_are_written_are_those_that_train():
-    """One plain process with these rates reaches the same weights, float64."""
     flags = ("--lr-decay=cosine", "--warmup-epochs=1", "--lr-rule=sqrt", "--base-batch-size=15")
     written = [line["lr"] for line in train_once("05", 2, *FLAGS, *flags).metrics]
     assert max(written) == pytest.approx(0.04)
@@ -291,7 +289,6 @@ CASES = {
 @pytest.mark.parametrize("clip", ["never", "after"])
 @pytest.mark.parametrize("name", CASES)
 def test_by_hand_it_is_gradscaler_to_the_bit(name, clip):
-    """The same scales, the same skipped steps, the same weights and momenta."""
     settings, overflows = CASES[name]
     makers = loss_scaling.LossScaler, torchs
     [mine, theirs] = (run(make(**settings), overflows, clip=clip) for make in makers)

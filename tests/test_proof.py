@@ -16,7 +16,7 @@ torch.set_num_threads(1)  # the replay's, beside other workers of pytest
 
 
 def differences(key, ranks, flags, steps, without=(), kinds="", **settings) -> tuple[float, float]:
-    """The largest difference from the replay: of any loss, of any weight or running statistic."""
+    """From the replay: the largest of any loss, and of any weight or running statistic."""
     run = train_once(key, ranks, *FLAGS, *flags, without=without)
     losses, state = replayed(steps, **{**SETTINGS, **settings})
     assert run.losses.shape == losses.shape

@@ -130,7 +130,6 @@ PAIRS = [(way, WAYS[i - 1]) for i, way in enumerate(WAYS)]
 
 
 def form(content: dict) -> tuple:
-    """Names, shapes and dtypes of weights and momenta."""
     momenta = {i: each["momentum_buffer"] for i, each in content["optimizer"]["state"].items()}
     tensors = [(name, t.shape, t.dtype) for name, t in (content["model"] | momenta).items()]
     return tensors, [content[key] for key in ("epoch", "epoch_step", "step")]

@@ -247,22 +247,31 @@ def step_of(path: Path | None) -> int | None:
     return torch.load(path, weights_only=True)["step"] if path else None
 
 
-def _kill_in_each_line(
-    folder: Path, earlier: int, damaged: bool, module: object = durable, renamed: bool = False
-) -> list[int | None]:
-    """The newest whole checkpoint after a kill in each line of durable.py, in a save of step 3.
+UNCHECKED = ("durable.py", "    if is_whole(path):  #", "    if path.exists():  #")
 
-    earlier: so many saves came before; damaged: the last of them was cut off then.
-    """
-    found, killed = [], True
+
+SAVES = [  # how many came before; whether the last of them is damaged; what a kill leaves, in order
+    (0, False, (), [None, 3]),
+    (2, False, (), [2, 3]),
+    (2, True, (), [1, 3]),
+    (2, True, (UNCHECKED,), [1, None, 3]),
+]
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+@pytest.mark.parametrize(("earlier", "damaged", "change", "left"), SAVES)
+def test_a_kill_in_each_line_leaves_a_whole_one(earlier, damaged, change, left, renamed, tmp_path):
+    """The control: unchecked, a damaged one replaces the good one before it."""
+    module = fresh_module("survive", "durable.py", change)
+    newest, killed = [], True
     while killed:
-        path = folder / str(len(found)) / "checkpoint.pt"
+        path = tmp_path / str(len(newest)) / "checkpoint.pt"
         path.parent.mkdir()
         for step in range(1, earlier + 1):
             _save(path, step)
         if damaged:
             path.write_bytes(path.read_bytes()[:-100])
-        lines, last = count(), len(found)
+        lines, last = count(), len(newest)
 
         def trace(frame, event, _):
             if frame.f_code.co_filename == module.__file__:
@@ -274,29 +283,11 @@ def _kill_in_each_line(
             sys.settrace(trace)
             _save(path, 3, module, renamed)
             os._exit(0)
-        killed, newest = os.WIFSIGNALED(os.waitpid(child, 0)[1]), None
-        with suppress(durable.CheckpointError):
-            newest = durable.newest_whole(path)
-        found.append(step_of(newest))
-    return found
-
-
-@pytest.mark.parametrize("renamed", [False, True])
-@pytest.mark.parametrize(("earlier", "damaged", "old"), [(0, 0, None), (2, 0, 2), (2, 1, 1)])
-def test_a_kill_in_each_line_of_a_save_leaves_a_whole_checkpoint(
-    earlier, damaged, old, renamed, tmp_path
-):
-    """Also in the first save after a recovery from a damaged one, which used to leave none."""
-    steps = _kill_in_each_line(tmp_path, earlier, damaged, renamed=renamed)
-    assert len(steps) > 15
-    assert (set(steps), steps[0], steps[-1]) == ({old, 3}, old, 3)
-
-
-def test_a_save_that_moves_a_damaged_checkpoint_can_leave_none(tmp_path):
-    """The control: without the check, the damaged file replaces the good one before it."""
-    always = ("durable.py", "    if is_whole(path):  #", "    if path.exists():  #")
-    module = fresh_module("survive", "durable.py", (always,))
-    assert None in _kill_in_each_line(tmp_path, 2, True, module)
+        killed = os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        told = _attempt(durable.newest_whole, path)
+        newest.append(step_of(Path(told)) if told.startswith("/") else None)
+    assert len(newest) >= 15
+    assert list(dict.fromkeys(newest)) == left
 
 
 @pytest.fixture

@@ -143,7 +143,6 @@ PLACES = {  # what is added stands before this text of train.py
 
 
 def with_switch(name: str, hook: str = "bf16") -> tuple[Line, ...]:
-    """The changes to train.py. hook: another communication hook in the place of bf16's."""
     changes = []
     for line in switches.LINES[name]:
         code, place = line.replace("bf16_compress", hook).split("  # ")
@@ -222,7 +221,6 @@ def _compiled(rank, flags):
 
 @pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="needs g++ to compile")
 def test_compiled_steps_compute_the_same(tmp_path):
-    """With SyncBatchNorm by hand, under torch.compile."""
     flags = ("--model=net-bn", "--max-steps=3")
     plain = train_once("05", 1, *flags, dtype=FP32)
     flags += (*LOCAL, f"--run-dir={tmp_path}")
@@ -313,7 +311,6 @@ def results(name: str) -> dict:
 
 
 def claim(name: str) -> str:
-    """What is true, says the table."""
     lines = (ROOT / "CLAIMS.md").read_text().splitlines()
     return next(line for line in lines if line.startswith(f"| {name} ")).split("|")[4]
 

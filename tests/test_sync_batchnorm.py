@@ -38,7 +38,6 @@ def started(ranks):
 
 
 def seen(function, ranks=2):
-    """What it returned on each rank."""
     return [results[function] for results in started(ranks)]
 
 
@@ -258,26 +257,19 @@ def test_each_layer_sends_one_all_reduce_forward_and_one_backward():
     assert seen(collectives) == [[two, two, two, (0,), two, one, two, (0,)]] * 2
 
 
-def test_convert_finds_every_layer_leaves_the_rest_and_may_come_twice():
-    shared = nn.BatchNorm1d(3)
+def test_convert_finds_every_layer_keeps_all_that_it_holds_and_leaves_the_rest():
+    shared = nn.BatchNorm1d(3, eps=0.5, momentum=0.25).eval()
+    shared.register_forward_hook(lambda *_: None)
     inner = nn.ModuleDict({"shared": shared, "three": nn.BatchNorm3d(2)})
     rest = nn.BatchNorm2d(2), nn.InstanceNorm2d(2), nn.GroupNorm(1, 2), nn.SyncBatchNorm(2)
     model = nn.Sequential(*rest, inner, shared)
-    held = [*model.modules(), *model.parameters()]
-    kinds = [type(layer) for layer in convert(convert(model)).modules()]
+    held = [(id(layer), dict(vars(layer))) for layer in model.modules()]
+    assert convert(convert(model)) is model, "it may come twice"
+    assert [(id(layer), vars(layer)) for layer in model.modules()] == held
+    kinds = [type(layer) for layer in model.modules()]
     assert kinds.count(sync_batchnorm.SyncBatchNorm) == 4, "the shared one is one"
     assert not set(kinds) & set(BATCHNORMS.values())
     assert {nn.InstanceNorm2d, nn.GroupNorm} < set(kinds)
-    assert list(map(id, held)) == list(map(id, (*model.modules(), *model.parameters())))
-
-
-def test_convert_keeps_all_that_a_layer_holds():
-    layer = nn.BatchNorm2d(3, eps=0.5, momentum=0.25, dtype=torch.float64).eval()
-    layer.register_forward_hook(lambda *_: None)
-    held = dict(vars(layer))
-    assert convert(layer) is layer
-    assert vars(layer) == held
-    assert type(layer) is sync_batchnorm.SyncBatchNorm
 
 
 class BatchNormAct(nn.BatchNorm2d):
