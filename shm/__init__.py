@@ -20,7 +20,7 @@ from shm.exchange import COMBINE, DTYPES, ROW, Exchange, Op
 from shm.messages import BOX, Message, Messages
 from shm.segment import Segment
 
-Tensors = list[Tensor]  # torch had one for each device of a process; here it has one element
+Tensors = list[Tensor]  # here of one: torch had one for each device of a process
 
 
 def done(result: object) -> dist.Work:
@@ -32,10 +32,8 @@ def done(result: object) -> dist.Work:
 def flat(tensor: Tensor) -> Tensor:
     """All elements, (N,): a view where that is possible, else a copy."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.dtype not in DTYPES:
-        raise TypeError(
-            f"shm: got a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}; expected "
-            "a dense one on the CPU, of a dtype that it can add up: try gloo or nccl"
-        )
+        what = f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}"
+        raise TypeError(f"shm: got {what}, expected a dense one on the CPU: try gloo or nccl")
     return tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
 
 
@@ -80,9 +78,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self.allreduce(kept, options)
 
     def broadcast(self, tensors: Tensors, options: Any) -> dist.Work:
-        values = flat(tensors[0])
-        self.exchange.broadcast(values, options.rootRank)
-        return done(put_back(tensors, [values]))
+        values = [flat(tensor) for tensor in tensors]
+        self.exchange.broadcast(values[0], options.rootRank)
+        return done(put_back(tensors, values))
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, _: Any = None) -> dist.Work:
         for targets, tensor in zip(outputs, inputs, strict=True):
@@ -121,12 +119,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self.reduce_scatter([output], [list(tensor.chunk(self.size()))], options)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, _: Any = None) -> dist.Work:
-        size, longest = self.size(), torch.tensor([max(each.numel() for each in inputs)])
+        longest = torch.tensor([max(each.numel() for each in inputs)])
         self.exchange.all_reduce(longest, Op.MAX)
-        mine = inputs[0].new_zeros(size, int(longest))  # a row for each rank
+        mine = inputs[0].new_zeros(self.size(), int(longest))  # a row for each rank
         for row, tensor in zip(mine, inputs, strict=True):
             row[: tensor.numel()] = flat(tensor)
-        found = mine.new_empty(size, *mine.shape)
+        found = mine.new_empty(self.size(), *mine.shape)
         self.collect(list(found), mine)
         for rows, output in zip(found, outputs, strict=True):
             output.copy_(rows[self.rank(), : output.numel()].view_as(output))
@@ -156,5 +154,4 @@ class SharedMemoryGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single  # these three as torch 2.11 calls them
 
 
-if "SHM" not in dist.Backend._plugins:
-    dist.Backend.register_backend("shm", SharedMemoryGroup, devices=["cpu"])
+dist.Backend.register_backend("shm", SharedMemoryGroup, devices=["cpu"])

@@ -67,9 +67,8 @@ class Messages:
             if sends:
                 room[: len(part)] = part
                 counters[sent + 1] = len(tensor)
-            elif counters[sent + 1] != len(tensor):
-                size = f"{counters[sent + 1]} bytes, expected {len(tensor)}"
-                self.segment.fail(f"rank {message.rank} sends {size}")
+            elif (size := counters[sent + 1]) != len(tensor):
+                self.segment.fail(f"rank {message.rank} sends {size} bytes, not {len(tensor)}")
             else:
                 part.copy_(room[: len(part)])
             self.counted[box] += 1

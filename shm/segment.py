@@ -21,8 +21,7 @@ from torch import Tensor
 
 LINE = 64  # bytes of a cache line: ranks that write to the same one slow each other down
 ARRIVED, KIND = 0, 1  # what a rank posts: how often it has arrived; KIND and the next: with what
-SPINS = 1000  # looks at a late rank before the first nap, and between two looks whether it lives
-NAP = 50e-6  # seconds
+SPINS, NAP = 1000, 50e-6  # looks at a late rank before a nap, and until one whether it lives; s
 
 
 class Segment:
@@ -34,9 +33,8 @@ class Segment:
     def __init__(
         self, store: dist.Store, rank: int, ranks: int, lines: int, size: int, limit: timedelta
     ) -> None:
-        self.rank, self.ranks, self.limit = rank, ranks, limit
+        self.rank, self.ranks, self.limit, self.offset = rank, ranks, limit, lines * LINE
         self.arrivals, self.failed, self.order = 0, "", threading.Lock()
-        self.offset = lines * LINE
         self.file = self.open_together(store, self.offset + size)
         self.memory = mmap.mmap(self.file, self.offset + size)
         self.counters = memoryview(self.memory)[: self.offset].cast("q")
@@ -64,16 +62,15 @@ class Segment:
         store.set(told[self.rank], str(file >= 0))
         store.wait(told, self.limit)
         if blind := [rank for rank, key in enumerate(told) if store.get(key) != b"True"]:
-            raise RuntimeError(
-                f"shm: ranks {blind} cannot open the memory of rank 0, "
-                "expected all ranks on one machine and of one user: try gloo"
-            )
+            what = "expected all ranks on one machine and of one user: try gloo"
+            raise RuntimeError(f"shm: ranks {blind} cannot open the memory of rank 0, {what}")
         return file
 
-    def tensor(self, offset: int, size: int) -> Tensor:
+    def tensor(self, start: int, size: int) -> Tensor:
         """Shared bytes as a tensor of torch.uint8."""
-        start = self.offset + offset
-        return torch.frombuffer(self.memory, dtype=torch.uint8, count=size, offset=start)
+        return torch.frombuffer(
+            self.memory, dtype=torch.uint8, count=size, offset=self.offset + start
+        )
 
     def post(self, place: int, value: int) -> None:
         """Set a counter, to be seen after all that this rank wrote before."""
