@@ -27,16 +27,11 @@ def test_no_file_unpickles_what_comes_from_outside():
     loads = [call for text in sources.values() for call in re.findall(r"torch\.load\(.*", text)]
     assert len(loads) >= 3
     assert [call for call in loads if "weights_only=True" not in call] == []
-    found = {
-        (name, x) for name, text in sources.items() for x in re.findall(r"(\w+_object)\w*\(", text)
-    }
-    ranks = {f"{stage}/train.py" for stage in ("03", "04", "05", "su")} | {
-        "03/deaths.py",
-        "03/ranks.py",
-    }
-    assert found == {(name, "all_gather_object") for name in ranks} | {
-        ("03/deaths.py", "broadcast_object")
-    }
+    call = re.compile(r"(\w+)_object\w*\(")
+    found = {f"{name} {each}" for name, text in sources.items() for each in call.findall(text)}
+    allowed = {f"{stage}/train.py all_gather" for stage in ("03", "04", "05", "su")}
+    allowed |= {"03/ranks.py all_gather", "03/deaths.py all_gather", "03/deaths.py broadcast"}
+    assert found == allowed
 
 
 HOWS = ("--resume", "--resume=auto", "--evaluate")
@@ -111,10 +106,9 @@ told = dict(agent=agent, rank=listening(os.getpid()), states=states)
 print(json.dumps(told | dict(master_port=int(os.environ["MASTER_PORT"]))))
 """
 LOOPBACK, EVERYWHERE = {"0100007F"}, {"0" * 8, "0" * 32}  # as /proc/net/tcp writes them
-needs_proc = pytest.mark.skipif(not os.path.exists("/proc/net/tcp"), reason="needs Linux's /proc")
 
 
-@needs_proc
+@pytest.mark.skipif(not os.path.exists("/proc/net/tcp"), reason="needs Linux's /proc")
 def test_torchruns_stores_listen_everywhere_and_keep_a_pickle_and_gloo_is_on_loopback(tmp_path):
     """What a rank under the real torchrun --standalone sees; gloo on loopback, as train.py asks."""
     (tmp_path / "listening.py").write_text(RANK)
@@ -151,20 +145,14 @@ def test_torchrun_unpickles_what_it_finds_there(tmp_path):
 
 
 def _gather(rank, folder):
-    """Whether a gathered object was run, safely and not; and where gloo listens."""
-    before = set(listening("self"))
+    """Whether a gathered object was run: where that is refused, and as it comes."""
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    addresses, ran = {address for address, _ in set(listening("self")) - before}, []
     for name, options in (("safe", {"weights_only": True}), ("run", {})):
         things = [None, None]
         with suppress(pickle.UnpicklingError, AttributeError, TypeError):  # 2.11 has no such option
             dist.all_gather_object(things, Trap(folder / name) if rank == 1 else "", **options)
-        ran.append((folder / name).exists())
-    return addresses, ran
+    return (folder / "safe").exists(), (folder / "run").exists()
 
 
-@needs_proc
 def test_an_object_collective_runs_what_another_rank_sends(tmp_path):
-    """GLOO_SOCKET_IFNAME tells gloo where to listen, and so, who else can send."""
-    answers = run_ranks(2, _gather, tmp_path, env={"GLOO_SOCKET_IFNAME": "lo"})
-    assert answers == [(LOOPBACK, [False, True])] * 2
+    assert run_ranks(2, _gather, tmp_path) == [(False, True)] * 2

@@ -4,7 +4,9 @@ import os
 import random
 import signal
 import time
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -129,6 +131,15 @@ def error_of(call):
     return f"{caught.type.__name__}: {caught.value}"
 
 
+def open_memory():
+    """The files of the backend that any process of this machine still has open."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            found += [path] if "memfd:shm" in os.readlink(path) else []
+    return found
+
+
 def fail(rank, how):
     """Join, do something wrong on rank 1, and meet: the error of this rank."""
     import shm
@@ -139,6 +150,7 @@ def fail(rank, how):
         with patch.object(shm.segment, "machine", lambda: f"machine-{rank}"):
             return error_of(lambda: dist.init_process_group("shm"))
     dist.init_process_group("shm", timeout=limit)
+    assert open_memory(), "the control"
     if rank == 1 and how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1 and how == "late":
@@ -158,10 +170,9 @@ def fail(rank, how):
     ],
 )
 def test_what_goes_wrong_ends_in_a_line_that_names_the_rank(how, text):
-    before = set(os.listdir("/dev/shm"))
     errors = run_ranks(2, fail, how, dying=(1,) if how == "killed" else ())
     assert errors[0].startswith(text)
-    assert set(os.listdir("/dev/shm")) <= before, "something is left in shared memory"
+    assert not open_memory(), "it is left in the memory of the machine"
 
 
 def refused(rank):

@@ -531,7 +531,7 @@ def test_the_missing_rank_is_the_one_that_is_silent_or_else_where_most_are_not(o
 def test_only_the_very_process_that_wrote_a_note_is_ended(same):
     """A PID is used again: the process that has it now may be anybody's."""
     dog, _ = dog_of()
-    with subprocess.Popen(["sleep", "60"]) as process:
+    with subprocess.Popen(["sleep", "9"]) as process:
         who = watchdog.identity(process.pid)
         uptime = float(Path("/proc/uptime").read_text().split()[0])
         assert abs(uptime - int(who[3]) / os.sysconf("SC_CLK_TCK")) < 10, "when it has started"
