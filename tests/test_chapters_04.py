@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from support import ROOT, chapter, default_dtype
-from test_collectives import on_ranks, output_of
+from test_collectives import in_time, on_ranks, output_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -111,7 +111,8 @@ GALLERY = {  # what is seen, and what both ranks say with the cure
 
 @cache
 def tried(name: str, cured: bool = False, debug: str = "OFF") -> list[str]:
-    return chapter("04", "gallery").try_entry(name, cured, debug)
+    with in_time():
+        return chapter("04", "gallery").try_entry(name, cured, debug)
 
 
 @pytest.mark.parametrize("name", GALLERY)

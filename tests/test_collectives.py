@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from functools import cache
 from io import StringIO
 from pathlib import Path
@@ -70,9 +70,25 @@ def of_all_ranks(mine: Any) -> list:
     return everyone
 
 
+@contextmanager
+def in_time(seconds: int = 120):
+    """What waits for ranks that never come ends here."""
+
+    def late(*_):
+        raise TimeoutError(f"not done after {seconds} s")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
 def output_of(key: str, name: str, *flags: str) -> str:
     """What a chapter prints. Its ranks come from the forkserver of the tests: seconds faster."""
-    with patch.object(sys, "argv", [name, *flags]), redirect_stdout(StringIO()) as output:
+    argv = patch.object(sys, "argv", [name, *flags])
+    with in_time(), argv, redirect_stdout(StringIO()) as output:
         chapter(key, name).main()
     return output.getvalue()
 
@@ -150,7 +166,7 @@ def test_only_with_a_barrier_nobody_goes_on_before_all_have_come(rank):
 def test_ranks_start_and_introduce_themselves():
     ranks = chapter("03", "ranks")
     said = [f"rank {rank} of 3; all ranks add up to 3" for rank in range(3)]
-    assert ranks.start(3, ranks.introduce) == said
+    assert ranks.start(3, ranks.introduce, seconds=60) == said
 
 
 def test_the_matrix_agrees_with_probes_of_its_own():
