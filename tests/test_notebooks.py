@@ -37,7 +37,7 @@ def test_a_notebook_is_not_older_than_what_it_shows(path):
     notebook = read(path)
     assert not stale(notebook), "run: make notebooks"
     changed = copy.deepcopy(notebook)
-    name = next(name for name in changed.metadata[STAMP] if name.startswith("results/"))
+    name = next(iter(changed.metadata[STAMP]))
     changed.metadata[STAMP][name] = "0" * 12
     assert stale(changed) == [name], "the control"
 
