@@ -275,6 +275,7 @@ def _command(rank: int, script: str, flags: tuple[str, ...], where: str, out: st
     with open(f"{out}.{rank}", "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    sys.stdout.reconfigure(write_through=False, line_buffering=True)  # a line is written as one
     sys.argv = [script, *flags]
     sys.path[0:0] = [str(Path(script).parent)]
     try:

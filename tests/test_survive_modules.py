@@ -202,7 +202,7 @@ def _decisions(rank: int) -> dict[str, str]:
 
     made = {"nobody fails": _attempt(fail), "two fail": _attempt(fail, 2, 1)}
     made["the same"] = _attempt(agreement.same, 7, "it")
-    made["not the same"] = _attempt(agreement.same, 7 + (rank == 2), "it")
+    made["not the same"] = _attempt(agreement.same, 7 + (rank == 1), "it")
     made["scale"], made["no scale"] = (_attempt(mean, losses, 2.0**n) for n in (-24, -25))
     made["nan"] = _attempt(mean, bad)
     if rank == 1:
@@ -219,7 +219,7 @@ DECIDED = {
     "nobody fails": ["continues"] * 3,
     "two fail": [QUIET, "OSError: of rank 1", QUIET],
     "the same": ["None"] * 3,
-    "not the same": [QUIET, QUIET, f"{TOLD}it is 8 on rank 2, 7 on rank 0"],
+    "not the same": [QUIET, f"{TOLD}it is 8 on rank 1, 7 on rank 0", QUIET],
     "scale": ["[1.0, 2.0, 3.0, 4.0]"] * 3,
     "no scale": [f"{TOLD}{NO_SCALE} lower --lr", QUIET, QUIET],
     "nan": [f"{TOLD}the loss of rank 2 is nan in step 8{HINT}", QUIET, QUIET],
