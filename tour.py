@@ -134,7 +134,7 @@ def explain(row: Row, first: Row, args: Namespace) -> str:
     )
 
 
-def draw(results: dict, path: Path) -> None:
+def draw(results: dict) -> plt.Figure:
     """Loss curves, throughput and memory, of tour.json: the picture of the tour."""
     matplotlib.use("Agg")  # a file, no window
     rows: dict[str, dict] = results["rows"]
@@ -173,7 +173,7 @@ def draw(results: dict, path: Path) -> None:
         axes.invert_yaxis()
     for axes in (curves, speed, distance, memory):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
+    return figure
 
 
 def tabulate_rows(rows: list[Row], style: str) -> str:
@@ -246,7 +246,7 @@ def main() -> None:
         "rows": {row.label: row.summary for row in rows},
         "losses": {row.label: row.losses() for row in rows},  # of every step
     }
-    draw(results, args.run_dir / "tour.png")
+    draw(results).savefig(args.run_dir / "tour.png", dpi=110)
     (args.run_dir / "tour.json").write_text(json.dumps(results, indent=2) + "\n")
     print(f"\n{tabulate_rows(rows, 'simple')}\n\nwrote {args.run_dir}/report.md and tour.png")
 

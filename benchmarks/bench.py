@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +25,7 @@ from tabulate import tabulate
 
 from common.options import Parser, UsageError, number, usage_errors_exit
 
+from plots import Draw, draw_picture
 from timing import RESULTS, ROOT, Effort, Results, provenance, save
 
 
@@ -72,8 +72,7 @@ def measure(name: str, effort: Effort) -> Results:
 def committed() -> dict[str, Results]:
     """The results of `make bench` on every machine, by its hardware: files with a dash in the name.
 
-    ONLY_RESULTS, names of such files with commas between, hides the others: of a reader, say, when
-    the suite compares a notebook with what was committed.
+    ONLY_RESULTS, names with commas between, hides others, of a reader, from the suite's notebooks.
     """
     only = os.environ.get("ONLY_RESULTS", "").split(",")
     paths = [p for p in sorted(RESULTS.glob("*-*.json")) if p.name in only or only == [""]]
@@ -81,8 +80,8 @@ def committed() -> dict[str, Results]:
     return {content["provenance"]["hardware"]: content for content in found}
 
 
-def pictures() -> dict[str, Callable[[Results, Path], object]]:
-    """What draws each picture, by the name of its results; those of a GPU are drawn alike."""
+def pictures() -> dict[str, Draw]:
+    """What draws each picture, by the name of its results."""
     sys.path.append(str(ROOT))
     found = {"tour": import_module("tour").draw}
     for name, section in SECTIONS.items():
@@ -94,12 +93,6 @@ def pictures() -> dict[str, Callable[[Results, Path], object]]:
 
 
 def draw(*names: str) -> None:
-    """Draw these pictures, or all."""
-    import matplotlib
-
-    from plots import draw_picture
-
-    matplotlib.use("Agg")  # files, no windows
     for name, how in pictures().items():
         if name in (names or [name]):
             draw_picture(name, how)
@@ -107,7 +100,6 @@ def draw(*names: str) -> None:
 
 
 def run_section(name: str, args: argparse.Namespace) -> None:
-    """Measure one section, print its tables, and store what was found."""
     from tables import shown
 
     section = SECTIONS[name]
@@ -116,8 +108,7 @@ def run_section(name: str, args: argparse.Namespace) -> None:
             raise UsageError(f"--{option.replace('_', '-')} is for {' and '.join(takers)} only")
     if args.device == "cuda" and not section.bench:
         raise UsageError(f"{name} is measured on the CPU: try --device cpu")
-    gpu = torch.cuda.is_available() and section.bench
-    device = args.device or ("cuda" if gpu else "cpu")
+    device = args.device or ("cuda" if torch.cuda.is_available() and section.bench else "cpu")
     rounds = 1 if args.quick else 5 if args.brief else 1000
     more = {option: getattr(args, option) for option in OPTIONS if getattr(args, option)}
     effort = Effort(rounds, args.quick, args.brief, device, **more)

@@ -1,15 +1,10 @@
-"""What each way to share a step costs, and why: replicas, reducers, SyncBatchNorm, survive.
-
-Ranks have one thread each; on a GPU, all share it by way of gloo.
-"""
+"""What each way to share a step costs, and why: replicas, reducers, SyncBatchNorm, survive."""
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from functools import partial
 from io import StringIO
-from pathlib import Path
 from random import Random
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
@@ -19,13 +14,11 @@ from unittest import mock
 import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from common.record import Recorder
 
-from plots import BLUE, GREY, ratio_bars
+from plots import BLUE, GREY, Figure, ratio_bars
 from stages import program
 from step import build, ddp, make_step, sgd, start, train_step
 from timing import ROOT, SAME, Effort, Results, chapter, compare, now, slowest_rank, summarize
@@ -37,8 +30,8 @@ REDUCERS = chapter("03", "reducers").REDUCERS
 convert = chapter("05", "sync_batchnorm").convert
 
 
-def on_ranks(function: Callable, *arguments: Any, device: str = "cpu") -> Results:
-    first, *_ = start(RANKS, function, *arguments, device=device)
+def on_ranks(function: Callable, effort: Effort, *more: Any) -> Results:
+    first, *_ = start(RANKS, function, effort, *more, device=effort.device)
     return {"provenance": {"world_size": RANKS, "threads_a_rank": 1}, **first}
 
 
@@ -64,7 +57,7 @@ def replica_step(model: nn.Module, optimizer: Any, batch: tuple, replicas: int) 
     yield "apply"
     output = by_hand.gather(outputs, devices)
     yield "gather"
-    loss = F.cross_entropy(output, batch[1])
+    loss = nn.functional.cross_entropy(output, batch[1])
     yield "loss"
     optimizer.zero_grad()
     loss.backward()
@@ -73,42 +66,32 @@ def replica_step(model: nn.Module, optimizer: Any, batch: tuple, replicas: int) 
     yield "update"
 
 
-def parts_ms(step: Callable[[], Iterator[str]], steps: int) -> dict[str, float]:
-    """The median of each part, in steps of their own: a GPU must be waited for after each."""
-    seconds: dict[str, list[float]] = {}
-    for _ in range(steps):
-        last = now()
-        for part in step():
-            seconds.setdefault(part, []).append(now() - last)
-            last = now()
-    return {part: round(median(each) * 1000, 4) for part, each in seconds.items()}
-
-
 def time_replicas(name: str, device: str, rounds: int, steps: int) -> Results:
-    """One device against 1, 2 and 4 replicas on it, and the parts of the latter."""
+    """One device against 1, 2 and 4 replicas on it; of the latter the parts too, in other steps."""
     model, x = build_alone(name)
     batch = x.to(device), torch.randint(10, (len(x),), device=device)
     optimizer = sgd(model.to(device))
     variants: dict[str, Callable] = {"one device": partial(train_step, model, optimizer, *batch)}
-    parts = {}
-    for replicas in (1, 2, 4):
-        step, label = (
-            partial(replica_step, model, optimizer, batch, replicas),
-            f"{replicas} replica",
-        )
-        variants[label + "s" * (replicas > 1)] = lambda step=step: list(step())
-        parts[label + "s" * (replicas > 1)] = step
+    parts: dict[str, dict[str, list[float]]] = {"1 replica": {}, "2 replicas": {}, "4 replicas": {}}
+    for label in parts:
+        step = partial(replica_step, model, optimizer, batch, int(label[0]))
+        variants[label] = lambda step=step: list(step())
     found = compare(variants, rounds, steps)["variants"]
-    in_parts = {label: parts_ms(step, rounds * steps) for label, step in parts.items()}
-    return {"batch": len(x), "steps": found, "parts_ms": in_parts}
+    for label, seconds in parts.items():
+        for _ in range(rounds * steps):
+            last = now()
+            for part in replica_step(model, optimizer, batch, int(label[0])):
+                seconds.setdefault(part, []).append(now() - last)
+                last = now()
+    ms = {n: {p: round(median(s) * 1000, 4) for p, s in each.items()} for n, each in parts.items()}
+    return {"batch": len(x), "steps": found, "parts_ms": ms}
 
 
 def lock(names: dict[str, int], rounds: int) -> Results:
     """The forward of two halves: one after the other, in two threads, in two processes."""
-    found, rank = {}, dist.get_rank()
+    found, rank, devices = {}, dist.get_rank(), [torch.device("cpu")] * 2
     for name, steps in names.items():
         model, x = build_alone(name)
-        devices = [x.device] * 2
         parts = by_hand.scatter(devices, x)
         variants: dict[str, Callable] = {
             "in turn": lambda model=model, parts=parts: [model(*args) for args, _ in parts],
@@ -131,12 +114,9 @@ def measure_data_parallel(effort: Effort) -> Results:
 
 
 COMPUTE = "compute only"
-DDP: dict[str, dict[str, Any]] = {
-    "DDP": {},
-    "DDP, once more": {},
-    "DDP, gradients as views": {"gradient_as_bucket_view": True},
-    "DDP, static graph": {"static_graph": True},
-}
+DDP: dict[str, dict[str, Any]] = {"DDP": {}, "DDP, once more": {}}
+DDP["DDP, gradients as views"] = {"gradient_as_bucket_view": True}
+DDP["DDP, static graph"] = {"static_graph": True}
 MODELS = {"net": (31, 15), "mlp": (25, 4), "resnet18": (15, 1)}  # rounds, and steps of a round
 SIZES = [2**power for power in range(16, 27)]  # bytes, 64 KiB to 64 MiB
 
@@ -155,18 +135,13 @@ def time_reducers(name: str, effort: Effort) -> Results:
 
 
 def time_ring(size: int, effort: Effort) -> Results:
-    """Bus bandwidth: bytes that each rank must send, 2 (n - 1) / n of the tensor, by the time."""
+    """Bus bandwidth: the bytes that a rank must send, 2 (n - 1) / n of the tensor, by the time."""
     tensor, steps = torch.zeros(size // 4), 1 if effort.quick else max(1, 2**23 // size)
     both = {"gloo": partial(dist.all_reduce, tensor), "ring": partial(ring_all_reduce, tensor)}
     found = compare(both, min(25, effort.rounds), steps)["variants"]
-    sent, (low, high) = 2 * (RANKS - 1) / RANKS * size, found["ring"]["ratio_interval"]
-    return {
-        "bytes": size,
-        **{f"{n}_bytes_per_second": round(sent / found[n]["step_ms"] * 1000) for n in both},
-        "ring_to_gloo": round(1 / found["ring"]["ratio"], 4),
-        "ring_to_gloo_interval": [round(1 / high, 4), round(1 / low, 4)],
-        "gloo_to_gloo": round(1 / found[SAME]["ratio"], 4),
-    }
+    sent, ratio = 2 * (RANKS - 1) / RANKS * size, round(1 / found["ring"]["ratio"], 4)
+    rates = {f"{n}_bytes_per_second": round(sent / found[n]["step_ms"] * 1000) for n in both}
+    return {"bytes": size, **rates, "ring_to_gloo": ratio}
 
 
 def reducers(effort: Effort) -> Results:
@@ -176,11 +151,10 @@ def reducers(effort: Effort) -> Results:
     return {"models": models, "ring": [time_ring(size, effort) for size in sizes]}
 
 
-def measure_reducers(effort: Effort) -> Results:
-    return on_ranks(reducers, effort, device=effort.device)
+measure_reducers = partial(on_ranks, reducers)
 
 
-def draw_reducers(results: Results, path: Path) -> None:
+def draw_reducers(results: Results) -> Figure:
     figure, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
     for axis, (name, found) in zip(axes.flat, results["models"].items(), strict=False):
         rows = {v: row for v, row in found["variants"].items() if v not in (COMPUTE, SAME)}
@@ -188,9 +162,9 @@ def draw_reducers(results: Results, path: Path) -> None:
         axis.set(title=f"{name}, {found['parameters']:,} parameters")
         axis.set(xlabel="time of a step / time of computing only")
     axis, sizes = axes.flat[-1], [row["bytes"] / 2**20 for row in results["ring"]]
-    for who, label, look in (("gloo", "gloo's own", "s-"), ("ring", "our ring", "o-")):
+    for who, label, look, color in ("gloo", "gloo's own", "s-", GREY), ("ring", "ours", "o-", BLUE):
         rates = [row[f"{who}_bytes_per_second"] / 1e9 for row in results["ring"]]
-        axis.plot(sizes, rates, look, color=BLUE if who == "ring" else GREY, label=label)
+        axis.plot(sizes, rates, look, color=color, label=label)
     axis.set(title="All-reduce alone", xlabel="size of the tensor, MiB", xscale="log")
     axis.set(ylabel="bus bandwidth, GB/s", ylim=(0, None))
     axis.legend()
@@ -198,7 +172,7 @@ def draw_reducers(results: Results, path: Path) -> None:
         f"{RANKS} ranks, one thread each, {results['provenance']['hardware']}. "
         "Blue: by hand; grey: torch's; black lines: 95 % intervals"
     )
-    figure.savefig(path, dpi=110)
+    return figure
 
 
 LAYERS = {  # inputs of a rank (B, C, H, W)
@@ -231,53 +205,31 @@ def time_layer(shape: tuple[int, ...], how: str, effort: Effort) -> Results:
     return compare(both, min(21, effort.rounds), 1 if effort.quick else 5_000_000 // x.numel() or 1)
 
 
-def time_resnet18(how: str, effort: Effort, sent: Results) -> Results:
-    """A step in DDP; of bf16, under autocast. sent: gets the collectives of a step, by name."""
+def time_resnet18(how: str, effort: Effort) -> Results:
     dtype, layout = FORMATS[how]
     model, images = build("net-bn" if effort.quick else "resnet18")
     model, images = model.to(memory_format=layout), images.to(memory_format=layout)
     wraps = {"BatchNorm": ddp, "SyncBatchNorm": lambda model: ddp(convert(model))}
     both = {name: make_step(model, images, wrap, dtype=dtype) for name, wrap in wraps.items()}
-    found = compare(both, min(21, effort.rounds))
-    for name, step in both.items():
-        with profile(activities=[ProfilerActivity.CPU]) as seen:
-            step()
-        sent[name] = Counter(e.name for e in seen.events() if e.name.startswith("c10d::"))
-    return found
+    return compare(both, min(21, effort.rounds))
 
 
 def sync_batchnorm(effort: Effort) -> Results:
-    """Ours, against nn.BatchNorm of the same local batch: each layer alone, and a step."""
-    layers, sent = dict[str, Results](), dict[str, Any]()
-    formats = list(FORMATS)[: 1 if effort.quick else 3]
+    """Ours, against nn.BatchNorm of the same local batch: each layer alone, and a step of DDP."""
+    layers, formats = dict[str, Results](), list(FORMATS)[: 1 if effort.quick else 3]
     for name, shape in LAYERS.items():
         if not effort.quick or torch.Size(shape).numel() < 500_000:
             layers[name] = {"local_batch": list(shape)}
             layers[name] |= {how: time_layer(shape, how, effort) for how in formats}
-    steps = {how: time_resnet18(how, effort, sent) for how in formats}
-    model, _ = build("resnet18")
-    channels = [m.num_features for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
-    shared = {"forward": RANKS * sum(4 + 8 * c for c in channels), "backward": 8 * sum(channels)}
-    return {
-        "layers": layers,
-        "steps": steps,
-        "statistics_bytes_a_step": shared,
-        "gradient_bytes_a_step": sum(p.nbytes for p in model.parameters()),
-        "collectives_a_step": sent,
-    }
+    return {"layers": layers, "steps": {how: time_resnet18(how, effort) for how in formats}}
 
 
-def measure_sync_batchnorm(effort: Effort) -> Results:
-    return on_ranks(sync_batchnorm, effort, device=effort.device)
+measure_sync_batchnorm = partial(on_ranks, sync_batchnorm)
 
 
 def survive_step(stage: str, name: str, folder: str, epochs: int) -> float:
-    """Train with the main of this program, all but joining: the ranks have joined already.
-
-    The mean time of a step after the first epoch: the median would miss that only some steps vote.
-    """
-    module, recorders = program(stage), []
-    rank, size = dist.get_rank(), dist.get_world_size()
+    """The mean time of a step after the first epoch; no median: only some steps of survive vote."""
+    module, rank, recorders = program(stage), dist.get_rank(), list[Recorder]()
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
 
     def record(*args: Any) -> Recorder:
@@ -286,17 +238,17 @@ def survive_step(stage: str, name: str, folder: str, epochs: int) -> float:
 
     sys.argv = ["train.py", "--model=net", "--batch-size=120", f"--epochs={epochs}", "--device=cpu"]
     sys.argv += [f"--data-dir={ROOT / 'data'}", f"--run-dir={folder}/{stage}"]
-    replaced = {"Recorder": record, "read_launcher": lambda: [rank, rank, size, size]}
+    replaced = {"Recorder": record, "read_launcher": lambda: [rank, rank, RANKS, RANKS]}
     replaced |= {"init_distributed": lambda *_: None, "join": lambda *_: store}
     with mock.patch.dict(vars(module), replaced), redirect_stdout(StringIO()):
         module.main()
-    [recorder] = recorders
-    return fmean(recorder.seconds[recorder.step // epochs :])
+    [seconds] = (recorder.seconds for recorder in recorders)
+    return fmean(seconds[len(seconds) // epochs :])
 
 
-def survive(folder: str, rounds: int, epochs: int) -> Results:
-    """A round runs stage 05, survive, and stage 05 again, in a random order."""
+def survive(effort: Effort, folder: str) -> Results:
     programs, order = {"05": "05", "survive": "survive", SAME: "05"}, Random(0)
+    rounds, epochs = min(41, effort.rounds), 2 if effort.quick else 11
     times: dict[str, list[float]] = {name: [] for name in programs}
     for turn in range(rounds):
         for name in order.sample(list(programs), len(programs)):
@@ -307,4 +259,4 @@ def survive(folder: str, rounds: int, epochs: int) -> Results:
 
 def measure_survive(effort: Effort) -> Results:
     with TemporaryDirectory() as folder:
-        return on_ranks(survive, folder, min(41, effort.rounds), 2 if effort.quick else 11)
+        return on_ranks(survive, effort, folder)

@@ -1,10 +1,8 @@
 """Whole trainings on MNIST: each stage, PyTorch's own recipe, Accelerate and Lightning Fabric.
 
-On the CPU, two ranks of one thread each, and the same optimization for all: network, weights at the
-start, order of the samples, global batch, learning rate. Programs run one after the other, in a
-random order in each round. All are timed from outside, by the lines that they print: one before the
-ranks join, one when an epoch and its evaluation end. Accelerate and Fabric take part if
-they are installed: pip install -r requirements-peers.txt.
+On the CPU, two ranks of one thread each, and the same optimization for all. All are timed from
+outside, by the lines that they print: one before the ranks join, one when an epoch and its
+evaluation end. Accelerate and Fabric take part if they are installed: requirements-peers.txt.
 """
 
 import os
@@ -18,7 +16,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -32,7 +29,7 @@ from torchvision.transforms import Compose, Normalize, ToTensor
 from common.data import load_dataset, make_loader
 from common.options import UsageError
 
-from plots import BLUE, GREY, ORANGE, bars
+from plots import BLUE, GREY, ORANGE, Figure, bars
 from step import build, make_step
 from timing import ROOT, SAME, Effort, Results, interleave, summarize
 
@@ -59,37 +56,34 @@ PACKAGES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}
 
 @dataclass
 class Log:
-    """What a program said, and when: seconds since it was started."""
-
-    start_up: float = 0.0
+    start_up: float = 0.0  # seconds since it was started
     ends: list[float] = field(default_factory=list)  # of each epoch and its evaluation
-    accuracies: list[float] = field(default_factory=list)
+    accuracy: float = 0.0
 
 
-def run(program: str, data_dir: Path, *flags: str, target: float = 2.0) -> Log:
+def run(program: str, data_dir: Path, flag: str, target: float) -> Log:
     """Run a program as a user would; end it once it has reached the target accuracy."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    start = [] if program < "04" else torchrun
-    settings = [f"--{name}={value}" for name, value in SETTINGS.items()]
-    shared = ["--dataset=mnist", "--device=cpu", f"--data-dir={data_dir.resolve()}", *settings]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    log = Log()
+    command = [sys.executable, *(torchrun if program >= "04" else []), *program.split()]
+    command += ["--dataset=mnist", "--device=cpu", f"--data-dir={data_dir.resolve()}", flag]
+    command += [f"--{name}={value}" for name, value in SETTINGS.items()]
+    how: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    how["env"] = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    log, begin = Log(), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
-        command = [sys.executable, *start, *program.split(), *shared, f"--run-dir={folder}", *flags]
-        begin = time.perf_counter()
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
-        with subprocess.Popen(command, cwd=ROOT, env=env, **pipes) as process:
+        command.append(f"--run-dir={folder}")
+        with subprocess.Popen(command, stderr=errors, **how) as process:
             for line in process.stdout or ():
                 if line.startswith("global batch "):
                     log.start_up = time.perf_counter() - begin
                 elif match := re.match(r"epoch \d+/.*test accuracy ([\d.]+)%", line):
                     log.ends.append(time.perf_counter() - begin)
-                    log.accuracies.append(round(float(match[1]) / 100, 4))
-                    if log.accuracies[-1] >= target:
+                    log.accuracy = float(match[1]) / 100
+                    if log.accuracy >= target:
                         process.terminate()  # torchrun and stage 03 end their ranks
                         break
         errors.seek(0)
-        if not log.ends or (process.returncode and log.accuracies[-1] < target):
+        if not log.ends or (process.returncode and log.accuracy < target):
             raise RuntimeError(f"{' '.join(command)} failed:\n{errors.read()[-3000:]}")
     return log
 
@@ -116,56 +110,49 @@ def measure_peers(effort: Effort) -> Results:
     except RuntimeError as error:
         raise UsageError(f"--data-dir {effort.data_dir} holds no MNIST: name another") from error
     short, steps = effort.quick or effort.brief, 2 if effort.quick else STEPS
-    names = (OURS, PLAIN, "Accelerate", "Lightning Fabric") if short else VARIANTS
-    needs = {n: PACKAGES[word] for n in names for word in PACKAGES if word in VARIANTS[n].split()}
-    missing = {name: package for name, package in needs.items() if not find_spec(package)}
-    programs = {name: VARIANTS[name] for name in names if name not in missing}
+    programs, left_out = dict[str, str](), dict[str, str]()
+    for name in (OURS, PLAIN, "Accelerate", "Lightning Fabric") if short else VARIANTS:
+        package = next((PACKAGES[word] for word in PACKAGES if f" {word}" in VARIANTS[name]), "")
+        if package and not find_spec(package):
+            left_out[name] = f"{package} is not installed: pip install -r requirements-peers.txt"
+        else:
+            programs[name] = VARIANTS[name]
     programs |= {} if effort.quick else {SAME: VARIANTS[OURS]}
     logs: dict[str, list[Log]] = {name: [] for name in programs}
     order, rounds = random.Random(0), min(3, effort.rounds)
     for turn in range(rounds):
         for name in order.sample(list(programs), len(programs)):
-            flags, target = f"--max-steps={steps}", 2.0
+            flag, target = f"--max-steps={steps}", 2.0
             if turn == 0 and not short and not name.endswith(("workers", "our data", SAME)):
-                flags, target = f"--epochs={EPOCHS}", TARGET
-            log = run(programs[name], effort.data_dir, flags, target=target)
-            logs[name].append(log)
-            print(
-                f"round {turn + 1}: {name}: {log.ends[0] - log.start_up:.1f} s an epoch", flush=True
-            )
-    why = "is not installed: pip install -r requirements-peers.txt"
+                flag, target = f"--epochs={EPOCHS}", TARGET
+            logs[name].append(run(programs[name], effort.data_dir, flag, target))
+            print(f"round {turn + 1}: {name}", flush=True)
     return {
         "provenance": {"world_size": RANKS, "threads_a_rank": 1},
         "settings": {**SETTINGS, "target": TARGET, "ranks": RANKS},
         "rounds": rounds,
-        "versions": {
-            name: version(name) for name in sorted({*needs.values()} - {*missing.values()})
-        },
-        "left_out": {name: f"{package} {why}" for name, package in missing.items()},
+        "left_out": left_out,
         "us_a_sample": us_a_sample(effort.data_dir, 2 if effort.quick else 100),
         "variants": summary(logs, steps),
     }
 
 
 def summary(logs: dict[str, list[Log]], steps: int) -> dict[str, Results]:
-    """Of each variant: samples/s, how many times as fast stage 04 is, seconds to the target."""
     times = {name: [log.ends[0] - log.start_up for log in each] for name, each in logs.items()}
-    found = summarize(times, baseline=OURS)
-    for name, each in logs.items():
-        reached, start_ups = each[0].accuracies[-1] >= TARGET, [log.start_up for log in each]
+    found = {}
+    for name, row in summarize(times, baseline=OURS).items():
+        first, reached = logs[name][0], logs[name][0].accuracy >= TARGET
         found[name] = {
+            **{"ratio": row["ratio"], "ratio_interval": row["ratio_interval"]},
             "samples_per_second": round(steps * BATCH / median(times[name]), 1),
-            "ratio": found[name]["ratio"],
-            "ratio_interval": found[name]["ratio_interval"],
-            "start_up_seconds": round(median(start_ups), 2),
-            "target_seconds": round(each[0].ends[-1], 2) if reached else None,
-            "target_epochs": len(each[0].ends) if reached else None,
-            "accuracies": each[0].accuracies,
+            "start_up_seconds": round(median(log.start_up for log in logs[name]), 2),
+            "target_seconds": round(first.ends[-1], 2) if reached else None,
+            "target_epochs": len(first.ends) if reached else None,
         }
     return found
 
 
-def draw_peers(results: Results, path: Path) -> None:
+def draw_peers(results: Results) -> Figure:
     figure, (speed, race) = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
     found = {name: row for name, row in results["variants"].items() if name != SAME}
     looks = [(BLUE, "") if name[:2].isdigit() else (ORANGE, "//") for name in found]
@@ -185,4 +172,4 @@ def draw_peers(results: Results, path: Path) -> None:
         f"MNIST, net, global batch {BATCH} on {RANKS} ranks of one thread, "
         f"{results['provenance']['hardware']}.\nPlain: the stages; hatched: others"
     )
-    figure.savefig(path, dpi=110)
+    return figure

@@ -3,14 +3,15 @@
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 
 from timing import RESULTS, SAME, Results
 
@@ -21,59 +22,55 @@ COLOURS = [BLUE, ORANGE, GREEN, RED, SKY, PINK, BLACK, YELLOW]
 GREY = "#999999"
 HATCHES = ["", "//", "\\\\", "xx", "..", "++", "oo", "--"]  # for those who cannot tell these apart
 
-Draw = Callable[[Results, Path], object]  # what results look like, into that file
+Draw = Callable[[Results], Figure]  # what results look like
 Look = tuple[str, str]  # color and hatch
 
 
-def ends(rows: Iterable[Mapping[str, Any]], key: str = "ratio") -> Any:
-    """How far the interval of each row reaches below and above it, as matplotlib wants it."""
-    far = [[abs(end - row[key]) for end in row[f"{key}_interval"]] for row in rows]
+def ends(rows: Iterable[Mapping[str, Any]]) -> Any:
+    """How far the interval of each ratio reaches below and above it, as matplotlib wants it."""
+    far = [[abs(end - row["ratio"]) for end in row["ratio_interval"]] for row in rows]
     return list(zip(*far, strict=True))
 
 
 def bars(
-    axis: Axes,
-    names: Iterable[str],
-    values: Sequence[float],
-    looks: Sequence[Look],
-    texts: Sequence[str] = (),
-    xerr: Any = None,
+    axis: Axes, names: Iterable[str], values: Any, looks: Any, texts: Any = (), xerr: Any = None
 ) -> None:
     """Horizontal bars from above, with intervals (how far below, how far above) and a text each."""
     colours, hatches = zip(*looks, strict=True)
     style: Any = {"color": colours, "hatch": hatches, "edgecolor": "white", "ecolor": "black"}
     axis.barh(list(names), values, xerr=xerr, **style)
-    far = [value + end for value, end in zip(values, xerr[1] if xerr else [0] * len(values))]  # noqa: B905
+    far = np.add(values, xerr[1] if xerr else 0)
     for place, text in enumerate(texts):
         axis.text(far[place] + 0.02 * max(far), place, text, va="center", fontsize=8)
     axis.set_xlim(0, max(far) * (1.2 if texts else 1.05))
     axis.invert_yaxis()
 
 
-def ratio_bars(
-    axis: Axes, variants: Mapping[str, Mapping[str, Any]], looks: Sequence[Look], **more: Any
-) -> None:
+def ratio_bars(axis: Axes, variants: Mapping[str, Any], looks: Any, texts: Any = ()) -> None:
     """Bars of the variants' ratios to their baseline, which is the line at 1."""
-    rows = [row for name, row in variants.items() if name != SAME]
-    names = [name for name in variants if name != SAME]
-    bars(axis, names, [row["ratio"] for row in rows], looks, xerr=ends(rows), **more)
+    rows = {name: row for name, row in variants.items() if name != SAME}
+    bars(axis, rows, [row["ratio"] for row in rows.values()], looks, texts, ends(rows.values()))
     axis.axvline(1, color="black", linewidth=1)
 
 
+def speed_bars(axis: Axes, variants: Mapping[str, Any], key: str, looks: Any, texts: Any) -> None:
+    """Bars of what each variant does in a second, with the interval that its ratio has."""
+    speeds, far = [row[key] for row in variants.values()], list[list[float]]()
+    for row in variants.values():
+        far.append([row[key] * abs(row["ratio"] / end - 1) for end in row["ratio_interval"][::-1]])
+    bars(axis, variants, speeds, looks, texts, list(zip(*far, strict=True)))
+
+
 def patches(looks: Mapping[str, Look]) -> list[Patch]:
-    """What a legend shows."""
     return [Patch(fc=c, hatch=h, edgecolor="white", label=name) for name, (c, h) in looks.items()]
 
 
 def draw_picture(name: str, draw: Draw) -> None:
     """Make results/NAME.png of results/NAME.json; it keeps what it was made of."""
-    path = RESULTS / f"{name}.png"
-    draw(json.loads((RESULTS / f"{name}.json").read_text()), path)
-    note = PngInfo()
-    note.add_text("made of", made_of(name, draw))
-    with Image.open(path) as picture:
-        picture.load()
-        picture.save(path, pnginfo=note)
+    matplotlib.use("Agg")  # files, no windows
+    figure = draw(json.loads((RESULTS / f"{name}.json").read_text()))
+    note = {"made of": made_of(name, draw)}
+    figure.savefig(RESULTS / f"{name}.png", dpi=110, metadata=note)
 
 
 def made_of(name: str, draw: Draw) -> str:

@@ -1,8 +1,7 @@
 """Training in each precision, and with each speed switch of DDP: time, memory, bits, accuracy.
 
-All variants live in the same process or ranks and take turns (timing.py); a step's batch already
-lies on the device. Those that compute otherwise train a small network on the digits too: none may
-win by learning less.
+A step's batch already lies on the device. Variants that compute otherwise train on the digits too:
+none may win by learning less.
 """
 
 import copy
@@ -13,14 +12,13 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -34,14 +32,12 @@ from common.data import load_dataset, make_loader
 from common.models import Net, build_model
 from common.options import UsageError
 
-from plots import BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, bars, ends, ratio_bars
+from plots import BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, Figure, ratio_bars, speed_bars
 from step import start
 from timing import ROOT, SAME, Effort, Results, chapter, interleave, largest_of_ranks, summarize
 
 COLORS = {"fp32": GREY, "tf32": ORANGE, "bf16": BLUE, "fp16": GREEN}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-RANKS = 2  # of the switches on a CPU
-COMPARED = 5  # steps, after which the weights are compared
 EPOCHS, SAMPLES = 3, 60  # of the training for an accuracy; and its global batch
 HOOKS = {"bf16": default_hooks.bf16_compress_hook, "PowerSGD": powerSGD_hook.powerSGD_hook}
 OPTIMIZERS: dict[str, Any] = {
@@ -59,8 +55,6 @@ size_of: Callable[..., int] = chapter("02", "memory").size  # of the storages of
 
 @dataclass(frozen=True)
 class Variant:
-    """How a training step differs from a plain one."""
-
     precision: str = ""  # fp32, tf32, bf16 or fp16; without one, as torch has it: tf32 on a GPU
     channels_last: bool = False
     compiled: bool = False
@@ -100,11 +94,8 @@ SWITCHES = {
 FAST: Any = {"ddp": VIEW, "cudnn_benchmark": True, "optimizer": "fused sgd", "baseline": "fp32"}
 FORMS = ["", ", channels_last", ", channels_last, compile"]
 FORMS += [", compile"] * torch.cuda.is_available()  # on a CPU, each compilation takes a minute
-PRECISIONS = {
-    precision + form: Variant(precision, "last" in form, "compile" in form, **FAST)
-    for precision in COLORS
-    for form in FORMS
-}
+PAIRS = [(precision, form) for precision in COLORS for form in FORMS]
+PRECISIONS = {p + form: Variant(p, "last" in form, "compile" in form, **FAST) for p, form in PAIRS}
 
 
 def choose(variants: Variants, device: str, few: bool) -> tuple[Variants, dict[str, str]]:
@@ -121,7 +112,7 @@ def choose(variants: Variants, device: str, few: bool) -> tuple[Variants, dict[s
 
 
 def watch_buckets(ddp: nn.Module, hook: Any = None, state: Any = None) -> dict[int, int]:
-    """From now on: where each bucket begins, and its bytes. No bucket is kept alive by it."""
+    """From now on: where each bucket begins, and its bytes."""
     buckets: dict[int, int] = {}
 
     def note(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -138,18 +129,13 @@ def watch_buckets(ddp: nn.Module, hook: Any = None, state: Any = None) -> dict[i
 
 def held_bytes(model: nn.Module, optimizer: Any, buckets: dict[int, int]) -> dict[str, int]:
     """Between two steps; gradients that are views of a bucket count as bucket."""
-    parameters = list(model.parameters())
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
     apart = [g for g in gradients if g.untyped_storage().data_ptr() not in buckets]
     update = getattr(optimizer, "optim", optimizer)  # of ZeRO: that of its share
     state = [value for each in update.state.values() for value in each.values()]
-    return {
-        "parameters": size_of(parameters),
-        "buffers": size_of(model.buffers()),
-        "gradients": size_of(apart),
-        "buckets": sum(buckets.values()),
-        "optimiser": size_of(value for value in state if isinstance(value, Tensor)),
-    }
+    held = {"parameters": size_of(model.parameters()), "buffers": size_of(model.buffers())}
+    held |= {"gradients": size_of(apart), "buckets": sum(buckets.values())}
+    return held | {"optimiser": size_of(value for value in state if isinstance(value, Tensor))}
 
 
 class Training:
@@ -169,7 +155,7 @@ class Training:
         if dist.is_initialized():
             self.model = DistributedDataParallel(self.plain, **variant.ddp)  # on every rank
             hook, state = HOOKS.get(variant.hook), self.power if "SGD" in variant.hook else None
-            if watched:  # to count them
+            if watched:
                 self.buckets = watch_buckets(self.model, hook, state)
             elif hook:
                 self.model.register_comm_hook(state, hook)
@@ -186,7 +172,7 @@ class Training:
         for part, (x, y) in enumerate(zip(images.chunk(k), labels.chunk(k), strict=True)):
             with nullcontext() if part == k - 1 else self.model.no_sync():
                 with autocast(enabled=precision in DTYPES):
-                    loss = F.cross_entropy(self.model(x), y) / k
+                    loss = nn.functional.cross_entropy(self.model(x), y) / k
                 if part == 0:  # after forward, as in stage 04
                     self.optimizer.zero_grad(set_to_none=not self.variant.in_place)
                 self.scaler.scale(loss).backward()
@@ -206,7 +192,6 @@ def time_variants(variants: Variants, model: nn.Module, batch: Batch, rounds: in
         base = variants[name].baseline if name in variants else next(iter(times))
         rows[name] = {"baseline": base, **summarize({base: times[base], name: seconds})[name]}
     for name, one in {} if dist.is_initialized() else made.items():
-        # What the model and the optimizer hold all the time, and what a step adds to it.
         one.optimizer.zero_grad()
         held = sum(held_bytes(one.plain, one.optimizer, {}).values())
         rows[name]["peak_bytes"] = held + measure_bytes(images.device.type, steps[name])
@@ -214,10 +199,7 @@ def time_variants(variants: Variants, model: nn.Module, batch: Batch, rounds: in
 
 
 def learn(variant: Variant, seed: int, device: torch.device, steps: int | None) -> float:
-    """The test accuracy of resnet18 after a short training on the digits, on all ranks if any.
-
-    steps: of an epoch only so many, with a smaller network, to see that it runs.
-    """
+    """The test accuracy after a short training on the digits: of net-bn, if only so many steps."""
     args = Namespace(dataset="digits", data_dir=ROOT / "data", batch_size=SAMPLES)
     train_set, test_set = load_dataset(args)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -225,8 +207,7 @@ def learn(variant: Variant, seed: int, device: torch.device, steps: int | None) 
     training = Training(variant, build_model("net-bn" if steps else "resnet18", train_set), device)
     sampler = DistributedSampler(train_set, ranks, rank, seed=seed, drop_last=True)
     loader = make_loader(train_set, SAMPLES // ranks, sampler)
-    all_steps = EPOCHS * len(loader)
-    decay = LambdaLR(training.optimizer, lambda step: 1 - step / all_steps)  # or seeds differ
+    decay = LambdaLR(training.optimizer, lambda step: 1 - step / EPOCHS / len(loader))
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         for images, labels in islice(loader, steps):
@@ -239,13 +220,12 @@ def learn(variant: Variant, seed: int, device: torch.device, steps: int | None) 
 
 
 def time_model(name: str, variants: Variants, samples: int, effort: Effort) -> Results:
-    """samples: the batch of this process."""
     torch.set_default_device("cpu")
     size, ranks = 32 if effort.quick else 224, dist.get_world_size() if dist.is_initialized() else 1
     torch.manual_seed(0)
-    model = torchvision.models.get_model(name)
+    model, rounds = torchvision.models.get_model(name), min(7, effort.rounds)
     images, labels = torch.randn(samples, 3, size, size), torch.randint(1000, (samples,))
-    batch, rounds = (images.to(effort.device), labels.to(effort.device)), min(7, effort.rounds)
+    batch = images.to(effort.device), labels.to(effort.device)
     rows = time_variants(variants, model, batch, rounds)
     for row in rows.values():
         row["images_per_second"] = round(ranks * samples / row["step_ms"] * 1000, 2)
@@ -259,8 +239,7 @@ def measure_precision(effort: Effort) -> Results:
     few, cores = quick or effort.brief, os.cpu_count() or 1
     ranks = effort.ranks or (1 if effort.brief else torch.cuda.device_count() if gpu else cores)
     samples = 2 if quick else 256 if gpu else 8  # of a rank
-    known = torchvision.models.list_models(module=torchvision.models)
-    for name in set(effort.models or ()).difference(known):
+    for name in {*effort.models} - {*torchvision.models.list_models(module=torchvision.models)}:
         raise UsageError(f"torchvision has no model {name}: try --models resnet50")
     if not quick:  # whatever OMP_NUM_THREADS says
         torch.set_num_threads(cores)
@@ -279,80 +258,70 @@ def measure_precision(effort: Effort) -> Results:
             first, *_ = start(ranks, time_model, name, eager, samples, effort, quiet=True, **where)
             models[name][f"{ranks} ranks"] = first
     one = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    few_images = torch.randn(2 if quick else 16, 64, 56, 56).to(device)
-    batch = few_images, torch.arange(len(few_images)).to(device)
+    n = 2 if quick else 16
+    batch = torch.randn(n, 64, 56, 56).to(device), torch.arange(n).to(device)
     for name in DTYPES.keys() & skipped.keys():  # imitated, of one convolution: the ratio to fp32
-        both = {"fp32": PRECISIONS["fp32"], name: PRECISIONS[name]}
+        both = {each: PRECISIONS[each] for each in ("fp32", name)}
         with suppress(RuntimeError):  # this device does not compute in this format
             without_units[name] = time_variants(both, one, batch, min(5, effort.rounds))[name]
     about = {"image_size": 32 if quick else 224, "skipped": skipped, "without_units": without_units}
     return {**about, "models": models, "accuracy": accuracy}
 
 
-def draw_precision(results: Results, path: Path) -> None:
-    """A panel for each model on one process and on ranks; accuracy beside each bar."""
-    models, size = results["models"], results["image_size"]
+def draw_precision(results: Results) -> Figure:
+    models = results["models"]
     panels = [(name, *each) for name, places in models.items() for each in places.items()]
     rows, columns = len(models), len(panels) // len(models)
     figure = plt.figure(figsize=(7 * columns, 3.6 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flat
     for axis, (name, place, found) in zip(axes, panels, strict=True):
         variants = {v: row for v, row in found["variants"].items() if v != SAME}
-        speeds, texts = [row["images_per_second"] for row in variants.values()], []
-        for variant, row in variants.items():
-            found = [row["ratio"] / end for end in row["ratio_interval"][::-1]]
-            row["images_per_second_interval"] = [row["images_per_second"] * x for x in found]
-            learnt = results["accuracy"][variant]["median"]
-            texts.append(f"{1 / row['ratio']:.1f}×, {learnt:.1%}")
+        learnt = {variant: results["accuracy"][variant]["median"] for variant in variants}
+        texts = [f"{1 / row['ratio']:.1f}×, {learnt[v]:.1%}" for v, row in variants.items()]
         looks = [(COLORS[variant.split(",")[0]], "") for variant in variants]
-        bars(axis, variants, speeds, looks, texts, ends(variants.values(), "images_per_second"))
+        speed_bars(axis, variants, "images_per_second", looks, texts)
         axis.set(title=f"{name}, {place}", xlabel="images per second")
-        axis.set_xlim(right=1.4 * max(speeds))
-    where = f"{size} × {size} pixels; {results['provenance']['hardware']}"
+        axis.set_xlim(right=1.15 * axis.get_xlim()[1])
     figure.suptitle(
-        f"Training with a global batch of {panels[0][2]['local_batch']}, {where}\nbeside each bar: "
-        "times as fast as fp32 (black lines: 95 % interval), and the median test accuracy of a "
-        "small training"
+        f"Training with a global batch of {panels[0][2]['local_batch']}, "
+        "{image_size} × {image_size} pixels; {provenance[hardware]}\nbeside each bar: times as "
+        "fast as fp32 (lines: 95 % interval), and the accuracy of a small training".format(
+            **results
+        )
     )
-    figure.savefig(path, dpi=110)
+    return figure
 
 
 def count_and_compare(variants: Variants, model: nn.Module, batch: Batch) -> Results:
-    """What a rank holds, and how far its weights are from the baseline's after a few steps.
-
-    The distance is a part of the way that the training has gone. 0 means: the same bits.
-    """
+    """What a rank holds; how far its weights are from the baseline's, as a part of their way."""
     (images, labels), rows = batch, dict[str, Any]()
+
+    def flat(model: nn.Module) -> Tensor:
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
     weights = {"first": flat(model).to(images.device)}
     for name, variant in [*variants.items(), (SAME, SWITCHES["DDP"])]:
         one = Training(variant, copy.deepcopy(model), images.device, watched=True)
         for group in one.optimizer.param_groups:
             group["lr"] = 1e-3  # small steps: large ones would blow up the last bit of a number
-        for _ in range(COMPARED):
+        for _ in range(5):
             one(images.to(memory_format=one.layout), labels)
         weights[name] = flat(one.plain)[: len(weights["first"])]  # without an idle branch
         base = weights["DDP" if name == SAME else variant.baseline]
         far = (weights[name] - base).norm() / (base - weights["first"]).norm()
         held = held_bytes(one.model, one.optimizer, one.buckets)
         tables = one.power.error_dict, one.power.p_memory_dict, one.power.q_memory_dict
-        kinds = {
-            "parameters": held["parameters"] + held["buffers"],
-            "gradients and buckets": held["gradients"] + held["buckets"],
-            "optimiser": held["optimiser"],
-            "hook": size_of(tensor for table in tables for tensor in table.values()),
-        }
+        kinds = {"parameters": held["parameters"] + held["buffers"]}
+        kinds["gradients and buckets"] = held["gradients"] + held["buckets"]
+        kinds["optimiser"] = held["optimiser"]
+        kinds["hook"] = size_of(tensor for table in tables for tensor in table.values())
         distance, *most = largest_of_ranks([far.item(), *kinds.values()])
-        rows[name] = {"distance": distance}
-        rows[name]["held_bytes"] = dict(zip(kinds, map(int, most), strict=True))
+        kinds = dict(zip(kinds, map(int, most), strict=True))
+        rows[name] = {"distance": distance, "held_bytes": kinds}
     return rows
 
 
-def flat(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
 def try_switches(names: list[str], rounds: int, quick: bool) -> Results:
-    """What each rank does; if quick, only with a small network."""
     device = torch.device(torch.get_default_device().type)
     torch.set_default_device("cpu")  # data sets are read there
     batch, size = (2, 32) if quick else (128, 224) if device.type == "cuda" else (32, 64)
@@ -364,13 +333,12 @@ def try_switches(names: list[str], rounds: int, quick: bool) -> Results:
     rows = time_variants(variants, model, data, min(15, rounds))
     seeds, steps = (1, 2) if quick else (3 if rounds >= 15 else 0, None)  # brief: no accuracy
     for name, found in count_and_compare(variants, model, data).items():
-        itself = bool(found["distance"]) or name == "DDP"  # the same bits learn the same
-        rows[name] |= {**found, "accuracy_of": name if itself else rows[name]["baseline"]}
-        if itself:
+        if found["distance"] or name == "DDP":
             each = [learn(SWITCHES[name], seed, device, steps) for seed in range(seeds)]
-            rows[name] |= {"test_accuracies": each, "accuracy": median(each) if each else None}
-    for row in rows.values():
-        row["accuracy"] = rows[row["accuracy_of"]]["accuracy"]
+            found |= {"test_accuracies": each, "accuracy": median(each) if each else None}
+        else:  # the same bits learn the same
+            found["accuracy"] = rows[rows[name]["baseline"]]["accuracy"]
+        rows[name] |= found
     about = {"model": "resnet18", "parameters": sum(p.numel() for p in model.parameters())}
     about |= {"ranks": dist.get_world_size(), "local_batch": batch, "image_size": size}
     return {**about, "variants": rows}
@@ -380,32 +348,29 @@ def measure_switches(effort: Effort) -> Results:
     """Two ranks of one thread over gloo; on GPUs, a rank on each of them over nccl."""
     gpu = effort.device == "cuda"
     chosen, skipped = choose(SWITCHES, effort.device, effort.quick or effort.brief)
-    ranks, backend = (torch.cuda.device_count(), "nccl") if gpu else (RANKS, "gloo")
-    how = list(chosen), effort.rounds, effort.quick
-    first, *_ = start(ranks, try_switches, *how, backend=backend, device=effort.device, quiet=True)
-    where = {"world_size": ranks, "threads_a_rank": 1}
-    return {"provenance": where, "skipped": skipped, **first}
+    where: Any = {"device": effort.device, "backend": "nccl" if gpu else "gloo", "quiet": True}
+    ranks, how = torch.cuda.device_count() if gpu else 2, (effort.rounds, effort.quick)
+    first, *_ = start(ranks, try_switches, list(chosen), *how, **where)
+    return {"provenance": {"world_size": ranks, "threads_a_rank": 1}, "skipped": skipped, **first}
 
 
-def draw_switches(results: Results, path: Path) -> None:
-    """Left the time of each variant, with its accuracy; right what a rank holds."""
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(13, 7), layout="constrained", sharey=True, width_ratios=(3, 2)
-    )
+def draw_switches(results: Results) -> Figure:
+    figure = plt.figure(figsize=(13, 7), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     rows = {name: row for name, row in results["variants"].items() if name != SAME}
     looks = [(RED if row["distance"] else BLUE, "") for row in rows.values()]
     ratio_bars(left, rows, looks, texts=[f"{row['accuracy']:.1%}" for row in rows.values()])
     left.set(xlabel="time of a step / that of plain DDP (of ZeroRedundancyOptimizer: of Adam)")
     left.set_title("Blue: the same bits as the baseline; orange: others. Beside it: test accuracy")
-    starts = [0.0] * len(rows)
+    starts = np.zeros(len(rows))
     for kind, color in zip(rows["DDP"]["held_bytes"], (BLUE, SKY, GREY, PINK), strict=True):
         widths = [row["held_bytes"][kind] / 2**20 for row in rows.values()]
         right.barh(list(rows), widths, left=starts, color=color, label=kind)
-        starts = [start + width for start, width in zip(starts, widths, strict=True)]
+        starts += widths
     right.set(xlabel="MiB that a rank holds between two steps", xlim=(0, 1.15 * max(starts)))
     right.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     figure.suptitle(
         "{model}, {ranks} ranks of one thread, {local_batch} pictures of {image_size} × "
         "{image_size} each; {provenance[hardware]}; black lines: 95 % intervals".format(**results)
     )
-    figure.savefig(path, dpi=110)
+    return figure

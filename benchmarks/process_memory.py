@@ -1,28 +1,23 @@
 """What the memory of a GPU, or of a process, is spent on: every stage, every saving, foreseen.
 
 Bytes of tensors are counted: what a process holds when the loss of a step is there, and the most
-that torch's allocator gave at a time, as ledger.py of stage 01 reads it. A CPU process itself is
-mostly PyTorch: that is shown too. The replicas of stage 02 are virtual: all on one device. Ranks
-share the GPUs by way of gloo. Last: results/02_memory, what memory.py of stage 02 counts.
+that torch's allocator gave at a time, as ledger.py of stage 01 reads it. The replicas of stage 02
+are virtual: all on one device. Last: results/02_memory, what memory.py of stage 02 counts.
 """
 
 import gc
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
-import torch.nn.functional as F
-from matplotlib.axes import Axes
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.record import peak_memory_bytes
 
-from plots import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, YELLOW, patches
+from plots import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, YELLOW, Axes, Figure, patches
 from precision import VIEW, Batch, Training, Variant, held_bytes, watch_buckets
 from step import start
 from timing import Effort, Results, chapter
@@ -32,32 +27,16 @@ memory: Any = chapter("02", "memory")
 peak: Any = chapter("01", "peak")
 
 MIB = 2**20
-RANKS, WORLDS, BATCH = 2, (1, 2, 4, 8), 64  # BATCH: the global one
-STEPS = 2  # the first leaves behind what the second finds
+RANKS, BATCH = 2, 64  # BATCH: the global one
 ABOUT = "{model}, {image_size} pixels, global batch {global_batch}"
-STAGES = {
-    "01": "01 one process",
-    "02": "02 DataParallel",
-    "03": "03 by hand",
-    "04": "04 DDP",
-    "05": "05 DDP, SyncBN",
-    "05 bf16": "05 in bf16",
-}
-STYLES = {  # colors and hatches of what is held, and of what is there for a moment
-    "parameters": (BLUE, ""),
-    "buffers": (BLACK, ""),
-    "gradients": (SKY, "//"),
-    "buckets": (ORANGE, "\\\\"),
-    "optimiser": (GREY, ".."),
-    "batch": (YELLOW, ""),
-    "activations": (GREEN, "xx"),
-    "outputs and loss": (RED, ""),
-    "at the peak": ("#EEEEEE", ""),
-}
+STAGES = {"01": "01 one process", "02": "02 DataParallel", "03": "03 by hand"}
+STAGES |= {"04": "04 DDP", "05": "05 DDP, SyncBN", "05 bf16": "05 in bf16"}
+# Colors and hatches of what is held, and of what is there for a moment.
+STYLES = {"parameters": (BLUE, ""), "buffers": (BLACK, ""), "gradients": (SKY, "//")}
+STYLES |= {"buckets": (ORANGE, "\\\\"), "optimiser": (GREY, ".."), "batch": (YELLOW, "")}
+STYLES |= {"activations": (GREEN, "xx"), "outputs and loss": (RED, ""), "at the peak": ("#EEE", "")}
 
-# Ranks that begin with the same weights need not send them. They would pass through a buffer as
-# large as all of them, and gloo's thread may be the one to free it: the profiler does not see that.
-UNSENT: Any = {"init_sync": False}
+UNSENT: Any = {"init_sync": False}  # or gloo frees a buffer as large as all weights, unseen
 COPIES: Any = {"optimizer": "adam", "ddp": UNSENT}
 VIEWS, ZERO = {**COPIES, "ddp": UNSENT | VIEW}, {"optimizer": "zero adam"}
 WAYS = {  # a step under DDP with Adam, and what it does to hold less
@@ -80,23 +59,21 @@ def count(model: nn.Module, wrapped: Any, optimizer: Any, buckets: Any, batch: B
     with memory.saving_to(activations):
         outputs = wrapped(batch[0])
     with memory.saving_to(of_loss):
-        loss = F.cross_entropy(outputs, batch[1])
+        loss = nn.functional.cross_entropy(outputs, batch[1])
     fixed = [*model.parameters(), *model.buffers(), *batch]
-    return {
-        **held_bytes(model, optimizer, buckets),
-        "batch": memory.size(batch),
-        "activations": memory.size(activations, fixed),
-        "outputs and loss": memory.size([outputs, loss, *of_loss], [*fixed, *activations]),
-    }
+    held = held_bytes(model, optimizer, buckets)
+    held |= {"batch": memory.size(batch), "activations": memory.size(activations, fixed)}
+    of_outputs = memory.size([outputs, loss, *of_loss], [*fixed, *activations])
+    return held | {"outputs and loss": of_outputs}
 
 
 def count_replicas(model: nn.Module, batch: Batch, replicas: int) -> list[Held]:
     """What each virtual replica of DataParallel holds, by stage 02's own count."""
-    buffers, found = memory.size(model.buffers()), []
-    for each in memory.count((model, *batch), replicas, inside=False):
-        outputs = each.pop("outputs") + each.pop("loss")
+    buffers, found = memory.size(model.buffers()), memory.count((model, *batch), replicas, False)
+    for each in found:
+        each["outputs and loss"] = each.pop("outputs") + each.pop("loss")
         each["parameters"] -= buffers
-        found.append({**each, "buffers": buffers, "buckets": 0, "outputs and loss": outputs})
+        each |= {"buffers": buffers, "buckets": 0}
     return found
 
 
@@ -109,12 +86,11 @@ def make(plan: Any, samples: int) -> tuple[nn.Module, Any, Batch]:
 def train_way(way: Variant, plan: Any, samples: int) -> tuple:
     model, _, (images, labels) = make(plan, samples)
     one = Training(way, model, images.device, watched=True)
-    # After its first backward DDP lays out its buckets again, and holds both layouts for a
-    # moment (pytorch pull request 41954). Here it does so before the first step.
+    # After its first backward DDP lays out its buckets again, and holds both layouts for a moment.
     one.model.eval()(images[:1]).sum().backward()
     model.zero_grad()
     one.model.train()
-    for _ in range(STEPS):
+    for _ in range(2):  # the first leaves behind what the second finds
         one(images, labels)
     micro_batch = images.chunk(way.accumulate)[0], labels.chunk(way.accumulate)[0]
     return model, one.model, one.optimizer, one.buckets, micro_batch
@@ -124,8 +100,7 @@ def train_stage(key: str, plan: Any, samples: int) -> tuple:
     """Some steps of a stage's own train_epoch; the model is prepared as the stage does it."""
     stage: Any = chapter(key[:2], "train")
     model, optimizer, batch = make(plan, samples)
-    device = batch[0].device
-    wrapped: Any = model
+    wrapped, device = model, batch[0].device
     more: list = [optimizer, device]
     if key == "02":
         wrapped = stage.DataParallel(model, [device] * RANKS)
@@ -136,25 +111,26 @@ def train_stage(key: str, plan: Any, samples: int) -> tuple:
         synced = nn.SyncBatchNorm.convert_sync_batchnorm(model) if gpu else stage.convert(model)
         wrapped = DistributedDataParallel(synced, **UNSENT, gradient_as_bucket_view=True)
         args = Namespace(amp=key[3:] or "off", accumulate=1, clip_norm=0.0)
-        more = [[0.02] * STEPS, optimizer, torch.amp.GradScaler(enabled=False), device, args]
+        more = [[0.02] * 2, optimizer, torch.amp.GradScaler(enabled=False), device, args]
     buckets = watch_buckets(wrapped)
-    stage.train_epoch(wrapped, [batch] * STEPS, *more)
+    stage.train_epoch(wrapped, [batch] * 2, *more)
     return model, wrapped, optimizer, buckets, batch
 
 
 def run(jobs: list[str], plan: Any, samples: int) -> list[dict[str, Any]]:
-    """What each rank does: train as a stage or in ways; what it holds, its peak, all it takes."""
+    """What each rank holds after it has trained as a stage or in ways; its peak, all it takes."""
     found, cpu = list[dict[str, Any]](), torch.device("cpu")
     for job in jobs:
-        resident, made = [peak_memory_bytes(cpu)], list[Any]()
-        train = partial(train_way, WAYS[job]) if job in WAYS else partial(train_stage, job)
-        go = partial(lambda train, made: made.extend(train(plan, samples)), train, made)
-        most = ledger.measure(plan.device, go)
-        resident.append(peak_memory_bytes(cpu))
-        bf16 = "bf16" in job or (job in WAYS and WAYS[job].precision == "bf16")
+        before, made, way = peak_memory_bytes(cpu), list[Any](), WAYS.get(job)
+
+        def train(job: str = job, made: list = made, way: Variant | None = way) -> None:
+            made += train_way(way, plan, samples) if way else train_stage(job, plan, samples)
+
+        most = ledger.measure(plan.device, train)
+        resident = [before, peak_memory_bytes(cpu)]
+        bf16 = "bf16" in (way.precision if way else job)
         with torch.autocast(plan.device, torch.bfloat16, enabled=bf16):
-            replicas = job == "02"
-            held = count_replicas(made[0], made[-1], RANKS) if replicas else [count(*made)]
+            held = count_replicas(made[0], made[-1], RANKS) if job == "02" else [count(*made)]
         found.append({"held": held, "peak_bytes": most, "resident_bytes": resident})
         made.clear()
         gc.collect()  # DDP and its model hold each other
@@ -191,10 +167,7 @@ def predict(way: Variant, plan: Any, samples: int, ranks: int) -> int:
 
 
 def saved_bytes(plan: Any, samples: int, bf16: bool) -> int:
-    """Bytes that autograd saves of a batch, from what two tiny batches take.
-
-    The meta device knows no autocast: these two forwards are real ones.
-    """
+    """Bytes that autograd saves of a batch, from two tiny ones: no meta device knows autocast."""
     found = []
     with torch.device(plan.device), torch.autocast(plan.device, torch.bfloat16, enabled=bf16):
         model, _ = plan.build()
@@ -207,7 +180,6 @@ def saved_bytes(plan: Any, samples: int, bf16: bool) -> int:
 
 
 def compare(row: dict[str, Any]) -> dict[str, float]:
-    """The prediction beside the largest peak of the processes, and how far it is off."""
     predicted, most = row["predicted_bytes"], max(row["peak_bytes"])
     percent = round(100 * (predicted / most - 1), 2)
     return {"predicted_bytes": predicted, "measured_bytes": most, "percent_off": percent}
@@ -215,8 +187,7 @@ def compare(row: dict[str, Any]) -> dict[str, float]:
 
 def measure_process_memory(effort: Effort) -> Results:
     """The same global batch in every stage, on more and more ranks, and in each way."""
-    small = effort.quick
-    model, size, worlds = ("net-bn", 28, WORLDS[:2]) if small else ("resnet18", 64, WORLDS)
+    model, size, worlds = ("net-bn", 28, (1, 2)) if effort.quick else ("resnet18", 64, (1, 2, 4, 8))
     momentum, adam = (peak.Plan(model, size, how, effort.device) for how in ("momentum", "adam"))
     stages, found, foreseen = dict[str, Any](), dict[str, Any](), dict[str, Any]()
     for key in STAGES:
@@ -229,12 +200,10 @@ def measure_process_memory(effort: Effort) -> Results:
         module, _, whole = make(momentum, BATCH)
     for world in worlds:
         ddp = measure(["04"], momentum, BATCH // world, world)["04"]
-        found[str(world)] = foreseen[f"04 DDP, {world} rank{'s' * (world > 1)}"] = {
-            "DataParallel": count_replicas(module, whole, world),
-            "DDP": ddp["held"],
-            "peak_bytes": ddp["peak_bytes"],
-            "predicted_bytes": predict(Variant(), momentum, BATCH // world, world),
-        }
+        most = predict(Variant(), momentum, BATCH // world, world)
+        row = {"DDP": ddp["held"], "peak_bytes": ddp["peak_bytes"], "predicted_bytes": most}
+        found[str(world)] = {"DataParallel": count_replicas(module, whole, world), **row}
+        foreseen[f"04 DDP, {world} rank{'s' * (world > 1)}"] = row
     ways = measure(list(WAYS), adam, BATCH // RANKS)
     off = {name: compare(row) for name, row in (foreseen | ways).items()}
     about = {"model": model, "image_size": size, "global_batch": BATCH, "ranks": RANKS}
@@ -260,46 +229,39 @@ def stack(
         middles.append(place + (len(many) - 1) / 2)
         place += len(many) + 1
     axes.set_xticks(middles, list(groups))
-    axes.set_ylabel("MiB held")
-    axes.margins(y=0.08)
+    axes.set(ylabel="MiB held", ymargin=0.08)
 
 
 def legend(axes: Axes, **where: Any) -> None:
-    """What each color is; the buffers of BatchNorm are too few bytes to be seen."""
     axes.legend(handles=patches(STYLES)[::-1], fontsize="small", **where)
 
 
-def at_peak(held: Held, most: int) -> Held:
-    return {**held, "at the peak": max(0, most - sum(held.values()))}
-
-
 def draw_stages(axes: Axes, found: Results) -> None:
-    """A bar for each replica or rank of each stage."""
     groups = {}
     for key, stage in found["stages"].items():
         name, peaks = STAGES[key].replace(" ", "\n", 1), stage["peak_bytes"]
         if key == "02":  # its peak is that of all replicas together
             name, peaks = name + "\n(virtual)", [0] * RANKS
-        groups[name] = [at_peak(*each) for each in zip(stage["held"], peaks, strict=True)]
+        both = zip(stage["held"], peaks, strict=True)
+        groups[name] = [{**h, "at the peak": max(0, most - sum(h.values()))} for h, most in both]
     stack(axes, groups)
     axes.set_title("What a replica or rank holds: " + ABOUT.format(**found))
 
 
 def draw_worlds(left: Axes, right: Axes, found: Results) -> None:
-    """Left DataParallel's replicas, right DDP's ranks; the same global batch everywhere."""
     for axes, how in ((left, "DataParallel"), (right, "DDP")):
         stack(axes, {world: each[how] for world, each in found["worlds"].items()})
-    left.set(title="DataParallel: virtual replicas", xlabel="replicas")
-    right.set(title="DDP: real ranks, over gloo", xlabel="ranks")
-    right.set_ylim(left.set_ylim(0, max(left.get_ylim()[1], right.get_ylim()[1])))
+    highest = max(left.get_ylim()[1], right.get_ylim()[1])
+    left.set(title="DataParallel: virtual replicas", xlabel="replicas", ylim=(0, highest))
+    right.set(title="DDP: real ranks, over gloo", xlabel="ranks", ylim=(0, highest))
 
 
 def draw_ways(axes: Axes, found: Results) -> None:
-    """Each way to hold less: what the first rank holds, and its peak as a part of the first's."""
     groups, texts, first = {}, {}, max(found["ways"]["DDP with Adam"]["peak_bytes"])
     for way, row in found["ways"].items():
         name, most = way.replace(", ", ",\n").replace(" of ", "\nof "), max(row["peak_bytes"])
-        groups[name] = [at_peak(row["held"][0], most)]
+        held = row["held"][0]
+        groups[name] = [{**held, "at the peak": max(0, most - sum(held.values()))}]
         texts[name] = [f"{most / first - 1:+.0%}" if most != first else f"{first / MIB:.0f}"]
     stack(axes, groups, texts)
     axes.tick_params(axis="x", rotation=20)
@@ -308,17 +270,12 @@ def draw_ways(axes: Axes, found: Results) -> None:
 
 def measure_replica_memory(effort: Effort) -> Results:
     """What memory.py of stage 02 counts: bytes, which do not depend on the machine."""
-    states = {
-        name: {kind: memory.after_a_step(model, kind)[1] for kind in memory.OPTIMISERS}
-        for name, (model, *_) in memory.examples().items()
-    }
-    return {"batch": memory.BATCH, "bytes": memory.count_all(), "optimiser_bytes": states}
+    return {"batch": memory.BATCH, "bytes": memory.count_all()}
 
 
-def draw_replica_memory(results: Results, path: Path) -> None:
-    """Stacked bars: a panel for each model, a pair of bars for each replica."""
-    colors = {kind: STYLES.get(kind, (RED,))[0] for kind in memory.KINDS} | {"loss": PINK}
-    styles = {kind: (color, "") for kind, color in colors.items()}
+def draw_replica_memory(results: Results) -> Figure:
+    styles = {kind: (STYLES.get(kind, (RED,))[0], "") for kind in memory.KINDS}
+    styles["loss"] = (PINK, "")
     figure, panels = plt.subplots(1, 3, figsize=(13, 5), layout="constrained")
     names = ["0\nmain device", *map(str, range(1, memory.REPLICAS))]
     for panel, (model, both) in zip(panels, results["bytes"].items(), strict=True):
@@ -330,4 +287,4 @@ def draw_replica_memory(results: Results, path: Path) -> None:
         f"What {memory.REPLICAS} replicas hold of a batch of {memory.BATCH} before backward;"
         " the loss outside forward (out) or inside (in)"
     )
-    figure.savefig(path, dpi=100)
+    return figure

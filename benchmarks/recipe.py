@@ -2,13 +2,13 @@
 
     torchrun --standalone --nproc-per-node=2 benchmarks/recipe.py plain --data-dir ../shared/data
 
-peers.py times it. It takes the flags of the stages and prints what these print. The data and the
-loop as in github.com/pytorch/examples/blob/main/mnist/main.py.
+It takes the flags of the stages and prints what these print. Data and loop as in mnist/main.py of
+github.com/pytorch/examples.
 """
 
 import json
 import os
-from argparse import Namespace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 from torchvision.datasets import MNIST
 from torchvision.transforms import Compose, Normalize, ToTensor
 
@@ -26,18 +26,15 @@ from common.data import load_dataset
 from common.models import Net
 from common.options import cut_batch, make_parser, usage_errors_exit
 
-# A library takes the model and its optimizer, the data sets, the flags, and what every DataLoader
-# gets. It returns what the loop needs: model, optimizer, loaders, what tells a loader its epoch,
-# backward, and what counts the hits of all ranks.
+# A library takes the model and its optimizer, what makes a DataLoader of the training and of the
+# test set, and the seed. It returns them and what sets the epoch, backward, and counts all hits.
 
 
-def plain(net: Net, optimizer: SGD, sets: list[Dataset], args: Namespace, options: dict) -> tuple:
+def plain(net: Net, optimizer: SGD, train: partial, test: partial, seed: int) -> tuple:
     """Ranks, sampler, and a shard of the evaluation for each rank: as in imagenet/main.py."""
     dist.init_process_group("gloo")
-    sampler = DistributedSampler(sets[0], seed=args.seed, drop_last=True)
-    test_sampler = DistributedSampler(sets[1], shuffle=False)
-    loader = DataLoader(sets[0], args.local_batch, sampler=sampler, **options)
-    test_loader = DataLoader(sets[1], 1000, sampler=test_sampler, **options)
+    sampler = DistributedSampler(train.args[0], seed=seed, drop_last=True)
+    loaders = train(sampler=sampler), test(sampler=DistributedSampler(test.args[0], shuffle=False))
 
     def count(hits: Tensor) -> Tensor:
         total = hits.sum()
@@ -45,21 +42,16 @@ def plain(net: Net, optimizer: SGD, sets: list[Dataset], args: Namespace, option
         return total
 
     model = DistributedDataParallel(net)
-    return model, optimizer, loader, test_loader, sampler.set_epoch, Tensor.backward, count
+    return model, optimizer, *loaders, sampler.set_epoch, Tensor.backward, count
 
 
-def accelerate(net: Net, optimizer: SGD, sets: list, args: Namespace, options: dict) -> tuple:
-    """As in examples/cv_example.py of github.com/huggingface/accelerate.
-
-    Its seedable sampler draws the order that the stages draw.
-    """
+def accelerate(net: Net, optimizer: SGD, train: partial, test: partial, seed: int) -> tuple:
+    """As in examples/cv_example.py of huggingface/accelerate, in the order of the stages."""
     from accelerate import Accelerator, utils
 
-    order = utils.DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed)
+    order = utils.DataLoaderConfiguration(use_seedable_sampler=True, data_seed=seed)
     library = Accelerator(cpu=True, dataloader_config=order)
-    loader = DataLoader(sets[0], args.local_batch, shuffle=True, drop_last=True, **options)
-    test_loader = DataLoader(sets[1], 1000, **options)
-    made = library.prepare(net, optimizer, loader, test_loader)
+    made = library.prepare(net, optimizer, train(shuffle=True, drop_last=True), test())
 
     def count(hits: Tensor) -> Tensor:
         return library.gather_for_metrics(hits).sum()
@@ -67,18 +59,14 @@ def accelerate(net: Net, optimizer: SGD, sets: list, args: Namespace, options: d
     return *made, made[2].set_epoch, library.backward, count
 
 
-def fabric(net: Net, optimizer: SGD, sets: list, args: Namespace, options: dict) -> tuple:
-    """As in examples/fabric/image_classifier/train_fabric.py of Lightning-AI/pytorch-lightning.
-
-    It brings a DistributedSampler by itself, whose epochs its loader counts.
-    """
+def fabric(net: Net, optimizer: SGD, train: partial, test: partial, seed: int) -> tuple:
+    """As in examples/fabric/image_classifier/train_fabric.py of Lightning-AI/pytorch-lightning."""
     from lightning_fabric import Fabric, seed_everything
 
     library = Fabric(accelerator="cpu", strategy="ddp", devices=2)
     library.launch()
-    seed_everything(args.seed, verbose=False)  # of the sampler too
-    loader = DataLoader(sets[0], args.local_batch, shuffle=True, drop_last=True, **options)
-    loaders = library.setup_dataloaders(loader, DataLoader(sets[1], 1000, **options))
+    seed_everything(seed, verbose=False)  # of its own DistributedSampler too, which counts epochs
+    loaders = library.setup_dataloaders(train(shuffle=True, drop_last=True), test())
 
     def count(hits: Tensor) -> Tensor:
         return library.all_reduce(hits.sum(), reduce_op="sum")  # every rank must reach this line
@@ -103,14 +91,15 @@ def main() -> None:
         sets = list(load_dataset(args))
         options["collate_fn"] = lambda batch: batch  # it gives a batch, not a list of samples
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    args.local_batch = cut_batch(args.batch_size, world_size)
+    local_batch = cut_batch(args.batch_size, world_size)
     if rank == 0:
-        print(f"global batch {args.batch_size} = {world_size} × {args.local_batch}", flush=True)
+        print(f"global batch {args.batch_size} = {world_size} × {local_batch}", flush=True)
     torch.manual_seed(args.seed)
     net = Net(1, 28, 10, batch_norm=args.model == "net-bn")
-    made = LIBRARIES[args.library](
-        net, SGD(net.parameters(), args.lr, args.momentum), sets, args, options
-    )
+    optimizer = SGD(net.parameters(), args.lr, args.momentum)
+    train = partial(DataLoader, sets[0], local_batch, **options)
+    test = partial(DataLoader, sets[1], 1000, **options)
+    made = LIBRARIES[args.library](net, optimizer, train, test, args.seed)
     model, optimizer, loader, test_loader, set_epoch, backward, count = made
     torch.manual_seed(args.seed + 1 + rank)  # dropout masks of its own for each rank
     losses: list[Tensor] = []
@@ -133,8 +122,8 @@ def main() -> None:
             print(f"epoch {epoch + 1}/{args.epochs}  test accuracy {accuracy:.2%}", flush=True)
     means = torch.stack(losses) / world_size  # (steps,), of the local batch
     dist.all_reduce(means)  # every rank must reach this line
-    args.run_dir.mkdir(parents=True, exist_ok=True)
     if rank == 0:
+        args.run_dir.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps({"loss": loss}) + "\n" for loss in means.tolist()]
         (args.run_dir / "metrics.jsonl").write_text("".join(lines))
     dist.destroy_process_group()

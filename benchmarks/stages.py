@@ -1,21 +1,18 @@
 """Samples a second of every stage and every reducer, timed in turns in one run.
 
 Each variant is set up by its stage's own main and trains on the digits with its own train_epoch:
-what is timed is what a reader reads, loading the data included, evaluation and files left out. All
-live in the same ranks, one thread each, with the same network, global batch and optimizer, and take
-turns epoch by epoch. Stages 01 and 02 are one process: rank 0, while the others wait.
-
-The network is net-bn, not net: without BatchNorm, SyncBatchNorm of stage 05 would have nothing to
-do. So 05 is timed doing more than 04: it computes what one process computes, and 04 does not.
+what is timed is what a reader reads, without evaluation and files. All live in the same ranks of
+one thread each; 01 and 02 are rank 0, while the others wait. The network is net-bn: without
+BatchNorm, SyncBatchNorm of stage 05 would have nothing to do.
 """
 
 import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from types import ModuleType
 from typing import Any
@@ -24,13 +21,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from matplotlib.axes import Axes
 from torch.optim import SGD
 
 from common.options import cut_batch
 from common.record import Recorder
 
-from plots import COLOURS, HATCHES, bars, ends
+from plots import COLOURS, HATCHES, Axes, speed_bars
 from timing import ROOT, SAME, Effort, Results, chapter, interleave, summarize
 
 BATCH, BASE = 120, "01, 1 thread"  # the global batch; what the others are compared with
@@ -41,10 +37,8 @@ REDUCERS = chapter("03", "reducers").REDUCERS
 
 @dataclass(frozen=True)
 class Variant:
-    """A stage and its flags, as a reader would type them; and what else makes a difference."""
-
     stage: str
-    flags: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()  # as a reader would type them
     threads: int = 1
     reducer: str = ""  # of stage 03, in place of its own average_gradients
 
@@ -70,14 +64,11 @@ def choose(device: str, cores: int) -> tuple[dict[str, Variant], dict[str, str]]
 
 @cache
 def program(stage: str) -> ModuleType:
-    """The train.py of a stage as a module."""
     sys.modules.pop("train", None)  # that of another stage
     return chapter(stage, "train")
 
 
-@cache
-def nccl() -> Any:
-    return dist.new_group(backend="nccl")  # every rank must reach this line
+nccl: Any = cache(partial(dist.new_group, backend="nccl"))  # every rank must call it
 
 
 @contextmanager
@@ -92,15 +83,13 @@ def joined(stage: str, device: str) -> Iterator[None]:
         dist.group.WORLD = gloo
 
 
-class FirstEpoch(Exception):  # noqa: N818, it is no error
-    """Raised where main would train its first epoch: the variables of main, what it hands over."""
-
-
 def set_up(module: ModuleType, rank: int, size: int, flags: Iterable[str]) -> tuple[dict, tuple]:
-    """Run a stage's own main up to its first epoch, in a rank that has joined already."""
+    """Run a stage's own main up to its first epoch: its variables, what train_epoch would get."""
+    found: list[tuple[dict, tuple]] = []
 
     def stop(*arguments: object) -> None:
-        raise FirstEpoch(dict(sys._getframe(1).f_locals), arguments)
+        found.append((dict(sys._getframe(1).f_locals), arguments))
+        sys.exit()  # out of main
 
     def record(args: Namespace, optimizer: SGD, start: dict, local_batch: int, *_: int) -> Recorder:
         return Recorder(args, optimizer, start, local_batch, rank=1)  # only rank 0's writes files
@@ -117,19 +106,14 @@ def set_up(module: ModuleType, rank: int, size: int, flags: Iterable[str]) -> tu
         mock.patch.multiple(dist, TCPStore=mock.DEFAULT, init_process_group=mock.DEFAULT),
         mock.patch.object(mp, "spawn", lambda train, args, nprocs: train(rank, *args)),
         mock.patch.object(sys, "argv", ["train.py", *flags]),
+        suppress(SystemExit),
     ):
-        try:
-            module.main()
-        except FirstEpoch as reached:
-            return reached.args
-    raise RuntimeError(f"{module.__file__} has nothing to train")
+        module.main()
+    return found[0]
 
 
 class Training:
-    """A variant as its stage's own main sets it up; call it to train for an epoch.
-
-    Every rank must make one, unless the variant is alone: DDP and the reducers send the weights.
-    """
+    """A variant as its stage's own main sets it up, on every rank; call it to train an epoch."""
 
     def __init__(self, variant: Variant, model: str, batch: int, device: str = "cpu") -> None:
         self.variant, self.program, self.device = variant, program(variant.stage), device
@@ -166,17 +150,15 @@ class Training:
 
 
 def on_ranks(variants: dict[str, Variant], rounds: int, device: str) -> Results:
-    """What each rank does."""
     torch.set_default_device("cpu")  # data sets are read there
     trainings = {name: Training(each, "net-bn", BATCH, device) for name, each in variants.items()}
     steps = {name: len(training.loader) for name, training in trainings.items()}
     times = interleave(trainings, rounds, warm_up=1)  # a step of it: an epoch
-    per_step = {name: [s / steps.get(name, steps[BASE]) for s in t] for name, t in times.items()}
-    return {"rows": summarize(per_step), "steps": steps[BASE]}
+    steps[SAME] = steps[BASE]
+    return summarize({name: [s / steps[name] for s in times[name]] for name in times})
 
 
 def measure_stages(effort: Effort) -> Results:
-    """Of each variant its step and samples a second; a round is an epoch of each."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks' replica threads of 02 read it
     cores, gpus = os.cpu_count() or 1, torch.cuda.device_count() * (effort.device == "cuda")
     ranks, rounds = effort.ranks or max(2, gpus), 11 if effort.brief else min(31, effort.rounds)
@@ -184,34 +166,21 @@ def measure_stages(effort: Effort) -> Results:
     variants, skipped = choose(effort.device, cores)
     if effort.quick:
         variants = dict(list(variants.items())[::3])
-    what = variants, rounds, effort.device
-    found, *_ = start(ranks, on_ranks, *what, device=effort.device)
-    for name, row in found["rows"].items():
+    rows, *_ = start(ranks, on_ranks, variants, rounds, effort.device, device=effort.device)
+    for row in rows.values():
         row["samples_per_second"] = round(BATCH / row["step_ms"] * 1000, 1)
-        row["threads"] = variants[name].threads if name in variants else 1
     backend = "nccl (03: gloo)" if gpus >= ranks else "gloo"
-    return {
-        "provenance": {"world_size": ranks, "rounds": rounds},
-        **{"dataset": "digits", "model": "net-bn", "global_batch": BATCH},
-        **{"ranks": ranks, "cores": cores, "steps_an_epoch": found["steps"]},
-        "link": f"{backend}, {ranks} ranks on {f'{gpus} GPUs' if gpus else 'the CPU'}",
-        "skipped": skipped,
-        "variants": found["rows"],
-    }
+    link = f"{backend}, {ranks} ranks on {f'{gpus} GPUs' if gpus else 'the CPU'}"
+    about = {"provenance": {"world_size": ranks, "rounds": rounds}, "link": link, "cores": cores}
+    about |= {"dataset": "digits", "model": "net-bn", "global_batch": BATCH, "ranks": ranks}
+    return {**about, "skipped": skipped, "variants": rows}
 
 
 def draw(results: Results, axes: Axes) -> None:
-    """A bar of samples a second for each variant, with the interval of its ratio to 01."""
     rows = {name: row for name, row in results["variants"].items() if name != SAME}
-    base = rows[BASE]["samples_per_second"]
-    speeds = [
-        {"speed": base / row["ratio"], "speed_interval": [base / x for x in row["ratio_interval"]]}
-        for row in rows.values()
-    ]
-    high, low = ends(speeds, "speed")
     looks = [(COLOURS[int(name[:2])], HATCHES[int(name[:2])]) for name in rows]
     texts = [f"{1 / row['ratio']:.2f}" for row in rows.values()]
-    bars(axes, rows, [each["speed"] for each in speeds], looks, texts, (low, high))
-    axes.axvline(base, color="black", linewidth=0.8, linestyle=":")
+    speed_bars(axes, rows, "samples_per_second", looks, texts)
+    axes.axvline(rows[BASE]["samples_per_second"], color="black", linewidth=0.8, linestyle=":")
     axes.set(xlabel="samples/s, all ranks together; beside it: times 01")
     axes.set_title(f"{results['provenance']['hardware']}\n{results['link']}", fontsize=10)

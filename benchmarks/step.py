@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -33,10 +32,7 @@ def build(name: str, samples: int = 0) -> tuple[nn.Module, Tensor]:
 
 
 def ddp(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    """DDP without its broadcast of BatchNorm's statistics, since nothing else sends them.
-
-    Newer torch has another name for the switch, and says so; torch 2.11 has only this one.
-    """
+    """DDP without its broadcast of BatchNorm's statistics. Newer torch would rename the switch."""
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     return DistributedDataParallel(model, broadcast_buffers=False, **options)
 
@@ -56,15 +52,14 @@ def train_step(
 ) -> None:
     """Forward, backward, averaging by `finish` if DDP does not, optimizer.
 
-    micro_batches: so many times the batch; only the last one's gradients are sent. dtype: of
-    autocast.
+    micro_batches: only the last one's gradients are sent. dtype: of autocast.
     """
     no_sync: Any = getattr(model, "no_sync", nullcontext)
     optimizer.zero_grad()
     for micro_batch in range(1, micro_batches + 1):
         with no_sync() if micro_batch < micro_batches else nullcontext():
             with torch.autocast(images.device.type, dtype, enabled=dtype is not None):
-                loss = F.cross_entropy(model(images), labels)
+                loss = nn.functional.cross_entropy(model(images), labels)
             loss.backward()
     finish()
     optimizer.step()
@@ -77,10 +72,7 @@ def make_step(
     reducer: Callable[[nn.Module], Any] | None = None,
     **more: Any,
 ) -> Callable[[], None]:
-    """What one step does with a copy of the model, which it wraps: `wrap=ddp`, for one.
-
-    reducer: of stage 03. more: see `train_step`.
-    """
+    """One step with a wrapped copy of the model; reducer: of stage 03; more: of train_step."""
     model, labels = copy.deepcopy(model), torch.arange(len(images), device=images.device) % 10
     wrapped, optimizer = wrap(model), sgd(model)
     if reducer:

@@ -7,12 +7,11 @@ A README holds <!-- table: NAME --> where one begins and <!-- end of table --> w
 import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import Any
 
 from tabulate import tabulate
 
 from timing import RESULTS, SAME, Results
-
-Cell = str | Callable[[Results], object]  # what a column shows of a row: a format, or a function
 
 MACHINE = "amd-epyc-2-cores"  # whose `make bench` the READMEs show
 RATIO = "{ratio:.2f} ({ratio_interval[0]:.2f} to {ratio_interval[1]:.2f})"
@@ -36,17 +35,13 @@ def table(rows: Iterable[Iterable[object]], *heads: str) -> str:
     return tabulate(rows, heads, "github", disable_numparse=True)
 
 
-def listed(rows: Mapping[str, Results], columns: Mapping[str, Cell], head: str = "") -> str:
-    """A line for each row: its name, and what each column shows of it."""
-    lines = []
-    for name, row in rows.items():
-        cells = [c.format(**row) if isinstance(c, str) else c(row) for c in columns.values()]
-        lines.append((name, *cells))
-    return table(lines, head, *columns)
+def listed(rows: Mapping[str, Results], columns: Mapping[str, Any], head: str = "") -> str:
+    """A line for each row: its name, and of each column its format, or what its function says."""
+    shows = [text.format_map if isinstance(text, str) else text for text in columns.values()]
+    return table([(n, *(show(row) for show in shows)) for n, row in rows.items()], head, *columns)
 
 
 def ratios(columns: Mapping[str, Mapping[str, Results]], head: str = "") -> str:
-    """A line for each name, and in each column the ratio of its row there."""
     names = next(iter(columns.values()))
     lines = [(n, *(RATIO.format(**rows[n]) for rows in columns.values())) for n in names]
     return table(lines, head, *columns)
@@ -62,36 +57,28 @@ def step_parts(results: Results) -> str:
 
 
 def interpreter_lock(results: Results) -> str:
-    lock = results["lock"]
-    hows = {
-        how: {name: lock[name]["forward"][how] for name in lock} for how in lock["net"]["forward"]
-    }
-    return ratios(hows, "model")
+    lock = {name: found["forward"] for name, found in results["lock"].items()}
+    return ratios({how: {name: lock[name][how] for name in lock} for how in lock["net"]}, "model")
 
 
 def links(results: Results) -> str:
     rates = {name: found["variants"] for name, found in results["rates"].items()}
     sent = {name: f"{count / 1e6:.1f}" for name, count in results["sent_bytes_a_step"].items()}
-    rows = [
-        (name, sent.get(name, ""), *(RATIO.format(**found[name]) for found in rates.values()))
-        for name in rates["no limit"]
-    ]
+    rows = []
+    for name in rates["no limit"]:
+        rows.append((name, sent.get(name), *(RATIO.format(**r[name]) for r in rates.values())))
     return table(rows, "", "MB sent", *rates)
 
 
-FAULTS: dict[str, Cell] = {
-    "n": "{faults}",
-    "wrong": lambda row: row["wrong_resumes"] + row["wrong_ends"],
-    "hangs": "{hangs}",
-    "orphans": "{orphans}",
-    "s to the end": "{end_seconds_median:.1f}",
-    "s to resume": "{recovery_seconds_median:.1f} ({recovery_seconds_p95:.1f})",
-    "steps lost": "{lost_steps_median:.0f} ({lost_steps_max})",
-}
-
-
 def faults(results: Results) -> str:
-    return listed({row["what"]: row for row in results["kinds"].values()}, FAULTS, "fault")
+    columns = {
+        **{"n": "{faults}", "wrong": lambda row: row["wrong_resumes"] + row["wrong_ends"]},
+        **{"hangs": "{hangs}", "orphans": "{orphans}"},
+        "s to the end": "{end_seconds_median:.1f}",
+        "s to resume": "{recovery_seconds_median:.1f} ({recovery_seconds_p95:.1f})",
+        "steps lost": "{lost_steps_median:.0f} ({lost_steps_max})",
+    }
+    return listed({row["what"]: row for row in results["kinds"].values()}, columns, "fault")
 
 
 def survive(results: Results) -> str:
@@ -99,7 +86,6 @@ def survive(results: Results) -> str:
 
 
 def precision(results: Results) -> str:
-    """Images a second in each precision, as a multiple of fp32, and what it learns."""
     models, rows = results["models"], []
     places = {f"{m}, {p}": models[m][p]["variants"] for m in models for p in models[m]}
     for variant in (*results["accuracy"], SAME):
@@ -114,51 +100,43 @@ def precision(results: Results) -> str:
 
 
 def peaks(results: Results) -> str:
-    """The most that a step of one process holds at a time, in MiB."""
-    models = {n: both["one process"]["variants"] for n, both in results["models"].items()}
-    variants = results["accuracy"]
-    rows = [(v, *(mib(found[v]["peak_bytes"]) for found in models.values())) for v in variants]
-    return table(rows, "", *models)
+    models = [places["one process"]["variants"] for places in results["models"].values()]
+    rows = [(v, *(mib(each[v]["peak_bytes"]) for each in models)) for v in results["accuracy"]]
+    return table(rows, "", *results["models"])
 
 
 def switches(results: Results) -> str:
-    """Time, what a rank holds, and whether it learns the same."""
     rows, kinds = [], ("gradients and buckets", "optimiser", "hook")
     for name, row in results["variants"].items():
         distance = f"{row['distance']:.0e}" if row["distance"] else "same bits"
         accuracy = "" if row["accuracy"] is None else f"{row['accuracy']:.1%}"
-        held = [mib(row["held_bytes"][kind]) for kind in kinds]
-        compared = "" if name == "Adam" else distance  # with nothing
-        rows.append((name, RATIO.format(**row), *held, compared, accuracy))
+        cells = RATIO.format(**row), *(mib(row["held_bytes"][kind]) for kind in kinds)
+        rows.append((name, *cells, "" if name == "Adam" else distance, accuracy))
     return table(rows, "", "time", *(f"{kind}, MiB" for kind in kinds), "distance", "accuracy")
 
 
 def sync_batchnorm(results: Results) -> str:
-    found = {**results["layers"], "a step of resnet18": results["steps"]}
-    columns = {
-        how: {name: found[name][how]["variants"]["SyncBatchNorm"] for name in found}
-        for how in results["steps"]
-    }
+    found, columns = {**results["layers"], "a step of resnet18": results["steps"]}, {}
+    for how in results["steps"]:
+        columns[how] = {n: each[how]["variants"]["SyncBatchNorm"] for n, each in found.items()}
     return ratios(columns)
 
 
 def stages(results: Results) -> str:
-    columns: dict[str, Cell] = {"samples/s": "{samples_per_second:,.0f}"}
-    columns["times 01 with 1 thread"] = inverse
+    columns = {"samples/s": "{samples_per_second:,.0f}", "times 01 with 1 thread": inverse}
     return listed(results["variants"], columns)
 
 
 def timeline(results: Results) -> str:
-    """The parts of each stage's step, in ms, and how much of communication is hidden."""
     parts = next(iter(results["stages"].values()))["parts_ms"]
-    columns: dict[str, Cell] = {part: f"{{parts_ms[{part}]:.1f}}" for part in parts}
+    columns: dict[str, Any] = {part: f"{{parts_ms[{part}]:.1f}}" for part in parts}
     columns["hidden"] = lambda row: f"{row['hidden_share']:.0%}" if row["from_backward_on"] else ""
     return listed(results["stages"], {"step": "{step_ms:.1f}", **columns}, "ms")
 
 
 def ways_to_hold_less(results: Results) -> str:
-    first = max(next(iter(results["ways"].values()))["peak_bytes"])
-    columns: dict[str, Cell] = {
+    first = max(results["ways"]["DDP with Adam"]["peak_bytes"])
+    columns = {
         "peak, MiB": lambda way: mib(max(way["peak_bytes"])),
         "": lambda way: f"{max(way['peak_bytes']) / first - 1:+.0%}",
         "predicted, MiB": lambda way: mib(way["predicted_bytes"]),
@@ -181,8 +159,8 @@ def scaling(results: Results) -> str:
 
 
 def peers(results: Results) -> str:
-    until, speed = "{target_seconds:.0f} ({target_epochs})", "{samples_per_second:,.0f}"
-    columns: dict[str, Cell] = {"samples/s": speed, "time / 04's": RATIO}
+    until = "{target_seconds:.0f} ({target_epochs})"
+    columns: dict[str, Any] = {"samples/s": "{samples_per_second:,.0f}", "time / 04's": RATIO}
     columns["start-up, s"] = "{start_up_seconds:.1f}"
     target = f"s to {results['settings']['target']:.0%} (epochs)"
     columns[target] = lambda row: until.format(**row) if row["target_seconds"] else ""
@@ -195,8 +173,8 @@ def peers_sample(results: Results) -> str:
 
 
 def origin(results: Results) -> str:
-    where = results["provenance"]
-    return f"Measured on {where['hardware']}, with torch {where['torch']}, {where['date']}."
+    text = "Measured on {hardware}, with torch {torch}, {date}."
+    return text.format(**results["provenance"])
 
 
 def reducers(results: Results) -> str:
@@ -227,12 +205,10 @@ def committed(section: str, make: Callable[[Results], str]) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {}
 for section, (file, *made) in MADE.items():
-    TABLES[f"origin of {section if file == MACHINE else file}"] = partial(
-        committed, section, origin
-    )
+    where = section if file == MACHINE else file
+    TABLES[f"origin of {where}"] = partial(committed, section, origin)
     TABLES |= {make.__name__: partial(committed, section, make) for make in made}
 
 
 def shown(section: str, results: Results) -> list[str]:
-    """The tables of what a section has found."""
     return [make(results) for make in MADE.get(section, ("",))[1:]]

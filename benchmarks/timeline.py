@@ -1,28 +1,23 @@
 """Where the time of a step goes, and what happens at the same time, from torch.profiler.
 
-Each stage trains with its own loop (stages.py); nothing in it is changed. The profiler tells every
-operator of every thread, and the collectives on gloo's own threads. What it does not name is marked
-from outside: the model's forward by hooks, backward by a wrapper around Tensor.backward. Every
-moment of a step, a microsecond, then belongs to one of PARTS.
-
-The network is resnet18, so that the gradients, 45 MB, take a while to send: DDP puts them into
-three buckets, of 1, 25 and again 25 MiB at most. Those of net-bn fit into one: nothing overlaps.
+Each stage trains with its own loop (stages.py). The profiler tells every operator of every thread;
+forward and backward are marked from outside. Every microsecond of a step belongs to one of PARTS.
+The network is resnet18, whose gradients need three buckets: with one bucket, nothing overlaps.
 """
 
-import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean, median, median_low
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from matplotlib.axes import Axes
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from plots import BLUE, GREEN, GREY, PINK, RED, SKY, YELLOW, patches
+from plots import BLUE, GREEN, GREY, PINK, RED, SKY, YELLOW, Axes
 from stages import Training, Variant, start
 from timing import Effort, Results
 
@@ -34,10 +29,9 @@ COLLECTIVES, AUTOGRAD, LOADING = ("gloo:", "nccl:"), "autograd::engine", "enumer
 MARKS = {"data": LOADING, "forward": FORWARD, "backward": BACKWARD, "optimiser": "Optimizer."}
 GAP = 100  # a shorter one between two operators, in us, is the program's own
 WAITING = "waiting for others"
-PARTS = ("data", "forward", "backward", WAITING, "optimiser", "other")
-COLOURS = (YELLOW, SKY, BLUE, RED, GREEN, GREY, PINK)
-HATCHES = ("", "", "//", "xx", "\\\\", "", "..")
-LOOKS = dict(zip((*PARTS, "collective"), zip(COLOURS, HATCHES, strict=True), strict=True))
+LOOKS = {"data": (YELLOW, ""), "forward": (SKY, ""), "backward": (BLUE, "//"), WAITING: (RED, "xx")}
+LOOKS |= {"optimiser": (GREEN, "\\\\"), "other": (GREY, ""), "collective": (PINK, "..")}
+PARTS = tuple(LOOKS)[:-1]
 
 
 @dataclass(frozen=True)
@@ -71,18 +65,14 @@ class Step:
         return found
 
     def waiting(self) -> np.ndarray:
-        """When no operator of the loop runs, and a collective is under way.
-
-        The loop's threads: the main one, and for a GPU the one on which autograd runs.
-        """
-        loop = {self.thread} | {e.thread for e in self.of(AUTOGRAD)}
+        """When no operator of the loop runs, and a collective is under way."""
+        loop = {self.thread} | {e.thread for e in self.of(AUTOGRAD)}  # of a GPU, a second thread
         under_way, found = self.cover(self.of(*COLLECTIVES)), np.zeros(self.length, bool)
         for low, high in runs(~self.cover(self.of("aten::", threads=loop))):
             found[low:high] = high - low >= GAP and under_way[low:high].any()
         return found
 
     def parts(self) -> dict[str, np.ndarray]:
-        """The step cut into PARTS: every microsecond belongs to one of them."""
         mine = [self.thread]
         found = {part: self.cover(self.of(name, threads=mine)) for part, name in MARKS.items()}
         (forward,), (loss,) = self.of(FORWARD), self.of("aten::cross_entropy_loss")
@@ -115,37 +105,29 @@ class Step:
                 mask[low:high] = low > 0 and high < self.length and high - low <= GAP
             if mask.any():
                 masks[f"{name} {1 + sum(row.startswith(name) for row in masks)}"] = {what: mask}
-        found: dict[str, list[tuple[str, float, float]]] = {row: [] for row in masks}
-        for row, each in masks.items():
-            for what, mask in each.items():
-                found[row] += [(what, low / 1000, high / 1000) for low, high in runs(mask)]
-        return found
+        return {
+            row: [(what, a / 1000, b / 1000) for what, mask in each.items() for a, b in runs(mask)]
+            for row, each in masks.items()
+        }
 
 
 def runs(mask: np.ndarray) -> list[tuple[int, int]]:
-    """From where to where it is true."""
     edges = np.flatnonzero(np.diff(np.pad(mask.astype(np.int8), 1)))
     return [(int(low), int(high)) for low, high in edges.reshape(-1, 2)]
 
 
 def summarize_steps(steps: list[Step]) -> Results:
-    """Of the steps of middle length, half of all, the mean of each part; the median one's threads.
-
-    Means of the same steps add up, medians of parts would not.
-    """
+    """The mean parts of the steps of middle length, half of all; the threads of the median one."""
     steps = sorted(steps, key=lambda step: step.length)
     middle = steps[len(steps) // 4 : -(len(steps) // 4) or None]
+    parts = [step.parts() for step in middle]
     hidden = [share for share in (step.hidden_share() for step in steps) if share is not None]
-    total, cut = sum(step.length for step in middle), [step.parts() for step in middle]
-    parts = {part: sum(int(each[part].sum()) for each in cut) for part in PARTS}
     return {
         "steps": len(steps),
-        "step_ms": round(total / len(middle) / 1000, 3),
-        "parts_ms": {name: round(us / len(middle) / 1000, 3) for name, us in parts.items()},
-        "parts_share": {name: round(us / total, 4) for name, us in parts.items()},
-        "collectives_a_step": statistics.median_low(len(s.of(*COLLECTIVES)) for s in steps),
-        "from_backward_on": statistics.median_low(len(s.averaging()) for s in steps),
-        "hidden_share": round(statistics.median(hidden), 4) if hidden else None,
+        "step_ms": round(fmean(step.length for step in middle) / 1000, 3),
+        "parts_ms": {p: round(fmean(each[p].sum() for each in parts) / 1000, 3) for p in PARTS},
+        "from_backward_on": median_low(len(step.averaging()) for step in steps),
+        "hidden_share": round(median(hidden), 4) if hidden else None,
         "threads": steps[(len(steps) - 1) // 2].rows(),
     }
 
@@ -165,76 +147,63 @@ def record(training: Training, steps: int) -> list[Step]:
     profiler = profile(activities=[ProfilerActivity.CPU], experimental_config=every)
     with mock.patch.object(torch.Tensor, "backward", backward), profiler:
         training(steps + 2)
-    events = sorted(profiler.events(), key=lambda e: e.time_range.start)
-    calls = [(e.time_range.start, e.thread) for e in events if e.name.startswith(LOADING)]
-    found = []
+    seen = [(e.name, e.time_range.start, e.time_range.end, e.thread) for e in profiler.events()]
+    seen.sort(key=lambda each: each[1])
+    calls, found = [each[1::2] for each in seen if each[0].startswith(LOADING)], []
     for (low, thread), (high, _) in list(pairwise(calls))[1:]:
-        inside = [
-            Event(e.name, round(e.time_range.start - low), round(e.time_range.end - low), e.thread)
-            for e in events
-            if low <= e.time_range.start < high
-        ]
-        found.append(Step(inside, round(high - low), thread))
+        inside = [(n, round(a - low), round(b - low), t) for n, a, b, t in seen if low <= a < high]
+        found.append(Step([Event(*each) for each in inside], round(high - low), thread))
     return found
 
 
 def on_ranks(names: list[str], steps: int, model: str, device: str) -> Results:
-    """What each rank does for each stage; nothing, if the stage has one process."""
     torch.set_default_device("cpu")  # data sets are read there
     found = {}
     for name in names:
         dist.barrier()  # every rank must reach this line
-        if Variant(name).alone and dist.get_rank() > 0:
-            continue
-        training = Training(Variant(name), model, BATCH, device)
-        training(2 + steps)
-        alone = training.recorder.seconds[2:]  # without the profiler, which costs time itself
-        unprofiled = {"step_ms_unprofiled": round(statistics.median(alone) * 1000, 3)}
-        found[name] = unprofiled | summarize_steps(record(training, steps))
+        if not (Variant(name).alone and dist.get_rank() > 0):
+            training = Training(Variant(name), model, BATCH, device)
+            training(2 + steps)  # to warm up
+            found[name] = summarize_steps(record(training, steps))
     return found
 
 
 def measure_timeline(effort: Effort, names: Iterable[str] = tuple(STAGES)) -> Results:
     """Of rank 0, the parts of a step of each stage, and one step's timeline."""
     steps, model = min(15, 2 + effort.rounds), "net-bn" if effort.quick else "resnet18"
+    what = list(names), steps, model, effort.device
     # quiet: on a machine without GPUs, the profiler complains that there are none
-    how: dict[str, Any] = {"device": effort.device, "quiet": True}
-    first, *_ = start(RANKS, on_ranks, list(names), steps, model, effort.device, **how)
-    about = {"world_size": RANKS, "threads_a_rank": 1, "steps": steps}
-    sizes = {"dataset": "digits", "model": model, "global_batch": BATCH, "ranks": RANKS}
-    return {"provenance": about, **sizes, "device": effort.device, "stages": first}
+    first, *_ = start(RANKS, on_ranks, *what, device=effort.device, quiet=True)
+    about = {"dataset": "digits", "model": model, "global_batch": BATCH, "ranks": RANKS}
+    where = {"world_size": RANKS, "threads_a_rank": 1, "steps": steps}
+    return {"provenance": where, **about, "device": effort.device, "stages": first}
 
 
 def draw_step(results: Results, stage: str, axes: Axes) -> None:
-    """One step of a stage: a row for each thread of rank 0, time to the right."""
     found = results["stages"][stage]
     for place, blocks in enumerate(found["threads"].values()):
         for what, low, high in blocks:
             colour, hatch = LOOKS[what]
-            wide = high - low > found["step_ms"] / 50  # in a narrow one, a hatch is a smear
-            look: dict[str, Any] = {"facecolor": colour, "hatch": hatch if wide else ""}
-            axes.broken_barh([(low, high - low)], (place - 0.35, 0.7), ec="white", lw=0, **look)
+            if high - low < found["step_ms"] / 50:  # in a narrow one, a hatch is a smear
+                hatch = ""
+            axes.barh(place, high - low, 0.7, low, color=colour, hatch=hatch, ec="white", lw=0)
     axes.set_yticks(range(len(found["threads"])), list(found["threads"]), fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0)
     axes.set(xlabel="ms from the start of a step")
-    title = f"{STAGES[stage]}: {results['model']}, rank 0 of {results['ranks']}"
-    axes.set_title(title if stage > "02" else title.partition(",")[0], fontsize=10)
+    rank = f", rank 0 of {results['ranks']}" if stage > "02" else ""
+    axes.set_title(f"{STAGES[stage]}: {results['model']}{rank}", fontsize=10)
 
 
 def draw_parts(results: Results, axes: Axes) -> None:
-    """The parts of a step of every stage, one bar each."""
     rows = results["stages"]
     starts = np.zeros(len(rows))
     for part in PARTS:
         widths = [row["parts_ms"][part] for row in rows.values()]
-        colour, hatch = LOOKS[part]
-        labels = [STAGES[name] for name in rows]
-        axes.barh(labels, widths, left=starts, color=colour, hatch=hatch, edgecolor="white")
+        look: Any = dict(zip(("color", "hatch"), LOOKS[part], strict=True), edgecolor="white")
+        axes.barh([STAGES[name] for name in rows], widths, left=starts, label=part, **look)
         starts += widths
-    below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18)}
-    handles = patches({part: LOOKS[part] for part in PARTS})
-    axes.legend(handles=handles, ncols=3, fontsize=8, **below)
+    axes.legend(ncols=3, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.18))
     axes.invert_yaxis()
     axes.set(xlabel=f"ms of a step (the middle half of {results['provenance']['steps']} steps)")
     where = results["provenance"]["hardware"]

@@ -1,9 +1,8 @@
 """How this project times: variants take turns in one run, and are compared round by round.
 
-A machine that others share is faster in one minute and slower in the next. Two variants of one
-round meet almost the same machine, so their ratio holds where their times do not.
-Each round runs every variant once, in a random order, and the first variant twice: how far
-the ratio of a thing to itself is from 1 (A/A) shows how far to trust the other ratios.
+A shared machine is faster in one minute and slower in the next, but two variants of one round meet
+almost the same one. Each round runs the variants in a random order, and the first of them twice:
+how far its ratio to itself is from 1 (A/A) shows how far to trust the other ratios.
 """
 
 import importlib
@@ -39,8 +38,6 @@ Steps = Mapping[str, Callable[[], object]]  # of each variant, what one step doe
 
 @dataclass(frozen=True)
 class Effort:
-    """How much to measure, and on what. See bench.py."""
-
     rounds: int = 1000  # at most so many of each comparison
     quick: bool = False  # the least that shows that it runs: 1 round
     brief: bool = False  # for `make bench`: 5 rounds
@@ -51,10 +48,7 @@ class Effort:
 
 
 def interleave(variants: Steps, rounds: int, steps: int = 1, warm_up: int = 3) -> Times:
-    """Time so many steps of every variant in each round, and of the first one twice.
-
-    With several ranks, all start each variant together, and the time is that of the slowest.
-    """
+    """Time steps of every variant in each round; ranks start together, and the slowest counts."""
     runs = {**variants, SAME: variants[next(iter(variants))]}
     for run in variants.values():
         for _ in range(warm_up):  # DDP, for one, arranges its buckets again after the first step
@@ -73,7 +67,6 @@ def interleave(variants: Steps, rounds: int, steps: int = 1, warm_up: int = 3) -
 
 
 def largest_of_ranks(mine: list[float]) -> list[float]:
-    """Of each number, the largest that a rank has; without ranks, as it is."""
     if not dist.is_initialized():
         return mine
     where = "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -83,7 +76,6 @@ def largest_of_ranks(mine: list[float]) -> list[float]:
 
 
 def slowest_rank(times: Times) -> Times:
-    """Each time as the slowest rank has it: the others wait for it anyway."""
     return {name: largest_of_ranks(seconds) for name, seconds in times.items()}
 
 
@@ -97,8 +89,7 @@ def now() -> float:
 def summarize(times: Times, baseline: str | None = None) -> dict[str, Results]:
     """Of each variant: median step in ms, and its ratio to the baseline with a 95 % interval.
 
-    The ratio is the median over the rounds of (its time / the baseline's time in that round); the
-    interval comes from the bootstrap (Efron, 1979): medians of rounds drawn with replacement.
+    The ratio is the median of the rounds' ratios; its interval comes from the bootstrap.
     """
     base = np.array(times[baseline or next(iter(times))])
     draw = np.random.default_rng(0).integers(len(base), size=(2000, len(base)))
@@ -116,9 +107,8 @@ def summarize(times: Times, baseline: str | None = None) -> dict[str, Results]:
     return summary
 
 
-def compare(variants: Steps, rounds: int, steps: int = 1, warm_up: int = 3) -> Results:
-    """Time the variants, and summarize them against the first."""
-    times = interleave(variants, rounds, steps, warm_up=1 if rounds == 1 else warm_up)
+def compare(variants: Steps, rounds: int, steps: int = 1) -> Results:
+    times = interleave(variants, rounds, steps, warm_up=1 if rounds == 1 else 3)
     return {"rounds": rounds, "steps_a_round": steps, "variants": summarize(times)}
 
 
