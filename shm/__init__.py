@@ -3,8 +3,8 @@
     import shm
     torch.distributed.init_process_group("shm")
 
-This file is what torch calls: a process group. A collective is done when its call returns. The rare
-ones are composed of the common ones. Page: 03_ddp_manual_allreduce/backend.md
+This is the process group that torch calls. What a collective does is done when its call returns.
+Page: 03_ddp_manual_allreduce/backend.md
 """
 
 from datetime import timedelta
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
@@ -32,17 +33,15 @@ def done(result: object) -> dist.Work:
 def flat(tensor: Tensor) -> Tensor:
     """All elements, (N,): a view where that is possible, else a copy."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.dtype not in DTYPES:
-        what = f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}"
-        raise TypeError(f"shm: got {what}, expected a dense one on the CPU: try gloo or nccl")
+        got = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
+        raise TypeError(f"shm: got a tensor of {got}, expected a dense one on the CPU: try gloo")
     return tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
 
 
-def put_back(tensors: Tensors, flats: Tensors) -> Tensors:
-    """Into those tensors that `flat` had to copy."""
-    for tensor, values in zip(tensors, flats, strict=True):
-        if not tensor.is_contiguous():
-            tensor.copy_(values.view_as(tensor))
-    return tensors
+def put_back(tensor: Tensor, values: Tensor) -> None:
+    """Into a tensor that `flat` had to copy."""
+    if not tensor.is_contiguous():
+        tensor.copy_(values.view_as(tensor))
 
 
 def op_of(options: Any, tensor: Tensor) -> Op:
@@ -70,7 +69,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         for tensor in tensors:
             values = flat(tensor)
             self.exchange.all_reduce(values, op_of(options, tensor))
-            put_back([tensor], [values])
+            put_back(tensor, values)
         return done(tensors)
 
     def reduce(self, tensors: Tensors, options: Any) -> dist.Work:
@@ -78,22 +77,20 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self.allreduce(kept, options)
 
     def broadcast(self, tensors: Tensors, options: Any) -> dist.Work:
-        values = [flat(tensor) for tensor in tensors]
-        self.exchange.broadcast(values[0], options.rootRank)
-        return done(put_back(tensors, values))
+        values, root = flat(tensors[0]), options.rootRank
+        self.exchange.gather(values, {root: values}, root)
+        put_back(tensors[0], values)
+        return done(tensors)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, _: Any = None) -> dist.Work:
-        for targets, tensor in zip(outputs, inputs, strict=True):
-            self.collect(targets, tensor)
+        self.collect(outputs[0], inputs[0])
         return done(outputs)
 
     def collect(self, targets: Tensors, tensor: Tensor, root: int = -1) -> None:
         values = [flat(target) for target in targets]
-        self.exchange.gather(flat(tensor), values, root)
-        put_back(targets, values)
-
-    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, _: Any) -> dist.Work:
-        return self.allgather([list(each) for each in zip(*outputs, strict=True)], inputs)
+        self.exchange.gather(flat(tensor), dict(enumerate(values)), root)
+        for target, value in zip(targets, values, strict=True):
+            put_back(target, value)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, _: Any) -> dist.Work:
         return self.allgather([list(output.view(self.size(), *tensor.shape))], [tensor])
@@ -121,9 +118,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def alltoall(self, outputs: Tensors, inputs: Tensors, _: Any = None) -> dist.Work:
         longest = torch.tensor([max(each.numel() for each in inputs)])
         self.exchange.all_reduce(longest, Op.MAX)
-        mine = inputs[0].new_zeros(self.size(), int(longest))  # a row for each rank
-        for row, tensor in zip(mine, inputs, strict=True):
-            row[: tensor.numel()] = flat(tensor)
+        padded = [F.pad(flat(each), (0, int(longest) - each.numel())) for each in inputs]
+        mine = torch.stack(padded)  # a row for each rank
         found = mine.new_empty(self.size(), *mine.shape)
         self.collect(list(found), mine)
         for rows, output in zip(found, outputs, strict=True):

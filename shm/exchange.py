@@ -1,8 +1,7 @@
 """Moves tensors between ranks through shared memory, and adds them up there.
 
-Every rank has a row in each of two slots. What is larger than a row goes in pieces. A piece is
-written into the slot that the piece before did not use, so nobody writes where another still reads:
-who has arrived with a piece has read the one before.
+Every rank has a row in each of two slots. What is larger than a row goes in pieces. A piece goes to
+the slot that the one before did not use: who has arrived with a piece has read the one before.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,8 +18,8 @@ SLICED = 2**16  # bytes: three or more ranks add up what is larger in slices, on
 
 Op = dist.ReduceOp.RedOpType
 COMBINE: dict[Op, Callable[..., Tensor]] = {
-    **{Op.SUM: torch.add, Op.AVG: torch.add},  # an average is divided then
-    **{Op.PRODUCT: torch.mul, Op.MIN: torch.minimum, Op.MAX: torch.maximum},
+    **{Op.SUM: torch.add, Op.AVG: torch.add, Op.PRODUCT: torch.mul},  # an average is divided then
+    **{Op.MIN: torch.minimum, Op.MAX: torch.maximum},
 }
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8]
 DTYPES += [torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64, torch.complex128]
@@ -36,10 +35,7 @@ class Exchange:
         self.slots = {d: [slot.view(d).view(self.ranks, -1) for slot in slots] for d in DTYPES}
 
     def share(self, kind: int, tensor: Tensor, detail: int) -> Iterator[tuple[Tensor, slice]]:
-        """Piece by piece: which part of N it is, and that part of all ranks' tensors, a row each.
-
-        kind, detail: numbers of what is done; another rank that does something else is an error.
-        """
+        """Piece by piece: all ranks' parts of that piece, (ranks, n), and which part of N it is."""
         kind = hash((kind, len(tensor), DTYPES.index(tensor.dtype), detail))
         most = ROW // tensor.element_size()
         for start in range(0, max(1, len(tensor)), most):
@@ -69,12 +65,8 @@ class Exchange:
                 for rank, target in enumerate(output.tensor_split(self.ranks)):
                     target.copy_(slices[rank][rank])
 
-    def broadcast(self, tensor: Tensor, root: int) -> None:
+    def gather(self, tensor: Tensor, outputs: dict[int, Tensor], root: int = -1) -> None:
+        """Of some ranks, the tensors that they give. root: the same number on all ranks."""
         for rows, part in self.share(1, tensor, root):
-            tensor[part] = rows[root]
-
-    def gather(self, tensor: Tensor, outputs: list[Tensor], root: int = -1) -> None:
-        """On all ranks, or on the root alone: the others have no outputs."""
-        for rows, part in self.share(2, tensor, root):
-            for output, row in zip(outputs, rows, strict=False):
-                output[part] = row
+            for rank, output in outputs.items():
+                output[part] = rows[rank]

@@ -1,11 +1,11 @@
 """Messages between two ranks: a box of shared memory for each pair and direction.
 
-A message larger than a box goes in pieces. Nothing runs in the background: a message moves on while
-its sender or its receiver waits for something. What fits an empty box needs nobody to wait.
+A longer message goes in pieces. Nothing runs in the background: a message moves on while its sender
+or its receiver waits for something. What fits an empty box needs nobody to wait.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Generator
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from torch import Tensor
 from shm.segment import LINE, Segment
 
 BOX = 2**16  # bytes
-Steps = Generator[None, None, None]  # it stops where it has to wait for the other rank
 
 
 class Message(dist.Work):
@@ -39,7 +38,7 @@ class Messages:
     def __init__(self, segment: Segment, line: int, offset: int) -> None:
         self.segment, self.line, self.offset = segment, line, offset
         self.counted: dict[int, int] = defaultdict(int)  # of each box: pieces sent or taken here
-        self.running: dict[int, deque[Steps]] = defaultdict(deque)  # of each box, in order
+        self.running: dict[int, deque[Iterator[None]]] = defaultdict(deque)  # of each box
         segment.progress = self.go_on
 
     def go_on(self) -> None:
@@ -56,13 +55,13 @@ class Messages:
         self.go_on()
         return message
 
-    def move(self, message: Message, box: int, tensor: Tensor, sends: bool) -> Steps:
+    def move(self, message: Message, box: int, tensor: Tensor, sends: bool) -> Iterator[None]:
         counters, room = self.segment.counters, self.segment.tensor(self.offset + box * BOX, BOX)
         sent, taken = ((self.line + 2 * box + side) * LINE // 8 for side in (0, 1))
         theirs, ours = (taken, sent) if sends else (sent, taken)
         for start in range(0, max(1, len(tensor)), BOX):
             while (counters[theirs] == self.counted[box]) != sends:  # full, or empty
-                yield
+                yield  # it has to wait for the other rank
             part = tensor[start : start + BOX]
             if sends:
                 room[: len(part)] = part

@@ -1,7 +1,7 @@
 """Memory that all ranks of a group share, and how a rank waits in it for the others.
 
-It is a file without a name, so the operating system takes it back with the last rank, in whatever
-way the ranks end. Each rank locks one byte of it; the system opens the lock of a process that ends.
+It is a file without a name: nothing is left of it, in whatever way the ranks end. Each rank locks
+one byte of it; the operating system opens the lock of a process that ends.
 """
 
 import fcntl
@@ -46,14 +46,15 @@ class Segment:
         if sys.platform != "linux":
             raise RuntimeError(f"shm: got {sys.platform}, expected Linux: try gloo")
         turn, file = store.add(f"turn {self.rank}", 1), -1  # a store may serve again
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         if self.rank == 0:
             file = os.memfd_create("shm")
             os.fchmod(file, 0o600)
             os.ftruncate(file, size)
-            store.set(f"place {turn}", f"{machine()} /proc/{os.getpid()}/fd/{file}")
+            store.set(f"place {turn}", f"{machine} /proc/{os.getpid()}/fd/{file}")
         store.wait([f"place {turn}"], self.limit)
         where, path = store.get(f"place {turn}").decode().split()
-        if self.rank > 0 and where == machine():
+        if self.rank > 0 and where == machine:
             with suppress(OSError):  # of another user, or in another container
                 file = os.open(path, os.O_RDWR)
         if file >= 0:
@@ -62,15 +63,14 @@ class Segment:
         store.set(told[self.rank], str(file >= 0))
         store.wait(told, self.limit)
         if blind := [rank for rank, key in enumerate(told) if store.get(key) != b"True"]:
-            what = "expected all ranks on one machine and of one user: try gloo"
-            raise RuntimeError(f"shm: ranks {blind} cannot open the memory of rank 0, {what}")
+            what = f"ranks {blind} cannot open the memory of rank 0"
+            raise RuntimeError(f"shm: {what}, expected one machine and one user: try gloo")
         return file
 
     def tensor(self, start: int, size: int) -> Tensor:
         """Shared bytes as a tensor of torch.uint8."""
-        return torch.frombuffer(
-            self.memory, dtype=torch.uint8, count=size, offset=self.offset + start
-        )
+        place = self.offset + start
+        return torch.frombuffer(self.memory, dtype=torch.uint8, count=size, offset=place)
 
     def post(self, place: int, value: int) -> None:
         """Set a counter, to be seen after all that this rank wrote before."""
@@ -80,10 +80,7 @@ class Segment:
         self.counters[place] = value
 
     def arrive(self, kind: int) -> None:
-        """Tell that this rank has written its part, and wait until all ranks have.
-
-        kind: a number of what is done. RuntimeError where that of another rank differs.
-        """
+        """Tell that this rank has written its part of `kind`, and wait until all ranks have."""
         if self.failed:
             raise RuntimeError(self.failed)
         self.arrivals = arrivals = self.arrivals + 1
@@ -132,7 +129,3 @@ class Segment:
         if self.file >= 0:
             os.close(self.file)
             self.file, self.failed = -1, "shm: the group was destroyed"
-
-
-def machine() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

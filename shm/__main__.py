@@ -1,0 +1,26 @@
+"""Runs a script over shm where it asks for gloo, and changes no line of it.
+
+torchrun --standalone --nproc-per-node=2 -m shm 04_ddp_torchrun/train.py
+"""
+
+import runpy
+import sys
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+join = dist.init_process_group
+
+
+def join_over_shm(backend: str | None = None, *args: Any, **options: Any) -> None:
+    join("shm" if backend in (None, "gloo") else backend, *args, **options)
+
+
+if __name__ == "__main__":
+    if not sys.argv[1:]:
+        ArgumentParser("python -m shm", "%(prog)s SCRIPT FLAGS").error("expected a script")
+    dist.init_process_group, sys.argv = join_over_shm, sys.argv[1:]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
