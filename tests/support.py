@@ -269,7 +269,13 @@ def _scratch() -> str:
     return folder
 
 
-def _command(rank: int, script: str, flags: tuple[str, ...], where: str, out: str) -> None:
+def _forked(start: Callable) -> Callable:
+    return lambda *args, **more: start(*args, **{**more, "start_method": "fork"})
+
+
+def _command(
+    rank: int, script: str, flags: tuple[str, ...], where: str, out: str, forks: bool
+) -> None:
     torch.set_num_threads(1)  # OMP_NUM_THREADS is read when torch is imported: before this process
     os.chdir(where)
     with open(f"{out}.{rank}", "wb") as file:
@@ -278,6 +284,10 @@ def _command(rank: int, script: str, flags: tuple[str, ...], where: str, out: st
     sys.stdout.reconfigure(write_through=False, line_buffering=True)  # a line is written as one
     sys.argv = [script, *flags]
     sys.path[0:0] = [str(Path(script).parent)]
+    if forks:  # ranks that the script starts need not import torch again
+        starts = sys.modules["torch.multiprocessing.spawn"].start_processes
+        both = {"spawn": _forked(starts), "start_processes": _forked(starts)}
+        patch.multiple(torch.multiprocessing, **both).start()
     try:
         runpy.run_path(script, run_name="__main__")
         code = 0
@@ -298,16 +308,18 @@ def command(
     env: dict | None = None,
     where: Path = ROOT,
     seconds: float = SECONDS,
+    forks: bool = True,
 ) -> list[tuple[int, str]]:
     """Run `python SCRIPT FLAGS` as that many processes; exit status and output of each.
 
-    env: added to the environment, as a launcher would; {RANK} in a value becomes the rank.
+    env: added to the environment, as a launcher would; {RANK} in a value becomes the rank. forks:
+    not where the script computes gradients before it starts ranks.
     """
     out = tempfile.mkdtemp(dir=_scratch()) + "/out"
     processes = []
     for rank in range(ranks):
         extra = {key: value.replace("{RANK}", str(rank)) for key, value in (env or {}).items()}
-        args = (rank, str(ROOT / script), flags, str(where), out)
+        args = (rank, str(ROOT / script), flags, str(where), out, forks)
         processes.append(context.Process(target=_with_env, args=(extra, _command, args)))
         processes[-1].start()
     deadline = time.monotonic() + seconds

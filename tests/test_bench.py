@@ -6,11 +6,9 @@ import re
 import runpy
 import sys
 from dataclasses import replace
-from pathlib import Path
+from functools import cache
 from statistics import median
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,9 +22,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import bench
 import plots
 import scaling
-import stages
 import tables
-import timeline
 
 paper, ready = chapter("04", "alpha_beta"), chapter("04", "ready")
 cluster, published = chapter("04", "cluster"), chapter("04", "published")
@@ -56,28 +52,6 @@ def test_a_section_runs_and_finds_what_its_committed_results_hold(name, tmp_path
     assert found["provenance"]["commit"]
     assert known.keys() - found.keys() <= {"waiting_cpu_share"}  # no longer measured
     assert all(text.splitlines()[0] in output for text in tables.shown(name, found))
-
-
-def test_make_bench_stores_each_section_and_names_the_one_that_fails(tmp_path, monkeypatch, capsys):
-    def program(command, **_):
-        _, _, section, *_, out, _, device = command
-        Path(out).write_text(json.dumps(f"{section} on {device}"))
-        return SimpleNamespace(returncode=section == "timeline")
-
-    for name, value in {"subprocess": SimpleNamespace(run=program), "RESULTS": tmp_path}.items():
-        monkeypatch.setattr(bench, name, value)
-    monkeypatch.setattr(bench, "ROOT", tmp_path)
-    bench.run_all(["stages", "switches"], "cpu")
-    with pytest.raises(SystemExit):
-        bench.run_all(["timeline", "reducers"], "cpu")
-    assert "failed: timeline" in capsys.readouterr().out
-    (tmp_path / "05_switches.json").write_text("{}")  # no machine's: its name has no dash
-    (tmp_path / "of-a-reader.json").write_text('{"provenance": {"hardware": "a reader\'s"}}')
-    machine, other = bench.committed().values()
-    assert machine.pop("provenance")["commit"]
-    assert machine == {name: f"{name} on cpu" for name in ("stages", "switches", "reducers")}
-    monkeypatch.setenv("ONLY_RESULTS", "of-a-reader.json")
-    assert list(bench.committed().values()) == [other]
 
 
 SUMMARIES = ("{", "[]", '{"model": "net"}', '{"local_batch": 9, "step_ms": 9, "world_size": 2}')
@@ -133,63 +107,6 @@ def test_every_picture_is_shown_and_every_result_tells_where_it_comes_from():
         found = json.loads(path.read_text())
         about = found.get("provenance") or found | next(iter(found["rows"].values()))
         assert {"hardware", "torch", "python", "commit", "date"} <= about.keys(), path.name
-
-
-# --- What is timed, and the parts of a step
-
-
-def _profiled(rank):
-    """Of each variant after four steps its weights; of some stages, the profile of three steps."""
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    weights, profiles = {}, {}
-    variants, _ = stages.choose("cpu", 2)
-    for name, variant in variants.items():
-        training = stages.Training(variant, "net-bn", 120)
-        training(4)
-        weights[name] = torch.cat([p.detach().flatten() for p in training.model.parameters()])
-    for stage in ("02", "03", "04", "05"):
-        if rank == 0 or stage > "02":
-            model = "resnet18" if stage in ("03", "04") else "net-bn"
-            training = stages.Training(stages.Variant(stage), model, 24)
-            profiles[stage] = timeline.record(training, 3)
-    return weights, profiles
-
-
-def test_the_benchmarks_time_the_stages_own_steps_and_find_every_part_of_them():
-    (weights, profiles), (other, _) = run_ranks(2, _profiled)
-
-    def far(name, from_name, them=weights):
-        return (weights[name] - them[from_name]).abs().max()
-
-    for name in weights:  # all variants that differ only in how gradients travel train the same
-        assert name[:2] < "03" or far(name, name, other) == 0
-        assert name[:2] != "03" or far(name, "03 as in train.py") < 1e-5
-    assert far("01, 1 thread", "05 DDP, SyncBN") < 1e-5 > far("04 DDP", "05, no SyncBN")
-    assert far("03 as in train.py", "04 DDP") > 1e-4, "the control: other batches"
-    assert far("01, 1 thread", "05, no SyncBN") > 1e-4, "the control: other statistics"
-    early = {}
-    for stage, steps in profiles.items():
-        for step in steps:
-            parts = step.parts()
-            assert np.all(sum(mask.astype(int) for mask in parts.values()) == 1), "no moment twice"
-            assert all(parts[part].any() for part in ("data", "forward", "backward", "optimiser"))
-            last = max(e.start for e in step.of("ConvolutionBackward0"))
-            early[stage] = sum(event.start < last for event in step.averaging())
-            [forward], hidden = step.of(timeline.FORWARD), step.hidden_share()
-            inside = [e for e in step.averaging() if "all_reduce" in e.name]
-            if stage == "02":  # replicas in threads; on a CPU, one of them computes backward
-                assert list(step.rows())[1:] == ["replica thread 1", "replica thread 2"]
-                assert {e.thread for e in step.of("ConvolutionBackward0")} == {step.thread}
-            if stage == "03":  # it waits after backward, for each of 62 parameters
-                end = max(e.end for e in step.of(timeline.BACKWARD))
-                assert len(inside) == sum(event.start > end for event in inside) == 62
-                assert early[stage] == hidden == 0
-            if stage == "04":  # three buckets, of which the last is full when backward ends
-                assert (len(inside), early[stage]) == (3, 2)
-                assert hidden > 0
-            if stage == "05":  # two layers' statistics in forward, and in backward; one bucket
-                within = [e for e in step.of("gloo:all_reduce") if e.start < forward.end]
-                assert (len(within), len(inside)) == (2, 3)
 
 
 # --- The model of a DDP step: 04_ddp_torchrun/alpha_beta.py, ready.py, cluster.py, published.py
@@ -302,7 +219,7 @@ def test_every_published_row_has_a_source_and_on_paper_a_slow_link_shows():
 
 def test_the_forecast_says_the_same_each_time_and_something_else_of_another_link(tmp_path):
     flags = ("--step-ms", "23", "--gpus", "64")
-    links = ((), (), ("--link", "infiniband-8x400"))
+    links = ((), ("--latency-us=50", "--gbit=25"), ("--link=infiniband-8x400",))
     (status, first), (_, again), (_, other) = (command(FORECAST, *flags, *x)[0] for x in links)
     assert status == 0, first
     assert first == again != other
@@ -311,42 +228,7 @@ def test_the_forecast_says_the_same_each_time_and_something_else_of_another_link
     flags = ("--summary", str(tmp_path / "summary.json"), "--image-size", "28", "--gpus", "4")
     [(status, output)] = command(FORECAST, *flags)
     assert status == 0, output
-    assert "net: 0.1 MB of gradients in 1 buckets" in output
-    assert "17.2" in output
-
-
-def a_machine(ranks: int, link, steal: float, slower: float = 1.0) -> tuple[dict, list[dict]]:
-    """Rounds of a machine that does exactly what the model says, and the notes of its ranks."""
-    sizes, shares, handling = [4 * 2**20, 4 * 2**20, 2**20], [0.3, 0.6, 1.0, 0.7, 0.2], 1e-10
-
-    def reduce(size: float) -> float:
-        return paper.ring(size, ranks, link)
-
-    alone = [0.050, 0.055, 0.040]
-    jobs = [scaling.job_of(seconds, shares, sizes, handling) for seconds in alone]
-    steps = [slower * paper.step(job, reduce, steal=steal).seconds for job in jobs]
-    times = {scaling.ALONE: alone, "A/A": alone, scaling.DDP: steps, scaling.WORK: [0.005] * 3}
-    times |= {f"{scaling.AFTER} {size}": [0.005 + reduce(size)] * 3 for size in scaling.SIZES}
-    times |= {scaling.LONG: [0.040] * 3, scaling.COPY: [handling * scaling.COPIED] * 3}
-    times[scaling.BESIDE] = [0.040 + steal * reduce(scaling.MEANWHILE)] * 3
-    note = {"model": "net", "shares": shares, "gradients": sizes, "local_batch": 64}
-    return times, [note] * ranks
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_of_a_machine_that_obeys_the_model_the_benchmark_predicts_every_step(ranks):
-    """And no step of DDP goes into its prediction."""
-    found = scaling.predict(*a_machine(ranks, Link(2e-4, 1e9), 0.4))
-    assert found["alpha_us"] == pytest.approx(200)
-    assert found["beta_bytes_per_second"] == pytest.approx(1e9)
-    assert found["stolen"] == pytest.approx(0.4)
-    [row], [slow] = (
-        found["rows"],
-        scaling.predict(*a_machine(ranks, Link(2e-4, 1e9), 0.4, 1.2))["rows"],
-    )
-    assert row["error"] == pytest.approx(0, abs=1e-4)
-    assert slow["error"] == pytest.approx(1 / 1.2 - 1, abs=1e-3), "the control"
-    assert slow["predicted_ms"] == row["predicted_ms"] < slow["measured_ms"]
+    assert re.search(r"net: 0\.1 MB of gradients in 1 buckets[^$]*17\.2", output)
 
 
 def test_committed_predictions_are_within_ten_percent_in_the_median():
@@ -368,29 +250,24 @@ def _run(rank, script, flags):
     runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
-def losses_of(script, *flags):
-    folder = scratch_folder()
-    settings = ("--dataset=mnist", f"--data-dir={REAL_DATA}", "--max-steps=4", "--lr=0.1")
-    first, rest = flags[:1], flags[1:]  # of the recipe: the name of a library
-    run_ranks(2, _run, script, (*first, *settings, f"--run-dir={folder}", *rest))
+@cache
+def losses_of(*words):
+    folder, (script, *flags) = scratch_folder(), words
+    settings = ["--dataset=mnist", f"--data-dir={REAL_DATA}", "--max-steps=4", "--lr=0.1"]
+    run_ranks(2, _run, script, [*flags[:1], *settings, f"--run-dir={folder}", *flags[1:]])
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return torch.tensor([json.loads(line)["loss"] for line in lines])
 
 
-@pytest.fixture(scope="module")
-def of_stage_04():
-    return losses_of("04_ddp_torchrun/train.py", "--device=cpu")
-
-
 @needs_mnist
 @pytest.mark.parametrize("library", ["plain", "accelerate", "fabric"])
-def test_a_peer_takes_the_steps_of_stage_04(library, of_stage_04):
+def test_a_peer_takes_the_steps_of_stage_04(library):
     """The same weights at the start, the same global batches, the same rate: the same losses."""
     if library != "plain":
         pytest.importorskip({"fabric": "lightning_fabric"}.get(library, library))
-    recipe = "benchmarks/recipe.py", library
+    of_stage_04 = losses_of("04_ddp_torchrun/train.py", "--device=cpu")
     for flags in ([], ["--data=ours"]):
-        assert (losses_of(*recipe, *flags) - of_stage_04).abs().max() < 1e-5
-    for flag in ["--seed=8", "--lr=0.11"] if library == "plain" else []:
-        others = losses_of(*recipe, "--data=ours", flag)
-        assert (others - of_stage_04).abs().max() > 1e-4, "the control"
+        found = losses_of("benchmarks/recipe.py", library, *flags)
+        assert (found - of_stage_04).abs().max() < 1e-5
+    others = losses_of("benchmarks/recipe.py", "plain", "--seed=8")
+    assert (others - of_stage_04).abs().max() > 1e-4, "the control"

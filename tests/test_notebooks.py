@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import re
 
 import pytest
 from nbclient.exceptions import CellExecutionError
@@ -21,6 +22,8 @@ def pictures_of(cell):
 def test_a_notebook_runs_again_and_shows_the_same(path):
     """Its fresh measurements differ, each in a cell with that tag; all else is the same."""
     notebook = read(path)
+    for cell in notebook.cells:  # its measurements are short here
+        cell.source = re.sub(r"rounds=\d", "rounds=1", cell.source)
     made, used, said = run(notebook)
     for before, after in zip(notebook.cells, made.cells, strict=True):
         assert not errors_of(after), after.source
