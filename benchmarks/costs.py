@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from common.record import Recorder
 
 from plots import BLUE, GREY, Figure, ratio_bars
-from stages import program
+from stages import over, program
 from step import build, ddp, make_step, sgd, start, train_step
 from timing import ROOT, SAME, Effort, Results, chapter, compare, now, slowest_rank, summarize
 
@@ -114,10 +114,10 @@ def measure_data_parallel(effort: Effort) -> Results:
 
 
 COMPUTE = "compute only"
-DDP: dict[str, dict[str, Any]] = {"DDP": {}, "DDP, once more": {}}
-DDP["DDP, gradients as views"] = {"gradient_as_bucket_view": True}
-DDP["DDP, static graph"] = {"static_graph": True}
-MODELS = {"net": (31, 15), "mlp": (25, 4), "resnet18": (15, 1)}  # rounds, and steps of a round
+DDP: dict[str, Callable] = {"DDP": ddp, "DDP, static graph": partial(ddp, static_graph=True)}
+DDP["DDP, gradients as views"] = partial(ddp, gradient_as_bucket_view=True)
+SYNCED = "DDP, SyncBN"
+MODELS = {"net": (31, 15), "net-bn": (25, 5), "mlp": (25, 4), "resnet18": (15, 1)}  # rounds, steps
 SIZES = [2**power for power in range(16, 27)]  # bytes, 64 KiB to 64 MiB
 
 
@@ -127,8 +127,12 @@ def time_reducers(name: str, effort: Effort) -> Results:
     for reducer, make in REDUCERS.items():
         if not (batch.is_cuda and reducer == "shared-memory"):
             variants[reducer] = make_step(model, batch, reducer=make)
-    for how, options in DDP.items():
-        variants[how] = make_step(model, batch, wrap=partial(ddp, **options))
+    synced = {SYNCED: lambda model: ddp(convert(model))} if name in ("net-bn", "resnet18") else {}
+    for how, wrap in (DDP | synced).items():
+        variants[how] = make_step(model, batch, wrap)
+        if how in ("DDP", SYNCED) and not batch.is_cuda:
+            inside = over("shm")  # SyncBatchNorm too has to find it, in each step
+            variants[f"{how}, over shm"] = inside(inside(make_step)(model, batch, wrap))
     parameters = sum(p.numel() for p in model.parameters())
     found = compare(variants, min(rounds, effort.rounds), 1 if effort.quick else steps)
     return {"parameters": parameters, "local_batch": len(batch), **found}
@@ -155,10 +159,11 @@ measure_reducers = partial(on_ranks, reducers)
 
 
 def draw_reducers(results: Results) -> Figure:
-    figure, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    figure, axes = plt.subplots(3, 2, figsize=(11, 12), layout="constrained")
+    axes.flat[-2].remove()
     for axis, (name, found) in zip(axes.flat, results["models"].items(), strict=False):
         rows = {v: row for v, row in found["variants"].items() if v not in (COMPUTE, SAME)}
-        ratio_bars(axis, rows, [(BLUE if v in REDUCERS else GREY, "") for v in rows])
+        ratio_bars(axis, rows, [(BLUE if v in REDUCERS or "shm" in v else GREY, "") for v in rows])
         axis.set(title=f"{name}, {found['parameters']:,} parameters")
         axis.set(xlabel="time of a step / time of computing only")
     axis, sizes = axes.flat[-1], [row["bytes"] / 2**20 for row in results["ring"]]

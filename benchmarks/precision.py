@@ -8,7 +8,7 @@ import copy
 import os
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -245,7 +245,7 @@ def measure_precision(effort: Effort) -> Results:
         torch.set_num_threads(cores)
     variants, skipped = choose(PRECISIONS, effort.device, quick or (few and not gpu))
     eager = {name: variant for name, variant in variants.items() if not variant.compiled}
-    accuracy, models, without_units = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    accuracy, models = dict[str, Any](), dict[str, Any]()
     for name, variant in variants.items():
         each = [learn(variant, s, device, 2 if quick else None) for s in range(1 if few else 3)]
         accuracy[name] = {"test_accuracies": each, "median": median(each)}
@@ -257,14 +257,7 @@ def measure_precision(effort: Effort) -> Results:
             where: Any = {"backend": "nccl" if gpu else "gloo", "device": effort.device}
             first, *_ = start(ranks, time_model, name, eager, samples, effort, quiet=True, **where)
             models[name][f"{ranks} ranks"] = first
-    one = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    n = 2 if quick else 16
-    batch = torch.randn(n, 64, 56, 56).to(device), torch.arange(n).to(device)
-    for name in DTYPES.keys() & skipped.keys():  # imitated, of one convolution: the ratio to fp32
-        both = {each: PRECISIONS[each] for each in ("fp32", name)}
-        with suppress(RuntimeError):  # this device does not compute in this format
-            without_units[name] = time_variants(both, one, batch, min(5, effort.rounds))[name]
-    about = {"image_size": 32 if quick else 224, "skipped": skipped, "without_units": without_units}
+    about = {"image_size": 32 if quick else 224, "skipped": skipped}
     return {**about, "models": models, "accuracy": accuracy}
 
 

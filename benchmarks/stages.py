@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import islice
 from types import ModuleType
 from typing import Any
@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.optim import SGD
 
+import shm  # noqa: F401
 from common.options import cut_batch
 from common.record import Recorder
 
@@ -41,6 +42,7 @@ class Variant:
     flags: tuple[str, ...] = ()  # as a reader would type them
     threads: int = 1
     reducer: str = ""  # of stage 03, in place of its own average_gradients
+    backend: str = ""
 
     @property
     def alone(self) -> bool:  # one process does everything
@@ -52,12 +54,13 @@ def choose(device: str, cores: int) -> tuple[dict[str, Variant], dict[str, str]]
     found = {BASE: Variant("01"), "01, all cores": Variant("01", threads=cores)}  # 2 ranks' rival
     found |= {"02 DataParallel": Variant("02"), "03 as in train.py": Variant("03")}
     found |= {f"03, {name}": Variant("03", reducer=name) for name in REDUCERS}
-    found |= {"04 DDP": Variant("04"), "05 DDP, SyncBN": Variant("05")}
+    found |= {"04 DDP": Variant("04"), "04 over shm": Variant("04", backend="shm")}
+    found |= {"05 DDP, SyncBN": Variant("05"), "05 over shm": Variant("05", backend="shm")}
     found["05, no SyncBN"] = Variant("05", ("--no-sync-bn",))
     found["05, bf16"] = Variant("05", ("--amp", "bf16"))
     skipped = {"01, all cores": "there is one core"} if cores == 1 else {}
     if device == "cuda":
-        skipped["03, shared-memory"] = "its gradients must lie in main memory"
+        skipped |= dict.fromkeys(("03, shared-memory", "04 over shm", "05 over shm"), "CPU only")
         skipped["01, all cores"] = "the threads of the CPU do not compute"
     return {name: variant for name, variant in found.items() if name not in skipped}, skipped
 
@@ -68,19 +71,18 @@ def program(stage: str) -> ModuleType:
     return chapter(stage, "train")
 
 
-nccl: Any = cache(partial(dist.new_group, backend="nccl"))  # every rank must call it
+group: Any = cache(lambda backend: dist.new_group(backend=backend))  # every rank must call it
 
 
 @contextmanager
-def joined(stage: str, device: str) -> Iterator[None]:
-    """In the process group that the stage's train.py would make: nccl, if every rank has a GPU."""
-    gloo = dist.group.WORLD
-    if device == "cuda" and stage >= "04" and torch.cuda.device_count() >= dist.get_world_size():
-        dist.group.WORLD = nccl()
+def over(backend: str) -> Iterator[None]:
+    """In a process group of this backend; without one, in the ranks' own."""
+    own = dist.group.WORLD
+    dist.group.WORLD = group(backend) if backend else own
     try:
         yield
     finally:
-        dist.group.WORLD = gloo
+        dist.group.WORLD = own
 
 
 def set_up(module: ModuleType, rank: int, size: int, flags: Iterable[str]) -> tuple[dict, tuple]:
@@ -116,12 +118,14 @@ class Training:
     """A variant as its stage's own main sets it up, on every rank; call it to train an epoch."""
 
     def __init__(self, variant: Variant, model: str, batch: int, device: str = "cpu") -> None:
-        self.variant, self.program, self.device = variant, program(variant.stage), device
+        self.variant, self.program = variant, program(variant.stage)
         rank, size = (0, 1) if variant.alone else (dist.get_rank(), dist.get_world_size())
         flags = [f"--model={model}", f"--batch-size={batch}", f"--data-dir={ROOT / 'data'}"]
         if part := {"02": "replicas", "03": "world-size"}.get(variant.stage):
             flags.append(f"--{part}={dist.get_world_size()}")
-        with joined(variant.stage, device):
+        nccl = device == "cuda" and variant.stage >= "04" and torch.cuda.device_count() >= size
+        self.backend = "nccl" if nccl else variant.backend  # nccl as train.py takes it
+        with over(self.backend):
             flags += [f"--device={device}", *variant.flags]
             made, arguments = set_up(self.program, rank, size, flags)
         self.model, self.loader, self.recorder = made["model"], made["loader"], made["recorder"]
@@ -144,7 +148,7 @@ class Training:
         batches = self.recorder.timed(islice(self.loader, steps), len(self.loader))
         torch.set_num_threads(self.variant.threads)
         replaced = mock.patch.dict(vars(self.program), self.replaced)
-        with replaced, joined(self.variant.stage, self.device):
+        with replaced, over(self.backend):
             self.program.train_epoch(self.parallel, batches, *self.more)
         torch.set_num_threads(1)
 

@@ -39,8 +39,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def put_back(tensor: Tensor, values: Tensor) -> None:
-    """Into a tensor that `flat` had to copy."""
-    if not tensor.is_contiguous():
+    if not tensor.is_contiguous():  # `flat` had to copy it
         tensor.copy_(values.view_as(tensor))
 
 
@@ -106,10 +105,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return done(outputs)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any) -> dist.Work:
-        for output, parts in zip(outputs, inputs, strict=True):
-            whole = torch.stack(parts)  # (ranks, ...)
-            self.allreduce([whole], options)
-            output.copy_(whole[self.rank()])
+        whole = torch.stack(inputs[0])  # (ranks, ...)
+        self.allreduce([whole], options)
+        outputs[0].copy_(whole[self.rank()])
         return done(outputs)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, options: Any) -> dist.Work:
@@ -126,15 +124,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
             output.copy_(rows[self.rank(), : output.numel()].view_as(output))
         return done(outputs)
 
-    def all_to_all_single(
-        self, output: Tensor, tensor: Tensor, out_sizes: list[int], sizes: list[int], _: Any
-    ) -> dist.Work:
-        outputs = output.split(out_sizes or len(output) // self.size())
-        return self.alltoall(list(outputs), list(tensor.split(sizes or len(tensor) // self.size())))
+    def all_to_all_single(self, out: Tensor, x: Tensor, outs: list, ins: list, _: Any) -> dist.Work:
+        outputs = out.split(outs or len(out) // self.size())  # outs, ins: sizes
+        return self.alltoall(list(outputs), list(x.split(ins or len(x) // self.size())))
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        self.exchange.all_reduce(torch.zeros(0), Op.SUM)
-        return done([])
+        return self.allreduce([torch.zeros(0)], dist.AllreduceOptions())
 
     def send(self, tensors: Tensors, rank: int, tag: int) -> Message:
         return self.messages.start(flat(tensors[0]).view(torch.uint8), self.rank(), rank)

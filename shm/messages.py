@@ -16,9 +16,7 @@ from shm.segment import LINE, Segment
 BOX = 2**16  # bytes
 
 
-class Message(dist.Work):
-    """What isend and irecv return."""
-
+class Message(dist.Work):  # what isend and irecv return
     def __init__(self, messages: "Messages", rank: int) -> None:
         super().__init__()
         self.messages, self.rank, self.done = messages, rank, False

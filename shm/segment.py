@@ -97,11 +97,10 @@ class Segment:
 
     def wait(self, rank: int, ready: Callable[[], bool]) -> None:
         """Wait until that rank has made it so."""
-        looks, deadline = 0, 0.0
+        looks, deadline = 0, time.monotonic() + self.limit.total_seconds()
         while not ready():
             looks += 1
             if looks % SPINS == 0:
-                deadline = deadline or time.monotonic() + self.limit.total_seconds()
                 if not self.lives(rank) and not ready():
                     self.fail(f"rank {rank} has ended while rank {self.rank} waits for it")
                 if time.monotonic() > deadline:

@@ -2,15 +2,14 @@
 
     python tests/notebooks.py 01 04
 
-`make notebooks` executes all of them in place. Each then keeps the digest of every file of the
-repository that it read, imported or started; a test compares. In a test a notebook runs again: it
-may not fail, its texts must be the same (but for cells with the tag `measured`), and the exercise
-must take the right answer and refuse a wrong one. Both stand in the metadata of its cell.
+`make notebooks` executes all of them in place, and each keeps the digest of what pictures are made
+of: the committed results and the benchmarks. In a test a notebook runs again: it may not fail, its
+texts must be the same (but for cells with the tag `measured`), and the exercise must take the right
+answer and refuse a wrong one. Both stand in the metadata of its cell.
 """
 
 import copy
 import hashlib
-import json
 import os
 import sys
 from pathlib import Path
@@ -26,56 +25,30 @@ ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("0*.ipynb"))
 SECONDS = 120  # more than any cell takes
 STAMP = "made_of"
-
-# Run in the kernel before the first cell: what is opened and started from now on. Modules, whose
-# .pyc may be read in place of the .py, are asked for at the end.
-WATCH = """
-import sys
-_used = set()
-def _watch(event, args, _used=_used):  # while a kernel ends, its names are gone before this
-    if event == "open":
-        _used.add(str(args[0]))
-    elif event == "subprocess.Popen":
-        _used.update(map(str, args[1]))
-sys.addaudithook(_watch)
-"""
-TELL = """
-import json, sys
-_modules = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-print(json.dumps(sorted({*_used, *filter(None, _modules)})))
-"""
+MACHINES = ("amd-epyc-2-cores.json",)  # whose `make bench` is committed
 
 
 def read(path: Path) -> NotebookNode:
     return nbformat.read(path, as_version=4)
 
 
-def run(notebook: NotebookNode) -> tuple[NotebookNode, dict[str, str], dict[str, str]]:
-    """A copy with fresh outputs, digests of what it used, what the check says to each answer."""
+def run(notebook: NotebookNode) -> tuple[NotebookNode, dict[str, str]]:
+    """A copy with fresh outputs, and what the check says to each answer."""
     made = copy.deepcopy(notebook)
     asked = next(cell for cell in made.cells if "exercise" in tags(cell))
     checks = next(cell for cell in made.cells if "check" in tags(cell))
-    own = len(made.cells)
-    made.cells.insert(0, new_code_cell(WATCH))
-    made.cells.append(new_code_cell(TELL))
     for kind in ("right", "wrong"):
         answer = asked.source.replace("None", f"({asked.metadata[kind]})", 1)
         made.cells.append(new_code_cell(f"{answer}\n{checks.source}"))
-    with patch.dict(os.environ, ONLY_RESULTS=",".join(results_of(notebook))):
+    results = [path.name for path in made_of() if path.suffix == ".json"]  # not a reader's own
+    with patch.dict(os.environ, ONLY_RESULTS=",".join(results)):
         folder = {"metadata": {"path": str(ROOT / "notebooks")}}
         client = NotebookClient(made, timeout=SECONDS, kernel_name="python3", resources=folder)
         client.execute()
-    *_, used, right, wrong = made.cells
-    made.cells = made.cells[1 : own + 1]
+    *made.cells, right, wrong = made.cells
     for cell in made.cells:  # not when each cell ran, nor what an editor has left there
         cell.metadata = {k: v for k, v in cell.metadata.items() if k in ("tags", "right", "wrong")}
-    for number, cell in enumerate((c for c in made.cells if c.cell_type == "code"), 1):
-        cell.execution_count = number
-        for output in cell.outputs:
-            if "execution_count" in output:
-                output.execution_count = number
-    said = {"right": text_of(right), "wrong": text_of(wrong)}
-    return made, digests([*json.loads(text_of(used)), *PROGRAMS]), said
+    return made, {"right": text_of(right), "wrong": text_of(wrong)}
 
 
 def tags(cell: NotebookNode) -> list[str]:
@@ -97,46 +70,25 @@ def errors_of(cell: NotebookNode) -> str:
     return "".join(o.text for o in cell.get("outputs", []) if o.get("name") == "stderr")
 
 
-def digests(paths: list[str]) -> dict[str, str]:
-    """Of each of them that is a program or a result of this repository."""
-    found = {}
-    for path in {(ROOT / path).resolve() for path in paths}:
-        inside = path.is_relative_to(ROOT) and path.suffix in (".py", ".json") and path.exists()
-        if inside and path.relative_to(ROOT).parts[0] in KEPT:
-            found[str(path.relative_to(ROOT))] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-    return dict(sorted(found.items()))
+def made_of() -> list[Path]:
+    """The results that are committed, and the programs that draw them."""
+    found = (ROOT / "results").glob("*.json")
+    results = [path for path in found if "-" not in path.name or path.name in MACHINES]
+    return sorted([*results, *(ROOT / "benchmarks").glob("*.py")])
 
 
-PROGRAMS = [str(path) for path in ROOT.glob("0?_*/train.py")]  # ranks read them unwatched
-KEPT = {"common", "benchmarks", "results", "tests", "notebooks", "tour.py"} | {
-    path.name for path in ROOT.glob("0?_*")
-}
-
-
-def results_of(notebook: NotebookNode) -> list[str]:
-    """The files under results/ that it was made of; none before its first run."""
-    made_of = notebook.metadata.get(STAMP, {})
-    return [Path(name).name for name in made_of if name.startswith("results/")]
-
-
-def stale(notebook: NotebookNode) -> list[str]:
-    """What it was made of and has changed since."""
-    made_of: dict[str, str] = notebook.metadata.get(STAMP, {})
-    now = digests(list(made_of))
-    changed = [name for name, digest in made_of.items() if now.get(name) != digest]
-    return changed if made_of else ["it was never stamped"]
+def stamp() -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in made_of())).hexdigest()[:12]
 
 
 def execute_in_place(path: Path) -> None:
-    notebook = read(path)
-    notebook.metadata.pop(STAMP, None)  # all results count
-    made, used, said = run(notebook)
+    made, said = run(read(path))
     plain: dict[str, Any] = {"display_name": "Python 3", "language": "python", "name": "python3"}
     made.metadata = nbformat.from_dict(
-        {"kernelspec": plain, "language_info": {"name": "python"}, STAMP: used}
+        {"kernelspec": plain, "language_info": {"name": "python"}, STAMP: stamp()}
     )
     nbformat.write(made, path)
-    print(f"{path.name}: {len(used)} files used; right: {said['right']} wrong: {said['wrong']}")
+    print(f"{path.name}: right: {said['right']} wrong: {said['wrong']}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import os
 import pickle
 import runpy
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -42,12 +41,6 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["torch", "torchvision", "common.record", "common.data"])
 
 
-def places_of(line: str, key: str, file: str) -> list[int]:
-    """Where a line of code stands in a file of a stage; its indent and its comment do not count."""
-    lines = (FOLDERS[key] / file).read_text().splitlines()
-    return [i for i, each in enumerate(lines) if each.split("  #")[0].strip() == line]
-
-
 def changed_source(key: str, file: str, changes: Sequence[Line]) -> str:
     """The text of a file of a stage, with lines left out or texts replaced."""
     source = (FOLDERS[key] / file).read_text()
@@ -58,7 +51,8 @@ def changed_source(key: str, file: str, changes: Sequence[Line]) -> str:
             assert source.count(old) == 1, f"{FOLDERS[key].name}/{file} has not, once: {old}"
             source = source.replace(old, new[0])
             continue
-        lines, places = source.splitlines(), places_of(old, key, file)
+        lines = source.splitlines()  # without their indent and their comment:
+        places = [i for i, line in enumerate(lines) if line.split("  #")[0].strip() == old]
         assert places, f"{FOLDERS[key].name}/{file} has no line {old!r}"
         for place in places:
             lines[place] = lines[place].replace(old, "pass")
@@ -269,7 +263,7 @@ def _scratch() -> str:
     return folder
 
 
-def _forked(start: Callable) -> Callable:
+def forked(start: Callable) -> Callable:
     return lambda *args, **more: start(*args, **{**more, "start_method": "fork"})
 
 
@@ -285,9 +279,8 @@ def _command(
     sys.argv = [script, *flags]
     sys.path[0:0] = [str(Path(script).parent)]
     if forks:  # ranks that the script starts need not import torch again
-        starts = sys.modules["torch.multiprocessing.spawn"].start_processes
-        both = {"spawn": _forked(starts), "start_processes": _forked(starts)}
-        patch.multiple(torch.multiprocessing, **both).start()
+        start = forked(torch.multiprocessing.start_processes)
+        patch.multiple(torch.multiprocessing, spawn=start, start_processes=start).start()
     try:
         runpy.run_path(script, run_name="__main__")
         code = 0
@@ -344,16 +337,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def torchrun(ranks: int, script: str, *flags: str) -> subprocess.CompletedProcess:
-    """The real thing, seconds long: for the few tests that are about it."""
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return subprocess.run(
-        [sys.executable, *launch, script, *flags],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=2 * SECONDS,
-    )

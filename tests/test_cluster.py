@@ -1,11 +1,9 @@
 """The scripts under 04_ddp_torchrun/launch, run: by a real torchrun and a real SLURM, on two nodes.
 
-SLURM is started here, with files, sockets and ports of its own. The two nodes are network
-namespaces of this machine. What a machine cannot do is skipped, with the reason.
-Where jobs are stopped or restarted, the scripts start survive/train.py.
+Both are started here; the nodes are network namespaces of this machine. What a machine cannot do
+is skipped, with the reason. Where jobs are stopped or restarted, they are survive/train.py.
 """
 
-import json
 import os
 import re
 import shutil
@@ -21,7 +19,6 @@ import pytest
 import torch
 from support import ROOT, Run, free_port, load_stage, train_once
 from test_stages import same_run
-from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, parse_args
 
 LAUNCH = ROOT / "04_ddp_torchrun" / "launch"
@@ -42,7 +39,6 @@ def begin(*command: object, where: Path = ROOT, **env: object) -> subprocess.Pop
 
 
 def end(process: subprocess.Popen) -> tuple[int, str]:
-    """Its status and all that it has printed."""
     try:
         output, _ = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
@@ -55,8 +51,8 @@ def run(*command: object, **more: Any) -> tuple[int, str]:
     return end(begin(*command, **more))
 
 
-def until(happened: Callable[[], Any], seconds: float = SECONDS) -> None:
-    deadline = time.monotonic() + seconds
+def until(happened: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + SECONDS
     while not happened():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.05)
@@ -68,7 +64,6 @@ def is_the_run_of(ranks: int, folder: Path, key: str, *flags: str) -> bool:
 
 
 def processes_with(text: object) -> list[int]:
-    """Those with this text in their command line."""
     found = subprocess.run(["pgrep", "-f", re.escape(str(text))], capture_output=True, text=True)
     return [int(pid) for pid in found.stdout.split()]
 
@@ -124,23 +119,13 @@ def test_a_script_refuses_in_one_line_what_it_cannot_do(script, env, told, tmp_p
     assert output.startswith(f"error: {told}")
 
 
-def test_one_node_trains_as_the_ranks_of_the_suite(tmp_path):
-    script = LAUNCH / "one_node.sh"
-    status, output = run("bash", script, *SHORT, "--run-dir", tmp_path, where=tmp_path)
-    assert status == 0, output
-    assert "global batch 60 = 2 × 30" in output
-    assert output.count("epoch 1/1") == 1, "only rank 0 prints"
-    assert is_the_run_of(2, tmp_path, "04", *SHORT)
-
-
 RUN = """
 import runpy
 sys.argv[0] = "survive/train.py"
 sys.path.insert(0, "survive")
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-DIES_ONCE = (
-    """
+DIES_ONCE = f"""
 import os, pathlib, signal, sys, threading, time
 checkpoint = pathlib.Path(sys.argv[-1], "checkpoint.pt")
 def die():
@@ -149,13 +134,10 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
     threading.Thread(target=die, daemon=True).start()
-"""
-    + RUN
-)
+{RUN}"""
 
 
 def test_elastic_heals_a_run_whose_rank_is_killed(tmp_path):
-    """Rank 1 dies after the first checkpoint; the run ends as if it had not."""
     flags = ("--epochs=3", *MODEL)
     script, healed, given_up = tmp_path / "dies_once.py", tmp_path / "healed", tmp_path / "control"
     script.write_text(DIES_ONCE)
@@ -166,7 +148,6 @@ def test_elastic_heals_a_run_whose_rank_is_killed(tmp_path):
     control, _ = run(*command, given_up, SCRIPT=script, MAX_RESTARTS=0)
     status, output = end(process)
     assert (status, control) == (0, 1), output
-    assert "rank 1 did not arrive" in output
     assert is_the_run_of(2, healed, "survive", *flags)
 
 
@@ -174,33 +155,24 @@ ENDS_AT_SIGTERM = """
 import os, pathlib, signal, sys, time
 folder, rank = pathlib.Path(sys.argv[-1]), os.environ["RANK"]
 def stop(*_):
-    time.sleep(float(os.environ.get("TAKES", 0)))
     (folder / f"checkpoint.{rank}.of.{os.environ['WORLD_SIZE']}").touch()
     sys.exit(0)
 signal.signal(signal.SIGTERM, stop)
 (folder / f"ready.{rank}").touch()
 time.sleep(100)
 """
-LIMIT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
-def test_a_script_hands_sigterm_to_the_ranks_and_ends_with_their_status(tmp_path, monkeypatch):
+def test_a_script_hands_sigterm_to_the_ranks_and_ends_with_their_status(tmp_path):
     """The control is torchrun alone: its ranks do the same, but it ends with status 1.
 
-    And it kills them after 30 s, or the time that slurm.sbatch and kubernetes.yaml set: here, 1 s.
     two_nodes.sh runs twice, on loopback: the way without root and without namespaces.
     """
-    if not shutil.which("pkill"):
-        pytest.skip("needs pkill: apt-get install -y procps")
     script, started = tmp_path / "ends.py", {}
     script.write_text(ENDS_AT_SIGTERM)
     node = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "NPROC_PER_NODE": 1}
-    calls = {"one_node.sh": [{}], "elastic.sh": [{}], "torchrun": [{"TAKES": 3, LIMIT: 80}]}
+    calls = {"one_node.sh": [{}], "elastic.sh": [{}], "torchrun": [{}]}
     calls["two_nodes.sh"] = [node | {"NODE_RANK": rank} for rank in range(2)]
-    monkeypatch.delenv(LIMIT, raising=False)
-    default = getattr(LaunchConfig(1, 1, 1), "shutdown_timeout", None)  # torch 2.11 has only 30 s
-    assert default in (None, 30)
-    calls |= {"torchrun with a limit": [{"TAKES": 3, LIMIT: 1}]} if default else {}
     for name, envs in calls.items():
         (tmp_path / name).mkdir()
         alone = ("torchrun", "--standalone", "--nproc-per-node=2", script)
@@ -214,63 +186,35 @@ def test_a_script_hands_sigterm_to_the_ranks_and_ends_with_their_status(tmp_path
         statuses = {end(process)[0] for process in processes}
         assert statuses == {0 if name.endswith(".sh") else 1}, name
         saved = sorted(path.name for path in (tmp_path / name).glob("checkpoint.*"))
-        both = ["checkpoint.0.of.2", "checkpoint.1.of.2"]
-        assert saved == ([] if "limit" in name else both), name
+        assert saved == ["checkpoint.0.of.2", "checkpoint.1.of.2"], name
     assert not processes_with(script)
 
 
-def test_the_time_for_the_last_checkpoint_fits_what_the_cluster_gives():
-    """Longer than torchrun's own 30 s, and shorter than the time until the cluster's SIGKILL."""
-    cluster = r"(?:#SBATCH --signal=TERM@|terminationGracePeriodSeconds: )(\d+)"
-    for file in ("slurm.sbatch", "kubernetes.yaml"):
-        text = (LAUNCH / file).read_text()
-        [ours] = re.findall(rf'{LIMIT}(?:="\$\{{{LIMIT}:-| #.*\n *value: ")(\d+)', text)
-        [theirs] = re.findall(cluster, text)
-        assert 30 < int(ours) < int(theirs), file
-
-
 def test_torchrun_and_train_accept_the_command_of_the_pytorchjob(monkeypatch):
-    """It has no field that the operator would refuse or overlook.
-
-    By the reference of its kubeflow.org/v1 API, and its pull request 1840 for the PET_ variables.
-    """
+    """What the operator tells the worker: pull request 1840 of Kubeflow's training operator."""
     yaml = pytest.importorskip("yaml", reason="needs PyYAML: pip install -r requirements.txt")
     job = yaml.safe_load((LAUNCH / "kubernetes.yaml").read_text())
     spec, replicas = job["spec"], job["spec"]["pytorchReplicaSpecs"]
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    assert spec.keys() == {"nprocPerNode", "runPolicy", "pytorchReplicaSpecs"}
-    assert spec["runPolicy"].keys() == {"backoffLimit", "cleanPodPolicy"}
     assert {name: each["replicas"] for name, each in replicas.items()} == {"Master": 1, "Worker": 1}
-    for replica in replicas.values():
-        assert replica.keys() == {"replicas", "template", "restartPolicy"}
-        assert replica["restartPolicy"] in ("Always", "OnFailure", "Never", "ExitCode")
-        pod = replica["template"]["spec"]
-        assert pod.keys() == {"terminationGracePeriodSeconds", "containers", "volumes"}
-        [container] = pod["containers"]
-        fields = "name image command args env resources volumeMounts"
-        assert container.keys() == set(fields.split())
-        assert container["name"] == "pytorch"
-        mounts = [each["name"] for each in container["volumeMounts"]]
-        assert mounts == [each["name"] for each in pod["volumes"]]
+    pod = replicas["Worker"]["template"]["spec"]
+    assert replicas["Master"]["template"]["spec"] == pod
+    [container] = pod["containers"]
+    limit = int(container["env"][1]["value"])  # torchrun's own is 30 s; then comes SIGKILL
+    assert 30 < limit < pod["terminationGracePeriodSeconds"]
     program, *arguments = container["command"] + container["args"]
-    assert program == "torchrun"
-    # What the operator gives the worker; it takes texts only.
-    monkeypatch.setenv("PET_NNODES", "2")
-    monkeypatch.setenv("PET_NPROC_PER_NODE", spec["nprocPerNode"])
-    monkeypatch.setenv("PET_NODE_RANK", "1")
-    monkeypatch.setenv("PET_MASTER_ADDR", f"{job['metadata']['name']}-master-0")
-    monkeypatch.setenv("PET_MASTER_PORT", "23456")
+    assert (container["name"], program) == ("pytorch", "torchrun")
+    given = {"NNODES": "2", "NPROC_PER_NODE": spec["nprocPerNode"], "NODE_RANK": "1"}
+    given |= {"MASTER_ADDR": f"{job['metadata']['name']}-master-0", "MASTER_PORT": "23456"}
+    for name, value in given.items():  # what the operator gives the worker; it takes texts only
+        monkeypatch.setenv(f"PET_{name}", value)
     args = parse_args(arguments)
     config, _, _ = config_from_args(args)
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 2, 2)
     assert (config.rdzv_endpoint, config.rdzv_configs["rank"]) == ("survive-master-0:23456", 1)
     assert args.training_script == "survive/train.py"
-    stage = load_stage("survive")
     monkeypatch.setattr(sys, "argv", ["train.py", *args.training_script_args])
-    assert stage.parse_args().resume == "auto"
-    monkeypatch.setattr(sys, "argv", ["train.py", "--data_dir=/shared/data"])  # the control
-    with pytest.raises(SystemExit):
-        stage.parse_args()
+    assert load_stage("survive").parse_args().resume == "auto"
 
 
 # --- Two nodes: two network namespaces of this machine
@@ -278,13 +222,9 @@ def test_torchrun_and_train_accept_the_command_of_the_pytorchjob(monkeypatch):
 
 @pytest.fixture(scope="module")
 def namespaces() -> None:
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces need root (and apt-get install -y iproute2)")
-    if missing := [program for program in ("ip", "tc") if not shutil.which(program)]:
-        pytest.skip(f"needs {missing[0]}: apt-get install -y iproute2")
-    status, output = run(*TWO_NODES, "true")
+    status, output = run(*TWO_NODES, "true", RATE="1gbit")
     if status:
-        pytest.skip(f"this machine allows no network namespaces: {output.strip()}")
+        pytest.skip(f"needs root and apt-get install -y iproute2: {output.strip()}")
 
 
 def of(process: subprocess.Popen) -> set[str]:
@@ -295,11 +235,9 @@ def of(process: subprocess.Popen) -> set[str]:
 def test_two_nodes_here_trains_across_the_cable(namespaces, tmp_path):
     """The losses are those of two ranks, and all gradients have crossed the cable."""
     cable = 'echo "$(cat /sys/class/net/link0/statistics/tx_bytes) bytes from node $NODE_RANK"'
-    shaped = "tc qdisc show dev link0 | head -n 1"
     train = f'bash 04_ddp_torchrun/launch/two_nodes.sh {" ".join(SHORT)} --run-dir "{tmp_path}"'
-    env = {"RATE": "1gbit", "SCRIPT": "05_amp_syncbn/train.py"}
-    process = begin(*TWO_NODES, "bash", "-c", f"{train}; {cable}; {shaped}", **env)
-    status, output = end(process)
+    command = (*TWO_NODES, "bash", "-c", f"{train}; {cable}")
+    status, output = run(*command, SCRIPT="05_amp_syncbn/train.py")
     assert status == 0, output
     assert output.count("epoch 1/1") == 1, "only rank 0 prints"
     assert is_the_run_of(2, tmp_path, "05", *SHORT)
@@ -309,19 +247,13 @@ def test_two_nodes_here_trains_across_the_cable(namespaces, tmp_path):
     for node in range(2):
         (sent,) = re.findall(rf"(\d+) bytes from node {node}", output)
         assert int(sent) > here.summary["steps"] * gradients
-    assert output.count("tbf") == output.count("rate 1Gbit") == 2
-    assert not of(process)
 
 
 def test_two_nodes_here_removes_all_it_made_and_does_not_meet_another_run(namespaces, tmp_path):
-    """Whatever ends it; what ran inside is gone too, even if it does not listen to SIGTERM.
-
-    Each run has a cable of its own, with the same addresses on it.
-    """
+    """Whatever ends it; what ran inside is gone too, even if it does not listen to SIGTERM."""
     stay = 'trap "" TERM; touch "$0/$NODE_RANK"; exec -a "$0" sleep 300'
     fail = 'until [ -e "$0/0" ]; do sleep 0.1; done; exit 3'
-    which = f'if [ "$1 $NODE_RANK" = "error 1" ]; then {fail}; fi'
-    script = f"ip -o -4 address show dev link0; {which}; {stay}"
+    script = f'if [ "$1 $NODE_RANK" = "error 1" ]; then {fail}; fi; {stay}'
     expected = {"error": 3, "SIGINT": 130, "SIGTERM": 143, "refused": 1}
     started, signals = {}, ("SIGINT", "SIGTERM")
     for how in expected:
@@ -335,18 +267,7 @@ def test_two_nodes_here_removes_all_it_made_and_does_not_meet_another_run(namesp
             process.send_signal(signal.Signals[how])
         status, output = end(process)
         assert (status, of(process)) == (expected[how], set()), output
-        addresses = [] if how == "refused" else ["10.77.0.1", "10.77.0.2"]
-        assert sorted(re.findall(r"inet (10\.77\.0\.\d)", output)) == addresses
     assert not processes_with(tmp_path)
-
-
-def test_hooks_and_no_sync_send_as_much_less_as_they_promise():
-    """By the counters of the cable; resnet18 has 11.2 million parameters. Run in test_bench.py."""
-    sent = json.loads((ROOT / "results" / "04_links.json").read_text())["sent_bytes_a_step"]
-    parts = {"compute only": 0, "DDP": 1, "per parameter": 1, "DDP, 4 with no_sync": 1 / 4}
-    parts |= {"DDP, bf16 hook": 1 / 2, "DDP, PowerSGD hook": 1 / 250}
-    full = {name: part * 11_181_642 * 4 for name, part in parts.items()}
-    assert sent == pytest.approx(full, rel=0.05, abs=50_000)
 
 
 # --- SLURM
@@ -360,8 +281,6 @@ JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
-KillWait=20
-MailProg=/bin/true
 StateSaveLocation={0}/state
 SlurmdSpoolDir={0}/spool-%n
 SlurmctldPidFile={0}/slurmctld.pid
@@ -381,9 +300,8 @@ exec slurmd -D -N "node$NODE_RANK"
 @pytest.fixture(scope="module")
 def slurm(namespaces, tmp_path_factory) -> Iterator[tuple[Path, Callable]]:
     """A cluster of two nodes in two network namespaces: its folder, and commands for its node 0."""
-    needed = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "scancel")
-    if missing := [program for program in needed if not shutil.which(program)]:
-        pytest.skip(f"needs SLURM, here is no {missing[0]}: apt-get install -y slurm-wlm munge")
+    if not shutil.which("slurmctld"):
+        pytest.skip("needs SLURM: apt-get install -y slurm-wlm munge")
     folder = tmp_path_factory.mktemp("slurm")
     (folder / "state").mkdir()
     (folder / "key").touch(mode=0o600)
@@ -404,7 +322,7 @@ def slurm(namespaces, tmp_path_factory) -> Iterator[tuple[Path, Callable]]:
         return run(*inside, *command, **env)[1].strip()
 
     try:
-        until(lambda: ask("sinfo", "-h", "-o", "%T %D") == "idle 2", 30)
+        until(lambda: ask("sinfo", "-h", "-o", "%T %D") == "idle 2")
         yield folder, ask
     finally:
         ask("scancel", "--user=root")
@@ -422,15 +340,12 @@ def steps_of(folder: Path) -> int:
     return len(steps)
 
 
-ENDS_AFTER_A_RESTART = (
-    """
+ENDS_AFTER_A_RESTART = f"""
 import os, pathlib, sys
 if "SLURM_RESTART_COUNT" in os.environ:
     done = pathlib.Path(sys.argv[-1], "metrics.jsonl").read_text().count("step")
-    sys.argv.append(f"--max-steps={done + 10}")
-"""
-    + RUN
-)
+    sys.argv += ["--max-steps", str(done + 10)]
+{RUN}"""
 
 
 def test_slurm_runs_stops_and_restarts_both_job_scripts(slurm, tmp_path):
@@ -453,14 +368,13 @@ def test_slurm_runs_stops_and_restarts_both_job_scripts(slurm, tmp_path):
         until(lambda: f"JobState={state} " in ask("scontrol", "show", "job", jobs[name], "-o"))
         return (cluster / f"{jobs[name]}.out").read_text()
 
-    for name, order in {"slurm.sbatch": "scontrol requeue", "slurm_srun.sbatch": "scancel"}.items():
+    orders = {"slurm.sbatch": ("scontrol", "requeue"), "slurm_srun.sbatch": ("scancel",)}
+    for name, order in orders.items():
         until(lambda: steps_of(tmp_path / name))  # noqa: B023
-        ask(*order.split(), jobs[name])
-    output, folder = output_as("CANCELLED", name), tmp_path / name
-    assert output.count("global batch 120 = 4 × 30\n") == 1
-    assert output.count("stops after step") == 4
-    limit = f"--max-steps={steps_of(folder)}"
-    assert is_the_run_of(4, folder, "survive", *flags, limit), "its checkpoint is of its last step"
+        ask(*order, jobs[name])
+    assert output_as("CANCELLED", name).count("stops after step") == 4
+    limit = f"--max-steps={steps_of(tmp_path / name)}"
+    assert is_the_run_of(4, tmp_path / name, "survive", *flags, limit)
 
     name, folder = "slurm.sbatch", tmp_path / "slurm.sbatch"
     output_as("PENDING", name)

@@ -1,7 +1,4 @@
-"""What ranks say to each other: collectives.py and the table of matrix.py.
-
-The README shows what traps.py prints; test_readmes.py runs it and compares.
-"""
+"""What ranks say to each other: collectives.py and the table of matrix.py."""
 
 import importlib
 import multiprocessing.forkserver
@@ -12,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from functools import cache
 from io import StringIO
 from pathlib import Path
@@ -23,18 +20,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from support import ROOT, Line, chapter, context, load_stage, run_ranks, scratch_folder
+from support import ROOT, Line, chapter, context, forked, load_stage, run_ranks, scratch_folder
 
 GPUS = torch.cuda.device_count()
+LESSONS, matrix = chapter("03", "collectives").LESSONS, chapter("03", "matrix")
 # The chapters run in this process: with the forkserver of the tests, and what support.py preloads.
 multiprocessing.forkserver.set_forkserver_preload = lambda modules: None
 
 
 def on_ranks(ranks: int) -> Callable:
-    """The test runs on so many ranks, in one start with all such tests of its file: few seconds.
-
-    In its folder, which the ranks share. If one of these tests fails, the others fail with it.
-    """
+    """One start of ranks for all such tests of a file; if one of them fails, the others do, too."""
 
     def share(test: Callable[[int], None]) -> Callable[[], None]:
         def check() -> None:
@@ -72,8 +67,6 @@ def of_all_ranks(mine: Any) -> list:
 
 @contextmanager
 def in_time(seconds: int = 120):
-    """What waits for ranks that never come ends here."""
-
     def late(*_):
         raise TimeoutError(f"not done after {seconds} s")
 
@@ -93,41 +86,20 @@ def output_of(key: str, name: str, *flags: str) -> str:
     return output.getvalue()
 
 
-def lists(name: str, n: int) -> list[list[int]]:
-    """What each of n ranks should hold afterwards, by plain lists."""
-    ones = [10**rank for rank in range(n)]
-    rows = [[(place + 1) * one for place in range(n)] for one in ones]
-    total = sum(ones)
-    return {
-        "send_recv": [[1], [1], *([one] for one in ones[2:])] if n > 1 else [[]],
-        "isend_irecv": [[one] for one in ones[-1:] + ones[:-1]] if n > 1 else [[]],
-        "broadcast": [[1]] * n,
-        "reduce": [[total]],  # of rank 0; the others hold nothing that means anything
-        "all_reduce": [[total]] * n,
-        "gather": [ones] + [[]] * (n - 1),
-        "all_gather": [ones] * n,
-        "scatter": [[place + 1] for place in range(n)],
-        "reduce_scatter": [[(place + 1) * total] for place in range(n)],
-        "all_to_all": [[row[place] for row in rows] for place in range(n)],
-        "barrier": [[one] for one in ones],
-    }[name]
-
-
-def right(name: str, ranks: list[list[int]]) -> bool:
-    expected = lists(name, len(ranks))
-    return ranks[: len(expected)] == expected
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_collective_gives_what_plain_lists_give(world_size):
+    """In the matrix, too; there, a barrier is wrong if a rank leaves before all have come."""
     output = output_of("03", "collectives", f"--world-size={world_size}")
     rows = [re.split(r" {2,}", line.strip()) for line in output.splitlines()[2:]]
-    assert [row[0] for row in rows[::2]] == list(chapter("03", "collectives").LESSONS)
-    assert len(rows) == 2 * 11
-    for (name, *_), after in zip(rows[::2], rows[1::2], strict=True):
-        cells = [re.findall(r"\d+", cell) for cell in after[1:]]
-        assert right(name, [list(map(int, cell)) for cell in cells]), (name, after)
-        assert ("no other rank" in after) == (world_size == 1 and "send" in name)
+    assert [row[0] for row in rows[::2]] == list(LESSONS)
+    for (name, _, *before), (_, *after) in zip(rows[::2], rows[1::2], strict=True):
+        if world_size == 1:
+            assert after == (["no other rank"] if "send" in name else before), name
+            continue
+        held = [[list(map(int, re.findall(r"\d+", x))) for x in row] for row in (before, after)]
+        for left in (0.5, 3):
+            ranks = [(*both, came, left) for came, both in enumerate(zip(*held, strict=True))]
+            assert matrix.is_right(name, ranks) == (name != "barrier" or left == 3), (name, after)
 
 
 CALLS = ("send", "recv", "batch_isend_irecv", "broadcast", "reduce", "all_reduce", "gather")
@@ -137,30 +109,11 @@ CALLS += ("all_gather_into_tensor", "scatter", "reduce_scatter_tensor", "all_to_
 @on_ranks(3)
 def test_without_its_call_no_lesson_gives_that(rank):
     """The control."""
-    lessons = chapter("03", "collectives")
-    names = [name for name in lessons.LESSONS if name != "barrier"]
     with patch.multiple(dist, **dict.fromkeys(CALLS, lambda *args, **kwargs: [])):
-        after = [lessons.before_and_after(name)[1] for name in names]
-    pairs = zip(names, zip(*of_all_ranks(after), strict=True), strict=True)
-    assert [name for name, ranks in pairs if right(name, list(ranks))] == []
-
-
-@on_ranks(3)
-def test_reduce_scatter_and_all_gather_are_an_all_reduce(rank):
-    lessons, row = chapter("03", "collectives"), (rank + 1) * torch.arange(1, 4)
-    assert lessons.all_gather(lessons.reduce_scatter(row)).tolist() == [6, 12, 18]
-    assert lessons.all_reduce(row.clone()).tolist() == [6, 12, 18]
-
-
-@on_ranks(3)
-def test_only_with_a_barrier_nobody_goes_on_before_all_have_come(rank):
-    for meet in (chapter("03", "collectives").barrier, torch.clone):
-        dist.barrier()
-        time.sleep(0.3 * rank)
-        came = time.monotonic()
-        meet(torch.tensor([0]))
-        came, left = zip(*of_all_ranks((came, time.monotonic())), strict=True)
-        assert (max(came) <= min(left)) == (meet is not torch.clone)
+        play = chapter("03", "collectives").before_and_after
+        rows = [(*play(name), 0, 1) for name in LESSONS if name != "barrier"]
+    pairs = zip(LESSONS, zip(*of_all_ranks(rows), strict=True), strict=False)
+    assert [name for name, ranks in pairs if matrix.is_right(name, ranks)] == []
 
 
 def test_ranks_start_and_introduce_themselves():
@@ -169,18 +122,18 @@ def test_ranks_start_and_introduce_themselves():
     assert ranks.start(3, ranks.introduce, seconds=60) == said
 
 
-def test_the_matrix_agrees_with_probes_of_its_own():
+def test_the_matrix_agrees_with_probes_of_its_own(monkeypatch):
+    monkeypatch.setattr(matrix, "LESSONS", ["all_to_all", "barrier"])
     table, _, reasons = output_of("03", "collectives", "--matrix").partition("\n\n")
     header, _, *lines = (re.split(r" {2,}", line) for line in table.splitlines())
     assert header[1:] == [f"{b} {d}" for b in ("gloo", "nccl", "mpi") for d in ("cpu", "cuda")]
-    cells = {row[0]: dict(zip(header[1:], row[1:], strict=True)) for row in lines}
-    assert len(cells) == 11
-    for cell in cells.values():
-        assert cell["gloo cpu"] == "yes"  # as the lists above say, and the control denies
-        assert GPUS > 0 or cell["gloo cuda"] == "no device"
-        assert GPUS > 1 or cell["nccl cuda"] == "no device"
-        assert dist.is_mpi_available() or cell["mpi cpu"] == cell["mpi cuda"] == "not built"
-    assert f"torch {torch.__version__}, GPUs: {GPUS}\n" in reasons
+    assert [name for name, *_ in lines] == matrix.LESSONS
+    for _, *row in lines:
+        gloo, gloo_gpu, _, nccl_gpu, *mpi = row
+        assert gloo == "yes"
+        assert GPUS > 0 or gloo_gpu == "no device"
+        assert GPUS > 1 or nccl_gpu == "no device"
+        assert dist.is_mpi_available() or mpi == ["not built"] * 2
     few = f"nccl cuda: no device: all: GPUs needed for 2 ranks: 2, seen by torch: {GPUS}\n"
     assert GPUS > 1 or (few in reasons and "nccl cpu: no: " in reasons), "every no tells why"
 
@@ -191,10 +144,6 @@ def _hang(*_):
     time.sleep(999)
 
 
-def _fail(*_):
-    raise RuntimeError("of the test")
-
-
 def _crash(*_):
     os.abort()
 
@@ -203,17 +152,15 @@ def _lie(*_):
     return [([1], [2], 0.0, 0.0)]
 
 
+PLAYS = {_hang: "not done after 1 s", int: "TypeError: int() argument", _crash: "SIGABRT"}
+PLAYS[_lie] = "wrong numbers: [[[1], [2]"
+
+
 def test_a_probe_that_hangs_crashes_or_lies_says_no(tmp_path, monkeypatch):
-    matrix = chapter("03", "matrix")
     monkeypatch.chdir(tmp_path)
-    for play, seconds, reason in (
-        (_hang, 1, "not done after 1 s"),
-        (_fail, 60, "RuntimeError: of the test"),
-        (_crash, 60, "SIGABRT"),
-        (_lie, 60, "wrong numbers: [[[1], [2]"),
-    ):
+    for play, reason in PLAYS.items():
         monkeypatch.setattr(matrix, "play_all", play)
-        cell, why = matrix.probe("gloo", "cpu", "broadcast", seconds)
+        cell, why = matrix.probe("gloo", "cpu", "broadcast", 1 if play is _hang else 60)
         assert (cell, reason in why) == ("no", True), why
 
 
@@ -221,11 +168,8 @@ def test_a_probe_that_hangs_crashes_or_lies_says_no(tmp_path, monkeypatch):
 def test_every_collective_works_on_gpus_and_two_gloo_ranks_share_one(backend, gpus):
     if gpus > GPUS:
         pytest.skip(f"needs GPUs: {gpus}")
-    names = (
-        ("broadcast", "all_reduce") if backend == "gloo" else chapter("03", "collectives").LESSONS
-    )
-    for name in names:
-        assert chapter("03", "matrix").probe(backend, "cuda", name, 60) == ("yes", ""), name
+    for name in ("broadcast", "all_reduce") if backend == "gloo" else LESSONS:
+        assert matrix.probe(backend, "cuda", name, 60) == ("yes", ""), name
 
 
 READY, START = "checkpoint.pt", mp.start_processes
@@ -233,16 +177,11 @@ READY, START = "checkpoint.pt", mp.start_processes
 
 def _parent(folder: Path, main: Callable, without: tuple[Line, ...]) -> None:
     """A process whose ranks are forked: there in a moment."""
-
-    def fork(*args, start_method: str, **more):
-        return START(*args, start_method="fork", **more)
-
+    for place in (mp, sys.modules["torch.multiprocessing.spawn"]):
+        place.start_processes = forked(START)
     os.chdir(folder)
     torch.set_num_threads(1)
-    with ExitStack() as stack:
-        for place in (mp, sys.modules["torch.multiprocessing.spawn"]):
-            stack.enter_context(patch.object(place, "start_processes", fork))
-        main(without)
+    main(without)
 
 
 def _train(without):

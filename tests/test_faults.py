@@ -1,7 +1,6 @@
 """Faults of most kinds, in real runs: they end in time, say why, and resume to the bit.
 
-The campaign of hundreds is `make faults`; its harness is tests/faults.py. What is said here of a
-missing rank comes from survive/watchdog.py, what is said of nan and SIGTERM from survive/agree.py.
+The campaign of hundreds is `make faults`. See survive/watchdog.py and survive/agree.py.
 """
 
 import random
@@ -10,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from faults import EVERY, KINDS, STEPS, Fault, Outcome, draw, expected, trial
+from faults import EVERY, KINDS, STEPS, Fault, Outcome, as_expected, draw, trial
 
 # Step 12 is the last one of the epoch, so the others wait in the barrier behind it.
 FAULTS = {
@@ -29,15 +28,11 @@ for kind in [kind for kind in KINDS if kind not in (*FAULTS, *ONLY_IN_THE_CAMPAI
     drawn = draw(kind, random.Random(kind))
     FAULTS[kind] = replace(drawn, step=11, variant="net", workers=int(kind in ("kill", "term-all")))
 
-WAITS = r"rank \d gives up at step 12, line \d+, `agreement\.barrier\(\)`: "
-LAST_SEEN = r"rank \d did not arrive, last seen at step 12, line \d+, "
-PLACES = r"rank 0 at step 12, line \d+, `dist\.all_reduce\(totals\)`; "
-PLACES += r"rank 1 at step 12, line \d+, `with agreement\.fail_together\(\):`"
 TELLS = {  # how many ranks print an error, and what all of them say
-    "stop": (2, WAITS + r"rank 2 did not arrive, last seen at step \d+, line \d+, `.+`: killed.*"),
-    "sleep": (2, rf"rank \d gives up at .+: {LAST_SEEN}`scaler\.step\(optimizer\)`"),
+    "stop": (2, r".+ `agreement\.barrier\(\)`: rank 2 did not arrive, last seen .+: killed.*"),
+    "sleep": (2, r".+: rank 1 did not arrive, last seen at step 12, .+`scaler\.step\(optimizer\)`"),
     "stop-keeper": (2, ".+: no answer from the store, which torchrun or rank 0 keeps: .+"),
-    "skip": (2, ".+: the ranks wait in different collectives, " + PLACES),
+    "skip": (2, r".+: the ranks wait in different collectives, .+`dist\.all_reduce\(totals\)`; .+"),
     "raise": (2, ".+: rank 1 ended at step 12, line .+ with ValueError: a bug"),
     "term": (0, ""),
     "nan": (1, "the loss of rank 2 is nan in step 14: nothing is saved .+"),
@@ -56,13 +51,9 @@ def outcomes(request) -> dict[Fault, Outcome]:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_run_survives(name, outcomes):
-    """No process stays, the others name the rank, and the resumed run ends as one without a fault.
-
-    A checkpoint every 5 steps; where the last is damaged or could not be written, the one before.
-    """
+    """No process stays, the others name the rank; the resumed run ends as one without a fault."""
     outcome = outcomes[FAULTS[name]]
-    end = (outcome.hang, outcome.orphans, outcome.wrong, expected(outcome))
-    assert end == (False, 0, "", ""), outcome
+    assert not any(outcome.bad().values()), outcome
     lost = {"term": [0], "nan-before-a-checkpoint": [EVERY]}.get(name, range(2 * EVERY + 2))
     assert outcome.lost_steps in lost, outcome
     if name in TELLS:
@@ -78,7 +69,7 @@ def test_a_run_survives(name, outcomes):
 
 STOPS = "rank 0 stops after step 9\nrank 1 stops after step 9"
 NAN = "error: the loss of rank 0\n"
-WRONG = [
+WRONG = [  # the control of the test above, and of the campaign
     Outcome(Fault("term"), [0, 1], STOPS),
     Outcome(Fault("term"), [0, 0], STOPS + "9"),
     Outcome(Fault("term"), [0, 0], STOPS, lost_steps=1),
@@ -91,5 +82,4 @@ WRONG = [
 
 @pytest.mark.parametrize("outcome", WRONG)
 def test_a_wrong_end_is_seen(outcome):
-    """The control of the test above, and of the campaign."""
-    assert expected(outcome)
+    assert not as_expected(outcome)

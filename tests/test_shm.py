@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from support import run_ranks
+from support import ROOT, _train, run_ranks, train_once
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -23,33 +23,22 @@ DTYPES += [torch.uint8, torch.int8, torch.int32, torch.int64]
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (400_000,)]  # the last one goes in pieces
 
 
-def collect(name, group, x, op, root, rank, ranks):
-    """Call one collective; what this rank has afterwards."""
-    empty = [torch.empty_like(x) for _ in range(ranks)]
-    parts, mine = [x + other for other in range(ranks)], rank == root
-    if name == "all_reduce":
-        dist.all_reduce(x, op, group=group)
-        return [x]
-    if name == "reduce":
-        dist.reduce(x, root, op, group=group)
-        return [x] if mine else []
-    if name == "broadcast":
-        dist.broadcast(x, root, group=group)
-        return [x]
-    if name == "gather":
-        dist.gather(x, empty if mine else None, root, group=group)
-        return empty if mine else []
-    if name == "scatter":
-        dist.scatter(empty[0], parts if mine else None, root, group=group)
-        return empty[:1]
-    if name == "reduce_scatter":
-        dist.reduce_scatter(empty[0], parts, op, group=group)
-        return empty[:1]
-    if name == "all_to_all":
-        dist.all_to_all(empty, parts, group=group)
-        return empty
-    dist.all_gather(empty, x, group=group)
-    return empty
+def collect(number, group, x, op, root, rank, ranks):
+    """Call the collective of that number; its name and what this rank has afterwards."""
+    mine, empty = rank == root, [torch.empty_like(x) for _ in range(ranks)]
+    parts = [x + other for other in range(ranks)]
+    call, arguments, result = [
+        (dist.all_reduce, (x, op), [x]),
+        (dist.broadcast, (x, root), [x]),
+        (dist.reduce, (x, root, op), [x] * mine),
+        (dist.gather, (x, empty if mine else None, root), empty * mine),
+        (dist.scatter, (empty[0], parts if mine else None, root), empty[:1]),
+        (dist.reduce_scatter, (empty[0], parts, op), empty[:1]),
+        (dist.all_to_all, (empty, parts), empty),
+        (dist.all_gather, (empty, x), empty),
+    ][number]
+    call(*arguments, group=group)
+    return call.__name__, result
 
 
 def compare(rank, ranks, forget):
@@ -62,19 +51,17 @@ def compare(rank, ranks, forget):
     assert shm.SharedMemoryGroup
     dist.init_process_group("gloo")
     groups, draw, differ = (dist.group.WORLD, dist.new_group(backend="shm")), random.Random(0), []
-    names = ["all_reduce", "reduce", "broadcast", "gather", "scatter", "all_gather"]
-    for number in range(40):
-        name = draw.choice([*names, "reduce_scatter", "all_to_all"])
+    for turn in range(40):
         dtype, shape, root = draw.choice(DTYPES), draw.choice(SHAPES), draw.randrange(ranks)
-        op = draw.choice([Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX])
-        x = (3 * torch.rand(shape, generator=torch.Generator().manual_seed(number + rank))).to(
-            dtype
+        op, number = draw.choice([Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX]), draw.randrange(8)
+        x = 3 * torch.rand(shape, generator=torch.Generator().manual_seed(turn + rank))
+        x = x.to(dtype).t() if len(shape) == 2 and number < 2 else x.to(dtype)  # not contiguous
+        (name, ours), (_, theirs) = (
+            collect(number, group, x.clone(), op, root, rank, ranks) for group in groups
         )
-        x = x.t() if len(shape) == 2 and name in ("all_reduce", "broadcast") else x
-        found = [collect(name, g, x.clone(), op, root, rank, ranks) for g in groups]
         digits = 1e-5 if not dtype.is_floating_point else ranks * torch.finfo(dtype).eps
-        for ours, theirs in zip(*found, strict=True):
-            if not torch.allclose(ours.double(), theirs.double(), digits, digits):
+        for our, their in zip(ours, theirs, strict=True):
+            if not torch.allclose(our.double(), their.double(), digits, digits):
                 differ.append((name, dtype, shape))
     return differ
 
@@ -123,6 +110,28 @@ def test_objects_messages_subgroups_and_ddp_work():
         assert one == (2 if rank < 2 else 1)
         assert all(map(torch.equal, gradients, found[0][3]))
     assert found[0][3][0].abs().sum() > 0
+
+
+def train_over_it(rank, key, flags, forget):
+    """One rank of a stage as `-m shm` runs it; its last weights and statistics."""
+    from shm.__main__ import join_over_shm
+    from shm.exchange import Exchange
+
+    if forget:
+        patch.object(Exchange, "all_reduce", lambda self, tensor, op: None).start()
+    dist.init_process_group = join_over_shm
+    return _train(rank, key, flags, torch.float32, ())[0]
+
+
+@pytest.mark.parametrize("key", ["04", "05", "survive"])
+def test_a_stage_trains_over_it_to_the_bits_of_gloo(key, tmp_path):
+    flags = ("--model=net-bn", "--epochs=1", "--seed=7", "--device=cpu")
+    places = (f"--data-dir={ROOT / 'data'}", f"--run-dir={tmp_path}")
+    of_gloo = train_once(key, 2, *flags, dtype=torch.float32).states
+    for forget in (False, True):
+        states = run_ranks(2, train_over_it, key, (*flags, *places), forget)
+        same = [torch.equal(x[n], y[n]) for x, y in zip(states, of_gloo, strict=True) for n in x]
+        assert all(same) != forget, "with the control: nothing is added up"
 
 
 def error_of(call):

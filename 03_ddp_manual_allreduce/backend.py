@@ -1,0 +1,126 @@
+"""A backend of torch.distributed by hand: all that DDP asks of one, answered without a message.
+
+    python 03_ddp_manual_allreduce/backend.py
+
+The package shm is this idea made complete, and faster than gloo. Page: backend.md
+"""
+
+import mmap
+import os
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+import shm  # noqa: F401, it registers the backend "shm"
+from common.models import Net
+from common.options import Parser, usage_errors_exit
+
+from ranks import start
+
+RANKS, STEPS = 2, 4
+LINE, ROW = 64, 2**20  # bytes: of a counter, of the longest tensor; shm cuts longer ones
+
+
+class SharedRows(dist.ProcessGroup):
+    """Each rank writes its tensor into a row that all ranks see, and reads the rows of the others.
+
+    A rank counts the rows that it has written; when all counters have come so far, all is there.
+    The next tensor goes to the other slot: the slowest rank may still read this one.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        if rank == 0:
+            self.file = os.memfd_create("rows")  # without a name: gone with the last rank
+            os.ftruncate(self.file, size * LINE + 2 * size * ROW)
+            store.set("file", f"/proc/{os.getpid()}/fd/{self.file}")
+        with open(store.get("file"), "r+b") as file:
+            memory = mmap.mmap(file.fileno(), 0)
+        counters = torch.frombuffer(memory, dtype=torch.int64, count=size * LINE // 8)
+        self.written = counters.view(size, -1)[:, 0]  # by each rank
+        rows = torch.frombuffer(memory, dtype=torch.uint8, offset=size * LINE)
+        self.slots, self.asked = rows.view(2, size, ROW), Counter[str]()
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """The tensors of all ranks, (ranks, N), as soon as all have called this."""
+        turn = int(self.written[self.rank()]) + 1
+        rows = self.slots[turn % 2, :, : tensor.nbytes].view(tensor.dtype)
+        rows[self.rank()] = tensor.flatten()
+        self.written[self.rank()] = turn
+        while self.written.min() < turn:
+            os.sched_yield()  # where others need the core, they get it
+        return rows
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> dist.Work:
+        for tensor in tensors:
+            tensor.copy_(self.rows(tensor).sum(dim=0).view_as(tensor))
+        return self.done("allreduce", tensors)
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> dist.Work:
+        for tensor in tensors:
+            tensor.copy_(self.rows(tensor)[options.rootRank].view_as(tensor))
+        return self.done("broadcast", tensors)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], _: Any) -> dist.Work:
+        for output, row in zip(outputs[0], self.rows(inputs[0]), strict=True):
+            output.copy_(row.view_as(output))
+        return self.done("allgather", outputs)
+
+    def done(self, name: str, result: Any) -> dist.Work:
+        """Count the call; what torch waits for is there already."""
+        self.asked[name] += 1
+        future: Future = Future()
+        future.set_result(result)
+        return _create_work_from_future(future)
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "rows"
+
+
+def train(backend: str) -> tuple[list[Counter], Tensor]:
+    """Train under DDP over this backend: its calls by the first step, by the end; the weights."""
+    group = dist.new_group(backend=backend)
+    torch.manual_seed(0)
+    model = Net(1, 28, 10, batch_norm=True)
+    ddp = DistributedDataParallel(model, process_group=group)
+    asked = [Counter(getattr(group, "asked", {}))]
+    torch.manual_seed(dist.get_rank())
+    images, labels = torch.randn(60, 1, 28, 28), torch.arange(60) % 10
+    optimizer = SGD(model.parameters(), 0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        F.cross_entropy(ddp(images), labels).backward()
+        optimizer.step()
+    asked.append(Counter(getattr(group, "asked", {})))
+    return asked, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def compare() -> dict[str, Any]:
+    dist.Backend.register_backend("rows", SharedRows, devices=["cpu"])
+    ((first, last), weights), (_, gloo), (_, ours) = map(train, ("rows", "gloo", "shm"))
+    rows = [(name, first[name], last[name] - first[name]) for name in last]
+    same = {"rows": torch.equal(weights, gloo), "shm": torch.equal(ours, gloo)}
+    return {"calls": rows, "same": same}
+
+
+def main() -> None:
+    Parser(__doc__).parse_args()
+    found, *_ = start(RANKS, compare)
+    print(tabulate(found["calls"], ("DDP calls", "when it is made", f"in {STEPS} steps")))
+    for name, same in found["same"].items():
+        print(f"over {name}: {'the same bits as' if same else 'other weights than'} over gloo")
+
+
+if __name__ == "__main__":
+    with usage_errors_exit():
+        main()
