@@ -9,17 +9,9 @@ import pytest
 import torch
 import torch.distributed.run
 from PIL import Image
-from support import ROOT, command, free_port, scratch_folder, train, train_once
+from support import FOLDERS, ROOT, command, free_port, scratch_folder, train, train_once
 
-SCRIPTS = {
-    "01": "01_single_gpu/train.py",
-    "02": "02_data_parallel/train.py",
-    "03": "03_ddp_manual_allreduce/train.py",
-    "04": "04_ddp_torchrun/train.py",
-    "05": "05_amp_syncbn/train.py",
-    "survive": "survive/train.py",
-    "tour": "tour.py",
-}
+SCRIPTS = {key: f"{folder.name}/train.py" for key, folder in FOLDERS.items()} | {"tour": "tour.py"}
 LONE = "BatchNorm in resnet18 gets one value per channel, which has no variance: try a larger --b"
 SHORT = ("--model=net-bn", "--epochs=1", "--batch-size=60")
 GPUS = torch.cuda.device_count()
@@ -54,13 +46,9 @@ WHOLE, NCCL = "expected a whole number", f"--backend=nccl --world-size={GPUS + 1
 COLLECTIVES = "03_ddp_manual_allreduce/collectives.py"
 CALLS = [  # a stage or a chapter with its flags, and what the line says
     ("01 --batch-size=0", f"--batch-size: got '0', {WHOLE}, at least 1 (--help"),
-    ("01 --epochs=ten", f"--epochs: got 'ten', {WHOLE}, at least 1"),
     ("01 --lr=nan", "--lr: got 'nan', expected a number, from 0 to 1e+38"),
     ("01 --lr=1e38", "--lr: got '1e38'"),
-    ("01 --lr=-0.1", "--lr: got '-0.1'"),
     ("01 --seed=4294967296", f"--seed: got '4294967296', {WHOLE}, from 0 to 4294967295"),
-    ("01 --workers=-1", f"--workers: got '-1', {WHOLE}, at least 0"),
-    ("01 --dataset=svhn", "'svhn' (choose from 'digits', 'mnist'"),
     ("01 --epoch=3", "unrecognized arguments: --epoch=3 (--help"),
     ("01 --data-dir=nowhere", "cannot read --dataset digits in --data-dir nowhere ("),
     ("01 --dataset=imagefolder", "'data/train'): name the right folder"),
@@ -71,32 +59,20 @@ CALLS = [  # a stage or a chapter with its flags, and what the line says
     ("01 --resume=auto --evaluate=some.pt", "--evaluate: not allowed with argument --resume"),
     ("01 --model=resnet18 --batch-size=1", LONE),
     ("02 --model=resnet18 --batch-size=2", LONE),
-    ("02 --replicas=0", f"--replicas: got '0', {WHOLE}, at least 1"),
     ("02 --replicas=7", "--batch-size 120 does not divide by 7: try 126"),
     ("03 --world-size=7", "--batch-size 120 does not divide by 7: try 126"),
-    ("03 --backend=tcp", "'tcp' (choose from 'gloo', 'nccl')"),
     (f"03 {NCCL}", "--backend nccl needs a GPU for each rank: try --backend gloo"),
     ("05 --accumulate=7", "--batch-size 120 does not divide by 7: try 126"),
-    ("05 --clip-norm=0", "--clip-norm: got '0'"),
-    ("05 --base-batch-size=0", "--base-batch-size: got '0'"),
-    ("05 --warmup-epochs=-1", "--warmup-epochs: got '-1'"),
     ("05 --sync-bn=False", "--sync-bn"),
     ("05 --model=resnet18 --batch-size=1", LONE),
     ("tour --stages=01,07", "--stages 01,07: expected one or more of 01,02,03,04,05"),
     ("tour --ranks=7 --batch-size=120", "--batch-size 120 does not divide by 7"),
     ("tour --resume=auto", "the tour only trains"),
-    ("03_ddp_manual_allreduce/reducers.py --train=best", "'best' (choose from 'per-parameter', 'f"),
     (f"{COLLECTIVES} --world-size=19", f"'19', {WHOLE}, from 1 to 18"),
-    (f"{COLLECTIVES} --seconds=0 --matrix", "--seconds: got '0'"),
     (f"{COLLECTIVES} {NCCL}", f"a GPU for each of {GPUS + 1} ranks, here are {GPUS}: try --ba"),
     (f"{COLLECTIVES} --backend=mpi", "--backend mpi is not built into this"),
-    ("04_ddp_torchrun/words.py --nodes 0", "--nodes: got '0'"),
-    (
-        "04_ddp_torchrun/words.py --nodes 33 32",
-        "makes 65 processes on this machine: try 64 at most",
-    ),
+    ("04_ddp_torchrun/words.py --nodes 33 32", "65 processes on this machine: try 64 at most"),
     ("04_ddp_torchrun/uneven.py", "one rank waits for nobody: start two, with torchrun"),
-    ("04_ddp_torchrun/gallery.py nosuch", "'nosuch' (choose from 'rank-branch'"),
 ]
 if not GPUS:
     CALLS += [(f"{key} --device=cuda", "'cuda' (choose from 'cpu')") for key in SCRIPTS]
@@ -107,13 +83,10 @@ def test_wrong_flags_are_refused(call, words):
     refused(ended(*call.split(" ")), words)
 
 
-ON_TWO_RANKS = [
+ON_TWO_RANKS = [  # found before the ranks meet: none of them waits for another one
     ("04 --batch-size=61", "--batch-size 61 does not divide by 2: try 62"),
-    ("04 --data-dir=nowhere", "nowhere"),
-    ("04 --resume=nowhere.pt", "nowhere.pt"),
     ("04 --model=resnet18 --batch-size=2", LONE),
     ("05 --batch-size=61", "--batch-size 61 does not divide by 2: try 62"),
-    ("05 --resume=nowhere.pt", "nowhere.pt"),
     ("05 --model=resnet18 --batch-size=2 --no-sync-bn", LONE),
     ("05 --model=resnet18 --batch-size=4 --accumulate=2 --no-sync-bn", LONE),
 ]
@@ -121,7 +94,6 @@ ON_TWO_RANKS = [
 
 @pytest.mark.parametrize(("call", "words"), ON_TWO_RANKS)
 def test_each_rank_finds_by_itself_what_is_wrong(call, words):
-    """Before the ranks meet: none of them waits for another one."""
     refused(ended(*call.split(), ranks=2, env=launcher(free_port())), words)
 
 
@@ -156,10 +128,7 @@ def test_a_right_call_is_not_refused(tmp_path):
 DAMAGES = {  # what becomes of the file, and what the line says
     "missing": (None, "train-images-idx3-ubyte"),
     "truncated": (lambda all_: all_[:-100], "95900"),
-    "other": (
-        lambda all_: all_[:4] + bytes([0, 0, 2, 188]) + all_[8:44816],
-        "700 images, 1500 lab",
-    ),
+    "other": (lambda all_: all_[:4] + bytes([0, 0, 2, 188]) + all_[8:44816], "700 images, 1500"),
 }
 
 
@@ -194,23 +163,19 @@ class Trap:
 
 
 def checkpoint(kind, folder):
-    good = train_once("01", 1, *SHORT, dtype=torch.float32).folder / "checkpoint.pt"
-    inside = train_once("01", 1, "--max-steps=3", dtype=torch.float32).folder / "checkpoint.pt"
-    path, content = folder / "checkpoint.pt", good.read_bytes()
-    other, half = torch.load(good, weights_only=True), content[: len(content) // 2]
-    other["model"]["fc2.weight"] = torch.zeros(7, 50)
-    objects = {"object": {"model": Trap(folder / "trapped")}, "list": [1], "other sizes": other}
-    files = {"truncated": half, "empty": b"", "inside": inside.read_bytes()}
-    if kind in objects:
-        torch.save(objects[kind], path)
-    else:
-        path.write_bytes(files.get(kind, content))
+    flags = ("--max-steps=3",) if kind == "inside" else SHORT
+    good = train_once("01", 1, *flags, dtype=torch.float32).folder / "checkpoint.pt"
+    path, content = folder / "checkpoint.pt", torch.load(good, weights_only=True)
+    if kind == "other sizes":
+        content["model"]["fc2.weight"] = torch.zeros(7, 50)
+    torch.save({"object": Trap(folder / "trapped"), "list": [1]}.get(kind, content), path)
+    if kind == "truncated":
+        path.write_bytes(path.read_bytes()[:5000])
     return path
 
 
 CHECKPOINTS = [  # what the file holds, the call, and what the line says
     ("truncated", "01 --resume", NOT_OURS := "use one that a stage saved"),
-    ("empty", "01 --evaluate", NOT_OURS),
     ("object", "01 --resume", "is not a checkpoint: it holds more than plain values"),
     ("list", "01 --evaluate", NOT_OURS),
     ("other sizes", "01 --resume", "size mismatch for fc2.weight"),
@@ -241,6 +206,8 @@ def test_what_only_rank_0_finds_ends_the_other_rank_too(key, tmp_path):
     assert output.count("error: cannot write to --run-dir") == 1
     assert key != "04" or "exitcode  : 2" in output
     assert (tmp_path / "file").read_text() == "mine"
+    running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+    assert str(tmp_path) not in running.stdout, "a rank still waits for another"
 
 
 def test_04_on_a_port_in_use_is_refused():
@@ -251,9 +218,3 @@ def test_04_on_a_port_in_use_is_refused():
     [line] = [line for line in output.splitlines() if line.startswith("error: ")]
     assert f"port: {port}" in line
     assert "Traceback" not in output
-
-
-def test_no_process_is_left_behind(tmp_path):
-    """After all of the above: a rank that still waits for another would be seen by its run-dir."""
-    done = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
-    assert str(tmp_path.parent) not in done.stdout

@@ -1,19 +1,18 @@
 """Stage 05's step: loss scaling, clipping, accumulation, formats. Learning rates. Claim C10."""
 
-import json
 import math
-import statistics
 from unittest.mock import patch
 
 import oracle
 import pytest
 import support
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from support import ROOT, Run, chapter, load_stage, run_main, run_ranks, train, train_once
+from readmes import fences, shown_output
+from support import Run, chapter, load_stage, run_main, run_ranks, train, train_once
+from test_collectives import of_all_ranks, on_ranks, output_of
 from test_proof import FLAGS, differences
-from test_stages import FP32, LOCAL, same_run
+from test_stages import FP32, LOCAL
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -21,7 +20,6 @@ from torch.optim import SGD
 from common.options import make_parser
 
 loss_scaling, schedule = chapter("05", "loss_scaling"), chapter("05", "schedule")
-large_batch = chapter("05", "large_batch")
 CLIP = 0.5  # below the norm of nearly every step of these runs
 
 
@@ -54,47 +52,37 @@ def test_micro_batches_clipping_and_schedule_together_are_one_process(ranks, k):
     assert min(differences("05", ranks, flags, oracle.whole_batches, **settings)) > 1e-3
 
 
-def _overflow(rank, flags) -> list[bool]:
-    """A run whose loss scale is too large at first: for each step, whether SGD took it."""
+def _overflow(rank, flags) -> int:
+    """A run whose loss scale is too large at first: how many steps SGD took."""
     stage, taken = load_stage("05"), []
+    step, init = SGD.step, torch.amp.GradScaler.__init__
 
-    class Watched(SGD):
-        def step(self, closure=None):
-            taken[-1] = True
-            return super().step(closure)
+    def too_large(scaler, device, enabled):
+        init(scaler, device, init_scale=2.0**24, enabled=enabled)
 
-    class TooLarge(torch.amp.GradScaler):
-        def __init__(self, device, enabled):
-            super().__init__(device, init_scale=2.0**24, enabled=enabled)
+    def count(optimizer, *args):
+        taken.append(optimizer)
+        return step(optimizer, *args)
 
-        def step(self, optimizer):
-            taken.append(False)  # unless SGD steps
-            return super().step(optimizer)
-
-    stage.SGD = Watched
-    with patch.object(torch.amp, "GradScaler", TooLarge):
+    with (
+        patch.object(torch.amp.GradScaler, "__init__", too_large),
+        patch.object(SGD, "step", count),
+    ):
         run_main(stage, rank, *flags)
-    return taken
+    return len(taken)
 
 
-def overflowing(folder, *flags) -> tuple[list[list[bool]], Run]:
-    """Two epochs of 12 steps, the first one a warm-up by hundredths."""
-    flags = (*LOCAL, f"--run-dir={folder}", "--amp=fp16", "--model=net-bn", "--epochs=2", *flags)
-    return run_ranks(2, _overflow, (*flags, "--warmup-epochs=1", "--lr=0.12")), Run(folder, [], "")
-
-
-def test_05_a_step_that_overflows_is_skipped_on_all_ranks_counts_in_the_schedule_and_is_resumed():
-    (taken, other), run = overflowing(support.scratch_folder())
+def test_05_a_step_that_overflows_is_skipped_on_all_ranks_and_counts_in_the_schedule(tmp_path):
+    """An epoch of 12 steps, a warm-up by hundredths; and two more."""
+    flags = (*LOCAL, f"--run-dir={tmp_path}", "--amp=fp16", "--model=net-bn", "--max-steps=14")
+    taken = run_ranks(2, _overflow, (*flags, "--warmup-epochs=1", "--lr=0.12"))
+    run = Run(tmp_path, [], "")
     skipped = round(24 - math.log2(run.checkpoint["scaler"]["scale"]))  # each halves the scale
     assert 0 < skipped < 12
-    assert taken == other
-    assert sum(taken) == 24 - skipped
+    assert taken == [14 - skipped] * 2
     assert all(weight.isfinite().all() for weight in run.checkpoint["model"].values())
     rates = [line["lr"] for line in run.metrics]
-    assert rates == pytest.approx([0.01 * min(12, 1 + step) for step in range(24)])
-    folder = support.scratch_folder()
-    overflowing(folder, "--max-steps=12")
-    assert same_run(run, overflowing(folder, "--resume=auto")[1])
+    assert rates == pytest.approx([0.01 * min(12, 1 + step) for step in range(14)])
 
 
 def _reduced(rank, flags, without) -> list[int]:
@@ -118,16 +106,8 @@ def test_05_ranks_meet_once_a_step_however_many_micro_batches(without=()):
     assert run_ranks(2, _reduced, flags, without) == [[4 * 21_840] * 5] * 2
 
 
-def rates_of(*flags: str) -> list[float]:
-    parser = make_parser("", "")
-    schedule.add_schedule(parser)
-    args = parser.parse_args(["--epochs=2", *flags])
-    return [rate for epoch in range(2) for rate in schedule.learning_rates(args, epoch, 12)]
-
-
 BOTH = ("--lr-decay=cosine", "--warmup-epochs=1", "--lr-rule=linear", "--base-batch-size=240")
 RATES = {
-    (): [1.0] * 24,
     ("--lr-rule=linear", "--base-batch-size=30"): [4.0] * 24,
     ("--lr-rule=sqrt", "--base-batch-size=30"): [2.0] * 24,
     ("--base-batch-size=1",): [1.0] * 24,
@@ -136,7 +116,6 @@ RATES = {
     ("--warmup-epochs=1.9", "--lr-decay=cosine"): [min(1, (n + 1) / 22.8) for n in range(23)]
     + [math.cos(math.pi / 12) ** 2],
     ("--lr-decay=step",): [1.0] * 8 + [0.1] * 8 + [0.01] * 8,
-    ("--lr-decay=cosine",): [math.cos(math.pi * n / 48) ** 2 for n in range(24)],
     BOTH: [0.5 * (n + 1) / 12 for n in range(12)]
     + [0.5 * math.cos(math.pi * n / 24) ** 2 for n in range(12)],
 }
@@ -144,17 +123,10 @@ RATES = {
 
 @pytest.mark.parametrize("flags", RATES, ids=" ".join)
 def test_learning_rate_of_every_step(flags):
-    expected = [0.02 * factor for factor in RATES[flags]]
-    assert rates_of(*flags) == pytest.approx(expected, rel=1e-9)
-
-
-def test_the_rates_that_are_written_are_those_that_train():
-    flags = ("--lr-decay=cosine", "--warmup-epochs=1", "--lr-rule=sqrt", "--base-batch-size=15")
-    written = [line["lr"] for line in train_once("05", 2, *FLAGS, *flags).metrics]
-    assert max(written) == pytest.approx(0.04)
-    args = "05", 2, flags, oracle.whole_batches
-    assert max(differences(*args, lr=written.__getitem__)) < 1e-10
-    assert max(differences(*args)) > 1e-3
+    schedule.add_schedule(parser := make_parser("", ""))
+    args = parser.parse_args(["--epochs=2", *flags])
+    found = [rate for epoch in range(2) for rate in schedule.learning_rates(args, epoch, 12)]
+    assert found == pytest.approx([0.02 * factor for factor in RATES[flags]], rel=1e-9)
 
 
 def test_a_run_that_another_stage_began_is_at_its_place_in_the_schedule():
@@ -172,74 +144,38 @@ def test_a_run_that_another_stage_began_is_at_its_place_in_the_schedule():
         assert same == (without == ())
 
 
-def test_05_schedule_prints_a_rate_that_rises_and_then_falls(capsys):
+def test_05_schedule_prints_a_rate_that_rises_and_then_falls():
     """By default: 4 times the batch with the linear rule, 2 epochs of warm-up, then a cosine."""
-    rates = [0.08 * (n + 1) / 200 for n in range(200)]
-    rates += [0.08 * math.cos(math.pi * n / 1600) ** 2 for n in range(800)]
-    with patch("sys.argv", ["schedule.py"]):
-        schedule.main()
-    assert capsys.readouterr().out.splitlines() == [
-        f"epoch {epoch + 1:2}  lr {first:.4f} to {last:.4f}  {'#' * round(500 * last)}".rstrip()
-        for epoch, first, last in zip(range(10), rates[::100], rates[99::100], strict=True)
-    ]
+    lines = output_of("05", "schedule").splitlines()
+    assert lines[0] == f"epoch  1  lr 0.0004 to 0.0400  {'#' * 20}"
+    assert [line.count("#") for line in lines] == [20, 40, 39, 34, 28, 20, 12, 6, 2, 0]
 
 
-CHANCE = math.log(10)
+def shown(program) -> list[list[str]]:
+    """The cells that the README shows; test_the_output_shown_is_the_output runs the program."""
+    command = f"python 05_amp_syncbn/{program}"
+    text = next(fence.text for fence in fences("text") if shown_output(fence) == command)
+    return [line.split() for line in text.splitlines()]
 
 
-@pytest.fixture
-def at_the_root(monkeypatch):
-    """The chapters read data/ below the folder that they are started in."""
-    monkeypatch.chdir(ROOT)
-
-
-@pytest.mark.usefixtures("at_the_root")
 def test_05_the_linear_rule_makes_up_for_fewer_updates_until_it_diverges_in_spite_of_a_warm_up():
-    median = large_batch.median
-    large = {rule: median(240, 0.05, rule, 0) for rule in large_batch.RULES}
-    assert large["none"] > 2 * median(30, 0.05, "none", 0)
-    assert max(large["sqrt"], large["linear"]) < large["none"] / 1.5
-    assert not median(240, 0.2, "linear", 0) < CHANCE
-    assert 0.17 < median(240, 0.2, "linear", 2) < CHANCE
-    assert median(240, 0.2, "none", 0) < 0.1
+    losses = {" ".join(row[2:-1]): row[-1] for row in shown("large_batch.py") if row[1:]}
+    small, large = float(losses["0.05"]), float(losses["none 0.05"])
+    assert large > 2 * small
+    assert max(float(losses["sqrt 0.14"]), float(losses["linear 0.40"])) < large / 1.5
+    assert (losses["linear 1.60"], losses["linear 1.60 2"]) == ("diverged", "unsteady")
+    assert float(losses["none 0.20"]) < 0.1
 
 
-def test_05_on_the_picture_the_linear_rule_learns_faster_until_it_diverges():
-    def median(runs):
-        losses = [math.inf if run["test_loss"] is None else run["test_loss"] for run in runs]
-        return statistics.median(losses)
-
-    runs = json.loads((ROOT / "results" / "05_learning_rates.json").read_text())["runs"]
-    last = {
-        name: statistics.median(run["losses"][-1] for run in each)
-        for name, each in runs["0.04"].items()
-    }
-    assert last["batch 30"] < last["linear"] < last["sqrt"] < last["none"] / 3
-    warmed_up = "linear, warm-up 2 epochs"
-    assert not min(median(runs["0.16"][name]) for name in ("linear", warmed_up)) < CHANCE
-    assert median(runs["0.16"]["none"]) < 0.12
-    assert median(runs["0.04"][warmed_up]) < 0.7 * median(runs["0.04"]["linear"])
-
-
-@pytest.mark.usefixtures("at_the_root")
 def test_c10_it_keeps_small_gradients_from_becoming_zero_in_fp16_and_bf16_needs_none():
     """Of net-bn on the digits. Almost a third of the gradients of two layers' outputs, and none
     with the loss scaled. None of the weights' is zero, as a sum over many places; but the sum lacks
     many terms."""
-    zeros, off = {}, {}
-    true, of_weights = loss_scaling.gradients_of(*loss_scaling.example(), None)
-    for name, how in loss_scaling.FORMATS.items():
-        found, others = loss_scaling.gradients_of(*loss_scaling.example(), *how)
-        assert all(gradient.isfinite().all() for gradient in found.values())
-        shares = [(found[key][true[key] != 0] == 0).double().mean().item() for key in true]
-        zeros[name] = dict(zip(true, shares, strict=True))
-        assert (others["conv1"] != 0).all()
-        exact = of_weights["conv1"]
-        off[name] = ((others["conv1"] - exact).norm() / exact.norm()).item()
-    alone, *rescued = zeros.values()
-    assert min(alone["conv1"], alone["norm1"]) > 0.25
-    assert max(share for shares in rescued for share in shares.values()) < 0.001
-    assert off["fp16"] > 0.05 > 0.01 > max(off["fp16, loss × 65536"], off["bf16"])
+    zeros, off = (row[1:] for row in shown("loss_scaling.py") if row[:1] == ["conv1"])
+    assert int(zeros[0]) > 25
+    assert zeros[1:] == ["0", "0"]
+    assert int(off[0]) > 5
+    assert off[1:] == ["<1", "<1"]
     assert torch.tensor(2.0**-25).half() == 0
     assert torch.tensor(2.0**-25 * 1.01).half() == 2.0**-24  # its smallest
     assert torch.tensor(2.0**-125).bfloat16() == 2.0**-125
@@ -313,10 +249,9 @@ def test_clipping_before_unscaling_clips_to_almost_nothing(make):
         scaler.unscale_(optimizer)
 
 
-def _overflow_of_one(rank):
-    dist.init_process_group("gloo")
-    answers = []
-    for wrap in (DistributedDataParallel, lambda model: model):
+@on_ranks(2)
+def test_under_ddp_all_ranks_skip_what_one_of_them_cannot_take(rank):
+    for wrap in (DistributedDataParallel, nn.Identity()):
         torch.manual_seed(0)
         model = nn.Linear(4, 1)
         forward = wrap(model)
@@ -327,37 +262,25 @@ def _overflow_of_one(rank):
             scaler.scale(loss * (math.inf if (rank, step) == (1, 1) else 1)).backward()
             scaler.step(optimizer)
             scaler.update()
-        answers.append((scaler.get_scale(), model.weight.tolist()))
-    return answers
-
-
-def test_under_ddp_all_ranks_skip_what_one_of_them_cannot_take():
-    first, second = run_ranks(2, _overflow_of_one)
-    assert first[0] == second[0]
-    assert first[0][0] == 2.0**15
-    assert [scale for _, (scale, _) in (first, second)] == [2.0**16, 2.0**15]  # without DDP
+        skipped = rank == 1 or wrap is DistributedDataParallel  # the control: the one alone
+        assert scaler.get_scale() == 2.0 ** (16 - skipped)
+        mine, other = of_all_ranks(model.weight.tolist())
+        assert (mine == other) == (wrap is DistributedDataParallel)
 
 
 def test_c10_where_no_gradient_is_too_small_it_changes_no_bit():
     """Neither in fp32 nor in bf16. So it cannot make training converge faster."""
     for dtype in (None, torch.bfloat16):
-        scaled, plain = (
-            run(torchs(enabled=on), clip="never", dtype=dtype)[2] for on in (True, False)
-        )
+        scaled, plain = (run(torchs(enabled=on), (), 30, "never", dtype)[2] for on in (1, 0))
         assert all(map(torch.equal, scaled, plain))
 
 
 def test_c10_in_fp16_weights_whose_gradients_are_too_small_do_not_move_without_it():
     """A loss that is a ten-millionth: its gradients are zero in fp16, and not with GradScaler."""
-    ways = (
-        (0, None, False),
-        (30, None, False),
-        (30, torch.float16, False),
-        (30, torch.float16, True),
-    )
+    half = torch.float16
     start, fp32, without, scaled = (
         run(torchs(enabled=on), (), steps, "never", dtype, factor=1e-7)[2][0]
-        for steps, dtype, on in ways
+        for steps, dtype, on in ((0, None, 0), (30, None, 0), (30, half, 0), (30, half, 1))
     )
     moved = (fp32 - start).norm().item()
     assert (scaled - start).norm().item() == pytest.approx(moved, rel=0.02)

@@ -1,15 +1,16 @@
 """SyncBatchNorm by hand: what one process computes on the whole batch. And claims C19 and C35."""
 
 import copy
-import inspect
 from contextlib import nullcontext
 from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support import chapter, fresh_module, run_ranks
+from test_collectives import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -20,25 +21,6 @@ from common.options import UsageError
 SIZES = {1: [5], 2: [1, 4], 3: [3, 1, 4], 4: [1, 5, 0, 2]}
 BATCHNORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 CLOSE = {"rtol": 0, "atol": 1e-10}
-ON_RANKS = []  # functions of a rank, and the numbers of ranks on which they run, in one start
-
-
-def on_ranks(*numbers):
-    return lambda function: ON_RANKS.append((function, numbers)) or function
-
-
-def _on_ranks(rank, ranks):
-    dist.init_process_group("gloo")
-    return {function: function(rank, ranks) for function, worlds in ON_RANKS if ranks in worlds}
-
-
-@cache
-def started(ranks):
-    return run_ranks(ranks, _on_ranks, ranks)
-
-
-def seen(function, ranks=2):
-    return [results[function] for results in started(ranks)]
 
 
 sync_batchnorm = chapter("05", "sync_batchnorm")
@@ -46,36 +28,25 @@ convert = sync_batchnorm.convert
 DEFAULTS = {"sample": (3, 4, 5), "settings": {}, "layout": torch.contiguous_format}
 DEFAULTS |= {"dtype": torch.float64, "frozen": (), "evaluate": False, "times": 1}
 DEFAULTS |= {"backward": True, "input_grad": True}
-
-
-def case_of(**more) -> SimpleNamespace:
-    """A layer with its settings, and its use. sample: the shape of one sample, channels first;
-    times: how often the layer is used in one forward."""
-    return SimpleNamespace(**{**DEFAULTS, **more})
-
-
-CASES = {
-    "2-D": case_of(sample=(3,)),
-    "3-D": case_of(sample=(3, 5)),
-    "4-D": case_of(),
-    "5-D": case_of(sample=(3, 2, 3, 4)),
-    "channels_last": case_of(layout=torch.channels_last),
-    "channels_last_3d": case_of(sample=(3, 2, 3, 4), layout=torch.channels_last_3d),
-    "momentum and eps": case_of(settings={"momentum": 0.4, "eps": 0.1}),
-    "cumulative average": case_of(settings={"momentum": None}),
-    "no affine": case_of(settings={"affine": False}),
-    "no running statistics": case_of(settings={"track_running_stats": False}),
-    "frozen weight": case_of(frozen=("weight",)),
-    "frozen": case_of(frozen=("weight", "bias")),
-    "eval mode": case_of(evaluate=True),
-    "twice in a step": case_of(times=2),
-    "no_grad": case_of(backward=False),
-    "input without gradient": case_of(input_grad=False),
-    "bf16": case_of(dtype=torch.bfloat16),
-    "fp16, channels_last": case_of(dtype=torch.float16, layout=torch.channels_last),
+CASES: dict[str, Any] = {  # sample: its shape, channels first; times: of the layer in one forward
+    "2-D": {"sample": (3,)},
+    "4-D": {},
+    "channels_last": {"layout": torch.channels_last},
+    "channels_last_3d": {"sample": (3, 2, 3, 4), "layout": torch.channels_last_3d},
+    "momentum and eps": {"settings": {"momentum": 0.4, "eps": 0.1}},
+    "cumulative average": {"settings": {"momentum": None}},
+    "no affine": {"settings": {"affine": False}},
+    "no running statistics": {"settings": {"track_running_stats": False}},
+    "frozen weight": {"frozen": ("weight",)},
+    "frozen": {"frozen": ("weight", "bias")},
+    "eval mode": {"evaluate": True},
+    "twice in a step": {"times": 2},
+    "no_grad": {"backward": False},
+    "input without gradient": {"input_grad": False},
+    "bf16": {"dtype": torch.bfloat16},
+    "fp16, channels_last": {"dtype": torch.float16, "layout": torch.channels_last},
 }
-if "bias" in inspect.signature(nn.BatchNorm1d).parameters:  # not in older versions of torch
-    CASES["no bias"] = case_of(settings={"bias": False})
+CASES = {name: SimpleNamespace(**DEFAULTS | case) for name, case in CASES.items()}
 
 
 def layer_of(case):
@@ -115,8 +86,8 @@ def use(layer, case, rows, weights):
     return output.detach(), rows.grad, gradients, copy.deepcopy(layer.state_dict())
 
 
-@on_ranks(1, 2, 3, 4)
-def synced(rank, ranks):
+def _synced(rank, ranks):
+    dist.init_process_group("gloo")
     results = {}
     for name, case in CASES.items():
         layer = convert(layer_of(case))
@@ -126,6 +97,11 @@ def synced(rank, ranks):
         with torch.autocast("cpu", enabled=case.dtype != torch.float64):
             results[name] = [use(layer, case, a[rank], b[rank]) for a, b in parts]
     return results
+
+
+@cache
+def synced(ranks):
+    return run_ranks(ranks, _synced, ranks)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -141,16 +117,15 @@ def test_it_is_one_process_on_the_whole_batch(ranks, name):
     wide = {"rtol": 1e-5, "atol": 1e-5, "check_dtype": False} if half else CLOSE
     for step, (rows, weights) in enumerate(batches_of(case, ranks)):
         output, grad, gradients, state = use(whole, case, rows.double(), weights.double())
-        parts = [results[name][step] for results in seen(synced, ranks)]
-        torch.testing.assert_close(torch.cat([part[0] for part in parts]), output, **near)
+        parts = zip(*(results[name][step] for results in synced(ranks)), strict=True)
+        outputs, grads, of_parameters, states = parts
+        torch.testing.assert_close(torch.cat(outputs), output, **near)
         if grad is not None:
-            torch.testing.assert_close(torch.cat([part[1] for part in parts]), grad, **near)
-        for part in parts:
-            assert part[2].keys() == gradients.keys()
-            torch.testing.assert_close(part[3], state, **wide)
-        for key, gradient in gradients.items():
-            assert parts[0][2][key].dtype == (torch.float32 if half else torch.float64)
-            torch.testing.assert_close(sum(part[2][key] for part in parts), gradient, **wide)
+            torch.testing.assert_close(torch.cat(grads), grad, **near)
+        torch.testing.assert_close(states, (state,) * ranks, **wide)
+        sums = {key: sum(part[key] for part in of_parameters) for key in of_parameters[0]}
+        torch.testing.assert_close(sums, gradients, **wide)
+        assert {each.dtype for each in sums.values()} <= {torch.float32 if half else torch.float64}
 
 
 def test_plain_batchnorm_is_not_and_without_a_process_group_it_is_plain_batchnorm():
@@ -158,56 +133,33 @@ def test_plain_batchnorm_is_not_and_without_a_process_group_it_is_plain_batchnor
     case = CASES["4-D"]
     rows, weights = next(batches_of(case, 2))
     whole = use(layer_of(case), case, rows, weights)
-    alone = use(convert(layer_of(case)), case, rows, weights)
-    assert all(torch.equal(alone[place], whole[place]) for place in (0, 1))
-    parts = [
-        use(layer_of(case), case, *each)
-        for each in zip(rows.split([1, 4]), weights.split([1, 4]), strict=True)
-    ]
-    for place in (0, 1):
-        assert (torch.cat([part[place] for part in parts]) - whole[place]).abs().max() > 0.1
-    assert (parts[0][3]["running_mean"] - whole[3]["running_mean"]).abs().max() > 0.01
-
-
-def large(rank):
-    """Mean 1e4, variance about 1, as fp32 holds them: (B, C, H, W)."""
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randn(8, 2, 16, 16, generator=generator) + 1e4
+    assert all(map(torch.equal, use(convert(layer_of(case)), case, rows, weights)[:2], whole[:2]))
+    parts = (slice(1), slice(1, 5))
+    halves = [use(layer_of(case), case, rows[part], weights[part]) for part in parts]
+    for *of_halves, of_whole in zip(*(each[:2] for each in (*halves, whole)), strict=True):
+        assert (torch.cat(of_halves) - of_whole).abs().max() > 0.1
+    assert (halves[0][3]["running_mean"] - whole[3]["running_mean"]).abs().max() > 0.01
 
 
 @on_ranks(2)
-def normalized(rank, _):
+def test_a_large_mean_does_not_hide_the_variance(rank):
+    """Mean 1e4, variance about 1, as fp32 holds them: (B, C, H, W)."""
+    batch = torch.randn(16, 2, 16, 16, generator=torch.Generator().manual_seed(0)) + 1e4
     layer = sync_batchnorm.SyncBatchNorm(2, momentum=1.0)
-    return layer(large(rank)).detach(), layer.running_var
-
-
-def test_a_large_mean_does_not_hide_the_variance():
-    batch = torch.cat([large(0), large(1)])
+    assert layer(batch[rank::2]).abs().max() < 10
     exact = batch.double().var(dim=[0, 2, 3])
     squares = batch.square().mean(dim=[0, 2, 3]) - batch.mean(dim=[0, 2, 3]).square()
-    for output, variance in seen(normalized):
-        assert ((variance - exact) / exact).abs().max() < 1e-3
-        assert output.abs().max() < 10
-        assert ((squares - exact) / exact).abs().max() > 1e-3  # the control
+    assert ((layer.running_var - exact) / exact).abs().max() < 1e-3
+    assert ((squares - exact) / exact).abs().max() > 1e-3  # the control
 
 
 @on_ranks(2)
-def refused(rank, _):
-    """A local batch of one, which BatchNorm itself refuses; then one on rank 1 only."""
-    answers, layer = [], sync_batchnorm.SyncBatchNorm(3)
-    for samples in (1, rank):
-        try:
-            answers.append(layer(torch.randn(samples, 3, 1)).shape)
-        except UsageError as error:
-            answers.append(str(error))
-    return answers
-
-
-def test_one_value_for_a_channel_from_all_ranks_is_refused_on_all():
-    for enough, error in seen(refused):
-        assert enough == (1, 3, 1)
-        assert "got 1 value for each of 3 channels from all ranks together" in error
-        assert "try a larger --batch-size" in error
+def test_one_value_for_a_channel_from_all_ranks_is_refused_on_all(rank):
+    layer = sync_batchnorm.SyncBatchNorm(3)
+    assert layer(torch.randn(1, 3, 1)).shape == (1, 3, 1), "which BatchNorm itself refuses"
+    said = "got 1 value for each of 3 channels from all ranks together.*try a larger --batch-size"
+    with pytest.raises(UsageError, match=said):
+        layer(torch.randn(rank, 3, 1))
 
 
 def small_model():
@@ -216,98 +168,67 @@ def small_model():
     return nn.Sequential(*layers, nn.BatchNorm1d(3)).double()
 
 
-def images_of(step):
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(8, 1, 6, 6, generator=generator, dtype=torch.float64)
-
-
-def loss_of(outputs):
-    return (outputs - torch.arange(3)).pow(4).mean()
-
-
 @on_ranks(2)
-def collectives(rank, _):
-    """How many, and which, in forward, backward, forward without autograd, and eval mode."""
-    results = []
-
-    def count(function, *args):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-            result = function(*args)
-        names = [e.name for e in profiler.events() if e.name.startswith("c10d::")]
-        results.append((len(names), *set(names)))
-        return result
-
-    for frozen in (False, True):
-        model, images = convert(small_model()), images_of(0)
-        model[0].requires_grad_(not frozen)
-        model[1].track_running_stats = not frozen
-        count(count(model, images).sum().backward)
-        with torch.no_grad():
-            count(model, images)
-        count(model.eval(), images)
-    return results
-
-
-def test_each_layer_sends_one_all_reduce_forward_and_one_backward():
+def test_each_layer_sends_one_all_reduce_forward_and_one_backward(rank):
     """Of two layers. If nothing before the first one learns, it need send none back.
 
     Evaluation may give the ranks unequal numbers of batches, so that no rank may wait for another.
     """
-    one, two = ((number, "c10d::allreduce_") for number in (1, 2))
-    assert seen(collectives) == [[two, two, two, (0,), two, one, two, (0,)]] * 2
+    sent, activities = [], [torch.profiler.ProfilerActivity.CPU]
+
+    def watch(function, *args):
+        with torch.profiler.profile(activities=activities) as profiler:
+            result = function(*args)
+        sent.append([e.name for e in profiler.events() if e.name.startswith("c10d::")])
+        return result
+
+    for frozen in (False, True):
+        model, images = convert(small_model()), torch.randn(8, 1, 6, 6).double()
+        model[0].requires_grad_(not frozen)
+        model[1].track_running_stats = not frozen
+        watch(watch(model, images).sum().backward)
+        with torch.no_grad():
+            watch(model, images)
+        watch(model.eval(), images)
+    assert sent == [["c10d::allreduce_"] * number for number in (2, 2, 2, 0, 2, 1, 2, 0)]
 
 
 def test_convert_finds_every_layer_keeps_all_that_it_holds_and_leaves_the_rest():
     shared = nn.BatchNorm1d(3, eps=0.5, momentum=0.25).eval()
     shared.register_forward_hook(lambda *_: None)
     inner = nn.ModuleDict({"shared": shared, "three": nn.BatchNorm3d(2)})
-    rest = nn.BatchNorm2d(2), nn.InstanceNorm2d(2), nn.GroupNorm(1, 2), nn.SyncBatchNorm(2)
+    rest = nn.BatchNorm2d(2), nn.InstanceNorm2d(2), nn.SyncBatchNorm(2)
     model = nn.Sequential(*rest, inner, shared)
     held = [(id(layer), dict(vars(layer))) for layer in model.modules()]
     assert convert(convert(model)) is model, "it may come twice"
     assert [(id(layer), vars(layer)) for layer in model.modules()] == held
+    ours, instance = sync_batchnorm.SyncBatchNorm, nn.InstanceNorm2d
     kinds = [type(layer) for layer in model.modules()]
-    assert kinds.count(sync_batchnorm.SyncBatchNorm) == 4, "the shared one is one"
-    assert not set(kinds) & set(BATCHNORMS.values())
-    assert {nn.InstanceNorm2d, nn.GroupNorm} < set(kinds)
-
-
-class BatchNormAct(nn.BatchNorm2d):
-    """BatchNorm and an activation in one, as some libraries of models have it."""
-
-    def forward(self, x):
-        return torch.relu(super().forward(x))
+    assert kinds == [nn.Sequential, ours, instance, ours, nn.ModuleDict, ours, ours]
 
 
 def test_convert_refuses_a_layer_that_does_more_than_batchnorm():
     """torch's own drops what it does more: https://github.com/pytorch/pytorch/issues/187298"""
+
+    class BatchNormAct(nn.BatchNorm2d):  # and an activation, as some libraries of models have it
+        def forward(self, x):
+            return torch.relu(super().forward(x))
+
     for layer in (nn.LazyBatchNorm2d(), BatchNormAct(3)):
         with pytest.raises(UsageError, match=f"layer 1 is a {type(layer).__name__}: expected"):
             convert(nn.Sequential(nn.Identity(), layer))
-    x = torch.randn(4, 3, 2, 2)
-    assert layer.eval()(x).min() == 0
-    assert nn.SyncBatchNorm.convert_sync_batchnorm(layer)(x).min() < 0
 
 
 @on_ranks(2)
-def statistics(rank, _):
-    means = []
-    for change in (lambda model: model, convert):
-        model = nn.Sequential(nn.BatchNorm1d(1, momentum=0.5)).double()
-        ddp = DistributedDataParallel(change(model))
-        for step in range(2):
+def test_c19_without_it_each_rank_has_the_statistics_of_its_own_batch(rank):
+    """Rank 0 has zeros, then ones; rank 1 tens, then elevens. Each step goes half the way to the
+    mean, and before it DDP sends rank 0's statistics to all: what rank 1 had learned is lost."""
+    for change, means in ((nn.Identity(), [5 * rank, 0.5 + 5 * rank]), (convert, [2.5, 4.25])):
+        norm = nn.BatchNorm1d(1, momentum=0.5).double()
+        ddp = DistributedDataParallel(change(nn.Sequential(norm)))
+        for step, mean in enumerate(means):
             ddp(torch.full((4, 1), 10.0 * rank + step, dtype=torch.float64)).sum().backward()
-            means.append(model[0].running_mean.item())
-    return means
-
-
-def test_c19_without_it_each_rank_has_the_statistics_of_its_own_batch():
-    """Rank 0 has zeros, then ones; rank 1 has tens, then elevens. The mean of all is 5, then 6."""
-    [first, second] = seen(statistics)
-    assert (first[0], second[0]) == (0, 5)  # half the way from 0 to the own mean: 0, and 10
-    # Before each forward, DDP sends rank 0's statistics to all: what rank 1 had learned is lost.
-    assert (first[1], second[1]) == (0.5, 0 + (11 - 0) / 2)
-    assert first[2:] == second[2:] == [2.5, 2.5 + (6 - 2.5) / 2]
+            assert norm.running_mean == mean
 
 
 def copies(model):
@@ -325,15 +246,11 @@ def compiled(model):
     return model
 
 
-CONVERTERS = {
-    "ours": convert,
-    "torch's": lambda model: convert(nn.SyncBatchNorm.convert_sync_batchnorm(model)),
-    "copies": copies,
-    "ours, compiled": compiled,
-}
+def torchs(model):
+    return convert(nn.SyncBatchNorm.convert_sync_batchnorm(model))
 
 
-def train_model(how, late=False, rank=None):
+def train_model(how=nn.Identity(), late=False, rank=None):  # noqa: B008
     """The state after three steps in DDP. how: what converts the model, before it is wrapped or
     after (late). Without a rank, one process trains on all images, with plain BatchNorm."""
     model = small_model() if late else how(small_model())
@@ -343,58 +260,35 @@ def train_model(how, late=False, rank=None):
         forward, mine = DistributedDataParallel(model), slice(4 * rank, 4 * rank + 4)
     if late:
         how(model)
-    for step in range(3):
+    torch.manual_seed(1)
+    for images in torch.randn(3, 8, 1, 6, 6).double():
         optimizer.zero_grad()
-        loss_of(forward(images_of(step)[mine])).backward()
+        outputs = forward(images[mine])
+        (outputs - torch.arange(3)).pow(4).mean().backward()
         optimizer.step()
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def of_one_process():
-    return train_model(lambda model: model)
+    return model.state_dict()
 
 
 @on_ranks(2)
-def converted(rank, _):
-    results = {}
-    ways = [(how, late) for late in (False, True) for how in CONVERTERS]
-    for how, late in ways[:-1]:  # compiled once: it takes seconds
-        try:
-            results[how, late] = train_model(CONVERTERS[how], late, rank)
-        except RuntimeError as error:
-            results[how, late] = str(error)
-    return results
-
-
-def test_c35_before_or_after_wrapping_it_is_the_same_training_unless_parameters_are_copied():
+def test_c35_before_or_after_wrapping_it_is_the_same_training_unless_parameters_are_copied(rank):
     """Of torch's, what convert_sync_batchnorm makes of the model; its layers cannot run on a CPU,
     so they become ours, which changes no parameter. Copies train if they are made before; made
     after, DDP waits for the gradients of the old: the control."""
-    for results in seen(converted):
-        error = results.pop(("copies", True))
-        assert "Expected to have finished reduction in the prior iteration" in error
-        assert len(results) == 6
-        for state in results.values():
-            torch.testing.assert_close(state, of_one_process(), **CLOSE)
-
-
-def test_c35_torchs_layers_hold_the_parameters_and_buffers_of_those_they_replace():
-    model = small_model()
-    held = [id(tensor) for tensor in (*model.parameters(), *model.buffers())]
-    layers = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    assert type(layers[1]) is nn.SyncBatchNorm
-    assert [id(tensor) for tensor in (*layers.parameters(), *layers.buffers())] == held
+    early = [(how, False) for how in (convert, torchs, compiled, copies)]
+    for how, late in [*early, (torchs, True)]:  # ours, late: the next test
+        torch.testing.assert_close(train_model(how, late, rank), train_model(), **CLOSE)
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iter"):
+        train_model(copies, True, rank)
 
 
 def _late(rank, without):
     dist.init_process_group("gloo")
-    module = fresh_module("05", "sync_batchnorm.py", without)
-    return train_model(module.convert, True, rank)
+    return train_model(fresh_module("05", "sync_batchnorm.py", without).convert, True, rank)
 
 
 def test_05_layers_converted_after_wrapping_train_like_one_process(without=()):
     for state in run_ranks(2, _late, without):
-        torch.testing.assert_close(state, of_one_process(), **CLOSE)
+        torch.testing.assert_close(state, train_model(), **CLOSE)
 
 
 def test_c35_on_a_cpu_ddp_refuses_torchs_layers():
