@@ -8,7 +8,6 @@ import math
 import random
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -124,7 +123,3 @@ def replay(
                     p.sub_(rate * v)
             losses.append(loss.item())
     return torch.tensor(losses, dtype=torch.float64), net.state_dict()
-
-
-def real_data(root: Path) -> bool:
-    return (root / "MNIST" / "raw").is_dir()

@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = {path.name[:2]: path for path in sorted(ROOT.glob("0?_*"))}
 FOLDERS["survive"] = ROOT / "survive"
 REAL_DATA = ROOT.parent / "shared" / "data"
+HAS_MNIST = (REAL_DATA / "MNIST" / "raw").is_dir()
 SECONDS = 60  # more than any rank takes; a hang ends here
 
 Line = tuple[str, ...]  # a file of a stage and a line of it; or a file, its text, and another text

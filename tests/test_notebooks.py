@@ -1,12 +1,10 @@
 """The notebooks: what they show is true today, and each runs from top to bottom."""
 
-import ast
 import re
 
 import pytest
 from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell, new_notebook
-from support import ROOT
 
 from notebooks import NOTEBOOKS, STAMP, errors_of, read, run, stamp, tags, text_of
 
@@ -46,20 +44,9 @@ def test_a_cell_that_fails_ends_the_run():
         run(new_notebook(cells=cells))
 
 
-def trains(source):
-    """Whether code computes gradients, updates weights, or makes a model of its own."""
-    nodes = list(ast.walk(ast.parse(source)))
-    calls = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    bases = [ast.unparse(b) for node in nodes if isinstance(node, ast.ClassDef) for b in node.bases]
-    return bool(calls & {"backward", "zero_grad", "all_reduce"}) or "nn.Module" in bases
-
-
 @each
-def test_a_notebook_says_what_it_teaches_asks_something_and_trains_nothing_itself(path):
+def test_a_notebook_says_what_it_teaches_asks_something_and_is_small(path):
     notebook = read(path)
     assert "you will learn" in (notebook.cells[0].source + notebook.cells[1].source).lower()
     assert "exercise" in [tag for cell in notebook.cells[-5:] for tag in tags(cell)]
-    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
-    assert not any(map(trains, code))
-    assert trains((ROOT / "01_single_gpu" / "train.py").read_text()), "the control"
     assert path.stat().st_size < 1_500_000, "pictures are too large for a repository"

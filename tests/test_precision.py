@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from readmes import fences, shown_output
 from support import Run, chapter, load_stage, run_main, run_ranks, train, train_once
-from test_collectives import of_all_ranks, on_ranks, output_of
+from test_collectives import of_all_ranks, on_ranks
 from test_proof import FLAGS, differences
 from test_stages import FP32, LOCAL
 from torch import nn
@@ -142,13 +142,6 @@ def test_a_run_that_another_stage_began_is_at_its_place_in_the_schedule():
         assert [line["epoch"] for line in run.metrics] == [1] * 25 + [2] * 25
         same = [line["lr"] for line in run.metrics] == pytest.approx(expected)
         assert same == (without == ())
-
-
-def test_05_schedule_prints_a_rate_that_rises_and_then_falls():
-    """By default: 4 times the batch with the linear rule, 2 epochs of warm-up, then a cosine."""
-    lines = output_of("05", "schedule").splitlines()
-    assert lines[0] == f"epoch  1  lr 0.0004 to 0.0400  {'#' * 20}"
-    assert [line.count("#") for line in lines] == [20, 40, 39, 34, 28, 20, 12, 6, 2, 0]
 
 
 def shown(program) -> list[list[str]]:

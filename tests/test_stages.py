@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import oracle
 import pytest
 import support
 import torch
@@ -240,7 +239,7 @@ def test_one_rank_downloads_and_the_others_wait(locked, fetched, tmp_path):
     assert len(list(tmp_path.glob("fetched by *"))) == fetched
 
 
-@pytest.mark.skipif(not oracle.real_data(support.REAL_DATA), reason="no MNIST in ../shared/data")
+@pytest.mark.skipif(not support.HAS_MNIST, reason="no MNIST in ../shared/data")
 def test_a_pass_over_mnist_sees_every_image_once():
     train_set, _ = load_dataset(options("--dataset=mnist", f"--data-dir={support.REAL_DATA}"))
     images, labels = zip(*make_loader(train_set, 120), strict=True)

@@ -187,14 +187,6 @@ def test_the_chapter_compares_each_switch_with_plain_ddp_and_compiles_where_it_c
     assert float(found["channels_last"]) < 1e-6 < float(found["bf16 hook"]) < 1e-3
 
 
-def test_a_time_is_the_median_of_those_relative_to_ddp_in_the_same_round():
-    steps, ticks = {"DDP": Mock(), "other": Mock()}, [5, 6, 5, 7, 5, 15, 5, 35, 5, 7, 5, 7]
-    clock = patch.object(switches.time, "perf_counter", side_effect=ticks)
-    with patch.object(switches, "ROUNDS", 3), patch.object(dist, "barrier"), clock:
-        assert switches.relative_times(steps) == {"DDP": 1, "other": 2}
-    assert steps["other"].call_count == 3 * switches.STEPS
-
-
 def test_what_the_machine_runs_and_has_units_for_is_told_and_the_rest_refused(capsys):
     """Of a machine without a GPU or a compiler, whose CPU has units for bf16 and refuses fp16."""
 
