@@ -67,8 +67,8 @@ def test_one_batch_more_on_a_rank_makes_it_wait_until_the_time_limit(rank):
     uneven, done = chapter("04", "uneven"), "done after 3 of 3 steps"
     with patch.object(uneven, "batches_of", lambda *_: [torch.ones(1, 2)] * 3):
         assert uneven.hang(seconds=60) == done, "the control"
-    said = uneven.hang(seconds=1).replace(BUSY, "Timed out waiting 1000ms")
-    assert said == ("step 4 of 4: Timed out waiting 1000ms" if rank == 2 else done)
+    said = uneven.hang(seconds=4).replace(BUSY, "Timed out waiting 4000ms")
+    assert said == ("step 4 of 4: Timed out waiting 4000ms" if rank == 2 else done)
 
 
 LATE = "Timed out waiting 2000ms"  # of one rank; how the other ends is a matter of luck
