@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from support import ROOT, chapter, default_dtype
 from test_collectives import in_time, on_ranks, output_of
 from torch import nn
@@ -67,8 +68,9 @@ def test_one_batch_more_on_a_rank_makes_it_wait_until_the_time_limit(rank):
     uneven, done = chapter("04", "uneven"), "done after 3 of 3 steps"
     with patch.object(uneven, "batches_of", lambda *_: [torch.ones(1, 2)] * 3):
         assert uneven.hang(seconds=60) == done, "the control"
-    said = uneven.hang(seconds=4).replace(BUSY, "Timed out waiting 4000ms")
-    assert said == ("step 4 of 4: Timed out waiting 4000ms" if rank == 2 else done)
+    said = uneven.hang(seconds=2).replace(BUSY, "Timed out waiting 2000ms")
+    dist.barrier()  # or the others would end before it is late
+    assert said == ("step 4 of 4: Timed out waiting 2000ms" if rank == 2 else done)
 
 
 LATE = "Timed out waiting 2000ms"  # of one rank; how the other ends is a matter of luck
