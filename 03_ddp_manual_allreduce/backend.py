@@ -7,6 +7,7 @@ The package shm is this idea made complete, and faster than gloo. Page: backend.
 
 import mmap
 import os
+import sys
 from collections import Counter
 from datetime import timedelta
 from typing import Any
@@ -23,7 +24,7 @@ from torch.optim import SGD
 
 import shm  # noqa: F401, it registers the backend "shm"
 from common.models import Net
-from common.options import Parser, usage_errors_exit
+from common.options import Parser, UsageError, usage_errors_exit
 
 from ranks import start
 
@@ -115,6 +116,8 @@ def compare() -> dict[str, Any]:
 
 def main() -> None:
     Parser(__doc__).parse_args()
+    if sys.platform != "linux":
+        raise UsageError(f"got {sys.platform}, expected Linux: only it has files without a name")
     found, *_ = start(RANKS, compare)
     print(tabulate(found["calls"], ("DDP calls", "when it is made", f"in {STEPS} steps")))
     for name, same in found["same"].items():
