@@ -4,12 +4,12 @@ import importlib
 import json
 import threading
 import types
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support import ROOT, Line, fresh_module
+from support import ROOT, Line, fresh_module, load_stage, run_main
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -174,6 +174,16 @@ def test_each_replica_has_a_gpu_with_an_index_and_all_gpus_are_used():
     for count, expected in ((2, gpus), (1, gpus[:1] * 3)):
         with patch.object(torch.cuda, "device_count", lambda: count):  # noqa: B023
             assert pick(gpus[0], 3) == expected
+
+
+def test_with_two_gpus_torchs_own_is_taken(tmp_path, monkeypatch):
+    """Two names of the CPU stand for the GPUs: nothing is trained yet where the model is wrapped."""
+    stage, taken = load_stage("02"), Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr(stage, "pick_devices", lambda *_: [CPU, torch.device("cpu", 0)])
+    monkeypatch.setattr(stage.nn, "DataParallel", taken)
+    with pytest.raises(KeyboardInterrupt):
+        run_main(stage, 0, "--device=cpu", f"--run-dir={tmp_path}", f"--data-dir={ROOT / 'data'}")
+    assert taken.call_args.args[1] == [CPU, torch.device("cpu", 0)]
 
 
 def example(batch: int = 24, hidden: int = 7, classes: int = 50):
