@@ -177,7 +177,7 @@ def test_each_replica_has_a_gpu_with_an_index_and_all_gpus_are_used():
 
 
 def test_with_two_gpus_torchs_own_is_taken(tmp_path, monkeypatch):
-    """Two names of the CPU stand for the GPUs: nothing is trained yet where the model is wrapped."""
+    """Two names of the CPU stand for GPUs: nothing has trained yet where the model is wrapped."""
     stage, taken = load_stage("02"), Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr(stage, "pick_devices", lambda *_: [CPU, torch.device("cpu", 0)])
     monkeypatch.setattr(stage.nn, "DataParallel", taken)
