@@ -222,6 +222,7 @@ def test_the_forecast_says_the_same_each_time_and_something_else_of_another_link
     (status, first), (_, again), (_, other) = (command(FORECAST, *flags, *x)[0] for x in links)
     assert status == 0, first
     assert first == again != other
+    assert re.search(r"^    64 +4,096 .*^a local batch twice as large +8,192 ", first, re.M | re.S)
     summary = {"model": "net", "local_batch": 120, "step_ms": 17.2, "world_size": 1}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     flags = ("--summary", str(tmp_path / "summary.json"), "--image-size", "28", "--gpus", "4")
