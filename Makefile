@@ -28,7 +28,7 @@ bench: $(VENV)/ready  ## measure all on this machine in ten minutes: results/HAR
 	$(RUN) benchmarks/bench.py $(FLAGS)
 
 notebooks: $(VENV)/ready  ## execute the notebooks in place: three minutes
-	$(RUN) tests/notebooks.py $(FLAGS)
+	$(RUN) notebooks/execute.py $(FLAGS)
 
 campaigns: $(VENV)/ready  ## measure anew, for an hour, what the READMEs show; then: make readme
 	for section in replica_memory data_parallel reducers learning_rates_01 learning_rates_05 \

@@ -238,15 +238,9 @@ def train(
 
 
 @cache
-def _trained(key: str, world_size: int, flags: tuple, dtype: torch.dtype, without: tuple) -> Run:
-    return train(key, world_size, *flags, dtype=dtype, without=without)
-
-
 def train_once(key: str, world_size: int, *flags: str, **more: Any) -> Run:
     """As train, but the same run is made once: for tests that only look at it."""
-    dtype, without = more.pop("dtype", torch.float64), tuple(more.pop("without", ()))
-    assert not more
-    return _trained(key, world_size, flags, dtype, without)
+    return train(key, world_size, *flags, **more)
 
 
 def scratch_folder() -> Path:

@@ -6,7 +6,7 @@ import pytest
 from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell, new_notebook
 
-from notebooks import NOTEBOOKS, STAMP, errors_of, read, run, stamp, tags, text_of
+from execute import NOTEBOOKS, STAMP, errors_of, read, run, stamp, tags, text_of
 
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from support import FOLDERS, ROOT, chapter, command, context, fresh_module
+from support import FOLDERS, chapter, command, context, fresh_module
 from test_bad_input import launcher
 from test_collectives import of_all_ranks, on_ranks
 from torch.utils.data import DataLoader, _utils
@@ -25,7 +25,7 @@ agree = chapter("survive", "agree")
 durable = chapter("survive", "durable")
 launch = chapter("survive", "launch")
 watchdog = chapter("survive", "watchdog")
-OWN_LOOP = ROOT / "tests" / "own_loop.py"
+OWN_LOOP = FOLDERS["survive"] / "own_loop.py"
 
 SHOWS = {  # all that it prints, its lines sorted
     "launch": r"1 of 2 ranks start: rank 0 ends with: 2 ranks did not meet .+"

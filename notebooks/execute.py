@@ -1,6 +1,6 @@
 """Execute the notebooks, and tell whether what they show is older than what it was made of.
 
-    python tests/notebooks.py 01 04
+    python notebooks/execute.py 01 04
 
 `make notebooks` executes all of them in place, and each keeps the digest of what pictures are made
 of: the committed results and the benchmarks. In a test a notebook runs again: it may not fail, its

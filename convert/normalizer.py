@@ -1,0 +1,55 @@
+"""How far off is the gradient if each rank divides its loss by its own count of matched anchors?
+
+    python normalizer.py
+
+One process plays two ranks of half a batch each, with BatchNorm over the whole batch. It takes the
+flags of single.py.
+"""
+
+from itertools import islice
+from statistics import median
+
+import torch
+from torch import Tensor
+
+import single
+
+
+class TwoRanks(single.SSD):
+    """SSD that returns two losses: what DDP makes of the ranks' losses, and the exact one."""
+
+    def compute_loss(self, targets, outputs, anchors, matches) -> dict[str, Tensor]:
+        self.counts, sums = [], []
+        for rank in (0, 1):
+            mine = slice(rank, None, 2)
+            part = {key: x[mine].contiguous() for key, x in outputs.items()}
+            losses = super().compute_loss(targets[mine], part, anchors[mine], matches[mine])
+            self.counts.append(max(1, sum(int((match >= 0).sum()) for match in matches[mine])))
+            sums.append(sum(losses.values()) * self.counts[-1])
+        mean = sum(total / count for total, count in zip(sums, self.counts, strict=True)) / 2
+        return {"mean of the ranks": mean, "exact": sum(sums) / sum(self.counts)}
+
+
+def gradient(loss: Tensor, model: single.nn.Module) -> Tensor:
+    parts = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    return torch.cat([part.flatten() for part in parts])
+
+
+def main() -> None:
+    args = single.parse_args()
+    torch.manual_seed(args.seed)
+    train_set = single.load_data(args, "train")
+    single.SSD = TwoRanks  # build_model takes it
+    model = single.build_model(args, max(train_set.coco.cats) + 1).to(args.device)
+    errors = []
+    for batch in islice(single.make_loader(train_set, args, shuffle=True), 12):
+        images = [image.to(args.device) for image, _ in batch]
+        targets = [{key: x[key].to(args.device) for key in ("boxes", "labels")} for _, x in batch]
+        mean, exact = (gradient(loss, model) for loss in model(images, targets).values())
+        errors.append(float((mean - exact).norm() / exact.norm()))
+        print(f"matched anchors {model.counts}  the gradient is off by {errors[-1]:.1%}")
+    print(f"median {median(errors):.1%}, most {max(errors):.1%}")
+
+
+if __name__ == "__main__":
+    main()
