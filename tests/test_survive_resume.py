@@ -92,6 +92,7 @@ def test_the_crop_of_a_picture_is_another_one_in_each_epoch(pictures):
     for crops.epoch in (0, 0, 1):
         seen += [image for image, _ in crops.__getitems__([3])]
     assert [torch.equal(seen[0], other) for other in seen] == [True, True, False]
+    assert list(durable.Remaining(range(3))) == [0, 1, 2], "a run that is new misses nothing"
 
 
 def _seen(rank: int, flags: tuple[str, ...]) -> tuple[list[int], str]:
