@@ -42,7 +42,7 @@ def listed(rows: Mapping[str, Results], columns: Mapping[str, Any], head: str = 
 
 
 def ratios(columns: Mapping[str, Mapping[str, Results]], head: str = "") -> str:
-    names = dict.fromkeys(name for rows in reversed(columns.values()) for name in rows)
+    names = dict.fromkeys(name for rows in reversed([*columns.values()]) for name in rows)
     cells = {n: [RATIO.format(**r[n]) if n in r else "" for r in columns.values()] for n in names}
     lines = [(name, *row) for name, row in cells.items()]
     return table(lines, head, *columns)
