@@ -16,17 +16,22 @@ import time
 from argparse import Namespace
 from dataclasses import dataclass, field
 from datetime import date
+from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 import matplotlib
 import matplotlib.pyplot as plt
 import torch
 from tabulate import tabulate
 
+from common.data import load_dataset
 from common.options import UsageError, cut_batch, make_parser, number, usage_errors_exit
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "RANKS")
-COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7")  # Okabe and Ito
+COLOURS = ("#000000", "#888888", "#E69F00", "#56B4E9", "#009E73", "#006048", "#D55E00", "#CC79A7")
+COPIES = 5  # of the kinds of memory, those that do not grow with the batch
 SAME = 1e-5  # two fp32 runs whose losses differ less over the first epoch do the same
 
 
@@ -37,6 +42,8 @@ class Row:
     key: str
     label: str
     command: tuple[str, ...]  # RANKS stands for their number
+    faster: str = ""  # why it is faster than the row before, if it is; why slower
+    slower: str = ""
     summary: dict = field(default_factory=dict)
     metrics: list[dict] = field(default_factory=list)
 
@@ -46,12 +53,57 @@ class Row:
 
 ROWS = (
     Row("01", "01 one process", ("01_single_gpu/train.py",)),
-    Row("02", "02 DataParallel", ("02_data_parallel/train.py", "--replicas", "RANKS")),
-    Row("03", "03 by hand", ("03_ddp_manual_allreduce/train.py", "--world-size", "RANKS")),
-    Row("04", "04 DDP", (*TORCHRUN, "04_ddp_torchrun/train.py")),
-    Row("05", "05 DDP, SyncBN", (*TORCHRUN, "05_amp_syncbn/train.py")),
-    Row("05-bf16", "05 in bf16", (*TORCHRUN, "05_amp_syncbn/train.py", "--amp", "bf16")),
+    Row(
+        "01-cores",
+        "01 with all cores",
+        ("01_single_gpu/train.py",),
+        "one process shares out each operation among the cores.",
+        "its operations are too small to be shared out.",
+    ),
+    Row(
+        "02",
+        "02 DataParallel",
+        ("02_data_parallel/train.py", "--replicas", "RANKS"),
+        "a thread for each replica does more than the parts of one operation.",
+        "it copies the model at every step, and its threads wait for one Python interpreter.",
+    ),
+    Row(
+        "03",
+        "03 by hand",
+        ("03_ddp_manual_allreduce/train.py", "--world-size", "RANKS"),
+        "processes do not wait for one interpreter, and copy no model.",
+        "it sends a message for each parameter, after backward, and waits for each.",
+    ),
+    Row(
+        "04",
+        "04 DDP",
+        (*TORCHRUN, "04_ddp_torchrun/train.py"),
+        "gradients travel in few large messages, while backward still runs.",
+        "its buckets cost more than they save here.",
+    ),
+    Row(
+        "04-shm",
+        "04 over shm",
+        (*TORCHRUN, "-m", "shm", "04_ddp_torchrun/train.py"),
+        "ranks read each other's memory and send nothing.",
+        "ranks that wait for each other use the cores that compute.",
+    ),
+    Row(
+        "05",
+        "05 DDP, SyncBN",
+        (*TORCHRUN, "05_amp_syncbn/train.py"),
+        "its gradients live in the buckets, and are not copied.",
+        "each BatchNorm layer waits for the other ranks, in forward and in backward.",
+    ),
+    Row(
+        "05-bf16",
+        "05 in bf16",
+        (*TORCHRUN, "05_amp_syncbn/train.py", "--amp", "bf16"),
+        "numbers of half the size, for which this machine has instructions.",
+        "the conversions to bf16 cost more than they save on this machine.",
+    ),
 )
+CPU_ONLY = ("01-cores", "04-shm")
 
 
 def parse_args() -> Namespace:
@@ -74,8 +126,10 @@ def parse_args() -> Namespace:
     return args
 
 
-def run(row: Row, args: Namespace, folder: Path, **env: str) -> None:
+def run(row: Row, args: Namespace, folder: Path) -> None:
     """Run a stage as a reader would, show what it prints, and read what it leaves behind."""
+    threads = os.cpu_count() or 1 if row.key == "01-cores" else 1
+    env = {"OMP_NUM_THREADS": str(threads)}  # of each rank, and of 01
     command = [part.replace("RANKS", str(args.ranks)) for part in row.command]
     if not Path("01_single_gpu").exists():  # started from another folder
         here = Path(__file__).parent
@@ -96,7 +150,7 @@ def run(row: Row, args: Namespace, folder: Path, **env: str) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},  # one thread for each rank, and for 01
+        env={**os.environ, **env},
     )
     assert process.stdout
     for line in process.stdout:
@@ -120,7 +174,7 @@ def explain(row: Row, first: Row, args: Namespace) -> str:
     causes = []
     if row.key == "03":
         causes.append("its ranks own fixed shards, so that its batches hold other samples")
-    if row.key in ("02", "03", "04") and args.ranks > 1 and args.model != "net":
+    if row.key[:2] in ("02", "03", "04") and args.ranks > 1 and args.model != "net":
         causes.append("BatchNorm takes its statistics from the local batch")
     if args.model == "net" and args.ranks > 1:
         causes.append("the parts of a batch get other dropout masks than the whole batch")
@@ -134,13 +188,50 @@ def explain(row: Row, first: Row, args: Namespace) -> str:
     )
 
 
+def explain_speed(row: Row, before: Row) -> str:
+    """One sentence: how fast is this row beside the one before, and why."""
+    ratio = row.summary["samples_per_second"] / before.summary["samples_per_second"]
+    if 0.95 < ratio < 1.05:
+        return f"{ratio:.2f} times {before.label}: no difference that one run can show."
+    return f"{ratio:.2f} times {before.label}: {row.faster if ratio > 1 else row.slower}"
+
+
+def load_counter() -> ModuleType:
+    """benchmarks/process_memory.py, which counts memory and draws it."""
+    sys.path.append(str(Path(__file__).parent / "benchmarks"))
+    return import_module("process_memory")
+
+
+def count_memory(rows: list[Row], args: Namespace) -> dict:
+    """The bytes of tensors that each process or replica holds when the loss is there, by kind."""
+    counter = load_counter()
+    train_set, _ = load_dataset(args)
+    image, _ = train_set[0]  # (C, H, W)
+    device, classes = rows[0].summary["device"], len(train_set.classes)
+    optimizer = "momentum" if args.momentum else "sgd"
+    plan = counter.peak.Plan(
+        args.model, image.shape[-1], optimizer, device, image.shape[0], classes
+    )
+    stages: dict = {}
+    for world_size, known in ((1, ("01", "02")), (args.ranks, ("03", "04", "05", "05-bf16"))):
+        jobs = [row.key.replace("-", " ") for row in rows if row.key in known]
+        if jobs:
+            stages |= counter.measure(
+                jobs, plan, args.batch_size // world_size, world_size, args.ranks
+            )
+    about = {"model": args.model, "image_size": plan.image_size, "global_batch": args.batch_size}
+    return {**about, "stages": stages}
+
+
 def draw(results: dict) -> plt.Figure:
     """Loss curves, throughput and memory, of tour.json: the picture of the tour."""
     matplotlib.use("Agg")  # a file, no window
+    counter = load_counter()
     rows: dict[str, dict] = results["rows"]
     first = next(iter(rows.values()))
-    figure = plt.figure(figsize=(12, 6.5), layout="constrained")
-    curves, speed, distance, memory = figure.subplots(2, 2, width_ratios=(1.4, 1)).flat
+    figure = plt.figure(figsize=(13, 7.5), layout="constrained")
+    parts = figure.subplot_mosaic("LLSS;DDMC")
+    curves, speed, distance, memory, copies = (parts[key] for key in "LSDMC")
     names, colour_of = list(rows), dict(zip((row.label for row in ROWS), COLOURS, strict=True))
     of_01 = results["losses"].get(ROWS[0].label)
     for name, losses in results["losses"].items():
@@ -159,63 +250,73 @@ def draw(results: dict) -> plt.Figure:
     distance.set(xlabel="optimiser step", ylabel="|difference| (0 drawn as 1e-9)", yscale="log")
 
     colours = [colour_of[name] for name in names]
-    speed.barh(names, [row["samples_per_second"] for row in rows.values()], color=colours)
-    speed.set(title="Throughput, all ranks together", xlabel="samples/s (median step)")
-    for place, row in enumerate(rows.values()):
-        peaks = [peak / 2**20 for peak in row["peak_memory_bytes"]]
-        thickness = 0.8 / len(peaks)  # a bar for each process or GPU
-        offsets = [place + thickness * (i - (len(peaks) - 1) / 2) for i in range(len(peaks))]
-        memory.barh(offsets, peaks, height=thickness * 0.9, color=colours[place])
-    unit = "GPU" if first["device"] == "cuda" else "process"
-    memory.set(title=f"Peak memory of each {unit}", xlabel="MiB", yticks=range(len(rows)))
-    memory.set_yticklabels(names)
-    for axes in (speed, memory):
-        axes.invert_yaxis()
-    for axes in (curves, speed, distance, memory):
+    speeds = [row["samples_per_second"] for row in rows.values()]
+    texts = [f" {each / speeds[0]:.2f}" for each in speeds]
+    speed.bar_label(speed.barh(names, speeds, color=colours), texts)
+    speed.invert_yaxis()
+    title = f"Throughput, all ranks together; beside it: times {names[0]}"
+    speed.set(title=title, xlabel="samples/s (median step)", xmargin=0.1)
+    stages = results["memory"]["stages"]
+    held = {key.replace(" ", "\n"): stage["held"] for key, stage in stages.items()}
+    kinds = dict(list(counter.STYLES.items())[:-1])  # without what is there for a moment
+    counter.stack(memory, held, styles=kinds)
+    memory.set_title("What each process holds")
+    counter.stack(copies, held, styles=dict(list(kinds.items())[:COPIES]))
+    copies.set(title="Of it: the copies of the model", ylabel="")
+    counter.legend(copies, kinds, loc="center left", bbox_to_anchor=(1, 0.5))
+    for axes in parts.values():
         axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
-def tabulate_rows(rows: list[Row], style: str) -> str:
+def tabulate_rows(results: dict, style: str) -> str:
+    rows = results["rows"]
+    first, stages = next(iter(rows.values())), results["memory"]["stages"]
     headers = ["stage", "global batch", "train loss", "test accuracy", "samples/s"]
-    headers += ["step ms (quartiles)", "peak MiB"]
+    headers += [f"times {next(iter(rows))[:2]}", "step ms (quartiles)", "MiB of tensors"]
+    on_gpu = first["device"] == "cuda"
+    headers += ["peak MiB of the allocator"] * on_gpu
     table = []
-    for row in rows:
-        got = row.summary
-        parts = got["global_batch"] // got["local_batch"]
-        peaks = " + ".join(f"{peak / 2**20:,.0f}" for peak in got["peak_memory_bytes"])
+    for row in (row for row in ROWS if row.label in rows):
+        got = rows[row.label]
         low, high = got["step_ms_quartiles"]
-        table.append(
-            (
-                row.label,
-                f"{parts} × {got['local_batch']}",
-                f"{got['train_loss']:.4f}",
-                f"{got['test_accuracy']:.2%}",
-                f"{got['samples_per_second']:,.0f}",
-                f"{got['step_ms']:.1f} ({low:.1f} to {high:.1f})",
-                peaks,
-            )
-        )
-    right = ("left", *["right"] * 6)
+        held = stages.get(row.key.replace("-", " ").removesuffix(" cores").removesuffix(" shm"))
+        line = [
+            row.label,
+            f"{got['global_batch'] // got['local_batch']} × {got['local_batch']}",
+            f"{got['train_loss']:.4f}",
+            f"{got['test_accuracy']:.2%}",
+            f"{got['samples_per_second']:,.0f}",
+            f"{got['samples_per_second'] / first['samples_per_second']:.2f}",
+            f"{got['step_ms']:.1f} ({low:.1f} to {high:.1f})",
+            " + ".join(f"{sum(each.values()) / 2**20:.1f}" for each in held["held"]),
+        ]
+        peaks = " + ".join(f"{peak / 2**20:,.0f}" for peak in got["peak_memory_bytes"])
+        table.append([*line, *[peaks] * on_gpu])
+    right = ("left", *["right"] * (len(headers) - 1))
     return tabulate(table, headers, style, colalign=right, disable_numparse=True)
 
 
-def report(rows: list[Row], args: Namespace, seconds: float, note: str) -> str:
+def report(rows: list[Row], results: dict, args: Namespace, seconds: float) -> str:
     got = rows[0].summary
-    memory = "torch.cuda.max_memory_allocated" if got["device"] == "cuda" else "peak resident set"
     lines = [
         f"# The tour: {args.model} on {args.dataset}, {args.ranks} ranks",
         "",
-        f"Measured on {date.today()} in {seconds:.0f} s: {got['hardware']}, {got['device']}, torch "
-        f"{got['torch']}, Python {platform.python_version()}. {args.epochs} epochs, global batch "
-        f"{args.batch_size}, one run of each. {note}",
+        f"Measured on {results['date']} in {seconds:.0f} s: {got['hardware']}, {got['device']}, "
+        f"torch {got['torch']}, Python {results['python']}. {args.epochs} epochs, global batch "
+        f"{args.batch_size}, one run of each, one thread for each process.",
         "",
-        tabulate_rows(rows, "github"),
+        tabulate_rows(results, "github"),
         "",
         "The global batch is cut into replicas or ranks × local batch. samples/s: from the median "
-        f"step of one run. Peak memory: {memory}, of each GPU or process.",
+        "step of one run. MiB of tensors: what each process or replica holds when the loss of a "
+        "step is there; PyTorch itself is not counted.",
         "",
-        "![loss curves, throughput and peak memory](tour.png)",
+        "![loss curves, throughput and memory](tour.png)",
+        "",
+        "## Why each row is faster or slower than the one before",
+        "",
+        *(f"- **{b.label}**: {explain_speed(b, a)}" for a, b in pairwise(rows)),
         "",
     ]
     if rows[0].key == "01":
@@ -227,28 +328,23 @@ def report(rows: list[Row], args: Namespace, seconds: float, note: str) -> str:
 def main() -> None:
     args = parse_args()
     started = time.perf_counter()
+    on_gpu = args.device != "cpu" and torch.cuda.is_available()
     rows = [row for row in ROWS if row.key[:2] in args.stages]
+    rows = [row for row in rows if not (on_gpu and row.key in CPU_ONLY)]
     for row in rows:
         run(row, args, args.run_dir / row.key)
-    note = ""
-    if rows[0].key == "01" and rows[0].summary["device"] == "cpu":
-        cores = os.cpu_count() or 1  # what one process makes of the machine: the fair rival
-        whole = Row("01-threads", f"01 with {cores} threads", rows[0].command)
-        run(whole, args, args.run_dir / whole.key, OMP_NUM_THREADS=str(cores))
-        speed = whole.summary["samples_per_second"]
-        note = f"OMP_NUM_THREADS=1; 01 with {cores} threads makes {speed:,.0f} samples/s."
-    text = report(rows, args, time.perf_counter() - started, note)
-    (args.run_dir / "report.md").write_text(text)
     results = {
         "date": str(date.today()),
         "python": platform.python_version(),
-        "note": note,
         "rows": {row.label: row.summary for row in rows},
         "losses": {row.label: row.losses() for row in rows},  # of every step
+        "memory": count_memory(rows, args),
     }
+    text = report(rows, results, args, time.perf_counter() - started)
+    (args.run_dir / "report.md").write_text(text)
     draw(results).savefig(args.run_dir / "tour.png", dpi=110)
     (args.run_dir / "tour.json").write_text(json.dumps(results, indent=2) + "\n")
-    print(f"\n{tabulate_rows(rows, 'simple')}\n\nwrote {args.run_dir}/report.md and tour.png")
+    print(f"\n{tabulate_rows(results, 'simple')}\n\nwrote {args.run_dir}/report.md and tour.png")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ are virtual: all on one device. Last: results/02_memory, what memory.py of stage
 """
 
 import gc
+import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -79,8 +80,8 @@ def count_replicas(model: nn.Module, batch: Batch, replicas: int) -> list[Held]:
 
 def make(plan: Any, samples: int) -> tuple[nn.Module, Any, Batch]:
     torch.manual_seed(0)
-    images = torch.randn(samples, 3, plan.image_size, plan.image_size)
-    return *plan.build(), (images, torch.arange(samples) % 10)
+    images = torch.randn(samples, plan.channels, plan.image_size, plan.image_size)
+    return *plan.build(), (images, torch.arange(samples) % plan.classes)
 
 
 def train_way(way: Variant, plan: Any, samples: int) -> tuple:
@@ -96,14 +97,15 @@ def train_way(way: Variant, plan: Any, samples: int) -> tuple:
     return model, one.model, one.optimizer, one.buckets, micro_batch
 
 
-def train_stage(key: str, plan: Any, samples: int) -> tuple:
+def train_stage(key: str, plan: Any, samples: int, replicas: int) -> tuple:
     """Some steps of a stage's own train_epoch; the model is prepared as the stage does it."""
+    sys.modules.pop("train", None)  # another stage's, which this process has imported
     stage: Any = chapter(key[:2], "train")
     model, optimizer, batch = make(plan, samples)
     wrapped, device = model, batch[0].device
     more: list = [optimizer, device]
     if key == "02":
-        wrapped = stage.DataParallel(model, [device] * RANKS)
+        wrapped = stage.DataParallel(model, [device] * replicas)
     if key == "04":
         wrapped = DistributedDataParallel(model, **UNSENT)
     if key[:2] == "05":
@@ -117,29 +119,32 @@ def train_stage(key: str, plan: Any, samples: int) -> tuple:
     return model, wrapped, optimizer, buckets, batch
 
 
-def run(jobs: list[str], plan: Any, samples: int) -> list[dict[str, Any]]:
+def run(jobs: list[str], plan: Any, samples: int, replicas: int) -> list[dict[str, Any]]:
     """What each rank holds after it has trained as a stage or in ways; its peak, all it takes."""
     found, cpu = list[dict[str, Any]](), torch.device("cpu")
     for job in jobs:
         before, made, way = peak_memory_bytes(cpu), list[Any](), WAYS.get(job)
 
         def train(job: str = job, made: list = made, way: Variant | None = way) -> None:
-            made += train_way(way, plan, samples) if way else train_stage(job, plan, samples)
+            how = (way, plan, samples) if way else (job, plan, samples, replicas)
+            made += train_way(*how) if way else train_stage(*how)
 
         most = ledger.measure(plan.device, train)
         resident = [before, peak_memory_bytes(cpu)]
         bf16 = "bf16" in (way.precision if way else job)
         with torch.autocast(plan.device, torch.bfloat16, enabled=bf16):
-            held = count_replicas(made[0], made[-1], RANKS) if job == "02" else [count(*made)]
+            held = count_replicas(made[0], made[-1], replicas) if job == "02" else [count(*made)]
         found.append({"held": held, "peak_bytes": most, "resident_bytes": resident})
         made.clear()
         gc.collect()  # DDP and its model hold each other
     return found
 
 
-def measure(jobs: Sequence[str], plan: Any, samples: int, ranks: int = RANKS) -> Results:
-    """Ways or a stage, one after the other on the same ranks; samples: the local batch."""
-    answers = start(ranks, run, list(jobs), plan, samples, device=plan.device, quiet=True)
+def measure(
+    jobs: Sequence[str], plan: Any, samples: int, ranks: int = RANKS, replicas: int = RANKS
+) -> Results:
+    """Ways or stages, one after the other on the same ranks; samples: the local batch."""
+    answers = start(ranks, run, list(jobs), plan, samples, replicas, device=plan.device, quiet=True)
     found: Results = {}
     for job, rows in zip(jobs, zip(*answers, strict=True), strict=True):
         found[job] = {key: [row[key] for row in rows] for key in ("peak_bytes", "resident_bytes")}
@@ -223,7 +228,7 @@ def stack(
                 look: Any = {"facecolor": color, "hatch": hatch, "edgecolor": "white"}
                 axes.bar(place + number, held.get(kind, 0) / MIB, 0.9, bottom, **look)
                 bottom += held.get(kind, 0) / MIB
-            height = "" if held in many[:number] else f"{bottom:.0f}"
+            height = "" if held in many[:number] else f"{bottom:.{int(bottom < 10)}f}"
             text = texts[name][number] if texts else height
             axes.text(place + number, bottom, text, ha="center", va="bottom", fontsize="small")
         middles.append(place + (len(many) - 1) / 2)
@@ -232,8 +237,8 @@ def stack(
     axes.set(ylabel="MiB held", ymargin=0.08)
 
 
-def legend(axes: Axes, **where: Any) -> None:
-    axes.legend(handles=patches(STYLES)[::-1], fontsize="small", **where)
+def legend(axes: Axes, styles: Any = STYLES, **where: Any) -> None:
+    axes.legend(handles=patches(styles)[::-1], fontsize="small", **where)
 
 
 def draw_stages(axes: Axes, found: Results) -> None:
@@ -241,7 +246,7 @@ def draw_stages(axes: Axes, found: Results) -> None:
     for key, stage in found["stages"].items():
         name, peaks = STAGES[key].replace(" ", "\n", 1), stage["peak_bytes"]
         if key == "02":  # its peak is that of all replicas together
-            name, peaks = name + "\n(virtual)", [0] * RANKS
+            name, peaks = name + "\n(virtual)", [0] * len(stage["held"])
         both = zip(stage["held"], peaks, strict=True)
         groups[name] = [{**h, "at the peak": max(0, most - sum(h.values()))} for h, most in both]
     stack(axes, groups)

@@ -32,13 +32,16 @@ def run_tour(monkeypatch):
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(tour, "subprocess", SimpleNamespace(Popen=forked, PIPE=0, STDOUT=0))
+    counted = json.loads((ROOT / "results" / "tour.json").read_text())["memory"]
+    monkeypatch.setattr(tour, "count_memory", lambda rows, args: counted)
     return run
 
 
 def test_the_tour_runs_the_stages_and_compares_them(run_tour, tmp_path, capsys):
     """01 and 05 in both formats, a few steps each."""
     run_tour("--stages=01,05", "--epochs=1", "--batch-size=500", f"--run-dir={tmp_path}")
-    labels = {"01": "01 one process", "05": "05 DDP, SyncBN", "05-bf16": "05 in bf16"}
+    labels = {"01": "01 one process", "01-cores": "01 with all cores"}
+    labels |= {"05": "05 DDP, SyncBN", "05-bf16": "05 in bf16"}
     report = (tmp_path / "report.md").read_text()
     assert report.startswith("# The tour: net-bn on digits, 2 ranks\n")
     assert all(f"| {label} " in report for label in labels.values())
@@ -47,7 +50,7 @@ def test_the_tour_runs_the_stages_and_compares_them(run_tour, tmp_path, capsys):
     assert (tmp_path / "tour.png").read_bytes().startswith(b"\x89PNG")
     for key in labels:
         summary = json.loads((tmp_path / key / "summary.json").read_text())
-        assert (summary["world_size"], summary["steps"]) == (1 if key == "01" else 2, 3)
+        assert (summary["world_size"], summary["steps"]) == (1 if key < "02" else 2, 3)
     assert capsys.readouterr().out.endswith("report.md and tour.png\n")
     results = json.loads((tmp_path / "tour.json").read_text())
     assert list(results["rows"]) == list(results["losses"]) == list(labels.values())
@@ -69,7 +72,7 @@ REASONS = [
 def test_the_reason_fits_what_was_measured(row, words):
     key, loss, model, ranks = row
     first, other = (
-        tour.Row(name, name, (), {}, [{"epoch": 0, "loss": 2.0}, {"epoch": 0, "loss": each}])
+        tour.Row(name, name, (), metrics=[{"epoch": 0, "loss": x} for x in (2.0, each)])
         for name, each in (("01", 1.0), (key, loss))
     )
     assert words in tour.explain(other, first, Namespace(model=model, ranks=ranks))
