@@ -1,4 +1,4 @@
-"""Whole trainings on MNIST: each stage, PyTorch's own recipe, Accelerate and Lightning Fabric.
+"""Whole trainings on MNIST: each stage, PyTorch's recipe, two libraries, the documents' recipe.
 
 On the CPU, two ranks of one thread each, and the same optimization for all. All are timed from
 outside, by the lines that they print: one before the ranks join, one when an epoch and its
@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -24,17 +23,18 @@ from typing import Any
 import matplotlib.pyplot as plt
 from torch.utils.data import DataLoader, RandomSampler
 from torchvision.datasets import MNIST
-from torchvision.transforms import Compose, Normalize, ToTensor
 
 from common.data import load_dataset, make_loader
 from common.options import UsageError
 
-from plots import BLUE, GREY, ORANGE, Figure, bars
+from plots import BLUE, ORANGE, Figure, bars
+from recipe import PACKAGES, TRANSFORM
 from step import build, make_step
-from timing import ROOT, SAME, Effort, Results, interleave, summarize
+from timing import ROOT, SAME, Effort, Results, Steps, interleave, summarize
 
 RANKS, BATCH, TARGET, EPOCHS, STEPS = 2, 120, 0.98, 4, 500  # STEPS: of an epoch
-SETTINGS = {"model": "net", "batch-size": BATCH, "lr": 0.02, "momentum": 0.9, "seed": 1234}
+SETTINGS = {"dataset": "mnist", "model": "net", "device": "cpu", "batch-size": BATCH}
+SETTINGS |= {"lr": 0.02, "momentum": 0.9, "seed": 1234}
 OURS, PLAIN = "04 DDP", "PyTorch's recipe"
 RECIPE = "benchmarks/recipe.py"
 VARIANTS = {  # what is typed after `python`, or after `torchrun --standalone --nproc-per-node=2`
@@ -42,16 +42,17 @@ VARIANTS = {  # what is typed after `python`, or after `torchrun --standalone --
     "02 DataParallel": f"02_data_parallel/train.py --replicas={RANKS}",
     "03 by hand": f"03_ddp_manual_allreduce/train.py --world-size={RANKS}",
     OURS: "04_ddp_torchrun/train.py",
+    "04 over shm": "-m shm 04_ddp_torchrun/train.py",
     "05 DDP": "05_amp_syncbn/train.py",
     PLAIN: f"{RECIPE} plain",
     "the same, 2 workers": f"{RECIPE} plain --workers=2",
     "Accelerate": f"{RECIPE} accelerate",
     "Lightning Fabric": f"{RECIPE} fabric",
+    "the documents' recipe": f"{RECIPE} documents",
     "PyTorch's recipe, our data": f"{RECIPE} plain --data=ours",
     "Accelerate, our data": f"{RECIPE} accelerate --data=ours",
     "Fabric, our data": f"{RECIPE} fabric --data=ours",
 }
-PACKAGES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}
 
 
 @dataclass
@@ -64,8 +65,8 @@ class Log:
 def run(program: str, data_dir: Path, flag: str, target: float) -> Log:
     """Run a program as a user would; end it once it has reached the target accuracy."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    command = [sys.executable, *(torchrun if program >= "04" else []), *program.split()]
-    command += ["--dataset=mnist", "--device=cpu", f"--data-dir={data_dir.resolve()}", flag]
+    command = [sys.executable, *([] if re.match("0[123]", program) else torchrun)]
+    command += [*program.split(), f"--data-dir={data_dir.resolve()}", flag]
     command += [f"--{name}={value}" for name, value in SETTINGS.items()]
     how: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
     how["env"] = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -91,10 +92,10 @@ def run(program: str, data_dir: Path, flag: str, target: float) -> Log:
 def us_a_sample(data_dir: Path, batches: int) -> dict[str, float]:
     """What one sample costs a process of one thread, in us: to load it in two ways, to learn it."""
     local = BATCH // RANKS
-    pictures = MNIST(data_dir, transform=Compose([ToTensor(), Normalize((0.1307,), (0.3081,))]))
+    pictures = MNIST(data_dir, transform=TRANSFORM)
     ours, _ = load_dataset(Namespace(dataset="mnist", data_dir=data_dir, batch_size=BATCH))
     one, whole = DataLoader(pictures, local), make_loader(ours, local, RandomSampler(ours))
-    steps: dict[str, Callable[[], object]] = {
+    steps: Steps = {
         "load it, one picture after the other": partial(next, iter(one)),
         "load it, a batch at a time": partial(next, iter(whole)),
         "forward, backward, optimiser": make_step(*build("net", local)),
@@ -122,10 +123,9 @@ def measure_peers(effort: Effort) -> Results:
     order, rounds = random.Random(0), min(3, effort.rounds)
     for turn in range(rounds):
         for name in order.sample(list(programs), len(programs)):
-            flag, target = f"--max-steps={steps}", 2.0
-            if turn == 0 and not short and not name.endswith(("workers", "our data", SAME)):
-                flag, target = f"--epochs={EPOCHS}", TARGET
-            logs[name].append(run(programs[name], effort.data_dir, flag, target))
+            races = turn == 0 and not short and not name.endswith(("workers", "our data", SAME))
+            until = (f"--epochs={EPOCHS}", TARGET) if races else (f"--max-steps={steps}", 2.0)
+            logs[name].append(run(programs[name], effort.data_dir, *until))
             print(f"round {turn + 1}: {name}", flush=True)
     return {
         "provenance": {"world_size": RANKS, "threads_a_rank": 1},
@@ -156,18 +156,12 @@ def draw_peers(results: Results) -> Figure:
     figure, (speed, race) = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
     found = {name: row for name, row in results["variants"].items() if name != SAME}
     looks = [(BLUE, "") if name[:2].isdigit() else (ORANGE, "//") for name in found]
-    speeds = [row["samples_per_second"] for row in found.values()]
-    bars(speed, found, speeds, looks, [f"{each:,.0f}" for each in speeds])
+    for axis, key, unit in ((speed, "samples_per_second", ""), (race, "target_seconds", " s")):
+        values = [row[key] or 0 for row in found.values()]
+        texts = [f"{value:,.0f}{unit}" if value else "not in the race" for value in values]
+        bars(axis, found, values, looks, texts)
     speed.set(title="One epoch with its evaluation", xlabel="samples/s, all ranks together")
-    seconds = [row["target_seconds"] or 0 for row in found.values()]
-    text = "{target_seconds:.0f} s, {target_epochs} epochs"
-    rows = [text.format(**r) if r["target_seconds"] else "not in the race" for r in found.values()]
-    bars(race, found, seconds, looks, rows)
-    starts = [row["start_up_seconds"] if row["target_seconds"] else 0 for row in found.values()]
-    race.barh(list(found), starts, color=GREY, label="of which start-up")
     race.set(title=f"From the command to {TARGET:.0%} test accuracy", xlabel="seconds")
-    race.set_xlim(0, 1.4 * max(seconds))
-    race.legend()
     figure.suptitle(
         f"MNIST, net, global batch {BATCH} on {RANKS} ranks of one thread, "
         f"{results['provenance']['hardware']}.\nPlain: the stages; hatched: others"

@@ -1,4 +1,4 @@
-"""MNIST on several processes, as PyTorch's examples, Accelerate and Lightning Fabric do it.
+"""MNIST on several processes, as PyTorch's examples, two libraries and the documents do it.
 
     torchrun --standalone --nproc-per-node=2 benchmarks/recipe.py plain --data-dir ../shared/data
 
@@ -9,6 +9,7 @@ github.com/pytorch/examples.
 import json
 import os
 from functools import partial
+from importlib import import_module
 from itertools import islice
 from typing import Any
 
@@ -30,7 +31,9 @@ from common.options import cut_batch, make_parser, usage_errors_exit
 # test set, and the seed. It returns them and what sets the epoch, backward, and counts all hits.
 
 
-def plain(net: Net, optimizer: SGD, train: partial, test: partial, seed: int) -> tuple:
+def plain(
+    net: Net, optimizer: SGD, train: partial, test: partial, seed: int, backward: Any = None
+) -> tuple:
     """Ranks, sampler, and a shard of the evaluation for each rank: as in imagenet/main.py."""
     dist.init_process_group("gloo")
     sampler = DistributedSampler(train.args[0], seed=seed, drop_last=True)
@@ -41,8 +44,20 @@ def plain(net: Net, optimizer: SGD, train: partial, test: partial, seed: int) ->
         dist.all_reduce(total)  # every rank must reach this line
         return total
 
-    model = DistributedDataParallel(net)
-    return model, optimizer, *loaders, sampler.set_epoch, Tensor.backward, count
+    model = net if backward else DistributedDataParallel(net)
+    return model, optimizer, *loaders, sampler.set_epoch, backward or Tensor.backward, count
+
+
+def documents(net: Any, *others: Any) -> tuple:
+    """As the documents print it: no DDP, but a message per parameter, each waited for."""
+
+    def backward(loss: Tensor) -> None:
+        loss.backward()
+        for parameter in net.parameters():
+            dist.all_reduce(parameter.grad)  # the sum; every rank must reach this line
+            parameter.grad /= dist.get_world_size()
+
+    return partial(plain, backward=backward)(net, *others)
 
 
 def accelerate(net: Net, optimizer: SGD, train: partial, test: partial, seed: int) -> tuple:
@@ -52,11 +67,8 @@ def accelerate(net: Net, optimizer: SGD, train: partial, test: partial, seed: in
     order = utils.DataLoaderConfiguration(use_seedable_sampler=True, data_seed=seed)
     library = Accelerator(cpu=True, dataloader_config=order)
     made = library.prepare(net, optimizer, train(shuffle=True, drop_last=True), test())
-
-    def count(hits: Tensor) -> Tensor:
-        return library.gather_for_metrics(hits).sum()
-
-    return *made, made[2].set_epoch, library.backward, count
+    methods = made[2].set_epoch, library.backward
+    return *made, *methods, lambda hits: library.gather_for_metrics(hits).sum()
 
 
 def fabric(net: Net, optimizer: SGD, train: partial, test: partial, seed: int) -> tuple:
@@ -67,14 +79,13 @@ def fabric(net: Net, optimizer: SGD, train: partial, test: partial, seed: int) -
     library.launch()
     seed_everything(seed, verbose=False)  # of its own DistributedSampler too, which counts epochs
     loaders = library.setup_dataloaders(train(shuffle=True, drop_last=True), test())
-
-    def count(hits: Tensor) -> Tensor:
-        return library.all_reduce(hits.sum(), reduce_op="sum")  # every rank must reach this line
-
-    return *library.setup(net, optimizer), *loaders, lambda epoch: None, library.backward, count
+    made = *library.setup(net, optimizer), *loaders, lambda epoch: None, library.backward
+    return *made, lambda hits: library.all_reduce(hits.sum(), reduce_op="sum")
 
 
-LIBRARIES = {"plain": plain, "accelerate": accelerate, "fabric": fabric}
+LIBRARIES = {each.__name__: each for each in (plain, accelerate, fabric, documents)}
+TRANSFORM = Compose([ToTensor(), Normalize((0.1307,), (0.3081,))])
+PACKAGES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}
 
 
 def main() -> None:
@@ -84,8 +95,8 @@ def main() -> None:
     parser.add_argument("--data", default="pictures", choices=("pictures", "ours"), help=text)
     parser.set_defaults(dataset="mnist")
     args = parser.parse_args()
-    transform = Compose([ToTensor(), Normalize((0.1307,), (0.3081,))])
-    sets: list = [MNIST(args.data_dir, part, transform) for part in (True, False)]
+    import_module(PACKAGES.get(args.library, "torch"))  # before the first line: not in the epoch
+    sets: list = [MNIST(args.data_dir, part, TRANSFORM) for part in (True, False)]
     options: dict[str, Any] = {"num_workers": args.workers, "persistent_workers": args.workers > 0}
     if args.data == "ours":
         sets = list(load_dataset(args))

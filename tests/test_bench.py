@@ -1,12 +1,14 @@
 """Benchmarks: each section runs, pictures are fresh, and what the pages say of them is so."""
 
 import json
+import os
 import random
 import re
 import runpy
 import sys
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from statistics import median
 
 import pytest
@@ -29,7 +31,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.append(str(ROOT / "benchmarks"))
 import bench
+import peers
 import plots
+import recipe
 import scaling
 import tables
 
@@ -242,32 +246,33 @@ def test_committed_predictions_are_within_ten_percent_in_the_median():
 # --- The peers of stage 04
 
 
-def _run(rank, script, flags):
+def _run(rank, words):
     """A program as torchrun starts it, without dropout: each of them draws other masks."""
     torch.nn.Dropout.forward = torch.nn.Dropout2d.forward = lambda self, x: x
-    sys.argv = [script, *flags]
-    sys.path.insert(0, str((ROOT / script).parent))
-    runpy.run_path(str(ROOT / script), run_name="__main__")
+    os.chdir(ROOT)
+    is_module = words[0] == "-m"
+    sys.argv = words[is_module:]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    (runpy.run_module if is_module else runpy.run_path)(sys.argv[0], run_name="__main__")
 
 
 @cache
-def losses_of(*words):
-    folder, (script, *flags) = scratch_folder(), words
-    settings = ["--dataset=mnist", f"--data-dir={REAL_DATA}", "--max-steps=4", "--lr=0.1"]
-    run_ranks(2, _run, script, [*flags[:1], *settings, f"--run-dir={folder}", *flags[1:]])
+def losses_of(program):
+    folder = scratch_folder()
+    settings = ["--dataset=mnist", "--device=cpu", f"--data-dir={REAL_DATA}", "--max-steps=4"]
+    run_ranks(2, _run, [*program.split(), *settings, "--lr=0.1", f"--run-dir={folder}"])
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return torch.tensor([json.loads(line)["loss"] for line in lines])
 
 
 @needs_mnist
-@pytest.mark.parametrize("library", ["plain", "accelerate", "fabric"])
+@pytest.mark.parametrize("library", ["plain", "accelerate", "fabric", "documents", "shm"])
 def test_a_peer_takes_the_steps_of_stage_04(library):
     """The same weights at the start, the same global batches, the same rate: the same losses."""
-    if library != "plain":
-        pytest.importorskip({"fabric": "lightning_fabric"}.get(library, library))
-    of_stage_04 = losses_of("04_ddp_torchrun/train.py", "--device=cpu")
-    for flags in ([], ["--data=ours"]):
-        found = losses_of("benchmarks/recipe.py", library, *flags)
-        assert (found - of_stage_04).abs().max() < 1e-5
-    others = losses_of("benchmarks/recipe.py", "plain", "--seed=8")
+    pytest.importorskip(recipe.PACKAGES.get(library, "torch"))
+    of_stage_04 = losses_of(peers.VARIANTS["04 DDP"])
+    programs = (each for each in peers.VARIANTS.values() if f" {library}" in each)
+    for program in (each for each in programs if "workers" not in each):
+        assert (losses_of(program) - of_stage_04).abs().max() < 1e-5, program
+    others = losses_of(f"{peers.RECIPE} plain --seed=8")
     assert (others - of_stage_04).abs().max() > 1e-4, "the control"
