@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from common.record import Recorder
 
 from plots import BLUE, GREY, Figure, ratio_bars
-from stages import over, program
+from stages import over
 from step import build, ddp, make_step, sgd, start, train_step
 from timing import ROOT, SAME, Effort, Results, chapter, compare, now, slowest_rank, summarize
 
@@ -234,7 +234,7 @@ measure_sync_batchnorm = partial(on_ranks, sync_batchnorm)
 
 def survive_step(stage: str, name: str, folder: str, epochs: int) -> float:
     """The mean time of a step after the first epoch; no median: only some steps of survive vote."""
-    module, rank, recorders = program(stage), dist.get_rank(), list[Recorder]()
+    module, rank, recorders = chapter(stage, "train"), dist.get_rank(), list[Recorder]()
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
 
     def record(*args: Any) -> Recorder:

@@ -25,7 +25,6 @@ from torch.optim import SGD
 from tqdm import tqdm
 
 from plots import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED, YELLOW, Figure
-from stages import program
 from step import train_step
 from timing import ROOT, Effort, Results, chapter
 
@@ -105,7 +104,7 @@ def train(stage: str, seed: int, **flags: Any) -> Results:
     words += [f"--model={MODEL}", "--device=cpu", f"--data-dir={ROOT / 'data'}", f"--seed={seed}"]
     with TemporaryDirectory() as folder, redirect_stdout(StringIO()):
         sys.argv = ["train.py", *words, f"--run-dir={folder}"]
-        program(stage).main()
+        chapter(stage, "train").main()
         if dist.is_initialized():
             dist.destroy_process_group()
         lines = [json.loads(x) for x in Path(folder, "metrics.jsonl").read_text().splitlines()]

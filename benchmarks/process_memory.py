@@ -6,7 +6,6 @@ are virtual: all on one device. Last: results/02_memory, what memory.py of stage
 """
 
 import gc
-import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -99,7 +98,6 @@ def train_way(way: Variant, plan: Any, samples: int) -> tuple:
 
 def train_stage(key: str, plan: Any, samples: int, replicas: int) -> tuple:
     """Some steps of a stage's own train_epoch; the model is prepared as the stage does it."""
-    sys.modules.pop("train", None)  # another stage's, which this process has imported
     stage: Any = chapter(key[:2], "train")
     model, optimizer, batch = make(plan, samples)
     wrapped, device = model, batch[0].device

@@ -65,12 +65,6 @@ def choose(device: str, cores: int) -> tuple[dict[str, Variant], dict[str, str]]
     return {name: variant for name, variant in found.items() if name not in skipped}, skipped
 
 
-@cache
-def program(stage: str) -> ModuleType:
-    sys.modules.pop("train", None)  # that of another stage
-    return chapter(stage, "train")
-
-
 group: Any = cache(lambda backend: dist.new_group(backend=backend))  # every rank must call it
 
 
@@ -118,7 +112,7 @@ class Training:
     """A variant as its stage's own main sets it up, on every rank; call it to train an epoch."""
 
     def __init__(self, variant: Variant, model: str, batch: int, device: str = "cpu") -> None:
-        self.variant, self.program = variant, program(variant.stage)
+        self.variant, self.program = variant, chapter(variant.stage, "train")
         rank, size = (0, 1) if variant.alone else (dist.get_rank(), dist.get_world_size())
         flags = [f"--model={model}", f"--batch-size={batch}", f"--data-dir={ROOT / 'data'}"]
         if part := {"02": "replicas", "03": "world-size"}.get(variant.stage):

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import date
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -134,9 +135,12 @@ def save(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
+@cache
 def chapter(stage: str, name: str) -> ModuleType:
     """A file of a stage as a module; the number in a stage's name keeps `import` from it."""
     (folder,) = ROOT.glob(f"{stage}*")
+    if name == "train":
+        sys.modules.pop(name, None)  # that of another stage
     if sys.path[0] != str(folder):  # before the benchmarks: a chapter may have the same name
         sys.path.insert(0, str(folder))
     return importlib.import_module(name)
