@@ -8,6 +8,7 @@ are virtual: all on one device. Last: results/02_memory, what memory.py of stage
 import gc
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -171,15 +172,18 @@ def predict(way: Variant, plan: Any, samples: int, ranks: int) -> int:
 
 def saved_bytes(plan: Any, samples: int, bf16: bool) -> int:
     """Bytes that autograd saves of a batch, from two tiny ones: no meta device knows autocast."""
-    found = []
+    two, three = (saved_of_few(plan, few, bf16) for few in (2, 3))
+    return two + (samples - 2) * (three - two)
+
+
+@cache
+def saved_of_few(plan: Any, few: int, bf16: bool) -> int:
+    kept: list[Tensor] = []
     with torch.device(plan.device), torch.autocast(plan.device, torch.bfloat16, enabled=bf16):
         model, _ = plan.build()
-        for few in (2, 3):
-            kept: list[Tensor] = []
-            with memory.saving_to(kept):
-                plan.loss(model, few)
-            found.append(memory.size(kept, [*model.parameters(), *model.buffers()]))
-    return found[0] + (samples - 2) * (found[1] - found[0])
+        with memory.saving_to(kept):
+            plan.loss(model, few)
+    return memory.size(kept, [*model.parameters(), *model.buffers()])
 
 
 def compare(row: dict[str, Any]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from types import ModuleType
 from typing import Any
@@ -150,8 +150,9 @@ class Training:
 def on_ranks(variants: dict[str, Variant], rounds: int, device: str) -> Results:
     torch.set_default_device("cpu")  # data sets are read there
     trainings = {name: Training(each, "net-bn", BATCH, device) for name, each in variants.items()}
-    steps = {name: len(training.loader) for name, training in trainings.items()}
-    times = interleave(trainings, rounds, warm_up=1)  # a step of it: an epoch
+    few = 2 if rounds == 1 else None  # to see that it runs; else a step of it is an epoch
+    steps = {name: few or len(training.loader) for name, training in trainings.items()}
+    times = interleave({n: partial(t, few) for n, t in trainings.items()}, rounds, warm_up=1)
     steps[SAME] = steps[BASE]
     return summarize({name: [s / steps[name] for s in times[name]] for name in times})
 

@@ -5,12 +5,10 @@ be changed, the README shows a diff. To try one by hand: make break STAGE=04 ROW
 """
 
 import importlib
-import subprocess
-import sys
 
 import pytest
 from break_it import Row, file_of, rows_of, try_row
-from support import FOLDERS, ROOT, changed_source
+from support import FOLDERS, changed_source, command
 
 ROWS = [row for key in FOLDERS for row in rows_of(key)]
 
@@ -38,14 +36,12 @@ def test_with_the_change_the_test_fails(row):
 
 
 def test_a_row_can_be_tried_by_hand():
-    command = [sys.executable, "tests/break_it.py", "02", "2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
-    where, test, error, verdict = done.stdout.splitlines()
+    [(status, output)] = command("tests/break_it.py", "02", "2")
+    where, test, error, verdict = output.splitlines()
     assert where == "02_data_parallel/from_scratch.py without `raise errors[min(errors)]`"
     assert test.endswith("::test_02_an_error_in_a_replica_reaches_the_caller")
     assert error.startswith("E  ")
-    assert verdict == "It fails."
+    assert (status, verdict) == (0, "It fails.")
     assert "raise errors[min(errors)]" in (FOLDERS["02"] / "from_scratch.py").read_text()
 
 

@@ -146,13 +146,22 @@ def test_bad_input_ends_in_one_line_and_status_2(name, ranks, old, new, says):
 
 @pytest.mark.skipif(not shutil.which("patch"), reason="no program `patch`")
 def test_the_commands_of_the_readme_lead_to_ddp_py(tmp_path):
-    shown = fences("bash", [CONVERT / "README.md"])
-    quick = [f"{x.text.strip()} {x.note[18:]}" for x in shown if "nothing" not in x.note]
-    lines = ["mkdir root", "cd root", f"ln -s {CONVERT} {ROOT / 'data'} .", quick[0]]
-    lines += ["cd ../convert", f"PATH={Path(sys.executable).parent}:$PATH", *quick[1:]]
-    lines += [f"patch -s mine.py steps/{number}.diff" for number in range(1, 9)]
-    lines += [f"cmp mine.py {CONVERT / 'ddp.py'}"]
-    subprocess.run(["bash", "-e", "-c", "\n".join(lines)], cwd=tmp_path, check=True)
+    shown, here = fences("bash", [CONVERT / "README.md"]), tmp_path / "convert"
+    first, *quick = [f"{x.text.strip()} {x.note[18:]}" for x in shown if "nothing" not in x.note]
+
+    def bash(*lines: str, where: Path = here) -> None:
+        subprocess.run(["bash", "-e", "-c", "\n".join(lines)], cwd=where, check=True)
+
+    bash("mkdir root", "cd root", f"ln -s {CONVERT} {ROOT / 'data'} .", first, where=tmp_path)
+    for line in quick:
+        if line.startswith("python "):
+            _, script, *flags = line.split()
+            assert command(str(here / script), *flags, where=here)[0][0] == 0
+        else:
+            bash(line)
+    bash(
+        *(f"patch -s mine.py steps/{n}.diff" for n in range(1, 9)), f"cmp mine.py {CONVERT}/ddp.py"
+    )
 
 
 @pytest.mark.parametrize("word", ["accelerate", "Shard", "critic", "spare"])

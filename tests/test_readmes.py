@@ -32,7 +32,7 @@ def copy(tmp_path_factory) -> Path:
 
 # What torchrun would start, but for 04's own train.py, which the real one starts.
 TORCHRUN = re.compile(
-    r"torchrun --standalone --nproc-per-node=(\d) (?!04_ddp_torchrun/train)(\d\w+/\w+\.py)(.*)"
+    r"torchrun --standalone --nproc-per-node=(\d) (?!04_ddp_torchrun/train)(\w+/\w+\.py)(.*)"
 )
 
 
@@ -42,7 +42,7 @@ def run(command: str, where: Path) -> str:
 
     The ranks of most launches are forked from here, with torchrun's variables: seconds faster.
     """
-    if script := re.fullmatch(r"python (\d\w+/\w+\.py)([\w =./-]*)", command):  # a quick start
+    if script := re.fullmatch(r"python ((?:\w+/)?\w+\.py)([\w =./-]*)", command):  # a quick start
         [(status, output)] = start(script[1], *script[2].split(), where=where)
         assert status == 0, f"{command}\n{output}"
         return output
@@ -73,17 +73,15 @@ def test_every_command_runs(fence, copy):
     verb, _, rest = fence.note.removeprefix("in the suite: ").partition(" ")
     if verb.startswith("nothing"):
         pytest.skip(f"says the README itself: {rest}")
-    if verb == "run":
-        run(rest, copy)
-    else:
-        lines = fence.text.strip().splitlines()
-        if verb == "add":
-            lines = [f"{line} {rest}" if line and line[0] != "#" else line for line in lines]
-        if all(re.match(r"python \d", line) or TORCHRUN.fullmatch(line) for line in lines):
-            for line in lines:
-                run(line, copy)
-        else:
-            run("\n".join(lines), copy)
+    text = rest if verb == "run" else re.sub(r" +# .*", "", fence.text)
+    for name, value in re.findall(r'^(\w+)="(.+)"$', text, re.M):
+        text = text.replace(f'{name}="{value}"\n', "").replace(f"${name} ", f"{value} ")
+    lines = text.strip().splitlines()
+    if verb == "add":
+        lines = [f"{line} {rest}" if line and line[0] != "#" else line for line in lines]
+    apart = all(re.match(r"python \w+/|torchrun|printf", line) for line in lines)
+    for command in lines if apart else ["\n".join(lines)]:
+        run(command, copy)
 
 
 CHAPTERS = [f for f in fences("text") if shown_output(f) and "train.py" not in f.note]
