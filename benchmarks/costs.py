@@ -181,8 +181,8 @@ def draw_reducers(results: Results) -> Figure:
 
 
 LAYERS = {  # inputs of a rank (B, C, H, W)
-    "net-bn, first": (60, 32, 24, 24),
-    "net-bn, second": (60, 64, 8, 8),
+    "net-bn, first": (60, 16, 24, 24),
+    "net-bn, second": (60, 32, 8, 8),
     "resnet, first": (16, 64, 112, 112),
     "resnet18, stage 1": (16, 64, 56, 56),
     "resnet50, stage 1": (16, 256, 56, 56),

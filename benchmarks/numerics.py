@@ -124,7 +124,7 @@ def spread(values: Any) -> tuple[float, float, float]:
 
 
 def train_all(stage: str, jobs: dict[tuple[str, str], Results], effort: Effort) -> Results:
-    seeds, epochs = min(5, effort.rounds), 1 if effort.quick else 8 if stage == "01" else 10
+    seeds, epochs = min(3, effort.rounds), 1 if effort.quick else 8 if stage == "01" else 10
     runs: dict[str, dict[str, list]] = {}
     for (row, column), flags in tqdm(jobs.items()):
         each = [train(stage, seed, epochs=epochs, **flags) for seed in range(seeds)]

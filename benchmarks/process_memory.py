@@ -8,7 +8,6 @@ are virtual: all on one device. Last: results/02_memory, what memory.py of stage
 import gc
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -139,11 +138,9 @@ def run(jobs: list[str], plan: Any, samples: int, replicas: int) -> list[dict[st
     return found
 
 
-def measure(
-    jobs: Sequence[str], plan: Any, samples: int, ranks: int = RANKS, replicas: int = RANKS
-) -> Results:
-    """Ways or stages, one after the other on the same ranks; samples: the local batch."""
-    answers = start(ranks, run, list(jobs), plan, samples, replicas, device=plan.device, quiet=True)
+def measure(jobs: Any, plan: Any, samples: int, ranks: int = RANKS, parts: int = RANKS) -> Results:
+    """Ways or stages in turn on the same ranks; samples: the local batch; parts: 02's replicas."""
+    answers = start(ranks, run, list(jobs), plan, samples, parts, device=plan.device, quiet=True)
     found: Results = {}
     for job, rows in zip(jobs, zip(*answers, strict=True), strict=True):
         found[job] = {key: [row[key] for row in rows] for key in ("peak_bytes", "resident_bytes")}
@@ -172,18 +169,15 @@ def predict(way: Variant, plan: Any, samples: int, ranks: int) -> int:
 
 def saved_bytes(plan: Any, samples: int, bf16: bool) -> int:
     """Bytes that autograd saves of a batch, from two tiny ones: no meta device knows autocast."""
-    two, three = (saved_of_few(plan, few, bf16) for few in (2, 3))
-    return two + (samples - 2) * (three - two)
-
-
-@cache
-def saved_of_few(plan: Any, few: int, bf16: bool) -> int:
-    kept: list[Tensor] = []
+    found = []
     with torch.device(plan.device), torch.autocast(plan.device, torch.bfloat16, enabled=bf16):
         model, _ = plan.build()
-        with memory.saving_to(kept):
-            plan.loss(model, few)
-    return memory.size(kept, [*model.parameters(), *model.buffers()])
+        for few in (2, 3):
+            kept: list[Tensor] = []
+            with memory.saving_to(kept):
+                plan.loss(model, few)
+            found.append(memory.size(kept, [*model.parameters(), *model.buffers()]))
+    return found[0] + (samples - 2) * (found[1] - found[0])
 
 
 def compare(row: dict[str, Any]) -> dict[str, float]:

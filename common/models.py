@@ -19,7 +19,7 @@ class Net(nn.Module):
         side = ((image_size - 4) // 2 - 4) // 2  # 28 -> conv 24 -> pool 12 -> conv 8 -> pool 4
         if side < 1:
             raise UsageError(f"--model net needs --image-size 16 or more, got {image_size}")
-        first, second = (32, 64) if batch_norm else (10, 20)  # channels
+        first, second = (16, 32) if batch_norm else (10, 20)  # channels
         self.conv1 = nn.Conv2d(channels, first, kernel_size=5)
         self.conv2 = nn.Conv2d(first, second, kernel_size=5)
         self.norm1 = nn.BatchNorm2d(first) if batch_norm else nn.Identity()

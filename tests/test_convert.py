@@ -159,9 +159,8 @@ def test_the_commands_of_the_readme_lead_to_ddp_py(tmp_path):
             assert command(str(here / script), *flags, where=here)[0][0] == 0
         else:
             bash(line)
-    bash(
-        *(f"patch -s mine.py steps/{n}.diff" for n in range(1, 9)), f"cmp mine.py {CONVERT}/ddp.py"
-    )
+    patches = (f"patch -s mine.py steps/{number}.diff" for number in range(1, 9))
+    bash(*patches, f"cmp mine.py {CONVERT / 'ddp.py'}")
 
 
 @pytest.mark.parametrize("word", ["accelerate", "Shard", "critic", "spare"])

@@ -49,7 +49,7 @@ def test_micro_batches_clipping_and_schedule_together_are_one_process(ranks, k):
     steps = oracle.micro_batches(ranks, k)
     assert max(differences("05", ranks, flags, steps, **settings)) < 1e-10
     # The control: BatchNorm sees micro-batches, so it is not the gradient of the whole batch.
-    assert min(differences("05", ranks, flags, oracle.whole_batches, **settings)) > 1e-3
+    assert min(differences("05", ranks, flags, oracle.whole_batches, **settings)) > 1e-4
 
 
 def _overflow(rank, flags) -> int:
