@@ -34,7 +34,7 @@ def refresh_tour() -> None:
     text = (ROOT / "README.md").read_text()
     before, after = text.partition(BEGIN)[0], text.partition(END)[2]
     (ROOT / "README.md").write_text(
-        before + BEGIN + body.replace("## Which", "### Which") + END + after
+        before + BEGIN + body.replace("\n## ", "\n### ") + END + after
     )
 
 
