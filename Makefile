@@ -24,7 +24,7 @@ lint: $(VENV)/ready
 break: $(VENV)/ready  ## try a row of a "Break it" table: STAGE=04 ROW=2; without ROW, list the rows
 	@$(RUN) tests/break_it.py $(STAGE) $(ROW)
 
-bench: $(VENV)/ready  ## measure all on this machine in ten minutes: results/HARDWARE.json
+bench: $(VENV)/ready  ## measure all on this machine in twelve minutes: results/HARDWARE.json
 	$(RUN) benchmarks/bench.py $(FLAGS)
 
 notebooks: $(VENV)/ready  ## execute the notebooks in place: three minutes

@@ -1,6 +1,6 @@
 """Measure this machine: every section briefly, or one section whole.
 
-    python benchmarks/bench.py             # as `make bench`, ten minutes: results/HARDWARE.json
+    python benchmarks/bench.py             # as `make bench`, 12 minutes: results/HARDWARE.json
     python benchmarks/bench.py reducers    # its table; results/03_reducers.json and .png
     python benchmarks/bench.py pictures    # draw every picture again, from results/*.json alone
 
