@@ -33,9 +33,7 @@ def refresh_tour() -> None:
     body = report.partition("\n\n")[2].replace("](tour.png)", "](results/tour.png)")
     text = (ROOT / "README.md").read_text()
     before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-    (ROOT / "README.md").write_text(
-        before + BEGIN + body.replace("\n## ", "\n### ") + END + after
-    )
+    (ROOT / "README.md").write_text(before + BEGIN + body.replace("\n## ", "\n### ") + END + after)
 
 
 def refresh_outputs() -> None:
