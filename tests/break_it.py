@@ -32,10 +32,12 @@ class Row:
 
 
 def rows_of(key: str) -> list[Row]:
-    """The rows of the table in the README, then the changes that it shows as diffs."""
-    readme = FOLDERS[key] / "README.md"
-    rows = [Row(key, (file, line), test) for line, file, test in ROW.findall(readme.read_text())]
-    for fence in fences("diff", [readme]):
+    """The rows of the README's table and of the other pages', then what they show as diffs."""
+    folder = FOLDERS[key]
+    pages = sorted(folder.glob("*.md"), key=lambda page: (page.name != "README.md", page.name))
+    text = "".join(page.read_text() for page in pages)
+    rows = [Row(key, (file, line), test) for line, file, test in ROW.findall(text)]
+    for fence in fences("diff", pages):
         if match := BREAK.fullmatch(fence.note):
             rows.append(Row(key, (match["file"], *sides(fence.text)), match["test"]))
     return rows

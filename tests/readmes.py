@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-READMES = [ROOT / "README.md", *sorted(ROOT.glob("0?_*/**/*.md"))]
-READMES += sorted(ROOT.glob("survive/*.md"))
+PAGES = ("*.md", "0?_*/**/*.md", "survive/*.md", "benchmarks/*.md", "common/*.md")
+READMES = [path for pattern in PAGES for path in sorted(ROOT.glob(pattern))]
 FENCE = re.compile(
     r"(?:<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.M | re.S
 )
