@@ -17,7 +17,6 @@ from argparse import Namespace
 from dataclasses import dataclass, field
 from datetime import date
 from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -30,7 +29,8 @@ from common.data import load_dataset
 from common.options import UsageError, cut_batch, make_parser, number, usage_errors_exit
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "RANKS")
-COLOURS = ("#000000", "#888888", "#E69F00", "#56B4E9", "#009E73", "#006048", "#D55E00", "#CC79A7")
+COLOURS = ("#000000", "#888888", "#E69F00", "#56B4E9", "#009E73", "#006048", "#D55E00")
+COLOURS += ("#8C3A00", "#CC79A7", "#CC79A7")  # of the last two rows, only one is shown
 COPIES = 5  # of the kinds of memory, those that do not grow with the batch
 SAME = 1e-5  # two fp32 runs whose losses differ less over the first epoch do the same
 
@@ -46,6 +46,15 @@ class Row:
     slower: str = ""
     summary: dict = field(default_factory=dict)
     metrics: list[dict] = field(default_factory=list)
+
+    @property
+    def job(self) -> str:
+        """What count_memory calls it: neither threads nor shm change what is held."""
+        return self.key.replace("-", " ").removesuffix(" cores").removesuffix(" shm")
+
+    def shown(self, with_shm: bool) -> bool:
+        """Rows over shm need a CPU and Linux; elsewhere, bf16 goes without."""
+        return self.key != "05-bf16" if with_shm else not self.key.endswith("shm")
 
     def losses(self, epochs: int | None = None) -> list[float]:
         return [x["loss"] for x in self.metrics if epochs is None or x["epoch"] < epochs]
@@ -96,6 +105,20 @@ ROWS = (
         "each BatchNorm layer waits for the other ranks, in forward and in backward.",
     ),
     Row(
+        "05-shm",
+        "05 over shm",
+        (*TORCHRUN, "-m", "shm", "05_amp_syncbn/train.py"),
+        "ranks read each other's memory and send nothing.",
+        "ranks that wait for each other use the cores that compute.",
+    ),
+    Row(
+        "05-bf16-shm",
+        "05 in bf16 over shm",
+        (*TORCHRUN, "-m", "shm", "05_amp_syncbn/train.py", "--amp", "bf16"),
+        "its numbers have half the size.",
+        "the conversions to bf16 cost more than they save on this machine.",
+    ),
+    Row(
         "05-bf16",
         "05 in bf16",
         (*TORCHRUN, "05_amp_syncbn/train.py", "--amp", "bf16"),
@@ -109,7 +132,7 @@ def parse_args() -> Namespace:
     parser = make_parser("tour", __doc__)
     parser.add_argument("--ranks", type=number(int, 1), metavar="N", help="None: every GPU, or 2")
     parser.add_argument("--stages", default="01,02,03,04,05", help="which to run, as 01,04")
-    parser.set_defaults(model="net-bn", batch_size=None)
+    parser.set_defaults(model="net-bn", batch_size=None, epochs=6)
     args = parser.parse_args()
     known = {row.key[:2] for row in ROWS}
     args.stages = args.stages.split(",")
@@ -177,7 +200,7 @@ def explain(row: Row, first: Row, args: Namespace) -> str:
         causes.append("BatchNorm takes its statistics from the local batch")
     if args.model == "net" and args.ranks > 1:
         causes.append("the parts of a batch get other dropout masks than the whole batch")
-    if row.key == "05-bf16":
+    if row.job == "05 bf16":
         causes.append("bf16 keeps 8 significant bits where fp32 keeps 24")
     if row.summary.get("device") == "cuda":
         causes.append("a GPU's convolutions are in TF32 if nothing else is said, with 11 bits")
@@ -187,12 +210,14 @@ def explain(row: Row, first: Row, args: Namespace) -> str:
     )
 
 
-def explain_speed(row: Row, before: Row) -> str:
+def explain_speed(row: Row, before: list[Row]) -> str:
     """One sentence: how fast is this row beside the one before, and why."""
-    ratio = row.summary["samples_per_second"] / before.summary["samples_per_second"]
+    shm = row.key.endswith("shm")
+    other = [each for each in before if shm or not each.key.endswith("shm")][-1]
+    ratio = row.summary["samples_per_second"] / other.summary["samples_per_second"]
     if 0.95 < ratio < 1.05:
-        return f"{ratio:.2f} times {before.label}: no difference that one run can show."
-    return f"{ratio:.2f} times {before.label}: {row.faster if ratio > 1 else row.slower}"
+        return f"{ratio:.2f} times {other.label}: no difference that one run can show."
+    return f"{ratio:.2f} times {other.label}: {row.faster if ratio > 1 else row.slower}"
 
 
 def load_counter() -> ModuleType:
@@ -212,8 +237,8 @@ def count_memory(rows: list[Row], args: Namespace) -> dict:
         args.model, image.shape[-1], optimizer, device, image.shape[0], classes
     )
     stages: dict = {}
-    for world_size, known in ((1, ("01", "02")), (args.ranks, ("03", "04", "05", "05-bf16"))):
-        jobs = [row.key.replace("-", " ") for row in rows if row.key in known]
+    for world_size, known in ((1, ("01", "02")), (args.ranks, ("03", "04", "05"))):
+        jobs = list(dict.fromkeys(row.job for row in rows if row.key[:2] in known))
         if jobs:
             stages |= counter.measure(
                 jobs, plan, args.batch_size // world_size, world_size, args.ranks
@@ -279,7 +304,6 @@ def tabulate_rows(results: dict, style: str) -> str:
     for row in (row for row in ROWS if row.label in rows):
         got = rows[row.label]
         low, high = got["step_ms_quartiles"]
-        held = stages.get(row.key.replace("-", " ").removesuffix(" cores").removesuffix(" shm"))
         line = [
             row.label,
             f"{got['global_batch'] // got['local_batch']} × {got['local_batch']}",
@@ -288,7 +312,7 @@ def tabulate_rows(results: dict, style: str) -> str:
             f"{got['samples_per_second']:,.0f}",
             f"{got['samples_per_second'] / first['samples_per_second']:.2f}",
             f"{got['step_ms']:.1f} ({low:.1f} to {high:.1f})",
-            " + ".join(f"{sum(each.values()) / 2**20:.1f}" for each in held["held"]),
+            " + ".join(f"{sum(each.values()) / 2**20:.1f}" for each in stages[row.job]["held"]),
         ]
         peaks = " + ".join(f"{peak / 2**20:,.0f}" for peak in got["peak_memory_bytes"])
         table.append([*line, *[peaks] * on_gpu])
@@ -315,7 +339,10 @@ def report(rows: list[Row], results: dict, args: Namespace, seconds: float) -> s
         "",
         "## Why each row is faster or slower than the one before",
         "",
-        *(f"- **{b.label}**: {explain_speed(b, a)}" for a, b in pairwise(rows)),
+        *(
+            f"- **{rows[i].label}**: {explain_speed(rows[i], rows[:i])}"
+            for i in range(1, len(rows))
+        ),
         "",
     ]
     if rows[0].key == "01":
@@ -328,11 +355,10 @@ def main() -> None:
     args = parse_args()
     started = time.perf_counter()
     on_gpu = args.device != "cpu" and torch.cuda.is_available()
-    rows = [row for row in ROWS if row.key[:2] in args.stages]
+    with_shm = not on_gpu and sys.platform == "linux"
+    rows = [row for row in ROWS if row.key[:2] in args.stages and row.shown(with_shm)]
     if on_gpu:  # its rival is no CPU
-        rows = [row for row in rows if row.key not in ("01-cores", "04-shm")]
-    elif sys.platform != "linux":  # shm needs it
-        rows = [row for row in rows if row.key != "04-shm"]
+        rows = [row for row in rows if row.key != "01-cores"]
     for row in rows:
         run(row, args, args.run_dir / row.key)
     results = {

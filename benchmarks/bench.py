@@ -1,6 +1,6 @@
 """Measure this machine: every section briefly, or one section whole.
 
-    python benchmarks/bench.py             # as `make bench`, 12 minutes: results/HARDWARE.json
+    python benchmarks/bench.py             # as `make bench`, 10 minutes: results/HARDWARE.json
     python benchmarks/bench.py reducers    # its table; results/03_reducers.json and .png
     python benchmarks/bench.py pictures    # draw every picture again, from results/*.json alone
 
@@ -109,7 +109,7 @@ def run_section(name: str, args: argparse.Namespace) -> None:
     if args.device == "cuda" and not section.bench:
         raise UsageError(f"{name} is measured on the CPU: try --device cpu")
     device = args.device or ("cuda" if torch.cuda.is_available() and section.bench else "cpu")
-    rounds = 1 if args.quick else 5 if args.brief else 1000
+    rounds = 1 if args.quick else 3 if args.brief else 1000
     more = {option: getattr(args, option) for option in OPTIONS if getattr(args, option)}
     effort = Effort(rounds, args.quick, args.brief, device, **more)
     if args.node:

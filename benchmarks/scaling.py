@@ -150,7 +150,7 @@ def measure_scaling(effort: Effort) -> Results:
     rounds, machine = {"net": 51, "mlp": 25, "resnet18": 15}, []
     for ranks in [effort.ranks or 2] if effort.ranks or effort.quick else (1, 2, 3, 4):
         for model in effort.models or (["net"] if effort.quick else rounds):
-            most = rounds[model] // 3 if effort.brief else min(rounds[model], effort.rounds)
+            most = rounds[model] // 4 if effort.brief else min(rounds[model], effort.rounds)
             what = model, [DDP], most, SMALL if model == "net" else SIZES
             answers = start(ranks, rounds_of, *what, device=effort.device)
             machine.append(predict(answers[0][0], [note for _, note in answers]))

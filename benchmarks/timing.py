@@ -41,7 +41,7 @@ Steps = Mapping[str, Callable[[], object]]  # of each variant, what one step doe
 class Effort:
     rounds: int = 1000  # at most so many of each comparison
     quick: bool = False  # the least that shows that it runs: 1 round
-    brief: bool = False  # for `make bench`: 5 rounds
+    brief: bool = False  # for `make bench`: 3 rounds
     device: str = "cpu"
     ranks: int = 0  # 0: as many as the section takes by itself
     models: tuple[str, ...] = ()  # the section's own if there are none

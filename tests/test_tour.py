@@ -41,12 +41,16 @@ def test_the_tour_runs_the_stages_and_compares_them(run_tour, tmp_path, capsys):
     """01 and 05 in both formats, a few steps each."""
     run_tour("--stages=01,05", "--epochs=1", "--batch-size=500", f"--run-dir={tmp_path}")
     labels = {"01": "01 one process", "01-cores": "01 with all cores"}
-    labels |= {"05": "05 DDP, SyncBN", "05-bf16": "05 in bf16"}
+    labels |= {
+        "05": "05 DDP, SyncBN",
+        "05-shm": "05 over shm",
+        "05-bf16-shm": "05 in bf16 over shm",
+    }
     report = (tmp_path / "report.md").read_text()
     assert report.startswith("# The tour: net-bn on digits, 2 ranks\n")
     assert all(f"| {label} " in report for label in labels.values())
     assert "- **05 DDP, SyncBN** repeats 01" in report
-    assert "- **05 in bf16** does not repeat 01" in report
+    assert "- **05 in bf16 over shm** does not repeat 01" in report
     assert (tmp_path / "tour.png").read_bytes().startswith(b"\x89PNG")
     for key in labels:
         summary = json.loads((tmp_path / key / "summary.json").read_text())
@@ -64,7 +68,7 @@ REASONS = [
     (("03", 1.1, "net-bn", 2), "fixed shards"),
     (("04", 1.1, "net", 2), "dropout"),
     (("04", 1.1, "net", 1), "rounded otherwise"),
-    (("05-bf16", 1.1, "net-bn", 2), "bf16"),
+    (("05-bf16-shm", 1.1, "net-bn", 2), "bf16"),
 ]
 
 
