@@ -25,6 +25,7 @@ GPUS, MOST = (1, 2, 4, 8), 2**16  # the largest batch that is tried
 SHARD = """Data parallelism cannot help: each GPU of it holds all parameters, gradients and the
 optimizer's state, and activations. Shard the model: torch.distributed.fsdp.fully_shard."""
 
+NO_ROOM = re.compile("out of memory|unable to find an engine|CUBLAS_STATUS_ALLOC_FAILED")
 Fits = Callable[[int, int, int], bool]  # of a micro-batch, their number, and bytes besides
 
 
@@ -52,17 +53,19 @@ def parse_args() -> Namespace:
 
 
 def real_step_fits(plan: Plan, batch: int, accumulate: int, besides: int) -> bool:
-    """Whether a real step ends on this GPU; all that it took is free again."""
+    """Whether a real step ends on this GPU. torch, cuDNN and cuBLAS each say no in other words."""
     try:
         with torch.device(plan.device):
             _other = torch.empty(besides, dtype=torch.uint8)
             train(plan, batch, accumulate)
-        good = True
-    except torch.OutOfMemoryError:  # its traceback holds the tensors, up to the end of this block
-        good = False
-    gc.collect()
-    torch.cuda.empty_cache()  # the next trial begins without fragments
-    return good
+        return True
+    except RuntimeError as error:  # its traceback holds the tensors, up to the end of this block
+        if not NO_ROOM.search(str(error)):
+            raise
+        return False
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()  # the next trial begins without fragments
 
 
 def largest(fits: Callable[[int], bool], least: int) -> int:
@@ -82,19 +85,18 @@ def least_batch(plan: Plan) -> int:
     """1, or 2 where BatchNorm would get a single value for each channel, and refuses it."""
     try:
         rehearse(plan, 1)
+        return 1
     except ValueError:
         return 2
-    return 1
 
 
 def cut(batch: int, least: int, fits: Fits, gradients: int) -> dict[int, int]:
     """How many micro-batches the local batch needs; 0: no number helps. 3 need what 2 need."""
     found = {}
     for gpus in (n for n in GPUS if batch % n == 0 and batch // n >= least):
-        local = batch // gpus
-        buckets = gradients if gpus > 1 else 0  # from which DDP sends: one more copy of them
+        local, extra = batch // gpus, gradients * (gpus > 1)  # DDP's buckets: one more copy
         numbers = (k for k in range(1, local // least + 1) if local % k == 0)
-        found[gpus] = next((k for k in numbers if fits(local // k, min(k, 2), buckets)), 0)
+        found[gpus] = next((k for k in numbers if fits(local // k, min(k, 2), extra)), 0)
     return found
 
 
@@ -118,8 +120,7 @@ def report(args: Namespace, plan: Plan, fits: Fits) -> None:
         raise UsageError("BatchNorm needs more than one value for each channel: try --batch-size 2")
     parts, (peak, moment) = parts_of(plan), rehearse(plan, batch)
     parts[f"peak with a batch of {batch}, in {moment}"] = peak
-    if args.measure:
-        parts["the same, measured"] = run(plan, batch)
+    parts |= {"the same, measured": run(plan, batch)} if args.measure else {}
     print(f"{args.model} with {args.optimizer}, images of {args.channels} × {image} × {image}\n")
     table = [(name, f"{count / MIB:,.2f}") for name, count in parts.items()]
     print(tabulate(table, ("", "MiB"), disable_numparse=True, colalign=("left", "right")))
@@ -140,9 +141,8 @@ def main() -> None:
     if not gpu and (limit is None or (args.measure and args.device == "cuda")):
         raise UsageError("there is no GPU: try --memory-limit 8GiB, or to --measure, --device cpu")
     if limit is None:
-        report(args, plan, lambda *trial: real_step_fits(plan, *trial))
-    else:
-        report(args, plan, lambda n, k, besides: rehearse(plan, n, k)[0] + besides <= limit)
+        return report(args, plan, lambda *trial: real_step_fits(plan, *trial))
+    report(args, plan, lambda n, k, besides: rehearse(plan, n, k)[0] + besides <= limit)
 
 
 if __name__ == "__main__":

@@ -100,12 +100,18 @@ def test_doubling_and_bisection_find_the_largest_batch_in_few_trials():
     assert fit.largest(lambda batch: True, 1) == 2**16
 
 
-def test_out_of_memory_is_an_answer_and_another_error_is_none(capsys):
+NO_ROOM = (torch.OutOfMemoryError("CUDA out of memory."),)
+NO_ROOM += (RuntimeError("GET was unable to find an engine to execute this computation"),)
+NO_ROOM += (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),)
+
+
+@pytest.mark.parametrize("error", NO_ROOM)
+def test_out_of_memory_is_an_answer_and_another_error_is_none(error, capsys):
     """As on a GPU, where a real step runs; here, something else is out of memory above 5."""
 
     def step(plan, batch, accumulate):
         if batch * accumulate > 5:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            raise error
 
     gpu = patch.multiple(torch.cuda, is_available=lambda: True, empty_cache=lambda: None)
     on_cpu = patch.object(fit, "Plan", lambda *_: plan())
