@@ -29,7 +29,15 @@ from common.data import load_dataset
 from common.options import UsageError, cut_batch, make_parser, number, usage_errors_exit
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "RANKS")
-COLOURS = ("#000000", "#888888", "#E69F00", "#56B4E9", "#009E73", "#006048", "#D55E00")
+COLOURS: tuple[str, ...] = (
+    "#000000",
+    "#888888",
+    "#E69F00",
+    "#56B4E9",
+    "#009E73",
+    "#006048",
+    "#D55E00",
+)
 COLOURS += ("#8C3A00", "#CC79A7", "#CC79A7")  # of the last two rows, only one is shown
 COPIES = 5  # of the kinds of memory, those that do not grow with the batch
 SAME = 1e-5  # two fp32 runs whose losses differ less over the first epoch do the same

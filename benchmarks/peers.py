@@ -112,7 +112,8 @@ def measure_peers(effort: Effort) -> Results:
         raise UsageError(f"--data-dir {effort.data_dir} holds no MNIST: name another") from error
     short, steps = effort.quick or effort.brief, 2 if effort.quick else STEPS
     programs, left_out = dict[str, str](), dict[str, str]()
-    for name in (OURS, PLAIN, "Accelerate", "Lightning Fabric") if short else VARIANTS:
+    few = (OURS, "01 one process" if effort.quick else PLAIN, "Accelerate", "Lightning Fabric")
+    for name in few if short else VARIANTS:
         package = next((PACKAGES[word] for word in PACKAGES if f" {word}" in VARIANTS[name]), "")
         if package and not find_spec(package):
             left_out[name] = f"{package} is not installed: pip install -r requirements-peers.txt"

@@ -285,7 +285,7 @@ def draw_precision(results: Results) -> Figure:
     return figure
 
 
-def count_and_compare(variants: Variants, model: nn.Module, batch: Batch) -> Results:
+def count_and_compare(variants: Variants, model: nn.Module, batch: Batch, steps: int) -> Results:
     """What a rank holds; how far its weights are from the baseline's, as a part of their way."""
     (images, labels), rows = batch, dict[str, Any]()
 
@@ -297,7 +297,7 @@ def count_and_compare(variants: Variants, model: nn.Module, batch: Batch) -> Res
         one = Training(variant, copy.deepcopy(model), images.device, watched=True)
         for group in one.optimizer.param_groups:
             group["lr"] = 1e-3  # small steps: large ones would blow up the last bit of a number
-        for _ in range(5):
+        for _ in range(steps):
             one(images.to(memory_format=one.layout), labels)
         weights[name] = flat(one.plain)[: len(weights["first"])]  # without an idle branch
         base = weights["DDP" if name == SAME else variant.baseline]
@@ -325,7 +325,7 @@ def try_switches(names: list[str], rounds: int, quick: bool) -> Results:
     variants = {name: SWITCHES[name] for name in names}
     rows = time_variants(variants, model, data, min(15, rounds))
     seeds, steps = (1, 2) if quick else (3 if rounds >= 15 else 0, None)  # brief: no accuracy
-    for name, found in count_and_compare(variants, model, data).items():
+    for name, found in count_and_compare(variants, model, data, min(5, rounds)).items():
         if found["distance"] or name == "DDP":
             each = [learn(SWITCHES[name], seed, device, steps) for seed in range(seeds)]
             found |= {"test_accuracies": each, "accuracy": median(each) if each else None}
