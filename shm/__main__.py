@@ -11,6 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+import shm  # noqa: F401  # registers the backend, however this file is started
+
 join = dist.init_process_group
 
 

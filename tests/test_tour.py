@@ -16,7 +16,8 @@ def forked(call: list[str], env: dict[str, str], **_: object) -> SimpleNamespace
     """In place of Popen: ranks from the forkserver of the tests, there in a moment."""
     if call[1] == "-m":
         assert call[2:6] == ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        answers = command(*call[6:], ranks=2, env=env | launcher(free_port()))
+        script = ["shm/__main__.py", *call[8:]] if call[6] == "-m" else call[6:]
+        answers = command(*script, ranks=2, env=env | launcher(free_port()))
     else:
         answers = command(*call[1:], env=env)
     lines = "".join(output for _, output in answers).splitlines(keepends=True)
