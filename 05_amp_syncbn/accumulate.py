@@ -1,8 +1,8 @@
-"""A large batch in K micro-batches: what its gradient is, and how often the ranks talk about it.
+"""A large batch in K micro-batches: what its gradient is, and how often the ranks average it.
 
     torchrun --standalone --nproc-per-node=2 05_amp_syncbn/accumulate.py
 
-DDP decides in forward whether the backward after it will average: `no_sync` must be around forward.
+DDP decides in forward whether the next backward averages: `no_sync` must be around forward.
 """
 
 import os
@@ -25,7 +25,7 @@ WAYS = (BIG, EVERY, LAST, BACKWARD, FORWARD, ALL)
 
 
 def build(batch_norm: bool) -> nn.Sequential:
-    """Three layers, (B, 32) -> (B, 10), in float64: equal then means equal to 1e-10."""
+    """Three layers, (B, 32) -> (B, 10), in float64, so that equal means equal to 1e-10."""
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(WIDTH) if batch_norm else nn.Identity()
     hidden = nn.Linear(WIDTH, WIDTH), norm, nn.SiLU(), nn.Linear(WIDTH, WIDTH), nn.SiLU()
@@ -40,14 +40,14 @@ def batch_of(rank: int) -> tuple[Tensor, Tensor]:
 
 
 def gradient(model: nn.Module) -> Tensor:
-    """Of all parameters, in one row."""
+    """The gradients of all parameters, in one row."""
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def accumulate(model: nn.Module, images: Tensor, labels: Tensor, k: int, divisor: int) -> Tensor:
     """The gradient of a batch in k micro-batches, without ranks.
 
-    divisor: of each loss. With k, it is a mean of means: the mean, as all parts are equally large.
+    Each loss is divided by divisor. With k, the result is the mean: all parts have the same size.
     """
     model.zero_grad()
     for x, y in zip(images.chunk(k), labels.chunk(k), strict=True):
@@ -56,7 +56,7 @@ def accumulate(model: nn.Module, images: Tensor, labels: Tensor, k: int, divisor
 
 
 def count_buckets(ddp: DistributedDataParallel) -> list[int]:
-    """A list that gets one entry for each bucket that is all-reduced from now on: its bytes."""
+    """A list that grows with each bucket that is all-reduced from now on: the bytes of each."""
     sizes: list[int] = []
 
     def hook(group: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -68,7 +68,7 @@ def count_buckets(ddp: DistributedDataParallel) -> list[int]:
 
 
 def step(ddp: DistributedDataParallel, way: str, images: Tensor, labels: Tensor) -> Tensor:
-    """The gradient of this rank after one step, made in one of the ways."""
+    """The gradient of this rank after one step in one of the ways."""
     k = 1 if way == BIG else MICRO_BATCHES
     ddp.zero_grad()
     for part, (x, y) in enumerate(zip(images.chunk(k), labels.chunk(k), strict=True), start=1):
@@ -87,16 +87,16 @@ def close(one: Tensor, other: Tensor) -> bool:
 
 
 def verdict(mine: Tensor, truth: Tensor) -> str:
-    """What the ranks' gradients are."""
+    """In words: whether the ranks agree, and whether their gradient is the true one."""
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, mine)  # every rank must reach this line
     if not all(torch.equal(row, rows[0]) for row in rows):
-        return "each rank has its own"
-    return "that of one process" if close(mine, truth) else "another"
+        return "differs from rank to rank"
+    return "equals one process" if close(mine, truth) else "differs"
 
 
 def compare_ways() -> list[tuple[str, int, str]]:
-    """Each way: all-reduces of a step, counted after DDP has laid out its buckets; the gradient."""
+    """Each way, its all-reduces per step, and its gradient. DDP first lays out its buckets."""
     images, labels = batch_of(dist.get_rank())
     all_images, all_labels = zip(*map(batch_of, range(dist.get_world_size())), strict=True)
     truth = accumulate(build(False), torch.cat(all_images), torch.cat(all_labels), 1, 1)
@@ -113,17 +113,17 @@ def compare_ways() -> list[tuple[str, int, str]]:
 
 
 def compare_models() -> list[tuple[str, str]]:
-    """In one process: is the gradient of K micro-batches that of the whole batch?"""
+    """In one process: does the gradient of K micro-batches equal that of the whole batch?"""
     k = MICRO_BATCHES
     plain, norm = ("loss / K", False, k), ("loss / K, with BatchNorm", True, k)
     rows = []
     for name, batch_norm, divisor in (plain, ("loss not divided", False, 1), norm):
         model, batch = build(batch_norm), batch_of(0)
         truth = accumulate(model, *batch, 1, 1)
-        words = {"that of the batch": truth, "K times as large": k * truth}
+        words = {"equals the whole batch": truth, "K times as large": k * truth}
         mine = accumulate(model, *batch, k, divisor)
         found = [word for word, value in words.items() if close(mine, value)]
-        rows.append((name, found[0] if found else "another"))
+        rows.append((name, found[0] if found else "differs"))
     return rows
 
 
@@ -131,7 +131,7 @@ def main() -> None:
     Parser(__doc__).parse_args()
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
         raise UsageError(
-            "one rank averages with nobody: start two, with "
+            "one rank has no other to average with: start two, with "
             "torchrun --standalone --nproc-per-node=2 05_amp_syncbn/accumulate.py"
         )
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname()[0] == "Darwin" else "lo")
@@ -140,8 +140,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"one process, {LOCAL_BATCH} samples in K = {MICRO_BATCHES} micro-batches\n")
         print(tabulate(compare_models(), ("", "gradient")))
-        print(f"\n{dist.get_world_size()} ranks, each of them the same again\n")
-        print(tabulate(rows, ("", "all-reduces a step", "gradient")))
+        print(f"\n{dist.get_world_size()} ranks, each with {LOCAL_BATCH} samples\n")
+        print(tabulate(rows, ("", "all-reduces per step", "gradient")))
     dist.destroy_process_group()
 
 

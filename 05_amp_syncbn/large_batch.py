@@ -2,12 +2,12 @@
 
     python 05_amp_syncbn/large_batch.py
 
-The same epochs with 8 times the batch are an eighth of the updates: with the old rate, the model
-does not get as far. The linear rule (Goyal et al. 2017, arXiv 1706.02677, section 2.1) takes 8
-times the rate, so that one update goes as far as 8 did. It breaks where that is too much for all,
-above all at the start, when weights change fast: hence the warm-up (section 2.2). The root rule
-keeps the noise of an update (Krizhevsky 2014, arXiv 1404.5997, page 5). The rates come from
-schedule.py, as those of train.py do.
+The same epochs with 8 times the batch have an eighth of the updates. With the old rate, the model
+learns less. The linear rule (Goyal et al. 2017, arXiv 1706.02677, section 2.1) takes 8 times the
+rate, so that one update moves the weights as far as 8 did. It fails if that is too far, most often
+at the start, when weights change fast. So the rate warms up (section 2.2). The square-root rule
+keeps the noise of an update (Krizhevsky 2014, arXiv 1404.5997, page 5). schedule.py computes the
+rates, for train.py too.
 """
 
 import math
@@ -28,15 +28,15 @@ from common.options import Parser
 from schedule import learning_rates
 
 BASE, GROWTH = 30, 8
-LRS = {0.05: "well tuned for it", 0.2: "already too large for it"}
+LRS = {0.05: "well tuned for", 0.2: "already too large for"}
 MOMENTUM, EPOCHS, SEEDS = 0.9, 16, range(5)
 RULES = {"none": 1.0, "sqrt": GROWTH**0.5, "linear": float(GROWTH)}
-UNSTEADY, CHANCE = 0.17, math.log(10)  # test losses; of guessing one of ten classes
+UNSTEADY, CHANCE = 0.17, math.log(10)  # test losses; CHANCE: of guessing one of ten classes
 
 
 @cache
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images (N, 49) in float64 and labels (N,): of the training set, of the test set."""
+    """Images (N, 49) in float64 and labels (N,) of the training set, then of the test set."""
     found: list[Tensor] = []
     for part in load_dataset(Namespace(dataset="digits", data_dir=Path("data"), batch_size=BASE)):
         images, labels = zip(*(part[i] for i in range(len(part))), strict=True)
@@ -45,7 +45,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def new_model(seed: int) -> nn.Module:
-    """Without kinks, and in float64: the last bit of a number on another CPU decides little."""
+    """Smooth and in float64, so that the last bit, which varies between CPUs, matters little."""
     torch.manual_seed(seed)
     layers = nn.Linear(49, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 10)
     return nn.Sequential(*layers).double()
@@ -54,7 +54,7 @@ def new_model(seed: int) -> nn.Module:
 def train(batch: int, lr: float, rule: str, warm_up_epochs: float, seed: int) -> float:
     """The test loss after the epochs."""
     images, labels, test_images, test_labels = digits()
-    steps = len(images) // batch  # of an epoch: full batches only
+    steps = len(images) // batch  # per epoch: full batches only
     model = new_model(seed)
     optimizer = SGD(model.parameters(), lr, MOMENTUM)
     args = Namespace(lr=lr, batch_size=batch, base_batch_size=BASE, epochs=EPOCHS)
@@ -72,13 +72,13 @@ def train(batch: int, lr: float, rule: str, warm_up_epochs: float, seed: int) ->
 
 
 def median(batch: int, lr: float, rule: str, warm_up_epochs: float) -> float:
-    """Of the test losses of all seeds; it is inf if most runs end in nan."""
+    """The median test loss of all seeds; inf if most runs end in nan."""
     losses = [train(batch, lr, rule, warm_up_epochs, seed) for seed in SEEDS]
     return statistics.median(loss if math.isfinite(loss) else math.inf for loss in losses)
 
 
 def grade(loss: float) -> str:
-    """In words, if it is large: its digits then depend on the last bit of a CPU's numbers."""
+    """A large loss in words: its digits depend on the last bit of a CPU's numbers."""
     if loss < UNSTEADY:
         return f"{loss:.2f}"
     return "unsteady" if loss < CHANCE else "diverged"
@@ -87,10 +87,10 @@ def grade(loss: float) -> str:
 def main() -> None:
     torch.set_num_threads(1)
     samples = len(digits()[0])
-    print(f"{EPOCHS} epochs of the digits; the median test loss of {len(SEEDS)} seeds")
+    print(f"{EPOCHS} epochs of the digits, median test loss of {len(SEEDS)} seeds")
     print(f"(unsteady: above {UNSTEADY}; diverged: above {CHANCE:.1f}, the loss of guessing)")
     for base_lr, what in LRS.items():
-        print(f"\nthe rate {base_lr} for a batch of {BASE}, {what}:\n")
+        print(f"\nbase rate {base_lr}, {what} a batch of {BASE}:\n")
         small = [(BASE, "", 0)]
         large = [(BASE * GROWTH, rule, warm_up) for rule in RULES for warm_up in (0, 2)]
         rows = []

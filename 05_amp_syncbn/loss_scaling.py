@@ -2,12 +2,12 @@
 
     python 05_amp_syncbn/loss_scaling.py
 
-What is nearer to 0 than 2^-25 becomes 0 in fp16. Gradients of a mean over a batch are small: the
-larger the batch, the smaller. Multiply the loss, and by the chain rule all gradients grow as much;
-those of the weights end in fp32, where they are divided before the step.
+A number closer to 0 than 2^-25 becomes 0 in fp16. The gradients of a mean over a batch are small,
+and smaller for a larger batch. If the loss is multiplied, by the chain rule all gradients grow by
+the same factor. The gradients of the weights are in fp32: divide them there, before the step.
 
-Source: Micikevicius et al., Mixed precision training (2018, arXiv 1710.03740), section 3.2. How the
-scale finds itself, and its first value, are those of torch.amp.GradScaler.
+Source: Micikevicius et al., Mixed precision training (2018, arXiv 1710.03740), section 3.2. The
+scale starts and adapts as in torch.amp.GradScaler.
 """
 
 import copy
@@ -23,7 +23,7 @@ from common.models import build_model
 from common.options import Parser, make_parser, usage_errors_exit
 
 SCALE = 2.0**16  # a power of two changes no digit of a number
-# The dtype of autocast, and what the loss is multiplied with.
+# The dtype of autocast, and the factor of the loss.
 FORMATS = {"fp16": (torch.float16, 1.0), "fp16, loss × 65536": (torch.float16, SCALE)}
 FORMATS |= {"bf16": (torch.bfloat16, 1.0)}
 Gradients = dict[str, Tensor]
@@ -33,8 +33,8 @@ class LossScaler:
     """Use it in the order scale, backward, unscale_, clip, step, update.
 
     The scale is halved when a gradient is inf or nan, and doubled after growth_interval good steps
-    in a row. Under DDP all ranks decide alike: what is inf or nan on one of them is so in the
-    averaged gradients, which all of them have.
+    in a row. Under DDP all ranks decide alike: an inf or nan of one rank is in the averaged
+    gradients of all ranks.
     """
 
     def __init__(self, init_scale: float = SCALE, growth_interval: int = 2000) -> None:
@@ -48,7 +48,7 @@ class LossScaler:
         return loss * self.factor
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients; see if one is inf or nan. Clip after it: the limit is unscaled."""
+        """Divide the gradients, and note whether one is inf or nan. Clip after this, not before."""
         if self.overflow is not None:
             raise RuntimeError("unscale_ has been called since the last update: once is enough")
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -58,7 +58,7 @@ class LossScaler:
         self.overflow = not all(gradient.isfinite().all() for gradient in gradients)
 
     def step(self, optimizer: Optimizer) -> None:
-        """Let the optimizer step, unless a gradient is inf or nan: then the batch is lost."""
+        """Let the optimizer step. If a gradient is inf or nan, skip this batch instead."""
         if self.overflow is None:
             self.unscale_(optimizer)
         if not self.overflow:
@@ -84,7 +84,7 @@ def example() -> tuple[nn.Module, Tensor, Tensor]:
 def gradients_of(
     model: nn.Module, images: Tensor, labels: Tensor, dtype: torch.dtype | None, scale: float = 1.0
 ) -> tuple[Gradients, Gradients]:
-    """Gradients of the mean loss in each layer: of its output, times scale, and of its weight."""
+    """For each layer, the gradients of its output, times scale, and of its weight."""
     model, outputs = copy.deepcopy(model), {}
     layers = {name: m for name, m in model.named_modules() if hasattr(m, "weight")}
     for m in layers.values():
@@ -98,12 +98,12 @@ def gradients_of(
 
 
 def zeros(true: Tensor, found: Tensor) -> str:
-    """How many of the values that fp32 tells from 0 are 0, in %."""
+    """How many of the values that are not 0 in fp32 are 0 here, in %."""
     return f"{(found[true != 0] == 0).double().mean() * 100:.0f}"
 
 
 def distance(true: Tensor, found: Tensor) -> str:
-    """How far a gradient is from that of fp32, in % of its length."""
+    """The distance of a gradient from that in fp32, in % of its length."""
     off = (found - true).norm() / true.norm() * 100
     return f"{off:.0f}" if off >= 1 else "<1"
 
@@ -128,19 +128,19 @@ def follow(scaler: LossScaler | torch.amp.GradScaler) -> tuple[list[float], Tens
 
 def main() -> None:
     exact, *others = (gradients_of(*example(), *how) for how in [(None, 1.0), *FORMATS.values()])
-    tables = {"% of its output's gradients that become 0": zeros}
-    tables["% by which the gradient of its weight is off"] = distance
+    tables = {"% of the gradients of its output that become 0": zeros}
+    tables["% by which the gradient of its weight differs from fp32"] = distance
     for place, (title, measure) in enumerate(tables.items()):
         rows = [
             (name, *(measure(true, other[place][name]) for other in others))
             for name, true in exact[place].items()
         ]
-        print(f"Of each layer, {title}:")
+        print(f"For each layer, {title}:")
         print(tabulate(rows, ["layer", *FORMATS], disable_numparse=True), end="\n\n")
     ours, our_weight = follow(LossScaler(growth_interval=2))
     torchs, its_weight = follow(torch.amp.GradScaler("cpu", growth_interval=2))
-    print(f"scales by hand  {ours}\nof GradScaler   {torchs}")
-    print(f"same weights    {our_weight.equal(its_weight)}")
+    print(f"scale by hand      {ours}\nscale, GradScaler  {torchs}")
+    print(f"same weights       {our_weight.equal(its_weight)}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What this machine computes in hardware, what it only imitates, and whether it can compile.
+"""Which number formats this machine has units for, which it imitates, and whether it can compile.
 
     python 05_amp_syncbn/machine.py
 
-A format without units of its own runs all the same, and slowly: its numbers are converted for every
-operation. Mixed precision pays where the units are.
+A format without units still runs, but slowly: its numbers are converted for every operation. Mixed
+precision pays on a machine that has the units.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ CPU_UNITS = {  # the instructions that multiply in the format
     "bf16": ("avx512_bf16", "amx_bf16", "bf16"),
     "fp16": ("avx512_fp16", "amx_fp16", "fp16"),
 }
-GPU_UNITS = {"tf32": (8, 0), "bf16": (8, 0), "fp16": (7, 0)}  # from this compute capability on
+GPU_UNITS = {"tf32": (8, 0), "bf16": (8, 0), "fp16": (7, 0)}  # the lowest compute capability
 
 
 def has_units(name: str, device: torch.device) -> bool:

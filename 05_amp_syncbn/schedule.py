@@ -1,10 +1,10 @@
-"""The learning rate of a large batch: a rule for the batch, a warm-up, then a decay.
+"""The learning rate of each step: a rule for the batch size, a warm-up, then a decay.
 
     python 05_amp_syncbn/schedule.py --lr-rule linear --batch-size 480 --warmup-epochs 2
 
-The rate depends on the epoch and on the step in it, and on nothing else. A resumed run needs no
-other number, whichever stage wrote the checkpoint, and with whichever batch size. A step that the
-loss scaler skips counts like any other.
+Besides the flags, the rate depends on the epoch and on the step in it. So a resumed run needs
+nothing else from its checkpoint, whatever stage or batch size wrote it. A step that the loss scaler
+skips counts like any other.
 """
 
 import math
@@ -15,14 +15,15 @@ from common.options import make_parser, number
 
 def add_schedule(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--lr-rule", default="none", choices=("none", "linear", "sqrt"), help="for large batches")
+    rules, decays = ("none", "linear", "sqrt"), ("none", "step", "cosine")
+    add("--lr-rule", default="none", choices=rules, help="how --lr grows with the batch size")
     add("--base-batch-size", default=120, type=number(int, 1), help="batch that --lr was tuned for")
-    add("--warmup-epochs", default=0.0, type=number(float, 0), help="epochs of a rising rate")
-    add("--lr-decay", default="none", choices=("none", "step", "cosine"), help="after the warm-up")
+    add("--warmup-epochs", default=0.0, type=number(float, 0), help="epochs while the rate rises")
+    add("--lr-decay", default="none", choices=decays, help="how the rate falls after the warm-up")
 
 
 def lr_factor(args: Namespace, step: int, steps_per_epoch: int) -> float:
-    """What multiplies --lr in a step, counted from 0 over all epochs."""
+    """The factor of --lr in a step; steps count from 0 over all epochs."""
     growth = args.batch_size / args.base_batch_size
     factor = {"none": 1.0, "linear": growth, "sqrt": growth**0.5}[args.lr_rule]
     warm_up, end = args.warmup_epochs * steps_per_epoch, args.epochs * steps_per_epoch
@@ -30,7 +31,7 @@ def lr_factor(args: Namespace, step: int, steps_per_epoch: int) -> float:
         return factor * min(1.0, (step + 1) / warm_up)
     done = (step - warm_up) / max(1.0, end - warm_up)  # from 0 to 1
     if args.lr_decay == "step":
-        factor *= 0.1 ** int(3 * done)  # a tenth after each third
+        factor *= 0.1 ** int(3 * done)  # divided by 10 after each third
     elif args.lr_decay == "cosine":
         factor *= (1 + math.cos(math.pi * done)) / 2
     return factor

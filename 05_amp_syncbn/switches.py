@@ -1,10 +1,10 @@
-"""Switches that may make a step faster: the lines to add to train.py, and what they change here.
+"""Switches that may make a step faster: the lines to add to train.py, and their effect here.
 
     python 05_amp_syncbn/switches.py
 
-Two ranks train copies of one small network under DDP, each copy with one switch on. They take
-turns, and a time is relative to plain DDP in the same round: "DDP again" shows how far to trust it.
-The weights are those after three steps. `bench.py switches` measures a larger network.
+Two ranks train copies of one small network under DDP, each copy with one switch on. The copies take
+turns, and a time is relative to plain DDP in the same round: "DDP again" shows the noise. The
+weights are compared after three steps. `bench.py switches` measures a larger network.
 """
 
 import copy
@@ -31,7 +31,7 @@ from common.options import Parser, UsageError
 
 from machine import refuse_no_compiler
 
-LOCAL_BATCH, ROUNDS, STEPS = 32, 11, 3  # STEPS: of a round, and before the weights are compared
+LOCAL_BATCH, ROUNDS, STEPS = 32, 11, 3  # STEPS: in a round, and before the weights are compared
 HOOKS = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
 LINES = {  # to add to train.py
     "channels_last": [
@@ -65,7 +65,7 @@ def compiled(model: nn.Module, dynamic: bool | None = None) -> nn.Module:
 
 
 def hooked(ddp: DistributedDataParallel, dtype: str) -> DistributedDataParallel:
-    """Send gradients in 16 bits, half of the bytes. All ranks still get the same mean."""
+    """Send gradients in 16 bits, which halves the bytes. All ranks still get the same mean."""
     ddp.register_comm_hook(None, HOOKS[dtype])
     return ddp
 
@@ -107,7 +107,7 @@ def relative_times(steps: dict[str, Callable[[], None]]) -> dict[str, float]:
 def compare(rank: int, port: int) -> None:
     """What each rank does; rank 0 prints the table."""
     torch.set_num_threads(1)
-    torch._logging.set_logs(all=logging.ERROR)  # torch.compile warns of its own inner workings
+    torch._logging.set_logs(all=logging.ERROR)  # torch.compile warns about its own internals
     switches = ["DDP", "DDP again", *LINES]
     try:
         refuse_no_compiler(torch.device("cpu"))

@@ -1,12 +1,12 @@
-"""BatchNorm over the global batch, by hand, for every device: torch's own is for GPUs only.
+"""BatchNorm over the global batch, by hand, for every device: torch's layer is for GPUs only.
 
     python 05_amp_syncbn/sync_batchnorm.py
 
-What a rank does alone, torch's own kernels do; what crosses the ranks is written here. Forward,
-one all-reduce shows every rank three numbers of each channel from all: count, mean, variance. They
+torch's kernels do the work of one rank. This file adds what crosses the ranks. In forward, one
+all-reduce gives every rank three numbers per channel from each rank: count, mean and variance. They
 merge exactly, for local batches of any size (Chan, Golub and LeVeque, 1983). Sums and sums of
-squares would be simpler, but where the mean is large, their difference loses the variance.
-Backward, one more: every input has moved the mean and the variance that all other ranks used.
+squares would be simpler, but where the mean is large, their difference loses the variance. Backward
+needs one more all-reduce: every input has moved the mean and the variance that all ranks used.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ def global_statistics(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Te
     """Count, mean and biased variance over the batches of all ranks: (), (C,), (C,)."""
     here = x.numel() // x.shape[1]  # values of each channel; none, if this rank's batch is empty
     mean = variance = torch.zeros(x.shape[1], dtype=dtype, device=x.device)
-    if here:  # the kernel also updates running statistics; by a momentum of 0, not at all
+    if here:  # the kernel also updates running statistics; with momentum 0, they do not change
         mean, variance = torch.batch_norm_update_stats(x, mean, variance, momentum=0)
     rows = mean.new_zeros(dist.get_world_size(), 1 + 2 * len(mean))
     rows[dist.get_rank()] = torch.cat([mean.new_tensor([here]), mean, variance])
@@ -47,7 +47,7 @@ class Normalize(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Any:
         count, mean, variance = global_statistics(x, weight.dtype)
-        if count < 2:  # on all ranks alike
+        if count < 2:  # the same on all ranks
             raise UsageError(
                 f"BatchNorm got {int(count)} value for each of {len(mean)} channels from all ranks "
                 "together, and one has no variance: try a larger --batch-size or larger images"
@@ -60,13 +60,13 @@ class Normalize(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, count, mean, variance = ctx.saved_tensors
-        grad_x, sums = grad, weight.new_zeros(2, len(weight))  # of an empty batch
-        if x.numel():  # as if mean and variance were constants: this kernel knows no other ranks
+        grad_x, sums = grad, weight.new_zeros(2, len(weight))  # if this rank's batch is empty
+        if x.numel():  # as if mean and variance were constants: the kernel knows one rank only
             grad_x, *local = torch.ops.aten.native_batch_norm_backward(
                 grad, x, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
             )
-            sums = torch.stack(local)  # (2, C): of grad · normal, and of grad
-        grad_weight, grad_bias = sums.clone()  # local, as of any layer: DDP averages over the ranks
+            sums = torch.stack(local)  # (2, C): sums of grad · normal and of grad
+        grad_weight, grad_bias = sums.clone()  # local, as in any layer: DDP averages over the ranks
         if ctx.needs_input_grad[0]:
             dist.all_reduce(sums)  # every rank must reach this line
             through_variance, through_mean = weight * (variance + ctx.eps).rsqrt() * sums / count
@@ -77,8 +77,8 @@ class Normalize(Function):
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm of 2-D to 5-D inputs (B, C, ...) over the batches of all ranks.
 
-    Parameters, buffers and their names are those of nn.BatchNorm2d, so that checkpoints fit both.
-    In eval mode, and without a process group, it is nn.BatchNorm2d.
+    It has the parameters, buffers and names of nn.BatchNorm2d, so that checkpoints fit both. In
+    eval mode, and without a process group, it computes the same as nn.BatchNorm2d.
     """
 
     running_mean: Tensor
@@ -109,20 +109,20 @@ class SyncBatchNorm(_BatchNorm):
 def convert(model: nn.Module) -> nn.Module:
     """Make every BatchNorm layer of the model a SyncBatchNorm, in place; returns the model.
 
-    Each layer stays the object that it is, with all that it holds: only its class changes.
-    UsageError if one is of another class of BatchNorm, which may do more than BatchNorm does.
+    Each layer stays the same object, with all that it holds: only its class changes. UsageError if
+    a layer is of another class of BatchNorm, which may do more.
     """
     for name, layer in model.named_modules():
         if type(layer) in CONVERTIBLE:
-            layer.__class__ = SyncBatchNorm  # as torch's lazy layers become what they stand for
+            layer.__class__ = SyncBatchNorm  # torch's lazy layers change class in the same way
         elif isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm):
-            kind = type(layer).__name__  # torch's own drops what it does more: issue 187298
+            kind = type(layer).__name__  # torch's convert drops the extra part: issue 187298
             raise UsageError(f"layer {name} is a {kind}: expected BatchNorm1d, 2d or 3d of torch")
     return model
 
 
 def compare(rank: int, port: int, batch: Tensor) -> None:
-    """Each rank takes its rows of the batch; rank 0 prints what each kind of layer made of them."""
+    """Each rank takes its rows of the batch; rank 0 prints what each kind of layer returns."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     plain, sync = nn.BatchNorm1d(1, affine=False), SyncBatchNorm(1, affine=False)

@@ -1,10 +1,10 @@
-"""A branch that a step does not use: its gradient never comes, and DDP waits with all the others.
+"""A branch that a step does not use: its gradient never comes, and DDP never sends its bucket.
 
     torchrun --standalone --nproc-per-node=2 05_amp_syncbn/unused.py
 
-The model has a stem and two branches of one weight each. Rank r feeds it the number r + 1. What a
-step should give: the mean over the ranks, with zero from a rank that does not use the parameter,
-and no gradient at all where no rank uses it.
+The model has a stem and two branches of one weight each. Rank r feeds it the number r + 1. A step
+should give the mean over the ranks, with zero from a rank that does not use the parameter, and no
+gradient at all if no rank uses it.
 """
 
 import os
@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.options import Parser, UsageError, usage_errors_exit
 
-Step = tuple[str, str]  # the branch of the even ranks, and that of the odd ones
+Step = tuple[str, str]  # the branches that the even and the odd ranks take
 LEFT, MIXED, RIGHT, BOTH = ("left", "left"), ("left", "right"), ("right", "right"), ("both", "both")
-# forward gives back the outputs of both branches, and the loss takes the left one only.
+# Forward returns the outputs of both branches, and the loss takes the left one only.
 IDLE = ("idle", "idle")
 FIND, STATIC = {"find_unused_parameters": True}, {"static_graph": True}
 CASES: list[tuple[dict[str, bool], list[Step]]] = [
@@ -35,7 +35,7 @@ LINE = "  {:14}{:10}{:10}{:10}{}"
 
 
 class Branches(nn.Module):
-    """x, (1, 1), through the stem, and then through one branch or both; weights 1, 2 and 3."""
+    """Sends x, (1, 1), through the stem, then through one or both branches; weights 1, 2, 3."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Branches(nn.Module):
 
 
 def gradients(model: nn.Module, wrapped: nn.Module, rank: int, branch: str) -> list[float | None]:
-    """One forward and backward of a rank: the gradients of stem, left and right."""
+    """The gradients of stem, left and right after one forward and backward of a rank."""
     model.zero_grad()
     outputs = wrapped(torch.full((1, 1), rank + 1.0), branch)
     loss = outputs[0] if branch == "idle" else torch.stack(outputs).sum()
@@ -62,7 +62,7 @@ def gradients(model: nn.Module, wrapped: nn.Module, rank: int, branch: str) -> l
 
 
 def expected(step: Step, world_size: int) -> list[float | None]:
-    """What DDP should give, by one process that computes each rank's gradients and averages."""
+    """What DDP should give: one process computes each rank's gradients and averages them."""
     model = Branches()
     found = [gradients(model, model, rank, step[rank % 2]) for rank in range(world_size)]
     return [
@@ -80,13 +80,13 @@ def attempt(options: dict[str, Any], steps: list[Step]) -> list[list[float | Non
     for step in steps:
         try:
             done.append(gradients(model, ddp, rank, step[rank % 2]))
-        except RuntimeError as error:  # nothing is on its way: the process group is still whole
+        except RuntimeError as error:  # no message is on its way: the process group still works
             return [*done, error]
     return done
 
 
 def of_all_ranks(mine: list[float | None]) -> list[list[float | None]]:
-    """Every rank's three gradients; nan stands for none on the way."""
+    """Every rank's three gradients; none travels as nan."""
     local = torch.tensor([float("nan") if g is None else g for g in mine])
     rows = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, local)  # every rank must reach this line
@@ -94,14 +94,14 @@ def of_all_ranks(mine: list[float | None]) -> list[list[float | None]]:
 
 
 def describe(step: Step, rows: list[list[float | None]]) -> str:
-    """One line: who took which branch, and each gradient, once if the ranks agree."""
+    """One line: the branches, each gradient (once if the ranks agree), and a verdict."""
     truth = expected(step, len(rows))
     right = all(same(*pair) for row in rows for pair in zip(row, truth, strict=True))
     cells = []
     for of_ranks in zip(*rows, strict=True):
         texts = ["none" if g is None else f"{g:.3g}" for g in of_ranks]
         cells.append(" | ".join(texts if len(set(texts)) > 1 else texts[:1]))
-    verdict = "the mean" if right else "NOT averaged, and nothing tells"
+    verdict = "the mean" if right else "NOT averaged, and no error"
     return LINE.format(" | ".join(dict.fromkeys(step)), *cells, verdict)
 
 
@@ -116,10 +116,10 @@ def main() -> None:
     Parser(__doc__).parse_args()
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
         raise UsageError(
-            "one rank waits for nobody: start two, with "
+            "one rank has no other to wait for: start two, with "
             "torchrun --standalone --nproc-per-node=2 05_amp_syncbn/unused.py"
         )
-    # One machine: no one else can connect.
+    # One machine: no other one can connect.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname()[0] == "Darwin" else "lo")
     dist.init_process_group("gloo")
     lines = [LINE.format("branch", "stem", "left", "right", "").rstrip()]
