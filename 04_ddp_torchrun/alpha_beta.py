@@ -3,7 +3,7 @@
     python 04_ddp_torchrun/alpha_beta.py
 
 A message of s bytes takes alpha + s / beta: a latency, and a time that grows with its size
-(Hockney, Parallel Computing 20, 1994). All else is counting. Times in seconds, sizes in bytes.
+(Hockney, Parallel Computing 20, 1994). The rest is counting. Times in seconds, sizes in bytes.
 """
 
 import math
@@ -18,7 +18,7 @@ from common.options import Parser
 
 @dataclass(frozen=True)
 class Link:
-    """alpha: seconds until a short message is there. beta: bytes a second, one way."""
+    """alpha: seconds until a short message arrives. beta: bytes per second, one way."""
 
     alpha: float
     beta: float
@@ -26,7 +26,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Bucket:
-    """ready: the share of backward that is done when its last gradient is there."""
+    """ready: the share of backward that is done when its last gradient is ready."""
 
     size: float
     ready: float
@@ -34,7 +34,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Job:
-    """What one GPU does alone, in seconds, and what it must send."""
+    """The seconds that one GPU computes alone, and what it must send."""
 
     forward: float
     backward: float
@@ -48,7 +48,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Step:
-    """spans: of each bucket, when it is ready, when its all-reduce begins, and when it ends."""
+    """spans: for each bucket, when it is ready, and when its all-reduce begins and ends."""
 
     seconds: float
     spans: list[tuple[float, float, float]]
@@ -56,14 +56,14 @@ class Step:
 
 
 def ring(size: float, ranks: int, link: Link) -> float:
-    """Each rank sends 2 (n - 1) messages of a n-th of the tensor (Patarasuk and Yuan, 2009)."""
+    """Each rank sends 2 (n - 1) messages of 1/n of the tensor (Patarasuk and Yuan, 2009)."""
     return 2 * (ranks - 1) * (link.alpha + size / ranks / link.beta)
 
 
 def tree(size: float, ranks: int, link: Link) -> float:
     """Up and down a tree, in pieces that follow each other: few latencies, all the bytes twice.
 
-    NCCL has it since 2.4 (Jeaugey, "Massively Scale Your Deep Learning Training with NCCL 2.4").
+    NCCL got it in 2.4 (Jeaugey, "Massively Scale Your Deep Learning Training with NCCL 2.4").
     """
     return 2 * math.ceil(math.log2(ranks)) * link.alpha + 2 * size / link.beta
 
@@ -71,10 +71,10 @@ def tree(size: float, ranks: int, link: Link) -> float:
 def two_levels(
     size: float, gpus: int, a_node: int, inside: Link, between: Link, trees: bool = True
 ) -> float:
-    """All-reduce among GPUs of nodes: a ring in each node, then one across the nodes.
+    """The seconds of an all-reduce: a ring in each node, then one across the nodes.
 
-    between.beta: all network cards of a node together, as its GPUs share them. trees: across the
-    nodes, the faster of ring and tree is taken.
+    between.beta: all network cards of a node together, because its GPUs share them. trees: across
+    the nodes, take the faster of ring and tree.
     """
     nodes, local = math.ceil(gpus / a_node), min(gpus, a_node)
     across = ring(size, nodes, between)
@@ -84,17 +84,17 @@ def two_levels(
 
 
 def step(job: Job, cost: Callable[[float], float], accumulate: int = 1, steal: float = 0.0) -> Step:
-    """One step of the optimizer; cost(bytes) is what an all-reduce takes.
+    """One step of the optimizer. cost(bytes): the seconds of an all-reduce.
 
-    accumulate: micro-batches, all but the last one inside no_sync(). steal: what a second of
-    communication takes from the computing beside it; 0 on GPUs, more where both need the cores.
+    accumulate: micro-batches, all but the last one inside no_sync(). steal: by how much computing
+    is slower while a message travels; 0 on GPUs, more where both need the cores.
     """
     silent = (accumulate - 1) * (job.forward + job.backward)
     now, done = silent + job.forward, 0.0  # done: seconds of backward
-    free, spans = now, []  # free: when the link is
+    free, spans = now, []  # free: when the link will be
     for bucket in job.buckets:
         left = bucket.ready * job.backward - done
-        if steal:  # while earlier buckets are under way, backward crawls
+        if steal:  # while earlier buckets travel, backward is slower
             crawl = min(free - now, left / (1 - steal) if steal < 1 else math.inf)
             crawl = max(0.0, crawl)
             now, left = now + crawl, left - crawl * (1 - steal)

@@ -13,10 +13,10 @@ from common.options import Parser
 
 from alpha_beta import Job, Link, step, two_levels
 
-GBIT, GOOD = 1e9 / 8, 0.9  # bytes a second; an efficiency that needs no advice
-# alpha: what NCCL itself reckons with for a ring (src/graph/tuning.cc, hwLat, Simple: NVLink 3.4,
-# network 14 microseconds). Of TCP we found no figure: 50 is assumed. beta: the nominal rate one
-# way; of NVLink less 20 % for the protocol (an author of NCCL in nccl-tests issue 212).
+GBIT, GOOD = 1e9 / 8, 0.9  # bytes per second; an efficiency that needs no advice
+# alpha: what NCCL itself assumes for a ring (src/graph/tuning.cc, hwLat, Simple: NVLink 3.4,
+# network 14 microseconds). For TCP we found no figure: 50 is assumed. beta: the nominal rate, one
+# way. For NVLink, minus 20 % for the protocol (an author of NCCL in nccl-tests issue 212).
 LINKS = {
     "nvlink-h100": Link(3.4e-6, 0.8 * 450e9),
     "nvlink-a100": Link(3.4e-6, 0.8 * 300e9),
@@ -37,8 +37,8 @@ LINKS = {
 class Forecast:
     """A job whose local batch stays the same on any number of GPUs.
 
-    job: of one micro-batch, on one GPU. inside, between: the links in a node and across nodes.
-    wire: bytes sent for each byte of gradients. spread: standard deviation / mean of the ranks'
+    job: one micro-batch on one GPU. inside, between: the links in a node and across nodes. wire:
+    bytes sent for each byte of gradients. spread: standard deviation / mean of the ranks'
     computing times. trees: as in two_levels.
     """
 
@@ -53,8 +53,8 @@ class Forecast:
     trees: bool = True
 
     def seconds(self, gpus: int) -> float:
-        """Of one step of the optimizer."""
-        # All wait for the slowest: where the last of n is expected in a normal distribution (Blom,
+        """The time of one step of the optimizer."""
+        # All wait for the slowest rank: the expected maximum of n normal values (Blom,
         # Statistical Estimates and Transformed Beta-Variables, 1958).
         place = NormalDist().inv_cdf((gpus - 0.375) / (gpus + 0.25)) if gpus > 1 else 0.0
         slower = 1 + self.spread * place
@@ -67,15 +67,15 @@ class Forecast:
         return two_levels(size * self.wire, gpus, self.a_node, *links, self.trees)
 
     def rate(self, gpus: int) -> float:
-        """Samples a second, of all GPUs together."""
+        """Samples per second of all GPUs together."""
         return self.batch * self.accumulate * gpus / self.seconds(gpus)
 
     def efficiency(self, gpus: int) -> float:
-        """The rate, as a share of what so many GPUs would do that never meet."""
+        """The rate, divided by that of as many GPUs that never wait for each other."""
         return self.rate(gpus) / (self.batch * gpus / self.job.seconds)
 
     def bound(self, gpus: int) -> str:
-        """What holds the step up: computing, the latency of messages, or their bytes."""
+        """What limits the step: computing, the latency of messages, or their bytes."""
         now, free = self.seconds(gpus), replace(self, wire=0.0)
         links = (replace(link, alpha=0.0) for link in (self.inside, self.between))
         instant = replace(self, inside=next(links), between=next(links))
@@ -85,7 +85,7 @@ class Forecast:
         return max(gains, key=gains.__getitem__)
 
     def remedies(self, gpus: int) -> Iterator[tuple[str, "Forecast", int]]:
-        """What could be done about it, the mildest first: a name, the forecast then, its GPUs."""
+        """What would help, the mildest change first: a name, the new forecast, its GPUs."""
         job = self.job
         yield "send bf16 (bf16_compress_hook)", replace(self, wire=self.wire / 2), gpus
         for times in (2, 4, 8, 16):

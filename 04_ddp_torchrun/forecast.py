@@ -1,10 +1,10 @@
-"""How will my job scale? A forecast from one GPU's step, before a cluster is rented.
+"""How will my job scale? A forecast from one GPU's step, before you rent a cluster.
 
     python 04_ddp_torchrun/forecast.py --model resnet50 --batch-size 64 --step-ms 45 --gpus 64
 
-Take the step from stage 01 on one GPU of that kind: --summary runs/01_single_gpu/summary.json.
-A third of it is taken as forward, the rest as backward. alpha_beta.py is the model, ready.py counts
-layers and buckets, cluster.py knows links, published.py tells how far to trust it.
+Stage 01 measures the step on one GPU of that kind: --summary runs/01_single_gpu/summary.json. The
+model takes a third of it for forward, the rest for backward. alpha_beta.py is the model, ready.py
+counts layers and buckets, cluster.py has the links, published.py shows how far to trust it.
 """
 
 import json
@@ -21,7 +21,7 @@ from alpha_beta import Job, Link
 from cluster import GBIT, GOOD, LINKS, Forecast, counts_to
 from ready import fill, named
 
-PIECES = 100  # an unknown model: so many equal gradients, ready one after the other
+PIECES = 100  # an unknown model has this many equal gradients, ready one after the other
 
 
 def parse_args() -> Namespace:
@@ -30,25 +30,25 @@ def parse_args() -> Namespace:
     real = number(float, 1e-6)
     add("--model", default="resnet50", metavar="NAME", help="net, or a classifier of torchvision")
     add("--image-size", default=224, type=count, metavar="N", help="pixels")
-    add("--parameters", type=real, metavar="N", help="another model's, as 7e6; not --model then")
+    add("--parameters", type=real, metavar="N", help="of another model, such as 7e6")
     add("--batch-size", default=64, type=count, metavar="N", help="on each GPU")
-    add("--step-ms", type=real, metavar="F", help="of one GPU alone, with that batch")
+    add("--step-ms", type=real, metavar="F", help="step of one GPU with that batch")
     add("--summary", type=Path, metavar="PATH", help="model, batch and step of a run of stage 01")
-    add("--gpus", default=64, type=count, metavar="N", help="in all")
-    add("--gpus-per-node", default=8, type=count, metavar="N", help="1: a cable for each GPU")
+    add("--gpus", default=64, type=count, metavar="N", help="GPUs in all")
+    add("--gpus-per-node", default=8, type=count, metavar="N", help="1: a cable per GPU")
     add("--inside", default="nvlink-h100", choices=LINKS, help="the link in a node")
     add("--link", default="ethernet-25", choices=LINKS, help="the link between nodes")
-    add("--gbit", type=real, metavar="F", help="Gbit/s of each node one way, not --link's")
-    add("--latency-us", type=real, metavar="F", help="of a message, in place of --link's")
+    add("--gbit", type=real, metavar="F", help="rate of each node, one way; replaces --link's")
+    add("--latency-us", type=real, metavar="F", help="of a message; replaces --link's")
     add("--accumulate", default=1, type=count, metavar="N", help="micro-batches, with no_sync")
     any_share = number(float, 0)
-    add("--wire", default=1.0, type=any_share, metavar="F", help="0.5: gradients in bf16")
-    add("--spread", default=0.0, type=any_share, metavar="F", help="of ranks: std / mean")
+    add("--wire", default=1.0, type=any_share, metavar="F", help="bytes sent per byte: 0.5 in bf16")
+    add("--spread", default=0.0, type=any_share, metavar="F", help="ranks' times: std / mean")
     return parser.parse_args()
 
 
 def read_summary(args: Namespace) -> None:
-    """Put what a run of stage 01 has found in the place of the flags."""
+    """Replace flags by the results of a run of stage 01."""
     try:
         found = json.loads(args.summary.read_text())
         args.model, args.batch_size = str(found["model"]), int(found["local_batch"])

@@ -1,9 +1,9 @@
-"""Scaling that others have published, and what the model makes of it on paper.
+"""Scaling that others have published, and what the model predicts for it.
 
     python 04_ddp_torchrun/published.py
 
-Each prediction has the published rate of one GPU, the model's layers, and the nominal link; nothing
-is fitted. `spread` is the same with ranks whose computing times scatter by 3 %.
+Each prediction uses the published rate of one GPU, the model's layers and the nominal link. Nothing
+is fitted. `spread` is the same for ranks whose computing times vary by 3 %.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ HOROVOD = "horovod, docs/benchmarks.rst (512 GPUs: 128 servers of 4 Pascal GPUs,
 
 @dataclass(frozen=True)
 class Curve:
-    """rate: samples/s of one GPU with this local batch. efficiency: of gpus, against base GPUs."""
+    """rate: samples/s of one GPU with this local batch. efficiency: of gpus, relative to base."""
 
     name: str
     model: str
@@ -39,7 +39,7 @@ class Curve:
     source: str
     note: str
     base: int = 1
-    trees: bool = False  # NCCL has them since 2.4, of 2019
+    trees: bool = False  # NCCL has had them since 2.4 (2019)
 
 
 CURVES = (

@@ -2,7 +2,7 @@
 
     python 04_ddp_torchrun/ready.py
 
-On the meta device, which has shapes and no numbers: no GPU is needed, and no memory.
+It uses the meta device, which has shapes and no numbers: it needs no GPU and no memory.
 """
 
 import torch
@@ -15,13 +15,13 @@ from common.options import Parser, UsageError
 
 from alpha_beta import Bucket
 
-FIRST, OTHERS = 2**20, 25 * 2**20  # bytes: as soon as it holds so much, DDP closes a bucket
+FIRST, OTHERS = 2**20, 25 * 2**20  # bytes: DDP closes a bucket once it holds so many
 
 
 def fill(gradients: list[tuple[float, float]]) -> list[Bucket]:
-    """Buckets as DDP fills them, of (bytes, ready) in the order of backward.
+    """Buckets as DDP fills them, from (bytes, ready) of each gradient in the order of backward.
 
-    A first small one, then large ones (Li et al., VLDB 2020, section 3.2.3; 03's buckets.py).
+    The first is small, the others are large (Li et al., VLDB 2020, section 3.2.3; 03's buckets.py).
     """
     buckets, size = [], 0.0
     for bytes_, ready in gradients:

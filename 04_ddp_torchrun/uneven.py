@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node=2 04_ddp_torchrun/uneven.py
 
 The last rank has one batch more than the others. In its backward it waits for gradients that no
-other rank will send. `Join` lets the ranks that are done take part with zeros; a sampler that
-deals the same number of samples to every rank needs no cure.
+other rank will send. Inside `Join`, a rank without batches answers with zeros. With a sampler that
+deals the same number of samples to every rank, nothing hangs.
 """
 
 import os
@@ -21,7 +21,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 from common.options import Parser, UsageError, number, usage_errors_exit
 
-BATCHES = 3  # of every rank but the last, which has one more
+BATCHES = 3  # of every rank; the last rank has one more
 SAMPLERS = {
     "pad": "DistributedSampler: equal shards, 0 and 1 twice",
     "drop_last": "DistributedSampler(drop_last=True), as train.py trains: 8 and 9 left out",
@@ -30,7 +30,7 @@ SAMPLERS = {
 
 
 def batches_of(rank: int, world_size: int) -> list[Tensor]:
-    """Batches of one sample, (1, 2); those of rank r are r + 1, so that it shows who took part."""
+    """Batches of one sample, (1, 2), of value rank + 1: a gradient shows which ranks took part."""
     samples = torch.full((BATCHES + (rank == world_size - 1), 1, 2), rank + 1.0)
     return list(samples)
 
@@ -38,7 +38,7 @@ def batches_of(rank: int, world_size: int) -> list[Tensor]:
 def new_ddp(seconds: float) -> tuple[nn.Linear, DistributedDataParallel]:
     """A model of one weight matrix, (1, 2), and its wrapper, in a process group of their own.
 
-    A group that has run into its time limit is broken: the next lesson needs another.
+    After a time-out, a group is broken: each part needs a new one.
     """
     group = dist.new_group(timeout=timedelta(seconds=seconds))  # every rank must reach this line
     model = nn.Linear(2, 1, bias=False)
@@ -47,7 +47,7 @@ def new_ddp(seconds: float) -> tuple[nn.Linear, DistributedDataParallel]:
 
 
 def train(model: nn.Linear, ddp: nn.Module, batches: Iterable[Tensor]) -> list[float]:
-    """One step for each batch; the mean gradient of every step that came to its end."""
+    """Take one step for each batch. Returns the mean gradient of each completed step."""
     optimizer = SGD(model.parameters(), lr=0.1)
     gradients = []
     for batch in batches:
@@ -60,7 +60,7 @@ def train(model: nn.Linear, ddp: nn.Module, batches: Iterable[Tensor]) -> list[f
 
 
 def hang(seconds: float) -> str:
-    """What becomes of a rank when the others have fewer batches."""
+    """What happens to this rank if the others have fewer batches, in one line."""
     model, ddp = new_ddp(seconds)
     batches = batches_of(dist.get_rank(), dist.get_world_size())
     done: list[float] = []
@@ -92,7 +92,7 @@ def dealt(samples: int, ranks: int, how: str) -> list[list[int]]:
 
 
 def tell(title: str, mine: object) -> None:
-    """Every rank's line, in the order of the ranks, on rank 0."""
+    """Rank 0 prints every rank's line, in the order of the ranks."""
     mine_as_bytes = torch.zeros(200, dtype=torch.uint8)  # as numbers: nothing is unpickled
     text = str(mine).encode()[:200]
     mine_as_bytes[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
@@ -106,7 +106,7 @@ def tell(title: str, mine: object) -> None:
 
 def main() -> None:
     parser = Parser(__doc__)
-    text = "after which a rank that waits for the others gives up"
+    text = "seconds after which a waiting rank gives up"
     parser.add_argument("--seconds", default=2, type=number(float, 0.1), metavar="S", help=text)
     seconds = parser.parse_args().seconds
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
@@ -114,11 +114,11 @@ def main() -> None:
             "one rank waits for nobody: start two, with "
             "torchrun --standalone --nproc-per-node=2 04_ddp_torchrun/uneven.py"
         )
-    # One machine: no one else can connect.
+    # All ranks are on this machine: they meet on loopback, where no one else can connect.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname()[0] == "Darwin" else "lo")
     dist.init_process_group("gloo")
     mine = hang(seconds)
-    tell(f"the last rank has one batch more; whoever waits gives up after {seconds:g} s", mine)
+    tell(f"the last rank has one batch more; a rank that waits gives up after {seconds:g} s", mine)
     for divide in (True, False):
         gradients, weights = join(divide)
         steps = " ".join(f"{gradient:g}" for gradient in gradients)

@@ -2,10 +2,10 @@
 
     python 04_ddp_torchrun/words.py --nodes 8 8
 
-For each node a real torchrun starts on this machine, and each starts that many processes: shells
-that print what torchrun has put into their environment. No GPU is used; `rank % GPUs` is computed
-from these ranks, for nodes with one GPU a process. So is the last part: what SLURM's cyclic
-distribution would make of the same nodes.
+For each node, a real torchrun starts on this machine, and starts that many processes: shells that
+print what torchrun has put into their environment. No GPU is used: `rank % GPUs` is computed from
+these ranks, for nodes with one GPU per process. The last part is computed too: the ranks that
+SLURM's cyclic distribution would give to the same nodes.
 """
 
 import os
@@ -29,7 +29,7 @@ class Process:
 
 
 def torchrun(nodes: list[int], node: int, port: int) -> list[str]:
-    """What is typed on that node; --no-python: the processes are shells, there in milliseconds."""
+    """The command for that node. --no-python: its processes are shells, which start at once."""
     where = f"--nnodes={len(nodes)} --node-rank={node} --nproc-per-node={nodes[node]}"
     meet = f"--master-addr=127.0.0.1 --master-port={port}"
     return [*f"torchrun {where} {meet} --no-python sh -c".split(), f"echo {TELL}"]
@@ -37,7 +37,7 @@ def torchrun(nodes: list[int], node: int, port: int) -> list[str]:
 
 def launch(nodes: list[int]) -> list[list[Process]]:
     """The processes of each node, in the order of their ranks."""
-    with socket.socket() as probe:  # the port where the torchruns meet: any that is free
+    with socket.socket() as probe:  # a free port, where the torchruns meet
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     run = [sys.executable, "-m", "torch.distributed.run"]

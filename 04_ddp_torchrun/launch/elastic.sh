@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Ranks that are restarted when one of them dies, on one node or on a number that may change.
+# Restarts all ranks when one of them dies, on one node or on a number of nodes that may change.
 #
 #     bash 04_ddp_torchrun/launch/elastic.sh --checkpoint-every-steps 100
 #     NNODES=1:4 RDZV_ENDPOINT=10.0.0.1:29400 bash 04_ddp_torchrun/launch/elastic.sh    on each
 #
-# When a rank dies or a node joins or leaves, torchrun ends all ranks and starts as many as there
-# can be; --resume auto continues from the last checkpoint. So --run-dir must be on a disk that all
-# nodes share, and the global batch must be divisible by every world size that is possible.
+# When a rank dies, or a node joins or leaves, torchrun ends all ranks and starts as many as the
+# nodes allow. --resume auto continues from the last checkpoint. So --run-dir must be on a disk that
+# all nodes share, and every possible world size must divide the global batch.
 # Arguments go to survive/train.py. Settings, the same on every node:
-NNODES="${NNODES:-1}"                            # machines: 2, or from 1 to 4: 1:4
+NNODES="${NNODES:-1}"                            # machines: 2, or 1:4 for 1 to 4
 NPROC_PER_NODE="${NPROC_PER_NODE:-2}"            # ranks on this node: one for each GPU, or gpu
 RDZV_ENDPOINT="${RDZV_ENDPOINT:-localhost:0}"    # a node and its port; 0: any free one, on one node
 RDZV_ID="${RDZV_ID:-survive}"                    # tells jobs with the same endpoint apart

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All ranks on this machine.
+# Starts all ranks on this machine.
 #
 #     NPROC_PER_NODE=4 bash 04_ddp_torchrun/launch/one_node.sh --epochs 3
 #

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The ranks of one node out of several: run it on every node, at about the same time.
+# Starts the ranks of one node out of several. Run it on every node, at about the same time.
 #
 #     MASTER_ADDR=10.0.0.1 NODE_RANK=0 bash 04_ddp_torchrun/launch/two_nodes.sh    on 10.0.0.1
 #     MASTER_ADDR=10.0.0.1 NODE_RANK=1 bash 04_ddp_torchrun/launch/two_nodes.sh    on the other

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Two machines on one: two network namespaces joined by a virtual cable, two_nodes.sh in each.
+# Makes two machines of one: two network namespaces, joined by a virtual cable. Runs two_nodes.sh in
+# each.
 #
 #     sudo env "PATH=$PATH" bash 04_ddp_torchrun/launch/two_nodes_here.sh --epochs 1
 #     RATE=200mbit bash 04_ddp_torchrun/launch/two_nodes_here.sh python my_script.py    as root
 #
-# Arguments that begin with a flag go to train.py. Else they are a command, which is run in both
+# Arguments that begin with a flag go to train.py. Other arguments are a command, which runs in both
 # namespaces with NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT in its environment.
 # It needs root and, on Debian and Ubuntu, the package iproute2. Settings, besides two_nodes.sh's:
 RATE="${RATE:-}"     # of the cable, each way, as tc writes it: 1gbit, 200mbit; empty: no limit
@@ -29,7 +30,7 @@ inside() { # every process in the namespaces
     done
 }
 
-remove() { # however the script ends: what runs inside may end by itself, then all goes
+remove() { # however the script ends: first, what runs inside may end by itself
     trap '' INT TERM # once is enough
     [ "${#nodes[@]}" = 0 ] || kill -TERM "${nodes[@]}" 2> /dev/null || true
     local deadline=$((SECONDS + GRACE))
@@ -53,9 +54,9 @@ for node in 0 1; do
     ip -n "${names[node]}" link set lo up
     ip -n "${names[node]}" link set link0 up
     ip -n "${names[node]}" address add "10.77.0.$((node + 1))/24" dev link0
-    # A bucket of tokens that fills at RATE. Two settings decide whether RATE is met: the burst must
-    # hold several of the kernel's packets of 64 KB (with 64 KB, 10gbit gives 6), and the queue all
-    # that a connection has under way, or packets are lost.
+    # A bucket of tokens that fills at RATE. Two settings decide whether the cable has this rate.
+    # The burst must hold several of the kernel's packets of 64 KB: with 64 KB, 10gbit gives 6. The
+    # queue must hold all that a connection has sent, or packets are lost.
     [ -z "$RATE" ] || tc -n "${names[node]}" qdisc add dev link0 root \
         tbf rate "$RATE" burst 256kb limit 16mb
 done
