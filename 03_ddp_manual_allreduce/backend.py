@@ -1,4 +1,4 @@
-"""A backend of torch.distributed by hand: all that DDP asks of one, answered without a message.
+"""A backend of torch.distributed by hand: everything that DDP needs, without a message.
 
     python 03_ddp_manual_allreduce/backend.py
 
@@ -29,26 +29,26 @@ from common.options import Parser, UsageError, usage_errors_exit
 from ranks import start
 
 RANKS, STEPS = 2, 4
-LINE, ROW = 64, 2**20  # bytes: of a counter, of the longest tensor; shm cuts longer ones
+LINE, ROW = 64, 2**20  # bytes of a counter, and of the longest tensor; shm cuts longer ones
 
 
 class SharedRows(dist.ProcessGroup):
     """Each rank writes its tensor into a row that all ranks see, and reads the rows of the others.
 
-    A rank counts the rows that it has written; when all counters have come so far, all is there.
-    The next tensor goes to the other slot: the slowest rank may still read this one.
+    A rank counts the rows that it has written. When all counters are equal, all rows are complete.
+    The next tensor goes to the other slot, because the slowest rank may still read this one.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         if rank == 0:
-            self.file = os.memfd_create("rows")  # without a name: gone with the last rank
+            self.file = os.memfd_create("rows")  # without a name: removed with the last rank
             os.ftruncate(self.file, size * LINE + 2 * size * ROW)
             store.set("file", f"/proc/{os.getpid()}/fd/{self.file}")
         with open(store.get("file"), "r+b") as file:
             memory = mmap.mmap(file.fileno(), 0)
         counters = torch.frombuffer(memory, dtype=torch.int64, count=size * LINE // 8)
-        self.written = counters.view(size, -1)[:, 0]  # by each rank
+        self.written = counters.view(size, -1)[:, 0]  # rows, by each rank
         rows = torch.frombuffer(memory, dtype=torch.uint8, offset=size * LINE)
         self.slots, self.asked = rows.view(2, size, ROW), Counter[str]()
 
@@ -59,7 +59,7 @@ class SharedRows(dist.ProcessGroup):
         rows[self.rank()] = tensor.flatten()
         self.written[self.rank()] = turn
         while self.written.min() < turn:
-            os.sched_yield()  # where others need the core, they get it
+            os.sched_yield()  # lets another rank use the core
         return rows
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> dist.Work:
@@ -78,7 +78,7 @@ class SharedRows(dist.ProcessGroup):
         return self.done("allgather", outputs)
 
     def done(self, name: str, result: Any) -> dist.Work:
-        """Count the call; what torch waits for is there already."""
+        """Count the call, and return work that is already complete."""
         self.asked[name] += 1
         future: Future = Future()
         future.set_result(result)
@@ -89,7 +89,7 @@ class SharedRows(dist.ProcessGroup):
 
 
 def train(backend: str) -> tuple[list[Counter], Tensor]:
-    """Train under DDP over this backend: its calls by the first step, by the end; the weights."""
+    """Train under DDP over this backend: calls before the first step, at the end; weights."""
     group = dist.new_group(backend=backend)
     torch.manual_seed(0)
     model = Net(1, 28, 10, batch_norm=True)
@@ -117,7 +117,7 @@ def compare() -> dict[str, Any]:
 def main() -> None:
     Parser(__doc__).parse_args()
     if sys.platform != "linux":
-        raise UsageError(f"got {sys.platform}, expected Linux: only it has files without a name")
+        raise UsageError(f"got {sys.platform}, expected Linux: it has files without a name")
     found, *_ = start(RANKS, compare)
     print(tabulate(found["calls"], ("DDP calls", "when it is made", f"in {STEPS} steps")))
     for name, same in found["same"].items():

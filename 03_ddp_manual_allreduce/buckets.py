@@ -1,4 +1,4 @@
-"""Buckets: many small gradients side by side in few large tensors, so that few messages carry them.
+"""Put many small gradients side by side into a few large tensors, so that few messages are sent.
 
 python 03_ddp_manual_allreduce/buckets.py
 """
@@ -50,15 +50,15 @@ def length(group: list[Parameter]) -> int:
 
 def shaped_like(parameter: Parameter, flat: Tensor) -> Tensor:
     """A view with the shape and the strides of the parameter: fused optimizers rely on both."""
-    strides = torch.empty_like(parameter).stride()  # those of channels_last stay, gaps go
+    strides = torch.empty_like(parameter).stride()  # keeps channels_last, drops gaps
     return flat.as_strided(parameter.shape, strides, flat.storage_offset())
 
 
 class Bucket:
     """The gradients of a group of parameters, in one flat tensor.
 
-    memory: (length(group),), all zero. Flags come last. They travel with the gradients: the sum of
-    a flag is zero only if no rank has a gradient for its parameter.
+    memory: (length(group),), all zero. The flags come last and are sent with the gradients: the sum
+    of a flag is zero only if no rank has a gradient for its parameter.
     """
 
     def __init__(self, parameters: list[Parameter], memory: Tensor) -> None:
@@ -71,7 +71,7 @@ class Bucket:
         self.reset()
 
     def put(self, parameter: Parameter, world_size: int) -> None:
-        """Take in this rank's share of the mean; from now on its .grad lies in the bucket."""
+        """Put in this rank's share of the mean. From now on, .grad is a view into the bucket."""
         view, flag = self.slots[parameter]
         if parameter.grad is None:
             view.zero_()

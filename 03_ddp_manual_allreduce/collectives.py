@@ -22,40 +22,40 @@ from ranks import device_of, start
 
 
 def send_recv(tensor: Tensor) -> Tensor:
-    """Rank 0 sends to rank 1; the others have no part in it."""
+    """Rank 0 sends to rank 1; the other ranks do nothing."""
     if dist.get_rank() == 0:
         dist.send(tensor, dst=1)  # returns when rank 1 receives
     elif dist.get_rank() == 1:
-        dist.recv(tensor, src=0)  # two ranks that both send first wait, until gloo's time limit
+        dist.recv(tensor, src=0)  # if both ranks sent first, both would wait
     return tensor
 
 
 def isend_irecv(tensor: Tensor) -> Tensor:
-    """Each rank sends to the next one, all at once, round a ring."""
+    """Each rank sends to the next one, all at the same time, in a ring."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     arrived = torch.empty_like(tensor)
     sending = dist.P2POp(dist.isend, tensor, (rank + 1) % world_size)
     receiving = dist.P2POp(dist.irecv, arrived, (rank - 1) % world_size)
     for work in dist.batch_isend_irecv([sending, receiving]):  # neither waits for the other
-        work.wait()  # before: `arrived` may hold anything, and `tensor` must not be written to
+        work.wait()  # until then, `arrived` may hold anything; do not write to `tensor`
     return arrived
 
 
 def broadcast(tensor: Tensor) -> Tensor:
-    """Every rank gets rank 0's tensor, in the place of its own."""
+    """Every rank gets rank 0's tensor in place of its own."""
     dist.broadcast(tensor, src=0)  # every rank must reach this line, as in all that follow
     return tensor
 
 
 def reduce(tensor: Tensor) -> Tensor:
     """Rank 0 gets the sum of all ranks' tensors."""
-    dist.reduce(tensor, dst=0)  # only dst has the sum; gloo leaves parts of it in the others'
+    dist.reduce(tensor, dst=0)  # only dst has the sum; gloo leaves partial sums in the others
     return tensor
 
 
 def all_reduce(tensor: Tensor) -> Tensor:
-    """Every rank gets the sum of all ranks' tensors, in the place of its own."""
-    dist.all_reduce(tensor)  # in place: clone what is needed afterwards
+    """Every rank gets the sum of all ranks' tensors in place of its own."""
+    dist.all_reduce(tensor)  # in place: clone the tensor if you need it afterwards
     return tensor
 
 
@@ -74,7 +74,7 @@ def all_gather(tensor: Tensor) -> Tensor:
 
 
 def scatter(row: Tensor) -> Tensor:
-    """Rank 0 deals out its row: the r-th part to rank r."""
+    """Rank 0 sends the r-th part of its row to rank r."""
     part, parts = row.new_empty(1), list(row.chunk(dist.get_world_size()))
     dist.scatter(part, parts if dist.get_rank() == 0 else None, src=0)  # only src gives a list
     return part
@@ -95,8 +95,8 @@ def all_to_all(row: Tensor) -> Tensor:
 
 
 def barrier(tensor: Tensor) -> Tensor:
-    """No tensor travels; no rank continues before all have come."""
-    dist.barrier()  # for files that another rank writes; the collectives above need none
+    """No tensor is sent. No rank continues before all ranks have come."""
+    dist.barrier()  # useful if another rank writes a file; the calls above wait by themselves
     return tensor
 
 
@@ -122,13 +122,12 @@ def main() -> None:
 
     parser = Parser(__doc__)
     add = parser.add_argument
-    # 10^18 is the highest power of ten in 64 bits.
+    # 10^18 is the largest power of ten that fits into 64 bits.
     add("--world-size", default=4, type=number(int, 1, 19), metavar="N", help="processes to start")
-    add("--backend", default="gloo", choices=("gloo", "nccl", "mpi"), help="who carries")
+    add("--backend", default="gloo", choices=("gloo", "nccl", "mpi"), help="library to use")
     add("--matrix", action="store_true", help="probe what each backend can do here")
-    add(
-        "--seconds", default=20, type=number(float, 0.1), metavar="S", help="of a probe of --matrix"
-    )
+    text = "time limit of each probe of --matrix"
+    add("--seconds", default=20, type=number(float, 0.1), metavar="S", help=text)
     args = parser.parse_args()
     if args.matrix:
         return print_matrix(args.seconds)

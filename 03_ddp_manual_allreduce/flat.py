@@ -2,7 +2,7 @@
 
     python 03_ddp_manual_allreduce/flat.py
 
-Reducer is what all reducers share. reducers.py shows how to use one.
+Reducer is the base of all reducers. reducers.py shows how to use one.
 """
 
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ from ranks import require_equal, start
 
 
 class Reducer(ABC):
-    """What all of them need: equal models, an equal start, and the number of a rank that died.
+    """Makes sure that models and weights are equal at the start, and names a rank that died.
 
     Raises UsageError on every rank if their models differ or have nothing to train.
     """
@@ -36,7 +36,7 @@ class Reducer(ABC):
         self.shared = self.open_shared()
         with self.shared.naming_the_dead():
             for tensor in [*model.parameters(), *model.buffers()]:
-                values = tensor.detach().contiguous()  # gloo would send what lies in gaps
+                values = tensor.detach().contiguous()  # gloo does not skip gaps
                 dist.broadcast(values, src=0)  # every rank must reach this line
                 tensor.detach().copy_(values)
 
@@ -50,7 +50,7 @@ class Reducer(ABC):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A backward in here adds to this rank's own gradients. A later one averages the sum."""
+        """A backward in here only adds to this rank's gradients. A later one averages the sum."""
         before, self.synchronizing = self.synchronizing, False
         try:
             yield
@@ -58,12 +58,12 @@ class Reducer(ABC):
             self.synchronizing = before
 
     def close(self) -> None:
-        """Let go of what the ranks share."""
+        """Release what the ranks share."""
         self.shared.close()
 
 
 def require_equal_models(model: nn.Module) -> None:
-    """Raise UsageError on every rank if parameters or buffers differ, or none is trained."""
+    """Raise UsageError on every rank if parameters or buffers differ, or if none is trained."""
     named = [*model.named_parameters(), *model.named_buffers()]
     mine = [
         f"{name} {list(t.shape)} {t.dtype} {t.device.type}"
@@ -138,7 +138,7 @@ def messages() -> list[list[int]]:
 def main() -> None:
     one_by_one, flat = start(2, messages)[0]
     print("bytes that each all-reduce adds up, in one step of `net`:\n")
-    print(f"per parameter  {' '.join(map(str, one_by_one))}  (first: who has which gradient)")
+    print(f"per parameter  {' '.join(map(str, one_by_one))}  (first: which rank has which one)")
     print(f"flat           {' '.join(map(str, flat))}")
 
 

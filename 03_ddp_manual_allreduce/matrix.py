@@ -1,10 +1,10 @@
-"""What each backend can do on which device: every lesson of collectives.py, tried on this machine.
+"""What can each backend do on which device? Tries every call of collectives.py on this machine.
 
     python 03_ddp_manual_allreduce/matrix.py
 
-The documentation of torch.distributed has such a table; this one is of the torch installed here.
+The documentation of torch.distributed has such a table. This one is about the torch installed here.
 Each cell is a probe in two processes of its own, with a time limit: `yes` if every rank holds the
-numbers that it should. One that crashes or hangs is a `no` and disturbs no other.
+numbers that it should. A probe that crashes or hangs counts as `no` and does not disturb others.
 """
 
 import re
@@ -20,23 +20,23 @@ from common.options import Parser, usage_errors_exit
 from collectives import LESSONS, before_and_after
 from ranks import start
 
-Row = tuple[list[int], list[int], float, float]  # of a rank: before, after; came at, left at
-RANKS = 2  # of a probe
+Row = tuple[list[int], list[int], float, float]  # numbers before, after; came at, left at
+RANKS = 2  # in each probe
 
 
 def play_all(names: list[str]) -> list[Row]:
     """What this rank holds before and after each lesson, and when."""
     rows = []
     for name in names:
-        late = 0.1 * dist.get_rank() * (name == "barrier")  # one after the other: it has to wait
+        late = 0.1 * dist.get_rank() * (name == "barrier")  # so rank 0 has to wait
         time.sleep(late)
-        came = time.monotonic()  # the same clock for all processes of a machine
+        came = time.monotonic()  # all processes of a machine have the same clock
         rows.append((*before_and_after(name), came, time.monotonic()))
     return rows
 
 
 def is_right(name: str, ranks: list[Row]) -> bool:
-    """Whether all ranks hold what the lesson should leave with them."""
+    """Whether every rank holds the numbers that it should hold after the lesson."""
     before, after, came, left = zip(*ranks, strict=True)
     everything, n = [number for numbers in before for number in numbers], len(ranks)
     columns = [list(column) for column in zip(*before, strict=True)]
@@ -44,7 +44,7 @@ def is_right(name: str, ranks: list[Row]) -> bool:
         "send_recv": [before[0], before[0], *before[2:]],
         "isend_irecv": [before[rank - 1] for rank in range(n)],
         "broadcast": [before[0]] * n,
-        "reduce": [[sum(everything)], *after[1:]],  # what the others hold means nothing
+        "reduce": [[sum(everything)], *after[1:]],  # the other ranks' numbers mean nothing
         "all_reduce": [[sum(everything)]] * n,
         "gather": [everything] + [[]] * (n - 1),
         "all_gather": [everything] * n,
@@ -57,7 +57,7 @@ def is_right(name: str, ranks: list[Row]) -> bool:
 
 
 def probe(backend: str, device: str, name: str, seconds: float) -> tuple[str, str]:
-    """The cell of the table, and why it is not `yes`."""
+    """A cell of the table, and the reason if it is not `yes`."""
     if not dist.is_backend_available(backend):
         return "not built", "this torch was built without it"
     if backend == "mpi":

@@ -2,8 +2,8 @@
 
     python 03_ddp_manual_allreduce/overlap.py
 
-Gradients are collected in several buckets (buckets.py). A hook of autograd tells when a gradient is
-complete, and a bucket is sent as soon as it is full: the network works while the processor does.
+Gradients are collected in several buckets (buckets.py). A hook runs when a gradient is complete.
+A bucket is sent as soon as it is full: the network works while the processor does.
 See Li et al., PyTorch Distributed, VLDB 2020, section 3.2.
 """
 
@@ -28,7 +28,7 @@ class Bucketed(Flat):
         super().__init__(model)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.slots}
         self.sent: list[dist.Work] = []
-        # Not a hook on the gradient itself: that one would run before the gradient is added up.
+        # A hook on the gradient itself would run before the gradient is added to .grad.
         self.hooks = [p.register_post_accumulate_grad_hook(self.take) for p in self.parameters]
 
     def plan(self) -> list[list[Parameter]]:
@@ -36,7 +36,7 @@ class Bucketed(Flat):
 
     @torch.no_grad()
     def take(self, parameter: Parameter) -> None:
-        """Backward calls it when the gradient of this parameter is complete."""
+        """Called by backward when the gradient of this parameter is complete."""
         bucket = self.bucket_of[parameter]
         if parameter not in bucket.missing:
             raise RuntimeError(
@@ -52,7 +52,7 @@ class Bucketed(Flat):
 
     def send_full_buckets(self) -> None:
         for bucket in self.buckets[len(self.sent) :]:
-            if bucket.missing:  # those after it wait: all ranks must send in the same order
+            if bucket.missing:  # later buckets wait: all ranks must send in the same order
                 break
             self.sent.append(dist.all_reduce(bucket.memory, async_op=True))
 

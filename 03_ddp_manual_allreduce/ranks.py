@@ -1,4 +1,4 @@
-"""Start ranks for the chapters of this stage, quickly: torch is imported once, not by every rank.
+"""Start ranks quickly for the programs of this stage: torch is imported only once.
 
 python 03_ddp_manual_allreduce/ranks.py
 """
@@ -31,8 +31,9 @@ def start(
 ) -> list:
     """What function(*args) returns on each rank of a process group, in the order of the ranks.
 
-    function: of a module, so that another process can find it. What it returns is few plain values.
-    An error on one rank is raised here and ends all; so does the time limit. quiet: no stderr.
+    function: defined in a module, so that another process can import it. It returns plain values.
+    An error on one rank ends all ranks and is raised here; so does the time limit, after `seconds`.
+    quiet: hides what the ranks write to stderr.
     """
     prepare_forkserver()
     # Port 0: the operating system picks a free one.
@@ -41,7 +42,7 @@ def start(
     ranks = mp.start_processes(enter, shared, world_size, join=False, start_method="forkserver")
     end = time.monotonic() + seconds
     try:
-        while not ranks.join(max(0, end - time.monotonic())):  # False: some are still at work
+        while not ranks.join(max(0, end - time.monotonic())):  # False: some ranks still run
             if time.monotonic() > end:
                 raise TimeoutError(f"not done after {seconds:g} s")
     finally:
@@ -55,16 +56,16 @@ def start(
 
 
 def prepare_forkserver() -> None:
-    """A forkserver imports what is slow once; a rank is a copy of it, there in milliseconds."""
+    """A forkserver imports slow modules once. A rank is a copy of it and starts in milliseconds."""
     slow = ("torch", "torchvision", "matplotlib.pyplot", "tabulate")
     multiprocessing.set_forkserver_preload([name for name in slow if name in sys.modules])
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # no word of each kill
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # no line per kill
 
 
 def end_with_parent() -> None:
-    """From now on, this process ends when the one that started it does.
+    """From now on, this process ends when its parent does.
 
-    A rank that waits in C++ would outlive a program that is killed.
+    Without this, a rank that waits in C++ would outlive a program that is killed.
     """
 
     def wait() -> None:
@@ -86,9 +87,9 @@ def enter(
 ) -> None:
     """What each process does."""
     if quiet:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # an exception reaches `start` anyhow
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # `start` still gets exceptions
     end_with_parent()
-    torch.set_num_threads(1)  # or the ranks fight for the cores
+    torch.set_num_threads(1)  # or the ranks compete for the cores
     if device == "cuda":
         gpu = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(gpu)
@@ -100,7 +101,7 @@ def enter(
 
 
 def device_of(backend: str, world_size: int) -> str:
-    """Where the tensors lie for a backend; UsageError if it cannot start so many ranks here."""
+    """The device for a backend; UsageError if it cannot start this many ranks here."""
     if not dist.is_backend_available(backend):
         raise UsageError(f"--backend {backend} is not built into this torch: try --backend gloo")
     if backend == "mpi":
@@ -113,7 +114,7 @@ def device_of(backend: str, world_size: int) -> str:
 
 
 def require_equal(mine: list[str]) -> None:
-    """Raise UsageError on every rank if the ranks do not all give the same descriptions."""
+    """Raise UsageError on every rank if the ranks do not give the same descriptions."""
     all_ranks = [mine] * dist.get_world_size()
     dist.all_gather_object(all_ranks, mine)  # every rank must reach this line
     for rank, other in enumerate(all_ranks):

@@ -1,19 +1,19 @@
-"""Five ways to average gradients. They all give the same mean.
+"""Five ways to average gradients: all of them give the same mean.
 
     python 03_ddp_manual_allreduce/reducers.py
     python 03_ddp_manual_allreduce/reducers.py --train bucketed
 
-The first command shows what each of them sends. The second trains with one of them, as train.py
-does, and compares its losses with those of the first one. In a training loop:
+The first command shows what each reducer sends. The second trains with one of them, as train.py
+does, and compares its losses with those of `per-parameter`. In a training loop:
 
     reducer = REDUCERS["bucketed"](model)  # every rank now has rank 0's weights and buffers
     loss.backward()
     reducer.finish()                       # every rank now has the mean of all ranks' gradients
     optimizer.step()
 
-A parameter that no rank has a gradient for stays without one. Where only some ranks have one, the
-others count as zero. Make one reducer for a model. Between backward and finish(), leave .grad
-alone.
+If no rank has a gradient for a parameter, it stays without one. If only some ranks have one, the
+others count as zero. Make one reducer for a model. Between backward and finish(), do not change
+.grad. Page: reducers.md
 """
 
 from argparse import Namespace
@@ -39,7 +39,7 @@ from shared_memory import SharedMemory
 
 
 class Ring(Flat):
-    """Flat again, but the all-reduce is ours too."""
+    """As Flat, but with the all-reduce of ring.py."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         if dist.get_backend() == "nccl":
@@ -61,10 +61,10 @@ REDUCERS: dict[str, type[Reducer]] = {
 
 
 def compare() -> list[tuple[str, int, int, bool]]:
-    """One step of `net` with each: what it sends, and whether it finds the mean."""
+    """One step of `net` with each reducer: what it sends, and whether it gives the mean."""
     rows = []
     for name, reducer_class in REDUCERS.items():
-        torch.manual_seed(dist.get_rank())  # other weights on each rank, on purpose
+        torch.manual_seed(dist.get_rank())  # different weights on each rank, on purpose
         model = Net(1, 28, 10, batch_norm=False).eval().double()  # eval: without dropout
         reducer = reducer_class(model)
         torch.manual_seed(0)
@@ -85,7 +85,7 @@ def compare() -> list[tuple[str, int, int, bool]]:
 
 
 def train(name: str, args: Namespace) -> list[float]:
-    """Train as train.py does, with this reducer; returns the loss of each step of all ranks."""
+    """Train as train.py does, with this reducer; returns the mean loss of all ranks per step."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     local_batch = cut_batch(args.batch_size, world_size)
     train_set, _ = load_dataset(args)
@@ -113,7 +113,7 @@ def train(name: str, args: Namespace) -> list[float]:
 
 
 def compare_losses(name: str, epochs: int) -> None:
-    """Train with this reducer and with the first, and print the mean losses of their epochs."""
+    """Train with this reducer and with the first one, and print the mean loss of each epoch."""
     flags = make_parser("03_ddp_manual_allreduce", "").parse_args([f"--epochs={epochs}"])
     names = (name, "per-parameter")
     losses = [torch.tensor(start(2, train, each, flags)[0]).view(epochs, -1) for each in names]
@@ -126,13 +126,13 @@ def compare_losses(name: str, epochs: int) -> None:
 
 def main() -> None:
     parser = Parser(__doc__)
-    text = "train `net` on the digits with this one, on two ranks"
+    text = "train `net` on the digits with this reducer, on two ranks"
     parser.add_argument("--train", choices=REDUCERS, help=text)
     parser.add_argument("--epochs", default=3, type=number(int, 1), help="epochs to train")
     args = parser.parse_args()
     if args.train:
         return compare_losses(args.train, args.epochs)
-    headers = ("reducer", "all-reduces a step", "messages by isend", "equals the whole batch's")
+    headers = ("reducer", "all-reduces per step", "messages by isend", "equals the mean")
     print(tabulate(start(2, compare)[0], headers))
 
 

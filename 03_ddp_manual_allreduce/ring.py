@@ -2,9 +2,9 @@
 
     python 03_ddp_manual_allreduce/ring.py --world-size 4
 
-The tensor is cut into as many chunks as there are ranks. Once round the ring, each chunk collects
-the sum over all ranks (reduce-scatter). Once more, and the finished chunks reach every rank
-(all-gather). So a rank sends 2 (n - 1) / n of the tensor: less than twice, for any number n.
+The tensor is cut into as many chunks as there are ranks. On its first way around the ring, a chunk
+collects the sum over all ranks (reduce-scatter). On the second, the complete chunk reaches every
+rank (all-gather). So a rank sends 2 (n - 1) / n of the tensor: less than twice, for any number n.
 
 Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations,
 Journal of Parallel and Distributed Computing 69 (2009).
@@ -22,16 +22,16 @@ from common.options import Parser, UsageError, number, usage_errors_exit
 
 from ranks import require_equal, start
 
-PIECE = 2**22  # bytes of a message: while one is added up, the next is on its way
+PIECE = 2**22  # bytes of a message: while one is added up, the next one is sent
 
 
 def simple_ring(tensor: Tensor, watch: Callable[[Tensor], object]) -> None:
-    """Leave the sum of all ranks' tensors in each of them; watch sees it after every step.
+    """Leave the sum of all ranks' tensors in each of them; call watch(tensor) after every step.
 
-    tensor: one dimension, as long on every rank.
+    tensor: one dimension, with the same length on every rank.
     """
     rank, n = dist.get_rank(), dist.get_world_size()
-    chunks = tensor.tensor_split(n)  # views of the tensor; their lengths differ by 1 at most
+    chunks = tensor.tensor_split(n)  # views; their lengths differ by at most 1
 
     def step(leaving: Tensor, arriving: Tensor) -> Tensor:
         place = torch.empty_like(arriving)
@@ -40,28 +40,28 @@ def simple_ring(tensor: Tensor, watch: Callable[[Tensor], object]) -> None:
             work.wait()
         return place
 
-    for s in range(n - 1):  # reduce-scatter: add my share to what comes, and hand it on
+    for s in range(n - 1):  # reduce-scatter: add my chunk to what arrives, and pass it on
         mine = chunks[(rank - s - 1) % n]
         mine += step(chunks[(rank - s) % n], mine)
         watch(tensor)
-    for s in range(n - 1):  # all-gather: chunk rank + 1 is complete here; hand complete ones on
+    for s in range(n - 1):  # all-gather: chunk rank + 1 is complete here; pass complete ones on
         mine = chunks[(rank - s) % n]
         mine.copy_(step(chunks[(rank - s + 1) % n], mine))
         watch(tensor)
 
 
 def ring_all_reduce(tensor: Tensor, ahead: int = 1) -> int:
-    """The same ring, faster: a chunk goes in pieces, and none of them waits for the others.
+    """The same ring, faster: a chunk is sent in pieces, and no piece waits for the others.
 
-    tensor: contiguous. ahead: how many pieces are asked for before they are needed. Returns the
-    bytes that this rank sent. That all ranks have equal tensors is not checked: see all_reduce.
+    tensor: contiguous. ahead: how many pieces are requested before they are needed. Returns the
+    bytes that this rank sent. Does not check that all ranks have equal tensors: see all_reduce.
     """
     rank, n = dist.get_rank(), dist.get_world_size()
     left, right = (rank - 1) % n, (rank + 1) % n
     flat = tensor.view(-1).cpu()  # a copy only if it comes from a GPU
     length = max(1, PIECE // flat.element_size())
     chunks = [
-        [piece for piece in chunk.split(length) if len(piece)]  # none, if there are more ranks
+        [piece for piece in chunk.split(length) if len(piece)]  # empty if there are more ranks
         for chunk in flat.tensor_split(n)
     ]
     steps = 2 * (n - 1)
@@ -74,7 +74,7 @@ def ring_all_reduce(tensor: Tensor, ahead: int = 1) -> int:
     for place, (step, mine) in enumerate(arrivals):
         while len(receives) < min(place + 1 + ahead, len(arrivals)):
             next_step, piece = arrivals[len(receives)]
-            if next_step < n - 1:  # to be added: it must not overwrite
+            if next_step < n - 1:  # this one is added, so it must not overwrite
                 piece = scratch[len(receives) % (ahead + 1), : len(piece)]
             receives.append((piece, dist.irecv(piece, left)))
         arrived, work = receives[place]
@@ -92,7 +92,7 @@ def ring_all_reduce(tensor: Tensor, ahead: int = 1) -> int:
 
 
 def all_reduce(tensor: Tensor) -> int:
-    """ring_all_reduce for tensors of any origin: it compares them first, at the price of a message.
+    """ring_all_reduce, after a check that all ranks have equal tensors. It costs one message.
 
     Raises UsageError on every rank if shapes or dtypes differ, or one is not contiguous.
     """
@@ -118,7 +118,7 @@ def follow(length: int) -> tuple[int, list[str]]:
 
 def main() -> None:
     parser = Parser(__doc__)
-    text = "ranks, and numbers in the tensor of each; 10 at most, to fit the line"
+    text = "ranks to start, and numbers in the tensor of each: at most 10"
     parser.add_argument("--world-size", default=4, type=number(int, 1, 11), metavar="N", help=text)
     n = parser.parse_args().world_size
     sent, columns = zip(*start(n, follow, n), strict=True)

@@ -23,13 +23,13 @@ from flat import Flat
 from overlap import Bucketed
 from ranks import start
 
-READY, DONE = ENDED + 1, ENDED + 2  # counters of each rank: steps whose rows, slices are complete
+READY, DONE = ENDED + 1, ENDED + 2  # counters: steps with complete rows, with summed slices
 
 
 class Segment(SharedFile):
     """Bytes that all ranks share as tensors, and counters by which they wait for each other.
 
-    seconds: how long `wait` waits for a rank that is late but lives.
+    seconds: how long `wait` waits for a rank that is late but alive.
     """
 
     def __init__(self, size: int = 0, seconds: float = 300) -> None:
@@ -37,7 +37,7 @@ class Segment(SharedFile):
         self.seconds = seconds
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Tensor:
-        """Shared bytes as a tensor; offset: where it begins, in bytes."""
+        """Shared bytes as a tensor. offset: its first byte."""
         count = torch.Size(shape).numel()
         place = self.offset + offset
         return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=place).view(shape)
@@ -46,9 +46,9 @@ class Segment(SharedFile):
         """Wait for the counters of all ranks; an error names those that died or are late."""
         deadline, looks = time.monotonic() + self.seconds, 0
         while late := self.late(counter, value):
-            os.sched_yield()  # nothing, unless there are more ranks than cores
+            os.sched_yield()  # only matters with more ranks than cores
             looks += 1
-            if looks % 1000 == 0:  # every millisecond or so
+            if looks % 1000 == 0:  # about every millisecond
                 self.require_alive()
                 ended = set(range(self.world_size)).difference(self.late(ENDED, 1))
                 if gone := sorted(ended.intersection(self.late(counter, value))):
@@ -70,7 +70,7 @@ class SharedMemory(Bucketed):
 
     shared: Segment
     plan = Flat.plan  # no need to send early where nothing is sent
-    PIECE = 2**16  # elements that are added up at a time: what is read and written stays in cache
+    PIECE = 2**16  # elements that are added up at a time: they stay in the cache
 
     def __init__(self, model: nn.Module) -> None:
         if any(p.device.type != "cpu" for p in model.parameters()):

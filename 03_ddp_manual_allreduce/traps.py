@@ -1,10 +1,10 @@
-"""What happens when the ranks do not agree: shapes, order or calls that differ, with gloo.
+"""What happens with gloo if shapes, order or calls differ between ranks?
 
     python 03_ddp_manual_allreduce/traps.py
 
-Rank r holds 10^r three times. Each trap runs twice, in two processes that are ended after a while:
-as it is, and as with TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment. Then torch compares what
-the ranks call before each collective. It costs time.
+Rank r holds 10^r three times. Each trap runs twice, in two processes of its own: once as it is, and
+once as if TORCH_DISTRIBUTED_DEBUG=DETAIL were set. With DETAIL, torch compares the calls of the
+ranks before each collective, which costs time. Page: collectives.md
 """
 
 import os
@@ -41,7 +41,7 @@ def too_much(mine: Tensor, rank: int) -> Tensor:
 
 
 def other_shape(mine: Tensor, rank: int) -> Tensor:
-    return all_reduce(torch.arange(6).view((2, 3) if rank == 0 else (3, 2)))  # by order in memory
+    return all_reduce(torch.arange(6).view((2, 3) if rank == 0 else (3, 2)))  # adds in memory order
 
 
 def other_call(mine: Tensor, rank: int) -> Tensor:
@@ -54,7 +54,7 @@ def no_call(mine: Tensor, rank: int) -> Tensor:
 
 def one_only(mine: Tensor, rank: int) -> Tensor:
     a, b = mine[:1], 2 * mine[:1]
-    for tensor in (a, b) if rank == 0 else (b,):  # as with a gradient that rank 1 does not have
+    for tensor in (a, b) if rank == 0 else (b,):  # as if rank 1 had no gradient a
         all_reduce(tensor)
     return torch.cat([a, b])
 
@@ -67,7 +67,7 @@ def other_order(mine: Tensor, rank: int) -> Tensor:
 
 
 def gaps(mine: Tensor, rank: int) -> Tensor:
-    return all_reduce(mine[::2])  # gloo takes what lies next in memory; use .contiguous()
+    return all_reduce(mine[::2])  # gloo does not skip the gaps: use .contiguous()
 
 
 TRAPS: dict[str, Callable[[Tensor, int], Tensor]] = {
@@ -85,9 +85,9 @@ TRAPS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 
 def work(rank: int, port: int, trap: str, detail: bool) -> None:
-    """What each process does; it stays until it is ended, or the other rank would notice."""
+    """What each process does. It then waits to be killed: the other rank would notice an exit."""
     end_with_parent()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what C++ says when it aborts
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides what C++ prints when it aborts
     torch.set_num_threads(1)
     if detail:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
@@ -103,7 +103,7 @@ def work(rank: int, port: int, trap: str, detail: bool) -> None:
 
 
 def try_trap(trap: str, detail: bool, seconds: float) -> list[str]:
-    """What became of each of two ranks, at most so long after both have joined."""
+    """What each of the two ranks did, within this time after both have joined."""
     store = dist.TCPStore("127.0.0.1", port=0, is_master=True, wait_for_workers=False)
     args = (store.port, trap, detail)
     ranks = mp.start_processes(work, args, nprocs=2, join=False, start_method="forkserver")
@@ -131,7 +131,7 @@ def try_trap(trap: str, detail: bool, seconds: float) -> list[str]:
 
 def main() -> None:
     parser = Parser(__doc__)
-    text = "after which a rank that has not come back counts as one that waits"
+    text = "seconds after which a rank that has not come back counts as waiting"
     parser.add_argument("--seconds", default=1, type=number(float, 0.1), metavar="S", help=text)
     seconds = parser.parse_args().seconds
     prepare_forkserver()

@@ -3,7 +3,7 @@
     import shm
     torch.distributed.init_process_group("shm")
 
-This is the process group that torch calls. What a collective does is done when its call returns.
+This is the process group that torch calls. A collective is complete when its call returns.
 Page: 03_ddp_manual_allreduce/backend.md
 """
 
@@ -21,7 +21,7 @@ from shm.exchange import COMBINE, DTYPES, ROW, Exchange, Op
 from shm.messages import BOX, Message, Messages
 from shm.segment import Segment
 
-Tensors = list[Tensor]  # here of one: torch had one for each device of a process
+Tensors = list[Tensor]  # of one tensor: torch once had one for each device of a process
 
 
 def done(result: object) -> dist.Work:
@@ -142,7 +142,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     abort, allreduce_coalesced = shutdown, allreduce
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
-    alltoall_base = all_to_all_single  # these three as torch 2.11 calls them
+    alltoall_base = all_to_all_single  # these three are the names of torch 2.11
 
 
 dist.Backend.register_backend("shm", SharedMemoryGroup, devices=["cpu"])

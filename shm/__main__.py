@@ -1,4 +1,4 @@
-"""Runs a script over shm where it asks for gloo, and changes no line of it.
+"""Runs a script over shm where it asks for gloo, without changing it.
 
 torchrun --standalone --nproc-per-node=2 -m shm 04_ddp_torchrun/train.py
 """

@@ -14,11 +14,11 @@ from torch import Tensor
 from shm.segment import Segment
 
 ROW = 2**20  # bytes: what is written there should still be in the cache when others read it
-SLICED = 2**16  # bytes: three or more ranks add up what is larger in slices, one by each rank
+SLICED = 2**16  # bytes: three or more ranks add up a larger piece in slices, one per rank
 
 Op = dist.ReduceOp.RedOpType
 COMBINE: dict[Op, Callable[..., Tensor]] = {
-    **{Op.SUM: torch.add, Op.AVG: torch.add, Op.PRODUCT: torch.mul},  # an average is divided then
+    **{Op.SUM: torch.add, Op.AVG: torch.add, Op.PRODUCT: torch.mul},  # an average is divided later
     **{Op.MIN: torch.minimum, Op.MAX: torch.maximum},
 }
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8]
@@ -66,7 +66,7 @@ class Exchange:
                     target.copy_(slices[rank][rank])
 
     def gather(self, tensor: Tensor, outputs: dict[int, Tensor], root: int = -1) -> None:
-        """Of some ranks, the tensors that they give. root: the same number on all ranks."""
+        """Copy the tensors of the ranks in outputs. root: the same number on all ranks."""
         for rows, part in self.share(1, tensor, root):
             for rank, output in outputs.items():
                 output[part] = rows[rank]

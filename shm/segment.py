@@ -1,7 +1,7 @@
 """Memory that all ranks of a group share, and how a rank waits in it for the others.
 
 It is a file without a name: nothing is left of it, in whatever way the ranks end. Each rank locks
-one byte of it; the operating system opens the lock of a process that ends.
+one byte of it. The operating system releases the lock of a process that ends.
 """
 
 import fcntl
@@ -20,14 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 LINE = 64  # bytes of a cache line: ranks that write to the same one slow each other down
-ARRIVED, KIND = 0, 1  # what a rank posts: how often it has arrived; KIND and the next: with what
-SPINS, NAP = 1000, 50e-6  # looks at a late rank before a nap, and until one whether it lives; s
+ARRIVED, KIND = 0, 1  # counters of a rank: its arrivals; KIND and KIND + 1: their last two kinds
+SPINS, NAP = 1000, 50e-6  # looks before a nap, and between checks that a rank lives; seconds
 
 
 class Segment:
     """Counters in `lines` cache lines, those of the ranks first; then `size` bytes for tensors.
 
-    RuntimeError where ranks are on two machines, or one has ended; TimeoutError where one is late.
+    Raises RuntimeError if ranks are on two machines or one has ended, TimeoutError if one is late.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Segment:
         """Open and lock one file of that many bytes on every rank; returns its descriptor."""
         if sys.platform != "linux":
             raise RuntimeError(f"shm: got {sys.platform}, expected Linux: try gloo")
-        turn, file = store.add(f"turn {self.rank}", 1), -1  # a store may serve again
+        turn, file = store.add(f"turn {self.rank}", 1), -1  # a store may be used twice
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         if self.rank == 0:
             file = os.memfd_create("shm")
@@ -96,7 +96,7 @@ class Segment:
                 self.fail(f"rank {rank} has called another collective, or with another size")
 
     def wait(self, rank: int, ready: Callable[[], bool]) -> None:
-        """Wait until that rank has made it so."""
+        """Wait until ready(). The errors name this rank."""
         looks, deadline = 0, time.monotonic() + self.limit.total_seconds()
         while not ready():
             looks += 1
@@ -112,14 +112,14 @@ class Segment:
                 time.sleep(NAP)
 
     def lives(self, rank: int) -> bool:
-        with suppress(OSError):  # it holds its lock
+        with suppress(OSError):  # it is alive: it holds its lock
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
             fcntl.lockf(self.file, fcntl.LOCK_UN, 1, rank)
             return rank == self.rank
         return True
 
     def fail(self, text: str, error: type[Exception] = RuntimeError) -> None:
-        """Raise this now, and at each later use: the ranks no longer agree on where they are."""
+        """Raise this now and at each later use: the ranks are no longer at the same call."""
         self.failed = f"shm: {text}"
         raise error(self.failed)
 
