@@ -6,7 +6,6 @@ torchrun --standalone --nproc-per-node=2 -m shm 04_ddp_torchrun/train.py
 import runpy
 import sys
 from argparse import ArgumentParser
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -24,5 +23,5 @@ if __name__ == "__main__":
     if not sys.argv[1:]:
         ArgumentParser("python -m shm", "%(prog)s SCRIPT FLAGS").error("expected a script")
     dist.init_process_group, sys.argv = join_over_shm, sys.argv[1:]
-    sys.path[0] = str(Path(sys.argv[0]).parent)
+    sys.path[0] = sys.argv[0].rpartition("/")[0]
     runpy.run_path(sys.argv[0], run_name="__main__")
