@@ -17,8 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("*.md", "0?_*/**/*.md", "survive/*.md", "benchmarks/*.md", "common/*.md")
-READMES = [path for pattern in PAGES for path in sorted(ROOT.glob(pattern))]
+PAGES = ("*.md", "0?_*/**/*.md", "survive/*.md", "convert/*.md", "benchmarks/*.md", "common/*.md")
+
+
+def pages_of(root: Path) -> list[Path]:
+    return [path for pattern in PAGES for path in sorted(root.glob(pattern))]
+
+
+READMES = pages_of(ROOT)
 FENCE = re.compile(
     r"(?:<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.M | re.S
 )
