@@ -41,9 +41,8 @@ def sentences(page: Path) -> list[str]:
     return [part for block in blocks for part in re.split(r"(?<=[.?!]) ", block) if part]
 
 
-def measures(page: Path) -> tuple[int, float, int]:
+def measures(spoken: list[str]) -> tuple[int, float, int]:
     """Words, Flesch's reading ease, and the words of the longest sentence."""
-    spoken = sentences(page)
     text = " ".join(part if part[-1] in ".?!" else f"{part}." for part in spoken)
     longest = max(len(part.split()) for part in spoken)
     return len(text.split()), textstat.flesch_reading_ease(text), longest
@@ -61,10 +60,9 @@ def anchors(page: Path) -> set[str]:
 
 
 def glossary(root: Path) -> dict[str, str]:
-    """The terms, each with the rest of its row."""
+    """The row of each term."""
     text = (root / "GLOSSARY.md").read_text()
-    rows = re.findall(r'^\| ((?:<a id="[\w-]+"></a>)+)(.+?) \|(.*)$', text, re.M)
-    return {term: ids + rest for ids, term, rest in rows}
+    return {row[1]: row[0] for row in re.findall(r"^(\| (?:<a .+?</a>)+(.+?) \|.*)$", text, re.M)}
 
 
 def introduced(page: Path) -> dict[str, str]:
@@ -73,17 +71,12 @@ def introduced(page: Path) -> dict[str, str]:
     return dict(re.findall(link, page.read_text()))
 
 
-def uses(text: str, term: str) -> bool:
-    """Whether the text has the term or its plural; small or large letters, if the term is small."""
-    pattern = rf"(?<![\w-]){re.escape(term)}(?:s|es)?(?![\w-])"
-    return bool(re.search(pattern, text, re.I if term.islower() else 0))
-
-
 def main_faults(page: Path, root: Path) -> Iterator[str]:
-    words, ease, _ = measures(page)
+    spoken = sentences(page)
+    words, ease, _ = measures(spoken)
     if words > WORDS or ease < EASE:
         yield f"{words} words with reading ease {ease:.0f}"
-    yield from (f"long: {part}" for part in sentences(page) if len(part.split()) > SENTENCE)
+    yield from (f"long: {part}" for part in spoken if len(part.split()) > SENTENCE)
     found = re.findall(r"^## (.+)$", without_fences(page), re.M)
     if page.parent != root and (found != HEADINGS or not re.match(BEGIN, page.read_text())):
         yield f"it begins otherwise, or has other headings: {found}"
@@ -92,9 +85,10 @@ def main_faults(page: Path, root: Path) -> Iterator[str]:
         if lines > LINES[fence.kind] and not fence.note.startswith("step: "):
             yield f"{lines} lines below {fence.note}"
     before = main_path(root)[: main_path(root).index(page) + 1]
-    known = {term for each in before for term in introduced(each)}
-    spoken = " ".join(sentences(page))
-    yield from (f"no Words: {t}" for t in glossary(root) if t not in known and uses(spoken, t))
+    for term in glossary(root).keys() - {term for each in before for term in introduced(each)}:
+        form = rf"(?<![\w-]){re.escape(term)}(?:s|es)?(?![\w-])"  # of the word, or its plural
+        if re.search(form, "\n".join(spoken), re.I if term.islower() else 0):
+            yield f"no Words: {term}"
 
 
 def faults(page: Path, root: Path = ROOT) -> Iterator[str]:
@@ -132,7 +126,7 @@ def faults_together(root: Path = ROOT) -> Iterator[str]:
 if __name__ == "__main__":
     main = main_path(ROOT)
     pages = [*main, *(page for page in READMES if page not in main)]
-    rows = [[page.relative_to(ROOT), *map(round, measures(page))] for page in pages]
+    rows = [[page.relative_to(ROOT), *map(round, measures(sentences(page)))] for page in pages]
     print(tabulate(rows, ["page", "words", "reading ease", "longest sentence"]))
     for page in pages:
         print(*(f"{page.relative_to(ROOT)}: {fault}\n" for fault in faults(page)), sep="", end="")

@@ -12,7 +12,10 @@ Above a diff fence stands what part of the stage's lesson.diff it shows: see les
 <!-- break it: FILE TEST -->: with this change to the file, the test fails.
 """
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,3 +73,13 @@ TABLE = re.compile(r"<!-- table: (?P<name>.+?) -->\n(?P<text>.*?)<!-- end of tab
 def shown_output(fence: Fence) -> str:
     """The command whose output a text fence shows, or nothing."""
     return fence.note.removeprefix("output of: ") if fence.note.startswith("output of: ") else ""
+
+
+def shell(command: str, where: Path = ROOT, seconds: float = 180) -> str:
+    """Its output, with the programs of this Python and one thread."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    call, pipes = ["bash", "-e", "-o", "pipefail", "-c", command], {"capture_output": True}
+    done = subprocess.run(call, cwd=where, env=env, text=True, timeout=seconds, **pipes)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout

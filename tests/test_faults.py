@@ -51,7 +51,6 @@ def outcomes(request) -> dict[Fault, Outcome]:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_run_survives(name, outcomes):
-    """No process stays, the others name the rank; the resumed run ends as one without a fault."""
     outcome = outcomes[FAULTS[name]]
     assert not any(outcome.bad().values()), outcome
     lost = {"term": [0], "nan-before-a-checkpoint": [EVERY]}.get(name, range(2 * EVERY + 2))

@@ -92,7 +92,6 @@ FIELDS = ("attr", "id", "module", "name")
 
 
 def uses(source: str) -> set[str]:
-    """Every name, attribute and imported module of a program."""
     fields = [(node, field) for node in ast.walk(ast.parse(source)) for field in FIELDS]
     return {part for node, field in fields for part in str(getattr(node, field, "")).split(".")}
 
@@ -125,7 +124,6 @@ CALL = r"\bdist\.(?:all_|broadcast|barrier|reduce|gather|scatter)|agreement\.(?:
 
 @each_stage
 def test_every_collective_is_marked(stage):
-    """Here, a missing rank is a hang."""
     calls = [line for line in SOURCES[stage].splitlines() if re.search(CALL, line)]
     assert [line for line in calls if MARK not in line] == []
     assert bool(calls) == (stage >= "03")

@@ -12,7 +12,6 @@ from unittest.mock import patch
 import pytest
 import support
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from support import ROOT, Run, chapter, default_dtype, load_stage, run_ranks, train, train_once
 
@@ -68,7 +67,6 @@ def test_a_stage_that_skips_its_step_does_not_learn():
 
 
 def _seeds(rank: int, key: str, flags: tuple[str, ...]) -> list[int]:
-    """All that torch.manual_seed is given in a run."""
     seeds, seed_all = [], torch.manual_seed
     with patch.object(torch, "manual_seed", lambda seed: seeds.append(seed) or seed_all(seed)):
         support.run_main(load_stage(key), rank, *flags)
@@ -97,7 +95,7 @@ def evaluated(state: dict[str, torch.Tensor]) -> tuple[float, float]:
         images, labels = test_set.__getitems__(range(len(test_set)))
         logits = model(images)
         accuracy = (logits.argmax(dim=1) == labels).double().mean().item()
-        return F.cross_entropy(logits, labels).item(), accuracy
+        return torch.nn.functional.cross_entropy(logits, labels).item(), accuracy
 
 
 @pytest.mark.parametrize(("key", "ranks"), [("02", 1), ("03", 4), ("04", 4), ("05", 2)])
@@ -186,7 +184,6 @@ def test_a_stage_resumes_to_the_bit(key, ranks, flags):
 
 
 def random_pictures(folder: Path) -> Path:
-    """Twelve small random PNG files in two classes."""
     for part, i in product(("train", "test"), range(12)):
         path = folder / part / "ab"[i % 2] / f"{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -211,8 +208,6 @@ def test_a_resumed_run_has_its_own_metrics_and_the_learning_rate_of_its_call(tmp
 
 def _download(rank: int, folder: Path, locked: bool) -> None:
     class Slow:
-        """Files that take a second to arrive, and a list of those who have fetched them."""
-
         data, targets = torch.zeros(1, 8, 8, dtype=torch.uint8), torch.zeros(1)
 
         def __init__(self, root: Path, train: bool, download: bool = False) -> None:

@@ -17,7 +17,6 @@ from test_collectives import of_all_ranks, on_ranks
 from test_stages import LOCAL
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
 
 from common.options import UsageError
 
@@ -65,7 +64,7 @@ def test_c17_where_no_rank_uses_a_parameter_its_gradient_is_left_as_it_was(rank)
     for set_to_none in (True, False):
         model, weights = unused.Branches(), []
         ddp = DistributedDataParallel(model, find_unused_parameters=True)
-        optimizer = SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
         for branch in ("both", "both", "left"):
             optimizer.zero_grad(set_to_none)
             torch.stack(ddp(torch.ones(1, 1), branch)).sum().backward()
@@ -222,7 +221,6 @@ def claim(name: str) -> str:
 
 
 def test_c09_bf16_is_faster_wherever_it_was_measured_and_c12_there_is_no_one_number():
-    """The rows tell how much faster it is, and the smallest and the largest number."""
     faster = {}
     for name, both in results("05_precision")["models"].items():
         for where, place in both.items():

@@ -4,7 +4,6 @@ import copy
 from contextlib import nullcontext
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from support import chapter, fresh_module, run_ranks
 from test_collectives import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
 
 from common.options import UsageError
 
@@ -28,7 +26,7 @@ convert = sync_batchnorm.convert
 DEFAULTS = {"sample": (3, 4, 5), "settings": {}, "layout": torch.contiguous_format}
 DEFAULTS |= {"dtype": torch.float64, "frozen": (), "evaluate": False, "times": 1}
 DEFAULTS |= {"backward": True, "input_grad": True}
-CASES: dict[str, Any] = {  # sample: its shape, channels first; times: of the layer in one forward
+CASES = {  # sample: its shape, channels first; times: of the layer in one forward
     "2-D": {"sample": (3,)},
     "4-D": {},
     "channels_last": {"layout": torch.channels_last},
@@ -254,7 +252,7 @@ def train_model(how=nn.Identity(), late=False, rank=None):  # noqa: B008
     """The state after three steps in DDP. how: what converts the model, before it is wrapped or
     after (late). Without a rank, one process trains on all images, with plain BatchNorm."""
     model = small_model() if late else how(small_model())
-    optimizer = SGD(model.parameters(), 0.05, 0.9)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9)
     forward, mine = model, slice(None)
     if rank is not None:
         forward, mine = DistributedDataParallel(model), slice(4 * rank, 4 * rank + 4)
