@@ -15,7 +15,8 @@ from tabulate import tabulate
 # The main path, in the order in which it is read. It has the same headings everywhere.
 STAGES = ("01_single_gpu", "02_data_parallel", "03_ddp_manual_allreduce", "04_ddp_torchrun")
 MAIN = (".", *STAGES, "05_amp_syncbn", "survive", "convert")
-HEADINGS = "Words, Run it, The idea, What changed, Check it, Pitfalls, Exercise, Next".split(", ")
+HEADINGS = ["Words", "Run it", "The idea", "What changed", "Check it", "Pitfalls", "Exercise"]
+HEADINGS += ["Next"]
 BEGIN = r"# (0\d|survive|convert) · .+\n\n\*\*Question: [^*]+\?\*\*(.|\n)*?Reading time: \d+ min"
 WORDS, SENTENCE, EASE = 900, 25, 60  # at most, at most, at least
 LINES = {"diff": 12, "text": 15}  # of a fence, at most

@@ -9,7 +9,8 @@ Above a bash fence may stand one of
 and above a text fence <!-- output of: COMMAND -->: `make readme` runs it and writes the fence.
 Between <!-- table: NAME --> and <!-- end of table --> stands what benchmarks/tables.py makes.
 Above a diff fence stands what part of the stage's lesson.diff it shows: see lessons.py; or
-<!-- break it: FILE TEST -->: with this change to the file, the test fails.
+<!-- break it: FILE TEST -->: with this change to the file, the test fails. Above a python fence may
+stand <!-- part of: FILE -->: it is a part of that file, word for word.
 """
 
 import os
@@ -28,6 +29,7 @@ def pages_of(root: Path) -> list[Path]:
 
 
 READMES = pages_of(ROOT)
+HERE = [page for page in READMES if page.parent.name != "convert"]  # see test_convert.py
 FENCE = re.compile(
     r"(?:<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.M | re.S
 )
@@ -46,7 +48,7 @@ class Fence:
         return f"{self.readme.parent.name}: {self.text.splitlines()[0]}"
 
 
-def fences(kind: str, readmes: list[Path] = READMES) -> list[Fence]:
+def fences(kind: str, readmes: list[Path] = HERE) -> list[Fence]:
     return [
         Fence(readme, kind, match["text"], match["note"] or "", match.span("text"))
         for readme in readmes

@@ -1,8 +1,4 @@
-"""How the tests run the stages: ranks from a preloaded forkserver, real commands, lines left out.
-
-A rank starts in milliseconds, since the forkserver has imported torch already; the store where the
-ranks meet belongs to the test and has a port that the operating system chose.
-"""
+"""How the tests run the stages: ranks of a preloaded forkserver, real commands, lines left out."""
 
 import importlib
 import json
@@ -38,7 +34,7 @@ SECONDS = 60  # more than any rank takes; a hang ends here
 Line = tuple[str, ...]  # a file of a stage and a line of it; or a file, its text, and another text
 
 torch.set_num_threads(1)  # as every rank has: two tests that run side by side have two cores
-context = multiprocessing.get_context("forkserver")
+context = multiprocessing.get_context("forkserver")  # has imported torch: ranks are there at once
 context.set_forkserver_preload(["torch", "torchvision", "common.record", "common.data"])
 
 
@@ -62,10 +58,7 @@ def changed_source(key: str, file: str, changes: Sequence[Line]) -> str:
 
 
 def fresh_module(key: str, file: str, without=(), register=False) -> types.ModuleType:
-    """A file of a stage as a new module, with the given lines of that file left out or replaced.
-
-    register: other files of the stage import it instead of the file.
-    """
+    """A file of a stage as a new module, changed. register: others import it, not the file."""
     folder, name = FOLDERS[key], Path(file).stem if file != "train.py" else f"stage_{key}"
     if str(folder) not in sys.path:  # a script finds the files beside it
         sys.path.insert(0, str(folder))
@@ -85,12 +78,9 @@ def load_stage(key: str, without: tuple[Line, ...] = ()) -> types.ModuleType:
 
 
 def run_main(stage: types.ModuleType, rank: int, *flags: str) -> str:
-    """Run the main of a stage in this process, which is one of its ranks; returns what it prints.
+    """Run the main of a stage in this process, one of its ranks; returns what it prints."""
 
-    Stage 03 starts no processes of its own: they would take seconds.
-    """
-
-    def spawn(train: Callable, args: tuple, nprocs: int) -> None:
+    def spawn(train: Callable, args: tuple, nprocs: int) -> None:  # 03 starts no process: quicker
         train.__wrapped__(rank, *args[:-1], int(os.environ["MASTER_PORT"]))
 
     sys.argv = ["train.py", *flags]
@@ -126,10 +116,7 @@ def launcher(port: int, ranks: int = 2) -> dict[str, str]:
 
 
 def run_ranks(world_size: int, function: Callable, *args: Any, dying: tuple = ()) -> list:
-    """What function(rank, *args) returns on every rank; an error on one of them ends all.
-
-    dying: ranks that die on purpose; what they return is None.
-    """
+    """What function(rank, *args) returns on each rank, None if it is dying; an error ends all."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks, told = [], launcher(store.port, world_size) | {"TORCHELASTIC_RESTART_COUNT": "0"}
     told |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store is the test's, as it is torchrun's
@@ -274,9 +261,8 @@ def command(
 ) -> list[tuple[int, str]]:
     """Run `python SCRIPT FLAGS` as that many processes; exit status and output of each.
 
-    env: added to the environment, as a launcher would; {RANK} in a value becomes the rank. forks:
-    not where the script computes gradients before it starts ranks.
-    """
+    env: what a launcher adds; {RANK} in a value becomes the rank. forks: not where the script
+    computes gradients before it starts ranks."""
     out = tempfile.mkdtemp(dir=_scratch().name) + "/out"
     processes = []
     for rank in range(ranks):

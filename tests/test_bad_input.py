@@ -18,10 +18,9 @@ GPUS = torch.cuda.device_count()
 
 def refused(output: str, *words: str) -> None:
     """One line, with all these words."""
-    lines = [line for line in output.splitlines() if line]
-    assert len(lines) == 1, output
-    assert lines[0].startswith("error: ")
-    assert all(word in lines[0] for word in words), lines[0]
+    assert output.strip().count("\n") == 0, output
+    assert output.startswith("error: ")
+    assert all(word in output for word in words), output
 
 
 def ended(key: str, *flags: str, **how) -> str:

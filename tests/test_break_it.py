@@ -1,8 +1,4 @@
-"""Each "break it" of a stage's README: leave the line out, and the named test fails.
-
-A test that still passes without the line would prove nothing about it. Where more than a line is to
-be changed, the README shows a diff. To try one by hand: make break STAGE=04 ROW=2.
-"""
+"""Each "break it" of a page: leave the line out, or make the change, and the named test fails."""
 
 import importlib
 

@@ -109,11 +109,10 @@ def test_c08_a_process_is_told_3_and_4_and_counts_them_from_0(monkeypatch):
 def test_c08_on_gpus_the_second_alone_becomes_cuda_0():
     ask = "import torch; p = torch.cuda.get_device_properties(0); n = torch.cuda.device_count()"
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "1"}
-    told = subprocess.run(
-        [sys.executable, "-c", f"{ask}; print(n, p.uuid)"], env=env, capture_output=True, text=True
-    )
+    call = [sys.executable, "-c", f"{ask}; print(n, p.uuid)"]
     uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(2)]
-    assert told.stdout.split() == ["1", uuids[1]] != ["1", uuids[0]]
+    told = subprocess.check_output(call, env=env, text=True).split()
+    assert told == ["1", uuids[1]] != ["1", uuids[0]]
 
 
 def _init(rank):

@@ -160,10 +160,7 @@ time.sleep(100)
 
 
 def test_a_script_hands_sigterm_to_the_ranks_and_ends_with_their_status(tmp_path):
-    """The control is torchrun alone: its ranks do the same, but it ends with status 1.
-
-    two_nodes.sh runs twice, on loopback: the way without root and without namespaces.
-    """
+    """The control is torchrun alone: its ranks do the same, but it ends with status 1."""
     script, started = tmp_path / "ends.py", {}
     script.write_text(ENDS_AT_SIGTERM)
     node = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "NPROC_PER_NODE": 1}
@@ -213,9 +210,6 @@ def test_torchrun_and_train_accept_the_command_of_the_pytorchjob(monkeypatch):
     assert load_stage("survive").parse_args().resume == "auto"
 
 
-# --- Two nodes: two network namespaces of this machine
-
-
 @pytest.fixture(scope="module")
 def namespaces() -> None:
     status, output = run(*TWO_NODES, "true", RATE="1gbit")
@@ -224,7 +218,6 @@ def namespaces() -> None:
 
 
 def of(process: subprocess.Popen) -> set[str]:
-    """The namespaces of this run of the script."""
     return set(re.findall(rf"ddp-{process.pid}-\d", run("ip", "netns", "list")[1]))
 
 
@@ -263,8 +256,6 @@ def test_two_nodes_here_removes_all_it_made_and_does_not_meet_another_run(namesp
         assert (status, of(process)) == (expected[how], set()), output
     assert not processes_with(tmp_path)
 
-
-# --- SLURM
 
 CONF = """ClusterName=suite
 SlurmctldHost=node0(10.77.0.1)
@@ -342,11 +333,8 @@ if "SLURM_RESTART_COUNT" in os.environ:
 
 
 def test_slurm_runs_stops_and_restarts_both_job_scripts(slurm, tmp_path):
-    """With torchrun and without. The losses are those that they must have.
-
-    scancel sends SIGTERM first, and so does a preemption, which then restarts the job: it resumes
-    from its checkpoint and ends as if it had not been stopped.
-    """
+    """scancel sends SIGTERM, and so does a preemption, which then restarts the job: it resumes and
+    ends as if it had not been stopped."""
     (cluster, ask), jobs, script = slurm, {}, tmp_path / "script.py"
     flags = ("--model=net-bn", "--device=cpu", "--epochs=9999")
     script.write_text(ENDS_AFTER_A_RESTART)

@@ -1,7 +1,4 @@
-"""Faults of most kinds, in real runs: they end in time, say why, and resume to the bit.
-
-The campaign of hundreds is `make faults`. See survive/watchdog.py and survive/agree.py.
-"""
+"""Faults of most kinds, in real runs: they end in time, say why, and resume to the bit."""
 
 import random
 import re

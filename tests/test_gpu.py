@@ -11,7 +11,6 @@ GPUS = torch.cuda.device_count()
 
 
 def start(key: str, ranks: int, folder, *flags: str) -> tuple[Run, str]:
-    """Run a stage, 04 and 05 with a launcher's variables; and rank 0's output."""
     flags = ("--model=net-bn", "--epochs=5", "--device=cuda", *flags, f"--run-dir={folder}")
     flags += (f"--world-size={ranks}",) if key == "03" else ()
     many = ranks > 1 and key in ("04", "05")

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import ROOT, Run, command, free_port, load_stage, train_once
+from test_bad_input import SHORT
 
-SHORT = ("--model=net-bn", "--epochs=1", "--batch-size=60")
 SCRIPTS = {"04": "04_ddp_torchrun/train.py", "05": "05_amp_syncbn/train.py"}
 each_key = pytest.mark.parametrize("key", SCRIPTS)
 

@@ -52,7 +52,6 @@ def test_micro_batches_clipping_and_schedule_together_are_one_process(ranks, k):
 
 
 def _overflow(rank, flags) -> int:
-    """A run whose loss scale is too large at first: how many steps SGD took."""
     stage, taken = load_stage("05"), []
     step, init = SGD.step, torch.amp.GradScaler.__init__
 

@@ -14,6 +14,7 @@ import support
 import torch
 from PIL import Image
 from support import ROOT, Run, chapter, default_dtype, load_stage, run_ranks, train, train_once
+from test_bad_input import SHORT
 
 import common.data
 from common.data import load_dataset, make_loader
@@ -23,7 +24,6 @@ from common.options import make_parser
 WAYS = [("01", 1), ("02", 1), ("03", 2), ("04", 2), ("05", 2)]
 each_stage = pytest.mark.parametrize(("key", "ranks"), WAYS, ids=[key for key, _ in WAYS])
 FP32 = {"dtype": torch.float32}
-SHORT = ("--model=net-bn", "--epochs=1", "--batch-size=60")
 LOCAL = ("--device=cpu", f"--data-dir={ROOT / 'data'}")
 
 
@@ -87,7 +87,6 @@ def test_random_numbers_hang_on_seed_epoch_and_rank_and_max_steps_ends_a_run(key
 
 
 def evaluated(state: dict[str, torch.Tensor]) -> tuple[float, float]:
-    """Loss and accuracy of these float64 weights over the test set in one plain batch."""
     with default_dtype(torch.float64), torch.no_grad():
         _, test_set = load_dataset(options())
         model = build_model("net-bn", test_set).eval()
@@ -145,7 +144,6 @@ def same_run(a: Run, b: Run) -> bool:
 
 
 def resumes(key: str, ranks: int, *flags: str, without=()) -> None:
-    """Two epochs in one run, and in two runs: the same bits."""
     flags, more = (*flags, "--epochs=2"), {**FP32, "without": without}
     whole = train_once(key, ranks, *flags, **more)
     first = train(key, ranks, *flags, f"--max-steps={len(whole.losses) // 2}", **more)

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import ROOT, command, free_port, launcher, load_stage
-from support import run_main, run_ranks, train, train_once
-from test_bad_input import SHORT, ended, refused
+from support import ROOT, command, free_port, load_stage, run_main, run_ranks, train, train_once
+from test_bad_input import SHORT, ended, launcher, refused
 from test_stages import FP32, random_pictures, same_run
 
 from common.data import load_dataset

@@ -22,7 +22,6 @@ from common.options import UsageError
 
 unused, machine, switches = (chapter("05", name) for name in ("unused", "machine", "switches"))
 
-
 LATE = "Expected to have finished reduction in the prior iteration"
 VERDICTS = [  # on each step of the chapter's cases: whether it was averaged, or the error
     [True, False, LATE],
@@ -104,10 +103,7 @@ def with_switch(name: str) -> tuple[Line, ...]:
 
 
 def _seen(rank, flags, without):
-    """Of the first layer, the layout of weights and micro-batches and the dtype of its output.
-
-    In how many blocks of memory the gradients lie. What DDP sends: dtypes.
-    """
+    """Of the first layer: layouts, dtype of its output. Blocks of gradients; what is sent."""
     stage, found, blocks, sent = load_stage("05", without), set(), set(), []
     reduce, step = dist.all_reduce, torch.amp.GradScaler.step
 
@@ -167,7 +163,6 @@ def test_compiled_steps_compute_the_same(tmp_path):
 
 
 def _table(rank):
-    """What the chapter prints where there is no compiler, and with few steps."""
     few, none = patch.object(switches, "ROUNDS", 1), Mock(side_effect=UsageError("no g++"))
     without = patch.object(switches, "refuse_no_compiler", none)
     with redirect_stdout(StringIO()) as output, few, without:
