@@ -122,8 +122,8 @@ def judge(cases: Callable[[Callable], Iterator[tuple]], file: str) -> str:
             if came != pytest.approx(right):
                 return f"{what}: got {came}, expected {right}"
     except Exception as error:
-        lines = [x.lineno for x in extract_tb(error.__traceback__) if x.filename == file]
-        return f"{type(error).__name__} in line {lines[-1:]}: {error}"
+        here = [x.lineno for x in extract_tb(error.__traceback__) if x.filename == file]
+        return f"{type(error).__name__}{f' in line {here[-1]}' if here else ''}: {error}"
     return ""
 
 
