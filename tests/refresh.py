@@ -49,12 +49,8 @@ def refresh_tables() -> None:
         readme.write_text(text)
 
 
-def refresh_pictures() -> None:
-    print(run("python benchmarks/bench.py pictures"), end="")
-
-
 if __name__ == "__main__":
     refresh_tour()
     refresh_tables()
-    refresh_pictures()
+    print(run("python benchmarks/bench.py pictures"), end="")
     refresh_outputs()
