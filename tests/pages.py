@@ -86,7 +86,8 @@ def main_faults(page: Path, root: Path) -> Iterator[str]:
         if lines > LINES[fence.kind] and not fence.note.startswith("step: "):
             yield f"{lines} lines below {fence.note}"
     before = main_path(root)[: main_path(root).index(page) + 1]
-    for term in glossary(root).keys() - {term for each in before for term in introduced(each)}:
+    known = {term for each in before for term in introduced(each)}
+    for term in (term for term in glossary(root) if term not in known):
         form = rf"(?<![\w-]){re.escape(term)}(?:s|es)?(?![\w-])"  # of the word, or its plural
         if re.search(form, "\n".join(spoken), re.I if term.islower() else 0):
             yield f"no Words: {term}"
