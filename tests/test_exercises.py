@@ -38,7 +38,7 @@ CASES = [  # the body of the function, or nothing, as it stands; what is said to
     ("03 average_once", "", "the number of all-reduces for 8 gradients: got 8, expected 1"),
     ("03 average_once", FLAT, "right"),
     ("03 average_once", "if dist.get_rank(): 1 / 0\n    dist.barrier()", "ZeroDivisionError in"),
-    ("04 local_samples", "", "the global batch of 2 ranks: got [0, "),
+    ("04 local_samples", "", "the global batch of 2 ranks: got [3, 5"),
     ("04 local_samples", "return order[rank::world_size]", "right"),
     ("05 accumulate", "", "the gradient: got ["),
     ("05 accumulate", MEETS_OFTEN, "the number of all-reduces for 3 micro-batches: got 3, exp"),
