@@ -95,7 +95,7 @@ def main_faults(page: Path, root: Path) -> Iterator[str]:
 
 def faults(page: Path, root: Path = ROOT) -> Iterator[str]:
     """All that is wrong with a page."""
-    text = re.sub(r"`[^`]+`", "", without_fences(page))
+    text, spoken = re.sub(r"`[^`]+`", "", without_fences(page)), " ".join(sentences(page))
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)", text):
         file, _, anchor = target.partition("#")
         where = page.parent / file if file else page
@@ -105,7 +105,7 @@ def faults(page: Path, root: Path = ROOT) -> Iterator[str]:
         kind, _, file = fence.note.partition(": ")
         if kind == "part of" and fence.text not in (page.parent / file).read_text():
             yield f"not in {file}: {fence.text}"
-    yield from (f"unwanted: {word}" for word in re.findall(UNWANTED, text, re.I))
+    yield from (f"unwanted: {word}" for word in re.findall(UNWANTED, spoken, re.I))
     if page in main_path(root):
         yield from main_faults(page, root)
     elif page.parent != root and "Back to [" not in text:
