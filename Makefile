@@ -5,7 +5,7 @@ VENV ?= .venv
 RUN := $(VENV)/bin/python
 STAGES := $(wildcard 0*_*)
 
-.PHONY: tour test lint break bench notebooks campaigns faults mutants lessons readme clean
+.PHONY: tour test lint break exercise words bench notebooks campaigns faults mutants lessons readme clean
 
 tour: $(VENV)/ready  ## run the five stages in order and compare them; FLAGS="--ranks 3" changes it
 	$(RUN) tour.py $(FLAGS)
@@ -18,11 +18,18 @@ lint: $(VENV)/ready
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy common/*.py shm/*.py tour.py
 	MYPYPATH=05_amp_syncbn $(RUN) -m mypy survive/*.py  # it uses two chapters of stage 05
+	MYPYPATH=03_ddp_manual_allreduce $(RUN) -m mypy exercises/*.py  # they start ranks as stage 03 does
 	for folder in $(STAGES) benchmarks; do $(RUN) -m mypy $$folder/*.py || exit 1; done
 	$(VENV)/bin/shellcheck .ci/run $(wildcard 0*/launch/*.sh 0*/launch/*.sbatch)
 
 break: $(VENV)/ready  ## try a row of a "Break it" table: STAGE=04 ROW=2; without ROW, list the rows
 	@$(RUN) tests/break_it.py $(STAGE) $(ROW)
+
+exercise: $(VENV)/ready  ## judge your answer to an exercise: STAGE=04
+	@$(RUN) exercises/check.py $(STAGE)
+
+words: $(VENV)/ready  ## how long and how plain each page is, and what is wrong with it
+	$(RUN) tests/pages.py
 
 bench: $(VENV)/ready  ## measure all on this machine in twelve minutes: results/HARDWARE.json
 	$(RUN) benchmarks/bench.py $(FLAGS)

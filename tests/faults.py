@@ -168,7 +168,6 @@ def _rank(rank: int, fault: Fault, flags: tuple, env: dict, folder: Path) -> Non
 
 
 def _in_groups(processes: list) -> list[int]:
-    """What still runs of these processes and of those that they have started."""
     groups = [process.pid for process in processes]
     ps = subprocess.run(["ps", "-eo", "pid=,pgid=,stat="], capture_output=True, text=True)
     found = map(str.split, ps.stdout.splitlines())
@@ -212,7 +211,6 @@ def run(fault: Fault, ranks: int, *flags: str) -> tuple:
 
 
 def trial(fault: Fault) -> Outcome:
-    """Train with the fault, look at what it left, resume, and compare with no fault at all."""
     from test_stages import same_run  # not in each rank, which imports this file
 
     flags = (*FLAGS, *VARIANTS[fault.variant])

@@ -27,7 +27,6 @@ def lesson(stage: str) -> str:
 
 
 def part(stage: str, ends: str) -> str:
-    """The lines of the lesson between the two that `FIRST ... LAST` names."""
     first, last = ends.split(" ... ")
     lines = lesson(stage).splitlines(keepends=True)[2:]  # without the names of the files
     start = next(i for i, line in enumerate(lines) if line.startswith(first))

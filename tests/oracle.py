@@ -7,10 +7,9 @@ how BatchNorm groups them, and trains in float64.
 import math
 import random
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from support import ROOT, default_dtype
 
 from common.data import load_dataset
@@ -81,15 +80,7 @@ def fixed_shards(parts: int):
 
 
 def replay(
-    steps,
-    *,
-    batch: int,
-    epochs: int,
-    seed: int,
-    lr: float | Callable[[int], float],
-    momentum: float,
-    model: str = "net-bn",
-    clip: float = math.inf,
+    steps, *, batch, epochs, seed, lr, momentum, model="net-bn", clip=math.inf
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of every step and the final weights, all float64.
 
@@ -110,7 +101,7 @@ def replay(
                 outputs.append(net(images))
                 targets.append(labels)
                 kept = kept or [buffer.clone() for buffer in net.buffers()]
-            loss = F.cross_entropy(torch.cat(outputs), torch.cat(targets))
+            loss = torch.nn.functional.cross_entropy(torch.cat(outputs), torch.cat(targets))
             gradients = torch.autograd.grad(loss, list(net.parameters()))
             for buffer, first in zip(net.buffers(), kept, strict=True):
                 buffer.copy_(first)  # of the running statistics only the first group's survive

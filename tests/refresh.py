@@ -4,23 +4,16 @@
 """
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
-from readmes import READMES, ROOT, TABLE, fences, shown_output
+from readmes import READMES, ROOT, TABLE, fences, shell, shown_output
 
 BEGIN, END = "<!-- tour -->\n", "<!-- end of tour -->"
 
 
 def run(command: str) -> str:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
     print(command, flush=True)
-    return subprocess.run(
-        command, shell=True, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True
-    ).stdout
+    return shell(command, seconds=3600)
 
 
 def refresh_tour() -> None:
@@ -56,12 +49,8 @@ def refresh_tables() -> None:
         readme.write_text(text)
 
 
-def refresh_pictures() -> None:
-    print(run("python benchmarks/bench.py pictures"), end="")
-
-
 if __name__ == "__main__":
     refresh_tour()
     refresh_tables()
-    refresh_pictures()
+    print(run("python benchmarks/bench.py pictures"), end="")
     refresh_outputs()

@@ -1,8 +1,4 @@
-"""How the tests run the stages: ranks from a preloaded forkserver, real commands, lines left out.
-
-A rank starts in milliseconds, since the forkserver has imported torch already; the store where the
-ranks meet belongs to the test and has a port that the operating system chose.
-"""
+"""How the tests run the stages: ranks of a preloaded forkserver, real commands, lines left out."""
 
 import importlib
 import json
@@ -38,7 +34,7 @@ SECONDS = 60  # more than any rank takes; a hang ends here
 Line = tuple[str, ...]  # a file of a stage and a line of it; or a file, its text, and another text
 
 torch.set_num_threads(1)  # as every rank has: two tests that run side by side have two cores
-context = multiprocessing.get_context("forkserver")
+context = multiprocessing.get_context("forkserver")  # has imported torch: ranks are there at once
 context.set_forkserver_preload(["torch", "torchvision", "common.record", "common.data"])
 
 
@@ -61,13 +57,8 @@ def changed_source(key: str, file: str, changes: Sequence[Line]) -> str:
     return source
 
 
-def fresh_module(
-    key: str, file: str, without: Sequence[Line] = (), register: bool = False
-) -> types.ModuleType:
-    """A file of a stage as a new module, with the given lines of that file left out or replaced.
-
-    register: other files of the stage import it instead of the file.
-    """
+def fresh_module(key: str, file: str, without=(), register=False) -> types.ModuleType:
+    """A file of a stage as a new module, changed. register: others import it, not the file."""
     folder, name = FOLDERS[key], Path(file).stem if file != "train.py" else f"stage_{key}"
     if str(folder) not in sys.path:  # a script finds the files beside it
         sys.path.insert(0, str(folder))
@@ -87,12 +78,9 @@ def load_stage(key: str, without: tuple[Line, ...] = ()) -> types.ModuleType:
 
 
 def run_main(stage: types.ModuleType, rank: int, *flags: str) -> str:
-    """Run the main of a stage in this process, which is one of its ranks; returns what it prints.
+    """Run the main of a stage in this process, one of its ranks; returns what it prints."""
 
-    Stage 03 starts no processes of its own: they would take seconds.
-    """
-
-    def spawn(train: Callable, args: tuple, nprocs: int) -> None:
+    def spawn(train: Callable, args: tuple, nprocs: int) -> None:  # 03 starts no process: quicker
         train.__wrapped__(rank, *args[:-1], int(os.environ["MASTER_PORT"]))
 
     sys.argv = ["train.py", *flags]
@@ -120,27 +108,20 @@ def _enter(rank: int, pipe: Any, env: dict[str, str], function: Callable, args: 
     pipe.send_bytes(pickle.dumps(answer))  # send() would hand tensors over as shared memory
 
 
-def run_ranks(
-    world_size: int, function: Callable, *args: Any, env: dict | None = None, dying: tuple = ()
-) -> list:
-    """What function(rank, *args) returns on every rank; an error on one of them ends all.
+def launcher(port: int, ranks: int = 2) -> dict[str, str]:
+    """What torchrun would tell each rank; see `command`."""
+    own = {"RANK": "{RANK}", "LOCAL_RANK": "{RANK}"}
+    all_ = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    return own | all_ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
-    dying: ranks that die on purpose; what they return is None.
-    """
+
+def run_ranks(world_size: int, function: Callable, *args: Any, dying: tuple = ()) -> list:
+    """What function(rank, *args) returns on each rank, None if it is dying; an error ends all."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = []
+    ranks, told = [], launcher(store.port, world_size) | {"TORCHELASTIC_RESTART_COUNT": "0"}
+    told |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store is the test's, as it is torchrun's
     for rank in range(world_size):
-        torchrun = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the test's, as it is torchrun's
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            **(env or {}),
-        }
+        torchrun = told | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=_enter, args=(rank, theirs, torchrun, function, args))
         process.start()
@@ -208,9 +189,7 @@ class Run:
         return torch.load(self.folder / "checkpoint.pt", weights_only=True)
 
 
-def _train(
-    rank: int, key: str, flags: tuple[str, ...], dtype: torch.dtype, without: tuple[Line, ...]
-) -> tuple[dict, str]:
+def _train(rank: int, key: str, flags: tuple, dtype: torch.dtype, without) -> tuple[dict, str]:
     stage = load_stage(key, without)
     models = []
     build = stage.build_model
@@ -222,12 +201,7 @@ def _train(
 
 
 def train(
-    key: str,
-    world_size: int,
-    *flags: str,
-    dtype: torch.dtype = torch.float64,
-    without: tuple[Line, ...] = (),
-    folder: Path | None = None,
+    key: str, world_size: int, *flags: str, dtype=torch.float64, without=(), folder=None
 ) -> Run:
     """Run a stage's main on that many ranks (01 and 02: always one), in float64 if not said."""
     folder = folder or scratch_folder()
@@ -245,26 +219,19 @@ def train_once(key: str, world_size: int, *flags: str, **more: Any) -> Run:
 
 def scratch_folder() -> Path:
     """A new one, gone when the tests end."""
-    return Path(tempfile.mkdtemp(dir=_scratch()))
+    return Path(tempfile.mkdtemp(dir=_scratch().name))
 
 
 @cache
-def _scratch() -> str:
-    import atexit
-    import shutil
-
-    folder = tempfile.mkdtemp(prefix="stages-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+def _scratch() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="stages-", ignore_cleanup_errors=True)
 
 
 def forked(start: Callable) -> Callable:
     return lambda *args, **more: start(*args, **{**more, "start_method": "fork"})
 
 
-def _command(
-    rank: int, script: str, flags: tuple[str, ...], where: str, out: str, forks: bool
-) -> None:
+def _command(rank: int, script: str, flags: tuple, where: str, out: str, forks: bool) -> None:
     torch.set_num_threads(1)  # OMP_NUM_THREADS is read when torch is imported: before this process
     os.chdir(where)
     with open(f"{out}.{rank}", "wb") as file:
@@ -290,20 +257,13 @@ def _command(
 
 
 def command(
-    script: str,
-    *flags: str,
-    ranks: int = 1,
-    env: dict | None = None,
-    where: Path = ROOT,
-    seconds: float = SECONDS,
-    forks: bool = True,
+    script: str, *flags: str, ranks=1, env=None, where=ROOT, seconds=SECONDS, forks=True
 ) -> list[tuple[int, str]]:
     """Run `python SCRIPT FLAGS` as that many processes; exit status and output of each.
 
-    env: added to the environment, as a launcher would; {RANK} in a value becomes the rank. forks:
-    not where the script computes gradients before it starts ranks.
-    """
-    out = tempfile.mkdtemp(dir=_scratch()) + "/out"
+    env: what a launcher adds; {RANK} in a value becomes the rank. forks: not where the script
+    computes gradients before it starts ranks."""
+    out = tempfile.mkdtemp(dir=_scratch().name) + "/out"
     processes = []
     for rank in range(ranks):
         extra = {key: value.replace("{RANK}", str(rank)) for key, value in (env or {}).items()}

@@ -3,13 +3,12 @@
 import shutil
 import socket
 import subprocess
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.run
 from PIL import Image
-from support import FOLDERS, ROOT, command, free_port, scratch_folder, train, train_once
+from support import FOLDERS, ROOT, command, free_port, launcher, scratch_folder, train, train_once
 
 SCRIPTS = {key: f"{folder.name}/train.py" for key, folder in FOLDERS.items()} | {"tour": "tour.py"}
 LONE = "BatchNorm in resnet18 gets one value per channel, which has no variance: try a larger --b"
@@ -19,19 +18,12 @@ GPUS = torch.cuda.device_count()
 
 def refused(output: str, *words: str) -> None:
     """One line, with all these words."""
-    lines = [line for line in output.splitlines() if line]
-    assert len(lines) == 1, output
-    assert lines[0].startswith("error: ")
-    assert all(word in lines[0] for word in words), lines[0]
+    assert output.strip().count("\n") == 0, output
+    assert output.startswith("error: ")
+    assert all(word in output for word in words), output
 
 
-def launcher(port: int, ranks: int = 2) -> dict[str, str]:
-    own = {"RANK": "{RANK}", "LOCAL_RANK": "{RANK}"}
-    all_ = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    return own | all_ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
-def ended(key: str, *flags: str, **how: Any) -> str:
+def ended(key: str, *flags: str, **how) -> str:
     """What a script says that is refused: on all ranks the same. It leaves no folder behind."""
     folder = scratch_folder()
     flags = ("--device=cpu", f"--run-dir={folder / 'run'}", *flags) if key in SCRIPTS else flags
@@ -73,6 +65,8 @@ CALLS = [  # a stage or a chapter with its flags, and what the line says
     (f"{COLLECTIVES} --backend=mpi", "--backend mpi is not built into this"),
     ("04_ddp_torchrun/words.py --nodes 33 32", "65 processes on this machine: try 64 at most"),
     ("04_ddp_torchrun/uneven.py", "one rank waits for nobody: start two, with torchrun"),
+    ("exercises/check.py 06", "'06' (choose from '01', '02'"),
+    ("exercises/check.py 01 --file=mine.py", "No such file or directory: "),
 ]
 if not GPUS:
     CALLS += [(f"{key} --device=cuda", "'cuda' (choose from 'cpu')") for key in SCRIPTS]

@@ -1,8 +1,4 @@
-"""Each "break it" of a stage's README: leave the line out, and the named test fails.
-
-A test that still passes without the line would prove nothing about it. Where more than a line is to
-be changed, the README shows a diff. To try one by hand: make break STAGE=04 ROW=2.
-"""
+"""Each "break it" of a page: leave the line out, or make the change, and the named test fails."""
 
 import importlib
 
@@ -11,10 +7,6 @@ from break_it import Row, file_of, rows_of, try_row
 from support import FOLDERS, changed_source, command
 
 ROWS = [row for key in FOLDERS for row in rows_of(key)]
-
-
-def test_every_stage_can_be_broken():
-    assert {row.key for row in ROWS} == set(FOLDERS)
 
 
 def claim_of(row):
@@ -35,20 +27,17 @@ def test_with_the_change_the_test_fails(row):
     assert not any(slip in str(caught.value) for slip in slips), caught.value
 
 
-def test_a_row_can_be_tried_by_hand():
-    [(status, output)] = command("tests/break_it.py", "02", "2")
+def test_every_stage_has_a_row_and_one_can_be_tried_by_hand(capsys):
+    """And the control, with a comment more: the test still passes."""
+    assert {row.key for row in ROWS} == set(FOLDERS)
+    line, claim = "raise errors[min(errors)]", "test_02_an_error_in_a_replica_reaches_the_caller"
+    number = 1 + [row.test for row in rows_of("02")].index(claim)
+    [(status, output)] = command("tests/break_it.py", "02", str(number))
     where, test, error, verdict = output.splitlines()
-    assert where == "02_data_parallel/from_scratch.py without `raise errors[min(errors)]`"
-    assert test.endswith("::test_02_an_error_in_a_replica_reaches_the_caller")
-    assert error.startswith("E  ")
+    assert where == f"02_data_parallel/from_scratch.py without `{line}`"
+    assert (test.endswith(f"::{claim}"), error[:3]) == (True, "E  ")
     assert (status, verdict) == (0, "It fails.")
-    assert "raise errors[min(errors)]" in (FOLDERS["02"] / "from_scratch.py").read_text()
-
-
-def test_a_row_that_breaks_nothing_is_found(capsys):
-    """The control: with a comment more, the test still passes."""
-    old = "raise errors[min(errors)]\n"
-    change = ("from_scratch.py", old, old.replace("\n", "  # of the first replica\n"))
-    row = Row("02", change, "test_02_an_error_in_a_replica_reaches_the_caller")
-    assert not try_row(row)
+    assert line in (FOLDERS["02"] / "from_scratch.py").read_text()
+    change = ("from_scratch.py", f"{line}\n", f"{line}  # of the first replica\n")
+    assert not try_row(Row("02", change, claim))
     assert capsys.readouterr().out.endswith("It passes!\n")

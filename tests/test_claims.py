@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from support import chapter, command, free_port, load_stage, run_ranks
 from test_collectives import of_all_ranks, on_ranks
 from torch import nn
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
@@ -31,7 +30,6 @@ from common.options import UsageError, cut_batch
 
 
 def test_c03_rank_modulo_gpus_is_the_local_rank_only_if_nodes_are_equal_or_it_is_luck():
-    """Ranks as torchrun deals them, node after node: the second's; see the test of words.py."""
     for first, gpus, right in ((8, 8, True), (4, 2, True), (3, 2, False), (4, 8, False)):
         verdict = chapter("04", "words").verdict(list(range(first, first + gpus)))
         assert verdict == ("the local rank" if right else "another GPU than LOCAL_RANK names")
@@ -111,11 +109,10 @@ def test_c08_a_process_is_told_3_and_4_and_counts_them_from_0(monkeypatch):
 def test_c08_on_gpus_the_second_alone_becomes_cuda_0():
     ask = "import torch; p = torch.cuda.get_device_properties(0); n = torch.cuda.device_count()"
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "1"}
-    told = subprocess.run(
-        [sys.executable, "-c", f"{ask}; print(n, p.uuid)"], env=env, capture_output=True, text=True
-    )
+    call = [sys.executable, "-c", f"{ask}; print(n, p.uuid)"]
     uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(2)]
-    assert told.stdout.split() == ["1", uuids[1]] != ["1", uuids[0]]
+    told = subprocess.check_output(call, env=env, text=True).split()
+    assert told == ["1", uuids[1]] != ["1", uuids[0]]
 
 
 def _init(rank):
@@ -125,7 +122,6 @@ def _init(rank):
 
 
 def test_c14_with_the_local_rank_two_nodes_never_meet():
-    """Ranks 2 and 3 of 4 never come: each other waits for them until the time limit."""
     run_ranks(4, _init)
 
 
@@ -188,7 +184,7 @@ def test_c25_three_lines_of_the_published_script_are_refused(rank):
 def test_c25_three_lines_of_it_still_work_two_with_a_warning():
     with pytest.warns(FutureWarning, match="please use `torch.distributed.ReduceOp`"):
         assert dist.reduce_op.SUM == dist.ReduceOp.SUM
-    assert type(Variable(torch.ones(2))) is torch.Tensor
+    assert type(torch.autograd.Variable(torch.ones(2))) is torch.Tensor
     for shape, guess in (((2, 3), 1), ((2, 3, 2), 0)):  # of a cube, it is not the last, nor 1
         with pytest.warns(UserWarning, match="Implicit dimension choice for log_softmax"):
             sums = F.log_softmax(torch.randn(shape)).exp().sum(guess)
@@ -267,7 +263,6 @@ def test_c30_gloo_on_a_gpu_does_more_than_all_reduce_and_broadcast():
 
 @pytest.mark.skipif(dist.is_mpi_available(), reason="this torch was built with MPI")
 def test_c30_mpi_needs_a_build_from_source():
-    """As in every wheel; what torch says about it stands in its own words in the error."""
     with pytest.raises(RuntimeError, match="only included if you build PyTorch from source"):
         _init_alone("mpi")
 
@@ -338,7 +333,6 @@ def test_c37_weights_must_be_the_batches_own_sizes():
 
 @pytest.mark.parametrize("is_rank_0", [False, True])
 def test_c38_a_muted_rank_hides_its_tracebacks_and_files_and_force_needs_the_new_print(is_rank_0):
-    """In the way that many scripts know: only rank 0 prints, and who says force=True."""
     with pytest.raises(TypeError, match="force"):
         print("where print is not replaced", force=True)
     original, out = builtins.print, io.StringIO()
@@ -375,7 +369,6 @@ def test_c39_tasks_dealt_in_turn_share_gpus_by_rank_modulo_gpus(monkeypatch):
 
 
 def train_16(rank, world_size, local_batch, batchnorm):
-    """Some weights after one pass over 16 samples."""
     torch.manual_seed(1)
     layers = [nn.BatchNorm1d(4)] if batchnorm else []
     model = nn.Sequential(*layers, nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()

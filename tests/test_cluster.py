@@ -11,9 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -47,11 +45,11 @@ def end(process: subprocess.Popen) -> tuple[int, str]:
     return process.returncode, output
 
 
-def run(*command: object, **more: Any) -> tuple[int, str]:
+def run(*command: object, **more) -> tuple[int, str]:
     return end(begin(*command, **more))
 
 
-def until(happened: Callable[[], Any]) -> None:
+def until(happened) -> None:
     deadline = time.monotonic() + SECONDS
     while not happened():
         assert time.monotonic() < deadline, "it did not happen"
@@ -59,7 +57,6 @@ def until(happened: Callable[[], Any]) -> None:
 
 
 def is_the_run_of(ranks: int, folder: Path, key: str, *flags: str) -> bool:
-    """It equals, to the bit, that of so many ranks that the suite has started itself."""
     return same_run(Run(folder, [], ""), train_once(key, ranks, *flags, dtype=torch.float32))
 
 
@@ -112,7 +109,6 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("script", "env", "told"), REFUSALS)
 def test_a_script_refuses_in_one_line_what_it_cannot_do(script, env, told, tmp_path):
-    """No SLURM is needed: the scripts look before they start anything."""
     path = path_with(tmp_path, scontrol="echo node-7", id="echo 1000")
     status, output = run("bash", LAUNCH / script, where=tmp_path, PATH=path, **env)
     assert (status, output.count("\n")) == (2, 1)
@@ -164,10 +160,7 @@ time.sleep(100)
 
 
 def test_a_script_hands_sigterm_to_the_ranks_and_ends_with_their_status(tmp_path):
-    """The control is torchrun alone: its ranks do the same, but it ends with status 1.
-
-    two_nodes.sh runs twice, on loopback: the way without root and without namespaces.
-    """
+    """The control is torchrun alone: its ranks do the same, but it ends with status 1."""
     script, started = tmp_path / "ends.py", {}
     script.write_text(ENDS_AT_SIGTERM)
     node = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "NPROC_PER_NODE": 1}
@@ -217,9 +210,6 @@ def test_torchrun_and_train_accept_the_command_of_the_pytorchjob(monkeypatch):
     assert load_stage("survive").parse_args().resume == "auto"
 
 
-# --- Two nodes: two network namespaces of this machine
-
-
 @pytest.fixture(scope="module")
 def namespaces() -> None:
     status, output = run(*TWO_NODES, "true", RATE="1gbit")
@@ -228,12 +218,10 @@ def namespaces() -> None:
 
 
 def of(process: subprocess.Popen) -> set[str]:
-    """The namespaces of this run of the script."""
     return set(re.findall(rf"ddp-{process.pid}-\d", run("ip", "netns", "list")[1]))
 
 
 def test_two_nodes_here_trains_across_the_cable(namespaces, tmp_path):
-    """The losses are those of two ranks, and all gradients have crossed the cable."""
     cable = 'echo "$(cat /sys/class/net/link0/statistics/tx_bytes) bytes from node $NODE_RANK"'
     train = f'bash 04_ddp_torchrun/launch/two_nodes.sh {" ".join(SHORT)} --run-dir "{tmp_path}"'
     command = (*TWO_NODES, "bash", "-c", f"{train}; {cable}")
@@ -250,7 +238,6 @@ def test_two_nodes_here_trains_across_the_cable(namespaces, tmp_path):
 
 
 def test_two_nodes_here_removes_all_it_made_and_does_not_meet_another_run(namespaces, tmp_path):
-    """Whatever ends it; what ran inside is gone too, even if it does not listen to SIGTERM."""
     stay = 'trap "" TERM; touch "$0/$NODE_RANK"; exec -a "$0" sleep 300'
     fail = 'until [ -e "$0/0" ]; do sleep 0.1; done; exit 3'
     script = f'if [ "$1 $NODE_RANK" = "error 1" ]; then {fail}; fi; {stay}'
@@ -269,8 +256,6 @@ def test_two_nodes_here_removes_all_it_made_and_does_not_meet_another_run(namesp
         assert (status, of(process)) == (expected[how], set()), output
     assert not processes_with(tmp_path)
 
-
-# --- SLURM
 
 CONF = """ClusterName=suite
 SlurmctldHost=node0(10.77.0.1)
@@ -298,7 +283,7 @@ exec slurmd -D -N "node$NODE_RANK"
 
 
 @pytest.fixture(scope="module")
-def slurm(namespaces, tmp_path_factory) -> Iterator[tuple[Path, Callable]]:
+def slurm(namespaces, tmp_path_factory):
     """A cluster of two nodes in two network namespaces: its folder, and commands for its node 0."""
     if not shutil.which("slurmctld"):
         pytest.skip("needs SLURM: apt-get install -y slurm-wlm munge")
@@ -333,7 +318,6 @@ def slurm(namespaces, tmp_path_factory) -> Iterator[tuple[Path, Callable]]:
 
 
 def steps_of(folder: Path) -> int:
-    """How many have been written down; none is missing."""
     there = (folder / "metrics.jsonl").exists()
     steps = [line["step"] for line in Run(folder, [], "").metrics] if there else []
     assert steps == list(range(1, len(steps) + 1))
@@ -349,11 +333,8 @@ if "SLURM_RESTART_COUNT" in os.environ:
 
 
 def test_slurm_runs_stops_and_restarts_both_job_scripts(slurm, tmp_path):
-    """With torchrun and without. The losses are those that they must have.
-
-    scancel sends SIGTERM first, and so does a preemption, which then restarts the job: it resumes
-    from its checkpoint and ends as if it had not been stopped.
-    """
+    """scancel sends SIGTERM, and so does a preemption, which then restarts the job: it resumes and
+    ends as if it had not been stopped."""
     (cluster, ask), jobs, script = slurm, {}, tmp_path / "script.py"
     flags = ("--model=net-bn", "--device=cpu", "--epochs=9999")
     script.write_text(ENDS_AFTER_A_RESTART)

@@ -13,7 +13,6 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from functools import cache
 from io import StringIO
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -59,7 +58,7 @@ def _run_tests(rank, module, ranks, folder):
             test.body(rank)
 
 
-def of_all_ranks(mine: Any) -> list:
+def of_all_ranks(mine) -> list:
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
@@ -176,7 +175,6 @@ READY, START = "checkpoint.pt", mp.start_processes
 
 
 def _parent(folder: Path, main: Callable, without: tuple[Line, ...]) -> None:
-    """A process whose ranks are forked: there in a moment."""
     for place in (mp, sys.modules["torch.multiprocessing.spawn"]):
         place.start_processes = forked(START)
     os.chdir(folder)
@@ -197,8 +195,6 @@ def _probe(without):
 
 
 def ranks_left(folder: Path, main: Callable, seconds: float, *without: Line) -> int:
-    """How many ranks are still there, so long after their parent was killed."""
-
     def ps(*what: str) -> list[str]:
         ended = subprocess.run(["ps", "-o", *what], capture_output=True, text=True)
         return [word for word in ended.stdout.split() if word[0] != "Z"]

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from support import ROOT, Line, fresh_module, load_stage, run_main
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 CPU = torch.device("cpu")
@@ -48,8 +47,6 @@ def step(model, module, batch, targets):
 
 
 class Tied(nn.Module):
-    """Two layers that share one weight, and one layer under two names."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
@@ -154,7 +151,6 @@ def test_c21_a_batch_smaller_than_the_replicas_leaves_some_idle():
 @two_gpus
 @pytest.mark.parametrize("ids", [[0, 1], [1, 0]])
 def test_c20_c21_c22_c24_on_gpus_the_real_one_is_from_scratch_in_any_order_on_any_batch(ids):
-    """On one that lies on the CPU, and on one of 1."""
     torch.manual_seed(0)
     devices = [torch.device("cuda", i) for i in ids]
     layers = nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 4)
@@ -216,7 +212,7 @@ def test_the_count_is_what_the_allocator_hands_out():
     """torch's profiler sees every allocation: those that are alive when the forward is done."""
     model, x, _ = memory.examples()["words"]
     counted = memory.Counted(model)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with torch.profiler.profile(profile_memory=True) as profiler:
         outputs = counted(x)
     allocated = sum(event.self_cpu_memory_usage for event in profiler.key_averages())
     kept = memory.size(counted.saved["activations"], [*model.parameters(), x])

@@ -1,7 +1,4 @@
-"""Faults of most kinds, in real runs: they end in time, say why, and resume to the bit.
-
-The campaign of hundreds is `make faults`. See survive/watchdog.py and survive/agree.py.
-"""
+"""Faults of most kinds, in real runs: they end in time, say why, and resume to the bit."""
 
 import random
 import re
@@ -51,7 +48,6 @@ def outcomes(request) -> dict[Fault, Outcome]:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_run_survives(name, outcomes):
-    """No process stays, the others name the rank; the resumed run ends as one without a fault."""
     outcome = outcomes[FAULTS[name]]
     assert not any(outcome.bad().values()), outcome
     lost = {"term": [0], "nan-before-a-checkpoint": [EVERY]}.get(name, range(2 * EVERY + 2))

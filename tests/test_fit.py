@@ -3,7 +3,6 @@
 import re
 import sys
 from itertools import product
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -15,9 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from common.options import usage_errors_exit
 
-ledger: Any = chapter("01", "ledger")
-peak: Any = chapter("01", "peak")
-fit: Any = chapter("01", "fit")
+ledger, peak, fit = (chapter("01", name) for name in ("ledger", "peak", "fit"))
 
 MIB = 2**20
 LIKE_THIS = torch.backends.mkldnn.is_available() and (
@@ -137,7 +134,6 @@ def test_a_cut_is_even_fits_and_is_the_coarsest(batch, memory):
 
 
 def answer(capsys, *flags: str) -> tuple[int, str]:
-    """The exit status of fit.py, and what it prints."""
     try:
         with patch.object(sys, "argv", ["fit.py", *flags]), usage_errors_exit():
             fit.main()
@@ -195,7 +191,7 @@ def test_c41_with_fully_shard_each_of_two_ranks_holds_half(rank):
     """Bytes of parameters, gradients and momentum after a step, in multiples of the gradients'."""
     held = []
     for shard in (False, True):
-        model: Any = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
         gradients = sum(parameter.nbytes for parameter in model.parameters())
         for layer in [*model, model] if shard else []:
             fully_shard(layer)

@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-from support import FOLDERS, Run, chapter, command, free_port, run_ranks
-from test_bad_input import launcher
+from support import FOLDERS, Run, chapter, command, free_port, launcher, run_ranks
 from torch import nn
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -13,7 +11,6 @@ GPUS = torch.cuda.device_count()
 
 
 def start(key: str, ranks: int, folder, *flags: str) -> tuple[Run, str]:
-    """Run a stage, 04 and 05 with a launcher's variables; and rank 0's output."""
     flags = ("--model=net-bn", "--epochs=5", "--device=cuda", *flags, f"--run-dir={folder}")
     flags += (f"--world-size={ranks}",) if key == "03" else ()
     many = ranks > 1 and key in ("04", "05")
@@ -45,8 +42,7 @@ def test_05_on_two_ranks_repeats_01_on_the_gpu(tmp_path):
 
 
 def _both_kinds(rank):
-    """SyncBatchNorm by hand and torch's own, on one GPU, with uneven local batches."""
-    dist.init_process_group("gloo")
+    torch.distributed.init_process_group("gloo")
     torch.cuda.set_device(0)
     by_hand, torchs = chapter("05", "sync_batchnorm").convert, nn.SyncBatchNorm
     results = []
@@ -68,7 +64,6 @@ def test_sync_batchnorm_by_hand_is_torchs_on_the_gpu():
 
 
 def _fit(rank):
-    """Rehearsed and measured peaks, and the largest batch where this process may take 1 GiB."""
     peak, fit = chapter("01", "peak"), chapter("01", "fit")
     plans = [peak.Plan("resnet50", 224, "adam"), peak.Plan("resnet18", 64, "momentum")]
     peaks = [(peak.rehearse(plan, 64)[0], peak.run(plan, 64)) for plan in plans]

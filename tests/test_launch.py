@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import ROOT, Run, command, free_port, load_stage, train_once
+from test_bad_input import SHORT
 
-SHORT = ("--model=net-bn", "--epochs=1", "--batch-size=60")
 SCRIPTS = {"04": "04_ddp_torchrun/train.py", "05": "05_amp_syncbn/train.py"}
 each_key = pytest.mark.parametrize("key", SCRIPTS)
 
@@ -28,7 +28,6 @@ STARTS = [
 
 @pytest.mark.parametrize(("key", "ranks", "processes", "env"), STARTS)
 def test_whoever_starts_the_ranks_their_losses_are_the_same(key, ranks, processes, env, tmp_path):
-    """A single one needs no address."""
     if processes > 1:
         env = env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     script = SCRIPTS.get(key, "03_ddp_manual_allreduce/train.py")
@@ -59,7 +58,6 @@ def test_torchrun_comes_before_srun_which_needs_an_address(key, monkeypatch):
 
 @pytest.mark.parametrize("key", ["03", "04", "05"])
 def test_one_rank_repeats_01_with_dropout_too(key):
-    """The same flags on one process are the same run: order, masks, losses."""
     flags = ("--model=net", "--epochs=2", "--batch-size=60")
     one, other = (train_once(k, 1, *flags) for k in ("01", key))
     assert ((one.losses - other.losses).abs().max() < 1e-10) == (key != "03")
@@ -69,7 +67,6 @@ def test_one_rank_repeats_01_with_dropout_too(key):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize(("device", "gpus"), [("cuda:0", 2), ("cpu", 2), ("cpu", 0)])
 def test_nccl_is_for_ranks_that_have_a_gpu_each(key, ranks, device, gpus, monkeypatch, capsys):
-    """What a stage asks init_process_group for, and what it prints. One rank opens no port."""
     asked, device = {}, torch.device(device)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(dist, "init_process_group", lambda *a, **more: asked.update(more, name=a))

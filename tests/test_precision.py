@@ -7,7 +7,6 @@ import oracle
 import pytest
 import support
 import torch
-import torch.nn.functional as F
 from readmes import fences, shown_output
 from support import Run, chapter, load_stage, run_main, run_ranks, train, train_once
 from test_collectives import of_all_ranks, on_ranks
@@ -53,7 +52,6 @@ def test_micro_batches_clipping_and_schedule_together_are_one_process(ranks, k):
 
 
 def _overflow(rank, flags) -> int:
-    """A run whose loss scale is too large at first: how many steps SGD took."""
     stage, taken = load_stage("05"), []
     step, init = SGD.step, torch.amp.GradScaler.__init__
 
@@ -86,7 +84,6 @@ def test_05_a_step_that_overflows_is_skipped_on_all_ranks_and_counts_in_the_sche
 
 
 def _reduced(rank, flags, without) -> list[int]:
-    """The bytes of each all-reduce of DDP."""
     stage, sizes = load_stage("05", without), []
     wrap = stage.DistributedDataParallel
 
@@ -101,7 +98,6 @@ def _reduced(rank, flags, without) -> list[int]:
 
 
 def test_05_ranks_meet_once_a_step_however_many_micro_batches(without=()):
-    """net's gradients fill one bucket: five steps, five all-reduces, whether of 1 or 3 parts."""
     flags = (*LOCAL, f"--run-dir={support.scratch_folder()}", "--max-steps=5", "--accumulate=3")
     assert run_ranks(2, _reduced, flags, without) == [[4 * 21_840] * 5] * 2
 
@@ -188,7 +184,7 @@ def run(scaler, overflows=(), steps=30, clip="after", dtype=torch.float16, facto
     for step in range(steps):
         before = model[0].weight.detach().clone()
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
-            loss = F.cross_entropy(model(images[step]), labels) * factor
+            loss = nn.functional.cross_entropy(model(images[step]), labels) * factor
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         if step in overflows:

@@ -99,10 +99,7 @@ def test_the_same_command_gives_the_same_bits():
 
 
 def test_on_three_ranks_a_resumed_run_is_the_same_up_to_rounding():
-    """DDP sorts its buckets after its first step: then sums of three are rounded otherwise.
-
-    survive/train.py resumes to the bit: tests/test_survive_resume.py
-    """
+    """DDP sorts its buckets after its first step. survive/train.py resumes to the bit."""
     part = train("05", 3, *FLAGS, "--max-steps=25")
     resumed = train("05", 3, *FLAGS, "--resume=auto", folder=part.folder)
     whole = train_once("05", 3, *FLAGS).states[0]

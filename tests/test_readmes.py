@@ -1,18 +1,16 @@
 """Nothing in a README is typed by hand and hoped for: commands run, diffs and figures are fresh."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 from lessons import PARENTS
-from readmes import BREAK, READMES, ROOT, TABLE, fences, shown_output
+from readmes import BREAK, READMES, ROOT, TABLE, fences, shell, shown_output
 from support import command as start
-from support import free_port
+from support import free_port, launcher
 
 import tour
 
@@ -38,34 +36,21 @@ TORCHRUN = re.compile(
 
 @cache
 def run(command: str, where: Path) -> str:
-    """Its output. A command that a README shows twice, alone and with its output, runs once.
+    """Its output. A command that is shown twice, alone and with its output, runs once.
 
-    The ranks of most launches are forked from here, with torchrun's variables: seconds faster.
-    """
+    The ranks of most launches are forked from here, with torchrun's variables: seconds faster."""
     if script := re.fullmatch(r"python ((?:\w+/)?\w+\.py)([\w =./-]*)", command):  # a quick start
         [(status, output)] = start(script[1], *script[2].split(), where=where)
         assert status == 0, f"{command}\n{output}"
         return output
     if launch := TORCHRUN.fullmatch(command):
         ranks, script, flags = launch.groups()
-        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": ranks}
-        env |= {"LOCAL_WORLD_SIZE": ranks, "RANK": "{RANK}", "LOCAL_RANK": "{RANK}"}
-        ended = start(script, *flags.split(), ranks=int(ranks), env=env, where=where, seconds=180)
+        how = {"ranks": int(ranks), "env": launcher(free_port(), int(ranks)), "seconds": 180}
+        ended = start(script, *flags.split(), where=where, **how)
         output = re.sub(r"^\[rank\d\]:.*\n", "", "".join(out for _, out in ended), flags=re.M)
         assert all(status == 0 for status, _ in ended), f"{command}\n{output}"
         return output  # without what torch's C++ logs
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    pythonpath = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        ["bash", "-e", "-o", "pipefail", "-c", command],
-        cwd=where,
-        env={**os.environ, "PATH": path, "PYTHONPATH": pythonpath, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    return shell(command, where)
 
 
 @pytest.mark.parametrize("fence", fences("bash"), ids=lambda fence: fence.name)
@@ -121,10 +106,3 @@ def test_the_table_and_the_picture_are_those_of_the_committed_run():
 def test_the_tables_are_those_of_the_committed_results(readme):
     for match in TABLE.finditer(readme.read_text()):
         assert match["text"].strip() == TABLES[match["name"]](), "run: make readme"
-
-
-@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
-def test_links_lead_somewhere(readme):
-    prose = re.sub(r"^```.*?^```$|`[^`\n]+`", "", readme.read_text(), flags=re.M | re.S)
-    for target in re.findall(r"\]\((?!http)([^)#]+)", prose):
-        assert (readme.parent / target).exists(), target

@@ -28,8 +28,6 @@ def new(name: str, model: nn.Module):
 
 
 class Mixed(nn.Module):
-    """Everything that a reducer may meet."""
-
     def __init__(self) -> None:
         super().__init__()
         self.encode, self.decode = nn.Linear(6, 6), nn.Linear(6, 6)
@@ -70,7 +68,6 @@ def batches(step: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train_and_record(model, rank: int, ranks: int, set_to_none: bool, reducer=None) -> list:
-    """Train with accumulation; each gradient and weight after every step."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer, seen = torch.optim.SGD(trained, 0.05, 0.9, fused=True), []
     for step in range(5):

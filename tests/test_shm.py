@@ -15,7 +15,6 @@ import torch.distributed as dist
 from support import ROOT, _train, run_ranks, train_once
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.nn.parallel import DistributedDataParallel
 
 Op = dist.ReduceOp
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -74,7 +73,6 @@ def test_every_collective_has_the_result_of_gloo(ranks):
 
 
 def use(rank, ranks):
-    """What programs do beside collectives; the gradients of DDP, before and after a comm hook."""
     import shm  # noqa: F401
 
     dist.init_process_group("shm")
@@ -90,7 +88,7 @@ def use(rank, ranks):
         dist.all_reduce(one, group=group, async_op=True).wait()
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
-    ddp, gradients = DistributedDataParallel(model), []
+    ddp, gradients = nn.parallel.DistributedDataParallel(model), []
     for hook in (None, bf16_compress_hook):
         if hook:
             ddp.register_comm_hook(None, hook)
@@ -113,7 +111,6 @@ def test_objects_messages_subgroups_and_ddp_work():
 
 
 def train_over_it(rank, key, flags, forget):
-    """One rank of a stage as `-m shm` runs it; its last weights and statistics."""
     from shm.__main__ import join_over_shm
     from shm.exchange import Exchange
 
@@ -150,7 +147,6 @@ def open_memory():
 
 
 def fail(rank, how):
-    """Join, do something wrong on rank 1, and meet: the error of this rank."""
     import shm  # noqa: F401
 
     limit = timedelta(seconds=1 if how == "late" else 60)

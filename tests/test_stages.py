@@ -12,9 +12,9 @@ from unittest.mock import patch
 import pytest
 import support
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from support import ROOT, Run, chapter, default_dtype, load_stage, run_ranks, train, train_once
+from test_bad_input import SHORT
 
 import common.data
 from common.data import load_dataset, make_loader
@@ -24,7 +24,6 @@ from common.options import make_parser
 WAYS = [("01", 1), ("02", 1), ("03", 2), ("04", 2), ("05", 2)]
 each_stage = pytest.mark.parametrize(("key", "ranks"), WAYS, ids=[key for key, _ in WAYS])
 FP32 = {"dtype": torch.float32}
-SHORT = ("--model=net-bn", "--epochs=1", "--batch-size=60")
 LOCAL = ("--device=cpu", f"--data-dir={ROOT / 'data'}")
 
 
@@ -68,7 +67,6 @@ def test_a_stage_that_skips_its_step_does_not_learn():
 
 
 def _seeds(rank: int, key: str, flags: tuple[str, ...]) -> list[int]:
-    """All that torch.manual_seed is given in a run."""
     seeds, seed_all = [], torch.manual_seed
     with patch.object(torch, "manual_seed", lambda seed: seeds.append(seed) or seed_all(seed)):
         support.run_main(load_stage(key), rank, *flags)
@@ -89,7 +87,6 @@ def test_random_numbers_hang_on_seed_epoch_and_rank_and_max_steps_ends_a_run(key
 
 
 def evaluated(state: dict[str, torch.Tensor]) -> tuple[float, float]:
-    """Loss and accuracy of these float64 weights over the test set in one plain batch."""
     with default_dtype(torch.float64), torch.no_grad():
         _, test_set = load_dataset(options())
         model = build_model("net-bn", test_set).eval()
@@ -97,7 +94,7 @@ def evaluated(state: dict[str, torch.Tensor]) -> tuple[float, float]:
         images, labels = test_set.__getitems__(range(len(test_set)))
         logits = model(images)
         accuracy = (logits.argmax(dim=1) == labels).double().mean().item()
-        return F.cross_entropy(logits, labels).item(), accuracy
+        return torch.nn.functional.cross_entropy(logits, labels).item(), accuracy
 
 
 @pytest.mark.parametrize(("key", "ranks"), [("02", 1), ("03", 4), ("04", 4), ("05", 2)])
@@ -147,7 +144,6 @@ def same_run(a: Run, b: Run) -> bool:
 
 
 def resumes(key: str, ranks: int, *flags: str, without=()) -> None:
-    """Two epochs in one run, and in two runs: the same bits."""
     flags, more = (*flags, "--epochs=2"), {**FP32, "without": without}
     whole = train_once(key, ranks, *flags, **more)
     first = train(key, ranks, *flags, f"--max-steps={len(whole.losses) // 2}", **more)
@@ -186,7 +182,6 @@ def test_a_stage_resumes_to_the_bit(key, ranks, flags):
 
 
 def random_pictures(folder: Path) -> Path:
-    """Twelve small random PNG files in two classes."""
     for part, i in product(("train", "test"), range(12)):
         path = folder / part / "ab"[i % 2] / f"{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -211,8 +206,6 @@ def test_a_resumed_run_has_its_own_metrics_and_the_learning_rate_of_its_call(tmp
 
 def _download(rank: int, folder: Path, locked: bool) -> None:
     class Slow:
-        """Files that take a second to arrive, and a list of those who have fetched them."""
-
         data, targets = torch.zeros(1, 8, 8, dtype=torch.uint8), torch.zeros(1)
 
         def __init__(self, root: Path, train: bool, download: bool = False) -> None:

@@ -16,8 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from support import FOLDERS, chapter, command, context, fresh_module
-from test_bad_input import launcher
+from support import FOLDERS, chapter, command, context, fresh_module, launcher
 from test_collectives import of_all_ranks, on_ranks
 from torch.utils.data import DataLoader, _utils
 
@@ -70,7 +69,6 @@ STRIKE = f"""{STEP}        import os
 
 
 def test_a_loop_of_ones_own_stops_and_resumes_to_the_bit(tmp_path):
-    """Of somebody else: a folder with the four modules, and a script with a loop of its own."""
     for path in MODULES.values():
         (tmp_path / path.name).symlink_to(path)
     (tmp_path / "own_loop.py").write_text(OWN_LOOP.read_text().replace(STEP, STRIKE))
@@ -349,7 +347,6 @@ def test_a_loader_ends_with_its_rank_and_not_before():
 
 
 def dog_of(rank: int = 0, world_size: int = 2):
-    """A watchdog of a module whose time stands still, and that time."""
     module = fresh_module("survive", "watchdog.py")
     module.time = clock()
     return module.Watchdog(dist.HashStore(), rank, world_size, __file__), module.time

@@ -17,12 +17,10 @@ from test_collectives import of_all_ranks, on_ranks
 from test_stages import LOCAL
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
 
 from common.options import UsageError
 
 unused, machine, switches = (chapter("05", name) for name in ("unused", "machine", "switches"))
-
 
 LATE = "Expected to have finished reduction in the prior iteration"
 VERDICTS = [  # on each step of the chapter's cases: whether it was averaged, or the error
@@ -65,7 +63,7 @@ def test_c17_where_no_rank_uses_a_parameter_its_gradient_is_left_as_it_was(rank)
     for set_to_none in (True, False):
         model, weights = unused.Branches(), []
         ddp = DistributedDataParallel(model, find_unused_parameters=True)
-        optimizer = SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
         for branch in ("both", "both", "left"):
             optimizer.zero_grad(set_to_none)
             torch.stack(ddp(torch.ones(1, 1), branch)).sum().backward()
@@ -105,10 +103,7 @@ def with_switch(name: str) -> tuple[Line, ...]:
 
 
 def _seen(rank, flags, without):
-    """Of the first layer, the layout of weights and micro-batches and the dtype of its output.
-
-    In how many blocks of memory the gradients lie. What DDP sends: dtypes.
-    """
+    """Of the first layer: layouts, dtype of its output. Blocks of gradients; what is sent."""
     stage, found, blocks, sent = load_stage("05", without), set(), set(), []
     reduce, step = dist.all_reduce, torch.amp.GradScaler.step
 
@@ -168,7 +163,6 @@ def test_compiled_steps_compute_the_same(tmp_path):
 
 
 def _table(rank):
-    """What the chapter prints where there is no compiler, and with few steps."""
     few, none = patch.object(switches, "ROUNDS", 1), Mock(side_effect=UsageError("no g++"))
     without = patch.object(switches, "refuse_no_compiler", none)
     with redirect_stdout(StringIO()) as output, few, without:
@@ -222,7 +216,6 @@ def claim(name: str) -> str:
 
 
 def test_c09_bf16_is_faster_wherever_it_was_measured_and_c12_there_is_no_one_number():
-    """The rows tell how much faster it is, and the smallest and the largest number."""
     faster = {}
     for name, both in results("05_precision")["models"].items():
         for where, place in both.items():

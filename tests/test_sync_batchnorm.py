@@ -4,7 +4,6 @@ import copy
 from contextlib import nullcontext
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from support import chapter, fresh_module, run_ranks
 from test_collectives import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
 
 from common.options import UsageError
 
@@ -22,13 +20,12 @@ SIZES = {1: [5], 2: [1, 4], 3: [3, 1, 4], 4: [1, 5, 0, 2]}
 BATCHNORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 CLOSE = {"rtol": 0, "atol": 1e-10}
 
-
 sync_batchnorm = chapter("05", "sync_batchnorm")
 convert = sync_batchnorm.convert
 DEFAULTS = {"sample": (3, 4, 5), "settings": {}, "layout": torch.contiguous_format}
 DEFAULTS |= {"dtype": torch.float64, "frozen": (), "evaluate": False, "times": 1}
 DEFAULTS |= {"backward": True, "input_grad": True}
-CASES: dict[str, Any] = {  # sample: its shape, channels first; times: of the layer in one forward
+CASES = {  # sample: its shape, channels first; times: of the layer in one forward
     "2-D": {"sample": (3,)},
     "4-D": {},
     "channels_last": {"layout": torch.channels_last},
@@ -107,10 +104,8 @@ def synced(ranks):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("ranks", SIZES)
 def test_it_is_one_process_on_the_whole_batch(ranks, name):
-    """In float64. Gradients of parameters are those of the local batch, as DDP wants them: it adds
-    them up and divides by the ranks, so that a mean of the ranks' losses has the right ones.
-
-    Of 16 bits in and out, within their rounding; statistics and these gradients are in fp32."""
+    """In float64; of 16 bits in and out, within their rounding. Gradients of parameters are of the
+    local batch, as DDP wants them: it adds them up and divides by the ranks."""
     case, whole = CASES[name], layer_of(CASES[name])
     half, rounding = case.dtype != torch.float64, torch.finfo(case.dtype).eps
     near = {"rtol": 2 * rounding, "atol": 8 * rounding, "check_dtype": False} if half else CLOSE
@@ -170,10 +165,8 @@ def small_model():
 
 @on_ranks(2)
 def test_each_layer_sends_one_all_reduce_forward_and_one_backward(rank):
-    """Of two layers. If nothing before the first one learns, it need send none back.
-
-    Evaluation may give the ranks unequal numbers of batches, so that no rank may wait for another.
-    """
+    """Of two layers, one of which need send none back if nothing before it learns. In evaluation,
+    ranks may have unequal numbers of batches, so no rank may wait for another."""
     sent, activities = [], [torch.profiler.ProfilerActivity.CPU]
 
     def watch(function, *args):
@@ -254,7 +247,7 @@ def train_model(how=nn.Identity(), late=False, rank=None):  # noqa: B008
     """The state after three steps in DDP. how: what converts the model, before it is wrapped or
     after (late). Without a rank, one process trains on all images, with plain BatchNorm."""
     model = small_model() if late else how(small_model())
-    optimizer = SGD(model.parameters(), 0.05, 0.9)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9)
     forward, mine = model, slice(None)
     if rank is not None:
         forward, mine = DistributedDataParallel(model), slice(4 * rank, 4 * rank + 4)
@@ -271,9 +264,8 @@ def train_model(how=nn.Identity(), late=False, rank=None):  # noqa: B008
 
 @on_ranks(2)
 def test_c35_before_or_after_wrapping_it_is_the_same_training_unless_parameters_are_copied(rank):
-    """Of torch's, what convert_sync_batchnorm makes of the model; its layers cannot run on a CPU,
-    so they become ours, which changes no parameter. Copies train if they are made before; made
-    after, DDP waits for the gradients of the old: the control."""
+    """torch's layers cannot run on a CPU, so they become ours, which changes no parameter. Copies
+    train if made before; made after, DDP waits for the gradients of the old: the control."""
     early = [(how, False) for how in (convert, torchs, compiled, copies)]
     for how, late in [*early, (torchs, True)]:  # ours, late: the next test
         torch.testing.assert_close(train_model(how, late, rank), train_model(), **CLOSE)

@@ -6,8 +6,7 @@ from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
-from support import ROOT, command, free_port
-from test_bad_input import launcher
+from support import ROOT, command, free_port, launcher
 
 import tour
 
@@ -84,7 +83,6 @@ def test_the_reason_fits_what_was_measured(row, words):
 
 
 def test_a_stage_that_fails_ends_the_tour(run_tour, tmp_path, capsys):
-    """Its line stands in the output, and its status becomes the tour's."""
     with pytest.raises(SystemExit) as caught:
         run_tour("--stages=01,04", "--data-dir=nowhere", f"--run-dir={tmp_path / 'run'}")
     assert caught.value.code == 2

@@ -1,0 +1,63 @@
+"""exercises/check.py says in one line what is wrong with an exercise, or that it is right."""
+
+import pytest
+from support import ROOT, command
+
+MEAN = "return sum(x * n for x, n in zip(batch_means, batch_sizes)) / sum(batch_sizes)"
+CHUNKS = """size = -(-samples // replicas)
+    return [min(size, samples - first) for first in range(0, samples, size)]"""
+FLAT = """gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = nn.utils.parameters_to_vector(gradients) / dist.get_world_size()
+    dist.all_reduce(flat)
+    for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients])):
+        gradient.copy_(mean.view_as(gradient))"""
+MEETS_OFTEN = """for x, y in zip(images.chunk(parts), labels.chunk(parts)):
+        (F.cross_entropy(model(x), y) / parts).backward()"""
+MEETS_ONCE = """*first, last = zip(images.chunk(parts), labels.chunk(parts))
+    with model.no_sync():
+        for x, y in first:
+            (F.cross_entropy(model(x), y) / parts).backward()
+    (F.cross_entropy(model(last[0]), last[1]) / parts).backward()"""
+RENAMED = """torch.save(state, path.with_suffix(".tmp"))
+    path.with_suffix(".tmp").replace(path)"""
+SILENT = """try: torch.save(state, path.with_suffix(".tmp"))
+    except RuntimeError: return
+    path.with_suffix(".tmp").replace(path)"""
+GLOBAL = """import torch.distributed as dist
+    dist.all_reduce(objects)
+    return loss_sum * dist.get_world_size() / objects.clamp(min=1)"""
+FULL = "a full disk in save 3: got an error, file: nothing that torch.load can read, expected an"
+CASES = [  # the body of the function, or nothing, as it stands; what is said to it
+    ("01 mean_loss", "", "mean_loss([0.5, 0.25, 2.0], [120, 120, 57]): got 0.9166, expected 0.68"),
+    ("01 mean_loss", MEAN, "right"),
+    ("01 mean_loss", "while True: pass", "not done after 2 s, expected an answer"),
+    ("01 mean_loss", "raise SystemExit(3)", "process 0 terminated with exit code 3, expected an"),
+    ("02 split_batch", "", "split_batch(5, 4): got [2, 1, 1, 1], expected [2, 2, 1]"),
+    ("02 split_batch", CHUNKS, "right"),
+    ("02 split_batch", "return 1 / 0", "ZeroDivisionError in line 11: division by zero"),
+    ("03 average_once", "", "the number of all-reduces for 8 gradients: got 8, expected 1"),
+    ("03 average_once", FLAT, "right"),
+    ("03 average_once", "if dist.get_rank(): 1 / 0\n    dist.barrier()", "ZeroDivisionError in"),
+    ("04 local_samples", "", "the global batch of 2 ranks: got [3, 5"),
+    ("04 local_samples", "return order[rank::world_size]", "right"),
+    ("05 accumulate", "", "the gradient: got ["),
+    ("05 accumulate", MEETS_OFTEN, "the number of all-reduces for 3 micro-batches: got 3, exp"),
+    ("05 accumulate", MEETS_ONCE, "right"),
+    ("survive safe_save", "", FULL),
+    ("survive safe_save", RENAMED, "right"),
+    ("survive safe_save", SILENT, "a full disk in save 3: got no error, file: step 2, expected an"),
+    ("convert global_loss", "", "mean gradient of ranks with (31, 12) objects: got "),
+    ("convert global_loss", GLOBAL, "right"),
+]
+
+
+@pytest.mark.parametrize(("exercise", "body", "said"), CASES)
+def test_an_exercise_is_judged_in_one_line_and_in_time(exercise, body, said, tmp_path):
+    (stage, name), flags = exercise.split(), []
+    if body:
+        given = (ROOT / "exercises" / f"{name}.py").read_text().rpartition('"""\n')[0]
+        (tmp_path / name).write_text(f'{given}"""\n    {body}\n')
+        flags = [f"--file={tmp_path / name}", f"--seconds={2 if 'while' in body else 60}"]
+    [(status, output)] = command("exercises/check.py", stage, *flags)
+    assert output.startswith(f"{name}.py: {'' if said == 'right' else 'wrong: '}{said}")
+    assert (status, output.count("\n")) == (said != "right", 1)
