@@ -36,7 +36,7 @@ def parse_args() -> Namespace:
     add("--augment", action="store_true", help="random color, crop and flip; not for digits")
     add("--epochs", type=int, default=5)
     add("--batch-size", type=int, default=8, help="images per optimizer step")
-    add("--lr", type=float, default=0.08, help="learning rate for a batch of 32; scaled to --batch-size")
+    add("--lr", type=float, default=0.08, help="for a batch of 32; it is scaled to --batch-size")
     add("--warmup", type=int, default=100, help="steps until the learning rate is reached")
     add("--multistep", type=int, nargs="*", default=[4], help="divide lr by 10 after these")
     add("--eval-epochs", type=int, nargs="*", help="evaluate after these only")

@@ -2,8 +2,8 @@
 
     python convert/steps.py
 
-writes ddp.py, the diffs with fresh line numbers, and the fences of README.md. To change a step, edit
-its diff; to change the script, edit single.py; then run this.
+writes ddp.py, the diffs with fresh line numbers, and the fences of README.md. To change a step,
+edit its diff; to change the script, edit single.py; then run this.
 """
 
 import re
