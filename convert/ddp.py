@@ -30,20 +30,20 @@ def parse_args() -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     add, gpu = parser.add_argument, torch.cuda.is_available()
     add("--data-dir", type=Path, default=Path("data/scenes"), help="annotations/, train*/, val*/")
-    add("--run-dir", type=Path, default=Path("runs/convert"), help="for all that is written")
+    add("--run-dir", type=Path, default=Path("runs/convert"), help="folder of all output")
     add("--backbone", default="resnet18", choices=[f"resnet{n}" for n in (18, 34, 50, 101, 152)])
-    add("--image-size", type=int, default=128, help="images are resized to it; 300 for COCO")
-    add("--augment", action="store_true", help="color, crop, flip (a mirrored digit is no digit)")
+    add("--image-size", type=int, default=128, help="images are resized to this; 300 for COCO")
+    add("--augment", action="store_true", help="random color, crop and flip; not for digits")
     add("--epochs", type=int, default=5)
     add("--batch-size", type=int, default=8, help="images per optimizer step")
-    add("--lr", type=float, default=0.08, help="for a batch of 32; scaled with the batch")
+    add("--lr", type=float, default=0.08, help="for a batch of 32; it is scaled to --batch-size")
     add("--warmup", type=int, default=100, help="steps until the learning rate is reached")
-    add("--multistep", type=int, nargs="*", default=[4], help="lr / 10 after these epochs")
-    add("--eval-epochs", type=int, nargs="*", help="evaluate after these; default: after all")
+    add("--multistep", type=int, nargs="*", default=[4], help="divide lr by 10 after these")
+    add("--eval-epochs", type=int, nargs="*", help="evaluate after these only")
     add("--amp", action="store_true", help="train in bfloat16 where that is safe")
     add("--resume", type=Path, help="continue from this checkpoint")
     add("--evaluate", action="store_true", help="evaluate, and do not train")
-    add("--benchmark", action="store_true", help="one batch, again and again; nothing is saved")
+    add("--benchmark", action="store_true", help="train on one batch again and again; save nothing")
     add("--workers", type=int, default=4 if gpu else 0, help="processes that load images")
     add("--device", type=torch.device, default="cuda" if gpu else "cpu")
     add("--seed", type=int, default=0)
@@ -64,7 +64,7 @@ class CocoFolder(CocoDetection):
 
 
 def load_data(args: Namespace, part: str) -> CocoFolder:
-    file = args.data_dir / f"annotations/instances_{part}.json"  # or train2017, as COCO's
+    file = args.data_dir / f"annotations/instances_{part}.json"  # or instances_train2017
     file = next(args.data_dir.glob(f"annotations/instances_{part}*.json"), file)
     with redirect_stdout(None):  # it prints
         data = CocoFolder(args.data_dir / file.stem.removeprefix("instances_"), file)

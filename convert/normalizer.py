@@ -1,9 +1,9 @@
-"""How far off is the gradient if each rank divides its loss by its own count of matched anchors?
+"""Measure the error of the gradient if each rank divides its loss by its own matched anchors.
 
     python normalizer.py
 
-One process plays two ranks of half a batch each, with BatchNorm over the whole batch. It takes the
-flags of single.py.
+One process plays two ranks with half a batch each. BatchNorm is over the whole batch. The flags are
+those of single.py.
 """
 
 from itertools import islice
@@ -48,7 +48,7 @@ def main() -> None:
         mean, exact = (gradient(loss, model) for loss in model(images, targets).values())
         errors.append(float((mean - exact).norm() / exact.norm()))
         print(f"matched anchors {model.counts}  the gradient is off by {errors[-1]:.1%}")
-    print(f"median {median(errors):.1%}, most {max(errors):.1%}")
+    print(f"median {median(errors):.1%}, maximum {max(errors):.1%}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Apply steps/1.diff, steps/2.diff, ... to single.py, and write what follows from them.
+"""Apply steps/1.diff, steps/2.diff, ... to single.py, and write all that follows.
 
     python convert/steps.py
 
-writes ddp.py, each diff with the line numbers of today, and the diffs that README.md shows. To
-change a step, edit its diff; to change the script, edit single.py; then run this.
+writes ddp.py, the diffs with fresh line numbers, and the fences of README.md. To change a step,
+edit its diff; to change the script, edit single.py; then run this.
 """
 
 import re

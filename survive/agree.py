@@ -1,8 +1,8 @@
-"""Lets all ranks decide alike: on errors, on NaN, and on when to stop after a SIGTERM.
+"""Makes all ranks decide the same: on errors, on nan, and on when to stop after SIGTERM.
 
 python survive/agree.py
 
-If one rank leaves the loop alone, all others wait for it. So every decision is a small collective.
+If one rank leaves the loop alone, the others wait for it. So every decision is a small collective.
 """
 
 import os
@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 VOTE_SECONDS = 0.25  # from one vote to the next
-MAX_STEPS = 50  # the same in steps: if steps suddenly become slow, the next vote is not far away
+MAX_STEPS = 50  # the upper limit in steps, in case the steps suddenly become slow
 
 
 class AgreementError(ValueError):
@@ -28,7 +28,7 @@ class AgreementError(ValueError):
 
 
 class Agreement:
-    """Decisions over CPU tensors and a gloo group of its own: no GPU waits, no gradient does.
+    """Decides over CPU tensors and a gloo group of its own, so that no GPU waits, and no gradient.
 
     stopped: whether all ranks stop after this step.
     """
@@ -41,7 +41,7 @@ class Agreement:
         self.stopped = False
         self.steps, self.started = 0, time.monotonic()  # since the last vote
         self.interval = 1  # steps from one vote to the next, the same on all ranks
-        self.pending: tuple[Any, Tensor] | None = None  # the vote that nobody has read yet
+        self.pending: tuple[Any, Tensor] | None = None  # the vote that is not yet read
 
     def vote(self) -> None:
         """Set `stopped` if a rank has received SIGTERM. Call it at the end of each step.
@@ -72,12 +72,12 @@ class Agreement:
         self.steps, self.started = 0, now
 
     def barrier(self) -> None:
-        """Call it before a read that waits for the GPU: here, a dead rank ends in an error."""
+        """Call it before a read that waits for the GPU: if a rank is dead, this raises an error."""
         dist.barrier(self.group)  # every rank must reach this line
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
-        """All ranks continue after this block, or none does. The lowest that failed tells why."""
+        """All ranks continue after this block, or none does. The lowest failed rank says why."""
         error = None
         try:
             yield

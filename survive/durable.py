@@ -1,4 +1,4 @@
-"""Checkpoints that survive a kill, a full disk and a damaged block, at any step of an epoch.
+"""Writes checkpoints that survive a kill, a full disk or damage, and resumes inside an epoch.
 
 python survive/durable.py
 """
@@ -31,10 +31,10 @@ def previous(path: Path) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Save in the block, at the path that this yields. A kill at any moment leaves a whole one.
+    """Save in the block, at the path that this yields. A kill at any time leaves a whole one.
 
     Before the block, the checkpoint that is there becomes the previous one. After it, a checksum is
-    added, and all is on disk. CheckpointError if the block cannot write.
+    added, and the file is forced to disk. CheckpointError if the block cannot write.
     """
     unfinished = path.with_suffix(".tmp")
     if is_whole(path):  # a damaged one must not replace the good one before it
@@ -76,7 +76,7 @@ def is_whole(path: Path) -> bool:
         body, mark, digest = data.rpartition(MARK)
         if mark and len(digest) == 64:
             return hashlib.sha256(body).hexdigest().encode() == digest
-        torch.load(BytesIO(data), map_location="cpu", weights_only=True)  # of stages 01 to 05
+        torch.load(BytesIO(data), map_location="cpu", weights_only=True)  # saved by 01 to 05
     except Exception:  # whatever a damaged file makes torch.load raise
         return False
     return True
@@ -149,7 +149,7 @@ def main() -> None:
     with replacing(path) as file:
         torch.save({"step": 4}, file)
     steps = [torch.load(each, weights_only=True)["step"] for each in (path, previous(path))]
-    print(f"saved step {steps[0]}; the damaged file has not replaced step {steps[1]} before it")
+    print(f"saved step {steps[0]}; the damaged file did not replace the earlier step {steps[1]}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A training loop of one's own, kept alive by four files: launch, agree, durable and watchdog.
+"""Your own training loop, kept alive by four files: launch, agree, durable and watchdog.
 
 torchrun --standalone --nproc-per-node=2 own_loop.py FOLDER
 """
@@ -24,12 +24,12 @@ def train(device: torch.device, agreement: Agreement, watchdog: Watchdog) -> Non
     model = torch.nn.Linear(8, 1).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     step, losses = 0, []
-    if found := durable.newest_whole(CHECKPOINT):  # 1. the last one, or the one before
+    if found := durable.newest_whole(CHECKPOINT):  # 1. the newest that is whole
         state = torch.load(found, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
-    agreement.same(step, "the step to resume from")  # 2. or the ranks see different disks
+    agreement.same(step, "the step to resume from")  # 2. all ranks see one disk
     watchdog.step = lambda: step  # 3. its messages name the step
     ddp = DistributedDataParallel(model)
     while step < 200 and not agreement.stopped:  # 4. all ranks stop after the same step
@@ -58,8 +58,8 @@ if __name__ == "__main__":
     rank, local_rank, world_size, local_ranks = read_launcher()
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
-    store = join(device, rank, world_size, local_ranks, seconds=60)  # 10. instead of
-    agreement = Agreement(seconds=60)  # dist.init_process_group
-    with Watchdog(store.clone(), rank, world_size, __file__) as watchdog:  # 11. names a dead rank
+    store = join(device, rank, world_size, local_ranks, seconds=60)  # 10. not init_process_group
+    agreement = Agreement(seconds=60)  # 11. after the ranks have met
+    with Watchdog(store.clone(), rank, world_size, __file__) as watchdog:  # 12. names a dead rank
         train(device, agreement, watchdog)
     dist.destroy_process_group()

@@ -26,14 +26,14 @@ BEAT_SECONDS = 0.25
 GRACE_SECONDS = 1.5  # for the main thread to end by itself after another rank has ended
 STORE_SECONDS = 60.0  # without an answer from the store, a run is lost
 LOST_SECONDS = 3.0  # the same, after a collective has failed
-GLOO = ("gloo", "pair closure")  # one of them is in the text of each error of a collective
+GLOO = ("gloo", "pair closure")  # each error of a collective contains one of them
 FINISHED = "the end of its work"
 NO_STORE = "no answer from the store, which torchrun or rank 0 keeps: killed, stopped or gone"
 UNKNOWN = json.dumps([0, "its start", False, None])  # the note of a rank that has written none
 
 
 def identity(pid: int) -> list[str] | None:
-    """What tells a process from all others, on all machines: a PID alone is used again."""
+    """Identifies a process on all machines. A PID alone does not: the system uses it again."""
     try:
         started = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
         return [os.uname().nodename, os.readlink(f"/proc/{pid}/ns/pid"), str(pid), started]
@@ -121,7 +121,7 @@ class Watchdog:
         return [json.loads(self.store.get(key) if known else UNKNOWN) for key, known in there]
 
     def _first(self, verdict: str) -> str:
-        """The verdict of the first rank that has one: that rank ends, later ones would blame it."""
+        """The verdict of the first rank that has one: it ends then, and others would blame it."""
         return self.store.compare_set("verdict", "", verdict).decode()
 
     def _diagnose(self, error: BaseException) -> str:
@@ -137,13 +137,13 @@ class Watchdog:
             if self._first(verdict) == verdict:
                 for who in (notes[rank][3] for rank in silent):
                     if who and identity(int(who[2])) == who:
-                        os.kill(int(who[2]), signal.SIGKILL)  # a stopped one would not hear SIGTERM
+                        os.kill(int(who[2]), signal.SIGKILL)  # a stopped one ignores SIGTERM
             return self._first(verdict)
         except RuntimeError:
             return NO_STORE
 
     def _explain(self, notes: list[list], silent: list[int], error: BaseException) -> str:
-        """What the notes say. silent: the ranks that write no notes any more."""
+        """What the notes say. silent: the ranks that no longer write notes."""
         counts = Counter(note[1] for note in notes)  # most ranks wait where others are missing
         waiting = max(counts, key=lambda place: (counts[place], place == self.place))
         elsewhere = [rank for rank, note in enumerate(notes) if note[1] != waiting]

@@ -54,7 +54,7 @@ KINDS = {
     "term-all": "SIGTERM to all ranks and their loaders, at any time",
     "nan": "the weights of a rank become NaN",
     "kill-in-save": "SIGKILL while the checkpoint is written, of which a part reaches the disk",
-    "disk-full": "no room for the checkpoint (a limit on the size of files)",
+    "disk-full": "a full disk (a limit on the size of files)",
     "bit-flip": "SIGKILL of all, and a bit of the last checkpoint flips",
     "truncation": "SIGKILL of all, and the last checkpoint is cut off",
 }

@@ -2,7 +2,7 @@
 
     python tests/lessons.py
 
-writes each stage's lesson.diff, and the parts of it that its README shows: a diff fence below
+writes each stage's lesson.diff, and the parts of it that its pages show: a diff fence below
 <!-- lesson: FIRST ... LAST --> holds the lines from the one that begins with FIRST to the next one
 that begins with LAST. `make lessons` calls it.
 """
@@ -36,16 +36,15 @@ def part(stage: str, ends: str) -> str:
 
 def refresh(stage: str) -> None:
     (ROOT / stage / "lesson.diff").write_text(lesson(stage))
-    readme = ROOT / stage / "README.md"
-    for fence in reversed(fences("diff", [readme])):  # from the end: places stay right
+    for fence in reversed(fences("diff", sorted((ROOT / stage).glob("*.md")))):
         if not fence.note.startswith("lesson: "):
             continue
-        text, (start, end) = readme.read_text(), fence.place
+        text, (start, end) = fence.readme.read_text(), fence.place  # from the end: it stays right
         new = part(stage, fence.note.removeprefix("lesson: "))
-        readme.write_text(text[:start] + new + text[end:])
+        fence.readme.write_text(text[:start] + new + text[end:])
 
 
 if __name__ == "__main__":
     for stage in PARENTS:
         refresh(stage)
-        print(f"wrote {stage}/lesson.diff and the parts of it in the README")
+        print(f"wrote {stage}/lesson.diff and the parts of it in its pages")
