@@ -8,6 +8,7 @@ import math
 import random
 from argparse import Namespace
 from collections.abc import Iterator
+from itertools import islice
 
 import torch
 from support import ROOT, default_dtype
@@ -80,7 +81,7 @@ def fixed_shards(parts: int):
 
 
 def replay(
-    steps, *, batch, epochs, seed, lr, momentum, model="net-bn", clip=math.inf
+    steps, *, batch, epochs, seed, lr, momentum, model="net-bn", clip=math.inf, max_steps=10**9
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of every step and the final weights, all float64.
 
@@ -94,7 +95,8 @@ def replay(
     velocity = {p: torch.zeros_like(p) for p in net.parameters()}
     losses = []
     for epoch in range(epochs):
-        for groups in steps(len(train_set), batch, seed, epoch):
+        batches = steps(len(train_set), batch, seed, epoch)
+        for groups in islice(batches, max_steps - len(losses)):
             outputs, targets, kept = [], [], []
             for group in groups:
                 images, labels = train_set.__getitems__(group)
