@@ -3,7 +3,7 @@
     python tour.py
     python tour.py --ranks 3 --stages 01,05 --epochs 3
 
-Every flag that all stages share is handed on to them.
+Every flag that all stages share is passed to them.
 """
 
 import json
@@ -180,7 +180,7 @@ def explain(row: Row, first: Row, args: Namespace) -> str:
     if row.key == "05-bf16":
         causes.append("bf16 keeps 8 significant bits where fp32 keeps 24")
     if row.summary.get("device") == "cuda":
-        causes.append("a GPU's convolutions are in TF32 if nothing else is said, with 11 bits")
+        causes.append("by default, a GPU computes convolutions in TF32, with 11 bits")
     causes = causes or ["sums in another order are rounded otherwise, and steps amplify it"]
     return f"does not repeat 01 (largest difference in the first epoch: {gap:.2g}): " + "; ".join(
         causes
@@ -303,15 +303,16 @@ def report(rows: list[Row], results: dict, args: Namespace, seconds: float) -> s
         "",
         f"Measured on {results['date']} in {seconds:.0f} s: {got['hardware']}, {got['device']}, "
         f"torch {got['torch']}, Python {results['python']}. {args.epochs} epochs, global batch "
-        f"{args.batch_size}, one run of each, one thread for each process but that of all cores.",
+        f"{args.batch_size}, one run of each. Each process has one thread, except in the row with "
+        "all cores.",
         "",
         tabulate_rows(results, "github"),
         "",
-        "The global batch is cut into replicas or ranks × local batch. samples/s: from the median "
-        "step of one run. MiB of tensors: what each process or replica holds when the loss of a "
-        "step is there; PyTorch itself is not counted.",
+        "Global batch: the number of processes or copies of the model × the local batch. "
+        "samples/s: from the median step. MiB of tensors: what each process or copy holds when the "
+        "loss of a step is known, without PyTorch itself.",
         "",
-        "![loss curves, throughput and memory](tour.png)",
+        "![loss curves, speed and memory](tour.png)",
         "",
         "## Why each row is faster or slower than the one before",
         "",
