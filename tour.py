@@ -57,8 +57,8 @@ ROWS = (
         "01-cores",
         "01 with all cores",
         ("01_single_gpu/train.py",),
-        "one process shares out each operation among the cores.",
-        "its operations are too small to be shared out.",
+        "one process divides each operation among the cores.",
+        "its operations are too small to be divided.",
     ),
     Row(
         "02",
@@ -172,19 +172,18 @@ def explain(row: Row, first: Row, args: Namespace) -> str:
         return f"repeats 01 (largest difference in the first epoch: {gap:.0e})."
     causes = []
     if row.key == "03":
-        causes.append("its ranks own fixed shards, so that its batches hold other samples")
+        causes.append("Its ranks own fixed shards, so its batches hold other samples.")
     if row.key[:2] in ("02", "03", "04") and args.ranks > 1 and args.model != "net":
-        causes.append("BatchNorm takes its statistics from the local batch")
+        causes.append("BatchNorm takes its statistics from the local batch.")
     if args.model == "net" and args.ranks > 1:
-        causes.append("the parts of a batch get other dropout masks than the whole batch")
+        causes.append("The parts of a batch get other dropout masks than the whole batch.")
     if row.key == "05-bf16":
-        causes.append("bf16 keeps 8 significant bits where fp32 keeps 24")
+        causes.append("A number in bf16 has 8 significant bits, in fp32 it has 24.")
     if row.summary.get("device") == "cuda":
-        causes.append("by default, a GPU computes convolutions in TF32, with 11 bits")
-    causes = causes or ["sums in another order are rounded otherwise, and steps amplify it"]
-    return f"does not repeat 01 (largest difference in the first epoch: {gap:.2g}): " + "; ".join(
-        causes
-    )
+        causes.append("By default, a GPU computes convolutions in TF32, with 11 bits.")
+    causes = causes or ["Sums in another order are rounded otherwise, and steps amplify it."]
+    found = f"does not repeat 01 (largest difference in the first epoch: {gap:.2g})."
+    return " ".join((found, *causes))
 
 
 def explain_speed(row: Row, before: Row) -> str:
