@@ -37,7 +37,7 @@ bench: $(VENV)/ready  ## measure all on this machine in twelve minutes: results/
 notebooks: $(VENV)/ready  ## execute the notebooks in place: three minutes
 	$(RUN) notebooks/execute.py $(FLAGS)
 
-campaigns: $(VENV)/ready  ## measure anew, for an hour, what the READMEs show; then: make readme
+campaigns: $(VENV)/ready  ## measure again, for an hour, what the pages show; then: make readme
 	for section in replica_memory data_parallel reducers learning_rates_01 learning_rates_05 \
 	  gradients precision switches sync_batchnorm survive links; do \
 	  $(RUN) benchmarks/bench.py $$section || exit 1; done  # links: as root, for namespaces
@@ -49,10 +49,10 @@ mutants: $(VENV)/ready  ## change 120 lines of what is taught, one at a time: do
 	$(RUN) -m pytest -n 2 --dist loadfile -q --junitxml=runs/times.xml
 	$(RUN) tests/mutants.py runs/times.xml $(FLAGS)
 
-lessons: $(VENV)/ready  ## write every lesson.diff, and the parts of it in the READMEs
+lessons: $(VENV)/ready  ## write every lesson.diff, and the parts of it that the pages show
 	$(RUN) tests/lessons.py
 
-readme: lessons  ## run the tour and every command whose output a README shows, and put it there
+readme: lessons  ## run the tour and every command whose output a page shows, and put it there
 	$(RUN) tests/refresh.py
 
 $(VENV)/ready: requirements.txt pyproject.toml

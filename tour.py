@@ -3,7 +3,7 @@
     python tour.py
     python tour.py --ranks 3 --stages 01,05 --epochs 3
 
-Every flag that all stages share is handed on to them.
+Every flag that all stages share is passed to them.
 """
 
 import json
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import date
 from importlib import import_module
@@ -74,8 +75,8 @@ ROWS = (
         "01-cores",
         "01 with all cores",
         ("01_single_gpu/train.py",),
-        "one process shares out each operation among the cores.",
-        "its operations are too small to be shared out.",
+        "one process divides each operation among the cores.",
+        "its operations are too small to be divided.",
     ),
     Row(
         "02",
@@ -203,29 +204,35 @@ def explain(row: Row, first: Row, args: Namespace) -> str:
         return f"repeats 01 (largest difference in the first epoch: {gap:.0e})."
     causes = []
     if row.key == "03":
-        causes.append("its ranks own fixed shards, so that its batches hold other samples")
+        causes.append("Its ranks own fixed shards, so its batches hold other samples.")
     if row.key[:2] in ("02", "03", "04") and args.ranks > 1 and args.model != "net":
-        causes.append("BatchNorm takes its statistics from the local batch")
+        causes.append("BatchNorm takes its statistics from the local batch.")
     if args.model == "net" and args.ranks > 1:
-        causes.append("the parts of a batch get other dropout masks than the whole batch")
+        causes.append("The parts of a batch get other dropout masks than the whole batch.")
     if row.job == "05 bf16":
-        causes.append("bf16 keeps 8 significant bits where fp32 keeps 24")
+        causes.append("A number in bf16 has 8 significant bits, in fp32 it has 24.")
     if row.summary.get("device") == "cuda":
-        causes.append("a GPU's convolutions are in TF32 if nothing else is said, with 11 bits")
-    causes = causes or ["sums in another order are rounded otherwise, and steps amplify it"]
-    return f"does not repeat 01 (largest difference in the first epoch: {gap:.2g}): " + "; ".join(
-        causes
-    )
+        causes.append("By default, a GPU computes convolutions in TF32, with 11 bits.")
+    causes = causes or ["Sums in another order are rounded otherwise, and steps amplify it."]
+    found = f"does not repeat 01 (largest difference in the first epoch: {gap:.2g})."
+    return " ".join((found, *causes))
 
 
-def explain_speed(row: Row, before: list[Row]) -> str:
+def explain_speed(row: Row, before: Row) -> str:
     """One sentence: how fast is this row beside the one before, and why."""
-    shm = row.key.endswith("shm")
-    other = [each for each in before if shm or not each.key.endswith("shm")][-1]
-    ratio = row.summary["samples_per_second"] / other.summary["samples_per_second"]
+    ratio = row.summary["samples_per_second"] / before.summary["samples_per_second"]
     if 0.95 < ratio < 1.05:
-        return f"{ratio:.2f} times {other.label}: no difference that one run can show."
-    return f"{ratio:.2f} times {other.label}: {row.faster if ratio > 1 else row.slower}"
+        return f"as fast as *{before.label}*, as far as one run can show."
+    why = row.faster if ratio > 1 else row.slower
+    return f"{ratio:.2f} times the speed of *{before.label}*: {why}"
+
+
+def pairs(rows: list[Row]) -> Iterator[tuple[Row, Row]]:
+    """Each row with the one before it; but 05, as it runs over gloo, with 04 over gloo."""
+    before = rows[0]
+    for row in rows[1:]:
+        yield before, row
+        before = before if row.key == "04-shm" else row
 
 
 def load_counter() -> ModuleType:
@@ -335,22 +342,20 @@ def report(rows: list[Row], results: dict, args: Namespace, seconds: float) -> s
         "",
         f"Measured on {results['date']} in {seconds:.0f} s: {got['hardware']}, {got['device']}, "
         f"torch {got['torch']}, Python {results['python']}. {args.epochs} epochs, global batch "
-        f"{args.batch_size}, one run of each, one thread for each process but that of all cores.",
+        f"{args.batch_size}, one run of each. Each process has one thread, except in the row with "
+        "all cores.",
         "",
         tabulate_rows(results, "github"),
         "",
-        "The global batch is cut into replicas or ranks × local batch. samples/s: from the median "
-        "step of one run. MiB of tensors: what each process or replica holds when the loss of a "
-        "step is there; PyTorch itself is not counted.",
+        "Global batch: the number of processes or copies of the model × the local batch. "
+        "samples/s: from the median step. MiB of tensors: what each process or copy holds when the "
+        "loss of a step is known, without PyTorch itself.",
         "",
-        "![loss curves, throughput and memory](tour.png)",
+        "![loss curves, speed and memory](tour.png)",
         "",
         "## Why each row is faster or slower than the one before",
         "",
-        *(
-            f"- **{rows[i].label}**: {explain_speed(rows[i], rows[:i])}"
-            for i in range(1, len(rows))
-        ),
+        *(f"- **{b.label}**: {explain_speed(b, a)}" for a, b in pairs(rows)),
         "",
     ]
     if rows[0].key == "01":

@@ -1,4 +1,4 @@
-"""Write what the READMEs show: run the tour and every command of an `output of:` fence.
+"""Write what the pages show: run the tour and every command of an `output of:` fence.
 
 `make readme` calls it.
 """
@@ -20,13 +20,13 @@ def refresh_tour() -> None:
     run("python tour.py")
     results = json.loads((ROOT / "runs/tour/tour.json").read_text())
     results["commit"] = run("git describe --always --dirty").strip()
-    (ROOT / "results").mkdir(exist_ok=True)
     (ROOT / "results" / "tour.json").write_text(json.dumps(results, indent=2) + "\n")
-    report = (ROOT / "runs/tour/report.md").read_text()
-    body = report.partition("\n\n")[2].replace("](tour.png)", "](results/tour.png)")
-    text = (ROOT / "README.md").read_text()
-    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-    (ROOT / "README.md").write_text(before + BEGIN + body.replace("\n## ", "\n### ") + END + after)
+    report = (ROOT / "runs/tour/report.md").read_text().replace("(tour.png)", "(results/tour.png)")
+    table, _, reasons = report.partition("\n\n")[2].partition("## ")
+    for page, body in ("README.md", table), ("benchmarks/tour.md", f"## {reasons}"):
+        text = (ROOT / page).read_text()
+        before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+        (ROOT / page).write_text(before + BEGIN + body + END + after)
 
 
 def refresh_outputs() -> None:
