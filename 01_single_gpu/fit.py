@@ -19,7 +19,7 @@ from tabulate import tabulate
 from common.options import MODELS, Parser, UsageError, number, usage_errors_exit
 
 from ledger import MIB
-from peak import OPTIMISERS, Plan, parts_of, rehearse, run, train
+from peak import OPTIMIZERS, Plan, parts_of, rehearse, run, train
 
 GPUS, MOST = (1, 2, 4, 8), 2**16  # the largest batch that is tried
 SHARD = """Data parallelism cannot help: each GPU of it holds all parameters, gradients and the
@@ -43,7 +43,7 @@ def parse_args() -> Namespace:
     add("--image-size", default=28, type=count, metavar="N", help="pixels")
     add("--channels", default=3, type=count, metavar="N", help="of an image")
     add("--classes", default=10, type=count, metavar="N", help="outputs")
-    add("--optimizer", default="momentum", choices=tuple(OPTIMISERS), help="sgd: no momentum")
+    add("--optimizer", default="momentum", choices=tuple(OPTIMIZERS), help="sgd: no momentum")
     add("--batch-size", default=120, type=count, metavar="N", help="global batch, in samples")
     add("--memory-limit", type=size, metavar="SIZE", help="as 8GiB; without: the GPU that is here")
     add("--device", default="cuda", choices=("cuda", "cpu"), help="whose allocator is counted")
