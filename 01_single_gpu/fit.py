@@ -2,8 +2,8 @@
 
     python 01_single_gpu/fit.py --model resnet50 --image-size 224 --memory-limit 8GiB
 
-With --memory-limit, steps are rehearsed without memory (peak.py): no GPU is needed. Without it,
-real steps run on the GPU that is here, until one is out of memory. All is in fp32. Leave some
+With --memory-limit, steps are rehearsed without memory (peak.py), so no GPU is needed. Without it,
+real steps run on this machine's GPU until one is out of memory. Everything is in fp32. Leave some
 hundred MiB for what a rehearsal does not count: the CUDA context, workspaces of cuDNN and cuBLAS.
 """
 
@@ -21,11 +21,11 @@ from common.options import MODELS, Parser, UsageError, number, usage_errors_exit
 from ledger import MIB
 from peak import OPTIMIZERS, Plan, parts_of, rehearse, run, train
 
-GPUS, MOST = (1, 2, 4, 8), 2**16  # the largest batch that is tried
-SHARD = """Data parallelism cannot help: each GPU of it holds all parameters, gradients and the
-optimizer's state, and activations. Shard the model: torch.distributed.fsdp.fully_shard."""
+GPUS, MOST = (1, 2, 4, 8), 2**16  # numbers of GPUs; the largest batch that is tried
+SHARD = """Data parallelism cannot help: each GPU holds all parameters, all gradients, the whole
+optimizer state, and activations. Shard the model: torch.distributed.fsdp.fully_shard."""
 
-Fits = Callable[[int, int, int], bool]  # of a micro-batch, their number, and bytes besides
+Fits = Callable[[int, int, int], bool]  # takes a micro-batch, their number, more bytes
 
 
 def size(text: str) -> int:
@@ -39,26 +39,26 @@ def size(text: str) -> int:
 def parse_args() -> Namespace:
     parser = Parser(__doc__)
     add, count = parser.add_argument, number(int, 1)
-    add("--model", default="net", choices=MODELS, help="what to train")
-    add("--image-size", default=28, type=count, metavar="N", help="pixels")
-    add("--channels", default=3, type=count, metavar="N", help="of an image")
-    add("--classes", default=10, type=count, metavar="N", help="outputs")
-    add("--optimizer", default="momentum", choices=tuple(OPTIMIZERS), help="sgd: no momentum")
+    add("--model", default="net", choices=MODELS, help="network to train")
+    add("--image-size", default=28, type=count, metavar="N", help="pixels per side")
+    add("--channels", default=3, type=count, metavar="N", help="channels of an image")
+    add("--classes", default=10, type=count, metavar="N", help="outputs of the network")
+    add("--optimizer", default="momentum", choices=tuple(OPTIMIZERS), help="sgd has no momentum")
     add("--batch-size", default=120, type=count, metavar="N", help="global batch, in samples")
-    add("--memory-limit", type=size, metavar="SIZE", help="as 8GiB; without: the GPU that is here")
-    add("--device", default="cuda", choices=("cuda", "cpu"), help="whose allocator is counted")
+    add("--memory-limit", type=size, metavar="SIZE", help="like 8GiB; else what this GPU has")
+    add("--device", default="cuda", choices=("cuda", "cpu"), help="whose allocator to count")
     add("--measure", action="store_true", help="also do a real step of this batch on the device")
     return parser.parse_args()
 
 
 def real_step_fits(plan: Plan, batch: int, accumulate: int, besides: int) -> bool:
-    """Whether a real step ends on this GPU; all that it took is free again."""
+    """Whether a real step fits on this GPU. Afterwards, all its memory is free again."""
     try:
         with torch.device(plan.device):
             _other = torch.empty(besides, dtype=torch.uint8)
             train(plan, batch, accumulate)
         good = True
-    except torch.OutOfMemoryError:  # its traceback holds the tensors, up to the end of this block
+    except torch.OutOfMemoryError:  # its traceback holds the tensors until this block ends
         good = False
     gc.collect()
     torch.cuda.empty_cache()  # the next trial begins without fragments
@@ -88,7 +88,7 @@ def least_batch(plan: Plan) -> int:
 
 
 def cut(batch: int, least: int, fits: Fits, gradients: int) -> dict[int, int]:
-    """How many micro-batches the local batch needs; 0: no number helps. 3 need what 2 need."""
+    """Micro-batches that each local batch needs; 0: none helps. 3 hold as much as 2."""
     found = {}
     for gpus in (n for n in GPUS if batch % n == 0 and batch // n >= least):
         local = batch // gpus

@@ -1,10 +1,10 @@
-"""If the batch must shrink by K, what becomes of the learning rate? Keep it, or divide by √K or K.
+"""If the batch must shrink by K: keep the learning rate, or divide it by √K or by K?
 
     python 01_single_gpu/learning_rate.py
 
-The same epochs with a smaller batch are K times as many updates, each with a noisier gradient. A
-rate that was the best for the large batch may be far too much for them. Division by K keeps how far
-an epoch goes (the linear rule, Goyal et al. 2017, arXiv 1706.02677, section 2.1); division by √K
+With the smaller batch, the same epochs make K times as many updates, each with a noisier gradient.
+A rate that was best for the large batch may be far too high for them. Division by K keeps how far
+an epoch goes (the linear rule: Goyal et al. 2017, arXiv 1706.02677, section 2.1). Division by √K
 keeps the noise of an update (Krizhevsky 2014, arXiv 1404.5997, page 5). Try both, and between.
 """
 
@@ -26,12 +26,12 @@ from common.options import Parser
 BASE, BASE_LR = 240, 0.4  # the batch that the rate was tuned for, with the momentum and the epochs
 MOMENTUM, EPOCHS, SEEDS = 0.9, 8, range(5)
 RULES = {"kept": lambda k: 1.0, "÷ √K": math.sqrt, "÷ K": float}
-GOOD, CHANCE = 0.2, math.log(10)  # test losses; of guessing one of ten classes
+GOOD, CHANCE = 0.2, math.log(10)  # test losses: good, and of guessing one of ten
 
 
 @cache
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images (N, 49) in float64 and labels (N,): of the training set, of the test set."""
+    """Images (N, 49) in float64 and labels (N,) of the training set, then of the test set."""
     found: list[Tensor] = []
     for part in load_dataset(Namespace(dataset="digits", data_dir=Path("data"), batch_size=BASE)):
         images, labels = zip(*(part[i] for i in range(len(part))), strict=True)
@@ -40,7 +40,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def new_model(seed: int) -> nn.Module:
-    """Without kinks, and in float64: the last bit of a number on another CPU decides nothing."""
+    """No kinks, and float64, so that the last bit of a number on another CPU decides nothing."""
     torch.manual_seed(seed)
     layers = nn.Linear(49, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 10)
     return nn.Sequential(*layers).double()
@@ -63,13 +63,13 @@ def train(batch: int, lr: float, seed: int) -> float:
 
 
 def sweep(batch: int, lr: float) -> float:
-    """The median test loss of the seeds; it is inf if most runs end in nan."""
+    """The median test loss over the seeds; inf if most runs end in nan."""
     losses = [train(batch, lr, seed) for seed in SEEDS]
     return statistics.median(loss if math.isfinite(loss) else math.inf for loss in losses)
 
 
 def grade(loss: float) -> str:
-    """In words: at large rates, the digits depend on the last bit of a CPU's numbers."""
+    """The loss in words: at large rates, its digits depend on a CPU's last bits."""
     if loss < GOOD:
         return f"below {GOOD}"
     return f"{GOOD} to {CHANCE:.1f}" if loss < CHANCE else f"above {CHANCE:.1f}, as by guessing"

@@ -1,15 +1,15 @@
-"""A ledger of the bytes that are alive: what a computation will need, without needing it.
+"""A ledger of the bytes that are alive: what a computation will need, without allocating it.
 
     python 01_single_gpu/ledger.py
 
-Tensors on the meta device have shapes but no data. The ledger sees what every operation makes, and
+Tensors on the meta device have shapes but no data. The ledger sees what every operation makes and
 when it is freed. TorchDispatchMode, its base class, is public in spite of the underscore: PyTorch's
 notes "Extending PyTorch" show it.
 
 On a GPU, the allocator rounds a block up to 512 bytes ("Memory management" in the CUDA notes). On a
 CPU, operations need workspaces: oneDNN copies what a convolution reads and writes into a layout of
-its own, with channels in blocks. This is counted as it does with AVX-512; with AVX2 it took up to a
-fifth more, for a small model. A GPU's workspaces, of cuDNN and cuBLAS, are not counted.
+its own, with channels in blocks. The ledger counts what oneDNN does with AVX-512. With AVX2, a
+small model took up to a fifth more. Workspaces on a GPU (cuDNN, cuBLAS) are not counted.
 """
 
 import json
@@ -33,9 +33,9 @@ aten = torch.ops.aten
 
 
 class Ledger(TorchDispatchMode):
-    """While it is entered, it counts the bytes of meta tensors: those alive, and the most so far.
+    """A context that counts the bytes of meta tensors: those alive now, and the most so far.
 
-    device: cuda or cpu, whose rules apply. moment: what to call the time from now on.
+    device: cuda or cpu, whose rules apply. moment: the name of what runs now.
     """
 
     def __init__(self, device: str) -> None:
@@ -58,7 +58,7 @@ class Ledger(TorchDispatchMode):
 
     def add(self, storage: torch.UntypedStorage) -> None:
         key, size = id(storage), storage.nbytes()
-        if key in self.alive:  # the result is a view, or has been written into an operand
+        if key in self.alive:  # the result is a view, or was written into an operand
             return
         if self.device == "cuda":
             size = -(-size // BLOCK) * BLOCK
@@ -71,7 +71,7 @@ class Ledger(TorchDispatchMode):
 
 
 def workspace(func: Any, args: tuple, result: Any) -> int:
-    """Bytes that an operation needs on a CPU besides its result."""
+    """Bytes that an operation needs on a CPU, in addition to its result."""
     if func is aten.native_batch_norm_backward.default:
         return args[1].nbytes  # it makes the gradient of its input twice
     if func is aten.convolution.default:
@@ -86,7 +86,7 @@ def workspace(func: Any, args: tuple, result: Any) -> int:
 
 
 def in_blocks(tensor: Tensor, *channels: int) -> int:
-    """Bytes of oneDNN's copy: these dimensions in blocks of 8. It reads images as they are."""
+    """Bytes of oneDNN's copy, with these dimensions in blocks of 8. Images are read uncopied."""
     if tensor.shape[channels[-1]] <= 3:
         return 0
     size = tensor.element_size()
@@ -96,7 +96,7 @@ def in_blocks(tensor: Tensor, *channels: int) -> int:
 
 
 def measure(device: str, function: Callable[[], object]) -> int:
-    """The most bytes that a function has allocated at a time, as the device's allocator tells."""
+    """The most bytes that a function holds at one moment, as the device's allocator counts."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -109,7 +109,7 @@ def measure(device: str, function: Callable[[], object]) -> int:
         profiler.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
     events = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
-    return max(accumulate(event["args"]["Bytes"] for event in events))  # freed: below 0
+    return max(accumulate(event["args"]["Bytes"] for event in events))  # freed bytes: below 0
 
 
 def main() -> None:
@@ -124,11 +124,11 @@ def main() -> None:
         x = torch.randn(512, 1024)
         note("a batch of 2 MiB")
         y = model(x)
-        note("forward: of 3 outputs of 2 MiB, backward needs the second; y is the third")
+        note("forward keeps two outputs of 2 MiB: y, and one that backward needs")
         loss = y.square().mean()
         note("loss")
         loss.backward()
-        note("backward: gradients have come, what was saved has gone")
+        note("backward adds the gradients and frees what was saved")
         del y
         note("y deleted")
     print("MiB that are alive, and the most so far:\n")

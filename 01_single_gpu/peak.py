@@ -5,7 +5,7 @@
 The rehearsal does a step on the meta device, while a ledger counts. Where is the peak?
 
 - At the end of forward, as a rule. All that backward needs is there, and so are the gradients of
-  the step before, since zero_grad comes after forward. The peak is the sum of the parts.
+  the previous step, since zero_grad comes after forward. The peak is the sum of the parts.
 - In backward, if the first layers have the largest outputs: their gradients are as large, and need
   space while most activations are still there.
 - In the optimizer's step, if the batch is small: Adam needs a temporary. On a CPU it goes from one
@@ -41,7 +41,7 @@ KINDS = ("parameters", "buffers", "gradients", "optimizer state")
 
 @dataclass(frozen=True)
 class Plan:
-    """What is trained, and on what: cuda, which a rehearsal need not have, or cpu."""
+    """What is trained, and on which device: cpu, or cuda, which a rehearsal does not need."""
 
     model: str
     image_size: int
@@ -65,9 +65,9 @@ class Plan:
 def train(
     plan: Plan, batch: int, accumulate: int = 1, enter: Callable[[str], object] = lambda moment: 0
 ) -> None:
-    """One step as train.py does it, on the default device; enter is told what begins.
+    """One step as train.py does it, on the default device. It calls enter with what begins.
 
-    accumulate: how many micro-batches, of this batch each, add up their gradients for the step.
+    accumulate: how many micro-batches, each of this size, add up their gradients for the step.
     """
     model, optimizer = plan.build()
     for parameter in model.parameters():
@@ -95,7 +95,7 @@ def rehearse(plan: Plan, batch: int, accumulate: int = 1) -> tuple[int, str]:
 
 
 def run(plan: Plan, batch: int, accumulate: int = 1) -> int:
-    """The bytes that a step did need at its peak, on a real device."""
+    """The bytes that a step needed at its peak, on a real device."""
     return measure(plan.device, lambda: train(plan, batch, accumulate))
 
 

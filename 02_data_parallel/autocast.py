@@ -2,9 +2,9 @@
 
     python 02_data_parallel/autocast.py
 
-Whether autocast is enabled, and its dtype, belong to a thread. A new thread starts disabled, with
-the default dtype of the device: float16 for a GPU, bfloat16 for the CPU. The caller here asks the
-CPU for float16: who gives bfloat16 was told to cast, but not to what.
+Each thread has its own autocast: whether it is enabled, and its dtype. A new thread starts with it
+off and with the default dtype of the device: float16 for a GPU, bfloat16 for the CPU. Here the
+caller asks the CPU for float16. A thread that gives bfloat16 was told to cast, but not to what.
 """
 
 from collections.abc import Callable, Iterator
@@ -58,7 +58,7 @@ def no_threads(model: nn.Module) -> Tensor:
 
 
 def plain_threads(model: nn.Module) -> Tensor:
-    """Two replicas in threads that are told nothing."""
+    """Two replicas in threads that learn nothing of the caller's autocast."""
     outputs: dict[int, Tensor] = {}
 
     def work(index: int) -> None:
@@ -74,7 +74,7 @@ def plain_threads(model: nn.Module) -> Tensor:
 
 @contextmanager
 def cpu_as_accelerator() -> Iterator[None]:
-    """Let torch's parallel_apply take the CPU for its accelerator, with streams that do nothing."""
+    """Make torch's parallel_apply use the CPU as accelerator, with streams that do nothing."""
     names: dict[str, Any] = {
         "is_available": lambda: True,
         "current_accelerator": lambda: CPU,
@@ -91,7 +91,7 @@ def cpu_as_accelerator() -> Iterator[None]:
 
 
 def torchs_threads(model: nn.Module) -> Tensor:
-    """The function that nn.DataParallel calls, in its own code, on two virtual replicas."""
+    """torch's own parallel_apply, which nn.DataParallel calls, on two virtual replicas."""
     with cpu_as_accelerator():
         return parallel_apply([model, model], BATCH.chunk(2), devices=[0, 1])[0]
 

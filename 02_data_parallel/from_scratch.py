@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from common.options import Parser
 
-Devices = list[torch.device]  # one for each replica, as often as you like; first the main device
-Call = tuple[tuple, dict[str, Any]]  # the arguments of a forward: by place, by name
+Devices = list[torch.device]  # one per replica, perhaps the same; first the main device
+Call = tuple[tuple, dict[str, Any]]  # positional and keyword arguments of a forward
 
 
 def to_main_device(module: nn.Module, devices: Devices) -> nn.Module:
@@ -32,7 +32,7 @@ def to_main_device(module: nn.Module, devices: Devices) -> nn.Module:
 def replicate(module: nn.Module, devices: Devices) -> list[nn.Module]:
     """Step 2: a replica for each device. Replica 0 is the module itself, as on torch's main device.
 
-    A copy is a step of autograd like any other: on the way back, the gradients of all copies are
+    Autograd records a copy like any other operation. In backward, the gradients of all copies are
     summed into the one parameter. What a forward changes in a copy is lost with the copy.
     """
     replicas = [module]
@@ -46,7 +46,7 @@ def replicate(module: nn.Module, devices: Devices) -> list[nn.Module]:
 def scatter(devices: Devices, *args: Any, **kwargs: Any) -> list[Call]:
     """Step 3: cut every tensor along its first dimension: 30 over 3 gives 3 × 10.
 
-    Fewer samples than devices give fewer parts. What is no tensor goes to every replica.
+    Fewer samples than devices give fewer parts. Anything but a tensor goes to every replica.
     """
     leaves, form = tree_flatten((args, kwargs))  # the tensors inside tuples, lists and dicts too
 
@@ -69,7 +69,7 @@ def apply(replicas: list[nn.Module], parts: list[Call], devices: Devices) -> lis
     def work(index: int) -> None:
         try:
             if kind == "cuda":
-                torch.cuda.set_device(devices[index])  # of this thread only
+                torch.cuda.set_device(devices[index])  # for this thread only
             with torch.set_grad_enabled(grad_enabled), torch.autocast(kind, dtype, enabled):
                 outputs[index] = replicas[index](*parts[index][0], **parts[index][1])
         except Exception as error:  # the thread itself would only print it
@@ -97,7 +97,7 @@ def loss_on_main_device(criterion: Callable, outputs: Any, targets: Tensor) -> T
 
 
 def backward_and_update(loss: Tensor, optimizer: Optimizer) -> None:
-    """Step 7: autograd goes the same way back, and the optimizer updates the module."""
+    """Step 7: autograd takes the same way back, and the optimizer updates the module."""
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -106,7 +106,7 @@ def backward_and_update(loss: Tensor, optimizer: Optimizer) -> None:
 def train_step(
     module: nn.Module, optimizer: Optimizer, criterion: Callable, batch: tuple, devices: Devices
 ) -> Tensor:
-    """One training step, the seven in order; batch: inputs and targets. Returns the loss."""
+    """The seven steps in order. batch: inputs and targets. Returns the loss."""
     to_main_device(module, devices)
     replicas = replicate(module, devices)
     parts = scatter(devices, batch[0])

@@ -2,8 +2,8 @@
 
     python 02_data_parallel/memory.py
 
-Backward has not begun: all that autograd saved is there, and the gradients of the step before are,
-since zero_grad comes later. Not counted: what backward needs, and what the allocator rounds up.
+Backward has not begun. All that autograd saved is there, and so are the gradients of the previous
+step, since zero_grad comes later. What backward needs and the allocator's rounding do not count.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,7 +24,7 @@ from from_scratch import apply, gather, replicate, scatter
 
 BATCH, WORDS, LENGTH, REPLICAS = 120, 8192, 16, 4  # samples; vocabulary; words of a sample
 MIB = 2**20
-# Parameters: with buffers. Outputs: gathered, of the whole batch. Loss: what it saves for backward.
+# parameters: with buffers; outputs: gathered, of the whole batch; loss: what it saves for backward
 KINDS = ("parameters", "gradients", "optimizer", "batch", "activations", "outputs", "loss")
 OPTIMIZERS: dict[str, Callable] = {"SGD": SGD, "momentum": partial(SGD, momentum=0.9), "Adam": Adam}
 Example = tuple[nn.Module, Tensor, Tensor]  # a model, a whole batch, its targets
@@ -50,14 +50,14 @@ def criterion(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def size(tensors: Iterable[Tensor], besides: Iterable[Tensor] = ()) -> int:
-    """Bytes of their storages, each once (two tensors may be views of one), besides some."""
+    """Bytes of the tensors' storages, each counted once, without the storages of besides."""
     storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
     gone = {tensor.untyped_storage().data_ptr() for tensor in besides}
     return sum(nbytes for pointer, nbytes in storages.items() if pointer not in gone)
 
 
 def saving_to(kept: list[Tensor]) -> saved_tensors_hooks:
-    """While it is entered, this thread's autograd puts all that it saves into the list too."""
+    """A context in which this thread's autograd also puts all that it saves into the list."""
 
     def pack(tensor: Tensor) -> Tensor:
         kept.append(tensor.detach())
@@ -80,23 +80,23 @@ class Counted(nn.Module):
         if targets is None:
             return outputs
         with saving_to(self.saved["loss"]):
-            return criterion(outputs, targets)[None]  # (1,): not the outputs, only their loss
+            return criterion(outputs, targets)[None]  # (1,): the loss, not the outputs
 
 
 def after_a_step(model: nn.Module, optimizer: str) -> tuple[int, int]:
-    """Bytes that a step leaves behind: of the gradients, and of the optimizer's state."""
+    """Bytes that a step leaves behind: gradients, and the optimizer's state."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)  # as large as a real one
     update = OPTIMIZERS[optimizer](trained)
     update.step()
     state = [value for each in update.state.values() for value in each.values()]
-    tensors = [value for value in state if isinstance(value, Tensor)]  # of some, the step is none
+    tensors = [value for value in state if isinstance(value, Tensor)]  # a step may be a number
     return size(p.grad for p in trained if p.grad is not None), size(tensors)
 
 
 def count(example: Example, replicas: int, inside: bool, optimizer: str = "momentum") -> Held:
-    """Count a step whose whole batch lies on the main device. inside: the loss is in forward."""
+    """Count a step whose batch lies on the main device. inside: forward computes the loss."""
     model, x, targets = example
     devices = [x.device] * replicas
     parts = scatter(devices, x, targets) if inside else scatter(devices, x)
@@ -106,7 +106,7 @@ def count(example: Example, replicas: int, inside: bool, optimizer: str = "momen
     outputs = gather(apply(counted, parts, devices), devices)
     on_main: list[Tensor] = []
     with saving_to(on_main):
-        loss = outputs.mean() if inside else criterion(outputs, targets)  # mean: of equal parts
+        loss = outputs.mean() if inside else criterion(outputs, targets)  # of equal parts
     held: Held = []
     for (args, _), each in zip(parts, counted, strict=False):
         tensors = [*each.parameters(), *each.buffers()]

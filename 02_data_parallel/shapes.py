@@ -20,7 +20,7 @@ from common.options import Parser, number, usage_errors_exit
 from from_scratch import DataParallel
 
 Shape = tuple[int, ...]
-SEEN: dict[int, tuple[Shape, Shape]] = {}  # of each replica: the shapes of its input and output
+SEEN: dict[int, tuple[Shape, Shape]] = {}  # replica: shapes of its input and output
 
 
 class Watched(nn.Module):
@@ -39,7 +39,7 @@ class Watched(nn.Module):
 
 
 def watch(model: nn.Module, batch: Tensor) -> tuple[list[tuple[Shape, Shape]], Shape]:
-    """The shapes inside every replica that had work, in order, and of what comes out."""
+    """The shapes in every replica that had work, in order, and the shape of the output."""
     SEEN.clear()
     output = model(batch)
     return [SEEN[replica] for replica in sorted(SEEN)], tuple(output.shape)
@@ -66,7 +66,7 @@ def rows(replicas: int) -> list[tuple]:
 
 def main() -> None:
     parser = Parser(__doc__)
-    text = "how many replicas, one part of the table for each number"
+    text = "numbers of replicas, one part of the table for each"
     some, count = [1, 2, 3, 8], number(int, 1)
     parser.add_argument("--replicas", nargs="+", default=some, type=count, metavar="N", help=text)
     table = [row for replicas in parser.parse_args().replicas for row in rows(replicas)]
