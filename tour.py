@@ -30,7 +30,7 @@ from common.data import load_dataset
 from common.options import UsageError, cut_batch, make_parser, number, usage_errors_exit
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "RANKS")
-COLOURS: tuple[str, ...] = (
+COLORS: tuple[str, ...] = (
     "#000000",
     "#888888",
     "#E69F00",
@@ -39,9 +39,9 @@ COLOURS: tuple[str, ...] = (
     "#006048",
     "#D55E00",
 )
-COLOURS += ("#8C3A00", "#CC79A7", "#CC79A7")  # of the last two rows, only one is shown
+COLORS += ("#8C3A00", "#CC79A7", "#CC79A7")  # of the last two rows, only one is shown
 COPIES = 5  # of the kinds of memory, those that do not grow with the batch
-SAME = 1e-5  # two fp32 runs whose losses differ less over the first epoch do the same
+SAME = 1e-5  # fp32 losses of the first epoch that differ less count as equal
 
 
 @dataclass
@@ -139,8 +139,8 @@ ROWS = (
 
 def parse_args() -> Namespace:
     parser = make_parser("tour", __doc__)
-    parser.add_argument("--ranks", type=number(int, 1), metavar="N", help="None: every GPU, or 2")
-    parser.add_argument("--stages", default="01,02,03,04,05", help="which to run, as 01,04")
+    parser.add_argument("--ranks", type=number(int, 1), metavar="N", help="None: all GPUs, or 2")
+    parser.add_argument("--stages", default="01,02,03,04,05", help="which to run, as in 01,04")
     parser.set_defaults(model="net-bn", batch_size=None, epochs=6)
     args = parser.parse_args()
     known = {row.key[:2] for row in ROWS}
@@ -271,27 +271,27 @@ def draw(results: dict) -> plt.Figure:
     figure = plt.figure(figsize=(13, 7.5), layout="constrained")
     parts = figure.subplot_mosaic("LLSS;DDMC")
     curves, speed, distance, memory, copies = (parts[key] for key in "LSDMC")
-    names, colour_of = list(rows), dict(zip((row.label for row in ROWS), COLOURS, strict=True))
+    names, color_of = list(rows), dict(zip((row.label for row in ROWS), COLORS, strict=True))
     of_01 = results["losses"].get(ROWS[0].label)
     for name, losses in results["losses"].items():
         steps = range(1, len(losses) + 1)
-        (line,) = curves.plot(steps, losses, color=colour_of[name], label=name)
-        if name == ROWS[0].label:  # wide and pale: what lies on it can still be seen
+        (line,) = curves.plot(steps, losses, color=color_of[name], label=name)
+        if name == ROWS[0].label:  # wide and pale, so that other lines on it stay visible
             line.set(linewidth=6, alpha=0.3)
         elif of_01:
             gaps = [max(abs(a - b), 1e-9) for a, b in zip(of_01, losses, strict=True)]
-            distance.plot(steps, gaps, color=colour_of[name])
+            distance.plot(steps, gaps, color=color_of[name])
     curves.set(title=f"Training loss: {first['model']} on {first['dataset']}", yscale="log")
     curves.set(ylabel="loss of the global batch")
     curves.legend(ncols=2, fontsize="small")
-    distance.axhline(SAME, color="grey", linewidth=0.8, linestyle=":")
+    distance.axhline(SAME, color="gray", linewidth=0.8, linestyle=":")
     distance.set(title="Distance from 01's loss: below the dotted line it is rounding")
     distance.set(xlabel="optimizer step", ylabel="|difference| (0 drawn as 1e-9)", yscale="log")
 
-    colours = [colour_of[name] for name in names]
+    colors = [color_of[name] for name in names]
     speeds = [row["samples_per_second"] for row in rows.values()]
     texts = [f" {each / speeds[0]:.2f}" for each in speeds]
-    speed.bar_label(speed.barh(names, speeds, color=colours), texts)
+    speed.bar_label(speed.barh(names, speeds, color=colors), texts)
     speed.invert_yaxis()
     title = f"Throughput, all ranks together; beside it: times {names[0]}"
     speed.set(title=title, xlabel="samples/s (median step)", xmargin=0.1)

@@ -19,7 +19,7 @@ from tabulate import tabulate
 from common.options import MODELS, Parser, UsageError, number, usage_errors_exit
 
 from ledger import MIB
-from peak import OPTIMISERS, Plan, parts_of, rehearse, run, train
+from peak import OPTIMIZERS, Plan, parts_of, rehearse, run, train
 
 GPUS, MOST = (1, 2, 4, 8), 2**16  # numbers of GPUs; the largest batch that is tried
 SHARD = """Data parallelism cannot help: each GPU holds all parameters, all gradients, the whole
@@ -44,7 +44,7 @@ def parse_args() -> Namespace:
     add("--image-size", default=28, type=count, metavar="N", help="pixels per side")
     add("--channels", default=3, type=count, metavar="N", help="channels of an image")
     add("--classes", default=10, type=count, metavar="N", help="outputs of the network")
-    add("--optimizer", default="momentum", choices=tuple(OPTIMISERS), help="sgd has no momentum")
+    add("--optimizer", default="momentum", choices=tuple(OPTIMIZERS), help="sgd has no momentum")
     add("--batch-size", default=120, type=count, metavar="N", help="global batch, in samples")
     add("--memory-limit", type=size, metavar="SIZE", help="like 8GiB; else what this GPU has")
     add("--device", default="cuda", choices=("cuda", "cpu"), help="whose allocator to count")

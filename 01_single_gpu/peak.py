@@ -30,13 +30,13 @@ from common.options import Parser
 
 from ledger import MIB, Ledger, measure
 
-OPTIMISERS: dict[str, Callable] = {
+OPTIMIZERS: dict[str, Callable] = {
     "sgd": SGD,
     "momentum": partial(SGD, momentum=0.9),
     "adam": Adam,
     "adamw": AdamW,
 }
-KINDS = ("parameters", "buffers", "gradients", "optimiser state")
+KINDS = ("parameters", "buffers", "gradients", "optimizer state")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Plan:
 
     model: str
     image_size: int
-    optimiser: str
+    optimizer: str
     device: str = "cuda"
     channels: int = 3
     classes: int = 10
@@ -54,7 +54,7 @@ class Plan:
         """The model, on the default device, and its optimizer."""
         image = torch.zeros(1, self.channels, self.image_size, self.image_size, dtype=torch.uint8)
         model = build_model(self.model, Images(image, torch.zeros(1), self.classes, "digits"))
-        create, at_once = OPTIMISERS[self.optimiser], self.device == "cuda"  # as torch itself does
+        create, at_once = OPTIMIZERS[self.optimizer], self.device == "cuda"  # as torch itself does
         return model, create(model.parameters(), lr=1e-3, foreach=at_once)
 
     def loss(self, model: nn.Module, batch: int) -> torch.Tensor:
@@ -81,7 +81,7 @@ def train(
             optimizer.zero_grad()
         enter("backward")
         (loss / accumulate).backward()
-    enter("optimiser")
+    enter("optimizer")
     optimizer.step()
 
 
@@ -132,15 +132,15 @@ def count_saved(plan: Plan, model: nn.Module, batch: int) -> int:
 def main() -> None:
     rows = []
     for model, size in (("net", 28), ("resnet18", 224), ("resnet50", 224)):
-        for optimiser in ("sgd", "adam"):
+        for optimizer in ("sgd", "adam"):
             for batch in (1, 64):
-                plan = Plan(model, size, optimiser)
+                plan = Plan(model, size, optimizer)
                 *fixed, sample = parts_of(plan).values()
                 peak, moment = rehearse(plan, batch)
                 mib = [f"{number / MIB:,.1f}" for number in (sum(fixed) + batch * sample, peak)]
-                rows.append((model, optimiser, batch, *mib, moment))
+                rows.append((model, optimizer, batch, *mib, moment))
     print("A training step on a GPU, in MiB: the sum of its parts, and the rehearsed peak\n")
-    heads = ("model", "optimiser", "batch", "sum", "peak", "in")
+    heads = ("model", "optimizer", "batch", "sum", "peak", "in")
     align = ("left", "left", "right", "right", "right", "left")
     print(tabulate(rows, heads, disable_numparse=True, colalign=align))
 

@@ -25,8 +25,8 @@ from from_scratch import apply, gather, replicate, scatter
 BATCH, WORDS, LENGTH, REPLICAS = 120, 8192, 16, 4  # samples; vocabulary; words of a sample
 MIB = 2**20
 # parameters: with buffers; outputs: gathered, of the whole batch; loss: what it saves for backward
-KINDS = ("parameters", "gradients", "optimiser", "batch", "activations", "outputs", "loss")
-OPTIMISERS: dict[str, Callable] = {"SGD": SGD, "momentum": partial(SGD, momentum=0.9), "Adam": Adam}
+KINDS = ("parameters", "gradients", "optimizer", "batch", "activations", "outputs", "loss")
+OPTIMIZERS: dict[str, Callable] = {"SGD": SGD, "momentum": partial(SGD, momentum=0.9), "Adam": Adam}
 Example = tuple[nn.Module, Tensor, Tensor]  # a model, a whole batch, its targets
 Held = list[dict[str, int]]  # for each replica: the bytes of each kind
 
@@ -83,19 +83,19 @@ class Counted(nn.Module):
             return criterion(outputs, targets)[None]  # (1,): the loss, not the outputs
 
 
-def after_a_step(model: nn.Module, optimiser: str) -> tuple[int, int]:
+def after_a_step(model: nn.Module, optimizer: str) -> tuple[int, int]:
     """Bytes that a step leaves behind: gradients, and the optimizer's state."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)  # as large as a real one
-    update = OPTIMISERS[optimiser](trained)
+    update = OPTIMIZERS[optimizer](trained)
     update.step()
     state = [value for each in update.state.values() for value in each.values()]
     tensors = [value for value in state if isinstance(value, Tensor)]  # a step may be a number
     return size(p.grad for p in trained if p.grad is not None), size(tensors)
 
 
-def count(example: Example, replicas: int, inside: bool, optimiser: str = "momentum") -> Held:
+def count(example: Example, replicas: int, inside: bool, optimizer: str = "momentum") -> Held:
     """Count a step whose batch lies on the main device. inside: forward computes the loss."""
     model, x, targets = example
     devices = [x.device] * replicas
@@ -112,7 +112,7 @@ def count(example: Example, replicas: int, inside: bool, optimiser: str = "momen
         tensors = [*each.parameters(), *each.buffers()]
         held.append({kind: size(kept, [*tensors, *args]) for kind, kept in each.saved.items()})
         held[-1] |= {"parameters": size(tensors), "batch": size(args)}
-    held[0]["gradients"], held[0]["optimiser"] = after_a_step(model, optimiser)
+    held[0]["gradients"], held[0]["optimizer"] = after_a_step(model, optimizer)
     held[0]["batch"], held[0]["outputs"] = size([x, targets]), size([outputs])
     held[0]["loss"] += size([*on_main, loss], [outputs, targets])
     return [{kind: each.get(kind, 0) for kind in KINDS} for each in held]
@@ -138,11 +138,11 @@ def main() -> None:
     print(f"MiB that each of {REPLICAS} replicas holds, with the loss outside and inside forward:")
     print(tabulate(rows, ("model", "loss", "replica", *KINDS, "total"), floatfmt=".2f"))
     rows = [
-        (name, *(after_a_step(model, optimiser)[1] / MIB for optimiser in OPTIMISERS))
+        (name, *(after_a_step(model, optimizer)[1] / MIB for optimizer in OPTIMIZERS))
         for name, (model, _, _) in examples().items()
     ]
     print("\nMiB of state that the optimizer adds, on the main device only:")
-    print(tabulate(rows, ("model", *OPTIMISERS), floatfmt=".2f"))
+    print(tabulate(rows, ("model", *OPTIMIZERS), floatfmt=".2f"))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
     python benchmarks/bench.py reducers    # its table; results/03_reducers.json and .png
     python benchmarks/bench.py pictures    # draw every picture again, from results/*.json alone
 
-Sections run one after the other, each in a process of its own with one thread a rank. What one has
-measured is stored as soon as it is there. Leave the machine alone meanwhile. The sections:
+Sections run one after the other, each in a process of its own with one thread per rank. Each
+result is stored at once. Do not use the machine for anything else meanwhile. The sections:
 """
 
 import argparse
@@ -26,6 +26,7 @@ from tabulate import tabulate
 from common.options import Parser, UsageError, number, usage_errors_exit
 
 from plots import Draw, draw_picture
+from tables import load, shown
 from timing import RESULTS, ROOT, Effort, Results, provenance, save
 
 
@@ -40,9 +41,9 @@ class Section:
 
 
 SECTIONS = {
-    "stages": Section("stages", "", "samples a second of each stage and reducer", True),
+    "stages": Section("stages", "", "samples per second of each stage and reducer", True),
     "timeline": Section("timeline", "", "the parts of a step, by torch.profiler", True),
-    "process_memory": Section("process_memory", "", "what a process holds, and why", True),
+    "process_memory": Section("process_memory", "", "the memory of a process, by kind", True),
     "scaling": Section("scaling", "04_scaling", "steps of DDP, predicted and measured", True),
     "data_parallel": Section("costs", "02_data_parallel", "the parts of its step", True),
     "reducers": Section("costs", "03_reducers", "a step with each reducer of stage 03", True),
@@ -76,7 +77,7 @@ def committed() -> dict[str, Results]:
     """
     only = os.environ.get("ONLY_RESULTS", "").split(",")
     paths = [p for p in sorted(RESULTS.glob("*-*.json")) if p.name in only or only == [""]]
-    found = [json.loads(path.read_text()) for path in paths]
+    found = [load(path.stem) for path in paths]
     return {content["provenance"]["hardware"]: content for content in found}
 
 
@@ -100,8 +101,6 @@ def draw(*names: str) -> None:
 
 
 def run_section(name: str, args: argparse.Namespace) -> None:
-    from tables import shown
-
     section = SECTIONS[name]
     for option, takers in OPTIONS.items():
         if getattr(args, option) and name not in takers:
@@ -145,7 +144,7 @@ def run_all(sections: list[str], device: str) -> None:
             else:
                 failed.append(section)
         took.append((section, time.perf_counter() - start))
-    print("\n" + tabulate([*took, ("together", sum(s for _, s in took))], floatfmt=".0f"))
+    print("\n" + tabulate([*took, ("total", sum(s for _, s in took))], floatfmt=".0f"))
     print(f"wrote {path.relative_to(ROOT)}; failed: {', '.join(failed) or 'none'}")
     if failed:
         sys.exit(1)
@@ -156,16 +155,16 @@ def main() -> None:
     parser = Parser(f"{__doc__}{sections}")
     add = parser.add_argument
     add("section", nargs="?", choices=(*SECTIONS, "pictures"), metavar="SECTION", help="see above")
-    text = "without SECTION: these of them, with commas between; the file keeps the others"
+    text = "without SECTION: only these, separated by commas; the file keeps the others"
     add("--only", default=",".join(BENCH), metavar="NAMES", help=text)
     effort = parser.add_mutually_exclusive_group()
-    effort.add_argument("--quick", action="store_true", help="to see that it runs: keeps nothing")
-    effort.add_argument("--brief", action="store_true", help="few rounds: keeps nothing")
-    add("--out", type=Path, metavar="FILE", help="keep what was found there, and draw nothing")
-    add("--device", choices=("cpu", "cuda"), help="cuda if torch sees a GPU, where it is of use")
-    add("--ranks", type=number(int, 1), metavar="N", help="of stages and precision")
-    add("--models", nargs="+", metavar="NAME", help="of precision: torchvision's")
-    add("--data-dir", type=Path, metavar="PATH", help="of peers: holds MNIST/raw")
+    effort.add_argument("--quick", action="store_true", help="to see that it runs; stores nothing")
+    effort.add_argument("--brief", action="store_true", help="few rounds; stores nothing")
+    add("--out", type=Path, metavar="FILE", help="write the result there, and draw nothing")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where a GPU is of use")
+    add("--ranks", type=number(int, 1), metavar="N", help="for stages and precision")
+    add("--models", nargs="+", metavar="NAME", help="for precision: names of torchvision")
+    add("--data-dir", type=Path, metavar="PATH", help="for peers: the folder that holds MNIST/raw")
     add("--node", type=Path, help=argparse.SUPPRESS)  # what two_nodes_here.sh runs in each node
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():

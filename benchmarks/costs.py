@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from common.record import Recorder
 
-from plots import BLUE, GREY, Figure, ratio_bars
+from plots import BLUE, GRAY, Figure, ratio_bars
 from stages import over
 from step import build, ddp, make_step, sgd, start, train_step
 from timing import ROOT, SAME, Effort, Results, chapter, compare, now, slowest_rank, summarize
@@ -105,7 +105,7 @@ def lock(names: dict[str, int], rounds: int) -> Results:
 
 
 def measure_data_parallel(effort: Effort) -> Results:
-    rounds, net = min(20, effort.rounds), {"net": 5}  # steps of a round
+    rounds, net = min(20, effort.rounds), {"net": 5}  # steps per round
     models = net if effort.quick else {**net, "resnet18": 1}
     locked = net if effort.quick else {**net, "small operations": 5, "big operations": 2}
     steps = {name: time_replicas(name, effort.device, rounds, n) for name, n in models.items()}
@@ -149,7 +149,7 @@ def time_ring(size: int, effort: Effort) -> Results:
 
 
 def reducers(effort: Effort) -> Results:
-    """A step with each, with DDP, and with no averaging, whose ranks never wait; and the ring."""
+    """A step with each, with DDP, and without averaging (no rank waits); and the ring."""
     names, sizes = (["net"], SIZES[:3]) if effort.quick else (list(MODELS), SIZES)
     models = {name: time_reducers(name, effort) for name in names}
     return {"models": models, "ring": [time_ring(size, effort) for size in sizes]}
@@ -163,19 +163,19 @@ def draw_reducers(results: Results) -> Figure:
     axes.flat[-2].remove()
     for axis, (name, found) in zip(axes.flat, results["models"].items(), strict=False):
         rows = {v: row for v, row in found["variants"].items() if v not in (COMPUTE, SAME)}
-        ratio_bars(axis, rows, [(BLUE if v in REDUCERS or "shm" in v else GREY, "") for v in rows])
+        ratio_bars(axis, rows, [(BLUE if v in REDUCERS or "shm" in v else GRAY, "") for v in rows])
         axis.set(title=f"{name}, {found['parameters']:,} parameters")
         axis.set(xlabel="time of a step / time of computing only")
     axis, sizes = axes.flat[-1], [row["bytes"] / 2**20 for row in results["ring"]]
-    for who, label, look, color in ("gloo", "gloo's own", "s-", GREY), ("ring", "ours", "o-", BLUE):
-        rates = [row[f"{who}_bytes_per_second"] / 1e9 for row in results["ring"]]
+    for by, label, look, color in ("gloo", "gloo's own", "s-", GRAY), ("ring", "ours", "o-", BLUE):
+        rates = [row[f"{by}_bytes_per_second"] / 1e9 for row in results["ring"]]
         axis.plot(sizes, rates, look, color=color, label=label)
     axis.set(title="All-reduce alone", xlabel="size of the tensor, MiB", xscale="log")
     axis.set(ylabel="bus bandwidth, GB/s", ylim=(0, None))
     axis.legend()
     figure.suptitle(
         f"{RANKS} ranks, one thread each, {results['provenance']['hardware']}. "
-        "Blue: by hand; grey: torch's; black lines: 95 % intervals"
+        "Blue: by hand; gray: torch's; black lines: 95 % intervals"
     )
     return figure
 
@@ -197,7 +197,7 @@ FORMATS = {  # dtype of the inputs, or of autocast, and their layout in memory
 
 
 def time_layer(shape: tuple[int, ...], how: str, effort: Effort) -> Results:
-    """Forward and backward of a layer, whose gradients are thrown away."""
+    """Forward and backward of a layer, and its gradients are discarded."""
     dtype, layout = FORMATS[how]
     x, grad = (torch.randn(shape).to(dtype).to(memory_format=layout) for _ in range(2))
     x.requires_grad_()

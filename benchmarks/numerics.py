@@ -1,6 +1,6 @@
-"""What training finds, whoever else uses the machine: values and losses, nothing is timed.
+"""Values and losses of trainings. Nothing is timed, so other users of the machine do no harm.
 
-Gradients: how large those of the layers' outputs are in fp32, and how many are 0 in 16 bits.
+Gradients: the sizes of the gradients of the layers' outputs in fp32; how many are 0 in 16 bits.
 Learning rates: real stages, where the batch shrinks (01: from 240 to 30, rates in steps of √2) and
 where it grows (05 in a world of one: from 30 to 240 with each rule).
 """
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from tqdm import tqdm
 
-from plots import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED, YELLOW, Figure
+from plots import BLACK, BLUE, GRAY, GREEN, ORANGE, PINK, RED, YELLOW, Figure
 from step import train_step
 from timing import ROOT, Effort, Results, chapter
 
@@ -33,7 +33,7 @@ loss_scaling: Any = chapter("05", "loss_scaling")
 
 LOWEST, HIGHEST = -60, 20  # powers of 2 at the ends of the histogram
 RANGES = {  # of fp16, in powers of 2
-    "0": (LOWEST, -25, GREY),
+    "0": (LOWEST, -25, GRAY),
     "fewer digits": (-25, -14, YELLOW),
     "all digits": (-14, 16, "#FFFFFF"),
     "inf": (16, HIGHEST, PINK),

@@ -89,8 +89,8 @@ def run(program: str, data_dir: Path, flag: str, target: float) -> Log:
     return log
 
 
-def us_a_sample(data_dir: Path, batches: int) -> dict[str, float]:
-    """What one sample costs a process of one thread, in us: to load it in two ways, to learn it."""
+def us_per_sample(data_dir: Path, batches: int) -> dict[str, float]:
+    """Microseconds per sample of one thread: loading it in two ways, and a training step."""
     local = BATCH // RANKS
     pictures = MNIST(data_dir, transform=TRANSFORM)
     ours, _ = load_dataset(Namespace(dataset="mnist", data_dir=data_dir, batch_size=BATCH))
@@ -98,14 +98,14 @@ def us_a_sample(data_dir: Path, batches: int) -> dict[str, float]:
     steps: Steps = {
         "load it, one picture after the other": partial(next, iter(one)),
         "load it, a batch at a time": partial(next, iter(whole)),
-        "forward, backward, optimiser": make_step(*build("net", local)),
+        "forward, backward, optimizer": make_step(*build("net", local)),
     }
     times = interleave(steps, batches, warm_up=1)
     return {name: round(median(times[name]) / local * 1e6, 1) for name in steps}
 
 
 def measure_peers(effort: Effort) -> Results:
-    """Rounds of one epoch each; in the first, those that race go on until they reach the target."""
+    """Rounds of one epoch each; in the first, some continue until they reach the target."""
     try:
         MNIST(effort.data_dir)
     except RuntimeError as error:
@@ -133,7 +133,7 @@ def measure_peers(effort: Effort) -> Results:
         "settings": {**SETTINGS, "target": TARGET, "ranks": RANKS},
         "rounds": rounds,
         "left_out": left_out,
-        "us_a_sample": us_a_sample(effort.data_dir, 2 if effort.quick else 100),
+        "us_a_sample": us_per_sample(effort.data_dir, 2 if effort.quick else 100),
         "variants": summary(logs, steps),
     }
 

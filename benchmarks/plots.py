@@ -2,7 +2,6 @@
 
 import hashlib
 import inspect
-import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,21 +12,22 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from tables import load
 from timing import RESULTS, SAME, Results
 
-# Okabe and Ito: told apart by the color-blind too. https://jfly.uni-koeln.de/color/
+# Okabe and Ito: distinct for the color-blind, too. https://jfly.uni-koeln.de/color/
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 SKY, PINK, BLACK, YELLOW = "#56B4E9", "#CC79A7", "#000000", "#F0E442"
-COLOURS = [BLUE, ORANGE, GREEN, RED, SKY, PINK, BLACK, YELLOW]
-GREY = "#999999"
-HATCHES = ["", "//", "\\\\", "xx", "..", "++", "oo", "--"]  # for those who cannot tell these apart
+COLORS = [BLUE, ORANGE, GREEN, RED, SKY, PINK, BLACK, YELLOW]
+GRAY = "#999999"
+HATCHES = ["", "//", "\\\\", "xx", "..", "++", "oo", "--"]  # distinct without colors
 
 Draw = Callable[[Results], Figure]  # what results look like
 Look = tuple[str, str]  # color and hatch
 
 
 def ends(rows: Iterable[Mapping[str, Any]]) -> Any:
-    """How far the interval of each ratio reaches below and above it, as matplotlib wants it."""
+    """How far the interval of each ratio reaches below and above it, in the form of matplotlib."""
     far = [[abs(end - row["ratio"]) for end in row["ratio_interval"]] for row in rows]
     return list(zip(*far, strict=True))
 
@@ -35,9 +35,9 @@ def ends(rows: Iterable[Mapping[str, Any]]) -> Any:
 def bars(
     axis: Axes, names: Iterable[str], values: Any, looks: Any, texts: Any = (), xerr: Any = None
 ) -> None:
-    """Horizontal bars from above, with intervals (how far below, how far above) and a text each."""
-    colours, hatches = zip(*looks, strict=True)
-    style: Any = {"color": colours, "hatch": hatches, "edgecolor": "white", "ecolor": "black"}
+    """Horizontal bars, the first on top, with intervals (below, above) and a text each."""
+    colors, hatches = zip(*looks, strict=True)
+    style: Any = {"color": colors, "hatch": hatches, "edgecolor": "white", "ecolor": "black"}
     axis.barh(list(names), values, xerr=xerr, **style)
     far = np.add(values, xerr[1] if xerr else 0)
     for place, text in enumerate(texts):
@@ -47,14 +47,14 @@ def bars(
 
 
 def ratio_bars(axis: Axes, variants: Mapping[str, Any], looks: Any, texts: Any = ()) -> None:
-    """Bars of the variants' ratios to their baseline, which is the line at 1."""
+    """Bars of the ratios of variants to their baseline, which is the line at 1."""
     rows = {name: row for name, row in variants.items() if name != SAME}
     bars(axis, rows, [row["ratio"] for row in rows.values()], looks, texts, ends(rows.values()))
     axis.axvline(1, color="black", linewidth=1)
 
 
 def speed_bars(axis: Axes, variants: Mapping[str, Any], key: str, looks: Any, texts: Any) -> None:
-    """Bars of what each variant does in a second, with the interval that its ratio has."""
+    """Bars of the rate of each variant per second, with the interval of its ratio."""
     speeds, far = [row[key] for row in variants.values()], list[list[float]]()
     for row in variants.values():
         far.append([row[key] * abs(row["ratio"] / end - 1) for end in row["ratio_interval"][::-1]])
@@ -66,9 +66,9 @@ def patches(looks: Mapping[str, Look]) -> list[Patch]:
 
 
 def draw_picture(name: str, draw: Draw) -> None:
-    """Make results/NAME.png of results/NAME.json; it keeps what it was made of."""
+    """Draw results/NAME.png from results/NAME.json, and keep a digest of its sources in it."""
     matplotlib.use("Agg")  # files, no windows
-    figure = draw(json.loads((RESULTS / f"{name}.json").read_text()))
+    figure = draw(load(name))
     note = {"made of": made_of(name, draw)}
     figure.savefig(RESULTS / f"{name}.png", dpi=110, metadata=note)
 

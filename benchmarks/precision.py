@@ -1,7 +1,7 @@
 """Training in each precision, and with each speed switch of DDP: time, memory, bits, accuracy.
 
-A step's batch already lies on the device. Variants that compute otherwise train on the digits too:
-none may win by learning less.
+A step's batch already lies on the device. If its bits differ, a variant also trains on the digits:
+no variant may win by learning less.
 """
 
 import copy
@@ -32,11 +32,11 @@ from common.data import load_dataset, make_loader
 from common.models import Net, build_model
 from common.options import UsageError
 
-from plots import BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, Figure, ratio_bars, speed_bars
+from plots import BLUE, GRAY, GREEN, ORANGE, PINK, RED, SKY, Figure, ratio_bars, speed_bars
 from step import start
 from timing import ROOT, SAME, Effort, Results, chapter, interleave, largest_of_ranks, summarize
 
-COLORS = {"fp32": GREY, "tf32": ORANGE, "bf16": BLUE, "fp16": GREEN}
+COLORS = {"fp32": GRAY, "tf32": ORANGE, "bf16": BLUE, "fp16": GREEN}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 EPOCHS, SAMPLES = 3, 60  # of the training for an accuracy; and its global batch
 HOOKS = {"bf16": default_hooks.bf16_compress_hook, "PowerSGD": powerSGD_hook.powerSGD_hook}
@@ -79,7 +79,7 @@ SWITCHES = {
     "cudnn.benchmark": Variant(cudnn_benchmark=True),
     "gradient_as_bucket_view": Variant(ddp=VIEW),
     "static_graph": Variant(ddp={"static_graph": True}),
-    "fused optimiser": Variant(optimizer="fused sgd"),
+    "fused optimizer": Variant(optimizer="fused sgd"),
     "bf16 autocast": Variant("bf16"),
     "bf16 hook": Variant(hook="bf16"),
     # With several buckets over gloo, PowerSGD aborts: see the section links. So it gets one.
@@ -117,7 +117,7 @@ def watch_buckets(ddp: nn.Module, hook: Any = None, state: Any = None) -> dict[i
 
     def note(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
-            buckets.clear()  # those of the step before: the layout may be another one
+            buckets.clear()  # of the previous step: the layout may change
         storage = bucket.buffer().untyped_storage()
         buckets[storage.data_ptr()] = storage.nbytes()
         return (hook or default_hooks.allreduce_hook)(state, bucket)
@@ -131,11 +131,11 @@ def held_bytes(model: nn.Module, optimizer: Any, buckets: dict[int, int]) -> dic
     """Between two steps; gradients that are views of a bucket count as bucket."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     apart = [g for g in gradients if g.untyped_storage().data_ptr() not in buckets]
-    update = getattr(optimizer, "optim", optimizer)  # of ZeRO: that of its share
+    update = getattr(optimizer, "optim", optimizer)  # ZeRO: the state of its share
     state = [value for each in update.state.values() for value in each.values()]
     held = {"parameters": size_of(model.parameters()), "buffers": size_of(model.buffers())}
     held |= {"gradients": size_of(apart), "buckets": sum(buckets.values())}
-    return held | {"optimiser": size_of(value for value in state if isinstance(value, Tensor))}
+    return held | {"optimizer": size_of(value for value in state if isinstance(value, Tensor))}
 
 
 class Training:
@@ -241,7 +241,7 @@ def measure_precision(effort: Effort) -> Results:
     samples = 2 if quick else 256 if gpu else 8  # of a rank
     for name in {*effort.models} - {*torchvision.models.list_models(module=torchvision.models)}:
         raise UsageError(f"torchvision has no model {name}: try --models resnet50")
-    if not quick:  # whatever OMP_NUM_THREADS says
+    if not quick:  # OMP_NUM_THREADS is 1
         torch.set_num_threads(cores)
     variants, skipped = choose(PRECISIONS, effort.device, quick or (few and not gpu))
     eager = {name: variant for name, variant in variants.items() if not variant.compiled}
@@ -269,8 +269,8 @@ def draw_precision(results: Results) -> Figure:
     axes = figure.subplots(rows, columns, squeeze=False).flat
     for axis, (name, place, found) in zip(axes, panels, strict=True):
         variants = {v: row for v, row in found["variants"].items() if v != SAME}
-        learnt = {variant: results["accuracy"][variant]["median"] for variant in variants}
-        texts = [f"{1 / row['ratio']:.1f}×, {learnt[v]:.1%}" for v, row in variants.items()]
+        learned = {variant: results["accuracy"][variant]["median"] for variant in variants}
+        texts = [f"{1 / row['ratio']:.1f}×, {learned[v]:.1%}" for v, row in variants.items()]
         looks = [(COLORS[variant.split(",")[0]], "") for variant in variants]
         speed_bars(axis, variants, "images_per_second", looks, texts)
         axis.set(title=f"{name}, {place}", xlabel="images per second")
@@ -306,10 +306,10 @@ def count_and_compare(variants: Variants, model: nn.Module, batch: Batch, steps:
         tables = one.power.error_dict, one.power.p_memory_dict, one.power.q_memory_dict
         kinds = {"parameters": held["parameters"] + held["buffers"]}
         kinds["gradients and buckets"] = held["gradients"] + held["buckets"]
-        kinds["optimiser"] = held["optimiser"]
+        kinds["optimizer"] = held["optimizer"]
         kinds["hook"] = size_of(tensor for table in tables for tensor in table.values())
-        distance, *most = largest_of_ranks([far.item(), *kinds.values()])
-        kinds = dict(zip(kinds, map(int, most), strict=True))
+        distance, *counts = largest_of_ranks([far.item(), *kinds.values()])
+        kinds = dict(zip(kinds, map(int, counts), strict=True))
         rows[name] = {"distance": distance, "held_bytes": kinds}
     return rows
 
@@ -353,10 +353,10 @@ def draw_switches(results: Results) -> Figure:
     rows = {name: row for name, row in results["variants"].items() if name != SAME}
     looks = [(RED if row["distance"] else BLUE, "") for row in rows.values()]
     ratio_bars(left, rows, looks, texts=[f"{row['accuracy']:.1%}" for row in rows.values()])
-    left.set(xlabel="time of a step / that of plain DDP (of ZeroRedundancyOptimizer: of Adam)")
+    left.set(xlabel="time of a step / plain DDP's (ZeroRedundancyOptimizer: Adam's)")
     left.set_title("Blue: the same bits as the baseline; orange: others. Beside it: test accuracy")
     starts = np.zeros(len(rows))
-    for kind, color in zip(rows["DDP"]["held_bytes"], (BLUE, SKY, GREY, PINK), strict=True):
+    for kind, color in zip(rows["DDP"]["held_bytes"], (BLUE, SKY, GRAY, PINK), strict=True):
         widths = [row["held_bytes"][kind] / 2**20 for row in rows.values()]
         right.barh(list(rows), widths, left=starts, color=color, label=kind)
         starts += widths

@@ -1,7 +1,7 @@
 """What the memory of a GPU, or of a process, is spent on: every stage, every saving, foreseen.
 
 Bytes of tensors are counted: what a process holds when the loss of a step is there, and the most
-that torch's allocator gave at a time, as ledger.py of stage 01 reads it. The replicas of stage 02
+that torch's allocator gave at one time, as ledger.py of stage 01 reads it. The replicas of stage 02
 are virtual: all on one device. Last: results/02_memory, what memory.py of stage 02 counts.
 """
 
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.record import peak_memory_bytes
 
-from plots import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, YELLOW, Axes, Figure, patches
+from plots import BLACK, BLUE, GRAY, GREEN, ORANGE, PINK, RED, SKY, YELLOW, Axes, Figure, patches
 from precision import VIEW, Batch, Training, Variant, held_bytes, watch_buckets
 from step import start
 from timing import Effort, Results, chapter
@@ -33,7 +33,7 @@ STAGES = {"01": "01 one process", "02": "02 DataParallel", "03": "03 by hand"}
 STAGES |= {"04": "04 DDP", "05": "05 DDP, SyncBN", "05 bf16": "05 in bf16"}
 # Colors and hatches of what is held, and of what is there for a moment.
 STYLES = {"parameters": (BLUE, ""), "buffers": (BLACK, ""), "gradients": (SKY, "//")}
-STYLES |= {"buckets": (ORANGE, "\\\\"), "optimiser": (GREY, ".."), "batch": (YELLOW, "")}
+STYLES |= {"buckets": (ORANGE, "\\\\"), "optimizer": (GRAY, ".."), "batch": (YELLOW, "")}
 STYLES |= {"activations": (GREEN, "xx"), "outputs and loss": (RED, ""), "at the peak": ("#EEE", "")}
 
 UNSENT: Any = {"init_sync": False}  # or gloo frees a buffer as large as all weights, unseen
@@ -127,12 +127,12 @@ def run(jobs: list[str], plan: Any, samples: int, replicas: int) -> list[dict[st
             how = (way, plan, samples) if way else (job, plan, samples, replicas)
             made += train_way(*how) if way else train_stage(*how)
 
-        most = ledger.measure(plan.device, train)
+        peak_bytes = ledger.measure(plan.device, train)
         resident = [before, peak_memory_bytes(cpu)]
         bf16 = "bf16" in (way.precision if way else job)
         with torch.autocast(plan.device, torch.bfloat16, enabled=bf16):
             held = count_replicas(made[0], made[-1], replicas) if job == "02" else [count(*made)]
-        found.append({"held": held, "peak_bytes": most, "resident_bytes": resident})
+        found.append({"held": held, "peak_bytes": peak_bytes, "resident_bytes": resident})
         made.clear()
         gc.collect()  # DDP and its model hold each other
     return found
@@ -153,18 +153,18 @@ def measure(jobs: Any, plan: Any, samples: int, ranks: int = RANKS, parts: int =
 def predict(way: Variant, plan: Any, samples: int, ranks: int) -> int:
     """The peak of a rank, foreseen without a rank: stage 01's rehearsal, and what DDP changes."""
     parts, micro = peak.parts_of(plan), samples // way.accumulate
-    most = peak.rehearse(plan, micro, way.accumulate)[0]
-    most += (samples - micro) * 4 * plan.channels * plan.image_size**2  # images that wait
+    total = peak.rehearse(plan, micro, way.accumulate)[0]
+    total += (samples - micro) * 4 * plan.channels * plan.image_size**2  # images that wait
     if "gradient_as_bucket_view" not in way.ddp or (way.accumulate > 1 and not way.in_place):
-        most += parts["gradients"]  # in the buckets: once more
+        total += parts["gradients"]  # in the buckets: once more
     elif way.accumulate == 1:  # each is made apart, then copied to its bucket
         with torch.device("meta"):
-            most += max(parameter.nbytes for parameter in plan.build()[0].parameters())
+            total += max(parameter.nbytes for parameter in plan.build()[0].parameters())
     if way.optimizer == "zero adam":
-        most -= round(parts["optimiser state"] * (1 - 1 / ranks))
+        total -= round(parts["optimizer state"] * (1 - 1 / ranks))
     if way.precision == "bf16":
-        most += saved_bytes(plan, micro, True) - saved_bytes(plan, micro, False)
-    return most
+        total += saved_bytes(plan, micro, True) - saved_bytes(plan, micro, False)
+    return total
 
 
 def saved_bytes(plan: Any, samples: int, bf16: bool) -> int:
@@ -181,9 +181,9 @@ def saved_bytes(plan: Any, samples: int, bf16: bool) -> int:
 
 
 def compare(row: dict[str, Any]) -> dict[str, float]:
-    predicted, most = row["predicted_bytes"], max(row["peak_bytes"])
-    percent = round(100 * (predicted / most - 1), 2)
-    return {"predicted_bytes": predicted, "measured_bytes": most, "percent_off": percent}
+    predicted, measured = row["predicted_bytes"], max(row["peak_bytes"])
+    percent = round(100 * (predicted / measured - 1), 2)
+    return {"predicted_bytes": predicted, "measured_bytes": measured, "percent_off": percent}
 
 
 def measure_process_memory(effort: Effort) -> Results:
@@ -201,8 +201,8 @@ def measure_process_memory(effort: Effort) -> Results:
         module, _, whole = make(momentum, BATCH)
     for world in worlds:
         ddp = measure(["04"], momentum, BATCH // world, world)["04"]
-        most = predict(Variant(), momentum, BATCH // world, world)
-        row = {"DDP": ddp["held"], "peak_bytes": ddp["peak_bytes"], "predicted_bytes": most}
+        predicted = predict(Variant(), momentum, BATCH // world, world)
+        row = {"DDP": ddp["held"], "peak_bytes": ddp["peak_bytes"], "predicted_bytes": predicted}
         found[str(world)] = {"DataParallel": count_replicas(module, whole, world), **row}
         foreseen[f"04 DDP, {world} rank{'s' * (world > 1)}"] = row
     ways = measure(list(WAYS), adam, BATCH // RANKS)
@@ -241,10 +241,10 @@ def draw_stages(axes: Axes, found: Results) -> None:
     groups = {}
     for key, stage in found["stages"].items():
         name, peaks = STAGES[key].replace(" ", "\n", 1), stage["peak_bytes"]
-        if key == "02":  # its peak is that of all replicas together
+        if key == "02":  # its peak is the peak of all replicas together
             name, peaks = name + "\n(virtual)", [0] * len(stage["held"])
         both = zip(stage["held"], peaks, strict=True)
-        groups[name] = [{**h, "at the peak": max(0, most - sum(h.values()))} for h, most in both]
+        groups[name] = [{**h, "at the peak": max(0, top - sum(h.values()))} for h, top in both]
     stack(axes, groups)
     axes.set_title("What a replica or rank holds: " + ABOUT.format(**found))
 
@@ -260,10 +260,10 @@ def draw_worlds(left: Axes, right: Axes, found: Results) -> None:
 def draw_ways(axes: Axes, found: Results) -> None:
     groups, texts, first = {}, {}, max(found["ways"]["DDP with Adam"]["peak_bytes"])
     for way, row in found["ways"].items():
-        name, most = way.replace(", ", ",\n").replace(" of ", "\nof "), max(row["peak_bytes"])
+        name, top = way.replace(", ", ",\n").replace(" of ", "\nof "), max(row["peak_bytes"])
         held = row["held"][0]
-        groups[name] = [{**held, "at the peak": max(0, most - sum(held.values()))}]
-        texts[name] = [f"{most / first - 1:+.0%}" if most != first else f"{first / MIB:.0f}"]
+        groups[name] = [{**held, "at the peak": max(0, top - sum(held.values()))}]
+        texts[name] = [f"{top / first - 1:+.0%}" if top != first else f"{first / MIB:.0f}"]
     stack(axes, groups, texts)
     axes.tick_params(axis="x", rotation=20)
     axes.set_title("What each way saves of a rank's peak: " + ABOUT.format(**found))

@@ -29,7 +29,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from common.options import UsageError
 
-from plots import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, Figure, ends
+from plots import BLACK, BLUE, GRAY, GREEN, ORANGE, PINK, RED, SKY, Figure, ends
 from step import build, ddp, make_step, sgd, start
 from tables import predictions
 from timing import ROOT, Effort, Results, Times, chapter, interleave, summarize
@@ -43,7 +43,7 @@ HOW = {DDP: (1, 1.0), NO_SYNC: (4, 1.0), BF16: (1, 0.5)}  # micro-batches; of fp
 ALONE, WORK, AFTER, LONG, BESIDE, COPY = "alone", "work", "work, then", "long", "beside", "copy"
 TIMES, MEANWHILE, COPIED = 8, 2**23, 2**24  # long work is so much; bytes beside it; bytes copied
 SIZES = [2**14, 2**20, 2**22, MEANWHILE, 2**24, 25 * 2**20]  # bytes
-SMALL = [2**10, 2**17, 2**20, MEANWHILE]  # for net, whose bucket has 87,360
+SMALL = [2**10, 2**17, 2**20, MEANWHILE]  # for net: its bucket has 87,360
 ALLOWED = os.geteuid() == 0 and all(map(shutil.which, ("tc", "ip")))  # network namespaces
 RATES = {"no limit": "", "10 Gbit/s": "10gbit", "1 Gbit/s": "1gbit", "0.2 Gbit/s": "200mbit"}
 
@@ -69,7 +69,7 @@ def step_of(how: str, model: nn.Module, images: Tensor) -> Callable[[], None]:
 
 
 def tick() -> Any:
-    """Now; on a GPU an event, for which nobody waits."""
+    """Now; on a GPU, an event that the CPU does not wait for."""
     if not torch.cuda.is_initialized():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -150,8 +150,8 @@ def measure_scaling(effort: Effort) -> Results:
     rounds, machine = {"net": 51, "mlp": 25, "resnet18": 15}, []
     for ranks in [effort.ranks or 2] if effort.ranks or effort.quick else (1, 2, 3, 4):
         for model in effort.models or (["net"] if effort.quick else rounds):
-            most = rounds[model] // 4 if effort.brief else min(rounds[model], effort.rounds)
-            what = model, [DDP], most, SMALL if model == "net" else SIZES
+            max_rounds = rounds[model] // 4 if effort.brief else min(rounds[model], effort.rounds)
+            what = model, [DDP], max_rounds, SMALL if model == "net" else SIZES
             answers = start(ranks, rounds_of, *what, device=effort.device)
             machine.append(predict(answers[0][0], [note for _, note in answers]))
     whole = effort.rounds > 99 and effort.device == "cpu" and ALLOWED
@@ -173,7 +173,7 @@ def reduces(times: Times) -> dict[int, float]:
 
 
 def fit(ranks: int, times: Times) -> Any:
-    """The link whose ring takes what the all-reduces took, with the least relative error."""
+    """The link on which a ring takes the measured times, with the least relative error."""
     if ranks == 1:
         return paper.Link(0.0, 1e15)
     found, messages = reduces(times), 2 * (ranks - 1)
@@ -201,7 +201,7 @@ def predict(times: Times, notes: list[Results]) -> Results:
     ranks, link, timed = len(notes), fit(len(notes), times), summarize(times)
     # what a second of communication takes from the computing beside it
     stolen = min(1.0, max(0.0, more(times, BESIDE, LONG) / reduces(times)[MEANWHILE]))
-    handling = median(times[COPY]) / COPIED  # seconds a byte, in and out of a bucket
+    handling = median(times[COPY]) / COPIED  # seconds per byte, in and out of a bucket
     shares = np.mean([note["shares"] for note in notes], axis=0).tolist()
     jobs = [job_of(each, shares, notes[0]["gradients"], handling) for each in times[ALONE]]
     rows = []
@@ -290,17 +290,17 @@ def measure_links(effort: Effort) -> Results:
 
 def draw_links(results: Results) -> Figure:
     figure, axis = plt.subplots(figsize=(9, 5), layout="constrained")
-    for variant, colour in LOOKS.items():
+    for variant, color in LOOKS.items():
         rows = [found["variants"][variant] for found in results["rates"].values()]
-        label = f"{variant}: {results['sent_bytes_a_step'][variant] / 1e6:.1f} MB a step"
-        style: Any = {"color": colour, "marker": "o", "label": label}
+        label = f"{variant}: {results['sent_bytes_a_step'][variant] / 1e6:.1f} MB per step"
+        style: Any = {"color": color, "marker": "o", "label": label}
         axis.errorbar(list(results["rates"]), [row["ratio"] for row in rows], ends(rows), **style)
     axis.set(yscale="log", ylabel="time of a step / time of computing only", xlabel="link")
     axis.set_yticks([1, 1.5, 2, 3, 5, 10], ["1", "1.5", "2", "3", "5", "10"])
     axis.minorticks_off()
     axis.legend(title="and what each node sends")
     axis.set_title(
-        f"resnet18, {results['local_batch']} pictures of 64 × 64 a rank, 2 ranks of one thread on "
+        f"resnet18, {results['local_batch']} pictures of 64 × 64 per rank, 2 ranks with one thread "
         f"two nodes\n{results['provenance']['hardware']}; bars: 95 % intervals"
     )
     return figure
@@ -310,20 +310,20 @@ def draw_scaling(results: Results) -> Figure:
     figure, (by_ranks, errors) = plt.subplots(1, 2, figsize=(12, 5.5), layout="constrained")
     rows, texts, where = predictions(results), [], results["provenance"]
     looks = {"net": (BLUE, "o"), "mlp": (ORANGE, "s"), "resnet18": (GREEN, "^")}
-    for name, (colour, mark) in looks.items():
-        style: Any = {"color": colour, "marker": mark}
+    for name, (color, mark) in looks.items():
+        style: Any = {"color": color, "marker": mark}
         places = [place for place, row in enumerate(rows) if row["model"] == name]
         errors.plot(places, [100 * rows[i]["error"] for i in places], ls="", label=name, **style)
         own = [row for row in rows if row["model"] == name and row["link"] == "one machine"]
         ranks, measured = [row["ranks"] for row in own], [row["measured_ms"] for row in own]
-        by_ranks.vlines(ranks, *np.transpose([r["measured_ms_quartiles"] for r in own]), colour)
+        by_ranks.vlines(ranks, *np.transpose([r["measured_ms_quartiles"] for r in own]), color)
         by_ranks.plot(ranks, measured, ls="", label=f"{name}, measured", **style)
         style |= {"ls": "--", "mfc": "white", "label": "predicted"}
         by_ranks.plot(ranks, [row["predicted_ms"] for row in own], **style)
     by_ranks.set(title="A step of DDP", xlabel="ranks", ylabel="ms", yscale="log")
     by_ranks.set_xticks([1, 2, 3, 4])
     by_ranks.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)
-    errors.axhspan(-10, 10, color=GREY, alpha=0.2, label="within 10 %")
+    errors.axhspan(-10, 10, color=GRAY, alpha=0.2, label="within 10 %")
     errors.axhline(0, color="black", linewidth=0.8)
     for row in rows:
         text = "ranks: {ranks}" if row["link"] == "one machine" else "{link}, {how}"
@@ -331,5 +331,5 @@ def draw_scaling(results: Results) -> Figure:
     errors.set_xticks(range(len(rows)), texts, rotation=90, fontsize="small")
     errors.set(title="Error of each prediction", ylabel="predicted / measured − 1, %")
     errors.legend(fontsize="small")
-    figure.suptitle(f"{where['hardware']}, torch {where['torch']}; one thread a rank, gloo")
+    figure.suptitle(f"{where['hardware']}, torch {where['torch']}; one thread per rank, gloo")
     return figure

@@ -1,8 +1,8 @@
-"""Samples a second of every stage and every reducer, timed in turns in one run.
+"""Samples per second of every stage and every reducer, timed in turns in one run.
 
 Each variant is set up by its stage's own main and trains on the digits with its own train_epoch:
-what is timed is what a reader reads, without evaluation and files. All live in the same ranks of
-one thread each; 01 and 02 are rank 0, while the others wait. The network is net-bn: without
+the timed code is the reader's, without evaluation and files. All live in the same ranks of
+one thread each; 01 and 02 run on rank 0 while the others wait. The network is net-bn: without
 BatchNorm, SyncBatchNorm of stage 05 would have nothing to do.
 """
 
@@ -27,10 +27,10 @@ import shm  # noqa: F401
 from common.options import cut_batch
 from common.record import Recorder
 
-from plots import COLOURS, HATCHES, Axes, speed_bars
+from plots import COLORS, HATCHES, Axes, speed_bars
 from timing import ROOT, SAME, Effort, Results, chapter, interleave, summarize
 
-BATCH, BASE = 120, "01, 1 thread"  # the global batch; what the others are compared with
+BATCH, BASE = 120, "01, 1 thread"  # the global batch; the baseline of the others
 
 start = chapter("03", "ranks").start
 REDUCERS = chapter("03", "reducers").REDUCERS
@@ -80,15 +80,15 @@ def over(backend: str) -> Iterator[None]:
 
 
 def set_up(module: ModuleType, rank: int, size: int, flags: Iterable[str]) -> tuple[dict, tuple]:
-    """Run a stage's own main up to its first epoch: its variables, what train_epoch would get."""
+    """Run a stage's own main up to its first epoch: its variables, and train_epoch's arguments."""
     found: list[tuple[dict, tuple]] = []
 
     def stop(*arguments: object) -> None:
         found.append((dict(sys._getframe(1).f_locals), arguments))
         sys.exit()  # out of main
 
-    def record(args: Namespace, optimizer: SGD, start: dict, local_batch: int, *_: int) -> Recorder:
-        return Recorder(args, optimizer, start, local_batch, rank=1)  # only rank 0's writes files
+    def record(args: Namespace, optimizer: SGD, saved: dict, local_batch: int, *_: int) -> Recorder:
+        return Recorder(args, optimizer, saved, local_batch, rank=1)  # only rank 0's writes files
 
     def pick_devices(device: torch.device, replicas: int) -> list[torch.device]:
         several = device.type == "cuda" and torch.cuda.device_count() > 1
@@ -150,7 +150,7 @@ class Training:
 def on_ranks(variants: dict[str, Variant], rounds: int, device: str) -> Results:
     torch.set_default_device("cpu")  # data sets are read there
     trainings = {name: Training(each, "net-bn", BATCH, device) for name, each in variants.items()}
-    few = 2 if rounds == 1 else None  # to see that it runs; else a step of it is an epoch
+    few = 2 if rounds == 1 else None  # to see that it runs; otherwise, one call is an epoch
     steps = {name: few or len(training.loader) for name, training in trainings.items()}
     times = interleave({n: partial(t, few) for n, t in trainings.items()}, rounds, warm_up=1)
     steps[SAME] = steps[BASE]
@@ -177,7 +177,7 @@ def measure_stages(effort: Effort) -> Results:
 
 def draw(results: Results, axes: Axes) -> None:
     rows = {name: row for name, row in results["variants"].items() if name != SAME}
-    looks = [(COLOURS[int(name[:2])], HATCHES[int(name[:2])]) for name in rows]
+    looks = [(COLORS[int(name[:2])], HATCHES[int(name[:2])]) for name in rows]
     texts = [f"{1 / row['ratio']:.2f}" for row in rows.values()]
     speed_bars(axes, rows, "samples_per_second", looks, texts)
     axes.axvline(rows[BASE]["samples_per_second"], color="black", linewidth=0.8, linestyle=":")

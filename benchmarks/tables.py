@@ -1,6 +1,6 @@
-"""The tables of the READMEs, made of results; bench.py prints them of what it has just measured.
+"""The tables of the pages, made from results/; bench.py also prints them after a measurement.
 
-A README holds <!-- table: NAME --> where one begins and <!-- end of table --> where it ends;
+A page holds <!-- table: NAME --> where one begins and <!-- end of table --> where it ends;
 `make readme` writes what is between, and a test compares it with what is committed.
 """
 
@@ -13,12 +13,13 @@ from tabulate import tabulate
 
 from timing import RESULTS, SAME, Results
 
-MACHINE = "amd-epyc-2-cores"  # whose `make bench` the READMEs show
+MACHINE = "amd-epyc-2-cores"  # the pages show its `make bench`
 RATIO = "{ratio:.2f} ({ratio_interval[0]:.2f} to {ratio_interval[1]:.2f})"
 
 
 def load(name: str) -> Results:
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    text = (RESULTS / f"{name}.json").read_text()
+    return json.loads(text.replace("optimiser", "optimizer"))  # keys of older results
 
 
 def mib(count: float) -> str:
@@ -36,7 +37,7 @@ def table(rows: Iterable[Iterable[object]], *heads: str) -> str:
 
 
 def listed(rows: Mapping[str, Results], columns: Mapping[str, Any], head: str = "") -> str:
-    """A line for each row: its name, and of each column its format, or what its function says."""
+    """One line per row: its name, then each column by its format or its function."""
     shows = [text.format_map if isinstance(text, str) else text for text in columns.values()]
     return table([(n, *(show(row) for show in shows)) for n, row in rows.items()], head, *columns)
 
@@ -92,11 +93,11 @@ def precision(results: Results) -> str:
     for variant in (*results["accuracy"], SAME):
         found = [place.get(variant) for place in places.values()]
         cells = [row and f"{row['images_per_second']:.1f}/s: {inverse(row)}" for row in found]
-        learnt = ""
+        learned = ""
         if accuracy := results["accuracy"].get(variant):
             low, high = min(accuracy["test_accuracies"]), max(accuracy["test_accuracies"])
-            learnt = f"{accuracy['median']:.1%} ({low:.1%} to {high:.1%})"
-        rows.append((variant, *cells, learnt))
+            learned = f"{accuracy['median']:.1%} ({low:.1%} to {high:.1%})"
+        rows.append((variant, *cells, learned))
     return table(rows, "", *places, "test accuracy")
 
 
@@ -107,7 +108,7 @@ def peaks(results: Results) -> str:
 
 
 def switches(results: Results) -> str:
-    rows, kinds = [], ("gradients and buckets", "optimiser", "hook")
+    rows, kinds = [], ("gradients and buckets", "optimizer", "hook")
     for name, row in results["variants"].items():
         distance = f"{row['distance']:.0e}" if row["distance"] else "same bits"
         accuracy = "" if row["accuracy"] is None else f"{row['accuracy']:.1%}"
@@ -170,7 +171,7 @@ def peers(results: Results) -> str:
 
 def peers_sample(results: Results) -> str:
     rows = [(what, f"{us:.0f}") for what, us in results["us_a_sample"].items()]
-    return table(rows, "one thread", "µs a sample")
+    return table(rows, "one thread", "µs per sample")
 
 
 def origin(results: Results) -> str:

@@ -1,8 +1,8 @@
 """Where the time of a step goes, and what happens at the same time, from torch.profiler.
 
-Each stage trains with its own loop (stages.py). The profiler tells every operator of every thread;
+Each stage trains with its own loop (stages.py). The profiler records all operators of all threads;
 forward and backward are marked from outside. Every microsecond of a step belongs to one of PARTS.
-The network is resnet18, whose gradients need three buckets: with one bucket, nothing overlaps.
+The network is resnet18. Its gradients need three buckets; with one bucket, nothing overlaps.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from plots import BLUE, GREEN, GREY, PINK, RED, SKY, YELLOW, Axes
+from plots import BLUE, GRAY, GREEN, PINK, RED, SKY, YELLOW, Axes
 from stages import Training, Variant, start
 from timing import Effort, Results
 
@@ -26,11 +26,11 @@ NAMES = ("01 one process", "02 DataParallel", "03 by hand", "04 DDP", "05 DDP, S
 STAGES = {name[:2]: name for name in NAMES}
 FORWARD, BACKWARD = "benchmark: forward", "benchmark: backward"  # our marks in the profile
 COLLECTIVES, AUTOGRAD, LOADING = ("gloo:", "nccl:"), "autograd::engine", "enumerate(DataLoader)"
-MARKS = {"data": LOADING, "forward": FORWARD, "backward": BACKWARD, "optimiser": "Optimizer."}
+MARKS = {"data": LOADING, "forward": FORWARD, "backward": BACKWARD, "optimizer": "Optimizer."}
 GAP = 100  # a shorter one between two operators, in us, is the program's own
 WAITING = "waiting for others"
 LOOKS = {"data": (YELLOW, ""), "forward": (SKY, ""), "backward": (BLUE, "//"), WAITING: (RED, "xx")}
-LOOKS |= {"optimiser": (GREEN, "\\\\"), "other": (GREY, ""), "collective": (PINK, "..")}
+LOOKS |= {"optimizer": (GREEN, "\\\\"), "other": (GRAY, ""), "collective": (PINK, "..")}
 PARTS = tuple(LOOKS)[:-1]
 
 
@@ -53,7 +53,7 @@ class Step:
     thread: int
 
     def of(self, *names: str, threads: Iterable[int] = ()) -> list[Event]:
-        """The events whose name starts so; on any thread if none is given."""
+        """The events with a name that starts with one of these; by default on any thread."""
         found = [e for e in self.events if e.name.startswith(names)]
         return [e for e in found if not threads or e.thread in threads]
 
@@ -142,16 +142,16 @@ def record(training: Training, steps: int) -> list[Step]:
 
     training.parallel.register_forward_pre_hook(lambda *_: mark.__enter__() and None)
     training.parallel.register_forward_hook(lambda *_: mark.__exit__(None, None, None))
-    # Without this, replicas' threads stay unseen (pytorch issue 64799).
+    # Without this, replicas' threads are not recorded (pytorch issue 64799).
     every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     profiler = profile(activities=[ProfilerActivity.CPU], experimental_config=every)
     with mock.patch.object(torch.Tensor, "backward", backward), profiler:
         training(steps + 2)
-    seen = [(e.name, e.time_range.start, e.time_range.end, e.thread) for e in profiler.events()]
-    seen.sort(key=lambda each: each[1])
-    calls, found = [each[1::2] for each in seen if each[0].startswith(LOADING)], []
+    spans = [(e.name, e.time_range.start, e.time_range.end, e.thread) for e in profiler.events()]
+    spans.sort(key=lambda each: each[1])
+    calls, found = [each[1::2] for each in spans if each[0].startswith(LOADING)], []
     for (low, thread), (high, _) in list(pairwise(calls))[1:]:
-        inside = [(n, round(a - low), round(b - low), t) for n, a, b, t in seen if low <= a < high]
+        inside = [(n, round(a - low), round(b - low), t) for n, a, b, t in spans if low <= a < high]
         found.append(Step([Event(*each) for each in inside], round(high - low), thread))
     return found
 
@@ -183,10 +183,10 @@ def draw_step(results: Results, stage: str, axes: Axes) -> None:
     found = results["stages"][stage]
     for place, blocks in enumerate(found["threads"].values()):
         for what, low, high in blocks:
-            colour, hatch = LOOKS[what]
-            if high - low < found["step_ms"] / 50:  # in a narrow one, a hatch is a smear
+            color, hatch = LOOKS[what]
+            if high - low < found["step_ms"] / 50:  # too narrow for a hatch
                 hatch = ""
-            axes.barh(place, high - low, 0.7, low, color=colour, hatch=hatch, ec="white", lw=0)
+            axes.barh(place, high - low, 0.7, low, color=color, hatch=hatch, ec="white", lw=0)
     axes.set_yticks(range(len(found["threads"])), list(found["threads"]), fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0)

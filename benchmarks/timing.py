@@ -1,8 +1,8 @@
 """How this project times: variants take turns in one run, and are compared round by round.
 
-A shared machine is faster in one minute and slower in the next, but two variants of one round meet
-almost the same one. Each round runs the variants in a random order, and the first of them twice:
-how far its ratio to itself is from 1 (A/A) shows how far to trust the other ratios.
+A shared machine is faster in one minute and slower in the next, but two variants in one round run
+under almost the same conditions. Each round runs the variants in a random order, the first of them
+twice. The distance of its ratio to itself from 1 (A/A) shows how far to trust the other ratios.
 """
 
 import importlib
@@ -39,12 +39,12 @@ Steps = Mapping[str, Callable[[], object]]  # of each variant, what one step doe
 
 @dataclass(frozen=True)
 class Effort:
-    rounds: int = 1000  # at most so many of each comparison
-    quick: bool = False  # the least that shows that it runs: 1 round
+    rounds: int = 1000  # upper limit for each comparison
+    quick: bool = False  # 1 round, to see that it runs
     brief: bool = False  # for `make bench`: 3 rounds
     device: str = "cpu"
-    ranks: int = 0  # 0: as many as the section takes by itself
-    models: tuple[str, ...] = ()  # the section's own if there are none
+    ranks: int = 0  # 0: the default of the section
+    models: tuple[str, ...] = ()  # empty: the default of the section
     data_dir: Path = ROOT / "data"
 
 
@@ -52,7 +52,7 @@ def interleave(variants: Steps, rounds: int, steps: int = 1, warm_up: int = 3) -
     """Time steps of every variant in each round; ranks start together, and the slowest counts."""
     runs = {**variants, SAME: variants[next(iter(variants))]}
     for run in variants.values():
-        for _ in range(warm_up):  # DDP, for one, arranges its buckets again after the first step
+        for _ in range(warm_up):  # DDP rearranges its buckets after the first step
             run()
     times: Times = {name: [] for name in runs}
     order = random.Random(0)  # the same on every rank
@@ -81,7 +81,7 @@ def slowest_rank(times: Times) -> Times:
 
 
 def now() -> float:
-    """Seconds, once a GPU has done what it was told: it runs behind the program."""
+    """Seconds, after the GPU has finished: it runs behind the program."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -114,7 +114,7 @@ def compare(variants: Steps, rounds: int, steps: int = 1) -> Results:
 
 
 def provenance(device: str = "cpu", **settings: Any) -> Results:
-    """Where, when and how something was measured: it stands in every file under results/."""
+    """Where, when and how something was measured. Every file under results/ holds it."""
     git = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return {
@@ -140,7 +140,7 @@ def chapter(stage: str, name: str) -> ModuleType:
     """A file of a stage as a module; the number in a stage's name keeps `import` from it."""
     (folder,) = ROOT.glob(f"{stage}*")
     if name == "train":
-        sys.modules.pop(name, None)  # that of another stage
+        sys.modules.pop(name, None)  # the one of another stage
     if sys.path[0] != str(folder):  # before the benchmarks: a chapter may have the same name
         sys.path.insert(0, str(folder))
     return importlib.import_module(name)

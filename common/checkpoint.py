@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from common.options import UsageError
 from common.record import Recorder
 
-FRESH = {"epoch": 0, "epoch_step": 0, "step": 0, "losses": []}  # where a new run starts
+FRESH = {"epoch": 0, "epoch_step": 0, "step": 0, "losses": []}  # a new run starts here
 
 
 def save_checkpoint(recorder: Recorder, model: Module, optimizer: Optimizer, **more: dict) -> None:
@@ -24,7 +24,7 @@ def save_checkpoint(recorder: Recorder, model: Module, optimizer: Optimizer, **m
 
 
 def load_checkpoint(args: Namespace, model: Module, optimizer: Optimizer) -> dict:
-    """Load what --resume or --evaluate names; returns it, or FRESH if there is nothing to load."""
+    """Load the file of --resume or --evaluate. Returns its content, or FRESH without a file."""
     path = args.evaluate or args.resume
     if path == "auto":
         path = args.run_dir / "checkpoint.pt"

@@ -78,14 +78,14 @@ def read_arrays(args: Namespace, train: bool) -> Images:
         source = SOURCES[args.dataset](args.data_dir, train=train)
     except RuntimeError:
         with (args.data_dir / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one process downloads, the others wait here
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one process downloads, and the others wait here
             source = SOURCES[args.dataset](args.data_dir, train=train, download=True)
     images, labels = torch.as_tensor(source.data), torch.as_tensor(source.targets)
     if len(images) != len(labels):
         raise ValueError(f"{len(images)} images, {len(labels)} labels")
     # (N, H, W) or (N, H, W, C) -> (N, C, H, W)
     images = images.permute(0, 3, 1, 2).contiguous() if images.ndim == 4 else images[:, None]
-    if args.dataset == "digits":  # shown at the size that the network was made for
+    if args.dataset == "digits":  # enlarged to the size that the network expects
         images = F.interpolate(images, size=28, mode="bilinear")
     return Images(images, labels, 10, args.dataset)
 
@@ -101,7 +101,7 @@ def read_folders(args: Namespace, train: bool) -> ImageFolder:
 
 
 def synthesize(args: Namespace, train: bool) -> Images:
-    """Noise over one faint random picture per class: any size, and there is something to learn."""
+    """Noise over one faint random picture per class: images of any size that can be learned."""
     shape, samples = (3, args.image_size, args.image_size), 2048 if train else 512
     generator = torch.Generator().manual_seed(args.seed)
     faint = torch.randint(0, 64, (args.classes, *shape), generator=generator, dtype=torch.uint8)
@@ -114,14 +114,14 @@ def synthesize(args: Namespace, train: bool) -> Images:
 
 
 def collate(batch: list | tuple) -> object:
-    """Images hands over whole batches; other data sets give a list of samples."""
+    """Images gives whole batches; other data sets give a list of samples."""
     return batch if isinstance(batch, tuple) else default_collate(batch)
 
 
 def make_loader(
     dataset: Dataset, batch_size: int, sampler: Sampler | None = None, workers: int = 0
 ) -> DataLoader:
-    """Batches of (images, labels). With a sampler, that is in training, only full ones."""
+    """Batches of (images, labels). With a sampler (in training), only full batches."""
     return DataLoader(
         dataset,
         batch_size,

@@ -11,7 +11,7 @@ from common.options import UsageError
 class Net(nn.Module):
     """The network of the MNIST tutorials, with dropout; or, to compare runs, with BatchNorm.
 
-    The second is wider, draws no random numbers, and has no kinks where rounding turns a gradient.
+    The second is wider, draws no random numbers, and is smooth: rounding changes little.
     """
 
     def __init__(self, channels: int, image_size: int, classes: int, batch_norm: bool) -> None:
@@ -37,12 +37,12 @@ class Net(nn.Module):
 
 
 def build_model(name: str, dataset: ImageSet, norm_batch: int = 2) -> nn.Module:
-    """A new model: (B, C, H, W) -> (B, classes). norm_batch: how many samples BatchNorm sees."""
+    """A new model: (B, C, H, W) -> (B, classes). norm_batch: samples per BatchNorm statistic."""
     image, _ = dataset[0]  # (C, H, W)
     channels, image_size, classes = image.shape[0], image.shape[-1], len(dataset.classes)
     if name in ("net", "net-bn"):
         return Net(channels, image_size, classes, batch_norm=name == "net-bn")
-    if norm_batch == 1 and image_size <= 32:  # one pixel is left in the last layers
+    if norm_batch == 1 and image_size <= 32:  # the last layers see one pixel
         why = f"BatchNorm in {name} gets one value per channel, which has no variance"
         raise UsageError(f"{why}: try a larger --batch-size")
     model = torchvision.models.get_model(name, num_classes=classes)

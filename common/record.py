@@ -1,4 +1,4 @@
-"""What a run leaves behind: one line per step, one summary, and what it prints."""
+"""What a run writes: one line per step, one summary, and its output."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from common.options import UsageError
 
 
 def hardware(device: torch.device) -> str:
-    """The name of the processor that computes."""
+    """The name of the GPU or CPU that computes."""
     if device.type == "cuda":
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}"
     cpuinfo = Path("/proc/cpuinfo")  # of Linux
@@ -30,27 +30,27 @@ def hardware(device: torch.device) -> str:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The peak so far: allocated by torch on a GPU, resident of this process on the CPU."""
+    """Peak memory so far: allocated by torch on a GPU; resident set of the process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB
 
 
 class Recorder:
-    """Times each step, writes metrics.jsonl and summary.json, and prints. Only rank 0's writes."""
+    """Times each step. On rank 0, it also writes metrics.jsonl and summary.json, and prints."""
 
     def __init__(
         self,
         args: Namespace,
         optimizer: Optimizer,
-        start: dict,  # the checkpoint that the run resumes from, or FRESH
+        saved: dict,  # the checkpoint that the run resumes from, or FRESH
         local_batch: int,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
         self.args, self.optimizer, self.enabled = args, optimizer, rank == 0
-        self.epoch, self.epoch_step, self.step = start["epoch"], start["epoch_step"], start["step"]
-        self.losses: list[float] = list(start["losses"])  # of each step of an unfinished epoch
+        self.epoch, self.epoch_step, self.step = saved["epoch"], saved["epoch_step"], saved["step"]
+        self.losses: list[float] = list(saved["losses"])  # of each step of an unfinished epoch
         self.seconds: list[float] = []  # of each step
         self.rates: list[float] = []  # the learning rate of each step
         self.metrics, self.mode, self.kept = args.run_dir / "metrics.jsonl", "w", ""
@@ -61,8 +61,8 @@ class Recorder:
             return
         try:
             args.run_dir.mkdir(parents=True, exist_ok=True)
-            self.metrics.touch()  # what an earlier run has left is replaced after the first epoch
-            if "path" in start and start["path"].resolve().parent == args.run_dir.resolve():
+            self.metrics.touch()  # the first epoch replaces the content of an earlier run
+            if "path" in saved and saved["path"].resolve().parent == args.run_dir.resolve():
                 lines = self.metrics.read_text().splitlines(keepends=True)
                 self.kept = "".join(lines[: self.step])  # later steps are repeated
         except OSError as error:
@@ -74,7 +74,7 @@ class Recorder:
         ticks: list[Any] = [self._tick()]
         for batch in batches:
             self.step, self.epoch_step = self.step + 1, self.epoch_step + 1
-            yield batch  # the training step runs while this line waits
+            yield batch  # the training step runs during this line
             ticks.append(self._tick())
             self.rates.append(self.optimizer.param_groups[0]["lr"])
         if self.epoch_step == steps:
@@ -88,7 +88,7 @@ class Recorder:
     def write(self, epoch: int, losses: Tensor) -> None:
         """Write one line per step. losses: (steps,), means over global batches."""
         n, samples = len(losses), self.args.batch_size
-        self.losses += losses.tolist()  # not at each step: it waits for the GPU
+        self.losses += losses.tolist()  # not in each step: the CPU would wait for the GPU
         if not self.enabled:
             return
         rows = zip(self.losses[-n:], self.rates[-n:], self.seconds[-n:], strict=True)
@@ -141,6 +141,6 @@ class Recorder:
     def _tick(self) -> float | torch.cuda.Event:
         if self.args.device != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # the CPU runs ahead: the GPU keeps the time
+        event = torch.cuda.Event(enable_timing=True)  # the CPU runs ahead of the GPU
         event.record()
         return event

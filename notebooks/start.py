@@ -19,12 +19,12 @@ from cycler import cycler  # noqa: E402
 from matplotlib_inline.backend_inline import set_matplotlib_formats  # noqa: E402
 
 from bench import committed  # noqa: E402
-from plots import COLOURS  # noqa: E402
+from plots import COLORS  # noqa: E402
 
-__all__ = ["COLOURS", "ROOT", "check", "committed"]
+__all__ = ["COLORS", "ROOT", "check", "committed"]
 
 torch.set_num_threads(1)
-plt.rcParams["axes.prop_cycle"] = cycler(color=COLOURS)
+plt.rcParams["axes.prop_cycle"] = cycler(color=COLORS)
 plt.rcParams["axes.spines.top"] = plt.rcParams["axes.spines.right"] = False
 plt.rcParams["figure.constrained_layout.use"] = True
 plt.rcParams["figure.dpi"] = 90

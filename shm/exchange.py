@@ -1,7 +1,7 @@
 """Moves tensors between ranks through shared memory, and adds them up there.
 
-Every rank has a row in each of two slots. What is larger than a row goes in pieces. A piece goes to
-the slot that the one before did not use: who has arrived with a piece has read the one before.
+Every rank has a row in each of two slots. A tensor larger than a row goes in pieces, by turns in
+the two slots. A rank that has arrived with a piece has read the one before.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,9 +37,9 @@ class Exchange:
     def share(self, kind: int, tensor: Tensor, detail: int) -> Iterator[tuple[Tensor, slice]]:
         """Piece by piece: all ranks' parts of that piece, (ranks, n), and which part of N it is."""
         kind = hash((kind, len(tensor), DTYPES.index(tensor.dtype), detail))
-        most = ROW // tensor.element_size()
-        for start in range(0, max(1, len(tensor)), most):
-            part = slice(start, min(start + most, len(tensor)))
+        piece = ROW // tensor.element_size()
+        for start in range(0, max(1, len(tensor)), piece):
+            part = slice(start, min(start + piece, len(tensor)))
             self.pieces += 1
             rows = self.slots[tensor.dtype][self.pieces % 2][:, : part.stop - start]
             rows[self.rank].copy_(tensor[part])
@@ -47,7 +47,7 @@ class Exchange:
             yield rows, part
 
     def combined(self, rows: Tensor, op: Op) -> Tensor:
-        """The sum of the rows, or what else the op says: in the order of ranks, so equal on all."""
+        """The sum of the rows, or another op: in the order of ranks, so equal on all ranks."""
         total = reduce(COMBINE[op], rows.unbind())
         return total.div_(self.ranks) if op == Op.AVG else total
 

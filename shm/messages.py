@@ -1,7 +1,7 @@
 """Messages between two ranks: a box of shared memory for each pair and direction.
 
 A longer message goes in pieces. Nothing runs in the background: a message moves on while its sender
-or its receiver waits for something. What fits an empty box needs nobody to wait.
+or its receiver waits for something. A message that fits an empty box makes no rank wait.
 """
 
 from collections import defaultdict, deque
@@ -22,7 +22,7 @@ class Message(dist.Work):  # what isend and irecv return
         self.messages, self.rank, self.done = messages, rank, False
 
     def is_completed(self) -> bool:
-        self.messages.go_on()
+        self.messages.advance()
         return self.done
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -35,11 +35,11 @@ class Messages:
 
     def __init__(self, segment: Segment, line: int, offset: int) -> None:
         self.segment, self.line, self.offset = segment, line, offset
-        self.counted: dict[int, int] = defaultdict(int)  # of each box: pieces sent or taken here
+        self.counted: dict[int, int] = defaultdict(int)  # of each box: pieces sent or received here
         self.running: dict[int, deque[Iterator[None]]] = defaultdict(deque)  # of each box
-        segment.progress = self.go_on
+        segment.progress = self.advance
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         for queue in self.running.values():
             while queue and next(queue[0], "done") == "done":
                 queue.popleft()
@@ -50,24 +50,24 @@ class Messages:
         message = Message(self, target if sends else source)
         box = source * self.segment.ranks + target
         self.running[box].append(self.move(message, box, tensor, sends))
-        self.go_on()
+        self.advance()
         return message
 
     def move(self, message: Message, box: int, tensor: Tensor, sends: bool) -> Iterator[None]:
-        counters, room = self.segment.counters, self.segment.tensor(self.offset + box * BOX, BOX)
-        sent, taken = ((self.line + 2 * box + side) * LINE // 8 for side in (0, 1))
-        theirs, ours = (taken, sent) if sends else (sent, taken)
+        counters, buffer = self.segment.counters, self.segment.tensor(self.offset + box * BOX, BOX)
+        sent, received = ((self.line + 2 * box + side) * LINE // 8 for side in (0, 1))
+        theirs, ours = (received, sent) if sends else (sent, received)
         for start in range(0, max(1, len(tensor)), BOX):
             while (counters[theirs] == self.counted[box]) != sends:  # full, or empty
                 yield  # it has to wait for the other rank
             part = tensor[start : start + BOX]
             if sends:
-                room[: len(part)] = part
+                buffer[: len(part)] = part
                 counters[sent + 1] = len(tensor)
             elif (size := counters[sent + 1]) != len(tensor):
                 self.segment.fail(f"rank {message.rank} sends {size} bytes, not {len(tensor)}")
             else:
-                part.copy_(room[: len(part)])
+                part.copy_(buffer[: len(part)])
             self.counted[box] += 1
             self.segment.post(ours, self.counted[box])
         message.done = True

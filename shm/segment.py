@@ -39,7 +39,7 @@ class Segment:
         self.memory = mmap.mmap(self.file, self.offset + size)
         self.counters = memoryview(self.memory)[: self.offset].cast("q")
         self.places = [each * LINE // 8 for each in range(ranks)]
-        self.progress: Callable[[], None] = lambda: None  # what else may go on while one waits
+        self.progress: Callable[[], None] = lambda: None  # other work during a wait
 
     def open_together(self, store: dist.Store, size: int) -> int:
         """Open and lock one file of that many bytes on every rank; returns its descriptor."""
@@ -73,7 +73,7 @@ class Segment:
         return torch.frombuffer(self.memory, dtype=torch.uint8, count=size, offset=place)
 
     def post(self, place: int, value: int) -> None:
-        """Set a counter, to be seen after all that this rank wrote before."""
+        """Set a counter, visible after everything that this rank wrote before."""
         for _ in range(2):  # x86 keeps the order of writes. Elsewhere: release, then acquire
             with self.order:
                 pass
@@ -90,7 +90,7 @@ class Segment:
         for rank, place in enumerate(self.places):
             if counters[place + ARRIVED] < arrivals:
                 self.wait(rank, lambda place=place: counters[place + ARRIVED] >= arrivals)
-            with self.order:  # what it wrote before it arrived is seen after this
+            with self.order:  # what it wrote before it arrived is visible now
                 pass
             if counters[place + told] != kind:
                 self.fail(f"rank {rank} has called another collective, or with another size")

@@ -1,4 +1,4 @@
-"""The chapters of stage 04: numbers of ranks, uneven shards, the gallery of failures.
+"""The chapters of stage 04: numbers of ranks, uneven shards, failures and their cures.
 
 The READMEs show what words.py, uneven.py and published.py print, and test_readmes.py runs them.
 The model of a step on paper: see test_bench.py.
@@ -76,7 +76,7 @@ def test_one_batch_more_on_a_rank_makes_it_wait_until_the_time_limit(rank):
 LATE = "Timed out waiting 2000ms"  # of one rank; how the other ends is a matter of luck
 INDICES = "indices which did not receive grad for rank 0:"
 UNEXPECTED = "Unexpected key(s) in state_dict:"
-GALLERY = {  # what is seen, and what both ranks say with the cure
+FAILURES = {  # what is seen, and what both ranks say with the cure
     "rank-branch": (LATE, ["continues"] * 2),
     "evaluate-wrapped": (LATE, ["continues"] * 2),
     "unused-parameter": (f"Parameter {INDICES} 2 3", ["two steps"] * 2),
@@ -89,32 +89,31 @@ GALLERY = {  # what is seen, and what both ranks say with the cure
 @cache
 def tried(name: str, cured: bool = False, debug: str = "OFF") -> list[str]:
     with in_time():
-        return chapter("04", "gallery").try_entry(name, cured, debug)
+        return chapter("04", "failures").run_failure(name, cured, debug)
 
 
-@pytest.mark.parametrize("name", GALLERY)
-def test_each_failure_of_the_gallery_fails_and_its_cure_helps(name):
-    symptom, cured = GALLERY[name]
+@pytest.mark.parametrize("name", FAILURES)
+def test_each_failure_happens_and_its_cure_helps(name):
+    symptom, cured = FAILURES[name]
     assert symptom in " | ".join(tried(name)).replace(BUSY, LATE)
     failed = [answer for answer in tried(name) if "Error: " in answer]
     assert len(failed) == (1 if name == "two-writers" else 2)  # either: it is a race
     assert tried(name, cured=True) == cured
 
 
-def test_the_gallery_lists_its_entries_and_the_page_shows_what_they_print():
-    listed = output_of("04", "gallery").splitlines()
-    assert [line.split()[0] for line in listed] == list(GALLERY)
-    with patch.object(chapter("04", "gallery"), "try_entry", lambda *_: ["so", "so"]):
-        output = output_of("04", "gallery", "two-writers").splitlines()
-    assert output[3] == "cure: only rank 0 of all does"
-    page = (ROOT / "04_ddp_torchrun" / "GALLERY.md").read_text()
-    rows = re.findall(r"^\| [^|]*?`([^`]+)`[^|]*\|.*gallery\.py ([\w-]+)`", page, re.M)
-    assert [name for _, name in rows] == list(GALLERY)
-    assert [shown for shown, name in rows if shown not in GALLERY[name][0]] == []
+def test_troubleshooting_lists_every_entry_and_shows_what_the_failures_print():
+    listed = [line.split()[0] for line in output_of("04", "failures").splitlines()]
+    with patch.object(chapter("04", "failures"), "run_failure", lambda *_: ["so", "so"]):
+        assert "\ncure: only global rank 0 saves\n" in output_of("04", "failures", "two-writers")
+    contents, *entries = (ROOT / "TROUBLESHOOTING.md").read_text().split('\n<a id="')
+    anchors = re.findall(r"^- .*\]\(#([\w-]+)\)", contents, re.M)
+    assert anchors == [entry.split('"')[0] for entry in entries]
+    found = [re.search(r"### `(.+?)`.*/failures\.py ([\w-]+)`", e, re.S) for e in entries]
+    assert listed == [match[2] for match in found if match] == list(FAILURES)
+    assert [match for match in found if match and match[1] not in FAILURES[match[2]][0]] == []
 
 
 def test_detail_names_the_collectives_that_do_not_fit_and_info_parameters_without_gradient():
-    """Without them, time-outs and numbers: see above."""
     for rank, answer in enumerate(tried("rank-branch", debug="DETAIL")):
         mine, other = ("ALLREDUCE", "BROADCAST") if rank == 0 else ("BROADCAST", "ALLREDUCE")
         assert "Detected mismatch between collectives on ranks" in answer

@@ -196,7 +196,7 @@ def test_the_count_is_what_one_tells_by_hand():
     assert other == dict.fromkeys(memory.KINDS, 0) | held
     assert main == other | {
         "gradients": weights,
-        "optimiser": weights,
+        "optimizer": weights,
         "batch": 24 * (5 * floats + 8),  # the targets are int64
         "outputs": outputs,
         "loss": outputs + 8,  # log-softmax, the sum of the class weights, the loss
@@ -238,14 +238,15 @@ def test_the_count_is_what_the_real_one_allocates_on_each_gpu():
 
 
 def test_c13_the_main_device_holds_more_unless_the_loss_of_large_outputs_is_inside():
+    text = (ROOT / "results" / "02_memory.json").read_text().replace("optimiser", "optimizer")
     counted, share = memory.count_all(), {}
-    assert counted == json.loads((ROOT / "results" / "02_memory.json").read_text())["bytes"]
+    assert counted == json.loads(text)["bytes"]
     for name, both in counted.items():
         for main, *others in both.values():
             for other in others:
                 extra = {kind: main[kind] - other[kind] for kind in memory.KINDS}
                 assert extra["parameters"] == extra["activations"] == 0
-                assert min(extra["gradients"], extra["optimiser"], sum(extra.values())) > 0
+                assert min(extra["gradients"], extra["optimizer"], sum(extra.values())) > 0
         main = both["outside"][0]
         share[name] = (main["outputs"] + main["loss"]) / sum(main.values())
     assert share["words"] > 0.9

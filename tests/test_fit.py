@@ -25,9 +25,9 @@ IMAGES = {"net": (28, 1), "net-bn": (28, 1), "resnet18": (64, 3), "resnet50": (6
 torch.set_num_threads(1)  # with more, oneDNN has workspaces for each thread
 
 
-def plan(model="net", optimiser="sgd", device="cpu"):
+def plan(model="net", optimizer="sgd", device="cpu"):
     size, channels = IMAGES[model]
-    return peak.Plan(model, size, optimiser, device, channels)
+    return peak.Plan(model, size, optimizer, device, channels)
 
 
 def allocations():
@@ -67,12 +67,12 @@ def test_a_convolution_copies_its_operands_with_channels_in_blocks_of_8(images, 
 
 
 @avx512
-@pytest.mark.parametrize("optimiser", ["sgd", "adam"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("model", IMAGES)
-def test_the_predicted_peak_is_within_5_percent_of_the_measured_one(model, optimiser):
+def test_the_predicted_peak_is_within_5_percent_of_the_measured_one(model, optimizer):
     for batch in (1, 16) if model == "resnet50" else (1, 8, 64):
-        predicted, moment = peak.rehearse(plan(model, optimiser), batch)
-        measured = peak.run(plan(model, optimiser), batch)
+        predicted, moment = peak.rehearse(plan(model, optimizer), batch)
+        measured = peak.run(plan(model, optimizer), batch)
         assert predicted == pytest.approx(measured, rel=0.05), (batch, moment)
 
 

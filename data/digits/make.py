@@ -4,8 +4,8 @@
     python data/digits/make.py
 
 Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning
-Repository, 1998, https://doi.org/10.24432/C50P49, licence CC BY 4.0; the part of it that
-scikit-learn ships. Changes: grey levels 0–16 stretched to 0–255, shuffled, the first 1,500 images
+Repository, 1998, https://doi.org/10.24432/C50P49, license CC BY 4.0; the part of it that
+scikit-learn ships. Changes: gray levels 0–16 stretched to 0–255, shuffled, the first 1,500 images
 as the training set, the last 297 as the test set, file format.
 """
 

@@ -1,9 +1,9 @@
-"""The failure gallery: each entry really fails, on two ranks, and then runs again with its cure.
+"""Common failures: each one really happens on two ranks, and then runs again with its cure.
 
-    python 04_ddp_torchrun/gallery.py               lists the entries
-    python 04_ddp_torchrun/gallery.py rank-branch
+    python 04_ddp_torchrun/failures.py               lists the failures
+    python 04_ddp_torchrun/failures.py rank-branch
 
-With TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL before the command, torch tells more about some.
+With TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL before it, torch reports more: TROUBLESHOOTING.md.
 """
 
 import os
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.options import Parser, usage_errors_exit
 
-LIMIT = timedelta(seconds=2)  # after which a rank that waits gives up
+LIMIT = timedelta(seconds=2)  # a waiting rank gives up after it
 
 
 def join(rank: int, store: dist.Store) -> None:
@@ -39,7 +39,7 @@ def rank_branch(rank: int, cured: bool, store: dist.Store) -> str:
 
 
 def evaluate_wrapped(rank: int, cured: bool, store: dist.Store) -> str:
-    """rank 0 evaluates through the DDP wrapper, which broadcasts -> it takes the plain model"""
+    """rank 0 evaluates through the DDP wrapper, which broadcasts -> it evaluates the plain model"""
     join(rank, store)
     model = nn.BatchNorm1d(4)
     ddp = DistributedDataParallel(model)
@@ -55,7 +55,7 @@ def unused_parameter(rank: int, cured: bool, store: dist.Store) -> str:
     """a parameter that forward does not use -> leave it out, or find_unused_parameters=True"""
     join(rank, store)
     model = nn.Linear(2, 2)
-    model.register_module("spare", nn.Linear(2, 2))  # Linear's forward knows nothing of it
+    model.register_module("spare", nn.Linear(2, 2))  # Linear's forward does not use it
     ddp = DistributedDataParallel(model, find_unused_parameters=cured)
     for _ in range(2):
         ddp(torch.ones(1, 2)).sum().backward()
@@ -63,13 +63,13 @@ def unused_parameter(rank: int, cured: bool, store: dist.Store) -> str:
 
 
 def two_writers(rank: int, cured: bool, store: dist.Store) -> str:
-    """each node has a local rank 0, and each saves -> only rank 0 of all does"""
+    """each node has a local rank 0, and each saves -> only global rank 0 saves"""
     join(rank, store)
     local_rank = 0  # two nodes with one rank each
     writer = (rank if cured else local_rank) == 0
     if writer:
         torch.save({"rank": rank}, "checkpoint.tmp")
-    dist.barrier()  # both have written: bad luck that comes sooner or later
+    dist.barrier()  # both have written: sooner or later it happens without a barrier, too
     if writer:
         os.replace("checkpoint.tmp", "checkpoint.pt")
     return "saved" if writer else "did not save"
@@ -85,34 +85,34 @@ def module_prefix(rank: int, cured: bool, store: dist.Store) -> str:
 
 
 def no_interface(rank: int, cured: bool, store: dist.Store) -> str:
-    """GLOO_SOCKET_IFNAME names no interface of this machine -> one that `ip -br addr` lists"""
+    """GLOO_SOCKET_IFNAME names no interface of this machine -> use one that `ip -br addr` lists"""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if cured else "eth99"
     join(rank, store)
     return "joined"
 
 
-SHOWS = (rank_branch, evaluate_wrapped, unused_parameter, two_writers, module_prefix, no_interface)
-ENTRIES = {show.__name__.replace("_", "-"): show for show in SHOWS}
+CASES = (rank_branch, evaluate_wrapped, unused_parameter, two_writers, module_prefix, no_interface)
+FAILURES = {case.__name__.replace("_", "-"): case for case in CASES}
 
 
 def work(rank: int, port: int, name: str, cured: bool, debug: str, folder: str) -> None:
-    """What each process does. It stays to the end, or the other rank would notice."""
+    """Run one rank. It stays alive to the end, or the other rank would notice its exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what C++ logs
     os.chdir(folder)
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = debug
     dist.set_debug_level_from_env()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     try:
-        answer = ENTRIES[name](rank, cured, store)
+        answer = FAILURES[name](rank, cured, store)
     except Exception as error:
         text = re.sub(r"\[[^]]*\.cc:\d+\] ", "", str(error))  # gloo's file and line
         answer = f"{type(error).__name__}: {' '.join(text.split())}"
     store.set(f"answer {rank}", answer)
-    store.wait(["end"])  # it is killed here, or ends when the program does
+    store.wait(["end"])  # the parent kills it here
 
 
-def try_entry(name: str, cured: bool, debug: str = "OFF") -> list[str]:
-    """What became of each of the two ranks."""
+def run_failure(name: str, cured: bool, debug: str = "OFF") -> list[str]:
+    """What each of the two ranks answered, or the signal that ended it."""
     store = dist.TCPStore("127.0.0.1", port=0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         args = (store.port, name, cured, debug, folder)
@@ -131,17 +131,17 @@ def try_entry(name: str, cured: bool, debug: str = "OFF") -> list[str]:
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("name", nargs="?", choices=list(ENTRIES), help="the entry to run")
+    parser.add_argument("name", nargs="?", choices=list(FAILURES), help="the failure to run")
     name = parser.parse_args().name
-    told = {each: str(show.__doc__).split(" -> ") for each, show in ENTRIES.items()}
+    texts = {each: str(case.__doc__).split(" -> ") for each, case in FAILURES.items()}
     if name is None:
-        print(*(f"{each:<16}  {cause}" for each, (cause, _) in told.items()), sep="\n")
+        print(*(f"{each:<16}  {cause}" for each, (cause, _) in texts.items()), sep="\n")
         return
     mp.get_context("forkserver").set_forkserver_preload(["torch"])
     debug = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF")
     for cured, title in enumerate(("cause", "cure")):
-        print(f"{title}: {told[name][cured]}")
-        for rank, answer in enumerate(try_entry(name, bool(cured), debug)):
+        print(f"{title}: {texts[name][cured]}")
+        for rank, answer in enumerate(run_failure(name, bool(cured), debug)):
             print(textwrap.fill(f"  rank {rank}: {answer}", 100, subsequent_indent=" " * 10))
 
 
