@@ -58,15 +58,15 @@ def main() -> None:
     torch.manual_seed(args.seed)
     model = build_model(args.model, train_set, args.batch_size).to(device)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
-    start = load_checkpoint(args, model, optimizer)
-    recorder = Recorder(args, optimizer, start, args.batch_size)
+    saved = load_checkpoint(args, model, optimizer)
+    recorder = Recorder(args, optimizer, saved, args.batch_size)
     if args.evaluate:
         return recorder.end_evaluation(*evaluate(model, test_set, args.batch_size, device))
 
     generator = torch.Generator()
     sampler = RandomSampler(train_set, generator=generator)
     loader = make_loader(train_set, args.batch_size, sampler, args.workers)
-    for epoch in range(start["epoch"], args.epochs):
+    for epoch in range(saved["epoch"], args.epochs):
         if recorder.step >= args.max_steps:
             break
         generator.manual_seed(args.seed + epoch)  # the order is a function of (seed, epoch)

@@ -72,17 +72,17 @@ def main() -> None:
     torch.manual_seed(args.seed)
     model = build_model(args.model, train_set, local_batch).to(device)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
-    start = load_checkpoint(args, model, optimizer)
+    saved = load_checkpoint(args, model, optimizer)
     wrap = nn.DataParallel if several_gpus else DataParallel  # torch's own needs several GPUs
     parallel = wrap(model, devices)
-    recorder = Recorder(args, optimizer, start, local_batch)
+    recorder = Recorder(args, optimizer, saved, local_batch)
     if args.evaluate:
         return recorder.end_evaluation(*evaluate(parallel, test_set, args.batch_size, device))
 
     generator = torch.Generator()
     sampler = RandomSampler(train_set, generator=generator)
     loader = make_loader(train_set, args.batch_size, sampler, args.workers)
-    for epoch in range(start["epoch"], args.epochs):
+    for epoch in range(saved["epoch"], args.epochs):
         if recorder.step >= args.max_steps:
             break
         generator.manual_seed(args.seed + epoch)  # the order is a function of (seed, epoch)

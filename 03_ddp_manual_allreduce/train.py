@@ -85,8 +85,8 @@ def train(rank: int, args: Namespace, local_batch: int, port: int) -> None:
     torch.manual_seed(args.seed)
     model = build_model(args.model, train_set, local_batch).to(device)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
-    start = load_checkpoint(args, model, optimizer)
-    recorder = Recorder(args, optimizer, start, local_batch, rank, world_size)
+    saved = load_checkpoint(args, model, optimizer)
+    recorder = Recorder(args, optimizer, saved, local_batch, rank, world_size)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)  # where the ranks meet
     dist.init_process_group(args.backend, store=store, rank=rank, world_size=world_size)
     if args.evaluate:
@@ -98,7 +98,7 @@ def train(rank: int, args: Namespace, local_batch: int, port: int) -> None:
     generator = torch.Generator()
     sampler = RandomSampler(shard, generator=generator)
     loader = make_loader(shard, local_batch, sampler, args.workers)
-    for epoch in range(start["epoch"], args.epochs):
+    for epoch in range(saved["epoch"], args.epochs):
         if recorder.step >= args.max_steps:
             break
         generator.manual_seed(args.seed + epoch)  # the order is a function of (seed, epoch)

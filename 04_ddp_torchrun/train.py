@@ -95,8 +95,8 @@ def main() -> None:
     torch.manual_seed(args.seed)
     model = build_model(args.model, train_set, local_batch).to(device)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
-    start = load_checkpoint(args, model, optimizer)
-    recorder = Recorder(args, optimizer, start, local_batch, rank, world_size)
+    saved = load_checkpoint(args, model, optimizer)
+    recorder = Recorder(args, optimizer, saved, local_batch, rank, world_size)
     init_distributed(device, rank, world_size, local_ranks)  # every rank must reach this line
     if args.evaluate:
         return recorder.end_evaluation(*evaluate(model, test_set, local_batch, device))
@@ -104,7 +104,7 @@ def main() -> None:
     ddp = DistributedDataParallel(model)  # sends rank 0's weights to all ranks
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # or it repeats some
     loader = make_loader(train_set, local_batch, sampler, args.workers)
-    for epoch in range(start["epoch"], args.epochs):
+    for epoch in range(saved["epoch"], args.epochs):
         if recorder.step >= args.max_steps:
             break
         sampler.set_epoch(epoch)  # without it, every epoch has the same order

@@ -136,16 +136,16 @@ def main() -> None:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if gpu else convert(model)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-    start = load_checkpoint(args, model, optimizer)
-    scaler.load_state_dict(start.get("scaler") or scaler.state_dict())  # stages 01 to 04 have none
-    recorder = Recorder(args, optimizer, start, local_batch, rank, world_size)
+    saved = load_checkpoint(args, model, optimizer)
+    scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())  # stages 01 to 04 have none
+    recorder = Recorder(args, optimizer, saved, local_batch, rank, world_size)
     init_distributed(device, rank, world_size, local_ranks)  # every rank must reach this line
     if args.evaluate:
         return recorder.end_evaluation(*evaluate(model, test_set, local_batch, device))
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # no copy of the gradients
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # or it repeats some
     loader = make_loader(train_set, local_batch, sampler, args.workers)
-    for epoch in range(start["epoch"], args.epochs):
+    for epoch in range(saved["epoch"], args.epochs):
         if recorder.step >= args.max_steps:
             break
         sampler.set_epoch(epoch)  # without it, every epoch has the same order

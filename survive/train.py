@@ -60,13 +60,13 @@ def resume(args: Namespace, model: nn.Module, optimizer: SGD) -> dict:
     if not path:
         return FRESH
     # As for --evaluate: unlike the stages, this script resumes inside an epoch, too.
-    start = load_checkpoint(Namespace(**vars(args) | {"evaluate": path}), model, optimizer)
-    stage, *order = [start["summary"][key] for key in ("stage", "seed", "global_batch")]
+    saved = load_checkpoint(Namespace(**vars(args) | {"evaluate": path}), model, optimizer)
+    stage, *order = [saved["summary"][key] for key in ("stage", "seed", "global_batch")]
     same_order = order == [args.seed, args.batch_size] and not stage.startswith("03")
-    if start["epoch_step"] and not same_order and not args.evaluate:
+    if saved["epoch_step"] and not same_order and not args.evaluate:
         why = f"ends inside an epoch of {stage} with --seed {order[0]} --batch-size {order[1]}"
         raise durable.CheckpointError(f"{path} {why}: use the same")
-    return start
+    return saved
 
 
 def until_checkpoint(loader: Iterable, recorder: Recorder, agreement: Agreement) -> Iterator:
@@ -149,25 +149,25 @@ def prepare(args: Namespace, device: torch.device, rank: int, world_size: int) -
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if gpu else convert(model)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-    start = resume(args, model, optimizer)
-    scaler.load_state_dict(start.get("scaler") or scaler.state_dict())  # stages 01 to 04 have none
-    recorder = Recorder(args, optimizer, start, local_batch, rank, world_size)
-    if rank == 0 and "path" in start:
-        ranks = start["summary"]["world_size"]
-        print(f"resuming from {start['path']}: step {start['step']}, saved by {ranks} ranks")
-    return train_set, test_set, local_batch, model, optimizer, scaler, start, recorder
+    saved = resume(args, model, optimizer)
+    scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())  # stages 01 to 04 have none
+    recorder = Recorder(args, optimizer, saved, local_batch, rank, world_size)
+    if rank == 0 and "path" in saved:
+        ranks = saved["summary"]["world_size"]
+        print(f"resuming from {saved['path']}: step {saved['step']}, saved by {ranks} ranks")
+    return train_set, test_set, local_batch, model, optimizer, scaler, saved, recorder
 
 
 def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog: Watchdog) -> None:
     rank, world_size, path = agreement.rank, agreement.world_size, args.run_dir / "checkpoint.pt"
     with agreement.fail_together():
         parts = prepare(args, device, rank, world_size)
-    train_set, test_set, local_batch, model, optimizer, scaler, start, recorder = parts
-    agreement.same(start["step"], "the step to resume from")  # or --run-dir is not a shared disk
+    train_set, test_set, local_batch, model, optimizer, scaler, saved, recorder = parts
+    agreement.same(saved["step"], "the step to resume from")  # or --run-dir is not a shared disk
     if args.evaluate:
         return recorder.end_evaluation(*evaluate(model, test_set, local_batch, device))
     if rank == 0:
-        durable.set_aside(path, start.get("path"))
+        durable.set_aside(path, saved.get("path"))
     watchdog.step = lambda: recorder.step
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # no copy of the gradients
     # DDP orders its buckets after the first backward. One here, and a resumed run rounds alike.

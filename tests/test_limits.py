@@ -82,7 +82,7 @@ def test_a_script_has_the_order_and_the_loop_of_all_scripts(stage):
     assert f"{stage}/train.py" in doc, "the docstring holds the command that runs it"
     if stage != "survive":
         assert names[-1] == "main"
-        loop = '    for epoch in range(start["epoch"], args.epochs):\n'
+        loop = '    for epoch in range(saved["epoch"], args.epochs):\n'
         owner = "train" if stage.startswith("03") else "main"  # what each process of 03 runs
         assert [name for name, body in bodies.items() if loop in body] == [owner]
 
