@@ -31,7 +31,7 @@ exercise: $(VENV)/ready  ## judge your answer to an exercise: STAGE=04
 words: $(VENV)/ready  ## how long and how plain each page is, and what is wrong with it
 	$(RUN) tests/pages.py
 
-bench: $(VENV)/ready  ## measure all on this machine in twelve minutes: results/HARDWARE.json
+bench: $(VENV)/ready  ## measure all on this machine in ten minutes: results/HARDWARE.json
 	$(RUN) benchmarks/bench.py $(FLAGS)
 
 notebooks: $(VENV)/ready  ## execute the notebooks in place: three minutes
