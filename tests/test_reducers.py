@@ -152,18 +152,6 @@ def test_the_chapter_trains_with_the_reducer_that_is_named(monkeypatch):
     assert last == "12 steps; their losses differ by at most 0e+00"
 
 
-@on_ranks(2)
-def test_the_chapters_show_early_buckets_and_one_message_instead_of_nine(rank):
-    assert chapter("03", "overlap").watch_backward() == [
-        (0, "9.0", "layer4.1.conv2.weight", 5, 57),
-        (1, "25.3", "layer3.1.conv2.weight", 20, 42),
-        (2, "8.4", "conv1.weight", 62, 0),
-    ]
-    one_by_one, flat = chapter("03", "flat").messages()
-    assert one_by_one == [8, 1000, 40, 20000, 80, 64000, 200, 2000, 40], "a byte for each, then 8"
-    assert flat == [4 * (21840 + 8)], "and a flag for each"
-
-
 def test_a_bucket_is_closed_as_soon_as_it_holds_its_size():
     """The first at 1 MiB, the others at 25 MiB, each of one dtype; the last layer comes first."""
     kinds = [torch.float64] * 2 + [torch.float32] * 28
@@ -264,11 +252,6 @@ def test_a_rank_that_dies_is_named_by_the_others(name, moment):
     died = [f"rank 1 died while rank {rank} waited for it" for rank in (0, 2)]
     expected = [None] * 3 if moment == "never" else [died[0], None, died[1]]
     assert run_ranks(3, _death, name, moment, dying=(1,)) == expected
-
-
-def test_the_chapter_on_deaths_shows_that_the_others_name_the_rank():
-    said = [f"rank {rank}: rank 1 died while rank {rank} waited for it" for rank in (0, 2)]
-    assert output_of("03", "deaths").splitlines() == [said[0], "rank 1: killed", said[1]]
 
 
 @on_ranks(2)
