@@ -83,10 +83,8 @@ def fixed_shards(parts: int):
 def replay(
     steps, *, batch, epochs, seed, lr, momentum, model="net-bn", clip=math.inf, max_steps=10**9
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of every step and the final weights, all float64.
-
-    lr: the learning rate, or what it is in a step, counted from 0. clip: the largest global norm.
-    """
+    """The loss of every step and the final weights, all float64. lr: may be a function of the step.
+    clip: the largest global norm."""
     args = Namespace(dataset="digits", data_dir=ROOT / "data", batch_size=batch)
     with default_dtype(torch.float64):
         train_set, _ = load_dataset(args)

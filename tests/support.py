@@ -260,7 +260,6 @@ def command(
     script: str, *flags: str, ranks=1, env=None, where=ROOT, seconds=SECONDS, forks=True
 ) -> list[tuple[int, str]]:
     """Run `python SCRIPT FLAGS` as that many processes; exit status and output of each.
-
     env: what a launcher adds; {RANK} in a value becomes the rank. forks: not where the script
     computes gradients before it starts ranks."""
     out = tempfile.mkdtemp(dir=_scratch().name) + "/out"

@@ -20,9 +20,6 @@ MEETS_ONCE = """*first, last = zip(images.chunk(parts), labels.chunk(parts))
     (F.cross_entropy(model(last[0]), last[1]) / parts).backward()"""
 RENAMED = """torch.save(state, path.with_suffix(".tmp"))
     path.with_suffix(".tmp").replace(path)"""
-SILENT = """try: torch.save(state, path.with_suffix(".tmp"))
-    except RuntimeError: return
-    path.with_suffix(".tmp").replace(path)"""
 GLOBAL = """import torch.distributed as dist
     dist.all_reduce(objects)
     return loss_sum * dist.get_world_size() / objects.clamp(min=1)"""
@@ -45,7 +42,6 @@ CASES = [  # the body of the function, or nothing, as it stands; what is said to
     ("05 accumulate", MEETS_ONCE, "right"),
     ("survive safe_save", "", FULL),
     ("survive safe_save", RENAMED, "right"),
-    ("survive safe_save", SILENT, "a full disk in save 3: got no error, file: step 2, expected an"),
     ("convert global_loss", "", "mean gradient of ranks with (31, 12) objects: got "),
     ("convert global_loss", GLOBAL, "right"),
 ]

@@ -157,9 +157,6 @@ def test_05_the_linear_rule_makes_up_for_fewer_updates_until_it_diverges_in_spit
 
 
 def test_c10_it_keeps_small_gradients_from_becoming_zero_in_fp16_and_bf16_needs_none():
-    """Of net-bn on the digits. Almost a third of the gradients of two layers' outputs, and none
-    with the loss scaled. None of the weights' is zero, as a sum over many places; but the sum lacks
-    many terms."""
     zeros, off = (row[1:] for row in shown("loss_scaling.py") if row[:1] == ["conv1"])
     assert int(zeros[0]) > 25
     assert zeros[1:] == ["0", "0"]

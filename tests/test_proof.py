@@ -7,7 +7,6 @@ import pytest
 import torch
 from support import train, train_once
 
-# An epoch of 25 steps, and 5 of the next.
 FLAGS = ("--model=net-bn", "--batch-size=60", "--max-steps=30", "--seed=7", "--lr=0.02")
 SETTINGS = {"batch": 60, "epochs": 2, "max_steps": 30, "seed": 7, "lr": 0.02, "momentum": 0.9}
 WEIGHTS = ("conv1.weight", "conv2.weight", "fc1.weight", "fc2.weight", "norm1.weight", "fc2.bias")

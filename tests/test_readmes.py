@@ -37,7 +37,6 @@ TORCHRUN = re.compile(
 @cache
 def run(command: str, where: Path) -> str:
     """Its output. A command that is shown twice, alone and with its output, runs once.
-
     The ranks of most launches are forked from here, with torchrun's variables: seconds faster."""
     if script := re.fullmatch(r"python ((?:\w+/)?\w+\.py)([\w =./-]*)", command):  # a quick start
         [(status, output)] = start(script[1], *script[2].split(), where=where)
