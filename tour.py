@@ -96,7 +96,7 @@ ROWS = (
         "04",
         "04 DDP",
         (*TORCHRUN, "04_ddp_torchrun/train.py"),
-        "gradients travel in few large messages, while backward still runs.",
+        "gradients travel in few large messages, not in one for each parameter.",
         "its buckets cost more than they save here.",
     ),
     Row(
@@ -348,8 +348,9 @@ def report(rows: list[Row], results: dict, args: Namespace, seconds: float) -> s
         tabulate_rows(results, "github"),
         "",
         "Global batch: the number of processes or copies of the model × the local batch. "
-        "samples/s: from the median step. MiB of tensors: what each process or copy holds when the "
-        "loss of a step is known, without PyTorch itself.",
+        f"samples/s: from the median step. times {rows[0].key[:2]}: speed, {rows[0].key[:2]} = 1. "
+        "MiB of tensors: what each process or copy holds when the loss of a step is known, without "
+        "PyTorch itself.",
         "",
         "![loss curves, speed and memory](tour.png)",
         "",
@@ -370,7 +371,7 @@ def main() -> None:
     on_gpu = args.device != "cpu" and torch.cuda.is_available()
     with_shm = not on_gpu and sys.platform == "linux"
     rows = [row for row in ROWS if row.key[:2] in args.stages and row.shown(with_shm)]
-    if on_gpu:  # its rival is no CPU
+    if on_gpu:  # they are not compared with a CPU
         rows = [row for row in rows if row.key != "01-cores"]
     for row in rows:
         run(row, args, args.run_dir / row.key)
