@@ -141,7 +141,7 @@ def parse_args() -> Namespace:
     parser = make_parser("tour", __doc__)
     parser.add_argument("--ranks", type=number(int, 1), metavar="N", help="None: all GPUs, or 2")
     parser.add_argument("--stages", default="01,02,03,04,05", help="which to run, as in 01,04")
-    parser.set_defaults(model="net-bn", batch_size=None, epochs=6)
+    parser.set_defaults(model="net-bn", batch_size=None, epochs=4)
     args = parser.parse_args()
     known = {row.key[:2] for row in ROWS}
     args.stages = args.stages.split(",")
