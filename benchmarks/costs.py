@@ -221,7 +221,7 @@ def time_resnet18(how: str, effort: Effort) -> Results:
 
 def sync_batchnorm(effort: Effort) -> Results:
     """Ours, against nn.BatchNorm of the same local batch: each layer alone, and a step of DDP."""
-    layers, formats = dict[str, Results](), list(FORMATS)[: 1 if effort.quick else 3]
+    layers, formats = dict[str, Results](), list(FORMATS)[: 1 if effort.rounds < 4 else 3]
     for name, shape in LAYERS.items():
         if not effort.quick or torch.Size(shape).numel() < 500_000:
             layers[name] = {"local_batch": list(shape)}

@@ -247,8 +247,8 @@ def measure_precision(effort: Effort) -> Results:
     eager = {name: variant for name, variant in variants.items() if not variant.compiled}
     accuracy, models = dict[str, Any](), dict[str, Any]()
     for name, variant in variants.items():
-        each = [learn(variant, s, device, 2 if quick else None) for s in range(1 if few else 3)]
-        accuracy[name] = {"test_accuracies": each, "median": median(each)}
+        each = [learn(variant, s, device, 2 if quick else None) for s in range(quick if few else 3)]
+        accuracy[name] = {"test_accuracies": each, "median": median(each) if each else None}
     names = ["resnet50"] if gpu else ["resnet18"] if few else ["resnet18", "resnet50"]
     for name in effort.models or names:  # what one GPU does; or all cores, with the whole batch
         alone = time_model(name, variants, samples if gpu else samples * cores, effort)

@@ -160,7 +160,7 @@ def on_ranks(variants: dict[str, Variant], rounds: int, device: str) -> Results:
 def measure_stages(effort: Effort) -> Results:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks' replica threads of 02 read it
     cores, gpus = os.cpu_count() or 1, torch.cuda.device_count() * (effort.device == "cuda")
-    ranks, rounds = effort.ranks or max(2, gpus), 9 if effort.brief else min(31, effort.rounds)
+    ranks, rounds = effort.ranks or max(2, gpus), 7 if effort.brief else min(31, effort.rounds)
     cut_batch(BATCH, ranks)
     variants, skipped = choose(effort.device, cores)
     if effort.quick:

@@ -94,7 +94,7 @@ def precision(results: Results) -> str:
         found = [place.get(variant) for place in places.values()]
         cells = [row and f"{row['images_per_second']:.1f}/s: {inverse(row)}" for row in found]
         learned = ""
-        if accuracy := results["accuracy"].get(variant):
+        if (accuracy := results["accuracy"].get(variant)) and accuracy["test_accuracies"]:
             low, high = min(accuracy["test_accuracies"]), max(accuracy["test_accuracies"])
             learned = f"{accuracy['median']:.1%} ({low:.1%} to {high:.1%})"
         rows.append((variant, *cells, learned))
