@@ -30,7 +30,6 @@ from common.options import Parser, UsageError, number, usage_errors_exit
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results" / "gpu"
 MINUTES = {"tests": 7, "tour": 4, "bench": 8, "resnet50": 7, "cifar10": 2}
-CUT = "cut off"  # the status of a command that had no more time
 KEPT = ("runs/gpu/tour/tour.*", "runs/gpu/tour/report.md", "results/*-x-*.json")  # copied there
 RESNET = ("switches", "precision")  # the sections of bench.py for resnet18 and resnet50
 CIFAR = "--dataset cifar10 --model resnet18 --amp bf16 --epochs 24 --batch-size 512 --lr 0.1"
@@ -65,9 +64,9 @@ def check(command: str) -> str:
         return said.getvalue() if wrong else ""
     argv, path = [script, *flags, "--stop"], [str((ROOT / script).parent), *sys.path]
     fake = patch.object(torch.cuda, "is_available", lambda: True)  # else --device knows no cuda
-    with redirect_stderr(StringIO()) as said, fake, patch.multiple(sys, argv=argv, path=path):
-        with suppress(SystemExit):
-            runpy.run_path(str(ROOT / script), run_name="__main__")
+    called, stopped = patch.multiple(sys, argv=argv, path=path), suppress(SystemExit)
+    with redirect_stderr(StringIO()) as said, fake, called, stopped:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
     return "" if "unrecognized arguments: --stop " in said.getvalue() else said.getvalue()
 
 
@@ -87,7 +86,7 @@ def run(command: str, seconds: float) -> dict:
         log.seek(begin)
         text = log.read()
     seconds = round(time.monotonic() - start, 1)
-    found: dict = {"status": CUT if status in (124, 137) else status, "seconds": seconds}
+    found: dict = {"status": "cut off" if status in (124, 137) else status, "seconds": seconds}
     found["tests"] = dict(re.findall(r"^tests/\S+::(.+?) ([A-Z]{5,})\b", text, re.M))
     for summary in Path(command.split()[-1]).glob("summary.json"):  # of --run-dir
         found["summary"] = json.loads(summary.read_text())
@@ -105,7 +104,9 @@ def report(results: dict[str, dict]) -> None:
         for test, outcome in record.get("tests", {}).items():  # TEST[PARAMETERS]
             ended.setdefault(test.split("[")[0], set()).add(outcome)
     for page in sorted([*ROOT.glob("*.md"), *ROOT.glob("*/*.md")]):
-        for block in re.split(r"\n(?=\||- |\n)", page.read_text()):  # rows, items, paragraphs
+        text = page.read_text().replace("**", "")
+        for block in re.split(r"\n(?=\||- |\n)", text):  # rows, items, paragraphs
+            where = f"{page.relative_to(ROOT)}:{text[: text.index(block)].count(chr(10)) + 1}"
             names = re.findall(r"test_\w*gpu\w*|bench\.py [a-z_]+", block)
             found = {name: ended.get(name, {"not run"}) for name in names}
             good = all(each <= {"PASSED", "status 0"} for each in found.values())
@@ -113,7 +114,7 @@ def report(results: dict[str, dict]) -> None:
             lines = [f"{name}: {', '.join(sorted(each))}" for name, each in found.items()]
             for sentence in re.split(r"(?<=[.;|]) ", " ".join(block.split())):
                 if re.search(r"(?i)not seen|no GPU (of this project )?has", sentence):
-                    print(f"{word}: {page.relative_to(ROOT)}: {sentence}", *lines, sep="\n    ")
+                    print(f"{word}: {where}: {sentence}", *lines, sep="\n    ")
 
 
 def main() -> None:
@@ -138,7 +139,7 @@ def main() -> None:
                 raise UsageError(f"python {command}: {wrong}")
         elif part == "cifar10" and not Path("data/cifar-10-batches-py").exists():
             print("    left out: data has no folder cifar-10-batches-py")
-        elif args.again or done.get(command, {}).get("status", CUT) == CUT:
+        elif args.again or done.get(command, {}).get("status", "cut off") == "cut off":
             done[command] = run(command, seconds)
             file.write_text(json.dumps(results, indent=2) + "\n")
     report(results)
