@@ -61,13 +61,13 @@ def check(command: str) -> str:
     if flags[0] == "pytest":
         with redirect_stdout(StringIO()) as said:
             wrong = import_module("pytest").main([*flags[1:], "--collect-only", "-q"])
-        return said.getvalue() if wrong else ""
+        return f"{wrong!r} {said.getvalue()}" if wrong else ""
     argv, path = [script, *flags, "--stop"], [str((ROOT / script).parent), *sys.path]
     fake = patch.object(torch.cuda, "is_available", lambda: True)  # else --device knows no cuda
     called, stopped = patch.multiple(sys, argv=argv, path=path), suppress(SystemExit)
     with redirect_stderr(StringIO()) as said, fake, called, stopped:
         runpy.run_path(str(ROOT / script), run_name="__main__")
-    return "" if "unrecognized arguments: --stop " in said.getvalue() else said.getvalue()
+    return "" if "unrecognized arguments: --stop " in said.getvalue() else f"wrong: {said.getvalue()}"
 
 
 def run(command: str, seconds: float) -> dict:
