@@ -67,7 +67,7 @@ def check(command: str) -> str:
     called, stopped = patch.multiple(sys, argv=argv, path=path), suppress(SystemExit)
     with redirect_stderr(StringIO()) as said, fake, called, stopped:
         runpy.run_path(str(ROOT / script), run_name="__main__")
-    return "" if "unrecognized arguments: --stop " in said.getvalue() else f"wrong: {said.getvalue()}"
+    return "" if "unrecognized arguments: --stop " in said.getvalue() else said.getvalue() or "?"
 
 
 def run(command: str, seconds: float) -> dict:
