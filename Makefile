@@ -5,7 +5,7 @@ VENV ?= .venv
 RUN := $(VENV)/bin/python
 STAGES := $(wildcard 0*_*)
 
-.PHONY: tour test lint break exercise words bench notebooks campaigns faults mutants lessons readme clean
+.PHONY: tour test lint break exercise words bench gpu notebooks campaigns faults mutants lessons readme clean
 
 tour: $(VENV)/ready  ## run the five stages in order and compare them; FLAGS="--ranks 3" changes it
 	$(RUN) tour.py $(FLAGS)
@@ -16,7 +16,7 @@ test: lint  ## everything that is checked
 lint: $(VENV)/ready
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
-	$(RUN) -m mypy common/*.py shm/*.py tour.py
+	$(RUN) -m mypy common/*.py shm/*.py tour.py gpu.py
 	MYPYPATH=05_amp_syncbn $(RUN) -m mypy survive/*.py  # it uses two chapters of stage 05
 	MYPYPATH=03_ddp_manual_allreduce $(RUN) -m mypy exercises/*.py  # they start ranks as stage 03 does
 	for folder in $(STAGES) benchmarks; do $(RUN) -m mypy $$folder/*.py || exit 1; done
@@ -33,6 +33,9 @@ words: $(VENV)/ready  ## how long and how plain each page is, and what is wrong 
 
 bench: $(VENV)/ready  ## measure all on this machine in ten minutes: results/HARDWARE.json
 	$(RUN) benchmarks/bench.py $(FLAGS)
+
+gpu: $(VENV)/ready  ## on a GPU: run and measure all that needs one, in half an hour; a second call continues
+	$(RUN) gpu.py $(FLAGS)
 
 notebooks: $(VENV)/ready  ## execute the notebooks in place: three minutes
 	$(RUN) notebooks/execute.py $(FLAGS)

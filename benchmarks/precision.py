@@ -241,9 +241,9 @@ def measure_precision(effort: Effort) -> Results:
     samples = 2 if quick else 256 if gpu else 8  # of a rank
     for name in {*effort.models} - {*torchvision.models.list_models(module=torchvision.models)}:
         raise UsageError(f"torchvision has no model {name}: try --models resnet50")
-    if not quick:  # OMP_NUM_THREADS is 1
-        torch.set_num_threads(cores)
-    variants, skipped = choose(PRECISIONS, effort.device, quick or (few and not gpu))
+    torch.set_num_threads(torch.get_num_threads() if quick else cores)  # OMP_NUM_THREADS is 1
+    kept = {n: v for n, v in PRECISIONS.items() if v.channels_last or not (few and v.compiled)}
+    variants, skipped = choose(kept, effort.device, quick or (few and not gpu))
     eager = {name: variant for name, variant in variants.items() if not variant.compiled}
     accuracy, models = dict[str, Any](), dict[str, Any]()
     for name, variant in variants.items():

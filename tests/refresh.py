@@ -1,7 +1,4 @@
-"""Write what the pages show: run the tour and every command of an `output of:` fence.
-
-`make readme` calls it.
-"""
+"""`make readme`: run the tour and every command of an `output of:` fence, and show what comes."""
 
 import json
 import sys

@@ -44,9 +44,8 @@ def test_05_on_two_ranks_repeats_01_on_the_gpu(tmp_path):
 def _both_kinds(rank):
     torch.distributed.init_process_group("gloo")
     torch.cuda.set_device(0)
-    by_hand, torchs = chapter("05", "sync_batchnorm").convert, nn.SyncBatchNorm
-    results = []
-    for convert in (by_hand, torchs.convert_sync_batchnorm):
+    by_hand, results = chapter("05", "sync_batchnorm").convert, []
+    for convert in (by_hand, nn.SyncBatchNorm.convert_sync_batchnorm):
         torch.manual_seed(rank)
         rows, weights = torch.randn(2, 3 + 2 * rank, 4, 5, 6, dtype=torch.float64, device="cuda")
         rows = (rows * 3 + 5).requires_grad_()

@@ -7,8 +7,7 @@ import pytest
 import torch
 from support import train, train_once
 
-FLAGS = ("--model=net-bn", "--batch-size=60", "--epochs=2", "--seed=7", "--lr=0.02")
-FLAGS += ("--max-steps=30",)  # an epoch of 25 and the start of the next
+FLAGS = ("--model=net-bn", "--batch-size=60", "--epochs=2", "--max-steps=30", "--seed=7")
 SETTINGS = {"batch": 60, "epochs": 2, "max_steps": 30, "seed": 7, "lr": 0.02, "momentum": 0.9}
 WEIGHTS = ("conv1.weight", "conv2.weight", "fc1.weight", "fc2.weight", "norm1.weight", "fc2.bias")
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from support import ROOT, command, free_port, launcher
 
+import gpu
 import tour
 
 
@@ -40,12 +41,7 @@ def run_tour(monkeypatch):
 def test_the_tour_runs_the_stages_and_compares_them(run_tour, tmp_path, capsys):
     """01 and 05 in both formats, a few steps each."""
     run_tour("--stages=01,05", "--epochs=1", "--batch-size=500", f"--run-dir={tmp_path}")
-    labels = {"01": "01 one process", "01-cores": "01 with all cores"}
-    labels |= {
-        "05": "05 DDP, SyncBN",
-        "05-shm": "05 over shm",
-        "05-bf16-shm": "05 in bf16 over shm",
-    }
+    labels = {r.key: r.label for r in tour.ROWS if r.key[:2] in ("01", "05") and r.shown(True)}
     report = (tmp_path / "report.md").read_text()
     assert report.startswith("# The tour: net-bn on digits, 2 ranks\n")
     assert all(f"| {label} " in report for label in labels.values())
@@ -89,3 +85,11 @@ def test_a_stage_that_fails_ends_the_tour(run_tour, tmp_path, capsys):
     said = capsys.readouterr()
     assert said.out.count("error: cannot read --dataset digits in --data-dir nowhere") == 1
     assert said.err == "error: 01 one process ended with status 2\n"
+
+
+def test_what_make_gpu_runs_exists_and_no_test_that_needs_gpus_is_left_out(request):
+    [(status, output)] = command("gpu.py", "--dry-run", seconds=120)
+    assert status == 0, output
+    skips = [(i.originalname, m) for i in request.session.items for m in i.iter_markers("skipif")]
+    assert [name for name, m in skips if "GPU" in m.kwargs["reason"] and name not in output] == []
+    assert "unrecognized arguments: --rank 1" in gpu.check("tour.py --rank 1"), "the control"
