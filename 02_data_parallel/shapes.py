@@ -38,7 +38,7 @@ class Watched(nn.Module):
         return y
 
 
-def watch(model: nn.Module, batch: Tensor) -> tuple[list[tuple[Shape, Shape]], Shape]:
+def shapes_of(model: nn.Module, batch: Tensor) -> tuple[list[tuple[Shape, Shape]], Shape]:
     """The shapes in every replica that had work, in order, and the shape of the output."""
     SEEN.clear()
     output = model(batch)
@@ -56,7 +56,7 @@ def rows(replicas: int) -> list[tuple]:
     model = DataParallel(Watched(), [torch.device("cpu")] * replicas)
     found = {}
     for (batch,) in loader:
-        inside, outside = watch(model, batch)
+        inside, outside = shapes_of(model, batch)
         inputs, outputs = zip(*inside, strict=True)
         idle = replicas - len(inside)
         row = (replicas, tuple(batch.shape), count(inputs), count(outputs), outside, idle)

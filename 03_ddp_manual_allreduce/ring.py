@@ -25,8 +25,8 @@ from ranks import require_equal, start
 PIECE = 2**22  # bytes of a message: while one is added up, the next one is sent
 
 
-def simple_ring(tensor: Tensor, watch: Callable[[Tensor], object]) -> None:
-    """Leave the sum of all ranks' tensors in each of them; call watch(tensor) after every step.
+def simple_ring(tensor: Tensor, after_step: Callable[[Tensor], object]) -> None:
+    """Leave the sum of all ranks' tensors in each; call after_step(tensor) after each step.
 
     tensor: one dimension, with the same length on every rank.
     """
@@ -43,11 +43,11 @@ def simple_ring(tensor: Tensor, watch: Callable[[Tensor], object]) -> None:
     for s in range(n - 1):  # reduce-scatter: add my chunk to what arrives, and pass it on
         mine = chunks[(rank - s - 1) % n]
         mine += step(chunks[(rank - s) % n], mine)
-        watch(tensor)
+        after_step(tensor)
     for s in range(n - 1):  # all-gather: chunk rank + 1 is complete here; pass complete ones on
         mine = chunks[(rank - s) % n]
         mine.copy_(step(chunks[(rank - s + 1) % n], mine))
-        watch(tensor)
+        after_step(tensor)
 
 
 def ring_all_reduce(tensor: Tensor, ahead: int = 1) -> int:

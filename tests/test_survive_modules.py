@@ -291,9 +291,9 @@ def test_restarted_ranks_find_nothing_of_those_before_and_tell_their_gpus_apart(
     limit, said = timedelta(seconds=30), []
     for prefix in (True, False):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
-        launch.meet(rank, 3, limit, one_machine=prefix).set("address", "old")
+        launch.open_store(rank, 3, limit, one_machine=prefix).set("address", "old")
         os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
-        store = launch.meet(rank, 3, limit, one_machine=prefix)
+        store = launch.open_store(rank, 3, limit, one_machine=prefix)
         assert store.check(["address"]) != prefix
     for gpus in (2, 3):
         gpu, here = SimpleNamespace(uuid=f"GPU-{rank % gpus}"), dist.PrefixStore(str(gpus), store)
@@ -307,7 +307,7 @@ def test_the_store_is_at_a_port_that_exists(monkeypatch):
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 2)]))
     for port in (0, 1, 2**16 - 1, 2**16):
         monkeypatch.setenv("MASTER_PORT", str(port))
-        told = _attempt(launch.meet, 0, 2, timedelta(1), True)
+        told = _attempt(launch.open_store, 0, 2, timedelta(1), True)
         assert told.startswith(f"LaunchError: MASTER_PORT is {port}, ") == (port in (0, 2**16))
 
 
