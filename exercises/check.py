@@ -139,7 +139,7 @@ def main() -> None:
         found = start(ranks, judge, cases, file, seconds=args.seconds, quiet=True)
     except Exception as error:  # the time limit, or a rank ended
         found = [f"{error}, expected an answer"]
-    found = sorted(filter(None, found), key=lambda text: "closed by peer" in text)  # a consequence
+    found = sorted(filter(None, found), key=lambda text: "gloo/transport" in text)  # a consequence
     line = " ".join(["wrong:", *found[0].split()] if found else ["right"])
     print(f"{name}:", re.sub(r"(\.\d{4})\d+", r"\1", line))  # four places will do
     raise SystemExit(bool(found))
