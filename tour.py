@@ -69,6 +69,14 @@ class Row:
         return [x["loss"] for x in self.metrics if epochs is None or x["epoch"] < epochs]
 
 
+OVER_SHM = (  # why it is faster than the row before, why slower
+    "ranks read each other's memory and send nothing.",
+    "ranks that wait for each other use the cores that compute.",
+)
+IN_BF16 = (
+    "its numbers have half the size.",
+    "the conversions to bf16 cost more than they save on this machine.",
+)
 ROWS = (
     Row("01", "01 one process", ("01_single_gpu/train.py",)),
     Row(
@@ -103,8 +111,7 @@ ROWS = (
         "04-shm",
         "04 over shm",
         (*TORCHRUN, "-m", "shm", "04_ddp_torchrun/train.py"),
-        "ranks read each other's memory and send nothing.",
-        "ranks that wait for each other use the cores that compute.",
+        *OVER_SHM,
     ),
     Row(
         "05",
@@ -117,22 +124,19 @@ ROWS = (
         "05-shm",
         "05 over shm",
         (*TORCHRUN, "-m", "shm", "05_amp_syncbn/train.py"),
-        "ranks read each other's memory and send nothing.",
-        "ranks that wait for each other use the cores that compute.",
+        *OVER_SHM,
     ),
     Row(
         "05-bf16-shm",
         "05 in bf16 over shm",
         (*TORCHRUN, "-m", "shm", "05_amp_syncbn/train.py", "--amp", "bf16"),
-        "its numbers have half the size.",
-        "the conversions to bf16 cost more than they save on this machine.",
+        *IN_BF16,
     ),
     Row(
         "05-bf16",
         "05 in bf16",
         (*TORCHRUN, "05_amp_syncbn/train.py", "--amp", "bf16"),
-        "its numbers have half the size.",
-        "the conversions to bf16 cost more than they save on this machine.",
+        *IN_BF16,
     ),
 )
 

@@ -42,11 +42,12 @@ def sentences(page: Path) -> list[str]:
     return [part for block in blocks for part in re.split(r"(?<=[.?!]) ", block) if part]
 
 
-def measures(spoken: list[str]) -> tuple[int, float, int]:
-    """Words, Flesch's reading ease, and the words of the longest sentence."""
-    text = " ".join(part if part[-1] in ".?!" else f"{part}." for part in spoken)
-    longest = max(len(part.split()) for part in spoken)
-    return len(text.split()), textstat.flesch_reading_ease(text), longest
+def measures(page: Path) -> tuple[int, float, int]:
+    """Words outside fences and tables, Flesch's reading ease, and words of the longest sentence."""
+    words = re.sub(r"^ *\|.*$", "", without_fences(page), flags=re.M).split()
+    text = " ".join(part if part[-1] in ".?!" else f"{part}." for part in sentences(page))
+    longest = max(len(part.split()) for part in sentences(page))
+    return len(words), textstat.flesch_reading_ease(text), longest
 
 
 def anchors(page: Path) -> set[str]:
@@ -73,8 +74,7 @@ def introduced(page: Path) -> dict[str, str]:
 
 
 def main_faults(page: Path, root: Path) -> Iterator[str]:
-    spoken = sentences(page)
-    words, ease, _ = measures(spoken)
+    (words, ease, _), spoken = measures(page), sentences(page)
     if words > WORDS or ease < EASE:
         yield f"{words} words with reading ease {ease:.0f}"
     yield from (f"long: {part}" for part in spoken if len(part.split()) > SENTENCE)
@@ -128,7 +128,7 @@ def faults_together(root: Path = ROOT) -> Iterator[str]:
 if __name__ == "__main__":
     main = main_path(ROOT)
     pages = [*main, *(page for page in READMES if page not in main)]
-    rows = [[page.relative_to(ROOT), *map(round, measures(sentences(page)))] for page in pages]
+    rows = [[page.relative_to(ROOT), *map(round, measures(page))] for page in pages]
     print(tabulate(rows, ["page", "words", "reading ease", "longest sentence"]))
     for page in pages:
         print(*(f"{page.relative_to(ROOT)}: {fault}\n" for fault in faults(page)), sep="", end="")
