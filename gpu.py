@@ -32,7 +32,7 @@ RESULTS = ROOT / "results" / "gpu"
 MINUTES = {"tests": 7, "tour": 4, "bench": 8, "resnet50": 7, "cifar10": 2}
 KEPT = ("runs/gpu/tour/tour.*", "runs/gpu/tour/report.md", "results/*-x-*.json")  # copied there
 RESNET = ("switches", "precision")  # the sections of bench.py for resnet18 and resnet50
-CIFAR = "--dataset cifar10 --model resnet18 --amp bf16 --epochs 24 --batch-size 512 --lr 0.1"
+CIFAR = "--amp bf16 --epochs 24 --batch-size 512 --lr 0.1"
 
 
 def list_commands() -> dict[str, list[str]]:
@@ -51,7 +51,7 @@ def list_commands() -> dict[str, list[str]]:
         "tour": [f"tour.py --ranks 1 {flags}tour", *(x.replace("RANKS", "2") for x in stages)],
         "bench": [bench + each for each in import_module("bench").BENCH if each not in RESNET],
         "resnet50": [bench + each for each in RESNET],
-        "cifar10": [f"05_amp_syncbn/train.py {CIFAR} --lr-decay cosine {flags}cifar10"],
+        "cifar10": [f"05_amp_syncbn/cifar10.py {CIFAR} {flags}cifar10"],
     }
 
 

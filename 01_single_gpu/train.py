@@ -41,7 +41,7 @@ def evaluate(
     """Mean loss and accuracy over the whole data set, each sample counted once."""
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # sums: loss, correct, samples
-    for images, labels in make_loader(dataset, batch_size):
+    for images, labels in make_loader(dataset, batch_size, workers=dataset.workers):
         images, labels = images.to(device), labels.to(device)
         logits = model(images)  # (B, classes)
         totals[0] += F.cross_entropy(logits, labels, reduction="sum")

@@ -90,12 +90,14 @@ def enter(
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # `start` still gets exceptions
     end_with_parent()
     torch.set_num_threads(1)  # or the ranks compete for the cores
+    gpu = None
     if device == "cuda":
         gpu = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(gpu)
         torch.set_default_device(gpu)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    gpu = gpu if backend == "nccl" else None  # else nccl would read LOCAL_RANK, if that is set
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=gpu)
     store.set(f"answer {rank}", json.dumps(function(*args)))
     dist.destroy_process_group()
 

@@ -62,7 +62,7 @@ def evaluate(
         dist.broadcast(buffer, src=0)  # every rank must reach this line
     shard = Subset(dataset, range(dist.get_rank(), len(dataset), dist.get_world_size()))
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # sums: loss, correct, samples
-    for images, labels in make_loader(shard, batch_size):
+    for images, labels in make_loader(shard, batch_size, workers=dataset.workers):
         images, labels = images.to(device), labels.to(device)
         logits = model(images)  # (B, classes)
         totals[0] += F.cross_entropy(logits, labels, reduction="sum")

@@ -3,7 +3,7 @@
 import fcntl
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,7 @@ class Images(Dataset):
 
     def __init__(self, images: Tensor, labels: Tensor, classes: int, name: str) -> None:
         self.images, self.labels, self.classes = images, labels, list(range(classes))
+        self.workers = 0  # of the loader that evaluates: a batch is one gather, and needs none
         mean, std = torch.tensor(MEAN_AND_STD[name], dtype=torch.get_default_dtype())
         self.shift, self.scale = 255 * mean.view(-1, 1, 1), 1 / (255 * std.view(-1, 1, 1))
 
@@ -52,7 +53,7 @@ class Images(Dataset):
     __getitems__ = __getitem__  # DataLoader calls it with the indices of a batch
 
 
-ImageSet: TypeAlias = Images | ImageFolder  # both have `classes` and give (image, label)
+ImageSet: TypeAlias = Images | ImageFolder  # both have `classes`, `workers`, (image, label)
 
 
 def load_dataset(args: Namespace) -> tuple[ImageSet, ImageSet]:
@@ -92,12 +93,14 @@ def read_arrays(args: Namespace, train: bool) -> Images:
 
 def read_folders(args: Namespace, train: bool) -> ImageFolder:
     """DATA-DIR/train/CLASS/*.jpg and DATA-DIR/test/CLASS/*.jpg."""
-    size = args.image_size
+    size, folder = args.image_size, args.data_dir / ("train" if train else "test")
     crop = [T.RandomResizedCrop(size), T.RandomHorizontalFlip()]
     if not train:
         crop = [T.Resize(size * 8 // 7), T.CenterCrop(size)]
     normalize = [T.ToTensor(), T.Normalize(*MEAN_AND_STD["imagefolder"])]
-    return ImageFolder(args.data_dir / ("train" if train else "test"), T.Compose(crop + normalize))
+    images = ImageFolder(folder, T.Compose(crop + normalize))
+    images.workers = args.workers
+    return images
 
 
 def synthesize(args: Namespace, train: bool) -> Images:
@@ -119,15 +122,10 @@ def collate(batch: list | tuple) -> object:
 
 
 def make_loader(
-    dataset: Dataset, batch_size: int, sampler: Sampler | None = None, workers: int = 0
+    dataset: Dataset, batch_size: int, sampler: Sampler | None = None, workers: int = 0, **more: Any
 ) -> DataLoader:
     """Batches of (images, labels). With a sampler (in training), only full batches."""
-    return DataLoader(
-        dataset,
-        batch_size,
-        sampler=sampler,
-        drop_last=sampler is not None,  # each step sees exactly one global batch
-        num_workers=workers,
-        collate_fn=collate,
-        pin_memory=torch.cuda.is_initialized(),  # whether this process uses a GPU
-    )
+    how: dict[str, Any] = {"num_workers": workers, "collate_fn": collate, **more}
+    how["drop_last"] = sampler is not None  # each step sees exactly one global batch
+    how["pin_memory"] = torch.cuda.is_initialized()  # whether this process uses a GPU
+    return DataLoader(dataset, batch_size, sampler=sampler, **how)

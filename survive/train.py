@@ -7,6 +7,7 @@ import sys
 from argparse import BooleanOptionalAction, Namespace
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -33,6 +34,7 @@ sys.path.insert(1, str(Path(__file__).parents[1] / "05_amp_syncbn"))
 from schedule import add_schedule, learning_rates
 from sync_batchnorm import convert
 
+make_loader = partial(make_loader, worker_init_fn=end_with_rank)  # SIGTERM must not end loaders
 DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -126,7 +128,7 @@ def evaluate(
         dist.broadcast(buffer, src=0)  # every rank must reach this line
     shard = Subset(dataset, range(dist.get_rank(), len(dataset), dist.get_world_size()))
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # sums: loss, correct, samples
-    for images, labels in make_loader(shard, batch_size):
+    for images, labels in make_loader(shard, batch_size, workers=dataset.workers):
         images, labels = images.to(device), labels.to(device)
         logits = model(images)  # (B, classes)
         totals[0] += F.cross_entropy(logits, labels, reduction="sum")
@@ -177,7 +179,6 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # or it repeats some
     remaining = durable.Remaining(sampler)
     loader = make_loader(crops, local_batch, remaining, args.workers)
-    loader.worker_init_fn = end_with_rank
     while (epoch := recorder.epoch) < args.epochs and recorder.step < args.max_steps:
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
         crops.epoch, remaining.skip = epoch, recorder.epoch_step * local_batch

@@ -4,6 +4,7 @@ python survive/watchdog.py
 
 A waiting rank cannot see which rank is missing. So a thread of each rank notes in the store, four
 times per second, which line the rank has reached. A rank whose collective fails reads all notes.
+Behind nccl, a rank waits for its GPU, and sees no error: its thread looks at the next rank's notes.
 """
 
 import json
@@ -16,13 +17,15 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from launch import identity
+
 BEAT_SECONDS = 0.25
+SILENT_SECONDS = 20.0  # without a note; torchrun kills 30 s after it has seen a rank die
 GRACE_SECONDS = 1.5  # for the main thread to end by itself after another rank has ended
 STORE_SECONDS = 60.0  # without an answer from the store, a run is lost
 LOST_SECONDS = 3.0  # the same, after a collective has failed
@@ -30,15 +33,6 @@ GLOO = ("gloo", "pair closure")  # each error of a collective contains one of th
 FINISHED = "the end of its work"
 NO_STORE = "no answer from the store, which torchrun or rank 0 keeps: killed, stopped or gone"
 UNKNOWN = json.dumps([0, "its start", False, None])  # the note of a rank that has written none
-
-
-def identity(pid: int) -> list[str] | None:
-    """Identifies a process on all machines. A PID alone does not: the system uses it again."""
-    try:
-        started = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
-        return [os.uname().nodename, os.readlink(f"/proc/{pid}/ns/pid"), str(pid), started]
-    except OSError:  # it has ended, or this is not Linux
-        return None
 
 
 class Watchdog:
@@ -87,10 +81,15 @@ class Watchdog:
 
     def _watch(self) -> None:
         """Write a note again and again; end the main thread if another rank has ended."""
-        running = time.monotonic()  # when no rank had ended yet
+        running = heard = time.monotonic()  # when no rank had ended; when the next one wrote
+        following, beats = (self.rank + 1) % len(self.keys), 0
         while not self.over.wait(BEAT_SECONDS):
             with suppress(RuntimeError):  # the store is gone: _guard sees it
                 self._beat()
+                if (note := self._notes(following)[0])[0] != beats or note[1] == FINISHED:
+                    beats, heard = note[0], time.monotonic()
+                elif time.monotonic() > heard + SILENT_SECONDS:
+                    self._first(self._explain(self._notes(), [following], None))
                 if not self.store.check(["verdict"]):
                     running = time.monotonic()
                 elif time.monotonic() > running + GRACE_SECONDS:
@@ -116,8 +115,9 @@ class Watchdog:
         code = linecache.getline(self.file, line).split("  #")[0].strip()
         return f"step {self.step()}, line {line}, `{code}`"
 
-    def _notes(self) -> list[list]:
-        there = [(key, self.store.check([key])) for key in self.keys]
+    def _notes(self, *ranks: int) -> list[list]:  # of these, or of all
+        keys = [self.keys[rank] for rank in ranks] or self.keys
+        there = [(key, self.store.check([key])) for key in keys]
         return [json.loads(self.store.get(key) if known else UNKNOWN) for key, known in there]
 
     def _first(self, verdict: str) -> str:
@@ -142,7 +142,7 @@ class Watchdog:
         except RuntimeError:
             return NO_STORE
 
-    def _explain(self, notes: list[list], silent: list[int], error: BaseException) -> str:
+    def _explain(self, notes: list[list], silent: list[int], error: BaseException | None) -> str:
         """What the notes say. silent: the ranks that no longer write notes."""
         counts = Counter(note[1] for note in notes)  # most ranks wait where others are missing
         waiting = max(counts, key=lambda place: (counts[place], place == self.place))

@@ -35,7 +35,10 @@ Line = tuple[str, ...]  # a file of a stage and a line of it; or a file, its tex
 
 torch.set_num_threads(1)  # as every rank has: two tests that run side by side have two cores
 context = multiprocessing.get_context("forkserver")  # has imported torch: ranks are there at once
-context.set_forkserver_preload(["torch", "torchvision", "common.record", "common.data"])
+SLOW = "torchvision common.checkpoint common.models pytest matplotlib.pyplot PIL.Image tabulate"
+SLOW += " torchvision.transforms.v2 pycocotools.cocoeval ipykernel.kernelapp nbclient textstat"
+SLOW += " torch._inductor.compile_fx"
+context.set_forkserver_preload(SLOW.split())
 
 
 def changed_source(key: str, file: str, changes: Sequence[Line]) -> str:

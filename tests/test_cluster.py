@@ -135,13 +135,12 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1"
 
 def test_elastic_heals_a_run_whose_rank_is_killed(tmp_path):
     flags = ("--epochs=3", *MODEL)
-    script, healed, given_up = tmp_path / "dies_once.py", tmp_path / "healed", tmp_path / "control"
+    script, control, healed = tmp_path / "dies_once.py", tmp_path / "dies.py", tmp_path / "healed"
     script.write_text(DIES_ONCE)
-    given_up.mkdir()
-    (given_up / "checkpoint.pt").touch()  # there, rank 1 dies at once
+    control.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     command = ("bash", LAUNCH / "elastic.sh", *flags, "--run-dir")
     process = begin(*command, healed, SCRIPT=script)
-    control, _ = run(*command, given_up, SCRIPT=script, MAX_RESTARTS=0)
+    control, _ = run(*command, tmp_path, SCRIPT=control, MAX_RESTARTS=0)
     status, output = end(process)
     assert (status, control) == (0, 1), output
     assert is_the_run_of(2, healed, "survive", *flags)

@@ -28,6 +28,7 @@ def copy(tmp_path_factory) -> Path:
     return folder
 
 
+SCRIPT = re.compile(r"((?:[A-Z_]+=\w* )*)python ((?:\w+/)?\w+\.py)([\w =./-]*)")
 # What torchrun would start, but for 04's own train.py, which the real one starts.
 TORCHRUN = re.compile(
     r"torchrun --standalone --nproc-per-node=(\d) (?!04_ddp_torchrun/train)(\w+/\w+\.py)(.*)"
@@ -38,11 +39,12 @@ TORCHRUN = re.compile(
 def run(command: str, where: Path) -> str:
     """Its output. A command that is shown twice, alone and with its output, runs once.
     The ranks of most launches are forked from here, with torchrun's variables: seconds faster."""
-    if script := re.fullmatch(r"python ((?:\w+/)?\w+\.py)([\w =./-]*)", command):  # a quick start
-        [(status, output)] = start(script[1], *script[2].split(), where=where)
+    if script := SCRIPT.fullmatch(command):
+        env = dict(re.findall(r"(\w+)=(\S*) ", script[1]))
+        [(status, output)] = start(script[2], *script[3].split(), where=where, env=env)
         assert status == 0, f"{command}\n{output}"
         return output
-    if launch := TORCHRUN.fullmatch(command):
+    if launch := TORCHRUN.fullmatch(command.replace("-m shm", "shm/__main__.py")):
         ranks, script, flags = launch.groups()
         how = {"ranks": int(ranks), "env": launcher(free_port(), int(ranks)), "seconds": 180}
         ended = start(script, *flags.split(), where=where, **how)

@@ -194,6 +194,40 @@ def test_random_crops_resume_to_the_bit(tmp_path):
     resumes("01", 1, *flags)
 
 
+def _loaders(rank: int, key: str, *flags: str) -> list[tuple[int, str]]:
+    stage, made = load_stage(key), []
+    make = stage.make_loader
+    stage.make_loader = lambda *args, **more: made.append(make(*args, **more)) or made[-1]
+    support.run_main(stage, rank, *flags, *LOCAL[:1], f"--run-dir={support.scratch_folder()}")
+    return [(each.num_workers, getattr(each.worker_init_fn, "__name__", "")) for each in made]
+
+
+@pytest.mark.parametrize(("key", "start"), [("01", ""), ("04", ""), ("survive", "end_with_rank")])
+def test_processes_load_pictures_for_training_and_for_evaluation(key, start, tmp_path):
+    flags = ("--dataset=imagefolder", f"--data-dir={random_pictures(tmp_path)}", "--batch-size=4")
+    flags += ("--workers=2", "--max-steps=1", "--image-size=32")
+    assert run_ranks(1, _loaders, key, *flags) == [[(2, start)] * 2]
+
+
+def test_cifar10_crops_and_flips_whole_batches_in_training_and_only_there():
+    augment, images = chapter("05", "cifar10").augment, torch.rand(200, 3, 8, 8)
+    padded = torch.nn.functional.pad(images, (4,) * 4)
+    cuts = padded.unfold(2, 8, 1).unfold(3, 8, 1).permute(2, 3, 0, 1, 4, 5).flatten(0, 1)
+    cuts = torch.cat([cuts, cuts.flip(-1)])  # (162, B, C, H, W): each place, then mirrored
+    [found] = augment(torch.nn.Identity(), (images,))
+    same = (cuts == found).flatten(2).all(2)
+    assert same.any(0).all()
+    places = same.int().argmax(0).unique()
+    assert len(places) > 80
+    assert 0.3 < (same[81:].any(0)).double().mean() < 0.7
+    assert augment(torch.nn.Identity().eval(), (images,))[0] is images
+    flags = ("--dataset=digits", "--model=net-bn", "--max-steps=2", "--epochs=1", *LOCAL)
+    [(status, output)] = support.command(
+        "05_amp_syncbn/cifar10.py", *flags, f"--run-dir={support.scratch_folder()}"
+    )
+    assert (status, "epoch 1/1" in output) == (0, True), output
+
+
 def test_a_resumed_run_has_its_own_metrics_and_the_learning_rate_of_its_call(tmp_path):
     train("01", 1, *SHORT, "--max-steps=3", folder=tmp_path)  # of another run
     path = train_once("01", 1, *SHORT).folder / "checkpoint.pt"

@@ -1,5 +1,6 @@
 """survive's four modules: each shows what it does, alone and in a project that is not this one."""
 
+import ctypes
 import json
 import multiprocessing
 import os
@@ -16,7 +17,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from support import FOLDERS, chapter, command, context, fresh_module, launcher
+from support import FOLDERS, chapter, command, context, fresh_module, launcher, run_ranks
 from test_collectives import of_all_ranks, on_ranks
 from torch.utils.data import DataLoader, _utils
 
@@ -45,12 +46,12 @@ def test_each_module_shows_by_itself_what_it_does(name):
     assert re.fullmatch(SHOWS[name], said), output
 
 
-def test_the_modules_need_torch_and_nothing_else_of_ours():
+def test_the_modules_need_torch_and_each_other_and_nothing_else_of_ours():
     def imports(path: Path) -> set[str]:
         names = re.findall(r"^ *(?:from|import) (\w+)", path.read_text(), re.M)
         return set(names) - sys.stdlib_module_names
 
-    assert [imports(path) for path in MODULES.values()] == [{"torch"}] * 4
+    assert [imports(path) - {*MODULES} for path in MODULES.values()] == [{"torch"}] * 4
     assert imports(OWN_LOOP) == {"torch", *MODULES}
     marked = re.findall(r"^ *(.+  # \d+\. .+)$", OWN_LOOP.read_text(), re.M)
     page = OWN_LOOP.with_suffix(".md").read_text()
@@ -428,6 +429,28 @@ def test_a_rank_ends_when_the_store_no_longer_answers_or_another_rank_has_ended(
     dog.store.delete_key("verdict")
     dog._watch()
     assert ended == [(3.5, "why")]
+
+
+def _waits(rank: int, silent_seconds: float, file: str) -> str:
+    """Rank 1 dies. Rank 0 waits in C, where no error and no signal reaches it, as behind nccl."""
+    os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    module = fresh_module("survive", "watchdog.py")
+    module.SILENT_SECONDS = silent_seconds
+    dist.init_process_group("gloo")
+    with module.Watchdog(dist.distributed_c10d._get_default_store(), rank, 2, __file__):
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        ctypes.CDLL(None).sleep(4)
+    return "waited"
+
+
+@pytest.mark.parametrize("silent_seconds", [0.6, 60.0])  # the second is the control
+def test_a_rank_that_waits_for_a_gpu_learns_that_another_died(silent_seconds, tmp_path):
+    [waited, _] = run_ranks(2, _waits, silent_seconds, str(tmp_path / "said"), dying=(0, 1))
+    said = (tmp_path / "said").read_text()
+    named = re.search("error: rank 0 gives up at .+`ctypes.+: rank 1 did not arrive, last .+", said)
+    assert (waited, named is None) == (("waited", True) if silent_seconds > 4 else (None, False))
 
 
 NO_NETWORK = "all ranks have arrived, but {}: is the network open between the machines?"
