@@ -1,12 +1,11 @@
-"""The Chinese pages: README.zh.md beside README.md has the same blocks in the same order.
+"""The Chinese pages: README.zh.md has the same blocks as the README.md beside it.
 
     python tests/translations.py [ENGLISH PAGE ...]
 
-writes each Chinese page again, and lists what is still to translate. Blank lines divide blocks; a
-fence is one block, with the comments above it. Comments and fences are copied, except mermaid.
-Each other block is a translation, below <!-- en: DIGEST --> of its English text. In tables,
-diagrams and the tour, numbers do not count in the digest: they are filled in again, cell by cell
-or line by line, in the order of the English ones. `make lessons` and `make readme` call it.
+writes each Chinese page again, and lists what is still to translate. Blank lines divide blocks. A
+fence is one block, with the comments above it. Comments and fences are copied, except mermaid. Each
+other block is a translation, below <!-- en: DIGEST --> of the English text. In tables, diagrams and
+the tour, numbers are left out of the digest, and filled in again in their order.
 """
 
 import re
@@ -14,9 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from hashlib import sha256
-from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 from pages import glossary, main_path
 from readmes import ROOT
@@ -26,17 +23,12 @@ BLOCK = re.compile(rf"^(?:<!-- en: (?P<key>\w*) -->\n)?(?P<text>{TEXT})", re.M)
 COPIED = re.compile(r"(?:<!--.*-->\n?)*(?:```(?!mermaid)|$)")
 LANGUAGE = re.compile(r"\[(?:中文|English)\]\(\S+\)")
 MADE = re.compile(r"<!-- (end of )?(?:tour|table)\b")  # what stands between these is measured
-NUMBER = re.compile(r"`[^`]*`|\]\([^)]*\)|</?\w[^>]*>|((?<![A-Za-z\d])\d+(?:[.,]\d+)*)")
-CODE, TARGET = re.compile(r"(?<!`)`([^`]+)`(?!`)"), re.compile(r"(?<=\]\()[^)\s]+(?=\))")
-FORM = re.compile(r"^ *(?:#+|[-*]|\d+\.) ", re.M)  # of a heading or an item
-CELL, NAME = re.compile(r"(?<!\\)\|"), re.compile(r"\[[\w./]+[./]\w*\]\(\S+\)")
-LABEL = re.compile(r'"[^"]*"|(?: as |:).*$')  # what is translated in a line of a diagram
-
-
-class Pair(NamedTuple):
-    english: str
-    chinese: str
-    measured: bool
+CODE = r"(?<!`)`[^`]+`(?!`)"
+NUMBER = re.compile(rf"{CODE}|\]\([^)]*\)|</?\w[^>]*>|((?<![A-Za-z\d])\d+(?:[.,]\d+)*)")
+TARGET = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
+LABEL = re.compile(r'"[^"\n]*"|(?: as |:).*$', re.M)  # what is translated in a diagram
+BROKEN = re.compile(r"\w\*\*\W.*|.*\W\*\*\w", re.S)  # not bold: a sign at the end, a letter behind
+Block = tuple[str, str, bool]  # digest, or nothing if it is copied; text; is it measured?
 
 
 def pages(root: Path) -> list[Path]:
@@ -51,15 +43,49 @@ def digest(block: str, measured: bool = False) -> str:
     return sha256(text.encode()).hexdigest()[:8]
 
 
-def pieces(block: str) -> list[list[str]]:
-    """The cells of each row of a table, the lines of a diagram, or the whole text."""
-    if block.startswith("|"):
-        return [[cell.strip() for cell in CELL.split(row)[1:-1]] for row in block.splitlines()]
-    return [[line] for line in block.splitlines()] if "```mermaid" in block else [[block]]
+def english_blocks(page: Path) -> Iterator[Block]:
+    made = False
+    for match in BLOCK.finditer(page.read_text().partition("\n## All claims\n")[0]):
+        text = match["text"].strip()
+        if marker := MADE.match(text):
+            made = not marker[1]
+        measured = made or text.startswith("|") or "```mermaid" in text
+        if not LANGUAGE.fullmatch(text):
+            yield "" if COPIED.match(text) else digest(text, measured), text, measured
 
 
 def numbers(text: str) -> list[str]:
     return [match[1] for match in NUMBER.finditer(text) if match[1]]
+
+
+def refilled(english: str, chinese: str) -> str:
+    new, old = numbers(english), numbers(chinese)
+    if len(new) != len(old) or Counter(new) == Counter(old):  # wrong, or only in another order
+        return chinese
+    return NUMBER.sub(lambda match: new.pop(0) if match[1] else match[0], chinese)
+
+
+def rebuilt(page: Path) -> tuple[str, list[tuple[str, str, bool]], list[str]]:
+    """The Chinese version of an English page, its pairs of blocks, and what is still to do."""
+    here, blocks = page.with_suffix(".zh.md"), [*english_blocks(page)]
+    found, gone, last, todo = {key: "" for key, _, _ in blocks}, {}, "", []
+    for match in BLOCK.finditer(here.read_text() if here.exists() else ""):
+        key, text = match["key"] or "", match["text"].strip()
+        if key and key in found:
+            last, found[key] = key, text
+        elif not COPIED.match(text) and not LANGUAGE.fullmatch(text):  # kept where it stood
+            gone.setdefault(last, []).append(f"<!-- en: {key} -->\n{text}")
+            todo.append(f"gone is the English of <!-- en: {key} -->\n{text}")
+    parts, pairs = [f"[English]({page.name})", *gone.pop("", [])], []
+    for key, text, measured in blocks:
+        if not key:
+            parts.append(text)
+        elif chinese := found[key]:
+            pairs.append((text, refilled(text, chinese) if measured else chinese, measured))
+            parts += [f"<!-- en: {key} -->\n{pairs[-1][1]}", *gone.pop(key, [])]
+        else:
+            todo.append(f"to translate: <!-- en: {key} -->\n{text}")
+    return "\n\n".join(parts) + "\n", pairs, todo
 
 
 def lead(text: str, page: Path, root: Path) -> str:
@@ -74,107 +100,50 @@ def lead(text: str, page: Path, root: Path) -> str:
     return TARGET.sub(target, text)
 
 
-def fill(english: str, chinese: str, page: Path, root: Path) -> str:
-    """A part of a measured block with the numbers of today."""
-    if not re.search("[A-Za-z]", NAME.sub("", CODE.sub("", english))):
-        return lead(english, page, root)
-    new, old = numbers(english), numbers(chinese)
-    if len(new) != len(old) or Counter(new) == Counter(old):  # wrong, or only in another order
-        return chinese
-    return NUMBER.sub(lambda match: new.pop(0) if match[1] else match[0], chinese)
-
-
-def refill(pair: Pair, page: Path, root: Path) -> str:
-    english, chinese = pieces(pair.english), pieces(pair.chinese)
-    if not pair.measured or [*map(len, english)] != [*map(len, chinese)]:
-        return pair.chinese
-    rows = [
-        [fill(en, zh, page, root) for en, zh in zip(*row, strict=True)]
-        for row in zip(english, chinese, strict=True)
-    ]
-    table = pair.english.startswith("|")
-    return "\n".join(f"| {' | '.join(row)} |" if table else row[0] for row in rows)
-
-
-def english_blocks(page: Path) -> Iterator[tuple[str, bool]]:
-    """Each with: may its numbers be measured again?"""
-    made = False
-    for match in BLOCK.finditer(page.read_text().partition("\n## All claims\n")[0]):
-        text = match["text"].strip()
-        if marker := MADE.match(text):
-            made = not marker[1]
-        if not LANGUAGE.fullmatch(text):
-            yield text, made or text.startswith("|") or "```mermaid" in text
-
-
-def rebuild(page: Path, root: Path) -> tuple[str, list[Pair], list[str]]:
-    """The Chinese version of an English page, its translations, and what is still to do."""
-    here, blocks = page.with_suffix(".zh.md"), [*english_blocks(page)]
-    keys = [None if COPIED.match(text) else digest(text, measured) for text, measured in blocks]
-    found, stale, last, faults = {}, {}, "", []
-    for match in BLOCK.finditer(here.read_text() if here.exists() else ""):
-        key, text = match["key"], match["text"].strip()
-        if key in keys and key:
-            last, found[key] = key, text
-        elif not COPIED.match(text) and not LANGUAGE.fullmatch(text):
-            stale.setdefault(last, []).append(f"<!-- en: {key or ''} -->\n{text}")
-            faults.append(f"gone is the English of {key}: {text}")
-    parts, pairs = [f"[English]({page.name})", *stale.pop("", [])], []
-    for key, (text, measured) in zip(keys, blocks, strict=True):
-        if key is None:
-            parts.append(text)
-        elif key in found:
-            pair = Pair(text, found[key], measured)
-            pairs.append(pair._replace(chinese=refill(pair, page, root)))
-            parts += [f"<!-- en: {key} -->\n{pairs[-1].chinese}", *stale.pop(key, [])]
-        else:
-            faults.append(f"to translate: <!-- en: {key} -->\n{text}")
-    return "\n\n".join(parts) + "\n", pairs, faults
+def form(block: str) -> str | list[str]:
+    """The lines and cells of a table, a diagram without labels, or the signs of its items."""
+    if block.startswith("|"):
+        return re.sub(r"[^|\n]+", " ", block)
+    if "```mermaid" in block:
+        return LABEL.sub("", block)
+    return re.findall(r"^ *(?:#+|[-*]|\d+\.) ", block, re.M)
 
 
 def differences(english: str, chinese: str, measured: bool = False) -> Iterator[str]:
-    """Between a block and its translation, in all but the language. Links lead to Chinese pages."""
-    rows = [pieces(english), pieces(chinese)]
-    if [*map(len, rows[0])] != [*map(len, rows[1])] or FORM.findall(english) != FORM.findall(
-        chinese
+    """Between a block and its translation, in all but the language."""
+    for what, found in (
+        ("form", form),
+        ("numbers", lambda text: numbers(text) if measured else sorted(numbers(text))),
+        ("code", lambda text: sorted(re.findall(CODE, " ".join(text.split())))),
+        ("links", lambda text: sorted(TARGET.findall(text))),
     ):
-        yield f"other form: {chinese}"
-        return
-    for old, new in zip(*(chain(*each) for each in rows), strict=True):
-        order = list if measured else sorted
-        if order(numbers(old)) != order(numbers(new)):
-            yield f"other numbers, or in another order: {numbers(old)} is {new}"
-        if "```mermaid" in english and LABEL.sub("", old) != LABEL.sub("", new):
-            yield f"other diagram: {new}"
-    for what, pattern in ("code", CODE), ("links", TARGET):
-        old, new = (Counter(pattern.findall(" ".join(text.split()))) for text in (english, chinese))
-        if old != new:
-            yield f"other {what}: {[*(old - new)]} is {[*(new - old)]} in {chinese}"
+        if found(english) != found(chinese):
+            yield f"other {what}: {found(english)} is {found(chinese)} in {chinese}"
+    bold = re.findall(r"\w?\*\*[^*]+\*\*\w?", chinese)
+    yield from (f"not bold: {part}" for part in bold if BROKEN.fullmatch(part))
+    yield from (f"two lines: {part}" for part in re.findall(r"[一-鿿]\n[一-鿿]+", chinese))
 
 
 def faults(page: Path, root: Path = ROOT) -> Iterator[str]:
     """All that is wrong with the Chinese version of an English page."""
-    here = page.with_suffix(".zh.md")
-    new, pairs, todo = rebuild(page, root)
+    here, (text, pairs, todo) = page.with_suffix(".zh.md"), rebuilt(page)
     yield from todo
     for path, line in (page, f"[中文]({here.name})\n\n"), (here, f"[English]({page.name})\n\n"):
         if not path.exists() or not path.read_text().startswith(line):
             yield f"{path.name} does not begin with {line}"
-    if not todo and new != here.read_text():
-        yield "not as written again: python tests/translations.py"
+    if not todo and text != here.read_text():
+        yield "it differs from what this writes: python tests/translations.py"
     for english, chinese, measured in pairs:
         yield from differences(lead(english, page, root), chinese, measured)
-    others = {pair for each in pages(root) for pair in rebuild(each, root)[1]}
-    for pair in pairs:
-        same = {each.chinese for each in others if each.english == pair.english}
-        if pair.english.startswith("#") and len(same) > 1:
-            yield f"the same heading in two ways: {same}"
+    everywhere = {(en, zh) for each in pages(root) for en, zh, _ in rebuilt(each)[1]}
+    count = Counter(en for en, _ in everywhere if en.startswith("#"))
+    yield from (f"translated in two ways: {en}" for en, _, _ in pairs if count[en] > 1)
 
 
 def glossary_faults(root: Path = ROOT) -> Iterator[str]:
-    """The column 中文: <!-- en: DIGEST OF THE MEANING -->**term**：meaning."""
+    """Its column 中文 has <!-- en: DIGEST OF THE MEANING -->**term**：meaning."""
     for term, row in glossary(root).items():
-        [[_, meaning, chinese, *_]] = pieces(row)
+        meaning, chinese = row.split(" | ")[1:3]
         cell = re.fullmatch(r"<!-- en: (\w+) -->\*\*.+?\*\*：(.+)", chinese)
         if not cell or cell[1] != digest(meaning):
             yield f"to translate: {term}, <!-- en: {digest(meaning)} -->"
@@ -185,8 +154,7 @@ def glossary_faults(root: Path = ROOT) -> Iterator[str]:
 if __name__ == "__main__":
     todo = [] if sys.argv[1:] else [*glossary_faults()]
     for page in [Path(each).resolve() for each in sys.argv[1:]] or pages(ROOT):
-        text, _, _ = rebuild(page, ROOT)
-        page.with_suffix(".zh.md").write_text(text)
+        page.with_suffix(".zh.md").write_text(rebuilt(page)[0])
         todo += [f"{page.parent.name}/{page.name}: {fault}" for fault in faults(page)]
     print(*todo, sep="\n\n")
     sys.exit(bool(todo))
