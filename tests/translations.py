@@ -28,7 +28,6 @@ NUMBER = re.compile(rf"{CODE}|\]\([^)]*\)|</?\w[^>]*>|((?<![A-Za-z\d])\d+(?:[.,]
 TARGET = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
 LABEL = re.compile(r'"[^"\n]*"|(?: as |:).*$', re.M)  # what is translated in a diagram
 BROKEN = re.compile(r"\w\*\*\W.*|.*\W\*\*\w", re.S)  # not bold: a sign at the end, a letter behind
-Block = tuple[str, str, bool]  # digest, or nothing if it is copied; text; is it measured?
 
 
 def pages(root: Path) -> list[Path]:
@@ -43,7 +42,8 @@ def digest(block: str, measured: bool = False) -> str:
     return sha256(text.encode()).hexdigest()[:8]
 
 
-def english_blocks(page: Path) -> Iterator[Block]:
+def english_blocks(page: Path) -> Iterator[tuple[str, str, bool]]:
+    """Each block's digest, or nothing if it is copied; its text; whether it is measured."""
     made = False
     for match in BLOCK.finditer(page.read_text().partition("\n## All claims\n")[0]):
         text = match["text"].strip()
@@ -88,24 +88,18 @@ def rebuilt(page: Path) -> tuple[str, list[tuple[str, str, bool]], list[str]]:
     return "\n\n".join(parts) + "\n", pairs, todo
 
 
-def lead(text: str, page: Path, root: Path) -> str:
-    """The text with links to Chinese pages. A link with an anchor stays on the English page."""
-
-    def target(match: re.Match) -> str:
-        file, _, anchor = match[0].partition("#")
-        if "://" in file or (page.parent / (file or page.name)).resolve() not in pages(root):
-            return match[0]
-        return f"{file or page.name}#{anchor}" if anchor else f"{file[:-3]}.zh.md"
-
-    return TARGET.sub(target, text)
+def lead(target: str, page: Path, root: Path) -> str:
+    """A link, to the Chinese page if there is one. With an anchor it stays on the English page."""
+    file, _, anchor = target.partition("#")
+    if "://" in file or (page.parent / (file or page.name)).resolve() not in pages(root):
+        return target
+    return f"{file or page.name}#{anchor}" if anchor else f"{file[:-3]}.zh.md"
 
 
 def form(block: str) -> str | list[str]:
     """The lines and cells of a table, a diagram without labels, or the signs of its items."""
-    if block.startswith("|"):
-        return re.sub(r"[^|\n]+", " ", block)
-    if "```mermaid" in block:
-        return LABEL.sub("", block)
+    if block.startswith("|") or "```mermaid" in block:
+        return re.sub(r"[^|\n]+" if block.startswith("|") else LABEL, "", block)
     return re.findall(r"^ *(?:#+|[-*]|\d+\.) ", block, re.M)
 
 
@@ -133,8 +127,9 @@ def faults(page: Path, root: Path = ROOT) -> Iterator[str]:
             yield f"{path.name} does not begin with {line}"
     if not todo and text != here.read_text():
         yield "it differs from what this writes: python tests/translations.py"
-    for english, chinese, measured in pairs:
-        yield from differences(lead(english, page, root), chinese, measured)
+    for text, chinese, measured in pairs:
+        english = TARGET.sub(lambda match: lead(match[0], page, root), text)
+        yield from differences(english, chinese, measured)
     everywhere = {(en, zh) for each in pages(root) for en, zh, _ in rebuilt(each)[1]}
     count = Counter(en for en, _ in everywhere if en.startswith("#"))
     yield from (f"translated in two ways: {en}" for en, _, _ in pairs if count[en] > 1)
