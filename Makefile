@@ -52,11 +52,14 @@ mutants: $(VENV)/ready  ## change 120 lines of what is taught, one at a time: do
 	$(RUN) -m pytest -n 2 --dist loadfile -q --junitxml=runs/times.xml
 	$(RUN) tests/mutants.py runs/times.xml $(FLAGS)
 
-lessons: $(VENV)/ready  ## write every lesson.diff, and the parts of it that the pages show
+lessons: $(VENV)/ready  ## write every lesson.diff, its parts in the pages, and the Chinese pages
 	$(RUN) tests/lessons.py
+	$(RUN) tests/translations.py
 
-readme: lessons  ## run the tour and every command whose output a page shows, and put it there
+readme: $(VENV)/ready  ## run the tour and every command whose output a page shows, and put it there
+	$(RUN) tests/lessons.py
 	$(RUN) tests/refresh.py
+	$(RUN) tests/translations.py
 
 $(VENV)/ready: requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

@@ -13,7 +13,7 @@ from pathlib import Path
 from shutil import copytree, ignore_patterns
 from tempfile import TemporaryDirectory
 
-from readmes import BREAK, fences, sides
+from readmes import BREAK, READMES, fences, sides
 from support import FOLDERS, ROOT, Line, changed_source
 
 ROW = re.compile(r"^\| `(.+?)` \| `([\w.]+)` \| `(test_\w+)` \|$", re.M)  # line, file, test
@@ -34,7 +34,8 @@ class Row:
 def rows_of(key: str) -> list[Row]:
     """The rows of the README's table and of the other pages', then what they show as diffs."""
     folder = FOLDERS[key]
-    pages = sorted(folder.glob("*.md"), key=lambda page: (page.name != "README.md", page.name))
+    found = [page for page in READMES if page.parent == folder]
+    pages = sorted(found, key=lambda page: (page.name != "README.md", page.name))
     text = "".join(page.read_text() for page in pages)
     rows = [Row(key, (file, line), test) for line, file, test in ROW.findall(text)]
     for fence in fences("diff", pages):

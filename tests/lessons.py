@@ -9,7 +9,7 @@ that begins with LAST. `make lessons` calls it.
 
 from difflib import unified_diff
 
-from readmes import ROOT, fences
+from readmes import READMES, ROOT, fences
 
 PARENTS = {
     "02_data_parallel": "01_single_gpu",
@@ -36,7 +36,7 @@ def part(stage: str, ends: str) -> str:
 
 def refresh(stage: str) -> None:
     (ROOT / stage / "lesson.diff").write_text(lesson(stage))
-    for fence in reversed(fences("diff", sorted((ROOT / stage).glob("*.md")))):
+    for fence in reversed(fences("diff", [page for page in READMES if page.parent.name == stage])):
         if not fence.note.startswith("lesson: "):
             continue
         text, (start, end) = fence.readme.read_text(), fence.place  # from the end: it stays right

@@ -17,7 +17,7 @@ STAGES = ("01_single_gpu", "02_data_parallel", "03_ddp_manual_allreduce", "04_dd
 MAIN = (".", *STAGES, "05_amp_syncbn", "survive", "convert")
 HEADINGS = ["Words", "Run it", "The idea", "What changed", "Check it", "Pitfalls", "Exercise"]
 HEADINGS += ["Next"]
-BEGIN = r"# (0\d|survive|convert) · .+\n\n\*\*Question: [^*]+\?\*\*(.|\n)*?Reading time: \d+ min"
+BEGIN = r"^# (0\d|survive|convert) · .+\n\n\*\*Question: [^*]+\?\*\*(.|\n)*?Reading time: \d+ min"
 WORDS, SENTENCE, EASE = 900, 25, 60  # at most, at most, at least
 LINES = {"diff": 12, "text": 15}  # of a fence, at most
 PROGRAMS = ("0?_*/*.py", "survive/*.py", "convert/*.py")
@@ -50,6 +50,12 @@ def measures(page: Path) -> tuple[int, float, int]:
     return len(words), textstat.flesch_reading_ease(text), longest
 
 
+def chinese_words(page: Path) -> int:
+    """Its characters, and the words in other letters between them."""
+    text = re.sub(r"\]\([^)]*\)|^ *\|.*$", "", without_fences(page), flags=re.M)
+    return len(re.findall(r"[一-鿿]|[^\W一-鿿]+", text))
+
+
 def anchors(page: Path) -> set[str]:
     """Those that GitHub gives to headings, and those that the page names itself."""
     text, seen = without_fences(page), Counter()
@@ -79,7 +85,7 @@ def main_faults(page: Path, root: Path) -> Iterator[str]:
         yield f"{words} words with reading ease {ease:.0f}"
     yield from (f"long: {part}" for part in spoken if len(part.split()) > SENTENCE)
     found = re.findall(r"^## (.+)$", without_fences(page), re.M)
-    if page.parent != root and (found != HEADINGS or not re.match(BEGIN, page.read_text())):
+    if page.parent != root and (found != HEADINGS or not re.search(BEGIN, page.read_text(), re.M)):
         yield f"it begins otherwise, or has other headings: {found}"
     for fence in (fence for kind in LINES for fence in fences(kind, [page])):
         lines = len(fence.text.splitlines())
@@ -108,7 +114,7 @@ def faults(page: Path, root: Path = ROOT) -> Iterator[str]:
     yield from (f"unwanted: {word}" for word in re.findall(UNWANTED, spoken, re.I))
     if page in main_path(root):
         yield from main_faults(page, root)
-    elif page.parent != root and "Back to [" not in text:
+    elif page.parent != root and "Back to [" not in text and not page.match("*.zh.md"):
         yield "no way back"
 
 
@@ -129,7 +135,9 @@ if __name__ == "__main__":
     main = main_path(ROOT)
     pages = [*main, *(page for page in READMES if page not in main)]
     rows = [[page.relative_to(ROOT), *map(round, measures(page))] for page in pages]
+    chinese = sorted({here for page in pages for here in page.parent.glob("*.zh.md")})
+    rows += [[page.relative_to(ROOT), chinese_words(page)] for page in chinese]
     print(tabulate(rows, ["page", "words", "reading ease", "longest sentence"]))
-    for page in pages:
+    for page in [*pages, *chinese]:
         print(*(f"{page.relative_to(ROOT)}: {fault}\n" for fault in faults(page)), sep="", end="")
     print(*faults_together(), sep="\n")

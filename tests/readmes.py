@@ -25,7 +25,9 @@ PAGES = ("*.md", "0?_*/**/*.md", "survive/*.md", "convert/*.md", "benchmarks/*.m
 
 
 def pages_of(root: Path) -> list[Path]:
-    return [path for pattern in PAGES for path in sorted(root.glob(pattern))]
+    """The English pages; for the others, see translations.py."""
+    found = [path for pattern in PAGES for path in sorted(root.glob(pattern))]
+    return [path for path in found if not path.match("*.zh.md")]
 
 
 READMES = pages_of(ROOT)
