@@ -54,12 +54,12 @@ mutants: $(VENV)/ready  ## change 120 lines of what is taught, one at a time: do
 
 lessons: $(VENV)/ready  ## write every lesson.diff, its parts in the pages, and the Chinese pages
 	$(RUN) tests/lessons.py
-	$(RUN) tests/translations.py
+	$(RUN) website/translations.py
 
 readme: $(VENV)/ready  ## run the tour and every command whose output a page shows, and put it there
 	$(RUN) tests/lessons.py
 	$(RUN) tests/refresh.py
-	$(RUN) tests/translations.py
+	$(RUN) website/translations.py
 
 $(VENV)/ready: requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

@@ -1,6 +1,6 @@
 """The Chinese pages: README.zh.md has the same blocks as the README.md beside it.
 
-    python tests/translations.py [ENGLISH PAGE ...]
+    python website/translations.py [ENGLISH PAGE ...]
 
 writes each Chinese page again, and lists what is still to translate. Blank lines divide blocks. A
 fence is one block, with the comments above it. Comments and fences are copied, except mermaid. Each
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from pages import glossary, main_path
 from readmes import ROOT
 
@@ -126,7 +127,7 @@ def faults(page: Path, root: Path = ROOT) -> Iterator[str]:
         if not path.exists() or not path.read_text().startswith(line):
             yield f"{path.name} does not begin with {line}"
     if not todo and text != here.read_text():
-        yield "it differs from what this writes: python tests/translations.py"
+        yield "it differs from what this writes: python website/translations.py"
     for text, chinese, measured in pairs:
         english = TARGET.sub(lambda match: lead(match[0], page, root), text)
         yield from differences(english, chinese, measured)
