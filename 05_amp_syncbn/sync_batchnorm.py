@@ -3,7 +3,7 @@
     python 05_amp_syncbn/sync_batchnorm.py
 
 torch's kernels do the work of one rank. This file adds what crosses the ranks. In forward, one
-all-reduce gives every rank three numbers per channel from each rank: count, mean and variance. They
+all-reduce gives every rank the count of each rank, and the mean and variance of its channels. They
 merge exactly, for local batches of any size (Chan, Golub and LeVeque, 1983). Sums and sums of
 squares would be simpler, but where the mean is large, their difference loses the variance. Backward
 needs one more all-reduce: every input has moved the mean and the variance that all ranks used.
