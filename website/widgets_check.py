@@ -40,6 +40,7 @@ def widgets_answer(driver: WebDriver, address: str) -> list[str]:
             move()
             if state(widget) == before:
                 wrong.append(f"{name} does not answer to a {what}")
-        if widget.get_property("scrollWidth") > widget.get_property("clientWidth"):
+        wide = "return arguments[0].scrollWidth > arguments[0].clientWidth"
+        if driver.execute_script(wide, widget):
             wrong.append(f"{name} is wider than its place")
     return wrong
