@@ -27,7 +27,9 @@ def widgets_answer(driver: WebDriver, address: str) -> list[str]:
         if not sliders or not clicked:
             wrong.append(f"{name} has no slider, or nothing to click")
             continue
-        driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", sliders[0])
+        driver.execute_script(
+            "arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", sliders[0]
+        )
         thumb = ActionChains(driver).move_to_element(sliders[0]).click_and_hold()
         drag = thumb.move_by_offset(-sliders[0].size["width"] // 3, 0).release()
         key = ActionChains(driver).send_keys_to_element(sliders[0], Keys.ARROW_RIGHT)

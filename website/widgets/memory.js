@@ -116,7 +116,7 @@
       });
       const end = limit() * GIB * scale;
       shapes.push(`<line x1="${end}%" x2="${end}%" y1="14" y2="60"/>`);
-      shapes.push(text("right", end, 12, `${limit()} GiB`));
+      shapes.push(text(end < 20 ? "left" : "right", end, 12, `${limit()} GiB`));
       const rows = Object.entries(kinds).map(([kind, bytes]) => [labels[kind], bytes]);
       const cells = [...rows, [say("sum", "总和"), total]].map(([name, n]) => [name, number(n / MIB, 2)]);
       const name = say("Memory by kind", "各类内存");
