@@ -140,7 +140,7 @@
       back.setAttribute("aria-disabled", step === 0);
       next.setAttribute("aria-disabled", step === states.length - 1);
       const row = (name, all, s) => [name, s, all[s].messages, number(all[s].sent[0] / 1e6)];
-      const end = (key, all = simulate(n, key)) => row(say(`whole ${ways[key]}`, `完整的${ways[key]}`), all, all.length - 1);
+      const end = (key, all = simulate(n, key)) => row(say(`whole ${ways[key]}`, `${ways[key]}，全程`), all, all.length - 1);
       const heads = [say("steps", "步数"), say("messages", "消息数"), say("MB sent", "发送 MB")];
       const soFar = row(say("so far", "目前"), states, step);
       table(numbers, ["", ...heads], [soFar, end("ring"), end("one-shot")]);
