@@ -1,0 +1,70 @@
+"""The site's widgets compute what the chapters compute. Needs node, which runs JavaScript."""
+
+import json
+import subprocess
+import sys
+from functools import cache, partial
+from itertools import chain, product
+from unittest.mock import patch
+
+import pytest
+from support import ROOT, chapter
+
+sys.path.append(str(ROOT / "benchmarks"))
+from process_memory import saved_bytes
+
+paper, ready = chapter("04", "alpha_beta"), chapter("04", "ready")
+peak, ring, named = chapter("01", "peak"), chapter("03", "ring"), cache(ready.named)
+SOURCE = "".join(path.read_text() for path in sorted(ROOT.glob("website/widgets/*.js"))[::-1])
+GRID = {"model": ("resnet50", "vgg16"), "cap": (2**20, ready.OTHERS, 6e8), "gbit": (0.3, 25, 400)}
+GRID |= {"latency": (0, 5e-5), "ranks": (2, 3, 64), "computing": (0.01, 0.4)}
+
+
+def node(function, calls, old, new):  # what it returns, with a piece of the source replaced
+    run = f"JSON.stringify({json.dumps(calls)}.map((inputs) => widgets.{function}(...inputs)))"
+    return json.loads(subprocess.check_output(["node", "-p", SOURCE.replace(old, new) + run]))
+
+
+def allreduce(*change):
+    for n in (2, 3, 5, 6, 7, 8, 4):
+        steps, sent = (paper.ring(8 * n, n, paper.Link(*a)) for a in ((1, 1e99), (0, 1)))
+        ways = {"ring": [steps, n * steps, sent], "one-shot": [1, n * (n - 1), 8 * n * (n - 1)]}
+        told = node("allreduce.simulate", [(n, way, 8 * n) for way in ways], *change)
+        for states, theory in zip(told, ways.values(), strict=True):
+            assert [len(states) - 1, states[-1]["messages"], *{*states[-1]["sent"]}] == theory
+            assert {*chain(*states[-1]["held"])} == {int("1" * n)}  # 1 + 10 + 100 ...
+    held = [[" ".join(map(str, row)) for row in state["held"]] for state in told[0]]
+    assert [*zip(*held, strict=True)] == [tuple(seen) for _, seen in ring.start(n, ring.follow, n)]
+
+
+def buckets(*change):
+    calls = [[dict(zip(GRID, row, strict=True))] for row in product(*GRID.values())]
+    for (call,), told in zip(calls, node("buckets.plan", calls, *change), strict=True):
+        model, cap, gbit, latency, ranks, s = call.values()
+        with patch.multiple(ready, OTHERS=cap, FIRST=2**20 if cap == ready.OTHERS else cap):
+            job = paper.Job(s / 3, 2 * s / 3, 0.0, ready.fill(named(model, 224)))
+        cost = partial(paper.ring, ranks=ranks, link=paper.Link(latency, gbit * 1e9 / 8))
+        step, found = paper.step(job, cost), [told["seconds"], *chain(*told["spans"])]
+        assert found == pytest.approx([step.seconds, *chain(*step.spans)], rel=1e-9, abs=0)
+
+
+def memory(*change):
+    for name, how in map(str.split, ("net sgd", "net adam", "resnet18 adamw", "resnet50 momentum")):
+        plan = peak.Plan(name, 28 if name == "net" else 224, how, "cpu")
+        *fixed, sample = peak.parts_of(plan).values()
+        full, few, one = (saved_bytes(plan, *a) for a in ((0, False), (0, True), (1, True)))
+        fp32 = {"network": name, "optimizer": how, "batch": 30, "parallel": "ddp"}
+        told = node("memory.memory", [[fp32], [fp32 | {"precision": "bf16"}]], *change)
+        assert [*told[0].values()] == [*fixed, fixed[2], 0, 30 * sample]  # as many bytes in buckets
+        assert [*told[1].values()] == [*fixed, fixed[2], few - full, 30 * (one - few)]
+    told = node("memory.largest", [[fp32 | {"parallel": "one"}, 2**33]], *change)
+    assert f"largest batch at once: {told[0]}\n" in (ROOT / "01_single_gpu/fit.md").read_text()
+
+
+@pytest.mark.skipif(subprocess.getoutput("node -p 1") != "1", reason="there is no node here")
+def test_the_widgets_compute_what_the_chapters_compute():
+    wrong = [("from - s + lead", "from - s - lead"), ("2 * (ranks", "(ranks"), ("tum: 1", "tum: 2")]
+    for compare, change in zip((allreduce, buckets, memory), wrong, strict=True):
+        compare("", "")
+        with pytest.raises(AssertionError):
+            compare(*change)
