@@ -72,6 +72,7 @@ class Visitor:
     def __init__(self, browser: Browser, base: str) -> None:
         self.base, self.address, self.faults = base, "", list[str]()
         self.page = browser.new_page()
+        self.page.set_default_timeout(20_000)
         self.page.on("console", lambda it: it.type in ("error", "warning") and self.say(it.text))
         self.page.on("pageerror", lambda error: self.say(str(error)))
         self.page.on("request", lambda it: it.url.startswith((base, "data:")) or self.say(it.url))
