@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 SITE := .venv-site
-SPHINX := $(SITE)/bin/python -m sphinx -q -W --keep-going -c website
+SPHINX := $(SITE)/bin/python -m sphinx -q -E -W --keep-going -j auto -c website
 STAGES := $(wildcard 0*_*)
 
 .PHONY: tour test lint break exercise words bench gpu notebooks campaigns faults mutants lessons readme
@@ -77,6 +77,7 @@ $(VENV)/ready: requirements.txt pyproject.toml
 
 _site/ready: $(SITE)/ready $(foreach kind,md py diff sh sbatch yaml ipynb png json, \
   $(wildcard *.$(kind) */*.$(kind) */*/*.$(kind))) $(wildcard website/*.* website/*/*.*)
+	rm -rf _site
 	$(SPHINX) -d $(SITE)/en . _site
 	$(SPHINX) -d $(SITE)/zh -t zh . _site/zh
 	touch $@

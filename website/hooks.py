@@ -43,6 +43,8 @@ CHINESE = {  # what we add, and what Furo says, which has no translation
     "Back to top": "回到顶部",
     "Skip to content": "跳到正文",
     "Home": "首页",
+    "Previous": "上一页",
+    "Next": "下一页",
 }
 
 
@@ -76,13 +78,6 @@ def translation(app: Sphinx, docname: str) -> Path | None:
     """The Chinese file of a page, where the build is Chinese and there is one."""
     path = Path(app.env.doc2path(docname)).with_suffix(".zh.md")
     return path if app.tags.has("zh") and path.exists() else None
-
-
-def retranslated(app: Sphinx, *_: Any) -> list[str]:
-    """The pages whose Chinese file has appeared or changed since they were read."""
-    times = app.env.all_docs.items()  # in microseconds
-    files = [(name, read_at, translation(app, name)) for name, read_at in times]
-    return [name for name, read_at, path in files if path and path.stat().st_mtime * 1e6 > read_at]
 
 
 def formula(found: re.Match[str]) -> str:
@@ -266,15 +261,6 @@ def context(app: Sphinx, pagename: str, _: str, values: dict[str, Any], doctree:
             app.add_js_file(f"{name}.js", loading_method="defer")
 
 
-def remove_old(app: Sphinx, error: Exception | None) -> None:
-    """Pages of an earlier build whose files are gone. The other language lies in a folder below."""
-    names = {"search", *app.env.found_docs, *code_pages(app)}
-    for path in [] if error else app.outdir.rglob("*.html"):
-        name = path.relative_to(app.outdir).as_posix().removesuffix(".html")
-        if name not in names and not name.startswith("zh/"):
-            path.unlink()
-
-
 def use_pages(app: Sphinx) -> None:
     app.project.__class__ = Pages
 
@@ -283,9 +269,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_transform(AsOnGitHub)
     app.add_search_language(Words)
     app.connect("builder-inited", use_pages)
-    app.connect("env-get-outdated", retranslated)
     app.connect("source-read", read)
     app.connect("html-collect-pages", collect)
     app.connect("html-page-context", context, priority=900)  # after the theme
-    app.connect("build-finished", remove_old)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
