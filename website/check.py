@@ -3,8 +3,8 @@
 .venv-site/bin/python website/check.py [--all] [SITE]
 
 Chromium loads the main path and some pages of each kind, or --all, on a screen of 390 pixels. It
-reads six with axe-core, searches, and uses the keyboard alone. One line for each fault, and exit
-status 1; or 77 if there is no Chromium, and the links are right.
+tries every widget, reads six pages with axe-core, searches, and uses the keyboard alone. One line
+for each fault, and exit status 1; or 77 if there is no Chromium, and the links are right.
 """
 
 import os
@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Thread
 from urllib.parse import unquote
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
 from hooks import MAIN
 
@@ -33,7 +33,7 @@ SAMPLE += ["04_ddp_torchrun/launch/", "CLAIMS.html", "zh/CLAIMS.html", "TROUBLES
 SAMPLE += ["04_ddp_torchrun/lesson.diff.html", "03_ddp_manual_allreduce/ring.html", "exercises/"]
 FOUND = {"all-reduce": "03_ddp_manual_allreduce/index.html", "全归约": "GLOSSARY.html"}
 DRAWN = "[...document.querySelectorAll('pre.mermaid')].every((each) => each.querySelector('svg'))"
-EMPTY = "[...document.querySelectorAll('.widget')].filter((each) => !each.children.length).length"
+STATE = "(it) => [...it.querySelectorAll('[aria-live], svg')].map((each) => each.outerHTML).join()"
 VIOLATIONS = """axe.run({runOnly: ['wcag2a', 'wcag2aa'], resultTypes: ['violations']})
     .then((result) => result.violations)"""
 
@@ -92,8 +92,26 @@ class Visitor:
         page = self.open(address, width=390)
         if (width := page.evaluate("document.documentElement.scrollWidth")) > 390:
             self.say(f"is {width} pixels wide on a screen of 390")
-        if page.evaluate(EMPTY):
-            self.say("has an empty widget")
+
+    def widgets(self, address: str) -> None:
+        """Each answers to a drag, a key and a click: its picture or its sentence changes."""
+        page = self.open(address)
+        for widget in page.locator(".widget").all():
+            slider, button = widget.locator("input:visible").first, widget.locator("[data-do=next]")
+            menu = widget.locator("select").first
+
+            def drag(slider: Locator = slider) -> None:
+                slider.hover()
+                page.mouse.down()
+                page.mouse.move(slider.bounding_box()["x"] + 5, 0)
+                page.mouse.up()
+
+            click = button.click if button.count() else partial(menu.select_option, index=1)
+            for act in (drag, partial(slider.press, "ArrowRight"), click):
+                before = widget.evaluate(STATE)
+                act()
+                if widget.evaluate(STATE) == before:
+                    self.say(f"{widget.get_attribute('data-widget')} does not answer to {act}")
 
     def accessible(self, address: str, dark: bool) -> None:
         page = self.open(address, dark=dark)
@@ -125,6 +143,8 @@ def browser_faults(site: Path, chromium: str, pages: list[str]) -> list[str]:
         browser = playwright.chromium.launch(executable_path=chromium, args=OPTIONS)
         visitor = Visitor(browser, f"http://127.0.0.1:{server.server_port}/")
         visits = [partial(visitor.narrow, address) for address in pages]
+        with_widgets = [p for p in site.rglob("*.html") if "data-widget=" in p.read_text()]
+        visits += [partial(visitor.widgets, str(p.relative_to(site))) for p in with_widgets]
         for address in SIX:
             visits += [partial(visitor.accessible, address, dark=False)]
             visits += [partial(visitor.accessible, f"zh/{address}", dark=True)]

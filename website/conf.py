@@ -21,6 +21,7 @@ exclude_patterns = [".*", "**/.*", "_site", "data", "runs", "shared", "*.zh.md",
 # Markdown: as GitHub renders it, with its anchors.
 myst_gfm_only = True
 myst_heading_anchors = 6
+smartquotes = False
 
 # Look
 html_theme = "furo"
