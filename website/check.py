@@ -33,6 +33,8 @@ SAMPLE += ["04_ddp_torchrun/launch/", "CLAIMS.html", "zh/CLAIMS.html", "TROUBLES
 SAMPLE += ["04_ddp_torchrun/lesson.diff.html", "03_ddp_manual_allreduce/ring.html", "exercises/"]
 FOUND = {"all-reduce": "03_ddp_manual_allreduce/index.html", "全归约": "GLOSSARY.html"}
 DRAWN = "[...document.querySelectorAll('pre.mermaid')].every((each) => each.querySelector('svg'))"
+WIDE = """[document.documentElement, document.querySelector('.content')]  // what could scroll
+    .some((it) => it.scrollWidth > it.clientWidth)"""
 STATE = "(it) => [...it.querySelectorAll('[aria-live], svg')].map((each) => each.outerHTML).join()"
 VIOLATIONS = """axe.run({runOnly: ['wcag2a', 'wcag2aa'], resultTypes: ['violations']})
     .then((result) => result.violations)"""
@@ -90,8 +92,8 @@ class Visitor:
 
     def narrow(self, address: str) -> None:
         page = self.open(address, width=390)
-        if (width := page.evaluate("document.documentElement.scrollWidth")) > 390:
-            self.say(f"is {width} pixels wide on a screen of 390")
+        if page.evaluate(WIDE):
+            self.say("is wider than a screen of 390 pixels")
 
     def widgets(self, address: str) -> None:
         """Each answers to a drag, a key and a click: its picture or its sentence changes."""
@@ -107,11 +109,12 @@ class Visitor:
                 page.mouse.up()
 
             click = button.click if button.count() else partial(menu.select_option, index=1)
-            for act in (drag, partial(slider.press, "ArrowRight"), click):
+            key = partial(slider.press, "ArrowRight")
+            for what, act in {"drag": drag, "key": key, "click": click}.items():
                 before = widget.evaluate(STATE)
                 act()
                 if widget.evaluate(STATE) == before:
-                    self.say(f"{widget.get_attribute('data-widget')} does not answer to {act}")
+                    self.say(f"{widget.get_attribute('data-widget')} does not answer to a {what}")
 
     def accessible(self, address: str, dark: bool) -> None:
         page = self.open(address, dark=dark)
