@@ -3,9 +3,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
+SITE := .venv-site
+SPHINX := $(SITE)/bin/python -m sphinx -q -E -W --keep-going -j auto -c website
 STAGES := $(wildcard 0*_*)
 
-.PHONY: tour test lint break exercise words bench gpu notebooks campaigns faults mutants lessons readme clean
+.PHONY: tour test lint break exercise words bench gpu notebooks campaigns faults mutants lessons readme
+.PHONY: site serve clean
 
 tour: $(VENV)/ready  ## run the five stages in order and compare them; FLAGS="--ranks 3" changes it
 	$(RUN) tour.py $(FLAGS)
@@ -61,6 +64,11 @@ readme: $(VENV)/ready  ## run the tour and every command whose output a page sho
 	$(RUN) tests/refresh.py
 	$(RUN) website/translations.py
 
+site: _site/ready  ## all pages as a site, in English and in Chinese: _site/index.html
+
+serve: site  ## show the site: http://localhost:8000
+	$(SITE)/bin/python -m http.server --directory _site
+
 $(VENV)/ready: requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "error: $(PYTHON) is older than Python 3.10: try make PYTHON=python3.12" >&2; exit 2; }
@@ -70,5 +78,20 @@ $(VENV)/ready: requirements.txt pyproject.toml
 	$(RUN) -m pip install --disable-pip-version-check -r requirements.txt
 	touch $@
 
+_site/ready: $(SITE)/ready $(foreach kind,md py diff sh sbatch yaml ipynb png json, \
+  $(wildcard *.$(kind) */*.$(kind) */*/*.$(kind))) $(wildcard website/*.* website/*/*.*)
+	rm -rf _site
+	$(SPHINX) -d $(SITE)/en . _site
+	$(SPHINX) -d $(SITE)/zh -t zh . _site/zh
+	touch $@
+
+$(SITE)/ready: pyproject.toml
+	@type npm > /dev/null || { echo "error: the site needs npm, for its diagrams" >&2; exit 2; }
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --disable-pip-version-check -e '.[site]'
+	npm install --prefix $(SITE) --ignore-scripts --no-audit --no-fund --no-save \
+	  @mermaid-js/tiny@11.17.2 axe-core@4.14.1
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(SITE) _site runs

@@ -1,0 +1,36 @@
+// Draws the diagrams, in light and in dark colors, and lets the keyboard scroll what is too wide.
+{
+  const diagrams = [...document.querySelectorAll("pre.mermaid")];
+  const sources = diagrams.map((diagram) => diagram.textContent);
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  let drawn;
+
+  const reach = () => {
+    for (const box of document.querySelectorAll("article pre, .table-wrapper")) {
+      if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
+      else box.removeAttribute("tabindex");
+    }
+  };
+
+  const draw = async () => {
+    const chosen = document.body.dataset.theme;
+    const dark = chosen === "dark" || (chosen !== "light" && system.matches);
+    if (diagrams.length && dark !== drawn) {
+      drawn = dark;
+      diagrams.forEach((diagram, i) => {
+        diagram.removeAttribute("data-processed");
+        diagram.textContent = sources[i];
+      });
+      const themeVariables = dark ? { edgeLabelBackground: "#222" } : {};
+      const theme = dark ? "dark" : "default";
+      mermaid.initialize({ startOnLoad: false, theme, themeVariables, fontFamily: "sans-serif" });
+      await mermaid.run({ nodes: diagrams });
+    }
+    reach();
+  };
+
+  new MutationObserver(draw).observe(document.body, { attributeFilter: ["data-theme"] });
+  system.addEventListener("change", draw);
+  addEventListener("resize", reach);
+  draw();
+}
