@@ -46,6 +46,21 @@ CHINESE = {  # what we add, and what Furo says, which has no translation
     "Previous": "上一页",
     "Next": "下一页",
 }
+IN_ENGLISH = {  # what the Chinese site calls pages that have no Chinese version
+    "TROUBLESHOOTING": "故障排查（英文）",
+    "TWO_GPUS": "哪里可以用到两个 GPU（英文）",
+    "BEYOND": "数据并行之后（英文）",
+    "CHAPTERS": "全部程序和页面（英文）",
+    "GLOSSARY": "术语表（中英文）",
+    "common/index": "各阶段的共用部分（英文）",
+    "benchmarks/tour": "逐行解释全程运行（英文）",
+    "benchmarks/stages": "哪个阶段最快（英文）",
+    "benchmarks/peers": "与其他库比较（英文）",
+    "notebooks/01_throughput": "吞吐量（英文）",
+    "notebooks/02_memory": "内存（英文）",
+    "notebooks/03_same_result": "同样的结果（英文）",
+    "notebooks/04_scaling": "扩展（英文）",
+}
 
 
 class Pages(Project):
@@ -140,7 +155,9 @@ class AsOnGitHub(SphinxTransform):
                 fence.replace_self(nodes.raw("", diagram, format="html"))
         for caption, names in self.below():
             tree = addnodes.toctree(parent=self.env.docname, includefiles=names, maxdepth=-1)
-            tree.attributes.update({"entries": [(None, name) for name in names], "hidden": True})
+            titles = IN_ENGLISH if self.app.tags.has("zh") else {}
+            entries = [(titles.get(name), name) for name in names]
+            tree.attributes.update({"entries": entries, "hidden": True})
             tree.attributes.update(dict.fromkeys(("glob", "numbered", "includehidden"), False))
             tree.attributes.update({"caption": caption, "rawcaption": caption, "titlesonly": True})
             self.document[-1].append(tree)
