@@ -3,7 +3,7 @@
 import importlib
 
 import pytest
-from break_it import Row, file_of, rows_of, try_row
+from break_it import file_of, rows_of
 from support import FOLDERS, changed_source, command
 
 ROWS = [row for key in FOLDERS for row in rows_of(key)]
@@ -27,17 +27,14 @@ def test_with_the_change_the_test_fails(row):
     assert not any(slip in str(caught.value) for slip in slips), caught.value
 
 
-def test_every_stage_has_a_row_and_one_can_be_tried_by_hand(capsys):
-    """And the control, with a comment more: the test still passes."""
+def test_every_stage_has_a_row_and_one_can_be_tried_by_hand():
     assert {row.key for row in ROWS} == set(FOLDERS)
     line, claim = "raise errors[min(errors)]", "test_02_an_error_in_a_replica_reaches_the_caller"
     number = 1 + [row.test for row in rows_of("02")].index(claim)
     [(status, output)] = command("tests/break_it.py", "02", str(number))
     where, test, error, verdict = output.splitlines()
     assert where == f"02_data_parallel/from_scratch.py without `{line}`"
-    assert (test.endswith(f"::{claim}"), error[:3]) == (True, "E  ")
+    assert test.endswith(f"::{claim}")
+    assert error.startswith("E   AssertionError: assert 'shapes cannot be multiplied' in ")
     assert (status, verdict) == (0, "It fails.")
     assert line in (FOLDERS["02"] / "from_scratch.py").read_text()
-    change = ("from_scratch.py", f"{line}\n", f"{line}  # of the first replica\n")
-    assert not try_row(Row("02", change, claim))
-    assert capsys.readouterr().out.endswith("It passes!\n")
