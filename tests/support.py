@@ -104,6 +104,7 @@ def chapter(key: str, name: str) -> types.ModuleType:
 def _enter(rank: int, pipe: Any, env: dict[str, str], function: Callable, args: tuple) -> None:
     os.environ.update(env)
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # loaders need no forkserver of their own
     try:
         answer = (True, function(rank, *args))
     except BaseException:
@@ -236,6 +237,7 @@ def forked(start: Callable) -> Callable:
 
 def _command(rank: int, script: str, flags: tuple, where: str, out: str, forks: bool) -> None:
     torch.set_num_threads(1)  # OMP_NUM_THREADS is read when torch is imported: before this process
+    multiprocessing.set_start_method("fork", force=True)
     os.chdir(where)
     with open(f"{out}.{rank}", "wb") as file:
         os.dup2(file.fileno(), 1)

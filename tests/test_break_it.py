@@ -9,19 +9,14 @@ from support import FOLDERS, changed_source, command
 ROWS = [row for key in FOLDERS for row in rows_of(key)]
 
 
-def claim_of(row):
-    """The test itself, as a function that takes lines to leave out."""
-    assert row.test.startswith(f"test_{row.key}_"), "a test of another stage"
-    return getattr(importlib.import_module(file_of(row.test).removesuffix(".py")), row.test)
-
-
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.key} {row.change[1].strip()[:40]}")
 def test_with_the_change_the_test_fails(row):
-    claim, file = claim_of(row), row.change[0]
+    assert row.test.startswith(f"test_{row.key}_"), "a test of another stage"
+    file, tests = row.change[0], importlib.import_module(file_of(row.test).removesuffix(".py"))
     # Here, not only in the claim: there, a missing line would look like a failing test.
     compile(changed_source(row.key, file, [row.change]), file, "exec")
     with pytest.raises((AssertionError, TimeoutError)) as caught:
-        claim(without=(row.change,))
+        getattr(tests, row.test)(without=(row.change,))
     # It fails by what it says, not because the change is no working program.
     slips = ("NameError", "ImportError", "AttributeError", "UnboundLocalError")
     assert not any(slip in str(caught.value) for slip in slips), caught.value

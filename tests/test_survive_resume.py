@@ -51,10 +51,8 @@ def test_survive_resumes_to_the_bit_inside_an_epoch(without=()):
 
 def test_a_run_without_flags_saves_at_the_end_of_each_epoch_and_waits_ten_minutes(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    args = vars(load_stage("survive").parse_args())
-    defaults = {"amp": "off", "sync_bn": True, "accumulate": 1, "clip_norm": None}
-    defaults |= {"checkpoint_every_steps": 10**9, "timeout_seconds": 600, "lr_rule": "none"}
-    assert {name: args[name] for name in defaults} == defaults
+    args = load_stage("survive").parse_args()
+    assert (args.checkpoint_every_steps, args.timeout_seconds) == (10**9, 600)
 
 
 @pytest.mark.parametrize(
