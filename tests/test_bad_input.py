@@ -170,20 +170,16 @@ def checkpoint(kind, folder):
     path, content = folder / "checkpoint.pt", torch.load(good, weights_only=True)
     if kind == "other sizes":
         content["model"]["fc2.weight"] = torch.zeros(7, 50)
-    kind, _, then = kind.partition(", ")
+    kind, _, sealed = kind.partition(", ")
     torch.save({"object": Trap(folder / "trapped"), "list": [1]}.get(kind, content), path)
     if kind == "truncated":
         path.write_bytes(path.read_bytes()[:5000])
-    if then:
+    if sealed:
         seal(path)
-    if then == "flipped":
-        whole = bytearray(path.read_bytes())
-        whole[len(whole) // 2] ^= 1  # in the middle of the weights
-        path.write_bytes(whole)
     return path
 
 
-CHECKPOINTS = [  # what the file holds, and what became of it; the call, and what the line says
+CHECKPOINTS = [  # what the file holds, the call, and what the line says
     ("truncated", "01 --resume", NOT_OURS := "use one that a stage saved"),
     ("object", "01 --resume", "is not a checkpoint: it holds more than plain values"),
     ("list", "01 --evaluate", NOT_OURS),
@@ -191,7 +187,7 @@ CHECKPOINTS = [  # what the file holds, and what became of it; the call, and wha
     ("good", "01 --model=net --evaluate", "was saved with --model net-bn"),
     ("good", "01 --dataset=synthetic --resume", "was saved with --dataset digits"),
     ("inside", "01 --model=net --resume", "saved inside an epoch: resume it with survive/train.py"),
-    ("good, flipped", "survive --resume", "damaged"),
+    ("truncated", "survive --resume", "damaged"),
     ("list, sealed", "survive --evaluate", "cannot load"),
     ("good, sealed", "survive --model=net --resume", "was saved with --model net-bn"),
 ]

@@ -40,14 +40,12 @@ def test_05_clips_gradients_not_scaled_ones(without=()):
 
 @pytest.mark.parametrize(("ranks", "k"), [(2, 3), (3, 2)])
 def test_micro_batches_clipping_and_schedule_together_are_one_process(ranks, k):
-    """The loss of every step and the last parameters, float64; one plain process with the same
-    micro-batches clips once a step, the whole gradient, and changes its rate once a step."""
+    """It takes the same micro-batches, and clips and changes its rate once a step. In float64."""
     flags = (f"--accumulate={k}", f"--clip-norm={CLIP}", "--lr-decay=cosine", "--max-steps=18")
     flags += ("--warmup-epochs=0.5",)
     rates = [0.02 * min(1, (n + 1) / 12.5) for n in range(13)]
     rates += [0.02 * math.cos(math.pi * (n - 12.5) / 75) ** 2 for n in range(13, 18)]
-    settings = {"lr": rates.__getitem__, "clip": CLIP, "kinds": (".weight", ".bias")}
-    settings["max_steps"] = 18
+    settings = {"lr": rates.__getitem__, "clip": CLIP, "kinds": ("weight", "bias"), "max_steps": 18}
     assert max(differences("05", ranks, flags, oracle.micro_batches(ranks, k), **settings)) < 1e-10
     # The control: BatchNorm sees micro-batches, so it is not the gradient of the whole batch.
     assert min(differences("05", ranks, flags, oracle.whole_batches, **settings)) > 1e-4

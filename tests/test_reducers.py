@@ -157,16 +157,6 @@ def test_a_bucket_is_closed_as_soon_as_it_holds_its_size():
 
 
 @on_ranks(2)
-def test_a_second_backward_without_no_sync_is_refused(rank):
-    for name in ("bucketed", "shared-memory"):
-        model = nn.Linear(3, 2)
-        new(name, model)
-        model(torch.ones(1, 3)).sum().backward()
-        with pytest.raises(RuntimeError, match=r"no_sync\(\)"):
-            model(torch.ones(1, 3)).sum().backward()
-
-
-@on_ranks(2)
 def test_after_an_exception_in_no_sync_and_after_close_all_is_as_before(rank):
     new("flat", nn.Linear(3, 2)).close()
     nn.Linear(3, 2)(torch.ones(1, 3)).sum().backward()  # whatever is opened only once is open now
@@ -187,7 +177,13 @@ def test_after_an_exception_in_no_sync_and_after_close_all_is_as_before(rank):
 
 
 @on_ranks(2)
-def test_a_bucket_refuses_sparse_gradients(rank):
+def test_a_bucket_refuses_sparse_gradients_and_a_second_backward_without_no_sync(rank):
+    for name in ("bucketed", "shared-memory"):
+        model = nn.Linear(3, 2)
+        new(name, model)
+        model(torch.ones(1, 3)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"no_sync\(\)"):
+            model(torch.ones(1, 3)).sum().backward()
     for name in NAMES[1:]:
         words = nn.Embedding(5, 2, sparse=True)
         reducer = new(name, words)

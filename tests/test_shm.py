@@ -166,8 +166,7 @@ def fail(rank, how):
     if rank == 1 and how == "late":
         time.sleep(1.5)
         return ""
-    size = 3 + rank * (how == "another size")
-    return error_of(lambda: dist.all_reduce(torch.zeros(size)))
+    return error_of(lambda: dist.all_reduce(torch.zeros(3 + rank * (how == "another size"))))
 
 
 @pytest.mark.parametrize(
