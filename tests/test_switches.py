@@ -245,7 +245,7 @@ def test_c09_no_variant_wins_by_learning_less():
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 def test_c09_autocast_learns_as_well_as_fp32_on_the_digits(amp):
     """Runs on every CPU: formats without units are imitated."""
-    flags = ("--model=net-bn", "--epochs=2", "--lr=0.1")
+    flags = ("--model=net-bn", "--epochs=3", "--lr=0.05")
     plain, mixed = (train_once("05", 1, *flags, f"--amp={a}", dtype=FP32) for a in ("off", amp))
     learned, other = (run.summary["test_accuracy"] for run in (plain, mixed))
     assert learned > 0.9
