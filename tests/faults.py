@@ -159,8 +159,6 @@ def _inject(fault: Fault, rank: int, folder: Path) -> None:
 def _rank(rank: int, fault: Fault, flags: tuple, env: dict, folder: Path) -> None:
     os.setpgid(0, 0)  # with its loader workers: so an orphan can be found
     (folder / f"pid.{os.getpid()}").touch()
-    default = multiprocessing.get_all_start_methods()[0]  # for loaders, as in a rank of torchrun
-    multiprocessing.set_start_method(default, force=True)
     _inject(fault, rank, folder)
     env |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     script = str(ROOT / "survive" / "train.py")

@@ -26,22 +26,17 @@ def lesson(stage: str) -> str:
     return "".join(unified_diff(before, after, *names, n=3))
 
 
-def part(stage: str, ends: str) -> str:
-    first, last = ends.split(" ... ")
-    lines = lesson(stage).splitlines(keepends=True)[2:]  # without the names of the files
-    start = next(i for i, line in enumerate(lines) if line.startswith(first))
-    stop = next(i for i, line in enumerate(lines) if i >= start and line.startswith(last))
-    return "".join(lines[start : stop + 1])
-
-
 def refresh(stage: str) -> None:
     (ROOT / stage / "lesson.diff").write_text(lesson(stage))
+    lines = lesson(stage).splitlines(keepends=True)[2:]  # without the names of the files
     for fence in reversed(fences("diff", [page for page in READMES if page.parent.name == stage])):
         if not fence.note.startswith("lesson: "):
             continue
+        first, last = fence.note.removeprefix("lesson: ").split(" ... ")
+        above = next(i for i, line in enumerate(lines) if line.startswith(first))
+        below = next(i for i, line in enumerate(lines) if i >= above and line.startswith(last))
         text, (start, end) = fence.readme.read_text(), fence.place  # from the end: it stays right
-        new = part(stage, fence.note.removeprefix("lesson: "))
-        fence.readme.write_text(text[:start] + new + text[end:])
+        fence.readme.write_text(text[:start] + "".join(lines[above : below + 1]) + text[end:])
 
 
 if __name__ == "__main__":

@@ -50,12 +50,6 @@ def measures(page: Path) -> tuple[int, float, int]:
     return len(words), textstat.flesch_reading_ease(text), longest
 
 
-def chinese_words(page: Path) -> int:
-    """Its characters, and the words in other letters between them."""
-    text = re.sub(r"\]\([^)]*\)|^ *\|.*$", "", without_fences(page), flags=re.M)
-    return len(re.findall(r"[一-鿿]|[^\W一-鿿]+", text))
-
-
 def anchors(page: Path) -> set[str]:
     """Those that GitHub gives to headings, and those that the page names itself."""
     text, seen = without_fences(page), Counter()
@@ -135,9 +129,7 @@ if __name__ == "__main__":
     main = main_path(ROOT)
     pages = [*main, *(page for page in READMES if page not in main)]
     rows = [[page.relative_to(ROOT), *map(round, measures(page))] for page in pages]
-    chinese = sorted({here for page in pages for here in page.parent.glob("*.zh.md")})
-    rows += [[page.relative_to(ROOT), chinese_words(page)] for page in chinese]
     print(tabulate(rows, ["page", "words", "reading ease", "longest sentence"]))
-    for page in [*pages, *chinese]:
+    for page in pages:
         print(*(f"{page.relative_to(ROOT)}: {fault}\n" for fault in faults(page)), sep="", end="")
     print(*faults_together(), sep="\n")

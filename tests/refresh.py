@@ -27,11 +27,10 @@ def refresh_tour() -> None:
 
 
 def refresh_outputs() -> None:
-    for readme in READMES:
-        for fence in reversed(fences("text", [readme])):  # from the end: places stay right
-            if command := shown_output(fence):
-                text, (start, end) = readme.read_text(), fence.place
-                readme.write_text(text[:start] + run(command) + text[end:])
+    for fence in reversed(fences("text", READMES)):  # from the end: places stay right
+        if command := shown_output(fence):
+            text, (start, end) = fence.readme.read_text(), fence.place
+            fence.readme.write_text(text[:start] + run(command) + text[end:])
 
 
 def refresh_tables() -> None:

@@ -101,9 +101,15 @@ def chapter(key: str, name: str) -> types.ModuleType:
     return importlib.import_module(name)
 
 
+def default_start() -> None:
+    """For loaders, as in a rank of torchrun; else each rank would have a forkserver of its own."""
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
+
+
 def _enter(rank: int, pipe: Any, env: dict[str, str], function: Callable, args: tuple) -> None:
     os.environ.update(env)
     torch.set_num_threads(1)
+    default_start()
     try:
         answer = (True, function(rank, *args))
     except BaseException:
@@ -236,6 +242,7 @@ def forked(start: Callable) -> Callable:
 
 def _command(rank: int, script: str, flags: tuple, where: str, out: str, forks: bool) -> None:
     torch.set_num_threads(1)  # OMP_NUM_THREADS is read when torch is imported: before this process
+    default_start()
     os.chdir(where)
     with open(f"{out}.{rank}", "wb") as file:
         os.dup2(file.fileno(), 1)

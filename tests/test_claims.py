@@ -2,6 +2,7 @@
 
 import argparse
 import builtins
+import importlib
 import io
 import os
 import subprocess
@@ -16,8 +17,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.launch
-import torch.distributed.run
 import torch.nn.functional as F
 from support import chapter, command, free_port, load_stage, run_ranks
 from test_collectives import of_all_ranks, on_ranks
@@ -141,14 +140,14 @@ def test_c15_a_sampler_excludes_shuffle_but_not_drop_last_and_a_batch_sampler_al
             DataLoader(data, batch_sampler=batches, **other)
 
 
-@pytest.mark.parametrize(
-    ("launcher", "names", "said"),
-    [
-        (torch.distributed.run, (), "has [] 0\n"),
-        (torch.distributed.launch, ("--local-rank", "--local_rank"), "has ['--local-rank=0'] 0\n"),
-        (torch.distributed.launch, ("--local_rank",), "unrecognized arguments: --local-rank=0\n"),
-    ],
-)
+LAUNCHERS = [
+    ("run", (), "has [] 0\n"),
+    ("launch", ("--local-rank", "--local_rank"), "has ['--local-rank=0'] 0\n"),
+    ("launch", ("--local_rank",), "unrecognized arguments: --local-rank=0\n"),
+]
+
+
+@pytest.mark.parametrize(("launcher", "names", "said"), LAUNCHERS)
 def test_c16_c32_launch_passes_local_rank_with_a_dash_and_torchrun_only_sets_a_variable(
     launcher, names, said, tmp_path
 ):
@@ -158,12 +157,11 @@ def test_c16_c32_launch_passes_local_rank_with_a_dash_and_torchrun_only_sets_a_v
     lines += ["parser.parse_args()", "print('has', sys.argv[1:], os.environ['LOCAL_RANK'])"]
     (tmp_path / "script.py").write_text("\n".join(lines))
     flags = ("--standalone", "--nproc-per-node=1", str(tmp_path / "script.py"))
-    [(status, output)] = command(launcher.__file__, *flags)
+    script = importlib.import_module(f"torch.distributed.{launcher}").__file__
+    [(status, output)] = command(script, *flags)
     assert said in output
     assert status == ("unrecognized" in said)
-    assert ("torch.distributed.launch is deprecated" in output) == (
-        launcher == torch.distributed.launch
-    )
+    assert ("torch.distributed.launch is deprecated" in output) == (launcher == "launch")
 
 
 @on_ranks(2)
@@ -353,19 +351,18 @@ def test_c38_a_muted_rank_hides_its_tracebacks_and_files_and_force_needs_the_new
     assert ("RuntimeError: the reason" in lines) == is_rank_0
 
 
-def test_c39_tasks_dealt_in_turn_share_gpus_by_rank_modulo_gpus(monkeypatch):
+def test_c39_tasks_dealt_in_turn_share_gpus_by_rank_modulo_gpus():
     """srun -m cyclic on two nodes with two GPUs: node 0 has ranks 0 and 2."""
     words = chapter("04", "words")
     assert words.cyclic([1, 4, 2]) == [[0], [1, 3, 5, 6], [2, 4]]
     on_node_0 = words.cyclic([2, 2])[0]
     assert words.verdict(on_node_0) == "ranks share GPU 0"
     assert [rank % 2 for rank in on_node_0] == [0, 0]
-    told = {"SLURM_STEP_NUM_TASKS": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    for slurm_localid, (rank, tasks) in enumerate(zip(on_node_0, ("2(x2)", "2,2"), strict=True)):
-        numbers = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(slurm_localid)}
-        for name, value in (told | numbers | {"SLURM_STEP_TASKS_PER_NODE": tasks}).items():
-            monkeypatch.setenv(name, value)
-        assert load_stage("04").read_launcher() == [rank, slurm_localid, 4, 2]
+    stage, address = load_stage("04"), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for local, (rank, tasks) in enumerate(zip(on_node_0, ("2(x2)", "2,2"), strict=True)):
+        told = dict(zip(stage.SRUN, (str(rank), str(local), "4", tasks), strict=True))
+        with patch.dict(os.environ, told | address):
+            assert stage.read_launcher() == [rank, local, 4, 2]
 
 
 def train_16(rank, world_size, local_batch, batchnorm):

@@ -5,7 +5,6 @@ import multiprocessing.forkserver
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -194,11 +193,12 @@ def _probe(without):
     chapter("03", "ranks").start(2, _hang)
 
 
-def ranks_left(folder: Path, main: Callable, seconds: float, *without: Line) -> int:
-    def ps(*what: str) -> list[str]:
-        ended = subprocess.run(["ps", "-o", *what], capture_output=True, text=True)
-        return [word for word in ended.stdout.split() if word[0] != "Z"]
+def runs(pid: int | str) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
+
+def ranks_left(folder: Path, main: Callable, seconds: float, *without: Line) -> int:
     parent, ranks = context.Process(target=_parent, args=(folder, main, without)), []
     (folder / READY).unlink(missing_ok=True)
     parent.start()
@@ -206,13 +206,14 @@ def ranks_left(folder: Path, main: Callable, seconds: float, *without: Line) -> 
         while not (folder / READY).exists():
             assert parent.is_alive()
             time.sleep(0.1)
-        ranks = ps("pid=", "--ppid", str(parent.pid))
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        ranks = [pid for pid in children if runs(pid)]
         assert len(ranks) == 2
         parent.kill()
         end = time.monotonic() + seconds
-        while (left := ps("stat=", "-p", ",".join(ranks))) and time.monotonic() < end:
+        while (left := sum(map(runs, ranks))) and time.monotonic() < end:
             time.sleep(0.1)
-        return len(left)
+        return left
     finally:
         for pid in (parent.pid, *map(int, ranks)):
             with suppress(ProcessLookupError):

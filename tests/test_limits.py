@@ -72,14 +72,21 @@ def test_the_difference_to_the_parent_is_the_lesson(stage, parent):
     assert differ == LIMITS[stage][2]
 
 
+MARK = "every rank must reach this line"
+CALL = r"\bdist\.(?:all_|broadcast|barrier|reduce|gather|scatter)|agreement\.(?:vote|barrier)\("
+
+
 @each_stage
-def test_a_script_has_the_order_and_the_loop_of_all_scripts(stage):
+def test_a_script_has_the_order_the_loop_and_the_marks_of_all_scripts(stage):
     source = SOURCES[stage]
     bodies, doc = functions(source), ast.get_docstring(ast.parse(source)) or ""
     names = list(bodies)
     assert names.index("train_epoch") + 1 == names.index("evaluate") < names.index("main")
     assert doc.startswith("Stage 05 " if stage == "survive" else f"Stage {stage[:2]}: ")
     assert f"{stage}/train.py" in doc, "the docstring holds the command that runs it"
+    calls = [line for line in source.splitlines() if re.search(CALL, line)]
+    assert [line for line in calls if MARK not in line] == [], "every collective is marked"
+    assert bool(calls) == (stage >= "03")
     if stage != "survive":
         assert names[-1] == "main"
         loop = '    for epoch in range(saved["epoch"], args.epochs):\n'
@@ -117,17 +124,6 @@ def test_no_flag_is_unread(stage):
     for text, unread in ((code, set()), (code.replace("args.workers", "0"), {"workers"})):
         read = set(re.findall(r"\bargs\.(\w+)", text))
         assert {flag for flag in flags if flag.replace("-", "_") not in read} == unread
-
-
-MARK = "every rank must reach this line"
-CALL = r"\bdist\.(?:all_|broadcast|barrier|reduce|gather|scatter)|agreement\.(?:vote|barrier)\("
-
-
-@each_stage
-def test_every_collective_is_marked(stage):
-    calls = [line for line in SOURCES[stage].splitlines() if re.search(CALL, line)]
-    assert [line for line in calls if MARK not in line] == []
-    assert bool(calls) == (stage >= "03")
 
 
 def test_no_absolute_path_and_no_sys_path_in_what_readers_copy():

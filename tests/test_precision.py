@@ -1,6 +1,7 @@
 """Stage 05's step: loss scaling, clipping, accumulation, formats. Learning rates. Claim C10."""
 
 import math
+from functools import partial, partialmethod
 from unittest.mock import patch
 
 import oracle
@@ -39,35 +40,23 @@ def test_05_clips_gradients_not_scaled_ones(without=()):
 
 @pytest.mark.parametrize(("ranks", "k"), [(2, 3), (3, 2)])
 def test_micro_batches_clipping_and_schedule_together_are_one_process(ranks, k):
-    """The loss of every step and the last parameters, float64; one plain process with the same
-    micro-batches clips once a step, the whole gradient, and changes its rate once a step."""
-    flags = (f"--accumulate={k}", f"--clip-norm={CLIP}", "--lr-decay=cosine", "--warmup-epochs=0.5")
+    """It takes the same micro-batches, and clips and changes its rate once a step. In float64."""
+    flags = (f"--accumulate={k}", f"--clip-norm={CLIP}", "--lr-decay=cosine", "--max-steps=18")
+    flags += ("--warmup-epochs=0.5",)
     rates = [0.02 * min(1, (n + 1) / 12.5) for n in range(13)]
-    rates += [0.02 * math.cos(math.pi * (n - 12.5) / 75) ** 2 for n in range(13, 50)]
-    settings = {"lr": rates.__getitem__, "clip": CLIP, "kinds": (".weight", ".bias")}
-    steps = oracle.micro_batches(ranks, k)
-    assert max(differences("05", ranks, flags, steps, **settings)) < 1e-10
+    rates += [0.02 * math.cos(math.pi * (n - 12.5) / 75) ** 2 for n in range(13, 18)]
+    settings = {"lr": rates.__getitem__, "clip": CLIP, "kinds": ("weight", "bias"), "max_steps": 18}
+    assert max(differences("05", ranks, flags, oracle.micro_batches(ranks, k), **settings)) < 1e-10
     # The control: BatchNorm sees micro-batches, so it is not the gradient of the whole batch.
     assert min(differences("05", ranks, flags, oracle.whole_batches, **settings)) > 1e-4
 
 
 def _overflow(rank, flags) -> int:
-    stage, taken = load_stage("05"), []
-    step, init = SGD.step, torch.amp.GradScaler.__init__
-
-    def too_large(scaler, device, enabled):
-        init(scaler, device, init_scale=2.0**24, enabled=enabled)
-
-    def count(optimizer, *args):
-        taken.append(optimizer)
-        return step(optimizer, *args)
-
-    with (
-        patch.object(torch.amp.GradScaler, "__init__", too_large),
-        patch.object(SGD, "step", count),
-    ):
-        run_main(stage, rank, *flags)
-    return len(taken)
+    too_large = partialmethod(torch.amp.GradScaler.__init__, init_scale=2.0**24)
+    count = patch.object(SGD, "step", autospec=True, side_effect=SGD.step)
+    with patch.object(torch.amp.GradScaler, "__init__", too_large), count as step:
+        run_main(load_stage("05"), rank, *flags)
+    return step.call_count
 
 
 def test_05_a_step_that_overflows_is_skipped_on_all_ranks_and_counts_in_the_schedule(tmp_path):
@@ -85,11 +74,10 @@ def test_05_a_step_that_overflows_is_skipped_on_all_ranks_and_counts_in_the_sche
 
 def _reduced(rank, flags, without) -> list[int]:
     stage, sizes = load_stage("05", without), []
-    wrap = stage.DistributedDataParallel
+    wrap, count = stage.DistributedDataParallel, chapter("05", "accumulate").count_buckets
 
     def wrap_counted(*args, **settings):
-        ddp = wrap(*args, **settings)
-        sizes.append(chapter("05", "accumulate").count_buckets(ddp))
+        sizes.append(count(ddp := wrap(*args, **settings)))
         return ddp
 
     stage.DistributedDataParallel = wrap_counted
@@ -129,13 +117,13 @@ def test_a_run_that_another_stage_began_is_at_its_place_in_the_schedule():
     """After one epoch with a batch of 120: the epoch is the place, whatever the batch is now."""
     first = train_once("04", 2, "--model=net-bn", "--epochs=1", **FP32)
     flags = ("--model=net-bn", "--epochs=3", "--lr-decay=cosine", "--warmup-epochs=0.5")
-    flags += ("--batch-size=60", f"--resume={first.folder / 'checkpoint.pt'}")
-    expected = [0.02 * math.cos(math.pi * (n - 12.5) / 125) ** 2 for n in range(25, 75)]
+    flags += ("--batch-size=60", f"--resume={first.folder / 'checkpoint.pt'}", "--max-steps=40")
+    expected = [0.02 * math.cos(math.pi * (n - 12.5) / 125) ** 2 for n in range(25, 53)]
     line = "rates = learning_rates(args, epoch, len(loader))"
     counted = ("train.py", line, line.replace("epoch,", "recorder.step // len(loader),"))
     for without in ((), (counted,)):  # the control: 12 steps of 120 are half an epoch of 25
         run = train("05", 1, *flags, **FP32, without=without)
-        assert [line["epoch"] for line in run.metrics] == [1] * 25 + [2] * 25
+        assert [line["epoch"] for line in run.metrics] == [1] * 25 + [2] * 3
         same = [line["lr"] for line in run.metrics] == pytest.approx(expected)
         assert same == (without == ())
 
@@ -167,8 +155,7 @@ def test_c10_it_keeps_small_gradients_from_becoming_zero_in_fp16_and_bf16_needs_
     assert torch.tensor(2.0**-125).bfloat16() == 2.0**-125
 
 
-def torchs(**settings):
-    return torch.amp.GradScaler("cpu", **settings)
+torchs = partial(torch.amp.GradScaler, "cpu")
 
 
 def run(scaler, overflows=(), steps=30, clip="after", dtype=torch.float16, factor=1.0):

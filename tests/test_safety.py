@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import ROOT
-from test_bad_input import Trap, ended, refused
+from test_bad_input import Trap, ended, refused, seal
 from test_collectives import on_ranks
-from test_survive_resume import seal
 
 
 def test_no_file_unpickles_what_comes_from_outside():

@@ -6,6 +6,7 @@ import signal
 import time
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -78,14 +79,17 @@ def use(rank, ranks):
     dist.init_process_group("shm")
     objects = [None] * ranks
     dist.all_gather_object(objects, {"rank": rank})
+    assert [each["rank"] for each in objects] == [*range(ranks)]
     x = torch.full((100_001,), float(rank))  # more than a box holds
     y, (left, right) = torch.empty_like(x), ((rank - 1) % ranks, (rank + 1) % ranks)
     ops = [dist.P2POp(dist.isend, x, right), dist.P2POp(dist.irecv, y, left)]
     for work in dist.batch_isend_irecv(ops):
         work.wait()
+    assert (y == left).all()
     group, one = dist.new_group([0, 1]), torch.ones(1)
     if rank < 2:
         dist.all_reduce(one, group=group, async_op=True).wait()
+    assert one == (2 if rank < 2 else 1)
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
     ddp, gradients = nn.parallel.DistributedDataParallel(model), []
@@ -97,17 +101,19 @@ def use(rank, ranks):
         ddp(torch.randn(4, 5)).sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
         ddp.zero_grad()
+    whole, sparse = torch.zeros(3, dtype=torch.int64), torch.zeros(3).to_sparse()
+    calls = [(whole, Op.AVG), (whole, Op.BAND), (sparse,)]
+    errors = [error_of(partial(dist.all_reduce, *call)).partition(" got")[0] for call in calls]
+    assert errors == ["ValueError: shm:", "ValueError: shm:", "TypeError: shm:"]
+    dist.all_reduce(whole)  # the group is as good as before
     dist.destroy_process_group()
-    return objects, (y == left).all().item(), one.item(), gradients
+    return gradients
 
 
-def test_objects_messages_subgroups_and_ddp_work():
-    for rank, (objects, received, one, gradients) in enumerate(found := run_ranks(3, use, 3)):
-        assert [each["rank"] for each in objects] == [0, 1, 2]
-        assert received
-        assert one == (2 if rank < 2 else 1)
-        assert all(map(torch.equal, gradients, found[0][3]))
-    assert found[0][3][0].abs().sum() > 0
+def test_objects_messages_subgroups_and_ddp_work_and_what_it_cannot_do_raises_at_once():
+    first, *others = run_ranks(3, use, 3)
+    assert all(torch.equal(*pair) for other in others for pair in zip(other, first, strict=True))
+    assert first[0].abs().sum() > 0
 
 
 def train_over_it(rank, key, flags, forget):
@@ -160,8 +166,7 @@ def fail(rank, how):
     if rank == 1 and how == "late":
         time.sleep(1.5)
         return ""
-    size = 3 + rank * (how == "another size")
-    return error_of(lambda: dist.all_reduce(torch.zeros(size)))
+    return error_of(lambda: dist.all_reduce(torch.zeros(3 + rank * (how == "another size"))))
 
 
 @pytest.mark.parametrize(
@@ -177,22 +182,3 @@ def test_what_goes_wrong_ends_in_a_line_that_names_the_rank(how, text):
     errors = run_ranks(2, fail, how, dying=(1,) if how == "killed" else ())
     assert errors[0].startswith(text)
     assert not open_memory(), "it is left in the memory of the machine"
-
-
-def refused(rank):
-    import shm  # noqa: F401
-
-    dist.init_process_group("shm")
-    whole, calls = torch.zeros(3, dtype=torch.int64), []
-    for op in (Op.AVG, Op.BAND):
-        calls.append(error_of(lambda op=op: dist.all_reduce(whole, op)))
-    calls.append(error_of(lambda: dist.all_reduce(torch.zeros(3).to_sparse())))
-    dist.all_reduce(whole + 1)  # the group is as good as before
-    return calls
-
-
-def test_what_it_cannot_do_raises_at_once():
-    for calls in run_ranks(2, refused):
-        assert [call.partition(" got")[0] for call in calls] == [
-            *("ValueError: shm:", "ValueError: shm:", "TypeError: shm:")
-        ]

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import FOLDERS, chapter, command, context, fresh_module, launcher, run_ranks
-from test_collectives import of_all_ranks, on_ranks
+from test_collectives import of_all_ranks, on_ranks, runs
 from torch.utils.data import DataLoader, _utils
 
 agree = chapter("survive", "agree")
@@ -47,12 +47,12 @@ def test_each_module_shows_by_itself_what_it_does(name):
 
 
 def test_the_modules_need_torch_and_each_other_and_nothing_else_of_ours():
-    def imports(path: Path) -> set[str]:
-        names = re.findall(r"^ *(?:from|import) (\w+)", path.read_text(), re.M)
-        return set(names) - sys.stdlib_module_names
-
-    assert [imports(path) - {*MODULES} for path in MODULES.values()] == [{"torch"}] * 4
-    assert imports(OWN_LOOP) == {"torch", *MODULES}
+    texts, line = (
+        [path.read_text() for path in (OWN_LOOP, *MODULES.values())],
+        r"^ *(?:from|import) (\w+)",
+    )
+    loop, *found = ({*re.findall(line, text, re.M)} - sys.stdlib_module_names for text in texts)
+    assert (loop, [each - {*MODULES} for each in found]) == ({"torch", *MODULES}, [{"torch"}] * 4)
     marked = re.findall(r"^ *(.+  # \d+\. .+)$", OWN_LOOP.read_text(), re.M)
     page = OWN_LOOP.with_suffix(".md").read_text()
     assert len([line for line in marked if line in page]) == len(marked) >= 10
@@ -314,6 +314,7 @@ def test_the_store_is_at_a_port_that_exists(monkeypatch):
 
 def _loads(pipe) -> None:
     multiprocessing.set_start_method("forkserver", force=True)
+    multiprocessing.set_forkserver_preload(["torch", "pytest"])
     inits = (launch.end_with_rank, _looks_often)
     loaders = [iter(DataLoader([0.0], num_workers=1, worker_init_fn=init)) for init in inits]
     pipe.send([(next(loader), loader._workers[0].pid)[1] for loader in loaders])
@@ -324,11 +325,6 @@ def _looks_often(_: int) -> None:
     _utils.worker.MP_STATUS_CHECK_INTERVAL = 0.2  # for its rank: not every 5 s
 
 
-def _runs(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
-
-
 def test_a_loader_ends_with_its_rank_and_not_before():
     """The control: of a fork server, the default since Python 3.14, a loader of torch stays."""
     ours, theirs = context.Pipe()
@@ -337,11 +333,11 @@ def test_a_loader_ends_with_its_rank_and_not_before():
     loader, control = ours.recv()
     os.kill(loader, signal.SIGTERM)
     time.sleep(0.5)
-    assert _runs(loader), "SIGTERM has ended it"
+    assert runs(loader), "SIGTERM has ended it"
     rank.kill()
     rank.join()
     time.sleep(2)
-    assert (_runs(loader), _runs(control)) == (False, True)
+    assert (runs(loader), runs(control)) == (False, True)
     os.kill(control, signal.SIGKILL)
 
 
@@ -441,7 +437,7 @@ def _waits(rank: int, silent_seconds: float, file: str) -> str:
         dist.barrier()
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        ctypes.CDLL(None).sleep(4)
+        ctypes.CDLL(None).sleep(3)
     return "waited"
 
 

@@ -165,8 +165,7 @@ def small_model():
 
 @on_ranks(2)
 def test_each_layer_sends_one_all_reduce_forward_and_one_backward(rank):
-    """Of two layers, one of which need send none back if nothing before it learns. In evaluation,
-    ranks may have unequal numbers of batches, so no rank may wait for another."""
+    """Of two. In evaluation, no rank may wait: ranks may have unequal numbers of batches."""
     sent, activities = [], [torch.profiler.ProfilerActivity.CPU]
 
     def watch(function, *args):
@@ -264,8 +263,7 @@ def train_model(how=nn.Identity(), late=False, rank=None):  # noqa: B008
 
 @on_ranks(2)
 def test_c35_before_or_after_wrapping_it_is_the_same_training_unless_parameters_are_copied(rank):
-    """torch's layers cannot run on a CPU, so they become ours, which changes no parameter. Copies
-    train if made before; made after, DDP waits for the gradients of the old: the control."""
+    """torch's become ours, for a CPU. The control, late copies: DDP waits for the old layers."""
     early = [(how, False) for how in (convert, torchs, compiled, copies)]
     for how, late in [*early, (torchs, True)]:  # ours, late: the next test
         torch.testing.assert_close(train_model(how, late, rank), train_model(), **CLOSE)
