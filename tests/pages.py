@@ -129,7 +129,10 @@ if __name__ == "__main__":
     main = main_path(ROOT)
     pages = [*main, *(page for page in READMES if page not in main)]
     rows = [[page.relative_to(ROOT), *map(round, measures(page))] for page in pages]
+    chinese = sorted({here for page in pages for here in page.parent.glob("*.zh.md")})
+    count = re.compile(r"[一-鿿]|[^\W一-鿿]+")  # characters, and words in other letters
+    rows += [[page.relative_to(ROOT), len(count.findall(without_fences(page)))] for page in chinese]
     print(tabulate(rows, ["page", "words", "reading ease", "longest sentence"]))
-    for page in pages:
+    for page in [*pages, *chinese]:
         print(*(f"{page.relative_to(ROOT)}: {fault}\n" for fault in faults(page)), sep="", end="")
     print(*faults_together(), sep="\n")
