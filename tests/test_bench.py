@@ -7,7 +7,7 @@ import re
 import runpy
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -28,15 +28,15 @@ import scaling
 import tables
 from process_memory import WAYS, predict
 
-paper, ready, cluster = (chapter("04", name) for name in ("alpha_beta", "ready", "cluster"))
+paper, ready = chapter("04", "alpha_beta"), chapter("04", "ready")
 peak = chapter("01", "peak")
 Bucket, Job, Link = paper.Bucket, paper.Job, paper.Link
 SLOW, FORECAST = Link(1e-3, 1e8), "04_ddp_torchrun/forecast.py"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 needs_mnist = pytest.mark.skipif(not HAS_MNIST, reason="needs MNIST in ../shared/data")
 
-NEEDS = {"links": pytest.mark.skipif(not scaling.ALLOWED, reason="needs root and tc")}
-NEEDS["peers"] = needs_mnist
+no_links = pytest.mark.skipif(not scaling.ALLOWED, reason="needs root and tc")
+NEEDS = {"links": no_links, "peers": needs_mnist}
 
 
 @cache
@@ -128,12 +128,8 @@ def test_a_ring_takes_what_its_messages_take_one_after_the_other():
     assert paper.ring(1e9, 1, SLOW) == paper.two_levels(1e9, 1, 8, SLOW, SLOW) == 0
 
 
-def cost(size: float) -> float:
-    return paper.ring(size, 4, SLOW)
-
-
 def test_a_step_is_its_computing_and_what_of_the_communication_nothing_hides():
-    draw = random.Random(0)
+    draw, cost = random.Random(0), partial(paper.ring, ranks=4, link=SLOW)
     for _ in range(200):
         shares = [*sorted(draw.random() for _ in range(draw.randint(0, 5))), 1.0]
         buckets = [Bucket(draw.uniform(1e3, 1e8), share) for share in shares]
@@ -151,16 +147,6 @@ def test_a_step_is_its_computing_and_what_of_the_communication_nothing_hides():
             assert begin >= max(end, known), "one after the other, and none before it is ready"
         four = paper.step(job, cost, accumulate=4, steal=steal).seconds
         assert four == pytest.approx(found.seconds + 3 * (job.forward + job.backward)), "no_sync"
-
-
-def test_what_bounds_a_step_is_what_it_is_rid_of_by_a_better_link():
-    job = Job(0.1, 0.2, 0.0, [Bucket(1e8, 1.0)])
-    fast = Link(1e-9, 1e13)
-    bounds = {"computing": fast, "latency": Link(0.1, 1e13), "bytes": Link(1e-9, 1e8)}
-    for bound, link in bounds.items():
-        assert cluster.Forecast(job, 64, 1, fast, link, trees=False).bound(4) == bound
-    scattered = cluster.Forecast(job, 64, 8, SLOW, SLOW, spread=0.1)
-    assert scattered.efficiency(1) == 1 > scattered.efficiency(2)
 
 
 def _sizes_that_ddp_sends(rank):
@@ -187,19 +173,6 @@ def test_the_buckets_are_those_that_ddp_really_sends():
         assert sizes != [bucket.size for bucket in other.fill(gradients)], "the control"
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"),  # what the models' papers say
-    [("net", 21840), ("resnet18", 11689512), ("vgg16", 138357544), ("inception_v3", 0)],
-)
-def test_gradients_come_in_order_and_none_is_lost(name, parameters):
-    gradients = ready.named(name, 28 if name == "net" else 299)
-    shares, total = [share for _, share in gradients], sum(size for size, _ in gradients)
-    assert shares == sorted(shares)
-    assert shares[-1] == pytest.approx(1)
-    assert sum(bucket.size for bucket in ready.fill(gradients)) == total
-    assert total == 4 * parameters or not parameters
-
-
 def test_the_forecast_takes_the_summary_of_a_run(tmp_path):
     summary = {"model": "net", "local_batch": 120, "step_ms": 17.2, "world_size": 1}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
@@ -224,8 +197,7 @@ def losses_of(program):
     folder = support.scratch_folder()
     settings = ["--dataset=mnist", "--device=cpu", f"--data-dir={REAL_DATA}", "--max-steps=4"]
     run_ranks(2, _run, [*program.split(), *settings, "--lr=0.1", f"--run-dir={folder}"])
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return torch.tensor([json.loads(line)["loss"] for line in lines])
+    return support.Run(folder, [], "").losses
 
 
 @needs_mnist

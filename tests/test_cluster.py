@@ -191,14 +191,14 @@ def test_torchrun_and_train_accept_the_command_of_the_pytorchjob(monkeypatch):
     job = yaml.safe_load((LAUNCH / "kubernetes.yaml").read_text())
     spec, replicas = job["spec"], job["spec"]["pytorchReplicaSpecs"]
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    assert {name: each["replicas"] for name, each in replicas.items()} == {"Master": 1, "Worker": 1}
-    pod = replicas["Worker"]["template"]["spec"]
-    assert replicas["Master"]["template"]["spec"] == pod
+    assert replicas["Worker"] == replicas["Master"]
+    pod = replicas["Master"]["template"]["spec"]
     [container] = pod["containers"]
     limit = int(container["env"][1]["value"])  # torchrun's own is 30 s; then comes SIGKILL
     assert 30 < limit < pod["terminationGracePeriodSeconds"]
     program, *arguments = container["command"] + container["args"]
     assert (container["name"], program) == ("pytorch", "torchrun")
+    assert replicas["Master"]["replicas"] == 1
     given = {"NNODES": "2", "NPROC_PER_NODE": spec["nprocPerNode"], "NODE_RANK": "1"}
     given |= {"MASTER_ADDR": f"{job['metadata']['name']}-master-0", "MASTER_PORT": "23456"}
     for name, value in given.items():  # what the operator gives the worker; it takes texts only
