@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from faults import EVERY, KINDS, STEPS, Fault, Outcome, as_expected, draw, trial
+from faults import EVERY, KINDS, STEPS, Fault, Outcome, as_expected, draw, reference, trial
 
 # Step 12 is the last one of the epoch, so the others wait in the barrier behind it.
 FAULTS = {
@@ -42,6 +42,7 @@ def outcomes(request) -> dict[Fault, Outcome]:
     """Of all faults that are selected, side by side: most of the time they wait."""
     items = [item for item in request.session.items if item.originalname == "test_a_run_survives"]
     faults = [FAULTS[item.callspec.params["name"]] for item in items]
+    assert all(map(reference, faults))  # before two threads train the same one
     with ThreadPoolExecutor(6) as pool:
         return dict(zip(faults, pool.map(trial, faults), strict=True))
 
