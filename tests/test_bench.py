@@ -70,7 +70,6 @@ SUMMARIES = ("{", "[]", '{"model": "net"}', '{"local_batch": 9, "step_ms": 9, "w
         ("bench --only speed", "expected one or more of stages,timeline,"),
         ("bench timeline --device tpu", "'tpu'"),
         ("bench reducers --models resnet18", "--models is for precision only"),
-        ("bench stages --ranks 0", "at least 1"),
         ("bench stages --ranks 7", "--batch-size 120 does not divide by 7"),
         ("bench peers --data-dir data", "--data-dir data holds no MNIST"),
         ("forecast --step-ms 23 --link carrier-pigeon", "carrier-pigeon"),
