@@ -106,11 +106,7 @@ def test_the_map_of_two_ranks_is_that_of_one_process_to_the_last_digit(tmp_path)
     flags = ("--batch-size=2", "--epochs=1", "--lr=0.2", "--eval-epochs", f"--run-dir={tmp_path}")
     assert launch(tmp_path / "single.py", f"--data-dir={scenes(4)}", *flags, ranks=0)[0] == (0,)
     for images in (1, 3):  # of one image, rank 1 gets none
-        flags = (
-            f"--data-dir={scenes(4, images)}",
-            f"--resume={tmp_path / 'last.pt'}",
-            "--evaluate",
-        )
+        flags = (f"--data-dir={scenes(4, images)}", f"--resume={tmp_path}/last.pt", "--evaluate")
         [one] = run_ranks(1, _run, "single.py", flags)
         assert run_ranks(2, _run, "ddp.py", flags) == [one, one]
     assert one["mAP"] > 0
