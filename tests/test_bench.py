@@ -236,8 +236,10 @@ def test_with_accumulation_views_save_at_the_peak_only_if_gradients_are_zeroed_i
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="AVX-512 only")
 def test_the_predicted_peak_of_a_rank_is_within_5_percent_of_the_measured_one():
     """The control: 5 % is less than what these ways save."""
-    foreseen = found_by("process_memory")[1]["foreseen"]
-    assert all(abs(row["percent_off"]) < 5 for n, row in foreseen.items() if n != "bf16 autocast")
+    found = {n: row["percent_off"] for n, row in found_by("process_memory")[1]["foreseen"].items()}
+    assert max(abs(found[n]) for n in (*list(WAYS)[:6], "ZeRO-1") if n != "bf16 autocast") < 5, (
+        found
+    )
     plan, names = peak.Plan("resnet18", 32, "adam", "cpu"), ("views of the buckets", "ZeRO-1")
     first, *others = (predict(WAYS[name], plan, 16, 2) for name in ("DDP with Adam", *names))
     assert max(others) < 0.95 * first
