@@ -208,13 +208,16 @@ def run(fault: Fault, ranks: int, *flags: str) -> tuple:
     return statuses, output, hang, orphans, notes
 
 
+def reference(fault: Fault) -> Run:
+    flags = (*FLAGS, *VARIANTS[fault.variant])
+    return train_once("survive", fault.ranks, *flags, dtype=torch.float32)
+
+
 def trial(fault: Fault) -> Outcome:
     from test_stages import same_run  # not in each rank, which imports this file
 
-    flags = (*FLAGS, *VARIANTS[fault.variant])
-    reference = train_once("survive", fault.ranks, *flags, dtype=torch.float32)
     folder = Path(tempfile.mkdtemp(prefix="trial-"))
-    flags += (f"--workers={fault.workers}", f"--run-dir={folder}")
+    flags = (*FLAGS, *VARIANTS[fault.variant], f"--workers={fault.workers}", f"--run-dir={folder}")
     *ended, notes = run(fault, fault.ranks, *flags)
     outcome = Outcome(fault, *ended)
     assert "fault" in notes, f"{fault} did not happen: {outcome.output}"
@@ -239,7 +242,7 @@ def trial(fault: Fault) -> Outcome:
     outcome.hang, outcome.orphans = outcome.hang or hang, outcome.orphans + orphans
     if statuses != [0] * fault.ranks:
         outcome.wrong = f"resumed with {statuses}: {output[-500:]}"
-    elif not same_run(Run(folder, [], ""), reference):
+    elif not same_run(Run(folder, [], ""), reference(fault)):
         outcome.wrong = "resumed to other bits"
     outcome.recovery_seconds = again.get("first", notes["fault"]) - notes["fault"]
     shutil.rmtree(folder)

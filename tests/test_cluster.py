@@ -116,12 +116,15 @@ def test_a_script_refuses_in_one_line_what_it_cannot_do(script, env, told, tmp_p
 
 
 RUN = """
-import runpy
-sys.argv[0] = "survive/train.py"
-sys.path.insert(0, "survive")
+import runpy, sys, torch
+from unittest.mock import MagicMock
+torch._dynamo = MagicMock(disable=lambda call, *_, **__: call)
+sys.modules.update({{name: torch._dynamo for name in ("torch._dynamo", "torch._dynamo.utils")}})
+sys.argv[0] = "{0}/train.py"
+sys.path.insert(0, "{0}")
 runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-DIES_ONCE = f"""
+"""  # its optimizer would import torch.compile, for seconds
+DIES_ONCE = """
 import os, pathlib, signal, sys, threading, time
 checkpoint = pathlib.Path(sys.argv[-1], "checkpoint.pt")
 def die():
@@ -130,13 +133,13 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
     threading.Thread(target=die, daemon=True).start()
-{RUN}"""
+"""
 
 
 def test_elastic_heals_a_run_whose_rank_is_killed(tmp_path):
-    flags = ("--epochs=3", *MODEL)
+    flags = ("--epochs=2", *MODEL)
     script, control, healed = tmp_path / "dies_once.py", tmp_path / "dies.py", tmp_path / "healed"
-    script.write_text(DIES_ONCE)
+    script.write_text(DIES_ONCE + RUN.format("survive"))
     control.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     command = ("bash", LAUNCH / "elastic.sh", *flags, "--run-dir")
     process = begin(*command, healed, SCRIPT=script)
@@ -188,14 +191,14 @@ def test_torchrun_and_train_accept_the_command_of_the_pytorchjob(monkeypatch):
     job = yaml.safe_load((LAUNCH / "kubernetes.yaml").read_text())
     spec, replicas = job["spec"], job["spec"]["pytorchReplicaSpecs"]
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    assert {name: each["replicas"] for name, each in replicas.items()} == {"Master": 1, "Worker": 1}
-    pod = replicas["Worker"]["template"]["spec"]
-    assert replicas["Master"]["template"]["spec"] == pod
+    assert replicas["Worker"] == replicas["Master"]
+    pod = replicas["Master"]["template"]["spec"]
     [container] = pod["containers"]
     limit = int(container["env"][1]["value"])  # torchrun's own is 30 s; then comes SIGKILL
     assert 30 < limit < pod["terminationGracePeriodSeconds"]
     program, *arguments = container["command"] + container["args"]
     assert (container["name"], program) == ("pytorch", "torchrun")
+    assert replicas["Master"]["replicas"] == 1
     given = {"NNODES": "2", "NPROC_PER_NODE": spec["nprocPerNode"], "NODE_RANK": "1"}
     given |= {"MASTER_ADDR": f"{job['metadata']['name']}-master-0", "MASTER_PORT": "23456"}
     for name, value in given.items():  # what the operator gives the worker; it takes texts only
@@ -224,7 +227,8 @@ def test_two_nodes_here_trains_across_the_cable(namespaces, tmp_path):
     cable = 'echo "$(cat /sys/class/net/link0/statistics/tx_bytes) bytes from node $NODE_RANK"'
     train = f'bash 04_ddp_torchrun/launch/two_nodes.sh {" ".join(SHORT)} --run-dir "{tmp_path}"'
     command = (*TWO_NODES, "bash", "-c", f"{train}; {cable}")
-    status, output = run(*command, SCRIPT="05_amp_syncbn/train.py")
+    (tmp_path / "script.py").write_text(RUN.format("05_amp_syncbn"))
+    status, output = run(*command, SCRIPT=tmp_path / "script.py")
     assert status == 0, output
     assert output.count("epoch 1/1") == 1, "only rank 0 prints"
     assert is_the_run_of(2, tmp_path, "05", *SHORT)
@@ -323,12 +327,12 @@ def steps_of(folder: Path) -> int:
     return len(steps)
 
 
-ENDS_AFTER_A_RESTART = f"""
+ENDS_AFTER_A_RESTART = """
 import os, pathlib, sys
 if "SLURM_RESTART_COUNT" in os.environ:
     done = pathlib.Path(sys.argv[-1], "metrics.jsonl").read_text().count("step")
     sys.argv += ["--max-steps", str(done + 10)]
-{RUN}"""
+"""
 
 
 def test_slurm_runs_stops_and_restarts_both_job_scripts(slurm, tmp_path):
@@ -336,25 +340,25 @@ def test_slurm_runs_stops_and_restarts_both_job_scripts(slurm, tmp_path):
     ends as if it had not been stopped."""
     (cluster, ask), jobs, script = slurm, {}, tmp_path / "script.py"
     flags = ("--model=net-bn", "--device=cpu", "--epochs=9999")
-    script.write_text(ENDS_AFTER_A_RESTART)
-    for name, ranks_a_node in (("slurm.sbatch", 1), ("slurm_srun.sbatch", 2)):
-        options = [f"--output={cluster}/%j.out"]
-        options += [f"--export=ALL,SCRIPT={script},NPROC_PER_NODE={ranks_a_node}"]
-        options += [f"--ntasks-per-node={ranks_a_node}"] * (name == "slurm_srun.sbatch")
+    script.write_text(ENDS_AFTER_A_RESTART + RUN.format("survive"))
+    for name, ranks in (("slurm_srun.sbatch", ["--ntasks=3"]), ("slurm.sbatch", [])):
+        options = [f"--output={cluster}/%j.out", f"--export=ALL,SCRIPT={script},NPROC_PER_NODE=1"]
         command = (LAUNCH / name, *flags, "--run-dir", tmp_path / name)
-        jobs[name] = ask("sbatch", "--parsable", *options, *command)
+        jobs[name] = ask("sbatch", "--parsable", *options, *ranks, *command)
 
     def output_as(state: str, name: str) -> str:
         until(lambda: f"JobState={state} " in ask("scontrol", "show", "job", jobs[name], "-o"))
         return (cluster / f"{jobs[name]}.out").read_text()
 
-    orders = {"slurm.sbatch": ("scontrol", "requeue"), "slurm_srun.sbatch": ("scancel",)}
-    for name, order in orders.items():
+    for name, order in (
+        ("slurm_srun.sbatch", ["scancel"]),
+        ("slurm.sbatch", ["scontrol", "requeue"]),
+    ):
         until(lambda: steps_of(tmp_path / name))  # noqa: B023
         ask(*order, jobs[name])
-    assert output_as("CANCELLED", name).count("stops after step") == 4
-    limit = f"--max-steps={steps_of(tmp_path / name)}"
-    assert is_the_run_of(4, tmp_path / name, "survive", *flags, limit)
+    assert output_as("CANCELLED", "slurm_srun.sbatch").count("stops after step") == 3
+    limit = f"--max-steps={steps_of(tmp_path / 'slurm_srun.sbatch')}"
+    assert is_the_run_of(3, tmp_path / "slurm_srun.sbatch", "survive", *flags, limit)
 
     name, folder = "slurm.sbatch", tmp_path / "slurm.sbatch"
     output_as("PENDING", name)

@@ -27,7 +27,7 @@ FULL = "a full disk in save 3: got an error, file: nothing that torch.load can r
 CASES = [  # the body of the function, or nothing, as it stands; what is said to it
     ("01 mean_loss", "", "mean_loss([0.5, 0.25, 2.0], [120, 120, 57]): got 0.9166, expected 0.68"),
     ("01 mean_loss", MEAN, "right"),
-    ("01 mean_loss", "while True: pass", "not done after 2 s, expected an answer"),
+    ("01 mean_loss", "while True: pass", "not done after 1 s, expected an answer"),
     ("01 mean_loss", "raise SystemExit(3)", "process 0 terminated with exit code 3, expected an"),
     ("02 split_batch", "", "split_batch(5, 4): got [2, 1, 1, 1], expected [2, 2, 1]"),
     ("02 split_batch", CHUNKS, "right"),
@@ -53,7 +53,7 @@ def test_an_exercise_is_judged_in_one_line_and_in_time(exercise, body, said, tmp
     if body:
         given = (ROOT / "exercises" / f"{name}.py").read_text().rpartition('"""\n')[0]
         (tmp_path / name).write_text(f'{given}"""\n    {body}\n')
-        flags = [f"--file={tmp_path / name}", f"--seconds={2 if 'while' in body else 60}"]
+        flags = [f"--file={tmp_path / name}", f"--seconds={1 if 'while' in body else 60}"]
     [(status, output)] = command("exercises/check.py", stage, *flags)
     assert output.startswith(f"{name}.py: {'' if said == 'right' else 'wrong: '}{said}")
     assert (status, output.count("\n")) == (said != "right", 1)

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from faults import EVERY, KINDS, STEPS, Fault, Outcome, as_expected, draw, trial
+from faults import EVERY, KINDS, STEPS, Fault, Outcome, as_expected, draw, reference, trial
 
 # Step 12 is the last one of the epoch, so the others wait in the barrier behind it.
 FAULTS = {
@@ -42,7 +42,9 @@ def outcomes(request) -> dict[Fault, Outcome]:
     """Of all faults that are selected, side by side: most of the time they wait."""
     items = [item for item in request.session.items if item.originalname == "test_a_run_survives"]
     faults = [FAULTS[item.callspec.params["name"]] for item in items]
-    with ThreadPoolExecutor(4) as pool:
+    for fault in faults:
+        reference(fault)  # before two threads train the same one
+    with ThreadPoolExecutor(6) as pool:
         return dict(zip(faults, pool.map(trial, faults), strict=True))
 
 
@@ -66,16 +68,16 @@ def test_a_run_survives(name, outcomes):
 STOPS = "rank 0 stops after step 9\nrank 1 stops after step 9"
 NAN = "error: the loss of rank 0\n"
 WRONG = [  # the control of the test above, and of the campaign
-    Outcome(Fault("term"), [0, 1], STOPS),
-    Outcome(Fault("term"), [0, 0], STOPS + "9"),
-    Outcome(Fault("term"), [0, 0], STOPS, lost_steps=1),
-    Outcome(Fault("kill"), [-9, 0], "rank 1 gives up at `loss`: rank 0 did not arrive"),
-    Outcome(Fault("kill"), [-9, 1], "nobody says a word"),
-    Outcome(Fault("nan"), [2, 1], NAN),
-    Outcome(Fault("nan"), [2, 2], NAN + NAN),
+    ("term", [0, 1], STOPS, 0),
+    ("term", [0, 0], STOPS + "9", 0),
+    ("term", [0, 0], STOPS, 1),
+    ("kill", [-9, 0], "rank 1 gives up at `loss`: rank 0 did not arrive", 0),
+    ("kill", [-9, 1], "nobody says a word", 0),
+    ("nan", [2, 1], NAN, 0),
+    ("nan", [2, 2], NAN + NAN, 0),
 ]
 
 
-@pytest.mark.parametrize("outcome", WRONG)
-def test_a_wrong_end_is_seen(outcome):
-    assert not as_expected(outcome)
+def test_a_wrong_end_is_seen():
+    ends = [Outcome(Fault(kind), *told, lost_steps=lost) for kind, *told, lost in WRONG]
+    assert not any(map(as_expected, ends))

@@ -111,11 +111,13 @@ def test_out_of_memory_is_an_answer_and_another_error_is_none(error, capsys):
             raise error
 
     gpu = patch.multiple(torch.cuda, is_available=lambda: True, empty_cache=lambda: None)
-    on_cpu = patch.object(fit, "Plan", lambda *_: plan())
-    with patch.object(fit, "train", step), gpu, on_cpu, patch("gc.collect"):
-        assert "largest batch at once: 5\n" in answer(capsys, "--device=cuda", "--batch-size=6")[1]
-    with patch.object(fit, "train", side_effect=RuntimeError("a bug")), pytest.raises(RuntimeError):
-        fit.real_step_fits(plan(), 1, 1, 0)
+    bug = patch.object(fit, "train", side_effect=RuntimeError("a bug"))
+    with patch("gc.collect"), gpu, patch.object(fit, "Plan", lambda *_: plan()):
+        with patch.object(fit, "train", step):
+            said = answer(capsys, "--device=cuda", "--batch-size=6")[1]
+        assert "largest batch at once: 5\n" in said
+        with bug, pytest.raises(RuntimeError, match="a bug"):
+            fit.real_step_fits(plan(), 1, 1, 0)
 
 
 @pytest.mark.parametrize("batch", [1, 7, 8, 60, 96])

@@ -64,7 +64,6 @@ CASES = [
     pytest.param("05", 3, (), oracle.whole_batches, id="05-three-ranks"),
     pytest.param("05", 2, ("--no-sync-bn",), HALVES, id="05-without-sync-bn"),
     pytest.param("survive", 1, (), oracle.whole_batches, id="survive-one-rank"),
-    pytest.param("survive", 2, (), oracle.whole_batches, id="survive-two-ranks"),
     pytest.param("survive", 3, (), oracle.whole_batches, id="survive-three-ranks"),
 ]
 
@@ -91,11 +90,6 @@ def test_in_fp32_the_first_epoch_of_05_is_that_of_01_up_to_rounding_and_that_of_
         for key, ranks in (("01", 1), ("05", 2), ("04", 2))
     )
     assert (one - two).abs().max() < 1e-4 < (one - local).abs().max()
-
-
-def test_the_same_command_gives_the_same_bits():
-    first, second = (run("05", 2, *FLAGS, dtype=torch.float32) for run in (train_once, train))
-    assert torch.equal(first.losses, second.losses)
 
 
 def test_on_three_ranks_a_resumed_run_is_the_same_up_to_rounding():

@@ -28,30 +28,25 @@ def copy(tmp_path_factory) -> Path:
     return folder
 
 
-SCRIPT = re.compile(r"((?:[A-Z_]+=\w* )*)python ((?:\w+/)?\w+\.py)([\w =./-]*)")
-# What torchrun would start, but for 04's own train.py, which the real one starts.
-TORCHRUN = re.compile(
-    r"torchrun --standalone --nproc-per-node=(\d) (?!04_ddp_torchrun/train)(\w+/\w+\.py)(.*)"
-)
+# 04's own train.py is started by the real torchrun.
+TORCHRUN = r"torchrun --standalone --nproc-per-node=(\d)(?! 04_ddp_torchrun/train)"
+SCRIPT = re.compile(rf"((?:[A-Z_]+=\w* )*)(?:python|{TORCHRUN}) ((?:\w+/)?\w+\.py)([\w =./-]*)")
 
 
 @cache
 def run(command: str, where: Path) -> str:
     """Its output. A command that is shown twice, alone and with its output, runs once.
     The ranks of most launches are forked from here, with torchrun's variables: seconds faster."""
-    if script := SCRIPT.fullmatch(command):
-        env = dict(re.findall(r"(\w+)=(\S*) ", script[1]))
-        [(status, output)] = start(script[2], *script[3].split(), where=where, env=env)
-        assert status == 0, f"{command}\n{output}"
-        return output
-    if launch := TORCHRUN.fullmatch(command.replace("-m shm", "shm/__main__.py")):
-        ranks, script, flags = launch.groups()
-        how = {"ranks": int(ranks), "env": launcher(free_port(), int(ranks)), "seconds": 180}
-        ended = start(script, *flags.split(), where=where, **how)
-        output = re.sub(r"^\[rank\d\]:.*\n", "", "".join(out for _, out in ended), flags=re.M)
-        assert all(status == 0 for status, _ in ended), f"{command}\n{output}"
-        return output  # without what torch's C++ logs
-    return shell(command, where)
+    found = SCRIPT.fullmatch(command.replace("-m shm", "shm/__main__.py"))
+    if not found:
+        return shell(command, where)
+    names, ranks, script, flags = found.groups()
+    how = {"env": dict(re.findall(r"(\w+)=(\S*) ", names)), "ranks": int(ranks or 1)}
+    how["env"] |= launcher(free_port(), how["ranks"]) if ranks else {}
+    ended = start(script, *flags.split(), where=where, seconds=180, **how)
+    output = re.sub(r"^\[rank\d\]:.*\n", "", "".join(out for _, out in ended), flags=re.M)
+    assert all(status == 0 for status, _ in ended), f"{command}\n{output}"
+    return output  # without what torch's C++ logs
 
 
 @pytest.mark.parametrize("fence", fences("bash"), ids=lambda fence: fence.name)
