@@ -56,12 +56,12 @@ mutants: $(VENV)/ready  ## change 120 lines of what is taught, one at a time: do
 	$(RUN) tests/mutants.py runs/times.xml $(FLAGS)
 
 lessons: $(VENV)/ready  ## write every lesson.diff, its parts in the pages, and the Chinese pages
-	$(RUN) tests/lessons.py
+	$(RUN) website/lessons.py
 	$(RUN) website/translations.py
 
 readme: $(VENV)/ready  ## run the tour and every command whose output a page shows, and put it there
-	$(RUN) tests/lessons.py
-	$(RUN) tests/refresh.py
+	$(RUN) website/lessons.py
+	$(RUN) website/refresh.py
 	$(RUN) website/translations.py
 
 site: _site/ready  ## all pages as a site, in English and in Chinese: _site/index.html

@@ -1,14 +1,17 @@
 """The lesson of a stage: the difference between its train.py and its parent's.
 
-    python tests/lessons.py
+    python website/lessons.py
 
 writes each stage's lesson.diff, and the parts of it that its pages show: a diff fence below
 <!-- lesson: FIRST ... LAST --> holds the lines from the one that begins with FIRST to the next one
 that begins with LAST. `make lessons` calls it.
 """
 
+import sys
 from difflib import unified_diff
+from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from readmes import READMES, ROOT, fences
 
 PARENTS = {

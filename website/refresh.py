@@ -2,7 +2,9 @@
 
 import json
 import sys
+from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from readmes import READMES, ROOT, TABLE, fences, shell, shown_output
 
 BEGIN, END = "<!-- tour -->\n", "<!-- end of tour -->"
