@@ -37,7 +37,6 @@ torch.set_num_threads(1)  # as every rank has: two tests that run side by side h
 context = multiprocessing.get_context("forkserver")  # has imported torch: ranks are there at once
 SLOW = "torchvision common.checkpoint common.models pytest matplotlib.pyplot PIL.Image tabulate"
 SLOW += " torchvision.transforms.v2 pycocotools.cocoeval ipykernel.kernelapp nbclient textstat"
-SLOW += " torch._inductor.compile_fx"
 context.set_forkserver_preload(SLOW.split())
 
 

@@ -30,7 +30,9 @@ def copy(tmp_path_factory) -> Path:
 
 # 04's own train.py is started by the real torchrun.
 TORCHRUN = r"torchrun --standalone --nproc-per-node=(\d)(?! 04_ddp_torchrun/train)"
-SCRIPT = re.compile(rf"((?:[A-Z_]+=\w* )*)(?:python|{TORCHRUN}) ((?:\w+/)?\w+\.py)([\w =./-]*)")
+SCRIPT = re.compile(
+    rf"((?:(?!TORCH)[A-Z_]+=\w* )*)(?:python|{TORCHRUN}) ((?:\w+/)?\w+\.py)([\w =./-]*)"
+)
 
 
 @cache
