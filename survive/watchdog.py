@@ -25,7 +25,7 @@ import torch.multiprocessing as mp
 from launch import identity
 
 BEAT_SECONDS = 0.25
-SILENT_SECONDS = 20.0  # without a note; torchrun kills 30 s after it has seen a rank die
+SILENT_BEATS = 80  # own notes (20 s) without one of the next rank; not seconds: a store may stall
 GRACE_SECONDS = 1.5  # for the main thread to end by itself after another rank has ended
 STORE_SECONDS = 60.0  # without an answer from the store, a run is lost
 LOST_SECONDS = 3.0  # the same, after a collective has failed
@@ -81,14 +81,14 @@ class Watchdog:
 
     def _watch(self) -> None:
         """Write a note again and again; end the main thread if another rank has ended."""
-        running = heard = time.monotonic()  # when no rank had ended; when the next one wrote
+        running, heard = time.monotonic(), self.beats  # no rank had ended; the next one had written
         following, beats = (self.rank + 1) % len(self.keys), 0
         while not self.over.wait(BEAT_SECONDS):
             with suppress(RuntimeError):  # the store is gone: _guard sees it
                 self._beat()
                 if (note := self._notes(following)[0])[0] != beats or note[1] == FINISHED:
-                    beats, heard = note[0], time.monotonic()
-                elif time.monotonic() > heard + SILENT_SECONDS:
+                    beats, heard = note[0], self.beats
+                elif self.beats > heard + SILENT_BEATS:
                     self._first(self._explain(self._notes(), [following], None))
                 if not self.store.check(["verdict"]):
                     running = time.monotonic()
