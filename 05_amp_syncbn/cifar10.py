@@ -1,13 +1,13 @@
-"""Stage 05 with augmentation on the device: CIFAR-10 to 94 %, on one GPU or on many.
+"""Stage 05 with augmentation on the device, as a training on CIFAR-10 needs it.
 
     python 05_amp_syncbn/cifar10.py --amp bf16 --batch-size 512 --lr 0.1 --epochs 24
     python 05_amp_syncbn/cifar10.py --dataset digits --model net-bn --epochs 2
 
 It is train.py, but the model crops and flips each batch before its first layer, while it trains:
 a picture is padded by 4 pixels and cut at a random place, and half of the pictures are mirrored.
-On a GPU this costs two small kernels; loader processes could not keep up. train.py itself leaves
-it out, so that the stages see the same pictures. Source: He et al., Deep residual learning (2015,
-arXiv 1512.03385), section 4.2.
+train.py itself leaves it out, so that the stages see the same pictures. The first line downloads
+CIFAR-10; no GPU of this project has run it. Source: He et al., Deep residual learning (2015, arXiv
+1512.03385), section 4.2.
 """
 
 import sys
@@ -26,15 +26,16 @@ DEFAULTS = {"--dataset": "cifar10", "--model": "resnet18", "--lr-decay": "cosine
 
 def crop_and_flip(images: Tensor) -> Tensor:
     """A random part of each padded image, half of them mirrored: (B, C, H, W) -> (B, C, H, W)."""
-    batch, _, height, width = images.shape
-    top, left = torch.randint(2 * PIXELS + 1, (2, batch, 1), device=images.device)
-    rows = top + torch.arange(height, device=images.device)  # (B, H)
-    columns = left + torch.arange(width, device=images.device)  # (B, W)
-    mirrored = torch.rand(batch, 1, device=images.device) < 0.5
+    (batch, channels, height, width), device = images.shape, images.device
+    top, left = torch.randint(2 * PIXELS + 1, (2, batch, 1), device=device)
+    rows = top + torch.arange(height, device=device)  # (B, H)
+    columns = left + torch.arange(width, device=device)  # (B, W)
+    mirrored = torch.rand(batch, 1, device=device) < 0.5
     columns = torch.where(mirrored, columns.flip(1), columns)
-    sample = torch.arange(batch, device=images.device).view(-1, 1, 1)
-    padded = F.pad(images, (PIXELS,) * 4).permute(0, 2, 3, 1)  # (B, H + 8, W + 8, C)
-    return padded[sample, rows[:, :, None], columns[:, None]].permute(0, 3, 1, 2)
+    sample = torch.arange(batch, device=device).view(-1, 1, 1, 1)
+    channel = torch.arange(channels, device=device).view(-1, 1, 1)
+    padded = F.pad(images, (PIXELS,) * 4)  # (B, C, H + 8, W + 8)
+    return padded[sample, channel, rows[:, None, :, None], columns[:, None, None]]
 
 
 def augment(model: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:

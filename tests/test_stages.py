@@ -208,6 +208,7 @@ def test_cifar10_crops_and_flips_whole_batches_in_training_and_only_there():
     cuts = padded.unfold(2, 8, 1).unfold(3, 8, 1).permute(2, 3, 0, 1, 4, 5).flatten(0, 1)
     cuts = torch.cat([cuts, cuts.flip(-1)])  # (162, B, C, H, W): each place, then mirrored
     [found] = augment(torch.nn.Identity(), (images,))
+    assert found.stride() == images.stride(), "or DDP's gradients get other strides"
     same = (cuts == found).flatten(2).all(2)
     assert same.any(0).all()
     places = same.int().argmax(0).unique()

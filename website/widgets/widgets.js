@@ -90,12 +90,10 @@ globalThis.widgets = { builders: {} };
     },
   };
 
-  // Safe to call again, for a site that exchanges the page without loading it anew.
-  widgets.fill = () => {
-    for (const div of document.querySelectorAll(".widget[data-widget]:not([data-filled])")) {
-      div.dataset.filled = "yes";
+  const fill = () => {
+    for (const div of document.querySelectorAll(".widget")) {
       widgets.builders[div.dataset.widget](div);
     }
   };
-  if (typeof document !== "undefined") document.addEventListener("DOMContentLoaded", widgets.fill);
+  if (typeof document !== "undefined") document.addEventListener("DOMContentLoaded", fill);
 }
