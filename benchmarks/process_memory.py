@@ -6,6 +6,7 @@ are virtual: all on one device. Last: results/02_memory, what memory.py of stage
 """
 
 import gc
+import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -88,6 +89,7 @@ def train_way(way: Variant, plan: Any, samples: int) -> tuple:
     one = Training(way, model, images.device, watched=True)
     # After its first backward DDP lays out its buckets again, and holds both layouts for a moment.
     one.model.eval()(images[:1]).sum().backward()
+    time.sleep(0.05)  # gloo's thread lets go of the old layout, else it frees it later, unseen
     model.zero_grad()
     one.model.train()
     for _ in range(2):  # the first leaves behind what the second finds
@@ -107,9 +109,8 @@ def train_stage(key: str, plan: Any, samples: int, replicas: int) -> tuple:
     if key == "04":
         wrapped = DistributedDataParallel(model, **UNSENT)
     if key[:2] == "05":
-        gpu = device.type == "cuda"
-        synced = nn.SyncBatchNorm.convert_sync_batchnorm(model) if gpu else stage.convert(model)
-        wrapped = DistributedDataParallel(synced, **UNSENT, gradient_as_bucket_view=True)
+        sync = nn.SyncBatchNorm.convert_sync_batchnorm if plan.device == "cuda" else stage.convert
+        wrapped = DistributedDataParallel(sync(model), **UNSENT, gradient_as_bucket_view=True)
         args = Namespace(amp=key[3:] or "off", accumulate=1, clip_norm=0.0)
         more = [[0.02] * 2, optimizer, torch.amp.GradScaler(enabled=False), device, args]
     buckets = watch_buckets(wrapped)
@@ -173,8 +174,7 @@ def saved_bytes(plan: Any, samples: int, bf16: bool) -> int:
     with torch.device(plan.device), torch.autocast(plan.device, torch.bfloat16, enabled=bf16):
         model, _ = plan.build()
         for few in (2, 3):
-            kept: list[Tensor] = []
-            with memory.saving_to(kept):
+            with memory.saving_to(kept := list[Tensor]()):
                 plan.loss(model, few)
             found.append(memory.size(kept, [*model.parameters(), *model.buffers()]))
     return found[0] + (samples - 2) * (found[1] - found[0])

@@ -143,12 +143,12 @@ def error_of(call):
     return f"{caught.type.__name__}: {caught.value}"
 
 
-def open_memory():
-    """The files of the backend that any process of this machine still has open."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/fd/*"):
+def open_memory(process="[0-9]*"):
+    """The files of the backend that a process, or any of this machine, still has open."""
+    found = set()
+    for path in Path("/proc").glob(f"{process}/fd/*"):
         with suppress(OSError):
-            found += [path] if "memfd:shm" in os.readlink(path) else []
+            found |= {path.stat().st_ino} if "memfd:shm" in os.readlink(path) else set()
     return found
 
 
@@ -158,15 +158,17 @@ def fail(rank, how):
     limit = timedelta(seconds=1 if how == "late" else 60)
     if how == "two machines":
         with patch.object(Path, "read_text", lambda _: f"machine-{rank}"):
-            return error_of(lambda: dist.init_process_group("shm"))
+            return error_of(lambda: dist.init_process_group("shm")), set()
     dist.init_process_group("shm", timeout=limit)
-    assert open_memory(), "the control"
+    opened = open_memory("self")
+    assert len(opened) == 1, "the control"
     if rank == 1 and how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1 and how == "late":
         time.sleep(1.5)
-        return ""
-    return error_of(lambda: dist.all_reduce(torch.zeros(3 + rank * (how == "another size"))))
+        return "", opened
+    size = 3 + rank * (how == "another size")
+    return error_of(lambda: dist.all_reduce(torch.zeros(size))), opened
 
 
 @pytest.mark.parametrize(
@@ -179,6 +181,6 @@ def fail(rank, how):
     ],
 )
 def test_what_goes_wrong_ends_in_a_line_that_names_the_rank(how, text):
-    errors = run_ranks(2, fail, how, dying=(1,) if how == "killed" else ())
-    assert errors[0].startswith(text)
-    assert not open_memory(), "it is left in the memory of the machine"
+    error, opened = run_ranks(2, fail, how, dying=(1,) if how == "killed" else ())[0]
+    assert error.startswith(text)
+    assert not opened & open_memory(), "it is left in the memory of the machine"
