@@ -353,7 +353,7 @@ def report(rows: list[Row], results: dict, args: Namespace, seconds: float) -> s
         "",
         "Global batch: the number of processes or copies of the model × the local batch. "
         f"samples/s: from the median step. times {rows[0].key[:2]}: speed, {rows[0].key[:2]} = 1. "
-        "MiB of tensors: what each process or copy holds when the loss of a step is known, without "
+        "MiB of tensors: what each process or copy holds at the end of forward, without "
         "PyTorch itself.",
         "",
         "![loss curves, speed and memory](tour.png)",

@@ -30,7 +30,7 @@ def to_main_device(module: nn.Module, devices: Devices) -> nn.Module:
 
 
 def replicate(module: nn.Module, devices: Devices) -> list[nn.Module]:
-    """Step 2: a replica for each device. Replica 0 is the module itself, as on torch's main device.
+    """Step 3: a replica for each device. Replica 0 is the module itself, as on torch's main device.
 
     Autograd records a copy like any other operation. In backward, the gradients of all copies are
     summed into the one parameter. What a forward changes in a copy is lost with the copy.
@@ -44,7 +44,7 @@ def replicate(module: nn.Module, devices: Devices) -> list[nn.Module]:
 
 
 def scatter(devices: Devices, *args: Any, **kwargs: Any) -> list[Call]:
-    """Step 3: cut every tensor along its first dimension: 30 over 3 gives 3 × 10.
+    """Step 2: cut every tensor along its first dimension: 30 over 3 gives 3 × 10.
 
     Fewer samples than devices give fewer parts. Anything but a tensor goes to every replica.
     """
@@ -108,8 +108,8 @@ def train_step(
 ) -> Tensor:
     """The seven steps in order. batch: inputs and targets. Returns the loss."""
     to_main_device(module, devices)
-    replicas = replicate(module, devices)
     parts = scatter(devices, batch[0])
+    replicas = replicate(module, devices[: len(parts)])
     outputs = gather(apply(replicas, parts, devices), devices)
     loss = loss_on_main_device(criterion, outputs, batch[1])
     backward_and_update(loss, optimizer)

@@ -22,7 +22,7 @@ from from_scratch import DataParallel
 
 
 def pick_devices(device: torch.device, replicas: int) -> list[torch.device]:
-    """All GPUs. With fewer than two: one device for all replicas, which are then virtual."""
+    """All GPUs. With fewer than two: the one device for each replica; they share it."""
     if device.type == "cuda" and torch.cuda.device_count() > 1:
         return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     return [device] * replicas
@@ -73,8 +73,8 @@ def main() -> None:
     model = build_model(args.model, train_set, local_batch).to(device)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     saved = load_checkpoint(args, model, optimizer)
-    wrap = nn.DataParallel if several_gpus else DataParallel  # torch's own needs several GPUs
-    parallel = wrap(model, devices)
+    # torch's own class needs several GPUs. Ours computes the same, on one device too.
+    parallel = nn.DataParallel(model, devices) if several_gpus else DataParallel(model, devices)
     recorder = Recorder(args, optimizer, saved, local_batch)
     if args.evaluate:
         return recorder.end_evaluation(*evaluate(parallel, test_set, args.batch_size, device))

@@ -101,8 +101,8 @@ def main() -> None:
     if args.evaluate:
         return recorder.end_evaluation(*evaluate(model, test_set, local_batch, device))
 
-    ddp = DistributedDataParallel(model)  # sends rank 0's weights to all ranks
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # or it repeats some
+    ddp = DistributedDataParallel(model)  # rank 0's weights now, mean gradients in each backward
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # else: repeats samples
     loader = make_loader(train_set, local_batch, sampler, args.workers)
     for epoch in range(saved["epoch"], args.epochs):
         if recorder.step >= args.max_steps:

@@ -1,4 +1,4 @@
-"""Stage 05: mixed precision, and BatchNorm over the global batch: as exact as one process.
+"""Stage 05: mixed precision, and BatchNorm over the global batch, as in one process.
 
 torchrun --standalone --nproc-per-node=2 05_amp_syncbn/train.py --model net-bn --amp bf16
 """
@@ -75,7 +75,7 @@ def train_epoch(
     model.train()
     losses = []
     for (images, labels), lr in zip(loader, rates, strict=False):
-        optimizer.param_groups[0]["lr"] = lr
+        optimizer.param_groups[0]["lr"] = lr  # all parameters are in one group
         images = images.to(device, non_blocking=True)  # (B, C, H, W)
         labels = labels.to(device, non_blocking=True)  # (B,)
         optimizer.zero_grad()
@@ -90,7 +90,7 @@ def train_epoch(
         if args.clip_norm:
             scaler.unscale_(optimizer)  # the limit is meant for the gradients, not for scaled ones
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_norm)
-        scaler.step(optimizer)  # skips the step if a gradient is inf or nan
+        scaler.step(optimizer)  # with fp16: skips the step if a gradient is inf or nan
         scaler.update()
         losses.append(sum(parts))  # .item() would make the CPU wait for the GPU at each step
     mean = torch.stack(losses) / dist.get_world_size()
@@ -143,7 +143,7 @@ def main() -> None:
     if args.evaluate:
         return recorder.end_evaluation(*evaluate(model, test_set, local_batch, device))
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # no copy of the gradients
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # or it repeats some
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # else: repeats samples
     loader = make_loader(train_set, local_batch, sampler, args.workers)
     for epoch in range(saved["epoch"], args.epochs):
         if recorder.step >= args.max_steps:

@@ -97,7 +97,7 @@ def train_epoch(
     model.train()
     losses = []
     for (images, labels), lr in zip(loader, rates, strict=False):
-        optimizer.param_groups[0]["lr"] = lr
+        optimizer.param_groups[0]["lr"] = lr  # all parameters are in one group
         images = images.to(device, non_blocking=True)  # (B, C, H, W)
         labels = labels.to(device, non_blocking=True)  # (B,)
         optimizer.zero_grad()
@@ -112,7 +112,7 @@ def train_epoch(
         if args.clip_norm:
             scaler.unscale_(optimizer)  # the limit is meant for the gradients, not for scaled ones
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_norm)
-        scaler.step(optimizer)  # skips the step if a gradient is inf or nan
+        scaler.step(optimizer)  # with fp16: skips the step if a gradient is inf or nan
         scaler.update()
         losses.append(sum(parts))  # .item() would make the CPU wait for the GPU at each step
     return torch.stack(losses)
@@ -176,7 +176,7 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
     ddp.eval()(train_set[0][0][None].to(device)).sum().backward()
     model.zero_grad()
     crops = durable.Resumable(train_set, args.seed)
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # or it repeats some
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # else: repeats samples
     remaining = durable.Remaining(sampler)
     loader = make_loader(crops, local_batch, remaining, args.workers)
     while (epoch := recorder.epoch) < args.epochs and recorder.step < args.max_steps:

@@ -32,15 +32,16 @@ class Row:
 
 
 def rows_of(key: str) -> list[Row]:
-    """The rows of the README's table and of the other pages', then what they show as diffs."""
+    """The rows of the README and of the other pages: of their tables, and what diffs show."""
     folder = FOLDERS[key]
     found = [page for page in READMES if page.parent == folder]
     pages = sorted(found, key=lambda page: (page.name != "README.md", page.name))
-    text = "".join(page.read_text() for page in pages)
-    rows = [Row(key, (file, line), test) for line, file, test in ROW.findall(text)]
-    for fence in fences("diff", pages):
-        if match := BREAK.fullmatch(fence.note):
-            rows.append(Row(key, (match["file"], *sides(fence.text)), match["test"]))
+    rows = []
+    for page in pages:
+        rows += [Row(key, (file, row), test) for row, file, test in ROW.findall(page.read_text())]
+        for fence in fences("diff", [page]):
+            if match := BREAK.fullmatch(fence.note):
+                rows.append(Row(key, (match["file"], *sides(fence.text)), match["test"]))
     return rows
 
 
