@@ -74,7 +74,7 @@ OVER_SHM = (  # why it is faster than the row before, why slower
     "ranks that wait for each other use the cores that compute.",
 )
 IN_BF16 = (
-    "its numbers have half the size.",
+    "16-bit numbers have half the size, and some processors multiply them faster.",
     "the conversions to bf16 cost more than they save on this machine.",
 )
 ROWS = (
@@ -91,7 +91,7 @@ ROWS = (
         "02 DataParallel",
         ("02_data_parallel/train.py", "--replicas", "RANKS"),
         "a thread for each replica does more than the parts of one operation.",
-        "it copies the model at every step, and its threads wait for one Python interpreter.",
+        "it copies the model at every step, and its threads share one interpreter.",
     ),
     Row(
         "03",
@@ -117,7 +117,7 @@ ROWS = (
         "05",
         "05 DDP, SyncBN",
         (*TORCHRUN, "05_amp_syncbn/train.py"),
-        "its gradients live in the buckets, and are not copied.",
+        "its gradients live in the buckets, and are not copied back.",
         "each BatchNorm layer waits for the other ranks, in forward and in backward.",
     ),
     Row(

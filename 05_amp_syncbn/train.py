@@ -43,7 +43,7 @@ def parse_args() -> Namespace:
 
 
 def read_launcher() -> list[int]:
-    """Rank, local rank, world size, local world size: from torchrun, else srun, else alone."""
+    """RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE: set by torchrun, else srun, else alone."""
     for names in (TORCHRUN, SRUN):
         if os.environ.get(names[2], "1") != "1":
             if missing := {*names, "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys():
@@ -83,7 +83,7 @@ def train_epoch(
         for x, y in zip(images.chunk(args.accumulate), labels.chunk(args.accumulate), strict=True):
             last = len(parts) == args.accumulate - 1
             sync = nullcontext() if last else model.no_sync()  # DDP decides in forward
-            with sync, torch.autocast(device.type, DTYPES[args.amp], enabled=args.amp != "off"):
+            with torch.autocast(device.type, DTYPES[args.amp], enabled=args.amp != "off"), sync:
                 loss = F.cross_entropy(model(x), y) / args.accumulate
             scaler.scale(loss).backward()  # adds to .grad; the last one averages over the ranks
             parts.append(loss.detach())
@@ -142,7 +142,7 @@ def main() -> None:
     init_distributed(device, rank, world_size, local_ranks)  # every rank must reach this line
     if args.evaluate:
         return recorder.end_evaluation(*evaluate(model, test_set, local_batch, device))
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # no copy of the gradients
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # no second copy is kept
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # else: repeats samples
     loader = make_loader(train_set, local_batch, sampler, args.workers)
     for epoch in range(saved["epoch"], args.epochs):

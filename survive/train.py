@@ -105,7 +105,7 @@ def train_epoch(
         for x, y in zip(images.chunk(args.accumulate), labels.chunk(args.accumulate), strict=True):
             last = len(parts) == args.accumulate - 1
             sync = nullcontext() if last else model.no_sync()  # DDP decides in forward
-            with sync, torch.autocast(device.type, DTYPES[args.amp], enabled=args.amp != "off"):
+            with torch.autocast(device.type, DTYPES[args.amp], enabled=args.amp != "off"), sync:
                 loss = F.cross_entropy(model(x), y) / args.accumulate
             scaler.scale(loss).backward()  # adds to .grad; the last one averages over the ranks
             parts.append(loss.detach())
@@ -171,7 +171,7 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
     if rank == 0:
         durable.set_aside(path, saved.get("path"))
     watchdog.step = lambda: recorder.step
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # no copy of the gradients
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # no second copy is kept
     # DDP orders its buckets after the first backward. One here, and a resumed run rounds alike.
     ddp.eval()(train_set[0][0][None].to(device)).sum().backward()
     model.zero_grad()

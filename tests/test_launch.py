@@ -6,6 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from support import ROOT, Run, command, free_port, load_stage, train_once
 from test_bad_input import SCRIPTS, SHORT
 
@@ -36,6 +37,15 @@ def test_whoever_starts_the_ranks_their_losses_are_the_same(key, ranks, processe
     assert "epoch" not in "".join(output for _, output in answers[1:]), "only rank 0 prints"
     same = train_once(key, ranks, *SHORT, dtype=torch.float32)
     assert torch.equal(Run(tmp_path, [], "").losses, same.losses)
+
+
+@pytest.mark.parametrize(("code", "said"), [(2, 2), (-9, "process 1 terminated with SIGKILL")])
+def test_03_ends_with_the_status_of_its_rank_or_says_which_signal_killed_it(code, said):
+    error = mp.ProcessExitedException("process 1 terminated with SIGKILL", 1, 7, code)
+    spawn = patch.object(mp, "spawn", side_effect=error)
+    with spawn, patch("sys.argv", ["train.py"]), pytest.raises(SystemExit) as end:
+        load_stage("03").main()
+    assert end.value.code == said
 
 
 def test_torchrun_comes_before_srun_which_needs_an_address():
