@@ -132,7 +132,7 @@ def main() -> None:
         copies.put(where)
 
     with TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
-        for place in (Path(folder, "0", "repo"), Path(folder, "1", "repo")):
+        for place in (Path(folder, "0", ROOT.name), Path(folder, "1", ROOT.name)):
             copytree(ROOT, place, ignore=ignore_patterns(".*", "runs", "*MNIST", "cifar*"))
             (place.parent / "shared").symlink_to(ROOT.parent / "shared")
             copies.put(place)
