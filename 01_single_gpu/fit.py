@@ -22,9 +22,9 @@ from ledger import MIB
 from peak import OPTIMIZERS, Plan, parts_of, rehearse, run, train
 
 GPUS, MOST = (1, 2, 4, 8), 2**16  # numbers of GPUs; the largest batch that is tried
-SHARD = """Data parallelism cannot help: each GPU holds all parameters, all gradients, the whole
-optimizer state, and activations. Shard the model: torch.distributed.fsdp.fully_shard."""
-
+SHARD = """Plain data parallelism cannot help: each GPU holds all parameters, gradients, optimizer
+state, and the activations of a sample. Shard the first three: torch.distributed.fsdp.fully_shard.
+If the activations are too large, recompute them: torch.utils.checkpoint."""
 NO_ROOM = re.compile("out of memory|unable to find an engine|CUBLAS_STATUS_ALLOC_FAILED")
 Fits = Callable[[int, int, int], bool]  # takes a micro-batch, their number, more bytes
 

@@ -30,7 +30,7 @@ def to_main_device(module: nn.Module, devices: Devices) -> nn.Module:
 
 
 def replicate(module: nn.Module, devices: Devices) -> list[nn.Module]:
-    """Step 3: a replica for each device. Replica 0 is the module itself, as on torch's main device.
+    """Step 3: a replica for each device. Replica 0 is the module; torch's only shares its tensors.
 
     Autograd records a copy like any other operation. In backward, the gradients of all copies are
     summed into the one parameter. What a forward changes in a copy is lost with the copy.

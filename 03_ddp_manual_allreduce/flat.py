@@ -138,7 +138,7 @@ def messages() -> list[list[int]]:
 def main() -> None:
     one_by_one, flat = start(2, messages)[0]
     print("bytes that each all-reduce adds up, in one step of `net`:\n")
-    print(f"per parameter  {' '.join(map(str, one_by_one))}  (first: which rank has which one)")
+    print(f"per parameter  {' '.join(map(str, one_by_one))}  (first: which gradients any rank has)")
     print(f"flat           {' '.join(map(str, flat))}")
 
 

@@ -92,7 +92,7 @@ def ring_all_reduce(tensor: Tensor, ahead: int = 1) -> int:
 
 
 def all_reduce(tensor: Tensor) -> int:
-    """ring_all_reduce, after a check that all ranks have equal tensors. It costs one message.
+    """ring_all_reduce, after a check that all ranks have equal tensors (two small all-gathers).
 
     Raises UsageError on every rank if shapes or dtypes differ, or one is not contiguous.
     """

@@ -185,7 +185,7 @@ def test_c41_if_a_batch_of_1_does_not_fit_data_parallelism_cannot_help(capsys):
         flags = (f"--memory-limit={limit / MIB:.3f}MiB", "--optimizer=adam", "--batch-size=8")
         _, text = answer(capsys, *flags)
         assert f"largest batch at once: {samples}\n" in text
-        assert ("Data parallelism cannot help" in text) == (samples == 0)
+        assert ("Plain data parallelism cannot help" in text) == (samples == 0)
 
 
 @on_ranks(2)
