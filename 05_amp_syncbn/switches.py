@@ -55,7 +55,7 @@ def channels_last(model_or_images: Any) -> Any:
 
 
 def compiled(model: nn.Module, dynamic: bool | None = None) -> nn.Module:
-    """Fuse operations into kernels. The first step of each shape takes seconds or minutes.
+    """Fuse operations into kernels. The first step takes seconds or minutes.
 
     In place, so that no name in a checkpoint begins with `_orig_mod.` Compile the DDP wrapper: then
     evaluating the plain model, on batches of other shapes, compiles nothing.
