@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import time
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -164,11 +163,13 @@ def fail(rank, how):
     assert len(opened) == 1, "the control"
     if rank == 1 and how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    store, size = dist.distributed_c10d._get_default_store(), 3 + rank * (how == "another size")
     if rank == 1 and how == "late":
-        time.sleep(1.5)
+        store.wait(["error of rank 0"], timedelta(seconds=60))
         return "", opened
-    size = 3 + rank * (how == "another size")
-    return error_of(lambda: dist.all_reduce(torch.zeros(size))), opened
+    error = error_of(lambda: dist.all_reduce(torch.zeros(size)))
+    store.set(f"error of rank {rank}", error)
+    return error, opened
 
 
 @pytest.mark.parametrize(
