@@ -126,7 +126,7 @@ def main() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a free port
     try:  # if one rank fails, spawn ends the others
         mp.spawn(train, args=(args, local_batch, store.port), nprocs=args.world_size)
-    except mp.ProcessExitedException as error:  # after a status, the rank itself has told why
+    except mp.ProcessExitedException as error:  # below 0: a signal killed it, so say which
         raise SystemExit(error.exit_code if error.exit_code > 0 else str(error)) from None
 
 

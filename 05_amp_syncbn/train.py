@@ -43,7 +43,7 @@ def parse_args() -> Namespace:
 
 
 def read_launcher() -> list[int]:
-    """RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE: set by torchrun, else srun, else alone."""
+    """Rank, local rank, world size, local world size: from torchrun, else srun, else alone."""
     for names in (TORCHRUN, SRUN):
         if os.environ.get(names[2], "1") != "1":
             if missing := {*names, "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys():
