@@ -4,14 +4,14 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 SITE := .venv-site
-SPHINX := $(SITE)/bin/python -m sphinx -q -E -W --keep-going -j auto -c website
+SPHINX := $(SITE)/bin/python -m sphinx -q -E -W --keep-going -j auto -c docs/site
 STAGES := $(wildcard 0*_*)
 
 .PHONY: tour test lint break exercise words bench gpu notebooks campaigns faults mutants lessons readme
 .PHONY: site serve clean
 
 tour: $(VENV)/ready  ## run the five stages in order and compare them; FLAGS="--ranks 3" changes it
-	$(RUN) tour.py $(FLAGS)
+	$(RUN) benchmarks/tour.py $(FLAGS)
 
 test: lint  ## everything that is checked
 	$(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(FLAGS)
@@ -19,9 +19,9 @@ test: lint  ## everything that is checked
 lint: $(VENV)/ready
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
-	$(RUN) -m mypy common/*.py shm/*.py tour.py gpu.py
-	MYPYPATH=05_amp_syncbn $(RUN) -m mypy survive/*.py  # it uses two chapters of stage 05
-	MYPYPATH=03_ddp_manual_allreduce $(RUN) -m mypy exercises/*.py  # they start ranks as stage 03 does
+	$(RUN) -m mypy common/*.py
+	MYPYPATH=05_amp_syncbn $(RUN) -m mypy beyond/survive/*.py  # it uses two chapters of stage 05
+	MYPYPATH=03_ddp_manual_allreduce $(RUN) -m mypy tests/check_exercise.py  # it starts ranks as stage 03 does
 	for folder in $(STAGES) benchmarks; do $(RUN) -m mypy $$folder/*.py || exit 1; done
 	$(VENV)/bin/shellcheck .ci/run $(wildcard 0*/launch/*.sh 0*/launch/*.sbatch)
 
@@ -29,16 +29,16 @@ break: $(VENV)/ready  ## try a row of a "Break it" table: STAGE=04 ROW=2; withou
 	@$(RUN) tests/break_it.py $(STAGE) $(ROW)
 
 exercise: $(VENV)/ready  ## judge your answer to an exercise: STAGE=04
-	@$(RUN) exercises/check.py $(STAGE)
+	@$(RUN) tests/check_exercise.py $(STAGE)
 
 words: $(VENV)/ready  ## how long and how plain each page is, and what is wrong with it
 	$(RUN) tests/pages.py
 
-bench: $(VENV)/ready  ## measure all on this machine in ten minutes: results/HARDWARE.json
+bench: $(VENV)/ready  ## measure all on this machine in ten minutes: benchmarks/results/HARDWARE.json
 	$(RUN) benchmarks/bench.py $(FLAGS)
 
 gpu: $(VENV)/ready  ## on a GPU: run and measure all that needs one, in half an hour; a second call continues
-	$(RUN) gpu.py $(FLAGS)
+	$(RUN) benchmarks/gpu.py $(FLAGS)
 
 notebooks: $(VENV)/ready  ## execute the notebooks in place: three minutes
 	$(RUN) notebooks/execute.py $(FLAGS)
@@ -48,7 +48,7 @@ campaigns: $(VENV)/ready  ## measure again, for an hour, what the pages show; th
 	  gradients precision switches sync_batchnorm survive links; do \
 	  $(RUN) benchmarks/bench.py $$section || exit 1; done  # links: as root, for namespaces
 
-faults: $(VENV)/ready  ## inject 306 faults into real runs, 12 minutes or more: results/faults.json
+faults: $(VENV)/ready  ## inject 306 faults into real runs, 12 minutes or more: benchmarks/results/faults.json
 	$(RUN) tests/faults.py --faults 306
 
 mutants: $(VENV)/ready  ## change 120 lines of what is taught, one at a time: does a test see it?
@@ -56,13 +56,13 @@ mutants: $(VENV)/ready  ## change 120 lines of what is taught, one at a time: do
 	$(RUN) tests/mutants.py runs/times.xml $(FLAGS)
 
 lessons: $(VENV)/ready  ## write every lesson.diff, its parts in the pages, and the Chinese pages
-	$(RUN) website/lessons.py
-	$(RUN) website/translations.py
+	$(RUN) docs/site/lessons.py
+	$(RUN) docs/site/translations.py
 
 readme: $(VENV)/ready  ## run the tour and every command whose output a page shows, and put it there
-	$(RUN) website/lessons.py
-	$(RUN) website/refresh.py
-	$(RUN) website/translations.py
+	$(RUN) docs/site/lessons.py
+	$(RUN) docs/site/refresh.py
+	$(RUN) docs/site/translations.py
 
 site: _site/ready  ## all pages as a site, in English and in Chinese: _site/index.html
 
@@ -79,7 +79,7 @@ $(VENV)/ready: requirements.txt pyproject.toml
 	touch $@
 
 _site/ready: $(SITE)/ready $(foreach kind,md py diff sh sbatch yaml ipynb png json, \
-  $(wildcard *.$(kind) */*.$(kind) */*/*.$(kind))) $(wildcard website/*.* website/*/*.*)
+  $(wildcard *.$(kind) */*.$(kind) */*/*.$(kind))) $(wildcard docs/site/*.* docs/site/*/*.*)
 	rm -rf _site
 	$(SPHINX) -d $(SITE)/en . _site
 	$(SPHINX) -d $(SITE)/zh -t zh . _site/zh

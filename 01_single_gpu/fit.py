@@ -17,7 +17,6 @@ import torch
 from tabulate import tabulate
 
 from common.options import MODELS, Parser, UsageError, number, usage_errors_exit
-
 from ledger import MIB
 from peak import OPTIMIZERS, Plan, parts_of, rehearse, run, train
 

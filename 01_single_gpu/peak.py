@@ -27,7 +27,6 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from common.data import Images
 from common.models import build_model
 from common.options import Parser
-
 from ledger import MIB, Ledger, measure
 
 OPTIMIZERS: dict[str, Callable] = {

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.parallel.parallel_apply import parallel_apply
 
 from common.options import Parser
-
 from from_scratch import DataParallel
 
 CPU = torch.device("cpu")

@@ -19,7 +19,6 @@ from torch.optim import SGD, Adam
 
 from common.models import Net
 from common.options import Parser
-
 from from_scratch import apply, gather, replicate, scatter
 
 BATCH, WORDS, LENGTH, REPLICAS = 120, 8192, 16, 4  # samples; vocabulary; words of a sample

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from common.options import Parser, number, usage_errors_exit
-
 from from_scratch import DataParallel
 
 Shape = tuple[int, ...]

@@ -17,7 +17,6 @@ from common.data import ImageSet, load_dataset, make_loader
 from common.models import build_model
 from common.options import cut_batch, make_parser, number, usage_errors_exit
 from common.record import Recorder, peak_memory_bytes
-
 from from_scratch import DataParallel
 
 

@@ -25,7 +25,6 @@ from torch.optim import SGD
 import shm  # noqa: F401, it registers the backend "shm"
 from common.models import Net
 from common.options import Parser, UsageError, usage_errors_exit
-
 from ranks import start
 
 RANKS, STEPS = 2, 4

@@ -17,7 +17,6 @@ from tabulate import tabulate
 from torch import Tensor
 
 from common.options import Parser, number, usage_errors_exit
-
 from ranks import device_of, start
 
 

@@ -22,7 +22,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from common.options import Parser, UsageError
-
 from ranks import end_with_parent, prepare_forkserver
 
 LINE = 64  # bytes of a cache line: ranks that write to the same one slow each other down

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
+from buckets import Bucket, by_dtype, length
 from common.models import Net
 from common.options import Parser, UsageError
-
-from buckets import Bucket, by_dtype, length
 from deaths import SharedFile
 from ranks import require_equal, start
 

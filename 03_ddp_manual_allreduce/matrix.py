@@ -15,9 +15,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from tabulate import tabulate
 
-from common.options import Parser, usage_errors_exit
-
 from collectives import LESSONS, before_and_after
+from common.options import Parser, usage_errors_exit
 from ranks import start
 
 Row = tuple[list[int], list[int], float, float]  # numbers before, after; came at, left at

@@ -14,9 +14,8 @@ from tabulate import tabulate
 from torch import nn
 from torch.nn import Parameter
 
-from common.options import Parser
-
 from buckets import by_size
+from common.options import Parser
 from flat import Flat
 from ranks import start
 

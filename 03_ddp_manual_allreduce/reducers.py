@@ -29,7 +29,6 @@ from torch.utils.data import RandomSampler
 from common.data import load_dataset, make_loader
 from common.models import Net, build_model
 from common.options import Parser, UsageError, cut_batch, make_parser, number, usage_errors_exit
-
 from flat import Flat, PerParameter, Reducer
 from overlap import Bucketed
 from partition import DataPartitioner

@@ -19,7 +19,6 @@ from tabulate import tabulate
 from torch import Tensor
 
 from common.options import Parser, UsageError, number, usage_errors_exit
-
 from ranks import require_equal, start
 
 PIECE = 2**22  # bytes of a message: while one is added up, the next one is sent

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from common.options import Parser, UsageError
-
 from buckets import Bucket, length
+from common.options import Parser, UsageError
 from deaths import ENDED, LINE, SharedFile
 from flat import Flat
 from overlap import Bucketed

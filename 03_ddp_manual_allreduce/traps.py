@@ -18,9 +18,8 @@ import torch.multiprocessing as mp
 from tabulate import tabulate
 from torch import Tensor
 
-from common.options import Parser, number, usage_errors_exit
-
 from collectives import all_reduce, broadcast
+from common.options import Parser, number, usage_errors_exit
 from ranks import end_with_parent, prepare_forkserver
 
 

@@ -9,9 +9,8 @@ from statistics import NormalDist
 
 from tabulate import tabulate
 
-from common.options import Parser
-
 from alpha_beta import Job, Link, step, two_levels
+from common.options import Parser
 
 GBIT, GOOD = 1e9 / 8, 0.9  # bytes per second; an efficiency that needs no advice
 # alpha: what NCCL itself assumes for a ring (src/graph/tuning.cc, hwLat, Simple: NVLink 3.4,

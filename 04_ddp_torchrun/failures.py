@@ -3,7 +3,7 @@
     python 04_ddp_torchrun/failures.py               lists the failures
     python 04_ddp_torchrun/failures.py rank-branch
 
-With TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL before it, torch reports more: TROUBLESHOOTING.md.
+With TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL before it, torch reports more: docs/troubleshooting.md.
 """
 
 import os

@@ -15,10 +15,9 @@ from textwrap import fill as wrap
 
 from tabulate import tabulate
 
-from common.options import Parser, UsageError, number, usage_errors_exit
-
 from alpha_beta import Job, Link
 from cluster import GBIT, GOOD, LINKS, Forecast, counts_to
+from common.options import Parser, UsageError, number, usage_errors_exit
 from ready import fill, named
 
 PIECES = 100  # an unknown model has this many equal gradients, ready one after the other

@@ -11,10 +11,9 @@ from textwrap import fill as wrap
 
 from tabulate import tabulate
 
-from common.options import Parser
-
 from alpha_beta import Job
 from cluster import LINKS, Forecast
+from common.options import Parser
 from ready import fill, named
 
 SPREAD = 0.03  # assumed, for the last column; the sources give none

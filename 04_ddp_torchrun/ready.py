@@ -10,10 +10,9 @@ import torchvision
 from tabulate import tabulate
 from torch import nn
 
+from alpha_beta import Bucket
 from common.models import Net
 from common.options import Parser, UsageError
-
-from alpha_beta import Bucket
 
 FIRST, OTHERS = 2**20, 25 * 2**20  # bytes: DDP closes a bucket once it holds so many
 

@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.data import ImageSet
-
 import train
+from common.data import ImageSet
 
 PIXELS = 4  # of padding on each side
 DEFAULTS = {"--dataset": "cifar10", "--model": "resnet18", "--lr-decay": "cosine"}

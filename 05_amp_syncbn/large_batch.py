@@ -24,7 +24,6 @@ from torch.optim import SGD
 
 from common.data import load_dataset
 from common.options import Parser
-
 from schedule import learning_rates
 
 BASE, GROWTH = 30, 8

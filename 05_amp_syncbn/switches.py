@@ -28,7 +28,6 @@ from torch.optim import SGD
 
 from common.models import Net
 from common.options import Parser, UsageError
-
 from machine import refuse_no_compiler
 
 LOCAL_BATCH, ROUNDS, STEPS = 32, 11, 3  # STEPS: in a round, and before the weights are compared

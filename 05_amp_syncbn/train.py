@@ -22,7 +22,6 @@ from common.data import ImageSet, load_dataset, make_loader
 from common.models import build_model
 from common.options import UsageError, cut_batch, make_parser, number, usage_errors_exit
 from common.record import Recorder, peak_memory_bytes
-
 from schedule import add_schedule, learning_rates
 from sync_batchnorm import convert
 

@@ -24,7 +24,6 @@ import torch
 from tabulate import tabulate
 
 from common.options import Parser, UsageError, number, usage_errors_exit
-
 from plots import Draw, draw_picture
 from tables import load, shown
 from timing import RESULTS, ROOT, Effort, Results, provenance, save
@@ -35,7 +34,7 @@ class Section:
     """`measure_SECTION` of a module, and `draw_SECTION` if it has a picture."""
 
     module: str
-    result: str  # its file under results/; without one, nothing is kept
+    result: str  # its file under benchmarks/results/; without one, nothing is kept
     text: str
     bench: bool = False  # part of `make bench`; the others are for the CPU only
 
@@ -97,7 +96,7 @@ def draw(*names: str) -> None:
     for name, how in pictures().items():
         if name in (names or [name]):
             draw_picture(name, how)
-            print(f"wrote results/{name}.png")
+            print(f"wrote benchmarks/results/{name}.png")
 
 
 def run_section(name: str, args: argparse.Namespace) -> None:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.record import Recorder
-
 from plots import BLUE, GRAY, Figure, ratio_bars
 from stages import over
 from step import build, ddp, make_step, sgd, start, train_step

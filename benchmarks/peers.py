@@ -26,7 +26,6 @@ from torchvision.datasets import MNIST
 
 from common.data import load_dataset, make_loader
 from common.options import UsageError
-
 from plots import BLUE, ORANGE, Figure, bars
 from recipe import PACKAGES, TRANSFORM
 from step import build, make_step

@@ -31,7 +31,6 @@ from torch.utils.data import DistributedSampler
 from common.data import load_dataset, make_loader
 from common.models import Net, build_model
 from common.options import UsageError
-
 from plots import BLUE, GRAY, GREEN, ORANGE, PINK, RED, SKY, Figure, ratio_bars, speed_bars
 from step import start
 from timing import ROOT, SAME, Effort, Results, chapter, interleave, largest_of_ranks, summarize

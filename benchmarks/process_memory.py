@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.record import peak_memory_bytes
-
 from plots import BLACK, BLUE, GRAY, GREEN, ORANGE, PINK, RED, SKY, YELLOW, Axes, Figure, patches
 from precision import VIEW, Batch, Training, Variant, held_bytes, watch_buckets
 from step import start

@@ -28,7 +28,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from common.options import UsageError
-
 from plots import BLACK, BLUE, GRAY, GREEN, ORANGE, PINK, RED, SKY, Figure, ends
 from step import build, ddp, make_step, sgd, start
 from tables import predictions

@@ -26,7 +26,6 @@ from torch.optim import SGD
 import shm  # noqa: F401
 from common.options import cut_batch
 from common.record import Recorder
-
 from plots import COLORS, HATCHES, Axes, speed_bars
 from timing import ROOT, SAME, Effort, Results, chapter, interleave, summarize
 

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from common.models import Net
-
 from timing import chapter
 
 start = chapter("03", "ranks").start  # ranks for a function: start(ranks, function, *arguments)

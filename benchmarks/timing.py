@@ -29,7 +29,7 @@ import torchvision
 from common.record import hardware
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 SAME = "A/A"  # the first variant once more
 
 Results = dict[str, Any]
@@ -114,7 +114,7 @@ def compare(variants: Steps, rounds: int, steps: int = 1) -> Results:
 
 
 def provenance(device: str = "cpu", **settings: Any) -> Results:
-    """Where, when and how something was measured. Every file under results/ holds it."""
+    """Where, when and how something was measured. Every file under benchmarks/results/ holds it."""
     git = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return {

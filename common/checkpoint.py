@@ -36,7 +36,9 @@ def load_checkpoint(args: Namespace, model: Module, optimizer: Optimizer) -> dic
             if state["summary"][flag] != getattr(args, flag):
                 raise UsageError(f"{path} was saved with --{flag} {state['summary'][flag]}")
         if state["epoch_step"] and not args.evaluate:
-            raise UsageError(f"{path} was saved inside an epoch: resume it with survive/train.py")
+            raise UsageError(
+                f"{path} was saved inside an epoch: resume it with beyond/survive/train.py"
+            )
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
     except pickle.UnpicklingError as error:

@@ -3,6 +3,7 @@
 import fcntl
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -18,7 +19,7 @@ from common.options import UsageError
 class Digits(MNIST):
     """The 8×8 digits of this repository, in MNIST's file format. There is nothing to download."""
 
-    raw_folder = property(lambda self: f"{self.root}/digits")
+    raw_folder = str(Path(__file__).with_name("digits"))
     mirrors = ()
 
 
@@ -78,6 +79,7 @@ def read_arrays(args: Namespace, train: bool) -> Images:
     try:
         source = SOURCES[args.dataset](args.data_dir, train=train)
     except RuntimeError:
+        args.data_dir.mkdir(parents=True, exist_ok=True)
         with (args.data_dir / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # one process downloads, and the others wait here
             source = SOURCES[args.dataset](args.data_dir, train=train, download=True)

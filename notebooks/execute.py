@@ -72,7 +72,7 @@ def errors_of(cell: NotebookNode) -> str:
 
 def made_of() -> list[Path]:
     """The results that are committed, and the programs that draw them."""
-    found = (ROOT / "results").glob("*.json")
+    found = (ROOT / "benchmarks" / "results").glob("*.json")
     results = [path for path in found if "-" not in path.name or path.name in MACHINES]
     return sorted([*results, *(ROOT / "benchmarks").glob("*.py")])
 

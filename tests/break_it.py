@@ -52,7 +52,7 @@ def file_of(test: str) -> str:
 
 def try_row(row: Row) -> bool:
     """Whether the test fails with the change. Prints both, and the error."""
-    folder, file = FOLDERS[row.key].name, row.change[0]
+    folder, file = FOLDERS[row.key].relative_to(ROOT), row.change[0]
     test = f"tests/{file_of(row.test)}::{row.test}"
     print(f"{folder}/{row.what}\n{test}", flush=True)
     with TemporaryDirectory() as name:

@@ -1,4 +1,4 @@
-"""Injects faults into real runs of survive/train.py: make faults, behind results/faults.json.
+"""Injects faults into real runs of beyond/survive/train.py: make faults, results/faults.json.
 
 Each trial trains with one fault, looks at what is left (no process, no torn checkpoint), resumes
 with --resume auto, and compares the last checkpoint, to the bit, with that of a run without faults.
@@ -23,11 +23,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from support import ROOT, Run, _command, _with_env, chapter, context, free_port, train_once
 
 from common.options import Parser, number
-
-sys.path.append(str(ROOT / "benchmarks"))
+from support import ROOT, Run, _command, _with_env, chapter, context, free_port, train_once
 from timing import provenance, save
 
 durable = chapter("survive", "durable")
@@ -161,7 +159,7 @@ def _rank(rank: int, fault: Fault, flags: tuple, env: dict, folder: Path) -> Non
     (folder / f"pid.{os.getpid()}").touch()
     _inject(fault, rank, folder)
     env |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    script = str(ROOT / "survive" / "train.py")
+    script = str(ROOT / "beyond" / "survive" / "train.py")
     _with_env(env, _command, (rank, script, flags, str(ROOT), str(folder / "out"), False))
 
 
@@ -305,7 +303,10 @@ def main() -> None:
         print(f"{len(outcomes)}/{count}  {last.fault.kind}  {verdict}", flush=True)
     settings = {"steps": STEPS, "checkpoint_every_steps": EVERY, "timeout_seconds": TIMEOUT_SECONDS}
     where = provenance(faults=count, seed=1, jobs=2, **settings)
-    save(ROOT / "results" / "faults.json", {"provenance": where, "kinds": summarize(outcomes)})
+    save(
+        ROOT / "benchmarks" / "results" / "faults.json",
+        {"provenance": where, "kinds": summarize(outcomes)},
+    )
     sys.exit(any(value for last in outcomes for value in last.bad().values()))
 
 

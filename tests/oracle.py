@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from itertools import islice
 
 import torch
-from support import ROOT, default_dtype
 
 from common.data import load_dataset
 from common.models import build_model
+from support import ROOT, default_dtype
 
 Step = list[list[int]]  # the groups of samples that a step normalizes together
 

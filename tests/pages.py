@@ -9,18 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import textstat
-from readmes import READMES, ROOT, fences, pages_of
 from tabulate import tabulate
+
+from readmes import READMES, ROOT, fences, pages_of
 
 # The main path, in the order in which it is read. It has the same headings everywhere.
 STAGES = ("01_single_gpu", "02_data_parallel", "03_ddp_manual_allreduce", "04_ddp_torchrun")
-MAIN = (".", *STAGES, "05_amp_syncbn", "survive", "convert")
+MAIN = (".", *STAGES, "05_amp_syncbn", "beyond/survive", "beyond/convert")
 HEADINGS = ["Words", "Run it", "The idea", "What changed", "Check it", "Pitfalls", "Exercise"]
 HEADINGS += ["Next"]
 BEGIN = r"^# (0\d|survive|convert) · .+\n\n\*\*Question: [^*]+\?\*\*(.|\n)*?Reading time: \d+ min"
 WORDS, SENTENCE, EASE = 900, 25, 60  # at most, at most, at least
 LINES = {"diff": 12, "text": 15}  # of a fence, at most
-PROGRAMS = ("0?_*/*.py", "survive/*.py", "convert/*.py")
+PROGRAMS = ("0?_*/*.py", "beyond/survive/*.py", "beyond/convert/*.py")
 UNWANTED = r"\b(?:ladder|rung|zoo|gallery|house|room|door|road|journey|walk)s?\b"
 LINK = r"!?\[([^\]]*)\]\([^)]*\)"
 
@@ -63,13 +64,13 @@ def anchors(page: Path) -> set[str]:
 
 def glossary(root: Path) -> dict[str, str]:
     """The row of each term."""
-    text = (root / "GLOSSARY.md").read_text()
+    text = (root / "docs/glossary.md").read_text()
     return {row[1]: row[0] for row in re.findall(r"^(\| (?:<a .+?</a>)+(.+?) \|.*)$", text, re.M)}
 
 
 def introduced(page: Path) -> dict[str, str]:
     """The terms in a page's Words, each with the anchor that it links."""
-    link = r"\[\*\*(.+?)\*\*\]\((?:\.\./)?GLOSSARY\.md#([\w-]+)\)"
+    link = r"\[\*\*(.+?)\*\*\]\((?:\.\./)*docs/glossary\.md#([\w-]+)\)"
     return dict(re.findall(link, page.read_text()))
 
 
@@ -114,15 +115,15 @@ def faults(page: Path, root: Path = ROOT) -> Iterator[str]:
 
 def faults_together(root: Path = ROOT) -> Iterator[str]:
     """What is wrong between the pages."""
-    terms, listed = glossary(root), (root / "CHAPTERS.md").read_text()
+    terms, listed = glossary(root), (root / "docs/index.md").read_text()
     for page in main_path(root):
         for term, anchor in introduced(page).items():
             if f'<a id="{anchor}"></a>' not in terms.get(term, ""):
                 yield f"{page.parent.name}: the glossary has no {term} with the anchor {anchor}"
     yield from (f"no page for {term} in the glossary" for term in terms if "](" not in terms[term])
     for path in [*pages_of(root), *(path for each in PROGRAMS for path in sorted(root.glob(each)))]:
-        if path.name != "CHAPTERS.md" and f"]({path.relative_to(root)})" not in listed:
-            yield f"CHAPTERS.md does not link {path.relative_to(root)}"
+        if path.name != "docs/index.md" and f"]({path.relative_to(root)})" not in listed:
+            yield f"docs/index.md does not link {path.relative_to(root)}"
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("*.md", "0?_*/**/*.md", "survive/*.md", "convert/*.md", "benchmarks/*.md", "common/*.md")
+PAGES = ("*.md", "0?_*/**/*.md", "beyond/**/*.md", "benchmarks/*.md", "common/*.md", "docs/*.md")
 
 
 def pages_of(root: Path) -> list[Path]:

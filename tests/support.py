@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = {path.name[:2]: path for path in sorted(ROOT.glob("0?_*"))}
-FOLDERS["survive"] = ROOT / "survive"
+FOLDERS["survive"] = ROOT / "beyond" / "survive"
 REAL_DATA = ROOT.parent / "shared" / "data"
 HAS_MNIST = (REAL_DATA / "MNIST" / "raw").is_dir()
 SECONDS = 60  # more than any rank takes; a hang ends here

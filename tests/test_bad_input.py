@@ -9,9 +9,14 @@ import pytest
 import torch
 import torch.distributed.run
 from PIL import Image
+
+from common.data import Digits, load_dataset
+from common.options import UsageError, make_parser
 from support import FOLDERS, ROOT, chapter, command, free_port, launcher, scratch_folder, train_once
 
-SCRIPTS = {key: f"{folder.name}/train.py" for key, folder in FOLDERS.items()} | {"tour": "tour.py"}
+SCRIPTS = {key: f"{folder.relative_to(ROOT)}/train.py" for key, folder in FOLDERS.items()} | {
+    "tour": "benchmarks/tour.py"
+}
 LONE = "BatchNorm in resnet18 gets one value per channel, which has no variance: try a larger --b"
 SHORT = ("--model=net-bn", "--epochs=1", "--batch-size=60")
 GPUS = torch.cuda.device_count()
@@ -44,7 +49,7 @@ CALLS = [  # a stage or a chapter with its flags, on "2 x" ranks, and what the l
     ("01 --lr=1e38", "--lr: got '1e38'"),
     ("01 --seed=4294967296", f"--seed: got '4294967296', {WHOLE}, from 0 to 4294967295"),
     ("01 --epoch=3", "unrecognized arguments: --epoch=3 (--help"),
-    ("01 --data-dir=nowhere", "cannot read --dataset digits in --data-dir nowhere ("),
+    ("01 --dataset=imagefolder --data-dir=nowhere", "cannot read --dataset imagefolder in --data-dir nowhere ("),
     ("01 --dataset=imagefolder", "'data/train'): name the right folder"),
     ("01 --batch-size=1501", "--batch-size 1501 is more than the 1500 training samples: try --bat"),
     ("01 --dataset=synthetic --image-size=15", "--model net needs --image-size 16 or more, got 15"),
@@ -67,8 +72,8 @@ CALLS = [  # a stage or a chapter with its flags, on "2 x" ranks, and what the l
     (f"{COLLECTIVES} --backend=mpi", "--backend mpi is not built into this"),
     ("04_ddp_torchrun/words.py --nodes 33 32", "65 processes on this machine: try 64 at most"),
     ("04_ddp_torchrun/uneven.py", "one rank waits for nobody: start two, with torchrun"),
-    ("exercises/check.py 06", "'06' (choose from '01', '02'"),
-    ("exercises/check.py 01 --file=mine.py", "No such file or directory: "),
+    ("tests/check_exercise.py 06", "'06' (choose from '01', '02'"),
+    ("tests/check_exercise.py 01 --file=mine.py", "No such file or directory: "),
     # Found before the ranks meet: none of them waits for another one.
     ("2 x 04 --batch-size=61", "--batch-size 61 does not divide by 2: try 62"),
     ("2 x 04 --model=resnet18 --batch-size=2", LONE),
@@ -76,7 +81,7 @@ CALLS = [  # a stage or a chapter with its flags, on "2 x" ranks, and what the l
     ("2 x 05 --model=resnet18 --batch-size=2 --no-sync-bn", LONE),
     ("2 x 05 --model=resnet18 --batch-size=4 --accumulate=2 --no-sync-bn", LONE),
     ("2 x survive --batch-size=61", "--batch-size 61 does not divide by 2: try 62"),
-    ("2 x survive --data-dir=nowhere", "--data-dir nowhere"),
+    ("2 x survive --dataset=imagefolder --data-dir=nowhere", "--data-dir nowhere"),
     ("2 x survive --resume=nowhere.pt", "nowhere.pt is missing"),
     ("2 x survive --run-dir=LICENSE", "cannot write to --run-dir"),  # only rank 0 finds that
     ("2 x survive --model=resnet18 --batch-size=2 --no-sync-bn", LONE),
@@ -129,15 +134,18 @@ DAMAGES = {  # what becomes of the file, and what the line says
 
 
 @pytest.mark.parametrize(("damage", "words"), DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_data_set_is_refused(damage, words, tmp_path):
-    shutil.copytree(ROOT / "data" / "digits", tmp_path / "digits")
-    file = tmp_path / "digits" / "train-images-idx3-ubyte"
+def test_a_damaged_data_set_is_refused(damage, words, tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "common" / "digits", tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "train-images-idx3-ubyte"
     content = file.read_bytes()
     file.unlink()
     if damage:
         file.write_bytes(damage(content))
-    said = ended("01", f"--data-dir={tmp_path}")
-    refused(said, f"cannot read --dataset digits in --data-dir {tmp_path}", words)
+    monkeypatch.setattr(Digits, "raw_folder", str(tmp_path))
+    args = make_parser("01_single_gpu", "").parse_args([])
+    with pytest.raises(UsageError, match="cannot read --dataset digits") as error:
+        load_dataset(args)
+    assert words in str(error.value)
 
 
 def test_pictures_of_other_classes_are_refused(tmp_path):
@@ -186,7 +194,11 @@ CHECKPOINTS = [  # what the file holds, the call, and what the line says
     ("other sizes", "01 --resume", "size mismatch for fc2.weight"),
     ("good", "01 --model=net --evaluate", "was saved with --model net-bn"),
     ("good", "01 --dataset=synthetic --resume", "was saved with --dataset digits"),
-    ("inside", "01 --model=net --resume", "saved inside an epoch: resume it with survive/train.py"),
+    (
+        "inside",
+        "01 --model=net --resume",
+        "saved inside an epoch: resume it with beyond/survive/train.py",
+    ),
     ("truncated", "survive --resume", "damaged"),
     ("list, sealed", "survive --evaluate", "cannot load"),
     ("good, sealed", "survive --model=net --resume", "was saved with --model net-bn"),

@@ -11,22 +11,21 @@ from functools import cache, partial
 from pathlib import Path
 
 import pytest
-import support
 import torch
 import torchvision
 from PIL import Image
-from readmes import READMES
-from support import HAS_MNIST, REAL_DATA, ROOT, chapter, command, fresh_module, run_ranks
-from test_bad_input import ended, refused
 
-sys.path.append(str(ROOT / "benchmarks"))
 import bench
 import peers
 import plots
 import recipe
 import scaling
+import support
 import tables
 from process_memory import WAYS, predict
+from readmes import READMES
+from support import HAS_MNIST, REAL_DATA, ROOT, chapter, command, fresh_module, run_ranks
+from test_bad_input import ended, refused
 
 paper, ready = chapter("04", "alpha_beta"), chapter("04", "ready")
 peak = chapter("01", "peak")
@@ -93,16 +92,20 @@ PICTURES = bench.pictures()
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_is_not_older_than_its_results(name):
-    with Image.open(ROOT / "results" / f"{name}.png") as picture:
+    with Image.open(ROOT / "benchmarks" / "results" / f"{name}.png") as picture:
         assert picture.text["made of"] == plots.made_of(name, PICTURES[name]), "run: make readme"
     assert plots.made_of(name, PICTURES[name]) != plots.made_of(name, plots.bars), "the control"
 
 
 def test_every_picture_is_shown_and_every_result_tells_where_it_comes_from():
-    links = re.compile(r"results/(\w+)\.png")
+    links = re.compile(r"benchmarks/results/(\w+)\.png")
     shown = {name for path in READMES for name in links.findall(path.read_text())}
-    assert shown == set(PICTURES) == {path.stem for path in (ROOT / "results").glob("*.png")}
-    for path in (ROOT / "results").glob("*.json"):
+    assert (
+        shown
+        == set(PICTURES)
+        == {path.stem for path in (ROOT / "benchmarks" / "results").glob("*.png")}
+    )
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
         found = json.loads(path.read_text())
         about = found.get("provenance") or found | next(iter(found["rows"].values()))
         assert {"hardware", "torch", "python", "commit", "date"} <= about.keys(), path.name

@@ -3,6 +3,7 @@
 import importlib
 
 import pytest
+
 from break_it import file_of, rows_of
 from support import FOLDERS, changed_source, command
 

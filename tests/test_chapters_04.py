@@ -11,9 +11,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+
 from support import ROOT, chapter, default_dtype
 from test_collectives import in_time, on_ranks, output_of
-from torch import nn
 
 FORECAST = "forecast --parameters=7e7 --step-ms=23 --batch-size=32 --gbit=50 --latency-us=800"
 FORECAST += " --accumulate=2 --wire=0.5 --spread=0.03 --gpus=16 --gpus-per-node=4 --inside=pcie-3"
@@ -105,7 +106,7 @@ def test_troubleshooting_lists_every_entry_and_shows_what_the_failures_print():
     listed = [line.split()[0] for line in output_of("04", "failures").splitlines()]
     with patch.object(chapter("04", "failures"), "run_failure", lambda *_: ["so", "so"]):
         assert "\ncure: only global rank 0 saves\n" in output_of("04", "failures", "two-writers")
-    contents, *entries = (ROOT / "TROUBLESHOOTING.md").read_text().split('\n<a id="')
+    contents, *entries = (ROOT / "docs/troubleshooting.md").read_text().split('\n<a id="')
     anchors = re.findall(r"^- .*\]\(#([\w-]+)\)", contents, re.M)
     assert anchors == [entry.split('"')[0] for entry in entries]
     found = [re.search(r"### `(.+?)`.*/failures\.py ([\w-]+)`", e, re.S) for e in entries]

@@ -1,4 +1,4 @@
-"""Claims C03 to C08, C14 to C16, C25 to C32, C34 and C37 to C40: see CLAIMS.md."""
+"""Claims C03 to C08, C14 to C16, C25 to C32, C34 and C37 to C40: see docs/claims.md."""
 
 import argparse
 import builtins
@@ -18,14 +18,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support import chapter, command, free_port, load_stage, run_ranks
-from test_collectives import of_all_ranks, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from common.options import UsageError, cut_batch
+from support import chapter, command, free_port, load_stage, run_ranks
+from test_collectives import of_all_ranks, on_ranks
 
 
 def test_c03_rank_modulo_gpus_is_the_local_rank_only_if_nodes_are_equal_or_it_is_luck():

@@ -1,7 +1,7 @@
 """The scripts under 04_ddp_torchrun/launch, run: by a real torchrun and a real SLURM, on two nodes.
 
 Both are started here; the nodes are network namespaces of this machine. What a machine cannot do
-is skipped, with the reason. Where jobs are stopped or restarted, they are survive/train.py.
+is skipped, with the reason. Where jobs are stopped or restarted, they are beyond/survive/train.py.
 """
 
 import os
@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.run import config_from_args, parse_args
+
 from support import ROOT, Run, free_port, load_stage, train_once
 from test_stages import same_run
-from torch.distributed.run import config_from_args, parse_args
 
 LAUNCH = ROOT / "04_ddp_torchrun" / "launch"
 TWO_NODES = ("bash", LAUNCH / "two_nodes_here.sh")
@@ -75,13 +76,13 @@ def path_with(folder: Path, **programs: str) -> str:
 
 OF_A_JOB = {"SLURM_JOB_ID": 17, "SLURM_JOB_NODELIST": "node-[7-8]", "SLURM_JOB_NUM_NODES": 2}
 RDZV = "--rdzv-backend c10d --rdzv-endpoint"
-RESUME = "survive/train.py --run-dir runs/slurm-17 --resume auto"
+RESUME = "beyond/survive/train.py --run-dir runs/slurm-17 --resume auto"
 STARTS = {  # the command that a script starts, after threads, address, port and limit of its ranks
     "one_node.sh": "1 - - - --standalone --nproc-per-node 2 04_ddp_torchrun/train.py",
     "two_nodes.sh": "1 node-7 - - --nnodes 2 --node-rank 1 --nproc-per-node 1 "
     "--master-addr node-7 --master-port 29500 04_ddp_torchrun/train.py",
     "elastic.sh": "1 - - - --nnodes 1 --nproc-per-node 2 --max-restarts 3 "
-    f"{RDZV} localhost:0 --rdzv-id survive survive/train.py --resume auto",
+    f"{RDZV} localhost:0 --rdzv-id survive beyond/survive/train.py --resume auto",
     "slurm.sbatch": "1 - - 80 --kill-on-bad-exit=1 torchrun --nnodes 2 --nproc-per-node 2 "
     f"{RDZV} node-7:20017 --rdzv-id 17 {RESUME}",
     "slurm_srun.sbatch": f"1 node-7 20017 - --kill-on-bad-exit=1 python {RESUME}",
@@ -101,8 +102,8 @@ def test_a_script_starts_exactly_this_command(script, tmp_path):
 
 REFUSALS = [
     ("two_nodes.sh", {"NODE_RANK": 0, "MASTER_ADDR": ""}, "NODE_RANK and MASTER_ADDR have no "),
-    ("slurm.sbatch", OF_A_JOB, "no survive/train.py in "),
-    ("slurm_srun.sbatch", OF_A_JOB, "no survive/train.py in "),
+    ("slurm.sbatch", OF_A_JOB, "no beyond/survive/train.py in "),
+    ("slurm_srun.sbatch", OF_A_JOB, "no beyond/survive/train.py in "),
     ("two_nodes_here.sh", {}, "network namespaces need root"),
 ]
 
@@ -207,7 +208,7 @@ def test_torchrun_and_train_accept_the_command_of_the_pytorchjob(monkeypatch):
     config, _, _ = config_from_args(args)
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 2, 2)
     assert (config.rdzv_endpoint, config.rdzv_configs["rank"]) == ("survive-master-0:23456", 1)
-    assert args.training_script == "survive/train.py"
+    assert args.training_script == "beyond/survive/train.py"
     monkeypatch.setattr(sys, "argv", ["train.py", *args.training_script_args])
     assert load_stage("survive").parse_args().resume == "auto"
 

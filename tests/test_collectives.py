@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
 from support import ROOT, Line, chapter, context, forked, load_stage, run_ranks, scratch_folder
 
 GPUS = torch.cuda.device_count()

@@ -10,10 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from PIL import Image
+
 from readmes import ROOT, fences
 from support import FOLDERS, chapter, command, fresh_module, launcher, run_ranks, scratch_folder
 
-CONVERT = ROOT / "convert"
+CONVERT = ROOT / "beyond" / "convert"
 SMALL = ("--image-size=64", "--batch-size=4", "--warmup=1", "--workers=0", "--device=cpu")
 
 
@@ -26,10 +27,10 @@ def scenes(train: int = 8, val: int = 8, empty: float = 0.0) -> Path:
     """Scenes of 64 pixels, a share of them empty, and one not square. "val" has the first ones."""
     folder, module = scratch_folder(), load("scenes.py", ("EMPTY = 0.04", f"EMPTY = {empty}"))
     file = folder / "annotations" / "instances_train.json"
-    module.write_scenes(folder, "train", ROOT / "data" / "digits", val, 64, seed=0)
+    module.write_scenes(folder, "train", ROOT / "common" / "digits", val, 64, seed=0)
     (folder / "train").rename(folder / "val")
     file.rename(file.with_stem("instances_val"))
-    module.write_scenes(folder, "train", ROOT / "data" / "digits", train, 64, seed=0)
+    module.write_scenes(folder, "train", ROOT / "common" / "digits", train, 64, seed=0)
     Image.new("RGB", (90, 48)).save(folder / "train" / "000001.png")
     return folder
 
@@ -47,7 +48,7 @@ def test_the_diffs_lead_from_single_to_ddp_and_are_short():
     steps = load("steps.py")
     texts, diffs = steps.scripts(), [path.read_text() for path in steps.STEPS]
     readme = (CONVERT / "README.md").read_text()
-    assert steps.fresh_diffs(texts) == diffs, "run: python convert/steps.py"
+    assert steps.fresh_diffs(texts) == diffs, "run: python beyond/convert/steps.py"
     assert texts[-1] == (CONVERT / "ddp.py").read_text()
     assert steps.show(readme, diffs) == readme
     assert len(texts[0].splitlines()) <= 220
@@ -149,7 +150,7 @@ def test_the_commands_of_the_readme_lead_to_ddp_py(tmp_path):
     def bash(*lines: str, where: Path = here) -> None:
         subprocess.run(["bash", "-e", "-c", "\n".join(lines)], cwd=where, check=True)
 
-    bash("mkdir root", "cd root", f"ln -s {CONVERT} {ROOT / 'data'} .", first, where=tmp_path)
+    bash("mkdir root", "cd root", f"ln -s {ROOT / 'beyond'} {ROOT / 'common'} .", first, where=tmp_path)
     for line in quick:
         if line.startswith("python "):
             _, script, *flags = line.split()

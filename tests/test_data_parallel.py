@@ -9,8 +9,9 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.nn.functional as F
-from support import ROOT, Line, fresh_module, load_stage, run_main
 from torch import nn
+
+from support import ROOT, Line, fresh_module, load_stage, run_main
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 CPU = torch.device("cpu")
@@ -237,7 +238,11 @@ def test_the_count_is_what_the_real_one_allocates_on_each_gpu():
 
 
 def test_c13_the_main_device_holds_more_unless_the_loss_of_large_outputs_is_inside():
-    text = (ROOT / "results" / "02_memory.json").read_text().replace("optimiser", "optimizer")
+    text = (
+        (ROOT / "benchmarks" / "results" / "02_memory.json")
+        .read_text()
+        .replace("optimiser", "optimizer")
+    )
     counted, share = memory.count_all(), {}
     assert counted == json.loads(text)["bytes"]
     for name, both in counted.items():
@@ -286,7 +291,7 @@ def test_c20_the_model_must_lie_on_the_first_of_device_ids_whichever_it_is():
 
 def test_c23_threads_slow_down_small_operations_and_each_replica_more_makes_a_step_longer():
     """Of the committed run: the interpreter lock costs what a model's Python code holds it for."""
-    measured = json.loads((ROOT / "results" / "02_data_parallel.json").read_text())
+    measured = json.loads((ROOT / "benchmarks" / "results" / "02_data_parallel.json").read_text())
     small, big = (measured["lock"][f"{size} operations"]["forward"] for size in ("small", "big"))
     assert small["two threads"]["ratio_interval"][0] > 1
     assert small["two processes"]["ratio"] < small["two threads"]["ratio_interval"][0]

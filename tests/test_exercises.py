@@ -1,7 +1,8 @@
-"""exercises/check.py says in one line what is wrong with an exercise, or that it is right."""
+"""tests/check_exercise.py says in one line what is wrong with an exercise, or that it is right."""
 
 import pytest
-from support import ROOT, command
+
+from support import FOLDERS, ROOT, command
 
 MEAN = "return sum(x * n for x, n in zip(batch_means, batch_sizes)) / sum(batch_sizes)"
 CHUNKS = """size = -(-samples // replicas)
@@ -25,35 +26,37 @@ GLOBAL = """import torch.distributed as dist
     return loss_sum * dist.get_world_size() / objects.clamp(min=1)"""
 FULL = "a full disk in save 3: got an error, file: nothing that torch.load can read, expected an"
 CASES = [  # the body of the function, or nothing, as it stands; what is said to it
-    ("01 mean_loss", "", "mean_loss([0.5, 0.25, 2.0], [120, 120, 57]): got 0.9166, expected 0.68"),
-    ("01 mean_loss", MEAN, "right"),
-    ("01 mean_loss", "while True: pass", "not done after 1 s, expected an answer"),
-    ("01 mean_loss", "raise SystemExit(3)", "process 0 terminated with exit code 3, expected an"),
-    ("02 split_batch", "", "split_batch(5, 4): got [2, 1, 1, 1], expected [2, 2, 1]"),
-    ("02 split_batch", CHUNKS, "right"),
-    ("02 split_batch", "return 1 / 0", "ZeroDivisionError in line 11: division by zero"),
-    ("03 average_once", "", "the number of all-reduces for 8 gradients: got 8, expected 1"),
-    ("03 average_once", FLAT, "right"),
-    ("03 average_once", "if dist.get_rank(): 1 / 0\n    dist.barrier()", "ZeroDivisionError in"),
-    ("04 local_samples", "", "the global batch of 2 ranks: got [3, 5"),
-    ("04 local_samples", "return order[rank::world_size]", "right"),
-    ("05 accumulate", "", "the gradient: got ["),
-    ("05 accumulate", MEETS_OFTEN, "the number of all-reduces for 3 micro-batches: got 3, exp"),
-    ("05 accumulate", MEETS_ONCE, "right"),
-    ("survive safe_save", "", FULL),
-    ("survive safe_save", RENAMED, "right"),
-    ("convert global_loss", "", "mean gradient of ranks with (31, 12) objects: got "),
-    ("convert global_loss", GLOBAL, "right"),
+    ("01", "", "mean_loss([0.5, 0.25, 2.0], [120, 120, 57]): got 0.9166, expected 0.68"),
+    ("01", MEAN, "right"),
+    ("01", "while True: pass", "not done after 1 s, expected an answer"),
+    ("01", "raise SystemExit(3)", "process 0 terminated with exit code 3, expected an"),
+    ("02", "", "split_batch(5, 4): got [2, 1, 1, 1], expected [2, 2, 1]"),
+    ("02", CHUNKS, "right"),
+    ("02", "return 1 / 0", "ZeroDivisionError in line 11: division by zero"),
+    ("03", "", "the number of all-reduces for 8 gradients: got 8, expected 1"),
+    ("03", FLAT, "right"),
+    ("03", "if dist.get_rank(): 1 / 0\n    dist.barrier()", "ZeroDivisionError in"),
+    ("04", "", "the global batch of 2 ranks: got [3, 5"),
+    ("04", "return order[rank::world_size]", "right"),
+    ("05", "", "the gradient: got ["),
+    ("05", MEETS_OFTEN, "the number of all-reduces for 3 micro-batches: got 3, exp"),
+    ("05", MEETS_ONCE, "right"),
+    ("survive", "", FULL),
+    ("survive", RENAMED, "right"),
+    ("convert", "", "mean gradient of ranks with (31, 12) objects: got "),
+    ("convert", GLOBAL, "right"),
 ]
 
 
-@pytest.mark.parametrize(("exercise", "body", "said"), CASES)
-def test_an_exercise_is_judged_in_one_line_and_in_time(exercise, body, said, tmp_path):
-    (stage, name), flags = exercise.split(), []
+@pytest.mark.parametrize(("stage", "body", "said"), CASES)
+def test_an_exercise_is_judged_in_one_line_and_in_time(stage, body, said, tmp_path):
+    folder, flags = FOLDERS.get(stage, ROOT / "beyond" / stage), []
     if body:
-        given = (ROOT / "exercises" / f"{name}.py").read_text().rpartition('"""\n')[0]
-        (tmp_path / name).write_text(f'{given}"""\n    {body}\n')
-        flags = [f"--file={tmp_path / name}", f"--seconds={1 if 'while' in body else 60}"]
-    [(status, output)] = command("exercises/check.py", stage, *flags)
-    assert output.startswith(f"{name}.py: {'' if said == 'right' else 'wrong: '}{said}")
+        given = (folder / "exercise.py").read_text().rpartition('"""\n')[0]
+        (tmp_path / "exercise.py").write_text(f'{given}"""\n    {body}\n')
+        flags = [f"--file={tmp_path / 'exercise.py'}", f"--seconds={1 if 'while' in body else 60}"]
+    [(status, output)] = command("tests/check_exercise.py", stage, *flags)
+    assert output.startswith(
+        f"{folder.relative_to(ROOT)}/exercise.py: {'' if said == 'right' else 'wrong: '}{said}"
+    )
     assert (status, output.count("\n")) == (said != "right", 1)

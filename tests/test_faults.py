@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+
 from faults import EVERY, KINDS, STEPS, Fault, Outcome, as_expected, draw, reference, trial
 
 # Step 12 is the last one of the epoch, so the others wait in the barrier behind it.

@@ -7,12 +7,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support import chapter
-from test_collectives import on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from common.options import usage_errors_exit
+from support import chapter
+from test_collectives import on_ranks
 
 ledger, peak, fit = (chapter("01", name) for name in ("ledger", "peak", "fit"))
 

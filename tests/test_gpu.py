@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from support import FOLDERS, Run, chapter, command, free_port, launcher, run_ranks
 from torch import nn
+
+from support import FOLDERS, ROOT, Run, chapter, command, free_port, launcher, run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -15,7 +16,7 @@ def start(key: str, ranks: int, folder, *flags: str) -> tuple[Run, str]:
     flags += (f"--world-size={ranks}",) if key == "03" else ()
     many = ranks > 1 and key in ("04", "05")
     launch = {"ranks": ranks, "env": launcher(free_port(), ranks)} if many else {}
-    answers = command(f"{FOLDERS[key].name}/train.py", *flags, **launch)
+    answers = command(f"{FOLDERS[key].relative_to(ROOT)}/train.py", *flags, **launch)
     assert all(status == 0 for status, _ in answers), answers
     return Run(folder, [], ""), answers[0][1]
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
 from support import ROOT, Run, command, free_port, load_stage, train_once
 from test_bad_input import SCRIPTS, SHORT
 

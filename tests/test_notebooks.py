@@ -8,12 +8,12 @@ from unittest.mock import patch
 
 import matplotlib
 import pytest
-import support
 from ipykernel.kernelapp import IPKernelApp
 from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell, new_notebook
 from torch.multiprocessing import get_context, start_processes
 
+import support
 from execute import NOTEBOOKS, STAMP, errors_of, read, run, stamp, tags, text_of
 
 INLINE = "module://matplotlib_inline.backend_inline"

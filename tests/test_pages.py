@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from pages import MAIN, faults, faults_together, main_path
 from readmes import READMES, ROOT
 
@@ -27,9 +28,9 @@ CONTROLS += [  # another change of a page
     (STAGE, "(../GLOSSARY.md#warm-up)", "()", "no Words: warm-up"),
     (STAGE, "#seed", "#throughput", "01_single_gpu: the glossary has no seed"),
     (PAGE, "Back to", "See", "no way back"),
-    ("GLOSSARY.md", '<a id="seed"></a>', "", "01_single_gpu: the glossary has no seed"),
-    ("GLOSSARY.md", "| [fit.md](01_single_gpu/fit.md) |", "|", "no page for a"),
-    ("CHAPTERS.md", f"({PAGE})", "()", f"CHAPTERS.md does not link {PAGE}"),
+    ("docs/glossary.md", '<a id="seed"></a>', "", "01_single_gpu: the glossary has no seed"),
+    ("docs/glossary.md", "| [fit.md](01_single_gpu/fit.md) |", "|", "no page for a"),
+    ("docs/index.md", f"({PAGE})", "()", f"docs/index.md does not link {PAGE}"),
 ]
 
 

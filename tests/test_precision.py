@@ -4,20 +4,20 @@ import math
 from functools import partial, partialmethod
 from unittest.mock import patch
 
-import oracle
 import pytest
-import support
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+import oracle
+import support
+from common.options import make_parser
 from readmes import fences, shown_output
 from support import Run, chapter, load_stage, run_main, run_ranks, train, train_once
 from test_collectives import of_all_ranks, on_ranks
 from test_proof import FLAGS, differences
 from test_stages import FP32, LOCAL
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
-
-from common.options import make_parser
 
 loss_scaling, schedule = chapter("05", "loss_scaling"), chapter("05", "schedule")
 CLIP = 0.5  # below the norm of nearly every step of these runs

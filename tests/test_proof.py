@@ -2,9 +2,10 @@
 
 from functools import cache
 
-import oracle
 import pytest
 import torch
+
+import oracle
 from support import train, train_once
 
 FLAGS = ("--model=net-bn", "--batch-size=60", "--epochs=2", "--max-steps=30", "--seed=7")
@@ -93,7 +94,7 @@ def test_in_fp32_the_first_epoch_of_05_is_that_of_01_up_to_rounding_and_that_of_
 
 
 def test_on_three_ranks_a_resumed_run_is_the_same_up_to_rounding():
-    """DDP sorts its buckets after its first step. survive/train.py resumes to the bit."""
+    """DDP sorts its buckets after its first step. beyond/survive/train.py resumes to the bit."""
     part = train("05", 3, *FLAGS, "--max-steps=25")
     resumed = train("05", 3, *FLAGS, "--resume=auto", folder=part.folder)
     whole = train_once("05", 3, *FLAGS).states[0]

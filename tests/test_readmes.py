@@ -2,19 +2,16 @@
 
 import json
 import re
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+import tour
 from lessons import PARENTS
 from readmes import BREAK, READMES, ROOT, TABLE, fences, shell, shown_output
 from support import command as start
 from support import free_port, launcher
-
-import tour
-
-sys.path.append(str(ROOT / "benchmarks"))
 from tables import TABLES
 
 
@@ -39,7 +36,7 @@ SCRIPT = re.compile(
 def run(command: str, where: Path) -> str:
     """Its output. A command that is shown twice, alone and with its output, runs once.
     The ranks of most launches are forked from here, with torchrun's variables: seconds faster."""
-    found = SCRIPT.fullmatch(command.replace("-m shm", "shm/__main__.py"))
+    found = SCRIPT.fullmatch(command.replace("-m shm", "03_ddp_manual_allreduce/shm/__main__.py"))
     if not found:
         return shell(command, where)
     names, ranks, script, flags = found.groups()
@@ -94,10 +91,10 @@ def test_the_readme_shows_every_hunk_that_is_a_lesson(stage):
 
 
 def test_the_table_and_the_picture_are_those_of_the_committed_run():
-    results = json.loads((ROOT / "results" / "tour.json").read_text())
+    results = json.loads((ROOT / "benchmarks" / "results" / "tour.json").read_text())
     assert list(results["rows"]) == [row.label for row in tour.ROWS if row.shown(True)]
     assert tour.tabulate_rows(results, "github") in (ROOT / "README.md").read_text()
-    assert (ROOT / "results" / "tour.png").is_file()
+    assert (ROOT / "benchmarks" / "results" / "tour.png").is_file()
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)

@@ -13,11 +13,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support import ROOT, Line, chapter, default_dtype, load_stage, run_ranks, train_once
-from test_collectives import of_all_ranks, on_ranks
 from torch import nn
 
 from common.options import UsageError, make_parser
+from support import ROOT, Line, chapter, default_dtype, load_stage, run_ranks, train_once
+from test_collectives import of_all_ranks, on_ranks
 
 NAMES = ("per-parameter", "flat", "bucketed", "ring", "shared-memory")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+
 from support import ROOT
 from test_bad_input import Trap, ended, refused, seal
 from test_collectives import on_ranks

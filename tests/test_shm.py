@@ -12,9 +12,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from support import ROOT, _train, run_ranks, train_once
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+from support import ROOT, _train, run_ranks, train_once
 
 Op = dist.ReduceOp
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]

@@ -3,13 +3,14 @@
 import subprocess
 
 import pytest
+
 from support import ROOT
 
 SITE = ROOT / ".venv-site"
 
 
 def check(*arguments):
-    command = [SITE / "bin" / "python", ROOT / "website" / "check.py", *arguments]
+    command = [SITE / "bin" / "python", ROOT / "docs" / "site" / "check.py", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 

@@ -10,16 +10,16 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
-import support
 import torch
 from PIL import Image
-from support import ROOT, Run, chapter, default_dtype, load_stage, run_ranks, train, train_once
-from test_bad_input import SHORT
 
 import common.data
+import support
 from common.data import load_dataset, make_loader
 from common.models import build_model
 from common.options import make_parser
+from support import ROOT, Run, chapter, default_dtype, load_stage, run_ranks, train, train_once
+from test_bad_input import SHORT
 
 WAYS = [("01", 1), ("02", 1), ("03", 2), ("04", 2), ("05", 2)]
 each_stage = pytest.mark.parametrize(("key", "ranks"), WAYS, ids=[key for key, _ in WAYS])

@@ -17,9 +17,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, _utils
+
 from support import FOLDERS, chapter, command, context, fresh_module, launcher, run_ranks
 from test_collectives import of_all_ranks, on_ranks, runs
-from torch.utils.data import DataLoader, _utils
 
 agree = chapter("survive", "agree")
 durable = chapter("survive", "durable")

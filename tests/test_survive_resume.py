@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from common.data import load_dataset
+from common.options import make_parser
 from support import ROOT, command, free_port, load_stage, run_main, run_ranks, train, train_once
 from test_bad_input import ended, launcher, refused
 from test_stages import FP32, random_pictures, same_run
 
-from common.data import load_dataset
-from common.options import make_parser
-
-SCRIPT = "survive/train.py"
+SCRIPT = "beyond/survive/train.py"
 durable = load_stage("survive").durable
 
 SCHEDULED = ("--model=net-bn", "--accumulate=2", "--clip-norm=0.5", "--lr-rule=sqrt")

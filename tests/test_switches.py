@@ -9,16 +9,16 @@ from io import StringIO
 from unittest.mock import Mock, patch
 
 import pytest
-import support
 import torch
 import torch.distributed as dist
-from support import ROOT, Line, Run, chapter, load_stage, run_main, run_ranks, train_once
-from test_collectives import of_all_ranks, on_ranks
-from test_stages import LOCAL
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import support
 from common.options import UsageError
+from support import ROOT, Line, Run, chapter, load_stage, run_main, run_ranks, train_once
+from test_collectives import of_all_ranks, on_ranks
+from test_stages import LOCAL
 
 unused, machine, switches = (chapter("05", name) for name in ("unused", "machine", "switches"))
 
@@ -207,11 +207,11 @@ def test_what_the_machine_runs_and_has_units_for_is_told_and_the_rest_refused(ca
 
 
 def results(name: str) -> dict:
-    return json.loads((ROOT / "results" / f"{name}.json").read_text())
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
 
 def claim(name: str) -> str:
-    lines = (ROOT / "CLAIMS.md").read_text().splitlines()
+    lines = (ROOT / "docs/claims.md").read_text().splitlines()
     return next(line for line in lines if line.startswith(f"| {name} ")).split("|")[3]
 
 

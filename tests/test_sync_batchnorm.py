@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from support import chapter, fresh_module, run_ranks
-from test_collectives import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.options import UsageError
+from support import chapter, fresh_module, run_ranks
+from test_collectives import on_ranks
 
 # Samples of each rank: uneven, one of them alone, and of four ranks one has none at all.
 SIZES = {1: [5], 2: [1, 4], 3: [3, 1, 4], 4: [1, 5, 0, 2]}

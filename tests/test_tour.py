@@ -6,17 +6,19 @@ from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
-from support import ROOT, command, free_port, launcher
 
 import gpu
 import tour
+from support import ROOT, command, free_port, launcher
 
 
 def forked(call: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:
     """In place of Popen: ranks from the forkserver of the tests, there in a moment."""
     if call[1] == "-m":
         assert call[2:6] == ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        script = ["shm/__main__.py", *call[8:]] if call[6] == "-m" else call[6:]
+        script = (
+            ["03_ddp_manual_allreduce/shm/__main__.py", *call[8:]] if call[6] == "-m" else call[6:]
+        )
         answers = command(*script, ranks=2, env=env | launcher(free_port()))
     else:
         answers = command(*call[1:], env=env)
@@ -28,12 +30,12 @@ def forked(call: list[str], env: dict[str, str], **_: object) -> SimpleNamespace
 @pytest.fixture
 def run_tour(monkeypatch):
     def run(*flags: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["tour.py", "--device=cpu", *flags])
+        monkeypatch.setattr(sys, "argv", ["benchmarks/tour.py", "--device=cpu", *flags])
         tour.main()
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(tour, "subprocess", SimpleNamespace(Popen=forked, PIPE=0, STDOUT=0))
-    counted = json.loads((ROOT / "results" / "tour.json").read_text())["memory"]
+    counted = json.loads((ROOT / "benchmarks" / "results" / "tour.json").read_text())["memory"]
     monkeypatch.setattr(tour, "count_memory", lambda rows, args: counted)
     return run
 
@@ -80,7 +82,7 @@ def test_the_reason_fits_what_was_measured(key, loss, model, ranks, words):
 
 def test_a_stage_that_fails_ends_the_tour(run_tour, tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
-        run_tour("--stages=01,04", "--data-dir=nowhere", f"--run-dir={tmp_path / 'run'}")
+        run_tour("--stages=01,04", "--dataset=imagefolder", "--data-dir=nowhere", f"--run-dir={tmp_path / 'run'}")
     assert caught.value.code == 2
     said = capsys.readouterr()
     assert said.out.count("error: cannot read --dataset digits in --data-dir nowhere") == 1
@@ -88,8 +90,10 @@ def test_a_stage_that_fails_ends_the_tour(run_tour, tmp_path, capsys):
 
 
 def test_what_make_gpu_runs_exists_and_no_test_that_needs_gpus_is_left_out(request):
-    [(status, output)] = command("gpu.py", "--dry-run", seconds=120)
+    [(status, output)] = command("benchmarks/gpu.py", "--dry-run", seconds=120)
     assert status == 0, output
     skips = [(i.originalname, m) for i in request.session.items for m in i.iter_markers("skipif")]
     assert [name for name, m in skips if "GPU" in m.kwargs["reason"] and name not in output] == []
-    assert "unrecognized arguments: --rank 1" in gpu.check("tour.py --rank 1"), "the control"
+    assert "unrecognized arguments: --rank 1" in gpu.check("benchmarks/tour.py --rank 1"), (
+        "the control"
+    )

@@ -2,21 +2,19 @@
 
 import json
 import subprocess
-import sys
 from functools import cache, partial
 from itertools import chain, product
 from unittest.mock import patch
 
 import pytest
 import torch
-from support import ROOT, chapter, run_ranks
 
-sys.path.append(str(ROOT / "benchmarks"))
 from process_memory import saved_bytes
+from support import ROOT, chapter, run_ranks
 
 paper, ready = chapter("04", "alpha_beta"), chapter("04", "ready")
 peak, ring, named = chapter("01", "peak"), chapter("03", "ring"), cache(ready.named)
-SOURCE = "".join(path.read_text() for path in sorted(ROOT.glob("website/widgets/*.js"))[::-1])
+SOURCE = "".join(path.read_text() for path in sorted(ROOT.glob("docs/site/widgets/*.js"))[::-1])
 GRID = {"model": ("resnet50", "vgg16"), "cap": (2**20, ready.OTHERS, 6e8), "gbit": (0.3, 25, 400)}
 GRID |= {"latency": (0, 5e-5), "ranks": (2, 3, 64), "computing": (0.01, 0.4)}
 

@@ -7,7 +7,7 @@
 # When a rank dies, or a node joins or leaves, torchrun ends all ranks and starts as many as the
 # nodes allow. --resume auto continues from the last checkpoint. So --run-dir must be on a disk that
 # all nodes share, and every possible world size must divide the global batch.
-# Arguments go to survive/train.py. Settings, the same on every node:
+# Arguments go to beyond/survive/train.py. Settings, the same on every node:
 NNODES="${NNODES:-1}"                            # machines: 2, or 1:4 for 1 to 4
 NPROC_PER_NODE="${NPROC_PER_NODE:-2}"            # ranks on this node: one for each GPU, or gpu
 RDZV_ENDPOINT="${RDZV_ENDPOINT:-localhost:0}"    # a node and its port; 0: any free one, on one node
@@ -28,7 +28,7 @@ torchrun --nnodes "$NNODES" --nproc-per-node "$NPROC_PER_NODE" --max-restarts "$
     "$SCRIPT" --resume auto "$@" &
 agent=$!
 
-# torchrun would answer SIGTERM with status 1. So the ranks receive it: survive/train.py ends with a
+# torchrun would answer SIGTERM with status 1. So the ranks receive it: beyond/survive/train.py ends with a
 # checkpoint and status 0. A stage would die, and be restarted. If there are no ranks yet,
 # torchrun receives it.
 trap 'pkill -TERM -P "$agent" || kill -TERM "$agent"' TERM

@@ -6,7 +6,7 @@
 # Arguments go to train.py. Paths in them count from the root of the repository. Settings:
 NPROC_PER_NODE="${NPROC_PER_NODE:-2}"            # ranks to start: one for each GPU, or the word gpu
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"   # threads of each rank: cores / ranks at most
-SCRIPT="${SCRIPT:-04_ddp_torchrun/train.py}"     # or 05_amp_syncbn/train.py, survive/train.py
+SCRIPT="${SCRIPT:-04_ddp_torchrun/train.py}"     # or 05_amp_syncbn/train.py, beyond/survive/train.py
 # CUDA_VISIBLE_DEVICES=0,2 leaves these two GPUs visible, as 0 and 1: rank 1 takes GPU 2.
 
 set -euo pipefail
@@ -17,7 +17,7 @@ torchrun --standalone --nproc-per-node "$NPROC_PER_NODE" "$SCRIPT" "$@" &
 agent=$!
 
 # torchrun would answer SIGTERM with status 1, whatever its ranks do. So the ranks receive it: a
-# stage ends at once, survive/train.py with a checkpoint and status 0. If there are no ranks yet,
+# stage ends at once, beyond/survive/train.py with a checkpoint and status 0. If there are no ranks yet,
 # torchrun receives it.
 trap 'pkill -TERM -P "$agent" || kill -TERM "$agent"' TERM
 while kill -0 "$agent" 2> /dev/null; do wait "$agent" || true; done

@@ -11,7 +11,7 @@ MASTER_ADDR="${MASTER_ADDR:-}"                   # of node 0, as every node can 
 MASTER_PORT="${MASTER_PORT:-29500}"              # a free port of node 0, open to the others
 NPROC_PER_NODE="${NPROC_PER_NODE:-1}"            # ranks on this node: one for each GPU, or gpu
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"   # threads of each rank: cores / ranks at most
-SCRIPT="${SCRIPT:-04_ddp_torchrun/train.py}"     # or 05_amp_syncbn/train.py, survive/train.py
+SCRIPT="${SCRIPT:-04_ddp_torchrun/train.py}"     # or 05_amp_syncbn/train.py, beyond/survive/train.py
 # CUDA_VISIBLE_DEVICES=0,2 leaves these two GPUs visible, as 0 and 1; it may differ between nodes.
 # GLOO_SOCKET_IFNAME=eth0, NCCL_SOCKET_IFNAME=eth0: the network that joins the nodes, if there are
 # several. `ip route get ADDRESS-OF-THE-OTHER` names it after `dev`.
@@ -30,7 +30,7 @@ torchrun --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC_PE
 agent=$!
 
 # torchrun would answer SIGTERM with status 1, whatever its ranks do. So the ranks receive it: a
-# stage ends at once, survive/train.py with a checkpoint and status 0. If there are no ranks yet,
+# stage ends at once, beyond/survive/train.py with a checkpoint and status 0. If there are no ranks yet,
 # torchrun receives it.
 trap 'pkill -TERM -P "$agent" || kill -TERM "$agent"' TERM
 while kill -0 "$agent" 2> /dev/null; do wait "$agent" || true; done

@@ -1,0 +1,144 @@
+"""Connects the ranks of a run, and handles time limits, restarts, shared GPUs and errors.
+
+python beyond/survive/launch.py
+"""
+
+import os
+import re
+import signal
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+SRUN = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
+
+
+class LaunchError(ValueError):
+    """The ranks cannot meet. The text says what arrived, what was expected and what to type."""
+
+
+def read_launcher() -> list[int]:
+    """Rank, local rank, world size, local world size: from torchrun, else srun, else alone."""
+    for names in (TORCHRUN, SRUN):
+        if names[2] in os.environ:
+            values = [read_number(name) for name in names]
+            if values[0] >= values[2]:
+                raise LaunchError(f"{names[0]} is {values[0]}, expected less than {values[2]}")
+            return values
+    return [0, 0, 1, 1]
+
+
+def read_number(name: str) -> int:
+    """A whole number in the environment. Of SLURM's "2(x3)" or "4,3", this is the first one."""
+    if match := re.match(r"\d+", os.environ.get(name, "")):
+        return int(match[0])
+    value = os.environ.get(name, "not set")
+    raise LaunchError(f"{name} is {value}, expected a whole number: start with torchrun or srun")
+
+
+def join(
+    device: torch.device, rank: int, world_size: int, local_ranks: int, seconds: int
+) -> dist.Store:
+    """Join the process group within this time; returns the store where the ranks have met."""
+    limit, one_machine = timedelta(seconds=seconds), local_ranks == world_size
+    if one_machine:  # gloo need not listen to the network
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    try:
+        store = open_store(rank, world_size, limit, one_machine)
+        nccl = device.type == "cuda" and own_gpus(store, device, rank, world_size)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if nccl else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            # gloo's ends first: then the watchdog names the missing rank
+            timeout=2 * limit if nccl else limit,
+            device_id=device if nccl else None,
+        )
+    except (dist.DistError, ValueError) as error:  # ValueError: MASTER_ADDR is not set
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise LaunchError(
+            f"{world_size} ranks did not meet at {where} ({error}): is it rank 0's host, is the "
+            "port free and open, did all ranks start? try another MASTER_PORT or --standalone"
+        ) from error
+    return store
+
+
+def open_store(rank: int, world_size: int, limit: timedelta, one_machine: bool) -> dist.Store:
+    """The store of this run: keys and values that all ranks share."""
+    if world_size == 1:
+        return dist.HashStore()
+    if not 0 < (port := read_number("MASTER_PORT")) < 2**16:
+        raise LaunchError(f"MASTER_PORT is {port}, expected a free port on rank 0's host")
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=limit))
+    # torchrun keeps its store when it restarts the ranks (pytorch issue 135712): ignore keys from
+    # before the restart. The agents of several machines count restarts independently.
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_machine else "0"
+    return dist.PrefixStore(restart, store)
+
+
+def own_gpus(store: dist.Store, device: torch.device, rank: int, world_size: int) -> bool:
+    """Whether each rank has its own GPU. The numbers do not tell, because SLURM can hide GPUs."""
+    torch.cuda.set_device(device)
+    store.set(f"GPU {rank}", str(torch.cuda.get_device_properties(device).uuid))
+    gpus = {store.get(f"GPU {other}") for other in range(world_size)}
+    if rank == 0 and len(gpus) < world_size:
+        print(f"{world_size} ranks share {len(gpus)} GPUs: gloo, not nccl")
+    return len(gpus) == world_size
+
+
+def identity(pid: int) -> list[str] | None:
+    """Identifies a process on all machines. A PID alone does not: the system uses it again."""
+    try:
+        started = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
+        return [os.uname().nodename, os.readlink(f"/proc/{pid}/ns/pid"), str(pid), started]
+    except OSError:  # it has ended, or this is not Linux
+        return None
+
+
+def end_with_rank(_: int) -> None:
+    """For loader processes (worker_init_fn): end when the rank ends, not sooner and not later.
+
+    SIGTERM often goes to all processes of a job. If the loaders ended, the rank could not finish
+    its step. If a fork server has started a loader (the default since Python 3.14), the loader
+    outlives a killed rank, because torch only sees that the fork server is still there.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if rank := mp.parent_process():
+
+        def wait() -> None:
+            rank.join()
+            os._exit(1)
+
+        threading.Thread(target=wait, daemon=True).start()
+
+
+def demonstrate(rank: int, port: int, ranks_that_start: int) -> None:
+    """One rank of a world of two, as torchrun would start it."""
+    names = (*TORCHRUN, "MASTER_PORT")
+    os.environ |= dict(zip(names, map(str, (rank, rank, 2, 2, port)), strict=True))
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    rank, _, world_size, local_ranks = read_launcher()
+    try:
+        join(torch.device("cpu"), rank, world_size, local_ranks, seconds=3)
+        print(f"{ranks_that_start} of 2 ranks start: rank {rank} has joined {dist.get_backend()}")
+        dist.barrier()  # every rank must reach this line: else one may leave before the other joins
+        dist.destroy_process_group()
+    except LaunchError as error:
+        print(f"{ranks_that_start} of 2 ranks start: rank {rank} ends with: {error}")
+
+
+def main() -> None:
+    for ranks in (2, 1):
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        mp.spawn(demonstrate, args=(store.port, ranks), nprocs=ranks)
+
+
+if __name__ == "__main__":
+    main()

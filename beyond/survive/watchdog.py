@@ -1,0 +1,190 @@
+"""Names the rank that is missing, and its line, when the others wait for it in vain.
+
+python beyond/survive/watchdog.py
+
+A waiting rank cannot see which rank is missing. So a thread of each rank notes in the store, four
+times per second, which line the rank has reached. A rank whose collective fails reads all notes.
+Behind nccl, a rank waits for its GPU, and sees no error: its thread looks at the next rank's notes.
+"""
+
+import json
+import linecache
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from launch import identity
+
+BEAT_SECONDS = 0.25
+SILENT_BEATS = 80  # own notes (20 s) without one of the next rank; not seconds: a store may stall
+GRACE_SECONDS = 1.5  # for the main thread to end by itself after another rank has ended
+STORE_SECONDS = 60.0  # without an answer from the store, a run is lost
+LOST_SECONDS = 3.0  # the same, after a collective has failed
+GLOO = ("gloo", "pair closure")  # each error of a collective contains one of them
+FINISHED = "the end of its work"
+NO_STORE = "no answer from the store, which torchrun or rank 0 keeps: killed, stopped or gone"
+UNKNOWN = json.dumps([0, "its start", False, None])  # the note of a rank that has written none
+
+
+class Watchdog:
+    """Watches the main thread of a rank inside the `with` block; explains a failed collective.
+
+    store: keys and values that all ranks share. file: the script whose lines tell where a rank is.
+    step: set it to a function that tells the number of the current step.
+    """
+
+    step: Callable[[], int] = staticmethod(lambda: 0)
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, file: str) -> None:
+        self.store, self.rank, self.file = store, rank, file
+        self.keys = [f"rank {other}" for other in range(world_size)]
+        self.main, self.place, self.reached, self.beats = threading.get_ident(), "", "", 0
+        self.lost = False  # whether a collective of this rank has failed
+        self.over, self.answered = threading.Event(), time.monotonic()
+
+    def __enter__(self) -> "Watchdog":
+        self._beat()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+        self.thread.start()
+        threading.Thread(target=self._guard, daemon=True).start()
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.place = FINISHED
+        self.lost = isinstance(error, dist.DistError) or any(word in str(error) for word in GLOO)
+        while error and trace:  # the innermost line of the script
+            if trace.tb_frame.f_code.co_filename == self.file:
+                self.place = self._place(trace.tb_lineno)
+            trace = trace.tb_next
+        verdict = self._diagnose(error) if error and self.lost else ""
+        with suppress(RuntimeError):  # without a store, no note
+            if error and not self.lost and getattr(error, "code", None) != 2:
+                why = " ".join(f"{type(error).__name__}: {error}".split())
+                self._first(f"rank {self.rank} ended at {self.place} with {why}")
+            self._beat()
+        self.over.set()
+        if error and self.rank == 0:  # it may keep the store, and others still read from it
+            time.sleep(2 * BEAT_SECONDS)
+        self.thread.join(LOST_SECONDS)  # it may wait for a store that does not answer
+        if verdict:
+            self._tell(verdict)
+            raise SystemExit(1) from None
+
+    def _watch(self) -> None:
+        """Write a note again and again; end the main thread if another rank has ended."""
+        running, heard = time.monotonic(), self.beats  # no rank had ended; the next one had written
+        following, beats = (self.rank + 1) % len(self.keys), 0
+        while not self.over.wait(BEAT_SECONDS):
+            with suppress(RuntimeError):  # the store is gone: _guard sees it
+                self._beat()
+                if (note := self._notes(following)[0])[0] != beats or note[1] == FINISHED:
+                    beats, heard = note[0], self.beats
+                elif self.beats > heard + SILENT_BEATS:
+                    self._first(self._explain(self._notes(), [following], None))
+                if not self.store.check(["verdict"]):
+                    running = time.monotonic()
+                elif time.monotonic() > running + GRACE_SECONDS:
+                    self._end(self.store.get("verdict").decode())
+                self.answered = time.monotonic()
+
+    def _guard(self) -> None:
+        """End a rank whose other threads wait for a store that does not answer."""
+        while not self.over.wait(BEAT_SECONDS):
+            if time.monotonic() > self.answered + (LOST_SECONDS if self.lost else STORE_SECONDS):
+                self._end(NO_STORE)
+
+    def _beat(self) -> None:
+        frame = sys._current_frames().get(self.main)
+        while frame and frame.f_code.co_filename != self.file:
+            frame = frame.f_back
+        self.reached = self.place or self._place(frame.f_lineno if frame else 0)
+        self.beats += 1
+        note = [self.beats, self.reached, self.lost, identity(os.getpid())]
+        self.store.set(self.keys[self.rank], json.dumps(note))
+
+    def _place(self, line: int) -> str:
+        code = linecache.getline(self.file, line).split("  #")[0].strip()
+        return f"step {self.step()}, line {line}, `{code}`"
+
+    def _notes(self, *ranks: int) -> list[list]:  # of these, or of all
+        keys = [self.keys[rank] for rank in ranks] or self.keys
+        there = [(key, self.store.check([key])) for key in keys]
+        return [json.loads(self.store.get(key) if known else UNKNOWN) for key, known in there]
+
+    def _first(self, verdict: str) -> str:
+        """The verdict of the first rank that has one: it ends then, and others would blame it."""
+        return self.store.compare_set("verdict", "", verdict).decode()
+
+    def _diagnose(self, error: BaseException) -> str:
+        """Why a collective has failed; the same answer on all ranks."""
+        try:
+            self._beat()
+            earlier = self._notes()
+            time.sleep(4 * BEAT_SECONDS)
+            notes = self._notes()
+            others = [r for r, note in enumerate(notes) if r != self.rank and note[1] != FINISHED]
+            silent = [rank for rank in others if notes[rank][0] == earlier[rank][0]]
+            verdict = self._explain(notes, silent, error)
+            if self._first(verdict) == verdict:
+                for who in (notes[rank][3] for rank in silent):
+                    if who and identity(int(who[2])) == who:
+                        os.kill(int(who[2]), signal.SIGKILL)  # a stopped one ignores SIGTERM
+            return self._first(verdict)
+        except RuntimeError:
+            return NO_STORE
+
+    def _explain(self, notes: list[list], silent: list[int], error: BaseException | None) -> str:
+        """What the notes say. silent: the ranks that no longer write notes."""
+        counts = Counter(note[1] for note in notes)  # most ranks wait where others are missing
+        waiting = max(counts, key=lambda place: (counts[place], place == self.place))
+        elsewhere = [rank for rank, note in enumerate(notes) if note[1] != waiting]
+        if not silent and not elsewhere:
+            return f"all ranks have arrived, but {error}: is the network open between the machines?"
+        if not silent and all(notes[rank][2] for rank in elsewhere):
+            places = [f"rank {rank} at {note[1]}" for rank, note in enumerate(notes[:4])]
+            return f"the ranks wait in different collectives, {'; '.join(places)}"
+        ranks = silent or elsewhere
+        missing = [f"rank {r} did not arrive, last seen at {notes[r][1]}" for r in ranks[:4]]
+        missing += [f"{len(ranks) - 4} more"] if len(ranks) > 4 else []
+        return "; ".join(missing) + (": killed, stopped, aborted or unreachable" if silent else "")
+
+    def _tell(self, verdict: str) -> None:
+        text = f"error: rank {self.rank} gives up at {self.reached}: {' '.join(verdict.split())}\n"
+        sys.stderr.write(text)  # one write, or the lines of several ranks mix
+
+    def _end(self, verdict: str) -> None:
+        self._tell(verdict)
+        os._exit(1)  # the main thread may wait for a long time
+
+
+def demonstrate(rank: int, port: int) -> None:
+    """Rank 1 is killed in step 3; rank 0 tells which rank is missing, and where it was."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    step = 0
+    with Watchdog(store.clone(), rank, 2, __file__) as watchdog:
+        watchdog.step = lambda: step
+        for step in range(1, 6):
+            time.sleep(0.3)
+            if (rank, step) == (1, 3):
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.barrier()
+
+
+def main() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for process in mp.spawn(demonstrate, (store.port,), nprocs=2, join=False).processes:
+        process.join()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Check the site that `make site` has built: all links, and its pages in Chromium.
+
+.venv-site/bin/python docs/site/check.py [--all] [SITE]
+
+Chromium loads the main path and some pages of each kind on a screen of 390 pixels. It reads six
+with axe-core, tries the widgets, searches, and uses the keyboard alone. With --all, it loads every
+page, and tries the rest in both languages, light and dark. One line for each fault, and exit status
+1; or 77 if there is no Chromium, and the links are right.
+"""
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from urllib.parse import unquote
+
+from playwright.sync_api import Browser, Locator, Page, sync_playwright
+
+from hooks import MAIN
+
+ROOT = Path(__file__).parents[2]
+AXE = ROOT / ".venv-site/node_modules/axe-core/axe.min.js"
+OPTIONS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+OPTIONS += ["--disable-sync", "--disable-background-networking", "--disable-component-update"]
+SIX = [
+    "",
+    "03_ddp_manual_allreduce/",
+    "04_ddp_torchrun/launch/one_node.sh.html",
+    "docs/glossary.html",
+]
+SIX += ["notebooks/04_scaling.html", "search.html?q=all-reduce"]
+SAMPLE = [("zh/" * (i % 2)) + name.removesuffix("index") for i, name in enumerate(MAIN)]
+SAMPLE += ["zh/docs/claims.html", "04_ddp_torchrun/lesson.diff.html", "01_single_gpu/train.py.html"]
+FOUND = {"all-reduce": "03_ddp_manual_allreduce/index.html", "全归约": "docs/glossary.html"}
+DRAWN = "[...document.querySelectorAll('pre.mermaid')].every((each) => each.querySelector('svg'))"
+WIDE = """[document.documentElement, document.querySelector('.content')]  // what could scroll
+    .some((it) => it.scrollWidth > it.clientWidth)"""
+STATE = "(it) => [...it.querySelectorAll('[aria-live], svg')].map((each) => each.outerHTML).join()"
+VIOLATIONS = """axe.run({runOnly: ['wcag2a', 'wcag2aa'], resultTypes: ['violations']})
+    .then((result) => result.violations)"""
+
+
+def link_faults(site: Path) -> Iterator[str]:
+    """Links and anchors that lead nowhere, and everything that would load from a network."""
+    texts = {str(path.relative_to(site)): path.read_text() for path in site.rglob("*.html")}
+    anchors = {name: {*re.findall(r'\bid="([^"]+)"', text)} for name, text in texts.items()}
+    for page, text in texts.items():
+        for tag, target in set(re.findall(r'<(\w+)\b[^>]*? (?:href|src)="([^"]*)"', text)):
+            if re.match(r"\w+:", target):
+                if tag != "a" and not target.startswith("data:"):
+                    yield f"{page}: <{tag}> loads {target}"
+                continue
+            path, _, anchor = unquote(target.partition("?")[0]).partition("#")
+            name = os.path.normpath(os.path.join(os.path.dirname(page), path)) if path else page
+            name += "/index.html" * (site / name).is_dir()
+            missing = name.endswith(".html") and anchor and anchor not in anchors.get(name, ())
+            if missing or not (site / name).is_file():
+                yield f"{page}: leads nowhere: {target}"
+
+
+class Server(ThreadingHTTPServer):
+    def handle_error(self, *_: object) -> None:
+        """The browser may leave a page before it has got all of it."""
+
+
+class Files(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Stay silent."""
+
+
+class Visitor:
+    """Opens pages in one browser, and keeps what is wrong with them."""
+
+    def __init__(self, browser: Browser, base: str) -> None:
+        self.base, self.address, self.faults = base, "", list[str]()
+        self.page = browser.new_page()
+        self.page.set_default_timeout(20_000)
+        self.page.on("console", lambda it: it.type in ("error", "warning") and self.say(it.text))
+        self.page.on("pageerror", lambda error: self.say(str(error)))
+        self.page.on("request", lambda it: it.url.startswith((base, "data:")) or self.say(it.url))
+
+    def say(self, fault: str) -> None:
+        self.faults.append(f"{self.address or 'index.html'}: {fault}")
+
+    def open(self, address: str, width: int = 1280, dark: bool = False) -> Page:
+        self.address = address
+        self.page.set_viewport_size({"width": width, "height": 900})
+        self.page.emulate_media(color_scheme="dark" if dark else "light")
+        self.page.goto(self.base + address)
+        self.page.wait_for_function(DRAWN)
+        return self.page
+
+    def narrow(self, address: str) -> None:
+        page = self.open(address, width=390)
+        if page.evaluate(WIDE):
+            self.say("is wider than a screen of 390 pixels")
+
+    def widgets(self, address: str) -> None:
+        """Each answers to a drag, a key and a click: its picture or its sentence changes."""
+        page = self.open(address)
+        for widget in page.locator(".widget").all():
+            slider, button = widget.locator("input:visible").first, widget.locator("[data-do=next]")
+            menu = widget.locator("select").first
+
+            def drag(slider: Locator = slider) -> None:
+                slider.hover()
+                page.mouse.down()
+                page.mouse.move(slider.bounding_box()["x"] + 5, 0)
+                page.mouse.up()
+
+            click = button.click if button.count() else partial(menu.select_option, index=1)
+            key = partial(slider.press, "ArrowRight")
+            for what, act in {"drag": drag, "key": key, "click": click}.items():
+                before = widget.evaluate(STATE)
+                act()
+                if widget.evaluate(STATE) == before:
+                    self.say(f"{widget.get_attribute('data-widget')} does not answer to a {what}")
+
+    def accessible(self, address: str, dark: bool) -> None:
+        page = self.open(address, dark=dark)
+        page.add_script_tag(path=AXE)
+        for found in page.evaluate(VIOLATIONS):
+            where = [each["target"] for each in found["nodes"]][:3]
+            self.say(f"{'dark' if dark else 'light'}: {found['help']}: {where}")
+
+    def search(self, address: str, words: str) -> None:
+        page = self.open(f"{address}search.html?q={words}")
+        page.wait_for_selector(f"#search-results a[href^='{FOUND[words]}']")
+
+    def keyboard(self) -> None:
+        """Skip the navigation, follow the first link of the page, and search."""
+        page = self.open("")
+        for key in ("Tab", "Enter", "Tab", "Enter"):
+            page.keyboard.press(key)
+        page.wait_for_url("**/GLOSSARY.html#rank")
+        page.focus("input[name=q]")
+        page.keyboard.type("all-reduce")
+        page.keyboard.press("Enter")
+        page.wait_for_url("**/search.html?q=all-reduce*")
+
+
+def browser_faults(site: Path, chromium: str, pages: list[str]) -> list[str]:
+    step = 1 if pages else 2  # without pages, each thing is tried in one of two languages or colors
+    server = Server(("127.0.0.1", 0), partial(Files, directory=str(site)))
+    Thread(target=server.serve_forever, daemon=True).start()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=OPTIONS)
+        visitor = Visitor(browser, f"http://127.0.0.1:{server.server_port}/")
+        visits = [partial(visitor.narrow, address) for address in pages or SAMPLE]
+        with_widgets = [p for p in site.rglob("*.html") if "data-widget=" in p.read_text()]
+        for path in sorted(with_widgets)[::step]:  # 01, 03, 04, and the same in Chinese
+            visits += [partial(visitor.widgets, str(path.relative_to(site)))]
+        for i, address in enumerate(SIX):
+            ways = [(address, False), (f"zh/{address}", True)]
+            visits += [partial(visitor.accessible, *way) for way in ways[i % step :: step]]
+        visits += [partial(visitor.search, "", "all-reduce")]
+        visits += [partial(visitor.search, "zh/", "全归约"), visitor.keyboard]
+        for visit in visits:
+            try:
+                visit()
+            except Exception as error:  # a time limit, usually: a fault of this page alone
+                visitor.say(str(error))
+        browser.close()
+    return visitor.faults
+
+
+def main() -> int:
+    arguments = [each for each in sys.argv[1:] if each != "--all"]
+    site = Path(arguments[0]) if arguments else ROOT / "_site"
+    pages = [str(path.relative_to(site)) for path in site.rglob("*.html")]
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    faults = list(link_faults(site))
+    if chromium and not faults:
+        faults = browser_faults(site, chromium, pages if "--all" in sys.argv else [])
+    print(*faults, sep="\n")
+    return 1 if faults else 0 if chromium else 77
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""`make readme`: run the tour and every command of an `output of:` fence, and show what comes."""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
+from readmes import READMES, ROOT, TABLE, fences, shell, shown_output
+
+BEGIN, END = "<!-- tour -->\n", "<!-- end of tour -->"
+
+
+def run(command: str) -> str:
+    print(command, flush=True)
+    return shell(command, seconds=3600)
+
+
+def refresh_tour() -> None:
+    run("python benchmarks/tour.py")
+    results = json.loads((ROOT / "runs/tour/tour.json").read_text())
+    results["commit"] = run("git describe --always --dirty").strip()
+    (ROOT / "benchmarks" / "results" / "tour.json").write_text(json.dumps(results, indent=2) + "\n")
+    report = (
+        (ROOT / "runs/tour/report.md")
+        .read_text()
+        .replace("(tour.png)", "(benchmarks/results/tour.png)")
+    )
+    table, _, reasons = report.partition("\n\n")[2].partition("## ")
+    for page, body in ("README.md", table), ("benchmarks/tour.md", f"## {reasons}"):
+        text = (ROOT / page).read_text()
+        before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+        (ROOT / page).write_text(before + BEGIN + body + END + after)
+
+
+def refresh_outputs() -> None:
+    for fence in reversed(fences("text", READMES)):  # from the end: places stay right
+        if command := shown_output(fence):
+            text, (start, end) = fence.readme.read_text(), fence.place
+            fence.readme.write_text(text[:start] + run(command) + text[end:])
+
+
+def refresh_tables() -> None:
+    from tables import TABLES
+
+    for readme in READMES:
+        text = readme.read_text()
+        for match in reversed(list(TABLE.finditer(text))):
+            start, end = match.span("text")
+            text = f"{text[:start]}\n{TABLES[match['name']]()}\n\n{text[end:]}"
+        readme.write_text(text)
+
+
+if __name__ == "__main__":
+    refresh_tour()
+    refresh_tables()
+    print(run("python benchmarks/bench.py pictures"), end="")
+    refresh_outputs()

@@ -1,0 +1,88 @@
+"""Which Chinese pages are older than their English ones.
+
+    python docs/site/translations.py                  # lists them; `make lessons` calls it
+    python docs/site/translations.py --translated     # after a translation: all are up to date
+
+The Chinese version of README.md is README.zh.md; of a folder's README.md, docs/zh/FOLDER.md. Its
+second line holds a digest of the English prose that it translates. A translation that is older is
+reported, and fails nothing. Fences are copied from the English page while both have the same ones,
+and so are the numbers of measured tables.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FENCE = re.compile(r"^```\w+\n[\s\S]*?^```$", re.M)
+MEASURED = re.compile(r"^<!-- (?:tour|table: .+?) -->\n[\s\S]*?<!-- end of \w+ -->$", re.M)
+NUMBER = re.compile(r"(?<![A-Za-z\d])\d+(?:[.,]\d+)*")
+DIGEST = re.compile(r"<!-- of the English: (\w+) -->")
+
+
+def chinese_page(page: Path, root: Path = ROOT) -> Path:
+    """Where the Chinese version of an English page is, if there is one."""
+    if page == root / "README.md":
+        return root / "README.zh.md"
+    return root / "docs" / "zh" / f"{page.parent.name if page.stem == 'README' else page.stem}.md"
+
+
+def translated_pages(root: Path = ROOT) -> Iterator[tuple[Path, Path]]:
+    """The English pages that have a Chinese version, and that version."""
+    for pattern in ("README.md", "*/README.md", "beyond/*/README.md", "docs/*.md"):
+        for page in sorted(root.glob(pattern)):
+            if (chinese := chinese_page(page, root)).exists():
+                yield page, chinese
+
+
+def digest(english: str) -> str:
+    """Of the prose: a fence or a measured number that changes needs no new translation."""
+    prose = MEASURED.sub("", FENCE.sub("", english.partition("\n## All claims\n")[0]))
+    return sha256(" ".join(prose.split()).encode()).hexdigest()[:8]
+
+
+def replace_each(pattern: re.Pattern[str], texts: list[str], chinese: str) -> str:
+    remaining = iter(texts)
+    return pattern.sub(lambda _: next(remaining), chinese)
+
+
+def refreshed(english: str, chinese: str) -> str:
+    """The Chinese page with the English page's fences and measured numbers."""
+    for pattern in (FENCE, MEASURED):
+        new, old = pattern.findall(english), pattern.findall(chinese)
+        if len(new) == len(old):
+            new = [translated(*pair) for pair in zip(new, old, strict=True)]
+            chinese = replace_each(pattern, new, chinese)
+    return chinese
+
+
+def translated(english: str, chinese: str) -> str:
+    """A fence is copied; a measured table or a diagram keeps its words and gets the new numbers."""
+    if english.startswith("```") and not english.startswith("```mermaid"):
+        return english
+    numbers = NUMBER.findall(english)
+    if len(numbers) != len(NUMBER.findall(chinese)):
+        return chinese
+    return replace_each(NUMBER, numbers, chinese)
+
+
+def is_current(english: str, chinese: str) -> bool:
+    found = DIGEST.search(chinese)
+    return bool(found) and found[1] == digest(english)
+
+
+def main() -> None:
+    for page, translation in translated_pages():
+        english, chinese = page.read_text(), translation.read_text()
+        chinese = refreshed(english, chinese)
+        if "--translated" in sys.argv:
+            chinese = DIGEST.sub(f"<!-- of the English: {digest(english)} -->", chinese)
+        translation.write_text(chinese)
+        if not is_current(english, chinese):
+            print(f"{translation.relative_to(ROOT)} is older than {page.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
