@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.utils.data import DistributedSampler, Subset
 
-from common.checkpoint import FRESH, load_checkpoint, save_checkpoint
+from common.checkpoint import FRESH, load_checkpoint
 from common.data import ImageSet, load_dataset, make_loader
 from common.models import build_model
 from common.options import cut_batch, make_parser, number, usage_errors_exit
@@ -52,13 +52,18 @@ def parse_args() -> Namespace:
     return parser.parse_args()
 
 
-def resume(args: Namespace, model: nn.Module, optimizer: SGD) -> dict:
-    """Load what --resume or --evaluate names; auto: this run's newest checkpoint that is whole."""
+def find_checkpoint(args: Namespace, agreement: Agreement) -> Path | None:
+    """What --resume or --evaluate names; auto: this run's newest checkpoint that is whole."""
     path = args.evaluate or args.resume
     if path == "auto":
-        path = durable.newest_whole(args.run_dir / "checkpoint.pt")
-    elif path and not durable.is_whole(Path(path)):
-        raise durable.CheckpointError(f"{path} is missing, damaged or no checkpoint: name another")
+        return durable.newest_whole(args.run_dir / "checkpoint.pt", agreement.first)
+    if path is None or agreement.first(durable.is_whole, [Path(path)]):
+        return path
+    raise durable.CheckpointError(f"{path} is missing, damaged or no checkpoint: name another")
+
+
+def resume(args: Namespace, path: Path | None, model: nn.Module, optimizer: SGD) -> dict:
+    """Load the checkpoint at this path, if there is one."""
     if not path:
         return FRESH
     # As for --evaluate: unlike the stages, this script resumes inside an epoch, too.
@@ -139,8 +144,10 @@ def evaluate(
     return loss / samples, correct / samples
 
 
-def prepare(args: Namespace, device: torch.device, rank: int, world_size: int) -> tuple:
-    """What one rank can do, and check, alone."""
+def prepare(
+    args: Namespace, path: Path | None, device: torch.device, rank: int, world_size: int
+) -> tuple:
+    """What one rank can do, and check, alone. path: the checkpoint to start from."""
     local_batch = cut_batch(args.batch_size, world_size * args.accumulate) * args.accumulate
     norm_batch = (args.batch_size if args.sync_bn else local_batch) // args.accumulate
     train_set, test_set = load_dataset(args)
@@ -151,7 +158,7 @@ def prepare(args: Namespace, device: torch.device, rank: int, world_size: int) -
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if gpu else convert(model)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-    saved = resume(args, model, optimizer)
+    saved = resume(args, path, model, optimizer)
     scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())  # stages 01 to 04 have none
     recorder = Recorder(args, optimizer, saved, local_batch, rank, world_size)
     if rank == 0 and "path" in saved:
@@ -163,7 +170,9 @@ def prepare(args: Namespace, device: torch.device, rank: int, world_size: int) -
 def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog: Watchdog) -> None:
     rank, world_size, path = agreement.rank, agreement.world_size, args.run_dir / "checkpoint.pt"
     with agreement.fail_together():
-        parts = prepare(args, device, rank, world_size)
+        found = find_checkpoint(args, agreement)  # every rank must reach this line
+    with agreement.fail_together():
+        parts = prepare(args, found, device, rank, world_size)
     train_set, test_set, local_batch, model, optimizer, scaler, saved, recorder = parts
     agreement.same(saved["step"], "the step to resume from")  # or --run-dir is not a shared disk
     if args.evaluate:
@@ -192,8 +201,11 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
             recorder.write(epoch, losses)
         with agreement.fail_together():
             if rank == 0:  # one writer; no collective may hide in here
-                with durable.replacing(path):
-                    save_checkpoint(recorder, model, optimizer, scaler=scaler.state_dict())
+                with durable.replacing(path) as file:
+                    state = {key: getattr(recorder, key) for key in ("summary", *FRESH)}
+                    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+                    state |= {name: part.state_dict() for name, part in parts.items()}
+                    torch.save(state, file)
         if agreement.stopped and recorder.epoch < args.epochs:
             return print(f"rank {rank} stops after step {recorder.step}: --resume auto continues")
     peaks = [0] * world_size
@@ -210,7 +222,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     store = join(device, rank, world_size, local_ranks, args.timeout_seconds)
     agreement = Agreement(args.timeout_seconds)
-    with Watchdog(store.clone(), rank, world_size, __file__) as watchdog:
+    with Watchdog(store.clone(), rank, world_size, __file__, args.timeout_seconds) as watchdog:
         train(args, device, agreement, watchdog)
 
 

@@ -344,7 +344,7 @@ def test_a_loader_ends_with_its_rank_and_not_before():
 def dog_of(rank: int = 0, world_size: int = 2):
     module = fresh_module("survive", "watchdog.py")
     module.time = clock()
-    return module.Watchdog(dist.HashStore(), rank, world_size, __file__), module.time
+    return module.Watchdog(dist.HashStore(), rank, world_size, __file__, 600), module.time
 
 
 HERE, THERE, END = "step 3, line 1, `a()`", "step 3, line 2, `b()`", "the end of its work"
