@@ -115,10 +115,14 @@ class Agreement:
         return found
 
     def _check_once(self, check: Callable[[Path], bool], path: Path) -> list[bool]:
-        """check(path) of each rank, computed by the lowest rank of those that see the same file."""
+        """check(path) of each rank, computed by the lowest rank of those that see the same file.
+
+        check: must not raise, because the other ranks wait for its answer.
+        """
         seen = self._gather(same_file_number(path))
         readers = [seen.index(number) for number in seen]  # who answers for each rank
-        answers = self._gather(int(readers[self.rank] == self.rank and check(path)))
+        exists, is_reader = seen[self.rank] != 0, readers[self.rank] == self.rank
+        answers = self._gather(int(exists and is_reader and check(path)))
         return [bool(answers[reader]) for reader in readers]
 
     def _gather(self, value: int) -> list[int]:

@@ -203,8 +203,8 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
             if rank == 0:  # one writer; no collective may hide in here
                 with durable.replacing(path) as file:
                     state = {key: getattr(recorder, key) for key in ("summary", *FRESH)}
-                    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-                    state |= {name: part.state_dict() for name, part in parts.items()}
+                    owners = {"model": model, "optimizer": optimizer, "scaler": scaler}
+                    state |= {name: owner.state_dict() for name, owner in owners.items()}
                     torch.save(state, file)
         if agreement.stopped and recorder.epoch < args.epochs:
             return print(f"rank {rank} stops after step {recorder.step}: --resume auto continues")

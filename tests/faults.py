@@ -343,7 +343,7 @@ def draw(kind: str, chance: random.Random) -> Fault:
 def as_expected(outcome: Outcome) -> bool:
     fault, statuses = outcome.fault, outcome.statuses
     if fault.kind in PAUSES:
-        paused = outcome.seconds > fault.pause_seconds
+        paused = outcome.seconds >= fault.pause_seconds  # or it did not happen
         went_on = set(statuses) == {0} and outcome.lost_steps == 0
         return paused and went_on and "error: " not in outcome.output
     if fault.kind in SIGTERM:
