@@ -95,10 +95,10 @@ class Watchdog:
             try:
                 self._beat()
                 [(number, place, _, process)] = self._notes(next_rank)
-                limit = ENDED_BEATS if has_ended(process) else self.patience
                 if number != newest or place == FINISHED:
                     newest, heard = number, self.beats
-                elif self.beats > heard + limit:
+                silence = self.beats - heard
+                if silence > self.patience or (silence > ENDED_BEATS and has_ended(process)):
                     self._accuse(self._notes(), [next_rank], None)
                 if not self.store.check(["verdict"]):
                     running = time.monotonic()
