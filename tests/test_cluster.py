@@ -4,12 +4,16 @@ Both are started here; the nodes are network namespaces of this machine. What a 
 is skipped, with the reason. Where jobs are stopped or restarted, they are beyond/survive/train.py.
 """
 
+import fcntl
 import os
+import pty
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -28,13 +32,16 @@ BIN = Path(sys.executable).parent
 SECONDS = 120  # more than anything here takes
 
 
-def begin(*command: object, where: Path = ROOT, **env: object) -> subprocess.Popen:
+def environment(**env: object) -> dict[str, str]:
     """As in a shell of the reader: torchrun and python are those of this suite."""
     env = {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": ROOT, **env}
-    env = os.environ | {name: str(value) for name, value in env.items()}
+    return os.environ | {name: str(value) for name, value in env.items()}
+
+
+def begin(*command: object, where: Path = ROOT, **env: object) -> subprocess.Popen:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    words = [str(part) for part in command]
-    return subprocess.Popen(words, cwd=where, env=env, start_new_session=True, **pipes)
+    pipes |= {"cwd": where, "env": environment(**env), "start_new_session": True}
+    return subprocess.Popen([str(part) for part in command], **pipes)
 
 
 def end(process: subprocess.Popen) -> tuple[int, str]:
@@ -184,6 +191,96 @@ def test_a_script_hands_sigterm_to_the_ranks_and_ends_with_their_status(tmp_path
         saved = sorted(path.name for path in (tmp_path / name).glob("checkpoint.*"))
         assert saved == ["checkpoint.0.of.2", "checkpoint.1.of.2"], name
     assert not processes_with(script)
+
+
+def begin_at_a_terminal(output: Path, *command: object, **env: object) -> tuple:
+    """The command in the foreground of a terminal of its own, and the keyboard of that terminal."""
+    keyboard, screen = pty.openpty()
+
+    def take_the_terminal() -> None:
+        fcntl.ioctl(screen, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a suite in the background ignores it
+
+    with output.open("w") as file:
+        files = {"stdin": screen, "stdout": file, "stderr": file, "pass_fds": [screen]}
+        files |= {"env": environment(**env), "start_new_session": True}
+        words = [str(part) for part in command]
+        process = subprocess.Popen(words, preexec_fn=take_the_terminal, **files)
+    os.close(screen)
+    return process, keyboard
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in run("pgrep", "-P", pid)[1].split()]
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+RANK = """
+import os, pathlib, signal, sys, time
+rank, restarts, seconds = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], 300
+{0}
+pathlib.Path(sys.argv[-1], f"rank {{rank}}, restart {{restarts}}").touch()
+time.sleep(seconds)
+"""
+IGNORE = "for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)"
+END_ON_NODE_0 = "seconds = 300 * int(rank)"
+FAIL_ONCE = "if restarts == '0': sys.exit(3)"
+RANKS, ALONE = {"rank 0, restart 0", "rank 1, restart 0"}, {"MASTER_ADDR": "127.0.0.1"}
+PHASES = {  # script, its settings, what a rank does first, and what shows that it is time
+    "imports torch": ("one_node.sh", {}, "", "torchrun"),
+    "has ranks": ("one_node.sh", {}, "", RANKS),
+    "has ranks that ignore it": ("one_node.sh", {}, IGNORE, RANKS),
+    "waits for node 1": ("two_nodes.sh", ALONE | {"NODE_RANK": 0}, "", "port"),
+    "waits for node 0": ("two_nodes.sh", ALONE | {"NODE_RANK": 1}, "", "call"),
+    "is done, but not node 1": ("two_nodes.sh", ALONE | {"NODE_RANK": 0}, END_ON_NODE_0, "done"),
+    "waits for a second node": ("elastic.sh", {"NNODES": 2}, "", "port"),
+    "has restarted": ("elastic.sh", {}, FAIL_ONCE, {"rank 0, restart 1", "rank 1, restart 1"}),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_ctrl_c_ends_a_script_and_its_ranks_when_it(phase, tmp_path):
+    """A real one: the terminal sends SIGINT to all processes in its foreground."""
+    (name, env, lines, sign), port, output = PHASES[phase], free_port(), tmp_path / "output"
+    script = tmp_path / "script.py"
+    script.write_text(RANK.format(lines))
+    env = {"SCRIPT": script, "MASTER_PORT": port, "RDZV_ENDPOINT": f"127.0.0.1:{port}"} | env
+    command = ("bash", LAUNCH / name, tmp_path)
+    other = begin(*command, **env | {"NODE_RANK": 1}) if sign == "done" else None
+    answer = socket.create_server(("127.0.0.1", port)) if sign == "call" else None
+    process, keyboard = begin_at_a_terminal(output, *command, **env)
+
+    def it_is_time() -> bool:
+        assert process.poll() is None, output.read_text()
+        children = children_of(process.pid)
+        ready = {path.name for path in tmp_path.glob("rank*")}
+        if sign == "torchrun":
+            return bool(processes_with(script))
+        if sign == "port":
+            return listens(port)
+        if sign == "done":
+            return ready == RANKS and not children_of(children[0])
+        return ready >= sign
+
+    try:
+        if answer:  # this test is node 0, and says nothing
+            answer.settimeout(SECONDS)
+            answer.accept()
+        else:
+            until(it_is_time)
+        os.write(keyboard, b"\x03")
+        assert process.wait(SECONDS) == 130, output.read_text()
+        if other:
+            other.terminate()
+            end(other)
+        until(lambda: not processes_with(script))
+    finally:
+        for pid in processes_with(script):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_torchrun_and_train_accept_the_command_of_the_pytorchjob(monkeypatch):
