@@ -82,7 +82,11 @@ def path_with(folder: Path, **programs: str) -> str:
 
 
 OF_A_JOB = {"SLURM_JOB_ID": 17, "SLURM_JOB_NODELIST": "node-[7-8]", "SLURM_JOB_NUM_NODES": 2}
+OF_A_JOB |= {"SLURM_CPUS_PER_TASK": 6}
+OF_A_TASK = {"SLURM_PROCID": 5, "SLURM_LOCALID": 2, "SLURM_STEP_NUM_TASKS": 7}
+OF_A_TASK |= {"SLURM_GTIDS": "3,4,5,6"}
 RDZV = "--rdzv-backend c10d --rdzv-endpoint"
+SRUN = "srun --kill-on-bad-exit=1 --cpus-per-task=6\n"
 RESUME = "beyond/survive/train.py --run-dir runs/slurm-17 --resume auto"
 STARTS = {  # the command that a script starts, after threads, address, port and limit of its ranks
     "one_node.sh": "1 - - - --standalone --nproc-per-node 2 04_ddp_torchrun/train.py",
@@ -90,19 +94,28 @@ STARTS = {  # the command that a script starts, after threads, address, port and
     "--master-addr node-7 --master-port 29500 04_ddp_torchrun/train.py",
     "elastic.sh": "1 - - - --nnodes 1 --nproc-per-node 2 --max-restarts 3 "
     f"{RDZV} localhost:0 --rdzv-id survive beyond/survive/train.py --resume auto",
-    "slurm.sbatch": "1 - - 80 --kill-on-bad-exit=1 torchrun --nnodes 2 --nproc-per-node 2 "
+    "slurm.sbatch": f"{SRUN}3 - - 80 --nnodes 2 --nproc-per-node 2 "
     f"{RDZV} node-7:20017 --rdzv-id 17 {RESUME}",
-    "slurm_srun.sbatch": f"1 node-7 20017 - --kill-on-bad-exit=1 python {RESUME}",
+    "slurm_srun.sbatch": f"{SRUN}6 node-7 20017 - rank 5, local 2, of 7, 4 here: {RESUME}",
 }
 
 
 @pytest.mark.parametrize("script", STARTS)
 def test_a_script_starts_exactly_this_command(script, tmp_path):
     limit = "${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:--}"
-    say = f'echo "$OMP_NUM_THREADS ${{MASTER_ADDR:--}} ${{MASTER_PORT:--}} {limit} $*"'
-    path = path_with(tmp_path, torchrun=say, srun=say, scontrol="echo node-7; echo node-8")
+    say = f"$OMP_NUM_THREADS ${{MASTER_ADDR:--}} ${{MASTER_PORT:--}} {limit}"
+    numbers = "rank $RANK, local $LOCAL_RANK, of $WORLD_SIZE, $LOCAL_WORLD_SIZE here:"
+    path = path_with(
+        tmp_path,
+        torchrun=f'echo "{say} $*"',
+        python=f'echo "{say} {numbers} $*"',
+        srun='echo "srun $1 $2"; shift 2; exec "$@"',
+        scontrol="echo node-7; echo node-8",
+    )
     where = ROOT if script.endswith("sbatch") else tmp_path  # the others find the repository
-    env = {"NODE_RANK": 1, "MASTER_ADDR": "node-7"} if script == "two_nodes.sh" else OF_A_JOB
+    env = OF_A_JOB | OF_A_TASK
+    if script == "two_nodes.sh":
+        env = {"NODE_RANK": 1, "MASTER_ADDR": "node-7"}
     answer = run("bash", LAUNCH / script, "--epochs", "3", where=where, PATH=path, **env)
     assert answer == (0, f"{STARTS[script]} --epochs 3\n")
 
@@ -147,7 +160,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1"
 def test_elastic_heals_a_run_whose_rank_is_killed(tmp_path):
     flags = ("--epochs=2", *MODEL)
     script, control, healed = tmp_path / "dies_once.py", tmp_path / "dies.py", tmp_path / "healed"
-    script.write_text(DIES_ONCE + RUN.format("survive"))
+    script.write_text(DIES_ONCE + RUN.format("beyond/survive"))
     control.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     command = ("bash", LAUNCH / "elastic.sh", *flags, "--run-dir")
     process = begin(*command, healed, SCRIPT=script)
@@ -438,10 +451,11 @@ def test_slurm_runs_stops_and_restarts_both_job_scripts(slurm, tmp_path):
     ends as if it had not been stopped."""
     (cluster, ask), jobs, script = slurm, {}, tmp_path / "script.py"
     flags = ("--model=net-bn", "--device=cpu", "--epochs=9999")
-    script.write_text(ENDS_AFTER_A_RESTART + RUN.format("survive"))
+    script.write_text(ENDS_AFTER_A_RESTART + RUN.format("beyond/survive"))
     for name, ranks in (("slurm_srun.sbatch", ["--ntasks=3"]), ("slurm.sbatch", [])):
-        options = [f"--output={cluster}/%j.out", f"--export=ALL,SCRIPT={script},NPROC_PER_NODE=1"]
-        command = (LAUNCH / name, *flags, "--run-dir", tmp_path / name)
+        env = f"ALL,SCRIPT={script},NPROC_PER_NODE=1,OMP_NUM_THREADS=1"
+        options = [f"--output={cluster}/%j.out", f"--export={env}"]
+        command = (LAUNCH / name, *flags, "--resume=auto", "--run-dir", tmp_path / name)
         jobs[name] = ask("sbatch", "--parsable", *options, *ranks, *command)
 
     def output_as(state: str, name: str) -> str:
@@ -467,3 +481,42 @@ def test_slurm_runs_stops_and_restarts_both_job_scripts(slurm, tmp_path):
     assert output.count("stops after step") == 2
     assert f"checkpoint.pt: step {step}, saved by 2 ranks" in output
     assert is_the_run_of(2, folder, "survive", *flags, f"--max-steps={step + 10}")
+
+
+FOR_TORCHRUN = """
+import os
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+local_rank = int(os.environ["LOCAL_RANK"])
+total = torch.tensor([10.0 ** dist.get_rank()])
+dist.all_reduce(total)
+of = os.environ["LOCAL_WORLD_SIZE"], dist.get_world_size()
+print(local_rank, "of", *of, "sum", total.item(), "threads", torch.get_num_threads())
+"""
+
+
+CPUS = """
+import os, subprocess
+if os.environ["SLURM_PROCID"] == "0":
+    step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
+    subprocess.run(["scontrol", "show", "step", step])
+"""
+
+
+def test_srun_starts_a_script_for_torchrun_unchanged_and_each_rank_has_its_cpus(slurm, tmp_path):
+    """On uneven nodes. The control: a job that asks for no CPUs gets one for each of its tasks."""
+    _, ask = slurm
+    options = ("--wait", f"--output={tmp_path}/%x", "--ntasks=3", "--nodes=2")
+    for name, text in (("train", FOR_TORCHRUN), ("cpus", CPUS)):
+        script = tmp_path / f"{name}.py"
+        script.write_text(text)
+        export = f"--export=ALL,SCRIPT={script}"
+        ask("sbatch", *options, f"--job-name={name}", export, LAUNCH / "slurm_srun.sbatch")
+    ask("sbatch", *options, "--job-name=control", f"--wrap=srun python {script}")
+    said = [line for line in (tmp_path / "train").read_text().splitlines() if "sum" in line]
+    rest = "3 sum 111.0 threads 2"
+    assert sorted(said) == [f"0 of 1 {rest}", f"0 of 2 {rest}", f"1 of 2 {rest}"]
+    assert " CPUs=6 " in (tmp_path / "cpus").read_text()
+    assert " CPUs=3 " in (tmp_path / "control").read_text()

@@ -7,7 +7,7 @@
 # When a rank dies, or a node joins or leaves, torchrun ends all ranks and starts as many as the
 # nodes allow. --resume auto continues from the last checkpoint. So --run-dir must be on a disk that
 # all nodes share, and every possible world size must divide the global batch.
-# Arguments go to beyond/survive/train.py. Settings, the same on every node:
+# Arguments go to train.py. Settings, the same on every node:
 NNODES="${NNODES:-1}"                            # machines: 2, or 1:4 for 1 to 4
 NPROC_PER_NODE="${NPROC_PER_NODE:-2}"            # ranks on this node: one for each GPU, or gpu
 RDZV_ENDPOINT="${RDZV_ENDPOINT:-localhost:0}"    # a node and its port; 0: any free one, on one node
