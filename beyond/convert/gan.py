@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.datasets.mnist import read_image_file
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(1, str(ROOT / "05_amp_syncbn"))
+sys.path.insert(1, str(Path(__file__).parents[2] / "05_amp_syncbn"))
 from sync_batchnorm import convert  # torch's SyncBatchNorm trains on GPUs only
+
+DIGITS = Path(__file__).parents[2] / "common" / "digits" / "train-images-idx3-ubyte"
 
 
 def initialize(layer: nn.Module) -> None:
@@ -94,7 +95,7 @@ def gradient(step: Callable, critic: nn.Module, real: Tensor, fake: Tensor) -> T
 def measure() -> dict[str, list[float]]:
     """How far the gradient is from DCGAN's, relative to it: in one process, and on these ranks."""
     torch.manual_seed(0)
-    digits = read_image_file(str(ROOT / "common" / "digits" / "train-images-idx3-ubyte"))
+    digits = read_image_file(str(DIGITS))
     real = digits[:64, None].double() / 127.5 - 1  # (64, 1, 8, 8), from -1 to 1 as the generator's
     real = F.interpolate(real, size=28, mode="bilinear")  # (64, 1, 28, 28)
     fake = build_generator().apply(initialize)(torch.randn(64, 16, 1, 1)).detach()
