@@ -185,7 +185,6 @@ def test_on_three_ranks_a_resumed_run_of_ddp_may_round_differently(key, limit):
     resumed = train(key, 3, *flags, "--resume=auto", **FP32, folder=first.folder)
     old, new = whole.checkpoint["model"], resumed.checkpoint["model"]
     distance = max(float((old[name] - new[name]).abs().max()) for name in old)
-    print("DISTANCE", key, distance)
     assert distance <= limit
 
 
