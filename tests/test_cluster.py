@@ -101,7 +101,8 @@ STARTS = {  # the command that a script starts, after threads, address, port and
 
 
 @pytest.mark.parametrize("script", STARTS)
-def test_a_script_starts_exactly_this_command(script, tmp_path):
+def test_a_script_starts_exactly_this_command(script, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     limit = "${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:--}"
     say = f"$OMP_NUM_THREADS ${{MASTER_ADDR:--}} ${{MASTER_PORT:--}} {limit}"
     numbers = "rank $RANK, local $LOCAL_RANK, of $WORLD_SIZE, $LOCAL_WORLD_SIZE here:"
@@ -505,8 +506,11 @@ if os.environ["SLURM_PROCID"] == "0":
 """
 
 
-def test_srun_starts_a_script_for_torchrun_unchanged_and_each_rank_has_its_cpus(slurm, tmp_path):
+def test_srun_starts_a_script_for_torchrun_unchanged_and_each_rank_has_its_cpus(
+    slurm, tmp_path, monkeypatch
+):
     """On uneven nodes. The control: a job that asks for no CPUs gets one for each of its tasks."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     _, ask = slurm
     options = ("--wait", f"--output={tmp_path}/%x", "--ntasks=3", "--nodes=2")
     for name, text in (("train", FOR_TORCHRUN), ("cpus", CPUS)):
