@@ -167,6 +167,49 @@ def test_the_commands_of_the_readme_lead_to_ddp_py(tmp_path):
     bash(*patches, f"cmp mine.py {CONVERT / 'ddp.py'}")
 
 
+def _gan(rank: int) -> dict[str, list[float]]:
+    torch.set_default_dtype(torch.float64)
+    torch.distributed.init_process_group("gloo")
+    return load("gan.py").measure()
+
+
+def test_a_gan_keeps_its_two_pairs_under_ddp_and_one_batch_is_another_training():
+    """The errors in one process and on two ranks; the control is BatchNorm of each rank alone."""
+    errors, same = run_ranks(2, _gan)
+    assert errors == same
+    assert max(errors["two pairs"]) < 1e-12
+    assert max(errors["two forwards, one backward"]) < 1e-12
+    assert min(errors["real and fake in one batch"]) > 0.5
+    assert errors["two pairs, BatchNorm not synchronized"][1] > 1e-3
+
+
+def test_a_mean_over_samples_is_right_under_ddp_and_other_losses_are_not():
+    errors = load("losses.py").measure()
+    assert max(errors["mean over samples"]) < 1e-12
+    assert errors["sum over samples"] == pytest.approx([1 / 2] * 12), "a factor of 1 / ranks"
+    assert min(errors["contrastive"] + errors["Dice over the batch"]) > 0.01
+
+
+def _gathered(rank: int, name: str) -> float:
+    torch.distributed.init_process_group("gloo")
+    losses, rows = load("losses.py"), slice(16 * rank, 16 * rank + 16)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 10).double()
+    batch = torch.randn(32, 64, dtype=torch.float64)
+    labels = torch.arange(16).repeat_interleave(2) % 10
+    exact = losses.gradient(losses.LOSSES[name](model(batch), labels), model)
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    outputs = torch.cat(torch.distributed.nn.functional.all_gather(ddp(batch[rows])))
+    losses.LOSSES[name](outputs, labels).backward()
+    found = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    return float((found - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("name", ["mean over samples", "contrastive", "Dice over the batch"])
+def test_a_loss_of_all_ranks_outputs_is_right_whatever_it_is(name):
+    assert max(run_ranks(2, _gathered, name)) < 1e-12
+
+
 @pytest.mark.parametrize("word", ["accelerate", "Shard", "critic", "spare"])
 def test_each_snippet_runs_on_two_ranks(word, tmp_path):
     [code] = [f.text for f in fences("python", [CONVERT / "questions.md"]) if word in f.text]
