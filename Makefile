@@ -7,7 +7,7 @@ SITE := .venv-site
 SPHINX := $(SITE)/bin/python -m sphinx -q -E -W --keep-going -j auto -c docs/site
 STAGES := $(wildcard 0*_*)
 
-.PHONY: tour test lint break exercise words bench gpu notebooks campaigns faults mutants lessons readme
+.PHONY: tour test lint break exercise words bench gpu notebooks campaigns faults lessons readme
 .PHONY: site serve clean
 
 tour: $(VENV)/ready  ## run the five stages in order and compare them; FLAGS="--ranks 3" changes it
@@ -50,10 +50,6 @@ campaigns: $(VENV)/ready  ## measure again, for an hour, what the pages show; th
 
 faults: $(VENV)/ready  ## inject 306 faults into real runs, 12 minutes or more: benchmarks/results/faults.json
 	$(RUN) tests/faults.py --faults 306
-
-mutants: $(VENV)/ready  ## change 120 lines of what is taught, one at a time: does a test see it?
-	$(RUN) -m pytest -n 2 --dist loadfile -q --junitxml=runs/times.xml
-	$(RUN) tests/mutants.py runs/times.xml $(FLAGS)
 
 lessons: $(VENV)/ready  ## write every lesson.diff, its parts in the pages, and the Chinese pages
 	$(RUN) docs/site/lessons.py

@@ -26,7 +26,7 @@ def test_no_file_unpickles_what_comes_from_outside():
     call = re.compile(r"(\w+)_object\w*\(")
     found = {f"{name} {each}" for name, text in sources.items() for each in call.findall(text)}
     allowed = {f"{stage}/train.py all_gather" for stage in ("03", "04", "05", "su")}
-    allowed |= {"03/ranks.py all_gather", "03/deaths.py all_gather", "03/deaths.py broadcast"}
+    allowed |= {"03/ranks.py all_gather", "03/reducers.py broadcast"}
     allowed |= {"co/ddp.py all_gather"}  # of convert/
     assert found == allowed
 
