@@ -150,7 +150,13 @@ def test_the_commands_of_the_readme_lead_to_ddp_py(tmp_path):
     def bash(*lines: str, where: Path = here) -> None:
         subprocess.run(["bash", "-e", "-c", "\n".join(lines)], cwd=where, check=True)
 
-    bash("mkdir root", "cd root", f"ln -s {ROOT / 'beyond'} {ROOT / 'common'} .", first, where=tmp_path)
+    bash(
+        "mkdir root",
+        "cd root",
+        f"ln -s {ROOT / 'beyond'} {ROOT / 'common'} .",
+        first,
+        where=tmp_path,
+    )
     for line in quick:
         if line.startswith("python "):
             _, script, *flags = line.split()

@@ -7,8 +7,8 @@ writes each stage's lesson.diff, and the parts of it that its pages show: a diff
 that begins with LAST. `make lessons` calls it.
 """
 
+import subprocess
 import sys
-from difflib import unified_diff
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
@@ -24,9 +24,11 @@ PARENTS = {
 
 
 def lesson(stage: str) -> str:
+    """The smallest difference, as `diff -u` finds it."""
     names = [f"{folder}/train.py" for folder in (PARENTS[stage], stage)]
-    before, after = ((ROOT / name).read_text().splitlines(keepends=True) for name in names)
-    return "".join(unified_diff(before, after, *names, n=3))
+    labels = [word for name in names for word in ("--label", name)]
+    diff = ["diff", "-u", "-d", *labels, *names]
+    return subprocess.run(diff, cwd=ROOT, capture_output=True, text=True).stdout
 
 
 def refresh(stage: str) -> None:
@@ -36,7 +38,9 @@ def refresh(stage: str) -> None:
         if not fence.note.startswith("lesson: "):
             continue
         first, last = fence.note.removeprefix("lesson: ").split(" ... ")
-        above = next(i for i, line in enumerate(lines) if line.startswith(first))
+        above = next((i for i, line in enumerate(lines) if line.startswith(first)), None)
+        if above is None:
+            raise SystemExit(f"{fence.readme}: the lesson has no line that begins with {first}")
         below = next(i for i, line in enumerate(lines) if i >= above and line.startswith(last))
         text, (start, end) = fence.readme.read_text(), fence.place  # from the end: it stays right
         fence.readme.write_text(text[:start] + "".join(lines[above : below + 1]) + text[end:])
