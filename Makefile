@@ -44,8 +44,7 @@ notebooks: $(VENV)/ready  ## execute the notebooks in place: three minutes
 	$(RUN) notebooks/execute.py $(FLAGS)
 
 campaigns: $(VENV)/ready  ## measure again, for an hour, what the pages show; then: make readme
-	for section in replica_memory data_parallel reducers learning_rates_01 learning_rates_05 \
-	  gradients precision switches sync_batchnorm survive links; do \
+	for section in replica_memory data_parallel reducers gradients precision switches sync_batchnorm survive links; do \
 	  $(RUN) benchmarks/bench.py $$section || exit 1; done  # links: as root, for namespaces
 
 faults: $(VENV)/ready  ## inject 306 faults into real runs, 12 minutes or more: benchmarks/results/faults.json

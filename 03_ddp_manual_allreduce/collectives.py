@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 from tabulate import tabulate
 from torch import Tensor
 
-from common.options import Parser, number, usage_errors_exit
+from common.options import Parser, exit_on_usage_error, float_at_least, int_at_least
 from ranks import device_of, start
 
 
@@ -195,11 +195,11 @@ def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument
     # 10^18 is the largest power of ten that fits into 64 bits.
-    add("--world-size", default=4, type=number(int, 1, 19), metavar="N", help="processes to start")
+    add("--world-size", default=4, type=int_at_least(1, 19), metavar="N", help="processes to start")
     add("--backend", default="gloo", choices=("gloo", "nccl", "mpi"), help="library to use")
     add("--matrix", action="store_true", help="probe what each backend can do here")
     text = "time limit of each probe of --matrix"
-    add("--seconds", default=20, type=number(float, 0.1), metavar="S", help=text)
+    add("--seconds", default=20, type=float_at_least(0.1), metavar="S", help=text)
     args = parser.parse_args()
     if args.matrix:
         return print_matrix(args.seconds)
@@ -216,5 +216,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with usage_errors_exit():
+    with exit_on_usage_error():
         main()

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from common.models import Net
-from common.options import Parser, UsageError, usage_errors_exit
+from common.options import Parser, UsageError, exit_on_usage_error
 from ranks import require_equal, start
 from ring import ring_all_reduce
 
@@ -336,5 +336,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with usage_errors_exit():
+    with exit_on_usage_error():
         main()

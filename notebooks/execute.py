@@ -74,7 +74,8 @@ def made_of() -> list[Path]:
     """The results that are committed, and the programs that draw them."""
     found = (ROOT / "benchmarks" / "results").glob("*.json")
     results = [path for path in found if "-" not in path.name or path.name in MACHINES]
-    return sorted([*results, *(ROOT / "benchmarks").glob("*.py")])
+    programs = [*(ROOT / "benchmarks").glob("*.py"), ROOT / "notebooks" / "same_result.py"]
+    return sorted([*results, *programs])
 
 
 def stamp() -> str:
