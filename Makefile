@@ -7,7 +7,7 @@ SITE := .venv-site
 SPHINX := $(SITE)/bin/python -m sphinx -q -E -W --keep-going -j auto -c docs/site
 STAGES := $(wildcard 0*_*)
 
-.PHONY: tour test lint break exercise words bench gpu notebooks campaigns faults mutants lessons readme
+.PHONY: tour test lint break exercise words bench gpu notebooks campaigns faults lessons readme
 .PHONY: site serve clean
 
 tour: $(VENV)/ready  ## run the five stages in order and compare them; FLAGS="--ranks 3" changes it
@@ -44,17 +44,12 @@ notebooks: $(VENV)/ready  ## execute the notebooks in place: three minutes
 	$(RUN) notebooks/execute.py $(FLAGS)
 
 campaigns: $(VENV)/ready  ## measure again, for an hour, what the pages show; then: make readme
-	for section in replica_memory data_parallel reducers learning_rates_01 learning_rates_05 \
-	  gradients precision switches sync_batchnorm survive links; do \
+	for section in replica_memory data_parallel reducers gradients precision switches sync_batchnorm survive links; do \
 	  $(RUN) benchmarks/bench.py $$section || exit 1; done  # links: as root, for namespaces
 
 faults: $(VENV)/ready  ## inject 406 faults into real runs, half an hour or more: benchmarks/results/faults.json
 	$(RUN) tests/faults.py --faults 306
 	$(RUN) tests/faults.py --faults 100 --kinds pauses --jobs 10
-
-mutants: $(VENV)/ready  ## change 120 lines of what is taught, one at a time: does a test see it?
-	$(RUN) -m pytest -n 2 --dist loadfile -q --junitxml=runs/times.xml
-	$(RUN) tests/mutants.py runs/times.xml $(FLAGS)
 
 lessons: $(VENV)/ready  ## write every lesson.diff, its parts in the pages, and the Chinese pages
 	$(RUN) docs/site/lessons.py

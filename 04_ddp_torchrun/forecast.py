@@ -4,7 +4,7 @@
 
 Stage 01 measures the step on one GPU of that kind: --summary runs/01_single_gpu/summary.json. The
 model takes a third of it for forward, the rest for backward. alpha_beta.py is the model, ready.py
-counts layers and buckets, cluster.py has the links, published.py shows how far to trust it.
+counts layers and buckets, cluster.py has the links, scaling.md shows how far to trust it.
 """
 
 import json

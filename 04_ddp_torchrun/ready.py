@@ -20,7 +20,7 @@ FIRST, OTHERS = 2**20, 25 * 2**20  # bytes: DDP closes a bucket once it holds so
 def fill(gradients: list[tuple[float, float]]) -> list[Bucket]:
     """Buckets as DDP fills them, from (bytes, ready) of each gradient in the order of backward.
 
-    The first is small, the others are large (Li et al., VLDB 2020, section 3.2.3; 03's buckets.py).
+    The first is small, the others are large (Li et al., VLDB 2020, 3.2.3; 03's reducers.py).
     """
     buckets, size = [], 0.0
     for bytes_, ready in gradients:

@@ -1,4 +1,4 @@
-"""The batch grows 8 times: what each rule for the learning rate does, with a warm-up or without.
+"""The batch grows or shrinks 8 times: which learning rate does it need then?
 
     python 05_amp_syncbn/large_batch.py
 
@@ -7,7 +7,7 @@ learns less. The linear rule (Goyal et al. 2017, arXiv 1706.02677, section 2.1) 
 rate, so that one update moves the weights as far as 8 did. It fails if that is too far, most often
 at the start, when weights change fast. So the rate warms up (section 2.2). The square-root rule
 keeps the noise of an update (Krizhevsky 2014, arXiv 1404.5997, page 5). schedule.py computes the
-rates, for train.py too.
+rates, for train.py too. If the batch shrinks, the same rules divide the rate.
 """
 
 import math
@@ -30,6 +30,7 @@ BASE, GROWTH = 30, 8
 LRS = {0.05: "well tuned for", 0.2: "already too large for"}
 MOMENTUM, EPOCHS, SEEDS = 0.9, 16, range(5)
 RULES = {"none": 1.0, "sqrt": GROWTH**0.5, "linear": float(GROWTH)}
+SHRINKING_LR = 0.4  # well tuned for the batch of 240
 UNSTEADY, CHANCE = 0.17, math.log(10)  # test losses; CHANCE: of guessing one of ten classes
 
 
@@ -70,6 +71,7 @@ def train(batch: int, lr: float, rule: str, warm_up_epochs: float, seed: int) ->
         return F.cross_entropy(model(test_images), test_labels).item()
 
 
+@cache
 def median(batch: int, lr: float, rule: str, warm_up_epochs: float) -> float:
     """The median test loss of all seeds; inf if most runs end in nan."""
     losses = [train(batch, lr, rule, warm_up_epochs, seed) for seed in SEEDS]
@@ -100,6 +102,12 @@ def main() -> None:
         heads = ("batch", "updates", "rule", "lr", "warm-up epochs", "test loss")
         align = ["right"] * 2 + ["left"] * 4
         print(tabulate(rows, heads, disable_numparse=True, colalign=align))
+    print(f"\nrate {SHRINKING_LR}, well tuned for a batch of {BASE * GROWTH}; then {BASE}:\n")
+    rows = []
+    for how, divisor in {"kept": 1.0, "÷ √8": GROWTH**0.5, "÷ 8": float(GROWTH)}.items():
+        lr = SHRINKING_LR / divisor
+        rows.append((BASE, how, f"{lr:.2f}", grade(median(BASE, lr, "none", 0))))
+    print(tabulate(rows, ("batch", "rate", "lr", "test loss"), disable_numparse=True))
 
 
 if __name__ == "__main__":

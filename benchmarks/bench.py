@@ -23,10 +23,11 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from common.options import Parser, UsageError, number, usage_errors_exit
+from common.options import Parser, UsageError, exit_on_usage_error, int_at_least
 from plots import Draw, draw_picture
-from tables import load, shown
-from timing import RESULTS, ROOT, Effort, Results, provenance, save
+from run_stage import ROOT
+from tables import shown
+from timing import RESULTS, Effort, Results, load, provenance, save
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,7 @@ class Section:
 
 
 SECTIONS = {
-    "stages": Section("stages", "", "samples per second of each stage and reducer", True),
-    "timeline": Section("timeline", "", "the parts of a step, by torch.profiler", True),
+    "stages": Section("stages", "", "samples per second of each stage", True),
     "process_memory": Section("process_memory", "", "the memory of a process, by kind", True),
     "scaling": Section("scaling", "04_scaling", "steps of DDP, predicted and measured", True),
     "data_parallel": Section("costs", "02_data_parallel", "the parts of its step", True),
@@ -50,15 +50,12 @@ SECTIONS = {
     "switches": Section("precision", "05_switches", "each speed switch of DDP", True),
     "sync_batchnorm": Section("costs", "05_sync_batchnorm", "SyncBatchNorm by hand", True),
     "links": Section("scaling", "04_links", "steps across slow links; needs root"),
-    "peers": Section("peers", "peers", "whole trainings: the stages and two libraries"),
-    "survive": Section("costs", "survive", "what a step of survive costs over stage 05's"),
+    "survive": Section("stages", "survive", "what a step of survive costs over stage 05's"),
     "replica_memory": Section("process_memory", "02_memory", "what each replica of 02 holds"),
-    "gradients": Section("numerics", "05_gradients", "gradients among the numbers of fp16"),
-    "learning_rates_01": Section("numerics", "01_learning_rate", "many, while the batch shrinks"),
-    "learning_rates_05": Section("numerics", "05_learning_rates", "many, while the batch grows"),
+    "gradients": Section("gradients", "05_gradients", "gradients among the numbers of fp16"),
 }
 BENCH = [name for name, section in SECTIONS.items() if section.bench]
-OPTIONS = {"ranks": ("stages", "precision"), "models": ("precision",), "data_dir": ("peers",)}
+OPTIONS = {"ranks": ("stages", "precision"), "models": ("precision",)}
 
 
 def measure(name: str, effort: Effort) -> Results:
@@ -82,7 +79,6 @@ def committed() -> dict[str, Results]:
 
 def pictures() -> dict[str, Draw]:
     """What draws each picture, by the name of its results."""
-    sys.path.append(str(ROOT))
     found = {"tour": import_module("tour").draw}
     for name, section in SECTIONS.items():
         draw = getattr(import_module(section.module), f"draw_{name}", None)
@@ -161,9 +157,8 @@ def main() -> None:
     effort.add_argument("--brief", action="store_true", help="few rounds; stores nothing")
     add("--out", type=Path, metavar="FILE", help="write the result there, and draw nothing")
     add("--device", choices=("cpu", "cuda"), help="default: cuda where a GPU is of use")
-    add("--ranks", type=number(int, 1), metavar="N", help="for stages and precision")
+    add("--ranks", type=int_at_least(1), metavar="N", help="for stages and precision")
     add("--models", nargs="+", metavar="NAME", help="for precision: names of torchvision")
-    add("--data-dir", type=Path, metavar="PATH", help="for peers: the folder that holds MNIST/raw")
     add("--node", type=Path, help=argparse.SUPPRESS)  # what two_nodes_here.sh runs in each node
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -182,5 +177,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with usage_errors_exit():
+    with exit_on_usage_error():
         main()

@@ -1,36 +1,29 @@
-"""What each way to share a step costs, and why: replicas, reducers, SyncBatchNorm, survive."""
+"""What each way to share a step costs, and why: replicas, reducers, SyncBatchNorm."""
 
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
 from functools import partial
-from io import StringIO
-from random import Random
-from statistics import fmean, median
-from tempfile import TemporaryDirectory
+from statistics import median
 from typing import Any
-from unittest import mock
 
 import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.record import Recorder
+import shm  # noqa: F401 (its backend)
 from plots import BLUE, GRAY, Figure, ratio_bars
-from stages import over
 from step import build, ddp, make_step, sgd, start, train_step
-from timing import ROOT, SAME, Effort, Results, chapter, compare, now, slowest_rank, summarize
+from timing import SAME, Effort, Results, chapter, compare, now
 
 RANKS = 2
 by_hand: Any = chapter("02", "from_scratch")
 ring_all_reduce = chapter("03", "ring").ring_all_reduce
 REDUCERS = chapter("03", "reducers").REDUCERS
-convert = chapter("05", "sync_batchnorm").convert
+convert = chapter("05", "sync_batchnorm").convert_sync_batchnorm
 
 
-def on_ranks(function: Callable, effort: Effort, *more: Any) -> Results:
-    first, *_ = start(RANKS, function, effort, *more, device=effort.device)
+def on_ranks(function: Callable, effort: Effort) -> Results:
+    first, *_ = start(RANKS, function, effort, device=effort.device)
     return {"provenance": {"world_size": RANKS, "threads_a_rank": 1}, **first}
 
 
@@ -120,18 +113,18 @@ MODELS = {"net": (31, 15), "net-bn": (25, 5), "mlp": (25, 4), "resnet18": (15, 1
 SIZES = [2**power for power in range(16, 27)]  # bytes, 64 KiB to 64 MiB
 
 
-def time_reducers(name: str, effort: Effort) -> Results:
+def time_reducers(name: str, effort: Effort, over_shm: bool) -> Results:
+    """A step with each reducer and with DDP, or with DDP over shm; and without averaging."""
     (model, batch), (rounds, steps) = build(name), MODELS[name]
     variants = {COMPUTE: make_step(model, batch)}
-    for reducer, make in REDUCERS.items():
+    for reducer, make in {} if over_shm else REDUCERS.items():
         if not (batch.is_cuda and reducer == "shared-memory"):
             variants[reducer] = make_step(model, batch, reducer=make)
-    synced = {SYNCED: lambda model: ddp(convert(model))} if name in ("net-bn", "resnet18") else {}
-    for how, wrap in (DDP | synced).items():
-        variants[how] = make_step(model, batch, wrap)
-        if how in ("DDP", SYNCED) and not batch.is_cuda:
-            inside = over("shm")  # SyncBatchNorm too has to find it, in each step
-            variants[f"{how}, over shm"] = inside(inside(make_step)(model, batch, wrap))
+    wraps: dict[str, Callable] = {"DDP": ddp} if over_shm else dict(DDP)
+    if name in ("net-bn", "resnet18"):
+        wraps[SYNCED] = lambda model: ddp(convert(model))
+    for how, wrap in wraps.items():
+        variants[how + ", over shm" * over_shm] = make_step(model, batch, wrap)
     parameters = sum(p.numel() for p in model.parameters())
     found = compare(variants, min(rounds, effort.rounds), 1 if effort.quick else steps)
     return {"parameters": parameters, "local_batch": len(batch), **found}
@@ -147,14 +140,21 @@ def time_ring(size: int, effort: Effort) -> Results:
     return {"bytes": size, **rates, "ring_to_gloo": ratio}
 
 
-def reducers(effort: Effort) -> Results:
-    """A step with each, with DDP, and without averaging (no rank waits); and the ring."""
+def reducers(effort: Effort, over_shm: bool = False) -> Results:
     names, sizes = (["net"], SIZES[:3]) if effort.quick else (list(MODELS), SIZES)
-    models = {name: time_reducers(name, effort) for name in names}
-    return {"models": models, "ring": [time_ring(size, effort) for size in sizes]}
+    models = {name: time_reducers(name, effort, over_shm) for name in names}
+    return {"models": models, "ring": [] if over_shm else [time_ring(s, effort) for s in sizes]}
 
 
-measure_reducers = partial(on_ranks, reducers)
+def measure_reducers(effort: Effort) -> Results:
+    """Over gloo or nccl, and on a CPU over shm, each beside computing alone in the same rounds."""
+    found = on_ranks(reducers, effort)
+    if effort.device == "cpu":
+        over_shm, *_ = start(RANKS, reducers, effort, True, backend="shm")
+        for name, model in over_shm["models"].items():
+            rows = {how: row for how, row in model["variants"].items() if "shm" in how}
+            found["models"][name]["variants"] |= rows
+    return found
 
 
 def draw_reducers(results: Results) -> Figure:
@@ -229,38 +229,3 @@ def sync_batchnorm(effort: Effort) -> Results:
 
 
 measure_sync_batchnorm = partial(on_ranks, sync_batchnorm)
-
-
-def survive_step(stage: str, name: str, folder: str, epochs: int) -> float:
-    """The mean time of a step after the first epoch; no median: only some steps of survive vote."""
-    module, rank, recorders = chapter(stage, "train"), dist.get_rank(), list[Recorder]()
-    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-
-    def record(*args: Any) -> Recorder:
-        recorders.append(Recorder(*args))
-        return recorders[-1]
-
-    sys.argv = ["train.py", "--model=net", "--batch-size=120", f"--epochs={epochs}", "--device=cpu"]
-    sys.argv += [f"--data-dir={ROOT / 'data'}", f"--run-dir={folder}/{stage}"]
-    replaced = {"Recorder": record, "read_launcher": lambda: [rank, rank, RANKS, RANKS]}
-    replaced |= {"init_distributed": lambda *_: None, "join": lambda *_: store}
-    with mock.patch.dict(vars(module), replaced), redirect_stdout(StringIO()):
-        module.main()
-    [seconds] = (recorder.seconds for recorder in recorders)
-    return fmean(seconds[len(seconds) // epochs :])
-
-
-def survive(effort: Effort, folder: str) -> Results:
-    programs, order = {"05": "05", "survive": "survive", SAME: "05"}, Random(0)
-    rounds, epochs = min(41, effort.rounds), 2 if effort.quick else 11
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    for turn in range(rounds):
-        for name in order.sample(list(programs), len(programs)):
-            times[name].append(survive_step(programs[name], f"{turn} {name}", folder, epochs))
-    about = {"model": "net", "global_batch": 120, "rounds": rounds, "epochs": epochs}
-    return {**about, "variants": summarize(slowest_rank(times))}
-
-
-def measure_survive(effort: Effort) -> Results:
-    with TemporaryDirectory() as folder:
-        return on_ranks(survive, effort, folder)

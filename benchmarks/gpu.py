@@ -6,7 +6,7 @@
 
 It needs Linux, PyTorch, torchvision, matplotlib, tabulate and pytest, but no network. After each
 command, its result is in results/gpu. The next call leaves out the commands that have ended, and
-repeats those that a time limit has cut off. At the end: what the pages can stop calling "not seen".
+repeats those that a time limit has cut off.
 """
 
 import json
@@ -24,17 +24,13 @@ from unittest.mock import patch
 
 import torch
 
-import tour
-from common.options import Parser, UsageError, number, usage_errors_exit
+from common.options import Parser, UsageError, exit_on_usage_error, float_at_least
+from run_stage import command_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 MINUTES = {"tests": 7, "tour": 4, "bench": 8, "resnet50": 7, "cifar10": 2}
-KEPT = (
-    "runs/gpu/tour/tour.*",
-    "runs/gpu/tour/report.md",
-    "benchmarks/results/*-x-*.json",
-)  # copied there
+KEPT = ("runs/gpu/tour/tour.*", "runs/gpu/tour/report.md", "benchmarks/results/*-x-*.json")
 RESNET = ("switches", "precision")  # the sections of bench.py for resnet18 and resnet50
 CIFAR = "--amp bf16 --epochs 24 --batch-size 512 --lr 0.1"
 
@@ -47,13 +43,15 @@ def list_commands() -> dict[str, list[str]]:
             names = re.findall(r"^def (test_\w*gpu\w*)", text, re.M)
             tests.append(" ".join(f"tests/{path.name}::{name}" for name in names))
     flags, bench = "--device cuda --run-dir runs/gpu/", "benchmarks/bench.py --device cuda --only "
-    rows = [row for row in tour.ROWS if row.key in ("03", "04", "05-bf16")]
-    stages = [f"{' '.join(row.command)} --model net-bn {flags}{row.key}" for row in rows]
+    stages = [
+        f"{' '.join(command_of(key, 2))} --model net-bn {flags}{key}"
+        for key in ("03", "04", "05-bf16")
+    ]
     return {
         "tests": [f"-m pytest -v --tb=short {ids}" for ids in tests],
         "tour": [
             f"benchmarks/tour.py --ranks 1 {flags}tour",
-            *(x.replace("RANKS", "2") for x in stages),
+            *stages,
         ],
         "bench": [bench + each for each in import_module("bench").BENCH if each not in RESNET],
         "resnet50": [bench + each for each in RESNET],
@@ -102,34 +100,13 @@ def run(command: str, seconds: float) -> dict:
     return found
 
 
-def report(results: dict[str, dict]) -> None:
-    """What the pages call unseen, and how the tests and benchmarks that they name have ended."""
-    ended: dict[str, set] = {}
-    for command, record in (item for part in results.values() for item in part.items()):
-        ended[f"bench.py {command.split()[-1]}"] = {f"status {record['status']}"}
-        for test, outcome in record.get("tests", {}).items():  # TEST[PARAMETERS]
-            ended.setdefault(test.split("[")[0], set()).add(outcome)
-    for page in sorted([*ROOT.glob("*.md"), *ROOT.glob("*/*.md")]):
-        text = page.read_text().replace("**", "")
-        for block in re.split(r"\n(?=\||- |\n)", text):  # rows, items, paragraphs
-            where = f"{page.relative_to(ROOT)}:{text[: text.index(block)].count(chr(10)) + 1}"
-            names = re.findall(r"test_\w*gpu\w*|bench\.py [a-z_]+", block)
-            found = {name: ended.get(name, {"not run"}) for name in names}
-            good = all(each <= {"PASSED", "status 0"} for each in found.values())
-            word = "BY HAND" if not found else "CAN GO" if good else "STAYS"
-            lines = [f"{name}: {', '.join(sorted(each))}" for name, each in found.items()]
-            for sentence in re.split(r"(?<=[.;|]) ", " ".join(block.split())):
-                if re.search(r"(?i)not seen|no GPU (of this project )?has", sentence):
-                    print(f"{word}: {where}: {sentence}", *lines, sep="\n    ")
-
-
 def main() -> None:
     parser = Parser(__doc__)
     add, now = parser.add_argument, time.monotonic
     add("--only", choices=MINUTES, help="run this part only")
     add("--again", action="store_true", help="also run what has ended")
     add("--dry-run", action="store_true", help="print and check every command, run none")
-    add("--minutes", default=28.0, type=number(float, 0), help="for all; the next call continues")
+    add("--minutes", default=28.0, type=float_at_least(0), help="for all; the next call continues")
     args = parser.parse_args()
     if not (args.dry_run or torch.cuda.is_available()):
         raise UsageError("torch sees no GPU: try --dry-run")
@@ -148,9 +125,8 @@ def main() -> None:
         elif args.again or done.get(command, {}).get("status", "cut off") == "cut off":
             done[command] = run(command, seconds)
             file.write_text(json.dumps(results, indent=2) + "\n")
-    report(results)
 
 
 if __name__ == "__main__":
-    with usage_errors_exit():
+    with exit_on_usage_error():
         main()

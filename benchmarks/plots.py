@@ -12,8 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from tables import load
-from timing import RESULTS, SAME, Results
+from timing import RESULTS, SAME, Results, load
 
 # Okabe and Ito: distinct for the color-blind, too. https://jfly.uni-koeln.de/color/
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"

@@ -6,7 +6,6 @@ no variant may win by learning less.
 
 import copy
 import os
-from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -15,8 +14,6 @@ from itertools import islice
 from statistics import median
 from typing import Any
 
-import matplotlib.pyplot as plt
-import numpy as np
 import torch
 import torch.distributed as dist
 import torchvision
@@ -26,16 +23,16 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
-from common.data import load_dataset, make_loader
+from common.data import load_dataset, loader_options
 from common.models import Net, build_model
-from common.options import UsageError
-from plots import BLUE, GRAY, GREEN, ORANGE, PINK, RED, SKY, Figure, ratio_bars, speed_bars
+from common.options import UsageError, make_parser
+from run_stage import ROOT
 from step import start
-from timing import ROOT, SAME, Effort, Results, chapter, interleave, largest_of_ranks, summarize
+from timing import SAME, Effort, Results, chapter, interleave, largest_of_ranks, summarize
 
-COLORS = {"fp32": GRAY, "tf32": ORANGE, "bf16": BLUE, "fp16": GREEN}
+FORMATS = ("fp32", "tf32", "bf16", "fp16")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 EPOCHS, SAMPLES = 3, 60  # of the training for an accuracy; and its global batch
 HOOKS = {"bf16": default_hooks.bf16_compress_hook, "PowerSGD": powerSGD_hook.powerSGD_hook}
@@ -93,7 +90,7 @@ SWITCHES = {
 FAST: Any = {"ddp": VIEW, "cudnn_benchmark": True, "optimizer": "fused sgd", "baseline": "fp32"}
 FORMS = ["", ", channels_last", ", channels_last, compile"]
 FORMS += [", compile"] * torch.cuda.is_available()  # on a CPU, each compilation takes a minute
-PAIRS = [(precision, form) for precision in COLORS for form in FORMS]
+PAIRS = [(precision, form) for precision in FORMATS for form in FORMS]
 PRECISIONS = {p + form: Variant(p, "last" in form, "compile" in form, **FAST) for p, form in PAIRS}
 
 
@@ -199,20 +196,22 @@ def time_variants(variants: Variants, model: nn.Module, batch: Batch, rounds: in
 
 def learn(variant: Variant, seed: int, device: torch.device, steps: int | None) -> float:
     """The test accuracy after a short training on the digits: of net-bn, if only so many steps."""
-    args = Namespace(dataset="digits", data_dir=ROOT / "data", batch_size=SAMPLES)
+    where = ["--dataset=digits", f"--data-dir={ROOT / 'data'}", f"--batch-size={SAMPLES}"]
+    args = make_parser("precision", "").parse_args([*where, "--device=cpu"])
     train_set, test_set = load_dataset(args)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(seed)
     training = Training(variant, build_model("net-bn" if steps else "resnet18", train_set), device)
     sampler = DistributedSampler(train_set, ranks, rank, seed=seed, drop_last=True)
-    loader = make_loader(train_set, SAMPLES // ranks, sampler)
+    options = {"sampler": sampler, "drop_last": True, **loader_options(args)}
+    loader = DataLoader(train_set, SAMPLES // ranks, **options)
     decay = LambdaLR(training.optimizer, lambda step: 1 - step / EPOCHS / len(loader))
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         for images, labels in islice(loader, steps):
             training(images.to(device, memory_format=training.layout), labels.to(device))
             decay.step()
-    images, labels = test_set.__getitems__(range(len(test_set)))
+    images, labels = next(iter(DataLoader(test_set, len(test_set), **loader_options(args))))
     with torch.no_grad():  # in fp32, as train.py does, and not compiled
         outputs = training.plain.eval().forward(images.to(device))
     return round((outputs.argmax(dim=1).cpu() == labels).double().mean().item(), 4)
@@ -258,30 +257,6 @@ def measure_precision(effort: Effort) -> Results:
             models[name][f"{ranks} ranks"] = first
     about = {"image_size": 32 if quick else 224, "skipped": skipped}
     return {**about, "models": models, "accuracy": accuracy}
-
-
-def draw_precision(results: Results) -> Figure:
-    models = results["models"]
-    panels = [(name, *each) for name, places in models.items() for each in places.items()]
-    rows, columns = len(models), len(panels) // len(models)
-    figure = plt.figure(figsize=(7 * columns, 3.6 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).flat
-    for axis, (name, place, found) in zip(axes, panels, strict=True):
-        variants = {v: row for v, row in found["variants"].items() if v != SAME}
-        learned = {variant: results["accuracy"][variant]["median"] for variant in variants}
-        texts = [f"{1 / row['ratio']:.1f}×, {learned[v]:.1%}" for v, row in variants.items()]
-        looks = [(COLORS[variant.split(",")[0]], "") for variant in variants]
-        speed_bars(axis, variants, "images_per_second", looks, texts)
-        axis.set(title=f"{name}, {place}", xlabel="images per second")
-        axis.set_xlim(right=1.15 * axis.get_xlim()[1])
-    figure.suptitle(
-        f"Training with a global batch of {panels[0][2]['local_batch']}, "
-        "{image_size} × {image_size} pixels; {provenance[hardware]}\nbeside each bar: times as "
-        "fast as fp32 (lines: 95 % interval), and the accuracy of a small training".format(
-            **results
-        )
-    )
-    return figure
 
 
 def count_and_compare(variants: Variants, model: nn.Module, batch: Batch, steps: int) -> Results:
@@ -344,25 +319,3 @@ def measure_switches(effort: Effort) -> Results:
     ranks, how = torch.cuda.device_count() if gpu else 2, (effort.rounds, effort.quick)
     first, *_ = start(ranks, try_switches, list(chosen), *how, **where)
     return {"provenance": {"world_size": ranks, "threads_a_rank": 1}, "skipped": skipped, **first}
-
-
-def draw_switches(results: Results) -> Figure:
-    figure = plt.figure(figsize=(13, 7), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    rows = {name: row for name, row in results["variants"].items() if name != SAME}
-    looks = [(RED if row["distance"] else BLUE, "") for row in rows.values()]
-    ratio_bars(left, rows, looks, texts=[f"{row['accuracy']:.1%}" for row in rows.values()])
-    left.set(xlabel="time of a step / plain DDP's (ZeroRedundancyOptimizer: Adam's)")
-    left.set_title("Blue: the same bits as the baseline; orange: others. Beside it: test accuracy")
-    starts = np.zeros(len(rows))
-    for kind, color in zip(rows["DDP"]["held_bytes"], (BLUE, SKY, GRAY, PINK), strict=True):
-        widths = [row["held_bytes"][kind] / 2**20 for row in rows.values()]
-        right.barh(list(rows), widths, left=starts, color=color, label=kind)
-        starts += widths
-    right.set(xlabel="MiB that a rank holds between two steps", xlim=(0, 1.15 * max(starts)))
-    right.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
-    figure.suptitle(
-        "{model}, {ranks} ranks of one thread, {local_batch} pictures of {image_size} × "
-        "{image_size} each; {provenance[hardware]}; black lines: 95 % intervals".format(**results)
-    )
-    return figure

@@ -7,7 +7,6 @@ are virtual: all on one device. Last: results/02_memory, what memory.py of stage
 
 import gc
 import time
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common.record import peak_memory_bytes
 from plots import BLACK, BLUE, GRAY, GREEN, ORANGE, PINK, RED, SKY, YELLOW, Axes, Figure, patches
 from precision import VIEW, Batch, Training, Variant, held_bytes, watch_buckets
-from step import start
+from step import start, train_step
 from timing import Effort, Results, chapter
 
 ledger: Any = chapter("01", "ledger")
@@ -98,22 +97,24 @@ def train_way(way: Variant, plan: Any, samples: int) -> tuple:
 
 
 def train_stage(key: str, plan: Any, samples: int, replicas: int) -> tuple:
-    """Some steps of a stage's own train_epoch; the model is prepared as the stage does it."""
-    stage: Any = chapter(key[:2], "train")
+    """Two steps; the model is prepared as the stage does it."""
     model, optimizer, batch = make(plan, samples)
-    wrapped, device = model, batch[0].device
-    more: list = [optimizer, device]
+    wrapped, finish = model, lambda: None
     if key == "02":
-        wrapped = stage.DataParallel(model, [device] * replicas)
-    if key == "04":
+        wrapped = chapter("02", "from_scratch").DataParallel(model, [batch[0].device] * replicas)
+    elif key == "03":
+        finish = chapter("03", "reducers").PerParameter(model).finish
+    elif key == "04":
         wrapped = DistributedDataParallel(model, **UNSENT)
-    if key[:2] == "05":
-        sync = nn.SyncBatchNorm.convert_sync_batchnorm if plan.device == "cuda" else stage.convert
-        wrapped = DistributedDataParallel(sync(model), **UNSENT, gradient_as_bucket_view=True)
-        args = Namespace(amp=key[3:] or "off", accumulate=1, clip_norm=0.0)
-        more = [[0.02] * 2, optimizer, torch.amp.GradScaler(enabled=False), device, args]
+    elif key != "01":
+        by_hand = chapter("05", "sync_batchnorm").convert_sync_batchnorm
+        on_gpu = plan.device == "cuda"
+        convert = nn.SyncBatchNorm.convert_sync_batchnorm if on_gpu else by_hand
+        wrapped = DistributedDataParallel(convert(model), **UNSENT)
     buckets = watch_buckets(wrapped)
-    stage.train_epoch(wrapped, [batch] * 2, *more)
+    dtype = torch.bfloat16 if "bf16" in key else None
+    for _ in range(2):
+        train_step(wrapped, optimizer, *batch, finish=finish, dtype=dtype)
     return model, wrapped, optimizer, buckets, batch
 
 

@@ -29,9 +29,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from common.options import UsageError
 from plots import BLACK, BLUE, GRAY, GREEN, ORANGE, PINK, RED, SKY, Figure, ends
+from run_stage import ROOT
 from step import build, ddp, make_step, sgd, start
 from tables import predictions
-from timing import ROOT, Effort, Results, Times, chapter, interleave, summarize
+from timing import Effort, Results, Times, chapter, interleave, summarize
 
 paper, fill = chapter("04", "alpha_beta"), chapter("04", "ready").fill
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -41,7 +42,7 @@ def sgd(model: nn.Module) -> Optimizer:
 
 
 def train_step(
-    model: nn.Module,
+    model: Any,
     optimizer: Optimizer,
     images: Tensor,
     labels: Tensor,
@@ -49,17 +50,17 @@ def train_step(
     micro_batches: int = 1,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Forward, backward, averaging by `finish` if DDP does not, optimizer.
+    """Forward, backward, averaging by `finish` if DDP does not, optimizer, as in train.py.
 
-    micro_batches: only the last one's gradients are sent. dtype: of autocast.
+    micro_batches: DDP sends only the last one's gradients. dtype: of autocast.
     """
-    no_sync: Any = getattr(model, "no_sync", nullcontext)
-    optimizer.zero_grad()
     for micro_batch in range(1, micro_batches + 1):
-        with no_sync() if micro_batch < micro_batches else nullcontext():
-            with torch.autocast(images.device.type, dtype, enabled=dtype is not None):
-                loss = nn.functional.cross_entropy(model(images), labels)
-            loss.backward()
+        without_sending = model.no_sync() if micro_batch < micro_batches else nullcontext()
+        with without_sending, torch.autocast(images.device.type, dtype, enabled=dtype is not None):
+            loss = F.cross_entropy(model(images), labels)
+        if micro_batch == 1:
+            optimizer.zero_grad()
+        loss.backward()
     finish()
     optimizer.step()
 

@@ -4,22 +4,16 @@ A page holds <!-- table: NAME --> where one begins and <!-- end of table --> whe
 `make readme` writes what is between, and a test compares it with what is committed.
 """
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 from tabulate import tabulate
 
-from timing import RESULTS, SAME, Results
+from timing import SAME, Results, load
 
 MACHINE = "amd-epyc-2-cores"  # the pages show its `make bench`
 RATIO = "{ratio:.2f} ({ratio_interval[0]:.2f} to {ratio_interval[1]:.2f})"
-
-
-def load(name: str) -> Results:
-    text = (RESULTS / f"{name}.json").read_text()
-    return json.loads(text.replace("optimiser", "optimizer"))  # keys of older results
 
 
 def mib(count: float) -> str:
@@ -142,13 +136,6 @@ def stages(results: Results) -> str:
     return listed(results["variants"], columns)
 
 
-def timeline(results: Results) -> str:
-    parts = next(iter(results["stages"].values()))["parts_ms"]
-    columns: dict[str, Any] = {part: f"{{parts_ms[{part}]:.1f}}" for part in parts}
-    columns["hidden"] = lambda row: f"{row['hidden_share']:.0%}" if row["from_backward_on"] else ""
-    return listed(results["stages"], {"step": "{step_ms:.1f}", **columns}, "ms")
-
-
 def ways_to_hold_less(results: Results) -> str:
     first = max(results["ways"]["DDP with Adam"]["peak_bytes"])
     columns = {
@@ -173,20 +160,6 @@ def scaling(results: Results) -> str:
     return table(rows, *heads)
 
 
-def peers(results: Results) -> str:
-    until = "{target_seconds:.0f} ({target_epochs})"
-    columns: dict[str, Any] = {"samples/s": "{samples_per_second:,.0f}", "time / 04's": RATIO}
-    columns["start-up, s"] = "{start_up_seconds:.1f}"
-    target = f"s to {results['settings']['target']:.0%} (epochs)"
-    columns[target] = lambda row: until.format(**row) if row["target_seconds"] else ""
-    return listed(results["variants"], columns)
-
-
-def peers_sample(results: Results) -> str:
-    rows = [(what, f"{us:.0f}") for what, us in results["us_a_sample"].items()]
-    return table(rows, "one thread", "µs per sample")
-
-
 def origin(results: Results) -> str:
     text = "Measured on {hardware}, with torch {torch}, {date}."
     return text.format(**results["provenance"])
@@ -198,7 +171,6 @@ def reducers(results: Results) -> str:
 
 MADE: dict[str, tuple] = {  # of each section: its committed results, and its tables
     "stages": (MACHINE, stages),
-    "timeline": (MACHINE, timeline),
     "process_memory": (MACHINE, ways_to_hold_less),
     "scaling": ("04_scaling", scaling),
     "data_parallel": ("02_data_parallel", step_parts, interpreter_lock),
@@ -207,7 +179,6 @@ MADE: dict[str, tuple] = {  # of each section: its committed results, and its ta
     "switches": ("05_switches", switches),
     "sync_batchnorm": ("05_sync_batchnorm", sync_batchnorm),
     "links": ("04_links", links),
-    "peers": ("peers", peers, peers_sample),
     "survive": ("survive", survive),
     "faults": ("faults", faults, pauses),
 }

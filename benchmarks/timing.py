@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import date
-from functools import cache
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,8 +27,8 @@ import torch.distributed as dist
 import torchvision
 
 from common.record import hardware
+from run_stage import ROOT
 
-ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SAME = "A/A"  # the first variant once more
 
@@ -45,26 +45,34 @@ class Effort:
     device: str = "cpu"
     ranks: int = 0  # 0: the default of the section
     models: tuple[str, ...] = ()  # empty: the default of the section
-    data_dir: Path = ROOT / "data"
 
 
-def interleave(variants: Steps, rounds: int, steps: int = 1, warm_up: int = 3) -> Times:
-    """Time steps of every variant in each round; ranks start together, and the slowest counts."""
+def take_turns(variants: Mapping[str, Callable[[], float]], rounds: int) -> Times:
+    """Each variant in every round, in a random order. A call returns its seconds per step."""
     runs = {**variants, SAME: variants[next(iter(variants))]}
-    for run in variants.values():
-        for _ in range(warm_up):  # DDP rearranges its buckets after the first step
-            run()
     times: Times = {name: [] for name in runs}
     order = random.Random(0)  # the same on every rank
     for _ in range(rounds):
         for name in order.sample(list(runs), len(runs)):
-            if dist.is_initialized():
-                dist.barrier()
-            start = now()
-            for _ in range(steps):
-                runs[name]()
-            times[name].append((now() - start) / steps)
-    return slowest_rank(times)
+            times[name].append(runs[name]())
+    return {name: largest_of_ranks(seconds) for name, seconds in times.items()}
+
+
+def interleave(variants: Steps, rounds: int, steps: int = 1, warm_up: int = 3) -> Times:
+    """Time so many steps of every variant in each round; the slowest rank counts."""
+
+    def time_steps(step: Callable[[], object]) -> float:
+        if dist.is_initialized():
+            dist.barrier()  # ranks start together
+        start = now()
+        for _ in range(steps):
+            step()
+        return (now() - start) / steps
+
+    for step in variants.values():
+        for _ in range(warm_up):  # DDP rearranges its buckets after the first step
+            step()
+    return take_turns({name: partial(time_steps, step) for name, step in variants.items()}, rounds)
 
 
 def largest_of_ranks(mine: list[float]) -> list[float]:
@@ -72,12 +80,8 @@ def largest_of_ranks(mine: list[float]) -> list[float]:
         return mine
     where = "cuda" if dist.get_backend() == "nccl" else "cpu"
     numbers = torch.tensor(mine, dtype=torch.float64, device=where)
-    dist.all_reduce(numbers, dist.ReduceOp.MAX)  # every rank must reach this line
+    dist.all_reduce(numbers, dist.ReduceOp.MAX)
     return numbers.tolist()
-
-
-def slowest_rank(times: Times) -> Times:
-    return {name: largest_of_ranks(seconds) for name, seconds in times.items()}
 
 
 def now() -> float:
@@ -118,7 +122,7 @@ def provenance(device: str = "cpu", **settings: Any) -> Results:
     git = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return {
-        "hardware": hardware(torch.device(device)),
+        "hardware": hardware(torch.device(device), max(1, torch.cuda.device_count())),
         "cores": os.cpu_count(),
         "load_average": round(os.getloadavg()[0], 2),
         "torch": torch.__version__,
@@ -135,12 +139,13 @@ def save(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-@cache
+def load(name: str) -> Results:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
 def chapter(stage: str, name: str) -> ModuleType:
     """A file of a stage as a module; the number in a stage's name keeps `import` from it."""
     (folder,) = ROOT.glob(f"{stage}*")
-    if name == "train":
-        sys.modules.pop(name, None)  # the one of another stage
     if sys.path[0] != str(folder):  # before the benchmarks: a chapter may have the same name
         sys.path.insert(0, str(folder))
     return importlib.import_module(name)

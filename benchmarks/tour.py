@@ -10,51 +10,39 @@ import json
 import math
 import os
 import platform
-import subprocess
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import date
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 import matplotlib
 import matplotlib.pyplot as plt
 import torch
 from tabulate import tabulate
 
-from common.data import load_dataset
-from common.options import UsageError, cut_batch, make_parser, number, usage_errors_exit
+import process_memory
+from common.data import load_dataset, local_batch_size
+from common.options import UsageError, exit_on_usage_error, int_at_least, make_parser
+from run_stage import Run, command_of, run_command
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "RANKS")
-COLORS: tuple[str, ...] = (
-    "#000000",
-    "#888888",
-    "#E69F00",
-    "#56B4E9",
-    "#009E73",
-    "#006048",
-    "#D55E00",
-)
-COLORS += ("#8C3A00", "#CC79A7", "#CC79A7")  # of the last two rows, only one is shown
+COLORS = ["#000000", "#888888", "#E69F00", "#56B4E9", "#009E73"]
+COLORS += ["#006048", "#D55E00", "#8C3A00", "#CC79A7", "#CC79A7"]  # the last row needs shm or not
 COPIES = 5  # of the kinds of memory, those that do not grow with the batch
 SAME = 1e-5  # fp32 losses of the first epoch that differ less count as equal
 
 
 @dataclass
 class Row:
-    """A stage with its flags; when it has run, its summary and the loss of every step."""
+    """A stage with its flags; `run` is there when it has run."""
 
     key: str
     label: str
-    command: tuple[str, ...]  # RANKS stands for their number
     faster: str = ""  # why it is faster than the row before, if it is; why slower
     slower: str = ""
-    summary: dict = field(default_factory=dict)
-    metrics: list[dict] = field(default_factory=list)
+    run: Run = field(default_factory=lambda: Run({}, []))
 
     @property
     def job(self) -> str:
@@ -65,85 +53,61 @@ class Row:
         """Rows over shm need a CPU and Linux; elsewhere, bf16 goes without."""
         return self.key != "05-bf16" if with_shm else not self.key.endswith("shm")
 
-    def losses(self, epochs: int | None = None) -> list[float]:
-        return [x["loss"] for x in self.metrics if epochs is None or x["epoch"] < epochs]
 
-
-OVER_SHM = (  # why it is faster than the row before, why slower
-    "ranks read each other's memory and send nothing.",
-    "ranks that wait for each other use the cores that compute.",
-)
-IN_BF16 = (
-    "16-bit numbers have half the size, and some processors multiply them faster.",
-    "the conversions to bf16 cost more than they save on this machine.",
-)
-ROWS = (
-    Row("01", "01 one process", ("01_single_gpu/train.py",)),
-    Row(
-        "01-cores",
+WHY = {  # of each row: its label; why it is faster than the row before; why it is slower
+    "01": ("01 one process", "", ""),
+    "01-cores": (
         "01 with all cores",
-        ("01_single_gpu/train.py",),
         "one process divides each operation among the cores.",
         "its operations are too small to be divided.",
     ),
-    Row(
-        "02",
+    "02": (
         "02 DataParallel",
-        ("02_data_parallel/train.py", "--replicas", "RANKS"),
         "a thread for each replica does more than the parts of one operation.",
         "it copies the model at every step, and its threads share one interpreter.",
     ),
-    Row(
-        "03",
+    "03": (
         "03 by hand",
-        ("03_ddp_manual_allreduce/train.py", "--world-size", "RANKS"),
         "processes do not wait for one interpreter, and copy no model.",
         "it sends a message for each parameter, after backward, and waits for each.",
     ),
-    Row(
-        "04",
+    "04": (
         "04 DDP",
-        (*TORCHRUN, "04_ddp_torchrun/train.py"),
         "gradients travel in few large messages, not in one for each parameter.",
         "its buckets cost more than they save here.",
     ),
-    Row(
-        "04-shm",
+    "04-shm": (
         "04 over shm",
-        (*TORCHRUN, "-m", "shm", "04_ddp_torchrun/train.py"),
-        *OVER_SHM,
+        "ranks read each other's memory and send nothing.",
+        "ranks that wait for each other use the cores that compute.",
     ),
-    Row(
-        "05",
+    "05": (
         "05 DDP, SyncBN",
-        (*TORCHRUN, "05_amp_syncbn/train.py"),
-        "its gradients live in the buckets, and are not copied back.",
+        "it does more work, so the machine itself was faster during this run.",
         "each BatchNorm layer waits for the other ranks, in forward and in backward.",
     ),
-    Row(
-        "05-shm",
+    "05-shm": (
         "05 over shm",
-        (*TORCHRUN, "-m", "shm", "05_amp_syncbn/train.py"),
-        *OVER_SHM,
+        "ranks read each other's memory and send nothing.",
+        "ranks that wait for each other use the cores that compute.",
     ),
-    Row(
-        "05-bf16-shm",
+    "05-bf16-shm": (
         "05 in bf16 over shm",
-        (*TORCHRUN, "-m", "shm", "05_amp_syncbn/train.py", "--amp", "bf16"),
-        *IN_BF16,
+        "16-bit numbers have half the size, and some processors multiply them faster.",
+        "the conversions to bf16 cost more than they save on this machine.",
     ),
-    Row(
-        "05-bf16",
+    "05-bf16": (
         "05 in bf16",
-        (*TORCHRUN, "05_amp_syncbn/train.py", "--amp", "bf16"),
-        *IN_BF16,
+        "16-bit numbers have half the size, and some processors multiply them faster.",
+        "the conversions to bf16 cost more than they save on this machine.",
     ),
-)
+}
+ROWS = [Row(key, *texts) for key, texts in WHY.items()]
 
 
 def parse_args() -> Namespace:
     parser = make_parser("tour", __doc__)
-    parser.add_argument("--ranks", type=number(int, 1), metavar="N", help="None: all GPUs, or 2")
+    parser.add_argument("--ranks", type=int_at_least(1), metavar="N", help="None: all GPUs, or 2")
     parser.add_argument("--stages", default="01,02,03,04,05", help="which to run, as in 01,04")
     parser.set_defaults(model="net-bn", batch_size=None, epochs=4)
     args = parser.parse_args()
@@ -157,7 +121,7 @@ def parse_args() -> Namespace:
     gpus = 0 if args.device == "cpu" else torch.cuda.device_count()
     args.ranks = args.ranks or gpus or 2
     args.batch_size = args.batch_size or max(1, 120 // args.ranks) * args.ranks
-    cut_batch(args.batch_size, args.ranks)
+    local_batch_size(args.batch_size, args.ranks)
     return args
 
 
@@ -165,41 +129,30 @@ def run(row: Row, args: Namespace, folder: Path) -> None:
     """Run a stage as a reader would, show what it prints, and read what it leaves behind."""
     threads = os.cpu_count() or 1 if row.key == "01-cores" else 1
     env = {"OMP_NUM_THREADS": str(threads)}  # of each rank, and of 01
-    command = [part.replace("RANKS", str(args.ranks)) for part in row.command]
-    if not Path("01_single_gpu").exists():  # started from another folder
-        here = Path(__file__).parents[1]
-        command = [str(here / part) if part.endswith(".py") else part for part in command]
+    command = command_of(row.key.removesuffix("-cores"), args.ranks)
     gpus = 0 if args.device == "cpu" else torch.cuda.device_count()
     if row.key == "03" and args.ranks <= gpus:
-        command += ["--backend", "nccl"]  # as 04 does by itself
+        command += ["--backend", "nccl"]  # as 04 does by default
+    if row.key[:2] in ("04", "05") and gpus and args.ranks > gpus:
+        command += ["--backend", "gloo"]  # nccl refuses two ranks on one GPU
     if args.ranks < gpus:  # 02 takes all GPUs that it sees
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(shown[: args.ranks])
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[: args.ranks])
     for name, default in vars(make_parser("", "").parse_args([])).items():
         value = getattr(args, name)
         if value != default and name not in ("stage", "run_dir"):
             command += [f"--{name.replace('_', '-')}", str(value)]
     print(f"\n{row.label}: python {' '.join(command)}", flush=True)
-    process = subprocess.Popen(
-        [sys.executable, *command, f"--run-dir={folder}"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, **env},
-    )
-    assert process.stdout
-    for line in process.stdout:
-        print(f"  {line}", end="", flush=True)
-    if process.wait():
-        print(f"error: {row.label} ended with status {process.returncode}", file=sys.stderr)
-        raise SystemExit(process.returncode)
-    row.summary = json.loads((folder / "summary.json").read_text())
-    row.metrics = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
+    try:
+        row.run = run_command(command, folder, env, show=True)
+    except SystemExit as end:
+        print(f"error: {row.label} ended with status {end.code}", file=sys.stderr)
+        raise
 
 
 def explain(row: Row, first: Row, args: Namespace) -> str:
     """One sentence: does this row repeat the first one's losses, how closely, and why."""
-    pairs = zip(first.losses(epochs=1), row.losses(epochs=1), strict=True)
+    pairs = zip(first.run.losses(epochs=1), row.run.losses(epochs=1), strict=True)
     gaps = [abs(a - b) for a, b in pairs]
     if not all(map(math.isfinite, gaps)):
         return "cannot be compared with 01: a loss is not finite."
@@ -215,7 +168,7 @@ def explain(row: Row, first: Row, args: Namespace) -> str:
         causes.append("The parts of a batch get other dropout masks than the whole batch.")
     if row.job == "05 bf16":
         causes.append("A number in bf16 has 8 significant bits, in fp32 it has 24.")
-    if row.summary.get("device") == "cuda":
+    if row.run.summary.get("device") == "cuda":
         causes.append("By default, a GPU computes convolutions in TF32, with 11 bits.")
     causes = causes or ["Sums in another order are rounded otherwise, and steps amplify it."]
     found = f"does not repeat 01 (largest difference in the first epoch: {gap:.2g})."
@@ -224,7 +177,7 @@ def explain(row: Row, first: Row, args: Namespace) -> str:
 
 def explain_speed(row: Row, before: Row) -> str:
     """One sentence: how fast is this row beside the one before, and why."""
-    ratio = row.summary["samples_per_second"] / before.summary["samples_per_second"]
+    ratio = row.run.summary["samples_per_second"] / before.run.summary["samples_per_second"]
     if 0.95 < ratio < 1.05:
         return f"as fast as *{before.label}*, as far as one run can show."
     why = row.faster if ratio > 1 else row.slower
@@ -239,26 +192,20 @@ def pairs(rows: list[Row]) -> Iterator[tuple[Row, Row]]:
         before = before if row.key == "04-shm" else row
 
 
-def load_counter() -> ModuleType:
-    """benchmarks/process_memory.py, which counts memory and draws it."""
-    return import_module("process_memory")
-
-
 def count_memory(rows: list[Row], args: Namespace) -> dict:
     """The bytes of tensors that each process or replica holds when the loss is there, by kind."""
-    counter = load_counter()
     train_set, _ = load_dataset(args)
     image, _ = train_set[0]  # (C, H, W)
-    device, classes = rows[0].summary["device"], len(train_set.classes)
+    device, classes = rows[0].run.summary["device"], len(train_set.classes)
     optimizer = "momentum" if args.momentum else "sgd"
-    plan = counter.peak.Plan(
+    plan = process_memory.peak.Plan(
         args.model, image.shape[-1], optimizer, device, image.shape[0], classes
     )
     stages: dict = {}
     for world_size, known in ((1, ("01", "02")), (args.ranks, ("03", "04", "05"))):
         jobs = list(dict.fromkeys(row.job for row in rows if row.key[:2] in known))
         if jobs:
-            stages |= counter.measure(
+            stages |= process_memory.measure(
                 jobs, plan, args.batch_size // world_size, world_size, args.ranks
             )
     about = {"model": args.model, "image_size": plan.image_size, "global_batch": args.batch_size}
@@ -268,7 +215,6 @@ def count_memory(rows: list[Row], args: Namespace) -> dict:
 def draw(results: dict) -> plt.Figure:
     """Loss curves, throughput and memory, of tour.json: the picture of the tour."""
     matplotlib.use("Agg")  # a file, no window
-    counter = load_counter()
     rows: dict[str, dict] = results["rows"]
     first = next(iter(rows.values()))
     figure = plt.figure(figsize=(13, 7.5), layout="constrained")
@@ -300,12 +246,12 @@ def draw(results: dict) -> plt.Figure:
     speed.set(title=title, xlabel="samples/s (median step)", xmargin=0.1)
     stages = results["memory"]["stages"]
     held = {key.replace(" ", "\n"): stage["held"] for key, stage in stages.items()}
-    kinds = dict(list(counter.STYLES.items())[:-1])  # without what is there for a moment
-    counter.stack(memory, held, styles=kinds)
+    kinds = dict(list(process_memory.STYLES.items())[:-1])  # without what is there for a moment
+    process_memory.stack(memory, held, styles=kinds)
     memory.set_title("What each process holds")
-    counter.stack(copies, held, styles=dict(list(kinds.items())[:COPIES]))
+    process_memory.stack(copies, held, styles=dict(list(kinds.items())[:COPIES]))
     copies.set(title="Of it: the copies of the model", ylabel="")
-    counter.legend(copies, kinds, loc="center left", bbox_to_anchor=(1, 0.5))
+    process_memory.legend(copies, kinds, loc="center left", bbox_to_anchor=(1, 0.5))
     for axes in parts.values():
         axes.spines[["top", "right"]].set_visible(False)
     return figure
@@ -339,7 +285,7 @@ def tabulate_rows(results: dict, style: str) -> str:
 
 
 def report(rows: list[Row], results: dict, args: Namespace, seconds: float) -> str:
-    got = rows[0].summary
+    got = rows[0].run.summary
     lines = [
         f"# The tour: {args.model} on {args.dataset}, {args.ranks} ranks",
         "",
@@ -381,8 +327,8 @@ def main() -> None:
     results = {
         "date": str(date.today()),
         "python": platform.python_version(),
-        "rows": {row.label: row.summary for row in rows},
-        "losses": {row.label: row.losses() for row in rows},  # of every step
+        "rows": {row.label: row.run.summary for row in rows},
+        "losses": {row.label: row.run.losses() for row in rows},  # of every step
         "memory": count_memory(rows, args),
     }
     text = report(rows, results, args, time.perf_counter() - started)
@@ -393,5 +339,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with usage_errors_exit():
+    with exit_on_usage_error():
         main()

@@ -1,14 +1,10 @@
 """Benchmarks: each section runs, pictures are fresh, and what the pages say of them is so."""
 
 import json
-import os
 import random
 import re
-import runpy
-import sys
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,15 +12,14 @@ import torchvision
 from PIL import Image
 
 import bench
-import peers
 import plots
-import recipe
 import scaling
 import support
 import tables
+import timing
 from process_memory import WAYS, predict
 from readmes import READMES
-from support import HAS_MNIST, REAL_DATA, ROOT, chapter, command, fresh_module, run_ranks
+from support import ROOT, chapter, command, fresh_module, run_ranks
 from test_bad_input import ended, refused
 
 paper, ready = chapter("04", "alpha_beta"), chapter("04", "ready")
@@ -32,10 +27,8 @@ peak = chapter("01", "peak")
 Bucket, Job, Link = paper.Bucket, paper.Job, paper.Link
 SLOW, FORECAST = Link(1e-3, 1e8), "04_ddp_torchrun/forecast.py"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-needs_mnist = pytest.mark.skipif(not HAS_MNIST, reason="needs MNIST in ../shared/data")
-
 no_links = pytest.mark.skipif(not scaling.ALLOWED, reason="needs root and tc")
-NEEDS = {"links": no_links, "peers": needs_mnist}
+NEEDS = {"links": no_links}
 
 
 @cache
@@ -43,7 +36,6 @@ def found_by(name: str) -> tuple[str, dict]:
     """What a section prints and stores."""
     folder = support.scratch_folder()
     flags = ["--quick", f"--out={folder / 'found'}", "--device=cpu"]
-    flags += [f"--data-dir={REAL_DATA}"] * (name == "peers")
     [(status, output)] = command("benchmarks/bench.py", name, *flags, env=ONE_THREAD, seconds=180)
     assert status == 0, output
     return output, json.loads((folder / "found").read_text())
@@ -53,9 +45,9 @@ def found_by(name: str) -> tuple[str, dict]:
 def test_a_section_runs_and_finds_what_its_committed_results_hold(name):
     output, found = found_by(name)
     file = bench.SECTIONS[name].result
-    known = tables.load(file) if file else tables.load(tables.MACHINE)[name]
+    known = timing.load(file) if file else timing.load(tables.MACHINE)[name]
     assert found["provenance"]["commit"]
-    assert known.keys() - found.keys() <= {"waiting_cpu_share"}  # no longer measured
+    assert known.keys() <= found.keys()
     assert all(text.splitlines()[0] in output for text in tables.shown(name, found))
 
 
@@ -66,11 +58,10 @@ SUMMARIES = ("{", "[]", '{"model": "net"}', '{"local_batch": 9, "step_ms": 9, "w
     ("call", "words"),
     [
         ("bench speed", "'speed'"),
-        ("bench --only speed", "expected one or more of stages,timeline,"),
-        ("bench timeline --device tpu", "'tpu'"),
+        ("bench --only speed", "expected one or more of stages,process_memory,"),
+        ("bench stages --device tpu", "'tpu'"),
         ("bench reducers --models resnet18", "--models is for precision only"),
         ("bench stages --ranks 7", "--batch-size 120 does not divide by 7"),
-        ("bench peers --data-dir data", "--data-dir data holds no MNIST"),
         ("forecast --step-ms 23 --link carrier-pigeon", "carrier-pigeon"),
         ("forecast --step-ms 23 --gpus 12", "--gpus 8"),
         ("forecast --step-ms 23 --model resnet5000", "resnet5000"),
@@ -182,36 +173,6 @@ def test_the_forecast_takes_the_summary_of_a_run(tmp_path):
     [(status, output)] = command(FORECAST, *flags)
     assert status == 0, output
     assert re.search(r"net: 0\.1 MB of gradients in 1 buckets[^$]*17\.2", output)
-
-
-def _run(rank, words):
-    """A program as torchrun starts it, without dropout: each of them draws other masks."""
-    torch.nn.Dropout.forward = torch.nn.Dropout2d.forward = lambda self, x: x
-    os.chdir(ROOT)
-    is_module = words[0] == "-m"
-    sys.argv = words[is_module:]
-    sys.path.insert(0, str(Path(sys.argv[0]).parent))
-    (runpy.run_module if is_module else runpy.run_path)(sys.argv[0], run_name="__main__")
-
-
-@cache
-def losses_of(program):
-    folder = support.scratch_folder()
-    settings = ["--dataset=mnist", "--device=cpu", f"--data-dir={REAL_DATA}", "--max-steps=4"]
-    run_ranks(2, _run, [*program.split(), *settings, "--lr=0.1", f"--run-dir={folder}"])
-    return support.Run(folder, [], "").losses
-
-
-@needs_mnist
-@pytest.mark.parametrize("library", ["plain", "accelerate", "fabric", "documents", "shm"])
-def test_a_peer_takes_the_steps_of_stage_04(library):
-    pytest.importorskip(recipe.PACKAGES.get(library, "torch"))
-    of_stage_04 = losses_of(peers.VARIANTS["04 DDP"])
-    programs = (each for each in peers.VARIANTS.values() if f" {library}" in each)
-    for program in (each for each in programs if "workers" not in each):
-        assert (losses_of(program) - of_stage_04).abs().max() < 1e-5, program
-    others = losses_of(f"{peers.RECIPE} plain --seed=8")
-    assert (others - of_stage_04).abs().max() > 1e-4, "the control"
 
 
 def ways() -> dict[str, dict]:

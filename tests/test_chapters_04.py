@@ -1,6 +1,6 @@
 """The chapters of stage 04: numbers of ranks, uneven shards, failures and their cures.
 
-The READMEs show what words.py, uneven.py and published.py print, and test_readmes.py runs them.
+The READMEs show what words.py and uneven.py print, and test_readmes.py runs them.
 The model of a step on paper: see test_bench.py.
 """
 

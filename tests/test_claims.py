@@ -255,7 +255,7 @@ def test_c29_one_seed_gives_equal_weights_and_dropout_masks_seeded_apart_only_ma
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_c30_gloo_on_a_gpu_does_more_than_all_reduce_and_broadcast():
     beyond = ("reduce", "gather", "all_gather", "scatter", "reduce_scatter", "all_to_all")
-    probes = {name: chapter("03", "matrix").probe("gloo", "cuda", name, 60) for name in beyond}
+    probes = {name: chapter("03", "collectives").probe("gloo", "cuda", name, 60) for name in beyond}
     assert "yes" in [cell for cell, _ in probes.values()], probes
 
 

@@ -1,4 +1,4 @@
-"""What ranks say to each other: collectives.py and the table of matrix.py."""
+"""What ranks say to each other: each collective of collectives.py, and its table of backends."""
 
 import importlib
 import multiprocessing.forkserver
@@ -22,7 +22,8 @@ import torch.multiprocessing as mp
 from support import ROOT, Line, chapter, context, forked, load_stage, run_ranks, scratch_folder
 
 GPUS = torch.cuda.device_count()
-LESSONS, matrix = chapter("03", "collectives").LESSONS, chapter("03", "matrix")
+collectives = chapter("03", "collectives")
+LESSONS = collectives.LESSONS
 # The chapters run in this process: with the forkserver of the tests, and what support.py preloads.
 multiprocessing.forkserver.set_forkserver_preload = lambda modules: None
 
@@ -98,7 +99,10 @@ def test_every_collective_gives_what_plain_lists_give(world_size):
         held = [[list(map(int, re.findall(r"\d+", x))) for x in row] for row in (before, after)]
         for left in (0.5, 3):
             ranks = [(*both, came, left) for came, both in enumerate(zip(*held, strict=True))]
-            assert matrix.is_right(name, ranks) == (name != "barrier" or left == 3), (name, after)
+            assert collectives.is_right(name, ranks) == (name != "barrier" or left == 3), (
+                name,
+                after,
+            )
 
 
 CALLS = ("send", "recv", "batch_isend_irecv", "broadcast", "reduce", "all_reduce", "gather")
@@ -112,7 +116,7 @@ def test_without_its_call_no_lesson_gives_that(rank):
         play = chapter("03", "collectives").before_and_after
         rows = [(*play(name), 0, 1) for name in LESSONS if name != "barrier"]
     pairs = zip(LESSONS, zip(*of_all_ranks(rows), strict=True), strict=False)
-    assert [name for name, ranks in pairs if matrix.is_right(name, ranks)] == []
+    assert [name for name, ranks in pairs if collectives.is_right(name, ranks)] == []
 
 
 def test_ranks_start_and_introduce_themselves():
@@ -122,11 +126,11 @@ def test_ranks_start_and_introduce_themselves():
 
 
 def test_the_matrix_agrees_with_probes_of_its_own(monkeypatch):
-    monkeypatch.setattr(matrix, "LESSONS", ["all_to_all", "barrier"])
+    monkeypatch.setattr(collectives, "LESSONS", ["all_to_all", "barrier"])
     table, _, reasons = output_of("03", "collectives", "--matrix").partition("\n\n")
     header, _, *lines = (re.split(r" {2,}", line) for line in table.splitlines())
     assert header[1:] == [f"{b} {d}" for b in ("gloo", "nccl", "mpi") for d in ("cpu", "cuda")]
-    assert [name for name, *_ in lines] == matrix.LESSONS
+    assert [name for name, *_ in lines] == collectives.LESSONS
     for _, *row in lines:
         gloo, gloo_gpu, _, nccl_gpu, *mpi = row
         assert gloo == "yes"
@@ -158,8 +162,8 @@ PLAYS[_lie] = "wrong numbers: [[[1], [2]"
 def test_a_probe_that_hangs_crashes_or_lies_says_no(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for play, reason in PLAYS.items():
-        monkeypatch.setattr(matrix, "play_all", play)
-        cell, why = matrix.probe("gloo", "cpu", "broadcast", 1 if play is _hang else 60)
+        monkeypatch.setattr(collectives, "play_all", play)
+        cell, why = collectives.probe("gloo", "cpu", "broadcast", 1 if play is _hang else 60)
         assert (cell, reason in why) == ("no", True), why
 
 
@@ -168,7 +172,7 @@ def test_every_collective_works_on_gpus_and_two_gloo_ranks_share_one(backend, gp
     if gpus > GPUS:
         pytest.skip(f"needs GPUs: {gpus}")
     for name in ("broadcast", "all_reduce") if backend == "gloo" else LESSONS:
-        assert matrix.probe(backend, "cuda", name, 60) == ("yes", ""), name
+        assert collectives.probe(backend, "cuda", name, 60) == ("yes", ""), name
 
 
 READY, START = "checkpoint.pt", mp.start_processes

@@ -238,11 +238,7 @@ def test_the_count_is_what_the_real_one_allocates_on_each_gpu():
 
 
 def test_c13_the_main_device_holds_more_unless_the_loss_of_large_outputs_is_inside():
-    text = (
-        (ROOT / "benchmarks" / "results" / "02_memory.json")
-        .read_text()
-        .replace("optimiser", "optimizer")
-    )
+    text = (ROOT / "benchmarks" / "results" / "02_memory.json").read_text()
     counted, share = memory.count_all(), {}
     assert counted == json.loads(text)["bytes"]
     for name, both in counted.items():

@@ -149,6 +149,13 @@ def test_05_the_linear_rule_makes_up_for_fewer_updates_until_it_diverges_in_spit
     assert float(losses["none 0.20"]) < 0.1
 
 
+def test_05_a_rate_that_is_kept_while_the_batch_shrinks_diverges_unless_it_is_divided():
+    rows = shown("large_batch.py")
+    divided = {row[2]: row[-1] for row in rows if row[1:2] == ["÷"]}
+    assert ["30", "kept", "0.40", "diverged"] in rows, "the control"
+    assert float(divided["8"]) < float(divided["√8"]) < 0.1
+
+
 def test_c10_it_keeps_small_gradients_from_becoming_zero_in_fp16_and_bf16_needs_none():
     zeros, off = (row[1:] for row in shown("loss_scaling.py") if row[:1] == ["conv1"])
     assert int(zeros[0]) > 25

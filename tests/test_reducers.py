@@ -1,13 +1,12 @@
-"""Each reducer gives the mean, whatever the model and the loop; a rank that dies is named."""
+"""Each reducer gives every rank the mean gradients, whatever the model and the loop.
 
-import gc
+The oracle is one float64 process that trains on the whole batch. The ring has tests of its own.
+"""
+
 import os
-import signal
-import tempfile
 import time
-from contextlib import nullcontext, suppress
+from functools import cache
 from itertools import product
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,8 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.options import UsageError, make_parser
-from support import ROOT, Line, chapter, default_dtype, load_stage, run_ranks, train_once
+from common.options import UsageError
+from support import (
+    ROOT,
+    Line,
+    Run,
+    chapter,
+    default_dtype,
+    load_stage,
+    run_main,
+    run_ranks,
+    scratch_folder,
+    train_once,
+)
 from test_collectives import of_all_ranks, on_ranks
 
 NAMES = ("per-parameter", "flat", "bucketed", "ring", "shared-memory")
@@ -74,8 +84,9 @@ def train_and_record(model, rank: int, ranks: int, set_to_none: bool, reducer=No
         optimizer.zero_grad(set_to_none=set_to_none)
         for micro in range(2):
             x, rare = (t.chunk(ranks)[rank] for t in batches(step, micro))
-            with reducer.no_sync() if reducer and micro == 0 else nullcontext():
-                (model(x, rare).square().mean() / 2).backward()
+            if reducer:
+                reducer.synchronize = micro == 1  # only `bucketed` looks at it
+            (model(x, rare).square().mean() / 2).backward()
         if reducer:
             reducer.finish()
         both = [tensor for p in model.parameters() for tensor in (p.grad, p)]
@@ -106,7 +117,6 @@ def _reduced(rank: int, ranks: int, without: tuple[Line, ...]) -> None:
         assert torch.equal(model.shift, mixed(0).shift), "of rank 0"
         first, *others = of_all_ranks([parameter.tolist() for parameter in model.parameters()])
         assert all(other == first for other in others), "the same bits on all ranks"
-        reducer.close()
 
 
 def test_03_reducers_do_what_one_process_does(without=()):
@@ -130,20 +140,28 @@ def test_03_shared_memory_waits_for_the_gradients_of_a_late_rank(without=()):
     assert run_ranks(2, _late_gradient, without) == [[1.5] * 4] * 2
 
 
-def _train(rank: int, *flags: str) -> dict[str, list[float]]:
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    reducers = chapter("03", "reducers")
-    reducers.REDUCERS["none"] = type("Idle", (reducers.Flat,), {"finish": lambda self: None})
-    args = make_parser("03", "").parse_args([f"--data-dir={ROOT / 'data'}", *flags])
-    return {name: reducers.train(name, args) for name in reducers.REDUCERS}
+def _train(rank: int, name: str, *flags: str) -> None:
+    """Stage 03, but its average_gradients calls this reducer."""
+    stage = load_stage("03")
+    make = chapter("03", "reducers").REDUCERS.get(name)
+    reducer_of = cache(make or (lambda model: mock.Mock()))
+    stage.average_gradients = lambda model: reducer_of(model).finish()
+    run_main(stage, rank, *flags)
 
 
-def test_only_training_with_a_reducer_gives_the_losses_of_train_py_and_to_the_bit():
-    """reducers.md trains with one of them, and test_readmes.py runs that."""
+def losses_of_stage_03(name: str, *flags: str) -> list[float]:
+    folder = scratch_folder()
+    where = ("--device=cpu", f"--data-dir={ROOT / 'data'}", f"--run-dir={folder}", "--world-size=2")
+    run_ranks(2, _train, name, *flags, *where)
+    return Run(folder, [], "").losses.tolist()
+
+
+def test_stage_03_learns_the_same_to_the_bit_with_each_reducer():
     flags = ("--epochs=2", "--batch-size=500")
     expected = train_once("03", 2, *flags, dtype=torch.float32).losses.tolist()
-    found, _ = run_ranks(2, _train, *flags)
-    assert [name for name, losses in found.items() if losses == expected] == list(NAMES)
+    for name in NAMES:
+        assert losses_of_stage_03(name, *flags) == expected, name
+    assert losses_of_stage_03("none", *flags) != expected, "the control"
 
 
 def test_a_bucket_is_closed_as_soon_as_it_holds_its_size():
@@ -152,129 +170,68 @@ def test_a_bucket_is_closed_as_soon_as_it_holds_its_size():
     sizes = [{"size": (2**20 // kind.itemsize,), "dtype": kind} for kind in kinds]
     parameters = [nn.Parameter(torch.empty(**size, device="meta")) for size in sizes]
     number = {parameter: place for place, parameter in enumerate(parameters)}
-    groups = [[number[p] for p in group] for group in chapter("03", "buckets").by_size(parameters)]
-    assert groups == [[29], list(range(28, 3, -1)), [3, 2], [1, 0]]
+    reducers = chapter("03", "reducers")
+    groups = reducers.group(parameters, reducers.FIRST, reducers.OTHERS)
+    found = [[number[parameter] for parameter in members] for members in groups]
+    assert found == [[29], list(range(28, 3, -1)), [3, 2], [1, 0]]
+
+
+def _watch_a_bucket(rank: int, ranks: int) -> list:
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    return chapter("03", "reducers").watch_backward()
+
+
+def test_the_first_bucket_is_on_its_way_while_most_gradients_are_still_to_come():
+    first, *_, last = run_ranks(2, _watch_a_bucket, 2)[0]
+    assert first[-1] > 50
+    assert last[-1] == 0, "the control: the last bucket can overlap with nothing"
 
 
 @on_ranks(2)
-def test_after_an_exception_in_no_sync_and_after_close_all_is_as_before(rank):
-    new("flat", nn.Linear(3, 2)).close()
-    nn.Linear(3, 2)(torch.ones(1, 3)).sum().backward()  # whatever is opened only once is open now
-    for name in NAMES:
-        before, model = len([*Path("/proc/self").glob("fd/*")]), nn.Linear(3, 2)
-        reducer = new(name, model)
-        with suppress(ZeroDivisionError), reducer.no_sync(), reducer.no_sync():
-            raise ZeroDivisionError
-        assert reducer.synchronizing
-        reducer.close()
-        reducer.close()
-        for _ in range(3):  # a hook that is still there would refuse the second
-            model(torch.ones(1, 3)).sum().backward()
-        assert model.bias.grad.tolist() == [3.0, 3.0]
-        del reducer, model  # a mapped file stays open as long as a tensor lies in it
-        gc.collect()
-        assert len([*Path("/proc/self").glob("fd/*")]) == before, name
-
-
-@on_ranks(2)
-def test_a_bucket_refuses_sparse_gradients_and_a_second_backward_without_no_sync(rank):
-    for name in ("bucketed", "shared-memory"):
-        model = nn.Linear(3, 2)
-        new(name, model)
+def test_reducers_refuse_sparse_gradients_and_a_second_backward_before_finish(rank):
+    model = nn.Linear(3, 2)
+    reducer = new("bucketed", model)
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="second backward before finish"):
         model(torch.ones(1, 3)).sum().backward()
-        with pytest.raises(RuntimeError, match=r"no_sync\(\)"):
-            model(torch.ones(1, 3)).sum().backward()
-    for name in NAMES[1:]:
-        words = nn.Embedding(5, 2, sparse=True)
-        reducer = new(name, words)
-        with pytest.raises(UsageError, match="sparse"):  # noqa: PT012
-            words(torch.tensor([1])).sum().backward()
-            reducer.finish()
+    reducer.finish()
+    for name in NAMES:
+        with pytest.raises(UsageError, match="sparse"):
+            new(name, nn.Embedding(5, 2, sparse=True))
 
 
 @on_ranks(2)
 def test_models_that_differ_between_ranks_or_train_nothing_are_refused_on_all_of_them(rank):
-    frozen, turned = nn.Linear(3, 2), nn.Linear(3, 2)
+    frozen = nn.Linear(3, 2)
     frozen.bias.requires_grad_(rank == 0)
-    turned.weight = nn.Parameter(torch.randn(3, 2).T if rank else torch.randn(2, 3))
     longer = nn.Sequential(*(nn.Linear(3, 3) for _ in range(1 + rank)))
     models = {
         nn.Linear(3, 2 + rank): "weight [3, 3] F32, trained where rank 0 has weight [2, 3]",
         longer: "1.weight [3, 3] F32, trained where rank 0 has nothing",
         frozen: "bias [2] F32 where rank 0 has bias [2] F32, trained",
         nn.BatchNorm1d(1 + rank, affine=False): "running_mean [2] F32 where rank 0 has running_",
-        [nn.Linear(3, 2), nn.Linear(3, 2).double()][rank]: "weight [2, 3] torch.float64 cpu, trai",
-        turned: "weight [2, 3] F32, strides [1, 2], trained where rank 0 has weight [2, 3] F32,",
+        [nn.Linear(3, 2), nn.Linear(3, 2).double()][rank]: "weight [2, 3] torch.float64, trained",
         nn.Linear(2, 2).requires_grad_(False): "the model has no parameter that is trained",
     }
     for (model, words), name in product(models.items(), NAMES):
         with pytest.raises(UsageError) as caught:
             new(name, model)
-        said = str(caught.value).replace("torch.float32 cpu", "F32")
+        said = str(caught.value).replace("torch.float32", "F32")
         assert said.removeprefix("rank 1 has ").startswith(words)
-
-
-def _death(rank: int, name: str, moment: str) -> str | None:
-    """Rank 1 dies, rank 2 notices and ends, and only then rank 0 comes."""
-    dist.init_process_group("gloo", rank=rank, world_size=3)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 600), nn.Linear(600, 600))
-    reducer = new(name, model)
-    try:
-        for step in range(4):
-            if (rank, step, moment) == (1, 2, "before backward"):
-                os.kill(os.getpid(), signal.SIGKILL)
-            model(torch.ones(2, 4)).sum().backward()
-            if (rank, step, moment) == (1, 2, "before finish"):
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(0.4 if (rank, step) == (0, 2) else 0)
-            reducer.finish()
-    except RuntimeError as error:
-        return str(error)
-    return None
-
-
-DEATHS = [*((name, "before finish") for name in NAMES), ("bucketed", "before backward")]
-
-
-@pytest.mark.parametrize(("name", "moment"), [*DEATHS, ("flat", "never")])
-def test_a_rank_that_dies_is_named_by_the_others(name, moment):
-    died = [f"rank 1 died while rank {rank} waited for it" for rank in (0, 2)]
-    expected = [None] * 3 if moment == "never" else [died[0], None, died[1]]
-    assert run_ranks(3, _death, name, moment, dying=(1,)) == expected
-
-
-@on_ranks(2)
-def test_a_rank_that_ends_a_step_early_or_does_not_come_is_named(rank):
-    memory = chapter("03", "shared_memory")
-    ends, sleeps = memory.Segment(8), memory.Segment(8, seconds=0.3)
-    if rank == 1:
-        ends.close()  # and lives, and posts nothing
-    else:
-        with pytest.raises(RuntimeError, match=r"ranks \[1\] ended while rank 0 waited for them"):
-            ends.wait(memory.READY, 1)
-        with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] are more than 0.3 s late"):
-            sleeps.wait(memory.READY, 1)
-    dist.barrier()
 
 
 @on_ranks(2)
 def test_memory_is_shared_where_there_is_no_memfd_and_not_between_machines(rank):
-    memory = chapter("03", "shared_memory")
-    here = mock.patch.object(tempfile, "tempdir", os.getcwd())
-    with here, mock.patch.object(os, "memfd_create", create=True):
+    share_memory = chapter("03", "reducers").share_memory
+    with mock.patch.object(os, "memfd_create", create=True):
         del os.memfd_create
-        segment = memory.Segment(16)
-    numbers = segment.tensor(torch.int64, (2,), 0)
-    numbers[rank] = rank + 5
-    segment.post(memory.READY, 1)
-    segment.wait(memory.READY, 1)
-    assert numbers.tolist() == [5, 6]
-    assert list(Path().glob("ranks-*")) == []
-    said = r"ranks \[1\] cannot see the memory of rank 0: run all on"
-    elsewhere = mock.patch.object(os.path, "realpath", return_value="another")
-    with elsewhere, pytest.raises(UsageError, match=said):
-        memory.Segment(16)
+        memory = share_memory(2)
+    memory[rank] = rank + 5
+    dist.barrier()
+    assert memory.tolist() == [5, 6]
+    of_its_own = mock.patch.object(torch, "from_file", lambda *_, size, **__: torch.zeros(size))
+    with of_its_own, pytest.raises(UsageError, match="do not see the same memory: run all on one"):
+        share_memory(2)
 
 
 LENGTHS, DTYPES = (0, 1, 2, 3, 7, 64, 10_007), (torch.float64, torch.float16, torch.bfloat16)

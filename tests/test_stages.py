@@ -337,4 +337,3 @@ def test_the_networks_are_those_of_the_documents_for_gray_and_color(dataset, cha
     conv = resnet.conv1
     assert conv.weight.shape == (64, channels, 7, 7)
     assert (conv.stride, conv.padding, conv.bias) == ((2, 2), (3, 3), None)
-    assert chapter("01", "learning_rate").new_model(0)[-1].out_features == 10

@@ -4,7 +4,6 @@ The replay is tests/oracle.py: one plain process in float64. Its recipe is what 
 together: the global batch (01, SyncBN), its pieces (02), strides of it (04), or fixed shards (03).
 """
 
-import importlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -13,7 +12,8 @@ from typing import Any
 import torch
 from matplotlib.axes import Axes
 
-oracle, support = (importlib.import_module(name) for name in ("oracle", "support"))  # of tests/
+import oracle
+import support
 
 Losses = list[float]  # of every step
 
