@@ -49,7 +49,10 @@ CALLS = [  # a stage or a chapter with its flags, on "2 x" ranks, and what the l
     ("01 --lr=1e38", "--lr: got '1e38'"),
     ("01 --seed=4294967296", f"--seed: got '4294967296', {WHOLE}, from 0 to 4294967295"),
     ("01 --epoch=3", "unrecognized arguments: --epoch=3 (--help"),
-    ("01 --dataset=imagefolder --data-dir=nowhere", "cannot read --dataset imagefolder in --data-dir nowhere ("),
+    (
+        "01 --dataset=imagefolder --data-dir=nowhere",
+        "cannot read --dataset imagefolder in --data-dir nowhere (",
+    ),
     ("01 --dataset=imagefolder", "'data/train'): name the right folder"),
     ("01 --batch-size=1501", "--batch-size 1501 is more than the 1500 training samples: try --bat"),
     ("01 --dataset=synthetic --image-size=15", "--model net needs --image-size 16 or more, got 15"),

@@ -23,7 +23,7 @@ import scaling
 import support
 import tables
 from process_memory import WAYS, predict
-from readmes import READMES
+from repository_pages import ALL_PAGES
 from support import HAS_MNIST, REAL_DATA, ROOT, chapter, command, fresh_module, run_ranks
 from test_bad_input import ended, refused
 
@@ -99,7 +99,7 @@ def test_a_picture_is_not_older_than_its_results(name):
 
 def test_every_picture_is_shown_and_every_result_tells_where_it_comes_from():
     links = re.compile(r"benchmarks/results/(\w+)\.png")
-    shown = {name for path in READMES for name in links.findall(path.read_text())}
+    shown = {name for path in ALL_PAGES for name in links.findall(path.read_text())}
     assert (
         shown
         == set(PICTURES)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from readmes import ROOT, fences
+from repository_pages import ROOT, fences
 from support import FOLDERS, chapter, command, fresh_module, launcher, run_ranks, scratch_folder
 
 CONVERT = ROOT / "beyond" / "convert"
@@ -150,7 +150,13 @@ def test_the_commands_of_the_readme_lead_to_ddp_py(tmp_path):
     def bash(*lines: str, where: Path = here) -> None:
         subprocess.run(["bash", "-e", "-c", "\n".join(lines)], cwd=where, check=True)
 
-    bash("mkdir root", "cd root", f"ln -s {ROOT / 'beyond'} {ROOT / 'common'} .", first, where=tmp_path)
+    bash(
+        "mkdir root",
+        "cd root",
+        f"ln -s {ROOT / 'beyond'} {ROOT / 'common'} .",
+        first,
+        where=tmp_path,
+    )
     for line in quick:
         if line.startswith("python "):
             _, script, *flags = line.split()

@@ -13,7 +13,7 @@ from torch.optim import SGD
 import oracle
 import support
 from common.options import make_parser
-from readmes import fences, shown_output
+from repository_pages import fences
 from support import Run, chapter, load_stage, run_main, run_ranks, train, train_once
 from test_collectives import of_all_ranks, on_ranks
 from test_proof import FLAGS, differences
@@ -131,7 +131,7 @@ def test_a_run_that_another_stage_began_is_at_its_place_in_the_schedule():
 def shown(program) -> list[list[str]]:
     """The cells that the README shows; test_the_output_shown_is_the_output runs the program."""
     command = f"python 05_amp_syncbn/{program}"
-    text = next(fence.text for fence in fences("text") if shown_output(fence) == command)
+    text = next(fence.text for fence in fences("text") if fence.command == command)
     return [line.split() for line in text.splitlines()]
 
 

@@ -82,10 +82,15 @@ def test_the_reason_fits_what_was_measured(key, loss, model, ranks, words):
 
 def test_a_stage_that_fails_ends_the_tour(run_tour, tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
-        run_tour("--stages=01,04", "--dataset=imagefolder", "--data-dir=nowhere", f"--run-dir={tmp_path / 'run'}")
+        run_tour(
+            "--stages=01,04",
+            "--dataset=imagefolder",
+            "--data-dir=nowhere",
+            f"--run-dir={tmp_path / 'run'}",
+        )
     assert caught.value.code == 2
     said = capsys.readouterr()
-    assert said.out.count("error: cannot read --dataset digits in --data-dir nowhere") == 1
+    assert said.out.count("error: cannot read --dataset imagefolder in --data-dir nowhere") == 1
     assert said.err == "error: 01 one process ended with status 2\n"
 
 

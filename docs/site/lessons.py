@@ -7,12 +7,9 @@ writes each stage's lesson.diff, and the parts of it that its pages show: a diff
 that begins with LAST. `make lessons` calls it.
 """
 
-import sys
 from difflib import unified_diff
-from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2] / "tests"))
-from readmes import READMES, ROOT, fences
+from repository_pages import ALL_PAGES, ROOT, fences
 
 PARENTS = {
     "02_data_parallel": "01_single_gpu",
@@ -32,14 +29,16 @@ def lesson(stage: str) -> str:
 def refresh(stage: str) -> None:
     (ROOT / stage / "lesson.diff").write_text(lesson(stage))
     lines = lesson(stage).splitlines(keepends=True)[2:]  # without the names of the files
-    for fence in reversed(fences("diff", [page for page in READMES if page.parent.name == stage])):
+    for fence in reversed(
+        fences("diff", [page for page in ALL_PAGES if page.parent == ROOT / stage])
+    ):
         if not fence.note.startswith("lesson: "):
             continue
         first, last = fence.note.removeprefix("lesson: ").split(" ... ")
         above = next(i for i, line in enumerate(lines) if line.startswith(first))
         below = next(i for i, line in enumerate(lines) if i >= above and line.startswith(last))
-        text, (start, end) = fence.readme.read_text(), fence.place  # from the end: it stays right
-        fence.readme.write_text(text[:start] + "".join(lines[above : below + 1]) + text[end:])
+        text, (start, end) = fence.page.read_text(), fence.place  # from the end: it stays right
+        fence.page.write_text(text[:start] + "".join(lines[above : below + 1]) + text[end:])
 
 
 if __name__ == "__main__":
