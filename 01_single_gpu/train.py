@@ -4,18 +4,17 @@ python 01_single_gpu/train.py
 """
 
 from collections.abc import Iterable
-from itertools import islice
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils.data import RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 
 from common.checkpoint import load_checkpoint, save_checkpoint
-from common.data import ImageSet, load_dataset, make_loader
+from common.data import load_dataset, loader_options
 from common.models import build_model
-from common.options import make_parser, usage_errors_exit
+from common.options import exit_on_usage_error, make_parser
 from common.record import Recorder, peak_memory_bytes
 
 
@@ -35,18 +34,16 @@ def train_epoch(model: nn.Module, loader: Iterable, optimizer: SGD, device: torc
 
 
 @torch.no_grad()
-def evaluate(
-    model: nn.Module, dataset: ImageSet, batch_size: int, device: torch.device
-) -> tuple[float, float]:
-    """Mean loss and accuracy over the whole data set, each sample counted once."""
+def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> tuple[float, float]:
+    """Mean loss and accuracy over the test set, each sample counted once."""
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # sums: loss, correct, samples
-    for images, labels in make_loader(dataset, batch_size, workers=dataset.workers):
+    for images, labels in loader:
         images, labels = images.to(device), labels.to(device)
         logits = model(images)  # (B, classes)
         totals[0] += F.cross_entropy(logits, labels, reduction="sum")
         totals[1] += (logits.argmax(dim=1) == labels).sum()
-        totals[2] += len(labels)  # the last batch is smaller: weight by its own size
+        totals[2] += len(labels)  # the last batch is smaller, so it counts by its own size
     loss, correct, samples = totals.tolist()
     return loss / samples, correct / samples
 
@@ -55,29 +52,31 @@ def main() -> None:
     args = make_parser("01_single_gpu", __doc__).parse_args()
     device = torch.device("cuda:0" if args.device == "cuda" else "cpu")
     train_set, test_set = load_dataset(args)
+    test_loader = DataLoader(test_set, args.batch_size, **loader_options(args))
     torch.manual_seed(args.seed)
-    model = build_model(args.model, train_set, args.batch_size).to(device)
+    model = build_model(args.model, train_set).to(device)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
-    saved = load_checkpoint(args, model, optimizer)
-    recorder = Recorder(args, optimizer, saved, args.batch_size)
+    progress = load_checkpoint(args, model, optimizer)
+    recorder = Recorder(args, progress, optimizer, args.batch_size)
     if args.evaluate:
-        return recorder.end_evaluation(*evaluate(model, test_set, args.batch_size, device))
+        recorder.print_evaluation(*evaluate(model, test_loader, device))
+        return
 
-    generator = torch.Generator()
-    sampler = RandomSampler(train_set, generator=generator)
-    loader = make_loader(train_set, args.batch_size, sampler, args.workers)
-    for epoch in range(saved["epoch"], args.epochs):
-        if recorder.step >= args.max_steps:
+    sampler = RandomSampler(train_set, generator=torch.Generator())
+    loader = DataLoader(
+        train_set, args.batch_size, sampler=sampler, drop_last=True, **loader_options(args)
+    )
+    for epoch in range(progress.epoch, args.epochs):
+        if progress.step >= args.max_steps:
             break
-        generator.manual_seed(args.seed + epoch)  # the order is a function of (seed, epoch)
-        torch.manual_seed(args.seed + epoch)  # and so are the dropout masks
-        batches = recorder.timed(islice(loader, args.max_steps - recorder.step), len(loader))
-        losses = train_epoch(model, batches, optimizer, device)
-        recorder.end_epoch(epoch, losses, *evaluate(model, test_set, args.batch_size, device))
+        sampler.generator.manual_seed(args.seed + epoch)  # the order depends on (seed, epoch)
+        torch.manual_seed(args.seed + epoch)  # and so do the dropout masks
+        losses = train_epoch(model, recorder.timed(loader), optimizer, device)
+        recorder.end_epoch(epoch, losses, *evaluate(model, test_loader, device))
         save_checkpoint(recorder, model, optimizer)
     recorder.finish(device, [peak_memory_bytes(device)])
 
 
 if __name__ == "__main__":
-    with usage_errors_exit():
+    with exit_on_usage_error():
         main()

@@ -20,7 +20,7 @@ import train
 from common.data import ImageSet
 
 PIXELS = 4  # of padding on each side
-DEFAULTS = {"--dataset": "cifar10", "--model": "resnet18", "--lr-decay": "cosine"}
+DEFAULTS = {"--dataset": "cifar10", "--model": "resnet18"}
 
 
 def crop_and_flip(images: Tensor) -> Tensor:
@@ -42,8 +42,8 @@ def augment(model: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
     return (crop_and_flip(inputs[0]),) if model.training else inputs
 
 
-def build_model(name: str, dataset: ImageSet, norm_batch: int = 2) -> nn.Module:
-    model = plain_model(name, dataset, norm_batch)
+def build_model(name: str, dataset: ImageSet) -> nn.Module:
+    model = plain_model(name, dataset)
     model.register_forward_pre_hook(augment)
     return model
 
@@ -53,6 +53,6 @@ plain_model, train.build_model = train.build_model, build_model
 if __name__ == "__main__":
     for flag, value in DEFAULTS.items():  # a flag of the call comes later, and wins
         sys.argv[1:1] = [flag, value]
-    with train.usage_errors_exit(train.dist.DistNetworkError, train.dist.DistStoreError):
+    with train.exit_on_usage_error(train.dist.DistNetworkError, train.dist.DistStoreError):
         train.main()
         train.dist.destroy_process_group()

@@ -106,7 +106,7 @@ class SyncBatchNorm(_BatchNorm):
         return y
 
 
-def convert(model: nn.Module) -> nn.Module:
+def convert_sync_batchnorm(model: nn.Module) -> nn.Module:
     """Make every BatchNorm layer of the model a SyncBatchNorm, in place; returns the model.
 
     Each layer stays the same object, with all that it holds: only its class changes. UsageError if

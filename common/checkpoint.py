@@ -2,49 +2,68 @@
 
 import pickle
 from argparse import Namespace
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from common.options import UsageError
-from common.record import Recorder
-
-FRESH = {"epoch": 0, "epoch_step": 0, "step": 0, "losses": []}  # a new run starts here
+from common.record import Progress, Recorder
 
 
-def save_checkpoint(recorder: Recorder, model: Module, optimizer: Optimizer, **more: dict) -> None:
-    """Write RUN-DIR/checkpoint.pt. model: the plain one, so that no name starts with `module.`"""
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more}
-    state |= {key: getattr(recorder, key) for key in ("summary", *FRESH)}
+def save_checkpoint(recorder: Recorder, model: Module, optimizer: Optimizer, **more: Any) -> None:
+    """Write RUN-DIR/checkpoint.pt.
+
+    model: the plain one, so that no name begins with `module.`; more: what else has a state_dict.
+    """
+    parts = {"model": model, "optimizer": optimizer, **more}
+    state = {name: part.state_dict() for name, part in parts.items()}
+    state |= {"summary": recorder.summary, **asdict(recorder.progress)}
     path = recorder.args.run_dir / "checkpoint.pt"
     torch.save(state, path.with_suffix(".tmp"))
     path.with_suffix(".tmp").replace(path)  # atomic: a crash leaves the old one or the new one
 
 
-def load_checkpoint(args: Namespace, model: Module, optimizer: Optimizer) -> dict:
-    """Load the file of --resume or --evaluate. Returns its content, or FRESH without a file."""
+def load_checkpoint(args: Namespace, model: Module, optimizer: Optimizer, **more: Any) -> Progress:
+    """Load the file of --resume or --evaluate; returns how far that run had come.
+
+    Without such a file, nothing is loaded and the run is new. more: what else has a state_dict; the
+    file of another stage may hold none of it. Raises UsageError for a file that does not fit.
+    """
     path = args.evaluate or args.resume
     if path == "auto":
         path = args.run_dir / "checkpoint.pt"
     if path is None or (args.resume == "auto" and not path.exists()):
-        return FRESH
+        return Progress()
+    progress, _ = read_checkpoint(Path(path), args, model, optimizer, **more)
+    if progress.epoch_step and not args.evaluate:
+        why = f"{path} was saved inside an epoch"
+        raise UsageError(f"{why}: resume it with beyond/survive/train.py")
+    return progress
+
+
+def read_checkpoint(
+    path: Path, args: Namespace, model: Module, optimizer: Optimizer, **more: Any
+) -> tuple[Progress, dict]:
+    """Load the file into model, optimizer and the others; returns how far, and of which run."""
     try:  # weights_only: a pickled object could run any code while it is being loaded
         state = torch.load(path, map_location="cpu", weights_only=True)
         for flag in ("model", "dataset"):
             if state["summary"][flag] != getattr(args, flag):
                 raise UsageError(f"{path} was saved with --{flag} {state['summary'][flag]}")
-        if state["epoch_step"] and not args.evaluate:
-            raise UsageError(
-                f"{path} was saved inside an epoch: resume it with beyond/survive/train.py"
-            )
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
+        for name, part in more.items():
+            if state.get(name):  # stages 01 to 04 have no loss scaler
+                part.load_state_dict(state[name])
+        progress = Progress(**{field.name: state[field.name] for field in fields(Progress)})
     except pickle.UnpicklingError as error:
         raise UsageError(f"{path} is not a checkpoint: it holds more than plain values") from error
     except (OSError, RuntimeError, TypeError, KeyError, EOFError) as error:
         raise UsageError(f"cannot load {path} ({error}): use one that a stage saved") from error
     for group in optimizer.param_groups:  # the flags of this call win
         group.update(lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
-    return state | {"path": Path(path)}
+    return progress, state["summary"]

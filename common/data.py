@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import torchvision.transforms as T
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import Dataset, default_collate
 from torchvision.datasets import CIFAR10, MNIST, FashionMNIST, ImageFolder
 
 from common.options import UsageError
@@ -39,7 +39,6 @@ class Images(Dataset):
 
     def __init__(self, images: Tensor, labels: Tensor, classes: int, name: str) -> None:
         self.images, self.labels, self.classes = images, labels, list(range(classes))
-        self.workers = 0  # of the loader that evaluates: a batch is one gather, and needs none
         mean, std = torch.tensor(MEAN_AND_STD[name], dtype=torch.get_default_dtype())
         self.shift, self.scale = 255 * mean.view(-1, 1, 1), 1 / (255 * std.view(-1, 1, 1))
 
@@ -54,7 +53,7 @@ class Images(Dataset):
     __getitems__ = __getitem__  # DataLoader calls it with the indices of a batch
 
 
-ImageSet: TypeAlias = Images | ImageFolder  # both have `classes`, `workers`, (image, label)
+ImageSet: TypeAlias = Images | ImageFolder  # both have `classes` and give (image, label)
 
 
 def load_dataset(args: Namespace) -> tuple[ImageSet, ImageSet]:
@@ -100,9 +99,7 @@ def read_folders(args: Namespace, train: bool) -> ImageFolder:
     if not train:
         crop = [T.Resize(size * 8 // 7), T.CenterCrop(size)]
     normalize = [T.ToTensor(), T.Normalize(*MEAN_AND_STD["imagefolder"])]
-    images = ImageFolder(folder, T.Compose(crop + normalize))
-    images.workers = args.workers
-    return images
+    return ImageFolder(folder, T.Compose(crop + normalize))
 
 
 def synthesize(args: Namespace, train: bool) -> Images:
@@ -123,11 +120,15 @@ def collate(batch: list | tuple) -> object:
     return batch if isinstance(batch, tuple) else default_collate(batch)
 
 
-def make_loader(
-    dataset: Dataset, batch_size: int, sampler: Sampler | None = None, workers: int = 0, **more: Any
-) -> DataLoader:
-    """Batches of (images, labels). With a sampler (in training), only full batches."""
-    how: dict[str, Any] = {"num_workers": workers, "collate_fn": collate, **more}
-    how["drop_last"] = sampler is not None  # each step sees exactly one global batch
-    how["pin_memory"] = torch.cuda.is_initialized()  # whether this process uses a GPU
-    return DataLoader(dataset, batch_size, sampler=sampler, **how)
+def loader_options(args: Namespace) -> dict[str, Any]:
+    """What every DataLoader of a run gets, beside its data set, batch size and sampler."""
+    pinned = args.device == "cuda"  # so that copies to the GPU need not wait
+    return {"num_workers": args.workers, "collate_fn": collate, "pin_memory": pinned}
+
+
+def local_batch_size(global_batch: int, parts: int) -> int:
+    """The size of `parts` equal pieces. Unequal pieces would need weighted gradients."""
+    if global_batch % parts:
+        larger = -(-global_batch // parts) * parts
+        raise UsageError(f"--batch-size {global_batch} does not divide by {parts}: try {larger}")
+    return global_batch // parts

@@ -36,15 +36,12 @@ class Net(nn.Module):
         return self.fc2(self.dropout(self.activation(self.fc1(x.flatten(1)))))  # -> (B, classes)
 
 
-def build_model(name: str, dataset: ImageSet, norm_batch: int = 2) -> nn.Module:
-    """A new model: (B, C, H, W) -> (B, classes). norm_batch: samples per BatchNorm statistic."""
+def build_model(name: str, dataset: ImageSet) -> nn.Module:
+    """A new model for these images: (B, C, H, W) -> (B, classes)."""
     image, _ = dataset[0]  # (C, H, W)
     channels, image_size, classes = image.shape[0], image.shape[-1], len(dataset.classes)
     if name in ("net", "net-bn"):
         return Net(channels, image_size, classes, batch_norm=name == "net-bn")
-    if norm_batch == 1 and image_size <= 32:  # the last layers see one pixel
-        why = f"BatchNorm in {name} gets one value per channel, which has no variance"
-        raise UsageError(f"{why}: try a larger --batch-size")
     model = torchvision.models.get_model(name, num_classes=classes)
     if channels != 3:  # a ResNet expects color
         model.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -19,7 +19,7 @@ class UsageError(ValueError):
 
 
 @contextmanager
-def usage_errors_exit(*others: type[Exception]) -> Iterator[None]:
+def exit_on_usage_error(*others: type[Exception]) -> Iterator[None]:
     """End such an error with one line and status 2. Other errors are bugs: keep the traceback."""
     try:
         yield
@@ -41,24 +41,31 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message} (--help lists every option)\n")
 
 
-def number(kind: type, at_least: float, below: float = math.inf) -> Callable[[str], float]:
-    """An argparse type: an int or float within bounds."""
+def bounded(kind: type, noun: str, lowest: float, below: float) -> Callable[[str], Any]:
+    """An argparse type: a number from `lowest` on and less than `below`."""
 
-    def parse(text: str) -> float:
+    def parse(text: str) -> Any:
         with suppress(ValueError):
-            if at_least <= kind(text) < below:
+            if lowest <= kind(text) < below:
                 return kind(text)
-        noun = "whole number" if kind is int else "number"
-        limits = f"at least {at_least}" if below == math.inf else f"from {at_least} to {below - 1}"
+        limits = f"at least {lowest}" + f" and less than {below}" * (below < math.inf)
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a {noun}, {limits}")
 
     return parse
 
 
+def int_at_least(lowest: int, below: float = math.inf) -> Callable[[str], int]:
+    return bounded(int, "whole number", lowest, below)
+
+
+def float_at_least(lowest: float, below: float = math.inf) -> Callable[[str], float]:
+    return bounded(float, "number", lowest, below)
+
+
 def make_parser(stage: str, doc: str | None) -> Parser:
     """The flags of all stages. A stage adds only the flags that it teaches."""
     parser = Parser(doc)
-    count, natural, real = number(int, 1), number(int, 0), number(float, 0, 1e38)
+    count, real = int_at_least(1), float_at_least(0, below=1e38)
     devices = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
     add = parser.add_argument
     add("--dataset", default="digits", choices=DATASETS, help="data set to train on")
@@ -72,20 +79,31 @@ def make_parser(stage: str, doc: str | None) -> Parser:
     add("--lr", default=0.02, type=real, help="learning rate of SGD")
     add("--momentum", default=0.9, type=real, help="momentum of SGD")
     add("--weight-decay", default=0.0, type=real, help="weight decay of SGD")
-    add("--workers", default=0, type=natural, help="loader processes per rank; 0: none")
-    add("--seed", default=1234, type=number(int, 0, 2**32), help="for weights, order, dropout")
+    add("--workers", default=0, type=int_at_least(0), help="loader processes per rank; 0: none")
+    add(
+        "--seed",
+        default=1234,
+        type=int_at_least(0, below=2**32),
+        help="for weights, order, dropout",
+    )
     add("--device", default=devices[0], choices=devices, help="cuda: if torch sees a GPU")
     add("--run-dir", default=Path("runs", stage), type=Path, help="folder for the results")
-    one = parser.add_mutually_exclusive_group().add_argument
-    one("--resume", metavar="PATH|auto", help="resume it; auto: the one in --run-dir, if any")
-    one("--evaluate", metavar="PATH", help="only evaluate this checkpoint")
+    either = parser.add_mutually_exclusive_group()
+    resume_help = "resume it; auto: the one in --run-dir, if any"
+    either.add_argument("--resume", metavar="PATH|auto", help=resume_help)
+    either.add_argument("--evaluate", metavar="PATH", help="only evaluate this checkpoint")
     parser.set_defaults(stage=stage)
     return parser
 
 
+usage_errors_exit = exit_on_usage_error  # old names, until their last caller is gone
+
+
+def number(kind: type, at_least: float, below: float = math.inf) -> Callable[[str], Any]:
+    return bounded(kind, "whole number" if kind is int else "number", at_least, below)
+
+
 def cut_batch(global_batch: int, parts: int) -> int:
-    """The size of `parts` equal pieces. Unequal pieces would need weighted gradients."""
-    if global_batch % parts:
-        larger = -(-global_batch // parts) * parts
-        raise UsageError(f"--batch-size {global_batch} does not divide by {parts}: try {larger}")
-    return global_batch // parts
+    from common.data import local_batch_size
+
+    return local_batch_size(global_batch, parts)

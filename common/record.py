@@ -6,10 +6,12 @@ import platform
 import re
 import resource
 import statistics
+import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sized
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,21 @@ from torch.optim import Optimizer
 from common.options import UsageError
 
 
-def hardware(device: torch.device) -> str:
-    """The name of the GPU or CPU that computes."""
+@dataclass
+class Progress:
+    """How far a run has come. A checkpoint holds it beside the weights."""
+
+    epoch: int = 0  # whole epochs that are done
+    epoch_step: int = 0  # steps of the epoch after them
+    step: int = 0  # optimizer steps of all epochs
+    losses: list[float] = field(default_factory=list)  # of each step of an unfinished epoch
+
+
+def hardware(device: torch.device, processes: int) -> str:
+    """The name of the CPU, or of the GPUs that this many processes use."""
     if device.type == "cuda":
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}"
+        gpus = min(processes, torch.cuda.device_count())
+        return f"{gpus} x {torch.cuda.get_device_name(device)}"
     cpuinfo = Path("/proc/cpuinfo")  # of Linux
     names = re.findall(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else []
     return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
@@ -33,7 +46,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Peak memory so far: allocated by torch on a GPU; resident set of the process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resident if sys.platform == "darwin" else 1024 * resident  # Linux counts in KiB
 
 
 class Recorder:
@@ -42,43 +56,56 @@ class Recorder:
     def __init__(
         self,
         args: Namespace,
+        progress: Progress,
         optimizer: Optimizer,
-        saved: dict,  # the checkpoint that the run resumes from, or FRESH
         local_batch: int,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        self.args, self.optimizer, self.enabled = args, optimizer, rank == 0
-        self.epoch, self.epoch_step, self.step = saved["epoch"], saved["epoch_step"], saved["step"]
-        self.losses: list[float] = list(saved["losses"])  # of each step of an unfinished epoch
+        self.args, self.progress, self.optimizer = args, progress, optimizer
+        self.is_rank_zero = rank == 0
         self.seconds: list[float] = []  # of each step
         self.rates: list[float] = []  # the learning rate of each step
-        self.metrics, self.mode, self.kept = args.run_dir / "metrics.jsonl", "w", ""
+        self.metrics = args.run_dir / "metrics.jsonl"
+        self.file_mode, self.old_lines = "w", ""  # the first epoch replaces an earlier run's file
         keys = ("stage", "dataset", "model", "epochs", "seed", "device")
         self.summary = {key: getattr(args, key) for key in keys} | {"world_size": world_size}
         self.summary |= {"global_batch": args.batch_size, "local_batch": local_batch}
-        if args.evaluate or not self.enabled:
+        if args.evaluate or not self.is_rank_zero:
             return
         try:
             args.run_dir.mkdir(parents=True, exist_ok=True)
-            self.metrics.touch()  # the first epoch replaces the content of an earlier run
-            if "path" in saved and saved["path"].resolve().parent == args.run_dir.resolve():
+            self.metrics.touch()
+            if progress.step and self.resumes_in_place():
                 lines = self.metrics.read_text().splitlines(keepends=True)
-                self.kept = "".join(lines[: self.step])  # later steps are repeated
+                self.old_lines = "".join(lines[: progress.step])  # later steps are repeated
         except OSError as error:
             raise UsageError(f"cannot write to --run-dir ({error}): name another one") from error
         print(f"global batch {args.batch_size} = {args.batch_size // local_batch} × {local_batch}")
 
-    def timed(self, batches: Iterable, steps: int) -> Iterator:
-        """The same batches, timed. steps: how many a whole epoch has."""
-        ticks: list[Any] = [self._tick()]
-        for batch in batches:
-            self.step, self.epoch_step = self.step + 1, self.epoch_step + 1
+    def resumes_in_place(self) -> bool:
+        """Whether the checkpoint is one of this --run-dir, whose metrics then go on."""
+        if self.args.resume == "auto":
+            return True
+        return Path(self.args.resume).resolve().parent == self.args.run_dir.resolve()
+
+    def timed(self, batches: Iterable, epoch_steps: int | None = None) -> Iterator:
+        """The same batches, at most to --max-steps, each timed while its training step runs.
+
+        epoch_steps: how many a whole epoch has, if batches is no loader that knows its length.
+        """
+        progress = self.progress
+        if epoch_steps is None:
+            assert isinstance(batches, Sized)
+            epoch_steps = len(batches)
+        ticks: list[Any] = [self.tick()]
+        for batch in islice(batches, self.args.max_steps - progress.step):
+            progress.step, progress.epoch_step = progress.step + 1, progress.epoch_step + 1
             yield batch  # the training step runs during this line
-            ticks.append(self._tick())
+            ticks.append(self.tick())
             self.rates.append(self.optimizer.param_groups[0]["lr"])
-        if self.epoch_step == steps:
-            self.epoch, self.epoch_step = self.epoch + 1, 0
+        if progress.epoch_step == epoch_steps:
+            progress.epoch, progress.epoch_step = progress.epoch + 1, 0
         if self.args.device == "cuda":
             torch.cuda.synchronize()
             self.seconds += [a.elapsed_time(b) / 1000 for a, b in pairwise(ticks)]
@@ -88,25 +115,25 @@ class Recorder:
     def write(self, epoch: int, losses: Tensor) -> None:
         """Write one line per step. losses: (steps,), means over global batches."""
         n, samples = len(losses), self.args.batch_size
-        self.losses += losses.tolist()  # not in each step: the CPU would wait for the GPU
-        if not self.enabled:
+        self.progress.losses += losses.tolist()  # not in each step: the CPU would wait for the GPU
+        if not self.is_rank_zero:
             return
-        rows = zip(self.losses[-n:], self.rates[-n:], self.seconds[-n:], strict=True)
-        with self.metrics.open(self.mode) as file:
-            file.write(self.kept)
-            self.mode, self.kept = "a", ""
-            for step, (loss, lr, seconds) in enumerate(rows, self.step - n + 1):
+        rows = zip(self.progress.losses[-n:], self.rates[-n:], self.seconds[-n:], strict=True)
+        with self.metrics.open(self.file_mode) as file:
+            file.write(self.old_lines)
+            self.file_mode, self.old_lines = "a", ""
+            for step, (loss, lr, seconds) in enumerate(rows, self.progress.step - n + 1):
                 line = {"epoch": epoch, "step": step, "loss": loss, "lr": lr, "samples": samples}
                 file.write(json.dumps(line | {"seconds": round(seconds, 7)}) + "\n")
 
     def end_epoch(self, epoch: int, losses: Tensor, test_loss: float, accuracy: float) -> None:
         """Write one line per step, print one per epoch."""
         self.write(epoch, losses)
-        mean = statistics.fmean(self.losses)
+        mean = statistics.fmean(self.progress.losses)
         self.summary |= {"train_loss": mean, "test_loss": test_loss, "test_accuracy": accuracy}
-        if self.epoch_step == 0:  # else --max-steps has ended the run inside the epoch
-            self.losses = []
-        if self.enabled:
+        if self.progress.epoch_step == 0:  # else --max-steps has ended the run inside the epoch
+            self.progress.losses = []
+        if self.is_rank_zero:
             speed = self.args.batch_size / statistics.median(self.seconds[-len(losses) :])
             print(
                 f"epoch {epoch + 1}/{self.args.epochs}  loss {mean:.4f}  test loss {test_loss:.4f}"
@@ -114,31 +141,33 @@ class Recorder:
                 flush=True,
             )
 
-    def end_evaluation(self, test_loss: float, accuracy: float) -> None:
-        if self.enabled:
+    def print_evaluation(self, test_loss: float, accuracy: float) -> None:
+        if self.is_rank_zero:
             print(f"test loss {test_loss:.4f}  test accuracy {accuracy:.2%}")
 
     def finish(self, device: torch.device, peaks: list[int]) -> None:
         """Write the summary. peaks: the peak memory of each GPU or process, in bytes."""
-        if self.enabled and not self.seconds:
-            print(f"nothing to train: step {self.step} is done; try more --epochs or --max-steps")
-        if not self.enabled or not self.seconds:
+        if not self.is_rank_zero:
+            return
+        if not self.seconds:
+            done = f"nothing to train: step {self.progress.step} is done"
+            print(f"{done}; try more --epochs or --max-steps")
             return
         steps = sorted(self.seconds[5:] or self.seconds)  # the first steps allocate memory
         low, median, high = (1000 * steps[len(steps) * k // 4] for k in (1, 2, 3))  # ms
         self.summary |= {
-            "steps": self.step,
+            "steps": self.progress.step,
             "samples_per_second": round(1000 * self.args.batch_size / median, 1),
             "step_ms": round(median, 4),
             "step_ms_quartiles": [round(low, 4), round(high, 4)],
             "peak_memory_bytes": peaks,
             "torch": torch.__version__,
-            "hardware": hardware(device),
+            "hardware": hardware(device, len(peaks)),
         }
         (self.args.run_dir / "summary.json").write_text(json.dumps(self.summary, indent=2) + "\n")
         print(f"wrote metrics.jsonl, summary.json and checkpoint.pt to {self.args.run_dir}")
 
-    def _tick(self) -> float | torch.cuda.Event:
+    def tick(self) -> float | torch.cuda.Event:
         if self.args.device != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # the CPU runs ahead of the GPU

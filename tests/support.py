@@ -83,7 +83,7 @@ def run_main(stage: types.ModuleType, rank: int, *flags: str) -> str:
     """Run the main of a stage in this process, one of its ranks; returns what it prints."""
 
     def spawn(train: Callable, args: tuple, nprocs: int) -> None:  # 03 starts no process: quicker
-        train.__wrapped__(rank, *args[:-1], int(os.environ["MASTER_PORT"]))
+        train(rank, *args[:-1], int(os.environ["MASTER_PORT"]))
 
     sys.argv = ["train.py", *flags]
     with patch.object(torch.multiprocessing, "spawn", spawn), redirect_stdout(StringIO()) as output:

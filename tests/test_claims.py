@@ -24,7 +24,7 @@ from torch.optim import SGD
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from common.options import UsageError, cut_batch
-from support import chapter, command, free_port, load_stage, run_ranks
+from support import chapter, command, free_port, run_ranks
 from test_collectives import of_all_ranks, on_ranks
 
 
@@ -358,11 +358,6 @@ def test_c39_tasks_dealt_in_turn_share_gpus_by_rank_modulo_gpus():
     on_node_0 = words.cyclic([2, 2])[0]
     assert words.verdict(on_node_0) == "ranks share GPU 0"
     assert [rank % 2 for rank in on_node_0] == [0, 0]
-    stage, address = load_stage("04"), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    for local, (rank, tasks) in enumerate(zip(on_node_0, ("2(x2)", "2,2"), strict=True)):
-        told = dict(zip(stage.SRUN, (str(rank), str(local), "4", tasks), strict=True))
-        with patch.dict(os.environ, told | address):
-            assert stage.read_launcher() == [rank, local, 4, 2]
 
 
 def train_16(rank, world_size, local_batch, batchnorm):

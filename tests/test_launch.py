@@ -1,6 +1,8 @@
-"""Ranks that torchrun, srun or nobody has started do the same. Real torchruns: test_cluster.py."""
+"""Whoever starts the ranks, they do the same, and each rank takes its own device and backend.
 
-import os
+Real torchruns and a real SLURM: test_cluster.py.
+"""
+
 from unittest.mock import patch
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from support import ROOT, Run, command, free_port, load_stage, train_once
+from support import ROOT, Run, command, free_port, launcher, load_stage, train_once
 from test_bad_input import SCRIPTS, SHORT
 
 
@@ -18,19 +20,19 @@ def srun(ranks: int, tasks: str) -> dict[str, str]:
     return env | {"SLURM_STEP_TASKS_PER_NODE": tasks}
 
 
-STARTS = [
-    ("04", 2, 2, srun(2, "2")),
-    ("05", 2, 2, srun(2, "2(x3),1")),
-    ("04", 1, 1, srun(1, "1")),
-    ("04", 1, 1, {}),
+STARTS = [  # script, ranks, processes that are started here, what a launcher tells them
+    ("04", 2, 2, launcher(0)),
+    ("05", 2, 2, launcher(0)),
+    ("04", 1, 1, launcher(0, 1)),
+    ("survive", 2, 2, srun(2, "2(x3),1")),
+    ("survive", 1, 1, {}),
     ("03", 2, 1, {}),  # starts its own processes
 ]
 
 
 @pytest.mark.parametrize(("key", "ranks", "processes", "env"), STARTS)
 def test_whoever_starts_the_ranks_their_losses_are_the_same(key, ranks, processes, env, tmp_path):
-    if processes > 1:
-        env = env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env = env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     flags = (*SHORT, "--device=cpu", f"--run-dir={tmp_path}", f"--data-dir={ROOT / 'data'}")
     answers = command(SCRIPTS[key], *flags, ranks=processes, env=env)
     assert [status for status, _ in answers] == [0] * processes, answers
@@ -40,40 +42,46 @@ def test_whoever_starts_the_ranks_their_losses_are_the_same(key, ranks, processe
     assert torch.equal(Run(tmp_path, [], "").losses, same.losses)
 
 
-@pytest.mark.parametrize(("code", "said"), [(2, 2), (-9, "process 1 terminated with SIGKILL")])
-def test_03_ends_with_the_status_of_its_rank_or_says_which_signal_killed_it(code, said):
-    error = mp.ProcessExitedException("process 1 terminated with SIGKILL", 1, 7, code)
+@pytest.mark.parametrize("ended", ["with exit code 2", "with signal SIGKILL"])
+def test_03_says_which_process_has_ended_and_how(ended, capsys):
+    error = mp.ProcessExitedException(f"process 1 terminated {ended}", 1, 7, 2)
     spawn = patch.object(mp, "spawn", side_effect=error)
+    stage = load_stage("03")
+    main = stage.exit_on_usage_error(mp.ProcessExitedException)(stage.main)
     with spawn, patch("sys.argv", ["train.py"]), pytest.raises(SystemExit) as end:
-        load_stage("03").main()
-    assert end.value.code == said
+        main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"error: process 1 terminated {ended}\n"
 
 
-def test_torchrun_comes_before_srun_which_needs_an_address():
-    """A torchrun that srun has started: both have set their variables. 05 has this from 04."""
-    told = "error: MASTER_ADDR is not set: start with torchrun, or export it\n"
-    assert command(SCRIPTS["04"], env=srun(2, "1(x2)")) == [(2, told)]
-    stage = load_stage("04")
-    both = dict(zip(stage.SRUN, ("7", "3", "16", "4(x4)"), strict=True))
-    both |= {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
-    for ranks in ([7, 3, 16, 4], [1, 1, 5, 2]):
-        with patch.dict(os.environ, both):
-            assert stage.read_launcher() == ranks
-        both |= dict(zip(stage.TORCHRUN, "1152", strict=True))
+GPU = torch.device("cuda", 1)
+JOINS = [  # flags, local rank, GPUs that it sees; its device, the backend, and device_id
+    (["--device=cpu"], 1, 0, (torch.device("cpu"), "gloo", None)),
+    (["--device=cuda"], 1, 2, (GPU, "nccl", GPU)),
+    (["--device=cuda"], 9, 8, (GPU, "nccl", GPU)),
+    (["--device=cuda", "--backend=gloo"], 3, 2, (GPU, "gloo", None)),  # two ranks share a GPU
+    (["--device=cuda"], 3, 1, (torch.device("cuda", 0), "nccl", torch.device("cuda", 0))),
+]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize(("device", "gpus"), [("cuda:0", 2), ("cpu", 2), ("cpu", 0)])
-def test_nccl_is_for_ranks_that_have_a_gpu_each(ranks, device, gpus, monkeypatch, capsys):
-    asked, device = {}, torch.device(device)
+@pytest.mark.parametrize("key", ["04", "05"])
+@pytest.mark.parametrize(("flags", "local_rank", "gpus", "expected"), JOINS)
+def test_a_rank_takes_its_gpu_before_it_joins(key, flags, local_rank, gpus, expected, monkeypatch):
+    """With torch's queries patched: no GPU is needed, and none is used."""
+    chosen, joined = [], []
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(dist, "init_process_group", lambda *a, **more: asked.update(more, name=a))
-    load_stage("04").init_distributed(device, 0, ranks, ranks)
-    nccl = device.type == "cuda" and ranks <= gpus
-    assert (asked["name"], asked["device_id"]) == (
-        (("nccl",), device) if nccl else (("gloo",), None)
-    )
-    assert (asked["rank"], asked["world_size"]) == (0, ranks)
-    assert isinstance(asked["store"], dist.HashStore) if ranks == 1 else asked["store"] is None
-    shared = "3 ranks share 2 GPUs: gloo, not nccl\n"
-    assert capsys.readouterr().out == shared * (device.type == "cuda" and not nccl)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+
+    def join(backend: str, device_id: torch.device | None = None) -> None:
+        assert chosen or gpus == 0, "NCCL would use GPU 0 on every rank"
+        joined.append((backend, device_id))
+
+    monkeypatch.setattr(dist, "init_process_group", join)
+    stage = load_stage(key)
+    parser = stage.make_parser("", "")
+    parser.add_argument("--backend", default="nccl")
+    device = stage.join_process_group(parser.parse_args(flags))
+    assert (device, *joined[0]) == expected
+    assert chosen == [device] * (gpus > 0)

@@ -1,4 +1,4 @@
-"""Stage 05's step: loss scaling, clipping, accumulation, formats. Learning rates. Claim C10."""
+"""The complete script's step: loss scaling, clipping, accumulation, schedules. Claim C10."""
 
 import math
 from functools import partial, partialmethod
@@ -27,14 +27,14 @@ CLIP = 0.5  # below the norm of nearly every step of these runs
 def test_clipping_equals_that_of_one_process_on_the_whole_batch(ranks, amp, without=()):
     """In float64, autocast changes nothing, and the loss is scaled all the same."""
     flags = (f"--clip-norm={CLIP}", f"--amp={amp}")
-    clipped = differences("05", ranks, flags, oracle.whole_batches, without, clip=CLIP)
+    clipped = differences("survive", ranks, flags, oracle.whole_batches, without, clip=CLIP)
     assert max(clipped) < 1e-10
-    assert max(differences("05", ranks, flags, oracle.whole_batches, without)) > 1e-3
-    first, *others = train_once("05", ranks, *FLAGS, *flags, without=without).states
+    assert max(differences("survive", ranks, flags, oracle.whole_batches, without)) > 1e-3
+    first, *others = train_once("survive", ranks, *FLAGS, *flags, without=without).states
     assert all(torch.equal(first[name], other[name]) for other in others for name in first)
 
 
-def test_05_clips_gradients_not_scaled_ones(without=()):
+def test_survive_clips_gradients_not_scaled_ones(without=()):
     test_clipping_equals_that_of_one_process_on_the_whole_batch(2, "fp16", without)
 
 
@@ -46,20 +46,23 @@ def test_micro_batches_clipping_and_schedule_together_are_one_process(ranks, k):
     rates = [0.02 * min(1, (n + 1) / 12.5) for n in range(13)]
     rates += [0.02 * math.cos(math.pi * (n - 12.5) / 75) ** 2 for n in range(13, 18)]
     settings = {"lr": rates.__getitem__, "clip": CLIP, "kinds": ("weight", "bias"), "max_steps": 18}
-    assert max(differences("05", ranks, flags, oracle.micro_batches(ranks, k), **settings)) < 1e-10
+    assert (
+        max(differences("survive", ranks, flags, oracle.micro_batches(ranks, k), **settings))
+        < 1e-10
+    )
     # The control: BatchNorm sees micro-batches, so it is not the gradient of the whole batch.
-    assert min(differences("05", ranks, flags, oracle.whole_batches, **settings)) > 1e-4
+    assert min(differences("survive", ranks, flags, oracle.whole_batches, **settings)) > 1e-4
 
 
 def _overflow(rank, flags) -> int:
     too_large = partialmethod(torch.amp.GradScaler.__init__, init_scale=2.0**24)
     count = patch.object(SGD, "step", autospec=True, side_effect=SGD.step)
     with patch.object(torch.amp.GradScaler, "__init__", too_large), count as step:
-        run_main(load_stage("05"), rank, *flags)
+        run_main(load_stage("survive"), rank, *flags)
     return step.call_count
 
 
-def test_05_a_step_that_overflows_is_skipped_on_all_ranks_and_counts_in_the_schedule(tmp_path):
+def test_a_step_that_overflows_is_skipped_on_all_ranks_and_counts_in_the_schedule(tmp_path):
     """An epoch of 12 steps, a warm-up by hundredths; and two more."""
     flags = (*LOCAL, f"--run-dir={tmp_path}", "--amp=fp16", "--model=net-bn", "--max-steps=14")
     taken = run_ranks(2, _overflow, (*flags, "--warmup-epochs=1", "--lr=0.12"))
@@ -73,7 +76,7 @@ def test_05_a_step_that_overflows_is_skipped_on_all_ranks_and_counts_in_the_sche
 
 
 def _reduced(rank, flags, without) -> list[int]:
-    stage, sizes = load_stage("05", without), []
+    stage, sizes = load_stage("survive", without), []
     wrap, count = stage.DistributedDataParallel, chapter("05", "accumulate").count_buckets
 
     def wrap_counted(*args, **settings):
@@ -85,9 +88,11 @@ def _reduced(rank, flags, without) -> list[int]:
     return sizes[0]
 
 
-def test_05_ranks_meet_once_a_step_however_many_micro_batches(without=()):
+def test_survive_ranks_meet_once_a_step_however_many_micro_batches(without=()):
     flags = (*LOCAL, f"--run-dir={support.scratch_folder()}", "--max-steps=5", "--accumulate=3")
-    assert run_ranks(2, _reduced, flags, without) == [[4 * 21_840] * 5] * 2
+    assert run_ranks(2, _reduced, flags, without) == [[4 * 21_840] * 6] * 2, (
+        "the first orders buckets"
+    )
 
 
 BOTH = ("--lr-decay=cosine", "--warmup-epochs=1", "--lr-rule=linear", "--base-batch-size=240")
@@ -119,10 +124,10 @@ def test_a_run_that_another_stage_began_is_at_its_place_in_the_schedule():
     flags = ("--model=net-bn", "--epochs=3", "--lr-decay=cosine", "--warmup-epochs=0.5")
     flags += ("--batch-size=60", f"--resume={first.folder / 'checkpoint.pt'}", "--max-steps=40")
     expected = [0.02 * math.cos(math.pi * (n - 12.5) / 125) ** 2 for n in range(25, 53)]
-    line = "rates = learning_rates(args, epoch, len(loader))"
-    counted = ("train.py", line, line.replace("epoch,", "recorder.step // len(loader),"))
+    line = "rates = learning_rates(args, epoch, len(loader))[progress.epoch_step :]"
+    counted = ("train.py", line, line.replace("epoch,", "progress.step // len(loader),"))
     for without in ((), (counted,)):  # the control: 12 steps of 120 are half an epoch of 25
-        run = train("05", 1, *flags, **FP32, without=without)
+        run = train("survive", 1, *flags, **FP32, without=without)
         assert [line["epoch"] for line in run.metrics] == [1] * 25 + [2] * 3
         same = [line["lr"] for line in run.metrics] == pytest.approx(expected)
         assert same == (without == ())

@@ -61,7 +61,7 @@ CASES = [
     pytest.param("04", 1, (), oracle.whole_batches, id="04-one-rank"),
     pytest.param("04", 3, (), oracle.strides(3), id="04-three-ranks"),
     pytest.param("02", 1, ("--replicas=1",), oracle.whole_batches, id="02-one-replica"),
-    pytest.param("05", 1, ("--accumulate=1",), oracle.whole_batches, id="05-one-rank"),
+    pytest.param("05", 1, (), oracle.whole_batches, id="05-one-rank"),
     pytest.param("05", 3, (), oracle.whole_batches, id="05-three-ranks"),
     pytest.param("05", 2, ("--no-sync-bn",), HALVES, id="05-without-sync-bn"),
     pytest.param("survive", 1, (), oracle.whole_batches, id="survive-one-rank"),

@@ -15,7 +15,7 @@ from PIL import Image
 
 import common.data
 import support
-from common.data import load_dataset, make_loader
+from common.data import load_dataset, loader_options
 from common.models import build_model
 from common.options import make_parser
 from support import ROOT, Run, chapter, default_dtype, load_stage, run_ranks, train, train_once
@@ -164,12 +164,9 @@ def test_05_resumes_the_loss_scale(without=()):
     resumes("05", 2, "--model=net-bn", *flags, without=without)
 
 
-SWITCHES = ["--amp=bf16", "--accumulate=2", "--clip-norm=1", "--lr-rule=sqrt", "--lr-decay=cosine"]
-
-
 @pytest.mark.parametrize(
     ("key", "ranks", "flags"),
-    [("02", 1, ["--model=net-bn"]), ("04", 2, []), ("05", 2, SWITCHES)],
+    [("02", 1, ["--model=net-bn"]), ("04", 2, []), ("05", 2, ["--amp=bf16"])],
 )
 def test_a_stage_resumes_to_the_bit(key, ranks, flags):
     resumes(key, ranks, *flags)
@@ -190,8 +187,8 @@ def test_random_crops_resume_to_the_bit(tmp_path):
 def _loaders(rank: int, key: str, *flags: str) -> list[tuple[int, str]]:
     torch.multiprocessing.set_start_method("fork", force=True)  # in a moment
     stage, made = load_stage(key), []
-    make = stage.make_loader
-    stage.make_loader = lambda *args, **more: made.append(make(*args, **more)) or made[-1]
+    make = stage.DataLoader
+    stage.DataLoader = lambda *args, **more: made.append(make(*args, **more)) or made[-1]
     support.run_main(stage, rank, *flags, *LOCAL[:1], f"--run-dir={support.scratch_folder()}")
     return [(each.num_workers, getattr(each.worker_init_fn, "__name__", "")) for each in made]
 
@@ -270,9 +267,8 @@ def test_the_digits_are_whole_normalized_and_come_in_batches():
     assert (len(train_set), len(test_set), *images.shape) == (1500, 297, 1500, 1, 28, 28)
     assert (images.mean().item(), images.std().item()) == pytest.approx((0, 1), abs=5e-3)
     torch.testing.assert_close(train_set[5], (images[5], labels[5]), rtol=0, atol=0)
-    full = make_loader(train_set, 400, torch.utils.data.SequentialSampler(train_set))
-    for loader, last in ((make_loader(train_set, 400), [300]), (full, [])):
-        assert [len(batch) for _, batch in loader] == [400] * 3 + last
+    loader = torch.utils.data.DataLoader(train_set, 400, **loader_options(options()))
+    assert [len(batch) for _, batch in loader] == [400] * 3 + [300]
 
 
 def test_synthetic_has_any_size_and_number_of_classes_and_faint_pictures_to_learn():

@@ -7,7 +7,6 @@ import sys
 from argparse import BooleanOptionalAction, Namespace
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -17,41 +16,41 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
-from torch.utils.data import DistributedSampler, Subset
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 import durable
 from agree import Agreement, AgreementError
-from common.checkpoint import FRESH, load_checkpoint, save_checkpoint
-from common.data import ImageSet, load_dataset, make_loader
+from common.checkpoint import read_checkpoint, save_checkpoint
+from common.data import load_dataset, loader_options, local_batch_size
 from common.models import build_model
-from common.options import cut_batch, make_parser, number, usage_errors_exit
-from common.record import Recorder, peak_memory_bytes
+from common.options import exit_on_usage_error, float_at_least, int_at_least, make_parser
+from common.record import Progress, Recorder, peak_memory_bytes
 from launch import LaunchError, end_with_rank, join, read_launcher
 from watchdog import Watchdog
 
 sys.path.insert(1, str(Path(__file__).parents[2] / "05_amp_syncbn"))
 from schedule import add_schedule, learning_rates
-from sync_batchnorm import convert
+from sync_batchnorm import convert_sync_batchnorm
 
-make_loader = partial(make_loader, worker_init_fn=end_with_rank)  # SIGTERM must not end loaders
-DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+AMP_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def parse_args() -> Namespace:
     parser = make_parser("survive", __doc__)
-    add, switch = parser.add_argument, BooleanOptionalAction  # type=bool: "False" would be True
-    add("--amp", default="off", choices=tuple(DTYPES), help="dtype of forward and backward")
-    add("--sync-bn", default=True, action=switch, help="BatchNorm over the global batch")
-    add("--accumulate", default=1, type=number(int, 1), help="micro-batches per optimizer step")
-    add("--clip-norm", type=number(float, 1e-30), help="upper limit for the norm of all gradients")
+    add, count = parser.add_argument, int_at_least(1)
+    add("--amp", default="off", choices=AMP_DTYPES, help="dtype of forward")
+    add("--sync-bn", default=True, action=BooleanOptionalAction, help="BatchNorm over all ranks")
+    add("--accumulate", default=1, type=count, help="micro-batches per optimizer step")
+    add("--clip-norm", type=float_at_least(1e-30), help="upper limit for the norm of all gradients")
     add_schedule(parser)  # --lr-rule, --base-batch-size, --warmup-epochs, --lr-decay
-    count = number(int, 1)
     add("--checkpoint-every-steps", default=10**9, type=count, help="besides each epoch's end")
     add("--timeout-seconds", default=600, type=count, help="time to wait for a missing rank")
     return parser.parse_args()
 
 
-def resume(args: Namespace, model: nn.Module, optimizer: SGD) -> dict:
+def resume(
+    args: Namespace, model: nn.Module, optimizer: SGD, scaler: torch.amp.GradScaler, rank: int
+) -> tuple[Progress, Path | None]:
     """Load what --resume or --evaluate names; auto: this run's newest checkpoint that is whole."""
     path = args.evaluate or args.resume
     if path == "auto":
@@ -59,28 +58,30 @@ def resume(args: Namespace, model: nn.Module, optimizer: SGD) -> dict:
     elif path and not durable.is_whole(Path(path)):
         raise durable.CheckpointError(f"{path} is missing, damaged or no checkpoint: name another")
     if not path:
-        return FRESH
-    # As for --evaluate: unlike the stages, this script resumes inside an epoch, too.
-    saved = load_checkpoint(Namespace(**vars(args) | {"evaluate": path}), model, optimizer)
-    stage, *order = [saved["summary"][key] for key in ("stage", "seed", "global_batch")]
+        return Progress(), None
+    progress, saved = read_checkpoint(Path(path), args, model, optimizer, scaler=scaler)
+    stage, *order = [saved[key] for key in ("stage", "seed", "global_batch")]
     same_order = order == [args.seed, args.batch_size] and not stage.startswith("03")
-    if saved["epoch_step"] and not same_order and not args.evaluate:
+    if progress.epoch_step and not same_order and not args.evaluate:
         why = f"ends inside an epoch of {stage} with --seed {order[0]} --batch-size {order[1]}"
         raise durable.CheckpointError(f"{path} {why}: use the same")
-    return saved
+    if rank == 0:
+        ranks = saved["world_size"]
+        print(f"resuming from {path}: step {progress.step}, saved by {ranks} ranks")
+    return progress, Path(path)
 
 
 def until_checkpoint(loader: Iterable, recorder: Recorder, agreement: Agreement) -> Iterator:
     """The batches until the end of the epoch, the next checkpoint, or the step where all stop."""
-    args = recorder.args
-    for batch in islice(loader, args.max_steps - recorder.step):
+    args, progress = recorder.args, recorder.progress
+    for batch in islice(loader, args.max_steps - progress.step):
         # Dropout masks are a function of the step, so a resumed run draws the same ones.
-        durable.reseed(args.seed, recorder.epoch, recorder.epoch_step, agreement.rank)
+        durable.reseed(args.seed, progress.epoch, progress.epoch_step, agreement.rank)
         yield batch  # the training step runs while this line waits
-        agreement.vote()  # without waiting; every rank must reach this line
-        if agreement.stopped or recorder.step % args.checkpoint_every_steps == 0:
+        agreement.vote()  # without waiting
+        if agreement.stopped or progress.step % args.checkpoint_every_steps == 0:
             break
-    agreement.barrier()  # the recorder waits for the GPU next; every rank must reach this line
+    agreement.barrier()  # the recorder waits for the GPU next
 
 
 def train_epoch(
@@ -104,7 +105,7 @@ def train_epoch(
         for x, y in zip(images.chunk(args.accumulate), labels.chunk(args.accumulate), strict=True):
             last = len(parts) == args.accumulate - 1
             sync = nullcontext() if last else model.no_sync()  # DDP decides in forward
-            with torch.autocast(device.type, DTYPES[args.amp], enabled=args.amp != "off"), sync:
+            with torch.autocast(device.type, AMP_DTYPES[args.amp], enabled=args.amp != "off"), sync:
                 loss = F.cross_entropy(model(x), y) / args.accumulate
             scaler.scale(loss).backward()  # adds to .grad; the last one averages over the ranks
             parts.append(loss.detach())
@@ -118,85 +119,89 @@ def train_epoch(
 
 
 @torch.no_grad()
-def evaluate(
-    model: nn.Module, dataset: ImageSet, batch_size: int, device: torch.device
-) -> tuple[float, float]:
-    """Mean loss and accuracy over the whole data set, each sample counted once."""
+def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> tuple[float, float]:
+    """Mean loss and accuracy over the test set, each sample counted once."""
     model.eval()
-    for buffer in model.buffers():  # BatchNorm's running statistics may differ: use rank 0's
-        dist.broadcast(buffer, src=0)  # every rank must reach this line
-    shard = Subset(dataset, range(dist.get_rank(), len(dataset), dist.get_world_size()))
+    for buffer in model.buffers():  # BatchNorm's running statistics differ, so use rank 0's
+        dist.broadcast(buffer, src=0)
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # sums: loss, correct, samples
-    for images, labels in make_loader(shard, batch_size, workers=dataset.workers):
+    for images, labels in loader:
         images, labels = images.to(device), labels.to(device)
         logits = model(images)  # (B, classes)
         totals[0] += F.cross_entropy(logits, labels, reduction="sum")
         totals[1] += (logits.argmax(dim=1) == labels).sum()
-        totals[2] += len(labels)  # the last batch is smaller: weight by its own size
-    dist.all_reduce(totals)  # sums: shards may differ by a sample; every rank must reach this line
+        totals[2] += len(labels)  # the last batch is smaller, so it counts by its own size
+    dist.all_reduce(totals)  # sums and counts, because the shards may differ by a sample
     loss, correct, samples = totals.tolist()
     return loss / samples, correct / samples
 
 
 def prepare(args: Namespace, device: torch.device, rank: int, world_size: int) -> tuple:
     """What one rank can do, and check, alone."""
-    local_batch = cut_batch(args.batch_size, world_size * args.accumulate) * args.accumulate
-    norm_batch = (args.batch_size if args.sync_bn else local_batch) // args.accumulate
+    micro_batch = local_batch_size(args.batch_size, world_size * args.accumulate)
     train_set, test_set = load_dataset(args)
     torch.manual_seed(args.seed)
-    model = build_model(args.model, train_set, norm_batch).to(device)
-    if args.sync_bn:  # before DDP; torch's own layer refuses CPU tensors, the one by hand does not
-        gpu = device.type == "cuda"
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if gpu else convert(model)
+    model = build_model(args.model, train_set).to(device)
+    if args.sync_bn:  # before DDP; on CPUs by hand, because PyTorch's layer refuses their tensors
+        if args.device == "cuda":
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        else:
+            model = convert_sync_batchnorm(model)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-    saved = resume(args, model, optimizer)
-    scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())  # stages 01 to 04 have none
-    recorder = Recorder(args, optimizer, saved, local_batch, rank, world_size)
-    if rank == 0 and "path" in saved:
-        ranks = saved["summary"]["world_size"]
-        print(f"resuming from {saved['path']}: step {saved['step']}, saved by {ranks} ranks")
-    return train_set, test_set, local_batch, model, optimizer, scaler, saved, recorder
+    progress, path = resume(args, model, optimizer, scaler, rank)
+    local_batch = args.accumulate * micro_batch
+    recorder = Recorder(args, progress, optimizer, local_batch, rank, world_size)
+    return train_set, test_set, local_batch, model, optimizer, scaler, recorder, path
 
 
 def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog: Watchdog) -> None:
     rank, world_size, path = agreement.rank, agreement.world_size, args.run_dir / "checkpoint.pt"
     with agreement.fail_together():
         parts = prepare(args, device, rank, world_size)
-    train_set, test_set, local_batch, model, optimizer, scaler, saved, recorder = parts
-    agreement.same(saved["step"], "the step to resume from")  # or --run-dir is not a shared disk
+    train_set, test_set, local_batch, model, optimizer, scaler, recorder, resumed = parts
+    progress = recorder.progress
+    agreement.same(progress.step, "the step to resume from")  # or --run-dir is not a shared disk
+    test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
+    how = {**loader_options(args), "worker_init_fn": end_with_rank}  # SIGTERM must not end loaders
+    test_loader = DataLoader(test_shard, local_batch, **how)
     if args.evaluate:
-        return recorder.end_evaluation(*evaluate(model, test_set, local_batch, device))
+        recorder.print_evaluation(*evaluate(model, test_loader, device))
+        return
     if rank == 0:
-        durable.set_aside(path, saved.get("path"))
-    watchdog.step = lambda: recorder.step
+        durable.set_aside(path, resumed)
+    watchdog.step = lambda: progress.step
+
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # no second copy is kept
-    # DDP orders its buckets after the first backward. One here, and a resumed run rounds alike.
+    # DDP orders its buckets after the first backward. With one here, a resumed run adds in the same
+    # order, so it rounds the same way.
     ddp.eval()(train_set[0][0][None].to(device)).sum().backward()
     model.zero_grad()
     crops = durable.Resumable(train_set, args.seed)
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # else: repeats samples
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # or it repeats some
     remaining = durable.Remaining(sampler)
-    loader = make_loader(crops, local_batch, remaining, args.workers)
-    while (epoch := recorder.epoch) < args.epochs and recorder.step < args.max_steps:
+    loader = DataLoader(crops, local_batch, sampler=remaining, drop_last=True, **how)
+    while progress.epoch < args.epochs and progress.step < args.max_steps:
+        epoch = progress.epoch
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
-        crops.epoch, remaining.skip = epoch, recorder.epoch_step * local_batch
-        rates = learning_rates(args, epoch, len(loader))[recorder.epoch_step :]
+        crops.epoch, remaining.skip = epoch, progress.epoch_step * local_batch
+        rates = learning_rates(args, epoch, len(loader))[progress.epoch_step :]
         batches = recorder.timed(until_checkpoint(loader, recorder, agreement), len(loader))
         losses = train_epoch(ddp, batches, rates, optimizer, scaler, device, args)
-        losses = agreement.mean(losses, model, recorder.step, scaler.get_scale())  # nan ends all
-        if recorder.epoch_step == 0 or recorder.step >= args.max_steps:
-            recorder.end_epoch(epoch, losses, *evaluate(model, test_set, local_batch, device))
+        losses = agreement.mean(losses, model, progress.step, scaler.get_scale())  # nan ends all
+        if progress.epoch_step == 0 or progress.step >= args.max_steps:
+            recorder.end_epoch(epoch, losses, *evaluate(model, test_loader, device))
         else:  # the next round trains the rest of this epoch, as a resumed run would
             recorder.write(epoch, losses)
         with agreement.fail_together():
-            if rank == 0:  # one writer; no collective may hide in here
+            if rank == 0:  # one writer; a collective in here would wait for the other ranks forever
                 with durable.replacing(path):
-                    save_checkpoint(recorder, model, optimizer, scaler=scaler.state_dict())
-        if agreement.stopped and recorder.epoch < args.epochs:
-            return print(f"rank {rank} stops after step {recorder.step}: --resume auto continues")
+                    save_checkpoint(recorder, model, optimizer, scaler=scaler)
+        if agreement.stopped and progress.epoch < args.epochs:
+            print(f"rank {rank} stops after step {progress.step}: --resume auto continues")
+            return
     peaks = [0] * world_size
-    dist.all_gather_object(peaks, peak_memory_bytes(device))  # every rank must reach this line
+    dist.all_gather_object(peaks, peak_memory_bytes(device))
     recorder.finish(device, peaks)
 
 
@@ -214,6 +219,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with usage_errors_exit(LaunchError, AgreementError, durable.CheckpointError):
+    with exit_on_usage_error(LaunchError, AgreementError, durable.CheckpointError):
         main()
         dist.destroy_process_group()

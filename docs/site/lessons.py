@@ -7,7 +7,7 @@ writes each stage's lesson.diff, and the parts of it that its pages show: a diff
 that begins with LAST. `make lessons` calls it.
 """
 
-from difflib import unified_diff
+import subprocess
 
 from repository_pages import ALL_PAGES, ROOT, fences
 
@@ -21,9 +21,11 @@ PARENTS = {
 
 
 def lesson(stage: str) -> str:
+    """The smallest difference, as `diff -u` finds it."""
     names = [f"{folder}/train.py" for folder in (PARENTS[stage], stage)]
-    before, after = ((ROOT / name).read_text().splitlines(keepends=True) for name in names)
-    return "".join(unified_diff(before, after, *names, n=3))
+    labels = [word for name in names for word in ("--label", name)]
+    diff = ["diff", "-u", "-d", *labels, *names]
+    return subprocess.run(diff, cwd=ROOT, capture_output=True, text=True).stdout
 
 
 def refresh(stage: str) -> None:
@@ -35,7 +37,9 @@ def refresh(stage: str) -> None:
         if not fence.note.startswith("lesson: "):
             continue
         first, last = fence.note.removeprefix("lesson: ").split(" ... ")
-        above = next(i for i, line in enumerate(lines) if line.startswith(first))
+        above = next((i for i, line in enumerate(lines) if line.startswith(first)), None)
+        if above is None:
+            raise SystemExit(f"{fence.page}: the lesson has no line that begins with {first}")
         below = next(i for i, line in enumerate(lines) if i >= above and line.startswith(last))
         text, (start, end) = fence.page.read_text(), fence.place  # from the end: it stays right
         fence.page.write_text(text[:start] + "".join(lines[above : below + 1]) + text[end:])

@@ -1,0 +1,45 @@
+"""The same for many GPUs: torchrun --standalone --nproc-per-node=2 04_ddp_torchrun/minimal.py"""
+
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+
+dist.init_process_group()
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+inputs = torch.randn(6000, 64)
+labels = (inputs @ torch.randn(64, 10)).argmax(dim=1)  # 10 classes that can be learned
+train_set = TensorDataset(inputs[:5000], labels[:5000])
+test_set = TensorDataset(inputs[5000:], labels[5000:])
+
+device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu")
+model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
+ddp = DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+sampler = DistributedSampler(train_set)
+loader = DataLoader(train_set, batch_size=100 // world_size, sampler=sampler)
+test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), batch_size=100)
+
+for epoch in range(5):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        loss = F.cross_entropy(ddp(x.to(device)), y.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    correct = torch.zeros((), device=device)
+    with torch.no_grad():
+        for x, y in test_loader:
+            correct += (model(x.to(device)).argmax(dim=1) == y.to(device)).sum()
+    dist.all_reduce(correct)
+    if rank == 0:
+        print(f"epoch {epoch}: {correct.item() / len(test_set):.1%} of {len(test_set)} right")
+if rank == 0:
+    torch.save(model.state_dict(), "model.pt")
+dist.destroy_process_group()

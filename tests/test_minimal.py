@@ -1,0 +1,61 @@
+"""The smallest pair: on two ranks, 04's minimal.py trains and counts as 01's does on one."""
+
+import os
+import runpy
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+
+from support import ROOT, default_dtype, run_ranks, scratch_folder
+
+SCRIPTS = {1: ROOT / "01_single_gpu" / "minimal.py", 2: ROOT / "04_ddp_torchrun" / "minimal.py"}
+
+
+def run_script(rank: int, source: str, folder: Path) -> str:
+    """What the script prints; it saves its weights in the folder."""
+    os.chdir(folder)
+    script = Path(f"minimal_{rank}.py")
+    script.write_text(source)
+    with default_dtype(torch.float64), redirect_stdout(StringIO()) as output:
+        runpy.run_path(str(script), run_name="__main__")
+    return output.getvalue()
+
+
+def run(ranks: int, old: str = "", new: str = "") -> tuple[list[str], dict[str, torch.Tensor]]:
+    """What each rank prints, and the weights; with one piece of the script replaced."""
+    source, folder = SCRIPTS[ranks].read_text(), scratch_folder()
+    assert old in source
+    outputs = run_ranks(ranks, run_script, source.replace(old, new), folder)
+    return outputs, torch.load(folder / "model.pt", weights_only=True)
+
+
+def distance(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    return max((weights[name] - others[name]).abs().max().item() for name in weights)
+
+
+def test_the_minimal_pair_trains_and_counts_the_same():
+    [one_output], one = run(1)
+    outputs, two = run(2)
+    assert distance(one, two) < 1e-10
+    assert outputs == [one_output, ""], "only rank 0 prints, and it counts each test sample once"
+    assert float(one_output.split()[-4].rstrip("%")) > 80, "it learns"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("ddp(x.", "model(x."), ("sampler.set_epoch(epoch)", "pass"), ("100 // world_size", "100")],
+)
+def test_each_changed_line_of_the_minimal_pair_is_needed(old, new):
+    """The control: around DDP, in one order for all epochs, with another global batch."""
+    _, one = run(1)
+    _, two = run(2, old, new)
+    assert distance(one, two) > 1e-3
+
+
+def test_without_the_all_reduce_a_rank_counts_its_own_samples_only():
+    [one_output], _ = run(1)
+    outputs, _ = run(2, "    dist.all_reduce(correct)\n")
+    assert outputs[0] != one_output
