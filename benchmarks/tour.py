@@ -73,10 +73,6 @@ OVER_SHM = (  # why it is faster than the row before, why slower
     "ranks read each other's memory and send nothing.",
     "ranks that wait for each other use the cores that compute.",
 )
-IN_BF16 = (
-    "16-bit numbers have half the size, and some processors multiply them faster.",
-    "the conversions to bf16 cost more than they save on this machine.",
-)
 ROWS = (
     Row("01", "01 one process", ("01_single_gpu/train.py",)),
     Row(
@@ -130,13 +126,11 @@ ROWS = (
         "05-bf16-shm",
         "05 in bf16 over shm",
         (*TORCHRUN, "-m", "shm", "05_amp_syncbn/train.py", "--amp", "bf16"),
-        *IN_BF16,
     ),
     Row(
         "05-bf16",
         "05 in bf16",
         (*TORCHRUN, "05_amp_syncbn/train.py", "--amp", "bf16"),
-        *IN_BF16,
     ),
 )
 
@@ -225,10 +219,32 @@ def explain(row: Row, first: Row, args: Namespace) -> str:
 def explain_speed(row: Row, before: Row) -> str:
     """One sentence: how fast is this row beside the one before, and why."""
     ratio = row.summary["samples_per_second"] / before.summary["samples_per_second"]
+    why = row.faster if ratio > 1 else row.slower
+    if row.job == "05 bf16":
+        why = explain_bf16(ratio, row.summary["device"])
+        return f"{ratio:.2f} times the speed of *{before.label}*: {why}"
     if 0.95 < ratio < 1.05:
         return f"as fast as *{before.label}*, as far as one run can show."
-    why = row.faster if ratio > 1 else row.slower
     return f"{ratio:.2f} times the speed of *{before.label}*: {why}"
+
+
+def explain_bf16(ratio: float, device: str) -> str:
+    """Why bf16 is so much faster or slower than fp32 on the device, cpu or cuda."""
+    processor = "GPU" if device == "cuda" else "CPU"
+    if not load_machine().has_units("bf16", torch.device(device)):
+        return f"this {processor} has no bf16 instructions, so it converts its numbers."
+    has = f"this {processor} has bf16 instructions"
+    if ratio > 1.05:
+        return f"{has}, which gain {ratio - 1:.0%} here, and its numbers have half the size."
+    if ratio > 0.95:
+        return f"{has}, but layers as small as these gain nothing from them."
+    return f"{has}, but with layers as small as these the conversions cost more than they gain."
+
+
+def load_machine() -> ModuleType:
+    """05_amp_syncbn/machine.py, which knows the number formats of this machine."""
+    sys.path.append(str(Path(__file__).parents[1] / "05_amp_syncbn"))
+    return import_module("machine")
 
 
 def pairs(rows: list[Row]) -> Iterator[tuple[Row, Row]]:
