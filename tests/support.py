@@ -36,7 +36,7 @@ Line = tuple[str, ...]  # a file of a stage and a line of it; or a file, its tex
 torch.set_num_threads(1)  # as every rank has: two tests that run side by side have two cores
 context = multiprocessing.get_context("forkserver")  # has imported torch: ranks are there at once
 SLOW = "torchvision common.checkpoint common.models pytest matplotlib.pyplot PIL.Image tabulate"
-SLOW += " torchvision.transforms.v2 pycocotools.cocoeval ipykernel.kernelapp nbclient textstat"
+SLOW += " torchvision.transforms.v2 pycocotools.cocoeval ipykernel.kernelapp nbclient"
 context.set_forkserver_preload(SLOW.split())
 
 

@@ -88,7 +88,7 @@ LOCAL_COUNT = ("return GlobalSSD(", "return SSD(")
 APART = ("torch.cat(tables)", "torch.cat(rows)")
 
 
-def test_two_ranks_reach_the_weights_of_single_py_on_the_same_global_batches():
+def test_c43_two_ranks_reach_the_weights_of_single_py_on_the_same_batches():
     flags = (f"--data-dir={scenes(8, 1, 0.3)}", "--epochs=1", "--image-size=48", "--eval-epochs")
     [single] = run_ranks(1, _run, "single.py", flags, FLOAT64, SAME_BATCHES)
 

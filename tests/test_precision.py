@@ -140,7 +140,7 @@ def shown(program) -> list[list[str]]:
     return [line.split() for line in text.splitlines()]
 
 
-def test_05_the_linear_rule_makes_up_for_fewer_updates_until_it_diverges_in_spite_of_a_warm_up():
+def test_05_the_linear_rule_makes_up_for_fewer_updates_until_it_diverges():
     losses = {" ".join(row[2:-1]): row[-1] for row in shown("large_batch.py") if row[1:]}
     small, large = float(losses["0.05"]), float(losses["none 0.05"])
     assert large > 2 * small
