@@ -3,8 +3,8 @@
     python tests/pages.py
 
 Links and anchors lead somewhere, in English and in Chinese. A python fence that is a part of a file
-still is one. A test that a page names exists. The main path explains each term of the glossary before it uses it, and each of its
-pages has at most 900 words.
+still is one, and a test that a page names exists. The main path explains each term of the glossary
+before it uses it, and each of its pages has at most 900 words.
 """
 
 import re

@@ -12,7 +12,7 @@ from lessons import PARENTS
 from outputs import differences
 from repository_pages import ALL_PAGES, BREAK, ROOT, TABLE, fences, shell
 from support import command as start
-from support import free_port, launcher
+from support import launch_ranks
 from tables import TABLES
 
 
@@ -29,7 +29,7 @@ def copy(tmp_path_factory) -> Path:
 # 04's own train.py is started by the real torchrun.
 TORCHRUN = r"torchrun --standalone --nproc-per-node=(\d)(?! 04_ddp_torchrun/train)"
 SCRIPT = re.compile(
-    rf"((?:(?!TORCH)[A-Z_]+=\w* )*)(?:python|{TORCHRUN}) ((?:\w+/)?\w+\.py)([\w =./-]*)"
+    rf"((?:(?!TORCH)[A-Z_]+=\w* )*)(?:python|{TORCHRUN}) ((?:\w+/)*\w+\.py)([\w =./-]*)"
 )
 
 
@@ -41,9 +41,11 @@ def run(command: str, where: Path) -> str:
     if not found:
         return shell(command, where)
     names, ranks, script, flags = found.groups()
-    how = {"env": dict(re.findall(r"(\w+)=(\S*) ", names)), "ranks": int(ranks or 1)}
-    how["env"] |= launcher(free_port(), how["ranks"]) if ranks else {}
-    ended = start(script, *flags.split(), where=where, seconds=180, **how)
+    how = {"env": dict(re.findall(r"(\w+)=(\S*) ", names)), "where": where, "seconds": 180}
+    if ranks:
+        ended = launch_ranks(script, *flags.split(), ranks=int(ranks), **how)
+    else:
+        ended = start(script, *flags.split(), **how)
     output = re.sub(r"^\[rank\d\]:.*\n", "", "".join(out for _, out in ended), flags=re.M)
     assert all(status == 0 for status, _ in ended), f"{command}\n{output}"
     return output  # without what torch's C++ logs

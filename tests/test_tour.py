@@ -10,7 +10,7 @@ import torch
 
 import gpu
 import tour
-from support import ROOT, command, free_port, launcher
+from support import ROOT, command, launch_ranks
 
 
 def forked(call: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:
@@ -20,7 +20,7 @@ def forked(call: list[str], env: dict[str, str], **_: object) -> SimpleNamespace
         script = (
             ["03_ddp_manual_allreduce/shm/__main__.py", *call[8:]] if call[6] == "-m" else call[6:]
         )
-        answers = command(*script, ranks=2, env=env | launcher(free_port()))
+        answers = launch_ranks(*script, env=env)
     else:
         answers = command(*call[1:], env=env)
     lines = "".join(output for _, output in answers).splitlines(keepends=True)

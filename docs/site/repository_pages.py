@@ -97,6 +97,7 @@ def shell(command: str, where: Path = ROOT, seconds: float = 180) -> str:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     call, pipes = ["bash", "-e", "-o", "pipefail", "-c", command], {"capture_output": True}
+    seconds *= max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # on a busy machine, longer
     done = subprocess.run(call, cwd=where, env=env, text=True, timeout=seconds, **pipes)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
