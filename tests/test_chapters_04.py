@@ -1,6 +1,6 @@
-"""The chapters of stage 04: numbers of ranks, uneven shards, failures and their cures.
+"""Stage 04's chapters print what they should, and each failure happens and is cured as they say.
 
-The READMEs show what words.py, uneven.py and published.py print, and test_readmes.py runs them.
+What words.py, uneven.py and published.py print stands on their pages, and test_readmes.py runs them.
 The model of a step on paper: see test_bench.py.
 """
 

@@ -1,4 +1,4 @@
-"""Claims C03 to C08, C14 to C16, C25 to C34 and C37 to C40: see docs/claims.md."""
+"""What tutorials say is as true as docs/claims.md says: C03 to C08, C14 to C16, C25 to C40."""
 
 import argparse
 import builtins

@@ -1,4 +1,4 @@
-"""Stage 02: DataParallel by hand, its memory, its threads, and what tutorials say about it."""
+"""DataParallel by hand computes what one device does, and costs what its pages say."""
 
 import importlib
 import json

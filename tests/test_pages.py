@@ -4,18 +4,20 @@ What is checked of a page stands in tests/pages.py.
 """
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 import index
+import translations
 from pages import CHINESE, MAIN, faults, main_path
 from repository_pages import ALL_PAGES, ROOT
 
 STAGE, PAGE = "01_single_gpu/README.md", "01_single_gpu/train.md"
 CONTROLS = [  # a page, what is added to it, and what is found then
     (STAGE, "It is. " * 450, r"(9|\d\d)\d\d words"),
-    (STAGE, "Ring all-reduces are fast.", "used before it is explained: all-reduce"),
+    (STAGE, "Rings are fast.", "used before it is explained: ring"),
     (STAGE, "A [page](nowhere.md).", "leads nowhere: nowhere.md"),
     (PAGE, "A [part](fit.md#nowhere).", "leads nowhere: fit.md#nowhere"),
     ("docs/claims.md", "A [page](../01_single_gpu).\nA [page](nowhere)", "leads nowhere: nowhere"),
@@ -40,6 +42,22 @@ def test_what_is_wrong_with_a_page_is_found(page, added, found, monkeypatch):
 )
 def test_what_a_page_links_and_quotes_is_there(page):
     assert [*faults(page)] == []
+
+
+def test_a_translation_that_is_older_is_reported_and_fails_nothing(tmp_path, monkeypatch, capsys):
+    english, chinese = tmp_path / "README.md", tmp_path / "README.zh.md"
+    english.write_text("# One\n")
+    chinese.write_text(
+        f"# 一\n<!-- of the English: {translations.digest(english.read_text())} -->\n"
+    )
+    monkeypatch.setattr(translations, "ROOT", tmp_path)
+    monkeypatch.setattr(translations, "translated_pages", lambda: [(english, chinese)])
+    monkeypatch.setattr(sys, "argv", ["translations.py"])
+    translations.main()
+    assert capsys.readouterr().out == ""
+    english.write_text("# Another one\n")
+    translations.main()
+    assert capsys.readouterr().out == "README.zh.md is older than README.md\n"
 
 
 def test_the_main_path_is_complete():

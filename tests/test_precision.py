@@ -1,4 +1,4 @@
-"""The complete script's step: loss scaling, clipping, accumulation, schedules. Claim C10."""
+"""Scaled, clipped, accumulated and scheduled steps are those of one process. And claim C10."""
 
 import math
 from functools import partial, partialmethod

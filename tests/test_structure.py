@@ -151,6 +151,20 @@ def test_no_flag_is_unread(stage):
         assert {flag for flag in flags if flag.replace("-", "_") not in read} == unread
 
 
+def imported(source: str) -> set[str]:
+    nodes = list(ast.walk(ast.parse(source)))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return names | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+
+
+def test_nothing_outside_the_tests_imports_a_module_of_the_tests():
+    modules = {path.stem for path in (ROOT / "tests").glob("*.py")}
+    folders = ("0*", "common", "beyond/*", "benchmarks", "notebooks", "docs/site")
+    for path in [path for folder in folders for path in ROOT.glob(f"{folder}/*.py")]:
+        assert not imported(path.read_text()) & modules, path
+    assert imported("import oracle\nfrom support import ROOT") <= modules, "the control"
+
+
 PATH_OF_A_MACHINE = re.compile(r"""["'](/home|/root|/work|/tmp)\b""")
 
 

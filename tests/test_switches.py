@@ -1,4 +1,4 @@
-"""Unused parameters, accumulation, the machine, switches of speed: C09, C12, C17, C18."""
+"""Switches of speed and unused parameters do what 05's pages say: C09, C12, C17, C18."""
 
 import json
 import os
