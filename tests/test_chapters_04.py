@@ -1,6 +1,6 @@
 """Stage 04's chapters print what they should, and each failure happens and is cured as they say.
 
-What words.py, uneven.py and published.py print stands on their pages, and test_readmes.py runs them.
+test_readmes.py runs words.py, uneven.py and published.py, whose output stands on their pages.
 The model of a step on paper: see test_bench.py.
 """
 
