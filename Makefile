@@ -48,8 +48,9 @@ campaigns: $(VENV)/ready  ## measure again, for an hour, what the pages show; th
 	  gradients precision switches sync_batchnorm survive links; do \
 	  $(RUN) benchmarks/bench.py $$section || exit 1; done  # links: as root, for namespaces
 
-faults: $(VENV)/ready  ## inject 306 faults into real runs, 12 minutes or more: benchmarks/results/faults.json
+faults: $(VENV)/ready  ## inject 406 faults into real runs, half an hour or more: benchmarks/results/faults.json
 	$(RUN) tests/faults.py --faults 306
+	$(RUN) tests/faults.py --faults 100 --kinds pauses --jobs 10
 
 mutants: $(VENV)/ready  ## change 120 lines of what is taught, one at a time: does a test see it?
 	$(RUN) -m pytest -n 2 --dist loadfile -q --junitxml=runs/times.xml
