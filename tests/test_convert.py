@@ -11,8 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from readmes import ROOT, fences
-from support import FOLDERS, chapter, command, fresh_module, launcher, run_ranks, scratch_folder
+from repository_pages import ROOT, fences
+from support import FOLDERS, chapter, command, fresh_module, launch_ranks, run_ranks, scratch_folder
 
 CONVERT = ROOT / "beyond" / "convert"
 SMALL = ("--image-size=64", "--batch-size=4", "--warmup=1", "--workers=0", "--device=cpu")
@@ -37,10 +37,8 @@ def scenes(train: int = 8, val: int = 8, empty: float = 0.0) -> Path:
 
 def launch(file: Path, *flags: str, ranks: int = 2) -> tuple:
     """The status of each rank, and the output of each; ranks=0 is plain python."""
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env = launcher(store.port, ranks) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     flags = (*SMALL, f"--run-dir={scratch_folder()}", *flags)
-    ended = command(str(file), *flags, ranks=ranks or 1, env=env if ranks else None)
+    ended = launch_ranks(str(file), *flags, ranks=ranks) if ranks else command(str(file), *flags)
     return tuple(zip(*ended, strict=True))
 
 
@@ -88,7 +86,7 @@ LOCAL_COUNT = ("return GlobalSSD(", "return SSD(")
 APART = ("torch.cat(tables)", "torch.cat(rows)")
 
 
-def test_two_ranks_reach_the_weights_of_single_py_on_the_same_global_batches():
+def test_c43_two_ranks_reach_the_weights_of_single_py_on_the_same_batches():
     flags = (f"--data-dir={scenes(8, 1, 0.3)}", "--epochs=1", "--image-size=48", "--eval-epochs")
     [single] = run_ranks(1, _run, "single.py", flags, FLOAT64, SAME_BATCHES)
 

@@ -56,7 +56,7 @@ def test_every_stage_learns_and_tells_what_ran_and_what_came_of_it(key, ranks):
     shown = f"{losses}  test accuracy {summary['test_accuracy']:.2%}  "
     speed = run.output.splitlines()[-2].removeprefix(shown).removesuffix(" samples/s")
     samples = 120 / statistics.median(seconds[-12:])
-    assert float(speed.replace(",", "")) == pytest.approx(samples, rel=1e-3)
+    assert float(speed.replace(",", "")) == pytest.approx(samples, rel=1e-3, abs=0.5)  # a whole one
     group = run.checkpoint["optimizer"]["param_groups"][0]
     assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.1, 0.9, 0.001)
 
