@@ -68,7 +68,7 @@ def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> tuple[
 
 
 @exit_on_usage_error()
-def train(rank: int, args: Namespace, port: int) -> None:
+def train(rank: int, args: Namespace, local_batch: int, port: int) -> None:
     """What each process does, from meeting the others to the last epoch."""
     world_size, device = args.world_size, torch.device("cpu")
     if args.device == "cuda":  # GPU 0 for rank 0, 1 for 1, and so on
@@ -76,7 +76,6 @@ def train(rank: int, args: Namespace, port: int) -> None:
         torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)  # where the ranks meet
     dist.init_process_group(args.backend, store=store, rank=rank, world_size=world_size)
-    local_batch = local_batch_size(args.batch_size, world_size)
     train_set, test_set = load_dataset(args)
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
     test_loader = DataLoader(test_shard, local_batch, **loader_options(args))
@@ -120,9 +119,10 @@ def main() -> None:
     gpus = torch.cuda.device_count() if args.device == "cuda" else 0
     if args.backend == "nccl" and gpus < args.world_size:
         raise UsageError("--backend nccl needs a GPU for each rank: try --backend gloo")
+    local_batch = local_batch_size(args.batch_size, args.world_size)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # or the ranks fight for the cores
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a free port
-    mp.spawn(train, args=(args, store.port), nprocs=args.world_size)
+    mp.spawn(train, args=(args, local_batch, store.port), nprocs=args.world_size)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ CALLS = [  # a stage or a chapter with its flags, on "2 x" ranks, and what the l
     ("01 --batch-size=1501", "--batch-size 1501 is more than the 1500 training samples: try --bat"),
     ("01 --dataset=synthetic --image-size=15", "--model net needs --image-size 16 or more, got 15"),
     ("01 --evaluate=nowhere.pt", "cannot load nowhere.pt ([Errno 2] No such file"),
-    ("01 --resume=", "cannot load ([Errno 2] No such file or directory: ''): use one that"),
+    ("01 --resume=", "cannot load . ([Errno 21] Is a directory: '.'): use one that"),
     ("01 --resume=auto --evaluate=some.pt", "--evaluate: not allowed with argument --resume"),
     ("02 --replicas=7", "--batch-size 120 does not divide by 7: try 126"),
     ("03 --world-size=7", "--batch-size 120 does not divide by 7: try 126"),
