@@ -91,7 +91,7 @@ def test_a_stage_that_fails_ends_the_tour(run_tour, tmp_path, capsys):
         )
     assert caught.value.code == 2
     said = capsys.readouterr()
-    assert said.out.count("error: cannot read --dataset digits in --data-dir nowhere") == 1
+    assert said.out.count("error: cannot read --dataset imagefolder in --data-dir nowhere") == 1
     assert said.err == "error: 01 one process ended with status 2\n"
 
 
