@@ -31,7 +31,7 @@ break: $(VENV)/ready  ## try a row of a "Break it" table: STAGE=04 ROW=2; withou
 exercise: $(VENV)/ready  ## judge your answer to an exercise: STAGE=04
 	@$(RUN) tests/check_exercise.py $(STAGE)
 
-words: $(VENV)/ready  ## how long and how plain each page is, and what is wrong with it
+words: $(VENV)/ready  ## how many words each page has, and what is wrong with it
 	$(RUN) tests/pages.py
 
 bench: $(VENV)/ready  ## measure all on this machine in ten minutes: benchmarks/results/HARDWARE.json
@@ -47,11 +47,13 @@ campaigns: $(VENV)/ready  ## measure again, for an hour, what the pages show; th
 	for section in replica_memory data_parallel reducers gradients precision switches sync_batchnorm survive links; do \
 	  $(RUN) benchmarks/bench.py $$section || exit 1; done  # links: as root, for namespaces
 
-faults: $(VENV)/ready  ## inject 306 faults into real runs, 12 minutes or more: benchmarks/results/faults.json
+faults: $(VENV)/ready  ## inject 406 faults into real runs, half an hour or more: benchmarks/results/faults.json
 	$(RUN) tests/faults.py --faults 306
+	$(RUN) tests/faults.py --faults 100 --kinds pauses --jobs 10
 
-lessons: $(VENV)/ready  ## write every lesson.diff, its parts in the pages, and the Chinese pages
+lessons: $(VENV)/ready  ## write every lesson.diff, its parts in the pages, the index, and the Chinese pages
 	$(RUN) docs/site/lessons.py
+	$(RUN) docs/site/index.py
 	$(RUN) docs/site/translations.py
 
 readme: $(VENV)/ready  ## run the tour and every command whose output a page shows, and put it there

@@ -9,7 +9,7 @@ notes "Extending PyTorch" show it.
 On a GPU, the allocator rounds a block up to 512 bytes ("Memory management" in the CUDA notes). On a
 CPU, operations need workspaces: oneDNN copies what a convolution reads and writes into a layout of
 its own, with channels in blocks. The ledger counts what oneDNN does with AVX-512. With AVX2, a
-small model took up to a fifth more. Workspaces on a GPU (cuDNN, cuBLAS) are not counted.
+small model took up to a quarter more. Workspaces on a GPU (cuDNN, cuBLAS) are not counted.
 """
 
 import json

@@ -77,6 +77,19 @@ def faults(results: Results) -> str:
     return listed({row["what"]: row for row in results["kinds"].values()}, columns, "fault")
 
 
+def pauses(results: Results) -> str:
+    columns = {
+        **{"n": "{faults}", "wrong": lambda row: row["wrong_resumes"] + row["wrong_ends"]},
+        **{"hangs": "{hangs}", "orphans": "{orphans}", "s to the end": "{end_seconds_median:.1f}"},
+    }
+    rows = results["pauses"]["kinds"].values()
+    return listed({row["what"]: row for row in rows}, columns, "pause")
+
+
+def origin_of_pauses(results: Results) -> str:
+    return origin(results["pauses"])
+
+
 def survive(results: Results) -> str:
     return listed(results["variants"], {"step, ms": "{step_ms:.1f}", "time / 05's": RATIO})
 
@@ -167,7 +180,7 @@ MADE: dict[str, tuple] = {  # of each section: its committed results, and its ta
     "sync_batchnorm": ("05_sync_batchnorm", sync_batchnorm),
     "links": ("04_links", links),
     "survive": ("survive", survive),
-    "faults": ("faults", faults),
+    "faults": ("faults", faults, pauses),
 }
 
 
@@ -181,6 +194,7 @@ for section, (file, *made) in MADE.items():
     where = section if file == MACHINE else file
     TABLES[f"origin of {where}"] = partial(committed, section, origin)
     TABLES |= {make.__name__: partial(committed, section, make) for make in made}
+TABLES["origin of pauses"] = partial(committed, "faults", origin_of_pauses)
 
 
 def shown(section: str, results: Results) -> list[str]:

@@ -27,6 +27,9 @@ import process_memory
 from common.data import load_dataset, local_batch_size
 from common.options import UsageError, exit_on_usage_error, int_at_least, make_parser
 from run_stage import Run, command_of, run_command
+from timing import chapter
+
+machine = chapter("05", "machine")
 
 COLORS = ["#000000", "#888888", "#E69F00", "#56B4E9", "#009E73"]
 COLORS += ["#006048", "#D55E00", "#8C3A00", "#CC79A7", "#CC79A7"]  # the last row needs shm or not
@@ -93,13 +96,13 @@ WHY = {  # of each row: its label; why it is faster than the row before; why it 
     ),
     "05-bf16-shm": (
         "05 in bf16 over shm",
-        "16-bit numbers have half the size, and some processors multiply them faster.",
-        "the conversions to bf16 cost more than they save on this machine.",
+        "",  # see explain_bf16
+        "",
     ),
     "05-bf16": (
         "05 in bf16",
-        "16-bit numbers have half the size, and some processors multiply them faster.",
-        "the conversions to bf16 cost more than they save on this machine.",
+        "",
+        "",
     ),
 }
 ROWS = [Row(key, *texts) for key, texts in WHY.items()]
@@ -178,10 +181,26 @@ def explain(row: Row, first: Row, args: Namespace) -> str:
 def explain_speed(row: Row, before: Row) -> str:
     """One sentence: how fast is this row beside the one before, and why."""
     ratio = row.run.summary["samples_per_second"] / before.run.summary["samples_per_second"]
+    why = row.faster if ratio > 1 else row.slower
+    if row.job == "05 bf16":
+        why = explain_bf16(ratio, row.run.summary["device"])
+        return f"{ratio:.2f} times the speed of *{before.label}*: {why}"
     if 0.95 < ratio < 1.05:
         return f"as fast as *{before.label}*, as far as one run can show."
-    why = row.faster if ratio > 1 else row.slower
     return f"{ratio:.2f} times the speed of *{before.label}*: {why}"
+
+
+def explain_bf16(ratio: float, device: str) -> str:
+    """Why bf16 is so much faster or slower than fp32 on the device, cpu or cuda."""
+    processor = "GPU" if device == "cuda" else "CPU"
+    if not machine.has_units("bf16", torch.device(device)):
+        return f"this {processor} has no bf16 instructions, so it converts its numbers."
+    has = f"this {processor} has bf16 instructions"
+    if ratio > 1.05:
+        return f"{has}, which gain {ratio - 1:.0%} here, and its numbers have half the size."
+    if ratio > 0.95:
+        return f"{has}, but layers as small as these gain nothing from them."
+    return f"{has}, but with layers as small as these the conversions cost more than they gain."
 
 
 def pairs(rows: list[Row]) -> Iterator[tuple[Row, Row]]:

@@ -14,16 +14,19 @@ from common.options import UsageError
 from common.record import Progress, Recorder
 
 
-def save_checkpoint(recorder: Recorder, model: Module, optimizer: Optimizer, **more: Any) -> None:
-    """Write RUN-DIR/checkpoint.pt.
-
-    model: the plain one, so that no name begins with `module.`; more: what else has a state_dict.
-    """
+def checkpoint_state(
+    recorder: Recorder, model: Module, optimizer: Optimizer, **more: Any
+) -> dict[str, Any]:
+    """What a checkpoint holds. more: what else has a state_dict."""
     parts = {"model": model, "optimizer": optimizer, **more}
     state = {name: part.state_dict() for name, part in parts.items()}
-    state |= {"summary": recorder.summary, **asdict(recorder.progress)}
+    return state | {"summary": recorder.summary, **asdict(recorder.progress)}
+
+
+def save_checkpoint(recorder: Recorder, model: Module, optimizer: Optimizer, **more: Any) -> None:
+    """Write RUN-DIR/checkpoint.pt. model: the plain one, so that no name begins with `module.`"""
     path = recorder.args.run_dir / "checkpoint.pt"
-    torch.save(state, path.with_suffix(".tmp"))
+    torch.save(checkpoint_state(recorder, model, optimizer, **more), path.with_suffix(".tmp"))
     path.with_suffix(".tmp").replace(path)  # atomic: a crash leaves the old one or the new one
 
 

@@ -13,8 +13,10 @@ from pathlib import Path
 from shutil import copytree, ignore_patterns
 from tempfile import TemporaryDirectory
 
-from readmes import BREAK, READMES, fences, sides
 from support import FOLDERS, ROOT, Line, changed_source
+
+sys.path.append(str(ROOT / "docs" / "site"))
+from repository_pages import ALL_PAGES, BREAK, fences, sides
 
 ROW = re.compile(r"^\| `(.+?)` \| `([\w.]+)` \| `(test_\w+)` \|$", re.M)  # line, file, test
 
@@ -34,7 +36,7 @@ class Row:
 def rows_of(key: str) -> list[Row]:
     """The rows of the README and of the other pages: of their tables, and what diffs show."""
     folder = FOLDERS[key]
-    found = [page for page in READMES if page.parent == folder]
+    found = [page for page in ALL_PAGES if page.parent == folder]
     pages = sorted(found, key=lambda page: (page.name != "README.md", page.name))
     rows = []
     for page in pages:

@@ -2,13 +2,22 @@
 
 Each trial trains with one fault, looks at what is left (no process, no torn checkpoint), resumes
 with --resume auto, and compares the last checkpoint, to the bit, with that of a run without faults.
+
+    python tests/faults.py --faults 306
+    python tests/faults.py --faults 100 --kinds pauses --jobs 10
+    python tests/faults.py --faults 20 --kinds hold pause-all --without-saving
+
+Most faults must end a run in time. The pauses must not: their runs have the default time limit.
 """
 
+import ctypes
+import json
 import multiprocessing
 import os
 import random
 import re
 import resource
+import runpy
 import shutil
 import signal
 import statistics
@@ -18,23 +27,35 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from common.options import Parser, number
-from support import ROOT, Run, _command, _with_env, chapter, context, free_port, train_once
+from support import (
+    ROOT,
+    Run,
+    _command,
+    _with_env,
+    chapter,
+    context,
+    default_start,
+    free_port,
+    train_once,
+)
 from timing import provenance, save
 
 durable = chapter("survive", "durable")
+SCRIPT = Path(durable.__file__).with_name("train.py")
 # Trials run side by side in threads. Each reads the status of its own processes, and of no others.
 multiprocessing.process._cleanup = lambda: None  # type: ignore[attr-defined]
 
 STEPS, EVERY, TIMEOUT_SECONDS = 24, 5, 12  # of 2 epochs of digits; of each checkpoint
 FLAGS = ("--epochs=2", "--batch-size=120", f"--checkpoint-every-steps={EVERY}")
-FLAGS += (f"--timeout-seconds={TIMEOUT_SECONDS}", f"--data-dir={ROOT / 'data'}", "--device=cpu")
+FLAGS += (f"--data-dir={ROOT / 'data'}", "--device=cpu")
 VARIANTS = {"net": ("--model=net",), "net-bn": ("--model=net-bn",)}  # dropout, SyncBatchNorm
 VARIANTS["bf16"] = ("--model=net", "--amp=bf16")
 KINDS = {
@@ -56,11 +77,20 @@ KINDS = {
     "bit-flip": "SIGKILL of all, and a bit of the last checkpoint flips",
     "truncation": "SIGKILL of all, and the last checkpoint is cut off",
 }
+PAUSES = {  # what must not end a run, and the seconds that it lasts
+    "pause": ("SIGSTOP of a rank for 30 s", 30),
+    "pause-keeper": ("SIGSTOP of rank 0, which keeps the store, for 70 s", 70),
+    "pause-all": ("SIGSTOP of all ranks, one of which keeps the store, for 70 s", 70),
+    "pause-torchrun": ("SIGSTOP of torchrun and all its ranks for 70 s", 70),
+    "hold": ("a rank that holds the interpreter's lock in C for 27 s", 27),
+}
+DEFAULT_TIMEOUT_SECONDS = 600
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 SIGTERM = ("term", "term-all")
 TOLD = {"nan": "(the loss of rank|a weight is nan or inf after)", "disk-full": "cannot write"}
 DAMAGES = ("bit-flip", "truncation")
-OF_RANK_0 = ("kill-in-save", "disk-full", "stop-keeper", "kill-keeper")
+OF_RANK_0 = ("kill-in-save", "disk-full", "stop-keeper", "kill-keeper", "pause-keeper")
+RANK_0_KEEPS_THE_STORE = ("stop-keeper", "kill-keeper", "pause-keeper", "pause-all")
 ANY_TIME = ("kill-any-time", "kill-all", "term-all", *DAMAGES)
 
 
@@ -73,6 +103,9 @@ class Fault:
     step: int = 8
     workers: int = 0
     place: float = 0.5  # from 0 to 1: of the bytes of a file, or of the time of a step
+    pause_seconds: float = 0
+    timeout_seconds: int = TIMEOUT_SECONDS
+    beat_seconds: float = 0.25  # watchdog.BEAT_SECONDS; shorter, all its limits are shorter, too
 
 
 @dataclass
@@ -123,6 +156,20 @@ def _strike_any_time(fault: Fault, folder: Path) -> None:
         send(pid, sent)
 
 
+def _pause(fault: Fault, folder: Path) -> None:
+    """Stop this rank, or the process groups of all; a process of its own continues them."""
+    here = os.getpid()
+    groups = [int(note.suffix[1:]) for note in folder.glob("group.*")]
+    whole_job = fault.kind in ("pause-all", "pause-torchrun")
+    stopped = [f"-{group}" for group in groups] if whole_job else [str(here)]
+    lines = f"sleep {fault.pause_seconds}; kill -CONT {' '.join(stopped)}"
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    subprocess.Popen(
+        ["sh", "-c", f"kill -STOP {' '.join(stopped)}; {lines}"], **quiet, start_new_session=True
+    )
+    time.sleep(0.5)  # the signal arrives here
+
+
 def _inject(fault: Fault, rank: int, folder: Path) -> None:
     done = 0
     real_step, real_fsync = torch.optim.SGD.step, os.fsync
@@ -139,7 +186,12 @@ def _inject(fault: Fault, rank: int, folder: Path) -> None:
             threading.Thread(target=_strike_any_time, args=(fault, folder)).start()
         elif rank == fault.rank and done == fault.step:
             (folder / "fault").write_text(str(time.time()))
-            _strike(fault.kind, self.param_groups[0]["params"][0])
+            if fault.kind.startswith("pause"):
+                _pause(fault, folder)
+            elif fault.kind == "hold":
+                ctypes.PyDLL(None).usleep(round(1e6 * fault.pause_seconds))  # unlike CDLL
+            else:
+                _strike(fault.kind, self.param_groups[0]["params"][0])
         return real_step(self, *args, **more)
 
     def fsync(file: int) -> None:
@@ -149,6 +201,7 @@ def _inject(fault: Fault, rank: int, folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         real_fsync(file)
 
+    chapter("survive", "watchdog").BEAT_SECONDS = fault.beat_seconds
     torch.optim.SGD.step = step  # type: ignore[method-assign]
     if fault.kind == "kill-in-save":
         os.fsync = fsync
@@ -157,10 +210,33 @@ def _inject(fault: Fault, rank: int, folder: Path) -> None:
 def _rank(rank: int, fault: Fault, flags: tuple, env: dict, folder: Path) -> None:
     os.setpgid(0, 0)  # with its loader workers: so an orphan can be found
     (folder / f"pid.{os.getpid()}").touch()
+    (folder / f"group.{os.getpgid(0)}").touch()
     _inject(fault, rank, folder)
     env |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    script = str(ROOT / "beyond" / "survive" / "train.py")
-    _with_env(env, _command, (rank, script, flags, str(ROOT), str(folder / "out"), False))
+    _with_env(env, _command, (rank, str(SCRIPT), flags, str(ROOT), str(folder / "out"), False))
+
+
+def _torchrun(fault: Fault, flags: tuple, folder: Path) -> None:
+    """What the command torchrun does; but its ranks are forks, which need not import torch."""
+    os.setpgid(0, 0)
+    (folder / f"group.{os.getpgid(0)}").touch()
+    how = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "start_method": "fork"}
+    config = LaunchConfig(1, 1, fault.ranks, run_id=folder.name, max_restarts=0, **how)
+    elastic_launch(config, _rank_of_torchrun)(fault, flags, folder)
+
+
+def _rank_of_torchrun(fault: Fault, flags: tuple, folder: Path) -> None:
+    rank = int(os.environ["RANK"])
+    _inject(fault, rank, folder)
+    torch.set_num_threads(1)
+    default_start()
+    with open(folder / f"out.{rank}", "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = [str(SCRIPT), *flags]
+    sys.path.insert(0, str(SCRIPT.parent))
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    sys.stdout.flush()
 
 
 def _in_groups(processes: list) -> list[int]:
@@ -176,17 +252,19 @@ def run(fault: Fault, ranks: int, *flags: str) -> tuple:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     env |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    if fault.kind.endswith("keeper"):  # without torchrun, rank 0 keeps the store
+    if fault.kind in RANK_0_KEEPS_THE_STORE:  # as without torchrun
         env |= {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     args = [(rank, fault, flags, env, folder) for rank in range(ranks)]
     processes = [context.Process(target=_rank, args=each) for each in args]
+    if fault.kind == "pause-torchrun":
+        processes = [context.Process(target=_torchrun, args=(fault, flags, folder))]
     for process in processes:
         process.start()
     try:
         if fault.kind == "stop-keeper":  # rank 1 cannot learn the PID of rank 0: a launcher ends it
             processes[1].join(120)
             processes[0].kill()
-        latest = time.monotonic() + 120
+        latest = time.monotonic() + 120 + fault.pause_seconds
         for process in processes:
             process.join(max(0, latest - time.monotonic()))
         hang, latest = any(process.is_alive() for process in processes), time.monotonic() + 15
@@ -207,7 +285,7 @@ def run(fault: Fault, ranks: int, *flags: str) -> tuple:
 
 
 def reference(fault: Fault) -> Run:
-    flags = (*FLAGS, *VARIANTS[fault.variant])
+    flags = (*FLAGS, *VARIANTS[fault.variant], f"--timeout-seconds={TIMEOUT_SECONDS}")
     return train_once("survive", fault.ranks, *flags, dtype=torch.float32)
 
 
@@ -216,11 +294,15 @@ def trial(fault: Fault) -> Outcome:
 
     folder = Path(tempfile.mkdtemp(prefix="trial-"))
     flags = (*FLAGS, *VARIANTS[fault.variant], f"--workers={fault.workers}", f"--run-dir={folder}")
+    flags += (f"--timeout-seconds={fault.timeout_seconds}",)
     *ended, notes = run(fault, fault.ranks, *flags)
     outcome = Outcome(fault, *ended)
     assert "fault" in notes, f"{fault} did not happen: {outcome.output}"
     outcome.seconds = time.time() - notes["fault"]
-    outcome.hang |= outcome.seconds > 40
+    if (
+        fault.kind not in PAUSES
+    ):  # a paused run has all its steps before it: `run` tells if it hangs
+        outcome.hang |= outcome.seconds > 40
     latest = folder / "checkpoint.pt"
     if fault.kind in DAMAGES and latest.exists():
         data = bytearray(latest.read_bytes())
@@ -252,11 +334,19 @@ def draw(kind: str, chance: random.Random) -> Fault:
     rank = chance.randrange(ranks) if kind not in OF_RANK_0 else 0
     workers, variant = chance.choice((0, 0, 0, 1)), chance.choice(list(VARIANTS))
     step = chance.randrange(1, STEPS // 2 if kind in SIGTERM else STEPS - 1)
-    return Fault(kind, variant, ranks, rank, step, workers, chance.random())
+    fault = Fault(kind, variant, ranks, rank, step, workers, chance.random())
+    if kind in PAUSES:
+        seconds = PAUSES[kind][1]
+        return replace(fault, pause_seconds=seconds, timeout_seconds=DEFAULT_TIMEOUT_SECONDS)
+    return fault
 
 
 def as_expected(outcome: Outcome) -> bool:
     fault, statuses = outcome.fault, outcome.statuses
+    if fault.kind in PAUSES:
+        paused = outcome.seconds >= fault.pause_seconds  # or it did not happen
+        went_on = set(statuses) == {0} and outcome.lost_steps == 0
+        return paused and went_on and "error: " not in outcome.output
     if fault.kind in SIGTERM:
         steps = re.findall(r"stops after step (\d+)", outcome.output)
         together = len(steps) == fault.ranks and len(set(steps)) == 1
@@ -273,40 +363,57 @@ def as_expected(outcome: Outcome) -> bool:
     return named and set(others) == {1} and len(lines) >= len(others)
 
 
-def summarize(outcomes: list[Outcome]) -> dict:
+def summarize(outcomes: list[Outcome], kinds: dict[str, str]) -> dict:
     rows = {}
-    for kind in (*KINDS, "all"):
+    for kind in (*kinds, "all"):
         some = [each for each in outcomes if kind in (each.fault.kind, "all")]
-        again = sorted(each.recovery_seconds for each in some if each.recovery_seconds)
-        rows[kind] = {
-            "what": KINDS.get(kind, "all"),
+        row = {
+            "what": kinds.get(kind, "all"),
             "faults": len(some),
             **{name: sum(each.bad()[name] for each in some) for name in some[0].bad()},
             "end_seconds_median": round(statistics.median(each.seconds for each in some), 2),
-            "recovery_seconds_median": round(statistics.median(again), 2),
-            "recovery_seconds_p95": round(again[int(0.95 * (len(again) - 1))], 2),
             "lost_steps_median": statistics.median(each.lost_steps for each in some),
             "lost_steps_max": max(each.lost_steps for each in some),
         }
+        if again := sorted(each.recovery_seconds for each in some if each.recovery_seconds):
+            row["recovery_seconds_median"] = round(statistics.median(again), 2)
+            row["recovery_seconds_p95"] = round(again[int(0.95 * (len(again) - 1))], 2)
+        rows[kind] = row
     return rows
 
 
-def main() -> None:
-    parser = Parser(__doc__)
-    parser.add_argument("--faults", default=306, type=number(int, len(KINDS)))
-    count, chance, kinds = parser.parse_args().faults, random.Random(1), list(KINDS)
-    faults = [draw(kinds[i % len(kinds)], chance) for i in range(count)]
+def inject(faults: list[Fault], jobs: int) -> list[Outcome]:
+    for fault in faults:
+        reference(fault)  # before two threads train the same one
     outcomes: list[Outcome] = []
-    for last in ThreadPoolExecutor(2).map(trial, faults):
+    for last in ThreadPoolExecutor(jobs).map(trial, faults):
         outcomes.append(last)
         verdict = f"BAD {last}" if any(last.bad().values()) else "good"
-        print(f"{len(outcomes)}/{count}  {last.fault.kind}  {verdict}", flush=True)
-    settings = {"steps": STEPS, "checkpoint_every_steps": EVERY, "timeout_seconds": TIMEOUT_SECONDS}
-    where = provenance(faults=count, seed=1, jobs=2, **settings)
-    save(
-        ROOT / "benchmarks" / "results" / "faults.json",
-        {"provenance": where, "kinds": summarize(outcomes)},
-    )
+        print(f"{len(outcomes)}/{len(faults)}  {last.fault.kind}  {verdict}", flush=True)
+    return outcomes
+
+
+def main() -> None:
+    parser, file = Parser(__doc__), ROOT / "benchmarks" / "results" / "faults.json"
+    add, groups = parser.add_argument, {"faults": list(KINDS), "pauses": list(PAUSES)}
+    add("--faults", default=306, type=number(int, 1), help="how many, of all kinds in turn")
+    names = [*groups, *KINDS, *PAUSES]
+    add("--kinds", nargs="+", default=["faults"], choices=names, metavar="KIND", help="which")
+    add("--jobs", default=2, type=number(int, 1), help="trials at the same time")
+    add("--without-saving", action="store_true", help=f"leave {file.name} as it is")
+    args, chance = parser.parse_args(), random.Random(1)
+    kinds = [kind for name in args.kinds for kind in groups.get(name, [name])]
+    faults = [draw(kinds[i % len(kinds)], chance) for i in range(args.faults)]
+    outcomes = inject(faults, args.jobs)
+    [section] = [name for name in groups if kinds == groups[name]] or [""]
+    if section and not args.without_saving:  # the other section stays as it was measured
+        settings = {"steps": STEPS, "checkpoint_every_steps": EVERY, "jobs": args.jobs, "seed": 1}
+        settings["timeout_seconds"] = faults[0].timeout_seconds
+        what = KINDS if section == "faults" else {kind: text for kind, (text, _) in PAUSES.items()}
+        new = {"provenance": provenance(faults=len(faults), **settings)}
+        new["kinds"] = summarize(outcomes, what)
+        results = json.loads(file.read_text())
+        save(file, results | (new if section == "faults" else {"pauses": new}))
     sys.exit(any(value for last in outcomes for value in last.bad().values()))
 
 

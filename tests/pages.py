@@ -1,29 +1,33 @@
-"""What the pages are held to; `make words` shows how long and how plain each of them is.
+"""What the pages are held to; `make words` shows how long each of them is, and what is wrong.
 
-python tests/pages.py
+    python tests/pages.py
+
+Links and anchors lead somewhere, in English and in Chinese. A python fence that is a part of a file
+still is one, and a test that a page names exists. The main path explains each term of the glossary
+before it uses it, and each of its pages has at most 900 words.
 """
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import textstat
 from tabulate import tabulate
 
-from readmes import READMES, ROOT, fences, pages_of
+sys.path.append(str(Path(__file__).parents[1] / "docs" / "site"))
+from repository_pages import ALL_PAGES, ROOT, fences
+from translations import translated_pages
 
-# The main path, in the order in which it is read. It has the same headings everywhere.
 STAGES = ("01_single_gpu", "02_data_parallel", "03_ddp_manual_allreduce", "04_ddp_torchrun")
+# The main path, in the order in which it is read.
 MAIN = (".", *STAGES, "05_amp_syncbn", "beyond/survive", "beyond/convert")
-HEADINGS = ["Words", "Run it", "The idea", "What changed", "Check it", "Pitfalls", "Exercise"]
-HEADINGS += ["Next"]
-BEGIN = r"^# (0\d|survive|convert) · .+\n\n\*\*Question: [^*]+\?\*\*(.|\n)*?Reading time: \d+ min"
-WORDS, SENTENCE, EASE = 900, 25, 60  # at most, at most, at least
-LINES = {"diff": 12, "text": 15}  # of a fence, at most
-PROGRAMS = ("0?_*/*.py", "beyond/survive/*.py", "beyond/convert/*.py")
-UNWANTED = r"\b(?:ladder|rung|zoo|gallery|house|room|door|road|journey|walk)s?\b"
+WORDS = 900  # of a page of the main path, at most
 LINK = r"!?\[([^\]]*)\]\([^)]*\)"
+TERM = re.compile(r'^\| (?:<a id="[\w-]+"></a>)+(?P<term>.+?) \|', re.M)  # a row of the glossary
+COUNTED = re.compile(r"[一-鿿]|[^\W一-鿿]+")  # Chinese characters, and words in other letters
+CHINESE = [page for _, page in translated_pages(ROOT)]
+TESTS = "".join(path.read_text() for path in sorted((ROOT / "tests").glob("test_*.py")))
 
 
 def main_path(root: Path) -> list[Path]:
@@ -34,106 +38,83 @@ def without_fences(page: Path) -> str:
     return re.sub(r"^```.*?^```$|<!--.*?-->", "", page.read_text(), flags=re.M | re.S)
 
 
-def sentences(page: Path) -> list[str]:
-    """Of the prose; a piece of code counts as one word, a heading and an item end a sentence."""
-    text = re.sub(r"^ *\|.*$|</?\w[^>]*>|\*\*", "", without_fences(page), flags=re.M)
-    text = re.sub(r"`[^`]+`", "code", re.sub(LINK, r"\1", text))
-    blocks = re.split(r"\n\s*\n|\n(?=#+ |[-*] |\d+\. )", text)
-    blocks = [re.sub(r"^(#+|[-*]|\d+\.) ", "", " ".join(block.split())) for block in blocks]
-    return [part for block in blocks for part in re.split(r"(?<=[.?!]) ", block) if part]
+def prose(page: Path) -> str:
+    """Its text without fences, code, addresses of links, and tables."""
+    text = re.sub(r"^ *\|.*$", "", without_fences(page), flags=re.M)
+    return re.sub(r"`[^`]+`", "", re.sub(LINK, r"\1", text))
 
 
-def measures(page: Path) -> tuple[int, float, int]:
-    """Words outside fences and tables, Flesch's reading ease, and words of the longest sentence."""
-    words = re.sub(r"^ *\|.*$", "", without_fences(page), flags=re.M).split()
-    text = " ".join(part if part[-1] in ".?!" else f"{part}." for part in sentences(page))
-    longest = max(len(part.split()) for part in sentences(page))
-    return len(words), textstat.flesch_reading_ease(text), longest
+def word_count(page: Path) -> int:
+    """Words outside fences and tables; of a Chinese page, characters too."""
+    text = re.sub(r"^ *\|.*$", "", without_fences(page), flags=re.M)
+    return len(COUNTED.findall(text)) if page in CHINESE else len(text.split())
 
 
 def anchors(page: Path) -> set[str]:
     """Those that GitHub gives to headings, and those that the page names itself."""
     text, seen = without_fences(page), Counter()
-    found = set(re.findall(r'<a id="([\w-]+)"></a>', text))
+    names = set(re.findall(r'<a id="([\w-]+)"></a>', text))
     for heading in re.findall(r"^#+ (.+)$", text, re.M):
         slug = re.sub(r"[^\w -]", "", re.sub(LINK, r"\1", heading).lower()).replace(" ", "-")
-        found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+        names.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
         seen[slug] += 1
-    return found
+    return names
 
 
-def glossary(root: Path) -> dict[str, str]:
-    """The row of each term."""
+def glossary(root: Path) -> dict[str, set[str]]:
+    """Each term with its anchors."""
     text = (root / "docs/glossary.md").read_text()
-    return {row[1]: row[0] for row in re.findall(r"^(\| (?:<a .+?</a>)+(.+?) \|.*)$", text, re.M)}
+    return {row["term"]: set(re.findall(r'id="([\w-]+)"', row[0])) for row in TERM.finditer(text)}
 
 
-def introduced(page: Path) -> dict[str, str]:
-    """The terms in a page's Words, each with the anchor that it links."""
-    link = r"\[\*\*(.+?)\*\*\]\((?:\.\./)*docs/glossary\.md#([\w-]+)\)"
-    return dict(re.findall(link, page.read_text()))
+def explained(page: Path) -> set[str]:
+    """The anchors of the glossary that a page links to, where it explains a term."""
+    return set(re.findall(r"\]\((?:\.\./)*docs/glossary\.md#([\w-]+)\)", page.read_text()))
 
 
-def main_faults(page: Path, root: Path) -> Iterator[str]:
-    (words, ease, _), spoken = measures(page), sentences(page)
-    if words > WORDS or ease < EASE:
-        yield f"{words} words with reading ease {ease:.0f}"
-    yield from (f"long: {part}" for part in spoken if len(part.split()) > SENTENCE)
-    found = re.findall(r"^## (.+)$", without_fences(page), re.M)
-    if page.parent != root and (found != HEADINGS or not re.search(BEGIN, page.read_text(), re.M)):
-        yield f"it begins otherwise, or has other headings: {found}"
-    for fence in (fence for kind in LINES for fence in fences(kind, [page])):
-        lines = len(fence.text.splitlines())
-        if lines > LINES[fence.kind] and not fence.note.startswith("step: "):
-            yield f"{lines} lines below {fence.note}"
+def unexplained_terms(page: Path, root: Path) -> Iterator[str]:
+    """Terms that a page of the main path uses, but neither it nor a page before it explains."""
     before = main_path(root)[: main_path(root).index(page) + 1]
-    known = {term for each in before for term in introduced(each)}
-    for term in (term for term in glossary(root) if term not in known):
-        form = rf"(?<![\w-]){re.escape(term)}(?:s|es)?(?![\w-])"  # of the word, or its plural
-        if re.search(form, "\n".join(spoken), re.I if term.islower() else 0):
-            yield f"no Words: {term}"
+    known = {anchor for each in before for anchor in explained(each)}
+    text = prose(page)
+    for term, names in glossary(root).items():
+        form = rf"(?<![\w-]){re.escape(term)}(?:s|es)?(?![\w-])"  # the word, or its plural
+        if not names & known and re.search(form, text, re.I if term.islower() else 0):
+            yield term
 
 
 def faults(page: Path, root: Path = ROOT) -> Iterator[str]:
     """All that is wrong with a page."""
-    text, spoken = re.sub(r"`[^`]+`", "", without_fences(page)), " ".join(sentences(page))
-    for target in re.findall(r"\]\((?!https?:)([^)\s]+)", text):
+    for target in re.findall(
+        r"\]\((?!https?:)([^)\s]+)", re.sub(r"`[^`]+`", "", without_fences(page))
+    ):
         file, _, anchor = target.partition("#")
         where = page.parent / file if file else page
         if not where.exists() or (anchor and anchor not in anchors(where)):
             yield f"leads nowhere: {target}"
     for fence in fences("python", [page]):
         kind, _, file = fence.note.partition(": ")
-        if kind == "part of" and fence.text not in (page.parent / file).read_text():
+        if (
+            kind == "part of"
+            and page not in CHINESE
+            and fence.text not in (page.parent / file).read_text()
+        ):
             yield f"not in {file}: {fence.text}"
-    yield from (f"unwanted: {word}" for word in re.findall(UNWANTED, spoken, re.I))
+    for test in set(re.findall(r"`(test_\w+)`", page.read_text())):
+        if f"def {test}(" not in TESTS:
+            yield f"names a test that is not there: {test}"
     if page in main_path(root):
-        yield from main_faults(page, root)
-    elif page.parent != root and "Back to [" not in text and not page.match("*.zh.md"):
-        yield "no way back"
-
-
-def faults_together(root: Path = ROOT) -> Iterator[str]:
-    """What is wrong between the pages."""
-    terms, listed = glossary(root), (root / "docs/index.md").read_text()
-    for page in main_path(root):
-        for term, anchor in introduced(page).items():
-            if f'<a id="{anchor}"></a>' not in terms.get(term, ""):
-                yield f"{page.parent.name}: the glossary has no {term} with the anchor {anchor}"
-    yield from (f"no page for {term} in the glossary" for term in terms if "](" not in terms[term])
-    for path in [*pages_of(root), *(path for each in PROGRAMS for path in sorted(root.glob(each)))]:
-        if path.name != "docs/index.md" and f"]({path.relative_to(root)})" not in listed:
-            yield f"docs/index.md does not link {path.relative_to(root)}"
+        if (words := word_count(page)) > WORDS:
+            yield f"{words} words, and the main path has at most {WORDS} on a page"
+        yield from (
+            f"used before it is explained: {term}" for term in unexplained_terms(page, root)
+        )
 
 
 if __name__ == "__main__":
     main = main_path(ROOT)
-    pages = [*main, *(page for page in READMES if page not in main)]
-    rows = [[page.relative_to(ROOT), *map(round, measures(page))] for page in pages]
-    chinese = sorted({here for page in pages for here in page.parent.glob("*.zh.md")})
-    count = re.compile(r"[一-鿿]|[^\W一-鿿]+")  # characters, and words in other letters
-    rows += [[page.relative_to(ROOT), len(count.findall(without_fences(page)))] for page in chinese]
-    print(tabulate(rows, ["page", "words", "reading ease", "longest sentence"]))
-    for page in [*pages, *chinese]:
+    pages = [*main, *(page for page in ALL_PAGES if page not in main), *CHINESE]
+    rows = [(page.relative_to(ROOT), word_count(page)) for page in pages]
+    print(tabulate(rows, ["page", "words"]))
+    for page in pages:
         print(*(f"{page.relative_to(ROOT)}: {fault}\n" for fault in faults(page)), sep="", end="")
-    print(*faults_together(), sep="\n")

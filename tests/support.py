@@ -33,10 +33,16 @@ SECONDS = 60  # more than any rank takes; a hang ends here
 
 Line = tuple[str, ...]  # a file of a stage and a line of it; or a file, its text, and another text
 
+
+def patience(seconds: float) -> float:
+    """A time limit that only a hang reaches: as much longer as processes wait for a core."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 torch.set_num_threads(1)  # as every rank has: two tests that run side by side have two cores
 context = multiprocessing.get_context("forkserver")  # has imported torch: ranks are there at once
 SLOW = "torchvision common.checkpoint common.models pytest matplotlib.pyplot PIL.Image tabulate"
-SLOW += " torchvision.transforms.v2 pycocotools.cocoeval ipykernel.kernelapp nbclient textstat"
+SLOW += " torchvision.transforms.v2 pycocotools.cocoeval ipykernel.kernelapp nbclient"
 context.set_forkserver_preload(SLOW.split())
 
 
@@ -136,7 +142,7 @@ def run_ranks(world_size: int, function: Callable, *args: Any, dying: tuple = ()
         theirs.close()
         ranks.append((process, ours))
     results: dict[int, Any] = {}
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + patience(SECONDS)
     try:
         while len(results) < world_size:
             waiting = {pipe: rank for rank, (_, pipe) in enumerate(ranks) if rank not in results}
@@ -278,7 +284,7 @@ def command(
         args = (rank, str(ROOT / script), flags, str(where), out, forks)
         processes.append(context.Process(target=_with_env, args=(extra, _command, args)))
         processes[-1].start()
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patience(seconds)
     for process in processes:
         process.join(max(0.1, deadline - time.monotonic()))
         if process.is_alive():
@@ -289,6 +295,14 @@ def command(
         (process.exitcode or 0, Path(f"{out}.{rank}").read_text())
         for rank, process in enumerate(processes)
     ]
+
+
+def launch_ranks(script: str, *flags: str, ranks=2, env=None, **how: Any) -> list[tuple[int, str]]:
+    """As `command`, for ranks on this machine that think torchrun has started them: this process
+    keeps the store where they meet. env: more variables; how: see `command`."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torchrun = launcher(store.port, ranks) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return command(script, *flags, ranks=ranks, env=torchrun | (env or {}), **how)
 
 
 def _with_env(env: dict[str, str], function: Callable, args: tuple) -> None:

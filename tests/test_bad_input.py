@@ -12,7 +12,17 @@ from PIL import Image
 
 from common.data import Digits, load_dataset
 from common.options import UsageError, make_parser
-from support import FOLDERS, ROOT, chapter, command, free_port, launcher, scratch_folder, train_once
+from support import (
+    FOLDERS,
+    ROOT,
+    chapter,
+    command,
+    free_port,
+    launch_ranks,
+    launcher,
+    scratch_folder,
+    train_once,
+)
 
 SCRIPTS = {key: f"{folder.relative_to(ROOT)}/train.py" for key, folder in FOLDERS.items()} | {
     "tour": "benchmarks/tour.py"
@@ -99,7 +109,7 @@ def test_wrong_flags_are_refused(call, words):
 
 @pytest.mark.parametrize("key", ["04", "05"])
 def test_a_stage_for_torchrun_says_so_without_it(key):
-    refused(ended(key), "train.py needs torchrun: torchrun --standalone --nproc-per-node=2")
+    refused(ended(key), "start it with torchrun --standalone --nproc-per-node=2 SCRIPT")
 
 
 LIMIT = ("--batch-size=1500", "--seed=4294967295", "--epochs=1", "--lr=0", "--workers=0")
@@ -109,9 +119,9 @@ RIGHT = [("01", 1, LIMIT), ("05", 2, ("--batch-size=2",))]
 @pytest.mark.parametrize(("key", "ranks", "flags"), RIGHT)
 def test_a_right_call_is_not_refused(key, ranks, flags, tmp_path):
     """The control of everything here: at the limits; of two ranks with two values together."""
-    env = launcher(free_port()) if ranks == 2 else {}
     flags += ("--device=cpu", "--max-steps=1", f"--run-dir={tmp_path}")
-    answers = command(SCRIPTS[key], *flags, ranks=ranks, env=env)
+    start = launch_ranks if ranks == 2 else command
+    answers = start(SCRIPTS[key], *flags)
     assert [status for status, _ in answers] == [0] * ranks, answers
     assert (tmp_path / "checkpoint.pt").exists()
 

@@ -18,7 +18,7 @@ import support
 import tables
 import timing
 from process_memory import WAYS, predict
-from readmes import READMES
+from repository_pages import ALL_PAGES
 from support import ROOT, chapter, command, fresh_module, run_ranks
 from test_bad_input import ended, refused
 
@@ -90,7 +90,7 @@ def test_a_picture_is_not_older_than_its_results(name):
 
 def test_every_picture_is_shown_and_every_result_tells_where_it_comes_from():
     links = re.compile(r"benchmarks/results/(\w+)\.png")
-    shown = {name for path in READMES for name in links.findall(path.read_text())}
+    shown = {name for path in ALL_PAGES for name in links.findall(path.read_text())}
     assert (
         shown
         == set(PICTURES)

@@ -1,4 +1,4 @@
-"""The chapters of stage 04: numbers of ranks, uneven shards, failures and their cures.
+"""Stage 04's chapters print what they should, and each failure happens and is cured as they say.
 
 The READMEs show what words.py and uneven.py print, and test_readmes.py runs them.
 The model of a step on paper: see test_bench.py.
@@ -94,7 +94,7 @@ def tried(name: str, cured: bool = False, debug: str = "OFF") -> list[str]:
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_each_failure_happens_and_its_cure_helps(name):
+def test_c02_c36_c42_each_failure_happens_and_its_cure_helps(name):
     symptom, cured = FAILURES[name]
     assert symptom in " | ".join(tried(name)).replace(BUSY, LATE)
     failed = [answer for answer in tried(name) if "Error: " in answer]
@@ -114,7 +114,7 @@ def test_troubleshooting_lists_every_entry_and_shows_what_the_failures_print():
     assert [match for match in found if match and match[1] not in FAILURES[match[2]][0]] == []
 
 
-def test_detail_names_the_collectives_that_do_not_fit_and_info_parameters_without_gradient():
+def test_detail_names_collectives_that_differ_and_info_unused_parameters():
     for rank, answer in enumerate(tried("rank-branch", debug="DETAIL")):
         mine, other = ("ALLREDUCE", "BROADCAST") if rank == 0 else ("BROADCAST", "ALLREDUCE")
         assert "Detected mismatch between collectives on ranks" in answer

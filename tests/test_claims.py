@@ -1,4 +1,4 @@
-"""Claims C03 to C08, C14 to C16, C25 to C32, C34 and C37 to C40: see docs/claims.md."""
+"""What tutorials say is as true as docs/claims.md says: C03 to C08, C14 to C16, C25 to C40."""
 
 import argparse
 import builtins
@@ -28,7 +28,7 @@ from support import chapter, command, free_port, run_ranks
 from test_collectives import of_all_ranks, on_ranks
 
 
-def test_c03_rank_modulo_gpus_is_the_local_rank_only_if_nodes_are_equal_or_it_is_luck():
+def test_c03_rank_modulo_gpus_is_the_local_rank_only_on_equal_nodes():
     for first, gpus, right in ((8, 8, True), (4, 2, True), (3, 2, False), (4, 8, False)):
         verdict = chapter("04", "words").verdict(list(range(first, first + gpus)))
         assert verdict == ("the local rank" if right else "another GPU than LOCAL_RANK names")
@@ -48,7 +48,7 @@ def _descend(lr, steps, batches):
     return nn.utils.parameters_to_vector(model.parameters()).detach() - before
 
 
-def test_c04_for_small_steps_one_of_8_times_the_rate_on_8_batches_is_8_steps_but_it_may_diverge():
+def test_c04_for_small_steps_8_times_the_rate_on_8_batches_is_8_steps():
     """Goyal et al. 2017, section 2.1: the weights must hardly change meanwhile."""
     far = {}
     for lr in (1e-3, 1e-4):
@@ -62,7 +62,7 @@ def test_c04_for_small_steps_one_of_8_times_the_rate_on_8_batches_is_8_steps_but
     assert _descend(8 * 0.2, 50, 1).abs().max() > 1e6  # may be too much 8 times
 
 
-def test_c05_type_bool_takes_any_text_for_true_and_boolean_optional_action_turns_it_off():
+def test_c05_type_bool_takes_any_text_for_true():
     parser = argparse.ArgumentParser()
     parser.add_argument("--multi_gpu", type=bool)
     parser.add_argument("--multi-gpu", action=argparse.BooleanOptionalAction, dest="right")
@@ -124,7 +124,7 @@ def test_c14_with_the_local_rank_two_nodes_never_meet():
     run_ranks(4, _init)
 
 
-def test_c15_a_sampler_excludes_shuffle_but_not_drop_last_and_a_batch_sampler_all_of_them():
+def test_c15_a_sampler_excludes_shuffle_and_a_batch_sampler_drop_last_too():
     data, sampler = range(10), RandomSampler(range(10))
     batches = BatchSampler(sampler, batch_size=4, drop_last=True)
     for loader, sizes in (
@@ -148,7 +148,7 @@ LAUNCHERS = [
 
 
 @pytest.mark.parametrize(("launcher", "names", "said"), LAUNCHERS)
-def test_c16_c32_launch_passes_local_rank_with_a_dash_and_torchrun_only_sets_a_variable(
+def test_c16_c32_launch_passes_local_rank_with_a_dash_and_torchrun_does_not(
     launcher, names, said, tmp_path
 ):
     """The real ones: their one rank has a parser that knows a flag by these names, or none."""
@@ -189,7 +189,7 @@ def test_c25_three_lines_of_it_still_work_two_with_a_warning():
         torch.testing.assert_close(sums, torch.ones_like(sums))
 
 
-def test_c26_partitions_are_disjoint_and_drop_less_than_a_sample_for_each_rank_as_published_one():
+def test_c26_partitions_are_disjoint_and_drop_less_than_a_sample_for_each_rank():
     """Rounded down: in floating point, 1 / 49 times 49 is a little less than 1."""
     cut = chapter("03", "partition").DataPartitioner
     for length, n in ((60000, 2), (60000, 7), (1500, 4), (10, 3), (49, 49)):
@@ -223,7 +223,7 @@ def test_c27_the_mean_of_gradients_is_that_of_the_batch(rank):
 
 
 @on_ranks(2)
-def test_c28_the_published_guard_is_false_for_every_parameter_so_each_rank_keeps_its_gradients(
+def test_c28_the_published_guard_is_false_for_every_parameter(
     rank,
 ):
     guards = (lambda p: type(p) is torch.Tensor, lambda p: isinstance(p, torch.Tensor))
@@ -240,7 +240,7 @@ def test_c28_the_published_guard_is_false_for_every_parameter_so_each_rank_keeps
 
 
 @on_ranks(2)
-def test_c29_one_seed_gives_equal_weights_and_dropout_masks_seeded_apart_only_masks_differ(rank):
+def test_c29_one_seed_gives_equal_weights_and_equal_dropout_masks(rank):
     for seed, same in ((1234, True), (1234 + rank, False)):
         torch.manual_seed(1234)
         weight = nn.Linear(5, 5).weight.tolist()
@@ -278,6 +278,15 @@ def test_c31_there_is_no_tcp_backend_but_tcp_is_still_an_address_where_ranks_mee
     with pytest.raises(AssertionError, match="Unknown backend type tcp"):
         _init_alone("tcp")
     _init_alone("gloo", init_method=f"tcp://127.0.0.1:{free_port()}")
+
+
+def test_c33_without_set_epoch_every_epoch_has_the_same_order():
+    """Stage 04 calls it: test_04_gradients_equal_one_process_on_the_whole_batch fails without."""
+    sampler = DistributedSampler(range(100), num_replicas=2, rank=0)
+    first, again = list(sampler), list(sampler)
+    assert first == again
+    sampler.set_epoch(1)
+    assert list(sampler) != first
 
 
 @on_ranks(2)
@@ -330,7 +339,7 @@ def test_c37_weights_must_be_the_batches_own_sizes():
 
 
 @pytest.mark.parametrize("is_rank_0", [False, True])
-def test_c38_a_muted_rank_hides_its_tracebacks_and_files_and_force_needs_the_new_print(is_rank_0):
+def test_c38_a_muted_rank_hides_its_tracebacks_and_files(is_rank_0):
     with pytest.raises(TypeError, match="force"):
         print("where print is not replaced", force=True)
     original, out = builtins.print, io.StringIO()

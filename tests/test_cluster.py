@@ -4,12 +4,16 @@ Both are started here; the nodes are network namespaces of this machine. What a 
 is skipped, with the reason. Where jobs are stopped or restarted, they are beyond/survive/train.py.
 """
 
+import fcntl
 import os
+import pty
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -28,13 +32,16 @@ BIN = Path(sys.executable).parent
 SECONDS = 120  # more than anything here takes
 
 
-def begin(*command: object, where: Path = ROOT, **env: object) -> subprocess.Popen:
+def environment(**env: object) -> dict[str, str]:
     """As in a shell of the reader: torchrun and python are those of this suite."""
     env = {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": ROOT, **env}
-    env = os.environ | {name: str(value) for name, value in env.items()}
+    return os.environ | {name: str(value) for name, value in env.items()}
+
+
+def begin(*command: object, where: Path = ROOT, **env: object) -> subprocess.Popen:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    words = [str(part) for part in command]
-    return subprocess.Popen(words, cwd=where, env=env, start_new_session=True, **pipes)
+    pipes |= {"cwd": where, "env": environment(**env), "start_new_session": True}
+    return subprocess.Popen([str(part) for part in command], **pipes)
 
 
 def end(process: subprocess.Popen) -> tuple[int, str]:
@@ -75,7 +82,11 @@ def path_with(folder: Path, **programs: str) -> str:
 
 
 OF_A_JOB = {"SLURM_JOB_ID": 17, "SLURM_JOB_NODELIST": "node-[7-8]", "SLURM_JOB_NUM_NODES": 2}
+OF_A_JOB |= {"SLURM_CPUS_PER_TASK": 6}
+OF_A_TASK = {"SLURM_PROCID": 5, "SLURM_LOCALID": 2, "SLURM_STEP_NUM_TASKS": 7}
+OF_A_TASK |= {"SLURM_GTIDS": "3,4,5,6"}
 RDZV = "--rdzv-backend c10d --rdzv-endpoint"
+SRUN = "srun --kill-on-bad-exit=1 --cpus-per-task=6\n"
 RESUME = "beyond/survive/train.py --run-dir runs/slurm-17 --resume auto"
 STARTS = {  # the command that a script starts, after threads, address, port and limit of its ranks
     "one_node.sh": "1 - - - --standalone --nproc-per-node 2 04_ddp_torchrun/train.py",
@@ -83,19 +94,29 @@ STARTS = {  # the command that a script starts, after threads, address, port and
     "--master-addr node-7 --master-port 29500 04_ddp_torchrun/train.py",
     "elastic.sh": "1 - - - --nnodes 1 --nproc-per-node 2 --max-restarts 3 "
     f"{RDZV} localhost:0 --rdzv-id survive beyond/survive/train.py --resume auto",
-    "slurm.sbatch": "1 - - 80 --kill-on-bad-exit=1 torchrun --nnodes 2 --nproc-per-node 2 "
+    "slurm.sbatch": f"{SRUN}3 - - 80 --nnodes 2 --nproc-per-node 2 "
     f"{RDZV} node-7:20017 --rdzv-id 17 {RESUME}",
-    "slurm_srun.sbatch": f"1 node-7 20017 - --kill-on-bad-exit=1 python {RESUME}",
+    "slurm_srun.sbatch": f"{SRUN}6 node-7 20017 - rank 5, local 2, of 7, 4 here: {RESUME}",
 }
 
 
 @pytest.mark.parametrize("script", STARTS)
-def test_a_script_starts_exactly_this_command(script, tmp_path):
+def test_a_script_starts_exactly_this_command(script, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     limit = "${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:--}"
-    say = f'echo "$OMP_NUM_THREADS ${{MASTER_ADDR:--}} ${{MASTER_PORT:--}} {limit} $*"'
-    path = path_with(tmp_path, torchrun=say, srun=say, scontrol="echo node-7; echo node-8")
+    say = f"$OMP_NUM_THREADS ${{MASTER_ADDR:--}} ${{MASTER_PORT:--}} {limit}"
+    numbers = "rank $RANK, local $LOCAL_RANK, of $WORLD_SIZE, $LOCAL_WORLD_SIZE here:"
+    path = path_with(
+        tmp_path,
+        torchrun=f'echo "{say} $*"',
+        python=f'echo "{say} {numbers} $*"',
+        srun='echo "srun $1 $2"; shift 2; exec "$@"',
+        scontrol="echo node-7; echo node-8",
+    )
     where = ROOT if script.endswith("sbatch") else tmp_path  # the others find the repository
-    env = {"NODE_RANK": 1, "MASTER_ADDR": "node-7"} if script == "two_nodes.sh" else OF_A_JOB
+    env = OF_A_JOB | OF_A_TASK
+    if script == "two_nodes.sh":
+        env = {"NODE_RANK": 1, "MASTER_ADDR": "node-7"}
     answer = run("bash", LAUNCH / script, "--epochs", "3", where=where, PATH=path, **env)
     assert answer == (0, f"{STARTS[script]} --epochs 3\n")
 
@@ -140,7 +161,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1"
 def test_elastic_heals_a_run_whose_rank_is_killed(tmp_path):
     flags = ("--epochs=2", *MODEL)
     script, control, healed = tmp_path / "dies_once.py", tmp_path / "dies.py", tmp_path / "healed"
-    script.write_text(DIES_ONCE + RUN.format("survive"))
+    script.write_text(DIES_ONCE + RUN.format("beyond/survive"))
     control.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     command = ("bash", LAUNCH / "elastic.sh", *flags, "--run-dir")
     process = begin(*command, healed, SCRIPT=script)
@@ -184,6 +205,96 @@ def test_a_script_hands_sigterm_to_the_ranks_and_ends_with_their_status(tmp_path
         saved = sorted(path.name for path in (tmp_path / name).glob("checkpoint.*"))
         assert saved == ["checkpoint.0.of.2", "checkpoint.1.of.2"], name
     assert not processes_with(script)
+
+
+def begin_at_a_terminal(output: Path, *command: object, **env: object) -> tuple:
+    """The command in the foreground of a terminal of its own, and the keyboard of that terminal."""
+    keyboard, screen = pty.openpty()
+
+    def take_the_terminal() -> None:
+        fcntl.ioctl(screen, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a suite in the background ignores it
+
+    with output.open("w") as file:
+        files = {"stdin": screen, "stdout": file, "stderr": file, "pass_fds": [screen]}
+        files |= {"env": environment(**env), "start_new_session": True}
+        words = [str(part) for part in command]
+        process = subprocess.Popen(words, preexec_fn=take_the_terminal, **files)
+    os.close(screen)
+    return process, keyboard
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in run("pgrep", "-P", pid)[1].split()]
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+RANK = """
+import os, pathlib, signal, sys, time
+rank, restarts, seconds = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], 300
+{0}
+pathlib.Path(sys.argv[-1], f"rank {{rank}}, restart {{restarts}}").touch()
+time.sleep(seconds)
+"""
+IGNORE = "for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)"
+END_ON_NODE_0 = "seconds = 300 * int(rank)"
+FAIL_ONCE = "if restarts == '0': sys.exit(3)"
+RANKS, ALONE = {"rank 0, restart 0", "rank 1, restart 0"}, {"MASTER_ADDR": "127.0.0.1"}
+PHASES = {  # script, its settings, what a rank does first, and what shows that it is time
+    "imports torch": ("one_node.sh", {}, "", "torchrun"),
+    "has ranks": ("one_node.sh", {}, "", RANKS),
+    "has ranks that ignore it": ("one_node.sh", {}, IGNORE, RANKS),
+    "waits for node 1": ("two_nodes.sh", ALONE | {"NODE_RANK": 0}, "", "port"),
+    "waits for node 0": ("two_nodes.sh", ALONE | {"NODE_RANK": 1}, "", "call"),
+    "is done, but not node 1": ("two_nodes.sh", ALONE | {"NODE_RANK": 0}, END_ON_NODE_0, "done"),
+    "waits for a second node": ("elastic.sh", {"NNODES": 2}, "", "port"),
+    "has restarted": ("elastic.sh", {}, FAIL_ONCE, {"rank 0, restart 1", "rank 1, restart 1"}),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_ctrl_c_ends_a_script_and_its_ranks_when_it(phase, tmp_path):
+    """A real one: the terminal sends SIGINT to all processes in its foreground."""
+    (name, env, lines, sign), port, output = PHASES[phase], free_port(), tmp_path / "output"
+    script = tmp_path / "script.py"
+    script.write_text(RANK.format(lines))
+    env = {"SCRIPT": script, "MASTER_PORT": port, "RDZV_ENDPOINT": f"127.0.0.1:{port}"} | env
+    command = ("bash", LAUNCH / name, tmp_path)
+    other = begin(*command, **env | {"NODE_RANK": 1}) if sign == "done" else None
+    answer = socket.create_server(("127.0.0.1", port)) if sign == "call" else None
+    process, keyboard = begin_at_a_terminal(output, *command, **env)
+
+    def it_is_time() -> bool:
+        assert process.poll() is None, output.read_text()
+        children = children_of(process.pid)
+        ready = {path.name for path in tmp_path.glob("rank*")}
+        if sign == "torchrun":
+            return bool(processes_with(script))
+        if sign == "port":
+            return listens(port)
+        if sign == "done":
+            return ready == RANKS and not children_of(children[0])
+        return ready >= sign
+
+    try:
+        if answer:  # this test is node 0, and says nothing
+            answer.settimeout(SECONDS)
+            answer.accept()
+        else:
+            until(it_is_time)
+        os.write(keyboard, b"\x03")
+        assert process.wait(SECONDS) == 130, output.read_text()
+        if other:
+            other.terminate()
+            end(other)
+        until(lambda: not processes_with(script))
+    finally:
+        for pid in processes_with(script):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_torchrun_and_train_accept_the_command_of_the_pytorchjob(monkeypatch):
@@ -341,10 +452,11 @@ def test_slurm_runs_stops_and_restarts_both_job_scripts(slurm, tmp_path):
     ends as if it had not been stopped."""
     (cluster, ask), jobs, script = slurm, {}, tmp_path / "script.py"
     flags = ("--model=net-bn", "--device=cpu", "--epochs=9999")
-    script.write_text(ENDS_AFTER_A_RESTART + RUN.format("survive"))
+    script.write_text(ENDS_AFTER_A_RESTART + RUN.format("beyond/survive"))
     for name, ranks in (("slurm_srun.sbatch", ["--ntasks=3"]), ("slurm.sbatch", [])):
-        options = [f"--output={cluster}/%j.out", f"--export=ALL,SCRIPT={script},NPROC_PER_NODE=1"]
-        command = (LAUNCH / name, *flags, "--run-dir", tmp_path / name)
+        env = f"ALL,SCRIPT={script},NPROC_PER_NODE=1,OMP_NUM_THREADS=1"
+        options = [f"--output={cluster}/%j.out", f"--export={env}"]
+        command = (LAUNCH / name, *flags, "--resume=auto", "--run-dir", tmp_path / name)
         jobs[name] = ask("sbatch", "--parsable", *options, *ranks, *command)
 
     def output_as(state: str, name: str) -> str:
@@ -370,3 +482,45 @@ def test_slurm_runs_stops_and_restarts_both_job_scripts(slurm, tmp_path):
     assert output.count("stops after step") == 2
     assert f"checkpoint.pt: step {step}, saved by 2 ranks" in output
     assert is_the_run_of(2, folder, "survive", *flags, f"--max-steps={step + 10}")
+
+
+FOR_TORCHRUN = """
+import os
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+local_rank = int(os.environ["LOCAL_RANK"])
+total = torch.tensor([10.0 ** dist.get_rank()])
+dist.all_reduce(total)
+of = os.environ["LOCAL_WORLD_SIZE"], dist.get_world_size()
+print(local_rank, "of", *of, "sum", total.item(), "threads", torch.get_num_threads())
+"""
+
+
+CPUS = """
+import os, subprocess
+if os.environ["SLURM_PROCID"] == "0":
+    step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
+    subprocess.run(["scontrol", "show", "step", step])
+"""
+
+
+def test_srun_starts_a_script_for_torchrun_unchanged_and_each_rank_has_its_cpus(
+    slurm, tmp_path, monkeypatch
+):
+    """On uneven nodes. The control: a job that asks for no CPUs gets one for each of its tasks."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    _, ask = slurm
+    options = ("--wait", f"--output={tmp_path}/%x", "--ntasks=3", "--nodes=2")
+    for name, text in (("train", FOR_TORCHRUN), ("cpus", CPUS)):
+        script = tmp_path / f"{name}.py"
+        script.write_text(text)
+        export = f"--export=ALL,SCRIPT={script}"
+        ask("sbatch", *options, f"--job-name={name}", export, LAUNCH / "slurm_srun.sbatch")
+    ask("sbatch", *options, "--job-name=control", f"--wrap=srun python {script}")
+    said = [line for line in (tmp_path / "train").read_text().splitlines() if "sum" in line]
+    rest = "3 sum 111.0 threads 2"
+    assert sorted(said) == [f"0 of 1 {rest}", f"0 of 2 {rest}", f"1 of 2 {rest}"]
+    assert " CPUs=6 " in (tmp_path / "cpus").read_text()
+    assert " CPUs=3 " in (tmp_path / "control").read_text()

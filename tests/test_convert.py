@@ -11,8 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from readmes import ROOT, fences
-from support import FOLDERS, chapter, command, fresh_module, launcher, run_ranks, scratch_folder
+from repository_pages import ROOT, fences
+from support import FOLDERS, chapter, command, fresh_module, launch_ranks, run_ranks, scratch_folder
 
 CONVERT = ROOT / "beyond" / "convert"
 SMALL = ("--image-size=64", "--batch-size=4", "--warmup=1", "--workers=0", "--device=cpu")
@@ -37,10 +37,8 @@ def scenes(train: int = 8, val: int = 8, empty: float = 0.0) -> Path:
 
 def launch(file: Path, *flags: str, ranks: int = 2) -> tuple:
     """The status of each rank, and the output of each; ranks=0 is plain python."""
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env = launcher(store.port, ranks) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     flags = (*SMALL, f"--run-dir={scratch_folder()}", *flags)
-    ended = command(str(file), *flags, ranks=ranks or 1, env=env if ranks else None)
+    ended = launch_ranks(str(file), *flags, ranks=ranks) if ranks else command(str(file), *flags)
     return tuple(zip(*ended, strict=True))
 
 
@@ -88,7 +86,7 @@ LOCAL_COUNT = ("return GlobalSSD(", "return SSD(")
 APART = ("torch.cat(tables)", "torch.cat(rows)")
 
 
-def test_two_ranks_reach_the_weights_of_single_py_on_the_same_global_batches():
+def test_c43_two_ranks_reach_the_weights_of_single_py_on_the_same_batches():
     flags = (f"--data-dir={scenes(8, 1, 0.3)}", "--epochs=1", "--image-size=48", "--eval-epochs")
     [single] = run_ranks(1, _run, "single.py", flags, FLOAT64, SAME_BATCHES)
 
@@ -165,6 +163,49 @@ def test_the_commands_of_the_readme_lead_to_ddp_py(tmp_path):
             bash(line)
     patches = (f"patch -s mine.py steps/{number}.diff" for number in range(1, 9))
     bash(*patches, f"cmp mine.py {CONVERT / 'ddp.py'}")
+
+
+def _gan(rank: int) -> dict[str, list[float]]:
+    torch.set_default_dtype(torch.float64)
+    torch.distributed.init_process_group("gloo")
+    return load("gan.py").measure()
+
+
+def test_a_gan_keeps_its_two_pairs_under_ddp_and_one_batch_is_another_training():
+    """The errors in one process and on two ranks; the control is BatchNorm of each rank alone."""
+    errors, same = run_ranks(2, _gan)
+    assert errors == same
+    assert max(errors["two pairs"]) < 1e-12
+    assert max(errors["two forwards, one backward"]) < 1e-12
+    assert min(errors["real and fake in one batch"]) > 0.5
+    assert errors["two pairs, BatchNorm not synchronized"][1] > 1e-3
+
+
+def test_a_mean_over_samples_is_right_under_ddp_and_other_losses_are_not():
+    errors = load("losses.py").measure()
+    assert max(errors["mean over samples"]) < 1e-12
+    assert errors["sum over samples"] == pytest.approx([1 / 2] * 12), "a factor of 1 / ranks"
+    assert min(errors["contrastive"] + errors["Dice over the batch"]) > 0.01
+
+
+def _gathered(rank: int, name: str) -> float:
+    torch.distributed.init_process_group("gloo")
+    losses, rows = load("losses.py"), slice(16 * rank, 16 * rank + 16)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 10).double()
+    batch = torch.randn(32, 64, dtype=torch.float64)
+    labels = torch.arange(16).repeat_interleave(2) % 10
+    exact = losses.gradient(losses.LOSSES[name](model(batch), labels), model)
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    outputs = torch.cat(torch.distributed.nn.functional.all_gather(ddp(batch[rows])))
+    losses.LOSSES[name](outputs, labels).backward()
+    found = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    return float((found - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("name", ["mean over samples", "contrastive", "Dice over the batch"])
+def test_a_loss_of_all_ranks_outputs_is_right_whatever_it_is(name):
+    assert max(run_ranks(2, _gathered, name)) < 1e-12
 
 
 @pytest.mark.parametrize("word", ["accelerate", "Shard", "critic", "spare"])

@@ -1,4 +1,4 @@
-"""Stage 02: DataParallel by hand, its memory, its threads, and what tutorials say about it."""
+"""DataParallel by hand computes what one device does, and costs what its pages say."""
 
 import importlib
 import json
@@ -77,7 +77,7 @@ def test_replicas_give_the_outputs_loss_and_gradients_of_one_device(build, repli
             assert other.second.weight is other.first.weight
 
 
-def test_c22_the_loss_of_30_samples_on_3_replicas_is_that_of_one_device_but_with_batchnorm():
+def test_c22_the_loss_of_3_replicas_is_that_of_one_device_without_batchnorm():
     """BatchNorm, the control, looks at the whole batch that it sees."""
     for layer, same in ((nn.Identity(), True), (nn.BatchNorm1d(6).double(), False)):
         module = nn.Sequential(layer, small())
@@ -150,7 +150,7 @@ def test_c21_a_batch_smaller_than_the_replicas_leaves_some_idle():
 
 @two_gpus
 @pytest.mark.parametrize("ids", [[0, 1], [1, 0]])
-def test_c20_c21_c22_c24_on_gpus_the_real_one_is_from_scratch_in_any_order_on_any_batch(ids):
+def test_c20_c21_c22_c24_on_gpus_torchs_class_computes_what_from_scratch_does(ids):
     torch.manual_seed(0)
     devices = [torch.device("cuda", i) for i in ids]
     layers = nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 4)
@@ -255,7 +255,7 @@ def test_c13_the_main_device_holds_more_unless_the_loss_of_large_outputs_is_insi
     assert sum(inside) < sum(outside) / 4
 
 
-def test_c11_torchs_threads_take_on_that_autocast_is_enabled_but_not_its_dtype_and_two_cures():
+def test_c11_threads_take_on_that_autocast_is_enabled_but_not_its_dtype():
     plain = autocast.Plain  # a new one each time: the weights that autocast has cast are kept
     ways = autocast.no_threads, autocast.plain_threads, autocast.torchs_threads
     with torch.autocast("cpu", torch.float16):  # told nothing: fp32; torch's: the CPU's default
@@ -285,7 +285,7 @@ def test_c20_the_model_must_lie_on_the_first_of_device_ids_whichever_it_is():
             model(torch.randn(4, 3))
 
 
-def test_c23_threads_slow_down_small_operations_and_each_replica_more_makes_a_step_longer():
+def test_c23_threads_slow_down_small_operations_and_replicas_cost_time():
     """Of the committed run: the interpreter lock costs what a model's Python code holds it for."""
     measured = json.loads((ROOT / "benchmarks" / "results" / "02_data_parallel.json").read_text())
     small, big = (measured["lock"][f"{size} operations"]["forward"] for size in ("small", "big"))

@@ -7,7 +7,20 @@ from dataclasses import replace
 
 import pytest
 
-from faults import EVERY, KINDS, STEPS, Fault, Outcome, as_expected, draw, reference, trial
+from faults import (
+    DEFAULT_TIMEOUT_SECONDS,
+    EVERY,
+    KINDS,
+    OF_RANK_0,
+    PAUSES,
+    STEPS,
+    Fault,
+    Outcome,
+    as_expected,
+    draw,
+    reference,
+    trial,
+)
 
 # Step 12 is the last one of the epoch, so the others wait in the barrier behind it.
 FAULTS = {
@@ -25,6 +38,10 @@ for kind in [kind for kind in KINDS if kind not in (*FAULTS, *ONLY_IN_THE_CAMPAI
     # With loaders in two: they end with their rank, not at SIGTERM.
     drawn = draw(kind, random.Random(kind))
     FAULTS[kind] = replace(drawn, step=11, variant="net", workers=int(kind in ("kill", "term-all")))
+# A pause of 5 s is 250 beats here: more than the 80 after which a silent rank once ended all.
+SHORT_BEATS = {"pause_seconds": 5, "beat_seconds": 0.02, "timeout_seconds": DEFAULT_TIMEOUT_SECONDS}
+for kind in PAUSES:
+    FAULTS[kind] = Fault(kind, "net", 2, int(kind not in OF_RANK_0), 11, **SHORT_BEATS)
 
 TELLS = {  # how many ranks print an error, and what all of them say
     "stop": (2, r".+ `agreement\.barrier\(\)`: rank 2 did not arrive, last seen .+: killed.*"),
@@ -76,9 +93,15 @@ WRONG = [  # the control of the test above, and of the campaign
     ("kill", [-9, 1], "nobody says a word", 0),
     ("nan", [2, 1], NAN, 0),
     ("nan", [2, 2], NAN + NAN, 0),
+    ("pause", [0, 1], "", 0),
+    ("pause", [0, 0], "error: rank 0 gives up at `loss`: rank 1 did not arrive", 0),
+    ("pause-all", [0, 0], "", 1),
 ]
 
 
 def test_a_wrong_end_is_seen():
     ends = [Outcome(Fault(kind), *told, lost_steps=lost) for kind, *told, lost in WRONG]
     assert not any(map(as_expected, ends))
+    right = Outcome(Fault("pause"), [0, 0], "")
+    assert as_expected(right)
+    assert not as_expected(Outcome(Fault("pause", pause_seconds=5), [0, 0], "", seconds=4))

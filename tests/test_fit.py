@@ -17,10 +17,9 @@ from test_collectives import on_ranks
 ledger, peak, fit = (chapter("01", name) for name in ("ledger", "peak", "fit"))
 
 MIB = 2**20
-LIKE_THIS = torch.backends.mkldnn.is_available() and (
-    torch.backends.cpu.get_cpu_capability() == "AVX512"
-)
-avx512 = pytest.mark.skipif(not LIKE_THIS, reason="without AVX-512, oneDNN's workspaces differ")
+# The ledger counts oneDNN's workspaces with AVX-512. With other instructions oneDNN needs others:
+# the measured peak was up to 1.25 times the predicted one with AVX2, and 1.48 times with SSE 4.1.
+WITHIN = {"AVX512": 0.05, "AVX2": 0.25}.get(torch.backends.cpu.get_cpu_capability(), 0.4)
 SMALL, SGD_ADAM = ("net", "net-bn", "resnet18"), ("sgd", "adam")
 IMAGES = {"net": (28, 1), "net-bn": (28, 1), "resnet18": (64, 3), "resnet50": (64, 3)}
 torch.set_num_threads(1)  # with more, oneDNN has workspaces for each thread
@@ -67,25 +66,26 @@ def test_a_convolution_copies_its_operands_with_channels_in_blocks_of_8(images, 
     assert ledger.workspace(aten.convolution.default, (x, weight), y) == back == 4 * numbers
 
 
-@avx512
 @pytest.mark.parametrize(("model", "optimizer"), [*product(SMALL, SGD_ADAM), ("resnet50", "adam")])
 def test_the_predicted_peak_is_within_5_percent_of_the_measured_one(model, optimizer):
     for batch in (1, 16) if model == "resnet50" else (1, 8, 64):
         predicted, moment = peak.rehearse(plan(model, optimizer), batch)
         measured = peak.run(plan(model, optimizer), batch)
-        assert predicted == pytest.approx(measured, rel=0.05), (batch, moment)
+        assert predicted == pytest.approx(measured, rel=WITHIN), (batch, moment)
 
 
-@avx512
 def test_with_accumulation_too_but_not_without_the_workspaces_or_as_a_sum():
     for each in (plan("net-bn", "momentum"), plan("resnet18", "adamw")):
         predicted, _ = peak.rehearse(each, 8, accumulate=3)
-        assert predicted == pytest.approx(peak.run(each, 8, accumulate=3), rel=0.05)
-    measured = peak.run(plan("net-bn"), 64)  # the control: what the ledger adds is needed
+        assert predicted == pytest.approx(peak.run(each, 8, accumulate=3), rel=WITHIN)
+    measured = peak.run(plan("net-bn"), 64)
+    assert peak.rehearse(plan("net-bn"), 64)[0] == pytest.approx(measured, rel=0.05)
     *fixed, sample = peak.parts_of(plan("net-bn")).values()
-    assert sum(fixed) + 64 * sample < 0.9 * measured
+    assert sum(fixed) + 64 * sample < 0.9 * measured  # the controls: what the ledger adds is needed
+    peak.rehearse.cache_clear()
     with patch.object(ledger, "workspace", lambda *call: 0):
-        assert peak.rehearse.__wrapped__(plan("net-bn"), 64)[0] < 0.9 * measured
+        assert peak.rehearse(plan("net-bn"), 64)[0] < 0.9 * measured
+    peak.rehearse.cache_clear()
 
 
 def test_doubling_and_bisection_find_the_largest_batch_in_few_trials():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from support import FOLDERS, ROOT, Run, chapter, command, free_port, launcher, run_ranks
+from support import FOLDERS, ROOT, Run, chapter, command, launch_ranks, run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -14,9 +14,9 @@ GPUS = torch.cuda.device_count()
 def start(key: str, ranks: int, folder, *flags: str) -> tuple[Run, str]:
     flags = ("--model=net-bn", "--epochs=5", "--device=cuda", *flags, f"--run-dir={folder}")
     flags += (f"--world-size={ranks}",) if key == "03" else ()
-    many = ranks > 1 and key in ("04", "05")
-    launch = {"ranks": ranks, "env": launcher(free_port(), ranks)} if many else {}
-    answers = command(f"{FOLDERS[key].relative_to(ROOT)}/train.py", *flags, **launch)
+    script = f"{FOLDERS[key].relative_to(ROOT)}/train.py"
+    by_torchrun = key in ("04", "05")
+    answers = launch_ranks(script, *flags, ranks=ranks) if by_torchrun else command(script, *flags)
     assert all(status == 0 for status, _ in answers), answers
     return Run(folder, [], ""), answers[0][1]
 

@@ -1,54 +1,84 @@
-"""The pages of the main path are short and plain, and links lead somewhere: tests/pages.py."""
+"""Links lead somewhere, terms are explained before they are used, and the index knows every file.
+
+What is checked of a page stands in tests/pages.py.
+"""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from pages import MAIN, faults, faults_together, main_path
-from readmes import READMES, ROOT
+import index
+import translations
+from pages import CHINESE, MAIN, faults, main_path
+from repository_pages import ALL_PAGES, ROOT
 
 STAGE, PAGE = "01_single_gpu/README.md", "01_single_gpu/train.md"
-ADDED = [  # a paragraph more in that stage's page, and what is found then
-    ("It is. " * 450, r"(9|\d\d)\d\d words"),
-    ("Heterogeneous parallelization. " * 40, r"\d{3} words with reading ease -?\d"),
-    ("Long" + " and long" * 13 + ".", "long: Long"),
-    ("Buckets are round.", "no Words: bucket"),
-    ("```diff\n" + "+\n" * 13 + "```", "13 lines"),
-    ("```text\n" + "a\n" * 16 + "```", "16 lines"),
-    ("<!-- part of: train.py -->\n```python\nseed = 2\n```", "not in train.py: seed = 2"),
-    ("[a page](nowhere.md)", "leads nowhere: nowhere.md"),
-    ("[a part](train.md#nowhere)", "leads nowhere: train.md#nowhere"),
-    ("A walk.", "unwanted: walk"),
-]
-CONTROLS = [(STAGE, "## Run it\n", f"{text}\n\n## Run it\n", found) for text, found in ADDED]
-CONTROLS += [  # another change of a page
-    (STAGE, "## Pitfalls", "## Traps", "it begins otherwise"),
-    (STAGE, "**Question: what", "**What", "it begins otherwise"),
-    (STAGE, "(../GLOSSARY.md#warm-up)", "()", "no Words: warm-up"),
-    (STAGE, "#seed", "#throughput", "01_single_gpu: the glossary has no seed"),
-    (PAGE, "Back to", "See", "no way back"),
-    ("docs/glossary.md", '<a id="seed"></a>', "", "01_single_gpu: the glossary has no seed"),
-    ("docs/glossary.md", "| [fit.md](01_single_gpu/fit.md) |", "|", "no page for a"),
-    ("docs/index.md", f"({PAGE})", "()", f"docs/index.md does not link {PAGE}"),
+CONTROLS = [  # a page, what is added to it, and what is found then
+    (STAGE, "It is. " * 450, r"(9|\d\d)\d\d words"),
+    (STAGE, "Rings are fast.", "used before it is explained: ring"),
+    (STAGE, "A [page](nowhere.md).", "leads nowhere: nowhere.md"),
+    (PAGE, "A [part](fit.md#nowhere).", "leads nowhere: fit.md#nowhere"),
+    ("docs/claims.md", "A [page](../01_single_gpu).\nA [page](nowhere)", "leads nowhere: nowhere"),
+    ("docs/zh/claims.md", "A [page](../nowhere.md).", r"leads nowhere: \.\./nowhere.md"),
+    (PAGE, "See `test_nothing`.", "names a test that is not there: test_nothing"),
+    (PAGE, "<!-- part of: train.py -->\n```python\nseed = 2\n```", "not in train.py: seed = 2"),
 ]
 
 
-@pytest.mark.parametrize(("page", "old", "new", "found"), CONTROLS)
-def test_what_is_wrong_with_a_page_is_found(page, old, new, found, monkeypatch):
+@pytest.mark.parametrize(("page", "added", "found"), CONTROLS)
+def test_what_is_wrong_with_a_page_is_found(page, added, found, monkeypatch):
     read, path = Path.read_text, ROOT / page
-    changed = path.read_text().replace(old, new)
+    changed = f"{path.read_text()}\n{added}\n"
     monkeypatch.setattr(
         Path, "read_text", lambda file, *more: changed if file == path else read(file, *more)
     )
-    assert re.search(f"^{found}", "\n".join([*faults(path), *faults_together()]), re.M)
+    assert re.search(f"^{found}", "\n".join(faults(path)), re.M)
 
 
-@pytest.mark.parametrize("page", READMES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_page_is_plain_and_what_it_links_and_quotes_is_there(page):
+@pytest.mark.parametrize(
+    "page", [*ALL_PAGES, *CHINESE], ids=lambda path: f"{path.parent.name}/{path.name}"
+)
+def test_what_a_page_links_and_quotes_is_there(page):
     assert [*faults(page)] == []
 
 
-def test_glossary_and_chapters_know_every_term_page_and_program():
+def test_a_translation_that_is_older_is_reported_and_fails_nothing(tmp_path, monkeypatch, capsys):
+    english, chinese = tmp_path / "README.md", tmp_path / "README.zh.md"
+    english.write_text("# One\n")
+    chinese.write_text(
+        f"# 一\n<!-- of the English: {translations.digest(english.read_text())} -->\n"
+    )
+    monkeypatch.setattr(translations, "ROOT", tmp_path)
+    monkeypatch.setattr(translations, "translated_pages", lambda: [(english, chinese)])
+    monkeypatch.setattr(sys, "argv", ["translations.py"])
+    translations.main()
+    assert capsys.readouterr().out == ""
+    english.write_text("# Another one\n")
+    translations.main()
+    assert capsys.readouterr().out == "README.zh.md is older than README.md\n"
+
+
+def test_the_main_path_is_complete():
     assert len(main_path(ROOT)) == len(MAIN)
-    assert [*faults_together()] == []
+
+
+def test_the_index_is_that_of_the_pages_and_programs_of_today():
+    assert (ROOT / index.INDEX).read_text() == index.index(), "run: make lessons"
+
+
+def test_the_index_lists_a_new_page_and_a_new_program_in_the_order_of_the_readme(tmp_path):
+    stage = tmp_path / "01_one"
+    stage.mkdir()
+    (stage / "README.md").write_text("# 01 · One\n\n**Question: which one?**\n[late](late.md)\n")
+    (stage / "early.py").write_text('"""Comes early.\n\nMore.\n"""\n')
+    (stage / "late.md").write_text("# Comes | late\n")
+    (stage / "late.py").write_text('"""Shows it."""\n')
+    rows = re.findall(r"^\| \[(.+?)\]\(\.\./01_one/.+?\) \| (.+) \|$", index.index(tmp_path), re.M)
+    assert rows == [
+        ("README.md", "01 · One: which one?"),
+        ("late.md", "Comes &#124; late"),
+        ("late.py", "Shows it"),
+        ("early.py", "Comes early"),
+    ]

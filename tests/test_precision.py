@@ -1,4 +1,4 @@
-"""The complete script's step: loss scaling, clipping, accumulation, schedules. Claim C10."""
+"""Scaled, clipped, accumulated and scheduled steps are those of one process. And claim C10."""
 
 import math
 from functools import partial, partialmethod
@@ -13,7 +13,7 @@ from torch.optim import SGD
 import oracle
 import support
 from common.options import make_parser
-from readmes import fences, shown_output
+from repository_pages import fences
 from support import Run, chapter, load_stage, run_main, run_ranks, train, train_once
 from test_collectives import of_all_ranks, on_ranks
 from test_proof import FLAGS, differences
@@ -136,11 +136,11 @@ def test_a_run_that_another_stage_began_is_at_its_place_in_the_schedule():
 def shown(program) -> list[list[str]]:
     """The cells that the README shows; test_the_output_shown_is_the_output runs the program."""
     command = f"python 05_amp_syncbn/{program}"
-    text = next(fence.text for fence in fences("text") if shown_output(fence) == command)
+    text = next(fence.text for fence in fences("text") if fence.command == command)
     return [line.split() for line in text.splitlines()]
 
 
-def test_05_the_linear_rule_makes_up_for_fewer_updates_until_it_diverges_in_spite_of_a_warm_up():
+def test_05_the_linear_rule_makes_up_for_fewer_updates_until_it_diverges():
     losses = {" ".join(row[2:-1]): row[-1] for row in shown("large_batch.py") if row[1:]}
     small, large = float(losses["0.05"]), float(losses["none 0.05"])
     assert large > 2 * small

@@ -9,9 +9,10 @@ import pytest
 
 import tour
 from lessons import PARENTS
-from readmes import BREAK, READMES, ROOT, TABLE, fences, shell, shown_output
+from outputs import differences
+from repository_pages import ALL_PAGES, BREAK, ROOT, TABLE, fences, shell
 from support import command as start
-from support import free_port, launcher
+from support import launch_ranks
 from tables import TABLES
 
 
@@ -28,7 +29,7 @@ def copy(tmp_path_factory) -> Path:
 # 04's own train.py is started by the real torchrun.
 TORCHRUN = r"torchrun --standalone --nproc-per-node=(\d)(?! 04_ddp_torchrun/train)"
 SCRIPT = re.compile(
-    rf"((?:(?!TORCH)[A-Z_]+=\w* )*)(?:python|{TORCHRUN}) ((?:\w+/)?\w+\.py)([\w =./-]*)"
+    rf"((?:(?!TORCH)[A-Z_]+=\w* )*)(?:python|{TORCHRUN}) ((?:\w+/)*\w+\.py)([\w =./-]*)"
 )
 
 
@@ -40,9 +41,11 @@ def run(command: str, where: Path) -> str:
     if not found:
         return shell(command, where)
     names, ranks, script, flags = found.groups()
-    how = {"env": dict(re.findall(r"(\w+)=(\S*) ", names)), "ranks": int(ranks or 1)}
-    how["env"] |= launcher(free_port(), how["ranks"]) if ranks else {}
-    ended = start(script, *flags.split(), where=where, seconds=180, **how)
+    how = {"env": dict(re.findall(r"(\w+)=(\S*) ", names)), "where": where, "seconds": 180}
+    if ranks:
+        ended = launch_ranks(script, *flags.split(), ranks=int(ranks), **how)
+    else:
+        ended = start(script, *flags.split(), **how)
     output = re.sub(r"^\[rank\d\]:.*\n", "", "".join(out for _, out in ended), flags=re.M)
     assert all(status == 0 for status, _ in ended), f"{command}\n{output}"
     return output  # without what torch's C++ logs
@@ -64,12 +67,12 @@ def test_every_command_runs(fence, copy):
         run(command, copy)
 
 
-CHAPTERS = [f for f in fences("text") if shown_output(f) and "train.py" not in f.note]
+OUTPUTS = [f for f in fences("text") if f.command and "train.py" not in f.command]
 
 
-@pytest.mark.parametrize("fence", CHAPTERS, ids=lambda fence: shown_output(fence))
+@pytest.mark.parametrize("fence", OUTPUTS, ids=lambda fence: fence.command)
 def test_the_output_shown_is_the_output(fence, copy):
-    assert run(shown_output(fence), copy) == fence.text
+    assert differences(fence.text, run(fence.command, copy), *fence.tolerances) == []
 
 
 LESSONS = [fence for fence in fences("diff") if not BREAK.fullmatch(fence.note)]
@@ -77,7 +80,7 @@ LESSONS = [fence for fence in fences("diff") if not BREAK.fullmatch(fence.note)]
 
 @pytest.mark.parametrize("fence", LESSONS, ids=lambda fence: fence.name)
 def test_every_diff_is_a_part_of_the_lesson(fence):
-    lesson = (fence.readme.parent / "lesson.diff").read_text()
+    lesson = (fence.page.parent / "lesson.diff").read_text()
     assert f"\n{fence.text}" in lesson
 
 
@@ -85,7 +88,7 @@ def test_every_diff_is_a_part_of_the_lesson(fence):
 def test_the_readme_shows_every_hunk_that_is_a_lesson(stage):
     """At least half of the changed lines stand in the README, with a word about each."""
     lesson = (ROOT / stage / "lesson.diff").read_text().splitlines()[2:]
-    shown = [line for f in LESSONS if f.readme.parent.name == stage for line in f.text.splitlines()]
+    shown = [line for f in LESSONS if f.page.parent == ROOT / stage for line in f.text.splitlines()]
     changed = [line for line in lesson if line[0] in "+-" and line[1:].strip()]
     assert sum(line[0] in "+-" for line in shown) >= len(changed) / 2
 
@@ -97,7 +100,7 @@ def test_the_table_and_the_picture_are_those_of_the_committed_run():
     assert (ROOT / "benchmarks" / "results" / "tour.png").is_file()
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
-def test_the_tables_are_those_of_the_committed_results(readme):
-    for match in TABLE.finditer(readme.read_text()):
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda path: path.parent.name)
+def test_the_tables_are_those_of_the_committed_results(page):
+    for match in TABLE.finditer(page.read_text()):
         assert match["text"].strip() == TABLES[match["name"]](), "run: make readme"

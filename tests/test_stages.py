@@ -56,7 +56,7 @@ def test_every_stage_learns_and_tells_what_ran_and_what_came_of_it(key, ranks):
     shown = f"{losses}  test accuracy {summary['test_accuracy']:.2%}  "
     speed = run.output.splitlines()[-2].removeprefix(shown).removesuffix(" samples/s")
     samples = 120 / statistics.median(seconds[-12:])
-    assert float(speed.replace(",", "")) == pytest.approx(samples, rel=1e-3)
+    assert float(speed.replace(",", "")) == pytest.approx(samples, rel=1e-3, abs=0.5)  # a whole one
     group = run.checkpoint["optimizer"]["param_groups"][0]
     assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.1, 0.9, 0.001)
 
@@ -170,6 +170,19 @@ def test_05_resumes_the_loss_scale(without=()):
 )
 def test_a_stage_resumes_to_the_bit(key, ranks, flags):
     resumes(key, ranks, *flags)
+
+
+@pytest.mark.parametrize(("key", "limit"), [("03", 0.0), ("04", 1e-5)])
+def test_on_three_ranks_a_resumed_run_of_ddp_may_round_differently(key, limit):
+    """DDP orders its bucket by the first backward, so a resumed run begins with another order, and
+    gloo adds three ranks' numbers in an order that depends on their place in the bucket."""
+    flags = ("--epochs=2", "--model=net-bn")
+    whole = train_once(key, 3, *flags, **FP32)
+    first = train(key, 3, *flags, "--epochs=1", **FP32)
+    resumed = train(key, 3, *flags, "--resume=auto", **FP32, folder=first.folder)
+    old, new = whole.checkpoint["model"], resumed.checkpoint["model"]
+    distance = max(float((old[name] - new[name]).abs().max()) for name in old)
+    assert distance <= limit
 
 
 def random_pictures(folder: Path) -> Path:

@@ -5,9 +5,12 @@ import json
 import multiprocessing
 import os
 import re
+import runpy
 import signal
 import sys
+import tempfile
 import time
+import tracemalloc
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -182,50 +185,56 @@ def test_all_ranks_decide_alike_and_the_lowest_that_failed_tells_why(rank):
     }
 
 
-def _save(path: Path, step: int, module: object = durable, renamed: bool = False) -> None:
+def _save(path: Path, step: int, module: object = durable) -> None:
     with module.replacing(path) as file:
         torch.save({"step": step}, file)
-        if renamed:
-            file.replace(path)
 
 
 def step_of(path: Path | None) -> int | None:
     return torch.load(path, weights_only=True)["step"] if path else None
 
 
-UNCHECKED = ("durable.py", "    if is_whole(path):  #", "    if path.exists():  #")
+CHECK = "    if is_unchanged(path) or is_whole(path):\n"
+UNCHECKED = ("durable.py", CHECK, "    if path.exists():\n")
 SAVES = [  # how many came before; whether the last of them is damaged; what a kill leaves, in order
-    (0, False, True, (), [None, 3]),
-    (2, False, True, (), [2, 3]),
-    (2, True, False, (), [1, 3]),
-    (2, True, False, (UNCHECKED,), [1, None, 3]),
+    (0, False, (), [None, 3]),
+    (2, False, (), [2, 3]),
+    (2, True, (), [1, 3]),
+    (2, True, (UNCHECKED,), [1, None, 3]),
 ]
 
 
-@pytest.mark.parametrize(("earlier", "damaged", "renamed", "change", "left"), SAVES)
-def test_a_kill_in_each_line_leaves_a_whole_one(earlier, damaged, renamed, change, left, tmp_path):
-    """The control: unchecked, a damaged one replaces the good one before it."""
+@pytest.mark.parametrize(("earlier", "damaged", "change", "left"), SAVES)
+@pytest.mark.parametrize("same_process", [True, False])
+def test_a_kill_in_each_line_leaves_a_whole_one(
+    earlier, damaged, change, left, same_process, tmp_path, monkeypatch
+):
+    """Whether this process has saved what came before, or another one, and it has to be read. The
+    control: unchecked, a damaged one replaces the good one before it."""
+    monkeypatch.setattr(os, "fsync", id)  # it outlasts a power cut, not a kill, and takes its time
     module = fresh_module("survive", "durable.py", change)
     newest, killed = [], True
     while killed:
         path = tmp_path / str(len(newest)) / "checkpoint.pt"
         path.parent.mkdir()
         for step in range(1, earlier + 1):
-            _save(path, step)
+            _save(path, step, module if same_process else durable)
         if damaged:
             path.write_bytes(path.read_bytes()[:-100])
-        lines, last = count(), len(newest)
+        seen, last = set(), len(newest)
 
         def trace(frame, event, _):
             if frame.f_code.co_filename == module.__file__:
-                if event == "line" and next(lines) == last:  # noqa: B023
-                    os.kill(os.getpid(), signal.SIGKILL)
+                if event == "line" and frame.f_lineno not in seen:  # noqa: B023
+                    seen.add(frame.f_lineno)  # noqa: B023
+                    if len(seen) > last:  # noqa: B023
+                        os.kill(os.getpid(), signal.SIGKILL)
                 return trace
 
         if not (child := os.fork()):
             sys.settrace(trace)
             try:
-                _save(path, 3, module, renamed)
+                _save(path, 3, module)
             finally:
                 os._exit(0)
         killed = os.WIFSIGNALED(os.waitpid(child, 0)[1])
@@ -263,10 +272,133 @@ def test_a_save_that_fails_leaves_only_the_checkpoint_before(two):
         _save(two, 3)
     assert synced == [two.stat().st_size]
     with patch("os.fsync", side_effect=OSError("no room")):
-        told = _attempt(_save, two, 4, durable, True)
+        told = _attempt(_save, two, 4)
     assert told.startswith(f"CheckpointError: cannot write {two} (no room), the one before is whol")
     left = [(path.name, step_of(path)) for path in two.parent.iterdir()]
     assert left == [("checkpoint.before.pt", 3)]
+
+
+def test_a_bit_that_flips_after_a_save_is_seen_by_the_next_one(two):
+    """Without a new size, and within a tick of the disk's clock. The control: the time is set."""
+    time_before, data = two.stat().st_mtime_ns, bytearray(two.read_bytes())
+    data[len(data) // 2] ^= 1
+    for restored, steps in ((False, [3, 1]), (True, [3, None])):
+        two.write_bytes(data)
+        if restored:
+            os.utime(two, ns=(time_before, time_before))
+            durable.written[two] = durable.description(two)
+        _save(two, 3)
+        before = durable.previous(two)
+        assert [step_of(two), step_of(before) if durable.is_whole(before) else None] == steps
+
+
+def test_a_write_error_in_the_middle_is_told_after_torch_has_saved(two):
+    """torch.save calls write from C++, where an exception might end the process."""
+    saved = []
+
+    def save() -> None:
+        with durable.replacing(two) as file:
+            torch.save({"weights": torch.zeros(9, 10_000)}, file)
+            saved.append(file.error.strerror)
+
+    two.with_suffix(".tmp").symlink_to("/dev/full")
+    assert "No space left on device" in _attempt(save)
+    assert saved == ["No space left on device"], "torch.save came to its end"
+    assert [path.name for path in two.parent.iterdir()] == ["checkpoint.before.pt"]
+
+
+def read_bytes(function, *args: object) -> int:
+    """What this process reads from files in the meantime, from the disk or from its cache."""
+    counts = [0, 0]
+    for turn in range(2):
+        counts[turn] = int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+        if turn == 0:
+            function(*args)
+    return counts[1] - counts[0]
+
+
+def peak_bytes(function, *args: object) -> int:
+    tracemalloc.start()
+    try:
+        function(*args)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+MEGABYTE = 2**20
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_check_reads_a_file_once_and_holds_a_small_part_of_it(sealed, tmp_path):
+    """The control holds and reads twice the file, as the check once did."""
+    path, state = tmp_path / "checkpoint.pt", {"weights": torch.ones(4 * MEGABYTE)}
+    if sealed:
+        with durable.replacing(path) as file:
+            torch.save(state, file)
+    else:
+        torch.save(state, path)
+    size = path.stat().st_size
+    assert durable.is_whole(path)
+    assert size <= read_bytes(durable.is_whole, path) < size + MEGABYTE
+    assert peak_bytes(durable.is_whole, path) < 4 * MEGABYTE < size
+    control = lambda: path.read_bytes() + path.read_bytes()  # noqa: E731
+    assert read_bytes(control) > 2 * size
+    assert peak_bytes(control) > 2 * size
+
+
+def test_a_save_reads_nothing_unless_another_process_has_saved_before(tmp_path):
+    """Neither the checkpoint before nor the new one. The control: who did not save must read."""
+    path, state = tmp_path / "checkpoint.pt", {"weights": torch.ones(2 * MEGABYTE)}
+    other = fresh_module("survive", "durable.py")
+
+    def save(module) -> None:
+        with module.replacing(path) as file:
+            torch.save(state, file)
+
+    save(durable)
+    size = path.stat().st_size
+    assert read_bytes(save, durable) < MEGABYTE
+    assert size < read_bytes(save, other) < size + MEGABYTE
+    assert durable.is_whole(path)
+
+
+@on_ranks(3)
+def test_one_rank_reads_a_file_for_all_that_see_it_and_all_learn_the_answer(rank):
+    """Three ways to see the files: one disk; a disk for rank 1 alone; a file that rank 1 lacks."""
+    folder, agreement, read = Path(_shared_folder(rank)), agree.Agreement(30), []
+
+    def check(path: Path) -> bool:
+        read.append(path.name)
+        return path.read_text() == "whole"
+
+    def ask(*names: str) -> list:
+        read.clear()
+        found = agreement.first(check, [folder / name for name in names])
+        return of_all_ranks((found and found.name, tuple(read)))
+
+    if rank == 0:
+        for name in ("a", "b", "0", "2"):
+            (folder / name).write_text("whole")
+        for name in ("1", "bad"):
+            (folder / name).write_text("damaged")
+        os.link(folder / "a", folder / "other name of a")
+    agreement.barrier()
+    assert ask("a", "b") == [("a", ("a",)), ("a", ()), ("a", ())], "the second is not needed"
+    assert ask("bad", "b") == [("b", ("bad", "b")), ("b", ()), ("b", ())]
+    assert ask("bad") == [(None, ("bad",)), (None, ()), (None, ())]
+    name = "other name of a" if rank == 2 else "a"
+    assert ask(name) == [("a", ("a",)), ("a", ()), ("other name of a", ())], "by its inode"
+    own = ask(str(rank), "b")  # of rank 1, the first is damaged, and nobody else may answer for it
+    assert own == [("0", ("0", "b")), ("b", ("1",)), ("2", ("2",))]
+    missing = ask("nowhere" if rank == 1 else "a", "b")
+    assert missing == [("a", ("a", "b")), ("b", ()), ("a", ())]
+
+
+def _shared_folder(rank: int) -> str:
+    made = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(made)
+    return made[0]
 
 
 START = ", expected a whole number: start with torchrun or srun"
@@ -277,6 +409,10 @@ LAUNCHERS = [
     (("2", "1", "2", "2"), [], "LaunchError: RANK is 2, expected less than 2"),
     (("1", "one", "2", "2"), [], f"LaunchError: LOCAL_RANK is one{START}"),
     (("1", "1", "2"), SRUN, f"LaunchError: LOCAL_WORLD_SIZE is not set{START}"),
+    (("0", "0", "1", "1"), ("1", "1", "2", "2"), "[0, 0, 1, 1]"),  # a torchrun in each of two tasks
+    (("1",), [], f"LaunchError: LOCAL_RANK is not set{START}"),  # RANK alone
+    (("1", "1", "2x", "2"), [], f"LaunchError: WORLD_SIZE is 2x{START}"),
+    ([], ("1", "1", "2", "two"), f"LaunchError: SLURM_STEP_TASKS_PER_NODE is two{START}"),
 ]
 
 
@@ -303,6 +439,67 @@ def test_restarted_ranks_find_nothing_of_those_before_and_tell_their_gpus_apart(
         with cuda, patch.object(launch, "print", said.append, create=True):
             assert launch.own_gpus(here, torch.device("cuda", 0), rank, 3) == (gpus == 3)
     assert said == ["3 ranks share 2 GPUs: gloo, not nccl"] * (rank == 0)
+
+
+@on_ranks(3)
+def test_all_ranks_choose_the_same_backend_though_their_machines_differ(rank):
+    """The control: what each would choose from its own machine."""
+    store = dist.distributed_c10d._get_default_store()
+    for case, gpus in enumerate((("A", "B", "C"), ("A", "B", "B"), ("A", "", "B"), ("", "", ""))):
+        gpu = SimpleNamespace(uuid=gpus[rank])
+        cuda = patch.multiple(torch.cuda, set_device=id, get_device_properties=lambda _: gpu)  # noqa: B023
+        device = torch.device("cuda", 0) if gpus[rank] else torch.device("cpu")
+        with cuda, patch.object(launch, "print", id, create=True):
+            here = dist.PrefixStore(f"case {case}", store)
+            told = of_all_ranks(_attempt(launch.own_gpus, here, device, rank, 3))
+        mixed = "LaunchError: 1 of 3 ranks have no GPU (rank 1), the others have: give all nodes"
+        expected = ("True", "False", f"{mixed} GPUs, or all ranks --device cpu", "False")[case]
+        assert told == [expected] * 3
+    assert len(set(of_all_ranks(("A", "", "B")[rank] != ""))) == 2
+
+
+WRONG_STARTS = [
+    ({"RANK": "1"}, "LOCAL_RANK is not set, expected a whole number: start with torchrun or srun"),
+    (
+        {"MASTER_PORT": "soon"},
+        "MASTER_PORT is soon, expected a whole number: export MASTER_PORT=29",
+    ),
+    ({"MASTER_PORT": "0"}, "MASTER_PORT is 0, expected a free port on rank 0's host"),
+]
+
+
+@pytest.mark.parametrize(("env", "told"), WRONG_STARTS)
+def test_wrong_launch_variables_end_in_one_line_and_nobody_trains_alone(env, told, tmp_path):
+    if "RANK" not in env:
+        env = {**launcher(1), **env}
+    flags = ("--device=cpu", f"--run-dir={tmp_path / 'run'}")
+    [(status, output)] = command("survive/train.py", *flags, env=env)
+    assert (status, output.count("\n")) == (2, 1), output
+    assert output.startswith(f"error: {told}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_torchrun_of_one_rank_in_a_step_of_several_tasks_does_not_wait(tmp_path):
+    """As `srun --ntasks=2 torchrun --nproc-per-node=1`: each torchrun is a world of its own."""
+    slurm = dict(zip(launch.SRUN, ("1", "1", "2", "2"), strict=True))
+    flags = ("--device=cpu", "--max-steps=1", f"--run-dir={tmp_path}")
+    [(status, output)] = command("survive/train.py", *flags, env=launcher(1, ranks=1) | slurm)
+    assert (status, "global batch 120 = 1 × 120" in output) == (0, True), output
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(1, "cuda:0"), (2, "cuda:1"), (0, "cpu")])
+def test_a_loop_of_ones_own_takes_a_gpu_that_it_sees(gpus, expected, tmp_path, monkeypatch):
+    """srun may show each rank one GPU only, which is GPU 0 for all of them."""
+    torchrun = dict(zip(launch.TORCHRUN, "1122", strict=True))
+
+    def join(device: torch.device, *_: object, **__: object) -> None:
+        raise StopIteration(device)
+
+    cuda = patch.multiple(torch.cuda, is_available=lambda: gpus > 0, device_count=lambda: gpus)
+    monkeypatch.setattr(sys, "argv", ["own_loop.py", str(tmp_path)])
+    with cuda, patch.dict(os.environ, torchrun), patch.object(launch, "join", join):
+        told = _attempt(lambda: runpy.run_path(str(OWN_LOOP), run_name="__main__"))
+    assert told == f"StopIteration: {expected}"
 
 
 def test_the_store_is_at_a_port_that_exists(monkeypatch):
@@ -345,7 +542,7 @@ def test_a_loader_ends_with_its_rank_and_not_before():
 def dog_of(rank: int = 0, world_size: int = 2):
     module = fresh_module("survive", "watchdog.py")
     module.time = clock()
-    return module.Watchdog(dist.HashStore(), rank, world_size, __file__), module.time
+    return module.Watchdog(dist.HashStore(), rank, world_size, __file__, 600), module.time
 
 
 HERE, THERE, END = "step 3, line 1, `a()`", "step 3, line 2, `b()`", "the end of its work"
@@ -407,10 +604,32 @@ def test_only_the_very_process_that_wrote_a_note_is_ended(same):
     assert watchdog.identity(process.pid) is None
 
 
-@pytest.mark.parametrize(("lost", "at"), [(False, 60.25), (True, 3.25)])
-def test_a_rank_ends_when_the_store_no_longer_answers_or_another_rank_has_ended(lost, at):
+GUARDS = [("", 600.25), ("broken", 60.25), ("lost", 3.25)]
+
+
+@pytest.mark.parametrize(("what", "at"), GUARDS)
+@pytest.mark.parametrize("pause", [0, 100_000])
+def test_a_rank_ends_when_the_store_no_longer_answers_but_not_because_it_was_paused(
+    what, at, pause
+):
+    """A pause of the whole job, after 1 s, counts as one beat. The limit of the run is 600 s."""
     dog, time = dog_of()
-    dog.lost, ended = lost, []
+    setattr(dog, what or "place", True)
+    ended, began = [], time.now
+    dog._end = lambda verdict: ended.append((time.now - began, verdict))
+
+    def wait(seconds: float) -> bool:
+        time.now += seconds + (pause if time.now == 101 else 0)
+        return bool(ended) or time.now > began + pause + 1000
+
+    dog.over = SimpleNamespace(wait=wait)
+    dog._guard()
+    assert ended == [(at + pause, watchdog.NO_STORE)]
+
+
+def test_a_rank_ends_after_another_one_has_ended():
+    dog, time = dog_of()
+    ended = []
     dog._end = lambda verdict: ended.append((time.now - 100, verdict))
 
     def wait(seconds: float) -> bool:
@@ -420,34 +639,76 @@ def test_a_rank_ends_when_the_store_no_longer_answers_or_another_rank_has_ended(
         return bool(ended) or time.now > 200
 
     dog.over = SimpleNamespace(wait=wait)
-    dog._guard()
-    assert ended.pop() == (at, watchdog.NO_STORE)
-    time.now = 100.0
-    dog.store.delete_key("verdict")
+    dog.unanswered = 7
     dog._watch()
     assert ended == [(3.5, "why")]
+    assert dog.unanswered == 0, "the store has answered"
 
 
-def _waits(rank: int, silent_beats: int, file: str) -> str:
-    """Rank 1 dies. Rank 0 waits in C, where no error and no signal reaches it, as behind nccl."""
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_connection_that_broke_is_told_from_a_store_that_is_slow(broken):
+    dog, _ = dog_of()
+    turns = count()
+    dog.over = SimpleNamespace(wait=lambda _: next(turns) == 3)
+    if broken:
+        dog.store = SimpleNamespace(set=_raise_broken)
+    dog._watch()
+    assert dog.broken == broken
+
+
+def _raise_broken(*_: object) -> None:
+    raise dist.DistNetworkError("connection reset")
+
+
+def _waits(rank: int, how: str, seconds: float, beats: int, file: str) -> str:
+    """Rank 1 dies or stops. Rank 0 waits in C, where no error and no signal reaches it, as behind
+    nccl, and then lets a stopped rank go on."""
     os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     module = fresh_module("survive", "watchdog.py")
-    module.SILENT_BEATS = silent_beats
+    module.ENDED_BEATS = beats
     dist.init_process_group("gloo")
-    with module.Watchdog(dist.distributed_c10d._get_default_store(), rank, 2, __file__):
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.set("pid", str(os.getpid()))
+    with module.Watchdog(store, rank, 2, __file__, seconds):
         dist.barrier()
         if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        ctypes.CDLL(None).sleep(3)
+            os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        else:
+            ctypes.CDLL(None).sleep(3)
+            if how == "stopped":
+                os.kill(int(store.get("pid")), signal.SIGCONT)
+        if how == "stopped":
+            dist.barrier()
     return "waited"
 
 
-@pytest.mark.parametrize("silent_beats", [2, 80])  # the second is the control: 20 s
-def test_a_rank_that_waits_for_a_gpu_learns_that_another_died(silent_beats, tmp_path):
-    [waited, _] = run_ranks(2, _waits, silent_beats, str(tmp_path / "said"), dying=(0, 1))
-    said = (tmp_path / "said").read_text()
-    named = re.search("error: rank 0 gives up at .+`ctypes.+: rank 1 did not arrive, last .+", said)
-    assert (waited, named is None) == (("waited", True) if silent_beats > 2 else (None, False))
+WAITS_IN_C = [  # seconds: the limit of the run. A dead process is given up earlier, in beats
+    ("killed", 600, 2, [None, None]),
+    ("killed", 600, 80, ["waited", None]),  # the control: 20 s
+    ("stopped", 0.5, 80, [None, None]),  # beyond the limit: rank 1 gets SIGKILL, or it would stay
+    ("stopped", 600, 2, ["waited", "waited"]),  # the control: not beyond it
+]
+
+
+@pytest.mark.parametrize(("how", "seconds", "beats", "ends"), WAITS_IN_C)
+def test_a_rank_that_waits_for_a_gpu_learns_that_another_died(how, seconds, beats, ends, tmp_path):
+    file = tmp_path / "said"
+    assert run_ranks(2, _waits, how, seconds, beats, str(file), dying=(0, 1)) == ends
+    named = "error: rank 0 gives up at .+`ctypes.+: rank 1 did not arrive, last .+ unreachable"
+    assert bool(re.search(named, file.read_text())) == (ends[0] is None)
+
+
+def test_only_a_process_of_this_machine_is_known_to_have_ended():
+    process = context.Process(target=time.sleep, args=(60,))
+    process.start()
+    who = watchdog.identity(process.pid)
+    assert not watchdog.has_ended(who)
+    process.kill()
+    process.join()
+    assert watchdog.has_ended(who)
+    assert not watchdog.has_ended(["another machine", *who[1:]])
+    assert not watchdog.has_ended(None), "a rank that has written no note"
 
 
 NO_NETWORK = "all ranks have arrived, but {}: is the network open between the machines?"

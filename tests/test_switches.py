@@ -1,4 +1,4 @@
-"""Unused parameters, accumulation, the machine, switches of speed: C09, C12, C17, C18."""
+"""Switches of speed and unused parameters do what 05's pages say: C09, C12, C17, C18."""
 
 import json
 import os
@@ -266,7 +266,7 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_a_gpu)])
-def test_c18_cudnn_benchmark_changes_no_bit_on_a_cpu_and_the_last_ones_at_most_on_a_gpu(device):
+def test_c18_cudnn_benchmark_changes_no_bit_on_a_cpu_and_few_on_a_gpu(device):
     torch.manual_seed(0)
     layer, outputs = nn.Conv2d(64, 64, 3, padding=1).to(device), []
     images = [torch.randn(32, 64, size, size, device=device) for size in (16, 8, 16)]

@@ -262,7 +262,7 @@ def train_model(how=nn.Identity(), late=False, rank=None):  # noqa: B008
 
 
 @on_ranks(2)
-def test_c35_before_or_after_wrapping_it_is_the_same_training_unless_parameters_are_copied(rank):
+def test_c35_converting_before_or_after_wrapping_is_the_same_training(rank):
     """torch's become ours, for a CPU. The control, late copies: DDP waits for the old layers."""
     early = [(how, False) for how in (convert, torchs, compiled, copies)]
     for how, late in [*early, (torchs, True)]:  # ours, late: the next test

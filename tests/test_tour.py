@@ -6,11 +6,12 @@ from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import gpu
 import run_stage
 import tour
-from support import ROOT, command, free_port, launcher
+from support import ROOT, command, launch_ranks
 
 
 def forked(call: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:
@@ -20,7 +21,7 @@ def forked(call: list[str], env: dict[str, str], **_: object) -> SimpleNamespace
         script = (
             ["03_ddp_manual_allreduce/shm/__main__.py", *call[8:]] if call[6] == "-m" else call[6:]
         )
-        answers = command(*script, ranks=2, env=env | launcher(free_port()))
+        answers = launch_ranks(*script, env=env)
     else:
         answers = command(*call[1:], env=env)
     lines = "".join(output for _, output in answers).splitlines(keepends=True)
@@ -79,6 +80,33 @@ def test_the_reason_fits_what_was_measured(key, loss, model, ranks, words):
         for name, each in (("01", 1.0), (key, loss))
     )
     assert words in tour.explain(other, first, Namespace(model=model, ranks=ranks))
+
+
+NO_UNITS, UNITS = {"avx2": True, "avx512_bf16": False}, {"avx2": True, "avx512_bf16": True}
+IN_BF16 = [
+    (0.32, NO_UNITS, "0.32 times the speed of *05*: this CPU has no bf16 instructions, so it"),
+    (1.0, NO_UNITS, "1.00 times the speed of *05*: this CPU has no bf16 instructions, so it"),
+    (1.27, UNITS, "1.27 times the speed of *05*: this CPU has bf16 instructions, which gain 27%"),
+    (
+        1.0,
+        UNITS,
+        "1.00 times the speed of *05*: this CPU has bf16 instructions, but layers as small",
+    ),
+    (0.8, UNITS, "0.80 times the speed of *05*: this CPU has bf16 instructions, but with layers"),
+]
+
+
+@pytest.mark.parametrize(("ratio", "capabilities", "said"), IN_BF16)
+@pytest.mark.parametrize("key", ["05-bf16", "05-bf16-shm"])
+def test_the_row_in_bf16_says_whether_this_cpu_has_the_instructions(
+    key, ratio, capabilities, said, monkeypatch
+):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    fp32, bf16 = (
+        tour.Row(key, key, (), summary={"samples_per_second": 1000 * speed, "device": "cpu"})
+        for key, speed in (("05", 1.0), (key, ratio))
+    )
+    assert tour.explain_speed(bf16, fp32).startswith(said)
 
 
 def test_a_stage_that_fails_ends_the_tour(run_tour, tmp_path, capsys):

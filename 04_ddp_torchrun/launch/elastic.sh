@@ -7,30 +7,24 @@
 # When a rank dies, or a node joins or leaves, torchrun ends all ranks and starts as many as the
 # nodes allow. --resume auto continues from the last checkpoint. So --run-dir must be on a disk that
 # all nodes share, and every possible world size must divide the global batch.
-# Arguments go to beyond/survive/train.py. Settings, the same on every node:
+# Arguments go to train.py. Settings, the same on every node:
 NNODES="${NNODES:-1}"                            # machines: 2, or 1:4 for 1 to 4
 NPROC_PER_NODE="${NPROC_PER_NODE:-2}"            # ranks on this node: one for each GPU, or gpu
 RDZV_ENDPOINT="${RDZV_ENDPOINT:-localhost:0}"    # a node and its port; 0: any free one, on one node
 RDZV_ID="${RDZV_ID:-survive}"                    # tells jobs with the same endpoint apart
 MAX_RESTARTS="${MAX_RESTARTS:-3}"                # then it gives up
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"   # threads of each rank: cores / ranks at most
-SCRIPT="${SCRIPT:-survive/train.py}"             # not a stage: see SIGTERM below
+SCRIPT="${SCRIPT:-beyond/survive/train.py}"      # a stage would die at SIGTERM, and be restarted
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source 04_ddp_torchrun/launch/ranks.sh # run_ranks, and what Ctrl-C and SIGTERM do
 
 # Without this, all attempts share one store. The ranks of a new attempt may read addresses that
 # the old ones left there, and hang or fail: pytorch issue 135712, seen with torch 2.11 and 2.15.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
-torchrun --nnodes "$NNODES" --nproc-per-node "$NPROC_PER_NODE" --max-restarts "$MAX_RESTARTS" \
+run_ranks torchrun \
+    --nnodes "$NNODES" --nproc-per-node "$NPROC_PER_NODE" --max-restarts "$MAX_RESTARTS" \
     --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT" --rdzv-id "$RDZV_ID" \
-    "$SCRIPT" --resume auto "$@" &
-agent=$!
-
-# torchrun would answer SIGTERM with status 1. So the ranks receive it: beyond/survive/train.py ends with a
-# checkpoint and status 0. A stage would die, and be restarted. If there are no ranks yet,
-# torchrun receives it.
-trap 'pkill -TERM -P "$agent" || kill -TERM "$agent"' TERM
-while kill -0 "$agent" 2> /dev/null; do wait "$agent" || true; done
-wait "$agent" # its status is ours
+    "$SCRIPT" --resume auto "$@"

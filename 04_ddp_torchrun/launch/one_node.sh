@@ -11,14 +11,7 @@ SCRIPT="${SCRIPT:-04_ddp_torchrun/train.py}"     # or 05_amp_syncbn/train.py, be
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source 04_ddp_torchrun/launch/ranks.sh # run_ranks, and what Ctrl-C and SIGTERM do
 
 # --standalone: one node, on a port that is free.
-torchrun --standalone --nproc-per-node "$NPROC_PER_NODE" "$SCRIPT" "$@" &
-agent=$!
-
-# torchrun would answer SIGTERM with status 1, whatever its ranks do. So the ranks receive it: a
-# stage ends at once, beyond/survive/train.py with a checkpoint and status 0. If there are no ranks yet,
-# torchrun receives it.
-trap 'pkill -TERM -P "$agent" || kill -TERM "$agent"' TERM
-while kill -0 "$agent" 2> /dev/null; do wait "$agent" || true; done
-wait "$agent" # its status is ours
+run_ranks torchrun --standalone --nproc-per-node "$NPROC_PER_NODE" "$SCRIPT" "$@"

@@ -18,6 +18,7 @@ SCRIPT="${SCRIPT:-04_ddp_torchrun/train.py}"     # or 05_amp_syncbn/train.py, be
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source 04_ddp_torchrun/launch/ranks.sh # run_ranks, and what Ctrl-C and SIGTERM do
 
 if [ -z "$NODE_RANK" ] || [ -z "$MASTER_ADDR" ]; then
     echo "error: NODE_RANK and MASTER_ADDR have no default: set NODE_RANK to the number of this" \
@@ -25,13 +26,6 @@ if [ -z "$NODE_RANK" ] || [ -z "$MASTER_ADDR" ]; then
     exit 2
 fi
 
-torchrun --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC_PER_NODE" \
-    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$SCRIPT" "$@" &
-agent=$!
-
-# torchrun would answer SIGTERM with status 1, whatever its ranks do. So the ranks receive it: a
-# stage ends at once, beyond/survive/train.py with a checkpoint and status 0. If there are no ranks yet,
-# torchrun receives it.
-trap 'pkill -TERM -P "$agent" || kill -TERM "$agent"' TERM
-while kill -0 "$agent" 2> /dev/null; do wait "$agent" || true; done
-wait "$agent" # its status is ours
+run_ranks torchrun \
+    --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC_PER_NODE" \
+    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$SCRIPT" "$@"

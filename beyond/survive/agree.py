@@ -5,13 +5,15 @@ python beyond/survive/agree.py
 If one rank leaves the loop alone, the others wait for it. So every decision is a small collective.
 """
 
+import hashlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,6 +98,39 @@ class Agreement:
             if value != first:
                 raise AgreementError(f"{what} is {value} on rank {self.rank}, {first} on rank 0")
 
+    def first(self, check: Callable[[Path], bool], paths: Sequence[Path]) -> Path | None:
+        """The first of these files that passes the check, as this rank sees the files, or None.
+
+        The check may read a long file. So of the ranks that see the same file, which is a matter of
+        the machine and of the inode and not of the name, the lowest reads it and tells the others.
+        A rank with a disk of its own reads for itself: another rank's answer says nothing about it.
+        """
+        found = None
+        for path in paths:
+            passed = self._check_once(check, path)
+            if found is None and passed[self.rank]:
+                found = path
+            if all(passed):  # the same answers are known to all ranks, so all stop here
+                break
+        return found
+
+    def _check_once(self, check: Callable[[Path], bool], path: Path) -> list[bool]:
+        """check(path) of each rank, computed by the lowest rank of those that see the same file.
+
+        check: must not raise, because the other ranks wait for its answer.
+        """
+        seen = self._gather(same_file_number(path))
+        readers = [seen.index(number) for number in seen]  # who answers for each rank
+        exists, is_reader = seen[self.rank] != 0, readers[self.rank] == self.rank
+        answers = self._gather(int(exists and is_reader and check(path)))
+        return [bool(answers[reader]) for reader in readers]
+
+    def _gather(self, value: int) -> list[int]:
+        """The values of all ranks, in the order of the ranks."""
+        ranks = [torch.zeros((), dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(ranks, torch.tensor(value), self.group)  # every rank must reach this line
+        return [int(each) for each in ranks]
+
     def mean(self, losses: Tensor, model: nn.Module, step: int, scale: float = 1.0) -> Tensor:
         """The mean over all ranks, (steps,); if a loss or a weight is not finite, all ranks end.
 
@@ -112,6 +147,18 @@ class Agreement:
                 why = f"gradients are inf or nan even with the loss scaled by {scale:.0e}"
                 raise AgreementError(f"{why}: try --amp bf16, or a lower --lr")
         return torch.stack(ranks).mean(dim=0)
+
+
+def same_file_number(path: Path) -> int:
+    """Equal numbers, below 2**63, for the same file on the same machine; 0 if there is none."""
+    try:
+        file = path.stat()
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        machine = boot.read_text() if boot.exists() else os.uname().nodename
+    except OSError:
+        return 0
+    name = f"{machine} {file.st_dev} {file.st_ino}"
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
 
 
 def refuse_nan(losses: Tensor, model: nn.Module, step: int) -> None:

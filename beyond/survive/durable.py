@@ -7,17 +7,21 @@ import hashlib
 import os
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from io import BytesIO
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.utils.data import Dataset, Sampler
 
 MARK = b"\nsha256 "  # before the checksum, at the end of a file; torch.load ignores both
+SEAL_BYTES = len(MARK) + 64  # the mark and the checksum
+CHUNK_BYTES = 2**20  # of a file, in memory at a time
+written: dict[Path, tuple[int, ...]] = {}  # what this process has saved, as the disk describes it
 
 
 class CheckpointError(ValueError):
@@ -29,31 +33,74 @@ def previous(path: Path) -> Path:
     return path.with_name(f"{path.stem}.before{path.suffix}")
 
 
+class HashingFile:
+    """A new file that can only be written from front to back, and is hashed on the way.
+
+    It never raises, because torch.save calls it from C++: the error waits in `error`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.file, self.sha256 = path.open("wb"), hashlib.sha256()
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        try:
+            if not self.error:
+                self.file.write(data)
+        except OSError as error:
+            self.error = error
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        pass  # torch.save asks for it; `seal` does more
+
+    def seal(self) -> None:
+        """Add the checksum, and wait until all of it is on the disk."""
+        self.write(MARK + self.sha256.hexdigest().encode())
+        if self.error:
+            raise self.error
+        self.file.flush()
+        # In whole seconds: then each later change shows, even one within a tick of the clock.
+        os.utime(self.file.fileno(), (time.time(), int(time.time())))
+        os.fsync(self.file.fileno())
+
+
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Save in the block, at the path that this yields. A kill at any time leaves a whole one.
+def replacing(path: Path) -> Iterator[Any]:
+    """torch.save in the block, to the file that this yields. A kill at any time leaves a whole one.
 
     Before the block, the checkpoint that is there becomes the previous one. After it, a checksum is
-    added, and the file is forced to disk. CheckpointError if the block cannot write.
+    added, the file is forced to disk and gets its name. CheckpointError if the block cannot write.
     """
     unfinished = path.with_suffix(".tmp")
-    if is_whole(path):  # a damaged one must not replace the good one before it
+    # A damaged one must not replace the good one before it. What this process has saved itself is
+    # read again only if the disk says that it has changed since.
+    if is_unchanged(path) or is_whole(path):
         path.replace(previous(path))
     try:
-        yield unfinished
-        if not unfinished.exists():  # save_checkpoint has renamed it already
-            path.replace(unfinished)  # too early: a power cut could leave zeros
-        with unfinished.open("r+b") as file:
-            digest = hashlib.sha256(file.read()).hexdigest()
-            file.write(MARK + digest.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
+        file = HashingFile(unfinished)
+        with file.file:
+            yield file
+            file.seal()
+        unfinished.replace(path)  # not earlier: a power cut could leave zeros
+        written[path] = description(path)
     except (OSError, RuntimeError) as error:  # RuntimeError: torch.save's
         for each in (path, unfinished):
             each.unlink(missing_ok=True)
         why = f"cannot write {path} ({error}), the one before is whole"
         raise CheckpointError(f"{why}: make room, then --resume auto") from error
+
+
+def description(path: Path) -> tuple[int, ...]:
+    """Changes with every write to this file."""
+    file = path.stat()
+    return file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns
+
+
+def is_unchanged(path: Path) -> bool:
+    """Whether this process has saved this file, and nobody has written to it since."""
+    return path in written and path.exists() and written[path] == description(path)
 
 
 def set_aside(path: Path, resumed: Path | None) -> None:
@@ -70,26 +117,48 @@ def set_aside(path: Path, resumed: Path | None) -> None:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether the file is there and its checksum fits; without a checksum, whether it loads."""
+    """Whether the file is there and its checksum fits; without one, the checksums of its parts.
+
+    Reads a chunk at a time: a checkpoint may be larger than the memory that a rank has left.
+    """
     try:
-        data = path.read_bytes()
-        body, mark, digest = data.rpartition(MARK)
-        if mark and len(digest) == 64:
-            return hashlib.sha256(body).hexdigest().encode() == digest
-        torch.load(BytesIO(data), map_location="cpu", weights_only=True)  # saved by 01 to 05
-    except Exception:  # whatever a damaged file makes torch.load raise
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - SEAL_BYTES))
+            seal = file.read()
+            if seal.startswith(MARK) and len(seal) == SEAL_BYTES:
+                return sha256(file, size - SEAL_BYTES) == seal.removeprefix(MARK).decode()
+        with zipfile.ZipFile(path) as parts:  # saved by 01 to 05: torch.save writes a zip file
+            return parts.testzip() is None
+    except Exception:  # whatever a damaged file makes zipfile raise
         return False
-    return True
 
 
-def newest_whole(path: Path) -> Path | None:
-    """The checkpoint at this path; if it is damaged, the one before; None if there is neither."""
-    found = [each for each in (path, previous(path)) if each.exists()]
-    for each in found:
-        if is_whole(each):
-            return each
-    if found:
-        raise CheckpointError(f"{found[0]} is damaged: resume from another one, or delete it")
+def sha256(file: BinaryIO, size: int) -> str:
+    """Of the first so many bytes of a file."""
+    file.seek(0)
+    digest = hashlib.sha256()
+    while size and (chunk := file.read(min(size, CHUNK_BYTES))):
+        digest.update(chunk)
+        size -= len(chunk)
+    return digest.hexdigest()
+
+
+def first_that(check: Callable[[Path], bool], paths: Sequence[Path]) -> Path | None:
+    """The first of these files that passes the check, or None."""
+    return next((path for path in paths if check(path)), None)
+
+
+def newest_whole(path: Path, first: Callable = first_that) -> Path | None:
+    """The checkpoint at this path; if it is damaged, the one before; None if there is neither.
+
+    first: how to find the first that is whole. With Agreement.first, one rank reads for all others.
+    """
+    both = (path, previous(path))
+    if whole := first(is_whole, both):
+        return whole
+    if damaged := [each for each in both if each.exists()]:
+        raise CheckpointError(f"{damaged[0]} is damaged: resume from another one, or delete it")
     return None
 
 

@@ -24,22 +24,34 @@ class LaunchError(ValueError):
 
 
 def read_launcher() -> list[int]:
-    """Rank, local rank, world size, local world size: from torchrun, else srun, else alone."""
-    for names in (TORCHRUN, SRUN):
-        if names[2] in os.environ:
-            values = [read_number(name) for name in names]
-            if values[0] >= values[2]:
-                raise LaunchError(f"{names[0]} is {values[0]}, expected less than {values[2]}")
-            return values
-    return [0, 0, 1, 1]
+    """Rank, local rank, world size, local world size: from torchrun, else srun, else alone.
+
+    torchrun sets all four of its names. So one of them is enough to believe it, even inside a step
+    of srun, whose tasks are then torchruns and no ranks; and if one is missing, this rank must not
+    train alone while others wait for it.
+    """
+    if any(name in os.environ for name in TORCHRUN):
+        names = TORCHRUN
+    elif "SLURM_STEP_NUM_TASKS" in os.environ:
+        names = SRUN
+    else:
+        return [0, 0, 1, 1]
+    rank, local_rank, world_size, local_ranks = map(read_number, names)
+    if rank >= world_size:
+        raise LaunchError(f"{names[0]} is {rank}, expected less than {world_size}")
+    return [rank, local_rank, world_size, local_ranks]
 
 
 def read_number(name: str) -> int:
-    """A whole number in the environment. Of SLURM's "2(x3)" or "4,3", this is the first one."""
-    if match := re.match(r"\d+", os.environ.get(name, "")):
-        return int(match[0])
+    """A whole number in the environment. Of SLURM's tasks per node, "2(x3)" or "4,3", the first."""
     value = os.environ.get(name, "not set")
-    raise LaunchError(f"{name} is {value}, expected a whole number: start with torchrun or srun")
+    first = re.split(r"[(,]", value)[0] if name == "SLURM_STEP_TASKS_PER_NODE" else value
+    if first.isdecimal():
+        return int(first)
+    hint = "start with torchrun or srun"
+    if name == "MASTER_PORT":
+        hint = f"export {name}=29500, or another free port on rank 0's host"
+    raise LaunchError(f"{name} is {value}, expected a whole number: {hint}")
 
 
 def join(
@@ -51,7 +63,7 @@ def join(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     try:
         store = open_store(rank, world_size, limit, one_machine)
-        nccl = device.type == "cuda" and own_gpus(store, device, rank, world_size)
+        nccl = own_gpus(store, device, rank, world_size)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if nccl else "gloo",
             store=store,
@@ -61,6 +73,8 @@ def join(
             timeout=2 * limit if nccl else limit,
             device_id=device if nccl else None,
         )
+    except LaunchError:
+        raise
     except (dist.DistError, ValueError) as error:  # ValueError: MASTER_ADDR is not set
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise LaunchError(
@@ -84,20 +98,39 @@ def open_store(rank: int, world_size: int, limit: timedelta, one_machine: bool) 
 
 
 def own_gpus(store: dist.Store, device: torch.device, rank: int, world_size: int) -> bool:
-    """Whether each rank has its own GPU. The numbers do not tell, because SLURM can hide GPUs."""
-    torch.cuda.set_device(device)
-    store.set(f"GPU {rank}", str(torch.cuda.get_device_properties(device).uuid))
-    gpus = {store.get(f"GPU {other}") for other in range(world_size)}
-    if rank == 0 and len(gpus) < world_size:
-        print(f"{world_size} ranks share {len(gpus)} GPUs: gloo, not nccl")
-    return len(gpus) == world_size
+    """Whether each rank has its own GPU: the same answer, or the same LaunchError, on all ranks.
+
+    No rank may decide from what it alone sees: of two nodes, one may have fewer GPUs, and nccl on
+    one of them would wait for gloo on the other. The numbers of the GPUs do not tell who shares
+    one, because SLURM can hide GPUs, and then each rank sees a GPU 0. Their uuids do.
+    """
+    mine = "the CPU"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        mine = str(torch.cuda.get_device_properties(device).uuid)
+    store.set(f"device {rank}", mine)
+    devices = [store.get(f"device {other}").decode() for other in range(world_size)]
+    without = [other for other, name in enumerate(devices) if name == "the CPU"]
+    if len(without) == world_size:
+        return False
+    if without:
+        ranks = ", ".join(map(str, without[:4])) + (", ..." if without[4:] else "")
+        why = f"{len(without)} of {world_size} ranks have no GPU (rank {ranks}), the others have"
+        raise LaunchError(f"{why}: give all nodes GPUs, or all ranks --device cpu")
+    gpus = len(set(devices))
+    if rank == 0 and gpus < world_size:
+        print(f"{world_size} ranks share {gpus} GPUs: gloo, not nccl")
+    return gpus == world_size
 
 
 def identity(pid: int) -> list[str] | None:
     """Identifies a process on all machines. A PID alone does not: the system uses it again."""
     try:
-        started = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
-        return [os.uname().nodename, os.readlink(f"/proc/{pid}/ns/pid"), str(pid), started]
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        if state == "Z":  # it has ended, and its parent has not yet asked how
+            return None
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # names may repeat
+        return [machine, os.readlink(f"/proc/{pid}/ns/pid"), str(pid), fields[18]]
     except OSError:  # it has ended, or this is not Linux
         return None
 

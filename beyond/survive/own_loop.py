@@ -24,7 +24,7 @@ def train(device: torch.device, agreement: Agreement, watchdog: Watchdog) -> Non
     model = torch.nn.Linear(8, 1).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     step, losses = 0, []
-    if found := durable.newest_whole(CHECKPOINT):  # 1. the newest that is whole
+    if found := durable.newest_whole(CHECKPOINT, agreement.first):  # 1. the newest that is whole
         state = torch.load(found, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -56,10 +56,11 @@ def train(device: torch.device, agreement: Agreement, watchdog: Watchdog) -> Non
 
 if __name__ == "__main__":
     rank, local_rank, world_size, local_ranks = read_launcher()
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():  # srun may show each rank a single GPU, which is then GPU 0
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
     store = join(device, rank, world_size, local_ranks, seconds=60)  # 10. not init_process_group
     agreement = Agreement(seconds=60)  # 11. after the ranks have met
-    with Watchdog(store.clone(), rank, world_size, __file__) as watchdog:  # 12. names a dead rank
+    with Watchdog(store.clone(), rank, world_size, __file__, 60) as watchdog:  # 12. names the dead
         train(device, agreement, watchdog)
     dist.destroy_process_group()

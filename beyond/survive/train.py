@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 import durable
 from agree import Agreement, AgreementError
-from common.checkpoint import read_checkpoint, save_checkpoint
+from common.checkpoint import checkpoint_state, read_checkpoint
 from common.data import load_dataset, loader_options, local_batch_size
 from common.models import build_model
 from common.options import exit_on_usage_error, float_at_least, int_at_least, make_parser
@@ -48,27 +48,30 @@ def parse_args() -> Namespace:
     return parser.parse_args()
 
 
+def find_checkpoint(args: Namespace, agreement: Agreement) -> Path | None:
+    """What --resume or --evaluate names; auto: this run's newest checkpoint that is whole."""
+    named = args.evaluate or args.resume
+    if named is None:
+        return None
+    if named == "auto":
+        return durable.newest_whole(args.run_dir / "checkpoint.pt", agreement.first)
+    path = Path(named)
+    if agreement.first(durable.is_whole, [path]):
+        return path
+    raise durable.CheckpointError(f"{path} is missing, damaged or no checkpoint: name another")
+
+
 def resume(
-    args: Namespace, model: nn.Module, optimizer: SGD, scaler: torch.amp.GradScaler, rank: int
-) -> tuple[Progress, Path | None]:
-    """Load what --resume or --evaluate names; auto: this run's newest checkpoint that is whole."""
-    path = args.evaluate or args.resume
-    if path == "auto":
-        path = durable.newest_whole(args.run_dir / "checkpoint.pt")
-    elif path and not durable.is_whole(Path(path)):
-        raise durable.CheckpointError(f"{path} is missing, damaged or no checkpoint: name another")
-    if not path:
-        return Progress(), None
-    progress, saved = read_checkpoint(Path(path), args, model, optimizer, scaler=scaler)
+    args: Namespace, path: Path, model: nn.Module, optimizer: SGD, scaler: torch.amp.GradScaler
+) -> tuple[Progress, int]:
+    """Load this checkpoint; returns how far its run had come, and on how many ranks."""
+    progress, saved = read_checkpoint(path, args, model, optimizer, scaler=scaler)
     stage, *order = [saved[key] for key in ("stage", "seed", "global_batch")]
     same_order = order == [args.seed, args.batch_size] and not stage.startswith("03")
     if progress.epoch_step and not same_order and not args.evaluate:
         why = f"ends inside an epoch of {stage} with --seed {order[0]} --batch-size {order[1]}"
         raise durable.CheckpointError(f"{path} {why}: use the same")
-    if rank == 0:
-        ranks = saved["world_size"]
-        print(f"resuming from {path}: step {progress.step}, saved by {ranks} ranks")
-    return progress, Path(path)
+    return progress, saved["world_size"]
 
 
 def until_checkpoint(loader: Iterable, recorder: Recorder, agreement: Agreement) -> Iterator:
@@ -95,6 +98,7 @@ def train_epoch(
 ) -> Tensor:
     """One pass over the training set; returns the loss of each step, (steps,), on the device."""
     model.train()
+    amp_dtype = AMP_DTYPES[args.amp]
     losses = []
     for (images, labels), lr in zip(loader, rates, strict=False):
         optimizer.param_groups[0]["lr"] = lr  # all parameters are in one group
@@ -103,9 +107,9 @@ def train_epoch(
         optimizer.zero_grad()
         parts = []  # the loss of each micro-batch
         for x, y in zip(images.chunk(args.accumulate), labels.chunk(args.accumulate), strict=True):
-            last = len(parts) == args.accumulate - 1
-            sync = nullcontext() if last else model.no_sync()  # DDP decides in forward
-            with torch.autocast(device.type, AMP_DTYPES[args.amp], enabled=args.amp != "off"), sync:
+            is_last = len(parts) == args.accumulate - 1
+            averages = nullcontext() if is_last else model.no_sync()  # DDP decides in forward
+            with averages, torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
                 loss = F.cross_entropy(model(x), y) / args.accumulate
             scaler.scale(loss).backward()  # adds to .grad; the last one averages over the ranks
             parts.append(loss.detach())
@@ -136,8 +140,10 @@ def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> tuple[
     return loss / samples, correct / samples
 
 
-def prepare(args: Namespace, device: torch.device, rank: int, world_size: int) -> tuple:
-    """What one rank can do, and check, alone."""
+def prepare(
+    args: Namespace, path: Path | None, device: torch.device, rank: int, world_size: int
+) -> tuple:
+    """What one rank can do, and check, alone. path: the checkpoint to start from."""
     micro_batch = local_batch_size(args.batch_size, world_size * args.accumulate)
     train_set, test_set = load_dataset(args)
     torch.manual_seed(args.seed)
@@ -149,17 +155,23 @@ def prepare(args: Namespace, device: torch.device, rank: int, world_size: int) -
             model = convert_sync_batchnorm(model)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-    progress, path = resume(args, model, optimizer, scaler, rank)
+    progress, ranks = Progress(), 0
+    if path:
+        progress, ranks = resume(args, path, model, optimizer, scaler)
     local_batch = args.accumulate * micro_batch
     recorder = Recorder(args, progress, optimizer, local_batch, rank, world_size)
-    return train_set, test_set, local_batch, model, optimizer, scaler, recorder, path
+    if rank == 0 and path:
+        print(f"resuming from {path}: step {progress.step}, saved by {ranks} ranks")
+    return train_set, test_set, local_batch, model, optimizer, scaler, recorder
 
 
 def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog: Watchdog) -> None:
     rank, world_size, path = agreement.rank, agreement.world_size, args.run_dir / "checkpoint.pt"
     with agreement.fail_together():
-        parts = prepare(args, device, rank, world_size)
-    train_set, test_set, local_batch, model, optimizer, scaler, recorder, resumed = parts
+        resumed = find_checkpoint(args, agreement)
+    with agreement.fail_together():
+        parts = prepare(args, resumed, device, rank, world_size)
+    train_set, test_set, local_batch, model, optimizer, scaler, recorder = parts
     progress = recorder.progress
     agreement.same(progress.step, "the step to resume from")  # or --run-dir is not a shared disk
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
@@ -195,8 +207,9 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
             recorder.write(epoch, losses)
         with agreement.fail_together():
             if rank == 0:  # one writer; a collective in here would wait for the other ranks forever
-                with durable.replacing(path):
-                    save_checkpoint(recorder, model, optimizer, scaler=scaler)
+                with durable.replacing(path) as file:
+                    state = checkpoint_state(recorder, model, optimizer, scaler=scaler)
+                    torch.save(state, file)
         if agreement.stopped and progress.epoch < args.epochs:
             print(f"rank {rank} stops after step {progress.step}: --resume auto continues")
             return
@@ -214,7 +227,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     store = join(device, rank, world_size, local_ranks, args.timeout_seconds)
     agreement = Agreement(args.timeout_seconds)
-    with Watchdog(store.clone(), rank, world_size, __file__) as watchdog:
+    with Watchdog(store.clone(), rank, world_size, __file__, args.timeout_seconds) as watchdog:
         train(args, device, agreement, watchdog)
 
 

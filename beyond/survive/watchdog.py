@@ -4,7 +4,9 @@ python beyond/survive/watchdog.py
 
 A waiting rank cannot see which rank is missing. So a thread of each rank notes in the store, four
 times per second, which line the rank has reached. A rank whose collective fails reads all notes.
-Behind nccl, a rank waits for its GPU, and sees no error: its thread looks at the next rank's notes.
+Behind nccl, a rank waits for its GPU and sees no error, so its thread also reads the next rank's
+notes. It counts its own notes, not seconds: while a whole job is paused, nobody writes any, and a
+clock would blame the first rank that another one asks for.
 """
 
 import json
@@ -24,11 +26,11 @@ import torch.multiprocessing as mp
 
 from launch import identity
 
-BEAT_SECONDS = 0.25
-SILENT_BEATS = 80  # own notes (20 s) without one of the next rank; not seconds: a store may stall
+BEAT_SECONDS = 0.25  # from one note to the next: a beat, in which the other limits are counted
+ENDED_BEATS = 20  # 5 s without a note of a process that has ended: it will never say why
+NO_STORE_BEATS = 240  # 60 s after the connection to the store has broken: ranks may still finish
+LOST_BEATS = 12  # 3 s without an answer from the store, after a collective has failed
 GRACE_SECONDS = 1.5  # for the main thread to end by itself after another rank has ended
-STORE_SECONDS = 60.0  # without an answer from the store, a run is lost
-LOST_SECONDS = 3.0  # the same, after a collective has failed
 GLOO = ("gloo", "pair closure")  # each error of a collective contains one of them
 FINISHED = "the end of its work"
 NO_STORE = "no answer from the store, which torchrun or rank 0 keeps: killed, stopped or gone"
@@ -39,17 +41,23 @@ class Watchdog:
     """Watches the main thread of a rank inside the `with` block; explains a failed collective.
 
     store: keys and values that all ranks share. file: the script whose lines tell where a rank is.
+    seconds: the time limit of the run's collectives; nobody who is only silent is given up earlier.
     step: set it to a function that tells the number of the current step.
     """
 
     step: Callable[[], int] = staticmethod(lambda: 0)
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, file: str) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, file: str, seconds: float
+    ) -> None:
         self.store, self.rank, self.file = store, rank, file
+        self.patience = round(seconds / BEAT_SECONDS)  # in beats
         self.keys = [f"rank {other}" for other in range(world_size)]
         self.main, self.place, self.reached, self.beats = threading.get_ident(), "", "", 0
         self.lost = False  # whether a collective of this rank has failed
-        self.over, self.answered = threading.Event(), time.monotonic()
+        self.broken = False  # whether the connection to the store has: it never comes back
+        self.over = threading.Event()
+        self.unanswered = 0  # beats since the store has answered
 
     def __enter__(self) -> "Watchdog":
         self._beat()
@@ -74,32 +82,38 @@ class Watchdog:
         self.over.set()
         if error and self.rank == 0:  # it may keep the store, and others still read from it
             time.sleep(2 * BEAT_SECONDS)
-        self.thread.join(LOST_SECONDS)  # it may wait for a store that does not answer
+        self.thread.join(LOST_BEATS * BEAT_SECONDS)  # it may wait for a store that does not answer
         if verdict:
             self._tell(verdict)
             raise SystemExit(1) from None
 
     def _watch(self) -> None:
         """Write a note again and again; end the main thread if another rank has ended."""
-        running, heard = time.monotonic(), self.beats  # no rank had ended; the next one had written
-        following, beats = (self.rank + 1) % len(self.keys), 0
+        next_rank, newest, heard = (self.rank + 1) % len(self.keys), 0, self.beats
+        running = time.monotonic()  # when no rank had ended yet
         while not self.over.wait(BEAT_SECONDS):
-            with suppress(RuntimeError):  # the store is gone: _guard sees it
+            try:
                 self._beat()
-                if (note := self._notes(following)[0])[0] != beats or note[1] == FINISHED:
-                    beats, heard = note[0], self.beats
-                elif self.beats > heard + SILENT_BEATS:
-                    self._first(self._explain(self._notes(), [following], None))
+                [(number, place, _, process)] = self._notes(next_rank)
+                if number != newest or place == FINISHED:
+                    newest, heard = number, self.beats
+                silence = self.beats - heard
+                if silence > self.patience or (silence > ENDED_BEATS and has_ended(process)):
+                    self._accuse(self._notes(), [next_rank], None)
                 if not self.store.check(["verdict"]):
                     running = time.monotonic()
                 elif time.monotonic() > running + GRACE_SECONDS:
                     self._end(self.store.get("verdict").decode())
-                self.answered = time.monotonic()
+                self.unanswered = 0
+            except RuntimeError:  # a store that only pauses makes this thread wait, without error
+                self.broken = True
 
     def _guard(self) -> None:
         """End a rank whose other threads wait for a store that does not answer."""
         while not self.over.wait(BEAT_SECONDS):
-            if time.monotonic() > self.answered + (LOST_SECONDS if self.lost else STORE_SECONDS):
+            self.unanswered += 1
+            limit = NO_STORE_BEATS if self.broken else self.patience
+            if self.unanswered > (LOST_BEATS if self.lost else limit):
                 self._end(NO_STORE)
 
     def _beat(self) -> None:
@@ -133,14 +147,19 @@ class Watchdog:
             notes = self._notes()
             others = [r for r, note in enumerate(notes) if r != self.rank and note[1] != FINISHED]
             silent = [rank for rank in others if notes[rank][0] == earlier[rank][0]]
-            verdict = self._explain(notes, silent, error)
-            if self._first(verdict) == verdict:
-                for who in (notes[rank][3] for rank in silent):
-                    if who and identity(int(who[2])) == who:
-                        os.kill(int(who[2]), signal.SIGKILL)  # a stopped one ignores SIGTERM
-            return self._first(verdict)
+            return self._accuse(notes, silent, error)
         except RuntimeError:
             return NO_STORE
+
+    def _accuse(self, notes: list[list], silent: list[int], error: BaseException | None) -> str:
+        """Tell all ranks why this run ends, and end the silent ones; the reason, as all see it."""
+        verdict = self._explain(notes, silent, error)
+        reason = self._first(verdict)
+        if reason == verdict:
+            for process in (notes[rank][3] for rank in silent):
+                if process and identity(int(process[2])) == process:  # it is on this machine
+                    os.kill(int(process[2]), signal.SIGKILL)  # a stopped one ignores SIGTERM
+        return reason
 
     def _explain(self, notes: list[list], silent: list[int], error: BaseException | None) -> str:
         """What the notes say. silent: the ranks that no longer write notes."""
@@ -166,12 +185,20 @@ class Watchdog:
         os._exit(1)  # the main thread may wait for a long time
 
 
+def has_ended(process: list[str] | None) -> bool:
+    """Whether this process has ended. False where nobody here can know: on another machine."""
+    here = identity(os.getpid())
+    if process is None or here is None or process[:2] != here[:2]:
+        return False
+    return identity(int(process[2])) != process
+
+
 def demonstrate(rank: int, port: int) -> None:
     """Rank 1 is killed in step 3; rank 0 tells which rank is missing, and where it was."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     step = 0
-    with Watchdog(store.clone(), rank, 2, __file__) as watchdog:
+    with Watchdog(store.clone(), rank, 2, __file__, seconds=60) as watchdog:
         watchdog.step = lambda: step
         for step in range(1, 6):
             time.sleep(0.3)

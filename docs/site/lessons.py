@@ -8,11 +8,8 @@ that begins with LAST. `make lessons` calls it.
 """
 
 import subprocess
-import sys
-from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2] / "tests"))
-from readmes import READMES, ROOT, fences
+from repository_pages import ALL_PAGES, ROOT, fences
 
 PARENTS = {
     "02_data_parallel": "01_single_gpu",
@@ -34,16 +31,18 @@ def lesson(stage: str) -> str:
 def refresh(stage: str) -> None:
     (ROOT / stage / "lesson.diff").write_text(lesson(stage))
     lines = lesson(stage).splitlines(keepends=True)[2:]  # without the names of the files
-    for fence in reversed(fences("diff", [page for page in READMES if page.parent.name == stage])):
+    for fence in reversed(
+        fences("diff", [page for page in ALL_PAGES if page.parent == ROOT / stage])
+    ):
         if not fence.note.startswith("lesson: "):
             continue
         first, last = fence.note.removeprefix("lesson: ").split(" ... ")
         above = next((i for i, line in enumerate(lines) if line.startswith(first)), None)
         if above is None:
-            raise SystemExit(f"{fence.readme}: the lesson has no line that begins with {first}")
+            raise SystemExit(f"{fence.page}: the lesson has no line that begins with {first}")
         below = next(i for i, line in enumerate(lines) if i >= above and line.startswith(last))
-        text, (start, end) = fence.readme.read_text(), fence.place  # from the end: it stays right
-        fence.readme.write_text(text[:start] + "".join(lines[above : below + 1]) + text[end:])
+        text, (start, end) = fence.page.read_text(), fence.place  # from the end: it stays right
+        fence.page.write_text(text[:start] + "".join(lines[above : below + 1]) + text[end:])
 
 
 if __name__ == "__main__":

@@ -1,11 +1,8 @@
 """`make readme`: run the tour and every command of an `output of:` fence, and show what comes."""
 
 import json
-import sys
-from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2] / "tests"))
-from readmes import READMES, ROOT, TABLE, fences, shell, shown_output
+from repository_pages import ALL_PAGES, ROOT, TABLE, fences, shell
 
 BEGIN, END = "<!-- tour -->\n", "<!-- end of tour -->"
 
@@ -33,21 +30,21 @@ def refresh_tour() -> None:
 
 
 def refresh_outputs() -> None:
-    for fence in reversed(fences("text", READMES)):  # from the end: places stay right
-        if command := shown_output(fence):
-            text, (start, end) = fence.readme.read_text(), fence.place
-            fence.readme.write_text(text[:start] + run(command) + text[end:])
+    for fence in reversed(fences("text", ALL_PAGES)):  # from the end: places stay right
+        if command := fence.command:
+            text, (start, end) = fence.page.read_text(), fence.place
+            fence.page.write_text(text[:start] + run(command) + text[end:])
 
 
 def refresh_tables() -> None:
     from tables import TABLES
 
-    for readme in READMES:
-        text = readme.read_text()
+    for page in ALL_PAGES:
+        text = page.read_text()
         for match in reversed(list(TABLE.finditer(text))):
             start, end = match.span("text")
             text = f"{text[:start]}\n{TABLES[match['name']]()}\n\n{text[end:]}"
-        readme.write_text(text)
+        page.write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,103 @@
+"""How a page is read: its fences, and the comments that tell what is done with them.
+
+Above a bash fence may stand one of
+
+    <!-- in the suite: add FLAGS -->        each command gets these flags, to be quick
+    <!-- in the suite: run COMMAND -->      this instead
+    <!-- in the suite: nothing, REASON -->  it is not run here
+
+and above a text fence <!-- output of: COMMAND -->: `make readme` runs it and writes the fence, and
+the suite runs it and compares. What another CPU may print differently stands behind the command:
+
+    <!-- output of: COMMAND; decimals within 2 % -->        numbers with a point or an exponent
+    <!-- output of: COMMAND; whole numbers within 5 -->     measured ones; otherwise they are counts
+
+Between <!-- table: NAME --> and <!-- end of table --> stands what benchmarks/tables.py makes.
+Above a diff fence stands which part of the stage's lesson.diff it shows: see lessons.py; or
+<!-- break it: FILE TEST -->: with this change to the file, the test fails. Above a python fence may
+stand <!-- part of: FILE -->: it is a part of that file, word for word.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("*.md", "0?_*/**/*.md", "beyond/**/*.md", "benchmarks/*.md", "common/*.md", "docs/*.md")
+
+
+def pages_of(root: Path) -> list[Path]:
+    """The English pages; for the others, see translations.py."""
+    pages = [path for pattern in PAGES for path in sorted(root.glob(pattern))]
+    return [path for path in pages if not path.match("*.zh.md")]
+
+
+ALL_PAGES = pages_of(ROOT)
+# The commands of convert/ run in a folder of the reader's: see test_convert.py.
+PAGES_OF_THE_ROOT = [page for page in ALL_PAGES if page.parent.name != "convert"]
+FENCE = re.compile(
+    r"(?:<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.M | re.S
+)
+BREAK = re.compile(r"break it: (?P<file>[\w.]+) (?P<test>test_\w+)")
+TABLE = re.compile(r"<!-- table: (?P<name>.+?) -->\n(?P<text>.*?)<!-- end of table -->", re.S)
+OUTPUT = re.compile(
+    r"output of: (?P<command>.+?)"
+    r"(?:; decimals within (?P<percent>[\d.]+) %)?(?:; whole numbers within (?P<whole>\d+))?"
+)
+
+
+@dataclass(frozen=True)
+class Fence:
+    page: Path
+    kind: str
+    text: str
+    note: str  # the comment right above it
+    place: tuple[int, int]  # of the text in the file
+
+    @property
+    def name(self) -> str:
+        return f"{self.page.parent.name}: {self.text.splitlines()[0]}"
+
+    @property
+    def command(self) -> str:
+        """The command whose output it shows, or nothing."""
+        match = OUTPUT.fullmatch(self.note)
+        return match["command"] if match else ""
+
+    @property
+    def tolerances(self) -> tuple[float, int]:
+        """What may differ on another CPU: decimals by this share, whole numbers by that much."""
+        match = OUTPUT.fullmatch(self.note)
+        return (float(match["percent"] or 0) / 100, int(match["whole"] or 0)) if match else (0.0, 0)
+
+
+def fences(kind: str, pages: list[Path] = PAGES_OF_THE_ROOT) -> list[Fence]:
+    return [
+        Fence(page, kind, match["text"], match["note"] or "", match.span("text"))
+        for page in pages
+        for match in FENCE.finditer(page.read_text())
+        if match["kind"] == kind
+    ]
+
+
+def sides(diff: str) -> tuple[str, str]:
+    """The text before and after the change that a diff shows."""
+    lines = diff.splitlines(keepends=True)
+    return (
+        "".join(line[1:] or "\n" for line in lines if line[:1] in " -\n"),
+        "".join(line[1:] or "\n" for line in lines if line[:1] in " +\n"),
+    )
+
+
+def shell(command: str, where: Path = ROOT, seconds: float = 180) -> str:
+    """Its output, with the programs of this Python and one thread."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    call, pipes = ["bash", "-e", "-o", "pipefail", "-c", command], {"capture_output": True}
+    seconds *= max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # on a busy machine, longer
+    done = subprocess.run(call, cwd=where, env=env, text=True, timeout=seconds, **pipes)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout

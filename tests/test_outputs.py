@@ -1,0 +1,59 @@
+"""An output is the one that a page shows, up to what another CPU may round otherwise."""
+
+import pytest
+
+from outputs import differences
+from repository_pages import Fence
+
+SHOWN = "loss 2.7183 of 1,500 digits\nlayer   lost\n------  ----\nconv1     36\nfc2       <1\n"
+SAME = [  # the same output of another CPU, and what the page allows
+    (SHOWN, 0, 0),
+    (SHOWN.replace("2.7183", "2.7101"), 0.01, 0),
+    (SHOWN.replace("36", " 9").replace("----\n", "---\n"), 0, 30),
+    (SHOWN.replace("<1", "3"), 0, 5),
+]
+ROUNDED = "weights differ by at most 3e-18\n"
+OTHER = [  # the controls: what is found
+    (SHOWN.replace("2.7183", "2.7182"), 0, 0, ["2.7183 became 2.7182"]),
+    (SHOWN.replace("2.7183", "2.9183"), 0.01, 0, ["2.7183 became 2.9183"]),
+    (SHOWN.replace("2.7183", "-2.7183"), 0.01, 0, ["2.7183 became -2.7183"]),
+    (SHOWN.replace("1,500", "1,499"), 0.5, 0, ["1,500 became 1,499"]),
+    (SHOWN.replace("36", "31"), 0.5, 4, ["36 became 31"]),
+]
+
+
+@pytest.mark.parametrize(("printed", "percent", "whole"), SAME)
+def test_an_output_within_what_the_page_allows_is_the_same(printed, percent, whole):
+    assert differences(SHOWN, printed, percent, whole) == []
+
+
+def test_rounding_errors_of_float64_are_alike_only_where_decimals_may_differ():
+    assert differences(ROUNDED, ROUNDED.replace("3e-18", "1e-17"), 0.01) == []
+    assert differences(ROUNDED, ROUNDED.replace("3e-18", "3e-9"), 0.01) == ["3e-18 became 3e-9"]
+    assert differences(ROUNDED, ROUNDED.replace("3e-18", "1e-17")) == ["3e-18 became 1e-17"]
+
+
+@pytest.mark.parametrize(("printed", "percent", "whole", "found"), OTHER)
+def test_another_number_is_found(printed, percent, whole, found):
+    assert differences(SHOWN, printed, percent, whole) == found
+
+
+@pytest.mark.parametrize(
+    "printed", [SHOWN + "more\n", SHOWN.replace("conv1", "conv2"), "", "2.7183"]
+)
+def test_other_words_are_found_however_much_numbers_may_differ(printed):
+    [found] = differences(SHOWN, printed, 1.0, 10**6)
+    assert found.startswith("other words: ")
+
+
+def test_a_page_says_how_much_may_differ():
+    notes = {
+        "output of: python a.py": ("python a.py", (0.0, 0)),
+        'output of: T="x"; $T; decimals within 2 %': ('T="x"; $T', (0.02, 0)),
+        "output of: python a.py; whole numbers within 5": ("python a.py", (0.0, 5)),
+        "output of: a; decimals within 0.5 %; whole numbers within 1": ("a", (0.005, 1)),
+        "part of: a.py": ("", (0.0, 0)),
+    }
+    for note, said in notes.items():
+        fence = Fence(None, "text", "", note, (0, 0))
+        assert (fence.command, fence.tolerances) == said

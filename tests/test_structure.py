@@ -1,0 +1,196 @@
+"""The main path stays short, its copies stay equal, and the top level holds nothing else.
+
+Only the scripts that a reader copies have a limit of lines, and it has slack: a line that must be
+squeezed to fit means that the design of its function is wrong.
+"""
+
+import ast
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from lessons import PARENTS, lesson
+from support import ROOT
+
+LINES = {  # of train.py, at most
+    "01_single_gpu": 85,
+    "02_data_parallel": 100,
+    "03_ddp_manual_allreduce": 130,
+    "04_ddp_torchrun": 115,
+    "05_amp_syncbn": 140,
+}
+CHANGED_LINES = {  # added to the parent's train.py or removed from it, at most
+    "02_data_parallel": 35,
+    "03_ddp_manual_allreduce": 90,
+    "04_ddp_torchrun": 80,
+    "05_amp_syncbn": 50,
+}
+TAUGHT = {  # the functions that a stage changes; the others are its parent's, word for word
+    "02_data_parallel": {"main"},
+    "03_ddp_manual_allreduce": {"train_epoch", "evaluate", "main"},
+    "04_ddp_torchrun": {"train_epoch", "main"},
+    "05_amp_syncbn": {"train_epoch", "main"},
+    "beyond/survive": {"train_epoch", "main"},
+}
+MINIMAL_LINES, COMMON_LINES = 45, 450
+TOP_LEVEL = {*LINES, "common", "notebooks", "tests", "beyond", "benchmarks", "docs"}
+TOP_LEVEL |= {"README.md", "README.zh.md", "LICENSE", "CITATION.cff", "CONTRIBUTING.md"}
+TOP_LEVEL |= {"Makefile", "pyproject.toml", "requirements.txt"}
+
+SOURCES = {stage: (ROOT / stage / "train.py").read_text() for stage in (*LINES, "beyond/survive")}
+COMMON = sorted((ROOT / "common").glob("*.py"))
+each_stage = pytest.mark.parametrize("stage", SOURCES)
+
+
+def functions(source: str) -> dict[str, str]:
+    """The functions of a program that stand at its top level, as text."""
+    nodes = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    return {node.name: ast.get_source_segment(source, node) or "" for node in nodes}
+
+
+def different_functions(source: str, parent: str) -> set[str]:
+    """The names of the functions that both have, with other texts."""
+    ours, theirs = functions(source), functions(parent)
+    return {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
+
+
+def changed_lines(diff: str) -> int:
+    return sum(line[:1] in "+-" for line in diff.splitlines()[2:])
+
+
+@pytest.mark.parametrize("stage", LINES)
+def test_a_stage_is_short_enough_to_be_read_at_once(stage):
+    assert len(SOURCES[stage].splitlines()) <= LINES[stage]
+
+
+@pytest.mark.parametrize("stage", CHANGED_LINES)
+def test_the_lesson_of_a_stage_is_short(stage):
+    assert 0 < changed_lines(lesson(stage)) <= CHANGED_LINES[stage]
+
+
+def test_changed_lines_are_counted_without_the_names_of_the_files():
+    assert changed_lines("--- a\n+++ b\n@@ -1,2 +1,2 @@\n same\n-old\n+new\n+more\n") == 3
+
+
+@pytest.mark.parametrize("stage", PARENTS)
+def test_the_lesson_shown_is_that_of_the_scripts(stage):
+    assert (ROOT / stage / "lesson.diff").read_text() == lesson(stage), "run: make lessons"
+
+
+@pytest.mark.parametrize(("stage", "parent"), PARENTS.items())
+def test_a_function_that_a_stage_does_not_teach_is_its_parents(stage, parent):
+    assert different_functions(SOURCES[stage], SOURCES[parent]) == TAUGHT[stage]
+    changed = SOURCES[stage].replace("model.eval()", "model.train()")  # the control
+    assert "evaluate" in different_functions(changed, SOURCES[parent])
+
+
+@pytest.mark.parametrize("stage", ["01_single_gpu", "04_ddp_torchrun"])
+def test_the_smallest_complete_script_stays_small(stage):
+    assert len((ROOT / stage / "minimal.py").read_text().splitlines()) <= MINIMAL_LINES
+
+
+def test_common_stays_small():
+    assert sum(len(path.read_text().splitlines()) for path in COMMON) <= COMMON_LINES
+
+
+def unexpected(names: set[str], ignored: list[str]) -> set[str]:
+    """What neither belongs to the top level, nor is hidden, nor is what git ignores."""
+    own = {name for name in names if not any(fnmatch(name, pattern) for pattern in ignored)}
+    return {name for name in own - TOP_LEVEL if not name.startswith(".")}
+
+
+def test_nothing_else_lies_at_the_top_level():
+    ignored = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().split()]
+    assert unexpected({path.name for path in ROOT.iterdir()}, ignored) == set()
+    assert unexpected({"tests", "runs", ".git", "notes.md"}, ignored) == {"notes.md"}
+
+
+@each_stage
+def test_every_script_has_the_same_skeleton_and_says_how_to_run_it(stage):
+    names = list(functions(SOURCES[stage]))
+    assert names.index("train_epoch") + 1 == names.index("evaluate") < names.index("main")
+    documentation = ast.get_docstring(ast.parse(SOURCES[stage])) or ""
+    number = "05" if stage == "beyond/survive" else stage[:2]
+    assert documentation.startswith(f"Stage {number}")
+    assert f"{stage}/train.py" in documentation
+
+
+FORBIDDEN = {"distributed", "DataParallel", "DistributedDataParallel", "autocast", "backward"}
+FORBIDDEN |= {"watchdog", "Watchdog", "signal", "multiprocessing", "threading"}
+FIELDS = ("attr", "id", "module", "name")
+
+
+def names_used(source: str) -> set[str]:
+    fields = [(node, field) for node in ast.walk(ast.parse(source)) for field in FIELDS]
+    return {part for node, field in fields for part in str(getattr(node, field, "")).split(".")}
+
+
+def test_common_knows_nothing_of_parallelism_and_has_no_base_class():
+    text = "\n".join(path.read_text() for path in COMMON)
+    assert not names_used(text) & FORBIDDEN
+    assert "optimizer.step(" not in text
+    classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
+    bases = {ast.unparse(base) for node in classes for base in node.bases}
+    assert not {node.name for node in classes} & bases
+    # The controls: other scripts do use what is forbidden here.
+    assert names_used(SOURCES["03_ddp_manual_allreduce"]) >= {"distributed", "backward"}
+    assert names_used(SOURCES["beyond/survive"]) >= {"distributed", "autocast", "watchdog"}
+
+
+@each_stage
+def test_no_flag_is_unread(stage):
+    code = "".join(path.read_text() for path in COMMON) + SOURCES[stage]
+    if "add_schedule" in code:
+        code += (ROOT / "05_amp_syncbn" / "schedule.py").read_text()
+    flags = set(re.findall(r'\b\w+\(\s*"--([\w-]+)", ', code))
+    assert {"epochs", "resume", "workers"} <= flags
+    for text, unread in ((code, set()), (code.replace("args.workers", "0"), {"workers"})):
+        read = set(re.findall(r"\bargs\.(\w+)", text))
+        assert {flag for flag in flags if flag.replace("-", "_") not in read} == unread
+
+
+def imported(source: str) -> set[str]:
+    nodes = list(ast.walk(ast.parse(source)))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return names | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+
+
+def test_nothing_outside_the_tests_imports_a_module_of_the_tests():
+    modules = {path.stem for path in (ROOT / "tests").glob("*.py")}
+    folders = ("0*", "common", "beyond/*", "benchmarks", "notebooks", "docs/site")
+    for path in [path for folder in folders for path in ROOT.glob(f"{folder}/*.py")]:
+        assert not imported(path.read_text()) & modules, path
+    assert imported("import oracle\nfrom support import ROOT") <= modules, "the control"
+
+
+PATH_OF_A_MACHINE = re.compile(r"""["'](/home|/root|/work|/tmp)\b""")
+
+
+def test_no_absolute_path_and_no_sys_path_in_what_readers_copy():
+    allowed = 'sys.path.insert(1, str(Path(__file__).parents[2] / "05_amp_syncbn"))\n'  # in survive
+    folders = (*LINES, "beyond/survive", "common")
+    programs: list[Path] = [path for folder in folders for path in (ROOT / folder).glob("*.py")]
+    for path in programs:
+        source = path.read_text().replace(allowed, "")
+        assert "sys.path" not in source, path
+        assert not PATH_OF_A_MACHINE.search(source), path
+    assert PATH_OF_A_MACHINE.search('open("/tmp/a")'), "the control"
+
+
+def claims_without_a_test(claims: list[str], tests: str) -> list[str]:
+    """Those whose number stands in no name of a test, like test_c07_..., and in no docstring."""
+    nodes = [node for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.FunctionDef)]
+    own = [node for node in nodes if node.name.startswith("test_")]
+    texts = [f"{node.name} {ast.get_docstring(node) or ''}".lower() for node in own]
+    words = {word for text in texts for word in re.findall(r"(?<![a-z\d])c\d\d(?!\d)", text)}
+    return [claim for claim in claims if claim.lower() not in words]
+
+
+def test_every_claim_has_a_test_that_carries_its_number():
+    claims = re.findall(r"^\| (C\d+) \|", (ROOT / "docs/claims.md").read_text(), re.M)
+    assert claims == [f"C{number:02}" for number in range(1, 44)]
+    tests = "\n".join(path.read_text() for path in sorted((ROOT / "tests").glob("test_*.py")))
+    assert claims_without_a_test(claims, tests) == []
+    assert claims_without_a_test(["C07", "C99"], tests) == ["C99"]
