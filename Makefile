@@ -7,7 +7,7 @@ SITE := .venv-site
 SPHINX := $(SITE)/bin/python -m sphinx -q -E -W --keep-going -j auto -c website
 STAGES := $(wildcard 0*_*)
 
-.PHONY: tour test lint break exercise words bench gpu notebooks campaigns faults mutants lessons readme
+.PHONY: tour test lint break exercise words bench gpu notebooks campaigns faults mutants shm-suite lessons readme
 .PHONY: site serve clean
 
 tour: $(VENV)/ready  ## run the five stages in order and compare them; FLAGS="--ranks 3" changes it
@@ -54,6 +54,9 @@ faults: $(VENV)/ready  ## inject 306 faults into real runs, 12 minutes or more: 
 mutants: $(VENV)/ready  ## change 120 lines of what is taught, one at a time: does a test see it?
 	$(RUN) -m pytest -n 2 --dist loadfile -q --junitxml=runs/times.xml
 	$(RUN) tests/mutants.py runs/times.xml $(FLAGS)
+
+shm-suite: $(VENV)/ready  ## torch's own tests for backends, over gloo and shm: results/shm_suite.json
+	$(RUN) tests/shm_suite.py
 
 lessons: $(VENV)/ready  ## write every lesson.diff, its parts in the pages, and the Chinese pages
 	$(RUN) website/lessons.py
