@@ -100,9 +100,7 @@ class Work(dist.Work):
 
     def get_future(self) -> Future:
         """A future that holds the outputs, or the error, at the end of the call."""
-        thread = progress.thread
-        in_callback = thread is not None and thread.ident == threading.get_ident()
-        progress.wait(self, None if in_callback else PATIENCE)  # else nobody would carry it on
+        progress.wait(self, PATIENCE)
         if self.error:
             raise self.error
         future: Future = Future()
@@ -154,9 +152,10 @@ class Progress:
                     finished.append(line.popleft())
                 if not line:
                     self.running.remove(line)
-        for work in finished:  # without the lock: a callback may call anything
-            if work.promised:
-                work.promised.set_result(None)
+        for work in finished:
+            if work.promised:  # in a thread: its callbacks may wait for other calls
+                tell = threading.Thread(target=work.promised.set_result, args=(None,), daemon=True)
+                tell.start()
         return bool(finished)
 
     def wait(self, work: Work, seconds: float | None = None) -> bool:
