@@ -48,14 +48,10 @@ def op_of(options: Any, tensors: Tensors) -> Op:
     """The op of the options, SUM by default, if it can be used on these tensors."""
     op = options.reduceOp.op if options else Op.SUM
     for tensor in tensors:
-        known = COMPUTED_WITH.get(op, [])
-        if tensor.dtype not in known:
-            ops = [
-                str(each).split(".")[-1]
-                for each, dtypes in COMPUTED_WITH.items()
-                if tensor.dtype in dtypes
-            ]
-            raise ValueError(f"shm: got {op} of {tensor.dtype}, expected {' or '.join(ops)}")
+        if tensor.dtype not in COMPUTED_WITH.get(op, []):
+            ops = [each.name for each, dtypes in COMPUTED_WITH.items() if tensor.dtype in dtypes]
+            what = " or ".join(ops) or "a type of number that gloo takes"
+            raise ValueError(f"shm: got {op} of {tensor.dtype}, expected {what}")
     return op
 
 
@@ -76,7 +72,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self.group_title, self.description, self.monitored = "", "", [0] * size
 
     def start(self, steps: Steps, outputs: Any, options: Any) -> Work:
-        """Begin a collective. DDP and options without asyncOp continue while it runs."""
+        """Begin a collective; asyncOp says that the program goes on while it runs, as in DDP."""
         work = Work(self.segment, steps, outputs, limit_of(options))
         return progress.start(self.collectives, work, wait=bool(options and not options.asyncOp))
 

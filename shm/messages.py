@@ -17,7 +17,7 @@ BOX, LINES = 2**16, 2  # bytes, and cache lines for counters: the sender's and t
 COUNT, SIZE, TAG = 0, 1, 2  # counters of a sender: its pieces; size and tag of the present message
 
 
-@dataclass
+@dataclass(eq=False)  # a letter equals itself only
 class Letter:
     """A message that arrives, or a wish to receive one.
 

@@ -163,6 +163,19 @@ def without_tags():
     return Letter, "matches", lambda self, source, tag: self.source in (None, source)
 
 
+def everyone_to_everyone(rank, ranks):
+    """Several receives at once, of different sizes."""
+    others = [other for other in range(ranks) if other != rank]
+    outputs = [torch.zeros(10 + other) for other in others]
+    operations = []
+    for other, output in zip(others, outputs, strict=True):
+        operations.append(dist.P2POp(dist.irecv, output, other))
+        operations.append(dist.P2POp(dist.isend, torch.full((10 + rank,), float(rank)), other))
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return outputs
+
+
 def from_any_rank(rank, ranks):
     content, found = torch.zeros(30_000), []
     if rank > 0:
@@ -469,6 +482,7 @@ PROGRAMS = [  # with how many ranks, and the control, without which it gives som
     (results_of_inference_mode, 3, recorded),
     (changes_are_not_counted, 3, recorded),
     (tags_in_another_order, 3, without_tags),
+    (everyone_to_everyone, 3, None),
     (from_any_rank, 3, None),
     (bitwise, 3, None),
     (averages_and_complex_numbers, 3, None),
