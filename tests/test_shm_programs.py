@@ -3,7 +3,9 @@
 Each program is a function (rank, ranks) that starts with a process group and returns numbers.
 """
 
+import json
 import platform
+import re
 import time
 from datetime import timedelta
 from functools import cache
@@ -13,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from support import run_ranks
+from support import ROOT, run_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -557,3 +559,11 @@ def test_a_processor_whose_order_is_unknown_is_refused():
     with patch("platform.machine", lambda: "s390x"), pytest.raises(RuntimeError) as caught:
         shm.segment.memory_barrier()
     assert str(caught.value).startswith("shm: got s390x without membarrier(2), expected x86-64")
+
+
+def test_the_page_shows_the_counts_of_torchs_suite():
+    found = json.loads((ROOT / "results" / "shm_suite.json").read_text())
+    page = (ROOT / "03_ddp_manual_allreduce" / "backend.md").read_text()
+    for run, counts in found["tests"].items():
+        assert re.search(rf"\| {run} +\| {counts['passed']} +\| {counts['failed']} +\|", page), run
+    assert found["wrong"] == []
