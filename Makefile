@@ -7,7 +7,7 @@ SITE := .venv-site
 SPHINX := $(SITE)/bin/python -m sphinx -q -E -W --keep-going -j auto -c docs/site
 STAGES := $(wildcard 0*_*)
 
-.PHONY: tour test lint break exercise words bench gpu notebooks campaigns faults lessons readme
+.PHONY: tour test lint break exercise words bench gpu notebooks campaigns faults shm-suite lessons readme
 .PHONY: site serve clean
 
 tour: $(VENV)/ready  ## run the five stages in order and compare them; FLAGS="--ranks 3" changes it
@@ -50,6 +50,9 @@ campaigns: $(VENV)/ready  ## measure again, for an hour, what the pages show; th
 faults: $(VENV)/ready  ## inject 406 faults into real runs, half an hour or more: benchmarks/results/faults.json
 	$(RUN) tests/faults.py --faults 306
 	$(RUN) tests/faults.py --faults 100 --kinds pauses --jobs 10
+
+shm-suite: $(VENV)/ready  ## torch's own tests for backends, over gloo and shm: benchmarks/results/shm_suite.json
+	$(RUN) tests/shm_suite.py
 
 lessons: $(VENV)/ready  ## write every lesson.diff, its parts in the pages, the index, and the Chinese pages
 	$(RUN) docs/site/lessons.py

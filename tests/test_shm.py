@@ -5,7 +5,6 @@ import random
 import signal
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -101,16 +100,11 @@ def use(rank, ranks):
         ddp(torch.randn(4, 5)).sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
         ddp.zero_grad()
-    whole, sparse = torch.zeros(3, dtype=torch.int64), torch.zeros(3).to_sparse()
-    calls = [(whole, Op.AVG), (whole, Op.BAND), (sparse,)]
-    errors = [error_of(partial(dist.all_reduce, *call)).partition(" got")[0] for call in calls]
-    assert errors == ["ValueError: shm:", "ValueError: shm:", "TypeError: shm:"]
-    dist.all_reduce(whole)  # the group is as good as before
     dist.destroy_process_group()
     return gradients
 
 
-def test_objects_messages_subgroups_and_ddp_work_and_what_it_cannot_do_raises_at_once():
+def test_objects_messages_subgroups_and_ddp_work():
     first, *others = run_ranks(3, use, 3)
     assert all(torch.equal(*pair) for other in others for pair in zip(other, first, strict=True))
     assert first[0].abs().sum() > 0
@@ -121,7 +115,7 @@ def train_over_it(rank, key, flags, forget):
     from shm.exchange import Exchange
 
     if forget:
-        patch.object(Exchange, "all_reduce", lambda self, tensor, op: None).start()
+        patch.object(Exchange, "all_reduce", lambda self, tensor, op: iter(())).start()
     dist.init_process_group = join_over_shm
     return _train(rank, key, flags, torch.float32, ())[0]
 

@@ -3,146 +3,330 @@
     import shm
     torch.distributed.init_process_group("shm")
 
-This is the process group that torch calls. A collective is complete when its call returns.
-Page: 03_ddp_manual_allreduce/backend.md
+This is the process group that torch calls: each method checks its arguments and starts work, which
+the other files of the folder carry out. Page: 03_ddp_manual_allreduce/backend.md
 """
 
+import time
+from collections import deque
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future
-from torch.futures import Future
 
-from shm.exchange import COMBINE, DTYPES, ROW, Exchange, Op
-from shm.messages import BOX, Message, Messages
-from shm.segment import Segment
+from shm.exchange import COMPUTED_WITH, ROW, Exchange, Op
+from shm.messages import BOX, LINES, Messages
+from shm.segment import PASSED, REACHED, Segment, Steps
+from shm.work import NAP, Line, Work, progress, without_autograd
 
 Tensors = list[Tensor]  # of one tensor: torch once had one for each device of a process
 
 
-def done(result: object) -> dist.Work:
-    future: Future = Future()
-    future.set_result(result)
-    return _create_work_from_future(future)
-
-
 def flat(tensor: Tensor) -> Tensor:
-    """All elements, (N,): a view where that is possible, else a copy."""
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.dtype not in DTYPES:
-        got = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
+    """All elements, (N,): a view where that is possible, else a copy. Unknown to autograd."""
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        got = f"{tensor.layout}, on {tensor.device}"
         raise TypeError(f"shm: got a tensor of {got}, expected a dense one on the CPU: try gloo")
-    return tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
+    return without_autograd(tensor).reshape(-1)
 
 
 def put_back(tensor: Tensor, values: Tensor) -> None:
-    if not tensor.is_contiguous():  # `flat` had to copy it
-        tensor.copy_(values.view_as(tensor))
+    if values.data_ptr() != tensor.data_ptr():  # `flat` had to copy it
+        without_autograd(tensor).copy_(values.view_as(tensor))
 
 
-def op_of(options: Any, tensor: Tensor) -> Op:
-    op, what = options.reduceOp.op, "SUM, PRODUCT, MIN or MAX, or AVG of floats"
-    if op not in COMBINE or (op == Op.AVG and not tensor.is_floating_point()):
-        raise ValueError(f"shm: got {op} of {tensor.dtype}, expected {what}")
+def same_size(tensors: Tensors, expected: Tensor) -> None:
+    for tensor in tensors:
+        if tensor.numel() != expected.numel() or tensor.dtype != expected.dtype:
+            got = f"{tensor.numel()} elements of {tensor.dtype}"
+            raise ValueError(f"shm: got {got}, expected {expected.numel()} of {expected.dtype}")
+
+
+def op_of(options: Any, tensors: Tensors) -> Op:
+    """The op of the options, SUM by default, if it can be used on these tensors."""
+    op = options.reduceOp.op if options else Op.SUM
+    for tensor in tensors:
+        if tensor.dtype not in COMPUTED_WITH.get(op, []):
+            ops = [each.name for each, dtypes in COMPUTED_WITH.items() if tensor.dtype in dtypes]
+            what = " or ".join(ops) or "a type of number that gloo takes"
+            raise ValueError(f"shm: got {op} of {tensor.dtype}, expected {what}")
     return op
+
+
+def limit_of(options: Any) -> timedelta | None:
+    """The time limit of one call, if it has one."""
+    limit = options.timeout if options else timedelta(-1)
+    return limit if limit > timedelta(0) else None
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        lines, rows = size + 2 * size * size, 2 * size * ROW
+        lines, rows = size + LINES * size * size, 2 * size * ROW
         self.segment = Segment(store, rank, size, lines, rows + size * size * BOX, timeout)
         self.exchange = Exchange(self.segment)
         self.messages = Messages(self.segment, size, rows)
+        self.collectives: Line = deque()
+        self.group_title, self.description, self.monitored = "", "", [0] * size
+
+    def start(self, steps: Steps, outputs: Any, options: Any) -> Work:
+        """Begin a collective; asyncOp says that the program goes on while it runs, as in DDP."""
+        work = Work(self.segment, steps, outputs, limit_of(options))
+        return progress.start(self.collectives, work, wait=bool(options and not options.asyncOp))
+
+    # Collectives: one method for the arguments, and one for the steps
+
+    def allreduce(self, tensors: Tensors, options: Any = None) -> Work:
+        op = op_of(options, tensors)
+        return self.start(self.all_reduced(tensors, op), tensors, options)
+
+    def all_reduced(self, tensors: Tensors, op: Op) -> Steps:
+        for tensor in tensors:
+            if tensor.layout == torch.sparse_coo:
+                yield from self.all_reduced_sparse(tensor, op)
+            else:
+                values = flat(tensor)
+                yield from self.exchange.all_reduce(values, op)
+                put_back(tensor, values)
+
+    def all_reduced_sparse(self, tensor: Tensor, op: Op) -> Steps:
+        if op != Op.SUM:
+            raise ValueError(f"shm: got {op} of a sparse tensor, expected SUM")
+        mine = without_autograd(tensor).coalesce()
+        shape = mine.values().shape[1:]  # of what stands at one index
+        indices = yield from self.exchange.gather_uneven(mine.indices().t().reshape(-1))
+        values = yield from self.exchange.gather_uneven(mine.values().reshape(-1))
+        total = torch.zeros_like(mine)
+        for places, numbers in zip(indices, values, strict=True):
+            places = places.view(-1, mine.sparse_dim()).t()
+            part = numbers.view(places.shape[1], *shape)
+            total = total + torch.sparse_coo_tensor(places, part, mine.shape)
+        with torch.no_grad():
+            tensor.copy_(total.coalesce())
+
+    def reduce(self, tensors: Tensors, options: Any) -> Work:
+        op = op_of(options, tensors)
+        kept = tensors if options.rootRank == self.rank() else [tensors[0].detach().clone()]
+        return self.start(self.all_reduced(kept, op), tensors, options)
+
+    def broadcast(self, tensors: Tensors, options: Any) -> Work:
+        return self.start(self.broadcasted(tensors, options.rootRank), tensors, options)
+
+    def broadcasted(self, tensors: Tensors, root: int) -> Steps:
+        for tensor in tensors:
+            values = flat(tensor)
+            yield from self.exchange.gather(values, {root: values}, root)
+            put_back(tensor, values)
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, options: Any = None) -> Work:
+        return self.start(self.gathered(outputs[0], inputs[0]), outputs, options)
+
+    def gathered(self, targets: Tensors, tensor: Tensor, root: int = -1) -> Steps:
+        same_size(targets, tensor)
+        values = [flat(target) for target in targets]
+        yield from self.exchange.gather(flat(tensor), dict(enumerate(values)), root)
+        for target, value in zip(targets, values, strict=True):
+            put_back(target, value)
+
+    def gathered_one_by_one(self, pairs: list[tuple[Tensors, Tensor]]) -> Steps:
+        for targets, tensor in pairs:
+            yield from self.gathered(targets, tensor)
+
+    def allgather_coalesced(
+        self, outputs: list[Tensors], inputs: Tensors, options: Any = None
+    ) -> Work:
+        pairs = list(zip(map(list, zip(*outputs, strict=True)), inputs, strict=True))
+        return self.start(self.gathered_one_by_one(pairs), outputs, options)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> Work:
+        return self.all_gather_single_coalesced([output], [tensor], options)
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, options: Any = None
+    ) -> Work:
+        pairs = [(self.parts(output), each) for output, each in zip(outputs, inputs, strict=True)]
+        return self.start(self.gathered_one_by_one(pairs), outputs, options)
+
+    def parts(self, tensor: Tensor) -> Tensors:
+        """One part of equal size for each rank, as views."""
+        if tensor.numel() % self.size() or not tensor.is_contiguous():
+            got = f"{tuple(tensor.shape)} with strides {tensor.stride()}"
+            what = f"a contiguous tensor whose elements can be divided among {self.size()} ranks"
+            raise ValueError(f"shm: got {got}, expected {what}")
+        return list(without_autograd(tensor).view(self.size(), -1))
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, options: Any) -> Work:
+        targets = outputs[0] if outputs else []
+        return self.start(self.gathered(targets, inputs[0], options.rootRank), outputs, options)
+
+    def gather_single(self, output: Tensor, tensor: Tensor, options: Any) -> Work:
+        is_root = options.rootRank == self.rank()
+        return self.gather([self.parts(output)] if is_root else [], [tensor], options)
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any) -> Work:
+        parts = inputs[0] if inputs else []
+        return self.start(self.scattered(outputs[0], parts, options.rootRank), outputs, options)
+
+    def scattered(self, output: Tensor, inputs: Tensors, root: int) -> Steps:
+        same_size(inputs, output)
+        mine = flat(output)
+        whole = torch.cat([flat(each) for each in inputs] or [mine] * self.size())
+        yield from self.exchange.gather(whole, {root: whole}, root)
+        put_back(output, whole.view(self.size(), -1)[self.rank()])
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any = None) -> Work:
+        op = op_of(options, outputs)
+        return self.start(self.reduce_scattered([(outputs[0], inputs[0])], op), outputs, options)
+
+    def reduce_scattered(self, pairs: list[tuple[Tensor, Tensors]], op: Op) -> Steps:
+        for output, inputs in pairs:
+            same_size(inputs, output)
+            whole = torch.cat([flat(each) for each in inputs])
+            yield from self.exchange.all_reduce(whole, op)
+            put_back(output, whole.view(self.size(), -1)[self.rank()])
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> Work:
+        return self.reduce_scatter_single_coalesced([output], [tensor], options)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, options: Any = None
+    ) -> Work:
+        op = op_of(options, outputs)
+        pairs = [(output, self.parts(each)) for output, each in zip(outputs, inputs, strict=True)]
+        return self.start(self.reduce_scattered(pairs, op), outputs, options)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> Work:
+        return self.start(self.exchanged(outputs, inputs), outputs, options)
+
+    def exchanged(self, outputs: Tensors, inputs: Tensors) -> Steps:
+        values = [flat(output) for output in outputs]
+        yield from self.exchange.all_to_all([flat(each) for each in inputs], values)
+        for output, value in zip(outputs, values, strict=True):
+            put_back(output, value)
+
+    def all_to_all_single(
+        self, out: Tensor, x: Tensor, out_sizes: list[int], in_sizes: list[int], options: Any = None
+    ) -> Work:
+        return self.alltoall(self.split(out, out_sizes), self.split(x, in_sizes), options)
+
+    def split(self, tensor: Tensor, sizes: list[int]) -> Tensors:
+        """Split the first dimension, evenly without sizes."""
+        rows, ranks = len(tensor), self.size()
+        even, sizes = not sizes, sizes or [rows // ranks] * ranks
+        if sum(sizes) != rows or len(sizes) != ranks:
+            what = f"rows for {ranks} ranks" if even else f"one size per rank, {rows} together"
+            raise ValueError(f"shm: got {rows if even else sizes}, expected {what}")
+        return list(without_autograd(tensor).split(sizes))
+
+    def barrier(self, opts: Any = None) -> Work:
+        return self.start(self.exchange.all_reduce(torch.zeros(0), Op.SUM), [], opts)
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """A barrier in which rank 0 names the ranks that do not reach it within the timeout."""
+        limit = self.segment.limit if timeout is None else timeout
+        deadline, me = time.monotonic() + limit.total_seconds(), self.rank()
+        milliseconds = round(limit.total_seconds() * 1000)
+        if me > 0:
+            self.monitored[me] += 1
+            self.segment.post(self.segment.places[me] + REACHED, self.monitored[me])
+            if not self.reached(0, me, PASSED, deadline):
+                what = "but received errors while waiting for send/recv from rank 0"
+                raise RuntimeError(
+                    f"shm: Rank {me} successfully reached monitoredBarrier, {what} in "
+                    f"{milliseconds} ms. Please check rank 0 logs for faulty rank."
+                )
+            return
+        if limit <= timedelta(0):
+            what = f"Rank 0 timed out in monitoredBarrier after {milliseconds} ms"
+            raise RuntimeError(f"shm: {what}")
+        late: list[int] = []
+        for rank in range(1, self.size()):
+            self.monitored[rank] += 1
+            if not self.reached(rank, rank, REACHED, deadline):
+                self.monitored[rank] -= 1  # if it comes later, then for the next barrier
+                late.append(rank)
+                if not wait_all_ranks:
+                    break
+        if late:
+            who = f"Rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
+            what = f"{who} failed to pass monitoredBarrier in {milliseconds} ms"
+            raise RuntimeError(f"shm: [Rank 0]: {what}")
+        for rank in range(1, self.size()):
+            self.segment.post(self.segment.places[rank] + PASSED, self.monitored[rank])
+
+    def reached(self, rank: int, line: int, counter: int, deadline: float) -> bool:
+        """Wait until a counter of that line shows this barrier; False if `rank` is late or dead."""
+        counters, place = self.segment.counters, self.segment.places[line] + counter
+        while counters[place] < self.monitored[line]:
+            if time.monotonic() > deadline or not self.segment.lives(rank):
+                return counters[place] >= self.monitored[line]
+            progress.look()  # other calls go on
+            time.sleep(NAP)
+        return True
+
+    # Messages between two ranks
+
+    def send(self, tensors: Tensors, rank: int, tag: int) -> Work:
+        content = flat(tensors[0]).view(torch.uint8)
+        work = Work(self.segment, self.messages.put(content, rank, tag), tensors)
+        return progress.start(self.messages.outgoing[rank], work, wait=False)
+
+    def recv(self, tensors: Tensors, rank: int | None, tag: int) -> Work:
+        work = Work(self.segment, self.received(tensors[0], rank, tag), tensors)
+        return progress.start(deque(), work, wait=False)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
+        return self.recv(tensors, None, tag)
+
+    def received(self, tensor: Tensor, rank: int | None, tag: int) -> Steps:
+        values = flat(tensor)
+        source = yield from self.messages.take(values.view(torch.uint8), rank, tag)
+        put_back(tensor, values)
+        return source
+
+    # What torch asks about the group
 
     def getBackendName(self) -> str:  # noqa: N802
         return "shm"
 
+    def getGroupName(self) -> str:  # noqa: N802
+        return self.group_title
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self.group_title = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self.description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        self.description = description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        # None while torch makes the group: it would attach a recorder that only groups of C++ have
+        return [torch.device("cpu")] if self in dist.distributed_c10d._world.pg_map else []
+
     def _get_backend(self, _: torch.device) -> dist.ProcessGroup:
         return self
 
-    def allreduce(self, tensors: Tensors, options: Any) -> dist.Work:
-        for tensor in tensors:
-            values = flat(tensor)
-            self.exchange.all_reduce(values, op_of(options, tensor))
-            put_back(tensor, values)
-        return done(tensors)
-
-    def reduce(self, tensors: Tensors, options: Any) -> dist.Work:
-        kept = tensors if options.rootRank == self.rank() else [tensors[0].clone()]
-        return self.allreduce(kept, options)
-
-    def broadcast(self, tensors: Tensors, options: Any) -> dist.Work:
-        values, root = flat(tensors[0]), options.rootRank
-        self.exchange.gather(values, {root: values}, root)
-        put_back(tensors[0], values)
-        return done(tensors)
-
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, _: Any = None) -> dist.Work:
-        self.collect(outputs[0], inputs[0])
-        return done(outputs)
-
-    def collect(self, targets: Tensors, tensor: Tensor, root: int = -1) -> None:
-        values = [flat(target) for target in targets]
-        self.exchange.gather(flat(tensor), dict(enumerate(values)), root)
-        for target, value in zip(targets, values, strict=True):
-            put_back(target, value)
-
-    def all_gather_single(self, output: Tensor, tensor: Tensor, _: Any) -> dist.Work:
-        return self.allgather([list(output.view(self.size(), *tensor.shape))], [tensor])
-
-    def gather(self, outputs: list[Tensors], inputs: Tensors, options: Any) -> dist.Work:
-        self.collect(outputs[0] if outputs else [], inputs[0], options.rootRank)
-        return done(outputs)
-
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any) -> dist.Work:
-        whole = torch.stack(inputs[0] if inputs else outputs * self.size())  # (ranks, ...)
-        self.broadcast([whole], options)
-        outputs[0].copy_(whole[self.rank()])
-        return done(outputs)
-
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any) -> dist.Work:
-        whole = torch.stack(inputs[0])  # (ranks, ...)
-        self.allreduce([whole], options)
-        outputs[0].copy_(whole[self.rank()])
-        return done(outputs)
-
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, options: Any) -> dist.Work:
-        return self.reduce_scatter([output], [list(tensor.chunk(self.size()))], options)
-
-    def alltoall(self, outputs: Tensors, inputs: Tensors, _: Any = None) -> dist.Work:
-        longest = torch.tensor([max(each.numel() for each in inputs)])
-        self.exchange.all_reduce(longest, Op.MAX)
-        padded = [F.pad(flat(each), (0, int(longest) - each.numel())) for each in inputs]
-        mine = torch.stack(padded)  # a row for each rank
-        found = mine.new_empty(self.size(), *mine.shape)
-        self.collect(list(found), mine)
-        for rows, output in zip(found, outputs, strict=True):
-            output.copy_(rows[self.rank(), : output.numel()].view_as(output))
-        return done(outputs)
-
-    def all_to_all_single(self, out: Tensor, x: Tensor, outs: list, ins: list, _: Any) -> dist.Work:
-        outputs = out.split(outs or len(out) // self.size())  # outs, ins: sizes
-        return self.alltoall(list(outputs), list(x.split(ins or len(x) // self.size())))
-
-    def barrier(self, opts: Any = None) -> dist.Work:
-        return self.allreduce([torch.zeros(0)], dist.AllreduceOptions())
-
-    def send(self, tensors: Tensors, rank: int, tag: int) -> Message:
-        return self.messages.start(flat(tensors[0]).view(torch.uint8), self.rank(), rank)
-
-    def recv(self, tensors: Tensors, rank: int, tag: int) -> Message:
-        return self.messages.start(tensors[0].view(-1).view(torch.uint8), rank, self.rank())
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.segment.limit = timeout
 
     def shutdown(self) -> None:
         self.segment.close()
+        progress.look()  # ends what still runs, with an error
 
     abort, allreduce_coalesced = shutdown, allreduce
+    # The names of torch 2.11, and the other names of today's
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
-    alltoall_base = all_to_all_single  # these three are the names of torch 2.11
+    alltoall_base, recvAnysource = all_to_all_single, recv_anysource  # noqa: N815
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    gather_into_tensor = gather_single
 
 
 dist.Backend.register_backend("shm", SharedMemoryGroup, devices=["cpu"])

@@ -1,9 +1,10 @@
-"""Moves tensors between ranks through shared memory, and adds them up there.
+"""Collectives: moves tensors between ranks through shared memory, and adds them up there.
 
 Every rank has a row in each of two slots. A tensor larger than a row goes in pieces, by turns in
 the two slots. A rank that has arrived with a piece has read the one before.
 """
 
+import zlib
 from collections.abc import Callable, Iterator
 from functools import reduce
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shm.segment import Segment
+from shm.segment import Segment, Steps
 
 ROW = 2**20  # bytes: what is written there should still be in the cache when others read it
 SLICED = 2**16  # bytes: three or more ranks add up a larger piece in slices, one per rank
@@ -20,9 +21,17 @@ Op = dist.ReduceOp.RedOpType
 COMBINE: dict[Op, Callable[..., Tensor]] = {
     **{Op.SUM: torch.add, Op.AVG: torch.add, Op.PRODUCT: torch.mul},  # an average is divided later
     **{Op.MIN: torch.minimum, Op.MAX: torch.maximum},
+    **{Op.BAND: torch.bitwise_and, Op.BOR: torch.bitwise_or, Op.BXOR: torch.bitwise_xor},
 }
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8]
-DTYPES += [torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64, torch.complex128]
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool]
+REALS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+COMPLEX = [torch.complex64, torch.complex128]
+COMPUTED_WITH: dict[Op, list[torch.dtype]] = {
+    **dict.fromkeys([Op.SUM, Op.PRODUCT], INTEGERS + REALS + COMPLEX),
+    **dict.fromkeys([Op.MIN, Op.MAX], INTEGERS + REALS),
+    Op.AVG: REALS + COMPLEX,
+    **dict.fromkeys([Op.BAND, Op.BOR, Op.BXOR], INTEGERS),
+}
 
 
 class Exchange:
@@ -31,19 +40,26 @@ class Exchange:
     def __init__(self, segment: Segment) -> None:
         self.segment, self.rank, self.ranks, self.pieces = segment, segment.rank, segment.ranks, 0
         size = self.ranks * ROW
-        slots = [segment.tensor(slot * size, size) for slot in (0, 1)]
-        self.slots = {d: [slot.view(d).view(self.ranks, -1) for slot in slots] for d in DTYPES}
+        self.slots = [segment.tensor(slot * size, size) for slot in (0, 1)]
+        self.views: dict[torch.dtype, list[Tensor]] = {}  # of the slots: (ranks, elements)
 
-    def share(self, kind: int, tensor: Tensor, detail: int) -> Iterator[tuple[Tensor, slice]]:
-        """Piece by piece: all ranks' parts of that piece, (ranks, n), and which part of N it is."""
-        kind = hash((kind, len(tensor), DTYPES.index(tensor.dtype), detail))
+    def kind(self, name: str, tensor: Tensor, detail: int) -> int:
+        """A number that is the same on all ranks if they have called the same."""
+        return zlib.crc32(f"{name} {len(tensor)} {tensor.dtype} {detail}".encode())
+
+    def write(self, tensor: Tensor) -> Iterator[tuple[Tensor, slice]]:
+        """Write this rank's part piece by piece. Yields all ranks' rows of that piece, (ranks, n),
+        which may be read after an arrival, and which part of N it is.
+        """
+        if (views := self.views.get(tensor.dtype)) is None:
+            views = [slot.view(tensor.dtype).view(self.ranks, -1) for slot in self.slots]
+            self.views[tensor.dtype] = views
         piece = ROW // tensor.element_size()
         for start in range(0, max(1, len(tensor)), piece):
             part = slice(start, min(start + piece, len(tensor)))
             self.pieces += 1
-            rows = self.slots[tensor.dtype][self.pieces % 2][:, : part.stop - start]
+            rows = views[self.pieces % 2][:, : part.stop - start]
             rows[self.rank].copy_(tensor[part])
-            self.segment.arrive(kind)
             yield rows, part
 
     def combined(self, rows: Tensor, op: Op) -> Tensor:
@@ -51,8 +67,10 @@ class Exchange:
         total = reduce(COMBINE[op], rows.unbind())
         return total.div_(self.ranks) if op == Op.AVG else total
 
-    def all_reduce(self, tensor: Tensor, op: Op) -> None:
-        for rows, part in self.share(0, tensor, op.value):
+    def all_reduce(self, tensor: Tensor, op: Op) -> Steps:
+        kind = self.kind("reduce", tensor, op.value)
+        for rows, part in self.write(tensor):
+            yield from self.segment.arrive(kind)
             output = tensor[part]
             if self.ranks == 2 and op == Op.SUM:  # a + b has the same bits as b + a
                 output.add_(rows[1 - self.rank])
@@ -61,12 +79,48 @@ class Exchange:
             else:
                 slices = rows.tensor_split(self.ranks, dim=1)
                 slices[self.rank][self.rank] = self.combined(slices[self.rank], op)
-                self.segment.arrive(0)
+                yield from self.segment.arrive(kind)
                 for rank, target in enumerate(output.tensor_split(self.ranks)):
                     target.copy_(slices[rank][rank])
 
-    def gather(self, tensor: Tensor, outputs: dict[int, Tensor], root: int = -1) -> None:
+    def gather(self, tensor: Tensor, outputs: dict[int, Tensor], root: int = -1) -> Steps:
         """Copy the tensors of the ranks in outputs. root: the same number on all ranks."""
-        for rows, part in self.share(1, tensor, root):
+        kind = self.kind("gather", tensor, root)
+        for rows, part in self.write(tensor):
+            yield from self.segment.arrive(kind)
             for rank, output in outputs.items():
                 output[part] = rows[rank]
+
+    def all_to_all(self, inputs: list[Tensor], outputs: list[Tensor]) -> Steps:
+        """Send inputs[r], (any size,), to each rank r, whose outputs have the sizes that arrive."""
+        sizes = torch.empty(self.ranks, self.ranks, dtype=torch.int64)  # (from, to)
+        mine = torch.tensor([len(each) for each in inputs])
+        yield from self.gather(mine, dict(enumerate(sizes)))
+        for rank, (size, output) in enumerate(zip(sizes[:, self.rank], outputs, strict=True)):
+            if size != len(output):
+                what = f"sends {size} elements, but rank {self.rank} expects {len(output)}"
+                self.segment.fail(f"rank {rank} {what}")
+        everything = torch.cat(inputs)
+        padded = everything.new_zeros(int(sizes.sum(dim=1).max()))
+        padded[: len(everything)] = everything
+        starts = sizes.cumsum(dim=1)[:, self.rank] - sizes[:, self.rank]  # of this rank's part
+        kind = self.kind("all to all", padded, 0)
+        for rows, part in self.write(padded):
+            yield from self.segment.arrive(kind)
+            for row, start, output in zip(rows, starts.tolist(), outputs, strict=True):
+                first = max(part.start, start)
+                last = min(part.stop, start + len(output))
+                if first < last:
+                    output[first - start : last - start] = row[
+                        first - part.start : last - part.start
+                    ]
+
+    def gather_uneven(self, tensor: Tensor) -> Steps:
+        """All ranks' tensors, which may have different lengths: the value of `yield from`."""
+        lengths = torch.empty(self.ranks, 1, dtype=torch.int64)
+        yield from self.gather(torch.tensor([len(tensor)]), dict(enumerate(lengths)))
+        padded = tensor.new_zeros(int(lengths.max()))
+        padded[: len(tensor)] = tensor
+        found = padded.new_empty(self.ranks, len(padded))
+        yield from self.gather(padded, dict(enumerate(found)))
+        return [row[: int(length)] for row, length in zip(found, lengths, strict=True)]

@@ -1,33 +1,37 @@
 """Messages between two ranks: a box of shared memory for each pair and direction.
 
-A longer message goes in pieces. Nothing runs in the background: a message moves on while its sender
-or its receiver waits for something. A message that fits an empty box makes no rank wait.
+A longer message goes in pieces. A message that fits an empty box makes no rank wait. The receiver
+takes the messages of a box in their order. What nobody has asked for yet, it keeps.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Iterator
-from datetime import timedelta
+from collections import deque
+from dataclasses import dataclass
 
-import torch.distributed as dist
+import torch
 from torch import Tensor
 
-from shm.segment import LINE, Segment
+from shm.segment import LINE, Segment, Steps
+from shm.work import Line
 
-BOX = 2**16  # bytes
+BOX, LINES = 2**16, 2  # bytes, and cache lines for counters: the sender's and the receiver's
+COUNT, SIZE, TAG = 0, 1, 2  # counters of a sender: its pieces; size and tag of the present message
 
 
-class Message(dist.Work):  # what isend and irecv return
-    def __init__(self, messages: "Messages", rank: int) -> None:
-        super().__init__()
-        self.messages, self.rank, self.done = messages, rank, False
+@dataclass(eq=False)  # a letter equals itself only
+class Letter:
+    """A message that arrives, or a wish to receive one.
 
-    def is_completed(self) -> bool:
-        self.messages.advance()
-        return self.done
+    content: bytes, (N,). source: a rank, or None for any.
+    """
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self.messages.segment.wait(self.rank, self.is_completed)
-        return True
+    content: Tensor
+    source: int | None
+    tag: int
+    filled: int = 0  # bytes that have arrived
+    complete: bool = False
+
+    def matches(self, source: int | None, tag: int) -> bool:
+        return self.source in (None, source) and self.tag == tag
 
 
 class Messages:
@@ -35,39 +39,85 @@ class Messages:
 
     def __init__(self, segment: Segment, line: int, offset: int) -> None:
         self.segment, self.line, self.offset = segment, line, offset
-        self.counted: dict[int, int] = defaultdict(int)  # of each box: pieces sent or received here
-        self.running: dict[int, deque[Iterator[None]]] = defaultdict(deque)  # of each box
-        segment.progress = self.advance
+        self.others = [rank for rank in range(segment.ranks) if rank != segment.rank]
+        self.outgoing: list[Line] = [deque() for _ in range(segment.ranks)]  # to each rank
+        self.counted: dict[int, int] = {}  # of each box: pieces that this rank sent or received
+        self.wanted: list[Letter] = []  # in the order in which the program asked
+        self.arriving: dict[int, Letter] = {}  # from each rank: a message that is not complete
+        self.kept: list[Letter] = []  # what nobody has asked for yet
 
-    def advance(self) -> None:
-        for queue in self.running.values():
-            while queue and next(queue[0], "done") == "done":
-                queue.popleft()
-
-    def start(self, tensor: Tensor, source: int, target: int) -> Message:
-        """Send or receive bytes, (N,): this rank is the source or the target."""
-        sends = source == self.segment.rank
-        message = Message(self, target if sends else source)
+    def box(self, source: int, target: int) -> tuple[int, Tensor, int, int]:
+        """Its number, its bytes, and the places of the sender's and the receiver's counter."""
         box = source * self.segment.ranks + target
-        self.running[box].append(self.move(message, box, tensor, sends))
-        self.advance()
-        return message
+        sent, received = ((self.line + LINES * box + side) * LINE // 8 for side in range(LINES))
+        return box, self.segment.tensor(self.offset + box * BOX, BOX), sent, received
 
-    def move(self, message: Message, box: int, tensor: Tensor, sends: bool) -> Iterator[None]:
-        counters, buffer = self.segment.counters, self.segment.tensor(self.offset + box * BOX, BOX)
-        sent, received = ((self.line + 2 * box + side) * LINE // 8 for side in (0, 1))
-        theirs, ours = (received, sent) if sends else (sent, received)
-        for start in range(0, max(1, len(tensor)), BOX):
-            while (counters[theirs] == self.counted[box]) != sends:  # full, or empty
-                yield  # it has to wait for the other rank
-            part = tensor[start : start + BOX]
-            if sends:
-                buffer[: len(part)] = part
-                counters[sent + 1] = len(tensor)
-            elif (size := counters[sent + 1]) != len(tensor):
-                self.segment.fail(f"rank {message.rank} sends {size} bytes, not {len(tensor)}")
-            else:
-                part.copy_(buffer[: len(part)])
-            self.counted[box] += 1
-            self.segment.post(ours, self.counted[box])
-        message.done = True
+    def put(self, content: Tensor, target: int, tag: int) -> Steps:
+        """Send bytes, (N,)."""
+        counters = self.segment.counters
+        box, buffer, sent, received = self.box(self.segment.rank, target)
+        for start in range(0, max(1, len(content)), BOX):
+            count = self.counted.get(box, 0)
+            while counters[received + COUNT] != count:
+                yield [target]  # it has not taken the piece before
+            part = content[start : start + BOX]
+            buffer[: len(part)] = part
+            counters[sent + SIZE], counters[sent + TAG] = len(content), tag
+            self.counted[box] = count + 1
+            self.segment.post(sent + COUNT, count + 1)
+
+    def take(self, content: Tensor, source: int | None, tag: int) -> Steps:
+        """Receive bytes, (N,), from that rank or from any; returns the rank that sent them."""
+        letter = wish = Letter(content, source, tag)
+        for found in self.kept:
+            if wish.matches(found.source, found.tag):
+                self.kept.remove(found)
+                self.check_size(found.source, len(found.content), len(wish.content))
+                letter = found
+                break
+        else:
+            self.wanted.append(wish)
+        sources = self.others if letter.source is None else [letter.source]
+        while not letter.complete:
+            if not any(map(self.take_piece, sources)):
+                yield sources
+        if letter is not wish:
+            wish.content.copy_(letter.content)
+        return letter.source
+
+    def take_piece(self, source: int) -> bool:
+        """Take a piece out of the box from that rank; False if the box is empty."""
+        counters = self.segment.counters
+        box, buffer, sent, received = self.box(source, self.segment.rank)
+        count = self.counted.get(box, 0)
+        if counters[sent + COUNT] == count:
+            return False
+        if (letter := self.arriving.get(source)) is None:
+            letter = self.begin(source, counters[sent + SIZE], counters[sent + TAG])
+        part = letter.content[letter.filled : letter.filled + BOX]
+        part.copy_(buffer[: len(part)])
+        letter.filled += len(part)
+        self.counted[box] = count + 1
+        self.segment.post(received + COUNT, count + 1)
+        if letter.filled == len(letter.content):
+            letter.complete = True
+            del self.arriving[source]
+        return True
+
+    def begin(self, source: int, size: int, tag: int) -> Letter:
+        """Where the next message of that rank goes: to who asked for it first, or to a new one."""
+        for letter in self.wanted:
+            if letter.matches(source, tag):
+                self.wanted.remove(letter)
+                letter.source = source
+                self.arriving[source] = letter
+                self.check_size(source, size, len(letter.content))
+                return letter
+        letter = Letter(torch.empty(size, dtype=torch.uint8), source, tag)
+        self.kept.append(letter)
+        self.arriving[source] = letter
+        return letter
+
+    def check_size(self, source: int | None, size: int, expected: int) -> None:
+        if size != expected:
+            self.segment.fail(f"rank {source} sends {size} bytes, not {expected}")
