@@ -17,9 +17,7 @@ def add_schedule(parser: ArgumentParser) -> None:
     add = parser.add_argument
     rules, decays = ("none", "linear", "sqrt"), ("none", "step", "cosine")
     add("--lr-rule", default="none", choices=rules, help="how --lr grows with the batch size")
-    add(
-        "--base-batch-size", default=120, type=int_at_least(1), help="batch that --lr was tuned for"
-    )
+    add("--base-batch-size", default=120, type=int_at_least(1), help="batch that --lr is for")
     add("--warmup-epochs", default=0.0, type=float_at_least(0), help="epochs while the rate rises")
     add("--lr-decay", default="none", choices=decays, help="how the rate falls after the warm-up")
 
