@@ -3,8 +3,9 @@
     python 04_ddp_torchrun/forecast.py --model resnet50 --batch-size 64 --step-ms 45 --gpus 64
 
 Stage 01 measures the step on one GPU of that kind: --summary runs/01_single_gpu/summary.json. The
-model takes a third of it for forward, the rest for backward. alpha_beta.py is the model, gradient_order.py
-counts layers and buckets, cluster.py has the links, scaling.md shows how far to trust it.
+model takes a third of it for forward, the rest for backward. alpha_beta.py is the model,
+gradient_order.py counts layers and buckets, cluster.py has the links, and scaling.md shows how far
+to trust it.
 """
 
 import json

@@ -83,7 +83,7 @@ CALLS = [  # a stage or a chapter with its flags, on "2 x" ranks, and what the l
     (f"{COLLECTIVES} --backend=mpi", "--backend mpi is not built into this"),
     (
         "04_ddp_torchrun/rank_variables.py --nodes 33 32",
-        "65 processes on this machine: try 64 at most",
+        "65 processes on this machine: try 64",
     ),
     ("04_ddp_torchrun/uneven.py", "one rank waits for nobody: start two, with torchrun"),
     ("tests/check_exercise.py 06", "'06' (choose from '01', '02'"),
