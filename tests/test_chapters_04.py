@@ -25,7 +25,8 @@ PRINTED = {  # by a chapter with these flags: rows, with one space between their
     "nvlink-p100 3.4 512 | pcie-3 5.7 96 | infiniband-8x400 14.0 3,200 | infiniband-200 14.0 200 | "
     "roce-25 14.0 25 | ethernet-100 50.0 100 | ethernet-25 50.0 25 | ethernet-10 50.0 10",
     "gradient_order": "resnet50 7.8 0% | resnet50 30.0 9% | resnet50 25.0 17% | "
-    "resnet50 25.3 49% | resnet50 9.3 100% | vgg16 15.6 0% | vgg16 392.0 1% | vgg16 27.0 10% | vgg16 27.0 64%",
+    "resnet50 25.3 49% | resnet50 9.3 100% | vgg16 15.6 0% | vgg16 392.0 1% | vgg16 27.0 10% | "
+    "vgg16 27.0 64%",
     FORECAST: "1 64 46.0 1,391 100% computing | 8 512 90.0 5,687 51% bytes | "
     "send bf16 (bf16_compress_hook) 1,024 99.2 10,324 46% latency | fewer ranks: 4 256 51.0 5,016 "
     "90% bytes | send bf16, and accumulate 8 4,096 244.5 16,752 75% latency",
