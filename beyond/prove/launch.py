@@ -22,6 +22,7 @@ from typing import Any
 
 HOOKS = Path(__file__).parent / "hooks"
 SURE_AFTER = 1.5  # seconds without progress, if the ranks wait for different things
+BEATS = 4  # a rank that has not written so often since then may only be slow
 GRACE = 3.0  # seconds that the others get when one rank has failed
 
 
@@ -195,6 +196,24 @@ def wait_for_different_things(ranks: list[dict]) -> bool:
     return any(r["waiting"] for r in ranks) and len(calls) > 1
 
 
+class Patience:
+    """How long ago the ranks made their last progress."""
+
+    def __init__(self) -> None:
+        self.last: list = []
+        self.since, self.beats = time.monotonic(), {}
+
+    def seconds(self, ranks: list[dict]) -> float:
+        now = [(r["events"], r["ended"], not is_waiting(r) and r["cpu_seconds"]) for r in ranks]
+        if now != self.last:
+            self.last, self.since = now, time.monotonic()
+            self.beats = {r["rank"]: r["beats"] for r in ranks}
+        alive = [r for r in ranks if r["ended"] == "killed"]
+        if any(r["beats"] < self.beats[r["rank"]] + BEATS for r in alive):
+            return 0.0
+        return time.monotonic() - self.since
+
+
 def run(command: list[str], settings: dict[str, Any], timeout: float) -> Outcome:
     """Start a command, wait until all ranks have ended or hang, and read what they wrote."""
     folder, mode = Path(settings["folder"]), settings["mode"]
@@ -202,17 +221,15 @@ def run(command: list[str], settings: dict[str, Any], timeout: float) -> Outcome
     log = folder / f"{mode}.log"
     processes = Ranks(command, environment, log)
     hang = silent = False
-    progress, since, ranks = None, time.monotonic(), []
+    patience, ranks = Patience(), []
     try:
         while processes.are_running():
             time.sleep(0.03)
             ranks = read_records(folder, mode)
-            now = [(r["events"], r["ended"]) for r in ranks]
-            if now != progress:
-                progress, since = now, time.monotonic()
-            seconds = time.monotonic() - since
-            patience = timeout if ranks else 10 * timeout  # before the ranks meet: downloads
-            if seconds > (SURE_AFTER if wait_for_different_things(ranks) else patience):
+            limit = timeout if ranks else 10 * timeout  # before the ranks meet: downloads
+            if wait_for_different_things(ranks):
+                limit = SURE_AFTER
+            if patience.seconds(ranks) > limit:
                 hang = bool(ranks) and all(map(is_waiting, ranks))
                 silent = not hang
                 break

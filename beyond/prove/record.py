@@ -22,6 +22,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 PATHS = sysconfig.get_paths()
 LIBRARIES = tuple({PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 SECONDS_PER_BEAT = 0.2
+MAIN_CLOCK = 0  # of the main thread: a rank that computes does not hang
 
 
 def is_user_file(file: str) -> bool:
@@ -65,6 +66,7 @@ class Run:
         self.pid, self.rank, self.world = os.getpid(), 0, 1
         self.joined = self.written = False
         self.events = 0  # a run whose ranks have no new events may hang
+        self.beats = 0  # how often the facts were written: is this process still alive?
         self.steps = 0  # of all optimizers together
         self.waiting: str | None = None  # the collective that this rank is in
         self.current_pass: dict | None = None  # over the loader that gave the last batch
@@ -96,6 +98,7 @@ class Run:
         state = {"rank": self.rank, "world": self.world, "steps": self.steps, "pid": self.pid}
         state |= {"events": self.events, "waiting": self.waiting, "ended": ended}
         state |= {"line": user_line(main_frame()), "in_backward": is_in_backward()}
+        state |= {"beats": self.beats, "cpu_seconds": round(time.clock_gettime(MAIN_CLOCK), 1)}
         path = self.folder / f"{self.mode}.{self.rank}.json"
         part = path.with_suffix(f".part{threading.get_ident()}")
         part.write_text(json.dumps(self.facts | state, default=str))
@@ -120,7 +123,8 @@ def is_in_backward() -> bool:
 
 def write(ended: str) -> None:
     """Write all that is known. A run that we ended ourselves is not written again."""
-    if RUN.written or os.getpid() != RUN.pid or not (RUN.joined or RUN.replaying):
+    trained_alone = RUN.replaying and RUN.steps > 0
+    if RUN.written or os.getpid() != RUN.pid or not (RUN.joined or trained_alone):
         return
     from prove import watch_model
 
@@ -147,6 +151,7 @@ def leave(ended: str) -> None:
 def beat() -> None:
     """Write the facts again and again: a rank that is killed leaves nothing else."""
     while not RUN.written:
+        RUN.beats += 1
         try:
             RUN.write_facts("killed")
         except (RuntimeError, OSError):  # the main thread changed them meanwhile, or we are done
@@ -172,9 +177,19 @@ def on_error(error: BaseException) -> None:
     write("error")
 
 
+narrow = torch.Tensor.float
+
+
+def double_or_float(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """x.float() of a script that runs in float64. GradScaler needs what it asks for."""
+    by_torch = "/torch/amp/" in sys._getframe(1).f_code.co_filename
+    return narrow(x, *args, **kwargs) if by_torch else x.double()
+
+
 def install() -> None:
     """Called once in each process of the user's, after `import torch`."""
-    global RUN
+    global RUN, MAIN_CLOCK
+    MAIN_CLOCK = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
     RUN = Run(json.loads(os.environ["PROVE"]))
     settings = json.loads(os.environ["PROVE"])
     if settings["cpu"]:
@@ -183,7 +198,7 @@ def install() -> None:
         cpu.install(settings["ranks"])
     if RUN.double:
         torch.set_default_dtype(torch.float64)
-        torch.Tensor.float = torch.Tensor.double  # type: ignore[assignment]
+        torch.Tensor.float = double_or_float  # type: ignore[assignment]
     torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore
     from prove import replay, watch_data, watch_model, watch_world
 
