@@ -21,7 +21,7 @@ from prove.judge_data import data_rows
 from prove.judge_model import SMALL_BATCH, model_rows
 from prove.judge_replay import Replay, batchnorm, gradient_of, no_replay, printed, schedule
 from prove.judge_run import error_of, run_rows
-from prove.table import NOT_SEEN, WRONG, Row, table
+from prove.table import NOT_SEEN, WARNING, WRONG, Row, table
 from prove.watch_world import restore
 
 ONE_RANK = "one rank"
@@ -112,13 +112,14 @@ class Prover:
         ranks = outcome.ranks
         if outcome.silent:
             raise NotJudged(f"no progress for {self.args.timeout:g} s: try a larger --timeout")
-        failed = [rank for rank in ranks if rank["ended"] == "error"]
-        if not outcome.hang and (failed or outcome.status):
-            if not any(row.verdict == WRONG for row in run_rows(outcome)):
-                raise NotJudged(f"the script fails by itself: {error_of(outcome)}")
-        if not ranks:
+        if not ranks and not outcome.status:
             raise NotJudged("the script made no process group: is it started by torchrun?")
-        if not outcome.hang and not any(rank["steps"] for rank in ranks):
+        failed = outcome.status or any(rank["ended"] == "error" for rank in ranks)
+        if failed and not outcome.hang:
+            rows = run_rows(outcome) + data_rows(ranks)
+            if not any(row.verdict == WRONG for row in rows):
+                raise NotJudged(f"the script fails by itself: {error_of(outcome)}")
+        elif not outcome.hang and not any(rank["steps"] for rank in ranks):
             raise NotJudged("no optimizer step was made")
 
     def replay(self, mode: str, command: list[str], observed: launch.Outcome) -> Replay:
@@ -130,8 +131,10 @@ class Prover:
         rows = run_rows(observed)
         if any(rank["world"] > len(ranks) for rank in ranks):
             return [*rows, Row(NOT_SEEN, "ranks", f"{len(ranks)} of {ranks[0]['world']} wrote records")]
-        rows += data_rows(ranks) + model_rows(ranks)
-        ended = all(rank["ended"] in ("epochs", "script") and rank["steps"] for rank in ranks)
+        rows += data_rows(ranks)
+        ended = all(rank["ended"] in ("epochs", "script") for rank in ranks)
+        if ended:
+            rows += model_rows(ranks)
         if ended and len(ranks) > 1:
             rows += self.replayed(observed, rows)
         if ended and self.args.original:
@@ -147,8 +150,8 @@ class Prover:
             replay = self.replay("sequence", command, observed)
         if not replay.stepped:
             return [no_replay(replay, ONE_RANK)]
-        effects = ("samples", "weights", "averaged gradients", "forward through DDP")
-        explained = any(row.verdict == WRONG and row.check in effects[1:] for row in rows)
+        effects = ("weights", "averaged gradients", "forward through DDP")
+        explained = any(row.verdict == WRONG and row.check in effects for row in rows)
         found = gradient_of(replay, ONE_RANK, explained, None)
         if any(row.verdict == WRONG and "1/" in row.evidence for row in found):
             sequence = self.replay("sequence", command, observed)
@@ -159,7 +162,8 @@ class Prover:
         if least and min(least) < SMALL_BATCH:
             whole = self.replay("whole", command, observed)
         if agrees:  # then any factor before it was made up for
-            rows[:] = [r for r in rows if r.check != "averaged gradients" or r.verdict == "right"]
+            doubts = (WARNING, NOT_SEEN)
+            rows[:] = [r for r in rows if r.check != "averaged gradients" or r.verdict not in doubts]
             found += printed(replay)
         return found + schedule(replay) + batchnorm(replay, whole)
 

@@ -56,7 +56,7 @@ def rows_are_split(ranks: list[dict]) -> bool:
 
 
 def data_rows(ranks: list[dict]) -> list[Row]:
-    passes = trained_passes(ranks)
+    passes = trained_passes(ranks) if ranks else []
     if len(ranks) < 2 or "groups of some ranks" in ranks[0]["notes"]:
         return []
     if not passes:

@@ -13,8 +13,10 @@ NUMBER = re.compile(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?")
 
 
 def state_of(rank: dict) -> str:
+    if rank["error"]:
+        return f"rank {rank['rank']} loses its connection at {rank['error'][2]}"
     if rank["ended"] != "killed":
-        return f"rank {rank['rank']} has ended"
+        return f"rank {rank['rank']} has ended after {rank['steps']} steps"
     place = rank["waiting"] or ("backward" if rank["in_backward"] else "") or "its own code"
     at = "" if rank["waiting"] else f" at {rank['line']}"
     return f"rank {rank['rank']} waits in {place}{at}"
@@ -36,6 +38,12 @@ def first_difference(ranks: list[dict]) -> str:
     return ""
 
 
+def is_connection_error(rank: dict) -> bool:
+    """Another rank has gone away meanwhile."""
+    words = "closed by peer|reset by peer|Broken pipe|Read error|ncclRemoteError|ncclSystemError"
+    return bool(rank["error"] and re.search(words, rank["error"][1]))
+
+
 def run_rows(outcome: Outcome) -> list[Row]:
     return collectives(outcome) + files(outcome.ranks) + prints(outcome.ranks)
 
@@ -44,7 +52,8 @@ def collectives(outcome: Outcome) -> list[Row]:
     check, ranks = "collectives", outcome.ranks
     cure = "every rank must reach each collective the same number of times, in the same order"
     difference = first_difference(ranks) if len(ranks) > 1 else ""
-    if outcome.hang:
+    left = [r for r in ranks if r["ended"] in ("script", "epochs")]
+    if outcome.hang or (left and any(is_connection_error(r) for r in ranks)):
         text = "; ".join(map(state_of, ranks))
         if difference:
             text += f". The first difference: {difference}"

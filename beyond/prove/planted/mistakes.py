@@ -86,7 +86,7 @@ MISTAKES = [
              ("parts = worker.num_workers if worker else 1", "parts = 1"),
              (" + (worker.id if worker else 0)", "")),
     iterable("an IterableDataset ends earlier on one rank", WRONG, "batches per epoch",
-             ("islice(points, part, None,", "islice(points, part, SAMPLES - 66 * self.rank,")),
+             ("islice(points, part, None,", "islice(points, part, SAMPLES - 60 * self.rank,")),
     iterable("a stream in the same order in each epoch", WARNING, "order of an epoch",
              ("        dataset.epoch = epoch\n", "")),
     # Weights and gradients.
