@@ -132,12 +132,12 @@ class Prover:
         if any(rank["world"] > len(ranks) for rank in ranks):
             return [*rows, Row(NOT_SEEN, "ranks", f"{len(ranks)} of {ranks[0]['world']} wrote records")]
         rows += data_rows(ranks)
-        ended = all(rank["ended"] in ("epochs", "script") for rank in ranks)
-        if ended:
-            rows += model_rows(ranks)
-        if ended and len(ranks) > 1:
+        if not all(rank["ended"] in ("epochs", "script") for rank in ranks):
+            return [*rows, Row(NOT_SEEN, ONE_RANK, "the run did not come to its end")]
+        rows += model_rows(ranks)
+        if len(ranks) > 1:
             rows += self.replayed(observed, rows)
-        if ended and self.args.original:
+        if self.args.original:
             rows += self.compared_with_original(observed)
         return rows
 

@@ -233,6 +233,13 @@ def random_numbers(ranks: list[dict], passes: list[dict]) -> list[Row]:
     return rows
 
 
+def collectives_after(rank: dict, evaluated: dict) -> int:
+    """How many collectives follow an evaluation, before training goes on."""
+    later = [p for p in rank["passes"] if p["number"] > evaluated["number"] and p["training"]]
+    end = later[0]["collectives_before"] if later else len(rank["collectives"])
+    return int(end - evaluated["collectives_before"])
+
+
 def evaluation(ranks: list[dict]) -> list[Row]:
     check = "evaluation"
     chosen = [
@@ -254,7 +261,7 @@ def evaluation(ranks: list[dict]) -> list[Row]:
         size = len(set().union(*(h or () for h in holds)))
     everything = [x for d in drawn for x in d]
     twice, lost = len(everything) - len({*everything}), size - len({*everything})
-    sums = all(len(r["collectives"]) > p["collectives_before"] for r, p in zip(ranks, here, strict=True))
+    sums = all(collectives_after(rank, p) for rank, p in zip(ranks, here, strict=True))
     if all(len({*d}) >= 0.98 * size for d in drawn):
         text = f"each rank evaluates all {size} samples ({at})"
         cure = "each rank a part, then all_reduce; no mistake if the results are not added up"

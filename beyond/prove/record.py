@@ -11,6 +11,7 @@ import time
 import traceback
 import zlib
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -100,7 +101,7 @@ class Run:
         state |= {"line": user_line(main_frame()), "in_backward": is_in_backward()}
         state |= {"beats": self.beats, "cpu_seconds": round(time.clock_gettime(MAIN_CLOCK), 1)}
         path = self.folder / f"{self.mode}.{self.rank}.json"
-        part = path.with_suffix(f".part{threading.get_ident()}")
+        part = path.with_suffix(".part")
         part.write_text(json.dumps(self.facts | state, default=str))
         part.replace(path)  # renamed, so that nobody reads half a file
 
@@ -109,6 +110,7 @@ class Run:
 
 
 RUN: Run
+writing = threading.Lock()
 save_tensors = torch.save  # the user's torch.save is watched
 
 
@@ -128,11 +130,11 @@ def write(ended: str) -> None:
         return
     from prove import watch_model
 
-    RUN.written = True
     watch_model.finish()
+    with writing:
+        RUN.written = True
+        RUN.write_facts(ended)
     save_tensors(RUN.tensors, RUN.keep_file("tensors"))
-    RUN.facts["ended"] = ended
-    RUN.write_facts(ended)
 
 
 def leave(ended: str) -> None:
@@ -152,12 +154,10 @@ def beat() -> None:
     """Write the facts again and again: a rank that is killed leaves nothing else."""
     while not RUN.written:
         RUN.beats += 1
-        try:
-            RUN.write_facts("killed")
-        except (RuntimeError, OSError):  # the main thread changed them meanwhile, or we are done
-            pass
+        with writing, suppress(RuntimeError, OSError):  # facts changed meanwhile; folder is gone
+            if not RUN.written:
+                RUN.write_facts("killed")
         time.sleep(SECONDS_PER_BEAT)
-    RUN.write_facts(RUN.facts["ended"] or "killed")
 
 
 def join() -> None:
