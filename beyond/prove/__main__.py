@@ -57,7 +57,7 @@ def parse_args(arguments: list[str] | None = None) -> Namespace:
     return args
 
 
-def one_rank(command: list[str], alone: str | None) -> list[str] | None:
+def one_rank(command: list[str], alone: str | None, cpu: bool) -> list[str] | None:
     """The command that starts one rank: the same, with a 1 for the number of ranks."""
     if alone:
         return shlex.split(alone)
@@ -65,7 +65,9 @@ def one_rank(command: list[str], alone: str | None) -> list[str] | None:
         text, count = re.subn(pattern, r"\g<1>1", shlex.join(command))
         if count:
             return shlex.split(text)
-    return [*command[:1], "--nproc-per-node=1", *command[1:]] if launch.plain_torchrun(command) else None
+    if cpu and not launch.plain_torchrun(command):
+        return command  # it will see one GPU
+    return None
 
 
 class Prover:
@@ -142,7 +144,7 @@ class Prover:
         return rows
 
     def replayed(self, observed: launch.Outcome, rows: list[Row]) -> list[Row]:
-        command = one_rank(self.args.command, self.args.alone)
+        command = one_rank(self.args.command, self.args.alone, self.args.cpu)
         if command is None:
             return [Row(NOT_SEEN, ONE_RANK, "say how one rank is started: --alone 'COMMAND'")]
         replay = self.replay("replay", command, observed)

@@ -52,7 +52,8 @@ def trained_passes(ranks: list[dict]) -> list[list[dict]]:
 def rows_are_split(ranks: list[dict]) -> bool:
     """The script gives each rank a part of the rows of a batch that all have loaded."""
     pairs = [(rows, given) for rank in ranks for _, rows, given in rank["roots"] if given]
-    return bool(pairs) and all(rows * len(ranks) <= given + len(ranks) for rows, given in pairs)
+    n = len(ranks)
+    return bool(pairs) and all(rows in (given // n, -(-given // n)) for rows, given in pairs if given > 1)
 
 
 def data_rows(ranks: list[dict]) -> list[Row]:

@@ -2,6 +2,7 @@
 
 import atexit
 import json
+import multiprocessing.util
 import os
 import random
 import sys
@@ -27,7 +28,8 @@ MAIN_CLOCK = 0  # of the main thread: a rank that computes does not hang
 
 
 def is_user_file(file: str) -> bool:
-    return not file.startswith((*LIBRARIES, "<")) and os.path.dirname(file) != HERE
+    installed = file.startswith((*LIBRARIES, "<")) or "-packages/" in file
+    return not installed and os.path.dirname(file) != HERE
 
 
 def user_line(frame: FrameType | None) -> str:
@@ -164,6 +166,8 @@ def join() -> None:
     """The process group is there: now we know which rank this is."""
     if not RUN.joined:
         RUN.rank, RUN.world, RUN.joined = dist.get_rank(), dist.get_world_size(), True
+        RUN.pid = os.getpid()  # another one, if the script has forked its ranks
+        multiprocessing.util.Finalize(None, write, ("script",), exitpriority=100)
         threading.Thread(target=beat, daemon=True).start()
 
 
@@ -195,7 +199,7 @@ def install() -> None:
     if settings["cpu"]:
         from prove import cpu
 
-        cpu.install(settings["ranks"])
+        cpu.install(1 if RUN.replaying else settings["ranks"])
     if RUN.double:
         torch.set_default_dtype(torch.float64)
         torch.Tensor.float = double_or_float  # type: ignore[assignment]

@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 )
 
 from prove.record import Run, digests_of_generators, where
-from prove.watch_data import checksum, copied, tensors_in
+from prove.watch_data import batch_size_of, checksum, copied, tensors_in
 
 MOST_STEPS = 24  # of each optimizer are written down
 MOST_FORWARDS = 64
@@ -269,7 +269,7 @@ def called(module: nn.Module, inputs: tuple) -> None:
         facts["direct"][where()] = facts["direct"].get(where(), 0) + 1
     found = tensors_in(list(inputs))
     if len(run.facts["roots"]) < MOST_FORWARDS and found:
-        rows = len(found[0]) if found[0].ndim else 1
+        rows = batch_size_of(inputs[0] if inputs else [])
         given = run.current_pass["sizes"][run.current_pass["given"] - 1 :] if run.current_pass else []
         run.facts["roots"].append([checksum(found[0]), rows, given[0] if given else None])
 
