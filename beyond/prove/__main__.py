@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from prove import launch
-from prove.judge_data import data_rows
+from prove.judge_data import data_rows, rows_are_split, same_contents
 from prove.judge_model import SMALL_BATCH, model_rows
 from prove.judge_replay import Replay, batchnorm, gradient_of, no_replay, printed, schedule
 from prove.judge_run import error_of, run_rows
@@ -76,7 +76,7 @@ class Prover:
     def __init__(self, args: Namespace, folder: str, say: Callable[[str], None]) -> None:
         self.args, self.folder, self.say = args, folder, say
         self.double = not args.float32
-        self.ranks = 2
+        self.ranks, self.shared_batches = 2, False
         if found := launch.plain_torchrun(args.command):
             self.ranks = found[0]
 
@@ -85,6 +85,7 @@ class Prover:
         settings = {
             "folder": self.folder, "mode": mode, "double": self.double, "cpu": self.args.cpu,
             "batches": self.args.batches, "ranks": self.ranks,
+            "shared_batches": self.shared_batches,
         }  # fmt: skip
         try:
             return launch.run(command, settings, self.args.timeout)
@@ -147,6 +148,10 @@ class Prover:
         command = one_rank(self.args.command, self.args.alone, self.args.cpu)
         if command is None:
             return [Row(NOT_SEEN, ONE_RANK, "say how one rank is started: --alone 'COMMAND'")]
+        self.shared_batches = rows_are_split(observed.ranks)
+        if self.shared_batches and not same_contents(observed.ranks):
+            text = "each rank takes its rows of a batch that all load, with other random numbers"
+            return [Row(NOT_SEEN, ONE_RANK, text)]
         replay = self.replay("replay", command, observed)
         if replay.takes_more_batches():
             replay = self.replay("sequence", command, observed)
@@ -154,6 +159,7 @@ class Prover:
             return [no_replay(replay, ONE_RANK)]
         effects = ("weights", "averaged gradients", "forward through DDP")
         explained = any(row.verdict == WRONG and row.check in effects for row in rows)
+        explained |= any(row.verdict == WARNING and row.check == "weights" for row in rows)
         found = gradient_of(replay, ONE_RANK, explained, None)
         if any(row.verdict == WRONG and "1/" in row.evidence for row in found):
             sequence = self.replay("sequence", command, observed)

@@ -56,6 +56,11 @@ def rows_are_split(ranks: list[dict]) -> bool:
     return bool(pairs) and all(rows in (given // n, -(-given // n)) for rows, given in pairs if given > 1)
 
 
+def same_contents(ranks: list[dict]) -> bool:
+    passes = trained_passes(ranks)
+    return bool(passes) and all(contents(p) == contents(passes[0][0]) for p in passes[0])
+
+
 def data_rows(ranks: list[dict]) -> list[Row]:
     passes = trained_passes(ranks) if ranks else []
     if len(ranks) < 2 or "groups of some ranks" in ranks[0]["notes"]:

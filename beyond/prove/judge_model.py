@@ -34,7 +34,7 @@ def model_rows(ranks: list[dict]) -> list[Row]:
     if not any(rank["steps"] for rank in ranks):
         return []
     rows = clipping(ranks) + zero_gradients(ranks) + optimizer_rows(ranks)
-    if len(ranks) == 1:
+    if len(ranks) == 1 or any(row.check == "zero gradients" for row in rows):
         return rows
     shapes = {str([[len(s["before"]) for s in o["steps"][:1]] for o in r["optimizers"]]) for r in ranks}
     if "groups of some ranks" in ranks[0]["notes"] or len(shapes) > 1:
@@ -107,6 +107,8 @@ def gradients(ranks: list[dict], weight_rows: list[Row]) -> list[Row]:
             pairs.append((mine, mean, norm, k))
             if number and not any(zeroed for _, _, zeroed, _ in local):
                 left_over.append(number)
+        if apart and any(row.verdict == WARNING for row in weight_rows):
+            return [Row(NOT_SEEN, check, "each rank steps with its own: weights are averaged, it seems")]
         if apart and not weights_agree:
             text = f"the ranks step with different gradients in {len(apart)} of "
             text += f"{len(parts[0]['grads'])} tensors: {named(optimizer, apart)} ({where})"
@@ -125,8 +127,8 @@ def gradients(ranks: list[dict], weight_rows: list[Row]) -> list[Row]:
         text = f"at {len({*left_over})} steps, p.grad still held the gradient of the step before"
         return [Row(WRONG, check, text, "optimizer.zero_grad() in each step", LOSS)]
     if not seen:
-        text = "the gradients are changed between backward and step, or averaged inside of step"
-        return [Row(RIGHT if weights_agree else NOT_SEEN, check, text)]
+        text = "no multiple of the mean over the ranks: changed between backward and step?"
+        return [Row(NOT_SEEN, check, text)]
     c, where, limit, backwards = max(factors, key=lambda x: abs(x[0] - 1))
     name = factor(c, n)
     if abs(c - 1) <= limit:

@@ -65,6 +65,7 @@ class Run:
         self.folder, self.mode = Path(settings["folder"]), settings["mode"]
         self.double, self.limit = settings["double"], settings["batches"]
         self.ranks = settings["ranks"]  # of the observed run, once that is known
+        self.shared_batches = settings["shared_batches"]  # each rank takes its rows of one batch
         self.replaying = self.mode != "observe"
         self.pid, self.rank, self.world = os.getpid(), 0, 1
         self.joined = self.written = False

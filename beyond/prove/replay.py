@@ -29,6 +29,8 @@ DROPOUTS = "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dr
 def merge(parts: list, sizes: list[int]) -> Any:
     """One batch of all ranks' batches: sample i of each rank, then sample i + 1 of each rank."""
     first, equal = parts[0], len(set(sizes)) == 1
+    if len(parts) == 1:
+        return first
     if all(has_rows(x, size) for x, size in zip(parts, sizes, strict=True)):
         return torch.stack(parts, 1).flatten(0, 1) if equal else torch.cat(parts)
     if isinstance(first, dict):
@@ -143,7 +145,8 @@ def install(run: Run) -> None:
         return batches(number, now)
 
     def batches(number: int, now: dict) -> Iterator:
-        for parts in zip(*(rank["batches"][number] for rank in ranks), strict=False):
+        feeding = ranks[:1] if run.shared_batches else ranks
+        for parts in zip(*(rank["batches"][number] for rank in feeding), strict=False):
             if interleaved:
                 feeds = [([n for n, _ in parts], merge([x for _, x in parts], [n for n, _ in parts]))]
             else:

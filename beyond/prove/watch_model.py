@@ -330,9 +330,12 @@ def watch_clipping_and_scaling() -> None:
 
 
 def watch_backward() -> None:
-    backward = Tensor.backward
+    backward, inside = Tensor.backward, False
 
     def watched_backward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if inside:  # --cpu: a mode of torch calls it once more
+            return backward(self, *args, **kwargs)
         names, node = [], self.grad_fn
         for _ in range(4):  # is the loss divided or multiplied at its end?
             names.append(type(node).__name__ if node is not None else "")
@@ -340,7 +343,11 @@ def watch_backward() -> None:
         if len(run.facts["backwards"]) < MOST_FORWARDS:
             run.facts["backwards"].append([where(), names, run.steps])
         run.counts["backwards"] += 1
-        return backward(self, *args, **kwargs)
+        inside = True
+        try:
+            return backward(self, *args, **kwargs)
+        finally:
+            inside = False
 
     Tensor.backward = watched_backward  # type: ignore[method-assign]
 

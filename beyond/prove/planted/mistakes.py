@@ -222,3 +222,61 @@ MISTAKES = [
     plain("the same numbers of random on all ranks", WARNING, "augmentation",
           (NOISE, "random.gauss(0, 1)"), ("    random.seed(rank + 1)", "    random.seed(1)")),
 ]  # fmt: skip
+
+# These look like mistakes, and are none: not one of them may be called WRONG.
+HARMLESS = [
+    plain("a sum as the loss, with a batch size per rank", "", "",
+          ("batch_size=12 // world_size", "batch_size=6"),
+          (LOSS, "F.cross_entropy(ddp(points), labels, reduction='sum')")),
+    plain("all ranks load one batch, each with its noise, and take their rows", "", "",
+          (SAMPLER, "sampler = DistributedSampler(train_set, 1, 0, seed=0)"),
+          ("batch_size=12 // world_size", "batch_size=12"),
+          ("            loss = F", "            points, labels = points[rank::world_size], labels[rank::world_size]\n"
+           "            loss = F")),
+    plain("all ranks load one batch, and each takes its rows", "", "",
+          ("Points(SAMPLES, 0.1)", "Points(SAMPLES, 0.0)"),
+          (SAMPLER, "sampler = DistributedSampler(train_set, 1, 0, seed=0)"),
+          ("batch_size=12 // world_size", "batch_size=12"),
+          ("            loss = F", "            points, labels = points[rank::world_size], labels[rank::world_size]\n"
+           "            loss = F")),
+    plain("divided by the ranks, and summed by hand", "", "", *NO_DDP,
+          (LOSS, LOSS + " / world_size"), (LOOP, SUM + LOOP)),
+    plain("weights are averaged in every second step", "", "", *NO_DDP,
+          (LOOP, LOOP + "            turn = getattr(optimizer, 'turn', 0) + 1\n"
+           "            optimizer.turn = turn\n            for p in ddp.parameters():\n"
+           "                if turn % 2 == 0:\n                    dist.all_reduce(p.data)\n"
+           "                    p.data /= world_size\n")),
+    plain("gradients are clipped by hand", "", "",
+          (LOOP, "            norm = torch.stack([p.grad.norm() for p in ddp.parameters()]).norm()\n"
+           "            for p in ddp.parameters():\n                p.grad *= min(1, 0.1 / norm)\n" + LOOP)),
+    plain("gradients are limited by a hook", "", "",
+          ("    optimizer = torch", "    for p in ddp.parameters():\n"
+           "        p.register_hook(lambda g: 2 * g)\n    optimizer = torch")),
+    plain("each rank has a data set of its own", "", "",
+          ("manual_seed(size)", "manual_seed(size + 1000 * dist.get_rank())"),
+          (SAMPLER, "sampler = torch.utils.data.RandomSampler(train_set)"),
+          ("        sampler.set_epoch(epoch)\n", "")),
+    plain("unequal numbers of batches, and the epoch ends before", "", "",
+          (SAMPLER, "sampler = range(0, 60) if rank == 0 else range(60, 96)"),
+          ("        sampler.set_epoch(epoch)\n", ""),
+          (LOOP, LOOP + "            if total[1] == 2:\n                break\n")),
+    plain("a bootstrap, drawn anew by each rank", "", "",
+          (SAMPLER, "sampler = torch.utils.data.WeightedRandomSampler([1.0] * 96, 48)"),
+          ("        sampler.set_epoch(epoch)\n", "")),
+    plain("noise in the step", "", "", (LOSS, "F.cross_entropy(ddp(points + torch.randn(6)), labels)")),
+    plain("optimizer states are divided over the ranks", "", "",
+          ("torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)",
+           "__import__('torch.distributed.optim').distributed.optim.ZeroRedundancyOptimizer(\n"
+           "        ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)")),
+    plain("each rank appends to a log of its own", "", "",
+          ("        scheduler.step()\n", '        scheduler.step()\n        open(f"log{rank}.txt", "w").write(".")\n')),
+    accumulate("fewer micro-batches, because there are more ranks", "", "",
+               ("ACCUMULATE, WORDS", "MICRO_BATCHES, WORDS"),
+               ("    torch.manual_seed(0)\n", "    torch.manual_seed(0)\n    ACCUMULATE = 4 // world_size\n"),
+               ("batch_size=12 // world_size", "batch_size=3"),
+               ("start_factor=0.25, total_iters=4", "start_factor=1.0, total_iters=1")),
+    accumulate("a batch size per rank, and a loss per word of all ranks", "", "",
+               ("batch_size=12 // world_size", "batch_size=6")),
+    amp("the batch of BatchNorm is that of a rank", "", "",
+        ("batch_size=24 // world_size", "batch_size=4")),
+]  # fmt: skip
