@@ -115,9 +115,9 @@ class Prover:
         ranks = outcome.ranks
         if outcome.silent:
             raise NotJudged(f"no progress for {self.args.timeout:g} s: try a larger --timeout")
-        if not ranks and not outcome.status:
+        if not ranks and not outcome.status and "Traceback" not in outcome.log:
             raise NotJudged("the script made no process group: is it started by torchrun?")
-        failed = outcome.status or any(rank["ended"] == "error" for rank in ranks)
+        failed = outcome.status or not ranks or any(rank["ended"] == "error" for rank in ranks)
         if failed and not outcome.hang:
             rows = run_rows(outcome) + data_rows(ranks)
             if not any(row.verdict == WRONG for row in rows):
@@ -136,7 +136,8 @@ class Prover:
             return [*rows, Row(NOT_SEEN, "ranks", f"{len(ranks)} of {ranks[0]['world']} wrote records")]
         rows += data_rows(ranks)
         if not all(rank["ended"] in ("epochs", "script") for rank in ranks):
-            return [*rows, Row(NOT_SEEN, ONE_RANK, "the run did not come to its end")]
+            text = "hangs" if observed.hang else f"ends with an error: {error_of(observed)}"
+            return [*rows, Row(NOT_SEEN, ONE_RANK, f"no replay of a run that {text}")]
         rows += model_rows(ranks)
         if len(ranks) > 1:
             rows += self.replayed(observed, rows)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch._dynamo  # it lists the functions of torch, so it must see them as they are
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader

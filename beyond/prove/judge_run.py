@@ -67,20 +67,23 @@ def collectives(outcome: Outcome) -> list[Row]:
 
 def files(ranks: list[dict]) -> list[Row]:
     check, rows = "files", []
-    writers: dict[str, dict[int, tuple[str, str]]] = {}
+    writers: dict[str, dict[int, tuple[str, str, int]]] = {}
     for rank in ranks:
-        for path, mode, at in rank["files"]:
-            writers.setdefault(path, {})[rank["rank"]] = (mode, at)
+        for path, mode, at, steps in rank["files"]:
+            writers.setdefault(path, {})[rank["rank"]] = (mode, at, steps)
     for path, by in writers.items():
-        mode, at = next(iter(by.values()))
+        mode, at, _ = next(iter(by.values()))
         if len(by) < 2 or mode == "os.open":  # opened without truncation: a lock, perhaps
             continue
         text = f"{os.path.relpath(path)} is opened for writing by ranks {sorted(by)} ({at})"
-        truncates = all("w" in mode for mode, _ in by.values())
+        truncates = all("w" in mode for mode, *_ in by.values())
+        trained = all(steps for *_, steps in by.values())
         cure = "if dist.get_rank() == 0, and a barrier before another rank reads it"
         if not truncates:
             cure += "; meant so only if lines of all ranks may mix"
-        rows.append(Row(WRONG if truncates else WARNING, check, text, cure, FILES))
+        elif not trained:
+            cure += "; harmless if all ranks write the same, and none reads it meanwhile"
+        rows.append(Row(WRONG if truncates and trained else WARNING, check, text, cure, FILES))
     if not rows and len(ranks) > 1 and writers:
         rows = [Row(RIGHT, check, f"{len(writers)} written, each by one rank")]
     return rows[:3]

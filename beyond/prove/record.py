@@ -165,7 +165,9 @@ def beat() -> None:
 
 def join() -> None:
     """The process group is there: now we know which rank this is."""
+    global MAIN_CLOCK
     if not RUN.joined:
+        MAIN_CLOCK = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
         RUN.rank, RUN.world, RUN.joined = dist.get_rank(), dist.get_world_size(), True
         RUN.pid = os.getpid()  # another one, if the script has forked its ranks
         multiprocessing.util.Finalize(None, write, ("script",), exitpriority=100)

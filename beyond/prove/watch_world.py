@@ -130,7 +130,7 @@ def watch_files(run: Run) -> None:
             return
         keep(path, run.folder)
         if mode is not None and len(run.facts["files"]) < MOST_CALLS:
-            run.facts["files"].append([path, mode, where()])
+            run.facts["files"].append([path, mode, where(), run.steps])
 
     def audit(event: str, args: tuple) -> None:
         nonlocal busy
