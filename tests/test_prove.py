@@ -6,19 +6,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import prove
 import pytest
 from support import ROOT, SECONDS, changed_source
 
-import prove
-
 PLANTED = ROOT / "beyond" / "prove" / "planted"
 README = ROOT / "beyond" / "prove" / "README.md"
-PAGES = [path for path in (ROOT / "docs/troubleshooting.md", ROOT / "TROUBLESHOOTING.md") if path.exists()]
+PAGES = [
+    path
+    for path in (ROOT / "docs/troubleshooting.md", ROOT / "TROUBLESHOOTING.md")
+    if path.exists()
+]
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2"]
 STAGES = {  # the scripts of this repository: folder, command, flags
     "03": ("03_ddp_manual_allreduce", ["python"], ["--world-size=2", "--batch-size=24"]),
     "04": ("04_ddp_torchrun", TORCHRUN, ["--batch-size=24"]),
-    "05": ("05_amp_syncbn", TORCHRUN, ["--model=net-bn", "--accumulate=2", "--clip-norm=1", "--amp=fp16"]),
+    "05": (
+        "05_amp_syncbn",
+        TORCHRUN,
+        ["--model=net-bn", "--accumulate=2", "--clip-norm=1", "--amp=fp16"],
+    ),
     "survive": ("survive", TORCHRUN, ["--model=net-bn", "--accumulate=2", "--no-sync-bn"]),
 }
 
@@ -121,7 +128,9 @@ def test_a_script_for_gpus_is_judged_on_cpus(tmp_path):
     for reduction, expected in (("mean", "right"), ("sum", "WRONG")):
         source = GPU_SCRIPT.replace('"mean"', f'"{reduction}"')
         # A batch of five samples per rank: so the sum is wrong only if the batch is a global one.
-        source = source.replace("DataLoader(data, 5,", "DataLoader(data, 10 // dist.get_world_size(),")
+        source = source.replace(
+            "DataLoader(data, 5,", "DataLoader(data, 10 // dist.get_world_size(),"
+        )
         (tmp_path / "train.py").write_text(source)
         ended = run(tmp_path, "--cpu", *TORCHRUN, "train.py")
         assert re.search(rf"^{expected} +one rank", ended.stdout, re.M), ended.stdout + ended.stderr
@@ -202,17 +211,23 @@ def test_files_are_put_back_and_no_process_is_left(tmp_path):
     (tmp_path / "old").mkdir()
     for name in ("old/kept.txt", "log.txt", "a.txt"):
         (tmp_path / name).write_text(name)
-    source = planted("plain", ("        scheduler.step()\n", "        scheduler.step()\n" + HARMLESS))
+    source = planted(
+        "plain", ("        scheduler.step()\n", "        scheduler.step()\n" + HARMLESS)
+    )
     (tmp_path / "train.py").write_text(source)
     ended = run(tmp_path, *TORCHRUN, "train.py")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    files = {str(p.relative_to(tmp_path)): p.read_text() for p in tmp_path.rglob("*") if p.is_file()}
+    files = {
+        str(p.relative_to(tmp_path)): p.read_text() for p in tmp_path.rglob("*") if p.is_file()
+    }
     names = ("old/kept.txt", "log.txt", "a.txt")
     assert files == {"train.py": source} | {name: name for name in names}
     assert not (tmp_path / "new").exists()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            assert str(tmp_path) not in os.readlink(folder / "cwd"), (folder / "cmdline").read_text()
+            assert str(tmp_path) not in os.readlink(folder / "cwd"), (
+                folder / "cmdline"
+            ).read_text()
         except OSError:  # it has ended, or is not ours
             continue
 
@@ -223,8 +238,10 @@ def test_random_numbers_of_the_script_are_those_of_an_unobserved_run(tmp_path):
         ("from torch import nn\n", "from torch import nn\nimport zlib, sys\n"),
         ("SAMPLES, TEST_SAMPLES, CLASSES = 96", "SAMPLES, TEST_SAMPLES, CLASSES = 48"),
         ("        dist.all_reduce(total)\n", "        if True:\n"
-         "            states = str((torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1:3]))\n"
-         "            open(os.environ['DIGEST'] + str(rank), 'a').write(f'{zlib.crc32(states.encode())} ')\n"
+         "            states = [torch.get_rng_state().tolist(), random.getstate()]\n"
+         "            states.append(np.random.get_state()[1:3])\n"
+         "            with open(os.environ['DIGEST'] + str(rank), 'a') as file:\n"
+         "                file.write(f'{zlib.crc32(str(states).encode())} ')\n"
          "        dist.all_reduce(total)\n"),
         ("nn.Dropout(0.1)", "nn.Identity()"),  # switched off, so it draws nothing
     )  # fmt: skip
@@ -238,8 +255,12 @@ def test_random_numbers_of_the_script_are_those_of_an_unobserved_run(tmp_path):
             ("seen", ["-m", "prove", "--float32", *TORCHRUN]),
         ):
             env = os.environ | {"DIGEST": f"{folder}/{name}", "OMP_NUM_THREADS": "1"}
-            subprocess.run([sys.executable, *line, "train.py"], cwd=tmp_path, env=env, capture_output=True)
-            digests.append([(Path(folder) / f"{name}{rank}").read_text().split()[:2] for rank in (0, 1)])
+            subprocess.run(
+                [sys.executable, *line, "train.py"], cwd=tmp_path, env=env, capture_output=True
+            )
+            digests.append(
+                [(Path(folder) / f"{name}{rank}").read_text().split()[:2] for rank in (0, 1)]
+            )
     assert digests[0][1] == digests[1][1], "rank 1 takes no part in the replay"
     assert len({*digests[0][1]}) == 2, "the control: they change from epoch to epoch"
 
@@ -261,7 +282,7 @@ def test_if_nothing_can_be_judged_one_line_says_why(source, message, tmp_path):
     assert (ended.returncode, ended.stdout) == (2, "")
     assert last.startswith("error: ")
     assert message in last
-    with pytest.raises(prove.NotJudged, match=message):
+    with pytest.raises(prove.NotJudgedError, match=message):
         prove.check([*TORCHRUN, str(tmp_path / "train.py")])
 
 

@@ -36,22 +36,22 @@ class Result:
         return self.having("WRONG")
 
 
-class NotJudged(Exception):
+class NotJudgedError(Exception):
     """Nothing could be judged; its text is the one line that says why."""
 
 
 def check(command: list[str], *options: str) -> Result:
     """What `python -m prove OPTIONS COMMAND` finds, run in a process of its own.
 
-    Raises NotJudged if the script cannot be found, fails by itself, or trains nothing.
+    Raises NotJudgedError if the script cannot be found, fails by itself, or trains nothing.
     """
     with tempfile.TemporaryDirectory(prefix="prove-") as folder:
         file = Path(folder) / "rows.json"
         line = [sys.executable, "-m", "prove", f"--json={file}", *options, *command]
         ended = subprocess.run(line, capture_output=True, text=True)
         if not file.exists():
-            raise NotJudged(ended.stderr.strip()[-500:])
+            raise NotJudgedError(ended.stderr.strip()[-500:])
         found = json.loads(file.read_text())
     if found["error"]:
-        raise NotJudged(found["error"])
+        raise NotJudgedError(found["error"])
     return Result([Finding(**row) for row in found["rows"]])

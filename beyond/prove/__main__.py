@@ -31,10 +31,12 @@ NUMBER_OF_RANKS = (
     r"(--devices[= ])\d+",
     r"(--world[-_]size[= ])\d+",
 )
-NARROW = r"(same dtype|must have|[Ff]ound dtype|not implemented for|[Ee]xpected)[^\n]*(ouble|[Ff]loat)"
+NARROW = (
+    r"(same dtype|must have|[Ff]ound dtype|not implemented for|[Ee]xpected)[^\n]*(ouble|[Ff]loat)"
+)
 
 
-class NotJudged(Exception):
+class NotJudgedError(Exception):
     """Nothing could be judged, and this one line says why."""
 
 
@@ -76,21 +78,21 @@ class Prover:
     def __init__(self, args: Namespace, folder: str, say: Callable[[str], None]) -> None:
         self.args, self.folder, self.say = args, folder, say
         self.double = not args.float32
-        self.ranks, self.shared_batches = 2, False
+        self.ranks, self.gpus, self.shared_batches = 2, 2, False
         if found := launch.plain_torchrun(args.command):
-            self.ranks = found[0]
+            self.ranks = self.gpus = found[0]
 
     def run(self, mode: str, command: list[str]) -> launch.Outcome:
         self.say(f"{mode}: {shlex.join(command)}")
         settings = {
             "folder": self.folder, "mode": mode, "double": self.double, "cpu": self.args.cpu,
             "batches": self.args.batches, "ranks": self.ranks,
-            "shared_batches": self.shared_batches,
+            "shared_batches": self.shared_batches, "gpus": self.gpus,
         }  # fmt: skip
         try:
             return launch.run(command, settings, self.args.timeout)
         except FileNotFoundError as error:
-            raise NotJudged(f"{error.filename}: no such command") from None
+            raise NotJudgedError(f"{error.filename}: no such command") from None
         finally:
             restore(Path(self.folder))
 
@@ -98,7 +100,7 @@ class Prover:
         command = self.args.command
         found = launch.plain_torchrun(command)
         if found and not Path(command[found[1]]).is_file():
-            raise NotJudged(f"{command[found[1]]}: no such script")
+            raise NotJudgedError(f"{command[found[1]]}: no such script")
         outcome = self.run("observe", command)
         if self.double and outcome.status and re.search(NARROW, outcome.log):
             self.say("it does not run in float64: again in float32")
@@ -114,16 +116,16 @@ class Prover:
         """Was there anything to judge?"""
         ranks = outcome.ranks
         if outcome.silent:
-            raise NotJudged(f"no progress for {self.args.timeout:g} s: try a larger --timeout")
+            raise NotJudgedError(f"no progress for {self.args.timeout:g} s: try a larger --timeout")
         if not ranks and not outcome.status and "Traceback" not in outcome.log:
-            raise NotJudged("the script made no process group: is it started by torchrun?")
+            raise NotJudgedError("the script made no process group: is it started by torchrun?")
         failed = outcome.status or not ranks or any(rank["ended"] == "error" for rank in ranks)
         if failed and not outcome.hang:
             rows = run_rows(outcome) + data_rows(ranks)
             if not any(row.verdict == WRONG for row in rows):
-                raise NotJudged(f"the script fails by itself: {error_of(outcome)}")
+                raise NotJudgedError(f"the script fails by itself: {error_of(outcome)}")
         elif not outcome.hang and not any(rank["steps"] for rank in ranks):
-            raise NotJudged("no optimizer step was made")
+            raise NotJudgedError("no optimizer step was made")
 
     def replay(self, mode: str, command: list[str], observed: launch.Outcome) -> Replay:
         return Replay(observed, self.run(mode, command), self.folder, mode)
@@ -133,7 +135,10 @@ class Prover:
         ranks = observed.ranks
         rows = run_rows(observed)
         if any(rank["world"] > len(ranks) for rank in ranks):
-            return [*rows, Row(NOT_SEEN, "ranks", f"{len(ranks)} of {ranks[0]['world']} wrote records")]
+            return [
+                *rows,
+                Row(NOT_SEEN, "ranks", f"{len(ranks)} of {ranks[0]['world']} wrote records"),
+            ]
         rows += data_rows(ranks)
         if not all(rank["ended"] in ("epochs", "script") for rank in ranks):
             text = "hangs" if observed.hang else f"ends with an error: {error_of(observed)}"
@@ -153,7 +158,11 @@ class Prover:
         if self.shared_batches and not same_contents(observed.ranks):
             text = "each rank takes its rows of a batch that all load, with other random numbers"
             return [Row(NOT_SEEN, ONE_RANK, text)]
+        gpus, self.gpus = self.gpus, 1
         replay = self.replay("replay", command, observed)
+        if self.args.cpu and replay.one is None:  # some scripts refuse to run on one GPU
+            self.gpus = gpus
+            replay = self.replay("replay", command, observed)
         if replay.takes_more_batches():
             replay = self.replay("sequence", command, observed)
         if not replay.stepped:
@@ -172,7 +181,9 @@ class Prover:
             whole = self.replay("whole", command, observed)
         if agrees:  # then any factor before it was made up for
             doubts = (WARNING, NOT_SEEN)
-            rows[:] = [r for r in rows if r.check != "averaged gradients" or r.verdict not in doubts]
+            rows[:] = [
+                r for r in rows if r.check != "averaged gradients" or r.verdict not in doubts
+            ]
             found += printed(replay)
         return found + schedule(replay) + batchnorm(replay, whole)
 
@@ -189,7 +200,7 @@ def prove(args: Namespace, say: Callable[[str], None]) -> tuple[list[Row], str]:
     folder = tempfile.mkdtemp(prefix="prove-")
     try:
         return Prover(args, folder, say).judge(), ""
-    except NotJudged as error:
+    except NotJudgedError as error:
         return [], str(error)
     finally:
         restore(Path(folder))

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 
 CPU = torch.device("cpu")
 SYNC_BATCHNORM = Path(__file__).parents[2] / "05_amp_syncbn" / "sync_batchnorm.py"
+SILENT = ["set_device", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all"]
+COUNTERS = [f"{kind}memory_{state}" for kind in ("", "max_") for state in ("allocated", "reserved")]
 
 
 def is_gpu(x: Any) -> bool:
@@ -45,7 +47,8 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 def sync_batchnorm_by_hand() -> Any:
     """torch's SyncBatchNorm refuses CPU tensors; that of stage 05 computes the same."""
     spec = importlib.util.spec_from_file_location("prove_sync_batchnorm", SYNC_BATCHNORM)
-    assert spec and spec.loader, f"expected {SYNC_BATCHNORM}, for --cpu and SyncBatchNorm"
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(f"expected {SYNC_BATCHNORM}, for --cpu and SyncBatchNorm")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -58,14 +61,14 @@ def install(gpus: int) -> None:
         module.is_available = lambda: True  # type: ignore[attr-defined]
         module.device_count = lambda: gpus  # type: ignore[attr-defined]
         module.synchronize = nothing  # type: ignore[attr-defined]
-    for name in "set_device empty_cache reset_peak_memory_stats manual_seed manual_seed_all".split():
+    for name in SILENT:
         setattr(cuda, name, nothing)
-    for name in "max_memory_allocated memory_allocated memory_reserved max_memory_reserved".split():
+    for name in COUNTERS:
         setattr(cuda, name, lambda *args, **kwargs: 0)
     cuda.current_device = lambda: 0
     cuda.is_initialized = lambda: False
     cuda.is_bf16_supported = lambda *args, **kwargs: False
-    cuda.memory_stats = lambda *args: defaultdict(int)  # type: ignore[assignment,misc]
+    cuda.memory_stats = lambda *args: defaultdict(int)
     cuda.get_device_name = lambda *args: "CPU"
     cuda.get_device_properties = lambda *args: SimpleNamespace(  # type: ignore[assignment]
         name="CPU", total_memory=1, major=0, minor=0, multi_processor_count=1
@@ -73,14 +76,14 @@ def install(gpus: int) -> None:
     accelerator.current_accelerator = lambda *args, **kwargs: torch.device("cuda")
     accelerator.set_device_index = nothing  # type: ignore[assignment]
     accelerator.current_device_index = lambda: 0
-    torch.optim.Optimizer._accelerator_graph_capture_health_check = nothing  # type: ignore
+    torch.optim.Optimizer._accelerator_graph_capture_health_check = nothing
 
-    torch.nn.SyncBatchNorm.convert_sync_batchnorm = staticmethod(  # type: ignore[assignment]
+    torch.nn.SyncBatchNorm.convert_sync_batchnorm = staticmethod(  # type: ignore[method-assign]
         lambda module, process_group=None: sync_batchnorm_by_hand()(module)
     )
     load, begin = torch.load, dist.init_process_group
     torch.load = lambda *args, **kwargs: load(*args, **kwargs | {"map_location": "cpu"})
-    torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment]
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
     def init_process_group(backend: Any = None, *args: Any, device_id: Any = None, **more: Any):  # type: ignore[no-untyped-def]
         begin("gloo", *args, **more)
@@ -89,7 +92,14 @@ def install(gpus: int) -> None:
     ddp = torch.nn.parallel.DistributedDataParallel
     make_ddp, make_loader = ddp.__init__, DataLoader.__init__
 
-    def ddp_init(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **more: Any) -> None:
+    def ddp_init(
+        self: Any,
+        module: Any,
+        device_ids: Any = None,
+        output_device: Any = None,
+        *args: Any,
+        **more: Any,
+    ) -> None:
         make_ddp(self, module, None, None, *args, **more)
 
     def loader_init(self: Any, *args: Any, pin_memory: bool = False, **more: Any) -> None:

@@ -53,7 +53,9 @@ def rows_are_split(ranks: list[dict]) -> bool:
     """The script gives each rank a part of the rows of a batch that all have loaded."""
     pairs = [(rows, given) for rank in ranks for _, rows, given in rank["roots"] if given]
     n = len(ranks)
-    return bool(pairs) and all(rows in (given // n, -(-given // n)) for rows, given in pairs if given > 1)
+    return bool(pairs) and all(
+        rows in (given // n, -(-given // n)) for rows, given in pairs if given > 1
+    )
 
 
 def same_contents(ranks: list[dict]) -> bool:
@@ -96,10 +98,14 @@ def samples(ranks: list[dict], passes: list[dict]) -> list[Row]:
         return samples_by_content(passes, at)
     window = [d[: sum(p["sizes"][: p["given"]])] for d, p in zip(drawn, passes, strict=True)]
     if rows_are_split(ranks):
-        return [Row(RIGHT, check, f"all ranks load the same batches, and each takes its part ({at})")]
+        return [
+            Row(RIGHT, check, f"all ranks load the same batches, and each takes its part ({at})")
+        ]
     sets, union = [{*d} for d in drawn], set().union(*drawn)
     holds = [held(p) for p in passes]
-    size = len(set().union(*(h or () for h in holds))) if None not in holds else first["base_length"]
+    size = (
+        len(set().union(*(h or () for h in holds))) if None not in holds else first["base_length"]
+    )
     twice = sum(map(len, sets)) - len(union)
     if all(w == window[0] for w in window[1:]) and len({*window[0]}) > 1:
         text = f"all ranks draw the same samples in the same order: {at}"
@@ -107,7 +113,9 @@ def samples(ranks: list[dict], passes: list[dict]) -> list[Row]:
     if any(h != holds[0] for h in holds) and None not in holds and len(sets[0] & sets[1]) > 1:
         common = len(set.intersection(*holds))  # type: ignore[arg-type]
         if common < len(holds[0] or ()):
-            text = f"the ranks split the data set differently: of {len(holds[0] or ())} samples that "
+            text = (
+                f"the ranks split the data set differently: of {len(holds[0] or ())} samples that "
+            )
             text += f"rank 0 may draw, all ranks may draw {common} ({at})"
             cure = "give random_split a generator with the same seed on all ranks"
             return [Row(WRONG, check, text, cure, LOSS)]
@@ -115,20 +123,28 @@ def samples(ranks: list[dict], passes: list[dict]) -> list[Row]:
         len(s) < 0.9 * len(d) for s, d in zip(sets, drawn, strict=True)
     )
     if replacement:
-        return [Row(RIGHT, check, f"{first['sampler']} draws with replacement, other samples per rank")]
+        return [
+            Row(RIGHT, check, f"{first['sampler']} draws with replacement, other samples per rank")
+        ]
     padding = len(ranks) * (1 + first["last_size"])
     if twice <= padding:
         each = " + ".join(str(len(s)) for s in sets)
         lost = size - len(union)
         if lost > padding + len(ranks) * max(first["sizes"]):
-            text = f"{len(union)} of {size} samples are in an epoch of any rank, {lost} are in none ({at})"
-            return [Row(WARNING, check, text, "meant so only if the others are left out on purpose")]
+            text = (
+                f"{len(union)} of {size} samples are in an epoch, {lost} in that of no rank ({at})"
+            )
+            return [
+                Row(WARNING, check, text, "meant so only if the others are left out on purpose")
+            ]
         return [Row(RIGHT, check, f"{each} of {size} samples, {twice} of them twice ({at})")]
     if min(map(len, sets)) >= 0.98 * size:
-        text = f"each rank draws all {size} samples, in another order: an epoch is {len(ranks)} epochs"
+        text = (
+            f"each rank draws all {size} samples, in another order: an epoch is {len(ranks)} epochs"
+        )
         cure = f"{SHARD}; meant so only if the number of epochs was divided, too"
         return [Row(WARNING, check, f"{text} ({at})", cure, LOSS)]
-    text = f"{len(union)} of {size} samples are seen in an epoch, {twice} of them more than once ({at})"
+    text = f"{len(union)} of {size} samples are seen in an epoch, {twice} of them twice ({at})"
     if first["sampler"] == "DistributedSampler":
         cure = "the same seed for the sampler of all ranks, and the right num_replicas and rank"
         return [Row(WRONG, check, text, cure, LOSS)]
@@ -150,17 +166,18 @@ def samples_by_content(passes: list[dict], at: str) -> list[Row]:
     elif share > 0.05:
         rows.append(Row(WARNING, check, f"{text} ({at}; {kind})", cure, LOSS))
     else:
-        rows.append(Row(RIGHT, check, f"{share:.0%} of {len(shown[0])} samples are shared ({kind})"))
+        rows.append(
+            Row(RIGHT, check, f"{share:.0%} of {len(shown[0])} samples are shared ({kind})")
+        )
     batches = first["samples"][: first["workers"]]
     if first["iterable"] and len(batches) > 1 and all(b == batches[0] for b in batches):
         text = f"each of the {first['workers']} workers of a rank yields the same samples ({at})"
         rows.append(Row(WRONG, "workers", text, cure, LOSS))
     lengths = {p["base_length"] for p in passes}
-    if not first["iterable"] and first["fingerprint"] and len(lengths) == 1:
-        if first["sampler"] == "DistributedSampler":
-            text = f"sample 0 differs between the ranks, and DistributedSampler splits it again ({at})"
-            cure = "make the data with the same seed on all ranks, or load it from a file"
-            rows.append(Row(WARNING, "one data set", text, cure, LOSS))
+    if first["fingerprint"] and len(lengths) == 1 and first["sampler"] == "DistributedSampler":
+        text = f"sample 0 differs between the ranks, and DistributedSampler splits it again ({at})"
+        cure = "make the data with the same seed on all ranks, or load it from a file"
+        rows.append(Row(WARNING, "one data set", text, cure, LOSS))
     return rows
 
 
@@ -207,7 +224,7 @@ def order(passes: list[list[dict]]) -> list[Row]:
     asked = p["sampler"] == "DistributedSampler" and p["shuffle"]
     if asked or p["sampler"] == "RandomSampler":
         return [Row(WRONG, check, text, "sampler.set_epoch(epoch) before each epoch", ORDER)]
-    if by_index and p["sorted"] or p["shuffle"] is False:
+    if (by_index and p["sorted"]) or p["shuffle"] is False:
         return [Row(RIGHT, check, "fixed, and no shuffling was asked for")]
     cure = "another order in each epoch; meant so only if the order is part of the data"
     return [Row(WARNING, check, text, cure, ORDER)]
@@ -229,7 +246,9 @@ def random_numbers(ranks: list[dict], passes: list[dict]) -> list[Row]:
     if workers and len({p["base_seed"] for p in passes}) == 1:
         text = f"the workers of all ranks draw the same numbers: one seed (loader at {first['at']})"
         if not first["iterable"] and same_dataset(passes):
-            rows.append(Row(WARNING, "augmentation", text, f"{OWN_SEED}; harmless without augmentation"))
+            rows.append(
+                Row(WARNING, "augmentation", text, f"{OWN_SEED}; harmless without augmentation")
+            )
     elif alike:
         names = ", ".join(GENERATORS[k] for k in alike)
         text = f"all ranks draw the same numbers of {names} while they load ({first['at']})"

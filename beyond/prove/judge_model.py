@@ -36,7 +36,9 @@ def model_rows(ranks: list[dict]) -> list[Row]:
     rows = clipping(ranks) + zero_gradients(ranks) + optimizer_rows(ranks)
     if len(ranks) == 1 or any(row.check == "zero gradients" for row in rows):
         return rows
-    shapes = {str([[len(s["before"]) for s in o["steps"][:1]] for o in r["optimizers"]]) for r in ranks}
+    shapes = {
+        str([[len(s["before"]) for s in o["steps"][:1]] for o in r["optimizers"]]) for r in ranks
+    }
     if "groups of some ranks" in ranks[0]["notes"] or len(shapes) > 1:
         text = "the ranks hold different parts of the model, or work in groups"
         return [*rows, Row(NOT_SEEN, "weights", text)]
@@ -61,7 +63,9 @@ def weights(ranks: list[dict]) -> list[Row]:
         elif found is not None and not any(differ(list(values)) for values in before):
             agreed_later = True
     if found is None:
-        return [Row(RIGHT, check, f"the same on all ranks after {len(steps)} steps")] if steps else []
+        return (
+            [Row(RIGHT, check, f"the same on all ranks after {len(steps)} steps")] if steps else []
+        )
     optimizer, when, apart, total, at = found
     text = f"{len(apart)} of {total} tensors differ between the ranks {when}: "
     text += f"{named(optimizer, apart)} ({at})"
@@ -108,7 +112,9 @@ def gradients(ranks: list[dict], weight_rows: list[Row]) -> list[Row]:
             if number and not any(zeroed for _, _, zeroed, _ in local):
                 left_over.append(number)
         if apart and any(row.verdict == WARNING for row in weight_rows):
-            return [Row(NOT_SEEN, check, "each rank steps with its own: weights are averaged, it seems")]
+            return [
+                Row(NOT_SEEN, check, "each rank steps with its own: weights are averaged, it seems")
+            ]
         if apart and not weights_agree:
             text = f"the ranks step with different gradients in {len(apart)} of "
             text += f"{len(parts[0]['grads'])} tensors: {named(optimizer, apart)} ({where})"
@@ -145,7 +151,9 @@ def forward(ranks: list[dict], weight_rows: list[Row]) -> list[Row]:
         direct = sum(ddp["direct"].values())
         if direct and not all(row.verdict == RIGHT for row in weight_rows):
             lines = ", ".join(ddp["direct"])
-            text = f"{direct} training forwards go around DDP at {lines}, {ddp['forwards']} through it"
+            text = (
+                f"{direct} training forwards go around DDP at {lines}, {ddp['forwards']} through it"
+            )
             rows.append(Row(WRONG, check, text, "call ddp(x), not ddp.module(x) or model(x)", LOSS))
         elif ddp["forwards"]:
             rows.append(Row(RIGHT, check, f"{ddp['forwards']} training forwards"))
@@ -161,10 +169,15 @@ def optimizer_rows(ranks: list[dict]) -> list[Row]:
         missing, total = ddp["in_no_optimizer"], ddp["parameters"]
         unused = [name for name in ddp["no_gradient"] if name not in missing]
         if missing and len(missing) == total and ddp["forwards"]:
-            text = f"no optimizer ({at}) holds a parameter of the model that DDP wraps at {ddp['at']}"
-            rows.append(Row(WRONG, check, text, "make the optimizer from ddp.parameters(), after wrapping"))
+            text = (
+                f"no optimizer ({at}) holds a parameter of the model that DDP wraps at {ddp['at']}"
+            )
+            rows.append(
+                Row(WRONG, check, text, "make the optimizer from ddp.parameters(), after wrapping")
+            )
         elif missing:
-            text = f"{len(missing)} of {total} parameters are in no optimizer: {', '.join(missing[:3])}"
+            text = f"{len(missing)} of {total} parameters are in no optimizer: "
+            text += ", ".join(missing[:3])
             rows.append(Row(WARNING, check, text, "add them, or requires_grad_(False)"))
         else:
             rows.append(Row(RIGHT, check, f"it holds the {total} parameters of the model"))
@@ -173,11 +186,21 @@ def optimizer_rows(ranks: list[dict]) -> list[Row]:
             rows.append(Row(WARNING, "unused parameters", text, "use them, or freeze them", UNUSED))
     backwards = [b for b in first["backwards"] if b[2] == 0]
     lines = {line for line, *_ in backwards}
-    divided = any(op in name for _, names, _ in backwards for name in names for op in ("Div", "Mul"))
+    divided = any(
+        op in name for _, names, _ in backwards for name in names for op in ("Div", "Mul")
+    )
     steps = first["optimizers"][0]["steps"] if first["optimizers"] else []
-    if len(backwards) > 1 and len(lines) == 1 and not divided and steps and len(first["optimizers"]) == 1:
+    if (
+        len(backwards) > 1
+        and len(lines) == 1
+        and not divided
+        and steps
+        and len(first["optimizers"]) == 1
+    ):
         text = f"{len(backwards)} backwards at {lines.pop()} add up, and the loss is not divided"
-        cure = f"loss / {len(backwards)}; meant so only if the loss is a sum, or the rate is divided"
+        cure = (
+            f"loss / {len(backwards)}; meant so only if the loss is a sum, or the rate is divided"
+        )
         rows.append(Row(WARNING, "accumulation", text, cure))
     return rows
 
@@ -216,9 +239,9 @@ def learning_rate(ranks: list[dict]) -> list[Row]:
             text = f"{rates} on the ranks at step {n + 1} ({parts[0]['at']})"
             cure = "the same schedule on all ranks: average what it depends on first"
             return [Row(WRONG, check, text, cure, LOSS)]
-    for epoch, rates in enumerate(zip(*(rank["lr_in_epochs"] for rank in ranks), strict=False)):
-        if any(rate != rates[0] for rate in rates):
-            text = f"{[rate[0][0] for rate in rates]} on the ranks after epoch {epoch + 1}"
+    for epoch, each in enumerate(zip(*(rank["lr_in_epochs"] for rank in ranks), strict=False)):
+        if any(rates != each[0] for rates in each):
+            text = f"{[rates[0][0] for rates in each]} on the ranks after epoch {epoch + 1}"
             cure = "the same schedule on all ranks: average what it depends on first"
             return [Row(WRONG, check, text, cure, LOSS)]
     return []

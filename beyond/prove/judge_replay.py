@@ -16,7 +16,8 @@ LOSS = "the-loss-is-not-that-of-one-process"
 RATE = "a-larger-batch-learns-worse-which-learning-rate"
 ACCURACY = "test-accuracy-differs-with-the-number-of-ranks"
 STATISTIC = re.compile(
-    r"(loss|acc\w*|accuracy|error|top.?[15]|mAP|ppl|perplexity|correct)\W{0,12}(%s)" % NUMBER.pattern,
+    r"(loss|acc\w*|accuracy|error|top.?[15]|mAP|ppl|perplexity|correct)\W{0,12}"
+    rf"({NUMBER.pattern})",
     re.I,
 )
 CURE = "what the loss divides by must be a number of all ranks, not of one: see beyond/convert"
@@ -46,8 +47,8 @@ class Replay:
 
     def takes_more_batches(self) -> bool:
         """One rank takes the batches of several steps for one step: accumulation was divided."""
-        if not self.stepped or not self.one:
-            return bool(self.one) and not self.one["steps"]
+        if self.one is None or not self.stepped:
+            return self.one is not None and not self.one["steps"]
         mine = [o["steps"][0]["batch"] for o in self.first["optimizers"] if o["steps"]]
         other = [o["steps"][0]["batch"] for o in self.one["optimizers"] if o["steps"]]
         backwards = [sum(b[2] == 0 for b in r["backwards"]) for r in (self.first, self.one)]
@@ -70,7 +71,9 @@ def gradient_of(replay: Replay, check: str, explained: bool, sequence: Replay | 
         pairs = replay.pairs(number)
         if not pairs:
             continue
-        if any(x.shape != y.shape for _, x, y in pairs) or (replay.one or {})["notes"].get("other parameters"):
+        if any(x.shape != y.shape for _, x, y in pairs) or (replay.one or {})["notes"].get(
+            "other parameters"
+        ):
             rows.append(Row(NOT_SEEN, check, "the one rank trains other parameters"))
             continue
         x = torch.cat([a.double().flatten() for _, a, _ in pairs])
@@ -103,18 +106,25 @@ def compare(
         return Row(NOT_SEEN, check, f"the step draws random numbers: no verdict. {text}")
     if explained:
         return Row(NOT_SEEN, check, f"{text}, as follows from the rows above")
-    if sequence is not None and abs(c * replay.ranks - 1) < 1e-3:
-        if is_sum_over_local_batch(replay, sequence, number):
-            cure = "take the mean; meant so only if the rate was chosen for the sum over one rank"
-            text += ": the loss is a sum, or is divided by a constant, and DDP takes the mean of it"
-            return Row(WARNING, check, text, cure, LOSS)
-    if abs(c * replay.ranks - 1) < 1e-3 and left < 1e-3:
+    divided = left < 1e-3 and abs(c * replay.ranks - 1) < 1e-3
+    if divided and sequence is not None and is_sum_over_local_batch(replay, sequence, number):
+        cure = "take the mean; meant so only if the rate was chosen for the sum over one rank"
+        text += ": the loss is a sum, or is divided by a constant, and DDP takes the mean of it"
+        return Row(WARNING, check, text, cure, LOSS)
+    if divided:
         text += ": a sum where a mean belongs, or divided by the number of ranks once more"
     return Row(WRONG, check, text, CURE, LOSS)
 
 
 def weights_of(
-    replay: Replay, check: str, number: int, optimizer: dict, limit: float, text: str, at: str, explained: bool
+    replay: Replay,
+    check: str,
+    number: int,
+    optimizer: dict,
+    limit: float,
+    text: str,
+    at: str,
+    explained: bool,
 ) -> Row:
     """After the last step whose local batches were equal: are the weights those of one rank?"""
     ours, theirs = optimizer["steps"], replay.one["optimizers"][number]["steps"]  # type: ignore[index]
@@ -127,7 +137,10 @@ def weights_of(
     if not steps:
         return Row(RIGHT, check, text)
     a, b = steps[-1]
-    moved = sum((x - y) ** 2 for (x, _), (y, _) in zip(a["after"], steps[0][0]["before"], strict=True)) ** 0.5
+    moved = (
+        sum((x - y) ** 2 for (x, _), (y, _) in zip(a["after"], steps[0][0]["before"], strict=True))
+        ** 0.5
+    )
     off = sum((x - y) ** 2 for (x, _), (y, _) in zip(a["after"], b["after"], strict=True)) ** 0.5
     apart = off / moved if moved else 0.0
     text += f", weights after step {len(steps)} to {apart:.0e} of their change"
@@ -136,11 +149,21 @@ def weights_of(
         return Row(RIGHT, check, text)
     if limit > 1e-9:
         return Row(NOT_SEEN, check, f"{text}: too little precision to tell")
-    return Row(WRONG, check, f"{text} ({at})", "something between backward and step depends on the ranks", LOSS)
+    return Row(
+        WRONG,
+        check,
+        f"{text} ({at})",
+        "something between backward and step depends on the ranks",
+        LOSS,
+    )
 
 
 def multiple(c: float, ranks: int) -> str:
-    for value, name in ((ranks, f"{ranks} times"), (1 / ranks, f"1/{ranks} of"), (ranks**2, f"{ranks**2} times")):
+    for value, name in (
+        (ranks, f"{ranks} times"),
+        (1 / ranks, f"1/{ranks} of"),
+        (ranks**2, f"{ranks**2} times"),
+    ):
         if abs(c - value) < 1e-3 * value:
             return name
     return f"{c:.4g} times"
@@ -170,12 +193,16 @@ def schedule(replay: Replay) -> list[Row]:
     for mine, other in zip(replay.first["optimizers"], one["optimizers"], strict=False):
         for n, (a, b) in enumerate(zip(mine["steps"], other["steps"], strict=False)):
             if far(a["lr"], b["lr"]):
-                text = f"learning rate {a['lr'][0]:.4g} on {replay.ranks} ranks and {b['lr'][0]:.4g} "
+                text = (
+                    f"learning rate {a['lr'][0]:.4g} on {replay.ranks} ranks and {b['lr'][0]:.4g} "
+                )
                 text += f"on one, at step {n + 1} ({a['at']})"
                 return [Row(WARNING, check, text, cure, RATE)]
     for mine, other in zip(replay.first["lr_in_epochs"][:1], one["lr_in_epochs"][:1], strict=False):
         if any(far(a, b) for a, b in zip(mine, other, strict=False)):
-            text = f"learning rate {mine[0][0]:.4g} on {replay.ranks} ranks and {other[0][0]:.4g} on "
+            text = (
+                f"learning rate {mine[0][0]:.4g} on {replay.ranks} ranks and {other[0][0]:.4g} on "
+            )
             cure = "one scheduler.step() per epoch or step on each rank, not one per rank"
             return [Row(WARNING, check, f"{text}one, after epoch 1", cure, RATE)]
     return [Row(RIGHT, check, "the learning rates of one rank")]
@@ -197,13 +224,16 @@ def printed(replay: Replay) -> list[Row]:
         texts.append(lines)
     for at, lines in texts[0].items():
         for mine, other in zip_longest(lines, texts[1].get(at, []), fillvalue=""):
-            for (name, a), (_, b) in zip(STATISTIC.findall(mine), STATISTIC.findall(other), strict=False):
+            for (name, a), (_, b) in zip(
+                STATISTIC.findall(mine), STATISTIC.findall(other), strict=False
+            ):
                 seen += 1
                 unit = 10 ** -len(a.partition(".")[2].split("e")[0])
                 if abs(float(a) - float(b)) > max(2 * unit, 1e-3 * abs(float(b))):
-                    text = f"{name} {a} on {replay.ranks} ranks and {b} on one, after the same steps ({at})"
-                    cure = "add sums and counts up over the ranks, then divide; meant so only if each "
-                    cure += "rank reports on its own samples"
+                    text = f"{name} {a} on {replay.ranks} ranks and {b} on one, "
+                    text += f"after the same steps ({at})"
+                    cure = "add sums and counts up over the ranks, then divide; "
+                    cure += "meant so only if each rank reports on its own samples"
                     return [Row(WARNING, check, text, cure, ACCURACY)]
     return [Row(RIGHT, check, f"{seen} losses or accuracies are those of one rank")] if seen else []
 
@@ -231,5 +261,3 @@ def no_replay(replay: Replay, check: str) -> Row:
         kind, message, at = one["error"]
         return Row(NOT_SEEN, check, f"one rank cannot run it: {kind} at {at}: {message[:120]}")
     return Row(NOT_SEEN, check, "one rank made no step with the recorded batches")
-
-

@@ -34,7 +34,9 @@ def first_difference(ranks: list[dict]) -> str:
         if len(own) > shortest and finished:
             name, at = own[shortest]
             others = [str(r) for r, c in enumerate(calls) if len(c) == shortest]
-            return f"rank {rank} calls {name} at {at}, which rank {', '.join(others)} does not reach"
+            return (
+                f"rank {rank} calls {name} at {at}, which rank {', '.join(others)} does not reach"
+            )
     return ""
 
 
@@ -94,7 +96,11 @@ def prints(ranks: list[dict]) -> list[Row]:
     if len(ranks) < 2:
         return []
     shapes = [
-        {(NUMBER.sub("#", text), at) for text, at, steps, _ in rank["prints"] if steps and text.strip()}
+        {
+            (NUMBER.sub("#", text), at)
+            for text, at, steps, _ in rank["prints"]
+            if steps and text.strip()
+        }
         for rank in ranks
     ]
     common = set.intersection(*shapes)
@@ -115,5 +121,3 @@ def error_of(outcome: Outcome) -> str:
     lines = [line.strip() for line in outcome.log.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b|error:", line)]
     return (errors or lines or ["it printed nothing"])[-1][:300]
-
-

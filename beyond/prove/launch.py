@@ -8,7 +8,6 @@ is started as it is, and finds `hooks/sitecustomize.py` on its path.
 import json
 import os
 import random
-import re
 import runpy
 import signal
 import socket
@@ -16,6 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,7 +157,10 @@ class Ranks:
             if done:
                 self.alive.remove(pid)
                 if status and not self.failed_at:
-                    self.status, self.failed_at = os.waitstatus_to_exitcode(status), time.monotonic()
+                    self.status, self.failed_at = (
+                        os.waitstatus_to_exitcode(status),
+                        time.monotonic(),
+                    )
         if self.failed_at and self.alive and time.monotonic() - self.failed_at > GRACE:
             self.end([])  # as torchrun does when a rank has failed
         return bool(self.alive)
@@ -165,10 +168,8 @@ class Ranks:
     def end(self, more: list[int]) -> None:
         """End all processes of this run, and what they have started."""
         for pid in [*self.all, *more]:
-            try:
+            with suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                pass
         for pid in list(self.alive):
             os.waitpid(pid, 0)
             self.alive.remove(pid)

@@ -99,7 +99,8 @@ class Run:
         self.facts["notes"].setdefault(kind, where())
 
     def write_facts(self, ended: str | None) -> None:
-        state = {"rank": self.rank, "world": self.world, "steps": self.steps, "pid": self.pid}
+        state: dict[str, Any] = {"rank": self.rank, "world": self.world, "pid": self.pid}
+        state |= {"steps": self.steps}
         state |= {"events": self.events, "waiting": self.waiting, "ended": ended}
         state |= {"line": user_line(main_frame()), "in_backward": is_in_backward()}
         state |= {"beats": self.beats, "cpu_seconds": round(time.clock_gettime(MAIN_CLOCK), 1)}
@@ -189,7 +190,10 @@ narrow = torch.Tensor.float
 
 def double_or_float(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """x.float() of a script that runs in float64. GradScaler needs what it asks for."""
-    by_torch = "/torch/amp/" in sys._getframe(1).f_code.co_filename
+    caller: Any = sys._getframe(1)
+    while os.path.dirname(caller.f_code.co_filename) == HERE:  # --cpu: a mode calls it once more
+        caller = caller.f_back
+    by_torch = "/torch/amp/" in caller.f_code.co_filename
     return narrow(x, *args, **kwargs) if by_torch else x.double()
 
 
@@ -202,7 +206,7 @@ def install() -> None:
     if settings["cpu"]:
         from prove import cpu
 
-        cpu.install(1 if RUN.replaying else settings["ranks"])
+        cpu.install(settings["gpus"])
     if RUN.double:
         torch.set_default_dtype(torch.float64)
         torch.Tensor.float = double_or_float  # type: ignore[assignment]

@@ -23,7 +23,8 @@ from prove.record import Run, digests_of_generators, where
 from prove.watch_data import as_double, copied, has_rows, tensors_in
 from prove.watch_model import count_batchnorm
 
-DROPOUTS = "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout".split()
+DROPOUTS = ["dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"]
+DROPOUTS.append("feature_alpha_dropout")
 
 
 def merge(parts: list, sizes: list[int]) -> Any:
@@ -90,7 +91,7 @@ def switch_off_dropout(run: Run) -> None:
             note()
         return attention(query, key, value, attn_mask=attn_mask, dropout_p=0.0, **more)
 
-    functional.scaled_dot_product_attention = attention_without_dropout
+    functional.scaled_dot_product_attention = attention_without_dropout  # type: ignore[assignment]
 
 
 def install(run: Run) -> None:
@@ -106,7 +107,7 @@ def install(run: Run) -> None:
             return forward(self, x)
         return normalize_by_rank(self, forward, x, sizes)
 
-    _BatchNorm.forward = batchnorm_forward  # type: ignore[method-assign]
+    _BatchNorm.forward = batchnorm_forward  # type: ignore[assignment,method-assign]
     run.feed_forward = lambda inputs, kwargs: (inputs, kwargs)
     run.step_ended = lambda: None
     if not run.replaying:
@@ -114,7 +115,7 @@ def install(run: Run) -> None:
         return
 
     observed = [run.folder / f"observe.{rank}.tensors.pt" for rank in range(run.ranks)]
-    ranks = [torch.load(path, weights_only=False) for path in observed]  # noqa: S614  our own files
+    ranks = [torch.load(path, weights_only=False) for path in observed]
     facts = json.loads((run.folder / "observe.0.json").read_text())
     run.per_rank_batchnorm = bool(facts["batchnorm"])
     recorded, interleaved = ranks[0]["batches"], run.mode != "sequence"
@@ -148,7 +149,9 @@ def install(run: Run) -> None:
         feeding = ranks[:1] if run.shared_batches else ranks
         for parts in zip(*(rank["batches"][number] for rank in feeding), strict=False):
             if interleaved:
-                feeds = [([n for n, _ in parts], merge([x for _, x in parts], [n for n, _ in parts]))]
+                feeds = [
+                    ([n for n, _ in parts], merge([x for _, x in parts], [n for n, _ in parts]))
+                ]
             else:
                 feeds = [([n], x) for n, x in parts]
             for now_sizes, batch in feeds:

@@ -32,7 +32,7 @@ def mapped(function: Any, x: Any) -> Any:
     if isinstance(x, dict):
         new = {key: mapped(function, value) for key, value in x.items()}
         try:
-            return type(x)(new)  # type: ignore[call-arg]
+            return type(x)(new)
         except TypeError:
             return new
     if isinstance(x, tuple) and hasattr(x, "_fields"):
@@ -50,7 +50,7 @@ def copied(x: Any) -> Any:
 
 def checksum(x: Tensor) -> int:
     values = x.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(values.view(torch.uint8).numpy()) if values.numel() else 0
+    return zlib.crc32(values.view(torch.uint8).numpy().tobytes()) if values.numel() else 0
 
 
 def has_rows(x: Any, rows: int) -> bool:
@@ -76,6 +76,8 @@ def checksums(batch: Any) -> list[int]:
 
 def fingerprint(dataset: Dataset) -> list:
     """Three samples, loaded with fixed seeds: do the ranks hold the same data set?"""
+    if isinstance(dataset, IterableDataset):
+        return []
     numpy = sys.modules.get("numpy")
     kept = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
     found = []
@@ -160,9 +162,10 @@ def begin_pass(loader: Any, run: Run) -> dict:
         "workers": loader.num_workers, "batch_size": loader.batch_size,
         "base_length": None if iterable or not hasattr(base, "__len__") else len(base),
         "held": None if iterable or not hasattr(loader.dataset, "__len__") else len(loader.dataset),
-        "fingerprint": [] if iterable else earlier[0]["fingerprint"] if earlier else fingerprint(base),
+        "fingerprint": earlier[0]["fingerprint"] if earlier else fingerprint(base),
         "training": torch.is_grad_enabled(), "given": 0, "steps": 0, "ended": False,
-        "limit": run.limit, "steps_before": run.steps, "collectives_before": len(run.facts["collectives"]),
+        "limit": run.limit, "steps_before": run.steps,
+        "collectives_before": len(run.facts["collectives"]),
         "samples": [], "sizes": [], "batches": None, "drawn": None, "file": None,
         "generators": digests_of_generators(), "drew": [False] * 3, "base_seed": None,
     }  # fmt: skip
@@ -179,15 +182,17 @@ def install(run: Run) -> None:
         ranks = run.ranks if run.replaying else 1  # one rank evaluates what all ranks did
         return run.limit * ranks * (1 if training else EVALUATION)
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def new_init(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
         object.__setattr__(self, "prove_number", run.counts["loaders"])
         object.__setattr__(self, "prove_at", where())
         run.counts["loaders"] += 1
 
-    def __iter__(self: Any) -> Any:
+    def new_iter(self: Any) -> Any:
         training = torch.is_grad_enabled()
-        trained = [p for p in run.facts["passes"] if p["dataset"] == id(self.dataset) and p["steps"]]
+        trained = [
+            p for p in run.facts["passes"] if p["dataset"] == id(self.dataset) and p["steps"]
+        ]
         if training and trained:
             run.counts["second epoch"] = 1
             if not run.replaying:
@@ -199,14 +204,14 @@ def install(run: Run) -> None:
             return fed
         object.__setattr__(self, "prove_pass", now)
         iterator = iterate(self)
-        iterator.prove_pass = now
+        iterator.prove_pass = now  # type: ignore[attr-defined]
         now["base_seed"] = getattr(iterator, "_base_seed", None)
         if training and not run.replaying and not run.counts["second epoch"]:
             now["kept"] = len(run.tensors["batches"])
             run.tensors["batches"].append([])
         return iterator
 
-    def __next__(self: Any) -> Any:
+    def new_next(self: Any) -> Any:
         now = getattr(self, "prove_pass", None)
         if now is None:
             return fetch(self)
@@ -219,8 +224,9 @@ def install(run: Run) -> None:
             now["ended"] = True
             raise
         run.after_fetch, run.current_pass = digests_of_generators(), now
-        drew = [a != b for a, b in zip(before, run.after_fetch, strict=True)]
-        now["drew"] = [a or b for a, b in zip(now["drew"], drew, strict=True)]
+        if now["given"]:  # not at the first batch, where a sampler draws its seed
+            drew = [a != b for a, b in zip(before, run.after_fetch, strict=True)]
+            now["drew"] = [a or b for a, b in zip(now["drew"], drew, strict=True)]
         size = batch_size_of(batch)
         if now["batches"] is None:
             now["sizes"].append(size)
@@ -234,16 +240,14 @@ def install(run: Run) -> None:
             run.start()
         return as_double(batch) if run.double else batch
 
-    def __len__(self: Any) -> int:
+    def new_len(self: Any) -> int:
         if run.replaying and (known := run.length_of(self)) is not None:
             return known
         return min(length(self), most_batches(torch.is_grad_enabled()))
 
-    DataLoader.__init__, DataLoader.__iter__ = __init__, __iter__  # type: ignore[method-assign]
-    DataLoader.__len__ = __len__  # type: ignore[method-assign]
+    DataLoader.__init__, DataLoader.__iter__ = new_init, new_iter  # type: ignore[method-assign]
+    DataLoader.__len__ = new_len  # type: ignore[method-assign]
     DataLoader._index_sampler = property(  # type: ignore[assignment]
         lambda self: ListedSampler(index_sampler.fget(self), self, run)  # type: ignore[attr-defined]
     )
-    dataloader._BaseDataLoaderIter.__next__ = __next__  # type: ignore[method-assign]
-
-
+    dataloader._BaseDataLoaderIter.__next__ = new_next  # type: ignore[method-assign]

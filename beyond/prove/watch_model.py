@@ -111,7 +111,9 @@ def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     run.facts["random_in_step"] += now != (run.after_fetch or now)
     own_rates = [float(group["lr"]) for group in optimizer.param_groups]
     if len(steps) < MOST_STEPS:
-        grads = [None if p.grad is None else before_clip.get(id(p)) or project(p.grad) for p in held]
+        grads = [
+            None if p.grad is None else before_clip.get(id(p)) or project(p.grad) for p in held
+        ]
         sums = [local.get(id(p), LocalGradient()) for p in held]
         hooks = [len(getattr(p, "_backward_hooks", None) or ()) for p in held]
         steps.append({
@@ -178,10 +180,10 @@ def finish() -> None:
         facts["names"] = [names.get(id(p), f"tensor {k}") for k, p in enumerate(mine)]
         facts["outside"] = [k for k, p in enumerate(mine) if id(p) not in in_ddp]
     for ddp, facts in zip(wrapped, run.facts["ddps"], strict=True):
-        mine = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
-        facts["parameters"] = len(mine)
-        facts["in_no_optimizer"] = [clean(k) for k, p in mine.items() if id(p) not in held]
-        facts["no_gradient"] = [clean(k) for k, p in mine.items() if id(p) not in had_gradient]
+        trained = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
+        facts["parameters"] = len(trained)
+        facts["in_no_optimizer"] = [clean(k) for k, p in trained.items() if id(p) not in held]
+        facts["no_gradient"] = [clean(k) for k, p in trained.items() if id(p) not in had_gradient]
         facts["buffers_at_end"] = buffers(ddp.module)
     run.tensors["rates"] = [[s["lr"] for s in o["steps"]] for o in run.facts["optimizers"]]
 
@@ -193,7 +195,7 @@ def buffers(module: nn.Module) -> list:
 def watch_optimizers() -> None:
     make, add_group = Optimizer.__init__, Optimizer.add_param_group
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def new_init(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
         if self not in optimizers:
             optimizers.append(self)
@@ -201,12 +203,12 @@ def watch_optimizers() -> None:
                 {"class": type(self).__name__, "at": where(), "steps": []}
             )
 
-    def add_param_group(self: Any, group: dict) -> None:
+    def new_add_group(self: Any, group: dict) -> None:
         add_group(self, group)
         for p in self.param_groups[-1]["params"]:
             watch_parameter(p)
 
-    Optimizer.__init__, Optimizer.add_param_group = __init__, add_param_group  # type: ignore
+    Optimizer.__init__, Optimizer.add_param_group = new_init, new_add_group  # type: ignore
     register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)
 
@@ -215,7 +217,7 @@ def watch_ddp() -> None:
     make, forward = DistributedDataParallel.__init__, DistributedDataParallel.forward
     comm_hook = DistributedDataParallel.register_comm_hook
 
-    def __init__(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def new_init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if run.double:
             module.double()
         make(self, module, *args, **kwargs)
@@ -238,7 +240,7 @@ def watch_ddp() -> None:
         run.note("comm hook")
         comm_hook(self, *args, **kwargs)
 
-    DistributedDataParallel.__init__ = __init__  # type: ignore[method-assign]
+    DistributedDataParallel.__init__ = new_init  # type: ignore[method-assign]
     DistributedDataParallel.forward = ddp_forward  # type: ignore[method-assign]
     DistributedDataParallel.register_comm_hook = register_comm_hook  # type: ignore[method-assign]
 
@@ -270,7 +272,9 @@ def called(module: nn.Module, inputs: tuple) -> None:
     found = tensors_in(list(inputs))
     if len(run.facts["roots"]) < MOST_FORWARDS and found:
         rows = batch_size_of(inputs[0] if inputs else [])
-        given = run.current_pass["sizes"][run.current_pass["given"] - 1 :] if run.current_pass else []
+        given = (
+            run.current_pass["sizes"][run.current_pass["given"] - 1 :] if run.current_pass else []
+        )
         run.facts["roots"].append([checksum(found[0]), rows, given[0] if given else None])
 
 
@@ -326,7 +330,8 @@ def watch_clipping_and_scaling() -> None:
             new = watched_clip(getattr(nn.utils, name))
             setattr(nn.utils, name, new)
             setattr(nn.utils.clip_grad, name, new)
-    scaler.scale, scaler.unscale_ = watched_scale, watched_unscale
+    scaler.scale = watched_scale  # type: ignore[method-assign]
+    scaler.unscale_ = watched_unscale  # type: ignore[method-assign]
 
 
 def watch_backward() -> None:

@@ -14,9 +14,12 @@ import torch.distributed as dist
 from prove import record
 from prove.record import Run, where
 
-COLLECTIVES = """all_reduce broadcast barrier monitored_barrier all_gather all_gather_object reduce
-gather scatter gather_object broadcast_object_list scatter_object_list all_gather_into_tensor
-reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single""".split()
+COLLECTIVES = [
+    "all_reduce", "broadcast", "barrier", "monitored_barrier", "all_gather", "all_gather_object",
+    "reduce", "gather", "scatter", "gather_object", "broadcast_object_list", "scatter_object_list",
+    "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_to_all",
+    "all_to_all_single",
+]  # fmt: skip
 MOST_CALLS = 1000
 
 # Files that several processes write by agreement, or that are no result of the script.
@@ -153,8 +156,8 @@ def watch_files(run: Run) -> None:
                         changes(args[0], args[1])
                 elif args[2] & (os.O_WRONLY | os.O_RDWR):
                     changes(args[0], "os.open")
-        except Exception:  # noqa: S110  nothing that we note may end the user's call
-            pass
+        except Exception as error:  # nothing that we note may end the user's call
+            run.facts["audit"] = repr(error)
         finally:
             busy = False
 

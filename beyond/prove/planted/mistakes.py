@@ -34,7 +34,9 @@ def iterable(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> 
     return Mistake(name, "iterable", verdict, check, changes)
 
 
-NO_DDP = (("ddp = DDP(build_model())", "ddp = build_model()\n    object.__setattr__(ddp, 'module', ddp)"),)
+NO_DDP = (
+    ("ddp = DDP(build_model())", "ddp = build_model()\n    object.__setattr__(ddp, 'module', ddp)"),
+)
 AVERAGE = """            for p in ddp.parameters():
                 dist.all_reduce(p.grad)
                 p.grad /= world_size
