@@ -74,9 +74,9 @@ def install(gpus: int) -> None:
         name="CPU", total_memory=1, major=0, minor=0, multi_processor_count=1
     )
     accelerator.current_accelerator = lambda *args, **kwargs: torch.device("cuda")
-    accelerator.set_device_index = nothing  # type: ignore[assignment]
+    accelerator.set_device_index = nothing
     accelerator.current_device_index = lambda: 0
-    torch.optim.Optimizer._accelerator_graph_capture_health_check = nothing
+    torch.optim.Optimizer._accelerator_graph_capture_health_check = nothing  # type: ignore[method-assign]
 
     torch.nn.SyncBatchNorm.convert_sync_batchnorm = staticmethod(  # type: ignore[method-assign]
         lambda module, process_group=None: sync_batchnorm_by_hand()(module)

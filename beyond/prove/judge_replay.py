@@ -104,6 +104,10 @@ def compare(
         text += f"most in {named(optimizer, [far[0]])} ({at})"
     if replay.first["random_in_step"]:
         return Row(NOT_SEEN, check, f"the step draws random numbers: no verdict. {text}")
+    has_loader = any(p["steps"] for p in replay.first["passes"])
+    if not has_loader and not replay.first["loss_inside"]:
+        text = "no DataLoader, and the loss is computed outside of the model: no labels to replay"
+        return Row(NOT_SEEN, check, text)
     if explained:
         return Row(NOT_SEEN, check, f"{text}, as follows from the rows above")
     divided = left < 1e-3 and abs(c * replay.ranks - 1) < 1e-3
@@ -149,6 +153,11 @@ def weights_of(
         return Row(RIGHT, check, text)
     if limit > 1e-9:
         return Row(NOT_SEEN, check, f"{text}: too little precision to tell")
+    for n, (mine, other) in enumerate(steps, start=1):
+        off = gradient_apart(mine["grads"], other["grads"])
+        if off > 1e-6:
+            text = f"the gradient of step {n} differs by {percent(off)} of its length from that of one "
+            return Row(WRONG, check, f"{text}rank ({at})", CURE, LOSS)
     return Row(
         WRONG,
         check,
@@ -156,6 +165,14 @@ def weights_of(
         "something between backward and step depends on the ranks",
         LOSS,
     )
+
+
+def gradient_apart(mine: list, other: list) -> float:
+    """How far two gradients are apart, estimated from their projections, in units of one's length."""
+    pairs = [(a, b) for a, b in zip(mine, other, strict=False) if a is not None and b is not None]
+    length = sum(norm**2 for _, (_, norm) in pairs) ** 0.5
+    apart = sum((a - b) ** 2 for (a, _), (b, _) in pairs) ** 0.5
+    return apart / length if length else 0.0
 
 
 def multiple(c: float, ranks: int) -> str:

@@ -76,6 +76,8 @@ def preload() -> None:
     import torch.distributed
     import torch.utils.data
 
+    from prove import replay  # noqa: F401  and all that watches: it waits for record.install()
+
     torch.set_num_threads(1)  # a process with a pool of threads must not fork
 
 

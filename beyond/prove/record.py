@@ -78,6 +78,7 @@ class Run:
         self.counts: Counter = Counter()
         self.tensors: dict[str, Any] = {}
         self.facts: dict[str, Any] = {"ended": None, "error": None, "scale": 1.0, "autocast": False}
+        self.facts["loss_inside"] = False  # the model returns the loss
         lists = "passes collectives files prints backwards optimizers ddps roots lr_in_epochs"
         self.facts |= {name: [] for name in lists.split()}
         self.facts |= {"dropout": {}, "batchnorm": {}, "notes": {}, "random_in_step": 0}

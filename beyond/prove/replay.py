@@ -215,7 +215,8 @@ def end_without_loader(run: Run) -> None:
         if has_no_loader() and run.joined and run.steps < run.limit:
             forwards.append((copied(list(inputs)), copied(kwargs)))
             run.tensors["forwards"] = forwards
-        run.after_fetch = None if has_no_loader() else run.after_fetch
+        if has_no_loader():
+            run.after_fetch = digests_of_generators()
         return inputs, kwargs
 
     def step_ended() -> None:

@@ -234,7 +234,10 @@ def watch_ddp() -> None:
             inputs, kwargs = run.feed_forward(inputs, kwargs)
             for device in ("cpu", "cuda"):
                 run.facts["autocast"] |= torch.is_autocast_enabled(device)
-        return forward(self, *inputs, **kwargs)
+        result = forward(self, *inputs, **kwargs)
+        outputs = tensors_in([result])
+        run.facts["loss_inside"] |= any(x.requires_grad and x.ndim == 0 for x in outputs)
+        return result
 
     def register_comm_hook(self: Any, *args: Any, **kwargs: Any) -> None:
         run.note("comm hook")
