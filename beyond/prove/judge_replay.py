@@ -156,8 +156,8 @@ def weights_of(
     for n, (mine, other) in enumerate(steps, start=1):
         off = gradient_apart(mine["grads"], other["grads"])
         if off > 1e-6:
-            text = f"the gradient of step {n} differs by {percent(off)} of its length from that of one "
-            return Row(WRONG, check, f"{text}rank ({at})", CURE, LOSS)
+            text = f"the gradient of step {n} differs by {percent(off)} of its length "
+            return Row(WRONG, check, f"{text}from that of one rank ({at})", CURE, LOSS)
     return Row(
         WRONG,
         check,
@@ -168,7 +168,7 @@ def weights_of(
 
 
 def gradient_apart(mine: list, other: list) -> float:
-    """How far two gradients are apart, estimated from their projections, in units of one's length."""
+    """How far two gradients are apart, in units of their length, as their projections tell."""
     pairs = [(a, b) for a, b in zip(mine, other, strict=False) if a is not None and b is not None]
     length = sum(norm**2 for _, (_, norm) in pairs) ** 0.5
     apart = sum((a - b) ** 2 for (a, _), (b, _) in pairs) ** 0.5
