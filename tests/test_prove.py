@@ -286,6 +286,47 @@ def test_if_nothing_can_be_judged_one_line_says_why(source, message, tmp_path):
         prove.check([*TORCHRUN, str(tmp_path / "train.py")])
 
 
+def test_the_page_shows_what_prove_prints(tmp_path):
+    page = README.read_text()
+    commands, wrong, right = re.findall(r"```(?:bash|text)\n(.*?)```", page, re.S)[1:4]
+    copy = commands.splitlines()[:-1]
+    subprocess.run(["bash", "-ec", f"cd {ROOT}; T={tmp_path}; " + "\n".join(copy).replace(
+        " train.py", " $T/train.py")], check=True)  # fmt: skip
+    ended = run(tmp_path, *TORCHRUN, "train.py")
+    shape = re.compile(r"\d+%|\de-\d+|in \d+ s")  # numbers that may differ on another machine
+    for part in wrong.split("...\n"):
+        assert shape.sub("#", part) in shape.sub("#", ended.stdout)
+    (tmp_path / "train.py").write_text(planted("plain"))
+    ended = run(tmp_path, *TORCHRUN, "train.py")
+    assert [line for line in right.splitlines() if line.startswith("right")] == [
+        line for line in ended.stdout.splitlines() if line in right and line.startswith("right")
+    ]
+
+
+CONVERT = next(path for path in (ROOT / "beyond" / "convert", ROOT / "convert") if path.exists())
+
+
+@pytest.mark.parametrize(("step", "wrong"), [(4, {"files", "weights"}), (8, set())])
+def test_after_a_step_of_convert_it_says_what_is_still_missing(step, wrong, tmp_path):
+    env = os.environ | {"PYTHONPATH": str(CONVERT)}
+    make = [sys.executable, str(CONVERT / "scenes.py"), "--train=16", "--val=4", "--size=64"]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "digits").symlink_to(ROOT / "data" / "digits")
+    for name in ("scenes.py", "normalizer.py"):
+        (tmp_path / name).write_text((CONVERT / name).read_text())
+    make[1] = "scenes.py"
+    subprocess.run(make, cwd=tmp_path, check=True, capture_output=True)
+    text = f"import steps; print(steps.scripts()[{step}], end='')"
+    script = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True)
+    (tmp_path / "mine.py").write_text(script.stdout)
+    small = ["--image-size=64", "--batch-size=4", "--warmup=1", "--workers=0", "--device=cpu"]
+    ended = run(tmp_path, "--batches=2", *TORCHRUN, "mine.py", *small, "--epochs=1")
+    found = set(re.findall(r"^WRONG +([a-z ]+?)(?:  .*)?$", ended.stdout, re.M))
+    assert wrong <= found, ended.stdout + ended.stderr
+    assert bool(found) == bool(wrong), ended.stdout
+    assert bool(re.search(r"^right +one rank", ended.stdout, re.M)) == (step == 8)
+
+
 def test_every_cure_links_to_a_heading_that_exists():
     code = "".join(path.read_text() for path in README.parent.glob("judge_*.py"))
     links = set(re.findall(r'^[A-Z]+ = "([a-z0-9-]+-[a-z0-9-]+)"$', code, re.M))

@@ -19,7 +19,7 @@ from typing import Any
 from prove import launch
 from prove.judge_data import data_rows, rows_are_split, same_contents
 from prove.judge_model import SMALL_BATCH, model_rows
-from prove.judge_replay import Replay, batchnorm, gradient_of, no_replay, printed, schedule
+from prove.judge_replay import RANDOM, Replay, batchnorm, gradient_of, no_replay, printed, schedule
 from prove.judge_run import error_of, run_rows
 from prove.table import NOT_SEEN, WARNING, WRONG, Row, table
 from prove.watch_world import restore
@@ -171,6 +171,10 @@ class Prover:
         explained = any(row.verdict == WRONG and row.check in effects for row in rows)
         explained |= any(row.verdict == WARNING and row.check == "weights" for row in rows)
         found = gradient_of(replay, ONE_RANK, explained, None)
+        undecided = replay.mode == "replay" and any(RANDOM in row.evidence for row in found)
+        if undecided and replay.equals(self.replay("again", command, observed)):
+            observed.ranks[0]["random_in_step"] = 0  # drawn, but without an effect
+            found = gradient_of(replay, ONE_RANK, explained, None)
         if any(row.verdict == WRONG and "1/" in row.evidence for row in found):
             sequence = self.replay("sequence", command, observed)
             found = gradient_of(replay, ONE_RANK, explained, sequence)

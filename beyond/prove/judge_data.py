@@ -51,11 +51,17 @@ def trained_passes(ranks: list[dict]) -> list[list[dict]]:
 
 def rows_are_split(ranks: list[dict]) -> bool:
     """The script gives each rank a part of the rows of a batch that all have loaded."""
-    pairs = [(rows, given) for rank in ranks for _, rows, given in rank["roots"] if given]
+    passes = trained_passes(ranks)
+    if not passes or not all(indices(p) == indices(passes[0][0]) for p in passes[0]):
+        return False
+    used: dict = {}  # rows of each batch of each rank, in all of its forward passes
+    for rank in ranks:
+        for _, rows, given, batch in rank["roots"]:
+            if given and given > 1:
+                size, total = used.get((rank["rank"], batch), (given, 0))
+                used[rank["rank"], batch] = size, total + rows
     n = len(ranks)
-    return bool(pairs) and all(
-        rows in (given // n, -(-given // n)) for rows, given in pairs if given > 1
-    )
+    return bool(used) and all(rows in (size // n, -(-size // n)) for size, rows in used.values())
 
 
 def same_contents(ranks: list[dict]) -> bool:

@@ -20,6 +20,7 @@ STATISTIC = re.compile(
     rf"({NUMBER.pattern})",
     re.I,
 )
+RANDOM = "the step draws random numbers"
 CURE = "what the loss divides by must be a number of all ranks, not of one: see beyond/convert"
 
 
@@ -44,6 +45,16 @@ class Replay:
         other = self.theirs.get(f"gradients.{number}", [])
         found = [(k, x, y) for k, (x, y) in enumerate(zip(mine, other, strict=False))]
         return [(k, x, y) for k, x, y in found if x is not None and y is not None]
+
+    def equals(self, other: "Replay") -> bool:
+        """Two replays computed the same first gradient."""
+        mine, theirs = self.theirs, other.theirs
+        keys = [key for key in mine if key.startswith("gradients.")]
+        pairs = [
+            (x, y) for key in keys for x, y in zip(mine[key], theirs.get(key, []), strict=False)
+        ]
+        pairs = [(x, y) for x, y in pairs if x is not None and y is not None]
+        return bool(pairs) and all(torch.allclose(x, y, rtol=1e-9, atol=1e-12) for x, y in pairs)
 
     def takes_more_batches(self) -> bool:
         """One rank takes the batches of several steps for one step: accumulation was divided."""
@@ -103,7 +114,7 @@ def compare(
         text = f"the gradient differs by {percent(off)} of its length from that of one rank, "
         text += f"most in {named(optimizer, [far[0]])} ({at})"
     if replay.first["random_in_step"]:
-        return Row(NOT_SEEN, check, f"the step draws random numbers: no verdict. {text}")
+        return Row(NOT_SEEN, check, f"{RANDOM}: no verdict. {text}")
     has_loader = any(p["steps"] for p in replay.first["passes"])
     if not has_loader and not replay.first["loss_inside"]:
         text = "no DataLoader, and the loss is computed outside of the model: no labels to replay"

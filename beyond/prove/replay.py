@@ -6,10 +6,13 @@ The orders in which it can get them:
   whole     the same, but BatchNorm normalizes the whole batch
   sequence  the batches of the ranks one after another, for scripts that divide the number of
             accumulated batches by the number of ranks
+  again     as replay, but each batch with other random numbers: do they matter?
   original  as replay, in the script for one GPU
 """
 
 import json
+import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,6 +69,13 @@ def normalize_by_rank(layer: Any, forward: Callable, x: Tensor, sizes: list[int]
     for name, buffer in layer.named_buffers():
         buffer.data.copy_(kept[name])  # .data: autograd need not know
     return torch.cat(parts)[torch.argsort(torch.cat(groups))]
+
+
+def draw_other_numbers(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
 
 
 def switch_off_dropout(run: Run) -> None:
@@ -158,6 +168,8 @@ def install(run: Run) -> None:
                 sizes[:] = now_sizes
                 now["given"] += 1
                 now["sizes"].append(sum(now_sizes))
+                if run.mode == "again":
+                    draw_other_numbers(now["given"])
                 run.current_pass, run.after_fetch = now, digests_of_generators()
                 run.start()
                 yield cast(batch)

@@ -231,6 +231,7 @@ def install(run: Run) -> None:
         if now["batches"] is None:
             now["sizes"].append(size)
         now["given"] += 1
+        run.counts["fetched"] += 1
         run.events += 1
         if len(now["samples"]) < run.limit:
             now["samples"].append(checksums(batch))

@@ -278,7 +278,8 @@ def called(module: nn.Module, inputs: tuple) -> None:
         given = (
             run.current_pass["sizes"][run.current_pass["given"] - 1 :] if run.current_pass else []
         )
-        run.facts["roots"].append([checksum(found[0]), rows, given[0] if given else None])
+        size, batch = given[0] if given else None, run.counts["fetched"]
+        run.facts["roots"].append([checksum(found[0]), rows, size, batch])
 
 
 def watch_modules() -> None:

@@ -173,10 +173,11 @@ def watch_files(run: Run) -> None:
 
 
 def watch_prints(run: Run) -> None:
-    show = builtins.print
+    show, terminal = builtins.print, (sys.stdout, sys.stderr)
 
     def watched_print(*values: Any, sep: Any = " ", file: Any = None, **kwargs: Any) -> None:
-        if file in (None, sys.stdout, sys.stderr) and len(run.facts["prints"]) < MOST_CALLS:
+        target = sys.stdout if file is None else file  # redirect_stdout(None): nobody sees it
+        if target in terminal and len(run.facts["prints"]) < MOST_CALLS:
             text = (" " if sep is None else sep).join(map(str, values))
             second = run.counts["second epoch"] or run.counts["fed all"] > 1
             run.facts["prints"].append([text, where(), run.steps, bool(second)])

@@ -149,6 +149,8 @@ MISTAKES = [
           (LOSS, "F.cross_entropy(ddp(points), labels, weight=torch.tensor([1.0, 3.0, 9.0]))")),
     plain("a mean over the chosen samples of a rank", WRONG, "one rank",
           (LOSS, "F.cross_entropy(ddp(points), labels, reduction='none')[points[:, 0] > 0].mean()")),
+    plain("class weights, and random numbers without an effect", WRONG, "one rank",
+          (LOSS, "F.cross_entropy(ddp(points), labels + 0 * torch.randint(9, (1,)), weight=torch.tensor([1.0, 3.0, 9.0]))")),
     accumulate("divided by the words of one rank", WRONG, "one rank",
                ("            dist.all_reduce(words)  # the words of all ranks: what the loss is divided by\n", ""),
                ("loss * world_size / words", "loss / words")),
@@ -254,6 +256,10 @@ HARMLESS = [
     plain("gradients are limited by a hook", "", "",
           ("    optimizer = torch", "    for p in ddp.parameters():\n"
            "        p.register_hook(lambda g: 2 * g)\n    optimizer = torch")),
+    plain("a batch in two halves, one after the other", "", "",
+          ("            loss = F.cross_entropy(ddp(points), labels)\n            optimizer.zero_grad()\n            loss.backward()\n",
+           "            optimizer.zero_grad()\n            for x, y in zip(points.chunk(2), labels.chunk(2)):\n"
+           "                loss = F.cross_entropy(ddp(x), y) / 2\n                loss.backward()\n")),
     plain("each rank has a data set of its own", "", "",
           ("manual_seed(size)", "manual_seed(size + 1000 * dist.get_rank())"),
           (SAMPLER, "sampler = torch.utils.data.RandomSampler(train_set)"),
