@@ -25,9 +25,9 @@ STAGES = {  # the scripts of this repository: folder, command, flags
     "05": (
         "05_amp_syncbn",
         TORCHRUN,
-        ["--model=net-bn", "--accumulate=2", "--clip-norm=1", "--amp=fp16"],
+        ["--model=net-bn", "--amp=fp16"],
     ),
-    "survive": ("survive", TORCHRUN, ["--model=net-bn", "--accumulate=2", "--no-sync-bn"]),
+    "survive": ("beyond/survive", TORCHRUN, ["--model=net-bn", "--accumulate=2", "--no-sync-bn"]),
 }
 
 
@@ -304,7 +304,7 @@ def test_the_page_shows_what_prove_prints(tmp_path):
     ]
 
 
-CONVERT = next(path for path in (ROOT / "beyond" / "convert", ROOT / "convert") if path.exists())
+CONVERT = ROOT / "beyond" / "convert"
 
 
 @pytest.mark.parametrize(("step", "wrong"), [(4, {"files", "weights"}), (8, set())])
@@ -312,7 +312,8 @@ def test_after_a_step_of_convert_it_says_what_is_still_missing(step, wrong, tmp_
     env = os.environ | {"PYTHONPATH": str(CONVERT)}
     make = [sys.executable, str(CONVERT / "scenes.py"), "--train=16", "--val=4", "--size=64"]
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "digits").symlink_to(ROOT / "data" / "digits")
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common" / "digits").symlink_to(ROOT / "common" / "digits")
     for name in ("scenes.py", "normalizer.py"):
         (tmp_path / name).write_text((CONVERT / name).read_text())
     make[1] = "scenes.py"
