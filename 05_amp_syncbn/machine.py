@@ -71,7 +71,7 @@ def answer(check: Callable[..., None], *args: object) -> str:
 
 def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    print(hardware(device))
+    print(hardware(device, torch.cuda.device_count()))
     rows = [
         (name, answer(refuse_format, name, device), "yes" if has_units(name, device) else "no")
         for name in FORMATS

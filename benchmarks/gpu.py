@@ -55,7 +55,7 @@ def list_commands() -> dict[str, list[str]]:
         ],
         "bench": [bench + each for each in import_module("bench").BENCH if each not in RESNET],
         "resnet50": [bench + each for each in RESNET],
-        "cifar10": [f"05_amp_syncbn/cifar10.py {CIFAR} {flags}cifar10"],
+        "cifar10": [f"beyond/survive/cifar10.py {CIFAR} {flags}cifar10"],
     }
 
 

@@ -71,7 +71,9 @@ def _run(rank: int, name: str, flags: tuple, *changes: tuple[str, str]) -> dict:
     module, result = load(name, *changes), {}
     if FLOAT64 in changes:
         torch.set_default_dtype(torch.float64)
-        module.nn.SyncBatchNorm.convert_sync_batchnorm = chapter("05", "sync_batchnorm").convert
+        module.nn.SyncBatchNorm.convert_sync_batchnorm = chapter(
+            "05", "sync_batchnorm"
+        ).convert_sync_batchnorm
     module.log = lambda _, values: result.update({x: values[x] for x in values if "mAP" in x})
     module.save = lambda *_, **parts: result.update(parts["model"].state_dict())
     sys.argv = [name, *SMALL, f"--run-dir={scratch_folder()}", *flags]

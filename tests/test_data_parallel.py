@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from support import ROOT, Line, fresh_module, load_stage, run_main
+from support import ROOT, Line, fresh_module, load_stage, run_main, scratch_folder
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 CPU = torch.device("cpu")
@@ -162,24 +162,26 @@ def test_c20_c21_c22_c24_on_gpus_torchs_class_computes_what_from_scratch_does(id
     torch.testing.assert_close(output, module(batch[:1].to(devices[0])), **CLOSE)
 
 
-def test_each_replica_has_a_gpu_with_an_index_and_all_gpus_are_used():
-    """A replica's thread calls torch.cuda.set_device, which takes no device without an index."""
-    with pytest.raises(ValueError, match="index"):  # the control
-        torch.cuda.set_device(torch.device("cuda"))
-    gpus, pick = [torch.device("cuda", index) for index in range(2)], chapter("train").pick_devices
-    for count, expected in ((2, gpus), (1, gpus[:1] * 3)):
-        with patch.object(torch.cuda, "device_count", lambda: count):  # noqa: B023
-            assert pick(gpus[0], 3) == expected
-
-
-def test_with_two_gpus_torchs_own_is_taken(tmp_path, monkeypatch):
-    """Two names of the CPU stand for GPUs: nothing has trained yet where the model is wrapped."""
+@pytest.mark.parametrize(
+    ("gpus", "wrapper", "devices"),
+    [(2, "nn.DataParallel", ["cuda:0", "cuda:1"]), (1, "DataParallel", ["cuda:0"] * 3)],
+)
+def test_all_gpus_are_used_by_torchs_own_and_one_gpu_is_shared(gpus, wrapper, devices, monkeypatch):
+    """With torch's queries patched: nothing has trained yet where the model is wrapped."""
     stage, taken = load_stage("02"), Mock(side_effect=KeyboardInterrupt)
-    monkeypatch.setattr(stage, "pick_devices", lambda *_: [CPU, torch.device("cpu", 0)])
-    monkeypatch.setattr(stage.nn, "DataParallel", taken)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(nn.Module, "to", lambda model, _: model)
+    monkeypatch.setattr(stage.nn if "." in wrapper else stage, "DataParallel", taken)
     with pytest.raises(KeyboardInterrupt):
-        run_main(stage, 0, "--device=cpu", f"--run-dir={tmp_path}", f"--data-dir={ROOT / 'data'}")
-    assert taken.call_args.args[1] == [CPU, torch.device("cpu", 0)]
+        run_main(stage, 0, "--replicas=3", f"--run-dir={scratch_folder()}")
+    assert taken.call_args.args[1] == [torch.device(name) for name in devices]
+
+
+def test_a_device_without_an_index_is_not_enough():
+    """A replica's thread calls torch.cuda.set_device, so stage 02 names each GPU by its index."""
+    with pytest.raises(ValueError, match="index"):
+        torch.cuda.set_device(torch.device("cuda"))
 
 
 def example(batch: int = 24, hidden: int = 7, classes: int = 50):

@@ -45,7 +45,7 @@ def test_05_on_two_ranks_repeats_01_on_the_gpu(tmp_path):
 def _both_kinds(rank):
     torch.distributed.init_process_group("gloo")
     torch.cuda.set_device(0)
-    by_hand, results = chapter("05", "sync_batchnorm").convert, []
+    by_hand, results = chapter("05", "sync_batchnorm").convert_sync_batchnorm, []
     for convert in (by_hand, nn.SyncBatchNorm.convert_sync_batchnorm):
         torch.manual_seed(rank)
         rows, weights = torch.randn(2, 3 + 2 * rank, 4, 5, 6, dtype=torch.float64, device="cuda")

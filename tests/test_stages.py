@@ -213,7 +213,7 @@ def test_processes_load_pictures_for_training_and_for_evaluation(key, start, tmp
 
 
 def test_cifar10_crops_and_flips_whole_batches_in_training_and_only_there():
-    augment, images = chapter("05", "cifar10").augment, torch.rand(200, 3, 8, 8)
+    augment, images = chapter("survive", "cifar10").augment, torch.rand(200, 3, 8, 8)
     padded = torch.nn.functional.pad(images, (4,) * 4)
     cuts = padded.unfold(2, 8, 1).unfold(3, 8, 1).permute(2, 3, 0, 1, 4, 5).flatten(0, 1)
     cuts = torch.cat([cuts, cuts.flip(-1)])  # (162, B, C, H, W): each place, then mirrored
@@ -227,7 +227,7 @@ def test_cifar10_crops_and_flips_whole_batches_in_training_and_only_there():
     assert augment(torch.nn.Identity().eval(), (images,))[0] is images
     flags = ("--dataset=digits", "--model=net-bn", "--max-steps=2", "--epochs=1", *LOCAL)
     [(status, output)] = support.command(
-        "05_amp_syncbn/cifar10.py", *flags, f"--run-dir={support.scratch_folder()}"
+        "beyond/survive/cifar10.py", *flags, f"--run-dir={support.scratch_folder()}"
     )
     assert (status, "epoch 1/1" in output) == (0, True), output
 

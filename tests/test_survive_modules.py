@@ -473,7 +473,7 @@ def test_wrong_launch_variables_end_in_one_line_and_nobody_trains_alone(env, tol
     if "RANK" not in env:
         env = {**launcher(1), **env}
     flags = ("--device=cpu", f"--run-dir={tmp_path / 'run'}")
-    [(status, output)] = command("survive/train.py", *flags, env=env)
+    [(status, output)] = command("beyond/survive/train.py", *flags, env=env)
     assert (status, output.count("\n")) == (2, 1), output
     assert output.startswith(f"error: {told}")
     assert not (tmp_path / "run").exists()
@@ -483,7 +483,9 @@ def test_a_torchrun_of_one_rank_in_a_step_of_several_tasks_does_not_wait(tmp_pat
     """As `srun --ntasks=2 torchrun --nproc-per-node=1`: each torchrun is a world of its own."""
     slurm = dict(zip(launch.SRUN, ("1", "1", "2", "2"), strict=True))
     flags = ("--device=cpu", "--max-steps=1", f"--run-dir={tmp_path}")
-    [(status, output)] = command("survive/train.py", *flags, env=launcher(1, ranks=1) | slurm)
+    [(status, output)] = command(
+        "beyond/survive/train.py", *flags, env=launcher(1, ranks=1) | slurm
+    )
     assert (status, "global batch 120 = 1 × 120" in output) == (0, True), output
 
 

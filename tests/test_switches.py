@@ -126,7 +126,7 @@ def _seen(rank, flags, without):
     flags += ("--dataset=synthetic", "--device=cpu", f"--run-dir={support.scratch_folder()}")
     watched = patch.object(dist, "all_reduce", reduce_watched)
     with watched, patch.object(torch.amp.GradScaler, "step", step_watched):
-        run_main(stage, rank, *flags, "--max-steps=2", "--accumulate=2", "--batch-size=16")
+        run_main(stage, rank, *flags, "--max-steps=2", "--batch-size=16")
     return found, blocks, sent
 
 
@@ -140,7 +140,7 @@ INSIDE = {  # of a step: the flag, a switch, whether channels_last, a dtype, and
 
 @pytest.mark.parametrize(("amp", "change", "last", "dtype", "sent"), INSIDE.values(), ids=INSIDE)
 def test_what_a_format_or_a_switch_changes_inside_a_step(amp, change, last, dtype, sent):
-    """In each micro-batch. A hook sends once a step, and the gradients lie in one bucket."""
+    """A hook of DDP sends once a step."""
     assert run_ranks(1, _seen, (f"--amp={amp}",), change) == [({(last, last, dtype)}, {1}, sent)]
 
 

@@ -21,7 +21,7 @@ BATCHNORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.Bat
 CLOSE = {"rtol": 0, "atol": 1e-10}
 
 sync_batchnorm = chapter("05", "sync_batchnorm")
-convert = sync_batchnorm.convert
+convert = sync_batchnorm.convert_sync_batchnorm
 DEFAULTS = {"sample": (3, 4, 5), "settings": {}, "layout": torch.contiguous_format}
 DEFAULTS |= {"dtype": torch.float64, "frozen": (), "evaluate": False, "times": 1}
 DEFAULTS |= {"backward": True, "input_grad": True}

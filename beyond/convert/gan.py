@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision.datasets.mnist import read_image_file
 
 sys.path.insert(1, str(Path(__file__).parents[2] / "05_amp_syncbn"))
-from sync_batchnorm import convert  # torch's SyncBatchNorm trains on GPUs only
 
 DIGITS = Path(__file__).parents[2] / "common" / "digits" / "train-images-idx3-ubyte"
 
@@ -103,7 +102,7 @@ def measure() -> dict[str, list[float]]:
     expected = gradient(two_pairs, deepcopy(critic), real, fake)
     share = slice(dist.get_rank(), None, dist.get_world_size())  # of two ranks: every second image
 
-    def error(step: Callable, synchronize: Callable = convert) -> list[float]:
+    def error(step: Callable, synchronize: Callable = convert_sync_batchnorm) -> list[float]:
         ddp = DistributedDataParallel(synchronize(deepcopy(critic)))
         one_process = gradient(step, deepcopy(critic), real, fake)
         ranks = gradient(step, ddp, real[share], fake[share])

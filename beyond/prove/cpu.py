@@ -52,7 +52,7 @@ def sync_batchnorm_by_hand() -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    return module.convert
+    return module.convert_sync_batchnorm
 
 
 def install(gpus: int) -> None:

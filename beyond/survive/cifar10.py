@@ -1,7 +1,7 @@
-"""Stage 05 with augmentation on the device, as a training on CIFAR-10 needs it.
+"""The complete script with augmentation on the device, as a training on CIFAR-10 needs it.
 
-    python 05_amp_syncbn/cifar10.py --amp bf16 --batch-size 512 --lr 0.1 --epochs 24
-    python 05_amp_syncbn/cifar10.py --dataset digits --model net-bn --epochs 2
+    python beyond/survive/cifar10.py --amp bf16 --batch-size 512 --lr 0.1 --epochs 24
+    python beyond/survive/cifar10.py --dataset digits --model net-bn --epochs 2
 
 It is train.py, but the model crops and flips each batch before its first layer, while it trains:
 a picture is padded by 4 pixels and cut at a random place, and half of the pictures are mirrored.
@@ -20,7 +20,7 @@ import train
 from common.data import ImageSet
 
 PIXELS = 4  # of padding on each side
-DEFAULTS = {"--dataset": "cifar10", "--model": "resnet18"}
+DEFAULTS = {"--dataset": "cifar10", "--model": "resnet18", "--lr-decay": "cosine"}
 
 
 def crop_and_flip(images: Tensor) -> Tensor:
@@ -53,6 +53,7 @@ plain_model, train.build_model = train.build_model, build_model
 if __name__ == "__main__":
     for flag, value in DEFAULTS.items():  # a flag of the call comes later, and wins
         sys.argv[1:1] = [flag, value]
-    with train.exit_on_usage_error(train.dist.DistNetworkError, train.dist.DistStoreError):
+    errors = (train.LaunchError, train.AgreementError, train.durable.CheckpointError)
+    with train.exit_on_usage_error(*errors):
         train.main()
         train.dist.destroy_process_group()
