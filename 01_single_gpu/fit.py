@@ -16,7 +16,7 @@ from textwrap import fill
 import torch
 from tabulate import tabulate
 
-from common.options import MODELS, Parser, UsageError, number, usage_errors_exit
+from common.options import MODELS, Parser, UsageError, exit_on_usage_error, int_at_least
 from ledger import MIB
 from peak import OPTIMIZERS, Plan, parts_of, rehearse, run, train
 
@@ -38,7 +38,7 @@ def size(text: str) -> int:
 
 def parse_args() -> Namespace:
     parser = Parser(__doc__)
-    add, count = parser.add_argument, number(int, 1)
+    add, count = parser.add_argument, int_at_least(1)
     add("--model", default="net", choices=MODELS, help="network to train")
     add("--image-size", default=28, type=count, metavar="N", help="pixels per side")
     add("--channels", default=3, type=count, metavar="N", help="channels of an image")
@@ -145,5 +145,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with usage_errors_exit():
+    with exit_on_usage_error():
         main()

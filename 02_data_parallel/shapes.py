@@ -15,7 +15,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from common.options import Parser, number, usage_errors_exit
+from common.options import Parser, exit_on_usage_error, int_at_least
 from from_scratch import DataParallel
 
 Shape = tuple[int, ...]
@@ -66,7 +66,7 @@ def rows(replicas: int) -> list[tuple]:
 def main() -> None:
     parser = Parser(__doc__)
     text = "numbers of replicas, one part of the table for each"
-    some, count = [1, 2, 3, 8], number(int, 1)
+    some, count = [1, 2, 3, 8], int_at_least(1)
     parser.add_argument("--replicas", nargs="+", default=some, type=count, metavar="N", help=text)
     table = [row for replicas in parser.parse_args().replicas for row in rows(replicas)]
     headers = ("replicas", "batch", "into the replicas", "out of them", "gathered", "idle")
@@ -74,5 +74,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with usage_errors_exit():
+    with exit_on_usage_error():
         main()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from common.options import Parser, UsageError, usage_errors_exit
+from common.options import Parser, UsageError, exit_on_usage_error
 
 
 def start(
@@ -135,6 +135,6 @@ def introduce() -> str:
 
 
 if __name__ == "__main__":
-    with usage_errors_exit():
+    with exit_on_usage_error():
         Parser(__doc__).parse_args()
         print(*start(4, introduce), sep="\n")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor
 
-from common.options import Parser, UsageError, number, usage_errors_exit
+from common.options import Parser, UsageError, exit_on_usage_error, int_at_least
 from ranks import require_equal, start
 
 PIECE = 2**22  # bytes of a message: while one is added up, the next one is sent
@@ -118,7 +118,9 @@ def follow(length: int) -> tuple[int, list[str]]:
 def main() -> None:
     parser = Parser(__doc__)
     text = "ranks to start, and numbers in the tensor of each: at most 10"
-    parser.add_argument("--world-size", default=4, type=number(int, 1, 11), metavar="N", help=text)
+    parser.add_argument(
+        "--world-size", default=4, type=int_at_least(1, below=11), metavar="N", help=text
+    )
     n = parser.parse_args().world_size
     sent, columns = zip(*start(n, follow, n), strict=True)
     steps = ["start", *(f"{lap} {s}" for lap in ("sum", "share") for s in range(1, n))]
@@ -128,5 +130,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with usage_errors_exit():
+    with exit_on_usage_error():
         main()

@@ -19,7 +19,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from collectives import all_reduce, broadcast
-from common.options import Parser, number, usage_errors_exit
+from common.options import Parser, exit_on_usage_error, float_at_least
 from ranks import end_with_parent, prepare_forkserver
 
 
@@ -131,7 +131,7 @@ def try_trap(trap: str, detail: bool, seconds: float) -> list[str]:
 def main() -> None:
     parser = Parser(__doc__)
     text = "seconds after which a rank that has not come back counts as waiting"
-    parser.add_argument("--seconds", default=1, type=number(float, 0.1), metavar="S", help=text)
+    parser.add_argument("--seconds", default=1, type=float_at_least(0.1), metavar="S", help=text)
     seconds = parser.parse_args().seconds
     prepare_forkserver()
     table = []
@@ -144,5 +144,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with usage_errors_exit():
+    with exit_on_usage_error():
         main()

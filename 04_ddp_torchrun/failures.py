@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common.options import Parser, usage_errors_exit
+from common.options import Parser, exit_on_usage_error
 
 LIMIT = timedelta(seconds=2)  # a waiting rank gives up after it
 
@@ -146,5 +146,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with usage_errors_exit():
+    with exit_on_usage_error():
         main()

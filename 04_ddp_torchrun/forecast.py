@@ -17,7 +17,7 @@ from tabulate import tabulate
 
 from alpha_beta import Job, Link
 from cluster import GBIT, GOOD, LINKS, Forecast, counts_to
-from common.options import Parser, UsageError, number, usage_errors_exit
+from common.options import Parser, UsageError, exit_on_usage_error, float_at_least, int_at_least
 from ready import fill, named
 
 PIECES = 100  # an unknown model has this many equal gradients, ready one after the other
@@ -25,8 +25,8 @@ PIECES = 100  # an unknown model has this many equal gradients, ready one after 
 
 def parse_args() -> Namespace:
     parser = Parser(__doc__)
-    add, count = parser.add_argument, number(int, 1)
-    real = number(float, 1e-6)
+    add, count = parser.add_argument, int_at_least(1)
+    real = float_at_least(1e-6)
     add("--model", default="resnet50", metavar="NAME", help="net, or a classifier of torchvision")
     add("--image-size", default=224, type=count, metavar="N", help="pixels")
     add("--parameters", type=real, metavar="N", help="of another model, such as 7e6")
@@ -40,7 +40,7 @@ def parse_args() -> Namespace:
     add("--gbit", type=real, metavar="F", help="rate of each node, one way; replaces --link's")
     add("--latency-us", type=real, metavar="F", help="of a message; replaces --link's")
     add("--accumulate", default=1, type=count, metavar="N", help="micro-batches, with no_sync")
-    any_share = number(float, 0)
+    any_share = float_at_least(0)
     add("--wire", default=1.0, type=any_share, metavar="F", help="bytes sent per byte: 0.5 in bf16")
     add("--spread", default=0.0, type=any_share, metavar="F", help="ranks' times: std / mean")
     return parser.parse_args()
@@ -128,5 +128,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with usage_errors_exit():
+    with exit_on_usage_error():
         main()

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.utils.data import DistributedSampler, TensorDataset
 
-from common.options import Parser, UsageError, number, usage_errors_exit
+from common.options import Parser, UsageError, exit_on_usage_error, float_at_least
 
 BATCHES = 3  # of every rank; the last rank has one more
 SAMPLERS = {
@@ -107,7 +107,7 @@ def tell(title: str, mine: object) -> None:
 def main() -> None:
     parser = Parser(__doc__)
     text = "seconds after which a waiting rank gives up"
-    parser.add_argument("--seconds", default=2, type=number(float, 0.1), metavar="S", help=text)
+    parser.add_argument("--seconds", default=2, type=float_at_least(0.1), metavar="S", help=text)
     seconds = parser.parse_args().seconds
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
         raise UsageError(
@@ -133,5 +133,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with usage_errors_exit():
+    with exit_on_usage_error():
         main()

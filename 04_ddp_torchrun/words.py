@@ -14,7 +14,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from common.options import Parser, UsageError, number, usage_errors_exit
+from common.options import Parser, UsageError, exit_on_usage_error, int_at_least
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 TELL = " ".join(f"${name}" for name in NAMES)
@@ -92,7 +92,7 @@ def main() -> None:
     parser = Parser(__doc__)
     text = "processes on each node"
     parser.add_argument(
-        "--nodes", nargs="+", default=[8, 8], type=number(int, 1, 65), metavar="N", help=text
+        "--nodes", nargs="+", default=[8, 8], type=int_at_least(1, below=65), metavar="N", help=text
     )
     nodes = parser.parse_args().nodes
     if sum(nodes) > 64:
@@ -114,5 +114,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with usage_errors_exit():
+    with exit_on_usage_error():
         main()

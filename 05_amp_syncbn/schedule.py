@@ -10,15 +10,15 @@ skips counts like any other.
 import math
 from argparse import ArgumentParser, Namespace
 
-from common.options import make_parser, number
+from common.options import float_at_least, int_at_least, make_parser
 
 
 def add_schedule(parser: ArgumentParser) -> None:
     add = parser.add_argument
     rules, decays = ("none", "linear", "sqrt"), ("none", "step", "cosine")
     add("--lr-rule", default="none", choices=rules, help="how --lr grows with the batch size")
-    add("--base-batch-size", default=120, type=number(int, 1), help="batch that --lr was tuned for")
-    add("--warmup-epochs", default=0.0, type=number(float, 0), help="epochs while the rate rises")
+    add("--base-batch-size", default=120, type=int_at_least(1), help="batch that --lr is for")
+    add("--warmup-epochs", default=0.0, type=float_at_least(0), help="epochs while the rate rises")
     add("--lr-decay", default="none", choices=decays, help="how the rate falls after the warm-up")
 
 

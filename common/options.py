@@ -94,16 +94,3 @@ def make_parser(stage: str, doc: str | None) -> Parser:
     either.add_argument("--evaluate", metavar="PATH", help="only evaluate this checkpoint")
     parser.set_defaults(stage=stage)
     return parser
-
-
-usage_errors_exit = exit_on_usage_error  # old names, until their last caller is gone
-
-
-def number(kind: type, at_least: float, below: float = math.inf) -> Callable[[str], Any]:
-    return bounded(kind, "whole number" if kind is int else "number", at_least, below)
-
-
-def cut_batch(global_batch: int, parts: int) -> int:
-    from common.data import local_batch_size
-
-    return local_batch_size(global_batch, parts)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from common.options import Parser, number, usage_errors_exit
+from common.options import Parser, exit_on_usage_error, float_at_least
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "03_ddp_manual_allreduce"))
 from ranks import start
@@ -131,7 +131,7 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("stage", choices=EXERCISES, help="whose exercise")
     parser.add_argument("--file", type=Path, help="judge this file, not exercise.py of the stage")
-    parser.add_argument("--seconds", default=60, type=number(float, 0), help="time limit")
+    parser.add_argument("--seconds", default=60, type=float_at_least(0), help="time limit")
     args = parser.parse_args()
     cases, folder, ranks = EXERCISES[args.stage]
     name = f"{folder}/exercise.py"
@@ -147,5 +147,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with usage_errors_exit(FileNotFoundError):
+    with exit_on_usage_error(FileNotFoundError):
         main()

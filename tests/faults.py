@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from common.options import Parser, number
+from common.options import Parser, int_at_least
 from support import (
     ROOT,
     Run,
@@ -396,10 +396,10 @@ def inject(faults: list[Fault], jobs: int) -> list[Outcome]:
 def main() -> None:
     parser, file = Parser(__doc__), ROOT / "benchmarks" / "results" / "faults.json"
     add, groups = parser.add_argument, {"faults": list(KINDS), "pauses": list(PAUSES)}
-    add("--faults", default=306, type=number(int, 1), help="how many, of all kinds in turn")
+    add("--faults", default=306, type=int_at_least(1), help="how many, of all kinds in turn")
     names = [*groups, *KINDS, *PAUSES]
     add("--kinds", nargs="+", default=["faults"], choices=names, metavar="KIND", help="which")
-    add("--jobs", default=2, type=number(int, 1), help="trials at the same time")
+    add("--jobs", default=2, type=int_at_least(1), help="trials at the same time")
     add("--without-saving", action="store_true", help=f"leave {file.name} as it is")
     args, chance = parser.parse_args(), random.Random(1)
     kinds = [kind for name in args.kinds for kind in groups.get(name, [name])]

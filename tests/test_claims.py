@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
-from common.options import UsageError, cut_batch
+from common.data import local_batch_size
+from common.options import UsageError
 from support import chapter, command, free_port, run_ranks
 from test_collectives import of_all_ranks, on_ranks
 
@@ -73,12 +74,15 @@ def test_c05_type_bool_takes_any_text_for_true():
 
 
 def test_c06_32_on_each_of_2_times_8_ranks_is_a_global_batch_of_512():
-    for batch_size, together in ((32, 512), (cut_batch(32, 16), 32)):  # this project's is global
+    for batch_size, together in (
+        (32, 512),
+        (local_batch_size(32, 16), 32),
+    ):  # this project's is global
         samplers = [DistributedSampler(range(4096), 2 * 8, rank) for rank in range(2 * 8)]
         loaders = [DataLoader(range(4096), batch_size, sampler=sampler) for sampler in samplers]
         assert len(set(chain(*(next(iter(loader)).tolist() for loader in loaders)))) == together
     with pytest.raises(UsageError, match="does not divide by 16: try 48"):
-        cut_batch(40, 16)
+        local_batch_size(40, 16)
 
 
 @pytest.mark.parametrize(("samples", "again"), [(10, 2), (12, 0), (297, 3)])

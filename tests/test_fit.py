@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from common.options import usage_errors_exit
+from common.options import exit_on_usage_error
 from support import chapter
 from test_collectives import on_ranks
 
@@ -137,7 +137,7 @@ def test_a_cut_is_even_fits_and_is_the_coarsest(batch, memory):
 
 def answer(capsys, *flags: str) -> tuple[int, str]:
     try:
-        with patch.object(sys, "argv", ["fit.py", *flags]), usage_errors_exit():
+        with patch.object(sys, "argv", ["fit.py", *flags]), exit_on_usage_error():
             fit.main()
         status = 0
     except SystemExit as end:

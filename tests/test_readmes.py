@@ -75,13 +75,27 @@ def test_the_output_shown_is_the_output(fence, copy):
     assert differences(fence.text, run(fence.command, copy), *fence.tolerances) == []
 
 
-LESSONS = [fence for fence in fences("diff") if not BREAK.fullmatch(fence.note)]
+DIFFS = [fence for fence in fences("diff") if not BREAK.fullmatch(fence.note)]
+LESSONS = [fence for fence in DIFFS if fence.note != "minimal pair"]
 
 
 @pytest.mark.parametrize("fence", LESSONS, ids=lambda fence: fence.name)
 def test_every_diff_is_a_part_of_the_lesson(fence):
     lesson = (fence.page.parent / "lesson.diff").read_text()
     assert f"\n{fence.text}" in lesson
+
+
+def test_the_first_lines_of_the_readme_are_what_changes_between_the_minimal_scripts():
+    """All of it but the imports, the docstring, and what is only moved to the right."""
+    [shown] = [fence.text.splitlines() for fence in DIFFS if fence.note == "minimal pair"]
+    pair = ("01_single_gpu/minimal.py", "04_ddp_torchrun/minimal.py")
+    diff = shell("diff -U0 -d {} {} || true".format(*pair)).splitlines()
+    changed = [line for line in diff if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+    places = [changed.index(line) for line in shown]
+    assert places == sorted(places)
+    left_out = [line for line in changed if line not in shown and line[1:].strip()]
+    words = ("import ", '"""', "print(", "torch.save(", "if rank == 0:", "destroy_process_group")
+    assert [line for line in left_out if not any(word in line for word in words)] == []
 
 
 @pytest.mark.parametrize("stage", PARENTS)

@@ -103,8 +103,8 @@ def test_the_row_in_bf16_says_whether_this_cpu_has_the_instructions(
 ):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     fp32, bf16 = (
-        tour.Row(key, key, (), summary={"samples_per_second": 1000 * speed, "device": "cpu"})
-        for key, speed in (("05", 1.0), (key, ratio))
+        tour.Row(key, key, run=tour.Run({"samples_per_second": speed, "device": "cpu"}, []))
+        for key, speed in (("05", 1000), (key, 1000 * ratio))
     )
     assert tour.explain_speed(bf16, fp32).startswith(said)
 
