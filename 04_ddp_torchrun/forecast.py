@@ -3,8 +3,9 @@
     python 04_ddp_torchrun/forecast.py --model resnet50 --batch-size 64 --step-ms 45 --gpus 64
 
 Stage 01 measures the step on one GPU of that kind: --summary runs/01_single_gpu/summary.json. The
-model takes a third of it for forward, the rest for backward. alpha_beta.py is the model, ready.py
-counts layers and buckets, cluster.py has the links, scaling.md shows how far to trust it.
+model takes a third of it for forward, the rest for backward. alpha_beta.py is the model,
+gradient_order.py counts layers and buckets, cluster.py has the links, and scaling.md shows how far
+to trust it.
 """
 
 import json
@@ -18,7 +19,7 @@ from tabulate import tabulate
 from alpha_beta import Job, Link
 from cluster import GBIT, GOOD, LINKS, Forecast, counts_to
 from common.options import Parser, UsageError, exit_on_usage_error, float_at_least, int_at_least
-from ready import fill, named
+from gradient_order import fill, named
 
 PIECES = 100  # an unknown model has this many equal gradients, ready one after the other
 

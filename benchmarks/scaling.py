@@ -34,7 +34,7 @@ from step import build, ddp, make_step, sgd, start
 from tables import predictions
 from timing import Effort, Results, Times, chapter, interleave, summarize
 
-paper, fill = chapter("04", "alpha_beta"), chapter("04", "ready").fill
+paper, fill = chapter("04", "alpha_beta"), chapter("04", "gradient_order").fill
 
 COMPUTE, EACH, DDP, NO_SYNC = "compute only", "per parameter", "DDP", "DDP, 4 with no_sync"
 BF16, POWER_SGD = "DDP, bf16 hook", "DDP, PowerSGD hook"

@@ -22,7 +22,7 @@ from repository_pages import ALL_PAGES
 from support import ROOT, chapter, command, fresh_module, run_ranks
 from test_bad_input import ended, refused
 
-paper, ready = chapter("04", "alpha_beta"), chapter("04", "ready")
+paper, ready = chapter("04", "alpha_beta"), chapter("04", "gradient_order")
 peak = chapter("01", "peak")
 Bucket, Job, Link = paper.Bucket, paper.Job, paper.Link
 SLOW, FORECAST = Link(1e-3, 1e8), "04_ddp_torchrun/forecast.py"
@@ -159,8 +159,8 @@ def _sizes_that_ddp_sends(rank):
 
 def test_the_buckets_are_those_that_ddp_really_sends():
     gradients, old = ready.named("resnet18", 64), "FIRST, OTHERS = 2**20, 25 * 2**20"
-    change = ("ready.py", old, "FIRST, OTHERS = 2**22, 10 * 2**20")
-    other = fresh_module("04", "ready.py", (change,))
+    change = ("gradient_order.py", old, "FIRST, OTHERS = 2**22, 10 * 2**20")
+    other = fresh_module("04", "gradient_order.py", (change,))
     for sizes in run_ranks(2, _sizes_that_ddp_sends):
         assert sizes == [bucket.size for bucket in ready.fill(gradients)]
         assert sizes != [bucket.size for bucket in other.fill(gradients)], "the control"

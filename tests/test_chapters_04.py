@@ -1,6 +1,6 @@
 """Stage 04's chapters print what they should, and each failure happens and is cured as they say.
 
-The READMEs show what words.py and uneven.py print, and test_readmes.py runs them.
+The READMEs show what rank_variables.py and uneven.py print, and test_readmes.py runs them.
 The model of a step on paper: see test_bench.py.
 """
 
@@ -24,8 +24,9 @@ PRINTED = {  # by a chapter with these flags: rows, with one space between their
     "cluster": "nvlink-h100 3.4 2,880 | nvlink-a100 3.4 1,920 | nvlink-v100 3.4 960 | "
     "nvlink-p100 3.4 512 | pcie-3 5.7 96 | infiniband-8x400 14.0 3,200 | infiniband-200 14.0 200 | "
     "roce-25 14.0 25 | ethernet-100 50.0 100 | ethernet-25 50.0 25 | ethernet-10 50.0 10",
-    "ready": "resnet50 7.8 0% | resnet50 30.0 9% | resnet50 25.0 17% | resnet50 25.3 49% | "
-    "resnet50 9.3 100% | vgg16 15.6 0% | vgg16 392.0 1% | vgg16 27.0 10% | vgg16 27.0 64%",
+    "gradient_order": "resnet50 7.8 0% | resnet50 30.0 9% | resnet50 25.0 17% | "
+    "resnet50 25.3 49% | resnet50 9.3 100% | vgg16 15.6 0% | vgg16 392.0 1% | vgg16 27.0 10% | "
+    "vgg16 27.0 64%",
     FORECAST: "1 64 46.0 1,391 100% computing | 8 512 90.0 5,687 51% bytes | "
     "send bf16 (bf16_compress_hook) 1,024 99.2 10,324 46% latency | fewer ranks: 4 256 51.0 5,016 "
     "90% bytes | send bf16, and accumulate 8 4,096 244.5 16,752 75% latency",
@@ -34,7 +35,7 @@ PRINTED = {  # by a chapter with these flags: rows, with one space between their
 
 @pytest.mark.parametrize("call", PRINTED)
 def test_what_a_chapter_prints(call):
-    """Of alpha_beta.py, cluster.py, forecast.py and ready.py."""
+    """Of alpha_beta.py, cluster.py, forecast.py and gradient_order.py."""
     name, *flags = call.split()
     lines = [" ".join(line.split()) for line in output_of("04", name, *flags).splitlines()]
     assert [row for row in PRINTED[call].split(" | ") if row not in lines] == []
@@ -42,7 +43,9 @@ def test_what_a_chapter_prints(call):
 
 def test_c01_c03_words_shows_what_torchrun_gives_to_nodes_of_unequal_size():
     """Of two real torchruns. On the second node, rank % GPUs is another GPU."""
-    node_0, node_1 = output_of("04", "words", "--nodes", "3", "2").split("\n\n")[0].split("node 1")
+    node_0, node_1 = (
+        output_of("04", "rank_variables", "--nodes", "3", "2").split("\n\n")[0].split("node 1")
+    )
     for output, numbers in (
         (node_0, ("RANK 0 1 2", "LOCAL_RANK 0 1 2", "rank % 3 0 1 2 the local rank")),
         (node_1, ("RANK 3 4", "LOCAL_RANK 0 1", "rank % 2 1 0 another GPU than LOCAL_RANK names")),

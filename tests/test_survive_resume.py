@@ -83,16 +83,16 @@ def test_random_crops_resume_to_the_bit_with_any_number_of_workers(pictures):
 
 def test_the_crop_of_a_picture_is_another_one_in_each_epoch(pictures):
     args = make_parser("", "").parse_args(pictures)
-    crops, seen = durable.Resumable(load_dataset(args)[0], args.seed), []
+    crops, seen = durable.SeededPerSample(load_dataset(args)[0], args.seed), []
     for crops.epoch in (0, 0, 1):
         seen += [image for image, _ in crops.__getitems__([3])]
     assert [torch.equal(seen[0], other) for other in seen] == [True, True, False]
-    assert list(durable.Remaining(range(3))) == [0, 1, 2], "a run that is new misses nothing"
+    assert list(durable.SkipFirst(range(3))) == [0, 1, 2], "a run that is new misses nothing"
 
 
 def _seen(rank: int, flags: tuple[str, ...]) -> tuple[list[int], str]:
-    seen, get = [], durable.Resumable.__getitems__
-    durable.Resumable.__getitems__ = lambda *args: seen.extend(args[1]) or get(*args)
+    seen, get = [], durable.SeededPerSample.__getitems__
+    durable.SeededPerSample.__getitems__ = lambda *args: seen.extend(args[1]) or get(*args)
     return seen, run_main(load_stage("survive"), rank, *flags)
 
 

@@ -12,7 +12,7 @@ import torch
 from process_memory import saved_bytes
 from support import ROOT, chapter, run_ranks
 
-paper, ready = chapter("04", "alpha_beta"), chapter("04", "ready")
+paper, ready = chapter("04", "alpha_beta"), chapter("04", "gradient_order")
 peak, ring, named = chapter("01", "peak"), chapter("03", "ring"), cache(ready.named)
 SOURCE = "".join(path.read_text() for path in sorted(ROOT.glob("docs/site/widgets/*.js"))[::-1])
 GRID = {"model": ("resnet50", "vgg16"), "cap": (2**20, ready.OTHERS, 6e8), "gbit": (0.3, 25, 400)}

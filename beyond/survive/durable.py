@@ -170,7 +170,7 @@ def reseed(*key: int) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
-class Resumable(Dataset):
+class SeededPerSample(Dataset):
     """Makes the random crop of a sample a function of (seed, epoch, sample), in any process."""
 
     epoch = 0  # set it before each epoch
@@ -191,7 +191,7 @@ class Resumable(Dataset):
         return samples
 
 
-class Remaining(Sampler):
+class SkipFirst(Sampler):
     """The order of another sampler without its first `skip` samples, which are not even loaded."""
 
     def __init__(self, sampler: Sampler) -> None:

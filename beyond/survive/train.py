@@ -189,9 +189,9 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
     # order, so it rounds the same way.
     ddp.eval()(train_set[0][0][None].to(device)).sum().backward()
     model.zero_grad()
-    crops = durable.Resumable(train_set, args.seed)
+    crops = durable.SeededPerSample(train_set, args.seed)
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # or it repeats some
-    remaining = durable.Remaining(sampler)
+    remaining = durable.SkipFirst(sampler)
     loader = DataLoader(crops, local_batch, sampler=remaining, drop_last=True, **how)
     while progress.epoch < args.epochs and progress.step < args.max_steps:
         epoch = progress.epoch
