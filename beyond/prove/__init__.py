@@ -1,0 +1,57 @@
+"""Is a script that trains on several GPUs right? From a test of your own:
+
+assert prove.check(["torchrun", "--standalone", "--nproc-per-node=2", "train.py"]).wrong == []
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass
+class Finding:
+    """A row of the table; its verdict is "right", "WRONG", "warning" or "not seen"."""
+
+    verdict: str
+    check: str
+    evidence: str
+    cure: str = ""
+    link: str = ""
+
+
+@dataclass
+class Result:
+    """The whole table."""
+
+    rows: list[Finding]
+
+    def having(self, verdict: str) -> list[Finding]:
+        return [row for row in self.rows if row.verdict == verdict]
+
+    @property
+    def wrong(self) -> list[Finding]:
+        return self.having("WRONG")
+
+
+class NotJudgedError(Exception):
+    """Nothing could be judged; its text is the one line that says why."""
+
+
+def check(command: list[str], *options: str) -> Result:
+    """What `python -m prove OPTIONS COMMAND` finds, run in a process of its own.
+
+    Raises NotJudgedError if the script cannot be found, fails by itself, or trains nothing.
+    """
+    with tempfile.TemporaryDirectory(prefix="prove-") as folder:
+        file = Path(folder) / "rows.json"
+        line = [sys.executable, "-m", "prove", f"--json={file}", *options, *command]
+        ended = subprocess.run(line, capture_output=True, text=True)
+        if not file.exists():
+            raise NotJudgedError(ended.stderr.strip()[-500:])
+        found = json.loads(file.read_text())
+    if found["error"]:
+        raise NotJudgedError(found["error"])
+    return Result([Finding(**row) for row in found["rows"]])

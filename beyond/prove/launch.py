@@ -1,0 +1,242 @@
+"""Starts the user's command with what watches it, and waits: for its end, or for a hang.
+
+Where the command is torchrun, the ranks are forked from this process, which has imported torch
+already; the whole proof then takes no longer than starting the script by itself. Any other command
+is started as it is, and finds `hooks/sitecustomize.py` on its path.
+"""
+
+import json
+import os
+import random
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HOOKS = Path(__file__).parent / "hooks"
+SURE_AFTER = 1.5  # seconds without progress, if the ranks wait for different things
+BEATS = 4  # a rank that has not written so often since then may only be slow
+GRACE = 3.0  # seconds that the others get when one rank has failed
+
+
+@dataclass
+class Outcome:
+    """What the records of the ranks do not say themselves."""
+
+    status: int
+    log: str
+    hang: bool = False
+    silent: bool = False  # no progress, and nobody can say why
+    ranks: list[dict] = field(default_factory=list)
+
+
+def plain_torchrun(command: list[str]) -> tuple[int, int] | None:
+    """Number of ranks, and where the script stands; None: not a torchrun for one node."""
+    rest = command[1:]
+    if rest[:2] == ["-m", "torch.distributed.run"] and "python" in Path(command[0]).name:
+        rest = rest[2:]
+    elif Path(command[0]).name != "torchrun":
+        return None
+    position, ranks = len(command) - len(rest), 1
+    while position < len(command) and command[position].startswith("-"):
+        name, _, value = command[position].partition("=")
+        name = name.replace("_", "-")
+        if name == "--standalone":
+            position += 1
+            continue
+        if not value:
+            position += 1
+            value = command[position] if position < len(command) else ""
+        if name == "--nproc-per-node" and value.isdigit():
+            ranks = int(value)
+        elif not (name == "--nnodes" and value == "1") and name != "--master-port":
+            return None
+        position += 1
+    is_script = position < len(command) and command[position].endswith(".py")
+    return (ranks, position) if is_script else None
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def preload() -> None:
+    """Import here what each rank would import: torch, and what its optimizers import."""
+    import torch
+    import torch._dynamo
+    import torch.distributed
+    import torch.utils.data
+
+    from prove import replay  # noqa: F401  and all that watches: it waits for record.install()
+
+    torch.set_num_threads(1)  # a process with a pool of threads must not fork
+
+
+def be_rank(command: list[str], environment: dict[str, str], log: Path) -> None:
+    """What a forked rank does: it becomes the script."""
+    status = 1
+    try:
+        os.setsid()
+        out = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv, sys.path[0] = command, os.path.dirname(os.path.abspath(command[0]))
+        import torch
+
+        from prove import record
+
+        seed = int.from_bytes(os.urandom(7), "big")  # as in a process of its own
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+        record.install()
+        try:
+            runpy.run_path(command[0], run_name="__main__")
+            status = 0
+        except SystemExit as error:
+            status = error.code if isinstance(error.code, int) else int(error.code is not None)
+            if isinstance(error.code, str):
+                print(error.code, file=sys.stderr)
+        except BaseException as error:
+            traceback.print_exc()
+            record.on_error(error)
+        record.write("script" if status == 0 else "error")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+class Ranks:
+    """The processes of one run: forked ranks, or the launcher of the user."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
+        self.status, self.failed_at = 0, 0.0
+        found = plain_torchrun(command)
+        if found is None:
+            paths = [str(HOOKS), environment.get("PYTHONPATH", "")]
+            environment = environment | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+            with log.open("w") as out:
+                started = subprocess.Popen(
+                    command, env=environment, stdout=out, stderr=out, start_new_session=True
+                )
+            self.alive = [started.pid]
+        else:
+            self.alive = list(self.fork(command[found[1] :], found[0], environment, log))
+        self.all = list(self.alive)
+
+    def fork(self, command: list[str], ranks: int, environment: dict[str, str], log: Path) -> Any:
+        preload()
+        common = {
+            "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": free_port(), "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "prove",
+        }  # fmt: skip
+        sys.stdout.flush()
+        for rank in range(ranks):
+            own = {"RANK": rank, "LOCAL_RANK": rank, **common}
+            pid = os.fork()
+            if pid == 0:
+                be_rank(command, environment | {k: str(v) for k, v in own.items()}, log)
+            yield pid
+
+    def are_running(self) -> bool:
+        for pid in list(self.alive):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                self.alive.remove(pid)
+                if status and not self.failed_at:
+                    self.status, self.failed_at = (
+                        os.waitstatus_to_exitcode(status),
+                        time.monotonic(),
+                    )
+        if self.failed_at and self.alive and time.monotonic() - self.failed_at > GRACE:
+            self.end([])  # as torchrun does when a rank has failed
+        return bool(self.alive)
+
+    def end(self, more: list[int]) -> None:
+        """End all processes of this run, and what they have started."""
+        for pid in [*self.all, *more]:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+        for pid in list(self.alive):
+            os.waitpid(pid, 0)
+            self.alive.remove(pid)
+
+
+def read_records(folder: Path, mode: str) -> list[dict]:
+    files = [f for f in folder.glob(f"{mode}.*.json") if f.name.split(".")[1].isdigit()]
+    files.sort(key=lambda f: int(f.name.split(".")[1]))
+    return [json.loads(f.read_text()) for f in files]
+
+
+def is_waiting(rank: dict) -> bool:
+    return rank["ended"] != "killed" or rank["waiting"] or rank["in_backward"]
+
+
+def wait_for_different_things(ranks: list[dict]) -> bool:
+    """All ranks wait or have ended, and no message can come any more."""
+    if len(ranks) < 2 or len(ranks) < ranks[0]["world"] or not all(map(is_waiting, ranks)):
+        return False
+    calls = {
+        (len(r["collectives"]), r["waiting"].split()[0]) if r["waiting"] else r["ended"]
+        for r in ranks
+        if r["ended"] in ("killed", "script", "epochs")
+    }
+    return any(r["waiting"] for r in ranks) and len(calls) > 1
+
+
+class Patience:
+    """How long ago the ranks made their last progress."""
+
+    def __init__(self) -> None:
+        self.last: list = []
+        self.since, self.beats = time.monotonic(), {}
+
+    def seconds(self, ranks: list[dict]) -> float:
+        now = [(r["events"], r["ended"], not is_waiting(r) and r["cpu_seconds"]) for r in ranks]
+        if now != self.last:
+            self.last, self.since = now, time.monotonic()
+            self.beats = {r["rank"]: r["beats"] for r in ranks}
+        alive = [r for r in ranks if r["ended"] == "killed"]
+        if any(r["beats"] < self.beats[r["rank"]] + BEATS for r in alive):
+            return 0.0
+        return time.monotonic() - self.since
+
+
+def run(command: list[str], settings: dict[str, Any], timeout: float) -> Outcome:
+    """Start a command, wait until all ranks have ended or hang, and read what they wrote."""
+    folder, mode = Path(settings["folder"]), settings["mode"]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PROVE": json.dumps(settings)}
+    log = folder / f"{mode}.log"
+    processes = Ranks(command, environment, log)
+    hang = silent = False
+    patience, ranks = Patience(), []
+    try:
+        while processes.are_running():
+            time.sleep(0.03)
+            ranks = read_records(folder, mode)
+            limit = timeout if ranks else 10 * timeout  # before the ranks meet: downloads
+            if wait_for_different_things(ranks):
+                limit = SURE_AFTER
+            if patience.seconds(ranks) > limit:
+                hang = bool(ranks) and all(map(is_waiting, ranks))
+                silent = not hang
+                break
+    finally:
+        processes.end([r["pid"] for r in ranks])
+    text = log.read_text(errors="replace") if log.exists() else ""
+    return Outcome(processes.status, text, hang, silent, read_records(folder, mode))

@@ -1,0 +1,290 @@
+"""Mistakes, each planted alone in one of four scripts that are right.
+
+A mistake is a list of texts to replace; the check and the verdict are what prove must say of it.
+"""
+
+from dataclasses import dataclass
+
+WRONG, WARNING = "WRONG", "warning"
+LOOP = "            optimizer.step()\n"
+
+
+@dataclass(frozen=True)
+class Mistake:
+    name: str
+    script: str
+    verdict: str
+    check: str
+    changes: tuple[tuple[str, str], ...]
+
+
+def plain(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
+    return Mistake(name, "plain", verdict, check, changes)
+
+
+def accumulate(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
+    return Mistake(name, "accumulate", verdict, check, changes)
+
+
+def amp(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
+    return Mistake(name, "amp", verdict, check, changes)
+
+
+def iterable(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
+    return Mistake(name, "iterable", verdict, check, changes)
+
+
+NO_DDP = (
+    ("ddp = DDP(build_model())", "ddp = build_model()\n    object.__setattr__(ddp, 'module', ddp)"),
+)
+AVERAGE = """            for p in ddp.parameters():
+                dist.all_reduce(p.grad)
+                p.grad /= world_size
+"""
+SUM = "            for p in ddp.parameters():\n                dist.all_reduce(p.grad)\n"
+SAMPLER = "sampler = DistributedSampler(train_set, seed=0)"
+LOADER = "batch_size=12 // world_size, sampler=sampler)"
+LOSS = "F.cross_entropy(ddp(points), labels)"
+NOISE = "torch.randn(6)"
+EVALUATION_LOADER = "DataLoader(shard, batch_size=8)"
+
+MISTAKES = [
+    # Samples.
+    plain("no sampler, no shuffling", WRONG, "samples",
+          (LOADER, "batch_size=12 // world_size)")),
+    plain("shuffled alike on all ranks, no sampler", WRONG, "samples",
+          (LOADER, "batch_size=6, shuffle=True, generator=torch.Generator().manual_seed(0))")),
+    plain("shuffled by each rank, no sampler", WARNING, "samples",
+          (LOADER, "batch_size=12 // world_size, shuffle=True)")),
+    plain("the sampler of rank 0 on all ranks", WRONG, "samples",
+          (SAMPLER, "sampler = DistributedSampler(train_set, world_size, 0, seed=0)")),
+    plain("the sampler's seed differs by rank", WRONG, "samples",
+          (SAMPLER, "sampler = DistributedSampler(train_set, seed=rank)")),
+    plain("the sampler divides by too many ranks", WARNING, "samples",
+          (SAMPLER, "sampler = DistributedSampler(train_set, 2 * world_size, rank, seed=0)")),
+    plain("no set_epoch", WRONG, "order of an epoch",
+          ("        sampler.set_epoch(epoch)\n", "")),
+    plain("an order of its own, the same in each epoch", WARNING, "order of an epoch",
+          (SAMPLER, "order = torch.randperm(96, generator=torch.Generator().manual_seed(3))"
+                    ".tolist()\n    sampler = Subset(order, range(rank, 96, world_size))"),
+          ("        sampler.set_epoch(epoch)\n", "")),
+    plain("unequal numbers of batches", WRONG, "batches per epoch",
+          (SAMPLER, "sampler = range(0, 60) if rank == 0 else range(60, 96)"),
+          ("        sampler.set_epoch(epoch)\n", "")),
+    plain("local batches of unequal size", WARNING, "batches per epoch",
+          (LOADER, "batch_size=8 if rank == 0 else 4, sampler=sampler)"),
+          (SAMPLER, "sampler = range(0, 64) if rank == 0 else range(64, 96)"),
+          ("        sampler.set_epoch(epoch)\n", "")),
+    plain("each rank makes other data", WARNING, "one data set",
+          ("manual_seed(size)", "manual_seed(size + dist.get_rank())")),
+    amp("random_split differs by rank", WRONG, "samples",
+        ("torch.Generator().manual_seed(1)", "torch.Generator().manual_seed(rank)")),
+    iterable("an IterableDataset is not split by rank", WRONG, "samples",
+             ("part = self.rank * parts + (worker.id if worker else 0)",
+              "part = worker.id if worker else 0"),
+             ("None, self.world_size * parts)", "None, parts)")),
+    iterable("an IterableDataset is not split by worker", WRONG, "workers",
+             ("WORKERS = 96, 0", "WORKERS = 96, 2"),
+             ("parts = worker.num_workers if worker else 1", "parts = 1"),
+             (" + (worker.id if worker else 0)", "")),
+    iterable("an IterableDataset ends earlier on one rank", WRONG, "batches per epoch",
+             ("islice(points, part, None,", "islice(points, part, SAMPLES - 60 * self.rank,")),
+    iterable("a stream in the same order in each epoch", WARNING, "order of an epoch",
+             ("        dataset.epoch = epoch\n", "")),
+    # Weights and gradients.
+    plain("forward around DDP", WRONG, "forward through DDP",
+          (LOSS, "F.cross_entropy(ddp.module(points), labels)")),
+    plain("no DDP", WRONG, "weights", *NO_DDP),
+    plain("trained parameters outside of DDP", WRONG, "weights",
+          ("ddp = DDP(build_model())", "ddp = DDP(build_model())\n    head = nn.Linear(3, CLASSES)"),
+          ("ddp.parameters(), lr", "[*ddp.parameters(), *head.parameters()], lr"),
+          (LOSS, "F.cross_entropy(head(ddp(points)), labels)")),
+    plain("no broadcast of the first weights", WRONG, "weights", *NO_DDP,
+          ("torch.manual_seed(0)\n", "torch.manual_seed(rank)\n"), (LOOP, AVERAGE + LOOP)),
+    plain("only some gradients are averaged by hand", WRONG, "averaged gradients", *NO_DDP,
+          (LOOP, AVERAGE.replace("ddp.parameters()", "ddp[0].parameters()") + LOOP)),
+    plain("gradients are summed by hand", WRONG, "one rank", *NO_DDP, (LOOP, SUM + LOOP)),
+    plain("gradients are divided once more after DDP", WRONG, "one rank",
+          (LOOP, "            for p in ddp.parameters():\n                p.grad /= world_size\n" + LOOP)),
+    plain("gradients are summed once more after DDP", WRONG, "one rank", (LOOP, SUM + LOOP)),
+    plain("no zero_grad", WRONG, "averaged gradients", ("            optimizer.zero_grad()\n", "")),
+    plain("the optimizer holds another model", WRONG, "optimizer",
+          ("SGD(ddp.parameters()", "SGD(build_model().parameters()")),
+    plain("cross-entropy over one class", WRONG, "zero gradients",
+          (LOSS, "F.cross_entropy(ddp(points)[:, :1], torch.zeros_like(labels))")),
+    plain("parameters in no optimizer", WARNING, "optimizer",
+          ("SGD(ddp.parameters()", "SGD(ddp.module[0].parameters()")),
+    plain("parameters that get no gradient", WARNING, "unused parameters",
+          ("ddp = DDP(build_model())",
+           "model = build_model()\n    model[0].spare = nn.Linear(2, 2)\n"
+           "    ddp = DDP(model, find_unused_parameters=True)")),
+    accumulate("no micro-batch is synchronized", WRONG, "averaged gradients",
+               ("nullcontext() if last else ddp.no_sync()", "ddp.no_sync()")),
+    accumulate("the last micro-batch is not synchronized", WRONG, "averaged gradients",
+               ("nullcontext() if last else", "nullcontext() if not last else")),
+    accumulate("only the last micro-batch is averaged", WRONG, "averaged gradients",
+               ("    ddp = DDP(model)\n", "    ddp = model\n"),
+               ("nullcontext() if last else ddp.no_sync()", "nullcontext()"),
+               ("(loss * world_size / words).backward()",
+                "parts = torch.autograd.grad(loss * world_size / words, ddp.parameters())\n"
+                "                for p, part in zip(ddp.parameters(), parts):\n"
+                "                    if last:\n"
+                "                        dist.all_reduce(part)\n"
+                "                        part /= world_size\n"
+                "                    p.grad = part if p.grad is None else p.grad + part")),
+    amp("one rank resumes", WRONG, "weights",
+        ("    if os.path.exists(CHECKPOINT):\n        saved = torch.load(CHECKPOINT, weights_only=True)\n",
+         "    if rank == 0:\n        saved = {'model': Net().state_dict(), 'epoch': 2,\n"
+         "                 'optimizer': optimizer.state_dict()}\n")),
+    amp("clips scaled gradients", WRONG, "clipping",
+        ("            scaler.unscale_(optimizer)\n", "")),
+    amp("the loss scale differs by rank", WRONG, "loss scale",
+        ("init_scale=1024.0", "init_scale=1024.0 * (rank + 1)")),
+    # The loss.
+    plain("a sum as the loss", WRONG, "one rank",
+          (LOSS, "F.cross_entropy(ddp(points), labels, reduction='sum')")),
+    plain("the loss is divided by the number of ranks", WRONG, "one rank",
+          (LOSS, LOSS + " / world_size")),
+    plain("class weights: a local normalizer", WRONG, "one rank",
+          (LOSS, "F.cross_entropy(ddp(points), labels, weight=torch.tensor([1.0, 3.0, 9.0]))")),
+    plain("a mean over the chosen samples of a rank", WRONG, "one rank",
+          (LOSS, "F.cross_entropy(ddp(points), labels, reduction='none')[points[:, 0] > 0].mean()")),
+    plain("class weights, and random numbers without an effect", WRONG, "one rank",
+          (LOSS, "F.cross_entropy(ddp(points), labels + 0 * torch.randint(9, (1,)), weight=torch.tensor([1.0, 3.0, 9.0]))")),
+    accumulate("divided by the words of one rank", WRONG, "one rank",
+               ("            dist.all_reduce(words)  # the words of all ranks: what the loss is divided by\n", ""),
+               ("loss * world_size / words", "loss / words")),
+    accumulate("divided by the words, but not multiplied by the ranks", WRONG, "one rank",
+               ("loss * world_size / words", "loss / words")),
+    accumulate("accumulation is not divided", WARNING, "accumulation",
+               ('                        ignore_index=PADDING,\n                        reduction="sum",\n', ""),
+               ("(loss * world_size / words).backward()", "loss.backward()")),
+    accumulate("each rank clips its own gradient", WRONG, "one rank",
+               ("    ddp = DDP(model)\n", "    ddp = model\n"),
+               ("nullcontext() if last else ddp.no_sync()", "nullcontext()"),
+               ("clip_grad_norm_(ddp.parameters(), 0.5)\n",
+                "clip_grad_norm_(ddp.parameters(), 0.1)\n" + AVERAGE)),
+    iterable("a contrastive loss over the local batch", WRONG, "one rank",
+             ("map(all_rows, ddp(pairs))", "ddp(pairs)"), ("(loss * world_size)", "loss")),
+    iterable("rows of all ranks, but not multiplied by the ranks", WRONG, "one rank",
+             ("(loss * world_size)", "loss")),
+    # Learning rates.
+    plain("the learning rate differs by rank", WRONG, "learning rate by rank",
+          ("lr=0.1", "lr=0.1 * (rank + 1)")),
+    plain("one rank steps the scheduler", WRONG, "learning rate by rank",
+          ("        scheduler.step()\n", "        if rank == 0:\n            scheduler.step()\n")),
+    plain("the scheduler is stepped once per rank", WARNING, "schedule",
+          ("        scheduler.step()\n", "        for _ in range(world_size):\n            scheduler.step()\n")),
+    plain("the learning rate depends on the number of ranks", WARNING, "schedule",
+          ("lr=0.1", "lr=0.1 * world_size")),
+    accumulate("the warm-up depends on the number of ranks", WARNING, "schedule",
+               ("total_iters=4", "total_iters=4 * world_size")),
+    # Collectives and files.
+    plain("a barrier that only rank 0 reaches", WRONG, "hang",
+          ("        if rank == 0:\n", "        if rank == 0:\n            dist.barrier()\n")),
+    plain("collectives in another order", WRONG, "hang",
+          ("        dist.all_reduce(total)\n",
+           "        if rank == 0:\n            dist.broadcast(total, 0)\n        dist.all_reduce(total)\n"
+           "        if rank > 0:\n            dist.broadcast(total, 0)\n")),
+    amp("a rank stops early by itself", WRONG, "hang",
+        ("        dist.barrier()\n", "        dist.barrier()\n        if rank == 1:\n            break\n")),
+    plain("all ranks save one file", WRONG, "files",
+          ('            torch.save(ddp', '        torch.save(ddp')),
+    amp("each rank writes the log anew", WRONG, "files",
+        ("        dist.barrier()\n", '        open("log.txt", "w").write(f"epoch {epoch}")\n')),
+    plain("all ranks append to one log", WARNING, "files",
+          ("        scheduler.step()\n", '        scheduler.step()\n        open("log.txt", "a").write(".")\n')),
+    plain("all ranks print", WARNING, "printing",
+          ("        if rank == 0:\n", "        if rank >= 0:\n")),
+    # Evaluation.
+    plain("evaluation with padding", WARNING, "evaluation",
+          (EVALUATION_LOADER,
+           "DataLoader(dataset, 8, sampler=DistributedSampler(dataset, shuffle=False))")),
+    plain("each rank evaluates everything, and sums are added", WARNING, "evaluation",
+          (EVALUATION_LOADER, "DataLoader(dataset, batch_size=8)")),
+    plain("each rank evaluates a part, and no sum follows", WARNING, "evaluation",
+          ("    dist.all_reduce(totals)\n", "")),
+    plain("evaluation leaves samples out", WARNING, "evaluation",
+          (EVALUATION_LOADER, "DataLoader(shard, batch_size=8, drop_last=True)")),
+    plain("accuracy is divided by the length of a shard", WARNING, "printed numbers",
+          ("correct / samples", "correct / len(shard)")),
+    plain("the loss of one rank is printed", WARNING, "printed numbers",
+          ("        dist.all_reduce(total)\n", "")),
+    amp("running statistics differ at evaluation", WARNING, "buffers",
+        ("            dist.broadcast(buffer, src=0)\n", "            pass\n")),
+    amp("BatchNorm over a small local batch", WARNING, "batchnorm",
+        ("nn.BatchNorm2d(4)", "nn.BatchNorm1d(4)"),
+        ("F.relu(self.norm(self.conv(x))).mean((2, 3))", "F.relu(self.norm(self.conv(x).mean((2, 3))))")),
+    # Random numbers.
+    plain("the same dropout on all ranks", WARNING, "dropout",
+          ("torch.manual_seed(rank + 1)", "torch.manual_seed(1)")),
+    plain("the same augmentation on all ranks", WARNING, "augmentation",
+          ("torch.manual_seed(rank + 1)", "torch.manual_seed(1)")),
+    plain("the same numbers of numpy on all ranks", WARNING, "augmentation",
+          (NOISE, "torch.tensor(np.random.randn(6), dtype=torch.get_default_dtype())"),
+          ("np.random.seed(rank + 1)", "np.random.seed(1)")),
+    plain("the same numbers of random on all ranks", WARNING, "augmentation",
+          (NOISE, "random.gauss(0, 1)"), ("    random.seed(rank + 1)", "    random.seed(1)")),
+]  # fmt: skip
+
+# These look like mistakes, and are none: not one of them may be called WRONG.
+HARMLESS = [
+    plain("a sum as the loss, with a batch size per rank", "", "",
+          ("batch_size=12 // world_size", "batch_size=6"),
+          (LOSS, "F.cross_entropy(ddp(points), labels, reduction='sum')")),
+    plain("all ranks load one batch, each with its noise, and take their rows", "", "",
+          (SAMPLER, "sampler = DistributedSampler(train_set, 1, 0, seed=0)"),
+          ("batch_size=12 // world_size", "batch_size=12"),
+          ("            loss = F", "            points, labels = points[rank::world_size], labels[rank::world_size]\n"
+           "            loss = F")),
+    plain("all ranks load one batch, and each takes its rows", "", "",
+          ("Points(SAMPLES, 0.1)", "Points(SAMPLES, 0.0)"),
+          (SAMPLER, "sampler = DistributedSampler(train_set, 1, 0, seed=0)"),
+          ("batch_size=12 // world_size", "batch_size=12"),
+          ("            loss = F", "            points, labels = points[rank::world_size], labels[rank::world_size]\n"
+           "            loss = F")),
+    plain("divided by the ranks, and summed by hand", "", "", *NO_DDP,
+          (LOSS, LOSS + " / world_size"), (LOOP, SUM + LOOP)),
+    plain("weights are averaged in every second step", "", "", *NO_DDP,
+          (LOOP, LOOP + "            turn = getattr(optimizer, 'turn', 0) + 1\n"
+           "            optimizer.turn = turn\n            for p in ddp.parameters():\n"
+           "                if turn % 2 == 0:\n                    dist.all_reduce(p.data)\n"
+           "                    p.data /= world_size\n")),
+    plain("gradients are clipped by hand", "", "",
+          (LOOP, "            norm = torch.stack([p.grad.norm() for p in ddp.parameters()]).norm()\n"
+           "            for p in ddp.parameters():\n                p.grad *= min(1, 0.1 / norm)\n" + LOOP)),
+    plain("gradients are limited by a hook", "", "",
+          ("    optimizer = torch", "    for p in ddp.parameters():\n"
+           "        p.register_hook(lambda g: 2 * g)\n    optimizer = torch")),
+    plain("a batch in two halves, one after the other", "", "",
+          ("            loss = F.cross_entropy(ddp(points), labels)\n            optimizer.zero_grad()\n            loss.backward()\n",
+           "            optimizer.zero_grad()\n            for x, y in zip(points.chunk(2), labels.chunk(2)):\n"
+           "                loss = F.cross_entropy(ddp(x), y) / 2\n                loss.backward()\n")),
+    plain("each rank has a data set of its own", "", "",
+          ("manual_seed(size)", "manual_seed(size + 1000 * dist.get_rank())"),
+          (SAMPLER, "sampler = torch.utils.data.RandomSampler(train_set)"),
+          ("        sampler.set_epoch(epoch)\n", "")),
+    plain("unequal numbers of batches, and the epoch ends before", "", "",
+          (SAMPLER, "sampler = range(0, 60) if rank == 0 else range(60, 96)"),
+          ("        sampler.set_epoch(epoch)\n", ""),
+          (LOOP, LOOP + "            if total[1] == 2:\n                break\n")),
+    plain("a bootstrap, drawn anew by each rank", "", "",
+          (SAMPLER, "sampler = torch.utils.data.WeightedRandomSampler([1.0] * 96, 48)"),
+          ("        sampler.set_epoch(epoch)\n", "")),
+    plain("noise in the step", "", "", (LOSS, "F.cross_entropy(ddp(points + torch.randn(6)), labels)")),
+    plain("optimizer states are divided over the ranks", "", "",
+          ("torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)",
+           "__import__('torch.distributed.optim').distributed.optim.ZeroRedundancyOptimizer(\n"
+           "        ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)")),
+    plain("each rank appends to a log of its own", "", "",
+          ("        scheduler.step()\n", '        scheduler.step()\n        open(f"log{rank}.txt", "w").write(".")\n')),
+    accumulate("fewer micro-batches, because there are more ranks", "", "",
+               ("ACCUMULATE, WORDS", "MICRO_BATCHES, WORDS"),
+               ("    torch.manual_seed(0)\n", "    torch.manual_seed(0)\n    ACCUMULATE = 4 // world_size\n"),
+               ("batch_size=12 // world_size", "batch_size=3"),
+               ("start_factor=0.25, total_iters=4", "start_factor=1.0, total_iters=1")),
+    accumulate("a batch size per rank, and a loss per word of all ranks", "", "",
+               ("batch_size=12 // world_size", "batch_size=6")),
+    amp("the batch of BatchNorm is that of a rank", "", "",
+        ("batch_size=24 // world_size", "batch_size=4")),
+]  # fmt: skip

@@ -1,0 +1,337 @@
+"""prove/: it finds planted mistakes, is silent about scripts that are right, and harms nothing."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import prove
+import pytest
+
+from support import ROOT, SECONDS, changed_source
+
+PLANTED = ROOT / "beyond" / "prove" / "planted"
+README = ROOT / "beyond" / "prove" / "README.md"
+PAGES = [
+    path
+    for path in (ROOT / "docs/troubleshooting.md", ROOT / "TROUBLESHOOTING.md")
+    if path.exists()
+]
+TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2"]
+STAGES = {  # the scripts of this repository: folder, command, flags
+    "03": ("03_ddp_manual_allreduce", ["python"], ["--world-size=2", "--batch-size=24"]),
+    "04": ("04_ddp_torchrun", TORCHRUN, ["--batch-size=24"]),
+    "05": (
+        "05_amp_syncbn",
+        TORCHRUN,
+        ["--model=net-bn", "--accumulate=2", "--clip-norm=1", "--amp=fp16"],
+    ),
+    "survive": ("survive", TORCHRUN, ["--model=net-bn", "--accumulate=2", "--no-sync-bn"]),
+}
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """python -m prove, as a user types it."""
+    line = [sys.executable, "-m", "prove", *arguments]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = os.environ | {"PATH": path}
+    return subprocess.run(
+        line, cwd=folder, env=env, capture_output=True, text=True, timeout=10 * SECONDS
+    )
+
+
+def check_stage(key: str, folder: Path, *changes: tuple[str, ...]) -> prove.Result:
+    stage, launcher, flags = STAGES[key]
+    script = ROOT / stage / "train.py"
+    if changes:
+        script.with_name("prove_changed.py").write_text(changed_source(key, "train.py", changes))
+        script = script.with_name("prove_changed.py")
+    launcher = [sys.executable] if launcher == ["python"] else launcher
+    try:
+        data = f"--data-dir={ROOT / 'data'}"
+        command = [*launcher, str(script), *flags, data, "--epochs=3", f"--run-dir={folder}"]
+        return prove.check(command)
+    finally:
+        if changes:
+            script.unlink()
+
+
+def verdict(result: prove.Result, check: str) -> str:
+    return next((row.verdict for row in result.rows if row.check == check), "no row")
+
+
+def planted(name: str, *changes: tuple[str, str]) -> str:
+    source = (PLANTED / f"{name}.py").read_text()
+    for old, new in changes:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    return source
+
+
+def test_it_finds_the_planted_mistakes_and_calls_nothing_wrong_that_is_right():
+    line = [sys.executable, "-m", "prove.planted"]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=20 * SECONDS)
+    last = ended.stdout.splitlines()[-1]
+    found, mistakes, as_wrong, false, right = map(int, re.findall(r"\d+", last)[:5])
+    assert (mistakes >= 48, found >= 46, as_wrong >= 34) == (True, True, True), ended.stdout
+    assert (right >= 12, false) == (True, 0), ended.stdout
+
+
+@pytest.mark.parametrize("key", STAGES)
+def test_a_script_of_this_repository_is_right(key, tmp_path):
+    result = check_stage(key, tmp_path / "run")
+    assert result.wrong == []
+    assert verdict(result, "one rank") == "right", result.rows
+    assert verdict(result, "evaluation") == "right"
+    assert not (tmp_path / "run").exists(), "what the runs have written is removed"
+
+
+@pytest.mark.parametrize(
+    ("key", "line", "check"),
+    [
+        ("03", "parameter.grad /= dist.get_world_size()", "one rank"),
+        ("04", "sampler.set_epoch(epoch)", "order of an epoch"),
+        ("05", "scaler.unscale_(optimizer)", "clipping"),
+    ],
+)
+def test_without_a_line_of_a_script_it_is_wrong(key, line, check, tmp_path):
+    assert verdict(check_stage(key, tmp_path / "run", ("train.py", line)), check) == "WRONG"
+
+
+GPU_SCRIPT = """
+import os, torch, torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group("nccl")
+gpu = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(gpu)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 2))
+model = nn.SyncBatchNorm.convert_sync_batchnorm(model.cuda(gpu))
+ddp = nn.parallel.DistributedDataParallel(model, device_ids=[gpu])
+data = TensorDataset(torch.randn(40, 1, 4, 4), torch.arange(40) % 2)
+sampler = DistributedSampler(data)
+optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for x, y in DataLoader(data, 5, sampler=sampler, pin_memory=True):
+        x, y = x.to(gpu, non_blocking=True), y.cuda()
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = nn.functional.cross_entropy(ddp(x), y, reduction="mean")
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def test_a_script_for_gpus_is_judged_on_cpus(tmp_path):
+    for reduction, expected in (("mean", "right"), ("sum", "WRONG")):
+        source = GPU_SCRIPT.replace('"mean"', f'"{reduction}"')
+        # A batch of five samples per rank: so the sum is wrong only if the batch is a global one.
+        source = source.replace(
+            "DataLoader(data, 5,", "DataLoader(data, 10 // dist.get_world_size(),"
+        )
+        (tmp_path / "train.py").write_text(source)
+        ended = run(tmp_path, "--cpu", *TORCHRUN, "train.py")
+        assert re.search(rf"^{expected} +one rank", ended.stdout, re.M), ended.stdout + ended.stderr
+        assert ended.returncode == (expected == "WRONG")
+    ended = run(tmp_path, *TORCHRUN, "train.py")  # the control: without --cpu
+    assert (ended.returncode, ended.stdout) == (2, "")
+
+
+SINGLE = [
+    ('    dist.init_process_group("gloo")\n', ""),
+    ("dist.get_rank(), dist.get_world_size()", "0, 1"),
+    ("DDP(build_model())", "build_model()"),
+    ("    sampler = DistributedSampler(train_set, seed=0)\n", ""),
+    ("sampler=sampler", "shuffle=True"),
+    ("        sampler.set_epoch(epoch)\n", ""),
+    ("        dist.all_reduce(total)\n", ""),
+    ("    dist.all_reduce(totals)\n", ""),
+    ("evaluate(ddp.module,", "evaluate(ddp,"),
+    ("ddp.module.state_dict()", "ddp.state_dict()"),
+    ("    dist.destroy_process_group()\n", ""),
+]
+
+
+def test_the_original_shows_what_the_conversion_changed(tmp_path):
+    (tmp_path / "single.py").write_text(planted("plain", *SINGLE))
+    original = f"--original={sys.executable} single.py"
+    for change, expected in (((), "right"), ((("F.cross_entropy(ddp(points), labels)",
+                             "2 * F.cross_entropy(ddp(points), labels)"),), "WRONG")):  # fmt: skip
+        (tmp_path / "train.py").write_text(planted("plain", *change))
+        ended = run(tmp_path, original, *TORCHRUN, "train.py")
+        assert re.search(rf"^{expected} +the original", ended.stdout, re.M), ended.stdout
+        assert re.search(r"^right +one rank", ended.stdout, re.M), "with itself it agrees"
+
+
+def test_a_script_without_a_loader_is_replayed_from_what_goes_into_its_model(tmp_path):
+    source = """
+import torch, torch.distributed as dist
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(11, 11)
+    def forward(self, x, y):
+        return nn.functional.cross_entropy(self.table(x).flatten(0, 1), y.flatten())
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+text, ddp = torch.arange(500) ** 2 % 11, nn.parallel.DistributedDataParallel(Model())
+optimizer = torch.optim.AdamW(ddp.parameters(), 0.1)
+for step in range(100):
+    at = torch.randint(400, (4,))
+    x, y = torch.stack([text[i:i + 6] for i in at]), torch.stack([text[i + 1:i + 7] for i in at])
+    optimizer.zero_grad()
+    ddp(x, y).backward()
+    optimizer.step()
+"""
+    (tmp_path / "train.py").write_text(source)
+    result = run(tmp_path, *TORCHRUN, "train.py")
+    assert re.search(r"^right +one rank", result.stdout, re.M), result.stdout + result.stderr
+    assert re.search(r"^right +samples", result.stdout, re.M), result.stdout
+    (tmp_path / "train.py").write_text(source.replace("dist.get_rank()", "0"))
+    result = run(tmp_path, *TORCHRUN, "train.py")
+    assert re.search(r"^WRONG +samples", result.stdout, re.M), "the control: the same on all ranks"
+
+
+HARMLESS = """        if rank == 0:
+            import shutil
+            shutil.rmtree("old")
+            os.makedirs("new/deep", exist_ok=True)
+            torch.save({}, "new/deep/file.pt")
+            open("log.txt", "a").write("more")
+            os.rename("a.txt", "b.txt")
+        dist.barrier()
+        return dist.destroy_process_group()
+"""
+
+
+def test_files_are_put_back_and_no_process_is_left(tmp_path):
+    (tmp_path / "old").mkdir()
+    for name in ("old/kept.txt", "log.txt", "a.txt"):
+        (tmp_path / name).write_text(name)
+    source = planted(
+        "plain", ("        scheduler.step()\n", "        scheduler.step()\n" + HARMLESS)
+    )
+    (tmp_path / "train.py").write_text(source)
+    ended = run(tmp_path, *TORCHRUN, "train.py")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    files = {
+        str(p.relative_to(tmp_path)): p.read_text() for p in tmp_path.rglob("*") if p.is_file()
+    }
+    names = ("old/kept.txt", "log.txt", "a.txt")
+    assert files == {"train.py": source} | {name: name for name in names}
+    assert not (tmp_path / "new").exists()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            assert str(tmp_path) not in os.readlink(folder / "cwd"), (
+                folder / "cmdline"
+            ).read_text()
+        except OSError:  # it has ended, or is not ours
+            continue
+
+
+def test_random_numbers_of_the_script_are_those_of_an_unobserved_run(tmp_path):
+    source = planted(
+        "plain",
+        ("from torch import nn\n", "from torch import nn\nimport zlib, sys\n"),
+        ("SAMPLES, TEST_SAMPLES, CLASSES = 96", "SAMPLES, TEST_SAMPLES, CLASSES = 48"),
+        ("        dist.all_reduce(total)\n", "        if True:\n"
+         "            states = [torch.get_rng_state().tolist(), random.getstate()]\n"
+         "            states.append(np.random.get_state()[1:3])\n"
+         "            with open(os.environ['DIGEST'] + str(rank), 'a') as file:\n"
+         "                file.write(f'{zlib.crc32(str(states).encode())} ')\n"
+         "        dist.all_reduce(total)\n"),
+        ("nn.Dropout(0.1)", "nn.Identity()"),  # switched off, so it draws nothing
+    )  # fmt: skip
+    (tmp_path / "train.py").write_text(source)
+    digests = []
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:  # in /tmp/tmp..., whose files are not put back
+        for name, line in (
+            ("plain", ["-m", "torch.distributed.run", *TORCHRUN[1:]]),
+            ("seen", ["-m", "prove", "--float32", *TORCHRUN]),
+        ):
+            env = os.environ | {"DIGEST": f"{folder}/{name}", "OMP_NUM_THREADS": "1"}
+            subprocess.run(
+                [sys.executable, *line, "train.py"], cwd=tmp_path, env=env, capture_output=True
+            )
+            digests.append(
+                [(Path(folder) / f"{name}{rank}").read_text().split()[:2] for rank in (0, 1)]
+            )
+    assert digests[0][1] == digests[1][1], "rank 1 takes no part in the replay"
+    assert len({*digests[0][1]}) == 2, "the control: they change from epoch to epoch"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (None, "no such script"),
+        ("raise ValueError('my own mistake')", "my own mistake"),
+        ("print('hello')", "no process group"),
+        ("import torch.distributed as d; d.init_process_group('gloo')", "no optimizer step"),
+    ],
+)
+def test_if_nothing_can_be_judged_one_line_says_why(source, message, tmp_path):
+    if source:
+        (tmp_path / "train.py").write_text(source)
+    ended = run(tmp_path, *TORCHRUN, "train.py")
+    last = ended.stderr.splitlines()[-1]
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert last.startswith("error: ")
+    assert message in last
+    with pytest.raises(prove.NotJudgedError, match=message):
+        prove.check([*TORCHRUN, str(tmp_path / "train.py")])
+
+
+def test_the_page_shows_what_prove_prints(tmp_path):
+    page = README.read_text()
+    commands, wrong, right = re.findall(r"```(?:bash|text)\n(.*?)```", page, re.S)[1:4]
+    copy = commands.splitlines()[:-1]
+    subprocess.run(["bash", "-ec", f"cd {ROOT}; T={tmp_path}; " + "\n".join(copy).replace(
+        " train.py", " $T/train.py")], check=True)  # fmt: skip
+    ended = run(tmp_path, *TORCHRUN, "train.py")
+    shape = re.compile(r"\d+%|\de-\d+|in \d+ s")  # numbers that may differ on another machine
+    for part in wrong.split("...\n"):
+        assert shape.sub("#", part) in shape.sub("#", ended.stdout)
+    (tmp_path / "train.py").write_text(planted("plain"))
+    ended = run(tmp_path, *TORCHRUN, "train.py")
+    assert [line for line in right.splitlines() if line.startswith("right")] == [
+        line for line in ended.stdout.splitlines() if line in right and line.startswith("right")
+    ]
+
+
+CONVERT = next(path for path in (ROOT / "beyond" / "convert", ROOT / "convert") if path.exists())
+
+
+@pytest.mark.parametrize(("step", "wrong"), [(4, {"files", "weights"}), (8, set())])
+def test_after_a_step_of_convert_it_says_what_is_still_missing(step, wrong, tmp_path):
+    env = os.environ | {"PYTHONPATH": str(CONVERT)}
+    make = [sys.executable, str(CONVERT / "scenes.py"), "--train=16", "--val=4", "--size=64"]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "digits").symlink_to(ROOT / "data" / "digits")
+    for name in ("scenes.py", "normalizer.py"):
+        (tmp_path / name).write_text((CONVERT / name).read_text())
+    make[1] = "scenes.py"
+    subprocess.run(make, cwd=tmp_path, check=True, capture_output=True)
+    text = f"import steps; print(steps.scripts()[{step}], end='')"
+    script = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True)
+    (tmp_path / "mine.py").write_text(script.stdout)
+    small = ["--image-size=64", "--batch-size=4", "--warmup=1", "--workers=0", "--device=cpu"]
+    ended = run(tmp_path, "--batches=2", *TORCHRUN, "mine.py", *small, "--epochs=1")
+    found = set(re.findall(r"^WRONG +([a-z ]+?)(?:  .*)?$", ended.stdout, re.M))
+    assert wrong <= found, ended.stdout + ended.stderr
+    assert bool(found) == bool(wrong), ended.stdout
+    assert bool(re.search(r"^right +one rank", ended.stdout, re.M)) == (step == 8)
+
+
+def test_every_cure_links_to_a_heading_that_exists():
+    code = "".join(path.read_text() for path in README.parent.glob("judge_*.py"))
+    links = set(re.findall(r'^[A-Z]+ = "([a-z0-9-]+-[a-z0-9-]+)"$', code, re.M))
+    titles = re.findall(r"^#+ (.*)$", PAGES[0].read_text(), re.M)
+    anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+    assert len(links) >= 8
+    assert links - anchors == set()
