@@ -86,6 +86,7 @@ def be_rank(command: list[str], environment: dict[str, str], log: Path) -> None:
     status = 1
     try:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         out = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
         os.dup2(out, 1)
         os.dup2(out, 2)
