@@ -20,6 +20,7 @@ lint: $(VENV)/ready
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy common/*.py shm/*.py tour.py gpu.py
+	$(RUN) -m mypy beyond/prove/*.py
 	MYPYPATH=05_amp_syncbn $(RUN) -m mypy survive/*.py  # it uses two chapters of stage 05
 	MYPYPATH=03_ddp_manual_allreduce $(RUN) -m mypy exercises/*.py  # they start ranks as stage 03 does
 	for folder in $(STAGES) benchmarks; do $(RUN) -m mypy $$folder/*.py || exit 1; done
