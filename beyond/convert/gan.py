@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision.datasets.mnist import read_image_file
 
 sys.path.insert(1, str(Path(__file__).parents[2] / "05_amp_syncbn"))
+from sync_batchnorm import convert_sync_batchnorm  # torch's SyncBatchNorm trains on GPUs only
 
 DIGITS = Path(__file__).parents[2] / "common" / "digits" / "train-images-idx3-ubyte"
 

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -213,6 +214,7 @@ def prove(args: Namespace, say: Callable[[str], None]) -> tuple[list[Row], str]:
 
 def main() -> int:
     args, began = parse_args(), time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all is put back
     rows, error = prove(args, lambda text: print(text, file=sys.stderr, flush=True))
     if args.json:
         result: dict[str, Any] = {"rows": [asdict(row) for row in rows], "error": error}

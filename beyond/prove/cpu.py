@@ -67,7 +67,7 @@ def install(gpus: int) -> None:
         setattr(cuda, name, lambda *args, **kwargs: 0)
     cuda.current_device = lambda: 0
     cuda.is_initialized = lambda: False
-    cuda.is_bf16_supported = lambda *args, **kwargs: False
+    cuda.is_bf16_supported = lambda *args, **kwargs: True
     cuda.memory_stats = lambda *args: defaultdict(int)
     cuda.get_device_name = lambda *args: "CPU"
     cuda.get_device_properties = lambda *args: SimpleNamespace(  # type: ignore[assignment]

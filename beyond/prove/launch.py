@@ -86,6 +86,7 @@ def be_rank(command: list[str], environment: dict[str, str], log: Path) -> None:
     status = 1
     try:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         out = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
         os.dup2(out, 1)
         os.dup2(out, 2)
@@ -126,6 +127,7 @@ class Ranks:
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
         self.status, self.failed_at = 0, 0.0
+        self.store: Any = None
         found = plain_torchrun(command)
         if found is None:
             paths = [str(HOOKS), environment.get("PYTHONPATH", "")]
@@ -141,9 +143,10 @@ class Ranks:
 
     def fork(self, command: list[str], ranks: int, environment: dict[str, str], log: Path) -> Any:
         preload()
-        common = {
+        common: dict[str, Any] = {
             "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": free_port(), "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "prove",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
         }  # fmt: skip
         sys.stdout.flush()
         for rank in range(ranks):
@@ -152,6 +155,11 @@ class Ranks:
             if pid == 0:
                 be_rank(command, environment | {k: str(v) for k, v in own.items()}, log)
             yield pid
+        from torch.distributed import TCPStore
+
+        # As torchrun does: if rank 0 held the store, its end would break the others.
+        port = int(common["MASTER_PORT"])
+        self.store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
 
     def are_running(self) -> bool:
         for pid in list(self.alive):
@@ -175,6 +183,7 @@ class Ranks:
         for pid in list(self.alive):
             os.waitpid(pid, 0)
             self.alive.remove(pid)
+        self.store = None
 
 
 def read_records(folder: Path, mode: str) -> list[dict]:
