@@ -103,11 +103,11 @@ def main() -> None:
         align = ["right"] * 2 + ["left"] * 4
         print(tabulate(rows, heads, disable_numparse=True, colalign=align))
     print(f"\nrate {SHRINKING_LR}, well tuned for a batch of {BASE * GROWTH}; then {BASE}:\n")
-    rows = []
+    shrunk = []
     for how, divisor in {"kept": 1.0, "÷ √8": GROWTH**0.5, "÷ 8": float(GROWTH)}.items():
         lr = SHRINKING_LR / divisor
-        rows.append((BASE, how, f"{lr:.2f}", grade(median(BASE, lr, "none", 0))))
-    print(tabulate(rows, ("batch", "rate", "lr", "test loss"), disable_numparse=True))
+        shrunk.append((BASE, how, f"{lr:.2f}", grade(median(BASE, lr, "none", 0))))
+    print(tabulate(shrunk, ("batch", "rate", "lr", "test loss"), disable_numparse=True))
 
 
 if __name__ == "__main__":
