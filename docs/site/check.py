@@ -137,7 +137,7 @@ class Visitor:
         page = self.open("")
         for key in ("Tab", "Enter", "Tab", "Enter"):
             page.keyboard.press(key)
-        page.wait_for_url("**/GLOSSARY.html#rank")
+        page.wait_for_url("**/01_single_gpu/minimal.py.html")
         page.focus("input[name=q]")
         page.keyboard.type("all-reduce")
         page.keyboard.press("Enter")
