@@ -17,7 +17,6 @@ from support import (
     ROOT,
     chapter,
     command,
-    free_port,
     launch_ranks,
     launcher,
     scratch_folder,
@@ -42,7 +41,8 @@ def ended(key: str, *flags: str, **how) -> str:
     """What a script says that is refused: all ranks the same; of survive, one. No folder stays."""
     folder = scratch_folder()
     flags = ("--device=cpu", f"--run-dir={folder / 'run'}", *flags) if key in SCRIPTS else flags
-    answers = command(SCRIPTS.get(key, key), *flags, **how)
+    start = launch_ranks if "ranks" in how else command
+    answers = start(SCRIPTS.get(key, key), *flags, **how)
     assert {status for status, _ in answers} == {2}, answers
     said = [output for _, output in answers if output]
     assert said == said[:1] * (1 if key == "survive" else len(answers)), answers
@@ -88,7 +88,7 @@ CALLS = [  # a stage or a chapter with its flags, on "2 x" ranks, and what the l
     ("04_ddp_torchrun/uneven.py", "one rank waits for nobody: start two, with torchrun"),
     ("tests/check_exercise.py 06", "'06' (choose from '01', '02'"),
     ("tests/check_exercise.py 01 --file=mine.py", "No such file or directory: "),
-    # Found before the ranks meet: none of them waits for another one.
+    # All ranks find it, or they end together: none waits for another one.
     ("2 x 04 --batch-size=61", "--batch-size 61 does not divide by 2: try 62"),
     ("2 x 05 --batch-size=61", "--batch-size 61 does not divide by 2: try 62"),
     ("2 x survive --batch-size=61", "--batch-size 61 does not divide by 2: try 62"),
@@ -106,7 +106,7 @@ if not GPUS:
 
 @pytest.mark.parametrize(("call", "words"), CALLS)
 def test_wrong_flags_are_refused(call, words):
-    two = {"ranks": 2, "env": launcher(free_port())} if call.startswith("2 x ") else {}
+    two = {"ranks": 2} if call.startswith("2 x ") else {}
     refused(ended(*call.removeprefix("2 x ").split(" "), **two), words)
 
 
