@@ -21,7 +21,7 @@ device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_availa
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
 ddp = DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-sampler = DistributedSampler(train_set)
+sampler = DistributedSampler(train_set, drop_last=True)
 loader = DataLoader(train_set, batch_size=100 // world_size, sampler=sampler)
 test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), batch_size=100)
 

@@ -57,7 +57,7 @@ def train_epoch(model: nn.Module, loader: Iterable, optimizer: SGD, device: torc
 def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> tuple[float, float]:
     """Mean loss and accuracy over the test set, each sample counted once."""
     model.eval()
-    for buffer in model.buffers():  # BatchNorm's running statistics differ, so use rank 0's
+    for buffer in model.buffers():  # BatchNorm's running statistics may differ, so use rank 0's
         dist.broadcast(buffer, src=0)
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # sums: loss, correct, samples
     for images, labels in loader:
@@ -102,7 +102,7 @@ def main() -> None:
         torch.manual_seed(args.seed + epoch * world_size + rank)  # each rank its own dropout masks
         losses = train_epoch(ddp, recorder.timed(loader), optimizer, device)
         recorder.end_epoch(epoch, losses, *evaluate(model, test_loader, device))
-        if rank == 0:  # one writer; a collective in here would wait for the other ranks forever
+        if rank == 0:  # one writer; no other rank would join a collective in here
             save_checkpoint(recorder, model, optimizer)
     peaks = [0] * world_size
     dist.all_gather_object(peaks, peak_memory_bytes(device))

@@ -126,7 +126,7 @@ def train_epoch(
 def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> tuple[float, float]:
     """Mean loss and accuracy over the test set, each sample counted once."""
     model.eval()
-    for buffer in model.buffers():  # BatchNorm's running statistics differ, so use rank 0's
+    for buffer in model.buffers():  # BatchNorm's running statistics may differ, so use rank 0's
         dist.broadcast(buffer, src=0)
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # sums: loss, correct, samples
     for images, labels in loader:
@@ -206,7 +206,7 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
         else:  # the next round trains the rest of this epoch, as a resumed run would
             recorder.write(epoch, losses)
         with agreement.fail_together():
-            if rank == 0:  # one writer; a collective in here would wait for the other ranks forever
+            if rank == 0:  # one writer; no other rank would join a collective in here
                 with durable.replacing(path) as file:
                     state = checkpoint_state(recorder, model, optimizer, scaler=scaler)
                     torch.save(state, file)
