@@ -15,11 +15,7 @@ from support import ROOT, SECONDS, changed_source
 
 PLANTED = ROOT / "beyond" / "prove" / "planted"
 README = ROOT / "beyond" / "prove" / "README.md"
-PAGES = [
-    path
-    for path in (ROOT / "docs/troubleshooting.md", ROOT / "TROUBLESHOOTING.md")
-    if path.exists()
-]
+TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2"]
 STAGES = {  # the scripts of this repository: folder, command, flags
     "03": ("03_ddp_manual_allreduce", ["python"], ["--world-size=2", "--batch-size=24"]),
@@ -356,7 +352,7 @@ def test_after_a_step_of_convert_it_says_what_is_still_missing(step, wrong, tmp_
 def test_every_cure_links_to_a_heading_that_exists():
     code = "".join(path.read_text() for path in README.parent.glob("judge_*.py"))
     links = set(re.findall(r'^[A-Z]+ = "([a-z0-9-]+-[a-z0-9-]+)"$', code, re.M))
-    titles = re.findall(r"^#+ (.*)$", PAGES[0].read_text(), re.M)
+    titles = re.findall(r"^#+ (.*)$", TROUBLESHOOTING.read_text(), re.M)
     anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
     assert len(links) >= 8
     assert links - anchors == set()
