@@ -1,0 +1,309 @@
+"""FSDP (ZeRO-3) by hand: each rank keeps 1/N of each layer, and all of it only while it computes.
+
+    fsdp = FSDP(model)                            # its children, or the modules of a ModuleList
+    optimizer = AdamW(fsdp.parameters(), lr=1e-3) # sees only the parts that this rank owns
+    fsdp(x).sum().backward()
+    fsdp.finish()                                 # the parts now have their mean gradients
+    optimizer.step()
+
+Before a layer computes, an all-gather makes its parameters whole, and meanwhile that of the next
+layer is under way. What forward saves for backward are views of whole parameters, which would keep
+them all in memory, so only their places are saved (saved_tensors_hooks), and backward gathers the
+layer again. See Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5.3.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+from torch.nn import Parameter
+from torch.utils.checkpoint import checkpoint
+
+from shards import ReduceScatter, ShardingError, Shards, clip_grad_norm
+
+Place = tuple[torch.Size, tuple[int, ...], int]  # of a view in a flat tensor: size, stride, offset
+
+
+class Gather(torch.autograd.Function):
+    """Forward: the whole parameters of a layer. Backward: their gradients go to their owners."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: "Layer", *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.layer = layer
+        ctx.set_materialize_grads(False)
+        return tuple(layer.shards.views(layer.whole()))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.layer.send(gradients)
+        return (None,) * (1 + len(gradients))  # the parts' gradients are under way: see finish()
+
+
+class Original(nn.Module):
+    """A module with the forward that it had, for functional_call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.compute = module, module.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compute(*args, **kwargs)
+
+
+class Layer:
+    """A module whose trained parameters are whole only while it computes.
+
+    It replaces the module's `forward`, and each parameter by the part that this rank owns.
+    """
+
+    def __init__(self, name: str, module: nn.Module, fsdp: "FSDP") -> None:
+        self.name, self.original, self.fsdp = name, Original(module), fsdp
+        trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self.names = list(trained)
+        self.frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
+        if len(formats := {parameter.dtype for parameter in trained.values()}) > 1:
+            found = " and ".join(sorted(str(dtype) for dtype in formats))
+            raise ShardingError(f"{name} has parameters in {found}: convert them to one format")
+        self.shards = Shards([parameter.shape for parameter in trained.values()])
+        flat = self.shards.lay_out([parameter.detach() for parameter in trained.values()])
+        dist.broadcast(flat, src=0)  # every rank starts from rank 0's weights
+        self.shard = self.shards.shard_of(flat).clone()
+        self.owned = [Parameter(part) for part in self.shards.parts_of(self.shard)]
+        part_of = dict(zip(trained.values(), self.owned, strict=True))
+        for place, parameter in [*module.named_parameters(remove_duplicate=False)]:
+            if parameter in part_of:  # two names of one parameter get the same part
+                owner, _, leaf = place.rpartition(".")
+                setattr(module.get_submodule(owner), leaf, part_of[parameter])
+        self.flat: Tensor | None = None  # the whole parameters, while they are here
+        self.mine: Tensor | None = None
+        self.under_way: dist.Work | None = None
+        self.backward_needs_it = self.got_gradient = self.is_recomputing = False
+        self.before: Layer | None = None  # in the order of the last forward
+        self.behind: Layer | None = None
+        self.is_last = False
+        module.forward = self.run
+
+    def start_gather(self) -> None:
+        """Every rank must call it, and in the same order for all layers."""
+        if self.flat is None:
+            self.mine = self.shard.to(self.fsdp.dtype or self.shard.dtype)  # read until it is sent
+            self.flat = self.shards.new_flat(like=self.mine)
+            self.under_way = dist.all_gather_into_tensor(self.flat, self.mine, async_op=True)
+
+    def whole(self) -> Tensor:
+        """All parameters, flat."""
+        self.start_gather()
+        self.wait()
+        assert self.flat is not None
+        return self.flat
+
+    def wait(self) -> None:
+        if self.under_way:
+            self.under_way.wait()
+            self.under_way, self.mine = None, None
+
+    def free(self) -> None:
+        self.wait()
+        self.flat = None
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model calls as this module's forward."""
+        self.fsdp.order.append(self)
+        if not (self.fsdp.recompute and torch.is_grad_enabled()):
+            return self.run_whole(*args, **kwargs)
+
+        def contexts() -> tuple:  # in which forward runs, and runs again
+            return nullcontext(), self.recomputing()
+
+        how: Any = {"use_reentrant": False, "context_fn": contexts}
+        return checkpoint(self.run_whole, *args, **how, **kwargs)
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Backward runs forward again in here."""
+        self.is_recomputing = True
+        try:
+            yield
+        finally:
+            self.is_recomputing = False
+
+    def run_whole(self, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(self.cast(arg) for arg in args) if self.fsdp.dtype else args
+        parameters = Gather.apply(self, *self.owned)
+        named = {f"module.{n}": p for n, p in zip(self.names, parameters, strict=True)}
+        if self.fsdp.dtype:
+            named |= {f"module.{n}": self.cast(p) for n, p in self.frozen.items()}
+        neighbor = self.before if self.is_recomputing else self.behind
+        if neighbor:
+            neighbor.start_gather()  # meanwhile, this layer computes
+        hooks = saved_tensors_hooks(self.save, self.find)  # recomputing saves nothing anyway
+        try:
+            with nullcontext() if self.fsdp.recompute else hooks:
+                return functional_call(self.original, named, args, kwargs)
+        finally:
+            if not self.is_last or self.is_recomputing or not torch.is_grad_enabled():
+                self.free()  # backward begins with the last layer, which stays
+
+    def cast(self, arg: Any) -> Any:
+        floating = isinstance(arg, Tensor) and arg.is_floating_point()
+        return arg.to(self.fsdp.dtype) if floating else arg
+
+    def save(self, tensor: Tensor) -> Tensor | Place:
+        """What forward saves for backward: of this layer's own parameters, only the place."""
+        address = tensor.untyped_storage().data_ptr()
+        if self.flat is None or address != self.flat.untyped_storage().data_ptr():
+            return tensor
+        self.backward_needs_it = True
+        return tensor.size(), tensor.stride(), int(tensor.storage_offset())
+
+    def find(self, saved: Tensor | Place) -> Tensor:
+        """What backward reads."""
+        if isinstance(saved, Tensor):
+            return saved
+        flat = self.whole()
+        if self.before and self.before.backward_needs_it:
+            self.before.start_gather()  # meanwhile, this layer's backward computes
+        return flat.as_strided(*saved)
+
+    def send(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """The sum of each shard of the gradient goes to its owner, while backward continues."""
+        self.free()
+        self.backward_needs_it, self.got_gradient = False, True
+        for name, gradient in zip(self.names, gradients, strict=True):
+            if gradient is None:
+                raise unused(f"{self.name}.{name}")
+        flat = self.shards.lay_out([gradient for gradient in gradients if gradient is not None])
+        self.fsdp.receive()  # one at a time: otherwise memory would grow with the network's delay
+        self.fsdp.pending.append((self, ReduceScatter(flat)))
+
+    def add_gradient(self, total: Tensor) -> None:
+        """total: of this rank's shard, (length,), summed over the ranks."""
+        mean = total.to(self.shard.dtype).div_(self.shards.world_size)
+        for own, gradient in zip(self.owned, self.shards.parts_of(mean), strict=True):
+            own.grad = gradient if own.grad is None else own.grad + gradient
+
+
+def unused(name: str) -> ShardingError:
+    why = f"backward gave no gradient to {name}"
+    return ShardingError(f"{why}: freeze what is not used (requires_grad_(False))")
+
+
+def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Its children that have trained parameters; of a ModuleList, which has no forward, each."""
+    for name, child in model.named_children():
+        inner = child.named_children() if isinstance(child, nn.ModuleList) else [("", child)]
+        for number, layer in inner:
+            if any(parameter.requires_grad for parameter in layer.parameters()):
+                yield f"{name}.{number}".removesuffix("."), layer
+
+
+def refuse(model: nn.Module, layers: dict[str, nn.Module]) -> None:
+    """Raise ShardingError for a parameter of more than one layer, or one that nothing fills."""
+    users: dict[Parameter, list[tuple[str, str]]] = {}  # layer and full name
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        layer = next((each for each in layers if name.startswith(f"{each}.")), "the model itself")
+        users.setdefault(parameter, []).append((layer, name))
+    for parameter, places in users.items():
+        layer, name = places[0]
+        if parameter.is_meta and (layer == "the model itself" or len(places) > 1):
+            why = f"{name} is on the meta device, and tied or in no layer, so nothing would fill it"
+            raise ShardingError(f"{why}: build the model on a real device")
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if parameter.is_meta and not hasattr(owner, "reset_parameters"):
+            why = f"{name} is on the meta device, and {type(owner).__name__} cannot fill it"
+            raise ShardingError(f"{why}: give it a reset_parameters, or build it on a real device")
+        if parameter.requires_grad and len({layer for layer, _ in places}) > 1:
+            names = " and ".join(name for _, name in places)
+            why = f"{names} are one parameter, in layers that are whole at different times"
+            raise ShardingError(f"{why}: untie them, or put them into one module")
+
+
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Give memory and new weights to a module that was built on the meta device."""
+    if any(parameter.is_meta for parameter in module.parameters()):
+        module.to_empty(device=device)
+        for each in module.modules():
+            if callable(reset := getattr(each, "reset_parameters", None)):
+                reset()
+
+
+class FSDP(nn.Module):
+    """A model of which each rank keeps 1/N.
+
+    dtype: of the parameters while they are whole, and of their gradients; the parts stay as they
+    are. recompute: forward saves nothing inside a layer, and backward computes it again. A model
+    that was built on the meta device gets its memory here, on `device`, layer by layer, and its
+    weights by each module's reset_parameters. Frozen parameters and those outside of all layers
+    stay whole on each rank. Every forward is a collective: every rank must call it. Raises
+    ShardingError for a parameter that several layers share.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None = None,
+        recompute: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.model, self.dtype, self.recompute = model, dtype, recompute
+        self.pending: list[tuple[Layer, ReduceScatter]] = []
+        modules = dict(layers_of(model))
+        refuse(model, modules)
+        self.layers, self.order = list[Layer](), list[Layer]()  # order: of this forward
+        for name, module in modules.items():  # only one of them is whole at a time
+            materialize(module, torch.device(device))
+            self.layers.append(Layer(name, module, self))
+        owned = {part for layer in self.layers for part in layer.owned}
+        self.copies = [parameter for parameter in model.parameters() if parameter not in owned]
+        for tensor in [*self.copies, *model.buffers()]:
+            dist.broadcast(tensor.detach(), src=0)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for layer in self.layers:
+            layer.free()  # weights of before the last step, if no backward came
+        self.order.clear()
+        result = self.model(*args, **kwargs)
+        self.link(list(dict.fromkeys(self.order)))
+        is_lower = self.dtype and isinstance(result, Tensor)
+        return result.to(self.layers[0].shard.dtype) if is_lower else result
+
+    def link(self, order: list[Layer]) -> None:
+        """Tell each layer its neighbors in forward: the first forward finds them out."""
+        for layer in self.layers:
+            layer.before = layer.behind = None
+            layer.is_last = layer is order[-1]
+        for first, second in pairwise(order):
+            first.behind, second.before = second, first
+
+    @torch.no_grad()
+    def receive(self) -> None:
+        for layer, message in self.pending:
+            layer.add_gradient(message.wait())
+        self.pending.clear()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Call it after each backward: the last gradients arrive. Every rank must call it."""
+        self.receive()
+        for layer in self.layers:
+            layer.free()
+            if not layer.got_gradient:
+                raise unused(layer.name)
+            layer.got_gradient = False
+        for parameter in self.copies:
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+
+    def clip_grad_norm(self, limit: float) -> float:
+        """Scale all gradients so that their norm over all ranks is at most `limit`."""
+        parts = [p.grad for layer in self.layers for p in layer.owned if p.grad is not None]
+        copies = [p.grad for p in self.copies if p.grad is not None]
+        return clip_grad_norm(parts, copies, limit)

@@ -1,0 +1,92 @@
+"""A model that DDP cannot train under a memory limit, and FSDP can.
+
+    python beyond/shard/limit.py
+    python beyond/shard/limit.py --ranks 4 --limit-mib 120
+
+Each rank may take so many MiB more than it has when torch and the process group are there. Linux
+enforces it (RLIMIT_DATA), as a GPU does with its own memory. FSDP gets its model on the meta
+device, and makes and divides one layer after the other, so that no rank ever holds it whole.
+"""
+
+import ctypes
+import re
+import resource
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.optim import AdamW
+
+from common.options import Parser, exit_on_usage_error, int_at_least
+from language import BYTES, Transformer
+from ways import WAYS, by_hand
+
+sys.path.insert(1, str(Path(__file__).parents[2] / "03_ddp_manual_allreduce"))
+from ranks import start
+
+MIB, M_MMAP_THRESHOLD = 2**20, -3  # the latter is of mallopt(3)
+WIDTH, LAYERS, TOKENS, STEPS = 320, 10, 32, 3
+NO_ROOM = re.compile("can't allocate memory|bad_alloc|MemoryError")  # torch, C++ and Python
+NAMES = dict(zip(WAYS, ("DDP", "ZeRO-1", "ZeRO-2", "FSDP"), strict=True))
+
+
+def used_bytes() -> int:
+    """Private memory of this process that can be written: what RLIMIT_DATA limits."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.findall(r"VmData:\s*(\d+)", status)[0])
+
+
+def train(way: str, width: int, layers: int) -> list[float]:
+    """The loss of each step."""
+    torch.manual_seed(0)
+    with torch.device("meta" if way == "parameters" else "cpu"):
+        model = Transformer(width, layers)
+    trained = by_hand(way, model, AdamW, lr=1e-3)
+    tokens, losses = torch.arange(TOKENS).unsqueeze(0), []
+    for _ in range(STEPS):
+        logits = trained.model(tokens).flatten(0, 1)  # (32, 256)
+        loss = F.cross_entropy(logits, tokens.roll(-1).flatten() % BYTES)
+        trained.optimizer.zero_grad()
+        loss.backward()
+        trained.finish()
+        trained.optimizer.step()
+        losses.append(round(loss.item(), 2))
+    return losses
+
+
+def train_within(way: str, limit_bytes: int) -> str:
+    """What one rank says at the end."""
+    # Otherwise, glibc keeps freed tensors for itself, and the limit would count them.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 * 1024)
+    train(way, width=4, layers=1)  # torch loads parts of itself when they are first used
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (used_bytes() + limit_bytes, hard))
+    try:
+        return f"trains: losses {', '.join(map(str, train(way, WIDTH, LAYERS)))}"
+    except (RuntimeError, MemoryError) as error:
+        text = f"{type(error).__name__}: {error}"
+        if NO_ROOM.search(text):
+            return "ends: can't allocate memory"
+        return f"ends: {text}"  # another rank had no room, and is gone
+
+
+def main() -> None:
+    parser, count = Parser(__doc__), int_at_least(1)
+    parser.add_argument("--ranks", default=2, type=count, help="processes")
+    parser.add_argument("--limit-mib", default=165, type=count, help="for each of them")
+    parser.add_argument("--ways", default=["none", "parameters"], nargs="+", choices=WAYS)
+    args = parser.parse_args()
+    with torch.device("meta"):
+        parameters = list(Transformer(WIDTH, LAYERS).parameters())
+    size = sum(parameter.nbytes for parameter in parameters) / MIB
+    print(f"{size:.0f} MiB of parameters, {4 * size:.0f} MiB with gradients and AdamW's state")
+    print(f"{args.ranks} ranks, and each may take {args.limit_mib} MiB:")
+    for way in args.ways:
+        said = start(args.ranks, train_within, way, args.limit_mib * MIB, quiet=True)
+        print(f"{NAMES[way]:7} {max(said, key=lambda text: 'allocate' in text)}", flush=True)
+
+
+if __name__ == "__main__":
+    with exit_on_usage_error():
+        main()

@@ -1,0 +1,161 @@
+"""What does each way hold, send and take? By hand and with PyTorch's classes, side by side.
+
+    sudo env "PATH=$PATH" python beyond/shard/measure.py
+
+It writes benchmarks/results/shard.json, and draws beyond/shard/held.png from it. Root is needed for
+a network of its own, which counts what is sent. Do not use the machine for anything else meanwhile.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from common.options import Parser, exit_on_usage_error
+from language import BYTES, LENGTH, Transformer
+from traffic import enter_private_network, sent_bytes
+from ways import WAYS, Trained, by_hand, by_library
+
+sys.path.insert(1, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(1, str(Path(__file__).parents[2] / "03_ddp_manual_allreduce"))
+sys.path.insert(1, str(Path(__file__).parents[2] / "01_single_gpu"))
+from peak import Ledger
+from ranks import start
+from timing import RESULTS, interleave, provenance, save, summarize
+
+KINDS = ("parameters", "gradients", "optimizer state")
+VARIANTS: dict[str, tuple[Callable[..., Trained], str]] = {
+    "DDP": (by_hand, "none"),
+    "ZeRO-1 by hand": (by_hand, "optimizer"),
+    "ZeRO-2 by hand": (by_hand, "gradients"),
+    "FSDP by hand": (by_hand, "parameters"),
+    "ZeroRedundancyOptimizer": (by_library, "optimizer"),
+    "fully_shard, not after forward": (by_library, "gradients"),
+    "fully_shard": (by_library, "parameters"),
+}
+WIDTH, LAYERS = 256, 8  # of the transformer
+BATCH = 2  # samples of each rank
+STEPS = 2  # before anything is counted, and counted
+
+
+def formula(way: str, ranks: int) -> dict[str, float]:
+    """What the ZeRO paper's Figure 1 says that a rank holds, in multiples of the parameters' bytes.
+
+    Adam's state is two numbers for each parameter, here in the same format.
+    """
+    divided = WAYS.index(way)  # none, optimizer, gradients, parameters
+    parameters, gradients, state = (1 / ranks if divided >= n else 1.0 for n in (3, 2, 1))
+    return dict(zip(KINDS, (parameters, gradients, 2 * state), strict=True))
+
+
+def storages(tensors: Iterable[Any]) -> dict[int, int]:
+    """Address and bytes of each storage, however many tensors are views of it."""
+    found = {}
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            found[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+    return found
+
+
+def held_by_kind(trained: Trained) -> dict[str, int]:
+    """Bytes of what this rank keeps between two steps, before zero_grad."""
+    optimizer: Any = trained.optimizer
+    gradients: list = [p.grad for p in trained.model.parameters()]
+    gradients += [bucket.shard for bucket in getattr(optimizer, "buckets", [])]  # ZeRO-2's
+    inner = getattr(optimizer, "inner", getattr(optimizer, "optim", optimizer))  # what it wraps
+    states = [value for state in inner.state.values() for value in state.values()]
+    kinds = trained.model.parameters(), gradients, states
+    return dict(zip(KINDS, (sum(storages(kind).values()) for kind in kinds), strict=True))
+
+
+def training_step(trained: Trained, length: int = LENGTH) -> None:
+    """One step on random tokens: what they are makes no difference here."""
+    torch.manual_seed(dist.get_rank())
+    tokens = torch.randint(BYTES, (BATCH, length))
+    trained.optimizer.zero_grad()
+    logits = trained.model(tokens).flatten(0, 1)
+    F.cross_entropy(logits, tokens.roll(-1, dims=1).flatten()).backward()
+    trained.finish()
+    trained.optimizer.step()
+
+
+def build(width: int = WIDTH, layers: int = LAYERS) -> nn.Module:
+    torch.manual_seed(0)
+    return Transformer(width, layers)
+
+
+def count_held(how: Callable[..., Trained], way: str, make: Callable = build) -> dict[str, int]:
+    """Bytes by kind after some steps, and all that is alive, by the ledger of stage 01.
+
+    What is alive and of no kind is held in secret: a copy that should not be there. It is not
+    comparable for fully_shard, which empties storages that the ledger still counts.
+    """
+    ledger = Ledger("cpu", counted="cpu")
+    with ledger:
+        trained = how(way, make(), AdamW, lr=1e-3)
+        for _ in range(STEPS):
+            training_step(trained)
+        dist.barrier()
+        held, end = held_by_kind(trained), time.monotonic() + 5
+        while ledger.bytes > sum(held.values()) and time.monotonic() < end:
+            time.sleep(0.01)  # a thread of gloo lets the last message go a moment later
+    return {**held, "alive": ledger.bytes}
+
+
+def count_sent(how: Callable[..., Trained], way: str, make: Callable = build) -> float:
+    """Bytes that each rank sends in a step, in multiples of the parameters' bytes."""
+    model = make()
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    trained = how(way, model, AdamW, lr=1e-3)
+    for _ in range(STEPS):
+        training_step(trained, length=8)  # more tokens would send no more
+    dist.barrier()  # what was sent before has arrived
+    before = sent_bytes()
+    for _ in range(STEPS):
+        training_step(trained, length=8)
+    dist.barrier()
+    return (sent_bytes() - before) / STEPS / dist.get_world_size() / parameters
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """What one rank finds; every rank must call it."""
+    held = {name: count_held(how, way) for name, (how, way) in VARIANTS.items()}
+    sent = {name: count_sent(how, way) for name, (how, way) in VARIANTS.items()}
+    steps = {}
+    for name, (how, way) in VARIANTS.items():
+        steps[name] = partial(training_step, how(way, build(), AdamW, lr=1e-3))
+    times = summarize(interleave(steps, rounds))
+    return {"held_bytes": held, "sent_multiples": sent, "variants": times}
+
+
+def main() -> None:
+    parser = Parser(__doc__)
+    parser.add_argument("--rounds", default=41, type=int, help="each variant once in each of them")
+    args = parser.parse_args()
+    enter_private_network()
+    ranks = 2
+    where = provenance(command="python beyond/shard/measure.py", world_size=ranks, threads_a_rank=1)
+    found = start(ranks, measure, args.rounds)[0]
+    parameters = sum(parameter.nbytes for parameter in build().parameters())
+    model = f"a transformer of {parameters // 4:,} parameters"
+    about = {
+        "model": model,
+        "parameter_bytes": parameters,
+        "rounds": args.rounds,
+        "local_batch": BATCH,
+    }
+    save(RESULTS / "shard.json", {"provenance": where, **about, **found})
+
+
+if __name__ == "__main__":
+    with exit_on_usage_error():
+        main()

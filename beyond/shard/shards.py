@@ -1,0 +1,113 @@
+"""Tensors side by side in one flat tensor, which is cut into equal shards, one for each rank.
+
+zero.py and fsdp.py lay out parameters, gradients and the optimizer's state in this way. The cuts do
+not care where a tensor ends, so a rank may own a part of it, or nothing.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Size, Tensor
+
+
+class ShardingError(ValueError):
+    """What cannot be sharded. The text says what arrived, why it fails, and what to do."""
+
+
+class Shards:
+    """Where tensors of these shapes lie in the flat tensor, and what this rank owns of each."""
+
+    def __init__(self, shapes: Sequence[Size]) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.shapes, self.sizes = list(shapes), [shape.numel() for shape in shapes]
+        self.length = -(-sum(self.sizes) // self.world_size)  # of a shard; the last one is padded
+        self.inside: list[slice] = []  # the part of each tensor, flat, that this rank owns
+        self.places: list[slice] = []  # and where that part lies in this rank's shard
+        start, first = self.rank * self.length, 0
+        for size in self.sizes:
+            low = min(max(start, first), first + size)
+            high = min(max(start + self.length, first), first + size)
+            self.inside.append(slice(low - first, high - first))
+            self.places.append(slice(low - start, high - start))
+            first += size
+
+    def new_flat(self, like: Tensor) -> Tensor:
+        """(world_size * length,), of the dtype and device of `like`, filled with zeros."""
+        return like.new_zeros(self.world_size * self.length)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The tensors in a flat one, each with its shape."""
+        pieces = flat[: sum(self.sizes)].split(self.sizes)
+        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+    def lay_out(self, tensors: Sequence[Tensor]) -> Tensor:
+        """A new flat tensor that holds these."""
+        flat = self.new_flat(like=tensors[0])
+        for view, tensor in zip(self.views(flat), tensors, strict=True):
+            view.copy_(tensor)
+        return flat
+
+    def shard_of(self, flat: Tensor) -> Tensor:
+        """This rank's shard, (length,): a view."""
+        return flat[self.rank * self.length :][: self.length]
+
+    def parts_of(self, shard: Tensor) -> list[Tensor]:
+        """What this rank owns of each tensor, (n,) with n >= 0: views."""
+        return [shard[place] for place in self.places]
+
+    def cut(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """What this rank owns of whole tensors: copies, so that the rest can be freed."""
+        return [t.reshape(-1)[part].clone() for t, part in zip(tensors, self.inside, strict=True)]
+
+    def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """The whole tensors on rank 0, in the memory of its CPU; nothing on the other ranks."""
+        shard = parts[0].new_zeros(self.length)
+        for place, part in zip(self.parts_of(shard), parts, strict=True):
+            place.copy_(part)
+        flat = self.new_flat(like=shard) if self.rank == 0 else None
+        dist.gather(shard, list(flat.chunk(self.world_size)) if flat is not None else None)
+        return self.views(flat.cpu()) if flat is not None else []
+
+
+class ReduceScatter:
+    """Each rank gets the sum of its own shard over all ranks, while the program goes on.
+
+    gloo's reduce_scatter_tensor sends as much as an all-reduce: it is one that drops what belongs
+    to others (torch 2.15: benchmarks/results/shard.json). So with gloo, each rank sends to each
+    other rank only the shard that this one owns, and adds up what it receives.
+    """
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
+        self.work: Any
+        if dist.get_backend() == "gloo":
+            self.received = torch.empty_like(flat)
+            self.work = dist.all_to_all_single(self.received, flat, async_op=True)
+        else:
+            self.received = flat.new_empty(len(flat) // dist.get_world_size())
+            self.work = dist.reduce_scatter_tensor(self.received, flat, async_op=True)
+
+    def wait(self) -> Tensor:
+        """(length,), the sum."""
+        self.work.wait()
+        if len(self.received) < len(self.flat):
+            return self.received
+        return self.received.view(dist.get_world_size(), -1).sum(dim=0)
+
+
+@torch.no_grad()
+def clip_grad_norm(parts: Iterable[Tensor], copies: Iterable[Tensor], limit: float) -> float:
+    """As nn.utils.clip_grad_norm_, which would know only the norm of this rank's parts.
+
+    parts: the gradients of which each rank owns a part. copies: those that every rank has whole.
+    Returns the norm over all ranks. Every rank must call it.
+    """
+    parts, copies = list(parts), list(copies)
+    square = torch.stack([part.double().square().sum() for part in parts]).sum()
+    dist.all_reduce(square)
+    norm = float((square + sum(copy.double().square().sum() for copy in copies)).sqrt())
+    for gradient in [*parts, *copies]:
+        gradient.mul_(min(1.0, limit / (norm + 1e-6)))
+    return norm

@@ -1,0 +1,145 @@
+"""Checkpoints of a sharded run: whole tensors on rank 0, in the format that all stages share.
+
+So any number of ranks can resume such a file, and so can a script that shards nothing. These two
+classes stand for the model and the optimizer: the names and shapes are those of a plain run.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from fsdp import FSDP
+from shards import Shards
+from zero import ShardedOptimizer
+
+State = dict[str, Any]
+
+
+class WholeModel:
+    """The state_dict of the plain model: call collect() on every rank, then rank 0 has it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.collected = model, State()
+
+    def names_of(self, layer: Any) -> list[str]:
+        return [f"{layer.name}.{name}" for name in layer.names]
+
+    def collect(self) -> None:
+        """Every rank must call it."""
+        if not isinstance(self.model, FSDP):
+            self.collected = self.model.state_dict()
+            return
+        whole: dict[Parameter, Tensor] = {}  # of each part
+        for layer in self.model.layers:
+            tensors = layer.shards.gather([part.detach() for part in layer.owned])
+            whole |= zip(layer.owned, tensors, strict=False)  # none, except on rank 0
+        plain = self.model.model.state_dict(keep_vars=True)
+        self.collected = {name: whole.get(t, t).detach() for name, t in plain.items()}
+
+    def state_dict(self) -> State:
+        return self.collected
+
+    @torch.no_grad()
+    def load_state_dict(self, state: State) -> None:
+        """Each rank takes its parts of the whole tensors, and all of what is not sharded."""
+        if not isinstance(self.model, FSDP):
+            self.model.load_state_dict(state)
+            return
+        plain = self.model.model.state_dict(keep_vars=True)
+        if different := plain.keys() ^ state.keys():
+            raise KeyError(f"another model: {min(different)} is in one of them only")
+        names: dict[Tensor, str] = {}
+        for name, tensor in plain.items():
+            names.setdefault(tensor, name)
+        for layer in self.model.layers:
+            tensors = [state[names.pop(part)] for part in layer.owned]
+            if [tensor.shape for tensor in tensors] != layer.shards.shapes:
+                raise RuntimeError(f"another model: {layer.name} has other shapes")
+            for part, mine in zip(layer.owned, layer.shards.cut(tensors), strict=True):
+                part.copy_(mine)
+        for tensor, name in names.items():
+            tensor.copy_(state[name])
+
+
+class WholeOptimizer:
+    """The state_dict of the plain optimizer, and where the parts of its state lie.
+
+    model: what is trained. optimizer: a ShardedOptimizer, or one of an FSDP model's parameters.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
+        self.is_sharded = isinstance(model, FSDP) or isinstance(optimizer, ShardedOptimizer)
+        self.layers, self.collected = model.layers if isinstance(model, FSDP) else [], State()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Asked each time, because an optimizer that loads its state makes new ones."""
+        return self.optimizer.param_groups
+
+    def numbers(self) -> dict[Parameter, int]:
+        """Of each parameter: its number in a plain optimizer's state_dict."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        return {parameter: number for number, parameter in enumerate(parameters)}
+
+    def shards(self) -> Iterator[tuple[Shards, list[Parameter], list[int]]]:
+        """Of each bucket or layer: the parts that this rank owns, and their numbers."""
+        number = self.numbers()
+        for layer in self.layers:
+            yield layer.shards, layer.owned, [number[part] for part in layer.owned]
+        if isinstance(self.optimizer, ShardedOptimizer):
+            for bucket in self.optimizer.buckets:
+                yield bucket, bucket.owned, [number[p] for p in bucket.parameters]
+
+    def collect(self) -> None:
+        """Every rank must call it."""
+        if not self.is_sharded:
+            self.collected = self.optimizer.state_dict()
+            return
+        number = self.numbers()  # what FSDP does not shard has its state under its own number
+        state = {n: dict(self.inner.state[p]) for p, n in number.items() if p in self.inner.state}
+        for shards, parts, numbers in self.shards():
+            rows: list[State] = [{} for _ in parts]
+            for key, first in self.inner.state.get(parts[0], {}).items():
+                values = [self.inner.state[part][key] for part in parts]
+                if isinstance(first, Tensor) and first.shape == parts[0].shape:  # not AdamW's step
+                    values = shards.gather(values) or values
+                for row, value in zip(rows, values, strict=True):
+                    row[key] = value
+            state |= {n: row for n, row in zip(numbers, rows, strict=True) if row}
+        groups = []
+        for group in self.param_groups:
+            groups.append({**group, "params": [number[p] for p in group["params"]]})
+        self.collected = {"state": dict(sorted(state.items())), "param_groups": groups}
+
+    def state_dict(self) -> State:
+        return self.collected
+
+    def load_state_dict(self, saved: State) -> None:
+        """Each rank takes its parts of the whole state."""
+        if not self.is_sharded:
+            self.optimizer.load_state_dict(saved)
+            return
+        for mine, theirs in zip(self.param_groups, saved["param_groups"], strict=True):
+            if mine.keys() - theirs.keys() or len(mine["params"]) != len(theirs["params"]):
+                raise KeyError("it is of another optimizer or of another model")
+            mine.update({key: theirs[key] for key in theirs if key != "params"})
+        rows = {p: saved["state"].get(n, {}) for p, n in self.numbers().items()}
+        own = {part for _, parts, _ in self.shards() for part in parts}
+        self.inner.state.update({p: dict(row) for p, row in rows.items() if p in own or row})
+        for shards, parts, numbers in self.shards():
+            whole = [saved["state"].get(number, {}) for number in numbers]
+            for key, first in whole[0].items():
+                values = [row[key] for row in whole]
+                if isinstance(first, Tensor) and key != "step":
+                    values = shards.cut(values)
+                for part, value in zip(parts, values, strict=True):
+                    moves = (
+                        isinstance(value, Tensor) and key != "step"
+                    )  # checkpoints are read to the CPU
+                    self.inner.state[part][key] = value.to(part.device) if moves else value

@@ -1,0 +1,176 @@
+"""ZeRO-1 and ZeRO-2 by hand: each rank keeps 1/N of the optimizer's state, and of the gradients.
+
+    optimizer = ShardedOptimizer(model.parameters(), AdamW, lr=1e-3)   # ZeRO-1: model goes into DDP
+    optimizer = ShardedGradients(model.parameters(), AdamW, lr=1e-3)   # ZeRO-2: without DDP
+
+Each rank updates the part of the parameters that it owns, then the ranks send each other what they
+have updated (Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5).
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, optim
+from torch.nn import Parameter
+
+from shards import ReduceScatter, ShardingError, Shards, clip_grad_norm
+
+BUCKET_BYTES = 4 * 2**20  # ZeRO-2 keeps up to three buckets of whole gradients during backward
+WHOLE_MATRICES = (optim.Adafactor, optim.LBFGS, optim.Muon, optim.SparseAdam)
+
+
+class Bucket(Shards):
+    """Parameters that now lie side by side in memory, so that one message carries them all."""
+
+    def __init__(self, parameters: list[Parameter]) -> None:
+        super().__init__([parameter.shape for parameter in parameters])
+        self.parameters = parameters
+        self.memory = self.lay_out([parameter.detach() for parameter in parameters])
+        dist.broadcast(self.memory, src=0)  # every rank starts from rank 0's weights
+        for parameter, view in zip(parameters, self.views(self.memory), strict=True):
+            parameter.data = view
+        self.owned = [Parameter(part) for part in self.parts_of(self.shard_of(self.memory))]
+        # For ZeRO-2, during backward and after it:
+        self.missing = set(parameters)  # those whose gradient has not come yet
+        self.gradients: Tensor | None = None  # whole ones, flat
+        self.slots: dict[Parameter, Tensor] = {}  # the view for the gradient of each parameter
+        self.shard: Tensor | None = None  # the mean gradients that this rank owns
+
+    def send_updated(self) -> None:
+        """Every rank gets what the others have updated. Every rank must call it."""
+        dist.all_gather_into_tensor(self.memory, self.shard_of(self.memory).clone())
+
+
+def cut_into_buckets(parameters: list[Parameter]) -> list[list[Parameter]]:
+    """Groups of one dtype and device, from the last parameter to the first: backward's order."""
+    groups: dict[tuple, list[list[Parameter]]] = {}
+    for parameter in reversed(parameters):
+        buckets = groups.setdefault((parameter.dtype, parameter.device), [[]])
+        if sum(each.nbytes for each in buckets[-1]) >= BUCKET_BYTES:
+            buckets.append([])
+        buckets[-1].append(parameter)
+    return [bucket for buckets in groups.values() for bucket in buckets]
+
+
+class ShardedOptimizer(optim.Optimizer):
+    """ZeRO-1: wraps an optimizer that treats each element apart, like SGD, Adam and AdamW.
+
+    Its param_groups hold the whole parameters, and a schedule may change their learning rates.
+    Frozen parameters stay as they are. Raises ShardingError for what cannot be sharded.
+    """
+
+    def __init__(
+        self, parameters: Iterable, optimizer_class: Callable[..., optim.Optimizer], **options: Any
+    ) -> None:
+        if optimizer_class in WHOLE_MATRICES:
+            name = getattr(optimizer_class, "__name__", "it")
+            why = f"{name} looks at whole parameters, and a rank owns only parts of them"
+            raise ShardingError(f"{why}: use AdamW, Adam, SGD or another one by element")
+        super().__init__(parameters, options)
+        whole = [p for group in self.param_groups for p in group["params"]]
+        for frozen in (parameter for parameter in whole if not parameter.requires_grad):
+            dist.broadcast(frozen.detach(), src=0)
+        trained = [parameter for parameter in whole if parameter.requires_grad]
+        self.buckets = [Bucket(parameters) for parameters in cut_into_buckets(trained)]
+        self.owned: dict[Parameter, Parameter] = {}  # the part of each parameter
+        for bucket in self.buckets:
+            self.owned |= zip(bucket.parameters, bucket.owned, strict=True)
+        groups = []
+        for group in self.param_groups:
+            parts = [self.owned[p] for p in group["params"] if p in self.owned]
+            groups.append({**group, "params": parts})
+        self.inner = optimizer_class(groups)
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            group.update({key: inner[key] for key in inner if key != "params"})  # with defaults
+
+    def give_gradients(self) -> None:
+        """Each part that this rank owns gets its part of the gradient: a view."""
+        for bucket in self.buckets:
+            for p, own, part in zip(bucket.parameters, bucket.owned, bucket.inside, strict=True):
+                own.grad = None if p.grad is None else p.grad.reshape(-1)[part]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update this rank's parts, then exchange them. Every rank must call it."""
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update({key: group[key] for key in group if key != "params"})
+        self.give_gradients()
+        self.inner.step()
+        self.inner.zero_grad()
+        for bucket in self.buckets:
+            bucket.send_updated()
+
+
+class ShardedGradients(ShardedOptimizer):
+    """ZeRO-2: during backward, each rank gets only the mean gradient of what it owns.
+
+    Call finish() after each backward, before clip_grad_norm() and step().
+    """
+
+    def __init__(
+        self, parameters: Iterable, optimizer_class: Callable[..., optim.Optimizer], **options: Any
+    ) -> None:
+        super().__init__(parameters, optimizer_class, **options)
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+        self.next = 0  # the bucket to send next: all ranks send in the same order
+        self.sent: list[tuple[Bucket, ReduceScatter]] = []
+        for parameter in self.bucket_of:
+            parameter.register_post_accumulate_grad_hook(self.take)
+
+    @torch.no_grad()
+    def take(self, parameter: Parameter) -> None:
+        """Backward calls it when the gradient of this parameter is complete."""
+        bucket = self.bucket_of[parameter]
+        if bucket.gradients is None:
+            bucket.gradients = bucket.new_flat(like=bucket.memory)
+            views = bucket.views(bucket.gradients)
+            bucket.slots = dict(zip(bucket.parameters, views, strict=True))
+        assert parameter.grad is not None
+        bucket.slots[parameter].copy_(parameter.grad)
+        parameter.grad = None  # the bucket has it now
+        bucket.missing.discard(parameter)
+        while self.next < len(self.buckets) and not self.buckets[self.next].missing:
+            self.send(self.buckets[self.next])
+
+    def send(self, bucket: Bucket) -> None:
+        """The sum of each shard goes to its owner, while backward continues."""
+        self.receive()  # one message at a time, or memory would grow with the network's delay
+        assert bucket.gradients is not None
+        self.sent.append((bucket, ReduceScatter(bucket.gradients)))
+        bucket.gradients, bucket.slots, bucket.missing = None, {}, set(bucket.parameters)
+        self.next += 1
+
+    def receive(self) -> None:
+        for bucket, message in self.sent:
+            shard = message.wait() / bucket.world_size
+            bucket.shard = shard if bucket.shard is None else bucket.shard + shard
+        self.sent = []
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for the gradients that are still under way. Every rank must call it."""
+        self.receive()
+        missing = [p for bucket in self.buckets[self.next :] for p in bucket.missing]
+        if missing:
+            shapes = ", ".join(str(tuple(parameter.shape)) for parameter in missing[:3])
+            why = f"backward gave no gradient to {len(missing)} parameters, of shape {shapes}"
+            raise ShardingError(f"{why}: freeze them (requires_grad_(False)), or use ZeRO-1")
+        self.next = 0
+
+    def clip_grad_norm(self, limit: float) -> float:
+        """Scale all gradients so that their norm over all ranks is at most `limit`."""
+        return clip_grad_norm([b.shard for b in self.buckets if b.shard is not None], [], limit)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for bucket in self.buckets:
+            bucket.shard = None
+
+    def give_gradients(self) -> None:
+        for bucket in self.buckets:
+            if bucket.shard is not None:
+                parts = bucket.parts_of(bucket.shard)
+                for own, gradient in zip(bucket.owned, parts, strict=True):
+                    own.grad = gradient

@@ -1,0 +1,629 @@
+"""shard/: whatever is divided, the weights are those of one process, and nothing is held twice.
+
+Each case trains four steps in float64 on 2, 3 or 4 ranks, and so does one plain process. All cases
+of a number of ranks share its processes, because starting them costs more than training.
+"""
+
+import copy
+import io
+import os
+from contextlib import nullcontext
+from functools import cache
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from local_ranks import command, launch_ranks, run_ranks
+from support import FOLDERS, chapter, fresh_module, train, train_once
+from test_structure import different_functions, functions
+
+language = chapter("shard", "language")
+FILES = ("shards.py", "zero.py", "fsdp.py", "whole.py", "ways.py")
+BY_HAND = ("optimizer", "gradients", "parameters")
+OPTIMIZERS = {
+    "sgd": (SGD, {"lr": 0.1, "momentum": 0.9}),
+    "adamw": (AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+}
+BATCH, STEPS = 24, 4  # a batch that divides by 2, 3 and 4 ranks, and then by 2 micro-batches
+
+
+class Odd(nn.Module):
+    """Odd shapes, a frozen parameter, one tied inside a layer, a scalar outside of all layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 13), nn.Linear(13, 5)
+        self.twice = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+        self.last = nn.Linear(5, 3, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.second.bias.requires_grad_(False)
+        self.twice[2].weight = self.twice[0].weight
+
+    def forward(self, x):
+        x = self.second(self.first(x).tanh())
+        return self.last(self.twice(self.twice(x))) * self.scale
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return (Odd() if name == "odd" else language.Transformer(8, layers=2)).double()
+
+
+def batches(name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """As many as steps. Labels are missing here and there, and not as many on each rank."""
+    torch.manual_seed(1)
+    if name == "odd":
+        return [(torch.randn(BATCH, 7).double(), torch.randint(3, (BATCH,))) for _ in range(STEPS)]
+    found = []
+    for _ in range(STEPS):
+        tokens, lengths = torch.randint(256, (BATCH, 7)), torch.randint(1, 7, (BATCH, 1))
+        labels = tokens.roll(-1, dims=1).masked_fill(torch.arange(7) >= lengths, language.IGNORED)
+        found.append((tokens, labels))
+    return found
+
+
+def loss_of(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, count: int):
+    logits = model(inputs).flatten(0, -2)
+    return F.cross_entropy(logits, labels.flatten(), reduction="sum") / count
+
+
+@cache
+def one_process(name: str, optimizer: str, clip: float | None = None) -> dict[str, torch.Tensor]:
+    """The weights that all others must reach."""
+    model = build(name)
+    optimizer_class, options = OPTIMIZERS[optimizer]
+    plain = optimizer_class(model.parameters(), **options)
+    for inputs, labels in batches(name):
+        plain.zero_grad()
+        loss_of(model, inputs, labels, int((labels >= 0).sum())).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        plain.step()
+    return model.state_dict()
+
+
+def changed_ways(changes: tuple = ()) -> ModuleType:
+    """ways.py and what it imports, with changed lines."""
+    return [fresh_module("shard", file, changes, register=True) for file in FILES][-1]
+
+
+def train_steps(trained, steps, parts: int = 1, clip: float | None = None) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for inputs, labels in steps:
+        count = int((labels >= 0).sum())  # of all ranks
+        trained.optimizer.zero_grad()
+        xs, ys = (whole[rank::world_size].chunk(parts) for whole in (inputs, labels))
+        for number, (x, y) in enumerate(zip(xs, ys, strict=True)):
+            waits = number < parts - 1 and hasattr(trained.model, "no_sync")
+            with trained.model.no_sync() if waits else nullcontext():
+                (loss_of(trained.model, x, y, count) * world_size).backward()
+            trained.finish()
+        if clip:
+            trained.clip(clip)
+        trained.optimizer.step()
+
+
+def collect(trained) -> tuple[dict, dict]:
+    """The whole state_dicts of model and optimizer, on rank 0."""
+    for part in trained.whole:
+        part.collect()
+    return copy.deepcopy(tuple(part.state_dict() for part in trained.whole))
+
+
+def farthest(ours: dict, theirs: dict) -> float:
+    assert ours.keys() == theirs.keys()
+    return max((ours[name] - theirs[name]).abs().max().item() for name in theirs)
+
+
+def distance(case: tuple, library: bool = False, changes: tuple = (), **fsdp_options) -> float:
+    """How far rank 0's weights are from those of one process; on the other ranks, 0."""
+    way, name, optimizer, parts, clip = case
+    ways, model = changed_ways(changes), build(name)
+    if dist.get_rank() > 0:  # rank 0's weights must win
+        model.load_state_dict({key: value + 1 for key, value in model.state_dict().items()})
+    optimizer_class, options = OPTIMIZERS[optimizer]
+    if fsdp_options:
+        options = {**options, "fsdp_options": fsdp_options}
+    how = ways.by_library if library else ways.by_hand
+    trained = how(way, model, optimizer_class, **options)
+    train_steps(trained, batches(name), parts, clip)
+    state, _ = collect(trained)
+    expected = one_process(name, optimizer, clip)
+    return farthest(state, expected) if dist.get_rank() == 0 else 0.0
+
+
+CASES = [
+    (way, name, optimizer, parts, clip)
+    for way in BY_HAND
+    for name in ("odd", "transformer")
+    for optimizer in OPTIMIZERS
+    for parts, clip in ((1, None), (2, 0.1))
+]
+
+
+def join(backend: str) -> None:
+    if backend == "shm":
+        import shm  # noqa: F401
+    dist.init_process_group(backend)
+
+
+def all_distances(rank: int, cases: list, backend: str = "gloo", **fsdp_options) -> list[float]:
+    join(backend)
+    found = [distance(*case, **fsdp_options) for case in cases]
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_shard_weights_equal_one_process(ranks):
+    found = run_ranks(ranks, all_distances, [(case,) for case in CASES])[0]
+    assert {case: far for case, far in zip(CASES, found, strict=True) if far > 1e-10} == {}
+
+
+def test_shard_two_ranks_compute_what_one_process_computes(without=()):
+    cases = [((way, "transformer", "sgd", 1, None), False, without) for way in BY_HAND]
+    assert max(run_ranks(2, all_distances, cases)[0]) < 1e-10
+
+
+def test_shard_weights_equal_one_process_over_shm_too():
+    cases = [((way, "transformer", "sgd", 2, 0.1),) for way in BY_HAND]
+    assert max(run_ranks(3, all_distances, cases, "shm")[0]) < 1e-10
+
+
+ZERO_1, ZERO_2, FSDP = BY_HAND
+OPTIONS = [
+    {"recompute": True},
+    {"dtype": torch.float32},
+    {"recompute": True, "dtype": torch.float32},
+]
+
+
+def with_options(rank: int) -> list[float]:
+    join("gloo")
+    found = []
+    for options in OPTIONS:
+        for name in ("odd", "transformer"):
+            found.append(distance((FSDP, name, "sgd", 2, None), **options))
+    dist.destroy_process_group()
+    return found
+
+
+def test_shard_fsdp_may_recompute_and_gather_in_another_format():
+    """float32 stands for bf16 here: beside float64, it too has about half the digits."""
+    found = run_ranks(2, with_options)[0]
+    assert max(found[:2]) < 1e-10
+    assert all(1e-10 < far < 1e-5 for far in found[2:])
+
+
+def in_bf16(rank: int) -> list[float]:
+    join("gloo")
+    model, (optimizer_class, options) = build("transformer").float(), OPTIMIZERS["adamw"]
+    trained = changed_ways().by_hand(
+        FSDP, model, optimizer_class, {"dtype": torch.bfloat16}, **options
+    )
+    losses, gathered = [], trained.model.layers[0].whole().dtype
+    inputs, labels = batches("transformer")[0]
+    for _ in range(20):
+        train_steps(trained, [(inputs, labels)])
+        with torch.no_grad():
+            losses.append(loss_of(trained.model, inputs, labels, int((labels >= 0).sum())).item())
+    kept = {part.dtype for part in trained.model.parameters()}
+    dist.destroy_process_group()
+    assert (gathered, kept) == (torch.bfloat16, {torch.float32})
+    return losses
+
+
+def test_shard_fsdp_learns_with_parameters_gathered_in_bf16():
+    losses = run_ranks(2, in_bf16)[0]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def from_meta(rank: int) -> float:
+    join("gloo")
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = language.Transformer(8, layers=2)
+    trained = changed_ways().by_hand(FSDP, model, SGD, lr=0.1)
+    state, _ = collect(trained)
+    dist.destroy_process_group()
+    torch.manual_seed(0)
+    return farthest(state, language.Transformer(8, layers=2).state_dict()) if rank == 0 else 0.0
+
+
+def test_shard_a_model_made_layer_by_layer_has_the_weights_of_one_made_at_once():
+    assert run_ranks(2, from_meta)[0] == 0
+
+
+def looked_at_before_the_step(rank: int, changes: tuple) -> float:
+    """A loss is computed once more, and no backward follows: the last layer stays whole."""
+    join("gloo")
+    trained = changed_ways(changes).by_hand(FSDP, build("odd"), SGD, lr=0.1)
+    first, second, *_ = batches("odd")
+    train_steps(trained, [first])
+    trained.model(first[0])
+    train_steps(trained, [first])
+    trained.model(first[0])
+    trained.optimizer.step()  # the same gradients again
+    after = trained.model(second[0])
+    state, _ = collect(trained)
+    dist.destroy_process_group()
+    plain = build("odd")
+    if rank == 0:
+        plain.load_state_dict(state)
+    return float((plain(second[0]) - after).abs().max()) if rank == 0 else 0.0
+
+
+def test_shard_a_forward_without_backward_leaves_no_stale_weights():
+    assert run_ranks(2, looked_at_before_the_step, ())[0] < 1e-12
+    assert run_ranks(2, looked_at_before_the_step, (("fsdp.py", "layer.free()"),))[0] > 1e-3
+
+
+CONTROLS = {  # what is left out or made wrong: where it is used, and the change
+    "ZeRO-1: no all-gather": (
+        ZERO_1,
+        ("zero.py", "dist.all_gather_into_tensor(self.memory, ", "("),
+    ),
+    "ZeRO-1: the wrong slice": (
+        ZERO_1,
+        ("zero.py", "p.grad.reshape(-1)[part]", "p.grad.reshape(-1)[: part.stop - part.start]"),
+    ),
+    "ZeRO-2: own gradients only": (
+        ZERO_2,
+        ("shards.py", "-1).sum(dim=0)", "-1)[dist.get_rank()] * dist.get_world_size()"),
+    ),
+    "ZeRO-2: no division": (
+        ZERO_2,
+        ("zero.py", "message.wait() / bucket.world_size", "message.wait()"),
+    ),
+    "ZeRO-2: a local norm": (ZERO_2, ("shards.py", "dist.all_reduce(square)", "pass")),
+    "FSDP: no all-gather": (
+        FSDP,
+        (
+            "fsdp.py",
+            "dist.all_gather_into_tensor(self.flat, self.mine, async_op=True)",
+            "dist.all_reduce(self.mine * 0, async_op=True)",
+        ),
+    ),
+    "FSDP: the wrong slice": (
+        FSDP,
+        (
+            "shards.py",
+            "flat[self.rank * self.length :]",
+            "flat[(self.rank + 1) % 2 * self.length :]",
+        ),
+    ),
+    "FSDP: own gradients only": (
+        FSDP,
+        ("shards.py", "-1).sum(dim=0)", "-1)[dist.get_rank()] * dist.get_world_size()"),
+    ),
+    "FSDP: stale weights after the step": (FSDP, ("fsdp.py", "self.flat = None")),
+    "FSDP: no division": (FSDP, ("fsdp.py", ".div_(self.shards.world_size)", "")),
+    "FSDP: a local norm": (FSDP, ("shards.py", "dist.all_reduce(square)", "pass")),
+}
+
+
+def test_shard_weights_differ_if_a_mechanism_is_left_out():
+    """The controls of the claim above, on two ranks with SGD. Each changes the weights visibly."""
+    clipped = {what: 0.1 if "norm" in what else None for what in CONTROLS}
+    cases = [
+        ((way, "transformer", "sgd", 1, clipped[what]), False, (change,))
+        for what, (way, change) in CONTROLS.items()
+    ]
+    found = dict(zip(CONTROLS, run_ranks(2, all_distances, cases)[0], strict=True))
+    assert {what: far for what, far in found.items() if not far > 1e-3} == {}
+
+
+def test_shard_adamw_hides_a_missing_division():
+    """Its step does not depend on the scale of the gradient, except through epsilon."""
+    cases = [
+        ((way, "transformer", "adamw", 1, None), False, (CONTROLS[f"{name}: no division"][1],))
+        for name, way in (("ZeRO-2", ZERO_2), ("FSDP", FSDP))
+    ]
+    assert all(1e-10 < far < 1e-3 for far in run_ranks(2, all_distances, cases)[0])
+
+
+def resumed(rank: int, cases: list) -> list[tuple]:
+    """Two steps, from the start or from a saved state; returns the whole state_dicts."""
+    join("gloo")
+    ways, (optimizer_class, options), found = changed_ways(), OPTIMIZERS["adamw"], []
+    for way, library, state in cases:
+        how = ways.by_library if library else ways.by_hand
+        trained = how(way, build("transformer"), optimizer_class, **options)
+        contents = torch.load(io.BytesIO(state), weights_only=True) if state else ()
+        for part, content in zip(trained.whole, contents, strict=False):
+            part.load_state_dict(content)
+        half = slice(STEPS // 2, None) if state else slice(STEPS // 2)
+        train_steps(trained, batches("transformer")[half])
+        found.append(collect(trained))
+    dist.destroy_process_group()
+    return found
+
+
+def saved(state: tuple) -> bytes:
+    """As a file would hold it: a process takes only so many tensors as arguments."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+@cache
+def saved_on_two_ranks() -> dict[tuple, tuple]:
+    """After two of four steps, by hand and by the library."""
+    cases = [(way, library) for library in (False, True) for way in BY_HAND]
+    found = run_ranks(2, resumed, [(*case, None) for case in cases])[0]
+    return dict(zip(cases, found, strict=True))
+
+
+def resumed_alone(state: tuple) -> dict:
+    model, (optimizer_class, options) = build("transformer"), OPTIMIZERS["adamw"]
+    optimizer = optimizer_class(model.parameters(), **options)
+    model.load_state_dict(state[0])
+    optimizer.load_state_dict(copy.deepcopy(state[1]))  # torch would go on in the same tensors
+    for inputs, labels in batches("transformer")[STEPS // 2 :]:
+        optimizer.zero_grad()
+        loss_of(model, inputs, labels, int((labels >= 0).sum())).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def test_shard_a_run_saved_on_two_ranks_goes_on_on_three_and_in_a_plain_process():
+    expected = one_process("transformer", "adamw")
+    states = {way: state for (way, library), state in saved_on_two_ranks().items() if not library}
+    cases = [(way, False, saved(state)) for way, state in states.items()]
+    for state, (weights, _) in zip(states.values(), run_ranks(3, resumed, cases)[0], strict=True):
+        assert farthest(state[0], expected) > 1e-3, "the control: two steps are still to come"
+        assert farthest(weights, expected) < 1e-10
+        assert farthest(resumed_alone(state), expected) < 1e-10
+
+
+def test_shard_a_module_that_cannot_fill_its_weights_is_refused_on_the_meta_device():
+    fsdp = chapter("shard", "fsdp")
+    with torch.device("meta"):
+        attention = nn.Sequential(nn.MultiheadAttention(4, 2))  # it has only _reset_parameters
+        linear = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="in_proj_weight is on the meta device, and Multihead"):
+        fsdp.refuse(attention, dict(fsdp.layers_of(attention)))
+    fsdp.refuse(linear, dict(fsdp.layers_of(linear)))  # the control
+
+
+def test_shard_the_rate_of_a_resumed_run_is_that_of_its_own_flags():
+    """An optimizer that loads its state makes new groups, so they are asked for each time."""
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    old_groups = optimizer.param_groups
+    whole = chapter("shard", "whole").WholeOptimizer(nn.Linear(1, 1), optimizer)
+    whole.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    whole.param_groups[0]["lr"] = 0.5
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert old_groups[0]["lr"] == 0.1, "the control: they are others now"
+
+
+def test_shard_the_library_reaches_the_same_weights_and_shares_its_checkpoints():
+    """Saved by hand, resumed by PyTorch's classes, and the other way round."""
+    states = saved_on_two_ranks().items()
+    cases = [(way, not library, saved(state)) for (way, library), state in states]
+    for weights, _ in run_ranks(2, resumed, cases)[0]:
+        assert farthest(weights, one_process("transformer", "adamw")) < 1e-10
+
+
+measure, traffic = chapter("shard", "measure"), chapter("shard", "traffic")
+
+
+def small() -> nn.Module:
+    return measure.build(width=64, layers=4)
+
+
+def all_held(rank: int, cases: list) -> list[dict]:
+    join("gloo")
+    found = []
+    for way, changes in cases:
+        found.append(measure.count_held(changed_ways(changes).by_hand, way, small))
+    dist.destroy_process_group()
+    return found
+
+
+def unlike_the_paper(held: dict, way: str, ranks: int) -> set[str]:
+    """The kinds of which a rank holds more than 1 % more or less than the formula says."""
+    whole = sum(parameter.nbytes for parameter in small().parameters())
+    expected = measure.formula(way, ranks)
+    expected["alive"] = sum(expected.values())
+    return {
+        kind
+        for kind in expected
+        if abs(held[kind] / whole - expected[kind]) > 0.01 * expected[kind]
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_shard_each_rank_holds_what_the_paper_says_and_nothing_besides(ranks):
+    for held in run_ranks(ranks, all_held, [(way, ()) for way in measure.WAYS]):
+        for way, each in zip(measure.WAYS, held, strict=True):
+            assert unlike_the_paper(each, way, ranks) == set()
+
+
+IMPOSTORS = {  # what reaches the right weights, and holds more: the change, and where that shows
+    "no view is copied": (
+        FSDP,
+        ("fsdp.py", "self.shards.shard_of(flat).clone()", "self.shards.shard_of(flat)"),
+        {"parameters", "alive"},
+    ),
+    "whole gradients stay": (
+        ZERO_2,
+        ("zero.py", "parameter.grad = None  # the bucket has it now", "pass"),
+        {"gradients", "alive"},
+    ),
+    "a secret copy": (
+        ZERO_1,
+        (
+            "zero.py",
+            "self.parameters = parameters\n",
+            "self.parameters, self.secret = parameters, [p + 0 for p in parameters]\n",
+        ),
+        {"alive"},
+    ),
+}
+
+
+def test_shard_an_impostor_that_holds_more_is_found_though_its_weights_are_right():
+    cases = [(way, (change,)) for way, change, _ in IMPOSTORS.values()]
+    held = run_ranks(2, all_held, [("none", ()), *cases])[1]
+    for way, kind in zip(BY_HAND, measure.KINDS[::-1], strict=True):  # DDP under another name
+        assert {kind, "alive"} <= unlike_the_paper(held[0], way, 2)
+    for each, (way, _, kinds) in zip(held[1:], IMPOSTORS.values(), strict=True):
+        assert unlike_the_paper(each, way, 2) == kinds
+    trained = [((way, "transformer", "sgd", 1, None), False, changes) for way, changes in cases]
+    assert max(run_ranks(2, all_distances, trained)[0]) < 1e-10
+
+
+def all_sent(rank: int, cases: list) -> list[float]:
+    """In a network namespace that only these ranks are in. Its first process is rank 0."""
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]))  # opened in the old network
+    if rank == 0:
+        traffic.enter_private_network()
+        store.set("process", str(os.getpid()))
+    else:
+        traffic.enter_private_network(int(store.get("process")))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    found = []
+    for library, way, changes in cases:
+        ways = changed_ways(changes)
+        how = ways.by_library if library else ways.by_hand
+        found.append(measure.count_sent(how, way))
+    dist.destroy_process_group()
+    return found
+
+
+SENT = {  # by two ranks: multiples of the parameters' bytes
+    (False, "none"): 1.0,  # an all-reduce of the gradients
+    (False, ZERO_1): 1.5,  # and an all-gather of the parameters
+    (False, ZERO_2): 1.0,  # a reduce-scatter, an all-gather
+    (False, FSDP): 1.5,  # two all-gathers, a reduce-scatter
+    (True, FSDP): 2.0,  # gloo's reduce-scatter sends as much as an all-reduce
+}
+SAME_AS_GLOO = ("shards.py", 'dist.get_backend() == "gloo"', "False")
+
+
+@pytest.mark.skipif(not traffic.is_allowed(), reason="a network of its own needs root")
+def test_shard_each_rank_sends_what_the_paper_says():
+    """C41, counted by the kernel. ZeRO-2 with gloo's own reduce_scatter_tensor is the control."""
+    cases = [(*case, ()) for case in SENT] + [(False, ZERO_2, (SAME_AS_GLOO,))]
+    *found, control = run_ranks(2, all_sent, cases)[0]
+    assert found == [pytest.approx(expected, rel=0.02) for expected in SENT.values()]
+    assert control == pytest.approx(1.5, rel=0.02)
+
+
+ON_DIGITS = ("--dataset=digits", "--model=net-bn", "--optimizer=sgd", "--lr=0.02", "--epochs=2")
+ON_DIGITS += ("--batch-size=300", "--seed=7")
+
+
+def test_shard_train_repeats_stage_04_and_04_resumes_its_checkpoint():
+    """Saved after one epoch of two, resumed by stage 04's unchanged script and in other ways."""
+    flags = [flag for flag in ON_DIGITS if "optimizer" not in flag]
+    whole = train_once("04", 2, *flags)
+    part = train("shard", 2, *ON_DIGITS, f"--shard={ZERO_2}", "--epochs=1")
+    resume = f"--resume={part.folder / 'checkpoint.pt'}"
+    others = [("shard", ("--optimizer=sgd", f"--shard={way}")) for way in (ZERO_1, FSDP)]
+    for key, more in [("04", ()), *others]:
+        resumed = train(key, 2, *flags, *more, resume)
+        losses = torch.cat([part.losses, resumed.losses])
+        assert (losses - whole.losses).abs().max() < 1e-10
+        assert farthest(resumed.checkpoint["model"], whole.checkpoint["model"]) < 1e-10
+
+
+def test_shard_the_language_model_learns_and_its_loss_does_not_depend_on_the_ranks():
+    flags = ("--max-steps=8", "--width=16", "--layers=1", "--lr=0.01", "--batch-size=12")
+    two, three = (train("shard", ranks, *flags) for ranks in (2, 3))
+    assert (two.losses - three.losses).abs().max() < 1e-10
+    assert two.losses[-1] < 0.95 * two.losses[0]
+    assert farthest(two.checkpoint["model"], three.checkpoint["model"]) < 1e-10
+
+
+REFUSED = {
+    "--width=30": "--width 30 is no multiple of 4",
+    "--model=net": "--model net does not go with --dataset text",
+    "--shard=all": "invalid choice: 'all'",
+    "--clip-norm=0": "--clip-norm: got '0'",
+    "--batch-size=33": "--batch-size 33 does not divide by 2: try 34",
+}
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+def test_shard_a_wrong_call_ends_in_one_line(flag, tmp_path):
+    flags = ("--device=cpu", f"--run-dir={tmp_path}", flag)
+    for status, said in launch_ranks("beyond/shard/train.py", *flags):
+        [line] = said.splitlines()
+        assert (status, line[:7]) == (2, "error: ")
+        assert REFUSED[flag] in line
+
+
+class Tied(nn.Module):
+    """The usual tie of a language model, across two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.unused = nn.Embedding(5, 3), nn.Linear(3, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.head(self.embedding(x))
+
+
+def refusals(rank: int) -> list[str]:
+    join("gloo")
+    ways, said = changed_ways(), []
+    untied = Tied()
+    untied.head = nn.Linear(3, 5)
+    mixed = nn.Sequential(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 5).double()))
+    with torch.device("meta"):
+        unfilled = Odd()
+    said_of_meta = "is on the meta device, and tied or in no layer"
+    with pytest.raises(ValueError, match=said_of_meta):
+        ways.by_hand(FSDP, unfilled, SGD, lr=0.1)
+    cases = [(FSDP, Tied(), SGD), (ZERO_1, Tied(), torch.optim.Adafactor), (FSDP, mixed, SGD)]
+    for way, model, optimizer_class in [*cases, (FSDP, untied, SGD), (ZERO_2, Tied(), SGD)]:
+        try:
+            trained = ways.by_hand(way, model, optimizer_class, lr=0.1)
+            trained.model(torch.arange(5)).sum().backward()
+            trained.finish()
+        except ValueError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    dist.destroy_process_group()
+    return said
+
+
+def test_shard_what_cannot_be_divided_is_refused_in_one_line_on_every_rank():
+    ours, theirs = run_ranks(2, refusals)
+    assert ours == theirs
+    words = ("embedding.weight and head.weight are one", "Adafactor looks at whole parameters")
+    words += ("0 has parameters in torch.float32 and torch.float64: convert",)
+    words += ("gave no gradient to unused: freeze", "no gradient to 2 parameters, of shape (3,)")
+    for line, said in zip(words, ours, strict=True):
+        assert said.startswith("ShardingError: ")
+        assert line in said
+        assert "\n" not in said
+
+
+def within(*flags: str) -> dict[str, str]:
+    """How each way of training ends under a memory limit."""
+    [(status, said)] = command("beyond/shard/limit.py", *flags)
+    assert status == 0, said
+    return {line.split()[0]: line.split(maxsplit=1)[1] for line in said.splitlines()[2:]}
+
+
+def test_shard_four_ranks_that_cannot_train_with_ddp_can_with_fsdp():
+    """The page runs it on two. The control: with 100 MiB more, DDP trains, too."""
+    found = within("--ranks=4", "--limit-mib=120")
+    assert found["DDP"] == "ends: can't allocate memory"
+    assert found["FSDP"].startswith("trains: losses")
+    assert within("--limit-mib=265", "--ways=none")["DDP"].startswith("trains: losses")
+
+
+def test_shard_what_the_script_does_not_teach_is_stage_04s():
+    ours, theirs = ((FOLDERS[key] / "train.py").read_text() for key in ("shard", "04"))
+    assert "join_process_group" in functions(ours)
+    assert different_functions(ours, theirs) == {"train_epoch", "evaluate", "main"}
