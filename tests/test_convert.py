@@ -1,9 +1,15 @@
-"""convert/: eight steps lead from single.py to ddp.py, which computes what single.py computes."""
+"""convert/: small steps make DDP scripts that compute what the scripts for one GPU compute."""
 
+import json
+import os
 import re
+import runpy
+import shlex
 import shutil
-import subprocess
 import sys
+from contextlib import redirect_stdout
+from difflib import unified_diff
+from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
 
@@ -11,15 +17,17 @@ import pytest
 import torch
 from PIL import Image
 
-from repository_pages import ROOT, fences
-from support import FOLDERS, chapter, command, fresh_module, launch_ranks, run_ranks, scratch_folder
+from local_ranks import command, launch_ranks, run_ranks, scratch_folder
+from repository_pages import ROOT, fences, shell
+from support import FOLDERS, chapter, fresh_module
 
 CONVERT = ROOT / "beyond" / "convert"
+DETECTOR, EXAMPLES = CONVERT / "detector", CONVERT / "examples"
 SMALL = ("--image-size=64", "--batch-size=4", "--warmup=1", "--workers=0", "--device=cpu")
 
 
-def load(name: str, *changes: tuple[str, str]):
-    with patch.dict(FOLDERS, {"convert": CONVERT}):
+def load(name: str, *changes: tuple[str, str], folder: Path = DETECTOR):
+    with patch.dict(FOLDERS, {"convert": folder}):
         return fresh_module("convert", name, [(name, *change) for change in changes])
 
 
@@ -42,23 +50,81 @@ def launch(file: Path, *flags: str, ranks: int = 2) -> tuple:
     return tuple(zip(*ended, strict=True))
 
 
-def test_the_diffs_lead_from_single_to_ddp_and_are_short():
-    steps = load("steps.py")
-    texts, diffs = steps.scripts(), [path.read_text() for path in steps.STEPS]
-    readme = (CONVERT / "README.md").read_text()
+@pytest.mark.parametrize(("folder", "count", "lines"), [(CONVERT, 6, 80), (DETECTOR, 8, 220)])
+def test_the_diffs_lead_to_the_script_for_many_gpus_and_are_short(folder, count, lines):
+    steps = load("steps.py", folder=CONVERT)
+    texts = steps.scripts(folder)
+    diffs = [path.read_text() for path in steps.steps(folder)]
+    readme = (folder / "README.md").read_text()
     assert steps.fresh_diffs(texts) == diffs, "run: python beyond/convert/steps.py"
-    assert texts[-1] == (CONVERT / "ddp.py").read_text()
+    assert texts[-1] == (folder / steps.SCRIPTS[folder][1]).read_text()
     assert steps.show(readme, diffs) == readme
-    assert len(texts[0].splitlines()) <= 220
+    assert len(texts[0].splitlines()) <= lines
     changed = [sum(x[0] in "+-" for x in diff.splitlines()[2:]) for diff in diffs]
-    assert (len(changed), max(changed) <= 15) == (8, True)
-    with pytest.raises(ValueError, match="expected this text once"):  # the control: without step 3
-        steps.apply(diffs[6], texts[2])
+    assert (len(changed), max(changed) <= 15) == (count, True)
+    with pytest.raises(ValueError, match="expected this text once"):  # the control: out of order
+        steps.apply(diffs[-1], texts[1])
+
+
+def few_digits(folder: Path) -> None:
+    """The first digits of common/digits, where classifier.py looks for MNIST."""
+    raw = folder / "data" / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for file in (ROOT / "common" / "digits").glob("*-ubyte"):
+        count = 128 if file.name.startswith("train") else 33
+        header, each = (16, 64) if "images" in file.name else (8, 1)
+        data = file.read_bytes()
+        cut = data[:4] + count.to_bytes(4, "big") + data[8 : header + count * each]
+        (raw / file.name).write_bytes(cut)
+
+
+def proof(folder: Path, *arguments: str) -> dict[str, str]:
+    """The verdict of each row of prove's table, of a script mine.py."""
+    file = folder / "rows.json"
+    launch = ["torchrun", "--standalone", "--nproc-per-node=2", "mine.py"]
+    line = [sys.executable, "-m", "prove", "--batches=2", f"--json={file}", *arguments, *launch]
+    shell(shlex.join(line) + " || true", where=folder)
+    found = json.loads(file.read_text())
+    assert found["rows"], found["error"]
+    return {row["check"]: row["verdict"] for row in found["rows"]}
+
+
+def said_after_steps() -> list[dict[str, set[str]]]:
+    """What the page says that prove says, by verdict."""
+    lines = re.findall(r"^\*\*prove says:\*\* (.*)$", (CONVERT / "README.md").read_text(), re.M)
+    found = [re.findall(r"(right|WRONG|Warning): ([^.]*)\.", line) for line in lines]
+    return [{verdict: set(re.findall("`(.+?)`", x)) for verdict, x in each} for each in found]
+
+
+@pytest.mark.parametrize("step", range(1, 7))
+def test_after_each_step_prove_says_what_the_page_says(step, tmp_path):
+    few_digits(tmp_path)
+    (tmp_path / "mine.py").write_text(load("steps.py", folder=CONVERT).scripts()[step])
+    verdicts, said = proof(tmp_path), said_after_steps()[step - 1]
+    for verdict in ("WRONG", "warning"):
+        found = {check for check, each in verdicts.items() if each == verdict}
+        assert found == said.get(verdict.replace("w", "W", 1), set()), verdicts
+    assert {verdicts[check] for check in said["right"]} == {"right"}
+    if step > 1:  # the step did it
+        before = said_after_steps()[step - 2]
+        assert said["right"] & (before["WRONG"] | before["Warning"] | {"one rank"})
+
+
+def test_the_converted_classifier_is_its_original_and_twice_the_loss_is_not(tmp_path):
+    few_digits(tmp_path)
+    shutil.copy(CONVERT / "classifier.py", tmp_path)
+    original = f"--original={sys.executable} classifier.py"
+    source = (CONVERT / "classifier_ddp.py").read_text()
+    (tmp_path / "mine.py").write_text(source)
+    assert {*proof(tmp_path, original).values()} == {"right"}
+    (tmp_path / "mine.py").write_text(source.replace("* world_size / divisor", "/ divisor"))
+    verdicts = proof(tmp_path, original)
+    assert (verdicts["one rank"], verdicts["the original"]) == ("WRONG", "WRONG")
 
 
 @pytest.mark.parametrize("step", range(1, 9))
 def test_the_script_runs_after_each_step_and_shows_what_the_readme_says(step, tmp_path):
-    (tmp_path / "mine.py").write_text(load("steps.py").scripts()[step])
+    (tmp_path / "mine.py").write_text(load("steps.py", folder=CONVERT).scripts(DETECTOR)[step])
     status, output = launch(tmp_path / "mine.py", f"--data-dir={scenes()}", "--epochs=1")
     assert status == (0, 0), output
     assert ["rank 0 of 2" in output[0], "rank 1 of 2" in output[1]] == [True, True]
@@ -102,7 +168,7 @@ def test_c43_two_ranks_reach_the_weights_of_single_py_on_the_same_batches():
 
 
 def test_the_map_of_two_ranks_is_that_of_one_process_to_the_last_digit(tmp_path):
-    by_heart = (CONVERT / "single.py").read_text().replace("else loader", "else list(loader) * 20")
+    by_heart = (DETECTOR / "single.py").read_text().replace("else loader", "else list(loader) * 20")
     (tmp_path / "single.py").write_text(by_heart)
     flags = ("--batch-size=2", "--epochs=1", "--lr=0.2", "--eval-epochs", f"--run-dir={tmp_path}")
     assert launch(tmp_path / "single.py", f"--data-dir={scenes(4)}", *flags, ranks=0)[0] == (0,)
@@ -116,7 +182,7 @@ def test_the_map_of_two_ranks_is_that_of_one_process_to_the_last_digit(tmp_path)
 
 def test_images_without_boxes_other_sizes_and_a_rank_with_fewer_batches_do_not_hang():
     flags = (f"--data-dir={scenes(5, 1, 0.8)}", "--epochs=2", "--augment")
-    status, output = launch(CONVERT / "ddp.py", *flags)
+    status, output = launch(DETECTOR / "ddp.py", *flags)
     assert status == (0, 0), output
     assert re.search(r"epoch 2  loss \d", output[0])
 
@@ -136,55 +202,139 @@ def test_bad_input_ends_in_one_line_and_status_2(name, ranks, old, new, says):
     if old:
         shutil.copytree(scenes(), folder, dirs_exist_ok=True)
         (folder / file).write_text((folder / file).read_text().replace(old, new))
-    status, output = launch(CONVERT / name, f"--data-dir={folder}", ranks=ranks)
+    status, output = launch(DETECTOR / name, f"--data-dir={folder}", ranks=ranks)
     lines = [x for text in output for x in text.splitlines() if not x.startswith("rank ")]
     assert ({*status}, [x[:7] for x in lines]) == ({2}, ["error: "] * len(status)), output
     assert says in lines[0]
 
 
 @pytest.mark.skipif(not shutil.which("patch"), reason="no program `patch`")
-def test_the_commands_of_the_readme_lead_to_ddp_py(tmp_path):
-    shown, here = fences("bash", [CONVERT / "README.md"]), tmp_path / "convert"
+@pytest.mark.parametrize(
+    ("folder", "steps", "last"),
+    [(CONVERT, 6, CONVERT / "classifier_ddp.py"), (DETECTOR, 8, DETECTOR / "ddp.py")],
+)
+def test_the_commands_of_the_page_lead_to_the_script_for_many_gpus(folder, steps, last, tmp_path):
+    shown = fences("bash", [folder / "README.md"])
     first, *quick = [f"{x.text.strip()} {x.note[18:]}" for x in shown if "nothing" not in x.note]
-
-    def bash(*lines: str, where: Path = here) -> None:
-        subprocess.run(["bash", "-e", "-c", "\n".join(lines)], cwd=where, check=True)
-
-    bash(
-        "mkdir root",
-        "cd root",
-        f"ln -s {ROOT / 'beyond'} {ROOT / 'common'} .",
-        first,
-        where=tmp_path,
-    )
+    (tmp_path / "root").mkdir()
+    for name in ("beyond", "common"):
+        (tmp_path / "root" / name).symlink_to(ROOT / name)
+    here = tmp_path / folder.name
+    shell(first, where=tmp_path / "root")
     for line in quick:
         if line.startswith("python "):
             _, script, *flags = line.split()
             assert command(str(here / script), *flags, where=here)[0][0] == 0
         else:
-            bash(line)
-    patches = (f"patch -s mine.py steps/{number}.diff" for number in range(1, 9))
-    bash(*patches, f"cmp mine.py {CONVERT / 'ddp.py'}")
+            printed = shell(line, where=here)
+            if line.startswith("grep"):
+                assert all(word in printed for word in ("weight=", "dataset)", "break", "shuffle"))
+    patches = "; ".join(f"patch -s mine.py steps/{number}.diff" for number in range(1, steps + 1))
+    shell(f"{patches}; cmp mine.py {last}", where=here)
 
 
-def _gan(rank: int) -> dict[str, list[float]]:
+# In float64, with the same global batches and the same noise; SyncBatchNorm is stage 05's.
+EXAMPLE = {
+    "gan": (
+        ("if gpu else model", "if True else model"),
+        ("manual_seed(1 + rank)", "manual_seed(1)"),
+        ("torch.randn(len(real), 8, generator=noise)",
+         "torch.randn(len(real) * world_size, 8, generator=noise)[rank::world_size]"),
+        ("torch.randn(64 // world_size, 8, generator=noise)",
+         "torch.randn(64, 8, generator=noise)[rank::world_size]"),
+    ),
+    "language": (),
+    "contrastive": (),
+    "segmentation": (),
+}  # fmt: skip
+WRONG_LINES = [  # an example, a line, and what looks as good
+    ("gan", "error(ddp_critic(real), 1.0).backward()",
+     "both = ddp_critic(torch.cat([real, fake.detach()]))\n"
+     "        (error(both[:len(real)], 1.0) + error(both[len(real):], 0.0)).backward()"),
+    ("gan", "if True else model", "if False else model"),
+    ("language", "to_columns(text[:5000], COLUMNS)[:, mine]",
+     "to_columns(text[rank:5000:world_size], local_columns)"),
+    ("contrastive", "first, second = (torch.cat(all_gather(x)) for x in (first, second))",
+     "BATCH = len(first)"),
+    ("segmentation", "all_reduce(dice_sums(logits.softmax(dim=1)[:, 1], masks))",
+     "dice_sums(logits.softmax(dim=1)[:, 1], masks)"),
+    ("segmentation", "dist.all_reduce(labeled)", "labeled *= world_size"),
+]  # fmt: skip
+
+
+def _example(rank: int, name: str, *changes: tuple[str, str]) -> dict:
+    """The weights after the script has run, and what it has printed."""
+    os.chdir(scratch_folder())
+    source = (EXAMPLES / f"{name}.py").read_text()
+    for old, new in changes:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    torch.nn.SyncBatchNorm.convert_sync_batchnorm = chapter(
+        "05", "sync_batchnorm"
+    ).convert_sync_batchnorm
     torch.set_default_dtype(torch.float64)
-    torch.distributed.init_process_group("gloo")
-    return load("gan.py").measure()
+    Path("script.py").write_text(source)
+    with redirect_stdout(StringIO()) as printed:
+        names = runpy.run_path("script.py", run_name="__main__")
+    models = [names[key] for key in ("model", "generator", "critic") if key in names]
+    weights = [p.detach() for model in models for p in model.parameters()]
+    return {"weights": torch.cat([p.flatten() for p in weights]), "printed": printed.getvalue()}
 
 
-def test_a_gan_keeps_its_two_pairs_under_ddp_and_one_batch_is_another_training():
-    """The errors in one process and on two ranks; the control is BatchNorm of each rank alone."""
-    errors, same = run_ranks(2, _gan)
-    assert errors == same
-    assert max(errors["two pairs"]) < 1e-12
-    assert max(errors["two forwards, one backward"]) < 1e-12
-    assert min(errors["real and fake in one batch"]) > 0.5
-    assert errors["two pairs, BatchNorm not synchronized"][1] > 1e-3
+def original_of(name: str) -> dict:
+    order = ("shuffle=True", "sampler=S")
+    sampler = ("loader =", "S = torch.utils.data.DistributedSampler(train_set, 1, 0)\nloader =")
+    epoch = ("for epoch in range(3):\n", "for epoch in range(3):\n    S.set_epoch(epoch)\n")
+    source = (EXAMPLES / f"{name}.py").read_text()
+    changes = [order, epoch] if "shuffle=True" in source else []
+    if changes:
+        source_line = next(x for x in source.splitlines() if x.startswith("loader ="))
+        changes.insert(0, (source_line, sampler[1].replace("loader =", source_line)))
+    return run_ranks(1, _example, name, *changes)[0]
+
+
+@pytest.mark.parametrize("name", EXAMPLE)
+def test_an_example_trains_on_two_ranks_what_one_process_trains(name):
+    single = original_of(name)
+    first, second = run_ranks(2, _example, f"{name}_ddp", *EXAMPLE[name])
+    assert torch.equal(first["weights"], second["weights"])
+    assert (first["weights"] - single["weights"]).abs().max() < 1e-10
+    assert (single["printed"] != "", second["printed"]) == (True, ""), "only rank 0 prints"
+    if name in ("language", "segmentation"):  # these print an evaluation, which is exact
+        assert first["printed"] == single["printed"]
+    lines = [(EXAMPLES / f"{name}{end}.py").read_text().splitlines() for end in ("", "_ddp")]
+    changed = [x for x in unified_diff(*lines, lineterm="") if x[0] in "+-"][2:]
+    assert 15 <= len(changed) <= 40
+
+
+@pytest.mark.parametrize(("name", "old", "new"), WRONG_LINES)
+def test_with_one_line_that_looks_as_good_an_example_trains_something_else(name, old, new):
+    changes = [*EXAMPLE[name], (old, new)]
+    if "both" in new:
+        changes.append(("error(ddp_critic(fake.detach()), 0.0).backward()", "pass"))
+    found = run_ranks(2, _example, f"{name}_ddp", *changes)[0]["weights"]
+    assert (found - original_of(name)["weights"]).abs().max() > 1e-5
+
+
+def test_a_rate_that_only_rank_0_lowers_lets_the_ranks_train_apart():
+    worse = ("test_loss < best", "epoch != 1")
+    same = run_ranks(2, _example, "language_ddp", worse)
+    lowered = (
+        'optimizer.param_groups[0]["lr"] /= 4',
+        'optimizer.param_groups[0]["lr"] /= 4 - 3 * rank',
+    )
+    apart = run_ranks(2, _example, "language_ddp", worse, lowered)
+    assert torch.equal(same[0]["weights"], same[1]["weights"])
+    assert (apart[0]["weights"] - apart[1]["weights"]).abs().max() > 1e-2
+
+
+def test_the_page_shows_the_diffs_of_the_examples():
+    page = (CONVERT / "examples.md").read_text()
+    assert load("steps.py", folder=CONVERT).show_examples(page) == page, "run: python steps.py"
 
 
 def test_a_mean_over_samples_is_right_under_ddp_and_other_losses_are_not():
-    errors = load("losses.py").measure()
+    errors = load("losses.py", folder=CONVERT).measure()
     assert max(errors["mean over samples"]) < 1e-12
     assert errors["sum over samples"] == pytest.approx([1 / 2] * 12), "a factor of 1 / ranks"
     assert min(errors["contrastive"] + errors["Dice over the batch"]) > 0.01
@@ -192,7 +342,7 @@ def test_a_mean_over_samples_is_right_under_ddp_and_other_losses_are_not():
 
 def _gathered(rank: int, name: str) -> float:
     torch.distributed.init_process_group("gloo")
-    losses, rows = load("losses.py"), slice(16 * rank, 16 * rank + 16)
+    losses, rows = load("losses.py", folder=CONVERT), slice(16 * rank, 16 * rank + 16)
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 10).double()
     batch = torch.randn(32, 64, dtype=torch.float64)
@@ -210,7 +360,7 @@ def test_a_loss_of_all_ranks_outputs_is_right_whatever_it_is(name):
     assert max(run_ranks(2, _gathered, name)) < 1e-12
 
 
-@pytest.mark.parametrize("word", ["accelerate", "Shard", "critic", "spare"])
+@pytest.mark.parametrize("word", ["accelerate", "seeds", "Shard", "spare"])
 def test_each_snippet_runs_on_two_ranks(word, tmp_path):
     [code] = [f.text for f in fences("python", [CONVERT / "questions.md"]) if word in f.text]
     assert len(code.splitlines()) <= 15

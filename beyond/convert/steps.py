@@ -1,9 +1,10 @@
-"""Apply steps/1.diff, steps/2.diff, ... to single.py, and write all that follows.
+"""Apply steps/1.diff, steps/2.diff, ... to a script for one GPU, and write all that follows.
 
     python beyond/convert/steps.py
 
-writes ddp.py, the diffs with fresh line numbers, and the fences of README.md. To change a step,
-edit its diff; to change the script, edit single.py; then run this.
+does this for the classifier and for the detector. It writes the script for many GPUs, the diffs
+with fresh line numbers, and the fences of README.md and of examples.md. To change a step, edit its
+diff; to change a script, edit the one for one GPU; then run this.
 """
 
 import re
@@ -13,7 +14,14 @@ from itertools import pairwise
 from pathlib import Path
 
 HERE = Path(__file__).parent
-STEPS = sorted(HERE.glob("steps/*.diff"))
+SCRIPTS = {  # folder: the script for one GPU, and the one for many
+    HERE: ("classifier.py", "classifier_ddp.py"),
+    HERE / "detector": ("single.py", "ddp.py"),
+}
+
+
+def steps(folder: Path) -> list[Path]:
+    return sorted(folder.glob("steps/*.diff"))
 
 
 def hunks(diff: str) -> list[tuple[str, str]]:
@@ -36,10 +44,10 @@ def apply(diff: str, text: str) -> str:
     return text
 
 
-def scripts() -> list[str]:
-    """single.py, and what it is after each step."""
-    texts = [(HERE / "single.py").read_text()]
-    for step in STEPS:
+def scripts(folder: Path = HERE) -> list[str]:
+    """The script for one GPU, and what it is after each step."""
+    texts = [(folder / SCRIPTS[folder][0]).read_text()]
+    for step in steps(folder):
         texts.append(apply(step.read_text(), texts[-1]))
     return texts
 
@@ -60,12 +68,30 @@ def show(readme: str, diffs: list[str]) -> str:
     return readme
 
 
+def show_examples(page: str) -> str:
+    """examples.md, with the change of each example in the fence below <!-- example: NAME -->."""
+    for name in re.findall(r"<!-- example: (\w+) -->", page):
+        before, after = (
+            (HERE / "examples" / f"{name}{end}.py").read_text().splitlines(keepends=True)
+            for end in ("", "_ddp")
+        )
+        body = "".join(list(unified_diff(before, after, n=0))[2:])
+        body = re.sub(r"^@@.*\n", "@@\n", body, flags=re.M)
+        fence = re.compile(rf"(<!-- example: {name} -->\n```diff\n).*?(^```$)", re.M | re.S)
+        page = fence.sub(lambda match, body=body: match[1] + body + match[2], page)
+    return page
+
+
 if __name__ == "__main__":
     ArgumentParser(description=__doc__).parse_args()
-    texts = scripts()
-    diffs = fresh_diffs(texts)
-    for step, diff in zip(STEPS, diffs, strict=True):
-        step.write_text(diff)
-    (HERE / "ddp.py").write_text(texts[-1])
-    (HERE / "README.md").write_text(show((HERE / "README.md").read_text(), diffs))
-    print(f"wrote ddp.py, {len(diffs)} diffs and README.md")
+    for folder, (_, last) in SCRIPTS.items():
+        texts = scripts(folder)
+        diffs = fresh_diffs(texts)
+        for step, diff in zip(steps(folder), diffs, strict=True):
+            step.write_text(diff)
+        (folder / last).write_text(texts[-1])
+        page = folder / "README.md"
+        page.write_text(show(page.read_text(), diffs))
+        print(f"wrote {last}, {len(diffs)} diffs and {page.relative_to(HERE)}")
+    page = HERE / "examples.md"
+    page.write_text(show_examples(page.read_text()))

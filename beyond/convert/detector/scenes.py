@@ -1,6 +1,6 @@
 """Write a small data set in COCO's format: pictures with handwritten digits of several sizes.
 
-    python beyond/convert/scenes.py
+    python beyond/convert/detector/scenes.py
 
 The digits of common/digits are 8×8 pixels: see make.py there for their source. A scene holds up to
 seven of them, enlarged and colored, on a background of another color. The folder has COCO's layout:
