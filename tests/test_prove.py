@@ -1,62 +1,84 @@
 """prove/: it finds planted mistakes, is silent about scripts that are right, and harms nothing."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import prove
 import pytest
+from prove import table
 
-from support import ROOT, SECONDS, changed_source
+from local_ranks import ROOT, SECONDS
+from support import changed_source
 
 PLANTED = ROOT / "beyond" / "prove" / "planted"
 README = ROOT / "beyond" / "prove" / "README.md"
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
+CONVERT = ROOT / "beyond" / "convert"
+DETECTOR = CONVERT / "detector"
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2"]
-STAGES = {  # the scripts of this repository: folder, command, flags
-    "03": ("03_ddp_manual_allreduce", ["python"], ["--world-size=2", "--batch-size=24"]),
-    "04": ("04_ddp_torchrun", TORCHRUN, ["--batch-size=24"]),
-    "05": (
-        "05_amp_syncbn",
-        TORCHRUN,
-        ["--model=net-bn", "--amp=fp16"],
-    ),
-    "survive": ("beyond/survive", TORCHRUN, ["--model=net-bn", "--accumulate=2", "--no-sync-bn"]),
-}
+Run = Callable[..., subprocess.CompletedProcess]
+
+# Imports torch once, then becomes `python -m prove` again and again: one second each, not five.
+TEMPLATE = """
+import json, os, sys
+from prove.__main__ import main
+from prove.launch import preload
+preload()
+for line in sys.stdin:
+    folder, out, error, arguments = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os.chdir(folder)
+        for number, file in ((0, os.devnull), (1, out), (2, error)):
+            os.dup2(os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
+        sys.argv = ["prove", *arguments]
+        try:
+            status = main()
+        except SystemExit as exit:
+            status = exit.code
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """python -m prove, as a user types it."""
-    line = [sys.executable, "-m", "prove", *arguments]
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    env = os.environ | {"PATH": path}
-    return subprocess.run(
-        line, cwd=folder, env=env, capture_output=True, text=True, timeout=10 * SECONDS
-    )
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Iterator[Run]:
+    """run(folder, *arguments): python -m prove, as a user types it in a folder."""
+    line, texts = [sys.executable, "-c", TEMPLATE], tmp_path_factory.mktemp("prove")
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(line, stdin=pipe, stdout=pipe, text=True, env=env) as template:
+
+        def ask(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+            out, error = texts / "out.txt", texts / "error.txt"
+            request = [str(folder), str(out), str(error), arguments]
+            template.stdin.write(json.dumps(request) + "\n")
+            template.stdin.flush()
+            status = int(template.stdout.readline())
+            return subprocess.CompletedProcess(
+                arguments, status, out.read_text(), error.read_text()
+            )
+
+        yield ask
+        template.stdin.close()
 
 
-def check_stage(key: str, folder: Path, *changes: tuple[str, ...]) -> prove.Result:
-    stage, launcher, flags = STAGES[key]
-    script = ROOT / stage / "train.py"
-    if changes:
-        script.with_name("prove_changed.py").write_text(changed_source(key, "train.py", changes))
-        script = script.with_name("prove_changed.py")
-    launcher = [sys.executable] if launcher == ["python"] else launcher
-    try:
-        data = f"--data-dir={ROOT / 'data'}"
-        command = [*launcher, str(script), *flags, data, "--epochs=3", f"--run-dir={folder}"]
-        return prove.check(command)
-    finally:
-        if changes:
-            script.unlink()
+def verdict(ended: subprocess.CompletedProcess, check: str) -> str:
+    found = re.search(rf"^(right|WRONG|warning|not seen) +{check}(  |$)", ended.stdout, re.M)
+    return found[1] if found else f"no row: {ended.stdout}{ended.stderr}"
 
 
-def verdict(result: prove.Result, check: str) -> str:
-    return next((row.verdict for row in result.rows if row.check == check), "no row")
+def wrong(ended: subprocess.CompletedProcess) -> set[str]:
+    return set(re.findall(r"^WRONG +([a-z _]+?)(?:  .*)?$", ended.stdout, re.M))
 
 
 def planted(name: str, *changes: tuple[str, str]) -> str:
@@ -76,12 +98,33 @@ def test_it_finds_the_planted_mistakes_and_calls_nothing_wrong_that_is_right():
     assert (right >= 12, false) == (True, 0), ended.stdout
 
 
+STAGES = {  # the scripts of this repository: folder, how it is started, flags
+    "03": ("03_ddp_manual_allreduce", [sys.executable], ["--world-size=2", "--batch-size=24"]),
+    "04": ("04_ddp_torchrun", TORCHRUN, ["--batch-size=24"]),
+    "05": ("05_amp_syncbn", TORCHRUN, ["--model=net-bn", "--amp=fp16"]),
+    "survive": (
+        "beyond/survive",
+        TORCHRUN,
+        ["--model=net-bn", "--accumulate=2", "--clip-norm=1", "--amp=fp16", "--batch-size=24"],
+    ),
+}
+
+
+def stage(
+    run: Run, key: str, folder: Path, script: str = "train.py"
+) -> subprocess.CompletedProcess:
+    where, launcher, flags = STAGES[key]
+    common = [f"--data-dir={ROOT / 'data'}", "--epochs=3", f"--run-dir={folder}"]
+    return run(ROOT, *launcher, f"{where}/{script}", *flags, *common)
+
+
 @pytest.mark.parametrize("key", STAGES)
-def test_a_script_of_this_repository_is_right(key, tmp_path):
-    result = check_stage(key, tmp_path / "run")
-    assert result.wrong == []
-    assert verdict(result, "one rank") == "right", result.rows
-    assert verdict(result, "evaluation") == "right"
+def test_a_script_of_this_repository_is_right(key, run, tmp_path):
+    ended = stage(run, key, tmp_path / "run")
+    assert wrong(ended) == set()
+    assert verdict(ended, "one rank") == "right"
+    assert verdict(ended, "samples") == "right"
+    assert verdict(ended, "evaluation") == "right"
     assert not (tmp_path / "run").exists(), "what the runs have written is removed"
 
 
@@ -92,17 +135,25 @@ def test_a_script_of_this_repository_is_right(key, tmp_path):
         ("04", "sampler.set_epoch(epoch)", "order of an epoch"),
     ],
 )
-def test_without_a_line_of_a_script_it_is_wrong(key, line, check, tmp_path):
-    assert verdict(check_stage(key, tmp_path / "run", ("train.py", line)), check) == "WRONG"
+def test_without_a_line_of_a_script_it_is_wrong(key, line, check, run, tmp_path):
+    script = ROOT / STAGES[key][0] / "prove_changed.py"
+    script.write_text(changed_source(key, "train.py", (("train.py", line),)))
+    try:
+        assert verdict(stage(run, key, tmp_path / "run", script.name), check) == "WRONG"
+    finally:
+        script.unlink()
 
 
 GPU_SCRIPT = """
 import os, torch, torch.distributed as dist
 from torch import nn
+import common
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 dist.init_process_group("nccl")
 gpu = int(os.environ["LOCAL_RANK"])
-torch.cuda.set_device(gpu)
+device = torch.device("cuda", gpu)
+torch.cuda.set_device(device)
+begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 2))
 model = nn.SyncBatchNorm.convert_sync_batchnorm(model.cuda(gpu))
@@ -113,16 +164,19 @@ optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
 for epoch in range(3):
     sampler.set_epoch(epoch)
     for x, y in DataLoader(data, 5, sampler=sampler, pin_memory=True):
-        x, y = x.to(gpu, non_blocking=True), y.cuda()
+        begin.record()
+        x, y = x.to(device, non_blocking=True), y.cuda()
         optimizer.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
             loss = nn.functional.cross_entropy(ddp(x), y, reduction="mean")
         loss.backward()
         optimizer.step()
+        end.record()
+    print(begin.elapsed_time(end), "ms for the last step")
 """
 
 
-def test_a_script_for_gpus_is_judged_on_cpus(tmp_path):
+def test_a_script_for_gpus_is_judged_on_cpus(run, tmp_path):
     for reduction, expected in (("mean", "right"), ("sum", "WRONG")):
         source = GPU_SCRIPT.replace('"mean"', f'"{reduction}"')
         # A batch of five samples per rank: so the sum is wrong only if the batch is a global one.
@@ -130,8 +184,9 @@ def test_a_script_for_gpus_is_judged_on_cpus(tmp_path):
             "DataLoader(data, 5,", "DataLoader(data, 10 // dist.get_world_size(),"
         )
         (tmp_path / "train.py").write_text(source)
+        (tmp_path / "common.py").write_text("")  # a name that our SyncBatchNorm imports, too
         ended = run(tmp_path, "--cpu", *TORCHRUN, "train.py")
-        assert re.search(rf"^{expected} +one rank", ended.stdout, re.M), ended.stdout + ended.stderr
+        assert verdict(ended, "one rank") == expected
         assert ended.returncode == (expected == "WRONG")
     ended = run(tmp_path, *TORCHRUN, "train.py")  # the control: without --cpu
     assert (ended.returncode, ended.stdout) == (2, "")
@@ -152,18 +207,18 @@ SINGLE = [
 ]
 
 
-def test_the_original_shows_what_the_conversion_changed(tmp_path):
+def test_the_original_shows_what_the_conversion_changed(run, tmp_path):
     (tmp_path / "single.py").write_text(planted("plain", *SINGLE))
     original = f"--original={sys.executable} single.py"
     for change, expected in (((), "right"), ((("F.cross_entropy(ddp(points), labels)",
                              "2 * F.cross_entropy(ddp(points), labels)"),), "WRONG")):  # fmt: skip
         (tmp_path / "train.py").write_text(planted("plain", *change))
         ended = run(tmp_path, original, *TORCHRUN, "train.py")
-        assert re.search(rf"^{expected} +the original", ended.stdout, re.M), ended.stdout
-        assert re.search(r"^right +one rank", ended.stdout, re.M), "with itself it agrees"
+        assert verdict(ended, "the original") == expected
+        assert verdict(ended, "one rank") == "right", "with itself it agrees"
 
 
-def test_a_script_without_a_loader_is_replayed_from_what_goes_into_its_model(tmp_path):
+def test_a_script_without_a_loader_is_replayed_from_what_goes_into_its_model(run, tmp_path):
     source = """
 import torch, torch.distributed as dist
 from torch import nn
@@ -185,12 +240,37 @@ for step in range(100):
     optimizer.step()
 """
     (tmp_path / "train.py").write_text(source)
-    result = run(tmp_path, *TORCHRUN, "train.py")
-    assert re.search(r"^right +one rank", result.stdout, re.M), result.stdout + result.stderr
-    assert re.search(r"^right +samples", result.stdout, re.M), result.stdout
+    ended = run(tmp_path, *TORCHRUN, "train.py")
+    assert (verdict(ended, "one rank"), verdict(ended, "samples")) == ("right", "right")
     (tmp_path / "train.py").write_text(source.replace("dist.get_rank()", "0"))
-    result = run(tmp_path, *TORCHRUN, "train.py")
-    assert re.search(r"^WRONG +samples", result.stdout, re.M), "the control: the same on all ranks"
+    ended = run(tmp_path, *TORCHRUN, "train.py")
+    assert verdict(ended, "samples") == "WRONG", "the control: the same on all ranks"
+
+
+ATTENTION = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = torch.randn(32, 5, 8)
+ddp = nn.parallel.DistributedDataParallel(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True))
+optimizer, sampler = torch.optim.SGD(ddp.parameters(), 0.1), DistributedSampler(data)
+torch.manual_seed(dist.get_rank())
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for x in DataLoader(data, 4, sampler=sampler):
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        optimizer.step()
+"""
+
+
+def test_attention_with_dropout_is_replayed(run, tmp_path):
+    """nn.MultiheadAttention passes all arguments of the attention by their places."""
+    (tmp_path / "train.py").write_text(ATTENTION)
+    ended = run(tmp_path, *TORCHRUN, "train.py")
+    assert verdict(ended, "one rank") == "right"
 
 
 HARMLESS = """        if rank == 0:
@@ -205,7 +285,7 @@ HARMLESS = """        if rank == 0:
 """
 
 
-def test_files_are_put_back_and_no_process_is_left(tmp_path):
+def test_files_are_put_back_and_no_process_is_left(run, tmp_path):
     (tmp_path / "old").mkdir()
     for name in ("old/kept.txt", "log.txt", "a.txt"):
         (tmp_path / name).write_text(name)
@@ -295,7 +375,7 @@ def test_random_numbers_of_the_script_are_those_of_an_unobserved_run(tmp_path):
         ("import torch.distributed as d; d.init_process_group('gloo')", "no optimizer step"),
     ],
 )
-def test_if_nothing_can_be_judged_one_line_says_why(source, message, tmp_path):
+def test_if_nothing_can_be_judged_one_line_says_why(source, message, run, tmp_path):
     if source:
         (tmp_path / "train.py").write_text(source)
     ended = run(tmp_path, *TORCHRUN, "train.py")
@@ -303,11 +383,19 @@ def test_if_nothing_can_be_judged_one_line_says_why(source, message, tmp_path):
     assert (ended.returncode, ended.stdout) == (2, "")
     assert last.startswith("error: ")
     assert message in last
-    with pytest.raises(prove.NotJudgedError, match=message):
-        prove.check([*TORCHRUN, str(tmp_path / "train.py")])
 
 
-def test_the_page_shows_what_prove_prints(tmp_path):
+def test_a_project_keeps_its_script_right_with_a_test(tmp_path):
+    command = [*TORCHRUN, str(tmp_path / "train.py")]
+    with pytest.raises(prove.NotJudgedError, match="no such script"):
+        prove.check(command)
+    (tmp_path / "train.py").write_text(planted("plain"))
+    assert prove.check(command).wrong == []
+    (tmp_path / "train.py").write_text(planted("plain", ("ddp(points)", "ddp.module(points)")))
+    assert "forward through DDP" in {row.check for row in prove.check(command).wrong}
+
+
+def test_the_page_shows_what_prove_prints(run, tmp_path):
     page = README.read_text()
     commands, wrong, right = re.findall(r"```(?:bash|text)\n(.*?)```", page, re.S)[1:4]
     copy = commands.splitlines()[:-1]
@@ -324,34 +412,32 @@ def test_the_page_shows_what_prove_prints(tmp_path):
     ]
 
 
-CONVERT = ROOT / "beyond" / "convert"
-
-
-@pytest.mark.parametrize(("step", "wrong"), [(4, {"files", "weights"}), (8, set())])
-def test_after_a_step_of_convert_it_says_what_is_still_missing(step, wrong, tmp_path):
+@pytest.mark.parametrize(("step", "missing"), [(4, {"files", "weights"}), (8, set())])
+def test_after_a_step_of_convert_it_says_what_is_still_missing(step, missing, run, tmp_path):
     env = os.environ | {"PYTHONPATH": str(CONVERT)}
-    make = [sys.executable, str(CONVERT / "scenes.py"), "--train=16", "--val=4", "--size=64"]
+    make = [sys.executable, str(DETECTOR / "scenes.py"), "--train=16", "--val=4", "--size=64"]
     (tmp_path / "data").mkdir()
     (tmp_path / "common").mkdir()
     (tmp_path / "common" / "digits").symlink_to(ROOT / "common" / "digits")
     for name in ("scenes.py", "normalizer.py"):
-        (tmp_path / name).write_text((CONVERT / name).read_text())
+        (tmp_path / name).write_text((DETECTOR / name).read_text())
     make[1] = "scenes.py"
     subprocess.run(make, cwd=tmp_path, check=True, capture_output=True)
-    text = f"import steps; print(steps.scripts()[{step}], end='')"
+    text = "import steps; folder = steps.HERE / 'detector'; "
+    text += f"print(steps.scripts(folder)[{step}], end='')"
     script = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True)
     (tmp_path / "mine.py").write_text(script.stdout)
     small = ["--image-size=64", "--batch-size=4", "--warmup=1", "--workers=0", "--device=cpu"]
     ended = run(tmp_path, "--batches=2", *TORCHRUN, "mine.py", *small, "--epochs=1")
-    found = set(re.findall(r"^WRONG +([a-z ]+?)(?:  .*)?$", ended.stdout, re.M))
-    assert wrong <= found, ended.stdout + ended.stderr
-    assert bool(found) == bool(wrong), ended.stdout
-    assert bool(re.search(r"^right +one rank", ended.stdout, re.M)) == (step == 8)
+    found = wrong(ended)
+    assert missing <= found, ended.stdout + ended.stderr
+    assert bool(found) == bool(missing), ended.stdout
+    assert (verdict(ended, "one rank") == "right") == (step == 8)
 
 
 def test_every_cure_links_to_a_heading_that_exists():
-    code = "".join(path.read_text() for path in README.parent.glob("judge_*.py"))
-    links = set(re.findall(r'^[A-Z]+ = "([a-z0-9-]+-[a-z0-9-]+)"$', code, re.M))
+    constants = {name: value for name, value in vars(table).items() if name.isupper()}
+    links = {value for value in constants.values() if isinstance(value, str) and "-" in value}
     titles = re.findall(r"^#+ (.*)$", TROUBLESHOOTING.read_text(), re.M)
     anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
     assert len(links) >= 8

@@ -10,30 +10,21 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-
-@dataclass
-class Finding:
-    """A row of the table; its verdict is "right", "WRONG", "warning" or "not seen"."""
-
-    verdict: str
-    check: str
-    evidence: str
-    cure: str = ""
-    link: str = ""
+from prove.table import WRONG, Row
 
 
 @dataclass
 class Result:
     """The whole table."""
 
-    rows: list[Finding]
+    rows: list[Row]
 
-    def having(self, verdict: str) -> list[Finding]:
+    def having(self, verdict: str) -> list[Row]:
         return [row for row in self.rows if row.verdict == verdict]
 
     @property
-    def wrong(self) -> list[Finding]:
-        return self.having("WRONG")
+    def wrong(self) -> list[Row]:
+        return self.having(WRONG)
 
 
 class NotJudgedError(Exception):
@@ -46,7 +37,7 @@ def check(command: list[str], *options: str) -> Result:
     Raises NotJudgedError if the script cannot be found, fails by itself, or trains nothing.
     """
     with tempfile.TemporaryDirectory(prefix="prove-") as folder:
-        file = Path(folder) / "rows.json"
+        file = Path(folder, "rows.json")
         line = [sys.executable, "-m", "prove", f"--json={file}", *options, *command]
         ended = subprocess.run(line, capture_output=True, text=True)
         if not file.exists():
@@ -54,4 +45,4 @@ def check(command: list[str], *options: str) -> Result:
         found = json.loads(file.read_text())
     if found["error"]:
         raise NotJudgedError(found["error"])
-    return Result([Finding(**row) for row in found["rows"]])
+    return Result([Row(**row) for row in found["rows"]])

@@ -15,14 +15,23 @@ from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from prove import launch
-from prove.judge_data import data_rows, rows_are_split, same_contents
-from prove.judge_model import SMALL_BATCH, model_rows
-from prove.judge_replay import RANDOM, Replay, batchnorm, gradient_of, no_replay, printed, schedule
+from prove import NotJudgedError, launch
+from prove.judge_data import data_rows, load_samples, rows_are_split, same_contents
+from prove.judge_model import model_rows
+from prove.judge_replay import (
+    RANDOM,
+    SMALL_BATCH,
+    Replay,
+    batchnorm,
+    gradient_rows,
+    no_replay,
+    printed,
+    schedule,
+    smallest_batchnorm,
+)
 from prove.judge_run import error_of, run_rows
-from prove.table import NOT_SEEN, WARNING, WRONG, Row, table
+from prove.table import NOT_SEEN, RIGHT, WARNING, WRONG, Row, not_seen, table
 from prove.watch_world import restore
 
 ONE_RANK = "one rank"
@@ -32,13 +41,9 @@ NUMBER_OF_RANKS = (
     r"(--devices[= ])\d+",
     r"(--world[-_]size[= ])\d+",
 )
-NARROW = (
+REFUSES_FLOAT64 = (
     r"(same dtype|must have|[Ff]ound dtype|not implemented for|[Ee]xpected)[^\n]*(ouble|[Ff]loat)"
 )
-
-
-class NotJudgedError(Exception):
-    """Nothing could be judged, and this one line says why."""
 
 
 def parse_args(arguments: list[str] | None = None) -> Namespace:
@@ -60,16 +65,16 @@ def parse_args(arguments: list[str] | None = None) -> Namespace:
     return args
 
 
-def one_rank(command: list[str], alone: str | None, cpu: bool) -> list[str] | None:
+def one_rank(args: Namespace) -> list[str] | None:
     """The command that starts one rank: the same, with a 1 for the number of ranks."""
-    if alone:
-        return shlex.split(alone)
+    if args.alone:
+        return shlex.split(args.alone)
     for pattern in NUMBER_OF_RANKS:
-        text, count = re.subn(pattern, r"\g<1>1", shlex.join(command))
+        text, count = re.subn(pattern, r"\g<1>1", shlex.join(args.command))
         if count:
             return shlex.split(text)
-    if cpu and not launch.plain_torchrun(command):
-        return command  # it will see one GPU
+    if args.cpu and not launch.as_torchrun(args.command):
+        return list(args.command)  # it will see one GPU
     return None
 
 
@@ -79,9 +84,12 @@ class Prover:
     def __init__(self, args: Namespace, folder: str, say: Callable[[str], None]) -> None:
         self.args, self.folder, self.say = args, folder, say
         self.double = not args.float32
-        self.ranks, self.gpus, self.shared_batches = 2, 2, False
-        if found := launch.plain_torchrun(args.command):
-            self.ranks = self.gpus = found[0]
+        torchrun = launch.as_torchrun(args.command)
+        self.ranks = self.gpus = torchrun.ranks if torchrun else 2
+        self.shared_batches = False
+        self.observed: launch.Outcome
+        if torchrun and not Path(torchrun.script[0]).is_file():
+            raise NotJudgedError(f"{torchrun.script[0]}: no such script")
 
     def run(self, mode: str, command: list[str]) -> launch.Outcome:
         self.say(f"{mode}: {shlex.join(command)}")
@@ -97,107 +105,95 @@ class Prover:
         finally:
             restore(Path(self.folder))
 
-    def observe(self) -> launch.Outcome:
-        command = self.args.command
-        found = launch.plain_torchrun(command)
-        if found and not Path(command[found[1]]).is_file():
-            raise NotJudgedError(f"{command[found[1]]}: no such script")
-        outcome = self.run("observe", command)
-        if self.double and outcome.status and re.search(NARROW, outcome.log):
+    def replay(self, mode: str, command: list[str]) -> Replay:
+        return Replay(self.observed, self.run(mode, command), self.folder, mode)
+
+    def observe(self) -> None:
+        outcome = self.run("observe", self.args.command)
+        if self.double and outcome.status and re.search(REFUSES_FLOAT64, outcome.log):
             self.say("it does not run in float64: again in float32")
             self.double = False
             for file in Path(self.folder).glob("observe.*"):
                 file.unlink()
-            outcome = self.run("observe", command)
-        self.check(outcome)
-        self.ranks = len(outcome.ranks)
-        return outcome
+            outcome = self.run("observe", self.args.command)
+        load_samples(outcome.ranks)
+        self.observed, self.ranks = outcome, len(outcome.ranks)
 
-    def check(self, outcome: launch.Outcome) -> None:
-        """Was there anything to judge?"""
-        ranks = outcome.ranks
+    def check_that_something_was_seen(self) -> None:
+        outcome, ranks = self.observed, self.observed.ranks
         if outcome.silent:
             raise NotJudgedError(f"no progress for {self.args.timeout:g} s: try a larger --timeout")
         if not ranks and not outcome.status and "Traceback" not in outcome.log:
             raise NotJudgedError("the script made no process group: is it started by torchrun?")
-        failed = outcome.status or not ranks or any(rank["ended"] == "error" for rank in ranks)
-        if failed and not outcome.hang:
+        if outcome.hang:
+            return
+        if outcome.status or not ranks or any(rank["ended"] == "error" for rank in ranks):
             rows = run_rows(outcome) + data_rows(ranks)
             if not any(row.verdict == WRONG for row in rows):
                 raise NotJudgedError(f"the script fails by itself: {error_of(outcome)}")
-        elif not outcome.hang and not any(rank["steps"] for rank in ranks):
+        elif not any(rank["steps"] for rank in ranks):
             raise NotJudgedError("no optimizer step was made")
 
-    def replay(self, mode: str, command: list[str], observed: launch.Outcome) -> Replay:
-        return Replay(observed, self.run(mode, command), self.folder, mode)
-
     def judge(self) -> list[Row]:
-        observed = self.observe()
-        ranks = observed.ranks
+        self.observe()
+        self.check_that_something_was_seen()
+        observed, ranks = self.observed, self.observed.ranks
         rows = run_rows(observed)
         if any(rank["world"] > len(ranks) for rank in ranks):
-            return [
-                *rows,
-                Row(NOT_SEEN, "ranks", f"{len(ranks)} of {ranks[0]['world']} wrote records"),
-            ]
+            text = f"{len(ranks)} of {ranks[0]['world']} wrote records"
+            return [*rows, not_seen("ranks", text)]
         rows += data_rows(ranks)
-        if not all(rank["ended"] in ("epochs", "script") for rank in ranks):
+        if not all(rank["ended"] in launch.ENDED_WELL for rank in ranks):
             text = "hangs" if observed.hang else f"ends with an error: {error_of(observed)}"
-            return [*rows, Row(NOT_SEEN, ONE_RANK, f"no replay of a run that {text}")]
+            return [*rows, not_seen(ONE_RANK, f"no replay of a run that {text}")]
         rows += model_rows(ranks)
-        if len(ranks) > 1:
-            rows += self.replayed(observed, rows)
+        if len(ranks) == 1:
+            rows.append(not_seen(ONE_RANK, "it is the only one: start two to compare"))
+        else:
+            rows += self.replayed(rows)
+        if any(row.check == ONE_RANK and row.verdict == RIGHT for row in rows):
+            # Whatever changed the gradients before the step was no mistake.
+            rows = [r for r in rows if (r.check, r.verdict) != ("averaged gradients", NOT_SEEN)]
         if self.args.original:
-            rows += self.compared_with_original(observed)
+            replay = self.replay("original", shlex.split(self.args.original))
+            check = "the original"
+            rows += gradient_rows(replay, check) if replay.stepped else [no_replay(replay, check)]
         return rows
 
-    def replayed(self, observed: launch.Outcome, rows: list[Row]) -> list[Row]:
-        command = one_rank(self.args.command, self.args.alone, self.args.cpu)
+    def replayed(self, rows: list[Row]) -> list[Row]:
+        """What one rank computes from the batches of all; rows: what is known without it."""
+        command, ranks = one_rank(self.args), self.observed.ranks
         if command is None:
-            return [Row(NOT_SEEN, ONE_RANK, "say how one rank is started: --alone 'COMMAND'")]
-        self.shared_batches = rows_are_split(observed.ranks)
-        if self.shared_batches and not same_contents(observed.ranks):
+            return [not_seen(ONE_RANK, "say how one rank is started: --alone 'COMMAND'")]
+        self.shared_batches = rows_are_split(ranks)
+        if self.shared_batches and not same_contents(ranks):
             text = "each rank takes its rows of a batch that all load, with other random numbers"
-            return [Row(NOT_SEEN, ONE_RANK, text)]
+            return [not_seen(ONE_RANK, text)]
         gpus, self.gpus = self.gpus, 1
-        replay = self.replay("replay", command, observed)
+        replay = self.replay("replay", command)
         if self.args.cpu and replay.one is None:  # some scripts refuse to run on one GPU
             self.gpus = gpus
-            replay = self.replay("replay", command, observed)
+            replay = self.replay("replay", command)
         if replay.takes_more_batches():
-            replay = self.replay("sequence", command, observed)
+            replay = self.replay("sequence", command)
         if not replay.stepped:
             return [no_replay(replay, ONE_RANK)]
-        effects = ("weights", "averaged gradients", "forward through DDP")
+
+        effects = ("weights", "averaged gradients", "zero_grad", "forward through DDP")
         explained = any(row.verdict == WRONG and row.check in effects for row in rows)
         explained |= any(row.verdict == WARNING and row.check == "weights" for row in rows)
-        found = gradient_of(replay, ONE_RANK, explained, None)
+        found = gradient_rows(replay, ONE_RANK, explained)
         undecided = replay.mode == "replay" and any(RANDOM in row.evidence for row in found)
-        if undecided and replay.equals(self.replay("again", command, observed)):
-            observed.ranks[0]["random_in_step"] = 0  # drawn, but without an effect
-            found = gradient_of(replay, ONE_RANK, explained, None)
+        if undecided and replay.equals(self.replay("again", command)):
+            replay.first["random_in_step"] = 0  # drawn, but without an effect
+            found = gradient_rows(replay, ONE_RANK, explained)
         if any(row.verdict == WRONG and "1/" in row.evidence for row in found):
-            sequence = self.replay("sequence", command, observed)
-            found = gradient_of(replay, ONE_RANK, explained, sequence)
-        agrees = all(row.verdict == "right" for row in found)
-        whole = None
-        least = [n for _, n in observed.ranks[0]["batchnorm"].values()]
-        if least and min(least) < SMALL_BATCH:
-            whole = self.replay("whole", command, observed)
-        if agrees:  # then any factor before it was made up for
-            doubts = (WARNING, NOT_SEEN)
-            rows[:] = [
-                r for r in rows if r.check != "averaged gradients" or r.verdict not in doubts
-            ]
+            found = gradient_rows(replay, ONE_RANK, explained, self.replay("sequence", command))
+        if all(row.verdict == RIGHT for row in found):
             found += printed(replay)
+        small = 0 < smallest_batchnorm(replay.first) < SMALL_BATCH
+        whole = self.replay("whole", command) if small else None
         return found + schedule(replay) + batchnorm(replay, whole)
-
-    def compared_with_original(self, observed: launch.Outcome) -> list[Row]:
-        check = "the original"
-        replay = self.replay("original", shlex.split(self.args.original), observed)
-        if not replay.stepped:
-            return [no_replay(replay, check)]
-        return gradient_of(replay, check, False, None)
 
 
 def prove(args: Namespace, say: Callable[[str], None]) -> tuple[list[Row], str]:
@@ -217,7 +213,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all is put back
     rows, error = prove(args, lambda text: print(text, file=sys.stderr, flush=True))
     if args.json:
-        result: dict[str, Any] = {"rows": [asdict(row) for row in rows], "error": error}
+        result = {"rows": [asdict(row) for row in rows], "error": error}
         args.json.write_text(json.dumps(result, indent=1))
     if error:
         print(f"error: {error}", file=sys.stderr)

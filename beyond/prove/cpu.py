@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,28 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
+from prove.record import wrap
+
 CPU = torch.device("cpu")
-SYNC_BATCHNORM = Path(__file__).parents[2] / "05_amp_syncbn" / "sync_batchnorm.py"
-SILENT = ["set_device", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all"]
-COUNTERS = [f"{kind}memory_{state}" for kind in ("", "max_") for state in ("allocated", "reserved")]
+ROOT = Path(__file__).resolve().parents[2]
+NAMELESS = SimpleNamespace(name="CPU", total_memory=1, major=0, minor=0, multi_processor_count=1)
+ANSWERS: dict[str, Any] = {  # what functions of torch.cuda return, whatever they are asked
+    "is_available": True, "is_initialized": False, "is_bf16_supported": True,
+    "current_device": 0, "get_device_name": "CPU", "memory_stats": defaultdict(int),
+    "get_device_properties": NAMELESS, "synchronize": None, "set_device": None,
+    "empty_cache": None, "reset_peak_memory_stats": None,
+    "manual_seed": None, "manual_seed_all": None,
+    "memory_allocated": 0, "memory_reserved": 0,
+    "max_memory_allocated": 0, "max_memory_reserved": 0,
+}  # fmt: skip
+OF_ACCELERATOR = {
+    "is_available": True, "synchronize": None, "current_accelerator": CPU,
+    "current_device_index": 0, "set_device_index": None,
+}  # fmt: skip
+
+
+def always(answer: Any) -> Callable:
+    return lambda *args, **kwargs: answer
 
 
 def is_gpu(x: Any) -> bool:
@@ -30,6 +49,9 @@ class OnCPU(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
         kwargs = dict(kwargs or {})
+        if function is torch.device:
+            device = function(*args, **kwargs)
+            return CPU if is_gpu(device) else device
         name = getattr(function, "__name__", "")
         if name in ("cuda", "pin_memory"):
             return args[0]
@@ -40,71 +62,69 @@ class OnCPU(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def nothing(*args: Any, **kwargs: Any) -> None:
-    pass
+class Event:
+    """A torch.cuda.Event that has always happened already."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.record = self.wait = self.synchronize = always(None)
+        self.query, self.elapsed_time = always(True), always(1.0)  # ms
 
 
-def sync_batchnorm_by_hand() -> Any:
+def load_sync_batchnorm() -> Any:
     """torch's SyncBatchNorm refuses CPU tensors; that of stage 05 computes the same."""
-    spec = importlib.util.spec_from_file_location("prove_sync_batchnorm", SYNC_BATCHNORM)
+    file, loaded = ROOT / "05_amp_syncbn" / "sync_batchnorm.py", set(sys.modules)
+    spec = importlib.util.spec_from_file_location("prove_sync_batchnorm", file)
     if spec is None or spec.loader is None:
-        raise FileNotFoundError(f"expected {SYNC_BATCHNORM}, for --cpu and SyncBatchNorm")
+        raise FileNotFoundError(f"expected {file}, for --cpu and SyncBatchNorm")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    sys.path.insert(0, str(ROOT))
     spec.loader.exec_module(module)
-    return module.convert_sync_batchnorm
+    sys.path.remove(str(ROOT))
+    for name in {*sys.modules} - loaded:  # the user may have a module of this name, too
+        if name.split(".")[0] == "common":
+            del sys.modules[name]
+    sys.modules[spec.name] = module
+    return module
 
 
 def install(gpus: int) -> None:
-    cuda, accelerator = torch.cuda, torch.accelerator
-    for module in (cuda, accelerator):
-        module.is_available = lambda: True  # type: ignore[attr-defined]
-        module.device_count = lambda: gpus  # type: ignore[attr-defined]
-        module.synchronize = nothing  # type: ignore[attr-defined]
-    for name in SILENT:
-        setattr(cuda, name, nothing)
-    for name in COUNTERS:
-        setattr(cuda, name, lambda *args, **kwargs: 0)
-    cuda.current_device = lambda: 0
-    cuda.is_initialized = lambda: False
-    cuda.is_bf16_supported = lambda *args, **kwargs: True
-    cuda.memory_stats = lambda *args: defaultdict(int)
-    cuda.get_device_name = lambda *args: "CPU"
-    cuda.get_device_properties = lambda *args: SimpleNamespace(  # type: ignore[assignment]
-        name="CPU", total_memory=1, major=0, minor=0, multi_processor_count=1
-    )
-    accelerator.current_accelerator = lambda *args, **kwargs: torch.device("cuda")
-    accelerator.set_device_index = nothing
-    accelerator.current_device_index = lambda: 0
-    torch.optim.Optimizer._accelerator_graph_capture_health_check = nothing  # type: ignore[method-assign]
-
+    answers: list[tuple] = [(torch.cuda, name, answer) for name, answer in ANSWERS.items()]
+    answers += [(torch.cuda, "device_count", gpus), (torch.accelerator, "device_count", gpus)]
+    answers += [(torch.accelerator, name, answer) for name, answer in OF_ACCELERATOR.items()]
+    answers += [(torch.optim.Optimizer, "_accelerator_graph_capture_health_check", None)]
+    for owner, name, answer in answers:
+        setattr(owner, name, always(answer))
+    torch.cuda.Event = Event  # type: ignore[assignment,misc]
+    by_hand = load_sync_batchnorm()
     torch.nn.SyncBatchNorm.convert_sync_batchnorm = staticmethod(  # type: ignore[method-assign]
-        lambda module, process_group=None: sync_batchnorm_by_hand()(module)
+        lambda module, process_group=None: by_hand.convert_sync_batchnorm(module)
     )
-    load, begin = torch.load, dist.init_process_group
-    torch.load = lambda *args, **kwargs: load(*args, **kwargs | {"map_location": "cpu"})
-    torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
-    def init_process_group(backend: Any = None, *args: Any, device_id: Any = None, **more: Any):  # type: ignore[no-untyped-def]
-        begin("gloo", *args, **more)
+    @wrap(torch.nn.Module, "cuda")
+    def cuda(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self
 
-    dist.init_process_group = init_process_group
-    ddp = torch.nn.parallel.DistributedDataParallel
-    make_ddp, make_loader = ddp.__init__, DataLoader.__init__
+    @wrap(torch, "load")
+    def load(original: Callable, *args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs | {"map_location": "cpu"})
 
-    def ddp_init(
-        self: Any,
-        module: Any,
-        device_ids: Any = None,
-        output_device: Any = None,
-        *args: Any,
-        **more: Any,
+    @wrap(dist, "init_process_group")
+    def begin(
+        original: Callable, backend: Any = None, *args: Any, device_id: Any = None, **more: Any
     ) -> None:
-        make_ddp(self, module, None, None, *args, **more)
+        original("gloo", *args, **more)
 
-    def loader_init(self: Any, *args: Any, pin_memory: bool = False, **more: Any) -> None:
-        make_loader(self, *args, **more)
+    @wrap(torch.nn.parallel.DistributedDataParallel, "__init__")
+    def init(
+        original: Callable, self: Any, module: Any,
+        device_ids: Any = None, output_device: Any = None, *args: Any, **more: Any,
+    ) -> None:  # fmt: skip
+        original(self, module, None, None, *args, **more)
 
-    ddp.__init__ = ddp_init  # type: ignore[method-assign]
-    DataLoader.__init__ = loader_init  # type: ignore[method-assign]
+    @wrap(DataLoader, "__init__")
+    def loader(
+        original: Callable, self: Any, *args: Any, pin_memory: bool = False, **more: Any
+    ) -> None:
+        original(self, *args, **more)
+
     OnCPU().__enter__()

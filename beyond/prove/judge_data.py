@@ -1,46 +1,27 @@
-"""What the records say about the data: the samples of training, and those of evaluation."""
+"""What the records say about the data: the samples of training, and those of evaluation.
 
-from typing import Any
+A pass is what a rank's record says of one pass over a loader: see watch_data.begin_pass.
+"""
+
+from collections import Counter
 
 import torch
 
-from prove.table import NOT_SEEN, RIGHT, WARNING, WRONG, Row
+from prove.table import ACCURACY, LOSS, SAME_ORDER, UNEVEN, Row, not_seen, right, warning, wrong
 
-ORDER = "every-epoch-has-the-same-order"
-ACCURACY = "test-accuracy-differs-with-the-number-of-ranks"
-LOSS = "the-loss-is-not-that-of-one-process"
-UNEVEN = "the-last-batch-of-an-epoch-hangs"
-
+ALL_BUT_A_FEW = 0.98  # the share of a data set that counts as the whole
 SHARD = "DataLoader(dataset, sampler=DistributedSampler(dataset)), or split the data by rank"
 OWN_SEED = "torch.manual_seed(seed + rank) after the model is built; numpy and random alike"
 GENERATORS = ("torch", "random", "numpy")
 
 
-def indices(p: dict) -> list[int]:
-    """The samples of a whole epoch of one rank, as numbers of the data set below all Subsets."""
-    return torch.load(p["file"])["indices"].tolist() if p["file"] else []
-
-
-def held(p: dict) -> set[int] | None:
-    """The samples that a Subset holds; None: all."""
-    chosen = torch.load(p["file"])["held"] if p["file"] else None
-    return None if chosen is None else set(chosen.tolist())
-
-
-def contents(p: dict) -> list[int]:
-    return [x for batch in p["samples"] for x in batch]
-
-
-def shared_contents(a: list[int], b: list[int]) -> float:
-    """The share of samples with the same content; 0 if the samples are too much alike to tell."""
-    if not a or not b or len({*a}) < len(a) / 2 or len({*b}) < len(b) / 2:
-        return 0.0
-    return len({*a} & {*b}) / min(len({*a}), len({*b}))
-
-
-def same_dataset(passes: list[dict]) -> bool:
-    prints = [(p["base_length"], str(p["fingerprint"])) for p in passes]
-    return bool(passes[0]["fingerprint"]) and len({*prints}) == 1
+def load_samples(ranks: list[dict]) -> None:
+    """Read from the files beside the records which samples each pass drew, and may draw."""
+    for p in (p for rank in ranks for p in rank["passes"]):
+        listed = torch.load(p["file"]) if p["file"] else {"indices": None, "held": None}
+        p["indices"] = [] if listed["indices"] is None else listed["indices"].tolist()
+        p["held"] = None if listed["held"] is None else set(listed["held"].tolist())
+        p["contents"] = [checksum for batch in p["samples"] for checksum in batch]
 
 
 def trained_passes(ranks: list[dict]) -> list[list[dict]]:
@@ -49,35 +30,50 @@ def trained_passes(ranks: list[dict]) -> list[list[dict]]:
     return [list(group) for group in zip(*chosen, strict=False)]
 
 
+def alike(passes: list[dict], key: str) -> bool:
+    return all(p[key] == passes[0][key] for p in passes)
+
+
+def same_dataset(passes: list[dict]) -> bool:
+    known = bool(passes[0]["fingerprint"])
+    return known and alike(passes, "fingerprint") and alike(passes, "base_length")
+
+
+def size_of(passes: list[dict]) -> int:
+    """How many samples the ranks may draw together."""
+    held = [p["held"] for p in passes]
+    return int(passes[0]["base_length"]) if None in held else len(set().union(*held))
+
+
 def rows_are_split(ranks: list[dict]) -> bool:
     """The script gives each rank a part of the rows of a batch that all have loaded."""
     passes = trained_passes(ranks)
-    if not passes or not all(indices(p) == indices(passes[0][0]) for p in passes[0]):
+    if not passes or not alike(passes[0], "indices"):
         return False
-    used: dict = {}  # rows of each batch of each rank, in all of its forward passes
+    given: dict[tuple, int] = {}  # rows of each batch of each rank
+    used: Counter = Counter()  # those that went into the model
     for rank in ranks:
-        for _, rows, given, batch in rank["roots"]:
-            if given and given > 1:
-                size, total = used.get((rank["rank"], batch), (given, 0))
-                used[rank["rank"], batch] = size, total + rows
+        for _, rows, size, batch in rank["roots"]:
+            if size and size > 1:
+                given.setdefault((rank["rank"], batch), size)
+                used[rank["rank"], batch] += rows
     n = len(ranks)
-    return bool(used) and all(rows in (size // n, -(-size // n)) for size, rows in used.values())
+    return bool(used) and all(used[k] in (size // n, -(-size // n)) for k, size in given.items())
 
 
 def same_contents(ranks: list[dict]) -> bool:
     passes = trained_passes(ranks)
-    return bool(passes) and all(contents(p) == contents(passes[0][0]) for p in passes[0])
+    return bool(passes) and all(alike(group, "contents") for group in passes)
 
 
 def data_rows(ranks: list[dict]) -> list[Row]:
-    passes = trained_passes(ranks) if ranks else []
     if len(ranks) < 2 or "groups of some ranks" in ranks[0]["notes"]:
         return []
+    passes = trained_passes(ranks)
     if not passes:
         return inputs_of_forward(ranks)
-    first = passes[0]
-    rows = samples(ranks, first) + lengths(ranks, first) + order(passes)
-    return rows + random_numbers(ranks, first) + evaluation(ranks)
+    rows = samples(ranks, passes[0]) + lengths(ranks, passes[0]) + order(passes)
+    return rows + dropout(ranks) + augmentation(passes[0]) + evaluation(ranks)
 
 
 def inputs_of_forward(ranks: list[dict]) -> list[Row]:
@@ -85,106 +81,93 @@ def inputs_of_forward(ranks: list[dict]) -> list[Row]:
     check = "samples"
     inputs = [[digest for digest, *_ in rank["roots"]] for rank in ranks]
     if not all(inputs) or not ranks[0]["steps"]:
-        return [Row(NOT_SEEN, check, "no optimizer step inside a pass over a DataLoader")]
+        return [not_seen(check, "no optimizer step inside a pass over a DataLoader")]
     if len({*inputs[0]}) < 2:
-        return [Row(NOT_SEEN, check, "no DataLoader, and the model gets the same input each time")]
-    if all(x == inputs[0] for x in inputs[1:]):
+        return [not_seen(check, "no DataLoader, and the model gets the same input each time")]
+    if all(x == inputs[0] for x in inputs):
         text = f"all ranks call the model with the same tensors, {len(inputs[0])} times"
-        return [Row(WRONG, check, text, "seed by rank, or split the data by rank", LOSS)]
-    return [Row(RIGHT, check, "no DataLoader; the ranks call the model with different tensors")]
+        return [wrong(check, text, "seed by rank, or split the data by rank", LOSS)]
+    return [right(check, "no DataLoader; the ranks call the model with different tensors")]
 
 
 def samples(ranks: list[dict], passes: list[dict]) -> list[Row]:
     first, check = passes[0], "samples"
     at = f"the loader at {first['at']}, sampler {first['sampler']}"
+    drawn, held = [p["indices"] for p in passes], [p["held"] for p in passes]
     if "Dispatcher" in first["class"]:
-        return [Row(NOT_SEEN, check, "rank 0 loads for all ranks")]
-    drawn = [indices(p) for p in passes]
+        return [not_seen(check, "rank 0 loads for all ranks")]
     if first["iterable"] or not all(drawn) or not same_dataset(passes):
         return samples_by_content(passes, at)
-    window = [d[: sum(p["sizes"][: p["given"]])] for d, p in zip(drawn, passes, strict=True)]
     if rows_are_split(ranks):
-        return [
-            Row(RIGHT, check, f"all ranks load the same batches, and each takes its part ({at})")
-        ]
-    sets, union = [{*d} for d in drawn], set().union(*drawn)
-    holds = [held(p) for p in passes]
-    size = (
-        len(set().union(*(h or () for h in holds))) if None not in holds else first["base_length"]
-    )
-    twice = sum(map(len, sets)) - len(union)
-    if all(w == window[0] for w in window[1:]) and len({*window[0]}) > 1:
+        return [right(check, f"all ranks load the same batches, and each takes its part ({at})")]
+
+    used = [d[: sum(p["sizes"][: p["given"]])] for d, p in zip(drawn, passes, strict=True)]
+    if all(w == used[0] for w in used) and len({*used[0]}) > 1:
         text = f"all ranks draw the same samples in the same order: {at}"
-        return [Row(WRONG, check, text, SHARD, LOSS)]
-    if any(h != holds[0] for h in holds) and None not in holds and len(sets[0] & sets[1]) > 1:
-        common = len(set.intersection(*holds))  # type: ignore[arg-type]
-        if common < len(holds[0] or ()):
-            text = (
-                f"the ranks split the data set differently: of {len(holds[0] or ())} samples that "
-            )
-            text += f"rank 0 may draw, all ranks may draw {common} ({at})"
-            cure = "give random_split a generator with the same seed on all ranks"
-            return [Row(WRONG, check, text, cure, LOSS)]
-    replacement = "Weighted" in first["sampler"] or any(
-        len(s) < 0.9 * len(d) for s, d in zip(sets, drawn, strict=True)
-    )
-    if replacement:
-        return [
-            Row(RIGHT, check, f"{first['sampler']} draws with replacement, other samples per rank")
-        ]
-    padding = len(ranks) * (1 + first["last_size"])
+        return [wrong(check, text, SHARD, LOSS)]
+    sets = [{*d} for d in drawn]
+    union, size, padding = set().union(*sets), size_of(passes), len(ranks) * (1 + first["last"])
+    twice, lost = sum(map(len, sets)) - len(union), size - len(union)
+    common = size if None in held else len(set.intersection(*held))
+    if common < len(held[0] or ()) and len(sets[0] & sets[1]) > 1:
+        text = f"the ranks split the data set differently: of {len(held[0])} samples that rank 0 "
+        text += f"may draw, all ranks may draw {common} ({at})"
+        cure = "give random_split a generator with the same seed on all ranks"
+        return [wrong(check, text, cure, LOSS)]
+    repeats = any(len(s) < 0.9 * len(d) for s, d in zip(sets, drawn, strict=True))
+    if repeats or "Weighted" in first["sampler"]:
+        return [right(check, f"{first['sampler']} draws with replacement, other samples per rank")]
+    if twice <= padding and lost > padding + len(ranks) * max(first["sizes"]):
+        text = f"{len(union)} of {size} samples are in an epoch, {lost} in that of no rank ({at})"
+        return [warning(check, text, "meant so only if the others are left out on purpose")]
     if twice <= padding:
         each = " + ".join(str(len(s)) for s in sets)
-        lost = size - len(union)
-        if lost > padding + len(ranks) * max(first["sizes"]):
-            text = (
-                f"{len(union)} of {size} samples are in an epoch, {lost} in that of no rank ({at})"
-            )
-            return [
-                Row(WARNING, check, text, "meant so only if the others are left out on purpose")
-            ]
-        return [Row(RIGHT, check, f"{each} of {size} samples, {twice} of them twice ({at})")]
-    if min(map(len, sets)) >= 0.98 * size:
-        text = (
-            f"each rank draws all {size} samples, in another order: an epoch is {len(ranks)} epochs"
-        )
+        return [right(check, f"{each} of {size} samples, {twice} of them twice ({at})")]
+    if min(map(len, sets)) >= ALL_BUT_A_FEW * size:
+        text = f"each rank draws all {size} samples, in another order: an epoch is {len(ranks)} "
         cure = f"{SHARD}; meant so only if the number of epochs was divided, too"
-        return [Row(WARNING, check, f"{text} ({at})", cure, LOSS)]
+        return [warning(check, f"{text}epochs ({at})", cure, LOSS)]
     text = f"{len(union)} of {size} samples are seen in an epoch, {twice} of them twice ({at})"
     if first["sampler"] == "DistributedSampler":
         cure = "the same seed for the sampler of all ranks, and the right num_replicas and rank"
-        return [Row(WRONG, check, text, cure, LOSS)]
-    return [Row(WARNING, check, text, SHARD, LOSS)]
+        return [wrong(check, text, cure, LOSS)]
+    return [warning(check, text, SHARD, LOSS)]
 
 
 def samples_by_content(passes: list[dict], at: str) -> list[Row]:
+    """For streams, and for data sets of which each rank holds another: no indices to compare."""
     first, check = passes[0], "samples"
-    shown = [contents(p) for p in passes]
     kind = "an IterableDataset" if first["iterable"] else "another data set on each rank"
-    rows = []
-    share = max(shared_contents(shown[0], other) for other in shown[1:])
+    shown = [p["contents"] for p in passes]
+    if not shown[0] or len({*shown[0]}) < len(shown[0]) / 2:
+        return [not_seen(check, f"samples cannot be told apart ({at}; {kind})")]
+    share = max(shared(shown[0], other) for other in shown[1:])
     text = f"{share:.0%} of the first {len(shown[0])} samples are those of another rank, by content"
+    text += f" ({at}; {kind})"
     cure = "split by rank and by worker in __iter__: islice(all_samples, rank, None, world_size)"
-    if not any(shown) or len({*shown[0]}) < len(shown[0]) / 2:
-        return [Row(NOT_SEEN, check, f"samples cannot be told apart ({at}; {kind})")]
     if share > 0.5:
-        rows.append(Row(WRONG, check, f"{text} ({at}; {kind})", cure, LOSS))
+        rows = [wrong(check, text, cure, LOSS)]
     elif share > 0.05:
-        rows.append(Row(WARNING, check, f"{text} ({at}; {kind})", cure, LOSS))
+        rows = [warning(check, text, cure, LOSS)]
     else:
-        rows.append(
-            Row(RIGHT, check, f"{share:.0%} of {len(shown[0])} samples are shared ({kind})")
-        )
-    batches = first["samples"][: first["workers"]]
-    if first["iterable"] and len(batches) > 1 and all(b == batches[0] for b in batches):
+        rows = [right(check, f"{share:.0%} of {len(shown[0])} samples are shared ({kind})")]
+    of_workers = first["samples"][: first["workers"]]
+    if first["iterable"] and len(of_workers) > 1 and all(b == of_workers[0] for b in of_workers):
         text = f"each of the {first['workers']} workers of a rank yields the same samples ({at})"
-        rows.append(Row(WRONG, "workers", text, cure, LOSS))
-    lengths = {p["base_length"] for p in passes}
-    if first["fingerprint"] and len(lengths) == 1 and first["sampler"] == "DistributedSampler":
+        rows.append(wrong("workers", text, cure, LOSS))
+    sampler_splits = first["sampler"] == "DistributedSampler" and alike(passes, "base_length")
+    if first["fingerprint"] and sampler_splits:
         text = f"sample 0 differs between the ranks, and DistributedSampler splits it again ({at})"
         cure = "make the data with the same seed on all ranks, or load it from a file"
-        rows.append(Row(WARNING, "one data set", text, cure, LOSS))
+        rows.append(warning("one data set", text, cure, LOSS))
     return rows
+
+
+def shared(a: list[int], b: list[int]) -> float:
+    """The share of samples with the same content; 0 if the samples are too much alike to tell."""
+    if not b or len({*b}) < len(b) / 2:
+        return 0.0
+    return len({*a} & {*b}) / min(len({*a}), len({*b}))
 
 
 def lengths(ranks: list[dict], passes: list[dict]) -> list[Row]:
@@ -193,75 +176,115 @@ def lengths(ranks: list[dict], passes: list[dict]) -> list[Row]:
     if None in counts:
         counts = [p["given"] for p in passes]
         if not any(p["ended"] for p in passes):
-            return [Row(NOT_SEEN, check, "no rank reached the end of its data")]
-    cut = [p["given"] < min(n, p["limit"]) for p, n in zip(passes, counts, strict=True)]
-    sizes = [p["sizes"][: p["given"]] for p in passes]
-    uneven = [s for s in zip(*sizes, strict=False) if len({*s}) > 1]
+            return [not_seen(check, "no rank reached the end of its data")]
     if len({*counts}) > 1:
         if "join" in ranks[0]["notes"]:
-            return [Row(RIGHT, check, f"{counts}, and Join lets the shorter ones wait")]
-        if any(cut):
-            return [Row(NOT_SEEN, check, f"{counts}, but the script ends its epochs earlier")]
+            return [right(check, f"{counts}, and Join lets the shorter ones wait")]
+        if any(p["given"] < min(n, p["limit"]) for p, n in zip(passes, counts, strict=True)):
+            return [not_seen(check, f"{counts}, but the script ends its epochs earlier")]
         text = f"{counts} batches on the ranks: whoever has more waits for ever ({first['at']})"
         cure = "DistributedSampler makes them equal; or drop_last; or Join"
-        return [Row(WRONG, check, text, cure, UNEVEN)]
-    if uneven:
-        text = f"{counts[0]} on each rank, but local batches of {uneven[0]} samples weigh the same"
-        cure = "equal local batches, or a mean over the global batch"
-        return [Row(WARNING, check, f"{text} ({first['at']})", cure, LOSS)]
-    return [Row(RIGHT, check, f"{counts[0]} on each rank")]
+        return [wrong(check, text, cure, UNEVEN)]
+    for sizes in zip(*(p["sizes"][: p["given"]] for p in passes), strict=False):
+        if len({*sizes}) > 1:
+            text = f"{counts[0]} on each rank, but local batches of {sizes} samples weigh the same"
+            cure = "equal local batches, or a mean over the global batch"
+            return [warning(check, f"{text} ({first['at']})", cure, LOSS)]
+    return [right(check, f"{counts[0]} on each rank")]
 
 
 def order(passes: list[list[dict]]) -> list[Row]:
     check, first = "order of an epoch", passes[0]
-    again = [later for later in passes[1:] if later[0]["dataset"] == first[0]["dataset"]]
-    if not again:
-        return [Row(NOT_SEEN, check, "there was no second epoch")]
-    pairs = list(zip(first, again[0], strict=True))
-    by_index = all(a["file"] and b["file"] for a, b in pairs)
-    read: Any = indices if by_index else contents
-    if not all(read(a) == read(b) for a, b in pairs):
-        return [Row(RIGHT, check, "epochs 1 and 2 differ")]
+    later = [group for group in passes[1:] if group[0]["dataset"] == first[0]["dataset"]]
+    if not later:
+        return [not_seen(check, "there was no second epoch")]
+    pairs = list(zip(first, later[0], strict=True))
+    by_index = all(p["file"] for pair in pairs for p in pair)
+    if any(a["indices"] != b["indices"] for a, b in pairs if by_index):
+        return [right(check, "epochs 1 and 2 differ")]
     p = first[0]
-    same_contents = all(contents(a) == contents(b) for a, b in pairs)
-    if by_index and not same_contents and not any(p["drew"]) and not p["workers"]:
-        return [Row(RIGHT, check, "the data set itself changes from epoch to epoch")]
+    if any(a["contents"] != b["contents"] for a, b in pairs):
+        if not by_index:
+            return [right(check, "epochs 1 and 2 differ")]
+        if not any(p["drew"]) and not p["workers"]:
+            return [right(check, "the data set itself changes from epoch to epoch")]
     text = f"epochs 1 and 2 have the same order: loader at {p['at']}, sampler {p['sampler']}"
     asked = p["sampler"] == "DistributedSampler" and p["shuffle"]
     if asked or p["sampler"] == "RandomSampler":
-        return [Row(WRONG, check, text, "sampler.set_epoch(epoch) before each epoch", ORDER)]
-    if (by_index and p["sorted"]) or p["shuffle"] is False:
-        return [Row(RIGHT, check, "fixed, and no shuffling was asked for")]
+        return [wrong(check, text, "sampler.set_epoch(epoch) before each epoch", SAME_ORDER)]
+    if p["shuffle"] is False or (by_index and p["indices"] == sorted(p["indices"])):
+        return [right(check, "fixed, and no shuffling was asked for")]
     cure = "another order in each epoch; meant so only if the order is part of the data"
-    return [Row(WARNING, check, text, cure, ORDER)]
+    return [warning(check, text, cure, SAME_ORDER)]
 
 
-def random_numbers(ranks: list[dict], passes: list[dict]) -> list[Row]:
-    rows, first = [], passes[0]
-    lines = set.intersection(*({*rank["dropout"]} for rank in ranks))
-    equal = [line for line in lines if len({rank["dropout"][line] for rank in ranks}) == 1]
-    if equal:
-        text = f"all ranks drop the same positions ({equal[0]})"
+def dropout(ranks: list[dict]) -> list[Row]:
+    for line in set.intersection(*({*rank["dropout"]} for rank in ranks)):
+        if len({rank["dropout"][line] for rank in ranks}) > 1:
+            return [right("dropout", "the ranks draw different masks")]
         cure = f"{OWN_SEED}; no mistake, but less noise than one process has"
-        rows.append(Row(WARNING, "dropout", text, cure))
-    elif lines:
-        rows.append(Row(RIGHT, "dropout", "the ranks draw different masks"))
-    used = [k for k in range(3) if all(p["drew"][k] for p in passes)]
-    alike = [k for k in used if len({p["generators"][k] for p in passes}) == 1]
-    workers = first["workers"] and first["base_seed"] is not None
-    if workers and len({p["base_seed"] for p in passes}) == 1:
+        return [warning("dropout", f"all ranks drop the same positions ({line})", cure)]
+    return []
+
+
+def augmentation(passes: list[dict]) -> list[Row]:
+    """Random numbers that a rank draws while it loads, in this process or in its workers."""
+    check, first = "augmentation", passes[0]
+    drew = [k for k in range(len(GENERATORS)) if all(p["drew"][k] for p in passes)]
+    same = [GENERATORS[k] for k in drew if len({p["generators"][k] for p in passes}) == 1]
+    if first["workers"] and first["base_seed"] is not None and alike(passes, "base_seed"):
+        if first["iterable"] or not same_dataset(passes):
+            return []
         text = f"the workers of all ranks draw the same numbers: one seed (loader at {first['at']})"
-        if not first["iterable"] and same_dataset(passes):
-            rows.append(
-                Row(WARNING, "augmentation", text, f"{OWN_SEED}; harmless without augmentation")
-            )
-    elif alike:
-        names = ", ".join(GENERATORS[k] for k in alike)
-        text = f"all ranks draw the same numbers of {names} while they load ({first['at']})"
-        rows.append(Row(WARNING, "augmentation", text, OWN_SEED))
-    elif used:
-        rows.append(Row(RIGHT, "augmentation", "the ranks draw different random numbers"))
-    return rows
+        return [warning(check, text, f"{OWN_SEED}; harmless without augmentation")]
+    if same:
+        text = f"all ranks draw the same numbers of {', '.join(same)} while they load"
+        return [warning(check, f"{text} ({first['at']})", OWN_SEED)]
+    return [right(check, "the ranks draw different random numbers")] if drew else []
+
+
+def evaluation(ranks: list[dict]) -> list[Row]:
+    check, passes = "evaluation", []
+    for rank in ranks:
+        passes += [p for p in rank["passes"] if is_evaluation(p)][:1]
+    if not passes:
+        return [not_seen(check, "no pass over a loader without gradients, after a step")]
+    at = passes[0]["at"]
+    if len(passes) < len(ranks):
+        return [right(check, f"by {len(passes)} of {len(ranks)} ranks ({at})")]
+    drawn = [p["indices"] for p in passes]
+    if not all(drawn) or not same_dataset(passes):
+        return [not_seen(check, f"the samples of {at} cannot be told apart")]
+    size, everything = size_of(passes), [x for d in drawn for x in d]
+    twice = len(everything) - len({*everything})
+    lost = size - len({*everything}.union(*drawn_beside(ranks, passes[0])))
+    if all(len({*d}) >= ALL_BUT_A_FEW * size for d in drawn):
+        text = f"each rank evaluates all {size} samples ({at})"
+        cure = "each rank a part, then all_reduce; no mistake if the results are not added up"
+        return [warning(check, text, cure, ACCURACY)]
+    if twice and "gather_for_metrics" not in ranks[0]["notes"]:
+        text = f"{twice} of {size} samples are counted twice ({at}, {passes[0]['sampler']})"
+        cure = "Subset(dataset, range(rank, len(dataset), world_size))"
+        return [warning(check, text, cure, ACCURACY)]
+    if lost > 0:
+        text = f"{lost} of {size} samples are left out ({at})"
+        return [warning(check, text, "no drop_last for evaluation", ACCURACY)]
+    if not all(collectives_after(rank, p) for rank, p in zip(ranks, passes, strict=True)):
+        text = f"each rank evaluates a part of the {size} samples, and no collective follows ({at})"
+        return [warning(check, text, "all_reduce sums and counts, then divide", ACCURACY)]
+    return [right(check, f"each of {size} samples once ({at})")]
+
+
+def drawn_beside(ranks: list[dict], first: dict) -> list[list[int]]:
+    """What all evaluations of this data set drew between the same two steps: there may be a second
+    loader for the last samples."""
+    keys = ("steps_before", "fingerprint", "base_length")
+    passes = [p for rank in ranks for p in rank["passes"] if is_evaluation(p)]
+    return [p["indices"] for p in passes if all(p[key] == first[key] for key in keys)]
+
+
+def is_evaluation(p: dict) -> bool:
+    return bool(not p["training"] and p["given"] and p["steps_before"])
 
 
 def collectives_after(rank: dict, evaluated: dict) -> int:
@@ -269,42 +292,3 @@ def collectives_after(rank: dict, evaluated: dict) -> int:
     later = [p for p in rank["passes"] if p["number"] > evaluated["number"] and p["training"]]
     end = later[0]["collectives_before"] if later else len(rank["collectives"])
     return int(end - evaluated["collectives_before"])
-
-
-def evaluation(ranks: list[dict]) -> list[Row]:
-    check = "evaluation"
-    chosen = [
-        [p for p in rank["passes"] if not p["training"] and p["given"] and p["steps_before"]]
-        for rank in ranks
-    ]
-    here = [passes[0] for passes in chosen if passes]
-    if not here:
-        return [Row(NOT_SEEN, check, "no pass over a loader without gradients, after a step")]
-    at = here[0]["at"]
-    if len(here) < len(ranks):
-        return [Row(RIGHT, check, f"by {len(here)} of {len(ranks)} ranks ({at})")]
-    drawn = [indices(p) for p in here]
-    if not all(drawn) or not same_dataset(here):
-        return [Row(NOT_SEEN, check, f"the samples of {at} cannot be told apart")]
-    holds = [held(p) for p in here]
-    size = here[0]["base_length"]
-    if None not in holds:
-        size = len(set().union(*(h or () for h in holds)))
-    everything = [x for d in drawn for x in d]
-    twice, lost = len(everything) - len({*everything}), size - len({*everything})
-    sums = all(collectives_after(rank, p) for rank, p in zip(ranks, here, strict=True))
-    if all(len({*d}) >= 0.98 * size for d in drawn):
-        text = f"each rank evaluates all {size} samples ({at})"
-        cure = "each rank a part, then all_reduce; no mistake if the results are not added up"
-        return [Row(WARNING, check, text, cure, ACCURACY)]
-    if twice and "gather_for_metrics" not in ranks[0]["notes"]:
-        text = f"{twice} of {size} samples are counted twice ({at}, {here[0]['sampler']})"
-        cure = "Subset(dataset, range(rank, len(dataset), world_size))"
-        return [Row(WARNING, check, text, cure, ACCURACY)]
-    if lost:
-        text = f"{lost} of {size} samples are left out ({at})"
-        return [Row(WARNING, check, text, "no drop_last for evaluation", ACCURACY)]
-    if not sums:
-        text = f"each rank evaluates a part of the {size} samples, and no collective follows ({at})"
-        return [Row(WARNING, check, text, "all_reduce sums and counts, then divide", ACCURACY)]
-    return [Row(RIGHT, check, f"each of {size} samples once ({at})")]

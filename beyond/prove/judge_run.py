@@ -3,13 +3,50 @@
 import os
 import re
 
-from prove.launch import Outcome
-from prove.table import RIGHT, WARNING, WRONG, Row
+from prove.launch import ENDED_WELL, Outcome
+from prove.table import FILES, HANG, PRINTS, WARNING, WRONG, Row, count, right, warning, wrong
 
-HANG = "it-hangs"
-FILES = "filenotfounderror-while-saving-now-and-then-or-a-file-of-two-halves"
-PRINTS = "every-line-is-printed-n-times"
 NUMBER = re.compile(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?")
+LOST = re.compile(
+    "closed by peer|reset by peer|Broken pipe|Read error|ncclRemoteError|ncclSystemError"
+)
+MOST_ROWS = 3  # about files
+
+
+def run_rows(outcome: Outcome) -> list[Row]:
+    if len(outcome.ranks) < 2 and not outcome.hang:
+        return []
+    return collectives(outcome) + files(outcome.ranks) + prints(outcome.ranks)
+
+
+def collectives(outcome: Outcome) -> list[Row]:
+    ranks, difference = outcome.ranks, first_difference(outcome.ranks)
+    cure = "every rank must reach each collective the same number of times, in the same order"
+    some_left = any(rank["ended"] in ENDED_WELL for rank in ranks)
+    lost = any(rank["error"] and LOST.search(rank["error"][1]) for rank in ranks)
+    if outcome.hang or (some_left and lost):
+        text = "; ".join(map(state_of, ranks))
+        text += f". The first difference: {difference}" if difference else ""
+        return [wrong("hang", text, cure, HANG)]
+    if difference:
+        return [wrong("collectives", difference, cure, HANG)]
+    calls = len(ranks[0]["collectives"])
+    return [right("collectives", f"{count(calls, 'call')}, the same on all ranks")]
+
+
+def first_difference(ranks: list[dict]) -> str:
+    """The first collective that is not the same on all ranks."""
+    calls = [rank["collectives"] for rank in ranks]
+    for parts in zip(*calls, strict=False):
+        if len({name for name, _ in parts}) > 1:
+            return "; ".join(f"rank {r} calls {name} at {at}" for r, (name, at) in enumerate(parts))
+    fewest, most = min(calls, key=len), max(calls, key=len)
+    all_stand_still = all(r["ended"] in ENDED_WELL or r["waiting"] for r in ranks)
+    if len(fewest) == len(most) or not all_stand_still:
+        return ""
+    name, at = most[len(fewest)]
+    others = ", ".join(str(rank) for rank, own in enumerate(calls) if len(own) == len(fewest))
+    return f"rank {calls.index(most)} calls {name} at {at}, which rank {others} does not reach"
 
 
 def state_of(rank: dict) -> str:
@@ -22,94 +59,44 @@ def state_of(rank: dict) -> str:
     return f"rank {rank['rank']} waits in {place}{at}"
 
 
-def first_difference(ranks: list[dict]) -> str:
-    """The first collective that is not the same on all ranks."""
-    calls = [rank["collectives"] for rank in ranks]
-    for parts in zip(*calls, strict=False):
-        if len({name for name, _ in parts}) > 1:
-            return "; ".join(f"rank {r} calls {name} at {at}" for r, (name, at) in enumerate(parts))
-    shortest = min(map(len, calls))
-    for rank, own in enumerate(calls):
-        finished = all(r["ended"] in ("script", "epochs") or r["waiting"] for r in ranks)
-        if len(own) > shortest and finished:
-            name, at = own[shortest]
-            others = [str(r) for r, c in enumerate(calls) if len(c) == shortest]
-            return (
-                f"rank {rank} calls {name} at {at}, which rank {', '.join(others)} does not reach"
-            )
-    return ""
-
-
-def is_connection_error(rank: dict) -> bool:
-    """Another rank has gone away meanwhile."""
-    words = "closed by peer|reset by peer|Broken pipe|Read error|ncclRemoteError|ncclSystemError"
-    return bool(rank["error"] and re.search(words, rank["error"][1]))
-
-
-def run_rows(outcome: Outcome) -> list[Row]:
-    return collectives(outcome) + files(outcome.ranks) + prints(outcome.ranks)
-
-
-def collectives(outcome: Outcome) -> list[Row]:
-    check, ranks = "collectives", outcome.ranks
-    cure = "every rank must reach each collective the same number of times, in the same order"
-    difference = first_difference(ranks) if len(ranks) > 1 else ""
-    left = [r for r in ranks if r["ended"] in ("script", "epochs")]
-    if outcome.hang or (left and any(is_connection_error(r) for r in ranks)):
-        text = "; ".join(map(state_of, ranks))
-        if difference:
-            text += f". The first difference: {difference}"
-        return [Row(WRONG, "hang", text, cure, HANG)]
-    if difference:
-        return [Row(WRONG, check, difference, cure, HANG)]
-    if len(ranks) < 2:
-        return []
-    return [Row(RIGHT, check, f"{len(ranks[0]['collectives'])} calls, the same on all ranks")]
-
-
 def files(ranks: list[dict]) -> list[Row]:
-    check, rows = "files", []
-    writers: dict[str, dict[int, tuple[str, str, int]]] = {}
+    writers: dict[str, dict[int, tuple[str, str, int]]] = {}  # path -> rank -> how
     for rank in ranks:
         for path, mode, at, steps in rank["files"]:
             writers.setdefault(path, {})[rank["rank"]] = (mode, at, steps)
-    for path, by in writers.items():
-        mode, at, _ = next(iter(by.values()))
-        if len(by) < 2 or mode == "os.open":  # opened without truncation: a lock, perhaps
+    rows = []
+    for path, by_rank in writers.items():
+        mode, at, _ = next(iter(by_rank.values()))
+        if len(by_rank) < 2 or mode == "os.open":  # opened without truncation: a lock, perhaps
             continue
-        text = f"{os.path.relpath(path)} is opened for writing by ranks {sorted(by)} ({at})"
-        truncates = all("w" in mode for mode, *_ in by.values())
-        trained = all(steps for *_, steps in by.values())
+        truncates = all("w" in mode for mode, *_ in by_rank.values())
+        trained = all(steps for *_, steps in by_rank.values())
         cure = "if dist.get_rank() == 0, and a barrier before another rank reads it"
         if not truncates:
             cure += "; meant so only if lines of all ranks may mix"
         elif not trained:
             cure += "; harmless if all ranks write the same, and none reads it meanwhile"
-        rows.append(Row(WRONG if truncates and trained else WARNING, check, text, cure, FILES))
-    if not rows and len(ranks) > 1 and writers:
-        rows = [Row(RIGHT, check, f"{len(writers)} written, each by one rank")]
-    return rows[:3]
+        text = f"{os.path.relpath(path)} is opened for writing by ranks {sorted(by_rank)} ({at})"
+        verdict = WRONG if truncates and trained else WARNING
+        rows.append(Row(verdict, "files", text, cure, FILES))
+    if writers and not rows:
+        return [right("files", f"{len(writers)} written, each by one rank")]
+    return rows[:MOST_ROWS]
 
 
 def prints(ranks: list[dict]) -> list[Row]:
     """Lines that all ranks print while they train, alike but for the numbers in them."""
-    if len(ranks) < 2:
-        return []
-    shapes = [
-        {
-            (NUMBER.sub("#", text), at)
-            for text, at, steps, _ in rank["prints"]
-            if steps and text.strip()
-        }
-        for rank in ranks
-    ]
-    common = set.intersection(*shapes)
+
+    def shapes(rank: dict) -> set[tuple[str, str]]:
+        lines = [(text, at) for text, at, steps, _ in rank["prints"] if steps and text.strip()]
+        return {(NUMBER.sub("#", text), at) for text, at in lines}
+
+    common = set.intersection(*map(shapes, ranks))
     if not common:
         return []
-    shape, at = sorted(common)[0]
-    text = f'all ranks print "{shape[:50]}" ({at})'
+    shape, at = min(common)
     cure = "if dist.get_rank() == 0; meant so only if each rank reports on itself"
-    return [Row(WARNING, "printing", text, cure, PRINTS)]
+    return [warning("printing", f'all ranks print "{shape[:50]}" ({at})', cure, PRINTS)]
 
 
 def error_of(outcome: Outcome) -> str:

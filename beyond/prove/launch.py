@@ -7,7 +7,6 @@ is started as it is, and finds `hooks/sitecustomize.py` on its path.
 
 import json
 import os
-import random
 import runpy
 import signal
 import socket
@@ -18,9 +17,10 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 HOOKS = Path(__file__).parent / "hooks"
+ENDED_WELL = ("script", "epochs")
 SURE_AFTER = 1.5  # seconds without progress, if the ranks wait for different things
 BEATS = 4  # a rank that has not written so often since then may only be slow
 GRACE = 3.0  # seconds that the others get when one rank has failed
@@ -37,30 +37,26 @@ class Outcome:
     ranks: list[dict] = field(default_factory=list)
 
 
-def plain_torchrun(command: list[str]) -> tuple[int, int] | None:
-    """Number of ranks, and where the script stands; None: not a torchrun for one node."""
+class Torchrun(NamedTuple):
+    """A torchrun for one node, whose ranks we can start ourselves."""
+
+    ranks: int
+    script: list[str]  # with its arguments
+
+
+def as_torchrun(command: list[str]) -> Torchrun | None:
     rest = command[1:]
     if rest[:2] == ["-m", "torch.distributed.run"] and "python" in Path(command[0]).name:
         rest = rest[2:]
     elif Path(command[0]).name != "torchrun":
         return None
-    position, ranks = len(command) - len(rest), 1
-    while position < len(command) and command[position].startswith("-"):
-        name, _, value = command[position].partition("=")
-        name = name.replace("_", "-")
-        if name == "--standalone":
-            position += 1
-            continue
-        if not value:
-            position += 1
-            value = command[position] if position < len(command) else ""
-        if name == "--nproc-per-node" and value.isdigit():
-            ranks = int(value)
-        elif not (name == "--nnodes" and value == "1") and name != "--master-port":
-            return None
-        position += 1
-    is_script = position < len(command) and command[position].endswith(".py")
-    return (ranks, position) if is_script else None
+    from torch.distributed.run import get_args_parser
+
+    args = get_args_parser().parse_args(rest)
+    one_node = args.nnodes in ("1", "1:1") and args.nproc_per_node.isdigit()
+    if not one_node or args.module or not args.training_script.endswith(".py"):
+        return None
+    return Torchrun(int(args.nproc_per_node), [args.training_script, *args.training_script_args])
 
 
 def free_port() -> int:
@@ -76,7 +72,7 @@ def preload() -> None:
     import torch.distributed
     import torch.utils.data
 
-    from prove import replay  # noqa: F401  and all that watches: it waits for record.install()
+    from prove import cpu, replay  # noqa: F401  and all that watches: it waits for install()
 
     torch.set_num_threads(1)  # a process with a pool of threads must not fork
 
@@ -97,14 +93,11 @@ def be_rank(command: list[str], environment: dict[str, str], log: Path) -> None:
         import torch
 
         from prove import record
+        from prove.replay import seed_generators
 
-        seed = int.from_bytes(os.urandom(7), "big")  # as in a process of its own
-        torch.manual_seed(seed)
-        random.seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed % 2**32)
+        seed_generators(int.from_bytes(os.urandom(4), "big"))  # as in a process of its own
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-        record.install()
+        run = record.install()
         try:
             runpy.run_path(command[0], run_name="__main__")
             status = 0
@@ -113,9 +106,9 @@ def be_rank(command: list[str], environment: dict[str, str], log: Path) -> None:
             if isinstance(error.code, str):
                 print(error.code, file=sys.stderr)
         except BaseException as error:
+            run.failed(error)
             traceback.print_exc()
-            record.on_error(error)
-        record.write("script" if status == 0 else "error")
+        run.write("script" if status == 0 else "error")
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -128,24 +121,25 @@ class Ranks:
     def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
         self.status, self.failed_at = 0, 0.0
         self.store: Any = None
-        found = plain_torchrun(command)
-        if found is None:
+        self.alive: list[int] = []
+        if torchrun := as_torchrun(command):
+            self.fork(torchrun, environment, log)
+        else:
             paths = [str(HOOKS), environment.get("PYTHONPATH", "")]
-            environment = environment | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+            environment = environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
             with log.open("w") as out:
                 started = subprocess.Popen(
                     command, env=environment, stdout=out, stderr=out, start_new_session=True
                 )
-            self.alive = [started.pid]
-        else:
-            self.alive = list(self.fork(command[found[1] :], found[0], environment, log))
+            self.alive.append(started.pid)
         self.all = list(self.alive)
 
-    def fork(self, command: list[str], ranks: int, environment: dict[str, str], log: Path) -> Any:
+    def fork(self, torchrun: Torchrun, environment: dict[str, str], log: Path) -> None:
         preload()
-        common: dict[str, Any] = {
+        ranks, port = torchrun.ranks, free_port()
+        common = {
             "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": free_port(), "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "prove",
+            "MASTER_PORT": port, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "prove",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }  # fmt: skip
         sys.stdout.flush()
@@ -153,12 +147,11 @@ class Ranks:
             own = {"RANK": rank, "LOCAL_RANK": rank, **common}
             pid = os.fork()
             if pid == 0:
-                be_rank(command, environment | {k: str(v) for k, v in own.items()}, log)
-            yield pid
+                be_rank(torchrun.script, environment | {k: str(v) for k, v in own.items()}, log)
+            self.alive.append(pid)
         from torch.distributed import TCPStore
 
         # As torchrun does: if rank 0 held the store, its end would break the others.
-        port = int(common["MASTER_PORT"])
         self.store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
 
     def are_running(self) -> bool:
@@ -167,10 +160,8 @@ class Ranks:
             if done:
                 self.alive.remove(pid)
                 if status and not self.failed_at:
-                    self.status, self.failed_at = (
-                        os.waitstatus_to_exitcode(status),
-                        time.monotonic(),
-                    )
+                    self.status = os.waitstatus_to_exitcode(status)
+                    self.failed_at = time.monotonic()
         if self.failed_at and self.alive and time.monotonic() - self.failed_at > GRACE:
             self.end([])  # as torchrun does when a rank has failed
         return bool(self.alive)
@@ -187,9 +178,8 @@ class Ranks:
 
 
 def read_records(folder: Path, mode: str) -> list[dict]:
-    files = [f for f in folder.glob(f"{mode}.*.json") if f.name.split(".")[1].isdigit()]
-    files.sort(key=lambda f: int(f.name.split(".")[1]))
-    return [json.loads(f.read_text()) for f in files]
+    records = [json.loads(file.read_text()) for file in folder.glob(f"{mode}.*.json")]
+    return sorted(records, key=lambda record: record["rank"])
 
 
 def is_waiting(rank: dict) -> bool:
@@ -203,7 +193,7 @@ def wait_for_different_things(ranks: list[dict]) -> bool:
     calls = {
         (len(r["collectives"]), r["waiting"].split()[0]) if r["waiting"] else r["ended"]
         for r in ranks
-        if r["ended"] in ("killed", "script", "epochs")
+        if r["ended"] in ("killed", *ENDED_WELL)
     }
     return any(r["waiting"] for r in ranks) and len(calls) > 1
 

@@ -1,6 +1,7 @@
 """What one rank writes down about itself, and how its run ends when enough has been seen."""
 
 import atexit
+import inspect
 import json
 import multiprocessing.util
 import os
@@ -12,7 +13,9 @@ import time
 import traceback
 import zlib
 from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import wraps
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,7 +27,30 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 PATHS = sysconfig.get_paths()
 LIBRARIES = tuple({PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 SECONDS_PER_BEAT = 0.2
-MAIN_CLOCK = 0  # of the main thread: a rank that computes does not hang
+SECONDS_FOR_OTHERS = 20  # to come to the end of their runs, too
+
+save_tensors = torch.save  # the user's torch.save is watched
+
+
+def wrap(owner: Any, name: str) -> Callable:
+    """A decorator: its function replaces owner.name, and gets what it replaces as an argument."""
+    original = getattr(owner, name)
+
+    def put_in_place(function: Callable) -> Callable:
+        @wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        setattr(owner, name, replacement)
+        return replacement
+
+    return put_in_place
+
+
+def callers(frame: FrameType | None = None) -> Iterator[tuple[str, int, str]]:
+    """File, line and function of each frame on the stack, the innermost first."""
+    for each, line in traceback.walk_stack(frame or inspect.currentframe()):
+        yield each.f_code.co_filename, line, each.f_code.co_name
 
 
 def is_user_file(file: str) -> bool:
@@ -32,17 +58,17 @@ def is_user_file(file: str) -> bool:
     return not installed and os.path.dirname(file) != HERE
 
 
-def user_line(frame: FrameType | None) -> str:
-    """File and line of the innermost frame that is the user's code."""
-    while frame is not None:
-        if is_user_file(frame.f_code.co_filename):
-            return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}"
-        frame = frame.f_back
+def where(frame: FrameType | None = None, outside: str = "") -> str:
+    """File and line of the innermost frame that is the user's code, in no function of this name."""
+    for file, line, function in callers(frame):
+        if is_user_file(file) and function != outside:
+            return f"{os.path.relpath(file)}:{line}"
     return "?"
 
 
-def where() -> str:
-    return user_line(sys._getframe(1))
+def main_frame() -> FrameType | None:
+    """What the main thread does, as the thread that writes the record sees it."""
+    return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def digests_of_generators() -> list[int]:
@@ -67,7 +93,7 @@ class Run:
         self.ranks = settings["ranks"]  # of the observed run, once that is known
         self.shared_batches = settings["shared_batches"]  # each rank takes its rows of one batch
         self.replaying = self.mode != "observe"
-        self.pid, self.rank, self.world = os.getpid(), 0, 1
+        self.rank, self.world = 0, 1
         self.joined = self.written = False
         self.events = 0  # a run whose ranks have no new events may hang
         self.beats = 0  # how often the facts were written: is this process still alive?
@@ -76,151 +102,128 @@ class Run:
         self.current_pass: dict | None = None  # over the loader that gave the last batch
         self.after_fetch: list[int] | None = None  # digests of generators when the step began
         self.counts: Counter = Counter()
-        self.tensors: dict[str, Any] = {}
-        self.facts: dict[str, Any] = {"ended": None, "error": None, "scale": 1.0, "autocast": False}
-        self.facts["loss_inside"] = False  # the model returns the loss
+        self.tensors: dict[str, Any] = {"batches": []}  # of each training pass of the first epoch
+        self.facts: dict[str, Any] = {"error": None, "scale": 1.0, "own_batch_size": None}
+        self.facts |= {"autocast": False, "loss_inside": False, "random_in_step": 0}
+        self.facts["samples_elsewhere"] = False  # not in the first dimension of a batch
         lists = "passes collectives files prints backwards optimizers ddps roots lr_in_epochs"
         self.facts |= {name: [] for name in lists.split()}
-        self.facts |= {"dropout": {}, "batchnorm": {}, "notes": {}, "random_in_step": 0}
+        self.facts |= {"dropout": {}, "batchnorm": {}, "notes": {}, "other_parameters": []}
+        self.model: Any = None  # a watch_model.ModelWatcher
+        self.feeder: Any = None  # a replay.Feeder, while replaying
+        self.writing = threading.Lock()
+        self.started()
 
-        # What the modules give each other: see their install().
-        self.start: Any = None
-        self.epoch_ended: Any = None
-        self.step_ended: Any = None
-        self.optimizers: Any = None
-        self.feed: Any = None
-        self.feed_forward: Any = None
-        self.length_of: Any = None
-        self.set_start: Any = None
-        self.use_recorded_rates: Any = None
-        self.per_rank_batchnorm = False
+    def started(self) -> None:
+        """In this process, which may be another one than that which made this object."""
+        self.pid = os.getpid()
+        self.main_clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
+
+    def joined_group(self) -> None:
+        """The process group is there: now we know which rank this is."""
+        if not self.joined:
+            self.started()
+            self.rank, self.world, self.joined = dist.get_rank(), dist.get_world_size(), True
+            multiprocessing.util.Finalize(None, self.write, ("script",), exitpriority=100)
+            threading.Thread(target=self.beat, daemon=True).start()
 
     def note(self, kind: str) -> None:
         """A fact that needs no more than the line that it happened at."""
         self.facts["notes"].setdefault(kind, where())
 
-    def write_facts(self, ended: str | None) -> None:
-        state: dict[str, Any] = {"rank": self.rank, "world": self.world, "pid": self.pid}
-        state |= {"steps": self.steps}
-        state |= {"events": self.events, "waiting": self.waiting, "ended": ended}
-        state |= {"line": user_line(main_frame()), "in_backward": is_in_backward()}
-        state |= {"beats": self.beats, "cpu_seconds": round(time.clock_gettime(MAIN_CLOCK), 1)}
+    def has_no_loader(self) -> bool:
+        return not any(p["training"] for p in self.facts["passes"])
+
+    def keep_file(self, name: str) -> Path:
+        return self.folder / f"{self.mode}.{self.rank}.{name}.pt"
+
+    def write_facts(self, ended: str) -> None:
+        """ended: "script" (at its end), "epochs" (we ended it), "error", "killed" (not yet)."""
+        frame = main_frame()
+        state = {
+            "rank": self.rank, "world": self.world, "pid": self.pid, "steps": self.steps,
+            "events": self.events, "beats": self.beats, "waiting": self.waiting, "ended": ended,
+            "line": where(frame), "cpu_seconds": round(time.clock_gettime(self.main_clock), 1),
+            "in_backward": frame is not None and "_run_backward" in frame.f_code.co_name,
+        }  # fmt: skip
         path = self.folder / f"{self.mode}.{self.rank}.json"
         part = path.with_suffix(".part")
         part.write_text(json.dumps(self.facts | state, default=str))
         part.replace(path)  # renamed, so that nobody reads half a file
 
-    def keep_file(self, name: str) -> Path:
-        return self.folder / f"{self.mode}.{self.rank}.{name}.pt"
+    def beat(self) -> None:
+        """Write the facts again and again: a rank that is killed leaves nothing else."""
+        while not self.written:
+            self.beats += 1
+            with self.writing, suppress(RuntimeError, OSError):  # facts changed; folder is gone
+                if not self.written:
+                    self.write_facts("killed")
+            time.sleep(SECONDS_PER_BEAT)
+
+    def write(self, ended: str) -> None:
+        """Write all that is known. A run that we ended ourselves is not written again."""
+        trained_alone = self.replaying and self.steps > 0
+        if self.written or os.getpid() != self.pid or not (self.joined or trained_alone):
+            return
+        self.model.finish()
+        with self.writing:
+            self.written = True
+            self.write_facts(ended)
+        save_tensors(self.tensors, self.keep_file("tensors"))
+
+    def leave(self, ended: str) -> None:
+        """End this process as soon as all ranks are here: who leaves early breaks the others."""
+        self.write(ended)
+        end = time.monotonic() + SECONDS_FOR_OTHERS
+        while time.monotonic() < end:
+            if len(list(self.folder.glob(f"{self.mode}.*.tensors.pt"))) >= self.world:
+                break
+            time.sleep(0.02)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    def failed(self, error: BaseException) -> None:
+        """The record of a script that ends with an error."""
+        cut = not self.joined or any(p["given"] >= self.limit for p in self.facts["passes"])
+        if cut and "StopIteration" in f"{type(error).__name__} {error}":
+            self.leave("epochs")  # the script asked for more batches than we give
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_file(f.filename)]
+        at = f"{os.path.relpath(frames[-1].filename)}:{frames[-1].lineno}" if frames else "?"
+        self.facts["error"] = [type(error).__name__, str(error)[:500], at]
+        self.write("error")
 
 
-RUN: Run
-writing = threading.Lock()
-save_tensors = torch.save  # the user's torch.save is watched
+def compute_in_float64() -> None:
+    torch.set_default_dtype(torch.float64)
+
+    @wrap(torch.Tensor, "float")
+    def double(original: Callable, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        caller = next(file for file, *_ in callers() if os.path.dirname(file) != HERE)
+        by_torch = "/torch/amp/" in caller  # GradScaler needs what it asks for
+        return original(x, *args, **kwargs) if by_torch else x.double()
 
 
-def main_frame() -> FrameType | None:
-    return sys._current_frames().get(threading.main_thread().ident or 0)
-
-
-def is_in_backward() -> bool:
-    frame = main_frame()
-    return frame is not None and "_run_backward" in frame.f_code.co_name
-
-
-def write(ended: str) -> None:
-    """Write all that is known. A run that we ended ourselves is not written again."""
-    trained_alone = RUN.replaying and RUN.steps > 0
-    if RUN.written or os.getpid() != RUN.pid or not (RUN.joined or trained_alone):
-        return
-    from prove import watch_model
-
-    watch_model.finish()
-    with writing:
-        RUN.written = True
-        RUN.write_facts(ended)
-    save_tensors(RUN.tensors, RUN.keep_file("tensors"))
-
-
-def leave(ended: str) -> None:
-    """End this process as soon as all ranks are here: who leaves early breaks the others."""
-    write(ended)
-    end = time.monotonic() + 20
-    while time.monotonic() < end:
-        if len(list(RUN.folder.glob(f"{RUN.mode}.*.tensors.pt"))) >= RUN.world:
-            break
-        time.sleep(0.02)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def beat() -> None:
-    """Write the facts again and again: a rank that is killed leaves nothing else."""
-    while not RUN.written:
-        RUN.beats += 1
-        with writing, suppress(RuntimeError, OSError):  # facts changed meanwhile; folder is gone
-            if not RUN.written:
-                RUN.write_facts("killed")
-        time.sleep(SECONDS_PER_BEAT)
-
-
-def join() -> None:
-    """The process group is there: now we know which rank this is."""
-    global MAIN_CLOCK
-    if not RUN.joined:
-        MAIN_CLOCK = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
-        RUN.rank, RUN.world, RUN.joined = dist.get_rank(), dist.get_world_size(), True
-        RUN.pid = os.getpid()  # another one, if the script has forked its ranks
-        multiprocessing.util.Finalize(None, write, ("script",), exitpriority=100)
-        threading.Thread(target=beat, daemon=True).start()
-
-
-def on_error(error: BaseException) -> None:
-    """The record of a script that ends with an error."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_file(f.filename)]
-    at = f"{os.path.relpath(frames[-1].filename)}:{frames[-1].lineno}" if frames else "?"
-    if isinstance(error, StopIteration) or "StopIteration" in str(error):
-        return write("epochs")  # the script asked for more batches than we give
-    RUN.facts["error"] = [type(error).__name__, str(error)[:500], at]
-    write("error")
-
-
-narrow = torch.Tensor.float
-
-
-def double_or_float(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """x.float() of a script that runs in float64. GradScaler needs what it asks for."""
-    caller: Any = sys._getframe(1)
-    while os.path.dirname(caller.f_code.co_filename) == HERE:  # --cpu: a mode calls it once more
-        caller = caller.f_back
-    by_torch = "/torch/amp/" in caller.f_code.co_filename
-    return narrow(x, *args, **kwargs) if by_torch else x.double()
-
-
-def install() -> None:
+def install() -> Run:
     """Called once in each process of the user's, after `import torch`."""
-    global RUN, MAIN_CLOCK
-    MAIN_CLOCK = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
-    RUN = Run(json.loads(os.environ["PROVE"]))
     settings = json.loads(os.environ["PROVE"])
+    run = Run(settings)
     if settings["cpu"]:
         from prove import cpu
 
         cpu.install(settings["gpus"])
-    if RUN.double:
-        torch.set_default_dtype(torch.float64)
-        torch.Tensor.float = double_or_float  # type: ignore[assignment]
+    if run.double:
+        compute_in_float64()
     torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore
     from prove import replay, watch_data, watch_model, watch_world
 
     for module in (watch_data, watch_model, watch_world, replay):
-        module.install(RUN)
-    atexit.register(write, "script")
-    previous = sys.excepthook
+        module.install(run)
+    atexit.register(run.write, "script")
 
-    def hook(kind: Any, error: BaseException, trace: Any) -> None:
-        on_error(error)
-        previous(kind, error, trace)
+    @wrap(sys, "excepthook")
+    def hook(show: Callable, kind: Any, error: BaseException, trace: Any) -> None:
+        run.failed(error)
+        show(kind, error, trace)
 
-    sys.excepthook = hook
+    return run

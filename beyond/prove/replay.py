@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from prove import record
-from prove.record import Run, digests_of_generators, where
+from prove.record import Run, digests_of_generators, where, wrap
 from prove.watch_data import as_double, copied, has_rows, tensors_in
-from prove.watch_model import count_batchnorm
+from prove.watch_model import parameters_of
 
-DROPOUTS = ["dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"]
-DROPOUTS.append("feature_alpha_dropout")
+DROPOUTS = ["dropout", "dropout1d", "dropout2d", "dropout3d"]
+DROPOUTS += ["alpha_dropout", "feature_alpha_dropout"]
+OTHER_SEED = 987654321  # no seed that a script has
 
 
 def merge(parts: list, sizes: list[int]) -> Any:
@@ -61,17 +61,125 @@ def rows_of_ranks(rows: int, sizes: list[int]) -> list[Tensor]:
 def normalize_by_rank(layer: Any, forward: Callable, x: Tensor, sizes: list[int]) -> Tensor:
     """BatchNorm over the rows of each rank. Its running statistics become those of rank 0."""
     groups = [group for group in rows_of_ranks(len(x), sizes) if len(group)]
-    parts, kept = [], {}
+    parts, of_rank_0 = [], {}
     for group in groups:
         parts.append(forward(layer, x[group]))
-        if not kept:
-            kept = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+        if not of_rank_0:
+            of_rank_0 = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     for name, buffer in layer.named_buffers():
-        buffer.data.copy_(kept[name])  # .data: autograd need not know
+        buffer.data.copy_(of_rank_0[name])  # .data: autograd need not know
     return torch.cat(parts)[torch.argsort(torch.cat(groups))]
 
 
-def draw_other_numbers(seed: int) -> None:
+class Keeper:
+    """In the observed run: keeps what goes into DDP, if there is no loader to keep batches of."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.sizes = run, [1]
+
+    def inputs(self, inputs: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        run = self.run
+        if run.has_no_loader():
+            run.after_fetch = digests_of_generators()
+            if run.joined and run.steps < run.limit:
+                calls = run.tensors.setdefault("forwards", [])
+                calls.append((copied(list(inputs)), copied(kwargs)))
+        return inputs, kwargs
+
+
+class Feeder:
+    """In a replay: gives one rank what all ranks of the observed run got."""
+
+    def __init__(self, run: Run) -> None:
+        files = [run.folder / f"observe.{rank}.tensors.pt" for rank in range(run.ranks)]
+        self.run, self.ranks = run, [torch.load(file, weights_only=False) for file in files]
+        facts = json.loads((run.folder / "observe.0.json").read_text())
+        self.per_rank_batchnorm = bool(facts["batchnorm"]) and run.mode != "whole"
+        self.training = [p for p in facts["passes"] if "kept" in p]
+        self.in_sequence = run.mode == "sequence"
+        self.sizes = [1]  # samples of each rank in the batch that is computed now
+        self.passes = self.forwards = 0  # fed so far
+
+    def cast(self, x: Any) -> Any:
+        return as_double(x) if self.run.double else x
+
+    def length_of(self, loader: Any) -> int | None:
+        for known in self.training:
+            if known["loader"] == loader.prove_number and torch.is_grad_enabled():
+                batches = min(known["batches"] or known["given"], self.run.limit)
+                return int(batches * (self.run.ranks if self.in_sequence else 1))
+        return None
+
+    def batches(self, loader: Any, now: dict) -> Iterator | None:
+        """For the next pass over a loader; None: there was no such pass in the first epoch."""
+        run, number = self.run, self.passes
+        self.passes += 1
+        if number < len(self.ranks[0]["batches"]):
+            run.facts["own_batch_size"] = run.facts["own_batch_size"] or loader.batch_size
+            return self.recorded(number, now)
+        if run.steps:
+            run.model.epoch_ended()
+            run.leave("replayed")
+        return None
+
+    def recorded(self, number: int, now: dict) -> Iterator:
+        run = self.run
+        feeding = self.ranks[:1] if run.shared_batches else self.ranks
+        for parts in zip(*(rank["batches"][number] for rank in feeding), strict=False):
+            sizes = [size for size, _ in parts]
+            feeds = [(sizes, merge([batch for _, batch in parts], sizes))]
+            if self.in_sequence:
+                feeds = [([size], batch) for size, batch in parts]
+            for of_ranks, batch in feeds:
+                self.sizes = of_ranks
+                now["given"] += 1
+                now["sizes"].append(sum(self.sizes))
+                if run.mode == "again":
+                    seed_generators(OTHER_SEED + now["given"])
+                run.current_pass, run.after_fetch = now, digests_of_generators()
+                run.model.start()
+                yield self.cast(batch)
+        run.counts["fed all"] += 1
+
+    def inputs(self, inputs: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """What goes into DDP, if the script has no loader."""
+        calls = self.ranks[0].get("forwards")
+        if not calls:
+            return inputs, kwargs
+        number, n = self.forwards, self.run.ranks
+        self.forwards += 1
+        if number >= len(calls) * (n if self.in_sequence else 1):
+            self.run.leave("replayed")
+        self.run.after_fetch = digests_of_generators()
+        if self.in_sequence:
+            recorded = self.ranks[number % n]["forwards"][number // n]
+        else:
+            parts = [rank["forwards"][number] for rank in self.ranks]
+            self.sizes = [len(tensors_in(list(part))[0]) for part in parts]
+            recorded = [merge([part[k] for part in parts], self.sizes) for k in (0, 1)]
+        return self.cast(recorded[0]), self.cast(recorded[1])
+
+    def set_start(self, optimizers: list, wrapped: list) -> None:
+        with torch.no_grad():
+            for ddp, state in zip(wrapped, self.ranks[0]["states"], strict=False):
+                ddp.module.load_state_dict(state)
+            for number, theirs in enumerate(self.ranks[0]["start"][: len(optimizers)]):
+                mine = parameters_of(optimizers[number])
+                if [p.shape for p in mine] != [p.shape for p in theirs]:
+                    self.run.facts["other_parameters"].append(number)
+                    continue
+                for p, value in zip(mine, theirs, strict=True):
+                    p.copy_(value)
+
+    def use_recorded_schedule(self, optimizer: Any, number: int, step: int) -> None:
+        """The recorded learning rates, for this step only: the script's own ones are compared."""
+        recorded = self.ranks[0]["scheduled"].get(number, [])
+        if step < len(recorded):
+            for group, theirs in zip(optimizer.param_groups, recorded[step], strict=False):
+                group.update(theirs)
+
+
+def seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
@@ -92,147 +200,33 @@ def switch_off_dropout(run: Run) -> None:
 
     for name in DROPOUTS:
         setattr(functional, name, no_dropout)
-    attention = functional.scaled_dot_product_attention
 
-    def attention_without_dropout(
-        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **more: Any
-    ) -> Any:
+    @wrap(functional, "scaled_dot_product_attention")
+    def attention(
+        original: Callable, query: Any, key: Any, value: Any,
+        attn_mask: Any = None, dropout_p: float = 0.0,
+        *rest: Any,  # nn.MultiheadAttention passes is_causal by its place
+        **more: Any,
+    ) -> Tensor:  # fmt: skip
         if dropout_p > 0:
             note()
-        return attention(query, key, value, attn_mask=attn_mask, dropout_p=0.0, **more)
+        return original(query, key, value, attn_mask, 0.0, *rest, **more)
 
-    functional.scaled_dot_product_attention = attention_without_dropout  # type: ignore[assignment]
+
+def watch_batchnorm(run: Run) -> None:
+    @wrap(_BatchNorm, "forward")
+    def forward(original: Callable, self: Any, x: Tensor) -> Tensor:
+        sizes = run.feeder.sizes
+        if self.training and not run.replaying and torch.is_grad_enabled():
+            kind, values = type(self).__name__, x.numel() // x.shape[1]  # of each channel
+            least = run.facts["batchnorm"].get(kind, values)
+            run.facts["batchnorm"][kind] = min(least, values)
+        if self.training and run.replaying and len(sizes) > 1 and run.feeder.per_rank_batchnorm:
+            return normalize_by_rank(self, original, x, sizes)
+        return original(self, x)
 
 
 def install(run: Run) -> None:
-    sizes = [1]  # samples of each rank in the batch that is computed now
-    forward = _BatchNorm.forward
+    run.feeder = Feeder(run) if run.replaying else Keeper(run)
     switch_off_dropout(run)
-
-    def batchnorm_forward(self: Any, x: Tensor) -> Tensor:
-        if self.training and not run.replaying and torch.is_grad_enabled():
-            count_batchnorm(self, x)
-        by_rank = run.replaying and run.mode != "whole" and len(sizes) > 1
-        if not (self.training and by_rank and run.per_rank_batchnorm):
-            return forward(self, x)
-        return normalize_by_rank(self, forward, x, sizes)
-
-    _BatchNorm.forward = batchnorm_forward  # type: ignore[assignment,method-assign]
-    run.feed_forward = lambda inputs, kwargs: (inputs, kwargs)
-    run.step_ended = lambda: None
-    if not run.replaying:
-        end_without_loader(run)
-        return
-
-    observed = [run.folder / f"observe.{rank}.tensors.pt" for rank in range(run.ranks)]
-    ranks = [torch.load(path, weights_only=False) for path in observed]
-    facts = json.loads((run.folder / "observe.0.json").read_text())
-    run.per_rank_batchnorm = bool(facts["batchnorm"])
-    recorded, interleaved = ranks[0]["batches"], run.mode != "sequence"
-    training = [p for p in facts["passes"] if "kept" in p]
-    run.facts["own_batch_size"] = None
-
-    def cast(x: Any) -> Any:
-        return as_double(x) if run.double else x
-
-    def length_of(loader: Any) -> int | None:
-        for known in training:
-            if known["loader"] == loader.prove_number and torch.is_grad_enabled():
-                listed = known["batches"] or known["given"]
-                return min(listed, run.limit) * (1 if interleaved else run.ranks)
-        return None
-
-    def feed(loader: Any, now: dict) -> Iterator | None:
-        number = run.counts["fed"]
-        run.counts["fed"] += 1
-        if number >= len(recorded):
-            if run.steps:
-                epoch = [[float(g["lr"]) for g in o.param_groups] for o in run.optimizers()]
-                run.facts["lr_in_epochs"].append(epoch)
-                record.leave("replayed")
-            return None
-        if run.facts["own_batch_size"] is None:
-            run.facts["own_batch_size"] = loader.batch_size
-        return batches(number, now)
-
-    def batches(number: int, now: dict) -> Iterator:
-        feeding = ranks[:1] if run.shared_batches else ranks
-        for parts in zip(*(rank["batches"][number] for rank in feeding), strict=False):
-            if interleaved:
-                feeds = [
-                    ([n for n, _ in parts], merge([x for _, x in parts], [n for n, _ in parts]))
-                ]
-            else:
-                feeds = [([n], x) for n, x in parts]
-            for now_sizes, batch in feeds:
-                sizes[:] = now_sizes
-                now["given"] += 1
-                now["sizes"].append(sum(now_sizes))
-                if run.mode == "again":
-                    draw_other_numbers(987654321 + now["given"])  # no seed that a script has
-                run.current_pass, run.after_fetch = now, digests_of_generators()
-                run.start()
-                yield cast(batch)
-        run.counts["fed all"] += 1
-
-    def feed_forward(inputs: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        calls = ranks[0].get("forwards")
-        if not calls:
-            return inputs, kwargs
-        number = run.counts["forwards"]
-        run.counts["forwards"] += 1
-        if number >= len(calls) * (1 if interleaved else run.ranks):
-            record.leave("replayed")
-        run.after_fetch = digests_of_generators()
-        if not interleaved:
-            args, named = ranks[number % run.ranks]["forwards"][number // run.ranks]
-            return cast(args), cast(named)
-        parts = [rank["forwards"][number] for rank in ranks]
-        sizes[:] = [len(tensors_in(list(part))[0]) for part in parts]
-        merged = [merge([part[k] for part in parts], sizes) for k in (0, 1)]
-        return cast(merged[0]), cast(merged[1])
-
-    def set_start(optimizers: list, wrapped: list) -> None:
-        with torch.no_grad():
-            for ddp, state in zip(wrapped, ranks[0]["states"], strict=False):
-                ddp.module.load_state_dict(state)
-            for optimizer, theirs in zip(optimizers, ranks[0]["start"], strict=False):
-                mine = [p for group in optimizer.param_groups for p in group["params"]]
-                if [p.shape for p in mine] == [p.shape for p in theirs]:
-                    for p, value in zip(mine, theirs, strict=True):
-                        p.copy_(value)
-                else:
-                    run.note("other parameters")
-
-    def use_recorded_rates(optimizer: Any, number: int) -> None:
-        """The recorded learning rates, for this step only: the script's own ones are compared."""
-        step = len(run.facts["optimizers"][number]["steps"]) - 1
-        rates = ranks[0]["rates"][number] if number < len(ranks[0]["rates"]) else []
-        if step < len(rates):
-            for group, rate in zip(optimizer.param_groups, rates[step], strict=False):
-                group["lr"] = rate
-
-    run.feed, run.feed_forward, run.length_of = feed, feed_forward, length_of
-    run.set_start, run.use_recorded_rates = set_start, use_recorded_rates
-
-
-def end_without_loader(run: Run) -> None:
-    """A script without a DataLoader: keep what goes into the model, and end after some steps."""
-    forwards: list = []
-
-    def has_no_loader() -> bool:
-        return not any(p["training"] for p in run.facts["passes"])
-
-    def keep_inputs(inputs: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if has_no_loader() and run.joined and run.steps < run.limit:
-            forwards.append((copied(list(inputs)), copied(kwargs)))
-            run.tensors["forwards"] = forwards
-        if has_no_loader():
-            run.after_fetch = digests_of_generators()
-        return inputs, kwargs
-
-    def step_ended() -> None:
-        if has_no_loader() and run.joined and run.steps >= 3 * run.limit:
-            record.leave("epochs")
-
-    run.feed_forward, run.step_ended = keep_inputs, step_ended
+    watch_batchnorm(run)

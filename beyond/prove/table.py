@@ -5,34 +5,68 @@ from dataclasses import dataclass
 
 RIGHT, WRONG, WARNING, NOT_SEEN = "right", "WRONG", "warning", "not seen"
 ORDER = (WRONG, WARNING, RIGHT, NOT_SEEN)
-WIDTH = 100
+WIDTH, INDENT = 100, " " * 10
+
+# Headings of docs/troubleshooting.md, which say more than a cure can.
 PAGE = "docs/troubleshooting.md"
+ACCURACY = "test-accuracy-differs-with-the-number-of-ranks"
+BUFFERS = "training-is-good-evaluation-is-bad-batchnorms-running-statistics"
+FILES = "filenotfounderror-while-saving-now-and-then-or-a-file-of-two-halves"
+HANG = "it-hangs"
+LOSS = "the-loss-is-not-that-of-one-process"
+PRINTS = "every-line-is-printed-n-times"
+RATE = "a-larger-batch-learns-worse-which-learning-rate"
+SAME_ORDER = "every-epoch-has-the-same-order"
+UNEVEN = "the-last-batch-of-an-epoch-hangs"
+UNUSED = "expected-to-have-finished-reduction-in-the-prior-iteration-before-starting-a-new-one"
 
 
 @dataclass
 class Row:
+    """Its verdict is one of the four; a link is a heading of docs/troubleshooting.md."""
+
     verdict: str
     check: str
     evidence: str
     cure: str = ""
-    link: str = ""  # a heading of docs/troubleshooting.md
+    link: str = ""
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)
+
+
+def right(check: str, evidence: str) -> Row:
+    return Row(RIGHT, check, evidence)
+
+
+def wrong(check: str, evidence: str, cure: str, link: str = "") -> Row:
+    return Row(WRONG, check, evidence, cure, link)
+
+
+def warning(check: str, evidence: str, cure: str, link: str = "") -> Row:
+    return Row(WARNING, check, evidence, cure, link)
+
+
+def not_seen(check: str, evidence: str) -> Row:
+    return Row(NOT_SEEN, check, evidence)
 
 
 def table(rows: list[Row]) -> str:
     lines = []
     for row in sorted(rows, key=lambda row: ORDER.index(row.verdict)):
-        first, rest = f"{row.verdict:9} {row.check:22} ", " " * 10
-        body = textwrap.wrap(row.evidence, WIDTH - len(rest)) or [""]
+        first = f"{row.verdict:9} {row.check:22} "
+        body = textwrap.wrap(row.evidence, WIDTH - len(INDENT)) or [""]
         if len(body) == 1 and len(first + body[0]) <= WIDTH:
             lines.append(first + body[0])
         else:
-            lines += [first.rstrip(), *(rest + line for line in body)]
-        link = f"  ({PAGE}#{row.link})" if row.link else ""
-        if row.cure:
-            cure = textwrap.wrap(f"-> {row.cure}", WIDTH - len(rest), subsequent_indent="   ")
-            if link and len(cure[-1] + link) > WIDTH - len(rest):
-                cure.append(" " + link)
-            else:
-                cure[-1] += link
-            lines += [rest + line for line in cure]
+            lines += [first.rstrip(), *(INDENT + line for line in body)]
+        if not row.cure:
+            continue
+        cure = textwrap.wrap(f"-> {row.cure}", WIDTH - len(INDENT), subsequent_indent="   ")
+        if row.link:
+            link = f"({PAGE}#{row.link})"
+            fits = len(f"{INDENT}{cure[-1]}  {link}") <= WIDTH
+            cure[-1:] = [f"{cure[-1]}  {link}"] if fits else [cure[-1], f"   {link}"]
+        lines += [INDENT + line for line in cure]
     return "\n".join(lines)

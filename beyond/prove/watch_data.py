@@ -3,17 +3,17 @@
 import random
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, dataloader
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from prove import record
-from prove.record import Run, digests_of_generators, where
+from prove.record import Run, digests_of_generators, save_tensors, where, wrap
 
 MOST_INDICES = 2_000_000  # more are not listed: a sampler may have no end
+MOST_SIZES = 64  # of batches
 EVALUATION = 4  # an evaluation gets so many times the batches of a training epoch
 
 
@@ -57,44 +57,45 @@ def has_rows(x: Any, rows: int) -> bool:
     return isinstance(x, Tensor) and x.ndim > 0 and len(x) == rows
 
 
+def is_list_of_samples(batch: Any) -> bool:
+    """As collate_fn=list makes it."""
+    return isinstance(batch, list | tuple) and not any(isinstance(x, Tensor) for x in batch)
+
+
 def batch_size_of(batch: Any) -> int:
-    found = [x for x in tensors_in(batch) if x.ndim]
-    if isinstance(batch, list | tuple) and not any(isinstance(x, Tensor) for x in batch):
-        return len(batch)  # collate_fn=list
-    return len(found[0]) if found else 1
+    if is_list_of_samples(batch):
+        return len(batch)
+    return next((len(x) for x in tensors_in(batch) if x.ndim), 1)
 
 
 def checksums(batch: Any) -> list[int]:
     """A number for the content of each sample."""
-    rows = batch_size_of(batch)
-    if isinstance(batch, list | tuple) and not any(isinstance(x, Tensor) for x in batch):
+    if is_list_of_samples(batch):
         return [checksum(tensors_in(sample)[0]) for sample in batch if tensors_in(sample)]
-    columns = [x for x in tensors_in(batch) if has_rows(x, rows)]
+    columns = [x for x in tensors_in(batch) if has_rows(x, batch_size_of(batch))]
     wide = [x for x in columns if x[0].numel() > 1] or columns
     return [checksum(row) for row in wide[0]] if wide else []
 
 
-def fingerprint(dataset: Dataset) -> list:
+def fingerprint(dataset: Any) -> list:
     """Three samples, loaded with fixed seeds: do the ranks hold the same data set?"""
-    if isinstance(dataset, IterableDataset):
-        return []
     numpy = sys.modules.get("numpy")
-    kept = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
+    states = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
+    read = getattr(dataset, "__getitems__", None) or (lambda chosen: dataset[chosen[0]])
     found = []
     try:
-        size = len(dataset)  # type: ignore[arg-type]
-        for i in (0, size // 2, size - 1):
-            torch.manual_seed(0)
+        for i in (0, len(dataset) // 2, len(dataset) - 1):
+            torch.default_generator.manual_seed(0)  # torch.manual_seed would seed GPUs as well
             random.seed(0)
             if numpy:
                 numpy.random.seed(0)
-            found.append([checksum(x) for x in tensors_in(dataset[i])[:2]])
-    except Exception:  # whatever the user's data set raises for our question, is no answer
+            found.append([checksum(x) for x in tensors_in(read([i]))[:2]])
+    except Exception:  # a data set that cannot answer, a stream for example
         found = []
-    torch.set_rng_state(kept[0])
-    random.setstate(kept[1])
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
     if numpy:
-        numpy.random.set_state(kept[2])
+        numpy.random.set_state(states[2])
     return found
 
 
@@ -127,33 +128,32 @@ class ListedSampler:
             total += len(batch) if isinstance(batch, list | tuple) else 1
             if total >= MOST_INDICES:
                 break
-        if total < MOST_INDICES:
+        else:
             self.write(now, listed)
         yield from listed
         yield from iterator
 
     def write(self, now: dict, listed: list) -> None:
+        rows = [batch if isinstance(batch, list | tuple) else [batch] for batch in listed]
         try:
-            rows = [batch if isinstance(batch, list | tuple) else [batch] for batch in listed]
             drawn = torch.tensor([int(i) for row in rows for i in row], dtype=torch.long)
         except (TypeError, ValueError):  # a sampler of keys that are no numbers
             return
         _, held = unwrapped(self.loader.dataset)
-        now["batches"], now["sizes"] = len(rows), [len(row) for row in rows[:64]]
-        now["drawn"] = len(drawn)
-        now["sorted"] = bool((drawn[1:] >= drawn[:-1]).all())
-        now["last_size"] = len(rows[-1]) if rows else 0
-        now["file"] = str(self.run.keep_file(f"pass{now['number']}"))
-        indices = drawn if held is None else held[drawn]
-        record.save_tensors({"indices": indices, "held": held}, now["file"])
+        sizes = [len(row) for row in rows]
+        now |= {"batches": len(rows), "sizes": sizes[:MOST_SIZES], "last": (sizes or [0])[-1]}
+        file = str(self.run.keep_file(f"pass{now['number']}"))
+        save_tensors({"indices": drawn if held is None else held[drawn], "held": held}, file)
+        now["file"] = file  # now that it is whole
 
 
 def begin_pass(loader: Any, run: Run) -> dict:
+    """What is written down about one pass over a loader."""
     base, _ = unwrapped(loader.dataset)
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     sampler = getattr(sampler, "sampler", sampler)
     passes = run.facts["passes"]
-    earlier = [p for p in passes if p["dataset"] == id(loader.dataset)]
+    earlier = [p["fingerprint"] for p in passes if p["dataset"] == id(loader.dataset)]
     iterable = isinstance(loader.dataset, IterableDataset)
     now = {
         "number": len(passes), "loader": loader.prove_number, "at": loader.prove_at,
@@ -161,73 +161,35 @@ def begin_pass(loader: Any, run: Run) -> dict:
         "sampler": type(sampler).__name__, "shuffle": getattr(sampler, "shuffle", None),
         "workers": loader.num_workers, "batch_size": loader.batch_size,
         "base_length": None if iterable or not hasattr(base, "__len__") else len(base),
-        "held": None if iterable or not hasattr(loader.dataset, "__len__") else len(loader.dataset),
-        "fingerprint": earlier[0]["fingerprint"] if earlier else fingerprint(base),
+        "fingerprint": earlier[0] if earlier else fingerprint(base),
         "training": torch.is_grad_enabled(), "given": 0, "steps": 0, "ended": False,
         "limit": run.limit, "steps_before": run.steps,
         "collectives_before": len(run.facts["collectives"]),
-        "samples": [], "sizes": [], "batches": None, "drawn": None, "file": None,
+        "samples": [], "sizes": [], "batches": None, "last": 0, "file": None,
         "generators": digests_of_generators(), "drew": [False] * 3, "base_seed": None,
     }  # fmt: skip
     passes.append(now)
     return now
 
 
-def install(run: Run) -> None:
-    make, iterate, length = DataLoader.__init__, DataLoader.__iter__, DataLoader.__len__
-    index_sampler, fetch = DataLoader._index_sampler, dataloader._BaseDataLoaderIter.__next__
-    run.tensors["batches"] = []  # of each training pass of the first epoch
-
-    def most_batches(training: bool) -> int:
-        ranks = run.ranks if run.replaying else 1  # one rank evaluates what all ranks did
-        return run.limit * ranks * (1 if training else EVALUATION)
-
-    def new_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        object.__setattr__(self, "prove_number", run.counts["loaders"])
-        object.__setattr__(self, "prove_at", where())
-        run.counts["loaders"] += 1
-
-    def new_iter(self: Any) -> Any:
-        training = torch.is_grad_enabled()
-        trained = [
-            p for p in run.facts["passes"] if p["dataset"] == id(self.dataset) and p["steps"]
-        ]
-        if training and trained:
-            run.counts["second epoch"] = 1
-            if not run.replaying:
-                run.epoch_ended()
-                if len(trained) >= 2 and run.joined:
-                    record.leave("epochs")
-        now = begin_pass(self, run)
-        if run.replaying and training and (fed := run.feed(self, now)) is not None:
-            return fed
-        object.__setattr__(self, "prove_pass", now)
-        iterator = iterate(self)
-        iterator.prove_pass = now  # type: ignore[attr-defined]
-        now["base_seed"] = getattr(iterator, "_base_seed", None)
-        if training and not run.replaying and not run.counts["second epoch"]:
-            now["kept"] = len(run.tensors["batches"])
-            run.tensors["batches"].append([])
-        return iterator
-
-    def new_next(self: Any) -> Any:
-        now = getattr(self, "prove_pass", None)
-        if now is None:
-            return fetch(self)
-        if now["given"] >= most_batches(now["training"]):
-            raise StopIteration
+def watch_fetches(run: Run, iterator: Iterator, now: dict, most: int) -> Iterator:
+    """The batches of one pass, until there are enough."""
+    size = 0
+    while now["given"] < most:
         before = digests_of_generators()
         try:
-            batch = fetch(self)
+            batch = next(iterator)
         except StopIteration:
             now["ended"] = True
-            raise
-        run.after_fetch, run.current_pass = digests_of_generators(), now
+            return
+        run.current_pass, run.after_fetch = now, digests_of_generators()
         if now["given"]:  # not at the first batch, where a sampler draws its seed
             drew = [a != b for a, b in zip(before, run.after_fetch, strict=True)]
             now["drew"] = [a or b for a, b in zip(now["drew"], drew, strict=True)]
-        size = batch_size_of(batch)
+        whole = now["batch_size"] or 1
+        last_but_one, size = size, batch_size_of(batch)
+        if last_but_one % whole or (size > whole and size % whole):  # only the last may be smaller
+            run.facts["samples_elsewhere"] = True
         if now["batches"] is None:
             now["sizes"].append(size)
         now["given"] += 1
@@ -238,17 +200,51 @@ def install(run: Run) -> None:
         if "kept" in now:
             run.tensors["batches"][now["kept"]].append((size, copied(batch)))
         if now["training"]:
-            run.start()
-        return as_double(batch) if run.double else batch
+            run.model.start()
+        yield as_double(batch) if run.double else batch
 
-    def new_len(self: Any) -> int:
-        if run.replaying and (known := run.length_of(self)) is not None:
-            return known
-        return min(length(self), most_batches(torch.is_grad_enabled()))
 
-    DataLoader.__init__, DataLoader.__iter__ = new_init, new_iter  # type: ignore[method-assign]
-    DataLoader.__len__ = new_len  # type: ignore[method-assign]
+def install(run: Run) -> None:
+    index_sampler: Any = DataLoader._index_sampler
+
+    def most_batches(training: bool) -> int:
+        ranks = run.ranks if run.replaying else 1  # one rank evaluates what all ranks did
+        return run.limit * ranks * (1 if training else EVALUATION)
+
+    @wrap(DataLoader, "__init__")
+    def init(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        object.__setattr__(self, "prove_number", run.counts["loaders"])
+        object.__setattr__(self, "prove_at", where())
+        run.counts["loaders"] += 1
+
+    @wrap(DataLoader, "__iter__")
+    def iterate(original: Callable, self: Any) -> Any:
+        training, passes = torch.is_grad_enabled(), run.facts["passes"]
+        trained = sum(p["dataset"] == id(self.dataset) and p["steps"] > 0 for p in passes)
+        if training and trained:
+            run.counts["second epoch"] = 1
+            if not run.replaying:
+                run.model.epoch_ended()
+                if trained >= 2 and run.joined:
+                    run.leave("epochs")
+        now = begin_pass(self, run)
+        if run.replaying and training and (fed := run.feeder.batches(self, now)) is not None:
+            return fed
+        object.__setattr__(self, "prove_pass", now)
+        iterator = original(self)
+        now["base_seed"] = getattr(iterator, "_base_seed", None)
+        if training and not run.replaying and not run.counts["second epoch"]:
+            now["kept"] = len(run.tensors["batches"])
+            run.tensors["batches"].append([])
+        return watch_fetches(run, iterator, now, most_batches(training))
+
+    @wrap(DataLoader, "__len__")
+    def length(original: Callable, self: Any) -> int:
+        if run.replaying and (known := run.feeder.length_of(self)) is not None:
+            return int(known)
+        return min(original(self), most_batches(torch.is_grad_enabled()))
+
     DataLoader._index_sampler = property(  # type: ignore[assignment]
-        lambda self: ListedSampler(index_sampler.fget(self), self, run)  # type: ignore[attr-defined]
+        lambda self: ListedSampler(index_sampler.fget(self), self, run)
     )
-    dataloader._BaseDataLoaderIter.__next__ = new_next  # type: ignore[method-assign]

@@ -6,14 +6,15 @@ import shutil
 import sys
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
-from prove import record
-from prove.record import Run, where
+from prove.record import Run, callers, where, wrap
 
 COLLECTIVES = [
     "all_reduce", "broadcast", "barrier", "monitored_barrier", "all_gather", "all_gather_object",
@@ -28,61 +29,47 @@ IGNORED_FOLDERS = ("/dev/", "/proc/", "/sys/", "/tmp/torch", "/tmp/pymp", "/tmp/
 IGNORED_PARTS = ("__pycache__", "/.cache/", ".lock", "torchinductor", "torchelastic", "/.triton/")
 
 
-def watch_collectives(run: Run) -> None:
-    def watched(name: str, function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            group = kwargs.get("group")
-            inside = run.waiting is not None  # all_gather_object calls all_gather
-            if inside or not run.joined or (group and dist.get_world_size(group) != run.world):
-                return function(*args, **kwargs)
-            line = where()
-            if len(run.facts["collectives"]) < MOST_CALLS:
-                run.facts["collectives"].append([name, line])
-            if called_by("gather_for_metrics"):
-                run.note("gather_for_metrics")
-            run.events, run.waiting = run.events + 1, f"{name} at {line}"
-            try:
-                return function(*args, **kwargs)
-            finally:
-                run.events, run.waiting = run.events + 1, None
+def watch_collective(run: Run, name: str) -> None:
+    @wrap(dist, name)
+    def call(original: Callable, *args: Any, **kwargs: Any) -> Any:
+        group = kwargs.get("group")
+        inside = run.waiting is not None  # all_gather_object calls all_gather
+        if inside or not run.joined or (group and dist.get_world_size(group) != run.world):
+            return original(*args, **kwargs)
+        line = where()
+        if len(run.facts["collectives"]) < MOST_CALLS:
+            run.facts["collectives"].append([name, line])
+        if any(caller == "gather_for_metrics" for *_, caller in callers()):
+            run.note("gather_for_metrics")
+        run.events, run.waiting = run.events + 1, f"{name} at {line}"
+        try:
+            return original(*args, **kwargs)
+        finally:
+            run.events, run.waiting = run.events + 1, None
 
-        return call
 
-    for name in COLLECTIVES:
-        setattr(dist, name, watched(name, getattr(dist, name)))
-    begin, end, new_group = dist.init_process_group, dist.destroy_process_group, dist.new_group
+def watch_groups(run: Run) -> None:
+    @wrap(dist, "init_process_group")
+    def begin(original: Callable, *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        run.joined_group()
 
-    def init_process_group(*args: Any, **kwargs: Any) -> None:
-        begin(*args, **kwargs)
-        record.join()
+    @wrap(dist, "destroy_process_group")
+    def end(original: Callable, group: Any = None) -> None:
+        if group in (None, dist.group.WORLD):
+            run.write("script")
+        original(group)
 
-    def destroy_process_group(*args: Any, **kwargs: Any) -> None:
-        record.write("script")
-        end(*args, **kwargs)
-
-    def watched_new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+    @wrap(dist, "new_group")
+    def new_group(original: Callable, ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         if ranks is not None and 1 < len(ranks) < run.world:
             run.note("groups of some ranks")
-        return new_group(ranks, *args, **kwargs)
+        return original(ranks, *args, **kwargs)
 
-    dist.init_process_group, dist.new_group = init_process_group, watched_new_group
-    dist.destroy_process_group = destroy_process_group
-    join = torch.nn.parallel.DistributedDataParallel.join
-
-    def watched_join(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @wrap(DistributedDataParallel, "join")
+    def join(original: Callable, *args: Any, **kwargs: Any) -> Any:
         run.note("join")
-        return join(self, *args, **kwargs)
-
-    torch.nn.parallel.DistributedDataParallel.join = watched_join  # type: ignore[method-assign]
-
-
-def called_by(name: str) -> bool:
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == name:
-            return True
-        frame = frame.f_back
-    return False
+        return original(*args, **kwargs)
 
 
 def keep(path: str, folder: Path) -> None:
@@ -119,6 +106,58 @@ def restore(folder: Path) -> None:
         note.unlink()
 
 
+class FileWatcher:
+    """An audit hook, which Python calls before it opens, renames or removes a file."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.busy = run, False
+
+    def is_ignored(self, path: str) -> bool:
+        parts = any(part in path for part in IGNORED_PARTS)
+        return parts or path.startswith((str(self.run.folder), *IGNORED_FOLDERS))
+
+    def changes(self, file: Any, mode: str | None = None) -> None:
+        """mode: as for open(); None: the file is renamed or removed."""
+        path = os.path.realpath(os.fsdecode(file))
+        if self.is_ignored(path):
+            return
+        keep(path, self.run.folder)
+        if mode is not None and len(self.run.facts["files"]) < MOST_CALLS:
+            self.run.facts["files"].append([path, mode, where(), self.run.steps])
+
+    def makes_folder(self, file: Any) -> None:
+        path = os.path.realpath(os.fsdecode(file))
+        if not os.path.exists(path) and not self.is_ignored(path):
+            (self.run.folder / f"folder.{zlib.crc32(path.encode())}").write_text(path)
+
+    def opens(self, file: Any, mode: str | None, flags: int) -> None:
+        if not isinstance(file, str | bytes | os.PathLike):  # the number of an open file
+            return
+        if mode is None and flags & (os.O_WRONLY | os.O_RDWR):
+            self.changes(file, "os.open")
+        elif mode is not None and set(mode) & set("wax+"):
+            self.changes(file, mode)
+
+    def audit(self, event: str, args: tuple) -> None:
+        if self.busy or self.run.written:
+            return
+        self.busy = True  # what is done here opens files, too
+        try:
+            if event == "open":
+                self.opens(*args)
+            elif event == "os.rename":
+                self.changes(in_folder(args[0], args[2]))
+                self.changes(in_folder(args[1], args[3]))
+            elif event == "os.remove":
+                self.changes(in_folder(*args))
+            elif event == "os.mkdir":
+                self.makes_folder(args[0])
+        except Exception as error:  # nothing that we note may end the user's call
+            self.run.facts["audit"] = repr(error)
+        finally:
+            self.busy = False
+
+
 def in_folder(path: Any, descriptor: int) -> Any:
     """shutil.rmtree names files relative to an open folder."""
     folder = os.readlink(f"/proc/self/fd/{descriptor}") if descriptor >= 0 else ""
@@ -126,72 +165,34 @@ def in_folder(path: Any, descriptor: int) -> Any:
 
 
 def watch_files(run: Run) -> None:
-    busy = False
+    watcher = FileWatcher(run)
+    sys.addaudithook(watcher.audit)
 
-    def is_ignored(path: str) -> bool:
-        ours = path.startswith(str(run.folder))
-        return ours or path.startswith(IGNORED_FOLDERS) or any(x in path for x in IGNORED_PARTS)
-
-    def changes(file: Any, mode: str | None) -> None:
-        path = os.path.realpath(os.fspath(file))
-        if isinstance(path, bytes) or is_ignored(path):
-            return
-        keep(path, run.folder)
-        if mode is not None and len(run.facts["files"]) < MOST_CALLS:
-            run.facts["files"].append([path, mode, where(), run.steps])
-
-    def audit(event: str, args: tuple) -> None:
-        nonlocal busy
-        if busy or run.written or event not in ("open", "os.rename", "os.remove", "os.mkdir"):
-            return
-        busy = True
-        try:
-            if event == "os.rename":
-                changes(in_folder(args[0], args[2]), None)
-                changes(in_folder(args[1], args[3]), None)
-            elif event == "os.remove":
-                changes(in_folder(*args), None)
-            elif event == "os.mkdir":
-                path = os.path.realpath(os.fspath(args[0]))
-                if not os.path.exists(path) and not is_ignored(path):
-                    (run.folder / f"folder.{zlib.crc32(path.encode())}").write_text(path)
-            elif isinstance(args[0], str | bytes | os.PathLike):
-                if isinstance(args[1], str):
-                    if any(letter in args[1] for letter in "wax+"):
-                        changes(args[0], args[1])
-                elif args[2] & (os.O_WRONLY | os.O_RDWR):
-                    changes(args[0], "os.open")
-        except Exception as error:  # nothing that we note may end the user's call
-            run.facts["audit"] = repr(error)
-        finally:
-            busy = False
-
-    sys.addaudithook(audit)
-    save = torch.save
-
-    def watched_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+    @wrap(torch, "save")
+    def save(original: Callable, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(f, str | os.PathLike):  # written in C++, which no audit hook sees
-            changes(f, "w")
-        save(obj, f, *args, **kwargs)
-
-    torch.save = watched_save
+            watcher.changes(f, "w")
+        original(obj, f, *args, **kwargs)
 
 
 def watch_prints(run: Run) -> None:
-    show, terminal = builtins.print, (sys.stdout, sys.stderr)
+    terminal = (sys.stdout, sys.stderr)
 
-    def watched_print(*values: Any, sep: Any = " ", file: Any = None, **kwargs: Any) -> None:
+    @wrap(builtins, "print")
+    def show(
+        original: Callable, *values: Any, sep: Any = " ", file: Any = None, **more: Any
+    ) -> None:
         target = sys.stdout if file is None else file  # redirect_stdout(None): nobody sees it
         if target in terminal and len(run.facts["prints"]) < MOST_CALLS:
             text = (" " if sep is None else sep).join(map(str, values))
             second = run.counts["second epoch"] or run.counts["fed all"] > 1
-            run.facts["prints"].append([text, where(), run.steps, bool(second)])
-        show(*values, sep=sep, file=file, **kwargs)
-
-    builtins.print = watched_print
+            run.facts["prints"].append([text, where(outside="print"), run.steps, bool(second)])
+        original(*values, sep=sep, file=file, **more)
 
 
 def install(run: Run) -> None:
-    watch_collectives(run)
+    for name in COLLECTIVES:
+        watch_collective(run, name)
+    watch_groups(run)
     watch_files(run)
     watch_prints(run)

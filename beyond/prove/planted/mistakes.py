@@ -5,7 +5,7 @@ A mistake is a list of texts to replace; the check and the verdict are what prov
 
 from dataclasses import dataclass
 
-WRONG, WARNING = "WRONG", "warning"
+RIGHT, WRONG, WARNING = "right", "WRONG", "warning"
 LOOP = "            optimizer.step()\n"
 
 
@@ -107,7 +107,7 @@ MISTAKES = [
     plain("gradients are divided once more after DDP", WRONG, "one rank",
           (LOOP, "            for p in ddp.parameters():\n                p.grad /= world_size\n" + LOOP)),
     plain("gradients are summed once more after DDP", WRONG, "one rank", (LOOP, SUM + LOOP)),
-    plain("no zero_grad", WRONG, "averaged gradients", ("            optimizer.zero_grad()\n", "")),
+    plain("no zero_grad", WRONG, "zero_grad", ("            optimizer.zero_grad()\n", "")),
     plain("the optimizer holds another model", WRONG, "optimizer",
           ("SGD(ddp.parameters()", "SGD(build_model().parameters()")),
     plain("cross-entropy over one class", WRONG, "zero gradients",
@@ -227,64 +227,97 @@ MISTAKES = [
           (NOISE, "random.gauss(0, 1)"), ("    random.seed(rank + 1)", "    random.seed(1)")),
 ]  # fmt: skip
 
-# These look like mistakes, and are none: not one of them may be called WRONG.
+# These look like mistakes, and are none: no row may be WRONG, and the check that is named is right.
 HARMLESS = [
-    plain("a sum as the loss, with a batch size per rank", "", "",
+    plain("a group of all ranks comes and goes", RIGHT, "one rank",
+          ("    torch.manual_seed(0)\n", "    torch.manual_seed(0)\n    group = dist.new_group()\n"
+           "    dist.barrier(group)\n    dist.destroy_process_group(group)\n")),
+    plain("batches are taken from one iterator, one by one", RIGHT, "one rank",
+          ("        for points, labels in loader:\n",
+           "        batches = iter(loader)\n        for _ in range(8):\n            points, labels = next(batches)\n")),
+    plain("the last samples are evaluated by all ranks, from a second loader", RIGHT, "evaluation",
+          ("    shard = Subset(dataset, range(rank, len(dataset), world_size))\n",
+           "    sampler = DistributedSampler(dataset, shuffle=False, drop_last=True)\n"
+           "    rest = Subset(dataset, range(len(sampler) * world_size, len(dataset)))\n"),
+          (EVALUATION_LOADER, "DataLoader(dataset, batch_size=8, sampler=sampler)"),
+          ("    dist.all_reduce(totals)\n",
+           "    dist.all_reduce(totals)\n    for points, labels in DataLoader(rest, batch_size=8):\n"
+           "        totals += torch.tensor([F.cross_entropy(model(points), labels, reduction='sum'),\n"
+           "                                (model(points).argmax(1) == labels).sum(), len(labels)])\n")),
+    amp("two micro-batches, clipped, with a loss scale and fp16", RIGHT, "one rank",
+        ("            with torch.autocast(\"cpu\", torch.bfloat16):\n                loss = F.cross_entropy(ddp(pictures), labels)\n            scaler.scale(loss).backward()\n",
+         "            for x, y in zip(pictures.chunk(2), labels.chunk(2)):\n"
+         "                with torch.autocast(\"cpu\", torch.float16):\n"
+         "                    loss = F.cross_entropy(ddp(x), y) / 2\n"
+         "                scaler.scale(loss).backward()\n"),
+        ("clip_grad_norm_(ddp.parameters(), 1.0)", "clip_grad_norm_(ddp.parameters(), 0.01)")),
+    plain("a one-cycle schedule, stepped once per rank, changes the momentum too", RIGHT, "one rank",
+          ("StepLR(optimizer, step_size=1, gamma=0.5)", "OneCycleLR(optimizer, max_lr=0.1, total_steps=400)"),
+          ("            optimizer.step()\n",
+           "            optimizer.step()\n            for _ in range(world_size):\n                scheduler.step()\n"),
+          ("        scheduler.step()\n        dist", "        dist")),
+    plain("the samples of a batch lie along its second dimension", RIGHT, "",
+          ("batch_size=12 // world_size, sampler=sampler)",
+           "batch_size=24 // world_size, sampler=sampler,\n"
+           "                        collate_fn=lambda samples: (torch.stack([x for x, _ in samples], 1),\n"
+           "                                                    torch.tensor([y for _, y in samples])))"),
+          (LOSS, "F.cross_entropy(ddp(points.T), labels)")),
+    plain("a sum as the loss, with a batch size per rank", RIGHT, "",
           ("batch_size=12 // world_size", "batch_size=6"),
           (LOSS, "F.cross_entropy(ddp(points), labels, reduction='sum')")),
-    plain("all ranks load one batch, each with its noise, and take their rows", "", "",
+    plain("all ranks load one batch, each with its noise, and take their rows", RIGHT, "",
           (SAMPLER, "sampler = DistributedSampler(train_set, 1, 0, seed=0)"),
           ("batch_size=12 // world_size", "batch_size=12"),
           ("            loss = F", "            points, labels = points[rank::world_size], labels[rank::world_size]\n"
            "            loss = F")),
-    plain("all ranks load one batch, and each takes its rows", "", "",
+    plain("all ranks load one batch, and each takes its rows", RIGHT, "",
           ("Points(SAMPLES, 0.1)", "Points(SAMPLES, 0.0)"),
           (SAMPLER, "sampler = DistributedSampler(train_set, 1, 0, seed=0)"),
           ("batch_size=12 // world_size", "batch_size=12"),
           ("            loss = F", "            points, labels = points[rank::world_size], labels[rank::world_size]\n"
            "            loss = F")),
-    plain("divided by the ranks, and summed by hand", "", "", *NO_DDP,
+    plain("divided by the ranks, and summed by hand", RIGHT, "", *NO_DDP,
           (LOSS, LOSS + " / world_size"), (LOOP, SUM + LOOP)),
-    plain("weights are averaged in every second step", "", "", *NO_DDP,
+    plain("weights are averaged in every second step", RIGHT, "", *NO_DDP,
           (LOOP, LOOP + "            turn = getattr(optimizer, 'turn', 0) + 1\n"
            "            optimizer.turn = turn\n            for p in ddp.parameters():\n"
            "                if turn % 2 == 0:\n                    dist.all_reduce(p.data)\n"
            "                    p.data /= world_size\n")),
-    plain("gradients are clipped by hand", "", "",
+    plain("gradients are clipped by hand", RIGHT, "",
           (LOOP, "            norm = torch.stack([p.grad.norm() for p in ddp.parameters()]).norm()\n"
            "            for p in ddp.parameters():\n                p.grad *= min(1, 0.1 / norm)\n" + LOOP)),
-    plain("gradients are limited by a hook", "", "",
+    plain("gradients are limited by a hook", RIGHT, "",
           ("    optimizer = torch", "    for p in ddp.parameters():\n"
            "        p.register_hook(lambda g: 2 * g)\n    optimizer = torch")),
-    plain("a batch in two halves, one after the other", "", "",
+    plain("a batch in two halves, one after the other", RIGHT, "",
           ("            loss = F.cross_entropy(ddp(points), labels)\n            optimizer.zero_grad()\n            loss.backward()\n",
            "            optimizer.zero_grad()\n            for x, y in zip(points.chunk(2), labels.chunk(2)):\n"
            "                loss = F.cross_entropy(ddp(x), y) / 2\n                loss.backward()\n")),
-    plain("each rank has a data set of its own", "", "",
+    plain("each rank has a data set of its own", RIGHT, "",
           ("manual_seed(size)", "manual_seed(size + 1000 * dist.get_rank())"),
           (SAMPLER, "sampler = torch.utils.data.RandomSampler(train_set)"),
           ("        sampler.set_epoch(epoch)\n", "")),
-    plain("unequal numbers of batches, and the epoch ends before", "", "",
+    plain("unequal numbers of batches, and the epoch ends before", RIGHT, "",
           (SAMPLER, "sampler = range(0, 60) if rank == 0 else range(60, 96)"),
           ("        sampler.set_epoch(epoch)\n", ""),
           (LOOP, LOOP + "            if total[1] == 2:\n                break\n")),
-    plain("a bootstrap, drawn anew by each rank", "", "",
+    plain("a bootstrap, drawn anew by each rank", RIGHT, "",
           (SAMPLER, "sampler = torch.utils.data.WeightedRandomSampler([1.0] * 96, 48)"),
           ("        sampler.set_epoch(epoch)\n", "")),
-    plain("noise in the step", "", "", (LOSS, "F.cross_entropy(ddp(points + torch.randn(6)), labels)")),
-    plain("optimizer states are divided over the ranks", "", "",
+    plain("noise in the step", RIGHT, "", (LOSS, "F.cross_entropy(ddp(points + torch.randn(6)), labels)")),
+    plain("optimizer states are divided over the ranks", RIGHT, "one rank",
           ("torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)",
            "__import__('torch.distributed.optim').distributed.optim.ZeroRedundancyOptimizer(\n"
            "        ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)")),
-    plain("each rank appends to a log of its own", "", "",
+    plain("each rank appends to a log of its own", RIGHT, "",
           ("        scheduler.step()\n", '        scheduler.step()\n        open(f"log{rank}.txt", "w").write(".")\n')),
-    accumulate("fewer micro-batches, because there are more ranks", "", "",
+    accumulate("fewer micro-batches, because there are more ranks", RIGHT, "",
                ("ACCUMULATE, WORDS", "MICRO_BATCHES, WORDS"),
                ("    torch.manual_seed(0)\n", "    torch.manual_seed(0)\n    ACCUMULATE = 4 // world_size\n"),
                ("batch_size=12 // world_size", "batch_size=3"),
                ("start_factor=0.25, total_iters=4", "start_factor=1.0, total_iters=1")),
-    accumulate("a batch size per rank, and a loss per word of all ranks", "", "",
+    accumulate("a batch size per rank, and a loss per word of all ranks", RIGHT, "",
                ("batch_size=12 // world_size", "batch_size=6")),
-    amp("the batch of BatchNorm is that of a rank", "", "",
+    amp("the batch of BatchNorm is that of a rank", RIGHT, "",
         ("batch_size=24 // world_size", "batch_size=4")),
 ]  # fmt: skip
