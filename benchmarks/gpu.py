@@ -1,130 +1,109 @@
-"""Measure on a GPU all that needs one: five parts of at most nine minutes each.
+"""Run and measure on a GPU all that needs one, in about half an hour.
 
-    PYTHONPATH=. python benchmarks/gpu.py  # as `make gpu`: all that has not ended yet
-    PYTHONPATH=. python benchmarks/gpu.py --only tour  # one part
-    PYTHONPATH=. python benchmarks/gpu.py --dry-run  # print and check every command; needs no GPU
+    PYTHONPATH=. python benchmarks/gpu.py            # as `make gpu`
+    PYTHONPATH=. python benchmarks/gpu.py --dry-run  # print the commands; needs no GPU
 
 It needs Linux, PyTorch, torchvision, matplotlib, tabulate and pytest, but no network. After each
-command, its result is in results/gpu. The next call leaves out the commands that have ended, and
-repeats those that a time limit has cut off.
+command, how it ended is in results/gpu/gpu.json and its output in results/gpu/log.txt. The next
+call leaves out the commands that have ended, and repeats those that a time limit has cut off. What
+came of all of them is one page with a picture: results/gpu/README.md.
 """
 
 import json
 import os
-import re
-import runpy
 import subprocess
 import sys
 import time
-from contextlib import redirect_stderr, redirect_stdout, suppress
-from importlib import import_module
-from io import StringIO
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
+from tabulate import tabulate
 
+from bench import BENCH
 from common.options import Parser, UsageError, exit_on_usage_error, float_at_least
-from run_stage import command_of
+from run_stage import ROOT, command_of
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
-MINUTES = {"tests": 7, "tour": 4, "bench": 8, "resnet50": 7, "cifar10": 2}
-KEPT = ("runs/gpu/tour/tour.*", "runs/gpu/tour/report.md", "benchmarks/results/*-x-*.json")
-RESNET = ("switches", "precision")  # the sections of bench.py for resnet18 and resnet50
-CIFAR = "--amp bf16 --epochs 24 --batch-size 512 --lr 0.1"
+MADE = ("runs/gpu/tour/tour.*", "runs/gpu/tour/report.md", "benchmarks/results/*-x-*.json")
+CUT_OFF = (124, 137)  # exit statuses of `timeout`
+CIFAR10 = "beyond/survive/cifar10.py --amp bf16 --epochs 24 --batch-size 512 --lr 0.1"
 
 
-def list_commands() -> dict[str, list[str]]:
-    """The commands of each part, without `python`. Tests for GPUs have `gpu` in their names."""
-    tests = []
-    for path in sorted(ROOT.glob("tests/test_*.py")):
-        if re.search(r'needs (a|two) GPUs?"|"needs GPUs: ', text := path.read_text()):  # a skip
-            names = re.findall(r"^def (test_\w*gpu\w*)", text, re.M)
-            tests.append(" ".join(f"tests/{path.name}::{name}" for name in names))
-    flags, bench = "--device cuda --run-dir runs/gpu/", "benchmarks/bench.py --device cuda --only "
-    stages = [
-        f"{' '.join(command_of(key, 2))} --model net-bn {flags}{key}"
-        for key in ("03", "04", "05-bf16")
-    ]
-    return {
-        "tests": [f"-m pytest -v --tb=short {ids}" for ids in tests],
-        "tour": [
-            f"benchmarks/tour.py --ranks 1 {flags}tour",
-            *stages,
-        ],
-        "bench": [bench + each for each in import_module("bench").BENCH if each not in RESNET],
-        "resnet50": [bench + each for each in RESNET],
-        "cifar10": [f"beyond/survive/cifar10.py {CIFAR} {flags}cifar10"],
-    }
-
-
-def check(command: str) -> str:
-    """What is wrong with it. Its own program says that: with one flag too many, it does not run."""
-    script, *flags = command.split("--nproc-per-node 2 ")[-1].split()
-    if flags[0] == "pytest":
-        with redirect_stdout(StringIO()) as said:
-            wrong = import_module("pytest").main([*flags[1:], "--collect-only", "-q"])
-        return f"{wrong!r} {said.getvalue()}" if wrong else ""
-    argv, path = [script, *flags, "--stop"], [str((ROOT / script).parent), *sys.path]
-    fake = patch.object(torch.cuda, "is_available", lambda: True)  # else --device knows no cuda
-    called, stopped = patch.multiple(sys, argv=argv, path=path), suppress(SystemExit)
-    with redirect_stderr(StringIO()) as said, fake, called, stopped:
-        runpy.run_path(str(ROOT / script), run_name="__main__")
-    return "" if "unrecognized arguments: --stop " in said.getvalue() else said.getvalue() or "?"
+def list_commands() -> list[str]:
+    """All of them, without `python`. Tests that need a GPU have `gpu` in their names."""
+    commands = ["-m pytest -v --tb=short tests -k gpu"]
+    flags = "--device cuda --run-dir runs/gpu/"
+    commands.append(f"benchmarks/tour.py --ranks 1 {flags}tour")
+    each = f"--standalone --nproc-per-node={max(1, torch.cuda.device_count())}"  # a GPU each
+    commands.append(f"-m torch.distributed.run {each} 04_ddp_torchrun/minimal.py")
+    commands.append(f"-m prove torchrun {each} 04_ddp_torchrun/train.py --run-dir runs/gpu/prove")
+    two = "-m torch.distributed.run --standalone --nproc-per-node=2"  # may share one GPU
+    shard = f"{two} beyond/shard/train.py --backend gloo"
+    commands += [f"{shard} --shard {way} {flags}{way}" for way in ("none", "parameters")]
+    shared = " --backend gloo" if torch.cuda.device_count() < 2 else ""  # nccl shares no GPU
+    for key in ("03", "04", "05-bf16"):
+        commands.append(f"{' '.join(command_of(key, 2))} --model net-bn{shared} {flags}{key}")
+    commands += [f"benchmarks/bench.py --device cuda --only {section}" for section in BENCH]
+    if Path("data/cifar-10-batches-py").exists():
+        commands.append(f"{CIFAR10} {flags}cifar10")
+    return commands
 
 
 def run(command: str, seconds: float) -> dict:
-    """Run it as a reader would. All output goes to log.txt; returns what can be read from it."""
-    start, env = time.monotonic(), {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    call = ["timeout", "-k20", f"{max(1, seconds):.0f}", sys.executable, *command.split()]
-    RESULTS.mkdir(exist_ok=True)
-    with (RESULTS / "log.txt").open("a+", errors="replace") as log:
+    """Run it as a reader would; its status, its seconds, and the summary that it wrote."""
+    start, env = time.monotonic(), {**os.environ, "PYTHONPATH": str(ROOT)}
+    with (RESULTS / "log.txt").open("a") as log:
         print(f"\n$ python {command}", file=log, flush=True)
-        begin = log.tell()
-        with subprocess.Popen(call, env=env, stdout=log, stderr=log) as process:
-            try:
-                status = process.wait()
-            finally:
-                process.terminate()  # after Ctrl-C; `timeout` then ends the command
-        log.seek(begin)
-        text = log.read()
-    seconds = round(time.monotonic() - start, 1)
-    found: dict = {"status": "cut off" if status in (124, 137) else status, "seconds": seconds}
-    found["tests"] = dict(re.findall(r"^tests/\S+::(.+?) ([A-Z]{5,})\b", text, re.M))
+        call = ["timeout", "-k20", f"{seconds:.0f}", sys.executable, *command.split()]
+        status = subprocess.run(call, env=env, stdout=log, stderr=log).returncode
+    ended = {"status": status, "seconds": round(time.monotonic() - start, 1)}
     for summary in Path(command.split()[-1]).glob("summary.json"):  # of --run-dir
-        found["summary"] = json.loads(summary.read_text())
-    for path in (path for pattern in KEPT for path in ROOT.glob(pattern)):
+        ended["summary"] = json.loads(summary.read_text())
+    for path in (path for pattern in MADE for path in ROOT.glob(pattern)):
         (RESULTS / path.name).write_bytes(path.read_bytes())
-    print(f"  status {status}, {seconds} s", *text.splitlines()[-15:] if status else (), sep="\n  ")
-    return found
+    return ended
+
+
+def write_page(results: dict[str, dict], hardware: str) -> None:
+    """All that has ended, on one page."""
+    rows = []
+    for command, ended in results.items():
+        speed = ended.get("summary", {}).get("samples_per_second", "")
+        rows.append((f"`python {command}`", ended["status"], ended["seconds"], speed))
+    heads = ("command", "exit status", "seconds", "samples/s")
+    page = f"# {hardware}, PyTorch {torch.__version__}\n\n{tabulate(rows, heads, 'github')}\n"
+    if (RESULTS / "tour.png").exists():
+        page += "\n![The five stages on this machine](tour.png)\n"
+    (RESULTS / "README.md").write_text(page)
 
 
 def main() -> None:
     parser = Parser(__doc__)
-    add, now = parser.add_argument, time.monotonic
-    add("--only", choices=MINUTES, help="run this part only")
-    add("--again", action="store_true", help="also run what has ended")
-    add("--dry-run", action="store_true", help="print and check every command, run none")
-    add("--minutes", default=28.0, type=float_at_least(0), help="for all; the next call continues")
+    parser.add_argument("--dry-run", action="store_true", help="print every command, run none")
+    text = "for all; the next call continues"
+    parser.add_argument("--minutes", default=28.0, type=float_at_least(0), help=text)
     args = parser.parse_args()
-    if not (args.dry_run or torch.cuda.is_available()):
-        raise UsageError("torch sees no GPU: try --dry-run")
     os.chdir(ROOT)
-    file, end, ends = RESULTS / "gpu.json", now() + 60 * args.minutes, dict[str, float]()
-    results, parts = json.loads(file.read_text()) if file.exists() else {}, list_commands()
-    for part, command in ((p, c) for p in parts for c in parts[p] if args.only in (None, p)):
-        done = results.setdefault(part, {})
-        seconds = min(end, ends.setdefault(part, now() + 60 * MINUTES[part])) - now()
-        print(f"{part}: python {command}", flush=True)
-        if args.dry_run:
-            if wrong := check(command):
-                raise UsageError(f"python {command}: {wrong}")
-        elif part == "cifar10" and not Path("data/cifar-10-batches-py").exists():
-            print("    left out: data has no folder cifar-10-batches-py")
-        elif args.again or done.get(command, {}).get("status", "cut off") == "cut off":
-            done[command] = run(command, seconds)
+    if args.dry_run:
+        return print(*(f"python {command}" for command in list_commands()), sep="\n")
+    if not torch.cuda.is_available():
+        raise UsageError("torch sees no GPU: try --dry-run")
+    RESULTS.mkdir(exist_ok=True)
+    file, end = RESULTS / "gpu.json", time.monotonic() + 60 * args.minutes
+    results = json.loads(file.read_text()) if file.exists() else {}
+    commands, gpus = list_commands(), torch.cuda.device_count()
+    hardware = f"{gpus} x {torch.cuda.get_device_name()}"
+    ended = sum(results.get(command, {}).get("status", 124) not in CUT_OFF for command in commands)
+    print(f"{hardware}: {len(commands)} commands, {ended} ended before, {args.minutes:g} minutes")
+    for command in commands:
+        seconds = min(end - time.monotonic(), 540)  # at most nine minutes for one
+        if results.get(command, {}).get("status", 124) in CUT_OFF and seconds > 1:
+            print(f"python {command}", flush=True)
+            results[command] = run(command, seconds)
+            print(f"  status {results[command]['status']}, {results[command]['seconds']} s")
             file.write_text(json.dumps(results, indent=2) + "\n")
+            write_page(results, hardware)
+    print(f"see {(RESULTS / 'README.md').relative_to(ROOT)}, and send it as a pull request")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from support import FOLDERS, ROOT, Run, chapter, command, launch_ranks, run_ranks
+from local_ranks import ROOT, command, launch_ranks, run_ranks
+from support import FOLDERS, Run, chapter
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -27,13 +28,11 @@ WAYS += [f"03 {GPUS} --backend=nccl --batch-size={60 * GPUS}"] * (GPUS > 1)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_stage_learns_on_a_gpu_and_tells_its_memory(way, tmp_path):
+def test_a_stage_learns_on_a_gpu(way, tmp_path):
     key, ranks, *flags = way.split()
     run, output = start(key, int(ranks), tmp_path, *flags)
     assert run.summary["device"] == "cuda"
     assert run.summary["test_accuracy"] > 0.9
-    assert len(run.summary["peak_memory_bytes"]) == (GPUS if key == "02" else int(ranks))
-    assert all(0 < peak < 2e9 for peak in run.summary["peak_memory_bytes"])
     assert ("gloo, not nccl" in output) == (key in ("04", "05") and int(ranks) > GPUS)
 
 
@@ -63,22 +62,14 @@ def test_sync_batchnorm_by_hand_is_torchs_on_the_gpu():
         torch.testing.assert_close(by_hand, torchs, rtol=0, atol=1e-9)
 
 
-def _fit(rank):
-    peak, fit = chapter("01", "peak"), chapter("01", "fit")
+def _peaks(rank):
+    peak = chapter("01", "peak")
     plans = [peak.Plan("resnet50", 224, "adam"), peak.Plan("resnet18", 64, "momentum")]
-    peaks = [(peak.rehearse(plan, 64)[0], peak.run(plan, 64)) for plan in plans]
-    before, limit = torch.cuda.memory_allocated(), 2**30
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
-    real = fit.largest(lambda batch: fit.real_step_fits(plans[1], batch, 1, 0), 1)
-    rehearsed = fit.largest(lambda batch: peak.rehearse(plans[1], batch)[0] <= limit, 1)
-    return peaks, real, rehearsed, torch.cuda.memory_allocated() - before
+    return [(peak.rehearse(plan, 64)[0], peak.run(plan, 64)) for plan in plans]
 
 
 def test_01_rehearses_what_a_step_takes_on_the_gpu():
-    [(peaks, real, rehearsed, left)] = run_ranks(1, _fit)
+    [peaks] = run_ranks(1, _peaks)
     for predicted, measured in peaks:
         assert predicted < 1.05 * measured
         assert measured - predicted < max(0.05 * measured, 2**28)  # cuDNN's workspaces: not counted
-    assert 0.8 * rehearsed < real <= rehearsed  # the allocator needs a reserve, cuDNN workspaces
-    assert left < 2**26  # no trial left its tensors behind; cuBLAS keeps a workspace

@@ -8,13 +8,15 @@ from unittest.mock import patch
 
 import matplotlib
 import pytest
+import torch
 from ipykernel.kernelapp import IPKernelApp
+from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell, new_notebook
 from torch.multiprocessing import get_context, start_processes
 
-import support
-from execute import NOTEBOOKS, STAMP, errors_of, read, run, stamp, tags, text_of
+import local_ranks
+from execute import NOTEBOOKS, ROOT, STAMP, errors_of, read, run, stamp, tags, text_of
 
 INLINE = "module://matplotlib_inline.backend_inline"
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -28,14 +30,14 @@ def _kernel(env, command):
     os.setsid()
     os.environ.update(env)
     matplotlib.rcParams["backend"] = INLINE  # the kernel says so to those who import it later
-    support.context = get_context("fork")
-    patch("torch.multiprocessing.start_processes", support.forked(start_processes)).start()
+    local_ranks.context = get_context("fork")
+    patch("torch.multiprocessing.start_processes", local_ranks.forked(start_processes)).start()
     IPKernelApp.launch_instance(argv=command[command.index("-f") :])
 
 
 def quick_kernel(command, env, **_):
     """In place of Popen: the kernel and its ranks need not import torch again."""
-    process = support.context.Process(target=_kernel, args=(env, command))
+    process = local_ranks.context.Process(target=_kernel, args=(env, command))
     process.start()
     while os.getpgid(process.pid) != process.pid:  # its group gets the signals
         time.sleep(0.01)
@@ -62,6 +64,7 @@ def test_a_notebook_runs_again_and_shows_the_same(path):
         cell.source = re.sub(r"rounds=\d", "rounds=1", cell.source).replace('("mlp",)', '("net",)')
         cell.source = re.sub(r'"resnet50", 224(.+"cpu"\))', r'"net", 28\1', cell.source)
         cell.source = cell.source.replace("as same", "as same; same.SETTINGS['epochs'] = 1")
+        cell.source = cell.source.replace(', "01, all cores", "04 DDP")', ",)")
     with QUICK:
         made, said = run(notebook)
     for before, after in zip(notebook.cells, made.cells, strict=True):
@@ -71,3 +74,19 @@ def test_a_notebook_runs_again_and_shows_the_same(path):
             assert text_of(after) == text_of(before), after.source
     assert said["right"].startswith("Right")
     assert said["wrong"].startswith("Not yet")
+
+
+def test_the_notebook_for_two_gpus_trains_on_two_cpu_ranks_where_there_is_no_gpu():
+    if torch.cuda.is_available():
+        pytest.skip("here are GPUs: it would run `make gpu` for half an hour")
+    made = read(ROOT / "docs" / "run_on_two_gpus.ipynb")
+    shown = [text_of(cell) for cell in made.cells]
+    folder = {"metadata": {"path": str(ROOT / "docs")}}
+    with QUICK:
+        NotebookClient(made, timeout=300, kernel_name="python3", resources=folder).execute()
+    for text, cell in zip(shown, made.cells, strict=True):
+        assert not errors_of(cell)
+        if "measured" in tags(cell):
+            assert "global batch 120 = 2 × 60\nepoch 1/2" in text_of(cell)
+        else:
+            assert text_of(cell) == text

@@ -1,0 +1,137 @@
+"""Each rank takes its own GPU, tells torch so before the ranks meet, and puts all tensors there.
+
+Rehearsed on machines that only seem to have GPUs (rehearsal.py), where each script runs whole.
+"""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from common.models import Net
+from rehearsal import PAGE, SCRIPTS, Seen, rehearse, rehearse_all, unreached_page
+from support import load_stage
+
+DDP = "04_ddp_torchrun/train.py"
+JOINS = {  # how the ranks of each script join, and then each names its GPU
+    "03_ddp_manual_allreduce/train.py": "join nccl",
+    DDP: "join nccl, device_id {}",
+    "05_amp_syncbn/train.py": "join nccl, device_id {}",
+    "beyond/survive/train.py": "join cpu:gloo,cuda:nccl, device_id {}",
+    "beyond/survive/own_loop.py": "join cpu:gloo,cuda:nccl, device_id {}",
+    "beyond/shard/train.py": "join nccl, device_id {}",
+    **{script: "join nccl" for script in SCRIPTS if script.startswith("beyond/convert")},
+}
+STAGES = [script for script in JOINS if "convert" not in script]
+LAUNCHED = [script for script in STAGES if not script.startswith("03")]  # 03 starts its own ranks
+SHARING = [script for script in STAGES if script != "beyond/survive/own_loop.py"]  # has no flags
+
+
+def assert_own_gpus(seen: list[Seen], numbers: list[int], join: str = JOINS[DDP]) -> None:
+    """Rank k uses the GPU numbers[k] alone, and has set it before it joins."""
+    for rank, number in zip(seen, numbers, strict=True):
+        assert rank.error == ""
+        assert rank.devices == [number]
+        assert rank.calls[0] == f"set_device {number}"
+        assert rank.calls[-1] == join.format(number)
+
+
+def local_ranks(*numbers: int, **more: str) -> list[dict[str, str]]:
+    """What launchers on several machines say to the ranks: each machine counts from 0."""
+    return [{"LOCAL_RANK": str(number)} | more for number in numbers]
+
+
+@pytest.mark.parametrize("script", JOINS)
+def test_each_rank_uses_its_own_gpu_and_says_so_before_it_joins(script):
+    seen = rehearse_all()[script]
+    assert_own_gpus(seen, [0, 1], JOINS[script])
+    assert "epoch" in seen[0].output or "ends after step" in seen[0].output, "it has trained"
+
+
+def test_the_smallest_script_uses_the_gpu_of_its_local_rank():
+    assert [rank.devices for rank in rehearse_all()["04_ddp_torchrun/minimal.py"]] == [[0], [1]]
+
+
+LINES = {
+    "set": "    torch.cuda.set_device(device)\n",
+    "join": "    dist.init_process_group(args.backend, device_id=device if args.backend",
+    "number": 'int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()',
+    "id": 'device_id=device if args.backend == "nccl" else None',
+}
+MISTAKES = {
+    "no set_device": ((LINES["set"], ""),),
+    "set_device too late": (
+        (LINES["set"], ""),
+        ("    return device\n", LINES["set"] + "    return device\n"),
+    ),
+    "every rank on GPU 0": ((LINES["number"], "0"),),
+    "no device_id": ((LINES["id"], ""),),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_rehearsal_sees_when_a_rank_takes_another_gpu(mistake):
+    """The controls of the test above."""
+    seen = rehearse(DDP, *SCRIPTS[DDP], gpus=2, changes=MISTAKES[mistake])
+    with pytest.raises(AssertionError):
+        assert_own_gpus(seen, [0, 1])
+
+
+def test_on_uneven_machines_the_gpu_follows_the_local_rank():
+    """One rank on the first machine, two on the second. The control takes the rank."""
+    seen = rehearse(DDP, *SCRIPTS[DDP], gpus=2, ranks=3, envs=local_ranks(0, 0, 1))
+    assert_own_gpus(seen, [0, 0, 1])
+    by_rank = (('["LOCAL_RANK"])', '["RANK"])'),)
+    seen = rehearse(DDP, *SCRIPTS[DDP], gpus=2, ranks=3, envs=local_ranks(0, 0, 1), changes=by_rank)
+    with pytest.raises(AssertionError):
+        assert_own_gpus(seen, [0, 0, 1])
+
+
+@pytest.mark.parametrize("script", LAUNCHED)
+def test_a_rank_that_is_shown_only_its_own_gpu_finds_it_at_number_0(script):
+    """As srun --gpus-per-task=1 does. The control forgets that the numbers begin again."""
+    shown = [{"LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": f"GPU-{rank}"} for rank in range(2)]
+    assert_own_gpus(rehearse(script, *SCRIPTS[script], gpus=1, envs=shown), [0, 0], JOINS[script])
+    if script == DDP:
+        forgets = ((" % torch.cuda.device_count()", ""),)
+        seen = rehearse(script, *SCRIPTS[script], gpus=1, envs=shown, changes=forgets)
+        with pytest.raises(AssertionError):
+            assert_own_gpus(seen, [0, 0])
+
+
+def test_on_eight_gpus_the_last_local_rank_takes_the_last():
+    seen = rehearse(DDP, *SCRIPTS[DDP], gpus=8, envs=local_ranks(3, 7))
+    assert_own_gpus(seen, [3, 7])
+
+
+@pytest.mark.parametrize("script", SHARING)
+def test_two_ranks_share_one_gpu_over_gloo(script):
+    """survive sees by itself that they share it; the others are told."""
+    own_choice = script.startswith("beyond/survive")
+    flags = [flag for flag in SCRIPTS[script] if not flag.startswith("--backend")]
+    seen = rehearse(script, *flags, *[] if own_choice else ["--backend=gloo"], gpus=1)
+    assert_own_gpus(seen, [0, 0], "join gloo")
+    assert ("2 ranks share 1 GPUs: gloo, not nccl" in seen[0].output) == own_choice
+
+
+@pytest.mark.parametrize("key", ["01", "02", "03", "04", "05", "survive"])
+def test_evaluation_sends_each_batch_to_the_gpu(key):
+    """On tensors without data, which refuse to meet on two devices. The control sends nothing."""
+    send = ("train.py", "images, labels = images.to(device), labels.to(device)")
+    silent = dict.fromkeys(("broadcast", "all_reduce"), lambda tensor, **_: None)
+    # With all tensors on the GPU, it gets as far as reading its totals, which have no data here.
+    for without, end in (((), DataDependentOutputException), ((send,), RuntimeError)):
+        evaluate = load_stage(key, without).evaluate
+        with FakeTensorMode(), patch.multiple(dist, **silent):
+            with torch.device("cuda:0"):
+                model = Net(channels=1, image_size=28, classes=10, batch_norm=True)
+            batch = torch.empty(4, 1, 28, 28), torch.empty(4, dtype=torch.int64)
+            with pytest.raises(end) as raised:
+                evaluate(model, [batch], torch.device("cuda:0"))
+        assert raised.type is end
+
+
+def test_the_page_of_lines_that_only_a_gpu_reaches_is_fresh():
+    assert PAGE.read_text() == unreached_page(), "python tests/rehearsal.py writes it"
