@@ -44,15 +44,10 @@ SECTIONS = {
     "stages": Section("stages", "", "samples per second of each stage", True),
     "process_memory": Section("process_memory", "", "the memory of a process, by kind", True),
     "scaling": Section("scaling", "04_scaling", "steps of DDP, predicted and measured", True),
-    "data_parallel": Section("costs", "02_data_parallel", "the parts of its step", True),
     "reducers": Section("costs", "03_reducers", "a step with each reducer of stage 03", True),
     "precision": Section("precision", "05_precision", "training in each precision", True),
-    "switches": Section("precision", "05_switches", "each speed switch of DDP", True),
-    "sync_batchnorm": Section("costs", "05_sync_batchnorm", "SyncBatchNorm by hand", True),
-    "links": Section("scaling", "04_links", "steps across slow links; needs root"),
+    "threads": Section("costs", "02_threads", "two halves of a batch: threads, processes"),
     "survive": Section("stages", "survive", "what a step of survive costs over stage 05's"),
-    "replica_memory": Section("process_memory", "02_memory", "what each replica of 02 holds"),
-    "gradients": Section("gradients", "05_gradients", "gradients among the numbers of fp16"),
 }
 BENCH = [name for name, section in SECTIONS.items() if section.bench]
 OPTIONS = {"ranks": ("stages", "precision"), "models": ("precision",)}
@@ -107,7 +102,7 @@ def run_section(name: str, args: argparse.Namespace) -> None:
     more = {option: getattr(args, option) for option in OPTIONS if getattr(args, option)}
     effort = Effort(rounds, args.quick, args.brief, device, **more)
     if args.node:
-        return import_module(section.module).on_node(name, effort, args.node)
+        return import_module(section.module).on_node(args.node)
     results = measure(name, effort)
     print("\n\n".join(shown(name, results)))
     for what, why in (results.get("skipped") or results.get("left_out") or {}).items():

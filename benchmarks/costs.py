@@ -1,8 +1,7 @@
-"""What each way to share a step costs, and why: replicas, reducers, SyncBatchNorm."""
+"""What each way to share a step costs: threads, and the reducers of stage 03."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from statistics import median
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 
 import shm  # noqa: F401 (its backend)
 from plots import BLUE, GRAY, Figure, ratio_bars
-from step import build, ddp, make_step, sgd, start, train_step
-from timing import SAME, Effort, Results, chapter, compare, now
+from step import build, ddp, make_step, start
+from timing import SAME, Effort, Results, chapter, compare
 
 RANKS = 2
 by_hand: Any = chapter("02", "from_scratch")
@@ -34,55 +33,13 @@ def build_alone(name: str) -> tuple[nn.Module, Tensor]:
         return nn.Sequential(*(nn.Linear(8, 8) for _ in range(500))), torch.randn(8, 8)
     if name == "big operations":
         return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))), torch.randn(512, 1024)
-    model, x = build(name, 120 if name == "net" else 32)
-    return model, x[..., :32, :32].contiguous()
+    return build(name, 120)
 
 
-def replica_step(model: nn.Module, optimizer: Any, batch: tuple, replicas: int) -> Iterator[str]:
-    """The step of from_scratch.train_step; it yields the name of each part when it is done."""
-    devices = [batch[0].device] * replicas
-    copies = by_hand.replicate(model, devices)
-    yield "replicate"
-    parts = by_hand.scatter(devices, batch[0])
-    yield "scatter"
-    outputs = by_hand.apply(copies, parts, devices)
-    yield "apply"
-    output = by_hand.gather(outputs, devices)
-    yield "gather"
-    loss = nn.functional.cross_entropy(output, batch[1])
-    yield "loss"
-    optimizer.zero_grad()
-    loss.backward()
-    yield "backward"
-    optimizer.step()
-    yield "update"
-
-
-def time_replicas(name: str, device: str, rounds: int, steps: int) -> Results:
-    """One device against 1, 2 and 4 replicas on it; of the latter the parts too, in other steps."""
-    model, x = build_alone(name)
-    batch = x.to(device), torch.randint(10, (len(x),), device=device)
-    optimizer = sgd(model.to(device))
-    variants: dict[str, Callable] = {"one device": partial(train_step, model, optimizer, *batch)}
-    parts: dict[str, dict[str, list[float]]] = {"1 replica": {}, "2 replicas": {}, "4 replicas": {}}
-    for label in parts:
-        step = partial(replica_step, model, optimizer, batch, int(label[0]))
-        variants[label] = lambda step=step: list(step())
-    found = compare(variants, rounds, steps)["variants"]
-    for label, seconds in parts.items():
-        for _ in range(rounds * steps):
-            last = now()
-            for part in replica_step(model, optimizer, batch, int(label[0])):
-                seconds.setdefault(part, []).append(now() - last)
-                last = now()
-    ms = {n: {p: round(median(s) * 1000, 4) for p, s in each.items()} for n, each in parts.items()}
-    return {"batch": len(x), "steps": found, "parts_ms": ms}
-
-
-def lock(names: dict[str, int], rounds: int) -> Results:
+def time_halves(models: dict[str, int], rounds: int) -> Results:
     """The forward of two halves: one after the other, in two threads, in two processes."""
     found, rank, devices = {}, dist.get_rank(), [torch.device("cpu")] * 2
-    for name, steps in names.items():
+    for name, steps in models.items():
         model, x = build_alone(name)
         parts = by_hand.scatter(devices, x)
         variants: dict[str, Callable] = {
@@ -96,13 +53,12 @@ def lock(names: dict[str, int], rounds: int) -> Results:
     return found
 
 
-def measure_data_parallel(effort: Effort) -> Results:
-    rounds, net = min(20, effort.rounds), {"net": 5}  # steps per round
-    models = net if effort.quick else {**net, "resnet18": 1}
-    locked = net if effort.quick else {**net, "small operations": 5, "big operations": 2}
-    steps = {name: time_replicas(name, effort.device, rounds, n) for name, n in models.items()}
-    forwards, _ = start(2, lock, locked, rounds)
-    return {"provenance": {"rounds": rounds}, "steps": steps, "lock": forwards}
+def measure_threads(effort: Effort) -> Results:
+    """On the CPU: the interpreter lock costs what a model's Python code holds it for."""
+    steps = {"net": 5, "small operations": 5, "big operations": 2}  # per round
+    rounds = min(20, effort.rounds)
+    first, _ = start(RANKS, time_halves, {"net": 5} if effort.quick else steps, rounds)
+    return {"provenance": {"rounds": rounds}, "models": first}
 
 
 COMPUTE = "compute only"
@@ -177,55 +133,3 @@ def draw_reducers(results: Results) -> Figure:
         "Blue: by hand; gray: torch's; black lines: 95 % intervals"
     )
     return figure
-
-
-LAYERS = {  # inputs of a rank (B, C, H, W)
-    "net-bn, first": (60, 16, 24, 24),
-    "net-bn, second": (60, 32, 8, 8),
-    "resnet, first": (16, 64, 112, 112),
-    "resnet18, stage 1": (16, 64, 56, 56),
-    "resnet50, stage 1": (16, 256, 56, 56),
-    "resnet18, last": (16, 512, 7, 7),
-    "resnet50, last": (16, 2048, 7, 7),
-}
-FORMATS = {  # dtype of the inputs, or of autocast, and their layout in memory
-    "fp32": (None, torch.contiguous_format),
-    "fp32, channels_last": (None, torch.channels_last),
-    "bf16, channels_last": (torch.bfloat16, torch.channels_last),
-}
-
-
-def time_layer(shape: tuple[int, ...], how: str, effort: Effort) -> Results:
-    """Forward and backward of a layer, and its gradients are discarded."""
-    dtype, layout = FORMATS[how]
-    x, grad = (torch.randn(shape).to(dtype).to(memory_format=layout) for _ in range(2))
-    x.requires_grad_()
-
-    def use(layer: Any) -> None:
-        torch.autograd.grad(layer(x), [x, layer.weight, layer.bias], grad)
-
-    plain, synced = nn.BatchNorm2d(shape[1]), convert(nn.BatchNorm2d(shape[1]))
-    both = {"BatchNorm": partial(use, plain), "SyncBatchNorm": partial(use, synced)}
-    return compare(both, min(21, effort.rounds), 1 if effort.quick else 5_000_000 // x.numel() or 1)
-
-
-def time_resnet18(how: str, effort: Effort) -> Results:
-    dtype, layout = FORMATS[how]
-    model, images = build("net-bn" if effort.quick else "resnet18")
-    model, images = model.to(memory_format=layout), images.to(memory_format=layout)
-    wraps = {"BatchNorm": ddp, "SyncBatchNorm": lambda model: ddp(convert(model))}
-    both = {name: make_step(model, images, wrap, dtype=dtype) for name, wrap in wraps.items()}
-    return compare(both, min(21, effort.rounds))
-
-
-def sync_batchnorm(effort: Effort) -> Results:
-    """Ours, against nn.BatchNorm of the same local batch: each layer alone, and a step of DDP."""
-    layers, formats = dict[str, Results](), list(FORMATS)[: 1 if effort.rounds < 4 else 3]
-    for name, shape in LAYERS.items():
-        if not effort.quick or torch.Size(shape).numel() < 500_000:
-            layers[name] = {"local_batch": list(shape)}
-            layers[name] |= {how: time_layer(shape, how, effort) for how in formats}
-    return {"layers": layers, "steps": {how: time_resnet18(how, effort) for how in formats}}
-
-
-measure_sync_batchnorm = partial(on_ranks, sync_batchnorm)

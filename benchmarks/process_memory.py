@@ -1,27 +1,28 @@
-"""What the memory of a GPU, or of a process, is spent on: every stage, every saving, foreseen.
+"""What the memory of a GPU, or of a process, is spent on: in every stage, and with every saving.
 
 Bytes of tensors are counted: what a process holds when the loss of a step is there, and the most
-that torch's allocator gave at one time, as ledger.py of stage 01 reads it. The replicas of stage 02
-are virtual: all on one device. Last: results/02_memory, what memory.py of stage 02 counts.
+that torch's allocator gave at one time, as peak.py of stage 01 reads it. The replicas of stage 02
+are virtual: all on one device.
 """
 
 import gc
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import matplotlib.pyplot as plt
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Adam
 
-from common.record import peak_memory_bytes
-from plots import BLACK, BLUE, GRAY, GREEN, ORANGE, PINK, RED, SKY, YELLOW, Axes, Figure, patches
-from precision import VIEW, Batch, Training, Variant, held_bytes, watch_buckets
+from plots import BLACK, BLUE, GRAY, GREEN, ORANGE, RED, SKY, YELLOW, Axes, patches
 from step import start, train_step
 from timing import Effort, Results, chapter
 
-ledger: Any = chapter("01", "ledger")
 memory: Any = chapter("02", "memory")
 peak: Any = chapter("01", "peak")
 
@@ -36,20 +37,60 @@ STYLES |= {"buckets": (ORANGE, "\\\\"), "optimizer": (GRAY, ".."), "batch": (YEL
 STYLES |= {"activations": (GREEN, "xx"), "outputs and loss": (RED, ""), "at the peak": ("#EEE", "")}
 
 UNSENT: Any = {"init_sync": False}  # or gloo frees a buffer as large as all weights, unseen
-COPIES: Any = {"optimizer": "adam", "ddp": UNSENT}
-VIEWS, ZERO = {**COPIES, "ddp": UNSENT | VIEW}, {"optimizer": "zero adam"}
-WAYS = {  # a step under DDP with Adam, and what it does to hold less
-    "DDP with Adam": Variant(**COPIES),
-    "bf16 autocast": Variant("bf16", **COPIES),
-    "accumulate 4": Variant(accumulate=4, **COPIES),
-    "views of the buckets": Variant(**VIEWS),
-    "views, accumulate 4": Variant(accumulate=4, **VIEWS),
-    "the same, zeroed in place": Variant(accumulate=4, in_place=True, **VIEWS),
-    "ZeRO-1": Variant(**COPIES | ZERO),
-    "all together": Variant("bf16", accumulate=4, in_place=True, **VIEWS | ZERO),
+
+
+@dataclass(frozen=True)
+class Way:
+    """What a step under DDP with Adam does to hold less."""
+
+    bf16: bool = False
+    micro_batches: int = 1
+    views: bool = False  # gradient_as_bucket_view
+    zeroed_in_place: bool = False  # zero_grad(set_to_none=False)
+    zero: bool = False  # each rank keeps the optimizer's state of its share: ZeRO's first stage
+
+
+WAYS = {
+    "DDP with Adam": Way(),
+    "bf16 autocast": Way(bf16=True),
+    "accumulate 4": Way(micro_batches=4),
+    "views of the buckets": Way(views=True),
+    "views, accumulate 4": Way(views=True, micro_batches=4),
+    "the same, zeroed in place": Way(views=True, micro_batches=4, zeroed_in_place=True),
+    "ZeRO-1": Way(zero=True),
+    "all together": Way(True, 4, True, True, True),
 }
 
+Batch = tuple[Tensor, Tensor]  # images and labels
 Held = dict[str, int]  # the bytes of each kind
+
+
+def watch_buckets(ddp: nn.Module) -> dict[int, int]:
+    """From now on: where each bucket of DDP begins, and its bytes."""
+    buckets: dict[int, int] = {}
+
+    def note(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        if bucket.index() == 0:
+            buckets.clear()  # of the previous step: the layout may change
+        storage = bucket.buffer().untyped_storage()
+        buckets[storage.data_ptr()] = storage.nbytes()
+        return allreduce_hook(group, bucket)
+
+    if isinstance(ddp, DistributedDataParallel):
+        ddp.register_comm_hook(None, note)
+    return buckets
+
+
+def held_between_steps(model: nn.Module, optimizer: Any, buckets: dict[int, int]) -> Held:
+    """Bytes of each kind; gradients that are views of a bucket count as bucket."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    apart = [g for g in gradients if g.untyped_storage().data_ptr() not in buckets]
+    update = getattr(optimizer, "optim", optimizer)  # ZeRO: the state of its share
+    state = [value for each in update.state.values() for value in each.values()]
+    tensors = [value for value in state if isinstance(value, Tensor)]
+    held = {"parameters": memory.size(model.parameters()), "buffers": memory.size(model.buffers())}
+    held |= {"gradients": memory.size(apart), "buckets": sum(buckets.values())}
+    return held | {"optimizer": memory.size(tensors)}
 
 
 def count(model: nn.Module, wrapped: Any, optimizer: Any, buckets: Any, batch: Batch) -> Held:
@@ -60,7 +101,7 @@ def count(model: nn.Module, wrapped: Any, optimizer: Any, buckets: Any, batch: B
     with memory.saving_to(of_loss):
         loss = nn.functional.cross_entropy(outputs, batch[1])
     fixed = [*model.parameters(), *model.buffers(), *batch]
-    held = held_bytes(model, optimizer, buckets)
+    held = held_between_steps(model, optimizer, buckets)
     held |= {"batch": memory.size(batch), "activations": memory.size(activations, fixed)}
     of_outputs = memory.size([outputs, loss, *of_loss], [*fixed, *activations])
     return held | {"outputs and loss": of_outputs}
@@ -82,18 +123,24 @@ def make(plan: Any, samples: int) -> tuple[nn.Module, Any, Batch]:
     return *plan.build(), (images, torch.arange(samples) % plan.classes)
 
 
-def train_way(way: Variant, plan: Any, samples: int) -> tuple:
+def train_way(way: Way, plan: Any, samples: int) -> tuple:
+    """Two steps under DDP with Adam; the second finds what the first has left behind."""
     model, _, (images, labels) = make(plan, samples)
-    one = Training(way, model, images.device, watched=True)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=way.views, **UNSENT)
+    buckets = watch_buckets(ddp)
+    optimizer: Any = Adam(model.parameters())
+    if way.zero:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=Adam)
     # After its first backward DDP lays out its buckets again, and holds both layouts for a moment.
-    one.model.eval()(images[:1]).sum().backward()
+    ddp.eval()(images[:1]).sum().backward()
     time.sleep(0.05)  # gloo's thread lets go of the old layout, else it frees it later, unseen
     model.zero_grad()
-    one.model.train()
-    for _ in range(2):  # the first leaves behind what the second finds
-        one(images, labels)
-    micro_batch = images.chunk(way.accumulate)[0], labels.chunk(way.accumulate)[0]
-    return model, one.model, one.optimizer, one.buckets, micro_batch
+    ddp.train()
+    micro_batch = images.chunk(way.micro_batches)[0], labels.chunk(way.micro_batches)[0]
+    how: Any = {"micro_batches": way.micro_batches, "zeroed_in_place": way.zeroed_in_place}
+    for _ in range(2):
+        train_step(ddp, optimizer, *micro_batch, dtype=torch.bfloat16 if way.bf16 else None, **how)
+    return model, ddp, optimizer, buckets, micro_batch
 
 
 def train_stage(key: str, plan: Any, samples: int, replicas: int) -> tuple:
@@ -119,22 +166,26 @@ def train_stage(key: str, plan: Any, samples: int, replicas: int) -> tuple:
 
 
 def run(jobs: list[str], plan: Any, samples: int, replicas: int) -> list[dict[str, Any]]:
-    """What each rank holds after it has trained as a stage or in ways; its peak, all it takes."""
-    found, cpu = list[dict[str, Any]](), torch.device("cpu")
+    """What each rank holds after it has trained as a stage or in a way, and its peak."""
+    found = list[dict[str, Any]]()
     for job in jobs:
-        before, made, way = peak_memory_bytes(cpu), list[Any](), WAYS.get(job)
+        trained = list[Any]()
 
-        def train(job: str = job, made: list = made, way: Variant | None = way) -> None:
-            how = (way, plan, samples) if way else (job, plan, samples, replicas)
-            made += train_way(*how) if way else train_stage(*how)
+        def train(job: str = job, trained: list = trained) -> None:
+            if job in WAYS:
+                trained += train_way(WAYS[job], plan, samples)
+            else:
+                trained += train_stage(job, plan, samples, replicas)
 
-        peak_bytes = ledger.measure(plan.device, train)
-        resident = [before, peak_memory_bytes(cpu)]
-        bf16 = "bf16" in (way.precision if way else job)
+        peak_bytes = peak.measure(plan.device, train)
+        bf16 = WAYS[job].bf16 if job in WAYS else "bf16" in job
         with torch.autocast(plan.device, torch.bfloat16, enabled=bf16):
-            held = count_replicas(made[0], made[-1], replicas) if job == "02" else [count(*made)]
-        found.append({"held": held, "peak_bytes": peak_bytes, "resident_bytes": resident})
-        made.clear()
+            if job == "02":
+                held = count_replicas(trained[0], trained[-1], replicas)
+            else:
+                held = [count(*trained)]
+        found.append({"held": held, "peak_bytes": peak_bytes})
+        trained.clear()
         gc.collect()  # DDP and its model hold each other
     return found
 
@@ -144,72 +195,31 @@ def measure(jobs: Any, plan: Any, samples: int, ranks: int = RANKS, parts: int =
     answers = start(ranks, run, list(jobs), plan, samples, parts, device=plan.device, quiet=True)
     found: Results = {}
     for job, rows in zip(jobs, zip(*answers, strict=True), strict=True):
-        found[job] = {key: [row[key] for row in rows] for key in ("peak_bytes", "resident_bytes")}
-        found[job]["held"] = [held for row in rows for held in row["held"]]
-        if job in WAYS:
-            found[job]["predicted_bytes"] = predict(WAYS[job], plan, samples, ranks)
+        held = [each for row in rows for each in row["held"]]
+        found[job] = {"peak_bytes": [row["peak_bytes"] for row in rows], "held": held}
     return found
-
-
-def predict(way: Variant, plan: Any, samples: int, ranks: int) -> int:
-    """The peak of a rank, foreseen without a rank: stage 01's rehearsal, and what DDP changes."""
-    parts, micro = peak.parts_of(plan), samples // way.accumulate
-    total = peak.rehearse(plan, micro, way.accumulate)[0]
-    total += (samples - micro) * 4 * plan.channels * plan.image_size**2  # images that wait
-    if "gradient_as_bucket_view" not in way.ddp or (way.accumulate > 1 and not way.in_place):
-        total += parts["gradients"]  # in the buckets: once more
-    elif way.accumulate == 1:  # each is made apart, then copied to its bucket
-        with torch.device("meta"):
-            total += max(parameter.nbytes for parameter in plan.build()[0].parameters())
-    if way.optimizer == "zero adam":
-        total -= round(parts["optimizer state"] * (1 - 1 / ranks))
-    if way.precision == "bf16":
-        total += saved_bytes(plan, micro, True) - saved_bytes(plan, micro, False)
-    return total
-
-
-def saved_bytes(plan: Any, samples: int, bf16: bool) -> int:
-    """Bytes that autograd saves of a batch, from two tiny ones: no meta device knows autocast."""
-    found = []
-    with torch.device(plan.device), torch.autocast(plan.device, torch.bfloat16, enabled=bf16):
-        model, _ = plan.build()
-        for few in (2, 3):
-            with memory.saving_to(kept := list[Tensor]()):
-                plan.loss(model, few)
-            found.append(memory.size(kept, [*model.parameters(), *model.buffers()]))
-    return found[0] + (samples - 2) * (found[1] - found[0])
-
-
-def compare(row: dict[str, Any]) -> dict[str, float]:
-    predicted, measured = row["predicted_bytes"], max(row["peak_bytes"])
-    percent = round(100 * (predicted / measured - 1), 2)
-    return {"predicted_bytes": predicted, "measured_bytes": measured, "percent_off": percent}
 
 
 def measure_process_memory(effort: Effort) -> Results:
     """The same global batch in every stage, on more and more ranks, and in each way."""
-    model, size, worlds = ("net-bn", 28, (1, 2)) if effort.quick else ("resnet18", 64, (1, 2, 4, 8))
+    model, size, worlds = ("net-bn", 28, (2,)) if effort.quick else ("resnet18", 64, (1, 2, 4, 8))
     momentum, adam = (peak.Plan(model, size, how, effort.device) for how in ("momentum", "adam"))
-    stages, found, foreseen = dict[str, Any](), dict[str, Any](), dict[str, Any]()
-    for key in STAGES:
+    stages, by_world = dict[str, Any](), dict[str, Any]()
+    for key in list(STAGES)[:: 3 if effort.quick else 1]:
         ranks = 1 if key in ("01", "02") else RANKS
         stages |= measure([key], momentum, BATCH // ranks, ranks)
-        if key in ("01", "03"):
-            predicted = peak.rehearse(momentum, BATCH // ranks)[0]
-            foreseen[STAGES[key]] = {**stages[key], "predicted_bytes": predicted}
     with torch.device(effort.device):
         module, _, whole = make(momentum, BATCH)
     for world in worlds:
         ddp = measure(["04"], momentum, BATCH // world, world)["04"]
-        predicted = predict(Variant(), momentum, BATCH // world, world)
-        row = {"DDP": ddp["held"], "peak_bytes": ddp["peak_bytes"], "predicted_bytes": predicted}
-        found[str(world)] = {"DataParallel": count_replicas(module, whole, world), **row}
-        foreseen[f"04 DDP, {world} rank{'s' * (world > 1)}"] = row
+        by_world[str(world)] = {
+            "DataParallel": count_replicas(module, whole, world),
+            "DDP": ddp["held"],
+        }
     ways = measure(list(WAYS), adam, BATCH // RANKS)
-    off = {name: compare(row) for name, row in (foreseen | ways).items()}
     about = {"model": model, "image_size": size, "global_batch": BATCH, "ranks": RANKS}
     about |= {"provenance": {"world_size": RANKS, "threads_a_rank": 1}, "device": effort.device}
-    return {**about, "stages": stages, "worlds": found, "ways": ways, "foreseen": off}
+    return {**about, "stages": stages, "worlds": by_world, "ways": ways}
 
 
 def stack(
@@ -267,25 +277,3 @@ def draw_ways(axes: Axes, found: Results) -> None:
     stack(axes, groups, texts)
     axes.tick_params(axis="x", rotation=20)
     axes.set_title("What each way saves of a rank's peak: " + ABOUT.format(**found))
-
-
-def measure_replica_memory(effort: Effort) -> Results:
-    """What memory.py of stage 02 counts: bytes, which do not depend on the machine."""
-    return {"batch": memory.BATCH, "bytes": memory.count_all()}
-
-
-def draw_replica_memory(results: Results) -> Figure:
-    styles = {kind: (STYLES.get(kind, (RED,))[0], "") for kind in memory.KINDS}
-    styles["loss"] = (PINK, "")
-    figure, panels = plt.subplots(1, 3, figsize=(13, 5), layout="constrained")
-    names = ["0\nmain device", *map(str, range(1, memory.REPLICAS))]
-    for panel, (model, both) in zip(panels, results["bytes"].items(), strict=True):
-        groups = dict(zip(names, zip(*both.values(), strict=True), strict=True))
-        stack(panel, groups, dict.fromkeys(names, ("out", "in")), styles)
-        panel.set(title=model, xlabel="replica")
-    figure.legend(handles=patches(styles)[::-1], loc="outside right center")
-    figure.suptitle(
-        f"What {memory.REPLICAS} replicas hold of a batch of {memory.BATCH} before backward;"
-        " the loss outside forward (out) or inside (in)"
-    )
-    return figure

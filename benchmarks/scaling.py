@@ -1,4 +1,4 @@
-"""The time of a DDP step: predicted before it is measured, and across slower and slower links.
+"""The time of a DDP step: predicted before it is measured, here and across slower links.
 
 What the model in 04_ddp_torchrun/alpha_beta.py needs is measured apart from DDP, in the same
 rounds: steps without DDP, and convolutions with an all-reduce behind or beside them. Each end of a
@@ -25,10 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from common.options import UsageError
-from plots import BLACK, BLUE, GRAY, GREEN, ORANGE, PINK, RED, SKY, Figure, ends
+from plots import BLUE, GRAY, GREEN, ORANGE, Figure
 from run_stage import ROOT
 from step import build, ddp, make_step, sgd, start
 from tables import predictions
@@ -36,9 +35,7 @@ from timing import Effort, Results, Times, chapter, interleave, summarize
 
 paper, fill = chapter("04", "alpha_beta"), chapter("04", "gradient_order").fill
 
-COMPUTE, EACH, DDP, NO_SYNC = "compute only", "per parameter", "DDP", "DDP, 4 with no_sync"
-BF16, POWER_SGD = "DDP, bf16 hook", "DDP, PowerSGD hook"
-LOOKS = {COMPUTE: BLACK, EACH: RED, DDP: BLUE, NO_SYNC: SKY, BF16: GREEN, POWER_SGD: PINK}
+DDP, NO_SYNC, BF16 = "DDP", "DDP, 4 with no_sync", "DDP, bf16 hook"
 HOW = {DDP: (1, 1.0), NO_SYNC: (4, 1.0), BF16: (1, 0.5)}  # micro-batches; of fp32's bytes
 ALONE, WORK, AFTER, LONG, BESIDE, COPY = "alone", "work", "work, then", "long", "beside", "copy"
 TIMES, MEANWHILE, COPIED = 8, 2**23, 2**24  # long work is so much; bytes beside it; bytes copied
@@ -49,23 +46,15 @@ RATES = {"no limit": "", "10 Gbit/s": "10gbit", "1 Gbit/s": "1gbit", "0.2 Gbit/s
 
 
 def step_of(how: str, model: nn.Module, images: Tensor) -> Callable[[], None]:
-    """What one step of this variant does; of NO_SYNC: four of them."""
-    if how in (COMPUTE, EACH):
-        reducer = chapter("03", "reducers").REDUCERS["per-parameter"]
-        return make_step(model, images, reducer=reducer if how == EACH else None)
+    """What one step of this variant of DDP does; of NO_SYNC: four of them."""
 
     def wrap(model: nn.Module) -> nn.Module:
-        # PowerSGD sends twice for each bucket, the second time from a thread of gloo. With several
-        # buckets the order can then differ between ranks, which abort: so it gets a single one.
-        wrapped = ddp(model, **({"bucket_cap_mb": 100} if how == POWER_SGD else {}))
+        wrapped = ddp(model)
         if how == BF16:
             wrapped.register_comm_hook(None, bf16_compress_hook)
-        if how == POWER_SGD:  # from the third step on; DDP rebuilds its buckets after the first
-            state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-            wrapped.register_comm_hook(state, powerSGD_hook)
         return wrapped
 
-    return make_step(model, images, wrap, micro_batches=4 if how == NO_SYNC else 1)
+    return make_step(model, images, wrap, micro_batches=HOW[how][0])
 
 
 def tick() -> Any:
@@ -118,7 +107,7 @@ def work_steps(sizes: list[int]) -> dict[str, Callable]:
 
     def then_reduce(size: int) -> None:
         work()
-        dist.all_reduce(tensors[size])  # every rank must reach this line
+        dist.all_reduce(tensors[size])
 
     def reduce_meanwhile() -> None:
         under_way = dist.all_reduce(tensors[MEANWHILE], async_op=True)
@@ -156,27 +145,27 @@ def measure_scaling(effort: Effort) -> Results:
             machine.append(predict(answers[0][0], [note for _, note in answers]))
     whole = effort.rounds > 99 and effort.device == "cpu" and ALLOWED
     found: Results = {"provenance": {"threads_a_rank": 1, "backend": "gloo"}, "machine": machine}
-    found["links"] = on_two_nodes("scaling", effort) if whole else {}
+    found["links"] = on_two_nodes() if whole else {}
     errors = [abs(row["error"]) for row in predictions(found)]
     return {**found, "median_error": round(median(errors), 4), "predictions": len(errors)}
 
 
-def more(times: Times, name: str, without: str) -> float:
+def extra_seconds(times: Times, name: str, without: str) -> float:
     """The seconds that this takes more than that: the median of the rounds."""
     return float(np.median(np.subtract(times[name], times[without])))
 
 
-def reduces(times: Times) -> dict[int, float]:
+def all_reduce_seconds(times: Times) -> dict[int, float]:
     """Seconds of an all-reduce, by its bytes. As in a step, ranks come to it from computing."""
     sizes = [int(name.removeprefix(AFTER)) for name in times if name.startswith(AFTER)]
-    return {size: max(more(times, f"{AFTER} {size}", WORK), 1e-6) for size in sizes}
+    return {size: max(extra_seconds(times, f"{AFTER} {size}", WORK), 1e-6) for size in sizes}
 
 
 def fit(ranks: int, times: Times) -> Any:
     """The link on which a ring takes the measured times, with the least relative error."""
     if ranks == 1:
         return paper.Link(0.0, 1e15)
-    found, messages = reduces(times), 2 * (ranks - 1)
+    found, messages = all_reduce_seconds(times), 2 * (ranks - 1)
     seconds = np.array(list(found.values()))
     matrix = np.array([(messages, messages / ranks * size) for size in found])
     # What is smaller than the scatter of the work before it must not count as if it were exact.
@@ -200,7 +189,9 @@ def predict(times: Times, notes: list[Results]) -> Results:
     """
     ranks, link, timed = len(notes), fit(len(notes), times), summarize(times)
     # what a second of communication takes from the computing beside it
-    stolen = min(1.0, max(0.0, more(times, BESIDE, LONG) / reduces(times)[MEANWHILE]))
+    slowdown = min(
+        1.0, max(0.0, extra_seconds(times, BESIDE, LONG) / all_reduce_seconds(times)[MEANWHILE])
+    )
     handling = median(times[COPY]) / COPIED  # seconds per byte, in and out of a bucket
     shares = np.mean([note["shares"] for note in notes], axis=0).tolist()
     jobs = [job_of(each, shares, notes[0]["gradients"], handling) for each in times[ALONE]]
@@ -211,21 +202,22 @@ def predict(times: Times, notes: list[Results]) -> Results:
         def cost(size: float, wire: float = wire) -> float:
             return paper.ring(size * wire, ranks, link)
 
-        found = [paper.step(each, cost, micro_batches, stolen).seconds for each in jobs]
+        found = [paper.step(each, cost, micro_batches, slowdown).seconds for each in jobs]
         errors = [p / m - 1 for p, m in zip(found, times[how], strict=True)]
         row = {"ranks": ranks, "how": how, "rounds": len(jobs), "error": round(median(errors), 4)}
         row |= {key: notes[0][key] for key in ("model", "local_batch")}
         row |= {"alone_ms": timed[ALONE]["step_ms"], "measured_ms": timed[how]["step_ms"]}
         row["measured_ms_quartiles"] = timed[how]["step_ms_quartiles"]
         rows.append({**row, "predicted_ms": round(1000 * median(found), 4)})
-    about = {"ranks": ranks, "alpha_us": round(1e6 * link.alpha, 1), "stolen": round(stolen, 3)}
+    about = {"ranks": ranks, "alpha_us": round(1e6 * link.alpha, 1), "slowdown": round(slowdown, 3)}
     return {**about, "beta_bytes_per_second": round(link.beta), "rows": rows}
 
 
-def on_two_nodes(section: str, effort: Effort) -> Results:
+def on_two_nodes() -> Results:
+    """The predictions across links, from two namespaces that are two nodes."""
     with tempfile.TemporaryDirectory() as folder:
         out, script = Path(folder, "found"), "04_ddp_torchrun/launch/two_nodes_here.sh"
-        flags = [section, "--device=cpu", f"--node={out}", *["--quick"] * effort.quick]
+        flags = ["scaling", "--device=cpu", f"--node={out}"]
         command = ["bash", script, sys.executable, "benchmarks/bench.py", *flags]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "RATE": ""}
         if subprocess.run(command, cwd=ROOT, env=env).returncode != 0:
@@ -233,18 +225,17 @@ def on_two_nodes(section: str, effort: Effort) -> Results:
         return json.loads(out.read_text())
 
 
-def on_node(section: str, effort: Effort, out: Path) -> None:
+def on_node(out: Path) -> None:
     """What each of two nodes does; node 0 writes what both have found."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=int(os.environ["NODE_RANK"]), world_size=2)
     found = dict[str, Any]()
-    for name, rate in RATES.items() if section == "scaling" else ():
+    for name, rate in RATES.items():
         set_rate(rate)
         times, note = rounds_of("resnet18", list(HOW), 9, SIZES[:-1] if "0." in name else SIZES)
         notes = [note, note]
-        dist.all_gather_object(notes, note)  # every rank must reach this line
+        dist.all_gather_object(notes, note)
         found[name] = predict(times, notes)
-    found = found or time_across_links(effort)
     if dist.get_rank() == 0:
         out.write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -258,78 +249,20 @@ def set_rate(rate: str) -> None:
         subprocess.run(["tc", "qdisc", "add", *link, *bucket], check=True)
 
 
-def time_across_links(effort: Effort) -> Results:
-    """The step of each variant at each rate of the cable; what it sends, by the node's counter."""
-    model, images = build("net-bn" if effort.quick else "resnet18")
-    steps, rates = {name: step_of(name, model, images) for name in LOOKS}, dict[str, Results]()
-    for name in list(RATES)[::2] if effort.quick else RATES:
-        set_rate(RATES[name])
-        rounds = min(9 if "0." in name else 15, effort.rounds)
-        times = interleave(steps, rounds, warm_up=1 if rates else 3)  # PowerSGD begins after two
-        times[NO_SYNC] = [seconds / 4 for seconds in times[NO_SYNC]]  # of one micro-batch
-        rates[name] = {"rounds": rounds, "variants": summarize(times)}
-    counter = Path("/sys/class/net", os.environ["GLOO_SOCKET_IFNAME"], "statistics", "tx_bytes")
-    sent = {}
-    for name, step in steps.items():
-        dist.barrier()  # what was sent has arrived
-        before = int(counter.read_text())
-        for _ in range(3):
-            step()
-        dist.barrier()
-        sent[name] = (int(counter.read_text()) - before) // (12 if name == NO_SYNC else 3)
-    parameters = sum(p.numel() for p in model.parameters())
-    about = {"parameters": parameters, "local_batch": len(images), "sent_bytes_a_step": sent}
-    return {**about, "rates": rates}
-
-
-def measure_links(effort: Effort) -> Results:
-    if not ALLOWED:
-        raise UsageError("network namespaces need root and tc: apt-get install iproute2, then sudo")
-    return {"provenance": {"world_size": 2, "threads_a_rank": 1}, **on_two_nodes("links", effort)}
-
-
-def draw_links(results: Results) -> Figure:
-    figure, axis = plt.subplots(figsize=(9, 5), layout="constrained")
-    for variant, color in LOOKS.items():
-        rows = [found["variants"][variant] for found in results["rates"].values()]
-        label = f"{variant}: {results['sent_bytes_a_step'][variant] / 1e6:.1f} MB per step"
-        style: Any = {"color": color, "marker": "o", "label": label}
-        axis.errorbar(list(results["rates"]), [row["ratio"] for row in rows], ends(rows), **style)
-    axis.set(yscale="log", ylabel="time of a step / time of computing only", xlabel="link")
-    axis.set_yticks([1, 1.5, 2, 3, 5, 10], ["1", "1.5", "2", "3", "5", "10"])
-    axis.minorticks_off()
-    axis.legend(title="and what each node sends")
-    axis.set_title(
-        f"resnet18, {results['local_batch']} pictures of 64 × 64 per rank, 2 ranks with one thread "
-        f"two nodes\n{results['provenance']['hardware']}; bars: 95 % intervals"
-    )
-    return figure
-
-
 def draw_scaling(results: Results) -> Figure:
-    figure, (by_ranks, errors) = plt.subplots(1, 2, figsize=(12, 5.5), layout="constrained")
-    rows, texts, where = predictions(results), [], results["provenance"]
+    figure, axis = plt.subplots(figsize=(10, 5), layout="constrained")
+    rows, where = predictions(results), results["provenance"]
     looks = {"net": (BLUE, "o"), "mlp": (ORANGE, "s"), "resnet18": (GREEN, "^")}
-    for name, (color, mark) in looks.items():
-        style: Any = {"color": color, "marker": mark}
-        places = [place for place, row in enumerate(rows) if row["model"] == name]
-        errors.plot(places, [100 * rows[i]["error"] for i in places], ls="", label=name, **style)
-        own = [row for row in rows if row["model"] == name and row["link"] == "one machine"]
-        ranks, measured = [row["ranks"] for row in own], [row["measured_ms"] for row in own]
-        by_ranks.vlines(ranks, *np.transpose([r["measured_ms_quartiles"] for r in own]), color)
-        by_ranks.plot(ranks, measured, ls="", label=f"{name}, measured", **style)
-        style |= {"ls": "--", "mfc": "white", "label": "predicted"}
-        by_ranks.plot(ranks, [row["predicted_ms"] for row in own], **style)
-    by_ranks.set(title="A step of DDP", xlabel="ranks", ylabel="ms", yscale="log")
-    by_ranks.set_xticks([1, 2, 3, 4])
-    by_ranks.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)
-    errors.axhspan(-10, 10, color=GRAY, alpha=0.2, label="within 10 %")
-    errors.axhline(0, color="black", linewidth=0.8)
-    for row in rows:
-        text = "ranks: {ranks}" if row["link"] == "one machine" else "{link}, {how}"
-        texts.append(text.format(**row).replace(", DDP, ", ", "))
-    errors.set_xticks(range(len(rows)), texts, rotation=90, fontsize="small")
-    errors.set(title="Error of each prediction", ylabel="predicted / measured − 1, %")
-    errors.legend(fontsize="small")
+    for model, (color, mark) in looks.items():
+        places = [place for place, row in enumerate(rows) if row["model"] == model]
+        found = [100 * rows[place]["error"] for place in places]
+        axis.plot(places, found, ls="", color=color, marker=mark, label=model)
+    axis.axhspan(-10, 10, color=GRAY, alpha=0.2, label="within 10 %")
+    axis.axhline(0, color="black", linewidth=0.8)
+    names = {True: "ranks: {ranks}", False: "{link}, {how}"}
+    texts = [names[row["link"] == "one machine"].format(**row) for row in rows]
+    axis.set_xticks(range(len(rows)), texts, rotation=90, fontsize="small")
+    axis.set(title="Error of each predicted step of DDP", ylabel="predicted / measured − 1, %")
+    axis.legend(fontsize="small")
     figure.suptitle(f"{where['hardware']}, torch {where['torch']}; one thread per rank, gloo")
     return figure

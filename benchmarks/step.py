@@ -49,17 +49,19 @@ def train_step(
     finish: Callable[[], object] = lambda: None,
     micro_batches: int = 1,
     dtype: torch.dtype | None = None,
+    zeroed_in_place: bool = False,
 ) -> None:
     """Forward, backward, averaging by `finish` if DDP does not, optimizer, as in train.py.
 
-    micro_batches: DDP sends only the last one's gradients. dtype: of autocast.
+    micro_batches: so many times these samples; DDP sends only the last one's gradients.
+    dtype: of autocast. zeroed_in_place: the gradients keep their memory.
     """
     for micro_batch in range(1, micro_batches + 1):
         without_sending = model.no_sync() if micro_batch < micro_batches else nullcontext()
         with without_sending, torch.autocast(images.device.type, dtype, enabled=dtype is not None):
             loss = F.cross_entropy(model(images), labels)
         if micro_batch == 1:
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=not zeroed_in_place)
         loss.backward()
     finish()
     optimizer.step()

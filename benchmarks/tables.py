@@ -13,6 +13,7 @@ from tabulate import tabulate
 from timing import SAME, Results, load
 
 MACHINE = "amd-epyc-2-cores"  # the pages show its `make bench`
+SHARDED = ("parameters", "gradients", "optimizer state")  # what each rank of shard/ holds
 RATIO = "{ratio:.2f} ({ratio_interval[0]:.2f} to {ratio_interval[1]:.2f})"
 
 
@@ -43,27 +44,10 @@ def ratios(columns: Mapping[str, Mapping[str, Results]], head: str = "") -> str:
     return table(lines, head, *columns)
 
 
-def step_parts(results: Results) -> str:
-    rows = []
-    for name, result in results["steps"].items():
-        for on, step in result["steps"].items():
-            parts = [f"{ms:.1f}" for ms in result["parts_ms"].get(on, {}).values()]
-            rows.append((name, on, f"{step['step_ms']:.1f}", RATIO.format(**step), *parts))
-    return table(rows, "model", "on", "step", "ratio", *result["parts_ms"]["1 replica"])
-
-
-def interpreter_lock(results: Results) -> str:
-    lock = {name: found["forward"] for name, found in results["lock"].items()}
-    return ratios({how: {name: lock[name][how] for name in lock} for how in lock["net"]}, "model")
-
-
-def links(results: Results) -> str:
-    rates = {name: found["variants"] for name, found in results["rates"].items()}
-    sent = {name: f"{count / 1e6:.1f}" for name, count in results["sent_bytes_a_step"].items()}
-    rows = []
-    for name in rates["no limit"]:
-        rows.append((name, sent.get(name), *(RATIO.format(**r[name]) for r in rates.values())))
-    return table(rows, "", "MB sent", *rates)
+def threads(results: Results) -> str:
+    models = {name: found["forward"] for name, found in results["models"].items()}
+    columns = {how: {n: models[n][how] for n in models} for how in models["net"]}
+    return ratios(columns, "model")
 
 
 def faults(results: Results) -> str:
@@ -94,6 +78,17 @@ def survive(results: Results) -> str:
     return listed(results["variants"], {"step, ms": "{step_ms:.1f}", "time / 05's": RATIO})
 
 
+def shard(results: Results) -> str:
+    whole, rows = results["parameter_bytes"], []
+    for name, step in results["variants"].items():
+        held = results["held_bytes"].get(name)  # A/A is measured in time only
+        kinds = [held[kind] / whole for kind in SHARDED] if held else []
+        cells = [*kinds, sum(kinds), results["sent_multiples"][name]] if held else [None] * 5
+        numbers = ["" if cell is None else f"{cell:.2f}" for cell in cells]
+        rows.append((name, *numbers, RATIO.format(**step)))
+    return table(rows, "", *SHARDED, "together", "sent", "time / DDP's")
+
+
 def precision(results: Results) -> str:
     models, rows = results["models"], []
     places = {f"{m}, {p}": models[m][p]["variants"] for m in models for p in models[m]}
@@ -114,23 +109,6 @@ def peaks(results: Results) -> str:
     return table(rows, "", *results["models"])
 
 
-def switches(results: Results) -> str:
-    rows, kinds = [], ("gradients and buckets", "optimizer", "hook")
-    for name, row in results["variants"].items():
-        distance = f"{row['distance']:.0e}" if row["distance"] else "same bits"
-        accuracy = "" if row["accuracy"] is None else f"{row['accuracy']:.1%}"
-        cells = RATIO.format(**row), *(mib(row["held_bytes"][kind]) for kind in kinds)
-        rows.append((name, *cells, "" if name == "Adam" else distance, accuracy))
-    return table(rows, "", "time", *(f"{kind}, MiB" for kind in kinds), "distance", "accuracy")
-
-
-def sync_batchnorm(results: Results) -> str:
-    found, columns = {**results["layers"], "a step of resnet18": results["steps"]}, {}
-    for how in results["steps"]:
-        columns[how] = {n: each[how]["variants"]["SyncBatchNorm"] for n, each in found.items()}
-    return ratios(columns)
-
-
 def stages(results: Results) -> str:
     columns = {"samples/s": "{samples_per_second:,.0f}", "times 01 with 1 thread": inverse}
     return listed(results["variants"], columns)
@@ -141,7 +119,6 @@ def ways_to_hold_less(results: Results) -> str:
     columns = {
         "peak, MiB": lambda way: mib(max(way["peak_bytes"])),
         "": lambda way: f"{max(way['peak_bytes']) / first - 1:+.0%}",
-        "predicted, MiB": lambda way: mib(way["predicted_bytes"]),
     }
     return listed(results["ways"], columns)
 
@@ -173,18 +150,16 @@ MADE: dict[str, tuple] = {  # of each section: its committed results, and its ta
     "stages": (MACHINE, stages),
     "process_memory": (MACHINE, ways_to_hold_less),
     "scaling": ("04_scaling", scaling),
-    "data_parallel": ("02_data_parallel", step_parts, interpreter_lock),
+    "threads": ("02_threads", threads),
     "reducers": ("03_reducers", reducers),
     "precision": ("05_precision", precision, peaks),
-    "switches": ("05_switches", switches),
-    "sync_batchnorm": ("05_sync_batchnorm", sync_batchnorm),
-    "links": ("04_links", links),
     "survive": ("survive", survive),
+    "shard": ("shard", shard),
     "faults": ("faults", faults, pauses),
 }
 
 
-def committed(section: str, make: Callable[[Results], str]) -> str:
+def from_results(section: str, make: Callable[[Results], str]) -> str:
     results = load(MADE[section][0])
     return make(results[section] if MADE[section][0] == MACHINE else results)
 
@@ -192,9 +167,9 @@ def committed(section: str, make: Callable[[Results], str]) -> str:
 TABLES: dict[str, Callable[[], str]] = {}
 for section, (file, *made) in MADE.items():
     where = section if file == MACHINE else file
-    TABLES[f"origin of {where}"] = partial(committed, section, origin)
-    TABLES |= {make.__name__: partial(committed, section, make) for make in made}
-TABLES["origin of pauses"] = partial(committed, "faults", origin_of_pauses)
+    TABLES[f"origin of {where}"] = partial(from_results, section, origin)
+    TABLES |= {make.__name__: partial(from_results, section, make) for make in made}
+TABLES["origin of pauses"] = partial(from_results, "faults", origin_of_pauses)
 
 
 def shown(section: str, results: Results) -> list[str]:

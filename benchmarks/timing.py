@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 import torchvision
 
-from common.record import hardware
 from run_stage import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -122,7 +121,9 @@ def provenance(device: str = "cpu", **settings: Any) -> Results:
     git = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return {
-        "hardware": hardware(torch.device(device), max(1, torch.cuda.device_count())),
+        "hardware": chapter("05", "machine").hardware(
+            torch.device(device), max(1, torch.cuda.device_count())
+        ),
         "cores": os.cpu_count(),
         "load_average": round(os.getloadavg()[0], 2),
         "torch": torch.__version__,

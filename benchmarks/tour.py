@@ -29,8 +29,6 @@ from common.options import UsageError, exit_on_usage_error, int_at_least, make_p
 from run_stage import Run, command_of, run_command
 from timing import chapter
 
-machine = chapter("05", "machine")
-
 COLORS = ["#000000", "#888888", "#E69F00", "#56B4E9", "#009E73"]
 COLORS += ["#006048", "#D55E00", "#8C3A00", "#CC79A7", "#CC79A7"]  # the last row needs shm or not
 COPIES = 5  # of the kinds of memory, those that do not grow with the batch
@@ -57,6 +55,14 @@ class Row:
         return self.key != "05-bf16" if with_shm else not self.key.endswith("shm")
 
 
+SHM = (
+    "ranks read each other's memory and send nothing.",
+    "ranks that wait for each other use the cores that compute.",
+)
+BF16 = (
+    "its numbers have half the size, and this processor has units that multiply them.",
+    "layers as small as these gain less from it than the conversions cost.",
+)
 WHY = {  # of each row: its label; why it is faster than the row before; why it is slower
     "01": ("01 one process", "", ""),
     "01-cores": (
@@ -79,31 +85,15 @@ WHY = {  # of each row: its label; why it is faster than the row before; why it 
         "gradients travel in few large messages, not in one for each parameter.",
         "its buckets cost more than they save here.",
     ),
-    "04-shm": (
-        "04 over shm",
-        "ranks read each other's memory and send nothing.",
-        "ranks that wait for each other use the cores that compute.",
-    ),
+    "04-shm": ("04 over shm", *SHM),
     "05": (
         "05 DDP, SyncBN",
         "it does more work, so the machine itself was faster during this run.",
         "each BatchNorm layer waits for the other ranks, in forward and in backward.",
     ),
-    "05-shm": (
-        "05 over shm",
-        "ranks read each other's memory and send nothing.",
-        "ranks that wait for each other use the cores that compute.",
-    ),
-    "05-bf16-shm": (
-        "05 in bf16 over shm",
-        "",  # see explain_bf16
-        "",
-    ),
-    "05-bf16": (
-        "05 in bf16",
-        "",
-        "",
-    ),
+    "05-shm": ("05 over shm", *SHM),
+    "05-bf16-shm": ("05 in bf16 over shm", *BF16),
+    "05-bf16": ("05 in bf16", *BF16),
 }
 ROWS = [Row(key, *texts) for key, texts in WHY.items()]
 
@@ -182,25 +172,9 @@ def explain_speed(row: Row, before: Row) -> str:
     """One sentence: how fast is this row beside the one before, and why."""
     ratio = row.run.summary["samples_per_second"] / before.run.summary["samples_per_second"]
     why = row.faster if ratio > 1 else row.slower
-    if row.job == "05 bf16":
-        why = explain_bf16(ratio, row.run.summary["device"])
-        return f"{ratio:.2f} times the speed of *{before.label}*: {why}"
     if 0.95 < ratio < 1.05:
         return f"as fast as *{before.label}*, as far as one run can show."
     return f"{ratio:.2f} times the speed of *{before.label}*: {why}"
-
-
-def explain_bf16(ratio: float, device: str) -> str:
-    """Why bf16 is so much faster or slower than fp32 on the device, cpu or cuda."""
-    processor = "GPU" if device == "cuda" else "CPU"
-    if not machine.has_units("bf16", torch.device(device)):
-        return f"this {processor} has no bf16 instructions, so it converts its numbers."
-    has = f"this {processor} has bf16 instructions"
-    if ratio > 1.05:
-        return f"{has}, which gain {ratio - 1:.0%} here, and its numbers have half the size."
-    if ratio > 0.95:
-        return f"{has}, but layers as small as these gain nothing from them."
-    return f"{has}, but with layers as small as these the conversions cost more than they gain."
 
 
 def pairs(rows: list[Row]) -> Iterator[tuple[Row, Row]]:
@@ -281,8 +255,6 @@ def tabulate_rows(results: dict, style: str) -> str:
     first, stages = next(iter(rows.values())), results["memory"]["stages"]
     headers = ["stage", "global batch", "train loss", "test accuracy", "samples/s"]
     headers += [f"times {next(iter(rows))[:2]}", "step ms (quartiles)", "MiB of tensors"]
-    on_gpu = first["device"] == "cuda"
-    headers += ["peak MiB of the allocator"] * on_gpu
     table = []
     for row in (row for row in ROWS if row.label in rows):
         got = rows[row.label]
@@ -297,8 +269,7 @@ def tabulate_rows(results: dict, style: str) -> str:
             f"{got['step_ms']:.1f} ({low:.1f} to {high:.1f})",
             " + ".join(f"{sum(each.values()) / 2**20:.1f}" for each in stages[row.job]["held"]),
         ]
-        peaks = " + ".join(f"{peak / 2**20:,.0f}" for peak in got["peak_memory_bytes"])
-        table.append([*line, *[peaks] * on_gpu])
+        table.append(line)
     right = ("left", *["right"] * (len(headers) - 1))
     return tabulate(table, headers, style, colalign=right, disable_numparse=True)
 
@@ -308,10 +279,10 @@ def report(rows: list[Row], results: dict, args: Namespace, seconds: float) -> s
     lines = [
         f"# The tour: {args.model} on {args.dataset}, {args.ranks} ranks",
         "",
-        f"Measured on {results['date']} in {seconds:.0f} s: {got['hardware']}, {got['device']}, "
-        f"torch {got['torch']}, Python {results['python']}. {args.epochs} epochs, global batch "
-        f"{args.batch_size}, one run of each. Each process has one thread, except in the row with "
-        "all cores.",
+        f"Measured on {results['date']} in {seconds:.0f} s: {results['hardware']}, "
+        f"{got['device']}, torch {got['torch']}, Python {results['python']}. "
+        f"{args.epochs} epochs, global batch {args.batch_size}, one run of each. "
+        "Each process has one thread, except in the row with all cores.",
         "",
         tabulate_rows(results, "github"),
         "",
@@ -343,8 +314,10 @@ def main() -> None:
         rows = [row for row in rows if row.key != "01-cores"]
     for row in rows:
         run(row, args, args.run_dir / row.key)
+    device = torch.device("cuda" if on_gpu else "cpu")
     results = {
         "date": str(date.today()),
+        "hardware": chapter("05", "machine").hardware(device, args.ranks),
         "python": platform.python_version(),
         "rows": {row.label: row.run.summary for row in rows},
         "losses": {row.label: row.run.losses() for row in rows},  # of every step
