@@ -2,12 +2,11 @@
 
     python 01_single_gpu/fit.py --model resnet50 --image-size 224 --memory-limit 8GiB
 
-With --memory-limit, steps are rehearsed without memory (peak.py), so no GPU is needed. Without it,
-real steps run on this machine's GPU until one is out of memory. Everything is in fp32. Leave some
-hundred MiB for what a rehearsal does not count: the CUDA context, workspaces of cuDNN and cuBLAS.
+Steps are rehearsed without memory (peak.py), so no GPU is needed. Without --memory-limit, the limit
+is what this machine's GPU has. Everything is in fp32. Leave some hundred MiB for what a rehearsal
+does not count: the CUDA context, workspaces of cuDNN and cuBLAS.
 """
 
-import gc
 import re
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
@@ -17,14 +16,12 @@ import torch
 from tabulate import tabulate
 
 from common.options import MODELS, Parser, UsageError, exit_on_usage_error, int_at_least
-from ledger import MIB
-from peak import OPTIMIZERS, Plan, parts_of, rehearse, run, train
+from peak import MIB, OPTIMIZERS, Plan, parts_of, rehearse
 
 GPUS, MOST = (1, 2, 4, 8), 2**16  # numbers of GPUs; the largest batch that is tried
 SHARD = """Plain data parallelism cannot help: each GPU holds all parameters, gradients, optimizer
 state, and the activations of a sample. Shard the first three: torch.distributed.fsdp.fully_shard.
 If the activations are too large, recompute them: torch.utils.checkpoint."""
-NO_ROOM = re.compile("out of memory|unable to find an engine|CUBLAS_STATUS_ALLOC_FAILED")
 Fits = Callable[[int, int, int], bool]  # takes a micro-batch, their number, more bytes
 
 
@@ -46,25 +43,7 @@ def parse_args() -> Namespace:
     add("--optimizer", default="momentum", choices=tuple(OPTIMIZERS), help="sgd has no momentum")
     add("--batch-size", default=120, type=count, metavar="N", help="global batch, in samples")
     add("--memory-limit", type=size, metavar="SIZE", help="like 8GiB; else what this GPU has")
-    add("--device", default="cuda", choices=("cuda", "cpu"), help="whose allocator to count")
-    add("--measure", action="store_true", help="also do a real step of this batch on the device")
     return parser.parse_args()
-
-
-def real_step_fits(plan: Plan, batch: int, accumulate: int, besides: int) -> bool:
-    """Whether a real step fits on this GPU. torch, cuDNN and cuBLAS each say no in other words."""
-    try:
-        with torch.device(plan.device):
-            _other = torch.empty(besides, dtype=torch.uint8)
-            train(plan, batch, accumulate)
-        return True
-    except RuntimeError as error:  # its traceback holds the tensors until this block ends
-        if not NO_ROOM.search(str(error)):
-            raise
-        return False
-    finally:
-        gc.collect()
-        torch.cuda.empty_cache()  # the next trial begins without fragments
 
 
 def largest(fits: Callable[[int], bool], least: int) -> int:
@@ -119,7 +98,6 @@ def report(args: Namespace, plan: Plan, fits: Fits) -> None:
         raise UsageError("BatchNorm needs more than one value for each channel: try --batch-size 2")
     parts, (peak, moment) = parts_of(plan), rehearse(plan, batch)
     parts[f"peak with a batch of {batch}, in {moment}"] = peak
-    parts |= {"the same, measured": run(plan, batch)} if args.measure else {}
     print(f"{args.model} with {args.optimizer}, images of {args.channels} × {image} × {image}\n")
     table = [(name, f"{count / MIB:,.2f}") for name, count in parts.items()]
     print(tabulate(table, ("", "MiB"), disable_numparse=True, colalign=("left", "right")))
@@ -134,13 +112,12 @@ def report(args: Namespace, plan: Plan, fits: Fits) -> None:
 
 def main() -> None:
     args = parse_args()
-    names = ("model", "image_size", "optimizer", "device", "channels", "classes")
-    plan, limit = Plan(*(getattr(args, name) for name in names)), args.memory_limit
-    gpu = args.device == "cuda" and torch.cuda.is_available()
-    if not gpu and (limit is None or (args.measure and args.device == "cuda")):
-        raise UsageError("there is no GPU: try --memory-limit 8GiB, or to --measure, --device cpu")
+    limit = args.memory_limit
     if limit is None:
-        return report(args, plan, lambda *trial: real_step_fits(plan, *trial))
+        if not torch.cuda.is_available():
+            raise UsageError("there is no GPU whose memory is the limit: try --memory-limit 8GiB")
+        _, limit = torch.cuda.mem_get_info()  # free, total
+    plan = Plan(args.model, args.image_size, args.optimizer, "cuda", args.channels, args.classes)
     report(args, plan, lambda n, k, besides: rehearse(plan, n, k)[0] + besides <= limit)
 
 

@@ -1,7 +1,6 @@
 """The smallest complete training script for one GPU: python 01_single_gpu/minimal.py"""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
@@ -21,7 +20,7 @@ test_loader = DataLoader(test_set, batch_size=100)
 for epoch in range(5):
     sampler.generator.manual_seed(epoch)
     for x, y in loader:
-        loss = F.cross_entropy(model(x.to(device)), y.to(device))
+        loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -2,7 +2,8 @@
 
     python 01_single_gpu/peak.py
 
-The rehearsal does a step on the meta device, while a ledger counts. Where is the peak?
+The rehearsal does a step on the meta device, whose tensors have shapes but no data, while a ledger
+counts what is alive. Where is the peak?
 
 - At the end of forward, as a rule. All that backward needs is there, and so are the gradients of
   the previous step, since zero_grad comes after forward. The peak is the sum of the parts.
@@ -11,11 +12,19 @@ The rehearsal does a step on the meta device, while a ledger counts. Where is th
 - In the optimizer's step, if the batch is small: Adam needs a temporary. On a CPU it goes from one
   parameter to the next. On a GPU it takes all at once, and the temporary is as large as all of them
   ("foreach" in the documentation of torch.optim).
+
+The workspaces that libraries need for an operation (cuDNN, cuBLAS, oneDNN) are not counted.
 """
 
+import json
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import accumulate
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +32,15 @@ from tabulate import tabulate
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.data import Images
 from common.models import build_model
 from common.options import Parser
-from ledger import MIB, Ledger, measure
 
+MIB = 2**20
+BLOCK = 512  # bytes: CUDA's allocator gives whole blocks ("Memory management" in the CUDA notes)
 OPTIMIZERS: dict[str, Callable] = {
     "sgd": SGD,
     "momentum": partial(SGD, momentum=0.9),
@@ -36,6 +48,64 @@ OPTIMIZERS: dict[str, Callable] = {
     "adamw": AdamW,
 }
 KINDS = ("parameters", "buffers", "gradients", "optimizer state")
+
+
+class Ledger(TorchDispatchMode):
+    """A context that counts the bytes of meta tensors: those alive now, and the most so far.
+
+    It sees what every operation makes and when that is freed. Its base class is public in spite of
+    the underscore: PyTorch's notes "Extending PyTorch" show it.
+    device: cuda or cpu, whose allocator is imitated. moment: the name of what runs now. counted:
+    where the tensors are that it counts, for real ones instead of meta tensors: cpu.
+    """
+
+    def __init__(self, device: str, counted: str = "meta") -> None:
+        super().__init__()
+        self.counted = counted
+        self.block = BLOCK if device == "cuda" else 1
+        self.moment = self.peak_moment = ""
+        self.bytes = self.peak = 0
+        self.alive: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == self.counted:
+                self.add(tensor.untyped_storage())
+        if self.bytes > self.peak:
+            self.peak, self.peak_moment = self.bytes, self.moment
+        return result
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        if key in self.alive:  # the result is a view, or was written into an operand
+            return
+        size = -(-storage.nbytes() // self.block) * self.block
+        self.alive[key] = weakref.ref(storage, lambda _: self.free(key, size))
+        self.bytes += size
+
+    def free(self, key: int, size: int) -> None:
+        del self.alive[key]
+        self.bytes -= size
+
+
+def measure(device: str, function: Callable[[], object]) -> int:
+    """The most bytes that a function holds at one moment, as the device's allocator counts."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.device("cuda"):
+            function()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    with TemporaryDirectory() as folder:
+        profiler.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    events = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
+    return max(accumulate(event["args"]["Bytes"] for event in events))  # freed bytes: below 0
 
 
 @dataclass(frozen=True)
@@ -62,40 +132,43 @@ class Plan:
 
 
 def train(
-    plan: Plan, batch: int, accumulate: int = 1, enter: Callable[[str], object] = lambda moment: 0
+    plan: Plan,
+    batch: int,
+    micro_batches: int = 1,
+    enter: Callable[[str], object] = lambda moment: 0,
 ) -> None:
     """One step as train.py does it, on the default device. It calls enter with what begins.
 
-    accumulate: how many micro-batches, each of this size, add up their gradients for the step.
+    micro_batches: so many, each of this size, add up their gradients for the step.
     """
     model, optimizer = plan.build()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with torch.device("cpu"):  # where Adam counts its steps, in torch 2.11 too
         optimizer.step()  # gradients and the optimizer's state are there, as after any step
-    for micro_batch in range(accumulate):
+    for micro_batch in range(micro_batches):
         enter("forward")
         loss = plan.loss(model, batch)
         if micro_batch == 0:
             optimizer.zero_grad()
         enter("backward")
-        (loss / accumulate).backward()
+        (loss / micro_batches).backward()
     enter("optimizer")
     optimizer.step()
 
 
 @lru_cache
-def rehearse(plan: Plan, batch: int, accumulate: int = 1) -> tuple[int, str]:
+def rehearse(plan: Plan, batch: int, micro_batches: int = 1) -> tuple[int, str]:
     """The bytes that a step will need at its peak, and where the peak is."""
     ledger = Ledger(plan.device)
     with torch.device("meta"), ledger:
-        train(plan, batch, accumulate, lambda moment: setattr(ledger, "moment", moment))
+        train(plan, batch, micro_batches, lambda moment: setattr(ledger, "moment", moment))
     return ledger.peak, ledger.peak_moment
 
 
-def run(plan: Plan, batch: int, accumulate: int = 1) -> int:
+def run(plan: Plan, batch: int, micro_batches: int = 1) -> int:
     """The bytes that a step needed at its peak, on a real device."""
-    return measure(plan.device, lambda: train(plan, batch, accumulate))
+    return measure(plan.device, lambda: train(plan, batch, micro_batches))
 
 
 def parts_of(plan: Plan) -> dict[str, int]:

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, RandomSampler
 from common.checkpoint import load_checkpoint, save_checkpoint
 from common.data import load_dataset, loader_options
 from common.models import build_model
-from common.options import exit_on_usage_error, make_parser
-from common.record import Recorder, peak_memory_bytes
+from common.options import UsageError, exit_on, make_parser
+from common.record import Recorder
 
 
 def train_epoch(model: nn.Module, loader: Iterable, optimizer: SGD, device: torch.device) -> Tensor:
@@ -52,7 +52,8 @@ def main() -> None:
     args = make_parser("01_single_gpu", __doc__).parse_args()
     device = torch.device("cuda:0" if args.device == "cuda" else "cpu")
     train_set, test_set = load_dataset(args)
-    test_loader = DataLoader(test_set, args.batch_size, **loader_options(args))
+    options = loader_options(args)  # worker processes, pinned memory
+    test_loader = DataLoader(test_set, args.batch_size, **options)
     torch.manual_seed(args.seed)
     model = build_model(args.model, train_set).to(device)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
@@ -63,9 +64,7 @@ def main() -> None:
         return
 
     sampler = RandomSampler(train_set, generator=torch.Generator())
-    loader = DataLoader(
-        train_set, args.batch_size, sampler=sampler, drop_last=True, **loader_options(args)
-    )
+    loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **options)
     for epoch in range(progress.epoch, args.epochs):
         if progress.step >= args.max_steps:
             break
@@ -74,9 +73,9 @@ def main() -> None:
         losses = train_epoch(model, recorder.timed(loader), optimizer, device)
         recorder.end_epoch(epoch, losses, *evaluate(model, test_loader, device))
         save_checkpoint(recorder, model, optimizer)
-    recorder.finish(device, [peak_memory_bytes(device)])
+    recorder.finish()
 
 
 if __name__ == "__main__":
-    with exit_on_usage_error():
+    with exit_on(UsageError):
         main()

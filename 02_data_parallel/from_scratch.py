@@ -62,7 +62,7 @@ def scatter(devices: Devices, *args: Any, **kwargs: Any) -> list[Call]:
 def apply(replicas: list[nn.Module], parts: list[Call], devices: Devices) -> list[Any]:
     """Step 4: run each replica on its part of the batch, each in a thread of its own."""
     outputs, errors = dict[int, Any](), dict[int, Exception]()
-    # A new thread starts with the defaults of these switches, not with the caller's: autocast.py.
+    # A new thread starts with the defaults of these switches, not with the caller's.
     grad_enabled, kind = torch.is_grad_enabled(), devices[0].type
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 

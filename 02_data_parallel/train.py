@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, RandomSampler
 from common.checkpoint import load_checkpoint, save_checkpoint
 from common.data import load_dataset, loader_options, local_batch_size
 from common.models import build_model
-from common.options import exit_on_usage_error, int_at_least, make_parser
-from common.record import Recorder, peak_memory_bytes
+from common.options import UsageError, exit_on, int_at_least, make_parser
+from common.record import Recorder
 from from_scratch import DataParallel
 
 
@@ -56,42 +56,40 @@ def main() -> None:
     )
     args = parser.parse_args()
     device = torch.device("cuda:0" if args.device == "cuda" else "cpu")
-    devices = [device] * args.replicas  # with fewer than two GPUs, the replicas share the device
-    if args.device == "cuda" and torch.cuda.device_count() > 1:
-        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    local_batch = local_batch_size(args.batch_size, len(devices))
+    gpus = torch.cuda.device_count() if args.device == "cuda" else 0
+    replicas = gpus if gpus > 1 else args.replicas
+    local_batch = local_batch_size(args.batch_size, replicas)
     train_set, test_set = load_dataset(args)
-    test_loader = DataLoader(test_set, args.batch_size, **loader_options(args))
+    options = loader_options(args)  # worker processes, pinned memory
+    test_loader = DataLoader(test_set, args.batch_size, **options)
     torch.manual_seed(args.seed)
     model = build_model(args.model, train_set).to(device)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     progress = load_checkpoint(args, model, optimizer)
-    # PyTorch's own class needs several GPUs; ours computes the same, and on one device as well.
-    wrap = nn.DataParallel if len(set(devices)) > 1 else DataParallel
-    parallel = wrap(model, devices)
+    parallel: nn.Module = DataParallel(model, [device] * replicas)  # ours: all on one device
+    if gpus > 1:
+        parallel = nn.DataParallel(model)  # PyTorch's own: a replica on each GPU
     recorder = Recorder(args, progress, optimizer, local_batch)
     if args.evaluate:
         recorder.print_evaluation(*evaluate(parallel, test_loader, device))
         return
 
     sampler = RandomSampler(train_set, generator=torch.Generator())
-    loader = DataLoader(
-        train_set, args.batch_size, sampler=sampler, drop_last=True, **loader_options(args)
-    )
+    loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **options)
     for epoch in range(progress.epoch, args.epochs):
         if progress.step >= args.max_steps:
             break
         sampler.generator.manual_seed(args.seed + epoch)  # the order depends on (seed, epoch)
         torch.manual_seed(args.seed + epoch)  # and so do the dropout masks
-        # Otherwise every GPU would draw the same dropout masks.
-        for index, generator in enumerate(torch.cuda.default_generators):
-            generator.manual_seed(args.seed + epoch * len(devices) + index)
+        for gpu in range(gpus):  # otherwise every GPU would draw the same dropout masks
+            with torch.cuda.device(gpu):
+                torch.cuda.manual_seed(args.seed + epoch * gpus + gpu)
         losses = train_epoch(parallel, recorder.timed(loader), optimizer, device)
         recorder.end_epoch(epoch, losses, *evaluate(parallel, test_loader, device))
         save_checkpoint(recorder, model, optimizer)
-    recorder.finish(device, [peak_memory_bytes(each) for each in dict.fromkeys(devices)])
+    recorder.finish()
 
 
 if __name__ == "__main__":
-    with exit_on_usage_error():
+    with exit_on(UsageError):
         main()

@@ -4,22 +4,18 @@
 
 Rank r holds 10^r, so the place of a digit tells from which rank it came. Where a rank needs a
 number for each rank, it holds 1, 2, 3, ... times 10^r: there the digit tells for which rank it is.
-`--matrix` tries what each backend can do on this machine. A collective is a call that
-all ranks make, in the same order, with tensors of the same shape and dtype; traps.py shows what
-happens if they do not.
+A collective is a call that all ranks make, in the same order, with tensors of the same shape and
+dtype; traps.py shows what happens if they do not.
 """
 
-import re
-import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from tabulate import tabulate
 from torch import Tensor
 
-from common.options import Parser, exit_on_usage_error, float_at_least, int_at_least
+from common.options import Parser, exit_on_usage_error, int_at_least
 from ranks import device_of, start
 
 
@@ -119,76 +115,9 @@ def before_and_after(name: str) -> tuple[list[int], list[int]]:
     return before, LESSONS[name](tensor).tolist()
 
 
-Row = tuple[list[int], list[int], float, float]  # numbers before, after; came at, left at
-RANKS = 2  # in each probe of --matrix
-
-
-def play_all(names: list[str]) -> list[Row]:
-    """What this rank holds before and after each lesson, and when."""
-    rows = []
-    for name in names:
-        late = 0.1 * dist.get_rank() * (name == "barrier")  # so rank 0 has to wait
-        time.sleep(late)
-        came = time.monotonic()  # all processes of a machine have the same clock
-        rows.append((*before_and_after(name), came, time.monotonic()))
-    return rows
-
-
-def is_right(name: str, ranks: list[Row]) -> bool:
-    """Whether every rank holds the numbers that it should hold after the lesson."""
-    before, after, came, left = zip(*ranks, strict=True)
-    everything, n = [number for numbers in before for number in numbers], len(ranks)
-    columns = [list(column) for column in zip(*before, strict=True)]
-    expected = {
-        "send_recv": [before[0], before[0], *before[2:]],
-        "isend_irecv": [before[rank - 1] for rank in range(n)],
-        "broadcast": [before[0]] * n,
-        "reduce": [[sum(everything)], *after[1:]],  # the other ranks' numbers mean nothing
-        "all_reduce": [[sum(everything)]] * n,
-        "gather": [everything] + [[]] * (n - 1),
-        "all_gather": [everything] * n,
-        "barrier": list(before),
-        "scatter": [[number] for number in before[0]],
-        "reduce_scatter": [[sum(column)] for column in columns],
-        "all_to_all": columns,
-    }[name]
-    return list(after) == expected and (name != "barrier" or max(came) <= min(left))
-
-
-def probe(backend: str, device: str, name: str, seconds: float) -> tuple[str, str]:
-    """A cell of the table, and the reason if it is not `yes`."""
-    if not dist.is_backend_available(backend):
-        return "not built", "this torch was built without it"
-    if backend == "mpi":
-        return "not tried", "mpirun starts it, not this program"
-    gpus, needed = torch.cuda.device_count(), RANKS if backend == "nccl" else 1
-    if device == "cuda" and gpus < needed:
-        return "no device", f"GPUs needed for {RANKS} ranks: {needed}, seen by torch: {gpus}"
-    try:
-        where = {"backend": backend, "device": device}
-        answers = start(RANKS, play_all, [name], **where, seconds=seconds, quiet=True)
-    except (mp.ProcessRaisedException, mp.ProcessExitedException, TimeoutError) as error:
-        line = re.search(r"^[\w.]*(Error|Exception)\b.*", str(error), re.M)
-        return "no", (line[0] if line else str(error))[:100]
-    ranks = [rows[0] for rows in answers]
-    return ("yes", "") if is_right(name, ranks) else ("no", f"wrong numbers: {ranks}")
-
-
-def print_matrix(seconds: float) -> None:
-    pairs = [(backend, device) for backend in ("gloo", "nccl", "mpi") for device in ("cpu", "cuda")]
-    table: list[list[str]] = []
-    reasons: dict[tuple[str, ...], list[str]] = {}
-    for name in LESSONS:
-        cells = [probe(*pair, name, seconds) for pair in pairs]
-        table.append([name, *(cell for cell, _ in cells)])
-        for pair, (cell, reason) in zip(pairs, cells, strict=True):
-            if reason:
-                reasons.setdefault((*pair, cell, reason), []).append(name)
-    print(tabulate(table, ["", *(f"{backend} {device}" for backend, device in pairs)]))
-    print(f"\ntorch {torch.__version__}, GPUs: {torch.cuda.device_count()}")
-    for (backend, device, cell, reason), names in reasons.items():
-        which = "all" if len(names) == len(LESSONS) else ", ".join(names)
-        print(f"{backend} {device}: {cell}: {which}: {reason}")
+def play_all() -> list[tuple[list[int], list[int]]]:
+    """What this rank holds before and after each lesson."""
+    return [before_and_after(name) for name in LESSONS]
 
 
 def main() -> None:
@@ -197,16 +126,11 @@ def main() -> None:
     # 10^18 is the largest power of ten that fits into 64 bits.
     add("--world-size", default=4, type=int_at_least(1, 19), metavar="N", help="processes to start")
     add("--backend", default="gloo", choices=("gloo", "nccl", "mpi"), help="library to use")
-    add("--matrix", action="store_true", help="probe what each backend can do here")
-    text = "time limit of each probe of --matrix"
-    add("--seconds", default=20, type=float_at_least(0.1), metavar="S", help=text)
     args = parser.parse_args()
-    if args.matrix:
-        return print_matrix(args.seconds)
     device = device_of(args.backend, args.world_size)
     nothing = "-" if args.world_size > 1 else "no other rank"
     where, n = {"backend": args.backend, "device": device}, args.world_size
-    answers, table = start(n, play_all, list(LESSONS), **where, quiet=True), []
+    answers, table = start(n, play_all, **where, quiet=True), []
     for name, *ranks in zip(LESSONS, *answers, strict=True):
         before = [" ".join(map(str, rank[0])) for rank in ranks]
         after = [" ".join(map(str, rank[1])) or nothing for rank in ranks]

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, RandomSampler, Subset
 from common.checkpoint import load_checkpoint, save_checkpoint
 from common.data import load_dataset, loader_options, local_batch_size
 from common.models import build_model
-from common.options import UsageError, exit_on_usage_error, int_at_least, make_parser
-from common.record import Recorder, peak_memory_bytes
+from common.options import UsageError, exit_on, int_at_least, make_parser
+from common.record import Recorder
 from partition import DataPartitioner
 
 
@@ -67,18 +67,20 @@ def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> tuple[
     return loss / samples, correct / samples
 
 
-@exit_on_usage_error()
-def train(rank: int, args: Namespace, local_batch: int, port: int) -> None:
+@exit_on(UsageError)
+def train(rank: int, world_size: int, port: int, local_batch: int, args: Namespace) -> None:
     """What each process does, from meeting the others to the last epoch."""
-    world_size, device = args.world_size, torch.device("cpu")
-    if args.device == "cuda":  # GPU 0 for rank 0, 1 for 1, and so on
+    device = torch.device("cpu")
+    if args.device == "cuda":  # GPU 0 for rank 0, GPU 1 for rank 1, and so on
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)  # where the ranks meet
     dist.init_process_group(args.backend, store=store, rank=rank, world_size=world_size)
+
     train_set, test_set = load_dataset(args)
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
-    test_loader = DataLoader(test_shard, local_batch, **loader_options(args))
+    options = loader_options(args)  # worker processes, pinned memory
+    test_loader = DataLoader(test_shard, local_batch, **options)
     torch.manual_seed(args.seed)
     model = build_model(args.model, train_set).to(device)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
@@ -91,11 +93,10 @@ def train(rank: int, args: Namespace, local_batch: int, port: int) -> None:
 
     for tensor in model.state_dict().values():  # all ranks start from rank 0's weights
         dist.broadcast(tensor, src=0)
-    train_shard = DataPartitioner(train_set, [1 / world_size] * world_size, args.seed).use(rank)
+    partition = DataPartitioner(train_set, [1 / world_size] * world_size, args.seed)
+    train_shard = partition.use(rank)
     sampler = RandomSampler(train_shard, generator=torch.Generator())
-    loader = DataLoader(
-        train_shard, local_batch, sampler=sampler, drop_last=True, **loader_options(args)
-    )
+    loader = DataLoader(train_shard, local_batch, sampler=sampler, drop_last=True, **options)
     for epoch in range(progress.epoch, args.epochs):
         if progress.step >= args.max_steps:
             break
@@ -105,9 +106,7 @@ def train(rank: int, args: Namespace, local_batch: int, port: int) -> None:
         recorder.end_epoch(epoch, losses, *evaluate(model, test_loader, device))
         if rank == 0:  # one writer; no other rank would join a collective in here
             save_checkpoint(recorder, model, optimizer)
-    peaks = [0] * world_size
-    dist.all_gather_object(peaks, peak_memory_bytes(device))
-    recorder.finish(device, peaks)
+    recorder.finish()
     dist.destroy_process_group()
 
 
@@ -120,11 +119,11 @@ def main() -> None:
     if args.backend == "nccl" and gpus < args.world_size:
         raise UsageError("--backend nccl needs a GPU for each rank: try --backend gloo")
     local_batch = local_batch_size(args.batch_size, args.world_size)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # or the ranks fight for the cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # otherwise the ranks compete for the cores
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a free port
-    mp.spawn(train, args=(args, local_batch, store.port), nprocs=args.world_size)
+    mp.spawn(train, (args.world_size, store.port, local_batch, args), nprocs=args.world_size)
 
 
 if __name__ == "__main__":
-    with exit_on_usage_error(mp.ProcessExitedException):  # a rank has said why it ended
+    with exit_on(UsageError, mp.ProcessExitedException):  # or a rank has ended, and said why
         main()

@@ -68,36 +68,33 @@ def tree(size: float, ranks: int, link: Link) -> float:
     return 2 * math.ceil(math.log2(ranks)) * link.alpha + 2 * size / link.beta
 
 
-def two_levels(
-    size: float, gpus: int, a_node: int, inside: Link, between: Link, trees: bool = True
-) -> float:
-    """The seconds of an all-reduce: a ring in each node, then one across the nodes.
+def two_levels(size: float, gpus: int, gpus_per_node: int, inside: Link, between: Link) -> float:
+    """The seconds of an all-reduce: a ring in each node, then across the nodes a ring or a tree.
 
-    between.beta: all network cards of a node together, because its GPUs share them. trees: across
-    the nodes, take the faster of ring and tree.
+    between.beta: all network cards of a node together, because its GPUs share them.
     """
-    nodes, local = math.ceil(gpus / a_node), min(gpus, a_node)
-    across = ring(size, nodes, between)
-    if trees:
-        across = min(across, tree(size, nodes, between))
+    nodes, local = math.ceil(gpus / gpus_per_node), min(gpus, gpus_per_node)
+    across = min(ring(size, nodes, between), tree(size, nodes, between))
     return ring(size, local, inside) + across
 
 
-def step(job: Job, cost: Callable[[float], float], accumulate: int = 1, steal: float = 0.0) -> Step:
+def step(
+    job: Job, cost: Callable[[float], float], accumulate: int = 1, slowdown: float = 0.0
+) -> Step:
     """One step of the optimizer. cost(bytes): the seconds of an all-reduce.
 
-    accumulate: micro-batches, all but the last one inside no_sync(). steal: by how much computing
-    is slower while a message travels; 0 on GPUs, more where both need the cores.
+    accumulate: micro-batches, all but the last one inside no_sync(). slowdown: the share of its
+    speed that computing loses while a message travels; 0 on GPUs, more where both need the cores.
     """
     silent = (accumulate - 1) * (job.forward + job.backward)
     now, done = silent + job.forward, 0.0  # done: seconds of backward
     free, spans = now, []  # free: when the link will be
     for bucket in job.buckets:
         left = bucket.ready * job.backward - done
-        if steal:  # while earlier buckets travel, backward is slower
-            crawl = min(free - now, left / (1 - steal) if steal < 1 else math.inf)
-            crawl = max(0.0, crawl)
-            now, left = now + crawl, left - crawl * (1 - steal)
+        if slowdown:  # while earlier buckets travel, backward is slower
+            needed = left / (1 - slowdown) if slowdown < 1 else math.inf
+            slow_seconds = max(0.0, min(free - now, needed))
+            now, left = now + slow_seconds, left - slow_seconds * (1 - slowdown)
         now, done = now + max(0.0, left), max(done, bucket.ready * job.backward)
         begin = max(now, free)  # all-reduces go one after the other
         free = begin + cost(bucket.size)

@@ -18,7 +18,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from common.options import Parser, exit_on_usage_error
 
@@ -62,6 +70,50 @@ def unused_parameter(rank: int, cured: bool, store: dist.Store) -> str:
     return "two steps"
 
 
+class Checkpointed(nn.Module):
+    """Its activations are not kept for backward, but computed again."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.layer, self.use_reentrant = nn.Linear(2, 2), use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layer, x, use_reentrant=self.use_reentrant)
+
+
+def ready_twice(rank: int, cured: bool, store: dist.Store) -> str:
+    """DDP cannot look into a reentrant checkpoint -> use_reentrant=False"""
+    join(rank, store)
+    ddp = DistributedDataParallel(Checkpointed(not cured), find_unused_parameters=True)
+    for _ in range(2):
+        ddp(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    return "two steps"
+
+
+def early_step(rank: int, cured: bool, store: dist.Store) -> str:
+    """the optimizer steps between a forward and its backward -> step after both backwards"""
+    join(rank, store)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    first, second = ddp(torch.ones(1, 2)).sum(), ddp(torch.zeros(1, 2)).sum()
+    first.backward()
+    if not cured:
+        optimizer.step()
+    second.backward()
+    optimizer.step()
+    return "stepped"
+
+
+def expanded_buffer(rank: int, cured: bool, store: dist.Store) -> str:
+    """the elements of a buffer share memory, and DDP writes them -> make it contiguous"""
+    join(rank, store)
+    model = nn.Linear(2, 2)
+    mask = torch.ones(1).expand(4)  # four elements, one place in memory
+    model.register_buffer("mask", mask.contiguous() if cured else mask)
+    DistributedDataParallel(model)(torch.ones(1, 2))
+    return "one forward"
+
+
 def two_writers(rank: int, cured: bool, store: dist.Store) -> str:
     """each node has a local rank 0, and each saves -> only global rank 0 saves"""
     join(rank, store)
@@ -84,6 +136,20 @@ def module_prefix(rank: int, cured: bool, store: dist.Store) -> str:
     return "loaded"
 
 
+def sharded_weights(rank: int, cured: bool, store: dist.Store) -> str:
+    """a whole checkpoint meets sharded parameters -> set_model_state_dict cuts it into shards"""
+    join(rank, store)
+    weights, model = nn.Linear(2, 2).state_dict(), nn.Linear(2, 2)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    whole = StateDictOptions(full_state_dict=True)
+    if cured:
+        set_model_state_dict(model, weights, options=whole)
+    else:
+        model.load_state_dict(weights)
+    weights = get_model_state_dict(model, options=whole)  # all ranks take part; rank 0 may save it
+    return f"loaded, and gathered {len(weights)} tensors"
+
+
 def no_interface(rank: int, cured: bool, store: dist.Store) -> str:
     """GLOO_SOCKET_IFNAME names no interface of this machine -> use one that `ip -br addr` lists"""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if cured else "eth99"
@@ -91,7 +157,18 @@ def no_interface(rank: int, cured: bool, store: dist.Store) -> str:
     return "joined"
 
 
-CASES = (rank_branch, evaluate_wrapped, unused_parameter, two_writers, module_prefix, no_interface)
+CASES = (
+    rank_branch,
+    evaluate_wrapped,
+    unused_parameter,
+    ready_twice,
+    early_step,
+    expanded_buffer,
+    two_writers,
+    module_prefix,
+    sharded_weights,
+    no_interface,
+)
 FAILURES = {case.__name__.replace("_", "-"): case for case in CASES}
 
 

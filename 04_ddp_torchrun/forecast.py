@@ -2,26 +2,112 @@
 
     python 04_ddp_torchrun/forecast.py --model resnet50 --batch-size 64 --step-ms 45 --gpus 64
 
-Stage 01 measures the step on one GPU of that kind: --summary runs/01_single_gpu/summary.json. The
-model takes a third of it for forward, the rest for backward. alpha_beta.py is the model,
-gradient_order.py counts layers and buckets, cluster.py has the links, and scaling.md shows how far
-to trust it.
+Stage 01 measures the step on one GPU of that kind: step_ms in its summary.json. A third of it is
+taken for forward, the rest for backward. alpha_beta.py is the model of a step, gradient_order.py
+counts layers and buckets, and scaling.md shows how far to trust it.
 """
 
-import json
 from argparse import Namespace
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from textwrap import fill as wrap
 
 from tabulate import tabulate
 
-from alpha_beta import Job, Link
-from cluster import GBIT, GOOD, LINKS, Forecast, counts_to
+from alpha_beta import Job, Link, step, two_levels
 from common.options import Parser, UsageError, exit_on_usage_error, float_at_least, int_at_least
 from gradient_order import fill, named
 
 PIECES = 100  # an unknown model has this many equal gradients, ready one after the other
+GBIT = 1e9 / 8  # bytes per second
+GOOD = 0.9  # an efficiency that needs no advice
+# alpha: what NCCL itself assumes for a ring (src/graph/tuning.cc, hwLat, Simple: NVLink 3.4,
+# network 14 microseconds). For TCP we found no figure: 50 is assumed. beta: the nominal rate, one
+# way. For NVLink, minus 20 % for the protocol (an author of NCCL in nccl-tests issue 212).
+LINKS = {
+    "nvlink-h100": Link(3.4e-6, 0.8 * 450e9),
+    "nvlink-a100": Link(3.4e-6, 0.8 * 300e9),
+    "pcie-3": Link(5.7e-6, 12e9),  # hwLat there; PCI_BW in NCCL's src/graph/topo.h
+    "infiniband-8x400": Link(14e-6, 8 * 400 * GBIT),  # a card for each of 8 GPUs
+    "infiniband-200": Link(14e-6, 200 * GBIT),
+    "ethernet-100": Link(50e-6, 100 * GBIT),
+    "ethernet-25": Link(50e-6, 25 * GBIT),
+    "ethernet-10": Link(50e-6, 10 * GBIT),
+}
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A job whose local batch stays the same on any number of GPUs.
+
+    job: one micro-batch on one GPU. inside, between: the links in a node and across nodes. wire:
+    bytes sent for each byte of gradients.
+    """
+
+    job: Job
+    batch: int
+    gpus_per_node: int
+    inside: Link
+    between: Link
+    accumulate: int = 1
+    wire: float = 1.0
+
+    def seconds(self, gpus: int) -> float:
+        """The time of one step of the optimizer."""
+        return step(self.job, lambda size: self.all_reduce(size, gpus), self.accumulate).seconds
+
+    def all_reduce(self, size: float, gpus: int) -> float:
+        return two_levels(size * self.wire, gpus, self.gpus_per_node, self.inside, self.between)
+
+    def rate(self, gpus: int) -> float:
+        """Samples per second of all GPUs together."""
+        return self.batch * self.accumulate * gpus / self.seconds(gpus)
+
+    def efficiency(self, gpus: int) -> float:
+        """The rate, divided by that of as many GPUs that never wait for each other."""
+        return self.rate(gpus) / (self.batch * gpus / self.job.seconds)
+
+    def bound(self, gpus: int) -> str:
+        """What limits the step: computing, the latency of messages, or their bytes."""
+        without_latency = replace(
+            self, inside=replace(self.inside, alpha=0.0), between=replace(self.between, alpha=0.0)
+        )
+        now = self.seconds(gpus)
+        gains = {
+            "latency": now - without_latency.seconds(gpus),
+            "bytes": now - replace(self, wire=0.0).seconds(gpus),
+        }
+        if now < 1.02 * self.job.seconds * self.accumulate or max(gains.values()) < 0.01 * now:
+            return "computing"
+        return max(gains, key=gains.__getitem__)
+
+    def remedies(self, gpus: int) -> Iterator[tuple[str, "Forecast", int]]:
+        """What would help, the mildest change first: a name, the new forecast, its GPUs."""
+        yield "send bf16 (bf16_compress_hook)", replace(self, wire=0.5), gpus
+        for count in (2, 4, 8, 16):
+            yield f"accumulate {count}, with no_sync", replace(self, accumulate=count), gpus
+        double = replace(self.job, forward=2 * self.job.forward, backward=2 * self.job.backward)
+        yield "a local batch twice as large", replace(self, job=double, batch=2 * self.batch), gpus
+        yield "send bf16, and accumulate 4", replace(self, wire=0.5, accumulate=4), gpus
+        good = [n for n in counts_to(gpus)[:-1] if self.efficiency(n) >= GOOD]
+        yield f"fewer ranks: {max(good, default=1)}", self, max(good, default=1)
+
+    def advice(self, gpus: int) -> str:
+        now = self.efficiency(gpus)
+        if now >= GOOD:
+            return f"nothing to mend: {gpus} GPUs do the work of {now * gpus:,.1f}."
+        *remedies, (name, other, count) = self.remedies(gpus)
+        for remedy, better, _ in remedies:
+            if (then := better.efficiency(gpus)) >= GOOD:
+                ending = f"to {then:.0%} of {gpus} GPUs, from {now:.0%}"
+                return f"{remedy}: {better.rate(gpus):,.0f} samples/s, {ending}."
+        few = f"{count} do {other.rate(count):,.0f} samples/s"
+        return f"take a faster link, or {name}: {few}, {gpus} do {self.rate(gpus):,.0f}."
+
+
+def counts_to(gpus: int) -> list[int]:
+    """1, 2, 4 ... and the last."""
+    return [*(2**power for power in range(gpus.bit_length()) if 2**power < gpus), gpus]
 
 
 def parse_args() -> Namespace:
@@ -33,40 +119,18 @@ def parse_args() -> Namespace:
     add("--parameters", type=real, metavar="N", help="of another model, such as 7e6")
     add("--batch-size", default=64, type=count, metavar="N", help="on each GPU")
     add("--step-ms", type=real, metavar="F", help="step of one GPU with that batch")
-    add("--summary", type=Path, metavar="PATH", help="model, batch and step of a run of stage 01")
     add("--gpus", default=64, type=count, metavar="N", help="GPUs in all")
     add("--gpus-per-node", default=8, type=count, metavar="N", help="1: a cable per GPU")
     add("--inside", default="nvlink-h100", choices=LINKS, help="the link in a node")
     add("--link", default="ethernet-25", choices=LINKS, help="the link between nodes")
     add("--gbit", type=real, metavar="F", help="rate of each node, one way; replaces --link's")
     add("--latency-us", type=real, metavar="F", help="of a message; replaces --link's")
-    add("--accumulate", default=1, type=count, metavar="N", help="micro-batches, with no_sync")
-    any_share = float_at_least(0)
-    add("--wire", default=1.0, type=any_share, metavar="F", help="bytes sent per byte: 0.5 in bf16")
-    add("--spread", default=0.0, type=any_share, metavar="F", help="ranks' times: std / mean")
     return parser.parse_args()
 
 
-def read_summary(args: Namespace) -> None:
-    """Replace flags by the results of a run of stage 01."""
-    try:
-        found = json.loads(args.summary.read_text())
-        args.model, args.batch_size = str(found["model"]), int(found["local_batch"])
-        args.step_ms, ranks = float(found["step_ms"]), int(found["world_size"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UsageError(
-            f"--summary {args.summary}: expected the summary.json of a run of stage 01 "
-            f"({type(error).__name__}: {error}); try python 01_single_gpu/train.py first"
-        ) from error
-    if ranks != 1:
-        raise UsageError(f"--summary {args.summary} is of {ranks} ranks: expected one of stage 01")
-
-
 def plan(args: Namespace) -> Forecast:
-    if args.summary:
-        read_summary(args)
     if args.step_ms is None:
-        raise UsageError("there is no step time: try --summary PATH, or --step-ms 45")
+        raise UsageError("there is no step time: run stage 01, or try --step-ms 45")
     if args.gpus > args.gpus_per_node and args.gpus % args.gpus_per_node:
         raise UsageError(
             f"--gpus {args.gpus} are not whole nodes of {args.gpus_per_node}: "
@@ -82,8 +146,7 @@ def plan(args: Namespace) -> Forecast:
         args.latency_us * 1e-6 if args.latency_us else link.alpha,
         args.gbit * GBIT if args.gbit else link.beta,
     )
-    nodes = args.gpus_per_node, LINKS[args.inside], between
-    return Forecast(job, args.batch_size, *nodes, args.accumulate, args.wire, args.spread)
+    return Forecast(job, args.batch_size, args.gpus_per_node, LINKS[args.inside], between)
 
 
 def row(name: object, found: Forecast, gpus: int) -> tuple:
@@ -93,19 +156,6 @@ def row(name: object, found: Forecast, gpus: int) -> tuple:
     return name, f"{batch:,}", f"{step:,.1f}", f"{rate:,.0f}", *ends
 
 
-def advise(found: Forecast, gpus: int) -> str:
-    now = found.efficiency(gpus)
-    if now >= GOOD:
-        return f"nothing to mend: {gpus} GPUs do the work of {now * gpus:,.1f}."
-    for name, other, count in found.remedies(gpus):
-        if (then := other.efficiency(count)) >= GOOD and count == gpus:
-            ending = f"to {then:.0%} of {gpus} GPUs, from {now:.0%}"
-            return f"{name}: {other.rate(count):,.0f} samples/s, {ending}."
-    *_, (name, other, count) = found.remedies(gpus)
-    slow = f"{count} do {other.rate(count):,.0f} samples/s, {gpus} do {found.rate(gpus):,.0f}"
-    return f"take a faster link, or {name}: {slow}."
-
-
 def main() -> None:
     args = parse_args()
     found = plan(args)
@@ -113,19 +163,19 @@ def main() -> None:
     size = sum(bucket.size for bucket in found.job.buckets)
     print(f"{what}: {size / 1e6:,.1f} MB of gradients in {len(found.job.buckets)} buckets\n")
     heads = ("global batch", "step, ms", "samples/s", "efficiency", "bound by")
-    plain = partial(tabulate, disable_numparse=True)
-    columns = *("right",) * 4, "left"
+    right = *("right",) * 4, "left"
     rows = [
         row(n, found, n)
         for n in counts_to(args.gpus)
         if n <= args.gpus_per_node or not n % args.gpus_per_node
     ]
-    print(plain(rows, ("GPUs", *heads), colalign=("right", *columns)))
+    print(tabulate(rows, ("GPUs", *heads), colalign=("right", *right), disable_numparse=True))
     if args.gpus > 1:
         rows = [row(name, other, n) for name, other, n in found.remedies(args.gpus)]
         first = f"{args.gpus} GPUs, but"
-        print("\n" + plain(rows, (first, *heads), colalign=("left", *columns)))
-    print("\n" + wrap(f"Advice: {advise(found, args.gpus)}", 90))
+        print()
+        print(tabulate(rows, (first, *heads), colalign=("left", *right), disable_numparse=True))
+    print("\n" + wrap(f"Advice: {found.advice(args.gpus)}", 90))
 
 
 if __name__ == "__main__":

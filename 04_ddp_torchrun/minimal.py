@@ -4,40 +4,40 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
-dist.init_process_group()
-rank, world_size = dist.get_rank(), dist.get_world_size()
+dist.init_process_group()  # meet the other processes that torchrun has started
+rank, world_size = dist.get_rank(), dist.get_world_size()  # my number, and how many there are
 torch.manual_seed(0)
 inputs = torch.randn(6000, 64)
 labels = (inputs @ torch.randn(64, 10)).argmax(dim=1)  # 10 classes that can be learned
 train_set = TensorDataset(inputs[:5000], labels[:5000])
 test_set = TensorDataset(inputs[5000:], labels[5000:])
 
+# LOCAL_RANK is this process's number on its machine: process 0 takes GPU 0, and so on.
 device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu")
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
-ddp = DistributedDataParallel(model)
+ddp = DistributedDataParallel(model)  # train with ddp; evaluate and save with model
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-sampler = DistributedSampler(train_set, drop_last=True)
-loader = DataLoader(train_set, batch_size=100 // world_size, sampler=sampler)
+sampler = DistributedSampler(train_set, drop_last=True)  # deals the samples out to the ranks
+loader = DataLoader(train_set, batch_size=100 // world_size, sampler=sampler)  # 100 in all
 test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), batch_size=100)
 
 for epoch in range(5):
-    sampler.set_epoch(epoch)
+    sampler.set_epoch(epoch)  # a new order in each epoch, the same on all ranks
     for x, y in loader:
-        loss = F.cross_entropy(ddp(x.to(device)), y.to(device))
+        loss = nn.functional.cross_entropy(ddp(x.to(device)), y.to(device))
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # meanwhile, DDP averages the gradients over the ranks
         optimizer.step()
 
     correct = torch.zeros((), device=device)
     with torch.no_grad():
         for x, y in test_loader:
             correct += (model(x.to(device)).argmax(dim=1) == y.to(device)).sum()
-    dist.all_reduce(correct)
+    dist.all_reduce(correct)  # each rank has counted its own test samples
     if rank == 0:
         print(f"epoch {epoch}: {correct.item() / len(test_set):.1%} of {len(test_set)} right")
 if rank == 0:

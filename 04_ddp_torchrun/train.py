@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from common.checkpoint import load_checkpoint, save_checkpoint
 from common.data import load_dataset, loader_options, local_batch_size
 from common.models import build_model
-from common.options import UsageError, exit_on_usage_error, make_parser
-from common.record import Recorder, peak_memory_bytes
+from common.options import UsageError, exit_on, make_parser
+from common.record import Recorder
 
 
 def join_process_group(args: Namespace) -> torch.device:
@@ -78,9 +78,11 @@ def main() -> None:
     device = join_process_group(args)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     local_batch = local_batch_size(args.batch_size, world_size)
+
     train_set, test_set = load_dataset(args)
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
-    test_loader = DataLoader(test_shard, local_batch, **loader_options(args))
+    options = loader_options(args)  # worker processes, pinned memory
+    test_loader = DataLoader(test_shard, local_batch, **options)
     torch.manual_seed(args.seed)
     model = build_model(args.model, train_set).to(device)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
@@ -91,10 +93,8 @@ def main() -> None:
         return
 
     ddp = DistributedDataParallel(model)  # rank 0's weights now, mean gradients in each backward
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # or it repeats some
-    loader = DataLoader(
-        train_set, local_batch, sampler=sampler, drop_last=True, **loader_options(args)
-    )
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # it repeats no sample
+    loader = DataLoader(train_set, local_batch, sampler=sampler, drop_last=True, **options)
     for epoch in range(progress.epoch, args.epochs):
         if progress.step >= args.max_steps:
             break
@@ -104,12 +104,10 @@ def main() -> None:
         recorder.end_epoch(epoch, losses, *evaluate(model, test_loader, device))
         if rank == 0:  # one writer; no other rank would join a collective in here
             save_checkpoint(recorder, model, optimizer)
-    peaks = [0] * world_size
-    dist.all_gather_object(peaks, peak_memory_bytes(device))
-    recorder.finish(device, peaks)
+    recorder.finish()
 
 
 if __name__ == "__main__":
-    with exit_on_usage_error(dist.DistNetworkError, dist.DistStoreError):  # the ranks did not meet
+    with exit_on(UsageError, dist.DistNetworkError, dist.DistStoreError):  # or ranks did not meet
         main()
         dist.destroy_process_group()

@@ -91,17 +91,14 @@ def dealt(samples: int, ranks: int, how: str) -> list[list[int]]:
     return [list(DistributedSampler(data, ranks, rank, **kind)) for rank in range(ranks)]
 
 
-def tell(title: str, mine: object) -> None:
+def print_from_all(title: str, mine: str) -> None:
     """Rank 0 prints every rank's line, in the order of the ranks."""
-    mine_as_bytes = torch.zeros(200, dtype=torch.uint8)  # as numbers: nothing is unpickled
-    text = str(mine).encode()[:200]
-    mine_as_bytes[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    lines = [torch.empty_like(mine_as_bytes) for _ in range(dist.get_world_size())]
-    dist.all_gather(lines, mine_as_bytes)  # every rank must reach this line
+    lines = [mine] * dist.get_world_size()
+    dist.all_gather_object(lines, mine)
     if dist.get_rank() == 0:
         print(f"\n{title}")
         for rank, line in enumerate(lines):
-            print(f"  rank {rank}: {bytes(line.tolist()).rstrip(bytes(1)).decode()}")
+            print(f"  rank {rank}: {line}")
 
 
 def main() -> None:
@@ -118,12 +115,14 @@ def main() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname()[0] == "Darwin" else "lo")
     dist.init_process_group("gloo")
     mine = hang(seconds)
-    tell(f"the last rank has one batch more; a rank that waits gives up after {seconds:g} s", mine)
+    print_from_all(
+        f"the last rank has one batch more; a rank that waits gives up after {seconds:g} s", mine
+    )
     for divide in (True, False):
         gradients, weights = join(divide)
         steps = " ".join(f"{gradient:g}" for gradient in gradients)
         mine = f"gradients {steps}; weights {weights.mean():.2f}"
-        tell(f"Join, divide_by_initial_world_size={divide}", mine)
+        print_from_all(f"Join, divide_by_initial_world_size={divide}", mine)
     if dist.get_rank() == 0:
         for how, title in SAMPLERS.items():
             print(f"\n10 samples on 4 ranks, {title}")

@@ -26,12 +26,12 @@ CONVERTIBLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 def global_statistics(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Count, mean and biased variance over the batches of all ranks: (), (C,), (C,)."""
-    here = x.numel() // x.shape[1]  # values of each channel; none, if this rank's batch is empty
+    local_count = x.numel() // x.shape[1]  # values per channel; 0 if this rank's batch is empty
     mean = variance = torch.zeros(x.shape[1], dtype=dtype, device=x.device)
-    if here:  # the kernel also updates running statistics; with momentum 0, they do not change
+    if local_count:  # the kernel also updates running statistics, but not with momentum 0
         mean, variance = torch.batch_norm_update_stats(x, mean, variance, momentum=0)
     rows = mean.new_zeros(dist.get_world_size(), 1 + 2 * len(mean))
-    rows[dist.get_rank()] = torch.cat([mean.new_tensor([here]), mean, variance])
+    rows[dist.get_rank()] = torch.cat([mean.new_tensor([local_count]), mean, variance])
     dist.all_reduce(rows)  # each rank fills its own row; every rank must reach this line
     # (ranks, 1), (ranks, C), (ranks, C)
     counts, means, variances = rows.split([1, len(mean), len(mean)], dim=1)
@@ -60,15 +60,16 @@ class Normalize(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, count, mean, variance = ctx.saved_tensors
-        grad_x, sums = grad, weight.new_zeros(2, len(weight))  # if this rank's batch is empty
-        if x.numel():  # as if mean and variance were constants: the kernel knows one rank only
+        grad_x = grad  # this and the next line are enough if this rank's batch is empty
+        sums = weight.new_zeros(2, len(weight))
+        if x.numel():  # the kernel takes mean and variance for constants
             grad_x, *local = torch.ops.aten.native_batch_norm_backward(
                 grad, x, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
             )
             sums = torch.stack(local)  # (2, C): sums of grad · normal and of grad
         grad_weight, grad_bias = sums.clone()  # local, as in any layer: DDP averages over the ranks
         if ctx.needs_input_grad[0]:
-            dist.all_reduce(sums)  # every rank must reach this line
+            dist.all_reduce(sums)  # needs_input_grad is the same on all ranks
             through_variance, through_mean = weight * (variance + ctx.eps).rsqrt() * sums / count
             grad_x -= F.batch_norm(x, mean, variance, through_variance, through_mean, eps=ctx.eps)
         return grad_x, grad_weight, grad_bias, None
@@ -93,16 +94,19 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training or not dist.is_initialized():
             return super().forward(x)
         self._check_input_dim(x)
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32  # x may be bf16
-        size = (self.num_features,)
-        weight = x.new_ones(size, dtype=wide) if self.weight is None else self.weight.to(wide)
-        bias = x.new_zeros(size, dtype=wide) if self.bias is None else self.bias.to(wide)
-        y, count, mean, variance = Normalize.apply(x, weight, bias, self.eps)
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32  # x may be bf16
+        weight, bias = self.weight, self.bias
+        if weight is None:  # affine=False
+            weight = torch.ones(self.num_features, device=x.device)
+            bias = torch.zeros(self.num_features, device=x.device)
+        y, count, mean, variance = Normalize.apply(x, weight.to(dtype), bias.to(dtype), self.eps)
         if self.track_running_stats:
             self.num_batches_tracked += 1
-            new = 1 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
-            self.running_mean += new * (mean - self.running_mean)
-            self.running_var += new * (variance * count / (count - 1) - self.running_var)
+            momentum = self.momentum
+            if momentum is None:  # the mean of all batches so far
+                momentum = 1 / int(self.num_batches_tracked)
+            self.running_mean += momentum * (mean - self.running_mean)
+            self.running_var += momentum * (variance * count / (count - 1) - self.running_var)
         return y
 
 
@@ -125,10 +129,10 @@ def compare(rank: int, port: int, batch: Tensor) -> None:
     """Each rank takes its rows of the batch; rank 0 prints what each kind of layer returns."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    plain, sync = nn.BatchNorm1d(1, affine=False), SyncBatchNorm(1, affine=False)
     results = torch.zeros(2, *batch.shape)
-    results[0, rank::2], results[1, rank::2] = plain(batch[rank::2]), sync(batch[rank::2])
-    dist.all_reduce(results)  # each rank fills its own rows; every rank must reach this line
+    results[0, rank::2] = nn.BatchNorm1d(1, affine=False)(batch[rank::2])
+    results[1, rank::2] = SyncBatchNorm(1, affine=False)(batch[rank::2])
+    dist.all_reduce(results)  # each rank has filled its own rows
     if rank == 0:
         names = ("one process, whole batch", "two ranks, BatchNorm", "two ranks, SyncBatchNorm")
         whole = nn.BatchNorm1d(1, affine=False)(batch)

@@ -86,11 +86,10 @@ def attempt(options: dict[str, Any], steps: list[Step]) -> list[list[float | Non
 
 
 def of_all_ranks(mine: list[float | None]) -> list[list[float | None]]:
-    """Every rank's three gradients; none travels as nan."""
-    local = torch.tensor([float("nan") if g is None else g for g in mine])
-    rows = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, local)  # every rank must reach this line
-    return [[None if g != g else g for g in row.tolist()] for row in rows]
+    """Every rank's three gradients."""
+    rows = [mine] * dist.get_world_size()
+    dist.all_gather_object(rows, mine)
+    return rows
 
 
 def describe(step: Step, rows: list[list[float | None]]) -> str:

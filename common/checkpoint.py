@@ -63,9 +63,11 @@ def read_checkpoint(
             if state.get(name):  # stages 01 to 04 have no loss scaler
                 part.load_state_dict(state[name])
         progress = Progress(**{field.name: state[field.name] for field in fields(Progress)})
+    except UsageError:
+        raise
     except pickle.UnpicklingError as error:
         raise UsageError(f"{path} is not a checkpoint: it holds more than plain values") from error
-    except (OSError, RuntimeError, TypeError, KeyError, EOFError) as error:
+    except (OSError, RuntimeError, TypeError, ValueError, KeyError, EOFError) as error:
         raise UsageError(f"cannot load {path} ({error}): use one that a stage saved") from error
     for group in optimizer.param_groups:  # the flags of this call win
         group.update(lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay)

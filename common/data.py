@@ -24,7 +24,7 @@ class Digits(MNIST):
 
 
 SOURCES = {"digits": Digits, "mnist": MNIST, "fashion-mnist": FashionMNIST, "cifar10": CIFAR10}
-MEAN_AND_STD = {  # of the training pixels between 0 and 1, one number per channel
+MEAN_AND_STD = {  # pixels count from 0 to 1; there is one number for each channel
     "digits": ([0.3053], [0.3233]),
     "mnist": ([0.1307], [0.3081]),
     "fashion-mnist": ([0.2860], [0.3530]),
@@ -122,7 +122,7 @@ def collate(batch: list | tuple) -> object:
 
 def loader_options(args: Namespace) -> dict[str, Any]:
     """What every DataLoader of a run gets, beside its data set, batch size and sampler."""
-    pinned = args.device == "cuda"  # so that copies to the GPU need not wait
+    pinned = args.device == "cuda"  # copies to the GPU need not wait then
     return {"num_workers": args.workers, "collate_fn": collate, "pin_memory": pinned}
 
 

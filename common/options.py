@@ -4,7 +4,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,13 +19,20 @@ class UsageError(ValueError):
 
 
 @contextmanager
-def exit_on_usage_error(*others: type[Exception]) -> Iterator[None]:
-    """End such an error with one line and status 2. Other errors are bugs: keep the traceback."""
+def exit_on(*errors: type[Exception]) -> Iterator[None]:
+    """If one of these errors is raised, print its text in one line and exit with status 2.
+
+    Every other error is a bug of ours and keeps its traceback.
+    """
     try:
         yield
-    except (UsageError, *others) as error:  # type: ignore[misc]
-        print("error:", *str(error).split(), file=sys.stderr, flush=True)  # in one line
+    except errors as error:
+        print("error:", *str(error).split(), file=sys.stderr, flush=True)
         raise SystemExit(2) from None
+
+
+def exit_on_usage_error() -> AbstractContextManager[None]:
+    return exit_on(UsageError)
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter): ...
@@ -34,8 +41,8 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
 class Parser(argparse.ArgumentParser):
     """Shows the docstring as written and each default; reports a wrong call in one line."""
 
-    def __init__(self, doc: str | None) -> None:
-        super().__init__(description=doc, formatter_class=_Help, allow_abbrev=False)
+    def __init__(self, doc: str | None, **options: Any) -> None:
+        super().__init__(description=doc, formatter_class=_Help, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message} (--help lists every option)\n")
@@ -65,7 +72,8 @@ def float_at_least(lowest: float, below: float = math.inf) -> Callable[[str], fl
 def make_parser(stage: str, doc: str | None) -> Parser:
     """The flags of all stages. A stage adds only the flags that it teaches."""
     parser = Parser(doc)
-    count, real = int_at_least(1), float_at_least(0, below=1e38)
+    count = int_at_least(1)
+    real = float_at_least(0, below=1e38)
     devices = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
     add = parser.add_argument
     add("--dataset", default="digits", choices=DATASETS, help="data set to train on")
@@ -80,12 +88,8 @@ def make_parser(stage: str, doc: str | None) -> Parser:
     add("--momentum", default=0.9, type=real, help="momentum of SGD")
     add("--weight-decay", default=0.0, type=real, help="weight decay of SGD")
     add("--workers", default=0, type=int_at_least(0), help="loader processes per rank; 0: none")
-    add(
-        "--seed",
-        default=1234,
-        type=int_at_least(0, below=2**32),
-        help="for weights, order, dropout",
-    )
+    seed = int_at_least(0, below=2**32)
+    add("--seed", default=1234, type=seed, help="for weights, order of the samples, dropout")
     add("--device", default=devices[0], choices=devices, help="cuda: if torch sees a GPU")
     add("--run-dir", default=Path("runs", stage), type=Path, help="folder for the results")
     either = parser.add_mutually_exclusive_group()

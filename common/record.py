@@ -1,15 +1,10 @@
 """What a run writes: one line per step, one summary, and its output."""
 
 import json
-import os
-import platform
-import re
-import resource
 import statistics
-import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
@@ -29,25 +24,7 @@ class Progress:
     epoch: int = 0  # whole epochs that are done
     epoch_step: int = 0  # steps of the epoch after them
     step: int = 0  # optimizer steps of all epochs
-    losses: list[float] = field(default_factory=list)  # of each step of an unfinished epoch
-
-
-def hardware(device: torch.device, processes: int) -> str:
-    """The name of the CPU, or of the GPUs that this many processes use."""
-    if device.type == "cuda":
-        gpus = min(processes, torch.cuda.device_count())
-        return f"{gpus} x {torch.cuda.get_device_name(device)}"
-    cpuinfo = Path("/proc/cpuinfo")  # of Linux
-    names = re.findall(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else []
-    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory so far: allocated by torch on a GPU; resident set of the process on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return resident if sys.platform == "darwin" else 1024 * resident  # Linux counts in KiB
+    losses: list[float] = field(default_factory=list)  # of the unfinished epoch's steps
 
 
 class Recorder:
@@ -64,10 +41,9 @@ class Recorder:
     ) -> None:
         self.args, self.progress, self.optimizer = args, progress, optimizer
         self.is_rank_zero = rank == 0
-        self.seconds: list[float] = []  # of each step
+        self.seconds: list[float] = []  # how long each step took
         self.rates: list[float] = []  # the learning rate of each step
         self.metrics = args.run_dir / "metrics.jsonl"
-        self.file_mode, self.old_lines = "w", ""  # the first epoch replaces an earlier run's file
         keys = ("stage", "dataset", "model", "epochs", "seed", "device")
         self.summary = {key: getattr(args, key) for key in keys} | {"world_size": world_size}
         self.summary |= {"global_batch": args.batch_size, "local_batch": local_batch}
@@ -75,53 +51,57 @@ class Recorder:
             return
         try:
             args.run_dir.mkdir(parents=True, exist_ok=True)
-            self.metrics.touch()
-            if progress.step and self.resumes_in_place():
-                lines = self.metrics.read_text().splitlines(keepends=True)
-                self.old_lines = "".join(lines[: progress.step])  # later steps are repeated
+            self.metrics.write_text("".join(self.old_lines()))
         except OSError as error:
             raise UsageError(f"cannot write to --run-dir ({error}): name another one") from error
         print(f"global batch {args.batch_size} = {args.batch_size // local_batch} × {local_batch}")
 
-    def resumes_in_place(self) -> bool:
-        """Whether the checkpoint is one of this --run-dir, whose metrics then go on."""
-        if self.args.resume == "auto":
-            return True
-        return Path(self.args.resume).resolve().parent == self.args.run_dir.resolve()
+    def old_lines(self) -> list[str]:
+        """The steps before the checkpoint, if it is one of this --run-dir; else none."""
+        resume, folder = self.args.resume, self.args.run_dir
+        if resume is None or not self.metrics.exists():
+            return []
+        if resume != "auto" and Path(resume).resolve().parent != folder.resolve():
+            return []
+        return self.metrics.read_text().splitlines(keepends=True)[: self.progress.step]
 
-    def timed(self, batches: Iterable, epoch_steps: int | None = None) -> Iterator:
+    def timed(self, batches: Any, epoch_steps: int | None = None) -> Iterator:
         """The same batches, at most to --max-steps, each timed while its training step runs.
 
         epoch_steps: how many a whole epoch has, if batches is no loader that knows its length.
         """
         progress = self.progress
-        if epoch_steps is None:
-            assert isinstance(batches, Sized)
-            epoch_steps = len(batches)
         ticks: list[Any] = [self.tick()]
         for batch in islice(batches, self.args.max_steps - progress.step):
-            progress.step, progress.epoch_step = progress.step + 1, progress.epoch_step + 1
+            progress.step += 1
+            progress.epoch_step += 1
             yield batch  # the training step runs during this line
             ticks.append(self.tick())
             self.rates.append(self.optimizer.param_groups[0]["lr"])
-        if progress.epoch_step == epoch_steps:
-            progress.epoch, progress.epoch_step = progress.epoch + 1, 0
+        if progress.epoch_step == (epoch_steps or len(batches)):
+            progress.epoch += 1
+            progress.epoch_step = 0
         if self.args.device == "cuda":
             torch.cuda.synchronize()
             self.seconds += [a.elapsed_time(b) / 1000 for a, b in pairwise(ticks)]
         else:
             self.seconds += [b - a for a, b in pairwise(ticks)]
 
+    def tick(self) -> float | torch.cuda.Event:
+        if self.args.device != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # the CPU runs ahead of the GPU
+        event.record()
+        return event
+
     def write(self, epoch: int, losses: Tensor) -> None:
         """Write one line per step. losses: (steps,), means over global batches."""
         n, samples = len(losses), self.args.batch_size
-        self.progress.losses += losses.tolist()  # not in each step: the CPU would wait for the GPU
+        self.progress.losses += losses.tolist()  # here, the CPU waits for the GPU
         if not self.is_rank_zero:
             return
         rows = zip(self.progress.losses[-n:], self.rates[-n:], self.seconds[-n:], strict=True)
-        with self.metrics.open(self.file_mode) as file:
-            file.write(self.old_lines)
-            self.file_mode, self.old_lines = "a", ""
+        with self.metrics.open("a") as file:
             for step, (loss, lr, seconds) in enumerate(rows, self.progress.step - n + 1):
                 line = {"epoch": epoch, "step": step, "loss": loss, "lr": lr, "samples": samples}
                 file.write(json.dumps(line | {"seconds": round(seconds, 7)}) + "\n")
@@ -131,7 +111,7 @@ class Recorder:
         self.write(epoch, losses)
         mean = statistics.fmean(self.progress.losses)
         self.summary |= {"train_loss": mean, "test_loss": test_loss, "test_accuracy": accuracy}
-        if self.progress.epoch_step == 0:  # else --max-steps has ended the run inside the epoch
+        if self.progress.epoch_step == 0:  # otherwise --max-steps has ended it inside
             self.progress.losses = []
         if self.is_rank_zero:
             speed = self.args.batch_size / statistics.median(self.seconds[-len(losses) :])
@@ -145,8 +125,8 @@ class Recorder:
         if self.is_rank_zero:
             print(f"test loss {test_loss:.4f}  test accuracy {accuracy:.2%}")
 
-    def finish(self, device: torch.device, peaks: list[int]) -> None:
-        """Write the summary. peaks: the peak memory of each GPU or process, in bytes."""
+    def finish(self) -> None:
+        """Write the summary."""
         if not self.is_rank_zero:
             return
         if not self.seconds:
@@ -160,16 +140,7 @@ class Recorder:
             "samples_per_second": round(1000 * self.args.batch_size / median, 1),
             "step_ms": round(median, 4),
             "step_ms_quartiles": [round(low, 4), round(high, 4)],
-            "peak_memory_bytes": peaks,
             "torch": torch.__version__,
-            "hardware": hardware(device, len(peaks)),
         }
         (self.args.run_dir / "summary.json").write_text(json.dumps(self.summary, indent=2) + "\n")
         print(f"wrote metrics.jsonl, summary.json and checkpoint.pt to {self.args.run_dir}")
-
-    def tick(self) -> float | torch.cuda.Event:
-        if self.args.device != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # the CPU runs ahead of the GPU
-        event.record()
-        return event

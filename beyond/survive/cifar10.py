@@ -54,6 +54,6 @@ if __name__ == "__main__":
     for flag, value in DEFAULTS.items():  # a flag of the call comes later, and wins
         sys.argv[1:1] = [flag, value]
     errors = (train.LaunchError, train.AgreementError, train.durable.CheckpointError)
-    with train.exit_on_usage_error(*errors):
+    with train.exit_on(train.UsageError, *errors):
         train.main()
         train.dist.destroy_process_group()

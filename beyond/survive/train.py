@@ -23,8 +23,8 @@ from agree import Agreement, AgreementError
 from common.checkpoint import checkpoint_state, read_checkpoint
 from common.data import load_dataset, loader_options, local_batch_size
 from common.models import build_model
-from common.options import exit_on_usage_error, float_at_least, int_at_least, make_parser
-from common.record import Progress, Recorder, peak_memory_bytes
+from common.options import UsageError, exit_on, float_at_least, int_at_least, make_parser
+from common.record import Progress, Recorder
 from launch import LaunchError, end_with_rank, join, read_launcher
 from watchdog import Watchdog
 
@@ -37,7 +37,8 @@ AMP_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def parse_args() -> Namespace:
     parser = make_parser("survive", __doc__)
-    add, count = parser.add_argument, int_at_least(1)
+    add = parser.add_argument
+    count = int_at_least(1)
     add("--amp", default="off", choices=AMP_DTYPES, help="dtype of forward")
     add("--sync-bn", default=True, action=BooleanOptionalAction, help="BatchNorm over all ranks")
     add("--accumulate", default=1, type=count, help="micro-batches per optimizer step")
@@ -81,7 +82,7 @@ def until_checkpoint(loader: Iterable, recorder: Recorder, agreement: Agreement)
         # Dropout masks are a function of the step, so a resumed run draws the same ones.
         durable.reseed(args.seed, progress.epoch, progress.epoch_step, agreement.rank)
         yield batch  # the training step runs while this line waits
-        agreement.vote()  # without waiting
+        agreement.vote()  # it does not wait for the other ranks
         if agreement.stopped or progress.step % args.checkpoint_every_steps == 0:
             break
     agreement.barrier()  # the recorder waits for the GPU next
@@ -108,8 +109,8 @@ def train_epoch(
         parts = []  # the loss of each micro-batch
         for x, y in zip(images.chunk(args.accumulate), labels.chunk(args.accumulate), strict=True):
             is_last = len(parts) == args.accumulate - 1
-            averages = nullcontext() if is_last else model.no_sync()  # DDP decides in forward
-            with averages, torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
+            context = nullcontext() if is_last else model.no_sync()  # DDP decides in forward
+            with context, torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
                 loss = F.cross_entropy(model(x), y) / args.accumulate
             scaler.scale(loss).backward()  # adds to .grad; the last one averages over the ranks
             parts.append(loss.detach())
@@ -148,7 +149,7 @@ def prepare(
     train_set, test_set = load_dataset(args)
     torch.manual_seed(args.seed)
     model = build_model(args.model, train_set).to(device)
-    if args.sync_bn:  # before DDP; on CPUs by hand, because PyTorch's layer refuses their tensors
+    if args.sync_bn:  # PyTorch's own layer refuses to train on a CPU, so there, ours does
         if args.device == "cuda":
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         else:
@@ -173,10 +174,11 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
         parts = prepare(args, resumed, device, rank, world_size)
     train_set, test_set, local_batch, model, optimizer, scaler, recorder = parts
     progress = recorder.progress
-    agreement.same(progress.step, "the step to resume from")  # or --run-dir is not a shared disk
+    agreement.same(progress.step, "the step to resume from")  # is --run-dir a shared disk?
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
-    how = {**loader_options(args), "worker_init_fn": end_with_rank}  # SIGTERM must not end loaders
-    test_loader = DataLoader(test_shard, local_batch, **how)
+    options = loader_options(args)  # worker processes, pinned memory
+    options["worker_init_fn"] = end_with_rank  # SIGTERM must not end loaders
+    test_loader = DataLoader(test_shard, local_batch, **options)
     if args.evaluate:
         recorder.print_evaluation(*evaluate(model, test_loader, device))
         return
@@ -190,9 +192,9 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
     ddp.eval()(train_set[0][0][None].to(device)).sum().backward()
     model.zero_grad()
     crops = durable.SeededPerSample(train_set, args.seed)
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # or it repeats some
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # it repeats no sample
     remaining = durable.SkipFirst(sampler)
-    loader = DataLoader(crops, local_batch, sampler=remaining, drop_last=True, **how)
+    loader = DataLoader(crops, local_batch, sampler=remaining, drop_last=True, **options)
     while progress.epoch < args.epochs and progress.step < args.max_steps:
         epoch = progress.epoch
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
@@ -213,9 +215,7 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
         if agreement.stopped and progress.epoch < args.epochs:
             print(f"rank {rank} stops after step {progress.step}: --resume auto continues")
             return
-    peaks = [0] * world_size
-    dist.all_gather_object(peaks, peak_memory_bytes(device))
-    recorder.finish(device, peaks)
+    recorder.finish()
 
 
 def main() -> None:
@@ -232,6 +232,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on_usage_error(LaunchError, AgreementError, durable.CheckpointError):
+    with exit_on(UsageError, LaunchError, AgreementError, durable.CheckpointError):
         main()
         dist.destroy_process_group()
