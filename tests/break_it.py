@@ -13,7 +13,8 @@ from pathlib import Path
 from shutil import copytree, ignore_patterns
 from tempfile import TemporaryDirectory
 
-from support import FOLDERS, ROOT, Line, changed_source
+from local_ranks import ROOT
+from support import FOLDERS, Line, changed_source
 
 sys.path.append(str(ROOT / "docs" / "site"))
 from repository_pages import ALL_PAGES, BREAK, fences, sides

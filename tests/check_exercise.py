@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from common.options import Parser, exit_on_usage_error, float_at_least
+from common.options import Parser, UsageError, exit_on, float_at_least
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "03_ddp_manual_allreduce"))
 from ranks import start
@@ -147,5 +147,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on_usage_error(FileNotFoundError):
+    with exit_on(UsageError, FileNotFoundError):
         main()

@@ -35,17 +35,16 @@ import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from common.options import Parser, int_at_least
-from support import (
+from local_ranks import (
     ROOT,
-    Run,
-    _command,
-    _with_env,
-    chapter,
     context,
     default_start,
     free_port,
-    train_once,
+    of_rank,
+    run_script,
+    store_of_a_launcher,
 )
+from support import Run, chapter, same_run, train_once
 from timing import provenance, save
 
 durable = chapter("survive", "durable")
@@ -212,8 +211,8 @@ def _rank(rank: int, fault: Fault, flags: tuple, env: dict, folder: Path) -> Non
     (folder / f"pid.{os.getpid()}").touch()
     (folder / f"group.{os.getpgid(0)}").touch()
     _inject(fault, rank, folder)
-    env |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    _with_env(env, _command, (rank, str(SCRIPT), flags, str(ROOT), str(folder / "out"), False))
+    output = str(folder / "out")
+    run_script(rank, of_rank(rank, env), str(SCRIPT), flags, str(ROOT), output, forks=False)
 
 
 def _torchrun(fault: Fault, flags: tuple, folder: Path) -> None:
@@ -249,9 +248,7 @@ def _in_groups(processes: list) -> list[int]:
 def run(fault: Fault, ranks: int, *flags: str) -> tuple:
     """Statuses, output, whether it hung, orphans, and the notes of the ranks."""
     folder = Path(tempfile.mkdtemp(prefix="fault-"))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-    env |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    _store, env = store_of_a_launcher(ranks)
     if fault.kind in RANK_0_KEEPS_THE_STORE:  # as without torchrun
         env |= {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     args = [(rank, fault, flags, env, folder) for rank in range(ranks)]
@@ -290,8 +287,6 @@ def reference(fault: Fault) -> Run:
 
 
 def trial(fault: Fault) -> Outcome:
-    from test_stages import same_run  # not in each rank, which imports this file
-
     folder = Path(tempfile.mkdtemp(prefix="trial-"))
     flags = (*FLAGS, *VARIANTS[fault.variant], f"--workers={fault.workers}", f"--run-dir={folder}")
     flags += (f"--timeout-seconds={fault.timeout_seconds}",)
@@ -299,9 +294,7 @@ def trial(fault: Fault) -> Outcome:
     outcome = Outcome(fault, *ended)
     assert "fault" in notes, f"{fault} did not happen: {outcome.output}"
     outcome.seconds = time.time() - notes["fault"]
-    if (
-        fault.kind not in PAUSES
-    ):  # a paused run has all its steps before it: `run` tells if it hangs
+    if fault.kind not in PAUSES:  # a paused run takes its steps afterwards: `run` sees it hang
         outcome.hang |= outcome.seconds > 40
     latest = folder / "checkpoint.pt"
     if fault.kind in DAMAGES and latest.exists():
@@ -394,14 +387,17 @@ def inject(faults: list[Fault], jobs: int) -> list[Outcome]:
 
 
 def main() -> None:
-    parser, file = Parser(__doc__), ROOT / "benchmarks" / "results" / "faults.json"
-    add, groups = parser.add_argument, {"faults": list(KINDS), "pauses": list(PAUSES)}
-    add("--faults", default=306, type=int_at_least(1), help="how many, of all kinds in turn")
+    file = ROOT / "benchmarks" / "results" / "faults.json"
+    groups = {"faults": list(KINDS), "pauses": list(PAUSES)}
     names = [*groups, *KINDS, *PAUSES]
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--faults", default=306, type=int_at_least(1), help="how many, of all kinds in turn")
     add("--kinds", nargs="+", default=["faults"], choices=names, metavar="KIND", help="which")
     add("--jobs", default=2, type=int_at_least(1), help="trials at the same time")
     add("--without-saving", action="store_true", help=f"leave {file.name} as it is")
-    args, chance = parser.parse_args(), random.Random(1)
+    args = parser.parse_args()
+    chance = random.Random(1)
     kinds = [kind for name in args.kinds for kind in groups.get(name, [name])]
     faults = [draw(kinds[i % len(kinds)], chance) for i in range(args.faults)]
     outcomes = inject(faults, args.jobs)

@@ -14,7 +14,8 @@ import torch
 
 from common.data import load_dataset
 from common.models import build_model
-from support import ROOT, default_dtype
+from local_ranks import ROOT
+from support import default_dtype
 
 Step = list[list[int]]  # the groups of samples that a step normalizes together
 

@@ -1,49 +1,61 @@
-"""How the tests run the stages: ranks of a preloaded forkserver, real commands, lines left out."""
+"""The stages as the tests run them: in float64, on ranks of this machine, with lines left out."""
 
 import importlib
 import json
-import multiprocessing
 import os
-import pickle
-import runpy
-import socket
 import sys
-import tempfile
-import time
-import traceback
 import types
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
 from io import StringIO
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from PIL import Image
 
-ROOT = Path(__file__).parents[1]
+from common.options import make_parser
+from local_ranks import ROOT, in_time, run_ranks, scratch_folder
+
 FOLDERS = {path.name[:2]: path for path in sorted(ROOT.glob("0?_*"))}
-FOLDERS["survive"] = ROOT / "beyond" / "survive"
-REAL_DATA = ROOT.parent / "shared" / "data"
-HAS_MNIST = (REAL_DATA / "MNIST" / "raw").is_dir()
-SECONDS = 60  # more than any rank takes; a hang ends here
+FOLDERS |= {name: ROOT / "beyond" / name for name in ("survive", "shard")}
+
+LOCAL = ("--device=cpu", f"--data-dir={ROOT / 'data'}")
+SHORT = ("--model=net-bn", "--epochs=1", "--batch-size=60")
+FP32 = {"dtype": torch.float32}  # of a run that is not in float64
 
 Line = tuple[str, ...]  # a file of a stage and a line of it; or a file, its text, and another text
 
 
-def patience(seconds: float) -> float:
-    """A time limit that only a hang reaches: as much longer as processes wait for a core."""
-    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+def options(*flags: str) -> Namespace:
+    """The options that all stages share, as these flags set them."""
+    return make_parser("", "").parse_args([*LOCAL, *flags])
 
 
-torch.set_num_threads(1)  # as every rank has: two tests that run side by side have two cores
-context = multiprocessing.get_context("forkserver")  # has imported torch: ranks are there at once
-SLOW = "torchvision common.checkpoint common.models pytest matplotlib.pyplot PIL.Image tabulate"
-SLOW += " torchvision.transforms.v2 pycocotools.cocoeval ipykernel.kernelapp nbclient"
-context.set_forkserver_preload(SLOW.split())
+def random_pictures(folder: Path) -> tuple[str, ...]:
+    """12 pictures for training and 12 for the test, in this folder; the flags that use them."""
+    for part, number in product(("train", "test"), range(12)):
+        path = folder / part / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(torch.randint(0, 256, (40, 40, 3), dtype=torch.uint8).numpy()).save(path)
+    flags = ("--dataset=imagefolder", f"--data-dir={folder}", "--batch-size=4")
+    return (*flags, "--image-size=32")
+
+
+def clock() -> types.SimpleNamespace:
+    """In place of the module time: it stands still unless somebody sleeps."""
+    time = types.SimpleNamespace(now=100.0, monotonic=lambda: time.now)
+    time.sleep = lambda seconds: setattr(time, "now", time.now + seconds)
+    return time
+
+
+# Files of a stage, as they are or changed
 
 
 def changed_source(key: str, file: str, changes: Sequence[Line]) -> str:
@@ -79,6 +91,24 @@ def fresh_module(key: str, file: str, without=(), register=False) -> types.Modul
     return module
 
 
+def chapter(key: str, name: str) -> types.ModuleType:
+    """A file beside a stage's train.py, imported as the stage imports it."""
+    if str(FOLDERS[key]) not in sys.path:
+        sys.path.insert(0, str(FOLDERS[key]))
+    return importlib.import_module(name)
+
+
+def output_of(key: str, name: str, *flags: str) -> str:
+    """What a chapter prints, run in this process."""
+    argv = patch.object(sys, "argv", [name, *flags])
+    with in_time(), argv, redirect_stdout(StringIO()) as output:
+        chapter(key, name).main()
+    return output.getvalue()
+
+
+# Runs of a stage
+
+
 def load_stage(key: str, without: tuple[Line, ...] = ()) -> types.ModuleType:
     """A stage's train.py as a module, with the given lines of the stage's files left out."""
     files = dict.fromkeys([*(file for file, *_ in without), "train.py"])
@@ -89,7 +119,8 @@ def run_main(stage: types.ModuleType, rank: int, *flags: str) -> str:
     """Run the main of a stage in this process, one of its ranks; returns what it prints."""
 
     def spawn(train: Callable, args: tuple, nprocs: int) -> None:  # 03 starts no process: quicker
-        train(rank, *args[:-1], int(os.environ["MASTER_PORT"]))
+        world_size, _, *others = args
+        train(rank, world_size, int(os.environ["MASTER_PORT"]), *others)
 
     sys.argv = ["train.py", *flags]
     with patch.object(torch.multiprocessing, "spawn", spawn), redirect_stdout(StringIO()) as output:
@@ -97,75 +128,6 @@ def run_main(stage: types.ModuleType, rank: int, *flags: str) -> str:
     if dist.is_initialized():
         dist.destroy_process_group()
     return output.getvalue()
-
-
-def chapter(key: str, name: str) -> types.ModuleType:
-    """A file beside a stage's train.py, imported as the stage imports it."""
-    if str(FOLDERS[key]) not in sys.path:
-        sys.path.insert(0, str(FOLDERS[key]))
-    return importlib.import_module(name)
-
-
-def default_start() -> None:
-    """For loaders, as in a rank of torchrun; else each rank would have a forkserver of its own."""
-    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
-
-
-def _enter(rank: int, pipe: Any, env: dict[str, str], function: Callable, args: tuple) -> None:
-    os.environ.update(env)
-    torch.set_num_threads(1)
-    default_start()
-    try:
-        answer = (True, function(rank, *args))
-    except BaseException:
-        answer = (False, traceback.format_exc())
-    pipe.send_bytes(pickle.dumps(answer))  # send() would hand tensors over as shared memory
-
-
-def launcher(port: int, ranks: int = 2) -> dict[str, str]:
-    """What torchrun would tell each rank; see `command`."""
-    own = {"RANK": "{RANK}", "LOCAL_RANK": "{RANK}"}
-    all_ = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    return own | all_ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
-def run_ranks(world_size: int, function: Callable, *args: Any, dying: tuple = ()) -> list:
-    """What function(rank, *args) returns on each rank, None if it is dying; an error ends all."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks, told = [], launcher(store.port, world_size) | {"TORCHELASTIC_RESTART_COUNT": "0"}
-    told |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store is the test's, as it is torchrun's
-    for rank in range(world_size):
-        torchrun = told | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_enter, args=(rank, theirs, torchrun, function, args))
-        process.start()
-        theirs.close()
-        ranks.append((process, ours))
-    results: dict[int, Any] = {}
-    deadline = time.monotonic() + patience(SECONDS)
-    try:
-        while len(results) < world_size:
-            waiting = {pipe: rank for rank, (_, pipe) in enumerate(ranks) if rank not in results}
-            ready = multiprocessing.connection.wait(waiting, deadline - time.monotonic())
-            if not ready:
-                raise TimeoutError(f"ranks {list(waiting.values())} did not end in {SECONDS} s")
-            for pipe in ready:
-                try:
-                    good, value = pickle.loads(pipe.recv_bytes())
-                except EOFError:
-                    expected = waiting[pipe] in dying
-                    good, value = expected, None if expected else "it died without a word"
-                if not good:
-                    raise AssertionError(f"rank {waiting[pipe]}: {value}")
-                results[waiting[pipe]] = value
-        return [results[rank] for rank in range(world_size)]
-    finally:
-        for process, pipe in ranks:
-            process.join(0 if sys.exc_info()[0] else 10)
-            if process.is_alive():
-                process.kill()
-                process.join()
-            pipe.close()
 
 
 @contextmanager
@@ -203,7 +165,20 @@ class Run:
         return torch.load(self.folder / "checkpoint.pt", weights_only=True)
 
 
-def _train(rank: int, key: str, flags: tuple, dtype: torch.dtype, without) -> tuple[dict, str]:
+def same_run(a: Run, b: Run) -> bool:
+    """Whether two runs took the same steps and ended with the same bits."""
+
+    def result(run: Run) -> list:
+        saved, steps = run.checkpoint, [(line["step"], line["lr"]) for line in run.metrics]
+        momenta = [state["momentum_buffer"] for state in saved["optimizer"]["state"].values()]
+        tensors = [run.losses, *saved["model"].values(), *momenta]
+        return [steps, saved.get("scaler"), *(tensor.tolist() for tensor in tensors)]
+
+    return result(a) == result(b)
+
+
+def train_rank(rank: int, key: str, flags: tuple, dtype: torch.dtype, without) -> tuple[dict, str]:
+    """One rank of `train`: its last weights, and what it prints."""
     stage = load_stage(key, without)
     models = []
     build = stage.build_model
@@ -219,9 +194,9 @@ def train(
 ) -> Run:
     """Run a stage's main on that many ranks (01 and 02: always one), in float64 if not said."""
     folder = folder or scratch_folder()
-    flags = ("--device=cpu", f"--data-dir={ROOT / 'data'}", f"--run-dir={folder}", *flags)
+    flags = (*LOCAL, f"--run-dir={folder}", *flags)
     flags += (f"--world-size={world_size}",) if key == "03" else ()
-    ranks = run_ranks(world_size, _train, key, flags, dtype, without)
+    ranks = run_ranks(world_size, train_rank, key, flags, dtype, without)
     return Run(folder, [state for state, _ in ranks], ranks[0][1])
 
 
@@ -229,88 +204,3 @@ def train(
 def train_once(key: str, world_size: int, *flags: str, **more: Any) -> Run:
     """As train, but the same run is made once: for tests that only look at it."""
     return train(key, world_size, *flags, **more)
-
-
-def scratch_folder() -> Path:
-    """A new one, gone when the tests end."""
-    return Path(tempfile.mkdtemp(dir=_scratch().name))
-
-
-@cache
-def _scratch() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="stages-", ignore_cleanup_errors=True)
-
-
-def forked(start: Callable) -> Callable:
-    return lambda *args, **more: start(*args, **{**more, "start_method": "fork"})
-
-
-def _command(rank: int, script: str, flags: tuple, where: str, out: str, forks: bool) -> None:
-    torch.set_num_threads(1)  # OMP_NUM_THREADS is read when torch is imported: before this process
-    default_start()
-    os.chdir(where)
-    with open(f"{out}.{rank}", "wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.stdout.reconfigure(write_through=False, line_buffering=True)  # a line is written as one
-    sys.argv = [script, *flags]
-    sys.path[0:0] = [str(Path(script).parent)]
-    if forks:  # ranks that the script starts need not import torch again
-        start = forked(torch.multiprocessing.start_processes)
-        patch.multiple(torch.multiprocessing, spawn=start, start_processes=start).start()
-    try:
-        runpy.run_path(script, run_name="__main__")
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def command(
-    script: str, *flags: str, ranks=1, env=None, where=ROOT, seconds=SECONDS, forks=True
-) -> list[tuple[int, str]]:
-    """Run `python SCRIPT FLAGS` as that many processes; exit status and output of each.
-    env: what a launcher adds; {RANK} in a value becomes the rank. forks: not where the script
-    computes gradients before it starts ranks."""
-    out = tempfile.mkdtemp(dir=_scratch().name) + "/out"
-    processes = []
-    for rank in range(ranks):
-        extra = {key: value.replace("{RANK}", str(rank)) for key, value in (env or {}).items()}
-        args = (rank, str(ROOT / script), flags, str(where), out, forks)
-        processes.append(context.Process(target=_with_env, args=(extra, _command, args)))
-        processes[-1].start()
-    deadline = time.monotonic() + patience(seconds)
-    for process in processes:
-        process.join(max(0.1, deadline - time.monotonic()))
-        if process.is_alive():
-            for other in processes:
-                other.kill()
-            raise TimeoutError(f"{script} {' '.join(flags)} did not end in {seconds} s")
-    return [
-        (process.exitcode or 0, Path(f"{out}.{rank}").read_text())
-        for rank, process in enumerate(processes)
-    ]
-
-
-def launch_ranks(script: str, *flags: str, ranks=2, env=None, **how: Any) -> list[tuple[int, str]]:
-    """As `command`, for ranks on this machine that think torchrun has started them: this process
-    keeps the store where they meet. env: more variables; how: see `command`."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    torchrun = launcher(store.port, ranks) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    return command(script, *flags, ranks=ranks, env=torchrun | (env or {}), **how)
-
-
-def _with_env(env: dict[str, str], function: Callable, args: tuple) -> None:
-    os.environ.update(env)
-    function(*args)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -1,6 +1,5 @@
 """A wrong call ends in one clear line and status 2, on every rank, and leaves nothing behind."""
 
-import hashlib
 import shutil
 import socket
 import subprocess
@@ -12,102 +11,65 @@ from PIL import Image
 
 from common.data import Digits, load_dataset
 from common.options import UsageError, make_parser
-from support import (
-    FOLDERS,
-    ROOT,
-    chapter,
-    command,
-    launch_ranks,
-    launcher,
-    scratch_folder,
-    train_once,
-)
+from local_ranks import ROOT, command, launch_ranks, torchrun_variables
+from refusals import SCRIPTS, Trap, ended, refused, seal
+from support import SHORT, train_once
 
-SCRIPTS = {key: f"{folder.relative_to(ROOT)}/train.py" for key, folder in FOLDERS.items()} | {
-    "tour": "benchmarks/tour.py"
-}
-SHORT = ("--model=net-bn", "--epochs=1", "--batch-size=60")
 GPUS = torch.cuda.device_count()
 
-
-def refused(output: str, *words: str) -> None:
-    """One line, with all these words."""
-    assert output.strip().count("\n") == 0, output
-    assert output.startswith("error: ")
-    assert all(word in output for word in words), output
-
-
-def ended(key: str, *flags: str, **how) -> str:
-    """What a script says that is refused: all ranks the same; of survive, one. No folder stays."""
-    folder = scratch_folder()
-    flags = ("--device=cpu", f"--run-dir={folder / 'run'}", *flags) if key in SCRIPTS else flags
-    start = launch_ranks if "ranks" in how else command
-    answers = start(SCRIPTS.get(key, key), *flags, **how)
-    assert {status for status, _ in answers} == {2}, answers
-    said = [output for _, output in answers if output]
-    assert said == said[:1] * (1 if key == "survive" else len(answers)), answers
-    assert not (folder / "run").exists()
-    return said[0]
-
-
-WHOLE, NCCL = "expected a whole number", f"--backend=nccl --world-size={GPUS + 1}"
+WHOLE = "expected a whole number"
 COLLECTIVES = "03_ddp_manual_allreduce/collectives.py"
-CALLS = [  # a stage or a chapter with its flags, on "2 x" ranks, and what the line says
-    ("01 --batch-size=0", f"--batch-size: got '0', {WHOLE}, at least 1 (--help"),
-    ("01 --lr=nan", "--lr: got 'nan', expected a number, at least 0 and less than 1e+38"),
-    ("01 --lr=1e38", "--lr: got '1e38'"),
-    (
-        "01 --seed=4294967296",
-        f"{WHOLE}, at least 0 and less than 4294967296",
-    ),
-    ("01 --epoch=3", "unrecognized arguments: --epoch=3 (--help"),
-    (
-        "01 --dataset=imagefolder --data-dir=nowhere",
-        "--dataset imagefolder in --data-dir nowhere (",
-    ),
-    ("01 --dataset=imagefolder", "'data/train'): name the right folder"),
-    ("01 --batch-size=1501", "--batch-size 1501 is more than the 1500 training samples: try --bat"),
-    ("01 --dataset=synthetic --image-size=15", "--model net needs --image-size 16 or more, got 15"),
-    ("01 --evaluate=nowhere.pt", "cannot load nowhere.pt ([Errno 2] No such file"),
-    ("01 --resume=", "cannot load . ([Errno 21] Is a directory: '.'): use one that"),
-    ("01 --resume=auto --evaluate=some.pt", "--evaluate: not allowed with argument --resume"),
-    ("02 --replicas=7", "--batch-size 120 does not divide by 7: try 126"),
-    ("03 --world-size=7", "--batch-size 120 does not divide by 7: try 126"),
-    (f"03 {NCCL}", "--backend nccl needs a GPU for each rank: try --backend gloo"),
-    ("05 --sync-bn=False", "--sync-bn"),
-    ("tour --stages=01,07", "--stages 01,07: expected one or more of 01,02,03,04,05"),
-    ("tour --ranks=7 --batch-size=120", "--batch-size 120 does not divide by 7"),
-    ("tour --resume=auto", "the tour only trains"),
-    (f"{COLLECTIVES} --world-size=19", f"'19', {WHOLE}, at least 1 and less than 19"),
-    (f"{COLLECTIVES} {NCCL}", f"a GPU for each of {GPUS + 1} ranks, here are {GPUS}: try --ba"),
-    (f"{COLLECTIVES} --backend=mpi", "--backend mpi is not built into this"),
-    (
-        "04_ddp_torchrun/rank_variables.py --nodes 33 32",
-        "65 processes on this machine: try 64",
-    ),
-    ("04_ddp_torchrun/uneven.py", "one rank waits for nobody: start two, with torchrun"),
-    ("tests/check_exercise.py 06", "'06' (choose from '01', '02'"),
-    ("tests/check_exercise.py 01 --file=mine.py", "No such file or directory: "),
-    # All ranks find it, or they end together: none waits for another one.
-    ("2 x 04 --batch-size=61", "--batch-size 61 does not divide by 2: try 62"),
-    ("2 x 05 --batch-size=61", "--batch-size 61 does not divide by 2: try 62"),
-    ("2 x survive --batch-size=61", "--batch-size 61 does not divide by 2: try 62"),
-    ("2 x survive --dataset=imagefolder --data-dir=nowhere", "--data-dir nowhere"),
-    ("2 x survive --resume=nowhere.pt", "nowhere.pt is missing"),
-    ("2 x survive --run-dir=LICENSE", "cannot write to --run-dir"),  # only rank 0 finds that
-    ("survive --checkpoint-every-steps=0", f"--checkpoint-every-steps: got '0', {WHOLE}, at least"),
-    ("survive --accumulate=7", "--batch-size 120 does not divide by 7: try 126"),
-    ("survive --accumulate=0", f"--accumulate: got '0', {WHOLE}, at least 1"),
-    ("survive --clip-norm=0", "--clip-norm: got '0'"),
-]
+UNEVEN = "04_ddp_torchrun/uneven.py"
+TOO_MANY = f"--backend=nccl --world-size={GPUS + 1}"
+CALLS = {  # a stage or a program with its flags, and words of the line
+    "01 --batch-size=0": f"--batch-size: got '0', {WHOLE}, at least 1 (--help",
+    "01 --lr=nan": "--lr: got 'nan', expected a number, at least 0 and less than 1e+38",
+    "01 --seed=4294967296": f"{WHOLE}, at least 0 and less than 4294967296",
+    "01 --epoch=3": "unrecognized arguments: --epoch=3 (--help",
+    "01 --dataset=imagefolder --data-dir=nowhere": "--dataset imagefolder in --data-dir nowhere (",
+    "01 --dataset=imagefolder": "'data/train'): name the right folder",
+    "01 --batch-size=1501": "--batch-size 1501 is more than the 1500 training samples: try --bat",
+    "01 --dataset=synthetic --image-size=15": "--model net needs --image-size 16 or more, got 15",
+    "01 --evaluate=nowhere.pt": "cannot load nowhere.pt ([Errno 2] No such file",
+    "01 --resume=": "cannot load . ([Errno 21] Is a directory: '.'): use one that",
+    "01 --resume=auto --evaluate=some.pt": "--evaluate: not allowed with argument --resume",
+    "02 --replicas=7": "--batch-size 120 does not divide by 7: try 126",
+    "03 --world-size=7": "--batch-size 120 does not divide by 7: try 126",
+    f"03 {TOO_MANY}": "--backend nccl needs a GPU for each rank: try --backend gloo",
+    "05 --sync-bn=False": "--sync-bn",
+    "tour --stages=01,07": "--stages 01,07: expected one or more of 01,02,03,04,05",
+    "tour --ranks=7 --batch-size=120": "--batch-size 120 does not divide by 7",
+    "tour --resume=auto": "the tour only trains",
+    "survive --checkpoint-every-steps=0": f"--checkpoint-every-steps: got '0', {WHOLE}, at least",
+    "survive --accumulate=7": "--batch-size 120 does not divide by 7: try 126",
+    "survive --clip-norm=0": "--clip-norm: got '0'",
+    f"{COLLECTIVES} --world-size=19": f"'19', {WHOLE}, at least 1 and less than 19",
+    f"{COLLECTIVES} {TOO_MANY}": f"a GPU for each of {GPUS + 1} ranks, here are {GPUS}: try --ba",
+    f"{COLLECTIVES} --backend=mpi": "--backend mpi is not built into this",
+    "04_ddp_torchrun/rank_variables.py --nodes 33 32": "65 processes on this machine: try 64",
+    UNEVEN: "one rank waits for nobody: start two, with torchrun",
+    "tests/check_exercise.py 06": "'06' (choose from '01', '02'",
+    "tests/check_exercise.py 01 --file=mine.py": "No such file or directory: ",
+}
 if not GPUS:
-    CALLS += [(f"{key} --device=cuda", "'cuda' (choose from 'cpu')") for key in SCRIPTS]
+    CALLS |= {f"{key} --device=cuda": "'cuda' (choose from 'cpu')" for key in SCRIPTS}
+CALLS_OF_TWO_RANKS = {  # both find it, or they end together: none waits for the other
+    "04 --batch-size=61": "--batch-size 61 does not divide by 2: try 62",
+    "survive --batch-size=61": "--batch-size 61 does not divide by 2: try 62",
+    "survive --dataset=imagefolder --data-dir=nowhere": "--data-dir nowhere",
+    "survive --resume=nowhere.pt": "nowhere.pt is missing",
+    "survive --run-dir=LICENSE": "cannot write to --run-dir",  # only rank 0 finds that
+}
 
 
-@pytest.mark.parametrize(("call", "words"), CALLS)
-def test_wrong_flags_are_refused(call, words):
-    two = {"ranks": 2} if call.startswith("2 x ") else {}
-    refused(ended(*call.removeprefix("2 x ").split(" "), **two), words)
+@pytest.mark.parametrize("call", CALLS)
+def test_wrong_flags_are_refused(call):
+    refused(ended(*call.split(" ")), CALLS[call])
+
+
+@pytest.mark.parametrize("call", CALLS_OF_TWO_RANKS)
+def test_wrong_flags_are_refused_on_two_ranks(call):
+    refused(ended(*call.split(" "), ranks=2), CALLS_OF_TWO_RANKS[call])
 
 
 @pytest.mark.parametrize("key", ["04", "05"])
@@ -115,14 +77,16 @@ def test_a_stage_for_torchrun_says_so_without_it(key):
     refused(ended(key), "start it with torchrun --standalone --nproc-per-node=2 SCRIPT")
 
 
-LIMIT = ("--batch-size=1500", "--seed=4294967295", "--epochs=1", "--lr=0", "--workers=0")
-RIGHT = [("01", 1, LIMIT), ("05", 2, ("--batch-size=2",))]
+RIGHT_CALLS = [  # at the limits
+    ("01", 1, ["--batch-size=1500", "--seed=4294967295", "--epochs=1", "--lr=0", "--workers=0"]),
+    ("05", 2, ["--batch-size=2"]),
+]
 
 
-@pytest.mark.parametrize(("key", "ranks", "flags"), RIGHT)
+@pytest.mark.parametrize(("key", "ranks", "flags"), RIGHT_CALLS)
 def test_a_right_call_is_not_refused(key, ranks, flags, tmp_path):
-    """The control of everything here: at the limits; of two ranks with two values together."""
-    flags += ("--device=cpu", "--max-steps=1", f"--run-dir={tmp_path}")
+    """The control of everything here."""
+    flags = (*flags, "--device=cpu", "--max-steps=1", f"--run-dir={tmp_path}")
     start = launch_ranks if ranks == 2 else command
     answers = start(SCRIPTS[key], *flags)
     assert [status for status, _ in answers] == [0] * ranks, answers
@@ -159,23 +123,11 @@ def test_pictures_of_other_classes_are_refused(tmp_path):
     refused(said, "classes ['cat', 'dog'] for training, ['cat', 'owl'] for the test")
 
 
-class Trap:
-    """A pickled object that would leave a file behind if it were ever loaded."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return (open, (str(self.path), "w"))
-
-
-def seal(path):
-    """With the checksum that survive/ asks for."""
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    path.write_bytes(path.read_bytes() + chapter("survive", "durable").MARK + digest.encode())
+NOT_OURS = "use one that a stage saved"
 
 
 def checkpoint(kind, folder):
+    """A file that holds what `kind` says."""
     flags = ("--max-steps=3",) if kind == "inside" else SHORT
     good = train_once("01", 1, *flags, dtype=torch.float32).folder / "checkpoint.pt"
     path, content = folder / "checkpoint.pt", torch.load(good, weights_only=True)
@@ -191,7 +143,7 @@ def checkpoint(kind, folder):
 
 
 CHECKPOINTS = [  # what the file holds, the call, and what the line says
-    ("truncated", "01 --resume", NOT_OURS := "use one that a stage saved"),
+    ("truncated", "01 --resume", NOT_OURS),
     ("object", "01 --resume", "is not a checkpoint: it holds more than plain values"),
     ("list", "01 --evaluate", NOT_OURS),
     ("other sizes", "01 --resume", "size mismatch for fc2.weight"),
@@ -235,7 +187,7 @@ def test_what_only_rank_0_finds_ends_the_other_rank_too(key, tmp_path):
 def test_04_on_a_port_in_use_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
-        [(status, output)] = command(SCRIPTS["04"], env=launcher(port))
+        [(status, output)] = command(SCRIPTS["04"], env=torchrun_variables(port))
     assert status == 2
     [line] = [line for line in output.splitlines() if line.startswith("error: ")]
     assert f"port: {port}" in line

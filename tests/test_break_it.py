@@ -5,7 +5,8 @@ import importlib
 import pytest
 
 from break_it import file_of, rows_of
-from support import FOLDERS, changed_source, command
+from local_ranks import command
+from support import FOLDERS, changed_source
 
 ROWS = [row for key in FOLDERS for row in rows_of(key)]
 

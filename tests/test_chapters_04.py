@@ -5,6 +5,8 @@ The model of a step on paper: see test_bench.py.
 """
 
 import re
+import subprocess
+import sys
 from functools import cache
 from unittest.mock import patch
 
@@ -13,29 +15,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from support import ROOT, chapter, default_dtype
-from test_collectives import in_time, on_ranks, output_of
+from local_ranks import ROOT, in_time, on_ranks
+from repository_pages import fences
+from support import chapter, default_dtype, output_of
 
 FORECAST = "forecast --parameters=7e7 --step-ms=23 --batch-size=32 --gbit=50 --latency-us=800"
-FORECAST += " --accumulate=2 --wire=0.5 --spread=0.03 --gpus=16 --gpus-per-node=4 --inside=pcie-3"
+FORECAST += " --gpus=16 --gpus-per-node=4 --inside=pcie-3"
 PRINTED = {  # by a chapter with these flags: rows, with one space between their cells
     "alpha_beta": "the step takes 316 ms | 8 100 100 123 | 30 140 140 225 | 25 200 225 295 | "
     "25 280 295 366 | 10 300 366 395 | the step takes 405 ms",
-    "cluster": "nvlink-h100 3.4 2,880 | nvlink-a100 3.4 1,920 | nvlink-v100 3.4 960 | "
-    "nvlink-p100 3.4 512 | pcie-3 5.7 96 | infiniband-8x400 14.0 3,200 | infiniband-200 14.0 200 | "
-    "roce-25 14.0 25 | ethernet-100 50.0 100 | ethernet-25 50.0 25 | ethernet-10 50.0 10",
     "gradient_order": "resnet50 7.8 0% | resnet50 30.0 9% | resnet50 25.0 17% | "
     "resnet50 25.3 49% | resnet50 9.3 100% | vgg16 15.6 0% | vgg16 392.0 1% | vgg16 27.0 10% | "
     "vgg16 27.0 64%",
-    FORECAST: "1 64 46.0 1,391 100% computing | 8 512 90.0 5,687 51% bytes | "
-    "send bf16 (bf16_compress_hook) 1,024 99.2 10,324 46% latency | fewer ranks: 4 256 51.0 5,016 "
-    "90% bytes | send bf16, and accumulate 8 4,096 244.5 16,752 75% latency",
+    FORECAST: "1 32 23.0 1,391 100% computing | 8 256 105.6 2,424 22% bytes | "
+    "send bf16 (bf16_compress_hook) 512 105.7 4,844 22% bytes | fewer ranks: 1 32 23.0 1,391 "
+    "100% computing | send bf16, and accumulate 4 2,048 174.7 11,723 53% bytes",
 }
 
 
 @pytest.mark.parametrize("call", PRINTED)
 def test_what_a_chapter_prints(call):
-    """Of alpha_beta.py, cluster.py, forecast.py and gradient_order.py."""
+    """Of alpha_beta.py, forecast.py and gradient_order.py."""
     name, *flags = call.split()
     lines = [" ".join(line.split()) for line in output_of("04", name, *flags).splitlines()]
     assert [row for row in PRINTED[call].split(" | ") if row not in lines] == []
@@ -43,9 +43,8 @@ def test_what_a_chapter_prints(call):
 
 def test_c01_c03_words_shows_what_torchrun_gives_to_nodes_of_unequal_size():
     """Of two real torchruns. On the second node, rank % GPUs is another GPU."""
-    node_0, node_1 = (
-        output_of("04", "rank_variables", "--nodes", "3", "2").split("\n\n")[0].split("node 1")
-    )
+    table, *_ = output_of("04", "rank_variables", "--nodes", "3", "2").split("\n\n")
+    node_0, node_1 = table.split("node 1")
     for output, numbers in (
         (node_0, ("RANK 0 1 2", "LOCAL_RANK 0 1 2", "rank % 3 0 1 2 the local rank")),
         (node_1, ("RANK 3 4", "LOCAL_RANK 0 1", "rank % 2 1 0 another GPU than LOCAL_RANK names")),
@@ -78,14 +77,25 @@ def test_one_batch_more_on_a_rank_makes_it_wait_until_the_time_limit(rank):
 
 
 LATE = "Timed out waiting 2000ms"  # of one rank; how the other ends is a matter of luck
-INDICES = "indices which did not receive grad for rank 0:"
+PRIOR = "Expected to have finished reduction in the prior iteration"
+INDICES = "indices which did not receive grad for rank 0: 2 3"
+CONVERT_ALL = "need to convert all torch.Tensor to DTensor"
+INPLACE = "needed for gradient computation has been modified by an inplace operation"
+SHARED = "one element of the written-to tensor refers to a single memory location"
 UNEXPECTED = "Unexpected key(s) in state_dict:"
 FAILURES = {  # what is seen, and what both ranks say with the cure
     "rank-branch": (LATE, ["continues"] * 2),
     "evaluate-wrapped": (LATE, ["continues"] * 2),
-    "unused-parameter": (f"Parameter {INDICES} 2 3", ["two steps"] * 2),
+    "unused-parameter": (f"{PRIOR} before starting a new one", ["two steps"] * 2),
+    "ready-twice": ("Expected to mark a variable ready only once", ["two steps"] * 2),
+    "early-step": (f"one of the variables {INPLACE}", ["stepped"] * 2),
+    "expanded-buffer": (f"unsupported operation: more than {SHARED}", ["one forward"] * 2),
     "two-writers": ("FileNotFoundError", ["saved", "did not save"]),
     "module-prefix": (f'{UNEXPECTED} "module.weight", "module.bias"', ["loaded"] * 2),
+    "sharded-weights": (
+        f"got mixed torch.Tensor and DTensor, {CONVERT_ALL}",
+        ["loaded, and gathered 2 tensors"] * 2,
+    ),
     "no-interface": ("Unable to find address for: eth99", ["joined"] * 2),
 }
 
@@ -124,7 +134,18 @@ def test_detail_names_collectives_that_differ_and_info_unused_parameters():
         assert re.search(rf"Rank {rank} is running .*?OpType={mine}.*?OpType={other}", answer)
     text = "Parameters which did not receive grad for rank 0: spare.bias, spare.weight"
     for debug in ("OFF", "INFO"):
+        assert f"Parameter {INDICES}" in tried("unused-parameter", debug=debug)[0]
         assert (text in tried("unused-parameter", debug=debug)[0]) == (debug == "INFO")
+
+
+def test_troubleshooting_shows_what_becomes_of_a_function_that_stands_in_no_file():
+    [fence] = [
+        x for x in fences("bash", [ROOT / "docs/troubleshooting.md"]) if "mp.spawn" in x.text
+    ]
+    code = fence.text.split('"')[1]
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "Can't get attribute 'train' on <module '__main__' (built-in)>" in ended.stderr
 
 
 def test_a_checkpoint_remembers_the_gpu_of_rank_0_unless_it_is_loaded_to_the_cpu(

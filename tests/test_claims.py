@@ -1,4 +1,7 @@
-"""What tutorials say is as true as docs/claims.md says: C03 to C08, C14 to C16, C25 to C40."""
+"""What tutorials say is as true as docs/claims.md says: C03 to C08, C14 to C16, C25 to C40.
+
+Each test carries the number of its claim; the other claims are tested beside what they are about.
+"""
 
 import argparse
 import builtins
@@ -25,8 +28,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from common.data import local_batch_size
 from common.options import UsageError
-from support import chapter, command, free_port, run_ranks
-from test_collectives import of_all_ranks, on_ranks
+from local_ranks import command, free_port, of_all_ranks, on_ranks, run_ranks
+from support import chapter
 
 
 def test_c03_rank_modulo_gpus_is_the_local_rank_only_on_equal_nodes():
@@ -35,7 +38,7 @@ def test_c03_rank_modulo_gpus_is_the_local_rank_only_on_equal_nodes():
         assert verdict == ("the local rank" if right else "another GPU than LOCAL_RANK names")
 
 
-def _descend(lr, steps, batches):
+def descend(lr, steps, batches):
     """How far some steps of SGD lead, in float64: one batch a step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
@@ -53,14 +56,14 @@ def test_c04_for_small_steps_8_times_the_rate_on_8_batches_is_8_steps():
     """Goyal et al. 2017, section 2.1: the weights must hardly change meanwhile."""
     far = {}
     for lr in (1e-3, 1e-4):
-        eight_steps, one_step = _descend(lr, 8, 8), _descend(8 * lr, 1, 1)
+        eight_steps, one_step = descend(lr, 8, 8), descend(8 * lr, 1, 1)
         far[lr] = ((one_step - eight_steps).norm() / eight_steps.norm()).item()
-        unscaled = ((_descend(lr, 1, 1) - eight_steps).norm() / eight_steps.norm()).item()
+        unscaled = ((descend(lr, 1, 1) - eight_steps).norm() / eight_steps.norm()).item()
         assert unscaled > 0.8  # the control: an eighth of the way
     assert far[1e-4] < 0.02
     assert far[1e-3] / far[1e-4] == pytest.approx(10, rel=0.2)  # it goes with the rate
-    assert _descend(0.2, 50, 1).abs().max() < 10  # and a rate that works
-    assert _descend(8 * 0.2, 50, 1).abs().max() > 1e6  # may be too much 8 times
+    assert descend(0.2, 50, 1).abs().max() < 10  # and a rate that works
+    assert descend(8 * 0.2, 50, 1).abs().max() > 1e6  # may be too much 8 times
 
 
 def test_c05_type_bool_takes_any_text_for_true():
@@ -74,10 +77,8 @@ def test_c05_type_bool_takes_any_text_for_true():
 
 
 def test_c06_32_on_each_of_2_times_8_ranks_is_a_global_batch_of_512():
-    for batch_size, together in (
-        (32, 512),
-        (local_batch_size(32, 16), 32),
-    ):  # this project's is global
+    of_this_project = local_batch_size(32, 16)  # whose --batch-size is the global batch
+    for batch_size, together in ((32, 512), (of_this_project, 32)):
         samplers = [DistributedSampler(range(4096), 2 * 8, rank) for rank in range(2 * 8)]
         loaders = [DataLoader(range(4096), batch_size, sampler=sampler) for sampler in samplers]
         assert len(set(chain(*(next(iter(loader)).tolist() for loader in loaders)))) == together
@@ -118,14 +119,14 @@ def test_c08_on_gpus_the_second_alone_becomes_cuda_0():
     assert told == ["1", uuids[1]] != ["1", uuids[0]]
 
 
-def _init(rank):
+def join_with_the_local_rank(rank):
     limit = timedelta(seconds=1)  # two nodes with two ranks each; with the rank: see C02
     with pytest.raises(dist.DistError, match=r"^wait timeout after 1000ms"):
         dist.init_process_group("gloo", rank=rank % 2, world_size=4, timeout=limit)
 
 
 def test_c14_with_the_local_rank_two_nodes_never_meet():
-    run_ranks(4, _init)
+    run_ranks(4, join_with_the_local_rank)
 
 
 def test_c15_a_sampler_excludes_shuffle_and_a_batch_sampler_drop_last_too():
@@ -227,9 +228,7 @@ def test_c27_the_mean_of_gradients_is_that_of_the_batch(rank):
 
 
 @on_ranks(2)
-def test_c28_the_published_guard_is_false_for_every_parameter(
-    rank,
-):
+def test_c28_the_published_guard_is_false_for_every_parameter(rank):
     guards = (lambda p: type(p) is torch.Tensor, lambda p: isinstance(p, torch.Tensor))
     for guard, passed, expected in zip(guards, (0, 12), (1.0 + rank, 1.5), strict=True):
         model = nn.Linear(3, 2)
@@ -258,18 +257,18 @@ def test_c29_one_seed_gives_equal_weights_and_equal_dropout_masks(rank):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_c30_gloo_on_a_gpu_does_more_than_all_reduce_and_broadcast():
-    beyond = ("reduce", "gather", "all_gather", "scatter", "reduce_scatter", "all_to_all")
-    probes = {name: chapter("03", "collectives").probe("gloo", "cuda", name, 60) for name in beyond}
-    assert "yes" in [cell for cell, _ in probes.values()], probes
+    start, play = chapter("03", "ranks").start, chapter("03", "collectives").before_and_after
+    gathered = start(2, play, "all_gather", device="cuda", seconds=60)
+    assert [after for _, after in gathered] == [[1, 10]] * 2
 
 
 @pytest.mark.skipif(dist.is_mpi_available(), reason="this torch was built with MPI")
 def test_c30_mpi_needs_a_build_from_source():
     with pytest.raises(RuntimeError, match="only included if you build PyTorch from source"):
-        _init_alone("mpi")
+        join_alone("mpi")
 
 
-def _init_alone(backend, **options):
+def join_alone(backend, **options):
     options = options or {"store": dist.HashStore()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -280,8 +279,8 @@ def _init_alone(backend, **options):
 def test_c31_there_is_no_tcp_backend_but_tcp_is_still_an_address_where_ranks_meet():
     assert not dist.is_backend_available("tcp")
     with pytest.raises(AssertionError, match="Unknown backend type tcp"):
-        _init_alone("tcp")
-    _init_alone("gloo", init_method=f"tcp://127.0.0.1:{free_port()}")
+        join_alone("tcp")
+    join_alone("gloo", init_method=f"tcp://127.0.0.1:{free_port()}")
 
 
 def test_c33_without_set_epoch_every_epoch_has_the_same_order():

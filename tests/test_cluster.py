@@ -21,8 +21,8 @@ import pytest
 import torch
 from torch.distributed.run import config_from_args, parse_args
 
-from support import ROOT, Run, free_port, load_stage, train_once
-from test_stages import same_run
+from local_ranks import ROOT, free_port
+from support import Run, load_stage, same_run, train_once
 
 LAUNCH = ROOT / "04_ddp_torchrun" / "launch"
 TWO_NODES = ("bash", LAUNCH / "two_nodes_here.sh")
@@ -69,6 +69,7 @@ def is_the_run_of(ranks: int, folder: Path, key: str, *flags: str) -> bool:
 
 
 def processes_with(text: object) -> list[int]:
+    """The processes of this machine with this text in their command."""
     found = subprocess.run(["pgrep", "-f", re.escape(str(text))], capture_output=True, text=True)
     return [int(pid) for pid in found.stdout.split()]
 
@@ -79,6 +80,9 @@ def path_with(folder: Path, **programs: str) -> str:
         (folder / name).write_text(f"#!/bin/sh\n{lines}\n")
         (folder / name).chmod(0o755)
     return f"{folder}:{BIN}:{os.environ['PATH']}"
+
+
+# The commands that the scripts start
 
 
 OF_A_JOB = {"SLURM_JOB_ID": 17, "SLURM_JOB_NODELIST": "node-[7-8]", "SLURM_JOB_NUM_NODES": 2}
@@ -106,7 +110,7 @@ def test_a_script_starts_exactly_this_command(script, tmp_path, monkeypatch):
     limit = "${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:--}"
     say = f"$OMP_NUM_THREADS ${{MASTER_ADDR:--}} ${{MASTER_PORT:--}} {limit}"
     numbers = "rank $RANK, local $LOCAL_RANK, of $WORLD_SIZE, $LOCAL_WORLD_SIZE here:"
-    path = path_with(
+    path = path_with(  # programs that say how they were called
         tmp_path,
         torchrun=f'echo "{say} $*"',
         python=f'echo "{say} {numbers} $*"',
@@ -137,166 +141,6 @@ def test_a_script_refuses_in_one_line_what_it_cannot_do(script, env, told, tmp_p
     assert output.startswith(f"error: {told}")
 
 
-RUN = """
-import runpy, sys, torch
-from unittest.mock import MagicMock
-torch._dynamo = MagicMock(disable=lambda call, *_, **__: call)
-sys.modules.update({{name: torch._dynamo for name in ("torch._dynamo", "torch._dynamo.utils")}})
-sys.argv[0] = "{0}/train.py"
-sys.path.insert(0, "{0}")
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""  # its optimizer would import torch.compile, for seconds
-DIES_ONCE = """
-import os, pathlib, signal, sys, threading, time
-checkpoint = pathlib.Path(sys.argv[-1], "checkpoint.pt")
-def die():
-    while not checkpoint.exists():
-        time.sleep(0.001)
-    os.kill(os.getpid(), signal.SIGKILL)
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
-    threading.Thread(target=die, daemon=True).start()
-"""
-
-
-def test_elastic_heals_a_run_whose_rank_is_killed(tmp_path):
-    flags = ("--epochs=2", *MODEL)
-    script, control, healed = tmp_path / "dies_once.py", tmp_path / "dies.py", tmp_path / "healed"
-    script.write_text(DIES_ONCE + RUN.format("beyond/survive"))
-    control.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
-    command = ("bash", LAUNCH / "elastic.sh", *flags, "--run-dir")
-    process = begin(*command, healed, SCRIPT=script)
-    control, _ = run(*command, tmp_path, SCRIPT=control, MAX_RESTARTS=0)
-    status, output = end(process)
-    assert (status, control) == (0, 1), output
-    assert is_the_run_of(2, healed, "survive", *flags)
-
-
-ENDS_AT_SIGTERM = """
-import os, pathlib, signal, sys, time
-folder, rank = pathlib.Path(sys.argv[-1]), os.environ["RANK"]
-def stop(*_):
-    (folder / f"checkpoint.{rank}.of.{os.environ['WORLD_SIZE']}").touch()
-    sys.exit(0)
-signal.signal(signal.SIGTERM, stop)
-(folder / f"ready.{rank}").touch()
-time.sleep(100)
-"""
-
-
-def test_a_script_hands_sigterm_to_the_ranks_and_ends_with_their_status(tmp_path):
-    """The control is torchrun alone: its ranks do the same, but it ends with status 1."""
-    script, started = tmp_path / "ends.py", {}
-    script.write_text(ENDS_AT_SIGTERM)
-    node = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "NPROC_PER_NODE": 1}
-    calls = {"one_node.sh": [{}], "elastic.sh": [{}], "torchrun": [{}]}
-    calls["two_nodes.sh"] = [node | {"NODE_RANK": rank} for rank in range(2)]
-    for name, envs in calls.items():
-        (tmp_path / name).mkdir()
-        alone = ("torchrun", "--standalone", "--nproc-per-node=2", script)
-        command = ("bash", LAUNCH / name) if name.endswith(".sh") else alone
-        started[name] = [begin(*command, tmp_path / name, SCRIPT=script, **env) for env in envs]
-    for name, processes in started.items():
-        until(lambda: len(list((tmp_path / name).glob("ready.*"))) == 2)  # noqa: B023
-        for process in processes:
-            process.send_signal(signal.SIGTERM)
-    for name, processes in started.items():
-        statuses = {end(process)[0] for process in processes}
-        assert statuses == {0 if name.endswith(".sh") else 1}, name
-        saved = sorted(path.name for path in (tmp_path / name).glob("checkpoint.*"))
-        assert saved == ["checkpoint.0.of.2", "checkpoint.1.of.2"], name
-    assert not processes_with(script)
-
-
-def begin_at_a_terminal(output: Path, *command: object, **env: object) -> tuple:
-    """The command in the foreground of a terminal of its own, and the keyboard of that terminal."""
-    keyboard, screen = pty.openpty()
-
-    def take_the_terminal() -> None:
-        fcntl.ioctl(screen, termios.TIOCSCTTY, 0)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a suite in the background ignores it
-
-    with output.open("w") as file:
-        files = {"stdin": screen, "stdout": file, "stderr": file, "pass_fds": [screen]}
-        files |= {"env": environment(**env), "start_new_session": True}
-        words = [str(part) for part in command]
-        process = subprocess.Popen(words, preexec_fn=take_the_terminal, **files)
-    os.close(screen)
-    return process, keyboard
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in run("pgrep", "-P", pid)[1].split()]
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-RANK = """
-import os, pathlib, signal, sys, time
-rank, restarts, seconds = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], 300
-{0}
-pathlib.Path(sys.argv[-1], f"rank {{rank}}, restart {{restarts}}").touch()
-time.sleep(seconds)
-"""
-IGNORE = "for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)"
-END_ON_NODE_0 = "seconds = 300 * int(rank)"
-FAIL_ONCE = "if restarts == '0': sys.exit(3)"
-RANKS, ALONE = {"rank 0, restart 0", "rank 1, restart 0"}, {"MASTER_ADDR": "127.0.0.1"}
-PHASES = {  # script, its settings, what a rank does first, and what shows that it is time
-    "imports torch": ("one_node.sh", {}, "", "torchrun"),
-    "has ranks": ("one_node.sh", {}, "", RANKS),
-    "has ranks that ignore it": ("one_node.sh", {}, IGNORE, RANKS),
-    "waits for node 1": ("two_nodes.sh", ALONE | {"NODE_RANK": 0}, "", "port"),
-    "waits for node 0": ("two_nodes.sh", ALONE | {"NODE_RANK": 1}, "", "call"),
-    "is done, but not node 1": ("two_nodes.sh", ALONE | {"NODE_RANK": 0}, END_ON_NODE_0, "done"),
-    "waits for a second node": ("elastic.sh", {"NNODES": 2}, "", "port"),
-    "has restarted": ("elastic.sh", {}, FAIL_ONCE, {"rank 0, restart 1", "rank 1, restart 1"}),
-}
-
-
-@pytest.mark.parametrize("phase", PHASES)
-def test_ctrl_c_ends_a_script_and_its_ranks_when_it(phase, tmp_path):
-    """A real one: the terminal sends SIGINT to all processes in its foreground."""
-    (name, env, lines, sign), port, output = PHASES[phase], free_port(), tmp_path / "output"
-    script = tmp_path / "script.py"
-    script.write_text(RANK.format(lines))
-    env = {"SCRIPT": script, "MASTER_PORT": port, "RDZV_ENDPOINT": f"127.0.0.1:{port}"} | env
-    command = ("bash", LAUNCH / name, tmp_path)
-    other = begin(*command, **env | {"NODE_RANK": 1}) if sign == "done" else None
-    answer = socket.create_server(("127.0.0.1", port)) if sign == "call" else None
-    process, keyboard = begin_at_a_terminal(output, *command, **env)
-
-    def it_is_time() -> bool:
-        assert process.poll() is None, output.read_text()
-        children = children_of(process.pid)
-        ready = {path.name for path in tmp_path.glob("rank*")}
-        if sign == "torchrun":
-            return bool(processes_with(script))
-        if sign == "port":
-            return listens(port)
-        if sign == "done":
-            return ready == RANKS and not children_of(children[0])
-        return ready >= sign
-
-    try:
-        if answer:  # this test is node 0, and says nothing
-            answer.settimeout(SECONDS)
-            answer.accept()
-        else:
-            until(it_is_time)
-        os.write(keyboard, b"\x03")
-        assert process.wait(SECONDS) == 130, output.read_text()
-        if other:
-            other.terminate()
-            end(other)
-        until(lambda: not processes_with(script))
-    finally:
-        for pid in processes_with(script):
-            os.kill(pid, signal.SIGKILL)
-
-
 def test_torchrun_and_train_accept_the_command_of_the_pytorchjob(monkeypatch):
     """What the operator tells the worker: pull request 1840 of Kubeflow's training operator."""
     yaml = pytest.importorskip("yaml", reason="needs PyYAML: pip install -r requirements.txt")
@@ -324,6 +168,152 @@ def test_torchrun_and_train_accept_the_command_of_the_pytorchjob(monkeypatch):
     assert load_stage("survive").parse_args().resume == "auto"
 
 
+# Ranks that die, and signals
+
+
+RUN = """
+import runpy, sys, torch
+from unittest.mock import MagicMock
+torch._dynamo = MagicMock(disable=lambda call, *_, **__: call)
+sys.modules.update({{name: torch._dynamo for name in ("torch._dynamo", "torch._dynamo.utils")}})
+sys.argv[0] = "{0}/train.py"
+sys.path.insert(0, "{0}")
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""  # a stage, whose optimizer would import torch.compile, for seconds
+DIES_ONCE = """
+import os, pathlib, signal, sys, threading, time
+checkpoint = pathlib.Path(sys.argv[-1], "checkpoint.pt")
+def die():
+    while not checkpoint.exists():
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+    threading.Thread(target=die, daemon=True).start()
+"""
+
+
+def test_elastic_heals_a_run_whose_rank_is_killed(tmp_path):
+    """It ends as if nobody had died. That one did, torchrun says, and so does the new rank 0."""
+    flags = ("--epochs=2", *MODEL)
+    script, folder = tmp_path / "dies_once.py", tmp_path / "run"
+    script.write_text(DIES_ONCE + RUN.format("beyond/survive"))
+    command = ("bash", LAUNCH / "elastic.sh", *flags, "--run-dir", folder)
+    status, output = run(*command, SCRIPT=script)
+    assert status == 0, output
+    assert "exitcode: -9" in output
+    assert "saved by 2 ranks" in output
+    assert is_the_run_of(2, folder, "survive", *flags)
+
+
+ENDS_AT_SIGTERM = """
+import os, pathlib, signal, sys, time
+folder, rank = pathlib.Path(sys.argv[-1]), os.environ["RANK"]
+def stop(*_):
+    (folder / f"checkpoint.{rank}.of.{os.environ['WORLD_SIZE']}").touch()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+(folder / f"ready.{rank}").touch()
+time.sleep(100)
+"""
+
+
+def test_a_script_hands_sigterm_to_the_ranks_and_ends_with_their_status(tmp_path):
+    """The control is torchrun alone: its ranks do the same, but it ends with status 1."""
+    script, started = tmp_path / "ends.py", {}
+    script.write_text(ENDS_AT_SIGTERM)
+    scripts = ("one_node.sh", "elastic.sh", "two_nodes.sh")
+    for name in (*scripts, "torchrun"):
+        (tmp_path / name).mkdir()
+        command = ("bash", LAUNCH / name, tmp_path / name)
+        nodes = [{}]
+        if name == "torchrun":
+            command = (name, "--standalone", "--nproc-per-node=2", script, tmp_path / name)
+        if name == "two_nodes.sh":
+            node = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "NPROC_PER_NODE": 1}
+            nodes = [node | {"NODE_RANK": rank} for rank in range(2)]
+        started[name] = [begin(*command, SCRIPT=script, **node) for node in nodes]
+    for name, processes in started.items():
+        until(lambda: len(list((tmp_path / name).glob("ready.*"))) == 2)  # noqa: B023
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+    for name, processes in started.items():
+        statuses = {end(process)[0] for process in processes}
+        assert statuses == {0 if name in scripts else 1}, name
+        saved = sorted(path.name for path in (tmp_path / name).glob("checkpoint.*"))
+        assert saved == ["checkpoint.0.of.2", "checkpoint.1.of.2"], name
+    assert not processes_with(script)
+
+
+def begin_at_a_terminal(output: Path, *command: object, **env: object) -> tuple:
+    """The command in the foreground of a terminal of its own, and the keyboard of that terminal."""
+    keyboard, screen = pty.openpty()
+
+    def take_the_terminal() -> None:
+        fcntl.ioctl(screen, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a suite in the background ignores it
+
+    with output.open("w") as file:
+        files = {"stdin": screen, "stdout": file, "stderr": file, "pass_fds": [screen]}
+        files |= {"env": environment(**env), "start_new_session": True}
+        words = [str(part) for part in command]
+        process = subprocess.Popen(words, preexec_fn=take_the_terminal, **files)
+    os.close(screen)
+    return process, keyboard
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+IGNORES_SIGNALS = """
+import os, pathlib, signal, sys, time
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+pathlib.Path(sys.argv[-1], "rank " + os.environ["RANK"]).touch()
+time.sleep(300)
+"""
+MOMENTS = {  # when Ctrl-C comes: the script, and the node that it is
+    "torchrun still imports torch": ("one_node.sh", {}),
+    "the ranks run, and ignore signals": ("one_node.sh", {}),
+    "node 0 waits for node 1": ("two_nodes.sh", {"NODE_RANK": 0}),
+    "node 1 waits for node 0": ("two_nodes.sh", {"NODE_RANK": 1}),
+    "it waits for a second node": ("elastic.sh", {"NNODES": 2}),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_ctrl_c_ends_a_script_and_its_ranks_when(moment, tmp_path):
+    """A real one: the terminal sends SIGINT to all processes in its foreground."""
+    (name, node), port, output = MOMENTS[moment], free_port(), tmp_path / "output"
+    script = tmp_path / "script.py"
+    script.write_text(IGNORES_SIGNALS)
+    env = {"SCRIPT": script, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **node}
+    env["RDZV_ENDPOINT"] = f"127.0.0.1:{port}"
+    node_0 = socket.create_server(("127.0.0.1", port)) if "waits for node 0" in moment else None
+    process, keyboard = begin_at_a_terminal(output, "bash", LAUNCH / name, tmp_path, **env)
+    try:
+        if node_0:  # it takes the call, and says nothing
+            node_0.settimeout(SECONDS)
+            _connection = node_0.accept()
+        elif moment == "torchrun still imports torch":
+            until(lambda: processes_with(script))
+        elif moment == "the ranks run, and ignore signals":
+            until(lambda: len(list(tmp_path.glob("rank *"))) == 2)
+        else:
+            until(lambda: listens(port))
+        assert process.poll() is None, output.read_text()
+        os.write(keyboard, b"\x03")
+        assert process.wait(SECONDS) == 130, output.read_text()
+        until(lambda: not processes_with(script))
+    finally:
+        for pid in processes_with(script):
+            os.kill(pid, signal.SIGKILL)
+
+
+# Two nodes, which are network namespaces of this machine
+
+
 @pytest.fixture(scope="module")
 def namespaces() -> None:
     status, output = run(*TWO_NODES, "true", RATE="1gbit")
@@ -331,7 +321,7 @@ def namespaces() -> None:
         pytest.skip(f"needs root and apt-get install -y iproute2: {output.strip()}")
 
 
-def of(process: subprocess.Popen) -> set[str]:
+def namespaces_of(process: subprocess.Popen) -> set[str]:
     return set(re.findall(rf"ddp-{process.pid}-\d", run("ip", "netns", "list")[1]))
 
 
@@ -363,13 +353,18 @@ def test_two_nodes_here_removes_all_it_made_and_does_not_meet_another_run(namesp
         env = {"RATE": "much" if how == "refused" else "", "GRACE": 1}
         started[how] = begin(*TWO_NODES, "bash", "-c", script, tmp_path / how, how, **env)
     until(lambda: all(len(list((tmp_path / how).iterdir())) == 2 for how in signals))
-    assert len(of(started["SIGINT"]) | of(started["SIGTERM"])) == 4, "the control: they made some"
+    assert len(namespaces_of(started["SIGINT"]) | namespaces_of(started["SIGTERM"])) == 4, (
+        "the control: they made some"
+    )
     for how, process in started.items():
         if how in signals:
             process.send_signal(signal.Signals[how])
         status, output = end(process)
-        assert (status, of(process)) == (expected[how], set()), output
+        assert (status, namespaces_of(process)) == (expected[how], set()), output
     assert not processes_with(tmp_path)
+
+
+# A SLURM of two such nodes
 
 
 CONF = """ClusterName=suite

@@ -1,16 +1,15 @@
-"""What ranks say to each other: each collective of collectives.py, and its table of backends."""
+"""What ranks say to each other: each collective of collectives.py.
 
-import importlib
-import multiprocessing.forkserver
+And the ranks that stage 03 and its chapters start end with the program that has started them.
+"""
+
 import os
 import re
 import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import contextmanager, redirect_stdout, suppress
-from functools import cache
-from io import StringIO
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,76 +18,37 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from support import ROOT, Line, chapter, context, forked, load_stage, run_ranks, scratch_folder
+from local_ranks import ROOT, context, forked, is_running, of_all_ranks, on_ranks
+from support import chapter, load_stage, output_of
 
 GPUS = torch.cuda.device_count()
 collectives = chapter("03", "collectives")
 LESSONS = collectives.LESSONS
-# The chapters run in this process: with the forkserver of the tests, and what support.py preloads.
-multiprocessing.forkserver.set_forkserver_preload = lambda modules: None
 
 
-def on_ranks(ranks: int) -> Callable:
-    """One start of ranks for all such tests of a file; if one of them fails, the others do, too."""
-
-    def share(test: Callable[[int], None]) -> Callable[[], None]:
-        def check() -> None:
-            if said := failure(test.__module__, ranks):
-                pytest.fail(said, pytrace=False)
-
-        check.ranks, check.body = ranks, test
-        return check
-
-    return share
-
-
-@cache
-def failure(module: str, ranks: int) -> str:
-    try:
-        run_ranks(ranks, _run_tests, module, ranks, scratch_folder())
-    except (AssertionError, TimeoutError) as error:
-        return str(error)
-    return ""
-
-
-def _run_tests(rank, module, ranks, folder):
-    os.chdir(folder)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks)
-    for test in vars(importlib.import_module(module)).values():
-        if getattr(test, "ranks", 0) == ranks:
-            test.body(rank)
-
-
-def of_all_ranks(mine) -> list:
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
-
-
-@contextmanager
-def in_time(seconds: int = 120):
-    def late(*_):
-        raise TimeoutError(f"not done after {seconds} s")
-
-    signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-
-
-def output_of(key: str, name: str, *flags: str) -> str:
-    """What a chapter prints. Its ranks come from the forkserver of the tests: seconds faster."""
-    argv = patch.object(sys, "argv", [name, *flags])
-    with in_time(), argv, redirect_stdout(StringIO()) as output:
-        chapter(key, name).main()
-    return output.getvalue()
+def right(name: str, ranks: list[tuple[list[int], list[int]]]) -> bool:
+    """Whether every rank holds the numbers that it should hold after the lesson."""
+    before, after = zip(*ranks, strict=True)
+    everything, n = [number for numbers in before for number in numbers], len(ranks)
+    columns = [list(column) for column in zip(*before, strict=True)]
+    expected = {
+        "send_recv": [before[0], before[0], *before[2:]],
+        "isend_irecv": [before[rank - 1] for rank in range(n)],
+        "broadcast": [before[0]] * n,
+        "reduce": [[sum(everything)], *after[1:]],  # the other ranks' numbers mean nothing
+        "all_reduce": [[sum(everything)]] * n,
+        "gather": [everything] + [[]] * (n - 1),
+        "all_gather": [everything] * n,
+        "barrier": list(before),
+        "scatter": [[number] for number in before[0]],
+        "reduce_scatter": [[sum(column)] for column in columns],
+        "all_to_all": columns,
+    }[name]
+    return list(after) == expected
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_collective_gives_what_plain_lists_give(world_size):
-    """In the matrix, too; there, a barrier is wrong if a rank leaves before all have come."""
     output = output_of("03", "collectives", f"--world-size={world_size}")
     rows = [re.split(r" {2,}", line.strip()) for line in output.splitlines()[2:]]
     assert [row[0] for row in rows[::2]] == list(LESSONS)
@@ -97,12 +57,18 @@ def test_every_collective_gives_what_plain_lists_give(world_size):
             assert after == (["no other rank"] if "send" in name else before), name
             continue
         held = [[list(map(int, re.findall(r"\d+", x))) for x in row] for row in (before, after)]
-        for left in (0.5, 3):
-            ranks = [(*both, came, left) for came, both in enumerate(zip(*held, strict=True))]
-            assert collectives.is_right(name, ranks) == (name != "barrier" or left == 3), (
-                name,
-                after,
-            )
+        assert right(name, list(zip(*held, strict=True))), (name, after)
+
+
+@on_ranks(3)
+def test_no_rank_leaves_a_barrier_before_all_have_come(rank):
+    """All processes of a machine have the same clock."""
+    for wait, together in ((collectives.barrier, True), (lambda tensor: tensor, False)):
+        dist.barrier()
+        time.sleep(0.2 * rank)
+        came, _, left = time.monotonic(), wait(torch.zeros(1)), time.monotonic()
+        times = of_all_ranks((came, left))
+        assert (max(came for came, _ in times) <= min(left for _, left in times)) == together
 
 
 CALLS = ("send", "recv", "batch_isend_irecv", "broadcast", "reduce", "all_reduce", "gather")
@@ -114,9 +80,9 @@ def test_without_its_call_no_lesson_gives_that(rank):
     """The control."""
     with patch.multiple(dist, **dict.fromkeys(CALLS, lambda *args, **kwargs: [])):
         play = chapter("03", "collectives").before_and_after
-        rows = [(*play(name), 0, 1) for name in LESSONS if name != "barrier"]
+        rows = [play(name) for name in LESSONS if name != "barrier"]
     pairs = zip(LESSONS, zip(*of_all_ranks(rows), strict=True), strict=False)
-    assert [name for name, ranks in pairs if collectives.is_right(name, ranks)] == []
+    assert [name for name, ranks in pairs if right(name, list(ranks))] == []
 
 
 def test_ranks_start_and_introduce_themselves():
@@ -125,106 +91,70 @@ def test_ranks_start_and_introduce_themselves():
     assert ranks.start(3, ranks.introduce, seconds=60) == said
 
 
-def test_the_matrix_agrees_with_probes_of_its_own(monkeypatch):
-    monkeypatch.setattr(collectives, "LESSONS", ["all_to_all", "barrier"])
-    table, _, reasons = output_of("03", "collectives", "--matrix").partition("\n\n")
-    header, _, *lines = (re.split(r" {2,}", line) for line in table.splitlines())
-    assert header[1:] == [f"{b} {d}" for b in ("gloo", "nccl", "mpi") for d in ("cpu", "cuda")]
-    assert [name for name, *_ in lines] == collectives.LESSONS
-    for _, *row in lines:
-        gloo, gloo_gpu, _, nccl_gpu, *mpi = row
-        assert gloo == "yes"
-        assert GPUS > 0 or gloo_gpu == "no device"
-        assert GPUS > 1 or nccl_gpu == "no device"
-        assert dist.is_mpi_available() or mpi == ["not built"] * 2
-    few = f"nccl cuda: no device: all: GPUs needed for 2 ranks: 2, seen by torch: {GPUS}\n"
-    assert GPUS > 1 or (few in reasons and "nccl cpu: no: " in reasons), "every no tells why"
+@pytest.mark.parametrize(("backend", "gpus"), [("gloo", 1), ("nccl", 2)])
+def test_every_collective_works_on_gpus_and_two_gloo_ranks_share_one(backend, gpus):
+    if gpus > GPUS:
+        pytest.skip(f"needs GPUs: {gpus}")
+    names = ["broadcast", "all_reduce"] if backend == "gloo" else list(LESSONS)
+    start, play = chapter("03", "ranks").start, collectives.before_and_after
+    for name in names:
+        assert right(name, start(2, play, name, backend=backend, device="cuda", seconds=60)), name
 
 
-def _hang(*_):
+READY = "checkpoint.pt"
+
+
+def hang(*_):
     dist.barrier()
     Path(READY).touch()
     time.sleep(999)
 
 
-def _crash(*_):
-    os.abort()
-
-
-def _lie(*_):
-    return [([1], [2], 0.0, 0.0)]
-
-
-PLAYS = {_hang: "not done after 1 s", int: "TypeError: int() argument", _crash: "SIGABRT"}
-PLAYS[_lie] = "wrong numbers: [[[1], [2]"
-
-
-def test_a_probe_that_hangs_crashes_or_lies_says_no(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for play, reason in PLAYS.items():
-        monkeypatch.setattr(collectives, "play_all", play)
-        cell, why = collectives.probe("gloo", "cpu", "broadcast", 1 if play is _hang else 60)
-        assert (cell, reason in why) == ("no", True), why
-
-
-@pytest.mark.parametrize(("backend", "gpus"), [("gloo", 1), ("nccl", 2)])
-def test_every_collective_works_on_gpus_and_two_gloo_ranks_share_one(backend, gpus):
-    if gpus > GPUS:
-        pytest.skip(f"needs GPUs: {gpus}")
-    for name in ("broadcast", "all_reduce") if backend == "gloo" else LESSONS:
-        assert collectives.probe(backend, "cuda", name, 60) == ("yes", ""), name
-
-
-READY, START = "checkpoint.pt", mp.start_processes
-
-
-def _parent(folder: Path, main: Callable, without: tuple[Line, ...]) -> None:
+def be_a_program(folder: Path, main: Callable) -> None:
+    """A process that starts ranks; they are forks, which need not import torch again."""
+    start = forked(mp.start_processes)
     for place in (mp, sys.modules["torch.multiprocessing.spawn"]):
-        place.start_processes = forked(START)
+        place.start_processes = start
     os.chdir(folder)
     torch.set_num_threads(1)
-    main(without)
+    main()
 
 
-def _train(without):
+def train() -> None:
     flags = ("--epochs=100000", "--device=cpu", f"--data-dir={ROOT / 'data'}", "--run-dir=.")
     sys.argv = ["train.py", *flags]
-    load_stage("03", without).main()
+    load_stage("03").main()
 
 
-def _train_in_background(without):
+def train_in_the_background() -> None:
     """After `&` in a script, SIGINT is ignored, by the processes that are spawned as well."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _train(without)
+    train()
 
 
-def _probe(without):
-    chapter("03", "ranks").start(2, _hang)
+def start_ranks_of_a_chapter() -> None:
+    chapter("03", "ranks").start(2, hang)
 
 
-def runs(pid: int | str) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
-
-
-def ranks_left(folder: Path, main: Callable, seconds: float, *without: Line) -> int:
-    parent, ranks = context.Process(target=_parent, args=(folder, main, without)), []
+def ranks_left(folder: Path, main: Callable, seconds: float) -> int:
+    """How many of the two ranks still run so long after their program was killed."""
+    program, ranks = context.Process(target=be_a_program, args=(folder, main)), []
     (folder / READY).unlink(missing_ok=True)
-    parent.start()
+    program.start()
     try:
         while not (folder / READY).exists():
-            assert parent.is_alive()
+            assert program.is_alive()
             time.sleep(0.1)
-        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
-        ranks = [pid for pid in children if runs(pid)]
+        children = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
+        ranks = [pid for pid in children if is_running(pid)]
         assert len(ranks) == 2
-        parent.kill()
+        program.kill()
         end = time.monotonic() + seconds
-        while (left := sum(map(runs, ranks))) and time.monotonic() < end:
+        while (left := sum(map(is_running, ranks))) and time.monotonic() < end:
             time.sleep(0.1)
         return left
     finally:
-        for pid in (parent.pid, *map(int, ranks)):
+        for pid in (program.pid, *map(int, ranks)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -232,6 +162,6 @@ def ranks_left(folder: Path, main: Callable, seconds: float, *without: Line) -> 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, a process is not told of this")
 def test_a_program_that_is_killed_takes_its_ranks_along(tmp_path):
     """PyTorch asks Linux to send each process SIGINT when the one that has spawned it ends."""
-    assert ranks_left(tmp_path, _probe, 10) == 0
-    assert ranks_left(tmp_path, _train, 10) == 0
-    assert ranks_left(tmp_path, _train_in_background, 1) == 2, "the control"
+    assert ranks_left(tmp_path, start_ranks_of_a_chapter, 10) == 0
+    assert ranks_left(tmp_path, train, 10) == 0
+    assert ranks_left(tmp_path, train_in_the_background, 1) == 2, "the control"

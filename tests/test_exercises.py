@@ -2,7 +2,8 @@
 
 import pytest
 
-from support import FOLDERS, ROOT, command
+from local_ranks import ROOT, command
+from support import FOLDERS
 
 MEAN = "return sum(x * n for x, n in zip(batch_means, batch_sizes)) / sum(batch_sizes)"
 CHUNKS = """size = -(-samples // replicas)

@@ -1,9 +1,13 @@
-"""Faults of most kinds, in real runs: they end in time, say why, and resume to the bit."""
+"""Faults of most kinds, in real runs: they end in time, say why, and resume to the bit.
+
+`make faults` injects hundreds of them; here, each kind once, and what each kind must say.
+"""
 
 import random
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -55,32 +59,35 @@ TELLS = {  # how many ranks print an error, and what all of them say
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes(request) -> dict[Fault, Outcome]:
-    """Of all faults that are selected, side by side: most of the time they wait."""
-    items = [item for item in request.session.items if item.originalname == "test_a_run_survives"]
-    faults = [FAULTS[item.callspec.params["name"]] for item in items]
-    for fault in faults:
+@cache
+def outcomes() -> dict[Fault, Outcome]:
+    """Of all faults, side by side: most of the time they wait."""
+    for fault in FAULTS.values():
         reference(fault)  # before two threads train the same one
     with ThreadPoolExecutor(6) as pool:
-        return dict(zip(faults, pool.map(trial, faults), strict=True))
+        return dict(zip(FAULTS.values(), pool.map(trial, FAULTS.values()), strict=True))
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_run_survives(name, outcomes):
-    outcome = outcomes[FAULTS[name]]
+def test_a_run_survives(name):
+    outcome = outcomes()[FAULTS[name]]
     assert not any(outcome.bad().values()), outcome
-    lost = {"term": [0], "nan-before-a-checkpoint": [EVERY]}.get(name, range(2 * EVERY + 2))
-    assert outcome.lost_steps in lost, outcome
+    lost_at_most = 2 * EVERY + 1  # one checkpoint is damaged, and the next was not yet written
+    expected = {"term": [0], "nan-before-a-checkpoint": [EVERY]}
+    assert outcome.lost_steps in expected.get(name, range(lost_at_most + 1)), outcome
     if name in TELLS:
         count, said = TELLS[name]
         errors = re.findall("^error: (.*)", outcome.output, re.M)
         assert len(errors) == count, outcome.output
         assert all(re.fullmatch(said, error) for error in errors), errors
-    if name == "term":  # a vote is under way for about a quarter of a second
-        [step] = set(re.findall(r"stops after step (\d+): --resume auto", outcome.output))
-        assert 8 <= int(step) < STEPS
-        assert outcome.seconds < 30, "torchrun sends SIGKILL then"
+
+
+def test_a_run_that_gets_sigterm_ends_soon_and_says_how_to_go_on():
+    """A vote is under way for about a quarter of a second; after 30 s, torchrun sends SIGKILL."""
+    outcome = outcomes()[FAULTS["term"]]
+    [step] = set(re.findall(r"stops after step (\d+): --resume auto", outcome.output))
+    assert 8 <= int(step) < STEPS
+    assert outcome.seconds < 30
 
 
 STOPS = "rank 0 stops after step 9\nrank 1 stops after step 9"

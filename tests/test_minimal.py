@@ -3,13 +3,15 @@
 import os
 import runpy
 from contextlib import redirect_stdout
+from functools import cache
 from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
 
-from support import ROOT, default_dtype, run_ranks, scratch_folder
+from local_ranks import ROOT, run_ranks, scratch_folder
+from support import default_dtype
 
 SCRIPTS = {1: ROOT / "01_single_gpu" / "minimal.py", 2: ROOT / "04_ddp_torchrun" / "minimal.py"}
 
@@ -24,6 +26,7 @@ def run_script(rank: int, source: str, folder: Path) -> str:
     return output.getvalue()
 
 
+@cache
 def run(ranks: int, old: str = "", new: str = "") -> tuple[list[str], dict[str, torch.Tensor]]:
     """What each rank prints, and the weights; with one piece of the script replaced."""
     source, folder = SCRIPTS[ranks].read_text(), scratch_folder()
@@ -57,5 +60,5 @@ def test_each_changed_line_of_the_minimal_pair_is_needed(old, new):
 
 def test_without_the_all_reduce_a_rank_counts_its_own_samples_only():
     [one_output], _ = run(1)
-    outputs, _ = run(2, "    dist.all_reduce(correct)\n")
+    outputs, _ = run(2, "    dist.all_reduce(correct)")
     assert outputs[0] != one_output

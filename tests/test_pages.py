@@ -66,19 +66,3 @@ def test_the_main_path_is_complete():
 
 def test_the_index_is_that_of_the_pages_and_programs_of_today():
     assert (ROOT / index.INDEX).read_text() == index.index(), "run: make lessons"
-
-
-def test_the_index_lists_a_new_page_and_a_new_program_in_the_order_of_the_readme(tmp_path):
-    stage = tmp_path / "01_one"
-    stage.mkdir()
-    (stage / "README.md").write_text("# 01 · One\n\n**Question: which one?**\n[late](late.md)\n")
-    (stage / "early.py").write_text('"""Comes early.\n\nMore.\n"""\n')
-    (stage / "late.md").write_text("# Comes | late\n")
-    (stage / "late.py").write_text('"""Shows it."""\n')
-    rows = re.findall(r"^\| \[(.+?)\]\(\.\./01_one/.+?\) \| (.+) \|$", index.index(tmp_path), re.M)
-    assert rows == [
-        ("README.md", "01 · One: which one?"),
-        ("late.md", "Comes &#124; late"),
-        ("late.py", "Shows it"),
-        ("early.py", "Comes early"),
-    ]

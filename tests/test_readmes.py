@@ -9,10 +9,10 @@ import pytest
 
 import tour
 from lessons import PARENTS
+from local_ranks import command as start
+from local_ranks import launch_ranks
 from outputs import differences
 from repository_pages import ALL_PAGES, BREAK, ROOT, TABLE, fences, shell
-from support import command as start
-from support import launch_ranks
 from tables import TABLES
 
 

@@ -15,19 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from common.options import UsageError
-from support import (
-    ROOT,
-    Line,
-    Run,
-    chapter,
-    default_dtype,
-    load_stage,
-    run_main,
-    run_ranks,
-    scratch_folder,
-    train_once,
-)
-from test_collectives import of_all_ranks, on_ranks
+from local_ranks import ROOT, of_all_ranks, on_ranks, run_ranks, scratch_folder
+from support import Line, Run, chapter, default_dtype, load_stage, run_main, train_once
 
 NAMES = ("per-parameter", "flat", "bucketed", "ring", "shared-memory")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}
@@ -102,7 +91,7 @@ def close(ours: list, truth: list) -> bool:
     )
 
 
-def _reduced(rank: int, ranks: int, without: tuple[Line, ...]) -> None:
+def check_all_reducers(rank: int, ranks: int, without: tuple[Line, ...]) -> None:
     """All reducers in one process group; every rank begins with weights and a buffer of its own."""
     load_stage("03", without)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
@@ -121,10 +110,10 @@ def _reduced(rank: int, ranks: int, without: tuple[Line, ...]) -> None:
 
 def test_03_reducers_do_what_one_process_does(without=()):
     for ranks in (2, 3, 1):
-        run_ranks(ranks, _reduced, ranks, without)
+        run_ranks(ranks, check_all_reducers, ranks, without)
 
 
-def _late_gradient(rank: int, without: tuple[Line, ...]) -> list:
+def gradient_of_a_late_rank(rank: int, without: tuple[Line, ...]) -> list:
     dist.init_process_group("gloo", rank=rank, world_size=2)
     load_stage("03", without)
     parameter = nn.Parameter(torch.zeros(4))
@@ -137,10 +126,10 @@ def _late_gradient(rank: int, without: tuple[Line, ...]) -> list:
 
 
 def test_03_shared_memory_waits_for_the_gradients_of_a_late_rank(without=()):
-    assert run_ranks(2, _late_gradient, without) == [[1.5] * 4] * 2
+    assert run_ranks(2, gradient_of_a_late_rank, without) == [[1.5] * 4] * 2
 
 
-def _train(rank: int, name: str, *flags: str) -> None:
+def train_with(rank: int, name: str, *flags: str) -> None:
     """Stage 03, but its average_gradients calls this reducer."""
     stage = load_stage("03")
     make = chapter("03", "reducers").REDUCERS.get(name)
@@ -152,7 +141,7 @@ def _train(rank: int, name: str, *flags: str) -> None:
 def losses_of_stage_03(name: str, *flags: str) -> list[float]:
     folder = scratch_folder()
     where = ("--device=cpu", f"--data-dir={ROOT / 'data'}", f"--run-dir={folder}", "--world-size=2")
-    run_ranks(2, _train, name, *flags, *where)
+    run_ranks(2, train_with, name, *flags, *where)
     return Run(folder, [], "").losses.tolist()
 
 
@@ -176,13 +165,13 @@ def test_a_bucket_is_closed_as_soon_as_it_holds_its_size():
     assert found == [[29], list(range(28, 3, -1)), [3, 2], [1, 0]]
 
 
-def _watch_a_bucket(rank: int, ranks: int) -> list:
+def watch_a_bucket(rank: int, ranks: int) -> list:
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     return chapter("03", "reducers").watch_backward()
 
 
 def test_the_first_bucket_is_on_its_way_while_most_gradients_are_still_to_come():
-    first, *_, last = run_ranks(2, _watch_a_bucket, 2)[0]
+    first, *_, last = run_ranks(2, watch_a_bucket, 2)[0]
     assert first[-1] > 50
     assert last[-1] == 0, "the control: the last bucket can overlap with nothing"
 
@@ -222,7 +211,7 @@ def test_models_that_differ_between_ranks_or_train_nothing_are_refused_on_all_of
 
 @on_ranks(2)
 def test_memory_is_shared_where_there_is_no_memfd_and_not_between_machines(rank):
-    share_memory = chapter("03", "reducers").share_memory
+    share_memory = chapter("03", "shared_memory").share_memory
     with mock.patch.object(os, "memfd_create", create=True):
         del os.memfd_create
         memory = share_memory(2)
@@ -241,7 +230,7 @@ def numbers(length: int, rank: int) -> torch.Tensor:
     return torch.arange(length).remainder(50) + rank  # their sums are exact in all dtypes
 
 
-def _ring(rank: int, n: int) -> None:
+def check_the_ring(rank: int, n: int) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=n)
     ring = chapter("03", "ring")
     ring.PIECE = 4096
@@ -262,7 +251,7 @@ def _ring(rank: int, n: int) -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_the_ring_sums_any_length_and_dtype_and_sends_2_n_minus_1_nths_in_pieces(n):
-    run_ranks(n, _ring, n)
+    run_ranks(n, check_the_ring, n)
 
 
 @on_ranks(2)

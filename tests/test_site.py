@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from support import ROOT
+from local_ranks import ROOT
 
 SITE = ROOT / ".venv-site"
 

@@ -1,12 +1,9 @@
-"""Switches of speed and unused parameters do what 05's pages say: C09, C12, C17, C18."""
+"""Formats and unused parameters do what 05's pages say: C09, C12, C17, C18."""
 
 import json
-import os
-import re
-from contextlib import redirect_stdout
 from datetime import timedelta
-from io import StringIO
-from unittest.mock import Mock, patch
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,12 +12,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import support
-from common.options import UsageError
-from support import ROOT, Line, Run, chapter, load_stage, run_main, run_ranks, train_once
-from test_collectives import of_all_ranks, on_ranks
-from test_stages import LOCAL
+from local_ranks import ROOT, of_all_ranks, on_ranks, run_ranks
+from support import chapter, train_once
 
-unused, machine, switches = (chapter("05", name) for name in ("unused", "machine", "switches"))
+unused, machine = chapter("05", "unused"), chapter("05", "machine")
 
 LATE = "Expected to have finished reduction in the prior iteration"
 VERDICTS = [  # on each step of the chapter's cases: whether it was averaged, or the error
@@ -86,97 +81,8 @@ def test_05_no_sync_on_one_rank_only_makes_the_other_wait(rank):
             ddp(torch.ones(1, 2)).sum().backward()
 
 
-PLACES = {  # what is added stands before this text of train.py
-    "at the top": "import torch.distributed as dist\n",
-    "before DDP": "    ddp = DistributedDataParallel(",
-    "after DDP": "    sampler = DistributedSampler(",
-    "for each batch": "        labels = labels.to(device, non_blocking=True)",
-}
-
-
-def with_switch(name: str) -> tuple[Line, ...]:
-    changes = []
-    for code, place in (line.split("  # ") for line in switches.LINES[name]):
-        old = PLACES[place]
-        changes.append(("train.py", old, f"{old[: -len(old.lstrip())]}{code}\n{old}"))
-    return tuple(changes)
-
-
-def _seen(rank, flags, without):
-    """Of the first layer: layouts, dtype of its output. And what is sent."""
-    stage, found, sent = load_stage("05", without), set(), []
-    reduce = dist.all_reduce
-
-    def watch(layer, inputs, output):
-        if isinstance(layer, nn.Conv2d) and inputs[0].shape[1] == 3 and layer.training:
-            tensors, layout = (layer.weight, inputs[0]), torch.channels_last
-            found.add((*(t.is_contiguous(memory_format=layout) for t in tensors), output.dtype))
-
-    def reduce_watched(tensor, *others, **more):
-        if more.get("async_op"):  # DDP's hooks; those of the stage itself wait
-            sent.append(tensor.dtype)
-        return reduce(tensor, *others, **more)
-
-    nn.modules.module.register_module_forward_hook(watch)
-    flags += ("--dataset=synthetic", "--device=cpu", f"--run-dir={support.scratch_folder()}")
-    with patch.object(dist, "all_reduce", reduce_watched):
-        run_main(stage, rank, *flags, "--max-steps=2", "--batch-size=16")
-    return found, sent
-
-
-FP32, BF16 = torch.float32, torch.bfloat16
-INSIDE = {  # of a step: the flag, a switch, whether channels_last, a dtype, and those that are sent
-    "bf16": ("bf16", (), False, BF16, []),
-    "channels_last": ("off", with_switch("channels_last"), True, FP32, []),
-    "bf16 hook": ("off", with_switch("bf16 hook"), False, FP32, [BF16] * 2),
-}
-
-
-@pytest.mark.parametrize(("amp", "change", "last", "dtype", "sent"), INSIDE.values(), ids=INSIDE)
-def test_what_a_format_or_a_switch_changes_inside_a_step(amp, change, last, dtype, sent):
-    """A hook of DDP sends once a step."""
-    assert run_ranks(1, _seen, (f"--amp={amp}",), change) == [({(last, last, dtype)}, sent)]
-
-
-def _compiled(rank, flags):
-    from torch._dynamo.utils import counters
-
-    file, old, new = with_switch("compile")[0]
-    quick = new.replace("compile()", 'compile(backend="eager")')  # no compiler of C++ needed
-    run_main(load_stage("05", ((file, old, quick),)), rank, *flags)
-    return counters["stats"]["unique_graphs"]
-
-
-def test_compiled_steps_compute_the_same(tmp_path):
-    flags = ("--model=net-bn", "--max-steps=3")
-    plain = train_once("05", 1, *flags, dtype=FP32)
-    assert run_ranks(1, _compiled, (*flags, *LOCAL, f"--run-dir={tmp_path}"))[0] > 0
-    compiled = Run(tmp_path, [], "")
-    assert (plain.losses - compiled.losses).abs().max() < 1e-4
-    assert compiled.checkpoint["model"].keys() == plain.checkpoint["model"].keys(), "_orig_mod."
-
-
-def _table(rank):
-    few, none = patch.object(switches, "ROUNDS", 1), Mock(side_effect=UsageError("no g++"))
-    without = patch.object(switches, "refuse_no_compiler", none)
-    with redirect_stdout(StringIO()) as output, few, without:
-        switches.compare(rank, int(os.environ["MASTER_PORT"]))
-    return output.getvalue()
-
-
-def test_the_chapter_compares_each_switch_with_plain_ddp_and_compiles_where_it_can():
-    table, nothing = run_ranks(2, _table)
-    assert nothing == ""
-    assert table.startswith("compile is left out: no g++")
-    rows = [re.split(r" {2,}", line) for line in table.splitlines()[4:]]
-    found = {name: text.removeprefix("off by ") for name, _, text in rows}
-    assert found.pop("DDP") == found.pop("DDP again") == "same bits"
-    assert list(found) == ["channels_last", "bf16 hook"]
-    assert float(found["channels_last"]) < 1e-6 < float(found["bf16 hook"]) < 1e-3
-
-
-def test_what_the_machine_runs_and_has_units_for_is_told_and_the_rest_refused(capsys):
-    """Of a machine without a GPU or a compiler, whose CPU has units for bf16 and refuses fp16."""
+def test_what_the_machine_runs_and_has_units_for_is_told(capsys):
+    """Of a machine without a GPU, whose CPU has units for bf16 and refuses fp16."""
 
     def conv(x, *_):
         if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.float16:
@@ -185,16 +91,10 @@ def test_what_the_machine_runs_and_has_units_for_is_told_and_the_rest_refused(ca
 
     units = patch.object(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True, "fp16": False})
     no_gpu = patch.object(torch.cuda, "is_available", lambda: False)
-    no_compiler = patch.object(torch, "compile", side_effect=RuntimeError("no g++\n\nand more"))
-    with patch.object(machine.F, "conv2d", conv), units, no_gpu, no_compiler:
+    with patch.object(machine.F, "conv2d", conv), units, no_gpu:
         machine.main()
-        with pytest.raises(UsageError, match=r"--amp fp16 does not run on this cpu .*'Half'"):
-            machine.refuse_format("fp16", torch.device("cpu"))
-        with pytest.raises(UsageError, match=r"does not work here \(no g\+\+\): install a C\+\+"):
-            machine.refuse_no_compiler(torch.device("cpu"))
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[3:]]
-    expected = [["fp32", "yes", "yes"], ["bf16", "yes", "yes"], ["fp16", "no", "no"]]
-    assert rows == [*expected, ["torch.compile", "runs:", "no"]]
+    assert rows == [["fp32", "yes", "yes"], ["bf16", "yes", "yes"], ["fp16", "no", "no"]]
     with patch.object(torch.cuda, "get_device_capability", lambda device: (7, 5)):
         found = [machine.has_units(name, torch.device("cuda")) for name in machine.FORMATS]
     assert found == [True, False, False, True]
@@ -231,29 +131,35 @@ def test_c09_no_variant_wins_by_learning_less():
     for variant, row in (accuracy := results("05_precision")["accuracy"]).items():
         assert len(row["test_accuracies"]) >= 3
         assert abs(row["median"] - accuracy["fp32"]["median"]) < 0.02, variant
-    for name, row in (rows := results("05_switches")["variants"]).items():
-        if name not in ("PowerSGD hook", "Adam", "Adam, ZeroRedundancyOptimizer"):
-            assert row["accuracy"] > rows["DDP"]["accuracy"] - 0.03
 
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 def test_c09_autocast_learns_as_well_as_fp32_on_the_digits(amp):
     """Runs on every CPU: formats without units are imitated."""
     flags = ("--model=net-bn", "--epochs=3", "--lr=0.05")
-    plain, mixed = (train_once("05", 1, *flags, f"--amp={a}", dtype=FP32) for a in ("off", amp))
+    plain, mixed = (
+        train_once("05", 1, *flags, f"--amp={a}", dtype=torch.float32) for a in ("off", amp)
+    )
     learned, other = (run.summary["test_accuracy"] for run in (plain, mixed))
     assert learned > 0.9
     assert abs(learned - other) < 0.03
     assert not torch.equal(plain.losses, mixed.losses)  # the control: it did compute otherwise
-    assert mixed.checkpoint["model"]["fc1.weight"].dtype == FP32, "the weights stay fp32"
+    assert mixed.checkpoint["model"]["fc1.weight"].dtype == torch.float32, "the weights stay fp32"
 
 
-def test_c17_it_never_changes_a_bit_and_the_row_tells_what_it_costs():
-    rows = results("05_switches")["variants"]
-    for name in ("find_unused_parameters", "the same, with an idle branch"):
-        assert rows[name]["distance"] == 0
-        assert rows[name]["ratio_interval"][1] > 0.97, "it cannot make a step faster"
-    assert f"{rows['find_unused_parameters']['ratio']:.2f}" in claim("C17")
+@on_ranks(2)
+def test_c17_on_a_model_that_uses_all_its_parameters_it_changes_no_bit(rank):
+    searching = partial(DistributedDataParallel, find_unused_parameters=True)
+    gradients = []
+    for wrap in (DistributedDataParallel, searching, nn.Identity()):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 3))
+        wrapped = wrap(model)
+        torch.manual_seed(rank)
+        wrapped(torch.randn(4, 9)).square().sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.equal(gradients[0], gradients[1])
+    assert not torch.equal(gradients[0], gradients[2]), "the control: without DDP"
 
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -1,9 +1,12 @@
-"""SyncBatchNorm by hand: what one process computes on the whole batch. And claims C19 and C35."""
+"""SyncBatchNorm by hand computes on all ranks what one process computes on the whole batch.
+
+And claims C19 and C35: what plain BatchNorm does under DDP, and when layers may be converted.
+"""
 
 import copy
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,38 +15,50 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.options import UsageError
-from support import chapter, fresh_module, run_ranks
-from test_collectives import on_ranks
+from local_ranks import on_ranks, run_ranks
+from support import chapter, fresh_module
 
 # Samples of each rank: uneven, one of them alone, and of four ranks one has none at all.
-SIZES = {1: [5], 2: [1, 4], 3: [3, 1, 4], 4: [1, 5, 0, 2]}
+SIZES = {1: [5], 2: [1, 4], 4: [1, 5, 0, 2]}
 BATCHNORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 CLOSE = {"rtol": 0, "atol": 1e-10}
 
 sync_batchnorm = chapter("05", "sync_batchnorm")
 convert = sync_batchnorm.convert_sync_batchnorm
-DEFAULTS = {"sample": (3, 4, 5), "settings": {}, "layout": torch.contiguous_format}
-DEFAULTS |= {"dtype": torch.float64, "frozen": (), "evaluate": False, "times": 1}
-DEFAULTS |= {"backward": True, "input_grad": True}
-CASES = {  # sample: its shape, channels first; times: of the layer in one forward
-    "2-D": {"sample": (3,)},
-    "4-D": {},
-    "channels_last": {"layout": torch.channels_last},
-    "channels_last_3d": {"sample": (3, 2, 3, 4), "layout": torch.channels_last_3d},
-    "momentum and eps": {"settings": {"momentum": 0.4, "eps": 0.1}},
-    "cumulative average": {"settings": {"momentum": None}},
-    "no affine": {"settings": {"affine": False}},
-    "no running statistics": {"settings": {"track_running_stats": False}},
-    "frozen weight": {"frozen": ("weight",)},
-    "frozen": {"frozen": ("weight", "bias")},
-    "eval mode": {"evaluate": True},
-    "twice in a step": {"times": 2},
-    "no_grad": {"backward": False},
-    "input without gradient": {"input_grad": False},
-    "bf16": {"dtype": torch.bfloat16},
-    "fp16, channels_last": {"dtype": torch.float16, "layout": torch.channels_last},
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer and its input. sample: its shape, channels first; times: the layer in one forward."""
+
+    sample: tuple[int, ...] = (3, 4, 5)
+    settings: dict = field(default_factory=dict)
+    layout: torch.memory_format = torch.contiguous_format
+    dtype: torch.dtype = torch.float64
+    frozen: tuple[str, ...] = ()
+    evaluate: bool = False
+    times: int = 1
+    backward: bool = True
+    input_grad: bool = True
+
+
+CASES = {
+    "2-D": Case(sample=(3,)),
+    "4-D": Case(),
+    "channels_last_3d": Case(sample=(3, 2, 3, 4), layout=torch.channels_last_3d),
+    "momentum and eps": Case(settings={"momentum": 0.4, "eps": 0.1}),
+    "cumulative average": Case(settings={"momentum": None}),
+    "no affine": Case(settings={"affine": False}),
+    "no running statistics": Case(settings={"track_running_stats": False}),
+    "frozen weight": Case(frozen=("weight",)),
+    "frozen": Case(frozen=("weight", "bias")),
+    "eval mode": Case(evaluate=True),
+    "twice in a step": Case(times=2),
+    "no_grad": Case(backward=False),
+    "input without gradient": Case(input_grad=False),
+    "bf16": Case(dtype=torch.bfloat16),
+    "fp16, channels_last": Case(dtype=torch.float16, layout=torch.channels_last),
 }
-CASES = {name: SimpleNamespace(**DEFAULTS | case) for name, case in CASES.items()}
 
 
 def layer_of(case):
@@ -83,7 +98,7 @@ def use(layer, case, rows, weights):
     return output.detach(), rows.grad, gradients, copy.deepcopy(layer.state_dict())
 
 
-def _synced(rank, ranks):
+def run_all_cases(rank, ranks):
     dist.init_process_group("gloo")
     results = {}
     for name, case in CASES.items():
@@ -98,7 +113,7 @@ def _synced(rank, ranks):
 
 @cache
 def synced(ranks):
-    return run_ranks(ranks, _synced, ranks)
+    return run_ranks(ranks, run_all_cases, ranks)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -271,7 +286,7 @@ def test_c35_converting_before_or_after_wrapping_is_the_same_training(rank):
         train_model(copies, True, rank)
 
 
-def _late(rank, without):
+def train_converted_late(rank, without):
     dist.init_process_group("gloo")
     return train_model(
         fresh_module("05", "sync_batchnorm.py", without).convert_sync_batchnorm, True, rank
@@ -279,7 +294,7 @@ def _late(rank, without):
 
 
 def test_05_layers_converted_after_wrapping_train_like_one_process(without=()):
-    for state in run_ranks(2, _late, without):
+    for state in run_ranks(2, train_converted_late, without):
         torch.testing.assert_close(state, train_model(), **CLOSE)
 
 

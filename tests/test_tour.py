@@ -1,17 +1,16 @@
 """The tour leaves its report, its picture and all files of the stages; it says what it measured."""
 
 import json
+import re
 import sys
 from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-import gpu
 import run_stage
 import tour
-from support import ROOT, command, launch_ranks
+from local_ranks import ROOT, command, launch_ranks
 
 
 def forked(call: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:
@@ -82,33 +81,6 @@ def test_the_reason_fits_what_was_measured(key, loss, model, ranks, words):
     assert words in tour.explain(other, first, Namespace(model=model, ranks=ranks))
 
 
-NO_UNITS, UNITS = {"avx2": True, "avx512_bf16": False}, {"avx2": True, "avx512_bf16": True}
-IN_BF16 = [
-    (0.32, NO_UNITS, "0.32 times the speed of *05*: this CPU has no bf16 instructions, so it"),
-    (1.0, NO_UNITS, "1.00 times the speed of *05*: this CPU has no bf16 instructions, so it"),
-    (1.27, UNITS, "1.27 times the speed of *05*: this CPU has bf16 instructions, which gain 27%"),
-    (
-        1.0,
-        UNITS,
-        "1.00 times the speed of *05*: this CPU has bf16 instructions, but layers as small",
-    ),
-    (0.8, UNITS, "0.80 times the speed of *05*: this CPU has bf16 instructions, but with layers"),
-]
-
-
-@pytest.mark.parametrize(("ratio", "capabilities", "said"), IN_BF16)
-@pytest.mark.parametrize("key", ["05-bf16", "05-bf16-shm"])
-def test_the_row_in_bf16_says_whether_this_cpu_has_the_instructions(
-    key, ratio, capabilities, said, monkeypatch
-):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    fp32, bf16 = (
-        tour.Row(key, key, run=tour.Run({"samples_per_second": speed, "device": "cpu"}, []))
-        for key, speed in (("05", 1000), (key, 1000 * ratio))
-    )
-    assert tour.explain_speed(bf16, fp32).startswith(said)
-
-
 def test_a_stage_that_fails_ends_the_tour(run_tour, tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
         run_tour(
@@ -123,11 +95,11 @@ def test_a_stage_that_fails_ends_the_tour(run_tour, tmp_path, capsys):
     assert said.err == "error: 01 one process ended with status 2\n"
 
 
-def test_what_make_gpu_runs_exists_and_no_test_that_needs_gpus_is_left_out(request):
-    [(status, output)] = command("benchmarks/gpu.py", "--dry-run", seconds=120)
+def test_make_gpu_runs_every_test_that_needs_a_gpu_and_programs_that_exist(request):
+    [(status, output)] = command("benchmarks/gpu.py", "--dry-run")
     assert status == 0, output
-    skips = [(i.originalname, m) for i in request.session.items for m in i.iter_markers("skipif")]
-    assert [name for name, m in skips if "GPU" in m.kwargs["reason"] and name not in output] == []
-    assert "unrecognized arguments: --rank 1" in gpu.check("benchmarks/tour.py --rank 1"), (
-        "the control"
-    )
+    assert "-m pytest -v --tb=short tests -k gpu\n" in output
+    items = [(i.nodeid, m) for i in request.session.items for m in i.iter_markers("skipif")]
+    needs = [name for name, m in items if "GPU" in m.kwargs["reason"]]
+    assert [name for name in needs if "gpu" not in name] == []
+    assert all((ROOT / name).exists() for name in re.findall(r"\S+\.py", output))

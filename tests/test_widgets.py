@@ -9,10 +9,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from process_memory import saved_bytes
-from support import ROOT, chapter, run_ranks
+from local_ranks import ROOT, run_ranks
+from support import chapter
 
 paper, ready = chapter("04", "alpha_beta"), chapter("04", "gradient_order")
+replicas = chapter("02", "memory")
 peak, ring, named = chapter("01", "peak"), chapter("03", "ring"), cache(ready.named)
 SOURCE = "".join(path.read_text() for path in sorted(ROOT.glob("docs/site/widgets/*.js"))[::-1])
 GRID = {"model": ("resnet50", "vgg16"), "cap": (2**20, ready.OTHERS, 6e8), "gbit": (0.3, 25, 400)}
@@ -50,6 +51,18 @@ def buckets(*change):
         cost = partial(paper.ring, ranks=ranks, link=paper.Link(latency, gbit * 1e9 / 8))
         step, found = paper.step(job, cost), [told["seconds"], *chain(*told["spans"])]
         assert found == pytest.approx([step.seconds, *chain(*step.spans)], rel=1e-9, abs=0)
+
+
+def saved_bytes(plan, samples, bf16):
+    """What autograd saves of a batch, from two tiny ones: no meta device knows autocast."""
+    found = []
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        model, _ = plan.build()
+        for few in (2, 3):
+            with replicas.saving_to(saved := []):
+                plan.loss(model, few)
+            found.append(replicas.size(saved, [*model.parameters(), *model.buffers()]))
+    return found[0] + (samples - 2) * (found[1] - found[0])
 
 
 def memory(*change):

@@ -1,0 +1,276 @@
+"""Processes on this machine: ranks that run a function, or a script as torchrun would start it.
+
+All of them come from a fork server that has imported torch, so that a rank is there at once.
+
+    run_ranks(2, function, argument)                # what function(rank, argument) returns on each
+    launch_ranks("04_ddp_torchrun/train.py", flag)  # exit status and output of each of two ranks
+    command("01_single_gpu/train.py", flag)         # the same of one process without a launcher
+
+    @on_ranks(2)                                    # the body of the test runs on each of two ranks
+    def test_they_agree(rank): ...
+"""
+
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.forkserver
+import os
+import pickle
+import runpy
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[1]
+SECONDS = 60  # more than any rank takes; a hang ends here
+PRELOADED = ("torchvision", "common.checkpoint", "common.models", "pytest", "matplotlib.pyplot")
+PRELOADED += ("PIL.Image", "tabulate", "torchvision.transforms.v2", "pycocotools.cocoeval")
+PRELOADED += ("ipykernel.kernelapp", "nbclient")
+
+torch.set_num_threads(1)  # as every rank has: two tests that run side by side have two cores
+context = multiprocessing.get_context("forkserver")
+PRELOADED += ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim")
+PRELOADED += ("torch.distributed.checkpoint.state_dict",)
+context.set_forkserver_preload(list(PRELOADED))
+if multiprocessing.parent_process() is None:  # chapters that tests run here use it as it is
+    multiprocessing.forkserver.set_forkserver_preload = lambda modules: None
+
+
+def patience(seconds: float) -> float:
+    """A time limit that only a hang reaches: as much longer as processes wait for a core."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+@contextmanager
+def in_time(seconds: int = 120) -> Iterator[None]:
+    """A time limit for what this process does itself."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"not done after {seconds} s")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def is_running(pid: int | str) -> bool:
+    """Not so if it has ended and only waits for its parent to notice."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+@cache
+def _scratch() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="stages-", ignore_cleanup_errors=True)
+
+
+def scratch_folder() -> Path:
+    """A new one, gone when the tests end."""
+    return Path(tempfile.mkdtemp(dir=_scratch().name))
+
+
+# What a launcher tells a rank
+
+
+def torchrun_variables(port: int, ranks: int = 2) -> dict[str, str]:
+    """What torchrun tells each rank. {RANK} stands for its number, see `command`."""
+    return {
+        "RANK": "{RANK}",
+        "LOCAL_RANK": "{RANK}",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def of_rank(rank: int, variables: dict[str, str]) -> dict[str, str]:
+    return {name: value.replace("{RANK}", str(rank)) for name, value in variables.items()}
+
+
+def store_of_a_launcher(ranks: int) -> tuple[dist.TCPStore, dict[str, str]]:
+    """The store where ranks meet, kept by this process as torchrun's agent does, and what the ranks
+    are told. The caller holds the store as long as they run."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told = torchrun_variables(store.port, ranks) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return store, told | {"TORCHELASTIC_RESTART_COUNT": "0"}
+
+
+def default_start() -> None:
+    """For loaders, as in a rank of torchrun; else each rank would have a fork server of its own."""
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
+
+
+# Ranks that run a function
+
+
+def _run_function(
+    rank: int, pipe: Any, env: dict[str, str], function: Callable, args: tuple
+) -> None:
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    default_start()
+    try:
+        answer = (True, function(rank, *args))
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    pipe.send_bytes(pickle.dumps(answer))  # send() would hand tensors over as shared memory
+
+
+def run_ranks(world_size: int, function: Callable, *args: Any, dying: tuple = ()) -> list:
+    """What function(rank, *args) returns on each rank, None if it is dying; an error ends all."""
+    _store, told = store_of_a_launcher(world_size)
+    ranks = []
+    for rank in range(world_size):
+        ours, theirs = context.Pipe(duplex=False)
+        arguments = (rank, theirs, of_rank(rank, told), function, args)
+        process = context.Process(target=_run_function, args=arguments)
+        process.start()
+        theirs.close()
+        ranks.append((process, ours))
+    try:
+        return _answers([pipe for _, pipe in ranks], dying)
+    finally:
+        for process, pipe in ranks:
+            process.join(0 if sys.exc_info()[0] else 10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            pipe.close()
+
+
+def _answers(pipes: list, dying: tuple) -> list:
+    """What each rank sends, in the order of the ranks; the first error is raised at once."""
+    answers: dict[int, Any] = {}
+    deadline = time.monotonic() + patience(SECONDS)
+    while len(answers) < len(pipes):
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in answers}
+        ready = multiprocessing.connection.wait(waiting, deadline - time.monotonic())
+        if not ready:
+            raise TimeoutError(f"ranks {list(waiting.values())} did not end in {SECONDS} s")
+        for pipe in ready:
+            rank = waiting[pipe]
+            try:
+                is_good, answer = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                is_good, answer = rank in dying, None if rank in dying else "it died without a word"
+            if not is_good:
+                raise AssertionError(f"rank {rank}: {answer}")
+            answers[rank] = answer
+    return [answers[rank] for rank in range(len(pipes))]
+
+
+def on_ranks(ranks: int) -> Callable:
+    """The body of a test runs on so many ranks of a process group over gloo, in a new folder."""
+
+    def decorate(test: Callable[[int], None]) -> Callable[[], None]:
+        def start() -> None:
+            run_ranks(ranks, _run_body, test.__module__, test.__name__, scratch_folder())
+
+        start.body = test  # with functools.wraps, pytest would take `rank` for a fixture
+        return start
+
+    return decorate
+
+
+def _run_body(rank: int, module: str, test: str, folder: Path) -> None:
+    os.chdir(folder)
+    dist.init_process_group("gloo")
+    getattr(import_module(module), test).body(rank)
+
+
+def of_all_ranks(mine: Any) -> list:
+    """What each rank gives, on every rank."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+# Ranks that run a script
+
+
+def forked(start: Callable) -> Callable:
+    return lambda *args, **more: start(*args, **{**more, "start_method": "fork"})
+
+
+def run_script(
+    rank: int, env: dict[str, str], script: str, flags: tuple, where: str, output: str, forks: bool
+) -> None:
+    """Be `python SCRIPT FLAGS`, with the output in a file, and end with its exit status.
+    forks: ranks that the script starts are forks, which need not import torch again."""
+    os.environ.update(env)
+    torch.set_num_threads(1)  # OMP_NUM_THREADS is read when torch is imported: before this process
+    default_start()
+    os.chdir(where)
+    with open(f"{output}.{rank}", "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout.reconfigure(write_through=False, line_buffering=True)  # a line is written as one
+    sys.argv = [script, *flags]
+    sys.path[0:0] = [str(Path(script).parent)]
+    if forks:
+        start = forked(torch.multiprocessing.start_processes)
+        patch.multiple(torch.multiprocessing, spawn=start, start_processes=start).start()
+    try:
+        runpy.run_path(script, run_name="__main__")
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def command(
+    script: str, *flags: str, ranks=1, env=None, where=ROOT, seconds=SECONDS
+) -> list[tuple[int, str]]:
+    """Run `python SCRIPT FLAGS` as that many processes; exit status and output of each.
+    env: what a launcher adds; {RANK} in a value becomes the rank."""
+    output = f"{scratch_folder()}/out"
+    processes = []
+    for rank in range(ranks):
+        told = of_rank(rank, env or {})
+        arguments = (rank, told, str(ROOT / script), flags, str(where), output, True)
+        processes.append(context.Process(target=run_script, args=arguments))
+        processes[-1].start()
+    deadline = time.monotonic() + patience(seconds)
+    for process in processes:
+        process.join(max(0.1, deadline - time.monotonic()))
+        if process.is_alive():
+            for other in processes:
+                other.kill()
+            raise TimeoutError(f"{script} {' '.join(flags)} did not end in {seconds} s")
+    return [
+        (process.exitcode or 0, Path(f"{output}.{rank}").read_text())
+        for rank, process in enumerate(processes)
+    ]
+
+
+def launch_ranks(script: str, *flags: str, ranks=2, env=None, **how: Any) -> list[tuple[int, str]]:
+    """As `command`, for ranks that think torchrun has started them. env: more variables."""
+    _store, told = store_of_a_launcher(ranks)
+    return command(script, *flags, ranks=ranks, env=told | (env or {}), **how)

@@ -1,0 +1,46 @@
+"""How a wrong call ends: one line that begins with "error: ", status 2, and no file is left."""
+
+import hashlib
+from pathlib import Path
+
+from local_ranks import ROOT, command, launch_ranks, scratch_folder
+from support import FOLDERS, chapter
+
+SCRIPTS = {key: f"{folder.relative_to(ROOT)}/train.py" for key, folder in FOLDERS.items()}
+SCRIPTS["tour"] = "benchmarks/tour.py"
+
+
+def refused(output: str, *words: str) -> None:
+    """One line, with all these words."""
+    assert output.strip().count("\n") == 0, output
+    assert output.startswith("error: ")
+    assert all(word in output for word in words), output
+
+
+def ended(key: str, *flags: str, **how) -> str:
+    """What a script says that is refused: all ranks the same; of survive, one. No folder stays."""
+    folder = scratch_folder()
+    flags = ("--device=cpu", f"--run-dir={folder / 'run'}", *flags) if key in SCRIPTS else flags
+    start = launch_ranks if "ranks" in how else command
+    answers = start(SCRIPTS.get(key, key), *flags, **how)
+    assert {status for status, _ in answers} == {2}, answers
+    said = [output for _, output in answers if output]
+    assert said == said[:1] * (1 if key == "survive" else len(answers)), answers
+    assert not (folder / "run").exists()
+    return said[0]
+
+
+class Trap:
+    """A pickled object that would leave a file behind if it were ever loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return (open, (str(self.path), "w"))
+
+
+def seal(path: Path) -> None:
+    """With the checksum that survive/ asks for."""
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    path.write_bytes(path.read_bytes() + chapter("survive", "durable").MARK + digest.encode())

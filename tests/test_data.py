@@ -1,0 +1,120 @@
+"""The data sets and networks that the stages share are those that the pages describe."""
+
+import time
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch.nn.functional import pad
+
+import common.data
+from common.data import load_dataset, loader_options
+from common.models import build_model
+from local_ranks import command, run_ranks, scratch_folder
+from support import chapter, options
+
+
+def test_the_digits_are_whole_normalized_and_come_in_batches():
+    train_set, test_set = load_dataset(options())
+    labels = torch.cat([train_set.labels, test_set.labels])
+    assert torch.bincount(labels).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    images, labels = train_set.__getitems__(range(1500))
+    assert (len(train_set), len(test_set), *images.shape) == (1500, 297, 1500, 1, 28, 28)
+    assert (images.mean().item(), images.std().item()) == pytest.approx((0, 1), abs=5e-3)
+    torch.testing.assert_close(train_set[5], (images[5], labels[5]), rtol=0, atol=0)
+    loader = torch.utils.data.DataLoader(train_set, 400, **loader_options(options()))
+    assert [len(batch) for _, batch in loader] == [400, 400, 400, 300]
+
+
+def test_synthetic_has_any_size_and_number_of_classes_and_the_test_set_shows_the_same_pictures():
+    flags = ("--dataset=synthetic", "--image-size=17", "--classes=3")
+    train_set, test_set = load_dataset(options(*flags))
+    other_set, _ = load_dataset(options(*flags, "--seed=5"))
+    assert (len(train_set), len(test_set), *train_set[0][0].shape) == (2048, 512, 3, 17, 17)
+    train_means, test_means, other_means = (
+        torch.stack([part.images[part.labels == label].double().mean(0) for label in range(3)])
+        for part in (train_set, test_set, other_set)
+    )
+    assert (train_means - test_means).abs().mean() < 5
+    # The controls: other classes, and another seed.
+    assert (train_means - test_means.roll(1, 0)).abs().mean() > 10
+    assert (train_means - other_means).abs().mean() > 10
+
+
+def test_imagefolder_reads_ones_own_pictures(tmp_path):
+    for part, (number, name) in product(("train", "test"), enumerate(("cat", "dog", "owl"))):
+        (tmp_path / part / name).mkdir(parents=True)
+        for file in range(4):
+            picture = Image.new("RGB", (40, 30), (80 * number, 0, 255))
+            picture.save(tmp_path / part / name / f"{file}.png")
+    flags = ("--dataset=imagefolder", f"--data-dir={tmp_path}", "--batch-size=4", "--image-size=32")
+    train_set, test_set = load_dataset(options(*flags))
+    assert train_set.classes == ["cat", "dog", "owl"]
+    assert train_set[0][0].shape == test_set[0][0].shape == (3, 32, 32)
+    assert test_set[4][0][:, 0, 0].tolist() == pytest.approx([-0.748, -2.036, 2.640], abs=1e-3)
+    assert build_model("net-bn", train_set)(train_set[0][0][None]).shape == (1, 3)
+
+
+@pytest.mark.parametrize(("dataset", "channels"), [("digits", 1), ("synthetic", 3)])
+def test_the_networks_are_those_of_the_pages_for_gray_and_color(dataset, channels):
+    train_set, _ = load_dataset(options(f"--dataset={dataset}"))
+    images, _ = train_set.__getitems__([0, 1])
+    net, resnet = (build_model(name, train_set).eval() for name in ("net", "resnet18"))
+    weights = [tuple(p.shape) for p in net.parameters() if p.dim() > 1]
+    assert weights == [(10, channels, 5, 5), (20, 10, 5, 5), (50, 320), (10, 50)]
+    assert net(images).shape == resnet(images).shape == (2, 10)
+    assert resnet.conv1.weight.shape == (64, channels, 7, 7)
+
+
+def test_cifar10_crops_and_flips_each_picture_of_a_batch_in_training_and_only_there():
+    augment, images = chapter("survive", "cifar10").augment, torch.rand(200, 3, 8, 8)
+    windows = pad(images, (4, 4, 4, 4)).unfold(2, 8, 1).unfold(3, 8, 1)
+    crops = windows.permute(2, 3, 0, 1, 4, 5).flatten(0, 1)  # (81, B, C, H, W): one for each place
+    [augmented] = augment(torch.nn.Identity(), (images,))
+    is_crop = (crops == augmented).flatten(2).all(2)  # (81, B)
+    is_mirrored_crop = (crops.flip(-1) == augmented).flatten(2).all(2)
+    assert (is_crop | is_mirrored_crop).any(0).all()
+    assert is_crop.any(1).sum() > 40, "at many places"
+    assert 0.3 < is_mirrored_crop.any(0).double().mean() < 0.7
+    assert augment(torch.nn.Identity().eval(), (images,))[0] is images
+
+
+def test_the_cifar10_script_trains():
+    flags = ("--dataset=digits", "--model=net-bn", "--max-steps=2", "--epochs=1", "--device=cpu")
+    where = f"--run-dir={scratch_folder()}"
+    [(status, output)] = command("beyond/survive/cifar10.py", *flags, where)
+    assert status == 0, output
+    assert "epoch 1/1" in output
+
+
+class SlowDownload:
+    """In place of torchvision's data set: the download takes a second."""
+
+    data, targets = torch.zeros(1, 8, 8, dtype=torch.uint8), torch.zeros(1)
+
+    def __init__(self, root: Path, train: bool, download: bool = False) -> None:
+        if (root / "files").exists():
+            return
+        if not download:
+            raise RuntimeError("the data set is not there")
+        (root / f"fetched by process {time.monotonic_ns()}").touch()
+        time.sleep(1)
+        (root / "files").touch()
+
+
+def download(rank: int, folder: Path, with_lock: bool) -> None:
+    common.data.SOURCES["mnist"] = SlowDownload
+    if not with_lock:
+        common.data.fcntl.flock = lambda *_: None
+    torch.distributed.init_process_group("gloo")
+    torch.distributed.barrier()
+    load_dataset(options("--dataset=mnist", f"--data-dir={folder}", "--batch-size=1"))
+
+
+@pytest.mark.parametrize(("with_lock", "downloads"), [(True, 1), (False, 2)])
+def test_one_rank_downloads_and_the_others_wait(with_lock, downloads, tmp_path):
+    """Without the lock, the control, both do."""
+    run_ranks(2, download, tmp_path, with_lock)
+    assert len(list(tmp_path.glob("fetched by *"))) == downloads

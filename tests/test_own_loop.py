@@ -1,0 +1,97 @@
+"""survive's four modules work alone, and in a loop that is not of this project: own_loop.py."""
+
+import os
+import re
+import runpy
+import sys
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from local_ranks import command, launch_ranks
+from support import FOLDERS, chapter
+
+launch = chapter("survive", "launch")
+OWN_LOOP = FOLDERS["survive"] / "own_loop.py"
+MODULES = [FOLDERS["survive"] / f"{name}.py" for name in ("launch", "agree", "watchdog", "durable")]
+
+SHOWS = {  # all that a module prints when it is run, its lines sorted
+    "launch": r"1 of 2 ranks start: rank 0 ends with: 2 ranks did not meet .+"
+    r"(\n2 of 2 ranks start: rank [01] has joined gloo){2}",
+    "agree": r"rank 0 stops after step (1[0-3]\d); votes .+\nrank 1 receives .+ in step 100\n"
+    r"rank 1 stops after step \1; votes .+",
+    "watchdog": r"error: rank 0 gives up at step 3, line \d+, `dist\.barrier\(\)`: "
+    r"rank 1 did not arrive, last seen at step 3, line \d+, `.+`: killed, .+",
+}
+
+
+@pytest.mark.parametrize("name", SHOWS)
+def test_each_module_shows_by_itself_what_it_does(name):
+    [(status, output)] = command(f"beyond/survive/{name}.py")
+    assert status == 0, output
+    lines = [line for line in output.splitlines() if not line.startswith("[W")]
+    assert re.fullmatch(SHOWS[name], "\n".join(sorted(lines))), output
+
+
+def imported(text: str) -> set[str]:
+    return {*re.findall(r"^ *(?:from|import) (\w+)", text, re.M)} - sys.stdlib_module_names
+
+
+def test_the_modules_need_torch_and_each_other_and_nothing_else_of_ours():
+    own = {path.stem for path in MODULES}
+    assert imported(OWN_LOOP.read_text()) == {"torch", *own}
+    assert [imported(path.read_text()) - own for path in MODULES] == [{"torch"}] * 4
+
+
+def test_the_page_shows_every_line_that_the_loop_marks_as_added():
+    marked = re.findall(r"^ *(.+  # \d+\. .+)$", OWN_LOOP.read_text(), re.M)
+    page = OWN_LOOP.with_suffix(".md").read_text()
+    assert len(marked) >= 10
+    assert [line for line in marked if line not in page] == []
+
+
+STEP = "        optimizer.step()\n"
+STEP_AND_SIGTERM = f"""{STEP}        import os
+        assert Path(durable.__file__).parent == Path(__file__).parent
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo", "gloo need not listen to the network"
+        if agreement.rank == 1 and CHECKPOINT.exists() and "SEND_SIGTERM" in os.environ:
+            os.kill(os.getpid(), 15)
+"""
+
+
+def test_a_loop_of_ones_own_stops_and_resumes_to_the_bit(tmp_path):
+    """SIGTERM reaches one rank, after the first checkpoint; the modules lie beside the loop."""
+    for path in MODULES:
+        (tmp_path / path.name).symlink_to(path)
+    script = tmp_path / "own_loop.py"
+    script.write_text(OWN_LOOP.read_text().replace(STEP, STEP_AND_SIGTERM))
+
+    def last_steps(folder: str, **env: str) -> list[int]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        answers = launch_ranks(str(script), folder, env=env, where=tmp_path)
+        return [int(re.search(r"ends after step (\d+)", said)[1]) for _, said in answers]
+
+    def weights(file: str) -> torch.Tensor:
+        return torch.load(tmp_path / file, weights_only=True)["model"]["weight"]
+
+    step, step_of_the_other = last_steps("parts", SEND_SIGTERM="yes")
+    assert 50 < step == step_of_the_other < 200
+    assert last_steps("parts") == [200, 200]
+    assert last_steps("whole") == [200, 200]
+    assert torch.equal(weights("parts/checkpoint.pt"), weights("whole/checkpoint.pt"))
+    earlier = weights("parts/checkpoint.before.pt")
+    assert not torch.equal(weights("whole/checkpoint.pt"), earlier), "the control"
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(1, "cuda:0"), (2, "cuda:1"), (0, "cpu")])
+def test_a_loop_of_ones_own_takes_a_gpu_that_it_sees(gpus, device, tmp_path, monkeypatch):
+    """Local rank 1. srun may show each rank one GPU only, which is GPU 0 for all of them."""
+    torchrun = dict(zip(launch.TORCHRUN, "1122", strict=True))
+    cuda = patch.multiple(torch.cuda, is_available=lambda: gpus > 0, device_count=lambda: gpus)
+    monkeypatch.setattr(sys, "argv", ["own_loop.py", str(tmp_path)])
+    with cuda, patch.dict(os.environ, torchrun), patch.object(launch, "join") as join:
+        join.side_effect = StopIteration
+        with pytest.raises(StopIteration):
+            runpy.run_path(str(OWN_LOOP), run_name="__main__")
+    assert str(join.call_args.args[0]) == device

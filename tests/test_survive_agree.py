@@ -1,0 +1,150 @@
+"""agree.py: all ranks vote in the same steps, stop after the same one, and decide alike."""
+
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from local_ranks import of_all_ranks, on_ranks
+from support import chapter, clock, fresh_module
+
+agree = chapter("survive", "agree")
+
+
+def votes(rank: int, step_seconds: list[float], sigterm: int, without: tuple = ()) -> tuple:
+    """In which steps this rank votes, and after which one it stops. sigterm: the step in which
+    rank 1 receives it."""
+    module = fresh_module("survive", "agree.py", without)
+    module.time = time = clock()
+    agreement, steps_with_a_vote = module.Agreement(30), []
+    start_vote = agreement._start_vote
+    agreement._start_vote = lambda: (start_vote(), steps_with_a_vote.append(step))
+    for step, seconds in enumerate(step_seconds, 1):
+        time.sleep(seconds)
+        if rank == 1 and step == sigterm:
+            os.kill(os.getpid(), signal.SIGTERM)
+        agreement.vote()
+        if agreement.stopped:
+            break
+    return steps_with_a_vote, step
+
+
+@on_ranks(3)
+def test_all_ranks_vote_in_the_same_steps_and_stop_after_the_same_one(rank):
+    """Though their steps differ. The control: each takes its own proposal, not the vote's."""
+    seconds = (1 / 48, 0.03, 0.001)[rank]
+    first, *others = of_all_ranks(votes(rank, [seconds] * 400, sigterm=300))
+    assert others == [first, first]
+    assert 300 < first[1] <= 300 + 2 * 12, "within two votes"
+    of_its_own = "sigterm = votes.tolist()[0]\n            self.interval = 5 if self.rank else 9\n"
+    change = ("agree.py", "sigterm, self.interval = votes.tolist()\n", of_its_own)
+    zero, one, _ = of_all_ranks(votes(rank, [0.02] * 400, 60, (change,)))
+    assert zero != one
+
+
+@on_ranks(1)
+def test_there_are_about_four_votes_a_second_and_at_least_one_in_50_steps(rank):
+    for step_seconds, expected in (
+        ([1e-5] * 202, [1, 2, 52, 102, 152, 202]),
+        ([0.0625] * 14, [1, 2, 6, 10, 14]),
+        ([10.0] * 4, [1, 2, 3, 4]),
+        ([1 / 64] * 64 + [0.125] * 29, [1, 2, 18, 34, 50, 66, 82, 91, 93]),
+    ):
+        assert votes(rank, step_seconds, sigterm=0) == (expected, len(step_seconds))
+
+
+def outcome(function, *args: object) -> str:
+    """What a call returns or raises, as text."""
+    try:
+        return str(function(*args))
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+
+
+SILENT = "SystemExit: 2"
+LOWER_LR = "nothing is saved from here on; try a lower --lr with --resume auto"
+
+
+@on_ranks(3)
+def test_if_a_rank_fails_all_end_and_the_lowest_that_failed_says_why(rank):
+    agreement = agree.Agreement(30)
+
+    def work() -> None:
+        with agreement.fail_together():
+            if rank in (1, 2):
+                raise OSError(f"of rank {rank}")
+
+    assert of_all_ranks(outcome(work)) == [SILENT, "OSError: of rank 1", SILENT]
+    value = 8 if rank == 1 else 7
+    assert of_all_ranks(outcome(agreement.same, value, "it")) == [
+        SILENT,
+        "AgreementError: it is 8 on rank 1, 7 on rank 0",
+        SILENT,
+    ]
+
+
+@on_ranks(3)
+def test_the_mean_loss_of_an_epoch_ends_all_ranks_if_it_cannot_be_saved(rank):
+    """Because a loss or a weight is nan, or because no loss scale is small enough for fp16."""
+    agreement, model = agree.Agreement(30), torch.nn.Linear(2, 1)
+    losses = torch.arange(4.0) + rank  # of steps 7 to 10
+
+    def mean(losses: torch.Tensor, scale: float = 1.0) -> list[float]:
+        return agreement.mean(losses, model, 10, scale).tolist()
+
+    assert of_all_ranks(outcome(mean, losses, 2.0**-24)) == ["[1.0, 2.0, 3.0, 4.0]"] * 3
+    no_scale, *others = of_all_ranks(outcome(mean, losses, 2.0**-25))
+    assert no_scale.startswith("AgreementError: gradients are inf or nan even with the loss scaled")
+    assert others == [SILENT, SILENT]
+    nan = f"AgreementError: the loss of rank 2 is nan in step 8: {LOWER_LR}"
+    one_is_nan = losses.where(losses < 3, float("nan"))
+    assert of_all_ranks(outcome(mean, one_is_nan)) == [nan, SILENT, SILENT]
+    if rank == 1:
+        agreement.sigterm.set()
+        model.weight.data[0, 1] = float("inf")
+    agreement.vote()
+    weight = f"AgreementError: a weight is nan or inf after step 10: {LOWER_LR}"
+    assert of_all_ranks(outcome(mean, losses)) == [SILENT, weight, SILENT]
+    assert agreement.stopped, "a vote is read at the end of an epoch at the latest"
+
+
+def shared_folder(rank: int) -> Path:
+    made = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(made)
+    return Path(made[0])
+
+
+@on_ranks(3)
+def test_one_rank_reads_a_file_for_all_that_see_it_and_all_learn_the_answer(rank):
+    """Three ways to see the files: one disk; a disk for rank 1 alone; a file that rank 1 lacks."""
+    folder, agreement, read = shared_folder(rank), agree.Agreement(30), []
+
+    def is_whole(path: Path) -> bool:
+        read.append(path.name)
+        return path.read_text() == "whole"
+
+    def first_whole(*names: str) -> list:
+        """For each rank: the first of these files that is whole, and which files it has read."""
+        read.clear()
+        found = agreement.first(is_whole, [folder / name for name in names])
+        return of_all_ranks((found and found.name, tuple(read)))
+
+    if rank == 0:
+        for name in ("a", "b", "0", "2"):
+            (folder / name).write_text("whole")
+        for name in ("1", "bad"):
+            (folder / name).write_text("damaged")
+        os.link(folder / "a", folder / "other name of a")
+    agreement.barrier()
+    assert first_whole("a", "b") == [("a", ("a",)), ("a", ()), ("a", ())]
+    assert first_whole("bad", "b") == [("b", ("bad", "b")), ("b", ()), ("b", ())]
+    assert first_whole("bad") == [(None, ("bad",)), (None, ()), (None, ())]
+    name = "other name of a" if rank == 2 else "a"
+    assert first_whole(name) == [("a", ("a",)), ("a", ()), ("other name of a", ())], "by its inode"
+    own = first_whole(str(rank), "b")  # that of rank 1 is damaged, and only rank 1 can say so
+    assert own == [("0", ("0", "b")), ("b", ("1",)), ("2", ("2",))]
+    missing = first_whole("nowhere" if rank == 1 else "a", "b")
+    assert missing == [("a", ("a", "b")), ("b", ()), ("a", ())]

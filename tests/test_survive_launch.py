@@ -1,0 +1,165 @@
+"""launch.py: a rank takes its numbers from torchrun or srun, and all ranks choose one backend."""
+
+import multiprocessing
+import os
+import signal
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, _utils
+
+from local_ranks import (
+    command,
+    context,
+    free_port,
+    is_running,
+    of_all_ranks,
+    on_ranks,
+    torchrun_variables,
+)
+from support import chapter
+
+launch = chapter("survive", "launch")
+SCRIPT = "beyond/survive/train.py"
+
+START = "expected a whole number: start with torchrun or srun"
+LAUNCHERS = {  # the variables of torchrun and those of srun; what the rank then knows
+    "srun": ("", "5 1 8 4(x2)", "[5, 1, 8, 4]"),
+    "torchrun in srun": ("1 1 2 2", "5 1 8 4(x2)", "[1, 1, 2, 2]"),
+    "a torchrun in each of two tasks": ("0 0 1 1", "1 1 2 2", "[0, 0, 1, 1]"),
+    "a rank that is not there": ("2 1 2 2", "", "RANK is 2, expected less than 2"),
+    "no number": ("1 one 2 2", "", f"LOCAL_RANK is one, {START}"),
+    "a number and more": ("1 1 2x 2", "", f"WORLD_SIZE is 2x, {START}"),
+    "RANK alone": ("1", "", f"LOCAL_RANK is not set, {START}"),
+    "half of torchrun in srun": ("1 1 2", "5 1 8 4", f"LOCAL_WORLD_SIZE is not set, {START}"),
+    "srun without a number": ("", "1 1 2 two", f"SLURM_STEP_TASKS_PER_NODE is two, {START}"),
+}
+
+
+@pytest.mark.parametrize("case", LAUNCHERS)
+def test_the_launcher_is_torchrun_or_srun_or_nobody(case):
+    torchrun, srun, expected = LAUNCHERS[case]
+    env = dict(zip(launch.TORCHRUN, torchrun.split(), strict=False))
+    env |= dict(zip(launch.SRUN, srun.split(), strict=False))
+    with patch.object(os, "environ", env):
+        try:
+            told = str(launch.read_launcher())
+        except launch.LaunchError as error:
+            told = str(error)
+    assert told == expected
+
+
+WRONG_STARTS = [
+    ({"RANK": "1"}, f"LOCAL_RANK is not set, {START}"),
+    (torchrun_variables("soon"), "MASTER_PORT is soon, expected a whole number: export MASTER_P"),
+    (torchrun_variables(0), "MASTER_PORT is 0, expected a free port on rank 0's host"),
+    (torchrun_variables(2**16), "MASTER_PORT is 65536, expected a free port on rank 0's host"),
+]
+
+
+@pytest.mark.parametrize(("env", "told"), WRONG_STARTS)
+def test_wrong_launch_variables_end_in_one_line_and_nobody_trains_alone(env, told, tmp_path):
+    flags = ("--device=cpu", f"--run-dir={tmp_path / 'run'}")
+    [(status, output)] = command(SCRIPT, *flags, env=env)
+    assert (status, output.count("\n")) == (2, 1), output
+    assert output.startswith(f"error: {told}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_torchrun_of_one_rank_in_a_step_of_several_tasks_does_not_wait(tmp_path):
+    """As `srun --ntasks=2 torchrun --nproc-per-node=1`: each torchrun is a world of its own."""
+    env = torchrun_variables(free_port(), ranks=1)
+    env |= dict(zip(launch.SRUN, ("1", "1", "2", "2"), strict=True))
+    flags = ("--device=cpu", "--max-steps=1", f"--run-dir={tmp_path}")
+    [(status, output)] = command(SCRIPT, *flags, env=env)
+    assert status == 0, output
+    assert "global batch 120 = 1 × 120" in output
+
+
+def gpu_with(uuid: str):
+    """A machine whose GPU has this uuid: torch's questions are answered, no GPU is used."""
+    gpu = SimpleNamespace(uuid=uuid)
+    return patch.multiple(torch.cuda, set_device=id, get_device_properties=lambda _: gpu)
+
+
+@on_ranks(3)
+def test_restarted_ranks_find_nothing_of_those_before_and_tell_their_gpus_apart(rank):
+    """By uuid: srun may show each rank one GPU only. The control is a store without a prefix."""
+    limit, said = timedelta(seconds=30), []
+    for prefix in (True, False):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
+        launch.open_store(rank, 3, limit, one_machine=prefix).set("address", "old")
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+        store = launch.open_store(rank, 3, limit, one_machine=prefix)
+        assert store.check(["address"]) != prefix
+    for gpus in (2, 3):
+        here = dist.PrefixStore(str(gpus), store)
+        with (
+            gpu_with(f"GPU-{rank % gpus}"),
+            patch.object(launch, "print", said.append, create=True),
+        ):
+            assert launch.own_gpus(here, torch.device("cuda", 0), rank, 3) == (gpus == 3)
+    assert said == ["3 ranks share 2 GPUs: gloo, not nccl"] * (rank == 0)
+
+
+NO_GPU = "1 of 3 ranks have no GPU (rank 1), the others have: give all nodes GPUs, or all ranks"
+MACHINES = [  # the GPU of each rank; whether each has its own, as nccl needs it
+    (("A", "B", "C"), "True"),
+    (("A", "B", "B"), "False"),
+    (("A", "", "B"), f"{NO_GPU} --device cpu"),
+    (("", "", ""), "False"),
+]
+
+
+@on_ranks(3)
+def test_all_ranks_choose_the_same_backend_though_their_machines_differ(rank):
+    """Each by itself would choose otherwise in the second and third case."""
+    for number, (gpus, expected) in enumerate(MACHINES):
+        device = torch.device("cuda", 0) if gpus[rank] else torch.device("cpu")
+        store = dist.PrefixStore(f"case {number}", dist.distributed_c10d._get_default_store())
+        with gpu_with(gpus[rank]), patch.object(launch, "print", id, create=True):
+            try:
+                told = str(launch.own_gpus(store, device, rank, 3))
+            except launch.LaunchError as error:
+                told = str(error)
+        assert of_all_ranks(told) == [expected] * 3
+
+
+def load_with_workers(pipe) -> None:
+    """A rank with two loaders: the first ends with its rank. It sends their process ids."""
+    multiprocessing.set_start_method("forkserver", force=True)
+    multiprocessing.set_forkserver_preload(["torch", "pytest"])
+    loaders = [
+        iter(DataLoader([0.0], num_workers=1, worker_init_fn=function))
+        for function in (launch.end_with_rank, look_often)
+    ]
+    pipe.send([(next(loader), loader._workers[0].pid)[1] for loader in loaders])
+    time.sleep(60)
+
+
+def look_often(_: int) -> None:
+    """torch's own workers look for their rank every 5 s; here, more often."""
+    _utils.worker.MP_STATUS_CHECK_INTERVAL = 0.2
+
+
+def test_a_loader_ends_with_its_rank_and_not_before():
+    """The control: of a fork server, the default since Python 3.14, a loader of torch stays."""
+    ours, theirs = context.Pipe()
+    rank = context.Process(target=load_with_workers, args=(theirs,))
+    rank.start()
+    loader, control = ours.recv()
+    os.kill(loader, signal.SIGTERM)
+    time.sleep(0.5)
+    assert is_running(loader), "SIGTERM has ended it"
+    rank.kill()
+    rank.join()
+    time.sleep(2)
+    try:
+        assert (is_running(loader), is_running(control)) == (False, True)
+    finally:
+        os.kill(control, signal.SIGKILL)
