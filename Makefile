@@ -23,6 +23,7 @@ lint: $(VENV)/ready
 	MYPYPATH=05_amp_syncbn $(RUN) -m mypy beyond/survive/*.py  # it uses two chapters of stage 05
 	MYPYPATH=03_ddp_manual_allreduce $(RUN) -m mypy tests/check_exercise.py  # it starts ranks as stage 03 does
 	$(RUN) -m mypy beyond/prove/*.py
+	MYPYPATH=01_single_gpu:03_ddp_manual_allreduce:benchmarks $(RUN) -m mypy beyond/shard/*.py
 	for folder in $(STAGES) benchmarks; do $(RUN) -m mypy $$folder/*.py || exit 1; done
 	$(VENV)/bin/shellcheck .ci/run $(wildcard 0*/launch/*.sh 0*/launch/*.sbatch)
 
@@ -45,8 +46,8 @@ notebooks: $(VENV)/ready  ## execute the notebooks in place: three minutes
 	$(RUN) notebooks/execute.py $(FLAGS)
 
 campaigns: $(VENV)/ready  ## measure again, for an hour, what the pages show; then: make readme
-	for section in replica_memory data_parallel reducers gradients precision switches sync_batchnorm survive links; do \
-	  $(RUN) benchmarks/bench.py $$section || exit 1; done  # links: as root, for namespaces
+	for section in threads scaling reducers precision survive; do \
+	  $(RUN) benchmarks/bench.py $$section || exit 1; done  # scaling: as root, its slow links too
 
 faults: $(VENV)/ready  ## inject 406 faults into real runs, half an hour or more: benchmarks/results/faults.json
 	$(RUN) tests/faults.py --faults 306
@@ -58,6 +59,7 @@ shm-suite: $(VENV)/ready  ## torch's own tests for backends, over gloo and shm: 
 lessons: $(VENV)/ready  ## write every lesson.diff, its parts in the pages, the index, and the Chinese pages
 	$(RUN) docs/site/lessons.py
 	$(RUN) docs/site/index.py
+	$(RUN) tests/rehearsal.py
 	$(RUN) docs/site/translations.py
 
 readme: $(VENV)/ready  ## run the tour and every command whose output a page shows, and put it there
@@ -91,7 +93,7 @@ $(SITE)/ready: pyproject.toml
 	$(PYTHON) -m venv $(SITE)
 	$(SITE)/bin/python -m pip install --disable-pip-version-check -e '.[site]'
 	npm install --prefix $(SITE) --ignore-scripts --no-audit --no-fund --no-save \
-	  @mermaid-js/tiny@11.17.2 axe-core@4.14.1
+	  @mermaid-js/tiny@11.17.2
 	touch $@
 
 clean:
