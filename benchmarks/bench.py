@@ -24,6 +24,7 @@ import torch
 from tabulate import tabulate
 
 from common.options import Parser, UsageError, exit_on_usage_error, int_at_least
+from links import as_node
 from plots import Draw, draw_picture
 from run_stage import ROOT
 from tables import shown
@@ -47,10 +48,12 @@ SECTIONS = {
     "reducers": Section("costs", "03_reducers", "a step with each reducer of stage 03", True),
     "precision": Section("precision", "05_precision", "training in each precision", True),
     "threads": Section("costs", "02_threads", "two halves of a batch: threads, processes"),
+    "local_sgd": Section("local_steps", "04_local_sgd", "what local SGD learns, beside DDP"),
+    "local_sgd_links": Section("local_steps", "04_local_sgd_links", "its steps on slow links"),
     "survive": Section("stages", "survive", "what a step of survive costs over stage 05's"),
 }
 BENCH = [name for name, section in SECTIONS.items() if section.bench]
-OPTIONS = {"ranks": ("stages", "precision"), "models": ("precision",)}
+OPTIONS = {"ranks": ("stages", "precision"), "models": ("precision",), "data_dir": ("local_sgd",)}
 
 
 def measure(name: str, effort: Effort) -> Results:
@@ -102,7 +105,7 @@ def run_section(name: str, args: argparse.Namespace) -> None:
     more = {option: getattr(args, option) for option in OPTIONS if getattr(args, option)}
     effort = Effort(rounds, args.quick, args.brief, device, **more)
     if args.node:
-        return import_module(section.module).on_node(args.node)
+        return as_node(getattr(import_module(section.module), f"{name}_on_node"), args.node)
     results = measure(name, effort)
     print("\n\n".join(shown(name, results)))
     for what, why in (results.get("skipped") or results.get("left_out") or {}).items():
@@ -154,6 +157,7 @@ def main() -> None:
     add("--device", choices=("cpu", "cuda"), help="default: cuda where a GPU is of use")
     add("--ranks", type=int_at_least(1), metavar="N", help="for stages and precision")
     add("--models", nargs="+", metavar="NAME", help="for precision: names of torchvision")
+    add("--data-dir", metavar="DIR", help="for local_sgd: the folder of MNIST")
     add("--node", type=Path, help=argparse.SUPPRESS)  # what two_nodes_here.sh runs in each node
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():

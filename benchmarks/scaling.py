@@ -6,16 +6,9 @@ link is a network namespace with one rank, made by launch/two_nodes_here.sh.
 """
 
 import copy
-import json
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -26,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-from common.options import UsageError
+from links import ALLOWED, RATES, on_two_nodes, set_rate
 from plots import BLUE, GRAY, GREEN, ORANGE, Figure
-from run_stage import ROOT
 from step import build, ddp, make_step, sgd, start
 from tables import predictions
 from timing import Effort, Results, Times, chapter, interleave, summarize
@@ -41,8 +33,6 @@ ALONE, WORK, AFTER, LONG, BESIDE, COPY = "alone", "work", "work, then", "long", 
 TIMES, MEANWHILE, COPIED = 8, 2**23, 2**24  # long work is so much; bytes beside it; bytes copied
 SIZES = [2**14, 2**20, 2**22, MEANWHILE, 2**24, 25 * 2**20]  # bytes
 SMALL = [2**10, 2**17, 2**20, MEANWHILE]  # for net: its bucket has 87,360
-ALLOWED = os.geteuid() == 0 and all(map(shutil.which, ("tc", "ip")))  # network namespaces
-RATES = {"no limit": "", "10 Gbit/s": "10gbit", "1 Gbit/s": "1gbit", "0.2 Gbit/s": "200mbit"}
 
 
 def step_of(how: str, model: nn.Module, images: Tensor) -> Callable[[], None]:
@@ -145,7 +135,7 @@ def measure_scaling(effort: Effort) -> Results:
             machine.append(predict(answers[0][0], [note for _, note in answers]))
     whole = effort.rounds > 99 and effort.device == "cpu" and ALLOWED
     found: Results = {"provenance": {"threads_a_rank": 1, "backend": "gloo"}, "machine": machine}
-    found["links"] = on_two_nodes() if whole else {}
+    found["links"] = on_two_nodes("scaling") if whole else {}
     errors = [abs(row["error"]) for row in predictions(found)]
     return {**found, "median_error": round(median(errors), 4), "predictions": len(errors)}
 
@@ -213,22 +203,8 @@ def predict(times: Times, notes: list[Results]) -> Results:
     return {**about, "beta_bytes_per_second": round(link.beta), "rows": rows}
 
 
-def on_two_nodes() -> Results:
-    """The predictions across links, from two namespaces that are two nodes."""
-    with tempfile.TemporaryDirectory() as folder:
-        out, script = Path(folder, "found"), "04_ddp_torchrun/launch/two_nodes_here.sh"
-        flags = ["scaling", "--device=cpu", f"--node={out}"]
-        command = ["bash", script, sys.executable, "benchmarks/bench.py", *flags]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "RATE": ""}
-        if subprocess.run(command, cwd=ROOT, env=env).returncode != 0:
-            raise UsageError("the nodes could not be started, or one has failed: see above")
-        return json.loads(out.read_text())
-
-
-def on_node(out: Path) -> None:
-    """What each of two nodes does; node 0 writes what both have found."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=int(os.environ["NODE_RANK"]), world_size=2)
+def scaling_on_node() -> Results:
+    """The predictions across each link, on each of two nodes."""
     found = dict[str, Any]()
     for name, rate in RATES.items():
         set_rate(rate)
@@ -236,17 +212,7 @@ def on_node(out: Path) -> None:
         notes = [note, note]
         dist.all_gather_object(notes, note)
         found[name] = predict(times, notes)
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
-def set_rate(rate: str) -> None:
-    link = ["dev", os.environ["GLOO_SOCKET_IFNAME"], "root"]
-    subprocess.run(["tc", "qdisc", "del", *link], stderr=subprocess.DEVNULL)  # there may be none
-    if rate:
-        bucket = ["tbf", "rate", rate, "burst", "256kb", "limit", "16mb"]
-        subprocess.run(["tc", "qdisc", "add", *link, *bucket], check=True)
+    return found
 
 
 def draw_scaling(results: Results) -> Figure:

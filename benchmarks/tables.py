@@ -6,6 +6,7 @@ A page holds <!-- table: NAME --> where one begins and <!-- end of table --> whe
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from statistics import mean
 from typing import Any
 
 from tabulate import tabulate
@@ -89,6 +90,29 @@ def shard(results: Results) -> str:
     return table(rows, "", *SHARDED, "together", "sent", "time / DDP's")
 
 
+def local_sgd(results: Results) -> str:
+    """DDP's accuracy, and how many points the other methods are away from it: mean and spread."""
+    names, rows = results["trainings"][0]["methods"], []
+    for how in names:
+        cells = []
+        for each in results["trainings"]:
+            found = each["methods"].get(how)
+            if how == "DDP":
+                cells.append(f"{mean(found['test_accuracies']):.2%}")
+            else:
+                cells.append(found and "{points:+.2f} ± {points_stdev:.2f}".format_map(found))
+        rows.append((how, *cells))
+    return table(
+        rows,
+        "the ranks talk",
+        *("{model}, {ranks} ranks".format_map(each) for each in results["trainings"]),
+    )
+
+
+def local_sgd_links(results: Results) -> str:
+    return ratios({link: found["variants"] for link, found in results["links"].items()})
+
+
 def precision(results: Results) -> str:
     models, rows = results["models"], []
     places = {f"{m}, {p}": models[m][p]["variants"] for m in models for p in models[m]}
@@ -153,6 +177,8 @@ MADE: dict[str, tuple] = {  # of each section: its committed results, and its ta
     "threads": ("02_threads", threads),
     "reducers": ("03_reducers", reducers),
     "precision": ("05_precision", precision, peaks),
+    "local_sgd": ("04_local_sgd", local_sgd),
+    "local_sgd_links": ("04_local_sgd_links", local_sgd_links),
     "survive": ("survive", survive),
     "shard": ("shard", shard),
     "faults": ("faults", faults, pauses),

@@ -44,6 +44,7 @@ class Effort:
     device: str = "cpu"
     ranks: int = 0  # 0: the default of the section
     models: tuple[str, ...] = ()  # empty: the default of the section
+    data_dir: str = ""
 
 
 def take_turns(variants: Mapping[str, Callable[[], float]], rounds: int) -> Times:
