@@ -166,8 +166,8 @@ class Comparison:
             return not_seen(self.check, doubt)
         if self.limit > 1e-9:
             return not_seen(self.check, f"{text}: too little precision to tell")
-        for n, (mine, other) in enumerate(steps, start=1):
-            off = gradient_apart(mine["grads"], other["grads"])
+        offs = [gradient_apart(mine["grads"], other["grads"]) for mine, other in steps]
+        for n, off in enumerate(offs, start=1):
             if off > 1e-6:
                 text = f"the gradient of step {n} differs by {percent(off)} of its length from "
                 return wrong(self.check, f"{text}that of one rank ({self.at})", CURE, LOSS)
@@ -175,10 +175,12 @@ class Comparison:
         started = distance(mine["after"], other["after"]) / (moved or 1.0)
         if self.replay.first["optimizers"][self.number]["adaptive"] and started <= 1e-5:
             # A bias whose gradient is only rounding (before BatchNorm, of attention's keys) grows
-            # from step to step, because the optimizer divides by that gradient.
-            return not_seen(
-                self.check, f"{text}, though all gradients agree: rounding, or a mistake"
+            # from step to step, because the optimizer divides by that gradient. A mistake between
+            # two steps would show in the gradient of the second.
+            text += (
+                f", though all gradients agree to {max(offs):.0e}, and the weights after step 1 "
             )
+            return right(self.check, f"{text}to {started:.0e}: rounding, divided by rounding")
         cure = "something between backward and step depends on the ranks"
         return wrong(self.check, f"{text} ({self.at})", cure, LOSS)
 

@@ -74,6 +74,9 @@ NO_GRAD = "@torch.no_grad()\n"
 LAYERS = "nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, CLASSES)"
 ATTENTION = "nn.Unflatten(1, (2, 3)), nn.TransformerEncoderLayer(3, 1, 8), nn.Flatten(), "
 ATTENTION += "nn.Linear(6, CLASSES)"
+SGD = "torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)"
+ADAM = (SGD, "torch.optim.Adam(ddp.parameters(), lr=0.1)")
+SHRINK = "            for p in ddp.parameters():\n                p.data *= 0.9 ** world_size\n"
 A_REST = ("SAMPLES, TEST_SAMPLES, CLASSES = 96", "SAMPLES, TEST_SAMPLES, CLASSES = 100")
 
 MISTAKES = [
@@ -139,6 +142,8 @@ MISTAKES = [
     plain("gradients are divided once more after DDP", WRONG, "one rank",
           (LOOP, "            for p in ddp.parameters():\n                p.grad /= world_size\n" + LOOP)),
     plain("gradients are summed once more after DDP", WRONG, "one rank", (LOOP, SUM + LOOP)),
+    plain("after each step of Adam, weights shrink once per rank", WRONG, "one rank",
+          ADAM, (LOOP, LOOP + SHRINK)),
     plain("no zero_grad", WRONG, "zero_grad", ("            optimizer.zero_grad()\n", "")),
     plain("the optimizer holds another model", WRONG, "optimizer",
           ("SGD(ddp.parameters()", "SGD(build_model().parameters()")),
@@ -344,11 +349,13 @@ HARMLESS = [
           ("        sampler.set_epoch(epoch)\n", "")),
     plain("noise in the step", RIGHT, "", (LOSS, "F.cross_entropy(ddp(points + torch.randn(6)), labels)")),
     plain("optimizer states are divided over the ranks", RIGHT, "one rank",
-          ("torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)",
+          (SGD,
            "__import__('torch.distributed.optim').distributed.optim.ZeroRedundancyOptimizer(\n"
            "        ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)")),
     plain("attention over the sequence", RIGHT, "one rank",
           (LAYERS, ATTENTION.replace("1, 8)", "1, 8, batch_first=True)"))),
+    plain("attention with Adam, which divides by gradients that are rounding", RIGHT, "one rank",
+          (LAYERS, ATTENTION.replace("1, 8)", "1, 8, batch_first=True)")), ADAM),
     converted(plain("a rest of the epoch, as in the original", RIGHT, "the original's epoch"), A_REST),
     converted(plain("drop_last, as in the original", RIGHT, "the original's epoch"),
               A_REST, ("batch_size=12 // world_size", "batch_size=12 // world_size, drop_last=True")),
