@@ -75,7 +75,7 @@ LAYERS = "nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, CLASSES)"
 ATTENTION = "nn.Unflatten(1, (2, 3)), nn.TransformerEncoderLayer(3, 1, 8), nn.Flatten(), "
 ATTENTION += "nn.Linear(6, CLASSES)"
 SGD = "torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)"
-ADAM = (SGD, "torch.optim.Adam(ddp.parameters(), lr=0.1)")
+ADAM = (SGD, "torch.optim.Adam(ddp.parameters(), lr=0.01, weight_decay=0.03)")
 SHRINK = "            for p in ddp.parameters():\n                p.data *= 0.9 ** world_size\n"
 A_REST = ("SAMPLES, TEST_SAMPLES, CLASSES = 96", "SAMPLES, TEST_SAMPLES, CLASSES = 100")
 
