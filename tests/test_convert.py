@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from local_ranks import command, launch_ranks, run_ranks, scratch_folder
 from repository_pages import ROOT, fences, shell
@@ -228,7 +229,10 @@ def test_the_commands_of_the_page_lead_to_the_script_for_many_gpus(folder, steps
         else:
             printed = shell(line, where=here)
             if line.startswith("grep"):
-                assert all(word in printed for word in ("weight=", "dataset)", "break", "shuffle"))
+                assert all(
+                    word in printed
+                    for word in ("weight=", "dataset)", "break", "torch.save", "print(")
+                )
     patches = "; ".join(f"patch -s mine.py steps/{number}.diff" for number in range(1, steps + 1))
     shell(f"{patches}; cmp mine.py {last}", where=here)
 
@@ -328,6 +332,47 @@ def test_a_rate_that_only_rank_0_lowers_lets_the_ranks_train_apart():
     assert (apart[0]["weights"] - apart[1]["weights"]).abs().max() > 1e-2
 
 
+def _weights_after_each_step(rank: int, samples: int, drop_last: bool) -> torch.Tensor:
+    """Of two epochs, in global batches of 12."""
+    torch.distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    data = TensorDataset(torch.randn(samples, 5), torch.randn(samples, 1))
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(5, 1))
+    optimizer, weights = torch.optim.SGD(ddp.parameters(), 0.1), []
+    sampler = DistributedSampler(data, drop_last=drop_last)
+    local_batch = 12 // torch.distributed.get_world_size()
+    loader = DataLoader(data, local_batch, sampler=sampler, drop_last=drop_last)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(ddp(x), y).backward()
+            optimizer.step()
+            weights.append(ddp.module.weight.detach().clone())
+    return torch.stack(weights)
+
+
+@pytest.mark.parametrize(
+    ("samples", "dropped_by_one", "dropped_by_two", "steps", "exact"),
+    [
+        (100, False, False, 18, 18),  # 2 + 2 samples are left for the last batch of an epoch
+        (101, True, True, 16, 16),
+        (101, False, False, 18, 8),  # 3 + 3, of which one comes twice: the last batch differs
+        (101, False, True, 16, 8),  # the control: the other script trains in 18 steps
+    ],
+)
+def test_the_last_batch_is_exact_if_the_ranks_share_its_samples_equally(
+    samples, dropped_by_one, dropped_by_two, steps, exact
+):
+    [one] = run_ranks(1, _weights_after_each_step, samples, dropped_by_one)
+    two = run_ranks(2, _weights_after_each_step, samples, dropped_by_two)[0]
+    assert (len(two), len(one)) == (steps, 16 if dropped_by_one else 18)
+    apart = (two - one[:steps]).abs().amax((1, 2))
+    assert int((apart < 1e-12).sum()) == exact
+    assert bool((apart[:8] < 1e-12).all())
+
+
 def test_the_page_shows_the_diffs_of_the_examples():
     page = (CONVERT / "examples.md").read_text()
     assert load("steps.py", folder=CONVERT).show_examples(page) == page, "run: python steps.py"
@@ -337,7 +382,8 @@ def test_a_mean_over_samples_is_right_under_ddp_and_other_losses_are_not():
     errors = load("losses.py", folder=CONVERT).measure()
     assert max(errors["mean over samples"]) < 1e-12
     assert errors["sum over samples"] == pytest.approx([1 / 2] * 12), "a factor of 1 / ranks"
-    assert min(errors["contrastive"] + errors["Dice over the batch"]) > 0.01
+    for name in ("contrastive", "Dice over the batch", "attention over the batch"):
+        assert min(errors[name]) > 0.01
 
 
 def _gathered(rank: int, name: str) -> float:
@@ -355,7 +401,10 @@ def _gathered(rank: int, name: str) -> float:
     return float((found - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize("name", ["mean over samples", "contrastive", "Dice over the batch"])
+@pytest.mark.parametrize(
+    "name",
+    ["mean over samples", "contrastive", "Dice over the batch", "attention over the batch"],
+)
 def test_a_loss_of_all_ranks_outputs_is_right_whatever_it_is(name):
     assert max(run_ranks(2, _gathered, name)) < 1e-12
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import prove
 import pytest
 from prove import table
+from prove.planted.mistakes import ONE_GPU
 
 from local_ranks import ROOT, SECONDS
 from support import changed_source
@@ -192,23 +193,8 @@ def test_a_script_for_gpus_is_judged_on_cpus(run, tmp_path):
     assert (ended.returncode, ended.stdout) == (2, "")
 
 
-SINGLE = [
-    ('    dist.init_process_group("gloo")\n', ""),
-    ("dist.get_rank(), dist.get_world_size()", "0, 1"),
-    ("DDP(build_model())", "build_model()"),
-    ("    sampler = DistributedSampler(train_set, seed=0)\n", ""),
-    ("sampler=sampler", "shuffle=True"),
-    ("        sampler.set_epoch(epoch)\n", ""),
-    ("        dist.all_reduce(total)\n", ""),
-    ("    dist.all_reduce(totals)\n", ""),
-    ("evaluate(ddp.module,", "evaluate(ddp,"),
-    ("ddp.module.state_dict()", "ddp.state_dict()"),
-    ("    dist.destroy_process_group()\n", ""),
-]
-
-
 def test_the_original_shows_what_the_conversion_changed(run, tmp_path):
-    (tmp_path / "single.py").write_text(planted("plain", *SINGLE))
+    (tmp_path / "single.py").write_text(planted("plain", *ONE_GPU))
     original = f"--original={sys.executable} single.py"
     for change, expected in (((), "right"), ((("F.cross_entropy(ddp(points), labels)",
                              "2 * F.cross_entropy(ddp(points), labels)"),), "WRONG")):  # fmt: skip
@@ -271,6 +257,50 @@ def test_attention_with_dropout_is_replayed(run, tmp_path):
     (tmp_path / "train.py").write_text(ATTENTION)
     ended = run(tmp_path, *TORCHRUN, "train.py")
     assert verdict(ended, "one rank") == "right"
+
+
+PER_SAMPLE = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+class Shifted(nn.Module):
+    def __init__(self, batch):
+        super().__init__()
+        self.shift, self.layer = nn.Parameter(torch.randn(batch, 1, 8)), nn.Linear(8, 8)
+    def forward(self, x):
+        return self.layer(x + self.shift)
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data, local_batch = torch.randn(32, 5, 8), 8 // dist.get_world_size()
+ddp = nn.parallel.DistributedDataParallel(Shifted(local_batch))
+optimizer, sampler = torch.optim.SGD(ddp.parameters(), 0.1), DistributedSampler(data)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for x in DataLoader(data, local_batch, sampler=sampler):
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        optimizer.step()
+"""
+
+
+def test_if_one_rank_cannot_be_compared_the_last_line_says_that_nothing_is_proven(run, tmp_path):
+    for name, source in (("train", PER_SAMPLE), ("once", PER_SAMPLE.replace("batch, 1", "1, 1"))):
+        (tmp_path / f"{name}.py").write_text(source)
+    unknown = "so nothing is proven about"
+    ended = run(
+        tmp_path, "--original", "torchrun --nproc-per-node=1 once.py", *TORCHRUN, "train.py"
+    )
+    assert (verdict(ended, "one rank"), verdict(ended, "the original")) == ("not seen", "not seen")
+    assert "shape [4, 1, 8], and [8, 1, 8]" in " ".join(ended.stdout.split())
+    assert f"the original, {unknown} what is averaged and the conversion" in last_line(ended)
+    ended = run(tmp_path, *TORCHRUN, "train.py")
+    assert last_line(ended).endswith(f"not seen: one rank, {unknown} what is averaged")
+    ended = run(tmp_path, *TORCHRUN, "once.py")  # the control: a parameter for all samples
+    assert (verdict(ended, "one rank"), unknown in ended.stdout) == ("right", False)
+
+
+def last_line(ended: subprocess.CompletedProcess) -> str:
+    return ended.stdout.splitlines()[-1]
 
 
 HARMLESS = """        if rank == 0:

@@ -17,7 +17,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from prove import NotJudgedError, launch
-from prove.judge_data import data_rows, load_samples, rows_are_split, same_contents
+from prove.judge_data import (
+    data_rows,
+    epoch_of_original,
+    load_samples,
+    rows_are_split,
+    same_contents,
+)
 from prove.judge_model import model_rows
 from prove.judge_replay import (
     RANDOM,
@@ -34,7 +40,8 @@ from prove.judge_run import error_of, run_rows
 from prove.table import NOT_SEEN, RIGHT, WARNING, WRONG, Row, not_seen, table
 from prove.watch_world import restore
 
-ONE_RANK = "one rank"
+ONE_RANK, ORIGINAL = "one rank", "the original"
+PROOF_OF = {ONE_RANK: "what is averaged", ORIGINAL: "the conversion"}
 NUMBER_OF_RANKS = (
     r"(--nproc[-_]per[-_]node[= ])\S+",
     r"(--num[-_]processes[= ])\d+",
@@ -156,8 +163,10 @@ class Prover:
             rows = [r for r in rows if (r.check, r.verdict) != ("averaged gradients", NOT_SEEN)]
         if self.args.original:
             replay = self.replay("original", shlex.split(self.args.original))
-            check = "the original"
-            rows += gradient_rows(replay, check) if replay.stepped else [no_replay(replay, check)]
+            if replay.one and replay.stepped:
+                rows += gradient_rows(replay, ORIGINAL) + epoch_of_original(ranks, replay.one)
+            else:
+                rows.append(no_replay(replay, ORIGINAL))
         return rows
 
     def replayed(self, rows: list[Row]) -> list[Row]:
@@ -208,6 +217,17 @@ def prove(args: Namespace, say: Callable[[str], None]) -> tuple[list[Row], str]:
         shutil.rmtree(folder)
 
 
+def not_proven(rows: list[Row], checks: list[str]) -> str:
+    """The end of the last line, if a comparison that is the proof could not be made."""
+    seen = {row.check for row in rows if row.verdict != NOT_SEEN}
+    seen -= {row.check for row in rows if row.verdict == NOT_SEEN}
+    unseen = [check for check in checks if check not in seen]
+    if not unseen:
+        return ""
+    unknown = " and ".join(PROOF_OF[check] for check in unseen)
+    return f"; not seen: {', '.join(unseen)}, so nothing is proven about {unknown}"
+
+
 def main() -> int:
     args, began = parse_args(), time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all is put back
@@ -220,7 +240,8 @@ def main() -> int:
         return 2
     print(table(rows))
     wrong = sum(row.verdict == WRONG for row in rows)
-    print(f"\n{wrong} WRONG of {len(rows)} checks, in {time.monotonic() - began:.0f} s")
+    missing = not_proven(rows, [ONE_RANK, ORIGINAL] if args.original else [ONE_RANK])
+    print(f"\n{wrong} WRONG of {len(rows)} checks, in {time.monotonic() - began:.0f} s{missing}")
     return int(wrong > 0)
 
 

@@ -7,7 +7,18 @@ from collections import Counter
 
 import torch
 
-from prove.table import ACCURACY, LOSS, SAME_ORDER, UNEVEN, Row, not_seen, right, warning, wrong
+from prove.table import (
+    ACCURACY,
+    LOSS,
+    RATE,
+    SAME_ORDER,
+    UNEVEN,
+    Row,
+    not_seen,
+    right,
+    warning,
+    wrong,
+)  # fmt: skip
 
 ALL_BUT_A_FEW = 0.98  # the share of a data set that counts as the whole
 SHARD = "DataLoader(dataset, sampler=DistributedSampler(dataset)), or split the data by rank"
@@ -248,7 +259,7 @@ def evaluation(ranks: list[dict]) -> list[Row]:
     for rank in ranks:
         passes += [p for p in rank["passes"] if is_evaluation(p)][:1]
     if not passes:
-        return [not_seen(check, "no pass over a loader without gradients, after a step")]
+        return [not_seen(check, "no pass over a loader without a backward, after a step")]
     at = passes[0]["at"]
     if len(passes) < len(ranks):
         return [right(check, f"by {len(passes)} of {len(ranks)} ranks ({at})")]
@@ -284,11 +295,41 @@ def drawn_beside(ranks: list[dict], first: dict) -> list[list[int]]:
 
 
 def is_evaluation(p: dict) -> bool:
-    return bool(not p["training"] and p["given"] and p["steps_before"])
+    """Also if gradients are switched off in each batch only, or not at all."""
+    whole = p["ended"] or p["given"] >= p["limit"]
+    without_backward = whole and not p["steps"] and not p["backwards"]
+    return bool(p["given"] and p["steps_before"] and (not p["training"] or without_backward))
+
+
+def epoch_of_original(ranks: list[dict], one: dict) -> list[Row]:
+    """Do all ranks together train on as many samples, in as many batches, as the original would?
+    one: the record of the original, which got our batches, but whose loader has its own length."""
+    check, passes = "the original's epoch", trained_passes(ranks)
+    originals = [p for p in one["passes"] if p["steps"]]
+    if not passes or not originals:
+        return []
+    epochs, epoch = [p["epoch"] for p in passes[0]], originals[0]["epoch"]
+    if None in (*epochs, epoch):
+        return [not_seen(check, "a loader does not say how many samples it has")]
+    batches, samples = epochs[0][0], sum(samples for _, samples in epochs)
+    if rows_are_split(ranks):
+        samples = epochs[0][1]
+    text = f"{samples} samples in {batches} batches on {len(ranks)} ranks together, "
+    text += f"{epoch[1]} in {epoch[0]} in the original ({passes[0][0]['at']})"
+    if samples < epoch[1]:
+        cure = "drop_last in the sampler and in the loader only if the original has it"
+        return [warning(check, text, cure, LOSS)]
+    accumulates = any(p["steps"] < p["given"] for p in (passes[0][0], originals[0]))
+    if batches != epoch[0] and not accumulates:
+        cure = "the original's batch size / world_size on each rank, and its drop_last; "
+        cure += "meant so only if the learning rate was chosen for this global batch"
+        return [warning(check, text, cure, RATE)]
+    return [right(check, text)]
 
 
 def collectives_after(rank: dict, evaluated: dict) -> int:
     """How many collectives follow an evaluation, before training goes on."""
-    later = [p for p in rank["passes"] if p["number"] > evaluated["number"] and p["training"]]
-    end = later[0]["collectives_before"] if later else len(rank["collectives"])
+    later = [p for p in rank["passes"] if p["number"] > evaluated["number"]]
+    trained = [p for p in later if p["training"] and not is_evaluation(p)]
+    end = trained[0]["collectives_before"] if trained else len(rank["collectives"])
     return int(end - evaluated["collectives_before"])

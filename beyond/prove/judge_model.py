@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from prove.table import (
     BUFFERS,
     LOSS,
+    NAN,
     RIGHT,
     UNUSED,
     WARNING,
@@ -125,7 +126,7 @@ def gradients(steps: list[Step], weight_rows: list[Row]) -> list[Row]:
     if len(kept) > 1:
         text = f"at {len(kept)} steps, p.grad still held the gradient of the step before "
         cure = "optimizer.zero_grad() in each step"
-        return [wrong("zero_grad", f"{text}({kept[0].at})", cure)]
+        return [wrong("zero_grad", f"{text}({kept[0].at})", cure, NAN)]
     factors = [(times_the_mean(step), step) for step in steps]
     known = [(c, step) for c, step in factors if c is not None]
     if not known:

@@ -15,7 +15,8 @@ from prove.table import ACCURACY, LOSS, RATE, Row, not_seen, right, warning, wro
 
 SMALL_BATCH = 16  # values per channel from which BatchNorm's statistics are good enough
 RANDOM = "the step draws random numbers"
-CURE = "what the loss divides by must be a number of all ranks, not of one: see beyond/convert"
+CURE = "what the loss divides by must be a number of all ranks, not of one; or a layer mixes the "
+CURE += "samples of a batch (attention over the batch): see beyond/convert"
 STATISTIC = re.compile(
     r"(loss|acc\w*|accuracy|error|top.?[15]|mAP|ppl|perplexity|correct)\W{0,12}"
     rf"({NUMBER.pattern})",
@@ -113,7 +114,7 @@ class Comparison:
             return self.row_of_weights(text)
         c = float(x @ y / (y @ y)) if y.any() else 0.0
         left = float((x - c * y).norm() / x.norm()) if x.any() else 1.0
-        if left < max(self.limit, 1e-6):
+        if left < max(self.limit, 1e-6) and abs(c - 1) > 1e-4:
             text = f"the gradient is {multiple(c, len(self.replay.ranks))} that of one rank"
         else:
             far = max(self.pairs, key=lambda p: float((p[1] - p[2]).norm() / (p[2].norm() + 1e-30)))
@@ -165,8 +166,8 @@ class Comparison:
             return not_seen(self.check, doubt)
         if self.limit > 1e-9:
             return not_seen(self.check, f"{text}: too little precision to tell")
-        for n, (mine, other) in enumerate(steps, start=1):
-            off = gradient_apart(mine["grads"], other["grads"])
+        offs = [gradient_apart(mine["grads"], other["grads"]) for mine, other in steps]
+        for n, off in enumerate(offs, start=1):
             if off > 1e-6:
                 text = f"the gradient of step {n} differs by {percent(off)} of its length from "
                 return wrong(self.check, f"{text}that of one rank ({self.at})", CURE, LOSS)
@@ -174,10 +175,12 @@ class Comparison:
         started = distance(mine["after"], other["after"]) / (moved or 1.0)
         if self.replay.first["optimizers"][self.number]["adaptive"] and started <= 1e-5:
             # A bias whose gradient is only rounding (before BatchNorm, of attention's keys) grows
-            # from step to step, because the optimizer divides by that gradient.
-            return not_seen(
-                self.check, f"{text}, though all gradients agree: rounding, or a mistake"
+            # from step to step, because the optimizer divides by that gradient. A mistake between
+            # two steps would show in the gradient of the second.
+            text += (
+                f", though all gradients agree to {max(offs):.0e}, and the weights after step 1 "
             )
+            return right(self.check, f"{text}to {started:.0e}: rounding, divided by rounding")
         cure = "something between backward and step depends on the ranks"
         return wrong(self.check, f"{text} ({self.at})", cure, LOSS)
 
@@ -200,9 +203,17 @@ def gradient_rows(
     rows = []
     for number, optimizer in enumerate(replay.first["optimizers"]):
         pairs = replay.gradients(number)
-        others = number in (replay.one or {})["other_parameters"] and bool(optimizer["steps"])
-        if others or any(x.shape != y.shape for _, x, y in pairs):
-            rows.append(not_seen(check, "the one rank's optimizer holds other parameters"))
+        others = (replay.one or {})["other_parameters"].get(str(number))
+        if others is None and any(x.shape != y.shape for _, x, y in pairs):
+            others = []
+        if others is not None and optimizer["steps"]:
+            text = "the one rank's optimizer holds other parameters"
+            for k, ours, theirs in others[:1]:
+                text += (
+                    f": {named(optimizer, [k])} has the shape {ours}, and {theirs} on one rank; "
+                )
+                text += "it must not depend on the batch size"
+            rows.append(not_seen(check, text))
         elif any(x.any() or y.any() for _, x, y in pairs):
             compared = Comparison(replay, check, number, optimizer, pairs, explained)
             rows.append(compared.row(sequence))

@@ -108,7 +108,7 @@ class Run:
         self.facts["samples_elsewhere"] = False  # not in the first dimension of a batch
         lists = "passes collectives files prints backwards optimizers ddps roots lr_in_epochs"
         self.facts |= {name: [] for name in lists.split()}
-        self.facts |= {"dropout": {}, "batchnorm": {}, "notes": {}, "other_parameters": []}
+        self.facts |= {"dropout": {}, "batchnorm": {}, "notes": {}, "other_parameters": {}}
         self.model: Any = None  # a watch_model.ModelWatcher
         self.feeder: Any = None  # a replay.Feeder, while replaying
         self.writing = threading.Lock()

@@ -162,11 +162,15 @@ class Feeder:
     def set_start(self, optimizers: list, wrapped: list) -> None:
         with torch.no_grad():
             for ddp, state in zip(wrapped, self.ranks[0]["states"], strict=False):
-                ddp.module.load_state_dict(state)
+                own = ddp.module.state_dict()
+                if all(x.shape == own[name].shape for name, x in state.items() if name in own):
+                    ddp.module.load_state_dict(state)
             for number, theirs in enumerate(self.ranks[0]["start"][: len(optimizers)]):
                 mine = parameters_of(optimizers[number])
-                if [p.shape for p in mine] != [p.shape for p in theirs]:
-                    self.run.facts["other_parameters"].append(number)
+                shapes = [([*x.shape], [*p.shape]) for x, p in zip(theirs, mine, strict=False)]
+                if len(mine) != len(theirs) or any(x != y for x, y in shapes):
+                    other = [[k, x, y] for k, (x, y) in enumerate(shapes) if x != y]
+                    self.run.facts["other_parameters"][number] = other
                     continue
                 for p, value in zip(mine, theirs, strict=True):
                     p.copy_(value)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 
 from prove.record import Run, digests_of_generators, save_tensors, where, wrap
 
@@ -147,6 +147,19 @@ class ListedSampler:
         now["file"] = file  # now that it is whole
 
 
+def whole_epoch(loader: Any) -> list[int] | None:
+    """How many batches and samples a pass over a loader has; None: it does not say."""
+    batches = loader.batch_sampler
+    if type(batches) is not BatchSampler:
+        return None
+    sampler: Any = batches.sampler
+    try:
+        whole = len(batches) * batches.batch_size
+        return [len(batches), whole if batches.drop_last else len(sampler)]
+    except (TypeError, NotImplementedError):  # a sampler without a length, as for a stream
+        return None
+
+
 def begin_pass(loader: Any, run: Run) -> dict:
     """What is written down about one pass over a loader."""
     base, _ = unwrapped(loader.dataset)
@@ -164,7 +177,8 @@ def begin_pass(loader: Any, run: Run) -> dict:
         "fingerprint": earlier[0] if earlier else fingerprint(base),
         "training": torch.is_grad_enabled(), "given": 0, "steps": 0, "ended": False,
         "limit": run.limit, "steps_before": run.steps,
-        "collectives_before": len(run.facts["collectives"]),
+        "collectives_before": len(run.facts["collectives"]), "epoch": whole_epoch(loader),
+        "backwards": 0, "backwards_before": run.counts["backwards"],
         "samples": [], "sizes": [], "batches": None, "last": 0, "file": None,
         "generators": digests_of_generators(), "drew": [False] * 3, "base_seed": None,
     }  # fmt: skip
@@ -175,7 +189,10 @@ def begin_pass(loader: Any, run: Run) -> dict:
 def watch_fetches(run: Run, iterator: Iterator, now: dict, most: int) -> Iterator:
     """The batches of one pass, until there are enough."""
     size = 0
-    while now["given"] < most:
+    while True:
+        now["backwards"] = run.counts["backwards"] - now["backwards_before"]
+        if now["given"] >= most:
+            return
         before = digests_of_generators()
         try:
             batch = next(iterator)

@@ -318,6 +318,7 @@ def watch_backward(run: Run) -> None:
         nonlocal inside
         if inside:  # --cpu: a mode of torch calls it once more
             return original(self, *args, **kwargs)
+        run.counts["backwards"] += 1
         if len(run.facts["backwards"]) < MOST_FORWARDS:
             call = {"at": where(), "step": run.steps, "scaled": is_scaled(self)}
             run.facts["backwards"].append(call)

@@ -4,6 +4,7 @@ import builtins
 import os
 import shutil
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -110,7 +111,8 @@ class FileWatcher:
     """An audit hook, which Python calls before it opens, renames or removes a file."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.busy = run, False
+        self.run = run
+        self.inside = threading.local()  # the thread that writes the facts opens files, too
 
     def is_ignored(self, path: str) -> bool:
         parts = any(part in path for part in IGNORED_PARTS)
@@ -139,9 +141,9 @@ class FileWatcher:
             self.changes(file, mode)
 
     def audit(self, event: str, args: tuple) -> None:
-        if self.busy or self.run.written:
+        if getattr(self.inside, "audit", False) or self.run.written:
             return
-        self.busy = True  # what is done here opens files, too
+        self.inside.audit = True  # what is done here opens files, too
         try:
             if event == "open":
                 self.opens(*args)
@@ -155,7 +157,7 @@ class FileWatcher:
         except Exception as error:  # nothing that we note may end the user's call
             self.run.facts["audit"] = repr(error)
         finally:
-            self.busy = False
+            self.inside.audit = False
 
 
 def in_folder(path: Any, descriptor: int) -> Any:

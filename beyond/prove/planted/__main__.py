@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from prove.__main__ import parse_args, prove
 from prove.launch import preload
-from prove.planted.mistakes import HARMLESS, MISTAKES, Mistake
+from prove.planted.mistakes import HARMLESS, MISTAKES
 from prove.table import RIGHT, WRONG, Row
 
 HERE = Path(__file__).parent
@@ -32,34 +32,42 @@ class Case(NamedTuple):
     ranks: int
     verdict: str = RIGHT
     check: str = ""
+    original: str = ""
 
 
-def broken(mistake: Mistake) -> str:
-    source = (HERE / f"{mistake.script}.py").read_text()
-    for old, new in mistake.changes:
+def changed(script: str, changes: tuple[tuple[str, str], ...]) -> str:
+    source = (HERE / f"{script}.py").read_text()
+    for old, new in changes:
         if source.count(old) != 1:
-            raise ValueError(f"{mistake.script}.py has not, once: {old!r}")
+            raise ValueError(f"{script}.py has not, once: {old!r}")
         source = source.replace(old, new)
     return source
 
 
 def cases() -> list[Case]:
-    listed = [Case(m.name, broken(m), 2, m.verdict, m.check) for m in (*MISTAKES, *HARMLESS)]
+    listed = []
+    for m in (*MISTAKES, *HARMLESS):
+        original = changed(m.script, m.original) if m.original else ""
+        listed.append(Case(m.name, changed(m.script, m.changes), 2, m.verdict, m.check, original))
     for script in SCRIPTS:
         source = (HERE / f"{script}.py").read_text()
         listed += [Case(f"clean {script}, {ranks} ranks", source, ranks) for ranks in RANKS]
     return listed
 
 
-def judged(source: str, ranks: int) -> tuple[list[Row], str]:
+def judged(source: str, ranks: int, original: str) -> tuple[list[Row], str]:
     """prove, in a folder of its own: as if it had been typed there."""
     home = os.getcwd()
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         os.chdir(folder)
         Path("train.py").write_text(source)
+        options = ["--timeout=20"]
+        if original:
+            Path("single.py").write_text(original)
+            options.append("--original=torchrun --nproc-per-node=1 single.py")
         command = f"torchrun --standalone --nproc-per-node={ranks} train.py"
         try:
-            return prove(parse_args(["--timeout=20", *command.split()]), lambda text: None)
+            return prove(parse_args([*options, *command.split()]), lambda text: None)
         finally:
             os.chdir(home)
 
@@ -67,7 +75,7 @@ def judged(source: str, ranks: int) -> tuple[list[Row], str]:
 def result(case: Case) -> dict:
     """For a mistake whether it is found, and for a script that is right what is said."""
     began = time.monotonic()
-    rows, error = judged(case.source, case.ranks)
+    rows, error = judged(case.source, case.ranks, case.original)
     said = [f"{r.verdict} {r.check}: {r.evidence}" for r in rows if r.verdict != RIGHT]
     rows_of_check = [r for r in rows if r.check == case.check]
     found = not case.check or any(r.verdict == case.verdict for r in rows_of_check)

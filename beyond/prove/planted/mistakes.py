@@ -1,9 +1,10 @@
 """Mistakes, each planted alone in one of four scripts that are right.
 
 A mistake is a list of texts to replace; the check and the verdict are what prove must say of it.
+With an original, which is also a list of texts to replace, prove compares the script with that one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 RIGHT, WRONG, WARNING = "right", "WRONG", "warning"
 LOOP = "            optimizer.step()\n"
@@ -16,6 +17,7 @@ class Mistake:
     verdict: str
     check: str
     changes: tuple[tuple[str, str], ...]
+    original: tuple[tuple[str, str], ...] = ()
 
 
 def plain(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
@@ -34,6 +36,27 @@ def iterable(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> 
     return Mistake(name, "iterable", verdict, check, changes)
 
 
+ONE_GPU = (  # plain.py becomes the script that it was made from
+    ('    dist.init_process_group("gloo")\n', ""),
+    ("dist.get_rank(), dist.get_world_size()", "0, 1"),
+    ("DDP(build_model())", "build_model()"),
+    ("    sampler = DistributedSampler(train_set, seed=0)\n", ""),
+    ("sampler=sampler", "shuffle=True"),
+    ("        sampler.set_epoch(epoch)\n", ""),
+    ("        dist.all_reduce(total)\n", ""),
+    ("    dist.all_reduce(totals)\n", ""),
+    ("evaluate(ddp.module,", "evaluate(ddp,"),
+    ("ddp.module.state_dict()", "ddp.state_dict()"),
+    ("    dist.destroy_process_group()\n", ""),
+)
+
+
+def converted(mistake: Mistake, *changes: tuple[str, str]) -> Mistake:
+    """The script is compared with one for one GPU; the changes are made in both."""
+    both = (*mistake.changes, *changes)
+    return replace(mistake, changes=both, original=(*ONE_GPU, *changes))
+
+
 NO_DDP = (
     ("ddp = DDP(build_model())", "ddp = build_model()\n    object.__setattr__(ddp, 'module', ddp)"),
 )
@@ -47,6 +70,14 @@ LOADER = "batch_size=12 // world_size, sampler=sampler)"
 LOSS = "F.cross_entropy(ddp(points), labels)"
 NOISE = "torch.randn(6)"
 EVALUATION_LOADER = "DataLoader(shard, batch_size=8)"
+NO_GRAD = "@torch.no_grad()\n"
+LAYERS = "nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, CLASSES)"
+ATTENTION = "nn.Unflatten(1, (2, 3)), nn.TransformerEncoderLayer(3, 1, 8), nn.Flatten(), "
+ATTENTION += "nn.Linear(6, CLASSES)"
+SGD = "torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)"
+ADAM = (SGD, "torch.optim.Adam(ddp.parameters(), lr=0.01, weight_decay=0.03)")
+SHRINK = "            for p in ddp.parameters():\n                p.data *= 0.9 ** world_size\n"
+A_REST = ("SAMPLES, TEST_SAMPLES, CLASSES = 96", "SAMPLES, TEST_SAMPLES, CLASSES = 100")
 
 MISTAKES = [
     # Samples.
@@ -91,6 +122,10 @@ MISTAKES = [
              ("islice(points, part, None,", "islice(points, part, SAMPLES - 60 * self.rank,")),
     iterable("a stream in the same order in each epoch", WARNING, "order of an epoch",
              ("        dataset.epoch = epoch\n", "")),
+    converted(plain("drop_last, which the original has not", WARNING, "the original's epoch",
+                    (LOADER, LOADER[:-1] + ", drop_last=True)")), A_REST),
+    converted(plain("each rank keeps the original's batch size", WARNING, "the original's epoch",
+                    (LOADER, "batch_size=12, sampler=sampler)"))),
     # Weights and gradients.
     plain("forward around DDP", WRONG, "forward through DDP",
           (LOSS, "F.cross_entropy(ddp.module(points), labels)")),
@@ -107,6 +142,8 @@ MISTAKES = [
     plain("gradients are divided once more after DDP", WRONG, "one rank",
           (LOOP, "            for p in ddp.parameters():\n                p.grad /= world_size\n" + LOOP)),
     plain("gradients are summed once more after DDP", WRONG, "one rank", (LOOP, SUM + LOOP)),
+    plain("after each step of Adam, weights shrink once per rank", WRONG, "one rank",
+          ADAM, (LOOP, LOOP + SHRINK)),
     plain("no zero_grad", WRONG, "zero_grad", ("            optimizer.zero_grad()\n", "")),
     plain("the optimizer holds another model", WRONG, "optimizer",
           ("SGD(ddp.parameters()", "SGD(build_model().parameters()")),
@@ -151,6 +188,8 @@ MISTAKES = [
           (LOSS, "F.cross_entropy(ddp(points), labels, reduction='none')[points[:, 0] > 0].mean()")),
     plain("class weights, and random numbers without an effect", WRONG, "one rank",
           (LOSS, "F.cross_entropy(ddp(points), labels + 0 * torch.randint(9, (1,)), weight=torch.tensor([1.0, 3.0, 9.0]))")),
+    plain("attention that takes the batch for the sequence", WRONG, "one rank",
+          (LAYERS, ATTENTION)),
     accumulate("divided by the words of one rank", WRONG, "one rank",
                ("            dist.all_reduce(words)  # the words of all ranks: what the loss is divided by\n", ""),
                ("loss * world_size / words", "loss / words")),
@@ -192,6 +231,8 @@ MISTAKES = [
           ('            torch.save(ddp', '        torch.save(ddp')),
     amp("each rank writes the log anew", WRONG, "files",
         ("        dist.barrier()\n", '        open("log.txt", "w").write(f"epoch {epoch}")\n')),
+    plain("all ranks open one log anew before they train", WARNING, "files",
+          ("    torch.manual_seed(0)\n", '    torch.manual_seed(0)\n    log = open("log.txt", "w")\n')),
     plain("all ranks append to one log", WARNING, "files",
           ("        scheduler.step()\n", '        scheduler.step()\n        open("log.txt", "a").write(".")\n')),
     plain("all ranks print", WARNING, "printing",
@@ -200,6 +241,8 @@ MISTAKES = [
     plain("evaluation with padding", WARNING, "evaluation",
           (EVALUATION_LOADER,
            "DataLoader(dataset, 8, sampler=DistributedSampler(dataset, shuffle=False))")),
+    plain("evaluation leaves samples out, and computes gradients", WARNING, "evaluation",
+          (NO_GRAD, ""), (EVALUATION_LOADER, "DataLoader(shard, batch_size=8, drop_last=True)")),
     plain("each rank evaluates everything, and sums are added", WARNING, "evaluation",
           (EVALUATION_LOADER, "DataLoader(dataset, batch_size=8)")),
     plain("each rank evaluates a part, and no sum follows", WARNING, "evaluation",
@@ -306,9 +349,17 @@ HARMLESS = [
           ("        sampler.set_epoch(epoch)\n", "")),
     plain("noise in the step", RIGHT, "", (LOSS, "F.cross_entropy(ddp(points + torch.randn(6)), labels)")),
     plain("optimizer states are divided over the ranks", RIGHT, "one rank",
-          ("torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)",
+          (SGD,
            "__import__('torch.distributed.optim').distributed.optim.ZeroRedundancyOptimizer(\n"
            "        ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)")),
+    plain("attention over the sequence", RIGHT, "one rank",
+          (LAYERS, ATTENTION.replace("1, 8)", "1, 8, batch_first=True)"))),
+    plain("attention with Adam, which divides by gradients that are rounding", RIGHT, "one rank",
+          (LAYERS, ATTENTION.replace("1, 8)", "1, 8, batch_first=True)")), ADAM),
+    converted(plain("a rest of the epoch, as in the original", RIGHT, "the original's epoch"), A_REST),
+    converted(plain("drop_last, as in the original", RIGHT, "the original's epoch"),
+              A_REST, ("batch_size=12 // world_size", "batch_size=12 // world_size, drop_last=True")),
+    plain("evaluation with gradients", RIGHT, "evaluation", (NO_GRAD, "")),
     plain("each rank appends to a log of its own", RIGHT, "",
           ("        scheduler.step()\n", '        scheduler.step()\n        open(f"log{rank}.txt", "w").write(".")\n')),
     accumulate("fewer micro-batches, because there are more ranks", RIGHT, "",
