@@ -328,6 +328,13 @@ def test_a_rate_that_only_rank_0_lowers_lets_the_ranks_train_apart():
     assert (apart[0]["weights"] - apart[1]["weights"]).abs().max() > 1e-2
 
 
+def test_columns_that_do_not_divide_by_the_ranks_are_refused_in_one_line():
+    """8 of them, on 3 ranks: without the check, two would never be read. On 2, see above."""
+    script = f"{EXAMPLES.relative_to(ROOT)}/language_ddp.py"
+    said = launch_ranks(script, ranks=3, where=scratch_folder())
+    assert said == [(2, "error: 8 columns do not divide by 3 ranks\n")] * 3
+
+
 def test_the_page_shows_the_diffs_of_the_examples():
     page = (CONVERT / "examples.md").read_text()
     assert load("steps.py", folder=CONVERT).show_examples(page) == page, "run: python steps.py"
