@@ -7,8 +7,10 @@ of a number of ranks share its processes, because starting them costs more than 
 import copy
 import io
 import os
+import time
 from contextlib import nullcontext
 from functools import cache
+from itertools import pairwise
 from types import ModuleType
 
 import pytest
@@ -498,6 +500,61 @@ def test_shard_each_rank_holds_what_the_paper_says_and_nothing_besides(ranks):
     for held in run_ranks(ranks, all_held, [(way, ()) for way in measure.WAYS]):
         for way, each in zip(measure.WAYS, held, strict=True):
             assert unlike_the_paper(each, way, ranks) == set()
+
+
+peak, fit = chapter("01", "peak"), chapter("01", "fit")
+
+
+class Linears(peak.Plan):
+    """The last layer, which FSDP leaves whole until backward, is small."""
+
+    def build(self):
+        sizes = (64, *[256] * 16, 4)
+        layers = [nn.Sequential(nn.Linear(*each), nn.Tanh()) for each in pairwise(sizes)]
+        model = nn.Sequential(*layers)
+        return model, torch.optim.Adam(model.parameters(), foreach=False)
+
+    def loss(self, model, batch):
+        return model(torch.randn(batch, 64)).square().mean()
+
+
+LINEARS, SAMPLES = Linears("", 0, "adam", "cpu"), 48
+
+
+def alive_after_forward(rank: int, predicted: dict[str, int]) -> dict[str, int]:
+    """Bytes of all tensors of a rank, by way, when the second forward has ended."""
+    join("gloo")
+    found = {}
+    for way in measure.WAYS:
+        with peak.Ledger("cpu", counted="cpu") as ledger:
+            model, _ = LINEARS.build()
+            trained = changed_ways().by_hand(way, model, torch.optim.Adam, foreach=False)
+            for _ in range(2):
+                loss = LINEARS.loss(trained.model, SAMPLES)
+                end = time.monotonic() + 5
+                while ledger.bytes > 1.02 * predicted[way] and time.monotonic() < end:
+                    time.sleep(0.01)  # a thread of gloo lets the last message go a moment later
+                found[way] = ledger.bytes
+                trained.optimizer.zero_grad()
+                loss.backward()
+                trained.finish()
+                trained.optimizer.step()
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_shard_fit_predicts_within_2_percent_what_ranks_hold_at_the_end_of_forward(ranks):
+    """The control: the sum of another way is farther from what was counted."""
+    whole, moment = peak.rehearse(LINEARS, SAMPLES)
+    assert moment == "forward"
+    sharded = [fit.sharded(LINEARS, SAMPLES, way, ranks) for way in fit.WAYS]
+    predicted = dict(zip(measure.WAYS, [whole, *sharded], strict=True))
+    for found in run_ranks(ranks, alive_after_forward, predicted):
+        assert found == {way: pytest.approx(size, rel=0.02) for way, size in predicted.items()}
+        for way, size in found.items():
+            others = [predicted[other] for other in measure.WAYS if other != way]
+            assert all(other != pytest.approx(size, rel=0.05) for other in others)
 
 
 IMPOSTORS = {  # what reaches the right weights, and holds more: the change, and where that shows

@@ -148,5 +148,5 @@ class WholeOptimizer:
                 for key, value in rows.get(number, {}).items():
                     mine = value.reshape(-1)[inside].clone() if key in by_element else value
                     self.inner.state[part][key] = mine
-        for parameter, row in self.inner.state.items():  # checkpoints are read to the CPU
-            row.update({k: row[k].to(parameter.device) for k in row.keys() & by_element})
+        for tensor, row in self.inner.state.items():  # checkpoints are read to the CPU
+            row.update({key: row[key].to(tensor.device) for key in row.keys() & by_element})

@@ -92,7 +92,7 @@ class ShardedOptimizer(optim.Optimizer):
                 own.grad = None if p.grad is None else p.grad.reshape(-1)[part]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update this rank's parts, then exchange them. Every rank must call it.
 
         Returns the loss that a closure computes, which also has to call backward.
