@@ -12,11 +12,13 @@ from contextlib import nullcontext
 from functools import cache
 from itertools import pairwise
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from PIL import Image
 from torch import nn
 from torch.optim import SGD, AdamW, NAdam
 
@@ -655,6 +657,28 @@ def test_shard_a_checkpoint_of_the_other_optimizer_is_refused_in_one_line(way, t
         [line] = said.splitlines()
         assert (status, line[:7]) == (2, "error: ")
         assert line.endswith("eps, expected one with dampening, momentum, nesterov")
+
+
+@pytest.mark.parametrize("way", [ZERO_2, FSDP])
+def test_shard_evaluate_only_prints_what_the_run_found_last(way, tmp_path):
+    """The control: after one step, the model is worse than after the whole run."""
+    flags = (*ON_DIGITS, "--epochs=1", f"--shard={way}")
+    whole, short = train_once("shard", 2, *flags), train_once("shard", 2, *flags, "--max-steps=1")
+    for run, differs in ((whole, False), (short, True)):
+        evaluate = f"--evaluate={run.folder / 'checkpoint.pt'}"
+        found = train("shard", 3, *flags, evaluate, folder=tmp_path / "none")
+        assert not found.folder.exists()
+        loss, accuracy = (whole.summary[key] for key in ("test_loss", "test_accuracy"))
+        said = f"test loss {loss:.4f}  test accuracy {accuracy:.2%}\n"
+        assert (found.output != said) == differs
+
+
+def test_shard_the_picture_is_not_older_than_what_draws_it():
+    picture = chapter("shard", "picture")
+    with Image.open(picture.FILE) as file:
+        assert file.text["made of"] == picture.made_of(), "run: python beyond/shard/picture.py"
+    with mock.patch.object(picture, "formula", measure.storages):
+        assert file.text["made of"] != picture.made_of(), "the control"
 
 
 def test_shard_the_language_model_learns_and_its_loss_does_not_depend_on_the_ranks():
