@@ -48,10 +48,10 @@
     const told = sentence(div);
     const figure = add(div, "div", { class: "widget-shards" });
     const numbers = add(div, "table");
-    note(div, "A rank has a column for its parameters, one for its gradients, and two for AdamW's state. A " +
-      "filled cell is kept, an orange one is here for a moment only, a layer or a bucket at a time. Table: " +
+    note(div, "The columns of a rank are its parameters (blue), its gradients (teal), and, twice as wide, AdamW's " +
+      "state (purple). An orange cell is here for a moment only, a layer or a bucket at a time. Table: " +
       "what a rank keeps, and what it sends in a step, in multiples of the parameters' bytes.",
-      "每个 rank 的列：参数一列，梯度一列，AdamW 状态两列。填色的格子一直保留；橙色的只短暂存在，每次一层或一个桶。" +
+      "每个 rank 的列：参数（蓝）、梯度（青）、AdamW 状态（紫，两倍宽）。橙色的格子只短暂存在，每次一层或一个桶。" +
       "表：每个 rank 保留多少，一步发送多少，单位是参数的字节数。");
 
     const whole = say("Forward: each rank has all parameters, and sends nothing.",
