@@ -16,12 +16,18 @@ import torch
 from tabulate import tabulate
 
 from common.options import MODELS, Parser, UsageError, exit_on_usage_error, int_at_least
-from peak import MIB, OPTIMIZERS, Plan, parts_of, rehearse
+from peak import KINDS, MIB, OPTIMIZERS, Plan, parts_of, peaks, rehearse
 
 GPUS, MOST = (1, 2, 4, 8), 2**16  # numbers of GPUs; the largest batch that is tried
-SHARD = """Plain data parallelism cannot help: each GPU holds all parameters, gradients, optimizer
-state, and the activations of a sample. Shard the first three: torch.distributed.fsdp.fully_shard.
-If the activations are too large, recompute them: torch.utils.checkpoint."""
+ALONE = """Plain data parallelism cannot help: each GPU holds all parameters, gradients, optimizer
+state, and the activations of a sample."""
+RECOMPUTE = """Sharding on 8 GPUs is not enough, either. If the activations are too large, recompute
+them: torch.utils.checkpoint."""
+WAYS = {  # what each divides among the GPUs: Rajbhandari et al., ZeRO, arXiv 1910.02054, Figure 1
+    "ZeRO-1": ("optimizer state",),
+    "ZeRO-2": ("optimizer state", "gradients"),
+    "FSDP": ("optimizer state", "gradients", "parameters"),
+}
 Fits = Callable[[int, int, int], bool]  # takes a micro-batch, their number, more bytes
 
 
@@ -78,9 +84,35 @@ def cut(batch: int, least: int, fits: Fits, gradients: int) -> dict[int, int]:
     return found
 
 
-def advise(batch: int, least: int, most: int, cuts: dict[int, int]) -> str:
-    if not most:
-        return f"not even a batch of {least} fits. {SHARD}"
+def sharded(plan: Plan, batch: int, way: str, gpus: int) -> int:
+    """Bytes that each of so many GPUs needs for a batch of its own.
+
+    It leaves out what FSDP has whole while a layer computes, and ZeRO-2's buckets in backward.
+    """
+    parts, found = parts_of(plan), peaks(plan, batch)
+    held = sum(parts[kind] for kind in KINDS)
+    divided = sum(parts[kind] for kind in WAYS[way])
+    step = held + (found["optimizer"] - held) // gpus  # each GPU updates only its part
+    return max(found["forward"], found["backward"], step) - divided + divided // gpus
+
+
+def shard(plan: Plan, batch: int, limit: int) -> str:
+    """Print what each way of sharding needs; returns which one to take."""
+    needs = {(gpus, way): sharded(plan, batch, way, gpus) for gpus in GPUS[1:] for way in WAYS}
+    rows = [(n, *(f"{needs[n, way] / MIB:,.2f}" for way in WAYS)) for n in GPUS[1:]]
+    print(f"\nsharded, each GPU needs for a batch of {batch}, in MiB:\n")
+    print(tabulate(rows, ("GPUs", *WAYS), disable_numparse=True, colalign=["right"] * 4))
+    # ZeRO-2 holds less than ZeRO-1 and sends less; FSDP sends more.
+    enough = [key for key, size in needs.items() if size <= limit and key[1] != "ZeRO-1"]
+    if not enough:
+        return RECOMPUTE
+    gpus, way = enough[0]
+    besides = ", and room for its largest layer" * (way == "FSDP")
+    size = f"{needs[gpus, way] / MIB:,.0f} MiB"
+    return f"With {way} on {gpus} GPUs it needs {size} on each for a batch of {batch}{besides}."
+
+
+def advise(batch: int, most: int, cuts: dict[int, int]) -> str:
     if batch <= most:
         return f"one GPU holds a batch of {batch}."
     ways = []
@@ -92,7 +124,10 @@ def advise(batch: int, least: int, most: int, cuts: dict[int, int]) -> str:
     return f"one GPU does not hold a batch of {batch} at once: {', or '.join(ways)}."
 
 
-def report(args: Namespace, plan: Plan, fits: Fits) -> None:
+def report(args: Namespace, plan: Plan, limit: int) -> None:
+    def fits(micro_batch: int, number: int, besides: int) -> bool:
+        return rehearse(plan, micro_batch, number)[0] + besides <= limit
+
     least, batch, image = least_batch(plan), args.batch_size, args.image_size
     if batch < least:
         raise UsageError("BatchNorm needs more than one value for each channel: try --batch-size 2")
@@ -107,7 +142,10 @@ def report(args: Namespace, plan: Plan, fits: Fits) -> None:
     if ways := [(n, batch // n, k, batch // n // k) for n, k in cuts.items() if k]:
         print(f"\nways to cut a global batch of {batch}:\n")
         print(tabulate(ways, ("GPUs", "local batch", "accumulate", "micro-batch")))
-    print("\n" + fill(f"Advice: {advise(batch, least, most, cuts)}", 90))
+    advice = advise(batch, most, cuts)
+    if not most:
+        advice = f"not even a batch of {least} fits. {ALONE} {shard(plan, least, limit)}"
+    print("\n" + fill(f"Advice: {advice}", 90))
 
 
 def main() -> None:
@@ -118,7 +156,7 @@ def main() -> None:
             raise UsageError("there is no GPU whose memory is the limit: try --memory-limit 8GiB")
         _, limit = torch.cuda.mem_get_info()  # free, total
     plan = Plan(args.model, args.image_size, args.optimizer, "cuda", args.channels, args.classes)
-    report(args, plan, lambda n, k, besides: rehearse(plan, n, k)[0] + besides <= limit)
+    report(args, plan, limit)
 
 
 if __name__ == "__main__":

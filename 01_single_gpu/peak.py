@@ -51,7 +51,7 @@ KINDS = ("parameters", "buffers", "gradients", "optimizer state")
 
 
 class Ledger(TorchDispatchMode):
-    """A context that counts the bytes of meta tensors: those alive now, and the most so far.
+    """A context that counts the bytes of meta tensors: those alive now, and the most at a moment.
 
     It sees what every operation makes and when that is freed. Its base class is public in spite of
     the underscore: PyTorch's notes "Extending PyTorch" show it.
@@ -63,8 +63,9 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.counted = counted
         self.block = BLOCK if device == "cuda" else 1
-        self.moment = self.peak_moment = ""
-        self.bytes = self.peak = 0
+        self.moment = ""
+        self.bytes = 0
+        self.peaks: dict[str, int] = {}  # of each moment
         self.alive: dict[int, weakref.ref] = {}
 
     def __torch_dispatch__(
@@ -74,8 +75,7 @@ class Ledger(TorchDispatchMode):
         for tensor in result if isinstance(result, (list, tuple)) else [result]:
             if isinstance(tensor, torch.Tensor) and tensor.device.type == self.counted:
                 self.add(tensor.untyped_storage())
-        if self.bytes > self.peak:
-            self.peak, self.peak_moment = self.bytes, self.moment
+        self.peaks[self.moment] = max(self.bytes, self.peaks.get(self.moment, 0))
         return result
 
     def add(self, storage: torch.UntypedStorage) -> None:
@@ -158,12 +158,19 @@ def train(
 
 
 @lru_cache
-def rehearse(plan: Plan, batch: int, micro_batches: int = 1) -> tuple[int, str]:
-    """The bytes that a step will need at its peak, and where the peak is."""
+def peaks(plan: Plan, batch: int, micro_batches: int = 1) -> dict[str, int]:
+    """The most bytes that a step will need in forward, in backward, and in the optimizer."""
     ledger = Ledger(plan.device)
     with torch.device("meta"), ledger:
         train(plan, batch, micro_batches, lambda moment: setattr(ledger, "moment", moment))
-    return ledger.peak, ledger.peak_moment
+    return ledger.peaks
+
+
+def rehearse(plan: Plan, batch: int, micro_batches: int = 1) -> tuple[int, str]:
+    """The bytes that a step will need at its peak, and where the peak is."""
+    found = peaks(plan, batch, micro_batches)
+    moment = max(found, key=lambda moment: found[moment])
+    return found[moment], moment
 
 
 def run(plan: Plan, batch: int, micro_batches: int = 1) -> int:

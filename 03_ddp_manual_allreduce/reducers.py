@@ -61,6 +61,8 @@ class Flat:
     @torch.no_grad()
     def finish(self) -> None:
         gradients = used_gradients(self.parameters)
+        if not gradients:  # on no rank, so all of them return here
+            return
         flat = torch.cat([gradient.flatten() for gradient in gradients.values()])
         flat /= dist.get_world_size()
         self.all_reduce(flat)

@@ -6,6 +6,7 @@ reducers.md explains it; reducers.py compares it with the other ways.
 """
 
 import os
+import secrets
 import tempfile
 from functools import reduce
 
@@ -24,23 +25,28 @@ def share_memory(size: int) -> Tensor:
     """The same `size` bytes on every rank, all zero. UsageError if a rank cannot see them."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     has_memfd = hasattr(os, "memfd_create")  # Linux has it, and its /dev/shm may be small
-    paths = [""]
-    if rank == 0 and has_memfd:
-        file = os.memfd_create("gradients")
-        paths = [f"/proc/{os.getpid()}/fd/{file}"]
-    elif rank == 0:
-        file, path = tempfile.mkstemp()
-        paths = [path]
-    dist.broadcast_object_list(paths, src=0)
+    places = ["", ""]
+    if rank == 0:
+        if has_memfd:
+            file = os.memfd_create(f"gradients-{secrets.token_hex(8)}")
+            path = f"/proc/{os.getpid()}/fd/{file}"
+        else:
+            file, path = tempfile.mkstemp()
+        places = [path, os.path.realpath(path)]  # the second holds a random name
+    dist.broadcast_object_list(places, src=0)
+    path, real_path = places
 
-    # The last bytes, one for each rank, show whether all of them see this memory.
-    memory = torch.from_file(paths[0], shared=True, size=size + world_size, dtype=torch.uint8)
+    # The last bytes, one for each rank, show whether all of them see this memory. On another
+    # machine, the path leads nowhere, or to a file of another program that must not be touched.
+    memory = torch.zeros(size + world_size, dtype=torch.uint8)
+    if os.path.exists(path) and os.path.realpath(path) == real_path:
+        memory = torch.from_file(path, shared=True, size=size + world_size, dtype=torch.uint8)
     memory[size + rank] = 1
     dist.barrier()
     if rank == 0:  # no rank needs the name any more, and the memory lives as long as one maps it
         os.close(file)
         if not has_memfd:
-            os.unlink(paths[0])
+            os.unlink(path)
     if not memory[size:].all():
         raise UsageError("the ranks do not see the same memory: run all on one machine")
     return memory[:size]

@@ -58,7 +58,12 @@ def read_checkpoint(
             if state["summary"][flag] != getattr(args, flag):
                 raise UsageError(f"{path} was saved with --{flag} {state['summary'][flag]}")
         model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        saved = state["optimizer"]
+        ours, theirs = ({*group} for group in (optimizer.param_groups[0], saved["param_groups"][0]))
+        if ours - theirs and not args.evaluate:
+            why = f"has an optimizer with {', '.join(sorted(theirs - ours)) or 'fewer options'}"
+            raise UsageError(f"{path} {why}, expected one with {', '.join(sorted(ours - theirs))}")
+        optimizer.load_state_dict(saved)
         for name, part in more.items():
             if state.get(name):  # stages 01 to 04 have no loss scaler
                 part.load_state_dict(state[name])

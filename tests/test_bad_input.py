@@ -133,6 +133,8 @@ def checkpoint(kind, folder):
     path, content = folder / "checkpoint.pt", torch.load(good, weights_only=True)
     if kind == "other sizes":
         content["model"]["fc2.weight"] = torch.zeros(7, 50)
+    if kind == "of AdamW":
+        content["optimizer"] = torch.optim.AdamW([torch.zeros(1)]).state_dict()
     kind, _, sealed = kind.partition(", ")
     torch.save({"object": Trap(folder / "trapped"), "list": [1]}.get(kind, content), path)
     if kind == "truncated":
@@ -149,6 +151,8 @@ CHECKPOINTS = [  # what the file holds, the call, and what the line says
     ("other sizes", "01 --resume", "size mismatch for fc2.weight"),
     ("good", "01 --model=net --evaluate", "was saved with --model net-bn"),
     ("good", "01 --dataset=synthetic --resume", "was saved with --dataset digits"),
+    ("of AdamW", "01 --resume", "an optimizer with amsgrad, betas, "),
+    ("of AdamW", "01 --resume", "eps, expected one with dampening, momentum, nesterov"),
     (
         "inside",
         "01 --model=net --resume",

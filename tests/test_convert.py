@@ -373,6 +373,13 @@ def test_the_last_batch_is_exact_if_the_ranks_share_its_samples_equally(
     assert bool((apart[:8] < 1e-12).all())
 
 
+def test_columns_that_do_not_divide_by_the_ranks_are_refused_in_one_line():
+    """8 of them, on 3 ranks: without the check, two would never be read. On 2, see above."""
+    script = f"{EXAMPLES.relative_to(ROOT)}/language_ddp.py"
+    said = launch_ranks(script, ranks=3, where=scratch_folder())
+    assert said == [(2, "error: 8 columns do not divide by 3 ranks\n")] * 3
+
+
 def test_the_page_shows_the_diffs_of_the_examples():
     page = (CONVERT / "examples.md").read_text()
     assert load("steps.py", folder=CONVERT).show_examples(page) == page, "run: python steps.py"

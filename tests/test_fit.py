@@ -32,7 +32,7 @@ def test_the_allocator_and_the_ledger_know_a_known_peak():
     with torch.device("meta"), peak.Ledger("cpu") as count:
         kept = allocations()
         kept[0].add_(1).view(1024, 1024)[3:].mul_(2)  # a view, a result written into an operand
-    assert (len(kept), count.peak, count.bytes) == (2, 4 * MIB, 3 * MIB)
+    assert (len(kept), count.peaks, count.bytes) == (2, {"": 4 * MIB}, 3 * MIB)
     with torch.device("meta"), peak.Ledger("cuda") as count:
         kept = [torch.empty(numbers) for numbers in (1, 128, 129)]
     assert (len(kept), count.bytes) == (3, 512 + 512 + 1024), "in blocks of 512 bytes"
@@ -140,6 +140,17 @@ def test_c41_if_a_batch_of_1_does_not_fit_data_parallelism_cannot_help(capsys):
         _, text = answer(capsys, *flags)
         assert f"largest batch at once: {samples}\n" in text
         assert ("Plain data parallelism cannot help" in text) == (samples == 0)
+        assert ("sharded, each GPU needs for a batch of 1" in text) == (samples == 0)
+
+
+def test_the_first_way_of_sharding_that_fits_is_advised(capsys):
+    """ZeRO-2, FSDP on more GPUs, none: on both sides of what each needs."""
+    plan = peak.Plan("net", 28, "adam")
+    zero_2, fsdp = fit.sharded(plan, 1, "ZeRO-2", 2), fit.sharded(plan, 1, "FSDP", 8)
+    first = {zero_2: "With ZeRO-2 on 2 GPUs", zero_2 - 99: "With FSDP on 2", fsdp: "With FSDP on 8"}
+    for limit, words in (first | {fsdp - 99: "on 8 GPUs is not enough"}).items():
+        flags = (f"--memory-limit={(limit + 9) / MIB:.6f}MiB", "--optimizer=adam", "--batch-size=8")
+        assert words in " ".join(answer(capsys, *flags)[1].split())
 
 
 @on_ranks(2)

@@ -223,6 +223,40 @@ def test_memory_is_shared_where_there_is_no_memfd_and_not_between_machines(rank)
         share_memory(2)
 
 
+@on_ranks(2)
+def test_on_another_machine_the_path_of_the_memory_leads_nowhere_or_to_a_file_of_others(rank):
+    """Both ranks refuse, and that file stays as it is. The control: the right path is taken."""
+    share_memory, broadcast = (
+        chapter("03", "shared_memory").share_memory,
+        dist.broadcast_object_list,
+    )
+    file = os.memfd_create("of another program")
+    os.write(file, b"mine" * 9)
+    for path in ("/proc/0/fd/7", f"/proc/{os.getpid()}/fd/{file}"):
+
+        def arrives(objects, src, path=path):
+            broadcast(objects, src)
+            objects[0] = path if rank == 1 else objects[0]
+
+        moved = mock.patch.object(dist, "broadcast_object_list", arrives)
+        with moved, pytest.raises(UsageError, match="do not see the same memory: run all on one"):
+            share_memory(2)
+    assert os.pread(file, 99, 0) == b"mine" * 9
+    assert share_memory(2).tolist() == [0, 0]
+
+
+@on_ranks(2)
+def test_a_backward_that_gave_no_gradient_leaves_the_parameters_without_and_the_next_counts(rank):
+    for name in NAMES:
+        model = mixed(seed=rank)
+        reducer = new(name, model)
+        reducer.finish()
+        assert all(parameter.grad is None for parameter in model.parameters()), name
+        model(*batches(0, 0)).square().mean().backward()
+        reducer.finish()
+        assert model.decode.bias.grad is not None, "the control"
+
+
 LENGTHS, DTYPES = (0, 1, 2, 3, 7, 64, 10_007), (torch.float64, torch.float16, torch.bfloat16)
 
 

@@ -7,18 +7,22 @@ of a number of ranks share its processes, because starting them costs more than 
 import copy
 import io
 import os
+import time
 from contextlib import nullcontext
 from functools import cache
+from itertools import pairwise
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from PIL import Image
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, NAdam
 
-from local_ranks import command, launch_ranks, run_ranks
+from local_ranks import command, launch_ranks, on_ranks, run_ranks
 from support import FOLDERS, chapter, fresh_module, train, train_once
 from test_structure import different_functions, functions
 
@@ -28,6 +32,7 @@ BY_HAND = ("optimizer", "gradients", "parameters")
 OPTIMIZERS = {
     "sgd": (SGD, {"lr": 0.1, "momentum": 0.9}),
     "adamw": (AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "nadam": (NAdam, {"lr": 0.01}),  # it keeps two scalars of each parameter, not only a step
 }
 BATCH, STEPS = 24, 4  # a batch that divides by 2, 3 and 4 ranks, and then by 2 micro-batches
 
@@ -141,7 +146,7 @@ CASES = [
     (way, name, optimizer, parts, clip)
     for way in BY_HAND
     for name in ("odd", "transformer")
-    for optimizer in OPTIMIZERS
+    for optimizer in ("sgd", "adamw")
     for parts, clip in ((1, None), (2, 0.1))
 ]
 
@@ -327,18 +332,20 @@ def test_shard_adamw_hides_a_missing_division():
     assert all(1e-10 < far < 1e-3 for far in run_ranks(2, all_distances, cases)[0])
 
 
-def resumed(rank: int, cases: list) -> list[tuple]:
+def resumed(
+    rank: int, cases: list, name: str = "transformer", optimizer: str = "adamw"
+) -> list[tuple]:
     """Two steps, from the start or from a saved state; returns the whole state_dicts."""
     join("gloo")
-    ways, (optimizer_class, options), found = changed_ways(), OPTIMIZERS["adamw"], []
+    ways, (optimizer_class, options), found = changed_ways(), OPTIMIZERS[optimizer], []
     for way, library, state in cases:
         how = ways.by_library if library else ways.by_hand
-        trained = how(way, build("transformer"), optimizer_class, **options)
+        trained = how(way, build(name), optimizer_class, **options)
         contents = torch.load(io.BytesIO(state), weights_only=True) if state else ()
         for part, content in zip(trained.whole, contents, strict=False):
             part.load_state_dict(content)
         half = slice(STEPS // 2, None) if state else slice(STEPS // 2)
-        train_steps(trained, batches("transformer")[half])
+        train_steps(trained, batches(name)[half])
         found.append(collect(trained))
     dist.destroy_process_group()
     return found
@@ -359,15 +366,15 @@ def saved_on_two_ranks() -> dict[tuple, tuple]:
     return dict(zip(cases, found, strict=True))
 
 
-def resumed_alone(state: tuple) -> dict:
-    model, (optimizer_class, options) = build("transformer"), OPTIMIZERS["adamw"]
-    optimizer = optimizer_class(model.parameters(), **options)
+def resumed_alone(state: tuple, name: str = "transformer", optimizer: str = "adamw") -> dict:
+    model, (optimizer_class, options) = build(name), OPTIMIZERS[optimizer]
+    plain = optimizer_class(model.parameters(), **options)
     model.load_state_dict(state[0])
-    optimizer.load_state_dict(copy.deepcopy(state[1]))  # torch would go on in the same tensors
-    for inputs, labels in batches("transformer")[STEPS // 2 :]:
-        optimizer.zero_grad()
+    plain.load_state_dict(copy.deepcopy(state[1]))  # torch would go on in the same tensors
+    for inputs, labels in batches(name)[STEPS // 2 :]:
+        plain.zero_grad()
         loss_of(model, inputs, labels, int((labels >= 0).sum())).backward()
-        optimizer.step()
+        plain.step()
     return model.state_dict()
 
 
@@ -379,6 +386,58 @@ def test_shard_a_run_saved_on_two_ranks_goes_on_on_three_and_in_a_plain_process(
         assert farthest(state[0], expected) > 1e-3, "the control: two steps are still to come"
         assert farthest(weights, expected) < 1e-10
         assert farthest(resumed_alone(state), expected) < 1e-10
+
+
+def test_shard_an_optimizer_that_keeps_other_scalars_than_a_step_goes_on_too():
+    """NAdam, and a model with a scalar parameter, whose momentum looks like a step."""
+    of = ("odd", "nadam")
+    states = run_ranks(2, resumed, [(way, False, None) for way in BY_HAND], *of)[0]
+    cases = [(way, False, saved(state)) for way, state in zip(BY_HAND, states, strict=True)]
+    for state, (weights, _) in zip(states, run_ranks(3, resumed, cases, *of)[0], strict=True):
+        assert farthest(state[0], one_process(*of)) > 1e-3, "the control"
+        assert farthest(weights, one_process(*of)) < 1e-10
+        assert farthest(resumed_alone(state, *of), one_process(*of)) < 1e-10
+
+
+@on_ranks(2)
+def test_shard_a_parameter_that_was_never_used_has_no_state_as_in_a_plain_optimizer(rank):
+    """ZeRO-1 takes such parameters. The first one of each bucket is among them."""
+    model, zero = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3)), chapter("shard", "zero")
+    optimizer = zero.ShardedOptimizer(model.parameters(), AdamW, lr=0.1)
+    plain = AdamW(copy.deepcopy(model).parameters(), lr=0.1)
+    for each in (optimizer, plain):
+        [_, bias, weight, last] = each.param_groups[0]["params"]
+        (bias.sum() + weight.square().sum()).backward()
+        each.step()
+        assert last.grad is None
+    whole = chapter("shard", "whole").WholeOptimizer(model, optimizer)
+    whole.collect()
+    ours, theirs = whole.state_dict()["state"], plain.state_dict()["state"]
+    assert [*ours] == [*theirs] == [1, 2]
+    if rank == 0:
+        assert max(farthest(ours[number], theirs[number]) for number in theirs) < 1e-6
+
+
+def held_when_resumed(rank: int, state: bytes) -> dict[str, int]:
+    """Bytes of the optimizer's state."""
+    join("gloo")
+    found = {}
+    for way in BY_HAND:
+        trained = changed_ways().by_hand(way, build("transformer"), AdamW, lr=0.01)
+        for part, content in zip(trained.whole, torch.load(io.BytesIO(state)), strict=True):
+            part.load_state_dict(content)
+        found[way] = measure.held_by_kind(trained)["optimizer state"]
+    dist.destroy_process_group()
+    return found
+
+
+def test_shard_a_resumed_rank_holds_only_its_part_of_the_state():
+    state = saved_on_two_ranks()[ZERO_1, False]
+    whole = sum(value.nbytes for row in state[1]["state"].values() for value in row.values())
+    for held in run_ranks(2, held_when_resumed, saved(state)):
+        assert {way: bytes_ / whole for way, bytes_ in held.items()} == {
+            way: pytest.approx(0.5, abs=0.01) for way in BY_HAND
+        }
 
 
 def test_shard_a_module_that_cannot_fill_its_weights_is_refused_on_the_meta_device():
@@ -443,6 +502,61 @@ def test_shard_each_rank_holds_what_the_paper_says_and_nothing_besides(ranks):
     for held in run_ranks(ranks, all_held, [(way, ()) for way in measure.WAYS]):
         for way, each in zip(measure.WAYS, held, strict=True):
             assert unlike_the_paper(each, way, ranks) == set()
+
+
+peak, fit = chapter("01", "peak"), chapter("01", "fit")
+
+
+class Linears(peak.Plan):
+    """The last layer, which FSDP leaves whole until backward, is small."""
+
+    def build(self):
+        sizes = (64, *[256] * 16, 4)
+        layers = [nn.Sequential(nn.Linear(*each), nn.Tanh()) for each in pairwise(sizes)]
+        model = nn.Sequential(*layers)
+        return model, torch.optim.Adam(model.parameters(), foreach=False)
+
+    def loss(self, model, batch):
+        return model(torch.randn(batch, 64)).square().mean()
+
+
+LINEARS, SAMPLES = Linears("", 0, "adam", "cpu"), 48
+
+
+def alive_after_forward(rank: int, predicted: dict[str, int]) -> dict[str, int]:
+    """Bytes of all tensors of a rank, by way, when the second forward has ended."""
+    join("gloo")
+    found = {}
+    for way in measure.WAYS:
+        with peak.Ledger("cpu", counted="cpu") as ledger:
+            model, _ = LINEARS.build()
+            trained = changed_ways().by_hand(way, model, torch.optim.Adam, foreach=False)
+            for _ in range(2):
+                loss = LINEARS.loss(trained.model, SAMPLES)
+                end = time.monotonic() + 5
+                while ledger.bytes > 1.02 * predicted[way] and time.monotonic() < end:
+                    time.sleep(0.01)  # a thread of gloo lets the last message go a moment later
+                found[way] = ledger.bytes
+                trained.optimizer.zero_grad()
+                loss.backward()
+                trained.finish()
+                trained.optimizer.step()
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_shard_fit_predicts_within_2_percent_what_ranks_hold_at_the_end_of_forward(ranks):
+    """The control: the sum of another way is farther from what was counted."""
+    whole, moment = peak.rehearse(LINEARS, SAMPLES)
+    assert moment == "forward"
+    sharded = [fit.sharded(LINEARS, SAMPLES, way, ranks) for way in fit.WAYS]
+    predicted = dict(zip(measure.WAYS, [whole, *sharded], strict=True))
+    for found in run_ranks(ranks, alive_after_forward, predicted):
+        assert found == {way: pytest.approx(size, rel=0.02) for way, size in predicted.items()}
+        for way, size in found.items():
+            others = [predicted[other] for other in measure.WAYS if other != way]
+            assert all(other != pytest.approx(size, rel=0.05) for other in others)
 
 
 IMPOSTORS = {  # what reaches the right weights, and holds more: the change, and where that shows
@@ -534,6 +648,39 @@ def test_shard_train_repeats_stage_04_and_04_resumes_its_checkpoint():
         assert farthest(resumed.checkpoint["model"], whole.checkpoint["model"]) < 1e-10
 
 
+@pytest.mark.parametrize("way", ["none", ZERO_2])
+def test_shard_a_checkpoint_of_the_other_optimizer_is_refused_in_one_line(way, tmp_path):
+    flags = (*ON_DIGITS, f"--shard={way}", "--max-steps=1")
+    path = train_once("shard", 2, *flags, "--optimizer=adamw").folder / "checkpoint.pt"
+    flags = (*flags, "--device=cpu", f"--run-dir={tmp_path}", f"--resume={path}")
+    for status, said in launch_ranks("beyond/shard/train.py", *flags):
+        [line] = said.splitlines()
+        assert (status, line[:7]) == (2, "error: ")
+        assert line.endswith("eps, expected one with dampening, momentum, nesterov")
+
+
+@pytest.mark.parametrize("way", [ZERO_2, FSDP])
+def test_shard_evaluate_only_prints_what_the_run_found_last(way, tmp_path):
+    """The control: after one step, the model is worse than after the whole run."""
+    flags = (*ON_DIGITS, "--epochs=1", f"--shard={way}")
+    whole, short = train_once("shard", 2, *flags), train_once("shard", 2, *flags, "--max-steps=1")
+    for run, differs in ((whole, False), (short, True)):
+        evaluate = f"--evaluate={run.folder / 'checkpoint.pt'}"
+        found = train("shard", 3, *flags, evaluate, folder=tmp_path / "none")
+        assert not found.folder.exists()
+        loss, accuracy = (whole.summary[key] for key in ("test_loss", "test_accuracy"))
+        said = f"test loss {loss:.4f}  test accuracy {accuracy:.2%}\n"
+        assert (found.output != said) == differs
+
+
+def test_shard_the_picture_is_not_older_than_what_draws_it():
+    picture = chapter("shard", "picture")
+    with Image.open(picture.FILE) as file:
+        assert file.text["made of"] == picture.made_of(), "run: python beyond/shard/picture.py"
+    with mock.patch.object(picture, "formula", measure.storages):
+        assert file.text["made of"] != picture.made_of(), "the control"
+
+
 def test_shard_the_language_model_learns_and_its_loss_does_not_depend_on_the_ranks():
     flags = ("--max-steps=8", "--width=16", "--layers=1", "--lr=0.01", "--batch-size=12")
     two, three = (train("shard", ranks, *flags) for ranks in (2, 3))
@@ -606,6 +753,67 @@ def test_shard_what_cannot_be_divided_is_refused_in_one_line_on_every_rank():
         assert said.startswith("ShardingError: ")
         assert line in said
         assert "\n" not in said
+
+
+@on_ranks(2)
+def test_shard_zero_2_takes_one_backward_before_finish_and_no_step_before_it(rank):
+    model, zero = nn.Linear(3, 2), chapter("shard", "zero")
+    optimizer = zero.ShardedGradients(model.parameters(), SGD, lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(ValueError, match=r"step\(\) before finish\(\): call finish"):
+        optimizer.step()
+    with pytest.raises(ValueError, match=r"a second backward before finish\(\): call finish"):
+        model(torch.ones(1, 3)).sum().backward()
+    optimizer.finish()
+    optimizer.zero_grad()
+    for _ in range(2):  # the control: with finish() after each, gradients add up
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.finish()
+    optimizer.give_gradients()
+    assert {g for own in optimizer.owned.values() for g in own.grad.tolist()} == {2.0}
+
+
+@on_ranks(2)
+def test_shard_a_closure_is_called_before_the_step(rank):
+    zero = chapter("shard", "zero")
+    for make in (zero.ShardedOptimizer, zero.ShardedGradients):
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = make([weight], SGD, lr=0.1)
+
+        def closure(weight=weight, optimizer=optimizer):
+            loss = weight.sum()
+            loss.backward()
+            getattr(optimizer, "finish", lambda: None)()
+            return loss
+
+        assert optimizer.step(closure) == 3
+        assert torch.equal(weight, torch.full((3,), 0.9))
+
+
+class Scaled(nn.Linear):
+    def forward(self, x, *, scale):
+        assert scale.dtype == x.dtype
+        return super().forward(x) * scale
+
+
+class TakesKeyword(nn.Module):
+    def __init__(self, is_called: bool = True) -> None:
+        super().__init__()
+        self.layer, self.is_called = Scaled(3, 2), is_called
+
+    def forward(self, x):
+        return self.layer(x, scale=x.new_ones(())) if self.is_called else x.square()
+
+
+@on_ranks(2)
+def test_shard_fsdp_casts_keywords_and_refuses_a_model_without_layers(rank):
+    FSDP = chapter("shard", "fsdp").FSDP  # noqa: N806
+    found = FSDP(TakesKeyword(), dtype=torch.bfloat16)(torch.ones(1, 3))
+    assert found.dtype == torch.float32
+    with pytest.raises(ValueError, match="Linear has no child with trained parameters: nothing to"):
+        FSDP(nn.Linear(3, 2))
+    with pytest.raises(ValueError, match=r"forward called no layer \(layer\)"):
+        FSDP(TakesKeyword(is_called=False))(torch.ones(1, 3))
 
 
 def within(*flags: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from local_ranks import ROOT, run_ranks
 from support import chapter
 
 paper, ready = chapter("04", "alpha_beta"), chapter("04", "gradient_order")
-replicas = chapter("02", "memory")
+replicas, measure = chapter("02", "memory"), chapter("shard", "measure")
 peak, ring, named = chapter("01", "peak"), chapter("03", "ring"), cache(ready.named)
 SOURCE = "".join(path.read_text() for path in sorted(ROOT.glob("docs/site/widgets/*.js"))[::-1])
 GRID = {"model": ("resnet50", "vgg16"), "cap": (2**20, ready.OTHERS, 6e8), "gbit": (0.3, 25, 400)}
@@ -33,11 +33,18 @@ def _follow(_, ranks):
 def allreduce(*change):
     for n in (2, 3, 5, 6, 7, 8, 4):
         steps, sent = (paper.ring(8 * n, n, paper.Link(*a)) for a in ((1, 1e99), (0, 1)))
-        ways = {"ring": [steps, n * steps, sent], "one-shot": [1, n * (n - 1), 8 * n * (n - 1)]}
+        half = [steps / 2, n * steps / 2, sent / 2]
+        ways = {"ring": [steps, n * steps, sent], "reduce-scatter": half, "all-gather": half}
+        ways |= {"one-shot": [1, n * (n - 1), 8 * n * (n - 1)]}
         told = node("allreduce.simulate", [(n, way, 8 * n) for way in ways], *change)
         for states, theory in zip(told, ways.values(), strict=True):
             assert [len(states) - 1, states[-1]["messages"], *{*states[-1]["sent"]}] == theory
-            assert {*chain(*states[-1]["held"])} == {int("1" * n)}  # 1 + 10 + 100 ...
+        held = [[state["held"] for state in states] for states in told]
+        assert {*chain(*held[0][-1], *held[2][-1], *held[3][-1])} == {int("1" * n)}  # 1 + 10 + ...
+        assert held[0][:n] == held[1], "a ring is a reduce-scatter and then an all-gather"
+        complete = [[chunk == (rank + 1) % n for chunk in range(n)] for rank in range(n)]
+        for found in (held[1][-1], held[2][0]):
+            assert [[value == int("1" * n) for value in row] for row in found] == complete
     held = [[" ".join(map(str, row)) for row in state["held"]] for state in told[0]]
     assert [*zip(*held, strict=True)] == [tuple(seen) for _, seen in run_ranks(n, _follow, n)]
 
@@ -78,10 +85,27 @@ def memory(*change):
     assert f"largest batch at once: {told[0]}\n" in (ROOT / "01_single_gpu/fit.md").read_text()
 
 
+def shard(*change):
+    counted = json.loads((ROOT / "benchmarks/results/shard.json").read_text())["sent_multiples"]
+    names = {way: name for name, (how, way) in measure.VARIANTS.items() if how is measure.by_hand}
+    for n in (2, 4, 7):
+        told = node("shard.moments", [(way, n) for way in measure.WAYS], *change)
+        for way, (_, forward, backward, update) in zip(measure.WAYS, told, strict=True):
+            kept = [kind["kept"] for kind in backward["held"].values()]
+            paper = [*measure.formula(way, n).values()]
+            assert [kept[0], kept[1], 2 * kept[2]] == pytest.approx(paper)
+            passing = [kind["passing"] for kind in forward["held"].values()]
+            assert passing == [way == "parameters", False, False]
+            sent = {"none": 2, "optimizer": 3, "gradients": 2, "parameters": 3}[way]
+            assert update["sent"] == pytest.approx(sent * (n - 1) / n)
+            assert n != 2 or update["sent"] == pytest.approx(counted[names[way]], rel=0.02)
+
+
 @pytest.mark.skipif(subprocess.getoutput("node -p 1") != "1", reason="there is no node here")
 def test_the_widgets_compute_what_the_chapters_compute():
     wrong = [("from - s + lead", "from - s - lead"), ("2 * (ranks", "(ranks"), ("tum: 1", "tum: 2")]
-    for compare, change in zip((allreduce, buckets, memory), wrong, strict=True):
+    wrong += [("gradients: [0, 0, 1, 1]", "gradients: [0, 0, 2, 1]")]
+    for compare, change in zip((allreduce, buckets, memory, shard), wrong, strict=True):
         compare("", "")
         with pytest.raises(AssertionError):
             compare(*change)

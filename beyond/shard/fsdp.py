@@ -134,7 +134,9 @@ class Layer:
             self.is_recomputing = False
 
     def run_whole(self, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(self.cast(arg) for arg in args) if self.fsdp.dtype else args
+        if self.fsdp.dtype:
+            args = tuple(self.cast(arg) for arg in args)
+            kwargs = {name: self.cast(arg) for name, arg in kwargs.items()}
         parameters = Gather.apply(self, *self.owned)
         named = {f"module.{n}": p for n, p in zip(self.names, parameters, strict=True)}
         if self.fsdp.dtype:
@@ -255,6 +257,9 @@ class FSDP(nn.Module):
         self.model, self.dtype, self.recompute = model, dtype, recompute
         self.pending: list[tuple[Layer, ReduceScatter]] = []
         modules = dict(layers_of(model))
+        if not modules:
+            why = f"{type(model).__name__} has no child with trained parameters: nothing to divide"
+            raise ShardingError(f"{why}; put it into an nn.Sequential")
         refuse(model, modules)
         self.layers, self.order = list[Layer](), list[Layer]()  # order: of this forward
         for name, module in modules.items():  # only one of them is whole at a time
@@ -276,6 +281,11 @@ class FSDP(nn.Module):
 
     def link(self, order: list[Layer]) -> None:
         """Tell each layer its neighbors in forward: the first forward finds them out."""
+        if not order:
+            names = ", ".join(layer.name for layer in self.layers)
+            raise ShardingError(
+                f"forward called no layer ({names}), and only a call makes one whole"
+            )
         for layer in self.layers:
             layer.before = layer.behind = None
             layer.is_last = layer is order[-1]

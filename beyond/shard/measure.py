@@ -2,8 +2,8 @@
 
     sudo env "PATH=$PATH" python beyond/shard/measure.py
 
-It writes benchmarks/results/shard.json, and draws beyond/shard/held.png from it. Root is needed for
-a network of its own, which counts what is sent. Do not use the machine for anything else meanwhile.
+It writes benchmarks/results/shard.json. Root is needed for a network of its own, which counts what
+is sent. Do not use the machine for anything else meanwhile.
 """
 
 import sys

@@ -3,6 +3,8 @@
 python beyond/shard/picture.py
 """
 
+import hashlib
+import inspect
 from pathlib import Path
 
 import matplotlib
@@ -44,8 +46,14 @@ def draw() -> Figure:
     return figure
 
 
+def made_of() -> str:
+    """A digest of this file and of the formula that it draws."""
+    source = Path(__file__).read_text() + inspect.getsource(formula)
+    return hashlib.sha256(source.encode()).hexdigest()
+
+
 if __name__ == "__main__":
     Parser(__doc__).parse_args()
     matplotlib.use("Agg")  # files, no windows
-    draw().savefig(FILE, dpi=110)
+    draw().savefig(FILE, dpi=110, metadata={"made of": made_of()})
     print(f"wrote {FILE.name}")

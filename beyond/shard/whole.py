@@ -65,6 +65,11 @@ class WholeModel:
             tensor.copy_(state[name])
 
 
+def is_by_element(value: Any) -> bool:
+    """Whether an optimizer keeps it for each element of a parameter, unlike AdamW's step."""
+    return isinstance(value, Tensor) and value.ndim > 0
+
+
 class WholeOptimizer:
     """The state_dict of the plain optimizer, and where the parts of its state lie.
 
@@ -104,13 +109,14 @@ class WholeOptimizer:
         number = self.numbers()  # what FSDP does not shard has its state under its own number
         state = {n: dict(self.inner.state[p]) for p, n in number.items() if p in self.inner.state}
         for shards, parts, numbers in self.shards():
-            rows: list[State] = [{} for _ in parts]
-            for key, first in self.inner.state.get(parts[0], {}).items():
-                values = [self.inner.state[part][key] for part in parts]
-                if isinstance(first, Tensor) and first.shape == parts[0].shape:  # not AdamW's step
-                    values = shards.gather(values) or values
-                for row, value in zip(rows, values, strict=True):
-                    row[key] = value
+            rows = [dict(self.inner.state.get(part, {})) for part in parts]  # {}: never used
+            for key, value in next(filter(None, rows), {}).items():
+                if not is_by_element(value):
+                    continue
+                values = [row.get(key, part) for row, part in zip(rows, parts, strict=True)]
+                whole = shards.gather([part.detach() for part in values])
+                for row, tensor in zip(rows, whole, strict=False):  # none, except on rank 0
+                    row.update({key: tensor} if row else {})
             state |= {n: row for n, row in zip(numbers, rows, strict=True) if row}
         groups = []
         for group in self.param_groups:
@@ -129,17 +135,18 @@ class WholeOptimizer:
             if mine.keys() - theirs.keys() or len(mine["params"]) != len(theirs["params"]):
                 raise KeyError("it is of another optimizer or of another model")
             mine.update({key: theirs[key] for key in theirs if key != "params"})
-        rows = {p: saved["state"].get(n, {}) for p, n in self.numbers().items()}
-        own = {part for _, parts, _ in self.shards() for part in parts}
-        self.inner.state.update({p: dict(row) for p, row in rows.items() if p in own or row})
+        rows: dict[int, State] = saved["state"]
+        # The momentum of a scalar parameter looks like AdamW's step, so all parameters are asked.
+        by_element = {k for row in rows.values() for k, v in row.items() if is_by_element(v)}
+        self.inner.state.clear()
+        trained = {p for group in self.inner.param_groups for p in group["params"]}
+        for parameter, number in self.numbers().items():
+            if parameter in trained and number in rows:  # FSDP's copies; its parts follow
+                self.inner.state[parameter] = dict(rows[number])
         for shards, parts, numbers in self.shards():
-            whole = [saved["state"].get(number, {}) for number in numbers]
-            for key, first in whole[0].items():
-                values = [row[key] for row in whole]
-                if isinstance(first, Tensor) and key != "step":
-                    values = shards.cut(values)
-                for part, value in zip(parts, values, strict=True):
-                    moves = (
-                        isinstance(value, Tensor) and key != "step"
-                    )  # checkpoints are read to the CPU
-                    self.inner.state[part][key] = value.to(part.device) if moves else value
+            for part, number, inside in zip(parts, numbers, shards.inside, strict=True):
+                for key, value in rows.get(number, {}).items():
+                    mine = value.reshape(-1)[inside].clone() if key in by_element else value
+                    self.inner.state[part][key] = mine
+        for tensor, row in self.inner.state.items():  # checkpoints are read to the CPU
+            row.update({key: row[key].to(tensor.device) for key in row.keys() & by_element})

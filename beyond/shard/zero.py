@@ -92,8 +92,15 @@ class ShardedOptimizer(optim.Optimizer):
                 own.grad = None if p.grad is None else p.grad.reshape(-1)[part]
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update this rank's parts, then exchange them. Every rank must call it."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update this rank's parts, then exchange them. Every rank must call it.
+
+        Returns the loss that a closure computes, which also has to call backward.
+        """
+        loss = None
+        if closure:
+            with torch.enable_grad():
+                loss = closure()
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: group[key] for key in group if key != "params"})
         self.give_gradients()
@@ -101,6 +108,7 @@ class ShardedOptimizer(optim.Optimizer):
         self.inner.zero_grad()
         for bucket in self.buckets:
             bucket.send_updated()
+        return loss
 
 
 class ShardedGradients(ShardedOptimizer):
@@ -123,6 +131,8 @@ class ShardedGradients(ShardedOptimizer):
     def take(self, parameter: Parameter) -> None:
         """Backward calls it when the gradient of this parameter is complete."""
         bucket = self.bucket_of[parameter]
+        if parameter not in bucket.missing:
+            raise ShardingError("a second backward before finish(): call finish() after each")
         if bucket.gradients is None:
             bucket.gradients = bucket.new_flat(like=bucket.memory)
             views = bucket.views(bucket.gradients)
@@ -139,7 +149,7 @@ class ShardedGradients(ShardedOptimizer):
         self.receive()  # one message at a time, or memory would grow with the network's delay
         assert bucket.gradients is not None
         self.sent.append((bucket, ReduceScatter(bucket.gradients)))
-        bucket.gradients, bucket.slots, bucket.missing = None, {}, set(bucket.parameters)
+        bucket.gradients, bucket.slots = None, {}
         self.next += 1
 
     def receive(self) -> None:
@@ -158,6 +168,8 @@ class ShardedGradients(ShardedOptimizer):
             why = f"backward gave no gradient to {len(missing)} parameters, of shape {shapes}"
             raise ShardingError(f"{why}: freeze them (requires_grad_(False)), or use ZeRO-1")
         self.next = 0
+        for bucket in self.buckets:
+            bucket.missing = set(bucket.parameters)
 
     def clip_grad_norm(self, limit: float) -> float:
         """Scale all gradients so that their norm over all ranks is at most `limit`."""
@@ -169,6 +181,8 @@ class ShardedGradients(ShardedOptimizer):
             bucket.shard = None
 
     def give_gradients(self) -> None:
+        if any(len(bucket.missing) < len(bucket.parameters) for bucket in self.buckets):
+            raise ShardingError("step() before finish(): call finish() after each backward")
         for bucket in self.buckets:
             if bucket.shard is not None:
                 parts = bucket.parts_of(bucket.shard)

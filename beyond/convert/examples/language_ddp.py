@@ -1,6 +1,7 @@
 """Train an LSTM on one long text; its state goes on from batch to batch."""
 
 import os
+from argparse import ArgumentParser
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ if gpu:
 dist.init_process_group("nccl" if gpu else "gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
+if COLUMNS % world_size:  # or no rank would read the last columns
+    ArgumentParser().exit(2, f"error: {COLUMNS} columns do not divide by {world_size} ranks\n")
 local_columns = COLUMNS // world_size
 mine = slice(rank * local_columns, (rank + 1) * local_columns)
 text = (torch.arange(6000) ** 2 + torch.randint(3, (6000,))) % VOCABULARY  # your tokens, (T,)

@@ -1,22 +1,23 @@
 "use strict";
-// An all-reduce to step through: who sends what to whom, and what each rank then holds.
+// An all-reduce and its two halves to step through: who sends what to whom, and what each rank holds.
 {
   const BYTES = 840e6; // of the tensor: any number of ranks from 2 to 8 divides it
   const upTo = (n) => [...Array(n).keys()];
 
+  // Once around the ring: the same chunks in the same order as 03_ddp_manual_allreduce/ring.py.
+  const lap = (n, lead, add) =>
+    upTo(n - 1).map((s) =>
+      upTo(n).map((from) => {
+        const chunks = [(from - s + lead + n) % n];
+        return { from, to: (from + 1) % n, chunks, add };
+      }),
+    );
+
   // The messages of each step. add: the receiver adds what arrives, else it copies it.
   const messages = {
-    // The same chunks in the same order as 03_ddp_manual_allreduce/ring.py.
-    ring(n) {
-      const lap = (lead, add) =>
-        upTo(n - 1).map((s) =>
-          upTo(n).map((from) => {
-            const chunks = [(from - s + lead + n) % n];
-            return { from, to: (from + 1) % n, chunks, add };
-          }),
-        );
-      return [...lap(0, true), ...lap(1, false)]; // reduce-scatter, all-gather
-    },
+    ring: (n) => [...lap(n, 0, true), ...lap(n, 1, false)],
+    "reduce-scatter": (n) => lap(n, 0, true),
+    "all-gather": (n) => lap(n, 1, false),
 
     // Each rank sends its whole tensor to all the others.
     "one-shot"(n) {
@@ -27,9 +28,12 @@
   };
 
   // All states, from the start on: held[rank][chunk], and what was sent so far. Rank r starts with
-  // 10^r in each chunk, so digit r of a sum says how often rank r is in it.
+  // 10^r in each chunk, so digit r of a sum says how often rank r is in it. An all-gather starts with
+  // what a reduce-scatter leaves: one complete chunk on each rank.
   function simulate(n, way, bytes = BYTES) {
-    const start = upTo(n).map((rank) => Array(n).fill(10 ** rank));
+    const only = (rank) => upTo(n).map((chunk) => (chunk === (rank + 1) % n ? sumOfAll(n) : 0));
+    const whole = (rank) => Array(n).fill(10 ** rank);
+    const start = upTo(n).map(way === "all-gather" ? only : whole);
     const states = [{ held: start, sends: [], sent: Array(n).fill(0), messages: 0 }];
     for (const sends of messages[way](n)) {
       const { held, sent, messages } = states.at(-1);
@@ -83,7 +87,12 @@
     const { add, say, slider, choice, button, picture, sentence, note, table, number } = widgets.page;
     let step = 0;
     const go = (place) => [(step = place), draw()];
-    const ways = { ring: say("ring", "环形 (ring)"), "one-shot": say("one-shot", "一步 (one-shot)") };
+    const ways = {
+      ring: say("ring", "环形 (ring)"),
+      "reduce-scatter": "reduce-scatter",
+      "all-gather": "all-gather",
+      "one-shot": say("one-shot", "一步 (one-shot)"),
+    };
     const way = choice(div, say("way", "方式"), ways, () => go(0));
     const counts = [2, 3, 4, 5, 6, 7, 8];
     const ranks = slider(div, say("ranks", "rank 数"), counts, 4, String, () => go(0));
@@ -102,6 +111,9 @@
       `箭头旁的数字是块的编号。表：步数、所有 rank 的消息数、每个 rank 的发送量（张量 ${BYTES / 1e6} MB）。`);
 
     function tell(n, { sends }) {
+      if (step === 0 && way() === "all-gather") {
+        return say("Start: each rank holds one complete chunk.", "开始：每个 rank 只有一个完整的块。");
+      }
       if (step === 0) {
         const chinese = `开始：每个 rank 只有自己的梯度，分成 ${n} 块。`;
         return say(`Start: each rank holds its own gradient, in ${n} chunks.`, chinese);
@@ -136,14 +148,16 @@
       const boxes = state.held.map((row, rank) => box(row, rank, places[rank], arrived(rank)));
       picture(figure, 'viewBox="0 0 360 380"', name, held, [...arrows, ...boxes]);
       const checked = say(" Checked: every rank has the sum of all ranks.", "已检查：每个 rank 都有全部 rank 的和。");
-      told.textContent = tell(n, state) + (complete(state.held) ? checked : "");
+      const parts = say(" Checked: each rank has the sum of one chunk.", "已检查：每个 rank 各有一个块的和。");
+      const oneEach = state.held.every((row) => row.filter((value) => value === sumOfAll(n)).length === 1);
+      told.textContent = tell(n, state) + (complete(state.held) ? checked : step && oneEach ? parts : "");
       back.setAttribute("aria-disabled", step === 0);
       next.setAttribute("aria-disabled", step === states.length - 1);
       const row = (name, all, s) => [name, s, all[s].messages, number(all[s].sent[0] / 1e6)];
       const end = (key, all = simulate(n, key)) => row(say(`whole ${ways[key]}`, `${ways[key]}，全程`), all, all.length - 1);
       const heads = [say("steps", "步数"), say("messages", "消息数"), say("MB sent", "发送 MB")];
       const soFar = row(say("so far", "目前"), states, step);
-      table(numbers, ["", ...heads], [soFar, end("ring"), end("one-shot")]);
+      table(numbers, ["", ...heads], [soFar, ...Object.keys(ways).map((key) => end(key))]);
     }
     draw();
   };

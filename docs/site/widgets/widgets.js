@@ -1,5 +1,5 @@
 "use strict";
-// What the three widgets share: two languages, labeled controls, pictures. No framework.
+// What the widgets share: two languages, labeled controls, pictures. No framework.
 //
 // A page writes <div class="widget" data-widget="NAME"></div>. The file NAME.js registers a function
 // that fills it. What it computes stands in widgets.NAME: functions of numbers, which need no page.
