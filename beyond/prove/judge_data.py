@@ -19,6 +19,7 @@ from prove.table import (
     warning,
     wrong,
 )  # fmt: skip
+from prove.watch_data import EVALUATION
 
 ALL_BUT_A_FEW = 0.98  # the share of a data set that counts as the whole
 SHARD = "DataLoader(dataset, sampler=DistributedSampler(dataset)), or split the data by rank"
@@ -149,6 +150,8 @@ def samples_by_content(passes: list[dict], at: str) -> list[Row]:
     """For streams, and for data sets of which each rank holds another: no indices to compare."""
     first, check = passes[0], "samples"
     kind = "an IterableDataset" if first["iterable"] else "another data set on each rank"
+    if not first["iterable"] and same_dataset(passes):
+        kind = f"{first['sampler']} is too long to list"
     shown = [p["contents"] for p in passes]
     if not shown[0] or len({*shown[0]}) < len(shown[0]) / 2:
         return [not_seen(check, f"samples cannot be told apart ({at}; {kind})")]
@@ -259,13 +262,16 @@ def evaluation(ranks: list[dict]) -> list[Row]:
     for rank in ranks:
         passes += [p for p in rank["passes"] if is_evaluation(p)][:1]
     if not passes:
-        return [not_seen(check, "no pass over a loader without a backward, after a step")]
+        text = "no pass over a loader without a backward, after a step"
+        return [not_seen(check, f"{text}; if yours comes later, raise --batches")]
     at = passes[0]["at"]
     if len(passes) < len(ranks):
         return [right(check, f"by {len(passes)} of {len(ranks)} ranks ({at})")]
     drawn = [p["indices"] for p in passes]
     if not all(drawn) or not same_dataset(passes):
         return [not_seen(check, f"the samples of {at} cannot be told apart")]
+    if all(stops_early(p) for p in passes):
+        return evaluation_of_a_part(passes)
     size, everything = size_of(passes), [x for d in drawn for x in d]
     twice = len(everything) - len({*everything})
     lost = size - len({*everything}.union(*drawn_beside(ranks, passes[0])))
@@ -284,6 +290,25 @@ def evaluation(ranks: list[dict]) -> list[Row]:
         text = f"each rank evaluates a part of the {size} samples, and no collective follows ({at})"
         return [warning(check, text, "all_reduce sums and counts, then divide", ACCURACY)]
     return [right(check, f"each of {size} samples once ({at})")]
+
+
+def stops_early(p: dict) -> bool:
+    """Was it the script, not we, that ended this evaluation before the end of its loader?"""
+    return not p["ended"] and p["given"] < min(p["batches"] or 0, EVALUATION * p["limit"])
+
+
+def evaluation_of_a_part(passes: list[dict]) -> list[Row]:
+    """A loop with a break: are its samples those that one rank would take?"""
+    check, first = "evaluation", passes[0]
+    read = [p["given"] * p["sizes"][0] for p in passes]
+    parts = [p["indices"][:n] for p, n in zip(passes, read, strict=True)]
+    together, drawn = {*parts[0]}.union(*parts), sum(map(len, parts))
+    text = f"each rank stops after {first['given']} of {first['batches']} batches"
+    text += f": {len(together)} of {size_of(passes)} samples ({first['at']})"
+    if together == {*range(drawn)}:
+        return [right(check, f"{text}, the first ones, each once")]
+    cure = "choose this part before it is dealt out, with the same seed on all ranks"
+    return [warning(check, f"{text}; on another number of ranks, others", cure, ACCURACY)]
 
 
 def drawn_beside(ranks: list[dict], first: dict) -> list[list[int]]:
@@ -317,7 +342,8 @@ def epoch_of_original(ranks: list[dict], one: dict) -> list[Row]:
     text = f"{samples} samples in {batches} batches on {len(ranks)} ranks together, "
     text += f"{epoch[1]} in {epoch[0]} in the original ({passes[0][0]['at']})"
     if samples < epoch[1]:
-        cure = "drop_last in the sampler and in the loader only if the original has it"
+        cure = "drop_last in the sampler and in the loader only if the original has it; keep a "
+        cure += "sampler of its own, and deal out what that draws"
         return [warning(check, text, cure, LOSS)]
     accumulates = any(p["steps"] < p["given"] for p in (passes[0][0], originals[0]))
     if batches != epoch[0] and not accumulates:

@@ -277,8 +277,8 @@ def printed(replay: Replay) -> list[Row]:
                 unit = 10 ** -len(a.partition(".")[2].split("e")[0])  # of its last digit
                 if abs(float(a) - float(b)) > max(2 * unit, 1e-3 * abs(float(b))):
                     text = f"{name} {a} on {len(replay.ranks)} ranks and {b} on one, "
-                    cure = "add sums and counts up over the ranks, then divide; "
-                    cure += "meant so only if each rank reports on its own samples"
+                    cure = "add sums and counts up over the ranks, then divide; meant so only if "
+                    cure += "each rank reports on its own samples, or on some that it has drawn"
                     return [warning(check, f"{text}after the same steps ({at})", cure, ACCURACY)]
     text = f"losses and accuracies are those of one rank ({seen} compared)"
     return [right(check, text)] if seen else []

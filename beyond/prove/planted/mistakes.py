@@ -70,6 +70,10 @@ LOADER = "batch_size=12 // world_size, sampler=sampler)"
 LOSS = "F.cross_entropy(ddp(points), labels)"
 NOISE = "torch.randn(6)"
 EVALUATION_LOADER = "DataLoader(shard, batch_size=8)"
+STOPS_EARLY = (
+    "        totals[2] += len(labels)\n",
+    "        totals[2] += len(labels)\n        if totals[2] == 8:\n            break\n",
+)
 NO_GRAD = "@torch.no_grad()\n"
 LAYERS = "nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, CLASSES)"
 ATTENTION = "nn.Unflatten(1, (2, 3)), nn.TransformerEncoderLayer(3, 1, 8), nn.Flatten(), "
@@ -249,6 +253,10 @@ MISTAKES = [
           ("    dist.all_reduce(totals)\n", "")),
     plain("evaluation leaves samples out", WARNING, "evaluation",
           (EVALUATION_LOADER, "DataLoader(shard, batch_size=8, drop_last=True)")),
+    plain("evaluation stops early, and each rank has drawn its part", WARNING, "evaluation",
+          (EVALUATION_LOADER, "DataLoader(shard, batch_size=8, shuffle=True)"), STOPS_EARLY),
+    plain("all ranks stop after the same samples", WARNING, "evaluation",
+          (EVALUATION_LOADER, "DataLoader(dataset, batch_size=8)"), STOPS_EARLY),
     plain("accuracy is divided by the length of a shard", WARNING, "printed numbers",
           ("correct / samples", "correct / len(shard)")),
     plain("the loss of one rank is printed", WARNING, "printed numbers",
@@ -360,6 +368,9 @@ HARMLESS = [
     converted(plain("drop_last, as in the original", RIGHT, "the original's epoch"),
               A_REST, ("batch_size=12 // world_size", "batch_size=12 // world_size, drop_last=True")),
     plain("evaluation with gradients", RIGHT, "evaluation", (NO_GRAD, "")),
+    plain("evaluation stops early, after the first samples", RIGHT, "evaluation",
+          (EVALUATION_LOADER, "DataLoader(shard, batch_size=8 // world_size)"),
+          (STOPS_EARLY[0], STOPS_EARLY[1].replace("== 8", "== 8 // world_size"))),
     plain("each rank appends to a log of its own", RIGHT, "",
           ("        scheduler.step()\n", '        scheduler.step()\n        open(f"log{rank}.txt", "w").write(".")\n')),
     accumulate("fewer micro-batches, because there are more ranks", RIGHT, "",
