@@ -4,7 +4,6 @@ import json
 import os
 import re
 import runpy
-import shlex
 import shutil
 import sys
 from contextlib import redirect_stdout
@@ -82,8 +81,8 @@ def proof(folder: Path, *arguments: str) -> dict[str, str]:
     """The verdict of each row of prove's table, of a script mine.py."""
     file = folder / "rows.json"
     launch = ["torchrun", "--standalone", "--nproc-per-node=2", "mine.py"]
-    line = [sys.executable, "-m", "prove", "--batches=2", f"--json={file}", *arguments, *launch]
-    shell(shlex.join(line) + " || true", where=folder)
+    flags = ["--batches=2", f"--json={file}", *arguments, *launch]
+    command("beyond/prove/__main__.py", *flags, where=folder, seconds=180)
     found = json.loads(file.read_text())
     assert found["rows"], found["error"]
     return {row["check"]: row["verdict"] for row in found["rows"]}
