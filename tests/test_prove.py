@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -396,19 +397,18 @@ def test_the_page_shows_what_prove_prints(tmp_path):
 
 @pytest.mark.parametrize(("step", "missing"), [(4, {"files", "weights"}), (8, set())])
 def test_after_a_step_of_convert_it_says_what_is_still_missing(step, missing, tmp_path):
-    env = os.environ | {"PYTHONPATH": str(CONVERT)}
-    make = [sys.executable, str(DETECTOR / "scenes.py"), "--train=16", "--val=4", "--size=64"]
     (tmp_path / "data").mkdir()
     (tmp_path / "common").mkdir()
     (tmp_path / "common" / "digits").symlink_to(ROOT / "common" / "digits")
     for name in ("scenes.py", "normalizer.py"):
         (tmp_path / name).write_text((DETECTOR / name).read_text())
-    make[1] = "scenes.py"
-    subprocess.run(make, cwd=tmp_path, check=True, capture_output=True)
-    text = "import steps; folder = steps.HERE / 'detector'; "
-    text += f"print(steps.scripts(folder)[{step}], end='')"
-    script = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True)
-    (tmp_path / "mine.py").write_text(script.stdout)
+    make = ("--train=16", "--val=4", "--size=64")
+    [(status, output)] = command(str(tmp_path / "scenes.py"), *make, where=tmp_path)
+    assert status == 0, output
+    script = runpy.run_path(str(CONVERT / "steps.py"))["scripts"](DETECTOR)[step]
+    shallow = "models.ResNet(models.resnet.BasicBlock, [1] * 4)"  # half of resnet18, so quicker
+    assert "getattr(models, args.backbone)()" in script
+    (tmp_path / "mine.py").write_text(script.replace("getattr(models, args.backbone)()", shallow))
     small = ["--image-size=64", "--batch-size=4", "--warmup=1", "--workers=0", "--device=cpu"]
     ended = run(tmp_path, "--batches=2", *TORCHRUN, "mine.py", *small, "--epochs=1")
     found = wrong(ended)
