@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 SECONDS = 60  # more than any rank takes; a hang ends here
 PRELOADED = ("torchvision", "common.checkpoint", "common.models", "pytest", "matplotlib.pyplot")
 PRELOADED += ("PIL.Image", "tabulate", "torchvision.transforms.v2", "pycocotools.cocoeval")
-PRELOADED += ("ipykernel.kernelapp", "nbclient")
+PRELOADED += ("ipykernel.kernelapp",)
 
 torch.set_num_threads(1)  # as every rank has: two tests that run side by side have two cores
 context = multiprocessing.get_context("forkserver")
@@ -243,6 +243,22 @@ def run_script(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def run_kernel(env: dict[str, str], flags: list[str]) -> None:
+    """Be the kernel of a notebook, whose ranks are forks of it."""
+    import matplotlib
+    from ipykernel.kernelapp import IPKernelApp
+
+    global context
+    os.setsid()
+    os.environ.update(env)
+    inline = "module://matplotlib_inline.backend_inline"
+    matplotlib.rcParams["backend"] = inline  # the kernel says so to those who import it later
+    context = multiprocessing.get_context("fork")
+    start = forked(torch.multiprocessing.start_processes)
+    patch("torch.multiprocessing.start_processes", start).start()
+    IPKernelApp.launch_instance(argv=flags)
 
 
 def command(

@@ -499,6 +499,7 @@ if os.environ["SLURM_PROCID"] == "0":
     step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
     subprocess.run(["scontrol", "show", "step", step])
 """
+ENDED = "JobState=(COMPLETED|FAILED|CANCELLED|NODE_FAIL|TIMEOUT) "
 
 
 def test_srun_starts_a_script_for_torchrun_unchanged_and_each_rank_has_its_cpus(
@@ -507,13 +508,19 @@ def test_srun_starts_a_script_for_torchrun_unchanged_and_each_rank_has_its_cpus(
     """On uneven nodes. The control: a job that asks for no CPUs gets one for each of its tasks."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     _, ask = slurm
-    options = ("--wait", f"--output={tmp_path}/%x", "--ntasks=3", "--nodes=2")
+    options = ("--parsable", f"--output={tmp_path}/%x", "--ntasks=3", "--nodes=2")
+
+    def run_to_its_end(*job: object) -> None:
+        """sbatch --wait looks ever less often."""
+        number = ask("sbatch", *options, *job)
+        until(lambda: re.search(ENDED, ask("scontrol", "show", "job", number, "-o")))
+
     for name, text in (("train", FOR_TORCHRUN), ("cpus", CPUS)):
         script = tmp_path / f"{name}.py"
         script.write_text(text)
         export = f"--export=ALL,SCRIPT={script}"
-        ask("sbatch", *options, f"--job-name={name}", export, LAUNCH / "slurm_srun.sbatch")
-    ask("sbatch", *options, "--job-name=control", f"--wrap=srun python {script}")
+        run_to_its_end(f"--job-name={name}", export, LAUNCH / "slurm_srun.sbatch")
+    run_to_its_end("--job-name=control", f"--wrap=srun python {script}")
     said = [line for line in (tmp_path / "train").read_text().splitlines() if "sum" in line]
     rest = "3 sum 111.0 threads 2"
     assert sorted(said) == [f"0 of 1 {rest}", f"0 of 2 {rest}", f"1 of 2 {rest}"]

@@ -1,21 +1,31 @@
 """prove/: it finds planted mistakes, is silent about scripts that are right, and harms nothing."""
 
-import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import prove
 import pytest
 from prove import table
+from prove.__main__ import main
 from prove.planted.mistakes import ONE_GPU
 
-from local_ranks import ROOT, SECONDS
+from local_ranks import (
+    ROOT,
+    SECONDS,
+    command,
+    context,
+    default_start,
+    launch_ranks,
+    patience,
+    scratch_folder,
+)
 from support import changed_source
 
 PLANTED = ROOT / "beyond" / "prove" / "planted"
@@ -24,53 +34,31 @@ TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 CONVERT = ROOT / "beyond" / "convert"
 DETECTOR = CONVERT / "detector"
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2"]
-Run = Callable[..., subprocess.CompletedProcess]
-
-# Imports torch once, then becomes `python -m prove` again and again: one second each, not five.
-TEMPLATE = """
-import json, os, sys
-from prove.__main__ import main
-from prove.launch import preload
-preload()
-for line in sys.stdin:
-    folder, out, error, arguments = json.loads(line)
-    child = os.fork()
-    if child == 0:
-        os.chdir(folder)
-        for number, file in ((0, os.devnull), (1, out), (2, error)):
-            os.dup2(os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
-        sys.argv = ["prove", *arguments]
-        try:
-            status = main()
-        except SystemExit as exit:
-            status = exit.code
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Iterator[Run]:
-    """run(folder, *arguments): python -m prove, as a user types it in a folder."""
-    line, texts = [sys.executable, "-c", TEMPLATE], tmp_path_factory.mktemp("prove")
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(line, stdin=pipe, stdout=pipe, text=True, env=env) as template:
+def _prove(folder: Path, texts: Path, env: dict[str, str], arguments: tuple[str, ...]) -> None:
+    default_start()
+    for name in [name for name in sys.modules if name.split(".")[0] == "common"]:
+        del sys.modules[name]  # a user's script may have a file of this name beside it
+    os.chdir(folder)
+    os.environ.update(env | {"OMP_NUM_THREADS": "1"})
+    for number, file in ((0, Path(os.devnull)), (1, texts / "out"), (2, texts / "error")):
+        os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), number)
+    sys.argv = ["prove", *arguments]
+    sys.exit(main())
 
-        def ask(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-            out, error = texts / "out.txt", texts / "error.txt"
-            request = [str(folder), str(out), str(error), arguments]
-            template.stdin.write(json.dumps(request) + "\n")
-            template.stdin.flush()
-            status = int(template.stdout.readline())
-            return subprocess.CompletedProcess(
-                arguments, status, out.read_text(), error.read_text()
-            )
 
-        yield ask
-        template.stdin.close()
+def run(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
+    """python -m prove, as a user types it in a folder, without importing torch again."""
+    texts = scratch_folder()
+    process = context.Process(target=_prove, args=(folder, texts, env, arguments))
+    process.start()
+    process.join(patience(3 * SECONDS))
+    if process.is_alive():
+        process.terminate()  # it then ends its ranks
+        raise TimeoutError(arguments)
+    out, error = ((texts / name).read_text() for name in ("out", "error"))
+    return subprocess.CompletedProcess(arguments, process.exitcode, out, error)
 
 
 def verdict(ended: subprocess.CompletedProcess, check: str) -> str:
@@ -91,12 +79,11 @@ def planted(name: str, *changes: tuple[str, str]) -> str:
 
 
 def test_it_finds_the_planted_mistakes_and_calls_nothing_wrong_that_is_right():
-    line = [sys.executable, "-m", "prove.planted"]
-    ended = subprocess.run(line, capture_output=True, text=True, timeout=20 * SECONDS)
-    last = ended.stdout.splitlines()[-1]
+    [(_, output)] = command("beyond/prove/planted/__main__.py", seconds=20 * SECONDS)
+    last = output.splitlines()[-1]
     found, mistakes, as_wrong, false, right = map(int, re.findall(r"\d+", last)[:5])
-    assert (mistakes >= 48, found >= 46, as_wrong >= 34) == (True, True, True), ended.stdout
-    assert (right >= 12, false) == (True, 0), ended.stdout
+    assert (mistakes >= 48, found >= 46, as_wrong >= 34) == (True, True, True), output
+    assert (right >= 12, false) == (True, 0), output
 
 
 STAGES = {  # the scripts of this repository: folder, how it is started, flags
@@ -111,17 +98,15 @@ STAGES = {  # the scripts of this repository: folder, how it is started, flags
 }
 
 
-def stage(
-    run: Run, key: str, folder: Path, script: str = "train.py"
-) -> subprocess.CompletedProcess:
+def stage(key: str, folder: Path, script: str = "train.py") -> subprocess.CompletedProcess:
     where, launcher, flags = STAGES[key]
     common = [f"--data-dir={ROOT / 'data'}", "--epochs=3", f"--run-dir={folder}"]
     return run(ROOT, *launcher, f"{where}/{script}", *flags, *common)
 
 
 @pytest.mark.parametrize("key", STAGES)
-def test_a_script_of_this_repository_is_right(key, run, tmp_path):
-    ended = stage(run, key, tmp_path / "run")
+def test_a_script_of_this_repository_is_right(key, tmp_path):
+    ended = stage(key, tmp_path / "run")
     assert wrong(ended) == set()
     assert verdict(ended, "one rank") == "right"
     assert verdict(ended, "samples") == "right"
@@ -136,11 +121,11 @@ def test_a_script_of_this_repository_is_right(key, run, tmp_path):
         ("04", "sampler.set_epoch(epoch)", "order of an epoch"),
     ],
 )
-def test_without_a_line_of_a_script_it_is_wrong(key, line, check, run, tmp_path):
+def test_without_a_line_of_a_script_it_is_wrong(key, line, check, tmp_path):
     script = ROOT / STAGES[key][0] / "prove_changed.py"
     script.write_text(changed_source(key, "train.py", (("train.py", line),)))
     try:
-        assert verdict(stage(run, key, tmp_path / "run", script.name), check) == "WRONG"
+        assert verdict(stage(key, tmp_path / "run", script.name), check) == "WRONG"
     finally:
         script.unlink()
 
@@ -177,7 +162,7 @@ for epoch in range(3):
 """
 
 
-def test_a_script_for_gpus_is_judged_on_cpus(run, tmp_path):
+def test_a_script_for_gpus_is_judged_on_cpus(tmp_path):
     for reduction, expected in (("mean", "right"), ("sum", "WRONG")):
         source = GPU_SCRIPT.replace('"mean"', f'"{reduction}"')
         # A batch of five samples per rank: so the sum is wrong only if the batch is a global one.
@@ -193,7 +178,7 @@ def test_a_script_for_gpus_is_judged_on_cpus(run, tmp_path):
     assert (ended.returncode, ended.stdout) == (2, "")
 
 
-def test_the_original_shows_what_the_conversion_changed(run, tmp_path):
+def test_the_original_shows_what_the_conversion_changed(tmp_path):
     (tmp_path / "single.py").write_text(planted("plain", *ONE_GPU))
     original = f"--original={sys.executable} single.py"
     for change, expected in (((), "right"), ((("F.cross_entropy(ddp(points), labels)",
@@ -204,7 +189,7 @@ def test_the_original_shows_what_the_conversion_changed(run, tmp_path):
         assert verdict(ended, "one rank") == "right", "with itself it agrees"
 
 
-def test_a_script_without_a_loader_is_replayed_from_what_goes_into_its_model(run, tmp_path):
+def test_a_script_without_a_loader_is_replayed_from_what_goes_into_its_model(tmp_path):
     source = """
 import torch, torch.distributed as dist
 from torch import nn
@@ -252,7 +237,7 @@ for epoch in range(3):
 """
 
 
-def test_attention_with_dropout_is_replayed(run, tmp_path):
+def test_attention_with_dropout_is_replayed(tmp_path):
     """nn.MultiheadAttention passes all arguments of the attention by their places."""
     (tmp_path / "train.py").write_text(ATTENTION)
     ended = run(tmp_path, *TORCHRUN, "train.py")
@@ -283,7 +268,7 @@ for epoch in range(3):
 """
 
 
-def test_if_one_rank_cannot_be_compared_the_last_line_says_that_nothing_is_proven(run, tmp_path):
+def test_if_one_rank_cannot_be_compared_the_last_line_says_that_nothing_is_proven(tmp_path):
     for name, source in (("train", PER_SAMPLE), ("once", PER_SAMPLE.replace("batch, 1", "1, 1"))):
         (tmp_path / f"{name}.py").write_text(source)
     unknown = "so nothing is proven about"
@@ -315,7 +300,7 @@ HARMLESS = """        if rank == 0:
 """
 
 
-def test_files_are_put_back_and_no_process_is_left(run, tmp_path):
+def test_files_are_put_back_and_no_process_is_left(tmp_path):
     (tmp_path / "old").mkdir()
     for name in ("old/kept.txt", "log.txt", "a.txt"):
         (tmp_path / name).write_text(name)
@@ -378,17 +363,10 @@ def test_random_numbers_of_the_script_are_those_of_an_unobserved_run(tmp_path):
     )  # fmt: skip
     (tmp_path / "train.py").write_text(source)
     digests = []
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:  # in /tmp/tmp..., whose files are not put back
-        for name, line in (
-            ("plain", ["-m", "torch.distributed.run", *TORCHRUN[1:]]),
-            ("seen", ["-m", "prove", "--float32", *TORCHRUN]),
-        ):
-            env = os.environ | {"DIGEST": f"{folder}/{name}", "OMP_NUM_THREADS": "1"}
-            subprocess.run(
-                [sys.executable, *line, "train.py"], cwd=tmp_path, env=env, capture_output=True
-            )
+        launch_ranks(str(tmp_path / "train.py"), env={"DIGEST": f"{folder}/plain"}, where=tmp_path)
+        run(tmp_path, "--float32", *TORCHRUN, "train.py", DIGEST=f"{folder}/seen")
+        for name in ("plain", "seen"):
             digests.append(
                 [(Path(folder) / f"{name}{rank}").read_text().split()[:2] for rank in (0, 1)]
             )
@@ -405,7 +383,7 @@ def test_random_numbers_of_the_script_are_those_of_an_unobserved_run(tmp_path):
         ("import torch.distributed as d; d.init_process_group('gloo')", "no optimizer step"),
     ],
 )
-def test_if_nothing_can_be_judged_one_line_says_why(source, message, run, tmp_path):
+def test_if_nothing_can_be_judged_one_line_says_why(source, message, tmp_path):
     if source:
         (tmp_path / "train.py").write_text(source)
     ended = run(tmp_path, *TORCHRUN, "train.py")
@@ -415,17 +393,22 @@ def test_if_nothing_can_be_judged_one_line_says_why(source, message, run, tmp_pa
     assert message in last
 
 
-def test_a_project_keeps_its_script_right_with_a_test(tmp_path):
-    command = [*TORCHRUN, str(tmp_path / "train.py")]
+def test_a_project_keeps_its_script_right_with_a_test(tmp_path, monkeypatch):
+    def quick_run(call: list[str], **_: object) -> subprocess.CompletedProcess:
+        assert call[:3] == [sys.executable, "-m", "prove"]
+        return run(Path.cwd(), *call[3:])
+
+    monkeypatch.setattr(prove.subprocess, "run", quick_run)
+    line = [*TORCHRUN, str(tmp_path / "train.py")]
     with pytest.raises(prove.NotJudgedError, match="no such script"):
-        prove.check(command)
+        prove.check(line)
     (tmp_path / "train.py").write_text(planted("plain"))
-    assert prove.check(command).wrong == []
+    assert prove.check(line).wrong == []
     (tmp_path / "train.py").write_text(planted("plain", ("ddp(points)", "ddp.module(points)")))
-    assert "forward through DDP" in {row.check for row in prove.check(command).wrong}
+    assert "forward through DDP" in {row.check for row in prove.check(line).wrong}
 
 
-def test_the_page_shows_what_prove_prints(run, tmp_path):
+def test_the_page_shows_what_prove_prints(tmp_path):
     page = README.read_text()
     commands, wrong, right = re.findall(r"```(?:bash|text)\n(.*?)```", page, re.S)[1:4]
     copy = commands.splitlines()[:-1]
@@ -443,20 +426,19 @@ def test_the_page_shows_what_prove_prints(run, tmp_path):
 
 
 @pytest.mark.parametrize(("step", "missing"), [(4, {"files", "weights"}), (8, set())])
-def test_after_a_step_of_convert_it_says_what_is_still_missing(step, missing, run, tmp_path):
-    env = os.environ | {"PYTHONPATH": str(CONVERT)}
-    make = [sys.executable, str(DETECTOR / "scenes.py"), "--train=16", "--val=4", "--size=64"]
+def test_after_a_step_of_convert_it_says_what_is_still_missing(step, missing, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "common").mkdir()
     (tmp_path / "common" / "digits").symlink_to(ROOT / "common" / "digits")
     for name in ("scenes.py", "normalizer.py"):
         (tmp_path / name).write_text((DETECTOR / name).read_text())
-    make[1] = "scenes.py"
-    subprocess.run(make, cwd=tmp_path, check=True, capture_output=True)
-    text = "import steps; folder = steps.HERE / 'detector'; "
-    text += f"print(steps.scripts(folder)[{step}], end='')"
-    script = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True)
-    (tmp_path / "mine.py").write_text(script.stdout)
+    make = ("--train=16", "--val=4", "--size=64")
+    [(status, output)] = command(str(tmp_path / "scenes.py"), *make, where=tmp_path)
+    assert status == 0, output
+    script = runpy.run_path(str(CONVERT / "steps.py"))["scripts"](DETECTOR)[step]
+    shallow = "models.ResNet(models.resnet.BasicBlock, [1] * 4)"  # half of resnet18, so quicker
+    assert "getattr(models, args.backbone)()" in script
+    (tmp_path / "mine.py").write_text(script.replace("getattr(models, args.backbone)()", shallow))
     small = ["--image-size=64", "--batch-size=4", "--warmup=1", "--workers=0", "--device=cpu"]
     ended = run(tmp_path, "--batches=2", *TORCHRUN, "mine.py", *small, "--epochs=1")
     found = wrong(ended)

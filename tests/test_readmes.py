@@ -26,8 +26,8 @@ def copy(tmp_path_factory) -> Path:
     return folder
 
 
-# 04's own train.py is started by the real torchrun.
-TORCHRUN = r"torchrun --standalone --nproc-per-node=(\d)(?! 04_ddp_torchrun/train)"
+# 04's own train.py is once started by the real torchrun.
+TORCHRUN = r"torchrun --standalone --nproc-per-node=(\d)(?! 04_ddp_torchrun/train.py --epochs 1$)"
 SCRIPT = re.compile(
     rf"((?:(?!TORCH)[A-Z_]+=\w* )*)(?:python|{TORCHRUN}) ((?:\w+/)*\w+\.py)([\w =./-]*)"
 )
