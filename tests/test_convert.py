@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 from local_ranks import command, launch_ranks, run_ranks, scratch_folder
 from repository_pages import ROOT, fences, shell
@@ -385,6 +385,16 @@ def test_columns_that_do_not_divide_by_the_ranks_are_refused_in_one_line():
     assert said == [(2, "error: 8 columns do not divide by 3 ranks\n")] * 3
 
 
+def test_the_search_finds_every_pattern_of_its_table():
+    page = (CONVERT / "README.md").read_text()
+    search = re.search(r"^grep -nE '(.+)' classifier.py$", page, re.M)[1]
+    rows = page.partition("| pattern |")[2].partition("\n\n")[0].splitlines()[2:]
+    patterns = [code for row in rows for code in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    assert len(patterns) > 30
+    assert [code for code in patterns if not re.search(search, code)] == []
+    assert not re.search(search, "optimizer.step()"), "the control"
+
+
 def test_the_page_shows_the_diffs_of_the_examples():
     page = (CONVERT / "examples.md").read_text()
     assert load("steps.py", folder=CONVERT).show_examples(page) == page, "run: python steps.py"
@@ -421,16 +431,19 @@ def test_a_loss_of_all_ranks_outputs_is_right_whatever_it_is(name):
     assert max(run_ranks(2, _gathered, name)) < 1e-12
 
 
-@pytest.mark.parametrize("word", ["accelerate", "seeds", "Shard", "spare"])
+@pytest.mark.parametrize("word", ["accelerate", "seeds", "Dealt", "Shard", "spare"])
 def test_each_snippet_runs_on_two_ranks(word, tmp_path):
     [code] = [f.text for f in fences("python", [CONVERT / "questions.md"]) if word in f.text]
-    assert len(code.splitlines()) <= 15
     pytest.importorskip("accelerate" if word == "accelerate" else "torch")
     (tmp_path / "snippet.py").write_text(code)
     status, output = launch(tmp_path / "snippet.py")
     assert status == (0, 0), output
     assert word != "Shard" or output[1] == "rank 1 reads [1, 3, 5]\n"
-    assert (output[0].replace("rank 0", "rank 1") == output[1]) == (word != "Shard")
+    assert (output[0].replace("rank 0", "rank 1") == output[1]) == (word not in ("Dealt", "Shard"))
+    if word == "Dealt":
+        seeded = torch.Generator().manual_seed(0)
+        order = list(RandomSampler(range(9), replacement=True, generator=seeded))
+        assert output == [f"rank {rank} reads {order[rank:8:2]}\n" for rank in (0, 1)]
     if word == "spare":  # the control
         (tmp_path / "snippet.py").write_text(code.replace(", find_unused_parameters=True", ""))
         assert "Expected to have finished reduction" in launch(tmp_path / "snippet.py")[1][0]
