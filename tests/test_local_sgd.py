@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
+import timing
 from local_ranks import of_all_ranks, on_ranks, run_ranks
 from refusals import ended, refused
 from support import chapter, fresh_module
@@ -256,3 +257,25 @@ def test_options_that_would_send_nothing_are_refused(options):
 )
 def test_a_wrong_call_ends_in_one_line(flags, words):
     refused(ended(f"04_ddp_torchrun/{FILE}", *flags), words)
+
+
+def test_the_page_says_what_was_measured():
+    """Beside DDP on the same samples, by seed; and the time of a step over one without messages."""
+    learned = timing.load("04_local_sgd")["trainings"]
+    assert {(t["model"], t["ranks"]) for t in learned} == {
+        (model, ranks) for model in ("net-bn", "resnet18") for ranks in (2, 4)
+    }
+    for training in learned:
+        rows = training["methods"]
+        for name in (n for n in rows if "H = 32" in n and "late" not in n):
+            assert abs(rows[name]["points"]) < rows[name]["points_stdev"], (training["model"], name)
+        for name in ("never", "mean, H = 32, late")[: 2 if training["ranks"] == 4 else 1]:
+            assert rows[name]["points"] < -rows[name]["points_stdev"], "the controls fall out of it"
+    slow, fast = (
+        timing.load("04_local_sgd_links")["links"][rate]["variants"]
+        for rate in ("0.2 Gbit/s", "1 Gbit/s")
+    )
+    for variants, most in ((slow, 1.3), (fast, 1.1)):
+        assert all(variants[name]["ratio"] < most for name in variants if "H = 32" in name)
+        assert variants["A/A"]["ratio"] == pytest.approx(1, abs=0.03), "the machine was quiet"
+    assert slow["DDP"]["ratio"] > 5, "the control"

@@ -254,7 +254,11 @@ def augmentation(passes: list[dict]) -> list[Row]:
     if same:
         text = f"all ranks draw the same numbers of {', '.join(same)} while they load"
         return [warning(check, f"{text} ({first['at']})", OWN_SEED)]
-    return [right(check, "the ranks draw different random numbers")] if drew else []
+    if any(drew):
+        return [right(check, "the ranks draw different random numbers")]
+    if first["workers"] and first["base_seed"] is not None:
+        return [right(check, "the loaders of the ranks give their workers different seeds")]
+    return []
 
 
 def evaluation(ranks: list[dict]) -> list[Row]:
