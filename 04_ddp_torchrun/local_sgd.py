@@ -331,17 +331,22 @@ def computed(way: str, every: int, seconds: float, numbers: int, link: Link) -> 
     return seconds + message / every
 
 
-def compare_links(step_ms: float) -> str:
-    """A table: a step of resnet18 on 2 ranks, computed by alpha_beta.py, in times of computing."""
-    seconds, buckets = step_ms / 1000, fill(named("resnet18", 64))
+def slowdowns(step_ms: float, gbit: float) -> dict[str, float]:
+    """A step of resnet18 on 2 ranks over its computing, computed by alpha_beta.py for this link."""
+    seconds, buckets, link = step_ms / 1000, fill(named("resnet18", 64)), Link(50e-6, gbit * GBIT)
     job = Job(seconds / 3, 2 * seconds / 3, 0.0, buckets)
     numbers = int(sum(bucket.size for bucket in buckets) / 4)
-    links = {f"{gbit:g} Gbit/s": Link(50e-6, gbit * GBIT) for gbit in (0.2, 1, 10)}
-    steps = [step(job, partial(ring, ranks=2, link=link)).seconds for link in links.values()]
-    rows = [(DDP, *(f"{each / seconds:.2f}" for each in steps))]
+    found = {DDP: step(job, partial(ring, ranks=2, link=link)).seconds}
     for every, way in product((8, 32), ("fp32", "bf16", "int8")):
-        steps = [computed(way, every, seconds, numbers, link) for link in links.values()]
-        rows.append((f"H = {every}, {way}", *(f"{each / seconds:.2f}" for each in steps)))
+        found[f"H = {every}, {way}"] = computed(way, every, seconds, numbers, link)
+    return {how: each / seconds for how, each in found.items()}
+
+
+def compare_links(step_ms: float) -> str:
+    """A table: the slowdowns on three links."""
+    links = {f"{gbit:g} Gbit/s": slowdowns(step_ms, gbit) for gbit in (0.2, 1, 10)}
+    names = next(iter(links.values()))
+    rows = [(how, *(f"{found[how]:.2f}" for found in links.values())) for how in names]
     return tabulate(rows, ("the ranks talk", *links), disable_numparse=True)
 
 

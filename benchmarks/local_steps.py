@@ -84,9 +84,9 @@ def rounds_of(every: tuple[int, int], size: int) -> dict[str, Callable[[], float
     short, long = every
     average = {"lr": 1.0, "momentum": 0.0}
     ways: dict[str, dict[str, Any]] = {
-        f"H = {short}": {"every": short},
+        f"H = {short}, fp32": {"every": short},
         f"H = {short}, bf16, late": {"every": short, "message": "bf16", "late": True},
-        f"H = {long}": {"every": long},
+        f"H = {long}, fp32": {"every": long},
         f"H = {long}, bf16": {"every": long, "message": "bf16"},
         f"H = {long}, int8": {"every": long, "message": "int8"},
     }
