@@ -14,7 +14,7 @@ tour: $(VENV)/ready  ## run the five stages in order and compare them; FLAGS="--
 	$(RUN) benchmarks/tour.py $(FLAGS)
 
 test: lint  ## everything that is checked
-	$(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(FLAGS)
+	$(RUN) -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(FLAGS)
 
 lint: $(VENV)/ready
 	$(RUN) -m ruff format --check .

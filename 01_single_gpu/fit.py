@@ -15,7 +15,7 @@ from textwrap import fill
 import torch
 from tabulate import tabulate
 
-from common.options import MODELS, Parser, UsageError, exit_on_usage_error, int_at_least
+from common.options import MODELS, Parser, UsageError, exit_on, int_at_least
 from peak import KINDS, MIB, OPTIMIZERS, Plan, parts_of, peaks, rehearse
 
 GPUS, MOST = (1, 2, 4, 8), 2**16  # numbers of GPUs; the largest batch that is tried
@@ -160,5 +160,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on_usage_error():
+    with exit_on(UsageError):
         main()

@@ -15,7 +15,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from common.options import Parser, exit_on_usage_error, int_at_least
+from common.options import Parser, UsageError, exit_on, int_at_least
 from from_scratch import DataParallel
 
 Shape = tuple[int, ...]
@@ -74,5 +74,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on_usage_error():
+    with exit_on(UsageError):
         main()

@@ -52,7 +52,7 @@ def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> tuple[
 def main() -> None:
     parser = make_parser("02_data_parallel", __doc__)
     parser.add_argument(
-        "--replicas", default=2, type=int_at_least(1), help="if fewer than two GPUs"
+        "--replicas", default=2, type=int_at_least(1), help="with fewer than two GPUs"
     )
     args = parser.parse_args()
     device = torch.device("cuda:0" if args.device == "cuda" else "cpu")

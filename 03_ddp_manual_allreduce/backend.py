@@ -24,7 +24,7 @@ from torch.optim import SGD
 
 import shm  # noqa: F401, it registers the backend "shm"
 from common.models import Net
-from common.options import Parser, UsageError, exit_on_usage_error
+from common.options import Parser, UsageError, exit_on
 from ranks import start
 
 RANKS, STEPS = 2, 4
@@ -124,5 +124,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on_usage_error():
+    with exit_on(UsageError):
         main()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor
 
-from common.options import Parser, exit_on_usage_error, int_at_least
+from common.options import Parser, UsageError, exit_on, int_at_least
 from ranks import device_of, start
 
 
@@ -140,5 +140,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on_usage_error():
+    with exit_on(UsageError):
         main()

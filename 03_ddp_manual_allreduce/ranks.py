@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from common.options import Parser, UsageError, exit_on_usage_error
+from common.options import Parser, UsageError, exit_on
 
 
 def start(
@@ -135,6 +135,6 @@ def introduce() -> str:
 
 
 if __name__ == "__main__":
-    with exit_on_usage_error():
+    with exit_on(UsageError):
         Parser(__doc__).parse_args()
         print(*start(4, introduce), sep="\n")

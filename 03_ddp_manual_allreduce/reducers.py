@@ -1,11 +1,11 @@
-"""Average the gradients of all ranks, in four ways that give the same mean.
+"""Average the gradients of all ranks, in five ways that give the same mean.
 
     python 03_ddp_manual_allreduce/reducers.py
 
 Read them in this order. PerParameter sends a message for each parameter, as train.py does. Flat
-sends one message for all of them. Bucketed sends several, each as soon as backward has filled it,
-as DistributedDataParallel does. SharedMemory, in shared_memory.py, sends no gradient at all. In a
-training loop:
+sends one message for all of them, and ring does so by an all-reduce of our own. Bucketed sends
+several, each as soon as backward has filled it, as DistributedDataParallel does. SharedMemory, in
+shared_memory.py, sends no gradient at all. In a training loop:
 
     reducer = Bucketed(model)  # every rank now has rank 0's weights and buffers
     loss.backward()            # Bucketed sends in here

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor
 
-from common.options import Parser, UsageError, exit_on_usage_error, int_at_least
+from common.options import Parser, UsageError, exit_on, int_at_least
 from ranks import require_equal, start
 
 PIECE = 2**22  # bytes of a message: while one is added up, the next one is sent
@@ -130,5 +130,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on_usage_error():
+    with exit_on(UsageError):
         main()

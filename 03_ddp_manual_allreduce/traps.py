@@ -19,7 +19,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from collectives import all_reduce, broadcast
-from common.options import Parser, exit_on_usage_error, float_at_least
+from common.options import Parser, UsageError, exit_on, float_at_least
 from ranks import end_with_parent, prepare_forkserver
 
 
@@ -144,5 +144,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on_usage_error():
+    with exit_on(UsageError):
         main()

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from common.options import Parser, exit_on_usage_error
+from common.options import Parser, UsageError, exit_on
 
 LIMIT = timedelta(seconds=2)  # a waiting rank gives up after it
 
@@ -223,5 +223,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on_usage_error():
+    with exit_on(UsageError):
         main()

@@ -15,7 +15,7 @@ from textwrap import fill as wrap
 from tabulate import tabulate
 
 from alpha_beta import Job, Link, step, two_levels
-from common.options import Parser, UsageError, exit_on_usage_error, float_at_least, int_at_least
+from common.options import Parser, UsageError, exit_on, float_at_least, int_at_least
 from gradient_order import fill, named
 
 PIECES = 100  # an unknown model has this many equal gradients, ready one after the other
@@ -179,5 +179,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on_usage_error():
+    with exit_on(UsageError):
         main()

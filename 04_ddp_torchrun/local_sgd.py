@@ -41,7 +41,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from alpha_beta import Job, Link, ring, step
 from common.data import ImageSet, collate, load_dataset
 from common.models import build_model
-from common.options import Parser, UsageError, exit_on_usage_error, float_at_least, int_at_least
+from common.options import Parser, UsageError, exit_on, float_at_least, int_at_least
 from forecast import GBIT
 from gradient_order import fill, named
 
@@ -49,7 +49,7 @@ Wait = Callable[[], Tensor]  # waits until a mean has arrived, and returns it
 CHUNK = 1024  # numbers that share a scale in int8
 
 
-def mean_in_full(change: Tensor) -> Wait:
+def start_mean_in_full(change: Tensor) -> Wait:
     """Start to average (P,) numbers over the ranks, in the dtype that they have."""
     message = change.clone()
     work = dist.all_reduce(message, async_op=True)  # every rank must reach this line
@@ -61,12 +61,12 @@ def mean_in_full(change: Tensor) -> Wait:
     return wait
 
 
-def mean_in_bf16(change: Tensor) -> Wait:
-    wait = mean_in_full(change.bfloat16())
+def start_mean_in_bf16(change: Tensor) -> Wait:
+    wait = start_mean_in_full(change.bfloat16())
     return lambda: wait().to(change.dtype)
 
 
-def mean_in_int8(change: Tensor) -> Wait:
+def start_mean_in_int8(change: Tensor) -> Wait:
     """The same in bytes, and in two halves, like those of a ring's all-reduce.
 
     An all-reduce would add up bytes, and they would overflow. So each rank gets everyone's bytes
@@ -101,7 +101,7 @@ def from_bytes(message: Tensor) -> Tensor:
     return levels * scale.contiguous().view(torch.float32)
 
 
-MESSAGES = {"full": mean_in_full, "bf16": mean_in_bf16, "int8": mean_in_int8}
+MESSAGES = {"full": start_mean_in_full, "bf16": start_mean_in_bf16, "int8": start_mean_in_int8}
 
 
 class LocalSGD:
@@ -129,9 +129,9 @@ class LocalSGD:
             dist.broadcast(tensor, src=0)  # every rank must reach this line
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.shared = self.weights()  # what all ranks agree on
-        self.begin = self.shared  # where this rank began its round
+        self.round_start = self.shared  # where this rank began its round
         self.outer = SGD([self.shared], lr, momentum, nesterov=momentum > 0)
-        self.on_the_way: Wait | None = None
+        self.pending_mean: Wait | None = None
 
     def weights(self) -> Tensor:
         """A copy of the trained parameters, (P,)."""
@@ -145,21 +145,24 @@ class LocalSGD:
             self.exchange()
 
     def exchange(self) -> None:
-        change = self.begin - self.weights()  # of this round; like a gradient, it points uphill
+        change = self.round_start - self.weights()  # like a gradient, it points uphill
         wait: Wait | None = self.start_mean(change)
         if self.late:
-            wait, self.on_the_way = self.on_the_way, wait  # of the round before, if there was one
+            wait, self.pending_mean = (
+                self.pending_mean,
+                wait,
+            )  # of the round before
         if wait:
             self.outer_step(wait)
         # What is not averaged yet, a rank keeps for itself.
-        self.begin_round(self.shared - change if self.late else self.shared)
+        self.set_weights(self.shared - change if self.late else self.shared)
 
     def outer_step(self, wait: Wait) -> None:
         self.shared.grad = wait()  # every rank must reach this line
         self.outer.step()
 
-    def begin_round(self, weights: Tensor) -> None:
-        self.begin, self.steps = weights, 0
+    def set_weights(self, weights: Tensor) -> None:
+        self.round_start, self.steps = weights, 0
         pieces = weights.split([p.numel() for p in self.parameters])
         for parameter, piece in zip(self.parameters, pieces, strict=True):
             parameter.copy_(piece.view_as(parameter))
@@ -169,10 +172,10 @@ class LocalSGD:
         """Average what is left, and BatchNorm's running statistics, which no round has sent."""
         if self.steps:
             self.exchange()
-        if self.on_the_way:
-            self.outer_step(self.on_the_way)
-            self.on_the_way = None
-            self.begin_round(self.shared)
+        if self.pending_mean:
+            self.outer_step(self.pending_mean)
+            self.pending_mean = None
+            self.set_weights(self.shared)
         for buffer in self.model.buffers():
             if buffer.is_floating_point():
                 dist.all_reduce(buffer)  # every rank must reach this line
@@ -205,7 +208,7 @@ def batches(data: ImageSet, local_batch: int, steps: int, seed: int) -> Iterator
     loader = DataLoader(data, local_batch, sampler=sampler, drop_last=True, collate_fn=collate)
 
     def epochs() -> Iterator[Any]:
-        for epoch in range(steps):  # at most
+        for epoch in range(steps):  # enough, if each has one batch
             sampler.set_epoch(epoch)
             yield from loader
 
@@ -261,7 +264,7 @@ def mean_of_everyones_int8(change: Tensor) -> Wait:
 
 
 NAIVE = "int8, from everyone"
-WAYS = {"fp32": mean_in_full, "bf16": mean_in_bf16, "int8": mean_in_int8}
+WAYS = {"fp32": start_mean_in_full, "bf16": start_mean_in_bf16, "int8": start_mean_in_int8}
 WAYS[NAIVE] = mean_of_everyones_int8
 
 
@@ -325,7 +328,7 @@ def compare_trainings(every: int) -> str:
     return tabulate(rows, heads, disable_numparse=True)
 
 
-def computed(way: str, every: int, seconds: float, numbers: int, link: Link) -> float:
+def step_seconds(way: str, every: int, seconds: float, numbers: int, link: Link) -> float:
     """The time of a step on 2 ranks that send one mean in so many steps, and then wait for it."""
     message = 2 * link.alpha + expected_bytes(way, numbers, 2) / link.beta
     return seconds + message / every
@@ -338,7 +341,7 @@ def slowdowns(step_ms: float, gbit: float) -> dict[str, float]:
     numbers = int(sum(bucket.size for bucket in buckets) / 4)
     found = {DDP: step(job, partial(ring, ranks=2, link=link)).seconds}
     for every, way in product((8, 32), ("fp32", "bf16", "int8")):
-        found[f"H = {every}, {way}"] = computed(way, every, seconds, numbers, link)
+        found[f"H = {every}, {way}"] = step_seconds(way, every, seconds, numbers, link)
     return {how: each / seconds for how, each in found.items()}
 
 
@@ -375,5 +378,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on_usage_error():
+    with exit_on(UsageError):
         main()

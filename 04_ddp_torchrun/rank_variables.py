@@ -14,7 +14,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from common.options import Parser, UsageError, exit_on_usage_error, int_at_least
+from common.options import Parser, UsageError, exit_on, int_at_least
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 TELL = " ".join(f"${name}" for name in NAMES)
@@ -114,5 +114,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on_usage_error():
+    with exit_on(UsageError):
         main()

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.utils.data import DistributedSampler, TensorDataset
 
-from common.options import Parser, UsageError, exit_on_usage_error, float_at_least
+from common.options import Parser, UsageError, exit_on, float_at_least
 
 BATCHES = 3  # of every rank; the last rank has one more
 SAMPLERS = {
@@ -132,5 +132,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on_usage_error():
+    with exit_on(UsageError):
         main()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from common.options import Parser, UsageError, exit_on_usage_error
+from common.options import Parser, UsageError, exit_on
 
 MICRO_BATCHES, LOCAL_BATCH, WIDTH = 4, 12, 32
 BIG, EVERY, LAST = "one big batch", "each micro-batch averages", "no_sync: forward and backward"
@@ -146,5 +146,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on_usage_error():
+    with exit_on(UsageError):
         main()

@@ -20,7 +20,7 @@ from torch.optim import SGD, Optimizer
 
 from common.data import load_dataset
 from common.models import build_model
-from common.options import Parser, exit_on_usage_error, make_parser
+from common.options import Parser, UsageError, exit_on, make_parser
 
 SCALE = 2.0**16  # a power of two changes no digit of a number
 # The dtype of autocast, and the factor of the loss.
@@ -145,6 +145,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on_usage_error():
+    with exit_on(UsageError):
         Parser(__doc__).parse_args()
         main()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common.options import Parser, UsageError, exit_on_usage_error
+from common.options import Parser, UsageError, exit_on
 
 Step = tuple[str, str]  # the branches that the even and the odd ranks take
 LEFT, MIXED, RIGHT, BOTH = ("left", "left"), ("left", "right"), ("right", "right"), ("both", "both")
@@ -137,5 +137,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on_usage_error():
+    with exit_on(UsageError):
         main()

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from common.options import Parser, UsageError, exit_on_usage_error, int_at_least
+from common.options import Parser, UsageError, exit_on, int_at_least
 from links import as_node
 from plots import Draw, draw_picture
 from run_stage import ROOT
@@ -169,6 +169,8 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], env)
     elif args.section:
         run_section(args.section, args)
+    elif args.quick or args.brief or args.out or any(getattr(args, each) for each in OPTIONS):
+        raise UsageError("these options are for one section: try bench.py reducers --quick")
     elif not set(chosen := args.only.split(",")) <= set(BENCH):
         raise UsageError(f"--only {args.only}: expected one or more of {','.join(BENCH)}")
     else:
@@ -176,5 +178,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on_usage_error():
+    with exit_on(UsageError):
         main()

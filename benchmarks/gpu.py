@@ -20,7 +20,7 @@ import torch
 from tabulate import tabulate
 
 from bench import BENCH
-from common.options import Parser, UsageError, exit_on_usage_error, float_at_least
+from common.options import Parser, UsageError, exit_on, float_at_least
 from run_stage import ROOT, command_of
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
@@ -107,5 +107,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on_usage_error():
+    with exit_on(UsageError):
         main()

@@ -25,7 +25,7 @@ from tabulate import tabulate
 
 import process_memory
 from common.data import load_dataset, local_batch_size
-from common.options import UsageError, exit_on_usage_error, int_at_least, make_parser
+from common.options import UsageError, exit_on, int_at_least, make_parser
 from run_stage import Run, command_of, run_command
 from timing import chapter
 
@@ -331,5 +331,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on_usage_error():
+    with exit_on(UsageError):
         main()

@@ -71,8 +71,10 @@ def read_checkpoint(
     except UsageError:
         raise
     except pickle.UnpicklingError as error:
-        raise UsageError(f"{path} is not a checkpoint: it holds more than plain values") from error
-    except (OSError, RuntimeError, TypeError, ValueError, KeyError, EOFError) as error:
+        raise UsageError(
+            f"{path} is not a checkpoint: expected only tensors and plain values"
+        ) from error
+    except (OSError, RuntimeError, TypeError, ValueError, LookupError, EOFError) as error:
         raise UsageError(f"cannot load {path} ({error}): use one that a stage saved") from error
     for group in optimizer.param_groups:  # the flags of this call win
         group.update(lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay)

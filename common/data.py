@@ -2,7 +2,7 @@
 
 import fcntl
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -67,10 +67,14 @@ def load_dataset(args: Namespace) -> tuple[ImageSet, ImageSet]:
         where = f"--dataset {args.dataset} in --data-dir {args.data_dir}"
         why = f"{type(error).__name__}: {error}"
         raise UsageError(f"cannot read {where} ({why}): name the right folder") from error
+    require_a_batch(train, args)
+    return train, test
+
+
+def require_a_batch(train: Sized, args: Namespace) -> None:
     if len(train) < args.batch_size:
         why = f"--batch-size {args.batch_size} is more than the {len(train)} training samples"
         raise UsageError(f"{why}: try --batch-size {max(1, len(train) // 2)}")
-    return train, test
 
 
 def read_arrays(args: Namespace, train: bool) -> Images:

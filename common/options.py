@@ -4,7 +4,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,10 +29,6 @@ def exit_on(*errors: type[Exception]) -> Iterator[None]:
     except errors as error:
         print("error:", *str(error).split(), file=sys.stderr, flush=True)
         raise SystemExit(2) from None
-
-
-def exit_on_usage_error() -> AbstractContextManager[None]:
-    return exit_on(UsageError)
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter): ...

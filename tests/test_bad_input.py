@@ -136,7 +136,8 @@ def checkpoint(kind, folder):
     if kind == "of AdamW":
         content["optimizer"] = torch.optim.AdamW([torch.zeros(1)]).state_dict()
     kind, _, sealed = kind.partition(", ")
-    torch.save({"object": Trap(folder / "trapped"), "list": [1]}.get(kind, content), path)
+    others = {"object": Trap(folder / "trapped"), "list": [1], "tensor": torch.zeros(3)}
+    torch.save(others.get(kind, content), path)
     if kind == "truncated":
         path.write_bytes(path.read_bytes()[:5000])
     if sealed:
@@ -146,8 +147,9 @@ def checkpoint(kind, folder):
 
 CHECKPOINTS = [  # what the file holds, the call, and what the line says
     ("truncated", "01 --resume", NOT_OURS),
-    ("object", "01 --resume", "is not a checkpoint: it holds more than plain values"),
+    ("object", "01 --resume", "is not a checkpoint: expected only tensors and plain values"),
     ("list", "01 --evaluate", NOT_OURS),
+    ("tensor", "01 --evaluate", NOT_OURS),
     ("other sizes", "01 --resume", "size mismatch for fc2.weight"),
     ("good", "01 --model=net --evaluate", "was saved with --model net-bn"),
     ("good", "01 --dataset=synthetic --resume", "was saved with --dataset digits"),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from common.options import exit_on_usage_error
+from common.options import UsageError, exit_on
 from local_ranks import on_ranks
 from support import chapter
 
@@ -92,7 +92,7 @@ def test_a_cut_is_even_fits_and_is_the_coarsest(batch, memory):
 
 def answer(capsys, *flags: str) -> tuple[int, str]:
     try:
-        with patch.object(sys, "argv", ["fit.py", *flags]), exit_on_usage_error():
+        with patch.object(sys, "argv", ["fit.py", *flags]), exit_on(UsageError):
             fit.main()
         status = 0
     except SystemExit as end:

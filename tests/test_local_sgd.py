@@ -204,11 +204,13 @@ def test_a_mean_has_the_digits_of_its_message_and_the_same_bits_on_all_ranks(ran
     assert errors["full"] < 1e-6 < 1e-4 < errors["bf16"] < 0.01 < 0.02
     assert errors["full"] < errors["int8"] < 0.02
     one_scale = fresh_module("04", FILE, ((FILE, "CHUNK = 1024", "CHUNK = 8192"),))
-    control = one_scale.mean_in_int8(numbers(rank))()
+    control = one_scale.start_mean_in_int8(numbers(rank))()
     assert worst_of_a_chunk(control, truth) > 0.5, "the control: small chunks are lost"
     broken = numbers(rank)
     broken[7] = torch.nan if rank == 1 else 0
-    assert local.mean_in_int8(broken)().isnan().any(), "what has diverged must not look healthy"
+    assert local.start_mean_in_int8(broken)().isnan().any(), (
+        "what has diverged must not look healthy"
+    )
 
 
 def counted_bytes(rank: int, ranks: int) -> dict[str, tuple[int, float]]:
@@ -238,10 +240,10 @@ def test_a_step_on_paper_shares_one_ring_all_reduce_among_h_steps():
     link = paper.Link(1e-3, 25e6)
     whole = paper.ring(4 * numbers, 2, link)
     for every in (1, 8, 32):
-        found = local.computed("fp32", every, seconds, numbers, link)
+        found = local.step_seconds("fp32", every, seconds, numbers, link)
         assert every * (found - seconds) == pytest.approx(whole)
         for way, share in (("bf16", 1 / 2), ("int8", 1 / 4)):  # the control: they are no fp32
-            found = local.computed(way, every, seconds, numbers, link)
+            found = local.step_seconds(way, every, seconds, numbers, link)
             assert every * (found - seconds) == pytest.approx(share * whole, rel=0.01)
 
 

@@ -9,7 +9,7 @@ import io
 import os
 import time
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from types import ModuleType
 from unittest import mock
@@ -695,6 +695,7 @@ REFUSED = {
     "--shard=all": "invalid choice: 'all'",
     "--clip-norm=0": "--clip-norm: got '0'",
     "--batch-size=33": "--batch-size 33 does not divide by 2: try 34",
+    "--batch-size=99998": "--batch-size 99998 is more than the",
 }
 
 
@@ -731,6 +732,10 @@ def refusals(rank: int) -> list[str]:
     said_of_meta = "is on the meta device, and tied or in no layer"
     with pytest.raises(ValueError, match=said_of_meta):
         ways.by_hand(FSDP, unfilled, SGD, lr=0.1)
+    optimizer = ways.by_hand(ZERO_1, Tied(), SGD, lr=0.1).optimizer
+    for call in (optimizer.state_dict, partial(optimizer.load_state_dict, {})):
+        with pytest.raises(ValueError, match="a rank holds only its parts"):
+            call()
     cases = [(FSDP, Tied(), SGD), (ZERO_1, Tied(), torch.optim.Adafactor), (FSDP, mixed, SGD)]
     for way, model, optimizer_class in [*cases, (FSDP, untied, SGD), (ZERO_2, Tied(), SGD)]:
         try:

@@ -96,7 +96,9 @@ def load_dataset(args: Namespace) -> tuple[Any, Any]:
     for page in (page for pattern in PAGES for page in sorted(root.glob(pattern))):
         text = [line for line in page.read_bytes().splitlines(keepends=True) if line.strip()]
         lines += [line[i : i + LENGTH] for line in text for i in range(0, len(line), LENGTH)]
-    return Text([x for i, x in enumerate(lines) if i % 10]), Text(lines[::10])
+    train_set, test_set = Text([x for i, x in enumerate(lines) if i % 10]), Text(lines[::10])
+    data.require_a_batch(train_set, args)
+    return train_set, test_set
 
 
 def build_model(args: Namespace, dataset: Any) -> nn.Module:
@@ -113,7 +115,7 @@ def build_model(args: Namespace, dataset: Any) -> nn.Module:
 
 if __name__ == "__main__":
     Parser(__doc__).parse_args()
-    train_set, test_set = load_dataset(Namespace(dataset="text"))
+    train_set, test_set = load_dataset(Namespace(dataset="text", batch_size=1))
     print(f"{len(train_set)} lines to train, {len(test_set)} to test")
     tokens, labels = train_set[0]
     print(bytes(labels[labels != IGNORED].tolist()))

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.optim import AdamW
 
-from common.options import Parser, exit_on_usage_error, int_at_least
+from common.options import Parser, UsageError, exit_on, int_at_least
 from language import BYTES, Transformer
 from ways import WAYS, by_hand
 
@@ -88,5 +88,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on_usage_error():
+    with exit_on(UsageError):
         main()

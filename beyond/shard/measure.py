@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from common.options import Parser, exit_on_usage_error
+from common.options import Parser, UsageError, exit_on
 from language import BYTES, LENGTH, Transformer
 from traffic import enter_private_network, sent_bytes
 from ways import WAYS, Trained, by_hand, by_library
@@ -157,5 +157,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on_usage_error():
+    with exit_on(UsageError):
         main()

@@ -14,7 +14,7 @@ import struct
 import sys
 from pathlib import Path
 
-from common.options import Parser, UsageError, exit_on_usage_error
+from common.options import Parser, UsageError, exit_on
 
 CLONE_NEWNET, SIOCSIFFLAGS, IFF_UP, IFF_RUNNING = 0x40000000, 0x8914, 0x1, 0x40
 
@@ -69,6 +69,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on_usage_error():
+    with exit_on(UsageError):
         Parser(__doc__).parse_args()
         main()

@@ -110,6 +110,12 @@ class ShardedOptimizer(optim.Optimizer):
             bucket.send_updated()
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        raise ShardingError("a rank holds only its parts: save WholeOptimizer(model, optimizer)")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise ShardingError("a rank holds only its parts: load WholeOptimizer(model, optimizer)")
+
 
 class ShardedGradients(ShardedOptimizer):
     """ZeRO-2: during backward, each rank gets only the mean gradient of what it owns.
