@@ -70,10 +70,11 @@ class Flat:
             gradients[parameter].copy_(mean)
 
 
-FIRST, OTHERS = 2**20, 25 * 2**20  # bytes, as in torch's DDP (dist._DEFAULT_FIRST_BUCKET_BYTES)
+# As in torch's DDP (dist._DEFAULT_FIRST_BUCKET_BYTES).
+FIRST_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
 
 
-def group(parameters: list[Parameter], first: int, others: int) -> list[list[Parameter]]:
+def cut_into_buckets(parameters: list[Parameter], first: int, others: int) -> list[list[Parameter]]:
     """Groups of one dtype and device, each closed when it has reached so many bytes.
 
     Backward begins at the last layer, so the groups go in reverse order (Li et al., PyTorch
@@ -115,7 +116,8 @@ class Bucketed:
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = same_start(model)
-        self.buckets = [Bucket(members) for members in group(self.parameters, FIRST, OTHERS)]
+        groups = cut_into_buckets(self.parameters, FIRST_BYTES, BUCKET_BYTES)
+        self.buckets = [Bucket(members) for members in groups]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.views}
         self.sent: list[Any] = []  # the all-reduces that are under way
         self.synchronize = True

@@ -14,7 +14,7 @@ from alpha_beta import Bucket
 from common.models import Net
 from common.options import Parser, UsageError
 
-FIRST, OTHERS = 2**20, 25 * 2**20  # bytes: DDP closes a bucket once it holds so many
+FIRST_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # DDP closes a bucket once it holds so many
 
 
 def fill(gradients: list[tuple[float, float]]) -> list[Bucket]:
@@ -25,7 +25,7 @@ def fill(gradients: list[tuple[float, float]]) -> list[Bucket]:
     buckets, size = [], 0.0
     for bytes_, ready in gradients:
         size += bytes_
-        if size >= (OTHERS if buckets else FIRST):
+        if size >= (BUCKET_BYTES if buckets else FIRST_BYTES):
             buckets.append(Bucket(size, ready))
             size = 0.0
     return [*buckets, Bucket(size, 1.0)] if size else buckets

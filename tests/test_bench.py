@@ -169,8 +169,11 @@ def _sizes_that_ddp_sends(rank):
 
 
 def test_the_buckets_are_those_that_ddp_really_sends():
-    gradients, old = ready.named("resnet18", 64), "FIRST, OTHERS = 2**20, 25 * 2**20"
-    change = ("gradient_order.py", old, "FIRST, OTHERS = 2**22, 10 * 2**20")
+    gradients, old = (
+        ready.named("resnet18", 64),
+        "FIRST_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20",
+    )
+    change = ("gradient_order.py", old, "FIRST_BYTES, BUCKET_BYTES = 2**22, 10 * 2**20")
     other = fresh_module("04", "gradient_order.py", (change,))
     for sizes in run_ranks(2, _sizes_that_ddp_sends):
         assert sizes == [bucket.size for bucket in ready.fill(gradients)]

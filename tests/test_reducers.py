@@ -160,7 +160,7 @@ def test_a_bucket_is_closed_as_soon_as_it_holds_its_size():
     parameters = [nn.Parameter(torch.empty(**size, device="meta")) for size in sizes]
     number = {parameter: place for place, parameter in enumerate(parameters)}
     reducers = chapter("03", "reducers")
-    groups = reducers.group(parameters, reducers.FIRST, reducers.OTHERS)
+    groups = reducers.cut_into_buckets(parameters, reducers.FIRST_BYTES, reducers.BUCKET_BYTES)
     found = [[number[parameter] for parameter in members] for members in groups]
     assert found == [[29], list(range(28, 3, -1)), [3, 2], [1, 0]]
 

@@ -97,27 +97,27 @@ def changed_ways(changes: tuple = ()) -> ModuleType:
     return [fresh_module("shard", file, changes, register=True) for file in FILES][-1]
 
 
-def train_steps(trained, steps, parts: int = 1, clip: float | None = None) -> None:
+def train_steps(training, steps, parts: int = 1, clip: float | None = None) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for inputs, labels in steps:
         count = int((labels >= 0).sum())  # of all ranks
-        trained.optimizer.zero_grad()
+        training.optimizer.zero_grad()
         xs, ys = (whole[rank::world_size].chunk(parts) for whole in (inputs, labels))
         for number, (x, y) in enumerate(zip(xs, ys, strict=True)):
-            waits = number < parts - 1 and hasattr(trained.model, "no_sync")
-            with trained.model.no_sync() if waits else nullcontext():
-                (loss_of(trained.model, x, y, count) * world_size).backward()
-            trained.finish()
+            waits = number < parts - 1 and hasattr(training.model, "no_sync")
+            with training.model.no_sync() if waits else nullcontext():
+                (loss_of(training.model, x, y, count) * world_size).backward()
+            training.finish()
         if clip:
-            trained.clip(clip)
-        trained.optimizer.step()
+            training.clip(clip)
+        training.optimizer.step()
 
 
-def collect(trained) -> tuple[dict, dict]:
+def collect(training) -> tuple[dict, dict]:
     """The whole state_dicts of model and optimizer, on rank 0."""
-    for part in trained.whole:
+    for part in training.whole:
         part.collect()
-    return copy.deepcopy(tuple(part.state_dict() for part in trained.whole))
+    return copy.deepcopy(tuple(part.state_dict() for part in training.whole))
 
 
 def farthest(ours: dict, theirs: dict) -> float:
@@ -135,9 +135,9 @@ def distance(case: tuple, library: bool = False, changes: tuple = (), **fsdp_opt
     if fsdp_options:
         options = {**options, "fsdp_options": fsdp_options}
     how = ways.by_library if library else ways.by_hand
-    trained = how(way, model, optimizer_class, **options)
-    train_steps(trained, batches(name), parts, clip)
-    state, _ = collect(trained)
+    training = how(way, model, optimizer_class, **options)
+    train_steps(training, batches(name), parts, clip)
+    state, _ = collect(training)
     expected = one_process(name, optimizer, clip)
     return farthest(state, expected) if dist.get_rank() == 0 else 0.0
 
@@ -208,16 +208,16 @@ def test_shard_fsdp_may_recompute_and_gather_in_another_format():
 def in_bf16(rank: int) -> list[float]:
     join("gloo")
     model, (optimizer_class, options) = build("transformer").float(), OPTIMIZERS["adamw"]
-    trained = changed_ways().by_hand(
+    training = changed_ways().by_hand(
         FSDP, model, optimizer_class, {"dtype": torch.bfloat16}, **options
     )
-    losses, gathered = [], trained.model.layers[0].whole().dtype
+    losses, gathered = [], training.model.layers[0].whole().dtype
     inputs, labels = batches("transformer")[0]
     for _ in range(20):
-        train_steps(trained, [(inputs, labels)])
+        train_steps(training, [(inputs, labels)])
         with torch.no_grad():
-            losses.append(loss_of(trained.model, inputs, labels, int((labels >= 0).sum())).item())
-    kept = {part.dtype for part in trained.model.parameters()}
+            losses.append(loss_of(training.model, inputs, labels, int((labels >= 0).sum())).item())
+    kept = {part.dtype for part in training.model.parameters()}
     dist.destroy_process_group()
     assert (gathered, kept) == (torch.bfloat16, {torch.float32})
     return losses
@@ -233,8 +233,8 @@ def from_meta(rank: int) -> float:
     torch.manual_seed(0)
     with torch.device("meta"):
         model = language.Transformer(8, layers=2)
-    trained = changed_ways().by_hand(FSDP, model, SGD, lr=0.1)
-    state, _ = collect(trained)
+    training = changed_ways().by_hand(FSDP, model, SGD, lr=0.1)
+    state, _ = collect(training)
     dist.destroy_process_group()
     torch.manual_seed(0)
     return farthest(state, language.Transformer(8, layers=2).state_dict()) if rank == 0 else 0.0
@@ -247,15 +247,15 @@ def test_shard_a_model_made_layer_by_layer_has_the_weights_of_one_made_at_once()
 def looked_at_before_the_step(rank: int, changes: tuple) -> float:
     """A loss is computed once more, and no backward follows: the last layer stays whole."""
     join("gloo")
-    trained = changed_ways(changes).by_hand(FSDP, build("odd"), SGD, lr=0.1)
+    training = changed_ways(changes).by_hand(FSDP, build("odd"), SGD, lr=0.1)
     first, second, *_ = batches("odd")
-    train_steps(trained, [first])
-    trained.model(first[0])
-    train_steps(trained, [first])
-    trained.model(first[0])
-    trained.optimizer.step()  # the same gradients again
-    after = trained.model(second[0])
-    state, _ = collect(trained)
+    train_steps(training, [first])
+    training.model(first[0])
+    train_steps(training, [first])
+    training.model(first[0])
+    training.optimizer.step()  # the same gradients again
+    after = training.model(second[0])
+    state, _ = collect(training)
     dist.destroy_process_group()
     plain = build("odd")
     if rank == 0:
@@ -290,8 +290,8 @@ CONTROLS = {  # what is left out or made wrong: where it is used, and the change
         FSDP,
         (
             "fsdp.py",
-            "dist.all_gather_into_tensor(self.flat, self.mine, async_op=True)",
-            "dist.all_reduce(self.mine * 0, async_op=True)",
+            "dist.all_gather_into_tensor(self.flat, mine, async_op=True)",
+            "dist.all_reduce(mine * 0, async_op=True)",
         ),
     ),
     "FSDP: the wrong slice": (
@@ -340,13 +340,13 @@ def resumed(
     ways, (optimizer_class, options), found = changed_ways(), OPTIMIZERS[optimizer], []
     for way, library, state in cases:
         how = ways.by_library if library else ways.by_hand
-        trained = how(way, build(name), optimizer_class, **options)
+        training = how(way, build(name), optimizer_class, **options)
         contents = torch.load(io.BytesIO(state), weights_only=True) if state else ()
-        for part, content in zip(trained.whole, contents, strict=False):
+        for part, content in zip(training.whole, contents, strict=False):
             part.load_state_dict(content)
         half = slice(STEPS // 2, None) if state else slice(STEPS // 2)
-        train_steps(trained, batches(name)[half])
-        found.append(collect(trained))
+        train_steps(training, batches(name)[half])
+        found.append(collect(training))
     dist.destroy_process_group()
     return found
 
@@ -423,10 +423,10 @@ def held_when_resumed(rank: int, state: bytes) -> dict[str, int]:
     join("gloo")
     found = {}
     for way in BY_HAND:
-        trained = changed_ways().by_hand(way, build("transformer"), AdamW, lr=0.01)
-        for part, content in zip(trained.whole, torch.load(io.BytesIO(state)), strict=True):
+        training = changed_ways().by_hand(way, build("transformer"), AdamW, lr=0.01)
+        for part, content in zip(training.whole, torch.load(io.BytesIO(state)), strict=True):
             part.load_state_dict(content)
-        found[way] = measure.held_by_kind(trained)["optimizer state"]
+        found[way] = measure.held_by_kind(training)["optimizer state"]
     dist.destroy_process_group()
     return found
 
@@ -530,17 +530,17 @@ def alive_after_forward(rank: int, predicted: dict[str, int]) -> dict[str, int]:
     for way in measure.WAYS:
         with peak.Ledger("cpu", counted="cpu") as ledger:
             model, _ = LINEARS.build()
-            trained = changed_ways().by_hand(way, model, torch.optim.Adam, foreach=False)
+            training = changed_ways().by_hand(way, model, torch.optim.Adam, foreach=False)
             for _ in range(2):
-                loss = LINEARS.loss(trained.model, SAMPLES)
+                loss = LINEARS.loss(training.model, SAMPLES)
                 end = time.monotonic() + 5
                 while ledger.bytes > 1.02 * predicted[way] and time.monotonic() < end:
                     time.sleep(0.01)  # a thread of gloo lets the last message go a moment later
                 found[way] = ledger.bytes
-                trained.optimizer.zero_grad()
+                training.optimizer.zero_grad()
                 loss.backward()
-                trained.finish()
-                trained.optimizer.step()
+                training.finish()
+                training.optimizer.step()
     dist.destroy_process_group()
     return found
 
@@ -589,8 +589,8 @@ def test_shard_an_impostor_that_holds_more_is_found_though_its_weights_are_right
         assert {kind, "alive"} <= unlike_the_paper(held[0], way, 2)
     for each, (way, _, kinds) in zip(held[1:], IMPOSTORS.values(), strict=True):
         assert unlike_the_paper(each, way, 2) == kinds
-    trained = [((way, "transformer", "sgd", 1, None), False, changes) for way, changes in cases]
-    assert max(run_ranks(2, all_distances, trained)[0]) < 1e-10
+    trainings = [((way, "transformer", "sgd", 1, None), False, changes) for way, changes in cases]
+    assert max(run_ranks(2, all_distances, trainings)[0]) < 1e-10
 
 
 def all_sent(rank: int, cases: list) -> list[float]:
@@ -739,9 +739,9 @@ def refusals(rank: int) -> list[str]:
     cases = [(FSDP, Tied(), SGD), (ZERO_1, Tied(), torch.optim.Adafactor), (FSDP, mixed, SGD)]
     for way, model, optimizer_class in [*cases, (FSDP, untied, SGD), (ZERO_2, Tied(), SGD)]:
         try:
-            trained = ways.by_hand(way, model, optimizer_class, lr=0.1)
-            trained.model(torch.arange(5)).sum().backward()
-            trained.finish()
+            training = ways.by_hand(way, model, optimizer_class, lr=0.1)
+            training.model(torch.arange(5)).sum().backward()
+            training.finish()
         except ValueError as error:
             said.append(f"{type(error).__name__}: {error}")
     dist.destroy_process_group()

@@ -16,7 +16,11 @@ paper, ready = chapter("04", "alpha_beta"), chapter("04", "gradient_order")
 replicas, measure = chapter("02", "memory"), chapter("shard", "measure")
 peak, ring, named = chapter("01", "peak"), chapter("03", "ring"), cache(ready.named)
 SOURCE = "".join(path.read_text() for path in sorted(ROOT.glob("docs/site/widgets/*.js"))[::-1])
-GRID = {"model": ("resnet50", "vgg16"), "cap": (2**20, ready.OTHERS, 6e8), "gbit": (0.3, 25, 400)}
+GRID = {
+    "model": ("resnet50", "vgg16"),
+    "cap": (2**20, ready.BUCKET_BYTES, 6e8),
+    "gbit": (0.3, 25, 400),
+}
 GRID |= {"latency": (0, 5e-5), "ranks": (2, 3, 64), "computing": (0.01, 0.4)}
 
 
@@ -53,7 +57,9 @@ def buckets(*change):
     calls = [[dict(zip(GRID, row, strict=True))] for row in product(*GRID.values())]
     for (call,), told in zip(calls, node("buckets.plan", calls, *change), strict=True):
         model, cap, gbit, latency, ranks, s = call.values()
-        with patch.multiple(ready, OTHERS=cap, FIRST=2**20 if cap == ready.OTHERS else cap):
+        with patch.multiple(
+            ready, BUCKET_BYTES=cap, FIRST_BYTES=2**20 if cap == ready.BUCKET_BYTES else cap
+        ):
             job = paper.Job(s / 3, 2 * s / 3, 0.0, ready.fill(named(model, 224)))
         cost = partial(paper.ring, ranks=ranks, link=paper.Link(latency, gbit * 1e9 / 8))
         step, found = paper.step(job, cost), [told["seconds"], *chain(*told["spans"])]

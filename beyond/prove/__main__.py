@@ -163,8 +163,8 @@ class Prover:
             rows = [r for r in rows if (r.check, r.verdict) != ("averaged gradients", NOT_SEEN)]
         if self.args.original:
             replay = self.replay("original", shlex.split(self.args.original))
-            if replay.one and replay.stepped:
-                rows += gradient_rows(replay, ORIGINAL) + epoch_of_original(ranks, replay.one)
+            if replay.replayed and replay.stepped:
+                rows += gradient_rows(replay, ORIGINAL) + epoch_of_original(ranks, replay.replayed)
             else:
                 rows.append(no_replay(replay, ORIGINAL))
         return rows
@@ -180,7 +180,7 @@ class Prover:
             return [not_seen(ONE_RANK, text)]
         gpus, self.gpus = self.gpus, 1
         replay = self.replay("replay", command)
-        if self.args.cpu and replay.one is None:  # some scripts refuse to run on one GPU
+        if self.args.cpu and replay.replayed is None:  # some scripts refuse to run on one GPU
             self.gpus = gpus
             replay = self.replay("replay", command)
         if replay.takes_more_batches():
@@ -194,13 +194,13 @@ class Prover:
         found = gradient_rows(replay, ONE_RANK, explained)
         undecided = replay.mode == "replay" and any(RANDOM in row.evidence for row in found)
         if undecided and replay.equals(self.replay("again", command)):
-            replay.first["random_in_step"] = 0  # drawn, but without an effect
+            replay.observed["random_in_step"] = 0  # drawn, but without an effect
             found = gradient_rows(replay, ONE_RANK, explained)
         if any(row.verdict == WRONG and "1/" in row.evidence for row in found):
             found = gradient_rows(replay, ONE_RANK, explained, self.replay("sequence", command))
         if all(row.verdict == RIGHT for row in found):
             found += printed(replay)
-        small = 0 < smallest_batchnorm(replay.first) < SMALL_BATCH
+        small = 0 < smallest_batchnorm(replay.observed) < SMALL_BATCH
         whole = self.replay("whole", command) if small else None
         return found + schedule(replay) + batchnorm(replay, whole)
 

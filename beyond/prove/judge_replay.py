@@ -29,40 +29,43 @@ class Replay:
 
     def __init__(self, observed: Outcome, outcome: Outcome, folder: str, mode: str) -> None:
         self.mode, self.ranks = mode, observed.ranks
-        self.first = observed.ranks[0]
-        self.one = outcome.ranks[0] if outcome.ranks else None
-        self.stepped = bool(self.one and self.one["steps"] and self.one["ended"] != "killed")
-        self.ours = torch.load(f"{folder}/observe.0.tensors.pt", weights_only=False)
+        self.observed = observed.ranks[0]
+        self.replayed = outcome.ranks[0] if outcome.ranks else None
+        replayed = self.replayed
+        self.stepped = bool(replayed and replayed["steps"] and replayed["ended"] != "killed")
+        self.observed_tensors = torch.load(f"{folder}/observe.0.tensors.pt", weights_only=False)
         path = f"{folder}/{mode}.0.tensors.pt"
-        self.theirs = torch.load(path, weights_only=False) if self.stepped else {}
+        self.replayed_tensors = torch.load(path, weights_only=False) if self.stepped else {}
 
     def steps(self, number: int) -> list[tuple[dict, dict]]:
         """The steps of an optimizer in both runs: all ranks', one rank's."""
-        mine, other = self.first["optimizers"], self.one["optimizers"]  # type: ignore[index]
-        return list(zip(mine[number]["steps"], other[number]["steps"], strict=False))
+        runs = self.observed, self.replayed
+        lists = (run["optimizers"][number]["steps"] for run in runs)  # type: ignore[index]
+        return list(zip(*lists, strict=False))
 
     def gradients(self, number: int) -> list[tuple[int, Tensor, Tensor]]:
         """Of the first step of an optimizer: (parameter, all ranks', one rank's)."""
-        lists = (run.get(f"gradients.{number}", []) for run in (self.ours, self.theirs))
+        runs = self.observed_tensors, self.replayed_tensors
+        lists = (run.get(f"gradients.{number}", []) for run in runs)
         found = [(k, x, y) for k, (x, y) in enumerate(zip(*lists, strict=False))]
         return [(k, x, y) for k, x, y in found if x is not None and y is not None]
 
     def equals(self, other: "Replay") -> bool:
         """Two replays computed the same gradients in all steps."""
-        if self.one is None or other.one is None:
+        if self.replayed is None or other.replayed is None:
             return False
         pairs = [
             (mine["grads"], theirs["grads"])
-            for a, b in zip(self.one["optimizers"], other.one["optimizers"], strict=True)
+            for a, b in zip(self.replayed["optimizers"], other.replayed["optimizers"], strict=True)
             for mine, theirs in zip_longest(a["steps"], b["steps"], fillvalue={"grads": []})
         ]
         return all(len(x) == len(y) and gradient_apart(x, y) < 1e-9 for x, y in pairs)
 
     def takes_more_batches(self) -> bool:
         """One rank takes the batches of several steps for one step: accumulation was divided."""
-        if self.one is None or not self.stepped:
-            return self.one is not None and not self.one["steps"]
-        runs = (self.first, self.one)
+        if self.replayed is None or not self.stepped:
+            return self.replayed is not None and not self.replayed["steps"]
+        runs = (self.observed, self.replayed)
         batch, more = (
             [o["steps"][0]["batch"] for o in r["optimizers"] if o["steps"]] for r in runs
         )
@@ -73,7 +76,7 @@ class Replay:
 
 @dataclass
 class Comparison:
-    """The gradient of one optimizer's first step on all ranks, x, and on one rank, y."""
+    """The gradient of one optimizer's first step, on all ranks and on one rank."""
 
     replay: Replay
     check: str
@@ -83,11 +86,11 @@ class Comparison:
     explained: bool  # by rows above: the ranks do not train one model
 
     @property
-    def x(self) -> Tensor:
+    def all_ranks(self) -> Tensor:
         return torch.cat([x.double().flatten() for _, x, _ in self.pairs])
 
     @property
-    def y(self) -> Tensor:
+    def one_rank(self) -> Tensor:
         return torch.cat([y.double().flatten() for _, _, y in self.pairs])
 
     @property
@@ -97,7 +100,7 @@ class Comparison:
         if dtypes & {torch.bfloat16, torch.float16}:
             return 5e-2
         if torch.float32 in dtypes:
-            return 3e-2 if self.replay.first["autocast"] else 3e-3
+            return 3e-2 if self.replay.observed["autocast"] else 3e-3
         return 1e-9
 
     @property
@@ -105,7 +108,7 @@ class Comparison:
         return str(self.optimizer["steps"][0]["at"])
 
     def row(self, sequence: Replay | None) -> Row:
-        x, y = self.x, self.y
+        x, y = self.all_ranks, self.one_rank
         off = float((x - y).norm()) / (float(y.norm()) or float(x.norm()))
         if off <= self.limit:
             text = f"gradient of step 1 equal to {off:.0e} of its length"
@@ -134,7 +137,7 @@ class Comparison:
 
     def doubt(self, text: str) -> str:
         """Why a difference between the runs does not show a mistake."""
-        first = self.replay.first
+        first = self.replay.observed
         if first["random_in_step"]:
             return f"{RANDOM}: no verdict. {text}"
         if first["samples_elsewhere"]:
@@ -173,7 +176,7 @@ class Comparison:
                 return wrong(self.check, f"{text}that of one rank ({self.at})", CURE, LOSS)
         mine, other = steps[0]
         started = distance(mine["after"], other["after"]) / (moved or 1.0)
-        if self.replay.first["optimizers"][self.number]["adaptive"] and started <= 1e-5:
+        if self.replay.observed["optimizers"][self.number]["adaptive"] and started <= 1e-5:
             # A bias whose gradient is only rounding (before BatchNorm, of attention's keys) grows
             # from step to step, because the optimizer divides by that gradient. A mistake between
             # two steps would show in the gradient of the second.
@@ -187,10 +190,10 @@ class Comparison:
     def is_sum_over_local_batch(self, sequence: Replay) -> bool:
         """Rank 0 computed from its own batch what one rank computes from it: the loss did not know
         of the ranks, and is a sum. With a batch size per rank, this may be meant so."""
-        sizes = [p["batch_size"] for p in self.replay.first["passes"] if p["steps"]]
+        sizes = [p["batch_size"] for p in self.replay.observed["passes"] if p["steps"]]
         if not sequence.stepped or not sizes:
             return False
-        if sequence.one["own_batch_size"] != sizes[0]:  # type: ignore[index]
+        if sequence.replayed["own_batch_size"] != sizes[0]:  # type: ignore[index]
             return False
         mine, alone = (step["local"] for step in sequence.steps(self.number)[0])
         pairs = [(a or 0.0, b or 0.0) for a, b in zip(mine, alone, strict=True)]
@@ -201,9 +204,9 @@ def gradient_rows(
     replay: Replay, check: str, explained: bool = False, sequence: Replay | None = None
 ) -> list[Row]:
     rows = []
-    for number, optimizer in enumerate(replay.first["optimizers"]):
+    for number, optimizer in enumerate(replay.observed["optimizers"]):
         pairs = replay.gradients(number)
-        others = (replay.one or {})["other_parameters"].get(str(number))
+        others = (replay.replayed or {})["other_parameters"].get(str(number))
         if others is None and any(x.shape != y.shape for _, x, y in pairs):
             others = []
         if others is not None and optimizer["steps"]:
@@ -244,7 +247,7 @@ def percent(share: float) -> str:
 
 def schedule(replay: Replay) -> list[Row]:
     """The learning rates that the script gives one rank, at the same steps."""
-    check, first, one = "schedule", replay.first, replay.one or {}
+    check, first, one = "schedule", replay.observed, replay.replayed or {}
     text = "learning rate {:.4g} on {} ranks and {:.4g} on one, {}"
     for number in range(min(len(first["optimizers"]), len(one["optimizers"]))):
         for n, (mine, other) in enumerate(replay.steps(number), start=1):
@@ -268,7 +271,7 @@ def far(a: list[float], b: list[float]) -> bool:
 def printed(replay: Replay) -> list[Row]:
     """Losses and accuracies that the script prints in the first epoch."""
     check, seen = "printed numbers", 0
-    mine, other = printed_lines(replay.first), printed_lines(replay.one or {})
+    mine, other = printed_lines(replay.observed), printed_lines(replay.replayed or {})
     for at, lines in mine.items():
         for line, of_one in zip(lines, other.get(at, []), strict=False):
             pairs = zip(STATISTIC.findall(line), STATISTIC.findall(of_one), strict=False)
@@ -300,10 +303,10 @@ def smallest_batchnorm(rank: dict) -> int:
 
 def batchnorm(replay: Replay, whole: Replay | None) -> list[Row]:
     """Layers that normalize each local batch, and what a batch of all ranks would change."""
-    values = smallest_batchnorm(replay.first)
+    values = smallest_batchnorm(replay.observed)
     if not values:
         return []
-    layers = next(iter(replay.first["batchnorm"]))
+    layers = next(iter(replay.observed["batchnorm"]))
     if whole is None or not whole.stepped:
         return [right("batchnorm", f"{layers} per rank, over at least {values} values")]
     pairs = whole.gradients(0)
@@ -316,7 +319,7 @@ def batchnorm(replay: Replay, whole: Replay | None) -> list[Row]:
 
 
 def no_replay(replay: Replay, check: str) -> Row:
-    if replay.one and replay.one["error"]:
-        kind, message, at = replay.one["error"]
+    if replay.replayed and replay.replayed["error"]:
+        kind, message, at = replay.replayed["error"]
         return not_seen(check, f"one rank cannot run it: {kind} at {at}: {message[:120]}")
     return not_seen(check, "one rank made no step with the recorded batches")

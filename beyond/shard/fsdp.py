@@ -81,20 +81,21 @@ class Layer:
                 owner, _, leaf = place.rpartition(".")
                 setattr(module.get_submodule(owner), leaf, part_of[parameter])
         self.flat: Tensor | None = None  # the whole parameters, while they are here
-        self.mine: Tensor | None = None
-        self.under_way: dist.Work | None = None
+        self.shard_to_send: Tensor | None = None
+        self.gather_work: dist.Work | None = None
         self.backward_needs_it = self.got_gradient = self.is_recomputing = False
-        self.before: Layer | None = None  # in the order of the last forward
-        self.behind: Layer | None = None
+        self.previous: Layer | None = None  # in the order of the last forward
+        self.following: Layer | None = None
         self.is_last = False
         module.forward = self.run
 
     def start_gather(self) -> None:
         """Every rank must call it, and in the same order for all layers."""
         if self.flat is None:
-            self.mine = self.shard.to(self.fsdp.dtype or self.shard.dtype)  # read until it is sent
-            self.flat = self.shards.new_flat(like=self.mine)
-            self.under_way = dist.all_gather_into_tensor(self.flat, self.mine, async_op=True)
+            mine = self.shard.to(self.fsdp.dtype or self.shard.dtype)
+            self.flat = self.shards.new_flat(like=mine)
+            self.gather_work = dist.all_gather_into_tensor(self.flat, mine, async_op=True)
+            self.shard_to_send = mine  # it must live until it is sent
 
     def whole(self) -> Tensor:
         """All parameters, flat."""
@@ -104,9 +105,9 @@ class Layer:
         return self.flat
 
     def wait(self) -> None:
-        if self.under_way:
-            self.under_way.wait()
-            self.under_way, self.mine = None, None
+        if self.gather_work:
+            self.gather_work.wait()
+            self.gather_work, self.shard_to_send = None, None
 
     def free(self) -> None:
         self.wait()
@@ -141,10 +142,10 @@ class Layer:
         named = {f"module.{n}": p for n, p in zip(self.names, parameters, strict=True)}
         if self.fsdp.dtype:
             named |= {f"module.{n}": self.cast(p) for n, p in self.frozen.items()}
-        neighbor = self.before if self.is_recomputing else self.behind
+        neighbor = self.previous if self.is_recomputing else self.following
         if neighbor:
             neighbor.start_gather()  # meanwhile, this layer computes
-        hooks = saved_tensors_hooks(self.save, self.find)  # recomputing saves nothing anyway
+        hooks = saved_tensors_hooks(self.pack, self.unpack)  # recomputing saves nothing anyway
         try:
             with nullcontext() if self.fsdp.recompute else hooks:
                 return functional_call(self.original, named, args, kwargs)
@@ -156,7 +157,7 @@ class Layer:
         floating = isinstance(arg, Tensor) and arg.is_floating_point()
         return arg.to(self.fsdp.dtype) if floating else arg
 
-    def save(self, tensor: Tensor) -> Tensor | Place:
+    def pack(self, tensor: Tensor) -> Tensor | Place:
         """What forward saves for backward: of this layer's own parameters, only the place."""
         address = tensor.untyped_storage().data_ptr()
         if self.flat is None or address != self.flat.untyped_storage().data_ptr():
@@ -164,13 +165,13 @@ class Layer:
         self.backward_needs_it = True
         return tensor.size(), tensor.stride(), int(tensor.storage_offset())
 
-    def find(self, saved: Tensor | Place) -> Tensor:
+    def unpack(self, saved: Tensor | Place) -> Tensor:
         """What backward reads."""
         if isinstance(saved, Tensor):
             return saved
         flat = self.whole()
-        if self.before and self.before.backward_needs_it:
-            self.before.start_gather()  # meanwhile, this layer's backward computes
+        if self.previous and self.previous.backward_needs_it:
+            self.previous.start_gather()  # meanwhile, this layer's backward computes
         return flat.as_strided(*saved)
 
     def send(self, gradients: tuple[Tensor | None, ...]) -> None:
@@ -205,7 +206,7 @@ def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 yield f"{name}.{number}".removesuffix("."), layer
 
 
-def refuse(model: nn.Module, layers: dict[str, nn.Module]) -> None:
+def check_parameters(model: nn.Module, layers: dict[str, nn.Module]) -> None:
     """Raise ShardingError for a parameter of more than one layer, or one that nothing fills."""
     users: dict[Parameter, list[tuple[str, str]]] = {}  # layer and full name
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -260,7 +261,7 @@ class FSDP(nn.Module):
         if not modules:
             why = f"{type(model).__name__} has no child with trained parameters: nothing to divide"
             raise ShardingError(f"{why}; put it into an nn.Sequential")
-        refuse(model, modules)
+        check_parameters(model, modules)
         self.layers, self.order = list[Layer](), list[Layer]()  # order: of this forward
         for name, module in modules.items():  # only one of them is whole at a time
             materialize(module, torch.device(device))
@@ -287,10 +288,10 @@ class FSDP(nn.Module):
                 f"forward called no layer ({names}), and only a call makes one whole"
             )
         for layer in self.layers:
-            layer.before = layer.behind = None
+            layer.previous = layer.following = None
             layer.is_last = layer is order[-1]
         for first, second in pairwise(order):
-            first.behind, second.before = second, first
+            first.following, second.previous = second, first
 
     @torch.no_grad()
     def receive(self) -> None:

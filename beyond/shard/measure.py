@@ -22,7 +22,7 @@ from torch.optim import AdamW
 from common.options import Parser, UsageError, exit_on
 from language import BYTES, LENGTH, Transformer
 from traffic import enter_private_network, sent_bytes
-from ways import WAYS, Trained, by_hand, by_library
+from ways import WAYS, Training, by_hand, by_library
 
 sys.path.insert(1, str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.insert(1, str(Path(__file__).parents[2] / "03_ddp_manual_allreduce"))
@@ -32,7 +32,7 @@ from ranks import start
 from timing import RESULTS, interleave, provenance, save, summarize
 
 KINDS = ("parameters", "gradients", "optimizer state")
-VARIANTS: dict[str, tuple[Callable[..., Trained], str]] = {
+VARIANTS: dict[str, tuple[Callable[..., Training], str]] = {
     "DDP": (by_hand, "none"),
     "ZeRO-1 by hand": (by_hand, "optimizer"),
     "ZeRO-2 by hand": (by_hand, "gradients"),
@@ -66,26 +66,26 @@ def storages(tensors: Iterable[Any]) -> dict[int, int]:
     return found
 
 
-def held_by_kind(trained: Trained) -> dict[str, int]:
+def held_by_kind(training: Training) -> dict[str, int]:
     """Bytes of what this rank keeps between two steps, before zero_grad."""
-    optimizer: Any = trained.optimizer
-    gradients: list = [p.grad for p in trained.model.parameters()]
+    optimizer: Any = training.optimizer
+    gradients: list = [p.grad for p in training.model.parameters()]
     gradients += [bucket.shard for bucket in getattr(optimizer, "buckets", [])]  # ZeRO-2's
     inner = getattr(optimizer, "inner", getattr(optimizer, "optim", optimizer))  # what it wraps
     states = [value for state in inner.state.values() for value in state.values()]
-    kinds = trained.model.parameters(), gradients, states
+    kinds = training.model.parameters(), gradients, states
     return dict(zip(KINDS, (sum(storages(kind).values()) for kind in kinds), strict=True))
 
 
-def training_step(trained: Trained, length: int = LENGTH) -> None:
+def training_step(training: Training, length: int = LENGTH) -> None:
     """One step on random tokens: what they are makes no difference here."""
     torch.manual_seed(dist.get_rank())
     tokens = torch.randint(BYTES, (BATCH, length))
-    trained.optimizer.zero_grad()
-    logits = trained.model(tokens).flatten(0, 1)
+    training.optimizer.zero_grad()
+    logits = training.model(tokens).flatten(0, 1)
     F.cross_entropy(logits, tokens.roll(-1, dims=1).flatten()).backward()
-    trained.finish()
-    trained.optimizer.step()
+    training.finish()
+    training.optimizer.step()
 
 
 def build(width: int = WIDTH, layers: int = LAYERS) -> nn.Module:
@@ -93,7 +93,7 @@ def build(width: int = WIDTH, layers: int = LAYERS) -> nn.Module:
     return Transformer(width, layers)
 
 
-def count_held(how: Callable[..., Trained], way: str, make: Callable = build) -> dict[str, int]:
+def count_held(how: Callable[..., Training], way: str, make: Callable = build) -> dict[str, int]:
     """Bytes by kind after some steps, and all that is alive, by the ledger of stage 01.
 
     What is alive and of no kind is held in secret: a copy that should not be there. It is not
@@ -101,27 +101,27 @@ def count_held(how: Callable[..., Trained], way: str, make: Callable = build) ->
     """
     ledger = Ledger("cpu", counted="cpu")
     with ledger:
-        trained = how(way, make(), AdamW, lr=1e-3)
+        training = how(way, make(), AdamW, lr=1e-3)
         for _ in range(STEPS):
-            training_step(trained)
+            training_step(training)
         dist.barrier()
-        held, end = held_by_kind(trained), time.monotonic() + 5
+        held, end = held_by_kind(training), time.monotonic() + 5
         while ledger.bytes > sum(held.values()) and time.monotonic() < end:
             time.sleep(0.01)  # a thread of gloo lets the last message go a moment later
     return {**held, "alive": ledger.bytes}
 
 
-def count_sent(how: Callable[..., Trained], way: str, make: Callable = build) -> float:
+def count_sent(how: Callable[..., Training], way: str, make: Callable = build) -> float:
     """Bytes that each rank sends in a step, in multiples of the parameters' bytes."""
     model = make()
     parameters = sum(parameter.nbytes for parameter in model.parameters())
-    trained = how(way, model, AdamW, lr=1e-3)
+    training = how(way, model, AdamW, lr=1e-3)
     for _ in range(STEPS):
-        training_step(trained, length=8)  # more tokens would send no more
+        training_step(training, length=8)  # more tokens would send no more
     dist.barrier()  # what was sent before has arrived
     before = sent_bytes()
     for _ in range(STEPS):
-        training_step(trained, length=8)
+        training_step(training, length=8)
     dist.barrier()
     return (sent_bytes() - before) / STEPS / dist.get_world_size() / parameters
 

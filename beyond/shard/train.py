@@ -30,7 +30,7 @@ from common.options import (
 from common.record import Recorder
 from language import IGNORED, build_model, load_dataset
 from shards import ShardingError
-from ways import WAYS, Trained, by_hand, by_library
+from ways import WAYS, Training, by_hand, by_library
 
 
 def parse_args() -> Namespace:
@@ -64,7 +64,7 @@ def join_process_group(args: Namespace) -> torch.device:
     return device
 
 
-def shard(args: Namespace, model: nn.Module) -> Trained:
+def shard(args: Namespace, model: nn.Module) -> Training:
     options = {"lr": args.lr, "weight_decay": args.weight_decay}
     if args.optimizer == "sgd":
         options["momentum"] = args.momentum
@@ -93,25 +93,24 @@ class EqualShard(Dataset):
 
 
 def train_epoch(
-    trained: Trained, loader: Iterable, clip_norm: float | None, device: torch.device
+    training: Training, loader: Iterable, clip_norm: float | None, device: torch.device
 ) -> Tensor:
     """One pass over the training set; returns the loss of each step, (steps,), on the device."""
-    model, optimizer, finish, clip, _ = trained
-    model.train()
+    training.model.train()
     losses = []
     for inputs, labels in loader:
         inputs = inputs.to(device, non_blocking=True)  # (B, C, H, W), or (B, T) tokens
         labels = labels.to(device, non_blocking=True)  # (B,), or (B, T)
         tokens = (labels != IGNORED).sum()
         dist.all_reduce(tokens)  # each rank has another number of them
-        logits = model(inputs).flatten(0, -2)  # (B, classes), or (B × T, 256)
+        logits = training.model(inputs).flatten(0, -2)  # (B, classes), or (B × T, 256)
         loss = F.cross_entropy(logits, labels.flatten(), reduction="sum") / tokens
-        optimizer.zero_grad()
+        training.optimizer.zero_grad()
         (loss * dist.get_world_size()).backward()  # what follows is the ranks' mean, not their sum
-        finish()  # waits for the gradients that are still under way
+        training.finish()  # waits for the gradients that are still under way
         if clip_norm:
-            clip(clip_norm)
-        optimizer.step()
+            training.clip(clip_norm)
+        training.optimizer.step()
         losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at each step
     total = torch.stack(losses)
     dist.all_reduce(total)  # once per epoch, because each message costs time
@@ -148,11 +147,11 @@ def main() -> None:
     test_loader = DataLoader(test_shard, local_batch, **options)
     torch.manual_seed(args.seed)
     model = build_model(args, train_set).to(device)
-    trained = shard(args, model)  # rank 0's weights now, mean gradients in each backward
-    progress = load_checkpoint(args, *trained.whole)
-    recorder = Recorder(args, progress, trained.optimizer, local_batch, rank, world_size)
+    training = shard(args, model)  # rank 0's weights now, mean gradients in each backward
+    progress = load_checkpoint(args, *training.whole)
+    recorder = Recorder(args, progress, training.optimizer, local_batch, rank, world_size)
     if args.evaluate:
-        recorder.print_evaluation(*evaluate(trained.model, test_loader, device))
+        recorder.print_evaluation(*evaluate(training.model, test_loader, device))
         return
 
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # it repeats no sample
@@ -162,12 +161,12 @@ def main() -> None:
             break
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
         torch.manual_seed(args.seed + epoch * world_size + rank)  # each rank its own dropout masks
-        losses = train_epoch(trained, recorder.timed(loader), args.clip_norm, device)
-        recorder.end_epoch(epoch, losses, *evaluate(trained.model, test_loader, device))
-        for part in trained.whole:
+        losses = train_epoch(training, recorder.timed(loader), args.clip_norm, device)
+        recorder.end_epoch(epoch, losses, *evaluate(training.model, test_loader, device))
+        for part in training.whole:
             part.collect()  # every rank sends its parts, and rank 0 puts them together
         if rank == 0:  # one writer; no other rank would join a collective in here
-            save_checkpoint(recorder, *trained.whole)
+            save_checkpoint(recorder, *training.whole)
     recorder.finish()
 
 

@@ -31,7 +31,7 @@ from zero import ShardedGradients, ShardedOptimizer
 WAYS = ("none", "optimizer", "gradients", "parameters")
 
 
-class Trained(NamedTuple):
+class Training(NamedTuple):
     """A model on its way through training. Each of these calls is for all ranks."""
 
     model: nn.Module  # what forward is called on
@@ -47,17 +47,17 @@ def by_hand(
     optimizer_class: type[Optimizer],
     fsdp_options: Mapping[str, Any] | None = None,
     **options: Any,
-) -> Trained:
+) -> Training:
     """options: of the optimizer. fsdp_options: dtype, recompute and device of FSDP."""
     if way == "parameters":
         fsdp = FSDP(model, **(fsdp_options or {}))
         optimizer = optimizer_class(fsdp.parameters(), **options)
         whole = WholeModel(fsdp), WholeOptimizer(fsdp, optimizer)
-        return Trained(fsdp, optimizer, fsdp.finish, fsdp.clip_grad_norm, whole)
+        return Training(fsdp, optimizer, fsdp.finish, fsdp.clip_grad_norm, whole)
     if way == "gradients":  # it sends the gradients itself, so there is no DDP
         zero = ShardedGradients(model.parameters(), optimizer_class, **options)
         whole = WholeModel(model), WholeOptimizer(model, zero)
-        return Trained(model, zero, zero.finish, zero.clip_grad_norm, whole)
+        return Training(model, zero, zero.finish, zero.clip_grad_norm, whole)
     if way == "optimizer":  # it moves the parameters in memory: before DDP
         optimizer = ShardedOptimizer(model.parameters(), optimizer_class, **options)
     else:
@@ -65,18 +65,18 @@ def by_hand(
     return with_ddp(model, optimizer, WholeOptimizer(model, optimizer))
 
 
-def with_ddp(model: nn.Module, optimizer: Optimizer, whole: Any) -> Trained:
+def with_ddp(model: nn.Module, optimizer: Optimizer, whole: Any) -> Training:
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # no second copy is kept
 
     def clip(limit: float) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), limit)
 
-    return Trained(ddp, optimizer, lambda: None, clip, (WholeModel(model), whole))
+    return Training(ddp, optimizer, lambda: None, clip, (WholeModel(model), whole))
 
 
 def by_library(
     way: str, model: nn.Module, optimizer_class: type[Optimizer], **options: Any
-) -> Trained:
+) -> Training:
     """The same with PyTorch's classes."""
     if way == "none":
         return by_hand(way, model, optimizer_class, **options)
@@ -95,7 +95,7 @@ def by_library(
         nn.utils.clip_grad_norm_(model.parameters(), limit)  # of DTensors: over all ranks
 
     whole = LibraryModel(model), LibraryOptimizer(model, optimizer)
-    return Trained(model, optimizer, lambda: None, clip, whole)
+    return Training(model, optimizer, lambda: None, clip, whole)
 
 
 class ConsolidatedOptimizer:
