@@ -53,7 +53,7 @@ def read_checkpoint(
 ) -> tuple[Progress, dict]:
     """Load the file into model, optimizer and the others; returns how far, and of which run."""
     try:  # weights_only: a pickled object could run any code while it is being loaded
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = dict(torch.load(path, map_location="cpu", weights_only=True))
         for flag in ("model", "dataset"):
             if state["summary"][flag] != getattr(args, flag):
                 raise UsageError(f"{path} was saved with --{flag} {state['summary'][flag]}")

@@ -58,7 +58,7 @@ def test_a_malicious_checkpoint_runs_nothing(way, tmp_path):
     before = path.read_bytes()
     flags = (f"--run-dir={tmp_path}", how if how.endswith("auto") else f"{how}={path}")
     unreadable = key == "survive" and not sealed and not zipped
-    why = "damaged" if unreadable else "more than plain values"
+    why = "damaged" if unreadable else "expected only tensors and plain values"
     env = torchrun_variables(free_port(), ranks=1) if key == "04" else {}
     refused(ended(key, "--model=net-bn", *flags, env=env), "checkpoint.pt", why)
     assert [file.name for file in tmp_path.iterdir()] == ["checkpoint.pt"]

@@ -446,8 +446,8 @@ def test_shard_a_module_that_cannot_fill_its_weights_is_refused_on_the_meta_devi
         attention = nn.Sequential(nn.MultiheadAttention(4, 2))  # it has only _reset_parameters
         linear = nn.Sequential(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="in_proj_weight is on the meta device, and Multihead"):
-        fsdp.refuse(attention, dict(fsdp.layers_of(attention)))
-    fsdp.refuse(linear, dict(fsdp.layers_of(linear)))  # the control
+        fsdp.check_parameters(attention, dict(fsdp.layers_of(attention)))
+    fsdp.check_parameters(linear, dict(fsdp.layers_of(linear)))  # the control
 
 
 def test_shard_the_rate_of_a_resumed_run_is_that_of_its_own_flags():

@@ -11,6 +11,7 @@ from prove.table import (
     ACCURACY,
     LOSS,
     RATE,
+    RIGHT,
     SAME_ORDER,
     UNEVEN,
     Row,
@@ -109,7 +110,7 @@ def samples(ranks: list[dict], passes: list[dict]) -> list[Row]:
     if "Dispatcher" in first["class"]:
         return [not_seen(check, "rank 0 loads for all ranks")]
     if first["iterable"] or not all(drawn) or not same_dataset(passes):
-        return samples_by_content(passes, at)
+        return samples_by_content(passes, at, rows_are_split(ranks))
     if rows_are_split(ranks):
         return [right(check, f"all ranks load the same batches, and each takes its part ({at})")]
 
@@ -146,14 +147,18 @@ def samples(ranks: list[dict], passes: list[dict]) -> list[Row]:
     return [warning(check, text, SHARD, LOSS)]
 
 
-def samples_by_content(passes: list[dict], at: str) -> list[Row]:
+def samples_by_content(passes: list[dict], at: str, are_split: bool) -> list[Row]:
     """For streams, and for data sets of which each rank holds another: no indices to compare."""
     first, check = passes[0], "samples"
     kind = "an IterableDataset" if first["iterable"] else "another data set on each rank"
     if not first["iterable"] and same_dataset(passes):
         kind = f"{first['sampler']} is too long to list"
     shown = [p["contents"] for p in passes]
-    if not shown[0] or len({*shown[0]}) < len(shown[0]) / 2:
+    few = len({*shown[0]})  # different samples, which may come again and again
+    if few >= 5 and len(shown[0]) >= 20 and alike(passes, "contents") and not are_split:
+        text = f"all ranks draw the same {len(shown[0])} samples in the same order ({at}; {kind})"
+        return [wrong(check, text, SHARD, LOSS)]
+    if not shown[0] or few < len(shown[0]) / 2:
         return [not_seen(check, f"samples cannot be told apart ({at}; {kind})")]
     share = max(shared(shown[0], other) for other in shown[1:])
     text = f"{share:.0%} of the first {len(shown[0])} samples are those of another rank, by content"
@@ -254,7 +259,7 @@ def augmentation(passes: list[dict]) -> list[Row]:
     if same:
         text = f"all ranks draw the same numbers of {', '.join(same)} while they load"
         return [warning(check, f"{text} ({first['at']})", OWN_SEED)]
-    if any(drew):
+    if drew:
         return [right(check, "the ranks draw different random numbers")]
     if first["workers"] and first["base_seed"] is not None:
         return [right(check, "the loaders of the ranks give their workers different seeds")]
@@ -262,13 +267,28 @@ def augmentation(passes: list[dict]) -> list[Row]:
 
 
 def evaluation(ranks: list[dict]) -> list[Row]:
-    check, passes = "evaluation", []
-    for rank in ranks:
-        passes += [p for p in rank["passes"] if is_evaluation(p)][:1]
-    if not passes:
+    """Of the data sets that are evaluated: the first whose row is not right, or the first."""
+    seen = [(dataset_of(p), p) for rank in ranks for p in rank["passes"] if is_evaluation(p)]
+    if not seen:
         text = "no pass over a loader without a backward, after a step"
-        return [not_seen(check, f"{text}; if yours comes later, raise --batches")]
-    at = passes[0]["at"]
+        return [not_seen("evaluation", f"{text}; if yours comes later, raise --batches")]
+    rows = []
+    for key in dict(seen):
+        of_ranks = (
+            [p for p in rank["passes"] if is_evaluation(p) and dataset_of(p) == key]
+            for rank in ranks
+        )
+        rows += evaluation_of_one(ranks, [passes[0] for passes in of_ranks if passes])
+    return [next((row for row in rows if row.verdict != RIGHT), rows[0])]
+
+
+def dataset_of(p: dict) -> str:
+    return f"{p['fingerprint']} {p['base_length']}"
+
+
+def evaluation_of_one(ranks: list[dict], passes: list[dict]) -> list[Row]:
+    """passes: the first evaluation of a data set on each rank that evaluates it."""
+    check, at = "evaluation", passes[0]["at"]
     if len(passes) < len(ranks):
         return [right(check, f"by {len(passes)} of {len(ranks)} ranks ({at})")]
     drawn = [p["indices"] for p in passes]

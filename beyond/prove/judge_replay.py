@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prove.judge_model import named
-from prove.judge_run import NUMBER
+from prove.judge_run import NUMBER, error_of
 from prove.launch import Outcome
 from prove.table import ACCURACY, LOSS, RATE, Row, not_seen, right, warning, wrong
 
@@ -30,6 +30,7 @@ class Replay:
     def __init__(self, observed: Outcome, outcome: Outcome, folder: str, mode: str) -> None:
         self.mode, self.ranks = mode, observed.ranks
         self.observed = observed.ranks[0]
+        self.error = error_of(outcome) if outcome.status else ""
         self.replayed = outcome.ranks[0] if outcome.ranks else None
         replayed = self.replayed
         self.stepped = bool(replayed and replayed["steps"] and replayed["ended"] != "killed")
@@ -322,4 +323,5 @@ def no_replay(replay: Replay, check: str) -> Row:
     if replay.replayed and replay.replayed["error"]:
         kind, message, at = replay.replayed["error"]
         return not_seen(check, f"one rank cannot run it: {kind} at {at}: {message[:120]}")
-    return not_seen(check, "one rank made no step with the recorded batches")
+    text = "one rank made no step with the recorded batches"
+    return not_seen(check, f"{text}: {replay.error}" if replay.error else text)
