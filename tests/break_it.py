@@ -10,11 +10,11 @@ import sys
 from argparse import ArgumentParser
 from dataclasses import dataclass
 from pathlib import Path
-from shutil import copytree, ignore_patterns
+from shutil import copytree
 from tempfile import TemporaryDirectory
 
 from local_ranks import ROOT
-from support import FOLDERS, Line, changed_source
+from support import FOLDERS, NOT_COPIED, Line, changed_source
 
 sys.path.append(str(ROOT / "docs" / "site"))
 from repository_pages import ALL_PAGES, BREAK, fences, sides
@@ -60,7 +60,7 @@ def try_row(row: Row) -> bool:
     print(f"{folder}/{row.what}\n{test}", flush=True)
     with TemporaryDirectory() as name:
         copy = Path(name, "copy")
-        copytree(ROOT, copy, ignore=ignore_patterns(".*", "runs", "*MNIST", "cifar*"))
+        copytree(ROOT, copy, ignore=NOT_COPIED)
         (copy / folder / file).write_text(changed_source(row.key, file, [row.change]))
         pytest = [sys.executable, "-m", "pytest", "-q", "--tb=short", test]
         done = subprocess.run(pytest, cwd=copy, capture_output=True, text=True)

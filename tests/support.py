@@ -13,6 +13,7 @@ from functools import cache
 from io import StringIO
 from itertools import product
 from pathlib import Path
+from shutil import ignore_patterns
 from typing import Any
 from unittest.mock import patch
 
@@ -28,6 +29,8 @@ FOLDERS |= {name: ROOT / "beyond" / name for name in ("survive", "shard")}
 
 LOCAL = ("--device=cpu", f"--data-dir={ROOT / 'data'}")
 SHORT = ("--model=net-bn", "--epochs=1", "--batch-size=60")
+# Of a folder of the repository. Other tests write the last two, while this one copies.
+NOT_COPIED = ignore_patterns(".*", "runs", "*MNIST", "cifar*", "_site", "__pycache__")
 FP32 = {"dtype": torch.float32}  # of a run that is not in float64
 
 Line = tuple[str, ...]  # a file of a stage and a line of it; or a file, its text, and another text

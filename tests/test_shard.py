@@ -831,7 +831,7 @@ def within(*flags: str) -> dict[str, str]:
 def test_shard_four_ranks_that_cannot_train_with_ddp_can_with_fsdp():
     """The page runs it on two. The control: with 100 MiB more, DDP trains, too."""
     found = within("--ranks=4", "--limit-mib=120")
-    assert found["DDP"] == "ends: can't allocate memory"
+    assert found["DDP"].startswith("ends: can't allocate memory")
     assert found["FSDP"].startswith("trains: losses")
     assert within("--limit-mib=265", "--ways=none")["DDP"].startswith("trains: losses")
 

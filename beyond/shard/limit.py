@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch.multiprocessing import ProcessExitedException
 from torch.optim import AdamW
 
 from common.options import Parser, UsageError, exit_on, int_at_least
@@ -25,9 +26,11 @@ from ways import WAYS, by_hand
 sys.path.insert(1, str(Path(__file__).parents[2] / "03_ddp_manual_allreduce"))
 from ranks import start
 
-MIB, M_MMAP_THRESHOLD = 2**20, -3  # the latter is of mallopt(3)
+MIB = 2**20
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
 WIDTH, LAYERS, TOKENS, STEPS = 320, 10, 32, 3
-NO_ROOM = re.compile("can't allocate memory|bad_alloc|MemoryError")  # torch, C++ and Python
+# What torch, the C library, C++ and Python say.
+NO_ROOM = re.compile("(can't|cannot) allocate memory|bad_alloc|MemoryError", re.IGNORECASE)
 NAMES = dict(zip(WAYS, ("DDP", "ZeRO-1", "ZeRO-2", "FSDP"), strict=True))
 
 
@@ -57,8 +60,12 @@ def train(way: str, width: int, layers: int) -> list[float]:
 
 def train_within(way: str, limit_bytes: int) -> str:
     """What one rank says at the end."""
-    # Otherwise, glibc keeps freed tensors for itself, and the limit would count them.
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 * 1024)
+    libc = ctypes.CDLL(None)
+    # Otherwise, glibc keeps freed tensors for itself, and the limit would count them. What is
+    # smaller than a tensor comes from 8 MiB that are taken before: only tensors find no room.
+    libc.mallopt(M_MMAP_THRESHOLD, 128 * 1024)
+    libc.mallopt(M_TOP_PAD, 8 * MIB)
+    libc.mallopt(M_TRIM_THRESHOLD, 16 * MIB)
     train(way, width=4, layers=1)  # torch loads parts of itself when they are first used
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (used_bytes() + limit_bytes, hard))
@@ -69,6 +76,8 @@ def train_within(way: str, limit_bytes: int) -> str:
         if NO_ROOM.search(text):
             return "ends: can't allocate memory"
         return f"ends: {text}"  # another rank had no room, and is gone
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))  # leaving the group takes memory
 
 
 def main() -> None:
@@ -83,7 +92,10 @@ def main() -> None:
     print(f"{size:.0f} MiB of parameters, {4 * size:.0f} MiB with gradients and AdamW's state")
     print(f"{args.ranks} ranks, and each may take {args.limit_mib} MiB:")
     for way in args.ways:
-        said = start(args.ranks, train_within, way, args.limit_mib * MIB, quiet=True)
+        try:
+            said = start(args.ranks, train_within, way, args.limit_mib * MIB, quiet=True)
+        except ProcessExitedException as error:  # a thread of gloo had no room: C++ ends the rank
+            said = [f"ends: can't allocate memory, {error}"]
         print(f"{NAMES[way]:7} {max(said, key=lambda text: 'allocate' in text)}", flush=True)
 
 
