@@ -66,8 +66,9 @@ def main() -> None:
     model = build_model(args.model, train_set).to(device)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     progress = load_checkpoint(args, model, optimizer)
+    parallel: nn.Module  # called in place of the model
     if gpus > 1:
-        parallel: nn.Module = nn.DataParallel(model)  # PyTorch's own: a replica on each GPU
+        parallel = nn.DataParallel(model)  # PyTorch's own: a replica on each GPU
     else:
         parallel = DataParallel(model, [device] * replicas)  # ours: all on one device
     recorder = Recorder(args, progress, optimizer, local_batch)
