@@ -66,11 +66,9 @@ def main() -> None:
     model = build_model(args.model, train_set).to(device)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     progress = load_checkpoint(args, model, optimizer)
-    parallel: nn.Module  # called in place of the model
+    parallel: nn.Module = DataParallel(model, [device] * replicas)  # ours: all on one device
     if gpus > 1:
         parallel = nn.DataParallel(model)  # PyTorch's own: a replica on each GPU
-    else:
-        parallel = DataParallel(model, [device] * replicas)  # ours: all on one device
     recorder = Recorder(args, progress, optimizer, local_batch)
     if args.evaluate:
         recorder.print_evaluation(*evaluate(parallel, test_loader, device))
@@ -78,7 +76,7 @@ def main() -> None:
 
     sampler = RandomSampler(train_set, generator=torch.Generator())
     loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **options)
-    for epoch in range(progress.epoch, args.epochs):
+    for epoch in range(progress.epoch, args.epochs):  # timed() counts the steps in progress
         if progress.step >= args.max_steps:
             break
         sampler.generator.manual_seed(args.seed + epoch)  # the order depends on (seed, epoch)

@@ -26,27 +26,27 @@ from partition import DataPartitioner
 def average_gradients(model: nn.Module) -> None:
     """Give each rank the mean of all ranks' gradients: the gradient of the global batch."""
     for parameter in model.parameters():
-        if parameter.grad is not None:
+        if parameter.grad is not None:  # None on all ranks or on no rank
             dist.all_reduce(parameter.grad)  # the sum; all ranks have the parameters in one order
             parameter.grad /= dist.get_world_size()
 
 
 def train_epoch(model: nn.Module, loader: Iterable, optimizer: SGD, device: torch.device) -> Tensor:
-    """One pass over the training set; returns the loss of each step, (steps,), on the device."""
+    """One pass over this rank's samples; returns each step's mean loss of all ranks, (steps,)."""
     model.train()
     losses = []
     for images, labels in loader:
         images = images.to(device, non_blocking=True)  # (B, C, H, W)
         labels = labels.to(device, non_blocking=True)  # (B,)
-        loss = F.cross_entropy(model(images), labels)  # the mean over the batch
+        loss = F.cross_entropy(model(images), labels)  # the mean over the local batch
         optimizer.zero_grad()
         loss.backward()
         average_gradients(model)
         optimizer.step()
         losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at each step
-    mean = torch.stack(losses) / dist.get_world_size()
-    dist.all_reduce(mean)  # once per epoch, because each message costs time
-    return mean
+    total = torch.stack(losses)
+    dist.all_reduce(total)  # once per epoch, because each message costs time
+    return total / dist.get_world_size()
 
 
 @torch.no_grad()
@@ -93,18 +93,18 @@ def train(rank: int, world_size: int, port: int, local_batch: int, args: Namespa
 
     for tensor in model.state_dict().values():  # all ranks start from rank 0's weights
         dist.broadcast(tensor, src=0)
-    partition = DataPartitioner(train_set, [1 / world_size] * world_size, args.seed)
-    train_shard = partition.use(rank)
+    partitioner = DataPartitioner(train_set, [1 / world_size] * world_size, args.seed)
+    train_shard = partitioner.use(rank)
     sampler = RandomSampler(train_shard, generator=torch.Generator())
     loader = DataLoader(train_shard, local_batch, sampler=sampler, drop_last=True, **options)
-    for epoch in range(progress.epoch, args.epochs):
+    for epoch in range(progress.epoch, args.epochs):  # timed() counts the steps in progress
         if progress.step >= args.max_steps:
             break
         sampler.generator.manual_seed(args.seed + epoch)  # the order depends on (seed, epoch)
         torch.manual_seed(args.seed + epoch * world_size + rank)  # each rank its own dropout masks
         losses = train_epoch(model, recorder.timed(loader), optimizer, device)
         recorder.end_epoch(epoch, losses, *evaluate(model, test_loader, device))
-        if rank == 0:  # one writer; no other rank would join a collective in here
+        if rank == 0:  # one writer; a collective in here would wait for the others forever
             save_checkpoint(recorder, model, optimizer)
     recorder.finish()
     dist.destroy_process_group()

@@ -37,20 +37,20 @@ def join_process_group(args: Namespace) -> torch.device:
 
 
 def train_epoch(model: nn.Module, loader: Iterable, optimizer: SGD, device: torch.device) -> Tensor:
-    """One pass over the training set; returns the loss of each step, (steps,), on the device."""
+    """One pass over this rank's samples; returns each step's mean loss of all ranks, (steps,)."""
     model.train()
     losses = []
     for images, labels in loader:
         images = images.to(device, non_blocking=True)  # (B, C, H, W)
         labels = labels.to(device, non_blocking=True)  # (B,)
-        loss = F.cross_entropy(model(images), labels)  # the mean over the batch
+        loss = F.cross_entropy(model(images), labels)  # the mean over the local batch
         optimizer.zero_grad()
         loss.backward()  # meanwhile, DDP averages the gradients bucket by bucket
         optimizer.step()
         losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at each step
-    mean = torch.stack(losses) / dist.get_world_size()
-    dist.all_reduce(mean)  # once per epoch, because each message costs time
-    return mean
+    total = torch.stack(losses)
+    dist.all_reduce(total)  # once per epoch, because each message costs time
+    return total / dist.get_world_size()
 
 
 @torch.no_grad()
@@ -95,14 +95,14 @@ def main() -> None:
     ddp = DistributedDataParallel(model)  # rank 0's weights now, mean gradients in each backward
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # it repeats no sample
     loader = DataLoader(train_set, local_batch, sampler=sampler, drop_last=True, **options)
-    for epoch in range(progress.epoch, args.epochs):
+    for epoch in range(progress.epoch, args.epochs):  # timed() counts the steps in progress
         if progress.step >= args.max_steps:
             break
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
         torch.manual_seed(args.seed + epoch * world_size + rank)  # each rank its own dropout masks
         losses = train_epoch(ddp, recorder.timed(loader), optimizer, device)
         recorder.end_epoch(epoch, losses, *evaluate(model, test_loader, device))
-        if rank == 0:  # one writer; no other rank would join a collective in here
+        if rank == 0:  # one writer; a collective in here would wait for the others forever
             save_checkpoint(recorder, model, optimizer)
     recorder.finish()
 

@@ -47,22 +47,22 @@ def train_epoch(
     amp_dtype: torch.dtype | None,
     scaler: torch.amp.GradScaler,
 ) -> Tensor:
-    """One pass over the training set; returns the loss of each step, (steps,), on the device."""
+    """One pass over this rank's samples; returns each step's mean loss of all ranks, (steps,)."""
     model.train()
     losses = []
     for images, labels in loader:
         images = images.to(device, non_blocking=True)  # (B, C, H, W)
         labels = labels.to(device, non_blocking=True)  # (B,)
         with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
-            loss = F.cross_entropy(model(images), labels)  # the mean over the batch
+            loss = F.cross_entropy(model(images), labels)  # the mean over the local batch
         optimizer.zero_grad()
         scaler.scale(loss).backward()  # scaled up, because fp16 rounds small gradients to 0
         scaler.step(optimizer)  # scaled back; a step with inf or nan is skipped
         scaler.update()
         losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at each step
-    mean = torch.stack(losses) / dist.get_world_size()
-    dist.all_reduce(mean)  # once per epoch, because each message costs time
-    return mean
+    total = torch.stack(losses)
+    dist.all_reduce(total)  # once per epoch, because each message costs time
+    return total / dist.get_world_size()
 
 
 @torch.no_grad()
@@ -108,7 +108,7 @@ def main() -> None:
         else:
             model = convert_sync_batchnorm(model)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
+    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")  # else a no-op
     progress = load_checkpoint(args, model, optimizer, scaler=scaler)
     recorder = Recorder(args, progress, optimizer, local_batch, rank, world_size)
     if args.evaluate:
@@ -118,14 +118,14 @@ def main() -> None:
     ddp = DistributedDataParallel(model)  # rank 0's weights now, mean gradients in each backward
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # it repeats no sample
     loader = DataLoader(train_set, local_batch, sampler=sampler, drop_last=True, **options)
-    for epoch in range(progress.epoch, args.epochs):
+    for epoch in range(progress.epoch, args.epochs):  # timed() counts the steps in progress
         if progress.step >= args.max_steps:
             break
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
         torch.manual_seed(args.seed + epoch * world_size + rank)  # each rank its own dropout masks
         losses = train_epoch(ddp, recorder.timed(loader), optimizer, device, amp_dtype, scaler)
-        recorder.end_epoch(epoch, losses, *evaluate(model, test_loader, device))
-        if rank == 0:  # one writer; no other rank would join a collective in here
+        recorder.end_epoch(epoch, losses, *evaluate(model, test_loader, device))  # in fp32
+        if rank == 0:  # one writer; a collective in here would wait for the others forever
             save_checkpoint(recorder, model, optimizer, scaler=scaler)
     recorder.finish()
 

@@ -63,7 +63,7 @@ def load_dataset(args: Namespace) -> tuple[ImageSet, ImageSet]:
         train, test = load(args, train=True), load(args, train=False)
         if train.classes != test.classes:
             raise ValueError(f"classes {train.classes} for training, {test.classes} for the test")
-    except Exception as error:
+    except (OSError, EOFError, RuntimeError, TypeError, ValueError, LookupError) as error:
         where = f"--dataset {args.dataset} in --data-dir {args.data_dir}"
         why = f"{type(error).__name__}: {error}"
         raise UsageError(f"cannot read {where} ({why}): name the right folder") from error

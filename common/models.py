@@ -1,6 +1,5 @@
 """The networks: the small ConvNet of the MNIST tutorials, and torchvision's ResNets."""
 
-import torch
 import torchvision
 from torch import Tensor, nn
 
@@ -45,4 +44,4 @@ def build_model(name: str, dataset: ImageSet) -> nn.Module:
     model = torchvision.models.get_model(name, num_classes=classes)
     if channels != 3:  # a ResNet expects color
         model.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
-    return model.to(torch.get_default_dtype())
+    return model

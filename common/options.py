@@ -20,10 +20,7 @@ class UsageError(ValueError):
 
 @contextmanager
 def exit_on(*errors: type[Exception]) -> Iterator[None]:
-    """If one of these errors is raised, print its text in one line and exit with status 2.
-
-    Every other error is a bug of ours and keeps its traceback.
-    """
+    """These errors end the program in one line, with status 2; a bug keeps its traceback."""
     try:
         yield
     except errors as error:

@@ -28,7 +28,7 @@ class Progress:
 
 
 class Recorder:
-    """Times each step. On rank 0, it also writes metrics.jsonl and summary.json, and prints."""
+    """Counts and times the steps. On rank 0, it also writes metrics.jsonl and summary.json."""
 
     def __init__(
         self,
@@ -63,7 +63,9 @@ class Recorder:
             return []
         if resume != "auto" and Path(resume).resolve().parent != folder.resolve():
             return []
-        return self.metrics.read_text().splitlines(keepends=True)[: self.progress.step]
+        lines = self.metrics.read_text().splitlines(keepends=True)
+        whole = (line for line in lines if line.endswith("\n"))  # a crash can cut the last one
+        return [line for line in whole if json.loads(line)["step"] <= self.progress.step]
 
     def timed(self, batches: Any, epoch_steps: int | None = None) -> Iterator:
         """The same batches, at most to --max-steps, each timed while its training step runs.

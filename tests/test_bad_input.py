@@ -115,6 +115,13 @@ def test_a_damaged_data_set_is_refused(damage, words, tmp_path, monkeypatch):
     assert words in str(error.value)
 
 
+def test_a_bug_of_ours_is_no_damaged_data_set(monkeypatch):
+    monkeypatch.delattr("common.data.F")
+    args = make_parser("01_single_gpu", "").parse_args([])
+    with pytest.raises(NameError):
+        load_dataset(args)
+
+
 def test_pictures_of_other_classes_are_refused(tmp_path):
     for folder in ("train/cat", "train/dog", "test/cat", "test/owl"):
         (tmp_path / folder).mkdir(parents=True)

@@ -194,3 +194,17 @@ def test_a_resumed_run_has_its_own_metrics_and_the_learning_rate_of_its_call(tmp
     assert [(line["step"], line["lr"]) for line in run.metrics] == [(n, 0.5) for n in range(26, 51)]
     group = run.checkpoint["optimizer"]["param_groups"][0]
     assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.5, 0.8, 0.1)
+
+
+def test_after_a_crash_before_the_checkpoint_each_step_is_logged_once(tmp_path):
+    """Its log begins at step 26, because the run was resumed from another folder."""
+    path = train_once("01", 1, *SHORT).folder / "checkpoint.pt"
+    run = train("01", 1, *SHORT, "--epochs=2", f"--resume={path}", folder=tmp_path)
+    second_epoch = (tmp_path / "checkpoint.pt").read_bytes()
+    for _ in range(2):
+        run = train("01", 1, *SHORT, "--epochs=3", "--resume=auto", folder=tmp_path)
+        (tmp_path / "checkpoint.pt").write_bytes(second_epoch)  # as if the third was not written
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write('{"epoch": 3, "st')  # nor this line to its end
+    run = train("01", 1, *SHORT, "--epochs=3", "--resume=auto", folder=tmp_path)
+    assert [line["step"] for line in run.metrics] == [*range(26, 76)]

@@ -165,7 +165,7 @@ def main() -> None:
         recorder.end_epoch(epoch, losses, *evaluate(training.model, test_loader, device))
         for part in training.whole:
             part.collect()  # every rank sends its parts, and rank 0 puts them together
-        if rank == 0:  # one writer; no other rank would join a collective in here
+        if rank == 0:  # one writer; a collective in here would wait for the others forever
             save_checkpoint(recorder, *training.whole)
     recorder.finish()
 

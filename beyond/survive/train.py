@@ -208,7 +208,7 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
         else:  # the next round trains the rest of this epoch, as a resumed run would
             recorder.write(epoch, losses)
         with agreement.fail_together():
-            if rank == 0:  # one writer; no other rank would join a collective in here
+            if rank == 0:  # one writer; a collective in here would wait for the others forever
                 with durable.replacing(path) as file:
                     state = checkpoint_state(recorder, model, optimizer, scaler=scaler)
                     torch.save(state, file)
