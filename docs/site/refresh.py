@@ -17,16 +17,11 @@ def refresh_tour() -> None:
     results = json.loads((ROOT / "runs/tour/tour.json").read_text())
     results["commit"] = run("git describe --always --dirty").strip()
     (ROOT / "benchmarks" / "results" / "tour.json").write_text(json.dumps(results, indent=2) + "\n")
-    report = (
-        (ROOT / "runs/tour/report.md")
-        .read_text()
-        .replace("(tour.png)", "(benchmarks/results/tour.png)")
-    )
-    table, _, reasons = report.partition("\n\n")[2].partition("## ")
-    for page, body in ("README.md", table), ("benchmarks/tour.md", f"## {reasons}"):
-        text = (ROOT / page).read_text()
-        before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-        (ROOT / page).write_text(before + BEGIN + body + END + after)
+    report = (ROOT / "runs/tour/report.md").read_text().replace("(tour.png)", "(results/tour.png)")
+    page, body = ROOT / "benchmarks/tour.md", report.partition("\n\n")[2]  # without the title
+    text = page.read_text()
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    page.write_text(before + BEGIN + body + END + after)
 
 
 def refresh_outputs() -> None:
