@@ -89,7 +89,7 @@ def apply(replicas: list[nn.Module], parts: list[Call], devices: Devices) -> lis
 def gather(outputs: list[Any], devices: Devices) -> Any:
     """Step 5: join the outputs, or what they hold, on the main device in the order of the batch.
 
-    None stays None: a model may leave out its loss.
+    None stays None, as in torch's gather: a model may leave out its loss.
     """
 
     def join(*parts: Any) -> Tensor | None:

@@ -38,7 +38,8 @@ def gradients_of(model: nn.Module, images: torch.Tensor) -> list[tuple[float, fl
     """(bytes, ready) of each gradient, from the last layer to the first.
 
     ready: the share of backward's multiplications that are done by then. A layer multiplies each
-    of its weights once for every pixel or token of its output; biases and tables are small.
+    of its weights once for every pixel or token of its output. The rest is small and left out:
+    biases, tables of positions, attention's queries times keys.
     """
     positions: dict[nn.Module, float] = {}  # pixels or tokens in the output of each layer called
 
@@ -67,20 +68,8 @@ def gradients_of(model: nn.Module, images: torch.Tensor) -> list[tuple[float, fl
     return [(size, multiplications / done) for size, multiplications in gradients]
 
 
-def gradients_of_classifier(name: str, image_size: int) -> list[tuple[float, float]]:
-    """Those of a stage's model, or of any classifier of torchvision."""
-    with torch.device("meta"):
-        channels = 1 if name in ("net", "net-bn") else 3
-        model = build(name, image_size)
-        images = torch.empty(2, channels, image_size, image_size)  # BatchNorm refuses one sample
-        try:
-            return gradients_of(model, images)
-        except (AssertionError, RuntimeError) as error:
-            what = f"--image-size {image_size} does not suit {name}: {error}"
-            raise UsageError(f"{what}: try --image-size 224") from error
-
-
-def build(name: str, image_size: int) -> nn.Module:
+def build_classifier(name: str, image_size: int) -> nn.Module:
+    """A stage's model, or a classifier of torchvision. The caller has chosen the meta device."""
     if name in ("net", "net-bn"):
         return Net(1, image_size, 10, batch_norm=name == "net-bn")
     if name not in torchvision.models.list_models(torchvision.models):
@@ -91,6 +80,19 @@ def build(name: str, image_size: int) -> nn.Module:
     except NotImplementedError:  # a regnet computes its widths with tensors, and reads them
         with torch.device("cpu"):
             return torchvision.models.get_model(name, **options).to("meta")
+
+
+def gradients_of_classifier(name: str, image_size: int) -> list[tuple[float, float]]:
+    """Those of a stage's model, or of any classifier of torchvision."""
+    with torch.device("meta"):
+        channels = 1 if name in ("net", "net-bn") else 3
+        model = build_classifier(name, image_size)
+        images = torch.empty(2, channels, image_size, image_size)  # BatchNorm refuses one sample
+        try:
+            return gradients_of(model, images)
+        except (AssertionError, RuntimeError) as error:
+            what = f"--image-size {image_size} does not suit {name}: {error}"
+            raise UsageError(f"{what}: try --image-size 224") from error
 
 
 def main() -> None:
