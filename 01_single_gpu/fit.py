@@ -31,7 +31,7 @@ WAYS = {  # what each divides among the GPUs: Rajbhandari et al., ZeRO, arXiv 19
 Fits = Callable[[int, int, int], bool]  # takes a micro-batch, their number, more bytes
 
 
-def size(text: str) -> int:
+def parse_size(text: str) -> int:
     """Bytes of a text like 8GiB."""
     match = re.fullmatch(r"(\d+\.?\d*) ?(MiB|GiB)", text)
     if not match or not float(match[1]):
@@ -48,7 +48,7 @@ def parse_args() -> Namespace:
     add("--classes", default=10, type=count, metavar="N", help="outputs of the network")
     add("--optimizer", default="momentum", choices=tuple(OPTIMIZERS), help="sgd has no momentum")
     add("--batch-size", default=120, type=count, metavar="N", help="global batch, in samples")
-    add("--memory-limit", type=size, metavar="SIZE", help="like 8GiB; else what this GPU has")
+    add("--memory-limit", type=parse_size, metavar="SIZE", help="like 8GiB; else what this GPU has")
     return parser.parse_args()
 
 
@@ -76,29 +76,30 @@ def least_batch(plan: Plan) -> int:
 
 def cut(batch: int, least: int, fits: Fits, gradients: int) -> dict[int, int]:
     """Micro-batches that each local batch needs; 0: none helps. 3 hold as much as 2."""
-    found = {}
+    micro_batches = {}
     for gpus in (n for n in GPUS if batch % n == 0 and batch // n >= least):
-        local, extra = batch // gpus, gradients * (gpus > 1)  # DDP's buckets: one more copy
+        local, buckets = batch // gpus, gradients if gpus > 1 else 0  # DDP's: one more copy
         numbers = (k for k in range(1, local // least + 1) if local % k == 0)
-        found[gpus] = next((k for k in numbers if fits(local // k, min(k, 2), extra)), 0)
-    return found
+        fitting = (k for k in numbers if fits(local // k, min(k, 2), buckets))
+        micro_batches[gpus] = next(fitting, 0)
+    return micro_batches
 
 
-def sharded(plan: Plan, batch: int, way: str, gpus: int) -> int:
+def bytes_if_sharded(plan: Plan, batch: int, way: str, gpus: int) -> int:
     """Bytes that each of so many GPUs needs for a batch of its own.
 
     It leaves out what FSDP has whole while a layer computes, and ZeRO-2's buckets in backward.
     """
-    parts, found = parts_of(plan), peaks(plan, batch)
+    parts, peak = parts_of(plan), peaks(plan, batch)
     held = sum(parts[kind] for kind in KINDS)
     divided = sum(parts[kind] for kind in WAYS[way])
-    step = held + (found["optimizer"] - held) // gpus  # each GPU updates only its part
-    return max(found["forward"], found["backward"], step) - divided + divided // gpus
+    step = held + (peak["optimizer"] - held) // gpus  # each GPU updates only its part
+    return max(peak["forward"], peak["backward"], step) - divided + divided // gpus
 
 
-def shard(plan: Plan, batch: int, limit: int) -> str:
+def print_sharding(plan: Plan, batch: int, limit: int) -> str:
     """Print what each way of sharding needs; returns which one to take."""
-    needs = {(gpus, way): sharded(plan, batch, way, gpus) for gpus in GPUS[1:] for way in WAYS}
+    needs = {(n, way): bytes_if_sharded(plan, batch, way, n) for n in GPUS[1:] for way in WAYS}
     rows = [(n, *(f"{needs[n, way] / MIB:,.2f}" for way in WAYS)) for n in GPUS[1:]]
     print(f"\nsharded, each GPU needs for a batch of {batch}, in MiB:\n")
     print(tabulate(rows, ("GPUs", *WAYS), disable_numparse=True, colalign=["right"] * 4))
@@ -107,7 +108,7 @@ def shard(plan: Plan, batch: int, limit: int) -> str:
     if not enough:
         return RECOMPUTE
     gpus, way = enough[0]
-    besides = ", and room for its largest layer" * (way == "FSDP")
+    besides = ", and room for its largest layer" if way == "FSDP" else ""
     size = f"{needs[gpus, way] / MIB:,.0f} MiB"
     return f"With {way} on {gpus} GPUs it needs {size} on each for a batch of {batch}{besides}."
 
@@ -137,14 +138,14 @@ def report(args: Namespace, plan: Plan, limit: int) -> None:
     table = [(name, f"{count / MIB:,.2f}") for name, count in parts.items()]
     print(tabulate(table, ("", "MiB"), disable_numparse=True, colalign=("left", "right")))
     most = largest(lambda samples: fits(samples, 1, 0), least)
-    print(f"\nlargest batch at once: {most}{' or more' * (most >= MOST)}")
+    print(f"\nlargest batch at once: {most}{' or more' if most >= MOST else ''}")
     cuts = cut(batch, least, fits, parts["gradients"]) if 0 < most < batch else {}
     if ways := [(n, batch // n, k, batch // n // k) for n, k in cuts.items() if k]:
         print(f"\nways to cut a global batch of {batch}:\n")
         print(tabulate(ways, ("GPUs", "local batch", "accumulate", "micro-batch")))
     advice = advise(batch, most, cuts)
     if not most:
-        advice = f"not even a batch of {least} fits. {ALONE} {shard(plan, least, limit)}"
+        advice = f"not even a batch of {least} fits. {ALONE} {print_sharding(plan, least, limit)}"
     print("\n" + fill(f"Advice: {advice}", 90))
 
 

@@ -168,9 +168,9 @@ def peaks(plan: Plan, batch: int, micro_batches: int = 1) -> dict[str, int]:
 
 def rehearse(plan: Plan, batch: int, micro_batches: int = 1) -> tuple[int, str]:
     """The bytes that a step will need at its peak, and where the peak is."""
-    found = peaks(plan, batch, micro_batches)
-    moment = max(found, key=lambda moment: found[moment])
-    return found[moment], moment
+    bytes_at = peaks(plan, batch, micro_batches)
+    moment = max(bytes_at, key=lambda moment: bytes_at[moment])
+    return bytes_at[moment], moment
 
 
 def run(plan: Plan, batch: int, micro_batches: int = 1) -> int:
@@ -190,8 +190,8 @@ def parts_of(plan: Plan) -> dict[str, int]:
     tensors = [value for value in state if isinstance(value, torch.Tensor) and value.is_meta]
     gradients = [p.grad for p in parameters if p.grad is not None]
     kinds = parameters, list(model.buffers()), gradients, tensors
-    found = [sum(tensor.nbytes for tensor in kind) for kind in kinds]
-    return {**dict(zip(KINDS, found, strict=True)), "a sample's activations": saved[1] - saved[0]}
+    sizes = [sum(tensor.nbytes for tensor in kind) for kind in kinds]
+    return {**dict(zip(KINDS, sizes, strict=True)), "a sample's activations": saved[1] - saved[0]}
 
 
 def count_saved(plan: Plan, model: nn.Module, batch: int) -> int:

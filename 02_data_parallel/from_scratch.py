@@ -29,6 +29,23 @@ def to_main_device(module: nn.Module, devices: Devices) -> nn.Module:
     return module.to(devices[0])
 
 
+def scatter(devices: Devices, *args: Any, **kwargs: Any) -> list[Call]:
+    """Step 2: cut every tensor along its first dimension: 30 over 3 gives 3 × 10.
+
+    Fewer samples than devices give fewer parts. Anything but a tensor goes to every replica.
+    """
+    leaves, form = tree_flatten((args, kwargs))  # the tensors inside tuples, lists and dicts too
+
+    def cut(leaf: Any) -> list:
+        if not isinstance(leaf, Tensor):
+            return [leaf] * len(devices)
+        chunks = leaf.chunk(len(devices))
+        return [chunk.to(device) for chunk, device in zip(chunks, devices, strict=False)]
+
+    parts = zip(*map(cut, leaves), strict=False)
+    return [tree_unflatten(part, form) for part in parts] or [(args, kwargs)]  # no tensor: one part
+
+
 def replicate(module: nn.Module, devices: Devices) -> list[nn.Module]:
     """Step 3: a replica for each device. Replica 0 is the module; torch's only shares its tensors.
 
@@ -41,22 +58,6 @@ def replicate(module: nn.Module, devices: Devices) -> list[nn.Module]:
         copies = {id(tensor): tensor.to(device, copy=True) for tensor in tensors}
         replicas.append(copy.deepcopy(module, copies))  # it copies only what is not in there yet
     return replicas
-
-
-def scatter(devices: Devices, *args: Any, **kwargs: Any) -> list[Call]:
-    """Step 2: cut every tensor along its first dimension: 30 over 3 gives 3 × 10.
-
-    Fewer samples than devices give fewer parts. Anything but a tensor goes to every replica.
-    """
-    leaves, form = tree_flatten((args, kwargs))  # the tensors inside tuples, lists and dicts too
-
-    def cut(leaf: Any) -> list:
-        if not isinstance(leaf, Tensor):
-            return [leaf] * len(devices)
-        return [x.to(where) for x, where in zip(leaf.chunk(len(devices)), devices, strict=False)]
-
-    parts = zip(*map(cut, leaves), strict=False)
-    return [tree_unflatten(part, form) for part in parts] or [(args, kwargs)]  # no tensor: one part
 
 
 def apply(replicas: list[nn.Module], parts: list[Call], devices: Devices) -> list[Any]:
@@ -86,9 +87,17 @@ def apply(replicas: list[nn.Module], parts: list[Call], devices: Devices) -> lis
 
 
 def gather(outputs: list[Any], devices: Devices) -> Any:
-    """Step 5: join the outputs, or what they hold, on the main device in the order of the batch."""
-    main = devices[0]
-    return tree_map(lambda *ps: torch.cat([torch.atleast_1d(p.to(main)) for p in ps]), *outputs)
+    """Step 5: join the outputs, or what they hold, on the main device in the order of the batch.
+
+    None stays None, as in torch's gather: a model may leave out its loss.
+    """
+
+    def join(*parts: Any) -> Tensor | None:
+        if parts[0] is None:
+            return None
+        return torch.cat([torch.atleast_1d(part.to(devices[0])) for part in parts])
+
+    return tree_map(join, *outputs)
 
 
 def loss_on_main_device(criterion: Callable, outputs: Any, targets: Tensor) -> Tensor:

@@ -29,12 +29,12 @@ class Watched(nn.Module):
         super().__init__()
         self.layer = nn.Linear(5, 2)
 
-    def forward(self, x: Tensor) -> Tensor:  # (local batch, 5) -> (local batch, 2)
-        y = self.layer(x)
+    def forward(self, inputs: Tensor) -> Tensor:  # (local batch, 5) -> (local batch, 2)
+        outputs = self.layer(inputs)
         # Not print(): the replicas run at the same time, so their lines would come in any order.
         replica = int(current_thread().name.removeprefix("replica "))
-        SEEN[replica] = (tuple(x.shape), tuple(y.shape))
-        return y
+        SEEN[replica] = (tuple(inputs.shape), tuple(outputs.shape))
+        return outputs
 
 
 def shapes_of(model: nn.Module, batch: Tensor) -> tuple[list[tuple[Shape, Shape]], Shape]:
@@ -53,14 +53,14 @@ def rows(replicas: int) -> list[tuple]:
     """A row for each batch size that occurs."""
     loader = DataLoader(TensorDataset(torch.randn(100, 5)), batch_size=30)  # 30, 30, 30, 10
     model = DataParallel(Watched(), [torch.device("cpu")] * replicas)
-    found = {}
+    row_of_size = {}
     for (batch,) in loader:
         inside, outside = shapes_of(model, batch)
         inputs, outputs = zip(*inside, strict=True)
         idle = replicas - len(inside)
         row = (replicas, tuple(batch.shape), count(inputs), count(outputs), outside, idle)
-        found[len(batch)] = row
-    return list(found.values())
+        row_of_size[len(batch)] = row
+    return list(row_of_size.values())
 
 
 def main() -> None:

@@ -37,8 +37,10 @@ def same_start(model: nn.Module) -> list[Parameter]:
     return parameters
 
 
-def used_gradients(parameters: list[Parameter]) -> dict[Parameter, Tensor]:
-    """The gradient of each parameter that some rank has used; zeros on a rank that has not.
+def fill_missing_gradients(parameters: list[Parameter]) -> dict[Parameter, Tensor]:
+    """A collective: give this rank a gradient of zeros for what only other ranks have used.
+
+    Returns the gradient of each parameter that some rank has used.
 
     Without it, a rank that skipped a parameter would send its next gradient, and the other ranks
     would add it to the wrong one. It costs one small all-reduce, which DDP sends for the same

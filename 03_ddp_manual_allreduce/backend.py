@@ -117,9 +117,9 @@ def main() -> None:
     Parser(__doc__).parse_args()
     if sys.platform != "linux":
         raise UsageError(f"got {sys.platform}, expected Linux: it has files without a name")
-    found, *_ = start(RANKS, compare)
-    print(tabulate(found["calls"], ("DDP calls", "when it is made", f"in {STEPS} steps")))
-    for name, same in found["same"].items():
+    comparison, *_ = start(RANKS, compare)
+    print(tabulate(comparison["calls"], ("DDP calls", "when it is made", f"in {STEPS} steps")))
+    for name, same in comparison["same"].items():
         print(f"over {name}: {'the same bits as' if same else 'other weights than'} over gloo")
 
 

@@ -115,15 +115,16 @@ def device_of(backend: str, world_size: int) -> str:
     return "cuda" if backend == "nccl" else "cpu"
 
 
-def require_equal(mine: list[str]) -> None:
+def require_equal(descriptions: list[str]) -> None:
     """Raise UsageError on every rank if the ranks do not give the same descriptions."""
-    all_ranks = [mine] * dist.get_world_size()
-    dist.all_gather_object(all_ranks, mine)  # every rank must reach this line
-    for rank, other in enumerate(all_ranks):
-        for theirs, first in zip([*other, "nothing"], [*all_ranks[0], "nothing"], strict=False):
-            if theirs != first:
+    all_ranks = [descriptions] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, descriptions)  # every rank must reach this line
+    expected = [*all_ranks[0], "nothing"]
+    for rank, given in enumerate(all_ranks):
+        for here, there in zip([*given, "nothing"], expected, strict=False):
+            if here != there:
                 raise UsageError(
-                    f"rank {rank} has {theirs} where rank 0 has {first}: make them the same on "
+                    f"rank {rank} has {here} where rank 0 has {there}: make them the same on "
                     "every rank"
                 )
 

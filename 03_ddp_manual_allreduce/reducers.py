@@ -1,11 +1,10 @@
 """Average the gradients of all ranks, in five ways that give the same mean.
 
-    python 03_ddp_manual_allreduce/reducers.py
-
 Read them in this order. PerParameter sends a message for each parameter, as train.py does. Flat
-sends one message for all of them, and ring does so by an all-reduce of our own. Bucketed sends
+sends one message for all of them, and Ring does so by an all-reduce of our own. Bucketed sends
 several, each as soon as backward has filled it, as DistributedDataParallel does. SharedMemory, in
-shared_memory.py, sends no gradient at all. In a training loop:
+shared_memory.py, sends no gradient at all. compare_reducers.py shows what they send. In a training
+loop:
 
     reducer = Bucketed(model)  # every rank now has rank 0's weights and buffers
     loss.backward()            # Bucketed sends in here
@@ -18,19 +17,14 @@ the parameter stays without. Page: reducers.md
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torchvision
-from tabulate import tabulate
 from torch import nn
 from torch.nn import Parameter
 
-from averaging import same_start, used_gradients, views_of, write_share
-from common.models import Net
-from common.options import Parser, UsageError, exit_on
-from ranks import start
+from averaging import fill_missing_gradients, same_start, views_of, write_share
+from common.options import UsageError
 from ring import ring_all_reduce
 from shared_memory import SharedMemory
 
@@ -43,9 +37,9 @@ class PerParameter:
 
     @torch.no_grad()
     def finish(self) -> None:
-        for gradient in used_gradients(self.parameters).values():
+        for gradient in fill_missing_gradients(self.parameters).values():
             dist.all_reduce(gradient)
-            gradient /= dist.get_world_size()
+            gradient /= dist.get_world_size()  # after the sum, as train.py does
 
 
 class Flat:
@@ -60,17 +54,17 @@ class Flat:
 
     @torch.no_grad()
     def finish(self) -> None:
-        gradients = used_gradients(self.parameters)
+        gradients = fill_missing_gradients(self.parameters)
         if not gradients:  # on no rank, so all of them return here
             return
         flat = torch.cat([gradient.flatten() for gradient in gradients.values()])
-        flat /= dist.get_world_size()
+        flat /= dist.get_world_size()  # before the sum, as DDP does: it could overflow in fp16
         self.all_reduce(flat)
         for parameter, mean in views_of(flat, list(gradients)).items():
             gradients[parameter].copy_(mean)
 
 
-# As in torch's DDP (dist._DEFAULT_FIRST_BUCKET_BYTES).
+# DDP closes a bucket once it holds so many (dist._DEFAULT_FIRST_BUCKET_BYTES, and 25 MiB).
 FIRST_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
 
 
@@ -152,82 +146,26 @@ class Bucketed:
         self.send_full_buckets()
         for work in self.sent:
             work.wait()
-        for parameter, gradient in used_gradients(self.parameters).items():
+        for parameter, gradient in fill_missing_gradients(self.parameters).items():
             gradient.copy_(self.bucket_of[parameter].views[parameter])
         for bucket in self.buckets:
             bucket.missing = set(bucket.views)
         self.sent = []
 
 
-def ring(model: nn.Module) -> Flat:
+class Ring(Flat):
     """Flat, with the all-reduce of ring.py in place of gloo's."""
-    if dist.get_backend() == "nccl":
-        raise UsageError("the ring sends from main memory, nccl from GPUs only: try gloo")
-    return Flat(model, ring_all_reduce)
+
+    def __init__(self, model: nn.Module) -> None:
+        if dist.get_backend() == "nccl":
+            raise UsageError("the ring sends from main memory, nccl from GPUs only: try gloo")
+        super().__init__(model, ring_all_reduce)
 
 
 REDUCERS: dict[str, Callable[[nn.Module], Any]] = {
     "per-parameter": PerParameter,
     "flat": Flat,
     "bucketed": Bucketed,
-    "ring": ring,
+    "ring": Ring,
     "shared-memory": SharedMemory,
 }
-
-
-def compare() -> list[tuple[str, str, int, bool]]:
-    """One step of `net` with each reducer: what it sends, and whether it gives the mean."""
-    rows = []
-    for name, make in REDUCERS.items():
-        torch.manual_seed(dist.get_rank())  # different weights on each rank, on purpose
-        model = Net(1, 28, 10, batch_norm=False).eval().double()  # eval: without dropout
-        with (
-            mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduces,
-            mock.patch.object(dist, "isend", wraps=dist.isend) as messages,
-        ):
-            reducer = make(model)
-            torch.manual_seed(0)
-            batch = torch.randn(8, 1, 28, 28).double()
-            expected = torch.autograd.grad(model(batch).square().mean(), [*model.parameters()])
-            shard = batch.chunk(dist.get_world_size())[dist.get_rank()]
-            model(shard).square().mean().backward()
-            reducer.finish()
-        sizes = " ".join(str(call.args[0].nbytes) for call in all_reduces.call_args_list)
-        pairs = zip(model.parameters(), expected, strict=True)
-        equal = all(p.grad is not None and torch.allclose(p.grad, g, 0, 1e-12) for p, g in pairs)
-        rows.append((name, sizes, messages.call_count, equal))
-    return rows
-
-
-def watch_backward() -> list[tuple[int, str, str, int, int]]:
-    """For each bucket: when it is sent, and how many gradients are complete by then."""
-    model, rows = torchvision.models.resnet18(num_classes=10), []
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    reducer = Bucketed(model)
-
-    def look(parameter: Parameter) -> None:  # runs after the reducer's own hook
-        complete = sum(p.grad is not None for p in names)
-        for number in range(len(rows), len(reducer.sent)):
-            size = f"{reducer.buckets[number].flat.nbytes / 2**20:.1f}"
-            rows.append((number, size, names[parameter], complete, len(names) - complete))
-
-    for parameter in names:
-        parameter.register_post_accumulate_grad_hook(look)
-    model(torch.randn(2, 3, 32, 32)).sum().backward()
-    reducer.finish()
-    return rows
-
-
-def main() -> None:
-    Parser(__doc__).parse_args()
-    print("One step of `net`, in float64:\n")
-    heads = ["reducer", "bytes of each all-reduce", "messages by isend", "equals the mean"]
-    print(tabulate(start(2, compare)[0], heads, disable_numparse=True))
-    print("\nWhen `bucketed` sends the gradients of a ResNet-18, in one backward:\n")
-    heads = ["bucket", "MiB", "sent after the gradient of", "complete", "still to come"]
-    print(tabulate(start(2, watch_backward)[0], heads))
-
-
-if __name__ == "__main__":
-    with exit_on(UsageError):
-        main()

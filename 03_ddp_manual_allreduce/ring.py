@@ -40,12 +40,12 @@ def simple_ring(tensor: Tensor, after_step: Callable[[Tensor], object]) -> None:
         return place
 
     for s in range(n - 1):  # reduce-scatter: add my chunk to what arrives, and pass it on
-        mine = chunks[(rank - s - 1) % n]
-        mine += step(chunks[(rank - s) % n], mine)
+        chunk = chunks[(rank - s - 1) % n]
+        chunk += step(chunks[(rank - s) % n], chunk)
         after_step(tensor)
     for s in range(n - 1):  # all-gather: chunk rank + 1 is complete here; pass complete ones on
-        mine = chunks[(rank - s) % n]
-        mine.copy_(step(chunks[(rank - s + 1) % n], mine))
+        chunk = chunks[(rank - s) % n]
+        chunk.copy_(step(chunks[(rank - s + 1) % n], chunk))
         after_step(tensor)
 
 
@@ -70,7 +70,7 @@ def ring_all_reduce(tensor: Tensor, ahead: int = 1) -> int:
     receives: list[tuple[Tensor, Any]] = []
     sends: list[Any] = [dist.isend(piece, right) for piece in chunks[rank] if steps]
     sent = sum(piece.nbytes for piece in chunks[rank] if steps)
-    for place, (step, mine) in enumerate(arrivals):
+    for place, (step, target) in enumerate(arrivals):
         while len(receives) < min(place + 1 + ahead, len(arrivals)):
             next_step, piece = arrivals[len(receives)]
             if next_step < n - 1:  # this one is added, so it must not overwrite
@@ -79,10 +79,10 @@ def ring_all_reduce(tensor: Tensor, ahead: int = 1) -> int:
         arrived, work = receives[place]
         work.wait()
         if step < n - 1:
-            mine += arrived
+            target += arrived
         if step + 1 < steps:
-            sends.append(dist.isend(mine, right))
-            sent += mine.nbytes
+            sends.append(dist.isend(target, right))
+            sent += target.nbytes
     for work in sends:
         work.wait()
     if tensor.is_cuda:
@@ -95,7 +95,7 @@ def all_reduce(tensor: Tensor) -> int:
 
     Raises UsageError on every rank if shapes or dtypes differ, or one is not contiguous.
     """
-    gaps = " with gaps" * (not tensor.is_contiguous())
+    gaps = "" if tensor.is_contiguous() else " with gaps"
     require_equal([f"{list(tensor.shape)} {tensor.dtype}{gaps}"])  # every rank must reach this line
     if gaps:
         raise UsageError("the ring needs a tensor without gaps: try .contiguous()")

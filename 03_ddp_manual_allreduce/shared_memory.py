@@ -2,7 +2,7 @@
 
 Every rank has a row in this memory and can read all rows. It writes its gradients to its own row,
 adds up its slice of all rows when they are complete, and takes the means out of its row. The page
-reducers.md explains it; reducers.py compares it with the other ways.
+reducers.md explains it; compare_reducers.py compares it with the other ways.
 """
 
 import os
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from averaging import same_start, used_gradients, views_of, write_share
+from averaging import fill_missing_gradients, same_start, views_of, write_share
 from common.options import UsageError
 
 PIECE = 2**16  # elements that are added up at a time: they stay in the processor's cache
@@ -79,5 +79,5 @@ class SharedMemory:
         for rows in self.slices:
             rows[:] = reduce(torch.add, rows.unbind())
         dist.barrier()  # all slices are summed
-        for parameter, gradient in used_gradients(self.parameters).items():
+        for parameter, gradient in fill_missing_gradients(self.parameters).items():
             gradient.copy_(self.views[parameter])

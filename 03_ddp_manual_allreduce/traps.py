@@ -23,50 +23,50 @@ from common.options import Parser, UsageError, exit_on, float_at_least
 from ranks import end_with_parent, prepare_forkserver
 
 
-def no_trap(mine: Tensor, rank: int) -> Tensor:
-    return all_reduce(mine)
+def no_trap(tensor: Tensor, rank: int) -> Tensor:
+    return all_reduce(tensor)
 
 
-def shorter(mine: Tensor, rank: int) -> Tensor:
-    return all_reduce(mine[: 2 + rank])
+def shorter(tensor: Tensor, rank: int) -> Tensor:
+    return all_reduce(tensor[: 2 + rank])
 
 
-def too_little(mine: Tensor, rank: int) -> Tensor:
-    return broadcast(mine[: 2 + rank])
+def too_little(tensor: Tensor, rank: int) -> Tensor:
+    return broadcast(tensor[: 2 + rank])
 
 
-def too_much(mine: Tensor, rank: int) -> Tensor:
-    return broadcast(mine[: 3 - rank])
+def too_much(tensor: Tensor, rank: int) -> Tensor:
+    return broadcast(tensor[: 3 - rank])
 
 
-def other_shape(mine: Tensor, rank: int) -> Tensor:
+def other_shape(tensor: Tensor, rank: int) -> Tensor:
     return all_reduce(torch.arange(6).view((2, 3) if rank == 0 else (3, 2)))  # adds in memory order
 
 
-def other_call(mine: Tensor, rank: int) -> Tensor:
-    return all_reduce(mine) if rank == 0 else broadcast(mine)
+def other_call(tensor: Tensor, rank: int) -> Tensor:
+    return all_reduce(tensor) if rank == 0 else broadcast(tensor)
 
 
-def no_call(mine: Tensor, rank: int) -> Tensor:
-    return all_reduce(mine) if rank == 0 else mine
+def no_call(tensor: Tensor, rank: int) -> Tensor:
+    return all_reduce(tensor) if rank == 0 else tensor
 
 
-def one_only(mine: Tensor, rank: int) -> Tensor:
-    a, b = mine[:1], 2 * mine[:1]
-    for tensor in (a, b) if rank == 0 else (b,):  # as if rank 1 had no gradient a
-        all_reduce(tensor)
+def one_only(tensor: Tensor, rank: int) -> Tensor:
+    a, b = tensor[:1], 2 * tensor[:1]
+    for gradient in (a, b) if rank == 0 else (b,):  # as if rank 1 had no gradient a
+        all_reduce(gradient)
     return torch.cat([a, b])
 
 
-def other_order(mine: Tensor, rank: int) -> Tensor:
-    a, b = mine[:1], 2 * mine[:1]
-    for tensor in (a, b) if rank == 0 else (b, a):
-        all_reduce(tensor)
+def other_order(tensor: Tensor, rank: int) -> Tensor:
+    a, b = tensor[:1], 2 * tensor[:1]
+    for gradient in (a, b) if rank == 0 else (b, a):
+        all_reduce(gradient)
     return torch.cat([a, b])
 
 
-def gaps(mine: Tensor, rank: int) -> Tensor:
-    return all_reduce(mine[::2])  # gloo does not skip the gaps: use .contiguous()
+def gaps(tensor: Tensor, rank: int) -> Tensor:
+    return all_reduce(tensor[::2])  # gloo does not skip the gaps: use .contiguous()
 
 
 TRAPS: dict[str, Callable[[Tensor, int], Tensor]] = {

@@ -5,6 +5,8 @@
 It uses the meta device, which has shapes and no numbers: it needs no GPU and no memory.
 """
 
+from typing import Any
+
 import torch
 import torchvision
 from tabulate import tabulate
@@ -14,10 +16,11 @@ from alpha_beta import Bucket
 from common.models import Net
 from common.options import Parser, UsageError
 
-FIRST_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # DDP closes a bucket once it holds so many
+# DDP closes a bucket once it holds so many (dist._DEFAULT_FIRST_BUCKET_BYTES, and 25 MiB).
+FIRST_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
 
 
-def fill(gradients: list[tuple[float, float]]) -> list[Bucket]:
+def fill_buckets(gradients: list[tuple[float, float]]) -> list[Bucket]:
     """Buckets as DDP fills them, from (bytes, ready) of each gradient in the order of backward.
 
     The first is small, the others are large (Li et al., VLDB 2020, 3.2.3; 03's reducers.py).
@@ -31,47 +34,72 @@ def fill(gradients: list[tuple[float, float]]) -> list[Bucket]:
     return [*buckets, Bucket(size, 1.0)] if size else buckets
 
 
-def gradients_of(model: nn.Module, image: torch.Tensor) -> list[tuple[float, float]]:
+def gradients_of(model: nn.Module, images: torch.Tensor) -> list[tuple[float, float]]:
     """(bytes, ready) of each gradient, from the last layer to the first.
 
-    ready: the share of backward's multiplications that are done by then, on the meta device.
+    ready: the share of backward's multiplications that are done by then. A layer multiplies each
+    of its weights once for every pixel or token of its output. The rest is small and left out:
+    biases, tables of positions, attention's queries times keys.
     """
-    work: dict[nn.Module, float] = {}
+    positions: dict[nn.Module, float] = {}  # pixels or tokens in the output of each layer called
 
-    def count(layer: nn.Module, _: object, output: torch.Tensor) -> None:
-        weights = next(layer.parameters(recurse=False))  # the first one; a bias is small
-        work[layer] = weights.numel() * output.numel() / output.shape[1]
+    def count(layer: nn.Module, _: object, output: Any) -> None:
+        output = output[0] if isinstance(output, tuple) else output
+        weight = getattr(layer, "weight", None)  # (channels, ...), wherever the output has them
+        channels = output.shape[-1] if weight is None else len(weight)
+        positions[layer] = output.numel() / channels
 
     for layer in model.modules():
-        if getattr(layer, "weight", None) is not None:
-            layer.register_forward_hook(count)
-    model.eval()(image)  # eval: BatchNorm takes any batch
-    total, done, found = sum(work.values()), 0.0, []
-    for layer in reversed([layer for layer in model.modules() if layer in work]):
-        done += work[layer]
-        sizes = [p.numel() * 4.0 for p in layer.parameters(recurse=False)]
-        found += [(size, done / total) for size in reversed(sizes)]
-    return found
+        layer.register_forward_hook(count)
+    model(images)
+
+    def positions_of(name: str) -> float:
+        """Of that layer, or of the attention that uses its weights without calling it."""
+        while (layer := model.get_submodule(name)) not in positions:
+            name = name.rpartition(".")[0]
+        return positions[layer]
+
+    done, gradients = 0.0, []
+    for name, layer in reversed([*model.named_modules()]):
+        parameters = dict(layer.named_parameters(recurse=False))
+        weights = sum(p.numel() for key, p in parameters.items() if key.endswith("weight"))
+        done += weights * positions_of(name)
+        gradients += [(p.numel() * 4.0, done) for p in reversed(parameters.values())]
+    return [(size, multiplications / done) for size, multiplications in gradients]
 
 
-def named(name: str, image_size: int) -> list[tuple[float, float]]:
-    """The gradients of a stage's model, or of any classifier of torchvision."""
+def build_classifier(name: str, image_size: int) -> nn.Module:
+    """A stage's model, or a classifier of torchvision. The caller has chosen the meta device."""
+    if name in ("net", "net-bn"):
+        return Net(1, image_size, 10, batch_norm=name == "net-bn")
+    if name not in torchvision.models.list_models(torchvision.models):
+        raise UsageError(f"--model {name}: expected net or a model of torchvision as resnet50")
+    options = {"init_weights": False} if name in ("inception_v3", "googlenet") else {}
+    try:
+        return torchvision.models.get_model(name, **options)
+    except NotImplementedError:  # a regnet computes its widths with tensors, and reads them
+        with torch.device("cpu"):
+            return torchvision.models.get_model(name, **options).to("meta")
+
+
+def gradients_of_classifier(name: str, image_size: int) -> list[tuple[float, float]]:
+    """Those of a stage's model, or of any classifier of torchvision."""
     with torch.device("meta"):
-        if name in ("net", "net-bn"):
-            image = torch.empty(1, 1, image_size, image_size)
-            return gradients_of(Net(1, image_size, 10, batch_norm=name == "net-bn"), image)
-        if name not in torchvision.models.list_models(torchvision.models):
-            raise UsageError(f"--model {name}: expected net or a model of torchvision as resnet50")
-        more = {"init_weights": False} if name in ("inception_v3", "googlenet") else {}
-        model = torchvision.models.get_model(name, **more)
-        return gradients_of(model, torch.empty(1, 3, image_size, image_size))
+        channels = 1 if name in ("net", "net-bn") else 3
+        model = build_classifier(name, image_size)
+        images = torch.empty(2, channels, image_size, image_size)  # BatchNorm refuses one sample
+        try:
+            return gradients_of(model, images)
+        except (AssertionError, RuntimeError) as error:
+            what = f"--image-size {image_size} does not suit {name}: {error}"
+            raise UsageError(f"{what}: try --image-size 224") from error
 
 
 def main() -> None:
     rows = [
         (name, f"{bucket.size / 2**20:.1f}", f"{bucket.ready:.0%}")
         for name in ("resnet50", "vgg16")
-        for bucket in fill(named(name, 224))
+        for bucket in fill_buckets(gradients_of_classifier(name, 224))
     ]
     print(
         tabulate(rows, ("model", "bucket, MiB", "ready after, of backward"), disable_numparse=True)

@@ -43,7 +43,7 @@ from common.data import ImageSet, collate, load_dataset
 from common.models import build_model
 from common.options import Parser, UsageError, exit_on, float_at_least, int_at_least
 from forecast import GBIT
-from gradient_order import fill, named
+from gradient_order import fill_buckets, gradients_of_classifier
 
 Wait = Callable[[], Tensor]  # waits until a mean has arrived, and returns it
 CHUNK = 1024  # numbers that share a scale in int8
@@ -336,7 +336,8 @@ def step_seconds(way: str, every: int, seconds: float, numbers: int, link: Link)
 
 def slowdowns(step_ms: float, gbit: float) -> dict[str, float]:
     """A step of resnet18 on 2 ranks over its computing, computed by alpha_beta.py for this link."""
-    seconds, buckets, link = step_ms / 1000, fill(named("resnet18", 64)), Link(50e-6, gbit * GBIT)
+    seconds, link = step_ms / 1000, Link(50e-6, gbit * GBIT)
+    buckets = fill_buckets(gradients_of_classifier("resnet18", 64))
     job = Job(seconds / 3, 2 * seconds / 3, 0.0, buckets)
     numbers = int(sum(bucket.size for bucket in buckets) / 4)
     found = {DDP: step(job, partial(ring, ranks=2, link=link)).seconds}

@@ -25,7 +25,8 @@ from step import build, ddp, make_step, sgd, start
 from tables import predictions
 from timing import Effort, Results, Times, chapter, interleave, summarize
 
-paper, fill = chapter("04", "alpha_beta"), chapter("04", "gradient_order").fill
+paper = chapter("04", "alpha_beta")
+fill_buckets = chapter("04", "gradient_order").fill_buckets
 
 DDP, NO_SYNC, BF16 = "DDP", "DDP, 4 with no_sync", "DDP, bf16 hook"
 HOW = {DDP: (1, 1.0), NO_SYNC: (4, 1.0), BF16: (1, 0.5)}  # micro-batches; of fp32's bytes
@@ -169,7 +170,7 @@ def job_of(seconds: float, shares: list[float], gradients: list[int], handling: 
     order = sorted(zip(gradients, ready, strict=True), key=lambda gradient: gradient[1])
     each = handling * sum(gradients) / 2  # backward fills the buckets; in the end they are emptied
     rest = (1 - forward - backward) * seconds + each
-    return paper.Job(forward * seconds, backward * seconds + each, rest, fill(order))
+    return paper.Job(forward * seconds, backward * seconds + each, rest, fill_buckets(order))
 
 
 def predict(times: Times, notes: list[Results]) -> Results:

@@ -80,6 +80,8 @@ def test_a_section_that_runs_the_stages_finds_their_steps(name):
         ("forecast --step-ms 23 --link carrier-pigeon", "carrier-pigeon"),
         ("forecast --step-ms 23 --gpus 12", "--gpus 8"),
         ("forecast --step-ms 23 --model resnet5000", "resnet5000"),
+        ("forecast --step-ms 23 --model vit_b_16 --image-size 128", "--image-size 224"),
+        ("forecast --step-ms 23 --model alexnet --image-size 9", "--image-size 224"),
         ("forecast --gpus 8", "--step-ms 45"),
     ],
 )
@@ -170,14 +172,14 @@ def _sizes_that_ddp_sends(rank):
 
 def test_the_buckets_are_those_that_ddp_really_sends():
     gradients, old = (
-        ready.named("resnet18", 64),
+        ready.gradients_of_classifier("resnet18", 64),
         "FIRST_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20",
     )
     change = ("gradient_order.py", old, "FIRST_BYTES, BUCKET_BYTES = 2**22, 10 * 2**20")
     other = fresh_module("04", "gradient_order.py", (change,))
     for sizes in run_ranks(2, _sizes_that_ddp_sends):
-        assert sizes == [bucket.size for bucket in ready.fill(gradients)]
-        assert sizes != [bucket.size for bucket in other.fill(gradients)], "the control"
+        assert sizes == [bucket.size for bucket in ready.fill_buckets(gradients)]
+        assert sizes != [bucket.size for bucket in other.fill_buckets(gradients)], "the control"
 
 
 def ways() -> dict[str, dict]:

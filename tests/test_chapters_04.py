@@ -13,7 +13,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import torchvision
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from local_ranks import ROOT, in_time, on_ranks
 from repository_pages import fences
@@ -39,6 +41,56 @@ def test_what_a_chapter_prints(call):
     name, *flags = call.split()
     lines = [" ".join(line.split()) for line in output_of("04", name, *flags).splitlines()]
     assert [row for row in PRINTED[call].split(" | ") if row not in lines] == []
+
+
+CLASSIFIERS = ["vit_b_16", "swin_t", "convnext_tiny", "googlenet", "maxvit_t", "regnet_y_400mf"]
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_a_forecast_counts_every_parameter_of_a_classifier(name):
+    """Attention multiplies by weights of layers that it does not call, and has some of its own.
+
+    googlenet has classifiers of its own in the middle, which are trained too.
+    """
+    with torch.device("cpu" if name.startswith("regnet") else "meta"):
+        options = {"init_weights": False} if name == "googlenet" else {}
+        model = torchvision.models.get_model(name, **options)
+    gradients = chapter("04", "gradient_order").gradients_of_classifier(name, 224)
+    assert sum(size for size, _ in gradients) == 4 * sum(p.numel() for p in model.parameters())
+    ready = [share for _, share in gradients]
+    assert ready == sorted(ready)
+    assert ready[-1] == 1.0
+
+
+def really_ready(name: str) -> list[tuple[float, float]]:
+    """(bytes, ready) of each gradient in a real backward, where torch counts multiplications."""
+    with torch.device("meta"):
+        model = torchvision.models.get_model(name)
+        loss = model(torch.empty(2, 3, 224, 224)).sum()
+    with FlopCounterMode(display=False) as counter:
+        gradients = []
+
+        def note(parameter: nn.Parameter) -> None:
+            gradients.append((parameter.numel() * 4, counter.get_total_flops()))
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(note)
+        loss.backward()
+    return [(size, flops / counter.get_total_flops()) for size, flops in gradients]
+
+
+@pytest.mark.parametrize("name", ["vit_b_16", "swin_t"])
+def test_a_gradient_of_attention_is_forecast_when_backward_really_has_it(name):
+    """Bytes that are ready at each tenth of backward. Queries times keys, 4 %, is left out."""
+
+    def ready_at(share, gradients):
+        return sum(size for size, ready in gradients if ready <= share)
+
+    forecast = chapter("04", "gradient_order").gradients_of_classifier(name, 224)
+    real = really_ready(name)
+    for tenth in range(1, 10):
+        expected = ready_at(tenth / 10, real)
+        assert ready_at(tenth / 10, forecast) == pytest.approx(expected, rel=0.1)
 
 
 def test_c01_c03_words_shows_what_torchrun_gives_to_nodes_of_unequal_size():

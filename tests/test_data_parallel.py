@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import scatter_gather
 from torch.nn.parallel.parallel_apply import parallel_apply
 
 from local_ranks import ROOT, scratch_folder
@@ -130,6 +131,17 @@ def test_forward_takes_and_returns_tensors_wherever_they_are():
     expected = {"sum": x.sum(1) * 2, "pair": (x + shift, torch.stack(scalars))}
     torch.testing.assert_close(output, expected)
     assert by_hand.scatter([CPU] * 3) == [((), {})], "a call without tensors: one replica works"
+
+
+def test_gather_returns_none_where_every_replica_does_as_torchs_own():
+    class WithoutLoss(nn.Module):
+        def forward(self, inputs):
+            return {"loss": None, "outputs": inputs * 2}
+
+    batch = torch.randn(6, 2)
+    output = parallel(WithoutLoss(), 3)(batch)
+    torch.testing.assert_close(output, {"loss": None, "outputs": batch * 2})
+    assert scatter_gather.gather([{"loss": None}] * 3, CPU) == {"loss": None}
 
 
 def test_threads_obey_no_grad_and_autocast_of_the_caller():

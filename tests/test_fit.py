@@ -146,7 +146,8 @@ def test_c41_if_a_batch_of_1_does_not_fit_data_parallelism_cannot_help(capsys):
 def test_the_first_way_of_sharding_that_fits_is_advised(capsys):
     """ZeRO-2, FSDP on more GPUs, none: on both sides of what each needs."""
     plan = peak.Plan("net", 28, "adam")
-    zero_2, fsdp = fit.sharded(plan, 1, "ZeRO-2", 2), fit.sharded(plan, 1, "FSDP", 8)
+    zero_2 = fit.bytes_if_sharded(plan, 1, "ZeRO-2", 2)
+    fsdp = fit.bytes_if_sharded(plan, 1, "FSDP", 8)
     first = {zero_2: "With ZeRO-2 on 2 GPUs", zero_2 - 99: "With FSDP on 2", fsdp: "With FSDP on 8"}
     for limit, words in (first | {fsdp - 99: "on 8 GPUs is not enough"}).items():
         flags = (f"--memory-limit={(limit + 9) / MIB:.6f}MiB", "--optimizer=adam", "--batch-size=8")

@@ -167,7 +167,7 @@ def test_a_bucket_is_closed_as_soon_as_it_holds_its_size():
 
 def watch_a_bucket(rank: int, ranks: int) -> list:
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
-    return chapter("03", "reducers").watch_backward()
+    return chapter("03", "compare_reducers").watch_backward()
 
 
 def test_the_first_bucket_is_on_its_way_while_most_gradients_are_still_to_come():

@@ -550,7 +550,7 @@ def test_shard_fit_predicts_within_2_percent_what_ranks_hold_at_the_end_of_forwa
     """The control: the sum of another way is farther from what was counted."""
     whole, moment = peak.rehearse(LINEARS, SAMPLES)
     assert moment == "forward"
-    sharded = [fit.sharded(LINEARS, SAMPLES, way, ranks) for way in fit.WAYS]
+    sharded = [fit.bytes_if_sharded(LINEARS, SAMPLES, way, ranks) for way in fit.WAYS]
     predicted = dict(zip(measure.WAYS, [whole, *sharded], strict=True))
     for found in run_ranks(ranks, alive_after_forward, predicted):
         assert found == {way: pytest.approx(size, rel=0.02) for way, size in predicted.items()}

@@ -221,6 +221,25 @@ def hooks(rank, ranks):
     return found
 
 
+def futures_of_one_call(rank, ranks):
+    """Rank 0 asks for two futures before the others come, and for one after the end."""
+    store, key = note("rank 0 has two futures")
+    x = torch.full((3,), rank + 1.0)
+    if rank > 0:
+        store.wait([key], timedelta(seconds=20))
+    work = dist.all_reduce(x, async_op=True)
+    futures = [work.get_future(), work.get_future()]
+    if rank == 0:
+        store.set(key, "")
+    work.wait()
+    futures.append(work.get_future())
+    deadline = time.monotonic() + 5
+    while not all(future.done() for future in futures) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert all(future.done() for future in futures), [future.done() for future in futures]
+    return x, *(future.value()[0] for future in futures)
+
+
 # Processors that reorder writes
 
 
@@ -242,16 +261,16 @@ OF_AUTOGRAD = [gradient_of_all_reduce, gradient_of_broadcast, broadcast_of_a_par
 OF_AUTOGRAD += [outputs_need_no_gradient, changes_are_not_counted]
 OF_MESSAGES = [tags_in_another_order, from_any_rank]
 OF_CALLS = [bitwise, sparse, nothing_at_all, sharded]
-OF_STARTED_WORK = [two_groups_in_another_order, complete_without_a_wait, hooks]
+OF_STARTED_WORK = [two_groups_in_another_order, complete_without_a_wait, hooks, futures_of_one_call]
 PROGRAMS = [*OF_AUTOGRAD, *OF_MESSAGES, *OF_CALLS, *OF_STARTED_WORK, many_sizes]
 
 
 # What is left out, and the programs that then give something else
 
 
-def wait_for_a_second_in_each_call(line, work, wait, start=shm.work.progress.start):
+def wait_for_a_second_in_each_call(queue, work, wait, start=shm.work.pending.start):
     work.limit = timedelta(seconds=1)
-    return start(line, work, True)
+    return start(queue, work, True)
 
 
 def take_any_tag(letter, source, tag):
@@ -263,11 +282,11 @@ LEFT_OUT = {
     "tags": ((shm.messages.Letter, "matches", take_any_tag), [tags_in_another_order]),
     "the name of the group": ((shm.SharedMemoryGroup, "getGroupName", lambda _: ""), [sharded]),
     "calls that return at once": (
-        (shm.work.progress, "start", wait_for_a_second_in_each_call),
+        (shm.work.pending, "start", wait_for_a_second_in_each_call),
         [two_groups_in_another_order],
     ),
     "the thread that goes on with started calls": (
-        (shm.work.progress, "attend", lambda: None),
+        (shm.work.pending, "attend", lambda: None),
         [complete_without_a_wait],
     ),
 }

@@ -14,7 +14,8 @@ from support import chapter
 
 paper, ready = chapter("04", "alpha_beta"), chapter("04", "gradient_order")
 replicas, measure = chapter("02", "memory"), chapter("shard", "measure")
-peak, ring, named = chapter("01", "peak"), chapter("03", "ring"), cache(ready.named)
+peak, ring = chapter("01", "peak"), chapter("03", "ring")
+gradients_of = cache(ready.gradients_of_classifier)
 SOURCE = "".join(path.read_text() for path in sorted(ROOT.glob("docs/site/widgets/*.js"))[::-1])
 GRID = {
     "model": ("resnet50", "vgg16"),
@@ -60,7 +61,7 @@ def buckets(*change):
         with patch.multiple(
             ready, BUCKET_BYTES=cap, FIRST_BYTES=2**20 if cap == ready.BUCKET_BYTES else cap
         ):
-            job = paper.Job(s / 3, 2 * s / 3, 0.0, ready.fill(named(model, 224)))
+            job = paper.Job(s / 3, 2 * s / 3, 0.0, ready.fill_buckets(gradients_of(model, 224)))
         cost = partial(paper.ring, ranks=ranks, link=paper.Link(latency, gbit * 1e9 / 8))
         step, found = paper.step(job, cost), [told["seconds"], *chain(*told["spans"])]
         assert found == pytest.approx([step.seconds, *chain(*step.spans)], rel=1e-9, abs=0)

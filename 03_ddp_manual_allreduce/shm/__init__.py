@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shm.exchange import COMPUTED_WITH, ROW, Exchange, Op
-from shm.messages import BOX, LINES, Messages
+from shm.messages import BOX, CACHE_LINES_PER_BOX, Messages
 from shm.segment import PASSED, REACHED, Segment, Steps
-from shm.work import NAP, Line, Work, progress, without_autograd
+from shm.work import NAP, CallQueue, Work, pending, without_autograd
 
 Tensors = list[Tensor]  # of one tensor: torch once had one for each device of a process
 
@@ -64,17 +64,18 @@ def limit_of(options: Any) -> timedelta | None:
 class SharedMemoryGroup(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        lines, rows = size + LINES * size * size, 2 * size * ROW
-        self.segment = Segment(store, rank, size, lines, rows + size * size * BOX, timeout)
+        boxes, rows = size * size, 2 * size * ROW  # how many, and bytes
+        cache_lines = size + CACHE_LINES_PER_BOX * boxes
+        self.segment = Segment(store, rank, size, cache_lines, rows + boxes * BOX, timeout)
         self.exchange = Exchange(self.segment)
         self.messages = Messages(self.segment, size, rows)
-        self.collectives: Line = deque()
+        self.collectives: CallQueue = deque()
         self.group_title, self.description, self.monitored = "", "", [0] * size
 
     def start(self, steps: Steps, outputs: Any, options: Any) -> Work:
         """Begin a collective; asyncOp says that the program goes on while it runs, as in DDP."""
         work = Work(self.segment, steps, outputs, limit_of(options))
-        return progress.start(self.collectives, work, wait=bool(options and not options.asyncOp))
+        return pending.start(self.collectives, work, wait=bool(options and not options.asyncOp))
 
     # Collectives: one method for the arguments, and one for the steps
 
@@ -94,15 +95,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def all_reduced_sparse(self, tensor: Tensor, op: Op) -> Steps:
         if op != Op.SUM:
             raise ValueError(f"shm: got {op} of a sparse tensor, expected SUM")
-        mine = without_autograd(tensor).coalesce()
-        shape = mine.values().shape[1:]  # of what stands at one index
-        indices = yield from self.exchange.gather_uneven(mine.indices().t().reshape(-1))
-        values = yield from self.exchange.gather_uneven(mine.values().reshape(-1))
-        total = torch.zeros_like(mine)
+        own = without_autograd(tensor).coalesce()
+        shape = own.values().shape[1:]  # of what stands at one index
+        indices = yield from self.exchange.gather_uneven(own.indices().t().reshape(-1))
+        values = yield from self.exchange.gather_uneven(own.values().reshape(-1))
+        total = torch.zeros_like(own)
         for places, numbers in zip(indices, values, strict=True):
-            places = places.view(-1, mine.sparse_dim()).t()
+            places = places.view(-1, own.sparse_dim()).t()
             part = numbers.view(places.shape[1], *shape)
-            total = total + torch.sparse_coo_tensor(places, part, mine.shape)
+            total = total + torch.sparse_coo_tensor(places, part, own.shape)
         with torch.no_grad():
             tensor.copy_(total.coalesce())
 
@@ -171,8 +172,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def scattered(self, output: Tensor, inputs: Tensors, root: int) -> Steps:
         same_size(inputs, output)
-        mine = flat(output)
-        whole = torch.cat([flat(each) for each in inputs] or [mine] * self.size())
+        parts = [flat(each) for each in inputs] or [flat(output)] * self.size()
+        whole = torch.cat(parts)
         yield from self.exchange.gather(whole, {root: whole}, root)
         put_back(output, whole.view(self.size(), -1)[self.rank()])
 
@@ -207,9 +208,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
             put_back(output, value)
 
     def all_to_all_single(
-        self, out: Tensor, x: Tensor, out_sizes: list[int], in_sizes: list[int], options: Any = None
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        options: Any = None,
     ) -> Work:
-        return self.alltoall(self.split(out, out_sizes), self.split(x, in_sizes), options)
+        outputs, inputs = self.split(output, output_sizes), self.split(tensor, input_sizes)
+        return self.alltoall(outputs, inputs, options)
 
     def split(self, tensor: Tensor, sizes: list[int]) -> Tensors:
         """Split the first dimension, evenly without sizes."""
@@ -252,19 +259,19 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 if not wait_all_ranks:
                     break
         if late:
-            who = f"Rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
+            who = f"{'Rank' if len(late) == 1 else 'Ranks'} {', '.join(map(str, late))}"
             what = f"{who} failed to pass monitoredBarrier in {milliseconds} ms"
             raise RuntimeError(f"shm: [Rank 0]: {what}")
         for rank in range(1, self.size()):
             self.segment.post(self.segment.places[rank] + PASSED, self.monitored[rank])
 
-    def reached(self, rank: int, line: int, counter: int, deadline: float) -> bool:
-        """Wait until a counter of that line shows this barrier; False if `rank` is late or dead."""
-        counters, place = self.segment.counters, self.segment.places[line] + counter
-        while counters[place] < self.monitored[line]:
+    def reached(self, rank: int, owner: int, counter: int, deadline: float) -> bool:
+        """Wait until a counter of its owner shows this barrier; False if `rank` is late or dead."""
+        counters, place = self.segment.counters, self.segment.places[owner] + counter
+        while counters[place] < self.monitored[owner]:
             if time.monotonic() > deadline or not self.segment.lives(rank):
-                return counters[place] >= self.monitored[line]
-            progress.look()  # other calls go on
+                return counters[place] >= self.monitored[owner]
+            pending.poll()  # other calls go on
             time.sleep(NAP)
         return True
 
@@ -273,11 +280,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def send(self, tensors: Tensors, rank: int, tag: int) -> Work:
         content = flat(tensors[0]).view(torch.uint8)
         work = Work(self.segment, self.messages.put(content, rank, tag), tensors)
-        return progress.start(self.messages.outgoing[rank], work, wait=False)
+        return pending.start(self.messages.outgoing[rank], work, wait=False)
 
     def recv(self, tensors: Tensors, rank: int | None, tag: int) -> Work:
         work = Work(self.segment, self.received(tensors[0], rank, tag), tensors)
-        return progress.start(deque(), work, wait=False)
+        return pending.start(deque(), work, wait=False)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         return self.recv(tensors, None, tag)
@@ -318,7 +325,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         self.segment.close()
-        progress.look()  # ends what still runs, with an error
+        pending.poll()  # ends what still runs, with an error
 
     abort, allreduce_coalesced = shutdown, allreduce
     # The names of torch 2.11, and the other names of today's

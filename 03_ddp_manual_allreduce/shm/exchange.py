@@ -19,18 +19,27 @@ SLICED = 2**16  # bytes: three or more ranks add up a larger piece in slices, on
 
 Op = dist.ReduceOp.RedOpType
 COMBINE: dict[Op, Callable[..., Tensor]] = {
-    **{Op.SUM: torch.add, Op.AVG: torch.add, Op.PRODUCT: torch.mul},  # an average is divided later
-    **{Op.MIN: torch.minimum, Op.MAX: torch.maximum},
-    **{Op.BAND: torch.bitwise_and, Op.BOR: torch.bitwise_or, Op.BXOR: torch.bitwise_xor},
+    Op.SUM: torch.add,
+    Op.AVG: torch.add,  # divided later
+    Op.PRODUCT: torch.mul,
+    Op.MIN: torch.minimum,
+    Op.MAX: torch.maximum,
+    Op.BAND: torch.bitwise_and,
+    Op.BOR: torch.bitwise_or,
+    Op.BXOR: torch.bitwise_xor,
 }
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool]
 REALS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 COMPLEX = [torch.complex64, torch.complex128]
 COMPUTED_WITH: dict[Op, list[torch.dtype]] = {
-    **dict.fromkeys([Op.SUM, Op.PRODUCT], INTEGERS + REALS + COMPLEX),
-    **dict.fromkeys([Op.MIN, Op.MAX], INTEGERS + REALS),
+    Op.SUM: INTEGERS + REALS + COMPLEX,
+    Op.PRODUCT: INTEGERS + REALS + COMPLEX,
+    Op.MIN: INTEGERS + REALS,
+    Op.MAX: INTEGERS + REALS,
     Op.AVG: REALS + COMPLEX,
-    **dict.fromkeys([Op.BAND, Op.BOR, Op.BXOR], INTEGERS),
+    Op.BAND: INTEGERS,
+    Op.BOR: INTEGERS,
+    Op.BXOR: INTEGERS,
 }
 
 
@@ -94,8 +103,8 @@ class Exchange:
     def all_to_all(self, inputs: list[Tensor], outputs: list[Tensor]) -> Steps:
         """Send inputs[r], (any size,), to each rank r, whose outputs have the sizes that arrive."""
         sizes = torch.empty(self.ranks, self.ranks, dtype=torch.int64)  # (from, to)
-        mine = torch.tensor([len(each) for each in inputs])
-        yield from self.gather(mine, dict(enumerate(sizes)))
+        own_sizes = torch.tensor([len(each) for each in inputs])
+        yield from self.gather(own_sizes, dict(enumerate(sizes)))
         for rank, (size, output) in enumerate(zip(sizes[:, self.rank], outputs, strict=True)):
             if size != len(output):
                 what = f"sends {size} elements, but rank {self.rank} expects {len(output)}"
@@ -121,6 +130,6 @@ class Exchange:
         yield from self.gather(torch.tensor([len(tensor)]), dict(enumerate(lengths)))
         padded = tensor.new_zeros(int(lengths.max()))
         padded[: len(tensor)] = tensor
-        found = padded.new_empty(self.ranks, len(padded))
-        yield from self.gather(padded, dict(enumerate(found)))
-        return [row[: int(length)] for row, length in zip(found, lengths, strict=True)]
+        rows = padded.new_empty(self.ranks, len(padded))
+        yield from self.gather(padded, dict(enumerate(rows)))
+        return [row[: int(length)] for row, length in zip(rows, lengths, strict=True)]

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shm.segment import LINE, Segment, Steps
-from shm.work import Line
+from shm.segment import CACHE_LINE, Segment, Steps
+from shm.work import CallQueue
 
-BOX, LINES = 2**16, 2  # bytes, and cache lines for counters: the sender's and the receiver's
+BOX = 2**16  # bytes
+CACHE_LINES_PER_BOX = 2  # for counters: the sender's and the receiver's
 COUNT, SIZE, TAG = 0, 1, 2  # counters of a sender: its pieces; size and tag of the present message
 
 
@@ -35,12 +36,12 @@ class Letter:
 
 
 class Messages:
-    """The boxes lie in the segment from `offset` on, their counters from line `line` on."""
+    """The boxes lie in the segment from `offset` on, their counters from `first_cache_line` on."""
 
-    def __init__(self, segment: Segment, line: int, offset: int) -> None:
-        self.segment, self.line, self.offset = segment, line, offset
+    def __init__(self, segment: Segment, first_cache_line: int, offset: int) -> None:
+        self.segment, self.first_cache_line, self.offset = segment, first_cache_line, offset
         self.others = [rank for rank in range(segment.ranks) if rank != segment.rank]
-        self.outgoing: list[Line] = [deque() for _ in range(segment.ranks)]  # to each rank
+        self.outgoing: list[CallQueue] = [deque() for _ in range(segment.ranks)]  # to each rank
         self.counted: dict[int, int] = {}  # of each box: pieces that this rank sent or received
         self.wanted: list[Letter] = []  # in the order in which the program asked
         self.arriving: dict[int, Letter] = {}  # from each rank: a message that is not complete
@@ -49,7 +50,8 @@ class Messages:
     def box(self, source: int, target: int) -> tuple[int, Tensor, int, int]:
         """Its number, its bytes, and the places of the sender's and the receiver's counter."""
         box = source * self.segment.ranks + target
-        sent, received = ((self.line + LINES * box + side) * LINE // 8 for side in range(LINES))
+        sent = (self.first_cache_line + CACHE_LINES_PER_BOX * box) * CACHE_LINE // 8
+        received = sent + CACHE_LINE // 8
         return box, self.segment.tensor(self.offset + box * BOX, BOX), sent, received
 
     def put(self, content: Tensor, target: int, tag: int) -> Steps:
@@ -69,11 +71,11 @@ class Messages:
     def take(self, content: Tensor, source: int | None, tag: int) -> Steps:
         """Receive bytes, (N,), from that rank or from any; returns the rank that sent them."""
         letter = wish = Letter(content, source, tag)
-        for found in self.kept:
-            if wish.matches(found.source, found.tag):
-                self.kept.remove(found)
-                self.check_size(found.source, len(found.content), len(wish.content))
-                letter = found
+        for kept in self.kept:
+            if wish.matches(kept.source, kept.tag):
+                self.kept.remove(kept)
+                self.check_size(kept.source, len(kept.content), len(wish.content))
+                letter = kept
                 break
         else:
             self.wanted.append(wish)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LINE = 64  # bytes of a cache line: ranks that write to the same one slow each other down
+CACHE_LINE = 64  # bytes: ranks that write to the same one slow each other down
 ARRIVED, KIND = 0, 1  # counters of a rank: its arrivals; KIND and KIND + 1: their last two kinds
 REACHED, PASSED = 3, 4  # monitored barriers: those that it reached, and that rank 0 let it pass
 
@@ -59,20 +59,27 @@ def system_barrier(number: int | None) -> Callable[[], None]:
 
 
 class Segment:
-    """Counters in `lines` cache lines, those of the ranks first; then `size` bytes for tensors.
+    """Counters in `cache_lines`, those of the ranks first; then `size` bytes for tensors.
 
     Raises RuntimeError if ranks are on two machines or one has ended.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, ranks: int, lines: int, size: int, limit: timedelta
+        self,
+        store: dist.Store,
+        rank: int,
+        ranks: int,
+        cache_lines: int,
+        size: int,
+        limit: timedelta,
     ) -> None:
-        self.rank, self.ranks, self.limit, self.offset = rank, ranks, limit, lines * LINE
+        self.rank, self.ranks, self.limit = rank, ranks, limit
+        self.offset = cache_lines * CACHE_LINE
         self.arrivals, self.failed = 0, ""
         self.file = self.open_together(store, self.offset + size)
         self.memory = mmap.mmap(self.file, self.offset + size)
         self.counters = memoryview(self.memory)[: self.offset].cast("q")
-        self.places = [each * LINE // 8 for each in range(ranks)]
+        self.places = [rank * CACHE_LINE // 8 for rank in range(ranks)]
 
     def open_together(self, store: dist.Store, size: int) -> int:
         """Open and lock one file of that many bytes on every rank; returns its descriptor."""

@@ -1,8 +1,8 @@
 """Calls that are not complete yet, and who carries them on.
 
-A call is a generator. It does what it can, yields the ranks that it waits for, and goes on at the
-next look. Whoever waits for one call looks at all calls of this process, of every group: so two
-groups may be used in another order on each rank. When nobody waits, a thread looks, because a
+A call is a generator. It does what it can, yields the ranks that it waits for, and goes on when it
+is polled again. Whoever waits for one call polls all calls of this process, of every group: so two
+groups may be used in another order on each rank. When nobody waits, a thread polls, because a
 program may start a call and then do something else for as long as it likes.
 """
 
@@ -20,11 +20,11 @@ from torch.futures import Future
 
 from shm.segment import Segment, Steps
 
-SPINS, CHECK = 1000, 200  # looks before the first nap, and between checks that a rank lives
+SPINS, CHECK = 1000, 200  # polls before the first nap, and between checks that a rank lives
 NAP, LONGEST_NAP = 50e-6, 1e-3  # seconds
 PATIENCE = 0.01  # seconds: DDP asks for a future at once, and waiting here is faster than a thread
 
-Line = deque["Work"]  # calls that must be carried out in their order
+CallQueue = deque["Work"]  # calls that must be carried out in their order
 
 
 class Work(dist.Work):
@@ -38,16 +38,16 @@ class Work(dist.Work):
     ) -> None:
         super().__init__()
         self.segment, self.steps, self.outputs = segment, steps, outputs
-        self.limit, self.deadline, self.looks = limit or segment.limit, 0.0, 0
+        self.limit, self.deadline, self.polls = limit or segment.limit, 0.0, 0
         self.done, self.error, self.source = False, None, -1
-        self.promised: Future | None = None
+        self.promised: Future | None = None  # fulfilled at the end, once for all who asked
 
-    def step(self) -> bool:
-        """Go on as far as possible; True if that was the end. Only `Progress` calls this."""
+    def advance(self) -> bool:
+        """Go on as far as possible; True if that was the end. Only `Pending` calls this."""
         try:
             if self.segment.failed:
                 raise RuntimeError(self.segment.failed)
-            self.look()
+            self.poll()
         except StopIteration as end:
             self.done = True
             self.source = -1 if end.value is None else end.value
@@ -57,11 +57,12 @@ class Work(dist.Work):
             self.steps.close()  # it holds the tensors
         return self.done
 
-    def look(self) -> None:
-        awaited, self.looks = next(self.steps), self.looks + 1
-        if self.looks == 1:
+    def poll(self) -> None:
+        """Let the steps go on; fail if a rank that they wait for has ended or is too late."""
+        awaited, self.polls = next(self.steps), self.polls + 1
+        if self.polls == 1:
             self.deadline = time.monotonic() + self.limit.total_seconds()
-        if self.looks % CHECK:
+        if self.polls % CHECK:
             return
         ended = [rank for rank in awaited if not self.segment.lives(rank)]
         if ended == awaited and next(self.steps) == awaited:  # it did not arrive just before
@@ -72,7 +73,7 @@ class Work(dist.Work):
             self.segment.fail(f"rank {' or '.join(map(str, awaited))} {what}", TimeoutError)
 
     def is_completed(self) -> bool:
-        progress.look()
+        pending.poll()
         return self.done
 
     def is_success(self) -> bool:
@@ -92,7 +93,7 @@ class Work(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end; after `timeout`, raise TimeoutError and let the call go on."""
-        if not progress.wait(self, timeout.total_seconds() if timeout else None):  # 0: no limit
+        if not pending.wait(self, timeout.total_seconds() if timeout else None):  # 0: no limit
             raise TimeoutError(f"shm: this call is not complete after the timeout of {timeout}")
         if self.error:
             raise self.error
@@ -100,17 +101,17 @@ class Work(dist.Work):
 
     def get_future(self) -> Future:
         """A future that holds the outputs, or the error, at the end of the call."""
-        progress.wait(self, PATIENCE)
+        pending.wait(self, PATIENCE)
+        with pending.lock:
+            if not self.done and self.promised is None:
+                self.promised = Future()
         if self.error:
             raise self.error
-        future: Future = Future()
-        with progress.lock:
-            if not self.done:
-                self.promised = future
         if self.promised is None:
+            future: Future = Future()
             future.set_result(self.outputs)
             return future
-        return future.then(lambda _: self.outputs_or_error())  # an error that C++ sees as well
+        return self.promised.then(lambda _: self.outputs_or_error())  # C++ sees this error as well
 
     def outputs_or_error(self) -> object:
         if self.error:
@@ -118,23 +119,23 @@ class Work(dist.Work):
         return self.outputs
 
 
-class Progress:
+class Pending:
     """All calls of this process that are not complete."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.unattended = threading.Condition(self.lock)  # calls run, and nobody waits
-        self.running: list[Line] = []
+        self.running: list[CallQueue] = []
         self.waiting, self.stopped = 0, False  # how many threads wait; the interpreter ends
         self.thread: threading.Thread | None = None
 
-    def start(self, line: Line, work: Work, wait: bool) -> Work:
-        """Begin a call after the others of its line. Without `wait`, a thread carries it on."""
+    def start(self, queue: CallQueue, work: Work, wait: bool) -> Work:
+        """Begin a call after the others of its queue. Without `wait`, a thread carries it on."""
         with self.lock:
-            line.append(work)
-            if len(line) == 1:
-                self.running.append(line)
-        self.look()
+            queue.append(work)
+            if len(queue) == 1:
+                self.running.append(queue)
+        self.poll()
         if wait:
             work.wait()
         elif not work.done:
@@ -143,15 +144,15 @@ class Progress:
             raise work.error
         return work
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Let each call go on as far as it can; True if one has come to its end."""
         finished: list[Work] = []
         with self.lock:
-            for line in tuple(self.running):
-                while line and line[0].step():
-                    finished.append(line.popleft())
-                if not line:
-                    self.running.remove(line)
+            for queue in tuple(self.running):
+                while queue and queue[0].advance():
+                    finished.append(queue.popleft())
+                if not queue:
+                    self.running.remove(queue)
         for work in finished:
             if work.promised:  # in a thread: its callbacks may wait for other calls
                 tell = threading.Thread(target=work.promised.set_result, args=(None,), daemon=True)
@@ -159,19 +160,19 @@ class Progress:
         return bool(finished)
 
     def wait(self, work: Work, seconds: float | None = None) -> bool:
-        """Look until this call is complete; False if it is not after that time."""
+        """Poll until this call is complete; False if it is not after that time."""
         if work.done:
             return True
         with self.lock:
             self.waiting += 1
-        looks, deadline = 0, time.monotonic() + (seconds or 0)
+        polls, deadline = 0, time.monotonic() + (seconds or 0)
         try:
             while not work.done:
                 if seconds is not None and time.monotonic() > deadline:
                     return False
-                self.look()
-                looks += 1
-                if looks < SPINS:
+                self.poll()
+                polls += 1
+                if polls < SPINS:
                     os.sched_yield()  # nothing, unless there are more ranks than cores
                 else:
                     time.sleep(NAP)
@@ -196,7 +197,7 @@ class Progress:
             with self.lock:
                 while (self.waiting or not self.running) and not self.stopped:
                     self.unattended.wait()
-            nap = NAP if self.look() else min(2 * nap, LONGEST_NAP)
+            nap = NAP if self.poll() else min(2 * nap, LONGEST_NAP)
             time.sleep(nap)
 
     def stop(self) -> None:
@@ -208,9 +209,9 @@ class Progress:
             self.thread.join(timeout=5)
 
 
-progress = Progress()
-atexit.register(progress.stop)
-os.register_at_fork(after_in_child=progress.__init__)  # a new process has no thread
+pending = Pending()
+atexit.register(pending.stop)
+os.register_at_fork(after_in_child=pending.__init__)  # a new process has no thread
 
 
 def without_autograd(tensor: Tensor) -> Tensor:
