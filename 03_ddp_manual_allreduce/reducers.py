@@ -27,7 +27,7 @@ from tabulate import tabulate
 from torch import nn
 from torch.nn import Parameter
 
-from averaging import same_start, used_gradients, views_of, write_share
+from averaging import broadcast_model, used_gradients, views_of, write_divided_gradient
 from common.models import Net
 from common.options import Parser, UsageError, exit_on
 from ranks import start
@@ -39,7 +39,7 @@ class PerParameter:
     """One all-reduce for each parameter, after backward."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.parameters = same_start(model)
+        self.parameters = broadcast_model(model)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -55,7 +55,7 @@ class Flat:
     """
 
     def __init__(self, model: nn.Module, all_reduce: Callable | None = None) -> None:
-        self.parameters = same_start(model)
+        self.parameters = broadcast_model(model)
         self.all_reduce = all_reduce or dist.all_reduce
 
     @torch.no_grad()
@@ -104,7 +104,7 @@ class Bucket:
         self.missing = set(parameters)  # these are not in the bucket yet
 
     def put(self, parameter: Parameter) -> None:
-        write_share(parameter, self.views[parameter])
+        write_divided_gradient(parameter, self.views[parameter])
         self.missing.discard(parameter)
 
 
@@ -115,7 +115,7 @@ class Bucketed:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.parameters = same_start(model)
+        self.parameters = broadcast_model(model)
         groups = cut_into_buckets(self.parameters, FIRST_BYTES, BUCKET_BYTES)
         self.buckets = [Bucket(members) for members in groups]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.views}
