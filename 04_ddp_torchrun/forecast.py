@@ -149,33 +149,33 @@ def plan(args: Namespace) -> Forecast:
     return Forecast(job, args.batch_size, args.gpus_per_node, LINKS[args.inside], between)
 
 
-def row(name: object, found: Forecast, gpus: int) -> tuple:
-    batch = found.batch * found.accumulate * gpus
-    step, rate = 1000 * found.seconds(gpus), found.rate(gpus)
-    ends = f"{found.efficiency(gpus):.0%}", found.bound(gpus)
+def row(name: object, forecast: Forecast, gpus: int) -> tuple:
+    batch = forecast.batch * forecast.accumulate * gpus
+    step, rate = 1000 * forecast.seconds(gpus), forecast.rate(gpus)
+    ends = f"{forecast.efficiency(gpus):.0%}", forecast.bound(gpus)
     return name, f"{batch:,}", f"{step:,.1f}", f"{rate:,.0f}", *ends
 
 
 def main() -> None:
     args = parse_args()
-    found = plan(args)
+    forecast = plan(args)
     what = f"{args.parameters:,.0f} parameters" if args.parameters else args.model
-    size = sum(bucket.size for bucket in found.job.buckets)
-    print(f"{what}: {size / 1e6:,.1f} MB of gradients in {len(found.job.buckets)} buckets\n")
+    size = sum(bucket.size for bucket in forecast.job.buckets)
+    print(f"{what}: {size / 1e6:,.1f} MB of gradients in {len(forecast.job.buckets)} buckets\n")
     heads = ("global batch", "step, ms", "samples/s", "efficiency", "bound by")
     right = *("right",) * 4, "left"
     rows = [
-        row(n, found, n)
+        row(n, forecast, n)
         for n in counts_to(args.gpus)
         if n <= args.gpus_per_node or not n % args.gpus_per_node
     ]
     print(tabulate(rows, ("GPUs", *heads), colalign=("right", *right), disable_numparse=True))
     if args.gpus > 1:
-        rows = [row(name, other, n) for name, other, n in found.remedies(args.gpus)]
+        rows = [row(name, remedy, n) for name, remedy, n in forecast.remedies(args.gpus)]
         first = f"{args.gpus} GPUs, but"
         print()
         print(tabulate(rows, (first, *heads), colalign=("left", *right), disable_numparse=True))
-    print("\n" + wrap(f"Advice: {found.advice(args.gpus)}", 90))
+    print("\n" + wrap(f"Advice: {forecast.advice(args.gpus)}", 90))
 
 
 if __name__ == "__main__":

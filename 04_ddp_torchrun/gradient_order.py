@@ -46,12 +46,12 @@ def gradients_of(model: nn.Module, image: torch.Tensor) -> list[tuple[float, flo
         if getattr(layer, "weight", None) is not None:
             layer.register_forward_hook(count)
     model.eval()(image)  # eval: BatchNorm takes any batch
-    total, done, found = sum(work.values()), 0.0, []
+    total, done, gradients = sum(work.values()), 0.0, []
     for layer in reversed([layer for layer in model.modules() if layer in work]):
         done += work[layer]
         sizes = [p.numel() * 4.0 for p in layer.parameters(recurse=False)]
-        found += [(size, done / total) for size in reversed(sizes)]
-    return found
+        gradients += [(size, done / total) for size in reversed(sizes)]
+    return gradients
 
 
 def named(name: str, image_size: int) -> list[tuple[float, float]]:

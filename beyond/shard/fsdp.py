@@ -1,9 +1,9 @@
 """FSDP (ZeRO-3) by hand: each rank keeps 1/N of each layer, and all of it only while it computes.
 
-    fsdp = FSDP(model)                            # its children, or the modules of a ModuleList
+    fsdp = FSDP(model)                             # its children, or the modules of a ModuleList
     optimizer = AdamW(fsdp.parameters(), lr=1e-3)  # sees only the parts that this rank owns
     fsdp(inputs).sum().backward()
-    fsdp.finish()                                 # the parts now have their mean gradients
+    fsdp.finish()                                  # the parts now have their mean gradients
     optimizer.step()
 
 Before a layer computes, an all-gather unshards its parameters, and meanwhile that of the next layer
