@@ -12,7 +12,7 @@ from common.options import UsageError
 from ranks import require_equal
 
 
-def same_start(model: nn.Module) -> list[Parameter]:
+def broadcast_model(model: nn.Module) -> list[Parameter]:
     """Give every rank the weights and buffers of rank 0; returns the parameters that are trained.
 
     Raises UsageError on every rank if their models differ or have nothing that can be averaged.
@@ -64,8 +64,8 @@ def views_of(flat: Tensor, parameters: list[Parameter]) -> dict[Parameter, Tenso
     return {p: part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
 
 
-def write_share(parameter: Parameter, view: Tensor) -> None:
-    """Write what this rank adds to the mean gradient: zeros if it has no gradient."""
+def write_divided_gradient(parameter: Parameter, view: Tensor) -> None:
+    """Write this rank's gradient, divided by the number of ranks; zeros if it has none."""
     if parameter.grad is None:
         view.zero_()
     else:

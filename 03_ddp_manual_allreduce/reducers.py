@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
-from averaging import fill_missing_gradients, same_start, views_of, write_share
+from averaging import broadcast_model, fill_missing_gradients, views_of, write_divided_gradient
 from common.options import UsageError
 from ring import ring_all_reduce
 from shared_memory import SharedMemory
@@ -33,7 +33,7 @@ class PerParameter:
     """One all-reduce for each parameter, after backward."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.parameters = same_start(model)
+        self.parameters = broadcast_model(model)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -49,7 +49,7 @@ class Flat:
     """
 
     def __init__(self, model: nn.Module, all_reduce: Callable | None = None) -> None:
-        self.parameters = same_start(model)
+        self.parameters = broadcast_model(model)
         self.all_reduce = all_reduce or dist.all_reduce
 
     @torch.no_grad()
@@ -98,7 +98,7 @@ class Bucket:
         self.missing = set(parameters)  # these are not in the bucket yet
 
     def put(self, parameter: Parameter) -> None:
-        write_share(parameter, self.views[parameter])
+        write_divided_gradient(parameter, self.views[parameter])
         self.missing.discard(parameter)
 
 
@@ -109,7 +109,7 @@ class Bucketed:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.parameters = same_start(model)
+        self.parameters = broadcast_model(model)
         groups = cut_into_buckets(self.parameters, FIRST_BYTES, BUCKET_BYTES)
         self.buckets = [Bucket(members) for members in groups]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.views}

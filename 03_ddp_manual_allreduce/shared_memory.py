@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from averaging import fill_missing_gradients, same_start, views_of, write_share
+from averaging import broadcast_model, fill_missing_gradients, views_of, write_divided_gradient
 from common.options import UsageError
 
 PIECE = 2**16  # elements that are added up at a time: they stay in the processor's cache
@@ -58,7 +58,7 @@ class SharedMemory:
     def __init__(self, model: nn.Module) -> None:
         if any(parameter.device.type != "cpu" for parameter in model.parameters()):
             raise UsageError("shared-memory needs gradients on the CPU: try bucketed")
-        self.parameters = same_start(model)
+        self.parameters = broadcast_model(model)
         self.views: dict[Parameter, Tensor] = {}  # the parts of this rank's own rows
         self.slices: list[Tensor] = []  # (world_size, elements): what this rank adds up
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -74,7 +74,7 @@ class SharedMemory:
     @torch.no_grad()
     def finish(self) -> None:
         for parameter, view in self.views.items():
-            write_share(parameter, view)
+            write_divided_gradient(parameter, view)
         dist.barrier()  # all gradients are there
         for rows in self.slices:
             rows[:] = reduce(torch.add, rows.unbind())

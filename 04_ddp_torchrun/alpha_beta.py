@@ -106,14 +106,14 @@ def main() -> None:
     late = [Bucket(8e6, 0.0), Bucket(30e6, 0.2), Bucket(25e6, 0.5), Bucket(25e6, 0.9)]
     job = Job(0.100, 0.200, 0.010, [*late, Bucket(10e6, 1.0)])
     for gbit in (25, 5):
-        found = step(job, partial(ring, ranks=8, link=Link(50e-6, gbit * 1e9 / 8)))
+        one_step = step(job, partial(ring, ranks=8, link=Link(50e-6, gbit * 1e9 / 8)))
         rows = [
             (f"{bucket.size / 1e6:.0f}", *(f"{1000 * at:.0f}" for at in span))
-            for bucket, span in zip(job.buckets, found.spans, strict=True)
+            for bucket, span in zip(job.buckets, one_step.spans, strict=True)
         ]
         print(f"forward 100 ms, backward 200 ms, optimizer 10 ms, 8 GPUs, {gbit} Gbit/s each:\n")
         print(tabulate(rows, ("bucket, MB", "ready, ms", "begins", "ends"), disable_numparse=True))
-        print(f"\nthe step takes {1000 * found.seconds:.0f} ms\n")
+        print(f"\nthe step takes {1000 * one_step.seconds:.0f} ms\n")
 
 
 if __name__ == "__main__":

@@ -77,8 +77,8 @@ class Checkpointed(nn.Module):
         super().__init__()
         self.layer, self.use_reentrant = nn.Linear(2, 2), use_reentrant
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.layer, x, use_reentrant=self.use_reentrant)
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layer, inputs, use_reentrant=self.use_reentrant)
 
 
 def ready_twice(rank: int, cured: bool, store: dist.Store) -> str:
@@ -141,12 +141,12 @@ def sharded_weights(rank: int, cured: bool, store: dist.Store) -> str:
     join(rank, store)
     weights, model = nn.Linear(2, 2).state_dict(), nn.Linear(2, 2)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    whole = StateDictOptions(full_state_dict=True)
+    full = StateDictOptions(full_state_dict=True)
     if cured:
-        set_model_state_dict(model, weights, options=whole)
+        set_model_state_dict(model, weights, options=full)
     else:
         model.load_state_dict(weights)
-    weights = get_model_state_dict(model, options=whole)  # all ranks take part; rank 0 may save it
+    weights = get_model_state_dict(model, options=full)  # all ranks take part; rank 0 may save it
     return f"loaded, and gathered {len(weights)} tensors"
 
 

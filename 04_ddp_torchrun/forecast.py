@@ -171,7 +171,7 @@ def main() -> None:
     ]
     print(tabulate(rows, ("GPUs", *heads), colalign=("right", *right), disable_numparse=True))
     if args.gpus > 1:
-        rows = [row(name, other, n) for name, other, n in forecast.remedies(args.gpus)]
+        rows = [row(name, remedy, n) for name, remedy, n in forecast.remedies(args.gpus)]
         first = f"{args.gpus} GPUs, but"
         print()
         print(tabulate(rows, (first, *heads), colalign=("left", *right), disable_numparse=True))

@@ -91,10 +91,10 @@ def dealt(samples: int, ranks: int, how: str) -> list[list[int]]:
     return [list(DistributedSampler(data, ranks, rank, **kind)) for rank in range(ranks)]
 
 
-def print_from_all(title: str, mine: str) -> None:
+def print_from_all(title: str, line: str) -> None:
     """Rank 0 prints every rank's line, in the order of the ranks."""
-    lines = [mine] * dist.get_world_size()
-    dist.all_gather_object(lines, mine)
+    lines = [line] * dist.get_world_size()
+    dist.all_gather_object(lines, line)
     if dist.get_rank() == 0:
         print(f"\n{title}")
         for rank, line in enumerate(lines):
@@ -114,15 +114,15 @@ def main() -> None:
     # All ranks are on this machine: they meet on loopback, where no one else can connect.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname()[0] == "Darwin" else "lo")
     dist.init_process_group("gloo")
-    mine = hang(seconds)
+    end = hang(seconds)
     print_from_all(
-        f"the last rank has one batch more; a rank that waits gives up after {seconds:g} s", mine
+        f"the last rank has one batch more; a rank that waits gives up after {seconds:g} s", end
     )
     for divide in (True, False):
         gradients, weights = join(divide)
         steps = " ".join(f"{gradient:g}" for gradient in gradients)
-        mine = f"gradients {steps}; weights {weights.mean():.2f}"
-        print_from_all(f"Join, divide_by_initial_world_size={divide}", mine)
+        result = f"gradients {steps}; weights {weights.mean():.2f}"
+        print_from_all(f"Join, divide_by_initial_world_size={divide}", result)
     if dist.get_rank() == 0:
         for how, title in SAMPLERS.items():
             print(f"\n10 samples on 4 ranks, {title}")

@@ -8,6 +8,8 @@ import copy
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -24,7 +26,9 @@ from run_stage import ROOT
 from step import build, ddp, make_step, sgd, start, train_step
 from timing import Effort, Results, chapter, summarize, take_turns
 
-local = chapter("04", "local_sgd")
+local, sent_bytes = chapter("04", "local_sgd"), chapter("04", "async_mean").sent_bytes
+paper, order = chapter("04", "alpha_beta"), chapter("04", "gradient_order")
+GBIT = chapter("04", "forecast").GBIT
 LOCAL_BATCH, EVERY = 30, 32
 STEPS = {"net-bn": 480, "resnet18": 128}  # of each rank
 COMPUTE, DDP = "no messages", "DDP"  # what a step is compared with
@@ -36,29 +40,29 @@ def accuracies(name: str, steps: int, every: int, seeds: int, data_dir: str) -> 
     where = Path(data_dir or ROOT / "data")
     args = Namespace(dataset=dataset, data_dir=where, batch_size=LOCAL_BATCH)
     train_set, test_set = load_dataset(args)
-    ways = local.methods(every)
-    del ways["mean, H = 1"]  # it is DDP
+    methods = local.methods(every)
+    del methods["mean, H = 1"]  # it is DDP
     if name == "resnet18":  # four rounds are too few for DiLoCo's momentum
-        ways = {how: options for how, options in ways.items() if "DiLoCo" not in how}
-    found: dict[str, list[float]] = {how: [] for how in ways}
+        methods = {method: methods[method] for method in methods if "DiLoCo" not in method}
+    learned: dict[str, list[float]] = {method: [] for method in methods}
     for seed in range(seeds):
         torch.manual_seed(seed)
         first = build_model(name, train_set)
-        for how, options in ways.items():
+        for method, options in methods.items():
             batches = local.batches(train_set, LOCAL_BATCH, steps, seed)
-            model = local.train(how, options, first, batches)
-            found[how].append(round(local.accuracy(model, test_set), 4))
-    return found
+            model = local.train(method, options, first, batches)
+            learned[method].append(round(local.accuracy(model, test_set), 4))
+    return learned
 
 
-def beside_ddp(found: dict[str, list[float]]) -> Results:
+def beside_ddp(learned: dict[str, list[float]]) -> Results:
     """Each method's accuracies, and their differences from DDP's with the same seed, in points."""
     rows = {}
-    for how, each in found.items():
-        points = [100 * (a - b) for a, b in zip(each, found[DDP], strict=True)]
+    for method, by_seed in learned.items():
+        points = [100 * (a - b) for a, b in zip(by_seed, learned[DDP], strict=True)]
         spread = stdev(points) if len(points) > 1 else 0.0
-        rows[how] = {"test_accuracies": each, "points": round(mean(points), 3)}
-        rows[how] |= {"points_stdev": round(spread, 3)}
+        rows[method] = {"test_accuracies": by_seed, "points": round(mean(points), 3)}
+        rows[method] |= {"points_stdev": round(spread, 3)}
     return rows
 
 
@@ -83,21 +87,21 @@ def rounds_of(every: tuple[int, int], size: int) -> dict[str, Callable[[], float
     model, images = build("resnet18", size)
     short, long = every
     average = {"lr": 1.0, "momentum": 0.0}
-    ways: dict[str, dict[str, Any]] = {
+    exchanges: dict[str, dict[str, Any]] = {
         f"H = {short}, fp32": {"every": short},
         f"H = {short}, bf16, late": {"every": short, "message": "bf16", "late": True},
         f"H = {long}, fp32": {"every": long},
         f"H = {long}, bf16": {"every": long, "message": "bf16"},
         f"H = {long}, int8": {"every": long, "message": "int8"},
     }
-    found = {
+    rounds = {
         COMPUTE: timed(make_step(model, images), 4),
         DDP: timed(make_step(model, images, ddp), 2),
     }
-    for name, options in ways.items():
+    for name, options in exchanges.items():
         step = local_step(model, images, {**average, **options})
-        found[name] = timed(step, options["every"])
-    return found
+        rounds[name] = timed(step, options["every"])
+    return rounds
 
 
 def local_step(model: nn.Module, images: Tensor, options: dict[str, Any]) -> Callable[[], None]:
@@ -141,8 +145,26 @@ def measure_local_sgd_links(effort: Effort) -> Results:
 
 def local_sgd_links_on_node() -> Results:
     """The rounds across each link, on each of two nodes."""
-    found = {}
+    links = {}
     for name in ("0.2 Gbit/s", "1 Gbit/s"):
         set_rate(RATES[name])
-        found[name] = time_rounds(7, (8, EVERY), 16)
-    return found
+        links[name] = time_rounds(7, (8, EVERY), 16)
+    return links
+
+
+def step_seconds(message: str, every: int, seconds: float, numbers: int, link: Any) -> float:
+    """Computed: a step on 2 ranks that send one mean in so many steps, and then wait for it."""
+    return seconds + (2 * link.alpha + sent_bytes(message, numbers, 2) / link.beta) / every
+
+
+def slowdowns(step_ms: float, gbit: float) -> dict[str, float]:
+    """Computed by alpha_beta.py for this link: a step of resnet18 on 2 ranks over its computing."""
+    seconds, link = step_ms / 1000, paper.Link(50e-6, gbit * GBIT)
+    buckets = order.fill_buckets(order.gradients_of_classifier("resnet18", 64))
+    job = paper.Job(seconds / 3, 2 * seconds / 3, 0.0, buckets)
+    numbers = int(sum(bucket.size for bucket in buckets) / 4)
+    step = {DDP: paper.step(job, partial(paper.ring, ranks=2, link=link)).seconds}
+    messages = {"fp32": "full", "bf16": "bf16", "int8": "int8"}
+    for every, (name, message) in product((8, EVERY), messages.items()):
+        step[f"H = {every}, {name}"] = step_seconds(message, every, seconds, numbers, link)
+    return {name: each / seconds for name, each in step.items()}

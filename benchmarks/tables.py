@@ -11,7 +11,8 @@ from typing import Any
 
 from tabulate import tabulate
 
-from timing import SAME, Results, chapter, load
+from local_steps import slowdowns
+from timing import SAME, Results, load
 
 MACHINE = "amd-epyc-2-cores"  # the pages show its `make bench`
 SHARDED = ("parameters", "gradients", "optimizer state")  # what each rank of shard/ holds
@@ -111,13 +112,13 @@ def local_sgd(results: Results) -> str:
 
 def local_sgd_links(results: Results) -> str:
     """Measured ratios, and beside them those that alpha_beta.py computes from a step's time."""
-    slowdowns, columns = chapter("04", "local_sgd").slowdowns, dict[str, Mapping[str, str]]()
+    columns: dict[str, Mapping[str, str]] = {}
     for link, found in results["links"].items():
         variants = found["variants"]
         columns[link] = {name: RATIO.format(**row) for name, row in variants.items()}
         if (gbit := link.removesuffix(" Gbit/s")) != link:
             computed = slowdowns(next(iter(variants.values()))["step_ms"], float(gbit))
-            columns[f"{link}, computed"] = {how: f"{each:.2f}" for how, each in computed.items()}
+            columns[f"{link}, computed"] = {name: f"{each:.2f}" for name, each in computed.items()}
     names = next(iter(columns.values()))
     rows = [(name, *(cells.get(name, "") for cells in columns.values())) for name in names]
     return table(rows, "", *columns)

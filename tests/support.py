@@ -84,6 +84,9 @@ def changed_source(key: str, file: str, changes: Sequence[Line]) -> str:
     return source
 
 
+compiled = cache(compile)  # the same text again and again, if a test takes many fresh modules
+
+
 def fresh_module(key: str, file: str, without=(), register=False) -> types.ModuleType:
     """A file of a stage as a new module, changed. register: others import it, not the file."""
     folder, name = FOLDERS[key], Path(file).stem if file != "train.py" else f"stage_{key}"
@@ -94,7 +97,7 @@ def fresh_module(key: str, file: str, without=(), register=False) -> types.Modul
     if register:
         sys.modules[name] = module
     source = changed_source(key, file, without)
-    exec(compile(source, module.__file__, "exec"), module.__dict__)
+    exec(compiled(source, module.__file__, "exec"), module.__dict__)
     return module
 
 

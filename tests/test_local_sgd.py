@@ -1,6 +1,9 @@
 """Local SGD: with H = 1 it is DDP, its rounds are those of plain lists, its bytes those counted."""
 
+import socket
+import struct
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +15,13 @@ from torch.optim import SGD, AdamW
 
 import timing
 from local_ranks import of_all_ranks, on_ranks, run_ranks
+from local_steps import slowdowns, step_seconds
 from refusals import ended, refused
 from support import chapter, fresh_module
 
-FILE = "local_sgd.py"
-local = chapter("04", "local_sgd")
+LOCAL_SGD, ASYNC_MEAN = "local_sgd.py", "async_mean.py"
+local, async_mean = chapter("04", "local_sgd"), chapter("04", "async_mean")
+START_MEAN_IN = async_mean.START_MEAN_IN
 MEAN = {"lr": 1.0, "momentum": 0.0}
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux counts the bytes of a socket")
 
@@ -30,8 +35,8 @@ class Small(nn.Module):
         self.norm, self.linear = nn.BatchNorm2d(4), nn.Linear(64, 5)
         self.frozen = nn.Linear(5, 3).requires_grad_(False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, 2, 4, 4) -> (B, 3)
-        return self.frozen(torch.tanh(self.linear(self.norm(self.conv(x)).flatten(1))))
+    def forward(self, images: torch.Tensor) -> torch.Tensor:  # (B, 2, 4, 4) -> (B, 3)
+        return self.frozen(torch.tanh(self.linear(self.norm(self.conv(images)).flatten(1))))
 
 
 def small(seed: int = 0) -> Small:
@@ -42,10 +47,10 @@ def small(seed: int = 0) -> Small:
 def one_step(model, optimizer, step: int, rank: int) -> None:
     """Of a rank, with a batch of its own."""
     generator = torch.Generator().manual_seed(100 * step + rank)
-    x = torch.randn(6, 2, 4, 4, generator=generator).double()
+    images = torch.randn(6, 2, 4, 4, generator=generator).double()
     labels = torch.randint(3, (6,), generator=generator)
     optimizer.zero_grad()
-    F.cross_entropy(model(x), labels).backward()
+    F.cross_entropy(model(images), labels).backward()
     optimizer.step()
 
 
@@ -65,17 +70,19 @@ def adam_w(parameters):
     return AdamW(parameters, 0.01)
 
 
-def by_ddp(make, steps: int) -> torch.Tensor:
+def by_ddp(make_optimizer, steps: int) -> torch.Tensor:
     model = small(seed=dist.get_rank())  # it begins with rank 0's weights
-    wrapped, optimizer = DistributedDataParallel(model), make(model.parameters())
+    wrapped, optimizer = DistributedDataParallel(model), make_optimizer(model.parameters())
     for step in range(steps):
         one_step(wrapped, optimizer, step, dist.get_rank())
     return weights(model)
 
 
-def by_local_sgd(make, steps: int, module=local, finish: bool = True, **options) -> torch.Tensor:
+def by_local_sgd(
+    make_optimizer, steps: int, module=local, finish: bool = True, **options
+) -> torch.Tensor:
     model = small(seed=dist.get_rank())
-    outer, optimizer = module.LocalSGD(model, **options), make(model.parameters())
+    outer, optimizer = module.LocalSGD(model, **options), make_optimizer(model.parameters())
     for step in range(steps):
         one_step(model, optimizer, step, dist.get_rank())
         outer.step()
@@ -84,28 +91,35 @@ def by_local_sgd(make, steps: int, module=local, finish: bool = True, **options)
     return weights(model)
 
 
-def far(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return (ours - theirs).abs().max().item()
+def distance(weights: torch.Tensor, other_weights: torch.Tensor) -> float:
+    return (weights - other_weights).abs().max().item()
 
 
-SUM = ((FILE, "return message / dist.get_world_size()", "return message"),)
-ALONE = ((FILE, "wait: Wait | None = self.start_mean(change)", "wait = lambda: change"),)
+def changed_local_sgd(*change: str):
+    """local_sgd.py and what it imports, with a changed line."""
+    files = (ASYNC_MEAN, LOCAL_SGD)
+    return [fresh_module("04", file, (change,), register=True) for file in files][-1]
+
+
+SUM = (ASYNC_MEAN, "return total / dist.get_world_size()", "return total")
+ALONE = (LOCAL_SGD, "wait: Wait | None = self.start_mean(change)", "wait = lambda: change")
+STEPS = 8
 
 
 def h_1_is_ddp(rank: int) -> None:
     once = {"every": 1, **MEAN}
-    for make in (plain_sgd, momentum_sgd):
-        ddp = by_ddp(make, 8)
-        assert far(by_local_sgd(make, 8, **once), ddp) < 1e-12
-        assert far(by_local_sgd(make, 8, **{**once, "late": True}), ddp) > 1e-3
-        controls = {"every": 2}, {"momentum": 0.9}, {"lr": 0.7}
-        for control in controls:
-            assert far(by_local_sgd(make, 8, **{**once, **control}), ddp) > 1e-3, control
+    other_options = {"every": 2}, {"momentum": 0.9}, {"lr": 0.7}, {"late": True}
+    for make_optimizer in (plain_sgd, momentum_sgd):
+        ddp = by_ddp(make_optimizer, STEPS)
+        assert distance(by_local_sgd(make_optimizer, STEPS, **once), ddp) < 1e-12
+        for other in other_options:
+            control = by_local_sgd(make_optimizer, STEPS, **{**once, **other})
+            assert distance(control, ddp) > 1e-3, other
         for change in (SUM, ALONE):
-            module = fresh_module("04", FILE, change)
-            assert far(by_local_sgd(make, 8, module, **once), ddp) > 1e-3, change
+            control = by_local_sgd(make_optimizer, STEPS, changed_local_sgd(*change), **once)
+            assert distance(control, ddp) > 1e-3, change
     # The mean of linear steps is the step of the mean. Adam's step is not linear.
-    assert far(by_local_sgd(adam_w, 8, **once), by_ddp(adam_w, 8)) > 1e-3
+    assert distance(by_local_sgd(adam_w, STEPS, **once), by_ddp(adam_w, STEPS)) > 1e-3
 
 
 @on_ranks(2)
@@ -157,11 +171,11 @@ def test_rounds_are_those_of_plain_lists_in_time_and_late_with_a_last_short_one(
     for outer_step in outer_steps:
         expected = [in_one_process(3, rounds, **outer_step, late=late) for late in (False, True)]
         for late in (False, True):
-            ours = by_local_sgd(momentum_sgd, sum(rounds), every=3, late=late, **outer_step)
-            assert far(ours, expected[late]) < 1e-12
-            assert far(ours, expected[not late]) > 1e-3, "the control: the other one"
+            reached = by_local_sgd(momentum_sgd, sum(rounds), every=3, late=late, **outer_step)
+            assert distance(reached, expected[late]) < 1e-12
+            assert distance(reached, expected[not late]) > 1e-3, "the control: the other one"
     unfinished = by_local_sgd(momentum_sgd, sum(rounds), finish=False, every=3, **MEAN)
-    assert far(unfinished, of_all_ranks(unfinished)[rank - 1]) > 1e-3, "the control"
+    assert distance(unfinished, of_all_ranks(unfinished)[rank - 1]) > 1e-3, "the control"
 
 
 @on_ranks(2)
@@ -171,8 +185,9 @@ def test_batch_norm_keeps_its_own_statistics_until_the_end_and_the_ranks_then_sh
     for step in range(4):
         one_step(model, optimizer, step, rank)
         outer.step()
-    own = of_all_ranks({name: b.clone() for name, b in model.named_buffers()})
-    assert far(own[0]["norm.running_mean"], own[1]["norm.running_mean"]) > 1e-3, "a round is over"
+    own = of_all_ranks({name: buffer.clone() for name, buffer in model.named_buffers()})
+    first_mean, second_mean = (buffers["norm.running_mean"] for buffers in own)
+    assert distance(first_mean, second_mean) > 1e-3, "a round is over"
     outer.finish()
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, (own[0][name] + own[1][name]) / 2), name
@@ -182,69 +197,112 @@ def test_batch_norm_keeps_its_own_statistics_until_the_end_and_the_ranks_then_sh
 
 def numbers(rank: int) -> torch.Tensor:
     """Some chunks, each a hundred times as small as the one before; the last is not full."""
-    scales = (10.0 ** (-2 * torch.arange(5))).repeat_interleave(local.CHUNK)
+    scales = (10.0 ** (-2 * torch.arange(5))).repeat_interleave(async_mean.CHUNK)
     values = torch.randn(len(scales), generator=torch.Generator().manual_seed(rank))
     return (values * scales)[:-100]
 
 
-def worst_of_a_chunk(found: torch.Tensor, truth: torch.Tensor) -> float:
+def worst_of_a_chunk(mean: torch.Tensor, exact_mean: torch.Tensor) -> float:
     """The largest error of a chunk, in units of its largest number."""
-    pairs = zip(found.split(local.CHUNK), truth.split(local.CHUNK), strict=True)
-    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+    chunks = zip(mean.split(async_mean.CHUNK), exact_mean.split(async_mean.CHUNK), strict=True)
+    return max(((chunk - exact).abs().max() / exact.abs().max()).item() for chunk, exact in chunks)
 
 
 @on_ranks(3)
 def test_a_mean_has_the_digits_of_its_message_and_the_same_bits_on_all_ranks(rank):
-    truth = sum(numbers(each).double() for each in range(3)) / 3
+    exact_mean = sum(numbers(each).double() for each in range(3)) / 3
     errors = {}
-    for name, start_mean in local.MESSAGES.items():
-        found = start_mean(numbers(rank))()
-        errors[name] = worst_of_a_chunk(found, truth)
-        assert all(torch.equal(found, other) for other in of_all_ranks(found)), name
+    for message, start_mean in START_MEAN_IN.items():
+        mean = start_mean(numbers(rank))()
+        errors[message] = worst_of_a_chunk(mean, exact_mean)
+        assert all(torch.equal(mean, other) for other in of_all_ranks(mean)), message
     assert errors["full"] < 1e-6 < 1e-4 < errors["bf16"] < 0.01 < 0.02
     assert errors["full"] < errors["int8"] < 0.02
-    one_scale = fresh_module("04", FILE, ((FILE, "CHUNK = 1024", "CHUNK = 8192"),))
-    control = one_scale.start_mean_in_int8(numbers(rank))()
-    assert worst_of_a_chunk(control, truth) > 0.5, "the control: small chunks are lost"
-    broken = numbers(rank)
-    broken[7] = torch.nan if rank == 1 else 0
-    assert local.start_mean_in_int8(broken)().isnan().any(), (
-        "what has diverged must not look healthy"
-    )
+    one_scale = ((ASYNC_MEAN, "CHUNK = 1024", "CHUNK = 8192"),)
+    control = fresh_module("04", ASYNC_MEAN, one_scale).start_mean_in_int8(numbers(rank))()
+    assert worst_of_a_chunk(control, exact_mean) > 0.5, "the control: small chunks are lost"
 
 
-def counted_bytes(rank: int, ranks: int) -> dict[str, tuple[int, float]]:
-    dist.init_process_group("gloo", rank=rank, world_size=ranks)
-    found, length = {}, 400_000
-    for name, start_mean in local.WAYS.items():
-        before = local.sent_bytes()
-        start_mean(torch.randn(length))()
-        found[name] = local.sent_bytes() - before, local.expected_bytes(name, length, ranks)
-    return found
+@on_ranks(2)
+def test_a_mean_in_int8_of_what_has_diverged_does_not_look_healthy(rank):
+    diverged, healthy = numbers(rank), numbers(rank)
+    diverged[7] = torch.nan if rank == 1 else 0
+    assert async_mean.start_mean_in_int8(diverged)().isnan().any()
+    assert not async_mean.start_mean_in_int8(healthy)().isnan().any(), "the control"
+
+
+def start_mean_in_everyones_int8(change: torch.Tensor):
+    """The naive way: each rank receives all bytes of all ranks."""
+    padding = -len(change) % async_mean.CHUNK
+    message = async_mean.to_bytes(F.pad(change, (0, padding)).view(1, -1, async_mean.CHUNK))
+    all_messages = message.expand(dist.get_world_size(), -1, -1).contiguous()
+    work = dist.all_gather_into_tensor(all_messages, message, async_op=True)
+
+    def wait() -> torch.Tensor:
+        work.wait()
+        return async_mean.from_bytes(all_messages).mean(dim=0).flatten()[: len(change)]
+
+    return wait
+
+
+def received_bytes() -> int:
+    """Over TCP, by this process so far, as Linux counts it; see `man 7 tcp`.
+
+    In the means below, a rank receives as many as it sends. But what is lost on a busy machine is
+    sent again, and received once.
+    """
+    total = 0
+    for path in Path("/proc/self/fd").glob("*"):
+        if not path.is_socket():
+            continue
+        connection = socket.socket(fileno=int(path.name))
+        if connection.type == socket.SOCK_STREAM and connection.family != socket.AF_UNIX:
+            tcp_info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            (received,) = struct.unpack_from("Q", tcp_info, 128)  # tcpi_bytes_received, linux/tcp.h
+            total += received
+        connection.detach()  # it stays open, because it is not ours
+    return total
+
+
+NUMBERS = 400_000
+NAIVE = "int8 of everyone"
+
+
+def count_bytes(rank: int) -> dict[str, int]:
+    """What a rank receives for each mean."""
+    dist.init_process_group("gloo")
+    counted = {}
+    for message, start_mean in {**START_MEAN_IN, NAIVE: start_mean_in_everyones_int8}.items():
+        before = received_bytes()
+        dist.barrier()  # no rank sends before all have counted
+        start_mean(torch.randn(NUMBERS))()
+        counted[message] = received_bytes() - before
+    dist.barrier()  # a rank that ends closes its connections, which others still count
+    return counted
 
 
 @linux
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_the_bytes_that_linux_counts_are_those_of_the_formulas(ranks):
+def test_linux_counts_the_bytes_that_the_formula_says(ranks):
     """On 8 ranks, everyone's int8 is as long as fp32, and the two halves send a quarter of it."""
-    for found in run_ranks(ranks, counted_bytes, ranks):
-        for name, (sent, expected) in found.items():
-            assert sent == pytest.approx(expected, rel=0.02), name
-        sizes = {name: sent for name, (sent, _) in found.items()}
-        assert sizes["fp32"] > 1.9 * sizes["bf16"] > 1.9 * 1.9 * sizes["int8"], "the controls"
-        assert (sizes[local.NAIVE] > 0.98 * sizes["fp32"]) == (ranks == 8)
+    for counted in run_ranks(ranks, count_bytes):
+        for message in START_MEAN_IN:
+            expected = async_mean.sent_bytes(message, NUMBERS, ranks)
+            assert counted[message] == pytest.approx(expected, rel=0.02), message
+        assert counted["full"] > 1.9 * counted["bf16"] > 1.9 * 1.9 * counted["int8"], "the controls"
+        assert (counted[NAIVE] > 0.98 * counted["full"]) == (ranks == 8)
 
 
 def test_a_step_on_paper_shares_one_ring_all_reduce_among_h_steps():
     paper, numbers, seconds = chapter("04", "alpha_beta"), 11_000_000, 0.3
     link = paper.Link(1e-3, 25e6)
-    whole = paper.ring(4 * numbers, 2, link)
+    all_reduce = paper.ring(4 * numbers, 2, link)
     for every in (1, 8, 32):
-        found = local.step_seconds("fp32", every, seconds, numbers, link)
-        assert every * (found - seconds) == pytest.approx(whole)
-        for way, share in (("bf16", 1 / 2), ("int8", 1 / 4)):  # the control: they are no fp32
-            found = local.step_seconds(way, every, seconds, numbers, link)
-            assert every * (found - seconds) == pytest.approx(share * whole, rel=0.01)
+        step = step_seconds("full", every, seconds, numbers, link)
+        assert every * (step - seconds) == pytest.approx(all_reduce)
+        for message, share in (("bf16", 1 / 2), ("int8", 1 / 4)):  # the control: they are shorter
+            step = step_seconds(message, every, seconds, numbers, link)
+            assert every * (step - seconds) == pytest.approx(share * all_reduce, rel=0.01)
 
 
 @pytest.mark.parametrize("options", [{"message": "fp8", "every": 1}, {"every": 0}])
@@ -258,7 +316,7 @@ def test_options_that_would_send_nothing_are_refused(options):
     [((), "one rank talks to nobody: start two"), (("--every=1",), "--every: got '1'")],
 )
 def test_a_wrong_call_ends_in_one_line(flags, words):
-    refused(ended(f"04_ddp_torchrun/{FILE}", *flags), words)
+    refused(ended(f"04_ddp_torchrun/{LOCAL_SGD}", *flags), words)
 
 
 def test_the_page_says_what_was_measured():
@@ -279,7 +337,7 @@ def test_the_page_says_what_was_measured():
     )
     for variants, gbit in ((slow, 0.2), (fast, 1)):
         assert variants["A/A"]["ratio"] == pytest.approx(1, abs=0.03), "the machine was quiet"
-        computed = local.slowdowns(variants["no messages"]["step_ms"], gbit)
+        computed = slowdowns(variants["no messages"]["step_ms"], gbit)
         measured = {name: variants[name]["ratio"] for name in computed if name in variants}
         assert len(measured) == 5
         assert all(measured[name] == pytest.approx(computed[name], rel=0.1) for name in measured)

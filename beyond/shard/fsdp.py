@@ -1,13 +1,13 @@
 """FSDP (ZeRO-3) by hand: each rank keeps 1/N of each layer, and all of it only while it computes.
 
-    fsdp = FSDP(model)                            # its children, or the modules of a ModuleList
-    optimizer = AdamW(fsdp.parameters(), lr=1e-3) # sees only the parts that this rank owns
-    fsdp(x).sum().backward()
-    fsdp.finish()                                 # the parts now have their mean gradients
+    fsdp = FSDP(model)                             # its children, or the modules of a ModuleList
+    optimizer = AdamW(fsdp.parameters(), lr=1e-3)  # sees only the parts that this rank owns
+    fsdp(inputs).sum().backward()
+    fsdp.finish()                                  # the parts now have their mean gradients
     optimizer.step()
 
-Before a layer computes, an all-gather makes its parameters whole, and meanwhile that of the next
-layer is under way. What forward saves for backward are views of whole parameters, which would keep
+Before a layer computes, an all-gather unshards its parameters, and meanwhile that of the next layer
+is under way. What forward saves for backward are views of unsharded parameters, which would keep
 them all in memory, so only their places are saved (saved_tensors_hooks), and backward gathers the
 layer again. See Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5.3.
 """
@@ -31,13 +31,13 @@ Place = tuple[torch.Size, tuple[int, ...], int]  # of a view in a flat tensor: s
 
 
 class Gather(torch.autograd.Function):
-    """Forward: the whole parameters of a layer. Backward: their gradients go to their owners."""
+    """Forward: a layer's unsharded parameters. Backward: their gradients go to their owners."""
 
     @staticmethod
     def forward(ctx: Any, layer: "Layer", *parts: Tensor) -> tuple[Tensor, ...]:
         ctx.layer = layer
         ctx.set_materialize_grads(False)
-        return tuple(layer.shards.views(layer.whole()))
+        return tuple(layer.shards.views(layer.unshard()))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
@@ -57,7 +57,7 @@ class Original(nn.Module):
 
 
 class Layer:
-    """A module whose trained parameters are whole only while it computes.
+    """A module whose trained parameters are unsharded only while it computes.
 
     It replaces the module's `forward`, and each parameter by the part that this rank owns.
     """
@@ -68,8 +68,8 @@ class Layer:
         self.names = list(trained)
         self.frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
         if len(formats := {parameter.dtype for parameter in trained.values()}) > 1:
-            found = " and ".join(sorted(str(dtype) for dtype in formats))
-            raise ShardingError(f"{name} has parameters in {found}: convert them to one format")
+            names = " and ".join(sorted(str(dtype) for dtype in formats))
+            raise ShardingError(f"{name} has parameters in {names}: convert them to one format")
         self.shards = Shards([parameter.shape for parameter in trained.values()])
         flat = self.shards.lay_out([parameter.detach() for parameter in trained.values()])
         dist.broadcast(flat, src=0)  # every rank starts from rank 0's weights
@@ -80,7 +80,7 @@ class Layer:
             if parameter in part_of:  # two names of one parameter get the same part
                 owner, _, leaf = place.rpartition(".")
                 setattr(module.get_submodule(owner), leaf, part_of[parameter])
-        self.flat: Tensor | None = None  # the whole parameters, while they are here
+        self.flat: Tensor | None = None  # all parameters, while they are unsharded
         self.shard_to_send: Tensor | None = None
         self.gather_work: dist.Work | None = None
         self.backward_needs_it = self.got_gradient = self.is_recomputing = False
@@ -92,12 +92,12 @@ class Layer:
     def start_gather(self) -> None:
         """Every rank must call it, and in the same order for all layers."""
         if self.flat is None:
-            mine = self.shard.to(self.fsdp.dtype or self.shard.dtype)
-            self.flat = self.shards.new_flat(like=mine)
-            self.gather_work = dist.all_gather_into_tensor(self.flat, mine, async_op=True)
-            self.shard_to_send = mine  # it must live until it is sent
+            shard = self.shard.to(self.fsdp.dtype or self.shard.dtype)
+            self.flat = self.shards.new_flat(like=shard)
+            self.gather_work = dist.all_gather_into_tensor(self.flat, shard, async_op=True)
+            self.shard_to_send = shard  # it must live until it is sent
 
-    def whole(self) -> Tensor:
+    def unshard(self) -> Tensor:
         """All parameters, flat."""
         self.start_gather()
         self.wait()
@@ -117,13 +117,13 @@ class Layer:
         """What the model calls as this module's forward."""
         self.fsdp.order.append(self)
         if not (self.fsdp.recompute and torch.is_grad_enabled()):
-            return self.run_whole(*args, **kwargs)
+            return self.run_unsharded(*args, **kwargs)
 
         def contexts() -> tuple:  # in which forward runs, and runs again
             return nullcontext(), self.recomputing()
 
         how: Any = {"use_reentrant": False, "context_fn": contexts}
-        return checkpoint(self.run_whole, *args, **how, **kwargs)
+        return checkpoint(self.run_unsharded, *args, **how, **kwargs)
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
@@ -134,7 +134,7 @@ class Layer:
         finally:
             self.is_recomputing = False
 
-    def run_whole(self, *args: Any, **kwargs: Any) -> Any:
+    def run_unsharded(self, *args: Any, **kwargs: Any) -> Any:
         if self.fsdp.dtype:
             args = tuple(self.cast(arg) for arg in args)
             kwargs = {name: self.cast(arg) for name, arg in kwargs.items()}
@@ -169,7 +169,7 @@ class Layer:
         """What backward reads."""
         if isinstance(saved, Tensor):
             return saved
-        flat = self.whole()
+        flat = self.unshard()
         if self.previous and self.previous.backward_needs_it:
             self.previous.start_gather()  # meanwhile, this layer's backward computes
         return flat.as_strided(*saved)
@@ -223,7 +223,7 @@ def check_parameters(model: nn.Module, layers: dict[str, nn.Module]) -> None:
             raise ShardingError(f"{why}: give it a reset_parameters, or build it on a real device")
         if parameter.requires_grad and len({layer for layer, _ in places}) > 1:
             names = " and ".join(name for _, name in places)
-            why = f"{names} are one parameter, in layers that are whole at different times"
+            why = f"{names} are one parameter, in layers that are unsharded at different times"
             raise ShardingError(f"{why}: untie them, or put them into one module")
 
 
@@ -239,12 +239,12 @@ def materialize(module: nn.Module, device: torch.device) -> None:
 class FSDP(nn.Module):
     """A model of which each rank keeps 1/N.
 
-    dtype: of the parameters while they are whole, and of their gradients; the parts stay as they
-    are. recompute: forward saves nothing inside a layer, and backward computes it again. A model
-    that was built on the meta device gets its memory here, on `device`, layer by layer, and its
-    weights by each module's reset_parameters. Frozen parameters and those outside of all layers
-    stay whole on each rank. Every forward is a collective: every rank must call it. Raises
-    ShardingError for a parameter that several layers share.
+    dtype: of the unsharded parameters and of their gradients; the parts stay as they are.
+    recompute: forward saves nothing inside a layer, and backward computes it again. A model that
+    was built on the meta device gets its memory here, on `device`, layer by layer, and its weights
+    by each module's reset_parameters. Frozen parameters and those outside of all layers are not
+    sharded. Every forward is a collective: every rank must call it. Raises ShardingError for a
+    parameter that several layers share.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class FSDP(nn.Module):
             raise ShardingError(f"{why}; put it into an nn.Sequential")
         check_parameters(model, modules)
         self.layers, self.order = list[Layer](), list[Layer]()  # order: of this forward
-        for name, module in modules.items():  # only one of them is whole at a time
+        for name, module in modules.items():  # only one of them is unsharded at a time
             materialize(module, torch.device(device))
             self.layers.append(Layer(name, module, self))
         owned = {part for layer in self.layers for part in layer.owned}
@@ -284,9 +284,7 @@ class FSDP(nn.Module):
         """Tell each layer its neighbors in forward: the first forward finds them out."""
         if not order:
             names = ", ".join(layer.name for layer in self.layers)
-            raise ShardingError(
-                f"forward called no layer ({names}), and only a call makes one whole"
-            )
+            raise ShardingError(f"forward called no layer ({names}), and only a call unshards it")
         for layer in self.layers:
             layer.previous = layer.following = None
             layer.is_last = layer is order[-1]

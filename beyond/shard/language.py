@@ -30,11 +30,11 @@ class Text(Dataset):
     classes: ClassVar = list(range(BYTES))
 
     def __init__(self, lines: Sequence[bytes]) -> None:
-        self.tokens = torch.zeros(len(lines), LENGTH, dtype=torch.long)  # 0 also begins each line
-        self.labels = torch.full((len(lines), LENGTH), IGNORED)
-        for tokens, labels, line in zip(self.tokens, self.labels, lines, strict=True):
-            labels[: len(line)] = torch.tensor(list(line))
-            tokens[1 : len(line)] = labels[: len(line) - 1]
+        padded = b"".join(line.ljust(LENGTH, b"\0") for line in lines)
+        text = torch.frombuffer(bytearray(padded), dtype=torch.uint8).view(-1, LENGTH).long()
+        is_behind_end = torch.arange(LENGTH) >= torch.tensor([[len(line)] for line in lines])
+        self.labels = text.masked_fill(is_behind_end, IGNORED)  # (lines, 128)
+        self.tokens = F.pad(text, (1, -1)).masked_fill(is_behind_end, 0)  # 0 also begins each line
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -55,12 +55,12 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:  # (B, T, width) -> the same
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))  # (B, T, 3, heads, d)
+    def forward(self, hidden: Tensor) -> Tensor:  # (B, T, width) -> the same
+        qkv = self.qkv(self.norm1(hidden)).unflatten(-1, (3, self.heads, -1))  # (B, T, 3, heads, d)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # 3 × (B, heads, T, d)
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        hidden = hidden + self.out(attended.transpose(1, 2).flatten(2))
+        return hidden + self.down(F.gelu(self.up(self.norm2(hidden))))
 
 
 class Embedding(nn.Module):
@@ -82,10 +82,10 @@ class Transformer(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, BYTES))
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, 256)
-        x = self.embedding(tokens)
+        hidden = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+            hidden = block(hidden)
+        return self.head(hidden)
 
 
 def load_dataset(args: Namespace) -> tuple[Any, Any]:
@@ -96,7 +96,8 @@ def load_dataset(args: Namespace) -> tuple[Any, Any]:
     for page in (page for pattern in PAGES for page in sorted(root.glob(pattern))):
         text = [line for line in page.read_bytes().splitlines(keepends=True) if line.strip()]
         lines += [line[i : i + LENGTH] for line in text for i in range(0, len(line), LENGTH)]
-    train_set, test_set = Text([x for i, x in enumerate(lines) if i % 10]), Text(lines[::10])
+    train_set = Text([line for number, line in enumerate(lines) if number % 10])
+    test_set = Text(lines[::10])
     data.require_a_batch(train_set, args)
     return train_set, test_set
 

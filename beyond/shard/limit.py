@@ -5,7 +5,7 @@
 
 Each rank may take so many MiB more than it has when torch and the process group are there. Linux
 enforces it (RLIMIT_DATA), as a GPU does with its own memory. FSDP gets its model on the meta
-device, and makes and divides one layer after the other, so that no rank ever holds it whole.
+device, and makes and divides one layer after the other, so that no rank ever holds all of it.
 """
 
 import ctypes

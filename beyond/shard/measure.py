@@ -25,12 +25,9 @@ from traffic import enter_private_network, sent_bytes
 from ways import WAYS, Training, by_hand, by_library
 
 sys.path.insert(1, str(Path(__file__).parents[2] / "benchmarks"))
-sys.path.insert(1, str(Path(__file__).parents[2] / "03_ddp_manual_allreduce"))
-sys.path.insert(1, str(Path(__file__).parents[2] / "01_single_gpu"))
-from peak import Ledger
-from ranks import start
-from timing import RESULTS, interleave, provenance, save, summarize
+from timing import RESULTS, chapter, interleave, provenance, save, summarize
 
+Ledger, start = chapter("01", "peak").Ledger, chapter("03", "ranks").start
 KINDS = ("parameters", "gradients", "optimizer state")
 VARIANTS: dict[str, tuple[Callable[..., Training], str]] = {
     "DDP": (by_hand, "none"),
@@ -58,12 +55,13 @@ def formula(way: str, ranks: int) -> dict[str, float]:
 
 def storages(tensors: Iterable[Any]) -> dict[int, int]:
     """Address and bytes of each storage, however many tensors are views of it."""
-    found = {}
+    sizes = {}
     for tensor in tensors:
         if isinstance(tensor, Tensor):
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            found[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
-    return found
+            local_tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            storage = local_tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sizes
 
 
 def held_by_kind(training: Training) -> dict[str, int]:
@@ -144,7 +142,7 @@ def main() -> None:
     enter_private_network()
     ranks = 2
     where = provenance(command="python beyond/shard/measure.py", world_size=ranks, threads_a_rank=1)
-    found = start(ranks, measure, args.rounds)[0]
+    measured = start(ranks, measure, args.rounds)[0]
     parameters = sum(parameter.nbytes for parameter in build().parameters())
     model = f"a transformer of {parameters // 4:,} parameters"
     about = {
@@ -153,7 +151,7 @@ def main() -> None:
         "rounds": args.rounds,
         "local_batch": BATCH,
     }
-    save(RESULTS / "shard.json", {"provenance": where, **about, **found})
+    save(RESULTS / "shard.json", {"provenance": where, **about, **measured})
 
 
 if __name__ == "__main__":

@@ -25,17 +25,17 @@ FILE = Path(__file__).with_name("held.png")
 def draw() -> Figure:
     """A panel for each way, a column for each rank. Dark is what it holds, pale what others do."""
     figure, axes = plt.subplots(1, len(WAYS), figsize=(9, 3.6), sharey=True, layout="constrained")
-    whole = formula("none", RANKS)
+    unsharded = formula("none", RANKS)
     for axis, way, title in zip(axes, WAYS, TITLES, strict=True):
         held = formula(way, RANKS)
         for rank in range(RANKS):
             bottom = 0.0
             for kind, color in COLORS.items():
-                axis.bar(rank, whole[kind], 0.8, bottom, color=color, alpha=0.15)
+                axis.bar(rank, unsharded[kind], 0.8, bottom, color=color, alpha=0.15)
                 share = held[kind]
-                start = bottom + (rank * share if share < whole[kind] else 0)
+                start = bottom + (rank * share if share < unsharded[kind] else 0)
                 axis.bar(rank, share, 0.8, start, color=color)
-                bottom += whole[kind]
+                bottom += unsharded[kind]
         total = sum(held.values())
         axis.set(title=title, xlabel=f"together {total:g}")
         axis.set_xticks(range(RANKS), [f"rank {rank}" for rank in range(RANKS)], fontsize=7)

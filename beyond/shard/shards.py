@@ -58,11 +58,11 @@ class Shards:
         return [shard[place] for place in self.places]
 
     def cut(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """What this rank owns of whole tensors: copies, so that the rest can be freed."""
+        """What this rank owns of these tensors: copies, so that the rest can be freed."""
         return [t.reshape(-1)[part].clone() for t, part in zip(tensors, self.inside, strict=True)]
 
     def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """The whole tensors on rank 0, in the memory of its CPU; nothing on the other ranks."""
+        """All tensors, put together on rank 0, in CPU memory; nothing on the other ranks."""
         shard = parts[0].new_zeros(self.length)
         for place, part in zip(self.parts_of(shard), parts, strict=True):
             place.copy_(part)
@@ -101,7 +101,7 @@ class ReduceScatter:
 def clip_grad_norm(parts: Iterable[Tensor], copies: Iterable[Tensor], limit: float) -> float:
     """As nn.utils.clip_grad_norm_, which would know only the norm of this rank's parts.
 
-    parts: the gradients of which each rank owns a part. copies: those that every rank has whole.
+    parts: the gradients of which each rank owns a part. copies: those that every rank has in full.
     Returns the norm over all ranks. Every rank must call it.
     """
     parts, copies = list(parts), list(copies)

@@ -148,7 +148,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     model = build_model(args, train_set).to(device)
     training = shard(args, model)  # rank 0's weights now, mean gradients in each backward
-    progress = load_checkpoint(args, *training.whole)
+    progress = load_checkpoint(args, *training.full_state)
     recorder = Recorder(args, progress, training.optimizer, local_batch, rank, world_size)
     if args.evaluate:
         recorder.print_evaluation(*evaluate(training.model, test_loader, device))
@@ -163,10 +163,10 @@ def main() -> None:
         torch.manual_seed(args.seed + epoch * world_size + rank)  # each rank its own dropout masks
         losses = train_epoch(training, recorder.timed(loader), args.clip_norm, device)
         recorder.end_epoch(epoch, losses, *evaluate(training.model, test_loader, device))
-        for part in training.whole:
+        for part in training.full_state:
             part.collect()  # every rank sends its parts, and rank 0 puts them together
         if rank == 0:  # one writer; a collective in here would wait for the others forever
-            save_checkpoint(recorder, *training.whole)
+            save_checkpoint(recorder, *training.full_state)
     recorder.finish()
 
 

@@ -1,6 +1,6 @@
 """The four ways to train on N ranks: by hand, and with PyTorch's own classes.
 
-none        DDP: each rank holds parameters, gradients and optimizer state whole
+none        DDP: each rank holds all parameters, gradients and optimizer state
 optimizer   ZeRO-1: each rank holds 1/N of the optimizer's state
 gradients   ZeRO-2: ... and 1/N of the gradients
 parameters  ZeRO-3, or FSDP: ... and 1/N of the parameters
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fsdp import FSDP, layers_of
-from whole import State, WholeModel, WholeOptimizer
+from full_state import FullModelState, FullOptimizerState, State
 from zero import ShardedGradients, ShardedOptimizer
 
 WAYS = ("none", "optimizer", "gradients", "parameters")
@@ -38,7 +38,7 @@ class Training(NamedTuple):
     optimizer: Optimizer
     finish: Callable[[], None]  # after backward: wait for the gradients that are under way
     clip: Callable[[float], Any]  # after that: limit the norm of all gradients
-    whole: tuple[Any, Any]  # model and optimizer as a checkpoint holds them
+    full_state: tuple[Any, Any]  # model and optimizer as a checkpoint holds them
 
 
 def by_hand(
@@ -52,26 +52,27 @@ def by_hand(
     if way == "parameters":
         fsdp = FSDP(model, **(fsdp_options or {}))
         optimizer = optimizer_class(fsdp.parameters(), **options)
-        whole = WholeModel(fsdp), WholeOptimizer(fsdp, optimizer)
-        return Training(fsdp, optimizer, fsdp.finish, fsdp.clip_grad_norm, whole)
+        full_state = FullModelState(fsdp), FullOptimizerState(fsdp, optimizer)
+        return Training(fsdp, optimizer, fsdp.finish, fsdp.clip_grad_norm, full_state)
     if way == "gradients":  # it sends the gradients itself, so there is no DDP
         zero = ShardedGradients(model.parameters(), optimizer_class, **options)
-        whole = WholeModel(model), WholeOptimizer(model, zero)
-        return Training(model, zero, zero.finish, zero.clip_grad_norm, whole)
+        full_state = FullModelState(model), FullOptimizerState(model, zero)
+        return Training(model, zero, zero.finish, zero.clip_grad_norm, full_state)
     if way == "optimizer":  # it moves the parameters in memory: before DDP
         optimizer = ShardedOptimizer(model.parameters(), optimizer_class, **options)
     else:
         optimizer = optimizer_class(model.parameters(), **options)
-    return with_ddp(model, optimizer, WholeOptimizer(model, optimizer))
+    return with_ddp(model, optimizer, FullOptimizerState(model, optimizer))
 
 
-def with_ddp(model: nn.Module, optimizer: Optimizer, whole: Any) -> Training:
+def with_ddp(model: nn.Module, optimizer: Optimizer, optimizer_state: Any) -> Training:
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # no second copy is kept
 
     def clip(limit: float) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), limit)
 
-    return Training(ddp, optimizer, lambda: None, clip, (WholeModel(model), whole))
+    full_state = FullModelState(model), optimizer_state
+    return Training(ddp, optimizer, lambda: None, clip, full_state)
 
 
 def by_library(
@@ -82,23 +83,23 @@ def by_library(
         return by_hand(way, model, optimizer_class, **options)
     if way == "optimizer":
         zero = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, **options)
-        return with_ddp(model, zero, ConsolidatedOptimizer(zero))
+        return with_ddp(model, zero, ConsolidatedOptimizerState(zero))
     for tensor in [*model.parameters(), *model.buffers()]:
         dist.broadcast(tensor.detach(), src=0)  # fully_shard sends no weights
     mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     for layer in [*(layer for _, layer in layers_of(model)), model]:
-        # Not resharded after forward, parameters stay whole until the end of backward: ZeRO-2.
+        # Not resharded after forward, parameters stay unsharded until the end of backward: ZeRO-2.
         fully_shard(layer, mesh=mesh, reshard_after_forward=way == "parameters")
     optimizer = optimizer_class(model.parameters(), **options)
 
     def clip(limit: float) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), limit)  # of DTensors: over all ranks
 
-    whole = LibraryModel(model), LibraryOptimizer(model, optimizer)
-    return Training(model, optimizer, lambda: None, clip, whole)
+    full_state = LibraryModelState(model), LibraryOptimizerState(model, optimizer)
+    return Training(model, optimizer, lambda: None, clip, full_state)
 
 
-class ConsolidatedOptimizer:
+class ConsolidatedOptimizerState:
     """A ZeroRedundancyOptimizer as a checkpoint holds it."""
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
@@ -117,17 +118,17 @@ class ConsolidatedOptimizer:
         return self.collected
 
 
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on rank 0 only, in CPU memory
+FULL_ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)  # in CPU memory
 
 
-class LibraryModel:
+class LibraryModelState:
     """A model of fully_shard as a checkpoint holds it."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.collected = model, State()
 
     def collect(self) -> None:
-        self.collected = get_model_state_dict(self.model, options=WHOLE)
+        self.collected = get_model_state_dict(self.model, options=FULL_ON_RANK_0)
 
     def state_dict(self) -> State:
         return self.collected
@@ -136,7 +137,7 @@ class LibraryModel:
         set_model_state_dict(self.model, state, options=StateDictOptions(full_state_dict=True))
 
 
-class LibraryOptimizer:
+class LibraryOptimizerState:
     """Its optimizer: PyTorch names the parameters where the stages' files number them."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -148,7 +149,7 @@ class LibraryOptimizer:
         return self.optimizer.param_groups
 
     def collect(self) -> None:
-        named: Any = get_optimizer_state_dict(self.model, self.optimizer, options=WHOLE)
+        named: Any = get_optimizer_state_dict(self.model, self.optimizer, options=FULL_ON_RANK_0)
         if dist.get_rank() != 0:
             return
         number = {name: i for i, name in enumerate(self.names)}

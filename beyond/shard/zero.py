@@ -17,8 +17,8 @@ from torch.nn import Parameter
 
 from shards import ReduceScatter, ShardingError, Shards, clip_grad_norm
 
-BUCKET_BYTES = 4 * 2**20  # ZeRO-2 keeps up to three buckets of whole gradients during backward
-WHOLE_MATRICES = (optim.Adafactor, optim.LBFGS, optim.Muon, optim.SparseAdam)
+BUCKET_BYTES = 4 * 2**20  # ZeRO-2 keeps up to three buckets of unsharded gradients in backward
+NOT_ELEMENTWISE = (optim.Adafactor, optim.LBFGS, optim.Muon, optim.SparseAdam)
 
 
 class Bucket(Shards):
@@ -34,7 +34,7 @@ class Bucket(Shards):
         self.owned = [Parameter(part) for part in self.parts_of(self.shard_of(self.memory))]
         # For ZeRO-2, during backward and after it:
         self.missing = set(parameters)  # those whose gradient has not come yet
-        self.gradients: Tensor | None = None  # whole ones, flat
+        self.gradients: Tensor | None = None  # unsharded, flat
         self.slots: dict[Parameter, Tensor] = {}  # the view for the gradient of each parameter
         self.shard: Tensor | None = None  # the mean gradients that this rank owns
 
@@ -57,22 +57,22 @@ def cut_into_buckets(parameters: list[Parameter]) -> list[list[Parameter]]:
 class ShardedOptimizer(optim.Optimizer):
     """ZeRO-1: wraps an optimizer that treats each element apart, like SGD, Adam and AdamW.
 
-    Its param_groups hold the whole parameters, and a schedule may change their learning rates.
+    Its param_groups hold the unsharded parameters, and a schedule may change their learning rates.
     Frozen parameters stay as they are. Raises ShardingError for what cannot be sharded.
     """
 
     def __init__(
         self, parameters: Iterable, optimizer_class: Callable[..., optim.Optimizer], **options: Any
     ) -> None:
-        if optimizer_class in WHOLE_MATRICES:
+        if optimizer_class in NOT_ELEMENTWISE:
             name = getattr(optimizer_class, "__name__", "it")
             why = f"{name} looks at whole parameters, and a rank owns only parts of them"
             raise ShardingError(f"{why}: use AdamW, Adam, SGD or another one by element")
         super().__init__(parameters, options)
-        whole = [p for group in self.param_groups for p in group["params"]]
-        for frozen in (parameter for parameter in whole if not parameter.requires_grad):
+        all_parameters = [p for group in self.param_groups for p in group["params"]]
+        for frozen in (p for p in all_parameters if not p.requires_grad):
             dist.broadcast(frozen.detach(), src=0)
-        trained = [parameter for parameter in whole if parameter.requires_grad]
+        trained = [p for p in all_parameters if p.requires_grad]
         self.buckets = [Bucket(parameters) for parameters in cut_into_buckets(trained)]
         self.owned: dict[Parameter, Parameter] = {}  # the part of each parameter
         for bucket in self.buckets:
@@ -111,10 +111,14 @@ class ShardedOptimizer(optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        raise ShardingError("a rank holds only its parts: save WholeOptimizer(model, optimizer)")
+        raise ShardingError(
+            "a rank holds only its parts: save FullOptimizerState(model, optimizer)"
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise ShardingError("a rank holds only its parts: load WholeOptimizer(model, optimizer)")
+        raise ShardingError(
+            "a rank holds only its parts: load FullOptimizerState(model, optimizer)"
+        )
 
 
 class ShardedGradients(ShardedOptimizer):

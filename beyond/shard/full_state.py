@@ -1,4 +1,4 @@
-"""Checkpoints of a sharded run: whole tensors on rank 0, in the format that all stages share.
+"""Checkpoints of a sharded run: the full state on rank 0, in the format that all stages share.
 
 So any number of ranks can resume such a file, and so can a script that shards nothing. These two
 classes stand for the model and the optimizer: the names and shapes are those of a plain run.
@@ -19,7 +19,7 @@ from zero import ShardedOptimizer
 State = dict[str, Any]
 
 
-class WholeModel:
+class FullModelState:
     """The state_dict of the plain model: call collect() on every rank, then rank 0 has it."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -33,19 +33,19 @@ class WholeModel:
         if not isinstance(self.model, FSDP):
             self.collected = self.model.state_dict()
             return
-        whole: dict[Parameter, Tensor] = {}  # of each part
+        full_tensor: dict[Parameter, Tensor] = {}  # of each part
         for layer in self.model.layers:
             tensors = layer.shards.gather([part.detach() for part in layer.owned])
-            whole |= zip(layer.owned, tensors, strict=False)  # none, except on rank 0
+            full_tensor |= zip(layer.owned, tensors, strict=False)  # none, except on rank 0
         plain = self.model.model.state_dict(keep_vars=True)
-        self.collected = {name: whole.get(t, t).detach() for name, t in plain.items()}
+        self.collected = {name: full_tensor.get(t, t).detach() for name, t in plain.items()}
 
     def state_dict(self) -> State:
         return self.collected
 
     @torch.no_grad()
     def load_state_dict(self, state: State) -> None:
-        """Each rank takes its parts of the whole tensors, and all of what is not sharded."""
+        """Each rank takes its parts of the sharded tensors, and all of the others."""
         if not isinstance(self.model, FSDP):
             self.model.load_state_dict(state)
             return
@@ -59,18 +59,18 @@ class WholeModel:
             tensors = [state[names.pop(part)] for part in layer.owned]
             if [tensor.shape for tensor in tensors] != layer.shards.shapes:
                 raise RuntimeError(f"another model: {layer.name} has other shapes")
-            for part, mine in zip(layer.owned, layer.shards.cut(tensors), strict=True):
-                part.copy_(mine)
+            for part, loaded in zip(layer.owned, layer.shards.cut(tensors), strict=True):
+                part.copy_(loaded)
         for tensor, name in names.items():
             tensor.copy_(state[name])
 
 
-def is_by_element(value: Any) -> bool:
+def is_elementwise(value: Any) -> bool:
     """Whether an optimizer keeps it for each element of a parameter, unlike AdamW's step."""
     return isinstance(value, Tensor) and value.ndim > 0
 
 
-class WholeOptimizer:
+class FullOptimizerState:
     """The state_dict of the plain optimizer, and where the parts of its state lie.
 
     model: what is trained. optimizer: a ShardedOptimizer, or one of an FSDP model's parameters.
@@ -111,11 +111,11 @@ class WholeOptimizer:
         for shards, parts, numbers in self.shards():
             rows = [dict(self.inner.state.get(part, {})) for part in parts]  # {}: never used
             for key, value in next(filter(None, rows), {}).items():
-                if not is_by_element(value):
+                if not is_elementwise(value):
                     continue
                 values = [row.get(key, part) for row, part in zip(rows, parts, strict=True)]
-                whole = shards.gather([part.detach() for part in values])
-                for row, tensor in zip(rows, whole, strict=False):  # none, except on rank 0
+                tensors = shards.gather([part.detach() for part in values])
+                for row, tensor in zip(rows, tensors, strict=False):  # none, except on rank 0
                     row.update({key: tensor} if row else {})
             state |= {n: row for n, row in zip(numbers, rows, strict=True) if row}
         groups = []
@@ -127,17 +127,18 @@ class WholeOptimizer:
         return self.collected
 
     def load_state_dict(self, saved: State) -> None:
-        """Each rank takes its parts of the whole state."""
+        """Each rank takes its parts of the full state."""
         if not self.is_sharded:
             self.optimizer.load_state_dict(saved)
             return
-        for mine, theirs in zip(self.param_groups, saved["param_groups"], strict=True):
-            if mine.keys() - theirs.keys() or len(mine["params"]) != len(theirs["params"]):
+        for group, saved_group in zip(self.param_groups, saved["param_groups"], strict=True):
+            missing_options = group.keys() - saved_group.keys()
+            if missing_options or len(group["params"]) != len(saved_group["params"]):
                 raise KeyError("it is of another optimizer or of another model")
-            mine.update({key: theirs[key] for key in theirs if key != "params"})
+            group.update({key: saved_group[key] for key in saved_group if key != "params"})
         rows: dict[int, State] = saved["state"]
         # The momentum of a scalar parameter looks like AdamW's step, so all parameters are asked.
-        by_element = {k for row in rows.values() for k, v in row.items() if is_by_element(v)}
+        elementwise = {k for row in rows.values() for k, v in row.items() if is_elementwise(v)}
         self.inner.state.clear()
         trained = {p for group in self.inner.param_groups for p in group["params"]}
         for parameter, number in self.numbers().items():
@@ -146,7 +147,8 @@ class WholeOptimizer:
         for shards, parts, numbers in self.shards():
             for part, number, inside in zip(parts, numbers, shards.inside, strict=True):
                 for key, value in rows.get(number, {}).items():
-                    mine = value.reshape(-1)[inside].clone() if key in by_element else value
-                    self.inner.state[part][key] = mine
+                    is_sharded = key in elementwise
+                    owned = value.reshape(-1)[inside].clone() if is_sharded else value
+                    self.inner.state[part][key] = owned
         for tensor, row in self.inner.state.items():  # checkpoints are read to the CPU
-            row.update({key: row[key].to(tensor.device) for key in row.keys() & by_element})
+            row.update({key: row[key].to(tensor.device) for key in row.keys() & elementwise})
