@@ -1,4 +1,4 @@
-"""The rows of the table: verdict, check, evidence, and the cure with its link."""
+"""What does the reader see? A table of rows: verdict, check, evidence, the cure with its link."""
 
 import textwrap
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 RIGHT, WRONG, WARNING, NOT_SEEN = "right", "WRONG", "warning", "not seen"
 ORDER = (WRONG, WARNING, RIGHT, NOT_SEEN)
 WIDTH, INDENT = 100, " " * 10
+MOST_NAMES = 3  # of parameters or places in one row
 
 # Headings of docs/troubleshooting.md, which say more than a cure can.
 PAGE = "docs/troubleshooting.md"
@@ -35,6 +36,12 @@ class Row:
 
 def count(number: int, noun: str) -> str:
     return f"{number} {noun}" + "s" * (number != 1)
+
+
+def listed(names: list[str], separator: str = ", ") -> str:
+    """The first names, and how many more there are."""
+    text = separator.join(names[:MOST_NAMES])
+    return text + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
 
 
 def right(check: str, evidence: str) -> Row:
