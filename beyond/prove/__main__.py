@@ -186,6 +186,8 @@ class Prover:
             return [not_seen(ONE_RANK, "it is the only one: start two to compare")]
         if command is None:
             return [not_seen(ONE_RANK, "say how one rank is started: --alone 'COMMAND'")]
+        if "the model is divided" in ranks[0].notes:
+            return [not_seen(ONE_RANK, "each rank holds a part of the model")]
         self.settings.rows_are_split = rows_are_split(ranks)
         if self.settings.rows_are_split and not same_contents(ranks):
             text = "each rank takes its rows of a batch that all load, with other random numbers"

@@ -65,14 +65,8 @@ def steps_of(ranks: list[RankRecord]) -> list[StepOfRanks]:
     return steps
 
 
-def hold_different_tensors(ranks: list[RankRecord], steps: list[StepOfRanks]) -> bool:
-    """Optimizers that are divided over the ranks, as by ZeRO."""
-    tensors = [
-        [len(optimizer.steps[0].weights_before) for optimizer in rank.optimizers if optimizer.steps]
-        for rank in ranks
-    ]
-    later = [{len(own.weights_before) for own in step.ranks} for step in steps]
-    return any(own != tensors[0] for own in tensors) or any(len(counts) > 1 for counts in later)
+def is_divided(ranks: list[RankRecord]) -> bool:
+    return not ranks[0].notes.keys().isdisjoint(("groups of some ranks", "the model is divided"))
 
 
 def model_rows(ranks: list[RankRecord]) -> list[Row]:
@@ -81,7 +75,8 @@ def model_rows(ranks: list[RankRecord]) -> list[Row]:
     if len(ranks) == 1 or zero:
         return rows
     steps = steps_of(ranks)
-    if "groups of some ranks" in first.notes or hold_different_tensors(ranks, steps):
+    tensors = [{len(own.weights_before) for own in step.ranks} for step in steps]
+    if is_divided(ranks) or any(len(counts) > 1 for counts in tensors):  # the latter by ZeRO
         text = "the ranks hold different parts of the model, or work in groups"
         return [*rows, not_seen("weights", text)]
     same = weights(steps)

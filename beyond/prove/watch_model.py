@@ -35,9 +35,21 @@ def direction(size: int, device: torch.device) -> Tensor:
     return torch.cos(torch.arange(size, dtype=torch.float64, device=device) * 1.7 + 0.3)
 
 
+def own_part(tensor: Tensor) -> Any:
+    """What this rank holds of a tensor that is divided."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def is_divided(module: nn.Module) -> bool:
+    """By FSDP or tensor parallelism."""
+    classes = {base.__name__ for part in module.modules() for base in type(part).__mro__}
+    by_fsdp = not classes.isdisjoint(("FSDPModule", "FullyShardedDataParallel"))
+    return by_fsdp or any(hasattr(p, "to_local") for p in module.parameters())
+
+
 def project(tensor: Tensor) -> Projection:
     """A linear function of a tensor, and its norm."""
-    tensor = tensor.detach()
+    tensor = own_part(tensor.detach())
     flat = (tensor.to_dense() if tensor.is_sparse else tensor).reshape(-1).double()
     return float(flat @ direction(len(flat), flat.device)), float(flat.norm())
 
@@ -220,6 +232,8 @@ class ModelWatcher:
             return
         if not any(module is root for root in self.roots):
             self.roots.append(module)
+            if is_divided(module):
+                run.note("the model is divided")
         self.start()
         if ddp and isinstance(module, DistributedDataParallel):
             ddp.forwards += 1
