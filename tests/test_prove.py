@@ -511,8 +511,7 @@ def test_after_a_step_of_convert_it_says_what_is_still_missing(step, missing, tm
 
 
 def test_every_cure_links_to_a_heading_that_exists():
-    constants = {name: value for name, value in vars(table).items() if name.isupper()}
-    links = {value for value in constants.values() if isinstance(value, str) and "-" in value}
+    links = {value for name, value in vars(table.See).items() if name.isupper()}
     titles = re.findall(r"^#+ (.*)$", TROUBLESHOOTING.read_text(), re.M)
     anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
     assert len(links) >= 8

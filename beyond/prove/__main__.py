@@ -27,27 +27,9 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from prove import NotJudgedError, launch
-from prove.judge_data import (
-    data_rows,
-    epoch_of_original,
-    load_samples,
-    rows_are_split,
-    same_contents,
-)
+from prove import NotJudgedError, judge_data, judge_replay, launch
 from prove.judge_evaluation import evaluation_rows
 from prove.judge_model import model_rows
-from prove.judge_replay import (
-    RANDOM,
-    SMALL_BATCH,
-    Replay,
-    batchnorm,
-    gradient_rows,
-    no_replay,
-    printed,
-    schedule,
-    smallest_batchnorm,
-)
 from prove.judge_run import error_of, run_rows
 from prove.record import Ended, Mode, Settings
 from prove.table import NOT_SEEN, RIGHT, WARNING, WRONG, Row, not_seen, table
@@ -122,8 +104,10 @@ class Prover:
         finally:
             restore(Path(self.settings.folder))
 
-    def replay(self, mode: str, command: list[str]) -> Replay:
-        return Replay(self.observed, self.run(mode, command), self.settings.folder, mode)
+    def replay(self, mode: str, command: list[str]) -> judge_replay.Replay:
+        return judge_replay.Replay(
+            self.observed, self.run(mode, command), self.settings.folder, mode
+        )
 
     def observe(self) -> None:
         outcome = self.run(Mode.OBSERVE, self.args.command)
@@ -133,7 +117,7 @@ class Prover:
             for file in Path(self.settings.folder).glob(f"{Mode.OBSERVE}.*"):
                 file.unlink()
             outcome = self.run(Mode.OBSERVE, self.args.command)
-        load_samples(outcome.ranks)
+        judge_data.load_samples(outcome.ranks)
         self.observed, self.settings.ranks = outcome, len(outcome.ranks)
 
     def check_that_something_was_seen(self) -> None:
@@ -145,7 +129,7 @@ class Prover:
         if outcome.hang:
             return
         if outcome.status or not ranks or any(rank.ended == Ended.WITH_ERROR for rank in ranks):
-            rows = run_rows(outcome) + data_rows(ranks)
+            rows = run_rows(outcome) + judge_data.data_rows(ranks)
             if not any(row.verdict == WRONG for row in rows):
                 raise NotJudgedError(f"the script fails by itself: {error_of(outcome)}")
         elif not any(rank.steps for rank in ranks):
@@ -159,7 +143,7 @@ class Prover:
         if any(rank.world_size > len(ranks) for rank in ranks):
             text = f"{len(ranks)} of {ranks[0].world_size} wrote records"
             return [*rows, not_seen("ranks", text)]
-        rows += data_rows(ranks) + evaluation_rows(ranks)
+        rows += judge_data.data_rows(ranks) + evaluation_rows(ranks)
         if not all(rank.ended in Ended.WELL for rank in ranks):
             text = "hangs" if observed.hang else f"ends with an error: {error_of(observed)}"
             return [*rows, not_seen(ONE_RANK, f"no replay of a run that {text}")]
@@ -172,11 +156,11 @@ class Prover:
         if self.args.original:
             replay = self.replay(Mode.ORIGINAL, shlex.split(self.args.original))
             if replay.stepped:
-                rows += gradient_rows(replay, THE_ORIGINAL) + epoch_of_original(
-                    ranks, replay.replayed
-                )
+                rows += judge_replay.gradient_rows(
+                    replay, THE_ORIGINAL
+                ) + judge_data.epoch_of_original(ranks, replay.replayed)
             else:
-                rows.append(no_replay(replay, THE_ORIGINAL))
+                rows.append(judge_replay.no_replay(replay, THE_ORIGINAL))
         return rows
 
     def rows_of_one_rank(self, rows: list[Row]) -> list[Row]:
@@ -188,8 +172,8 @@ class Prover:
             return [not_seen(ONE_RANK, "say how one rank is started: --alone 'COMMAND'")]
         if "the model is divided" in ranks[0].notes:
             return [not_seen(ONE_RANK, "each rank holds a part of the model")]
-        self.settings.rows_are_split = rows_are_split(ranks)
-        if self.settings.rows_are_split and not same_contents(ranks):
+        self.settings.rows_are_split = judge_data.rows_are_split(ranks)
+        if self.settings.rows_are_split and not judge_data.same_contents(ranks):
             text = "each rank takes its rows of a batch that all load, with other random numbers"
             return [not_seen(ONE_RANK, text)]
         self.settings.gpus = 1
@@ -200,24 +184,28 @@ class Prover:
         if replay.takes_more_batches():
             replay = self.replay(Mode.SEQUENCE, command)
         if not replay.stepped:
-            return [no_replay(replay, ONE_RANK)]
+            return [judge_replay.no_replay(replay, ONE_RANK)]
 
         effects = ("weights", "averaged gradients", "zero_grad", "forward through DDP")
         explained = any(row.verdict == WRONG and row.check in effects for row in rows)
         explained |= any(row.verdict == WARNING and row.check == "weights" for row in rows)
-        compared = gradient_rows(replay, ONE_RANK, explained)
-        undecided = replay.mode == Mode.REPLAY and any(RANDOM in row.evidence for row in compared)
+        compared = judge_replay.gradient_rows(replay, ONE_RANK, explained)
+        undecided = replay.mode == Mode.REPLAY and any(
+            judge_replay.RANDOM in row.evidence for row in compared
+        )
         if undecided and replay.equals(self.replay(Mode.AGAIN, command)):
             replay.observed.steps_with_random_numbers = 0  # drawn, but without an effect
-            compared = gradient_rows(replay, ONE_RANK, explained)
+            compared = judge_replay.gradient_rows(replay, ONE_RANK, explained)
         if any(row.verdict == WRONG and "1/" in row.evidence for row in compared):
             sequence = self.replay(Mode.SEQUENCE, command)
-            compared = gradient_rows(replay, ONE_RANK, explained, sequence)
+            compared = judge_replay.gradient_rows(replay, ONE_RANK, explained, sequence)
         if all(row.verdict == RIGHT for row in compared):
-            compared += printed(replay)
-        has_small_batchnorm = 0 < smallest_batchnorm(replay.observed) < SMALL_BATCH
+            compared += judge_replay.printed(replay)
+        has_small_batchnorm = (
+            0 < judge_replay.smallest_batchnorm(replay.observed) < judge_replay.SMALL_BATCH
+        )
         whole = self.replay(Mode.WHOLE, command) if has_small_batchnorm else None
-        return compared + schedule(replay) + batchnorm(replay, whole)
+        return compared + judge_replay.schedule(replay) + judge_replay.batchnorm(replay, whole)
 
 
 def prove(args: Namespace, say: Callable[[str], None]) -> tuple[list[Row], str]:

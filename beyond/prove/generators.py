@@ -3,7 +3,7 @@
 import random
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,8 +29,8 @@ def digests() -> list[int]:
     return [torch_state, zlib.crc32(repr(random.getstate()).encode()), numpy_state]
 
 
-def seed(number: int) -> None:
-    torch.manual_seed(number)
+def seed(number: int, seed_torch: Callable = torch.manual_seed) -> None:
+    seed_torch(number)
     random.seed(number)
     if numpy_random():
         numpy_random().seed(number)
@@ -39,16 +39,13 @@ def seed(number: int) -> None:
 @contextmanager
 def seeded(number: int) -> Iterator[None]:
     """Fixed seeds for a while; the user's numbers stay what they would have been."""
-    states = torch.get_rng_state(), random.getstate()
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
     numpy_state = numpy_random() and numpy_random().get_state()
-    torch.default_generator.manual_seed(number)  # torch.manual_seed would seed GPUs as well
-    random.seed(number)
-    if numpy_random():
-        numpy_random().seed(number)
+    seed(number, torch.default_generator.manual_seed)  # torch.manual_seed would seed GPUs as well
     try:
         yield
     finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
         if numpy_state:
             numpy_random().set_state(numpy_state)

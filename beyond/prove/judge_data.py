@@ -9,17 +9,7 @@ import torch
 
 from prove import generators
 from prove.record import Pass, RankRecord
-from prove.table import (
-    LOSS,
-    RATE,
-    SAME_ORDER,
-    UNEVEN,
-    Row,
-    not_seen,
-    right,
-    warning,
-    wrong,
-)  # fmt: skip
+from prove.table import Row, See, not_seen, right, warning, wrong
 
 ALL_BUT_A_FEW = 0.98  # the share of a data set that counts as the whole
 SHARD = "DataLoader(dataset, sampler=DistributedSampler(dataset)), or split the data by rank"
@@ -91,13 +81,11 @@ def inputs_of_forward(ranks: list[RankRecord]) -> list[Row]:
     """A script without a DataLoader: do the ranks call the model with different tensors?"""
     check = "samples"
     inputs = [[call.checksum for call in rank.model_calls] for rank in ranks]
-    if not all(inputs) or not ranks[0].steps:
-        return [not_seen(check, "no optimizer step inside a pass over a DataLoader")]
-    if len({*inputs[0]}) < 2:
-        return [not_seen(check, "no DataLoader, and the model gets the same input each time")]
-    if all(own == inputs[0] for own in inputs):
+    if not all(inputs) or not ranks[0].steps or len({*inputs[0]}) < 2:
+        return [not_seen(check, "no step in a pass over a DataLoader, nor inputs that differ")]
+    if all(of_rank == inputs[0] for of_rank in inputs):
         text = f"all ranks call the model with the same tensors, {len(inputs[0])} times"
-        return [wrong(check, text, "seed by rank, or split the data by rank", LOSS)]
+        return [wrong(check, text, "seed by rank, or split the data by rank", See.LOSS)]
     return [right(check, "no DataLoader; the ranks call the model with different tensors")]
 
 
@@ -115,9 +103,9 @@ def samples(ranks: list[RankRecord], passes: list[Pass]) -> list[Row]:
 def samples_by_index(passes: list[Pass], at: str) -> Row:
     first, ranks, check = passes[0], len(passes), "samples"
     trained = [p.indices[: sum(p.sizes[: p.given])] for p in passes]
-    if all(own == trained[0] for own in trained) and len({*trained[0]}) > 1:
+    if all(indices == trained[0] for indices in trained) and len({*trained[0]}) > 1:
         text = f"all ranks draw the same samples in the same order: {at}"
-        return wrong(check, text, SHARD, LOSS)
+        return wrong(check, text, SHARD, See.LOSS)
     drawn = [{*p.indices} for p in passes]
     together, size = len(set().union(*drawn)), size_of(passes)
     twice, lost = sum(map(len, drawn)) - together, size - together
@@ -128,26 +116,26 @@ def samples_by_index(passes: list[Pass], at: str) -> Row:
             text = f"the ranks split the data set differently: of {len(parts[0])} samples that "
             text += f"rank 0 may draw, all ranks may draw {common} ({at})"
             cure = "give random_split a generator with the same seed on all ranks"
-            return wrong(check, text, cure, LOSS)
+            return wrong(check, text, cure, See.LOSS)
     repeats = any(len({*p.indices}) < 0.9 * len(p.indices) for p in passes)
     if repeats or "Weighted" in first.sampler:
         return right(check, f"{first.sampler} draws with replacement, other samples per rank")
-    padding = ranks * (1 + first.last_size)
-    if twice <= padding and lost > padding + ranks * max(first.sizes):
+    padding = ranks * (1 + max(first.sizes))
+    if twice <= padding and lost > 2 * padding:
         text = f"{together} of {size} samples are in an epoch, {lost} in that of no rank ({at})"
         return warning(check, text, "meant so only if the others are left out on purpose")
     if twice <= padding:
-        counts = " + ".join(str(len(own)) for own in drawn)
+        counts = " + ".join(str(len(indices)) for indices in drawn)
         return right(check, f"{counts} of {size} samples, {twice} of them twice ({at})")
     if min(map(len, drawn)) >= ALL_BUT_A_FEW * size:
         text = f"each rank draws all {size} samples, in another order: an epoch is {ranks} epochs"
         cure = f"{SHARD}; meant so only if the number of epochs was divided, too"
-        return warning(check, f"{text} ({at})", cure, LOSS)
+        return warning(check, f"{text} ({at})", cure, See.LOSS)
     text = f"{together} of {size} samples are seen in an epoch, {twice} of them twice ({at})"
     if first.sampler == "DistributedSampler":
         cure = "the same seed for the sampler of all ranks, and the right num_replicas and rank"
-        return wrong(check, text, cure, LOSS)
-    return warning(check, text, SHARD, LOSS)
+        return wrong(check, text, cure, See.LOSS)
+    return warning(check, text, SHARD, See.LOSS)
 
 
 def samples_by_content(passes: list[Pass], at: str, are_split: bool) -> list[Row]:
@@ -160,7 +148,7 @@ def samples_by_content(passes: list[Pass], at: str, are_split: bool) -> list[Row
     all_alike = alike(passes, "checksums") and not are_split
     if different >= 5 and seen >= 20 and all_alike:
         text = f"all ranks draw the same {seen} samples in the same order ({at}; {kind})"
-        return [wrong(check, text, SHARD, LOSS)]
+        return [wrong(check, text, SHARD, See.LOSS)]
     if not seen or different < seen / 2:
         return [not_seen(check, f"samples cannot be told apart ({at}; {kind})")]
     share = max(shared(first.checksums, other.checksums) for other in passes[1:])
@@ -168,21 +156,21 @@ def samples_by_content(passes: list[Pass], at: str, are_split: bool) -> list[Row
     text += f" ({at}; {kind})"
     cure = "split by rank and by worker in __iter__: islice(all_samples, rank, None, world_size)"
     if share > 0.5:
-        rows = [wrong(check, text, cure, LOSS)]
+        rows = [wrong(check, text, cure, See.LOSS)]
     elif share > 0.05:
-        rows = [warning(check, text, cure, LOSS)]
+        rows = [warning(check, text, cure, See.LOSS)]
     else:
         rows = [right(check, f"{share:.0%} of {seen} samples are shared ({kind})")]
     of_workers = first.contents[: first.workers]  # each gives one batch in turn
     workers_alike = all(batch == of_workers[0] for batch in of_workers)
     if first.is_stream and len(of_workers) > 1 and workers_alike:
         text = f"each of the {first.workers} workers of a rank yields the same samples ({at})"
-        rows.append(wrong("workers", text, cure, LOSS))
+        rows.append(wrong("workers", text, cure, See.LOSS))
     sampler_splits = first.sampler == "DistributedSampler" and alike(passes, "dataset_length")
     if first.fingerprint and sampler_splits:
         text = f"sample 0 differs between the ranks, and DistributedSampler splits it again ({at})"
         cure = "make the data with the same seed on all ranks, or load it from a file"
-        rows.append(warning("one data set", text, cure, LOSS))
+        rows.append(warning("one data set", text, cure, See.LOSS))
     return rows
 
 
@@ -207,12 +195,12 @@ def lengths(ranks: list[RankRecord], passes: list[Pass]) -> list[Row]:
             return [not_seen(check, f"{counts}, but the script ends its epochs earlier")]
         text = f"{counts} batches on the ranks: whoever has more waits for ever ({first.at})"
         cure = "DistributedSampler makes them equal; or drop_last; or Join"
-        return [wrong(check, text, cure, UNEVEN)]
+        return [wrong(check, text, cure, See.UNEVEN)]
     for sizes in zip(*(p.sizes[: p.given] for p in passes), strict=False):
         if len({*sizes}) > 1:
             text = f"{counts[0]} on each rank, but local batches of {sizes} samples weigh the same"
             cure = "equal local batches, or a mean over the global batch"
-            return [warning(check, f"{text} ({first.at})", cure, LOSS)]
+            return [warning(check, f"{text} ({first.at})", cure, See.LOSS)]
     return [right(check, f"{counts[0]} on each rank")]
 
 
@@ -234,11 +222,11 @@ def order(passes: list[list[Pass]]) -> list[Row]:
     text = f"epochs 1 and 2 have the same order: loader at {p.at}, sampler {p.sampler}"
     asked = p.sampler == "DistributedSampler" and p.shuffle
     if asked or p.sampler == "RandomSampler":
-        return [wrong(check, text, "sampler.set_epoch(epoch) before each epoch", SAME_ORDER)]
+        return [wrong(check, text, "sampler.set_epoch(epoch) before each epoch", See.SAME_ORDER)]
     if p.shuffle is False or (by_index and p.indices == sorted(p.indices)):
         return [right(check, "fixed, and no shuffling was asked for")]
     cure = "another order in each epoch; meant so only if the order is part of the data"
-    return [warning(check, text, cure, SAME_ORDER)]
+    return [warning(check, text, cure, See.SAME_ORDER)]
 
 
 def dropout(ranks: list[RankRecord]) -> list[Row]:
@@ -290,10 +278,10 @@ def epoch_of_original(ranks: list[RankRecord], original: RankRecord) -> list[Row
     if samples < samples_of_original:
         cure = "drop_last in the sampler and in the loader only if the original has it; keep a "
         cure += "sampler of its own, and deal out what that draws"
-        return [warning(check, text, cure, LOSS)]
+        return [warning(check, text, cure, See.LOSS)]
     accumulates = any(p.steps < p.given for p in (passes[0][0], passes_of_original[0]))
     if batches != batches_of_original and not accumulates:
         cure = "the original's batch size / world_size on each rank, and its drop_last; "
         cure += "meant so only if the learning rate was chosen for this global batch"
-        return [warning(check, text, cure, RATE)]
+        return [warning(check, text, cure, See.RATE)]
     return [right(check, text)]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from prove.judge_data import ALL_BUT_A_FEW, same_dataset, size_of, trained_passes
 from prove.record import Pass, RankRecord
-from prove.table import ACCURACY, RIGHT, Row, listed, not_seen, right, warning
+from prove.table import RIGHT, Row, See, listed, not_seen, right, warning
 from prove.watch_data import EVALUATION
 
 CHECK = "evaluation"
@@ -64,17 +64,17 @@ def row_of_dataset(ranks: list[RankRecord], passes: list[Pass]) -> Row:
     if all(len({*p.indices}) >= ALL_BUT_A_FEW * size for p in passes):
         text = f"each rank evaluates all {size} samples ({at})"
         cure = "each rank a part, then all_reduce; no mistake if the results are not added up"
-        return warning(CHECK, text, cure, ACCURACY)
+        return warning(CHECK, text, cure, See.ACCURACY)
     if twice and "gather_for_metrics" not in ranks[0].notes:
         text = f"{twice} of {size} samples are counted twice ({at}, {passes[0].sampler})"
         cure = "Subset(dataset, range(rank, len(dataset), world_size))"
-        return warning(CHECK, text, cure, ACCURACY)
+        return warning(CHECK, text, cure, See.ACCURACY)
     if lost > 0:
         text = f"{lost} of {size} samples are left out ({at})"
-        return warning(CHECK, text, "no drop_last for evaluation", ACCURACY)
+        return warning(CHECK, text, "no drop_last for evaluation", See.ACCURACY)
     if not all(collectives_after(rank, p) for rank, p in zip(ranks, passes, strict=True)):
         text = f"each rank evaluates a part of the {size} samples, and no collective follows ({at})"
-        return warning(CHECK, text, "all_reduce sums and counts, then divide", ACCURACY)
+        return warning(CHECK, text, "all_reduce sums and counts, then divide", See.ACCURACY)
     return right(CHECK, f"each of {size} samples once ({at})")
 
 
@@ -92,7 +92,7 @@ def row_of_a_part(passes: list[Pass]) -> Row:
     if {*drawn} == {*range(len(drawn))}:
         return right(CHECK, f"{text}, the first ones, each once")
     cure = "choose this part before it is dealt out, with the same seed on all ranks"
-    return warning(CHECK, f"{text}; on another number of ranks, others", cure, ACCURACY)
+    return warning(CHECK, f"{text}; on another number of ranks, others", cure, See.ACCURACY)
 
 
 def drawn_beside(ranks: list[RankRecord], first: Pass) -> set[int]:

@@ -4,21 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prove.record import OptimizerRecord, Projection, RankRecord, Step
-from prove.table import (
-    BUFFERS,
-    LOSS,
-    NAN,
-    RIGHT,
-    UNUSED,
-    WARNING,
-    Row,
-    count,
-    listed,
-    not_seen,
-    right,
-    warning,
-    wrong,
-)  # fmt: skip
+from prove.table import RIGHT, WARNING, Row, See, count, listed, not_seen, right, warning, wrong
 
 TINY = 1e-12
 
@@ -75,7 +61,7 @@ def model_rows(ranks: list[RankRecord]) -> list[Row]:
     if len(ranks) == 1 or zero:
         return rows
     steps = steps_of(ranks)
-    tensors = [{len(own.weights_before) for own in step.ranks} for step in steps]
+    tensors = [{len(of_rank.weights_before) for of_rank in step.ranks} for step in steps]
     if is_divided(ranks) or any(len(counts) > 1 for counts in tensors):  # the latter by ZeRO
         text = "the ranks hold different parts of the model, or work in groups"
         return [*rows, not_seen("weights", text)]
@@ -100,13 +86,13 @@ def weights(steps: list[StepOfRanks]) -> list[Row]:
     later = steps[steps.index(step) + 1 :]
     if any(not other.apart("weights_before") for other in later):
         cure = "meant so only for local SGD, which averages weights now and then"
-        return [warning(check, f"{text}, and agree again later", cure, LOSS)]
+        return [warning(check, f"{text}, and agree again later", cure, See.LOSS)]
     outside = [k for k in apart if k in optimizer.outside_ddp]
     if outside and len(optimizer.outside_ddp) < len(optimizer.names):
         text += f"; DDP does not hold {named(optimizer, outside)}"
-        return [wrong(check, text, "wrap one module that holds all trained parameters", LOSS)]
+        return [wrong(check, text, "wrap one module that holds all trained parameters", See.LOSS)]
     cure = "DDP, or broadcast all weights once and average all gradients in each step"
-    return [wrong(check, text, cure, LOSS)]
+    return [wrong(check, text, cure, See.LOSS)]
 
 
 def gradients(steps: list[StepOfRanks], weight_rows: list[Row]) -> list[Row]:
@@ -122,16 +108,16 @@ def gradients(steps: list[StepOfRanks], weight_rows: list[Row]) -> list[Row]:
             text += f"{len(step.optimizer.names)} tensors: {named(step.optimizer, apart)} "
             text += f"(step {step.number} at {step.at})"
             cure = "forward and backward through DDP; no_sync for all micro-batches but the last"
-            return [wrong(check, text, cure, LOSS)]
+            return [wrong(check, text, cure, See.LOSS)]
     old = [
         step
         for step in steps
-        if step.number > 1 and all(own.has_old_gradient for own in step.ranks)
+        if step.number > 1 and all(of_rank.has_old_gradient for of_rank in step.ranks)
     ]
     if len(old) > 1:
         text = f"at {len(old)} steps, p.grad still held the gradient of the step before "
         cure = "optimizer.zero_grad() in each step"
-        return [wrong("zero_grad", f"{text}({old[0].at})", cure, NAN)]
+        return [wrong("zero_grad", f"{text}({old[0].at})", cure, See.NAN)]
     factors = [(times_the_mean(step), step) for step in steps]
     known = [(factor, step) for factor, step in factors if factor is not None]
     if not known:
@@ -172,7 +158,7 @@ def forward(first: RankRecord, weight_rows: list[Row]) -> list[Row]:
         if ddp.forwards_around and any(row.verdict != RIGHT for row in weight_rows):
             text = f"{sum(ddp.forwards_around.values())} training forwards go around DDP at "
             text += f"{listed(list(ddp.forwards_around))}, {ddp.forwards} through it"
-            rows.append(wrong(check, text, "call ddp(x), not ddp.module(x) or model(x)", LOSS))
+            rows.append(wrong(check, text, "call ddp(x), not ddp.module(x) or model(x)", See.LOSS))
         elif ddp.forwards:
             rows.append(right(check, count(ddp.forwards, "training forward")))
     if not first.ddps:
@@ -198,7 +184,7 @@ def held_by_optimizers(first: RankRecord) -> list[Row]:
             rows.append(warning(check, text + listed(missing), cure))
         if unused and ddp.forwards:
             text = f"no gradient ever reached {listed(unused)}"
-            rows.append(warning("unused parameters", text, "use them, or freeze them", UNUSED))
+            rows.append(warning("unused parameters", text, "use them, or freeze them", See.UNUSED))
     return rows
 
 
@@ -237,22 +223,22 @@ def clipping(first: RankRecord) -> list[Row]:
 
 def learning_rate(ranks: list[RankRecord], steps: list[StepOfRanks]) -> list[Row]:
     rates = [
-        ([own.learning_rates for own in step.ranks], f"at step {step.number}, {step.at}")
+        ([of_rank.learning_rates for of_rank in step.ranks], f"at step {step.number}, {step.at}")
         for step in steps
     ]
     epochs = zip(*(rank.rates_after_epochs for rank in ranks), strict=False)
     rates += [(list(of_ranks), f"after epoch {n}") for n, of_ranks in enumerate(epochs, start=1)]
     for of_ranks, when in rates:
-        if any(own != of_ranks[0] for own in of_ranks):
-            text = f"{[own[0] for own in of_ranks]} on the ranks {when}"
+        if any(of_rank != of_ranks[0] for of_rank in of_ranks):
+            text = f"{[of_rank[0] for of_rank in of_ranks]} on the ranks {when}"
             cure = "the same schedule on all ranks: average what it depends on first"
-            return [wrong("learning rate by rank", text, cure, LOSS)]
+            return [wrong("learning rate by rank", text, cure, See.LOSS)]
     return []
 
 
 def loss_scale(steps: list[StepOfRanks]) -> list[Row]:
     for step in steps:
-        scales = [own.loss_scale for own in step.ranks]
+        scales = [of_rank.loss_scale for of_rank in step.ranks]
         if len({*scales}) > 1:
             text = f"{scales} on the ranks at step {step.number} ({step.at})"
             return [wrong("loss scale", text, "the same GradScaler settings on all ranks")]
@@ -265,12 +251,12 @@ def buffers(ranks: list[RankRecord]) -> list[Row]:
         evaluated = all(ddp.buffers_at_evaluation for ddp in ddps)
         when = "evaluation" if evaluated else "the end"
         of_ranks = [ddp.buffers_at_evaluation or ddp.buffers_at_end for ddp in ddps]
-        names = [name for name in of_ranks[0] if all(name in own for own in of_ranks)]
-        apart = [name for name in names if differ([own[name] for own in of_ranks])]
+        names = [name for name in of_ranks[0] if all(name in of_rank for of_rank in of_ranks)]
+        apart = [name for name in names if differ([of_rank[name] for of_rank in of_ranks])]
         if apart:
             text = f"{len(apart)} of {len(names)} differ between the ranks at {when}: "
             cure = "broadcast them from rank 0 before evaluation, or SyncBatchNorm"
-            rows.append(warning(check, text + listed(apart), cure, BUFFERS))
+            rows.append(warning(check, text + listed(apart), cure, See.BUFFERS))
         elif names:
             rows.append(right(check, f"the same on all ranks at {when}"))
     return rows

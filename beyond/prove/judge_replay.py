@@ -16,7 +16,7 @@ from prove.judge_model import named
 from prove.judge_run import NUMBER, error_of
 from prove.launch import Outcome
 from prove.record import Ended, Mode, OptimizerRecord, RankRecord, Step, tensors_file
-from prove.table import ACCURACY, LOSS, RATE, Row, listed, not_seen, right, warning, wrong
+from prove.table import Row, See, listed, not_seen, right, warning, wrong
 
 SMALL_BATCH = 16  # values per channel from which BatchNorm's statistics are good enough
 FLOAT64_LIMIT = 1e-9  # how far rounding can bring equal gradients apart, in units of their length
@@ -142,13 +142,13 @@ class Comparison:
         if doubt := self.doubt(text):
             return not_seen(self.check, doubt)
         if rest >= 1e-3 or abs(factor * len(self.replay.ranks) - 1) >= 1e-3:
-            return wrong(self.check, text, CURE, LOSS)
+            return wrong(self.check, text, CURE, See.LOSS)
         if sequence is not None and self.is_sum_over_local_batch(sequence):
             text += ": the loss is a sum, or is divided by a constant, and DDP takes the mean of it"
             cure = "take the mean; meant so only if the rate was chosen for the sum over one rank"
-            return warning(self.check, text, cure, LOSS)
+            return warning(self.check, text, cure, See.LOSS)
         text += ": a sum where a mean belongs, or divided by the number of ranks once more"
-        return wrong(self.check, text, CURE, LOSS)
+        return wrong(self.check, text, CURE, See.LOSS)
 
     def doubt(self, text: str) -> str:
         """Why a difference between the runs does not show a mistake."""
@@ -199,7 +199,7 @@ class Comparison:
             if gradient_apart > 1e-6:
                 text = f"the gradient of step {n} differs by {percent(gradient_apart)} of its "
                 text += f"length from that of one rank ({self.at})"
-                return wrong(self.check, text, CURE, LOSS)
+                return wrong(self.check, text, CURE, See.LOSS)
         if self.optimizer.is_adaptive and apart[0] <= 1e-5:
             # A bias whose gradient is only rounding (before BatchNorm, of attention's keys) grows
             # from step to step, because the optimizer divides by that gradient. A mistake between
@@ -208,7 +208,7 @@ class Comparison:
             text += f"after step 1 to {apart[0]:.0e}: rounding, divided by rounding"
             return right(self.check, text)
         cure = "something between backward and step depends on the ranks"
-        return wrong(self.check, f"{text} ({self.at})", cure, LOSS)
+        return wrong(self.check, f"{text} ({self.at})", cure, See.LOSS)
 
     def is_sum_over_local_batch(self, sequence: Replay) -> bool:
         """Rank 0 computed from its own batch what one rank computes from it: the loss did not know
@@ -294,7 +294,7 @@ def schedule(replay: Replay) -> list[Row]:
         if far(of_ranks, of_one):
             text = f"learning rate {of_ranks[0]:.4g} on {len(replay.ranks)} ranks and "
             text += f"{of_one[0]:.4g} on one, {when}"
-            return [warning("schedule", text, cure, RATE)]
+            return [warning("schedule", text, cure, See.RATE)]
     return [right("schedule", "the learning rates of one rank")]
 
 
@@ -317,7 +317,7 @@ def printed(replay: Replay) -> list[Row]:
         text = f"after the same steps, {listed(list(differing.values()))}"
         cure = "add sums and counts up over the ranks, then divide; meant so only if each rank "
         cure += "reports on its own samples, or on some that it has drawn"
-        return [warning(check, text, cure, ACCURACY)]
+        return [warning(check, text, cure, See.ACCURACY)]
     text = f"losses and accuracies are those of one rank ({compared} compared)"
     return [right(check, text)] if compared else []
 
@@ -350,7 +350,7 @@ def batchnorm(replay: Replay, whole: Replay | None) -> list[Row]:
     text = f"{layers} normalizes {values} values on each rank; with those of all ranks, the "
     text += f"gradient differs by {percent(apart / length)}"
     cure = "SyncBatchNorm; meant so if the local batch on the real machine is larger"
-    return [warning("batchnorm", text, cure, LOSS)]
+    return [warning("batchnorm", text, cure, See.LOSS)]
 
 
 def no_replay(replay: Replay, check: str) -> Row:

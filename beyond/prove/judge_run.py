@@ -5,19 +5,7 @@ import re
 
 from prove.launch import Outcome
 from prove.record import Ended, OpenedFile, RankRecord
-from prove.table import (
-    FILES,
-    HANG,
-    PRINTS,
-    WARNING,
-    WRONG,
-    Row,
-    count,
-    listed,
-    right,
-    warning,
-    wrong,
-)  # fmt: skip
+from prove.table import WARNING, WRONG, Row, See, count, listed, right, warning, wrong
 
 NUMBER = re.compile(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?")
 LOST = re.compile(
@@ -40,9 +28,9 @@ def collectives(outcome: Outcome) -> list[Row]:
     if outcome.hang or (some_left and lost):
         text = "; ".join(map(state_of, ranks))
         text += f". The first difference: {difference}" if difference else ""
-        return [wrong("hang", text, cure, HANG)]
+        return [wrong("hang", text, cure, See.HANG)]
     if difference:
-        return [wrong("collectives", difference, cure, HANG)]
+        return [wrong("collectives", difference, cure, See.HANG)]
     calls = len(ranks[0].collectives)
     return [right("collectives", f"{count(calls, 'call')}, the same on all ranks")]
 
@@ -52,13 +40,17 @@ def first_difference(ranks: list[RankRecord]) -> str:
     calls = [rank.collectives for rank in ranks]
     for parts in zip(*calls, strict=False):
         if len({name for name, _ in parts}) > 1:
-            return "; ".join(f"rank {r} calls {name} at {at}" for r, (name, at) in enumerate(parts))
+            return "; ".join(
+                f"rank {rank} calls {name} at {at}" for rank, (name, at) in enumerate(parts)
+            )
     fewest, most = min(calls, key=len), max(calls, key=len)
     all_stand_still = all(rank.ended in Ended.WELL or rank.progress.collective for rank in ranks)
     if len(fewest) == len(most) or not all_stand_still:
         return ""
     name, at = most[len(fewest)]
-    others = ", ".join(str(rank) for rank, own in enumerate(calls) if len(own) == len(fewest))
+    others = ", ".join(
+        str(rank) for rank, of_rank in enumerate(calls) if len(of_rank) == len(fewest)
+    )
     return f"rank {calls.index(most)} calls {name} at {at}, which rank {others} does not reach"
 
 
@@ -94,7 +86,7 @@ def files(ranks: list[RankRecord]) -> list[Row]:
             cure += "; harmless if all ranks write the same, and none reads it meanwhile"
         text = f"{os.path.relpath(path)} is opened for writing by ranks {sorted(by_rank)}"
         verdict = WRONG if truncates and trained else WARNING
-        rows.append(Row(verdict, "files", f"{text} ({openings[0].at})", cure, FILES))
+        rows.append(Row(verdict, "files", f"{text} ({openings[0].at})", cure, See.FILES))
     if writers and not rows:
         return [right("files", f"{len(writers)} written, each by one rank")]
     return rows[:MOST_ROWS]
@@ -113,7 +105,7 @@ def prints(ranks: list[RankRecord]) -> list[Row]:
     places = dict(line for line in reversed(without_numbers(ranks[0])) if line in common)
     shown = listed([f'"{text[:50]}" ({at})' for at, text in sorted(places.items())])
     cure = "if dist.get_rank() == 0; meant so only if each rank reports on itself"
-    return [warning("printing", f"all ranks print {shown}", cure, PRINTS)]
+    return [warning("printing", f"all ranks print {shown}", cure, See.PRINTS)]
 
 
 def error_of(outcome: Outcome) -> str:

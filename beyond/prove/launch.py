@@ -138,16 +138,16 @@ class Processes:
         preload()
         ranks, port = torchrun.ranks, free_port()
         common = {
-            "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "prove",
+            "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "prove",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }  # fmt: skip
         sys.stdout.flush()
         for rank in range(ranks):
-            own = {"RANK": rank, "LOCAL_RANK": rank, **common}
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common}
             pid = os.fork()
             if pid == 0:
-                be_rank(torchrun.script, environment | {k: str(v) for k, v in own.items()}, log)
+                be_rank(torchrun.script, environment | own, log)
             self.alive.append(pid)
         from torch.distributed import TCPStore
 
@@ -205,14 +205,14 @@ class Patience:
 
     def seconds(self, ranks: list[RankRecord]) -> float:
         now = [
-            (own.progress.events, own.ended, not is_waiting(own) and own.progress.cpu_seconds)
-            for own in ranks
+            (rank.progress.events, rank.ended, not is_waiting(rank) and rank.progress.cpu_seconds)
+            for rank in ranks
         ]
         if now != self.last:
             self.last, self.since = now, time.monotonic()
-            self.beats = {own.rank: own.progress.beats for own in ranks}
-        alive = [own for own in ranks if own.ended == Ended.NOT_YET]
-        if any(own.progress.beats < self.beats[own.rank] + BEATS for own in alive):
+            self.beats = {rank.rank: rank.progress.beats for rank in ranks}
+        alive = [rank for rank in ranks if rank.ended == Ended.NOT_YET]
+        if any(rank.progress.beats < self.beats[rank.rank] + BEATS for rank in alive):
             return 0.0
         return time.monotonic() - self.since
 

@@ -72,7 +72,6 @@ class Pass:
     number: int
     loader: int
     at: str  # where the loader was made
-    loader_class: str
     sampler: str  # its class
     shuffle: bool | None
     workers: int
@@ -97,7 +96,6 @@ class Pass:
     contents: list[list[int]] = field(default_factory=list)  # checksums of samples, by batch
     sizes: list[int] = field(default_factory=list)  # of the batches
     batches: int | None = None  # that the sampler has listed
-    last_size: int = 0
     samples_file: str = ""  # which samples they are
     kept: int | None = None  # its number among the passes whose batches are kept for a replay
     indices: list[int] = field(default_factory=list)  # from samples_file, when the run is over

@@ -164,11 +164,11 @@ class Feeder:
             recorded = self.kept[0]["start"][: len(optimizers)]
             for number, weights in enumerate(recorded):
                 parameters = parameters_of(optimizers[number])
-                shapes = [
+                others = [
                     (k, [*observed.shape], [*p.shape])
                     for k, (observed, p) in enumerate(zip(weights, parameters, strict=False))
+                    if observed.shape != p.shape
                 ]
-                others = [shape for shape in shapes if shape[1] != shape[2]]
                 if others or len(parameters) != len(weights):
                     self.run.record.other_shapes[number] = others
                     continue

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 
 from prove import generators
@@ -21,38 +22,18 @@ EVALUATION = 4  # an evaluation gets so many times the batches of a training epo
 
 
 def tensors_in(nested: Any) -> list[Tensor]:
-    if isinstance(nested, Tensor):
-        return [nested]
-    if isinstance(nested, dict):
-        nested = list(nested.values())
-    if not isinstance(nested, list | tuple):
-        return []
-    return [tensor for part in nested for tensor in tensors_in(part)]
-
-
-def map_tensors(function: Callable, nested: Any) -> Any:
-    """The same lists, tuples and dicts, with a function applied to each tensor."""
-    if isinstance(nested, Tensor):
-        return function(nested)
-    if isinstance(nested, dict):
-        mapped = {key: map_tensors(function, value) for key, value in nested.items()}
-        try:
-            return type(nested)(mapped)
-        except TypeError:
-            return mapped
-    if isinstance(nested, tuple) and hasattr(nested, "_fields"):
-        return type(nested)(*(map_tensors(function, part) for part in nested))
-    if type(nested) in (list, tuple):
-        return type(nested)(map_tensors(function, part) for part in nested)
-    return nested
+    return [leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)]
 
 
 def as_double(nested: Any) -> Any:
-    return map_tensors(lambda t: t.double() if t.is_floating_point() else t, nested)
+    def double(tensor: Tensor) -> Tensor:
+        return tensor.double() if tensor.is_floating_point() else tensor
+
+    return tree_map_only(Tensor, double, nested)
 
 
 def copied(nested: Any) -> Any:
-    return map_tensors(lambda tensor: tensor.detach().cpu().clone(), nested)
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), nested)
 
 
 def checksum(tensor: Tensor) -> int:
@@ -135,9 +116,8 @@ class ListedSampler:
             drawn = torch.tensor([int(i) for batch in batches for i in batch], dtype=torch.long)
         except (TypeError, ValueError):  # a sampler of keys that are no numbers
             return
-        sizes = [len(batch) for batch in batches]
-        this_pass.batches, this_pass.sizes = len(batches), sizes[:MOST_SIZES]
-        this_pass.last_size = sizes[-1] if sizes else 0
+        this_pass.batches = len(batches)
+        this_pass.sizes = [len(batch) for batch in batches[:MOST_SIZES]]
         _, may_draw = without_subsets(self.loader.dataset)
         indices = drawn if may_draw is None else may_draw[drawn]
         settings, rank = self.run.settings, self.run.record.rank
@@ -171,7 +151,6 @@ def begin_pass(loader: Any, run: Run) -> Pass:
         number=len(record.passes),
         loader=loader.prove_number,
         at=loader.prove_at,
-        loader_class=type(loader).__name__,
         sampler=type(sampler).__name__,
         shuffle=None if shuffle is None else bool(shuffle),
         workers=loader.num_workers,
