@@ -49,7 +49,7 @@ REFUSES_FLOAT64 = (
 
 
 def parse_args(arguments: list[str] | None = None) -> Namespace:
-    parser = ArgumentParser("python -m prove", description=__doc__)
+    parser = ArgumentParser("python -m prove", description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--batches", type=int, default=4, help="of each loader and epoch")
     add("--timeout", type=float, default=60, help="seconds without progress that are a hang")
