@@ -835,6 +835,25 @@ def test_shard_fsdp_casts_keywords_and_refuses_a_model_without_layers(rank):
         FSDP(TakesKeyword(is_called=False))(torch.ones(1, 3))
 
 
+class TakesParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"first": nn.Linear(3, 4), "second": nn.Linear(4, 2)})
+
+    def forward(self, x):
+        return self.parts["second"](self.parts["first"](x))
+
+
+@on_ranks(2)
+def test_shard_fsdp_divides_the_modules_of_a_module_dict(rank):
+    torch.manual_seed(0)
+    model, x = TakesParts(), torch.ones(1, 3)
+    expected = model(x)
+    fsdp = chapter("shard", "fsdp").FSDP(model)
+    assert [layer.name for layer in fsdp.layers] == ["parts.first", "parts.second"]
+    assert torch.equal(fsdp(x), expected)
+
+
 def within(*flags: str) -> dict[str, str]:
     """How each way of training ends under a memory limit."""
     [(status, said)] = command("beyond/shard/limit.py", *flags)

@@ -42,7 +42,7 @@ def check(command: list[str], *options: str) -> Result:
         ended = subprocess.run(line, capture_output=True, text=True)
         if not file.exists():
             raise NotJudgedError(ended.stderr.strip()[-500:])
-        found = json.loads(file.read_text())
-    if found["error"]:
-        raise NotJudgedError(found["error"])
-    return Result([Row(**row) for row in found["rows"]])
+        written = json.loads(file.read_text())
+    if written["error"]:
+        raise NotJudgedError(written["error"])
+    return Result([Row(**row) for row in written["rows"]])

@@ -1,6 +1,17 @@
 """Is a script that trains on several GPUs right? It is run, observed, and replayed by one rank.
 
-python -m prove torchrun --standalone --nproc-per-node=2 train.py --my-flags
+    python -m prove torchrun --standalone --nproc-per-node=2 train.py --my-flags
+
+`Prover` below holds the whole proof. Read on in this order:
+
+    launch.py            starts the ranks, and notices whether they hang
+    run.py, record.py    what each of them does beside the script, and what it writes down
+    watch_data.py, watch_model.py, watch_world.py, generators.py    how that is seen
+    replay.py            how one rank gets the batches of all
+    judge_run.py, judge_data.py, judge_evaluation.py, judge_model.py    what the records say
+    judge_replay.py      the proof: what all ranks computed against what one rank computed
+    table.py             the rows that are printed
+    cpu.py, hooks/       scripts written for GPUs, and commands other than torchrun
 """
 
 import json
@@ -13,35 +24,19 @@ import tempfile
 import time
 from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from prove import NotJudgedError, launch
-from prove.judge_data import (
-    data_rows,
-    epoch_of_original,
-    load_samples,
-    rows_are_split,
-    same_contents,
-)
+from prove import NotJudgedError, judge_data, judge_replay, launch
+from prove.judge_evaluation import evaluation_rows
 from prove.judge_model import model_rows
-from prove.judge_replay import (
-    RANDOM,
-    SMALL_BATCH,
-    Replay,
-    batchnorm,
-    gradient_rows,
-    no_replay,
-    printed,
-    schedule,
-    smallest_batchnorm,
-)
 from prove.judge_run import error_of, run_rows
+from prove.record import Ended, Mode, Settings
 from prove.table import NOT_SEEN, RIGHT, WARNING, WRONG, Row, not_seen, table
 from prove.watch_world import restore
 
-ONE_RANK, ORIGINAL = "one rank", "the original"
-PROOF_OF = {ONE_RANK: "what is averaged", ORIGINAL: "the conversion"}
+ONE_RANK, THE_ORIGINAL = "one rank", "the original"  # the checks that are the proof
+PROOF_OF = {ONE_RANK: "what is averaged", THE_ORIGINAL: "the conversion"}
 NUMBER_OF_RANKS = (
     r"(--nproc[-_]per[-_]node[= ])\S+",
     r"(--num[-_]processes[= ])\d+",
@@ -54,7 +49,7 @@ REFUSES_FLOAT64 = (
 
 
 def parse_args(arguments: list[str] | None = None) -> Namespace:
-    parser = ArgumentParser("python -m prove", description=__doc__)
+    parser = ArgumentParser("python -m prove", description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--batches", type=int, default=4, help="of each loader and epoch")
     add("--timeout", type=float, default=60, help="seconds without progress that are a hang")
@@ -89,42 +84,41 @@ class Prover:
     """The runs of one proof: they share a folder, and leave the user's files as they were."""
 
     def __init__(self, args: Namespace, folder: str, say: Callable[[str], None]) -> None:
-        self.args, self.folder, self.say = args, folder, say
-        self.double = not args.float32
+        self.args, self.say = args, say
         torchrun = launch.as_torchrun(args.command)
-        self.ranks = self.gpus = torchrun.ranks if torchrun else 2
-        self.shared_batches = False
-        self.observed: launch.Outcome
         if torchrun and not Path(torchrun.script[0]).is_file():
             raise NotJudgedError(f"{torchrun.script[0]}: no such script")
+        ranks = torchrun.ranks if torchrun else 2
+        self.settings = Settings(
+            folder, Mode.OBSERVE, not args.float32, args.cpu, args.batches, gpus=ranks, ranks=ranks
+        )
+        self.observed: launch.Outcome
 
     def run(self, mode: str, command: list[str]) -> launch.Outcome:
         self.say(f"{mode}: {shlex.join(command)}")
-        settings = {
-            "folder": self.folder, "mode": mode, "double": self.double, "cpu": self.args.cpu,
-            "batches": self.args.batches, "ranks": self.ranks,
-            "shared_batches": self.shared_batches, "gpus": self.gpus,
-        }  # fmt: skip
         try:
-            return launch.run(command, settings, self.args.timeout)
+            settings = replace(self.settings, mode=mode)
+            return launch.execute(command, settings, self.args.timeout)
         except FileNotFoundError as error:
             raise NotJudgedError(f"{error.filename}: no such command") from None
         finally:
-            restore(Path(self.folder))
+            restore(Path(self.settings.folder))
 
-    def replay(self, mode: str, command: list[str]) -> Replay:
-        return Replay(self.observed, self.run(mode, command), self.folder, mode)
+    def replay(self, mode: str, command: list[str]) -> judge_replay.Replay:
+        return judge_replay.Replay(
+            self.observed, self.run(mode, command), self.settings.folder, mode
+        )
 
     def observe(self) -> None:
-        outcome = self.run("observe", self.args.command)
-        if self.double and outcome.status and re.search(REFUSES_FLOAT64, outcome.log):
+        outcome = self.run(Mode.OBSERVE, self.args.command)
+        if self.settings.float64 and outcome.status and re.search(REFUSES_FLOAT64, outcome.log):
             self.say("it does not run in float64: again in float32")
-            self.double = False
-            for file in Path(self.folder).glob("observe.*"):
+            self.settings.float64 = False
+            for file in Path(self.settings.folder).glob(f"{Mode.OBSERVE}.*"):
                 file.unlink()
-            outcome = self.run("observe", self.args.command)
-        load_samples(outcome.ranks)
-        self.observed, self.ranks = outcome, len(outcome.ranks)
+            outcome = self.run(Mode.OBSERVE, self.args.command)
+        judge_data.load_samples(outcome.ranks)
+        self.observed, self.settings.ranks = outcome, len(outcome.ranks)
 
     def check_that_something_was_seen(self) -> None:
         outcome, ranks = self.observed, self.observed.ranks
@@ -134,11 +128,11 @@ class Prover:
             raise NotJudgedError("the script made no process group: is it started by torchrun?")
         if outcome.hang:
             return
-        if outcome.status or not ranks or any(rank["ended"] == "error" for rank in ranks):
-            rows = run_rows(outcome) + data_rows(ranks)
+        if outcome.status or not ranks or any(rank.ended == Ended.WITH_ERROR for rank in ranks):
+            rows = run_rows(outcome) + judge_data.data_rows(ranks)
             if not any(row.verdict == WRONG for row in rows):
                 raise NotJudgedError(f"the script fails by itself: {error_of(outcome)}")
-        elif not any(rank["steps"] for rank in ranks):
+        elif not any(rank.steps for rank in ranks):
             raise NotJudgedError("no optimizer step was made")
 
     def judge(self) -> list[Row]:
@@ -146,63 +140,72 @@ class Prover:
         self.check_that_something_was_seen()
         observed, ranks = self.observed, self.observed.ranks
         rows = run_rows(observed)
-        if any(rank["world"] > len(ranks) for rank in ranks):
-            text = f"{len(ranks)} of {ranks[0]['world']} wrote records"
+        if any(rank.world_size > len(ranks) for rank in ranks):
+            text = f"{len(ranks)} of {ranks[0].world_size} wrote records"
             return [*rows, not_seen("ranks", text)]
-        rows += data_rows(ranks)
-        if not all(rank["ended"] in launch.ENDED_WELL for rank in ranks):
+        rows += judge_data.data_rows(ranks) + evaluation_rows(ranks)
+        if not all(rank.ended in Ended.WELL for rank in ranks):
             text = "hangs" if observed.hang else f"ends with an error: {error_of(observed)}"
             return [*rows, not_seen(ONE_RANK, f"no replay of a run that {text}")]
         rows += model_rows(ranks)
-        if len(ranks) == 1:
-            rows.append(not_seen(ONE_RANK, "it is the only one: start two to compare"))
-        else:
-            rows += self.replayed(rows)
+        rows += self.rows_of_one_rank(rows)
         if any(row.check == ONE_RANK and row.verdict == RIGHT for row in rows):
             # Whatever changed the gradients before the step was no mistake.
-            rows = [r for r in rows if (r.check, r.verdict) != ("averaged gradients", NOT_SEEN)]
+            unexplained = ("averaged gradients", NOT_SEEN)
+            rows = [row for row in rows if (row.check, row.verdict) != unexplained]
         if self.args.original:
-            replay = self.replay("original", shlex.split(self.args.original))
-            if replay.replayed and replay.stepped:
-                rows += gradient_rows(replay, ORIGINAL) + epoch_of_original(ranks, replay.replayed)
+            replay = self.replay(Mode.ORIGINAL, shlex.split(self.args.original))
+            if replay.stepped:
+                rows += judge_replay.gradient_rows(
+                    replay, THE_ORIGINAL
+                ) + judge_data.epoch_of_original(ranks, replay.replayed)
             else:
-                rows.append(no_replay(replay, ORIGINAL))
+                rows.append(judge_replay.no_replay(replay, THE_ORIGINAL))
         return rows
 
-    def replayed(self, rows: list[Row]) -> list[Row]:
+    def rows_of_one_rank(self, rows: list[Row]) -> list[Row]:
         """What one rank computes from the batches of all; rows: what is known without it."""
         command, ranks = one_rank(self.args), self.observed.ranks
+        if len(ranks) == 1:
+            return [not_seen(ONE_RANK, "it is the only one: start two to compare")]
         if command is None:
             return [not_seen(ONE_RANK, "say how one rank is started: --alone 'COMMAND'")]
-        self.shared_batches = rows_are_split(ranks)
-        if self.shared_batches and not same_contents(ranks):
+        if "the model is divided" in ranks[0].notes:
+            return [not_seen(ONE_RANK, "each rank holds a part of the model")]
+        self.settings.rows_are_split = judge_data.rows_are_split(ranks)
+        if self.settings.rows_are_split and not judge_data.same_contents(ranks):
             text = "each rank takes its rows of a batch that all load, with other random numbers"
             return [not_seen(ONE_RANK, text)]
-        gpus, self.gpus = self.gpus, 1
-        replay = self.replay("replay", command)
-        if self.args.cpu and replay.replayed is None:  # some scripts refuse to run on one GPU
-            self.gpus = gpus
-            replay = self.replay("replay", command)
+        self.settings.gpus = 1
+        replay = self.replay(Mode.REPLAY, command)
+        if self.args.cpu and not replay.wrote_record:  # some scripts refuse to run on one GPU
+            self.settings.gpus = len(ranks)
+            replay = self.replay(Mode.REPLAY, command)
         if replay.takes_more_batches():
-            replay = self.replay("sequence", command)
+            replay = self.replay(Mode.SEQUENCE, command)
         if not replay.stepped:
-            return [no_replay(replay, ONE_RANK)]
+            return [judge_replay.no_replay(replay, ONE_RANK)]
 
         effects = ("weights", "averaged gradients", "zero_grad", "forward through DDP")
         explained = any(row.verdict == WRONG and row.check in effects for row in rows)
         explained |= any(row.verdict == WARNING and row.check == "weights" for row in rows)
-        found = gradient_rows(replay, ONE_RANK, explained)
-        undecided = replay.mode == "replay" and any(RANDOM in row.evidence for row in found)
-        if undecided and replay.equals(self.replay("again", command)):
-            replay.observed["random_in_step"] = 0  # drawn, but without an effect
-            found = gradient_rows(replay, ONE_RANK, explained)
-        if any(row.verdict == WRONG and "1/" in row.evidence for row in found):
-            found = gradient_rows(replay, ONE_RANK, explained, self.replay("sequence", command))
-        if all(row.verdict == RIGHT for row in found):
-            found += printed(replay)
-        small = 0 < smallest_batchnorm(replay.observed) < SMALL_BATCH
-        whole = self.replay("whole", command) if small else None
-        return found + schedule(replay) + batchnorm(replay, whole)
+        compared = judge_replay.gradient_rows(replay, ONE_RANK, explained)
+        undecided = replay.mode == Mode.REPLAY and any(
+            judge_replay.RANDOM in row.evidence for row in compared
+        )
+        if undecided and replay.equals(self.replay(Mode.AGAIN, command)):
+            replay.observed.steps_with_random_numbers = 0  # drawn, but without an effect
+            compared = judge_replay.gradient_rows(replay, ONE_RANK, explained)
+        if any(row.verdict == WRONG and "1/" in row.evidence for row in compared):
+            sequence = self.replay(Mode.SEQUENCE, command)
+            compared = judge_replay.gradient_rows(replay, ONE_RANK, explained, sequence)
+        if all(row.verdict == RIGHT for row in compared):
+            compared += judge_replay.printed(replay)
+        has_small_batchnorm = (
+            0 < judge_replay.smallest_batchnorm(replay.observed) < judge_replay.SMALL_BATCH
+        )
+        whole = self.replay(Mode.WHOLE, command) if has_small_batchnorm else None
+        return compared + judge_replay.schedule(replay) + judge_replay.batchnorm(replay, whole)
 
 
 def prove(args: Namespace, say: Callable[[str], None]) -> tuple[list[Row], str]:
@@ -240,7 +243,7 @@ def main() -> int:
         return 2
     print(table(rows))
     wrong = sum(row.verdict == WRONG for row in rows)
-    missing = not_proven(rows, [ONE_RANK, ORIGINAL] if args.original else [ONE_RANK])
+    missing = not_proven(rows, [ONE_RANK, THE_ORIGINAL] if args.original else [ONE_RANK])
     print(f"\n{wrong} WRONG of {len(rows)} checks, in {time.monotonic() - began:.0f} s{missing}")
     return int(wrong > 0)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
-from prove.record import wrap
+from prove.run import wrap
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,10 +38,10 @@ def always(answer: Any) -> Callable:
     return lambda *args, **kwargs: answer
 
 
-def is_gpu(x: Any) -> bool:
-    if isinstance(x, torch.device):
-        return x.type == "cuda"
-    return isinstance(x, str) and x.split(":")[0] == "cuda"
+def is_gpu(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.split(":")[0] == "cuda"
 
 
 class OnCPU(TorchFunctionMode):
@@ -55,8 +55,9 @@ class OnCPU(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if name in ("cuda", "pin_memory"):
             return args[0]
-        to_number = name == "to" and len(args) > 1 and type(args[1]) is int
-        args = tuple(CPU if is_gpu(x) or (to_number and k == 1) else x for k, x in enumerate(args))
+        if name == "to" and len(args) > 1 and type(args[1]) is int:  # .to(0)
+            args = (args[0], CPU, *args[2:])
+        args = tuple(CPU if is_gpu(argument) else argument for argument in args)
         if is_gpu(kwargs.get("device")) or type(kwargs.get("device")) is int:
             kwargs["device"] = CPU
         return function(*args, **kwargs)

@@ -1,9 +1,13 @@
-"""All ranks against one rank: the gradient of the first step, the weights after the last one,
-learning rates, printed numbers. This is the proof; all other rows explain it."""
+"""Does one rank compute what all ranks compute? This is the proof; all other rows explain it.
+
+Compared are the gradient of the first step, the weights after the last one, learning rates, and
+printed numbers: `of_ranks` is what all ranks have, `of_one` what one rank has.
+"""
 
 import re
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,9 +15,11 @@ from torch import Tensor
 from prove.judge_model import named
 from prove.judge_run import NUMBER, error_of
 from prove.launch import Outcome
-from prove.table import ACCURACY, LOSS, RATE, Row, not_seen, right, warning, wrong
+from prove.record import Ended, Mode, OptimizerRecord, RankRecord, Step, tensors_file
+from prove.table import Row, See, listed, not_seen, right, warning, wrong
 
 SMALL_BATCH = 16  # values per channel from which BatchNorm's statistics are good enough
+FLOAT64_LIMIT = 1e-9  # how far rounding can bring equal gradients apart, in units of their length
 RANDOM = "the step draws random numbers"
 CURE = "what the loss divides by must be a number of all ranks, not of one; or a layer mixes the "
 CURE += "samples of a batch (attention over the batch): see beyond/convert"
@@ -24,6 +30,14 @@ STATISTIC = re.compile(
 )
 
 
+class Gradients(NamedTuple):
+    """Of one parameter, at the first step."""
+
+    parameter: int
+    of_ranks: Tensor
+    of_one: Tensor
+
+
 class Replay:
     """A finished replay, beside the run that it replays."""
 
@@ -31,48 +45,55 @@ class Replay:
         self.mode, self.ranks = mode, observed.ranks
         self.observed = observed.ranks[0]
         self.error = error_of(outcome) if outcome.status else ""
-        self.replayed = outcome.ranks[0] if outcome.ranks else None
-        replayed = self.replayed
-        self.stepped = bool(replayed and replayed["steps"] and replayed["ended"] != "killed")
-        self.observed_tensors = torch.load(f"{folder}/observe.0.tensors.pt", weights_only=False)
-        path = f"{folder}/{mode}.0.tensors.pt"
-        self.replayed_tensors = torch.load(path, weights_only=False) if self.stepped else {}
+        self.wrote_record = bool(outcome.ranks)
+        self.replayed = outcome.ranks[0] if outcome.ranks else RankRecord()
+        self.stepped = self.replayed.steps > 0 and self.replayed.ended != Ended.NOT_YET
+        self.tensors_of_ranks = torch.load(
+            tensors_file(folder, Mode.OBSERVE, 0), weights_only=False
+        )
+        self.tensors_of_one = {}
+        if self.stepped:
+            self.tensors_of_one = torch.load(tensors_file(folder, mode, 0), weights_only=False)
 
-    def steps(self, number: int) -> list[tuple[dict, dict]]:
-        """The steps of an optimizer in both runs: all ranks', one rank's."""
+    def steps(self, number: int) -> list[tuple[Step, Step]]:
+        """The steps of an optimizer: of all ranks, of one rank."""
         runs = self.observed, self.replayed
-        lists = (run["optimizers"][number]["steps"] for run in runs)  # type: ignore[index]
-        return list(zip(*lists, strict=False))
+        return list(zip(*(run.optimizers[number].steps for run in runs), strict=False))
 
-    def gradients(self, number: int) -> list[tuple[int, Tensor, Tensor]]:
-        """Of the first step of an optimizer: (parameter, all ranks', one rank's)."""
-        runs = self.observed_tensors, self.replayed_tensors
-        lists = (run.get(f"gradients.{number}", []) for run in runs)
-        found = [(k, x, y) for k, (x, y) in enumerate(zip(*lists, strict=False))]
-        return [(k, x, y) for k, x, y in found if x is not None and y is not None]
+    def gradients(self, number: int) -> list[Gradients]:
+        """Of the first step of an optimizer."""
+        key = f"gradients.{number}"
+        both = self.tensors_of_ranks.get(key, []), self.tensors_of_one.get(key, [])
+        pairs = [Gradients(k, *pair) for k, pair in enumerate(zip(*both, strict=False))]
+        return [pair for pair in pairs if pair.of_ranks is not None and pair.of_one is not None]
 
     def equals(self, other: "Replay") -> bool:
         """Two replays computed the same gradients in all steps."""
-        if self.replayed is None or other.replayed is None:
+        if not other.stepped:
             return False
-        pairs = [
-            (mine["grads"], theirs["grads"])
-            for a, b in zip(self.replayed["optimizers"], other.replayed["optimizers"], strict=True)
-            for mine, theirs in zip_longest(a["steps"], b["steps"], fillvalue={"grads": []})
-        ]
-        return all(len(x) == len(y) and gradient_apart(x, y) < 1e-9 for x, y in pairs)
+        optimizers = zip(self.replayed.optimizers, other.replayed.optimizers, strict=False)
+        for own, others in optimizers:
+            for step, other_step in zip_longest(own.steps, others.steps):
+                if step is None or other_step is None:
+                    return False
+                if gradients_apart(step.gradients, other_step.gradients) >= FLOAT64_LIMIT:
+                    return False
+        return True
 
     def takes_more_batches(self) -> bool:
         """One rank takes the batches of several steps for one step: accumulation was divided."""
-        if self.replayed is None or not self.stepped:
-            return self.replayed is not None and not self.replayed["steps"]
-        runs = (self.observed, self.replayed)
-        batch, more = (
-            [o["steps"][0]["batch"] for o in r["optimizers"] if o["steps"]] for r in runs
+        if not self.stepped:
+            return self.wrote_record and not self.replayed.steps
+        of_ranks, of_one = (
+            [optimizer.steps[0].batch for optimizer in run.optimizers if optimizer.steps]
+            for run in (self.observed, self.replayed)
         )
-        backwards, of_one = (sum(b["step"] == 0 for b in r["backwards"]) for r in runs)
-        later = bool(batch and more) and more[0] > batch[0]
-        return later or of_one >= backwards * len(self.ranks) > 0
+        backwards, backwards_of_one = (
+            sum(backward.steps_before == 0 for backward in run.backwards)
+            for run in (self.observed, self.replayed)
+        )
+        later = bool(of_ranks and of_one) and of_one[0] > of_ranks[0]
+        return later or backwards_of_one >= backwards * len(self.ranks) > 0
 
 
 @dataclass
@@ -82,224 +103,237 @@ class Comparison:
     replay: Replay
     check: str
     number: int
-    optimizer: dict
-    pairs: list[tuple[int, Tensor, Tensor]]
+    optimizer: OptimizerRecord
+    gradients: list[Gradients]
     explained: bool  # by rows above: the ranks do not train one model
-
-    @property
-    def all_ranks(self) -> Tensor:
-        return torch.cat([x.double().flatten() for _, x, _ in self.pairs])
-
-    @property
-    def one_rank(self) -> Tensor:
-        return torch.cat([y.double().flatten() for _, _, y in self.pairs])
 
     @property
     def limit(self) -> float:
         """How far rounding alone can bring two equal gradients apart, in units of their length."""
-        dtypes = {x.dtype for _, x, _ in self.pairs}
+        dtypes = {pair.of_ranks.dtype for pair in self.gradients}
         if dtypes & {torch.bfloat16, torch.float16}:
             return 5e-2
         if torch.float32 in dtypes:
-            return 3e-2 if self.replay.observed["autocast"] else 3e-3
-        return 1e-9
+            return 3e-2 if self.replay.observed.uses_autocast else 3e-3
+        return FLOAT64_LIMIT
 
     @property
     def at(self) -> str:
-        return str(self.optimizer["steps"][0]["at"])
+        return self.optimizer.steps[0].at
 
     def row(self, sequence: Replay | None) -> Row:
-        x, y = self.all_ranks, self.one_rank
-        off = float((x - y).norm()) / (float(y.norm()) or float(x.norm()))
-        if off <= self.limit:
-            text = f"gradient of step 1 equal to {off:.0e} of its length"
-            if self.limit > 1e-9:
+        of_ranks = torch.cat([pair.of_ranks.double().flatten() for pair in self.gradients])
+        of_one = torch.cat([pair.of_one.double().flatten() for pair in self.gradients])
+        apart = float((of_ranks - of_one).norm()) / float(of_one.norm() or of_ranks.norm())
+        if apart <= self.limit:
+            text = f"gradient of step 1 equal to {apart:.0e} of its length"
+            if self.limit > FLOAT64_LIMIT:
                 text += f" (not in float64: less than {percent(self.limit)} is not seen)"
             return self.row_of_weights(text)
-        c = float(x @ y / (y @ y)) if y.any() else 0.0
-        left = float((x - c * y).norm() / x.norm()) if x.any() else 1.0
-        if left < max(self.limit, 1e-6) and abs(c - 1) > 1e-4:
-            text = f"the gradient is {multiple(c, len(self.replay.ranks))} that of one rank"
+        factor = float(of_ranks @ of_one / (of_one @ of_one)) if of_one.any() else 0.0
+        rest = float((of_ranks - factor * of_one).norm() / of_ranks.norm()) if of_ranks.any() else 1
+        if rest < max(self.limit, 1e-6) and abs(factor - 1) > 1e-4:
+            text = f"the gradient is {multiple(factor, len(self.replay.ranks))} that of one rank"
         else:
-            far = max(self.pairs, key=lambda p: float((p[1] - p[2]).norm() / (p[2].norm() + 1e-30)))
-            text = f"the gradient differs by {percent(off)} of its length from that of one rank, "
-            text += f"most in {named(self.optimizer, [far[0]])}"
+            farthest = max(self.gradients, key=relative_distance).parameter
+            text = f"the gradient differs by {percent(apart)} of its length from that of one rank, "
+            text += f"most in {named(self.optimizer, [farthest])}"
         text = f"{text} ({self.at})"
         if doubt := self.doubt(text):
             return not_seen(self.check, doubt)
-        if left >= 1e-3 or abs(c * len(self.replay.ranks) - 1) >= 1e-3:
-            return wrong(self.check, text, CURE, LOSS)
+        if rest >= 1e-3 or abs(factor * len(self.replay.ranks) - 1) >= 1e-3:
+            return wrong(self.check, text, CURE, See.LOSS)
         if sequence is not None and self.is_sum_over_local_batch(sequence):
             text += ": the loss is a sum, or is divided by a constant, and DDP takes the mean of it"
             cure = "take the mean; meant so only if the rate was chosen for the sum over one rank"
-            return warning(self.check, text, cure, LOSS)
+            return warning(self.check, text, cure, See.LOSS)
         text += ": a sum where a mean belongs, or divided by the number of ranks once more"
-        return wrong(self.check, text, CURE, LOSS)
+        return wrong(self.check, text, CURE, See.LOSS)
 
     def doubt(self, text: str) -> str:
         """Why a difference between the runs does not show a mistake."""
-        first = self.replay.observed
-        if first["random_in_step"]:
+        observed = self.replay.observed
+        if observed.steps_with_random_numbers:
             return f"{RANDOM}: no verdict. {text}"
-        if first["samples_elsewhere"]:
-            return (
-                "the first dimension of a batch is not its samples, so ranks cannot be put together"
-            )
-        if not any(p["steps"] for p in first["passes"]) and not first["loss_inside"]:
+        if observed.samples_elsewhere:
+            reason = "so ranks cannot be put together"
+            return f"the first dimension of a batch is not its samples, {reason}"
+        if not any(p.steps for p in observed.passes) and not observed.model_returns_loss:
             return "no DataLoader, and the loss is computed outside of the model: nothing to replay"
         return f"{text}, as follows from the rows above" if self.explained else ""
 
-    def row_of_weights(self, text: str) -> Row:
-        """After the last step whose local batches were equal: are the weights those of one rank?"""
+    def comparable_steps(self) -> list[tuple[Step, Step]]:
+        """Until the local batches are not equal any more."""
         steps = []
-        for n, pair in enumerate(self.replay.steps(self.number)):
-            ranks = [rank["optimizers"][self.number]["steps"][n] for rank in self.replay.ranks]
-            if any(own["size"] != ranks[0]["size"] for own in ranks) or "after" not in pair[1]:
+        for n, (of_ranks, of_one) in enumerate(self.replay.steps(self.number)):
+            own = [rank.optimizers[self.number].steps[n] for rank in self.replay.ranks]
+            sizes = {step.batch_size for step in own}
+            if len(sizes) > 1 or not of_one.weights_after:
                 break
-            steps.append(pair)
+            steps.append((of_ranks, of_one))
+        return steps
+
+    def row_of_weights(self, text: str) -> Row:
+        """After the last step: are the weights those of one rank?"""
+        steps = self.comparable_steps()
         if not steps:
             return right(self.check, text)
-        mine, other = steps[-1]
-        moved = distance(mine["after"], steps[0][0]["before"])
-        apart = distance(mine["after"], other["after"]) / (moved or 1.0)
-        text += f", weights after step {len(steps)} to {apart:.0e} of their change"
+        first_weights = steps[0][0].weights_before
+        change = distance(steps[-1][0].weights_after, first_weights) or 1.0
+        apart = [
+            distance(of_ranks.weights_after, of_one.weights_after) / change
+            for of_ranks, of_one in steps
+        ]
+        text += f", weights after step {len(steps)} to {apart[-1]:.0e} of their change"
         # A rounding error grows from step to step, and Adam divides by small gradients.
-        if apart <= max(1e4 * self.limit, 1e-5):
+        if apart[-1] <= max(1e4 * self.limit, 1e-5):
             return right(self.check, text)
         if doubt := self.doubt(text):
             return not_seen(self.check, doubt)
-        if self.limit > 1e-9:
+        if self.limit > FLOAT64_LIMIT:
             return not_seen(self.check, f"{text}: too little precision to tell")
-        offs = [gradient_apart(mine["grads"], other["grads"]) for mine, other in steps]
-        for n, off in enumerate(offs, start=1):
-            if off > 1e-6:
-                text = f"the gradient of step {n} differs by {percent(off)} of its length from "
-                return wrong(self.check, f"{text}that of one rank ({self.at})", CURE, LOSS)
-        mine, other = steps[0]
-        started = distance(mine["after"], other["after"]) / (moved or 1.0)
-        if self.replay.observed["optimizers"][self.number]["adaptive"] and started <= 1e-5:
+        of_gradients = [
+            gradients_apart(of_ranks.gradients, of_one.gradients) for of_ranks, of_one in steps
+        ]
+        for n, gradient_apart in enumerate(of_gradients, start=1):
+            if gradient_apart > 1e-6:
+                text = f"the gradient of step {n} differs by {percent(gradient_apart)} of its "
+                text += f"length from that of one rank ({self.at})"
+                return wrong(self.check, text, CURE, See.LOSS)
+        if self.optimizer.is_adaptive and apart[0] <= 1e-5:
             # A bias whose gradient is only rounding (before BatchNorm, of attention's keys) grows
             # from step to step, because the optimizer divides by that gradient. A mistake between
             # two steps would show in the gradient of the second.
-            text += (
-                f", though all gradients agree to {max(offs):.0e}, and the weights after step 1 "
-            )
-            return right(self.check, f"{text}to {started:.0e}: rounding, divided by rounding")
+            text += f", though all gradients agree to {max(of_gradients):.0e}, and the weights "
+            text += f"after step 1 to {apart[0]:.0e}: rounding, divided by rounding"
+            return right(self.check, text)
         cure = "something between backward and step depends on the ranks"
-        return wrong(self.check, f"{text} ({self.at})", cure, LOSS)
+        return wrong(self.check, f"{text} ({self.at})", cure, See.LOSS)
 
     def is_sum_over_local_batch(self, sequence: Replay) -> bool:
         """Rank 0 computed from its own batch what one rank computes from it: the loss did not know
         of the ranks, and is a sum. With a batch size per rank, this may be meant so."""
-        sizes = [p["batch_size"] for p in self.replay.observed["passes"] if p["steps"]]
-        if not sequence.stepped or not sizes:
+        sizes = [p.batch_size for p in self.replay.observed.passes if p.steps]
+        if not sequence.stepped or not sizes or sequence.replayed.own_batch_size != sizes[0]:
             return False
-        if sequence.replayed["own_batch_size"] != sizes[0]:  # type: ignore[index]
-            return False
-        mine, alone = (step["local"] for step in sequence.steps(self.number)[0])
-        pairs = [(a or 0.0, b or 0.0) for a, b in zip(mine, alone, strict=True)]
-        return all(abs(a - b) <= 1e-3 * (abs(a) + abs(b)) for a, b in pairs)
+        of_rank_0, of_one = (
+            [gradient or 0.0 for gradient in step.local_gradients]
+            for step in sequence.steps(self.number)[0]
+        )
+        return not far(of_rank_0, of_one, limit=1e-3)
 
 
 def gradient_rows(
     replay: Replay, check: str, explained: bool = False, sequence: Replay | None = None
 ) -> list[Row]:
     rows = []
-    for number, optimizer in enumerate(replay.observed["optimizers"]):
-        pairs = replay.gradients(number)
-        others = (replay.replayed or {})["other_parameters"].get(str(number))
-        if others is None and any(x.shape != y.shape for _, x, y in pairs):
-            others = []
-        if others is not None and optimizer["steps"]:
+    for number, optimizer in enumerate(replay.observed.optimizers):
+        gradients = replay.gradients(number)
+        other_shapes = replay.replayed.other_shapes.get(number, [])
+        holds_others = number in replay.replayed.other_shapes
+        holds_others |= any(pair.of_ranks.shape != pair.of_one.shape for pair in gradients)
+        if holds_others and optimizer.steps:
             text = "the one rank's optimizer holds other parameters"
-            for k, ours, theirs in others[:1]:
-                text += (
-                    f": {named(optimizer, [k])} has the shape {ours}, and {theirs} on one rank; "
-                )
-                text += "it must not depend on the batch size"
+            for parameter, of_ranks, of_one in other_shapes[:1]:
+                text += f": {named(optimizer, [parameter])} has the shape {of_ranks}, and {of_one} "
+                text += "on one rank; it must not depend on the batch size"
             rows.append(not_seen(check, text))
-        elif any(x.any() or y.any() for _, x, y in pairs):
-            compared = Comparison(replay, check, number, optimizer, pairs, explained)
-            rows.append(compared.row(sequence))
+        elif any(pair.of_ranks.any() or pair.of_one.any() for pair in gradients):
+            comparison = Comparison(replay, check, number, optimizer, gradients, explained)
+            rows.append(comparison.row(sequence))
     return rows or [not_seen(check, "all gradients are zero: there is nothing to compare")]
 
 
-def distance(mine: list, other: list) -> float:
+def relative_distance(pair: Gradients) -> float:
+    return float((pair.of_ranks - pair.of_one).norm() / (pair.of_one.norm() + 1e-30))
+
+
+def distance(projections: list, others: list) -> float:
     """Between two lists of tensors, as far as their projections tell."""
-    return float(sum((x - y) ** 2 for (x, _), (y, _) in zip(mine, other, strict=True)) ** 0.5)
+    pairs = zip(projections, others, strict=True)
+    return float(sum((value - other) ** 2 for (value, _), (other, _) in pairs) ** 0.5)
 
 
-def gradient_apart(mine: list, other: list) -> float:
+def gradients_apart(gradients: list, others: list) -> float:
     """How far two gradients are apart, in units of their length."""
-    known = [(a, b) for a, b in zip(mine, other, strict=False) if a is not None and b is not None]
+    pairs = zip(gradients, others, strict=False)
+    known = [pair for pair in pairs if None not in pair]
     length = sum(norm**2 for _, (_, norm) in known) ** 0.5
-    return distance([a for a, _ in known], [b for _, b in known]) / (length or 1.0)
+    return distance([own for own, _ in known], [other for _, other in known]) / (length or 1.0)
 
 
-def multiple(c: float, ranks: int) -> str:
+def multiple(factor: float, ranks: int) -> str:
     names = {ranks: f"{ranks} times", 1 / ranks: f"1/{ranks} of", ranks**2: f"{ranks**2} times"}
-    near = [name for value, name in names.items() if abs(c - value) < 1e-3 * value]
-    return near[0] if near else f"{c:.4g} times"
+    near = [name for value, name in names.items() if abs(factor - value) < 1e-3 * value]
+    return near[0] if near else f"{factor:.4g} times"
 
 
 def percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.01 else f"{share:.1e}"
 
 
+def far(values: list[float], others: list[float], limit: float = 1e-6) -> bool:
+    pairs = zip(values, others, strict=False)
+    return any(abs(value - other) > limit * (abs(value) + abs(other)) for value, other in pairs)
+
+
 def schedule(replay: Replay) -> list[Row]:
     """The learning rates that the script gives one rank, at the same steps."""
-    check, first, one = "schedule", replay.observed, replay.replayed or {}
-    text = "learning rate {:.4g} on {} ranks and {:.4g} on one, {}"
-    for number in range(min(len(first["optimizers"]), len(one["optimizers"]))):
-        for n, (mine, other) in enumerate(replay.steps(number), start=1):
-            if far(mine["lr"], other["lr"]):
-                at = f"at step {n} ({mine['at']})"
-                rates = text.format(mine["lr"][0], len(replay.ranks), other["lr"][0], at)
-                cure = "meant so only if you scale the rate with the global batch on purpose"
-                return [warning(check, rates, cure, RATE)]
-    for mine, other in zip(first["lr_in_epochs"][:1], one["lr_in_epochs"][:1], strict=False):
-        if far(mine, other):
-            rates = text.format(mine[0], len(replay.ranks), other[0], "after epoch 1")
-            cure = "one scheduler.step() per epoch or step on each rank, not one per rank"
-            return [warning(check, rates, cure, RATE)]
-    return [right(check, "the learning rates of one rank")]
-
-
-def far(a: list[float], b: list[float]) -> bool:
-    return any(abs(x - y) > 1e-6 * (abs(x) + abs(y)) for x, y in zip(a, b, strict=False))
+    observed, replayed = replay.observed, replay.replayed
+    compared = [  # rates, when, and the cure if they differ
+        (of_ranks.learning_rates, of_one.learning_rates, f"at step {n} ({of_ranks.at})",
+         "meant so only if you scale the rate with the global batch on purpose")
+        for number in range(min(len(observed.optimizers), len(replayed.optimizers)))
+        for n, (of_ranks, of_one) in enumerate(replay.steps(number), start=1)
+    ]  # fmt: skip
+    if observed.rates_after_epochs and replayed.rates_after_epochs:
+        cure = "one scheduler.step() per epoch or step on each rank, not one per rank"
+        rates = observed.rates_after_epochs[0], replayed.rates_after_epochs[0]
+        compared.append((*rates, "after epoch 1", cure))
+    for of_ranks, of_one, when, cure in compared:
+        if far(of_ranks, of_one):
+            text = f"learning rate {of_ranks[0]:.4g} on {len(replay.ranks)} ranks and "
+            text += f"{of_one[0]:.4g} on one, {when}"
+            return [warning("schedule", text, cure, See.RATE)]
+    return [right("schedule", "the learning rates of one rank")]
 
 
 def printed(replay: Replay) -> list[Row]:
     """Losses and accuracies that the script prints in the first epoch."""
-    check, seen = "printed numbers", 0
-    mine, other = printed_lines(replay.observed), printed_lines(replay.replayed or {})
-    for at, lines in mine.items():
-        for line, of_one in zip(lines, other.get(at, []), strict=False):
-            pairs = zip(STATISTIC.findall(line), STATISTIC.findall(of_one), strict=False)
-            for (name, a), (_, b) in pairs:
-                seen += 1
-                unit = 10 ** -len(a.partition(".")[2].split("e")[0])  # of its last digit
-                if abs(float(a) - float(b)) > max(2 * unit, 1e-3 * abs(float(b))):
-                    text = f"{name} {a} on {len(replay.ranks)} ranks and {b} on one, "
-                    cure = "add sums and counts up over the ranks, then divide; meant so only if "
-                    cure += "each rank reports on its own samples, or on some that it has drawn"
-                    return [warning(check, f"{text}after the same steps ({at})", cure, ACCURACY)]
-    text = f"losses and accuracies are those of one rank ({seen} compared)"
-    return [right(check, text)] if seen else []
+    check, compared = "printed numbers", 0
+    differing: dict[str, str] = {}  # the first difference of each place
+    lines_of_one = printed_lines(replay.replayed)
+    for at, lines in printed_lines(replay.observed).items():
+        for line, line_of_one in zip(lines, lines_of_one.get(at, []), strict=False):
+            statistics = zip(STATISTIC.findall(line), STATISTIC.findall(line_of_one), strict=False)
+            for (name, of_ranks), (_, of_one) in statistics:
+                compared += 1
+                last_digit = 10 ** -len(of_ranks.partition(".")[2].split("e")[0])
+                limit = max(2 * last_digit, 1e-3 * abs(float(of_one)))
+                if abs(float(of_ranks) - float(of_one)) > limit:
+                    text = f"{name} {of_ranks} on {len(replay.ranks)} ranks and {of_one} on one"
+                    differing.setdefault(at, f"{text} ({at})")
+    if differing:
+        text = f"after the same steps, {listed(list(differing.values()))}"
+        cure = "add sums and counts up over the ranks, then divide; meant so only if each rank "
+        cure += "reports on its own samples, or on some that it has drawn"
+        return [warning(check, text, cure, See.ACCURACY)]
+    text = f"losses and accuracies are those of one rank ({compared} compared)"
+    return [right(check, text)] if compared else []
 
 
-def printed_lines(rank: dict) -> dict[str, list[str]]:
+def printed_lines(rank: RankRecord) -> dict[str, list[str]]:
     """What each line of the script printed in the first epoch, after a step."""
     lines: dict[str, list[str]] = {}
-    for text, at, steps, second_epoch in rank["prints"]:
-        if steps and not second_epoch:
-            lines.setdefault(at, []).append(text)
+    for line in rank.printed:
+        if line.steps_before and line.in_first_epoch:
+            lines.setdefault(line.at, []).append(line.text)
     return lines
 
 
-def smallest_batchnorm(rank: dict) -> int:
+def smallest_batchnorm(rank: RankRecord) -> int:
     """How many values per channel the smallest local BatchNorm normalizes; 0: there is none."""
-    return min(rank["batchnorm"].values(), default=0)
+    return min(rank.batchnorm.values(), default=0)
 
 
 def batchnorm(replay: Replay, whole: Replay | None) -> list[Row]:
@@ -307,21 +341,21 @@ def batchnorm(replay: Replay, whole: Replay | None) -> list[Row]:
     values = smallest_batchnorm(replay.observed)
     if not values:
         return []
-    layers = next(iter(replay.observed["batchnorm"]))
+    layers = next(iter(replay.observed.batchnorm))
     if whole is None or not whole.stepped:
         return [right("batchnorm", f"{layers} per rank, over at least {values} values")]
-    pairs = whole.gradients(0)
-    off = sum(float((x - y).norm()) ** 2 for _, x, y in pairs) ** 0.5
-    length = sum(float(y.norm()) ** 2 for _, _, y in pairs) ** 0.5 or 1.0
+    gradients = whole.gradients(0)
+    apart = sum(float((pair.of_ranks - pair.of_one).norm()) ** 2 for pair in gradients) ** 0.5
+    length = sum(float(pair.of_one.norm()) ** 2 for pair in gradients) ** 0.5 or 1.0
     text = f"{layers} normalizes {values} values on each rank; with those of all ranks, the "
-    text += f"gradient differs by {percent(off / length)}"
+    text += f"gradient differs by {percent(apart / length)}"
     cure = "SyncBatchNorm; meant so if the local batch on the real machine is larger"
-    return [warning("batchnorm", text, cure, LOSS)]
+    return [warning("batchnorm", text, cure, See.LOSS)]
 
 
 def no_replay(replay: Replay, check: str) -> Row:
-    if replay.replayed and replay.replayed["error"]:
-        kind, message, at = replay.replayed["error"]
+    if replay.replayed.error:
+        kind, message, at = replay.replayed.error
         return not_seen(check, f"one rank cannot run it: {kind} at {at}: {message[:120]}")
     text = "one rank made no step with the recorded batches"
     return not_seen(check, f"{text}: {replay.error}" if replay.error else text)

@@ -1,4 +1,4 @@
-"""Starts the user's command with what watches it, and waits: for its end, or for a hang.
+"""Does the user's command come to its end, or does it hang? It is started, watched and waited for.
 
 Where the command is torchrun, the ranks are forked from this process, which has imported torch
 already; the whole proof then takes no longer than starting the script by itself. Any other command
@@ -15,12 +15,13 @@ import sys
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from prove.record import Ended, RankRecord, Settings, read_records
+
 HOOKS = Path(__file__).parent / "hooks"
-ENDED_WELL = ("script", "epochs")
 SURE_AFTER = 1.5  # seconds without progress, if the ranks wait for different things
 BEATS = 4  # a rank that has not written so often since then may only be slow
 GRACE = 3.0  # seconds that the others get when one rank has failed
@@ -32,9 +33,9 @@ class Outcome:
 
     status: int
     log: str
-    hang: bool = False
-    silent: bool = False  # no progress, and nobody can say why
-    ranks: list[dict] = field(default_factory=list)
+    hang: bool
+    silent: bool  # no progress, and nobody can say why
+    ranks: list[RankRecord]
 
 
 class Torchrun(NamedTuple):
@@ -92,12 +93,11 @@ def be_rank(command: list[str], environment: dict[str, str], log: Path) -> None:
         sys.argv, sys.path[0] = command, os.path.dirname(os.path.abspath(command[0]))
         import torch
 
-        from prove import record
-        from prove.replay import seed_generators
+        from prove import generators, run
 
-        seed_generators(int.from_bytes(os.urandom(4), "big"))  # as in a process of its own
+        generators.seed(int.from_bytes(os.urandom(4), "big"))  # as in a process of its own
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-        run = record.install()
+        this_run = run.install()
         try:
             runpy.run_path(command[0], run_name="__main__")
             status = 0
@@ -106,16 +106,16 @@ def be_rank(command: list[str], environment: dict[str, str], log: Path) -> None:
             if isinstance(error.code, str):
                 print(error.code, file=sys.stderr)
         except BaseException as error:
-            run.failed(error)
+            this_run.fail(error)
             traceback.print_exc()
-        run.write("script" if status == 0 else "error")
+        this_run.write(Ended.AT_ITS_END if status == 0 else Ended.WITH_ERROR)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 
 
-class Ranks:
+class Processes:
     """The processes of one run: forked ranks, or the launcher of the user."""
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
@@ -138,16 +138,16 @@ class Ranks:
         preload()
         ranks, port = torchrun.ranks, free_port()
         common = {
-            "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "prove",
+            "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "prove",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }  # fmt: skip
         sys.stdout.flush()
         for rank in range(ranks):
-            own = {"RANK": rank, "LOCAL_RANK": rank, **common}
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common}
             pid = os.fork()
             if pid == 0:
-                be_rank(torchrun.script, environment | {k: str(v) for k, v in own.items()}, log)
+                be_rank(torchrun.script, environment | own, log)
             self.alive.append(pid)
         from torch.distributed import TCPStore
 
@@ -177,57 +177,57 @@ class Ranks:
         self.store = None
 
 
-def read_records(folder: Path, mode: str) -> list[dict]:
-    records = [json.loads(file.read_text()) for file in folder.glob(f"{mode}.*.json")]
-    return sorted(records, key=lambda record: record["rank"])
+def is_waiting(rank: RankRecord) -> bool:
+    in_a_call = rank.progress.collective is not None or rank.progress.in_backward
+    return rank.ended != Ended.NOT_YET or in_a_call
 
 
-def is_waiting(rank: dict) -> bool:
-    return rank["ended"] != "killed" or rank["waiting"] or rank["in_backward"]
-
-
-def wait_for_different_things(ranks: list[dict]) -> bool:
+def wait_for_different_things(ranks: list[RankRecord]) -> bool:
     """All ranks wait or have ended, and no message can come any more."""
-    if len(ranks) < 2 or len(ranks) < ranks[0]["world"] or not all(map(is_waiting, ranks)):
+    if len(ranks) < 2 or len(ranks) < ranks[0].world_size or not all(map(is_waiting, ranks)):
         return False
-    calls = {
-        (len(r["collectives"]), r["waiting"].split()[0]) if r["waiting"] else r["ended"]
-        for r in ranks
-        if r["ended"] in ("killed", *ENDED_WELL)
-    }
-    return any(r["waiting"] for r in ranks) and len(calls) > 1
+    places: set[tuple[int, str]] = set()  # how many collectives a rank has called, and the last one
+    for rank in ranks:
+        if rank.progress.collective:
+            places.add((len(rank.collectives), rank.progress.collective.name))
+        elif rank.ended in (Ended.NOT_YET, *Ended.WELL):
+            places.add((-1, rank.ended))
+    return any(rank.progress.collective for rank in ranks) and len(places) > 1
 
 
 class Patience:
     """How long ago the ranks made their last progress."""
 
     def __init__(self) -> None:
-        self.last: list = []
-        self.since, self.beats = time.monotonic(), {}
+        self.last: list[tuple] = []
+        self.since = time.monotonic()
+        self.beats: dict[int, int] = {}  # of each rank at that time
 
-    def seconds(self, ranks: list[dict]) -> float:
-        now = [(r["events"], r["ended"], not is_waiting(r) and r["cpu_seconds"]) for r in ranks]
+    def seconds(self, ranks: list[RankRecord]) -> float:
+        now = [
+            (rank.progress.events, rank.ended, not is_waiting(rank) and rank.progress.cpu_seconds)
+            for rank in ranks
+        ]
         if now != self.last:
             self.last, self.since = now, time.monotonic()
-            self.beats = {r["rank"]: r["beats"] for r in ranks}
-        alive = [r for r in ranks if r["ended"] == "killed"]
-        if any(r["beats"] < self.beats[r["rank"]] + BEATS for r in alive):
+            self.beats = {rank.rank: rank.progress.beats for rank in ranks}
+        alive = [rank for rank in ranks if rank.ended == Ended.NOT_YET]
+        if any(rank.progress.beats < self.beats[rank.rank] + BEATS for rank in alive):
             return 0.0
         return time.monotonic() - self.since
 
 
-def run(command: list[str], settings: dict[str, Any], timeout: float) -> Outcome:
+def execute(command: list[str], settings: Settings, timeout: float) -> Outcome:
     """Start a command, wait until all ranks have ended or hang, and read what they wrote."""
-    folder, mode = Path(settings["folder"]), settings["mode"]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PROVE": json.dumps(settings)}
-    log = folder / f"{mode}.log"
-    processes = Ranks(command, environment, log)
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PROVE": json.dumps(asdict(settings))}
+    log = Path(settings.folder, f"{settings.mode}.log")
+    processes = Processes(command, environment, log)
     hang = silent = False
     patience, ranks = Patience(), []
     try:
         while processes.are_running():
             time.sleep(0.03)
-            ranks = read_records(folder, mode)
+            ranks = read_records(settings.folder, settings.mode)
             limit = timeout if ranks else 10 * timeout  # before the ranks meet: downloads
             if wait_for_different_things(ranks):
                 limit = SURE_AFTER
@@ -236,6 +236,7 @@ def run(command: list[str], settings: dict[str, Any], timeout: float) -> Outcome
                 silent = not hang
                 break
     finally:
-        processes.end([r["pid"] for r in ranks])
+        processes.end([rank.pid for rank in ranks])
     text = log.read_text(errors="replace") if log.exists() else ""
-    return Outcome(processes.status, text, hang, silent, read_records(folder, mode))
+    ranks = read_records(settings.folder, settings.mode)
+    return Outcome(processes.status, text, hang, silent, ranks)

@@ -1,18 +1,8 @@
-"""The second run: one rank gets the samples of all ranks, and must compute the same gradient.
+"""Does one rank compute the same? In a replay, it gets the samples of all ranks.
 
-The orders in which it can get them:
-  replay    sample 0 of each rank, sample 1 of each rank, ...: one large batch; BatchNorm normalizes
-            the samples of each rank by themselves, as in the observed run
-  whole     the same, but BatchNorm normalizes the whole batch
-  sequence  the batches of the ranks one after another, for scripts that divide the number of
-            accumulated batches by the number of ranks
-  again     as replay, but each batch with other random numbers: do they matter?
-  original  as replay, in the script for one GPU
+The orders in which it can get them are the modes in record.py. No run draws dropout masks.
 """
 
-import json
-import random
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from prove.record import Run, digests_of_generators, where, wrap
+from prove import generators
+from prove.record import Mode, Pass, read_records, tensors_file
+from prove.run import Run, where, wrap
 from prove.watch_data import as_double, copied, has_rows, tensors_in
 from prove.watch_model import parameters_of
 
@@ -35,172 +27,175 @@ def merge(parts: list, sizes: list[int]) -> Any:
     first, equal = parts[0], len(set(sizes)) == 1
     if len(parts) == 1:
         return first
-    if all(has_rows(x, size) for x, size in zip(parts, sizes, strict=True)):
+    if all(has_rows(part, size) for part, size in zip(parts, sizes, strict=True)):
         return torch.stack(parts, 1).flatten(0, 1) if equal else torch.cat(parts)
     if isinstance(first, dict):
         return {key: merge([part[key] for part in parts], sizes) for key in first}
     if isinstance(first, list | tuple):
-        per_sample = all(len(x) == size for x, size in zip(parts, sizes, strict=True))
-        if per_sample and not all(has_rows(x, sizes[0]) for x in first):
+        per_sample = all(len(part) == size for part, size in zip(parts, sizes, strict=True))
+        if per_sample and not all(has_rows(column, sizes[0]) for column in first):
             rows = zip(*parts, strict=True) if equal else parts
-            return type(first)(x for row in rows for x in row)
+            return type(first)(sample for row in rows for sample in row)
         return type(first)([merge(list(column), sizes) for column in zip(*parts, strict=True)])
     return first
 
 
 def rows_of_ranks(rows: int, sizes: list[int]) -> list[Tensor]:
     """Which rows of a merged activation came from which rank, as `merge` mixed them."""
-    ranks, each = len(sizes), max(1, rows // sum(sizes))
+    ranks, rows_per_sample = len(sizes), max(1, rows // sum(sizes))
     if len(set(sizes)) == 1:
-        owner = torch.arange(rows) // each % ranks
+        owner = torch.arange(rows) // rows_per_sample % ranks
     else:
-        owner = torch.repeat_interleave(torch.arange(ranks), torch.tensor(sizes) * each)[:rows]
+        rows_of_rank = torch.tensor(sizes) * rows_per_sample
+        owner = torch.repeat_interleave(torch.arange(ranks), rows_of_rank)[:rows]
     return [torch.where(owner == rank)[0] for rank in range(ranks)]
 
 
-def normalize_by_rank(layer: Any, forward: Callable, x: Tensor, sizes: list[int]) -> Tensor:
+def normalize_by_rank(layer: Any, forward: Callable, rows: Tensor, sizes: list[int]) -> Tensor:
     """BatchNorm over the rows of each rank. Its running statistics become those of rank 0."""
-    groups = [group for group in rows_of_ranks(len(x), sizes) if len(group)]
-    parts, of_rank_0 = [], {}
+    groups = [group for group in rows_of_ranks(len(rows), sizes) if len(group)]
+    normalized, of_rank_0 = [], {}
     for group in groups:
-        parts.append(forward(layer, x[group]))
+        normalized.append(forward(layer, rows[group]))
         if not of_rank_0:
             of_rank_0 = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     for name, buffer in layer.named_buffers():
         buffer.data.copy_(of_rank_0[name])  # .data: autograd need not know
-    return torch.cat(parts)[torch.argsort(torch.cat(groups))]
+    return torch.cat(normalized)[torch.argsort(torch.cat(groups))]
 
 
 class Keeper:
     """In the observed run: keeps what goes into DDP, if there is no loader to keep batches of."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.sizes = run, [1]
+        self.run = run
 
-    def inputs(self, inputs: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         run = self.run
         if run.has_no_loader():
-            run.after_fetch = digests_of_generators()
-            if run.joined and run.steps < run.limit:
-                calls = run.tensors.setdefault("forwards", [])
-                calls.append((copied(list(inputs)), copied(kwargs)))
-        return inputs, kwargs
+            run.generators_after_fetch = generators.digests()
+            if run.joined and run.record.steps < run.settings.batches:
+                kept = run.tensors.setdefault("forwards", [])
+                kept.append((copied(list(args)), copied(kwargs)))
+        return args, kwargs
 
 
 class Feeder:
     """In a replay: gives one rank what all ranks of the observed run got."""
 
     def __init__(self, run: Run) -> None:
-        files = [run.folder / f"observe.{rank}.tensors.pt" for rank in range(run.ranks)]
-        self.run, self.ranks = run, [torch.load(file, weights_only=False) for file in files]
-        facts = json.loads((run.folder / "observe.0.json").read_text())
-        self.per_rank_batchnorm = bool(facts["batchnorm"]) and run.mode != "whole"
-        self.training = [p for p in facts["passes"] if "kept" in p]
-        self.in_sequence = run.mode == "sequence"
+        folder, self.ranks = run.settings.folder, run.settings.ranks
+        files = [tensors_file(folder, Mode.OBSERVE, rank) for rank in range(self.ranks)]
+        self.run, self.kept = run, [torch.load(file, weights_only=False) for file in files]
+        observed = read_records(folder, Mode.OBSERVE)[0]
+        self.normalizes_by_rank = bool(observed.batchnorm) and run.settings.mode != Mode.WHOLE
+        self.kept_passes = [p for p in observed.passes if p.kept is not None]
+        self.in_sequence = run.settings.mode == Mode.SEQUENCE
         self.sizes = [1]  # samples of each rank in the batch that is computed now
         self.passes = self.forwards = 0  # fed so far
 
-    def cast(self, x: Any) -> Any:
-        return as_double(x) if self.run.double else x
+    def cast(self, nested: Any) -> Any:
+        return as_double(nested) if self.run.settings.float64 else nested
 
-    def length_of(self, loader: Any) -> int | None:
-        for known in self.training:
-            if known["loader"] == loader.prove_number and torch.is_grad_enabled():
-                batches = min(known["batches"] or known["given"], self.run.limit)
-                return int(batches * (self.run.ranks if self.in_sequence else 1))
+    def batches_of(self, loader: Any) -> int | None:
+        for p in self.kept_passes:
+            if p.loader == loader.prove_number and torch.is_grad_enabled():
+                batches = min(p.batches or p.given, self.run.settings.batches)
+                return batches * (self.ranks if self.in_sequence else 1)
         return None
 
-    def batches(self, loader: Any, now: dict) -> Iterator | None:
-        """For the next pass over a loader; None: there was no such pass in the first epoch."""
-        run, number = self.run, self.passes
+    def feed(self, loader: Any, this_pass: Pass) -> Iterator | None:
+        """The next pass over a loader; None: there was no such pass in the first epoch."""
+        record, number = self.run.record, self.passes
         self.passes += 1
-        if number < len(self.ranks[0]["batches"]):
-            run.facts["own_batch_size"] = run.facts["own_batch_size"] or loader.batch_size
-            return self.recorded(number, now)
-        if run.steps:
-            run.model.epoch_ended()
-            run.leave("replayed")
+        if number < len(self.kept[0]["batches"]):
+            record.own_batch_size = record.own_batch_size or loader.batch_size
+            return self.recorded_batches(number, this_pass)
+        if record.steps:
+            self.run.model.end_epoch()
+            self.run.leave()
         return None
 
-    def recorded(self, number: int, now: dict) -> Iterator:
+    def recorded_batches(self, number: int, this_pass: Pass) -> Iterator:
         run = self.run
-        feeding = self.ranks[:1] if run.shared_batches else self.ranks
-        for parts in zip(*(rank["batches"][number] for rank in feeding), strict=False):
-            sizes = [size for size, _ in parts]
-            feeds = [(sizes, merge([batch for _, batch in parts], sizes))]
-            if self.in_sequence:
-                feeds = [([size], batch) for size, batch in parts]
-            for of_ranks, batch in feeds:
-                self.sizes = of_ranks
-                now["given"] += 1
-                now["sizes"].append(sum(self.sizes))
-                if run.mode == "again":
-                    seed_generators(OTHER_SEED + now["given"])
-                run.current_pass, run.after_fetch = now, digests_of_generators()
+        ranks = self.kept[:1] if run.settings.rows_are_split else self.kept
+        for of_ranks in zip(*(kept["batches"][number] for kept in ranks), strict=False):
+            sizes = [size for size, _ in of_ranks]
+            merged = [(sizes, merge([batch for _, batch in of_ranks], sizes))]
+            one_by_one = [([size], batch) for size, batch in of_ranks]
+            for feed_sizes, batch in one_by_one if self.in_sequence else merged:
+                self.sizes = feed_sizes
+                this_pass.given += 1
+                this_pass.sizes.append(sum(self.sizes))
+                if run.settings.mode == Mode.AGAIN:
+                    generators.seed(OTHER_SEED + this_pass.given)
+                run.current_pass, run.generators_after_fetch = this_pass, generators.digests()
                 run.model.start()
                 yield self.cast(batch)
-        run.counts["fed all"] += 1
+        if number > 0:  # an evaluation with gradients: its last batches are of unequal sizes
+            run.in_second_epoch = True  # so the numbers that follow are not compared
 
-    def inputs(self, inputs: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """What goes into DDP, if the script has no loader."""
-        calls = self.ranks[0].get("forwards")
+        calls = self.kept[0].get("forwards")
         if not calls:
-            return inputs, kwargs
-        number, n = self.forwards, self.run.ranks
+            return args, kwargs
+        number = self.forwards
         self.forwards += 1
-        if number >= len(calls) * (n if self.in_sequence else 1):
-            self.run.leave("replayed")
-        self.run.after_fetch = digests_of_generators()
+        if number >= len(calls) * (self.ranks if self.in_sequence else 1):
+            self.run.leave()
+        self.run.generators_after_fetch = generators.digests()
         if self.in_sequence:
-            recorded = self.ranks[number % n]["forwards"][number // n]
+            args, kwargs = self.kept[number % self.ranks]["forwards"][number // self.ranks]
         else:
-            parts = [rank["forwards"][number] for rank in self.ranks]
-            self.sizes = [len(tensors_in(list(part))[0]) for part in parts]
-            recorded = [merge([part[k] for part in parts], self.sizes) for k in (0, 1)]
-        return self.cast(recorded[0]), self.cast(recorded[1])
+            calls_of_ranks = [kept["forwards"][number] for kept in self.kept]
+            self.sizes = [len(tensors_in(list(call))[0]) for call in calls_of_ranks]
+            parts = zip(*calls_of_ranks, strict=True)
+            args, kwargs = (merge(list(part), self.sizes) for part in parts)
+        return self.cast(args), self.cast(kwargs)
 
     def set_start(self, optimizers: list, wrapped: list) -> None:
+        """Give the models and optimizers the first weights of the observed run."""
         with torch.no_grad():
-            for ddp, state in zip(wrapped, self.ranks[0]["states"], strict=False):
+            for ddp, state in zip(wrapped, self.kept[0]["states"], strict=False):
                 own = ddp.module.state_dict()
-                if all(x.shape == own[name].shape for name, x in state.items() if name in own):
+                if all(own[name].shape == state[name].shape for name in state if name in own):
                     ddp.module.load_state_dict(state)
-            for number, theirs in enumerate(self.ranks[0]["start"][: len(optimizers)]):
-                mine = parameters_of(optimizers[number])
-                shapes = [([*x.shape], [*p.shape]) for x, p in zip(theirs, mine, strict=False)]
-                if len(mine) != len(theirs) or any(x != y for x, y in shapes):
-                    other = [[k, x, y] for k, (x, y) in enumerate(shapes) if x != y]
-                    self.run.facts["other_parameters"][number] = other
+            recorded = self.kept[0]["start"][: len(optimizers)]
+            for number, weights in enumerate(recorded):
+                parameters = parameters_of(optimizers[number])
+                others = [
+                    (k, [*observed.shape], [*p.shape])
+                    for k, (observed, p) in enumerate(zip(weights, parameters, strict=False))
+                    if observed.shape != p.shape
+                ]
+                if others or len(parameters) != len(weights):
+                    self.run.record.other_shapes[number] = others
                     continue
-                for p, value in zip(mine, theirs, strict=True):
-                    p.copy_(value)
+                for p, observed in zip(parameters, weights, strict=True):
+                    p.copy_(observed)
 
     def use_recorded_schedule(self, optimizer: Any, number: int, step: int) -> None:
         """The recorded learning rates, for this step only: the script's own ones are compared."""
-        recorded = self.ranks[0]["scheduled"].get(number, [])
+        recorded = self.kept[0]["scheduled"].get(number, [])
         if step < len(recorded):
-            for group, theirs in zip(optimizer.param_groups, recorded[step], strict=False):
-                group.update(theirs)
-
-
-def seed_generators(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+            for group, observed in zip(optimizer.param_groups, recorded[step], strict=False):
+                group.update(observed)
 
 
 def switch_off_dropout(run: Run) -> None:
     """In both runs, because no two runs draw the same masks. The states are compared by rank."""
 
     def note() -> None:
-        if run.joined and (line := where()) not in run.facts["dropout"]:
-            run.facts["dropout"][line] = digests_of_generators()[0]
+        if run.joined:
+            run.record.dropout.setdefault(where(), generators.digests()[0])
 
-    def no_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    def no_dropout(
+        input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
         if training and p > 0:
             note()
-        return x
+        return input
 
     for name in DROPOUTS:
         setattr(functional, name, no_dropout)
@@ -219,15 +214,14 @@ def switch_off_dropout(run: Run) -> None:
 
 def watch_batchnorm(run: Run) -> None:
     @wrap(_BatchNorm, "forward")
-    def forward(original: Callable, self: Any, x: Tensor) -> Tensor:
-        sizes = run.feeder.sizes
+    def forward(original: Callable, self: Any, rows: Tensor) -> Tensor:
+        feeder, fewest = run.feeder, run.record.batchnorm
         if self.training and not run.replaying and torch.is_grad_enabled():
-            kind, values = type(self).__name__, x.numel() // x.shape[1]  # of each channel
-            least = run.facts["batchnorm"].get(kind, values)
-            run.facts["batchnorm"][kind] = min(least, values)
-        if self.training and run.replaying and len(sizes) > 1 and run.feeder.per_rank_batchnorm:
-            return normalize_by_rank(self, original, x, sizes)
-        return original(self, x)
+            layer, values = type(self).__name__, rows.numel() // rows.shape[1]  # of each channel
+            fewest[layer] = min(fewest.get(layer, values), values)
+        if self.training and run.replaying and feeder.normalizes_by_rank and len(feeder.sizes) > 1:
+            return normalize_by_rank(self, original, rows, feeder.sizes)
+        return original(self, rows)
 
 
 def install(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""The rows of the table: verdict, check, evidence, and the cure with its link."""
+"""What does the reader see? A table of rows: verdict, check, evidence, the cure with its link."""
 
 import textwrap
 from dataclasses import dataclass
@@ -6,25 +6,30 @@ from dataclasses import dataclass
 RIGHT, WRONG, WARNING, NOT_SEEN = "right", "WRONG", "warning", "not seen"
 ORDER = (WRONG, WARNING, RIGHT, NOT_SEEN)
 WIDTH, INDENT = 100, " " * 10
+MOST_NAMES = 3  # of parameters or places in one row
 
-# Headings of docs/troubleshooting.md, which say more than a cure can.
 PAGE = "docs/troubleshooting.md"
-ACCURACY = "test-accuracy-differs-with-the-number-of-ranks"
-BUFFERS = "training-is-good-evaluation-is-bad-batchnorms-running-statistics"
-FILES = "filenotfounderror-while-saving-now-and-then-or-a-file-of-two-halves"
-HANG = "it-hangs"
-LOSS = "the-loss-is-not-that-of-one-process"
-NAN = "the-loss-is-nan"
-PRINTS = "every-line-is-printed-n-times"
-RATE = "a-larger-batch-learns-worse-which-learning-rate"
-SAME_ORDER = "every-epoch-has-the-same-order"
-UNEVEN = "the-last-batch-of-an-epoch-hangs"
-UNUSED = "expected-to-have-finished-reduction-in-the-prior-iteration-before-starting-a-new-one"
+
+
+class See:
+    """Headings of docs/troubleshooting.md, which say more than a cure can."""
+
+    ACCURACY = "test-accuracy-differs-with-the-number-of-ranks"
+    BUFFERS = "training-is-good-evaluation-is-bad-batchnorms-running-statistics"
+    FILES = "filenotfounderror-while-saving-now-and-then-or-a-file-of-two-halves"
+    HANG = "it-hangs"
+    LOSS = "the-loss-is-not-that-of-one-process"
+    NAN = "the-loss-is-nan"
+    PRINTS = "every-line-is-printed-n-times"
+    RATE = "a-larger-batch-learns-worse-which-learning-rate"
+    SAME_ORDER = "every-epoch-has-the-same-order"
+    UNEVEN = "the-last-batch-of-an-epoch-hangs"
+    UNUSED = "expected-to-have-finished-reduction-in-the-prior-iteration-before-starting-a-new-one"
 
 
 @dataclass
 class Row:
-    """Its verdict is one of the four; a link is a heading of docs/troubleshooting.md."""
+    """Its verdict is one of the four; its link is one of `See`."""
 
     verdict: str
     check: str
@@ -35,6 +40,12 @@ class Row:
 
 def count(number: int, noun: str) -> str:
     return f"{number} {noun}" + "s" * (number != 1)
+
+
+def listed(names: list[str], separator: str = ", ") -> str:
+    """The first names, and how many more there are."""
+    text = separator.join(names[:MOST_NAMES])
+    return text + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
 
 
 def right(check: str, evidence: str) -> Row:

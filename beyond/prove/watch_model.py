@@ -1,4 +1,4 @@
-"""Watches the model: forward passes, gradients before and after averaging, weights, clipping.
+"""What does the model of a rank compute? Forward passes, gradients, steps and weights are watched.
 
 A tensor is written down as two numbers, `project`: its product with a fixed vector, and its norm.
 The first is linear, so the mean over ranks can be checked without sending a gradient anywhere.
@@ -19,11 +19,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from prove.record import Run, digests_of_generators, where, wrap
+from prove import generators
+from prove.record import Backward, DDPRecord, ModelCall, OptimizerRecord, Projection, Step
+from prove.run import Run, where, wrap
 from prove.watch_data import batch_size_of, checksum, copied, tensors_in
 
 MOST_STEPS = 24  # of each optimizer are written down
-MOST_FORWARDS = 64
+MOST_CALLS = 64
 STEPS_PER_BATCH = 3  # of --batches, if there is no loader that could be cut
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 
@@ -33,19 +35,27 @@ def direction(size: int, device: torch.device) -> Tensor:
     return torch.cos(torch.arange(size, dtype=torch.float64, device=device) * 1.7 + 0.3)
 
 
-def project(x: Tensor) -> list[float]:
+def own_part(tensor: Tensor) -> Any:
+    """What this rank holds of a tensor that is divided."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def is_divided(module: nn.Module) -> bool:
+    """By FSDP or tensor parallelism."""
+    classes = {base.__name__ for part in module.modules() for base in type(part).__mro__}
+    by_fsdp = not classes.isdisjoint(("FSDPModule", "FullyShardedDataParallel"))
+    return by_fsdp or any(hasattr(p, "to_local") for p in module.parameters())
+
+
+def project(tensor: Tensor) -> Projection:
     """A linear function of a tensor, and its norm."""
-    x = x.detach()
-    flat = (x.to_dense() if x.is_sparse else x).reshape(-1).double()
-    return [float(flat @ direction(len(flat), flat.device)), float(flat.norm())]
+    tensor = own_part(tensor.detach())
+    flat = (tensor.to_dense() if tensor.is_sparse else tensor).reshape(-1).double()
+    return float(flat @ direction(len(flat), flat.device)), float(flat.norm())
 
 
-def projected(tensors: list) -> list:
-    return [None if x is None else project(x) for x in tensors]
-
-
-def buffers(module: nn.Module) -> list:
-    return [[clean(name), *project(b)] for name, b in module.named_buffers() if b.numel()]
+def projected_buffers(module: nn.Module) -> dict[str, Projection]:
+    return {clean(name): project(b) for name, b in module.named_buffers() if b.numel()}
 
 
 def clean(name: str) -> str:
@@ -64,7 +74,8 @@ def rates_of(optimizer: Optimizer) -> list[float]:
 def scheduled(optimizer: Optimizer) -> list[dict]:
     """What a scheduler may change: learning rates, and with OneCycleLR or CyclicLR, momentum."""
     names = ("lr", "momentum", "betas")
-    return [{k: copied(g[k]) for k in names if k in g} for g in optimizer.param_groups]
+    groups = optimizer.param_groups
+    return [{name: copied(group[name]) for name in names if name in group} for group in groups]
 
 
 @dataclass
@@ -95,6 +106,7 @@ class ModelWatcher:
         self.had_gradient: set[int] = set()
         self.scheduled: dict[int, list[list[dict]]] = {}  # of each optimizer, before each step
         self.depth = 0  # of nested calls of step()
+        self.backwards = 0
 
     def watch(self, p: Tensor) -> None:
         if id(p) in self.watched or not p.requires_grad or not p.is_leaf:
@@ -102,7 +114,7 @@ class ModelWatcher:
         self.watched[id(p)], self.local[id(p)] = p, LocalGradient()
 
         def arrived(gradient: Tensor) -> None:
-            self.run.events += 1
+            self.run.note_event()
             self.had_gradient.add(id(p))
             self.local[id(p)].arrived(gradient, p.grad)
 
@@ -115,61 +127,72 @@ class ModelWatcher:
             return
         if run.replaying:
             run.feeder.set_start(self.optimizers, self.wrapped)
-        run.tensors["start"] = [[copied(p) for p in parameters_of(o)] for o in self.optimizers]
+        run.tensors["start"] = [copied(parameters_of(optimizer)) for optimizer in self.optimizers]
         run.tensors["states"] = [copied(dict(ddp.module.state_dict())) for ddp in self.wrapped]
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.depth += 1
         if self.depth > 1 or optimizer not in self.optimizers:
             return
-        run, number, held = self.run, self.optimizers.index(optimizer), parameters_of(optimizer)
-        steps = run.facts["optimizers"][number]["steps"]
-        now = digests_of_generators()
-        run.facts["random_in_step"] += now != (run.after_fetch or now)
-        given = run.current_pass["given"] if run.current_pass else 0
+        run, number = self.run, self.optimizers.index(optimizer)
+        now = generators.digests()
+        run.record.steps_with_random_numbers += now != (run.generators_after_fetch or now)
+        steps = run.record.optimizers[number].steps
         if len(steps) < MOST_STEPS:
-            grads = [p.grad for p in held]
-            local = [self.local.get(id(p), LocalGradient()) for p in held]
-            kept = [g is not None and s.arrivals > 0 and not s.was_zero and bool(g.any())
-                    for g, s in zip(grads, local, strict=True)]  # fmt: skip
-            steps.append({
-                "at": where(), "lr": rates_of(optimizer), "scale": run.facts["scale"],
-                "before": projected(held), "grads": projected(grads),
-                "local": [s.total if s.arrivals else None for s in local],
-                "old_gradient": any(kept),
-                "dtype": next((str(g.dtype) for g in grads if g is not None), ""), "batch": given,
-                "size": run.current_pass["sizes"][given - 1 : given] if run.current_pass else [],
-            })  # fmt: skip
+            steps.append(self.step_of(optimizer))
             self.scheduled.setdefault(number, []).append(scheduled(optimizer))
             if len(steps) == 1:
-                run.tensors[f"gradients.{number}"] = [g if g is None else copied(g) for g in grads]
+                gradients = [p.grad for p in parameters_of(optimizer)]
+                run.tensors[f"gradients.{number}"] = copied(gradients)
         if run.replaying:
             run.feeder.use_recorded_schedule(optimizer, number, len(steps) - 1)
+
+    def step_of(self, optimizer: Optimizer) -> Step:
+        parameters, this_pass = parameters_of(optimizer), self.run.current_pass
+        gradients = [p.grad for p in parameters]
+        local = [self.local.get(id(p), LocalGradient()) for p in parameters]
+        return Step(
+            at=where(),
+            batch=this_pass.given if this_pass else 0,
+            batch_size=self.run.current_batch_size(),
+            learning_rates=rates_of(optimizer),
+            loss_scale=self.run.record.loss_scale,
+            dtype=next((str(gradient.dtype) for gradient in gradients if gradient is not None), ""),
+            weights_before=[project(p) for p in parameters],
+            gradients=[None if gradient is None else project(gradient) for gradient in gradients],
+            local_gradients=[own.total if own.arrivals else None for own in local],
+            has_old_gradient=any(
+                gradient is not None and own.arrivals and not own.was_zero and gradient.any()
+                for gradient, own in zip(gradients, local, strict=True)
+            ),
+        )
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.depth -= 1
         if self.depth or optimizer not in self.optimizers:
             return
-        run, held = self.run, parameters_of(optimizer)
-        step = run.facts["optimizers"][self.optimizers.index(optimizer)]["steps"][-1]
-        if "after" not in step:
-            step["after"] = projected(held)
-            own = self.scheduled[self.optimizers.index(optimizer)][-1]
-            for group, before in zip(optimizer.param_groups, own, strict=True):
-                group.update(before if run.replaying else {})
-        run.steps += 1
-        run.events += 1
+        run, number = self.run, self.optimizers.index(optimizer)
+        step = run.record.optimizers[number].steps[-1]
+        if not step.weights_after:
+            step.weights_after = [project(p) for p in parameters_of(optimizer)]
+            if run.replaying:
+                own_schedule = self.scheduled[number][-1]
+                for group, settings in zip(optimizer.param_groups, own_schedule, strict=True):
+                    group.update(settings)
+        run.record.steps += 1
+        run.note_event()
         if run.current_pass:
-            run.current_pass["steps"] += 1
-        for p in held:
+            run.current_pass.steps += 1
+        for p in parameters_of(optimizer):
             self.local[id(p)] = LocalGradient()
-        enough = run.steps >= STEPS_PER_BATCH * run.limit and not run.replaying
+        enough = run.record.steps >= STEPS_PER_BATCH * run.settings.batches and not run.replaying
         if enough and run.joined and run.has_no_loader():
-            run.leave("epochs")
+            run.leave()
 
-    def epoch_ended(self) -> None:
-        """Another epoch begins: which learning rate does each rank have now?"""
-        self.run.facts["lr_in_epochs"].append([r for o in self.optimizers for r in rates_of(o)])
+    def end_epoch(self) -> None:
+        """Which learning rate does each rank have now?"""
+        rates = [rate for optimizer in self.optimizers for rate in rates_of(optimizer)]
+        self.run.record.rates_after_epochs.append(rates)
 
     def finish(self) -> None:
         """Names of parameters, and which of them DDP and the optimizers hold."""
@@ -179,48 +202,49 @@ class ModelWatcher:
                 names.setdefault(id(p), clean(name))
         held = {id(p) for optimizer in self.optimizers for p in parameters_of(optimizer)}
         in_ddp = {id(p) for ddp in self.wrapped for p in ddp.module.parameters()}
-        facts = self.run.facts
-        for optimizer, found in zip(self.optimizers, facts["optimizers"], strict=True):
-            mine = parameters_of(optimizer)
-            found["names"] = [names.get(id(p), f"tensor {k}") for k, p in enumerate(mine)]
-            found["outside"] = [k for k, p in enumerate(mine) if id(p) not in in_ddp]
-        for ddp, found in zip(self.wrapped, facts["ddps"], strict=True):
-            trained = {clean(k): p for k, p in ddp.module.named_parameters() if p.requires_grad}
-            found["parameters"] = len(trained)
-            found["in_no_optimizer"] = [k for k, p in trained.items() if id(p) not in held]
-            found["no_gradient"] = [k for k, p in trained.items() if id(p) not in self.had_gradient]
-            found["buffers_at_end"] = buffers(ddp.module)
+        record = self.run.record
+        for optimizer, known in zip(self.optimizers, record.optimizers, strict=True):
+            numbered = list(enumerate(parameters_of(optimizer)))
+            known.names = [names.get(id(p), f"tensor {number}") for number, p in numbered]
+            known.outside_ddp = [number for number, p in numbered if id(p) not in in_ddp]
+        for ddp, its_record in zip(self.wrapped, record.ddps, strict=True):
+            trained = {clean(name): id(p) for name, p in ddp.module.named_parameters()
+                       if p.requires_grad}  # fmt: skip
+            its_record.parameters = len(trained)
+            its_record.in_no_optimizer = [name for name, p in trained.items() if p not in held]
+            its_record.without_gradient = [
+                name for name, p in trained.items() if p not in self.had_gradient
+            ]
+            its_record.buffers_at_end = projected_buffers(ddp.module)
         self.run.tensors["scheduled"] = self.scheduled
-
-    def ddp_around(self, module: nn.Module) -> int | None:
-        """The number of the DDP model that a module is, or is a part of."""
-        for number, ddp in enumerate(self.wrapped):
-            if any(part is module for part in ddp.modules()):
-                return number
-        return None
 
     def called(self, module: nn.Module, inputs: tuple) -> None:
         """The script itself calls a module."""
-        run, number = self.run, self.ddp_around(module)
-        ddp = {} if number is None else run.facts["ddps"][number]
-        if number is not None and not module.training and run.steps:
-            ddp["evaluation"] = ddp["evaluation"] or buffers(self.wrapped[number].module)
+        run, ddp = self.run, None
+        for number, wrapped in enumerate(self.wrapped):
+            if any(part is module for part in wrapped.modules()):
+                ddp = run.record.ddps[number]
+                if not module.training and run.record.steps and not ddp.buffers_at_evaluation:
+                    ddp.buffers_at_evaluation = projected_buffers(wrapped.module)
+                break
         trains = module.training and torch.is_grad_enabled()
-        if not trains or not any(True for _ in module.parameters()):
+        if not trains or next(module.parameters(), None) is None:
             return
         if not any(module is root for root in self.roots):
             self.roots.append(module)
+            if is_divided(module):
+                run.note("the model is divided")
         self.start()
-        if isinstance(module, DistributedDataParallel):
-            ddp["forwards"] += 1
+        if ddp and isinstance(module, DistributedDataParallel):
+            ddp.forwards += 1
         elif ddp:
-            ddp["direct"][where()] = ddp["direct"].get(where(), 0) + 1
-        found = tensors_in(list(inputs))
-        if len(run.facts["roots"]) < MOST_FORWARDS and found:
-            p = run.current_pass
-            size = p["sizes"][p["given"] - 1] if p and p["given"] <= len(p["sizes"]) else None
-            rows, batch = batch_size_of(inputs[0]), run.counts["fetched"]
-            run.facts["roots"].append([checksum(found[0]), rows, size, batch])
+            ddp.forwards_around[where()] = ddp.forwards_around.get(where(), 0) + 1
+        tensors = tensors_in(list(inputs))
+        if len(run.record.model_calls) < MOST_CALLS and tensors:
+            this_pass = run.current_pass
+            batch = (this_pass.number, this_pass.given) if this_pass else (0, 0)
+            rows, size = batch_size_of(inputs[0]), run.current_batch_size()
+            run.record.model_calls.append(ModelCall(checksum(tensors[0]), rows, batch, size))
 
 
 def watch_optimizers(run: Run, model: ModelWatcher) -> None:
@@ -229,8 +253,8 @@ def watch_optimizers(run: Run, model: ModelWatcher) -> None:
         original(self, *args, **kwargs)
         if self not in model.optimizers:
             model.optimizers.append(self)
-            adaptive = "betas" in self.defaults  # as Adam, it divides by small gradients
-            run.facts["optimizers"].append({"at": where(), "steps": [], "adaptive": adaptive})
+            is_adaptive = "betas" in self.defaults
+            run.record.optimizers.append(OptimizerRecord(where(), is_adaptive))
 
     @wrap(Optimizer, "add_param_group")
     def add_group(original: Callable, self: Any, group: dict) -> None:
@@ -245,13 +269,13 @@ def watch_optimizers(run: Run, model: ModelWatcher) -> None:
 def watch_ddp(run: Run, model: ModelWatcher) -> None:
     @wrap(DistributedDataParallel, "__init__")
     def init(original: Callable, self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if run.double:
+        if run.settings.float64:
             module.double()
         original(self, module, *args, **kwargs)
         model.wrapped.append(self)
-        if not run.steps:
+        if not run.record.steps:
             run.tensors.pop("start", None)  # DDP has just changed the weights
-        run.facts["ddps"].append({"at": where(), "forwards": 0, "direct": {}, "evaluation": None})
+        run.record.ddps.append(DDPRecord(where()))
         for p in module.parameters():
             model.watch(p)
 
@@ -260,10 +284,10 @@ def watch_ddp(run: Run, model: ModelWatcher) -> None:
         model.start()
         if self.module.training and torch.is_grad_enabled():
             inputs, kwargs = run.feeder.inputs(inputs, kwargs)
-            run.facts["autocast"] |= any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+            run.record.uses_autocast |= any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
         result = original(self, *inputs, **kwargs)
-        outputs = tensors_in([result])
-        run.facts["loss_inside"] |= any(x.requires_grad and x.ndim == 0 for x in outputs)
+        is_loss = [tensor.requires_grad and tensor.ndim == 0 for tensor in tensors_in([result])]
+        run.record.model_returns_loss |= any(is_loss)
         return result
 
 
@@ -271,7 +295,7 @@ def watch_modules(run: Run, model: ModelWatcher) -> None:
     inside: list[nn.Module] = []
 
     def entered(module: nn.Module, inputs: tuple) -> None:
-        run.events += 1
+        run.note_event()
         if isinstance(module, nn.RNNBase):
             module.dropout = 0.0
         if not inside and (run.joined or run.replaying):
@@ -286,31 +310,39 @@ def watch_modules(run: Run, model: ModelWatcher) -> None:
     register_module_forward_hook(left, always_call=True)
 
 
-def watch_clipping(run: Run, name: str) -> None:
-    @wrap(nn.utils, name)
-    def clip(original: Callable, *args: Any, **kwargs: Any) -> Any:
-        scaled = run.facts["scale"] != 1 and not run.counts["unscaled"]
-        run.note("clips scaled gradients" if scaled else "clips")
-        return original(*args, **kwargs)
-
-    setattr(nn.utils.clip_grad, name, clip)
-
-
 def watch_scaling(run: Run) -> None:
+    """Of the loss, by a GradScaler, and the clipping of gradients that are still scaled."""
+    unscaled = False
+
     @wrap(torch.amp.GradScaler, "scale")
     def scale(original: Callable, self: Any, outputs: Any) -> Any:
+        nonlocal unscaled
         result = original(self, outputs)
         if self.is_enabled():
-            run.facts["scale"], run.counts["unscaled"] = self.get_scale(), 0
+            run.record.loss_scale, unscaled = self.get_scale(), False
         return result
 
     @wrap(torch.amp.GradScaler, "unscale_")
     def unscale(original: Callable, self: Any, optimizer: Any) -> Any:
-        run.counts["unscaled"] = 1
+        nonlocal unscaled
+        unscaled = True
         return original(self, optimizer)
 
+    def watch_clipping(name: str) -> None:
+        @wrap(nn.utils, name)
+        def clip(original: Callable, *args: Any, **kwargs: Any) -> Any:
+            scaled = run.record.loss_scale != 1 and not unscaled
+            run.note("clips scaled gradients" if scaled else "clips")
+            return original(*args, **kwargs)
 
-def watch_backward(run: Run) -> None:
+        setattr(nn.utils.clip_grad, name, clip)
+
+    for name in CLIPPING:
+        if hasattr(nn.utils, name):
+            watch_clipping(name)
+
+
+def watch_backward(run: Run, model: ModelWatcher) -> None:
     inside = False
 
     @wrap(Tensor, "backward")
@@ -318,10 +350,10 @@ def watch_backward(run: Run) -> None:
         nonlocal inside
         if inside:  # --cpu: a mode of torch calls it once more
             return original(self, *args, **kwargs)
-        run.counts["backwards"] += 1
-        if len(run.facts["backwards"]) < MOST_FORWARDS:
-            call = {"at": where(), "step": run.steps, "scaled": is_scaled(self)}
-            run.facts["backwards"].append(call)
+        model.backwards += 1
+        if len(run.record.backwards) < MOST_CALLS:
+            call = Backward(where(), run.record.steps, is_scaled(self))
+            run.record.backwards.append(call)
         inside = True
         try:
             return original(self, *args, **kwargs)
@@ -346,8 +378,5 @@ def install(run: Run) -> None:
     watch_optimizers(run, model)
     watch_ddp(run, model)
     watch_modules(run, model)
-    for name in CLIPPING:
-        if hasattr(nn.utils, name):
-            watch_clipping(run, name)
     watch_scaling(run)
-    watch_backward(run)
+    watch_backward(run, model)

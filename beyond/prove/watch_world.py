@@ -1,4 +1,4 @@
-"""Watches what a rank shows to the world: collectives, files, printed lines."""
+"""What does a rank show to the world? Collectives, files and printed lines are watched."""
 
 import builtins
 import os
@@ -8,6 +8,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from prove.record import Run, callers, where, wrap
+from prove.record import Collective, Ended, OpenedFile, PrintedText
+from prove.run import Run, callers, where, wrap
 
 COLLECTIVES = [
     "all_reduce", "broadcast", "barrier", "monitored_barrier", "all_gather", "all_gather_object",
@@ -34,36 +36,38 @@ def watch_collective(run: Run, name: str) -> None:
     @wrap(dist, name)
     def call(original: Callable, *args: Any, **kwargs: Any) -> Any:
         group = kwargs.get("group")
-        inside = run.waiting is not None  # all_gather_object calls all_gather
-        if inside or not run.joined or (group and dist.get_world_size(group) != run.world):
+        progress, world_size = run.record.progress, run.record.world_size
+        inside = progress.collective is not None  # all_gather_object calls all_gather
+        if inside or not run.joined or (group and dist.get_world_size(group) != world_size):
             return original(*args, **kwargs)
-        line = where()
-        if len(run.facts["collectives"]) < MOST_CALLS:
-            run.facts["collectives"].append([name, line])
+        progress.collective = Collective(name, where())
+        if len(run.record.collectives) < MOST_CALLS:
+            run.record.collectives.append(progress.collective)
         if any(caller == "gather_for_metrics" for *_, caller in callers()):
             run.note("gather_for_metrics")
-        run.events, run.waiting = run.events + 1, f"{name} at {line}"
+        run.note_event()
         try:
             return original(*args, **kwargs)
         finally:
-            run.events, run.waiting = run.events + 1, None
+            progress.collective = None
+            run.note_event()
 
 
 def watch_groups(run: Run) -> None:
     @wrap(dist, "init_process_group")
     def begin(original: Callable, *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
-        run.joined_group()
+        run.join_group()
 
     @wrap(dist, "destroy_process_group")
     def end(original: Callable, group: Any = None) -> None:
         if group in (None, dist.group.WORLD):
-            run.write("script")
+            run.write(Ended.AT_ITS_END)
         original(group)
 
     @wrap(dist, "new_group")
     def new_group(original: Callable, ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if ranks is not None and 1 < len(ranks) < run.world:
+        if ranks is not None and 1 < len(ranks) < run.record.world_size:
             run.note("groups of some ranks")
         return original(ranks, *args, **kwargs)
 
@@ -111,26 +115,27 @@ class FileWatcher:
     """An audit hook, which Python calls before it opens, renames or removes a file."""
 
     def __init__(self, run: Run) -> None:
-        self.run = run
-        self.inside = threading.local()  # the thread that writes the facts opens files, too
+        self.run, self.folder = run, Path(run.settings.folder)
+        self.inside = threading.local()  # the thread that writes the record opens files, too
 
     def is_ignored(self, path: str) -> bool:
-        parts = any(part in path for part in IGNORED_PARTS)
-        return parts or path.startswith((str(self.run.folder), *IGNORED_FOLDERS))
+        has_ignored_part = any(part in path for part in IGNORED_PARTS)
+        return has_ignored_part or path.startswith((str(self.folder), *IGNORED_FOLDERS))
 
     def changes(self, file: Any, mode: str | None = None) -> None:
         """mode: as for open(); None: the file is renamed or removed."""
         path = os.path.realpath(os.fsdecode(file))
         if self.is_ignored(path):
             return
-        keep(path, self.run.folder)
-        if mode is not None and len(self.run.facts["files"]) < MOST_CALLS:
-            self.run.facts["files"].append([path, mode, where(), self.run.steps])
+        keep(path, self.folder)
+        record = self.run.record
+        if mode is not None and len(record.opened_files) < MOST_CALLS:
+            record.opened_files.append(OpenedFile(path, mode, where(), record.steps))
 
     def makes_folder(self, file: Any) -> None:
         path = os.path.realpath(os.fsdecode(file))
         if not os.path.exists(path) and not self.is_ignored(path):
-            (self.run.folder / f"folder.{zlib.crc32(path.encode())}").write_text(path)
+            (self.folder / f"folder.{zlib.crc32(path.encode())}").write_text(path)
 
     def opens(self, file: Any, mode: str | None, flags: int) -> None:
         if not isinstance(file, str | bytes | os.PathLike):  # the number of an open file
@@ -144,7 +149,7 @@ class FileWatcher:
         if getattr(self.inside, "audit", False) or self.run.written:
             return
         self.inside.audit = True  # what is done here opens files, too
-        try:
+        with suppress(Exception):  # nothing that we note may end the user's call
             if event == "open":
                 self.opens(*args)
             elif event == "os.rename":
@@ -154,10 +159,7 @@ class FileWatcher:
                 self.changes(in_folder(*args))
             elif event == "os.mkdir":
                 self.makes_folder(args[0])
-        except Exception as error:  # nothing that we note may end the user's call
-            self.run.facts["audit"] = repr(error)
-        finally:
-            self.inside.audit = False
+        self.inside.audit = False
 
 
 def in_folder(path: Any, descriptor: int) -> Any:
@@ -185,10 +187,10 @@ def watch_prints(run: Run) -> None:
         original: Callable, *values: Any, sep: Any = " ", file: Any = None, **more: Any
     ) -> None:
         target = sys.stdout if file is None else file  # redirect_stdout(None): nobody sees it
-        if target in terminal and len(run.facts["prints"]) < MOST_CALLS:
+        if target in terminal and len(run.record.printed) < MOST_CALLS:
             text = (" " if sep is None else sep).join(map(str, values))
-            second = run.counts["second epoch"] or run.counts["fed all"] > 1
-            run.facts["prints"].append([text, where(outside="print"), run.steps, bool(second)])
+            at, first_epoch = where(outside="print"), not run.in_second_epoch
+            run.record.printed.append(PrintedText(text, at, run.record.steps, first_epoch))
         original(*values, sep=sep, file=file, **more)
 
 

@@ -1,6 +1,6 @@
 """FSDP (ZeRO-3) by hand: each rank keeps 1/N of each layer, and all of it only while it computes.
 
-    fsdp = FSDP(model)                             # its children, or the modules of a ModuleList
+    fsdp = FSDP(model)                             # its children, or the modules of a container
     optimizer = AdamW(fsdp.parameters(), lr=1e-3)  # sees only the parts that this rank owns
     fsdp(inputs).sum().backward()
     fsdp.finish()                                  # the parts now have their mean gradients
@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shards import ReduceScatter, ShardingError, Shards, clip_grad_norm
 
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 Place = tuple[torch.Size, tuple[int, ...], int]  # of a view in a flat tensor: size, stride, offset
 
 
@@ -198,9 +199,9 @@ def unused(name: str) -> ShardingError:
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Its children that have trained parameters; of a ModuleList, which has no forward, each."""
+    """Its children that have trained parameters; of a container without a forward, its modules."""
     for name, child in model.named_children():
-        inner = child.named_children() if isinstance(child, nn.ModuleList) else [("", child)]
+        inner = child.named_children() if isinstance(child, CONTAINERS) else [("", child)]
         for number, layer in inner:
             if any(parameter.requires_grad for parameter in layer.parameters()):
                 yield f"{name}.{number}".removesuffix("."), layer

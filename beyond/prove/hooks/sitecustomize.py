@@ -22,9 +22,9 @@ class AfterTorch:
             load(module)
             sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
             try:
-                from prove import record
+                from prove import run
 
-                record.install()
+                run.install()
             finally:
                 sys.path.pop(0)
 

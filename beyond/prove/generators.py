@@ -1,0 +1,51 @@
+"""Which random numbers may a script draw? Those of three generators: torch's, random's, numpy's."""
+
+import random
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+NAMES = ("torch", "random", "numpy")
+
+
+def numpy_random() -> Any:
+    """None: the script has not imported numpy."""
+    return sys.modules["numpy"].random if "numpy" in sys.modules else None
+
+
+def digests() -> list[int]:
+    """A number for the state of each generator."""
+    torch_state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+    if torch.cuda.is_initialized():
+        torch_state ^= zlib.crc32(torch.cuda.get_rng_state().numpy().tobytes())
+    numpy_state = 0
+    if numpy_random():
+        _, keys, position, *_ = numpy_random().get_state()
+        numpy_state = zlib.crc32(keys.tobytes()) + position
+    return [torch_state, zlib.crc32(repr(random.getstate()).encode()), numpy_state]
+
+
+def seed(number: int, seed_torch: Callable = torch.manual_seed) -> None:
+    seed_torch(number)
+    random.seed(number)
+    if numpy_random():
+        numpy_random().seed(number)
+
+
+@contextmanager
+def seeded(number: int) -> Iterator[None]:
+    """Fixed seeds for a while; the user's numbers stay what they would have been."""
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    numpy_state = numpy_random() and numpy_random().get_state()
+    seed(number, torch.default_generator.manual_seed)  # torch.manual_seed would seed GPUs as well
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        if numpy_state:
+            numpy_random().set_state(numpy_state)

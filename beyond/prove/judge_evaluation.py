@@ -1,0 +1,110 @@
+"""Does the evaluation count each sample once, over all ranks together?"""
+
+from dataclasses import replace
+
+from prove.judge_data import ALL_BUT_A_FEW, same_dataset, size_of, trained_passes
+from prove.record import Pass, RankRecord
+from prove.table import RIGHT, Row, See, listed, not_seen, right, warning
+from prove.watch_data import EVALUATION
+
+CHECK = "evaluation"
+
+
+def evaluation_rows(ranks: list[RankRecord]) -> list[Row]:
+    """A row for each cure that is needed, with all places that need it."""
+    if len(ranks) < 2 or "groups of some ranks" in ranks[0].notes or not trained_passes(ranks):
+        return []
+    datasets: dict[tuple, list[Pass]] = {}  # of each, the first evaluation by each rank
+    for rank in ranks:
+        first: dict[tuple, Pass] = {}
+        for p in evaluations(rank):
+            first.setdefault(dataset_of(p), p)
+        for key, p in first.items():
+            datasets.setdefault(key, []).append(p)
+    if not datasets:
+        text = "no pass over a loader without a backward, after a step"
+        return [not_seen(CHECK, f"{text}; if yours comes later, raise --batches")]
+    rows = [row_of_dataset(ranks, passes) for passes in datasets.values()]
+    by_cure: dict[tuple[str, str], list[Row]] = {}
+    for row in [row for row in rows if row.verdict != RIGHT] or rows[:1]:
+        by_cure.setdefault((row.verdict, row.cure), []).append(row)
+    return [
+        replace(alike[0], evidence=listed([row.evidence for row in alike], "; "))
+        for alike in by_cure.values()
+    ]
+
+
+def evaluations(rank: RankRecord) -> list[Pass]:
+    return [p for p in rank.passes if is_evaluation(p)]
+
+
+def is_evaluation(p: Pass) -> bool:
+    """Also if gradients are switched off in each batch only, or not at all."""
+    whole = p.ended or p.given >= p.limit
+    without_backward = whole and not p.steps and not p.backwards
+    return bool(p.given and p.steps_before and (not p.with_gradients or without_backward))
+
+
+def dataset_of(p: Pass) -> tuple:
+    return (str(p.fingerprint), p.dataset_length)
+
+
+def row_of_dataset(ranks: list[RankRecord], passes: list[Pass]) -> Row:
+    """passes: the first evaluation of a data set on each rank that evaluates it."""
+    at = passes[0].at
+    if len(passes) < len(ranks):
+        return right(CHECK, f"by {len(passes)} of {len(ranks)} ranks ({at})")
+    if not all(p.indices for p in passes) or not same_dataset(passes):
+        return not_seen(CHECK, f"the samples of {at} cannot be told apart")
+    if all(stops_early(p) for p in passes):
+        return row_of_a_part(passes)
+    size, drawn = size_of(passes), [index for p in passes for index in p.indices]
+    twice = len(drawn) - len({*drawn})
+    lost = size - len({*drawn, *drawn_beside(ranks, passes[0])})
+    if all(len({*p.indices}) >= ALL_BUT_A_FEW * size for p in passes):
+        text = f"each rank evaluates all {size} samples ({at})"
+        cure = "each rank a part, then all_reduce; no mistake if the results are not added up"
+        return warning(CHECK, text, cure, See.ACCURACY)
+    if twice and "gather_for_metrics" not in ranks[0].notes:
+        text = f"{twice} of {size} samples are counted twice ({at}, {passes[0].sampler})"
+        cure = "Subset(dataset, range(rank, len(dataset), world_size))"
+        return warning(CHECK, text, cure, See.ACCURACY)
+    if lost > 0:
+        text = f"{lost} of {size} samples are left out ({at})"
+        return warning(CHECK, text, "no drop_last for evaluation", See.ACCURACY)
+    if not all(collectives_after(rank, p) for rank, p in zip(ranks, passes, strict=True)):
+        text = f"each rank evaluates a part of the {size} samples, and no collective follows ({at})"
+        return warning(CHECK, text, "all_reduce sums and counts, then divide", See.ACCURACY)
+    return right(CHECK, f"each of {size} samples once ({at})")
+
+
+def stops_early(p: Pass) -> bool:
+    """Was it the script, not we, that ended this evaluation before the end of its loader?"""
+    return not p.ended and p.given < min(p.batches or 0, EVALUATION * p.limit)
+
+
+def row_of_a_part(passes: list[Pass]) -> Row:
+    """A loop with a break: are its samples those that one rank would take?"""
+    first = passes[0]
+    drawn = [index for p in passes for index in p.indices[: p.given * p.sizes[0]]]
+    text = f"each rank stops after {first.given} of {first.batches} batches"
+    text += f": {len({*drawn})} of {size_of(passes)} samples ({first.at})"
+    if {*drawn} == {*range(len(drawn))}:
+        return right(CHECK, f"{text}, the first ones, each once")
+    cure = "choose this part before it is dealt out, with the same seed on all ranks"
+    return warning(CHECK, f"{text}; on another number of ranks, others", cure, See.ACCURACY)
+
+
+def drawn_beside(ranks: list[RankRecord], first: Pass) -> set[int]:
+    """What all evaluations of this data set drew between the same two steps: there may be a second
+    loader for the last samples."""
+    passes = [p for rank in ranks for p in evaluations(rank) if dataset_of(p) == dataset_of(first)]
+    return {i for p in passes if p.steps_before == first.steps_before for i in p.indices}
+
+
+def collectives_after(rank: RankRecord, evaluated: Pass) -> int:
+    """How many collectives follow an evaluation, before training goes on."""
+    later = [p for p in rank.passes if p.number > evaluated.number]
+    trained = [p for p in later if p.with_gradients and not is_evaluation(p)]
+    end = trained[0].collectives_before if trained else len(rank.collectives)
+    return end - evaluated.collectives_before

@@ -1,0 +1,211 @@
+"""How does a process of the user's come to watch itself, and when does it stop?
+
+`install()` puts everything that watches in place; from then on the Run of this process collects its
+record, writes it again and again, and ends the process as soon as enough has been seen.
+"""
+
+import atexit
+import inspect
+import json
+import multiprocessing.util
+import os
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import wraps
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from prove.record import (
+    Ended,
+    Mode,
+    Pass,
+    RankRecord,
+    ScriptError,
+    Settings,
+    record_file,
+    tensors_file,
+)
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+PATHS = sysconfig.get_paths()
+LIBRARIES = tuple({PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+SECONDS_PER_BEAT = 0.2
+SECONDS_FOR_OTHERS = 20  # to come to the end of their runs, too
+
+save_tensors = torch.save  # the user's torch.save is watched
+
+
+def wrap(owner: Any, name: str) -> Callable:
+    """A decorator: its function replaces owner.name, and gets what it replaces as an argument."""
+    original = getattr(owner, name)
+
+    def put_in_place(function: Callable) -> Callable:
+        @wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        setattr(owner, name, replacement)
+        return replacement
+
+    return put_in_place
+
+
+def callers(frame: FrameType | None = None) -> Iterator[tuple[str, int, str]]:
+    """File, line and function of each frame on the stack, the innermost first."""
+    for caller, line in traceback.walk_stack(frame or inspect.currentframe()):
+        yield caller.f_code.co_filename, line, caller.f_code.co_name
+
+
+def is_user_file(file: str) -> bool:
+    installed = file.startswith((*LIBRARIES, "<")) or "-packages/" in file
+    return not installed and os.path.dirname(file) != HERE
+
+
+def where(frame: FrameType | None = None, outside: str = "") -> str:
+    """File and line of the innermost frame that is the user's code, in no function of this name."""
+    for file, line, function in callers(frame):
+        if is_user_file(file) and function != outside:
+            return f"{os.path.relpath(file)}:{line}"
+    return "?"
+
+
+class Run:
+    """The run of one rank, for all that watches it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.replaying = settings.mode != Mode.OBSERVE
+        self.record = RankRecord()
+        self.tensors: dict[str, Any] = {"batches": []}  # of each training pass of the first epoch
+        self.joined = self.written = False
+        self.in_second_epoch = False
+        self.current_pass: Pass | None = None  # over the loader that gave the last batch
+        self.generators_after_fetch: list[int] | None = None  # their digests when the step began
+        self.model: Any = None  # a watch_model.ModelWatcher
+        self.feeder: Any = None  # a replay.Feeder or Keeper
+        self.writing = threading.Lock()
+        self.begin_in_this_process()
+
+    def begin_in_this_process(self) -> None:
+        """Which may be another one than that which made this object: a forked rank."""
+        self.record.pid = os.getpid()
+        self.main_clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
+
+    def join_group(self) -> None:
+        """The process group is there: now we know which rank this is."""
+        if not self.joined:
+            self.begin_in_this_process()
+            self.record.rank, self.record.world_size = dist.get_rank(), dist.get_world_size()
+            self.joined = True
+            multiprocessing.util.Finalize(None, self.write, (Ended.AT_ITS_END,), exitpriority=100)
+            threading.Thread(target=self.beat, daemon=True).start()
+
+    def note_event(self) -> None:
+        self.record.progress.events += 1
+
+    def note(self, kind: str) -> None:
+        """A fact that needs no more than the place where it happened."""
+        self.record.notes.setdefault(kind, where())
+
+    def has_no_loader(self) -> bool:
+        return not any(p.with_gradients for p in self.record.passes)
+
+    def current_batch_size(self) -> int | None:
+        current = self.current_pass
+        known = current is not None and 0 < current.given <= len(current.sizes)
+        return current.sizes[current.given - 1] if current and known else None
+
+    def write_record(self, ended: str) -> None:
+        record, progress = self.record, self.record.progress
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        progress.at = where(frame)
+        progress.cpu_seconds = round(time.clock_gettime(self.main_clock), 1)
+        progress.in_backward = frame is not None and "_run_backward" in frame.f_code.co_name
+        record.ended = ended
+        record.write(record_file(self.settings.folder, self.settings.mode, record.rank))
+
+    def beat(self) -> None:
+        """Write the record again and again: a rank that is killed leaves nothing else."""
+        while not self.written:
+            self.record.progress.beats += 1
+            with self.writing, suppress(RuntimeError, OSError):  # it changed; the folder is gone
+                if not self.written:
+                    self.write_record(Ended.NOT_YET)
+            time.sleep(SECONDS_PER_BEAT)
+
+    def write(self, ended: str) -> None:
+        """Write all that is known. A run that we ended ourselves is not written again."""
+        trained_alone = self.replaying and self.record.steps > 0
+        is_another_process = os.getpid() != self.record.pid
+        if self.written or is_another_process or not (self.joined or trained_alone):
+            return
+        self.model.finish()
+        with self.writing:
+            self.written = True
+            self.write_record(ended)
+        settings = self.settings
+        save_tensors(self.tensors, tensors_file(settings.folder, settings.mode, self.record.rank))
+
+    def leave(self) -> None:
+        """Enough was seen. Wait until all ranks are here: who leaves early breaks the others."""
+        self.write(Ended.WHEN_SEEN)
+        settings, world_size = self.settings, self.record.world_size
+        files = [tensors_file(settings.folder, settings.mode, rank) for rank in range(world_size)]
+        end = time.monotonic() + SECONDS_FOR_OTHERS
+        while time.monotonic() < end and not all(file.exists() for file in files):
+            time.sleep(0.02)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    def fail(self, error: BaseException) -> None:
+        """The record of a script that ends with an error."""
+        cut = not self.joined or any(p.given >= p.limit for p in self.record.passes)
+        if cut and "StopIteration" in f"{type(error).__name__} {error}":
+            self.leave()  # the script asked for more batches than we give
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_file(f.filename)]
+        at = f"{os.path.relpath(frames[-1].filename)}:{frames[-1].lineno}" if frames else "?"
+        self.record.error = ScriptError(type(error).__name__, str(error)[:500], at)
+        self.write(Ended.WITH_ERROR)
+
+
+def compute_in_float64() -> None:
+    torch.set_default_dtype(torch.float64)
+
+    @wrap(torch.Tensor, "float")
+    def double(original: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        caller = next(file for file, *_ in callers() if os.path.dirname(file) != HERE)
+        by_torch = "/torch/amp/" in caller  # GradScaler needs what it asks for
+        return original(tensor, *args, **kwargs) if by_torch else tensor.double()
+
+
+def install() -> Run:
+    """Called once in each process of the user's, after `import torch`."""
+    run = Run(Settings(**json.loads(os.environ["PROVE"])))
+    if run.settings.cpu:
+        from prove import cpu
+
+        cpu.install(run.settings.gpus)
+    if run.settings.float64:
+        compute_in_float64()
+    torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore
+    from prove import replay, watch_data, watch_model, watch_world
+
+    for module in (watch_data, watch_model, watch_world, replay):
+        module.install(run)
+    atexit.register(run.write, Ended.AT_ITS_END)
+
+    @wrap(sys, "excepthook")
+    def hook(show: Callable, kind: Any, error: BaseException, trace: Any) -> None:
+        run.fail(error)
+        show(kind, error, trace)
+
+    return run
