@@ -15,37 +15,43 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 import torch
 
+import tables
 from common.options import Parser, UsageError, exit_on
+from costs import measure_reducers, measure_threads
+from local_steps import measure_local_sgd
+from precision import measure_precision
+from process_memory import measure_process_memory
 from run_stage import ROOT
-from tables import TABLES
+from scaling import measure_scaling
+from stages import measure_stages, measure_survive
 from timing import RESULTS, Effort, Results, provenance, save
 
 
 @dataclass(frozen=True)
 class Section:
-    """`measure_SECTION` of a module, and what tables.py makes of its results."""
-
-    module: str
-    tables: tuple[str, ...]
+    measure: Callable[[Effort], Results]
+    tables: tuple[Callable[[Results], str], ...]  # of its results
     file: str = ""  # under benchmarks/results/; without one, nothing is kept
     on_gpu: bool = False  # otherwise it is measured on the CPU only
 
 
 SECTIONS = {
-    "stages": Section("stages", ("stages",), on_gpu=True),
-    "process_memory": Section("process_memory", ("ways_to_hold_less",), on_gpu=True),
-    "scaling": Section("scaling", ("scaling",), "04_scaling"),
-    "threads": Section("costs", ("threads",), "02_threads"),
-    "reducers": Section("costs", ("reducers",), "03_reducers"),
-    "precision": Section("precision", ("precision", "peaks"), "05_precision", on_gpu=True),
-    "survive": Section("stages", ("survive",), "survive"),
-    "local_sgd": Section("local_steps", ("local_sgd",), "04_local_sgd"),
+    "stages": Section(measure_stages, (tables.stages,), on_gpu=True),
+    "process_memory": Section(measure_process_memory, (tables.ways_to_hold_less,), on_gpu=True),
+    "scaling": Section(measure_scaling, (tables.scaling,), "04_scaling"),
+    "threads": Section(measure_threads, (tables.threads,), "02_threads"),
+    "reducers": Section(measure_reducers, (tables.reducers,), "03_reducers"),
+    "precision": Section(
+        measure_precision, (tables.precision, tables.peaks), "05_precision", on_gpu=True
+    ),
+    "survive": Section(measure_survive, (tables.survive,), "survive"),
+    "local_sgd": Section(measure_local_sgd, (tables.local_sgd,), "04_local_sgd"),
 }
 OF_NOTEBOOKS = ("stages", "process_memory", "scaling")  # of `make bench`
 
@@ -54,7 +60,7 @@ def measure(name: str, effort: Effort) -> Results:
     """The results of a section, with their provenance."""
     command = f"python benchmarks/bench.py {name}"
     where = provenance(effort.device, command=command)  # before there is load
-    results = getattr(import_module(SECTIONS[name].module), f"measure_{name}")(effort)
+    results = SECTIONS[name].measure(effort)
     return {"provenance": where | results.pop("provenance", {}), **results}
 
 
@@ -69,7 +75,7 @@ def run_section(name: str, args: argparse.Namespace) -> None:
     rounds = 1 if args.quick else 3 if args.brief else 1000
     options = {"models": tuple(args.models), "data_dir": args.data_dir}
     results = measure(name, Effort(rounds, args.quick, args.brief, device, **options))
-    print("\n\n".join(TABLES[table].make(results) for table in section.tables))
+    print("\n\n".join(table(results) for table in section.tables))
     for variant, reason in results.get("skipped", {}).items():
         print(f"left out: {variant}: {reason}")
     if args.out:

@@ -66,8 +66,7 @@ def measure_local_sgd(effort: Effort) -> Results:
     trainings = []
     for model, steps in {"net-bn": 5}.items() if effort.quick else STEPS.items():
         for ranks in (2,) if effort.quick else (2, 4):
-            what = model, steps, every, seeds, effort.data_dir
-            first, *_ = start(ranks, train_on_ranks, *what)
+            first, *_ = start(ranks, train_on_ranks, model, steps, every, seeds, effort.data_dir)
             about = {"model": model, "ranks": ranks, "steps": steps}
             trainings.append({**about, "methods": compare_with_ddp(first)})
     return {"local_batch": LOCAL_BATCH, "every": every, "seeds": seeds, "trainings": trainings}

@@ -140,7 +140,9 @@ def measure_precision(effort: Effort) -> Results:
         if ranks > 1:
             not_compiled = [variant for variant in variants if not VARIANTS[variant].compiled]
             where: Any = {"backend": "nccl" if on_gpu else "gloo", "device": effort.device}
-            what = name, not_compiled, samples, effort
-            models[name][f"{ranks} ranks"] = start(ranks, time_model, *what, quiet=True, **where)[0]
+            first, *_ = start(
+                ranks, time_model, name, not_compiled, samples, effort, quiet=True, **where
+            )
+            models[name][f"{ranks} ranks"] = first
     about = {"image_size": 32 if quick else 224, "skipped": skipped}
     return {**about, "models": models}

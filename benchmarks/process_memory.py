@@ -155,18 +155,14 @@ def train(job: Job, plan: Any, samples: int, replicas: int) -> Trained:
         model.zero_grad()
         wrapped.train()
     images, labels = (whole.chunk(job.micro_batches)[0] for whole in (images, labels))
-    dtype = torch.bfloat16 if job.bf16 else None
+    step = partial(
+        train_step,
+        micro_batches=job.micro_batches,
+        dtype=torch.bfloat16 if job.bf16 else None,
+        zeroed_in_place=job.zeroed_in_place,
+    )
     for _ in range(2):
-        train_step(
-            wrapped,
-            optimizer,
-            images,
-            labels,
-            finish,
-            job.micro_batches,
-            dtype,
-            job.zeroed_in_place,
-        )
+        step(wrapped, optimizer, images, labels, finish)
     return Trained(model, wrapped, optimizer, buckets, images, labels)
 
 
@@ -231,10 +227,11 @@ def measure(
     names: Iterable[str], plan: Any, samples: int, ranks: int = RANKS, replicas: int = RANKS
 ) -> Results:
     """Jobs in turn on the same ranks; samples: the local batch; replicas: of stage 02."""
-    what = list(names), plan, samples, replicas
-    of_ranks = start(ranks, train_and_count, *what, device=plan.device, quiet=True)
-    results: Results = {}
-    for name, rows in zip(what[0], zip(*of_ranks, strict=True), strict=True):
+    names, results = list(names), Results()
+    of_ranks = start(
+        ranks, train_and_count, names, plan, samples, replicas, device=plan.device, quiet=True
+    )
+    for name, rows in zip(names, zip(*of_ranks, strict=True), strict=True):
         held = [bytes_of for row in rows for bytes_of in row["held"]]
         results[name] = {"peak_bytes": [row["peak_bytes"] for row in rows], "held": held}
     return results

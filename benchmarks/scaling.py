@@ -29,14 +29,27 @@ from timing import Effort, Results, Times, chapter, interleave, save, summarize
 
 alpha_beta, fill = chapter("04", "alpha_beta"), chapter("04", "gradient_order").fill
 
-DDP, NO_SYNC, BF16 = "DDP", "DDP, 4 with no_sync", "DDP, bf16 hook"
-MICRO_BATCHES = {DDP: 1, NO_SYNC: 4, BF16: 1}
-SHARE_OF_FP32 = {DDP: 1.0, NO_SYNC: 1.0, BF16: 0.5}  # of the bytes that are sent
 # What is timed beside the steps of DDP. One all-reduce runs behind some work, and one beside more.
 WITHOUT_DDP, WORK, LONG_WORK, BESIDE_WORK, COPY = "alone", "work", "long", "beside", "copy"
 LONG, BYTES_BESIDE, BYTES_COPIED = 8, 2**23, 2**24  # LONG: times the work
 SIZES = [2**14, 2**20, 2**22, BYTES_BESIDE, 2**24, 25 * 2**20]  # bytes of the one behind the work
 SMALL_SIZES = [2**10, 2**17, 2**20, BYTES_BESIDE]  # for net: its bucket has 87,360
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A step of DDP, with micro-batches under no_sync, or with gradients that are sent in bf16."""
+
+    micro_batches: int = 1
+    bf16: bool = False
+
+
+DDP = "DDP"
+VARIANTS = {
+    DDP: Variant(),
+    "DDP, 4 with no_sync": Variant(micro_batches=4),
+    "DDP, bf16 hook": Variant(bf16=True),
+}
 
 
 @dataclass(frozen=True)
@@ -55,16 +68,14 @@ def behind_work(size: int) -> str:
     return f"work, then {size}"
 
 
-def step_of(how: str, model: nn.Module, images: Tensor) -> Callable[[], None]:
-    """What one step of this variant of DDP does; of NO_SYNC: four of them."""
-
+def step_of(variant: Variant, model: nn.Module, images: Tensor) -> Callable[[], None]:
     def wrap(model: nn.Module) -> nn.Module:
         wrapped = ddp(model)
-        if how == BF16:
+        if variant.bf16:
             wrapped.register_comm_hook(None, bf16_compress_hook)
         return wrapped
 
-    return make_step(model, images, wrap, micro_batches=MICRO_BATCHES[how])
+    return make_step(model, images, wrap, micro_batches=variant.micro_batches)
 
 
 class StepWithoutDDP:
@@ -136,17 +147,15 @@ def work_steps(sizes: list[int]) -> dict[str, Callable]:
 
 
 def time_on_rank(
-    name: str, hows: list[str], rounds: int, sizes: list[int]
+    model_name: str, variants: list[str], rounds: int, sizes: list[int]
 ) -> tuple[Times, dict[str, Any]]:
-    """What each rank does: seconds of all variants in each round, and the model's profile."""
-    model, images = build(name, 16 if name == "resnet18" else 0)
-    step = StepWithoutDDP(model, images)
-    variants: dict[str, Callable] = {
-        WITHOUT_DDP: step,
-        **{how: step_of(how, model, images) for how in hows},
-    }
-    times = interleave(variants | work_steps(sizes), rounds)
-    return times, asdict(step.profile(name))
+    """What each rank does: seconds of all steps in each round, and the model's profile."""
+    model, images = build(model_name, 16 if model_name == "resnet18" else 0)
+    without_ddp = StepWithoutDDP(model, images)
+    steps: dict[str, Callable] = {WITHOUT_DDP: without_ddp}
+    steps |= {name: step_of(VARIANTS[name], model, images) for name in variants}
+    times = interleave(steps | work_steps(sizes), rounds)
+    return times, asdict(without_ddp.profile(model_name))
 
 
 def measure_scaling(effort: Effort) -> Results:
@@ -156,8 +165,7 @@ def measure_scaling(effort: Effort) -> Results:
         for model in effort.models or (["net"] if effort.quick else rounds):
             max_rounds = rounds[model] // 4 if effort.brief else min(rounds[model], effort.rounds)
             sizes = SMALL_SIZES if model == "net" else SIZES
-            what = model, [DDP], max_rounds, sizes
-            answers = start(ranks, time_on_rank, *what)
+            answers = start(ranks, time_on_rank, model, [DDP], max_rounds, sizes)
             times, _ = answers[0]
             machine.append(predict(times, sizes, [Profile(**profile) for _, profile in answers]))
     whole = effort.rounds > 99 and ALLOWED
@@ -217,25 +225,25 @@ def predict(times: Times, sizes: list[int], profiles: list[Profile]) -> Results:
     copy_seconds = median(times[COPY]) / BYTES_COPIED
     jobs = [job_of(seconds, profiles, copy_seconds) for seconds in times[WITHOUT_DDP]]
     rows = []
-    for how in (name for name in MICRO_BATCHES if name in times):
+    for name, variant in ((name, v) for name, v in VARIANTS.items() if name in times):
 
-        def cost(size: float, share: float = SHARE_OF_FP32[how]) -> float:
-            return alpha_beta.ring(size * share, ranks, link)
+        def cost(size: float, bytes_a_number: int = 2 if variant.bf16 else 4) -> float:
+            return alpha_beta.ring(size * bytes_a_number / 4, ranks, link)
 
-        steps = [alpha_beta.step(job, cost, MICRO_BATCHES[how], slowdown) for job in jobs]
-        pairs = zip(steps, times[how], strict=True)
+        steps = [alpha_beta.step(job, cost, variant.micro_batches, slowdown) for job in jobs]
+        pairs = zip(steps, times[name], strict=True)
         errors = [step.seconds / measured - 1 for step, measured in pairs]
         rows.append(
             {
                 "ranks": ranks,
-                "how": how,
+                "how": name,
                 "rounds": len(jobs),
                 "error": round(median(errors), 4),
                 "model": profiles[0].model,
                 "local_batch": profiles[0].local_batch,
                 "alone_ms": summary[WITHOUT_DDP]["step_ms"],
-                "measured_ms": summary[how]["step_ms"],
-                "measured_ms_quartiles": summary[how]["step_ms_quartiles"],
+                "measured_ms": summary[name]["step_ms"],
+                "measured_ms_quartiles": summary[name]["step_ms_quartiles"],
                 "predicted_ms": round(1000 * median(step.seconds for step in steps), 4),
             }
         )
@@ -251,7 +259,7 @@ def predict_across_links(out: Path) -> None:
     for name, rate in RATES.items():
         set_rate(rate)
         sizes = SIZES[:-1] if name == "0.2 Gbit/s" else SIZES
-        times, profile = time_on_rank("resnet18", list(MICRO_BATCHES), 9, sizes)
+        times, profile = time_on_rank("resnet18", list(VARIANTS), 9, sizes)
         profiles = [profile, profile]
         dist.all_gather_object(profiles, profile)
         links[name] = predict(times, sizes, [Profile(**each) for each in profiles])
