@@ -1,6 +1,6 @@
 """Measure this machine: what the notebooks show, or one section whole.
 
-    python benchmarks/bench.py             # as `make bench`, ten minutes: results/HARDWARE.json
+    python benchmarks/bench.py             # as `make bench`: results/HARDWARE.json
     python benchmarks/bench.py reducers    # its tables, and results/03_reducers.json
 
 Sections run one after the other, each in a process of its own with one thread per rank. Each

@@ -77,10 +77,9 @@ def time_reducers(name: str, effort: Effort, over_shm: bool) -> Results:
         wraps["DDP, SyncBN"] = ddp_with_sync_batchnorm
     for wrap_name, wrap in wraps.items():
         variants[wrap_name + ", over shm" * over_shm] = make_step(model, batch, wrap)
-    parameters = sum(p.numel() for p in model.parameters())
     rounds, steps = ROUNDS_AND_STEPS[name]
     times = compare(variants, min(rounds, effort.rounds), 1 if effort.quick else steps)
-    return {"parameters": parameters, "local_batch": len(batch), **times}
+    return {"local_batch": len(batch), **times}
 
 
 def time_models(names: list[str], effort: Effort, over_shm: bool) -> Results:
