@@ -212,6 +212,10 @@ def job_of(seconds: float, profiles: list[Profile], copy_seconds: float) -> Any:
     return alpha_beta.Job(forward * seconds, backward * seconds + one_way, rest, fill(order))
 
 
+def ring_seconds(size: float, ranks: int, link: Any, share_of_fp32: float) -> float:
+    return alpha_beta.ring(size * share_of_fp32, ranks, link)
+
+
 def predict(times: Times, sizes: list[int], profiles: list[Profile]) -> Results:
     """Every step of DDP in these rounds, predicted from what is not DDP, beside its measurement.
 
@@ -225,11 +229,11 @@ def predict(times: Times, sizes: list[int], profiles: list[Profile]) -> Results:
     copy_seconds = median(times[COPY]) / BYTES_COPIED
     jobs = [job_of(seconds, profiles, copy_seconds) for seconds in times[WITHOUT_DDP]]
     rows = []
-    for name, variant in ((name, v) for name, v in VARIANTS.items() if name in times):
-
-        def cost(size: float, bytes_a_number: int = 2 if variant.bf16 else 4) -> float:
-            return alpha_beta.ring(size * bytes_a_number / 4, ranks, link)
-
+    for name, variant in VARIANTS.items():
+        if name not in times:
+            continue
+        share = 0.5 if variant.bf16 else 1.0
+        cost = partial(ring_seconds, ranks=ranks, link=link, share_of_fp32=share)
         steps = [alpha_beta.step(job, cost, variant.micro_batches, slowdown) for job in jobs]
         pairs = zip(steps, times[name], strict=True)
         errors = [step.seconds / measured - 1 for step, measured in pairs]
