@@ -36,7 +36,7 @@ exercise: $(VENV)/ready  ## judge your answer to an exercise: STAGE=04
 words: $(VENV)/ready  ## how many words each page has, and what is wrong with it
 	$(RUN) tests/pages.py
 
-bench: $(VENV)/ready  ## measure all on this machine in ten minutes: benchmarks/results/HARDWARE.json
+bench: $(VENV)/ready  ## measure what the notebooks show on this machine: benchmarks/results/HARDWARE.json
 	$(RUN) benchmarks/bench.py $(FLAGS)
 
 gpu: $(VENV)/ready  ## on a GPU: run and measure all that needs one, in half an hour; a second call continues

@@ -4,9 +4,8 @@
     PYTHONPATH=. python benchmarks/gpu.py --dry-run  # print the commands; needs no GPU
 
 It needs Linux, PyTorch, torchvision, matplotlib, tabulate and pytest, but no network. After each
-command, how it ended is in results/gpu/gpu.json and its output in results/gpu/log.txt. The next
-call leaves out the commands that have ended, and repeats those that a time limit has cut off. What
-came of all of them is one page with a picture: results/gpu/README.md.
+command, how it ended is in results/gpu/gpu.json and its output in results/gpu/log.txt. Stop it when
+you like: the next call continues with the first command that has not ended.
 """
 
 import json
@@ -17,15 +16,13 @@ import time
 from pathlib import Path
 
 import torch
-from tabulate import tabulate
 
-from bench import BENCH
-from common.options import Parser, UsageError, exit_on, float_at_least
+from bench import SECTIONS
+from common.options import Parser, UsageError, exit_on
 from run_stage import ROOT, command_of
+from timing import save
 
-RESULTS = ROOT / "benchmarks" / "results" / "gpu"
-MADE = ("runs/gpu/tour/tour.*", "runs/gpu/tour/report.md", "benchmarks/results/*-x-*.json")
-CUT_OFF = (124, 137)  # exit statuses of `timeout`
+FOLDER = ROOT / "benchmarks" / "results" / "gpu"
 CIFAR10 = "beyond/survive/cifar10.py --amp bf16 --epochs 24 --batch-size 512 --lr 0.1"
 
 
@@ -43,67 +40,50 @@ def list_commands() -> list[str]:
     shared = " --backend gloo" if torch.cuda.device_count() < 2 else ""  # nccl shares no GPU
     for key in ("03", "04", "05-bf16"):
         commands.append(f"{' '.join(command_of(key, 2))} --model net-bn{shared} {flags}{key}")
-    commands += [f"benchmarks/bench.py --device cuda --only {section}" for section in BENCH]
+    for name in (name for name, section in SECTIONS.items() if section.on_gpu):
+        out = f"benchmarks/results/gpu/{name}.json"
+        commands.append(f"benchmarks/bench.py {name} --brief --device cuda --out {out}")
     if Path("data/cifar-10-batches-py").exists():
         commands.append(f"{CIFAR10} {flags}cifar10")
     return commands
 
 
-def run(command: str, seconds: float) -> dict:
+def run(command: str) -> dict:
     """Run it as a reader would; its status, its seconds, and the summary that it wrote."""
     start, env = time.monotonic(), {**os.environ, "PYTHONPATH": str(ROOT)}
-    with (RESULTS / "log.txt").open("a") as log:
+    with (FOLDER / "log.txt").open("a") as log:
         print(f"\n$ python {command}", file=log, flush=True)
-        call = ["timeout", "-k20", f"{seconds:.0f}", sys.executable, *command.split()]
+        call = ["timeout", "-k20", "540", sys.executable, *command.split()]
         status = subprocess.run(call, env=env, stdout=log, stderr=log).returncode
-    ended = {"status": status, "seconds": round(time.monotonic() - start, 1)}
+    end = {"status": status, "seconds": round(time.monotonic() - start, 1)}
     for summary in Path(command.split()[-1]).glob("summary.json"):  # of --run-dir
-        ended["summary"] = json.loads(summary.read_text())
-    for path in (path for pattern in MADE for path in ROOT.glob(pattern)):
-        (RESULTS / path.name).write_bytes(path.read_bytes())
-    return ended
-
-
-def write_page(results: dict[str, dict], hardware: str) -> None:
-    """All that has ended, on one page."""
-    rows = []
-    for command, ended in results.items():
-        speed = ended.get("summary", {}).get("samples_per_second", "")
-        rows.append((f"`python {command}`", ended["status"], ended["seconds"], speed))
-    heads = ("command", "exit status", "seconds", "samples/s")
-    page = f"# {hardware}, PyTorch {torch.__version__}\n\n{tabulate(rows, heads, 'github')}\n"
-    if (RESULTS / "tour.png").exists():
-        page += "\n![The five stages on this machine](tour.png)\n"
-    (RESULTS / "README.md").write_text(page)
+        end["summary"] = json.loads(summary.read_text())
+    for path in (ROOT / "runs" / "gpu" / "tour").glob("*.*"):  # its report, picture and numbers
+        (FOLDER / path.name).write_bytes(path.read_bytes())
+    return end
 
 
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--dry-run", action="store_true", help="print every command, run none")
-    text = "for all; the next call continues"
-    parser.add_argument("--minutes", default=28.0, type=float_at_least(0), help=text)
     args = parser.parse_args()
     os.chdir(ROOT)
+    commands = list_commands()
     if args.dry_run:
-        return print(*(f"python {command}" for command in list_commands()), sep="\n")
+        return print(*(f"python {command}" for command in commands), sep="\n")
     if not torch.cuda.is_available():
         raise UsageError("torch sees no GPU: try --dry-run")
-    RESULTS.mkdir(exist_ok=True)
-    file, end = RESULTS / "gpu.json", time.monotonic() + 60 * args.minutes
-    results = json.loads(file.read_text()) if file.exists() else {}
-    commands, gpus = list_commands(), torch.cuda.device_count()
-    hardware = f"{gpus} x {torch.cuda.get_device_name()}"
-    ended = sum(results.get(command, {}).get("status", 124) not in CUT_OFF for command in commands)
-    print(f"{hardware}: {len(commands)} commands, {ended} ended before, {args.minutes:g} minutes")
-    for command in commands:
-        seconds = min(end - time.monotonic(), 540)  # at most nine minutes for one
-        if results.get(command, {}).get("status", 124) in CUT_OFF and seconds > 1:
-            print(f"python {command}", flush=True)
-            results[command] = run(command, seconds)
-            print(f"  status {results[command]['status']}, {results[command]['seconds']} s")
-            file.write_text(json.dumps(results, indent=2) + "\n")
-            write_page(results, hardware)
-    print(f"see {(RESULTS / 'README.md').relative_to(ROOT)}, and send it as a pull request")
+    FOLDER.mkdir(exist_ok=True)
+    file = FOLDER / "gpu.json"
+    ends = json.loads(file.read_text()) if file.exists() else {}
+    left = [command for command in commands if command not in ends]
+    print(f"{torch.cuda.get_device_name()}: {len(left)} of {len(commands)} commands are left")
+    for command in left:
+        print(f"python {command}", flush=True)
+        ends[command] = run(command)
+        print(f"  status {ends[command]['status']}, {ends[command]['seconds']} s")
+        save(file, ends)
+    print(f"send {FOLDER.relative_to(ROOT)} as a pull request")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ are virtual: all on one device.
 
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,53 +20,108 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam
 
-from plots import BLACK, BLUE, GRAY, GREEN, ORANGE, RED, SKY, YELLOW, Axes, patches
+from plots import BLACK, BLUE, GRAY, GREEN, ORANGE, RED, SKY, YELLOW
 from step import start, train_step
 from timing import Effort, Results, chapter
 
 memory: Any = chapter("02", "memory")
 peak: Any = chapter("01", "peak")
+DataParallel: Any = chapter("02", "from_scratch").DataParallel
 
-MIB = 2**20
-RANKS, BATCH = 2, 64  # BATCH: the global one
-ABOUT = "{model}, {image_size} pixels, global batch {global_batch}"
-STAGES = {"01": "01 one process", "02": "02 DataParallel", "03": "03 by hand"}
-STAGES |= {"04": "04 DDP", "05": "05 DDP, SyncBN", "05 bf16": "05 in bf16"}
-# Colors and hatches of what is held, and of what is there for a moment.
-STYLES = {"parameters": (BLUE, ""), "buffers": (BLACK, ""), "gradients": (SKY, "//")}
-STYLES |= {"buckets": (ORANGE, "\\\\"), "optimizer": (GRAY, ".."), "batch": (YELLOW, "")}
-STYLES |= {"activations": (GREEN, "xx"), "outputs and loss": (RED, ""), "at the peak": ("#EEE", "")}
+RANKS, GLOBAL_BATCH = 2, 64
+COPIES = {  # colors and hatches of what does not grow with the batch
+    "parameters": (BLUE, ""),
+    "buffers": (BLACK, ""),
+    "gradients": (SKY, "//"),
+    "buckets": (ORANGE, "\\\\"),
+    "optimizer": (GRAY, ".."),
+}
+HELD = {
+    **COPIES,
+    "batch": (YELLOW, ""),
+    "activations": (GREEN, "xx"),
+    "outputs and loss": (RED, ""),
+}
 
-UNSENT: Any = {"init_sync": False}  # or gloo frees a buffer as large as all weights, unseen
+BytesOf = dict[str, int]  # of each kind
+
+
+def unwrapped(model: nn.Module, replicas: int) -> nn.Module:
+    return model
+
+
+def data_parallel(model: nn.Module, replicas: int) -> nn.Module:
+    device = next(model.parameters()).device
+    return DataParallel(model, [device] * replicas)
+
+
+def ddp(model: nn.Module, replicas: int, **options: Any) -> nn.Module:
+    """Without the broadcast of the weights: gloo frees its buffer, as large as they are, unseen."""
+    options["init_sync"] = False
+    return DistributedDataParallel(model, **options)
+
+
+def ddp_with_sync_batchnorm(model: nn.Module, replicas: int) -> nn.Module:
+    convert = chapter("05", "sync_batchnorm").convert_sync_batchnorm
+    if next(model.parameters()).is_cuda:
+        convert = nn.SyncBatchNorm.convert_sync_batchnorm
+    return ddp(convert(model), replicas)
 
 
 @dataclass(frozen=True)
-class Way:
-    """What a step under DDP with Adam does to hold less."""
+class Job:
+    """What is trained for two steps and then counted: a stage, or DDP and what makes it hold less.
 
+    wrap: called with the model and the number of replicas.
+    """
+
+    label: str = ""
+    wrap: Callable[[nn.Module, int], nn.Module] = ddp
+    reducer: Callable[[nn.Module], Any] | None = None  # of stage 03
     bf16: bool = False
     micro_batches: int = 1
-    views: bool = False  # gradient_as_bucket_view
     zeroed_in_place: bool = False  # zero_grad(set_to_none=False)
-    zero: bool = False  # each rank keeps the optimizer's state of its share: ZeRO's first stage
+    zero_1: bool = False  # each rank keeps the optimizer's state of its share: ZeRO's first stage
 
 
-WAYS = {
-    "DDP with Adam": Way(),
-    "bf16 autocast": Way(bf16=True),
-    "accumulate 4": Way(micro_batches=4),
-    "views of the buckets": Way(views=True),
-    "views, accumulate 4": Way(views=True, micro_batches=4),
-    "the same, zeroed in place": Way(views=True, micro_batches=4, zeroed_in_place=True),
-    "ZeRO-1": Way(zero=True),
-    "all together": Way(True, 4, True, True, True),
+ddp_with_views: Any = partial(ddp, gradient_as_bucket_view=True)
+PerParameter = chapter("03", "reducers").PerParameter
+STAGES = {
+    "01": Job("01 one process", unwrapped),
+    "02": Job("02 DataParallel", data_parallel),
+    "03": Job("03 by hand", unwrapped, PerParameter),
+    "04": Job("04 DDP"),
+    "05": Job("05 DDP, SyncBN", ddp_with_sync_batchnorm),
+    "05 bf16": Job("05 in bf16", ddp_with_sync_batchnorm, bf16=True),
 }
+WAYS = {
+    "DDP with Adam": Job(),
+    "bf16 autocast": Job(bf16=True),
+    "accumulate 4": Job(micro_batches=4),
+    "views of the buckets": Job(wrap=ddp_with_views),
+    "views, accumulate 4": Job(wrap=ddp_with_views, micro_batches=4),
+    "the same, zeroed in place": Job(wrap=ddp_with_views, micro_batches=4, zeroed_in_place=True),
+    "ZeRO-1": Job(zero_1=True),
+    "all together": Job(
+        wrap=ddp_with_views, bf16=True, micro_batches=4, zeroed_in_place=True, zero_1=True
+    ),
+}
+JOBS = {**STAGES, **WAYS}
 
-Batch = tuple[Tensor, Tensor]  # images and labels
-Held = dict[str, int]  # the bytes of each kind
+
+@dataclass
+class Trained:
+    """What a job leaves behind. buckets: of DDP, where each begins, and its bytes."""
+
+    model: nn.Module
+    wrapped: Any
+    optimizer: Any
+    buckets: dict[int, int]
+    images: Tensor
+    labels: Tensor
 
 
-def watch_buckets(ddp: nn.Module) -> dict[int, int]:
+def watch_buckets(wrapped: nn.Module) -> dict[int, int]:
     """From now on: where each bucket of DDP begins, and its bytes."""
     buckets: dict[int, int] = {}
 
@@ -76,204 +132,120 @@ def watch_buckets(ddp: nn.Module) -> dict[int, int]:
         buckets[storage.data_ptr()] = storage.nbytes()
         return allreduce_hook(group, bucket)
 
-    if isinstance(ddp, DistributedDataParallel):
-        ddp.register_comm_hook(None, note)
+    if isinstance(wrapped, DistributedDataParallel):
+        wrapped.register_comm_hook(None, note)
     return buckets
 
 
-def held_between_steps(model: nn.Module, optimizer: Any, buckets: dict[int, int]) -> Held:
-    """Bytes of each kind; gradients that are views of a bucket count as bucket."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    apart = [g for g in gradients if g.untyped_storage().data_ptr() not in buckets]
-    update = getattr(optimizer, "optim", optimizer)  # ZeRO: the state of its share
-    state = [value for each in update.state.values() for value in each.values()]
-    tensors = [value for value in state if isinstance(value, Tensor)]
-    held = {"parameters": memory.size(model.parameters()), "buffers": memory.size(model.buffers())}
-    held |= {"gradients": memory.size(apart), "buckets": sum(buckets.values())}
-    return held | {"optimizer": memory.size(tensors)}
-
-
-def count(model: nn.Module, wrapped: Any, optimizer: Any, buckets: Any, batch: Batch) -> Held:
-    """What this process holds after a forward and the loss; what two tensors share counts once."""
-    activations, of_loss = list[Tensor](), list[Tensor]()
-    with memory.saving_to(activations):
-        outputs = wrapped(batch[0])
-    with memory.saving_to(of_loss):
-        loss = nn.functional.cross_entropy(outputs, batch[1])
-    fixed = [*model.parameters(), *model.buffers(), *batch]
-    held = held_between_steps(model, optimizer, buckets)
-    held |= {"batch": memory.size(batch), "activations": memory.size(activations, fixed)}
-    of_outputs = memory.size([outputs, loss, *of_loss], [*fixed, *activations])
-    return held | {"outputs and loss": of_outputs}
-
-
-def count_replicas(model: nn.Module, batch: Batch, replicas: int) -> list[Held]:
-    """What each virtual replica of DataParallel holds, by stage 02's own count."""
-    buffers, found = memory.size(model.buffers()), memory.count((model, *batch), replicas, False)
-    for each in found:
-        each["outputs and loss"] = each.pop("outputs") + each.pop("loss")
-        each["parameters"] -= buffers
-        each |= {"buffers": buffers, "buckets": 0}
-    return found
-
-
-def make(plan: Any, samples: int) -> tuple[nn.Module, Any, Batch]:
+def train(job: Job, plan: Any, samples: int, replicas: int) -> Trained:
+    """Two steps; the second finds what the first has left behind."""
     torch.manual_seed(0)
     images = torch.randn(samples, plan.channels, plan.image_size, plan.image_size)
-    return *plan.build(), (images, torch.arange(samples) % plan.classes)
-
-
-def train_way(way: Way, plan: Any, samples: int) -> tuple:
-    """Two steps under DDP with Adam; the second finds what the first has left behind."""
-    model, _, (images, labels) = make(plan, samples)
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=way.views, **UNSENT)
-    buckets = watch_buckets(ddp)
-    optimizer: Any = Adam(model.parameters())
-    if way.zero:
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=Adam)
-    # After its first backward DDP lays out its buckets again, and holds both layouts for a moment.
-    ddp.eval()(images[:1]).sum().backward()
-    time.sleep(0.05)  # gloo's thread lets go of the old layout, else it frees it later, unseen
-    model.zero_grad()
-    ddp.train()
-    micro_batch = images.chunk(way.micro_batches)[0], labels.chunk(way.micro_batches)[0]
-    how: Any = {"micro_batches": way.micro_batches, "zeroed_in_place": way.zeroed_in_place}
-    for _ in range(2):
-        train_step(ddp, optimizer, *micro_batch, dtype=torch.bfloat16 if way.bf16 else None, **how)
-    return model, ddp, optimizer, buckets, micro_batch
-
-
-def train_stage(key: str, plan: Any, samples: int, replicas: int) -> tuple:
-    """Two steps; the model is prepared as the stage does it."""
-    model, optimizer, batch = make(plan, samples)
-    wrapped, finish = model, lambda: None
-    if key == "02":
-        wrapped = chapter("02", "from_scratch").DataParallel(model, [batch[0].device] * replicas)
-    elif key == "03":
-        finish = chapter("03", "reducers").PerParameter(model).finish
-    elif key == "04":
-        wrapped = DistributedDataParallel(model, **UNSENT)
-    elif key != "01":
-        by_hand = chapter("05", "sync_batchnorm").convert_sync_batchnorm
-        on_gpu = plan.device == "cuda"
-        convert = nn.SyncBatchNorm.convert_sync_batchnorm if on_gpu else by_hand
-        wrapped = DistributedDataParallel(convert(model), **UNSENT)
+    labels = torch.arange(samples) % plan.classes
+    model, optimizer = plan.build()
+    wrapped = job.wrap(model, replicas)
     buckets = watch_buckets(wrapped)
-    dtype = torch.bfloat16 if "bf16" in key else None
+    if job.zero_1:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=Adam)
+    finish = job.reducer(model).finish if job.reducer else lambda: None
+    if isinstance(wrapped, DistributedDataParallel):
+        # After its first backward it lays out its buckets again, and holds both for a moment.
+        wrapped.eval()(images[:1]).sum().backward()
+        time.sleep(0.05)  # gloo's thread lets go of the old layout, else it frees it later, unseen
+        model.zero_grad()
+        wrapped.train()
+    images, labels = (whole.chunk(job.micro_batches)[0] for whole in (images, labels))
+    step = partial(
+        train_step,
+        micro_batches=job.micro_batches,
+        dtype=torch.bfloat16 if job.bf16 else None,
+        zeroed_in_place=job.zeroed_in_place,
+    )
     for _ in range(2):
-        train_step(wrapped, optimizer, *batch, finish=finish, dtype=dtype)
-    return model, wrapped, optimizer, buckets, batch
+        step(wrapped, optimizer, images, labels, finish)
+    return Trained(model, wrapped, optimizer, buckets, images, labels)
 
 
-def run(jobs: list[str], plan: Any, samples: int, replicas: int) -> list[dict[str, Any]]:
-    """What each rank holds after it has trained as a stage or in a way, and its peak."""
-    found = list[dict[str, Any]]()
-    for job in jobs:
-        trained = list[Any]()
+def count(trained: Trained) -> BytesOf:
+    """What this process holds after a forward and the loss; what two tensors share counts once."""
+    model, batch = trained.model, (trained.images, trained.labels)
+    activations, of_loss = list[Tensor](), list[Tensor]()
+    with memory.saving_to(activations):
+        outputs = trained.wrapped(trained.images)
+    with memory.saving_to(of_loss):
+        loss = nn.functional.cross_entropy(outputs, trained.labels)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    # A gradient that is a view of a bucket counts as bucket.
+    apart = [g for g in gradients if g.untyped_storage().data_ptr() not in trained.buckets]
+    optimizer = getattr(trained.optimizer, "optim", trained.optimizer)  # ZeRO: of its share
+    state = [value for each in optimizer.state.values() for value in each.values()]
+    fixed = [*model.parameters(), *model.buffers(), *batch]
+    return {
+        "parameters": memory.size(model.parameters()),
+        "buffers": memory.size(model.buffers()),
+        "gradients": memory.size(apart),
+        "buckets": sum(trained.buckets.values()),
+        "optimizer": memory.size(value for value in state if isinstance(value, Tensor)),
+        "batch": memory.size(batch),
+        "activations": memory.size(activations, fixed),
+        "outputs and loss": memory.size([outputs, loss, *of_loss], [*fixed, *activations]),
+    }
 
-        def train(job: str = job, trained: list = trained) -> None:
-            if job in WAYS:
-                trained += train_way(WAYS[job], plan, samples)
-            else:
-                trained += train_stage(job, plan, samples, replicas)
 
-        peak_bytes = peak.measure(plan.device, train)
-        bf16 = WAYS[job].bf16 if job in WAYS else "bf16" in job
-        with torch.autocast(plan.device, torch.bfloat16, enabled=bf16):
-            if job == "02":
-                held = count_replicas(trained[0], trained[-1], replicas)
-            else:
-                held = [count(*trained)]
-        found.append({"held": held, "peak_bytes": peak_bytes})
-        trained.clear()
+def count_replicas(trained: Trained, replicas: int) -> list[BytesOf]:
+    """What each virtual replica of DataParallel holds, by stage 02's own count."""
+    example = trained.model, trained.images, trained.labels
+    buffers, rows = memory.size(trained.model.buffers()), memory.count(example, replicas, False)
+    for row in rows:
+        row["outputs and loss"] = row.pop("outputs") + row.pop("loss")
+        row["parameters"] -= buffers
+        row |= {"buffers": buffers, "buckets": 0}
+    return rows
+
+
+def train_and_count(names: list[str], plan: Any, samples: int, replicas: int) -> list[Results]:
+    """Of each job on this rank: what is held, by process or replica, and the peak."""
+    rows = list[Results]()
+    for job in map(JOBS.__getitem__, names):
+        results = list[Trained]()
+
+        def run(job: Job = job, results: list[Trained] = results) -> None:
+            results.append(train(job, plan, samples, replicas))
+
+        peak_bytes = peak.measure(plan.device, run)
+        trained = results.pop()
+        with torch.autocast(plan.device, torch.bfloat16, enabled=job.bf16):
+            virtual = isinstance(trained.wrapped, DataParallel)
+            held = count_replicas(trained, replicas) if virtual else [count(trained)]
+        rows.append({"held": held, "peak_bytes": peak_bytes})
+        del trained
         gc.collect()  # DDP and its model hold each other
-    return found
+    return rows
 
 
-def measure(jobs: Any, plan: Any, samples: int, ranks: int = RANKS, parts: int = RANKS) -> Results:
-    """Ways or stages in turn on the same ranks; samples: the local batch; parts: 02's replicas."""
-    answers = start(ranks, run, list(jobs), plan, samples, parts, device=plan.device, quiet=True)
-    found: Results = {}
-    for job, rows in zip(jobs, zip(*answers, strict=True), strict=True):
-        held = [each for row in rows for each in row["held"]]
-        found[job] = {"peak_bytes": [row["peak_bytes"] for row in rows], "held": held}
-    return found
+def measure(
+    names: Iterable[str], plan: Any, samples: int, ranks: int = RANKS, replicas: int = RANKS
+) -> Results:
+    """Jobs in turn on the same ranks; samples: the local batch; replicas: of stage 02."""
+    names, results = list(names), Results()
+    of_ranks = start(
+        ranks, train_and_count, names, plan, samples, replicas, device=plan.device, quiet=True
+    )
+    for name, rows in zip(names, zip(*of_ranks, strict=True), strict=True):
+        held = [bytes_of for row in rows for bytes_of in row["held"]]
+        results[name] = {"peak_bytes": [row["peak_bytes"] for row in rows], "held": held}
+    return results
 
 
 def measure_process_memory(effort: Effort) -> Results:
-    """The same global batch in every stage, on more and more ranks, and in each way."""
-    model, size, worlds = ("net-bn", 28, (2,)) if effort.quick else ("resnet18", 64, (1, 2, 4, 8))
+    """The same global batch in every stage and in each way."""
+    model, size = ("net-bn", 28) if effort.quick else ("resnet18", 64)
     momentum, adam = (peak.Plan(model, size, how, effort.device) for how in ("momentum", "adam"))
-    stages, by_world = dict[str, Any](), dict[str, Any]()
+    stages = dict[str, Any]()
     for key in list(STAGES)[:: 3 if effort.quick else 1]:
         ranks = 1 if key in ("01", "02") else RANKS
-        stages |= measure([key], momentum, BATCH // ranks, ranks)
-    with torch.device(effort.device):
-        module, _, whole = make(momentum, BATCH)
-    for world in worlds:
-        ddp = measure(["04"], momentum, BATCH // world, world)["04"]
-        by_world[str(world)] = {
-            "DataParallel": count_replicas(module, whole, world),
-            "DDP": ddp["held"],
-        }
-    ways = measure(list(WAYS), adam, BATCH // RANKS)
-    about = {"model": model, "image_size": size, "global_batch": BATCH, "ranks": RANKS}
+        stages |= measure([key], momentum, GLOBAL_BATCH // ranks, ranks)
+    ways = measure(WAYS, adam, GLOBAL_BATCH // RANKS)
+    about = {"model": model, "image_size": size, "global_batch": GLOBAL_BATCH, "ranks": RANKS}
     about |= {"provenance": {"world_size": RANKS, "threads_a_rank": 1}, "device": effort.device}
-    return {**about, "stages": stages, "worlds": by_world, "ways": ways}
-
-
-def stack(
-    axes: Axes, groups: Mapping[str, Sequence[Held]], texts: Any = None, styles: Any = STYLES
-) -> None:
-    """A stacked bar for each process of each group, in MiB; above it its height, if it is new."""
-    place, middles = 0, []
-    for name, many in groups.items():
-        for number, held in enumerate(many):
-            bottom = 0.0
-            for kind, (color, hatch) in styles.items():
-                look: Any = {"facecolor": color, "hatch": hatch, "edgecolor": "white"}
-                axes.bar(place + number, held.get(kind, 0) / MIB, 0.9, bottom, **look)
-                bottom += held.get(kind, 0) / MIB
-            height = "" if held in many[:number] else f"{bottom:.{int(bottom < 10)}f}"
-            text = texts[name][number] if texts else height
-            axes.text(place + number, bottom, text, ha="center", va="bottom", fontsize="small")
-        middles.append(place + (len(many) - 1) / 2)
-        place += len(many) + 1
-    axes.set_xticks(middles, list(groups))
-    axes.set(ylabel="MiB held", ymargin=0.08)
-
-
-def legend(axes: Axes, styles: Any = STYLES, **where: Any) -> None:
-    axes.legend(handles=patches(styles)[::-1], fontsize="small", **where)
-
-
-def draw_stages(axes: Axes, found: Results) -> None:
-    groups = {}
-    for key, stage in found["stages"].items():
-        name, peaks = STAGES[key].replace(" ", "\n", 1), stage["peak_bytes"]
-        if key == "02":  # its peak is the peak of all replicas together
-            name, peaks = name + "\n(virtual)", [0] * len(stage["held"])
-        both = zip(stage["held"], peaks, strict=True)
-        groups[name] = [{**h, "at the peak": max(0, top - sum(h.values()))} for h, top in both]
-    stack(axes, groups)
-    axes.set_title("What a replica or rank holds: " + ABOUT.format(**found))
-
-
-def draw_worlds(left: Axes, right: Axes, found: Results) -> None:
-    for axes, how in ((left, "DataParallel"), (right, "DDP")):
-        stack(axes, {world: each[how] for world, each in found["worlds"].items()})
-    highest = max(left.get_ylim()[1], right.get_ylim()[1])
-    left.set(title="DataParallel: virtual replicas", xlabel="replicas", ylim=(0, highest))
-    right.set(title="DDP: real ranks, over gloo", xlabel="ranks", ylim=(0, highest))
-
-
-def draw_ways(axes: Axes, found: Results) -> None:
-    groups, texts, first = {}, {}, max(found["ways"]["DDP with Adam"]["peak_bytes"])
-    for way, row in found["ways"].items():
-        name, top = way.replace(", ", ",\n").replace(" of ", "\nof "), max(row["peak_bytes"])
-        held = row["held"][0]
-        groups[name] = [{**held, "at the peak": max(0, top - sum(held.values()))}]
-        texts[name] = [f"{top / first - 1:+.0%}" if top != first else f"{first / MIB:.0f}"]
-    stack(axes, groups, texts)
-    axes.tick_params(axis="x", rotation=20)
-    axes.set_title("What each way saves of a rank's peak: " + ABOUT.format(**found))
+    return {**about, "stages": stages, "ways": ways}

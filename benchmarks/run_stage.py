@@ -4,6 +4,7 @@ The tour shows what a stage prints; stages.py repeats the runs in turns; gpu.py 
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -37,8 +38,8 @@ class Run:
     summary: dict[str, Any]
     metrics: list[dict[str, Any]]
 
-    def losses(self, epochs: int | None = None) -> list[float]:
-        return [x["loss"] for x in self.metrics if epochs is None or x["epoch"] < epochs]
+    def losses(self, epochs: float = math.inf) -> list[float]:
+        return [line["loss"] for line in self.metrics if line["epoch"] < epochs]
 
     def seconds(self) -> list[float]:
         """Of each step after the first epoch, in which a program warms up."""

@@ -2,17 +2,20 @@
 
 What the model in 04_ddp_torchrun/alpha_beta.py needs is measured apart from DDP, in the same
 rounds: steps without DDP, and convolutions with an all-reduce behind or beside them. Each end of a
-link is a network namespace with one rank, made by launch/two_nodes_here.sh.
+link is a network namespace with one rank, made by launch/two_nodes_here.sh, which runs this file.
 """
 
 import copy
+import os
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -20,77 +23,107 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from links import ALLOWED, RATES, on_two_nodes, set_rate
-from plots import BLUE, GRAY, GREEN, ORANGE, Figure
 from step import build, ddp, make_step, sgd, start
 from tables import predictions
-from timing import Effort, Results, Times, chapter, interleave, summarize
+from timing import Effort, Results, Times, chapter, interleave, save, summarize
 
-paper = chapter("04", "alpha_beta")
+alpha_beta = chapter("04", "alpha_beta")
 fill_buckets = chapter("04", "gradient_order").fill_buckets
 
-DDP, NO_SYNC, BF16 = "DDP", "DDP, 4 with no_sync", "DDP, bf16 hook"
-HOW = {DDP: (1, 1.0), NO_SYNC: (4, 1.0), BF16: (1, 0.5)}  # micro-batches; of fp32's bytes
-ALONE, WORK, AFTER, LONG, BESIDE, COPY = "alone", "work", "work, then", "long", "beside", "copy"
-TIMES, MEANWHILE, COPIED = 8, 2**23, 2**24  # long work is so much; bytes beside it; bytes copied
-SIZES = [2**14, 2**20, 2**22, MEANWHILE, 2**24, 25 * 2**20]  # bytes
-SMALL = [2**10, 2**17, 2**20, MEANWHILE]  # for net: its bucket has 87,360
+# What is timed beside the steps of DDP. One all-reduce runs behind some work, and one beside more.
+WITHOUT_DDP, WORK, LONG_WORK, BESIDE_WORK, COPY = "alone", "work", "long", "beside", "copy"
+LONG, BYTES_BESIDE, BYTES_COPIED = 8, 2**23, 2**24  # LONG: times the work
+SIZES = [2**14, 2**20, 2**22, BYTES_BESIDE, 2**24, 25 * 2**20]  # bytes of the one behind the work
+SMALL_SIZES = [2**10, 2**17, 2**20, BYTES_BESIDE]  # for net: its bucket has 87,360
 
 
-def step_of(how: str, model: nn.Module, images: Tensor) -> Callable[[], None]:
-    """What one step of this variant of DDP does; of NO_SYNC: four of them."""
+@dataclass(frozen=True)
+class Variant:
+    """A step of DDP, with micro-batches under no_sync, or with gradients that are sent in bf16."""
 
+    micro_batches: int = 1
+    bf16: bool = False
+
+
+DDP = "DDP"
+VARIANTS = {
+    DDP: Variant(),
+    "DDP, 4 with no_sync": Variant(micro_batches=4),
+    "DDP, bf16 hook": Variant(bf16=True),
+}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Of a model on one rank. A share is the part of a step, or of backward until a gradient."""
+
+    model: str
+    local_batch: int
+    gradient_bytes: list[int]
+    forward_share: float
+    backward_share: float
+    ready_shares: list[float]
+
+
+def behind_work(size: int) -> str:
+    return f"work, then {size}"
+
+
+def step_of(variant: Variant, model: nn.Module, images: Tensor) -> Callable[[], None]:
     def wrap(model: nn.Module) -> nn.Module:
         wrapped = ddp(model)
-        if how == BF16:
+        if variant.bf16:
             wrapped.register_comm_hook(None, bf16_compress_hook)
         return wrapped
 
-    return make_step(model, images, wrap, micro_batches=HOW[how][0])
+    return make_step(model, images, wrap, micro_batches=variant.micro_batches)
 
 
-def tick() -> Any:
-    """Now; on a GPU, an event that the CPU does not wait for."""
-    if not torch.cuda.is_initialized():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+class StepWithoutDDP:
+    """A step that notes when forward, backward, the optimizer and each gradient are done."""
 
+    def __init__(self, model: nn.Module, images: Tensor) -> None:
+        self.model, self.images = copy.deepcopy(model), images
+        self.labels, self.optimizer = torch.arange(len(images)) % 10, sgd(self.model)
+        self.ready: dict[Tensor, float] = {}
+        self.steps: list[list[float]] = []
+        for parameter in self.model.parameters():
+            parameter.register_post_accumulate_grad_hook(self.note_gradient)
 
-def alone(model: nn.Module, images: Tensor) -> tuple[Callable[[], None], Callable[[], list[float]]]:
-    """A step without DDP; and its shares: of it forward, backward; of that, until each gradient."""
-    model, labels = copy.deepcopy(model), torch.arange(len(images)) % 10
-    optimizer, ready, notes = sgd(model), dict[Tensor, Any](), list[list]()
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: ready.update({p: tick()}))
+    def note_gradient(self, parameter: Tensor) -> None:
+        self.ready[parameter] = time.perf_counter()
 
-    def step() -> None:
-        ticks = [tick()]
-        loss = nn.functional.cross_entropy(model(images), labels)
-        optimizer.zero_grad()
-        ticks.append(tick())
+    def __call__(self) -> None:
+        begin = time.perf_counter()
+        loss = nn.functional.cross_entropy(self.model(self.images), self.labels)
+        self.optimizer.zero_grad()
+        forward = time.perf_counter()
         loss.backward()
-        ticks.append(tick())
-        optimizer.step()
-        notes.append([*ticks, tick(), *(ready[each] for each in model.parameters())])
+        backward = time.perf_counter()
+        self.optimizer.step()
+        gradients = [self.ready[parameter] for parameter in self.model.parameters()]
+        ends = forward, backward, time.perf_counter(), *gradients
+        self.steps.append([end - begin for end in ends])
 
-    def since(first: Any, second: Any) -> float:
-        return second - first if isinstance(first, float) else first.elapsed_time(second)
-
-    def shares() -> list[float]:
-        ticks = np.array([[since(row[0], each) for each in row] for row in notes])
-        _, forward, backward, end, *gradients = ticks.T
-        each = [(gradient - forward) / (backward - forward) for gradient in gradients]
-        return np.median([forward / end, (backward - forward) / end, *each], axis=1).tolist()
-
-    return step, shares
+    def profile(self, name: str) -> Profile:
+        """The medians of the steps."""
+        forward, backward, end, *gradients = np.array(self.steps).T
+        ready = [(gradient - forward) / (backward - forward) for gradient in gradients]
+        return Profile(
+            name,
+            len(self.images),
+            [parameter.nbytes for parameter in self.model.parameters()],
+            float(np.median(forward / end)),
+            float(np.median((backward - forward) / end)),
+            np.median(ready, axis=1).tolist(),
+        )
 
 
 def work_steps(sizes: list[int]) -> dict[str, Callable]:
     """Work; work, then an all-reduce of each size; long work, one all-reduce beside it; a copy."""
     layer = nn.Conv2d(64, 64, 3, padding=1, bias=False).requires_grad_(False)
     images, tensors = torch.randn(4, 64, 32, 32), {size: torch.zeros(size // 4) for size in sizes}
-    here, there = torch.zeros(2, COPIED // 4)
+    gradient, bucket = torch.zeros(2, BYTES_COPIED // 4)
 
     def work(times: int = 1) -> None:
         for _ in range(times):
@@ -101,44 +134,47 @@ def work_steps(sizes: list[int]) -> dict[str, Callable]:
         dist.all_reduce(tensors[size])
 
     def reduce_meanwhile() -> None:
-        under_way = dist.all_reduce(tensors[MEANWHILE], async_op=True)
-        work(TIMES)
+        under_way = dist.all_reduce(tensors[BYTES_BESIDE], async_op=True)
+        work(LONG)
         under_way.wait()
 
     def there_and_back() -> None:  # into a bucket, divided, and out of it
-        torch.mul(here, 0.5, out=there)
-        here.copy_(there)
+        torch.mul(gradient, 0.5, out=bucket)
+        gradient.copy_(bucket)
 
-    found: dict[str, Callable] = {WORK: work, COPY: there_and_back, LONG: partial(work, TIMES)}
-    found |= {f"{AFTER} {size}": partial(then_reduce, size) for size in sizes}
-    return found | {BESIDE: reduce_meanwhile}
+    steps: dict[str, Callable] = {WORK: work, COPY: there_and_back, LONG_WORK: partial(work, LONG)}
+    steps |= {behind_work(size): partial(then_reduce, size) for size in sizes}
+    return steps | {BESIDE_WORK: reduce_meanwhile}
 
 
-def rounds_of(name: str, hows: list[str], rounds: int, sizes: list[int]) -> tuple[Times, Results]:
-    """What each rank does: seconds of all variants in each round, and notes of the model."""
-    model, images = build(name, 16 if name == "resnet18" else 0)
-    step, shares = alone(model, images)
-    steps = {ALONE: step, **{how: step_of(how, model, images) for how in hows}}
+def time_on_rank(
+    model_name: str, variants: list[str], rounds: int, sizes: list[int]
+) -> tuple[Times, dict[str, Any]]:
+    """What each rank does: seconds of all steps in each round, and the model's profile."""
+    model, images = build(model_name, 16 if model_name == "resnet18" else 0)
+    without_ddp = StepWithoutDDP(model, images)
+    steps: dict[str, Callable] = {WITHOUT_DDP: without_ddp}
+    steps |= {name: step_of(VARIANTS[name], model, images) for name in variants}
     times = interleave(steps | work_steps(sizes), rounds)
-    gradients = [parameter.nbytes for parameter in model.parameters()]
-    about = {"model": name, "gradients": gradients, "local_batch": len(images)}
-    return times, about | {"shares": shares()}
+    return times, asdict(without_ddp.profile(model_name))
 
 
 def measure_scaling(effort: Effort) -> Results:
-    """`links` is empty unless all is measured on a CPU where namespaces are allowed."""
+    """`links` is empty unless all is measured where namespaces are allowed."""
     rounds, machine = {"net": 51, "mlp": 25, "resnet18": 15}, []
     for ranks in [effort.ranks or 2] if effort.ranks or effort.quick else (1, 2, 3, 4):
         for model in effort.models or (["net"] if effort.quick else rounds):
             max_rounds = rounds[model] // 4 if effort.brief else min(rounds[model], effort.rounds)
-            what = model, [DDP], max_rounds, SMALL if model == "net" else SIZES
-            answers = start(ranks, rounds_of, *what, device=effort.device)
-            machine.append(predict(answers[0][0], [note for _, note in answers]))
-    whole = effort.rounds > 99 and effort.device == "cpu" and ALLOWED
-    found: Results = {"provenance": {"threads_a_rank": 1, "backend": "gloo"}, "machine": machine}
-    found["links"] = on_two_nodes("scaling") if whole else {}
-    errors = [abs(row["error"]) for row in predictions(found)]
-    return {**found, "median_error": round(median(errors), 4), "predictions": len(errors)}
+            sizes = SMALL_SIZES if model == "net" else SIZES
+            answers = start(ranks, time_on_rank, model, [DDP], max_rounds, sizes)
+            times, _ = answers[0]
+            machine.append(predict(times, sizes, [Profile(**profile) for _, profile in answers]))
+    whole = effort.rounds > 99 and ALLOWED
+    links = on_two_nodes("benchmarks/scaling.py") if whole else {}
+    results = {"machine": machine, "links": links}
+    errors = [abs(row["error"]) for row in predictions(results)]
+    about = {"provenance": {"threads_a_rank": 1, "backend": "gloo"}, **results}
+    return {**about, "median_error": round(median(errors), 4), "predictions": len(errors)}
 
 
 def extra_seconds(times: Times, name: str, without: str) -> float:
@@ -146,90 +182,98 @@ def extra_seconds(times: Times, name: str, without: str) -> float:
     return float(np.median(np.subtract(times[name], times[without])))
 
 
-def all_reduce_seconds(times: Times) -> dict[int, float]:
-    """Seconds of an all-reduce, by its bytes. As in a step, ranks come to it from computing."""
-    sizes = [int(name.removeprefix(AFTER)) for name in times if name.startswith(AFTER)]
-    return {size: max(extra_seconds(times, f"{AFTER} {size}", WORK), 1e-6) for size in sizes}
+def all_reduce_seconds(times: Times, size: int) -> float:
+    """As in a step, ranks come to it from computing."""
+    return max(extra_seconds(times, behind_work(size), WORK), 1e-6)
 
 
-def fit(ranks: int, times: Times) -> Any:
+def fit(ranks: int, times: Times, sizes: list[int]) -> Any:
     """The link on which a ring takes the measured times, with the least relative error."""
     if ranks == 1:
-        return paper.Link(0.0, 1e15)
-    found, messages = all_reduce_seconds(times), 2 * (ranks - 1)
-    seconds = np.array(list(found.values()))
-    matrix = np.array([(messages, messages / ranks * size) for size in found])
+        return alpha_beta.Link(0.0, 1e15)
+    messages = 2 * (ranks - 1)
+    seconds = np.array([all_reduce_seconds(times, size) for size in sizes])
+    matrix = np.array([(messages, messages / ranks * size) for size in sizes])
     # What is smaller than the scatter of the work before it must not count as if it were exact.
     weights = 1 / np.maximum(seconds, 0.1 * median(times[WORK]))
     alpha, per_byte = np.linalg.lstsq(matrix * weights[:, None], seconds * weights, rcond=None)[0]
-    return paper.Link(max(float(alpha), 0.0), 1 / max(float(per_byte), 1e-15))
+    return alpha_beta.Link(max(float(alpha), 0.0), 1 / max(float(per_byte), 1e-15))
 
 
-def job_of(seconds: float, shares: list[float], gradients: list[int], handling: float) -> Any:
-    forward, backward, *ready = shares
-    order = sorted(zip(gradients, ready, strict=True), key=lambda gradient: gradient[1])
-    each = handling * sum(gradients) / 2  # backward fills the buckets; in the end they are emptied
-    rest = (1 - forward - backward) * seconds + each
-    return paper.Job(forward * seconds, backward * seconds + each, rest, fill_buckets(order))
+def job_of(seconds: float, profiles: list[Profile], copy_seconds: float) -> Any:
+    """A step of so many seconds; copy_seconds: per byte, in and out of a bucket."""
+    forward = np.mean([profile.forward_share for profile in profiles])
+    backward = np.mean([profile.backward_share for profile in profiles])
+    ready = np.mean([profile.ready_shares for profile in profiles], axis=0).tolist()
+    gradient_bytes = profiles[0].gradient_bytes
+    order = sorted(zip(gradient_bytes, ready, strict=True), key=lambda gradient: gradient[1])
+    # Backward fills the buckets; in the end they are emptied.
+    one_way = copy_seconds * sum(gradient_bytes) / 2
+    rest = (1 - forward - backward) * seconds + one_way
+    return alpha_beta.Job(
+        forward * seconds, backward * seconds + one_way, rest, fill_buckets(order)
+    )
 
 
-def predict(times: Times, notes: list[Results]) -> Results:
+def ring_seconds(size: float, ranks: int, link: Any, share_of_fp32: float) -> float:
+    return alpha_beta.ring(size * share_of_fp32, ranks, link)
+
+
+def predict(times: Times, sizes: list[int], profiles: list[Profile]) -> Results:
     """Every step of DDP in these rounds, predicted from what is not DDP, beside its measurement.
 
-    notes: of each rank. An error is the median of the rounds': a slow minute slows both times.
+    profiles: of all ranks. An error is the median of the rounds': a slow minute slows both times.
     """
-    ranks, link, timed = len(notes), fit(len(notes), times), summarize(times)
-    # what a second of communication takes from the computing beside it
-    slowdown = min(
-        1.0, max(0.0, extra_seconds(times, BESIDE, LONG) / all_reduce_seconds(times)[MEANWHILE])
-    )
-    handling = median(times[COPY]) / COPIED  # seconds per byte, in and out of a bucket
-    shares = np.mean([note["shares"] for note in notes], axis=0).tolist()
-    jobs = [job_of(each, shares, notes[0]["gradients"], handling) for each in times[ALONE]]
+    ranks, summary = len(profiles), summarize(times)
+    link = fit(ranks, times, sizes)
+    # What a second of communication takes from the computing beside it.
+    beside = extra_seconds(times, BESIDE_WORK, LONG_WORK)
+    slowdown = min(1.0, max(0.0, beside / all_reduce_seconds(times, BYTES_BESIDE)))
+    copy_seconds = median(times[COPY]) / BYTES_COPIED
+    jobs = [job_of(seconds, profiles, copy_seconds) for seconds in times[WITHOUT_DDP]]
     rows = []
-    for how in (name for name in HOW if name in times):
-        micro_batches, wire = HOW[how]
-
-        def cost(size: float, wire: float = wire) -> float:
-            return paper.ring(size * wire, ranks, link)
-
-        found = [paper.step(each, cost, micro_batches, slowdown).seconds for each in jobs]
-        errors = [p / m - 1 for p, m in zip(found, times[how], strict=True)]
-        row = {"ranks": ranks, "how": how, "rounds": len(jobs), "error": round(median(errors), 4)}
-        row |= {key: notes[0][key] for key in ("model", "local_batch")}
-        row |= {"alone_ms": timed[ALONE]["step_ms"], "measured_ms": timed[how]["step_ms"]}
-        row["measured_ms_quartiles"] = timed[how]["step_ms_quartiles"]
-        rows.append({**row, "predicted_ms": round(1000 * median(found), 4)})
+    for name, variant in VARIANTS.items():
+        if name not in times:
+            continue
+        share = 0.5 if variant.bf16 else 1.0
+        cost = partial(ring_seconds, ranks=ranks, link=link, share_of_fp32=share)
+        steps = [alpha_beta.step(job, cost, variant.micro_batches, slowdown) for job in jobs]
+        pairs = zip(steps, times[name], strict=True)
+        errors = [step.seconds / measured - 1 for step, measured in pairs]
+        rows.append(
+            {
+                "ranks": ranks,
+                "how": name,
+                "rounds": len(jobs),
+                "error": round(median(errors), 4),
+                "model": profiles[0].model,
+                "local_batch": profiles[0].local_batch,
+                "alone_ms": summary[WITHOUT_DDP]["step_ms"],
+                "measured_ms": summary[name]["step_ms"],
+                "measured_ms_quartiles": summary[name]["step_ms_quartiles"],
+                "predicted_ms": round(1000 * median(step.seconds for step in steps), 4),
+            }
+        )
     about = {"ranks": ranks, "alpha_us": round(1e6 * link.alpha, 1), "slowdown": round(slowdown, 3)}
     return {**about, "beta_bytes_per_second": round(link.beta), "rows": rows}
 
 
-def scaling_on_node() -> Results:
-    """The predictions across each link, on each of two nodes."""
-    found = dict[str, Any]()
+def predict_across_links(out: Path) -> None:
+    """What each of two nodes does; node 0 writes the predictions across each link."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=int(os.environ["NODE_RANK"]), world_size=2)
+    links = {}
     for name, rate in RATES.items():
         set_rate(rate)
-        times, note = rounds_of("resnet18", list(HOW), 9, SIZES[:-1] if "0." in name else SIZES)
-        notes = [note, note]
-        dist.all_gather_object(notes, note)
-        found[name] = predict(times, notes)
-    return found
+        sizes = SIZES[:-1] if name == "0.2 Gbit/s" else SIZES
+        times, profile = time_on_rank("resnet18", list(VARIANTS), 9, sizes)
+        profiles = [profile, profile]
+        dist.all_gather_object(profiles, profile)
+        links[name] = predict(times, sizes, [Profile(**each) for each in profiles])
+    if dist.get_rank() == 0:
+        save(out, links)
+    dist.destroy_process_group()
 
 
-def draw_scaling(results: Results) -> Figure:
-    figure, axis = plt.subplots(figsize=(10, 5), layout="constrained")
-    rows, where = predictions(results), results["provenance"]
-    looks = {"net": (BLUE, "o"), "mlp": (ORANGE, "s"), "resnet18": (GREEN, "^")}
-    for model, (color, mark) in looks.items():
-        places = [place for place, row in enumerate(rows) if row["model"] == model]
-        found = [100 * rows[place]["error"] for place in places]
-        axis.plot(places, found, ls="", color=color, marker=mark, label=model)
-    axis.axhspan(-10, 10, color=GRAY, alpha=0.2, label="within 10 %")
-    axis.axhline(0, color="black", linewidth=0.8)
-    names = {True: "ranks: {ranks}", False: "{link}, {how}"}
-    texts = [names[row["link"] == "one machine"].format(**row) for row in rows]
-    axis.set_xticks(range(len(rows)), texts, rotation=90, fontsize="small")
-    axis.set(title="Error of each predicted step of DDP", ylabel="predicted / measured − 1, %")
-    axis.legend(fontsize="small")
-    figure.suptitle(f"{where['hardware']}, torch {where['torch']}; one thread per rank, gloo")
-    return figure
+if __name__ == "__main__":
+    predict_across_links(Path(sys.argv[1]))

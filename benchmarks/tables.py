@@ -5,28 +5,19 @@ A page holds <!-- table: NAME --> where one begins and <!-- end of table --> whe
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
 from tabulate import tabulate
 
-from local_steps import slowdowns
-from timing import SAME, Results, load
+from local_links import slowdowns
+from plots import MIB
+from timing import AA, Results, load
 
 MACHINE = "amd-epyc-2-cores"  # the pages show its `make bench`
 SHARDED = ("parameters", "gradients", "optimizer state")  # what each rank of shard/ holds
 RATIO = "{ratio:.2f} ({ratio_interval[0]:.2f} to {ratio_interval[1]:.2f})"
-
-
-def mib(count: float) -> str:
-    return f"{count / 2**20:,.0f}"
-
-
-def inverse(row: Results) -> str:
-    """How many times as fast as the baseline, with the interval."""
-    low, high = row["ratio_interval"]
-    return f"{1 / row['ratio']:.2f} ({1 / high:.2f} to {1 / low:.2f})"
 
 
 def table(rows: Iterable[Iterable[object]], *heads: str) -> str:
@@ -35,117 +26,33 @@ def table(rows: Iterable[Iterable[object]], *heads: str) -> str:
 
 def listed(rows: Mapping[str, Results], columns: Mapping[str, Any], head: str = "") -> str:
     """One line per row: its name, then each column by its format or its function."""
-    shows = [text.format_map if isinstance(text, str) else text for text in columns.values()]
-    return table([(n, *(show(row) for show in shows)) for n, row in rows.items()], head, *columns)
-
-
-def ratios(columns: Mapping[str, Mapping[str, Results]], head: str = "") -> str:
-    names = dict.fromkeys(name for rows in reversed([*columns.values()]) for name in rows)
-    cells = {n: [RATIO.format(**r[n]) if n in r else "" for r in columns.values()] for n in names}
-    lines = [(name, *row) for name, row in cells.items()]
+    cells = [text.format_map if isinstance(text, str) else text for text in columns.values()]
+    lines = [(name, *(cell(row) for cell in cells)) for name, row in rows.items()]
     return table(lines, head, *columns)
 
 
-def threads(results: Results) -> str:
-    models = {name: found["forward"] for name, found in results["models"].items()}
-    columns = {how: {n: models[n][how] for n in models} for how in models["net"]}
-    return ratios(columns, "model")
+def ratios(columns: Mapping[str, Mapping[str, Results]], head: str = "") -> str:
+    """One column for each model, one line for each variant that any of them has."""
+    names = dict.fromkeys(name for rows in reversed([*columns.values()]) for name in rows)
+    lines = [
+        (name, *(RATIO.format(**rows[name]) if name in rows else "" for rows in columns.values()))
+        for name in names
+    ]
+    return table(lines, head, *columns)
 
 
-def faults(results: Results) -> str:
-    columns = {
-        **{"n": "{faults}", "wrong": lambda row: row["wrong_resumes"] + row["wrong_ends"]},
-        **{"hangs": "{hangs}", "orphans": "{orphans}"},
-        "s to the end": "{end_seconds_median:.1f}",
-        "s to resume": "{recovery_seconds_median:.1f} ({recovery_seconds_p95:.1f})",
-        "steps lost": "{lost_steps_median:.0f} ({lost_steps_max})",
-    }
-    return listed({row["what"]: row for row in results["kinds"].values()}, columns, "fault")
+def speed_ratio(row: Results) -> str:
+    """How many times as fast as the baseline, with the interval."""
+    low, high = row["ratio_interval"]
+    return f"{1 / row['ratio']:.2f} ({1 / high:.2f} to {1 / low:.2f})"
 
 
-def pauses(results: Results) -> str:
-    columns = {
-        **{"n": "{faults}", "wrong": lambda row: row["wrong_resumes"] + row["wrong_ends"]},
-        **{"hangs": "{hangs}", "orphans": "{orphans}", "s to the end": "{end_seconds_median:.1f}"},
-    }
-    rows = results["pauses"]["kinds"].values()
-    return listed({row["what"]: row for row in rows}, columns, "pause")
-
-
-def origin_of_pauses(results: Results) -> str:
-    return origin(results["pauses"])
-
-
-def survive(results: Results) -> str:
-    return listed(results["variants"], {"step, ms": "{step_ms:.1f}", "time / 05's": RATIO})
-
-
-def shard(results: Results) -> str:
-    whole, rows = results["parameter_bytes"], []
-    for name, step in results["variants"].items():
-        held = results["held_bytes"].get(name)  # A/A is measured in time only
-        kinds = [held[kind] / whole for kind in SHARDED] if held else []
-        cells = [*kinds, sum(kinds), results["sent_multiples"][name]] if held else [None] * 5
-        numbers = ["" if cell is None else f"{cell:.2f}" for cell in cells]
-        rows.append((name, *numbers, RATIO.format(**step)))
-    return table(rows, "", *SHARDED, "together", "sent", "time / DDP's")
-
-
-def local_sgd(results: Results) -> str:
-    """DDP's accuracy, and how many points the other methods are away from it: mean and spread."""
-    names, rows = results["trainings"][0]["methods"], []
-    for how in names:
-        cells = []
-        for each in results["trainings"]:
-            found = each["methods"].get(how)
-            if how == "DDP":
-                cells.append(f"{mean(found['test_accuracies']):.2%}")
-            else:
-                cells.append(found and "{points:+.2f} ± {points_stdev:.2f}".format_map(found))
-        rows.append((how, *cells))
-    return table(
-        rows,
-        "the ranks talk",
-        *("{model}, {ranks} ranks".format_map(each) for each in results["trainings"]),
-    )
-
-
-def local_sgd_links(results: Results) -> str:
-    """Measured ratios, and beside them those that alpha_beta.py computes from a step's time."""
-    columns: dict[str, Mapping[str, str]] = {}
-    for link, found in results["links"].items():
-        variants = found["variants"]
-        columns[link] = {name: RATIO.format(**row) for name, row in variants.items()}
-        if (gbit := link.removesuffix(" Gbit/s")) != link:
-            computed = slowdowns(next(iter(variants.values()))["step_ms"], float(gbit))
-            columns[f"{link}, computed"] = {name: f"{each:.2f}" for name, each in computed.items()}
-    names = next(iter(columns.values()))
-    rows = [(name, *(cells.get(name, "") for cells in columns.values())) for name in names]
-    return table(rows, "", *columns)
-
-
-def precision(results: Results) -> str:
-    models, rows = results["models"], []
-    places = {f"{m}, {p}": models[m][p]["variants"] for m in models for p in models[m]}
-    for variant in (*results["accuracy"], SAME):
-        found = [place.get(variant) for place in places.values()]
-        cells = [row and f"{row['images_per_second']:.1f}/s: {inverse(row)}" for row in found]
-        learned = ""
-        if (accuracy := results["accuracy"].get(variant)) and accuracy["test_accuracies"]:
-            low, high = min(accuracy["test_accuracies"]), max(accuracy["test_accuracies"])
-            learned = f"{accuracy['median']:.1%} ({low:.1%} to {high:.1%})"
-        rows.append((variant, *cells, learned))
-    return table(rows, "", *places, "test accuracy")
-
-
-def peaks(results: Results) -> str:
-    models = [places["one process"]["variants"] for places in results["models"].values()]
-    rows = [(v, *(mib(each[v]["peak_bytes"]) for each in models)) for v in results["accuracy"]]
-    return table(rows, "", *results["models"])
+def mib(count: float) -> str:
+    return f"{count / MIB:,.0f}"
 
 
 def stages(results: Results) -> str:
-    columns = {"samples/s": "{samples_per_second:,.0f}", "times 01 with 1 thread": inverse}
+    columns = {"samples/s": "{samples_per_second:,.0f}", "times 01 with 1 thread": speed_ratio}
     return listed(results["variants"], columns)
 
 
@@ -172,42 +79,138 @@ def scaling(results: Results) -> str:
     return table(rows, *heads)
 
 
+def threads(results: Results) -> str:
+    models = {name: model["forward"] for name, model in results["models"].items()}
+    variants = {how: {name: models[name][how] for name in models} for how in models["net"]}
+    return ratios(variants, "model")
+
+
+def reducers(results: Results) -> str:
+    return ratios({name: model["variants"] for name, model in results["models"].items()})
+
+
+def precision(results: Results) -> str:
+    places = {
+        f"{model}, {place}": row["variants"]
+        for model, of_model in results["models"].items()
+        for place, row in of_model.items()
+    }
+    lines = []
+    for name in next(iter(places.values())):
+        rows = [variants.get(name) for variants in places.values()]
+        cells = [row and f"{row['images_per_second']:.1f}/s: {speed_ratio(row)}" for row in rows]
+        lines.append((name, *cells))
+    return table(lines, "", *places)
+
+
+def peaks(results: Results) -> str:
+    models = [places["one process"]["variants"] for places in results["models"].values()]
+    lines = [
+        (name, *(mib(variants[name]["peak_bytes"]) for variants in models))
+        for name in models[0]
+        if name != AA
+    ]
+    return table(lines, "", *results["models"])
+
+
+def survive(results: Results) -> str:
+    return listed(results["variants"], {"step, ms": "{step_ms:.1f}", "time / 05's": RATIO})
+
+
+def local_sgd(results: Results) -> str:
+    """DDP's accuracy, and how many points the other methods are away from it: mean and spread."""
+    trainings = results["trainings"]
+    lines = []
+    for method in trainings[0]["methods"]:
+        rows = [training["methods"].get(method) for training in trainings]
+        text = "{points:+.2f} ± {points_stdev:.2f}"
+        cells = [row and text.format(**row) for row in rows]
+        if method == "DDP":
+            cells = [f"{mean(row['test_accuracies']):.2%}" for row in rows]
+        lines.append((method, *cells))
+    heads = ["{model}, {ranks} ranks".format(**training) for training in trainings]
+    return table(lines, "the ranks talk", *heads)
+
+
+def local_sgd_links(results: Results) -> str:
+    """Measured ratios, and beside them those that alpha_beta.py computes from a step's time."""
+    columns: dict[str, Mapping[str, str]] = {}
+    for link, timed in results["links"].items():
+        variants = timed["variants"]
+        columns[link] = {name: RATIO.format(**row) for name, row in variants.items()}
+        if (gbit := link.removesuffix(" Gbit/s")) != link:
+            computed = slowdowns(next(iter(variants.values()))["step_ms"], float(gbit))
+            columns[f"{link}, computed"] = {name: f"{each:.2f}" for name, each in computed.items()}
+    names = next(iter(columns.values()))
+    rows = [(name, *(cells.get(name, "") for cells in columns.values())) for name in names]
+    return table(rows, "", *columns)
+
+
+def shard(results: Results) -> str:
+    whole, lines = results["parameter_bytes"], []
+    for name, step in results["variants"].items():
+        held = results["held_bytes"].get(name)  # A/A is measured in time only
+        kinds = [held[kind] / whole for kind in SHARDED] if held else []
+        numbers = [*kinds, sum(kinds), results["sent_multiples"][name]] if held else []
+        cells = [f"{number:.2f}" for number in numbers] or [""] * 5
+        lines.append((name, *cells, RATIO.format(**step)))
+    return table(lines, "", *SHARDED, "together", "sent", "time / DDP's")
+
+
+JUDGED = {
+    "n": "{faults}",
+    "wrong": lambda row: row["wrong_resumes"] + row["wrong_ends"],
+    "hangs": "{hangs}",
+    "orphans": "{orphans}",
+    "s to the end": "{end_seconds_median:.1f}",
+}
+
+
+def faults(results: Results) -> str:
+    columns = {
+        **JUDGED,
+        "s to resume": "{recovery_seconds_median:.1f} ({recovery_seconds_p95:.1f})",
+        "steps lost": "{lost_steps_median:.0f} ({lost_steps_max})",
+    }
+    return listed({row["what"]: row for row in results["kinds"].values()}, columns, "fault")
+
+
+def pauses(results: Results) -> str:
+    return listed({row["what"]: row for row in results["kinds"].values()}, JUDGED, "pause")
+
+
 def origin(results: Results) -> str:
     text = "Measured on {hardware}, with torch {torch}, {date}."
     return text.format(**results["provenance"])
 
 
-def reducers(results: Results) -> str:
-    return ratios({name: found["variants"] for name, found in results["models"].items()})
+@dataclass(frozen=True)
+class Table:
+    """make: called with a file of results/, or with a part of it."""
+
+    file: str
+    make: Callable[[Results], str]
+    part: str = ""
+
+    def text(self) -> str:
+        results = load(self.file)
+        return self.make(results[self.part] if self.part else results)
 
 
-MADE: dict[str, tuple] = {  # of each section: its committed results, and its tables
-    "stages": (MACHINE, stages),
-    "process_memory": (MACHINE, ways_to_hold_less),
-    "scaling": ("04_scaling", scaling),
-    "threads": ("02_threads", threads),
-    "reducers": ("03_reducers", reducers),
-    "precision": ("05_precision", precision, peaks),
-    "local_sgd": ("04_local_sgd", local_sgd),
-    "local_sgd_links": ("04_local_sgd_links", local_sgd_links),
-    "survive": ("survive", survive),
-    "shard": ("shard", shard),
-    "faults": ("faults", faults, pauses),
+TABLES = {
+    "stages": Table(MACHINE, stages, "stages"),
+    "ways_to_hold_less": Table(MACHINE, ways_to_hold_less, "process_memory"),
+    "scaling": Table("04_scaling", scaling),
+    "threads": Table("02_threads", threads),
+    "reducers": Table("03_reducers", reducers),
+    "precision": Table("05_precision", precision),
+    "peaks": Table("05_precision", peaks),
+    "local_sgd": Table("04_local_sgd", local_sgd),
+    "local_sgd_links": Table("04_local_sgd_links", local_sgd_links),
+    "survive": Table("survive", survive),
+    "shard": Table("shard", shard),
+    "faults": Table("faults", faults),
+    "pauses": Table("faults", pauses, "pauses"),
 }
-
-
-def from_results(section: str, make: Callable[[Results], str]) -> str:
-    results = load(MADE[section][0])
-    return make(results[section] if MADE[section][0] == MACHINE else results)
-
-
-TABLES: dict[str, Callable[[], str]] = {}
-for section, (file, *made) in MADE.items():
-    where = section if file == MACHINE else file
-    TABLES[f"origin of {where}"] = partial(from_results, section, origin)
-    TABLES |= {make.__name__: partial(from_results, section, make) for make in made}
-TABLES["origin of pauses"] = partial(from_results, "faults", origin_of_pauses)
-
-
-def shown(section: str, results: Results) -> list[str]:
-    return [make(results) for make in MADE.get(section, ("",))[1:]]
+for shown in list(TABLES.values()):
+    TABLES[f"origin of {shown.part or shown.file}"] = Table(shown.file, origin, shown.part)

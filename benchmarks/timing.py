@@ -29,7 +29,7 @@ import torchvision
 from run_stage import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
-SAME = "A/A"  # the first variant once more
+AA = "A/A"  # the first variant once more
 
 Results = dict[str, Any]
 Times = dict[str, list[float]]  # of each variant, the seconds per step in each round
@@ -42,14 +42,14 @@ class Effort:
     quick: bool = False  # 1 round, to see that it runs
     brief: bool = False  # for `make bench`: 3 rounds
     device: str = "cpu"
-    ranks: int = 0  # 0: the default of the section
+    ranks: int = 0  # 0: the default of the section; notebook 04 asks for two
     models: tuple[str, ...] = ()  # empty: the default of the section
     data_dir: str = ""
 
 
 def take_turns(variants: Mapping[str, Callable[[], float]], rounds: int) -> Times:
     """Each variant in every round, in a random order. A call returns its seconds per step."""
-    runs = {**variants, SAME: variants[next(iter(variants))]}
+    runs = {**variants, AA: variants[next(iter(variants))]}
     times: Times = {name: [] for name in runs}
     order = random.Random(0)  # the same on every rank
     for _ in range(rounds):
@@ -75,13 +75,13 @@ def interleave(variants: Steps, rounds: int, steps: int = 1, warm_up: int = 3) -
     return take_turns({name: partial(time_steps, step) for name, step in variants.items()}, rounds)
 
 
-def largest_of_ranks(mine: list[float]) -> list[float]:
+def largest_of_ranks(seconds: list[float]) -> list[float]:
     if not dist.is_initialized():
-        return mine
-    where = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    numbers = torch.tensor(mine, dtype=torch.float64, device=where)
-    dist.all_reduce(numbers, dist.ReduceOp.MAX)
-    return numbers.tolist()
+        return seconds
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    largest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.tolist()
 
 
 def now() -> float:
@@ -91,18 +91,18 @@ def now() -> float:
     return time.perf_counter()
 
 
-def summarize(times: Times, baseline: str | None = None) -> dict[str, Results]:
-    """Of each variant: median step in ms, and its ratio to the baseline with a 95 % interval.
+def summarize(times: Times) -> dict[str, Results]:
+    """Of each variant: median step in ms, and its ratio to the first with a 95 % interval.
 
     The ratio is the median of the rounds' ratios; its interval comes from the bootstrap.
     """
-    base = np.array(times[baseline or next(iter(times))])
-    draw = np.random.default_rng(0).integers(len(base), size=(2000, len(base)))
+    baseline = np.array(next(iter(times.values())))
+    draws = np.random.default_rng(0).integers(len(baseline), size=(2000, len(baseline)))
     summary = {}
     for name, seconds in times.items():
-        ratios = np.array(seconds) / base
+        ratios = np.array(seconds) / baseline
         low, median, high = 1000 * np.percentile(seconds, [25, 50, 75], method="weibull")
-        interval = np.percentile(np.median(ratios[draw], axis=1), [2.5, 97.5])
+        interval = np.percentile(np.median(ratios[draws], axis=1), [2.5, 97.5])
         summary[name] = {
             "step_ms": round(float(median), 4),
             "step_ms_quartiles": [round(float(low), 4), round(float(high), 4)],

@@ -1,4 +1,4 @@
-"""Run the five stages in order on this machine, compare them, and say what the picture shows.
+"""Run the five stages in order on this machine, compare them, and say which of them repeat 01.
 
     python benchmarks/tour.py
     python benchmarks/tour.py --ranks 3 --stages 01,05 --epochs 3
@@ -6,6 +6,8 @@
 Every flag that all stages share is passed to them.
 """
 
+import hashlib
+import inspect
 import json
 import math
 import os
@@ -13,7 +15,6 @@ import platform
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -23,16 +24,14 @@ import matplotlib.pyplot as plt
 import torch
 from tabulate import tabulate
 
-import process_memory
 from common.data import load_dataset, local_batch_size
 from common.options import UsageError, exit_on, int_at_least, make_parser
+from plots import MIB, bars, legend, stack
+from process_memory import COPIES, HELD, measure, peak
 from run_stage import Run, command_of, run_command
-from timing import chapter
+from timing import Results, chapter
 
-COLORS = ["#000000", "#888888", "#E69F00", "#56B4E9", "#009E73"]
-COLORS += ["#006048", "#D55E00", "#8C3A00", "#CC79A7", "#CC79A7"]  # the last row needs shm or not
-COPIES = 5  # of the kinds of memory, those that do not grow with the batch
-SAME = 1e-5  # fp32 losses of the first epoch that differ less count as equal
+EQUAL = 1e-5  # fp32 losses of the first epoch that differ less count as equal
 
 
 @dataclass
@@ -41,12 +40,11 @@ class Row:
 
     key: str
     label: str
-    faster: str = ""  # why it is faster than the row before, if it is; why slower
-    slower: str = ""
+    color: str = "black"
     run: Run = field(default_factory=lambda: Run({}, []))
 
     @property
-    def job(self) -> str:
+    def memory_job(self) -> str:
         """What count_memory calls it: neither threads nor shm change what is held."""
         return self.key.replace("-", " ").removesuffix(" cores").removesuffix(" shm")
 
@@ -55,47 +53,18 @@ class Row:
         return self.key != "05-bf16" if with_shm else not self.key.endswith("shm")
 
 
-SHM = (
-    "ranks read each other's memory and send nothing.",
-    "ranks that wait for each other use the cores that compute.",
-)
-BF16 = (
-    "its numbers have half the size, and this processor has units that multiply them.",
-    "layers as small as these gain less from it than the conversions cost.",
-)
-WHY = {  # of each row: its label; why it is faster than the row before; why it is slower
-    "01": ("01 one process", "", ""),
-    "01-cores": (
-        "01 with all cores",
-        "one process divides each operation among the cores.",
-        "its operations are too small to be divided.",
-    ),
-    "02": (
-        "02 DataParallel",
-        "a thread for each replica does more than the parts of one operation.",
-        "it copies the model at every step, and its threads share one interpreter.",
-    ),
-    "03": (
-        "03 by hand",
-        "processes do not wait for one interpreter, and copy no model.",
-        "it sends a message for each parameter, after backward, and waits for each.",
-    ),
-    "04": (
-        "04 DDP",
-        "gradients travel in few large messages, not in one for each parameter.",
-        "its buckets cost more than they save here.",
-    ),
-    "04-shm": ("04 over shm", *SHM),
-    "05": (
-        "05 DDP, SyncBN",
-        "it does more work, so the machine itself was faster during this run.",
-        "each BatchNorm layer waits for the other ranks, in forward and in backward.",
-    ),
-    "05-shm": ("05 over shm", *SHM),
-    "05-bf16-shm": ("05 in bf16 over shm", *BF16),
-    "05-bf16": ("05 in bf16", *BF16),
-}
-ROWS = [Row(key, *texts) for key, texts in WHY.items()]
+ROWS = [
+    Row("01", "01 one process", "#000000"),
+    Row("01-cores", "01 with all cores", "#888888"),
+    Row("02", "02 DataParallel", "#E69F00"),
+    Row("03", "03 by hand", "#56B4E9"),
+    Row("04", "04 DDP", "#009E73"),
+    Row("04-shm", "04 over shm", "#006048"),
+    Row("05", "05 DDP, SyncBN", "#D55E00"),
+    Row("05-shm", "05 over shm", "#8C3A00"),
+    Row("05-bf16-shm", "05 in bf16 over shm", "#CC79A7"),
+    Row("05-bf16", "05 in bf16", "#CC79A7"),
+]
 
 
 def parse_args() -> Namespace:
@@ -146,12 +115,12 @@ def run(row: Row, args: Namespace, folder: Path) -> None:
 def explain(row: Row, first: Row, args: Namespace) -> str:
     """One sentence: does this row repeat the first one's losses, how closely, and why."""
     pairs = zip(first.run.losses(epochs=1), row.run.losses(epochs=1), strict=True)
-    gaps = [abs(a - b) for a, b in pairs]
-    if not all(map(math.isfinite, gaps)):
+    distances = [abs(a - b) for a, b in pairs]
+    if not all(map(math.isfinite, distances)):
         return "cannot be compared with 01: a loss is not finite."
-    gap = max(gaps)
-    if gap <= SAME:
-        return f"repeats 01 (largest difference in the first epoch: {gap:.0e})."
+    largest = max(distances)
+    if largest <= EQUAL:
+        return f"repeats 01 (largest difference in the first epoch: {largest:.0e})."
     causes = []
     if row.key == "03":
         causes.append("Its ranks own fixed shards, so its batches hold other samples.")
@@ -159,53 +128,32 @@ def explain(row: Row, first: Row, args: Namespace) -> str:
         causes.append("BatchNorm takes its statistics from the local batch.")
     if args.model == "net" and args.ranks > 1:
         causes.append("The parts of a batch get other dropout masks than the whole batch.")
-    if row.job == "05 bf16":
+    if row.memory_job == "05 bf16":
         causes.append("A number in bf16 has 8 significant bits, in fp32 it has 24.")
     if row.run.summary.get("device") == "cuda":
         causes.append("By default, a GPU computes convolutions in TF32, with 11 bits.")
     causes = causes or ["Sums in another order are rounded otherwise, and steps amplify it."]
-    found = f"does not repeat 01 (largest difference in the first epoch: {gap:.2g})."
-    return " ".join((found, *causes))
+    result = f"does not repeat 01 (largest difference in the first epoch: {largest:.2g})."
+    return " ".join((result, *causes))
 
 
-def explain_speed(row: Row, before: Row) -> str:
-    """One sentence: how fast is this row beside the one before, and why."""
-    ratio = row.run.summary["samples_per_second"] / before.run.summary["samples_per_second"]
-    why = row.faster if ratio > 1 else row.slower
-    if 0.95 < ratio < 1.05:
-        return f"as fast as *{before.label}*, as far as one run can show."
-    return f"{ratio:.2f} times the speed of *{before.label}*: {why}"
-
-
-def pairs(rows: list[Row]) -> Iterator[tuple[Row, Row]]:
-    """Each row with the one before it; but 05, as it runs over gloo, with 04 over gloo."""
-    before = rows[0]
-    for row in rows[1:]:
-        yield before, row
-        before = before if row.key == "04-shm" else row
-
-
-def count_memory(rows: list[Row], args: Namespace) -> dict:
+def count_memory(rows: list[Row], args: Namespace) -> Results:
     """The bytes of tensors that each process or replica holds when the loss is there, by kind."""
     train_set, _ = load_dataset(args)
     image, _ = train_set[0]  # (C, H, W)
     device, classes = rows[0].run.summary["device"], len(train_set.classes)
     optimizer = "momentum" if args.momentum else "sgd"
-    plan = process_memory.peak.Plan(
-        args.model, image.shape[-1], optimizer, device, image.shape[0], classes
-    )
-    stages: dict = {}
+    plan = peak.Plan(args.model, image.shape[-1], optimizer, device, image.shape[0], classes)
+    stages: Results = {}
     for world_size, known in ((1, ("01", "02")), (args.ranks, ("03", "04", "05"))):
-        jobs = list(dict.fromkeys(row.job for row in rows if row.key[:2] in known))
+        jobs = dict.fromkeys(row.memory_job for row in rows if row.key[:2] in known)
         if jobs:
-            stages |= process_memory.measure(
-                jobs, plan, args.batch_size // world_size, world_size, args.ranks
-            )
+            stages |= measure(jobs, plan, args.batch_size // world_size, world_size, args.ranks)
     about = {"model": args.model, "image_size": plan.image_size, "global_batch": args.batch_size}
     return {**about, "stages": stages}
 
 
-def draw(results: dict) -> plt.Figure:
+def draw(results: Results) -> plt.Figure:
     """Loss curves, throughput and memory, of tour.json: the picture of the tour."""
     matplotlib.use("Agg")  # a file, no window
     rows: dict[str, dict] = results["rows"]
@@ -213,7 +161,7 @@ def draw(results: dict) -> plt.Figure:
     figure = plt.figure(figsize=(13, 7.5), layout="constrained")
     parts = figure.subplot_mosaic("LLSS;DDMC")
     curves, speed, distance, memory, copies = (parts[key] for key in "LSDMC")
-    names, color_of = list(rows), dict(zip((row.label for row in ROWS), COLORS, strict=True))
+    color_of = {row.label: row.color for row in ROWS}
     of_01 = results["losses"].get(ROWS[0].label)
     for name, losses in results["losses"].items():
         steps = range(1, len(losses) + 1)
@@ -221,84 +169,89 @@ def draw(results: dict) -> plt.Figure:
         if name == ROWS[0].label:  # wide and pale, so that other lines on it stay visible
             line.set(linewidth=6, alpha=0.3)
         elif of_01:
-            gaps = [max(abs(a - b), 1e-9) for a, b in zip(of_01, losses, strict=True)]
-            distance.plot(steps, gaps, color=color_of[name])
+            distances = [max(abs(a - b), 1e-9) for a, b in zip(of_01, losses, strict=True)]
+            distance.plot(steps, distances, color=color_of[name])
     curves.set(title=f"Training loss: {first['model']} on {first['dataset']}", yscale="log")
     curves.set(ylabel="loss of the global batch")
     curves.legend(ncols=2, fontsize="small")
-    distance.axhline(SAME, color="gray", linewidth=0.8, linestyle=":")
+    distance.axhline(EQUAL, color="gray", linewidth=0.8, linestyle=":")
     distance.set(title="Distance from 01's loss: below the dotted line it is rounding")
     distance.set(xlabel="optimizer step", ylabel="|difference| (0 drawn as 1e-9)", yscale="log")
 
-    colors = [color_of[name] for name in names]
-    speeds = [row["samples_per_second"] for row in rows.values()]
-    texts = [f" {each / speeds[0]:.2f}" for each in speeds]
-    speed.bar_label(speed.barh(names, speeds, color=colors), texts)
-    speed.invert_yaxis()
-    title = f"Throughput, all ranks together; beside it: times {names[0]}"
-    speed.set(title=title, xlabel="samples/s (median step)", xmargin=0.1)
-    stages = results["memory"]["stages"]
-    held = {key.replace(" ", "\n"): stage["held"] for key, stage in stages.items()}
-    kinds = dict(list(process_memory.STYLES.items())[:-1])  # without what is there for a moment
-    process_memory.stack(memory, held, styles=kinds)
+    speeds = {name: row["samples_per_second"] for name, row in rows.items()}
+    texts = [f"{each / first['samples_per_second']:.2f}" for each in speeds.values()]
+    bars(speed, speeds, [(color_of[name], "") for name in rows], texts)
+    title = f"Throughput, all ranks together; beside it: times {next(iter(rows))}"
+    speed.set(title=title, xlabel="samples/s (median step)")
+    held = {
+        key.replace(" ", "\n"): stage["held"] for key, stage in results["memory"]["stages"].items()
+    }
+    stack(memory, held, HELD)
     memory.set_title("What each process holds")
-    process_memory.stack(copies, held, styles=dict(list(kinds.items())[:COPIES]))
+    stack(copies, held, COPIES)
     copies.set(title="Of it: the copies of the model", ylabel="")
-    process_memory.legend(copies, kinds, loc="center left", bbox_to_anchor=(1, 0.5))
+    legend(copies, HELD, loc="center left", bbox_to_anchor=(1, 0.5))
     for axes in parts.values():
         axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
-def tabulate_rows(results: dict, style: str) -> str:
-    rows = results["rows"]
-    first, stages = next(iter(rows.values())), results["memory"]["stages"]
+def digest(results: Results) -> str:
+    """Of what the picture shows and of what draws it: the file holds it, and a test compares it."""
+    shown = json.dumps([results[key] for key in ("rows", "losses", "memory")])
+    return hashlib.sha256((shown + inspect.getsource(draw)).encode()).hexdigest()
+
+
+def save_picture(results: Results, path: Path) -> None:
+    draw(results).savefig(path, dpi=110, metadata={"made of": digest(results)})
+
+
+def tabulate_rows(results: Results, style: str) -> str:
+    rows, stages = results["rows"], results["memory"]["stages"]
+    first = next(iter(rows))
     headers = ["stage", "global batch", "train loss", "test accuracy", "samples/s"]
-    headers += [f"times {next(iter(rows))[:2]}", "step ms (quartiles)", "MiB of tensors"]
-    table = []
+    headers += [f"times {first[:2]}", "step ms (quartiles)", "MiB of tensors"]
+    lines = []
     for row in (row for row in ROWS if row.label in rows):
-        got = rows[row.label]
-        low, high = got["step_ms_quartiles"]
+        summary, held = rows[row.label], stages[row.memory_job]["held"]
+        low, high = summary["step_ms_quartiles"]
+        speed = summary["samples_per_second"]
         line = [
             row.label,
-            f"{got['global_batch'] // got['local_batch']} × {got['local_batch']}",
-            f"{got['train_loss']:.4f}",
-            f"{got['test_accuracy']:.2%}",
-            f"{got['samples_per_second']:,.0f}",
-            f"{got['samples_per_second'] / first['samples_per_second']:.2f}",
-            f"{got['step_ms']:.1f} ({low:.1f} to {high:.1f})",
-            " + ".join(f"{sum(each.values()) / 2**20:.1f}" for each in stages[row.job]["held"]),
+            f"{summary['global_batch'] // summary['local_batch']} × {summary['local_batch']}",
+            f"{summary['train_loss']:.4f}",
+            f"{summary['test_accuracy']:.2%}",
+            f"{speed:,.0f}",
+            f"{speed / rows[first]['samples_per_second']:.2f}",
+            f"{summary['step_ms']:.1f} ({low:.1f} to {high:.1f})",
+            " + ".join(f"{sum(each.values()) / MIB:.1f}" for each in held),
         ]
-        table.append(line)
+        lines.append(line)
     right = ("left", *["right"] * (len(headers) - 1))
-    return tabulate(table, headers, style, colalign=right, disable_numparse=True)
+    return tabulate(lines, headers, style, colalign=right, disable_numparse=True)
 
 
-def report(rows: list[Row], results: dict, args: Namespace, seconds: float) -> str:
-    got = rows[0].run.summary
+def report(rows: list[Row], results: Results, args: Namespace, seconds: float) -> str:
+    summary, first = rows[0].run.summary, rows[0].key[:2]
     lines = [
         f"# The tour: {args.model} on {args.dataset}, {args.ranks} ranks",
         "",
         f"Measured on {results['date']} in {seconds:.0f} s: {results['hardware']}, "
-        f"{got['device']}, torch {got['torch']}, Python {results['python']}. "
+        f"{summary['device']}, torch {summary['torch']}, Python {results['python']}. "
         f"{args.epochs} epochs, global batch {args.batch_size}, one run of each. "
         "Each process has one thread, except in the row with all cores.",
         "",
         tabulate_rows(results, "github"),
         "",
         "Global batch: the number of processes or copies of the model × the local batch. "
-        f"samples/s: from the median step. times {rows[0].key[:2]}: speed, {rows[0].key[:2]} = 1. "
+        f"samples/s: from the median step. times {first}: speed, {first} = 1. "
         "MiB of tensors: what each process or copy holds at the end of forward, without "
         "PyTorch itself.",
         "",
         "![loss curves, speed and memory](tour.png)",
         "",
-        "## Why each row is faster or slower than the one before",
-        "",
-        *(f"- **{b.label}**: {explain_speed(b, a)}" for a, b in pairs(rows)),
-        "",
     ]
-    if rows[0].key == "01":
+    if first == "01":
         lines += ["## Which stages repeat 01, and why", ""]
         lines += [f"- **{row.label}** {explain(row, rows[0], args)}" for row in rows[1:]]
     return "\n".join(lines) + "\n"
@@ -325,7 +278,7 @@ def main() -> None:
     }
     text = report(rows, results, args, time.perf_counter() - started)
     (args.run_dir / "report.md").write_text(text)
-    draw(results).savefig(args.run_dir / "tour.png", dpi=110)
+    save_picture(results, args.run_dir / "tour.png")
     (args.run_dir / "tour.json").write_text(json.dumps(results, indent=2) + "\n")
     print(f"\n{tabulate_rows(results, 'simple')}\n\nwrote {args.run_dir}/report.md and tour.png")
 

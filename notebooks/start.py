@@ -18,8 +18,8 @@ import torch  # noqa: E402
 from cycler import cycler  # noqa: E402
 from matplotlib_inline.backend_inline import set_matplotlib_formats  # noqa: E402
 
-from bench import committed  # noqa: E402
 from plots import COLORS  # noqa: E402
+from timing import RESULTS, Results, load  # noqa: E402
 
 __all__ = ["COLORS", "ROOT", "check", "committed"]
 
@@ -29,6 +29,17 @@ plt.rcParams["axes.spines.top"] = plt.rcParams["axes.spines.right"] = False
 plt.rcParams["figure.constrained_layout.use"] = True
 plt.rcParams["figure.dpi"] = 90
 set_matplotlib_formats("png")
+
+
+def committed() -> dict[str, Results]:
+    """The results of `make bench` on every machine, by its hardware: files with a dash in the name.
+
+    ONLY_RESULTS, names with commas between, hides others, of a reader, from the suite's notebooks.
+    """
+    only = os.environ.get("ONLY_RESULTS", "").split(",")
+    paths = [p for p in sorted(RESULTS.glob("*-*.json")) if p.name in only or only == [""]]
+    machines = [load(path.stem) for path in paths]
+    return {results["provenance"]["hardware"]: results for results in machines}
 
 
 def check(answer: object, right: float | str, within: float = 0.05) -> None:

@@ -1,8 +1,13 @@
 """`make readme`: run the tour and every command of an `output of:` fence, and show what comes."""
 
 import json
+import sys
 
 from repository_pages import ALL_PAGES, ROOT, TABLE, fences, shell
+
+sys.path.insert(1, str(ROOT / "benchmarks"))
+from tables import TABLES
+from tour import save_picture
 
 BEGIN, END = "<!-- tour -->\n", "<!-- end of tour -->"
 
@@ -16,7 +21,9 @@ def refresh_tour() -> None:
     run("python benchmarks/tour.py")
     results = json.loads((ROOT / "runs/tour/tour.json").read_text())
     results["commit"] = run("git describe --always --dirty").strip()
-    (ROOT / "benchmarks" / "results" / "tour.json").write_text(json.dumps(results, indent=2) + "\n")
+    folder = ROOT / "benchmarks" / "results"
+    (folder / "tour.json").write_text(json.dumps(results, indent=2) + "\n")
+    save_picture(results, folder / "tour.png")
     report = (ROOT / "runs/tour/report.md").read_text().replace("(tour.png)", "(results/tour.png)")
     page, body = ROOT / "benchmarks/tour.md", report.partition("\n\n")[2]  # without the title
     text = page.read_text()
@@ -32,18 +39,15 @@ def refresh_outputs() -> None:
 
 
 def refresh_tables() -> None:
-    from tables import TABLES
-
     for page in ALL_PAGES:
         text = page.read_text()
         for match in reversed(list(TABLE.finditer(text))):
             start, end = match.span("text")
-            text = f"{text[:start]}\n{TABLES[match['name']]()}\n\n{text[end:]}"
+            text = f"{text[:start]}\n{TABLES[match['name']].text()}\n\n{text[end:]}"
         page.write_text(text)
 
 
 if __name__ == "__main__":
     refresh_tour()
     refresh_tables()
-    print(run("python benchmarks/bench.py pictures"), end="")
     refresh_outputs()

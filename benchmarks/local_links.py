@@ -1,0 +1,118 @@
+"""What a step of local SGD costs over a slow link, beside DDP's, and what a formula says of it."""
+
+import copy
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from common.options import UsageError
+from links import ALLOWED, RATES, on_two_nodes, set_rate
+from step import build, ddp, make_step, sgd, start, train_step
+from timing import Effort, Results, chapter, save, summarize, take_turns
+
+local_sgd, sent_bytes = chapter("04", "local_sgd"), chapter("04", "async_mean").sent_bytes
+alpha_beta, order = chapter("04", "alpha_beta"), chapter("04", "gradient_order")
+GBIT = chapter("04", "forecast").GBIT
+DDP, SHORT, LONG = "DDP", 8, 32  # steps between two messages
+MESSAGES = {"fp32": "full", "bf16": "bf16", "int8": "int8"}
+
+
+def measure_local_sgd_links(effort: Effort) -> Results:
+    if effort.quick:
+        links = {"no limit": start(2, time_rounds, 1, 1, 2, 2)[0]}
+    elif ALLOWED:
+        links = on_two_nodes("benchmarks/local_links.py")
+    else:
+        raise UsageError("slow links are network namespaces: run it as root, with tc and ip")
+    return {"model": "resnet18", "local_batch": 2 if effort.quick else 16, "links": links}
+
+
+def time_rounds(rounds: int, short: int, long: int, local_batch: int) -> Results:
+    variants = rounds_of(short, long, local_batch)
+    for run in variants.values():
+        run()  # the first message of `late` is on its way, and DDP has laid out its buckets
+    return {"rounds": rounds, "variants": summarize(take_turns(variants, rounds))}
+
+
+def rounds_of(short: int, long: int, local_batch: int) -> dict[str, Callable[[], float]]:
+    """Of each variant: run a few steps, with what they send, and return the seconds of one."""
+    model, images = build("resnet18", local_batch)
+    rounds = {
+        "no messages": timed(make_step(model, images), 4),
+        DDP: timed(make_step(model, images, ddp), 2),
+    }
+    late: dict[str, Any] = {"every": short, "message": "bf16", "late": True}
+    variants: dict[str, dict[str, Any]] = {
+        f"H = {short}, fp32": {"every": short},
+        f"H = {short}, bf16, late": late,
+    }
+    for name, message in MESSAGES.items():
+        variants[f"H = {long}, {name}"] = {"every": long, "message": message}
+    for name, options in variants.items():
+        rounds[name] = timed(local_step(model, images, options), options["every"])
+    return rounds
+
+
+def local_step(model: nn.Module, images: Tensor, options: dict[str, Any]) -> Callable[[], None]:
+    model, labels = copy.deepcopy(model), torch.arange(len(images)) % 10
+    optimizer, outer = sgd(model), local_sgd.LocalSGD(model, lr=1.0, momentum=0.0, **options)
+
+    def step() -> None:
+        train_step(model, optimizer, images, labels)
+        outer.step()
+
+    return step
+
+
+def timed(step: Callable[[], None], steps: int) -> Callable[[], float]:
+    def seconds_per_step() -> float:
+        dist.barrier()  # ranks start together
+        begin = time.perf_counter()
+        for _ in range(steps):
+            step()
+        return (time.perf_counter() - begin) / steps
+
+    return seconds_per_step
+
+
+def time_across_links(out: Path) -> None:
+    """What each of two nodes does; node 0 writes the times across each link."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=int(os.environ["NODE_RANK"]), world_size=2)
+    links = {}
+    for name in ("0.2 Gbit/s", "1 Gbit/s"):
+        set_rate(RATES[name])
+        links[name] = time_rounds(7, SHORT, LONG, 16)
+    if dist.get_rank() == 0:
+        save(out, links)
+    dist.destroy_process_group()
+
+
+def step_seconds(message: str, every: int, seconds: float, numbers: int, link: Any) -> float:
+    """Computed: a step on 2 ranks that send one mean in so many steps, and then wait for it."""
+    return seconds + (2 * link.alpha + sent_bytes(message, numbers, 2) / link.beta) / every
+
+
+def slowdowns(step_ms: float, gbit: float) -> dict[str, float]:
+    """Computed by alpha_beta.py for this link: a step of resnet18 on 2 ranks over its computing."""
+    seconds, link = step_ms / 1000, alpha_beta.Link(50e-6, gbit * GBIT)
+    buckets = order.fill_buckets(order.gradients_of_classifier("resnet18", 64))
+    job = alpha_beta.Job(seconds / 3, 2 * seconds / 3, 0.0, buckets)
+    numbers = int(sum(bucket.size for bucket in buckets) / 4)
+    step = {DDP: alpha_beta.step(job, partial(alpha_beta.ring, ranks=2, link=link)).seconds}
+    for every, (name, message) in product((SHORT, LONG), MESSAGES.items()):
+        step[f"H = {every}, {name}"] = step_seconds(message, every, seconds, numbers, link)
+    return {name: each / seconds for name, each in step.items()}
+
+
+if __name__ == "__main__":
+    time_across_links(Path(sys.argv[1]))
