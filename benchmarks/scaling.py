@@ -210,9 +210,8 @@ def job_of(seconds: float, profiles: list[Profile], copy_seconds: float) -> Any:
     # Backward fills the buckets; in the end they are emptied.
     one_way = copy_seconds * sum(gradient_bytes) / 2
     rest = (1 - forward - backward) * seconds + one_way
-    return alpha_beta.Job(
-        forward * seconds, backward * seconds + one_way, rest, fill_buckets(order)
-    )
+    buckets = fill_buckets(order)
+    return alpha_beta.Job(forward * seconds, backward * seconds + one_way, rest, buckets)
 
 
 def ring_seconds(size: float, ranks: int, link: Any, share_of_fp32: float) -> float:

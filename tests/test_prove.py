@@ -381,6 +381,15 @@ def test_files_are_put_back_and_no_process_is_left(tmp_path):
     assert processes_in(tmp_path) == []
 
 
+def test_two_writers_are_seen_in_a_folder_that_mktemp_made():
+    """What libraries write to /tmp/tmp... is ignored, but not what lies beside the script."""
+    source = planted("plain", ("            torch.save(ddp", "        torch.save(ddp"))
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder, "train.py").write_text(source)
+        ended = run(Path(folder), *TORCHRUN, "train.py")
+    assert verdict(ended, "files") == "WRONG", ended.stdout
+
+
 def processes_in(folder: Path) -> list[str]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):

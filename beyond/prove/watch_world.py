@@ -119,8 +119,10 @@ class FileWatcher:
         self.inside = threading.local()  # the thread that writes the record opens files, too
 
     def is_ignored(self, path: str) -> bool:
-        has_ignored_part = any(part in path for part in IGNORED_PARTS)
-        return has_ignored_part or path.startswith((str(self.folder), *IGNORED_FOLDERS))
+        if any(part in path for part in IGNORED_PARTS) or path.startswith(str(self.folder)):
+            return True
+        # What lies where the script runs is its own, be that in /tmp.
+        return path.startswith(IGNORED_FOLDERS) and not path.startswith(f"{os.getcwd()}/")
 
     def changes(self, file: Any, mode: str | None = None) -> None:
         """mode: as for open(); None: the file is renamed or removed."""
