@@ -8,14 +8,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import UserDict
 from contextlib import suppress
 from pathlib import Path
 
 import prove
 import pytest
+import torch
 from prove import table
 from prove.__main__ import main
 from prove.planted.mistakes import ONE_GPU
+from prove.watch_data import as_double, tensors_in
 
 from local_ranks import (
     ROOT,
@@ -478,6 +481,19 @@ def test_a_project_keeps_its_script_right_with_a_test(tmp_path, monkeypatch):
     assert prove.check(line).wrong == []
     (tmp_path / "train.py").write_text(planted("plain", ("ddp(points)", "ddp.module(points)")))
     assert "forward through DDP" in {row.check for row in prove.check(line).wrong}
+
+
+class Batch(UserDict):
+    """As transformers' BatchEncoding: no dict, and read by attribute."""
+
+    x = property(lambda self: self["x"])
+
+
+def test_a_batch_of_a_class_of_its_own_becomes_float64_and_stays_of_that_class():
+    batch = as_double([Batch(x=torch.ones(2)), {"y": (torch.ones(1, dtype=torch.int), "text")}])
+    assert [tensor.dtype for tensor in tensors_in(batch)] == [torch.float64, torch.int32]
+    assert batch[0].x.tolist() == [1, 1]
+    assert batch[1]["y"][1] == "text"
 
 
 def test_the_page_shows_what_prove_prints(tmp_path):

@@ -4,12 +4,11 @@ Each epoch is cut to a few batches, and the run ends when the third one begins.
 """
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 
 from prove import generators
@@ -22,18 +21,41 @@ EVALUATION = 4  # an evaluation gets so many times the batches of a training epo
 
 
 def tensors_in(nested: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)]
+    if isinstance(nested, Tensor):
+        return [nested]
+    if isinstance(nested, Mapping):
+        nested = list(nested.values())
+    parts = nested if isinstance(nested, list | tuple) else ()
+    return [tensor for part in parts for tensor in tensors_in(part)]
+
+
+def mapped(function: Callable[[Tensor], Tensor], nested: Any) -> Any:
+    """The same lists, tuples and mappings, with a function applied to each tensor.
+
+    A class of a library's own, as transformers' BatchEncoding, stays what it is if it can be made
+    from a dict. torch's tree_map would take it for a leaf.
+    """
+    if isinstance(nested, Tensor):
+        return function(nested)
+    if isinstance(nested, Mapping):
+        plain = {key: mapped(function, value) for key, value in nested.items()}
+        try:
+            return type(nested)(plain)  # type: ignore[call-arg]
+        except TypeError:
+            return plain
+    if isinstance(nested, tuple) and hasattr(nested, "_fields"):
+        return type(nested)(*(mapped(function, value) for value in nested))
+    if type(nested) in (list, tuple):
+        return type(nested)(mapped(function, part) for part in nested)
+    return nested
 
 
 def as_double(nested: Any) -> Any:
-    def double(tensor: Tensor) -> Tensor:
-        return tensor.double() if tensor.is_floating_point() else tensor
-
-    return tree_map_only(Tensor, double, nested)
+    return mapped(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, nested)
 
 
 def copied(nested: Any) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), nested)
+    return mapped(lambda tensor: tensor.detach().cpu().clone(), nested)
 
 
 def checksum(tensor: Tensor) -> int:
