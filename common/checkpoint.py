@@ -77,5 +77,6 @@ def read_checkpoint(
     except (OSError, RuntimeError, TypeError, ValueError, LookupError, EOFError) as error:
         raise UsageError(f"cannot load {path} ({error}): use one that a stage saved") from error
     for group in optimizer.param_groups:  # the flags of this call win
-        group.update(lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
+        flags = ("lr", "momentum", "weight_decay")  # AdamW has no momentum
+        group.update({flag: getattr(args, flag) for flag in flags if flag in group})
     return progress, state["summary"]

@@ -844,6 +844,55 @@ class TakesParts(nn.Module):
         return self.parts["second"](self.parts["first"](x))
 
 
+class TakesNested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        first, second = nn.ModuleList([nn.Linear(3, 4)]), nn.ModuleList([nn.Linear(4, 2)])
+        self.groups = nn.ModuleList([first, second])
+        self.scales = nn.ParameterList([nn.Parameter(torch.full((2,), 2.0))])
+
+    def forward(self, x):
+        for group in self.groups:
+            for layer in group:
+                x = layer(x)
+        return x * self.scales[0]
+
+
+@on_ranks(2)
+def test_shard_fsdp_divides_nested_lists_and_leaves_bare_parameters_whole(rank):
+    torch.manual_seed(0)
+    model, x = TakesNested(), torch.ones(1, 3)
+    expected = model(x)
+    fsdp = chapter("shard", "fsdp").FSDP(model)
+    assert [layer.name for layer in fsdp.layers] == ["groups.0.0", "groups.1.0"]
+    assert torch.allclose(fsdp(x), expected)
+
+
+@on_ranks(2)
+def test_shard_clips_a_gradient_of_nan_as_torch_does(rank):
+    gradients = [torch.tensor([float("nan")]), torch.ones(2)]
+    chapter("shard", "shards").clip_grad_norm(gradients[:1], gradients[1:], 1.0)
+    assert all(gradient.isnan().all() for gradient in gradients)
+
+
+@on_ranks(2)
+def test_shard_steps_after_a_load_do_not_change_what_was_loaded(rank):
+    full_state, zero = chapter("shard", "full_state"), chapter("shard", "zero")
+    model = nn.Linear(3, 2)
+    optimizer = zero.ShardedOptimizer(model.parameters(), AdamW, lr=0.1)
+    moments = {"step": torch.tensor(5.0)}
+    rows = {
+        number: moments | {key: torch.ones(p.shape) for key in ("exp_avg", "exp_avg_sq")}
+        for number, p in enumerate(model.parameters())
+    }
+    groups = [{**optimizer.param_groups[0], "params": [0, 1]}]
+    saved = {"state": rows, "param_groups": groups}
+    full_state.FullOptimizerState(model, optimizer).load_state_dict(saved)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert saved["state"][0]["step"] == 5
+
+
 @on_ranks(2)
 def test_shard_fsdp_divides_the_modules_of_a_module_dict(rank):
     torch.manual_seed(0)

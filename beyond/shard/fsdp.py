@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shards import ReduceScatter, ShardingError, Shards, clip_grad_norm
 
-CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 Place = tuple[torch.Size, tuple[int, ...], int]  # of a view in a flat tensor: size, stride, offset
 
 
@@ -198,13 +198,13 @@ def unused(name: str) -> ShardingError:
     return ShardingError(f"{why}: freeze what is not used (requires_grad_(False))")
 
 
-def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def layers_of(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Its children that have trained parameters; of a container without a forward, its modules."""
     for name, child in model.named_children():
-        inner = child.named_children() if isinstance(child, CONTAINERS) else [("", child)]
-        for number, layer in inner:
-            if any(parameter.requires_grad for parameter in layer.parameters()):
-                yield f"{name}.{number}".removesuffix("."), layer
+        if isinstance(child, CONTAINERS):
+            yield from layers_of(child, f"{prefix}{name}.")
+        elif any(parameter.requires_grad for parameter in child.parameters()):
+            yield prefix + name, child
 
 
 def check_parameters(model: nn.Module, layers: dict[str, nn.Module]) -> None:

@@ -5,6 +5,7 @@ classes stand for the model and the optimizer: the names and shapes are those of
 """
 
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -24,9 +25,6 @@ class FullModelState:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.collected = model, State()
-
-    def names_of(self, layer: Any) -> list[str]:
-        return [f"{layer.name}.{name}" for name in layer.names]
 
     def collect(self) -> None:
         """Every rank must call it."""
@@ -143,12 +141,12 @@ class FullOptimizerState:
         trained = {p for group in self.inner.param_groups for p in group["params"]}
         for parameter, number in self.numbers().items():
             if parameter in trained and number in rows:  # FSDP's copies; its parts follow
-                self.inner.state[parameter] = dict(rows[number])
+                self.inner.state[parameter] = deepcopy(rows[number])
         for shards, parts, numbers in self.shards():
             for part, number, inside in zip(parts, numbers, shards.inside, strict=True):
                 for key, value in rows.get(number, {}).items():
                     is_sharded = key in elementwise
-                    owned = value.reshape(-1)[inside].clone() if is_sharded else value
+                    owned = value.reshape(-1)[inside].clone() if is_sharded else deepcopy(value)
                     self.inner.state[part][key] = owned
         for tensor, row in self.inner.state.items():  # checkpoints are read to the CPU
             row.update({key: row[key].to(tensor.device) for key in row.keys() & elementwise})

@@ -107,7 +107,8 @@ def clip_grad_norm(parts: Iterable[Tensor], copies: Iterable[Tensor], limit: flo
     parts, copies = list(parts), list(copies)
     square = torch.stack([part.double().square().sum() for part in parts]).sum()
     dist.all_reduce(square)
-    norm = float((square + sum(copy.double().square().sum() for copy in copies)).sqrt())
+    norm = (square + sum(copy.double().square().sum() for copy in copies)).sqrt()
+    scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # of nan: nan, as torch's
     for gradient in [*parts, *copies]:
-        gradient.mul_(min(1.0, limit / (norm + 1e-6)))
-    return norm
+        gradient.mul_(scale)
+    return float(norm)
