@@ -18,7 +18,7 @@ loader = DataLoader(train_set, batch_size=100, sampler=sampler)
 test_loader = DataLoader(test_set, batch_size=100)
 
 for epoch in range(5):
-    sampler.generator.manual_seed(epoch)  # a new order in each epoch, as DistributedSampler's
+    sampler.generator.manual_seed(epoch)  # a new order in each epoch
     for x, y in loader:
         loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
         optimizer.zero_grad()

@@ -187,18 +187,20 @@ def compare(every: int) -> str:
     args = Namespace(dataset="digits", data_dir=Path("data"), batch_size=LOCAL_BATCH)
     train_set, test_set = load_dataset(args)
     torch.manual_seed(0)
-    first, rows, ddp_weights = build_model("net-bn", train_set), [], torch.zeros(())
+    first = build_model("net-bn", train_set)
+    trained, weights = {}, {}
     for method, options in methods(every).items():
-        model = train(method, options, first, batches(train_set, LOCAL_BATCH, STEPS, seed=0))
-        weights = nn.utils.parameters_to_vector(model.parameters())
-        if method == DDP:
-            ddp_weights = weights
-        distance = ((weights - ddp_weights).norm() / ddp_weights.norm()).item()
+        order = batches(train_set, LOCAL_BATCH, STEPS, seed=0)
+        trained[method] = train(method, options, first, order)
+        weights[method] = nn.utils.parameters_to_vector(trained[method].parameters())
+    rows = []
+    for method, options in methods(every).items():
         messages = 0 if method == NEVER else -(-STEPS // options.get("every", 1))
-        size = sent_bytes(options.get("message", "full"), len(weights), dist.get_world_size())
-        sent = f"{messages * size / 1e6:.1f}"
-        learned = f"{accuracy(model, test_set):.1%}"
-        rows.append((method, messages, sent, f"{distance:.1%}", learned))
+        numbers, message = len(weights[method]), options.get("message", "full")
+        sent = messages * sent_bytes(message, numbers, dist.get_world_size()) / 1e6  # MB
+        distance = ((weights[method] - weights[DDP]).norm() / weights[DDP].norm()).item()
+        learned = accuracy(trained[method], test_set)
+        rows.append((method, messages, f"{sent:.1f}", f"{distance:.1%}", f"{learned:.1%}"))
     heads = ("the ranks talk", "times", "MB sent by a rank", "distance to DDP", "test accuracy")
     return tabulate(rows, heads, disable_numparse=True)
 

@@ -108,7 +108,7 @@ def main() -> None:
         else:
             model = convert_sync_batchnorm(model)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")  # else a no-op
+    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")  # bf16 needs none
     progress = load_checkpoint(args, model, optimizer, scaler=scaler)
     recorder = Recorder(args, progress, optimizer, local_batch, rank, world_size)
     if args.evaluate:

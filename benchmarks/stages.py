@@ -38,12 +38,12 @@ def time_run(average: Callable, ranks: int, stage: str, *flags: str, threads: in
 
 def measure_stages(effort: Effort, names: Iterable[str] = tuple(VARIANTS)) -> Results:
     cores, on_gpu = os.cpu_count() or 1, effort.device == "cuda"
-    ranks = max(2, torch.cuda.device_count() * on_gpu)
+    ranks = max(2, torch.cuda.device_count() if on_gpu else 0)
     skipped = {ALL_CORES: "there is one core"} if cores == 1 else {}
     if on_gpu:
         skipped = dict.fromkeys(("04 over shm", "05 over shm"), "CPU only")
         skipped[ALL_CORES] = "the threads of the CPU do not compute"
-    names = list(names)[:: 5 if effort.quick else 1]
+    names = list(names)[::5] if effort.quick else list(names)
     epochs, rounds = (2, 1) if effort.quick else (6, min(9, effort.rounds))
     common = ["--model=net-bn", f"--batch-size={GLOBAL_BATCH}"]
     common += [f"--epochs={epochs}", f"--device={effort.device}"]

@@ -59,7 +59,8 @@ def read_checkpoint(
                 raise UsageError(f"{path} was saved with --{flag} {state['summary'][flag]}")
         model.load_state_dict(state["model"])
         saved = state["optimizer"]
-        ours, theirs = ({*group} for group in (optimizer.param_groups[0], saved["param_groups"][0]))
+        ours = set(optimizer.param_groups[0])
+        theirs = set(saved["param_groups"][0])
         if ours - theirs and not args.evaluate:
             why = f"has an optimizer with {', '.join(sorted(theirs - ours)) or 'fewer options'}"
             raise UsageError(f"{path} {why}, expected one with {', '.join(sorted(ours - theirs))}")

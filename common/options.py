@@ -48,7 +48,7 @@ def bounded(kind: type, noun: str, lowest: float, below: float) -> Callable[[str
         with suppress(ValueError):
             if lowest <= kind(text) < below:
                 return kind(text)
-        limits = f"at least {lowest}" + f" and less than {below}" * (below < math.inf)
+        limits = f"at least {lowest}" + (f" and less than {below}" if below < math.inf else "")
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a {noun}, {limits}")
 
     return parse

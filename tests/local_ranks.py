@@ -35,15 +35,26 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 60  # more than any rank takes; a hang ends here
-PRELOADED = ("torchvision", "common.checkpoint", "common.models", "pytest", "matplotlib.pyplot")
-PRELOADED += ("PIL.Image", "tabulate", "torchvision.transforms.v2", "pycocotools.cocoeval")
-PRELOADED += ("ipykernel.kernelapp",)
+PRELOADED = [  # by the fork server
+    "PIL.Image",
+    "common.checkpoint",
+    "common.models",
+    "ipykernel.kernelapp",
+    "matplotlib.pyplot",
+    "pycocotools.cocoeval",
+    "pytest",
+    "tabulate",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torchvision",
+    "torchvision.transforms.v2",
+]
 
 torch.set_num_threads(1)  # as every rank has: two tests that run side by side have two cores
 context = multiprocessing.get_context("forkserver")
-PRELOADED += ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim")
-PRELOADED += ("torch.distributed.checkpoint.state_dict",)
-context.set_forkserver_preload(list(PRELOADED))
+context.set_forkserver_preload(PRELOADED)
 if multiprocessing.parent_process() is None:  # chapters that tests run here use it as it is
     multiprocessing.forkserver.set_forkserver_preload = lambda modules: None
 

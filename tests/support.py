@@ -4,6 +4,7 @@ Many tests and helpers take `without`, lines of a stage to leave out. pytest pas
 the test is about the stage as it is. tests/test_break_it.py passes one: then it must fail.
 """
 
+import ast
 import importlib
 import json
 import os
@@ -63,6 +64,18 @@ def clock() -> types.SimpleNamespace:
 
 
 # Files of a stage, as they are or changed
+
+
+def functions(source: str) -> dict[str, str]:
+    """The functions of a program that stand at its top level, as text."""
+    nodes = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    return {node.name: ast.get_source_segment(source, node) or "" for node in nodes}
+
+
+def different_functions(source: str, parent: str) -> set[str]:
+    """The names of the functions that both have, with other texts."""
+    ours, theirs = functions(source), functions(parent)
+    return {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
 
 
 def changed_source(key: str, file: str, changes: Sequence[Line]) -> str:

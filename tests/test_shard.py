@@ -24,8 +24,15 @@ from torch import nn
 from torch.optim import SGD, AdamW, NAdam
 
 from local_ranks import command, launch_ranks, on_ranks, run_ranks
-from support import FOLDERS, chapter, fresh_module, train, train_once
-from test_structure import different_functions, functions
+from support import (
+    FOLDERS,
+    chapter,
+    different_functions,
+    fresh_module,
+    functions,
+    train,
+    train_once,
+)
 
 language = chapter("shard", "language")
 FILES = ("shards.py", "zero.py", "fsdp.py", "full_state.py", "ways.py")

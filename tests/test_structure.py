@@ -1,6 +1,6 @@
 """The main path stays short, its copies stay equal, and the top level holds nothing else.
 
-Only the scripts that a reader copies have a limit of lines, and it has slack: a line that must be
+Only the scripts that a reader copies, and common/, have a limit of lines. A line that must be
 squeezed to fit means that the design of its function is wrong.
 """
 
@@ -13,6 +13,7 @@ import pytest
 
 from lessons import PARENTS, lesson
 from local_ranks import ROOT
+from support import different_functions, functions
 
 LINES = {  # of train.py, at most
     "01_single_gpu": 85,
@@ -42,18 +43,6 @@ TOP_LEVEL |= {"Makefile", "pyproject.toml", "requirements.txt"}
 SOURCES = {stage: (ROOT / stage / "train.py").read_text() for stage in (*LINES, "beyond/survive")}
 COMMON = sorted((ROOT / "common").glob("*.py"))
 each_stage = pytest.mark.parametrize("stage", SOURCES)
-
-
-def functions(source: str) -> dict[str, str]:
-    """The functions of a program that stand at its top level, as text."""
-    nodes = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
-    return {node.name: ast.get_source_segment(source, node) or "" for node in nodes}
-
-
-def different_functions(source: str, parent: str) -> set[str]:
-    """The names of the functions that both have, with other texts."""
-    ours, theirs = functions(source), functions(parent)
-    return {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
 
 
 def changed_lines(diff: str) -> int:
