@@ -3,8 +3,8 @@
 Read them in this order. PerParameter sends a message for each parameter, as train.py does. Flat
 sends one message for all of them, and Ring does so by an all-reduce of our own. Bucketed sends
 several, each as soon as backward has filled it, as DistributedDataParallel does. SharedMemory, in
-shared_memory.py, sends no gradient at all. compare_reducers.py shows what they send. In a training
-loop:
+shared_memory_reducer.py, sends no gradient at all. compare_reducers.py shows what they send. In a
+training loop:
 
     reducer = Bucketed(model)  # every rank now has rank 0's weights and buffers
     loss.backward()            # Bucketed sends in here
@@ -16,17 +16,17 @@ the parameter stays without. Page: reducers.md
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
-from averaging import broadcast_model, fill_missing_gradients, views_of, write_divided_gradient
 from common.options import UsageError
+from reducer_parts import broadcast_model, fill_missing_gradients, views_of, write_divided_gradient
 from ring import ring_all_reduce
-from shared_memory import SharedMemory
+from shared_memory_reducer import SharedMemory
 
 
 class PerParameter:
@@ -162,7 +162,14 @@ class Ring(Flat):
         super().__init__(model, ring_all_reduce)
 
 
-REDUCERS: dict[str, Callable[[nn.Module], Any]] = {
+class Reducer(Protocol):
+    """What all of them offer. To make one is a collective, and so is each call of finish()."""
+
+    def finish(self) -> None:
+        """After backward: now every rank has the mean of all ranks' gradients."""
+
+
+REDUCERS: dict[str, Callable[[nn.Module], Reducer]] = {
     "per-parameter": PerParameter,
     "flat": Flat,
     "bucketed": Bucketed,

@@ -211,7 +211,7 @@ def test_models_that_differ_between_ranks_or_train_nothing_are_refused_on_all_of
 
 @on_ranks(2)
 def test_memory_is_shared_where_there_is_no_memfd_and_not_between_machines(rank):
-    share_memory = chapter("03", "shared_memory").share_memory
+    share_memory = chapter("03", "shared_memory_reducer").share_memory
     with mock.patch.object(os, "memfd_create", create=True):
         del os.memfd_create
         memory = share_memory(2)
@@ -227,7 +227,7 @@ def test_memory_is_shared_where_there_is_no_memfd_and_not_between_machines(rank)
 def test_on_another_machine_the_path_of_the_memory_leads_nowhere_or_to_a_file_of_others(rank):
     """Both ranks refuse, and that file stays as it is. The control: the right path is taken."""
     share_memory, broadcast = (
-        chapter("03", "shared_memory").share_memory,
+        chapter("03", "shared_memory_reducer").share_memory,
         dist.broadcast_object_list,
     )
     file = os.memfd_create("of another program")

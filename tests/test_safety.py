@@ -27,7 +27,7 @@ def test_no_file_unpickles_what_comes_from_outside():
     assert [call for call in loads if "weights_only=True" not in call] == []
     call = re.compile(r"(\w+)_object\w*\(")
     found = {f"{name} {each}" for name, text in sources.items() for each in call.findall(text)}
-    allowed = {"03/ranks.py all_gather", "03/shared_memory.py broadcast"}
+    allowed = {"03/ranks.py all_gather", "03/shared_memory_reducer.py broadcast"}
     allowed |= {"04/uneven.py all_gather", "05/unused.py all_gather"}
     allowed |= {"de/ddp.py all_gather"}  # of the detector
     assert found == allowed

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from averaging import broadcast_model, fill_missing_gradients, views_of, write_divided_gradient
 from common.options import UsageError
+from reducer_parts import broadcast_model, fill_missing_gradients, views_of, write_divided_gradient
 
 PIECE = 2**16  # elements that are added up at a time: they stay in the processor's cache
 
