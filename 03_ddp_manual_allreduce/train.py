@@ -97,7 +97,7 @@ def train(rank: int, world_size: int, port: int, local_batch: int, args: Namespa
     train_shard = partitioner.use(rank)
     sampler = RandomSampler(train_shard, generator=torch.Generator())
     loader = DataLoader(train_shard, local_batch, sampler=sampler, drop_last=True, **options)
-    for epoch in range(progress.epoch, args.epochs):  # timed() counts the steps in progress
+    for epoch in range(progress.epoch, args.epochs):  # recorder.timed moves progress on
         if progress.step >= args.max_steps:
             break
         sampler.generator.manual_seed(args.seed + epoch)  # the order depends on (seed, epoch)

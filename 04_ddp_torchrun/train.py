@@ -95,7 +95,7 @@ def main() -> None:
     ddp = DistributedDataParallel(model)  # rank 0's weights now, mean gradients in each backward
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # it repeats no sample
     loader = DataLoader(train_set, local_batch, sampler=sampler, drop_last=True, **options)
-    for epoch in range(progress.epoch, args.epochs):  # timed() counts the steps in progress
+    for epoch in range(progress.epoch, args.epochs):  # recorder.timed moves progress on
         if progress.step >= args.max_steps:
             break
         sampler.set_epoch(epoch)  # without it, every epoch has the same order

@@ -173,7 +173,8 @@ def draw(results: Results) -> plt.Figure:
             distance.plot(steps, distances, color=color_of[name])
     curves.set(title=f"Training loss: {first['model']} on {first['dataset']}", yscale="log")
     curves.set(ylabel="loss of the global batch")
-    curves.legend(ncols=2, fontsize="small")
+    curves.set_ylim(top=4 * curves.get_ylim()[1])  # room for the legend above the curves
+    curves.legend(ncols=2, fontsize="small", loc="upper right")
     distance.axhline(EQUAL, color="gray", linewidth=0.8, linestyle=":")
     distance.set(title="Distance from 01's loss: below the dotted line it is rounding")
     distance.set(xlabel="optimizer step", ylabel="|difference| (0 drawn as 1e-9)", yscale="log")
