@@ -851,6 +851,17 @@ class TakesParts(nn.Module):
         return self.parts["second"](self.parts["first"](x))
 
 
+def assert_divided(model: nn.Module, layers: list[str]) -> None:
+    """FSDP divides these layers, and computes what rank 0's model computes."""
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, src=0)
+    inputs = torch.ones(1, 3)
+    expected = model(inputs)
+    fsdp = chapter("shard", "fsdp").FSDP(model)
+    assert [layer.name for layer in fsdp.layers] == layers
+    assert torch.allclose(fsdp(inputs), expected)
+
+
 class TakesNested(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -867,12 +878,7 @@ class TakesNested(nn.Module):
 
 @on_ranks(2)
 def test_shard_fsdp_divides_nested_lists_and_leaves_bare_parameters_whole(rank):
-    torch.manual_seed(0)
-    model, x = TakesNested(), torch.ones(1, 3)
-    expected = model(x)
-    fsdp = chapter("shard", "fsdp").FSDP(model)
-    assert [layer.name for layer in fsdp.layers] == ["groups.0.0", "groups.1.0"]
-    assert torch.allclose(fsdp(x), expected)
+    assert_divided(TakesNested(), ["groups.0.0", "groups.1.0"])
 
 
 @on_ranks(2)
@@ -902,12 +908,7 @@ def test_shard_steps_after_a_load_do_not_change_what_was_loaded(rank):
 
 @on_ranks(2)
 def test_shard_fsdp_divides_the_modules_of_a_module_dict(rank):
-    torch.manual_seed(0)
-    model, x = TakesParts(), torch.ones(1, 3)
-    expected = model(x)
-    fsdp = chapter("shard", "fsdp").FSDP(model)
-    assert [layer.name for layer in fsdp.layers] == ["parts.first", "parts.second"]
-    assert torch.equal(fsdp(x), expected)
+    assert_divided(TakesParts(), ["parts.first", "parts.second"])
 
 
 def within(*flags: str) -> dict[str, str]:
