@@ -34,7 +34,7 @@ exercise: $(VENV)/ready  ## judge your answer to an exercise: STAGE=04
 	@$(RUN) tests/check_exercise.py $(STAGE)
 
 words: $(VENV)/ready  ## how many words each page has, and what is wrong with it
-	$(RUN) tests/pages.py
+	$(RUN) tests/helpers/pages.py
 
 bench: $(VENV)/ready  ## measure what the notebooks show on this machine: benchmarks/results/HARDWARE.json
 	$(RUN) benchmarks/bench.py $(FLAGS)
@@ -59,7 +59,7 @@ shm-suite: $(VENV)/ready  ## torch's own tests for backends, over gloo and shm: 
 lessons: $(VENV)/ready  ## write every lesson.diff, its parts in the pages, the index, and the Chinese pages
 	$(RUN) docs/site/lessons.py
 	$(RUN) docs/site/index.py
-	$(RUN) tests/rehearsal.py
+	$(RUN) tests/helpers/rehearsal.py
 	$(RUN) docs/site/translations.py
 
 readme: $(VENV)/ready  ## run the tour and every command whose output a page shows, and put it there

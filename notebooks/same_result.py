@@ -1,7 +1,8 @@
 """Do the stages compute the same? For notebook 03: their losses, and a replay of their batches.
 
-The replay is tests/oracle.py: one plain process in float64. Its recipe is what BatchNorm normalizes
-together: the global batch (01, SyncBN), its pieces (02), strides of it (04), or fixed shards (03).
+The replay is tests/helpers/oracle.py: one plain process in float64. Its recipe is what BatchNorm
+normalizes together: the global batch (01, SyncBN), its pieces (02), strides of it (04), or fixed
+shards (03).
 """
 
 import math

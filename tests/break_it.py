@@ -13,11 +13,11 @@ from pathlib import Path
 from shutil import copytree
 from tempfile import TemporaryDirectory
 
+sys.path.append(str(Path(__file__).parent / "helpers"))
+sys.path.append(str(Path(__file__).parents[1] / "docs" / "site"))
 from local_ranks import ROOT
-from support import FOLDERS, NOT_COPIED, Line, changed_source
-
-sys.path.append(str(ROOT / "docs" / "site"))
 from repository_pages import ALL_PAGES, BREAK, fences, sides
+from support import FOLDERS, NOT_COPIED, Line, changed_source
 
 ROW = re.compile(r"^\| `(.+?)` \| `([\w.]+)` \| `(test_\w+)` \|$", re.M)  # line, file, test
 
@@ -48,15 +48,15 @@ def rows_of(key: str) -> list[Row]:
     return rows
 
 
-def file_of(test: str) -> str:
-    files = (ROOT / "tests").glob("test_*.py")
-    return next(path.name for path in files if f"def {test}(" in path.read_text())
+def file_of(test: str) -> Path:
+    files = (ROOT / "tests").glob("*/test_*.py")
+    return next(path for path in files if f"def {test}(" in path.read_text())
 
 
 def try_row(row: Row) -> bool:
     """Whether the test fails with the change. Prints both, and the error."""
     folder, file = FOLDERS[row.key].relative_to(ROOT), row.change[0]
-    test = f"tests/{file_of(row.test)}::{row.test}"
+    test = f"{file_of(row.test).relative_to(ROOT)}::{row.test}"
     print(f"{folder}/{row.what}\n{test}", flush=True)
     with TemporaryDirectory() as name:
         copy = Path(name, "copy")

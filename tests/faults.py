@@ -35,6 +35,9 @@ import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from common.options import Parser, int_at_least
+
+sys.path.append(str(Path(__file__).parent / "helpers"))
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from local_ranks import (
     ROOT,
     context,

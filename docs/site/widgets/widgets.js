@@ -3,7 +3,7 @@
 //
 // A page writes <div class="widget" data-widget="NAME"></div>. The file NAME.js registers a function
 // that fills it. What it computes stands in widgets.NAME: functions of numbers, which need no page.
-// tests/test_widgets.py runs them with node and compares them with the chapters.
+// tests/pages/test_widgets.py runs them with node and compares them with the chapters.
 
 globalThis.widgets = { builders: {} };
 {

@@ -33,7 +33,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SECONDS = 60  # more than any rank takes; a hang ends here
 PRELOADED = [  # by the fork server
     "PIL.Image",

@@ -1,6 +1,6 @@
 """What the pages are held to; `make words` shows how long each of them is, and what is wrong.
 
-    python tests/pages.py
+    python tests/helpers/pages.py
 
 Links and anchors lead somewhere, in English and in Chinese. A python fence that is a part of a file
 still is one, and a test that a page names exists. The main path explains each term of the glossary
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-sys.path.append(str(Path(__file__).parents[1] / "docs" / "site"))
+sys.path.append(str(Path(__file__).parents[2] / "docs" / "site"))
 from repository_pages import ALL_PAGES, ROOT, fences
 from translations import translated_pages
 
@@ -27,7 +27,7 @@ LINK = r"!?\[([^\]]*)\]\([^)]*\)"
 TERM = re.compile(r'^\| (?:<a id="[\w-]+"></a>)+(?P<term>.+?) \|', re.M)  # a row of the glossary
 COUNTED = re.compile(r"[一-鿿]|[^\W一-鿿]+")  # Chinese characters, and words in other letters
 CHINESE = [page for _, page in translated_pages(ROOT)]
-TESTS = "".join(path.read_text() for path in sorted((ROOT / "tests").glob("test_*.py")))
+TESTS = "".join(path.read_text() for path in sorted((ROOT / "tests").glob("*/test_*.py")))
 
 
 def main_path(root: Path) -> list[Path]:

@@ -1,6 +1,6 @@
 """A machine that seems to have GPUs: calls of CUDA become calls of the CPU, and are written down.
 
-    python tests/rehearsal.py  # writes docs/gpu_lines.md: which lines no rehearsal reaches
+    python tests/helpers/rehearsal.py  # writes docs/gpu_lines.md: which lines no rehearsal reaches
 
 A rehearsal shows which branches a script takes, and in which order it asks for what. It shows
 nothing of what a GPU computes, of its memory, of its streams and of nccl.
@@ -47,12 +47,13 @@ HEAD = """\
 
 No machine of this project has a GPU, so the suite *rehearses* one. Calls of CUDA become calls of
 the CPU, each script trains whole, and its ranks write down which GPU they ask for, and when
-([test_devices.py](../tests/test_devices.py)). That shows that each rank takes its own GPU, names it
-before the ranks meet, and puts every tensor there. It shows nothing of what a GPU computes, of its
-memory and its streams, and of nccl between real GPUs.
+([test_devices.py](../tests/stages/test_devices.py)). That shows that each rank takes its own GPU,
+names it before the ranks meet, and puts every tensor there. It shows nothing of what a GPU
+computes, of its memory and its streams, and of nccl between real GPUs.
 
 Of {total} statements that ask for a GPU, or stand in a branch that only a GPU takes, a rehearsal
-runs {reached}. No machine has run the other {left}; `python tests/rehearsal.py` writes this list.
+runs {reached}. No machine has run the other {left};
+`python tests/helpers/rehearsal.py` writes this list.
 
 | line | statement |
 |---|---|"""

@@ -1,7 +1,7 @@
 """The stages as the tests run them: in float64, on ranks of this machine, with lines left out.
 
 Many tests and helpers take `without`, lines of a stage to leave out. pytest passes none, so that
-the test is about the stage as it is. tests/test_break_it.py passes one: then it must fail.
+the test is about the stage as it is. tests/pages/test_break_it.py passes one: then it must fail.
 """
 
 import ast

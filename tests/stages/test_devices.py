@@ -134,4 +134,4 @@ def test_evaluation_sends_each_batch_to_the_gpu(key):
 
 
 def test_the_page_of_lines_that_only_a_gpu_reaches_is_fresh():
-    assert PAGE.read_text() == unreached_page(), "python tests/rehearsal.py writes it"
+    assert PAGE.read_text() == unreached_page(), "python tests/helpers/rehearsal.py writes it"

@@ -1,6 +1,6 @@
 """Links lead somewhere, terms are explained before they are used, and the index knows every file.
 
-What is checked of a page stands in tests/pages.py.
+What is checked of a page stands in tests/helpers/pages.py.
 """
 
 import re

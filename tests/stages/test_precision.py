@@ -16,7 +16,7 @@ from common.options import make_parser
 from local_ranks import of_all_ranks, on_ranks, run_ranks
 from repository_pages import fences
 from support import FP32, LOCAL, Run, chapter, load_stage, run_main, train, train_once
-from test_proof import FLAGS, differences
+from test_equals_one_process import FLAGS, differences
 
 loss_scaling, schedule = chapter("05", "loss_scaling"), chapter("05", "schedule")
 CLIP = 0.5  # below the norm of nearly every step of these runs
