@@ -1,5 +1,6 @@
-"""Whoever starts the ranks, they do the same. Which GPU each takes: test_devices.py.
+"""Whoever starts the ranks, they do the same, and torchrun tells each of them who it is.
 
+Which GPU each takes: test_devices.py.
 Real torchruns and a real SLURM: test_cluster.py.
 """
 
@@ -8,7 +9,7 @@ import torch
 
 from local_ranks import ROOT, command, free_port, torchrun_variables
 from refusals import SCRIPTS
-from support import SHORT, Run, train_once
+from support import SHORT, Run, output_of, train_once
 
 
 def srun(ranks: int, tasks: str) -> dict[str, str]:
@@ -36,3 +37,15 @@ def test_whoever_starts_the_ranks_their_losses_are_the_same(key, ranks, processe
     assert "epoch" not in "".join(output for _, output in answers[1:]), "only rank 0 prints"
     same = train_once(key, ranks, *SHORT, dtype=torch.float32)
     assert torch.equal(Run(tmp_path, [], "").losses, same.losses)
+
+
+def test_c01_c03_words_shows_what_torchrun_gives_to_nodes_of_unequal_size():
+    """Of two real torchruns. On the second node, rank % GPUs is another GPU."""
+    table, *_ = output_of("04", "rank_variables", "--nodes", "3", "2").split("\n\n")
+    node_0, node_1 = table.split("node 1")
+    for output, numbers in (
+        (node_0, ("RANK 0 1 2", "LOCAL_RANK 0 1 2", "rank % 3 0 1 2 the local rank")),
+        (node_1, ("RANK 3 4", "LOCAL_RANK 0 1", "rank % 2 1 0 another GPU than LOCAL_RANK names")),
+    ):
+        lines = [" ".join(line.split()) for line in output.splitlines()[1:]]
+        assert lines == [*numbers, f"WORLD_SIZE 5, LOCAL_WORLD_SIZE {len(numbers[0].split()) - 1}"]

@@ -1,0 +1,183 @@
+"""beyond/shard: a checkpoint holds the whole state, and each rank only its part of it.
+
+A run saved on two ranks goes on on three, in one plain process, and with PyTorch's classes.
+"""
+
+import copy
+import io
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from local_ranks import on_ranks, run_ranks
+from shard_cases import (
+    BY_HAND,
+    OPTIMIZERS,
+    STEPS,
+    ZERO_1,
+    batches,
+    build,
+    changed_ways,
+    collect,
+    join,
+    largest_difference,
+    loss_of,
+    one_process,
+    train_steps,
+)
+from support import chapter
+
+measure = chapter("shard", "measure")
+
+
+def resumed(
+    rank: int, cases: list, name: str = "transformer", optimizer: str = "adamw"
+) -> list[tuple]:
+    """Two steps, from the start or from a saved state; returns the full state_dicts."""
+    join("gloo")
+    ways, (optimizer_class, options), states = changed_ways(), OPTIMIZERS[optimizer], []
+    for way, library, state in cases:
+        how = ways.by_library if library else ways.by_hand
+        training = how(way, build(name), optimizer_class, **options)
+        contents = torch.load(io.BytesIO(state), weights_only=True) if state else ()
+        for part, content in zip(training.full_state, contents, strict=False):
+            part.load_state_dict(content)
+        half = slice(STEPS // 2, None) if state else slice(STEPS // 2)
+        train_steps(training, batches(name)[half])
+        states.append(collect(training))
+    dist.destroy_process_group()
+    return states
+
+
+def saved(state: tuple) -> bytes:
+    """As a file would hold it: a process takes only so many tensors as arguments."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+@cache
+def saved_on_two_ranks() -> dict[tuple, tuple]:
+    """After two of four steps, by hand and by the library."""
+    cases = [(way, library) for library in (False, True) for way in BY_HAND]
+    states = run_ranks(2, resumed, [(*case, None) for case in cases])[0]
+    return dict(zip(cases, states, strict=True))
+
+
+def resumed_alone(state: tuple, name: str = "transformer", optimizer: str = "adamw") -> dict:
+    model, (optimizer_class, options) = build(name), OPTIMIZERS[optimizer]
+    plain = optimizer_class(model.parameters(), **options)
+    model.load_state_dict(state[0])
+    plain.load_state_dict(copy.deepcopy(state[1]))  # torch would go on in the same tensors
+    for inputs, labels in batches(name)[STEPS // 2 :]:
+        plain.zero_grad()
+        loss_of(model, inputs, labels, int((labels >= 0).sum())).backward()
+        plain.step()
+    return model.state_dict()
+
+
+def test_shard_a_run_saved_on_two_ranks_goes_on_on_three_and_in_a_plain_process():
+    expected = one_process("transformer", "adamw")
+    states = {way: state for (way, library), state in saved_on_two_ranks().items() if not library}
+    cases = [(way, False, saved(state)) for way, state in states.items()]
+    for state, (weights, _) in zip(states.values(), run_ranks(3, resumed, cases)[0], strict=True):
+        weights_when_saved, _ = state
+        assert largest_difference(weights_when_saved, expected) > 1e-3, "the control"
+        assert largest_difference(weights, expected) < 1e-10
+        assert largest_difference(resumed_alone(state), expected) < 1e-10
+
+
+def test_shard_an_optimizer_that_keeps_other_scalars_than_a_step_goes_on_too():
+    """NAdam, and a model with a scalar parameter, whose momentum looks like a step."""
+    of = ("odd", "nadam")
+    states = run_ranks(2, resumed, [(way, False, None) for way in BY_HAND], *of)[0]
+    cases = [(way, False, saved(state)) for way, state in zip(BY_HAND, states, strict=True)]
+    for state, (weights, _) in zip(states, run_ranks(3, resumed, cases, *of)[0], strict=True):
+        weights_when_saved, _ = state
+        assert largest_difference(weights_when_saved, one_process(*of)) > 1e-3, "the control"
+        assert largest_difference(weights, one_process(*of)) < 1e-10
+        assert largest_difference(resumed_alone(state, *of), one_process(*of)) < 1e-10
+
+
+@on_ranks(2)
+def test_shard_a_parameter_that_was_never_used_has_no_state_as_in_a_plain_optimizer(rank):
+    """ZeRO-1 takes such parameters. The first one of each bucket is among them."""
+    model, zero = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3)), chapter("shard", "zero")
+    optimizer = zero.ShardedOptimizer(model.parameters(), AdamW, lr=0.1)
+    plain = AdamW(copy.deepcopy(model).parameters(), lr=0.1)
+    for stepped in (optimizer, plain):
+        [_, bias, weight, last] = stepped.param_groups[0]["params"]
+        (bias.sum() + weight.square().sum()).backward()
+        stepped.step()
+        assert last.grad is None
+    full_state = chapter("shard", "full_state").FullOptimizerState(model, optimizer)
+    full_state.collect()
+    rows, plain_rows = full_state.state_dict()["state"], plain.state_dict()["state"]
+    assert [*rows] == [*plain_rows] == [1, 2]
+    if rank == 0:
+        assert max(largest_difference(rows[number], plain_rows[number]) for number in rows) < 1e-6
+
+
+def held_when_resumed(rank: int, state: bytes, changes: tuple) -> dict[str, int]:
+    """Bytes of the optimizer's state."""
+    join("gloo")
+    held = {}
+    for way in BY_HAND:
+        training = changed_ways(changes).by_hand(way, build("transformer"), AdamW, lr=0.01)
+        for part, content in zip(training.full_state, torch.load(io.BytesIO(state)), strict=True):
+            part.load_state_dict(content)
+        held[way] = measure.held_by_kind(training)["optimizer state"]
+    dist.destroy_process_group()
+    return held
+
+
+def test_shard_a_resumed_rank_holds_only_its_part_of_the_state():
+    """The control: a part that is no copy keeps all of its tensor alive."""
+    state = saved_on_two_ranks()[ZERO_1, False]
+    full_size = sum(value.nbytes for row in state[1]["state"].values() for value in row.values())
+    for held in run_ranks(2, held_when_resumed, saved(state), ()):
+        assert held == dict.fromkeys(BY_HAND, pytest.approx(full_size / 2, rel=0.02))
+    no_copy = ("full_state.py", "[inside].clone()", "[inside]")
+    for held in run_ranks(2, held_when_resumed, saved(state), (no_copy,)):
+        assert min(held.values()) >= full_size
+
+
+def test_shard_the_rate_of_a_resumed_run_is_that_of_its_own_flags():
+    """An optimizer that loads its state makes new groups, so they are asked for each time."""
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    old_groups = optimizer.param_groups
+    full_state = chapter("shard", "full_state").FullOptimizerState(nn.Linear(1, 1), optimizer)
+    full_state.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    full_state.param_groups[0]["lr"] = 0.5
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert old_groups[0]["lr"] == 0.1, "the control: they are others now"
+
+
+def test_shard_the_library_reaches_the_same_weights_and_shares_its_checkpoints():
+    """Saved by hand, resumed by PyTorch's classes, and the other way round."""
+    states = saved_on_two_ranks().items()
+    cases = [(way, not library, saved(state)) for (way, library), state in states]
+    for weights, _ in run_ranks(2, resumed, cases)[0]:
+        assert largest_difference(weights, one_process("transformer", "adamw")) < 1e-10
+
+
+@on_ranks(2)
+def test_shard_steps_after_a_load_do_not_change_what_was_loaded(rank):
+    full_state, zero = chapter("shard", "full_state"), chapter("shard", "zero")
+    model = nn.Linear(3, 2)
+    optimizer = zero.ShardedOptimizer(model.parameters(), AdamW, lr=0.1)
+    moments = {"step": torch.tensor(5.0)}
+    rows = {
+        number: moments | {key: torch.ones(p.shape) for key in ("exp_avg", "exp_avg_sq")}
+        for number, p in enumerate(model.parameters())
+    }
+    groups = [{**optimizer.param_groups[0], "params": [0, 1]}]
+    saved = {"state": rows, "param_groups": groups}
+    full_state.FullOptimizerState(model, optimizer).load_state_dict(saved)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert saved["state"][0]["step"] == 5

@@ -1,0 +1,195 @@
+"""beyond/shard: each rank holds and sends what the paper's formulas say, and nothing besides: C41.
+
+The controls are impostors, which reach the right weights and hold more.
+"""
+
+import os
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from local_ranks import command, run_ranks
+from shard_cases import BY_HAND, FSDP, ZERO_1, ZERO_2, Case, all_distances, changed_ways, join
+from support import chapter
+
+measure, traffic = chapter("shard", "measure"), chapter("shard", "traffic")
+
+
+def small() -> nn.Module:
+    return measure.build(width=64, layers=4)
+
+
+def all_held(rank: int, cases: list) -> list[dict]:
+    join("gloo")
+    held = []
+    for way, changes in cases:
+        held.append(measure.count_held(changed_ways(changes).by_hand, way, small))
+    dist.destroy_process_group()
+    return held
+
+
+def unlike_the_paper(held: dict, way: str, ranks: int) -> set[str]:
+    """The kinds of which a rank holds more than 1 % more or less than the formula says."""
+    parameters = sum(parameter.nbytes for parameter in small().parameters())
+    expected = measure.formula(way, ranks)
+    expected["alive"] = sum(expected.values())
+    off = {kind: abs(held[kind] / parameters - expected[kind]) for kind in expected}
+    return {kind for kind in expected if off[kind] > 0.01 * expected[kind]}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_shard_each_rank_holds_what_the_paper_says_and_nothing_besides(ranks):
+    for held_by_way in run_ranks(ranks, all_held, [(way, ()) for way in measure.WAYS]):
+        for way, held in zip(measure.WAYS, held_by_way, strict=True):
+            assert unlike_the_paper(held, way, ranks) == set()
+
+
+peak, fit = chapter("01", "peak"), chapter("01", "fit")
+
+
+class Linears(peak.Plan):
+    """The last layer, which FSDP leaves unsharded until backward, is small."""
+
+    def build(self):
+        sizes = (64, *[256] * 16, 4)
+        pairs = pairwise(sizes)
+        layers = [nn.Sequential(nn.Linear(before, after), nn.Tanh()) for before, after in pairs]
+        model = nn.Sequential(*layers)
+        return model, torch.optim.Adam(model.parameters(), foreach=False)
+
+    def loss(self, model, batch):
+        return model(torch.randn(batch, 64)).square().mean()
+
+
+LINEARS, SAMPLES = Linears("", 0, "adam", "cpu"), 48
+
+
+def alive_after_forward(rank: int, predicted: dict[str, int]) -> dict[str, int]:
+    """Bytes of all tensors of a rank, by way, when the second forward has ended."""
+    join("gloo")
+    alive = {}
+    for way in measure.WAYS:
+        with peak.Ledger("cpu", counted="cpu") as ledger:
+            model, _ = LINEARS.build()
+            training = changed_ways().by_hand(way, model, torch.optim.Adam, foreach=False)
+            for _ in range(2):
+                loss = LINEARS.loss(training.model, SAMPLES)
+                end = time.monotonic() + 5
+                while ledger.bytes > 1.02 * predicted[way] and time.monotonic() < end:
+                    time.sleep(0.01)  # a thread of gloo lets the last message go a moment later
+                alive[way] = ledger.bytes
+                training.optimizer.zero_grad()
+                loss.backward()
+                training.finish()
+                training.optimizer.step()
+    dist.destroy_process_group()
+    return alive
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_shard_fit_predicts_within_2_percent_what_ranks_hold_at_the_end_of_forward(ranks):
+    """The control: the sum of another way is farther from what was counted."""
+    unsharded, moment = peak.rehearse(LINEARS, SAMPLES)
+    assert moment == "forward"
+    sharded = [fit.bytes_if_sharded(LINEARS, SAMPLES, way, ranks) for way in fit.WAYS]
+    predicted = dict(zip(measure.WAYS, [unsharded, *sharded], strict=True))
+    for alive in run_ranks(ranks, alive_after_forward, predicted):
+        assert alive == {way: pytest.approx(size, rel=0.02) for way, size in predicted.items()}
+        for way, size in alive.items():
+            others = [predicted[other] for other in measure.WAYS if other != way]
+            assert all(other != pytest.approx(size, rel=0.05) for other in others)
+
+
+IMPOSTORS = {  # what reaches the right weights, and holds more: the change, and where that shows
+    "no view is copied": (
+        FSDP,
+        ("fsdp.py", "self.shards.shard_of(flat).clone()", "self.shards.shard_of(flat)"),
+        {"parameters", "alive"},
+    ),
+    "unsharded gradients stay": (
+        ZERO_2,
+        ("zero.py", "parameter.grad = None  # the bucket has it now", "pass"),
+        {"gradients", "alive"},
+    ),
+    "a secret copy": (
+        ZERO_1,
+        (
+            "zero.py",
+            "self.parameters = parameters\n",
+            "self.parameters, self.secret = parameters, [p + 0 for p in parameters]\n",
+        ),
+        {"alive"},
+    ),
+}
+
+
+def test_shard_an_impostor_that_holds_more_is_found_though_its_weights_are_right():
+    cases = [(way, (change,)) for way, change, _ in IMPOSTORS.values()]
+    held_by_ddp, *held_by_impostors = run_ranks(2, all_held, [("none", ()), *cases])[1]
+    for way, kind in zip(BY_HAND, measure.KINDS[::-1], strict=True):  # DDP under another name
+        assert {kind, "alive"} <= unlike_the_paper(held_by_ddp, way, 2)
+    for held, (way, _, kinds) in zip(held_by_impostors, IMPOSTORS.values(), strict=True):
+        assert unlike_the_paper(held, way, 2) == kinds
+    trainings = [Case(way, changes=changes) for way, changes in cases]
+    assert max(run_ranks(2, all_distances, trainings)[0]) < 1e-10
+
+
+def middle_sized() -> nn.Module:
+    """Headers, and the last layer, which FSDP gathers only once, are about 1 % of it."""
+    return measure.build(width=128, layers=12)
+
+
+def all_sent(rank: int, cases: list) -> list[float]:
+    """In a network namespace that only these ranks are in. Its first process is rank 0."""
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]))  # opened in the old network
+    if rank == 0:
+        traffic.enter_private_network()
+        store.set("process", str(os.getpid()))
+    else:
+        traffic.enter_private_network(int(store.get("process")))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    sent = []
+    for library, way, changes in cases:
+        ways = changed_ways(changes)
+        how = ways.by_library if library else ways.by_hand
+        sent.append(measure.count_sent(how, way, middle_sized))
+    dist.destroy_process_group()
+    return sent
+
+
+SENT = {  # by two ranks: multiples of the parameters' bytes
+    (False, "none"): 1.0,  # an all-reduce of the gradients
+    (False, ZERO_1): 1.5,  # and an all-gather of the parameters
+    (False, ZERO_2): 1.0,  # a reduce-scatter, an all-gather
+    (False, FSDP): 1.5,  # two all-gathers, a reduce-scatter
+    (True, FSDP): 2.0,  # gloo's reduce-scatter sends as much as an all-reduce
+}
+SAME_AS_GLOO = ("shards.py", 'dist.get_backend() == "gloo"', "False")
+
+
+@pytest.mark.skipif(not traffic.is_allowed(), reason="a network of its own needs root")
+def test_shard_each_rank_sends_what_the_paper_says():
+    """C41, counted by the kernel. ZeRO-2 with gloo's own reduce_scatter_tensor is the control."""
+    cases = [(*case, ()) for case in SENT] + [(False, ZERO_2, (SAME_AS_GLOO,))]
+    *sent, control = run_ranks(2, all_sent, cases)[0]
+    assert sent == [pytest.approx(expected, rel=0.02) for expected in SENT.values()]
+    assert control == pytest.approx(1.5, rel=0.02)
+
+
+def within(*flags: str) -> dict[str, str]:
+    """How each way of training ends under a memory limit."""
+    [(status, said)] = command("beyond/shard/limit.py", *flags)
+    assert status == 0, said
+    return {line.split()[0]: line.split(maxsplit=1)[1] for line in said.splitlines()[2:]}
+
+
+def test_shard_four_ranks_that_cannot_train_with_ddp_can_with_fsdp():
+    """The page runs it on two. The control: with 100 MiB more, DDP trains, too."""
+    ends = within("--ranks=4", "--limit-mib=120")
+    assert ends["DDP"].startswith("ends: can't allocate memory")
+    assert ends["FSDP"].startswith("trains: losses")
+    assert within("--limit-mib=265", "--ways=none")["DDP"].startswith("trains: losses")

@@ -1,0 +1,82 @@
+"""beyond/shard/train.py repeats stage 04, which resumes its checkpoints, and learns a language."""
+
+from unittest import mock
+
+import pytest
+import torch
+from PIL import Image
+
+from local_ranks import launch_ranks
+from shard_cases import FSDP, ZERO_1, ZERO_2, largest_difference
+from support import FOLDERS, chapter, different_functions, functions, train, train_once
+
+measure = chapter("shard", "measure")
+ON_DIGITS = ("--dataset=digits", "--model=net-bn", "--optimizer=sgd", "--lr=0.02", "--epochs=2")
+ON_DIGITS += ("--batch-size=300", "--seed=7", "--max-steps=7")  # 5 in the first epoch
+
+
+def test_shard_train_repeats_stage_04_and_04_resumes_its_checkpoint():
+    """Saved after one epoch of two, resumed by stage 04's unchanged script and in other ways."""
+    flags = [flag for flag in ON_DIGITS if "optimizer" not in flag]
+    uninterrupted = train_once("04", 2, *flags)
+    first_epoch = train("shard", 2, *ON_DIGITS, f"--shard={ZERO_2}", "--epochs=1")
+    resume = f"--resume={first_epoch.folder / 'checkpoint.pt'}"
+    others = [("shard", ("--optimizer=sgd", f"--shard={way}")) for way in (ZERO_1, FSDP)]
+    for key, more in [("04", ()), *others]:
+        resumed = train(key, 2, *flags, *more, resume)
+        losses = torch.cat([first_epoch.losses, resumed.losses])
+        assert (losses - uninterrupted.losses).abs().max() < 1e-10
+        reference_state = uninterrupted.checkpoint["model"]
+        assert largest_difference(resumed.checkpoint["model"], reference_state) < 1e-10
+
+
+@pytest.mark.parametrize("way", ["none", ZERO_2])
+def test_shard_a_checkpoint_of_the_other_optimizer_is_refused_in_one_line(way, tmp_path):
+    flags = (*ON_DIGITS, f"--shard={way}", "--max-steps=1")
+    path = train_once("shard", 2, *flags, "--optimizer=adamw").folder / "checkpoint.pt"
+    flags = (*flags, "--device=cpu", f"--run-dir={tmp_path}", f"--resume={path}")
+    for status, said in launch_ranks("beyond/shard/train.py", *flags):
+        [line] = said.splitlines()
+        assert (status, line[:7]) == (2, "error: ")
+        assert line.endswith("eps, expected one with dampening, momentum, nesterov")
+
+
+@pytest.mark.parametrize("way", [ZERO_2, FSDP])
+def test_shard_evaluate_only_prints_what_the_run_found_last(way, tmp_path):
+    """On more ranks and in another way, too. The control: after one step, the model is another."""
+    flags = (*ON_DIGITS, f"--shard={ZERO_2}")
+    one_step, two_steps = (train_once("shard", 2, *flags, f"--max-steps={n}") for n in (1, 2))
+    loss, accuracy = (two_steps.summary[key] for key in ("test_loss", "test_accuracy"))
+    expected = f"test loss {loss:.4f}  test accuracy {accuracy:.2%}\n"
+    for trained, is_expected in ((two_steps, True), (one_step, False)):
+        evaluate = f"--evaluate={trained.folder / 'checkpoint.pt'}"
+        evaluated = train(
+            "shard", 3, *ON_DIGITS, f"--shard={way}", evaluate, folder=tmp_path / "none"
+        )
+        assert not evaluated.folder.exists()
+        assert (evaluated.output == expected) == is_expected
+
+
+def test_shard_the_picture_is_not_older_than_what_draws_it():
+    picture = chapter("shard", "picture")
+    with Image.open(picture.FILE) as file:
+        assert file.text["made of"] == picture.made_of(), "run: python beyond/shard/picture.py"
+    with mock.patch.object(picture, "formula", measure.storages):
+        assert file.text["made of"] != picture.made_of(), "the control"
+
+
+def test_shard_the_language_model_learns_and_its_loss_does_not_depend_on_the_ranks():
+    flags = ("--max-steps=8", "--width=8", "--layers=1", "--lr=0.01", "--batch-size=48")
+    two, three = (train("shard", ranks, *flags) for ranks in (2, 3))
+    assert (two.losses - three.losses).abs().max() < 1e-10
+    assert two.losses[-1] < 0.95 * two.losses[0]
+    state = two.checkpoint["model"]
+    assert largest_difference(state, three.checkpoint["model"]) < 1e-10
+    own_tokens = train("shard", 2, *flags, without=(("train.py", "dist.all_reduce(tokens)"),))
+    assert largest_difference(state, own_tokens.checkpoint["model"]) > 1e-3, "the control: C43"
+
+
+def test_shard_what_the_script_does_not_teach_is_stage_04s():
+    sharded, stage_04 = ((FOLDERS[key] / "train.py").read_text() for key in ("shard", "04"))
+    assert "join_process_group" in functions(sharded)
+    assert different_functions(sharded, stage_04) == {"train_epoch", "evaluate", "main"}

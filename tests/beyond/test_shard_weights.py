@@ -1,0 +1,263 @@
+"""beyond/shard: whatever is divided, the weights are those of one process.
+
+The controls leave out each mechanism, or make it wrong, and the weights differ visibly.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD
+
+from local_ranks import on_ranks, run_ranks
+from shard_cases import (
+    BY_HAND,
+    FSDP,
+    OPTIMIZERS,
+    ZERO_1,
+    ZERO_2,
+    Case,
+    all_distances,
+    batches,
+    build,
+    changed_ways,
+    collect,
+    join,
+    language,
+    largest_difference,
+    loss_of,
+    train_steps,
+)
+from support import chapter
+
+CHOICES = (  # each pair of values occurs
+    ("odd", "sgd", 1, None),
+    ("odd", "adamw", 2, 0.1),
+    ("transformer", "sgd", 2, 0.1),
+    ("transformer", "adamw", 1, None),
+)
+CASES = [Case(way, *choice) for way in BY_HAND for choice in CHOICES]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_shard_weights_equal_one_process(ranks):
+    distances = run_ranks(ranks, all_distances, CASES)[0]
+    assert [case for case, far in zip(CASES, distances, strict=True) if far > 1e-10] == []
+
+
+def test_shard_two_ranks_compute_what_one_process_computes(without=()):
+    cases = [Case(way, changes=without) for way in BY_HAND]
+    assert max(run_ranks(2, all_distances, cases)[0]) < 1e-10
+
+
+def test_shard_weights_equal_one_process_over_shm_too():
+    cases = [Case(way, micro_batches=2, clip=0.1) for way in BY_HAND]
+    assert max(run_ranks(3, all_distances, cases, "shm")[0]) < 1e-10
+
+
+def test_shard_fsdp_may_recompute_and_gather_in_another_format():
+    """float32 stands for bf16 here: beside float64, it too has about half the digits."""
+    recompute, lower = {"recompute": True}, {"dtype": torch.float32}
+    cases = [
+        Case(FSDP, model, micro_batches=2, fsdp_options=options)
+        for options in (recompute, lower, {**recompute, **lower})
+        for model in ("odd", "transformer")
+    ]
+    distances = run_ranks(2, all_distances, cases)[0]
+    in_float64, in_float32 = distances[:2], distances[2:]
+    assert max(in_float64) < 1e-10
+    assert all(1e-10 < far < 1e-5 for far in in_float32)
+
+
+def in_bf16(rank: int) -> list[float]:
+    join("gloo")
+    model, (optimizer_class, options) = build("transformer").float(), OPTIMIZERS["adamw"]
+    training = changed_ways().by_hand(
+        FSDP, model, optimizer_class, {"dtype": torch.bfloat16}, **options
+    )
+    losses, gathered = [], training.model.layers[0].unshard().dtype
+    inputs, labels = batches("transformer")[0]
+    for _ in range(20):
+        train_steps(training, [(inputs, labels)])
+        with torch.no_grad():
+            losses.append(loss_of(training.model, inputs, labels, int((labels >= 0).sum())).item())
+    kept = {part.dtype for part in training.model.parameters()}
+    dist.destroy_process_group()
+    assert (gathered, kept) == (torch.bfloat16, {torch.float32})
+    return losses
+
+
+def test_shard_fsdp_learns_with_parameters_gathered_in_bf16():
+    losses = run_ranks(2, in_bf16)[0]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def full_state_from_meta(rank: int) -> dict[str, torch.Tensor]:
+    join("gloo")
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = language.Transformer(8, layers=2)
+    state, _ = collect(changed_ways().by_hand(FSDP, model, SGD, lr=0.1))
+    dist.destroy_process_group()
+    return state
+
+
+def test_shard_a_model_made_layer_by_layer_has_the_weights_of_one_made_at_once():
+    state = run_ranks(2, full_state_from_meta)[0]
+    for seed, is_same in ((0, True), (1, False)):  # the control: another seed
+        torch.manual_seed(seed)
+        made_at_once = language.Transformer(8, layers=2).state_dict()
+        assert (largest_difference(state, made_at_once) == 0) == is_same
+
+
+def looked_at_before_the_step(rank: int, changes: tuple) -> float:
+    """A loss is computed once more, and no backward follows: the last layer stays unsharded."""
+    join("gloo")
+    training = changed_ways(changes).by_hand(FSDP, build("odd"), SGD, lr=0.1)
+    first, second, *_ = batches("odd")
+    train_steps(training, [first])
+    training.model(first[0])
+    train_steps(training, [first])
+    training.model(first[0])
+    training.optimizer.step()  # the same gradients again
+    after = training.model(second[0])
+    state, _ = collect(training)
+    dist.destroy_process_group()
+    plain = build("odd")
+    if rank == 0:
+        plain.load_state_dict(state)
+    return float((plain(second[0]) - after).abs().max()) if rank == 0 else 0.0
+
+
+def test_shard_a_forward_without_backward_leaves_no_stale_weights():
+    assert run_ranks(2, looked_at_before_the_step, ())[0] < 1e-12
+    assert run_ranks(2, looked_at_before_the_step, (("fsdp.py", "layer.free()"),))[0] > 1e-3
+
+
+CONTROLS = {  # what is left out or made wrong: where it is used, and the change
+    "ZeRO-1: no all-gather": (
+        ZERO_1,
+        ("zero.py", "dist.all_gather_into_tensor(self.memory, ", "("),
+    ),
+    "ZeRO-1: the wrong slice": (
+        ZERO_1,
+        ("zero.py", "p.grad.reshape(-1)[part]", "p.grad.reshape(-1)[: part.stop - part.start]"),
+    ),
+    "ZeRO-2: own gradients only": (
+        ZERO_2,
+        ("shards.py", "-1).sum(dim=0)", "-1)[dist.get_rank()] * dist.get_world_size()"),
+    ),
+    "ZeRO-2: no division": (
+        ZERO_2,
+        ("zero.py", "message.wait() / bucket.world_size", "message.wait()"),
+    ),
+    "ZeRO-2: a local norm": (ZERO_2, ("shards.py", "dist.all_reduce(square)", "pass")),
+    "FSDP: no all-gather": (
+        FSDP,
+        (
+            "fsdp.py",
+            "dist.all_gather_into_tensor(self.flat, shard, async_op=True)",
+            "dist.all_reduce(shard * 0, async_op=True)",
+        ),
+    ),
+    "FSDP: the wrong slice": (
+        FSDP,
+        (
+            "shards.py",
+            "flat[self.rank * self.length :]",
+            "flat[(self.rank + 1) % 2 * self.length :]",
+        ),
+    ),
+    "FSDP: own gradients only": (
+        FSDP,
+        ("shards.py", "-1).sum(dim=0)", "-1)[dist.get_rank()] * dist.get_world_size()"),
+    ),
+    "FSDP: stale weights after the step": (FSDP, ("fsdp.py", "self.flat = None")),
+    "FSDP: no division": (FSDP, ("fsdp.py", ".div_(self.shards.world_size)", "")),
+    "FSDP: a local norm": (FSDP, ("shards.py", "dist.all_reduce(square)", "pass")),
+}
+
+
+def test_shard_weights_differ_if_a_mechanism_is_left_out():
+    """The controls of the claim above, on two ranks with SGD. Each changes the weights visibly."""
+    cases = [
+        Case(way, clip=0.1 if "norm" in what else None, changes=(change,))
+        for what, (way, change) in CONTROLS.items()
+    ]
+    distances = run_ranks(2, all_distances, cases)[0]
+    assert [what for what, far in zip(CONTROLS, distances, strict=True) if not far > 1e-3] == []
+
+
+def test_shard_adamw_hides_a_missing_division():
+    """Its step does not depend on the scale of the gradient, except through epsilon."""
+    left_out = [CONTROLS[f"{name}: no division"] for name in ("ZeRO-2", "FSDP")]
+    cases = [Case(way, optimizer="adamw", changes=(change,)) for way, change in left_out]
+    assert all(1e-10 < far < 1e-3 for far in run_ranks(2, all_distances, cases)[0])
+
+
+@on_ranks(2)
+def test_shard_a_closure_is_called_before_the_step(rank):
+    zero = chapter("shard", "zero")
+    for make in (zero.ShardedOptimizer, zero.ShardedGradients):
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = make([weight], SGD, lr=0.1)
+
+        def closure(weight=weight, optimizer=optimizer):
+            loss = weight.sum()
+            loss.backward()
+            getattr(optimizer, "finish", lambda: None)()
+            return loss
+
+        assert optimizer.step(closure) == 3
+        assert torch.equal(weight, torch.full((3,), 0.9))
+
+
+class TakesParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"first": nn.Linear(3, 4), "second": nn.Linear(4, 2)})
+
+    def forward(self, x):
+        return self.parts["second"](self.parts["first"](x))
+
+
+def assert_divided(model: nn.Module, layers: list[str]) -> None:
+    """FSDP divides these layers, and computes what rank 0's model computes."""
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, src=0)
+    inputs = torch.ones(1, 3)
+    expected = model(inputs)
+    fsdp = chapter("shard", "fsdp").FSDP(model)
+    assert [layer.name for layer in fsdp.layers] == layers
+    assert torch.allclose(fsdp(inputs), expected)
+
+
+@on_ranks(2)
+def test_shard_fsdp_divides_the_modules_of_a_module_dict(rank):
+    assert_divided(TakesParts(), ["parts.first", "parts.second"])
+
+
+class TakesNested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        first, second = nn.ModuleList([nn.Linear(3, 4)]), nn.ModuleList([nn.Linear(4, 2)])
+        self.groups = nn.ModuleList([first, second])
+        self.scales = nn.ParameterList([nn.Parameter(torch.full((2,), 2.0))])
+
+    def forward(self, x):
+        for group in self.groups:
+            for layer in group:
+                x = layer(x)
+        return x * self.scales[0]
+
+
+@on_ranks(2)
+def test_shard_fsdp_divides_nested_lists_and_leaves_bare_parameters_whole(rank):
+    assert_divided(TakesNested(), ["groups.0.0", "groups.1.0"])
+
+
+@on_ranks(2)
+def test_shard_clips_a_gradient_of_nan_as_torch_does(rank):
+    gradients = [torch.tensor([float("nan")]), torch.ones(2)]
+    chapter("shard", "shards").clip_grad_norm(gradients[:1], gradients[1:], 1.0)
+    assert all(gradient.isnan().all() for gradient in gradients)

@@ -1,0 +1,92 @@
+"""16-bit formats bring speed and keep accuracy as 05's pages say, where a machine has units.
+
+C09 and C12 are read from the committed measurements, and C18 says that cuDNN's choice of algorithm
+changes no bit on a CPU.
+"""
+
+import json
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from local_ranks import ROOT
+from support import chapter, train_once
+
+machine = chapter("05", "machine")
+
+
+def test_what_the_machine_runs_and_has_units_for_is_told(capsys):
+    """Of a machine without a GPU, whose CPU has units for bf16 and refuses fp16."""
+
+    def conv(x, *_):
+        if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.float16:
+            raise RuntimeError("not implemented for 'Half'")
+        return x
+
+    units = patch.object(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True, "fp16": False})
+    no_gpu = patch.object(torch.cuda, "is_available", lambda: False)
+    with patch.object(machine.F, "conv2d", conv), units, no_gpu:
+        machine.main()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[3:]]
+    assert rows == [["fp32", "yes", "yes"], ["bf16", "yes", "yes"], ["fp16", "no", "no"]]
+    with patch.object(torch.cuda, "get_device_capability", lambda device: (7, 5)):
+        found = [machine.has_units(name, torch.device("cuda")) for name in machine.FORMATS]
+    assert found == [True, False, False, True]
+
+
+def results(name: str) -> dict:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def claim(name: str) -> str:
+    lines = (ROOT / "docs/claims.md").read_text().splitlines()
+    return next(line for line in lines if line.startswith(f"| {name} ")).split("|")[3]
+
+
+def test_c09_bf16_is_faster_wherever_it_was_measured_and_c12_there_is_no_one_number():
+    faster = {}
+    for name, both in results("05_precision")["models"].items():
+        for where, place in both.items():
+            rows = place["variants"]
+            best, noise = (rows[v]["ratio_interval"] for v in ("bf16, channels_last", "A/A"))
+            assert best[1] < min(noise[0], 1), "no more than noise"
+            for variant in (each for each in rows if each.startswith("bf16")):
+                plain = rows[variant.replace("bf16", "fp32")]["ratio"]
+                faster[name, where, variant] = plain / rows[variant]["ratio"]
+    smallest, largest = min(faster.values()), max(faster.values())
+    assert largest / smallest > 1.2
+    assert all(f"{number:.1f}" in claim("C12") for number in (smallest, largest))
+    rows = results("05_precision")["models"]["resnet50"]["one process"]["variants"]
+    for variant in ("bf16", "bf16, channels_last"):
+        assert f"{rows['fp32']['ratio'] / rows[variant]['ratio']:.1f}" in claim("C09"), variant
+
+
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_c09_autocast_learns_as_well_as_fp32_on_the_digits(amp):
+    """Runs on every CPU: formats without units are imitated."""
+    flags = ("--model=net-bn", "--epochs=3", "--lr=0.05")
+    plain, mixed = (
+        train_once("05", 1, *flags, f"--amp={a}", dtype=torch.float32) for a in ("off", amp)
+    )
+    learned, other = (run.summary["test_accuracy"] for run in (plain, mixed))
+    assert learned > 0.9
+    assert abs(learned - other) < 0.03
+    assert not torch.equal(plain.losses, mixed.losses)  # the control: it did compute otherwise
+    assert mixed.checkpoint["model"]["fc1.weight"].dtype == torch.float32, "the weights stay fp32"
+
+
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_a_gpu)])
+def test_c18_cudnn_benchmark_changes_no_bit_on_a_cpu_and_few_on_a_gpu(device):
+    torch.manual_seed(0)
+    layer, outputs = nn.Conv2d(64, 64, 3, padding=1).to(device), []
+    images = [torch.randn(32, 64, size, size, device=device) for size in (16, 8, 16)]
+    for on in (False, True):
+        with torch.backends.cudnn.flags(enabled=True, benchmark=on, allow_tf32=True):
+            outputs.append([layer(each) for each in images])
+    near = 0 if device == "cpu" else 1e-2
+    torch.testing.assert_close(*outputs, rtol=near, atol=near)
