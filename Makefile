@@ -57,15 +57,15 @@ shm-suite: $(VENV)/ready  ## torch's own tests for backends, over gloo and shm: 
 	$(RUN) tests/shm_suite.py
 
 lessons: $(VENV)/ready  ## write every lesson.diff, its parts in the pages, the index, and the Chinese pages
-	$(RUN) docs/site/lessons.py
-	$(RUN) docs/site/index.py
+	$(RUN) docs/tools/write_lessons.py
+	$(RUN) docs/tools/write_index.py
 	$(RUN) tests/helpers/rehearsal.py
-	$(RUN) docs/site/translations.py
+	$(RUN) docs/tools/update_translations.py
 
 readme: $(VENV)/ready  ## run the tour and every command whose output a page shows, and put it there
-	$(RUN) docs/site/lessons.py
-	$(RUN) docs/site/refresh.py
-	$(RUN) docs/site/translations.py
+	$(RUN) docs/tools/write_lessons.py
+	$(RUN) docs/tools/refresh_pages.py
+	$(RUN) docs/tools/update_translations.py
 
 site: _site/ready  ## all pages as a site, in English and in Chinese: _site/index.html
 

@@ -14,7 +14,7 @@ from shutil import copytree
 from tempfile import TemporaryDirectory
 
 sys.path.append(str(Path(__file__).parent / "helpers"))
-sys.path.append(str(Path(__file__).parents[1] / "docs" / "site"))
+sys.path.append(str(Path(__file__).parents[1] / "docs" / "tools"))
 from local_ranks import ROOT
 from repository_pages import ALL_PAGES, BREAK, fences, sides
 from support import FOLDERS, NOT_COPIED, Line, changed_source

@@ -20,12 +20,12 @@ from urllib.parse import unquote
 
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
-from hooks import MAIN
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
+from repository_pages import MAIN_PATH, ROOT
 
-ROOT = Path(__file__).parents[2]
 OPTIONS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
 OPTIONS += ["--disable-sync", "--disable-background-networking", "--disable-component-update"]
-SAMPLE = [("zh/" * (i % 2)) + name.removesuffix("index") for i, name in enumerate(MAIN)]
+SAMPLE = ["zh/" * (i % 2) + f"{folder}/".removeprefix("./") for i, folder in enumerate(MAIN_PATH)]
 SAMPLE += ["zh/docs/claims.html", "04_ddp_torchrun/lesson.diff.html", "01_single_gpu/train.py.html"]
 DRAWN = "[...document.querySelectorAll('pre.mermaid')].every((each) => each.querySelector('svg'))"
 WIDE = """[document.documentElement, document.querySelector('.content')]  // what could scroll

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent / "tools")]
 CHINESE = tags.has("zh")  # noqa: F821 (Sphinx gives it): sphinx-build -t zh
 
 project = "PyTorch 数据并行" if CHINESE else "Data-parallel PyTorch"
@@ -37,5 +37,5 @@ html_static_path += ["widgets"] * (HERE / "widgets").exists()
 html_favicon = "favicon.svg"
 html_css_files, html_js_files = ["site.css"], [("site.js", {"defer": ""})]
 pygments_style, pygments_dark_style = "a11y-high-contrast-light", "a11y-high-contrast-dark"
-html_search_language = "zh"  # hooks.Words: English and Chinese
+html_search_language = "zh"  # chinese.Words: English and Chinese
 html_copy_source = html_use_index = html_show_copyright = False

@@ -3,18 +3,13 @@
 The pages are the Markdown files and notebooks of the repository, where they are. Each language is
 a build of its own, `_site/` and `_site/zh/`, with the same pages under the same names. The Chinese
 one reads README.zh.md where it would read README.md, and the English page where there is none.
-A file or folder that a page links to becomes a page too: its code, with an anchor for each line
-(`train.py.html#L12`), or its list of files. Search splits Chinese into pairs of characters, so it
-needs no dictionary. Nothing is loaded from a network when a page is read.
+What the Chinese site and the search in Chinese need stands in chinese.py, and how code becomes
+pages in code_pages.py. Nothing is loaded from a network when a page is read.
 """
 
-import functools
 import html
-import itertools
 import json
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,75 +21,20 @@ from myst_parser.slugs import github_slugify, unique_slug
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.project import Project
-from sphinx.search.en import SearchEnglish
 from sphinx.transforms import SphinxTransform
 
-from translations import chinese_page, translated_pages
+from chinese import CHINESE, IN_ENGLISH, Words, moved, translation, word
+from code_pages import code_list, collect
+from repository_pages import MAIN_PATH
 
-STAGES = ["01_single_gpu", "02_data_parallel", "03_ddp_manual_allreduce", "04_ddp_torchrun"]
-STAGES += ["05_amp_syncbn", "beyond/survive", "beyond/convert"]
+STAGES = MAIN_PATH[1:]
 MAIN = ["index", *(f"{stage}/index" for stage in STAGES)]
-CODE = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".diff": "diff"}
-CODE[".json"] = "json"
-LARGE = 100_000  # bytes: a longer file gets no page
-CHINESE = {  # what we add, and what Furo says, which has no translation
-    "Lessons": "课程",
-    "Reference": "查阅",
-    "Measurements": "测量",
-    "Code": "代码",
-    "On this page": "本页目录",
-    "Back to top": "回到顶部",
-    "Skip to content": "跳到正文",
-    "Home": "首页",
-    "Previous": "上一页",
-    "Next": "下一页",
-}
-IN_ENGLISH = {  # what the Chinese site calls pages that have no Chinese version
-    "docs/troubleshooting": "故障排查（英文）",
-    "docs/two_gpus": "哪里可以用到两个 GPU（英文）",
-    "beyond/index": "数据并行之后（英文）",
-    "docs/index": "全部程序和页面（英文）",
-    "docs/glossary": "术语表（中英文）",
-    "common/index": "各阶段的共用部分（英文）",
-    "benchmarks/tour": "逐行解释全程运行（英文）",
-    "benchmarks/stages": "哪个阶段最快（英文）",
-    "notebooks/01_throughput": "吞吐量（英文）",
-    "notebooks/02_memory": "内存（英文）",
-    "notebooks/03_same_result": "同样的结果（英文）",
-    "notebooks/04_scaling": "扩展（英文）",
-}
 
 
 class Pages(Project):
     def path2doc(self, filename: Any) -> str | None:
         """A folder's README is its index page."""
         return re.sub(r"(^|/)README$", r"\1index", super().path2doc(filename) or "") or None
-
-
-class Words(SearchEnglish):
-    """English words, and each Chinese character and pair of characters, on both sites."""
-
-    lang = "zh"  # its language_name stays English: the name of its stemmer
-    js_splitter_code = r"""
-var splitQuery = (query) =>
-  (query.match(/[\u3400-\u9fff]+|(?:(?![\u3400-\u9fff])[\p{L}\p{N}_])+/gu) || []).flatMap((part) =>
-    /^[\u3400-\u9fff]{2}/.test(part) ? [...part.slice(1)].map((c, i) => part[i] + c) : [part]);
-"""
-
-    def split(self, text: str) -> list[str]:
-        chinese = re.findall(r"[\u3400-\u9fff]+", text)
-        pairs = [first + second for part in chinese for first, second in itertools.pairwise(part)]
-        return [*re.findall(r"(?:(?![\u3400-\u9fff])\w)+", text), *"".join(chinese), *pairs]
-
-
-def word(app: Sphinx, text: str) -> str:
-    return CHINESE[text] if app.tags.has("zh") else text
-
-
-def translation(app: Sphinx, docname: str) -> Path | None:
-    """The Chinese file of a page, where the build is Chinese and there is one."""
-    path = chinese_page(Path(app.env.doc2path(docname)), Path(app.srcdir))
-    return path if app.tags.has("zh") and path.exists() else None
 
 
 def formula(found: re.Match[str]) -> str:
@@ -117,22 +57,6 @@ def from_notebook(text: str) -> str:
                 heading = re.findall(r"^#+ (.+)$", "\n".join(parts), re.M)[-1]
                 parts.append(f"![plot: {heading}](data:image/png;base64,{picture})")
     return "\n\n".join(parts)
-
-
-def moved(app: Sphinx, docname: str, path: Path) -> str:
-    """A Chinese page with links as they are where its English page stands."""
-    root, here = Path(app.srcdir), Path(app.env.doc2path(docname)).parent
-    english = {chinese: page for page, chinese in translated_pages(root)}
-
-    def relink(found: re.Match[str]) -> str:
-        file, mark, anchor = found[2].partition("#")
-        if re.match(r"\w+:", found[2]) or not file:
-            return found[0]
-        target = Path(os.path.normpath(path.parent / file))
-        target = english.get(target, target)
-        return f"{found[1]}{os.path.relpath(target, here)}{mark}{anchor})"
-
-    return re.sub(r"(\]\()([^)\s]+)\)", relink, path.read_text(encoding="utf-8"))
 
 
 def read(app: Sphinx, docname: str, source: list[str]) -> None:
@@ -217,44 +141,6 @@ class AsOnGitHub(SphinxTransform):
             yield word(self.app, "Measurements"), numbers
         elif self.env.docname in MAIN:
             yield None, [name for name in rest if name.startswith(f"{folder}/")]
-
-
-@functools.cache
-def code_pages(app: Sphinx) -> set[str]:
-    """All that some page links to; and the code in the folders of pages, and in folders linked."""
-    found = {name for page in app.env.metadata.values() for name in page.get("code", [])}
-    folders = {Path(name).parent for name in app.env.found_docs} - {Path()}
-    folders |= {Path(name).parent for name in found if name.endswith("/index")}
-    files = [path for each in folders for path in (app.srcdir / each).iterdir()]
-    code = [path for path in files if path.suffix in CODE and path.stat().st_size < LARGE]
-    return found | {path.relative_to(app.srcdir).as_posix() for path in code}
-
-
-def code_list(app: Sphinx, pagename: str) -> str:
-    """Links to the code in the folder of a page: the lesson first."""
-    folder = pagename.rpartition("/")[0]
-    beside = [n for n in code_pages(app) if n.rpartition("/")[0] == folder != ""]
-    beside = [name for name in beside if Path(name).suffix in CODE]
-    beside.sort(key=lambda n: (not n.endswith("/train.py"), not n.endswith("/lesson.diff"), n))
-    links = [f'<li><a href="{Path(n).name}.html">{Path(n).name}</a></li>' for n in beside]
-    return f"<ul>{''.join(links)}</ul>" if links else ""
-
-
-def collect(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """The pages of code, and of folders."""
-    for name in sorted(code_pages(app)):
-        path, title = app.srcdir / name, name.removesuffix("/index")
-        if name.endswith(".png"):
-            shutil.copyfile(path, app.outdir / name)
-            continue
-        if title != name:
-            body = code_list(app, name)
-        else:
-            numbers = {"linenos": "inline", "lineanchors": "L", "anchorlinenos": True}
-            text, kind = path.read_text(encoding="utf-8"), CODE.get(path.suffix, "text")
-            body = app.builder.highlighter.highlight_block(text, kind, **numbers)
-            body = re.sub(r'\bL-(\d+")', r"L\1", body)
-        yield name, {"title": title, "body": f"<h1>{title}</h1>{body}"}, "page.html"
 
 
 def neighbors(app: Sphinx, pagename: str) -> Iterator[dict[str, str] | None]:

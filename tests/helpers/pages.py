@@ -15,13 +15,10 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-sys.path.append(str(Path(__file__).parents[2] / "docs" / "site"))
-from repository_pages import ALL_PAGES, ROOT, fences
-from translations import translated_pages
+sys.path.append(str(Path(__file__).parents[2] / "docs" / "tools"))
+from repository_pages import ALL_PAGES, MAIN_PATH, ROOT, fences
+from update_translations import translated_pages
 
-STAGES = ("01_single_gpu", "02_data_parallel", "03_ddp_manual_allreduce", "04_ddp_torchrun")
-# The main path, in the order in which it is read.
-MAIN = (".", *STAGES, "05_amp_syncbn", "beyond/survive", "beyond/convert")
 WORDS = 900  # of a page of the main path, at most
 LINK = r"!?\[([^\]]*)\]\([^)]*\)"
 TERM = re.compile(r'^\| (?:<a id="[\w-]+"></a>)+(?P<term>.+?) \|', re.M)  # a row of the glossary
@@ -31,7 +28,7 @@ TESTS = "".join(path.read_text() for path in sorted((ROOT / "tests").glob("*/tes
 
 
 def main_path(root: Path) -> list[Path]:
-    return [page for folder in MAIN if (page := root / folder / "README.md").exists()]
+    return [page for folder in MAIN_PATH if (page := root / folder / "README.md").exists()]
 
 
 def without_fences(page: Path) -> str:

@@ -16,10 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD, AdamW, NAdam
 
-from support import (
-    chapter,
-    fresh_module,
-)
+from support import chapter, fresh_module
 
 language = chapter("shard", "language")
 FILES = ("shards.py", "zero.py", "fsdp.py", "full_state.py", "ways.py")

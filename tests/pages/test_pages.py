@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import index
-import translations
-from pages import CHINESE, MAIN, faults, main_path
-from repository_pages import ALL_PAGES, ROOT
+import update_translations as translations
+import write_index
+from pages import CHINESE, faults, main_path
+from repository_pages import ALL_PAGES, MAIN_PATH, ROOT
 
 STAGE, PAGE = "01_single_gpu/README.md", "01_single_gpu/train.md"
 CONTROLS = [  # a page, what is added to it, and what is found then
@@ -52,7 +52,7 @@ def test_a_translation_that_is_older_is_reported_and_fails_nothing(tmp_path, mon
     )
     monkeypatch.setattr(translations, "ROOT", tmp_path)
     monkeypatch.setattr(translations, "translated_pages", lambda: [(english, chinese)])
-    monkeypatch.setattr(sys, "argv", ["translations.py"])
+    monkeypatch.setattr(sys, "argv", ["update_translations.py"])
     translations.main()
     assert capsys.readouterr().out == ""
     english.write_text("# Another one\n")
@@ -61,8 +61,8 @@ def test_a_translation_that_is_older_is_reported_and_fails_nothing(tmp_path, mon
 
 
 def test_the_main_path_is_complete():
-    assert len(main_path(ROOT)) == len(MAIN)
+    assert len(main_path(ROOT)) == len(MAIN_PATH)
 
 
 def test_the_index_is_that_of_the_pages_and_programs_of_today():
-    assert (ROOT / index.INDEX).read_text() == index.index(), "run: make lessons"
+    assert (ROOT / write_index.INDEX).read_text() == write_index.index(), "run: make lessons"

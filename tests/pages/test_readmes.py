@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 import tour
-from lessons import PARENTS
 from local_ranks import command as start
 from local_ranks import launch_ranks
 from outputs import differences
 from repository_pages import ALL_PAGES, BREAK, ROOT, TABLE, fences, shell
 from tables import TABLES
+from write_lessons import PARENTS
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ the suite runs it and compares. What another CPU may print differently stands be
     <!-- output of: COMMAND; whole numbers within 5 -->     measured ones; otherwise they are counts
 
 Between <!-- table: NAME --> and <!-- end of table --> stands what benchmarks/tables.py makes.
-Above a diff fence stands which part of the stage's lesson.diff it shows: see lessons.py; or
+Above a diff fence stands which part of the stage's lesson.diff it shows: see write_lessons.py; or
 <!-- break it: FILE TEST -->: with this change to the file, the test fails. Above a python fence may
 stand <!-- part of: FILE -->: it is a part of that file, word for word.
 """
@@ -26,11 +26,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+# The main path, in the order in which it is read.
+MAIN_PATH = (".", "01_single_gpu", "02_data_parallel", "03_ddp_manual_allreduce")
+MAIN_PATH += ("04_ddp_torchrun", "05_amp_syncbn", "beyond/survive", "beyond/convert")
 PAGES = ("*.md", "0?_*/**/*.md", "beyond/**/*.md", "benchmarks/*.md", "common/*.md", "docs/*.md")
 
 
 def pages_of(root: Path) -> list[Path]:
-    """The English pages; for the others, see translations.py."""
+    """The English pages; for the others, see update_translations.py."""
     pages = [path for pattern in PAGES for path in sorted(root.glob(pattern))]
     return [path for path in pages if not path.match("*.zh.md")]
 

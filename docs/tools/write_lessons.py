@@ -1,6 +1,6 @@
 """The lesson of a stage: the difference between its train.py and its parent's.
 
-    python docs/site/lessons.py
+    python docs/tools/write_lessons.py
 
 writes each stage's lesson.diff, and the parts of it that its pages show: a diff fence below
 <!-- lesson: FIRST ... LAST --> holds the lines from the one that begins with FIRST to the next one

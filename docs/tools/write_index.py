@@ -1,6 +1,6 @@
 """The index of all pages and programs, docs/index.md, from their headings and docstrings.
 
-    python docs/site/index.py
+    python docs/tools/write_index.py
 
 `make lessons` calls it. A page gives its first heading, and its question where it asks one. A
 program gives the first line of its docstring. What a folder's README.md links to comes first,
@@ -51,7 +51,8 @@ def files_of(folder: Path) -> list[Path]:
     files = [path for path in folder.rglob("*") if path.suffix in (".md", ".py", ".ipynb")]
     if folder.name == "beyond":  # its folders have sections of their own
         files = [path for path in files if path.parent == folder]
-    files = [path for path in files if not {"zh", "site", "__init__.py"} & {*path.parts}]
+    unlisted = {"zh", "site", "tools", "__init__.py"}  # what makes the pages answers no question
+    files = [path for path in files if not unlisted & {*path.relative_to(folder).parts}]
     readme = folder / "README.md"
     links = re.findall(r"\]\(([^)#]+)", readme.read_text()) if readme.exists() else []
     linked = [Path(os.path.normpath(folder / link)) for link in links]

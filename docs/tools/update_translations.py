@@ -1,7 +1,7 @@
-"""Which Chinese pages are older than their English ones.
+"""Keep the Chinese pages' fences and numbers fresh, and list pages older than their English ones.
 
-    python docs/site/translations.py                  # lists them; `make lessons` calls it
-    python docs/site/translations.py --translated     # after a translation: all are up to date
+    python docs/tools/update_translations.py                 # `make lessons` calls it
+    python docs/tools/update_translations.py --translated    # after a translation: none is older
 
 The Chinese version of README.md is README.zh.md; of a folder's README.md, docs/zh/FOLDER.md. Its
 second line holds a digest of the English prose that it translates. A translation that is older is
