@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shm  # noqa: F401 (its backend)
-from step import build, ddp, make_step, start
+from ranks import start
+from step import build, ddp, make_step
 from timing import Effort, Results, chapter, compare
 
 RANKS = 2

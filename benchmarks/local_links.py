@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from common.options import UsageError
 from links import ALLOWED, RATES, on_two_nodes, set_rate
-from step import build, ddp, make_step, sgd, start, train_step
+from ranks import start
+from step import build, ddp, make_step, sgd, train_step
 from timing import Effort, Results, chapter, save, summarize, take_turns
 
 local_sgd, sent_bytes = chapter("04", "local_sgd"), chapter("04", "async_mean").sent_bytes

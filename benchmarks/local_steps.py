@@ -12,8 +12,8 @@ import torch
 from common.data import load_dataset
 from common.models import build_model
 from common.options import UsageError
+from ranks import start
 from run_stage import ROOT
-from step import start
 from timing import Effort, Results, chapter
 
 local_sgd = chapter("04", "local_sgd")

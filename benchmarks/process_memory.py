@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam
 
 from plots import BLACK, BLUE, GRAY, GREEN, ORANGE, RED, SKY, YELLOW
-from step import start, train_step
+from ranks import start
+from step import train_step
 from timing import Effort, Results, chapter
 
 memory: Any = chapter("02", "memory")

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from links import ALLOWED, RATES, on_two_nodes, set_rate
-from step import build, ddp, make_step, sgd, start
+from ranks import start
+from step import build, ddp, make_step, sgd
 from tables import predictions
 from timing import Effort, Results, Times, chapter, interleave, save, summarize
 
