@@ -15,7 +15,7 @@ from timing import Effort, Results, chapter, compare
 
 RANKS = 2
 by_hand: Any = chapter("02", "from_scratch")
-REDUCERS = chapter("03", "reducers").REDUCERS
+REDUCERS = chapter("03", "reducers/reducers").REDUCERS
 convert = chapter("05", "sync_batchnorm").convert_sync_batchnorm
 
 STEPS_OF_THREADS = {"net": 5, "small operations": 5, "big operations": 2}  # in each round

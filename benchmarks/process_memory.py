@@ -86,7 +86,7 @@ class Job:
 
 
 ddp_with_views: Any = partial(ddp, gradient_as_bucket_view=True)
-PerParameter = chapter("03", "reducers").PerParameter
+PerParameter = chapter("03", "reducers/reducers").PerParameter
 STAGES = {
     "01": Job("01 one process", unwrapped),
     "02": Job("02 DataParallel", data_parallel),

@@ -29,7 +29,7 @@ def test_no_file_unpickles_what_comes_from_outside():
     found = {f"{name} {each}" for name, text in sources.items() for each in call.findall(text)}
     allowed = {
         "ranks/__init__.py all_gather",
-        "03_ddp_manual_allreduce/shared_memory_reducer.py broadcast",
+        "reducers/shared_memory.py broadcast",
     }
     allowed |= {"04_ddp_torchrun/uneven.py all_gather", "05_amp_syncbn/unused.py all_gather"}
     allowed |= {"detector/ddp.py all_gather"}  # of the detector
