@@ -294,7 +294,7 @@ def test_linux_counts_the_bytes_that_the_formula_says(ranks):
 
 
 def test_a_step_on_paper_shares_one_ring_all_reduce_among_h_steps():
-    paper, numbers, seconds = chapter("04", "alpha_beta"), 11_000_000, 0.3
+    paper, numbers, seconds = chapter("04", "forecast/step_model"), 11_000_000, 0.3
     link = paper.Link(1e-3, 25e6)
     all_reduce = paper.ring(4 * numbers, 2, link)
     for every in (1, 8, 32):
