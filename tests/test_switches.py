@@ -1,4 +1,4 @@
-"""Formats and unused parameters do what 05's pages say: C09, C12, C17, C18."""
+"""Formats, and unused parameters, do what the pages of 05 and 04 say: C09, C12, C17, C18."""
 
 import json
 from datetime import timedelta
@@ -15,7 +15,7 @@ import support
 from local_ranks import ROOT, of_all_ranks, on_ranks, run_ranks
 from support import chapter, train_once
 
-unused, machine = chapter("05", "unused"), chapter("05", "machine")
+unused, machine = chapter("04", "unused_parameters"), chapter("05", "machine")
 
 LATE = "Expected to have finished reduction in the prior iteration"
 VERDICTS = [  # on each step of the chapter's cases: whether it was averaged, or the error
