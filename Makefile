@@ -23,6 +23,7 @@ lint: $(VENV)/ready
 	MYPYPATH=05_amp_syncbn $(RUN) -m mypy beyond/survive/*.py  # it uses two chapters of stage 05
 	$(RUN) -m mypy tests/check_exercise.py
 	$(RUN) -m mypy beyond/prove/*.py
+	$(RUN) -m mypy beyond/local_sgd/*.py
 	MYPYPATH=01_single_gpu:benchmarks $(RUN) -m mypy beyond/shard/*.py
 	for folder in $(PROGRAMS); do $(RUN) -m mypy $$folder*.py || exit 1; done
 	$(VENV)/bin/shellcheck .ci/run $(wildcard 0*/launch/*.sh 0*/launch/*.sbatch)

@@ -20,7 +20,8 @@ from ranks import start
 from step import build, ddp, make_step, sgd, train_step
 from timing import Effort, Results, chapter, save, summarize, take_turns
 
-local_sgd, sent_bytes = chapter("04", "local_sgd"), chapter("04", "async_mean").sent_bytes
+local_sgd = chapter("beyond", "local_sgd/local_sgd")
+sent_bytes = chapter("beyond", "local_sgd/async_mean").sent_bytes
 step_model, order = chapter("04", "forecast/step_model"), chapter("04", "forecast/gradient_order")
 GBIT = chapter("04", "forecast/forecast").GBIT
 DDP, SHORT, LONG = "DDP", 8, 32  # steps between two messages

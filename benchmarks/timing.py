@@ -146,7 +146,7 @@ def load(name: str) -> Results:
 
 
 def chapter(stage: str, name: str) -> ModuleType:
-    """A file of a stage as a module; the number in a stage's name keeps `import` from it.
+    """A file of a stage as a module, or of `beyond`: no `import` takes a name like 03_...
 
     name: without .py, and with its folder inside the stage, if it has one: reducers/ring.
     """

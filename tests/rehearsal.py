@@ -58,7 +58,7 @@ runs {reached}. No machine has run the other {left}; `python tests/rehearsal.py`
 |---|---|"""
 END = "Back to [the start](../README.md).\n"
 LESSONS = [*sorted(ROOT.glob("0*_*/**/*.py")), *sorted(ROOT.glob("common/*.py"))]
-for folder in ("convert", "convert/detector", "convert/examples", "survive", "shard"):
+for folder in ("convert", "convert/detector", "convert/examples", "survive", "shard", "local_sgd"):
     LESSONS += sorted(ROOT.glob(f"beyond/{folder}/*.py"))
 
 

@@ -30,7 +30,7 @@ from common.options import make_parser
 from local_ranks import ROOT, in_time, run_ranks, scratch_folder
 
 FOLDERS = {path.name[:2]: path for path in sorted(ROOT.glob("0?_*"))}
-FOLDERS |= {name: ROOT / "beyond" / name for name in ("survive", "shard")}
+FOLDERS |= {name: ROOT / "beyond" / name for name in ("survive", "shard", "local_sgd")}
 
 LOCAL = ("--device=cpu", f"--data-dir={ROOT / 'data'}")
 SHORT = ("--model=net-bn", "--epochs=1", "--batch-size=60")
