@@ -5,7 +5,7 @@ VENV ?= .venv
 RUN := $(VENV)/bin/python
 SITE := .venv-site
 SPHINX := $(SITE)/bin/python -m sphinx -q -E -W --keep-going -j auto -c docs/site
-STAGES := $(wildcard 0*_*)
+PROGRAMS := $(sort $(dir $(wildcard 0*_*/*.py 0*_*/*/*.py benchmarks/*.py)))  # folders
 
 .PHONY: tour test lint break exercise words bench gpu notebooks campaigns faults shm-suite lessons readme
 .PHONY: site serve clean
@@ -19,12 +19,13 @@ test: lint  ## everything that is checked
 lint: $(VENV)/ready
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
-	$(RUN) -m mypy common/*.py 03_ddp_manual_allreduce/shm/*.py
+	$(RUN) -m mypy common/*.py
 	MYPYPATH=05_amp_syncbn $(RUN) -m mypy beyond/survive/*.py  # it uses two chapters of stage 05
-	MYPYPATH=03_ddp_manual_allreduce $(RUN) -m mypy tests/check_exercise.py  # it starts ranks as stage 03 does
+	$(RUN) -m mypy tests/check_exercise.py
 	$(RUN) -m mypy beyond/prove/*.py
-	MYPYPATH=01_single_gpu:03_ddp_manual_allreduce:benchmarks $(RUN) -m mypy beyond/shard/*.py
-	for folder in $(STAGES) benchmarks; do $(RUN) -m mypy $$folder/*.py || exit 1; done
+	$(RUN) -m mypy beyond/local_sgd/*.py
+	MYPYPATH=01_single_gpu:benchmarks $(RUN) -m mypy beyond/shard/*.py
+	for folder in $(PROGRAMS); do $(RUN) -m mypy $$folder*.py || exit 1; done
 	$(VENV)/bin/shellcheck .ci/run $(wildcard 0*/launch/*.sh 0*/launch/*.sbatch)
 
 break: $(VENV)/ready  ## try a row of a "Break it" table: STAGE=04 ROW=2; without ROW, list the rows

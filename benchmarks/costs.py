@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shm  # noqa: F401 (its backend)
-from step import build, ddp, make_step, start
+from ranks import start
+from step import build, ddp, make_step
 from timing import Effort, Results, chapter, compare
 
 RANKS = 2
 by_hand: Any = chapter("02", "from_scratch")
-REDUCERS = chapter("03", "reducers").REDUCERS
+REDUCERS = chapter("03", "reducers/reducers").REDUCERS
 convert = chapter("05", "sync_batchnorm").convert_sync_batchnorm
 
 STEPS_OF_THREADS = {"net": 5, "small operations": 5, "big operations": 2}  # in each round

@@ -1,11 +1,12 @@
 """Run and measure on a GPU all that needs one, in about half an hour.
 
-    PYTHONPATH=. python benchmarks/gpu.py            # as `make gpu`
-    PYTHONPATH=. python benchmarks/gpu.py --dry-run  # print the commands; needs no GPU
+    PYTHONPATH=.:03_ddp_manual_allreduce:beyond python benchmarks/gpu.py            # as `make gpu`
+    PYTHONPATH=.:03_ddp_manual_allreduce:beyond python benchmarks/gpu.py --dry-run  # needs no GPU
 
-It needs Linux, PyTorch, torchvision, matplotlib, tabulate and pytest, but no network. After each
-command, how it ended is in results/gpu/gpu.json and its output in results/gpu/log.txt. Stop it when
-you like: the next call continues with the first command that has not ended.
+It needs Linux, PyTorch, torchvision, matplotlib, tabulate and pytest, but no network. --dry-run
+prints the commands. After each command, how it ended is in results/gpu/gpu.json and its output in
+results/gpu/log.txt. Stop it when you like: the next call continues with the first command that has
+not ended.
 """
 
 import json
@@ -23,6 +24,7 @@ from run_stage import ROOT, command_of
 from timing import save
 
 FOLDER = ROOT / "benchmarks" / "results" / "gpu"
+PACKAGES = (".", "03_ddp_manual_allreduce", "beyond")  # where they lie, if they are not installed
 CIFAR10 = "beyond/survive/cifar10.py --amp bf16 --epochs 24 --batch-size 512 --lr 0.1"
 
 
@@ -50,7 +52,8 @@ def list_commands() -> list[str]:
 
 def run(command: str) -> dict:
     """Run it as a reader would; its status, its seconds, and the summary that it wrote."""
-    start, env = time.monotonic(), {**os.environ, "PYTHONPATH": str(ROOT)}
+    paths = os.pathsep.join(str(ROOT / folder) for folder in PACKAGES)
+    start, env = time.monotonic(), {**os.environ, "PYTHONPATH": paths}
     with (FOLDER / "log.txt").open("a") as log:
         print(f"\n$ python {command}", file=log, flush=True)
         call = ["timeout", "-k20", "540", sys.executable, *command.split()]

@@ -16,12 +16,14 @@ from torch import Tensor, nn
 
 from common.options import UsageError
 from links import ALLOWED, RATES, on_two_nodes, set_rate
-from step import build, ddp, make_step, sgd, start, train_step
+from ranks import start
+from step import build, ddp, make_step, sgd, train_step
 from timing import Effort, Results, chapter, save, summarize, take_turns
 
-local_sgd, sent_bytes = chapter("04", "local_sgd"), chapter("04", "async_mean").sent_bytes
-alpha_beta, order = chapter("04", "alpha_beta"), chapter("04", "gradient_order")
-GBIT = chapter("04", "forecast").GBIT
+local_sgd = chapter("beyond", "local_sgd/local_sgd")
+sent_bytes = chapter("beyond", "local_sgd/async_mean").sent_bytes
+step_model, order = chapter("04", "forecast/step_model"), chapter("04", "forecast/gradient_order")
+GBIT = chapter("04", "forecast/forecast").GBIT
 DDP, SHORT, LONG = "DDP", 8, 32  # steps between two messages
 MESSAGES = {"fp32": "full", "bf16": "bf16", "int8": "int8"}
 
@@ -103,12 +105,12 @@ def step_seconds(message: str, every: int, seconds: float, numbers: int, link: A
 
 
 def slowdowns(step_ms: float, gbit: float) -> dict[str, float]:
-    """Computed by alpha_beta.py for this link: a step of resnet18 on 2 ranks over its computing."""
-    seconds, link = step_ms / 1000, alpha_beta.Link(50e-6, gbit * GBIT)
+    """Computed by step_model.py for this link: a step of resnet18 on 2 ranks over its computing."""
+    seconds, link = step_ms / 1000, step_model.Link(50e-6, gbit * GBIT)
     buckets = order.fill_buckets(order.gradients_of_classifier("resnet18", 64))
-    job = alpha_beta.Job(seconds / 3, 2 * seconds / 3, 0.0, buckets)
+    job = step_model.Job(seconds / 3, 2 * seconds / 3, 0.0, buckets)
     numbers = int(sum(bucket.size for bucket in buckets) / 4)
-    step = {DDP: alpha_beta.step(job, partial(alpha_beta.ring, ranks=2, link=link)).seconds}
+    step = {DDP: step_model.step(job, partial(step_model.ring, ranks=2, link=link)).seconds}
     for every, (name, message) in product((SHORT, LONG), MESSAGES.items()):
         step[f"H = {every}, {name}"] = step_seconds(message, every, seconds, numbers, link)
     return {name: each / seconds for name, each in step.items()}

@@ -12,11 +12,11 @@ import torch
 from common.data import load_dataset
 from common.models import build_model
 from common.options import UsageError
+from ranks import start
 from run_stage import ROOT
-from step import start
 from timing import Effort, Results, chapter
 
-local_sgd = chapter("04", "local_sgd")
+local_sgd = chapter("beyond", "local_sgd/local_sgd")
 LOCAL_BATCH, EVERY = 30, 32
 STEPS = {"net-bn": 480, "resnet18": 128}  # of each rank
 DDP = "DDP"  # with it the other methods are compared

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from common.options import UsageError
-from step import start
+from ranks import start
 from timing import Effort, Results, chapter, interleave, summarize
 
 FORMATS = ("fp32", "tf32", "bf16", "fp16")

@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam
 
 from plots import BLACK, BLUE, GRAY, GREEN, ORANGE, RED, SKY, YELLOW
-from step import start, train_step
+from ranks import start
+from step import train_step
 from timing import Effort, Results, chapter
 
 memory: Any = chapter("02", "memory")
@@ -85,7 +86,7 @@ class Job:
 
 
 ddp_with_views: Any = partial(ddp, gradient_as_bucket_view=True)
-PerParameter = chapter("03", "reducers").PerParameter
+PerParameter = chapter("03", "reducers/reducers").PerParameter
 STAGES = {
     "01": Job("01 one process", unwrapped),
     "02": Job("02 DataParallel", data_parallel),

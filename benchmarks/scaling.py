@@ -1,8 +1,9 @@
 """The time of a DDP step: predicted before it is measured, here and across slower links.
 
-What the model in 04_ddp_torchrun/alpha_beta.py needs is measured apart from DDP, in the same
-rounds: steps without DDP, and convolutions with an all-reduce behind or beside them. Each end of a
-link is a network namespace with one rank, made by launch/two_nodes_here.sh, which runs this file.
+What the model in 04_ddp_torchrun/forecast/step_model.py needs is measured apart from DDP, in the
+same rounds: steps without DDP, and convolutions with an all-reduce behind or beside them. Each end
+of a link is a network namespace with one rank, made by launch/two_nodes_here.sh, which runs this
+file.
 """
 
 import copy
@@ -23,12 +24,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from links import ALLOWED, RATES, on_two_nodes, set_rate
-from step import build, ddp, make_step, sgd, start
+from ranks import start
+from step import build, ddp, make_step, sgd
 from tables import predictions
 from timing import Effort, Results, Times, chapter, interleave, save, summarize
 
-alpha_beta = chapter("04", "alpha_beta")
-fill_buckets = chapter("04", "gradient_order").fill_buckets
+step_model = chapter("04", "forecast/step_model")
+fill_buckets = chapter("04", "forecast/gradient_order").fill_buckets
 
 # What is timed beside the steps of DDP. One all-reduce runs behind some work, and one beside more.
 WITHOUT_DDP, WORK, LONG_WORK, BESIDE_WORK, COPY = "alone", "work", "long", "beside", "copy"
@@ -190,14 +192,14 @@ def all_reduce_seconds(times: Times, size: int) -> float:
 def fit(ranks: int, times: Times, sizes: list[int]) -> Any:
     """The link on which a ring takes the measured times, with the least relative error."""
     if ranks == 1:
-        return alpha_beta.Link(0.0, 1e15)
+        return step_model.Link(0.0, 1e15)
     messages = 2 * (ranks - 1)
     seconds = np.array([all_reduce_seconds(times, size) for size in sizes])
     matrix = np.array([(messages, messages / ranks * size) for size in sizes])
     # What is smaller than the scatter of the work before it must not count as if it were exact.
     weights = 1 / np.maximum(seconds, 0.1 * median(times[WORK]))
     alpha, per_byte = np.linalg.lstsq(matrix * weights[:, None], seconds * weights, rcond=None)[0]
-    return alpha_beta.Link(max(float(alpha), 0.0), 1 / max(float(per_byte), 1e-15))
+    return step_model.Link(max(float(alpha), 0.0), 1 / max(float(per_byte), 1e-15))
 
 
 def job_of(seconds: float, profiles: list[Profile], copy_seconds: float) -> Any:
@@ -211,11 +213,11 @@ def job_of(seconds: float, profiles: list[Profile], copy_seconds: float) -> Any:
     one_way = copy_seconds * sum(gradient_bytes) / 2
     rest = (1 - forward - backward) * seconds + one_way
     buckets = fill_buckets(order)
-    return alpha_beta.Job(forward * seconds, backward * seconds + one_way, rest, buckets)
+    return step_model.Job(forward * seconds, backward * seconds + one_way, rest, buckets)
 
 
 def ring_seconds(size: float, ranks: int, link: Any, share_of_fp32: float) -> float:
-    return alpha_beta.ring(size * share_of_fp32, ranks, link)
+    return step_model.ring(size * share_of_fp32, ranks, link)
 
 
 def predict(times: Times, sizes: list[int], profiles: list[Profile]) -> Results:
@@ -236,7 +238,7 @@ def predict(times: Times, sizes: list[int], profiles: list[Profile]) -> Results:
             continue
         share = 0.5 if variant.bf16 else 1.0
         cost = partial(ring_seconds, ranks=ranks, link=link, share_of_fp32=share)
-        steps = [alpha_beta.step(job, cost, variant.micro_batches, slowdown) for job in jobs]
+        steps = [step_model.step(job, cost, variant.micro_batches, slowdown) for job in jobs]
         pairs = zip(steps, times[name], strict=True)
         errors = [step.seconds / measured - 1 for step, measured in pairs]
         rows.append(

@@ -14,9 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from common.models import Net
-from timing import chapter
-
-start = chapter("03", "ranks").start  # ranks for a function: start(ranks, function, *arguments)
 
 
 def build(name: str, samples: int = 0) -> tuple[nn.Module, Tensor]:

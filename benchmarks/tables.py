@@ -133,7 +133,7 @@ def local_sgd(results: Results) -> str:
 
 
 def local_sgd_links(results: Results) -> str:
-    """Measured ratios, and beside them those that alpha_beta.py computes from a step's time."""
+    """Measured ratios, and beside them those that step_model.py computes from a step's time."""
     columns: dict[str, Mapping[str, str]] = {}
     for link, timed in results["links"].items():
         variants = timed["variants"]

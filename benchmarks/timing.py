@@ -146,8 +146,11 @@ def load(name: str) -> Results:
 
 
 def chapter(stage: str, name: str) -> ModuleType:
-    """A file of a stage as a module; the number in a stage's name keeps `import` from it."""
-    (folder,) = ROOT.glob(f"{stage}*")
-    if sys.path[0] != str(folder):  # before the benchmarks: a chapter may have the same name
-        sys.path.insert(0, str(folder))
-    return importlib.import_module(name)
+    """A file of a stage as a module, or of `beyond`: no `import` takes a name like 03_...
+
+    name: without .py, and with its folder inside the stage, if it has one: reducers/ring.
+    """
+    (path,) = ROOT.glob(f"{stage}*/{name}.py")
+    if sys.path[0] != str(path.parent):  # first: the benchmarks may have a file of the same name
+        sys.path.insert(0, str(path.parent))
+    return importlib.import_module(path.stem)

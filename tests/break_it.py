@@ -36,15 +36,16 @@ class Row:
 
 def rows_of(key: str) -> list[Row]:
     """The rows of the README and of the other pages: of their tables, and what diffs show."""
-    folder = FOLDERS[key]
-    found = [page for page in ALL_PAGES if page.parent == folder]
-    pages = sorted(found, key=lambda page: (page.name != "README.md", page.name))
-    rows = []
-    for page in pages:
-        rows += [Row(key, (file, row), test) for row, file, test in ROW.findall(page.read_text())]
+    folder, rows = FOLDERS[key], []
+    found = [page for page in ALL_PAGES if page.is_relative_to(folder)]
+    for page in sorted(found, key=lambda page: (page != folder / "README.md", page)):
+        beside = page.parent.relative_to(folder)  # a page names the files beside it
+        for line, file, test in ROW.findall(page.read_text()):
+            rows.append(Row(key, ((beside / file).as_posix(), line), test))
         for fence in fences("diff", [page]):
             if match := BREAK.fullmatch(fence.note):
-                rows.append(Row(key, (match["file"], *sides(fence.text)), match["test"]))
+                file = (beside / match["file"]).as_posix()
+                rows.append(Row(key, (file, *sides(fence.text)), match["test"]))
     return rows
 
 

@@ -6,7 +6,6 @@ python tests/check_exercise.py 03  # exit status 0: right, 1: wrong, 2: a wrong 
 import re
 import resource
 import runpy
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,8 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from common.options import Parser, UsageError, exit_on, float_at_least
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "03_ddp_manual_allreduce"))
 from ranks import start
 
 

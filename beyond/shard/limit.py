@@ -11,7 +11,6 @@ device, and makes and divides one layer after the other, so that no rank ever ho
 import ctypes
 import re
 import resource
-import sys
 from pathlib import Path
 
 import torch
@@ -21,10 +20,8 @@ from torch.optim import AdamW
 
 from common.options import Parser, UsageError, exit_on, int_at_least
 from language import BYTES, Transformer
-from ways import WAYS, by_hand
-
-sys.path.insert(1, str(Path(__file__).parents[2] / "03_ddp_manual_allreduce"))
 from ranks import start
+from ways import WAYS, by_hand
 
 MIB = 2**20
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)

@@ -21,13 +21,14 @@ from torch.optim import AdamW
 
 from common.options import Parser, UsageError, exit_on
 from language import BYTES, LENGTH, Transformer
+from ranks import start
 from traffic import enter_private_network, sent_bytes
 from ways import WAYS, Training, by_hand, by_library
 
 sys.path.insert(1, str(Path(__file__).parents[2] / "benchmarks"))
 from timing import RESULTS, chapter, interleave, provenance, save, summarize
 
-Ledger, start = chapter("01", "peak").Ledger, chapter("03", "ranks").start
+Ledger = chapter("01", "peak").Ledger
 KINDS = ("parameters", "gradients", "optimizer state")
 VARIANTS: dict[str, tuple[Callable[..., Training], str]] = {
     "DDP": (by_hand, "none"),

@@ -20,7 +20,7 @@ from refusals import ended, refused
 from support import chapter, fresh_module
 
 LOCAL_SGD, ASYNC_MEAN = "local_sgd.py", "async_mean.py"
-local, async_mean = chapter("04", "local_sgd"), chapter("04", "async_mean")
+local, async_mean = chapter("local_sgd", "local_sgd"), chapter("local_sgd", "async_mean")
 START_MEAN_IN = async_mean.START_MEAN_IN
 MEAN = {"lr": 1.0, "momentum": 0.0}
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux counts the bytes of a socket")
@@ -98,7 +98,7 @@ def distance(weights: torch.Tensor, other_weights: torch.Tensor) -> float:
 def changed_local_sgd(*change: str):
     """local_sgd.py and what it imports, with a changed line."""
     files = (ASYNC_MEAN, LOCAL_SGD)
-    return [fresh_module("04", file, (change,), register=True) for file in files][-1]
+    return [fresh_module("local_sgd", file, (change,), register=True) for file in files][-1]
 
 
 SUM = (ASYNC_MEAN, "return total / dist.get_world_size()", "return total")
@@ -219,7 +219,7 @@ def test_a_mean_has_the_digits_of_its_message_and_the_same_bits_on_all_ranks(ran
     assert errors["full"] < 1e-6 < 1e-4 < errors["bf16"] < 0.01 < 0.02
     assert errors["full"] < errors["int8"] < 0.02
     one_scale = ((ASYNC_MEAN, "CHUNK = 1024", "CHUNK = 8192"),)
-    control = fresh_module("04", ASYNC_MEAN, one_scale).start_mean_in_int8(numbers(rank))()
+    control = fresh_module("local_sgd", ASYNC_MEAN, one_scale).start_mean_in_int8(numbers(rank))()
     assert worst_of_a_chunk(control, exact_mean) > 0.5, "the control: small chunks are lost"
 
 
@@ -294,7 +294,7 @@ def test_linux_counts_the_bytes_that_the_formula_says(ranks):
 
 
 def test_a_step_on_paper_shares_one_ring_all_reduce_among_h_steps():
-    paper, numbers, seconds = chapter("04", "alpha_beta"), 11_000_000, 0.3
+    paper, numbers, seconds = chapter("04", "forecast/step_model"), 11_000_000, 0.3
     link = paper.Link(1e-3, 25e6)
     all_reduce = paper.ring(4 * numbers, 2, link)
     for every in (1, 8, 32):
@@ -316,7 +316,7 @@ def test_options_that_would_send_nothing_are_refused(options):
     [((), "one rank talks to nobody: start two"), (("--every=1",), "--every: got '1'")],
 )
 def test_a_wrong_call_ends_in_one_line(flags, words):
-    refused(ended(f"04_ddp_torchrun/{LOCAL_SGD}", *flags), words)
+    refused(ended(f"beyond/local_sgd/{LOCAL_SGD}", *flags), words)
 
 
 def test_the_page_says_what_was_measured():

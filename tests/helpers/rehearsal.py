@@ -58,8 +58,8 @@ runs {reached}. No machine has run the other {left};
 | line | statement |
 |---|---|"""
 END = "Back to [the start](../README.md).\n"
-LESSONS = [*sorted(ROOT.glob("0*_*/*.py")), *sorted(ROOT.glob("common/*.py"))]
-for folder in ("convert", "convert/detector", "convert/examples", "survive", "shard"):
+LESSONS = [*sorted(ROOT.glob("0*_*/**/*.py")), *sorted(ROOT.glob("common/*.py"))]
+for folder in ("convert", "convert/detector", "convert/examples", "survive", "shard", "local_sgd"):
     LESSONS += sorted(ROOT.glob(f"beyond/{folder}/*.py"))
 
 

@@ -30,7 +30,7 @@ from common.options import make_parser
 from local_ranks import ROOT, in_time, run_ranks, scratch_folder
 
 FOLDERS = {path.name[:2]: path for path in sorted(ROOT.glob("0?_*"))}
-FOLDERS |= {name: ROOT / "beyond" / name for name in ("survive", "shard")}
+FOLDERS |= {name: ROOT / "beyond" / name for name in ("survive", "shard", "local_sgd")}
 
 LOCAL = ("--device=cpu", f"--data-dir={ROOT / 'data'}")
 SHORT = ("--model=net-bn", "--epochs=1", "--batch-size=60")
@@ -102,11 +102,12 @@ compiled = cache(compile)  # the same text again and again, if a test takes many
 
 def fresh_module(key: str, file: str, without=(), register=False) -> types.ModuleType:
     """A file of a stage as a new module, changed. register: others import it, not the file."""
-    folder, name = FOLDERS[key], Path(file).stem if file != "train.py" else f"stage_{key}"
-    if str(folder) not in sys.path:  # a script finds the files beside it
-        sys.path.insert(0, str(folder))
+    path = FOLDERS[key] / file
+    name = path.stem if file != "train.py" else f"stage_{key}"
+    if str(path.parent) not in sys.path:  # a script finds the files beside it
+        sys.path.insert(0, str(path.parent))
     module = types.ModuleType(name)
-    module.__file__ = str(folder / file)
+    module.__file__ = str(path)
     if register:
         sys.modules[name] = module
     source = changed_source(key, file, without)
@@ -115,10 +116,11 @@ def fresh_module(key: str, file: str, without=(), register=False) -> types.Modul
 
 
 def chapter(key: str, name: str) -> types.ModuleType:
-    """A file beside a stage's train.py, imported as the stage imports it."""
-    if str(FOLDERS[key]) not in sys.path:
-        sys.path.insert(0, str(FOLDERS[key]))
-    return importlib.import_module(name)
+    """A file of a stage as a module: partition, beside train.py, or reducers/ring, in a folder."""
+    path = FOLDERS[key] / name
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    return importlib.import_module(path.name)
 
 
 def output_of(key: str, name: str, *flags: str) -> str:

@@ -24,10 +24,10 @@ from refusals import ended, refused
 from repository_pages import ALL_PAGES
 from support import chapter, fresh_module
 
-paper, ready = chapter("04", "alpha_beta"), chapter("04", "gradient_order")
+paper, ready = chapter("04", "forecast/step_model"), chapter("04", "forecast/gradient_order")
 peak = chapter("01", "peak")
 Bucket, Job, Link = paper.Bucket, paper.Job, paper.Link
-SLOW, FORECAST = Link(1e-3, 1e8), "04_ddp_torchrun/forecast.py"
+SLOW, FORECAST = Link(1e-3, 1e8), "04_ddp_torchrun/forecast/forecast.py"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
@@ -126,8 +126,12 @@ def simulated_ring(size: float, ranks: int, link) -> float:
 
 def test_a_ring_takes_what_its_messages_take_one_after_the_other():
     old = "return 2 * (ranks - 1) * (link.alpha"
-    change = ("alpha_beta.py", old, old.replace("2 * ", "", 1))  # it forgets the all-gather
-    broken = fresh_module("04", "alpha_beta.py", (change,))
+    change = (
+        "forecast/step_model.py",
+        old,
+        old.replace("2 * ", "", 1),
+    )  # it forgets the all-gather
+    broken = fresh_module("04", "forecast/step_model.py", (change,))
     for size, ranks in ((s, n) for s in (4, 2**20, 25 * 2**20) for n in (2, 3, 8, 64)):
         expected = pytest.approx(simulated_ring(size, ranks, SLOW))
         assert paper.ring(size, ranks, SLOW) == expected != broken.ring(size, ranks, SLOW)
@@ -175,8 +179,8 @@ def test_the_buckets_are_those_that_ddp_really_sends():
         ready.gradients_of_classifier("resnet18", 64),
         "FIRST_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20",
     )
-    change = ("gradient_order.py", old, "FIRST_BYTES, BUCKET_BYTES = 2**22, 10 * 2**20")
-    other = fresh_module("04", "gradient_order.py", (change,))
+    change = ("forecast/gradient_order.py", old, "FIRST_BYTES, BUCKET_BYTES = 2**22, 10 * 2**20")
+    other = fresh_module("04", "forecast/gradient_order.py", (change,))
     for sizes in run_ranks(2, _sizes_that_ddp_sends):
         assert sizes == [bucket.size for bucket in ready.fill_buckets(gradients)]
         assert sizes != [bucket.size for bucket in other.fill_buckets(gradients)], "the control"

@@ -29,12 +29,13 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from common.data import local_batch_size
 from common.options import UsageError
 from local_ranks import command, free_port, of_all_ranks, on_ranks, run_ranks
+from ranks import start
 from support import chapter
 
 
 def test_c03_rank_modulo_gpus_is_the_local_rank_only_on_equal_nodes():
     for first, gpus, right in ((8, 8, True), (4, 2, True), (3, 2, False), (4, 8, False)):
-        verdict = chapter("04", "rank_variables").verdict(list(range(first, first + gpus)))
+        verdict = chapter("04", "launch/rank_variables").verdict(list(range(first, first + gpus)))
         assert verdict == ("the local rank" if right else "another GPU than LOCAL_RANK names")
 
 
@@ -257,7 +258,7 @@ def test_c29_one_seed_gives_equal_weights_and_equal_dropout_masks(rank):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_c30_gloo_on_a_gpu_does_more_than_all_reduce_and_broadcast():
-    start, play = chapter("03", "ranks").start, chapter("03", "collectives").before_and_after
+    play = chapter("03", "collectives").before_and_after
     gathered = start(2, play, "all_gather", device="cuda", seconds=60)
     assert [after for _, after in gathered] == [[1, 10]] * 2
 
@@ -365,7 +366,7 @@ def test_c38_a_muted_rank_hides_its_tracebacks_and_files(is_rank_0):
 
 def test_c39_tasks_dealt_in_turn_share_gpus_by_rank_modulo_gpus():
     """srun -m cyclic on two nodes with two GPUs: node 0 has ranks 0 and 2."""
-    words = chapter("04", "rank_variables")
+    words = chapter("04", "launch/rank_variables")
     assert words.cyclic([1, 4, 2]) == [[0], [1, 3, 5, 6], [2, 4]]
     on_node_0 = words.cyclic([2, 2])[0]
     assert words.verdict(on_node_0) == "ranks share GPU 0"

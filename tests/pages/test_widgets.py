@@ -12,9 +12,9 @@ import torch
 from local_ranks import ROOT, run_ranks
 from support import chapter
 
-paper, ready = chapter("04", "alpha_beta"), chapter("04", "gradient_order")
+paper, ready = chapter("04", "forecast/step_model"), chapter("04", "forecast/gradient_order")
 replicas, measure = chapter("02", "memory"), chapter("shard", "measure")
-peak, ring = chapter("01", "peak"), chapter("03", "ring")
+peak, ring = chapter("01", "peak"), chapter("03", "reducers/ring")
 gradients_of = cache(ready.gradients_of_classifier)
 SOURCE = "".join(path.read_text() for path in sorted(ROOT.glob("docs/site/widgets/*.js"))[::-1])
 GRID = {

@@ -46,7 +46,7 @@ CALLS = {  # a stage or a program with its flags, and words of the line
     f"{COLLECTIVES} --world-size=19": f"'19', {WHOLE}, at least 1 and less than 19",
     f"{COLLECTIVES} {TOO_MANY}": f"a GPU for each of {GPUS + 1} ranks, here are {GPUS}: try --ba",
     f"{COLLECTIVES} --backend=mpi": "--backend mpi is not built into this",
-    "04_ddp_torchrun/rank_variables.py --nodes 33 32": "65 processes on this machine: try 64",
+    "04_ddp_torchrun/launch/rank_variables.py --nodes 33 32": "65 processes on this machine",
     UNEVEN: "one rank waits for nobody: start two, with torchrun",
     "tests/check_exercise.py 06": "'06' (choose from '01', '02'",
     "tests/check_exercise.py 01 --file=mine.py": "No such file or directory: ",

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import ranks
 from local_ranks import ROOT, context, forked, is_running, of_all_ranks, on_ranks
 from support import chapter, load_stage, output_of
 
@@ -86,7 +87,6 @@ def test_without_its_call_no_lesson_gives_that(rank):
 
 
 def test_ranks_start_and_introduce_themselves():
-    ranks = chapter("03", "ranks")
     said = [f"rank {rank} of 3; all ranks add up to 3" for rank in range(3)]
     assert ranks.start(3, ranks.introduce, seconds=60) == said
 
@@ -96,9 +96,10 @@ def test_every_collective_works_on_gpus_and_two_gloo_ranks_share_one(backend, gp
     if gpus > GPUS:
         pytest.skip(f"needs GPUs: {gpus}")
     names = ["broadcast", "all_reduce"] if backend == "gloo" else list(LESSONS)
-    start, play = chapter("03", "ranks").start, collectives.before_and_after
+    play = collectives.before_and_after
     for name in names:
-        assert right(name, start(2, play, name, backend=backend, device="cuda", seconds=60)), name
+        answers = ranks.start(2, play, name, backend=backend, device="cuda", seconds=60)
+        assert right(name, answers), name
 
 
 READY = "checkpoint.pt"
@@ -133,7 +134,7 @@ def train_in_the_background() -> None:
 
 
 def start_ranks_of_a_chapter() -> None:
-    chapter("03", "ranks").start(2, hang)
+    ranks.start(2, hang)
 
 
 def ranks_left(folder: Path, main: Callable, seconds: float) -> int:

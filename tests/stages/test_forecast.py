@@ -15,7 +15,7 @@ from support import chapter, output_of
 FORECAST = "forecast --parameters=7e7 --step-ms=23 --batch-size=32 --gbit=50 --latency-us=800"
 FORECAST += " --gpus=16 --gpus-per-node=4 --inside=pcie-3"
 PRINTED = {  # by a chapter with these flags: rows, with one space between their cells
-    "alpha_beta": "the step takes 316 ms | 8 100 100 123 | 30 140 140 225 | 25 200 225 295 | "
+    "step_model": "the step takes 316 ms | 8 100 100 123 | 30 140 140 225 | 25 200 225 295 | "
     "25 280 295 366 | 10 300 366 395 | the step takes 405 ms",
     "gradient_order": "resnet50 7.8 0% | resnet50 30.0 9% | resnet50 25.0 17% | "
     "resnet50 25.3 49% | resnet50 9.3 100% | vgg16 15.6 0% | vgg16 392.0 1% | vgg16 27.0 10% | "
@@ -28,9 +28,11 @@ PRINTED = {  # by a chapter with these flags: rows, with one space between their
 
 @pytest.mark.parametrize("call", PRINTED)
 def test_what_a_chapter_prints(call):
-    """Of alpha_beta.py, forecast.py and gradient_order.py."""
+    """Of step_model.py, forecast.py and gradient_order.py."""
     name, *flags = call.split()
-    lines = [" ".join(line.split()) for line in output_of("04", name, *flags).splitlines()]
+    lines = [
+        " ".join(line.split()) for line in output_of("04", f"forecast/{name}", *flags).splitlines()
+    ]
     assert [row for row in PRINTED[call].split(" | ") if row not in lines] == []
 
 
@@ -46,7 +48,7 @@ def test_a_forecast_counts_every_parameter_of_a_classifier(name):
     with torch.device("cpu" if name.startswith("regnet") else "meta"):
         options = {"init_weights": False} if name == "googlenet" else {}
         model = torchvision.models.get_model(name, **options)
-    gradients = chapter("04", "gradient_order").gradients_of_classifier(name, 224)
+    gradients = chapter("04", "forecast/gradient_order").gradients_of_classifier(name, 224)
     assert sum(size for size, _ in gradients) == 4 * sum(p.numel() for p in model.parameters())
     ready = [share for _, share in gradients]
     assert ready == sorted(ready)
@@ -77,7 +79,7 @@ def test_a_gradient_of_attention_is_forecast_when_backward_really_has_it(name):
     def ready_at(share, gradients):
         return sum(size for size, ready in gradients if ready <= share)
 
-    forecast = chapter("04", "gradient_order").gradients_of_classifier(name, 224)
+    forecast = chapter("04", "forecast/gradient_order").gradients_of_classifier(name, 224)
     real = really_ready(name)
     for tenth in range(1, 10):
         expected = ready_at(tenth / 10, real)

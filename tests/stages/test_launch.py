@@ -41,7 +41,7 @@ def test_whoever_starts_the_ranks_their_losses_are_the_same(key, ranks, processe
 
 def test_c01_c03_words_shows_what_torchrun_gives_to_nodes_of_unequal_size():
     """Of two real torchruns. On the second node, rank % GPUs is another GPU."""
-    table, *_ = output_of("04", "rank_variables", "--nodes", "3", "2").split("\n\n")
+    table, *_ = output_of("04", "launch/rank_variables", "--nodes", "3", "2").split("\n\n")
     node_0, node_1 = table.split("node 1")
     for output, numbers in (
         (node_0, ("RANK 0 1 2", "LOCAL_RANK 0 1 2", "rank % 3 0 1 2 the local rank")),

@@ -23,7 +23,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
 
 def new(name, model):
-    return chapter("03", "reducers").REDUCERS[name](model)
+    return chapter("03", "reducers/reducers").REDUCERS[name](model)
 
 
 class Mixed(nn.Module):
@@ -132,7 +132,7 @@ def test_03_shared_memory_waits_for_the_gradients_of_a_late_rank(without=()):
 def train_with(rank: int, name: str, *flags: str) -> None:
     """Stage 03, but its average_gradients calls this reducer."""
     stage = load_stage("03")
-    make = chapter("03", "reducers").REDUCERS.get(name)
+    make = chapter("03", "reducers/reducers").REDUCERS.get(name)
     reducer_of = cache(make or (lambda model: mock.Mock()))
     stage.average_gradients = lambda model: reducer_of(model).finish()
     run_main(stage, rank, *flags)
@@ -159,7 +159,7 @@ def test_a_bucket_is_closed_as_soon_as_it_holds_its_size():
     sizes = [{"size": (2**20 // kind.itemsize,), "dtype": kind} for kind in kinds]
     parameters = [nn.Parameter(torch.empty(**size, device="meta")) for size in sizes]
     number = {parameter: place for place, parameter in enumerate(parameters)}
-    reducers = chapter("03", "reducers")
+    reducers = chapter("03", "reducers/reducers")
     groups = reducers.cut_into_buckets(parameters, reducers.FIRST_BYTES, reducers.BUCKET_BYTES)
     found = [[number[parameter] for parameter in members] for members in groups]
     assert found == [[29], list(range(28, 3, -1)), [3, 2], [1, 0]]
@@ -167,7 +167,7 @@ def test_a_bucket_is_closed_as_soon_as_it_holds_its_size():
 
 def watch_a_bucket(rank: int, ranks: int) -> list:
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
-    return chapter("03", "compare_reducers").watch_backward()
+    return chapter("03", "reducers/compare").watch_backward()
 
 
 def test_the_first_bucket_is_on_its_way_while_most_gradients_are_still_to_come():
@@ -211,7 +211,7 @@ def test_models_that_differ_between_ranks_or_train_nothing_are_refused_on_all_of
 
 @on_ranks(2)
 def test_memory_is_shared_where_there_is_no_memfd_and_not_between_machines(rank):
-    share_memory = chapter("03", "shared_memory_reducer").share_memory
+    share_memory = chapter("03", "reducers/shared_memory").share_memory
     with mock.patch.object(os, "memfd_create", create=True):
         del os.memfd_create
         memory = share_memory(2)
@@ -227,7 +227,7 @@ def test_memory_is_shared_where_there_is_no_memfd_and_not_between_machines(rank)
 def test_on_another_machine_the_path_of_the_memory_leads_nowhere_or_to_a_file_of_others(rank):
     """Both ranks refuse, and that file stays as it is. The control: the right path is taken."""
     share_memory, broadcast = (
-        chapter("03", "shared_memory_reducer").share_memory,
+        chapter("03", "reducers/shared_memory").share_memory,
         dist.broadcast_object_list,
     )
     file = os.memfd_create("of another program")
@@ -266,7 +266,7 @@ def numbers(length: int, rank: int) -> torch.Tensor:
 
 def check_the_ring(rank: int, n: int) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=n)
-    ring = chapter("03", "ring")
+    ring = chapter("03", "reducers/ring")
     ring.PIECE = 4096
     with mock.patch.object(dist, "isend", wraps=dist.isend) as isend:
         for length, dtype in product(LENGTHS, DTYPES):
@@ -290,7 +290,7 @@ def test_the_ring_sums_any_length_and_dtype_and_sends_2_n_minus_1_nths_in_pieces
 
 @on_ranks(2)
 def test_the_ring_refuses_unequal_tensors_on_every_rank(rank):
-    f32, ring = "torch.float32", chapter("03", "ring")
+    f32, ring = "torch.float32", chapter("03", "reducers/ring")
     with pytest.raises(UsageError, match=rf"1 has \[4\] {f32} where rank 0 has \[3\] {f32}"):
         ring.all_reduce(torch.ones(3 + rank))
     with pytest.raises(UsageError, match=rf"1 has \[3\] {f32} with gaps where rank 0 has \[3\] t"):

@@ -17,7 +17,7 @@ import support
 from local_ranks import of_all_ranks, on_ranks, run_ranks
 from support import chapter
 
-unused = chapter("05", "unused")
+unused = chapter("04", "unused_parameters")
 
 LATE = "Expected to have finished reduction in the prior iteration"
 VERDICTS = [  # on each step of the chapter's cases: whether it was averaged, or the error

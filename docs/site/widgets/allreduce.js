@@ -4,7 +4,7 @@
   const BYTES = 840e6; // of the tensor: any number of ranks from 2 to 8 divides it
   const upTo = (n) => [...Array(n).keys()];
 
-  // Once around the ring: the same chunks in the same order as 03_ddp_manual_allreduce/ring.py.
+  // Once around the ring: the same chunks in the same order as 03_ddp_manual_allreduce/reducers/ring.py.
   const lap = (n, lead, add) =>
     upTo(n - 1).map((s) =>
       upTo(n).map((from) => {

@@ -1,6 +1,10 @@
-"""Start ranks quickly for the programs of this stage: torch is imported only once.
+"""Start ranks on this machine quickly: torch is imported only once.
 
-python 03_ddp_manual_allreduce/ranks.py
+    from ranks import start
+
+    start(4, function)  # what function() returns on each of four ranks
+
+Chapters, tests and benchmarks use it. `python -m ranks` shows four ranks at work.
 """
 
 import json
@@ -17,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from common.options import Parser, UsageError, exit_on
+from common.options import UsageError
 
 
 def start(
@@ -130,12 +134,7 @@ def require_equal(descriptions: list[str]) -> None:
 
 
 def introduce() -> str:
+    """For `python -m ranks`: who this rank is, and one all-reduce."""
     total = torch.tensor(dist.get_rank())
     dist.all_reduce(total)  # every rank must reach this line
     return f"rank {dist.get_rank()} of {dist.get_world_size()}; all ranks add up to {total.item()}"
-
-
-if __name__ == "__main__":
-    with exit_on(UsageError):
-        Parser(__doc__).parse_args()
-        print(*start(4, introduce), sep="\n")

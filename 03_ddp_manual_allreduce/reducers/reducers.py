@@ -3,8 +3,7 @@
 Read them in this order. PerParameter sends a message for each parameter, as train.py does. Flat
 sends one message for all of them, and Ring does so by an all-reduce of our own. Bucketed sends
 several, each as soon as backward has filled it, as DistributedDataParallel does. SharedMemory, in
-shared_memory_reducer.py, sends no gradient at all. compare_reducers.py shows what they send. In a
-training loop:
+shared_memory.py, sends no gradient at all. compare.py shows what they send. In a training loop:
 
     reducer = Bucketed(model)  # every rank now has rank 0's weights and buffers
     loss.backward()            # Bucketed sends in here
@@ -12,7 +11,7 @@ training loop:
     optimizer.step()
 
 If only some ranks have a gradient for a parameter, the others count as zero. If no rank has one,
-the parameter stays without. Page: reducers.md
+the parameter stays without. Page: README.md
 """
 
 from collections.abc import Callable
@@ -24,9 +23,9 @@ from torch import nn
 from torch.nn import Parameter
 
 from common.options import UsageError
-from reducer_parts import broadcast_model, fill_missing_gradients, views_of, write_divided_gradient
+from parts import broadcast_model, fill_missing_gradients, views_of, write_divided_gradient
 from ring import ring_all_reduce
-from shared_memory_reducer import SharedMemory
+from shared_memory import SharedMemory
 
 
 class PerParameter:

@@ -1,6 +1,6 @@
 """All-reduce as a ring: each rank sends to its right neighbor and receives from its left one.
 
-    python 03_ddp_manual_allreduce/ring.py --world-size 4
+    python 03_ddp_manual_allreduce/reducers/ring.py --world-size 4
 
 The tensor is cut into as many chunks as there are ranks. On its first way around the ring, a chunk
 collects the sum over all ranks (reduce-scatter). On the second, the complete chunk reaches every

@@ -1,6 +1,6 @@
 """A branch that a step does not use: its gradient never comes, and DDP never sends its bucket.
 
-    torchrun --standalone --nproc-per-node=2 05_amp_syncbn/unused.py
+    torchrun --standalone --nproc-per-node=2 04_ddp_torchrun/unused_parameters.py
 
 The model has a stem and two branches of one weight each. Rank r feeds it the number r + 1. A step
 should give the mean over the ranks, with zero from a rank that does not use the parameter, and no
@@ -116,7 +116,7 @@ def main() -> None:
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
         raise UsageError(
             "one rank has no other to wait for: start two, with "
-            "torchrun --standalone --nproc-per-node=2 05_amp_syncbn/unused.py"
+            "torchrun --standalone --nproc-per-node=2 04_ddp_torchrun/unused_parameters.py"
         )
     # One machine: no other one can connect.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname()[0] == "Darwin" else "lo")

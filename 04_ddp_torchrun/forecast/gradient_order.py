@@ -1,6 +1,6 @@
 """When is each gradient ready? Layers, their share of backward, and the buckets that they fill.
 
-    python 04_ddp_torchrun/gradient_order.py
+    python 04_ddp_torchrun/forecast/gradient_order.py
 
 It uses the meta device, which has shapes and no numbers: it needs no GPU and no memory.
 """
@@ -12,9 +12,9 @@ import torchvision
 from tabulate import tabulate
 from torch import nn
 
-from alpha_beta import Bucket
 from common.models import Net
 from common.options import Parser, UsageError
+from step_model import Bucket
 
 # DDP closes a bucket once it holds so many (dist._DEFAULT_FIRST_BUCKET_BYTES, and 25 MiB).
 FIRST_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20

@@ -1,10 +1,10 @@
 """How will my job scale? A forecast from one GPU's step, before you rent a cluster.
 
-    python 04_ddp_torchrun/forecast.py --model resnet50 --batch-size 64 --step-ms 45 --gpus 64
+    python 04_ddp_torchrun/forecast/forecast.py --model resnet50 --step-ms 45 --gpus 64
 
 Stage 01 measures the step on one GPU of that kind: step_ms in its summary.json. A third of it is
-taken for forward, the rest for backward. alpha_beta.py is the model of a step, gradient_order.py
-counts layers and buckets, and scaling.md shows how far to trust it.
+taken for forward, the rest for backward. step_model.py is the model of a step, gradient_order.py
+counts layers and buckets, and README.md shows how far to trust it.
 """
 
 from argparse import Namespace
@@ -14,9 +14,9 @@ from textwrap import fill
 
 from tabulate import tabulate
 
-from alpha_beta import Job, Link, step, two_levels
 from common.options import Parser, UsageError, exit_on, float_at_least, int_at_least
 from gradient_order import fill_buckets, gradients_of_classifier
+from step_model import Job, Link, step, two_levels
 
 PIECES = 100  # an unknown model has this many equal gradients, ready one after the other
 GBIT = 1e9 / 8  # bytes per second

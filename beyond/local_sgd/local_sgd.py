@@ -1,6 +1,6 @@
 """Local SGD and DiLoCo: ranks train alone for H steps, and then average what they have changed.
 
-    torchrun --standalone --nproc-per-node=2 04_ddp_torchrun/local_sgd.py
+    torchrun --standalone --nproc-per-node=2 beyond/local_sgd/local_sgd.py
 
 DDP sends gradients in every step, so a slow link makes every step slow. Here, the ranks send once
 in H steps, and the optimizer of the loop stays as it is:
@@ -15,7 +15,7 @@ in H steps, and the optimizer of the loop stays as it is:
 The mean change is treated as a gradient, with which a second optimizer takes the outer step. With
 rate 1 and without momentum, that step is the mean of the weights (Stich, Local SGD Converges Fast
 and Communicates Little, arXiv 1805.09767). DiLoCo takes Nesterov's momentum (Douillard et al.,
-arXiv 2311.08105). Page: local_sgd.md
+arXiv 2311.08105). Page: README.md
 """
 
 import copy
@@ -214,7 +214,7 @@ def main() -> None:
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
         raise UsageError(
             "one rank talks to nobody: start two, with "
-            "torchrun --standalone --nproc-per-node=2 04_ddp_torchrun/local_sgd.py"
+            "torchrun --standalone --nproc-per-node=2 beyond/local_sgd/local_sgd.py"
         )
     # All ranks are on this machine: they meet on loopback, where no one else can connect.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname()[0] == "Darwin" else "lo")

@@ -1,8 +1,8 @@
 """What does each reducer send, when does `bucketed` send it, and do all of them give the mean?
 
-    python 03_ddp_manual_allreduce/compare_reducers.py
+    python 03_ddp_manual_allreduce/reducers/compare.py
 
-Page: reducers.md
+Page: README.md
 """
 
 from unittest import mock

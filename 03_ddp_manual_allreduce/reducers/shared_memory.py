@@ -1,8 +1,8 @@
 """Average gradients through memory that all ranks of one machine share, so that none is sent.
 
 Every rank has a row in this memory and can read all rows. It writes its gradients to its own row,
-adds up its slice of all rows when they are complete, and takes the means out of its row. The page
-reducers.md explains it; compare_reducers.py compares it with the other ways.
+adds up its slice of all rows when they are complete, and takes the means out of its row. compare.py
+compares it with the other ways. Page: README.md
 """
 
 import os
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from common.options import UsageError
-from reducer_parts import broadcast_model, fill_missing_gradients, views_of, write_divided_gradient
+from parts import broadcast_model, fill_missing_gradients, views_of, write_divided_gradient
 
 PIECE = 2**16  # elements that are added up at a time: they stay in the processor's cache
 

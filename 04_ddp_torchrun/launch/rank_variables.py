@@ -1,6 +1,6 @@
 """Rank, local rank, world size: the numbers that torchrun gives, for nodes of any size.
 
-    python 04_ddp_torchrun/rank_variables.py --nodes 8 8
+    python 04_ddp_torchrun/launch/rank_variables.py --nodes 8 8
 
 For each node, a real torchrun starts on this machine, and starts that many processes: shells that
 print what torchrun has put into their environment. No GPU is used: `rank % GPUs` is computed from
