@@ -889,6 +889,16 @@ def test_shard_clips_a_gradient_of_nan_as_torch_does(rank):
 
 
 @on_ranks(2)
+def test_shard_clips_copies_alone_and_without_any_gradient_nothing_as_torch_does(rank):
+    clip = chapter("shard", "shards").clip_grad_norm
+    assert clip([], [], 1.0) == nn.utils.clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0) == 0
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad, copy = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0])
+    assert clip([], [copy], 1.0) == nn.utils.clip_grad_norm_([weight], 1.0) == 5
+    assert torch.equal(copy, weight.grad)
+
+
+@on_ranks(2)
 def test_shard_steps_after_a_load_do_not_change_what_was_loaded(rank):
     full_state, zero = chapter("shard", "full_state"), chapter("shard", "zero")
     model = nn.Linear(3, 2)
