@@ -32,6 +32,10 @@ PRINTED = {  # by a chapter with these flags: rows, with one space between their
     FORECAST: "1 32 23.0 1,391 100% computing | 8 256 105.6 2,424 22% bytes | "
     "send bf16 (bf16_compress_hook) 512 105.7 4,844 22% bytes | fewer ranks: 1 32 23.0 1,391 "
     "100% computing | send bf16, and accumulate 4 2,048 174.7 11,723 53% bytes",
+    "forecast --parameters=7e7 --step-ms=23 --gpus=1": "Advice: nothing to mend: one GPU waits for "
+    "no other.",
+    f"{FORECAST} --gpus-per-node=1 --gbit=5": "Advice: take a faster link, or fewer ranks: 1: 1 "
+    "does 1,391 samples/s, 16 do 526.",
 }
 
 
@@ -165,6 +169,10 @@ def test_c02_c36_c42_each_failure_happens_and_its_cure_helps(name):
     failed = [answer for answer in tried(name) if "Error: " in answer]
     assert len(failed) == (1 if name == "two-writers" else 2)  # either: it is a race
     assert tried(name, cured=True) == cured
+
+
+def test_a_rank_that_neither_answers_nor_ends_is_not_waited_for_forever():
+    assert chapter("04", "failures").run_failure("two-writers", True, seconds=0) == ["waits"] * 2
 
 
 def test_troubleshooting_lists_every_entry_and_shows_what_the_failures_print():
