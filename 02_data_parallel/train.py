@@ -51,13 +51,12 @@ def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> tuple[
 
 def main() -> None:
     parser = make_parser("02_data_parallel", __doc__)
-    parser.add_argument(
-        "--replicas", default=2, type=int_at_least(1), help="with fewer than two GPUs"
-    )
+    replicas_help = "None: one for each GPU, at least two"
+    parser.add_argument("--replicas", type=int_at_least(1), help=replicas_help)
     args = parser.parse_args()
     device = torch.device("cuda:0" if args.device == "cuda" else "cpu")
     gpus = torch.cuda.device_count() if args.device == "cuda" else 0
-    replicas = gpus if gpus > 1 else args.replicas
+    replicas = args.replicas or max(gpus, 2)
     local_batch = local_batch_size(args.batch_size, replicas)
     train_set, test_set = load_dataset(args)
     options = loader_options(args)  # worker processes, pinned memory
@@ -66,9 +65,11 @@ def main() -> None:
     model = build_model(args.model, train_set).to(device)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     progress = load_checkpoint(args, model, optimizer)
-    parallel: nn.Module = DataParallel(model, [device] * replicas)  # ours: all on one device
-    if gpus > 1:
-        parallel = nn.DataParallel(model)  # PyTorch's own: a replica on each GPU
+    parallel: nn.Module
+    if replicas <= gpus:
+        parallel = nn.DataParallel(model, range(replicas))  # PyTorch's own: one on each GPU
+    else:
+        parallel = DataParallel(model, [device] * replicas)  # ours: all of them on one device
     recorder = Recorder(args, progress, optimizer, local_batch)
     if args.evaluate:
         recorder.print_evaluation(*evaluate(parallel, test_loader, device))

@@ -123,8 +123,8 @@ def play_all() -> list[tuple[list[int], list[int]]]:
 def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument
-    # 10^18 is the largest power of ten that fits into 64 bits.
-    add("--world-size", default=4, type=int_at_least(1, 19), metavar="N", help="processes to start")
+    # At most 9 ranks: the number for a tenth would be 10, which takes the digits of two.
+    add("--world-size", default=4, type=int_at_least(1, 10), metavar="N", help="processes to start")
     add("--backend", default="gloo", choices=("gloo", "nccl", "mpi"), help="library to use")
     args = parser.parse_args()
     device = device_of(args.backend, args.world_size)

@@ -188,20 +188,27 @@ def work(rank: int, port: int, name: str, cured: bool, debug: str, folder: str) 
     store.wait(["end"])  # the parent kills it here
 
 
-def run_failure(name: str, cured: bool, debug: str = "OFF") -> list[str]:
-    """What each of the two ranks answered, or the signal that ended it."""
+def run_failure(name: str, cured: bool, debug: str = "OFF", seconds: float = 60) -> list[str]:
+    """What each of the two ranks answered within this time, or the signal that ended it."""
     store = dist.TCPStore("127.0.0.1", port=0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         args = (store.port, name, cured, debug, folder)
         ranks = mp.start_processes(work, args, 2, False, True, "forkserver").processes
+        deadline = time.monotonic() + seconds
         while not all(store.check([f"answer {r}"]) or ranks[r].exitcode for r in range(2)):
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.02)
         ends = [rank.exitcode for rank in ranks]
         for rank in ranks:
             rank.kill()
             rank.join()
     return [
-        f"ended by {signal.Signals(-end).name}" if end else store.get(f"answer {rank}").decode()
+        f"ended by {signal.Signals(-end).name}"
+        if end
+        else store.get(f"answer {rank}").decode()
+        if store.check([f"answer {rank}"])
+        else "waits"
         for rank, end in enumerate(ends)
     ]
 

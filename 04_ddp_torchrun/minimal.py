@@ -22,7 +22,7 @@ model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(devi
 ddp = DistributedDataParallel(model)  # train with ddp; evaluate and save with model
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 sampler = DistributedSampler(train_set, drop_last=True)  # deals the samples out to the ranks
-loader = DataLoader(train_set, batch_size=100 // world_size, sampler=sampler)  # 100 in all
+loader = DataLoader(train_set, batch_size=100 // world_size, sampler=sampler)  # at most 100 in all
 test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), batch_size=100)
 
 for epoch in range(5):

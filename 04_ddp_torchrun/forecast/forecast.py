@@ -94,6 +94,8 @@ class Forecast:
 
     def advice(self, gpus: int) -> str:
         now = self.efficiency(gpus)
+        if gpus == 1:
+            return "nothing to mend: one GPU waits for no other."
         if now >= GOOD:
             return f"nothing to mend: {gpus} GPUs do the work of {now * gpus:,.1f}."
         *remedies, (name, other, count) = self.remedies(gpus)
@@ -101,7 +103,7 @@ class Forecast:
             if (then := better.efficiency(gpus)) >= GOOD:
                 ending = f"to {then:.0%} of {gpus} GPUs, from {now:.0%}"
                 return f"{remedy}: {better.rate(gpus):,.0f} samples/s, {ending}."
-        few = f"{count} do {other.rate(count):,.0f} samples/s"
+        few = f"{count} {'does' if count == 1 else 'do'} {other.rate(count):,.0f} samples/s"
         return f"take a faster link, or {name}: {few}, {gpus} do {self.rate(gpus):,.0f}."
 
 

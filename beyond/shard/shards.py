@@ -105,10 +105,14 @@ def clip_grad_norm(parts: Iterable[Tensor], copies: Iterable[Tensor], limit: flo
     Returns the norm over all ranks. Every rank must call it.
     """
     parts, copies = list(parts), list(copies)
-    square = torch.stack([part.double().square().sum() for part in parts]).sum()
+    gradients = [*parts, *copies]
+    if not gradients:  # before the first backward: so it is on every rank
+        return 0.0
+    squares = [part.double().square().sum() for part in parts]
+    square = torch.stack(squares or [gradients[0].new_zeros((), dtype=torch.float64)]).sum()
     dist.all_reduce(square)
     norm = (square + sum(copy.double().square().sum() for copy in copies)).sqrt()
     scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # of nan: nan, as torch's
-    for gradient in [*parts, *copies]:
+    for gradient in gradients:
         gradient.mul_(scale)
     return float(norm)

@@ -10,7 +10,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -74,11 +74,11 @@ def replacing(path: Path) -> Iterator[Any]:
     added, the file is forced to disk and gets its name. CheckpointError if the block cannot write.
     """
     unfinished = path.with_suffix(".tmp")
-    # A damaged one must not replace the good one before it. What this process has saved itself is
-    # read again only if the disk says that it has changed since.
-    if is_unchanged(path) or is_whole(path):
-        path.replace(previous(path))
     try:
+        # A damaged one must not replace the good one before it. What this process has saved itself
+        # is read again only if the disk says that it has changed since.
+        if is_unchanged(path) or is_whole(path):
+            path.replace(previous(path))
         file = HashingFile(unfinished)
         with file.file:
             yield file
@@ -86,10 +86,12 @@ def replacing(path: Path) -> Iterator[Any]:
         unfinished.replace(path)  # not earlier: a power cut could leave zeros
         written[path] = description(path)
     except (OSError, RuntimeError) as error:  # RuntimeError: torch.save's
-        for each in (path, unfinished):
-            each.unlink(missing_ok=True)
-        why = f"cannot write {path} ({error}), the one before is whole"
-        raise CheckpointError(f"{why}: make room, then --resume auto") from error
+        with suppress(OSError):  # the folder itself may be what cannot be written
+            unfinished.unlink(missing_ok=True)  # but not path: what is there is not of this save
+        why, todo = "there is no whole one before", "make room, then start again"
+        if first_that(is_whole, (path, previous(path))):
+            why, todo = "the one before is whole", "make room, then --resume auto"
+        raise CheckpointError(f"cannot write {path} ({error}), {why}: {todo}") from error
 
 
 def description(path: Path) -> tuple[int, ...]:

@@ -16,6 +16,9 @@ from agree import Agreement
 from launch import join, read_launcher
 from watchdog import Watchdog
 
+if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
+    print("error: expected a folder that exists:", __doc__.split("\n")[2], file=sys.stderr)
+    sys.exit(2)
 CHECKPOINT = Path(sys.argv[1], "checkpoint.pt")
 
 

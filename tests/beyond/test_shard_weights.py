@@ -261,3 +261,13 @@ def test_shard_clips_a_gradient_of_nan_as_torch_does(rank):
     gradients = [torch.tensor([float("nan")]), torch.ones(2)]
     chapter("shard", "shards").clip_grad_norm(gradients[:1], gradients[1:], 1.0)
     assert all(gradient.isnan().all() for gradient in gradients)
+
+
+@on_ranks(2)
+def test_shard_clips_copies_alone_and_without_any_gradient_nothing_as_torch_does(rank):
+    clip = chapter("shard", "shards").clip_grad_norm
+    assert clip([], [], 1.0) == nn.utils.clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0) == 0
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad, copy = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0])
+    assert clip([], [copy], 1.0) == nn.utils.clip_grad_norm_([weight], 1.0) == 5
+    assert torch.equal(copy, weight.grad)

@@ -128,6 +128,46 @@ def test_a_save_that_fails_leaves_only_the_checkpoint_before(two):
     ]
 
 
+FAILS = {  # saves before, whether the last is then damaged; what the line says, the steps left
+    "the first save": (0, False, "there is no whole one before: make room, then start again", []),
+    "after a checkpoint that is damaged": (1, True, "there is no whole one before", ["damaged"]),
+    "the same, with one before": (2, True, "the one before is whole", [1, "damaged"]),
+}
+
+
+@pytest.mark.parametrize(("saves", "damaged", "said", "left"), FAILS.values(), ids=FAILS)
+@pytest.mark.parametrize("failing", ["os.fsync", "pathlib.Path.open", "pathlib.Path.replace"])
+def test_a_save_that_fails_says_what_is_left_and_deletes_nothing(
+    failing, saves, damaged, said, left, tmp_path
+):
+    """Even a damaged checkpoint may be all that somebody has."""
+    path = tmp_path / "checkpoint.pt"
+    for step in range(1, saves + 1):
+        save(path, step)
+    if damaged:
+        path.write_bytes(b"junk")
+    opened = Path.open
+
+    def only_read(file: Path, mode: str = "r"):
+        if "w" in mode:
+            raise OSError("no room")
+        return opened(file, mode)
+
+    how = {"new": only_read} if failing.endswith("open") else {"side_effect": OSError("no room")}
+    with patch(failing, **how), pytest.raises(durable.CheckpointError, match=said):
+        save(path, 4)
+    files = sorted(tmp_path.iterdir())
+    assert ["damaged" if file.read_bytes() == b"junk" else step_of(file) for file in files] == left
+
+
+def test_a_checkpoint_that_cannot_be_renamed_stays_where_it_is(two):
+    """As in a folder that has become read-only."""
+    read_only = patch("pathlib.Path.replace", side_effect=PermissionError("read-only"))
+    with read_only, pytest.raises(durable.CheckpointError, match="the one before is whole"):
+        save(two, 3)
+    assert (step_of(two), step_of(durable.previous(two))) == (2, 1)
+
+
 @pytest.mark.parametrize(("flips", "step_before"), [(True, 1), (False, 2)])
 def test_a_bit_that_flips_after_a_save_is_seen_by_the_next_one(flips, step_before, two):
     """The file keeps its size, and its new time may lie within a tick of the disk's clock."""

@@ -18,6 +18,7 @@ from support import SHORT, train_once
 GPUS = torch.cuda.device_count()
 
 WHOLE = "expected a whole number"
+SHM = "03_ddp_manual_allreduce/shm/__main__.py"
 COLLECTIVES = "03_ddp_manual_allreduce/collectives.py"
 UNEVEN = "04_ddp_torchrun/uneven.py"
 TOO_MANY = f"--backend=nccl --world-size={GPUS + 1}"
@@ -43,10 +44,13 @@ CALLS = {  # a stage or a program with its flags, and words of the line
     "survive --checkpoint-every-steps=0": f"--checkpoint-every-steps: got '0', {WHOLE}, at least",
     "survive --accumulate=7": "--batch-size 120 does not divide by 7: try 126",
     "survive --clip-norm=0": "--clip-norm: got '0'",
-    f"{COLLECTIVES} --world-size=19": f"'19', {WHOLE}, at least 1 and less than 19",
+    f"{SHM} missing.py": "missing.py is no file: expected python -m shm SCRIPT FLAGS",
+    f"{COLLECTIVES} --world-size=10": f"'10', {WHOLE}, at least 1 and less than 10",
     f"{COLLECTIVES} {TOO_MANY}": f"a GPU for each of {GPUS + 1} ranks, here are {GPUS}: try --ba",
     f"{COLLECTIVES} --backend=mpi": "--backend mpi is not built into this",
-    "04_ddp_torchrun/launch/rank_variables.py --nodes 33 32": "65 processes on this machine",
+    "04_ddp_torchrun/launch/rank_variables.py --nodes 33 32": "65 processes on this machine: try 64",
+    "beyond/survive/own_loop.py": "own_loop.py FOLDER",
+    "beyond/survive/own_loop.py nowhere": "expected a folder that exists: torchrun",
     UNEVEN: "one rank waits for nobody: start two, with torchrun",
     "tests/check_exercise.py 06": "'06' (choose from '01', '02'",
     "tests/check_exercise.py 01 --file=mine.py": "No such file or directory: ",
@@ -75,6 +79,14 @@ def test_wrong_flags_are_refused_on_two_ranks(call):
 @pytest.mark.parametrize("key", ["04", "05"])
 def test_a_stage_for_torchrun_says_so_without_it(key):
     refused(ended(key), "start it with torchrun --standalone --nproc-per-node=2 SCRIPT")
+
+
+def test_shm_shows_its_own_help_and_leaves_the_flags_of_a_script_to_it(tmp_path):
+    [(status, said)] = command(SHM, "--help")
+    assert status == 0
+    assert said.startswith("usage: python -m shm SCRIPT FLAGS\n")
+    (tmp_path / "script.py").write_text("import sys; print(sys.argv[1:])")
+    assert command(SHM, f"{tmp_path}/script.py", "--help", "-x") == [(0, "['--help', '-x']\n")]
 
 
 RIGHT_CALLS = [  # at the limits

@@ -179,10 +179,17 @@ def test_c20_c21_c22_c24_on_gpus_torchs_class_computes_what_from_scratch_does(id
 
 
 @pytest.mark.parametrize(
-    ("gpus", "wrapper", "devices"),
-    [(2, "nn.DataParallel", []), (1, "DataParallel", [[torch.device("cuda:0")] * 3])],
+    ("gpus", "flags", "wrapper", "devices"),
+    [
+        (3, [], "nn.DataParallel", range(3)),
+        (3, ["--replicas=2"], "nn.DataParallel", range(2)),
+        (2, ["--replicas=3"], "DataParallel", [torch.device("cuda:0")] * 3),
+        (1, [], "DataParallel", [torch.device("cuda:0")] * 2),
+    ],
 )
-def test_all_gpus_are_used_by_torchs_own_and_one_gpu_is_shared(gpus, wrapper, devices, monkeypatch):
+def test_torchs_own_takes_a_gpu_for_each_replica_and_ours_shares_one(
+    gpus, flags, wrapper, devices, monkeypatch
+):
     """With torch's queries patched: nothing has trained yet where the model is wrapped."""
     stage, taken = load_stage("02"), Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -190,8 +197,8 @@ def test_all_gpus_are_used_by_torchs_own_and_one_gpu_is_shared(gpus, wrapper, de
     monkeypatch.setattr(nn.Module, "to", lambda model, _: model)
     monkeypatch.setattr(stage.nn if "." in wrapper else stage, "DataParallel", taken)
     with pytest.raises(KeyboardInterrupt):
-        run_main(stage, 0, "--replicas=3", f"--run-dir={scratch_folder()}")
-    assert list(taken.call_args.args[1:]) == devices, "nn.DataParallel takes all GPUs by itself"
+        run_main(stage, 0, *flags, f"--run-dir={scratch_folder()}")
+    assert taken.call_args.args[1] == devices
 
 
 def example(batch: int = 24, hidden: int = 7, classes: int = 50):

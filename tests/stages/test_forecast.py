@@ -23,6 +23,10 @@ PRINTED = {  # by a chapter with these flags: rows, with one space between their
     FORECAST: "1 32 23.0 1,391 100% computing | 8 256 105.6 2,424 22% bytes | "
     "send bf16 (bf16_compress_hook) 512 105.7 4,844 22% bytes | fewer ranks: 1 32 23.0 1,391 "
     "100% computing | send bf16, and accumulate 4 2,048 174.7 11,723 53% bytes",
+    "forecast --parameters=7e7 --step-ms=23 --gpus=1": "Advice: nothing to mend: one GPU waits for "
+    "no other.",
+    f"{FORECAST} --gpus-per-node=1 --gbit=5": "Advice: take a faster link, or fewer ranks: 1: 1 "
+    "does 1,391 samples/s, 16 do 526.",
 }
 
 
