@@ -3,7 +3,8 @@
     python 04_ddp_torchrun/failures.py               lists the failures
     python 04_ddp_torchrun/failures.py rank-branch
 
-With TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL before it, torch reports more: docs/troubleshooting.md.
+With TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL before it, torch reports more. Symptoms, causes and
+cures: docs/troubleshooting.md
 """
 
 import os

@@ -7,7 +7,6 @@ other rank will send. Inside `Join`, a rank without batches answers with zeros. 
 deals the same number of samples to every rank, nothing hangs.
 """
 
-import os
 from collections.abc import Iterable
 from datetime import timedelta
 
@@ -20,6 +19,7 @@ from torch.optim import SGD
 from torch.utils.data import DistributedSampler, TensorDataset
 
 from common.options import Parser, UsageError, exit_on, float_at_least
+from ranks import join_on_this_machine
 
 BATCHES = 3  # of every rank; the last rank has one more
 SAMPLERS = {
@@ -106,14 +106,7 @@ def main() -> None:
     text = "seconds after which a waiting rank gives up"
     parser.add_argument("--seconds", default=2, type=float_at_least(0.1), metavar="S", help=text)
     seconds = parser.parse_args().seconds
-    if int(os.environ.get("WORLD_SIZE", 1)) < 2:
-        raise UsageError(
-            "one rank waits for nobody: start two, with "
-            "torchrun --standalone --nproc-per-node=2 04_ddp_torchrun/uneven.py"
-        )
-    # All ranks are on this machine: they meet on loopback, where no one else can connect.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname()[0] == "Darwin" else "lo")
-    dist.init_process_group("gloo")
+    join_on_this_machine("04_ddp_torchrun/uneven.py", "one rank waits for nobody")
     end = hang(seconds)
     print_from_all(
         f"the last rank has one batch more; a rank that waits gives up after {seconds:g} s", end

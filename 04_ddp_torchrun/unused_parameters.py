@@ -7,7 +7,6 @@ should give the mean over the ranks, with zero from a rank that does not use the
 gradient at all if no rank uses it.
 """
 
-import os
 from math import isclose
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.options import Parser, UsageError, exit_on
+from ranks import join_on_this_machine
 
 Step = tuple[str, str]  # the branches that the even and the odd ranks take
 LEFT, MIXED, RIGHT, BOTH = ("left", "left"), ("left", "right"), ("right", "right"), ("both", "both")
@@ -113,14 +113,9 @@ def same(one: float | None, other: float | None) -> bool:
 
 def main() -> None:
     Parser(__doc__).parse_args()
-    if int(os.environ.get("WORLD_SIZE", 1)) < 2:
-        raise UsageError(
-            "one rank has no other to wait for: start two, with "
-            "torchrun --standalone --nproc-per-node=2 04_ddp_torchrun/unused_parameters.py"
-        )
-    # One machine: no other one can connect.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname()[0] == "Darwin" else "lo")
-    dist.init_process_group("gloo")
+    join_on_this_machine(
+        "04_ddp_torchrun/unused_parameters.py", "one rank has no other to wait for"
+    )
     lines = [LINE.format("branch", "stem", "left", "right", "").rstrip()]
     for options, steps in CASES:
         lines.append("\n" + (", ".join(f"{name}={on}" for name, on in options.items()) or "DDP"))

@@ -5,7 +5,6 @@
 DDP decides in forward whether the next backward averages: `no_sync` must be around forward.
 """
 
-import os
 from contextlib import nullcontext
 
 import torch
@@ -17,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from common.options import Parser, UsageError, exit_on
+from ranks import join_on_this_machine
 
 MICRO_BATCHES, LOCAL_BATCH, WIDTH = 4, 12, 32
 BIG, EVERY, LAST = "one big batch", "each micro-batch averages", "no_sync: forward and backward"
@@ -129,13 +129,7 @@ def compare_models() -> list[tuple[str, str]]:
 
 def main() -> None:
     Parser(__doc__).parse_args()
-    if int(os.environ.get("WORLD_SIZE", 1)) < 2:
-        raise UsageError(
-            "one rank has no other to average with: start two, with "
-            "torchrun --standalone --nproc-per-node=2 05_amp_syncbn/accumulate.py"
-        )
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname()[0] == "Darwin" else "lo")
-    dist.init_process_group("gloo")
+    join_on_this_machine("05_amp_syncbn/accumulate.py", "one rank has no other to average with")
     rows = compare_ways()
     if dist.get_rank() == 0:
         print(f"one process, {LOCAL_BATCH} samples in K = {MICRO_BATCHES} micro-batches\n")

@@ -24,7 +24,7 @@ from timing import Effort, Results, chapter, interleave, summarize
 FORMATS = ("fp32", "tf32", "bf16", "fp16")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-has_units = chapter("05", "machine").has_units
+has_units = chapter("05", "formats").has_units
 measure_bytes = chapter("01", "peak").measure
 size_of: Callable[..., int] = chapter("02", "memory").size  # of the storages of tensors, each once
 

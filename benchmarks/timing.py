@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import random
+import re
 import subprocess
 import sys
 import time
@@ -117,14 +118,22 @@ def compare(variants: Steps, rounds: int, steps: int = 1) -> Results:
     return {"rounds": rounds, "steps_a_round": steps, "variants": summarize(times)}
 
 
+def hardware(device: torch.device, processes: int) -> str:
+    """The name of the CPU, or of the GPUs that this many processes use."""
+    if device.type == "cuda":
+        gpus = min(processes, torch.cuda.device_count())
+        return f"{gpus} x {torch.cuda.get_device_name(device)}"
+    cpuinfo = Path("/proc/cpuinfo")  # only Linux has it
+    names = re.findall(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else []
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
+
+
 def provenance(device: str = "cpu", **settings: Any) -> Results:
     """Where, when and how something was measured. Every file under benchmarks/results/ holds it."""
     git = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return {
-        "hardware": chapter("05", "machine").hardware(
-            torch.device(device), max(1, torch.cuda.device_count())
-        ),
+        "hardware": hardware(torch.device(device), max(1, torch.cuda.device_count())),
         "cores": os.cpu_count(),
         "load_average": round(os.getloadavg()[0], 2),
         "torch": torch.__version__,

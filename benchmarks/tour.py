@@ -29,7 +29,7 @@ from common.options import UsageError, exit_on, int_at_least, make_parser
 from plots import MIB, bars, legend, stack
 from process_memory import COPIES, HELD, measure, peak
 from run_stage import Run, command_of, run_command
-from timing import Results, chapter
+from timing import Results, hardware
 
 EQUAL = 1e-5  # fp32 losses of the first epoch that differ less count as equal
 
@@ -271,7 +271,7 @@ def main() -> None:
     device = torch.device("cuda" if on_gpu else "cpu")
     results = {
         "date": str(date.today()),
-        "hardware": chapter("05", "machine").hardware(device, args.ranks),
+        "hardware": hardware(device, args.ranks),
         "python": platform.python_version(),
         "rows": {row.label: row.run.summary for row in rows},
         "losses": {row.label: row.run.losses() for row in rows},  # of every step

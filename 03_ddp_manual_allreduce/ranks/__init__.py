@@ -4,7 +4,8 @@
 
     start(4, function)  # what function() returns on each of four ranks
 
-Chapters, tests and benchmarks use it. `python -m ranks` shows four ranks at work.
+Chapters, tests and benchmarks use it; `python -m ranks` shows four ranks at work. A chapter that
+torchrun starts calls join_on_this_machine instead.
 """
 
 import json
@@ -57,6 +58,16 @@ def start(
         if not store.check([f"answer {rank}"]):  # or `get` would wait for it
             raise RuntimeError(f"rank {rank} ended without an answer")
     return [json.loads(store.get(f"answer {rank}")) for rank in range(world_size)]
+
+
+def join_on_this_machine(program: str, why_two: str) -> None:
+    """Join the ranks that torchrun has started here; UsageError, which says why, if it is alone."""
+    if int(os.environ.get("WORLD_SIZE", 1)) < 2:
+        command = f"torchrun --standalone --nproc-per-node=2 {program}"
+        raise UsageError(f"{why_two}: start two, with {command}")
+    # They meet on loopback, where no other machine can connect.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname()[0] == "Darwin" else "lo")
+    dist.init_process_group("gloo")
 
 
 def prepare_forkserver() -> None:

@@ -19,7 +19,6 @@ arXiv 2311.08105). Page: README.md
 """
 
 import copy
-import os
 from argparse import Namespace
 from collections.abc import Iterator
 from itertools import islice
@@ -39,6 +38,7 @@ from async_mean import START_MEAN_IN, Wait, sent_bytes
 from common.data import ImageSet, collate, load_dataset
 from common.models import build_model
 from common.options import Parser, UsageError, exit_on, int_at_least
+from ranks import join_on_this_machine
 
 DDP, NEVER = "DDP", "never"
 STEPS, LOCAL_BATCH, LR = 100, 30, 0.02
@@ -211,14 +211,7 @@ def main() -> None:
     every = int_at_least(2, below=STEPS + 1)
     parser.add_argument("--every", default=25, type=every, metavar="H", help=text)
     args = parser.parse_args()
-    if int(os.environ.get("WORLD_SIZE", 1)) < 2:
-        raise UsageError(
-            "one rank talks to nobody: start two, with "
-            "torchrun --standalone --nproc-per-node=2 beyond/local_sgd/local_sgd.py"
-        )
-    # All ranks are on this machine: they meet on loopback, where no one else can connect.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname()[0] == "Darwin" else "lo")
-    dist.init_process_group("gloo")
+    join_on_this_machine("beyond/local_sgd/local_sgd.py", "one rank talks to nobody")
     table = compare(args.every)
     if dist.get_rank() == 0:
         print(f"net-bn, {STEPS} steps with {LOCAL_BATCH} digits on each of the ranks:\n\n{table}")

@@ -21,9 +21,10 @@ SECTIONS = ("0?_*", "beyond/*", "beyond", "common", "notebooks", "benchmarks", "
 INTRODUCTION = """\
 # All programs and pages
 
-Which program or page answers my question? Every program can be run by itself, and begins with its
-command. A page of the same name shows its output and explains it. `make lessons` writes this list,
-from the headings of the pages and the first lines of the programs.
+Which program or page answers my question? A program whose first lines show a command can be run by
+itself, and the others are parts that programs import. A page of the same name, or the README.md of
+the folder, shows its output and explains it. `make lessons` writes this list, from the headings of
+the pages and the first lines of the programs.
 """
 HEAD = "\n## {}/\n\n| file | what it answers |\n|---|---|\n"
 END = "\nBack to [the start](../README.md).\n"
@@ -58,10 +59,14 @@ def files_of(folder: Path) -> list[Path]:
     linked = [Path(os.path.normpath(folder / link)) for link in links]
     order = [path.with_suffix("") for path in (readme, folder / "train.py", *linked)]
 
-    def place(path: Path) -> int:  # a page and the program of the same name stand together
-        return order.index(path.with_suffix("")) if path.with_suffix("") in order else len(order)
+    def place(path: Path) -> tuple[int, bool]:
+        """A page and the program of its name stand together, and so do the files of a folder."""
+        if path.with_suffix("") in order:
+            return order.index(path.with_suffix("")), False
+        beside = [at for at, name in enumerate(order) if name.parent == path.parent != folder]
+        return max(beside, default=len(order)), True
 
-    return sorted(files, key=lambda path: (place(path), path))
+    return sorted(files, key=lambda path: (*place(path), path))
 
 
 def sections(root: Path) -> list[Path]:

@@ -14,7 +14,7 @@ from torch import nn
 from local_ranks import ROOT
 from support import chapter, train_once
 
-machine = chapter("05", "machine")
+formats = chapter("05", "formats")
 
 
 def test_what_the_machine_runs_and_has_units_for_is_told(capsys):
@@ -27,12 +27,12 @@ def test_what_the_machine_runs_and_has_units_for_is_told(capsys):
 
     units = patch.object(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True, "fp16": False})
     no_gpu = patch.object(torch.cuda, "is_available", lambda: False)
-    with patch.object(machine.F, "conv2d", conv), units, no_gpu:
-        machine.main()
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[3:]]
+    with patch.object(formats.F, "conv2d", conv), units, no_gpu:
+        formats.main()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[8:]]
     assert rows == [["fp32", "yes", "yes"], ["bf16", "yes", "yes"], ["fp16", "no", "no"]]
     with patch.object(torch.cuda, "get_device_capability", lambda device: (7, 5)):
-        found = [machine.has_units(name, torch.device("cuda")) for name in machine.FORMATS]
+        found = [formats.has_units(name, torch.device("cuda")) for name in formats.FORMATS]
     assert found == [True, False, False, True]
 
 
