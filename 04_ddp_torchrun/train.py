@@ -108,6 +108,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on(UsageError, dist.DistNetworkError, dist.DistStoreError):  # or ranks did not meet
+    with exit_on(UsageError, dist.DistError):  # or the ranks did not meet, or two share a GPU
         main()
         dist.destroy_process_group()

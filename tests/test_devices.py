@@ -116,6 +116,19 @@ def test_two_ranks_share_one_gpu_over_gloo(script):
     assert ("2 ranks share 1 GPUs: gloo, not nccl" in seen[0].output) == own_choice
 
 
+REFUSES = (
+    '    raise dist.DistBackendError("NCCL error: Duplicate GPU detected : rank 0 and rank 1")\n'
+)
+
+
+@pytest.mark.parametrize("script", [each for each in LAUNCHED if "survive" not in each])
+def test_two_ranks_that_share_a_gpu_over_nccl_end_in_one_line(script):
+    """nccl refuses while they join. survive does not get so far: it takes gloo by itself."""
+    changes = ((LINES["join"], REFUSES + LINES["join"]),)
+    seen = rehearse(script, *SCRIPTS[script], gpus=1, changes=changes)
+    assert [rank.error for rank in seen] == ["exit status 2"] * 2
+
+
 @pytest.mark.parametrize("key", ["01", "02", "03", "04", "05", "survive"])
 def test_evaluation_sends_each_batch_to_the_gpu(key):
     """On tensors without data, which refuse to meet on two devices. The control sends nothing."""

@@ -171,6 +171,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on(UsageError, ShardingError, dist.DistNetworkError, dist.DistStoreError):
+    with exit_on(UsageError, ShardingError, dist.DistError):
         main()
         dist.destroy_process_group()
