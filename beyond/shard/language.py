@@ -1,6 +1,9 @@
-"""A small language model, and a text for it: the pages of this repository, byte by byte.
+"""A small language model, and a text for it: Shakespeare's Richard III, byte by byte.
 
 python beyond/shard/language.py
+
+The play is in the public domain. richard_iii.txt is a part of Andrej Karpathy's tiny Shakespeare
+(data/tinyshakespeare/input.txt in github.com/karpathy/char-rnn).
 """
 
 from argparse import Namespace
@@ -17,7 +20,7 @@ from common import data, models
 from common.options import Parser, UsageError
 
 IGNORED = -100  # the label of what nobody has to predict: the default of F.cross_entropy
-PAGES = ("*.md", "0*/*.md", "beyond/*/*.md", "docs/*.md")
+PLAY = Path(__file__).with_name("richard_iii.txt")
 LENGTH, BYTES = 128, 256  # of a sample, in tokens; the vocabulary
 
 
@@ -92,10 +95,8 @@ def load_dataset(args: Namespace) -> tuple[Any, Any]:
     """The training set and the test set; of `text`, every tenth line is for the test."""
     if args.dataset != "text":
         return data.load_dataset(args)
-    root, lines = Path(__file__).parents[2], list[bytes]()
-    for page in (page for pattern in PAGES for page in sorted(root.glob(pattern))):
-        text = [line for line in page.read_bytes().splitlines(keepends=True) if line.strip()]
-        lines += [line[i : i + LENGTH] for line in text for i in range(0, len(line), LENGTH)]
+    text = [line for line in PLAY.read_bytes().splitlines(keepends=True) if line.strip()]
+    lines = [line[i : i + LENGTH] for line in text for i in range(0, len(line), LENGTH)]
     train_set = Text([line for number, line in enumerate(lines) if number % 10])
     test_set = Text(lines[::10])
     data.require_a_batch(train_set, args)

@@ -11,7 +11,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -115,7 +115,8 @@ def set_aside(path: Path, resumed: Path | None) -> None:
         return
     for old in (path, previous(path)):
         if old.exists():
-            old.replace(old.with_suffix(".old.pt"))
+            names = (old.with_suffix(f".old{number}.pt") for number in count(1))
+            old.replace(next(name for name in names if not name.exists()))
 
 
 def is_whole(path: Path) -> bool:

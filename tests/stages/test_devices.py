@@ -116,7 +116,9 @@ def test_two_ranks_share_one_gpu_over_gloo(script):
     assert ("2 ranks share 1 GPUs: gloo, not nccl" in seen[0].output) == own_choice
 
 
-REFUSES = '    raise dist.DistBackendError("NCCL error: Duplicate GPU detected : rank 0 and rank 1")\n'
+REFUSES = (
+    '    raise dist.DistBackendError("NCCL error: Duplicate GPU detected : rank 0 and rank 1")\n'
+)
 
 
 @pytest.mark.parametrize("script", [each for each in LAUNCHED if "survive" not in each])
