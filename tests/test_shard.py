@@ -35,7 +35,7 @@ from support import (
 )
 
 language = chapter("shard", "language")
-FILES = ("shards.py", "zero.py", "fsdp.py", "full_state.py", "ways.py")
+FILES = ("shards.py", "zero.py", "fsdp.py", "full_state.py", "library_state.py", "shard_levels.py")
 BY_HAND = ZERO_1, ZERO_2, FSDP = "optimizer", "gradients", "parameters"
 OPTIMIZERS = {
     "sgd": (SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -48,7 +48,7 @@ BATCH, STEPS = 24, 4  # a batch that divides by 2, 3 and 4 ranks, and then by 2 
 class Case(NamedTuple):
     """A training; by hand, since those by the library share no lines that could be changed."""
 
-    way: str
+    level: str
     model: str = "transformer"
     optimizer: str = "sgd"
     micro_batches: int = 1
@@ -112,8 +112,8 @@ def one_process(name: str, optimizer: str, clip: float | None = None) -> dict[st
     return model.state_dict()
 
 
-def changed_ways(changes: tuple = ()) -> ModuleType:
-    """ways.py and what it imports, with changed lines."""
+def changed_levels(changes: tuple = ()) -> ModuleType:
+    """shard_levels.py and what it imports, with changed lines."""
     return [fresh_module("shard", file, changes, register=True) for file in FILES][-1]
 
 
@@ -133,11 +133,15 @@ def train_steps(training, steps, micro_batches: int = 1, clip: float | None = No
         training.optimizer.step()
 
 
+def states_of(training) -> tuple:
+    return training.model_state, training.optimizer_state
+
+
 def collect(training) -> tuple[dict, dict]:
     """The full state_dicts of model and optimizer, on rank 0."""
-    for part in training.full_state:
+    for part in states_of(training):
         part.collect()
-    return copy.deepcopy(tuple(part.state_dict() for part in training.full_state))
+    return copy.deepcopy(tuple(part.state_dict() for part in states_of(training)))
 
 
 def largest_difference(state: dict, reference_state: dict) -> float:
@@ -151,8 +155,8 @@ def distance(case: Case) -> float:
     if dist.get_rank() > 0:  # rank 0's weights must win
         model.load_state_dict({key: value + 1 for key, value in model.state_dict().items()})
     optimizer_class, options = OPTIMIZERS[case.optimizer]
-    by_hand = changed_ways(case.changes).by_hand
-    training = by_hand(case.way, model, optimizer_class, case.fsdp_options, **options)
+    by_hand = changed_levels(case.changes).by_hand
+    training = by_hand(case.level, model, optimizer_class, case.fsdp_options, **options)
     train_steps(training, batches(case.model), case.micro_batches, case.clip)
     state, _ = collect(training)
     if dist.get_rank() > 0:
@@ -166,7 +170,7 @@ CHOICES = (  # each pair of values occurs
     ("transformer", "sgd", 2, 0.1),
     ("transformer", "adamw", 1, None),
 )
-CASES = [Case(way, *choice) for way in BY_HAND for choice in CHOICES]
+CASES = [Case(level, *choice) for level in BY_HAND for choice in CHOICES]
 
 
 def join(backend: str) -> None:
@@ -189,12 +193,12 @@ def test_shard_weights_equal_one_process(ranks):
 
 
 def test_shard_two_ranks_compute_what_one_process_computes(without=()):
-    cases = [Case(way, changes=without) for way in BY_HAND]
+    cases = [Case(level, changes=without) for level in BY_HAND]
     assert max(run_ranks(2, all_distances, cases)[0]) < 1e-10
 
 
 def test_shard_weights_equal_one_process_over_shm_too():
-    cases = [Case(way, micro_batches=2, clip=0.1) for way in BY_HAND]
+    cases = [Case(level, micro_batches=2, clip=0.1) for level in BY_HAND]
     assert max(run_ranks(3, all_distances, cases, "shm")[0]) < 1e-10
 
 
@@ -215,7 +219,7 @@ def test_shard_fsdp_may_recompute_and_gather_in_another_format():
 def in_bf16(rank: int) -> list[float]:
     join("gloo")
     model, (optimizer_class, options) = build("transformer").float(), OPTIMIZERS["adamw"]
-    training = changed_ways().by_hand(
+    training = changed_levels().by_hand(
         FSDP, model, optimizer_class, {"dtype": torch.bfloat16}, **options
     )
     losses, gathered = [], training.model.layers[0].unshard().dtype
@@ -240,7 +244,7 @@ def full_state_from_meta(rank: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     with torch.device("meta"):
         model = language.Transformer(8, layers=2)
-    state, _ = collect(changed_ways().by_hand(FSDP, model, SGD, lr=0.1))
+    state, _ = collect(changed_levels().by_hand(FSDP, model, SGD, lr=0.1))
     dist.destroy_process_group()
     return state
 
@@ -256,7 +260,7 @@ def test_shard_a_model_made_layer_by_layer_has_the_weights_of_one_made_at_once()
 def looked_at_before_the_step(rank: int, changes: tuple) -> float:
     """A loss is computed once more, and no backward follows: the last layer stays unsharded."""
     join("gloo")
-    training = changed_ways(changes).by_hand(FSDP, build("odd"), SGD, lr=0.1)
+    training = changed_levels(changes).by_hand(FSDP, build("odd"), SGD, lr=0.1)
     first, second, *_ = batches("odd")
     train_steps(training, [first])
     training.model(first[0])
@@ -324,8 +328,8 @@ CONTROLS = {  # what is left out or made wrong: where it is used, and the change
 def test_shard_weights_differ_if_a_mechanism_is_left_out():
     """The controls of the claim above, on two ranks with SGD. Each changes the weights visibly."""
     cases = [
-        Case(way, clip=0.1 if "norm" in what else None, changes=(change,))
-        for what, (way, change) in CONTROLS.items()
+        Case(level, clip=0.1 if "norm" in what else None, changes=(change,))
+        for what, (level, change) in CONTROLS.items()
     ]
     distances = run_ranks(2, all_distances, cases)[0]
     assert [what for what, far in zip(CONTROLS, distances, strict=True) if not far > 1e-3] == []
@@ -334,7 +338,7 @@ def test_shard_weights_differ_if_a_mechanism_is_left_out():
 def test_shard_adamw_hides_a_missing_division():
     """Its step does not depend on the scale of the gradient, except through epsilon."""
     left_out = [CONTROLS[f"{name}: no division"] for name in ("ZeRO-2", "FSDP")]
-    cases = [Case(way, optimizer="adamw", changes=(change,)) for way, change in left_out]
+    cases = [Case(level, optimizer="adamw", changes=(change,)) for level, change in left_out]
     assert all(1e-10 < far < 1e-3 for far in run_ranks(2, all_distances, cases)[0])
 
 
@@ -343,12 +347,12 @@ def resumed(
 ) -> list[tuple]:
     """Two steps, from the start or from a saved state; returns the full state_dicts."""
     join("gloo")
-    ways, (optimizer_class, options), states = changed_ways(), OPTIMIZERS[optimizer], []
-    for way, library, state in cases:
-        how = ways.by_library if library else ways.by_hand
-        training = how(way, build(name), optimizer_class, **options)
+    levels, (optimizer_class, options), states = changed_levels(), OPTIMIZERS[optimizer], []
+    for level, library, state in cases:
+        make_training = levels.by_library if library else levels.by_hand
+        training = make_training(level, build(name), optimizer_class, **options)
         contents = torch.load(io.BytesIO(state), weights_only=True) if state else ()
-        for part, content in zip(training.full_state, contents, strict=False):
+        for part, content in zip(states_of(training), contents, strict=False):
             part.load_state_dict(content)
         half = slice(STEPS // 2, None) if state else slice(STEPS // 2)
         train_steps(training, batches(name)[half])
@@ -367,7 +371,7 @@ def saved(state: tuple) -> bytes:
 @cache
 def saved_on_two_ranks() -> dict[tuple, tuple]:
     """After two of four steps, by hand and by the library."""
-    cases = [(way, library) for library in (False, True) for way in BY_HAND]
+    cases = [(level, library) for library in (False, True) for level in BY_HAND]
     states = run_ranks(2, resumed, [(*case, None) for case in cases])[0]
     return dict(zip(cases, states, strict=True))
 
@@ -386,8 +390,10 @@ def resumed_alone(state: tuple, name: str = "transformer", optimizer: str = "ada
 
 def test_shard_a_run_saved_on_two_ranks_goes_on_on_three_and_in_a_plain_process():
     expected = one_process("transformer", "adamw")
-    states = {way: state for (way, library), state in saved_on_two_ranks().items() if not library}
-    cases = [(way, False, saved(state)) for way, state in states.items()]
+    states = {
+        level: state for (level, library), state in saved_on_two_ranks().items() if not library
+    }
+    cases = [(level, False, saved(state)) for level, state in states.items()]
     for state, (weights, _) in zip(states.values(), run_ranks(3, resumed, cases)[0], strict=True):
         weights_when_saved, _ = state
         assert largest_difference(weights_when_saved, expected) > 1e-3, "the control"
@@ -398,8 +404,8 @@ def test_shard_a_run_saved_on_two_ranks_goes_on_on_three_and_in_a_plain_process(
 def test_shard_an_optimizer_that_keeps_other_scalars_than_a_step_goes_on_too():
     """NAdam, and a model with a scalar parameter, whose momentum looks like a step."""
     of = ("odd", "nadam")
-    states = run_ranks(2, resumed, [(way, False, None) for way in BY_HAND], *of)[0]
-    cases = [(way, False, saved(state)) for way, state in zip(BY_HAND, states, strict=True)]
+    states = run_ranks(2, resumed, [(level, False, None) for level in BY_HAND], *of)[0]
+    cases = [(level, False, saved(state)) for level, state in zip(BY_HAND, states, strict=True)]
     for state, (weights, _) in zip(states, run_ranks(3, resumed, cases, *of)[0], strict=True):
         weights_when_saved, _ = state
         assert largest_difference(weights_when_saved, one_process(*of)) > 1e-3, "the control"
@@ -430,11 +436,11 @@ def held_when_resumed(rank: int, state: bytes, changes: tuple) -> dict[str, int]
     """Bytes of the optimizer's state."""
     join("gloo")
     held = {}
-    for way in BY_HAND:
-        training = changed_ways(changes).by_hand(way, build("transformer"), AdamW, lr=0.01)
-        for part, content in zip(training.full_state, torch.load(io.BytesIO(state)), strict=True):
+    for level in BY_HAND:
+        training = changed_levels(changes).by_hand(level, build("transformer"), AdamW, lr=0.01)
+        for part, content in zip(states_of(training), torch.load(io.BytesIO(state)), strict=True):
             part.load_state_dict(content)
-        held[way] = measure.held_by_kind(training)["optimizer state"]
+        held[level] = measure.held_by_kind(training)["optimizer state"]
     dist.destroy_process_group()
     return held
 
@@ -445,7 +451,7 @@ def test_shard_a_resumed_rank_holds_only_its_part_of_the_state():
     full_size = sum(value.nbytes for row in state[1]["state"].values() for value in row.values())
     for held in run_ranks(2, held_when_resumed, saved(state), ()):
         assert held == dict.fromkeys(BY_HAND, pytest.approx(full_size / 2, rel=0.02))
-    no_copy = ("full_state.py", "[inside].clone()", "[inside]")
+    no_copy = ("full_state.py", "[owned_slice].clone()", "[owned_slice]")
     for held in run_ranks(2, held_when_resumed, saved(state), (no_copy,)):
         assert min(held.values()) >= full_size
 
@@ -474,7 +480,7 @@ def test_shard_the_rate_of_a_resumed_run_is_that_of_its_own_flags():
 def test_shard_the_library_reaches_the_same_weights_and_shares_its_checkpoints():
     """Saved by hand, resumed by PyTorch's classes, and the other way round."""
     states = saved_on_two_ranks().items()
-    cases = [(way, not library, saved(state)) for (way, library), state in states]
+    cases = [(level, not library, saved(state)) for (level, library), state in states]
     for weights, _ in run_ranks(2, resumed, cases)[0]:
         assert largest_difference(weights, one_process("transformer", "adamw")) < 1e-10
 
@@ -489,16 +495,16 @@ def small() -> nn.Module:
 def all_held(rank: int, cases: list) -> list[dict]:
     join("gloo")
     held = []
-    for way, changes in cases:
-        held.append(measure.count_held(changed_ways(changes).by_hand, way, small))
+    for level, changes in cases:
+        held.append(measure.count_held(changed_levels(changes).by_hand, level, small))
     dist.destroy_process_group()
     return held
 
 
-def unlike_the_paper(held: dict, way: str, ranks: int) -> set[str]:
+def unlike_the_paper(held: dict, level: str, ranks: int) -> set[str]:
     """The kinds of which a rank holds more than 1 % more or less than the formula says."""
     parameters = sum(parameter.nbytes for parameter in small().parameters())
-    expected = measure.formula(way, ranks)
+    expected = measure.formula(level, ranks)
     expected["alive"] = sum(expected.values())
     off = {kind: abs(held[kind] / parameters - expected[kind]) for kind in expected}
     return {kind for kind in expected if off[kind] > 0.01 * expected[kind]}
@@ -506,9 +512,9 @@ def unlike_the_paper(held: dict, way: str, ranks: int) -> set[str]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_shard_each_rank_holds_what_the_paper_says_and_nothing_besides(ranks):
-    for held_by_way in run_ranks(ranks, all_held, [(way, ()) for way in measure.WAYS]):
-        for way, held in zip(measure.WAYS, held_by_way, strict=True):
-            assert unlike_the_paper(held, way, ranks) == set()
+    for held_by_way in run_ranks(ranks, all_held, [(level, ()) for level in measure.LEVELS]):
+        for level, held in zip(measure.LEVELS, held_by_way, strict=True):
+            assert unlike_the_paper(held, level, ranks) == set()
 
 
 peak, fit = chapter("01", "peak"), chapter("01", "fit")
@@ -532,19 +538,19 @@ LINEARS, SAMPLES = Linears("", 0, "adam", "cpu"), 48
 
 
 def alive_after_forward(rank: int, predicted: dict[str, int]) -> dict[str, int]:
-    """Bytes of all tensors of a rank, by way, when the second forward has ended."""
+    """Bytes of all tensors of a rank, by level, when the second forward has ended."""
     join("gloo")
     alive = {}
-    for way in measure.WAYS:
+    for level in measure.LEVELS:
         with peak.Ledger("cpu", counted="cpu") as ledger:
             model, _ = LINEARS.build()
-            training = changed_ways().by_hand(way, model, torch.optim.Adam, foreach=False)
+            training = changed_levels().by_hand(level, model, torch.optim.Adam, foreach=False)
             for _ in range(2):
                 loss = LINEARS.loss(training.model, SAMPLES)
                 end = time.monotonic() + 5
-                while ledger.bytes > 1.02 * predicted[way] and time.monotonic() < end:
+                while ledger.bytes > 1.02 * predicted[level] and time.monotonic() < end:
                     time.sleep(0.01)  # a thread of gloo lets the last message go a moment later
-                alive[way] = ledger.bytes
+                alive[level] = ledger.bytes
                 training.optimizer.zero_grad()
                 loss.backward()
                 training.finish()
@@ -555,15 +561,15 @@ def alive_after_forward(rank: int, predicted: dict[str, int]) -> dict[str, int]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_shard_fit_predicts_within_2_percent_what_ranks_hold_at_the_end_of_forward(ranks):
-    """The control: the sum of another way is farther from what was counted."""
+    """The control: the sum of another level is farther from what was counted."""
     unsharded, moment = peak.rehearse(LINEARS, SAMPLES)
     assert moment == "forward"
-    sharded = [fit.bytes_if_sharded(LINEARS, SAMPLES, way, ranks) for way in fit.WAYS]
-    predicted = dict(zip(measure.WAYS, [unsharded, *sharded], strict=True))
+    sharded = [fit.bytes_if_sharded(LINEARS, SAMPLES, level, ranks) for level in fit.WAYS]
+    predicted = dict(zip(measure.LEVELS, [unsharded, *sharded], strict=True))
     for alive in run_ranks(ranks, alive_after_forward, predicted):
-        assert alive == {way: pytest.approx(size, rel=0.02) for way, size in predicted.items()}
-        for way, size in alive.items():
-            others = [predicted[other] for other in measure.WAYS if other != way]
+        assert alive == {level: pytest.approx(size, rel=0.02) for level, size in predicted.items()}
+        for level, size in alive.items():
+            others = [predicted[other] for other in measure.LEVELS if other != level]
             assert all(other != pytest.approx(size, rel=0.05) for other in others)
 
 
@@ -591,13 +597,13 @@ IMPOSTORS = {  # what reaches the right weights, and holds more: the change, and
 
 
 def test_shard_an_impostor_that_holds_more_is_found_though_its_weights_are_right():
-    cases = [(way, (change,)) for way, change, _ in IMPOSTORS.values()]
+    cases = [(level, (change,)) for level, change, _ in IMPOSTORS.values()]
     held_by_ddp, *held_by_impostors = run_ranks(2, all_held, [("none", ()), *cases])[1]
-    for way, kind in zip(BY_HAND, measure.KINDS[::-1], strict=True):  # DDP under another name
-        assert {kind, "alive"} <= unlike_the_paper(held_by_ddp, way, 2)
-    for held, (way, _, kinds) in zip(held_by_impostors, IMPOSTORS.values(), strict=True):
-        assert unlike_the_paper(held, way, 2) == kinds
-    trainings = [Case(way, changes=changes) for way, changes in cases]
+    for level, kind in zip(BY_HAND, measure.KINDS[::-1], strict=True):  # DDP under another name
+        assert {kind, "alive"} <= unlike_the_paper(held_by_ddp, level, 2)
+    for held, (level, _, kinds) in zip(held_by_impostors, IMPOSTORS.values(), strict=True):
+        assert unlike_the_paper(held, level, 2) == kinds
+    trainings = [Case(level, changes=changes) for level, changes in cases]
     assert max(run_ranks(2, all_distances, trainings)[0]) < 1e-10
 
 
@@ -616,10 +622,10 @@ def all_sent(rank: int, cases: list) -> list[float]:
         traffic.enter_private_network(int(store.get("process")))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     sent = []
-    for library, way, changes in cases:
-        ways = changed_ways(changes)
-        how = ways.by_library if library else ways.by_hand
-        sent.append(measure.count_sent(how, way, middle_sized))
+    for library, level, changes in cases:
+        levels = changed_levels(changes)
+        make_training = levels.by_library if library else levels.by_hand
+        sent.append(measure.count_sent(make_training, level, middle_sized))
     dist.destroy_process_group()
     return sent
 
@@ -653,7 +659,7 @@ def test_shard_train_repeats_stage_04_and_04_resumes_its_checkpoint():
     uninterrupted = train_once("04", 2, *flags)
     first_epoch = train("shard", 2, *ON_DIGITS, f"--shard={ZERO_2}", "--epochs=1")
     resume = f"--resume={first_epoch.folder / 'checkpoint.pt'}"
-    others = [("shard", ("--optimizer=sgd", f"--shard={way}")) for way in (ZERO_1, FSDP)]
+    others = [("shard", ("--optimizer=sgd", f"--shard={level}")) for level in (ZERO_1, FSDP)]
     for key, more in [("04", ()), *others]:
         resumed = train(key, 2, *flags, *more, resume)
         losses = torch.cat([first_epoch.losses, resumed.losses])
@@ -662,9 +668,9 @@ def test_shard_train_repeats_stage_04_and_04_resumes_its_checkpoint():
         assert largest_difference(resumed.checkpoint["model"], reference_state) < 1e-10
 
 
-@pytest.mark.parametrize("way", ["none", ZERO_2])
-def test_shard_a_checkpoint_of_the_other_optimizer_is_refused_in_one_line(way, tmp_path):
-    flags = (*ON_DIGITS, f"--shard={way}", "--max-steps=1")
+@pytest.mark.parametrize("level", ["none", ZERO_2])
+def test_shard_a_checkpoint_of_the_other_optimizer_is_refused_in_one_line(level, tmp_path):
+    flags = (*ON_DIGITS, f"--shard={level}", "--max-steps=1")
     path = train_once("shard", 2, *flags, "--optimizer=adamw").folder / "checkpoint.pt"
     flags = (*flags, "--device=cpu", f"--run-dir={tmp_path}", f"--resume={path}")
     for status, said in launch_ranks("beyond/shard/train.py", *flags):
@@ -673,9 +679,9 @@ def test_shard_a_checkpoint_of_the_other_optimizer_is_refused_in_one_line(way, t
         assert line.endswith("eps, expected one with dampening, momentum, nesterov")
 
 
-@pytest.mark.parametrize("way", [ZERO_2, FSDP])
-def test_shard_evaluate_only_prints_what_the_run_found_last(way, tmp_path):
-    """On more ranks and in another way, too. The control: after one step, the model is another."""
+@pytest.mark.parametrize("level", [ZERO_2, FSDP])
+def test_shard_evaluate_only_prints_what_the_run_found_last(level, tmp_path):
+    """On more ranks and at another level. The control: after one step, the model is another."""
     flags = (*ON_DIGITS, f"--shard={ZERO_2}")
     one_step, two_steps = (train_once("shard", 2, *flags, f"--max-steps={n}") for n in (1, 2))
     loss, accuracy = (two_steps.summary[key] for key in ("test_loss", "test_accuracy"))
@@ -683,18 +689,20 @@ def test_shard_evaluate_only_prints_what_the_run_found_last(way, tmp_path):
     for trained, is_expected in ((two_steps, True), (one_step, False)):
         evaluate = f"--evaluate={trained.folder / 'checkpoint.pt'}"
         evaluated = train(
-            "shard", 3, *ON_DIGITS, f"--shard={way}", evaluate, folder=tmp_path / "none"
+            "shard", 3, *ON_DIGITS, f"--shard={level}", evaluate, folder=tmp_path / "none"
         )
         assert not evaluated.folder.exists()
         assert (evaluated.output == expected) == is_expected
 
 
 def test_shard_the_picture_is_not_older_than_what_draws_it():
-    picture = chapter("shard", "picture")
+    picture = chapter("shard", "plot_memory")
     with Image.open(picture.FILE) as file:
-        assert file.text["made of"] == picture.made_of(), "run: python beyond/shard/picture.py"
+        assert file.text["made of"] == picture.picture_digest(), (
+            "run: python beyond/shard/plot_memory.py"
+        )
     with mock.patch.object(picture, "formula", measure.storages):
-        assert file.text["made of"] != picture.made_of(), "the control"
+        assert file.text["made of"] != picture.picture_digest(), "the control"
 
 
 def test_shard_the_language_model_learns_and_its_loss_does_not_depend_on_the_ranks():
@@ -742,7 +750,7 @@ class Tied(nn.Module):
 
 def refusals(rank: int) -> list[str]:
     join("gloo")
-    ways, said = changed_ways(), []
+    levels, said = changed_levels(), []
     untied = Tied()
     untied.head = nn.Linear(3, 5)
     mixed = nn.Sequential(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 5).double()))
@@ -750,15 +758,15 @@ def refusals(rank: int) -> list[str]:
         unfilled = Odd()
     said_of_meta = "is on the meta device, and tied or in no layer"
     with pytest.raises(ValueError, match=said_of_meta):
-        ways.by_hand(FSDP, unfilled, SGD, lr=0.1)
-    optimizer = ways.by_hand(ZERO_1, Tied(), SGD, lr=0.1).optimizer
+        levels.by_hand(FSDP, unfilled, SGD, lr=0.1)
+    optimizer = levels.by_hand(ZERO_1, Tied(), SGD, lr=0.1).optimizer
     for call in (optimizer.state_dict, partial(optimizer.load_state_dict, {})):
         with pytest.raises(ValueError, match="a rank holds only its parts"):
             call()
     cases = [(FSDP, Tied(), SGD), (ZERO_1, Tied(), torch.optim.Adafactor), (FSDP, mixed, SGD)]
-    for way, model, optimizer_class in [*cases, (FSDP, untied, SGD), (ZERO_2, Tied(), SGD)]:
+    for level, model, optimizer_class in [*cases, (FSDP, untied, SGD), (ZERO_2, Tied(), SGD)]:
         try:
-            training = ways.by_hand(way, model, optimizer_class, lr=0.1)
+            training = levels.by_hand(level, model, optimizer_class, lr=0.1)
             training.model(torch.arange(5)).sum().backward()
             training.finish()
         except ValueError as error:
@@ -912,8 +920,8 @@ def test_shard_fsdp_divides_the_modules_of_a_module_dict(rank):
 
 
 def within(*flags: str) -> dict[str, str]:
-    """How each way of training ends under a memory limit."""
-    [(status, said)] = command("beyond/shard/limit.py", *flags)
+    """How each level of training ends under a memory limit."""
+    [(status, said)] = command("beyond/shard/memory_limit.py", *flags)
     assert status == 0, said
     return {line.split()[0]: line.split(maxsplit=1)[1] for line in said.splitlines()[2:]}
 
@@ -923,7 +931,7 @@ def test_shard_four_ranks_that_cannot_train_with_ddp_can_with_fsdp():
     ends = within("--ranks=4", "--limit-mib=120")
     assert ends["DDP"].startswith("ends: can't allocate memory")
     assert ends["FSDP"].startswith("trains: losses")
-    assert within("--limit-mib=265", "--ways=none")["DDP"].startswith("trains: losses")
+    assert within("--limit-mib=265", "--levels=none")["DDP"].startswith("trains: losses")
 
 
 def test_shard_what_the_script_does_not_teach_is_stage_04s():
