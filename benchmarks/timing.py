@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torchvision
 
-from run_stage import ROOT
+from stage_runs import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 AA = "A/A"  # the first variant once more
@@ -64,10 +64,10 @@ def interleave(variants: Steps, rounds: int, steps: int = 1, warm_up: int = 3) -
     def time_steps(step: Callable[[], object]) -> float:
         if dist.is_initialized():
             dist.barrier()  # ranks start together
-        start = now()
+        start = synchronized_time()
         for _ in range(steps):
             step()
-        return (now() - start) / steps
+        return (synchronized_time() - start) / steps
 
     for step in variants.values():
         for _ in range(warm_up):  # DDP rearranges its buckets after the first step
@@ -84,7 +84,7 @@ def largest_of_ranks(seconds: list[float]) -> list[float]:
     return largest.tolist()
 
 
-def now() -> float:
+def synchronized_time() -> float:
     """Seconds, after the GPU has finished: it runs behind the program."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -146,8 +146,13 @@ def load(name: str) -> Results:
 
 
 def chapter(stage: str, name: str) -> ModuleType:
-    """A file of a stage as a module; the number in a stage's name keeps `import` from it."""
+    """A file of a stage as a module; the number in a stage's name keeps `import` from it.
+
+    Its name holds the folder, as in 04_ddp_torchrun.train, so that two stages may both have a
+    train.py. It finds the files beside it by their names, as it does when it is run.
+    """
     (folder,) = ROOT.glob(f"{stage}*")
-    if sys.path[0] != str(folder):  # before the benchmarks: a chapter may have the same name
-        sys.path.insert(0, str(folder))
-    return importlib.import_module(name)
+    for path in (str(ROOT), str(folder)):
+        if path not in sys.path:
+            sys.path.insert(0, path)
+    return importlib.import_module(f"{folder.name}.{name}")

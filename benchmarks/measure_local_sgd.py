@@ -12,9 +12,9 @@ import torch
 from common.data import load_dataset
 from common.models import build_model
 from common.options import UsageError
-from run_stage import ROOT
-from step import start
+from stage_runs import ROOT
 from timing import Effort, Results, chapter
+from training_step import start
 
 local_sgd = chapter("04", "local_sgd")
 LOCAL_BATCH, EVERY = 30, 32
@@ -33,7 +33,7 @@ def train_on_ranks(model: str, steps: int, every: int, seeds: int, data_dir: str
     methods = local_sgd.methods(every)
     del methods["mean, H = 1"]  # it is DDP
     if model == "resnet18":  # four rounds are too few for DiLoCo's momentum
-        methods = {name: how for name, how in methods.items() if "DiLoCo" not in name}
+        methods = {name: method for name, method in methods.items() if "DiLoCo" not in name}
     accuracies: Accuracies = {name: [] for name in methods}
     for seed in range(seeds):
         torch.manual_seed(seed)
