@@ -29,7 +29,7 @@ def test_no_file_unpickles_what_comes_from_outside():
     found = {f"{name} {each}" for name, text in sources.items() for each in call.findall(text)}
     allowed = {"03/ranks.py all_gather", "03/shared_memory_reducer.py broadcast"}
     allowed |= {"04/uneven.py all_gather", "05/unused.py all_gather"}
-    allowed |= {"de/ddp.py all_gather"}  # of the detector
+    allowed |= {"de/detector_ddp.py all_gather"}  # of the detector
     assert found == allowed
 
 
