@@ -4,8 +4,8 @@
     python benchmarks/bench.py reducers    # its tables, and results/03_reducers.json
 
 Sections run one after the other, each in a process of its own with one thread per rank. Each
-result is stored at once. Do not use the machine for anything else meanwhile. stages.md tells what
-each section measures.
+result is stored at once. Do not use the machine for anything else meanwhile. measure_stages.md
+tells what each section measures.
 """
 
 import argparse
@@ -23,14 +23,15 @@ import torch
 
 import tables
 from common.options import Parser, UsageError, exit_on
-from costs import measure_reducers, measure_threads
-from local_links import measure_local_sgd_links
-from local_steps import measure_local_sgd
-from precision import measure_precision
-from process_memory import measure_process_memory
-from run_stage import ROOT
-from scaling import measure_scaling
-from stages import measure_stages, measure_survive
+from measure_local_sgd import measure_local_sgd
+from measure_local_sgd_links import measure_local_sgd_links
+from measure_memory import measure_process_memory
+from measure_precision import measure_precision
+from measure_reducers import measure_reducers
+from measure_scaling import measure_scaling
+from measure_stages import measure_stages, measure_survive
+from measure_threads import measure_threads
+from stage_runs import ROOT
 from timing import RESULTS, Effort, Results, provenance, save
 
 

@@ -20,7 +20,7 @@ import torch
 
 from bench import SECTIONS
 from common.options import Parser, UsageError, exit_on
-from run_stage import ROOT, command_of
+from stage_runs import ROOT, command_of
 from timing import save
 
 FOLDER = ROOT / "benchmarks" / "results" / "gpu"

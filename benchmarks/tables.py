@@ -11,7 +11,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from local_links import slowdowns
+from measure_local_sgd_links import slowdowns
 from plots import MIB
 from timing import AA, Results, load
 
@@ -24,7 +24,9 @@ def table(rows: Iterable[Iterable[object]], *heads: str) -> str:
     return tabulate(rows, heads, "github", disable_numparse=True)
 
 
-def listed(rows: Mapping[str, Results], columns: Mapping[str, Any], head: str = "") -> str:
+def table_of_columns(
+    rows: Mapping[str, Results], columns: Mapping[str, Any], head: str = ""
+) -> str:
     """One line per row: its name, then each column by its format or its function."""
     cells = [text.format_map if isinstance(text, str) else text for text in columns.values()]
     lines = [(name, *(cell(row) for cell in cells)) for name, row in rows.items()]
@@ -53,7 +55,7 @@ def mib(count: float) -> str:
 
 def stages(results: Results) -> str:
     columns = {"samples/s": "{samples_per_second:,.0f}", "times 01 with 1 thread": speed_ratio}
-    return listed(results["variants"], columns)
+    return table_of_columns(results["variants"], columns)
 
 
 def ways_to_hold_less(results: Results) -> str:
@@ -62,7 +64,7 @@ def ways_to_hold_less(results: Results) -> str:
         "peak, MiB": lambda way: mib(max(way["peak_bytes"])),
         "": lambda way: f"{max(way['peak_bytes']) / first - 1:+.0%}",
     }
-    return listed(results["ways"], columns)
+    return table_of_columns(results["ways"], columns)
 
 
 def predictions(results: Results) -> list[Results]:
@@ -81,7 +83,9 @@ def scaling(results: Results) -> str:
 
 def threads(results: Results) -> str:
     models = {name: model["forward"] for name, model in results["models"].items()}
-    variants = {how: {name: models[name][how] for name in models} for how in models["net"]}
+    variants = {
+        variant: {name: rows[variant] for name, rows in models.items()} for variant in models["net"]
+    }
     return ratios(variants, "model")
 
 
@@ -114,7 +118,8 @@ def peaks(results: Results) -> str:
 
 
 def survive(results: Results) -> str:
-    return listed(results["variants"], {"step, ms": "{step_ms:.1f}", "time / 05's": RATIO})
+    columns = {"step, ms": "{step_ms:.1f}", "time / 05's": RATIO}
+    return table_of_columns(results["variants"], columns)
 
 
 def local_sgd(results: Results) -> str:
@@ -172,11 +177,13 @@ def faults(results: Results) -> str:
         "s to resume": "{recovery_seconds_median:.1f} ({recovery_seconds_p95:.1f})",
         "steps lost": "{lost_steps_median:.0f} ({lost_steps_max})",
     }
-    return listed({row["what"]: row for row in results["kinds"].values()}, columns, "fault")
+    faults_by_name = {row["what"]: row for row in results["kinds"].values()}
+    return table_of_columns(faults_by_name, columns, "fault")
 
 
 def pauses(results: Results) -> str:
-    return listed({row["what"]: row for row in results["kinds"].values()}, JUDGED, "pause")
+    pauses_by_name = {row["what"]: row for row in results["kinds"].values()}
+    return table_of_columns(pauses_by_name, JUDGED, "pause")
 
 
 def origin(results: Results) -> str:

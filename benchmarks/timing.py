@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torchvision
 
-from run_stage import ROOT
+from stage_runs import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 AA = "A/A"  # the first variant once more
@@ -65,10 +65,10 @@ def interleave(variants: Steps, rounds: int, steps: int = 1, warm_up: int = 3) -
     def time_steps(step: Callable[[], object]) -> float:
         if dist.is_initialized():
             dist.barrier()  # ranks start together
-        start = now()
+        start = synchronized_time()
         for _ in range(steps):
             step()
-        return (now() - start) / steps
+        return (synchronized_time() - start) / steps
 
     for step in variants.values():
         for _ in range(warm_up):  # DDP rearranges its buckets after the first step
@@ -85,7 +85,7 @@ def largest_of_ranks(seconds: list[float]) -> list[float]:
     return largest.tolist()
 
 
-def now() -> float:
+def synchronized_time() -> float:
     """Seconds, after the GPU has finished: it runs behind the program."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -155,11 +155,14 @@ def load(name: str) -> Results:
 
 
 def chapter(stage: str, name: str) -> ModuleType:
-    """A file of a stage as a module, or of `beyond`: no `import` takes a name like 03_...
+    """A file of a stage as a module, or of `beyond`; the number in 03_... keeps `import` from it.
 
-    name: without .py, and with its folder inside the stage, if it has one: reducers/ring.
+    name: without .py, and with its folder inside the stage, if it has one: reducers/ring. The
+    module's name holds the folders, as in 04_ddp_torchrun.train, so that two stages may both have a
+    train.py. It finds the files beside it by their names, as it does when it is run.
     """
     (path,) = ROOT.glob(f"{stage}*/{name}.py")
-    if sys.path[0] != str(path.parent):  # first: the benchmarks may have a file of the same name
-        sys.path.insert(0, str(path.parent))
-    return importlib.import_module(path.stem)
+    for folder in (str(ROOT), str(path.parent)):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    return importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))

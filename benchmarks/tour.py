@@ -26,9 +26,9 @@ from tabulate import tabulate
 
 from common.data import load_dataset, local_batch_size
 from common.options import UsageError, exit_on, int_at_least, make_parser
+from measure_memory import COPIES, HELD, measure, peak
 from plots import MIB, bars, legend, stack
-from process_memory import COPIES, HELD, measure, peak
-from run_stage import Run, command_of, run_command
+from stage_runs import Run, command_of, run_command
 from timing import Results, hardware
 
 EQUAL = 1e-5  # fp32 losses of the first epoch that differ less count as equal

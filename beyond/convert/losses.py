@@ -46,7 +46,7 @@ def gradient(loss: Tensor, model: nn.Module) -> Tensor:
     return torch.cat([part.flatten() for part in parts])
 
 
-def error(loss_of: Callable, batch: Tensor, labels: Tensor, model: nn.Module) -> float:
+def gradient_error(loss_of: Callable, batch: Tensor, labels: Tensor, model: nn.Module) -> float:
     """How far the mean of two ranks' gradients is from that of the whole batch, relative to it."""
     exact = gradient(loss_of(model(batch), labels), model)
     halves = zip(batch.chunk(2), labels.chunk(2), strict=True)
@@ -73,7 +73,7 @@ def measure(batches: int = 12) -> dict[str, list[float]]:
         batch = torch.randn(10, 64, dtype=torch.float64)[labels]  # one picture for each class
         batch += 0.5 * torch.randn_like(batch)  # (32, 64)
         for name, loss_of in LOSSES.items():
-            errors[name].append(error(loss_of, batch, labels, model))
+            errors[name].append(gradient_error(loss_of, batch, labels, model))
     return errors
 
 

@@ -6,9 +6,9 @@
 
     launch.py            starts the ranks, and notices whether they hang
     run.py, record.py    what each of them does beside the script, and what it writes down
-    watch_data.py, watch_model.py, watch_world.py, generators.py    how that is seen
+    watch_data.py, watch_model.py, watch_effects.py, generators.py    how that is seen
     replay.py            how one rank gets the batches of all
-    judge_run.py, judge_data.py, judge_evaluation.py, judge_model.py    what the records say
+    judge_effects.py, judge_data.py, judge_evaluation.py, judge_model.py    what the records say
     judge_replay.py      the proof: what all ranks computed against what one rank computed
     table.py             the rows that are printed
     cpu.py, hooks/       scripts written for GPUs, and commands other than torchrun
@@ -28,12 +28,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from prove import NotJudgedError, judge_data, judge_replay, launch
+from prove.judge_effects import effect_rows, error_of
 from prove.judge_evaluation import evaluation_rows
 from prove.judge_model import model_rows
-from prove.judge_run import error_of, run_rows
 from prove.record import Ended, Mode, Settings
 from prove.table import NOT_SEEN, RIGHT, WARNING, WRONG, Row, not_seen, table
-from prove.watch_world import restore
+from prove.watch_effects import restore
 
 ONE_RANK, THE_ORIGINAL = "one rank", "the original"  # the checks that are the proof
 PROOF_OF = {ONE_RANK: "what is averaged", THE_ORIGINAL: "the conversion"}
@@ -67,7 +67,7 @@ def parse_args(arguments: list[str] | None = None) -> Namespace:
     return args
 
 
-def one_rank(args: Namespace) -> list[str] | None:
+def command_of_one_rank(args: Namespace) -> list[str] | None:
     """The command that starts one rank: the same, with a 1 for the number of ranks."""
     if args.alone:
         return shlex.split(args.alone)
@@ -119,6 +119,7 @@ class Prover:
             outcome = self.run(Mode.OBSERVE, self.args.command)
         judge_data.load_samples(outcome.ranks)
         self.observed, self.settings.ranks = outcome, len(outcome.ranks)
+        self.settings.rows_are_split = judge_data.rows_are_split(outcome.ranks)
 
     def check_that_something_was_seen(self) -> None:
         outcome, ranks = self.observed, self.observed.ranks
@@ -129,7 +130,7 @@ class Prover:
         if outcome.hang:
             return
         if outcome.status or not ranks or any(rank.ended == Ended.WITH_ERROR for rank in ranks):
-            rows = run_rows(outcome) + judge_data.data_rows(ranks)
+            rows = effect_rows(outcome) + judge_data.data_rows(ranks)
             if not any(row.verdict == WRONG for row in rows):
                 raise NotJudgedError(f"the script fails by itself: {error_of(outcome)}")
         elif not any(rank.steps for rank in ranks):
@@ -139,7 +140,7 @@ class Prover:
         self.observe()
         self.check_that_something_was_seen()
         observed, ranks = self.observed, self.observed.ranks
-        rows = run_rows(observed)
+        rows = effect_rows(observed)
         if any(rank.world_size > len(ranks) for rank in ranks):
             text = f"{len(ranks)} of {ranks[0].world_size} wrote records"
             return [*rows, not_seen("ranks", text)]
@@ -148,7 +149,7 @@ class Prover:
             text = "hangs" if observed.hang else f"ends with an error: {error_of(observed)}"
             return [*rows, not_seen(ONE_RANK, f"no replay of a run that {text}")]
         rows += model_rows(ranks)
-        rows += self.rows_of_one_rank(rows)
+        rows += self.one_rank_rows(rows)
         if any(row.check == ONE_RANK and row.verdict == RIGHT for row in rows):
             # Whatever changed the gradients before the step was no mistake.
             unexplained = ("averaged gradients", NOT_SEEN)
@@ -158,36 +159,41 @@ class Prover:
             if replay.stepped:
                 rows += judge_replay.gradient_rows(
                     replay, THE_ORIGINAL
-                ) + judge_data.epoch_of_original(ranks, replay.replayed)
+                ) + judge_data.original_epoch_rows(ranks, replay.replayed)
             else:
-                rows.append(judge_replay.no_replay(replay, THE_ORIGINAL))
+                rows.append(judge_replay.not_replayed(replay, THE_ORIGINAL))
         return rows
 
-    def rows_of_one_rank(self, rows: list[Row]) -> list[Row]:
-        """What one rank computes from the batches of all; rows: what is known without it."""
-        command, ranks = one_rank(self.args), self.observed.ranks
+    def why_not_replayed(self, command: list[str] | None) -> str:
+        """Empty if one rank can compute from the batches of all."""
+        ranks = self.observed.ranks
         if len(ranks) == 1:
-            return [not_seen(ONE_RANK, "it is the only one: start two to compare")]
+            return "it is the only one: start two to compare"
         if command is None:
-            return [not_seen(ONE_RANK, "say how one rank is started: --alone 'COMMAND'")]
+            return "say how one rank is started: --alone 'COMMAND'"
         if "the model is divided" in ranks[0].notes:
-            return [not_seen(ONE_RANK, "each rank holds a part of the model")]
-        self.settings.rows_are_split = judge_data.rows_are_split(ranks)
+            return "each rank holds a part of the model"
         if self.settings.rows_are_split and not judge_data.same_contents(ranks):
-            text = "each rank takes its rows of a batch that all load, with other random numbers"
-            return [not_seen(ONE_RANK, text)]
+            return "each rank takes its rows of a batch that all load, with other random numbers"
+        return ""
+
+    def best_replay(self, command: list[str]) -> judge_replay.Replay:
+        """Which gives one rank the batches in the order in which the script takes them."""
         self.settings.gpus = 1
         replay = self.replay(Mode.REPLAY, command)
         if self.args.cpu and not replay.wrote_record:  # some scripts refuse to run on one GPU
-            self.settings.gpus = len(ranks)
+            self.settings.gpus = len(self.observed.ranks)
             replay = self.replay(Mode.REPLAY, command)
         if replay.takes_more_batches():
             replay = self.replay(Mode.SEQUENCE, command)
-        if not replay.stepped:
-            return [judge_replay.no_replay(replay, ONE_RANK)]
+        return replay
 
-        effects = ("weights", "averaged gradients", "zero_grad", "forward through DDP")
-        explained = any(row.verdict == WRONG and row.check in effects for row in rows)
+    def compared_gradients(
+        self, replay: judge_replay.Replay, command: list[str], rows: list[Row]
+    ) -> list[Row]:
+        """With more replays where the first one leaves open what a difference means."""
+        of_the_model = ("weights", "averaged gradients", "zero_grad", "forward through DDP")
+        explained = any(row.verdict == WRONG and row.check in of_the_model for row in rows)
         explained |= any(row.verdict == WARNING and row.check == "weights" for row in rows)
         compared = judge_replay.gradient_rows(replay, ONE_RANK, explained)
         undecided = replay.mode == Mode.REPLAY and any(
@@ -199,13 +205,26 @@ class Prover:
         if any(row.verdict == WRONG and "1/" in row.evidence for row in compared):
             sequence = self.replay(Mode.SEQUENCE, command)
             compared = judge_replay.gradient_rows(replay, ONE_RANK, explained, sequence)
+        return compared
+
+    def one_rank_rows(self, rows: list[Row]) -> list[Row]:
+        """What one rank computes from the batches of all; rows: what is known without it."""
+        command = command_of_one_rank(self.args)
+        reason = self.why_not_replayed(command)
+        if command is None or reason:
+            return [not_seen(ONE_RANK, reason)]
+        replay = self.best_replay(command)
+        if not replay.stepped:
+            return [judge_replay.not_replayed(replay, ONE_RANK)]
+        compared = self.compared_gradients(replay, command, rows)
         if all(row.verdict == RIGHT for row in compared):
-            compared += judge_replay.printed(replay)
+            compared += judge_replay.printed_rows(replay)
+        compared += judge_replay.schedule_rows(replay)
         has_small_batchnorm = (
             0 < judge_replay.smallest_batchnorm(replay.observed) < judge_replay.SMALL_BATCH
         )
-        whole = self.replay(Mode.WHOLE, command) if has_small_batchnorm else None
-        return compared + judge_replay.schedule(replay) + judge_replay.batchnorm(replay, whole)
+        whole_batch_replay = self.replay(Mode.WHOLE, command) if has_small_batchnorm else None
+        return compared + judge_replay.batchnorm_rows(replay, whole_batch_replay)
 
 
 def prove(args: Namespace, say: Callable[[str], None]) -> tuple[list[Row], str]:

@@ -18,20 +18,22 @@ OWN_SEED = "torch.manual_seed(seed + rank) after the model is built; numpy and r
 
 def load_samples(ranks: list[RankRecord]) -> None:
     """Read from the files beside the records which samples each pass drew, and may draw."""
-    for p in (p for rank in ranks for p in rank.passes if p.samples_file):
-        listed = torch.load(p.samples_file)
-        p.indices = listed["indices"].tolist()
-        p.may_draw = None if listed["may_draw"] is None else set(listed["may_draw"].tolist())
+    passes = [this_pass for rank in ranks for this_pass in rank.passes]
+    for this_pass in [this_pass for this_pass in passes if this_pass.samples_file]:
+        listed = torch.load(this_pass.samples_file)
+        this_pass.indices = listed["indices"].tolist()
+        may_draw = listed["may_draw"]
+        this_pass.may_draw = None if may_draw is None else set(may_draw.tolist())
 
 
 def trained_passes(ranks: list[RankRecord]) -> list[list[Pass]]:
     """For each pass in which all ranks made steps: the records of the ranks."""
-    trained = [[p for p in rank.passes if p.steps] for rank in ranks]
+    trained = [[this_pass for this_pass in rank.passes if this_pass.steps] for rank in ranks]
     return [list(of_ranks) for of_ranks in zip(*trained, strict=False)]
 
 
 def alike(passes: list[Pass], name: str) -> bool:
-    return all(getattr(p, name) == getattr(passes[0], name) for p in passes)
+    return all(getattr(this_pass, name) == getattr(passes[0], name) for this_pass in passes)
 
 
 def same_dataset(passes: list[Pass]) -> bool:
@@ -39,9 +41,9 @@ def same_dataset(passes: list[Pass]) -> bool:
     return known and alike(passes, "fingerprint") and alike(passes, "dataset_length")
 
 
-def size_of(passes: list[Pass]) -> int:
+def sample_count(passes: list[Pass]) -> int:
     """How many samples the ranks may draw together."""
-    parts = [p.may_draw for p in passes if p.may_draw is not None]
+    parts = [this_pass.may_draw for this_pass in passes if this_pass.may_draw is not None]
     return len(set().union(*parts)) if len(parts) == len(passes) else passes[0].dataset_length or 0
 
 
@@ -72,12 +74,12 @@ def data_rows(ranks: list[RankRecord]) -> list[Row]:
         return []
     passes = trained_passes(ranks)
     if not passes:
-        return inputs_of_forward(ranks)
-    rows = samples(ranks, passes[0]) + lengths(ranks, passes[0]) + order(passes)
-    return rows + dropout(ranks) + augmentation(passes[0])
+        return forward_input_rows(ranks)
+    rows = sample_rows(ranks, passes[0]) + length_rows(ranks, passes[0]) + order_rows(passes)
+    return rows + dropout_rows(ranks) + augmentation_rows(passes[0])
 
 
-def inputs_of_forward(ranks: list[RankRecord]) -> list[Row]:
+def forward_input_rows(ranks: list[RankRecord]) -> list[Row]:
     """A script without a DataLoader: do the ranks call the model with different tensors?"""
     check = "samples"
     inputs = [[call.checksum for call in rank.model_calls] for rank in ranks]
@@ -89,27 +91,31 @@ def inputs_of_forward(ranks: list[RankRecord]) -> list[Row]:
     return [right(check, "no DataLoader; the ranks call the model with different tensors")]
 
 
-def samples(ranks: list[RankRecord], passes: list[Pass]) -> list[Row]:
+def sample_rows(ranks: list[RankRecord], passes: list[Pass]) -> list[Row]:
     first, are_split = passes[0], rows_are_split(ranks)
     at = f"the loader at {first.at}, sampler {first.sampler}"
-    if first.is_stream or not all(p.indices for p in passes) or not same_dataset(passes):
-        return samples_by_content(passes, at, are_split)
+    if (
+        first.is_stream
+        or not all(this_pass.indices for this_pass in passes)
+        or not same_dataset(passes)
+    ):
+        return sample_rows_by_content(passes, at, are_split)
     if are_split:
         text = f"all ranks load the same batches, and each takes its part ({at})"
         return [right("samples", text)]
-    return [samples_by_index(passes, at)]
+    return [sample_row_by_index(passes, at)]
 
 
-def samples_by_index(passes: list[Pass], at: str) -> Row:
+def sample_row_by_index(passes: list[Pass], at: str) -> Row:
     first, ranks, check = passes[0], len(passes), "samples"
-    trained = [p.indices[: sum(p.sizes[: p.given])] for p in passes]
+    trained = [this_pass.indices[: sum(this_pass.sizes[: this_pass.given])] for this_pass in passes]
     if all(indices == trained[0] for indices in trained) and len({*trained[0]}) > 1:
         text = f"all ranks draw the same samples in the same order: {at}"
         return wrong(check, text, SHARD, See.LOSS)
-    drawn = [{*p.indices} for p in passes]
-    together, size = len(set().union(*drawn)), size_of(passes)
+    drawn = [{*this_pass.indices} for this_pass in passes]
+    together, size = len(set().union(*drawn)), sample_count(passes)
     twice, lost = sum(map(len, drawn)) - together, size - together
-    parts = [p.may_draw for p in passes if p.may_draw is not None]
+    parts = [this_pass.may_draw for this_pass in passes if this_pass.may_draw is not None]
     if len(parts) == ranks and len(drawn[0] & drawn[1]) > 1:
         common = len(set.intersection(*parts))
         if common < len(parts[0]):
@@ -117,7 +123,7 @@ def samples_by_index(passes: list[Pass], at: str) -> Row:
             text += f"rank 0 may draw, all ranks may draw {common} ({at})"
             cure = "give random_split a generator with the same seed on all ranks"
             return wrong(check, text, cure, See.LOSS)
-    repeats = any(len({*p.indices}) < 0.9 * len(p.indices) for p in passes)
+    repeats = any(len({*this_pass.indices}) < 0.9 * len(this_pass.indices) for this_pass in passes)
     if repeats or "Weighted" in first.sampler:
         return right(check, f"{first.sampler} draws with replacement, other samples per rank")
     padding = ranks * (1 + max(first.sizes))
@@ -138,7 +144,7 @@ def samples_by_index(passes: list[Pass], at: str) -> Row:
     return warning(check, text, SHARD, See.LOSS)
 
 
-def samples_by_content(passes: list[Pass], at: str, are_split: bool) -> list[Row]:
+def sample_rows_by_content(passes: list[Pass], at: str, are_split: bool) -> list[Row]:
     """For streams, and for data sets of which each rank holds another: no indices to compare."""
     first, check = passes[0], "samples"
     kind = "an IterableDataset" if first.is_stream else "another data set on each rank"
@@ -151,7 +157,7 @@ def samples_by_content(passes: list[Pass], at: str, are_split: bool) -> list[Row
         return [wrong(check, text, SHARD, See.LOSS)]
     if not seen or different < seen / 2:
         return [not_seen(check, f"samples cannot be told apart ({at}; {kind})")]
-    share = max(shared(first.checksums, other.checksums) for other in passes[1:])
+    share = max(share_in_common(first.checksums, other.checksums) for other in passes[1:])
     text = f"{share:.0%} of the first {seen} samples are those of another rank, by content"
     text += f" ({at}; {kind})"
     cure = "split by rank and by worker in __iter__: islice(all_samples, rank, None, world_size)"
@@ -174,7 +180,7 @@ def samples_by_content(passes: list[Pass], at: str, are_split: bool) -> list[Row
     return rows
 
 
-def shared(checksums: list[int], others: list[int]) -> float:
+def share_in_common(checksums: list[int], others: list[int]) -> float:
     """The share of samples with the same content; 0 if the samples are too much alike to tell."""
     own, other = {*checksums}, {*others}
     if not other or len(other) < len(others) / 2:
@@ -182,21 +188,24 @@ def shared(checksums: list[int], others: list[int]) -> float:
     return len(own & other) / min(len(own), len(other))
 
 
-def lengths(ranks: list[RankRecord], passes: list[Pass]) -> list[Row]:
+def length_rows(ranks: list[RankRecord], passes: list[Pass]) -> list[Row]:
     check, first = "batches per epoch", passes[0]
-    listed = [p.batches for p in passes if p.batches is not None]
-    counts = listed if len(listed) == len(passes) else [p.given for p in passes]
-    if counts is not listed and not any(p.ended for p in passes):
+    listed = [this_pass.batches for this_pass in passes if this_pass.batches is not None]
+    counts = listed if len(listed) == len(passes) else [this_pass.given for this_pass in passes]
+    if counts is not listed and not any(this_pass.ended for this_pass in passes):
         return [not_seen(check, "no rank reached the end of its data")]
     if len({*counts}) > 1:
         if "join" in ranks[0].notes:
             return [right(check, f"{counts}, and Join lets the shorter ones wait")]
-        if any(p.given < min(n, p.limit) for p, n in zip(passes, counts, strict=True)):
+        if any(
+            this_pass.given < min(n, this_pass.limit)
+            for this_pass, n in zip(passes, counts, strict=True)
+        ):
             return [not_seen(check, f"{counts}, but the script ends its epochs earlier")]
         text = f"{counts} batches on the ranks: whoever has more waits for ever ({first.at})"
         cure = "DistributedSampler makes them equal; or drop_last; or Join"
         return [wrong(check, text, cure, See.UNEVEN)]
-    for sizes in zip(*(p.sizes[: p.given] for p in passes), strict=False):
+    for sizes in zip(*(this_pass.sizes[: this_pass.given] for this_pass in passes), strict=False):
         if len({*sizes}) > 1:
             text = f"{counts[0]} on each rank, but local batches of {sizes} samples weigh the same"
             cure = "equal local batches, or a mean over the global batch"
@@ -204,32 +213,33 @@ def lengths(ranks: list[RankRecord], passes: list[Pass]) -> list[Row]:
     return [right(check, f"{counts[0]} on each rank")]
 
 
-def order(passes: list[list[Pass]]) -> list[Row]:
+def order_rows(passes: list[list[Pass]]) -> list[Row]:
     check, first = "order of an epoch", passes[0]
     later = [of_ranks for of_ranks in passes[1:] if of_ranks[0].dataset == first[0].dataset]
     if not later:
         return [not_seen(check, "there was no second epoch")]
     epochs = list(zip(first, later[0], strict=True))  # the first two, of each rank
-    by_index = all(p.samples_file for p in (*first, *later[0]))
+    by_index = all(this_pass.samples_file for this_pass in (*first, *later[0]))
     if by_index and any(one.indices != two.indices for one, two in epochs):
         return [right(check, "epochs 1 and 2 differ")]
-    p = first[0]
+    this_pass = first[0]
     if any(one.checksums != two.checksums for one, two in epochs):
         if not by_index:
             return [right(check, "epochs 1 and 2 differ")]
-        if not any(p.drew) and not p.workers:
+        if not any(this_pass.drew) and not this_pass.workers:
             return [right(check, "the data set itself changes from epoch to epoch")]
-    text = f"epochs 1 and 2 have the same order: loader at {p.at}, sampler {p.sampler}"
-    asked = p.sampler == "DistributedSampler" and p.shuffle
-    if asked or p.sampler == "RandomSampler":
+    place = f"loader at {this_pass.at}, sampler {this_pass.sampler}"
+    text = f"epochs 1 and 2 have the same order: {place}"
+    asked = this_pass.sampler == "DistributedSampler" and this_pass.shuffle
+    if asked or this_pass.sampler == "RandomSampler":
         return [wrong(check, text, "sampler.set_epoch(epoch) before each epoch", See.SAME_ORDER)]
-    if p.shuffle is False or (by_index and p.indices == sorted(p.indices)):
+    if this_pass.shuffle is False or (by_index and this_pass.indices == sorted(this_pass.indices)):
         return [right(check, "fixed, and no shuffling was asked for")]
     cure = "another order in each epoch; meant so only if the order is part of the data"
     return [warning(check, text, cure, See.SAME_ORDER)]
 
 
-def dropout(ranks: list[RankRecord]) -> list[Row]:
+def dropout_rows(ranks: list[RankRecord]) -> list[Row]:
     for at in set.intersection(*({*rank.dropout} for rank in ranks)):
         if len({rank.dropout[at] for rank in ranks}) > 1:
             return [right("dropout", "the ranks draw different masks")]
@@ -238,11 +248,19 @@ def dropout(ranks: list[RankRecord]) -> list[Row]:
     return []
 
 
-def augmentation(passes: list[Pass]) -> list[Row]:
+def augmentation_rows(passes: list[Pass]) -> list[Row]:
     """Random numbers that a rank draws while it loads, in this process or in its workers."""
     check, first = "augmentation", passes[0]
-    drew = [k for k in range(len(generators.NAMES)) if all(p.drew[k] for p in passes)]
-    same = [generators.NAMES[k] for k in drew if len({p.generators[k] for p in passes}) == 1]
+    drew = [
+        number
+        for number in range(len(generators.NAMES))
+        if all(this_pass.drew[number] for this_pass in passes)
+    ]
+    same = [
+        generators.NAMES[number]
+        for number in drew
+        if len({this_pass.generators[number] for this_pass in passes}) == 1
+    ]
     seeds_workers = first.workers and first.base_seed is not None
     if seeds_workers and alike(passes, "base_seed"):
         if first.is_stream or not same_dataset(passes):
@@ -259,14 +277,14 @@ def augmentation(passes: list[Pass]) -> list[Row]:
     return []
 
 
-def epoch_of_original(ranks: list[RankRecord], original: RankRecord) -> list[Row]:
+def original_epoch_rows(ranks: list[RankRecord], original: RankRecord) -> list[Row]:
     """Do all ranks together train on as many samples, in as many batches, as the original would?
     It got our batches, but its loader has a length of its own."""
     check, passes = "the original's epoch", trained_passes(ranks)
-    passes_of_original = [p for p in original.passes if p.steps]
+    passes_of_original = [this_pass for this_pass in original.passes if this_pass.steps]
     if not passes or not passes_of_original:
         return []
-    epochs = [p.batches_and_samples for p in (passes_of_original[0], *passes[0])]
+    epochs = [this_pass.batches_and_samples for this_pass in (passes_of_original[0], *passes[0])]
     known = [epoch for epoch in epochs if epoch is not None]
     if len(known) < len(epochs):
         return [not_seen(check, "a loader does not say how many samples it has")]
@@ -279,7 +297,9 @@ def epoch_of_original(ranks: list[RankRecord], original: RankRecord) -> list[Row
         cure = "drop_last in the sampler and in the loader only if the original has it; keep a "
         cure += "sampler of its own, and deal out what that draws"
         return [warning(check, text, cure, See.LOSS)]
-    accumulates = any(p.steps < p.given for p in (passes[0][0], passes_of_original[0]))
+    accumulates = any(
+        this_pass.steps < this_pass.given for this_pass in (passes[0][0], passes_of_original[0])
+    )
     if batches != batches_of_original and not accumulates:
         cure = "the original's batch size / world_size on each rank, and its drop_last; "
         cure += "meant so only if the learning rate was chosen for this global batch"

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from prove.judge_data import ALL_BUT_A_FEW, same_dataset, size_of, trained_passes
+from prove.judge_data import ALL_BUT_A_FEW, same_dataset, sample_count, trained_passes
 from prove.record import Pass, RankRecord
 from prove.table import RIGHT, Row, See, listed, not_seen, right, warning
 from prove.watch_data import EVALUATION
@@ -17,10 +17,10 @@ def evaluation_rows(ranks: list[RankRecord]) -> list[Row]:
     datasets: dict[tuple, list[Pass]] = {}  # of each, the first evaluation by each rank
     for rank in ranks:
         first: dict[tuple, Pass] = {}
-        for p in evaluations(rank):
-            first.setdefault(dataset_of(p), p)
-        for key, p in first.items():
-            datasets.setdefault(key, []).append(p)
+        for this_pass in evaluations(rank):
+            first.setdefault(dataset_of(this_pass), this_pass)
+        for key, this_pass in first.items():
+            datasets.setdefault(key, []).append(this_pass)
     if not datasets:
         text = "no pass over a loader without a backward, after a step"
         return [not_seen(CHECK, f"{text}; if yours comes later, raise --batches")]
@@ -35,18 +35,22 @@ def evaluation_rows(ranks: list[RankRecord]) -> list[Row]:
 
 
 def evaluations(rank: RankRecord) -> list[Pass]:
-    return [p for p in rank.passes if is_evaluation(p)]
+    return [this_pass for this_pass in rank.passes if is_evaluation(this_pass)]
 
 
-def is_evaluation(p: Pass) -> bool:
+def is_evaluation(this_pass: Pass) -> bool:
     """Also if gradients are switched off in each batch only, or not at all."""
-    whole = p.ended or p.given >= p.limit
-    without_backward = whole and not p.steps and not p.backwards
-    return bool(p.given and p.steps_before and (not p.with_gradients or without_backward))
+    is_complete = this_pass.ended or this_pass.given >= this_pass.limit
+    without_backward = is_complete and not this_pass.steps and not this_pass.backwards
+    return bool(
+        this_pass.given
+        and this_pass.steps_before
+        and (not this_pass.with_gradients or without_backward)
+    )
 
 
-def dataset_of(p: Pass) -> tuple:
-    return (str(p.fingerprint), p.dataset_length)
+def dataset_of(this_pass: Pass) -> tuple:
+    return (str(this_pass.fingerprint), this_pass.dataset_length)
 
 
 def row_of_dataset(ranks: list[RankRecord], passes: list[Pass]) -> Row:
@@ -54,14 +58,15 @@ def row_of_dataset(ranks: list[RankRecord], passes: list[Pass]) -> Row:
     at = passes[0].at
     if len(passes) < len(ranks):
         return right(CHECK, f"by {len(passes)} of {len(ranks)} ranks ({at})")
-    if not all(p.indices for p in passes) or not same_dataset(passes):
+    if not all(this_pass.indices for this_pass in passes) or not same_dataset(passes):
         return not_seen(CHECK, f"the samples of {at} cannot be told apart")
-    if all(stops_early(p) for p in passes):
+    if all(stops_early(this_pass) for this_pass in passes):
         return row_of_a_part(passes)
-    size, drawn = size_of(passes), [index for p in passes for index in p.indices]
+    size = sample_count(passes)
+    drawn = [index for this_pass in passes for index in this_pass.indices]
     twice = len(drawn) - len({*drawn})
     lost = size - len({*drawn, *drawn_beside(ranks, passes[0])})
-    if all(len({*p.indices}) >= ALL_BUT_A_FEW * size for p in passes):
+    if all(len({*this_pass.indices}) >= ALL_BUT_A_FEW * size for this_pass in passes):
         text = f"each rank evaluates all {size} samples ({at})"
         cure = "each rank a part, then all_reduce; no mistake if the results are not added up"
         return warning(CHECK, text, cure, See.ACCURACY)
@@ -72,23 +77,31 @@ def row_of_dataset(ranks: list[RankRecord], passes: list[Pass]) -> Row:
     if lost > 0:
         text = f"{lost} of {size} samples are left out ({at})"
         return warning(CHECK, text, "no drop_last for evaluation", See.ACCURACY)
-    if not all(collectives_after(rank, p) for rank, p in zip(ranks, passes, strict=True)):
+    if not all(
+        collectives_after(rank, this_pass) for rank, this_pass in zip(ranks, passes, strict=True)
+    ):
         text = f"each rank evaluates a part of the {size} samples, and no collective follows ({at})"
         return warning(CHECK, text, "all_reduce sums and counts, then divide", See.ACCURACY)
     return right(CHECK, f"each of {size} samples once ({at})")
 
 
-def stops_early(p: Pass) -> bool:
+def stops_early(this_pass: Pass) -> bool:
     """Was it the script, not we, that ended this evaluation before the end of its loader?"""
-    return not p.ended and p.given < min(p.batches or 0, EVALUATION * p.limit)
+    return not this_pass.ended and this_pass.given < min(
+        this_pass.batches or 0, EVALUATION * this_pass.limit
+    )
 
 
 def row_of_a_part(passes: list[Pass]) -> Row:
     """A loop with a break: are its samples those that one rank would take?"""
     first = passes[0]
-    drawn = [index for p in passes for index in p.indices[: p.given * p.sizes[0]]]
+    drawn = [
+        index
+        for this_pass in passes
+        for index in this_pass.indices[: this_pass.given * this_pass.sizes[0]]
+    ]
     text = f"each rank stops after {first.given} of {first.batches} batches"
-    text += f": {len({*drawn})} of {size_of(passes)} samples ({first.at})"
+    text += f": {len({*drawn})} of {sample_count(passes)} samples ({first.at})"
     if {*drawn} == {*range(len(drawn))}:
         return right(CHECK, f"{text}, the first ones, each once")
     cure = "choose this part before it is dealt out, with the same seed on all ranks"
@@ -98,13 +111,27 @@ def row_of_a_part(passes: list[Pass]) -> Row:
 def drawn_beside(ranks: list[RankRecord], first: Pass) -> set[int]:
     """What all evaluations of this data set drew between the same two steps: there may be a second
     loader for the last samples."""
-    passes = [p for rank in ranks for p in evaluations(rank) if dataset_of(p) == dataset_of(first)]
-    return {i for p in passes if p.steps_before == first.steps_before for i in p.indices}
+    passes = [
+        this_pass
+        for rank in ranks
+        for this_pass in evaluations(rank)
+        if dataset_of(this_pass) == dataset_of(first)
+    ]
+    return {
+        i
+        for this_pass in passes
+        if this_pass.steps_before == first.steps_before
+        for i in this_pass.indices
+    }
 
 
 def collectives_after(rank: RankRecord, evaluated: Pass) -> int:
     """How many collectives follow an evaluation, before training goes on."""
-    later = [p for p in rank.passes if p.number > evaluated.number]
-    trained = [p for p in later if p.with_gradients and not is_evaluation(p)]
+    later = [this_pass for this_pass in rank.passes if this_pass.number > evaluated.number]
+    trained = [
+        this_pass
+        for this_pass in later
+        if this_pass.with_gradients and not is_evaluation(this_pass)
+    ]
     end = trained[0].collectives_before if trained else len(rank.collectives)
     return end - evaluated.collectives_before

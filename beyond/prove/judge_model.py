@@ -24,7 +24,7 @@ class StepOfRanks:
     def apart(self, name: str, limit: float = 1e-5) -> list[int]:
         """The numbers of the parameters for which the ranks hold different tensors."""
         numbered = enumerate(self.by_parameter(name))
-        return [k for k, held in numbered if None not in held and differ(held, limit)]
+        return [number for number, held in numbered if None not in held and differ(held, limit)]
 
     @property
     def at(self) -> str:
@@ -37,8 +37,8 @@ def differ(projections: Sequence[Projection], limit: float = 1e-5) -> bool:
     return bool(max(values) - min(values) > limit * max(TINY, *norms))
 
 
-def named(optimizer: OptimizerRecord, numbers: list[int]) -> str:
-    return listed([optimizer.names[k] for k in numbers])
+def parameter_names(optimizer: OptimizerRecord, numbers: list[int]) -> str:
+    return listed([optimizer.names[number] for number in numbers])
 
 
 def steps_of(ranks: list[RankRecord]) -> list[StepOfRanks]:
@@ -56,8 +56,8 @@ def is_divided(ranks: list[RankRecord]) -> bool:
 
 
 def model_rows(ranks: list[RankRecord]) -> list[Row]:
-    first, zero = ranks[0], zero_gradients(ranks)
-    rows = clipping(first) + zero + held_by_optimizers(first) + accumulation(first)
+    first, zero = ranks[0], zero_gradient_rows(ranks)
+    rows = clipping_rows(first) + zero + optimizer_rows(first) + accumulation_rows(first)
     if len(ranks) == 1 or zero:
         return rows
     steps = steps_of(ranks)
@@ -65,12 +65,12 @@ def model_rows(ranks: list[RankRecord]) -> list[Row]:
     if is_divided(ranks) or any(len(counts) > 1 for counts in tensors):  # the latter by ZeRO
         text = "the ranks hold different parts of the model, or work in groups"
         return [*rows, not_seen("weights", text)]
-    same = weights(steps)
-    rows += same + gradients(steps, same) + forward(first, same)
-    return rows + learning_rate(ranks, steps) + loss_scale(steps) + buffers(ranks)
+    same = weight_rows(steps)
+    rows += same + averaged_gradient_rows(steps, same) + forward_rows(first, same)
+    return rows + learning_rate_rows(ranks, steps) + loss_scale_rows(steps) + buffer_rows(ranks)
 
 
-def weights(steps: list[StepOfRanks]) -> list[Row]:
+def weight_rows(steps: list[StepOfRanks]) -> list[Row]:
     check = "weights"
     differing = [step for step in steps if step.apart("weights_after")]
     if not steps:
@@ -82,22 +82,22 @@ def weights(steps: list[StepOfRanks]) -> list[Row]:
     already = step.number == 1 and set(apart) & {*step.apart("weights_before")}
     when = "before the first step" if already else f"after step {step.number}"
     text = f"{len(apart)} of {len(optimizer.names)} tensors differ between the ranks {when}: "
-    text += f"{named(optimizer, apart)} ({step.at})"
+    text += f"{parameter_names(optimizer, apart)} ({step.at})"
     later = steps[steps.index(step) + 1 :]
     if any(not other.apart("weights_before") for other in later):
         cure = "meant so only for local SGD, which averages weights now and then"
         return [warning(check, f"{text}, and agree again later", cure, See.LOSS)]
-    outside = [k for k in apart if k in optimizer.outside_ddp]
+    outside = [number for number in apart if number in optimizer.outside_ddp]
     if outside and len(optimizer.outside_ddp) < len(optimizer.names):
-        text += f"; DDP does not hold {named(optimizer, outside)}"
+        text += f"; DDP does not hold {parameter_names(optimizer, outside)}"
         return [wrong(check, text, "wrap one module that holds all trained parameters", See.LOSS)]
     cure = "DDP, or broadcast all weights once and average all gradients in each step"
     return [wrong(check, text, cure, See.LOSS)]
 
 
-def gradients(steps: list[StepOfRanks], weight_rows: list[Row]) -> list[Row]:
+def averaged_gradient_rows(steps: list[StepOfRanks], rows_of_weights: list[Row]) -> list[Row]:
     """p.grad at each step: is it the same on all ranks, and the mean of what backward gave them?"""
-    check, verdicts = "averaged gradients", [row.verdict for row in weight_rows]
+    check, verdicts = "averaged gradients", [row.verdict for row in rows_of_weights]
     for step in steps:
         apart = step.apart("gradients", 1e-4)
         if apart and WARNING in verdicts:
@@ -105,7 +105,9 @@ def gradients(steps: list[StepOfRanks], weight_rows: list[Row]) -> list[Row]:
             return [not_seen(check, text)]
         if apart and verdicts != [RIGHT]:
             text = f"the ranks step with different gradients in {len(apart)} of "
-            text += f"{len(step.optimizer.names)} tensors: {named(step.optimizer, apart)} "
+            text += (
+                f"{len(step.optimizer.names)} tensors: {parameter_names(step.optimizer, apart)} "
+            )
             text += f"(step {step.number} at {step.at})"
             cure = "forward and backward through DDP; no_sync for all micro-batches but the last"
             return [wrong(check, text, cure, See.LOSS)]
@@ -152,10 +154,10 @@ def times_the_mean(step: StepOfRanks) -> float | None:
     return factor if agree else None
 
 
-def forward(first: RankRecord, weight_rows: list[Row]) -> list[Row]:
+def forward_rows(first: RankRecord, rows_of_weights: list[Row]) -> list[Row]:
     rows, check = [], "forward through DDP"
     for ddp in first.ddps:
-        if ddp.forwards_around and any(row.verdict != RIGHT for row in weight_rows):
+        if ddp.forwards_around and any(row.verdict != RIGHT for row in rows_of_weights):
             text = f"{sum(ddp.forwards_around.values())} training forwards go around DDP at "
             text += f"{listed(list(ddp.forwards_around))}, {ddp.forwards} through it"
             rows.append(wrong(check, text, "call ddp(x), not ddp.module(x) or model(x)", See.LOSS))
@@ -166,7 +168,7 @@ def forward(first: RankRecord, weight_rows: list[Row]) -> list[Row]:
     return rows
 
 
-def held_by_optimizers(first: RankRecord) -> list[Row]:
+def optimizer_rows(first: RankRecord) -> list[Row]:
     rows, check = [], "optimizer"
     for ddp in first.ddps:
         missing, total = ddp.in_no_optimizer, ddp.parameters
@@ -188,7 +190,7 @@ def held_by_optimizers(first: RankRecord) -> list[Row]:
     return rows
 
 
-def accumulation(first: RankRecord) -> list[Row]:
+def accumulation_rows(first: RankRecord) -> list[Row]:
     """Several backwards before the first step, of a loss that no operation has divided."""
     backwards = [backward for backward in first.backwards if backward.steps_before == 0]
     places, n = {backward.at for backward in backwards}, len(backwards)
@@ -201,7 +203,7 @@ def accumulation(first: RankRecord) -> list[Row]:
     return [warning("accumulation", text, cure)]
 
 
-def zero_gradients(ranks: list[RankRecord]) -> list[Row]:
+def zero_gradient_rows(ranks: list[RankRecord]) -> list[Row]:
     optimizers = [optimizer for rank in ranks for optimizer in rank.optimizers]
     steps = [step for optimizer in optimizers for step in optimizer.steps]
     norms = [gradient[1] for step in steps for gradient in step.gradients if gradient]
@@ -212,7 +214,7 @@ def zero_gradients(ranks: list[RankRecord]) -> list[Row]:
     return [wrong("zero gradients", text, cure)]
 
 
-def clipping(first: RankRecord) -> list[Row]:
+def clipping_rows(first: RankRecord) -> list[Row]:
     if at := first.notes.get("clips scaled gradients"):
         text = f"gradients are clipped while they are multiplied by the loss scale ({at})"
         return [wrong("clipping", text, "scaler.unscale_(optimizer) before clipping")]
@@ -221,7 +223,7 @@ def clipping(first: RankRecord) -> list[Row]:
     return []
 
 
-def learning_rate(ranks: list[RankRecord], steps: list[StepOfRanks]) -> list[Row]:
+def learning_rate_rows(ranks: list[RankRecord], steps: list[StepOfRanks]) -> list[Row]:
     rates = [
         ([of_rank.learning_rates for of_rank in step.ranks], f"at step {step.number}, {step.at}")
         for step in steps
@@ -236,7 +238,7 @@ def learning_rate(ranks: list[RankRecord], steps: list[StepOfRanks]) -> list[Row
     return []
 
 
-def loss_scale(steps: list[StepOfRanks]) -> list[Row]:
+def loss_scale_rows(steps: list[StepOfRanks]) -> list[Row]:
     for step in steps:
         scales = [of_rank.loss_scale for of_rank in step.ranks]
         if len({*scales}) > 1:
@@ -245,7 +247,7 @@ def loss_scale(steps: list[StepOfRanks]) -> list[Row]:
     return []
 
 
-def buffers(ranks: list[RankRecord]) -> list[Row]:
+def buffer_rows(ranks: list[RankRecord]) -> list[Row]:
     check, rows = "buffers", []
     for ddps in zip(*(rank.ddps for rank in ranks), strict=False):
         evaluated = all(ddp.buffers_at_evaluation for ddp in ddps)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prove.judge_model import named
-from prove.judge_run import NUMBER, error_of
+from prove.judge_effects import NUMBER, error_of
+from prove.judge_model import parameter_names
 from prove.launch import Outcome
 from prove.record import Ended, Mode, OptimizerRecord, RankRecord, Step, tensors_file
 from prove.table import Row, See, listed, not_seen, right, warning, wrong
@@ -64,7 +64,9 @@ class Replay:
         """Of the first step of an optimizer."""
         key = f"gradients.{number}"
         both = self.tensors_of_ranks.get(key, []), self.tensors_of_one.get(key, [])
-        pairs = [Gradients(k, *pair) for k, pair in enumerate(zip(*both, strict=False))]
+        pairs = [
+            Gradients(parameter, *pair) for parameter, pair in enumerate(zip(*both, strict=False))
+        ]
         return [pair for pair in pairs if pair.of_ranks is not None and pair.of_one is not None]
 
     def equals(self, other: "Replay") -> bool:
@@ -131,17 +133,19 @@ class Comparison:
                 text += f" (not in float64: less than {percent(self.limit)} is not seen)"
             return self.row_of_weights(text)
         factor = float(of_ranks @ of_one / (of_one @ of_one)) if of_one.any() else 0.0
-        rest = float((of_ranks - factor * of_one).norm() / of_ranks.norm()) if of_ranks.any() else 1
-        if rest < max(self.limit, 1e-6) and abs(factor - 1) > 1e-4:
+        unexplained = (
+            float((of_ranks - factor * of_one).norm() / of_ranks.norm()) if of_ranks.any() else 1
+        )
+        if unexplained < max(self.limit, 1e-6) and abs(factor - 1) > 1e-4:
             text = f"the gradient is {multiple(factor, len(self.replay.ranks))} that of one rank"
         else:
             farthest = max(self.gradients, key=relative_distance).parameter
             text = f"the gradient differs by {percent(apart)} of its length from that of one rank, "
-            text += f"most in {named(self.optimizer, [farthest])}"
+            text += f"most in {parameter_names(self.optimizer, [farthest])}"
         text = f"{text} ({self.at})"
         if doubt := self.doubt(text):
             return not_seen(self.check, doubt)
-        if rest >= 1e-3 or abs(factor * len(self.replay.ranks) - 1) >= 1e-3:
+        if unexplained >= 1e-3 or abs(factor * len(self.replay.ranks) - 1) >= 1e-3:
             return wrong(self.check, text, CURE, See.LOSS)
         if sequence is not None and self.is_sum_over_local_batch(sequence):
             text += ": the loss is a sum, or is divided by a constant, and DDP takes the mean of it"
@@ -158,7 +162,10 @@ class Comparison:
         if observed.samples_elsewhere:
             reason = "so ranks cannot be put together"
             return f"the first dimension of a batch is not its samples, {reason}"
-        if not any(p.steps for p in observed.passes) and not observed.model_returns_loss:
+        if (
+            not any(this_pass.steps for this_pass in observed.passes)
+            and not observed.model_returns_loss
+        ):
             return "no DataLoader, and the loss is computed outside of the model: nothing to replay"
         return f"{text}, as follows from the rows above" if self.explained else ""
 
@@ -213,7 +220,9 @@ class Comparison:
     def is_sum_over_local_batch(self, sequence: Replay) -> bool:
         """Rank 0 computed from its own batch what one rank computes from it: the loss did not know
         of the ranks, and is a sum. With a batch size per rank, this may be meant so."""
-        sizes = [p.batch_size for p in self.replay.observed.passes if p.steps]
+        sizes = [
+            this_pass.batch_size for this_pass in self.replay.observed.passes if this_pass.steps
+        ]
         if not sequence.stepped or not sizes or sequence.replayed.own_batch_size != sizes[0]:
             return False
         of_rank_0, of_one = (
@@ -235,8 +244,8 @@ def gradient_rows(
         if holds_others and optimizer.steps:
             text = "the one rank's optimizer holds other parameters"
             for parameter, of_ranks, of_one in other_shapes[:1]:
-                text += f": {named(optimizer, [parameter])} has the shape {of_ranks}, and {of_one} "
-                text += "on one rank; it must not depend on the batch size"
+                text += f": {parameter_names(optimizer, [parameter])} has the shape {of_ranks}, "
+                text += f"and {of_one} on one rank; it must not depend on the batch size"
             rows.append(not_seen(check, text))
         elif any(pair.of_ranks.any() or pair.of_one.any() for pair in gradients):
             comparison = Comparison(replay, check, number, optimizer, gradients, explained)
@@ -277,7 +286,7 @@ def far(values: list[float], others: list[float], limit: float = 1e-6) -> bool:
     return any(abs(value - other) > limit * (abs(value) + abs(other)) for value, other in pairs)
 
 
-def schedule(replay: Replay) -> list[Row]:
+def schedule_rows(replay: Replay) -> list[Row]:
     """The learning rates that the script gives one rank, at the same steps."""
     observed, replayed = replay.observed, replay.replayed
     compared = [  # rates, when, and the cure if they differ
@@ -298,7 +307,7 @@ def schedule(replay: Replay) -> list[Row]:
     return [right("schedule", "the learning rates of one rank")]
 
 
-def printed(replay: Replay) -> list[Row]:
+def printed_rows(replay: Replay) -> list[Row]:
     """Losses and accuracies that the script prints in the first epoch."""
     check, compared = "printed numbers", 0
     differing: dict[str, str] = {}  # the first difference of each place
@@ -336,15 +345,15 @@ def smallest_batchnorm(rank: RankRecord) -> int:
     return min(rank.batchnorm.values(), default=0)
 
 
-def batchnorm(replay: Replay, whole: Replay | None) -> list[Row]:
+def batchnorm_rows(replay: Replay, whole_batch_replay: Replay | None) -> list[Row]:
     """Layers that normalize each local batch, and what a batch of all ranks would change."""
     values = smallest_batchnorm(replay.observed)
     if not values:
         return []
     layers = next(iter(replay.observed.batchnorm))
-    if whole is None or not whole.stepped:
+    if whole_batch_replay is None or not whole_batch_replay.stepped:
         return [right("batchnorm", f"{layers} per rank, over at least {values} values")]
-    gradients = whole.gradients(0)
+    gradients = whole_batch_replay.gradients(0)
     apart = sum(float((pair.of_ranks - pair.of_one).norm()) ** 2 for pair in gradients) ** 0.5
     length = sum(float(pair.of_one.norm()) ** 2 for pair in gradients) ** 0.5 or 1.0
     text = f"{layers} normalizes {values} values on each rank; with those of all ranks, the "
@@ -353,7 +362,7 @@ def batchnorm(replay: Replay, whole: Replay | None) -> list[Row]:
     return [warning("batchnorm", text, cure, See.LOSS)]
 
 
-def no_replay(replay: Replay, check: str) -> Row:
+def not_replayed(replay: Replay, check: str) -> Row:
     if replay.replayed.error:
         kind, message, at = replay.replayed.error
         return not_seen(check, f"one rank cannot run it: {kind} at {at}: {message[:120]}")

@@ -89,7 +89,9 @@ class Feeder:
         self.run, self.kept = run, [torch.load(file, weights_only=False) for file in files]
         observed = read_records(folder, Mode.OBSERVE)[0]
         self.normalizes_by_rank = bool(observed.batchnorm) and run.settings.mode != Mode.WHOLE
-        self.kept_passes = [p for p in observed.passes if p.kept is not None]
+        self.kept_passes = [
+            this_pass for this_pass in observed.passes if this_pass.kept is not None
+        ]
         self.in_sequence = run.settings.mode == Mode.SEQUENCE
         self.sizes = [1]  # samples of each rank in the batch that is computed now
         self.passes = self.forwards = 0  # fed so far
@@ -98,9 +100,9 @@ class Feeder:
         return as_double(nested) if self.run.settings.float64 else nested
 
     def batches_of(self, loader: Any) -> int | None:
-        for p in self.kept_passes:
-            if p.loader == loader.prove_number and torch.is_grad_enabled():
-                batches = min(p.batches or p.given, self.run.settings.batches)
+        for kept_pass in self.kept_passes:
+            if kept_pass.loader == loader.prove_number and torch.is_grad_enabled():
+                batches = min(kept_pass.batches or kept_pass.given, self.run.settings.batches)
                 return batches * (self.ranks if self.in_sequence else 1)
         return None
 
@@ -130,7 +132,7 @@ class Feeder:
                 if run.settings.mode == Mode.AGAIN:
                     generators.seed(OTHER_SEED + this_pass.given)
                 run.current_pass, run.generators_after_fetch = this_pass, generators.digests()
-                run.model.start()
+                run.model.keep_start()
                 yield self.cast(batch)
         if number > 0:  # an evaluation with gradients: its last batches are of unequal sizes
             run.in_second_epoch = True  # so the numbers that follow are not compared
@@ -165,8 +167,10 @@ class Feeder:
             for number, weights in enumerate(recorded):
                 parameters = parameters_of(optimizers[number])
                 others = [
-                    (k, [*observed.shape], [*p.shape])
-                    for k, (observed, p) in enumerate(zip(weights, parameters, strict=False))
+                    (parameter, [*observed.shape], [*p.shape])
+                    for parameter, (observed, p) in enumerate(
+                        zip(weights, parameters, strict=False)
+                    )
                     if observed.shape != p.shape
                 ]
                 if others or len(parameters) != len(weights):
@@ -177,7 +181,7 @@ class Feeder:
 
     def use_recorded_schedule(self, optimizer: Any, number: int, step: int) -> None:
         """The recorded learning rates, for this step only: the script's own ones are compared."""
-        recorded = self.kept[0]["scheduled"].get(number, [])
+        recorded = self.kept[0]["schedule_settings"].get(number, [])
         if step < len(recorded):
             for group, observed in zip(optimizer.param_groups, recorded[step], strict=False):
                 group.update(observed)

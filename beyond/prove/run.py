@@ -116,7 +116,7 @@ class Run:
         self.record.notes.setdefault(kind, where())
 
     def has_no_loader(self) -> bool:
-        return not any(p.with_gradients for p in self.record.passes)
+        return not any(this_pass.with_gradients for this_pass in self.record.passes)
 
     def current_batch_size(self) -> int | None:
         current = self.current_pass
@@ -168,7 +168,9 @@ class Run:
 
     def fail(self, error: BaseException) -> None:
         """The record of a script that ends with an error."""
-        cut = not self.joined or any(p.given >= p.limit for p in self.record.passes)
+        cut = not self.joined or any(
+            this_pass.given >= this_pass.limit for this_pass in self.record.passes
+        )
         if cut and "StopIteration" in f"{type(error).__name__} {error}":
             self.leave()  # the script asked for more batches than we give
         frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_file(f.filename)]
@@ -197,9 +199,9 @@ def install() -> Run:
     if run.settings.float64:
         compute_in_float64()
     torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore
-    from prove import replay, watch_data, watch_model, watch_world
+    from prove import replay, watch_data, watch_effects, watch_model
 
-    for module in (watch_data, watch_model, watch_world, replay):
+    for module in (watch_data, watch_model, watch_effects, replay):
         module.install(run)
     atexit.register(run.write, Ended.AT_ITS_END)
 

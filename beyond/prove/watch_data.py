@@ -168,7 +168,9 @@ def begin_pass(loader: Any, run: Run) -> Pass:
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     sampler = getattr(sampler, "sampler", sampler)
     shuffle = getattr(sampler, "shuffle", None)
-    earlier = [p.fingerprint for p in record.passes if p.dataset == id(dataset)]
+    earlier = [
+        this_pass.fingerprint for this_pass in record.passes if this_pass.dataset == id(dataset)
+    ]
     this_pass = Pass(
         number=len(record.passes),
         loader=loader.prove_number,
@@ -210,9 +212,11 @@ def watch_fetches(run: Run, iterator: Iterator, this_pass: Pass, most: int) -> I
         if this_pass.given:  # not at the first batch, where a sampler draws its seed
             changes = [old != new for old, new in zip(before, after, strict=True)]
             this_pass.drew = [a or b for a, b in zip(this_pass.drew, changes, strict=True)]
-        whole = this_pass.batch_size or 1
+        full_size = this_pass.batch_size or 1
         last_but_one, size = size, batch_size_of(batch)
-        if last_but_one % whole or (size > whole and size % whole):  # only the last may be smaller
+        if last_but_one % full_size or (
+            size > full_size and size % full_size
+        ):  # only the last may be smaller
             run.record.samples_elsewhere = True
         if this_pass.batches is None:
             this_pass.sizes.append(size)
@@ -224,17 +228,19 @@ def watch_fetches(run: Run, iterator: Iterator, this_pass: Pass, most: int) -> I
         run.note_event()
         run.current_pass, run.generators_after_fetch = this_pass, after
         if this_pass.with_gradients:
-            run.model.start()
+            run.model.keep_start()
         yield as_double(batch) if run.settings.float64 else batch
 
 
-def install(run: Run) -> None:
+def most_batches(run: Run, training: bool) -> int:
+    ranks = run.settings.ranks if run.replaying else 1  # one rank evaluates what all ranks did
+    return run.settings.batches * ranks * (1 if training else EVALUATION)
+
+
+def watch_loaders(run: Run) -> None:
+    """Number the loaders, and list what their samplers draw."""
     index_sampler: Any = DataLoader._index_sampler
     loaders = 0
-
-    def most_batches(training: bool) -> int:
-        ranks = run.settings.ranks if run.replaying else 1  # one rank evaluates what all ranks did
-        return run.settings.batches * ranks * (1 if training else EVALUATION)
 
     @wrap(DataLoader, "__init__")
     def init(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -244,10 +250,17 @@ def install(run: Run) -> None:
         object.__setattr__(self, "prove_at", where())
         loaders += 1
 
+    DataLoader._index_sampler = property(  # type: ignore[assignment]
+        lambda self: ListedSampler(index_sampler.fget(self), self, run)
+    )
+
+
+def watch_passes(run: Run) -> None:
     @wrap(DataLoader, "__iter__")
     def iterate(original: Callable, self: Any) -> Any:
         training, passes = torch.is_grad_enabled(), run.record.passes
-        epochs = sum(p.dataset == id(self.dataset) and p.steps > 0 for p in passes)
+        trained = (this_pass.dataset for this_pass in passes if this_pass.steps > 0)
+        epochs = sum(dataset == id(self.dataset) for dataset in trained)
         if training and epochs:
             run.in_second_epoch = True
             if not run.replaying:
@@ -263,14 +276,18 @@ def install(run: Run) -> None:
         if training and not run.replaying and not run.in_second_epoch:
             this_pass.kept = len(run.tensors["batches"])
             run.tensors["batches"].append([])
-        return watch_fetches(run, iterator, this_pass, most_batches(training))
+        return watch_fetches(run, iterator, this_pass, most_batches(run, training))
 
+
+def watch_lengths(run: Run) -> None:
     @wrap(DataLoader, "__len__")
     def length(original: Callable, self: Any) -> int:
         if run.replaying and (batches := run.feeder.batches_of(self)) is not None:
             return int(batches)
-        return min(original(self), most_batches(torch.is_grad_enabled()))
+        return min(original(self), most_batches(run, torch.is_grad_enabled()))
 
-    DataLoader._index_sampler = property(  # type: ignore[assignment]
-        lambda self: ListedSampler(index_sampler.fget(self), self, run)
-    )
+
+def install(run: Run) -> None:
+    watch_loaders(run)
+    watch_passes(run)
+    watch_lengths(run)

@@ -55,10 +55,10 @@ def project(tensor: Tensor) -> Projection:
 
 
 def projected_buffers(module: nn.Module) -> dict[str, Projection]:
-    return {clean(name): project(b) for name, b in module.named_buffers() if b.numel()}
+    return {without_wrappers(name): project(b) for name, b in module.named_buffers() if b.numel()}
 
 
-def clean(name: str) -> str:
+def without_wrappers(name: str) -> str:
     """Without the parts that wrappers add to a name."""
     return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
 
@@ -71,7 +71,7 @@ def rates_of(optimizer: Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
-def scheduled(optimizer: Optimizer) -> list[dict]:
+def schedule_settings(optimizer: Optimizer) -> list[dict]:
     """What a scheduler may change: learning rates, and with OneCycleLR or CyclicLR, momentum."""
     names = ("lr", "momentum", "betas")
     groups = optimizer.param_groups
@@ -104,7 +104,9 @@ class ModelWatcher:
         self.local: dict[int, LocalGradient] = {}  # by the id of a parameter
         self.watched: dict[int, Tensor] = {}
         self.had_gradient: set[int] = set()
-        self.scheduled: dict[int, list[list[dict]]] = {}  # of each optimizer, before each step
+        self.schedule_settings: dict[
+            int, list[list[dict]]
+        ] = {}  # of each optimizer, before each step
         self.depth = 0  # of nested calls of step()
         self.backwards = 0
 
@@ -120,7 +122,7 @@ class ModelWatcher:
 
         p.register_hook(arrived)
 
-    def start(self) -> None:
+    def keep_start(self) -> None:
         """At the first batch or forward: keep the weights of the start, or set them."""
         run = self.run
         if not self.optimizers or "start" in run.tensors or not (run.joined or run.replaying):
@@ -140,7 +142,7 @@ class ModelWatcher:
         steps = run.record.optimizers[number].steps
         if len(steps) < MOST_STEPS:
             steps.append(self.step_of(optimizer))
-            self.scheduled.setdefault(number, []).append(scheduled(optimizer))
+            self.schedule_settings.setdefault(number, []).append(schedule_settings(optimizer))
             if len(steps) == 1:
                 gradients = [p.grad for p in parameters_of(optimizer)]
                 run.tensors[f"gradients.{number}"] = copied(gradients)
@@ -176,7 +178,7 @@ class ModelWatcher:
         if not step.weights_after:
             step.weights_after = [project(p) for p in parameters_of(optimizer)]
             if run.replaying:
-                own_schedule = self.scheduled[number][-1]
+                own_schedule = self.schedule_settings[number][-1]
                 for group, settings in zip(optimizer.param_groups, own_schedule, strict=True):
                     group.update(settings)
         run.record.steps += 1
@@ -199,7 +201,7 @@ class ModelWatcher:
         names: dict[int, str] = {}
         for module in [*(ddp.module for ddp in self.wrapped), *self.roots]:
             for name, p in module.named_parameters():
-                names.setdefault(id(p), clean(name))
+                names.setdefault(id(p), without_wrappers(name))
         held = {id(p) for optimizer in self.optimizers for p in parameters_of(optimizer)}
         in_ddp = {id(p) for ddp in self.wrapped for p in ddp.module.parameters()}
         record = self.run.record
@@ -208,7 +210,7 @@ class ModelWatcher:
             known.names = [names.get(id(p), f"tensor {number}") for number, p in numbered]
             known.outside_ddp = [number for number, p in numbered if id(p) not in in_ddp]
         for ddp, its_record in zip(self.wrapped, record.ddps, strict=True):
-            trained = {clean(name): id(p) for name, p in ddp.module.named_parameters()
+            trained = {without_wrappers(name): id(p) for name, p in ddp.module.named_parameters()
                        if p.requires_grad}  # fmt: skip
             its_record.parameters = len(trained)
             its_record.in_no_optimizer = [name for name, p in trained.items() if p not in held]
@@ -216,9 +218,9 @@ class ModelWatcher:
                 name for name, p in trained.items() if p not in self.had_gradient
             ]
             its_record.buffers_at_end = projected_buffers(ddp.module)
-        self.run.tensors["scheduled"] = self.scheduled
+        self.run.tensors["schedule_settings"] = self.schedule_settings
 
-    def called(self, module: nn.Module, inputs: tuple) -> None:
+    def note_call(self, module: nn.Module, inputs: tuple) -> None:
         """The script itself calls a module."""
         run, ddp = self.run, None
         for number, wrapped in enumerate(self.wrapped):
@@ -234,7 +236,7 @@ class ModelWatcher:
             self.roots.append(module)
             if is_divided(module):
                 run.note("the model is divided")
-        self.start()
+        self.keep_start()
         if ddp and isinstance(module, DistributedDataParallel):
             ddp.forwards += 1
         elif ddp:
@@ -281,7 +283,7 @@ def watch_ddp(run: Run, model: ModelWatcher) -> None:
 
     @wrap(DistributedDataParallel, "forward")
     def forward(original: Callable, self: Any, *inputs: Any, **kwargs: Any) -> Any:
-        model.start()
+        model.keep_start()
         if self.module.training and torch.is_grad_enabled():
             inputs, kwargs = run.feeder.inputs(inputs, kwargs)
             run.record.uses_autocast |= any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
@@ -299,7 +301,7 @@ def watch_modules(run: Run, model: ModelWatcher) -> None:
         if isinstance(module, nn.RNNBase):
             module.dropout = 0.0
         if not inside and (run.joined or run.replaying):
-            model.called(module, inputs)
+            model.note_call(module, inputs)
         inside.append(module)
 
     def left(module: nn.Module, inputs: Any, outputs: Any) -> None:

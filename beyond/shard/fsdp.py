@@ -31,11 +31,11 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 Place = tuple[torch.Size, tuple[int, ...], int]  # of a view in a flat tensor: size, stride, offset
 
 
-class Gather(torch.autograd.Function):
+class GatherParameters(torch.autograd.Function):
     """Forward: a layer's unsharded parameters. Backward: their gradients go to their owners."""
 
     @staticmethod
-    def forward(ctx: Any, layer: "Layer", *parts: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, layer: "ShardedLayer", *parts: Tensor) -> tuple[Tensor, ...]:
         ctx.layer = layer
         ctx.set_materialize_grads(False)
         return tuple(layer.shards.views(layer.unshard()))
@@ -46,7 +46,7 @@ class Gather(torch.autograd.Function):
         return (None,) * (1 + len(gradients))  # the parts' gradients are under way: see finish()
 
 
-class Original(nn.Module):
+class WithOriginalForward(nn.Module):
     """A module with the forward that it had, for functional_call."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -57,14 +57,14 @@ class Original(nn.Module):
         return self.compute(*args, **kwargs)
 
 
-class Layer:
+class ShardedLayer:
     """A module whose trained parameters are unsharded only while it computes.
 
     It replaces the module's `forward`, and each parameter by the part that this rank owns.
     """
 
     def __init__(self, name: str, module: nn.Module, fsdp: "FSDP") -> None:
-        self.name, self.original, self.fsdp = name, Original(module), fsdp
+        self.name, self.original, self.fsdp = name, WithOriginalForward(module), fsdp
         trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.names = list(trained)
         self.frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
@@ -85,8 +85,8 @@ class Layer:
         self.shard_to_send: Tensor | None = None
         self.gather_work: dist.Work | None = None
         self.backward_needs_it = self.got_gradient = self.is_recomputing = False
-        self.previous: Layer | None = None  # in the order of the last forward
-        self.following: Layer | None = None
+        self.previous: ShardedLayer | None = None  # in the order of the last forward
+        self.following: ShardedLayer | None = None
         self.is_last = False
         module.forward = self.run
 
@@ -123,8 +123,8 @@ class Layer:
         def contexts() -> tuple:  # in which forward runs, and runs again
             return nullcontext(), self.recomputing()
 
-        how: Any = {"use_reentrant": False, "context_fn": contexts}
-        return checkpoint(self.run_unsharded, *args, **how, **kwargs)
+        options: Any = {"use_reentrant": False, "context_fn": contexts}
+        return checkpoint(self.run_unsharded, *args, **options, **kwargs)
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
@@ -139,7 +139,7 @@ class Layer:
         if self.fsdp.dtype:
             args = tuple(self.cast(arg) for arg in args)
             kwargs = {name: self.cast(arg) for name, arg in kwargs.items()}
-        parameters = Gather.apply(self, *self.owned)
+        parameters = GatherParameters.apply(self, *self.owned)
         named = {f"module.{n}": p for n, p in zip(self.names, parameters, strict=True)}
         if self.fsdp.dtype:
             named |= {f"module.{n}": self.cast(p) for n, p in self.frozen.items()}
@@ -181,7 +181,7 @@ class Layer:
         self.backward_needs_it, self.got_gradient = False, True
         for name, gradient in zip(self.names, gradients, strict=True):
             if gradient is None:
-                raise unused(f"{self.name}.{name}")
+                raise no_gradient_error(f"{self.name}.{name}")
         flat = self.shards.lay_out([gradient for gradient in gradients if gradient is not None])
         self.fsdp.receive()  # one at a time: otherwise memory would grow with the network's delay
         self.fsdp.pending.append((self, ReduceScatter(flat)))
@@ -193,7 +193,7 @@ class Layer:
             own.grad = gradient if own.grad is None else own.grad + gradient
 
 
-def unused(name: str) -> ShardingError:
+def no_gradient_error(name: str) -> ShardingError:
     why = f"backward gave no gradient to {name}"
     return ShardingError(f"{why}: freeze what is not used (requires_grad_(False))")
 
@@ -257,16 +257,19 @@ class FSDP(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.dtype, self.recompute = model, dtype, recompute
-        self.pending: list[tuple[Layer, ReduceScatter]] = []
+        self.pending: list[tuple[ShardedLayer, ReduceScatter]] = []
         modules = dict(layers_of(model))
         if not modules:
             why = f"{type(model).__name__} has no child with trained parameters: nothing to divide"
             raise ShardingError(f"{why}; put it into an nn.Sequential")
         check_parameters(model, modules)
-        self.layers, self.order = list[Layer](), list[Layer]()  # order: of this forward
+        self.layers, self.order = (
+            list[ShardedLayer](),
+            list[ShardedLayer](),
+        )  # order: of this forward
         for name, module in modules.items():  # only one of them is unsharded at a time
             materialize(module, torch.device(device))
-            self.layers.append(Layer(name, module, self))
+            self.layers.append(ShardedLayer(name, module, self))
         owned = {part for layer in self.layers for part in layer.owned}
         self.copies = [parameter for parameter in model.parameters() if parameter not in owned]
         for tensor in [*self.copies, *model.buffers()]:
@@ -281,7 +284,7 @@ class FSDP(nn.Module):
         is_lower = self.dtype and isinstance(result, Tensor)
         return result.to(self.layers[0].shard.dtype) if is_lower else result
 
-    def link(self, order: list[Layer]) -> None:
+    def link(self, order: list[ShardedLayer]) -> None:
         """Tell each layer its neighbors in forward: the first forward finds them out."""
         if not order:
             names = ", ".join(layer.name for layer in self.layers)
@@ -305,7 +308,7 @@ class FSDP(nn.Module):
         for layer in self.layers:
             layer.free()
             if not layer.got_gradient:
-                raise unused(layer.name)
+                raise no_gradient_error(layer.name)
             layer.got_gradient = False
         for parameter in self.copies:
             if parameter.grad is not None:

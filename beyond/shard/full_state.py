@@ -143,10 +143,12 @@ class FullOptimizerState:
             if parameter in trained and number in rows:  # FSDP's copies; its parts follow
                 self.inner.state[parameter] = deepcopy(rows[number])
         for shards, parts, numbers in self.shards():
-            for part, number, inside in zip(parts, numbers, shards.inside, strict=True):
+            for part, number, owned_slice in zip(parts, numbers, shards.owned_slices, strict=True):
                 for key, value in rows.get(number, {}).items():
                     is_sharded = key in elementwise
-                    owned = value.reshape(-1)[inside].clone() if is_sharded else deepcopy(value)
+                    owned = (
+                        value.reshape(-1)[owned_slice].clone() if is_sharded else deepcopy(value)
+                    )
                     self.inner.state[part][key] = owned
         for tensor, row in self.inner.state.items():  # checkpoints are read to the CPU
             row.update({key: row[key].to(tensor.device) for key in row.keys() & elementwise})

@@ -1,4 +1,4 @@
-"""What does each way hold, send and take? By hand and with PyTorch's classes, side by side.
+"""What does each level hold, send and take? By hand and with PyTorch's classes, side by side.
 
     sudo env "PATH=$PATH" python beyond/shard/measure.py
 
@@ -22,8 +22,8 @@ from torch.optim import AdamW
 from common.options import Parser, UsageError, exit_on
 from language import BYTES, LENGTH, Transformer
 from ranks import start
-from traffic import enter_private_network, sent_bytes
-from ways import WAYS, Training, by_hand, by_library
+from shard_levels import LEVELS, Training, by_hand, by_library
+from traffic import bytes_sent_so_far, enter_private_network
 
 sys.path.insert(1, str(Path(__file__).parents[2] / "benchmarks"))
 from timing import RESULTS, chapter, interleave, provenance, save, summarize
@@ -44,12 +44,12 @@ BATCH = 2  # samples of each rank
 STEPS = 2  # before anything is counted, and counted
 
 
-def formula(way: str, ranks: int) -> dict[str, float]:
+def formula(level: str, ranks: int) -> dict[str, float]:
     """What the ZeRO paper's Figure 1 says that a rank holds, in multiples of the parameters' bytes.
 
     Adam's state is two numbers for each parameter, here in the same format.
     """
-    divided = WAYS.index(way)  # none, optimizer, gradients, parameters
+    divided = LEVELS.index(level)  # none, optimizer, gradients, parameters
     parameters, gradients, state = (1 / ranks if divided >= n else 1.0 for n in (3, 2, 1))
     return dict(zip(KINDS, (parameters, gradients, 2 * state), strict=True))
 
@@ -92,7 +92,9 @@ def build(width: int = WIDTH, layers: int = LAYERS) -> nn.Module:
     return Transformer(width, layers)
 
 
-def count_held(how: Callable[..., Training], way: str, make: Callable = build) -> dict[str, int]:
+def count_held(
+    make_training: Callable[..., Training], level: str, build_model: Callable = build
+) -> dict[str, int]:
     """Bytes by kind after some steps, and all that is alive, by the ledger of stage 01.
 
     What is alive and of no kind is held in secret: a copy that should not be there. It is not
@@ -100,7 +102,7 @@ def count_held(how: Callable[..., Training], way: str, make: Callable = build) -
     """
     ledger = Ledger("cpu", counted="cpu")
     with ledger:
-        training = how(way, make(), AdamW, lr=1e-3)
+        training = make_training(level, build_model(), AdamW, lr=1e-3)
         for _ in range(STEPS):
             training_step(training)
         dist.barrier()
@@ -110,28 +112,34 @@ def count_held(how: Callable[..., Training], way: str, make: Callable = build) -
     return {**held, "alive": ledger.bytes}
 
 
-def count_sent(how: Callable[..., Training], way: str, make: Callable = build) -> float:
+def count_sent(
+    make_training: Callable[..., Training], level: str, build_model: Callable = build
+) -> float:
     """Bytes that each rank sends in a step, in multiples of the parameters' bytes."""
-    model = make()
+    model = build_model()
     parameters = sum(parameter.nbytes for parameter in model.parameters())
-    training = how(way, model, AdamW, lr=1e-3)
+    training = make_training(level, model, AdamW, lr=1e-3)
     for _ in range(STEPS):
         training_step(training, length=8)  # more tokens would send no more
     dist.barrier()  # what was sent before has arrived
-    before = sent_bytes()
+    before = bytes_sent_so_far()
     for _ in range(STEPS):
         training_step(training, length=8)
     dist.barrier()
-    return (sent_bytes() - before) / STEPS / dist.get_world_size() / parameters
+    return (bytes_sent_so_far() - before) / STEPS / dist.get_world_size() / parameters
 
 
 def measure(rounds: int) -> dict[str, Any]:
     """What one rank finds; every rank must call it."""
-    held = {name: count_held(how, way) for name, (how, way) in VARIANTS.items()}
-    sent = {name: count_sent(how, way) for name, (how, way) in VARIANTS.items()}
+    held = {
+        name: count_held(make_training, level) for name, (make_training, level) in VARIANTS.items()
+    }
+    sent = {
+        name: count_sent(make_training, level) for name, (make_training, level) in VARIANTS.items()
+    }
     steps = {}
-    for name, (how, way) in VARIANTS.items():
-        steps[name] = partial(training_step, how(way, build(), AdamW, lr=1e-3))
+    for name, (make_training, level) in VARIANTS.items():
+        steps[name] = partial(training_step, make_training(level, build(), AdamW, lr=1e-3))
     times = summarize(interleave(steps, rounds))
     return {"held_bytes": held, "sent_multiples": sent, "variants": times}
 

@@ -23,14 +23,14 @@ class Shards:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.shapes, self.sizes = list(shapes), [shape.numel() for shape in shapes]
         self.length = -(-sum(self.sizes) // self.world_size)  # of a shard; the last one is padded
-        self.inside: list[slice] = []  # the part of each tensor, flat, that this rank owns
-        self.places: list[slice] = []  # and where that part lies in this rank's shard
+        self.owned_slices: list[slice] = []  # of each tensor, flat: what this rank owns
+        self.shard_slices: list[slice] = []  # and where that lies in this rank's shard
         start, first = self.rank * self.length, 0
         for size in self.sizes:
             low = min(max(start, first), first + size)
             high = min(max(start + self.length, first), first + size)
-            self.inside.append(slice(low - first, high - first))
-            self.places.append(slice(low - start, high - start))
+            self.owned_slices.append(slice(low - first, high - first))
+            self.shard_slices.append(slice(low - start, high - start))
             first += size
 
     def new_flat(self, like: Tensor) -> Tensor:
@@ -55,11 +55,13 @@ class Shards:
 
     def parts_of(self, shard: Tensor) -> list[Tensor]:
         """What this rank owns of each tensor, (n,) with n >= 0: views."""
-        return [shard[place] for place in self.places]
+        return [shard[place] for place in self.shard_slices]
 
     def cut(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """What this rank owns of these tensors: copies, so that the rest can be freed."""
-        return [t.reshape(-1)[part].clone() for t, part in zip(tensors, self.inside, strict=True)]
+        return [
+            t.reshape(-1)[part].clone() for t, part in zip(tensors, self.owned_slices, strict=True)
+        ]
 
     def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """All tensors, put together on rank 0, in CPU memory; nothing on the other ranks."""

@@ -48,7 +48,7 @@ def enter_private_network(process: int | None = None) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # there is no other one
 
 
-def sent_bytes() -> int:
+def bytes_sent_so_far() -> int:
     """What all processes of this network have sent so far, with the headers of TCP and IP."""
     lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
     loopback = next(line for line in lines if line.strip().startswith("lo:"))
@@ -58,14 +58,14 @@ def sent_bytes() -> int:
 def main() -> None:
     enter_private_network()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        before = sent_bytes()
+        before = bytes_sent_so_far()
         with socket.create_connection(server.getsockname()) as client:
             receiver, _ = server.accept()
             client.sendall(bytes(10**6))
             received = 0
             while received < 10**6:
                 received += len(receiver.recv(10**6))
-            print(f"1,000,000 bytes through a socket: {sent_bytes() - before:,} sent")
+            print(f"1,000,000 bytes through a socket: {bytes_sent_so_far() - before:,} sent")
 
 
 if __name__ == "__main__":

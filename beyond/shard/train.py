@@ -29,8 +29,8 @@ from common.options import (
 )
 from common.record import Recorder
 from language import IGNORED, build_model, load_dataset
+from shard_levels import LEVELS, Training, by_hand, by_library
 from shards import ShardingError
-from ways import WAYS, Training, by_hand, by_library
 
 
 def parse_args() -> Namespace:
@@ -42,7 +42,7 @@ def parse_args() -> Namespace:
     add("--width", default=128, type=count, help="of the transformer: a multiple of 4")
     add("--layers", default=4, type=count, help="blocks of the transformer")
     add("--optimizer", default="adamw", choices=("adamw", "sgd"), help="sgd: with --momentum")
-    add("--shard", default="parameters", choices=WAYS, help="what is divided, with all before it")
+    add("--shard", default="parameters", choices=LEVELS, help="what is divided, with all before it")
     add("--library", action="store_true", help="PyTorch's own classes instead of those by hand")
     add("--clip-norm", type=float_at_least(1e-30), help="upper limit for the norm of all gradients")
     add("--backend", default="nccl", choices=("gloo", "nccl"), help="for GPUs")
@@ -69,8 +69,8 @@ def shard(args: Namespace, model: nn.Module) -> Training:
     if args.optimizer == "sgd":
         options["momentum"] = args.momentum
     optimizer_class = SGD if args.optimizer == "sgd" else AdamW
-    way = by_library if args.library else by_hand
-    return way(args.shard, model, optimizer_class, **options)
+    make_training = by_library if args.library else by_hand
+    return make_training(args.shard, model, optimizer_class, **options)
 
 
 class EqualShard(Dataset):
@@ -148,7 +148,8 @@ def main() -> None:
     torch.manual_seed(args.seed)
     model = build_model(args, train_set).to(device)
     training = shard(args, model)  # rank 0's weights now, mean gradients in each backward
-    progress = load_checkpoint(args, *training.full_state)
+    full_state = training.model_state, training.optimizer_state
+    progress = load_checkpoint(args, *full_state)
     recorder = Recorder(args, progress, training.optimizer, local_batch, rank, world_size)
     if args.evaluate:
         recorder.print_evaluation(*evaluate(training.model, test_loader, device))
@@ -163,10 +164,10 @@ def main() -> None:
         torch.manual_seed(args.seed + epoch * world_size + rank)  # each rank its own dropout masks
         losses = train_epoch(training, recorder.timed(loader), args.clip_norm, device)
         recorder.end_epoch(epoch, losses, *evaluate(training.model, test_loader, device))
-        for part in training.full_state:
-            part.collect()  # every rank sends its parts, and rank 0 puts them together
+        for state in full_state:
+            state.collect()  # every rank sends its parts, and rank 0 puts them together
         if rank == 0:  # one writer; a collective in here would wait for the others forever
-            save_checkpoint(recorder, *training.full_state)
+            save_checkpoint(recorder, *full_state)
     recorder.finish()
 
 

@@ -21,7 +21,7 @@ BUCKET_BYTES = 4 * 2**20  # ZeRO-2 keeps up to three buckets of unsharded gradie
 NOT_ELEMENTWISE = (optim.Adafactor, optim.LBFGS, optim.Muon, optim.SparseAdam)
 
 
-class Bucket(Shards):
+class ShardedBucket(Shards):
     """Parameters that now lie side by side in memory, so that one message carries them all."""
 
     def __init__(self, parameters: list[Parameter]) -> None:
@@ -73,7 +73,7 @@ class ShardedOptimizer(optim.Optimizer):
         for frozen in (p for p in all_parameters if not p.requires_grad):
             dist.broadcast(frozen.detach(), src=0)
         trained = [p for p in all_parameters if p.requires_grad]
-        self.buckets = [Bucket(parameters) for parameters in cut_into_buckets(trained)]
+        self.buckets = [ShardedBucket(parameters) for parameters in cut_into_buckets(trained)]
         self.owned: dict[Parameter, Parameter] = {}  # the part of each parameter
         for bucket in self.buckets:
             self.owned |= zip(bucket.parameters, bucket.owned, strict=True)
@@ -88,7 +88,9 @@ class ShardedOptimizer(optim.Optimizer):
     def give_gradients(self) -> None:
         """Each part that this rank owns gets its part of the gradient: a view."""
         for bucket in self.buckets:
-            for p, own, part in zip(bucket.parameters, bucket.owned, bucket.inside, strict=True):
+            for p, own, part in zip(
+                bucket.parameters, bucket.owned, bucket.owned_slices, strict=True
+            ):
                 own.grad = None if p.grad is None else p.grad.reshape(-1)[part]
 
     @torch.no_grad()
@@ -133,7 +135,7 @@ class ShardedGradients(ShardedOptimizer):
         super().__init__(parameters, optimizer_class, **options)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self.next = 0  # the bucket to send next: all ranks send in the same order
-        self.sent: list[tuple[Bucket, ReduceScatter]] = []
+        self.sent: list[tuple[ShardedBucket, ReduceScatter]] = []
         for parameter in self.bucket_of:
             parameter.register_post_accumulate_grad_hook(self.take)
 
@@ -154,7 +156,7 @@ class ShardedGradients(ShardedOptimizer):
         while self.next < len(self.buckets) and not self.buckets[self.next].missing:
             self.send(self.buckets[self.next])
 
-    def send(self, bucket: Bucket) -> None:
+    def send(self, bucket: ShardedBucket) -> None:
         """The sum of each shard goes to its owner, while backward continues."""
         self.receive()  # one message at a time, or memory would grow with the network's delay
         assert bucket.gradients is not None

@@ -40,7 +40,9 @@ def pages_of(root: Path) -> list[Path]:
 
 ALL_PAGES = pages_of(ROOT)
 # These show commands for a folder of the reader's, and diffs of no stage: see test_convert.py.
-CONVERT = {ROOT / "beyond/convert" / x for x in ("README.md", "examples.md", "detector/README.md")}
+CONVERT = {
+    ROOT / "beyond/convert" / x for x in ("README.md", "examples/README.md", "detector/README.md")
+}
 PAGES_OF_THE_ROOT = [page for page in ALL_PAGES if page not in CONVERT]
 FENCE = re.compile(
     r"(?:<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.M | re.S

@@ -22,7 +22,7 @@ from repository_pages import ROOT, fences, shell
 from support import FOLDERS, chapter, fresh_module
 
 CONVERT = ROOT / "beyond" / "convert"
-DETECTOR, EXAMPLES = CONVERT / "detector", CONVERT / "examples"
+CLASSIFIER, DETECTOR, EXAMPLES = (CONVERT / x for x in ("classifier", "detector", "examples"))
 ONE_BLOCK = "models.ResNet(models.resnet.BasicBlock, [1] * 4)"  # half of resnet18, so quicker
 SHALLOW = ("getattr(models, args.backbone)()", ONE_BLOCK)
 SMALL = ("--image-size=64", "--batch-size=4", "--warmup=1", "--workers=0", "--device=cpu")
@@ -54,14 +54,14 @@ def launch(file: Path, *flags: str, ranks: int = 2) -> tuple:
     return tuple(zip(*ended, strict=True))
 
 
-@pytest.mark.parametrize(("folder", "count", "lines"), [(CONVERT, 6, 80), (DETECTOR, 8, 220)])
+@pytest.mark.parametrize(("folder", "count", "lines"), [(CLASSIFIER, 6, 80), (DETECTOR, 8, 230)])
 def test_the_diffs_lead_to_the_script_for_many_gpus_and_are_short(folder, count, lines):
-    steps = load("steps.py", folder=CONVERT)
+    steps = load("apply_steps.py", folder=CONVERT)
     texts = steps.scripts(folder)
     diffs = [path.read_text() for path in steps.steps(folder)]
-    readme = (folder / "README.md").read_text()
-    assert steps.fresh_diffs(texts) == diffs, "run: python beyond/convert/steps.py"
-    assert texts[-1] == (folder / steps.SCRIPTS[folder][1]).read_text()
+    readme = steps.PAGES[folder].read_text()
+    assert steps.fresh_diffs(texts) == diffs, "run: python beyond/convert/apply_steps.py"
+    assert texts[-1] == steps.script_for_many_gpus(folder).read_text()
     assert steps.show(readme, diffs) == readme
     assert len(texts[0].splitlines()) <= lines
     changed = [sum(x[0] in "+-" for x in diff.splitlines()[2:]) for diff in diffs]
@@ -103,7 +103,7 @@ def said_after_steps() -> list[dict[str, set[str]]]:
 @pytest.mark.parametrize("step", range(1, 7))
 def test_after_each_step_prove_says_what_the_page_says(step, tmp_path):
     few_digits(tmp_path)
-    (tmp_path / "mine.py").write_text(load("steps.py", folder=CONVERT).scripts()[step])
+    (tmp_path / "mine.py").write_text(load("apply_steps.py", folder=CONVERT).scripts()[step])
     verdicts, said = proof(tmp_path), said_after_steps()[step - 1]
     for verdict in ("WRONG", "warning"):
         found = {check for check, each in verdicts.items() if each == verdict}
@@ -116,9 +116,9 @@ def test_after_each_step_prove_says_what_the_page_says(step, tmp_path):
 
 def test_the_converted_classifier_is_its_original_and_twice_the_loss_is_not(tmp_path):
     few_digits(tmp_path)
-    shutil.copy(CONVERT / "classifier.py", tmp_path)
+    shutil.copy(CLASSIFIER / "classifier.py", tmp_path)
     original = f"--original={sys.executable} classifier.py"
-    source = (CONVERT / "classifier_ddp.py").read_text()
+    source = (CLASSIFIER / "classifier_ddp.py").read_text()
     (tmp_path / "mine.py").write_text(source)
     assert {*proof(tmp_path, original).values()} == {"right"}
     (tmp_path / "mine.py").write_text(source.replace("* world_size / divisor", "/ divisor"))
@@ -128,7 +128,7 @@ def test_the_converted_classifier_is_its_original_and_twice_the_loss_is_not(tmp_
 
 @pytest.mark.parametrize("step", range(1, 9))
 def test_the_script_runs_after_each_step_and_shows_what_the_readme_says(step, tmp_path):
-    script = load("steps.py", folder=CONVERT).scripts(DETECTOR)[step]
+    script = load("apply_steps.py", folder=CONVERT).scripts(DETECTOR)[step]
     (tmp_path / "mine.py").write_text(script.replace(*SHALLOW))
     status, output = launch(tmp_path / "mine.py", f"--data-dir={scenes()}", "--epochs=1")
     assert status == (0, 0), output
@@ -159,12 +159,12 @@ LOCAL_COUNT = ("return GlobalSSD(", "return SSD(")
 APART = ("torch.cat(tables)", "torch.cat(rows)")
 
 
-def test_c43_two_ranks_reach_the_weights_of_single_py_on_the_same_batches():
+def test_c43_two_ranks_reach_the_weights_of_one_process_on_the_same_batches():
     flags = (f"--data-dir={scenes(8, 1, 0.3)}", "--epochs=1", "--image-size=48", "--eval-epochs")
-    [single] = run_ranks(1, _run, "single.py", flags, FLOAT64, SAME_BATCHES)
+    [single] = run_ranks(1, _run, "detector.py", flags, FLOAT64, SAME_BATCHES)
 
     def distance(*changes: tuple[str, str]) -> float:
-        ddp, _ = run_ranks(2, _run, "ddp.py", flags, FLOAT64, *changes)
+        ddp, _ = run_ranks(2, _run, "detector_ddp.py", flags, FLOAT64, *changes)
         return max(float((ddp[key] - single[key]).abs().max()) for key in single)
 
     assert distance(SYNC) < 1e-10
@@ -173,22 +173,22 @@ def test_c43_two_ranks_reach_the_weights_of_single_py_on_the_same_batches():
 
 
 def test_the_map_of_two_ranks_is_that_of_one_process_to_the_last_digit(tmp_path):
-    by_heart = (DETECTOR / "single.py").read_text().replace(*SHALLOW)
+    by_heart = (DETECTOR / "detector.py").read_text().replace(*SHALLOW)
     by_heart = by_heart.replace("else loader", "else list(loader) * 20")
-    (tmp_path / "single.py").write_text(by_heart)
+    (tmp_path / "detector.py").write_text(by_heart)
     flags = ("--batch-size=2", "--epochs=1", "--lr=0.2", "--eval-epochs", f"--run-dir={tmp_path}")
-    assert launch(tmp_path / "single.py", f"--data-dir={scenes(4)}", *flags, ranks=0)[0] == (0,)
+    assert launch(tmp_path / "detector.py", f"--data-dir={scenes(4)}", *flags, ranks=0)[0] == (0,)
     for images in (1, 3):  # of one image, rank 1 gets none
         flags = (f"--data-dir={scenes(4, images)}", f"--resume={tmp_path}/last.pt", "--evaluate")
-        [one] = run_ranks(1, _run, "single.py", flags)
-        assert run_ranks(2, _run, "ddp.py", flags) == [one, one]
+        [one] = run_ranks(1, _run, "detector.py", flags)
+        assert run_ranks(2, _run, "detector_ddp.py", flags) == [one, one]
     assert one["mAP"] > 0
-    assert run_ranks(2, _run, "ddp.py", flags, APART)[0] != one
+    assert run_ranks(2, _run, "detector_ddp.py", flags, APART)[0] != one
 
 
 def test_images_without_boxes_other_sizes_and_a_rank_with_fewer_batches_do_not_hang():
     flags = (f"--data-dir={scenes(5, 1, 0.8)}", "--epochs=2", "--augment")
-    status, output = launch(DETECTOR / "ddp.py", *flags)
+    status, output = launch(DETECTOR / "detector_ddp.py", *flags)
     assert status == (0, 0), output
     assert re.search(r"epoch 2  loss \d", output[0])
 
@@ -196,11 +196,11 @@ def test_images_without_boxes_other_sizes_and_a_rank_with_fewer_batches_do_not_h
 @pytest.mark.parametrize(
     ("name", "ranks", "old", "new", "says"),
     [
-        ("single.py", 0, "{", "", "JSONDecodeError"),
-        ("single.py", 0, '"bbox": [', '"bbox": [1, ', "wrong annotation"),
-        ("single.py", 0, ".png", ".jpg", "images without a file"),
-        ("ddp.py", 2, "", "", "No such file"),
-        ("ddp.py", 0, "", "", "start with torchrun"),
+        ("detector.py", 0, "{", "", "JSONDecodeError"),
+        ("detector.py", 0, '"bbox": [', '"bbox": [1, ', "wrong annotation"),
+        ("detector.py", 0, ".png", ".jpg", "images without a file"),
+        ("detector_ddp.py", 2, "", "", "No such file"),
+        ("detector_ddp.py", 0, "", "", "start with torchrun"),
     ],
 )
 def test_bad_input_ends_in_one_line_and_status_2(name, ranks, old, new, says):
@@ -217,7 +217,7 @@ def test_bad_input_ends_in_one_line_and_status_2(name, ranks, old, new, says):
 @pytest.mark.skipif(not shutil.which("patch"), reason="no program `patch`")
 @pytest.mark.parametrize(
     ("folder", "steps", "last"),
-    [(CONVERT, 6, CONVERT / "classifier_ddp.py"), (DETECTOR, 8, DETECTOR / "ddp.py")],
+    [(CONVERT, 6, CLASSIFIER / "classifier_ddp.py"), (DETECTOR, 8, DETECTOR / "detector_ddp.py")],
 )
 def test_the_commands_of_the_page_lead_to_the_script_for_many_gpus(folder, steps, last, tmp_path):
     shown = fences("bash", [folder / "README.md"])
@@ -257,11 +257,12 @@ EXAMPLE = {
     "segmentation": (),
 }  # fmt: skip
 WRONG_LINES = [  # an example, a line, and what looks as good
-    ("gan", "error(ddp_critic(real), 1.0).backward()",
+    ("gan", "critic_loss(ddp_critic(real), 1.0).backward()",
      "both = ddp_critic(torch.cat([real, fake.detach()]))\n"
-     "        (error(both[:len(real)], 1.0) + error(both[len(real):], 0.0)).backward()"),
+     "        losses = critic_loss(both[:len(real)], 1.0), critic_loss(both[len(real):], 0.0)\n"
+     "        sum(losses).backward()"),
     ("gan", "if True else model", "if False else model"),
-    ("language", "to_columns(text[:5000], COLUMNS)[:, mine]",
+    ("language", "to_columns(text[:5000], COLUMNS)[:, own_columns]",
      "to_columns(text[rank:5000:world_size], local_columns)"),
     ("contrastive", "first, second = (torch.cat(all_gather(x)) for x in (first, second))",
      "BATCH = len(first)"),
@@ -320,7 +321,7 @@ def test_an_example_trains_on_two_ranks_what_one_process_trains(name):
 def test_with_one_line_that_looks_as_good_an_example_trains_something_else(name, old, new):
     changes = [*EXAMPLE[name], (old, new)]
     if "both" in new:
-        changes.append(("error(ddp_critic(fake.detach()), 0.0).backward()", "pass"))
+        changes.append(("critic_loss(ddp_critic(fake.detach()), 0.0).backward()", "pass"))
     found = run_ranks(2, _example, f"{name}_ddp", *changes)[0]["weights"]
     assert (found - original_of(name)["weights"]).abs().max() > 1e-5
 
@@ -398,8 +399,10 @@ def test_the_search_finds_every_pattern_of_its_table():
 
 
 def test_the_page_shows_the_diffs_of_the_examples():
-    page = (CONVERT / "examples.md").read_text()
-    assert load("steps.py", folder=CONVERT).show_examples(page) == page, "run: python steps.py"
+    page = (EXAMPLES / "README.md").read_text()
+    assert load("apply_steps.py", folder=CONVERT).show_examples(page) == page, (
+        "run: python apply_steps.py"
+    )
 
 
 def test_a_mean_over_samples_is_right_under_ddp_and_other_losses_are_not():

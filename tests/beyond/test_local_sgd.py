@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 import timing
-from local_links import slowdowns, step_seconds
 from local_ranks import of_all_ranks, on_ranks, run_ranks
+from measure_local_sgd_links import slowdowns, step_seconds
 from refusals import ended, refused
 from support import chapter, fresh_module
 

@@ -518,12 +518,12 @@ def test_after_a_step_of_convert_it_says_what_is_still_missing(step, missing, tm
     (tmp_path / "data").mkdir()
     (tmp_path / "common").mkdir()
     (tmp_path / "common" / "digits").symlink_to(ROOT / "common" / "digits")
-    for name in ("scenes.py", "normalizer.py"):
+    for name in ("scenes.py", "loss_divisor.py"):
         (tmp_path / name).write_text((DETECTOR / name).read_text())
     make = ("--train=16", "--val=4", "--size=64")
     [(status, output)] = command(str(tmp_path / "scenes.py"), *make, where=tmp_path)
     assert status == 0, output
-    script = runpy.run_path(str(CONVERT / "steps.py"))["scripts"](DETECTOR)[step]
+    script = runpy.run_path(str(CONVERT / "apply_steps.py"))["scripts"](DETECTOR)[step]
     shallow = "models.ResNet(models.resnet.BasicBlock, [1] * 4)"  # half of resnet18, so quicker
     assert "getattr(models, args.backbone)()" in script
     (tmp_path / "mine.py").write_text(script.replace("getattr(models, args.backbone)()", shallow))

@@ -21,12 +21,13 @@ from shard_cases import (
     ZERO_1,
     batches,
     build,
-    changed_ways,
+    changed_levels,
     collect,
     join,
     largest_difference,
     loss_of,
     one_process,
+    states_of,
     train_steps,
 )
 from support import chapter
@@ -39,12 +40,12 @@ def resumed(
 ) -> list[tuple]:
     """Two steps, from the start or from a saved state; returns the full state_dicts."""
     join("gloo")
-    ways, (optimizer_class, options), states = changed_ways(), OPTIMIZERS[optimizer], []
-    for way, library, state in cases:
-        how = ways.by_library if library else ways.by_hand
-        training = how(way, build(name), optimizer_class, **options)
+    levels, (optimizer_class, options), states = changed_levels(), OPTIMIZERS[optimizer], []
+    for level, library, state in cases:
+        make_training = levels.by_library if library else levels.by_hand
+        training = make_training(level, build(name), optimizer_class, **options)
         contents = torch.load(io.BytesIO(state), weights_only=True) if state else ()
-        for part, content in zip(training.full_state, contents, strict=False):
+        for part, content in zip(states_of(training), contents, strict=False):
             part.load_state_dict(content)
         half = slice(STEPS // 2, None) if state else slice(STEPS // 2)
         train_steps(training, batches(name)[half])
@@ -63,7 +64,7 @@ def saved(state: tuple) -> bytes:
 @cache
 def saved_on_two_ranks() -> dict[tuple, tuple]:
     """After two of four steps, by hand and by the library."""
-    cases = [(way, library) for library in (False, True) for way in BY_HAND]
+    cases = [(level, library) for library in (False, True) for level in BY_HAND]
     states = run_ranks(2, resumed, [(*case, None) for case in cases])[0]
     return dict(zip(cases, states, strict=True))
 
@@ -82,8 +83,10 @@ def resumed_alone(state: tuple, name: str = "transformer", optimizer: str = "ada
 
 def test_shard_a_run_saved_on_two_ranks_goes_on_on_three_and_in_a_plain_process():
     expected = one_process("transformer", "adamw")
-    states = {way: state for (way, library), state in saved_on_two_ranks().items() if not library}
-    cases = [(way, False, saved(state)) for way, state in states.items()]
+    states = {
+        level: state for (level, library), state in saved_on_two_ranks().items() if not library
+    }
+    cases = [(level, False, saved(state)) for level, state in states.items()]
     for state, (weights, _) in zip(states.values(), run_ranks(3, resumed, cases)[0], strict=True):
         weights_when_saved, _ = state
         assert largest_difference(weights_when_saved, expected) > 1e-3, "the control"
@@ -94,8 +97,8 @@ def test_shard_a_run_saved_on_two_ranks_goes_on_on_three_and_in_a_plain_process(
 def test_shard_an_optimizer_that_keeps_other_scalars_than_a_step_goes_on_too():
     """NAdam, and a model with a scalar parameter, whose momentum looks like a step."""
     of = ("odd", "nadam")
-    states = run_ranks(2, resumed, [(way, False, None) for way in BY_HAND], *of)[0]
-    cases = [(way, False, saved(state)) for way, state in zip(BY_HAND, states, strict=True)]
+    states = run_ranks(2, resumed, [(level, False, None) for level in BY_HAND], *of)[0]
+    cases = [(level, False, saved(state)) for level, state in zip(BY_HAND, states, strict=True)]
     for state, (weights, _) in zip(states, run_ranks(3, resumed, cases, *of)[0], strict=True):
         weights_when_saved, _ = state
         assert largest_difference(weights_when_saved, one_process(*of)) > 1e-3, "the control"
@@ -126,11 +129,11 @@ def held_when_resumed(rank: int, state: bytes, changes: tuple) -> dict[str, int]
     """Bytes of the optimizer's state."""
     join("gloo")
     held = {}
-    for way in BY_HAND:
-        training = changed_ways(changes).by_hand(way, build("transformer"), AdamW, lr=0.01)
-        for part, content in zip(training.full_state, torch.load(io.BytesIO(state)), strict=True):
+    for level in BY_HAND:
+        training = changed_levels(changes).by_hand(level, build("transformer"), AdamW, lr=0.01)
+        for part, content in zip(states_of(training), torch.load(io.BytesIO(state)), strict=True):
             part.load_state_dict(content)
-        held[way] = measure.held_by_kind(training)["optimizer state"]
+        held[level] = measure.held_by_kind(training)["optimizer state"]
     dist.destroy_process_group()
     return held
 
@@ -141,7 +144,7 @@ def test_shard_a_resumed_rank_holds_only_its_part_of_the_state():
     full_size = sum(value.nbytes for row in state[1]["state"].values() for value in row.values())
     for held in run_ranks(2, held_when_resumed, saved(state), ()):
         assert held == dict.fromkeys(BY_HAND, pytest.approx(full_size / 2, rel=0.02))
-    no_copy = ("full_state.py", "[inside].clone()", "[inside]")
+    no_copy = ("full_state.py", "[owned_slice].clone()", "[owned_slice]")
     for held in run_ranks(2, held_when_resumed, saved(state), (no_copy,)):
         assert min(held.values()) >= full_size
 
@@ -160,7 +163,7 @@ def test_shard_the_rate_of_a_resumed_run_is_that_of_its_own_flags():
 def test_shard_the_library_reaches_the_same_weights_and_shares_its_checkpoints():
     """Saved by hand, resumed by PyTorch's classes, and the other way round."""
     states = saved_on_two_ranks().items()
-    cases = [(way, not library, saved(state)) for (way, library), state in states]
+    cases = [(level, not library, saved(state)) for (level, library), state in states]
     for weights, _ in run_ranks(2, resumed, cases)[0]:
         assert largest_difference(weights, one_process("transformer", "adamw")) < 1e-10
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from local_ranks import command, run_ranks
-from shard_cases import BY_HAND, FSDP, ZERO_1, ZERO_2, Case, all_distances, changed_ways, join
+from shard_cases import BY_HAND, FSDP, ZERO_1, ZERO_2, Case, all_distances, changed_levels, join
 from support import chapter
 
 measure, traffic = chapter("shard", "measure"), chapter("shard", "traffic")
@@ -26,16 +26,16 @@ def small() -> nn.Module:
 def all_held(rank: int, cases: list) -> list[dict]:
     join("gloo")
     held = []
-    for way, changes in cases:
-        held.append(measure.count_held(changed_ways(changes).by_hand, way, small))
+    for level, changes in cases:
+        held.append(measure.count_held(changed_levels(changes).by_hand, level, small))
     dist.destroy_process_group()
     return held
 
 
-def unlike_the_paper(held: dict, way: str, ranks: int) -> set[str]:
+def unlike_the_paper(held: dict, level: str, ranks: int) -> set[str]:
     """The kinds of which a rank holds more than 1 % more or less than the formula says."""
     parameters = sum(parameter.nbytes for parameter in small().parameters())
-    expected = measure.formula(way, ranks)
+    expected = measure.formula(level, ranks)
     expected["alive"] = sum(expected.values())
     off = {kind: abs(held[kind] / parameters - expected[kind]) for kind in expected}
     return {kind for kind in expected if off[kind] > 0.01 * expected[kind]}
@@ -43,9 +43,9 @@ def unlike_the_paper(held: dict, way: str, ranks: int) -> set[str]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_shard_each_rank_holds_what_the_paper_says_and_nothing_besides(ranks):
-    for held_by_way in run_ranks(ranks, all_held, [(way, ()) for way in measure.WAYS]):
-        for way, held in zip(measure.WAYS, held_by_way, strict=True):
-            assert unlike_the_paper(held, way, ranks) == set()
+    for held_by_level in run_ranks(ranks, all_held, [(level, ()) for level in measure.LEVELS]):
+        for level, held in zip(measure.LEVELS, held_by_level, strict=True):
+            assert unlike_the_paper(held, level, ranks) == set()
 
 
 peak, fit = chapter("01", "peak"), chapter("01", "fit")
@@ -69,19 +69,19 @@ LINEARS, SAMPLES = Linears("", 0, "adam", "cpu"), 48
 
 
 def alive_after_forward(rank: int, predicted: dict[str, int]) -> dict[str, int]:
-    """Bytes of all tensors of a rank, by way, when the second forward has ended."""
+    """Bytes of all tensors of a rank, by level, when the second forward has ended."""
     join("gloo")
     alive = {}
-    for way in measure.WAYS:
+    for level in measure.LEVELS:
         with peak.Ledger("cpu", counted="cpu") as ledger:
             model, _ = LINEARS.build()
-            training = changed_ways().by_hand(way, model, torch.optim.Adam, foreach=False)
+            training = changed_levels().by_hand(level, model, torch.optim.Adam, foreach=False)
             for _ in range(2):
                 loss = LINEARS.loss(training.model, SAMPLES)
                 end = time.monotonic() + 5
-                while ledger.bytes > 1.02 * predicted[way] and time.monotonic() < end:
+                while ledger.bytes > 1.02 * predicted[level] and time.monotonic() < end:
                     time.sleep(0.01)  # a thread of gloo lets the last message go a moment later
-                alive[way] = ledger.bytes
+                alive[level] = ledger.bytes
                 training.optimizer.zero_grad()
                 loss.backward()
                 training.finish()
@@ -92,15 +92,15 @@ def alive_after_forward(rank: int, predicted: dict[str, int]) -> dict[str, int]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_shard_fit_predicts_within_2_percent_what_ranks_hold_at_the_end_of_forward(ranks):
-    """The control: the sum of another way is farther from what was counted."""
+    """The control: the sum of another level is farther from what was counted."""
     unsharded, moment = peak.rehearse(LINEARS, SAMPLES)
     assert moment == "forward"
-    sharded = [fit.bytes_if_sharded(LINEARS, SAMPLES, way, ranks) for way in fit.WAYS]
-    predicted = dict(zip(measure.WAYS, [unsharded, *sharded], strict=True))
+    sharded = [fit.bytes_if_sharded(LINEARS, SAMPLES, level, ranks) for level in fit.WAYS]
+    predicted = dict(zip(measure.LEVELS, [unsharded, *sharded], strict=True))
     for alive in run_ranks(ranks, alive_after_forward, predicted):
-        assert alive == {way: pytest.approx(size, rel=0.02) for way, size in predicted.items()}
-        for way, size in alive.items():
-            others = [predicted[other] for other in measure.WAYS if other != way]
+        assert alive == {level: pytest.approx(size, rel=0.02) for level, size in predicted.items()}
+        for level, size in alive.items():
+            others = [predicted[other] for other in measure.LEVELS if other != level]
             assert all(other != pytest.approx(size, rel=0.05) for other in others)
 
 
@@ -128,13 +128,13 @@ IMPOSTORS = {  # what reaches the right weights, and holds more: the change, and
 
 
 def test_shard_an_impostor_that_holds_more_is_found_though_its_weights_are_right():
-    cases = [(way, (change,)) for way, change, _ in IMPOSTORS.values()]
+    cases = [(level, (change,)) for level, change, _ in IMPOSTORS.values()]
     held_by_ddp, *held_by_impostors = run_ranks(2, all_held, [("none", ()), *cases])[1]
-    for way, kind in zip(BY_HAND, measure.KINDS[::-1], strict=True):  # DDP under another name
-        assert {kind, "alive"} <= unlike_the_paper(held_by_ddp, way, 2)
-    for held, (way, _, kinds) in zip(held_by_impostors, IMPOSTORS.values(), strict=True):
-        assert unlike_the_paper(held, way, 2) == kinds
-    trainings = [Case(way, changes=changes) for way, changes in cases]
+    for level, kind in zip(BY_HAND, measure.KINDS[::-1], strict=True):  # DDP under another name
+        assert {kind, "alive"} <= unlike_the_paper(held_by_ddp, level, 2)
+    for held, (level, _, kinds) in zip(held_by_impostors, IMPOSTORS.values(), strict=True):
+        assert unlike_the_paper(held, level, 2) == kinds
+    trainings = [Case(level, changes=changes) for level, changes in cases]
     assert max(run_ranks(2, all_distances, trainings)[0]) < 1e-10
 
 
@@ -153,10 +153,10 @@ def all_sent(rank: int, cases: list) -> list[float]:
         traffic.enter_private_network(int(store.get("process")))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     sent = []
-    for library, way, changes in cases:
-        ways = changed_ways(changes)
-        how = ways.by_library if library else ways.by_hand
-        sent.append(measure.count_sent(how, way, middle_sized))
+    for library, level, changes in cases:
+        levels = changed_levels(changes)
+        make_training = levels.by_library if library else levels.by_hand
+        sent.append(measure.count_sent(make_training, level, middle_sized))
     dist.destroy_process_group()
     return sent
 
@@ -181,8 +181,8 @@ def test_shard_each_rank_sends_what_the_paper_says():
 
 
 def within(*flags: str) -> dict[str, str]:
-    """How each way of training ends under a memory limit."""
-    [(status, said)] = command("beyond/shard/limit.py", *flags)
+    """How each level of training ends under a memory limit."""
+    [(status, said)] = command("beyond/shard/memory_limit.py", *flags)
     assert status == 0, said
     return {line.split()[0]: line.split(maxsplit=1)[1] for line in said.splitlines()[2:]}
 
@@ -192,4 +192,4 @@ def test_shard_four_ranks_that_cannot_train_with_ddp_can_with_fsdp():
     ends = within("--ranks=4", "--limit-mib=120")
     assert ends["DDP"].startswith("ends: can't allocate memory")
     assert ends["FSDP"].startswith("trains: losses")
-    assert within("--limit-mib=265", "--ways=none")["DDP"].startswith("trains: losses")
+    assert within("--limit-mib=265", "--levels=none")["DDP"].startswith("trains: losses")

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD
 
 from local_ranks import launch_ranks, on_ranks, run_ranks
-from shard_cases import FSDP, ZERO_1, ZERO_2, Odd, changed_ways, join
+from shard_cases import FSDP, ZERO_1, ZERO_2, Odd, changed_levels, join
 from support import chapter
 
 
@@ -57,7 +57,7 @@ class Tied(nn.Module):
 
 def refusals(rank: int) -> list[str]:
     join("gloo")
-    ways, said = changed_ways(), []
+    levels, said = changed_levels(), []
     untied = Tied()
     untied.head = nn.Linear(3, 5)
     mixed = nn.Sequential(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 5).double()))
@@ -65,15 +65,15 @@ def refusals(rank: int) -> list[str]:
         unfilled = Odd()
     said_of_meta = "is on the meta device, and tied or in no layer"
     with pytest.raises(ValueError, match=said_of_meta):
-        ways.by_hand(FSDP, unfilled, SGD, lr=0.1)
-    optimizer = ways.by_hand(ZERO_1, Tied(), SGD, lr=0.1).optimizer
+        levels.by_hand(FSDP, unfilled, SGD, lr=0.1)
+    optimizer = levels.by_hand(ZERO_1, Tied(), SGD, lr=0.1).optimizer
     for call in (optimizer.state_dict, partial(optimizer.load_state_dict, {})):
         with pytest.raises(ValueError, match="a rank holds only its parts"):
             call()
     cases = [(FSDP, Tied(), SGD), (ZERO_1, Tied(), torch.optim.Adafactor), (FSDP, mixed, SGD)]
-    for way, model, optimizer_class in [*cases, (FSDP, untied, SGD), (ZERO_2, Tied(), SGD)]:
+    for level, model, optimizer_class in [*cases, (FSDP, untied, SGD), (ZERO_2, Tied(), SGD)]:
         try:
-            training = ways.by_hand(way, model, optimizer_class, lr=0.1)
+            training = levels.by_hand(level, model, optimizer_class, lr=0.1)
             training.model(torch.arange(5)).sum().backward()
             training.finish()
         except ValueError as error:

@@ -17,12 +17,12 @@ ON_DIGITS += ("--batch-size=300", "--seed=7", "--max-steps=7")  # 5 in the first
 
 
 def test_shard_train_repeats_stage_04_and_04_resumes_its_checkpoint():
-    """Saved after one epoch of two, resumed by stage 04's unchanged script and in other ways."""
+    """Saved after one epoch of two, resumed by stage 04's unchanged script and at other levels."""
     flags = [flag for flag in ON_DIGITS if "optimizer" not in flag]
     uninterrupted = train_once("04", 2, *flags)
     first_epoch = train("shard", 2, *ON_DIGITS, f"--shard={ZERO_2}", "--epochs=1")
     resume = f"--resume={first_epoch.folder / 'checkpoint.pt'}"
-    others = [("shard", ("--optimizer=sgd", f"--shard={way}")) for way in (ZERO_1, FSDP)]
+    others = [("shard", ("--optimizer=sgd", f"--shard={level}")) for level in (ZERO_1, FSDP)]
     for key, more in [("04", ()), *others]:
         resumed = train(key, 2, *flags, *more, resume)
         losses = torch.cat([first_epoch.losses, resumed.losses])
@@ -31,9 +31,9 @@ def test_shard_train_repeats_stage_04_and_04_resumes_its_checkpoint():
         assert largest_difference(resumed.checkpoint["model"], reference_state) < 1e-10
 
 
-@pytest.mark.parametrize("way", ["none", ZERO_2])
-def test_shard_a_checkpoint_of_the_other_optimizer_is_refused_in_one_line(way, tmp_path):
-    flags = (*ON_DIGITS, f"--shard={way}", "--max-steps=1")
+@pytest.mark.parametrize("level", ["none", ZERO_2])
+def test_shard_a_checkpoint_of_the_other_optimizer_is_refused_in_one_line(level, tmp_path):
+    flags = (*ON_DIGITS, f"--shard={level}", "--max-steps=1")
     path = train_once("shard", 2, *flags, "--optimizer=adamw").folder / "checkpoint.pt"
     flags = (*flags, "--device=cpu", f"--run-dir={tmp_path}", f"--resume={path}")
     for status, said in launch_ranks("beyond/shard/train.py", *flags):
@@ -42,9 +42,9 @@ def test_shard_a_checkpoint_of_the_other_optimizer_is_refused_in_one_line(way, t
         assert line.endswith("eps, expected one with dampening, momentum, nesterov")
 
 
-@pytest.mark.parametrize("way", [ZERO_2, FSDP])
-def test_shard_evaluate_only_prints_what_the_run_found_last(way, tmp_path):
-    """On more ranks and in another way, too. The control: after one step, the model is another."""
+@pytest.mark.parametrize("level", [ZERO_2, FSDP])
+def test_shard_evaluate_only_prints_what_the_run_found_last(level, tmp_path):
+    """On more ranks and at another level. The control: after one step, the model is another."""
     flags = (*ON_DIGITS, f"--shard={ZERO_2}")
     one_step, two_steps = (train_once("shard", 2, *flags, f"--max-steps={n}") for n in (1, 2))
     loss, accuracy = (two_steps.summary[key] for key in ("test_loss", "test_accuracy"))
@@ -52,18 +52,20 @@ def test_shard_evaluate_only_prints_what_the_run_found_last(way, tmp_path):
     for trained, is_expected in ((two_steps, True), (one_step, False)):
         evaluate = f"--evaluate={trained.folder / 'checkpoint.pt'}"
         evaluated = train(
-            "shard", 3, *ON_DIGITS, f"--shard={way}", evaluate, folder=tmp_path / "none"
+            "shard", 3, *ON_DIGITS, f"--shard={level}", evaluate, folder=tmp_path / "none"
         )
         assert not evaluated.folder.exists()
         assert (evaluated.output == expected) == is_expected
 
 
 def test_shard_the_picture_is_not_older_than_what_draws_it():
-    picture = chapter("shard", "picture")
+    picture = chapter("shard", "plot_memory")
     with Image.open(picture.FILE) as file:
-        assert file.text["made of"] == picture.made_of(), "run: python beyond/shard/picture.py"
+        assert file.text["made of"] == picture.picture_digest(), (
+            "run: python beyond/shard/plot_memory.py"
+        )
     with mock.patch.object(picture, "formula", measure.storages):
-        assert file.text["made of"] != picture.made_of(), "the control"
+        assert file.text["made of"] != picture.picture_digest(), "the control"
 
 
 def test_shard_the_language_model_learns_and_its_loss_does_not_depend_on_the_ranks():

@@ -20,7 +20,7 @@ from shard_cases import (
     all_distances,
     batches,
     build,
-    changed_ways,
+    changed_levels,
     collect,
     join,
     language,
@@ -36,7 +36,7 @@ CHOICES = (  # each pair of values occurs
     ("transformer", "sgd", 2, 0.1),
     ("transformer", "adamw", 1, None),
 )
-CASES = [Case(way, *choice) for way in BY_HAND for choice in CHOICES]
+CASES = [Case(level, *choice) for level in BY_HAND for choice in CHOICES]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -46,12 +46,12 @@ def test_shard_weights_equal_one_process(ranks):
 
 
 def test_shard_two_ranks_compute_what_one_process_computes(without=()):
-    cases = [Case(way, changes=without) for way in BY_HAND]
+    cases = [Case(level, changes=without) for level in BY_HAND]
     assert max(run_ranks(2, all_distances, cases)[0]) < 1e-10
 
 
 def test_shard_weights_equal_one_process_over_shm_too():
-    cases = [Case(way, micro_batches=2, clip=0.1) for way in BY_HAND]
+    cases = [Case(level, micro_batches=2, clip=0.1) for level in BY_HAND]
     assert max(run_ranks(3, all_distances, cases, "shm")[0]) < 1e-10
 
 
@@ -72,7 +72,7 @@ def test_shard_fsdp_may_recompute_and_gather_in_another_format():
 def in_bf16(rank: int) -> list[float]:
     join("gloo")
     model, (optimizer_class, options) = build("transformer").float(), OPTIMIZERS["adamw"]
-    training = changed_ways().by_hand(
+    training = changed_levels().by_hand(
         FSDP, model, optimizer_class, {"dtype": torch.bfloat16}, **options
     )
     losses, gathered = [], training.model.layers[0].unshard().dtype
@@ -97,7 +97,7 @@ def full_state_from_meta(rank: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     with torch.device("meta"):
         model = language.Transformer(8, layers=2)
-    state, _ = collect(changed_ways().by_hand(FSDP, model, SGD, lr=0.1))
+    state, _ = collect(changed_levels().by_hand(FSDP, model, SGD, lr=0.1))
     dist.destroy_process_group()
     return state
 
@@ -113,7 +113,7 @@ def test_shard_a_model_made_layer_by_layer_has_the_weights_of_one_made_at_once()
 def looked_at_before_the_step(rank: int, changes: tuple) -> float:
     """A loss is computed once more, and no backward follows: the last layer stays unsharded."""
     join("gloo")
-    training = changed_ways(changes).by_hand(FSDP, build("odd"), SGD, lr=0.1)
+    training = changed_levels(changes).by_hand(FSDP, build("odd"), SGD, lr=0.1)
     first, second, *_ = batches("odd")
     train_steps(training, [first])
     training.model(first[0])
@@ -181,8 +181,8 @@ CONTROLS = {  # what is left out or made wrong: where it is used, and the change
 def test_shard_weights_differ_if_a_mechanism_is_left_out():
     """The controls of the claim above, on two ranks with SGD. Each changes the weights visibly."""
     cases = [
-        Case(way, clip=0.1 if "norm" in what else None, changes=(change,))
-        for what, (way, change) in CONTROLS.items()
+        Case(level, clip=0.1 if "norm" in what else None, changes=(change,))
+        for what, (level, change) in CONTROLS.items()
     ]
     distances = run_ranks(2, all_distances, cases)[0]
     assert [what for what, far in zip(CONTROLS, distances, strict=True) if not far > 1e-3] == []
@@ -191,7 +191,7 @@ def test_shard_weights_differ_if_a_mechanism_is_left_out():
 def test_shard_adamw_hides_a_missing_division():
     """Its step does not depend on the scale of the gradient, except through epsilon."""
     left_out = [CONTROLS[f"{name}: no division"] for name in ("ZeRO-2", "FSDP")]
-    cases = [Case(way, optimizer="adamw", changes=(change,)) for way, change in left_out]
+    cases = [Case(level, optimizer="adamw", changes=(change,)) for level, change in left_out]
     assert all(1e-10 < far < 1e-3 for far in run_ranks(2, all_distances, cases)[0])
 
 

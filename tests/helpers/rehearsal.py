@@ -39,7 +39,7 @@ SCRIPTS = {
     "beyond/survive/train.py": (*SHORT, "--model=net-bn", "--amp=bf16", "--accumulate=2"),
     "beyond/survive/own_loop.py": (".",),  # its run folder
     "beyond/shard/train.py": (*SHORT, "--width=32", "--layers=1", "--batch-size=8"),
-    "beyond/convert/classifier_ddp.py": ("--epochs=1",),
+    "beyond/convert/classifier/classifier_ddp.py": ("--epochs=1",),
     **{f"beyond/convert/examples/{name}_ddp.py": () for name in EXAMPLES},
 }
 HEAD = """\
@@ -59,7 +59,15 @@ runs {reached}. No machine has run the other {left};
 |---|---|"""
 END = "Back to [the start](../README.md).\n"
 LESSONS = [*sorted(ROOT.glob("0*_*/**/*.py")), *sorted(ROOT.glob("common/*.py"))]
-for folder in ("convert", "convert/detector", "convert/examples", "survive", "shard", "local_sgd"):
+for folder in (
+    "convert",
+    "convert/classifier",
+    "convert/detector",
+    "convert/examples",
+    "survive",
+    "shard",
+    "local_sgd",
+):
     LESSONS += sorted(ROOT.glob(f"beyond/{folder}/*.py"))
 
 

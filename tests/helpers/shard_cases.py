@@ -1,4 +1,4 @@
-"""Trainings whose ways, models and optimizers the tests of beyond/shard divide among ranks.
+"""Trainings whose levels, models and optimizers the tests of beyond/shard divide among ranks.
 
 Each case trains four steps in float64 on 2, 3 or 4 ranks, and so does one plain process. All cases
 of a number of ranks share its processes, because starting them costs more than training.
@@ -19,7 +19,7 @@ from torch.optim import SGD, AdamW, NAdam
 from support import chapter, fresh_module
 
 language = chapter("shard", "language")
-FILES = ("shards.py", "zero.py", "fsdp.py", "full_state.py", "ways.py")
+FILES = ("shards.py", "zero.py", "fsdp.py", "full_state.py", "library_state.py", "shard_levels.py")
 BY_HAND = ZERO_1, ZERO_2, FSDP = "optimizer", "gradients", "parameters"
 OPTIMIZERS = {
     "sgd": (SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -32,7 +32,7 @@ BATCH, STEPS = 24, 4  # a batch that divides by 2, 3 and 4 ranks, and then by 2 
 class Case(NamedTuple):
     """A training; by hand, since those by the library share no lines that could be changed."""
 
-    way: str
+    level: str
     model: str = "transformer"
     optimizer: str = "sgd"
     micro_batches: int = 1
@@ -96,8 +96,8 @@ def one_process(name: str, optimizer: str, clip: float | None = None) -> dict[st
     return model.state_dict()
 
 
-def changed_ways(changes: tuple = ()) -> ModuleType:
-    """ways.py and what it imports, with changed lines."""
+def changed_levels(changes: tuple = ()) -> ModuleType:
+    """shard_levels.py and what it imports, with changed lines."""
     return [fresh_module("shard", file, changes, register=True) for file in FILES][-1]
 
 
@@ -117,11 +117,15 @@ def train_steps(training, steps, micro_batches: int = 1, clip: float | None = No
         training.optimizer.step()
 
 
+def states_of(training) -> tuple:
+    return training.model_state, training.optimizer_state
+
+
 def collect(training) -> tuple[dict, dict]:
     """The full state_dicts of model and optimizer, on rank 0."""
-    for part in training.full_state:
+    for part in states_of(training):
         part.collect()
-    return copy.deepcopy(tuple(part.state_dict() for part in training.full_state))
+    return copy.deepcopy(tuple(part.state_dict() for part in states_of(training)))
 
 
 def largest_difference(state: dict, reference_state: dict) -> float:
@@ -135,8 +139,8 @@ def distance(case: Case) -> float:
     if dist.get_rank() > 0:  # rank 0's weights must win
         model.load_state_dict({key: value + 1 for key, value in model.state_dict().items()})
     optimizer_class, options = OPTIMIZERS[case.optimizer]
-    by_hand = changed_ways(case.changes).by_hand
-    training = by_hand(case.way, model, optimizer_class, case.fsdp_options, **options)
+    by_hand = changed_levels(case.changes).by_hand
+    training = by_hand(case.level, model, optimizer_class, case.fsdp_options, **options)
     train_steps(training, batches(case.model), case.micro_batches, case.clip)
     state, _ = collect(training)
     if dist.get_rank() > 0:

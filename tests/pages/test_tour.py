@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-import run_stage
+import stage_runs
 import tour
 from local_ranks import ROOT, command, launch_ranks
 
@@ -35,7 +35,7 @@ def run_tour(monkeypatch):
         tour.main()
 
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(run_stage, "subprocess", SimpleNamespace(Popen=forked, PIPE=0, STDOUT=0))
+    monkeypatch.setattr(stage_runs, "subprocess", SimpleNamespace(Popen=forked, PIPE=0, STDOUT=0))
     counted = json.loads((ROOT / "benchmarks" / "results" / "tour.json").read_text())["memory"]
     monkeypatch.setattr(tour, "count_memory", lambda rows, args: counted)
     return run
@@ -75,7 +75,7 @@ REASONS = [
 @pytest.mark.parametrize(("key", "loss", "model", "ranks", "words"), REASONS)
 def test_the_reason_fits_what_was_measured(key, loss, model, ranks, words):
     first, other = (
-        tour.Row(name, name, run=run_stage.Run({}, [{"epoch": 0, "loss": x} for x in (2.0, each)]))
+        tour.Row(name, name, run=stage_runs.Run({}, [{"epoch": 0, "loss": x} for x in (2.0, each)]))
         for name, each in (("01", 1.0), (key, loss))
     )
     assert words in tour.explain(other, first, Namespace(model=model, ranks=ranks))

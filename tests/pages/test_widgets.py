@@ -100,10 +100,14 @@ def memory(*change):
 
 def shard(*change):
     counted = json.loads((ROOT / "benchmarks/results/shard.json").read_text())["sent_multiples"]
-    names = {way: name for name, (how, way) in measure.VARIANTS.items() if how is measure.by_hand}
+    names = {
+        way: name
+        for name, (make_training, way) in measure.VARIANTS.items()
+        if make_training is measure.by_hand
+    }
     for n in (2, 4, 7):
-        told = node("shard.moments", [(way, n) for way in measure.WAYS], *change)
-        for way, (_, forward, backward, update) in zip(measure.WAYS, told, strict=True):
+        told = node("shard.moments", [(way, n) for way in measure.LEVELS], *change)
+        for way, (_, forward, backward, update) in zip(measure.LEVELS, told, strict=True):
             kept = [kind["kept"] for kind in backward["held"].values()]
             paper = [*measure.formula(way, n).values()]
             assert [kept[0], kept[1], 2 * kept[2]] == pytest.approx(paper)

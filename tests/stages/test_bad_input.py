@@ -48,7 +48,7 @@ CALLS = {  # a stage or a program with its flags, and words of the line
     f"{COLLECTIVES} --world-size=10": f"'10', {WHOLE}, at least 1 and less than 10",
     f"{COLLECTIVES} {TOO_MANY}": f"a GPU for each of {GPUS + 1} ranks, here are {GPUS}: try --ba",
     f"{COLLECTIVES} --backend=mpi": "--backend mpi is not built into this",
-    "04_ddp_torchrun/launch/rank_variables.py --nodes 33 32": "65 processes on this machine: try 64",
+    "04_ddp_torchrun/launch/rank_variables.py --nodes 33 32": "65 processes on this machine",
     "beyond/survive/own_loop.py": "own_loop.py FOLDER",
     "beyond/survive/own_loop.py nowhere": "expected a folder that exists: torchrun",
     UNEVEN: "one rank waits for nobody: start two, with torchrun",

@@ -20,7 +20,7 @@ def network(inputs: int, outputs: int) -> nn.Module:
     return nn.Sequential(*layers).to(device)
 
 
-def error(scores: Tensor, target: float) -> Tensor:
+def critic_loss(scores: Tensor, target: float) -> Tensor:
     """How wrong the critic is: target 1 is real, 0 is fake."""
     return F.binary_cross_entropy_with_logits(scores, torch.full_like(scores, target))
 
@@ -33,12 +33,12 @@ for epoch in range(3):
         real = real.to(device)
         fake = generator(torch.randn(len(real), 8, generator=noise).to(device))
         critic_optimizer.zero_grad()
-        error(critic(real), 1.0).backward()  # BatchNorm sees real samples only,
-        error(critic(fake.detach()), 0.0).backward()  # then fake ones only
+        critic_loss(critic(real), 1.0).backward()  # BatchNorm sees real samples only,
+        critic_loss(critic(fake.detach()), 0.0).backward()  # then fake ones only
         critic_optimizer.step()
 
         generator_optimizer.zero_grad()
-        loss = error(critic(fake), 1.0)
+        loss = critic_loss(critic(fake), 1.0)
         loss.backward()
         generator_optimizer.step()
     print(f"epoch {epoch}: loss of the generator {loss.item():.4f}")

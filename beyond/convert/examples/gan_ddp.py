@@ -31,7 +31,7 @@ def network(inputs: int, outputs: int) -> nn.Module:
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if gpu else model
 
 
-def error(scores: Tensor, target: float) -> Tensor:
+def critic_loss(scores: Tensor, target: float) -> Tensor:
     """How wrong the critic is: target 1 is real, 0 is fake."""
     return F.binary_cross_entropy_with_logits(scores, torch.full_like(scores, target))
 
@@ -46,13 +46,13 @@ for epoch in range(3):
         real = real.to(device)
         fake = ddp_generator(torch.randn(len(real), 8, generator=noise).to(device))
         critic_optimizer.zero_grad()
-        error(ddp_critic(real), 1.0).backward()  # BatchNorm sees real samples only,
-        error(ddp_critic(fake.detach()), 0.0).backward()  # then fake ones only
+        critic_loss(ddp_critic(real), 1.0).backward()  # BatchNorm sees real samples only,
+        critic_loss(ddp_critic(fake.detach()), 0.0).backward()  # then fake ones only
         critic_optimizer.step()
 
         generator_optimizer.zero_grad()
         critic.requires_grad_(False)  # through the plain critic, whose gradients nobody needs
-        loss = error(critic(fake), 1.0)
+        loss = critic_loss(critic(fake), 1.0)
         loss.backward()
         critic.requires_grad_(True)
         generator_optimizer.step()

@@ -21,7 +21,7 @@ torch.manual_seed(0)
 if COLUMNS % world_size:  # or no rank would read the last columns
     ArgumentParser().exit(2, f"error: {COLUMNS} columns do not divide by {world_size} ranks\n")
 local_columns = COLUMNS // world_size
-mine = slice(rank * local_columns, (rank + 1) * local_columns)
+own_columns = slice(rank * local_columns, (rank + 1) * local_columns)
 text = (torch.arange(6000) ** 2 + torch.randint(3, (6000,))) % VOCABULARY  # your tokens, (T,)
 
 
@@ -53,8 +53,8 @@ def losses(model: nn.Module, data: Tensor, reduction: str):
         yield F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction=reduction), targets
 
 
-train_data = to_columns(text[:5000], COLUMNS)[:, mine].to(device)  # columns, not rows
-test_data = to_columns(text[5000:], COLUMNS)[:, mine].to(device)
+train_data = to_columns(text[:5000], COLUMNS)[:, own_columns].to(device)  # columns, not rows
+test_data = to_columns(text[5000:], COLUMNS)[:, own_columns].to(device)
 model = Model().to(device)
 ddp = DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=4.0)

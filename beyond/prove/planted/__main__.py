@@ -46,16 +46,17 @@ def changed(script: str, changes: tuple[tuple[str, str], ...]) -> str:
 
 def cases() -> list[Case]:
     listed = []
-    for m in (*MISTAKES, *HARMLESS):
-        original = changed(m.script, m.original) if m.original else ""
-        listed.append(Case(m.name, changed(m.script, m.changes), 2, m.verdict, m.check, original))
+    for planted in (*MISTAKES, *HARMLESS):
+        original = changed(planted.script, planted.original) if planted.original else ""
+        source = changed(planted.script, planted.changes)
+        listed.append(Case(planted.name, source, 2, planted.verdict, planted.check, original))
     for script in SCRIPTS:
         source = (HERE / f"{script}.py").read_text()
         listed += [Case(f"clean {script}, {ranks} ranks", source, ranks) for ranks in RANKS]
     return listed
 
 
-def judged(source: str, ranks: int, original: str) -> tuple[list[Row], str]:
+def rows_of_script(source: str, ranks: int, original: str) -> tuple[list[Row], str]:
     """prove, in a folder of its own: as if it had been typed there."""
     home = os.getcwd()
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
@@ -75,36 +76,37 @@ def judged(source: str, ranks: int, original: str) -> tuple[list[Row], str]:
 def result(case: Case) -> dict:
     """For a mistake whether it is found, and for a script that is right what is said."""
     began = time.monotonic()
-    rows, error = judged(case.source, case.ranks, case.original)
-    said = [f"{r.verdict} {r.check}: {r.evidence}" for r in rows if r.verdict != RIGHT]
-    rows_of_check = [r for r in rows if r.check == case.check]
-    found = not case.check or any(r.verdict == case.verdict for r in rows_of_check)
+    rows, error = rows_of_script(case.source, case.ranks, case.original)
+    not_right = [row for row in rows if row.verdict != RIGHT]
+    said = [f"{row.verdict} {row.check}: {row.evidence}" for row in not_right]
+    rows_of_check = [row for row in rows if row.check == case.check]
+    as_expected = not case.check or any(row.verdict == case.verdict for row in rows_of_check)
     if case.verdict == RIGHT:
-        found &= not error and all(r.verdict != WRONG for r in rows)
+        as_expected &= not error and all(row.verdict != WRONG for row in rows)
     return {
-        "name": case.name, "verdict": case.verdict, "found": found, "said": said, "error": error,
+        "name": case.name, "verdict": case.verdict, "found": as_expected, "said": said, "error": error,
         "seconds": round(time.monotonic() - began, 1),
     }  # fmt: skip
 
 
 def main() -> int:
-    began, words, listed = time.monotonic(), " ".join(sys.argv[1:]), []
+    began, words, results = time.monotonic(), " ".join(sys.argv[1:]), []
     chosen = [case for case in cases() if words in case.name]
     preload()
     with ProcessPoolExecutor(JOBS, mp_context=get_context("fork")) as pool:
         for each in pool.map(result, chosen):
-            listed.append(each)
+            results.append(each)
             print(json.dumps(each), flush=True)
-    planted = [r for r in listed if r["verdict"] != RIGHT]
-    found = [r for r in planted if r["found"]]
-    as_wrong = sum(r["verdict"] == WRONG for r in found)
-    false = sum(not r["found"] for r in listed if r["verdict"] == RIGHT)
+    mistakes = [each for each in results if each["verdict"] != RIGHT]
+    found_mistakes = [each for each in mistakes if each["found"]]
+    as_wrong = sum(each["verdict"] == WRONG for each in found_mistakes)
+    false_alarms = sum(not each["found"] for each in results if each["verdict"] == RIGHT)
     print(
-        f"{len(found)} of {len(planted)} mistakes found, {as_wrong} of them as WRONG; "
-        f"{false} of {len(listed) - len(planted)} runs that are right called WRONG; "
+        f"{len(found_mistakes)} of {len(mistakes)} mistakes found, {as_wrong} of them as WRONG; "
+        f"{false_alarms} of {len(results) - len(mistakes)} runs that are right called WRONG; "
         f"{time.monotonic() - began:.0f} s"
     )
-    return int(len(found) < len(planted) or false > 0)
+    return int(len(found_mistakes) < len(mistakes) or false_alarms > 0)
 
 
 if __name__ == "__main__":

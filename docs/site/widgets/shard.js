@@ -1,5 +1,5 @@
 "use strict";
-// A training step in four ways to step through: what each rank holds, and what it sends. The sums are
+// A training step at four levels to step through: what each rank holds, and what it sends. The sums are
 // those of beyond/shard/measure.py (formula), in multiples of the parameters' bytes, with AdamW.
 {
   const upTo = (n) => [...Array(n).keys()];
@@ -13,12 +13,12 @@
     gradients: [0, 0, 1, 1],
     parameters: [0, 1, 2, 0],
   };
-  const WAYS = Object.keys(COLLECTIVES); // as in beyond/shard/ways.py
+  const LEVELS = Object.keys(COLLECTIVES); // as in beyond/shard/shard_levels.py
 
   // The moments of a step. held: of each kind, how much a rank keeps, and whether the rest passes
   // through. sent: by each rank so far. In each collective, a rank sends (n - 1)/n.
   function moments(way, n) {
-    const isDivided = (kind) => WAYS.indexOf(way) >= { optimizer: 1, gradients: 2, parameters: 3 }[kind];
+    const isDivided = (kind) => LEVELS.indexOf(way) >= { optimizer: 1, gradients: 2, parameters: 3 }[kind];
     const hold = (kind, passing) => ({ kept: isDivided(kind) ? 1 / n : 1, passing: passing && isDivided(kind) });
     let sent = 0;
     return ["start", "forward", "backward", "update"].map((name, i) => {
@@ -32,7 +32,7 @@
   const together = ({ held }) =>
     Object.entries(KINDS).reduce((sum, [kind, size]) => sum + size * held[kind].kept, 0);
 
-  widgets.shard = { moments, together, WAYS };
+  widgets.shard = { moments, together, LEVELS };
 
   widgets.builders.shard = (div) => {
     const { add, say, slider, choice, button, picture, sentence, note, rect, text, table, number } = widgets.page;
@@ -105,7 +105,7 @@
       next.setAttribute("aria-disabled", step === 3);
       const row = (key, found = moments(key, n)) =>
         [ways[key], number(together(found[2]), 2), number(found[3].sent, 2)];
-      table(numbers, ["", say("kept", "保留"), say("sent", "发送")], WAYS.map((key) => row(key)));
+      table(numbers, ["", say("kept", "保留"), say("sent", "发送")], LEVELS.map((key) => row(key)));
     }
     draw();
   };

@@ -1,7 +1,7 @@
 """A model that DDP cannot train under a memory limit, and FSDP can.
 
-    python beyond/shard/limit.py
-    python beyond/shard/limit.py --ranks 4 --limit-mib 120
+    python beyond/shard/memory_limit.py
+    python beyond/shard/memory_limit.py --ranks 4 --limit-mib 120
 
 Each rank may take so many MiB more than it has when torch and the process group are there. Linux
 enforces it (RLIMIT_DATA), as a GPU does with its own memory. FSDP gets its model on the meta
@@ -21,14 +21,14 @@ from torch.optim import AdamW
 from common.options import Parser, UsageError, exit_on, int_at_least
 from language import BYTES, Transformer
 from ranks import start
-from ways import WAYS, by_hand
+from shard_levels import LEVELS, by_hand
 
 MIB = 2**20
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
 WIDTH, LAYERS, TOKENS, STEPS = 320, 10, 32, 3
 # What torch, the C library, C++ and Python say.
 NO_ROOM = re.compile("(can't|cannot) allocate memory|bad_alloc|MemoryError", re.IGNORECASE)
-NAMES = dict(zip(WAYS, ("DDP", "ZeRO-1", "ZeRO-2", "FSDP"), strict=True))
+NAMES = dict(zip(LEVELS, ("DDP", "ZeRO-1", "ZeRO-2", "FSDP"), strict=True))
 
 
 def used_bytes() -> int:
@@ -37,12 +37,12 @@ def used_bytes() -> int:
     return 1024 * int(re.findall(r"VmData:\s*(\d+)", status)[0])
 
 
-def train(way: str, width: int, layers: int) -> list[float]:
+def train(level: str, width: int, layers: int) -> list[float]:
     """The loss of each step."""
     torch.manual_seed(0)
-    with torch.device("meta" if way == "parameters" else "cpu"):
+    with torch.device("meta" if level == "parameters" else "cpu"):
         model = Transformer(width, layers)
-    trained = by_hand(way, model, AdamW, lr=1e-3)
+    trained = by_hand(level, model, AdamW, lr=1e-3)
     tokens, losses = torch.arange(TOKENS).unsqueeze(0), []
     for _ in range(STEPS):
         logits = trained.model(tokens).flatten(0, 1)  # (32, 256)
@@ -55,7 +55,7 @@ def train(way: str, width: int, layers: int) -> list[float]:
     return losses
 
 
-def train_within(way: str, limit_bytes: int) -> str:
+def train_within(level: str, limit_bytes: int) -> str:
     """What one rank says at the end."""
     libc = ctypes.CDLL(None)
     # Otherwise, glibc keeps freed tensors for itself, and the limit would count them. What is
@@ -63,11 +63,11 @@ def train_within(way: str, limit_bytes: int) -> str:
     libc.mallopt(M_MMAP_THRESHOLD, 128 * 1024)
     libc.mallopt(M_TOP_PAD, 8 * MIB)
     libc.mallopt(M_TRIM_THRESHOLD, 16 * MIB)
-    train(way, width=4, layers=1)  # torch loads parts of itself when they are first used
+    train(level, width=4, layers=1)  # torch loads parts of itself when they are first used
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (used_bytes() + limit_bytes, hard))
     try:
-        return f"trains: losses {', '.join(map(str, train(way, WIDTH, LAYERS)))}"
+        return f"trains: losses {', '.join(map(str, train(level, WIDTH, LAYERS)))}"
     except (RuntimeError, MemoryError) as error:
         text = f"{type(error).__name__}: {error}"
         if NO_ROOM.search(text):
@@ -81,19 +81,19 @@ def main() -> None:
     parser, count = Parser(__doc__), int_at_least(1)
     parser.add_argument("--ranks", default=2, type=count, help="processes")
     parser.add_argument("--limit-mib", default=165, type=count, help="for each of them")
-    parser.add_argument("--ways", default=["none", "parameters"], nargs="+", choices=WAYS)
+    parser.add_argument("--levels", default=["none", "parameters"], nargs="+", choices=LEVELS)
     args = parser.parse_args()
     with torch.device("meta"):
         parameters = list(Transformer(WIDTH, LAYERS).parameters())
     size = sum(parameter.nbytes for parameter in parameters) / MIB
     print(f"{size:.0f} MiB of parameters, {4 * size:.0f} MiB with gradients and AdamW's state")
     print(f"{args.ranks} ranks, and each may take {args.limit_mib} MiB:")
-    for way in args.ways:
+    for level in args.levels:
         try:
-            said = start(args.ranks, train_within, way, args.limit_mib * MIB, quiet=True)
+            said = start(args.ranks, train_within, level, args.limit_mib * MIB, quiet=True)
         except ProcessExitedException as error:  # a thread of gloo had no room: C++ ends the rank
             said = [f"ends: can't allocate memory, {error}"]
-        print(f"{NAMES[way]:7} {max(said, key=lambda text: 'allocate' in text)}", flush=True)
+        print(f"{NAMES[level]:7} {max(said, key=lambda text: 'allocate' in text)}", flush=True)
 
 
 if __name__ == "__main__":

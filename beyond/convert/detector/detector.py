@@ -1,6 +1,6 @@
 """Train SSD, an object detector, on a data set in COCO's format.
 
-python scenes.py && torchrun --standalone --nproc-per-node=2 ddp.py
+python scenes.py && python detector.py
 For COCO: --data-dir coco --image-size 300 --augment --lr 0.0026 --epochs 65 --multistep 43 54
 """
 
@@ -11,13 +11,11 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from pycocotools.cocoeval import COCOeval
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, MultiStepLR
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from torch.utils.data import DataLoader, Dataset
 from torchvision import models, tv_tensors
 from torchvision.datasets import CocoDetection
 from torchvision.models.detection.ssd import SSD, DefaultBoxGenerator
@@ -56,10 +54,10 @@ class CocoFolder(CocoDetection):
 
     def __getitem__(self, index: int) -> tuple[Tensor, dict]:
         image, objects = super().__getitem__(index)
-        objects = [x for x in objects if not x.get("iscrowd")]
-        boxes = torch.Tensor([x["bbox"] for x in objects]).reshape(-1, 4)  # there may be none
+        objects = [obj for obj in objects if not obj.get("iscrowd")]
+        boxes = torch.Tensor([obj["bbox"] for obj in objects]).reshape(-1, 4)  # there may be none
         boxes = tv_tensors.BoundingBoxes(boxes, format="XYWH", canvas_size=image.size[::-1])
-        labels = torch.tensor([x["category_id"] for x in objects], dtype=torch.int64)
+        labels = torch.tensor([obj["category_id"] for obj in objects], dtype=torch.int64)
         return self.steps(image, {"boxes": boxes, "labels": labels, "image_id": self.ids[index]})
 
 
@@ -68,9 +66,9 @@ def load_data(args: Namespace, part: str) -> CocoFolder:
     file = next(args.data_dir.glob(f"annotations/instances_{part}*.json"), file)
     with redirect_stdout(None):  # it prints
         data = CocoFolder(args.data_dir / file.stem.removeprefix("instances_"), file)
-    coco, classes = data.coco, data.coco.cats.keys() - {0}  # SSD's loss takes 0 for "no object"
-    lost = {x["file_name"] for x in coco.imgs.values()} - {*os.listdir(data.root)}
-    wrong = (x["category_id"] not in classes or len(x["bbox"]) != 4 for x in coco.anns.values())
+    coco, ids = data.coco, data.coco.cats.keys() - {0}  # SSD's loss takes 0 for "no object"
+    lost = {image["file_name"] for image in coco.imgs.values()} - {*os.listdir(data.root)}
+    wrong = (obj["category_id"] not in ids or len(obj["bbox"]) != 4 for obj in coco.anns.values())
     if lost or not coco.imgs or any(wrong):
         raise ValueError(f"{file} has no images, or a wrong annotation, or images without a file")
     change = [v2.RandomPhotometricDistort(), v2.RandomIoUCrop(), v2.RandomHorizontalFlip()]
@@ -81,8 +79,7 @@ def load_data(args: Namespace, part: str) -> CocoFolder:
 
 
 def make_loader(dataset: Dataset, args: Namespace, **how) -> DataLoader:
-    local_batch = args.batch_size // dist.get_world_size()
-    return DataLoader(dataset, local_batch, collate_fn=list, num_workers=args.workers, **how)
+    return DataLoader(dataset, args.batch_size, collate_fn=list, num_workers=args.workers, **how)
 
 
 # ---- 2. Model ----
@@ -94,18 +91,6 @@ class Backbone(nn.Sequential):
         return {str(i): x.to(images.dtype) for i, x in enumerate(maps[1:])}  # not bfloat16
 
 
-class GlobalSSD(SSD):
-    """SSD whose losses are divided by the matched anchors of all ranks, not of this one."""
-
-    def compute_loss(self, targets, outputs, anchors, matches) -> dict[str, Tensor]:
-        losses = super().compute_loss(targets, outputs, anchors, matches)
-        local = sum((match >= 0).sum() for match in matches)  # anchors that match a box
-        total = local.clone()
-        dist.all_reduce(total)  # every rank must reach this line
-        factor = dist.get_world_size() * local.clamp(min=1) / total.clamp(min=1)  # DDP: / ranks
-        return {name: loss * factor for name, loss in losses.items()}
-
-
 def build_model(args: Namespace, classes: int) -> nn.Module:
     net = getattr(models, args.backbone)()
     stem = nn.Sequential(net.conv1, net.bn1, net.relu, net.maxpool, net.layer1, net.layer2)
@@ -114,7 +99,7 @@ def build_model(args: Namespace, classes: int) -> nn.Module:
     backbone = Backbone(stem, net.layer3, net.layer4, *more)  # 300×300 -> 38, 19, 10, 5, 3, 2
     ratios = [[2], [2, 3], [2, 3], [2, 3], [2], [2]]
     anchors = DefaultBoxGenerator(ratios, scales=[0.07, 0.15, 0.33, 0.51, 0.69, 0.87, 1.05])
-    return GlobalSSD(backbone, anchors, (args.image_size, args.image_size), classes)
+    return SSD(backbone, anchors, (args.image_size, args.image_size), classes)
 
 
 # ---- 3. Loss ----
@@ -122,7 +107,7 @@ def train_epoch(model, batches, optimizer: SGD, scheduler, args: Namespace) -> f
     """One pass over the batches; returns the mean loss."""
     model.train()
     total = torch.zeros((), device=args.device)
-    for batch in tqdm(batches, disable=dist.get_rank() > 0 or None):
+    for batch in tqdm(batches, disable=None):
         images = [image.to(args.device) for image, _ in batch]  # a list: they differ in size
         targets = [{key: x[key].to(args.device) for key in ("boxes", "labels")} for _, x in batch]
         with torch.autocast(args.device.type, torch.bfloat16, enabled=args.amp):
@@ -132,8 +117,7 @@ def train_epoch(model, batches, optimizer: SGD, scheduler, args: Namespace) -> f
         optimizer.step()
         scheduler.step()
         total += loss.detach()  # .item() would make the CPU wait for the GPU at each step
-    dist.all_reduce(total)  # every rank must reach this line
-    return total.item() / len(batches) / dist.get_world_size()
+    return total.item() / len(batches)
 
 
 # ---- 4. Optimizer ----
@@ -149,22 +133,17 @@ def build_optimizer(model: nn.Module, args: Namespace, steps: int) -> tuple:
 def evaluate(model: nn.Module, val_set: CocoFolder, args: Namespace) -> dict[str, float]:
     """Mean average precision at IoU 0.50 to 0.95, and at 0.50, by COCO's own evaluator."""
     model.eval()
-    for buffer in model.buffers():  # without SyncBatchNorm, statistics differ: take rank 0's
-        dist.broadcast(buffer, src=0)  # every rank must reach this line
-    shard = Subset(val_set, range(dist.get_rank(), len(val_set), dist.get_world_size()))
     rows = [torch.zeros(0, 7)]  # a detection: image_id, x, y, width, height, score, category_id
     start = time.perf_counter()
-    for batch in tqdm(make_loader(shard, args), disable=dist.get_rank() > 0 or None):
-        found = model([image.to(args.device) for image, _ in batch])
-        if len(rows) == 1 and dist.get_rank() == 0:
-            draw(batch, found, val_set, args.run_dir / "detections.png")
-        for (_, target), x in zip(batch, found, strict=True):
-            ids = torch.full_like(x["scores"], target["image_id"], dtype=torch.float64)
-            x["boxes"][:, 2:] -= x["boxes"][:, :2]
-            rows.append(torch.column_stack([ids, x["boxes"], x["scores"], x["labels"]]).cpu())
-    tables = [rows[0]] * dist.get_world_size()
-    dist.all_gather_object(tables, torch.cat(rows))  # every rank must reach this line
-    table, seconds = torch.cat(tables), time.perf_counter() - start
+    for batch in tqdm(make_loader(val_set, args), disable=None):
+        detections = model([image.to(args.device) for image, _ in batch])
+        if len(rows) == 1:
+            draw(batch, detections, val_set, args.run_dir / "detections.png")
+        for (_, target), detection in zip(batch, detections, strict=True):
+            ids = torch.full_like(detection["scores"], target["image_id"], dtype=torch.float64)
+            detection["boxes"][:, 2:] -= detection["boxes"][:, :2]
+            rows.append(torch.column_stack([ids, *detection.values()]).cpu())
+    table, seconds = torch.cat(rows), time.perf_counter() - start
     if len(table) == 0:  # COCO cannot load an empty table
         return {"mAP": 0.0, "mAP@0.5": 0.0}
     with redirect_stdout(None):
@@ -175,19 +154,18 @@ def evaluate(model: nn.Module, val_set: CocoFolder, args: Namespace) -> dict[str
     return {"mAP": mean, "mAP@0.5": half, "inference images/s": len(val_set) / seconds}
 
 
-def draw(batch: list, found: list[dict], val_set: CocoFolder, file: Path) -> None:
-    tiles = []
-    for (image, _), x in list(zip(batch, found, strict=True))[:8]:
-        sure, edges = x["scores"].cpu() > 0.3, torch.tensor(image.shape[:0:-1]).repeat(2)
-        names = [val_set.coco.cats.get(k, {}).get("name", "?") for k in x["labels"][sure].tolist()]
-        image, boxes = v2.functional.resize(image, [256, 256]), x["boxes"].cpu()[sure] * 256 / edges
+def draw(batch: list, detections: list[dict], val_set: CocoFolder, file: Path) -> None:
+    tiles, categories = [], val_set.coco.cats
+    for (image, _), detection in list(zip(batch, detections, strict=True))[:8]:
+        sure, edges = detection["scores"].cpu() > 0.3, torch.tensor(image.shape[:0:-1]).repeat(2)
+        names = [categories.get(k, {}).get("name", "?") for k in detection["labels"][sure].tolist()]
+        image = v2.functional.resize(image, [256, 256])
+        boxes = detection["boxes"].cpu()[sure] * 256 / edges
         tiles.append(draw_bounding_boxes(image, boxes, names, "yellow") if names else image)
     save_image(tiles, file, nrow=4)
 
 
 def log(args: Namespace, values: dict[str, float]) -> None:
-    if dist.get_rank() > 0:
-        return
     line = "  ".join(f"{name} {value:.6g}" for name, value in values.items())
     print(line, flush=True)
     with (args.run_dir / "log.txt").open("a") as file:
@@ -211,25 +189,12 @@ def load(file: Path, args: Namespace, **parts) -> tuple[int, float]:
 
 def main() -> None:
     args = parse_args()
-    if "RANK" not in os.environ:
-        ArgumentParser().exit(2, "error: start with torchrun --standalone --nproc-per-node=2\n")
-    if args.device.type == "cuda":  # GPU 0 for local rank 0, GPU 1 for local rank 1, ...
-        args.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(args.device)
-    dist.init_process_group("nccl" if args.device.type == "cuda" else "gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    print(f"rank {rank} of {world_size} uses {args.device}", flush=True)
     args.run_dir.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)
     try:
-        if args.batch_size % world_size:
-            raise ValueError(f"--batch-size {args.batch_size} is no multiple of {world_size} ranks")
         train_set, val_set = load_data(args, "train"), load_data(args, "val")
-        sampler = DistributedSampler(train_set, seed=args.seed)
-        loader = make_loader(train_set, args, sampler=sampler)
+        loader = make_loader(train_set, args, shuffle=True)
         model = build_model(args, max(train_set.coco.cats) + 1).to(args.device)
-        if args.device.type == "cuda":  # torch's SyncBatchNorm trains on GPUs only
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         optimizer, scheduler = build_optimizer(model, args, len(loader))
         parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
         first, best = load(args.resume, args, **parts) if args.resume else (0, 0.0)
@@ -237,23 +202,20 @@ def main() -> None:
         ArgumentParser().exit(2, f"error: {type(error).__name__}: {error}\n")
     if args.evaluate:
         return log(args, evaluate(model, val_set, args))
-    ddp = DistributedDataParallel(model)  # sends rank 0's weights to all ranks
     for epoch in range(first, args.epochs):
-        sampler.set_epoch(epoch)  # an order of this epoch, the same on all ranks
-        torch.manual_seed(args.seed + epoch * world_size + rank)  # --augment: not twice the same
+        torch.manual_seed(args.seed + epoch)  # a resumed run draws the same numbers
         batches = [next(iter(loader))] * len(loader) if args.benchmark else loader
         start = time.perf_counter()
         values = {"epoch": epoch + 1}
-        values["loss"] = train_epoch(ddp, batches, optimizer, scheduler, args)
+        values["loss"] = train_epoch(model, batches, optimizer, scheduler, args)
         values["images/s"] = len(train_set) / (time.perf_counter() - start)
         if args.eval_epochs is None or epoch + 1 in args.eval_epochs:
             values |= evaluate(model, val_set, args)
         log(args, values)
         better, best = values.get("mAP", 0) > best, max(values.get("mAP", 0), best)
-        if rank == 0 and not args.benchmark:  # no collective may stand in this branch
+        if not args.benchmark:
             save(args.run_dir, better, epoch + 1, best, **parts)
 
 
 if __name__ == "__main__":
     main()
-    dist.destroy_process_group()

@@ -1,6 +1,6 @@
-"""Draw what each rank holds, in the four ways: Figure 1 of the ZeRO paper, for four ranks.
+"""Draw what each rank holds, in the four levels: Figure 1 of the ZeRO paper, for four ranks.
 
-python beyond/shard/picture.py
+python beyond/shard/plot_memory.py
 """
 
 import hashlib
@@ -14,20 +14,20 @@ from matplotlib.patches import Patch
 
 from common.options import Parser
 from measure import KINDS, formula
-from ways import WAYS
+from shard_levels import LEVELS
 
 RANKS = 4
 TITLES = ("a  DDP", "b  ZeRO-1", "c  ZeRO-2", "d  FSDP (ZeRO-3)")
 COLORS = dict(zip(KINDS, ("#0072B2", "#E69F00", "#009E73"), strict=True))  # Okabe and Ito's
-FILE = Path(__file__).with_name("held.png")
+FILE = Path(__file__).with_name("memory.png")
 
 
 def draw() -> Figure:
-    """A panel for each way, a column for each rank. Dark is what it holds, pale what others do."""
-    figure, axes = plt.subplots(1, len(WAYS), figsize=(9, 3.6), sharey=True, layout="constrained")
+    """A panel for each level, a column for each rank. Pale is what the others hold."""
+    figure, axes = plt.subplots(1, len(LEVELS), figsize=(9, 3.6), sharey=True, layout="constrained")
     unsharded = formula("none", RANKS)
-    for axis, way, title in zip(axes, WAYS, TITLES, strict=True):
-        held = formula(way, RANKS)
+    for axis, level, title in zip(axes, LEVELS, TITLES, strict=True):
+        held = formula(level, RANKS)
         for rank in range(RANKS):
             bottom = 0.0
             for kind, color in COLORS.items():
@@ -46,7 +46,7 @@ def draw() -> Figure:
     return figure
 
 
-def made_of() -> str:
+def picture_digest() -> str:
     """A digest of this file and of the formula that it draws."""
     source = Path(__file__).read_text() + inspect.getsource(formula)
     return hashlib.sha256(source.encode()).hexdigest()
@@ -55,5 +55,5 @@ def made_of() -> str:
 if __name__ == "__main__":
     Parser(__doc__).parse_args()
     matplotlib.use("Agg")  # files, no windows
-    draw().savefig(FILE, dpi=110, metadata={"made of": made_of()})
+    draw().savefig(FILE, dpi=110, metadata={"made of": picture_digest()})
     print(f"wrote {FILE.name}")

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from common.options import UsageError
-from run_stage import ROOT
+from stage_runs import ROOT
 from timing import Results
 
 ALLOWED = os.geteuid() == 0 and all(map(shutil.which, ("tc", "ip")))  # network namespaces

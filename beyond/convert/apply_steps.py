@@ -1,9 +1,9 @@
 """Apply steps/1.diff, steps/2.diff, ... to a script for one GPU, and write all that follows.
 
-    python beyond/convert/steps.py
+    python beyond/convert/apply_steps.py
 
 does this for the classifier and for the detector. It writes the script for many GPUs, the diffs
-with fresh line numbers, and the fences of README.md and of examples.md. To change a step, edit its
+with fresh line numbers, and the fences of the pages. To change a step, edit its
 diff; to change a script, edit the one for one GPU; then run this.
 """
 
@@ -14,9 +14,10 @@ from itertools import pairwise
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SCRIPTS = {  # folder: the script for one GPU, and the one for many
-    HERE: ("classifier.py", "classifier_ddp.py"),
-    HERE / "detector": ("single.py", "ddp.py"),
+CLASSIFIER = HERE / "classifier"
+PAGES = {  # folder, with NAME.py for one GPU and NAME_ddp.py for many: the page of its steps
+    CLASSIFIER: HERE / "README.md",
+    HERE / "detector": HERE / "detector" / "README.md",
 }
 
 
@@ -44,9 +45,17 @@ def apply(diff: str, text: str) -> str:
     return text
 
 
-def scripts(folder: Path = HERE) -> list[str]:
+def script_for_one_gpu(folder: Path) -> Path:
+    return folder / f"{folder.name}.py"
+
+
+def script_for_many_gpus(folder: Path) -> Path:
+    return folder / f"{folder.name}_ddp.py"
+
+
+def scripts(folder: Path = CLASSIFIER) -> list[str]:
     """The script for one GPU, and what it is after each step."""
-    texts = [(folder / SCRIPTS[folder][0]).read_text()]
+    texts = [script_for_one_gpu(folder).read_text()]
     for step in steps(folder):
         texts.append(apply(step.read_text(), texts[-1]))
     return texts
@@ -69,7 +78,7 @@ def show(readme: str, diffs: list[str]) -> str:
 
 
 def show_examples(page: str) -> str:
-    """examples.md, with the change of each example in the fence below <!-- example: NAME -->."""
+    """Its page, with the change of each example in the fence below <!-- example: NAME -->."""
     for name in re.findall(r"<!-- example: (\w+) -->", page):
         before, after = (
             (HERE / "examples" / f"{name}{end}.py").read_text().splitlines(keepends=True)
@@ -84,14 +93,14 @@ def show_examples(page: str) -> str:
 
 if __name__ == "__main__":
     ArgumentParser(description=__doc__).parse_args()
-    for folder, (_, last) in SCRIPTS.items():
+    for folder, page in PAGES.items():
         texts = scripts(folder)
         diffs = fresh_diffs(texts)
         for step, diff in zip(steps(folder), diffs, strict=True):
             step.write_text(diff)
-        (folder / last).write_text(texts[-1])
-        page = folder / "README.md"
+        written = script_for_many_gpus(folder)
+        written.write_text(texts[-1])
         page.write_text(show(page.read_text(), diffs))
-        print(f"wrote {last}, {len(diffs)} diffs and {page.relative_to(HERE)}")
-    page = HERE / "examples.md"
+        print(f"wrote {written.name}, {len(diffs)} diffs and {page.relative_to(HERE)}")
+    page = HERE / "examples" / "README.md"
     page.write_text(show_examples(page.read_text()))

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-from links import ALLOWED, RATES, on_two_nodes, set_rate
 from ranks import start
-from step import build, ddp, make_step, sgd
 from tables import predictions
 from timing import Effort, Results, Times, chapter, interleave, save, summarize
+from training_step import build, ddp_without_buffers, make_step, sgd
+from two_nodes import ALLOWED, RATES, on_two_nodes, set_rate
 
 step_model = chapter("04", "forecast/step_model")
 fill_buckets = chapter("04", "forecast/gradient_order").fill_buckets
@@ -40,7 +40,7 @@ SMALL_SIZES = [2**10, 2**17, 2**20, BYTES_BESIDE]  # for net: its bucket has 87,
 
 
 @dataclass(frozen=True)
-class Variant:
+class DDPVariant:
     """A step of DDP, with micro-batches under no_sync, or with gradients that are sent in bf16."""
 
     micro_batches: int = 1
@@ -49,9 +49,9 @@ class Variant:
 
 DDP = "DDP"
 VARIANTS = {
-    DDP: Variant(),
-    "DDP, 4 with no_sync": Variant(micro_batches=4),
-    "DDP, bf16 hook": Variant(bf16=True),
+    DDP: DDPVariant(),
+    "DDP, 4 with no_sync": DDPVariant(micro_batches=4),
+    "DDP, bf16 hook": DDPVariant(bf16=True),
 }
 
 
@@ -71,9 +71,9 @@ def behind_work(size: int) -> str:
     return f"work, then {size}"
 
 
-def step_of(variant: Variant, model: nn.Module, images: Tensor) -> Callable[[], None]:
+def step_of(variant: DDPVariant, model: nn.Module, images: Tensor) -> Callable[[], None]:
     def wrap(model: nn.Module) -> nn.Module:
-        wrapped = ddp(model)
+        wrapped = ddp_without_buffers(model)
         if variant.bf16:
             wrapped.register_comm_hook(None, bf16_compress_hook)
         return wrapped
@@ -172,7 +172,7 @@ def measure_scaling(effort: Effort) -> Results:
             times, _ = answers[0]
             machine.append(predict(times, sizes, [Profile(**profile) for _, profile in answers]))
     whole = effort.rounds > 99 and ALLOWED
-    links = on_two_nodes("benchmarks/scaling.py") if whole else {}
+    links = on_two_nodes("benchmarks/measure_scaling.py") if whole else {}
     results = {"machine": machine, "links": links}
     errors = [abs(row["error"]) for row in predictions(results)]
     about = {"provenance": {"threads_a_rank": 1, "backend": "gloo"}, **results}

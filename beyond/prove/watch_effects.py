@@ -1,4 +1,4 @@
-"""What does a rank show to the world? Collectives, files and printed lines are watched."""
+"""What can be seen of a rank from outside? Collectives, files and printed lines are watched."""
 
 import builtins
 import os
@@ -124,7 +124,7 @@ class FileWatcher:
         # What lies where the script runs is its own, be that in /tmp.
         return path.startswith(IGNORED_FOLDERS) and not path.startswith(f"{os.getcwd()}/")
 
-    def changes(self, file: Any, mode: str | None = None) -> None:
+    def note_change(self, file: Any, mode: str | None = None) -> None:
         """mode: as for open(); None: the file is renamed or removed."""
         path = os.path.realpath(os.fsdecode(file))
         if self.is_ignored(path):
@@ -134,18 +134,18 @@ class FileWatcher:
         if mode is not None and len(record.opened_files) < MOST_CALLS:
             record.opened_files.append(OpenedFile(path, mode, where(), record.steps))
 
-    def makes_folder(self, file: Any) -> None:
+    def note_new_folder(self, file: Any) -> None:
         path = os.path.realpath(os.fsdecode(file))
         if not os.path.exists(path) and not self.is_ignored(path):
             (self.folder / f"folder.{zlib.crc32(path.encode())}").write_text(path)
 
-    def opens(self, file: Any, mode: str | None, flags: int) -> None:
+    def note_opening(self, file: Any, mode: str | None, flags: int) -> None:
         if not isinstance(file, str | bytes | os.PathLike):  # the number of an open file
             return
         if mode is None and flags & (os.O_WRONLY | os.O_RDWR):
-            self.changes(file, "os.open")
+            self.note_change(file, "os.open")
         elif mode is not None and set(mode) & set("wax+"):
-            self.changes(file, mode)
+            self.note_change(file, mode)
 
     def audit(self, event: str, args: tuple) -> None:
         if getattr(self.inside, "audit", False) or self.run.written:
@@ -153,14 +153,14 @@ class FileWatcher:
         self.inside.audit = True  # what is done here opens files, too
         with suppress(Exception):  # nothing that we note may end the user's call
             if event == "open":
-                self.opens(*args)
+                self.note_opening(*args)
             elif event == "os.rename":
-                self.changes(in_folder(args[0], args[2]))
-                self.changes(in_folder(args[1], args[3]))
+                self.note_change(in_folder(args[0], args[2]))
+                self.note_change(in_folder(args[1], args[3]))
             elif event == "os.remove":
-                self.changes(in_folder(*args))
+                self.note_change(in_folder(*args))
             elif event == "os.mkdir":
-                self.makes_folder(args[0])
+                self.note_new_folder(args[0])
         self.inside.audit = False
 
 
@@ -177,7 +177,7 @@ def watch_files(run: Run) -> None:
     @wrap(torch, "save")
     def save(original: Callable, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(f, str | os.PathLike):  # written in C++, which no audit hook sees
-            watcher.changes(f, "w")
+            watcher.note_change(f, "w")
         original(obj, f, *args, **kwargs)
 
 

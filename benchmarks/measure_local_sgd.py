@@ -13,7 +13,7 @@ from common.data import load_dataset
 from common.models import build_model
 from common.options import UsageError
 from ranks import start
-from run_stage import ROOT
+from stage_runs import ROOT
 from timing import Effort, Results, chapter
 
 local_sgd = chapter("beyond", "local_sgd/local_sgd")
@@ -33,7 +33,7 @@ def train_on_ranks(model: str, steps: int, every: int, seeds: int, data_dir: str
     methods = local_sgd.methods(every)
     del methods["mean, H = 1"]  # it is DDP
     if model == "resnet18":  # four rounds are too few for DiLoCo's momentum
-        methods = {name: how for name, how in methods.items() if "DiLoCo" not in name}
+        methods = {name: method for name, method in methods.items() if "DiLoCo" not in name}
     accuracies: Accuracies = {name: [] for name in methods}
     for seed in range(seeds):
         torch.manual_seed(seed)

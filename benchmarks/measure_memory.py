@@ -22,8 +22,8 @@ from torch.optim import Adam
 
 from plots import BLACK, BLUE, GRAY, GREEN, ORANGE, RED, SKY, YELLOW
 from ranks import start
-from step import train_step
 from timing import Effort, Results, chapter
+from training_step import train_step
 
 memory: Any = chapter("02", "memory")
 peak: Any = chapter("01", "peak")
@@ -56,7 +56,7 @@ def data_parallel(model: nn.Module, replicas: int) -> nn.Module:
     return DataParallel(model, [device] * replicas)
 
 
-def ddp(model: nn.Module, replicas: int, **options: Any) -> nn.Module:
+def ddp_without_init_sync(model: nn.Module, replicas: int, **options: Any) -> nn.Module:
     """Without the broadcast of the weights: gloo frees its buffer, as large as they are, unseen."""
     options["init_sync"] = False
     return DistributedDataParallel(model, **options)
@@ -66,7 +66,7 @@ def ddp_with_sync_batchnorm(model: nn.Module, replicas: int) -> nn.Module:
     convert = chapter("05", "sync_batchnorm").convert_sync_batchnorm
     if next(model.parameters()).is_cuda:
         convert = nn.SyncBatchNorm.convert_sync_batchnorm
-    return ddp(convert(model), replicas)
+    return ddp_without_init_sync(convert(model), replicas)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Job:
     """
 
     label: str = ""
-    wrap: Callable[[nn.Module, int], nn.Module] = ddp
+    wrap: Callable[[nn.Module, int], nn.Module] = ddp_without_init_sync
     reducer: Callable[[nn.Module], Any] | None = None  # of stage 03
     bf16: bool = False
     micro_batches: int = 1
@@ -85,7 +85,7 @@ class Job:
     zero_1: bool = False  # each rank keeps the optimizer's state of its share: ZeRO's first stage
 
 
-ddp_with_views: Any = partial(ddp, gradient_as_bucket_view=True)
+ddp_with_views: Any = partial(ddp_without_init_sync, gradient_as_bucket_view=True)
 PerParameter = chapter("03", "reducers/reducers").PerParameter
 STAGES = {
     "01": Job("01 one process", unwrapped),
@@ -241,7 +241,9 @@ def measure(
 def measure_process_memory(effort: Effort) -> Results:
     """The same global batch in every stage and in each way."""
     model, size = ("net-bn", 28) if effort.quick else ("resnet18", 64)
-    momentum, adam = (peak.Plan(model, size, how, effort.device) for how in ("momentum", "adam"))
+    momentum, adam = (
+        peak.Plan(model, size, optimizer, effort.device) for optimizer in ("momentum", "adam")
+    )
     stages = dict[str, Any]()
     for key in list(STAGES)[:: 3 if effort.quick else 1]:
         ranks = 1 if key in ("01", "02") else RANKS

@@ -14,13 +14,13 @@ LOST = re.compile(
 MOST_ROWS = 3  # about files
 
 
-def run_rows(outcome: Outcome) -> list[Row]:
+def effect_rows(outcome: Outcome) -> list[Row]:
     if len(outcome.ranks) < 2 and not outcome.hang:
         return []
-    return collectives(outcome) + files(outcome.ranks) + prints(outcome.ranks)
+    return collective_rows(outcome) + file_rows(outcome.ranks) + print_rows(outcome.ranks)
 
 
-def collectives(outcome: Outcome) -> list[Row]:
+def collective_rows(outcome: Outcome) -> list[Row]:
     ranks, difference = outcome.ranks, first_difference(outcome.ranks)
     cure = "every rank must reach each collective the same number of times, in the same order"
     some_left = any(rank.ended in Ended.WELL for rank in ranks)
@@ -66,7 +66,7 @@ def state_of(rank: RankRecord) -> str:
     return f"rank {rank.rank} waits in {place} at {rank.progress.at}"
 
 
-def files(ranks: list[RankRecord]) -> list[Row]:
+def file_rows(ranks: list[RankRecord]) -> list[Row]:
     """Files that several ranks open for writing."""
     writers: dict[str, dict[int, OpenedFile]] = {}  # the last opening by each rank
     for rank in ranks:
@@ -92,7 +92,7 @@ def files(ranks: list[RankRecord]) -> list[Row]:
     return rows[:MOST_ROWS]
 
 
-def prints(ranks: list[RankRecord]) -> list[Row]:
+def print_rows(ranks: list[RankRecord]) -> list[Row]:
     """Lines that all ranks print while they train, alike but for the numbers in them."""
 
     def without_numbers(rank: RankRecord) -> list[tuple[str, str]]:

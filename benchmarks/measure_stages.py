@@ -13,12 +13,12 @@ from statistics import fmean, median
 
 import torch
 
-from run_stage import run_quietly
+from stage_runs import run_quietly
 from timing import Effort, Results, summarize, take_turns
 
 GLOBAL_BATCH = 120
 BASELINE, ALL_CORES = "01, 1 thread", "01, all cores"
-VARIANTS: dict[str, tuple[str, ...]] = {  # the stage as run_stage.py names it, and its flags
+VARIANTS: dict[str, tuple[str, ...]] = {  # the stage as stage_runs.py names it, and its flags
     BASELINE: ("01",),
     ALL_CORES: ("01",),
     "02 DataParallel": ("02",),

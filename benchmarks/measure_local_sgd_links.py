@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.options import UsageError
-from links import ALLOWED, RATES, on_two_nodes, set_rate
 from ranks import start
-from step import build, ddp, make_step, sgd, train_step
 from timing import Effort, Results, chapter, save, summarize, take_turns
+from training_step import build, ddp_without_buffers, make_step, sgd, train_step
+from two_nodes import ALLOWED, RATES, on_two_nodes, set_rate
 
 local_sgd = chapter("beyond", "local_sgd/local_sgd")
 sent_bytes = chapter("beyond", "local_sgd/async_mean").sent_bytes
@@ -32,7 +32,7 @@ def measure_local_sgd_links(effort: Effort) -> Results:
     if effort.quick:
         links = {"no limit": start(2, time_rounds, 1, 1, 2, 2)[0]}
     elif ALLOWED:
-        links = on_two_nodes("benchmarks/local_links.py")
+        links = on_two_nodes("benchmarks/measure_local_sgd_links.py")
     else:
         raise UsageError("slow links are network namespaces: run it as root, with tc and ip")
     return {"model": "resnet18", "local_batch": 2 if effort.quick else 16, "links": links}
@@ -50,7 +50,7 @@ def rounds_of(short: int, long: int, local_batch: int) -> dict[str, Callable[[],
     model, images = build("resnet18", local_batch)
     rounds = {
         "no messages": timed(make_step(model, images), 4),
-        DDP: timed(make_step(model, images, ddp), 2),
+        DDP: timed(make_step(model, images, ddp_without_buffers), 2),
     }
     late: dict[str, Any] = {"every": short, "message": "bf16", "late": True}
     variants: dict[str, dict[str, Any]] = {
@@ -107,7 +107,7 @@ def step_seconds(message: str, every: int, seconds: float, numbers: int, link: A
 def slowdowns(step_ms: float, gbit: float) -> dict[str, float]:
     """Computed by step_model.py for this link: a step of resnet18 on 2 ranks over its computing."""
     seconds, link = step_ms / 1000, step_model.Link(50e-6, gbit * GBIT)
-    buckets = order.fill_buckets(order.gradients_of_classifier("resnet18", 64))
+    buckets = gradient_order.fill_buckets(gradient_order.gradients_of_classifier("resnet18", 64))
     job = step_model.Job(seconds / 3, 2 * seconds / 3, 0.0, buckets)
     numbers = int(sum(bucket.size for bucket in buckets) / 4)
     step = {DDP: step_model.step(job, partial(step_model.ring, ranks=2, link=link)).seconds}

@@ -30,7 +30,7 @@ size_of: Callable[..., int] = chapter("02", "memory").size  # of the storages of
 
 
 @dataclass(frozen=True)
-class Variant:
+class FormatVariant:
     precision: str  # one of FORMATS
     channels_last: bool = False
     compiled: bool = False
@@ -42,7 +42,7 @@ FORMS = {
     ", channels_last, compile": {"channels_last": True, "compiled": True},
 }
 VARIANTS = {
-    precision + form: Variant(precision, **options)
+    precision + form: FormatVariant(precision, **options)
     for precision in FORMATS
     for form, options in FORMS.items()
 }
@@ -62,7 +62,7 @@ def choose(device: str, compile_too: bool) -> tuple[list[str], dict[str, str]]:
 class Trainer:
     """A model, under DDP if there are ranks, and its optimizer; call it for one step."""
 
-    def __init__(self, variant: Variant, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, variant: FormatVariant, model: nn.Module, device: torch.device) -> None:
         self.precision = variant.precision
         self.layout = torch.channels_last if variant.channels_last else torch.contiguous_format
         self.model = model.to(device).to(memory_format=self.layout).train()

@@ -28,7 +28,7 @@ def build(name: str, samples: int = 0) -> tuple[nn.Module, Tensor]:
     return model, torch.randn(samples or 64, 1, 28, 28)
 
 
-def ddp(model: nn.Module, **options: Any) -> DistributedDataParallel:
+def ddp_without_buffers(model: nn.Module, **options: Any) -> DistributedDataParallel:
     """DDP without its broadcast of BatchNorm's statistics. Newer torch would rename the switch."""
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     return DistributedDataParallel(model, broadcast_buffers=False, **options)

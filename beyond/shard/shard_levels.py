@@ -1,0 +1,93 @@
+"""How much is divided among N ranks, in four levels: by hand, and with PyTorch's own classes.
+
+none        DDP: each rank holds all parameters, gradients and optimizer state
+optimizer   ZeRO-1: each rank holds 1/N of the optimizer's state
+gradients   ZeRO-2: ... and 1/N of the gradients
+parameters  ZeRO-3, or FSDP: ... and 1/N of the parameters
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from fsdp import FSDP, layers_of
+from full_state import FullModelState, FullOptimizerState
+from library_state import ConsolidatedOptimizerState, LibraryModelState, LibraryOptimizerState
+from zero import ShardedGradients, ShardedOptimizer
+
+LEVELS = ("none", "optimizer", "gradients", "parameters")
+
+
+class Training(NamedTuple):
+    """A model on its way through training. Each of these calls is for all ranks."""
+
+    model: nn.Module  # what forward is called on
+    optimizer: Optimizer
+    finish: Callable[[], None]  # after backward: wait for the gradients that are under way
+    clip: Callable[[float], Any]  # after that: limit the norm of all gradients
+    model_state: Any  # the model as a checkpoint holds it
+    optimizer_state: Any  # and the optimizer
+
+
+def by_hand(
+    level: str,
+    model: nn.Module,
+    optimizer_class: type[Optimizer],
+    fsdp_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Training:
+    """options: of the optimizer. fsdp_options: dtype, recompute and device of FSDP."""
+    if level == "parameters":
+        fsdp = FSDP(model, **(fsdp_options or {}))
+        optimizer = optimizer_class(fsdp.parameters(), **options)
+        states = FullModelState(fsdp), FullOptimizerState(fsdp, optimizer)
+        return Training(fsdp, optimizer, fsdp.finish, fsdp.clip_grad_norm, *states)
+    if level == "gradients":  # it sends the gradients itself, so there is no DDP
+        zero = ShardedGradients(model.parameters(), optimizer_class, **options)
+        states = FullModelState(model), FullOptimizerState(model, zero)
+        return Training(model, zero, zero.finish, zero.clip_grad_norm, *states)
+    if level == "optimizer":  # it moves the parameters in memory: before DDP
+        optimizer = ShardedOptimizer(model.parameters(), optimizer_class, **options)
+    else:
+        optimizer = optimizer_class(model.parameters(), **options)
+    return with_ddp(model, optimizer, FullOptimizerState(model, optimizer))
+
+
+def with_ddp(model: nn.Module, optimizer: Optimizer, optimizer_state: Any) -> Training:
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # no second copy is kept
+
+    def clip(limit: float) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+    return Training(ddp, optimizer, lambda: None, clip, FullModelState(model), optimizer_state)
+
+
+def by_library(
+    level: str, model: nn.Module, optimizer_class: type[Optimizer], **options: Any
+) -> Training:
+    """The same with PyTorch's classes."""
+    if level == "none":
+        return by_hand(level, model, optimizer_class, **options)
+    if level == "optimizer":
+        zero = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, **options)
+        return with_ddp(model, zero, ConsolidatedOptimizerState(zero))
+    for tensor in [*model.parameters(), *model.buffers()]:
+        dist.broadcast(tensor.detach(), src=0)  # fully_shard sends no weights
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+    for layer in [*(layer for _, layer in layers_of(model)), model]:
+        # Not resharded after forward, parameters stay unsharded until the end of backward: ZeRO-2.
+        fully_shard(layer, mesh=mesh, reshard_after_forward=level == "parameters")
+    optimizer = optimizer_class(model.parameters(), **options)
+
+    def clip(limit: float) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), limit)  # of DTensors: over all ranks
+
+    states = LibraryModelState(model), LibraryOptimizerState(model, optimizer)
+    return Training(model, optimizer, lambda: None, clip, *states)
