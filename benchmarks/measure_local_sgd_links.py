@@ -22,7 +22,8 @@ from two_nodes import ALLOWED, RATES, on_two_nodes, set_rate
 
 local_sgd = chapter("beyond", "local_sgd/local_sgd")
 sent_bytes = chapter("beyond", "local_sgd/async_mean").sent_bytes
-step_model, order = chapter("04", "forecast/step_model"), chapter("04", "forecast/gradient_order")
+step_model = chapter("04", "forecast/step_model")
+gradient_order = chapter("04", "forecast/gradient_order")
 GBIT = chapter("04", "forecast/forecast").GBIT
 DDP, SHORT, LONG = "DDP", 8, 32  # steps between two messages
 MESSAGES = {"fp32": "full", "bf16": "bf16", "int8": "int8"}

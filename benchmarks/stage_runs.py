@@ -1,6 +1,7 @@
 """Run a stage as a reader would: its command in a process of its own, and the files that it leaves.
 
-The tour shows what a stage prints; measure_stages.py repeats the runs in turns; gpu.py lists the commands.
+The tour shows what a stage prints, measure_stages.py repeats the runs in turns, and gpu.py lists
+the commands.
 """
 
 import json
