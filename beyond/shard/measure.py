@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from common.options import Parser, UsageError, exit_on
+from common.options import Parser, UsageError, exit_on, int_at_least
 from language import BYTES, LENGTH, Transformer
 from ranks import start
 from shard_levels import LEVELS, Training, by_hand, by_library
@@ -146,7 +146,8 @@ def measure(rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--rounds", default=41, type=int, help="each variant once in each of them")
+    text = "each variant once in each of them"
+    parser.add_argument("--rounds", default=41, type=int_at_least(1), help=text)
     args = parser.parse_args()
     enter_private_network()
     ranks = 2
