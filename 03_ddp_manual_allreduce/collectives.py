@@ -66,9 +66,9 @@ def gather(tensor: Tensor) -> Tensor:
 
 def all_gather(tensor: Tensor) -> Tensor:
     """Every rank gets the tensors of all ranks, in the order of the ranks."""
-    gathered = tensor.new_empty(dist.get_world_size() * len(tensor))
-    dist.all_gather_into_tensor(gathered, tensor)  # dist.all_gather fills a list of tensors instead
-    return gathered
+    places = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(places, tensor)
+    return torch.cat(places)
 
 
 def scatter(row: Tensor) -> Tensor:
@@ -81,7 +81,8 @@ def scatter(row: Tensor) -> Tensor:
 def reduce_scatter(row: Tensor) -> Tensor:
     """Rank r gets the r-th part of the sum of all rows."""
     part = row.new_empty(1)
-    dist.reduce_scatter_tensor(part, row)  # followed by an all_gather, it is an all_reduce
+    parts = list(row.chunk(dist.get_world_size()))
+    dist.reduce_scatter(part, parts)  # followed by an all_gather, it is an all_reduce
     return part
 
 

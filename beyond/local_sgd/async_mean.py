@@ -13,6 +13,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+# torch 2.14 has renamed it, and warns of the old name.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 Wait = Callable[[], Tensor]  # waits until a mean has arrived, and returns it
 CHUNK = 1024  # numbers that share a scale in int8
 
@@ -51,7 +54,7 @@ def start_mean_in_int8(change: Tensor) -> Wait:
         work.wait()
         mean = to_bytes(from_bytes(own_part).mean(dim=0, keepdim=True))  # (1, chunks, CHUNK + 4)
         # A rank also takes the bytes of its own part, or its weights would differ from the others'.
-        dist.all_gather_into_tensor(all_parts, mean)
+        all_gather_single(all_parts, mean)
         return from_bytes(all_parts).flatten()[: len(change)].to(change.dtype)
 
     return wait

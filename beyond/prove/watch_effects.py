@@ -9,6 +9,7 @@ import time
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ COLLECTIVES = [
     "all_reduce", "broadcast", "barrier", "monitored_barrier", "all_gather", "all_gather_object",
     "reduce", "gather", "scatter", "gather_object", "broadcast_object_list", "scatter_object_list",
     "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_to_all",
-    "all_to_all_single",
+    "all_to_all_single", "all_gather_single", "reduce_scatter_single", "gather_single",
 ]  # fmt: skip
 MOST_CALLS = 1000
 
@@ -197,7 +198,7 @@ def watch_prints(run: Run) -> None:
 
 
 def install(run: Run) -> None:
-    for name in COLLECTIVES:
+    for name in filter(partial(hasattr, dist), COLLECTIVES):  # those with _single are of torch 2.14
         watch_collective(run, name)
     watch_groups(run)
     watch_files(run)

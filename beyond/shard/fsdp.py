@@ -25,7 +25,7 @@ from torch.func import functional_call
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
-from shards import ReduceScatter, ShardingError, Shards, clip_grad_norm
+from shards import ReduceScatter, ShardingError, Shards, all_gather_single, clip_grad_norm
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 Place = tuple[torch.Size, tuple[int, ...], int]  # of a view in a flat tensor: size, stride, offset
@@ -95,7 +95,7 @@ class ShardedLayer:
         if self.flat is None:
             shard = self.shard.to(self.fsdp.dtype or self.shard.dtype)
             self.flat = self.shards.new_flat(like=shard)
-            self.gather_work = dist.all_gather_into_tensor(self.flat, shard, async_op=True)
+            self.gather_work = all_gather_single(self.flat, shard, async_op=True)
             self.shard_to_send = shard  # it must live until it is sent
 
     def unshard(self) -> Tensor:

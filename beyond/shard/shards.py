@@ -11,6 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Size, Tensor
 
+# torch 2.14 has renamed both, and warns of the old names.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 class ShardingError(ValueError):
     """What cannot be sharded. The text says what arrived, why it fails, and what to do."""
@@ -76,7 +80,7 @@ class Shards:
 class ReduceScatter:
     """Each rank gets the sum of its own shard over all ranks, while the program goes on.
 
-    gloo's reduce_scatter_tensor sends as much as an all-reduce: it is one that drops what belongs
+    gloo's reduce_scatter_single sends as much as an all-reduce: it is one that drops what belongs
     to others (torch 2.15: benchmarks/results/shard.json). So with gloo, each rank sends to each
     other rank only the shard that this one owns, and adds up what it receives.
     """
@@ -89,7 +93,7 @@ class ReduceScatter:
             self.work = dist.all_to_all_single(self.received, flat, async_op=True)
         else:
             self.received = flat.new_empty(len(flat) // dist.get_world_size())
-            self.work = dist.reduce_scatter_tensor(self.received, flat, async_op=True)
+            self.work = reduce_scatter_single(self.received, flat, async_op=True)
 
     def wait(self) -> Tensor:
         """(length,), the sum."""

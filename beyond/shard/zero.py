@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, optim
 from torch.nn import Parameter
 
-from shards import ReduceScatter, ShardingError, Shards, clip_grad_norm
+from shards import ReduceScatter, ShardingError, Shards, all_gather_single, clip_grad_norm
 
 BUCKET_BYTES = 4 * 2**20  # ZeRO-2 keeps up to three buckets of unsharded gradients in backward
 NOT_ELEMENTWISE = (optim.Adafactor, optim.LBFGS, optim.Muon, optim.SparseAdam)
@@ -40,7 +40,7 @@ class ShardedBucket(Shards):
 
     def send_updated(self) -> None:
         """Every rank gets what the others have updated. Every rank must call it."""
-        dist.all_gather_into_tensor(self.memory, self.shard_of(self.memory).clone())
+        all_gather_single(self.memory, self.shard_of(self.memory).clone())
 
 
 def cut_into_buckets(parameters: list[Parameter]) -> list[list[Parameter]]:

@@ -236,7 +236,7 @@ def start_mean_in_everyones_int8(change: torch.Tensor):
     padding = -len(change) % async_mean.CHUNK
     message = async_mean.to_bytes(F.pad(change, (0, padding)).view(1, -1, async_mean.CHUNK))
     all_messages = message.expand(dist.get_world_size(), -1, -1).contiguous()
-    work = dist.all_gather_into_tensor(all_messages, message, async_op=True)
+    work = async_mean.all_gather_single(all_messages, message, async_op=True)
 
     def wait() -> torch.Tensor:
         work.wait()

@@ -137,7 +137,7 @@ def test_shard_a_forward_without_backward_leaves_no_stale_weights():
 CONTROLS = {  # what is left out or made wrong: where it is used, and the change
     "ZeRO-1: no all-gather": (
         ZERO_1,
-        ("zero.py", "dist.all_gather_into_tensor(self.memory, ", "("),
+        ("zero.py", "all_gather_single(self.memory, ", "("),
     ),
     "ZeRO-1: the wrong slice": (
         ZERO_1,
@@ -156,7 +156,7 @@ CONTROLS = {  # what is left out or made wrong: where it is used, and the change
         FSDP,
         (
             "fsdp.py",
-            "dist.all_gather_into_tensor(self.flat, shard, async_op=True)",
+            "all_gather_single(self.flat, shard, async_op=True)",
             "dist.all_reduce(shard * 0, async_op=True)",
         ),
     ),

@@ -73,7 +73,7 @@ def test_no_rank_leaves_a_barrier_before_all_have_come(rank):
 
 
 CALLS = ("send", "recv", "batch_isend_irecv", "broadcast", "reduce", "all_reduce", "gather")
-CALLS += ("all_gather_into_tensor", "scatter", "reduce_scatter_tensor", "all_to_all_single")
+CALLS += ("all_gather", "scatter", "reduce_scatter", "all_to_all_single")
 
 
 @on_ranks(3)
