@@ -6,7 +6,11 @@ from pathlib import Path
 from local_ranks import ROOT, command, launch_ranks, scratch_folder
 from support import FOLDERS, chapter
 
-SCRIPTS = {key: f"{folder.relative_to(ROOT)}/train.py" for key, folder in FOLDERS.items()}
+SCRIPTS = {  # of each folder that has one
+    key: f"{folder.relative_to(ROOT)}/train.py"
+    for key, folder in FOLDERS.items()
+    if (folder / "train.py").exists()
+}
 SCRIPTS["tour"] = "benchmarks/tour.py"
 
 
