@@ -71,7 +71,7 @@ def compare(rank, ranks):
 
 def compare_without_the_sum(rank, ranks):
     """The control: another rank's part is not added."""
-    with patch.object(Exchange, "combined", lambda self, rows, op: rows[self.rank].clone()):
+    with patch.object(Exchange, "combine_rows", lambda self, rows, op: rows[self.rank].clone()):
         return compare(rank, ranks)
 
 
