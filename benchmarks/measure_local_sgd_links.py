@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.options import UsageError
-from ranks import start
+from ranks import run_ranks
 from timing import Effort, Results, chapter, save, summarize, take_turns
 from training_step import build, ddp_without_buffers, make_step, sgd, train_step
 from two_nodes import ALLOWED, RATES, on_two_nodes, set_rate
@@ -31,7 +31,7 @@ MESSAGES = {"fp32": "full", "bf16": "bf16", "int8": "int8"}
 
 def measure_local_sgd_links(effort: Effort) -> Results:
     if effort.quick:
-        links = {"no limit": start(2, time_rounds, 1, 1, 2, 2)[0]}
+        links = {"no limit": run_ranks(2, time_rounds, 1, 1, 2, 2)[0]}
     elif ALLOWED:
         links = on_two_nodes("benchmarks/measure_local_sgd_links.py")
     else:

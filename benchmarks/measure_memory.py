@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam
 
 from plots import BLACK, BLUE, GRAY, GREEN, ORANGE, RED, SKY, YELLOW
-from ranks import start
+from ranks import run_ranks
 from timing import Effort, Results, chapter
 from training_step import train_step
 
@@ -229,7 +229,7 @@ def measure(
 ) -> Results:
     """Jobs in turn on the same ranks; samples: the local batch; replicas: of stage 02."""
     names, results = list(names), Results()
-    of_ranks = start(
+    of_ranks = run_ranks(
         ranks, train_and_count, names, plan, samples, replicas, device=plan.device, quiet=True
     )
     for name, rows in zip(names, zip(*of_ranks, strict=True), strict=True):

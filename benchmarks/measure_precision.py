@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from common.options import UsageError
-from ranks import start
+from ranks import run_ranks
 from timing import Effort, Results, chapter, interleave, summarize
 
 FORMATS = ("fp32", "tf32", "bf16", "fp16")
@@ -140,7 +140,7 @@ def measure_precision(effort: Effort) -> Results:
         if ranks > 1:
             not_compiled = [variant for variant in variants if not VARIANTS[variant].compiled]
             where: Any = {"backend": "nccl" if on_gpu else "gloo", "device": effort.device}
-            first, *_ = start(
+            first, *_ = run_ranks(
                 ranks, time_model, name, not_compiled, samples, effort, quiet=True, **where
             )
             models[name][f"{ranks} ranks"] = first

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-from ranks import start
+from ranks import run_ranks
 from tables import predictions
 from timing import Effort, Results, Times, chapter, interleave, save, summarize
 from training_step import build, ddp_without_buffers, make_step, sgd
@@ -168,7 +168,7 @@ def measure_scaling(effort: Effort) -> Results:
         for model in effort.models or (["net"] if effort.quick else rounds):
             max_rounds = rounds[model] // 4 if effort.brief else min(rounds[model], effort.rounds)
             sizes = SMALL_SIZES if model == "net" else SIZES
-            answers = start(ranks, time_on_rank, model, [DDP], max_rounds, sizes)
+            answers = run_ranks(ranks, time_on_rank, model, [DDP], max_rounds, sizes)
             times, _ = answers[0]
             machine.append(predict(times, sizes, [Profile(**profile) for _, profile in answers]))
     whole = effort.rounds > 99 and ALLOWED

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ranks import start
+from ranks import run_ranks
 from timing import Effort, Results, chapter, compare
 from training_step import build
 
@@ -48,5 +48,5 @@ def time_halves(steps_of: dict[str, int], rounds: int) -> Results:
 def measure_threads(effort: Effort) -> Results:
     """On the CPU: the interpreter lock costs what a model's Python code holds it for."""
     rounds, steps_of = min(20, effort.rounds), {"net": 5} if effort.quick else STEPS_OF_MODEL
-    first, _ = start(RANKS, time_halves, steps_of, rounds)
+    first, _ = run_ranks(RANKS, time_halves, steps_of, rounds)
     return {"provenance": {"rounds": rounds}, "models": first}

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from common.options import Parser, UsageError, exit_on, float_at_least
-from ranks import start
+from ranks import run_ranks
 
 
 def mean_loss(solve: Callable) -> Iterator[tuple]:  # what was asked, what came, what is right
@@ -134,7 +134,7 @@ def main() -> None:
     name = f"{folder}/exercise.py"
     file = str((args.file or Path(__file__).parents[1] / name).resolve(strict=True))
     try:
-        found = start(ranks, judge, cases, file, seconds=args.seconds, quiet=True)
+        found = run_ranks(ranks, judge, cases, file, seconds=args.seconds, quiet=True)
     except Exception as error:  # the time limit, or a rank ended
         found = [f"{error}, expected an answer"]
     found = sorted(filter(None, found), key=lambda text: "gloo/transport" in text)  # a consequence

@@ -136,9 +136,7 @@ def default_start() -> None:
 # Ranks that run a function
 
 
-def _run_function(
-    rank: int, pipe: Any, env: dict[str, str], function: Callable, args: tuple
-) -> None:
+def _run_rank(rank: int, pipe: Any, env: dict[str, str], function: Callable, args: tuple) -> None:
     os.environ.update(env)
     torch.set_num_threads(1)
     default_start()
@@ -156,7 +154,7 @@ def run_ranks(world_size: int, function: Callable, *args: Any, dying: tuple = ()
     for rank in range(world_size):
         ours, theirs = context.Pipe(duplex=False)
         arguments = (rank, theirs, of_rank(rank, told), function, args)
-        process = context.Process(target=_run_function, args=arguments)
+        process = context.Process(target=_run_rank, args=arguments)
         process.start()
         theirs.close()
         ranks.append((process, ours))

@@ -26,10 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
+import ranks
 from common.data import local_batch_size
 from common.options import UsageError
 from local_ranks import command, free_port, of_all_ranks, on_ranks, run_ranks
-from ranks import start
 from support import chapter
 
 
@@ -259,7 +259,7 @@ def test_c29_one_seed_gives_equal_weights_and_equal_dropout_masks(rank):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_c30_gloo_on_a_gpu_does_more_than_all_reduce_and_broadcast():
     play = chapter("03", "collectives").before_and_after
-    gathered = start(2, play, "all_gather", device="cuda", seconds=60)
+    gathered = ranks.run_ranks(2, play, "all_gather", device="cuda", seconds=60)
     assert [after for _, after in gathered] == [[1, 10]] * 2
 
 

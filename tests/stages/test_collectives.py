@@ -88,7 +88,7 @@ def test_without_its_call_no_lesson_gives_that(rank):
 
 def test_ranks_start_and_introduce_themselves():
     said = [f"rank {rank} of 3; all ranks add up to 3" for rank in range(3)]
-    assert ranks.start(3, ranks.introduce, seconds=60) == said
+    assert ranks.run_ranks(3, ranks.introduce, seconds=60) == said
 
 
 @pytest.mark.parametrize(("backend", "gpus"), [("gloo", 1), ("nccl", 2)])
@@ -98,7 +98,7 @@ def test_every_collective_works_on_gpus_and_two_gloo_ranks_share_one(backend, gp
     names = ["broadcast", "all_reduce"] if backend == "gloo" else list(LESSONS)
     play = collectives.before_and_after
     for name in names:
-        answers = ranks.start(2, play, name, backend=backend, device="cuda", seconds=60)
+        answers = ranks.run_ranks(2, play, name, backend=backend, device="cuda", seconds=60)
         assert right(name, answers), name
 
 
@@ -134,7 +134,7 @@ def train_in_the_background() -> None:
 
 
 def start_ranks_of_a_chapter() -> None:
-    ranks.start(2, hang)
+    ranks.run_ranks(2, hang)
 
 
 def ranks_left(folder: Path, main: Callable, seconds: float) -> int:
