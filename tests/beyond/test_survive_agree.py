@@ -79,7 +79,7 @@ def test_if_a_rank_fails_all_end_and_the_lowest_that_failed_says_why(rank):
 
     assert of_all_ranks(outcome(work)) == [SILENT, "OSError: of rank 1", SILENT]
     value = 8 if rank == 1 else 7
-    assert of_all_ranks(outcome(agreement.same, value, "it")) == [
+    assert of_all_ranks(outcome(agreement.require_same, value, "it")) == [
         SILENT,
         "AgreementError: it is 8 on rank 1, 7 on rank 0",
         SILENT,
@@ -93,7 +93,7 @@ def test_the_mean_loss_of_an_epoch_ends_all_ranks_if_it_cannot_be_saved(rank):
     losses = torch.arange(4.0) + rank  # of steps 7 to 10
 
     def mean(losses: torch.Tensor, scale: float = 1.0) -> list[float]:
-        return agreement.mean(losses, model, 10, scale).tolist()
+        return agreement.mean_or_end(losses, model, 10, scale).tolist()
 
     assert of_all_ranks(outcome(mean, losses, 2.0**-24)) == ["[1.0, 2.0, 3.0, 4.0]"] * 3
     no_scale, *others = of_all_ranks(outcome(mean, losses, 2.0**-25))
@@ -129,7 +129,7 @@ def test_one_rank_reads_a_file_for_all_that_see_it_and_all_learn_the_answer(rank
     def first_whole(*names: str) -> list:
         """For each rank: the first of these files that is whole, and which files it has read."""
         read.clear()
-        found = agreement.first(is_whole, [folder / name for name in names])
+        found = agreement.first_valid(is_whole, [folder / name for name in names])
         return of_all_ranks((found and found.name, tuple(read)))
 
     if rank == 0:

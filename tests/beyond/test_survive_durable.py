@@ -165,7 +165,7 @@ def test_a_checkpoint_that_cannot_be_renamed_stays_where_it_is(two):
     read_only = patch("pathlib.Path.replace", side_effect=PermissionError("read-only"))
     with read_only, pytest.raises(durable.CheckpointError, match="the one before is whole"):
         save(two, 3)
-    assert (step_of(two), step_of(durable.previous(two))) == (2, 1)
+    assert (step_of(two), step_of(durable.previous_path(two))) == (2, 1)
 
 
 def test_new_runs_in_one_folder_keep_what_all_earlier_ones_have_saved(tmp_path):
@@ -188,7 +188,7 @@ def test_a_bit_that_flips_after_a_save_is_seen_by_the_next_one(flips, step_befor
         data[len(data) // 2] ^= 1
         two.write_bytes(data)
     save(two, 3)
-    assert (step_of(two), step_of(durable.previous(two))) == (3, step_before)
+    assert (step_of(two), step_of(durable.previous_path(two))) == (3, step_before)
 
 
 def read_bytes(function, *args: object) -> int:

@@ -34,7 +34,7 @@ def test_resuming_inside_an_epoch_equals_not_having_stopped(ranks, flags, withou
     assert part.checkpoint["epoch_step"] == 7, "it ended inside the first epoch, which has 12 steps"
     again = ("--resume=auto", "--checkpoint-every-steps=5")
     resumed = train("survive", ranks, *flags, *again, folder=part.folder, **more)
-    assert durable.previous(part.folder / "checkpoint.pt").exists()
+    assert durable.previous_path(part.folder / "checkpoint.pt").exists()
     same = [resumed, train("05", ranks, *flags, **FP32)] if "--no-sync-bn" in flags else [resumed]
     for other in same:
         assert same_run(whole, other)

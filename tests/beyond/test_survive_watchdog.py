@@ -34,7 +34,7 @@ def test_only_the_very_process_that_wrote_a_note_is_ended(same):
     dog, _ = new_watchdog()
     process = context.Process(target=time.sleep, args=(60,))
     process.start()
-    who = watchdog.identity(process.pid)
+    who = watchdog.process_identity(process.pid)
     place = "step 3, line 2, `b()`"
     note = [7, place, False, who if same else [*who[:-1], "0"]]
     dog.store.set("rank 1", json.dumps(note))
@@ -118,7 +118,7 @@ def test_an_error_of_its_own_is_not_taken_for_a_missing_rank(error, rank, verdic
     assert re.fullmatch(said, capsys.readouterr().err)
     _, place, lost, process = json.loads(dog.store.get(f"rank {rank}"))
     assert re.fullmatch(PLACE if error else "the end of its work", place)
-    assert (lost, process) == (is_lost, watchdog.identity(os.getpid()))
+    assert (lost, process) == (is_lost, watchdog.process_identity(os.getpid()))
     assert not dog.thread.is_alive()
 
 
