@@ -28,7 +28,7 @@ GRACE = 3.0  # seconds that the others get when one rank has failed
 
 
 @dataclass
-class Outcome:
+class RunOutcome:
     """What the records of the ranks do not say themselves."""
 
     status: int
@@ -217,7 +217,7 @@ class Patience:
         return time.monotonic() - self.since
 
 
-def execute(command: list[str], settings: Settings, timeout: float) -> Outcome:
+def execute(command: list[str], settings: Settings, timeout: float) -> RunOutcome:
     """Start a command, wait until all ranks have ended or hang, and read what they wrote."""
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PROVE": json.dumps(asdict(settings))}
     log = Path(settings.folder, f"{settings.mode}.log")
@@ -239,4 +239,4 @@ def execute(command: list[str], settings: Settings, timeout: float) -> Outcome:
         processes.end([rank.pid for rank in ranks])
     text = log.read_text(errors="replace") if log.exists() else ""
     ranks = read_records(settings.folder, settings.mode)
-    return Outcome(processes.status, text, hang, silent, ranks)
+    return RunOutcome(processes.status, text, hang, silent, ranks)

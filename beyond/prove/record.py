@@ -54,7 +54,7 @@ class Collective(NamedTuple):
 
 
 @dataclass
-class Progress:
+class RankProgress:
     """Is this rank alive, and what does it wait for?"""
 
     events: int = 0  # a run whose ranks have no new events may hang
@@ -188,7 +188,7 @@ class RankRecord:
     pid: int = 0
     ended: str = Ended.NOT_YET
     error: ScriptError | None = None
-    progress: Progress = field(default_factory=Progress)
+    progress: RankProgress = field(default_factory=RankProgress)
     steps: int = 0  # of all optimizers together
     passes: list[Pass] = field(default_factory=list)
     optimizers: list[OptimizerRecord] = field(default_factory=list)

@@ -24,7 +24,7 @@ RANKS = (1, 2, 3)
 JOBS = 3  # at a time: ranks wait for each other more than they compute
 
 
-class Case(NamedTuple):
+class PlantedCase(NamedTuple):
     """A script, and a row that prove must print of it; check "": any row but a WRONG one."""
 
     name: str
@@ -44,15 +44,17 @@ def changed(script: str, changes: tuple[tuple[str, str], ...]) -> str:
     return source
 
 
-def cases() -> list[Case]:
+def cases() -> list[PlantedCase]:
     listed = []
     for planted in (*MISTAKES, *HARMLESS):
         original = changed(planted.script, planted.original) if planted.original else ""
         source = changed(planted.script, planted.changes)
-        listed.append(Case(planted.name, source, 2, planted.verdict, planted.check, original))
+        listed.append(
+            PlantedCase(planted.name, source, 2, planted.verdict, planted.check, original)
+        )
     for script in SCRIPTS:
         source = (HERE / f"{script}.py").read_text()
-        listed += [Case(f"clean {script}, {ranks} ranks", source, ranks) for ranks in RANKS]
+        listed += [PlantedCase(f"clean {script}, {ranks} ranks", source, ranks) for ranks in RANKS]
     return listed
 
 
@@ -73,7 +75,7 @@ def rows_of_script(source: str, ranks: int, original: str) -> tuple[list[Row], s
             os.chdir(home)
 
 
-def result(case: Case) -> dict:
+def result(case: PlantedCase) -> dict:
     """For a mistake whether it is found, and for a script that is right what is said."""
     began = time.monotonic()
     rows, error = rows_of_script(case.source, case.ranks, case.original)
