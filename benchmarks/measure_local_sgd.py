@@ -14,9 +14,9 @@ from common.models import build_model
 from common.options import UsageError
 from ranks import run_ranks
 from stage_runs import ROOT
-from timing import Effort, Results, chapter
+from timing import Effort, Results, load_chapter
 
-local_sgd = chapter("beyond", "local_sgd/local_sgd")
+local_sgd = load_chapter("beyond", "local_sgd/local_sgd")
 LOCAL_BATCH, EVERY = 30, 32
 STEPS = {"net-bn": 480, "resnet18": 128}  # of each rank
 DDP = "DDP"  # with it the other methods are compared

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from common.options import UsageError
 from ranks import run_ranks
-from timing import Effort, Results, chapter, save, summarize, take_turns
+from timing import Effort, Results, load_chapter, save, summarize, take_turns
 from training_step import build, ddp_without_buffers, make_step, sgd, train_step
 from two_nodes import ALLOWED, RATES, on_two_nodes, set_rate
 
-local_sgd = chapter("beyond", "local_sgd/local_sgd")
-sent_bytes = chapter("beyond", "local_sgd/async_mean").sent_bytes
-step_model = chapter("04", "forecast/step_model")
-gradient_order = chapter("04", "forecast/gradient_order")
-GBIT = chapter("04", "forecast/forecast").GBIT
+local_sgd = load_chapter("beyond", "local_sgd/local_sgd")
+sent_bytes = load_chapter("beyond", "local_sgd/async_mean").sent_bytes
+step_model = load_chapter("04", "forecast/step_model")
+gradient_order = load_chapter("04", "forecast/gradient_order")
+GBIT = load_chapter("04", "forecast/forecast").GBIT
 DDP, SHORT, LONG = "DDP", 8, 32  # steps between two messages
 MESSAGES = {"fp32": "full", "bf16": "bf16", "int8": "int8"}
 

@@ -19,14 +19,15 @@ from torch.optim import SGD
 
 from common.options import UsageError
 from ranks import run_ranks
-from timing import Effort, Results, chapter, interleave, summarize
+from timing import Effort, Results, interleave, load_chapter, summarize
 
 FORMATS = ("fp32", "tf32", "bf16", "fp16")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-has_units = chapter("05", "formats").has_units
-measure_bytes = chapter("01", "peak").measure
-size_of: Callable[..., int] = chapter("02", "memory").size  # of the storages of tensors, each once
+has_units = load_chapter("05", "formats").has_units
+measure_bytes = load_chapter("01", "peak").measure
+# Of the storages of tensors, each once.
+size_of: Callable[..., int] = load_chapter("02", "memory").size
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from torch import nn
 
 import shm  # noqa: F401 (its backend)
 from ranks import run_ranks
-from timing import Effort, Results, chapter, compare
+from timing import Effort, Results, compare, load_chapter
 from training_step import build, ddp_without_buffers, make_step
 
 RANKS = 2
-REDUCERS = chapter("03", "reducers/reducers").REDUCERS
-convert = chapter("05", "sync_batchnorm").convert_sync_batchnorm
+REDUCERS = load_chapter("03", "reducers/reducers").REDUCERS
+convert = load_chapter("05", "sync_batchnorm").convert_sync_batchnorm
 
 ROUNDS_AND_STEPS = {"net": (31, 15), "net-bn": (25, 5), "mlp": (25, 4), "resnet18": (15, 1)}
 WRAPS: dict[str, Callable] = {

@@ -25,12 +25,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 
 from ranks import run_ranks
 from tables import predictions
-from timing import Effort, Results, Times, chapter, interleave, save, summarize
+from timing import Effort, Results, Times, interleave, load_chapter, save, summarize
 from training_step import build, ddp_without_buffers, make_step, sgd
 from two_nodes import ALLOWED, RATES, on_two_nodes, set_rate
 
-step_model = chapter("04", "forecast/step_model")
-fill_buckets = chapter("04", "forecast/gradient_order").fill_buckets
+step_model = load_chapter("04", "forecast/step_model")
+fill_buckets = load_chapter("04", "forecast/gradient_order").fill_buckets
 
 # What is timed beside the steps of DDP. One all-reduce runs behind some work, and one beside more.
 WITHOUT_DDP, WORK, LONG_WORK, BESIDE_WORK, COPY = "alone", "work", "long", "beside", "copy"

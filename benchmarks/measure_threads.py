@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ranks import run_ranks
-from timing import Effort, Results, chapter, compare
+from timing import Effort, Results, compare, load_chapter
 from training_step import build
 
 RANKS = 2
 STEPS_OF_MODEL = {"net": 5, "small operations": 5, "big operations": 2}  # in each round
-by_hand: Any = chapter("02", "from_scratch")
+by_hand: Any = load_chapter("02", "from_scratch")
 
 
 def model_and_whole_batch(name: str) -> tuple[nn.Module, Tensor]:

@@ -26,9 +26,9 @@ from shard_levels import LEVELS, Training, by_hand, by_library
 from traffic import bytes_sent_so_far, enter_private_network
 
 sys.path.insert(1, str(Path(__file__).parents[2] / "benchmarks"))
-from timing import RESULTS, chapter, interleave, provenance, save, summarize
+from timing import RESULTS, interleave, load_chapter, provenance, save, summarize
 
-Ledger = chapter("01", "peak").Ledger
+Ledger = load_chapter("01", "peak").Ledger
 KINDS = ("parameters", "gradients", "optimizer state")
 VARIANTS: dict[str, tuple[Callable[..., Training], str]] = {
     "DDP": (by_hand, "none"),

@@ -75,7 +75,9 @@ REASONS = [
 @pytest.mark.parametrize(("key", "loss", "model", "ranks", "words"), REASONS)
 def test_the_reason_fits_what_was_measured(key, loss, model, ranks, words):
     first, other = (
-        tour.Row(name, name, run=stage_runs.Run({}, [{"epoch": 0, "loss": x} for x in (2.0, each)]))
+        tour.StageRow(
+            name, name, run=stage_runs.StageRun({}, [{"epoch": 0, "loss": x} for x in (2.0, each)])
+        )
         for name, each in (("01", 1.0), (key, loss))
     )
     assert words in tour.explain(other, first, Namespace(model=model, ranks=ranks))
