@@ -157,7 +157,7 @@ def train(job: MemoryJob, plan: Any, samples: int, replicas: int) -> Trained:
         time.sleep(0.05)  # gloo's thread lets go of the old layout, else it frees it later, unseen
         model.zero_grad()
         wrapped.train()
-    images, labels = (whole.chunk(job.micro_batches)[0] for whole in (images, labels))
+    images, labels = (tensor.chunk(job.micro_batches)[0] for tensor in (images, labels))
     step = partial(
         train_step,
         micro_batches=job.micro_batches,
@@ -172,10 +172,10 @@ def train(job: MemoryJob, plan: Any, samples: int, replicas: int) -> Trained:
 def count(trained: Trained) -> BytesOf:
     """What this process holds after a forward and the loss; what two tensors share counts once."""
     model, batch = trained.model, (trained.images, trained.labels)
-    activations, of_loss = list[Tensor](), list[Tensor]()
+    activations, loss_tensors = list[Tensor](), list[Tensor]()
     with memory.saving_to(activations):
         outputs = trained.wrapped(trained.images)
-    with memory.saving_to(of_loss):
+    with memory.saving_to(loss_tensors):
         loss = nn.functional.cross_entropy(outputs, trained.labels)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     # A gradient that is a view of a bucket counts as bucket.
@@ -191,7 +191,7 @@ def count(trained: Trained) -> BytesOf:
         "optimizer": memory.size(value for value in state if isinstance(value, Tensor)),
         "batch": memory.size(batch),
         "activations": memory.size(activations, fixed),
-        "outputs and loss": memory.size([outputs, loss, *of_loss], [*fixed, *activations]),
+        "outputs and loss": memory.size([outputs, loss, *loss_tensors], [*fixed, *activations]),
     }
 
 
@@ -231,10 +231,10 @@ def measure(
 ) -> Results:
     """Jobs in turn on the same ranks; samples: the local batch; replicas: of stage 02."""
     names, results = list(names), Results()
-    of_ranks = run_ranks(
+    rows_of_ranks = run_ranks(
         ranks, train_and_count, names, plan, samples, replicas, device=plan.device, quiet=True
     )
-    for name, rows in zip(names, zip(*of_ranks, strict=True), strict=True):
+    for name, rows in zip(names, zip(*rows_of_ranks, strict=True), strict=True):
         held = [bytes_of for row in rows for bytes_of in row["held"]]
         results[name] = {"peak_bytes": [row["peak_bytes"] for row in rows], "held": held}
     return results

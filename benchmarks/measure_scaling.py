@@ -171,8 +171,8 @@ def measure_scaling(effort: Effort) -> Results:
             answers = run_ranks(ranks, time_on_rank, model, [DDP], max_rounds, sizes)
             times, _ = answers[0]
             machine.append(predict(times, sizes, [Profile(**profile) for _, profile in answers]))
-    whole = effort.rounds > 99 and ALLOWED
-    links = on_two_nodes("benchmarks/measure_scaling.py") if whole else {}
+    with_links = effort.rounds > 99 and ALLOWED
+    links = on_two_nodes("benchmarks/measure_scaling.py") if with_links else {}
     results = {"machine": machine, "links": links}
     errors = [abs(row["error"]) for row in predictions(results)]
     about = {"provenance": {"threads_a_rank": 1, "backend": "gloo"}, **results}
@@ -211,9 +211,9 @@ def job_of(seconds: float, profiles: list[Profile], copy_seconds: float) -> Any:
     order = sorted(zip(gradient_bytes, ready, strict=True), key=lambda gradient: gradient[1])
     # Backward fills the buckets; in the end they are emptied.
     one_way = copy_seconds * sum(gradient_bytes) / 2
-    rest = (1 - forward - backward) * seconds + one_way
+    after_backward = (1 - forward - backward) * seconds + one_way
     buckets = fill_buckets(order)
-    return step_model.Job(forward * seconds, backward * seconds + one_way, rest, buckets)
+    return step_model.Job(forward * seconds, backward * seconds + one_way, after_backward, buckets)
 
 
 def ring_seconds(size: float, ranks: int, link: Any, share_of_fp32: float) -> float:
@@ -228,8 +228,8 @@ def predict(times: Times, sizes: list[int], profiles: list[Profile]) -> Results:
     ranks, summary = len(profiles), summarize(times)
     link = fit(ranks, times, sizes)
     # What a second of communication takes from the computing beside it.
-    beside = extra_seconds(times, BESIDE_WORK, LONG_WORK)
-    slowdown = min(1.0, max(0.0, beside / all_reduce_seconds(times, BYTES_BESIDE)))
+    overlap_cost = extra_seconds(times, BESIDE_WORK, LONG_WORK)
+    slowdown = min(1.0, max(0.0, overlap_cost / all_reduce_seconds(times, BYTES_BESIDE)))
     copy_seconds = median(times[COPY]) / BYTES_COPIED
     jobs = [job_of(seconds, profiles, copy_seconds) for seconds in times[WITHOUT_DDP]]
     rows = []
