@@ -63,10 +63,10 @@ class Replay:
     def gradients(self, number: int) -> list[Gradients]:
         """Of the first step of an optimizer."""
         key = f"gradients.{number}"
-        both = self.tensors_of_ranks.get(key, []), self.tensors_of_one.get(key, [])
-        pairs = [
-            Gradients(parameter, *pair) for parameter, pair in enumerate(zip(*both, strict=False))
-        ]
+        tensors = zip(
+            self.tensors_of_ranks.get(key, []), self.tensors_of_one.get(key, []), strict=False
+        )
+        pairs = [Gradients(parameter, *pair) for parameter, pair in enumerate(tensors)]
         return [pair for pair in pairs if pair.of_ranks is not None and pair.of_one is not None]
 
     def equals(self, other: "Replay") -> bool:

@@ -46,14 +46,14 @@ class Torchrun(NamedTuple):
 
 
 def as_torchrun(command: list[str]) -> Torchrun | None:
-    rest = command[1:]
-    if rest[:2] == ["-m", "torch.distributed.run"] and "python" in Path(command[0]).name:
-        rest = rest[2:]
+    arguments = command[1:]
+    if arguments[:2] == ["-m", "torch.distributed.run"] and "python" in Path(command[0]).name:
+        arguments = arguments[2:]
     elif Path(command[0]).name != "torchrun":
         return None
     from torch.distributed.run import get_args_parser
 
-    args = get_args_parser().parse_args(rest)
+    args = get_args_parser().parse_args(arguments)
     one_node = args.nnodes in ("1", "1:1") and args.nproc_per_node.isdigit()
     if not one_node or args.module or not args.training_script.endswith(".py"):
         return None
