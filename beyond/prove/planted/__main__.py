@@ -16,7 +16,7 @@ from typing import NamedTuple
 from prove.__main__ import parse_args, prove
 from prove.launch import preload
 from prove.planted.mistakes import HARMLESS, MISTAKES
-from prove.table import RIGHT, WRONG, Row
+from prove.table import RIGHT, WRONG, ReportRow
 
 HERE = Path(__file__).parent
 SCRIPTS = ("plain", "accumulate", "amp", "iterable")
@@ -58,7 +58,7 @@ def cases() -> list[PlantedCase]:
     return listed
 
 
-def rows_of_script(source: str, ranks: int, original: str) -> tuple[list[Row], str]:
+def rows_of_script(source: str, ranks: int, original: str) -> tuple[list[ReportRow], str]:
     """prove, in a folder of its own: as if it had been typed there."""
     home = os.getcwd()
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
@@ -80,13 +80,13 @@ def result(case: PlantedCase) -> dict:
     began = time.monotonic()
     rows, error = rows_of_script(case.source, case.ranks, case.original)
     not_right = [row for row in rows if row.verdict != RIGHT]
-    said = [f"{row.verdict} {row.check}: {row.evidence}" for row in not_right]
+    lines = [f"{row.verdict} {row.check}: {row.evidence}" for row in not_right]
     rows_of_check = [row for row in rows if row.check == case.check]
     as_expected = not case.check or any(row.verdict == case.verdict for row in rows_of_check)
     if case.verdict == RIGHT:
         as_expected &= not error and all(row.verdict != WRONG for row in rows)
     return {
-        "name": case.name, "verdict": case.verdict, "found": as_expected, "said": said, "error": error,
+        "name": case.name, "verdict": case.verdict, "found": as_expected, "said": lines, "error": error,
         "seconds": round(time.monotonic() - began, 1),
     }  # fmt: skip
 
