@@ -37,8 +37,8 @@ class BreakRow:
 def rows_of(key: str) -> list[BreakRow]:
     """The rows of the README and of the other pages: of their tables, and what diffs show."""
     folder, rows = FOLDERS[key], []
-    found = [page for page in ALL_PAGES if page.is_relative_to(folder)]
-    for page in sorted(found, key=lambda page: (page != folder / "README.md", page)):
+    pages = [page for page in ALL_PAGES if page.is_relative_to(folder)]
+    for page in sorted(pages, key=lambda page: (page != folder / "README.md", page)):
         beside = page.parent.relative_to(folder)  # a page names the files beside it
         for line, file, test in ROW.findall(page.read_text()):
             rows.append(BreakRow(key, ((beside / file).as_posix(), line), test))

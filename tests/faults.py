@@ -244,8 +244,8 @@ def _rank_of_torchrun(fault: Fault, flags: tuple, folder: Path) -> None:
 def _in_groups(processes: list) -> list[int]:
     groups = [process.pid for process in processes]
     ps = subprocess.run(["ps", "-eo", "pid=,pgid=,stat="], capture_output=True, text=True)
-    found = map(str.split, ps.stdout.splitlines())
-    return [int(pid) for pid, group, state in found if int(group) in groups and state[0] != "Z"]
+    rows = map(str.split, ps.stdout.splitlines())
+    return [int(pid) for pid, group, state in rows if int(group) in groups and state[0] != "Z"]
 
 
 def run(fault: Fault, ranks: int, *flags: str) -> tuple:
@@ -349,8 +349,8 @@ def as_expected(outcome: FaultOutcome) -> bool:
         return together and outcome.lost_steps == 0 and set(statuses) == {0}
     if fault.kind in TOLD:
         lines = re.findall("error: (.*)", outcome.output)
-        told = len(lines) == 1 and re.match(TOLD[fault.kind], lines[0])
-        return bool(told) and set(statuses) == {2}
+        is_told = len(lines) == 1 and re.match(TOLD[fault.kind], lines[0])
+        return bool(is_told) and set(statuses) == {2}
     if fault.kind in ("kill-all", *DAMAGES):
         return True
     others = [code for rank, code in enumerate(statuses) if rank != fault.rank]

@@ -191,9 +191,9 @@ def test_shard_each_rank_sends_what_the_paper_says():
 
 def within(*flags: str) -> dict[str, str]:
     """How each level of training ends under a memory limit."""
-    [(status, said)] = command("beyond/shard/memory_limit.py", *flags)
-    assert status == 0, said
-    return {line.split()[0]: line.split(maxsplit=1)[1] for line in said.splitlines()[2:]}
+    [(status, output)] = command("beyond/shard/memory_limit.py", *flags)
+    assert status == 0, output
+    return {line.split()[0]: line.split(maxsplit=1)[1] for line in output.splitlines()[2:]}
 
 
 def test_shard_four_ranks_that_cannot_train_with_ddp_can_with_fsdp():

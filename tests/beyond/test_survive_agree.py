@@ -129,8 +129,8 @@ def test_one_rank_reads_a_file_for_all_that_see_it_and_all_learn_the_answer(rank
     def first_whole(*names: str) -> list:
         """For each rank: the first of these files that is whole, and which files it has read."""
         read.clear()
-        found = agreement.first_valid(is_whole, [folder / name for name in names])
-        return of_all_ranks((found and found.name, tuple(read)))
+        valid_path = agreement.first_valid(is_whole, [folder / name for name in names])
+        return of_all_ranks((valid_path and valid_path.name, tuple(read)))
 
     if rank == 0:
         for name in ("a", "b", "0", "2"):

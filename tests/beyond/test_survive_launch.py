@@ -90,7 +90,7 @@ def gpu_with(uuid: str):
 @on_ranks(3)
 def test_restarted_ranks_find_nothing_of_those_before_and_tell_their_gpus_apart(rank):
     """By uuid: srun may show each rank one GPU only. The control is a store without a prefix."""
-    limit, said = timedelta(seconds=30), []
+    limit, lines = timedelta(seconds=30), []
     for prefix in (True, False):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
         launch.open_store(rank, 3, limit, one_machine=prefix).set("address", "old")
@@ -101,10 +101,10 @@ def test_restarted_ranks_find_nothing_of_those_before_and_tell_their_gpus_apart(
         here = dist.PrefixStore(str(gpus), store)
         with (
             gpu_with(f"GPU-{rank % gpus}"),
-            patch.object(launch, "print", said.append, create=True),
+            patch.object(launch, "print", lines.append, create=True),
         ):
             assert launch.each_rank_has_a_gpu(here, torch.device("cuda", 0), rank, 3) == (gpus == 3)
-    assert said == ["3 ranks share 2 GPUs: gloo, not nccl"] * (rank == 0)
+    assert lines == ["3 ranks share 2 GPUs: gloo, not nccl"] * (rank == 0)
 
 
 NO_GPU = "1 of 3 ranks have no GPU (rank 1), the others have: give all nodes GPUs, or all ranks"

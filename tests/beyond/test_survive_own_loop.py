@@ -70,7 +70,7 @@ def test_a_loop_of_ones_own_stops_and_resumes_to_the_bit(tmp_path):
     def last_steps(folder: str, **env: str) -> list[int]:
         (tmp_path / folder).mkdir(exist_ok=True)
         answers = launch_ranks(str(script), folder, env=env, where=tmp_path)
-        return [int(re.search(r"ends after step (\d+)", said)[1]) for _, said in answers]
+        return [int(re.search(r"ends after step (\d+)", output)[1]) for _, output in answers]
 
     def weights(file: str) -> torch.Tensor:
         return torch.load(tmp_path / file, weights_only=True)["model"]["weight"]

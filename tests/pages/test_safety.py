@@ -26,7 +26,9 @@ def test_no_file_unpickles_what_comes_from_outside():
     assert len(loads) >= 3
     assert [call for call in loads if "weights_only=True" not in call] == []
     call = re.compile(r"(\w+)_object\w*\(")
-    found = {f"{name} {each}" for name, text in sources.items() for each in call.findall(text)}
+    unpickling_calls = {
+        f"{name} {each}" for name, text in sources.items() for each in call.findall(text)
+    }
     allowed = {
         "ranks/__init__.py all_gather",
         "reducers/shared_memory.py broadcast",
@@ -34,7 +36,7 @@ def test_no_file_unpickles_what_comes_from_outside():
     names = ("uneven", "unused_parameters")
     allowed |= {f"04_ddp_torchrun/{name}.py all_gather" for name in names}
     allowed |= {"de/detector_ddp.py all_gather"}  # of the detector
-    assert found == allowed
+    assert unpickling_calls == allowed
 
 
 # A zip file has checksums; survive also asks for one of its own, which `seal` writes.
