@@ -17,8 +17,8 @@ from local_ranks import (
     command,
     context,
     free_port,
+    gather_from_ranks,
     is_running,
-    of_all_ranks,
     on_ranks,
     torchrun_variables,
 )
@@ -127,7 +127,7 @@ def test_all_ranks_choose_the_same_backend_though_their_machines_differ(rank):
                 answer = str(launch.each_rank_has_a_gpu(store, device, rank, 3))
             except launch.LaunchError as error:
                 answer = str(error)
-        assert of_all_ranks(answer) == [expected] * 3
+        assert gather_from_ranks(answer) == [expected] * 3
 
 
 def load_with_workers(pipe) -> None:

@@ -209,7 +209,7 @@ def _run_body(rank: int, module: str, test: str, folder: Path) -> None:
     getattr(import_module(module), test).body(rank)
 
 
-def of_all_ranks(value: Any) -> list:
+def gather_from_ranks(value: Any) -> list:
     """What each rank gives, on every rank."""
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)

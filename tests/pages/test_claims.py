@@ -29,7 +29,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 import ranks
 from common.data import local_batch_size
 from common.options import UsageError
-from local_ranks import command, free_port, of_all_ranks, on_ranks, run_ranks
+from local_ranks import command, free_port, gather_from_ranks, on_ranks, run_ranks
 from support import chapter
 
 
@@ -250,7 +250,7 @@ def test_c29_one_seed_gives_equal_weights_and_equal_dropout_masks(rank):
         weight = nn.Linear(5, 5).weight.tolist()
         torch.manual_seed(seed)
         mask = F.dropout(torch.ones(1000)).tolist()
-        weights, masks = zip(*of_all_ranks((weight, mask)), strict=True)
+        weights, masks = zip(*gather_from_ranks((weight, mask)), strict=True)
         assert weights[0] == weights[1]
         assert (masks[0] == masks[1]) == same
         assert 300 < mask.count(0.0) < 700

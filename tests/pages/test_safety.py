@@ -35,7 +35,7 @@ def test_no_file_unpickles_what_comes_from_outside():
     }
     names = ("uneven", "unused_parameters")
     allowed |= {f"04_ddp_torchrun/{name}.py all_gather" for name in names}
-    allowed |= {"de/detector_ddp.py all_gather"}  # of the detector
+    allowed |= {"detector/detector_ddp.py all_gather"}
     assert unpickling_calls == allowed
 
 

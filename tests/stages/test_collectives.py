@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import ranks
-from local_ranks import ROOT, context, forked, is_running, of_all_ranks, on_ranks
+from local_ranks import ROOT, context, forked, gather_from_ranks, is_running, on_ranks
 from support import chapter, load_stage, output_of
 
 GPUS = torch.cuda.device_count()
@@ -69,7 +69,7 @@ def test_no_rank_leaves_a_barrier_before_all_have_come(rank):
         time.sleep(0.2 * rank)
         arrival = time.monotonic()
         wait(torch.zeros(1))
-        arrivals, departures = zip(*of_all_ranks((arrival, time.monotonic())), strict=True)
+        arrivals, departures = zip(*gather_from_ranks((arrival, time.monotonic())), strict=True)
         assert (max(arrivals) <= min(departures)) == together
 
 
@@ -83,7 +83,7 @@ def test_without_its_call_no_lesson_gives_that(rank):
     with patch.multiple(dist, **dict.fromkeys(CALLS, lambda *args, **kwargs: [])):
         play = chapter("03", "collectives").before_and_after
         rows = [play(name) for name in LESSONS if name != "barrier"]
-    pairs = zip(LESSONS, zip(*of_all_ranks(rows), strict=True), strict=False)
+    pairs = zip(LESSONS, zip(*gather_from_ranks(rows), strict=True), strict=False)
     assert [name for name, ranks in pairs if is_right(name, list(ranks))] == []
 
 

@@ -13,7 +13,7 @@ from torch.optim import SGD
 import oracle
 import support
 from common.options import make_parser
-from local_ranks import of_all_ranks, on_ranks, run_ranks
+from local_ranks import gather_from_ranks, on_ranks, run_ranks
 from repository_pages import fences
 from support import FP32, LOCAL, Run, chapter, load_stage, run_main, train, train_once
 from test_equals_one_process import FLAGS, differences
@@ -246,7 +246,7 @@ def test_under_ddp_all_ranks_skip_what_one_of_them_cannot_take(rank):
             scaler.update()
         skipped = rank == 1 or wrap is DistributedDataParallel  # the control: the one alone
         assert scaler.get_scale() == 2.0 ** (16 - skipped)
-        own, other = of_all_ranks(model.weight.tolist())
+        own, other = gather_from_ranks(model.weight.tolist())
         assert (own == other) == (wrap is DistributedDataParallel)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from common.options import UsageError
-from local_ranks import ROOT, of_all_ranks, on_ranks, run_ranks, scratch_folder
+from local_ranks import ROOT, gather_from_ranks, on_ranks, run_ranks, scratch_folder
 from support import Line, Run, chapter, default_dtype, load_stage, run_main, train_once
 
 NAMES = ("per-parameter", "flat", "bucketed", "ring", "shared-memory")
@@ -104,7 +104,7 @@ def check_all_reducers(rank: int, ranks: int, without: tuple[Line, ...]) -> None
         alone = train_and_record(mixed(0), 0, ranks, set_to_none)
         assert is_close(alone, expected) == (ranks == 1), "the control: without a reducer"
         assert torch.equal(model.shift, mixed(0).shift), "of rank 0"
-        first, *others = of_all_ranks([parameter.tolist() for parameter in model.parameters()])
+        first, *others = gather_from_ranks([parameter.tolist() for parameter in model.parameters()])
         assert all(other == first for other in others), "the same bits on all ranks"
 
 

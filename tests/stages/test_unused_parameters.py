@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import support
-from local_ranks import of_all_ranks, on_ranks, run_ranks
+from local_ranks import gather_from_ranks, on_ranks, run_ranks
 from support import chapter
 
 unused = chapter("04", "unused_parameters")
@@ -43,7 +43,7 @@ def _unused(rank, world_size):
                 assert str(of_step).startswith(verdict)
             else:
                 right = all(map(unused.same, of_step, unused.expected(step, world_size)))
-                assert all(of_all_ranks(right)) == verdict
+                assert all(gather_from_ranks(right)) == verdict
     assert "find_unused_parameters=True" in str(attempts[0][2])
     assert attempts[0][1] == [[2, 1, None], [4, 2, None], [6, 3, None]][rank], "each its own"
     assert not unused.same(None, 1.0)
