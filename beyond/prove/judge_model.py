@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prove.record import OptimizerRecord, Projection, RankRecord, Step
+from prove.record import OptimizerRecord, OptimizerStep, Projection, RankRecord
 from prove.table import (
     RIGHT,
     WARNING,
@@ -26,7 +26,7 @@ class StepOfRanks:
 
     optimizer: OptimizerRecord
     number: int
-    ranks: list[Step]
+    ranks: list[OptimizerStep]
 
     def by_parameter(self, name: str) -> list[tuple]:
         """What the ranks hold: "weights_before", "weights_after", "gradients", ..."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from prove.judge_effects import NUMBER, error_of
 from prove.judge_model import parameter_names
 from prove.launch import RunOutcome
-from prove.record import Ended, Mode, OptimizerRecord, RankRecord, Step, tensors_file
+from prove.record import Ended, Mode, OptimizerRecord, OptimizerStep, RankRecord, tensors_file
 from prove.table import ReportRow, See, listed, not_seen, right, warning, wrong
 
 SMALL_BATCH = 16  # values per channel from which BatchNorm's statistics are good enough
@@ -55,7 +55,7 @@ class Replay:
         if self.stepped:
             self.tensors_of_one = torch.load(tensors_file(folder, mode, 0), weights_only=False)
 
-    def steps(self, number: int) -> list[tuple[Step, Step]]:
+    def steps(self, number: int) -> list[tuple[OptimizerStep, OptimizerStep]]:
         """The steps of an optimizer: of all ranks, of one rank."""
         runs = self.observed, self.replayed
         return list(zip(*(run.optimizers[number].steps for run in runs), strict=False))
@@ -169,7 +169,7 @@ class Comparison:
             return "no DataLoader, and the loss is computed outside of the model: nothing to replay"
         return f"{text}, as follows from the rows above" if self.explained else ""
 
-    def comparable_steps(self) -> list[tuple[Step, Step]]:
+    def comparable_steps(self) -> list[tuple[OptimizerStep, OptimizerStep]]:
         """Until the local batches are not equal any more."""
         steps = []
         for n, (of_ranks, of_one) in enumerate(self.replay.steps(self.number)):

@@ -60,7 +60,7 @@ def as_torchrun(command: list[str]) -> Torchrun | None:
     return Torchrun(int(args.nproc_per_node), [args.training_script, *args.training_script_args])
 
 
-def free_port() -> int:
+def pick_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -136,7 +136,7 @@ class Processes:
 
     def fork(self, torchrun: Torchrun, environment: dict[str, str], log: Path) -> None:
         preload()
-        ranks, port = torchrun.ranks, free_port()
+        ranks, port = torchrun.ranks, pick_port()
         common = {
             "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "prove",

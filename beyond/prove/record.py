@@ -107,7 +107,7 @@ class Pass:
 
 
 @dataclass
-class Step:
+class OptimizerStep:
     """One optimizer step."""
 
     at: str
@@ -127,7 +127,7 @@ class Step:
 class OptimizerRecord:
     at: str
     is_adaptive: bool  # as Adam, it divides by small gradients
-    steps: list[Step] = field(default_factory=list)
+    steps: list[OptimizerStep] = field(default_factory=list)
     names: list[str] = field(default_factory=list)  # of its parameters
     outside_ddp: list[int] = field(default_factory=list)  # the numbers of these parameters
 

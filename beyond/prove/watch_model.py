@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 )
 
 from prove import generators
-from prove.record import Backward, DDPRecord, ModelCall, OptimizerRecord, Projection, Step
+from prove.record import Backward, DDPRecord, ModelCall, OptimizerRecord, OptimizerStep, Projection
 from prove.run import RankRun, where, wrap
 from prove.watch_data import batch_size_of, checksum, copied, tensors_in
 
@@ -149,11 +149,11 @@ class ModelWatcher:
         if run.replaying:
             run.feeder.use_recorded_schedule(optimizer, number, len(steps) - 1)
 
-    def step_of(self, optimizer: Optimizer) -> Step:
+    def step_of(self, optimizer: Optimizer) -> OptimizerStep:
         parameters, this_pass = parameters_of(optimizer), self.run.current_pass
         gradients = [p.grad for p in parameters]
         local = [self.local.get(id(p), LocalGradient()) for p in parameters]
-        return Step(
+        return OptimizerStep(
             at=where(),
             batch=this_pass.given if this_pass else 0,
             batch_size=self.run.current_batch_size(),
