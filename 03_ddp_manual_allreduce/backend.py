@@ -25,7 +25,7 @@ from torch.optim import SGD
 import shm  # noqa: F401, it registers the backend "shm"
 from common.models import Net
 from common.options import Parser, UsageError, exit_on
-from ranks import start
+from ranks import run_ranks
 
 RANKS, STEPS = 2, 4
 LINE, ROW = 64, 2**20  # bytes of a counter, and of the longest tensor; shm cuts longer ones
@@ -117,7 +117,7 @@ def main() -> None:
     Parser(__doc__).parse_args()
     if sys.platform != "linux":
         raise UsageError(f"got {sys.platform}, expected Linux: it has files without a name")
-    comparison, *_ = start(RANKS, compare)
+    comparison, *_ = run_ranks(RANKS, compare)
     print(tabulate(comparison["calls"], ("DDP calls", "when it is made", f"in {STEPS} steps")))
     for name, same in comparison["same"].items():
         print(f"over {name}: {'the same bits as' if same else 'other weights than'} over gloo")

@@ -16,7 +16,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from common.options import Parser, UsageError, exit_on, int_at_least
-from ranks import device_of, start
+from ranks import device_of, run_ranks
 
 
 def send_recv(tensor: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ def main() -> None:
     device = device_of(args.backend, args.world_size)
     nothing = "-" if args.world_size > 1 else "no other rank"
     where, n = {"backend": args.backend, "device": device}, args.world_size
-    answers, table = start(n, play_all, **where, quiet=True), []
+    answers, table = run_ranks(n, play_all, **where, quiet=True), []
     for name, *ranks in zip(LESSONS, *answers, strict=True):
         before = [" ".join(map(str, rank[0])) for rank in ranks]
         after = [" ".join(map(str, rank[1])) or nothing for rank in ranks]

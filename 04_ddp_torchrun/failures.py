@@ -34,13 +34,13 @@ from common.options import Parser, UsageError, exit_on
 LIMIT = timedelta(seconds=2)  # a waiting rank gives up after it
 
 
-def join(rank: int, store: dist.Store) -> None:
+def join_process_group(rank: int, store: dist.Store) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=LIMIT)
 
 
 def rank_branch(rank: int, cured: bool, store: dist.Store) -> str:
     """a collective inside `if rank == 0` -> every rank calls it"""
-    join(rank, store)
+    join_process_group(rank, store)
     if rank == 0 or cured:
         dist.all_reduce(torch.zeros(3))  # as in evaluate: sums of loss, correct, samples
     dist.broadcast(torch.zeros(8), src=0)  # as DDP does with the buffers in the next forward
@@ -49,7 +49,7 @@ def rank_branch(rank: int, cured: bool, store: dist.Store) -> str:
 
 def evaluate_wrapped(rank: int, cured: bool, store: dist.Store) -> str:
     """rank 0 evaluates through the DDP wrapper, which broadcasts -> it evaluates the plain model"""
-    join(rank, store)
+    join_process_group(rank, store)
     model = nn.BatchNorm1d(4)
     ddp = DistributedDataParallel(model)
     ddp(torch.ones(2, 4)).sum().backward()  # a training step
@@ -62,7 +62,7 @@ def evaluate_wrapped(rank: int, cured: bool, store: dist.Store) -> str:
 
 def unused_parameter(rank: int, cured: bool, store: dist.Store) -> str:
     """a parameter that forward does not use -> leave it out, or find_unused_parameters=True"""
-    join(rank, store)
+    join_process_group(rank, store)
     model = nn.Linear(2, 2)
     model.register_module("spare", nn.Linear(2, 2))  # Linear's forward does not use it
     ddp = DistributedDataParallel(model, find_unused_parameters=cured)
@@ -84,7 +84,7 @@ class Checkpointed(nn.Module):
 
 def ready_twice(rank: int, cured: bool, store: dist.Store) -> str:
     """DDP cannot look into a reentrant checkpoint -> use_reentrant=False"""
-    join(rank, store)
+    join_process_group(rank, store)
     ddp = DistributedDataParallel(Checkpointed(not cured), find_unused_parameters=True)
     for _ in range(2):
         ddp(torch.ones(1, 2, requires_grad=True)).sum().backward()
@@ -93,7 +93,7 @@ def ready_twice(rank: int, cured: bool, store: dist.Store) -> str:
 
 def early_step(rank: int, cured: bool, store: dist.Store) -> str:
     """the optimizer steps between a forward and its backward -> step after both backwards"""
-    join(rank, store)
+    join_process_group(rank, store)
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     first, second = ddp(torch.ones(1, 2)).sum(), ddp(torch.zeros(1, 2)).sum()
@@ -107,7 +107,7 @@ def early_step(rank: int, cured: bool, store: dist.Store) -> str:
 
 def expanded_buffer(rank: int, cured: bool, store: dist.Store) -> str:
     """the elements of a buffer share memory, and DDP writes them -> make it contiguous"""
-    join(rank, store)
+    join_process_group(rank, store)
     model = nn.Linear(2, 2)
     mask = torch.ones(1).expand(4)  # four elements, one place in memory
     model.register_buffer("mask", mask.contiguous() if cured else mask)
@@ -117,7 +117,7 @@ def expanded_buffer(rank: int, cured: bool, store: dist.Store) -> str:
 
 def two_writers(rank: int, cured: bool, store: dist.Store) -> str:
     """each node has a local rank 0, and each saves -> only global rank 0 saves"""
-    join(rank, store)
+    join_process_group(rank, store)
     local_rank = 0  # two nodes with one rank each
     writer = (rank if cured else local_rank) == 0
     if writer:
@@ -130,7 +130,7 @@ def two_writers(rank: int, cured: bool, store: dist.Store) -> str:
 
 def module_prefix(rank: int, cured: bool, store: dist.Store) -> str:
     """the names in the wrapper's state_dict begin with module. -> save the plain model's"""
-    join(rank, store)
+    join_process_group(rank, store)
     model = nn.Linear(2, 2)
     ddp = DistributedDataParallel(model)
     nn.Linear(2, 2).load_state_dict((model if cured else ddp).state_dict())
@@ -139,7 +139,7 @@ def module_prefix(rank: int, cured: bool, store: dist.Store) -> str:
 
 def sharded_weights(rank: int, cured: bool, store: dist.Store) -> str:
     """a whole checkpoint meets sharded parameters -> set_model_state_dict cuts it into shards"""
-    join(rank, store)
+    join_process_group(rank, store)
     weights, model = nn.Linear(2, 2).state_dict(), nn.Linear(2, 2)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     full = StateDictOptions(full_state_dict=True)
@@ -154,7 +154,7 @@ def sharded_weights(rank: int, cured: bool, store: dist.Store) -> str:
 def no_interface(rank: int, cured: bool, store: dist.Store) -> str:
     """GLOO_SOCKET_IFNAME names no interface of this machine -> use one that `ip -br addr` lists"""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if cured else "eth99"
-    join(rank, store)
+    join_process_group(rank, store)
     return "joined"
 
 

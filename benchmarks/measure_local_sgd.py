@@ -12,11 +12,11 @@ import torch
 from common.data import load_dataset
 from common.models import build_model
 from common.options import UsageError
-from ranks import start
+from ranks import run_ranks
 from stage_runs import ROOT
-from timing import Effort, Results, chapter
+from timing import Effort, Results, load_chapter
 
-local_sgd = chapter("beyond", "local_sgd/local_sgd")
+local_sgd = load_chapter("beyond", "local_sgd/local_sgd")
 LOCAL_BATCH, EVERY = 30, 32
 STEPS = {"net-bn": 480, "resnet18": 128}  # of each rank
 DDP = "DDP"  # with it the other methods are compared
@@ -66,7 +66,9 @@ def measure_local_sgd(effort: Effort) -> Results:
     trainings = []
     for model, steps in {"net-bn": 5}.items() if effort.quick else STEPS.items():
         for ranks in (2,) if effort.quick else (2, 4):
-            first, *_ = start(ranks, train_on_ranks, model, steps, every, seeds, effort.data_dir)
+            first, *_ = run_ranks(
+                ranks, train_on_ranks, model, steps, every, seeds, effort.data_dir
+            )
             about = {"model": model, "ranks": ranks, "steps": steps}
             trainings.append({**about, "methods": compare_with_ddp(first)})
     return {"local_batch": LOCAL_BATCH, "every": every, "seeds": seeds, "trainings": trainings}

@@ -15,23 +15,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.options import UsageError
-from ranks import start
-from timing import Effort, Results, chapter, save, summarize, take_turns
+from ranks import run_ranks
+from timing import Effort, Results, load_chapter, save, summarize, take_turns
 from training_step import build, ddp_without_buffers, make_step, sgd, train_step
 from two_nodes import ALLOWED, RATES, on_two_nodes, set_rate
 
-local_sgd = chapter("beyond", "local_sgd/local_sgd")
-sent_bytes = chapter("beyond", "local_sgd/async_mean").sent_bytes
-step_model = chapter("04", "forecast/step_model")
-gradient_order = chapter("04", "forecast/gradient_order")
-GBIT = chapter("04", "forecast/forecast").GBIT
+local_sgd = load_chapter("beyond", "local_sgd/local_sgd")
+sent_bytes = load_chapter("beyond", "local_sgd/async_mean").sent_bytes
+step_model = load_chapter("04", "forecast/step_model")
+gradient_order = load_chapter("04", "forecast/gradient_order")
+GBIT = load_chapter("04", "forecast/forecast").GBIT
 DDP, SHORT, LONG = "DDP", 8, 32  # steps between two messages
 MESSAGES = {"fp32": "full", "bf16": "bf16", "int8": "int8"}
 
 
 def measure_local_sgd_links(effort: Effort) -> Results:
     if effort.quick:
-        links = {"no limit": start(2, time_rounds, 1, 1, 2, 2)[0]}
+        links = {"no limit": run_ranks(2, time_rounds, 1, 1, 2, 2)[0]}
     elif ALLOWED:
         links = on_two_nodes("benchmarks/measure_local_sgd_links.py")
     else:

@@ -21,13 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam
 
 from plots import BLACK, BLUE, GRAY, GREEN, ORANGE, RED, SKY, YELLOW
-from ranks import start
-from timing import Effort, Results, chapter
+from ranks import run_ranks
+from timing import Effort, Results, load_chapter
 from training_step import train_step
 
-memory: Any = chapter("02", "memory")
-peak: Any = chapter("01", "peak")
-DataParallel: Any = chapter("02", "from_scratch").DataParallel
+memory: Any = load_chapter("02", "memory")
+peak: Any = load_chapter("01", "peak")
+DataParallel: Any = load_chapter("02", "from_scratch").DataParallel
 
 RANKS, GLOBAL_BATCH = 2, 64
 COPIES = {  # colors and hatches of what does not grow with the batch
@@ -63,14 +63,14 @@ def ddp_without_init_sync(model: nn.Module, replicas: int, **options: Any) -> nn
 
 
 def ddp_with_sync_batchnorm(model: nn.Module, replicas: int) -> nn.Module:
-    convert = chapter("05", "sync_batchnorm").convert_sync_batchnorm
+    convert = load_chapter("05", "sync_batchnorm").convert_sync_batchnorm
     if next(model.parameters()).is_cuda:
         convert = nn.SyncBatchNorm.convert_sync_batchnorm
     return ddp_without_init_sync(convert(model), replicas)
 
 
 @dataclass(frozen=True)
-class Job:
+class MemoryJob:
     """What is trained for two steps and then counted: a stage, or DDP and what makes it hold less.
 
     wrap: called with the model and the number of replicas.
@@ -86,24 +86,26 @@ class Job:
 
 
 ddp_with_views: Any = partial(ddp_without_init_sync, gradient_as_bucket_view=True)
-PerParameter = chapter("03", "reducers/reducers").PerParameter
+PerParameter = load_chapter("03", "reducers/reducers").PerParameter
 STAGES = {
-    "01": Job("01 one process", unwrapped),
-    "02": Job("02 DataParallel", data_parallel),
-    "03": Job("03 by hand", unwrapped, PerParameter),
-    "04": Job("04 DDP"),
-    "05": Job("05 DDP, SyncBN", ddp_with_sync_batchnorm),
-    "05 bf16": Job("05 in bf16", ddp_with_sync_batchnorm, bf16=True),
+    "01": MemoryJob("01 one process", unwrapped),
+    "02": MemoryJob("02 DataParallel", data_parallel),
+    "03": MemoryJob("03 by hand", unwrapped, PerParameter),
+    "04": MemoryJob("04 DDP"),
+    "05": MemoryJob("05 DDP, SyncBN", ddp_with_sync_batchnorm),
+    "05 bf16": MemoryJob("05 in bf16", ddp_with_sync_batchnorm, bf16=True),
 }
 WAYS = {
-    "DDP with Adam": Job(),
-    "bf16 autocast": Job(bf16=True),
-    "accumulate 4": Job(micro_batches=4),
-    "views of the buckets": Job(wrap=ddp_with_views),
-    "views, accumulate 4": Job(wrap=ddp_with_views, micro_batches=4),
-    "the same, zeroed in place": Job(wrap=ddp_with_views, micro_batches=4, zeroed_in_place=True),
-    "ZeRO-1": Job(zero_1=True),
-    "all together": Job(
+    "DDP with Adam": MemoryJob(),
+    "bf16 autocast": MemoryJob(bf16=True),
+    "accumulate 4": MemoryJob(micro_batches=4),
+    "views of the buckets": MemoryJob(wrap=ddp_with_views),
+    "views, accumulate 4": MemoryJob(wrap=ddp_with_views, micro_batches=4),
+    "the same, zeroed in place": MemoryJob(
+        wrap=ddp_with_views, micro_batches=4, zeroed_in_place=True
+    ),
+    "ZeRO-1": MemoryJob(zero_1=True),
+    "all together": MemoryJob(
         wrap=ddp_with_views, bf16=True, micro_batches=4, zeroed_in_place=True, zero_1=True
     ),
 }
@@ -138,7 +140,7 @@ def watch_buckets(wrapped: nn.Module) -> dict[int, int]:
     return buckets
 
 
-def train(job: Job, plan: Any, samples: int, replicas: int) -> Trained:
+def train(job: MemoryJob, plan: Any, samples: int, replicas: int) -> Trained:
     """Two steps; the second finds what the first has left behind."""
     torch.manual_seed(0)
     images = torch.randn(samples, plan.channels, plan.image_size, plan.image_size)
@@ -155,7 +157,7 @@ def train(job: Job, plan: Any, samples: int, replicas: int) -> Trained:
         time.sleep(0.05)  # gloo's thread lets go of the old layout, else it frees it later, unseen
         model.zero_grad()
         wrapped.train()
-    images, labels = (whole.chunk(job.micro_batches)[0] for whole in (images, labels))
+    images, labels = (tensor.chunk(job.micro_batches)[0] for tensor in (images, labels))
     step = partial(
         train_step,
         micro_batches=job.micro_batches,
@@ -170,10 +172,10 @@ def train(job: Job, plan: Any, samples: int, replicas: int) -> Trained:
 def count(trained: Trained) -> BytesOf:
     """What this process holds after a forward and the loss; what two tensors share counts once."""
     model, batch = trained.model, (trained.images, trained.labels)
-    activations, of_loss = list[Tensor](), list[Tensor]()
+    activations, loss_tensors = list[Tensor](), list[Tensor]()
     with memory.saving_to(activations):
         outputs = trained.wrapped(trained.images)
-    with memory.saving_to(of_loss):
+    with memory.saving_to(loss_tensors):
         loss = nn.functional.cross_entropy(outputs, trained.labels)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     # A gradient that is a view of a bucket counts as bucket.
@@ -189,7 +191,7 @@ def count(trained: Trained) -> BytesOf:
         "optimizer": memory.size(value for value in state if isinstance(value, Tensor)),
         "batch": memory.size(batch),
         "activations": memory.size(activations, fixed),
-        "outputs and loss": memory.size([outputs, loss, *of_loss], [*fixed, *activations]),
+        "outputs and loss": memory.size([outputs, loss, *loss_tensors], [*fixed, *activations]),
     }
 
 
@@ -210,7 +212,7 @@ def train_and_count(names: list[str], plan: Any, samples: int, replicas: int) ->
     for job in map(JOBS.__getitem__, names):
         results = list[Trained]()
 
-        def run(job: Job = job, results: list[Trained] = results) -> None:
+        def run(job: MemoryJob = job, results: list[Trained] = results) -> None:
             results.append(train(job, plan, samples, replicas))
 
         peak_bytes = peak.measure(plan.device, run)
@@ -229,10 +231,10 @@ def measure(
 ) -> Results:
     """Jobs in turn on the same ranks; samples: the local batch; replicas: of stage 02."""
     names, results = list(names), Results()
-    of_ranks = start(
+    rows_of_ranks = run_ranks(
         ranks, train_and_count, names, plan, samples, replicas, device=plan.device, quiet=True
     )
-    for name, rows in zip(names, zip(*of_ranks, strict=True), strict=True):
+    for name, rows in zip(names, zip(*rows_of_ranks, strict=True), strict=True):
         held = [bytes_of for row in rows for bytes_of in row["held"]]
         results[name] = {"peak_bytes": [row["peak_bytes"] for row in rows], "held": held}
     return results

@@ -18,15 +18,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from common.options import UsageError
-from ranks import start
-from timing import Effort, Results, chapter, interleave, summarize
+from ranks import run_ranks
+from timing import Effort, Results, interleave, load_chapter, summarize
 
 FORMATS = ("fp32", "tf32", "bf16", "fp16")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-has_units = chapter("05", "formats").has_units
-measure_bytes = chapter("01", "peak").measure
-size_of: Callable[..., int] = chapter("02", "memory").size  # of the storages of tensors, each once
+has_units = load_chapter("05", "formats").has_units
+measure_bytes = load_chapter("01", "peak").measure
+# Of the storages of tensors, each once.
+size_of: Callable[..., int] = load_chapter("02", "memory").size
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def measure_precision(effort: Effort) -> Results:
         if ranks > 1:
             not_compiled = [variant for variant in variants if not VARIANTS[variant].compiled]
             where: Any = {"backend": "nccl" if on_gpu else "gloo", "device": effort.device}
-            first, *_ = start(
+            first, *_ = run_ranks(
                 ranks, time_model, name, not_compiled, samples, effort, quiet=True, **where
             )
             models[name][f"{ranks} ranks"] = first

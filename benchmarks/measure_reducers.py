@@ -6,13 +6,13 @@ from functools import partial
 from torch import nn
 
 import shm  # noqa: F401 (its backend)
-from ranks import start
-from timing import Effort, Results, chapter, compare
+from ranks import run_ranks
+from timing import Effort, Results, compare, load_chapter
 from training_step import build, ddp_without_buffers, make_step
 
 RANKS = 2
-REDUCERS = chapter("03", "reducers/reducers").REDUCERS
-convert = chapter("05", "sync_batchnorm").convert_sync_batchnorm
+REDUCERS = load_chapter("03", "reducers/reducers").REDUCERS
+convert = load_chapter("05", "sync_batchnorm").convert_sync_batchnorm
 
 ROUNDS_AND_STEPS = {"net": (31, 15), "net-bn": (25, 5), "mlp": (25, 4), "resnet18": (15, 1)}
 WRAPS: dict[str, Callable] = {
@@ -50,8 +50,8 @@ def time_models(names: list[str], effort: Effort, over_shm: bool) -> Results:
 def measure_reducers(effort: Effort) -> Results:
     """Over gloo, and over shm, each beside computing alone in the same rounds."""
     names = ["net"] if effort.quick else list(ROUNDS_AND_STEPS)
-    models, *_ = start(RANKS, time_models, names, effort, False)
-    over_shm, *_ = start(RANKS, time_models, names, effort, True, backend="shm")
+    models, *_ = run_ranks(RANKS, time_models, names, effort, False)
+    over_shm, *_ = run_ranks(RANKS, time_models, names, effort, True, backend="shm")
     for model_name, model in over_shm.items():
         rows = {name: row for name, row in model["variants"].items() if "shm" in name}
         models[model_name]["variants"] |= rows

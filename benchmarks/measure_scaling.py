@@ -23,14 +23,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-from ranks import start
+from ranks import run_ranks
 from tables import predictions
-from timing import Effort, Results, Times, chapter, interleave, save, summarize
+from timing import Effort, Results, Times, interleave, load_chapter, save, summarize
 from training_step import build, ddp_without_buffers, make_step, sgd
 from two_nodes import ALLOWED, RATES, on_two_nodes, set_rate
 
-step_model = chapter("04", "forecast/step_model")
-fill_buckets = chapter("04", "forecast/gradient_order").fill_buckets
+step_model = load_chapter("04", "forecast/step_model")
+fill_buckets = load_chapter("04", "forecast/gradient_order").fill_buckets
 
 # What is timed beside the steps of DDP. One all-reduce runs behind some work, and one beside more.
 WITHOUT_DDP, WORK, LONG_WORK, BESIDE_WORK, COPY = "alone", "work", "long", "beside", "copy"
@@ -168,11 +168,11 @@ def measure_scaling(effort: Effort) -> Results:
         for model in effort.models or (["net"] if effort.quick else rounds):
             max_rounds = rounds[model] // 4 if effort.brief else min(rounds[model], effort.rounds)
             sizes = SMALL_SIZES if model == "net" else SIZES
-            answers = start(ranks, time_on_rank, model, [DDP], max_rounds, sizes)
+            answers = run_ranks(ranks, time_on_rank, model, [DDP], max_rounds, sizes)
             times, _ = answers[0]
             machine.append(predict(times, sizes, [Profile(**profile) for _, profile in answers]))
-    whole = effort.rounds > 99 and ALLOWED
-    links = on_two_nodes("benchmarks/measure_scaling.py") if whole else {}
+    with_links = effort.rounds > 99 and ALLOWED
+    links = on_two_nodes("benchmarks/measure_scaling.py") if with_links else {}
     results = {"machine": machine, "links": links}
     errors = [abs(row["error"]) for row in predictions(results)]
     about = {"provenance": {"threads_a_rank": 1, "backend": "gloo"}, **results}
@@ -211,9 +211,9 @@ def job_of(seconds: float, profiles: list[Profile], copy_seconds: float) -> Any:
     order = sorted(zip(gradient_bytes, ready, strict=True), key=lambda gradient: gradient[1])
     # Backward fills the buckets; in the end they are emptied.
     one_way = copy_seconds * sum(gradient_bytes) / 2
-    rest = (1 - forward - backward) * seconds + one_way
+    after_backward = (1 - forward - backward) * seconds + one_way
     buckets = fill_buckets(order)
-    return step_model.Job(forward * seconds, backward * seconds + one_way, rest, buckets)
+    return step_model.Job(forward * seconds, backward * seconds + one_way, after_backward, buckets)
 
 
 def ring_seconds(size: float, ranks: int, link: Any, share_of_fp32: float) -> float:
@@ -228,8 +228,8 @@ def predict(times: Times, sizes: list[int], profiles: list[Profile]) -> Results:
     ranks, summary = len(profiles), summarize(times)
     link = fit(ranks, times, sizes)
     # What a second of communication takes from the computing beside it.
-    beside = extra_seconds(times, BESIDE_WORK, LONG_WORK)
-    slowdown = min(1.0, max(0.0, beside / all_reduce_seconds(times, BYTES_BESIDE)))
+    overlap_cost = extra_seconds(times, BESIDE_WORK, LONG_WORK)
+    slowdown = min(1.0, max(0.0, overlap_cost / all_reduce_seconds(times, BYTES_BESIDE)))
     copy_seconds = median(times[COPY]) / BYTES_COPIED
     jobs = [job_of(seconds, profiles, copy_seconds) for seconds in times[WITHOUT_DDP]]
     rows = []

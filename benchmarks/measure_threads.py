@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ranks import start
-from timing import Effort, Results, chapter, compare
+from ranks import run_ranks
+from timing import Effort, Results, compare, load_chapter
 from training_step import build
 
 RANKS = 2
 STEPS_OF_MODEL = {"net": 5, "small operations": 5, "big operations": 2}  # in each round
-by_hand: Any = chapter("02", "from_scratch")
+by_hand: Any = load_chapter("02", "from_scratch")
 
 
 def model_and_whole_batch(name: str) -> tuple[nn.Module, Tensor]:
@@ -48,5 +48,5 @@ def time_halves(steps_of: dict[str, int], rounds: int) -> Results:
 def measure_threads(effort: Effort) -> Results:
     """On the CPU: the interpreter lock costs what a model's Python code holds it for."""
     rounds, steps_of = min(20, effort.rounds), {"net": 5} if effort.quick else STEPS_OF_MODEL
-    first, _ = start(RANKS, time_halves, steps_of, rounds)
+    first, _ = run_ranks(RANKS, time_halves, steps_of, rounds)
     return {"provenance": {"rounds": rounds}, "models": first}

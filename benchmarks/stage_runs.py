@@ -33,7 +33,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {  # RANKS stands for their number
 
 
 @dataclass(frozen=True)
-class Run:
+class StageRun:
     """What a run left: summary.json, and the lines of metrics.jsonl, one for each step."""
 
     summary: dict[str, Any]
@@ -54,7 +54,7 @@ def command_of(key: str, ranks: int) -> list[str]:
     return [str(ROOT / part) if part.endswith(".py") else part for part in command]
 
 
-def run_command(command: Sequence[str], folder: Path, env: dict[str, str], show: bool) -> Run:
+def run_command(command: Sequence[str], folder: Path, env: dict[str, str], show: bool) -> StageRun:
     """Run it until it ends. SystemExit with its status if that is not 0."""
     process = subprocess.Popen(
         [sys.executable, *command, f"--run-dir={folder}"],
@@ -74,10 +74,10 @@ def run_command(command: Sequence[str], folder: Path, env: dict[str, str], show:
         raise SystemExit(process.returncode)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     summary = json.loads((folder / "summary.json").read_text())
-    return Run(summary, [json.loads(line) for line in lines])
+    return StageRun(summary, [json.loads(line) for line in lines])
 
 
-def run_quietly(key: str, ranks: int, *flags: str, threads: int = 1) -> Run:
+def run_quietly(key: str, ranks: int, *flags: str, threads: int = 1) -> StageRun:
     """A run whose files are not kept. threads: of each rank."""
     with TemporaryDirectory() as folder:
         command = [*command_of(key, ranks), *flags, f"--data-dir={ROOT / 'data'}"]

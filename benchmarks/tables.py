@@ -152,10 +152,10 @@ def local_sgd_links(results: Results) -> str:
 
 
 def shard(results: Results) -> str:
-    whole, lines = results["parameter_bytes"], []
+    parameter_bytes, lines = results["parameter_bytes"], []
     for name, step in results["variants"].items():
         held = results["held_bytes"].get(name)  # A/A is measured in time only
-        kinds = [held[kind] / whole for kind in SHARDED] if held else []
+        kinds = [held[kind] / parameter_bytes for kind in SHARDED] if held else []
         numbers = [*kinds, sum(kinds), results["sent_multiples"][name]] if held else []
         cells = [f"{number:.2f}" for number in numbers] or [""] * 5
         lines.append((name, *cells, RATIO.format(**step)))

@@ -154,7 +154,7 @@ def load(name: str) -> Results:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def chapter(stage: str, name: str) -> ModuleType:
+def load_chapter(stage: str, name: str) -> ModuleType:
     """A file of a stage as a module, or of `beyond`; the number in 03_... keeps `import` from it.
 
     name: without .py, and with its folder inside the stage, if it has one: reducers/ring. The

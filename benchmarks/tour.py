@@ -28,20 +28,20 @@ from common.data import load_dataset, local_batch_size
 from common.options import UsageError, exit_on, int_at_least, make_parser
 from measure_memory import COPIES, HELD, measure, peak
 from plots import MIB, bars, legend, stack
-from stage_runs import Run, command_of, run_command
+from stage_runs import StageRun, command_of, run_command
 from timing import Results, hardware
 
 EQUAL = 1e-5  # fp32 losses of the first epoch that differ less count as equal
 
 
 @dataclass
-class Row:
+class StageRow:
     """A stage with its flags; `run` is there when it has run."""
 
     key: str
     label: str
     color: str = "black"
-    run: Run = field(default_factory=lambda: Run({}, []))
+    run: StageRun = field(default_factory=lambda: StageRun({}, []))
 
     @property
     def memory_job(self) -> str:
@@ -54,16 +54,16 @@ class Row:
 
 
 ROWS = [
-    Row("01", "01 one process", "#000000"),
-    Row("01-cores", "01 with all cores", "#888888"),
-    Row("02", "02 DataParallel", "#E69F00"),
-    Row("03", "03 by hand", "#56B4E9"),
-    Row("04", "04 DDP", "#009E73"),
-    Row("04-shm", "04 over shm", "#006048"),
-    Row("05", "05 DDP, SyncBN", "#D55E00"),
-    Row("05-shm", "05 over shm", "#8C3A00"),
-    Row("05-bf16-shm", "05 in bf16 over shm", "#CC79A7"),
-    Row("05-bf16", "05 in bf16", "#CC79A7"),
+    StageRow("01", "01 one process", "#000000"),
+    StageRow("01-cores", "01 with all cores", "#888888"),
+    StageRow("02", "02 DataParallel", "#E69F00"),
+    StageRow("03", "03 by hand", "#56B4E9"),
+    StageRow("04", "04 DDP", "#009E73"),
+    StageRow("04-shm", "04 over shm", "#006048"),
+    StageRow("05", "05 DDP, SyncBN", "#D55E00"),
+    StageRow("05-shm", "05 over shm", "#8C3A00"),
+    StageRow("05-bf16-shm", "05 in bf16 over shm", "#CC79A7"),
+    StageRow("05-bf16", "05 in bf16", "#CC79A7"),
 ]
 
 
@@ -87,7 +87,7 @@ def parse_args() -> Namespace:
     return args
 
 
-def run(row: Row, args: Namespace, folder: Path) -> None:
+def run(row: StageRow, args: Namespace, folder: Path) -> None:
     """Run a stage as a reader would, show what it prints, and read what it leaves behind."""
     threads = os.cpu_count() or 1 if row.key == "01-cores" else 1
     env = {"OMP_NUM_THREADS": str(threads)}  # of each rank, and of 01
@@ -112,7 +112,7 @@ def run(row: Row, args: Namespace, folder: Path) -> None:
         raise
 
 
-def explain(row: Row, first: Row, args: Namespace) -> str:
+def explain(row: StageRow, first: StageRow, args: Namespace) -> str:
     """One sentence: does this row repeat the first one's losses, how closely, and why."""
     pairs = zip(first.run.losses(epochs=1), row.run.losses(epochs=1), strict=True)
     distances = [abs(a - b) for a, b in pairs]
@@ -137,7 +137,7 @@ def explain(row: Row, first: Row, args: Namespace) -> str:
     return " ".join((result, *causes))
 
 
-def count_memory(rows: list[Row], args: Namespace) -> Results:
+def count_memory(rows: list[StageRow], args: Namespace) -> Results:
     """The bytes of tensors that each process or replica holds when the loss is there, by kind."""
     train_set, _ = load_dataset(args)
     image, _ = train_set[0]  # (C, H, W)
@@ -232,7 +232,7 @@ def tabulate_rows(results: Results, style: str) -> str:
     return tabulate(lines, headers, style, colalign=right, disable_numparse=True)
 
 
-def report(rows: list[Row], results: Results, args: Namespace, seconds: float) -> str:
+def report(rows: list[StageRow], results: Results, args: Namespace, seconds: float) -> str:
     summary, first = rows[0].run.summary, rows[0].key[:2]
     lines = [
         f"# The tour: {args.model} on {args.dataset}, {args.ranks} ranks",

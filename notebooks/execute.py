@@ -34,21 +34,21 @@ def read(path: Path) -> NotebookNode:
 
 def run(notebook: NotebookNode) -> tuple[NotebookNode, dict[str, str]]:
     """A copy with fresh outputs, and what the check says to each answer."""
-    made = copy.deepcopy(notebook)
-    asked = next(cell for cell in made.cells if "exercise" in tags(cell))
-    checks = next(cell for cell in made.cells if "check" in tags(cell))
+    executed = copy.deepcopy(notebook)
+    asked = next(cell for cell in executed.cells if "exercise" in tags(cell))
+    checks = next(cell for cell in executed.cells if "check" in tags(cell))
     for kind in ("right", "wrong"):
         answer = asked.source.replace("None", f"({asked.metadata[kind]})", 1)
-        made.cells.append(new_code_cell(f"{answer}\n{checks.source}"))
+        executed.cells.append(new_code_cell(f"{answer}\n{checks.source}"))
     results = [path.name for path in made_of() if path.suffix == ".json"]  # not a reader's own
     with patch.dict(os.environ, ONLY_RESULTS=",".join(results)):
         folder = {"metadata": {"path": str(ROOT / "notebooks")}}
-        client = NotebookClient(made, timeout=SECONDS, kernel_name="python3", resources=folder)
+        client = NotebookClient(executed, timeout=SECONDS, kernel_name="python3", resources=folder)
         client.execute()
-    *made.cells, right, wrong = made.cells
-    for cell in made.cells:  # not when each cell ran, nor what an editor has left there
+    *executed.cells, right, wrong = executed.cells
+    for cell in executed.cells:  # not when each cell ran, nor what an editor has left there
         cell.metadata = {k: v for k, v in cell.metadata.items() if k in ("tags", "right", "wrong")}
-    return made, {"right": text_of(right), "wrong": text_of(wrong)}
+    return executed, {"right": text_of(right), "wrong": text_of(wrong)}
 
 
 def tags(cell: NotebookNode) -> list[str]:
@@ -72,8 +72,8 @@ def errors_of(cell: NotebookNode) -> str:
 
 def made_of() -> list[Path]:
     """The results that are committed, and the programs that draw them."""
-    found = (ROOT / "benchmarks" / "results").glob("*.json")
-    results = [path for path in found if "-" not in path.name or path.name in MACHINES]
+    paths = (ROOT / "benchmarks" / "results").glob("*.json")
+    results = [path for path in paths if "-" not in path.name or path.name in MACHINES]
     programs = [*(ROOT / "benchmarks").glob("*.py"), ROOT / "notebooks" / "same_result.py"]
     return sorted([*results, *programs])
 
@@ -83,13 +83,13 @@ def stamp() -> str:
 
 
 def execute_in_place(path: Path) -> None:
-    made, said = run(read(path))
+    executed, answers = run(read(path))
     plain: dict[str, Any] = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    made.metadata = nbformat.from_dict(
+    executed.metadata = nbformat.from_dict(
         {"kernelspec": plain, "language_info": {"name": "python"}, STAMP: stamp()}
     )
-    nbformat.write(made, path)
-    print(f"{path.name}: right: {said['right']} wrong: {said['wrong']}")
+    nbformat.write(executed, path)
+    print(f"{path.name}: right: {answers['right']} wrong: {answers['wrong']}")
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ def train(
     return support.train(stage, ranks, *words, *flags, dtype=precision, without=without)
 
 
-def train_all(names: Iterable[str] = (*STAGES, "05 in bf16"), **how: Any) -> dict[str, Any]:
-    return {name: train(name[:2], *FLAGS.get(name, ()), **how) for name in names}
+def train_all(names: Iterable[str] = (*STAGES, "05 in bf16"), **options: Any) -> dict[str, Any]:
+    return {name: train(name[:2], *FLAGS.get(name, ()), **options) for name in names}
 
 
 def losses_of(runs: Mapping[str, Any]) -> dict[str, Losses]:
@@ -57,13 +57,13 @@ def replay(recipe: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 def matrix(runs: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """How far each float64 run is from each replay: its losses, and rank 0's last state."""
-    found: dict[str, dict[str, float]] = {name: {} for name in runs}
+    distances: dict[str, dict[str, float]] = {name: {} for name in runs}
     for recipe in RECIPES:
         losses, state = replay(recipe)
         for name, run in runs.items():
             pairs = [(run.losses, losses), *((run.states[0][key], state[key]) for key in state)]
-            found[name][recipe] = max((ours - its).abs().max().item() for ours, its in pairs)
-    return found
+            distances[name][recipe] = max((ours - its).abs().max().item() for ours, its in pairs)
+    return distances
 
 
 def nearest(distances: Mapping[str, float]) -> str:
@@ -90,9 +90,9 @@ def draw_losses(axis: Axes, losses: Mapping[str, Losses]) -> None:
     axis.set(ylabel="loss of the global batch", yscale="linear")
 
 
-def draw_gaps(axis: Axes, found: Mapping[str, Losses], skip: int = 0) -> None:
+def draw_gaps(axis: Axes, gaps_of_runs: Mapping[str, Losses], skip: int = 0) -> None:
     """Distances on a log axis; 0 is not drawn. skip: colors and markers that others have."""
-    for place, (name, values) in enumerate(found.items(), skip):
+    for place, (name, values) in enumerate(gaps_of_runs.items(), skip):
         (marker, line), steps = STYLES[place], range(1, len(values) + 1)
         style: Any = {"marker": marker, "markersize": 4, "color": f"C{place}", "label": name}
         axis.plot(steps, [value or math.nan for value in values], line, **style)
@@ -100,12 +100,12 @@ def draw_gaps(axis: Axes, found: Mapping[str, Losses], skip: int = 0) -> None:
     axis.legend(fontsize="small")
 
 
-def draw_matrix(axis: Axes, found: Mapping[str, Mapping[str, float]]) -> None:
-    logs = [[math.log10(max(value, 1e-17)) for value in row.values()] for row in found.values()]
+def draw_matrix(axis: Axes, distances: Mapping[str, Mapping[str, float]]) -> None:
+    logs = [[math.log10(max(value, 1e-17)) for value in row.values()] for row in distances.values()]
     axis.imshow(logs, cmap="cividis", vmin=-17, vmax=0, aspect="auto")
     axis.set_xticks(range(len(RECIPES)), RECIPES)
-    axis.set_yticks(range(len(found)), list(found))
-    for y, row in enumerate(found.values()):
+    axis.set_yticks(range(len(distances)), list(distances))
+    for y, row in enumerate(distances.values()):
         for x, value in enumerate(row.values()):
             same = value < 1e-10
             text, color = (f"same\n{value:.0e}", "white") if same else (f"{value:.1g}", "black")

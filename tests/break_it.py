@@ -23,7 +23,7 @@ ROW = re.compile(r"^\| `(.+?)` \| `([\w.]+)` \| `(test_\w+)` \|$", re.M)  # line
 
 
 @dataclass(frozen=True)
-class Row:
+class BreakRow:
     key: str  # of the stage
     change: Line  # the file and the line to leave out; or the file, the text, and the new text
     test: str  # it must fail then
@@ -34,18 +34,18 @@ class Row:
         return f"{file} with\n{new[0].rstrip()}" if new else f"{file} without `{old}`"
 
 
-def rows_of(key: str) -> list[Row]:
+def rows_of(key: str) -> list[BreakRow]:
     """The rows of the README and of the other pages: of their tables, and what diffs show."""
     folder, rows = FOLDERS[key], []
-    found = [page for page in ALL_PAGES if page.is_relative_to(folder)]
-    for page in sorted(found, key=lambda page: (page != folder / "README.md", page)):
+    pages = [page for page in ALL_PAGES if page.is_relative_to(folder)]
+    for page in sorted(pages, key=lambda page: (page != folder / "README.md", page)):
         beside = page.parent.relative_to(folder)  # a page names the files beside it
         for line, file, test in ROW.findall(page.read_text()):
-            rows.append(Row(key, ((beside / file).as_posix(), line), test))
+            rows.append(BreakRow(key, ((beside / file).as_posix(), line), test))
         for fence in fences("diff", [page]):
             if match := BREAK.fullmatch(fence.note):
                 file = (beside / match["file"]).as_posix()
-                rows.append(Row(key, (file, *sides(fence.text)), match["test"]))
+                rows.append(BreakRow(key, (file, *sides(fence.text)), match["test"]))
     return rows
 
 
@@ -54,7 +54,7 @@ def file_of(test: str) -> Path:
     return next(path for path in files if f"def {test}(" in path.read_text())
 
 
-def try_row(row: Row) -> bool:
+def try_row(row: BreakRow) -> bool:
     """Whether the test fails with the change. Prints both, and the error."""
     folder, file = FOLDERS[row.key].relative_to(ROOT), row.change[0]
     test = f"{file_of(row.test).relative_to(ROOT)}::{row.test}"

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from traceback import extract_tb
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,19 +22,25 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from common.options import Parser, UsageError, exit_on, float_at_least
-from ranks import start
+from ranks import run_ranks
 
 
-def mean_loss(solve: Callable) -> Iterator[tuple]:  # what was asked, what came, what is right
+class Answer(NamedTuple):
+    question: str
+    answer: Any
+    expected: Any
+
+
+def mean_loss(solve: Callable) -> Iterator[Answer]:
     for means, sizes in (([1.0, 2.0], [3, 3]), ([0.5, 0.25, 2.0], [120, 120, 57])):
         losses = [mean for mean, size in zip(means, sizes, strict=True) for _ in range(size)]
-        yield f"mean_loss({means}, {sizes})", solve(means, sizes), sum(losses) / len(losses)
+        yield Answer(f"mean_loss({means}, {sizes})", solve(means, sizes), sum(losses) / len(losses))
 
 
-def split_batch(solve: Callable) -> Iterator[tuple]:
+def split_batch(solve: Callable) -> Iterator[Answer]:
     for samples, replicas in ((8, 4), (5, 4), (30, 8), (2, 3)):
-        right = [len(part) for part in torch.zeros(samples).chunk(replicas)]
-        yield f"split_batch({samples}, {replicas})", solve(samples, replicas), right
+        sizes = [len(part) for part in torch.zeros(samples).chunk(replicas)]
+        yield Answer(f"split_batch({samples}, {replicas})", solve(samples, replicas), sizes)
 
 
 def all_reduces(function: Callable, *args: object) -> int:
@@ -42,64 +49,68 @@ def all_reduces(function: Callable, *args: object) -> int:
     return sum(event.name.startswith("c10d::allreduce") for event in profiler.events())
 
 
-def average_gradients(solve: Callable) -> Iterator[tuple]:
+def average_gradients(solve: Callable) -> Iterator[Answer]:
     model = nn.ParameterList([torch.zeros(size) for size in (1, 2, 1, 2, 1, 2, 1, 2, 1)])
     for place, parameter in enumerate(model[:8]):  # the last one has no gradient
         parameter.grad = torch.full_like(parameter, 2.0 * place * (1 + 2 * dist.get_rank()))
     sent = all_reduces(solve, model)
-    came = [parameter.grad.mean().item() for parameter in model[:8]]
-    yield "means of 0, 2, .. 14 and 0, 6, .. 42", came, [4.0 * place for place in range(8)]
-    yield "the number of all-reduces for 8 gradients", sent, 1
+    means = [parameter.grad.mean().item() for parameter in model[:8]]
+    yield Answer("means of 0, 2, .. 14 and 0, 6, .. 42", means, [4.0 * place for place in range(8)])
+    yield Answer("the number of all-reduces for 8 gradients", sent, 1)
 
 
-def local_samples(solve: Callable) -> Iterator[tuple]:
+def local_samples(solve: Callable) -> Iterator[Answer]:
     for ranks, batch in ((2, 8), (3, 6)):
         order = torch.randperm(24, generator=torch.Generator().manual_seed(0)).tolist()
         parts = [solve(order, rank, ranks) for rank in range(ranks)]
         for first in range(0, 24, batch):
-            mine = slice(first // ranks, (first + batch) // ranks)
-            came, right = {x for part in parts for x in part[mine]}, order[first : first + batch]
-            yield f"the global batch of {ranks} ranks", sorted(came), sorted(right)
+            local_batch = slice(first // ranks, (first + batch) // ranks)
+            samples = {sample for part in parts for sample in part[local_batch]}
+            expected = sorted(order[first : first + batch])
+            yield Answer(f"the global batch of {ranks} ranks", sorted(samples), expected)
 
 
-def accumulate(solve: Callable) -> Iterator[tuple]:
+def accumulate(solve: Callable) -> Iterator[Answer]:
     torch.manual_seed(0)
     layer = nn.Linear(2, 2, bias=False).double()
     images, labels = torch.randn(12, 2).double(), torch.arange(12) % 2
-    (right,) = torch.autograd.grad(F.cross_entropy(layer(images), labels), [layer.weight])
-    mine = slice(dist.get_rank(), None, dist.get_world_size())
-    sent = all_reduces(solve, DistributedDataParallel(layer), images[mine], labels[mine], 3)
-    came = layer.weight.grad.flatten().tolist()  # type: ignore[union-attr]
-    yield "the gradient", came, right.flatten().tolist()
-    yield "the number of all-reduces for 3 micro-batches", sent, 1
+    (expected,) = torch.autograd.grad(F.cross_entropy(layer(images), labels), [layer.weight])
+    local = slice(dist.get_rank(), None, dist.get_world_size())
+    sent = all_reduces(solve, DistributedDataParallel(layer), images[local], labels[local], 3)
+    gradient = layer.weight.grad.flatten().tolist()  # type: ignore[union-attr]
+    yield Answer("the gradient", gradient, expected.flatten().tolist())
+    yield Answer("the number of all-reduces for 3 micro-batches", sent, 1)
 
 
-def safe_save(solve: Callable) -> Iterator[tuple]:
+def safe_save(solve: Callable) -> Iterator[Answer]:
     with TemporaryDirectory() as folder:
         path = Path(folder, "checkpoint.pt")
         for step in (1, 2):
             solve({"step": step, "weights": torch.zeros(50_000)}, path)
-            yield f"the step in the file after save {step}", torch.load(path)["step"], step
+            yield Answer(f"the step in the file after save {step}", torch.load(path)["step"], step)
         # From here on, no file can grow beyond 40 kB: a write fails half-way, as on a full disk.
         resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
-        told, kept = "an error", "nothing that torch.load can read"
+        outcome, content = "an error", "nothing that torch.load can read"
         with suppress(OSError, RuntimeError):  # RuntimeError: torch.save's
             solve({"step": 3, "weights": torch.zeros(50_000)}, path)
-            told = "no error"
+            outcome = "no error"
         with suppress(Exception):  # whatever a damaged file makes torch.load raise
-            kept = f"step {torch.load(path)['step']}"
-        yield "a full disk in save 3", f"{told}, file: {kept}", "an error, file: step 2"
+            content = f"step {torch.load(path)['step']}"
+        yield Answer(
+            "a full disk in save 3", f"{outcome}, file: {content}", "an error, file: step 2"
+        )
 
 
-def global_loss(solve: Callable) -> Iterator[tuple]:
+def global_loss(solve: Callable) -> Iterator[Answer]:
     for counts in ((31, 12), (5, 0), (0, 0)):
         weight = torch.ones((), dtype=torch.float64, requires_grad=True)
         losses = [torch.arange(n).double() + 10 * rank for rank, n in enumerate(counts)]
-        mine = losses[dist.get_rank()]
-        (grad,) = torch.autograd.grad(solve((weight * mine).sum(), torch.tensor(len(mine))), weight)
+        local = losses[dist.get_rank()]
+        mean = solve((weight * local).sum(), torch.tensor(len(local)))
+        (grad,) = torch.autograd.grad(mean, weight)
         dist.all_reduce(grad)
-        right = torch.cat(losses).sum().item() / max(1, sum(counts))
-        yield f"mean gradient of ranks with {counts} objects", grad.item() / 2, right
+        expected = torch.cat(losses).sum().item() / max(1, sum(counts))
+        yield Answer(f"mean gradient of ranks with {counts} objects", grad.item() / 2, expected)
 
 
 EXERCISES = {  # cases, folder of exercise.py, ranks
@@ -113,11 +124,12 @@ EXERCISES = {  # cases, folder of exercise.py, ranks
 }
 
 
-def judge(cases: Callable[[Callable], Iterator[tuple]], file: str) -> str:  # what is wrong
+def judge(cases: Callable[[Callable], Iterator[Answer]], file: str) -> str:
+    """What is wrong with the answers of this file; empty if nothing is."""
     try:
-        for what, came, right in cases(runpy.run_path(file)[cases.__name__]):
-            if came != pytest.approx(right):
-                return f"{what}: got {came}, expected {right}"
+        for question, answer, expected in cases(runpy.run_path(file)[cases.__name__]):
+            if answer != pytest.approx(expected):
+                return f"{question}: got {answer}, expected {expected}"
     except Exception as error:
         here = [x.lineno for x in extract_tb(error.__traceback__) if x.filename == file]
         return f"{type(error).__name__}{f' in line {here[-1]}' if here else ''}: {error}"
@@ -134,13 +146,15 @@ def main() -> None:
     name = f"{folder}/exercise.py"
     file = str((args.file or Path(__file__).parents[1] / name).resolve(strict=True))
     try:
-        found = start(ranks, judge, cases, file, seconds=args.seconds, quiet=True)
+        faults = run_ranks(ranks, judge, cases, file, seconds=args.seconds, quiet=True)
     except Exception as error:  # the time limit, or a rank ended
-        found = [f"{error}, expected an answer"]
-    found = sorted(filter(None, found), key=lambda text: "gloo/transport" in text)  # a consequence
-    line = " ".join(["wrong:", *found[0].split()] if found else ["right"])
+        faults = [f"{error}, expected an answer"]
+    faults = sorted(
+        filter(None, faults), key=lambda text: "gloo/transport" in text
+    )  # a consequence
+    line = " ".join(["wrong:", *faults[0].split()] if faults else ["right"])
     print(f"{name}:", re.sub(r"(\.\d{4})\d+", r"\1", line))  # four places will do
-    raise SystemExit(bool(found))
+    raise SystemExit(bool(faults))
 
 
 if __name__ == "__main__":

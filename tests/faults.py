@@ -111,7 +111,7 @@ class Fault:
 
 
 @dataclass
-class Outcome:
+class FaultOutcome:
     fault: Fault
     statuses: list[int]
     output: str
@@ -244,8 +244,8 @@ def _rank_of_torchrun(fault: Fault, flags: tuple, folder: Path) -> None:
 def _in_groups(processes: list) -> list[int]:
     groups = [process.pid for process in processes]
     ps = subprocess.run(["ps", "-eo", "pid=,pgid=,stat="], capture_output=True, text=True)
-    found = map(str.split, ps.stdout.splitlines())
-    return [int(pid) for pid, group, state in found if int(group) in groups and state[0] != "Z"]
+    rows = map(str.split, ps.stdout.splitlines())
+    return [int(pid) for pid, group, state in rows if int(group) in groups and state[0] != "Z"]
 
 
 def run(fault: Fault, ranks: int, *flags: str) -> tuple:
@@ -289,12 +289,12 @@ def reference(fault: Fault) -> Run:
     return train_once("survive", fault.ranks, *flags, dtype=torch.float32)
 
 
-def trial(fault: Fault) -> Outcome:
+def trial(fault: Fault) -> FaultOutcome:
     folder = Path(tempfile.mkdtemp(prefix="trial-"))
     flags = (*FLAGS, *VARIANTS[fault.variant], f"--workers={fault.workers}", f"--run-dir={folder}")
     flags += (f"--timeout-seconds={fault.timeout_seconds}",)
     *ended, notes = run(fault, fault.ranks, *flags)
-    outcome = Outcome(fault, *ended)
+    outcome = FaultOutcome(fault, *ended)
     assert "fault" in notes, f"{fault} did not happen: {outcome.output}"
     outcome.seconds = time.time() - notes["fault"]
     if fault.kind not in PAUSES:  # a paused run takes its steps afterwards: `run` sees it hang
@@ -309,7 +309,7 @@ def trial(fault: Fault) -> Outcome:
         newest = durable.newest_whole(latest)
     except durable.CheckpointError:  # the only one is damaged: delete it, as the line says
         newest = latest.unlink()
-        if fault.kind not in DAMAGES or durable.previous(latest).exists():
+        if fault.kind not in DAMAGES or durable.previous_path(latest).exists():
             outcome.wrong = "no checkpoint is whole"
     step = torch.load(newest, weights_only=True)["step"] if newest else 0
     outcome.lost_steps = int(max(v for n, v in notes.items() if n.startswith("step"))) - step
@@ -337,7 +337,7 @@ def draw(kind: str, chance: random.Random) -> Fault:
     return fault
 
 
-def as_expected(outcome: Outcome) -> bool:
+def as_expected(outcome: FaultOutcome) -> bool:
     fault, statuses = outcome.fault, outcome.statuses
     if fault.kind in PAUSES:
         paused = outcome.seconds >= fault.pause_seconds  # or it did not happen
@@ -349,8 +349,8 @@ def as_expected(outcome: Outcome) -> bool:
         return together and outcome.lost_steps == 0 and set(statuses) == {0}
     if fault.kind in TOLD:
         lines = re.findall("error: (.*)", outcome.output)
-        told = len(lines) == 1 and re.match(TOLD[fault.kind], lines[0])
-        return bool(told) and set(statuses) == {2}
+        is_told = len(lines) == 1 and re.match(TOLD[fault.kind], lines[0])
+        return bool(is_told) and set(statuses) == {2}
     if fault.kind in ("kill-all", *DAMAGES):
         return True
     others = [code for rank, code in enumerate(statuses) if rank != fault.rank]
@@ -359,7 +359,7 @@ def as_expected(outcome: Outcome) -> bool:
     return named and set(others) == {1} and len(lines) >= len(others)
 
 
-def summarize(outcomes: list[Outcome], kinds: dict[str, str]) -> dict:
+def summarize(outcomes: list[FaultOutcome], kinds: dict[str, str]) -> dict:
     rows = {}
     for kind in (*kinds, "all"):
         some = [each for each in outcomes if kind in (each.fault.kind, "all")]
@@ -378,10 +378,10 @@ def summarize(outcomes: list[Outcome], kinds: dict[str, str]) -> dict:
     return rows
 
 
-def inject(faults: list[Fault], jobs: int) -> list[Outcome]:
+def inject(faults: list[Fault], jobs: int) -> list[FaultOutcome]:
     for fault in faults:
         reference(fault)  # before two threads train the same one
-    outcomes: list[Outcome] = []
+    outcomes: list[FaultOutcome] = []
     for last in ThreadPoolExecutor(jobs).map(trial, faults):
         outcomes.append(last)
         verdict = f"BAD {last}" if any(last.bad().values()) else "good"

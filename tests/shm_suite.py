@@ -85,10 +85,10 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="TEST", help="of these tests")
     args = parser.parse_args()
     if args.only:
-        found = run_tests(args.only, args.ranks, args.names)
+        results = run_tests(args.only, args.ranks, args.names)
         if args.out:
-            args.out.write_text(json.dumps(found))
-        sys.exit(bool(found["failed"]))
+            args.out.write_text(json.dumps(results))
+        sys.exit(bool(results["failed"]))
     from timing import provenance, save
 
     where = provenance(command="python tests/shm_suite.py")  # before there is load
@@ -96,8 +96,10 @@ def main() -> None:
     for world_size in WORLD_SIZES:
         by_backend = {backend: run_apart(backend, world_size) for backend in BACKENDS}
         gloo, shm = (by_backend[backend] for backend in BACKENDS)
-        for backend, found in by_backend.items():
-            rows[f"{backend}, {world_size} ranks"] = {what: len(found[what]) for what in found}
+        for backend, names_by_outcome in by_backend.items():
+            rows[f"{backend}, {world_size} ranks"] = {
+                what: len(names_by_outcome[what]) for what in names_by_outcome
+            }
             print(f"{backend}, {world_size} ranks:", rows[f"{backend}, {world_size} ranks"])
         lost = [name for name in gloo["passed"] if name not in shm["passed"]]
         wrong += [f"{world_size} ranks: {name}" for name in lost if name not in ALLOWED]

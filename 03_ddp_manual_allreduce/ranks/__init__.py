@@ -1,8 +1,8 @@
 """Start ranks on this machine quickly: torch is imported only once.
 
-    from ranks import start
+    from ranks import run_ranks
 
-    start(4, function)  # what function() returns on each of four ranks
+    run_ranks(4, function)  # what function() returns on each of four ranks
 
 Chapters, tests and benchmarks use it; `python -m ranks` shows four ranks at work. A chapter that
 torchrun starts calls join_on_this_machine instead.
@@ -25,7 +25,7 @@ import torch.multiprocessing as mp
 from common.options import UsageError
 
 
-def start(
+def run_ranks(
     world_size: int,
     function: Callable,
     *args: Any,
@@ -44,7 +44,7 @@ def start(
     # Port 0: the operating system picks a free one.
     store = dist.TCPStore("127.0.0.1", port=0, is_master=True, wait_for_workers=False)
     shared = (world_size, store.port, backend, device, quiet, function, args)
-    ranks = mp.start_processes(enter, shared, world_size, join=False, start_method="forkserver")
+    ranks = mp.start_processes(run_rank, shared, world_size, join=False, start_method="forkserver")
     end = time.monotonic() + seconds
     try:
         while not ranks.join(max(0, end - time.monotonic())):  # False: some ranks still run
@@ -90,7 +90,7 @@ def end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def enter(
+def run_rank(
     rank: int,
     world_size: int,
     port: int,
@@ -102,7 +102,7 @@ def enter(
 ) -> None:
     """What each process does."""
     if quiet:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # `start` still gets exceptions
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # `run_ranks` still gets exceptions
     end_with_parent()
     torch.set_num_threads(1)  # or the ranks compete for the cores
     gpu = None

@@ -4,9 +4,9 @@ python -m ranks
 """
 
 from common.options import Parser, UsageError, exit_on
-from ranks import introduce, start
+from ranks import introduce, run_ranks
 
 if __name__ == "__main__":
     with exit_on(UsageError):
         Parser(__doc__).parse_args()
-        print(*start(4, introduce), sep="\n")
+        print(*run_ranks(4, introduce), sep="\n")

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from common.models import Net
 from common.options import Parser
-from ranks import start
+from ranks import run_ranks
 from reducers import REDUCERS, Bucketed
 
 
@@ -66,10 +66,10 @@ def main() -> None:
     Parser(__doc__).parse_args()
     print("One step of `net`, in float64:\n")
     heads = ["reducer", "bytes of each all-reduce", "messages by isend", "equals the mean"]
-    print(tabulate(start(2, compare)[0], heads, disable_numparse=True))
+    print(tabulate(run_ranks(2, compare)[0], heads, disable_numparse=True))
     print("\nWhen `bucketed` sends the gradients of a ResNet-18, in one backward:\n")
     heads = ["bucket", "MiB", "sent after the gradient of", "complete", "still to come"]
-    print(tabulate(start(2, watch_backward)[0], heads))
+    print(tabulate(run_ranks(2, watch_backward)[0], heads))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from common.options import Parser, UsageError, exit_on, int_at_least
-from ranks import require_equal, start
+from ranks import require_equal, run_ranks
 
 PIECE = 2**22  # bytes of a message: while one is added up, the next one is sent
 
@@ -122,7 +122,7 @@ def main() -> None:
         "--world-size", default=4, type=int_at_least(1, below=11), metavar="N", help=text
     )
     n = parser.parse_args().world_size
-    sent, columns = zip(*start(n, follow, n), strict=True)
+    sent, columns = zip(*run_ranks(n, follow, n), strict=True)
     steps = ["start", *(f"{lap} {s}" for lap in ("sum", "share") for s in range(1, n))]
     rows = [(name, *row) for name, row in zip(steps, zip(*columns, strict=True), strict=True)]
     print(tabulate(rows, ["", *(f"rank {rank}" for rank in range(n))], disable_numparse=True))

@@ -37,7 +37,7 @@ def put_back(tensor: Tensor, values: Tensor) -> None:
         without_autograd(tensor).copy_(values.view_as(tensor))
 
 
-def same_size(tensors: Tensors, expected: Tensor) -> None:
+def require_same_size(tensors: Tensors, expected: Tensor) -> None:
     for tensor in tensors:
         if tensor.numel() != expected.numel() or tensor.dtype != expected.dtype:
             got = f"{tensor.numel()} elements of {tensor.dtype}"
@@ -81,18 +81,18 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, options: Any = None) -> Work:
         op = op_of(options, tensors)
-        return self.start(self.all_reduced(tensors, op), tensors, options)
+        return self.start(self.all_reduce_steps(tensors, op), tensors, options)
 
-    def all_reduced(self, tensors: Tensors, op: Op) -> Steps:
+    def all_reduce_steps(self, tensors: Tensors, op: Op) -> Steps:
         for tensor in tensors:
             if tensor.layout == torch.sparse_coo:
-                yield from self.all_reduced_sparse(tensor, op)
+                yield from self.sparse_all_reduce_steps(tensor, op)
             else:
                 values = flat(tensor)
                 yield from self.exchange.all_reduce(values, op)
                 put_back(tensor, values)
 
-    def all_reduced_sparse(self, tensor: Tensor, op: Op) -> Steps:
+    def sparse_all_reduce_steps(self, tensor: Tensor, op: Op) -> Steps:
         if op != Op.SUM:
             raise ValueError(f"shm: got {op} of a sparse tensor, expected SUM")
         own = without_autograd(tensor).coalesce()
@@ -109,37 +109,37 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def reduce(self, tensors: Tensors, options: Any) -> Work:
         op = op_of(options, tensors)
-        kept = tensors if options.rootRank == self.rank() else [tensors[0].detach().clone()]
-        return self.start(self.all_reduced(kept, op), tensors, options)
+        targets = tensors if options.rootRank == self.rank() else [tensors[0].detach().clone()]
+        return self.start(self.all_reduce_steps(targets, op), tensors, options)
 
     def broadcast(self, tensors: Tensors, options: Any) -> Work:
-        return self.start(self.broadcasted(tensors, options.rootRank), tensors, options)
+        return self.start(self.broadcast_steps(tensors, options.rootRank), tensors, options)
 
-    def broadcasted(self, tensors: Tensors, root: int) -> Steps:
+    def broadcast_steps(self, tensors: Tensors, root: int) -> Steps:
         for tensor in tensors:
             values = flat(tensor)
             yield from self.exchange.gather(values, {root: values}, root)
             put_back(tensor, values)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, options: Any = None) -> Work:
-        return self.start(self.gathered(outputs[0], inputs[0]), outputs, options)
+        return self.start(self.gather_steps(outputs[0], inputs[0]), outputs, options)
 
-    def gathered(self, targets: Tensors, tensor: Tensor, root: int = -1) -> Steps:
-        same_size(targets, tensor)
+    def gather_steps(self, targets: Tensors, tensor: Tensor, root: int = -1) -> Steps:
+        require_same_size(targets, tensor)
         values = [flat(target) for target in targets]
         yield from self.exchange.gather(flat(tensor), dict(enumerate(values)), root)
         for target, value in zip(targets, values, strict=True):
             put_back(target, value)
 
-    def gathered_one_by_one(self, pairs: list[tuple[Tensors, Tensor]]) -> Steps:
+    def coalesced_gather_steps(self, pairs: list[tuple[Tensors, Tensor]]) -> Steps:
         for targets, tensor in pairs:
-            yield from self.gathered(targets, tensor)
+            yield from self.gather_steps(targets, tensor)
 
     def allgather_coalesced(
         self, outputs: list[Tensors], inputs: Tensors, options: Any = None
     ) -> Work:
         pairs = list(zip(map(list, zip(*outputs, strict=True)), inputs, strict=True))
-        return self.start(self.gathered_one_by_one(pairs), outputs, options)
+        return self.start(self.coalesced_gather_steps(pairs), outputs, options)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> Work:
         return self.all_gather_single_coalesced([output], [tensor], options)
@@ -148,7 +148,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self, outputs: Tensors, inputs: Tensors, options: Any = None
     ) -> Work:
         pairs = [(self.parts(output), each) for output, each in zip(outputs, inputs, strict=True)]
-        return self.start(self.gathered_one_by_one(pairs), outputs, options)
+        return self.start(self.coalesced_gather_steps(pairs), outputs, options)
 
     def parts(self, tensor: Tensor) -> Tensors:
         """One part of equal size for each rank, as views."""
@@ -160,7 +160,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, options: Any) -> Work:
         targets = outputs[0] if outputs else []
-        return self.start(self.gathered(targets, inputs[0], options.rootRank), outputs, options)
+        return self.start(self.gather_steps(targets, inputs[0], options.rootRank), outputs, options)
 
     def gather_single(self, output: Tensor, tensor: Tensor, options: Any) -> Work:
         is_root = options.rootRank == self.rank()
@@ -168,25 +168,27 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any) -> Work:
         parts = inputs[0] if inputs else []
-        return self.start(self.scattered(outputs[0], parts, options.rootRank), outputs, options)
+        return self.start(self.scatter_steps(outputs[0], parts, options.rootRank), outputs, options)
 
-    def scattered(self, output: Tensor, inputs: Tensors, root: int) -> Steps:
-        same_size(inputs, output)
+    def scatter_steps(self, output: Tensor, inputs: Tensors, root: int) -> Steps:
+        require_same_size(inputs, output)
         parts = [flat(each) for each in inputs] or [flat(output)] * self.size()
-        whole = torch.cat(parts)
-        yield from self.exchange.gather(whole, {root: whole}, root)
-        put_back(output, whole.view(self.size(), -1)[self.rank()])
+        concatenated = torch.cat(parts)
+        yield from self.exchange.gather(concatenated, {root: concatenated}, root)
+        put_back(output, concatenated.view(self.size(), -1)[self.rank()])
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any = None) -> Work:
         op = op_of(options, outputs)
-        return self.start(self.reduce_scattered([(outputs[0], inputs[0])], op), outputs, options)
+        return self.start(
+            self.reduce_scatter_steps([(outputs[0], inputs[0])], op), outputs, options
+        )
 
-    def reduce_scattered(self, pairs: list[tuple[Tensor, Tensors]], op: Op) -> Steps:
+    def reduce_scatter_steps(self, pairs: list[tuple[Tensor, Tensors]], op: Op) -> Steps:
         for output, inputs in pairs:
-            same_size(inputs, output)
-            whole = torch.cat([flat(each) for each in inputs])
-            yield from self.exchange.all_reduce(whole, op)
-            put_back(output, whole.view(self.size(), -1)[self.rank()])
+            require_same_size(inputs, output)
+            concatenated = torch.cat([flat(each) for each in inputs])
+            yield from self.exchange.all_reduce(concatenated, op)
+            put_back(output, concatenated.view(self.size(), -1)[self.rank()])
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([output], [tensor], options)
@@ -196,12 +198,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
     ) -> Work:
         op = op_of(options, outputs)
         pairs = [(output, self.parts(each)) for output, each in zip(outputs, inputs, strict=True)]
-        return self.start(self.reduce_scattered(pairs, op), outputs, options)
+        return self.start(self.reduce_scatter_steps(pairs, op), outputs, options)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> Work:
-        return self.start(self.exchanged(outputs, inputs), outputs, options)
+        return self.start(self.all_to_all_steps(outputs, inputs), outputs, options)
 
-    def exchanged(self, outputs: Tensors, inputs: Tensors) -> Steps:
+    def all_to_all_steps(self, outputs: Tensors, inputs: Tensors) -> Steps:
         values = [flat(output) for output in outputs]
         yield from self.exchange.all_to_all([flat(each) for each in inputs], values)
         for output, value in zip(outputs, values, strict=True):
@@ -283,13 +285,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return pending.start(self.messages.outgoing[rank], work, wait=False)
 
     def recv(self, tensors: Tensors, rank: int | None, tag: int) -> Work:
-        work = Work(self.segment, self.received(tensors[0], rank, tag), tensors)
+        work = Work(self.segment, self.receive_steps(tensors[0], rank, tag), tensors)
         return pending.start(deque(), work, wait=False)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         return self.recv(tensors, None, tag)
 
-    def received(self, tensor: Tensor, rank: int | None, tag: int) -> Steps:
+    def receive_steps(self, tensor: Tensor, rank: int | None, tag: int) -> Steps:
         values = flat(tensor)
         source = yield from self.messages.take(values.view(torch.uint8), rank, tag)
         put_back(tensor, values)

@@ -71,7 +71,7 @@ class Exchange:
             rows[self.rank].copy_(tensor[part])
             yield rows, part
 
-    def combined(self, rows: Tensor, op: Op) -> Tensor:
+    def combine_rows(self, rows: Tensor, op: Op) -> Tensor:
         """The sum of the rows, or another op: in the order of ranks, so equal on all ranks."""
         total = reduce(COMBINE[op], rows.unbind())
         return total.div_(self.ranks) if op == Op.AVG else total
@@ -84,10 +84,10 @@ class Exchange:
             if self.ranks == 2 and op == Op.SUM:  # a + b has the same bits as b + a
                 output.add_(rows[1 - self.rank])
             elif self.ranks == 2 or output.nbytes <= SLICED:
-                output.copy_(self.combined(rows, op))
+                output.copy_(self.combine_rows(rows, op))
             else:
                 slices = rows.tensor_split(self.ranks, dim=1)
-                slices[self.rank][self.rank] = self.combined(slices[self.rank], op)
+                slices[self.rank][self.rank] = self.combine_rows(slices[self.rank], op)
                 yield from self.segment.arrive(kind)
                 for rank, target in enumerate(output.tensor_split(self.ranks)):
                     target.copy_(slices[rank][rank])

@@ -121,13 +121,14 @@ class Segment:
     def arrive(self, kind: int) -> Steps:
         """Say that this rank has written its part of `kind`, and wait until all ranks have."""
         self.arrivals = arrivals = self.arrivals + 1
-        counters, told = self.counters, KIND + arrivals % 2  # a rank may be one arrival ahead
-        counters[self.places[self.rank] + told] = kind
+        counters = self.counters
+        kind_counter = KIND + arrivals % 2  # a rank may be one arrival ahead
+        counters[self.places[self.rank] + kind_counter] = kind
         self.post(self.places[self.rank] + ARRIVED, arrivals)
         for rank, place in enumerate(self.places):
             while counters[place + ARRIVED] < arrivals:
                 yield [rank]
-            if counters[place + told] != kind:
+            if counters[place + kind_counter] != kind:
                 self.fail(f"rank {rank} has called another collective, or with another size")
 
     def lives(self, rank: int) -> bool:

@@ -10,20 +10,20 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from prove.table import WRONG, Row
+from prove.table import WRONG, ReportRow
 
 
 @dataclass
 class Result:
     """The whole table."""
 
-    rows: list[Row]
+    rows: list[ReportRow]
 
-    def having(self, verdict: str) -> list[Row]:
+    def having(self, verdict: str) -> list[ReportRow]:
         return [row for row in self.rows if row.verdict == verdict]
 
     @property
-    def wrong(self) -> list[Row]:
+    def wrong(self) -> list[ReportRow]:
         return self.having(WRONG)
 
 
@@ -45,4 +45,4 @@ def check(command: list[str], *options: str) -> Result:
         written = json.loads(file.read_text())
     if written["error"]:
         raise NotJudgedError(written["error"])
-    return Result([Row(**row) for row in written["rows"]])
+    return Result([ReportRow(**row) for row in written["rows"]])

@@ -32,7 +32,7 @@ from prove.judge_effects import effect_rows, error_of
 from prove.judge_evaluation import evaluation_rows
 from prove.judge_model import model_rows
 from prove.record import Ended, Mode, Settings
-from prove.table import NOT_SEEN, RIGHT, WARNING, WRONG, Row, not_seen, table
+from prove.table import NOT_SEEN, RIGHT, WARNING, WRONG, ReportRow, not_seen, table
 from prove.watch_effects import restore
 
 ONE_RANK, THE_ORIGINAL = "one rank", "the original"  # the checks that are the proof
@@ -92,9 +92,9 @@ class Prover:
         self.settings = Settings(
             folder, Mode.OBSERVE, not args.float32, args.cpu, args.batches, gpus=ranks, ranks=ranks
         )
-        self.observed: launch.Outcome
+        self.observed: launch.RunOutcome
 
-    def run(self, mode: str, command: list[str]) -> launch.Outcome:
+    def run(self, mode: str, command: list[str]) -> launch.RunOutcome:
         self.say(f"{mode}: {shlex.join(command)}")
         try:
             settings = replace(self.settings, mode=mode)
@@ -136,7 +136,7 @@ class Prover:
         elif not any(rank.steps for rank in ranks):
             raise NotJudgedError("no optimizer step was made")
 
-    def judge(self) -> list[Row]:
+    def judge(self) -> list[ReportRow]:
         self.observe()
         self.check_that_something_was_seen()
         observed, ranks = self.observed, self.observed.ranks
@@ -189,8 +189,8 @@ class Prover:
         return replay
 
     def compared_gradients(
-        self, replay: judge_replay.Replay, command: list[str], rows: list[Row]
-    ) -> list[Row]:
+        self, replay: judge_replay.Replay, command: list[str], rows: list[ReportRow]
+    ) -> list[ReportRow]:
         """With more replays where the first one leaves open what a difference means."""
         of_the_model = ("weights", "averaged gradients", "zero_grad", "forward through DDP")
         explained = any(row.verdict == WRONG and row.check in of_the_model for row in rows)
@@ -207,7 +207,7 @@ class Prover:
             compared = judge_replay.gradient_rows(replay, ONE_RANK, explained, sequence)
         return compared
 
-    def one_rank_rows(self, rows: list[Row]) -> list[Row]:
+    def one_rank_rows(self, rows: list[ReportRow]) -> list[ReportRow]:
         """What one rank computes from the batches of all; rows: what is known without it."""
         command = command_of_one_rank(self.args)
         reason = self.why_not_replayed(command)
@@ -227,7 +227,7 @@ class Prover:
         return compared + judge_replay.batchnorm_rows(replay, whole_batch_replay)
 
 
-def prove(args: Namespace, say: Callable[[str], None]) -> tuple[list[Row], str]:
+def prove(args: Namespace, say: Callable[[str], None]) -> tuple[list[ReportRow], str]:
     """The rows of the table, and why there are none."""
     folder = tempfile.mkdtemp(prefix="prove-")
     try:
@@ -239,7 +239,7 @@ def prove(args: Namespace, say: Callable[[str], None]) -> tuple[list[Row], str]:
         shutil.rmtree(folder)
 
 
-def not_proven(rows: list[Row], checks: list[str]) -> str:
+def not_proven(rows: list[ReportRow], checks: list[str]) -> str:
     """The end of the last line, if a comparison that is the proof could not be made."""
     seen = {row.check for row in rows if row.verdict != NOT_SEEN}
     seen -= {row.check for row in rows if row.verdict == NOT_SEEN}

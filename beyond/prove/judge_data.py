@@ -9,7 +9,7 @@ import torch
 
 from prove import generators
 from prove.record import Pass, RankRecord
-from prove.table import Row, See, not_seen, right, warning, wrong
+from prove.table import ReportRow, See, not_seen, right, warning, wrong
 
 ALL_BUT_A_FEW = 0.98  # the share of a data set that counts as the whole
 SHARD = "DataLoader(dataset, sampler=DistributedSampler(dataset)), or split the data by rank"
@@ -69,7 +69,7 @@ def same_contents(ranks: list[RankRecord]) -> bool:
     return bool(passes) and all(alike(of_ranks, "checksums") for of_ranks in passes)
 
 
-def data_rows(ranks: list[RankRecord]) -> list[Row]:
+def data_rows(ranks: list[RankRecord]) -> list[ReportRow]:
     if len(ranks) < 2 or "groups of some ranks" in ranks[0].notes:
         return []
     passes = trained_passes(ranks)
@@ -79,7 +79,7 @@ def data_rows(ranks: list[RankRecord]) -> list[Row]:
     return rows + dropout_rows(ranks) + augmentation_rows(passes[0])
 
 
-def forward_input_rows(ranks: list[RankRecord]) -> list[Row]:
+def forward_input_rows(ranks: list[RankRecord]) -> list[ReportRow]:
     """A script without a DataLoader: do the ranks call the model with different tensors?"""
     check = "samples"
     inputs = [[call.checksum for call in rank.model_calls] for rank in ranks]
@@ -91,7 +91,7 @@ def forward_input_rows(ranks: list[RankRecord]) -> list[Row]:
     return [right(check, "no DataLoader; the ranks call the model with different tensors")]
 
 
-def sample_rows(ranks: list[RankRecord], passes: list[Pass]) -> list[Row]:
+def sample_rows(ranks: list[RankRecord], passes: list[Pass]) -> list[ReportRow]:
     first, are_split = passes[0], rows_are_split(ranks)
     at = f"the loader at {first.at}, sampler {first.sampler}"
     if (
@@ -106,7 +106,7 @@ def sample_rows(ranks: list[RankRecord], passes: list[Pass]) -> list[Row]:
     return [sample_row_by_index(passes, at)]
 
 
-def sample_row_by_index(passes: list[Pass], at: str) -> Row:
+def sample_row_by_index(passes: list[Pass], at: str) -> ReportRow:
     first, ranks, check = passes[0], len(passes), "samples"
     trained = [this_pass.indices[: sum(this_pass.sizes[: this_pass.given])] for this_pass in passes]
     if all(indices == trained[0] for indices in trained) and len({*trained[0]}) > 1:
@@ -144,7 +144,7 @@ def sample_row_by_index(passes: list[Pass], at: str) -> Row:
     return warning(check, text, SHARD, See.LOSS)
 
 
-def sample_rows_by_content(passes: list[Pass], at: str, are_split: bool) -> list[Row]:
+def sample_rows_by_content(passes: list[Pass], at: str, are_split: bool) -> list[ReportRow]:
     """For streams, and for data sets of which each rank holds another: no indices to compare."""
     first, check = passes[0], "samples"
     kind = "an IterableDataset" if first.is_stream else "another data set on each rank"
@@ -188,7 +188,7 @@ def share_in_common(checksums: list[int], others: list[int]) -> float:
     return len(own & other) / min(len(own), len(other))
 
 
-def length_rows(ranks: list[RankRecord], passes: list[Pass]) -> list[Row]:
+def length_rows(ranks: list[RankRecord], passes: list[Pass]) -> list[ReportRow]:
     check, first = "batches per epoch", passes[0]
     listed = [this_pass.batches for this_pass in passes if this_pass.batches is not None]
     counts = listed if len(listed) == len(passes) else [this_pass.given for this_pass in passes]
@@ -213,7 +213,7 @@ def length_rows(ranks: list[RankRecord], passes: list[Pass]) -> list[Row]:
     return [right(check, f"{counts[0]} on each rank")]
 
 
-def order_rows(passes: list[list[Pass]]) -> list[Row]:
+def order_rows(passes: list[list[Pass]]) -> list[ReportRow]:
     check, first = "order of an epoch", passes[0]
     later = [of_ranks for of_ranks in passes[1:] if of_ranks[0].dataset == first[0].dataset]
     if not later:
@@ -239,7 +239,7 @@ def order_rows(passes: list[list[Pass]]) -> list[Row]:
     return [warning(check, text, cure, See.SAME_ORDER)]
 
 
-def dropout_rows(ranks: list[RankRecord]) -> list[Row]:
+def dropout_rows(ranks: list[RankRecord]) -> list[ReportRow]:
     for at in set.intersection(*({*rank.dropout} for rank in ranks)):
         if len({rank.dropout[at] for rank in ranks}) > 1:
             return [right("dropout", "the ranks draw different masks")]
@@ -248,7 +248,7 @@ def dropout_rows(ranks: list[RankRecord]) -> list[Row]:
     return []
 
 
-def augmentation_rows(passes: list[Pass]) -> list[Row]:
+def augmentation_rows(passes: list[Pass]) -> list[ReportRow]:
     """Random numbers that a rank draws while it loads, in this process or in its workers."""
     check, first = "augmentation", passes[0]
     drew = [
@@ -277,7 +277,7 @@ def augmentation_rows(passes: list[Pass]) -> list[Row]:
     return []
 
 
-def original_epoch_rows(ranks: list[RankRecord], original: RankRecord) -> list[Row]:
+def original_epoch_rows(ranks: list[RankRecord], original: RankRecord) -> list[ReportRow]:
     """Do all ranks together train on as many samples, in as many batches, as the original would?
     It got our batches, but its loader has a length of its own."""
     check, passes = "the original's epoch", trained_passes(ranks)

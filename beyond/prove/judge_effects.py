@@ -3,9 +3,9 @@
 import os
 import re
 
-from prove.launch import Outcome
+from prove.launch import RunOutcome
 from prove.record import Ended, OpenedFile, RankRecord
-from prove.table import WARNING, WRONG, Row, See, count, listed, right, warning, wrong
+from prove.table import WARNING, WRONG, ReportRow, See, count, listed, right, warning, wrong
 
 NUMBER = re.compile(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?")
 LOST = re.compile(
@@ -14,13 +14,13 @@ LOST = re.compile(
 MOST_ROWS = 3  # about files
 
 
-def effect_rows(outcome: Outcome) -> list[Row]:
+def effect_rows(outcome: RunOutcome) -> list[ReportRow]:
     if len(outcome.ranks) < 2 and not outcome.hang:
         return []
     return collective_rows(outcome) + file_rows(outcome.ranks) + print_rows(outcome.ranks)
 
 
-def collective_rows(outcome: Outcome) -> list[Row]:
+def collective_rows(outcome: RunOutcome) -> list[ReportRow]:
     ranks, difference = outcome.ranks, first_difference(outcome.ranks)
     cure = "every rank must reach each collective the same number of times, in the same order"
     some_left = any(rank.ended in Ended.WELL for rank in ranks)
@@ -66,7 +66,7 @@ def state_of(rank: RankRecord) -> str:
     return f"rank {rank.rank} waits in {place} at {rank.progress.at}"
 
 
-def file_rows(ranks: list[RankRecord]) -> list[Row]:
+def file_rows(ranks: list[RankRecord]) -> list[ReportRow]:
     """Files that several ranks open for writing."""
     writers: dict[str, dict[int, OpenedFile]] = {}  # the last opening by each rank
     for rank in ranks:
@@ -86,13 +86,13 @@ def file_rows(ranks: list[RankRecord]) -> list[Row]:
             cure += "; harmless if all ranks write the same, and none reads it meanwhile"
         text = f"{os.path.relpath(path)} is opened for writing by ranks {sorted(by_rank)}"
         verdict = WRONG if truncates and trained else WARNING
-        rows.append(Row(verdict, "files", f"{text} ({openings[0].at})", cure, See.FILES))
+        rows.append(ReportRow(verdict, "files", f"{text} ({openings[0].at})", cure, See.FILES))
     if writers and not rows:
         return [right("files", f"{len(writers)} written, each by one rank")]
     return rows[:MOST_ROWS]
 
 
-def print_rows(ranks: list[RankRecord]) -> list[Row]:
+def print_rows(ranks: list[RankRecord]) -> list[ReportRow]:
     """Lines that all ranks print while they train, alike but for the numbers in them."""
 
     def without_numbers(rank: RankRecord) -> list[tuple[str, str]]:
@@ -108,7 +108,7 @@ def print_rows(ranks: list[RankRecord]) -> list[Row]:
     return [warning("printing", f"all ranks print {shown}", cure, See.PRINTS)]
 
 
-def error_of(outcome: Outcome) -> str:
+def error_of(outcome: RunOutcome) -> str:
     """The script's own error, for a run that was not judged."""
     for rank in outcome.ranks:
         if rank.error:

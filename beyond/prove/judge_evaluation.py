@@ -4,13 +4,13 @@ from dataclasses import replace
 
 from prove.judge_data import ALL_BUT_A_FEW, same_dataset, sample_count, trained_passes
 from prove.record import Pass, RankRecord
-from prove.table import RIGHT, Row, See, listed, not_seen, right, warning
+from prove.table import RIGHT, ReportRow, See, listed, not_seen, right, warning
 from prove.watch_data import EVALUATION
 
 CHECK = "evaluation"
 
 
-def evaluation_rows(ranks: list[RankRecord]) -> list[Row]:
+def evaluation_rows(ranks: list[RankRecord]) -> list[ReportRow]:
     """A row for each cure that is needed, with all places that need it."""
     if len(ranks) < 2 or "groups of some ranks" in ranks[0].notes or not trained_passes(ranks):
         return []
@@ -25,7 +25,7 @@ def evaluation_rows(ranks: list[RankRecord]) -> list[Row]:
         text = "no pass over a loader without a backward, after a step"
         return [not_seen(CHECK, f"{text}; if yours comes later, raise --batches")]
     rows = [row_of_dataset(ranks, passes) for passes in datasets.values()]
-    by_cure: dict[tuple[str, str], list[Row]] = {}
+    by_cure: dict[tuple[str, str], list[ReportRow]] = {}
     for row in [row for row in rows if row.verdict != RIGHT] or rows[:1]:
         by_cure.setdefault((row.verdict, row.cure), []).append(row)
     return [
@@ -53,7 +53,7 @@ def dataset_of(this_pass: Pass) -> tuple:
     return (str(this_pass.fingerprint), this_pass.dataset_length)
 
 
-def row_of_dataset(ranks: list[RankRecord], passes: list[Pass]) -> Row:
+def row_of_dataset(ranks: list[RankRecord], passes: list[Pass]) -> ReportRow:
     """passes: the first evaluation of a data set on each rank that evaluates it."""
     at = passes[0].at
     if len(passes) < len(ranks):
@@ -92,7 +92,7 @@ def stops_early(this_pass: Pass) -> bool:
     )
 
 
-def row_of_a_part(passes: list[Pass]) -> Row:
+def row_of_a_part(passes: list[Pass]) -> ReportRow:
     """A loop with a break: are its samples those that one rank would take?"""
     first = passes[0]
     drawn = [

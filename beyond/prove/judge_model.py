@@ -3,8 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prove.record import OptimizerRecord, Projection, RankRecord, Step
-from prove.table import RIGHT, WARNING, Row, See, count, listed, not_seen, right, warning, wrong
+from prove.record import OptimizerRecord, OptimizerStep, Projection, RankRecord
+from prove.table import (
+    RIGHT,
+    WARNING,
+    ReportRow,
+    See,
+    count,
+    listed,
+    not_seen,
+    right,
+    warning,
+    wrong,
+)
 
 TINY = 1e-12
 
@@ -15,7 +26,7 @@ class StepOfRanks:
 
     optimizer: OptimizerRecord
     number: int
-    ranks: list[Step]
+    ranks: list[OptimizerStep]
 
     def by_parameter(self, name: str) -> list[tuple]:
         """What the ranks hold: "weights_before", "weights_after", "gradients", ..."""
@@ -55,7 +66,7 @@ def is_divided(ranks: list[RankRecord]) -> bool:
     return not ranks[0].notes.keys().isdisjoint(("groups of some ranks", "the model is divided"))
 
 
-def model_rows(ranks: list[RankRecord]) -> list[Row]:
+def model_rows(ranks: list[RankRecord]) -> list[ReportRow]:
     first, zero = ranks[0], zero_gradient_rows(ranks)
     rows = clipping_rows(first) + zero + optimizer_rows(first) + accumulation_rows(first)
     if len(ranks) == 1 or zero:
@@ -70,7 +81,7 @@ def model_rows(ranks: list[RankRecord]) -> list[Row]:
     return rows + learning_rate_rows(ranks, steps) + loss_scale_rows(steps) + buffer_rows(ranks)
 
 
-def weight_rows(steps: list[StepOfRanks]) -> list[Row]:
+def weight_rows(steps: list[StepOfRanks]) -> list[ReportRow]:
     check = "weights"
     differing = [step for step in steps if step.apart("weights_after")]
     if not steps:
@@ -95,7 +106,9 @@ def weight_rows(steps: list[StepOfRanks]) -> list[Row]:
     return [wrong(check, text, cure, See.LOSS)]
 
 
-def averaged_gradient_rows(steps: list[StepOfRanks], rows_of_weights: list[Row]) -> list[Row]:
+def averaged_gradient_rows(
+    steps: list[StepOfRanks], rows_of_weights: list[ReportRow]
+) -> list[ReportRow]:
     """p.grad at each step: is it the same on all ranks, and the mean of what backward gave them?"""
     check, verdicts = "averaged gradients", [row.verdict for row in rows_of_weights]
     for step in steps:
@@ -154,7 +167,7 @@ def times_the_mean(step: StepOfRanks) -> float | None:
     return factor if agree else None
 
 
-def forward_rows(first: RankRecord, rows_of_weights: list[Row]) -> list[Row]:
+def forward_rows(first: RankRecord, rows_of_weights: list[ReportRow]) -> list[ReportRow]:
     rows, check = [], "forward through DDP"
     for ddp in first.ddps:
         if ddp.forwards_around and any(row.verdict != RIGHT for row in rows_of_weights):
@@ -168,7 +181,7 @@ def forward_rows(first: RankRecord, rows_of_weights: list[Row]) -> list[Row]:
     return rows
 
 
-def optimizer_rows(first: RankRecord) -> list[Row]:
+def optimizer_rows(first: RankRecord) -> list[ReportRow]:
     rows, check = [], "optimizer"
     for ddp in first.ddps:
         missing, total = ddp.in_no_optimizer, ddp.parameters
@@ -190,7 +203,7 @@ def optimizer_rows(first: RankRecord) -> list[Row]:
     return rows
 
 
-def accumulation_rows(first: RankRecord) -> list[Row]:
+def accumulation_rows(first: RankRecord) -> list[ReportRow]:
     """Several backwards before the first step, of a loss that no operation has divided."""
     backwards = [backward for backward in first.backwards if backward.steps_before == 0]
     places, n = {backward.at for backward in backwards}, len(backwards)
@@ -203,7 +216,7 @@ def accumulation_rows(first: RankRecord) -> list[Row]:
     return [warning("accumulation", text, cure)]
 
 
-def zero_gradient_rows(ranks: list[RankRecord]) -> list[Row]:
+def zero_gradient_rows(ranks: list[RankRecord]) -> list[ReportRow]:
     optimizers = [optimizer for rank in ranks for optimizer in rank.optimizers]
     steps = [step for optimizer in optimizers for step in optimizer.steps]
     norms = [gradient[1] for step in steps for gradient in step.gradients if gradient]
@@ -214,7 +227,7 @@ def zero_gradient_rows(ranks: list[RankRecord]) -> list[Row]:
     return [wrong("zero gradients", text, cure)]
 
 
-def clipping_rows(first: RankRecord) -> list[Row]:
+def clipping_rows(first: RankRecord) -> list[ReportRow]:
     if at := first.notes.get("clips scaled gradients"):
         text = f"gradients are clipped while they are multiplied by the loss scale ({at})"
         return [wrong("clipping", text, "scaler.unscale_(optimizer) before clipping")]
@@ -223,7 +236,7 @@ def clipping_rows(first: RankRecord) -> list[Row]:
     return []
 
 
-def learning_rate_rows(ranks: list[RankRecord], steps: list[StepOfRanks]) -> list[Row]:
+def learning_rate_rows(ranks: list[RankRecord], steps: list[StepOfRanks]) -> list[ReportRow]:
     rates = [
         ([of_rank.learning_rates for of_rank in step.ranks], f"at step {step.number}, {step.at}")
         for step in steps
@@ -238,7 +251,7 @@ def learning_rate_rows(ranks: list[RankRecord], steps: list[StepOfRanks]) -> lis
     return []
 
 
-def loss_scale_rows(steps: list[StepOfRanks]) -> list[Row]:
+def loss_scale_rows(steps: list[StepOfRanks]) -> list[ReportRow]:
     for step in steps:
         scales = [of_rank.loss_scale for of_rank in step.ranks]
         if len({*scales}) > 1:
@@ -247,7 +260,7 @@ def loss_scale_rows(steps: list[StepOfRanks]) -> list[Row]:
     return []
 
 
-def buffer_rows(ranks: list[RankRecord]) -> list[Row]:
+def buffer_rows(ranks: list[RankRecord]) -> list[ReportRow]:
     check, rows = "buffers", []
     for ddps in zip(*(rank.ddps for rank in ranks), strict=False):
         evaluated = all(ddp.buffers_at_evaluation for ddp in ddps)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from prove.judge_effects import NUMBER, error_of
 from prove.judge_model import parameter_names
-from prove.launch import Outcome
-from prove.record import Ended, Mode, OptimizerRecord, RankRecord, Step, tensors_file
-from prove.table import Row, See, listed, not_seen, right, warning, wrong
+from prove.launch import RunOutcome
+from prove.record import Ended, Mode, OptimizerRecord, OptimizerStep, RankRecord, tensors_file
+from prove.table import ReportRow, See, listed, not_seen, right, warning, wrong
 
 SMALL_BATCH = 16  # values per channel from which BatchNorm's statistics are good enough
 FLOAT64_LIMIT = 1e-9  # how far rounding can bring equal gradients apart, in units of their length
@@ -41,7 +41,7 @@ class Gradients(NamedTuple):
 class Replay:
     """A finished replay, beside the run that it replays."""
 
-    def __init__(self, observed: Outcome, outcome: Outcome, folder: str, mode: str) -> None:
+    def __init__(self, observed: RunOutcome, outcome: RunOutcome, folder: str, mode: str) -> None:
         self.mode, self.ranks = mode, observed.ranks
         self.observed = observed.ranks[0]
         self.error = error_of(outcome) if outcome.status else ""
@@ -55,7 +55,7 @@ class Replay:
         if self.stepped:
             self.tensors_of_one = torch.load(tensors_file(folder, mode, 0), weights_only=False)
 
-    def steps(self, number: int) -> list[tuple[Step, Step]]:
+    def steps(self, number: int) -> list[tuple[OptimizerStep, OptimizerStep]]:
         """The steps of an optimizer: of all ranks, of one rank."""
         runs = self.observed, self.replayed
         return list(zip(*(run.optimizers[number].steps for run in runs), strict=False))
@@ -63,10 +63,10 @@ class Replay:
     def gradients(self, number: int) -> list[Gradients]:
         """Of the first step of an optimizer."""
         key = f"gradients.{number}"
-        both = self.tensors_of_ranks.get(key, []), self.tensors_of_one.get(key, [])
-        pairs = [
-            Gradients(parameter, *pair) for parameter, pair in enumerate(zip(*both, strict=False))
-        ]
+        tensors = zip(
+            self.tensors_of_ranks.get(key, []), self.tensors_of_one.get(key, []), strict=False
+        )
+        pairs = [Gradients(parameter, *pair) for parameter, pair in enumerate(tensors)]
         return [pair for pair in pairs if pair.of_ranks is not None and pair.of_one is not None]
 
     def equals(self, other: "Replay") -> bool:
@@ -123,7 +123,7 @@ class Comparison:
     def at(self) -> str:
         return self.optimizer.steps[0].at
 
-    def row(self, sequence: Replay | None) -> Row:
+    def row(self, sequence: Replay | None) -> ReportRow:
         of_ranks = torch.cat([pair.of_ranks.double().flatten() for pair in self.gradients])
         of_one = torch.cat([pair.of_one.double().flatten() for pair in self.gradients])
         apart = float((of_ranks - of_one).norm()) / float(of_one.norm() or of_ranks.norm())
@@ -169,7 +169,7 @@ class Comparison:
             return "no DataLoader, and the loss is computed outside of the model: nothing to replay"
         return f"{text}, as follows from the rows above" if self.explained else ""
 
-    def comparable_steps(self) -> list[tuple[Step, Step]]:
+    def comparable_steps(self) -> list[tuple[OptimizerStep, OptimizerStep]]:
         """Until the local batches are not equal any more."""
         steps = []
         for n, (of_ranks, of_one) in enumerate(self.replay.steps(self.number)):
@@ -180,7 +180,7 @@ class Comparison:
             steps.append((of_ranks, of_one))
         return steps
 
-    def row_of_weights(self, text: str) -> Row:
+    def row_of_weights(self, text: str) -> ReportRow:
         """After the last step: are the weights those of one rank?"""
         steps = self.comparable_steps()
         if not steps:
@@ -234,7 +234,7 @@ class Comparison:
 
 def gradient_rows(
     replay: Replay, check: str, explained: bool = False, sequence: Replay | None = None
-) -> list[Row]:
+) -> list[ReportRow]:
     rows = []
     for number, optimizer in enumerate(replay.observed.optimizers):
         gradients = replay.gradients(number)
@@ -286,7 +286,7 @@ def far(values: list[float], others: list[float], limit: float = 1e-6) -> bool:
     return any(abs(value - other) > limit * (abs(value) + abs(other)) for value, other in pairs)
 
 
-def schedule_rows(replay: Replay) -> list[Row]:
+def schedule_rows(replay: Replay) -> list[ReportRow]:
     """The learning rates that the script gives one rank, at the same steps."""
     observed, replayed = replay.observed, replay.replayed
     compared = [  # rates, when, and the cure if they differ
@@ -307,7 +307,7 @@ def schedule_rows(replay: Replay) -> list[Row]:
     return [right("schedule", "the learning rates of one rank")]
 
 
-def printed_rows(replay: Replay) -> list[Row]:
+def printed_rows(replay: Replay) -> list[ReportRow]:
     """Losses and accuracies that the script prints in the first epoch."""
     check, compared = "printed numbers", 0
     differing: dict[str, str] = {}  # the first difference of each place
@@ -345,7 +345,7 @@ def smallest_batchnorm(rank: RankRecord) -> int:
     return min(rank.batchnorm.values(), default=0)
 
 
-def batchnorm_rows(replay: Replay, whole_batch_replay: Replay | None) -> list[Row]:
+def batchnorm_rows(replay: Replay, whole_batch_replay: Replay | None) -> list[ReportRow]:
     """Layers that normalize each local batch, and what a batch of all ranks would change."""
     values = smallest_batchnorm(replay.observed)
     if not values:
@@ -362,7 +362,7 @@ def batchnorm_rows(replay: Replay, whole_batch_replay: Replay | None) -> list[Ro
     return [warning("batchnorm", text, cure, See.LOSS)]
 
 
-def not_replayed(replay: Replay, check: str) -> Row:
+def not_replayed(replay: Replay, check: str) -> ReportRow:
     if replay.replayed.error:
         kind, message, at = replay.replayed.error
         return not_seen(check, f"one rank cannot run it: {kind} at {at}: {message[:120]}")

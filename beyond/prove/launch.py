@@ -28,7 +28,7 @@ GRACE = 3.0  # seconds that the others get when one rank has failed
 
 
 @dataclass
-class Outcome:
+class RunOutcome:
     """What the records of the ranks do not say themselves."""
 
     status: int
@@ -46,21 +46,21 @@ class Torchrun(NamedTuple):
 
 
 def as_torchrun(command: list[str]) -> Torchrun | None:
-    rest = command[1:]
-    if rest[:2] == ["-m", "torch.distributed.run"] and "python" in Path(command[0]).name:
-        rest = rest[2:]
+    arguments = command[1:]
+    if arguments[:2] == ["-m", "torch.distributed.run"] and "python" in Path(command[0]).name:
+        arguments = arguments[2:]
     elif Path(command[0]).name != "torchrun":
         return None
     from torch.distributed.run import get_args_parser
 
-    args = get_args_parser().parse_args(rest)
+    args = get_args_parser().parse_args(arguments)
     one_node = args.nnodes in ("1", "1:1") and args.nproc_per_node.isdigit()
     if not one_node or args.module or not args.training_script.endswith(".py"):
         return None
     return Torchrun(int(args.nproc_per_node), [args.training_script, *args.training_script_args])
 
 
-def free_port() -> int:
+def pick_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -78,7 +78,7 @@ def preload() -> None:
     torch.set_num_threads(1)  # a process with a pool of threads must not fork
 
 
-def be_rank(command: list[str], environment: dict[str, str], log: Path) -> None:
+def run_rank(command: list[str], environment: dict[str, str], log: Path) -> None:
     """What a forked rank does: it becomes the script."""
     status = 1
     try:
@@ -136,7 +136,7 @@ class Processes:
 
     def fork(self, torchrun: Torchrun, environment: dict[str, str], log: Path) -> None:
         preload()
-        ranks, port = torchrun.ranks, free_port()
+        ranks, port = torchrun.ranks, pick_port()
         common = {
             "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "prove",
@@ -147,7 +147,7 @@ class Processes:
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common}
             pid = os.fork()
             if pid == 0:
-                be_rank(torchrun.script, environment | own, log)
+                run_rank(torchrun.script, environment | own, log)
             self.alive.append(pid)
         from torch.distributed import TCPStore
 
@@ -217,7 +217,7 @@ class Patience:
         return time.monotonic() - self.since
 
 
-def execute(command: list[str], settings: Settings, timeout: float) -> Outcome:
+def execute(command: list[str], settings: Settings, timeout: float) -> RunOutcome:
     """Start a command, wait until all ranks have ended or hang, and read what they wrote."""
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PROVE": json.dumps(asdict(settings))}
     log = Path(settings.folder, f"{settings.mode}.log")
@@ -239,4 +239,4 @@ def execute(command: list[str], settings: Settings, timeout: float) -> Outcome:
         processes.end([rank.pid for rank in ranks])
     text = log.read_text(errors="replace") if log.exists() else ""
     ranks = read_records(settings.folder, settings.mode)
-    return Outcome(processes.status, text, hang, silent, ranks)
+    return RunOutcome(processes.status, text, hang, silent, ranks)

@@ -54,7 +54,7 @@ class Collective(NamedTuple):
 
 
 @dataclass
-class Progress:
+class RankProgress:
     """Is this rank alive, and what does it wait for?"""
 
     events: int = 0  # a run whose ranks have no new events may hang
@@ -107,7 +107,7 @@ class Pass:
 
 
 @dataclass
-class Step:
+class OptimizerStep:
     """One optimizer step."""
 
     at: str
@@ -127,7 +127,7 @@ class Step:
 class OptimizerRecord:
     at: str
     is_adaptive: bool  # as Adam, it divides by small gradients
-    steps: list[Step] = field(default_factory=list)
+    steps: list[OptimizerStep] = field(default_factory=list)
     names: list[str] = field(default_factory=list)  # of its parameters
     outside_ddp: list[int] = field(default_factory=list)  # the numbers of these parameters
 
@@ -188,7 +188,7 @@ class RankRecord:
     pid: int = 0
     ended: str = Ended.NOT_YET
     error: ScriptError | None = None
-    progress: Progress = field(default_factory=Progress)
+    progress: RankProgress = field(default_factory=RankProgress)
     steps: int = 0  # of all optimizers together
     passes: list[Pass] = field(default_factory=list)
     optimizers: list[OptimizerRecord] = field(default_factory=list)

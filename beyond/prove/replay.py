@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from prove import generators
 from prove.record import Mode, Pass, read_records, tensors_file
-from prove.run import Run, where, wrap
+from prove.run import RankRun, where, wrap
 from prove.watch_data import as_double, copied, has_rows, tensors_in
 from prove.watch_model import parameters_of
 
@@ -67,7 +67,7 @@ def normalize_by_rank(layer: Any, forward: Callable, rows: Tensor, sizes: list[i
 class Keeper:
     """In the observed run: keeps what goes into DDP, if there is no loader to keep batches of."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RankRun) -> None:
         self.run = run
 
     def inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -83,7 +83,7 @@ class Keeper:
 class Feeder:
     """In a replay: gives one rank what all ranks of the observed run got."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RankRun) -> None:
         folder, self.ranks = run.settings.folder, run.settings.ranks
         files = [tensors_file(folder, Mode.OBSERVE, rank) for rank in range(self.ranks)]
         self.run, self.kept = run, [torch.load(file, weights_only=False) for file in files]
@@ -187,7 +187,7 @@ class Feeder:
                 group.update(observed)
 
 
-def switch_off_dropout(run: Run) -> None:
+def switch_off_dropout(run: RankRun) -> None:
     """In both runs, because no two runs draw the same masks. The states are compared by rank."""
 
     def note() -> None:
@@ -216,7 +216,7 @@ def switch_off_dropout(run: Run) -> None:
         return original(query, key, value, attn_mask, 0.0, *rest, **more)
 
 
-def watch_batchnorm(run: Run) -> None:
+def watch_batchnorm(run: RankRun) -> None:
     @wrap(_BatchNorm, "forward")
     def forward(original: Callable, self: Any, rows: Tensor) -> Tensor:
         feeder, fewest = run.feeder, run.record.batchnorm
@@ -228,7 +228,7 @@ def watch_batchnorm(run: Run) -> None:
         return original(self, rows)
 
 
-def install(run: Run) -> None:
+def install(run: RankRun) -> None:
     run.feeder = Feeder(run) if run.replaying else Keeper(run)
     switch_off_dropout(run)
     watch_batchnorm(run)

@@ -1,7 +1,7 @@
 """How does a process of the user's come to watch itself, and when does it stop?
 
-`install()` puts everything that watches in place; from then on the Run of this process collects its
-record, writes it again and again, and ends the process as soon as enough has been seen.
+`install()` puts everything that watches in place; from then on the RankRun of this process collects
+its record, writes it again and again, and ends the process as soon as enough has been seen.
 """
 
 import atexit
@@ -77,7 +77,7 @@ def where(frame: FrameType | None = None, outside: str = "") -> str:
     return "?"
 
 
-class Run:
+class RankRun:
     """The run of one rank, for all that watches it."""
 
     def __init__(self, settings: Settings) -> None:
@@ -189,9 +189,9 @@ def compute_in_float64() -> None:
         return original(tensor, *args, **kwargs) if by_torch else tensor.double()
 
 
-def install() -> Run:
+def install() -> RankRun:
     """Called once in each process of the user's, after `import torch`."""
-    run = Run(Settings(**json.loads(os.environ["PROVE"])))
+    run = RankRun(Settings(**json.loads(os.environ["PROVE"])))
     if run.settings.cpu:
         from prove import cpu
 

@@ -28,7 +28,7 @@ class See:
 
 
 @dataclass
-class Row:
+class ReportRow:
     """Its verdict is one of the four; its link is one of `See`."""
 
     verdict: str
@@ -48,23 +48,23 @@ def listed(names: list[str], separator: str = ", ") -> str:
     return text + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
 
 
-def right(check: str, evidence: str) -> Row:
-    return Row(RIGHT, check, evidence)
+def right(check: str, evidence: str) -> ReportRow:
+    return ReportRow(RIGHT, check, evidence)
 
 
-def wrong(check: str, evidence: str, cure: str, link: str = "") -> Row:
-    return Row(WRONG, check, evidence, cure, link)
+def wrong(check: str, evidence: str, cure: str, link: str = "") -> ReportRow:
+    return ReportRow(WRONG, check, evidence, cure, link)
 
 
-def warning(check: str, evidence: str, cure: str, link: str = "") -> Row:
-    return Row(WARNING, check, evidence, cure, link)
+def warning(check: str, evidence: str, cure: str, link: str = "") -> ReportRow:
+    return ReportRow(WARNING, check, evidence, cure, link)
 
 
-def not_seen(check: str, evidence: str) -> Row:
-    return Row(NOT_SEEN, check, evidence)
+def not_seen(check: str, evidence: str) -> ReportRow:
+    return ReportRow(NOT_SEEN, check, evidence)
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[ReportRow]) -> str:
     lines = []
     for row in sorted(rows, key=lambda row: ORDER.index(row.verdict)):
         first = f"{row.verdict:9} {row.check:22} "

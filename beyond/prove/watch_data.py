@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 
 from prove import generators
 from prove.record import Pass
-from prove.run import Run, save_tensors, where, wrap
+from prove.run import RankRun, save_tensors, where, wrap
 
 MOST_INDICES = 2_000_000  # more are not listed: a sampler may have no end
 MOST_SIZES = 64  # of batches
@@ -110,7 +110,7 @@ def without_subsets(dataset: Any) -> tuple[Any, Tensor | None]:
 class ListedSampler:
     """A batch sampler that is listed to its end before it gives its first batch."""
 
-    def __init__(self, batches: Any, loader: Any, run: Run) -> None:
+    def __init__(self, batches: Any, loader: Any, run: RankRun) -> None:
         self.batches, self.loader, self.run = batches, loader, run
 
     def __len__(self) -> int:
@@ -161,7 +161,7 @@ def batches_and_samples(loader: Any) -> tuple[int, int] | None:
         return None
 
 
-def begin_pass(loader: Any, run: Run) -> Pass:
+def begin_pass(loader: Any, run: RankRun) -> Pass:
     dataset, record = loader.dataset, run.record
     base, _ = without_subsets(dataset)
     is_stream = isinstance(dataset, IterableDataset)
@@ -195,7 +195,7 @@ def begin_pass(loader: Any, run: Run) -> Pass:
     return this_pass
 
 
-def watch_fetches(run: Run, iterator: Iterator, this_pass: Pass, most: int) -> Iterator:
+def watch_fetches(run: RankRun, iterator: Iterator, this_pass: Pass, most: int) -> Iterator:
     """The batches of one pass, until there are enough."""
     size = 0
     while True:
@@ -232,12 +232,12 @@ def watch_fetches(run: Run, iterator: Iterator, this_pass: Pass, most: int) -> I
         yield as_double(batch) if run.settings.float64 else batch
 
 
-def most_batches(run: Run, training: bool) -> int:
+def most_batches(run: RankRun, training: bool) -> int:
     ranks = run.settings.ranks if run.replaying else 1  # one rank evaluates what all ranks did
     return run.settings.batches * ranks * (1 if training else EVALUATION)
 
 
-def watch_loaders(run: Run) -> None:
+def watch_loaders(run: RankRun) -> None:
     """Number the loaders, and list what their samplers draw."""
     index_sampler: Any = DataLoader._index_sampler
     loaders = 0
@@ -255,7 +255,7 @@ def watch_loaders(run: Run) -> None:
     )
 
 
-def watch_passes(run: Run) -> None:
+def watch_passes(run: RankRun) -> None:
     @wrap(DataLoader, "__iter__")
     def iterate(original: Callable, self: Any) -> Any:
         training, passes = torch.is_grad_enabled(), run.record.passes
@@ -279,7 +279,7 @@ def watch_passes(run: Run) -> None:
         return watch_fetches(run, iterator, this_pass, most_batches(run, training))
 
 
-def watch_lengths(run: Run) -> None:
+def watch_lengths(run: RankRun) -> None:
     @wrap(DataLoader, "__len__")
     def length(original: Callable, self: Any) -> int:
         if run.replaying and (batches := run.feeder.batches_of(self)) is not None:
@@ -287,7 +287,7 @@ def watch_lengths(run: Run) -> None:
         return min(original(self), most_batches(run, torch.is_grad_enabled()))
 
 
-def install(run: Run) -> None:
+def install(run: RankRun) -> None:
     watch_loaders(run)
     watch_passes(run)
     watch_lengths(run)

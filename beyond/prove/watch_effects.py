@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from prove.record import Collective, Ended, OpenedFile, PrintedText
-from prove.run import Run, callers, where, wrap
+from prove.run import RankRun, callers, where, wrap
 
 COLLECTIVES = [
     "all_reduce", "broadcast", "barrier", "monitored_barrier", "all_gather", "all_gather_object",
@@ -33,7 +33,7 @@ IGNORED_FOLDERS = ("/dev/", "/proc/", "/sys/", "/tmp/torch", "/tmp/pymp", "/tmp/
 IGNORED_PARTS = ("__pycache__", "/.cache/", ".lock", "torchinductor", "torchelastic", "/.triton/")
 
 
-def watch_collective(run: Run, name: str) -> None:
+def watch_collective(run: RankRun, name: str) -> None:
     @wrap(dist, name)
     def call(original: Callable, *args: Any, **kwargs: Any) -> Any:
         group = kwargs.get("group")
@@ -54,7 +54,7 @@ def watch_collective(run: Run, name: str) -> None:
             run.note_event()
 
 
-def watch_groups(run: Run) -> None:
+def watch_groups(run: RankRun) -> None:
     @wrap(dist, "init_process_group")
     def begin(original: Callable, *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
@@ -115,7 +115,7 @@ def restore(folder: Path) -> None:
 class FileWatcher:
     """An audit hook, which Python calls before it opens, renames or removes a file."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RankRun) -> None:
         self.run, self.folder = run, Path(run.settings.folder)
         self.inside = threading.local()  # the thread that writes the record opens files, too
 
@@ -171,7 +171,7 @@ def in_folder(path: Any, descriptor: int) -> Any:
     return os.path.join(folder, os.fsdecode(path))
 
 
-def watch_files(run: Run) -> None:
+def watch_files(run: RankRun) -> None:
     watcher = FileWatcher(run)
     sys.addaudithook(watcher.audit)
 
@@ -182,7 +182,7 @@ def watch_files(run: Run) -> None:
         original(obj, f, *args, **kwargs)
 
 
-def watch_prints(run: Run) -> None:
+def watch_prints(run: RankRun) -> None:
     terminal = (sys.stdout, sys.stderr)
 
     @wrap(builtins, "print")
@@ -197,7 +197,7 @@ def watch_prints(run: Run) -> None:
         original(*values, sep=sep, file=file, **more)
 
 
-def install(run: Run) -> None:
+def install(run: RankRun) -> None:
     for name in filter(partial(hasattr, dist), COLLECTIVES):  # those with _single are of torch 2.14
         watch_collective(run, name)
     watch_groups(run)

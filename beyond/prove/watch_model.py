@@ -20,8 +20,8 @@ from torch.optim.optimizer import (
 )
 
 from prove import generators
-from prove.record import Backward, DDPRecord, ModelCall, OptimizerRecord, Projection, Step
-from prove.run import Run, where, wrap
+from prove.record import Backward, DDPRecord, ModelCall, OptimizerRecord, OptimizerStep, Projection
+from prove.run import RankRun, where, wrap
 from prove.watch_data import batch_size_of, checksum, copied, tensors_in
 
 MOST_STEPS = 24  # of each optimizer are written down
@@ -40,7 +40,7 @@ def own_part(tensor: Tensor) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def is_divided(module: nn.Module) -> bool:
+def has_sharded_parameters(module: nn.Module) -> bool:
     """By FSDP or tensor parallelism."""
     classes = {base.__name__ for part in module.modules() for base in type(part).__mro__}
     by_fsdp = not classes.isdisjoint(("FSDPModule", "FullyShardedDataParallel"))
@@ -96,7 +96,7 @@ class LocalGradient:
 class ModelWatcher:
     """The optimizers, DDP models and parameters of this rank, in the order of their making."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RankRun) -> None:
         self.run = run
         self.optimizers: list[Optimizer] = []
         self.wrapped: list[DistributedDataParallel] = []
@@ -149,11 +149,11 @@ class ModelWatcher:
         if run.replaying:
             run.feeder.use_recorded_schedule(optimizer, number, len(steps) - 1)
 
-    def step_of(self, optimizer: Optimizer) -> Step:
+    def step_of(self, optimizer: Optimizer) -> OptimizerStep:
         parameters, this_pass = parameters_of(optimizer), self.run.current_pass
         gradients = [p.grad for p in parameters]
         local = [self.local.get(id(p), LocalGradient()) for p in parameters]
-        return Step(
+        return OptimizerStep(
             at=where(),
             batch=this_pass.given if this_pass else 0,
             batch_size=self.run.current_batch_size(),
@@ -234,7 +234,7 @@ class ModelWatcher:
             return
         if not any(module is root for root in self.roots):
             self.roots.append(module)
-            if is_divided(module):
+            if has_sharded_parameters(module):
                 run.note("the model is divided")
         self.keep_start()
         if ddp and isinstance(module, DistributedDataParallel):
@@ -249,7 +249,7 @@ class ModelWatcher:
             run.record.model_calls.append(ModelCall(checksum(tensors[0]), rows, batch, size))
 
 
-def watch_optimizers(run: Run, model: ModelWatcher) -> None:
+def watch_optimizers(run: RankRun, model: ModelWatcher) -> None:
     @wrap(Optimizer, "__init__")
     def init(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -268,7 +268,7 @@ def watch_optimizers(run: Run, model: ModelWatcher) -> None:
     register_optimizer_step_post_hook(model.after_step)
 
 
-def watch_ddp(run: Run, model: ModelWatcher) -> None:
+def watch_ddp(run: RankRun, model: ModelWatcher) -> None:
     @wrap(DistributedDataParallel, "__init__")
     def init(original: Callable, self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if run.settings.float64:
@@ -293,7 +293,7 @@ def watch_ddp(run: Run, model: ModelWatcher) -> None:
         return result
 
 
-def watch_modules(run: Run, model: ModelWatcher) -> None:
+def watch_modules(run: RankRun, model: ModelWatcher) -> None:
     inside: list[nn.Module] = []
 
     def entered(module: nn.Module, inputs: tuple) -> None:
@@ -312,7 +312,7 @@ def watch_modules(run: Run, model: ModelWatcher) -> None:
     register_module_forward_hook(left, always_call=True)
 
 
-def watch_scaling(run: Run) -> None:
+def watch_scaling(run: RankRun) -> None:
     """Of the loss, by a GradScaler, and the clipping of gradients that are still scaled."""
     unscaled = False
 
@@ -344,7 +344,7 @@ def watch_scaling(run: Run) -> None:
             watch_clipping(name)
 
 
-def watch_backward(run: Run, model: ModelWatcher) -> None:
+def watch_backward(run: RankRun, model: ModelWatcher) -> None:
     inside = False
 
     @wrap(Tensor, "backward")
@@ -375,7 +375,7 @@ def is_scaled(loss: Tensor) -> bool:
     return False
 
 
-def install(run: Run) -> None:
+def install(run: RankRun) -> None:
     run.model = model = ModelWatcher(run)
     watch_optimizers(run, model)
     watch_ddp(run, model)

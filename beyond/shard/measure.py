@@ -21,14 +21,14 @@ from torch.optim import AdamW
 
 from common.options import Parser, UsageError, exit_on, int_at_least
 from language import BYTES, LENGTH, Transformer
-from ranks import start
+from ranks import run_ranks
 from shard_levels import LEVELS, Training, by_hand, by_library
 from traffic import bytes_sent_so_far, enter_private_network
 
 sys.path.insert(1, str(Path(__file__).parents[2] / "benchmarks"))
-from timing import RESULTS, chapter, interleave, provenance, save, summarize
+from timing import RESULTS, interleave, load_chapter, provenance, save, summarize
 
-Ledger = chapter("01", "peak").Ledger
+Ledger = load_chapter("01", "peak").Ledger
 KINDS = ("parameters", "gradients", "optimizer state")
 VARIANTS: dict[str, tuple[Callable[..., Training], str]] = {
     "DDP": (by_hand, "none"),
@@ -152,7 +152,7 @@ def main() -> None:
     enter_private_network()
     ranks = 2
     where = provenance(command="python beyond/shard/measure.py", world_size=ranks, threads_a_rank=1)
-    measured = start(ranks, measure, args.rounds)[0]
+    measured = run_ranks(ranks, measure, args.rounds)[0]
     parameters = sum(parameter.nbytes for parameter in build().parameters())
     model = f"a transformer of {parameters // 4:,} parameters"
     about = {

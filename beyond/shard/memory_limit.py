@@ -20,7 +20,7 @@ from torch.optim import AdamW
 
 from common.options import Parser, UsageError, exit_on, int_at_least
 from language import BYTES, Transformer
-from ranks import start
+from ranks import run_ranks
 from shard_levels import LEVELS, by_hand
 
 MIB = 2**20
@@ -90,7 +90,7 @@ def main() -> None:
     print(f"{args.ranks} ranks, and each may take {args.limit_mib} MiB:")
     for level in args.levels:
         try:
-            said = start(args.ranks, train_within, level, args.limit_mib * MIB, quiet=True)
+            said = run_ranks(args.ranks, train_within, level, args.limit_mib * MIB, quiet=True)
         except ProcessExitedException as error:  # a thread of gloo had no room: C++ ends the rank
             said = [f"ends: can't allocate memory, {error}"]
         print(f"{NAMES[level]:7} {max(said, key=lambda text: 'allocate' in text)}", flush=True)

@@ -90,29 +90,29 @@ class Agreement:
         if failed < self.world_size:
             raise error if error and failed == self.rank else SystemExit(2)
 
-    def same(self, value: int, what: str) -> None:
+    def require_same(self, value: int, name: str) -> None:
         """AgreementError if this rank's value differs from rank 0's."""
-        first = torch.tensor(value)
-        dist.broadcast(first, 0, self.group)  # every rank must reach this line
+        expected = torch.tensor(value)  # rank 0's
+        dist.broadcast(expected, 0, self.group)  # every rank must reach this line
         with self.fail_together():
-            if value != first:
-                raise AgreementError(f"{what} is {value} on rank {self.rank}, {first} on rank 0")
+            if value != expected:
+                raise AgreementError(f"{name} is {value} on rank {self.rank}, {expected} on rank 0")
 
-    def first(self, check: Callable[[Path], bool], paths: Sequence[Path]) -> Path | None:
+    def first_valid(self, check: Callable[[Path], bool], paths: Sequence[Path]) -> Path | None:
         """The first of these files that passes the check, as this rank sees the files, or None.
 
         The check may read a long file. So of the ranks that see the same file, which is a matter of
         the machine and of the inode and not of the name, the lowest reads it and tells the others.
         A rank with a disk of its own reads for itself: another rank's answer says nothing about it.
         """
-        found = None
+        first = None
         for path in paths:
             passed = self._check_once(check, path)
-            if found is None and passed[self.rank]:
-                found = path
+            if first is None and passed[self.rank]:
+                first = path
             if all(passed):  # the same answers are known to all ranks, so all stop here
                 break
-        return found
+        return first
 
     def _check_once(self, check: Callable[[Path], bool], path: Path) -> list[bool]:
         """check(path) of each rank, computed by the lowest rank of those that see the same file.
@@ -131,7 +131,9 @@ class Agreement:
         dist.all_gather(ranks, torch.tensor(value), self.group)  # every rank must reach this line
         return [int(each) for each in ranks]
 
-    def mean(self, losses: Tensor, model: nn.Module, step: int, scale: float = 1.0) -> Tensor:
+    def mean_or_end(
+        self, losses: Tensor, model: nn.Module, step: int, scale: float = 1.0
+    ) -> Tensor:
         """The mean over all ranks, (steps,); if a loss or a weight is not finite, all ranks end.
 
         losses: (steps,), of this rank. step: the number of the last one. scale: of the loss, fp16.

@@ -28,7 +28,7 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be read or written. The text says what to do."""
 
 
-def previous(path: Path) -> Path:
+def previous_path(path: Path) -> Path:
     """Where the checkpoint before this one is kept."""
     return path.with_name(f"{path.stem}.before{path.suffix}")
 
@@ -78,23 +78,23 @@ def replacing(path: Path) -> Iterator[Any]:
         # A damaged one must not replace the good one before it. What this process has saved itself
         # is read again only if the disk says that it has changed since.
         if is_unchanged(path) or is_whole(path):
-            path.replace(previous(path))
+            path.replace(previous_path(path))
         file = HashingFile(unfinished)
         with file.file:
             yield file
             file.seal()
         unfinished.replace(path)  # not earlier: a power cut could leave zeros
-        written[path] = description(path)
+        written[path] = file_state(path)
     except (OSError, RuntimeError) as error:  # RuntimeError: torch.save's
         with suppress(OSError):  # the folder itself may be what cannot be written
             unfinished.unlink(missing_ok=True)  # but not path: what is there is not of this save
         why, todo = "there is no whole one before", "make room, then start again"
-        if first_that(is_whole, (path, previous(path))):
+        if first_valid(is_whole, (path, previous_path(path))):
             why, todo = "the one before is whole", "make room, then --resume auto"
         raise CheckpointError(f"cannot write {path} ({error}), {why}: {todo}") from error
 
 
-def description(path: Path) -> tuple[int, ...]:
+def file_state(path: Path) -> tuple[int, ...]:
     """Changes with every write to this file."""
     file = path.stat()
     return file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns
@@ -102,7 +102,7 @@ def description(path: Path) -> tuple[int, ...]:
 
 def is_unchanged(path: Path) -> bool:
     """Whether this process has saved this file, and nobody has written to it since."""
-    return path in written and path.exists() and written[path] == description(path)
+    return path in written and path.exists() and written[path] == file_state(path)
 
 
 def set_aside(path: Path, resumed: Path | None) -> None:
@@ -110,10 +110,10 @@ def set_aside(path: Path, resumed: Path | None) -> None:
 
     resumed: the checkpoint that this run has started from. If it is one of them, they are its own.
     """
-    own = (path.resolve(), previous(path).resolve())
+    own = (path.resolve(), previous_path(path).resolve())
     if resumed and resumed.resolve() in own:
         return
-    for old in (path, previous(path)):
+    for old in (path, previous_path(path)):
         if old.exists():
             names = (old.with_suffix(f".old{number}.pt") for number in count(1))
             old.replace(next(name for name in names if not name.exists()))
@@ -147,20 +147,20 @@ def sha256(file: BinaryIO, size: int) -> str:
     return digest.hexdigest()
 
 
-def first_that(check: Callable[[Path], bool], paths: Sequence[Path]) -> Path | None:
+def first_valid(check: Callable[[Path], bool], paths: Sequence[Path]) -> Path | None:
     """The first of these files that passes the check, or None."""
     return next((path for path in paths if check(path)), None)
 
 
-def newest_whole(path: Path, first: Callable = first_that) -> Path | None:
+def newest_whole(path: Path, choose: Callable = first_valid) -> Path | None:
     """The checkpoint at this path; if it is damaged, the one before; None if there is neither.
 
-    first: how to find the first that is whole. With Agreement.first, one rank reads for all others.
+    choose: the first file that passes a check. With Agreement.first_valid, one rank reads for all.
     """
-    both = (path, previous(path))
-    if whole := first(is_whole, both):
+    candidates = (path, previous_path(path))
+    if whole := choose(is_whole, candidates):
         return whole
-    if damaged := [each for each in both if each.exists()]:
+    if damaged := [each for each in candidates if each.exists()]:
         raise CheckpointError(f"{damaged[0]} is damaged: resume from another one, or delete it")
     return None
 
@@ -216,11 +216,11 @@ def main() -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1  # a single bit
     path.write_bytes(data)
-    found = newest_whole(path)
-    print(f"a bit of {path.name} flips: the newest whole checkpoint is {found and found.name}")
+    newest = newest_whole(path)
+    print(f"a bit of {path.name} flips: the newest whole checkpoint is {newest and newest.name}")
     with replacing(path) as file:
         torch.save({"step": 4}, file)
-    steps = [torch.load(each, weights_only=True)["step"] for each in (path, previous(path))]
+    steps = [torch.load(each, weights_only=True)["step"] for each in (path, previous_path(path))]
     print(f"saved step {steps[0]}; the damaged file did not replace the earlier step {steps[1]}")
 
 

@@ -54,7 +54,7 @@ def read_number(name: str) -> int:
     raise LaunchError(f"{name} is {value}, expected a whole number: {hint}")
 
 
-def join(
+def join_process_group(
     device: torch.device, rank: int, world_size: int, local_ranks: int, seconds: int
 ) -> dist.Store:
     """Join the process group within this time; returns the store where the ranks have met."""
@@ -63,7 +63,7 @@ def join(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     try:
         store = open_store(rank, world_size, limit, one_machine)
-        nccl = own_gpus(store, device, rank, world_size)
+        nccl = each_rank_has_a_gpu(store, device, rank, world_size)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if nccl else "gloo",
             store=store,
@@ -97,18 +97,20 @@ def open_store(rank: int, world_size: int, limit: timedelta, one_machine: bool) 
     return dist.PrefixStore(restart, store)
 
 
-def own_gpus(store: dist.Store, device: torch.device, rank: int, world_size: int) -> bool:
+def each_rank_has_a_gpu(
+    store: dist.Store, device: torch.device, rank: int, world_size: int
+) -> bool:
     """Whether each rank has its own GPU: the same answer, or the same LaunchError, on all ranks.
 
     No rank may decide from what it alone sees: of two nodes, one may have fewer GPUs, and nccl on
     one of them would wait for gloo on the other. The numbers of the GPUs do not tell who shares
     one, because SLURM can hide GPUs, and then each rank sees a GPU 0. Their uuids do.
     """
-    mine = "the CPU"
+    device_name = "the CPU"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        mine = str(torch.cuda.get_device_properties(device).uuid)
-    store.set(f"device {rank}", mine)
+        device_name = str(torch.cuda.get_device_properties(device).uuid)
+    store.set(f"device {rank}", device_name)
     devices = [store.get(f"device {other}").decode() for other in range(world_size)]
     without = [other for other, name in enumerate(devices) if name == "the CPU"]
     if len(without) == world_size:
@@ -123,7 +125,7 @@ def own_gpus(store: dist.Store, device: torch.device, rank: int, world_size: int
     return gpus == world_size
 
 
-def identity(pid: int) -> list[str] | None:
+def process_identity(pid: int) -> list[str] | None:
     """Identifies a process on all machines. A PID alone does not: the system uses it again."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
@@ -159,7 +161,7 @@ def demonstrate(rank: int, port: int, ranks_that_start: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     rank, _, world_size, local_ranks = read_launcher()
     try:
-        join(torch.device("cpu"), rank, world_size, local_ranks, seconds=3)
+        join_process_group(torch.device("cpu"), rank, world_size, local_ranks, seconds=3)
         print(f"{ranks_that_start} of 2 ranks start: rank {rank} has joined {dist.get_backend()}")
         dist.barrier()  # every rank must reach this line: else one may leave before the other joins
         dist.destroy_process_group()

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import durable
 from agree import Agreement
-from launch import join, read_launcher
+from launch import join_process_group, read_launcher
 from watchdog import Watchdog
 
 if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
@@ -27,12 +27,13 @@ def train(device: torch.device, agreement: Agreement, watchdog: Watchdog) -> Non
     model = torch.nn.Linear(8, 1).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     step, losses = 0, []
-    if found := durable.newest_whole(CHECKPOINT, agreement.first):  # 1. the newest that is whole
-        state = torch.load(found, map_location="cpu", weights_only=True)
+    path = durable.newest_whole(CHECKPOINT, agreement.first_valid)  # 1. the newest that is whole
+    if path:
+        state = torch.load(path, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
-    agreement.same(step, "the step to resume from")  # 2. all ranks see one disk
+    agreement.require_same(step, "the step to resume from")  # 2. all ranks see one disk
     watchdog.step = lambda: step  # 3. its messages name the step
     ddp = DistributedDataParallel(model)
     while step < 200 and not agreement.stopped:  # 4. all ranks stop after the same step
@@ -47,7 +48,7 @@ def train(device: torch.device, agreement: Agreement, watchdog: Watchdog) -> Non
         losses.append(loss.detach())
         agreement.vote()  # 6. after each step: has a rank received SIGTERM?
         if step % 50 == 0 or agreement.stopped:
-            agreement.mean(torch.stack(losses), model, step)  # 7. ends all ranks on nan or inf
+            agreement.mean_or_end(torch.stack(losses), model, step)  # 7. ends all ranks on nan
             losses.clear()
             with agreement.fail_together():  # 8. a full disk ends all ranks, not only rank 0
                 if agreement.rank == 0:
@@ -62,7 +63,7 @@ if __name__ == "__main__":
     device = torch.device("cpu")
     if torch.cuda.is_available():  # srun may show each rank a single GPU, which is then GPU 0
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    store = join(device, rank, world_size, local_ranks, seconds=60)  # 10. not init_process_group
+    store = join_process_group(device, rank, world_size, local_ranks, 60)  # 10. with a time limit
     agreement = Agreement(seconds=60)  # 11. after the ranks have met
     with Watchdog(store.clone(), rank, world_size, __file__, 60) as watchdog:  # 12. names the dead
         train(device, agreement, watchdog)

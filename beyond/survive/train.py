@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,11 +22,11 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 import durable
 from agree import Agreement, AgreementError
 from common.checkpoint import checkpoint_state, read_checkpoint
-from common.data import load_dataset, loader_options, local_batch_size
+from common.data import ImageSet, load_dataset, loader_options, local_batch_size
 from common.models import build_model
 from common.options import UsageError, exit_on, float_at_least, int_at_least, make_parser
 from common.record import Progress, Recorder
-from launch import LaunchError, end_with_rank, join, read_launcher
+from launch import LaunchError, end_with_rank, join_process_group, read_launcher
 from watchdog import Watchdog
 
 sys.path.insert(1, str(Path(__file__).parents[2] / "05_amp_syncbn"))
@@ -55,9 +56,9 @@ def find_checkpoint(args: Namespace, agreement: Agreement) -> Path | None:
     if named is None:
         return None
     if named == "auto":
-        return durable.newest_whole(args.run_dir / "checkpoint.pt", agreement.first)
+        return durable.newest_whole(args.run_dir / "checkpoint.pt", agreement.first_valid)
     path = Path(named)
-    if agreement.first(durable.is_whole, [path]):
+    if agreement.first_valid(durable.is_whole, [path]):
         return path
     raise durable.CheckpointError(f"{path} is missing, damaged or no checkpoint: name another")
 
@@ -141,9 +142,21 @@ def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> tuple[
     return loss / samples, correct / samples
 
 
+class PreparedRun(NamedTuple):
+    """What one rank trains or evaluates with."""
+
+    train_set: ImageSet
+    test_set: ImageSet
+    local_batch: int
+    model: nn.Module
+    optimizer: SGD
+    scaler: torch.amp.GradScaler
+    recorder: Recorder
+
+
 def prepare(
     args: Namespace, path: Path | None, device: torch.device, rank: int, world_size: int
-) -> tuple:
+) -> PreparedRun:
     """What one rank can do, and check, alone. path: the checkpoint to start from."""
     micro_batch = local_batch_size(args.batch_size, world_size * args.accumulate)
     train_set, test_set = load_dataset(args)
@@ -163,7 +176,26 @@ def prepare(
     recorder = Recorder(args, progress, optimizer, local_batch, rank, world_size)
     if rank == 0 and path:
         print(f"resuming from {path}: step {progress.step}, saved by {ranks} ranks")
-    return train_set, test_set, local_batch, model, optimizer, scaler, recorder
+    return PreparedRun(train_set, test_set, local_batch, model, optimizer, scaler, recorder)
+
+
+def wrap_in_ddp(model: nn.Module, image: Tensor) -> DistributedDataParallel:
+    """The model whose backward averages gradients. image: any of the training set, (C, H, W)."""
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # no second copy is kept
+    # DDP orders its buckets after the first backward. With one here, a resumed run adds in the same
+    # order, so it rounds the same way.
+    ddp.eval()(image[None]).sum().backward()
+    model.zero_grad()
+    return ddp
+
+
+def save(path: Path, run: PreparedRun, agreement: Agreement) -> None:
+    """Save a checkpoint; all ranks end if rank 0 cannot."""
+    with agreement.fail_together():
+        if agreement.rank == 0:  # one writer; a collective here would wait for the others forever
+            with durable.replacing(path) as file:
+                state = checkpoint_state(run.recorder, run.model, run.optimizer, scaler=run.scaler)
+                torch.save(state, file)
 
 
 def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog: Watchdog) -> None:
@@ -171,47 +203,38 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
     with agreement.fail_together():
         resumed = find_checkpoint(args, agreement)
     with agreement.fail_together():
-        parts = prepare(args, resumed, device, rank, world_size)
-    train_set, test_set, local_batch, model, optimizer, scaler, recorder = parts
-    progress = recorder.progress
-    agreement.same(progress.step, "the step to resume from")  # is --run-dir a shared disk?
-    test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
+        run = prepare(args, resumed, device, rank, world_size)
+    recorder, progress = run.recorder, run.recorder.progress
+    agreement.require_same(progress.step, "the step to resume from")  # is --run-dir a shared disk?
+    test_shard = range(rank, len(run.test_set), world_size)  # each sample once
     options = loader_options(args)  # worker processes, pinned memory
     options["worker_init_fn"] = end_with_rank  # SIGTERM must not end loaders
-    test_loader = DataLoader(test_shard, local_batch, **options)
+    test_loader = DataLoader(Subset(run.test_set, test_shard), run.local_batch, **options)
     if args.evaluate:
-        recorder.print_evaluation(*evaluate(model, test_loader, device))
+        recorder.print_evaluation(*evaluate(run.model, test_loader, device))
         return
     if rank == 0:
         durable.set_aside(path, resumed)
     watchdog.step = lambda: progress.step
 
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # no second copy is kept
-    # DDP orders its buckets after the first backward. With one here, a resumed run adds in the same
-    # order, so it rounds the same way.
-    ddp.eval()(train_set[0][0][None].to(device)).sum().backward()
-    model.zero_grad()
-    crops = durable.SeededPerSample(train_set, args.seed)
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # it repeats no sample
+    ddp = wrap_in_ddp(run.model, run.train_set[0][0].to(device))
+    crops = durable.SeededPerSample(run.train_set, args.seed)
+    sampler = DistributedSampler(run.train_set, seed=args.seed, drop_last=True)  # no sample twice
     remaining = durable.SkipFirst(sampler)
-    loader = DataLoader(crops, local_batch, sampler=remaining, drop_last=True, **options)
+    loader = DataLoader(crops, run.local_batch, sampler=remaining, drop_last=True, **options)
     while progress.epoch < args.epochs and progress.step < args.max_steps:
         epoch = progress.epoch
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
-        crops.epoch, remaining.skip = epoch, progress.epoch_step * local_batch
+        crops.epoch, remaining.skip = epoch, progress.epoch_step * run.local_batch
         rates = learning_rates(args, epoch, len(loader))[progress.epoch_step :]
         batches = recorder.timed(until_checkpoint(loader, recorder, agreement), len(loader))
-        losses = train_epoch(ddp, batches, rates, optimizer, scaler, device, args)
-        losses = agreement.mean(losses, model, progress.step, scaler.get_scale())  # nan ends all
+        losses = train_epoch(ddp, batches, rates, run.optimizer, run.scaler, device, args)
+        losses = agreement.mean_or_end(losses, run.model, progress.step, run.scaler.get_scale())
         if progress.epoch_step == 0 or progress.step >= args.max_steps:
-            recorder.end_epoch(epoch, losses, *evaluate(model, test_loader, device))
+            recorder.end_epoch(epoch, losses, *evaluate(run.model, test_loader, device))
         else:  # the next round trains the rest of this epoch, as a resumed run would
             recorder.write(epoch, losses)
-        with agreement.fail_together():
-            if rank == 0:  # one writer; a collective in here would wait for the others forever
-                with durable.replacing(path) as file:
-                    state = checkpoint_state(recorder, model, optimizer, scaler=scaler)
-                    torch.save(state, file)
+        save(path, run, agreement)
         if agreement.stopped and progress.epoch < args.epochs:
             print(f"rank {rank} stops after step {progress.step}: --resume auto continues")
             return
@@ -225,7 +248,7 @@ def main() -> None:
     if args.device == "cuda":  # GPU 0 for local rank 0, 1 for 1, and so on
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    store = join(device, rank, world_size, local_ranks, args.timeout_seconds)
+    store = join_process_group(device, rank, world_size, local_ranks, args.timeout_seconds)
     agreement = Agreement(args.timeout_seconds)
     with Watchdog(store.clone(), rank, world_size, __file__, args.timeout_seconds) as watchdog:
         train(args, device, agreement, watchdog)

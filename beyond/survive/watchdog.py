@@ -24,7 +24,7 @@ from types import TracebackType
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from launch import identity
+from launch import process_identity
 
 BEAT_SECONDS = 0.25  # from one note to the next: a beat, in which the other limits are counted
 ENDED_BEATS = 20  # 5 s without a note of a process that has ended: it will never say why
@@ -122,7 +122,7 @@ class Watchdog:
             frame = frame.f_back
         self.reached = self.place or self._place(frame.f_lineno if frame else 0)
         self.beats += 1
-        note = [self.beats, self.reached, self.lost, identity(os.getpid())]
+        note = [self.beats, self.reached, self.lost, process_identity(os.getpid())]
         self.store.set(self.keys[self.rank], json.dumps(note))
 
     def _place(self, line: int) -> str:
@@ -157,7 +157,7 @@ class Watchdog:
         reason = self._first(verdict)
         if reason == verdict:
             for process in (notes[rank][3] for rank in silent):
-                if process and identity(int(process[2])) == process:  # it is on this machine
+                if process and process_identity(int(process[2])) == process:  # on this machine
                     os.kill(int(process[2]), signal.SIGKILL)  # a stopped one ignores SIGTERM
         return reason
 
@@ -187,10 +187,10 @@ class Watchdog:
 
 def has_ended(process: list[str] | None) -> bool:
     """Whether this process has ended. False where nobody here can know: on another machine."""
-    here = identity(os.getpid())
+    here = process_identity(os.getpid())
     if process is None or here is None or process[:2] != here[:2]:
         return False
-    return identity(int(process[2])) != process
+    return process_identity(int(process[2])) != process
 
 
 def demonstrate(rank: int, port: int) -> None:

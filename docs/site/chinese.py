@@ -72,12 +72,12 @@ def moved(app: Sphinx, docname: str, path: Path) -> str:
     root, here = Path(app.srcdir), Path(app.env.doc2path(docname)).parent
     english = {chinese: page for page, chinese in translated_pages(root)}
 
-    def relink(found: re.Match[str]) -> str:
-        file, mark, anchor = found[2].partition("#")
-        if re.match(r"\w+:", found[2]) or not file:
-            return found[0]
+    def relink(match: re.Match[str]) -> str:
+        file, mark, anchor = match[2].partition("#")
+        if re.match(r"\w+:", match[2]) or not file:
+            return match[0]
         target = Path(os.path.normpath(path.parent / file))
         target = english.get(target, target)
-        return f"{found[1]}{os.path.relpath(target, here)}{mark}{anchor})"
+        return f"{match[1]}{os.path.relpath(target, here)}{mark}{anchor})"
 
     return re.sub(r"(\]\()([^)\s]+)\)", relink, path.read_text(encoding="utf-8"))

@@ -21,12 +21,12 @@ LARGE = 100_000  # bytes: a longer file gets no page
 @functools.cache
 def all_code(app: Sphinx) -> set[str]:
     """All that some page links to; and the code in the folders of pages, and in folders linked."""
-    found = {name for page in app.env.metadata.values() for name in page.get("code", [])}
+    code_files = {name for page in app.env.metadata.values() for name in page.get("code", [])}
     folders = {Path(name).parent for name in app.env.found_docs} - {Path()}
-    folders |= {Path(name).parent for name in found if name.endswith("/index")}
+    folders |= {Path(name).parent for name in code_files if name.endswith("/index")}
     files = [path for each in folders for path in (app.srcdir / each).iterdir()]
     code = [path for path in files if path.suffix in CODE and path.stat().st_size < LARGE]
-    return found | {path.relative_to(app.srcdir).as_posix() for path in code}
+    return code_files | {path.relative_to(app.srcdir).as_posix() for path in code}
 
 
 def code_list(app: Sphinx, pagename: str) -> str:

@@ -37,8 +37,8 @@ class Pages(Project):
         return re.sub(r"(^|/)README$", r"\1index", super().path2doc(filename) or "") or None
 
 
-def formula(found: re.Match[str]) -> str:
-    return convert(found[1] or found[2], display="block" if found[1] else "inline")
+def formula(match: re.Match[str]) -> str:
+    return convert(match[1] or match[2], display="block" if match[1] else "inline")
 
 
 def from_notebook(text: str) -> str:
@@ -73,11 +73,11 @@ def read(app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def slugs(text: str) -> list[str]:
-    text, found = re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S), list[str]()
+    text, slugs = re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S), list[str]()
     for heading in re.findall(r"^#+ (.+)$", text, re.M):
         plain = re.sub(r"\[(.+?)\]\(.+?\)", r"\1", heading)
-        found.append(unique_slug(github_slugify(plain), found))
-    return found
+        slugs.append(unique_slug(github_slugify(plain), slugs))
+    return slugs
 
 
 class AsOnGitHub(SphinxTransform):

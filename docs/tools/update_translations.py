@@ -69,8 +69,8 @@ def translated(english: str, chinese: str) -> str:
 
 
 def is_current(english: str, chinese: str) -> bool:
-    found = DIGEST.search(chinese)
-    return bool(found) and found[1] == digest(english)
+    match = DIGEST.search(chinese)
+    return bool(match) and match[1] == digest(english)
 
 
 def main() -> None:

@@ -88,30 +88,33 @@ def proof(folder: Path, *arguments: str) -> dict[str, str]:
     launch = ["torchrun", "--standalone", "--nproc-per-node=2", "mine.py"]
     flags = ["--batches=2", f"--json={file}", *arguments, *launch]
     command("beyond/prove/__main__.py", *flags, where=folder, seconds=180)
-    found = json.loads(file.read_text())
-    assert found["rows"], found["error"]
-    return {row["check"]: row["verdict"] for row in found["rows"]}
+    result = json.loads(file.read_text())
+    assert result["rows"], result["error"]
+    return {row["check"]: row["verdict"] for row in result["rows"]}
 
 
 def said_after_steps() -> list[dict[str, set[str]]]:
     """What the page says that prove says, by verdict."""
     lines = re.findall(r"^\*\*prove says:\*\* (.*)$", (CONVERT / "README.md").read_text(), re.M)
-    found = [re.findall(r"(right|WRONG|Warning): ([^.]*)\.", line) for line in lines]
-    return [{verdict: set(re.findall("`(.+?)`", x)) for verdict, x in each} for each in found]
+    verdicts_of_lines = [re.findall(r"(right|WRONG|Warning): ([^.]*)\.", line) for line in lines]
+    return [
+        {verdict: set(re.findall("`(.+?)`", x)) for verdict, x in each}
+        for each in verdicts_of_lines
+    ]
 
 
 @pytest.mark.parametrize("step", range(1, 7))
 def test_after_each_step_prove_says_what_the_page_says(step, tmp_path):
     few_digits(tmp_path)
     (tmp_path / "mine.py").write_text(load("apply_steps.py", folder=CONVERT).scripts()[step])
-    verdicts, said = proof(tmp_path), said_after_steps()[step - 1]
+    verdicts, expected = proof(tmp_path), said_after_steps()[step - 1]
     for verdict in ("WRONG", "warning"):
-        found = {check for check, each in verdicts.items() if each == verdict}
-        assert found == said.get(verdict.replace("w", "W", 1), set()), verdicts
-    assert {verdicts[check] for check in said["right"]} == {"right"}
+        checks = {check for check, each in verdicts.items() if each == verdict}
+        assert checks == expected.get(verdict.replace("w", "W", 1), set()), verdicts
+    assert {verdicts[check] for check in expected["right"]} == {"right"}
     if step > 1:  # the step did it
         before = said_after_steps()[step - 2]
-        assert said["right"] & (before["WRONG"] | before["Warning"] | {"one rank"})
+        assert expected["right"] & (before["WRONG"] | before["Warning"] | {"one rank"})
 
 
 def test_the_converted_classifier_is_its_original_and_twice_the_loss_is_not(tmp_path):
@@ -180,10 +183,10 @@ def test_the_map_of_two_ranks_is_that_of_one_process_to_the_last_digit(tmp_path)
     assert launch(tmp_path / "detector.py", f"--data-dir={scenes(4)}", *flags, ranks=0)[0] == (0,)
     for images in (1, 3):  # of one image, rank 1 gets none
         flags = (f"--data-dir={scenes(4, images)}", f"--resume={tmp_path}/last.pt", "--evaluate")
-        [one] = run_ranks(1, _run, "detector.py", flags)
-        assert run_ranks(2, _run, "detector_ddp.py", flags) == [one, one]
-    assert one["mAP"] > 0
-    assert run_ranks(2, _run, "detector_ddp.py", flags, APART)[0] != one
+        [single] = run_ranks(1, _run, "detector.py", flags)
+        assert run_ranks(2, _run, "detector_ddp.py", flags) == [single, single]
+    assert single["mAP"] > 0
+    assert run_ranks(2, _run, "detector_ddp.py", flags, APART)[0] != single
 
 
 def test_images_without_boxes_other_sizes_and_a_rank_with_fewer_batches_do_not_hang():
@@ -322,8 +325,8 @@ def test_with_one_line_that_looks_as_good_an_example_trains_something_else(name,
     changes = [*EXAMPLE[name], (old, new)]
     if "both" in new:
         changes.append(("critic_loss(ddp_critic(fake.detach()), 0.0).backward()", "pass"))
-    found = run_ranks(2, _example, f"{name}_ddp", *changes)[0]["weights"]
-    assert (found - original_of(name)["weights"]).abs().max() > 1e-5
+    weights = run_ranks(2, _example, f"{name}_ddp", *changes)[0]["weights"]
+    assert (weights - original_of(name)["weights"]).abs().max() > 1e-5
 
 
 def test_a_rate_that_only_rank_0_lowers_lets_the_ranks_train_apart():
@@ -371,10 +374,10 @@ def _weights_after_each_step(rank: int, samples: int, drop_last: bool) -> torch.
 def test_the_last_batch_is_exact_if_the_ranks_share_its_samples_equally(
     samples, dropped_by_one, dropped_by_two, steps, exact
 ):
-    [one] = run_ranks(1, _weights_after_each_step, samples, dropped_by_one)
+    [one_rank] = run_ranks(1, _weights_after_each_step, samples, dropped_by_one)
     two = run_ranks(2, _weights_after_each_step, samples, dropped_by_two)[0]
-    assert (len(two), len(one)) == (steps, 16 if dropped_by_one else 18)
-    apart = (two - one[:steps]).abs().amax((1, 2))
+    assert (len(two), len(one_rank)) == (steps, 16 if dropped_by_one else 18)
+    apart = (two - one_rank[:steps]).abs().amax((1, 2))
     assert int((apart < 1e-12).sum()) == exact
     assert bool((apart[:8] < 1e-12).all())
 
@@ -382,8 +385,8 @@ def test_the_last_batch_is_exact_if_the_ranks_share_its_samples_equally(
 def test_columns_that_do_not_divide_by_the_ranks_are_refused_in_one_line():
     """8 of them, on 3 ranks: without the check, two would never be read. On 2, see above."""
     script = f"{EXAMPLES.relative_to(ROOT)}/language_ddp.py"
-    said = launch_ranks(script, ranks=3, where=scratch_folder())
-    assert said == [(2, "error: 8 columns do not divide by 3 ranks\n")] * 3
+    answers = launch_ranks(script, ranks=3, where=scratch_folder())
+    assert answers == [(2, "error: 8 columns do not divide by 3 ranks\n")] * 3
 
 
 def test_the_search_finds_every_pattern_of_its_table():
@@ -424,8 +427,8 @@ def _gathered(rank: int, name: str) -> float:
     ddp = torch.nn.parallel.DistributedDataParallel(model)
     outputs = torch.cat(torch.distributed.nn.functional.all_gather(ddp(batch[rows])))
     losses.LOSSES[name](outputs, labels).backward()
-    found = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-    return float((found - exact).norm() / exact.norm())
+    gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    return float((gradient - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize(

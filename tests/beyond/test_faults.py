@@ -19,7 +19,7 @@ from faults import (
     PAUSES,
     STEPS,
     Fault,
-    Outcome,
+    FaultOutcome,
     as_expected,
     draw,
     reference,
@@ -60,7 +60,7 @@ TELLS = {  # how many ranks print an error, and what all of them say
 
 
 @cache
-def outcomes() -> dict[Fault, Outcome]:
+def outcomes() -> dict[Fault, FaultOutcome]:
     """Of all faults, side by side: most of the time they wait."""
     for fault in FAULTS.values():
         reference(fault)  # before two threads train the same one
@@ -76,10 +76,10 @@ def test_a_run_survives(name):
     expected = {"term": [0], "nan-before-a-checkpoint": [EVERY]}
     assert outcome.lost_steps in expected.get(name, range(lost_at_most + 1)), outcome
     if name in TELLS:
-        count, said = TELLS[name]
+        count, pattern = TELLS[name]
         errors = re.findall("^error: (.*)", outcome.output, re.M)
         assert len(errors) == count, outcome.output
-        assert all(re.fullmatch(said, error) for error in errors), errors
+        assert all(re.fullmatch(pattern, error) for error in errors), errors
 
 
 def test_a_run_that_gets_sigterm_ends_soon_and_says_how_to_go_on():
@@ -107,8 +107,8 @@ WRONG = [  # the control of the test above, and of the campaign
 
 
 def test_a_wrong_end_is_seen():
-    ends = [Outcome(Fault(kind), *told, lost_steps=lost) for kind, *told, lost in WRONG]
+    ends = [FaultOutcome(Fault(kind), *outcome, lost_steps=lost) for kind, *outcome, lost in WRONG]
     assert not any(map(as_expected, ends))
-    right = Outcome(Fault("pause"), [0, 0], "")
+    right = FaultOutcome(Fault("pause"), [0, 0], "")
     assert as_expected(right)
-    assert not as_expected(Outcome(Fault("pause", pause_seconds=5), [0, 0], "", seconds=4))
+    assert not as_expected(FaultOutcome(Fault("pause", pause_seconds=5), [0, 0], "", seconds=4))

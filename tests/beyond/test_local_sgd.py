@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 import timing
-from local_ranks import of_all_ranks, on_ranks, run_ranks
+from local_ranks import gather_from_ranks, on_ranks, run_ranks
 from measure_local_sgd_links import slowdowns, step_seconds
 from refusals import ended, refused
 from support import chapter, fresh_module
@@ -175,7 +175,7 @@ def test_rounds_are_those_of_plain_lists_in_time_and_late_with_a_last_short_one(
             assert distance(reached, expected[late]) < 1e-12
             assert distance(reached, expected[not late]) > 1e-3, "the control: the other one"
     unfinished = by_local_sgd(momentum_sgd, sum(rounds), finish=False, every=3, **MEAN)
-    assert distance(unfinished, of_all_ranks(unfinished)[rank - 1]) > 1e-3, "the control"
+    assert distance(unfinished, gather_from_ranks(unfinished)[rank - 1]) > 1e-3, "the control"
 
 
 @on_ranks(2)
@@ -185,13 +185,13 @@ def test_batch_norm_keeps_its_own_statistics_until_the_end_and_the_ranks_then_sh
     for step in range(4):
         one_step(model, optimizer, step, rank)
         outer.step()
-    own = of_all_ranks({name: buffer.clone() for name, buffer in model.named_buffers()})
+    own = gather_from_ranks({name: buffer.clone() for name, buffer in model.named_buffers()})
     first_mean, second_mean = (buffers["norm.running_mean"] for buffers in own)
     assert distance(first_mean, second_mean) > 1e-3, "a round is over"
     outer.finish()
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, (own[0][name] + own[1][name]) / 2), name
-    first, second = of_all_ranks({name: t.clone() for name, t in model.state_dict().items()})
+    first, second = gather_from_ranks({name: t.clone() for name, t in model.state_dict().items()})
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -215,7 +215,7 @@ def test_a_mean_has_the_digits_of_its_message_and_the_same_bits_on_all_ranks(ran
     for message, start_mean in START_MEAN_IN.items():
         mean = start_mean(numbers(rank))()
         errors[message] = worst_of_a_chunk(mean, exact_mean)
-        assert all(torch.equal(mean, other) for other in of_all_ranks(mean)), message
+        assert all(torch.equal(mean, other) for other in gather_from_ranks(mean)), message
     assert errors["full"] < 1e-6 < 1e-4 < errors["bf16"] < 0.01 < 0.02
     assert errors["full"] < errors["int8"] < 0.02
     one_scale = ((ASYNC_MEAN, "CHUNK = 1024", "CHUNK = 8192"),)

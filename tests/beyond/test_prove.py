@@ -66,8 +66,8 @@ def run(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProces
 
 
 def verdict(ended: subprocess.CompletedProcess, check: str) -> str:
-    found = re.search(rf"^(right|WRONG|warning|not seen) +{check}(  |$)", ended.stdout, re.M)
-    return found[1] if found else f"no row: {ended.stdout}{ended.stderr}"
+    row = re.search(rf"^(right|WRONG|warning|not seen) +{check}(  |$)", ended.stdout, re.M)
+    return row[1] if row else f"no row: {ended.stdout}{ended.stderr}"
 
 
 def wrong(ended: subprocess.CompletedProcess) -> set[str]:
@@ -394,12 +394,12 @@ def test_two_writers_are_seen_in_a_folder_that_mktemp_made():
 
 
 def processes_in(folder: Path) -> list[str]:
-    found = []
+    commands = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is not ours
             if str(folder) in os.readlink(process / "cwd"):
-                found.append((process / "cmdline").read_text())
-    return found
+                commands.append((process / "cmdline").read_text())
+    return commands
 
 
 def test_a_proof_that_is_ended_leaves_no_process_and_puts_files_back(tmp_path):
@@ -529,9 +529,9 @@ def test_after_a_step_of_convert_it_says_what_is_still_missing(step, missing, tm
     (tmp_path / "mine.py").write_text(script.replace("getattr(models, args.backbone)()", shallow))
     small = ["--image-size=64", "--batch-size=4", "--warmup=1", "--workers=0", "--device=cpu"]
     ended = run(tmp_path, "--batches=2", *TORCHRUN, "mine.py", *small, "--epochs=1")
-    found = wrong(ended)
-    assert missing <= found, ended.stdout + ended.stderr
-    assert bool(found) == bool(missing), ended.stdout
+    wrong_checks = wrong(ended)
+    assert missing <= wrong_checks, ended.stdout + ended.stderr
+    assert bool(wrong_checks) == bool(missing), ended.stdout
     assert (verdict(ended, "one rank") == "right") == (step == 8)
 
 

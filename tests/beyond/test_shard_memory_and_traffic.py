@@ -13,7 +13,16 @@ import torch.distributed as dist
 from torch import nn
 
 from local_ranks import command, run_ranks
-from shard_cases import BY_HAND, FSDP, ZERO_1, ZERO_2, Case, all_distances, changed_levels, join
+from shard_cases import (
+    BY_HAND,
+    FSDP,
+    ZERO_1,
+    ZERO_2,
+    TrainingCase,
+    all_distances,
+    changed_levels,
+    join,
+)
 from support import chapter
 
 measure, traffic = chapter("shard", "measure"), chapter("shard", "traffic")
@@ -134,7 +143,7 @@ def test_shard_an_impostor_that_holds_more_is_found_though_its_weights_are_right
         assert {kind, "alive"} <= unlike_the_paper(held_by_ddp, level, 2)
     for held, (level, _, kinds) in zip(held_by_impostors, IMPOSTORS.values(), strict=True):
         assert unlike_the_paper(held, level, 2) == kinds
-    trainings = [Case(level, changes=changes) for level, changes in cases]
+    trainings = [TrainingCase(level, changes=changes) for level, changes in cases]
     assert max(run_ranks(2, all_distances, trainings)[0]) < 1e-10
 
 
@@ -182,9 +191,9 @@ def test_shard_each_rank_sends_what_the_paper_says():
 
 def within(*flags: str) -> dict[str, str]:
     """How each level of training ends under a memory limit."""
-    [(status, said)] = command("beyond/shard/memory_limit.py", *flags)
-    assert status == 0, said
-    return {line.split()[0]: line.split(maxsplit=1)[1] for line in said.splitlines()[2:]}
+    [(status, output)] = command("beyond/shard/memory_limit.py", *flags)
+    assert status == 0, output
+    return {line.split()[0]: line.split(maxsplit=1)[1] for line in output.splitlines()[2:]}
 
 
 def test_shard_four_ranks_that_cannot_train_with_ddp_can_with_fsdp():

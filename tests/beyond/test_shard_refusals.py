@@ -36,8 +36,8 @@ REFUSED = {
 @pytest.mark.parametrize("flag", REFUSED)
 def test_shard_a_wrong_call_ends_in_one_line(flag, tmp_path):
     flags = ("--device=cpu", f"--run-dir={tmp_path}", flag)
-    for status, said in launch_ranks("beyond/shard/train.py", *flags):
-        [line] = said.splitlines()
+    for status, output in launch_ranks("beyond/shard/train.py", *flags):
+        [line] = output.splitlines()
         assert (status, line[:7]) == (2, "error: ")
         assert REFUSED[flag] in line
 
@@ -57,7 +57,7 @@ class Tied(nn.Module):
 
 def refusals(rank: int) -> list[str]:
     join("gloo")
-    levels, said = changed_levels(), []
+    levels, errors = changed_levels(), []
     untied = Tied()
     untied.head = nn.Linear(3, 5)
     mixed = nn.Sequential(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 5).double()))
@@ -77,9 +77,9 @@ def refusals(rank: int) -> list[str]:
             training.model(torch.arange(5)).sum().backward()
             training.finish()
         except ValueError as error:
-            said.append(f"{type(error).__name__}: {error}")
+            errors.append(f"{type(error).__name__}: {error}")
     dist.destroy_process_group()
-    return said
+    return errors
 
 
 def test_shard_what_cannot_be_divided_is_refused_in_one_line_on_every_rank():

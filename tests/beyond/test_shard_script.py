@@ -36,8 +36,8 @@ def test_shard_a_checkpoint_of_the_other_optimizer_is_refused_in_one_line(level,
     flags = (*ON_DIGITS, f"--shard={level}", "--max-steps=1")
     path = train_once("shard", 2, *flags, "--optimizer=adamw").folder / "checkpoint.pt"
     flags = (*flags, "--device=cpu", f"--run-dir={tmp_path}", f"--resume={path}")
-    for status, said in launch_ranks("beyond/shard/train.py", *flags):
-        [line] = said.splitlines()
+    for status, output in launch_ranks("beyond/shard/train.py", *flags):
+        [line] = output.splitlines()
         assert (status, line[:7]) == (2, "error: ")
         assert line.endswith("eps, expected one with dampening, momentum, nesterov")
 

@@ -16,7 +16,7 @@ from shard_cases import (
     OPTIMIZERS,
     ZERO_1,
     ZERO_2,
-    Case,
+    TrainingCase,
     all_distances,
     batches,
     build,
@@ -36,7 +36,7 @@ CHOICES = (  # each pair of values occurs
     ("transformer", "sgd", 2, 0.1),
     ("transformer", "adamw", 1, None),
 )
-CASES = [Case(level, *choice) for level in BY_HAND for choice in CHOICES]
+CASES = [TrainingCase(level, *choice) for level in BY_HAND for choice in CHOICES]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -46,12 +46,12 @@ def test_shard_weights_equal_one_process(ranks):
 
 
 def test_shard_two_ranks_compute_what_one_process_computes(without=()):
-    cases = [Case(level, changes=without) for level in BY_HAND]
+    cases = [TrainingCase(level, changes=without) for level in BY_HAND]
     assert max(run_ranks(2, all_distances, cases)[0]) < 1e-10
 
 
 def test_shard_weights_equal_one_process_over_shm_too():
-    cases = [Case(level, micro_batches=2, clip=0.1) for level in BY_HAND]
+    cases = [TrainingCase(level, micro_batches=2, clip=0.1) for level in BY_HAND]
     assert max(run_ranks(3, all_distances, cases, "shm")[0]) < 1e-10
 
 
@@ -59,7 +59,7 @@ def test_shard_fsdp_may_recompute_and_gather_in_another_format():
     """float32 stands for bf16 here: beside float64, it too has about half the digits."""
     recompute, lower = {"recompute": True}, {"dtype": torch.float32}
     cases = [
-        Case(FSDP, model, micro_batches=2, fsdp_options=options)
+        TrainingCase(FSDP, model, micro_batches=2, fsdp_options=options)
         for options in (recompute, lower, {**recompute, **lower})
         for model in ("odd", "transformer")
     ]
@@ -181,7 +181,7 @@ CONTROLS = {  # what is left out or made wrong: where it is used, and the change
 def test_shard_weights_differ_if_a_mechanism_is_left_out():
     """The controls of the claim above, on two ranks with SGD. Each changes the weights visibly."""
     cases = [
-        Case(level, clip=0.1 if "norm" in what else None, changes=(change,))
+        TrainingCase(level, clip=0.1 if "norm" in what else None, changes=(change,))
         for what, (level, change) in CONTROLS.items()
     ]
     distances = run_ranks(2, all_distances, cases)[0]
@@ -191,7 +191,9 @@ def test_shard_weights_differ_if_a_mechanism_is_left_out():
 def test_shard_adamw_hides_a_missing_division():
     """Its step does not depend on the scale of the gradient, except through epsilon."""
     left_out = [CONTROLS[f"{name}: no division"] for name in ("ZeRO-2", "FSDP")]
-    cases = [Case(level, optimizer="adamw", changes=(change,)) for level, change in left_out]
+    cases = [
+        TrainingCase(level, optimizer="adamw", changes=(change,)) for level, change in left_out
+    ]
     assert all(1e-10 < far < 1e-3 for far in run_ranks(2, all_distances, cases)[0])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from local_ranks import of_all_ranks, on_ranks
+from local_ranks import gather_from_ranks, on_ranks
 from support import chapter, clock, fresh_module
 
 agree = chapter("survive", "agree")
@@ -36,12 +36,12 @@ def votes(rank: int, step_seconds: list[float], sigterm: int, without: tuple = (
 def test_all_ranks_vote_in_the_same_steps_and_stop_after_the_same_one(rank):
     """Though their steps differ. The control: each takes its own proposal, not the vote's."""
     seconds = (1 / 48, 0.03, 0.001)[rank]
-    first, *others = of_all_ranks(votes(rank, [seconds] * 400, sigterm=300))
+    first, *others = gather_from_ranks(votes(rank, [seconds] * 400, sigterm=300))
     assert others == [first, first]
     assert 300 < first[1] <= 300 + 2 * 12, "within two votes"
     of_its_own = "sigterm = votes.tolist()[0]\n            self.interval = 5 if self.rank else 9\n"
     change = ("agree.py", "sigterm, self.interval = votes.tolist()\n", of_its_own)
-    zero, one, _ = of_all_ranks(votes(rank, [0.02] * 400, 60, (change,)))
+    zero, one, _ = gather_from_ranks(votes(rank, [0.02] * 400, 60, (change,)))
     assert zero != one
 
 
@@ -77,9 +77,9 @@ def test_if_a_rank_fails_all_end_and_the_lowest_that_failed_says_why(rank):
             if rank in (1, 2):
                 raise OSError(f"of rank {rank}")
 
-    assert of_all_ranks(outcome(work)) == [SILENT, "OSError: of rank 1", SILENT]
+    assert gather_from_ranks(outcome(work)) == [SILENT, "OSError: of rank 1", SILENT]
     value = 8 if rank == 1 else 7
-    assert of_all_ranks(outcome(agreement.same, value, "it")) == [
+    assert gather_from_ranks(outcome(agreement.require_same, value, "it")) == [
         SILENT,
         "AgreementError: it is 8 on rank 1, 7 on rank 0",
         SILENT,
@@ -93,21 +93,21 @@ def test_the_mean_loss_of_an_epoch_ends_all_ranks_if_it_cannot_be_saved(rank):
     losses = torch.arange(4.0) + rank  # of steps 7 to 10
 
     def mean(losses: torch.Tensor, scale: float = 1.0) -> list[float]:
-        return agreement.mean(losses, model, 10, scale).tolist()
+        return agreement.mean_or_end(losses, model, 10, scale).tolist()
 
-    assert of_all_ranks(outcome(mean, losses, 2.0**-24)) == ["[1.0, 2.0, 3.0, 4.0]"] * 3
-    no_scale, *others = of_all_ranks(outcome(mean, losses, 2.0**-25))
+    assert gather_from_ranks(outcome(mean, losses, 2.0**-24)) == ["[1.0, 2.0, 3.0, 4.0]"] * 3
+    no_scale, *others = gather_from_ranks(outcome(mean, losses, 2.0**-25))
     assert no_scale.startswith("AgreementError: gradients are inf or nan even with the loss scaled")
     assert others == [SILENT, SILENT]
     nan = f"AgreementError: the loss of rank 2 is nan in step 8: {LOWER_LR}"
     one_is_nan = losses.where(losses < 3, float("nan"))
-    assert of_all_ranks(outcome(mean, one_is_nan)) == [nan, SILENT, SILENT]
+    assert gather_from_ranks(outcome(mean, one_is_nan)) == [nan, SILENT, SILENT]
     if rank == 1:
         agreement.sigterm.set()
         model.weight.data[0, 1] = float("inf")
     agreement.vote()
     weight = f"AgreementError: a weight is nan or inf after step 10: {LOWER_LR}"
-    assert of_all_ranks(outcome(mean, losses)) == [SILENT, weight, SILENT]
+    assert gather_from_ranks(outcome(mean, losses)) == [SILENT, weight, SILENT]
     assert agreement.stopped, "a vote is read at the end of an epoch at the latest"
 
 
@@ -129,8 +129,8 @@ def test_one_rank_reads_a_file_for_all_that_see_it_and_all_learn_the_answer(rank
     def first_whole(*names: str) -> list:
         """For each rank: the first of these files that is whole, and which files it has read."""
         read.clear()
-        found = agreement.first(is_whole, [folder / name for name in names])
-        return of_all_ranks((found and found.name, tuple(read)))
+        valid_path = agreement.first_valid(is_whole, [folder / name for name in names])
+        return gather_from_ranks((valid_path and valid_path.name, tuple(read)))
 
     if rank == 0:
         for name in ("a", "b", "0", "2"):

@@ -119,9 +119,9 @@ def test_a_save_that_fails_leaves_only_the_checkpoint_before(two):
     with patch("os.fsync", lambda file: synced.append(os.fstat(file).st_size)):
         save(two, 3)
     assert synced == [two.stat().st_size]
-    said = rf"cannot write {two} \(no room\), the one before is whol"
+    error = rf"cannot write {two} \(no room\), the one before is whol"
     no_room = patch("os.fsync", side_effect=OSError("no room"))
-    with no_room, pytest.raises(durable.CheckpointError, match=said):
+    with no_room, pytest.raises(durable.CheckpointError, match=error):
         save(two, 4)
     assert [(path.name, step_of(path)) for path in two.parent.iterdir()] == [
         ("checkpoint.before.pt", 3)
@@ -135,10 +135,10 @@ FAILS = {  # saves before, whether the last is then damaged; what the line says,
 }
 
 
-@pytest.mark.parametrize(("saves", "damaged", "said", "left"), FAILS.values(), ids=FAILS)
+@pytest.mark.parametrize(("saves", "damaged", "error", "left"), FAILS.values(), ids=FAILS)
 @pytest.mark.parametrize("failing", ["os.fsync", "pathlib.Path.open", "pathlib.Path.replace"])
 def test_a_save_that_fails_says_what_is_left_and_deletes_nothing(
-    failing, saves, damaged, said, left, tmp_path
+    failing, saves, damaged, error, left, tmp_path
 ):
     """Even a damaged checkpoint may be all that somebody has."""
     path = tmp_path / "checkpoint.pt"
@@ -154,7 +154,7 @@ def test_a_save_that_fails_says_what_is_left_and_deletes_nothing(
         return opened(file, mode)
 
     how = {"new": only_read} if failing.endswith("open") else {"side_effect": OSError("no room")}
-    with patch(failing, **how), pytest.raises(durable.CheckpointError, match=said):
+    with patch(failing, **how), pytest.raises(durable.CheckpointError, match=error):
         save(path, 4)
     files = sorted(tmp_path.iterdir())
     assert ["damaged" if file.read_bytes() == b"junk" else step_of(file) for file in files] == left
@@ -165,7 +165,7 @@ def test_a_checkpoint_that_cannot_be_renamed_stays_where_it_is(two):
     read_only = patch("pathlib.Path.replace", side_effect=PermissionError("read-only"))
     with read_only, pytest.raises(durable.CheckpointError, match="the one before is whole"):
         save(two, 3)
-    assert (step_of(two), step_of(durable.previous(two))) == (2, 1)
+    assert (step_of(two), step_of(durable.previous_path(two))) == (2, 1)
 
 
 def test_new_runs_in_one_folder_keep_what_all_earlier_ones_have_saved(tmp_path):
@@ -188,7 +188,7 @@ def test_a_bit_that_flips_after_a_save_is_seen_by_the_next_one(flips, step_befor
         data[len(data) // 2] ^= 1
         two.write_bytes(data)
     save(two, 3)
-    assert (step_of(two), step_of(durable.previous(two))) == (3, step_before)
+    assert (step_of(two), step_of(durable.previous_path(two))) == (3, step_before)
 
 
 def read_bytes(function, *args: object) -> int:

@@ -17,8 +17,8 @@ from local_ranks import (
     command,
     context,
     free_port,
+    gather_from_ranks,
     is_running,
-    of_all_ranks,
     on_ranks,
     torchrun_variables,
 )
@@ -48,10 +48,10 @@ def test_the_launcher_is_torchrun_or_srun_or_nobody(case):
     env |= dict(zip(launch.SRUN, srun.split(), strict=False))
     with patch.object(os, "environ", env):
         try:
-            told = str(launch.read_launcher())
+            answer = str(launch.read_launcher())
         except launch.LaunchError as error:
-            told = str(error)
-    assert told == expected
+            answer = str(error)
+    assert answer == expected
 
 
 WRONG_STARTS = [
@@ -62,12 +62,12 @@ WRONG_STARTS = [
 ]
 
 
-@pytest.mark.parametrize(("env", "told"), WRONG_STARTS)
-def test_wrong_launch_variables_end_in_one_line_and_nobody_trains_alone(env, told, tmp_path):
+@pytest.mark.parametrize(("env", "error"), WRONG_STARTS)
+def test_wrong_launch_variables_end_in_one_line_and_nobody_trains_alone(env, error, tmp_path):
     flags = ("--device=cpu", f"--run-dir={tmp_path / 'run'}")
     [(status, output)] = command(SCRIPT, *flags, env=env)
     assert (status, output.count("\n")) == (2, 1), output
-    assert output.startswith(f"error: {told}")
+    assert output.startswith(f"error: {error}")
     assert not (tmp_path / "run").exists()
 
 
@@ -90,7 +90,7 @@ def gpu_with(uuid: str):
 @on_ranks(3)
 def test_restarted_ranks_find_nothing_of_those_before_and_tell_their_gpus_apart(rank):
     """By uuid: srun may show each rank one GPU only. The control is a store without a prefix."""
-    limit, said = timedelta(seconds=30), []
+    limit, lines = timedelta(seconds=30), []
     for prefix in (True, False):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
         launch.open_store(rank, 3, limit, one_machine=prefix).set("address", "old")
@@ -101,10 +101,10 @@ def test_restarted_ranks_find_nothing_of_those_before_and_tell_their_gpus_apart(
         here = dist.PrefixStore(str(gpus), store)
         with (
             gpu_with(f"GPU-{rank % gpus}"),
-            patch.object(launch, "print", said.append, create=True),
+            patch.object(launch, "print", lines.append, create=True),
         ):
-            assert launch.own_gpus(here, torch.device("cuda", 0), rank, 3) == (gpus == 3)
-    assert said == ["3 ranks share 2 GPUs: gloo, not nccl"] * (rank == 0)
+            assert launch.each_rank_has_a_gpu(here, torch.device("cuda", 0), rank, 3) == (gpus == 3)
+    assert lines == ["3 ranks share 2 GPUs: gloo, not nccl"] * (rank == 0)
 
 
 NO_GPU = "1 of 3 ranks have no GPU (rank 1), the others have: give all nodes GPUs, or all ranks"
@@ -124,10 +124,10 @@ def test_all_ranks_choose_the_same_backend_though_their_machines_differ(rank):
         store = dist.PrefixStore(f"case {number}", dist.distributed_c10d._get_default_store())
         with gpu_with(gpus[rank]), patch.object(launch, "print", id, create=True):
             try:
-                told = str(launch.own_gpus(store, device, rank, 3))
+                answer = str(launch.each_rank_has_a_gpu(store, device, rank, 3))
             except launch.LaunchError as error:
-                told = str(error)
-        assert of_all_ranks(told) == [expected] * 3
+                answer = str(error)
+        assert gather_from_ranks(answer) == [expected] * 3
 
 
 def load_with_workers(pipe) -> None:

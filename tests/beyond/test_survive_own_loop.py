@@ -70,7 +70,7 @@ def test_a_loop_of_ones_own_stops_and_resumes_to_the_bit(tmp_path):
     def last_steps(folder: str, **env: str) -> list[int]:
         (tmp_path / folder).mkdir(exist_ok=True)
         answers = launch_ranks(str(script), folder, env=env, where=tmp_path)
-        return [int(re.search(r"ends after step (\d+)", said)[1]) for _, said in answers]
+        return [int(re.search(r"ends after step (\d+)", output)[1]) for _, output in answers]
 
     def weights(file: str) -> torch.Tensor:
         return torch.load(tmp_path / file, weights_only=True)["model"]["weight"]
@@ -90,7 +90,7 @@ def test_a_loop_of_ones_own_takes_a_gpu_that_it_sees(gpus, device, tmp_path, mon
     torchrun = dict(zip(launch.TORCHRUN, "1122", strict=True))
     cuda = patch.multiple(torch.cuda, is_available=lambda: gpus > 0, device_count=lambda: gpus)
     monkeypatch.setattr(sys, "argv", ["own_loop.py", str(tmp_path)])
-    with cuda, patch.dict(os.environ, torchrun), patch.object(launch, "join") as join:
+    with cuda, patch.dict(os.environ, torchrun), patch.object(launch, "join_process_group") as join:
         join.side_effect = StopIteration
         with pytest.raises(StopIteration):
             runpy.run_path(str(OWN_LOOP), run_name="__main__")

@@ -34,7 +34,7 @@ def test_resuming_inside_an_epoch_equals_not_having_stopped(ranks, flags, withou
     assert part.checkpoint["epoch_step"] == 7, "it ended inside the first epoch, which has 12 steps"
     again = ("--resume=auto", "--checkpoint-every-steps=5")
     resumed = train("survive", ranks, *flags, *again, folder=part.folder, **more)
-    assert durable.previous(part.folder / "checkpoint.pt").exists()
+    assert durable.previous_path(part.folder / "checkpoint.pt").exists()
     same = [resumed, train("05", ranks, *flags, **FP32)] if "--no-sync-bn" in flags else [resumed]
     for other in same:
         assert same_run(whole, other)
@@ -177,8 +177,8 @@ def resume_from_own_folder(rank: int, folder: Path) -> str:
 
 def test_a_checkpoint_that_only_one_rank_has_ends_both(tmp_path):
     command(SCRIPT, "--device=cpu", "--max-steps=2", f"--run-dir={tmp_path / '0'}")
-    told = ["2", "the step to resume from is 0 on rank 1, 2 on rank 0"]  # "2" is the exit status
-    assert run_ranks(2, resume_from_own_folder, tmp_path) == told
+    answers = ["2", "the step to resume from is 0 on rank 1, 2 on rank 0"]  # "2" is the exit status
+    assert run_ranks(2, resume_from_own_folder, tmp_path) == answers
 
 
 @pytest.mark.parametrize(("rank", "busy"), [("0", True), ("0", False), ("1", False)])

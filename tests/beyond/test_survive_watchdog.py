@@ -34,12 +34,14 @@ def test_only_the_very_process_that_wrote_a_note_is_ended(same):
     dog, _ = new_watchdog()
     process = context.Process(target=time.sleep, args=(60,))
     process.start()
-    who = watchdog.identity(process.pid)
+    who = watchdog.process_identity(process.pid)
     place = "step 3, line 2, `b()`"
     note = [7, place, False, who if same else [*who[:-1], "0"]]
     dog.store.set("rank 1", json.dumps(note))
-    said = f"rank 1 did not arrive, last seen at {place}: killed, stopped, aborted or unreachable"
-    assert dog._diagnose(RuntimeError("gloo")) == said
+    verdict = (
+        f"rank 1 did not arrive, last seen at {place}: killed, stopped, aborted or unreachable"
+    )
+    assert dog._diagnose(RuntimeError("gloo")) == verdict
     process.join(9 if same else 0.2)
     assert process.is_alive() != same
     process.kill()
@@ -112,13 +114,13 @@ def test_an_error_of_its_own_is_not_taken_for_a_missing_rank(error, rank, verdic
         ended = caught
     is_lost = verdict == NO_NETWORK
     assert repr(ended) == ("SystemExit(1)" if is_lost else repr(error))
-    told = dog.store.compare_set("verdict", "", " ").decode()
-    assert re.fullmatch(re.escape(verdict).replace("PLACE", PLACE), told)
-    said = rf"error: rank {rank} gives up at {PLACE}: {re.escape(NO_NETWORK)}\n" if is_lost else ""
-    assert re.fullmatch(said, capsys.readouterr().err)
+    reported = dog.store.compare_set("verdict", "", " ").decode()
+    assert re.fullmatch(re.escape(verdict).replace("PLACE", PLACE), reported)
+    error = rf"error: rank {rank} gives up at {PLACE}: {re.escape(NO_NETWORK)}\n" if is_lost else ""
+    assert re.fullmatch(error, capsys.readouterr().err)
     _, place, lost, process = json.loads(dog.store.get(f"rank {rank}"))
     assert re.fullmatch(PLACE if error else "the end of its work", place)
-    assert (lost, process) == (is_lost, watchdog.identity(os.getpid()))
+    assert (lost, process) == (is_lost, watchdog.process_identity(os.getpid()))
     assert not dog.thread.is_alive()
 
 

@@ -124,8 +124,8 @@ def store_of_a_launcher(ranks: int) -> tuple[dist.TCPStore, dict[str, str]]:
     """The store where ranks meet, kept by this process as torchrun's agent does, and what the ranks
     are told. The caller holds the store as long as they run."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    told = torchrun_variables(store.port, ranks) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    return store, told | {"TORCHELASTIC_RESTART_COUNT": "0"}
+    variables = torchrun_variables(store.port, ranks) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return store, variables | {"TORCHELASTIC_RESTART_COUNT": "0"}
 
 
 def default_start() -> None:
@@ -136,9 +136,7 @@ def default_start() -> None:
 # Ranks that run a function
 
 
-def _run_function(
-    rank: int, pipe: Any, env: dict[str, str], function: Callable, args: tuple
-) -> None:
+def _run_rank(rank: int, pipe: Any, env: dict[str, str], function: Callable, args: tuple) -> None:
     os.environ.update(env)
     torch.set_num_threads(1)
     default_start()
@@ -151,12 +149,12 @@ def _run_function(
 
 def run_ranks(world_size: int, function: Callable, *args: Any, dying: tuple = ()) -> list:
     """What function(rank, *args) returns on each rank, None if it is dying; an error ends all."""
-    _store, told = store_of_a_launcher(world_size)
+    _store, variables = store_of_a_launcher(world_size)
     ranks = []
     for rank in range(world_size):
         ours, theirs = context.Pipe(duplex=False)
-        arguments = (rank, theirs, of_rank(rank, told), function, args)
-        process = context.Process(target=_run_function, args=arguments)
+        arguments = (rank, theirs, of_rank(rank, variables), function, args)
+        process = context.Process(target=_run_rank, args=arguments)
         process.start()
         theirs.close()
         ranks.append((process, ours))
@@ -211,10 +209,10 @@ def _run_body(rank: int, module: str, test: str, folder: Path) -> None:
     getattr(import_module(module), test).body(rank)
 
 
-def of_all_ranks(mine: Any) -> list:
+def gather_from_ranks(value: Any) -> list:
     """What each rank gives, on every rank."""
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, value)
     return everyone
 
 
@@ -280,8 +278,8 @@ def command(
     output = f"{scratch_folder()}/out"
     processes = []
     for rank in range(ranks):
-        told = of_rank(rank, env or {})
-        arguments = (rank, told, str(ROOT / script), flags, str(where), output, True)
+        variables = of_rank(rank, env or {})
+        arguments = (rank, variables, str(ROOT / script), flags, str(where), output, True)
         processes.append(context.Process(target=run_script, args=arguments))
         processes[-1].start()
     deadline = time.monotonic() + patience(seconds)
@@ -299,5 +297,5 @@ def command(
 
 def launch_ranks(script: str, *flags: str, ranks=2, env=None, **how: Any) -> list[tuple[int, str]]:
     """As `command`, for ranks that think torchrun has started them. env: more variables."""
-    _store, told = store_of_a_launcher(ranks)
-    return command(script, *flags, ranks=ranks, env=told | (env or {}), **how)
+    _store, variables = store_of_a_launcher(ranks)
+    return command(script, *flags, ranks=ranks, env=variables | (env or {}), **how)

@@ -28,10 +28,10 @@ def ended(key: str, *flags: str, **how) -> str:
     start = launch_ranks if "ranks" in how else command
     answers = start(SCRIPTS.get(key, key), *flags, **how)
     assert {status for status, _ in answers} == {2}, answers
-    said = [output for _, output in answers if output]
-    assert said == said[:1] * (1 if key == "survive" else len(answers)), answers
+    outputs = [output for _, output in answers if output]
+    assert outputs == outputs[:1] * (1 if key == "survive" else len(answers)), answers
     assert not (folder / "run").exists()
-    return said[0]
+    return outputs[0]
 
 
 class Trap:

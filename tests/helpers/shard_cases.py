@@ -29,7 +29,7 @@ OPTIMIZERS = {
 BATCH, STEPS = 24, 4  # a batch that divides by 2, 3 and 4 ranks, and then by 2 micro-batches
 
 
-class Case(NamedTuple):
+class TrainingCase(NamedTuple):
     """A training; by hand, since those by the library share no lines that could be changed."""
 
     level: str
@@ -133,7 +133,7 @@ def largest_difference(state: dict, reference_state: dict) -> float:
     return max((state[name] - reference_state[name]).abs().max().item() for name in state)
 
 
-def distance(case: Case) -> float:
+def distance(case: TrainingCase) -> float:
     """How far rank 0's weights are from those of one process; on the other ranks, 0."""
     model = build(case.model)
     if dist.get_rank() > 0:  # rank 0's weights must win
@@ -154,7 +154,7 @@ def join(backend: str) -> None:
     dist.init_process_group(backend)
 
 
-def all_distances(rank: int, cases: list[Case], backend: str = "gloo") -> list[float]:
+def all_distances(rank: int, cases: list[TrainingCase], backend: str = "gloo") -> list[float]:
     join(backend)
     distances = [distance(case) for case in cases]
     dist.destroy_process_group()

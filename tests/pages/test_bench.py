@@ -64,7 +64,9 @@ def test_a_section_runs_and_finds_what_its_committed_results_hold(name):
 def test_a_section_that_runs_the_stages_finds_their_steps(name):
     """Instead of running, a stage takes 1 ms in the first epoch and 5 ms in the second."""
     steps = [{"epoch": epoch, "seconds": 0.001 + 0.004 * epoch} for epoch in (0, 1)]
-    with patch.object(measure_stages, "run_quietly", return_value=stage_runs.Run({}, steps)) as run:
+    with patch.object(
+        measure_stages, "run_quietly", return_value=stage_runs.StageRun({}, steps)
+    ) as run:
         results = bench.measure(name, timing.Effort(rounds=3))
     assert committed(name).keys() == results.keys()
     assert {row["step_ms"] for row in results["variants"].values()} == {5.0}

@@ -26,10 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
+import ranks
 from common.data import local_batch_size
 from common.options import UsageError
-from local_ranks import command, free_port, of_all_ranks, on_ranks, run_ranks
-from ranks import start
+from local_ranks import command, free_port, gather_from_ranks, on_ranks, run_ranks
 from support import chapter
 
 
@@ -116,8 +116,8 @@ def test_c08_on_gpus_the_second_alone_becomes_cuda_0():
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "1"}
     call = [sys.executable, "-c", f"{ask}; print(n, p.uuid)"]
     uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(2)]
-    told = subprocess.check_output(call, env=env, text=True).split()
-    assert told == ["1", uuids[1]] != ["1", uuids[0]]
+    lines = subprocess.check_output(call, env=env, text=True).split()
+    assert lines == ["1", uuids[1]] != ["1", uuids[0]]
 
 
 def join_with_the_local_rank(rank):
@@ -153,9 +153,9 @@ LAUNCHERS = [
 ]
 
 
-@pytest.mark.parametrize(("launcher", "names", "said"), LAUNCHERS)
+@pytest.mark.parametrize(("launcher", "names", "line"), LAUNCHERS)
 def test_c16_c32_launch_passes_local_rank_with_a_dash_and_torchrun_does_not(
-    launcher, names, said, tmp_path
+    launcher, names, line, tmp_path
 ):
     """The real ones: their one rank has a parser that knows a flag by these names, or none."""
     lines = ["import argparse, os, sys", "parser = argparse.ArgumentParser()"]
@@ -165,8 +165,8 @@ def test_c16_c32_launch_passes_local_rank_with_a_dash_and_torchrun_does_not(
     flags = ("--standalone", "--nproc-per-node=1", str(tmp_path / "script.py"))
     script = importlib.import_module(f"torch.distributed.{launcher}").__file__
     [(status, output)] = command(script, *flags)
-    assert said in output
-    assert status == ("unrecognized" in said)
+    assert line in output
+    assert status == ("unrecognized" in line)
     assert ("torch.distributed.launch is deprecated" in output) == (launcher == "launch")
 
 
@@ -250,7 +250,7 @@ def test_c29_one_seed_gives_equal_weights_and_equal_dropout_masks(rank):
         weight = nn.Linear(5, 5).weight.tolist()
         torch.manual_seed(seed)
         mask = F.dropout(torch.ones(1000)).tolist()
-        weights, masks = zip(*of_all_ranks((weight, mask)), strict=True)
+        weights, masks = zip(*gather_from_ranks((weight, mask)), strict=True)
         assert weights[0] == weights[1]
         assert (masks[0] == masks[1]) == same
         assert 300 < mask.count(0.0) < 700
@@ -259,7 +259,7 @@ def test_c29_one_seed_gives_equal_weights_and_equal_dropout_masks(rank):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_c30_gloo_on_a_gpu_does_more_than_all_reduce_and_broadcast():
     play = chapter("03", "collectives").before_and_after
-    gathered = start(2, play, "all_gather", device="cuda", seconds=60)
+    gathered = ranks.run_ranks(2, play, "all_gather", device="cuda", seconds=60)
     assert [after for _, after in gathered] == [[1, 10]] * 2
 
 
@@ -300,7 +300,7 @@ def test_c34_backward_waits_for_the_other_ranks_and_the_optimizer_does_not(rank)
         group = dist.new_group(timeout=timedelta(seconds=2))
         store = dist.PrefixStore(where, dist.distributed_c10d._get_default_store())
         model = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
-        optimizer, found = SGD(model.parameters(), lr=0.1), "continues"
+        optimizer, outcome = SGD(model.parameters(), lr=0.1), "continues"
         loss = model(torch.ones(1, 2)).sum()
         try:
             for name, call in (("backward", loss.backward), ("step", optimizer.step)):
@@ -310,8 +310,8 @@ def test_c34_backward_waits_for_the_other_ranks_and_the_optimizer_does_not(rank)
                 if rank == 0 and name == where:
                     store.set("rank 0 is back", "")
         except (RuntimeError, dist.DistError):
-            found = "waits"
-        assert found == answer
+            outcome = "waits"
+        assert outcome == answer
 
 
 @on_ranks(2)
@@ -381,8 +381,8 @@ def train_16(rank, world_size, local_batch, batchnorm):
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     for batch in torch.randn(16, 4).double().split(world_size * local_batch):
         optimizer.zero_grad()
-        mine = batch[rank::world_size]
-        F.mse_loss(forward(mine)[:, 0], mine.sum(1)).backward()
+        local_batch = batch[rank::world_size]
+        F.mse_loss(forward(local_batch)[:, 0], local_batch.sum(1)).backward()
         optimizer.step()
     return model[-1].weight.data
 

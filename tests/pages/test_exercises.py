@@ -49,15 +49,14 @@ CASES = [  # the body of the function, or nothing, as it stands; what is said to
 ]
 
 
-@pytest.mark.parametrize(("stage", "body", "said"), CASES)
-def test_an_exercise_is_judged_in_one_line_and_in_time(stage, body, said, tmp_path):
+@pytest.mark.parametrize(("stage", "body", "verdict"), CASES)
+def test_an_exercise_is_judged_in_one_line_and_in_time(stage, body, verdict, tmp_path):
     folder, flags = FOLDERS.get(stage, ROOT / "beyond" / stage), []
     if body:
         given = (folder / "exercise.py").read_text().rpartition('"""\n')[0]
         (tmp_path / "exercise.py").write_text(f'{given}"""\n    {body}\n')
         flags = [f"--file={tmp_path / 'exercise.py'}", f"--seconds={1 if 'while' in body else 60}"]
     [(status, output)] = command("tests/check_exercise.py", stage, *flags)
-    assert output.startswith(
-        f"{folder.relative_to(ROOT)}/exercise.py: {'' if said == 'right' else 'wrong: '}{said}"
-    )
-    assert (status, output.count("\n")) == (said != "right", 1)
+    prefix = "" if verdict == "right" else "wrong: "
+    assert output.startswith(f"{folder.relative_to(ROOT)}/exercise.py: {prefix}{verdict}")
+    assert (status, output.count("\n")) == (verdict != "right", 1)

@@ -56,14 +56,14 @@ def test_a_notebook_runs_again_and_shows_the_same(path):
         cell.source = cell.source.replace("as same", "as same; same.SETTINGS['epochs'] = 1")
         cell.source = cell.source.replace(', "01, all cores", "04 DDP")', ",)")
     with QUICK:
-        made, said = run(notebook)
-    for before, after in zip(notebook.cells, made.cells, strict=True):
+        executed, answers = run(notebook)
+    for before, after in zip(notebook.cells, executed.cells, strict=True):
         assert not errors_of(after), after.source
         assert pictures_of(after) == pictures_of(before), after.source
         if "measured" not in tags(before):
             assert text_of(after) == text_of(before), after.source
-    assert said["right"].startswith("Right")
-    assert said["wrong"].startswith("Not yet")
+    assert answers["right"].startswith("Right")
+    assert answers["wrong"].startswith("Not yet")
 
 
 def test_the_notebook_for_two_gpus_trains_on_two_cpu_ranks_where_there_is_no_gpu():

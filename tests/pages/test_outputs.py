@@ -35,14 +35,14 @@ def test_rounding_errors_of_float64_are_alike_only_where_decimals_may_differ():
     assert differences(ROUNDED, ROUNDED.replace("3e-18", "1e-17")) == ["3e-18 became 1e-17"]
 
 
-@pytest.mark.parametrize(("printed", "percent", "whole", "found"), OTHER)
-def test_another_number_is_found(printed, percent, whole, found):
-    assert differences(SHOWN, printed, percent, whole) == found
+@pytest.mark.parametrize(("printed", "percent", "whole", "difference"), OTHER)
+def test_another_number_is_found(printed, percent, whole, difference):
+    assert differences(SHOWN, printed, percent, whole) == difference
 
 
 @pytest.mark.parametrize(
     "printed", [SHOWN + "more\n", SHOWN.replace("conv1", "conv2"), "", "2.7183"]
 )
 def test_other_words_are_found_however_much_numbers_may_differ(printed):
-    [found] = differences(SHOWN, printed, 1.0, 10**6)
-    assert found.startswith("other words: ")
+    [difference] = differences(SHOWN, printed, 1.0, 10**6)
+    assert difference.startswith("other words: ")

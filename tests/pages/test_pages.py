@@ -27,14 +27,14 @@ CONTROLS = [  # a page, what is added to it, and what is found then
 ]
 
 
-@pytest.mark.parametrize(("page", "added", "found"), CONTROLS)
-def test_what_is_wrong_with_a_page_is_found(page, added, found, monkeypatch):
+@pytest.mark.parametrize(("page", "added", "fault"), CONTROLS)
+def test_what_is_wrong_with_a_page_is_found(page, added, fault, monkeypatch):
     read, path = Path.read_text, ROOT / page
     changed = f"{path.read_text()}\n{added}\n"
     monkeypatch.setattr(
         Path, "read_text", lambda file, *more: changed if file == path else read(file, *more)
     )
-    assert re.search(f"^{found}", "\n".join(faults(path)), re.M)
+    assert re.search(f"^{fault}", "\n".join(faults(path)), re.M)
 
 
 @pytest.mark.parametrize(

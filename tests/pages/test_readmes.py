@@ -37,10 +37,10 @@ SCRIPT = re.compile(
 def run(command: str, where: Path) -> str:
     """Its output. A command that is shown twice, alone and with its output, runs once.
     The ranks of most launches are forked from here, with torchrun's variables: seconds faster."""
-    found = SCRIPT.fullmatch(command.replace("-m shm", "03_ddp_manual_allreduce/shm/__main__.py"))
-    if not found:
+    match = SCRIPT.fullmatch(command.replace("-m shm", "03_ddp_manual_allreduce/shm/__main__.py"))
+    if not match:
         return shell(command, where)
-    names, ranks, script, flags = found.groups()
+    names, ranks, script, flags = match.groups()
     how = {"env": dict(re.findall(r"(\w+)=(\S*) ", names)), "where": where, "seconds": 180}
     if ranks:
         ended = launch_ranks(script, *flags.split(), ranks=int(ranks), **how)

@@ -75,7 +75,9 @@ REASONS = [
 @pytest.mark.parametrize(("key", "loss", "model", "ranks", "words"), REASONS)
 def test_the_reason_fits_what_was_measured(key, loss, model, ranks, words):
     first, other = (
-        tour.Row(name, name, run=stage_runs.Run({}, [{"epoch": 0, "loss": x} for x in (2.0, each)]))
+        tour.StageRow(
+            name, name, run=stage_runs.StageRun({}, [{"epoch": 0, "loss": x} for x in (2.0, each)])
+        )
         for name, each in (("01", 1.0), (key, loss))
     )
     assert words in tour.explain(other, first, Namespace(model=model, ranks=ranks))
@@ -90,9 +92,9 @@ def test_a_stage_that_fails_ends_the_tour(run_tour, tmp_path, capsys):
             f"--run-dir={tmp_path / 'run'}",
         )
     assert caught.value.code == 2
-    said = capsys.readouterr()
-    assert said.out.count("error: cannot read --dataset imagefolder in --data-dir nowhere") == 1
-    assert said.err == "error: 01 one process ended with status 2\n"
+    captured = capsys.readouterr()
+    assert captured.out.count("error: cannot read --dataset imagefolder in --data-dir nowhere") == 1
+    assert captured.err == "error: 01 one process ended with status 2\n"
 
 
 def test_make_gpu_runs_every_test_that_needs_a_gpu_and_programs_that_exist(request):

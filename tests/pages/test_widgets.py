@@ -41,42 +41,42 @@ def allreduce(*change):
         half = [steps / 2, n * steps / 2, sent / 2]
         ways = {"ring": [steps, n * steps, sent], "reduce-scatter": half, "all-gather": half}
         ways |= {"one-shot": [1, n * (n - 1), 8 * n * (n - 1)]}
-        told = node("allreduce.simulate", [(n, way, 8 * n) for way in ways], *change)
-        for states, theory in zip(told, ways.values(), strict=True):
+        states_by_way = node("allreduce.simulate", [(n, way, 8 * n) for way in ways], *change)
+        for states, theory in zip(states_by_way, ways.values(), strict=True):
             assert [len(states) - 1, states[-1]["messages"], *{*states[-1]["sent"]}] == theory
-        held = [[state["held"] for state in states] for states in told]
+        held = [[state["held"] for state in states] for states in states_by_way]
         assert {*chain(*held[0][-1], *held[2][-1], *held[3][-1])} == {int("1" * n)}  # 1 + 10 + ...
         assert held[0][:n] == held[1], "a ring is a reduce-scatter and then an all-gather"
         complete = [[chunk == (rank + 1) % n for chunk in range(n)] for rank in range(n)]
-        for found in (held[1][-1], held[2][0]):
-            assert [[value == int("1" * n) for value in row] for row in found] == complete
-    held = [[" ".join(map(str, row)) for row in state["held"]] for state in told[0]]
+        for last_states in (held[1][-1], held[2][0]):
+            assert [[value == int("1" * n) for value in row] for row in last_states] == complete
+    held = [[" ".join(map(str, row)) for row in state["held"]] for state in states_by_way[0]]
     assert [*zip(*held, strict=True)] == [tuple(seen) for _, seen in run_ranks(n, _follow, n)]
 
 
 def buckets(*change):
     calls = [[dict(zip(GRID, row, strict=True))] for row in product(*GRID.values())]
-    for (call,), told in zip(calls, node("buckets.plan", calls, *change), strict=True):
+    for (call,), plan in zip(calls, node("buckets.plan", calls, *change), strict=True):
         model, cap, gbit, latency, ranks, s = call.values()
         with patch.multiple(
             ready, BUCKET_BYTES=cap, FIRST_BYTES=2**20 if cap == ready.BUCKET_BYTES else cap
         ):
             job = paper.Job(s / 3, 2 * s / 3, 0.0, ready.fill_buckets(gradients_of(model, 224)))
         cost = partial(paper.ring, ranks=ranks, link=paper.Link(latency, gbit * 1e9 / 8))
-        step, found = paper.step(job, cost), [told["seconds"], *chain(*told["spans"])]
-        assert found == pytest.approx([step.seconds, *chain(*step.spans)], rel=1e-9, abs=0)
+        step, seconds = paper.step(job, cost), [plan["seconds"], *chain(*plan["spans"])]
+        assert seconds == pytest.approx([step.seconds, *chain(*step.spans)], rel=1e-9, abs=0)
 
 
 @cache  # what breaks a widget changes nothing here
 def saved_of_2_and_3_samples(plan, bf16):
-    found = []
+    sizes = []
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         model, _ = plan.build()
         for few in (2, 3):
             with replicas.saving_to(saved := []):
                 plan.loss(model, few)
-            found.append(replicas.size(saved, [*model.parameters(), *model.buffers()]))
-    return found
+            sizes.append(replicas.size(saved, [*model.parameters(), *model.buffers()]))
+    return sizes
 
 
 def saved_bytes(plan, samples, bf16):
@@ -86,16 +86,19 @@ def saved_bytes(plan, samples, bf16):
 
 
 def memory(*change):
-    for name, how in map(str.split, ("net sgd", "net adam", "resnet18 adamw", "resnet50 momentum")):
-        plan = peak.Plan(name, 28 if name == "net" else 224, how, "cpu")
+    for name, optimizer in map(
+        str.split, ("net sgd", "net adam", "resnet18 adamw", "resnet50 momentum")
+    ):
+        plan = peak.Plan(name, 28 if name == "net" else 224, optimizer, "cpu")
         *fixed, sample = peak.parts_of(plan).values()
         full, few, one = (saved_bytes(plan, *a) for a in ((0, False), (0, True), (1, True)))
-        fp32 = {"network": name, "optimizer": how, "batch": 30, "parallel": "ddp"}
-        told = node("memory.memory", [[fp32], [fp32 | {"precision": "bf16"}]], *change)
-        assert [*told[0].values()] == [*fixed, fixed[2], 0, 30 * sample]  # as many bytes in buckets
-        assert [*told[1].values()] == [*fixed, fixed[2], few - full, 30 * (one - few)]
-    told = node("memory.largest", [[fp32 | {"parallel": "one"}, 2**33]], *change)
-    assert f"largest batch at once: {told[0]}\n" in (ROOT / "01_single_gpu/fit.md").read_text()
+        fp32 = {"network": name, "optimizer": optimizer, "batch": 30, "parallel": "ddp"}
+        answer = node("memory.memory", [[fp32], [fp32 | {"precision": "bf16"}]], *change)
+        # As many bytes in buckets as in gradients.
+        assert [*answer[0].values()] == [*fixed, fixed[2], 0, 30 * sample]
+        assert [*answer[1].values()] == [*fixed, fixed[2], few - full, 30 * (one - few)]
+    answer = node("memory.largest", [[fp32 | {"parallel": "one"}, 2**33]], *change)
+    assert f"largest batch at once: {answer[0]}\n" in (ROOT / "01_single_gpu/fit.md").read_text()
 
 
 def shard(*change):
@@ -106,8 +109,8 @@ def shard(*change):
         if make_training is measure.by_hand
     }
     for n in (2, 4, 7):
-        told = node("shard.moments", [(way, n) for way in measure.LEVELS], *change)
-        for way, (_, forward, backward, update) in zip(measure.LEVELS, told, strict=True):
+        moments = node("shard.moments", [(way, n) for way in measure.LEVELS], *change)
+        for way, (_, forward, backward, update) in zip(measure.LEVELS, moments, strict=True):
             kept = [kind["kept"] for kind in backward["held"].values()]
             paper = [*measure.formula(way, n).values()]
             assert [kept[0], kept[1], 2 * kept[2]] == pytest.approx(paper)

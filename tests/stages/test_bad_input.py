@@ -83,9 +83,9 @@ def test_a_stage_for_torchrun_says_so_without_it(key):
 
 
 def test_shm_shows_its_own_help_and_leaves_the_flags_of_a_script_to_it(tmp_path):
-    [(status, said)] = command(SHM, "--help")
+    [(status, output)] = command(SHM, "--help")
     assert status == 0
-    assert said.startswith("usage: python -m shm SCRIPT FLAGS\n")
+    assert output.startswith("usage: python -m shm SCRIPT FLAGS\n")
     (tmp_path / "script.py").write_text("import sys; print(sys.argv[1:])")
     assert command(SHM, f"{tmp_path}/script.py", "--help", "-x") == [(0, "['--help', '-x']\n")]
 
@@ -139,8 +139,8 @@ def test_pictures_of_other_classes_are_refused(tmp_path):
     for folder in ("train/cat", "train/dog", "test/cat", "test/owl"):
         (tmp_path / folder).mkdir(parents=True)
         Image.new("RGB", (40, 30)).save(tmp_path / folder / "1.png")
-    said = ended("01", "--dataset=imagefolder", "--batch-size=1", f"--data-dir={tmp_path}")
-    refused(said, "classes ['cat', 'dog'] for training, ['cat', 'owl'] for the test")
+    output = ended("01", "--dataset=imagefolder", "--batch-size=1", f"--data-dir={tmp_path}")
+    refused(output, "classes ['cat', 'dog'] for training, ['cat', 'owl'] for the test")
 
 
 NOT_OURS = "use one that a stage saved"

@@ -70,8 +70,8 @@ def is_the_run_of(ranks: int, folder: Path, key: str, *flags: str) -> bool:
 
 def processes_with(text: object) -> list[int]:
     """The processes of this machine with this text in their command."""
-    found = subprocess.run(["pgrep", "-f", re.escape(str(text))], capture_output=True, text=True)
-    return [int(pid) for pid in found.stdout.split()]
+    pids = subprocess.run(["pgrep", "-f", re.escape(str(text))], capture_output=True, text=True)
+    return [int(pid) for pid in pids.stdout.split()]
 
 
 def path_with(folder: Path, **programs: str) -> str:
@@ -133,12 +133,12 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("script", "env", "told"), REFUSALS)
-def test_a_script_refuses_in_one_line_what_it_cannot_do(script, env, told, tmp_path):
+@pytest.mark.parametrize(("script", "env", "error"), REFUSALS)
+def test_a_script_refuses_in_one_line_what_it_cannot_do(script, env, error, tmp_path):
     path = path_with(tmp_path, scontrol="echo node-7", id="echo 1000")
     status, output = run("bash", LAUNCH / script, where=tmp_path, PATH=path, **env)
     assert (status, output.count("\n")) == (2, 1)
-    assert output.startswith(f"error: {told}")
+    assert output.startswith(f"error: {error}")
 
 
 def test_torchrun_and_train_accept_the_command_of_the_pytorchjob(monkeypatch):
@@ -521,8 +521,8 @@ def test_srun_starts_a_script_for_torchrun_unchanged_and_each_rank_has_its_cpus(
         export = f"--export=ALL,SCRIPT={script}"
         run_to_its_end(f"--job-name={name}", export, LAUNCH / "slurm_srun.sbatch")
     run_to_its_end("--job-name=control", f"--wrap=srun python {script}")
-    said = [line for line in (tmp_path / "train").read_text().splitlines() if "sum" in line]
+    sums = [line for line in (tmp_path / "train").read_text().splitlines() if "sum" in line]
     rest = "3 sum 111.0 threads 2"
-    assert sorted(said) == [f"0 of 1 {rest}", f"0 of 2 {rest}", f"1 of 2 {rest}"]
+    assert sorted(sums) == [f"0 of 1 {rest}", f"0 of 2 {rest}", f"1 of 2 {rest}"]
     assert " CPUs=6 " in (tmp_path / "cpus").read_text()
     assert " CPUs=3 " in (tmp_path / "control").read_text()

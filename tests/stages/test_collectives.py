@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import ranks
-from local_ranks import ROOT, context, forked, is_running, of_all_ranks, on_ranks
+from local_ranks import ROOT, context, forked, gather_from_ranks, is_running, on_ranks
 from support import chapter, load_stage, output_of
 
 GPUS = torch.cuda.device_count()
@@ -27,7 +27,7 @@ collectives = chapter("03", "collectives")
 LESSONS = collectives.LESSONS
 
 
-def right(name: str, ranks: list[tuple[list[int], list[int]]]) -> bool:
+def is_right(name: str, ranks: list[tuple[list[int], list[int]]]) -> bool:
     """Whether every rank holds the numbers that it should hold after the lesson."""
     before, after = zip(*ranks, strict=True)
     everything, n = [number for numbers in before for number in numbers], len(ranks)
@@ -57,8 +57,8 @@ def test_every_collective_gives_what_plain_lists_give(world_size):
         if world_size == 1:
             assert after == (["no other rank"] if "send" in name else before), name
             continue
-        held = [[list(map(int, re.findall(r"\d+", x))) for x in row] for row in (before, after)]
-        assert right(name, list(zip(*held, strict=True))), (name, after)
+        numbers = [[list(map(int, re.findall(r"\d+", x))) for x in row] for row in (before, after)]
+        assert is_right(name, list(zip(*numbers, strict=True))), (name, after)
 
 
 @on_ranks(3)
@@ -67,9 +67,10 @@ def test_no_rank_leaves_a_barrier_before_all_have_come(rank):
     for wait, together in ((collectives.barrier, True), (lambda tensor: tensor, False)):
         dist.barrier()
         time.sleep(0.2 * rank)
-        came, _, left = time.monotonic(), wait(torch.zeros(1)), time.monotonic()
-        times = of_all_ranks((came, left))
-        assert (max(came for came, _ in times) <= min(left for _, left in times)) == together
+        arrival = time.monotonic()
+        wait(torch.zeros(1))
+        arrivals, departures = zip(*gather_from_ranks((arrival, time.monotonic())), strict=True)
+        assert (max(arrivals) <= min(departures)) == together
 
 
 CALLS = ("send", "recv", "batch_isend_irecv", "broadcast", "reduce", "all_reduce", "gather")
@@ -82,13 +83,13 @@ def test_without_its_call_no_lesson_gives_that(rank):
     with patch.multiple(dist, **dict.fromkeys(CALLS, lambda *args, **kwargs: [])):
         play = chapter("03", "collectives").before_and_after
         rows = [play(name) for name in LESSONS if name != "barrier"]
-    pairs = zip(LESSONS, zip(*of_all_ranks(rows), strict=True), strict=False)
-    assert [name for name, ranks in pairs if right(name, list(ranks))] == []
+    pairs = zip(LESSONS, zip(*gather_from_ranks(rows), strict=True), strict=False)
+    assert [name for name, ranks in pairs if is_right(name, list(ranks))] == []
 
 
 def test_ranks_start_and_introduce_themselves():
-    said = [f"rank {rank} of 3; all ranks add up to 3" for rank in range(3)]
-    assert ranks.start(3, ranks.introduce, seconds=60) == said
+    introductions = [f"rank {rank} of 3; all ranks add up to 3" for rank in range(3)]
+    assert ranks.run_ranks(3, ranks.introduce, seconds=60) == introductions
 
 
 @pytest.mark.parametrize(("backend", "gpus"), [("gloo", 1), ("nccl", 2)])
@@ -98,8 +99,8 @@ def test_every_collective_works_on_gpus_and_two_gloo_ranks_share_one(backend, gp
     names = ["broadcast", "all_reduce"] if backend == "gloo" else list(LESSONS)
     play = collectives.before_and_after
     for name in names:
-        answers = ranks.start(2, play, name, backend=backend, device="cuda", seconds=60)
-        assert right(name, answers), name
+        answers = ranks.run_ranks(2, play, name, backend=backend, device="cuda", seconds=60)
+        assert is_right(name, answers), name
 
 
 READY = "checkpoint.pt"
@@ -134,7 +135,7 @@ def train_in_the_background() -> None:
 
 
 def start_ranks_of_a_chapter() -> None:
-    ranks.start(2, hang)
+    ranks.run_ranks(2, hang)
 
 
 def ranks_left(folder: Path, main: Callable, seconds: float) -> int:

@@ -70,8 +70,8 @@ def test_replicas_give_the_outputs_loss_and_gradients_of_one_device(build, repli
     module = build().double()
     models = module, parallel(module, replicas)
     for number in (30, 2):
-        one, many = (step(model, module, *samples(number)) for model in models)
-        torch.testing.assert_close(many, one, **CLOSE)
+        expected, actual = (step(model, module, *samples(number)) for model in models)
+        torch.testing.assert_close(actual, expected, **CLOSE)
     first, *others = by_hand.replicate(module, [CPU] * replicas)
     assert first is module
     own = {parameter.data_ptr() for parameter in module.parameters()}
@@ -82,12 +82,14 @@ def test_replicas_give_the_outputs_loss_and_gradients_of_one_device(build, repli
             assert other.second.weight is other.first.weight
 
 
-def test_c22_the_loss_of_3_replicas_is_that_of_one_device_without_batchnorm():
+@pytest.mark.parametrize(("layer", "is_same"), [(nn.Identity(), True), (nn.BatchNorm1d(6), False)])
+def test_c22_the_loss_of_3_replicas_is_that_of_one_device_without_batchnorm(layer, is_same):
     """BatchNorm, the control, looks at the whole batch that it sees."""
-    for layer, same in ((nn.Identity(), True), (nn.BatchNorm1d(6).double(), False)):
-        module = nn.Sequential(layer, small())
-        one, three = (step(m, module, *samples(30))[1] for m in (module, parallel(module, 3)))
-        assert abs(one - three) < 1e-12 if same else abs(one - three) > 1e-4
+    module = nn.Sequential(layer, small()).double()
+    _, expected, _ = step(module, module, *samples(30))
+    _, actual, _ = step(parallel(module, 3), module, *samples(30))
+    difference = abs(actual - expected)
+    assert difference < 1e-12 if is_same else difference > 1e-4
 
 
 def test_only_the_first_replica_keeps_its_running_statistics():
@@ -100,15 +102,16 @@ def test_only_the_first_replica_keeps_its_running_statistics():
 
 def test_02_train_step_takes_the_steps_of_one_device(without=()):
     train_step = module_of_stage_02("from_scratch", without).train_step
-    one, many = small(), small()
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1, 0.9) for m in (one, many)]
+    model, replicated = small(), small()
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1, 0.9) for m in (model, replicated)]
     for number in (30, 30, 7):
         batch, targets = samples(number)
-        _, loss, _ = step(one, one, batch, targets)
+        _, loss, _ = step(model, model, batch, targets)
         optimizers[0].step()
-        ours = train_step(many, optimizers[1], F.cross_entropy, (batch, targets), [CPU] * 3)
-        torch.testing.assert_close(ours, loss, **CLOSE)
-    torch.testing.assert_close(many.state_dict(), one.state_dict(), **CLOSE)
+        devices = [CPU] * 3
+        actual = train_step(replicated, optimizers[1], F.cross_entropy, (batch, targets), devices)
+        torch.testing.assert_close(actual, loss, **CLOSE)
+    torch.testing.assert_close(replicated.state_dict(), model.state_dict(), **CLOSE)
 
 
 def test_02_an_error_in_a_replica_reaches_the_caller(without=()):
@@ -172,8 +175,8 @@ def test_c20_c21_c22_c24_on_gpus_torchs_class_computes_what_from_scratch_does(id
     layers = nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 4)
     module, (batch, targets) = nn.Sequential(*layers).double().to(devices[0]), samples(30)
     models = by_hand.DataParallel(module, devices), nn.DataParallel(module, ids)
-    ours, real = (step(model, module, batch, targets.to(devices[0])) for model in models)
-    torch.testing.assert_close(ours, real, rtol=0, atol=1e-10)
+    actual, expected = (step(model, module, batch, targets.to(devices[0])) for model in models)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
     output = models[1].eval()(batch[:1])
     torch.testing.assert_close(output, module(batch[:1].to(devices[0])), **CLOSE)
 
@@ -191,14 +194,14 @@ def test_torchs_own_takes_a_gpu_for_each_replica_and_ours_shares_one(
     gpus, flags, wrapper, devices, monkeypatch
 ):
     """With torch's queries patched: nothing has trained yet where the model is wrapped."""
-    stage, taken = load_stage("02"), Mock(side_effect=KeyboardInterrupt)
+    stage, data_parallel = load_stage("02"), Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(nn.Module, "to", lambda model, _: model)
-    monkeypatch.setattr(stage.nn if "." in wrapper else stage, "DataParallel", taken)
+    monkeypatch.setattr(stage.nn if "." in wrapper else stage, "DataParallel", data_parallel)
     with pytest.raises(KeyboardInterrupt):
         run_main(stage, 0, *flags, f"--run-dir={scratch_folder()}")
-    assert taken.call_args.args[1] == devices
+    assert data_parallel.call_args.args[1] == devices
 
 
 def example(batch: int = 24, hidden: int = 7, classes: int = 50):
@@ -210,9 +213,11 @@ def example(batch: int = 24, hidden: int = 7, classes: int = 50):
 def test_the_count_is_what_one_tells_by_hand():
     (main, other), floats = memory.count(example(), 2, inside=False), 4
     weights, outputs = (5 * 7 + 7 + 7 * 50 + 50) * floats, 24 * 50 * floats
-    held = {"parameters": weights, "batch": 12 * 5 * floats}
-    held["activations"] = 12 * 7 * floats  # what ReLU gives, saved by it and by the layer after it
-    assert other == dict.fromkeys(memory.KINDS, 0) | held
+    expected = {"parameters": weights, "batch": 12 * 5 * floats}
+    expected["activations"] = (
+        12 * 7 * floats
+    )  # what ReLU gives, saved by it and by the layer after it
+    assert other == dict.fromkeys(memory.KINDS, 0) | expected
     assert main == other | {
         "gradients": weights,
         "optimizer": weights,
@@ -251,21 +256,21 @@ def test_the_count_is_what_the_real_one_allocates_on_each_gpu():
         torch.cuda.synchronize()
         torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps one for each thread
         allocated.append([torch.cuda.memory_allocated(gpu) for gpu in range(2)])
-    of_main = main["activations"] + main["outputs"] + main["loss"]
-    of_other = other["activations"] + other["parameters"] + other["batch"]
+    main_bytes = main["activations"] + main["outputs"] + main["loss"]
+    other_bytes = other["activations"] + other["parameters"] + other["batch"]
     added = [after - before for before, after in zip(*allocated, strict=True)]
-    assert added == pytest.approx([of_main, of_other], rel=0.05)
+    assert added == pytest.approx([main_bytes, other_bytes], rel=0.05)
 
 
 def test_c13_the_main_device_holds_more_unless_the_loss_of_large_outputs_is_inside():
     counted, share = memory.count_all(), {}
-    for name, both in counted.items():
-        for main, *others in both.values():
+    for name, losses in counted.items():  # outside and inside of the replicas
+        for main, *others in losses.values():
             for other in others:
                 extra = {kind: main[kind] - other[kind] for kind in memory.KINDS}
                 assert extra["parameters"] == extra["activations"] == 0
                 assert min(extra["gradients"], extra["optimizer"], sum(extra.values())) > 0
-        main = both["outside"][0]
+        main = losses["outside"][0]
         share[name] = (main["outputs"] + main["loss"]) / sum(main.values())
     assert share["words"] > 0.9
     assert share["net"] < 0.01 > share["resnet18"]
@@ -322,15 +327,15 @@ def test_c11_on_gpus_an_outer_bfloat16_becomes_float16_in_the_replicas():
         assert model(torch.randn(4, 3).cuda()).dtype == torch.float16
 
 
-def test_c20_the_model_must_lie_on_the_first_of_device_ids_whichever_it_is():
+@pytest.mark.parametrize("device_ids", [[0, 1], [1, 0], [3, 2, 5]])
+def test_c20_the_model_must_lie_on_the_first_of_device_ids_whichever_it_is(device_ids):
     """Of torch's own class, on a machine that says it has GPUs, only the checks of forward run."""
     data_parallel = importlib.import_module("torch.nn.parallel.data_parallel")
     fakes = {"_get_available_device_type": lambda: "cuda", "_check_balance": lambda ids: None}
-    for device_ids in ([0, 1], [1, 0], [3, 2, 5]):
-        with patch.multiple(data_parallel, **fakes):
-            model = nn.DataParallel(nn.Linear(3, 2), device_ids)
-        with pytest.raises(RuntimeError, match=rf"on device cuda:{device_ids[0]} \(device_ids\[0"):
-            model(torch.randn(4, 3))
+    with patch.multiple(data_parallel, **fakes):
+        model = nn.DataParallel(nn.Linear(3, 2), device_ids)
+    with pytest.raises(RuntimeError, match=rf"on device cuda:{device_ids[0]} \(device_ids\[0"):
+        model(torch.randn(4, 3))
 
 
 def test_c23_threads_slow_down_small_operations_and_not_big_ones():
@@ -343,20 +348,21 @@ def test_c23_threads_slow_down_small_operations_and_not_big_ones():
     assert big["A/A"]["ratio"] == pytest.approx(1, abs=0.1), "the control"
 
 
-def test_c23_every_step_copies_the_model_to_each_other_replica_and_adds_up_their_gradients():
-    for replicas in (1, 2, 4):
-        module, gradients = small(), []
-        first, *copies = by_hand.replicate(module, [CPU] * replicas)
-        for each in (first, *copies):
-            for parameter in each.parameters():
-                parameter.register_hook(gradients.append)
-        outputs = by_hand.apply(
-            [first, *copies], by_hand.scatter([CPU] * replicas, samples(8)[0]), [CPU] * replicas
-        )
-        by_hand.gather(outputs, [CPU] * replicas).sum().backward()
-        copied = sum(p.nbytes for each in copies for p in each.parameters())
-        assert copied == (replicas - 1) * sum(p.nbytes for p in module.parameters())
-        assert len(gradients) == replicas * len(list(module.parameters()))
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_c23_every_step_copies_the_model_to_each_other_replica_and_adds_up_their_gradients(
+    replicas,
+):
+    module, gradients, devices = small(), [], [CPU] * replicas
+    first, *copies = by_hand.replicate(module, devices)
+    for replica in (first, *copies):
+        for parameter in replica.parameters():
+            parameter.register_hook(gradients.append)
+    batch, _ = samples(8)
+    outputs = by_hand.apply([first, *copies], by_hand.scatter(devices, batch), devices)
+    by_hand.gather(outputs, devices).sum().backward()
+    copied_bytes = sum(p.nbytes for replica in copies for p in replica.parameters())
+    assert copied_bytes == (replicas - 1) * sum(p.nbytes for p in module.parameters())
+    assert len(gradients) == replicas * len(list(module.parameters()))
 
 
 def test_c24_the_batch_need_not_lie_on_the_devices_of_the_replicas():

@@ -5,7 +5,9 @@ grouped them. Losses and weights then differ by less than 1e-10, and where the m
 is missing, by more than 1e-3.
 """
 
+from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -67,22 +69,29 @@ def test_05_synchronized_batchnorm_repeats_one_process(without=()):
     assert_repeats(oracle.whole_batches, "05", 2, without=without)
 
 
-OTHER_WAYS = {  # the stage, its ranks, its flags, and what the replay does
-    "02 with one replica": ("02", 1, ["--replicas=1"], oracle.whole_batches),
-    "03 on three ranks": ("03", 3, [], oracle.fixed_shards(3)),
-    "04 on one rank": ("04", 1, [], oracle.whole_batches),
-    "04 on three ranks": ("04", 3, [], oracle.strides(3)),
-    "05 on three ranks": ("05", 3, [], oracle.whole_batches),
-    "05 without SyncBatchNorm": ("05", 2, ["--no-sync-bn"], oracle.strides(2)),
-    "survive on one rank": ("survive", 1, [], oracle.whole_batches),
-    "survive on three ranks": ("survive", 3, [], oracle.whole_batches),
+class Way(NamedTuple):
+    key: str
+    ranks: int
+    flags: list[str]
+    steps: Callable  # the oracle's, which the run must repeat
+
+
+OTHER_WAYS = {
+    "02 with one replica": Way("02", 1, ["--replicas=1"], oracle.whole_batches),
+    "03 on three ranks": Way("03", 3, [], oracle.fixed_shards(3)),
+    "04 on one rank": Way("04", 1, [], oracle.whole_batches),
+    "04 on three ranks": Way("04", 3, [], oracle.strides(3)),
+    "05 on three ranks": Way("05", 3, [], oracle.whole_batches),
+    "05 without SyncBatchNorm": Way("05", 2, ["--no-sync-bn"], oracle.strides(2)),
+    "survive on one rank": Way("survive", 1, [], oracle.whole_batches),
+    "survive on three ranks": Way("survive", 3, [], oracle.whole_batches),
 }
 
 
-@pytest.mark.parametrize("way", OTHER_WAYS)
-def test_losses_and_weights_equal_one_process_that_replays_the_batches(way):
-    key, ranks, flags, steps = OTHER_WAYS[way]
-    assert_repeats(steps, key, ranks, *flags)
+@pytest.mark.parametrize("name", OTHER_WAYS)
+def test_losses_and_weights_equal_one_process_that_replays_the_batches(name):
+    way = OTHER_WAYS[name]
+    assert_repeats(way.steps, way.key, way.ranks, *way.flags)
 
 
 def test_04_without_synchronized_batchnorm_does_not_repeat_one_process():
@@ -99,9 +108,9 @@ def test_03_without_allreduce_the_ranks_drift_apart():
 
 def test_in_fp32_the_first_epoch_of_05_is_that_of_01_and_that_of_04_is_not():
     """In the precision in which one trains, rounding hides nothing that the lesson is about."""
-    of_01, of_05, of_04 = (
+    losses_01, losses_05, losses_04 = (
         train_once(key, ranks, *FLAGS, dtype=torch.float32).losses[: 1500 // 60]
         for key, ranks in (("01", 1), ("05", 2), ("04", 2))
     )
-    assert (of_01 - of_05).abs().max() < 1e-4
-    assert (of_01 - of_04).abs().max() > 1e-4
+    assert (losses_01 - losses_05).abs().max() < 1e-4
+    assert (losses_01 - losses_04).abs().max() > 1e-4

@@ -68,16 +68,16 @@ def test_troubleshooting_lists_every_entry_and_shows_what_the_failures_print():
     contents, *entries = (ROOT / "docs/troubleshooting.md").read_text().split('\n<a id="')
     anchors = re.findall(r"^- .*\]\(#([\w-]+)\)", contents, re.M)
     assert anchors == [entry.split('"')[0] for entry in entries]
-    found = [re.search(r"### `(.+?)`.*/failures\.py ([\w-]+)`", e, re.S) for e in entries]
-    assert listed == [match[2] for match in found if match] == list(FAILURES)
-    assert [match for match in found if match and match[1] not in FAILURES[match[2]][0]] == []
+    matches = [re.search(r"### `(.+?)`.*/failures\.py ([\w-]+)`", e, re.S) for e in entries]
+    assert listed == [match[2] for match in matches if match] == list(FAILURES)
+    assert [match for match in matches if match and match[1] not in FAILURES[match[2]][0]] == []
 
 
 def test_detail_names_collectives_that_differ_and_info_unused_parameters():
     for rank, answer in enumerate(tried("rank-branch", debug="DETAIL")):
-        mine, other = ("ALLREDUCE", "BROADCAST") if rank == 0 else ("BROADCAST", "ALLREDUCE")
+        own, other = ("ALLREDUCE", "BROADCAST") if rank == 0 else ("BROADCAST", "ALLREDUCE")
         assert "Detected mismatch between collectives on ranks" in answer
-        assert re.search(rf"Rank {rank} is running .*?OpType={mine}.*?OpType={other}", answer)
+        assert re.search(rf"Rank {rank} is running .*?OpType={own}.*?OpType={other}", answer)
     text = "Parameters which did not receive grad for rank 0: spare.bias, spare.weight"
     for debug in ("OFF", "INFO"):
         assert f"Parameter {INDICES}" in tried("unused-parameter", debug=debug)[0]

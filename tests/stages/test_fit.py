@@ -69,8 +69,8 @@ def test_the_rehearsed_peak_is_within_2_percent_of_the_measured_one(
 def test_doubling_and_bisection_find_the_largest_batch_in_few_trials():
     for limit, least in product((0, 1, 2, 3, 4, 5, 63, 64, 65, 1000, 2**16 - 1), (1, 2)):
         tried = []
-        found = fit.largest(lambda batch: tried.append(batch) or batch <= limit, least)  # noqa: B023
-        assert found == (limit if limit >= least else 0)
+        largest_batch = fit.largest(lambda batch: tried.append(batch) or batch <= limit, least)  # noqa: B023
+        assert largest_batch == (limit if limit >= least else 0)
         assert len(set(tried)) == len(tried) <= 2 * (limit + 1).bit_length() + 1
     assert fit.largest(lambda batch: True, 1) == 2**16
 

@@ -32,8 +32,8 @@ def test_what_the_machine_runs_and_has_units_for_is_told(capsys):
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[8:]]
     assert rows == [["fp32", "yes", "yes"], ["bf16", "yes", "yes"], ["fp16", "no", "no"]]
     with patch.object(torch.cuda, "get_device_capability", lambda device: (7, 5)):
-        found = [formats.has_units(name, torch.device("cuda")) for name in formats.FORMATS]
-    assert found == [True, False, False, True]
+        supported = [formats.has_units(name, torch.device("cuda")) for name in formats.FORMATS]
+    assert supported == [True, False, False, True]
 
 
 def results(name: str) -> dict:

@@ -6,6 +6,7 @@ from contextlib import redirect_stdout
 from functools import cache
 from io import StringIO
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -26,13 +27,18 @@ def run_script(rank: int, source: str, folder: Path) -> str:
     return output.getvalue()
 
 
+class MinimalRun(NamedTuple):
+    outputs: list[str]  # what each rank prints
+    weights: dict[str, torch.Tensor]
+
+
 @cache
-def run(ranks: int, old: str = "", new: str = "") -> tuple[list[str], dict[str, torch.Tensor]]:
-    """What each rank prints, and the weights; with one piece of the script replaced."""
+def run(ranks: int, old: str = "", new: str = "") -> MinimalRun:
+    """The script on so many ranks, with one piece of it replaced."""
     source, folder = SCRIPTS[ranks].read_text(), scratch_folder()
     assert old in source
     outputs = run_ranks(ranks, run_script, source.replace(old, new), folder)
-    return outputs, torch.load(folder / "model.pt", weights_only=True)
+    return MinimalRun(outputs, torch.load(folder / "model.pt", weights_only=True))
 
 
 def distance(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
@@ -40,11 +46,11 @@ def distance(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) 
 
 
 def test_the_minimal_pair_trains_and_counts_the_same():
-    [one_output], one = run(1)
-    outputs, two = run(2)
-    assert distance(one, two) < 1e-10
-    assert outputs == [one_output, ""], "only rank 0 prints, and it counts each test sample once"
-    assert float(one_output.split()[-4].rstrip("%")) > 80, "it learns"
+    single, ddp = run(1), run(2)
+    assert distance(single.weights, ddp.weights) < 1e-10
+    [output] = single.outputs
+    assert ddp.outputs == [output, ""], "only rank 0 prints, and it counts each test sample once"
+    assert float(output.split()[-4].rstrip("%")) > 80, "it learns"
 
 
 @pytest.mark.parametrize(
@@ -53,12 +59,9 @@ def test_the_minimal_pair_trains_and_counts_the_same():
 )
 def test_each_changed_line_of_the_minimal_pair_is_needed(old, new):
     """The control: around DDP, in one order for all epochs, with another global batch."""
-    _, one = run(1)
-    _, two = run(2, old, new)
-    assert distance(one, two) > 1e-3
+    assert distance(run(1).weights, run(2, old, new).weights) > 1e-3
 
 
 def test_without_the_all_reduce_a_rank_counts_its_own_samples_only():
-    [one_output], _ = run(1)
-    outputs, _ = run(2, "    dist.all_reduce(correct)")
-    assert outputs[0] != one_output
+    not_reduced = run(2, "    dist.all_reduce(correct)")
+    assert not_reduced.outputs[0] != run(1).outputs[0]

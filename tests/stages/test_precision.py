@@ -13,7 +13,7 @@ from torch.optim import SGD
 import oracle
 import support
 from common.options import make_parser
-from local_ranks import of_all_ranks, on_ranks, run_ranks
+from local_ranks import gather_from_ranks, on_ranks, run_ranks
 from repository_pages import fences
 from support import FP32, LOCAL, Run, chapter, load_stage, run_main, train, train_once
 from test_equals_one_process import FLAGS, differences
@@ -111,8 +111,8 @@ RATES = {
 def test_learning_rate_of_every_step(flags):
     schedule.add_schedule(parser := make_parser("", ""))
     args = parser.parse_args(["--epochs=2", *flags])
-    found = [rate for epoch in range(2) for rate in schedule.learning_rates(args, epoch, 12)]
-    assert found == pytest.approx([0.02 * factor for factor in RATES[flags]], rel=1e-9)
+    rates = [rate for epoch in range(2) for rate in schedule.learning_rates(args, epoch, 12)]
+    assert rates == pytest.approx([0.02 * factor for factor in RATES[flags]], rel=1e-9)
 
 
 def test_a_run_that_another_stage_began_is_at_its_place_in_the_schedule():
@@ -209,12 +209,12 @@ CASES = {
 def test_by_hand_it_is_gradscaler_to_the_bit(name, clip):
     settings, overflows = CASES[name]
     makers = loss_scaling.LossScaler, torchs
-    [mine, theirs] = (run(make(**settings), overflows, clip=clip) for make in makers)
-    assert mine[:2] == theirs[:2]
-    assert all(map(torch.equal, mine[2] + mine[3], theirs[2] + theirs[3]))
-    assert len(set(mine[0])) > 1, "the scale never changed"
+    [by_hand, of_torch] = (run(make(**settings), overflows, clip=clip) for make in makers)
+    assert by_hand[:2] == of_torch[:2]
+    assert all(map(torch.equal, by_hand[2] + by_hand[3], of_torch[2] + of_torch[3]))
+    assert len(set(by_hand[0])) > 1, "the scale never changed"
     skipped = {0, 1, 2} if name == "too large at first" else set(overflows)
-    assert skipped <= set(mine[1]), "and where it grew too large"
+    assert skipped <= set(by_hand[1]), "and where it grew too large"
 
 
 @pytest.mark.parametrize("make", [loss_scaling.LossScaler, torchs])
@@ -246,8 +246,8 @@ def test_under_ddp_all_ranks_skip_what_one_of_them_cannot_take(rank):
             scaler.update()
         skipped = rank == 1 or wrap is DistributedDataParallel  # the control: the one alone
         assert scaler.get_scale() == 2.0 ** (16 - skipped)
-        mine, other = of_all_ranks(model.weight.tolist())
-        assert (mine == other) == (wrap is DistributedDataParallel)
+        own, other = gather_from_ranks(model.weight.tolist())
+        assert (own == other) == (wrap is DistributedDataParallel)
 
 
 def test_c10_where_no_gradient_is_too_small_it_changes_no_bit():

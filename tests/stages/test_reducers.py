@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import nn
 
 from common.options import UsageError
-from local_ranks import ROOT, of_all_ranks, on_ranks, run_ranks, scratch_folder
+from local_ranks import ROOT, gather_from_ranks, on_ranks, run_ranks, scratch_folder
 from support import Line, Run, chapter, default_dtype, load_stage, run_main, train_once
 
 NAMES = ("per-parameter", "flat", "bucketed", "ring", "shared-memory")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
 
-def new(name, model):
+def new_reducer(name, model):
     return chapter("03", "reducers/reducers").REDUCERS[name](model)
 
 
@@ -68,7 +68,7 @@ def batches(step: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def train_and_record(model, rank: int, ranks: int, set_to_none: bool, reducer=None) -> list:
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer, seen = torch.optim.SGD(trained, 0.05, 0.9, fused=True), []
+    optimizer, snapshots = torch.optim.SGD(trained, 0.05, 0.9, fused=True), []
     for step in range(5):
         optimizer.zero_grad(set_to_none=set_to_none)
         for micro in range(2):
@@ -78,16 +78,16 @@ def train_and_record(model, rank: int, ranks: int, set_to_none: bool, reducer=No
             (model(x, rare).square().mean() / 2).backward()
         if reducer:
             reducer.finish()
-        both = [tensor for p in model.parameters() for tensor in (p.grad, p)]
-        seen += [tensor if tensor is None else tensor.detach().clone() for tensor in both]
+        tensors = [tensor for p in model.parameters() for tensor in (p.grad, p)]
+        snapshots += [None if tensor is None else tensor.detach().clone() for tensor in tensors]
         optimizer.step()
-    return seen
+    return snapshots
 
 
-def close(ours: list, truth: list) -> bool:
+def is_close(actual: list, expected: list) -> bool:
     return all(
         (a is None) == (b is None) and (b is None or (a - b).abs().max() <= TOLERANCE[b.dtype])
-        for a, b in zip(ours, truth, strict=True)
+        for a, b in zip(actual, expected, strict=True)
     )
 
 
@@ -97,14 +97,14 @@ def check_all_reducers(rank: int, ranks: int, without: tuple[Line, ...]) -> None
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     for name, set_to_none in product(NAMES, (True, False)):
         model = mixed(seed=rank)
-        reducer = new(name, model)
-        ours = train_and_record(model, rank, ranks, set_to_none, reducer)
-        truth = train_and_record(mixed(0), 0, 1, set_to_none)
-        assert close(ours, truth), name
+        reducer = new_reducer(name, model)
+        actual = train_and_record(model, rank, ranks, set_to_none, reducer)
+        expected = train_and_record(mixed(0), 0, 1, set_to_none)
+        assert is_close(actual, expected), name
         alone = train_and_record(mixed(0), 0, ranks, set_to_none)
-        assert close(alone, truth) == (ranks == 1), "the control: without a reducer"
+        assert is_close(alone, expected) == (ranks == 1), "the control: without a reducer"
         assert torch.equal(model.shift, mixed(0).shift), "of rank 0"
-        first, *others = of_all_ranks([parameter.tolist() for parameter in model.parameters()])
+        first, *others = gather_from_ranks([parameter.tolist() for parameter in model.parameters()])
         assert all(other == first for other in others), "the same bits on all ranks"
 
 
@@ -117,7 +117,7 @@ def gradient_of_a_late_rank(rank: int, without: tuple[Line, ...]) -> list:
     dist.init_process_group("gloo", rank=rank, world_size=2)
     load_stage("03", without)
     parameter = nn.Parameter(torch.zeros(4))
-    reducer = new("shared-memory", nn.ParameterList([parameter]))
+    reducer = new_reducer("shared-memory", nn.ParameterList([parameter]))
     time.sleep(0.3 * rank)
     (parameter * (rank + 1)).sum().backward()
     reducer.finish()
@@ -161,8 +161,8 @@ def test_a_bucket_is_closed_as_soon_as_it_holds_its_size():
     number = {parameter: place for place, parameter in enumerate(parameters)}
     reducers = chapter("03", "reducers/reducers")
     groups = reducers.cut_into_buckets(parameters, reducers.FIRST_BYTES, reducers.BUCKET_BYTES)
-    found = [[number[parameter] for parameter in members] for members in groups]
-    assert found == [[29], list(range(28, 3, -1)), [3, 2], [1, 0]]
+    members_of_buckets = [[number[parameter] for parameter in members] for members in groups]
+    assert members_of_buckets == [[29], list(range(28, 3, -1)), [3, 2], [1, 0]]
 
 
 def watch_a_bucket(rank: int, ranks: int) -> list:
@@ -179,14 +179,14 @@ def test_the_first_bucket_is_on_its_way_while_most_gradients_are_still_to_come()
 @on_ranks(2)
 def test_reducers_refuse_sparse_gradients_and_a_second_backward_before_finish(rank):
     model = nn.Linear(3, 2)
-    reducer = new("bucketed", model)
+    reducer = new_reducer("bucketed", model)
     model(torch.ones(1, 3)).sum().backward()
     with pytest.raises(RuntimeError, match="second backward before finish"):
         model(torch.ones(1, 3)).sum().backward()
     reducer.finish()
     for name in NAMES:
         with pytest.raises(UsageError, match="sparse"):
-            new(name, nn.Embedding(5, 2, sparse=True))
+            new_reducer(name, nn.Embedding(5, 2, sparse=True))
 
 
 @on_ranks(2)
@@ -204,9 +204,9 @@ def test_models_that_differ_between_ranks_or_train_nothing_are_refused_on_all_of
     }
     for (model, words), name in product(models.items(), NAMES):
         with pytest.raises(UsageError) as caught:
-            new(name, model)
-        said = str(caught.value).replace("torch.float32", "F32")
-        assert said.removeprefix("rank 1 has ").startswith(words)
+            new_reducer(name, model)
+        error = str(caught.value).replace("torch.float32", "F32")
+        assert error.removeprefix("rank 1 has ").startswith(words)
 
 
 @on_ranks(2)
@@ -218,8 +218,11 @@ def test_memory_is_shared_where_there_is_no_memfd_and_not_between_machines(rank)
     memory[rank] = rank + 5
     dist.barrier()
     assert memory.tolist() == [5, 6]
-    of_its_own = mock.patch.object(torch, "from_file", lambda *_, size, **__: torch.zeros(size))
-    with of_its_own, pytest.raises(UsageError, match="do not see the same memory: run all on one"):
+    private_memory = mock.patch.object(torch, "from_file", lambda *_, size, **__: torch.zeros(size))
+    with (
+        private_memory,
+        pytest.raises(UsageError, match="do not see the same memory: run all on one"),
+    ):
         share_memory(2)
 
 
@@ -234,12 +237,15 @@ def test_on_another_machine_the_path_of_the_memory_leads_nowhere_or_to_a_file_of
     os.write(file, b"mine" * 9)
     for path in ("/proc/0/fd/7", f"/proc/{os.getpid()}/fd/{file}"):
 
-        def arrives(objects, src, path=path):
+        def broadcast_this_path(objects, src, path=path):
             broadcast(objects, src)
             objects[0] = path if rank == 1 else objects[0]
 
-        moved = mock.patch.object(dist, "broadcast_object_list", arrives)
-        with moved, pytest.raises(UsageError, match="do not see the same memory: run all on one"):
+        other_path = mock.patch.object(dist, "broadcast_object_list", broadcast_this_path)
+        with (
+            other_path,
+            pytest.raises(UsageError, match="do not see the same memory: run all on one"),
+        ):
             share_memory(2)
     assert os.pread(file, 99, 0) == b"mine" * 9
     assert share_memory(2).tolist() == [0, 0]
@@ -249,7 +255,7 @@ def test_on_another_machine_the_path_of_the_memory_leads_nowhere_or_to_a_file_of
 def test_a_backward_that_gave_no_gradient_leaves_the_parameters_without_and_the_next_counts(rank):
     for name in NAMES:
         model = mixed(seed=rank)
-        reducer = new(name, model)
+        reducer = new_reducer(name, model)
         reducer.finish()
         assert all(parameter.grad is None for parameter in model.parameters()), name
         model(*batches(0, 0)).square().mean().backward()

@@ -71,7 +71,7 @@ def compare(rank, ranks):
 
 def compare_without_the_sum(rank, ranks):
     """The control: another rank's part is not added."""
-    with patch.object(Exchange, "combined", lambda self, rows, op: rows[self.rank].clone()):
+    with patch.object(Exchange, "combine_rows", lambda self, rows, op: rows[self.rank].clone()):
         return compare(rank, ranks)
 
 
@@ -158,12 +158,12 @@ def error_of(call):
 
 def open_memory(process="[0-9]*"):
     """The files of the backend that a process, or any of this machine, still has open."""
-    found = set()
+    inodes = set()
     for path in Path("/proc").glob(f"{process}/fd/*"):
         with suppress(OSError):
             if "memfd:shm" in os.readlink(path):
-                found.add(path.stat().st_ino)
-    return found
+                inodes.add(path.stat().st_ino)
+    return inodes
 
 
 def fail(rank, how):

@@ -41,14 +41,14 @@ def note(name: str) -> tuple[dist.Store, str]:
 
 
 def gradient_of_all_reduce(rank, ranks):
-    found = []
+    tensors = []
     for op in (Op.SUM, Op.MAX):
         weight = torch.ones(40_000, requires_grad=True)
         output = weight * (rank + 1)
         dist.all_reduce(output, op)
         output.sum().backward()
-        found += [weight.grad.unique(), output.detach().unique()]
-    return found
+        tensors += [weight.grad.unique(), output.detach().unique()]
+    return tensors
 
 
 def gradient_of_broadcast(rank, ranks):
@@ -107,7 +107,7 @@ def tags_in_another_order(rank, ranks):
 
 
 def from_any_rank(rank, ranks):
-    content, found = torch.zeros(30_000), []
+    content, sources = torch.zeros(30_000), []
     if rank > 0:
         dist.send(torch.full_like(content, rank), 0)
         dist.send(torch.full_like(content, rank), 0)
@@ -120,21 +120,21 @@ def from_any_rank(rank, ranks):
                 work.wait()
                 source = work._source_rank()
             assert (content == source).all()
-            found.append(source)
-    return (sorted(found),)
+            sources.append(source)
+    return (sorted(sources),)
 
 
 # Everything else that a program asks for
 
 
 def bitwise(rank, ranks):
-    found = []
+    tensors = []
     for op in (Op.BAND, Op.BOR, Op.BXOR):
         for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool):
             x = (torch.arange(8) + 3 * rank).to(dtype)
             dist.all_reduce(x, op)
-            found.append(x)
-    return found
+            tensors.append(x)
+    return tensors
 
 
 def sparse(rank, ranks):
@@ -207,7 +207,7 @@ def hooks(rank, ranks):
         work = dist.all_reduce(bucket.buffer().div_(ranks), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
-    found = []
+    gradients = []
     power_sgd = PowerSGDState(None, 1, start_powerSGD_iter=2)
     for hook, state in ((average, None), (powerSGD_hook, power_sgd)):
         torch.manual_seed(0)
@@ -217,8 +217,8 @@ def hooks(rank, ranks):
         torch.manual_seed(rank)
         for _ in range(4):
             ddp(torch.rand(3, 40)).sum().backward()
-        found += [p.grad for p in model.parameters()]
-    return found
+        gradients += [p.grad for p in model.parameters()]
+    return gradients
 
 
 def futures_of_one_call(rank, ranks):
@@ -246,15 +246,15 @@ def futures_of_one_call(rank, ranks):
 def many_sizes(rank, ranks):
     """With the barrier that other processors need between data and counter."""
     barrier = shm.segment.system_barrier(324)  # membarrier's number on x86-64
-    called, found = [], []
+    called, tensors = [], []
     if dist.get_backend() == "shm" and platform.machine() == "x86_64":
         dist.group.WORLD.segment.barrier = lambda: called.append(barrier())
     for size in (1, 1000, 400_000):
         x = torch.arange(float(size)) * (rank + 1)
         dist.all_reduce(x)
-        found.append(x)
+        tensors.append(x)
     assert called == [0] * len(called)
-    return found
+    return tensors
 
 
 OF_AUTOGRAD = [gradient_of_all_reduce, gradient_of_broadcast, broadcast_of_a_parameter]
@@ -322,7 +322,7 @@ def impatient(rank, ranks):
 def monitored(rank, ranks):
     """Only rank 0 comes to two of the barriers: which ranks it misses."""
     dist.monitored_barrier(timeout=timedelta(seconds=20))
-    found = []
+    ranks_named = []
     for everyone in (False, True):
         error = ""
         try:
@@ -330,10 +330,10 @@ def monitored(rank, ranks):
                 dist.monitored_barrier(timeout=timedelta(seconds=0.2), wait_all_ranks=everyone)
         except RuntimeError as caught:
             error = str(caught).partition("failed")[0].partition("Rank 0]: Rank")[2]
-        found.append([int(digit) for digit in error if digit.isdigit()])
+        ranks_named.append([int(digit) for digit in error if digit.isdigit()])
     dist.barrier()
     dist.monitored_barrier(timeout=timedelta(seconds=20))
-    return found
+    return ranks_named
 
 
 def error_of(call, *arguments):
@@ -361,26 +361,26 @@ def refused(rank, ranks):
 def run_over(backend, rank, programs):
     """What each program returns, or the text of its error, in one group."""
     dist.init_process_group(backend, timeout=timedelta(seconds=60))
-    found = {}
+    results_by_program = {}
     for program in programs:
         try:
             results = [torch.as_tensor(value).tolist() for value in program(rank, RANKS)]
         except (RuntimeError, TimeoutError, AssertionError) as error:
             results = f"error: {error}"
-        found[program.__name__] = results
+        results_by_program[program.__name__] = results
     dist.destroy_process_group()  # so that a rank that waits for an error of another goes on
-    return found
+    return results_by_program
 
 
 def run_all(rank):
-    found = {"gloo": run_over("gloo", rank, PROGRAMS)}
-    found["shm"] = run_over("shm", rank, [*PROGRAMS, impatient, monitored, refused])
+    results_by_way = {"gloo": run_over("gloo", rank, PROGRAMS)}
+    results_by_way["shm"] = run_over("shm", rank, [*PROGRAMS, impatient, monitored, refused])
     for what, (place, programs) in LEFT_OUT.items():
-        found[what] = {}
+        results_by_way[what] = {}
         for program in programs:  # each in a group of its own, which an error may leave unusable
             with patch.object(*place):
-                found[what] |= run_over("shm", rank, [program])
-    return found
+                results_by_way[what] |= run_over("shm", rank, [program])
+    return results_by_way
 
 
 @cache
@@ -390,7 +390,7 @@ def results_of_all_programs():
 
 def results(how, program):
     """Of each rank."""
-    return [found[how][program.__name__] for found in results_of_all_programs()]
+    return [results_of_rank[how][program.__name__] for results_of_rank in results_of_all_programs()]
 
 
 def same(ours, theirs):
@@ -449,8 +449,8 @@ def test_a_processor_whose_order_is_unknown_is_refused():
 
 
 def test_the_page_shows_the_counts_of_torchs_suite():
-    found = json.loads((ROOT / "benchmarks" / "results" / "shm_suite.json").read_text())
+    suite = json.loads((ROOT / "benchmarks" / "results" / "shm_suite.json").read_text())
     page = (ROOT / "03_ddp_manual_allreduce" / "backend.md").read_text()
-    for run, counts in found["tests"].items():
+    for run, counts in suite["tests"].items():
         assert re.search(rf"\| {run} +\| {counts['passed']} +\| {counts['failed']} +\|", page), run
-    assert found["wrong"] == []
+    assert suite["wrong"] == []

@@ -106,8 +106,8 @@ def test_evaluation_counts_every_sample_once(key, ranks, without=()):
     """297 test samples on 2 and on 4 ranks: no shard is as long as another."""
     run = train_once(key, ranks, *SHORT, without=without)
     expected = evaluated(run.checkpoint["model"])
-    found = run.summary["test_loss"], run.summary["test_accuracy"]
-    assert found == pytest.approx(expected, abs=1e-10)
+    printed = run.summary["test_loss"], run.summary["test_accuracy"]
+    assert printed == pytest.approx(expected, abs=1e-10)
 
 
 def test_01_evaluates_every_sample_once(without=()):
@@ -127,23 +127,23 @@ def test_04_evaluates_every_sample_once(without=()):
 
 @pytest.mark.parametrize(("way", "source"), [*zip(WAYS, WAYS[-1:] + WAYS[:-1], strict=True)])
 def test_every_stage_evaluates_and_resumes_the_checkpoint_of_another(way, source):
-    other, first = train_once(*source, *SHORT), train_once(*way, *SHORT)
-    path = other.folder / "checkpoint.pt"
-    loss, accuracy = evaluated(other.checkpoint["model"])
+    source_run, first_epoch = train_once(*source, *SHORT), train_once(*way, *SHORT)
+    path = source_run.folder / "checkpoint.pt"
+    loss, accuracy = evaluated(source_run.checkpoint["model"])
     run = train(*way, *SHORT, f"--evaluate={path}")
     assert run.output == f"test loss {loss:.4f}  test accuracy {accuracy:.2%}\n"
     assert list(run.folder.iterdir()) == [], "evaluation leaves nothing behind"
     run = train(*way, *SHORT, "--epochs=2", f"--resume={path}")
     assert [line["epoch"] for line in run.metrics] == [1] * 25
-    assert run.losses.mean() < first.losses.mean() / 2, "it began where the other had stopped"
+    assert run.losses.mean() < first_epoch.losses.mean() / 2, "it began where the other had stopped"
 
 
 def assert_resumes(key: str, ranks: int, *flags: str, without=()) -> None:
     """A run that stops after half of its steps and goes on ends with the bits of a whole run."""
-    flags, how = (*flags, "--epochs=2"), {**FP32, "without": without}
-    whole = train_once(key, ranks, *flags, **how)
-    half = train(key, ranks, *flags, f"--max-steps={len(whole.losses) // 2}", **how)
-    resumed = train(key, ranks, *flags, "--resume=auto", **how, folder=half.folder)
+    flags, settings = (*flags, "--epochs=2"), {**FP32, "without": without}
+    whole = train_once(key, ranks, *flags, **settings)
+    half = train(key, ranks, *flags, f"--max-steps={len(whole.losses) // 2}", **settings)
+    resumed = train(key, ranks, *flags, "--resume=auto", **settings, folder=half.folder)
     assert same_run(whole, resumed)
 
 

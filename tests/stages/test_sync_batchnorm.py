@@ -167,8 +167,8 @@ def test_a_large_mean_does_not_hide_the_variance(rank):
 def test_one_value_for_a_channel_from_all_ranks_is_refused_on_all(rank):
     layer = sync_batchnorm.SyncBatchNorm(3)
     assert layer(torch.randn(1, 3, 1)).shape == (1, 3, 1), "which BatchNorm itself refuses"
-    said = "got 1 value for each of 3 channels from all ranks together.*try a larger --batch-size"
-    with pytest.raises(UsageError, match=said):
+    error = "got 1 value for each of 3 channels from all ranks together.*try a larger --batch-size"
+    with pytest.raises(UsageError, match=error):
         layer(torch.randn(rank, 3, 1))
 
 
@@ -262,15 +262,15 @@ def train_model(how=nn.Identity(), late=False, rank=None):  # noqa: B008
     after (late). Without a rank, one process trains on all images, with plain BatchNorm."""
     model = small_model() if late else how(small_model())
     optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9)
-    forward, mine = model, slice(None)
+    forward, local_batch = model, slice(None)
     if rank is not None:
-        forward, mine = DistributedDataParallel(model), slice(4 * rank, 4 * rank + 4)
+        forward, local_batch = DistributedDataParallel(model), slice(4 * rank, 4 * rank + 4)
     if late:
         how(model)
     torch.manual_seed(1)
     for images in torch.randn(3, 8, 1, 6, 6).double():
         optimizer.zero_grad()
-        outputs = forward(images[mine])
+        outputs = forward(images[local_batch])
         (outputs - torch.arange(3)).pow(4).mean().backward()
         optimizer.step()
     return model.state_dict()

@@ -27,6 +27,6 @@ def test_one_batch_more_on_a_rank_makes_it_wait_until_the_time_limit(rank):
     uneven, done = chapter("04", "uneven"), "done after 3 of 3 steps"
     with patch.object(uneven, "batches_of", lambda *_: [torch.ones(1, 2)] * 3):
         assert uneven.hang(seconds=60) == done, "the control"
-    said = uneven.hang(seconds=2).replace(BUSY, "Timed out waiting 2000ms")
+    line = uneven.hang(seconds=2).replace(BUSY, "Timed out waiting 2000ms")
     dist.barrier()  # or the others would end before it is late
-    assert said == ("step 4 of 4: Timed out waiting 2000ms" if rank == 2 else done)
+    assert line == ("step 4 of 4: Timed out waiting 2000ms" if rank == 2 else done)

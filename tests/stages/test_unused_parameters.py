@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import support
-from local_ranks import of_all_ranks, on_ranks, run_ranks
+from local_ranks import gather_from_ranks, on_ranks, run_ranks
 from support import chapter
 
 unused = chapter("04", "unused_parameters")
@@ -33,19 +33,19 @@ VERDICTS = [  # on each step of the chapter's cases: whether it was averaged, or
 def _unused(rank, world_size):
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     with support.default_dtype(torch.float64):
-        found = [unused.attempt(*case) for case in unused.CASES]
+        attempts = [unused.attempt(*case) for case in unused.CASES]
     total = torch.ones(())
     dist.all_reduce(total)  # after errors too, the process group is whole
     assert total == world_size
-    for (_, steps), verdicts, of_case in zip(unused.CASES, VERDICTS, found, strict=True):
+    for (_, steps), verdicts, of_case in zip(unused.CASES, VERDICTS, attempts, strict=True):
         for step, verdict, of_step in zip(steps, verdicts, of_case, strict=True):
             if isinstance(verdict, str):
                 assert str(of_step).startswith(verdict)
             else:
                 right = all(map(unused.same, of_step, unused.expected(step, world_size)))
-                assert all(of_all_ranks(right)) == verdict
-    assert "find_unused_parameters=True" in str(found[0][2])
-    assert found[0][1] == [[2, 1, None], [4, 2, None], [6, 3, None]][rank], "each its own"
+                assert all(gather_from_ranks(right)) == verdict
+    assert "find_unused_parameters=True" in str(attempts[0][2])
+    assert attempts[0][1] == [[2, 1, None], [4, 2, None], [6, 3, None]][rank], "each its own"
     assert not unused.same(None, 1.0)
 
 

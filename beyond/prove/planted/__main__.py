@@ -16,7 +16,7 @@ from typing import NamedTuple
 from prove.__main__ import parse_args, prove
 from prove.launch import preload
 from prove.planted.mistakes import HARMLESS, MISTAKES
-from prove.table import RIGHT, WRONG, Row
+from prove.table import RIGHT, WRONG, ReportRow
 
 HERE = Path(__file__).parent
 SCRIPTS = ("plain", "accumulate", "amp", "iterable")
@@ -24,7 +24,7 @@ RANKS = (1, 2, 3)
 JOBS = 3  # at a time: ranks wait for each other more than they compute
 
 
-class Case(NamedTuple):
+class PlantedCase(NamedTuple):
     """A script, and a row that prove must print of it; check "": any row but a WRONG one."""
 
     name: str
@@ -44,19 +44,21 @@ def changed(script: str, changes: tuple[tuple[str, str], ...]) -> str:
     return source
 
 
-def cases() -> list[Case]:
+def cases() -> list[PlantedCase]:
     listed = []
     for planted in (*MISTAKES, *HARMLESS):
         original = changed(planted.script, planted.original) if planted.original else ""
         source = changed(planted.script, planted.changes)
-        listed.append(Case(planted.name, source, 2, planted.verdict, planted.check, original))
+        listed.append(
+            PlantedCase(planted.name, source, 2, planted.verdict, planted.check, original)
+        )
     for script in SCRIPTS:
         source = (HERE / f"{script}.py").read_text()
-        listed += [Case(f"clean {script}, {ranks} ranks", source, ranks) for ranks in RANKS]
+        listed += [PlantedCase(f"clean {script}, {ranks} ranks", source, ranks) for ranks in RANKS]
     return listed
 
 
-def rows_of_script(source: str, ranks: int, original: str) -> tuple[list[Row], str]:
+def rows_of_script(source: str, ranks: int, original: str) -> tuple[list[ReportRow], str]:
     """prove, in a folder of its own: as if it had been typed there."""
     home = os.getcwd()
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
@@ -73,18 +75,18 @@ def rows_of_script(source: str, ranks: int, original: str) -> tuple[list[Row], s
             os.chdir(home)
 
 
-def result(case: Case) -> dict:
+def result(case: PlantedCase) -> dict:
     """For a mistake whether it is found, and for a script that is right what is said."""
     began = time.monotonic()
     rows, error = rows_of_script(case.source, case.ranks, case.original)
     not_right = [row for row in rows if row.verdict != RIGHT]
-    said = [f"{row.verdict} {row.check}: {row.evidence}" for row in not_right]
+    lines = [f"{row.verdict} {row.check}: {row.evidence}" for row in not_right]
     rows_of_check = [row for row in rows if row.check == case.check]
     as_expected = not case.check or any(row.verdict == case.verdict for row in rows_of_check)
     if case.verdict == RIGHT:
         as_expected &= not error and all(row.verdict != WRONG for row in rows)
     return {
-        "name": case.name, "verdict": case.verdict, "found": as_expected, "said": said, "error": error,
+        "name": case.name, "verdict": case.verdict, "found": as_expected, "said": lines, "error": error,
         "seconds": round(time.monotonic() - began, 1),
     }  # fmt: skip
 

@@ -53,8 +53,8 @@ ONE_GPU = (  # plain.py becomes the script that it was made from
 
 def converted(mistake: Mistake, *changes: tuple[str, str]) -> Mistake:
     """The script is compared with one for one GPU; the changes are made in both."""
-    both = (*mistake.changes, *changes)
-    return replace(mistake, changes=both, original=(*ONE_GPU, *changes))
+    all_changes = (*mistake.changes, *changes)
+    return replace(mistake, changes=all_changes, original=(*ONE_GPU, *changes))
 
 
 NO_DDP = (
