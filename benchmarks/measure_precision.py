@@ -25,7 +25,7 @@ FORMATS = ("fp32", "tf32", "bf16", "fp16")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 has_units = chapter("05", "formats").has_units
-measure_bytes = chapter("01", "peak").measure
+measure_bytes = chapter("01", "peak").peak_of
 size_of: Callable[..., int] = chapter("02", "memory").size  # of the storages of tensors, each once
 
 
