@@ -192,7 +192,7 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
     ddp.eval()(train_set[0][0][None].to(device)).sum().backward()
     model.zero_grad()
     crops = durable.SeededPerSample(train_set, args.seed)
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # it repeats no sample
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # or it repeats samples
     remaining = durable.SkipFirst(sampler)
     loader = DataLoader(crops, local_batch, sampler=remaining, drop_last=True, **options)
     while progress.epoch < args.epochs and progress.step < args.max_steps:
