@@ -41,8 +41,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     for part in load_dataset(Namespace(dataset="digits", data_dir=Path("data"), batch_size=BASE)):
         images, labels = zip(*(part[i] for i in range(len(part))), strict=True)
         tensors += [F.avg_pool2d(torch.stack(images), 4).flatten(1).double(), torch.stack(labels)]
-    images, labels, test_images, test_labels = tensors
-    return images, labels, test_images, test_labels
+    return tensors[0], tensors[1], tensors[2], tensors[3]
 
 
 def new_model(seed: int) -> nn.Module:

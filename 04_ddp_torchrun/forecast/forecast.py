@@ -174,9 +174,9 @@ def main() -> None:
     print(tabulate(rows, ("GPUs", *heads), colalign=("right", *right), disable_numparse=True))
     if args.gpus > 1:
         rows = [row(name, remedy, n) for name, remedy, n in forecast.remedies(args.gpus)]
-        heads = (f"{args.gpus} GPUs, but", *heads)
+        remedy_heads = (f"{args.gpus} GPUs, but", *heads)
         print()
-        print(tabulate(rows, heads, colalign=("left", *right), disable_numparse=True))
+        print(tabulate(rows, remedy_heads, colalign=("left", *right), disable_numparse=True))
     print("\n" + fill(f"Advice: {forecast.advice(args.gpus)}", 90))
 
 
