@@ -91,7 +91,7 @@ class Ledger(TorchDispatchMode):
         self.bytes -= size
 
 
-def measure(device: str, function: Callable[[], object]) -> int:
+def peak_of(device: str, function: Callable[[], object]) -> int:
     """The most bytes that a function holds at one moment, as the device's allocator counts."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -131,7 +131,7 @@ class Plan:
         return F.cross_entropy(model(images), torch.zeros(batch, dtype=torch.long))
 
 
-def train(
+def train_one_step(
     plan: Plan,
     batch: int,
     micro_batches: int = 1,
@@ -162,20 +162,20 @@ def peaks(plan: Plan, batch: int, micro_batches: int = 1) -> dict[str, int]:
     """The most bytes that a step will need in forward, in backward, and in the optimizer."""
     ledger = Ledger(plan.device)
     with torch.device("meta"), ledger:
-        train(plan, batch, micro_batches, lambda moment: setattr(ledger, "moment", moment))
+        train_one_step(plan, batch, micro_batches, lambda moment: setattr(ledger, "moment", moment))
     return ledger.peaks
 
 
-def rehearse(plan: Plan, batch: int, micro_batches: int = 1) -> tuple[int, str]:
+def rehearsed_peak(plan: Plan, batch: int, micro_batches: int = 1) -> tuple[int, str]:
     """The bytes that a step will need at its peak, and where the peak is."""
     bytes_at = peaks(plan, batch, micro_batches)
     moment = max(bytes_at, key=lambda moment: bytes_at[moment])
     return bytes_at[moment], moment
 
 
-def run(plan: Plan, batch: int, micro_batches: int = 1) -> int:
+def measured_peak(plan: Plan, batch: int, micro_batches: int = 1) -> int:
     """The bytes that a step needed at its peak, on a real device."""
-    return measure(plan.device, lambda: train(plan, batch, micro_batches))
+    return peak_of(plan.device, lambda: train_one_step(plan, batch, micro_batches))
 
 
 def parts_of(plan: Plan) -> dict[str, int]:
@@ -186,7 +186,7 @@ def parts_of(plan: Plan) -> dict[str, int]:
         plan.loss(model, 2).backward()
     optimizer.step()
     parameters = list(model.parameters())
-    state = [value for each in optimizer.state.values() for value in each.values()]
+    state = [value for row in optimizer.state.values() for value in row.values()]
     tensors = [value for value in state if isinstance(value, torch.Tensor) and value.is_meta]
     gradients = [p.grad for p in parameters if p.grad is not None]
     kinds = parameters, list(model.buffers()), gradients, tensors
@@ -215,7 +215,7 @@ def main() -> None:
             for batch in (1, 64):
                 plan = Plan(model, size, optimizer)
                 *fixed, sample = parts_of(plan).values()
-                peak, moment = rehearse(plan, batch)
+                peak, moment = rehearsed_peak(plan, batch)
                 mib = [f"{number / MIB:,.1f}" for number in (sum(fixed) + batch * sample, peak)]
                 rows.append((model, optimizer, batch, *mib, moment))
     print("A training step on a GPU, in MiB: the sum of its parts, and the rehearsed peak\n")

@@ -65,7 +65,7 @@ def main() -> None:
 
     sampler = RandomSampler(train_set, generator=torch.Generator())
     loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **options)
-    for epoch in range(progress.epoch, args.epochs):  # recorder.timed moves progress on
+    for epoch in range(progress.epoch, args.epochs):  # recorder.timed counts the steps in progress
         if progress.step >= args.max_steps:
             break
         sampler.generator.manual_seed(args.seed + epoch)  # the order depends on (seed, epoch)

@@ -51,8 +51,8 @@ def criterion(outputs: Tensor, targets: Tensor) -> Tensor:
 def size(tensors: Iterable[Tensor], besides: Iterable[Tensor] = ()) -> int:
     """Bytes of the tensors' storages, each counted once, without the storages of besides."""
     storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
-    gone = {tensor.untyped_storage().data_ptr() for tensor in besides}
-    return sum(nbytes for pointer, nbytes in storages.items() if pointer not in gone)
+    left_out = {tensor.untyped_storage().data_ptr() for tensor in besides}
+    return sum(nbytes for pointer, nbytes in storages.items() if pointer not in left_out)
 
 
 def saving_to(kept: list[Tensor]) -> saved_tensors_hooks:
@@ -65,7 +65,7 @@ def saving_to(kept: list[Tensor]) -> saved_tensors_hooks:
     return saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
-class Counted(nn.Module):
+class CountingReplica(nn.Module):
     """A replica that keeps what autograd saves; called with targets, it computes its own loss."""
 
     def __init__(self, replica: nn.Module) -> None:
@@ -82,7 +82,7 @@ class Counted(nn.Module):
             return criterion(outputs, targets)[None]  # (1,): the loss, not the outputs
 
 
-def after_a_step(model: nn.Module, optimizer: str) -> tuple[int, int]:
+def bytes_after_step(model: nn.Module, optimizer: str) -> tuple[int, int]:
     """Bytes that a step leaves behind: gradients, and the optimizer's state."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
@@ -94,24 +94,26 @@ def after_a_step(model: nn.Module, optimizer: str) -> tuple[int, int]:
     return size(p.grad for p in trained if p.grad is not None), size(tensors)
 
 
-def count(example: Example, replicas: int, inside: bool, optimizer: str = "momentum") -> Held:
+def held_by_replica(
+    example: Example, replicas: int, inside: bool, optimizer: str = "momentum"
+) -> Held:
     """Count a step whose batch lies on the main device. inside: forward computes the loss."""
     model, x, targets = example
     devices = [x.device] * replicas
     parts = scatter(devices, x, targets) if inside else scatter(devices, x)
     # Copies, as on devices of their own: a virtual replica's part is a view of the whole batch.
     parts = [(tuple(tensor.clone() for tensor in args), {}) for args, _ in parts]
-    counted: list = [Counted(replica) for replica in replicate(model, devices)]
-    outputs = gather(apply(counted, parts, devices), devices)
+    counting: list = [CountingReplica(replica) for replica in replicate(model, devices)]
+    outputs = gather(apply(counting, parts, devices), devices)
     on_main: list[Tensor] = []
     with saving_to(on_main):
         loss = outputs.mean() if inside else criterion(outputs, targets)  # of equal parts
     held: Held = []
-    for (args, _), each in zip(parts, counted, strict=False):
-        tensors = [*each.parameters(), *each.buffers()]
-        held.append({kind: size(kept, [*tensors, *args]) for kind, kept in each.saved.items()})
+    for (args, _), replica in zip(parts, counting, strict=False):
+        tensors = [*replica.parameters(), *replica.buffers()]
+        held.append({kind: size(kept, [*tensors, *args]) for kind, kept in replica.saved.items()})
         held[-1] |= {"parameters": size(tensors), "batch": size(args)}
-    held[0]["gradients"], held[0]["optimizer"] = after_a_step(model, optimizer)
+    held[0]["gradients"], held[0]["optimizer"] = bytes_after_step(model, optimizer)
     held[0]["batch"], held[0]["outputs"] = size([x, targets]), size([outputs])
     held[0]["loss"] += size([*on_main, loss], [outputs, targets])
     return [{kind: each.get(kind, 0) for kind in KINDS} for each in held]
@@ -121,7 +123,8 @@ def count_all() -> dict[str, dict[str, Held]]:
     """Every example, with the loss outside forward and inside."""
     return {
         name: {
-            where: count(example, REPLICAS, where == "inside") for where in ("outside", "inside")
+            "outside": held_by_replica(example, REPLICAS, inside=False),
+            "inside": held_by_replica(example, REPLICAS, inside=True),
         }
         for name, example in examples().items()
     }
@@ -129,15 +132,15 @@ def count_all() -> dict[str, dict[str, Held]]:
 
 def main() -> None:
     rows = [
-        (name, where, replica, *(n / MIB for n in (*each.values(), sum(each.values()))))
-        for name, both in count_all().items()
-        for where, held in both.items()
-        for replica, each in zip(("main", "other"), held, strict=False)
+        (name, place, replica, *(n / MIB for n in (*counts.values(), sum(counts.values()))))
+        for name, counts_by_place in count_all().items()
+        for place, held in counts_by_place.items()
+        for replica, counts in zip(("main", "other"), held, strict=False)
     ]
     print(f"MiB that each of {REPLICAS} replicas holds, with the loss outside and inside forward:")
     print(tabulate(rows, ("model", "loss", "replica", *KINDS, "total"), floatfmt=".2f"))
     rows = [
-        (name, *(after_a_step(model, optimizer)[1] / MIB for optimizer in OPTIMIZERS))
+        (name, *(bytes_after_step(model, optimizer)[1] / MIB for optimizer in OPTIMIZERS))
         for name, (model, _, _) in examples().items()
     ]
     print("\nMiB of state that the optimizer adds, on the main device only:")

@@ -44,7 +44,7 @@ def shapes_of(model: nn.Module, batch: Tensor) -> tuple[list[tuple[Shape, Shape]
     return [SEEN[replica] for replica in sorted(SEEN)], tuple(output.shape)
 
 
-def count(shapes: Iterable[Shape]) -> str:
+def shapes_in_words(shapes: Iterable[Shape]) -> str:
     """Equal neighbors together: 2 × (4, 5), 1 × (2, 5)."""
     return ", ".join(f"{len(list(same))} × {shape}" for shape, same in groupby(shapes))
 
@@ -55,19 +55,24 @@ def rows(replicas: int) -> list[tuple]:
     model = DataParallel(Watched(), [torch.device("cpu")] * replicas)
     row_of_size = {}
     for (batch,) in loader:
-        inside, outside = shapes_of(model, batch)
-        inputs, outputs = zip(*inside, strict=True)
-        idle = replicas - len(inside)
-        row = (replicas, tuple(batch.shape), count(inputs), count(outputs), outside, idle)
-        row_of_size[len(batch)] = row
+        replica_shapes, gathered = shapes_of(model, batch)
+        inputs, outputs = zip(*replica_shapes, strict=True)
+        idle = replicas - len(replica_shapes)
+        into, out = shapes_in_words(inputs), shapes_in_words(outputs)
+        row_of_size[len(batch)] = (replicas, tuple(batch.shape), into, out, gathered, idle)
     return list(row_of_size.values())
 
 
 def main() -> None:
     parser = Parser(__doc__)
-    text = "numbers of replicas, one part of the table for each"
-    some, count = [1, 2, 3, 8], int_at_least(1)
-    parser.add_argument("--replicas", nargs="+", default=some, type=count, metavar="N", help=text)
+    parser.add_argument(
+        "--replicas",
+        nargs="+",
+        default=[1, 2, 3, 8],
+        type=int_at_least(1),
+        metavar="N",
+        help="numbers of replicas, one part of the table for each",
+    )
     table = [row for replicas in parser.parse_args().replicas for row in rows(replicas)]
     headers = ("replicas", "batch", "into the replicas", "out of them", "gathered", "idle")
     print(tabulate(table, headers, disable_numparse=True))

@@ -28,7 +28,7 @@ from common.options import Parser, UsageError, exit_on
 from ranks import run_ranks
 
 RANKS, STEPS = 2, 4
-LINE, ROW = 64, 2**20  # bytes of a counter, and of the longest tensor; shm cuts longer ones
+LINE_BYTES, ROW_BYTES = 64, 2**20  # of a counter, and of the longest tensor; shm cuts longer ones
 
 
 class SharedRows(dist.ProcessGroup):
@@ -42,16 +42,16 @@ class SharedRows(dist.ProcessGroup):
         super().__init__(rank, size)
         if rank == 0:
             self.file = os.memfd_create("rows")  # without a name: removed with the last rank
-            os.ftruncate(self.file, size * LINE + 2 * size * ROW)
+            os.ftruncate(self.file, size * LINE_BYTES + 2 * size * ROW_BYTES)
             store.set("file", f"/proc/{os.getpid()}/fd/{self.file}")
         with open(store.get("file"), "r+b") as file:
             memory = mmap.mmap(file.fileno(), 0)
-        counters = torch.frombuffer(memory, dtype=torch.int64, count=size * LINE // 8)
+        counters = torch.frombuffer(memory, dtype=torch.int64, count=size * LINE_BYTES // 8)
         self.written = counters.view(size, -1)[:, 0]  # rows, by each rank
-        rows = torch.frombuffer(memory, dtype=torch.uint8, offset=size * LINE)
-        self.slots, self.asked = rows.view(2, size, ROW), Counter[str]()
+        rows = torch.frombuffer(memory, dtype=torch.uint8, offset=size * LINE_BYTES)
+        self.slots, self.calls = rows.view(2, size, ROW_BYTES), Counter[str]()
 
-    def rows(self, tensor: Tensor) -> Tensor:
+    def exchange_rows(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks, (ranks, N), as soon as all have called this."""
         turn = int(self.written[self.rank()]) + 1
         rows = self.slots[turn % 2, :, : tensor.nbytes].view(tensor.dtype)
@@ -63,22 +63,22 @@ class SharedRows(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> dist.Work:
         for tensor in tensors:
-            tensor.copy_(self.rows(tensor).sum(dim=0).view_as(tensor))
-        return self.done("allreduce", tensors)
+            tensor.copy_(self.exchange_rows(tensor).sum(dim=0).view_as(tensor))
+        return self.completed("allreduce", tensors)
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> dist.Work:
         for tensor in tensors:
-            tensor.copy_(self.rows(tensor)[options.rootRank].view_as(tensor))
-        return self.done("broadcast", tensors)
+            tensor.copy_(self.exchange_rows(tensor)[options.rootRank].view_as(tensor))
+        return self.completed("broadcast", tensors)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], _: Any) -> dist.Work:
-        for output, row in zip(outputs[0], self.rows(inputs[0]), strict=True):
+        for output, row in zip(outputs[0], self.exchange_rows(inputs[0]), strict=True):
             output.copy_(row.view_as(output))
-        return self.done("allgather", outputs)
+        return self.completed("allgather", outputs)
 
-    def done(self, name: str, result: Any) -> dist.Work:
+    def completed(self, name: str, result: Any) -> dist.Work:
         """Count the call, and return work that is already complete."""
-        self.asked[name] += 1
+        self.calls[name] += 1
         future: Future = Future()
         future.set_result(result)
         return _create_work_from_future(future)
@@ -93,7 +93,7 @@ def train(backend: str) -> tuple[list[Counter], Tensor]:
     torch.manual_seed(0)
     model = Net(1, 28, 10, batch_norm=True)
     ddp = DistributedDataParallel(model, process_group=group)
-    asked = [Counter(getattr(group, "asked", {}))]
+    calls = [Counter(getattr(group, "calls", {}))]
     torch.manual_seed(dist.get_rank())
     images, labels = torch.randn(60, 1, 28, 28), torch.arange(60) % 10
     optimizer = SGD(model.parameters(), 0.1)
@@ -101,16 +101,19 @@ def train(backend: str) -> tuple[list[Counter], Tensor]:
         optimizer.zero_grad()
         F.cross_entropy(ddp(images), labels).backward()
         optimizer.step()
-    asked.append(Counter(getattr(group, "asked", {})))
-    return asked, torch.cat([p.detach().flatten() for p in model.parameters()])
+    calls.append(Counter(getattr(group, "calls", {})))
+    return calls, torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def compare() -> dict[str, Any]:
     dist.Backend.register_backend("rows", SharedRows, devices=["cpu"])
-    ((first, last), weights), (_, gloo), (_, ours) = map(train, ("rows", "gloo", "shm"))
-    rows = [(name, first[name], last[name] - first[name]) for name in last]
-    same = {"rows": torch.equal(weights, gloo), "shm": torch.equal(ours, gloo)}
-    return {"calls": rows, "same": same}
+    (before, after), rows_weights = train("rows")
+    _, gloo_weights = train("gloo")
+    _, shm_weights = train("shm")
+    calls = [(name, before[name], after[name] - before[name]) for name in after]
+    weights = {"rows": rows_weights, "shm": shm_weights}
+    equal = {name: torch.equal(each, gloo_weights) for name, each in weights.items()}
+    return {"calls": calls, "equal to gloo": equal}
 
 
 def main() -> None:
@@ -119,8 +122,8 @@ def main() -> None:
         raise UsageError(f"got {sys.platform}, expected Linux: it has files without a name")
     comparison, *_ = run_ranks(RANKS, compare)
     print(tabulate(comparison["calls"], ("DDP calls", "when it is made", f"in {STEPS} steps")))
-    for name, same in comparison["same"].items():
-        print(f"over {name}: {'the same bits as' if same else 'other weights than'} over gloo")
+    for name, equal in comparison["equal to gloo"].items():
+        print(f"over {name}: {'the same bits as' if equal else 'other weights than'} over gloo")
 
 
 if __name__ == "__main__":

@@ -59,9 +59,9 @@ def all_reduce(tensor: Tensor) -> Tensor:
 
 def gather(tensor: Tensor) -> Tensor:
     """Rank 0 gets the tensors of all ranks, in the order of the ranks."""
-    places = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.gather(tensor, places if dist.get_rank() == 0 else None, dst=0)  # only dst gives a list
-    return torch.cat(places) if dist.get_rank() == 0 else tensor.new_empty(0)
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.gather(tensor, parts if dist.get_rank() == 0 else None, dst=0)  # only dst gives a list
+    return torch.cat(parts) if dist.get_rank() == 0 else tensor.new_empty(0)
 
 
 def all_gather(tensor: Tensor) -> Tensor:
@@ -99,16 +99,18 @@ def barrier(tensor: Tensor) -> Tensor:
     return tensor
 
 
-ROW = (scatter, reduce_scatter, all_to_all)  # these need one number for each rank
-ONE = (send_recv, isend_irecv, broadcast, reduce, all_reduce, gather, all_gather)
-LESSONS: dict[str, Callable[[Tensor], Tensor]] = {f.__name__: f for f in (*ONE, *ROW, barrier)}
+NEEDS_A_ROW = (scatter, reduce_scatter, all_to_all)  # one number for each rank
+NEEDS_A_NUMBER = (send_recv, isend_irecv, broadcast, reduce, all_reduce, gather, all_gather)
+LESSONS: dict[str, Callable[[Tensor], Tensor]] = {
+    f.__name__: f for f in (*NEEDS_A_NUMBER, *NEEDS_A_ROW, barrier)
+}
 
 
 def before_and_after(name: str) -> tuple[list[int], list[int]]:
     """What this rank holds before and after the lesson."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tensor = torch.tensor([10**rank])
-    if LESSONS[name] in ROW:
+    if LESSONS[name] in NEEDS_A_ROW:
         tensor = tensor * torch.arange(1, world_size + 1)
     before = tensor.tolist()
     if world_size == 1 and name in ("send_recv", "isend_irecv"):
@@ -129,9 +131,8 @@ def main() -> None:
     add("--backend", default="gloo", choices=("gloo", "nccl", "mpi"), help="library to use")
     args = parser.parse_args()
     device = device_of(args.backend, args.world_size)
-    nothing = "-" if args.world_size > 1 else "no other rank"
-    where, n = {"backend": args.backend, "device": device}, args.world_size
-    answers, table = run_ranks(n, play_all, **where, quiet=True), []
+    nothing, table = "-" if args.world_size > 1 else "no other rank", []
+    answers = run_ranks(args.world_size, play_all, backend=args.backend, device=device, quiet=True)
     for name, *ranks in zip(LESSONS, *answers, strict=True):
         before = [" ".join(map(str, rank[0])) for rank in ranks]
         after = [" ".join(map(str, rank[1])) or nothing for rank in ranks]

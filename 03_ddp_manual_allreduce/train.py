@@ -97,7 +97,7 @@ def train(rank: int, world_size: int, port: int, local_batch: int, args: Namespa
     train_shard = partitioner.use(rank)
     sampler = RandomSampler(train_shard, generator=torch.Generator())
     loader = DataLoader(train_shard, local_batch, sampler=sampler, drop_last=True, **options)
-    for epoch in range(progress.epoch, args.epochs):  # recorder.timed moves progress on
+    for epoch in range(progress.epoch, args.epochs):  # recorder.timed counts the steps in progress
         if progress.step >= args.max_steps:
             break
         sampler.generator.manual_seed(args.seed + epoch)  # the order depends on (seed, epoch)
@@ -119,7 +119,7 @@ def main() -> None:
     if args.backend == "nccl" and gpus < args.world_size:
         raise UsageError("--backend nccl needs a GPU for each rank: try --backend gloo")
     local_batch = local_batch_size(args.batch_size, args.world_size)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # otherwise the ranks compete for the cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one core per rank; the ranks import torch anew
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a free port
     mp.spawn(train, (args.world_size, store.port, local_batch, args), nprocs=args.world_size)
 

@@ -83,7 +83,7 @@ TRAPS: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
-def work(rank: int, port: int, trap: str, detail: bool) -> None:
+def run_rank(rank: int, port: int, trap: str, detail: bool) -> None:
     """What each process does. It then waits to be killed: the other rank would notice an exit."""
     end_with_parent()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides what C++ prints when it aborts
@@ -105,7 +105,7 @@ def try_trap(trap: str, detail: bool, seconds: float) -> list[str]:
     """What each of the two ranks did, within this time after both have joined."""
     store = dist.TCPStore("127.0.0.1", port=0, is_master=True, wait_for_workers=False)
     args = (store.port, trap, detail)
-    ranks = mp.start_processes(work, args, nprocs=2, join=False, start_method="forkserver")
+    ranks = mp.start_processes(run_rank, args, nprocs=2, join=False, start_method="forkserver")
     processes, joined, end = ranks.processes, False, time.monotonic() + 60
     try:
         while time.monotonic() < end:
@@ -130,8 +130,13 @@ def try_trap(trap: str, detail: bool, seconds: float) -> list[str]:
 
 def main() -> None:
     parser = Parser(__doc__)
-    text = "seconds after which a rank that has not come back counts as waiting"
-    parser.add_argument("--seconds", default=1, type=float_at_least(0.1), metavar="S", help=text)
+    parser.add_argument(
+        "--seconds",
+        default=1,
+        type=float_at_least(0.1),
+        metavar="S",
+        help="seconds after which a rank that has not come back counts as waiting",
+    )
     seconds = parser.parse_args().seconds
     prepare_forkserver()
     table = []

@@ -96,11 +96,11 @@ def early_step(rank: int, cured: bool, store: dist.Store) -> str:
     join_process_group(rank, store)
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    first, second = ddp(torch.ones(1, 2)).sum(), ddp(torch.zeros(1, 2)).sum()
-    first.backward()
+    early_loss, late_loss = ddp(torch.ones(1, 2)).sum(), ddp(torch.zeros(1, 2)).sum()
+    early_loss.backward()
     if not cured:
         optimizer.step()
-    second.backward()
+    late_loss.backward()
     optimizer.step()
     return "stepped"
 
@@ -173,7 +173,7 @@ CASES = (
 FAILURES = {case.__name__.replace("_", "-"): case for case in CASES}
 
 
-def work(rank: int, port: int, name: str, cured: bool, debug: str, folder: str) -> None:
+def run_rank(rank: int, port: int, name: str, cured: bool, debug: str, folder: str) -> None:
     """Run one rank. It stays alive to the end, or the other rank would notice its exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what C++ logs
     os.chdir(folder)
@@ -183,8 +183,8 @@ def work(rank: int, port: int, name: str, cured: bool, debug: str, folder: str) 
     try:
         answer = FAILURES[name](rank, cured, store)
     except Exception as error:
-        text = re.sub(r"\[[^]]*\.cc:\d+\] ", "", str(error))  # gloo's file and line
-        answer = f"{type(error).__name__}: {' '.join(text.split())}"
+        message = re.sub(r"\[[^]]*\.cc:\d+\] ", "", str(error))  # gloo's file and line
+        answer = f"{type(error).__name__}: {' '.join(message.split())}"
     store.set(f"answer {rank}", answer)
     store.wait(["end"])  # the parent kills it here
 
@@ -194,7 +194,7 @@ def run_failure(name: str, cured: bool, debug: str = "OFF", seconds: float = 60)
     store = dist.TCPStore("127.0.0.1", port=0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         args = (store.port, name, cured, debug, folder)
-        ranks = mp.start_processes(work, args, 2, False, True, "forkserver").processes
+        ranks = mp.start_processes(run_rank, args, 2, False, True, "forkserver").processes
         deadline = time.monotonic() + seconds
         while not all(store.check([f"answer {r}"]) or ranks[r].exitcode for r in range(2)):
             if time.monotonic() > deadline:
@@ -218,14 +218,15 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("name", nargs="?", choices=list(FAILURES), help="the failure to run")
     name = parser.parse_args().name
-    texts = {each: str(case.__doc__).split(" -> ") for each, case in FAILURES.items()}
+    causes_and_cures = {key: str(case.__doc__).split(" -> ") for key, case in FAILURES.items()}
     if name is None:
-        print(*(f"{each:<16}  {cause}" for each, (cause, _) in texts.items()), sep="\n")
+        for key, (cause, _) in causes_and_cures.items():
+            print(f"{key:<16}  {cause}")
         return
     mp.get_context("forkserver").set_forkserver_preload(["torch"])
     debug = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF")
     for cured, title in enumerate(("cause", "cure")):
-        print(f"{title}: {texts[name][cured]}")
+        print(f"{title}: {causes_and_cures[name][cured]}")
         for rank, answer in enumerate(run_failure(name, bool(cured), debug)):
             print(textwrap.fill(f"  rank {rank}: {answer}", 100, subsequent_indent=" " * 10))
 

@@ -29,7 +29,7 @@ def join_process_group(args: Namespace) -> torch.device:
     if args.device == "cpu":
         dist.init_process_group("gloo")
         return torch.device("cpu")
-    # GPU 0 for local rank 0, 1 for 1, and so on. A launcher may show each rank only its own GPU.
+    # %, because a launcher may show each rank only its own GPU, as number 0
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     dist.init_process_group(args.backend, device_id=device if args.backend == "nccl" else None)
@@ -93,9 +93,9 @@ def main() -> None:
         return
 
     ddp = DistributedDataParallel(model)  # rank 0's weights now, mean gradients in each backward
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # it repeats no sample
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # or it repeats samples
     loader = DataLoader(train_set, local_batch, sampler=sampler, drop_last=True, **options)
-    for epoch in range(progress.epoch, args.epochs):  # recorder.timed moves progress on
+    for epoch in range(progress.epoch, args.epochs):  # recorder.timed counts the steps in progress
         if progress.step >= args.max_steps:
             break
         sampler.set_epoch(epoch)  # without it, every epoch has the same order

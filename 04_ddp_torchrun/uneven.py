@@ -63,15 +63,15 @@ def hang(seconds: float) -> str:
     """What happens to this rank if the others have fewer batches, in one line."""
     model, ddp = new_ddp(seconds)
     batches = batches_of(dist.get_rank(), dist.get_world_size())
-    done: list[float] = []
+    gradients: list[float] = []
     try:
         for batch in batches:
-            done += train(model, ddp, [batch])
+            gradients += train(model, ddp, [batch])
     except RuntimeError as error:
         # "[gloo's file and line] Timed out waiting 2000ms for send operation to complete"
         reason = str(error).rpartition("] ")[2].partition(" for ")[0]
-        return f"step {len(done) + 1} of {len(batches)}: {reason}"
-    return f"done after {len(done)} of {len(batches)} steps"
+        return f"step {len(gradients) + 1} of {len(batches)}: {reason}"
+    return f"done after {len(gradients)} of {len(batches)} steps"
 
 
 def join(divide_by_initial_world_size: bool, seconds: float = 60) -> tuple[list[float], Tensor]:
@@ -82,13 +82,13 @@ def join(divide_by_initial_world_size: bool, seconds: float = 60) -> tuple[list[
     return gradients, model.weight.detach().clone()
 
 
-def dealt(samples: int, ranks: int, how: str) -> list[list[int]]:
+def dealt(samples: int, ranks: int, sampler: str) -> list[list[int]]:
     """Which samples each rank gets, without shuffling."""
-    if how == "range":
+    if sampler == "range":
         return [list(range(rank, samples, ranks)) for rank in range(ranks)]
     data = TensorDataset(torch.arange(samples))
-    kind = {"shuffle": False, "drop_last": how == "drop_last"}
-    return [list(DistributedSampler(data, ranks, rank, **kind)) for rank in range(ranks)]
+    options = {"shuffle": False, "drop_last": sampler == "drop_last"}
+    return [list(DistributedSampler(data, ranks, rank, **options)) for rank in range(ranks)]
 
 
 def print_from_all(title: str, line: str) -> None:
@@ -103,8 +103,13 @@ def print_from_all(title: str, line: str) -> None:
 
 def main() -> None:
     parser = Parser(__doc__)
-    text = "seconds after which a waiting rank gives up"
-    parser.add_argument("--seconds", default=2, type=float_at_least(0.1), metavar="S", help=text)
+    parser.add_argument(
+        "--seconds",
+        default=2,
+        type=float_at_least(0.1),
+        metavar="S",
+        help="seconds after which a waiting rank gives up",
+    )
     seconds = parser.parse_args().seconds
     join_on_this_machine("04_ddp_torchrun/uneven.py", "one rank waits for nobody")
     end = hang(seconds)
@@ -117,9 +122,9 @@ def main() -> None:
         result = f"gradients {steps}; weights {weights.mean():.2f}"
         print_from_all(f"Join, divide_by_initial_world_size={divide}", result)
     if dist.get_rank() == 0:
-        for how, title in SAMPLERS.items():
+        for sampler, title in SAMPLERS.items():
             print(f"\n10 samples on 4 ranks, {title}")
-            for rank, samples in enumerate(dealt(10, 4, how)):
+            for rank, samples in enumerate(dealt(10, 4, sampler)):
                 print(f"  rank {rank}: {' '.join(map(str, samples))}")
     dist.destroy_process_group()
 

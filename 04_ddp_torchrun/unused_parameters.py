@@ -31,7 +31,7 @@ CASES: list[tuple[dict[str, bool], list[Step]]] = [
     (STATIC, [BOTH, BOTH, LEFT, LEFT]),
     (STATIC, [IDLE, IDLE, IDLE]),
 ]
-LINE = "  {:14}{:10}{:10}{:10}{}"
+LINE_FORMAT = "  {:14}{:10}{:10}{:10}{}"
 
 
 class Branches(nn.Module):
@@ -61,54 +61,60 @@ def gradients(model: nn.Module, wrapped: nn.Module, rank: int, branch: str) -> l
     return [None if p.grad is None else p.grad.item() for p in model.parameters()]
 
 
-def expected(step: Step, world_size: int) -> list[float | None]:
+def expected_gradients(step: Step, world_size: int) -> list[float | None]:
     """What DDP should give: one process computes each rank's gradients and averages them."""
     model = Branches()
-    found = [gradients(model, model, rank, step[rank % 2]) for rank in range(world_size)]
+    gradients_of_ranks = [
+        gradients(model, model, rank, step[rank % 2]) for rank in range(world_size)
+    ]
     return [
-        None if all(g is None for g in of_ranks) else sum(g or 0.0 for g in of_ranks) / world_size
-        for of_ranks in zip(*found, strict=True)
+        None if all(g is None for g in column) else sum(g or 0.0 for g in column) / world_size
+        for column in zip(*gradients_of_ranks, strict=True)  # one parameter's, on each rank
     ]
 
 
-def attempt(options: dict[str, Any], steps: list[Step]) -> list[list[float | None] | RuntimeError]:
+def gradients_after_steps(
+    options: dict[str, Any], steps: list[Step]
+) -> list[list[float | None] | RuntimeError]:
     """The gradients that this rank has after each step, until the first error."""
     model = Branches()
     ddp = DistributedDataParallel(model, **options)  # every rank must reach this line
     rank = dist.get_rank()
-    done: list[list[float | None] | RuntimeError] = []
+    outcomes: list[list[float | None] | RuntimeError] = []
     for step in steps:
         try:
-            done.append(gradients(model, ddp, rank, step[rank % 2]))
+            outcomes.append(gradients(model, ddp, rank, step[rank % 2]))
         except RuntimeError as error:  # no message is on its way: the process group still works
-            return [*done, error]
-    return done
+            return [*outcomes, error]
+    return outcomes
 
 
-def of_all_ranks(mine: list[float | None]) -> list[list[float | None]]:
+def gather_gradients(own_gradients: list[float | None]) -> list[list[float | None]]:
     """Every rank's three gradients."""
-    rows = [mine] * dist.get_world_size()
-    dist.all_gather_object(rows, mine)
+    rows = [own_gradients] * dist.get_world_size()
+    dist.all_gather_object(rows, own_gradients)
     return rows
 
 
 def describe(step: Step, rows: list[list[float | None]]) -> str:
     """One line: the branches, each gradient (once if the ranks agree), and a verdict."""
-    truth = expected(step, len(rows))
-    right = all(same(*pair) for row in rows for pair in zip(row, truth, strict=True))
+    expected = expected_gradients(step, len(rows))
+    right = all(
+        equal_up_to_rounding(*pair) for row in rows for pair in zip(row, expected, strict=True)
+    )
     cells = []
-    for of_ranks in zip(*rows, strict=True):
-        texts = ["none" if g is None else f"{g:.3g}" for g in of_ranks]
+    for column in zip(*rows, strict=True):
+        texts = ["none" if g is None else f"{g:.3g}" for g in column]
         cells.append(" | ".join(texts if len(set(texts)) > 1 else texts[:1]))
     verdict = "the mean" if right else "NOT averaged, and no error"
-    return LINE.format(" | ".join(dict.fromkeys(step)), *cells, verdict)
+    return LINE_FORMAT.format(" | ".join(dict.fromkeys(step)), *cells, verdict)
 
 
-def same(one: float | None, other: float | None) -> bool:
+def equal_up_to_rounding(a: float | None, b: float | None) -> bool:
     """Whether two gradients are equal up to rounding; none is equal to none only."""
-    if one is None or other is None:
-        return one is other
-    return isclose(one, other, rel_tol=1e-6)
+    if a is None or b is None:
+        return a is b
+    return isclose(a, b, rel_tol=1e-6)
 
 
 def main() -> None:
@@ -116,16 +122,16 @@ def main() -> None:
     join_on_this_machine(
         "04_ddp_torchrun/unused_parameters.py", "one rank has no other to wait for"
     )
-    lines = [LINE.format("branch", "stem", "left", "right", "").rstrip()]
+    lines = [LINE_FORMAT.format("branch", "stem", "left", "right", "").rstrip()]
     for options, steps in CASES:
         lines.append("\n" + (", ".join(f"{name}={on}" for name, on in options.items()) or "DDP"))
-        for step, found in zip(steps, attempt(options, steps), strict=False):
-            if isinstance(found, RuntimeError):
-                sentence = str(found).split(". ")[0].split(", e.g.")[0]
-                lines.append(f"  {' | '.join(dict.fromkeys(step)):14}{type(found).__name__}:")
+        for step, outcome in zip(steps, gradients_after_steps(options, steps), strict=False):
+            if isinstance(outcome, RuntimeError):
+                sentence = str(outcome).split(". ")[0].split(", e.g.")[0]
+                lines.append(f"  {' | '.join(dict.fromkeys(step)):14}{type(outcome).__name__}:")
                 lines.append(f"    {sentence}")
             else:
-                lines.append(describe(step, of_all_ranks(found)))
+                lines.append(describe(step, gather_gradients(outcome)))
     if dist.get_rank() == 0:
         print("\n".join(lines))
     dist.destroy_process_group()

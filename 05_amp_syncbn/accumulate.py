@@ -39,7 +39,7 @@ def batch_of(rank: int) -> tuple[Tensor, Tensor]:
     return images, torch.randint(10, (LOCAL_BATCH,), generator=generator)
 
 
-def gradient(model: nn.Module) -> Tensor:
+def flat_gradients(model: nn.Module) -> Tensor:
     """The gradients of all parameters, in one row."""
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
@@ -52,7 +52,7 @@ def accumulate(model: nn.Module, images: Tensor, labels: Tensor, k: int, divisor
     model.zero_grad()
     for x, y in zip(images.chunk(k), labels.chunk(k), strict=True):
         (F.cross_entropy(model(x), y) / divisor).backward()  # adds to the gradients
-    return gradient(model)
+    return flat_gradients(model)
 
 
 def count_buckets(ddp: DistributedDataParallel) -> list[int]:
@@ -79,27 +79,27 @@ def step(ddp: DistributedDataParallel, way: str, images: Tensor, labels: Tensor)
             loss = F.cross_entropy(ddp(x), y) / k
         with ddp.no_sync() if quiet_backward else nullcontext():
             loss.backward()
-    return gradient(ddp)
+    return flat_gradients(ddp)
 
 
-def close(one: Tensor, other: Tensor) -> bool:
-    return torch.allclose(one, other, rtol=0, atol=1e-10)
+def almost_equal(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=0, atol=1e-10)
 
 
-def verdict(mine: Tensor, truth: Tensor) -> str:
-    """In words: whether the ranks agree, and whether their gradient is the true one."""
-    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, mine)  # every rank must reach this line
+def compare_with_one_process(gradients: Tensor, expected: Tensor) -> str:
+    """In words: whether the ranks agree, and whether they have the gradients of one process."""
+    rows = [torch.empty_like(gradients) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, gradients)  # every rank must reach this line
     if not all(torch.equal(row, rows[0]) for row in rows):
         return "differs from rank to rank"
-    return "equals one process" if close(mine, truth) else "differs"
+    return "equals one process" if almost_equal(gradients, expected) else "differs"
 
 
 def compare_ways() -> list[tuple[str, int, str]]:
     """Each way, its all-reduces per step, and its gradient. DDP first lays out its buckets."""
     images, labels = batch_of(dist.get_rank())
     all_images, all_labels = zip(*map(batch_of, range(dist.get_world_size())), strict=True)
-    truth = accumulate(build(False), torch.cat(all_images), torch.cat(all_labels), 1, 1)
+    expected = accumulate(build(False), torch.cat(all_images), torch.cat(all_labels), 1, 1)
     rows = []
     for way in WAYS:
         # Small buckets, or this small model would have only one.
@@ -107,8 +107,9 @@ def compare_ways() -> list[tuple[str, int, str]]:
         sizes = count_buckets(ddp)
         step(ddp, BIG, images, labels)  # every rank must reach this line, and the next one
         sizes.clear()
-        mine = step(ddp, way, images, labels)
-        rows.append((way, len(sizes), verdict(mine, truth)))
+        gradients = step(ddp, way, images, labels)
+        verdict = compare_with_one_process(gradients, expected)
+        rows.append((way, len(sizes), verdict))
     return rows
 
 
@@ -119,11 +120,11 @@ def compare_models() -> list[tuple[str, str]]:
     rows = []
     for name, batch_norm, divisor in (plain, ("loss not divided", False, 1), norm):
         model, batch = build(batch_norm), batch_of(0)
-        truth = accumulate(model, *batch, 1, 1)
-        words = {"equals the whole batch": truth, "K times as large": k * truth}
-        mine = accumulate(model, *batch, k, divisor)
-        found = [word for word, value in words.items() if close(mine, value)]
-        rows.append((name, found[0] if found else "differs"))
+        expected = accumulate(model, *batch, 1, 1)
+        verdicts = {"equals the whole batch": expected, "K times as large": k * expected}
+        gradients = accumulate(model, *batch, k, divisor)
+        matching = [text for text, value in verdicts.items() if almost_equal(gradients, value)]
+        rows.append((name, matching[0] if matching else "differs"))
     return rows
 
 

@@ -48,10 +48,10 @@ def has_units(name: str, device: torch.device) -> bool:
 
 def runs(name: str, device: torch.device) -> bool:
     """Whether a convolution in this format runs at all, forward and backward."""
-    one = torch.ones(1, 1, 1, 1, device=device, requires_grad=True)
+    image = torch.ones(1, 1, 1, 1, device=device, requires_grad=True)
     try:
         with torch.autocast(device.type, FORMATS[name], enabled=name in ("bf16", "fp16")):
-            F.conv2d(one, one).sum().backward()
+            F.conv2d(image, image).sum().backward()
     except RuntimeError:
         return False
     return True

@@ -37,11 +37,11 @@ UNSTEADY, CHANCE = 0.17, math.log(10)  # test losses; CHANCE: of guessing one of
 @cache
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Images (N, 49) in float64 and labels (N,) of the training set, then of the test set."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for part in load_dataset(Namespace(dataset="digits", data_dir=Path("data"), batch_size=BASE)):
         images, labels = zip(*(part[i] for i in range(len(part))), strict=True)
-        found += [F.avg_pool2d(torch.stack(images), 4).flatten(1).double(), torch.stack(labels)]
-    return found[0], found[1], found[2], found[3]
+        tensors += [F.avg_pool2d(torch.stack(images), 4).flatten(1).double(), torch.stack(labels)]
+    return tensors[0], tensors[1], tensors[2], tensors[3]
 
 
 def new_model(seed: int) -> nn.Module:
@@ -72,7 +72,7 @@ def train(batch: int, lr: float, rule: str, warm_up_epochs: float, seed: int) ->
 
 
 @cache
-def median(batch: int, lr: float, rule: str, warm_up_epochs: float) -> float:
+def median_loss(batch: int, lr: float, rule: str, warm_up_epochs: float) -> float:
     """The median test loss of all seeds; inf if most runs end in nan."""
     losses = [train(batch, lr, rule, warm_up_epochs, seed) for seed in SEEDS]
     return statistics.median(loss if math.isfinite(loss) else math.inf for loss in losses)
@@ -90,23 +90,23 @@ def main() -> None:
     samples = len(digits()[0])
     print(f"{EPOCHS} epochs of the digits, median test loss of {len(SEEDS)} seeds")
     print(f"(unsteady: above {UNSTEADY}; diverged: above {CHANCE:.1f}, the loss of guessing)")
-    for base_lr, what in LRS.items():
-        print(f"\nbase rate {base_lr}, {what} a batch of {BASE}:\n")
+    for base_lr, suitability in LRS.items():
+        print(f"\nbase rate {base_lr}, {suitability} a batch of {BASE}:\n")
         small = [(BASE, "", 0)]
         large = [(BASE * GROWTH, rule, warm_up) for rule in RULES for warm_up in (0, 2)]
         rows = []
         for batch, rule, warm_up in small + large:
             lr = f"{base_lr * RULES[rule or 'none']:.2f}"
-            loss = median(batch, base_lr, rule or "none", warm_up)
+            loss = median_loss(batch, base_lr, rule or "none", warm_up)
             rows.append((batch, samples // batch * EPOCHS, rule, lr, warm_up or "", grade(loss)))
         heads = ("batch", "updates", "rule", "lr", "warm-up epochs", "test loss")
         align = ["right"] * 2 + ["left"] * 4
         print(tabulate(rows, heads, disable_numparse=True, colalign=align))
     print(f"\nrate {SHRINKING_LR}, well tuned for a batch of {BASE * GROWTH}; then {BASE}:\n")
     shrunk = []
-    for how, divisor in {"kept": 1.0, "÷ √8": GROWTH**0.5, "÷ 8": float(GROWTH)}.items():
+    for rule, divisor in {"kept": 1.0, "÷ √8": GROWTH**0.5, "÷ 8": float(GROWTH)}.items():
         lr = SHRINKING_LR / divisor
-        shrunk.append((BASE, how, f"{lr:.2f}", grade(median(BASE, lr, "none", 0))))
+        shrunk.append((BASE, rule, f"{lr:.2f}", grade(median_loss(BASE, lr, "none", 0))))
     print(tabulate(shrunk, ("batch", "rate", "lr", "test loss"), disable_numparse=True))
 
 

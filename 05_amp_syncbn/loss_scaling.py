@@ -86,30 +86,32 @@ def gradients_of(
 ) -> tuple[Gradients, Gradients]:
     """For each layer, the gradients of its output, times scale, and of its weight."""
     model, outputs = copy.deepcopy(model), {}
-    layers = {name: m for name, m in model.named_modules() if hasattr(m, "weight")}
-    for m in layers.values():
-        m.register_forward_hook(lambda layer, _, output: outputs.update({layer: output}))
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "weight")}
+    for module in layers.values():
+        module.register_forward_hook(lambda layer, _, output: outputs.update({layer: output}))
     with torch.autocast("cpu", dtype, enabled=dtype is not None):
         loss = F.cross_entropy(model(images), labels)
-    tensors = [outputs[m] for m in layers.values()] + [m.weight for m in layers.values()]
-    found = torch.autograd.grad(loss * scale, tensors)
-    of_weights = [gradient / scale for gradient in found[len(layers) :]]
-    return dict(zip(layers, found, strict=False)), dict(zip(layers, of_weights, strict=True))
+    modules = layers.values()
+    tensors = [outputs[module] for module in modules] + [module.weight for module in modules]
+    gradients = torch.autograd.grad(loss * scale, tensors)
+    weight_gradients = [gradient / scale for gradient in gradients[len(layers) :]]
+    output_gradients = dict(zip(layers, gradients, strict=False))
+    return output_gradients, dict(zip(layers, weight_gradients, strict=True))
 
 
-def zeros(true: Tensor, found: Tensor) -> str:
+def share_of_zeros(true: Tensor, rounded: Tensor) -> str:
     """How many of the values that are not 0 in fp32 are 0 here, in %."""
-    other = true != 0
-    return f"{((found == 0) & other).sum() / other.sum() * 100:.0f}"
+    nonzero = true != 0
+    return f"{((rounded == 0) & nonzero).sum() / nonzero.sum() * 100:.0f}"
 
 
-def distance(true: Tensor, found: Tensor) -> str:
+def distance(true: Tensor, rounded: Tensor) -> str:
     """The distance of a gradient from that in fp32, in % of its length."""
-    off = (found - true).norm() / true.norm() * 100
+    off = (rounded - true).norm() / true.norm() * 100
     return f"{off:.0f}" if off >= 1 else "<1"
 
 
-def follow(scaler: LossScaler | torch.amp.GradScaler) -> tuple[list[float], Tensor]:
+def scales_and_weights(scaler: LossScaler | torch.amp.GradScaler) -> tuple[list[float], Tensor]:
     """Eight steps in fp16, two of which overflow: the scale after each, and the last weights."""
     torch.manual_seed(0)
     model, images = nn.Linear(8, 3), torch.randn(16, 8)
@@ -128,20 +130,24 @@ def follow(scaler: LossScaler | torch.amp.GradScaler) -> tuple[list[float], Tens
 
 
 def main() -> None:
-    exact, *others = (gradients_of(*example(), *how) for how in [(None, 1.0), *FORMATS.values()])
-    tables = {"% of the gradients of its output that become 0": zeros}
+    exact, *all_rounded = (
+        gradients_of(*example(), *dtype_and_scale)
+        for dtype_and_scale in [(None, 1.0), *FORMATS.values()]
+    )
+    tables = {"% of the gradients of its output that become 0": share_of_zeros}
     tables["% by which the gradient of its weight differs from fp32"] = distance
-    for place, (title, measure) in enumerate(tables.items()):
+    for index, (title, measure) in enumerate(tables.items()):  # of outputs, then of weights
         rows = [
-            (name, *(measure(true, other[place][name]) for other in others))
-            for name, true in exact[place].items()
+            (name, *(measure(true, rounded[index][name]) for rounded in all_rounded))
+            for name, true in exact[index].items()
         ]
         print(f"For each layer, {title}:")
         print(tabulate(rows, ["layer", *FORMATS], disable_numparse=True), end="\n\n")
-    ours, our_weight = follow(LossScaler(growth_interval=2))
-    torchs, its_weight = follow(torch.amp.GradScaler("cpu", growth_interval=2))
-    print(f"scale by hand      {ours}\nscale, GradScaler  {torchs}")
-    print(f"same weights       {our_weight.equal(its_weight)}")
+    scales, weights = scales_and_weights(LossScaler(growth_interval=2))
+    grad_scaler = torch.amp.GradScaler("cpu", growth_interval=2)
+    torch_scales, torch_weights = scales_and_weights(grad_scaler)
+    print(f"scale by hand      {scales}\nscale, GradScaler  {torch_scales}")
+    print(f"same weights       {weights.equal(torch_weights)}")
 
 
 if __name__ == "__main__":

@@ -198,7 +198,8 @@ def count(trained: Trained) -> BytesOf:
 def count_replicas(trained: Trained, replicas: int) -> list[BytesOf]:
     """What each virtual replica of DataParallel holds, by stage 02's own count."""
     example = trained.model, trained.images, trained.labels
-    buffers, rows = memory.size(trained.model.buffers()), memory.count(example, replicas, False)
+    buffers = memory.size(trained.model.buffers())
+    rows = memory.held_by_replica(example, replicas, inside=False)
     for row in rows:
         row["outputs and loss"] = row.pop("outputs") + row.pop("loss")
         row["parameters"] -= buffers
@@ -215,7 +216,7 @@ def train_and_count(names: list[str], plan: Any, samples: int, replicas: int) ->
         def run(job: MemoryJob = job, results: list[Trained] = results) -> None:
             results.append(train(job, plan, samples, replicas))
 
-        peak_bytes = peak.measure(plan.device, run)
+        peak_bytes = peak.peak_of(plan.device, run)
         trained = results.pop()
         with torch.autocast(plan.device, torch.bfloat16, enabled=job.bf16):
             virtual = isinstance(trained.wrapped, DataParallel)

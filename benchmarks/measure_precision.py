@@ -25,7 +25,7 @@ FORMATS = ("fp32", "tf32", "bf16", "fp16")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 has_units = load_chapter("05", "formats").has_units
-measure_bytes = load_chapter("01", "peak").measure
+measure_bytes = load_chapter("01", "peak").peak_of
 # Of the storages of tensors, each once.
 size_of: Callable[..., int] = load_chapter("02", "memory").size
 

@@ -59,11 +59,11 @@ def read_checkpoint(
                 raise UsageError(f"{path} was saved with --{flag} {state['summary'][flag]}")
         model.load_state_dict(state["model"])
         saved = state["optimizer"]
-        ours = set(optimizer.param_groups[0])
-        theirs = set(saved["param_groups"][0])
-        if ours - theirs and not args.evaluate:
-            why = f"has an optimizer with {', '.join(sorted(theirs - ours)) or 'fewer options'}"
-            raise UsageError(f"{path} {why}, expected one with {', '.join(sorted(ours - theirs))}")
+        options, saved_options = set(optimizer.param_groups[0]), set(saved["param_groups"][0])
+        if options - saved_options and not args.evaluate:
+            extra, missing = sorted(saved_options - options), sorted(options - saved_options)
+            why = f"has an optimizer with {', '.join(extra) or 'fewer options'}"
+            raise UsageError(f"{path} {why}, expected one with {', '.join(missing)}")
         optimizer.load_state_dict(saved)
         for name, part in more.items():
             if state.get(name):  # stages 01 to 04 have no loss scaler

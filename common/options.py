@@ -65,23 +65,23 @@ def float_at_least(lowest: float, below: float = math.inf) -> Callable[[str], fl
 def make_parser(stage: str, doc: str | None) -> Parser:
     """The flags of all stages. A stage adds only the flags that it teaches."""
     parser = Parser(doc)
-    count = int_at_least(1)
-    real = float_at_least(0, below=1e38)
+    real, seed = float_at_least(0, below=1e38), int_at_least(0, below=2**32)
     devices = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
-    add = parser.add_argument
+    add, positive = parser.add_argument, int_at_least(1)
     add("--dataset", default="digits", choices=DATASETS, help="data set to train on")
     add("--data-dir", default=Path("data"), type=Path, help="folder that holds the data sets")
-    add("--image-size", default=28, type=count, help="pixels, for imagefolder and synthetic")
-    add("--classes", default=10, type=count, help="number of classes, for synthetic")
+    add("--image-size", default=28, type=positive, help="pixels, for imagefolder and synthetic")
+    add("--classes", default=10, type=positive, help="number of classes, for synthetic")
     add("--model", default="net", choices=MODELS, help="network to train")
-    add("--epochs", default=10, type=count, help="passes over the training set")
-    add("--max-steps", default=10**9, type=count, help="stop after this many optimizer steps")
-    add("--batch-size", default=120, type=count, help="global batch: samples per step, all ranks")
+    add("--epochs", default=10, type=positive, help="passes over the training set")
+    add("--max-steps", default=10**9, type=positive, help="stop after this many optimizer steps")
+    add(
+        "--batch-size", default=120, type=positive, help="global batch: samples per step, all ranks"
+    )
     add("--lr", default=0.02, type=real, help="learning rate of SGD")
     add("--momentum", default=0.9, type=real, help="momentum of SGD")
     add("--weight-decay", default=0.0, type=real, help="weight decay of SGD")
     add("--workers", default=0, type=int_at_least(0), help="loader processes per rank; 0: none")
-    seed = int_at_least(0, below=2**32)
     add("--seed", default=1234, type=seed, help="for weights, order of the samples, dropout")
     add("--device", default=devices[0], choices=devices, help="cuda: if torch sees a GPU")
     add("--run-dir", default=Path("runs", stage), type=Path, help="folder for the results")

@@ -67,7 +67,9 @@ class Flat:
 FIRST_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
 
 
-def cut_into_buckets(parameters: list[Parameter], first: int, others: int) -> list[list[Parameter]]:
+def cut_into_buckets(
+    parameters: list[Parameter], first_bytes: int, other_bytes: int
+) -> list[list[Parameter]]:
     """Groups of one dtype and device, each closed when it has reached so many bytes.
 
     Backward begins at the last layer, so the groups go in reverse order (Li et al., PyTorch
@@ -82,7 +84,7 @@ def cut_into_buckets(parameters: list[Parameter], first: int, others: int) -> li
             groups.append(open_groups[kind])
         members = open_groups[kind]
         members.append(parameter)
-        limit = first if members is groups[0] else others
+        limit = first_bytes if members is groups[0] else other_bytes
         if sum(member.nbytes for member in members) >= limit:
             del open_groups[kind]
     return groups

@@ -10,7 +10,7 @@ Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters
 Journal of Parallel and Distributed Computing 69 (2009).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,10 +21,10 @@ from torch import Tensor
 from common.options import Parser, UsageError, exit_on, int_at_least
 from ranks import require_equal, run_ranks
 
-PIECE = 2**22  # bytes of a message: while one is added up, the next one is sent
+PIECE_BYTES = 2**22  # of a message: while one is added up, the next one is sent
 
 
-def simple_ring(tensor: Tensor, after_step: Callable[[Tensor], object]) -> None:
+def simple_all_reduce(tensor: Tensor, after_step: Callable[[Tensor], object]) -> None:
     """Leave the sum of all ranks' tensors in each; call after_step(tensor) after each step.
 
     tensor: one dimension, with the same length on every rank.
@@ -33,11 +33,12 @@ def simple_ring(tensor: Tensor, after_step: Callable[[Tensor], object]) -> None:
     chunks = tensor.tensor_split(n)  # views; their lengths differ by at most 1
 
     def step(leaving: Tensor, arriving: Tensor) -> Tensor:
-        place = torch.empty_like(arriving)
-        works: list[Any] = [dist.irecv(place, (rank - 1) % n), dist.isend(leaving, (rank + 1) % n)]
-        for work in works:
-            work.wait()
-        return place
+        arrived = torch.empty_like(arriving)
+        receiving: Any = dist.irecv(arrived, (rank - 1) % n)
+        sending: Any = dist.isend(leaving, (rank + 1) % n)
+        receiving.wait()
+        sending.wait()
+        return arrived
 
     for s in range(n - 1):  # reduce-scatter: add my chunk to what arrives, and pass it on
         chunk = chunks[(rank - s - 1) % n]
@@ -53,31 +54,28 @@ def ring_all_reduce(tensor: Tensor, ahead: int = 1) -> int:
     """The same ring, faster: a chunk is sent in pieces, and no piece waits for the others.
 
     tensor: contiguous. ahead: how many pieces are requested before they are needed. Returns the
-    bytes that this rank sent. Does not check that all ranks have equal tensors: see all_reduce.
+    bytes that this rank sent. checked_all_reduce also checks that all ranks have equal tensors.
     """
     rank, n = dist.get_rank(), dist.get_world_size()
     left, right = (rank - 1) % n, (rank + 1) % n
     flat = tensor.view(-1).cpu()  # a copy only if it comes from a GPU
-    length = max(1, PIECE // flat.element_size())
+    length = max(1, PIECE_BYTES // flat.element_size())
     chunks = [
         [piece for piece in chunk.split(length) if len(piece)]  # empty if there are more ranks
         for chunk in flat.tensor_split(n)
     ]
     steps = 2 * (n - 1)
     # What arrives in step s, chunk (rank - s - 1), is what leaves in step s + 1.
-    arrivals = [(s, piece) for s in range(steps) for piece in chunks[(rank - s - 1) % n]]
+    targets = [(s, piece) for s in range(steps) for piece in chunks[(rank - s - 1) % n]]
+    # In the first n - 1 steps, what arrives is added, so it must not overwrite.
     scratch = flat.new_empty(ahead + 1, min(length, len(flat)))
-    receives: list[tuple[Tensor, Any]] = []
+    buffers = [
+        scratch[index % (ahead + 1), : len(piece)] if step < n - 1 else piece
+        for index, (step, piece) in enumerate(targets)
+    ]
     sends: list[Any] = [dist.isend(piece, right) for piece in chunks[rank] if steps]
     sent = sum(piece.nbytes for piece in chunks[rank] if steps)
-    for place, (step, target) in enumerate(arrivals):
-        while len(receives) < min(place + 1 + ahead, len(arrivals)):
-            next_step, piece = arrivals[len(receives)]
-            if next_step < n - 1:  # this one is added, so it must not overwrite
-                piece = scratch[len(receives) % (ahead + 1), : len(piece)]
-            receives.append((piece, dist.irecv(piece, left)))
-        arrived, work = receives[place]
-        work.wait()
+    for (step, target), arrived in zip(targets, receive(buffers, left, ahead), strict=True):
         if step < n - 1:
             target += arrived
         if step + 1 < steps:
@@ -90,7 +88,17 @@ def ring_all_reduce(tensor: Tensor, ahead: int = 1) -> int:
     return sent
 
 
-def all_reduce(tensor: Tensor) -> int:
+def receive(buffers: list[Tensor], source: int, ahead: int) -> Iterator[Tensor]:
+    """Fill the buffers in turn and yield each, while `ahead` more are already requested."""
+    requests: list[Any] = []
+    for index, buffer in enumerate(buffers):
+        while len(requests) < min(index + 1 + ahead, len(buffers)):
+            requests.append(dist.irecv(buffers[len(requests)], source))
+        requests[index].wait()
+        yield buffer
+
+
+def checked_all_reduce(tensor: Tensor) -> int:
     """ring_all_reduce, after a check that all ranks have equal tensors (two small all-gathers).
 
     Raises UsageError on every rank if shapes or dtypes differ, or one is not contiguous.
@@ -102,27 +110,30 @@ def all_reduce(tensor: Tensor) -> int:
     return ring_all_reduce(tensor)
 
 
-def follow(length: int) -> tuple[int, list[str]]:
+def trace(length: int) -> tuple[int, list[str]]:
     """Bytes that the faster ring sends, and the chunks at the start and after every step."""
     numbers = torch.full((length,), 10 ** dist.get_rank(), dtype=torch.int64)
-    sent, seen = ring_all_reduce(numbers.clone()), []
+    sent, lines = ring_all_reduce(numbers.clone()), []
 
-    def look(tensor: Tensor) -> None:
-        seen.append(" ".join(str(number) for number in tensor.tolist()))
+    def note(tensor: Tensor) -> None:
+        lines.append(" ".join(str(number) for number in tensor.tolist()))
 
-    look(numbers)
-    simple_ring(numbers, look)
-    return sent, seen
+    note(numbers)
+    simple_all_reduce(numbers, note)
+    return sent, lines
 
 
 def main() -> None:
     parser = Parser(__doc__)
-    text = "ranks to start, and numbers in the tensor of each: at most 10"
     parser.add_argument(
-        "--world-size", default=4, type=int_at_least(1, below=11), metavar="N", help=text
+        "--world-size",
+        default=4,
+        type=int_at_least(1, below=11),
+        metavar="N",
+        help="ranks to start, and numbers in the tensor of each: at most 10",
     )
     n = parser.parse_args().world_size
-    sent, columns = zip(*run_ranks(n, follow, n), strict=True)
+    sent, columns = zip(*run_ranks(n, trace, n), strict=True)
     steps = ["start", *(f"{lap} {s}" for lap in ("sum", "share") for s in range(1, n))]
     rows = [(name, *row) for name, row in zip(steps, zip(*columns, strict=True), strict=True)]
     print(tabulate(rows, ["", *(f"rank {rank}" for rank in range(n))], disable_numparse=True))

@@ -18,23 +18,23 @@ from torch.nn import Parameter
 from common.options import UsageError
 from parts import broadcast_model, fill_missing_gradients, views_of, write_divided_gradient
 
-PIECE = 2**16  # elements that are added up at a time: they stay in the processor's cache
+PIECE_ELEMENTS = 2**16  # that are added up at a time: they stay in the processor's cache
 
 
 def share_memory(size: int) -> Tensor:
     """The same `size` bytes on every rank, all zero. UsageError if a rank cannot see them."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     has_memfd = hasattr(os, "memfd_create")  # Linux has it, and its /dev/shm may be small
-    places = ["", ""]
+    paths = ["", ""]
     if rank == 0:
         if has_memfd:
             file = os.memfd_create(f"gradients-{secrets.token_hex(8)}")
             path = f"/proc/{os.getpid()}/fd/{file}"
         else:
             file, path = tempfile.mkstemp()
-        places = [path, os.path.realpath(path)]  # the second holds a random name
-    dist.broadcast_object_list(places, src=0)
-    path, real_path = places
+        paths = [path, os.path.realpath(path)]  # the second holds a random name
+    dist.broadcast_object_list(paths, src=0)
+    path, real_path = paths
 
     # The last bytes, one for each rank, show whether all of them see this memory. On another
     # machine, the path leads nowhere, or to a file of another program that must not be touched.
@@ -69,7 +69,7 @@ class SharedMemory:
             rows = memory.view(dtype).view(world_size, elements)
             self.views |= views_of(rows[rank], members)
             my_slice = rows.tensor_split(world_size, dim=1)[rank]
-            self.slices += my_slice.split(PIECE, dim=1)
+            self.slices += my_slice.split(PIECE_ELEMENTS, dim=1)
 
     @torch.no_grad()
     def finish(self) -> None:

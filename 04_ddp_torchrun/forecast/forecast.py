@@ -84,8 +84,8 @@ class Forecast:
     def remedies(self, gpus: int) -> Iterator[tuple[str, "Forecast", int]]:
         """What would help, the mildest change first: a name, the new forecast, its GPUs."""
         yield "send bf16 (bf16_compress_hook)", replace(self, wire=0.5), gpus
-        for count in (2, 4, 8, 16):
-            yield f"accumulate {count}, with no_sync", replace(self, accumulate=count), gpus
+        for k in (2, 4, 8, 16):
+            yield f"accumulate {k}, with no_sync", replace(self, accumulate=k), gpus
         double = replace(self.job, forward=2 * self.job.forward, backward=2 * self.job.backward)
         yield "a local batch twice as large", replace(self, job=double, batch=2 * self.batch), gpus
         yield "send bf16, and accumulate 4", replace(self, wire=0.5, accumulate=4), gpus
@@ -98,12 +98,12 @@ class Forecast:
             return "nothing to mend: one GPU waits for no other."
         if now >= GOOD:
             return f"nothing to mend: {gpus} GPUs do the work of {now * gpus:,.1f}."
-        *remedies, (name, other, count) = self.remedies(gpus)
+        *remedies, (name, fallback, fewer) = self.remedies(gpus)
         for remedy, better, _ in remedies:
             if (then := better.efficiency(gpus)) >= GOOD:
                 ending = f"to {then:.0%} of {gpus} GPUs, from {now:.0%}"
                 return f"{remedy}: {better.rate(gpus):,.0f} samples/s, {ending}."
-        few = f"{count} {'does' if count == 1 else 'do'} {other.rate(count):,.0f} samples/s"
+        few = f"{fewer} {'does' if fewer == 1 else 'do'} {fallback.rate(fewer):,.0f} samples/s"
         return f"take a faster link, or {name}: {few}, {gpus} do {self.rate(gpus):,.0f}."
 
 
@@ -114,15 +114,15 @@ def counts_to(gpus: int) -> list[int]:
 
 def parse_args() -> Namespace:
     parser = Parser(__doc__)
-    add, count = parser.add_argument, int_at_least(1)
+    add, positive = parser.add_argument, int_at_least(1)
     real = float_at_least(1e-6)
     add("--model", default="resnet50", metavar="NAME", help="net, or a classifier of torchvision")
-    add("--image-size", default=224, type=count, metavar="N", help="pixels")
+    add("--image-size", default=224, type=positive, metavar="N", help="pixels")
     add("--parameters", type=real, metavar="N", help="of another model, such as 7e6")
-    add("--batch-size", default=64, type=count, metavar="N", help="on each GPU")
+    add("--batch-size", default=64, type=positive, metavar="N", help="on each GPU")
     add("--step-ms", type=real, metavar="F", help="step of one GPU with that batch")
-    add("--gpus", default=64, type=count, metavar="N", help="GPUs in all")
-    add("--gpus-per-node", default=8, type=count, metavar="N", help="1: a cable per GPU")
+    add("--gpus", default=64, type=positive, metavar="N", help="GPUs in all")
+    add("--gpus-per-node", default=8, type=positive, metavar="N", help="1: a cable per GPU")
     add("--inside", default="nvlink-h100", choices=LINKS, help="the link in a node")
     add("--link", default="ethernet-25", choices=LINKS, help="the link between nodes")
     add("--gbit", type=real, metavar="F", help="rate of each node, one way; replaces --link's")
@@ -161,9 +161,9 @@ def row(name: object, forecast: Forecast, gpus: int) -> tuple:
 def main() -> None:
     args = parse_args()
     forecast = plan(args)
-    what = f"{args.parameters:,.0f} parameters" if args.parameters else args.model
+    title = f"{args.parameters:,.0f} parameters" if args.parameters else args.model
     size = sum(bucket.size for bucket in forecast.job.buckets)
-    print(f"{what}: {size / 1e6:,.1f} MB of gradients in {len(forecast.job.buckets)} buckets\n")
+    print(f"{title}: {size / 1e6:,.1f} MB of gradients in {len(forecast.job.buckets)} buckets\n")
     heads = ("global batch", "step, ms", "samples/s", "efficiency", "bound by")
     right = *("right",) * 4, "left"
     rows = [
@@ -174,9 +174,9 @@ def main() -> None:
     print(tabulate(rows, ("GPUs", *heads), colalign=("right", *right), disable_numparse=True))
     if args.gpus > 1:
         rows = [row(name, remedy, n) for name, remedy, n in forecast.remedies(args.gpus)]
-        first = f"{args.gpus} GPUs, but"
+        remedy_heads = (f"{args.gpus} GPUs, but", *heads)
         print()
-        print(tabulate(rows, (first, *heads), colalign=("left", *right), disable_numparse=True))
+        print(tabulate(rows, remedy_heads, colalign=("left", *right), disable_numparse=True))
     print("\n" + fill(f"Advice: {forecast.advice(args.gpus)}", 90))
 
 

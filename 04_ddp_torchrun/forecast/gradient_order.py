@@ -14,13 +14,13 @@ from torch import nn
 
 from common.models import Net
 from common.options import Parser, UsageError
-from step_model import Bucket
+from step_model import BucketTime
 
 # DDP closes a bucket once it holds so many (dist._DEFAULT_FIRST_BUCKET_BYTES, and 25 MiB).
 FIRST_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
 
 
-def fill_buckets(gradients: list[tuple[float, float]]) -> list[Bucket]:
+def fill_buckets(gradients: list[tuple[float, float]]) -> list[BucketTime]:
     """Buckets as DDP fills them, from (bytes, ready) of each gradient in the order of backward.
 
     The first is small, the others are large (Li et al., VLDB 2020, 3.2.3; 03's reducers.py).
@@ -29,9 +29,9 @@ def fill_buckets(gradients: list[tuple[float, float]]) -> list[Bucket]:
     for bytes_, ready in gradients:
         size += bytes_
         if size >= (BUCKET_BYTES if buckets else FIRST_BYTES):
-            buckets.append(Bucket(size, ready))
+            buckets.append(BucketTime(size, ready))
             size = 0.0
-    return [*buckets, Bucket(size, 1.0)] if size else buckets
+    return [*buckets, BucketTime(size, 1.0)] if size else buckets
 
 
 def gradients_of(model: nn.Module, images: torch.Tensor) -> list[tuple[float, float]]:
@@ -43,14 +43,14 @@ def gradients_of(model: nn.Module, images: torch.Tensor) -> list[tuple[float, fl
     """
     positions: dict[nn.Module, float] = {}  # pixels or tokens in the output of each layer called
 
-    def count(layer: nn.Module, _: object, output: Any) -> None:
+    def note_positions(layer: nn.Module, _: object, output: Any) -> None:
         output = output[0] if isinstance(output, tuple) else output
         weight = getattr(layer, "weight", None)  # (channels, ...), wherever the output has them
         channels = output.shape[-1] if weight is None else len(weight)
         positions[layer] = output.numel() / channels
 
     for layer in model.modules():
-        layer.register_forward_hook(count)
+        layer.register_forward_hook(note_positions)
     model(images)
 
     def positions_of(name: str) -> float:
@@ -59,13 +59,13 @@ def gradients_of(model: nn.Module, images: torch.Tensor) -> list[tuple[float, fl
             name = name.rpartition(".")[0]
         return positions[layer]
 
-    done, gradients = 0.0, []
+    multiplications, gradients = 0.0, []
     for name, layer in reversed([*model.named_modules()]):
         parameters = dict(layer.named_parameters(recurse=False))
         weights = sum(p.numel() for key, p in parameters.items() if key.endswith("weight"))
-        done += weights * positions_of(name)
-        gradients += [(p.numel() * 4.0, done) for p in reversed(parameters.values())]
-    return [(size, multiplications / done) for size, multiplications in gradients]
+        multiplications += weights * positions_of(name)
+        gradients += [(p.numel() * 4.0, multiplications) for p in reversed(parameters.values())]
+    return [(size, so_far / multiplications) for size, so_far in gradients]
 
 
 def build_classifier(name: str, image_size: int) -> nn.Module:
@@ -91,8 +91,8 @@ def gradients_of_classifier(name: str, image_size: int) -> list[tuple[float, flo
         try:
             return gradients_of(model, images)
         except (AssertionError, RuntimeError) as error:
-            what = f"--image-size {image_size} does not suit {name}: {error}"
-            raise UsageError(f"{what}: try --image-size 224") from error
+            why = f"--image-size {image_size} does not suit {name}: {error}"
+            raise UsageError(f"{why}: try --image-size 224") from error
 
 
 def main() -> None:

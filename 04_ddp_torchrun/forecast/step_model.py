@@ -25,7 +25,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class BucketTime:
     """ready: the share of backward that is done when its last gradient is ready."""
 
     size: float
@@ -39,7 +39,7 @@ class Job:
     forward: float
     backward: float
     optimizer: float
-    buckets: list[Bucket]
+    buckets: list[BucketTime]
 
     @property
     def seconds(self) -> float:
@@ -103,8 +103,13 @@ def step(
 
 
 def main() -> None:
-    late = [Bucket(8e6, 0.0), Bucket(30e6, 0.2), Bucket(25e6, 0.5), Bucket(25e6, 0.9)]
-    job = Job(0.100, 0.200, 0.010, [*late, Bucket(10e6, 1.0)])
+    late = [
+        BucketTime(8e6, 0.0),
+        BucketTime(30e6, 0.2),
+        BucketTime(25e6, 0.5),
+        BucketTime(25e6, 0.9),
+    ]
+    job = Job(0.100, 0.200, 0.010, [*late, BucketTime(10e6, 1.0)])
     for gbit in (25, 5):
         one_step = step(job, partial(ring, ranks=8, link=Link(50e-6, gbit * 1e9 / 8)))
         rows = [

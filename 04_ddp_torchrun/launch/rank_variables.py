@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from common.options import Parser, UsageError, exit_on, int_at_least
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-TELL = " ".join(f"${name}" for name in NAMES)
+PRINTED_VARIABLES = " ".join(f"${name}" for name in NAMES)
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,12 @@ class Process:
 
 def torchrun(nodes: list[int], node: int, port: int) -> list[str]:
     """The command for that node. --no-python: its processes are shells, which start at once."""
-    where = f"--nnodes={len(nodes)} --node-rank={node} --nproc-per-node={nodes[node]}"
-    meet = f"--master-addr=127.0.0.1 --master-port={port}"
-    return [*f"torchrun {where} {meet} --no-python sh -c".split(), f"echo {TELL}"]
+    size = f"--nnodes={len(nodes)} --node-rank={node} --nproc-per-node={nodes[node]}"
+    meeting_point = f"--master-addr=127.0.0.1 --master-port={port}"
+    return [
+        *f"torchrun {size} {meeting_point} --no-python sh -c".split(),
+        f"echo {PRINTED_VARIABLES}",
+    ]
 
 
 def launch(nodes: list[int]) -> list[list[Process]]:
@@ -52,15 +55,17 @@ def launch(nodes: list[int]) -> list[list[Process]]:
         for node in range(len(nodes))
     ]
     try:
-        told = [agent.communicate(timeout=120) for agent in agents]
+        outputs = [agent.communicate(timeout=120) for agent in agents]
     finally:
         for agent in agents:
             agent.kill()
-    for agent, (_, errors) in zip(agents, told, strict=True):
+    for agent, (_, errors) in zip(agents, outputs, strict=True):
         if agent.returncode:
             raise RuntimeError(f"torchrun ended with {agent.returncode}: {errors}")
-    tell = [[Process(*map(int, line.split())) for line in out.splitlines()] for out, _ in told]
-    return [sorted(node, key=lambda process: process.rank) for node in tell]
+    processes = [
+        [Process(*map(int, line.split())) for line in output.splitlines()] for output, _ in outputs
+    ]
+    return [sorted(node, key=lambda process: process.rank) for node in processes]
 
 
 def cyclic(nodes: list[int]) -> list[list[int]]:
@@ -90,9 +95,13 @@ def print_row(name: str, numbers: list[int], note: str = "") -> None:
 
 def main() -> None:
     parser = Parser(__doc__)
-    text = "processes on each node"
     parser.add_argument(
-        "--nodes", nargs="+", default=[8, 8], type=int_at_least(1, below=65), metavar="N", help=text
+        "--nodes",
+        nargs="+",
+        default=[8, 8],
+        type=int_at_least(1, below=65),
+        metavar="N",
+        help="processes on each node",
     )
     nodes = parser.parse_args().nodes
     if sum(nodes) > 64:
@@ -104,8 +113,8 @@ def main() -> None:
         print_row("RANK", ranks)
         print_row("LOCAL_RANK", [process.local_rank for process in processes])
         print_row(f"rank % {len(ranks)}", [rank % len(ranks) for rank in ranks], verdict(ranks))
-        first = processes[0]
-        print(f"  WORLD_SIZE {first.world_size}, LOCAL_WORLD_SIZE {first.local_world_size}")
+        process = processes[0]
+        print(f"  WORLD_SIZE {process.world_size}, LOCAL_WORLD_SIZE {process.local_world_size}")
     if len(nodes) > 1:
         print("\nunder srun -m cyclic (computed: the tasks are dealt to the nodes in turn)")
         for node, ranks in enumerate(cyclic(nodes)):

@@ -187,11 +187,11 @@ def compare(every: int) -> str:
     args = Namespace(dataset="digits", data_dir=Path("data"), batch_size=LOCAL_BATCH)
     train_set, test_set = load_dataset(args)
     torch.manual_seed(0)
-    first = build_model("net-bn", train_set)
+    initial_model = build_model("net-bn", train_set)
     trained, weights = {}, {}
     for method, options in methods(every).items():
         order = batches(train_set, LOCAL_BATCH, STEPS, seed=0)
-        trained[method] = train(method, options, first, order)
+        trained[method] = train(method, options, initial_model, order)
         weights[method] = nn.utils.parameters_to_vector(trained[method].parameters())
     rows = []
     for method, options in methods(every).items():
@@ -207,9 +207,13 @@ def compare(every: int) -> str:
 
 def main() -> None:
     parser = Parser(__doc__)
-    text = "H: steps of a rank between two messages"
-    every = int_at_least(2, below=STEPS + 1)
-    parser.add_argument("--every", default=25, type=every, metavar="H", help=text)
+    parser.add_argument(
+        "--every",
+        default=25,
+        type=int_at_least(2, below=STEPS + 1),
+        metavar="H",
+        help="H: steps of a rank between two messages",
+    )
     args = parser.parse_args()
     join_on_this_machine("beyond/local_sgd/local_sgd.py", "one rank talks to nobody")
     table = compare(args.every)

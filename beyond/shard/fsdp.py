@@ -77,9 +77,9 @@ class ShardedLayer:
         self.shard = self.shards.shard_of(flat).clone()
         self.owned = [Parameter(part) for part in self.shards.parts_of(self.shard)]
         part_of = dict(zip(trained.values(), self.owned, strict=True))
-        for place, parameter in [*module.named_parameters(remove_duplicate=False)]:
+        for full_name, parameter in [*module.named_parameters(remove_duplicate=False)]:
             if parameter in part_of:  # two names of one parameter get the same part
-                owner, _, leaf = place.rpartition(".")
+                owner, _, leaf = full_name.rpartition(".")
                 setattr(module.get_submodule(owner), leaf, part_of[parameter])
         self.flat: Tensor | None = None  # all parameters, while they are unsharded
         self.shard_to_send: Tensor | None = None
@@ -211,7 +211,7 @@ def check_parameters(model: nn.Module, layers: dict[str, nn.Module]) -> None:
     """Raise ShardingError for a parameter of more than one layer, or one that nothing fills."""
     users: dict[Parameter, list[tuple[str, str]]] = {}  # layer and full name
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        layer = next((each for each in layers if name.startswith(f"{each}.")), "the model itself")
+        layer = next((key for key in layers if name.startswith(f"{key}.")), "the model itself")
         users.setdefault(parameter, []).append((layer, name))
     for parameter, places in users.items():
         layer, name = places[0]
@@ -232,8 +232,8 @@ def materialize(module: nn.Module, device: torch.device) -> None:
     """Give memory and new weights to a module that was built on the meta device."""
     if any(parameter.is_meta for parameter in module.parameters()):
         module.to_empty(device=device)
-        for each in module.modules():
-            if callable(reset := getattr(each, "reset_parameters", None)):
+        for submodule in module.modules():
+            if callable(reset := getattr(submodule, "reset_parameters", None)):
                 reset()
 
 
@@ -292,8 +292,8 @@ class FSDP(nn.Module):
         for layer in self.layers:
             layer.previous = layer.following = None
             layer.is_last = layer is order[-1]
-        for first, second in pairwise(order):
-            first.following, second.previous = second, first
+        for layer, following in pairwise(order):
+            layer.following, following.previous = following, layer
 
     @torch.no_grad()
     def receive(self) -> None:

@@ -9,7 +9,7 @@ The play is in the public domain. richard_iii.txt is a part of Andrej Karpathy's
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -34,10 +34,12 @@ class Text(Dataset):
 
     def __init__(self, lines: Sequence[bytes]) -> None:
         padded = b"".join(line.ljust(LENGTH, b"\0") for line in lines)
-        text = torch.frombuffer(bytearray(padded), dtype=torch.uint8).view(-1, LENGTH).long()
+        byte_values = torch.frombuffer(bytearray(padded), dtype=torch.uint8).view(-1, LENGTH).long()
         is_behind_end = torch.arange(LENGTH) >= torch.tensor([[len(line)] for line in lines])
-        self.labels = text.masked_fill(is_behind_end, IGNORED)  # (lines, 128)
-        self.tokens = F.pad(text, (1, -1)).masked_fill(is_behind_end, 0)  # 0 also begins each line
+        self.labels = byte_values.masked_fill(is_behind_end, IGNORED)  # (lines, 128)
+        self.tokens = F.pad(byte_values, (1, -1)).masked_fill(
+            is_behind_end, 0
+        )  # 0 also begins each line
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -46,6 +48,9 @@ class Text(Dataset):
         return self.tokens[index], self.labels[index]
 
     __getitems__ = __getitem__  # DataLoader calls it with the indices of a batch
+
+
+DataSet: TypeAlias = Text | data.ImageSet
 
 
 class Block(nn.Module):
@@ -69,10 +74,10 @@ class Block(nn.Module):
 class Embedding(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.token, self.place = nn.Embedding(BYTES, width), nn.Embedding(LENGTH, width)
+        self.token, self.position = nn.Embedding(BYTES, width), nn.Embedding(LENGTH, width)
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, width)
-        return self.token(tokens) + self.place.weight[: tokens.shape[1]]
+        return self.token(tokens) + self.position.weight[: tokens.shape[1]]
 
 
 class Transformer(nn.Module):
@@ -91,12 +96,12 @@ class Transformer(nn.Module):
         return self.head(hidden)
 
 
-def load_dataset(args: Namespace) -> tuple[Any, Any]:
+def load_dataset(args: Namespace) -> tuple[DataSet, DataSet]:
     """The training set and the test set; of `text`, every tenth line is for the test."""
     if args.dataset != "text":
         return data.load_dataset(args)
-    text = [line for line in PLAY.read_bytes().splitlines(keepends=True) if line.strip()]
-    lines = [line[i : i + LENGTH] for line in text for i in range(0, len(line), LENGTH)]
+    whole_lines = [line for line in PLAY.read_bytes().splitlines(keepends=True) if line.strip()]
+    lines = [line[i : i + LENGTH] for line in whole_lines for i in range(0, len(line), LENGTH)]
     train_set = Text([line for number, line in enumerate(lines) if number % 10])
     test_set = Text(lines[::10])
     data.require_a_batch(train_set, args)

@@ -146,22 +146,25 @@ def measure(rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = Parser(__doc__)
-    text = "each variant once in each of them"
-    parser.add_argument("--rounds", default=41, type=int_at_least(1), help=text)
+    parser.add_argument(
+        "--rounds", default=41, type=int_at_least(1), help="each variant once in each of them"
+    )
     args = parser.parse_args()
     enter_private_network()
     ranks = 2
-    where = provenance(command="python beyond/shard/measure.py", world_size=ranks, threads_a_rank=1)
+    origin = provenance(
+        command="python beyond/shard/measure.py", world_size=ranks, threads_a_rank=1
+    )
     measured = run_ranks(ranks, measure, args.rounds)[0]
     parameters = sum(parameter.nbytes for parameter in build().parameters())
     model = f"a transformer of {parameters // 4:,} parameters"
-    about = {
+    settings = {
         "model": model,
         "parameter_bytes": parameters,
         "rounds": args.rounds,
         "local_batch": BATCH,
     }
-    save(RESULTS / "shard.json", {"provenance": where, **about, **measured})
+    save(RESULTS / "shard.json", {"provenance": origin, **settings, **measured})
 
 
 if __name__ == "__main__":

@@ -42,15 +42,15 @@ def train(level: str, width: int, layers: int) -> list[float]:
     torch.manual_seed(0)
     with torch.device("meta" if level == "parameters" else "cpu"):
         model = Transformer(width, layers)
-    trained = by_hand(level, model, AdamW, lr=1e-3)
+    training = by_hand(level, model, AdamW, lr=1e-3)
     tokens, losses = torch.arange(TOKENS).unsqueeze(0), []
     for _ in range(STEPS):
-        logits = trained.model(tokens).flatten(0, 1)  # (32, 256)
+        logits = training.model(tokens).flatten(0, 1)  # (32, 256)
         loss = F.cross_entropy(logits, tokens.roll(-1).flatten() % BYTES)
-        trained.optimizer.zero_grad()
+        training.optimizer.zero_grad()
         loss.backward()
-        trained.finish()
-        trained.optimizer.step()
+        training.finish()
+        training.optimizer.step()
         losses.append(round(loss.item(), 2))
     return losses
 
@@ -69,18 +69,18 @@ def train_within(level: str, limit_bytes: int) -> str:
     try:
         return f"trains: losses {', '.join(map(str, train(level, WIDTH, LAYERS)))}"
     except (RuntimeError, MemoryError) as error:
-        text = f"{type(error).__name__}: {error}"
-        if NO_ROOM.search(text):
+        message = f"{type(error).__name__}: {error}"
+        if NO_ROOM.search(message):
             return "ends: can't allocate memory"
-        return f"ends: {text}"  # another rank had no room, and is gone
+        return f"ends: {message}"  # another rank had no room, and is gone
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))  # leaving the group takes memory
 
 
 def main() -> None:
-    parser, count = Parser(__doc__), int_at_least(1)
-    parser.add_argument("--ranks", default=2, type=count, help="processes")
-    parser.add_argument("--limit-mib", default=165, type=count, help="for each of them")
+    parser, positive = Parser(__doc__), int_at_least(1)
+    parser.add_argument("--ranks", default=2, type=positive, help="processes")
+    parser.add_argument("--limit-mib", default=165, type=positive, help="for each of them")
     parser.add_argument("--levels", default=["none", "parameters"], nargs="+", choices=LEVELS)
     args = parser.parse_args()
     with torch.device("meta"):
@@ -90,10 +90,13 @@ def main() -> None:
     print(f"{args.ranks} ranks, and each may take {args.limit_mib} MiB:")
     for level in args.levels:
         try:
-            said = run_ranks(args.ranks, train_within, level, args.limit_mib * MIB, quiet=True)
+            outcomes = run_ranks(args.ranks, train_within, level, args.limit_mib * MIB, quiet=True)
         except ProcessExitedException as error:  # a thread of gloo had no room: C++ ends the rank
-            said = [f"ends: can't allocate memory, {error}"]
-        print(f"{NAMES[level]:7} {max(said, key=lambda text: 'allocate' in text)}", flush=True)
+            outcomes = [f"ends: can't allocate memory, {error}"]
+        print(
+            f"{NAMES[level]:7} {max(outcomes, key=lambda outcome: 'allocate' in outcome)}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

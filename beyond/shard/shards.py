@@ -29,13 +29,14 @@ class Shards:
         self.length = -(-sum(self.sizes) // self.world_size)  # of a shard; the last one is padded
         self.owned_slices: list[slice] = []  # of each tensor, flat: what this rank owns
         self.shard_slices: list[slice] = []  # and where that lies in this rank's shard
-        start, first = self.rank * self.length, 0
+        shard_start, tensor_start = self.rank * self.length, 0
         for size in self.sizes:
-            low = min(max(start, first), first + size)
-            high = min(max(start + self.length, first), first + size)
-            self.owned_slices.append(slice(low - first, high - first))
-            self.shard_slices.append(slice(low - start, high - start))
-            first += size
+            tensor_end = tensor_start + size
+            low = min(max(shard_start, tensor_start), tensor_end)
+            high = min(max(shard_start + self.length, tensor_start), tensor_end)
+            self.owned_slices.append(slice(low - tensor_start, high - tensor_start))
+            self.shard_slices.append(slice(low - shard_start, high - shard_start))
+            tensor_start = tensor_end
 
     def new_flat(self, like: Tensor) -> Tensor:
         """(world_size * length,), of the dtype and device of `like`, filled with zeros."""
@@ -59,7 +60,7 @@ class Shards:
 
     def parts_of(self, shard: Tensor) -> list[Tensor]:
         """What this rank owns of each tensor, (n,) with n >= 0: views."""
-        return [shard[place] for place in self.shard_slices]
+        return [shard[own_slice] for own_slice in self.shard_slices]
 
     def cut(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """What this rank owns of these tensors: copies, so that the rest can be freed."""
@@ -70,8 +71,8 @@ class Shards:
     def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """All tensors, put together on rank 0, in CPU memory; nothing on the other ranks."""
         shard = parts[0].new_zeros(self.length)
-        for place, part in zip(self.parts_of(shard), parts, strict=True):
-            place.copy_(part)
+        for view, part in zip(self.parts_of(shard), parts, strict=True):
+            view.copy_(part)
         flat = self.new_flat(like=shard) if self.rank == 0 else None
         dist.gather(shard, list(flat.chunk(self.world_size)) if flat is not None else None)
         return self.views(flat.cpu()) if flat is not None else []

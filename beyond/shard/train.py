@@ -36,11 +36,11 @@ from shards import ShardingError
 def parse_args() -> Namespace:
     stages = make_parser("shard", __doc__)  # two of its flags get one more choice here
     parser = Parser(__doc__, parents=[stages], conflict_handler="resolve")
-    add, count = parser.add_argument, int_at_least(1)
+    add, positive = parser.add_argument, int_at_least(1)
     add("--dataset", default="text", choices=("text", *DATASETS), help="data set to train on")
     add("--model", default="transformer", choices=("transformer", *MODELS), help="network to train")
-    add("--width", default=128, type=count, help="of the transformer: a multiple of 4")
-    add("--layers", default=4, type=count, help="blocks of the transformer")
+    add("--width", default=128, type=positive, help="of the transformer: a multiple of 4")
+    add("--layers", default=4, type=positive, help="blocks of the transformer")
     add("--optimizer", default="adamw", choices=("adamw", "sgd"), help="sgd: with --momentum")
     add("--shard", default="parameters", choices=LEVELS, help="what is divided, with all before it")
     add("--library", action="store_true", help="PyTorch's own classes instead of those by hand")
@@ -57,7 +57,7 @@ def join_process_group(args: Namespace) -> torch.device:
     if args.device == "cpu":
         dist.init_process_group("gloo")
         return torch.device("cpu")
-    # GPU 0 for local rank 0, 1 for 1, and so on. A launcher may show each rank only its own GPU.
+    # %, because a launcher may show each rank only its own GPU, as number 0
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     dist.init_process_group(args.backend, device_id=device if args.backend == "nccl" else None)
@@ -86,10 +86,10 @@ class EqualShard(Dataset):
         return -(-len(self.dataset) // self.world_size)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        place = self.rank + index * self.world_size
-        inputs, labels = self.dataset[place % len(self.dataset)]
+        sample = self.rank + index * self.world_size
+        inputs, labels = self.dataset[sample % len(self.dataset)]
         labels = torch.as_tensor(labels)
-        return inputs, labels if place < len(self.dataset) else torch.full_like(labels, IGNORED)
+        return inputs, labels if sample < len(self.dataset) else torch.full_like(labels, IGNORED)
 
 
 def train_epoch(
@@ -155,7 +155,7 @@ def main() -> None:
         recorder.print_evaluation(*evaluate(training.model, test_loader, device))
         return
 
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # it repeats no sample
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # or it repeats samples
     loader = DataLoader(train_set, local_batch, sampler=sampler, drop_last=True, **options)
     for epoch in range(progress.epoch, args.epochs):
         if progress.step >= args.max_steps:

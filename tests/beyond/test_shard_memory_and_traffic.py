@@ -102,9 +102,9 @@ def alive_after_forward(rank: int, predicted: dict[str, int]) -> dict[str, int]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_shard_fit_predicts_within_2_percent_what_ranks_hold_at_the_end_of_forward(ranks):
     """The control: the sum of another level is farther from what was counted."""
-    unsharded, moment = peak.rehearse(LINEARS, SAMPLES)
+    unsharded, moment = peak.rehearsed_peak(LINEARS, SAMPLES)
     assert moment == "forward"
-    sharded = [fit.bytes_if_sharded(LINEARS, SAMPLES, level, ranks) for level in fit.WAYS]
+    sharded = [fit.bytes_if_sharded(LINEARS, SAMPLES, level, ranks) for level in fit.SHARDINGS]
     predicted = dict(zip(measure.LEVELS, [unsharded, *sharded], strict=True))
     for alive in run_ranks(ranks, alive_after_forward, predicted):
         assert alive == {level: pytest.approx(size, rel=0.02) for level, size in predicted.items()}

@@ -26,7 +26,7 @@ from support import chapter, fresh_module
 
 paper, ready = chapter("04", "forecast/step_model"), chapter("04", "forecast/gradient_order")
 peak = chapter("01", "peak")
-Bucket, Job, Link = paper.Bucket, paper.Job, paper.Link
+BucketTime, Job, Link = paper.BucketTime, paper.Job, paper.Link
 SLOW, FORECAST = Link(1e-3, 1e8), "04_ddp_torchrun/forecast/forecast.py"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -144,9 +144,9 @@ def test_a_step_is_its_computing_and_what_of_the_communication_nothing_hides():
     draw, cost = random.Random(0), partial(paper.ring, ranks=4, link=SLOW)
     for _ in range(200):
         shares = [*sorted(draw.random() for _ in range(draw.randint(0, 5))), 1.0]
-        buckets = [Bucket(draw.uniform(1e3, 1e8), share) for share in shares]
+        buckets = [BucketTime(draw.uniform(1e3, 1e8), share) for share in shares]
         job = Job(draw.random(), draw.random(), draw.random() / 10, buckets)
-        late = replace(job, buckets=[Bucket(bucket.size, 1.0) for bucket in buckets])
+        late = replace(job, buckets=[BucketTime(bucket.size, 1.0) for bucket in buckets])
         communication = sum(cost(bucket.size) for bucket in buckets)
         whole, slowdown = pytest.approx(job.seconds + communication), draw.random()
         assert paper.step(late, cost, slowdown=slowdown).seconds == whole, "nothing to overlap"

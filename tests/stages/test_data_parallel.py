@@ -211,7 +211,7 @@ def example(batch: int = 24, hidden: int = 7, classes: int = 50):
 
 
 def test_the_count_is_what_one_tells_by_hand():
-    (main, other), floats = memory.count(example(), 2, inside=False), 4
+    (main, other), floats = memory.held_by_replica(example(), 2, inside=False), 4
     weights, outputs = (5 * 7 + 7 + 7 * 50 + 50) * floats, 24 * 50 * floats
     expected = {"parameters": weights, "batch": 12 * 5 * floats}
     expected["activations"] = (
@@ -226,7 +226,7 @@ def test_the_count_is_what_one_tells_by_hand():
         "loss": outputs + 8,  # log-softmax, the sum of the class weights, the loss
     }
     # Inside, each replica keeps the log-softmax of its own half, and two losses are gathered.
-    inside, elsewhere = memory.count(example(), 2, inside=True)
+    inside, elsewhere = memory.held_by_replica(example(), 2, inside=True)
     half = {"loss": outputs // 2 + floats}
     assert elsewhere == other | half | {"batch": 12 * (5 * floats + 8)}
     assert inside == main | {"outputs": 2 * floats, "loss": half["loss"] + floats}
@@ -235,7 +235,7 @@ def test_the_count_is_what_one_tells_by_hand():
 def test_the_count_is_what_the_allocator_hands_out():
     """torch's profiler sees every allocation: those that are alive when the forward is done."""
     model, x, _ = memory.examples()["words"]
-    counted = memory.Counted(model)
+    counted = memory.CountingReplica(model)
     with torch.profiler.profile(profile_memory=True) as profiler:
         outputs = counted(x)
     allocated = sum(event.self_cpu_memory_usage for event in profiler.key_averages())
@@ -246,7 +246,7 @@ def test_the_count_is_what_the_allocator_hands_out():
 @two_gpus
 def test_the_count_is_what_the_real_one_allocates_on_each_gpu():
     model, x, targets = (each.cuda() for each in example(4096, 512, 1024))
-    main, other = memory.count((model, x, targets), 2, False)
+    main, other = memory.held_by_replica((model, x, targets), 2, False)
     real, allocated = nn.DataParallel(model, [0, 1]), []
     memory.criterion(real(x), targets).backward()  # its gradients stay, before and after
     for forwards in (0, 1):
@@ -264,13 +264,13 @@ def test_the_count_is_what_the_real_one_allocates_on_each_gpu():
 
 def test_c13_the_main_device_holds_more_unless_the_loss_of_large_outputs_is_inside():
     counted, share = memory.count_all(), {}
-    for name, losses in counted.items():  # outside and inside of the replicas
-        for main, *others in losses.values():
+    for name, counts_by_place in counted.items():
+        for main, *others in counts_by_place.values():
             for other in others:
                 extra = {kind: main[kind] - other[kind] for kind in memory.KINDS}
                 assert extra["parameters"] == extra["activations"] == 0
                 assert min(extra["gradients"], extra["optimizer"], sum(extra.values())) > 0
-        main = losses["outside"][0]
+        main = counts_by_place["outside"][0]
         share[name] = (main["outputs"] + main["loss"]) / sum(main.values())
     assert share["words"] > 0.9
     assert share["net"] < 0.01 > share["resnet18"]

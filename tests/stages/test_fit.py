@@ -28,7 +28,7 @@ def allocations():
 
 
 def test_the_allocator_and_the_ledger_know_a_known_peak():
-    assert peak.measure("cpu", allocations) == 4 * MIB
+    assert peak.peak_of("cpu", allocations) == 4 * MIB
     with torch.device("meta"), peak.Ledger("cpu") as count:
         kept = allocations()
         kept[0].add_(1).view(1024, 1024)[3:].mul_(2)  # a view, a result written into an operand
@@ -58,8 +58,8 @@ def test_the_rehearsed_peak_is_within_2_percent_of_the_measured_one(
 ):
     """The control: without what a moment needs besides, the sum of the parts is too little."""
     plan = Layers("", 0, optimizer, "cpu")
-    predicted, moment = peak.rehearse(plan, batch, micro_batches)
-    measured = peak.run(plan, batch, micro_batches)
+    predicted, moment = peak.rehearsed_peak(plan, batch, micro_batches)
+    measured = peak.measured_peak(plan, batch, micro_batches)
     assert predicted == pytest.approx(measured, rel=0.02), moment
     if (optimizer, batch) == ("adam", 1):
         *fixed, sample = peak.parts_of(plan).values()
@@ -82,7 +82,7 @@ def test_a_cut_is_even_fits_and_is_the_coarsest(batch, memory):
         return micro_batch + besides + (accumulate > 1) <= memory
 
     for least in (1, 2):
-        cuts = fit.cut(batch, least, fits, gradients=2)
+        cuts = fit.micro_batches_by_gpus(batch, least, fits, gradients=2)
         assert set(cuts) == {n for n in (1, 2, 4, 8) if batch % n == 0 and batch // n >= least}
         for gpus, parts in cuts.items():
             local, buckets = batch // gpus, 2 * (gpus > 1)
@@ -106,7 +106,7 @@ def test_what_fits_is_told_to_the_last_sample(capsys):
     assert "one GPU holds a batch of 120" in text
     assert "ways to cut" not in text
     most = int(re.search(r"largest batch at once: (\d+)\n", text)[1])
-    at = [peak.rehearse(peak.Plan("net", 28, "momentum"), n)[0] for n in (most, most + 1)]
+    at = [peak.rehearsed_peak(peak.Plan("net", 28, "momentum"), n)[0] for n in (most, most + 1)]
     assert at[0] <= 16 * MIB < at[1]
     _, text = answer(capsys, "--memory-limit=5MiB", "--batch-size=127")  # a prime number
     assert "accumulate 127 micro-batches of 1 on\none GPU.\n" in text
@@ -134,7 +134,7 @@ def test_a_wrong_call_ends_in_one_line(flags, capsys):
 
 def test_c41_if_a_batch_of_1_does_not_fit_data_parallelism_cannot_help(capsys):
     """And the control, with a little more memory: one sample fits."""
-    needed, _ = peak.rehearse(peak.Plan("net", 28, "adam"), 1)
+    needed, _ = peak.rehearsed_peak(peak.Plan("net", 28, "adam"), 1)
     for limit, samples in ((needed - 2000, 0), (needed + 2000, 1)):
         flags = (f"--memory-limit={limit / MIB:.3f}MiB", "--optimizer=adam", "--batch-size=8")
         _, text = answer(capsys, *flags)

@@ -67,7 +67,7 @@ def test_sync_batchnorm_by_hand_is_torchs_on_the_gpu():
 def _peaks(rank):
     peak = chapter("01", "peak")
     plans = [peak.Plan("resnet50", 224, "adam"), peak.Plan("resnet18", 64, "momentum")]
-    return [(peak.rehearse(plan, 64)[0], peak.run(plan, 64)) for plan in plans]
+    return [(peak.rehearsed_peak(plan, 64)[0], peak.measured_peak(plan, 64)) for plan in plans]
 
 
 def test_01_rehearses_what_a_step_takes_on_the_gpu():

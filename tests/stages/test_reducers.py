@@ -273,20 +273,20 @@ def numbers(length: int, rank: int) -> torch.Tensor:
 def check_the_ring(rank: int, n: int) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=n)
     ring = chapter("03", "reducers/ring")
-    ring.PIECE = 4096
+    ring.PIECE_BYTES = 4096
     with mock.patch.object(dist, "isend", wraps=dist.isend) as isend:
         for length, dtype in product(LENGTHS, DTYPES):
             isend.reset_mock()
-            ours = numbers(length, rank).to(dtype)
-            sent = ring.ring_all_reduce(ours)
-            assert torch.equal(ours, sum(numbers(length, each) for each in range(n)).to(dtype))
+            total = numbers(length, rank).to(dtype)
+            sent = ring.ring_all_reduce(total)
+            assert torch.equal(total, sum(numbers(length, each) for each in range(n)).to(dtype))
             # Twice round, without the chunk that it completes itself, and the next one's.
-            laps, chunks = product(range(2), range(n - 1)), ours.tensor_split(n)
+            laps, chunks = product(range(2), range(n - 1)), total.tensor_split(n)
             sizes = [chunks[(rank + lap - step) % n].nbytes for lap, step in laps]
             assert sent == sum(sizes)
             assert isend.call_count == sum(-(-size // 4096) for size in sizes), "in pieces"
-    ring.all_reduce(ours := torch.full((5, 3, 2), rank))
-    assert ours.unique().tolist() == [sum(range(n))]
+    ring.checked_all_reduce(total := torch.full((5, 3, 2), rank))
+    assert total.unique().tolist() == [sum(range(n))]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
@@ -298,8 +298,8 @@ def test_the_ring_sums_any_length_and_dtype_and_sends_2_n_minus_1_nths_in_pieces
 def test_the_ring_refuses_unequal_tensors_on_every_rank(rank):
     f32, ring = "torch.float32", chapter("03", "reducers/ring")
     with pytest.raises(UsageError, match=rf"1 has \[4\] {f32} where rank 0 has \[3\] {f32}"):
-        ring.all_reduce(torch.ones(3 + rank))
+        ring.checked_all_reduce(torch.ones(3 + rank))
     with pytest.raises(UsageError, match=rf"1 has \[3\] {f32} with gaps where rank 0 has \[3\] t"):
-        ring.all_reduce(torch.ones(6)[:: 1 + rank][:3])
+        ring.checked_all_reduce(torch.ones(6)[:: 1 + rank][:3])
     with pytest.raises(UsageError, match=r"without gaps: try .contiguous\(\)"):
-        ring.all_reduce(torch.ones(6)[::2])
+        ring.checked_all_reduce(torch.ones(6)[::2])

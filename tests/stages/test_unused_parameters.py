@@ -33,20 +33,21 @@ VERDICTS = [  # on each step of the chapter's cases: whether it was averaged, or
 def _unused(rank, world_size):
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     with support.default_dtype(torch.float64):
-        attempts = [unused.attempt(*case) for case in unused.CASES]
+        outcomes = [unused.gradients_after_steps(*case) for case in unused.CASES]
     total = torch.ones(())
     dist.all_reduce(total)  # after errors too, the process group is whole
     assert total == world_size
-    for (_, steps), verdicts, of_case in zip(unused.CASES, VERDICTS, attempts, strict=True):
-        for step, verdict, of_step in zip(steps, verdicts, of_case, strict=True):
+    for (_, steps), verdicts, case_outcomes in zip(unused.CASES, VERDICTS, outcomes, strict=True):
+        for step, verdict, outcome in zip(steps, verdicts, case_outcomes, strict=True):
             if isinstance(verdict, str):
-                assert str(of_step).startswith(verdict)
+                assert str(outcome).startswith(verdict)
             else:
-                right = all(map(unused.same, of_step, unused.expected(step, world_size)))
+                expected = unused.expected_gradients(step, world_size)
+                right = all(map(unused.equal_up_to_rounding, outcome, expected))
                 assert all(gather_from_ranks(right)) == verdict
-    assert "find_unused_parameters=True" in str(attempts[0][2])
-    assert attempts[0][1] == [[2, 1, None], [4, 2, None], [6, 3, None]][rank], "each its own"
-    assert not unused.same(None, 1.0)
+    assert "find_unused_parameters=True" in str(outcomes[0][2])
+    assert outcomes[0][1] == [[2, 1, None], [4, 2, None], [6, 3, None]][rank], "each its own"
+    assert not unused.equal_up_to_rounding(None, 1.0)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
