@@ -21,7 +21,7 @@ args = parser.parse_args()
 gpu = torch.cuda.is_available()
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
 if gpu:
-    torch.cuda.set_device(device)  # else every rank would use GPU 0
+    torch.cuda.set_device(device)  # so that a plain "cuda" means this GPU, too
 dist.init_process_group("nccl" if gpu else "gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
