@@ -12,9 +12,11 @@ import json
 import math
 import os
 import platform
+import statistics
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -22,6 +24,7 @@ from pathlib import Path
 import matplotlib
 import matplotlib.pyplot as plt
 import torch
+from matplotlib.axes import Axes
 from tabulate import tabulate
 
 from common.data import load_dataset, local_batch_size
@@ -153,6 +156,37 @@ def count_memory(rows: list[StageRow], args: Namespace) -> Results:
     return {**about, "stages": stages}
 
 
+def draw_distances(
+    axes: Axes, results: Results, labels: Sequence[str], named: bool = False
+) -> None:
+    """How far the losses of these rows are from 01's, in each step; each named beside its line."""
+    losses_of_01, color_of = results["losses"].get(ROWS[0].label), {r.label: r.color for r in ROWS}
+    ends: dict[str, float] = {}
+    for label in labels[1:] if losses_of_01 else ():
+        if losses := results["losses"].get(label):
+            pairs = zip(losses_of_01, losses, strict=True)
+            distances = [max(abs(a - b), 1e-9) for a, b in pairs]
+            axes.plot(range(1, len(losses) + 1), distances, color=color_of[label])
+            ends[label] = statistics.geometric_mean(distances[-10:])
+    lowest = 0.0
+    for label in sorted(ends, key=ends.__getitem__) if named else ():
+        lowest = max(ends[label], 5 * lowest)  # so that no name covers another
+        axes.annotate(label, (len(losses_of_01) + 1, lowest), color=color_of[label], va="center")
+    axes.axhline(EQUAL, color="gray", linewidth=0.8, linestyle=":")
+    axes.set(title="Distance from 01's loss: below the dotted line it is rounding")
+    axes.set(xlabel="optimizer step", ylabel="|difference| (0 drawn as 1e-9)", yscale="log")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_repeats(results: Results) -> plt.Figure:
+    """Which stage repeats 01? The picture of the first page."""
+    matplotlib.use("Agg")  # a file, no window
+    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    labels = ["01 one process", "02 DataParallel", "03 by hand", "04 DDP", "05 DDP, SyncBN"]
+    draw_distances(axes, results, labels, named=True)
+    return figure
+
+
 def draw(results: Results) -> plt.Figure:
     """Loss curves, throughput and memory, of tour.json: the picture of the tour."""
     matplotlib.use("Agg")  # a file, no window
@@ -162,22 +196,16 @@ def draw(results: Results) -> plt.Figure:
     parts = figure.subplot_mosaic("LLSS;DDMC")
     curves, speed, distance, memory, copies = (parts[key] for key in "LSDMC")
     color_of = {row.label: row.color for row in ROWS}
-    of_01 = results["losses"].get(ROWS[0].label)
     for name, losses in results["losses"].items():
         steps = range(1, len(losses) + 1)
         (line,) = curves.plot(steps, losses, color=color_of[name], label=name)
         if name == ROWS[0].label:  # wide and pale, so that other lines on it stay visible
             line.set(linewidth=6, alpha=0.3)
-        elif of_01:
-            distances = [max(abs(a - b), 1e-9) for a, b in zip(of_01, losses, strict=True)]
-            distance.plot(steps, distances, color=color_of[name])
+    draw_distances(distance, results, [row.label for row in ROWS])
     curves.set(title=f"Training loss: {first['model']} on {first['dataset']}", yscale="log")
     curves.set(ylabel="loss of the global batch")
     curves.set_ylim(top=4 * curves.get_ylim()[1])  # room for the legend above the curves
     curves.legend(ncols=2, fontsize="small", loc="upper right")
-    distance.axhline(EQUAL, color="gray", linewidth=0.8, linestyle=":")
-    distance.set(title="Distance from 01's loss: below the dotted line it is rounding")
-    distance.set(xlabel="optimizer step", ylabel="|difference| (0 drawn as 1e-9)", yscale="log")
 
     speeds = {name: row["samples_per_second"] for name, row in rows.items()}
     texts = [f"{each / first['samples_per_second']:.2f}" for each in speeds.values()]
@@ -188,7 +216,7 @@ def draw(results: Results) -> plt.Figure:
         key.replace(" ", "\n"): stage["held"] for key, stage in results["memory"]["stages"].items()
     }
     stack(memory, held, HELD)
-    memory.set_title("What each process holds")
+    memory.set_title("What each replica holds")
     stack(copies, held, COPIES)
     copies.set(title="Of it: the copies of the model", ylabel="")
     legend(copies, HELD, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -200,11 +228,14 @@ def draw(results: Results) -> plt.Figure:
 def digest(results: Results) -> str:
     """Of what the picture shows and of what draws it: the file holds it, and a test compares it."""
     shown = json.dumps([results[key] for key in ("rows", "losses", "memory")])
-    return hashlib.sha256((shown + inspect.getsource(draw)).encode()).hexdigest()
+    sources = map(inspect.getsource, (draw, draw_distances, draw_repeats))
+    return hashlib.sha256((shown + "".join(sources)).encode()).hexdigest()
 
 
-def save_picture(results: Results, path: Path) -> None:
-    draw(results).savefig(path, dpi=110, metadata={"made of": digest(results)})
+def save_pictures(results: Results, folder: Path) -> None:
+    for name, draw_picture in (("tour.png", draw), ("repeats_01.png", draw_repeats)):
+        metadata = {"made of": digest(results)}
+        draw_picture(results).savefig(folder / name, dpi=110, metadata=metadata)
 
 
 def tabulate_rows(results: Results, style: str) -> str:
@@ -279,7 +310,7 @@ def main() -> None:
     }
     text = report(rows, results, args, time.perf_counter() - started)
     (args.run_dir / "report.md").write_text(text)
-    save_picture(results, args.run_dir / "tour.png")
+    save_pictures(results, args.run_dir)
     (args.run_dir / "tour.json").write_text(json.dumps(results, indent=2) + "\n")
     print(f"\n{tabulate_rows(results, 'simple')}\n\nwrote {args.run_dir}/report.md and tour.png")
 

@@ -7,7 +7,7 @@ from repository_pages import ALL_PAGES, ROOT, TABLE, fences, shell
 
 sys.path.insert(1, str(ROOT / "benchmarks"))
 from tables import TABLES
-from tour import save_picture
+from tour import save_pictures
 
 BEGIN, END = "<!-- tour -->\n", "<!-- end of tour -->"
 
@@ -23,7 +23,7 @@ def refresh_tour() -> None:
     results["commit"] = run("git describe --always --dirty").strip()
     folder = ROOT / "benchmarks" / "results"
     (folder / "tour.json").write_text(json.dumps(results, indent=2) + "\n")
-    save_picture(results, folder / "tour.png")
+    save_pictures(results, folder)
     report = (ROOT / "runs/tour/report.md").read_text().replace("(tour.png)", "(results/tour.png)")
     page, body = ROOT / "benchmarks/tour.md", report.partition("\n\n")[2]  # without the title
     text = page.read_text()

@@ -96,10 +96,11 @@ def test_a_wrong_call_ends_in_one_line(call, words, tmp_path):
     refused(ended(script, *flags, env=ONE_THREAD, where=tmp_path), words)
 
 
-def test_the_picture_of_the_tour_is_not_older_than_its_results():
-    results, figure = timing.load("tour"), timing.RESULTS / "tour.png"
-    with Image.open(figure) as picture:
-        assert picture.text["made of"] == tour.digest(results), "run: make readme"
+def test_the_pictures_of_the_tour_are_not_older_than_their_results():
+    results = timing.load("tour")
+    for name in ("tour.png", "repeats_01.png"):
+        with Image.open(timing.RESULTS / name) as picture:
+            assert picture.text["made of"] == tour.digest(results), "run: make readme"
     changed = {**results, "losses": {}}
     assert tour.digest(changed) != tour.digest(results), "the control"
 
