@@ -228,7 +228,7 @@ def draw(results: Results) -> plt.Figure:
 def digest(results: Results) -> str:
     """Of what the picture shows and of what draws it: the file holds it, and a test compares it."""
     shown = json.dumps([results[key] for key in ("rows", "losses", "memory")])
-    sources = map(inspect.getsource, (draw, draw_distances, draw_repeats))
+    sources = [inspect.getsource(each) for each in (draw, draw_distances, draw_repeats)]
     return hashlib.sha256((shown + "".join(sources)).encode()).hexdigest()
 
 

@@ -107,7 +107,7 @@ def test_the_pictures_of_the_tour_are_not_older_than_their_results():
 
 def test_every_result_is_shown_and_tells_where_it_comes_from():
     pages = "".join(path.read_text() for path in ALL_PAGES)
-    pictures = set(re.findall(r"benchmarks/results/(\w+\.png)", pages))
+    pictures = set(re.findall(r"\bresults/(\w+\.png)", pages))
     assert pictures == {path.name for path in timing.RESULTS.glob("*.png")}
     assert all(f"<!-- table: {name} -->" in pages for name in tables.TABLES)
     sources = {table.file for table in tables.TABLES.values()} | {"tour", "shm_suite"}
