@@ -101,6 +101,12 @@ def run_rank(rank: int, port: int, trap: str, detail: bool) -> None:
     time.sleep(3600)
 
 
+def ended_by(exitcode: int) -> str:
+    if exitcode > 0:
+        return f"ended with status {exitcode}"
+    return f"ended by {signal.Signals(-exitcode).name}"
+
+
 def try_trap(trap: str, detail: bool, seconds: float) -> list[str]:
     """What each of the two ranks did, within this time after both have joined."""
     store = dist.TCPStore("127.0.0.1", port=0, is_master=True, wait_for_workers=False)
@@ -117,7 +123,7 @@ def try_trap(trap: str, detail: bool, seconds: float) -> list[str]:
         return [
             store.get(f"answer {rank}").decode()
             if store.check([f"answer {rank}"])
-            else f"ended by {signal.Signals(-process.exitcode).name}"
+            else ended_by(process.exitcode)
             if process.exitcode
             else "waits"
             for rank, process in enumerate(processes)

@@ -72,7 +72,8 @@ def resume(
     same_order = order == [args.seed, args.batch_size] and not stage.startswith("03")
     if progress.epoch_step and not same_order and not args.evaluate:
         why = f"ends inside an epoch of {stage} with --seed {order[0]} --batch-size {order[1]}"
-        raise durable.CheckpointError(f"{path} {why}: use the same")
+        cure = "take one from the end of an epoch" if stage.startswith("03") else "use the same"
+        raise durable.CheckpointError(f"{path} {why}: {cure}")
     return progress, saved["world_size"]
 
 

@@ -116,8 +116,10 @@ def test_an_error_of_its_own_is_not_taken_for_a_missing_rank(error, rank, verdic
     assert repr(ended) == ("SystemExit(1)" if is_lost else repr(error))
     reported = dog.store.compare_set("verdict", "", " ").decode()
     assert re.fullmatch(re.escape(verdict).replace("PLACE", PLACE), reported)
-    error = rf"error: rank {rank} gives up at {PLACE}: {re.escape(NO_NETWORK)}\n" if is_lost else ""
-    assert re.fullmatch(error, capsys.readouterr().err)
+    printed = (
+        rf"error: rank {rank} gives up at {PLACE}: {re.escape(NO_NETWORK)}\n" if is_lost else ""
+    )
+    assert re.fullmatch(printed, capsys.readouterr().err)
     _, place, lost, process = json.loads(dog.store.get(f"rank {rank}"))
     assert re.fullmatch(PLACE if error else "the end of its work", place)
     assert (lost, process) == (is_lost, watchdog.process_identity(os.getpid()))
