@@ -149,9 +149,8 @@ def main() -> None:
         faults = run_ranks(ranks, judge, cases, file, seconds=args.seconds, quiet=True)
     except Exception as error:  # the time limit, or a rank ended
         faults = [f"{error}, expected an answer"]
-    faults = sorted(
-        filter(None, faults), key=lambda text: "gloo/transport" in text
-    )  # a consequence
+    # A broken connection is a consequence, so the other faults come first.
+    faults = sorted(filter(None, faults), key=lambda text: "gloo/transport" in text)
     line = " ".join(["wrong:", *faults[0].split()] if faults else ["right"])
     print(f"{name}:", re.sub(r"(\.\d{4})\d+", r"\1", line))  # four places will do
     raise SystemExit(bool(faults))

@@ -263,10 +263,8 @@ class FSDP(nn.Module):
             why = f"{type(model).__name__} has no child with trained parameters: nothing to divide"
             raise ShardingError(f"{why}; put it into an nn.Sequential")
         check_parameters(model, modules)
-        self.layers, self.order = (
-            list[ShardedLayer](),
-            list[ShardedLayer](),
-        )  # order: of this forward
+        self.layers: list[ShardedLayer] = []
+        self.order: list[ShardedLayer] = []  # of this forward
         for name, module in modules.items():  # only one of them is unsharded at a time
             materialize(module, torch.device(device))
             self.layers.append(ShardedLayer(name, module, self))

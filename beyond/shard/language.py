@@ -37,9 +37,8 @@ class Text(Dataset):
         byte_values = torch.frombuffer(bytearray(padded), dtype=torch.uint8).view(-1, LENGTH).long()
         is_behind_end = torch.arange(LENGTH) >= torch.tensor([[len(line)] for line in lines])
         self.labels = byte_values.masked_fill(is_behind_end, IGNORED)  # (lines, 128)
-        self.tokens = F.pad(byte_values, (1, -1)).masked_fill(
-            is_behind_end, 0
-        )  # 0 also begins each line
+        # 0 fills the end of a line, and also begins each one.
+        self.tokens = F.pad(byte_values, (1, -1)).masked_fill(is_behind_end, 0)
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -1,4 +1,4 @@
-"""Checkpoints of PyTorch's own sharded classes, with the two methods that full_state.py has.
+"""Checkpoints of PyTorch's own sharded classes, with the methods that full_state.py has.
 
 Their files, too, are in the format that all stages share, so each can resume the other's.
 """

@@ -129,11 +129,8 @@ def simulated_ring(size: float, ranks: int, link) -> float:
 
 def test_a_ring_takes_what_its_messages_take_one_after_the_other():
     old = "return 2 * (ranks - 1) * (link.alpha"
-    change = (
-        "forecast/step_model.py",
-        old,
-        old.replace("2 * ", "", 1),
-    )  # it forgets the all-gather
+    without_all_gather = old.replace("2 * ", "", 1)
+    change = ("forecast/step_model.py", old, without_all_gather)
     broken = fresh_module("04", "forecast/step_model.py", (change,))
     for size, ranks in ((s, n) for s in (4, 2**20, 25 * 2**20) for n in (2, 3, 8, 64)):
         expected = pytest.approx(simulated_ring(size, ranks, SLOW))

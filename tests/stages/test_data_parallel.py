@@ -214,9 +214,7 @@ def test_the_count_is_what_one_tells_by_hand():
     (main, other), floats = memory.held_by_replica(example(), 2, inside=False), 4
     weights, outputs = (5 * 7 + 7 + 7 * 50 + 50) * floats, 24 * 50 * floats
     expected = {"parameters": weights, "batch": 12 * 5 * floats}
-    expected["activations"] = (
-        12 * 7 * floats
-    )  # what ReLU gives, saved by it and by the layer after it
+    expected["activations"] = 12 * 7 * floats  # what ReLU gives; it and the next layer save it
     assert other == dict.fromkeys(memory.KINDS, 0) | expected
     assert main == other | {
         "gradients": weights,
