@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from common.options import UsageError
-from parts import broadcast_model, fill_missing_gradients, views_of, write_divided_gradient
+from gradients import broadcast_model, fill_missing_gradients, views_of, write_divided_gradient
 from ring import ring_all_reduce
 from shared_memory import SharedMemory
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from common.options import UsageError
-from parts import broadcast_model, fill_missing_gradients, views_of, write_divided_gradient
+from gradients import broadcast_model, fill_missing_gradients, views_of, write_divided_gradient
 
 PIECE_ELEMENTS = 2**16  # that are added up at a time: they stay in the processor's cache
 

@@ -5,7 +5,7 @@
 `Prover` below holds the whole proof. Read on in this order:
 
     launch.py            starts the ranks, and notices whether they hang
-    run.py, record.py    what each of them does beside the script, and what it writes down
+    rank_run.py, record.py    what each of them does beside the script, and what it writes down
     watch_data.py, watch_model.py, watch_effects.py, generators.py    how that is seen
     replay.py            how one rank gets the batches of all
     judge_effects.py, judge_data.py, judge_evaluation.py, judge_model.py    what the records say

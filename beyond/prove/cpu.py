@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
-from prove.run import wrap
+from prove.rank_run import wrap
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]

@@ -93,11 +93,11 @@ def run_rank(command: list[str], environment: dict[str, str], log: Path) -> None
         sys.argv, sys.path[0] = command, os.path.dirname(os.path.abspath(command[0]))
         import torch
 
-        from prove import generators, run
+        from prove import generators, rank_run
 
         generators.seed(int.from_bytes(os.urandom(4), "big"))  # as in a process of its own
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-        this_run = run.install()
+        this_run = rank_run.install()
         try:
             runpy.run_path(command[0], run_name="__main__")
             status = 0

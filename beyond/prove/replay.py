@@ -12,8 +12,8 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from prove import generators
+from prove.rank_run import RankRun, where, wrap
 from prove.record import Mode, Pass, read_records, tensors_file
-from prove.run import RankRun, where, wrap
 from prove.watch_data import as_double, copied, has_rows, tensors_in
 from prove.watch_model import parameters_of
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 
 from prove import generators
+from prove.rank_run import RankRun, save_tensors, where, wrap
 from prove.record import Pass
-from prove.run import RankRun, save_tensors, where, wrap
 
 MOST_INDICES = 2_000_000  # more are not listed: a sampler may have no end
 MOST_SIZES = 64  # of batches

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from prove.rank_run import RankRun, callers, where, wrap
 from prove.record import Collective, Ended, OpenedFile, PrintedText
-from prove.run import RankRun, callers, where, wrap
 
 COLLECTIVES = [
     "all_reduce", "broadcast", "barrier", "monitored_barrier", "all_gather", "all_gather_object",

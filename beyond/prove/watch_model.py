@@ -20,8 +20,8 @@ from torch.optim.optimizer import (
 )
 
 from prove import generators
+from prove.rank_run import RankRun, where, wrap
 from prove.record import Backward, DDPRecord, ModelCall, OptimizerRecord, OptimizerStep, Projection
-from prove.run import RankRun, where, wrap
 from prove.watch_data import batch_size_of, checksum, copied, tensors_in
 
 MOST_STEPS = 24  # of each optimizer are written down

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from full_state import State
 
 
-class ConsolidatedOptimizerState:
+class LibraryZeroState:
     """A ZeroRedundancyOptimizer as a checkpoint holds it."""
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:

@@ -20,8 +20,8 @@ from torch.optim import AdamW
 
 from common.options import Parser, UsageError, exit_on, int_at_least
 from language import BYTES, Transformer
+from levels import LEVELS, by_hand
 from ranks import run_ranks
-from shard_levels import LEVELS, by_hand
 
 MIB = 2**20
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)

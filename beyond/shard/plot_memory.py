@@ -11,10 +11,10 @@ import matplotlib
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from measure import KINDS, formula
 
 from common.options import Parser
-from measure import KINDS, formula
-from shard_levels import LEVELS
+from levels import LEVELS
 
 RANKS = 4
 TITLES = ("a  DDP", "b  ZeRO-1", "c  ZeRO-2", "d  FSDP (ZeRO-3)")

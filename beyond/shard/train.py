@@ -29,7 +29,7 @@ from common.options import (
 )
 from common.record import Recorder
 from language import IGNORED, build_model, load_dataset
-from shard_levels import LEVELS, Training, by_hand, by_library
+from levels import LEVELS, Training, by_hand, by_library
 from shards import ShardingError
 
 

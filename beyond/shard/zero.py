@@ -43,7 +43,7 @@ class ShardedBucket(Shards):
         all_gather_single(self.memory, self.shard_of(self.memory).clone())
 
 
-def cut_into_buckets(parameters: list[Parameter]) -> list[list[Parameter]]:
+def buckets_in_backward_order(parameters: list[Parameter]) -> list[list[Parameter]]:
     """Groups of one dtype and device, from the last parameter to the first: backward's order."""
     groups: dict[tuple, list[list[Parameter]]] = {}
     for parameter in reversed(parameters):
@@ -73,7 +73,9 @@ class ShardedOptimizer(optim.Optimizer):
         for frozen in (p for p in all_parameters if not p.requires_grad):
             dist.broadcast(frozen.detach(), src=0)
         trained = [p for p in all_parameters if p.requires_grad]
-        self.buckets = [ShardedBucket(parameters) for parameters in cut_into_buckets(trained)]
+        self.buckets = [
+            ShardedBucket(parameters) for parameters in buckets_in_backward_order(trained)
+        ]
         self.owned: dict[Parameter, Parameter] = {}  # the part of each parameter
         for bucket in self.buckets:
             self.owned |= zip(bucket.parameters, bucket.owned, strict=True)

@@ -19,7 +19,7 @@ from torch.optim import SGD, AdamW, NAdam
 from support import chapter, fresh_module
 
 language = chapter("shard", "language")
-FILES = ("shards.py", "zero.py", "fsdp.py", "full_state.py", "library_state.py", "shard_levels.py")
+FILES = ("shards.py", "zero.py", "fsdp.py", "full_state.py", "library_state.py", "levels.py")
 BY_HAND = ZERO_1, ZERO_2, FSDP = "optimizer", "gradients", "parameters"
 OPTIMIZERS = {
     "sgd": (SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -97,7 +97,7 @@ def one_process(name: str, optimizer: str, clip: float | None = None) -> dict[st
 
 
 def changed_levels(changes: tuple = ()) -> ModuleType:
-    """shard_levels.py and what it imports, with changed lines."""
+    """levels.py and what it imports, with changed lines."""
     return [fresh_module("shard", file, changes, register=True) for file in FILES][-1]
 
 

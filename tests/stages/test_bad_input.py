@@ -51,7 +51,7 @@ CALLS = {  # a stage or a program with its flags, and words of the line
     "04_ddp_torchrun/launch/rank_variables.py --nodes 33 32": "65 processes on this machine",
     "beyond/survive/own_loop.py": "own_loop.py FOLDER",
     "beyond/survive/own_loop.py nowhere": "expected a folder that exists: torchrun",
-    "beyond/shard/measure.py --rounds=0": f"--rounds: got '0', {WHOLE}, at least 1 (--help",
+    "beyond/shard/measure_levels.py --rounds=0": f"--rounds: got '0', {WHOLE}, at least 1 (--help",
     UNEVEN: "one rank waits for nobody: start two, with torchrun",
     "tests/check_exercise.py 06": "'06' (choose from '01', '02'",
     "tests/check_exercise.py 01 --file=mine.py": "No such file or directory: ",

@@ -22,9 +22,9 @@ class AfterTorch:
             load(module)
             sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
             try:
-                from prove import run
+                from prove import rank_run
 
-                run.install()
+                rank_run.install()
             finally:
                 sys.path.pop(0)
 

@@ -1,6 +1,6 @@
 "use strict";
 // A training step at four levels to step through: what each rank holds, and what it sends. The sums are
-// those of beyond/shard/measure.py (formula), in multiples of the parameters' bytes, with AdamW.
+// those of beyond/shard/measure_levels.py (formula), in multiples of the parameters' bytes, with AdamW.
 {
   const upTo = (n) => [...Array(n).keys()];
   const KINDS = { parameters: 1, gradients: 1, optimizer: 2 }; // multiples: AdamW has two states
@@ -13,7 +13,7 @@
     gradients: [0, 0, 1, 1],
     parameters: [0, 1, 2, 0],
   };
-  const LEVELS = Object.keys(COLLECTIVES); // as in beyond/shard/shard_levels.py
+  const LEVELS = Object.keys(COLLECTIVES); // as in beyond/shard/levels.py
 
   // The moments of a step. held: of each kind, how much a rank keeps, and whether the rest passes
   // through. sent: by each rank so far. In each collective, a rank sends (n - 1)/n.

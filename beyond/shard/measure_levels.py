@@ -1,6 +1,6 @@
 """What does each level hold, send and take? By hand and with PyTorch's classes, side by side.
 
-    sudo env "PATH=$PATH" python beyond/shard/measure.py
+    sudo env "PATH=$PATH" python beyond/shard/measure_levels.py
 
 It writes benchmarks/results/shard.json. Root is needed for a network of its own, which counts what
 is sent. Do not use the machine for anything else meanwhile.
@@ -21,8 +21,8 @@ from torch.optim import AdamW
 
 from common.options import Parser, UsageError, exit_on, int_at_least
 from language import BYTES, LENGTH, Transformer
+from levels import LEVELS, Training, by_hand, by_library
 from ranks import run_ranks
-from shard_levels import LEVELS, Training, by_hand, by_library
 from traffic import bytes_sent_so_far, enter_private_network
 
 sys.path.insert(1, str(Path(__file__).parents[2] / "benchmarks"))
@@ -153,7 +153,7 @@ def main() -> None:
     enter_private_network()
     ranks = 2
     origin = provenance(
-        command="python beyond/shard/measure.py", world_size=ranks, threads_a_rank=1
+        command="python beyond/shard/measure_levels.py", world_size=ranks, threads_a_rank=1
     )
     measured = run_ranks(ranks, measure, args.rounds)[0]
     parameters = sum(parameter.nbytes for parameter in build().parameters())

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from fsdp import FSDP, layers_of
 from full_state import FullModelState, FullOptimizerState
-from library_state import ConsolidatedOptimizerState, LibraryModelState, LibraryOptimizerState
+from library_state import LibraryModelState, LibraryOptimizerState, LibraryZeroState
 from zero import ShardedGradients, ShardedOptimizer
 
 LEVELS = ("none", "optimizer", "gradients", "parameters")
@@ -77,7 +77,7 @@ def by_library(
         return by_hand(level, model, optimizer_class, **options)
     if level == "optimizer":
         zero = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, **options)
-        return with_ddp(model, zero, ConsolidatedOptimizerState(zero))
+        return with_ddp(model, zero, LibraryZeroState(zero))
     for tensor in [*model.parameters(), *model.buffers()]:
         dist.broadcast(tensor.detach(), src=0)  # fully_shard sends no weights
     mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
