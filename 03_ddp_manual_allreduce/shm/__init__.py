@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shm.exchange import COMPUTED_WITH, ROW, Exchange, Op
+from shm.calls import Op, number_of_call
+from shm.exchange import COMPUTED_WITH, ROW, Exchange
 from shm.messages import BOX, CACHE_LINES_PER_BOX, Messages
 from shm.segment import PASSED, REACHED, Segment, Steps
 from shm.work import NAP, CallQueue, Work, pending, without_autograd
@@ -83,22 +84,26 @@ class SharedMemoryGroup(dist.ProcessGroup):
         op = op_of(options, tensors)
         return self.start(self.all_reduce_steps(tensors, op), tensors, options)
 
-    def all_reduce_steps(self, tensors: Tensors, op: Op) -> Steps:
+    def all_reduce_steps(self, tensors: Tensors, op: Op, root: int | None = None) -> Steps:
+        """With a root, it is a reduce: the other ranks leave the result unread."""
+        name = "all_reduce" if root is None else "reduce"
         for tensor in tensors:
             if tensor.layout == torch.sparse_coo:
                 yield from self.sparse_all_reduce_steps(tensor, op)
             else:
                 values = flat(tensor)
-                yield from self.exchange.all_reduce(values, op)
+                call = number_of_call(name, len(values), values.dtype, root, op)
+                yield from self.exchange.all_reduce(values, op, call)
                 put_back(tensor, values)
 
     def sparse_all_reduce_steps(self, tensor: Tensor, op: Op) -> Steps:
         if op != Op.SUM:
             raise ValueError(f"shm: got {op} of a sparse tensor, expected SUM")
         own = without_autograd(tensor).coalesce()
+        call = number_of_call("sparse all_reduce", own.numel(), own.dtype)
         shape = own.values().shape[1:]  # of what stands at one index
-        indices = yield from self.exchange.gather_uneven(own.indices().t().reshape(-1))
-        values = yield from self.exchange.gather_uneven(own.values().reshape(-1))
+        indices = yield from self.exchange.gather_uneven(own.indices().t().reshape(-1), call)
+        values = yield from self.exchange.gather_uneven(own.values().reshape(-1), call)
         total = torch.zeros_like(own)
         for places, numbers in zip(indices, values, strict=True):
             places = places.view(-1, own.sparse_dim()).t()
@@ -110,7 +115,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def reduce(self, tensors: Tensors, options: Any) -> Work:
         op = op_of(options, tensors)
         targets = tensors if options.rootRank == self.rank() else [tensors[0].detach().clone()]
-        return self.start(self.all_reduce_steps(targets, op), tensors, options)
+        steps = self.all_reduce_steps(targets, op, options.rootRank)
+        return self.start(steps, tensors, options)
 
     def broadcast(self, tensors: Tensors, options: Any) -> Work:
         return self.start(self.broadcast_steps(tensors, options.rootRank), tensors, options)
@@ -118,16 +124,19 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def broadcast_steps(self, tensors: Tensors, root: int) -> Steps:
         for tensor in tensors:
             values = flat(tensor)
-            yield from self.exchange.gather(values, {root: values}, root)
+            call = number_of_call("broadcast", len(values), values.dtype, root)
+            yield from self.exchange.gather(values, {root: values}, call)
             put_back(tensor, values)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, options: Any = None) -> Work:
         return self.start(self.gather_steps(outputs[0], inputs[0]), outputs, options)
 
-    def gather_steps(self, targets: Tensors, tensor: Tensor, root: int = -1) -> Steps:
+    def gather_steps(self, targets: Tensors, tensor: Tensor, root: int | None = None) -> Steps:
         require_same_size(targets, tensor)
         values = [flat(target) for target in targets]
-        yield from self.exchange.gather(flat(tensor), dict(enumerate(values)), root)
+        name = "all_gather" if root is None else "gather"
+        call = number_of_call(name, tensor.numel(), tensor.dtype, root)
+        yield from self.exchange.gather(flat(tensor), dict(enumerate(values)), call)
         for target, value in zip(targets, values, strict=True):
             put_back(target, value)
 
@@ -174,7 +183,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         require_same_size(inputs, output)
         parts = [flat(each) for each in inputs] or [flat(output)] * self.size()
         concatenated = torch.cat(parts)
-        yield from self.exchange.gather(concatenated, {root: concatenated}, root)
+        call = number_of_call("scatter", output.numel(), output.dtype, root)
+        yield from self.exchange.gather(concatenated, {root: concatenated}, call)
         put_back(output, concatenated.view(self.size(), -1)[self.rank()])
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any = None) -> Work:
@@ -187,7 +197,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         for output, inputs in pairs:
             require_same_size(inputs, output)
             concatenated = torch.cat([flat(each) for each in inputs])
-            yield from self.exchange.all_reduce(concatenated, op)
+            call = number_of_call("reduce_scatter", output.numel(), output.dtype, op=op)
+            yield from self.exchange.all_reduce(concatenated, op, call)
             put_back(output, concatenated.view(self.size(), -1)[self.rank()])
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> Work:
@@ -205,7 +216,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def all_to_all_steps(self, outputs: Tensors, inputs: Tensors) -> Steps:
         values = [flat(output) for output in outputs]
-        yield from self.exchange.all_to_all([flat(each) for each in inputs], values)
+        call = number_of_call("all_to_all", dtype=inputs[0].dtype)
+        yield from self.exchange.all_to_all([flat(each) for each in inputs], values, call)
         for output, value in zip(outputs, values, strict=True):
             put_back(output, value)
 
@@ -230,7 +242,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return list(without_autograd(tensor).split(sizes))
 
     def barrier(self, opts: Any = None) -> Work:
-        return self.start(self.exchange.all_reduce(torch.zeros(0), Op.SUM), [], opts)
+        steps = self.exchange.all_reduce(torch.zeros(0), Op.SUM, number_of_call("barrier"))
+        return self.start(steps, [], opts)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False

@@ -4,20 +4,18 @@ Every rank has a row in each of two slots. A tensor larger than a row goes in pi
 the two slots. A rank that has arrived with a piece has read the one before.
 """
 
-import zlib
 from collections.abc import Callable, Iterator
 from functools import reduce
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from shm.calls import Op
 from shm.segment import Segment, Steps
 
 ROW = 2**20  # bytes: what is written there should still be in the cache when others read it
 SLICED = 2**16  # bytes: three or more ranks add up a larger piece in slices, one per rank
 
-Op = dist.ReduceOp.RedOpType
 COMBINE: dict[Op, Callable[..., Tensor]] = {
     Op.SUM: torch.add,
     Op.AVG: torch.add,  # divided later
@@ -44,17 +42,16 @@ COMPUTED_WITH: dict[Op, list[torch.dtype]] = {
 
 
 class Exchange:
-    """Collectives on flat tensors, (N,). The slots are the first bytes of the segment."""
+    """Collectives on flat tensors, (N,). The slots are the first bytes of the segment.
+
+    call: the same number on all ranks if they have called the same, see calls.py.
+    """
 
     def __init__(self, segment: Segment) -> None:
         self.segment, self.rank, self.ranks, self.pieces = segment, segment.rank, segment.ranks, 0
         size = self.ranks * ROW
         self.slots = [segment.tensor(slot * size, size) for slot in (0, 1)]
         self.views: dict[torch.dtype, list[Tensor]] = {}  # of the slots: (ranks, elements)
-
-    def kind(self, name: str, tensor: Tensor, detail: int) -> int:
-        """A number that is the same on all ranks if they have called the same."""
-        return zlib.crc32(f"{name} {len(tensor)} {tensor.dtype} {detail}".encode())
 
     def write(self, tensor: Tensor) -> Iterator[tuple[Tensor, slice]]:
         """Write this rank's part piece by piece. Yields all ranks' rows of that piece, (ranks, n),
@@ -76,10 +73,9 @@ class Exchange:
         total = reduce(COMBINE[op], rows.unbind())
         return total.div_(self.ranks) if op == Op.AVG else total
 
-    def all_reduce(self, tensor: Tensor, op: Op) -> Steps:
-        kind = self.kind("reduce", tensor, op.value)
+    def all_reduce(self, tensor: Tensor, op: Op, call: int) -> Steps:
         for rows, part in self.write(tensor):
-            yield from self.segment.arrive(kind)
+            yield from self.segment.arrive(call)
             output = tensor[part]
             if self.ranks == 2 and op == Op.SUM:  # a + b has the same bits as b + a
                 output.add_(rows[1 - self.rank])
@@ -88,23 +84,22 @@ class Exchange:
             else:
                 slices = rows.tensor_split(self.ranks, dim=1)
                 slices[self.rank][self.rank] = self.combine_rows(slices[self.rank], op)
-                yield from self.segment.arrive(kind)
+                yield from self.segment.arrive(call)
                 for rank, target in enumerate(output.tensor_split(self.ranks)):
                     target.copy_(slices[rank][rank])
 
-    def gather(self, tensor: Tensor, outputs: dict[int, Tensor], root: int = -1) -> Steps:
-        """Copy the tensors of the ranks in outputs. root: the same number on all ranks."""
-        kind = self.kind("gather", tensor, root)
+    def gather(self, tensor: Tensor, outputs: dict[int, Tensor], call: int) -> Steps:
+        """Copy the tensors of the ranks in outputs."""
         for rows, part in self.write(tensor):
-            yield from self.segment.arrive(kind)
+            yield from self.segment.arrive(call)
             for rank, output in outputs.items():
                 output[part] = rows[rank]
 
-    def all_to_all(self, inputs: list[Tensor], outputs: list[Tensor]) -> Steps:
+    def all_to_all(self, inputs: list[Tensor], outputs: list[Tensor], call: int) -> Steps:
         """Send inputs[r], (any size,), to each rank r, whose outputs have the sizes that arrive."""
         sizes = torch.empty(self.ranks, self.ranks, dtype=torch.int64)  # (from, to)
         own_sizes = torch.tensor([len(each) for each in inputs])
-        yield from self.gather(own_sizes, dict(enumerate(sizes)))
+        yield from self.gather(own_sizes, dict(enumerate(sizes)), call)
         for rank, (size, output) in enumerate(zip(sizes[:, self.rank], outputs, strict=True)):
             if size != len(output):
                 what = f"sends {size} elements, but rank {self.rank} expects {len(output)}"
@@ -113,9 +108,8 @@ class Exchange:
         padded = everything.new_zeros(int(sizes.sum(dim=1).max()))
         padded[: len(everything)] = everything
         starts = sizes.cumsum(dim=1)[:, self.rank] - sizes[:, self.rank]  # of this rank's part
-        kind = self.kind("all to all", padded, 0)
         for rows, part in self.write(padded):
-            yield from self.segment.arrive(kind)
+            yield from self.segment.arrive(call)
             for row, start, output in zip(rows, starts.tolist(), outputs, strict=True):
                 first = max(part.start, start)
                 last = min(part.stop, start + len(output))
@@ -124,12 +118,12 @@ class Exchange:
                         first - part.start : last - part.start
                     ]
 
-    def gather_uneven(self, tensor: Tensor) -> Steps:
+    def gather_uneven(self, tensor: Tensor, call: int) -> Steps:
         """All ranks' tensors, which may have different lengths: the value of `yield from`."""
         lengths = torch.empty(self.ranks, 1, dtype=torch.int64)
-        yield from self.gather(torch.tensor([len(tensor)]), dict(enumerate(lengths)))
+        yield from self.gather(torch.tensor([len(tensor)]), dict(enumerate(lengths)), call)
         padded = tensor.new_zeros(int(lengths.max()))
         padded[: len(tensor)] = tensor
         rows = padded.new_empty(self.ranks, len(padded))
-        yield from self.gather(padded, dict(enumerate(rows)))
+        yield from self.gather(padded, dict(enumerate(rows)), call)
         return [row[: int(length)] for row, length in zip(rows, lengths, strict=True)]

@@ -20,8 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shm.calls import text_of_call
+
 CACHE_LINE = 64  # bytes: ranks that write to the same one slow each other down
-ARRIVED, KIND = 0, 1  # counters of a rank: its arrivals; KIND and KIND + 1: their last two kinds
+ARRIVED, CALL = 0, 1  # counters of a rank: its arrivals; CALL and CALL + 1: the last two calls
 REACHED, PASSED = 3, 4  # monitored barriers: those that it reached, and that rank 0 let it pass
 
 Steps = Generator[list[int], None, Any]  # a call: it yields the ranks that it waits for
@@ -118,18 +120,19 @@ class Segment:
         self.barrier()
         self.counters[place] = value  # eight aligned bytes at once
 
-    def arrive(self, kind: int) -> Steps:
-        """Say that this rank has written its part of `kind`, and wait until all ranks have."""
+    def arrive(self, call: int) -> Steps:
+        """Say that this rank has written its part of `call`, and wait until all ranks have."""
         self.arrivals = arrivals = self.arrivals + 1
         counters = self.counters
-        kind_counter = KIND + arrivals % 2  # a rank may be one arrival ahead
-        counters[self.places[self.rank] + kind_counter] = kind
+        call_counter = CALL + arrivals % 2  # a rank may be one arrival ahead
+        counters[self.places[self.rank] + call_counter] = call
         self.post(self.places[self.rank] + ARRIVED, arrivals)
         for rank, place in enumerate(self.places):
             while counters[place + ARRIVED] < arrivals:
                 yield [rank]
-            if counters[place + kind_counter] != kind:
-                self.fail(f"rank {rank} has called another collective, or with another size")
+            if (other := counters[place + call_counter]) != call:
+                what = f"has called {text_of_call(other)}"
+                self.fail(f"rank {rank} {what}, but rank {self.rank} {text_of_call(call)}")
 
     def lives(self, rank: int) -> bool:
         if self.file >= 0:

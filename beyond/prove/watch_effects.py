@@ -25,6 +25,7 @@ COLLECTIVES = [
     "reduce", "gather", "scatter", "gather_object", "broadcast_object_list", "scatter_object_list",
     "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_to_all",
     "all_to_all_single", "all_gather_single", "reduce_scatter_single", "gather_single",
+    "gather_into_tensor",
 ]  # fmt: skip
 MOST_CALLS = 1000
 
@@ -198,7 +199,7 @@ def watch_prints(run: RankRun) -> None:
 
 
 def install(run: RankRun) -> None:
-    for name in filter(partial(hasattr, dist), COLLECTIVES):  # those with _single are of torch 2.14
+    for name in filter(partial(hasattr, dist), COLLECTIVES):  # some are of torch 2.14
         watch_collective(run, name)
     watch_groups(run)
     watch_files(run)

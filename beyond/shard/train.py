@@ -95,7 +95,10 @@ class EqualShard(Dataset):
 def train_epoch(
     training: Training, loader: Iterable, clip_norm: float | None, device: torch.device
 ) -> Tensor:
-    """One pass over the training set; returns the loss of each step, (steps,), on the device."""
+    """One pass over this rank's samples; returns the loss of each step, (steps,), on the device.
+
+    A loss is the mean over the labels of all ranks, which may have different numbers of them.
+    """
     training.model.train()
     losses = []
     for inputs, labels in loader:

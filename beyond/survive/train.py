@@ -99,7 +99,10 @@ def train_epoch(
     device: torch.device,
     args: Namespace,
 ) -> Tensor:
-    """One pass over the training set; returns the loss of each step, (steps,), on the device."""
+    """Train on this rank's batches, in micro-batches; returns its own loss of each step, (steps,).
+
+    loader: the rest of the epoch, at most to the next checkpoint. rates: each step's learning rate.
+    """
     model.train()
     amp_dtype = AMP_DTYPES[args.amp]
     losses = []

@@ -15,9 +15,12 @@ from pathlib import Path
 import prove
 import pytest
 import torch
-from prove import table
+import torch.distributed as dist
+from prove import table, watch_effects
 from prove.__main__ import main
 from prove.planted.mistakes import ONE_GPU
+from prove.record import Mode, Settings
+from prove.run import RankRun
 from prove.watch_data import as_double, tensors_in
 
 from local_ranks import (
@@ -28,6 +31,7 @@ from local_ranks import (
     default_start,
     launch_ranks,
     patience,
+    run_ranks,
     scratch_folder,
 )
 from support import NOT_COPIED, changed_source
@@ -494,6 +498,38 @@ def test_a_batch_of_a_class_of_its_own_becomes_float64_and_stays_of_that_class()
     assert [tensor.dtype for tensor in tensors_in(batch)] == [torch.float64, torch.int32]
     assert batch[0].x.tolist() == [1, 1]
     assert batch[1]["y"][1] == "text"
+
+
+def collectives_seen(_, folder, names, watched_names):
+    """Which calls are recorded, if the collectives of these names are in prove's table."""
+    for name in names:  # planted: an older torch lacks the newest names
+        setattr(dist, name, lambda: None)
+    watch_effects.COLLECTIVES = watched_names
+    run_of_rank = RankRun(Settings(str(folder), Mode.OBSERVE, False, True, 1, 0, 1))
+    watch_effects.install(run_of_rank)
+    run_of_rank.joined = True
+    for name in names:
+        getattr(dist, name)()
+    return [collective.name for collective in run_of_rank.record.collectives]
+
+
+@pytest.mark.parametrize("left_out", ["", "all_gather_single"])
+def test_collectives_are_seen_by_their_old_and_new_names(left_out, tmp_path):
+    """The control: a name that is not in the table."""
+    names = ["all_gather_into_tensor", "all_gather_single", "reduce_scatter_single"]
+    names += ["gather_single", "gather_into_tensor"]
+    watched = [name for name in watch_effects.COLLECTIVES if name != left_out]
+    [seen] = run_ranks(1, collectives_seen, tmp_path, names, watched)
+    assert seen == [name for name in names if name != left_out]
+
+
+def test_every_collective_of_this_torch_is_watched():
+    """A name that is missing here is a new one of torch: watch_effects.COLLECTIVES."""
+    collective = re.compile(r"(all_|reduce|gather|scatter|broadcast|barrier|monitored_)")
+    names = set(filter(collective.match, dist.distributed_c10d.__all__))
+    deprecated = {"all_reduce_coalesced", "all_gather_coalesced", "reduce_op"}
+    assert "all_reduce" in names, "the control"
+    assert names - deprecated <= set(watch_effects.COLLECTIVES)
 
 
 def test_the_page_shows_what_prove_prints(tmp_path):

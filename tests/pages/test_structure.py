@@ -93,6 +93,32 @@ def test_nothing_else_lies_at_the_top_level():
     assert unexpected({"tests", "runs", ".git", "notes.md"}, ignored) == {"notes.md"}
 
 
+def left_out(packages: list[str], folders: dict[str, str], data: dict[str, list[str]]) -> set[str]:
+    """Files of these packages, except their pages, that an installation would lack."""
+    lacking = set()
+    for top in {name.partition(".")[0] for name in packages}:
+        folder = ROOT / folders.get(top, top)
+        for path in folder.rglob("*"):
+            package = ".".join([top, *path.parent.relative_to(folder).parts])
+            patterns = ["*.py", "*.md", *data.get(package, [])]
+            is_own = path.is_file() and path.suffix != ".pyc"
+            if is_own and not (package in packages and any(map(path.match, patterns))):
+                lacking.add(str(path.relative_to(ROOT)))
+    return lacking
+
+
+def test_an_installation_has_all_files_of_the_packages():
+    """The control: without a package, and without the data."""
+    tomllib = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11")
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packages, folders = settings["packages"], settings["package-dir"]
+    assert left_out(packages, folders, settings["package-data"]) == set()
+    fewer = [name for name in packages if name != "prove.hooks"]
+    lacking = left_out(fewer, folders, {})
+    assert "beyond/prove/hooks/sitecustomize.py" in lacking
+    assert "common/digits/train-images-idx3-ubyte" in lacking
+
+
 @each_stage
 def test_every_script_has_the_same_skeleton_and_says_how_to_run_it(stage):
     names = list(functions(SOURCES[stage]))

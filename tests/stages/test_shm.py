@@ -9,6 +9,7 @@ import random
 import signal
 from contextlib import suppress
 from datetime import timedelta
+from itertools import combinations
 from pathlib import Path
 from unittest.mock import patch
 
@@ -129,7 +130,7 @@ def test_objects_messages_subgroups_and_ddp_work():
 
 def train_over_it(rank, key, flags, with_sums):
     if not with_sums:
-        patch.object(Exchange, "all_reduce", lambda self, tensor, op: iter(())).start()
+        patch.object(Exchange, "all_reduce", lambda *_: iter(())).start()
     dist.init_process_group = join_over_shm
     return train_rank(rank, key, flags, torch.float32, ())[0]
 
@@ -189,7 +190,8 @@ def fail(rank, how):
 FAILURES = {
     "killed": "RuntimeError: shm: rank 1 has ended while rank 0 waits for it",
     "late": "TimeoutError: shm: rank 1 is more than 0:00:01 late",
-    "another size": "RuntimeError: shm: rank 1 has called another collective",
+    "another size": "RuntimeError: shm: rank 1 has called all_reduce(4 of torch.float32, SUM), "
+    "but rank 0 all_reduce(3 of torch.float32, SUM)",
     "two machines": "RuntimeError: shm: ranks [1] cannot open the memory of rank 0",
 }
 
@@ -199,3 +201,53 @@ def test_what_goes_wrong_ends_in_a_line_that_names_the_rank(how):
     error, opened = run_ranks(2, fail, how, dying=(1,) if how == "killed" else ())[0]
     assert error.startswith(FAILURES[how])
     assert not opened & open_memory(), "it is left in the memory of the machine"
+
+
+CALLS = {  # by their text in an error: number, op and root for `collect`
+    "all_reduce(3 of torch.float32, SUM)": (0, Op.SUM, 0),
+    "all_reduce(3 of torch.float32, MAX)": (0, Op.MAX, 0),
+    "broadcast(3 of torch.float32, root 0)": (1, Op.SUM, 0),
+    "broadcast(3 of torch.float32, root 1)": (1, Op.SUM, 1),
+    "reduce(3 of torch.float32, root 0, SUM)": (2, Op.SUM, 0),
+    "gather(3 of torch.float32, root 0)": (3, Op.SUM, 0),
+    "gather(3 of torch.float32, root 1)": (3, Op.SUM, 1),
+    "scatter(3 of torch.float32, root 0)": (4, Op.SUM, 0),
+    "reduce_scatter(3 of torch.float32, SUM)": (5, Op.SUM, 0),
+    "all_to_all(torch.float32)": (6, Op.SUM, 0),
+    "all_gather(3 of torch.float32)": (7, Op.SUM, 0),
+    "sparse all_reduce(3 of torch.float32)": None,
+    "barrier()": None,
+}
+
+
+def call_as_paired(rank, pairs):
+    """Each rank calls its own of a pair, in a group of their own: the errors, "" for none."""
+    dist.init_process_group("gloo")
+    errors = []
+    for pair in pairs:
+        group, x = dist.new_group(backend="shm"), torch.ones(3)
+        number, op, root = CALLS[pair[rank]] or (None, None, None)
+        try:
+            if pair[rank] == "barrier()":
+                dist.barrier(group)
+            elif number is None:
+                dist.all_reduce(x.to_sparse(), group=group)
+            else:
+                collect(number, group, x, op, root, rank, 2)
+            errors.append("")
+        except RuntimeError as error:
+            errors.append(str(error))
+        dist.barrier()  # a group that has ended is another error
+        dist.destroy_process_group(group)
+    return errors
+
+
+def test_ranks_that_call_different_collectives_are_told_both():
+    """The control: two ranks that call the same."""
+    pairs = [*combinations(CALLS, 2), *((text, text) for text in CALLS)]
+    errors = run_ranks(2, call_as_paired, pairs)
+    for pair, *errors_of_pair in zip(pairs, *errors, strict=True):
+        for rank, error in enumerate(errors_of_pair):
+            own, other = pair[rank], pair[1 - rank]
+            what = f"shm: rank {1 - rank} has called {other}, but rank {rank} {own}"
+            assert error == (what if own != other else ""), pair

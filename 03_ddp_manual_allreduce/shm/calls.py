@@ -1,0 +1,50 @@
+"""What a rank announces of a call: one number, which the others compare with their own.
+
+A collective ends right only if every rank calls the same one, with the same root, op, size and
+dtype. The number holds all of them, so an error can name both calls.
+"""
+
+import torch
+import torch.distributed as dist
+
+Op = dist.ReduceOp.RedOpType
+NAMES = ["all_reduce", "sparse all_reduce", "reduce", "broadcast", "all_gather", "gather"]
+NAMES += ["scatter", "reduce_scatter", "all_to_all", "barrier"]
+DTYPES = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+DTYPES_IN_ORDER = [None, *sorted(DTYPES, key=str)]  # the same order on every rank
+NUMBER_OF_NAME = {name: number for number, name in enumerate(NAMES)}
+NUMBER_OF_DTYPE = {dtype: number for number, dtype in enumerate(DTYPES_IN_ORDER)}
+NAME_BITS, OP_BITS, DTYPE_BITS, ROOT_BITS, SIZE_BITS = 4, 4, 7, 12, 36  # 63: a counter's, no sign
+
+
+def number_of_call(
+    name: str,
+    size: int | None = None,
+    dtype: torch.dtype | None = None,
+    root: int | None = None,
+    op: Op | None = None,
+) -> int:
+    """size: elements of one rank's tensor, if that must be the same on all ranks."""
+    number = 0 if size is None else (size + 1) % 2**SIZE_BITS
+    number = number << ROOT_BITS | (0 if root is None else root + 1)
+    number = number << DTYPE_BITS | NUMBER_OF_DTYPE[dtype]
+    number = number << OP_BITS | (0 if op is None else op.value + 1)
+    return number << NAME_BITS | NUMBER_OF_NAME[name]
+
+
+def text_of_call(number: int) -> str:
+    """As in `broadcast(3 of torch.float32, root 0)`."""
+    fields = []
+    for bits in (NAME_BITS, OP_BITS, DTYPE_BITS, ROOT_BITS, SIZE_BITS):
+        fields.append(number % 2**bits)
+        number >>= bits
+    name, op, dtype, root, size = fields
+    arguments = []
+    if dtype:
+        count = f"{size - 1} of " if size else ""
+        arguments.append(f"{count}{DTYPES_IN_ORDER[dtype]}")
+    if root:
+        arguments.append(f"root {root - 1}")
+    if op:
+        arguments.append(Op(op - 1).name)
+    return f"{NAMES[name]}({', '.join(arguments)})"
