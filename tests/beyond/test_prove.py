@@ -19,8 +19,8 @@ import torch.distributed as dist
 from prove import table, watch_effects
 from prove.__main__ import main
 from prove.planted.mistakes import ONE_GPU
+from prove.rank_run import RankRun
 from prove.record import Mode, Settings
-from prove.run import RankRun
 from prove.watch_data import as_double, tensors_in
 
 from local_ranks import (
@@ -521,15 +521,6 @@ def test_collectives_are_seen_by_their_old_and_new_names(left_out, tmp_path):
     watched = [name for name in watch_effects.COLLECTIVES if name != left_out]
     [seen] = run_ranks(1, collectives_seen, tmp_path, names, watched)
     assert seen == [name for name in names if name != left_out]
-
-
-def test_every_collective_of_this_torch_is_watched():
-    """A name that is missing here is a new one of torch: watch_effects.COLLECTIVES."""
-    collective = re.compile(r"(all_|reduce|gather|scatter|broadcast|barrier|monitored_)")
-    names = set(filter(collective.match, dist.distributed_c10d.__all__))
-    deprecated = {"all_reduce_coalesced", "all_gather_coalesced", "reduce_op"}
-    assert "all_reduce" in names, "the control"
-    assert names - deprecated <= set(watch_effects.COLLECTIVES)
 
 
 def test_the_page_shows_what_prove_prints(tmp_path):
