@@ -13,7 +13,7 @@ from torch import Tensor
 from shm.calls import Op
 from shm.segment import Segment, Steps
 
-ROW = 2**20  # bytes: what is written there should still be in the cache when others read it
+ROW_BYTES = 2**20  # what is written there should still be in the cache when others read it
 SLICED = 2**16  # bytes: three or more ranks add up a larger piece in slices, one per rank
 
 COMBINE: dict[Op, Callable[..., Tensor]] = {
@@ -49,7 +49,7 @@ class Exchange:
 
     def __init__(self, segment: Segment) -> None:
         self.segment, self.rank, self.ranks, self.pieces = segment, segment.rank, segment.ranks, 0
-        size = self.ranks * ROW
+        size = self.ranks * ROW_BYTES
         self.slots = [segment.tensor(slot * size, size) for slot in (0, 1)]
         self.views: dict[torch.dtype, list[Tensor]] = {}  # of the slots: (ranks, elements)
 
@@ -60,7 +60,7 @@ class Exchange:
         if (views := self.views.get(tensor.dtype)) is None:
             views = [slot.view(tensor.dtype).view(self.ranks, -1) for slot in self.slots]
             self.views[tensor.dtype] = views
-        piece = ROW // tensor.element_size()
+        piece = ROW_BYTES // tensor.element_size()
         for start in range(0, max(1, len(tensor)), piece):
             part = slice(start, min(start + piece, len(tensor)))
             self.pieces += 1

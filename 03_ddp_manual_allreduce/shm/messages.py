@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shm.segment import CACHE_LINE, Segment, Steps
+from shm.segment import CACHE_LINE_BYTES, Segment, Steps
 from shm.work import CallQueue
 
-BOX = 2**16  # bytes
+BOX_BYTES = 2**16
 CACHE_LINES_PER_BOX = 2  # for counters: the sender's and the receiver's
 COUNT, SIZE, TAG = 0, 1, 2  # counters of a sender: its pieces; size and tag of the present message
 
@@ -50,19 +50,19 @@ class Messages:
     def box(self, source: int, target: int) -> tuple[int, Tensor, int, int]:
         """Its number, its bytes, and the places of the sender's and the receiver's counter."""
         box = source * self.segment.ranks + target
-        sent = (self.first_cache_line + CACHE_LINES_PER_BOX * box) * CACHE_LINE // 8
-        received = sent + CACHE_LINE // 8
-        return box, self.segment.tensor(self.offset + box * BOX, BOX), sent, received
+        sent = (self.first_cache_line + CACHE_LINES_PER_BOX * box) * CACHE_LINE_BYTES // 8
+        received = sent + CACHE_LINE_BYTES // 8
+        return box, self.segment.tensor(self.offset + box * BOX_BYTES, BOX_BYTES), sent, received
 
     def put(self, content: Tensor, target: int, tag: int) -> Steps:
         """Send bytes, (N,)."""
         counters = self.segment.counters
         box, buffer, sent, received = self.box(self.segment.rank, target)
-        for start in range(0, max(1, len(content)), BOX):
+        for start in range(0, max(1, len(content)), BOX_BYTES):
             count = self.counted.get(box, 0)
             while counters[received + COUNT] != count:
                 yield [target]  # it has not taken the piece before
-            part = content[start : start + BOX]
+            part = content[start : start + BOX_BYTES]
             buffer[: len(part)] = part
             counters[sent + SIZE], counters[sent + TAG] = len(content), tag
             self.counted[box] = count + 1
@@ -96,7 +96,7 @@ class Messages:
             return False
         if (letter := self.arriving.get(source)) is None:
             letter = self.begin(source, counters[sent + SIZE], counters[sent + TAG])
-        part = letter.content[letter.filled : letter.filled + BOX]
+        part = letter.content[letter.filled : letter.filled + BOX_BYTES]
         part.copy_(buffer[: len(part)])
         letter.filled += len(part)
         self.counted[box] = count + 1

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shm.calls import text_of_call
 
-CACHE_LINE = 64  # bytes: ranks that write to the same one slow each other down
+CACHE_LINE_BYTES = 64  # ranks that write to the same one slow each other down
 ARRIVED, CALL = 0, 1  # counters of a rank: its arrivals; CALL and CALL + 1: the last two calls
 REACHED, PASSED = 3, 4  # monitored barriers: those that it reached, and that rank 0 let it pass
 
@@ -76,12 +76,12 @@ class Segment:
         limit: timedelta,
     ) -> None:
         self.rank, self.ranks, self.limit = rank, ranks, limit
-        self.offset = cache_lines * CACHE_LINE
+        self.offset = cache_lines * CACHE_LINE_BYTES
         self.arrivals, self.failed = 0, ""
         self.file = self.open_together(store, self.offset + size)
         self.memory = mmap.mmap(self.file, self.offset + size)
         self.counters = memoryview(self.memory)[: self.offset].cast("q")
-        self.places = [rank * CACHE_LINE // 8 for rank in range(ranks)]
+        self.places = [rank * CACHE_LINE_BYTES // 8 for rank in range(ranks)]
 
     def open_together(self, store: dist.Store, size: int) -> int:
         """Open and lock one file of that many bytes on every rank; returns its descriptor."""

@@ -278,7 +278,7 @@ def take_any_tag(letter, source, tag):
 
 
 LEFT_OUT = {
-    "no_grad": ((shm, "without_autograd", lambda tensor: tensor), OF_AUTOGRAD),
+    "no_grad": ((shm.group, "without_autograd", lambda tensor: tensor), OF_AUTOGRAD),
     "tags": ((shm.messages.Letter, "matches", take_any_tag), [tags_in_another_order]),
     "the name of the group": ((shm.SharedMemoryGroup, "getGroupName", lambda _: ""), [sharded]),
     "calls that return at once": (

@@ -1,10 +1,6 @@
-"""A backend of torch.distributed for ranks on one machine: they share memory and send nothing.
+"""The process group that torch calls: each method checks its arguments and starts work.
 
-    import shm
-    torch.distributed.init_process_group("shm")
-
-This is the process group that torch calls: each method checks its arguments and starts work, which
-the other files of the folder carry out. Page: 03_ddp_manual_allreduce/backend.md
+The other files of the folder carry the work out.
 """
 
 import time
@@ -17,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shm.calls import Op, number_of_call
-from shm.exchange import COMPUTED_WITH, ROW, Exchange
-from shm.messages import BOX, CACHE_LINES_PER_BOX, Messages
+from shm.exchange import COMPUTED_WITH, ROW_BYTES, Exchange
+from shm.messages import BOX_BYTES, CACHE_LINES_PER_BOX, Messages
 from shm.segment import PASSED, REACHED, Segment, Steps
 from shm.work import NAP, CallQueue, Work, pending, without_autograd
 
@@ -65,9 +61,9 @@ def limit_of(options: Any) -> timedelta | None:
 class SharedMemoryGroup(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        boxes, rows = size * size, 2 * size * ROW  # how many, and bytes
+        boxes, rows = size * size, 2 * size * ROW_BYTES  # how many, and bytes
         cache_lines = size + CACHE_LINES_PER_BOX * boxes
-        self.segment = Segment(store, rank, size, cache_lines, rows + boxes * BOX, timeout)
+        self.segment = Segment(store, rank, size, cache_lines, rows + boxes * BOX_BYTES, timeout)
         self.exchange = Exchange(self.segment)
         self.messages = Messages(self.segment, size, rows)
         self.collectives: CallQueue = deque()
@@ -349,6 +345,3 @@ class SharedMemoryGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     gather_into_tensor = gather_single
-
-
-dist.Backend.register_backend("shm", SharedMemoryGroup, devices=["cpu"])
