@@ -1,4 +1,4 @@
-"""Keep the Chinese pages' fences and numbers fresh, and list pages older than their English ones.
+"""Write the English fences and numbers into the Chinese pages, and list those that are older.
 
     python docs/tools/update_translations.py                 # `make lessons` calls it
     python docs/tools/update_translations.py --translated    # after a translation: none is older
