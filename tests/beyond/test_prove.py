@@ -2,7 +2,6 @@
 
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -36,8 +35,6 @@ from support import NOT_COPIED, changed_source
 
 PLANTED = ROOT / "beyond" / "prove" / "planted"
 README = ROOT / "beyond" / "prove" / "README.md"
-CONVERT = ROOT / "beyond" / "convert"
-DETECTOR = CONVERT / "detector"
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2"]
 
 
@@ -480,28 +477,6 @@ def test_the_page_shows_what_prove_prints(prove_script, tmp_path):
     printed = prove_script(planted()).stdout.splitlines()
     shown = [line for line in right.splitlines() if line.startswith("right")]
     assert shown == [line for line in printed if line in shown]
-
-
-@pytest.mark.parametrize(("step", "missing"), [(4, {"files", "weights"}), (8, set())])
-def test_after_a_step_of_convert_it_says_what_is_still_missing(step, missing, tmp_path):
-    (tmp_path / "data").mkdir()
-    (tmp_path / "common").mkdir()
-    (tmp_path / "common" / "digits").symlink_to(ROOT / "common" / "digits")
-    for name in ("scenes.py", "loss_divisor.py"):
-        (tmp_path / name).write_text((DETECTOR / name).read_text())
-    make = ("--train=16", "--val=4", "--size=64")
-    [(status, output)] = command(str(tmp_path / "scenes.py"), *make, where=tmp_path)
-    assert status == 0, output
-    script = runpy.run_path(str(CONVERT / "apply_steps.py"))["scripts"](DETECTOR)[step]
-    shallow = "models.ResNet(models.resnet.BasicBlock, [1] * 4)"  # half of resnet18, so quicker
-    assert "getattr(models, args.backbone)()" in script
-    (tmp_path / "mine.py").write_text(script.replace("getattr(models, args.backbone)()", shallow))
-    small = ["--image-size=64", "--batch-size=4", "--warmup=1", "--workers=0", "--device=cpu"]
-    ended = run(tmp_path, "--batches=2", *TORCHRUN, "mine.py", *small, "--epochs=1")
-    wrong_checks = wrong(ended)
-    assert missing <= wrong_checks, ended.stdout + ended.stderr
-    assert bool(wrong_checks) == bool(missing), ended.stdout
-    assert (verdict(ended, "one rank") == "right") == (step == 8)
 
 
 def test_every_cure_links_to_a_heading_that_exists():
