@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD
 
-from local_ranks import launch_ranks, on_ranks, run_ranks
+from local_ranks import on_ranks, run_ranks
+from refusals import ended, refused
 from shard_cases import FSDP, ZERO_1, ZERO_2, Odd, changed_levels, join
 from support import chapter
 
@@ -34,12 +35,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("flag", REFUSED)
-def test_shard_a_wrong_call_ends_in_one_line(flag, tmp_path):
-    flags = ("--device=cpu", f"--run-dir={tmp_path}", flag)
-    for status, output in launch_ranks("beyond/shard/train.py", *flags):
-        [line] = output.splitlines()
-        assert (status, line[:7]) == (2, "error: ")
-        assert REFUSED[flag] in line
+def test_shard_a_wrong_call_ends_in_one_line(flag):
+    refused(ended("shard", flag, ranks=2), REFUSED[flag])
 
 
 class Tied(nn.Module):

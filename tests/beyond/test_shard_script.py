@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from local_ranks import launch_ranks
+from refusals import ended, refused
 from shard_cases import FSDP, ZERO_1, ZERO_2, language, largest_difference
 from support import FOLDERS, chapter, different_functions, functions, train, train_once
 
@@ -32,14 +32,11 @@ def test_shard_train_repeats_stage_04_and_04_resumes_its_checkpoint():
 
 
 @pytest.mark.parametrize("level", ["none", ZERO_2])
-def test_shard_a_checkpoint_of_the_other_optimizer_is_refused_in_one_line(level, tmp_path):
+def test_shard_a_checkpoint_of_the_other_optimizer_is_refused_in_one_line(level):
     flags = (*ON_DIGITS, f"--shard={level}", "--max-steps=1")
     path = train_once("shard", 2, *flags, "--optimizer=adamw").folder / "checkpoint.pt"
-    flags = (*flags, "--device=cpu", f"--run-dir={tmp_path}", f"--resume={path}")
-    for status, output in launch_ranks("beyond/shard/train.py", *flags):
-        [line] = output.splitlines()
-        assert (status, line[:7]) == (2, "error: ")
-        assert line.endswith("eps, expected one with dampening, momentum, nesterov")
+    line = ended("shard", *flags, f"--resume={path}", ranks=2)
+    refused(line, "eps, expected one with dampening, momentum, nesterov\n")
 
 
 @pytest.mark.parametrize("level", [ZERO_2, FSDP])

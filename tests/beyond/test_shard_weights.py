@@ -223,22 +223,6 @@ class TakesParts(nn.Module):
         return self.parts["second"](self.parts["first"](x))
 
 
-def assert_divided(model: nn.Module, layers: list[str]) -> None:
-    """FSDP divides these layers, and computes what rank 0's model computes."""
-    for parameter in model.parameters():
-        dist.broadcast(parameter.data, src=0)
-    inputs = torch.ones(1, 3)
-    expected = model(inputs)
-    fsdp = chapter("shard", "fsdp").FSDP(model)
-    assert [layer.name for layer in fsdp.layers] == layers
-    assert torch.allclose(fsdp(inputs), expected)
-
-
-@on_ranks(2)
-def test_shard_fsdp_divides_the_modules_of_a_module_dict(rank):
-    assert_divided(TakesParts(), ["parts.first", "parts.second"])
-
-
 class TakesNested(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -254,20 +238,28 @@ class TakesNested(nn.Module):
 
 
 @on_ranks(2)
-def test_shard_fsdp_divides_nested_lists_and_leaves_bare_parameters_whole(rank):
-    assert_divided(TakesNested(), ["groups.0.0", "groups.1.0"])
+def test_shard_fsdp_divides_module_dicts_and_nested_lists_and_leaves_bare_parameters_whole(rank):
+    """And computes what rank 0's model computes."""
+    for model, layers in (
+        (TakesParts(), ["parts.first", "parts.second"]),
+        (TakesNested(), ["groups.0.0", "groups.1.0"]),
+    ):
+        for parameter in model.parameters():
+            dist.broadcast(parameter.data, src=0)
+        inputs = torch.ones(1, 3)
+        expected = model(inputs)
+        fsdp = chapter("shard", "fsdp").FSDP(model)
+        assert [layer.name for layer in fsdp.layers] == layers
+        assert torch.allclose(fsdp(inputs), expected)
 
 
 @on_ranks(2)
-def test_shard_clips_a_gradient_of_nan_as_torch_does(rank):
-    gradients = [torch.tensor([float("nan")]), torch.ones(2)]
-    chapter("shard", "shards").clip_grad_norm(gradients[:1], gradients[1:], 1.0)
-    assert all(gradient.isnan().all() for gradient in gradients)
-
-
-@on_ranks(2)
-def test_shard_clips_copies_alone_and_without_any_gradient_nothing_as_torch_does(rank):
+def test_shard_clips_as_torch_does(rank):
+    """A gradient of nan, no gradient, and copies alone."""
     clip = chapter("shard", "shards").clip_grad_norm
+    gradients = [torch.tensor([float("nan")]), torch.ones(2)]
+    clip(gradients[:1], gradients[1:], 1.0)
+    assert all(gradient.isnan().all() for gradient in gradients)
     assert clip([], [], 1.0) == nn.utils.clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0) == 0
     weight = nn.Parameter(torch.ones(2))
     weight.grad, copy = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0])
