@@ -4,15 +4,13 @@ What is checked of a page stands in tests/helpers/pages.py.
 """
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-import update_translations as translations
 import write_index
-from pages import CHINESE, faults, main_path
-from repository_pages import ALL_PAGES, MAIN_PATH, ROOT
+from pages import CHINESE, faults
+from repository_pages import ALL_PAGES, ROOT
 
 STAGE, PAGE = "01_single_gpu/README.md", "01_single_gpu/train.md"
 CONTROLS = [  # a page, what is added to it, and what is found then
@@ -42,26 +40,6 @@ def test_what_is_wrong_with_a_page_is_found(page, added, fault, monkeypatch):
 )
 def test_what_a_page_links_and_quotes_is_there(page):
     assert [*faults(page)] == []
-
-
-def test_a_translation_that_is_older_is_reported_and_fails_nothing(tmp_path, monkeypatch, capsys):
-    english, chinese = tmp_path / "README.md", tmp_path / "README.zh.md"
-    english.write_text("# One\n")
-    chinese.write_text(
-        f"# 一\n<!-- of the English: {translations.digest(english.read_text())} -->\n"
-    )
-    monkeypatch.setattr(translations, "ROOT", tmp_path)
-    monkeypatch.setattr(translations, "translated_pages", lambda: [(english, chinese)])
-    monkeypatch.setattr(sys, "argv", ["update_translations.py"])
-    translations.main()
-    assert capsys.readouterr().out == ""
-    english.write_text("# Another one\n")
-    translations.main()
-    assert capsys.readouterr().out == "README.zh.md is older than README.md\n"
-
-
-def test_the_main_path_is_complete():
-    assert len(main_path(ROOT)) == len(MAIN_PATH)
 
 
 def test_the_index_is_that_of_the_pages_and_programs_of_today():
