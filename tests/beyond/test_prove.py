@@ -16,6 +16,7 @@ import pytest
 import torch
 from prove import table
 from prove.__main__ import main
+from prove.planted.__main__ import changed
 from prove.planted.mistakes import ONE_GPU
 from prove.watch_data import as_double, tensors_in
 
@@ -33,7 +34,6 @@ from pages import anchors
 from repository_pages import shell
 from support import NOT_COPIED, changed_source
 
-PLANTED = ROOT / "beyond" / "prove" / "planted"
 README = ROOT / "beyond" / "prove" / "README.md"
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2"]
 
@@ -89,11 +89,7 @@ def last_line(ended: subprocess.CompletedProcess) -> str:
 
 def planted(*changes: tuple[str, str]) -> str:
     """The plain script, with other lines."""
-    source = (PLANTED / "plain.py").read_text()
-    for old, new in changes:
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
-    return source
+    return changed("plain", changes)
 
 
 def test_it_finds_the_planted_mistakes_and_calls_nothing_wrong_that_is_right():

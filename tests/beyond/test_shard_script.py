@@ -1,6 +1,5 @@
 """beyond/shard/train.py repeats stage 04, which resumes its checkpoints, and learns a language."""
 
-from argparse import Namespace
 from unittest import mock
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from PIL import Image
 
 from refusals import ended, refused
-from shard_cases import FSDP, ZERO_1, ZERO_2, language, largest_difference
+from shard_cases import FSDP, ZERO_1, ZERO_2, largest_difference
 from support import FOLDERS, chapter, different_functions, functions, train, train_once
 
 measure = chapter("shard", "measure")
@@ -74,15 +73,6 @@ def test_shard_the_language_model_learns_and_its_loss_does_not_depend_on_the_ran
     assert largest_difference(state, three.checkpoint["model"]) < 1e-10
     own_tokens = train("shard", 2, *flags, without=(("train.py", "dist.all_reduce(tokens)"),))
     assert largest_difference(state, own_tokens.checkpoint["model"]) > 1e-3, "the control: C43"
-
-
-def test_shard_the_text_is_the_same_whatever_is_written_on_the_pages():
-    """All of its lines, a tenth of them for the test."""
-    args = Namespace(dataset="text", batch_size=1)
-    train_set, test_set = language.load_dataset(args)
-    assert (len(train_set), len(test_set)) == (4190, 466)
-    _, labels = test_set[0]
-    assert bytes(labels[labels != language.IGNORED].tolist()) == b"GLOUCESTER:\n"
 
 
 def test_shard_what_the_script_does_not_teach_is_stage_04s():
