@@ -190,10 +190,10 @@ def test_a_script_for_gpus_is_judged_on_cpus(prove_script, tmp_path):
 def test_the_original_shows_what_the_conversion_changed(prove_script, tmp_path):
     (tmp_path / "single.py").write_text(planted(*ONE_GPU))
     loss = "F.cross_entropy(ddp(points), labels)"
-    for source, expected in ((planted(), "right"), (planted((loss, f"2 * {loss}")), "WRONG")):
-        ended = prove_script(source, f"--original={sys.executable} single.py")
-        assert verdict(ended, "the original") == expected
-        assert verdict(ended, "one rank") == "right", "with itself it agrees"
+    twice_the_loss = planted((loss, f"2 * {loss}"))
+    ended = prove_script(twice_the_loss, f"--original={sys.executable} single.py")
+    assert verdict(ended, "the original") == "WRONG"
+    assert verdict(ended, "one rank") == "right", "with itself it agrees"
 
 
 def test_a_script_without_a_loader_is_replayed_from_what_goes_into_its_model(prove_script):
@@ -246,12 +246,6 @@ for epoch in range(3):
         model(x).square().mean().backward()
         optimizer.step()
 """
-
-
-def test_attention_with_dropout_is_replayed(prove_script):
-    """nn.MultiheadAttention passes all arguments of the attention by their places."""
-    attention = "DistributedDataParallel(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True))"
-    assert verdict(prove_script(training_of(attention)), "one rank") == "right"
 
 
 TWO_DATA_SETS = (
