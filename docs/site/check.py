@@ -13,9 +13,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from urllib.parse import unquote
 
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
@@ -25,7 +23,7 @@ from repository_pages import MAIN_PATH, ROOT
 
 OPTIONS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
 OPTIONS += ["--disable-sync", "--disable-background-networking", "--disable-component-update"]
-SAMPLE = ["zh/" * (i % 2) + f"{folder}/".removeprefix("./") for i, folder in enumerate(MAIN_PATH)]
+SAMPLE = ["zh/" * (i % 2) + f"{folder}/index.html" for i, folder in enumerate(MAIN_PATH)]
 SAMPLE += ["zh/docs/claims.html", "04_ddp_torchrun/lesson.diff.html", "01_single_gpu/train.py.html"]
 DRAWN = "[...document.querySelectorAll('pre.mermaid')].every((each) => each.querySelector('svg'))"
 WIDE = """[document.documentElement, document.querySelector('.content')]  // what could scroll
@@ -51,16 +49,6 @@ def link_faults(site: Path) -> Iterator[str]:
                 yield f"{page}: leads nowhere: {target}"
 
 
-class Server(ThreadingHTTPServer):
-    def handle_error(self, *_: object) -> None:
-        """The browser may leave a page before it has got all of it."""
-
-
-class Files(SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        """Stay silent."""
-
-
 class Visitor:
     """Opens pages in one browser, and keeps what is wrong with them."""
 
@@ -73,7 +61,7 @@ class Visitor:
         self.page.on("request", lambda it: it.url.startswith((base, "data:")) or self.say(it.url))
 
     def say(self, fault: str) -> None:
-        self.faults.append(f"{self.address or 'index.html'}: {fault}")
+        self.faults.append(f"{self.address}: {fault}")
 
     def open(self, address: str, width: int = 1280) -> Page:
         self.address = address
@@ -110,11 +98,9 @@ class Visitor:
 
 
 def browser_faults(site: Path, chromium: str, pages: list[str]) -> list[str]:
-    server = Server(("127.0.0.1", 0), partial(Files, directory=str(site)))
-    Thread(target=server.serve_forever, daemon=True).start()
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=OPTIONS)
-        visitor = Visitor(browser, f"http://127.0.0.1:{server.server_port}/")
+        visitor = Visitor(browser, f"{site.resolve().as_uri()}/")
         visits = [partial(visitor.narrow, address) for address in pages]
         for path in sorted(p for p in site.rglob("*.html") if "data-widget=" in p.read_text()):
             visits.append(partial(visitor.widgets, str(path.relative_to(site))))

@@ -1,4 +1,10 @@
-"""`make readme`: run the tour and every command of an `output of:` fence, and show what comes."""
+"""Write into the pages what their programs print today: the tour, its tables, and all outputs.
+
+    python docs/tools/refresh_pages.py
+
+`make readme` calls it. It runs the tour, whose report, results and pictures it stores, and every
+command of an `output of:` fence.
+"""
 
 import json
 import sys
@@ -17,7 +23,7 @@ def run(command: str) -> str:
     return shell(command, seconds=3600)
 
 
-def refresh_tour() -> None:
+def write_tour() -> None:
     run("python benchmarks/tour.py")
     results = json.loads((ROOT / "runs/tour/tour.json").read_text())
     results["commit"] = run("git describe --always --dirty").strip()
@@ -31,14 +37,14 @@ def refresh_tour() -> None:
     page.write_text(before + BEGIN + body + END + after)
 
 
-def refresh_outputs() -> None:
+def write_outputs() -> None:
     for fence in reversed(fences("text", ALL_PAGES)):  # from the end: places stay right
         if command := fence.command:
             text, (start, end) = fence.page.read_text(), fence.place
             fence.page.write_text(text[:start] + run(command) + text[end:])
 
 
-def refresh_tables() -> None:
+def write_tables() -> None:
     for page in ALL_PAGES:
         text = page.read_text()
         for match in reversed(list(TABLE.finditer(text))):
@@ -48,6 +54,6 @@ def refresh_tables() -> None:
 
 
 if __name__ == "__main__":
-    refresh_tour()
-    refresh_tables()
-    refresh_outputs()
+    write_tour()
+    write_tables()
+    write_outputs()

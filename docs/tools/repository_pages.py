@@ -32,13 +32,9 @@ MAIN_PATH += ("04_ddp_torchrun", "05_amp_syncbn", "beyond/survive", "beyond/conv
 PAGES = ("*.md", "0?_*/**/*.md", "beyond/**/*.md", "benchmarks/*.md", "common/*.md", "docs/*.md")
 
 
-def pages_of(root: Path) -> list[Path]:
-    """The English pages; for the others, see update_translations.py."""
-    pages = [path for pattern in PAGES for path in sorted(root.glob(pattern))]
-    return [path for path in pages if not path.match("*.zh.md")]
-
-
-ALL_PAGES = pages_of(ROOT)
+# The English pages; for the others, see update_translations.py.
+ALL_PAGES = [path for pattern in PAGES for path in sorted(ROOT.glob(pattern))]
+ALL_PAGES = [path for path in ALL_PAGES if not path.match("*.zh.md")]
 # These show commands for a folder of the reader's, and diffs of no stage: see test_convert.py.
 CONVERT = {
     ROOT / "beyond/convert" / x for x in ("README.md", "examples/README.md", "detector/README.md")

@@ -1,4 +1,4 @@
-"""Keep the Chinese pages' fences and numbers fresh, and list pages older than their English ones.
+"""Write the English fences and numbers into the Chinese pages, and list those that are older.
 
     python docs/tools/update_translations.py                 # `make lessons` calls it
     python docs/tools/update_translations.py --translated    # after a translation: none is older
@@ -68,11 +68,6 @@ def translated(english: str, chinese: str) -> str:
     return replace_each(NUMBER, numbers, chinese)
 
 
-def is_current(english: str, chinese: str) -> bool:
-    match = DIGEST.search(chinese)
-    return bool(match) and match[1] == digest(english)
-
-
 def main() -> None:
     for page, translation in translated_pages():
         english, chinese = page.read_text(), translation.read_text()
@@ -80,7 +75,7 @@ def main() -> None:
         if "--translated" in sys.argv:
             chinese = DIGEST.sub(f"<!-- of the English: {digest(english)} -->", chinese)
         translation.write_text(chinese)
-        if not is_current(english, chinese):
+        if DIGEST.findall(chinese) != [digest(english)]:
             print(f"{translation.relative_to(ROOT)} is older than {page.relative_to(ROOT)}")
 
 

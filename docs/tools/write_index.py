@@ -69,18 +69,14 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(files, key=lambda path: (*place(path), path))
 
 
-def sections(root: Path) -> list[Path]:
-    folders = [path for each in SECTIONS for path in sorted(root.glob(each)) if path.is_dir()]
-    return [folder for folder in folders if files_of(folder)]
-
-
-def index(root: Path = ROOT) -> str:
+def index() -> str:
     """The text of docs/index.md."""
-    parts, here = [INTRODUCTION], (root / INDEX).parent
-    for folder in sections(root):
-        parts.append(HEAD.format(folder.relative_to(root).as_posix()))
+    parts, here = [INTRODUCTION], (ROOT / INDEX).parent
+    folders = [path for each in SECTIONS for path in sorted(ROOT.glob(each)) if path.is_dir()]
+    for folder in filter(files_of, folders):
+        parts.append(HEAD.format(folder.relative_to(ROOT).as_posix()))
         for path in files_of(folder):
-            if path == root / INDEX:
+            if path == ROOT / INDEX:
                 continue
             says = summary_of(path) if path.suffix == ".py" else title_of(path)
             name, link = path.relative_to(folder).as_posix(), os.path.relpath(path, here)

@@ -28,12 +28,11 @@ def lesson(stage: str) -> str:
     return subprocess.run(diff, cwd=ROOT, capture_output=True, text=True).stdout
 
 
-def refresh(stage: str) -> None:
+def write_lesson(stage: str) -> None:
     (ROOT / stage / "lesson.diff").write_text(lesson(stage))
     lines = lesson(stage).splitlines(keepends=True)[2:]  # without the names of the files
-    for fence in reversed(
-        fences("diff", [page for page in ALL_PAGES if page.parent == ROOT / stage])
-    ):
+    pages = [page for page in ALL_PAGES if page.parent == ROOT / stage]
+    for fence in reversed(fences("diff", pages)):  # from the end: places stay right
         if not fence.note.startswith("lesson: "):
             continue
         first, last = fence.note.removeprefix("lesson: ").split(" ... ")
@@ -41,11 +40,11 @@ def refresh(stage: str) -> None:
         if above is None:
             raise SystemExit(f"{fence.page}: the lesson has no line that begins with {first}")
         below = next(i for i, line in enumerate(lines) if i >= above and line.startswith(last))
-        text, (start, end) = fence.page.read_text(), fence.place  # from the end: it stays right
+        text, (start, end) = fence.page.read_text(), fence.place
         fence.page.write_text(text[:start] + "".join(lines[above : below + 1]) + text[end:])
 
 
 if __name__ == "__main__":
     for stage in PARENTS:
-        refresh(stage)
+        write_lesson(stage)
         print(f"wrote {stage}/lesson.diff and the parts of it in its pages")

@@ -8,6 +8,7 @@ import shutil
 import sys
 from contextlib import redirect_stdout
 from difflib import unified_diff
+from functools import cache
 from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
@@ -17,7 +18,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
-from local_ranks import command, launch_ranks, run_ranks, scratch_folder
+from local_ranks import command, launch_ranks, on_ranks, run_ranks, scratch_folder
 from repository_pages import ROOT, fences, shell
 from support import FOLDERS, chapter, fresh_module
 
@@ -82,13 +83,13 @@ def few_digits(folder: Path) -> None:
         (raw / file.name).write_bytes(cut)
 
 
-def proof(folder: Path, *arguments: str) -> dict[str, str]:
-    """The verdict of each row of prove's table, of a script mine.py."""
-    file = folder / "rows.json"
-    launch = ["torchrun", "--standalone", "--nproc-per-node=2", "mine.py"]
-    flags = ["--batches=2", f"--json={file}", *arguments, *launch]
-    command("beyond/prove/__main__.py", *flags, where=folder, seconds=180)
-    result = json.loads(file.read_text())
+def proof(folder: Path, source: str, *options: str, flags: tuple = ()) -> dict[str, str]:
+    """The verdict of each row of prove's table, of a script with these flags."""
+    (folder / "mine.py").write_text(source)
+    call = ["torchrun", "--standalone", "--nproc-per-node=2", "mine.py", *flags]
+    options = ("--batches=2", f"--json={folder / 'rows.json'}", *options)
+    command("beyond/prove/__main__.py", *options, *call, where=folder, seconds=180)
+    result = json.loads((folder / "rows.json").read_text())
     assert result["rows"], result["error"]
     return {row["check"]: row["verdict"] for row in result["rows"]}
 
@@ -105,8 +106,8 @@ def verdicts_on_the_page() -> list[dict[str, str]]:
 @pytest.mark.parametrize("step", range(1, 7))
 def test_after_each_step_prove_says_what_the_page_says(step, tmp_path):
     few_digits(tmp_path)
-    (tmp_path / "mine.py").write_text(load("apply_steps.py", folder=CONVERT).scripts()[step])
-    verdicts, on_the_page = proof(tmp_path), verdicts_on_the_page()[step - 1]
+    script = load("apply_steps.py", folder=CONVERT).scripts()[step]
+    verdicts, on_the_page = proof(tmp_path, script), verdicts_on_the_page()[step - 1]
     for check, verdict in on_the_page.items():
         assert verdicts.get(check, "-").replace("not seen", "-") == verdict, check
     others = [verdict for check, verdict in verdicts.items() if check not in on_the_page]
@@ -118,10 +119,8 @@ def test_the_converted_classifier_is_its_original_and_twice_the_loss_is_not(tmp_
     shutil.copy(CLASSIFIER / "classifier.py", tmp_path)
     original = f"--original={sys.executable} classifier.py"
     source = (CLASSIFIER / "classifier_ddp.py").read_text()
-    (tmp_path / "mine.py").write_text(source)
-    assert {*proof(tmp_path, original).values()} == {"right"}
-    (tmp_path / "mine.py").write_text(source.replace("* world_size / divisor", "/ divisor"))
-    verdicts = proof(tmp_path, original)
+    assert {*proof(tmp_path, source, original).values()} == {"right"}
+    verdicts = proof(tmp_path, source.replace("* world_size / divisor", "/ divisor"), original)
     assert (verdicts["one rank"], verdicts["the original"]) == ("WRONG", "WRONG")
 
 
@@ -135,6 +134,16 @@ def test_the_script_runs_after_each_step_and_shows_what_the_readme_says(step, tm
     losses = [re.findall(r"epoch 1  loss (\S+)", text) for text in output]
     assert (losses[0] == losses[1]) == (step < 3), "from step 3 on, the ranks see other images"
     assert [len(x) for x in losses] == [1, step < 8], "rank 0 alone logs"
+
+
+@pytest.mark.parametrize(("step", "missing"), [(4, {"files", "weights"}), (8, set())])
+def test_prove_says_what_the_detector_still_misses_after_a_step(step, missing, tmp_path):
+    script = load("apply_steps.py", folder=CONVERT).scripts(DETECTOR)[step].replace(*SHALLOW)
+    flags = (*SMALL, f"--data-dir={scenes(8, 2)}", "--epochs=1", "--image-size=48")
+    verdicts = proof(tmp_path, script, flags=flags)
+    wrong = {check for check, verdict in verdicts.items() if verdict == "WRONG"}
+    assert (missing <= wrong, bool(wrong)) == (True, bool(missing)), verdicts
+    assert (verdicts["one rank"] == "right") == (step == 8)
 
 
 def _run(rank: int, name: str, flags: tuple, *changes: tuple[str, str]) -> dict:
@@ -290,16 +299,20 @@ def _example(rank: int, name: str, *changes: tuple[str, str]) -> dict:
     return {"weights": torch.cat([p.flatten() for p in weights]), "printed": printed.getvalue()}
 
 
+@cache
 def original_of(name: str) -> dict:
-    order = ("shuffle=True", "sampler=S")
-    sampler = ("loader =", "S = torch.utils.data.DistributedSampler(train_set, 1, 0)\nloader =")
-    epoch = ("for epoch in range(3):\n", "for epoch in range(3):\n    S.set_epoch(epoch)\n")
-    source = (EXAMPLES / f"{name}.py").read_text()
-    changes = [order, epoch] if "shuffle=True" in source else []
-    if changes:
-        source_line = next(x for x in source.splitlines() if x.startswith("loader ="))
-        changes.insert(0, (source_line, sampler[1].replace("loader =", source_line)))
-    return run_ranks(1, _example, name, *changes)[0]
+    """In the order of a DistributedSampler, if it shuffles."""
+    epochs, sampler = (
+        "for epoch in range(3):\n",
+        "torch.utils.data.DistributedSampler(train_set, 1, 0)",
+    )
+    changes = (
+        ("\nloader =", f"\nsampler = {sampler}\nloader ="),
+        ("shuffle=True", "sampler=sampler"),
+        (epochs, f"{epochs}    sampler.set_epoch(epoch)\n"),
+    )
+    shuffles = "shuffle=True" in (EXAMPLES / f"{name}.py").read_text()
+    return run_ranks(1, _example, name, *changes * shuffles)[0]
 
 
 @pytest.mark.parametrize("name", EXAMPLE)
@@ -404,35 +417,31 @@ def test_the_page_shows_the_diffs_of_the_examples():
     )
 
 
+OTHER_LOSSES = ("contrastive", "Dice over the batch", "attention over the batch")
+
+
 def test_a_mean_over_samples_is_right_under_ddp_and_other_losses_are_not():
     errors = load("losses.py", folder=CONVERT).measure()
     assert max(errors["mean over samples"]) < 1e-12
     assert errors["sum over samples"] == pytest.approx([1 / 2] * 12), "a factor of 1 / ranks"
-    for name in ("contrastive", "Dice over the batch", "attention over the batch"):
-        assert min(errors[name]) > 0.01
+    assert min(min(errors[name]) for name in OTHER_LOSSES) > 0.01
 
 
-def _gathered(rank: int, name: str) -> float:
-    torch.distributed.init_process_group("gloo")
+@on_ranks(2)
+def test_a_loss_of_all_ranks_outputs_is_right_whatever_it_is(rank):
     losses, rows = load("losses.py", folder=CONVERT), slice(16 * rank, 16 * rank + 16)
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 10).double()
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
     batch = torch.randn(32, 64, dtype=torch.float64)
     labels = torch.arange(16).repeat_interleave(2) % 10
-    exact = losses.gradient(losses.LOSSES[name](model(batch), labels), model)
-    ddp = torch.nn.parallel.DistributedDataParallel(model)
-    outputs = torch.cat(torch.distributed.nn.functional.all_gather(ddp(batch[rows])))
-    losses.LOSSES[name](outputs, labels).backward()
-    gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-    return float((gradient - exact).norm() / exact.norm())
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["mean over samples", "contrastive", "Dice over the batch", "attention over the batch"],
-)
-def test_a_loss_of_all_ranks_outputs_is_right_whatever_it_is(name):
-    assert max(run_ranks(2, _gathered, name)) < 1e-12
+    for name in ("mean over samples", *OTHER_LOSSES):
+        exact = losses.gradient(losses.LOSSES[name](model(batch), labels), model)
+        model.zero_grad()
+        outputs = torch.cat(torch.distributed.nn.functional.all_gather(ddp(batch[rows])))
+        losses.LOSSES[name](outputs, labels).backward()
+        gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        assert (gradient - exact).norm() / exact.norm() < 1e-12, name
 
 
 @pytest.mark.parametrize("word", ["accelerate", "seeds", "Dealt", "Shard", "spare"])

@@ -3,6 +3,7 @@
 import socket
 import struct
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -58,16 +59,8 @@ def weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
 
 
-def momentum_sgd(parameters):
-    return SGD(parameters, 0.1, momentum=0.9, weight_decay=0.01)
-
-
-def plain_sgd(parameters):
-    return SGD(parameters, 0.1)
-
-
-def adam_w(parameters):
-    return AdamW(parameters, 0.01)
+plain_sgd, adam_w = partial(SGD, lr=0.1), partial(AdamW, lr=0.01)
+momentum_sgd = partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
 def by_ddp(make_optimizer, steps: int) -> torch.Tensor:

@@ -62,14 +62,16 @@ def saved(state: tuple) -> bytes:
 
 
 @cache
-def saved_on_two_ranks() -> dict[tuple, tuple]:
-    """After two of four steps, by hand and by the library."""
-    cases = [(level, library) for library in (False, True) for level in BY_HAND]
-    states = run_ranks(2, resumed, [(*case, None) for case in cases])[0]
-    return dict(zip(cases, states, strict=True))
+def saved_on_two_ranks(
+    name: str = "transformer", optimizer: str = "adamw", library: bool = False
+) -> dict[str, tuple]:
+    """By level, after two of four steps."""
+    cases = [(level, library, None) for level in BY_HAND]
+    states = run_ranks(2, resumed, cases, name, optimizer)[0]
+    return dict(zip(BY_HAND, states, strict=True))
 
 
-def resumed_alone(state: tuple, name: str = "transformer", optimizer: str = "adamw") -> dict:
+def resumed_alone(state: tuple, name: str, optimizer: str) -> dict:
     model, (optimizer_class, options) = build(name), OPTIMIZERS[optimizer]
     plain = optimizer_class(model.parameters(), **options)
     model.load_state_dict(state[0])
@@ -81,29 +83,19 @@ def resumed_alone(state: tuple, name: str = "transformer", optimizer: str = "ada
     return model.state_dict()
 
 
-def test_shard_a_run_saved_on_two_ranks_goes_on_on_three_and_in_a_plain_process():
-    expected = one_process("transformer", "adamw")
-    states = {
-        level: state for (level, library), state in saved_on_two_ranks().items() if not library
-    }
+@pytest.mark.parametrize(("name", "optimizer"), [("transformer", "adamw"), ("odd", "nadam")])
+def test_shard_a_run_saved_on_two_ranks_goes_on_on_three_and_in_a_plain_process(name, optimizer):
+    """NAdam keeps other scalars than a step, and the odd model has a scalar parameter, whose
+    momentum looks like a step."""
+    expected = one_process(name, optimizer)
+    states = saved_on_two_ranks(name, optimizer)
     cases = [(level, False, saved(state)) for level, state in states.items()]
-    for state, (weights, _) in zip(states.values(), run_ranks(3, resumed, cases)[0], strict=True):
+    three_ranks = run_ranks(3, resumed, cases, name, optimizer)[0]
+    for state, (weights, _) in zip(states.values(), three_ranks, strict=True):
         weights_when_saved, _ = state
         assert largest_difference(weights_when_saved, expected) > 1e-3, "the control"
         assert largest_difference(weights, expected) < 1e-10
-        assert largest_difference(resumed_alone(state), expected) < 1e-10
-
-
-def test_shard_an_optimizer_that_keeps_other_scalars_than_a_step_goes_on_too():
-    """NAdam, and a model with a scalar parameter, whose momentum looks like a step."""
-    of = ("odd", "nadam")
-    states = run_ranks(2, resumed, [(level, False, None) for level in BY_HAND], *of)[0]
-    cases = [(level, False, saved(state)) for level, state in zip(BY_HAND, states, strict=True)]
-    for state, (weights, _) in zip(states, run_ranks(3, resumed, cases, *of)[0], strict=True):
-        weights_when_saved, _ = state
-        assert largest_difference(weights_when_saved, one_process(*of)) > 1e-3, "the control"
-        assert largest_difference(weights, one_process(*of)) < 1e-10
-        assert largest_difference(resumed_alone(state, *of), one_process(*of)) < 1e-10
+        assert largest_difference(resumed_alone(state, name, optimizer), expected) < 1e-10
 
 
 @on_ranks(2)
@@ -140,7 +132,7 @@ def held_when_resumed(rank: int, state: bytes, changes: tuple) -> dict[str, int]
 
 def test_shard_a_resumed_rank_holds_only_its_part_of_the_state():
     """The control: a part that is no copy keeps all of its tensor alive."""
-    state = saved_on_two_ranks()[ZERO_1, False]
+    state = saved_on_two_ranks()[ZERO_1]
     full_size = sum(value.nbytes for row in state[1]["state"].values() for value in row.values())
     for held in run_ranks(2, held_when_resumed, saved(state), ()):
         assert held == dict.fromkeys(BY_HAND, pytest.approx(full_size / 2, rel=0.02))
@@ -162,8 +154,11 @@ def test_shard_the_rate_of_a_resumed_run_is_that_of_its_own_flags():
 
 def test_shard_the_library_reaches_the_same_weights_and_shares_its_checkpoints():
     """Saved by hand, resumed by PyTorch's classes, and the other way round."""
-    states = saved_on_two_ranks().items()
-    cases = [(level, not library, saved(state)) for (level, library), state in states]
+    cases = [
+        (level, not library, saved(state))
+        for library in (False, True)
+        for level, state in saved_on_two_ranks(library=library).items()
+    ]
     for weights, _ in run_ranks(2, resumed, cases)[0]:
         assert largest_difference(weights, one_process("transformer", "adamw")) < 1e-10
 

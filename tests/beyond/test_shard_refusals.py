@@ -1,15 +1,16 @@
 """beyond/shard: what cannot be divided, and a wrong call, are refused in one line on every rank."""
 
+import re
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, Adafactor
 
-from local_ranks import launch_ranks, on_ranks, run_ranks
-from shard_cases import FSDP, ZERO_1, ZERO_2, Odd, changed_levels, join
+from local_ranks import gather_from_ranks, on_ranks
+from refusals import ended, refused
+from shard_cases import FSDP, ZERO_1, ZERO_2, Odd, changed_levels
 from support import chapter
 
 
@@ -34,12 +35,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("flag", REFUSED)
-def test_shard_a_wrong_call_ends_in_one_line(flag, tmp_path):
-    flags = ("--device=cpu", f"--run-dir={tmp_path}", flag)
-    for status, output in launch_ranks("beyond/shard/train.py", *flags):
-        [line] = output.splitlines()
-        assert (status, line[:7]) == (2, "error: ")
-        assert REFUSED[flag] in line
+def test_shard_a_wrong_call_ends_in_one_line(flag):
+    refused(ended("shard", flag, ranks=2), REFUSED[flag])
 
 
 class Tied(nn.Module):
@@ -55,43 +52,53 @@ class Tied(nn.Module):
         return self.head(self.embedding(tokens))
 
 
-def refusals(rank: int) -> list[str]:
-    join("gloo")
-    levels, errors = changed_levels(), []
-    untied = Tied()
-    untied.head = nn.Linear(3, 5)
-    mixed = nn.Sequential(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 5).double()))
+def untied() -> nn.Module:
+    model = Tied()
+    model.head = nn.Linear(3, 5)
+    return model
+
+
+def mixed() -> nn.Module:
+    return nn.Sequential(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 5).double()))
+
+
+def backward_once(level: str, model: nn.Module, optimizer_class: type) -> None:
+    training = changed_levels().by_hand(level, model, optimizer_class, lr=0.1)
+    training.model(torch.arange(5)).sum().backward()
+    training.finish()
+
+
+REFUSED_MODELS = [  # the level, the model, the optimizer, and what the line says
+    (FSDP, Tied, SGD, "embedding.weight and head.weight are one"),
+    (ZERO_1, Tied, Adafactor, "Adafactor looks at whole parameters"),
+    (FSDP, mixed, SGD, "0 has parameters in torch.float32 and torch.float64: convert"),
+    (FSDP, untied, SGD, "gave no gradient to unused: freeze"),
+    (ZERO_2, Tied, SGD, "no gradient to 2 parameters, of shape (3,)"),
+]
+
+
+@on_ranks(2)
+def test_shard_what_cannot_be_divided_is_refused_in_one_line_on_every_rank(rank):
+    for level, model, optimizer_class, words in REFUSED_MODELS:
+        with pytest.raises(ValueError, match=re.escape(words)) as caught:
+            backward_once(level, model(), optimizer_class)
+        assert caught.typename == "ShardingError"
+        line, line_of_the_other = gather_from_ranks(str(caught.value))
+        assert line == line_of_the_other
+        assert "\n" not in line
+
+
+@on_ranks(2)
+def test_shard_what_a_rank_cannot_fill_or_does_not_hold_is_refused(rank):
+    levels = changed_levels()
     with torch.device("meta"):
         unfilled = Odd()
-    said_of_meta = "is on the meta device, and tied or in no layer"
-    with pytest.raises(ValueError, match=said_of_meta):
+    with pytest.raises(ValueError, match="is on the meta device, and tied or in no layer"):
         levels.by_hand(FSDP, unfilled, SGD, lr=0.1)
     optimizer = levels.by_hand(ZERO_1, Tied(), SGD, lr=0.1).optimizer
     for call in (optimizer.state_dict, partial(optimizer.load_state_dict, {})):
         with pytest.raises(ValueError, match="a rank holds only its parts"):
             call()
-    cases = [(FSDP, Tied(), SGD), (ZERO_1, Tied(), torch.optim.Adafactor), (FSDP, mixed, SGD)]
-    for level, model, optimizer_class in [*cases, (FSDP, untied, SGD), (ZERO_2, Tied(), SGD)]:
-        try:
-            training = levels.by_hand(level, model, optimizer_class, lr=0.1)
-            training.model(torch.arange(5)).sum().backward()
-            training.finish()
-        except ValueError as error:
-            errors.append(f"{type(error).__name__}: {error}")
-    dist.destroy_process_group()
-    return errors
-
-
-def test_shard_what_cannot_be_divided_is_refused_in_one_line_on_every_rank():
-    lines, other_lines = run_ranks(2, refusals)
-    assert lines == other_lines
-    words = ("embedding.weight and head.weight are one", "Adafactor looks at whole parameters")
-    words += ("0 has parameters in torch.float32 and torch.float64: convert",)
-    words += ("gave no gradient to unused: freeze", "no gradient to 2 parameters, of shape (3,)")
-    for expected, line in zip(words, lines, strict=True):
-        assert line.startswith("ShardingError: ")
-        assert expected in line
-        assert "\n" not in line
 
 
 @on_ranks(2)

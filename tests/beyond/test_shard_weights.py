@@ -22,7 +22,6 @@ from shard_cases import (
     build,
     changed_levels,
     collect,
-    join,
     language,
     largest_difference,
     loss_of,
@@ -69,69 +68,50 @@ def test_shard_fsdp_may_recompute_and_gather_in_another_format():
     assert all(1e-10 < far < 1e-5 for far in in_float32)
 
 
-def in_bf16(rank: int) -> list[float]:
-    join("gloo")
+@on_ranks(2)
+def test_shard_fsdp_learns_with_parameters_gathered_in_bf16(rank):
     model, (optimizer_class, options) = build("transformer").float(), OPTIMIZERS["adamw"]
-    training = changed_levels().by_hand(
-        FSDP, model, optimizer_class, {"dtype": torch.bfloat16}, **options
-    )
-    losses, gathered = [], training.model.layers[0].unshard().dtype
-    inputs, labels = batches("transformer")[0]
+    gathered_in = {"dtype": torch.bfloat16}
+    training = changed_levels().by_hand(FSDP, model, optimizer_class, gathered_in, **options)
+    assert training.model.layers[0].unshard().dtype == torch.bfloat16
+    (inputs, labels), losses = batches("transformer")[0], []
     for _ in range(20):
         train_steps(training, [(inputs, labels)])
         with torch.no_grad():
             losses.append(loss_of(training.model, inputs, labels, int((labels >= 0).sum())).item())
-    kept = {part.dtype for part in training.model.parameters()}
-    dist.destroy_process_group()
-    assert (gathered, kept) == (torch.bfloat16, {torch.float32})
-    return losses
-
-
-def test_shard_fsdp_learns_with_parameters_gathered_in_bf16():
-    losses = run_ranks(2, in_bf16)[0]
+    assert {part.dtype for part in training.model.parameters()} == {torch.float32}, "what is kept"
     assert losses[-1] < 0.8 * losses[0]
 
 
-def full_state_from_meta(rank: int) -> dict[str, torch.Tensor]:
-    join("gloo")
+@on_ranks(2)
+def test_shard_a_model_made_layer_by_layer_has_the_weights_of_one_made_at_once(rank):
     torch.manual_seed(0)
     with torch.device("meta"):
         model = language.Transformer(8, layers=2)
     state, _ = collect(changed_levels().by_hand(FSDP, model, SGD, lr=0.1))
-    dist.destroy_process_group()
-    return state
-
-
-def test_shard_a_model_made_layer_by_layer_has_the_weights_of_one_made_at_once():
-    state = run_ranks(2, full_state_from_meta)[0]
     for seed, is_same in ((0, True), (1, False)):  # the control: another seed
         torch.manual_seed(seed)
         made_at_once = language.Transformer(8, layers=2).state_dict()
-        assert (largest_difference(state, made_at_once) == 0) == is_same
+        assert rank > 0 or (largest_difference(state, made_at_once) == 0) == is_same
 
 
-def looked_at_before_the_step(rank: int, changes: tuple) -> float:
+@on_ranks(2)
+def test_shard_a_forward_without_backward_leaves_no_stale_weights(rank):
     """A loss is computed once more, and no backward follows: the last layer stays unsharded."""
-    join("gloo")
-    training = changed_levels(changes).by_hand(FSDP, build("odd"), SGD, lr=0.1)
-    first, second, *_ = batches("odd")
-    train_steps(training, [first])
-    training.model(first[0])
-    train_steps(training, [first])
-    training.model(first[0])
-    training.optimizer.step()  # the same gradients again
-    after = training.model(second[0])
-    state, _ = collect(training)
-    dist.destroy_process_group()
-    plain = build("odd")
-    if rank == 0:
-        plain.load_state_dict(state)
-    return float((plain(second[0]) - after).abs().max()) if rank == 0 else 0.0
-
-
-def test_shard_a_forward_without_backward_leaves_no_stale_weights():
-    assert run_ranks(2, looked_at_before_the_step, ())[0] < 1e-12
-    assert run_ranks(2, looked_at_before_the_step, (("fsdp.py", "layer.free()"),))[0] > 1e-3
+    (inputs, labels), (other_inputs, _), *_ = batches("odd")
+    for changes in ((), (("fsdp.py", "layer.free()"),)):  # the second one is the control
+        training = changed_levels(changes).by_hand(FSDP, build("odd"), SGD, lr=0.1)
+        for _ in range(2):
+            train_steps(training, [(inputs, labels)])
+            training.model(inputs)
+        training.optimizer.step()  # the same gradients again
+        outputs = training.model(other_inputs)
+        state, _ = collect(training)
+        if rank == 0:
+            plain = build("odd")
+            plain.load_state_dict(state)
+            difference = (plain(other_inputs) - outputs).abs().max()
+            assert difference > 1e-3 if changes else difference < 1e-12
 
 
 CONTROLS = {  # what is left out or made wrong: where it is used, and the change
@@ -223,22 +203,6 @@ class TakesParts(nn.Module):
         return self.parts["second"](self.parts["first"](x))
 
 
-def assert_divided(model: nn.Module, layers: list[str]) -> None:
-    """FSDP divides these layers, and computes what rank 0's model computes."""
-    for parameter in model.parameters():
-        dist.broadcast(parameter.data, src=0)
-    inputs = torch.ones(1, 3)
-    expected = model(inputs)
-    fsdp = chapter("shard", "fsdp").FSDP(model)
-    assert [layer.name for layer in fsdp.layers] == layers
-    assert torch.allclose(fsdp(inputs), expected)
-
-
-@on_ranks(2)
-def test_shard_fsdp_divides_the_modules_of_a_module_dict(rank):
-    assert_divided(TakesParts(), ["parts.first", "parts.second"])
-
-
 class TakesNested(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -254,20 +218,28 @@ class TakesNested(nn.Module):
 
 
 @on_ranks(2)
-def test_shard_fsdp_divides_nested_lists_and_leaves_bare_parameters_whole(rank):
-    assert_divided(TakesNested(), ["groups.0.0", "groups.1.0"])
+def test_shard_fsdp_divides_module_dicts_and_nested_lists_and_leaves_bare_parameters_whole(rank):
+    """And computes what rank 0's model computes."""
+    for model, layers in (
+        (TakesParts(), ["parts.first", "parts.second"]),
+        (TakesNested(), ["groups.0.0", "groups.1.0"]),
+    ):
+        for parameter in model.parameters():
+            dist.broadcast(parameter.data, src=0)
+        inputs = torch.ones(1, 3)
+        expected = model(inputs)
+        fsdp = chapter("shard", "fsdp").FSDP(model)
+        assert [layer.name for layer in fsdp.layers] == layers
+        assert torch.allclose(fsdp(inputs), expected)
 
 
 @on_ranks(2)
-def test_shard_clips_a_gradient_of_nan_as_torch_does(rank):
-    gradients = [torch.tensor([float("nan")]), torch.ones(2)]
-    chapter("shard", "shards").clip_grad_norm(gradients[:1], gradients[1:], 1.0)
-    assert all(gradient.isnan().all() for gradient in gradients)
-
-
-@on_ranks(2)
-def test_shard_clips_copies_alone_and_without_any_gradient_nothing_as_torch_does(rank):
+def test_shard_clips_as_torch_does(rank):
+    """A gradient of nan, no gradient, and copies alone."""
     clip = chapter("shard", "shards").clip_grad_norm
+    gradients = [torch.tensor([float("nan")]), torch.ones(2)]
+    clip(gradients[:1], gradients[1:], 1.0)
+    assert all(gradient.isnan().all() for gradient in gradients)
     assert clip([], [], 1.0) == nn.utils.clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0) == 0
     weight = nn.Parameter(torch.ones(2))
     weight.grad, copy = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0])

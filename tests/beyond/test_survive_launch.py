@@ -22,10 +22,20 @@ from local_ranks import (
     on_ranks,
     torchrun_variables,
 )
+from refusals import ended, refused
 from support import chapter
 
 launch = chapter("survive", "launch")
 SCRIPT = "beyond/survive/train.py"
+
+
+def answer_of(function, *args: object) -> str:
+    """What a call returns, or the line of its error."""
+    try:
+        return str(function(*args))
+    except launch.LaunchError as error:
+        return str(error)
+
 
 START = "expected a whole number: start with torchrun or srun"
 LAUNCHERS = {  # the variables of torchrun and those of srun; what the rank then knows
@@ -47,11 +57,7 @@ def test_the_launcher_is_torchrun_or_srun_or_nobody(case):
     env = dict(zip(launch.TORCHRUN, torchrun.split(), strict=False))
     env |= dict(zip(launch.SRUN, srun.split(), strict=False))
     with patch.object(os, "environ", env):
-        try:
-            answer = str(launch.read_launcher())
-        except launch.LaunchError as error:
-            answer = str(error)
-    assert answer == expected
+        assert answer_of(launch.read_launcher) == expected
 
 
 WRONG_STARTS = [
@@ -63,12 +69,8 @@ WRONG_STARTS = [
 
 
 @pytest.mark.parametrize(("env", "error"), WRONG_STARTS)
-def test_wrong_launch_variables_end_in_one_line_and_nobody_trains_alone(env, error, tmp_path):
-    flags = ("--device=cpu", f"--run-dir={tmp_path / 'run'}")
-    [(status, output)] = command(SCRIPT, *flags, env=env)
-    assert (status, output.count("\n")) == (2, 1), output
-    assert output.startswith(f"error: {error}")
-    assert not (tmp_path / "run").exists()
+def test_wrong_launch_variables_end_in_one_line_and_nobody_trains_alone(env, error):
+    refused(ended("survive", env=env), f"error: {error}")
 
 
 def test_a_torchrun_of_one_rank_in_a_step_of_several_tasks_does_not_wait(tmp_path):
@@ -123,10 +125,7 @@ def test_all_ranks_choose_the_same_backend_though_their_machines_differ(rank):
         device = torch.device("cuda", 0) if gpus[rank] else torch.device("cpu")
         store = dist.PrefixStore(f"case {number}", dist.distributed_c10d._get_default_store())
         with gpu_with(gpus[rank]), patch.object(launch, "print", id, create=True):
-            try:
-                answer = str(launch.each_rank_has_a_gpu(store, device, rank, 3))
-            except launch.LaunchError as error:
-                answer = str(error)
+            answer = answer_of(launch.each_rank_has_a_gpu, store, device, rank, 3)
         assert gather_from_ranks(answer) == [expected] * 3
 
 

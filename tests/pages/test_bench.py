@@ -19,7 +19,7 @@ import support
 import tables
 import timing
 import tour
-from local_ranks import command, run_ranks
+from local_ranks import command, on_ranks
 from refusals import ended, refused
 from repository_pages import ALL_PAGES
 from support import chapter, fresh_module
@@ -159,8 +159,8 @@ def test_a_step_is_its_computing_and_what_of_the_communication_nothing_hides():
         assert four == pytest.approx(step.seconds + 3 * (job.forward + job.backward)), "no_sync"
 
 
-def _sizes_that_ddp_sends(rank):
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+@on_ranks(2)
+def test_the_buckets_are_those_that_ddp_really_sends(rank):
     ddp, sizes = torch.nn.parallel.DistributedDataParallel(torchvision.models.resnet18()), []
 
     def note(_, bucket):
@@ -171,19 +171,15 @@ def _sizes_that_ddp_sends(rank):
     for _ in range(2):  # after the first backward, DDP lays out its buckets again
         sizes.clear()
         ddp(torch.randn(2, 3, 64, 64)).sum().backward()
-    return sizes
-
-
-def test_the_buckets_are_those_that_ddp_really_sends():
-    gradients, old = (
-        ready.gradients_of_classifier("resnet18", 64),
-        "FIRST_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20",
+    gradients = ready.gradients_of_classifier("resnet18", 64)
+    assert sizes == [bucket.size for bucket in ready.fill_buckets(gradients)]
+    old, new = "2**20, 25 * 2**20", "2**22, 10 * 2**20"
+    change = (
+        "forecast/gradient_order.py",
+        *(f"FIRST_BYTES, BUCKET_BYTES = {x}" for x in (old, new)),
     )
-    change = ("forecast/gradient_order.py", old, "FIRST_BYTES, BUCKET_BYTES = 2**22, 10 * 2**20")
     other = fresh_module("04", "forecast/gradient_order.py", (change,))
-    for sizes in run_ranks(2, _sizes_that_ddp_sends):
-        assert sizes == [bucket.size for bucket in ready.fill_buckets(gradients)]
-        assert sizes != [bucket.size for bucket in other.fill_buckets(gradients)], "the control"
+    assert sizes != [bucket.size for bucket in other.fill_buckets(gradients)], "the control"
 
 
 def ways() -> dict[str, dict]:

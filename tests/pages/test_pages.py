@@ -11,8 +11,8 @@ import pytest
 
 import update_translations as translations
 import write_index
-from pages import CHINESE, faults, main_path
-from repository_pages import ALL_PAGES, MAIN_PATH, ROOT
+from pages import CHINESE, faults
+from repository_pages import ALL_PAGES, ROOT
 
 STAGE, PAGE = "01_single_gpu/README.md", "01_single_gpu/train.md"
 CONTROLS = [  # a page, what is added to it, and what is found then
@@ -58,10 +58,6 @@ def test_a_translation_that_is_older_is_reported_and_fails_nothing(tmp_path, mon
     english.write_text("# Another one\n")
     translations.main()
     assert capsys.readouterr().out == "README.zh.md is older than README.md\n"
-
-
-def test_the_main_path_is_complete():
-    assert len(main_path(ROOT)) == len(MAIN_PATH)
 
 
 def test_the_index_is_that_of_the_pages_and_programs_of_today():

@@ -1,12 +1,12 @@
 """Nothing in a README is typed by hand and hoped for: commands run, diffs and figures are fresh."""
 
-import json
 import re
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+import timing
 import tour
 from local_ranks import command as start
 from local_ranks import launch_ranks
@@ -107,11 +107,10 @@ def test_the_readme_shows_every_hunk_that_is_a_lesson(stage):
     assert sum(line[0] in "+-" for line in shown) >= len(changed) / 2
 
 
-def test_the_table_and_the_picture_are_those_of_the_committed_run():
-    results = json.loads((ROOT / "benchmarks" / "results" / "tour.json").read_text())
+def test_the_table_of_the_tour_is_that_of_the_committed_run():
+    results = timing.load("tour")
     assert list(results["rows"]) == [row.label for row in tour.ROWS if row.shown(True)]
     assert tour.tabulate_rows(results, "github") in (ROOT / "benchmarks" / "tour.md").read_text()
-    assert (ROOT / "benchmarks" / "results" / "tour.png").is_file()
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda path: path.parent.name)
