@@ -79,7 +79,7 @@ class MemoryJob:
     label: str = ""
     wrap: Callable[[nn.Module, int], nn.Module] = ddp_without_init_sync
     reducer: Callable[[nn.Module], Any] | None = None  # of stage 03
-    bf16: bool = False
+    dtype: torch.dtype | None = None  # of autocast
     micro_batches: int = 1
     zeroed_in_place: bool = False  # zero_grad(set_to_none=False)
     zero_1: bool = False  # each rank keeps the optimizer's state of its share: ZeRO's first stage
@@ -93,11 +93,11 @@ STAGES = {
     "03": MemoryJob("03 by hand", unwrapped, PerParameter),
     "04": MemoryJob("04 DDP"),
     "05": MemoryJob("05 DDP, SyncBN", ddp_with_sync_batchnorm),
-    "05 bf16": MemoryJob("05 in bf16", ddp_with_sync_batchnorm, bf16=True),
+    "05 bf16": MemoryJob("05 in bf16", ddp_with_sync_batchnorm, dtype=torch.bfloat16),
 }
 WAYS = {
     "DDP with Adam": MemoryJob(),
-    "bf16 autocast": MemoryJob(bf16=True),
+    "bf16 autocast": MemoryJob(dtype=torch.bfloat16),
     "accumulate 4": MemoryJob(micro_batches=4),
     "views of the buckets": MemoryJob(wrap=ddp_with_views),
     "views, accumulate 4": MemoryJob(wrap=ddp_with_views, micro_batches=4),
@@ -106,123 +106,107 @@ WAYS = {
     ),
     "ZeRO-1": MemoryJob(zero_1=True),
     "all together": MemoryJob(
-        wrap=ddp_with_views, bf16=True, micro_batches=4, zeroed_in_place=True, zero_1=True
+        wrap=ddp_with_views,
+        dtype=torch.bfloat16,
+        micro_batches=4,
+        zeroed_in_place=True,
+        zero_1=True,
     ),
 }
 JOBS = {**STAGES, **WAYS}
 
 
-@dataclass
-class Trained:
-    """What a job leaves behind. buckets: of DDP, where each begins, and its bytes."""
+class Training:
+    """A job on this rank: `train` it, and then `count` what it holds."""
 
-    model: nn.Module
-    wrapped: Any
-    optimizer: Any
-    buckets: dict[int, int]
-    images: Tensor
-    labels: Tensor
+    def __init__(self, job: MemoryJob, plan: Any, samples: int, replicas: int) -> None:
+        self.job, self.plan, self.samples, self.replicas = job, plan, samples, replicas
+        self.buckets: dict[int, int] = {}  # of DDP: where each begins, and its bytes
 
+    def train(self) -> None:
+        """Two steps; the second finds what the first has left behind."""
+        torch.manual_seed(0)
+        plan, job = self.plan, self.job
+        images = torch.randn(self.samples, plan.channels, plan.image_size, plan.image_size)
+        labels = torch.arange(self.samples) % plan.classes
+        self.model, self.optimizer = plan.build()
+        self.wrapped: Any = job.wrap(self.model, self.replicas)
+        if job.zero_1:
+            parameters = self.model.parameters()
+            self.optimizer = ZeroRedundancyOptimizer(parameters, optimizer_class=Adam)
+        finish = job.reducer(self.model).finish if job.reducer else lambda: None
+        if isinstance(self.wrapped, DistributedDataParallel):
+            self.wrapped.register_comm_hook(None, self.note_bucket)
+            # After its first backward it lays out its buckets again, and holds both for a moment.
+            self.wrapped.eval()(images[:1]).sum().backward()
+            time.sleep(0.05)  # gloo's thread lets go of the old layout, else it does so later
+            self.model.zero_grad()
+            self.wrapped.train()
+        self.images, self.labels = (each.chunk(job.micro_batches)[0] for each in (images, labels))
+        options = {"micro_batches": job.micro_batches, "zeroed_in_place": job.zeroed_in_place}
+        for _ in range(2):
+            batch = self.images, self.labels
+            train_step(self.wrapped, self.optimizer, *batch, finish, dtype=job.dtype, **options)
 
-def watch_buckets(wrapped: nn.Module) -> dict[int, int]:
-    """From now on: where each bucket of DDP begins, and its bytes."""
-    buckets: dict[int, int] = {}
-
-    def note(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def note_bucket(self, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
-            buckets.clear()  # of the previous step: the layout may change
+            self.buckets.clear()  # of the previous step: the layout may change
         storage = bucket.buffer().untyped_storage()
-        buckets[storage.data_ptr()] = storage.nbytes()
+        self.buckets[storage.data_ptr()] = storage.nbytes()
         return allreduce_hook(group, bucket)
 
-    if isinstance(wrapped, DistributedDataParallel):
-        wrapped.register_comm_hook(None, note)
-    return buckets
+    def count(self) -> list[BytesOf]:
+        """Of this process, or of each virtual replica of DataParallel."""
+        with torch.autocast(self.plan.device, self.job.dtype, enabled=self.job.dtype is not None):
+            if isinstance(self.wrapped, DataParallel):
+                return self.count_replicas()
+            return [self.count_process()]
 
+    def count_process(self) -> BytesOf:
+        """After a forward and the loss; what two tensors share counts once."""
+        model, batch = self.model, (self.images, self.labels)
+        activations, loss_tensors = list[Tensor](), list[Tensor]()
+        with memory.saving_to(activations):
+            outputs = self.wrapped(self.images)
+        with memory.saving_to(loss_tensors):
+            loss = nn.functional.cross_entropy(outputs, self.labels)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        # A gradient that is a view of a bucket counts as bucket.
+        apart = [g for g in gradients if g.untyped_storage().data_ptr() not in self.buckets]
+        optimizer = getattr(self.optimizer, "optim", self.optimizer)  # ZeRO: of its share
+        state = [value for each in optimizer.state.values() for value in each.values()]
+        fixed = [*model.parameters(), *model.buffers(), *batch]
+        return {
+            "parameters": memory.size(model.parameters()),
+            "buffers": memory.size(model.buffers()),
+            "gradients": memory.size(apart),
+            "buckets": sum(self.buckets.values()),
+            "optimizer": memory.size(value for value in state if isinstance(value, Tensor)),
+            "batch": memory.size(batch),
+            "activations": memory.size(activations, fixed),
+            "outputs and loss": memory.size([outputs, loss, *loss_tensors], [*fixed, *activations]),
+        }
 
-def train(job: MemoryJob, plan: Any, samples: int, replicas: int) -> Trained:
-    """Two steps; the second finds what the first has left behind."""
-    torch.manual_seed(0)
-    images = torch.randn(samples, plan.channels, plan.image_size, plan.image_size)
-    labels = torch.arange(samples) % plan.classes
-    model, optimizer = plan.build()
-    wrapped = job.wrap(model, replicas)
-    buckets = watch_buckets(wrapped)
-    if job.zero_1:
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=Adam)
-    finish = job.reducer(model).finish if job.reducer else lambda: None
-    if isinstance(wrapped, DistributedDataParallel):
-        # After its first backward it lays out its buckets again, and holds both for a moment.
-        wrapped.eval()(images[:1]).sum().backward()
-        time.sleep(0.05)  # gloo's thread lets go of the old layout, else it frees it later, unseen
-        model.zero_grad()
-        wrapped.train()
-    images, labels = (tensor.chunk(job.micro_batches)[0] for tensor in (images, labels))
-    step = partial(
-        train_step,
-        micro_batches=job.micro_batches,
-        dtype=torch.bfloat16 if job.bf16 else None,
-        zeroed_in_place=job.zeroed_in_place,
-    )
-    for _ in range(2):
-        step(wrapped, optimizer, images, labels, finish)
-    return Trained(model, wrapped, optimizer, buckets, images, labels)
-
-
-def count(trained: Trained) -> BytesOf:
-    """What this process holds after a forward and the loss; what two tensors share counts once."""
-    model, batch = trained.model, (trained.images, trained.labels)
-    activations, loss_tensors = list[Tensor](), list[Tensor]()
-    with memory.saving_to(activations):
-        outputs = trained.wrapped(trained.images)
-    with memory.saving_to(loss_tensors):
-        loss = nn.functional.cross_entropy(outputs, trained.labels)
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    # A gradient that is a view of a bucket counts as bucket.
-    apart = [g for g in gradients if g.untyped_storage().data_ptr() not in trained.buckets]
-    optimizer = getattr(trained.optimizer, "optim", trained.optimizer)  # ZeRO: of its share
-    state = [value for each in optimizer.state.values() for value in each.values()]
-    fixed = [*model.parameters(), *model.buffers(), *batch]
-    return {
-        "parameters": memory.size(model.parameters()),
-        "buffers": memory.size(model.buffers()),
-        "gradients": memory.size(apart),
-        "buckets": sum(trained.buckets.values()),
-        "optimizer": memory.size(value for value in state if isinstance(value, Tensor)),
-        "batch": memory.size(batch),
-        "activations": memory.size(activations, fixed),
-        "outputs and loss": memory.size([outputs, loss, *loss_tensors], [*fixed, *activations]),
-    }
-
-
-def count_replicas(trained: Trained, replicas: int) -> list[BytesOf]:
-    """What each virtual replica of DataParallel holds, by stage 02's own count."""
-    example = trained.model, trained.images, trained.labels
-    buffers = memory.size(trained.model.buffers())
-    rows = memory.held_by_replica(example, replicas, inside=False)
-    for row in rows:
-        row["outputs and loss"] = row.pop("outputs") + row.pop("loss")
-        row["parameters"] -= buffers
-        row |= {"buffers": buffers, "buckets": 0}
-    return rows
+    def count_replicas(self) -> list[BytesOf]:
+        """By stage 02's own count."""
+        example = self.model, self.images, self.labels
+        buffers = memory.size(self.model.buffers())
+        rows = memory.held_by_replica(example, self.replicas, inside=False)
+        for row in rows:
+            row["outputs and loss"] = row.pop("outputs") + row.pop("loss")
+            row["parameters"] -= buffers
+            row |= {"buffers": buffers, "buckets": 0}
+        return rows
 
 
 def train_and_count(names: list[str], plan: Any, samples: int, replicas: int) -> list[Results]:
     """Of each job on this rank: what is held, by process or replica, and the peak."""
     rows = list[Results]()
-    for job in map(JOBS.__getitem__, names):
-        results = list[Trained]()
-
-        def run(job: MemoryJob = job, results: list[Trained] = results) -> None:
-            results.append(train(job, plan, samples, replicas))
-
-        peak_bytes = peak.peak_of(plan.device, run)
-        trained = results.pop()
-        with torch.autocast(plan.device, torch.bfloat16, enabled=job.bf16):
-            virtual = isinstance(trained.wrapped, DataParallel)
-            held = count_replicas(trained, replicas) if virtual else [count(trained)]
-        rows.append({"held": held, "peak_bytes": peak_bytes})
-        del trained
+    for name in names:
+        training = Training(JOBS[name], plan, samples, replicas)
+        peak_bytes = peak.peak_of(plan.device, training.train)
+        rows.append({"held": training.count(), "peak_bytes": peak_bytes})
+        del training
         gc.collect()  # DDP and its model hold each other
     return rows
 
