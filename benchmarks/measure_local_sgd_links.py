@@ -1,18 +1,16 @@
 """What a step of local SGD costs over a slow link, beside DDP's, and what a formula says of it."""
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from common.options import UsageError
 from ranks import run_ranks
 from timing import Effort, Results, load_chapter, summarize, take_turns, timed
-from training_step import build, ddp_without_buffers, make_step, sgd, train_step
+from training_step import build, ddp_without_buffers, train_copy
 from two_nodes import ALLOWED, measure_across
 
 local_sgd = load_chapter("beyond", "local_sgd/local_sgd")
@@ -40,8 +38,8 @@ def time_rounds(
     """Each variant takes a few steps in a round, with what they send."""
     model, images = build("resnet18", local_batch)
     variants = {
-        "no messages": timed(make_step(model, images), 4),
-        DDP: timed(make_step(model, images, ddp_without_buffers), 2),
+        "no messages": timed(train_copy(model, images), 4),
+        DDP: timed(train_copy(model, images, ddp_without_buffers), 2),
     }
     late: dict[str, Any] = {"every": short, "message": "bf16", "late": True}
     ways: dict[str, Any] = {
@@ -58,11 +56,11 @@ def time_rounds(
 
 
 def local_step(model: nn.Module, images: Tensor, options: dict[str, Any]) -> Callable[[], None]:
-    model, labels = copy.deepcopy(model), torch.arange(len(images)) % 10
-    optimizer, outer = sgd(model), local_sgd.LocalSGD(model, lr=1.0, momentum=0.0, **options)
+    trainer = train_copy(model, images)
+    outer = local_sgd.LocalSGD(trainer.model, lr=1.0, momentum=0.0, **options)
 
     def step() -> None:
-        train_step(model, optimizer, images, labels)
+        trainer()
         outer.step()
 
     return step

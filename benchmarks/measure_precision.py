@@ -6,6 +6,7 @@ A step's batch already lies on the device.
 import copy
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from torch.optim import SGD
 
 from ranks import run_ranks
 from timing import Effort, Results, interleave, load_chapter, summarize
+from training_step import Trainer, unwrapped
 
 has_units = load_chapter("05", "formats").has_units
 peak_of = load_chapter("01", "peak").peak_of
 size_of: Any = load_chapter("02", "memory").size  # of the storages of tensors, each once
+ddp_with_views = partial(DistributedDataParallel, gradient_as_bucket_view=True)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -48,38 +51,27 @@ def why_left_out(variant: FormatVariant, effort: Effort) -> str:
     return ""
 
 
-class Trainer:
-    """A model, under DDP if there are ranks, and its optimizer; call it for one step."""
+class FormatTrainer(Trainer):
+    """In this format, under DDP if there are ranks."""
 
-    def __init__(
-        self, variant: FormatVariant, model: nn.Module, images: Tensor, labels: Tensor
-    ) -> None:
+    def __init__(self, variant: FormatVariant, model: nn.Module, images: Tensor) -> None:
         layout = torch.channels_last if variant.channels_last else torch.contiguous_format
-        self.precision, self.device = variant.precision, images.device
-        self.images, self.labels = images.to(memory_format=layout), labels
-        self.model = copy.deepcopy(model).to(self.device).to(memory_format=layout).train()
+        model = copy.deepcopy(model).to(images.device).to(memory_format=layout).train()
         if variant.compiled:
             torch._dynamo.config.recompile_limit = 64  # of one forward, in many variants
-            self.model.compile(dynamic=False)  # or shapes after the first are slower
-        self.wrapped: Any = self.model
-        if dist.is_initialized():
-            self.wrapped = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-        self.optimizer = SGD(self.model.parameters(), lr=0.02, momentum=0.9, fused=True)
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
+            model.compile(dynamic=False)  # or shapes after the first are slower
+        wrap = ddp_with_views if dist.is_initialized() else unwrapped
+        optimizer = SGD(model.parameters(), lr=0.02, momentum=0.9, fused=True)
+        images, dtype = images.to(memory_format=layout), DTYPES.get(variant.precision)
+        super().__init__(model, images, wrap, optimizer=optimizer, dtype=dtype)
+        self.is_tf32 = variant.precision == "tf32"
 
     def __call__(self) -> None:
         if self.images.is_cuda:  # names that torch.compile reads; newer ones must not mix with them
-            is_tf32 = self.precision == "tf32"
-            torch.set_float32_matmul_precision("high" if is_tf32 else "highest")
-            torch.backends.cudnn.allow_tf32 = is_tf32
+            torch.set_float32_matmul_precision("high" if self.is_tf32 else "highest")
+            torch.backends.cudnn.allow_tf32 = self.is_tf32
             torch.backends.cudnn.benchmark = True
-        dtype = DTYPES.get(self.precision)
-        with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
-            loss = nn.functional.cross_entropy(self.wrapped(self.images), self.labels)
-        self.optimizer.zero_grad()
-        self.scaler.scale(loss).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        super().__call__()
 
     def peak_bytes(self) -> int:
         """What stays between two steps, and the most that a step adds, without its batch."""
@@ -87,7 +79,7 @@ class Trainer:
         state = [value for each in self.optimizer.state.values() for value in each.values()]
         held = [*self.model.parameters(), *self.model.buffers(), *state]
         between_steps = size_of(tensor for tensor in held if tensor is not None)
-        return between_steps + peak_of(self.device.type, self)
+        return between_steps + peak_of(self.images.device.type, self)
 
 
 def time_model(name: str, variants: list[str], samples: int, effort: Effort) -> Results:
@@ -96,8 +88,7 @@ def time_model(name: str, variants: list[str], samples: int, effort: Effort) -> 
     torch.manual_seed(0)
     model, size = torchvision.models.get_model(name), 32 if effort.quick else 224
     images = torch.randn(samples, 3, size, size).to(effort.device)
-    labels = torch.randint(1000, (samples,)).to(effort.device)
-    trainers = {each: Trainer(VARIANTS[each], model, images, labels) for each in variants}
+    trainers = {each: FormatTrainer(VARIANTS[each], model, images) for each in variants}
     ranks, rounds = dist.get_world_size() if dist.is_initialized() else 1, min(7, effort.rounds)
     rows = summarize(interleave(trainers, rounds, 10 if images.is_cuda else 1))
     for row in rows.values():

@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from ranks import run_ranks
 from tables import predictions
 from timing import Effort, Results, Times, interleave, load_chapter, summarize
-from training_step import build, ddp_without_buffers, make_step, sgd
+from training_step import build, ddp_without_buffers, sgd, train_copy
 from two_nodes import ALLOWED, RATES, measure_across
 
 step_model = load_chapter("04", "forecast/step_model")
@@ -118,7 +118,7 @@ def ddp_step(variant: DDPVariant, model: nn.Module, images: Tensor) -> Callable[
             wrapped.register_comm_hook(None, bf16_compress_hook)
         return wrapped
 
-    return make_step(model, images, wrap, micro_batches=variant.micro_batches)
+    return train_copy(model, images, wrap, micro_batches=variant.micro_batches)
 
 
 def behind_work(size: int) -> str:
