@@ -148,8 +148,7 @@ def count_memory(rows: list[StageRow], args: Namespace) -> Results:
         jobs = dict.fromkeys(row.memory_job for row in rows if row.key[:2] in known)
         if jobs:
             stages |= measure(jobs, plan, args.batch_size // world_size, world_size, args.ranks)
-    about = {"model": args.model, "image_size": plan.image_size, "global_batch": args.batch_size}
-    return {**about, "stages": stages}
+    return {"stages": stages}
 
 
 def draw_distances(axes: Axes, results: Results, rows: Sequence[StageRow]) -> dict[str, float]:
