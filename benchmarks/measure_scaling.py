@@ -8,7 +8,6 @@ of a slow link is a network namespace with one rank.
 import copy
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -22,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from ranks import run_ranks
 from tables import predictions
 from timing import Effort, Results, Times, interleave, load_chapter, summarize
-from training_step import build, ddp_without_buffers, sgd, train_copy
+from training_step import Trainer, build, ddp_without_buffers, train_copy
 from two_nodes import ALLOWED, RATES, measure_across
 
 step_model = load_chapter("04", "forecast/step_model")
@@ -36,19 +35,17 @@ SMALL_SIZES = [2**10, 2**17, 2**20, BYTES_BESIDE]  # for net: its bucket has 87,
 ROUNDS = {"net": 51, "mlp": 25, "resnet18": 15}
 
 
-@dataclass(frozen=True)
-class DDPVariant:
-    """A step of DDP, with micro-batches under no_sync, or with gradients that are sent in bf16."""
-
-    micro_batches: int = 1
-    bf16: bool = False
+def ddp_that_sends_bf16(model: nn.Module) -> nn.Module:
+    wrapped = ddp_without_buffers(model)
+    wrapped.register_comm_hook(None, bf16_compress_hook)
+    return wrapped
 
 
-DDP = "DDP"
-VARIANTS = {
-    DDP: DDPVariant(),
-    "DDP, 4 with no_sync": DDPVariant(micro_batches=4),
-    "DDP, bf16 hook": DDPVariant(bf16=True),
+DDP, DDP_IN_BF16 = "DDP", "DDP, bf16 hook"
+VARIANTS: dict[str, dict[str, Any]] = {  # options of Trainer
+    DDP: {"wrap": ddp_without_buffers},
+    "DDP, 4 with no_sync": {"wrap": ddp_without_buffers, "micro_batches": 4},
+    DDP_IN_BF16: {"wrap": ddp_that_sends_bf16},
 }
 
 
@@ -71,12 +68,11 @@ def predict_across_link() -> Results:
     return time_and_predict("resnet18", list(VARIANTS), rounds=9)
 
 
-class StepWithoutDDP:
+class StepWithoutDDP(Trainer):
     """A step that notes when forward, backward, the optimizer and each gradient are done."""
 
     def __init__(self, model: nn.Module, images: Tensor) -> None:
-        self.model, self.images = copy.deepcopy(model), images
-        self.labels, self.optimizer = torch.arange(len(images)) % 10, sgd(self.model)
+        super().__init__(copy.deepcopy(model), images)
         self.ready: dict[Tensor, float] = {}
         self.steps: list[list[float]] = []
         for parameter in self.model.parameters():
@@ -109,16 +105,6 @@ class StepWithoutDDP:
         dist.all_reduce(medians)
         forward_share, backward_share, *ready = (medians / dist.get_world_size()).tolist()
         return forward_share, backward_share, ready
-
-
-def ddp_step(variant: DDPVariant, model: nn.Module, images: Tensor) -> Callable[[], None]:
-    def wrap(model: nn.Module) -> nn.Module:
-        wrapped = ddp_without_buffers(model)
-        if variant.bf16:
-            wrapped.register_comm_hook(None, bf16_compress_hook)
-        return wrapped
-
-    return train_copy(model, images, wrap, micro_batches=variant.micro_batches)
 
 
 def behind_work(size: int) -> str:
@@ -206,7 +192,7 @@ def time_and_predict(name: str, variants: list[str], rounds: int) -> Results:
     model, images = build(name, 16 if name == "resnet18" else 0)
     without_ddp, sizes = StepWithoutDDP(model, images), SMALL_SIZES if name == "net" else SIZES
     steps: dict[str, Callable] = {WITHOUT_DDP: without_ddp, **work_steps(sizes)}
-    steps |= {variant: ddp_step(VARIANTS[variant], model, images) for variant in variants}
+    steps |= {how: train_copy(model, images, **VARIANTS[how]) for how in variants}
     times = interleave(steps, rounds)
     ranks, summary, jobs = dist.get_world_size(), summarize(times), jobs_of(without_ddp, times)
     link = fit(ranks, times, sizes)
@@ -215,12 +201,11 @@ def time_and_predict(name: str, variants: list[str], rounds: int) -> Results:
     slowdown = min(1.0, max(0.0, overlap_cost / all_reduce_seconds(times, BYTES_BESIDE)))
     rows = []
     for how in variants:
-        variant = VARIANTS[how]
-        share = 0.5 if variant.bf16 else 1.0
+        share = 0.5 if how == DDP_IN_BF16 else 1.0
+        micro_batches = VARIANTS[how].get("micro_batches", 1)
         cost = partial(ring_seconds, ranks=ranks, link=link, share_of_fp32=share)
-        predicted = [
-            step_model.step(job, cost, variant.micro_batches, slowdown).seconds for job in jobs
-        ]
+        steps_on_paper = [step_model.step(job, cost, micro_batches, slowdown) for job in jobs]
+        predicted = [step.seconds for step in steps_on_paper]
         rows.append(
             {
                 "ranks": ranks,
