@@ -23,7 +23,7 @@ from torch.optim import Adam
 from plots import BLACK, BLUE, GRAY, GREEN, ORANGE, RED, SKY, YELLOW
 from ranks import run_ranks
 from timing import Effort, Results, load_chapter
-from training_step import Trainer, unwrapped
+from training_step import Trainer, unwrapped, with_sync_batchnorm
 
 memory: Any = load_chapter("02", "memory")
 peak: Any = load_chapter("01", "peak")
@@ -58,10 +58,7 @@ def ddp(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def ddp_with_sync_batchnorm(model: nn.Module) -> nn.Module:
-    convert = load_chapter("05", "sync_batchnorm").convert_sync_batchnorm
-    if next(model.parameters()).is_cuda:
-        convert = nn.SyncBatchNorm.convert_sync_batchnorm
-    return ddp(convert(model))
+    return ddp(with_sync_batchnorm(model))
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,10 @@ from torch import nn
 import shm  # noqa: F401 (its backend)
 from ranks import run_ranks
 from timing import Effort, Results, interleave, load_chapter, summarize
-from training_step import build, ddp_without_buffers, train_copy
+from training_step import build, ddp_without_buffers, train_copy, with_sync_batchnorm
 
 RANKS = 2
 REDUCERS = load_chapter("03", "reducers/reducers").REDUCERS
-convert = load_chapter("05", "sync_batchnorm").convert_sync_batchnorm
 
 ROUNDS_AND_STEPS = {"net": (31, 15), "net-bn": (25, 5), "mlp": (25, 4), "resnet18": (15, 1)}
 WITH_BATCHNORM = ("net-bn", "resnet18")
@@ -24,7 +23,7 @@ WRAPS: dict[str, Callable] = {
 
 
 def ddp_with_sync_batchnorm(model: nn.Module) -> nn.Module:
-    return ddp_without_buffers(convert(model))
+    return ddp_without_buffers(with_sync_batchnorm(model))
 
 
 def time_model(name: str, effort: Effort, over_shm: bool) -> Results:

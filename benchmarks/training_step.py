@@ -14,6 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from common.models import Net
+from timing import load_chapter
+
+by_stage_05 = load_chapter("05", "sync_batchnorm").convert_sync_batchnorm
 
 
 def build(name: str, samples: int = 0) -> tuple[nn.Module, Tensor]:
@@ -32,6 +35,12 @@ def ddp_without_buffers(model: nn.Module, **options: Any) -> DistributedDataPara
     """DDP without its broadcast of BatchNorm's statistics. Newer torch would rename the switch."""
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     return DistributedDataParallel(model, broadcast_buffers=False, **options)
+
+
+def with_sync_batchnorm(model: nn.Module) -> nn.Module:
+    """On a CPU by the layers of stage 05: PyTorch's own need a GPU."""
+    on_gpu = next(model.parameters()).is_cuda
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model) if on_gpu else by_stage_05(model)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
