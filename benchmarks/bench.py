@@ -53,9 +53,9 @@ SECTIONS = {
         measure_precision, (tables.precision, tables.peaks), "05_precision", on_gpu=True
     ),
     "survive": Section(measure_survive, (tables.survive,), "survive"),
-    "local_sgd": Section(measure_local_sgd, (tables.local_sgd,), "04_local_sgd"),
+    "local_sgd": Section(measure_local_sgd, (tables.local_sgd,), "local_sgd"),
     "local_sgd_links": Section(
-        measure_local_sgd_links, (tables.local_sgd_links,), "04_local_sgd_links"
+        measure_local_sgd_links, (tables.local_sgd_links,), "local_sgd_links"
     ),
 }
 OF_NOTEBOOKS = ("stages", "process_memory", "scaling")  # of `make bench`
@@ -71,15 +71,11 @@ def measure(name: str, effort: Effort) -> Results:
 
 def run_section(name: str, args: argparse.Namespace) -> None:
     section = SECTIONS[name]
-    for option, reader in {"models": "precision", "data_dir": "local_sgd"}.items():
-        if getattr(args, option) and name != reader:
-            raise UsageError(f"--{option.replace('_', '-')} is for {reader} only")
     if args.device == "cuda" and not section.on_gpu:
         raise UsageError(f"{name} is measured on the CPU: try --device cpu")
     device = args.device or ("cuda" if section.on_gpu and torch.cuda.is_available() else "cpu")
     rounds = 1 if args.quick else 3 if args.brief else 1000
-    options = {"models": tuple(args.models), "data_dir": args.data_dir}
-    results = measure(name, Effort(rounds, args.quick, args.brief, device, **options))
+    results = measure(name, Effort(rounds, args.quick, args.brief, device))
     print("\n\n".join(table(results) for table in section.tables))
     for variant, reason in results.get("skipped", {}).items():
         print(f"left out: {variant}: {reason}")
@@ -118,8 +114,6 @@ def main() -> None:
     effort.add_argument("--brief", action="store_true", help="few rounds; stores nothing")
     add("--out", type=Path, metavar="FILE", help="write the results there")
     add("--device", choices=("cpu", "cuda"), help="default: cuda where a GPU is of use")
-    add("--models", nargs="+", default=(), metavar="NAME", help="for precision: torchvision's")
-    add("--data-dir", default="", metavar="DIR", help="for local_sgd: the folder of MNIST")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda needs a GPU, and torch sees none here: try --device cpu")

@@ -4,14 +4,12 @@ Every method sees the same samples in the same order, from the same first weight
 """
 
 from argparse import Namespace
-from pathlib import Path
 from statistics import mean, stdev
 
 import torch
 
 from common.data import load_dataset
 from common.models import build_model
-from common.options import UsageError
 from ranks import run_ranks
 from stage_runs import ROOT
 from timing import Effort, Results, load_chapter
@@ -24,11 +22,9 @@ DDP = "DDP"  # with it the other methods are compared
 Accuracies = dict[str, list[float]]  # of each method, by seed
 
 
-def train_on_ranks(model: str, steps: int, every: int, seeds: int, data_dir: str) -> Accuracies:
+def train_on_ranks(dataset: str, model: str, steps: int, every: int, seeds: int) -> Accuracies:
     """What each method has learned on these ranks."""
-    dataset = "mnist" if data_dir else "digits"
-    folder = Path(data_dir or ROOT / "data")
-    args = Namespace(dataset=dataset, data_dir=folder, batch_size=LOCAL_BATCH)
+    args = Namespace(dataset=dataset, data_dir=ROOT / "data", batch_size=LOCAL_BATCH)
     train_set, test_set = load_dataset(args)
     methods = local_sgd.methods(every)
     del methods["mean, H = 1"]  # it is DDP
@@ -60,15 +56,11 @@ def compare_with_ddp(accuracies: Accuracies) -> Results:
 
 def measure_local_sgd(effort: Effort) -> Results:
     """Which samples a rank sees depends on the seed only, so the differences are paired."""
-    if not effort.quick and not effort.data_dir:
-        raise UsageError("what it learns is shown on MNIST: add --data-dir FOLDER, where that lies")
-    seeds, every = (1, 2) if effort.quick else (5, EVERY)
+    dataset, seeds, every = ("digits", 1, 2) if effort.quick else ("mnist", 5, EVERY)
     trainings = []
     for model, steps in {"net-bn": 5}.items() if effort.quick else STEPS.items():
         for ranks in (2,) if effort.quick else (2, 4):
-            first, *_ = run_ranks(
-                ranks, train_on_ranks, model, steps, every, seeds, effort.data_dir
-            )
+            first, *_ = run_ranks(ranks, train_on_ranks, dataset, model, steps, every, seeds)
             about = {"model": model, "ranks": ranks, "steps": steps}
             trainings.append({**about, "methods": compare_with_ddp(first)})
     return {"local_batch": LOCAL_BATCH, "every": every, "seeds": seeds, "trainings": trainings}

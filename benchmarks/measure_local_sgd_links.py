@@ -1,24 +1,17 @@
 """What a step of local SGD costs over a slow link, beside DDP's, and what a formula says of it."""
 
-import copy
-import os
-import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.options import UsageError
 from ranks import run_ranks
-from timing import Effort, Results, load_chapter, save, summarize, take_turns
-from training_step import build, ddp_without_buffers, make_step, sgd, train_step
-from two_nodes import ALLOWED, RATES, on_two_nodes, set_rate
+from timing import Effort, Results, load_chapter, summarize, take_turns, timed
+from training_step import build, ddp_without_buffers, train_copy
+from two_nodes import ALLOWED, measure_across
 
 local_sgd = load_chapter("beyond", "local_sgd/local_sgd")
 sent_bytes = load_chapter("beyond", "local_sgd/async_mean").sent_bytes
@@ -31,73 +24,46 @@ MESSAGES = {"fp32": "full", "bf16": "bf16", "int8": "int8"}
 
 def measure_local_sgd_links(effort: Effort) -> Results:
     if effort.quick:
-        links = {"no limit": run_ranks(2, time_rounds, 1, 1, 2, 2)[0]}
+        links = {"no limit": run_ranks(2, time_rounds, 1, 2, 2, 2)[0]}
     elif ALLOWED:
-        links = on_two_nodes("benchmarks/measure_local_sgd_links.py")
+        links = measure_across(("0.2 Gbit/s", "1 Gbit/s"), time_rounds)
     else:
         raise UsageError("slow links are network namespaces: run it as root, with tc and ip")
     return {"model": "resnet18", "local_batch": 2 if effort.quick else 16, "links": links}
 
 
-def time_rounds(rounds: int, short: int, long: int, local_batch: int) -> Results:
-    variants = rounds_of(short, long, local_batch)
+def time_rounds(
+    rounds: int = 7, local_batch: int = 16, short: int = SHORT, long: int = LONG
+) -> Results:
+    """Each variant takes a few steps in a round, with what they send."""
+    model, images = build("resnet18", local_batch)
+    variants = {
+        "no messages": timed(train_copy(model, images), 4),
+        DDP: timed(train_copy(model, images, ddp_without_buffers), 2),
+    }
+    late: dict[str, Any] = {"every": short, "message": "bf16", "late": True}
+    ways: dict[str, Any] = {
+        f"H = {short}, fp32": {"every": short},
+        f"H = {short}, bf16, late": late,
+    }
+    for name, message in MESSAGES.items():
+        ways[f"H = {long}, {name}"] = {"every": long, "message": message}
+    for name, options in ways.items():
+        variants[name] = timed(local_step(model, images, options), options["every"])
     for run in variants.values():
         run()  # the first message of `late` is on its way, and DDP has laid out its buckets
     return {"rounds": rounds, "variants": summarize(take_turns(variants, rounds))}
 
 
-def rounds_of(short: int, long: int, local_batch: int) -> dict[str, Callable[[], float]]:
-    """Of each variant: run a few steps, with what they send, and return the seconds of one."""
-    model, images = build("resnet18", local_batch)
-    rounds = {
-        "no messages": timed(make_step(model, images), 4),
-        DDP: timed(make_step(model, images, ddp_without_buffers), 2),
-    }
-    late: dict[str, Any] = {"every": short, "message": "bf16", "late": True}
-    variants: dict[str, dict[str, Any]] = {
-        f"H = {short}, fp32": {"every": short},
-        f"H = {short}, bf16, late": late,
-    }
-    for name, message in MESSAGES.items():
-        variants[f"H = {long}, {name}"] = {"every": long, "message": message}
-    for name, options in variants.items():
-        rounds[name] = timed(local_step(model, images, options), options["every"])
-    return rounds
-
-
 def local_step(model: nn.Module, images: Tensor, options: dict[str, Any]) -> Callable[[], None]:
-    model, labels = copy.deepcopy(model), torch.arange(len(images)) % 10
-    optimizer, outer = sgd(model), local_sgd.LocalSGD(model, lr=1.0, momentum=0.0, **options)
+    trainer = train_copy(model, images)
+    outer = local_sgd.LocalSGD(trainer.model, lr=1.0, momentum=0.0, **options)
 
     def step() -> None:
-        train_step(model, optimizer, images, labels)
+        trainer()
         outer.step()
 
     return step
-
-
-def timed(step: Callable[[], None], steps: int) -> Callable[[], float]:
-    def seconds_per_step() -> float:
-        dist.barrier()  # ranks start together
-        begin = time.perf_counter()
-        for _ in range(steps):
-            step()
-        return (time.perf_counter() - begin) / steps
-
-    return seconds_per_step
-
-
-def time_across_links(out: Path) -> None:
-    """What each of two nodes does; node 0 writes the times across each link."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=int(os.environ["NODE_RANK"]), world_size=2)
-    links = {}
-    for name in ("0.2 Gbit/s", "1 Gbit/s"):
-        set_rate(RATES[name])
-        links[name] = time_rounds(7, SHORT, LONG, 16)
-    if dist.get_rank() == 0:
-        save(out, links)
-    dist.destroy_process_group()
 
 
 def step_seconds(message: str, every: int, seconds: float, numbers: int, link: Any) -> float:
@@ -115,7 +81,3 @@ def slowdowns(step_ms: float, gbit: float) -> dict[str, float]:
     for every, (name, message) in product((SHORT, LONG), MESSAGES.items()):
         step[f"H = {every}, {name}"] = step_seconds(message, every, seconds, numbers, link)
     return {name: each / seconds for name, each in step.items()}
-
-
-if __name__ == "__main__":
-    time_across_links(Path(sys.argv[1]))

@@ -7,8 +7,8 @@ are virtual: all on one device.
 
 import gc
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.optim import Adam
 from plots import BLACK, BLUE, GRAY, GREEN, ORANGE, RED, SKY, YELLOW
 from ranks import run_ranks
 from timing import Effort, Results, load_chapter
-from training_step import train_step
+from training_step import Trainer, unwrapped, with_sync_batchnorm
 
 memory: Any = load_chapter("02", "memory")
 peak: Any = load_chapter("01", "peak")
@@ -47,182 +47,148 @@ HELD = {
 BytesOf = dict[str, int]  # of each kind
 
 
-def unwrapped(model: nn.Module, replicas: int) -> nn.Module:
-    return model
-
-
 def data_parallel(model: nn.Module, replicas: int) -> nn.Module:
-    device = next(model.parameters()).device
-    return DataParallel(model, [device] * replicas)
+    """Virtual replicas: all of them on one device."""
+    return DataParallel(model, [next(model.parameters()).device] * replicas)
 
 
-def ddp_without_init_sync(model: nn.Module, replicas: int, **options: Any) -> nn.Module:
+def ddp(model: nn.Module, **options: Any) -> nn.Module:
     """Without the broadcast of the weights: gloo frees its buffer, as large as they are, unseen."""
-    options["init_sync"] = False
-    return DistributedDataParallel(model, **options)
+    return DistributedDataParallel(model, init_sync=False, **options)
 
 
-def ddp_with_sync_batchnorm(model: nn.Module, replicas: int) -> nn.Module:
-    convert = load_chapter("05", "sync_batchnorm").convert_sync_batchnorm
-    if next(model.parameters()).is_cuda:
-        convert = nn.SyncBatchNorm.convert_sync_batchnorm
-    return ddp_without_init_sync(convert(model), replicas)
+def ddp_with_sync_batchnorm(model: nn.Module) -> nn.Module:
+    return ddp(with_sync_batchnorm(model))
 
 
 @dataclass(frozen=True)
 class MemoryJob:
     """What is trained for two steps and then counted: a stage, or DDP and what makes it hold less.
 
-    wrap: called with the model and the number of replicas.
+    options: of Trainer. zero_1: each rank keeps the optimizer's state of its share, as in ZeRO's
+    first stage.
     """
 
     label: str = ""
-    wrap: Callable[[nn.Module, int], nn.Module] = ddp_without_init_sync
-    reducer: Callable[[nn.Module], Any] | None = None  # of stage 03
-    bf16: bool = False
-    micro_batches: int = 1
-    zeroed_in_place: bool = False  # zero_grad(set_to_none=False)
-    zero_1: bool = False  # each rank keeps the optimizer's state of its share: ZeRO's first stage
+    wrap: Callable[..., nn.Module] = ddp
+    options: Mapping[str, Any] = field(default_factory=dict)
+    zero_1: bool = False
 
 
-ddp_with_views: Any = partial(ddp_without_init_sync, gradient_as_bucket_view=True)
-PerParameter = load_chapter("03", "reducers/reducers").PerParameter
+ddp_with_views = partial(ddp, gradient_as_bucket_view=True)
+BF16, ACCUMULATE = {"dtype": torch.bfloat16}, {"micro_batches": 4}
+IN_PLACE = {**ACCUMULATE, "zeroed_in_place": True}
+by_hand = {"reducer": load_chapter("03", "reducers/reducers").PerParameter}
 STAGES = {
     "01": MemoryJob("01 one process", unwrapped),
     "02": MemoryJob("02 DataParallel", data_parallel),
-    "03": MemoryJob("03 by hand", unwrapped, PerParameter),
+    "03": MemoryJob("03 by hand", unwrapped, by_hand),
     "04": MemoryJob("04 DDP"),
     "05": MemoryJob("05 DDP, SyncBN", ddp_with_sync_batchnorm),
-    "05 bf16": MemoryJob("05 in bf16", ddp_with_sync_batchnorm, bf16=True),
+    "05 bf16": MemoryJob("05 in bf16", ddp_with_sync_batchnorm, BF16),
 }
 WAYS = {
     "DDP with Adam": MemoryJob(),
-    "bf16 autocast": MemoryJob(bf16=True),
-    "accumulate 4": MemoryJob(micro_batches=4),
+    "bf16 autocast": MemoryJob(options=BF16),
+    "accumulate 4": MemoryJob(options=ACCUMULATE),
     "views of the buckets": MemoryJob(wrap=ddp_with_views),
-    "views, accumulate 4": MemoryJob(wrap=ddp_with_views, micro_batches=4),
-    "the same, zeroed in place": MemoryJob(
-        wrap=ddp_with_views, micro_batches=4, zeroed_in_place=True
-    ),
+    "views, accumulate 4": MemoryJob(wrap=ddp_with_views, options=ACCUMULATE),
+    "the same, zeroed in place": MemoryJob(wrap=ddp_with_views, options=IN_PLACE),
     "ZeRO-1": MemoryJob(zero_1=True),
-    "all together": MemoryJob(
-        wrap=ddp_with_views, bf16=True, micro_batches=4, zeroed_in_place=True, zero_1=True
-    ),
+    "all together": MemoryJob(wrap=ddp_with_views, options={**IN_PLACE, **BF16}, zero_1=True),
 }
 JOBS = {**STAGES, **WAYS}
 
 
-@dataclass
-class Trained:
-    """What a job leaves behind. buckets: of DDP, where each begins, and its bytes."""
+class Training:
+    """A job on this rank: `train` it, and then `count` what it holds."""
 
-    model: nn.Module
-    wrapped: Any
-    optimizer: Any
-    buckets: dict[int, int]
-    images: Tensor
-    labels: Tensor
+    def __init__(self, job: MemoryJob, plan: Any, samples: int, replicas: int) -> None:
+        self.job, self.plan, self.samples, self.replicas = job, plan, samples, replicas
+        self.buckets: dict[int, int] = {}  # of DDP: where each begins, and its bytes
 
+    def train(self) -> None:
+        """Two steps; the second finds what the first has left behind."""
+        torch.manual_seed(0)
+        plan, job = self.plan, self.job
+        images = torch.randn(self.samples, plan.channels, plan.image_size, plan.image_size)
+        images = images.chunk(job.options.get("micro_batches", 1))[0]
+        model, optimizer = plan.build()
+        wrap = partial(job.wrap, replicas=self.replicas) if job.wrap is data_parallel else job.wrap
+        if job.zero_1:
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=Adam)
+        self.trainer = Trainer(
+            model, images, wrap, optimizer=optimizer, classes=plan.classes, **job.options
+        )
+        if isinstance(self.trainer.wrapped, DistributedDataParallel):
+            self.trainer.wrapped.register_comm_hook(None, self.note_bucket)
+            # After its first backward it lays out its buckets again, and holds both for a moment.
+            self.trainer.wrapped.eval()(images[:1]).sum().backward()
+            time.sleep(0.05)  # gloo's thread lets go of the old layout, else it does so later
+            model.zero_grad()
+            self.trainer.wrapped.train()
+        for _ in range(2):
+            self.trainer()
 
-def watch_buckets(wrapped: nn.Module) -> dict[int, int]:
-    """From now on: where each bucket of DDP begins, and its bytes."""
-    buckets: dict[int, int] = {}
-
-    def note(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def note_bucket(self, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
-            buckets.clear()  # of the previous step: the layout may change
+            self.buckets.clear()  # of the previous step: the layout may change
         storage = bucket.buffer().untyped_storage()
-        buckets[storage.data_ptr()] = storage.nbytes()
+        self.buckets[storage.data_ptr()] = storage.nbytes()
         return allreduce_hook(group, bucket)
 
-    if isinstance(wrapped, DistributedDataParallel):
-        wrapped.register_comm_hook(None, note)
-    return buckets
+    def count(self) -> list[BytesOf]:
+        """Of this process, or of each virtual replica of DataParallel."""
+        with self.trainer.autocast():
+            if self.job.wrap is data_parallel:
+                return self.count_replicas()
+            return [self.count_process()]
 
+    def count_process(self) -> BytesOf:
+        """After a forward and the loss; what two tensors share counts once."""
+        model, batch = self.trainer.model, (self.trainer.images, self.trainer.labels)
+        activations, loss_tensors = list[Tensor](), list[Tensor]()
+        with memory.saving_to(activations):
+            outputs = self.trainer.wrapped(self.trainer.images)
+        with memory.saving_to(loss_tensors):
+            loss = nn.functional.cross_entropy(outputs, self.trainer.labels)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        # A gradient that is a view of a bucket counts as bucket.
+        apart = [g for g in gradients if g.untyped_storage().data_ptr() not in self.buckets]
+        optimizer = getattr(self.trainer.optimizer, "optim", self.trainer.optimizer)  # of ZeRO
+        state = [value for each in optimizer.state.values() for value in each.values()]
+        fixed = [*model.parameters(), *model.buffers(), *batch]
+        return {
+            "parameters": memory.size(model.parameters()),
+            "buffers": memory.size(model.buffers()),
+            "gradients": memory.size(apart),
+            "buckets": sum(self.buckets.values()),
+            "optimizer": memory.size(value for value in state if isinstance(value, Tensor)),
+            "batch": memory.size(batch),
+            "activations": memory.size(activations, fixed),
+            "outputs and loss": memory.size([outputs, loss, *loss_tensors], [*fixed, *activations]),
+        }
 
-def train(job: MemoryJob, plan: Any, samples: int, replicas: int) -> Trained:
-    """Two steps; the second finds what the first has left behind."""
-    torch.manual_seed(0)
-    images = torch.randn(samples, plan.channels, plan.image_size, plan.image_size)
-    labels = torch.arange(samples) % plan.classes
-    model, optimizer = plan.build()
-    wrapped = job.wrap(model, replicas)
-    buckets = watch_buckets(wrapped)
-    if job.zero_1:
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=Adam)
-    finish = job.reducer(model).finish if job.reducer else lambda: None
-    if isinstance(wrapped, DistributedDataParallel):
-        # After its first backward it lays out its buckets again, and holds both for a moment.
-        wrapped.eval()(images[:1]).sum().backward()
-        time.sleep(0.05)  # gloo's thread lets go of the old layout, else it frees it later, unseen
-        model.zero_grad()
-        wrapped.train()
-    images, labels = (tensor.chunk(job.micro_batches)[0] for tensor in (images, labels))
-    step = partial(
-        train_step,
-        micro_batches=job.micro_batches,
-        dtype=torch.bfloat16 if job.bf16 else None,
-        zeroed_in_place=job.zeroed_in_place,
-    )
-    for _ in range(2):
-        step(wrapped, optimizer, images, labels, finish)
-    return Trained(model, wrapped, optimizer, buckets, images, labels)
-
-
-def count(trained: Trained) -> BytesOf:
-    """What this process holds after a forward and the loss; what two tensors share counts once."""
-    model, batch = trained.model, (trained.images, trained.labels)
-    activations, loss_tensors = list[Tensor](), list[Tensor]()
-    with memory.saving_to(activations):
-        outputs = trained.wrapped(trained.images)
-    with memory.saving_to(loss_tensors):
-        loss = nn.functional.cross_entropy(outputs, trained.labels)
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    # A gradient that is a view of a bucket counts as bucket.
-    apart = [g for g in gradients if g.untyped_storage().data_ptr() not in trained.buckets]
-    optimizer = getattr(trained.optimizer, "optim", trained.optimizer)  # ZeRO: of its share
-    state = [value for each in optimizer.state.values() for value in each.values()]
-    fixed = [*model.parameters(), *model.buffers(), *batch]
-    return {
-        "parameters": memory.size(model.parameters()),
-        "buffers": memory.size(model.buffers()),
-        "gradients": memory.size(apart),
-        "buckets": sum(trained.buckets.values()),
-        "optimizer": memory.size(value for value in state if isinstance(value, Tensor)),
-        "batch": memory.size(batch),
-        "activations": memory.size(activations, fixed),
-        "outputs and loss": memory.size([outputs, loss, *loss_tensors], [*fixed, *activations]),
-    }
-
-
-def count_replicas(trained: Trained, replicas: int) -> list[BytesOf]:
-    """What each virtual replica of DataParallel holds, by stage 02's own count."""
-    example = trained.model, trained.images, trained.labels
-    buffers = memory.size(trained.model.buffers())
-    rows = memory.held_by_replica(example, replicas, inside=False)
-    for row in rows:
-        row["outputs and loss"] = row.pop("outputs") + row.pop("loss")
-        row["parameters"] -= buffers
-        row |= {"buffers": buffers, "buckets": 0}
-    return rows
+    def count_replicas(self) -> list[BytesOf]:
+        """By stage 02's own count."""
+        example = self.trainer.model, self.trainer.images, self.trainer.labels
+        buffers = memory.size(self.trainer.model.buffers())
+        rows = memory.held_by_replica(example, self.replicas, inside=False)
+        for row in rows:
+            row["outputs and loss"] = row.pop("outputs") + row.pop("loss")
+            row["parameters"] -= buffers
+            row |= {"buffers": buffers, "buckets": 0}
+        return rows
 
 
 def train_and_count(names: list[str], plan: Any, samples: int, replicas: int) -> list[Results]:
     """Of each job on this rank: what is held, by process or replica, and the peak."""
     rows = list[Results]()
-    for job in map(JOBS.__getitem__, names):
-        results = list[Trained]()
-
-        def run(job: MemoryJob = job, results: list[Trained] = results) -> None:
-            results.append(train(job, plan, samples, replicas))
-
-        peak_bytes = peak.peak_of(plan.device, run)
-        trained = results.pop()
-        with torch.autocast(plan.device, torch.bfloat16, enabled=job.bf16):
-            virtual = isinstance(trained.wrapped, DataParallel)
-            held = count_replicas(trained, replicas) if virtual else [count(trained)]
-        rows.append({"held": held, "peak_bytes": peak_bytes})
-        del trained
+    for name in names:
+        training = Training(JOBS[name], plan, samples, replicas)
+        peak_bytes = peak.peak_of(plan.device, training.train)
+        rows.append({"held": training.count(), "peak_bytes": peak_bytes})
+        del training
         gc.collect()  # DDP and its model hold each other
     return rows
 

@@ -2,18 +2,13 @@
 
 What the model in 04_ddp_torchrun/forecast/step_model.py needs is measured apart from DDP, in the
 same rounds: steps without DDP, and convolutions with an all-reduce behind or beside them. Each end
-of a link is a network namespace with one rank, made by launch/two_nodes_here.sh, which runs this
-file.
+of a slow link is a network namespace with one rank.
 """
 
 import copy
-import os
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,9 +20,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 
 from ranks import run_ranks
 from tables import predictions
-from timing import Effort, Results, Times, interleave, load_chapter, save, summarize
-from training_step import build, ddp_without_buffers, make_step, sgd
-from two_nodes import ALLOWED, RATES, on_two_nodes, set_rate
+from timing import Effort, Results, Times, interleave, load_chapter, summarize
+from training_step import Trainer, build, ddp_without_buffers, train_copy
+from two_nodes import ALLOWED, RATES, measure_across
 
 step_model = load_chapter("04", "forecast/step_model")
 fill_buckets = load_chapter("04", "forecast/gradient_order").fill_buckets
@@ -37,56 +32,47 @@ WITHOUT_DDP, WORK, LONG_WORK, BESIDE_WORK, COPY = "alone", "work", "long", "besi
 LONG, BYTES_BESIDE, BYTES_COPIED = 8, 2**23, 2**24  # LONG: times the work
 SIZES = [2**14, 2**20, 2**22, BYTES_BESIDE, 2**24, 25 * 2**20]  # bytes of the one behind the work
 SMALL_SIZES = [2**10, 2**17, 2**20, BYTES_BESIDE]  # for net: its bucket has 87,360
+ROUNDS = {"net": 51, "mlp": 25, "resnet18": 15}
 
 
-@dataclass(frozen=True)
-class DDPVariant:
-    """A step of DDP, with micro-batches under no_sync, or with gradients that are sent in bf16."""
-
-    micro_batches: int = 1
-    bf16: bool = False
+def ddp_that_sends_bf16(model: nn.Module) -> nn.Module:
+    wrapped = ddp_without_buffers(model)
+    wrapped.register_comm_hook(None, bf16_compress_hook)
+    return wrapped
 
 
-DDP = "DDP"
-VARIANTS = {
-    DDP: DDPVariant(),
-    "DDP, 4 with no_sync": DDPVariant(micro_batches=4),
-    "DDP, bf16 hook": DDPVariant(bf16=True),
+DDP, DDP_IN_BF16 = "DDP", "DDP, bf16 hook"
+VARIANTS: dict[str, dict[str, Any]] = {  # options of Trainer
+    DDP: {"wrap": ddp_without_buffers},
+    "DDP, 4 with no_sync": {"wrap": ddp_without_buffers, "micro_batches": 4},
+    DDP_IN_BF16: {"wrap": ddp_that_sends_bf16},
 }
 
 
-@dataclass(frozen=True)
-class Profile:
-    """Of a model on one rank. A share is the part of a step, or of backward until a gradient."""
-
-    model: str
-    local_batch: int
-    gradient_bytes: list[int]
-    forward_share: float
-    backward_share: float
-    ready_shares: list[float]
-
-
-def behind_work(size: int) -> str:
-    return f"work, then {size}"
-
-
-def step_of(variant: DDPVariant, model: nn.Module, images: Tensor) -> Callable[[], None]:
-    def wrap(model: nn.Module) -> nn.Module:
-        wrapped = ddp_without_buffers(model)
-        if variant.bf16:
-            wrapped.register_comm_hook(None, bf16_compress_hook)
-        return wrapped
-
-    return make_step(model, images, wrap, micro_batches=variant.micro_batches)
+def measure_scaling(effort: Effort) -> Results:
+    """`links` is empty unless all is measured where namespaces are allowed."""
+    machine, links = [], {}
+    for ranks in [effort.ranks or 2] if effort.ranks or effort.quick else (1, 2, 3, 4):
+        for model in effort.models or (["net"] if effort.quick else ROUNDS):
+            rounds = ROUNDS[model] // 4 if effort.brief else min(ROUNDS[model], effort.rounds)
+            machine.append(run_ranks(ranks, time_and_predict, model, [DDP], rounds)[0])
+    if effort.rounds > 99 and ALLOWED:
+        links = measure_across(RATES, predict_across_link)
+    results = {"machine": machine, "links": links}
+    errors = [abs(row["error"]) for row in predictions(results)]
+    about = {"provenance": {"threads_a_rank": 1, "backend": "gloo"}, **results}
+    return {**about, "median_error": round(median(errors), 4), "predictions": len(errors)}
 
 
-class StepWithoutDDP:
+def predict_across_link() -> Results:
+    return time_and_predict("resnet18", list(VARIANTS), rounds=9)
+
+
+class StepWithoutDDP(Trainer):
     """A step that notes when forward, backward, the optimizer and each gradient are done."""
 
     def __init__(self, model: nn.Module, images: Tensor) -> None:
-        self.model, self.images = copy.deepcopy(model), images
-        self.labels, self.optimizer = torch.arange(len(images)) % 10, sgd(self.model)
+        super().__init__(copy.deepcopy(model), images)
         self.ready: dict[Tensor, float] = {}
         self.steps: list[list[float]] = []
         for parameter in self.model.parameters():
@@ -107,18 +93,22 @@ class StepWithoutDDP:
         ends = forward, backward, time.perf_counter(), *gradients
         self.steps.append([end - begin for end in ends])
 
-    def profile(self, name: str) -> Profile:
-        """The medians of the steps."""
+    def shares(self) -> tuple[float, float, list[float]]:
+        """Forward's and backward's share of a step, and of backward until each gradient is ready.
+
+        The medians of the steps, and of these the mean of the ranks.
+        """
         forward, backward, end, *gradients = np.array(self.steps).T
-        ready = [(gradient - forward) / (backward - forward) for gradient in gradients]
-        return Profile(
-            name,
-            len(self.images),
-            [parameter.nbytes for parameter in self.model.parameters()],
-            float(np.median(forward / end)),
-            float(np.median((backward - forward) / end)),
-            np.median(ready, axis=1).tolist(),
-        )
+        shares = [forward / end, (backward - forward) / end]
+        shares += [(gradient - forward) / (backward - forward) for gradient in gradients]
+        medians = torch.from_numpy(np.median(shares, axis=1))
+        dist.all_reduce(medians)
+        forward_share, backward_share, *ready = (medians / dist.get_world_size()).tolist()
+        return forward_share, backward_share, ready
+
+
+def behind_work(size: int) -> str:
+    return f"work, then {size}"
 
 
 def work_steps(sizes: list[int]) -> dict[str, Callable]:
@@ -149,36 +139,6 @@ def work_steps(sizes: list[int]) -> dict[str, Callable]:
     return steps | {BESIDE_WORK: reduce_meanwhile}
 
 
-def time_on_rank(
-    model_name: str, variants: list[str], rounds: int, sizes: list[int]
-) -> tuple[Times, dict[str, Any]]:
-    """What each rank does: seconds of all steps in each round, and the model's profile."""
-    model, images = build(model_name, 16 if model_name == "resnet18" else 0)
-    without_ddp = StepWithoutDDP(model, images)
-    steps: dict[str, Callable] = {WITHOUT_DDP: without_ddp}
-    steps |= {name: step_of(VARIANTS[name], model, images) for name in variants}
-    times = interleave(steps | work_steps(sizes), rounds)
-    return times, asdict(without_ddp.profile(model_name))
-
-
-def measure_scaling(effort: Effort) -> Results:
-    """`links` is empty unless all is measured where namespaces are allowed."""
-    rounds, machine = {"net": 51, "mlp": 25, "resnet18": 15}, []
-    for ranks in [effort.ranks or 2] if effort.ranks or effort.quick else (1, 2, 3, 4):
-        for model in effort.models or (["net"] if effort.quick else rounds):
-            max_rounds = rounds[model] // 4 if effort.brief else min(rounds[model], effort.rounds)
-            sizes = SMALL_SIZES if model == "net" else SIZES
-            answers = run_ranks(ranks, time_on_rank, model, [DDP], max_rounds, sizes)
-            times, _ = answers[0]
-            machine.append(predict(times, sizes, [Profile(**profile) for _, profile in answers]))
-    with_links = effort.rounds > 99 and ALLOWED
-    links = on_two_nodes("benchmarks/measure_scaling.py") if with_links else {}
-    results = {"machine": machine, "links": links}
-    errors = [abs(row["error"]) for row in predictions(results)]
-    about = {"provenance": {"threads_a_rank": 1, "backend": "gloo"}, **results}
-    return {**about, "median_error": round(median(errors), 4), "predictions": len(errors)}
-
-
 def extra_seconds(times: Times, name: str, without: str) -> float:
     """The seconds that this takes more than that: the median of the rounds."""
     return float(np.median(np.subtract(times[name], times[without])))
@@ -202,79 +162,62 @@ def fit(ranks: int, times: Times, sizes: list[int]) -> Any:
     return step_model.Link(max(float(alpha), 0.0), 1 / max(float(per_byte), 1e-15))
 
 
-def job_of(seconds: float, profiles: list[Profile], copy_seconds: float) -> Any:
-    """A step of so many seconds; copy_seconds: per byte, in and out of a bucket."""
-    forward = np.mean([profile.forward_share for profile in profiles])
-    backward = np.mean([profile.backward_share for profile in profiles])
-    ready = np.mean([profile.ready_shares for profile in profiles], axis=0).tolist()
-    gradient_bytes = profiles[0].gradient_bytes
-    order = sorted(zip(gradient_bytes, ready, strict=True), key=lambda gradient: gradient[1])
+def jobs_of(without_ddp: StepWithoutDDP, times: Times) -> list[Any]:
+    """The computing of a step in each round, with the copies in and out of the buckets."""
+    forward, backward, ready = without_ddp.shares()
+    sizes = [parameter.nbytes for parameter in without_ddp.model.parameters()]
+    buckets = fill_buckets(sorted(zip(sizes, ready, strict=True), key=lambda each: each[1]))
     # Backward fills the buckets; in the end they are emptied.
-    one_way = copy_seconds * sum(gradient_bytes) / 2
-    after_backward = (1 - forward - backward) * seconds + one_way
-    buckets = fill_buckets(order)
-    return step_model.Job(forward * seconds, backward * seconds + one_way, after_backward, buckets)
+    one_way = median(times[COPY]) / BYTES_COPIED * sum(sizes) / 2
+    return [
+        step_model.Job(
+            forward * seconds,
+            backward * seconds + one_way,
+            (1 - forward - backward) * seconds + one_way,
+            buckets,
+        )
+        for seconds in times[WITHOUT_DDP]
+    ]
 
 
 def ring_seconds(size: float, ranks: int, link: Any, share_of_fp32: float) -> float:
     return step_model.ring(size * share_of_fp32, ranks, link)
 
 
-def predict(times: Times, sizes: list[int], profiles: list[Profile]) -> Results:
-    """Every step of DDP in these rounds, predicted from what is not DDP, beside its measurement.
+def time_and_predict(name: str, variants: list[str], rounds: int) -> Results:
+    """Every step of DDP, predicted from what is not DDP, beside its measurement.
 
-    profiles: of all ranks. An error is the median of the rounds': a slow minute slows both times.
+    An error is the median of the rounds': a slow minute slows both times.
     """
-    ranks, summary = len(profiles), summarize(times)
+    model, images = build(name, 16 if name == "resnet18" else 0)
+    without_ddp, sizes = StepWithoutDDP(model, images), SMALL_SIZES if name == "net" else SIZES
+    steps: dict[str, Callable] = {WITHOUT_DDP: without_ddp, **work_steps(sizes)}
+    steps |= {how: train_copy(model, images, **VARIANTS[how]) for how in variants}
+    times = interleave(steps, rounds)
+    ranks, summary, jobs = dist.get_world_size(), summarize(times), jobs_of(without_ddp, times)
     link = fit(ranks, times, sizes)
     # What a second of communication takes from the computing beside it.
     overlap_cost = extra_seconds(times, BESIDE_WORK, LONG_WORK)
     slowdown = min(1.0, max(0.0, overlap_cost / all_reduce_seconds(times, BYTES_BESIDE)))
-    copy_seconds = median(times[COPY]) / BYTES_COPIED
-    jobs = [job_of(seconds, profiles, copy_seconds) for seconds in times[WITHOUT_DDP]]
     rows = []
-    for name, variant in VARIANTS.items():
-        if name not in times:
-            continue
-        share = 0.5 if variant.bf16 else 1.0
+    for how in variants:
+        share = 0.5 if how == DDP_IN_BF16 else 1.0
+        micro_batches = VARIANTS[how].get("micro_batches", 1)
         cost = partial(ring_seconds, ranks=ranks, link=link, share_of_fp32=share)
-        steps = [step_model.step(job, cost, variant.micro_batches, slowdown) for job in jobs]
-        pairs = zip(steps, times[name], strict=True)
-        errors = [step.seconds / measured - 1 for step, measured in pairs]
+        steps_on_paper = [step_model.step(job, cost, micro_batches, slowdown) for job in jobs]
+        predicted = [step.seconds for step in steps_on_paper]
         rows.append(
             {
                 "ranks": ranks,
-                "how": name,
-                "rounds": len(jobs),
-                "error": round(median(errors), 4),
-                "model": profiles[0].model,
-                "local_batch": profiles[0].local_batch,
+                "model": name,
+                "local_batch": len(images),
+                "how": how,
+                "rounds": rounds,
                 "alone_ms": summary[WITHOUT_DDP]["step_ms"],
-                "measured_ms": summary[name]["step_ms"],
-                "measured_ms_quartiles": summary[name]["step_ms_quartiles"],
-                "predicted_ms": round(1000 * median(step.seconds for step in steps), 4),
+                "predicted_ms": round(1000 * median(predicted), 4),
+                "measured_ms": summary[how]["step_ms"],
+                "error": round(median(np.divide(predicted, times[how]).tolist()) - 1, 4),
             }
         )
     about = {"ranks": ranks, "alpha_us": round(1e6 * link.alpha, 1), "slowdown": round(slowdown, 3)}
     return {**about, "beta_bytes_per_second": round(link.beta), "rows": rows}
-
-
-def predict_across_links(out: Path) -> None:
-    """What each of two nodes does; node 0 writes the predictions across each link."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=int(os.environ["NODE_RANK"]), world_size=2)
-    links = {}
-    for name, rate in RATES.items():
-        set_rate(rate)
-        sizes = SIZES[:-1] if name == "0.2 Gbit/s" else SIZES
-        times, profile = time_on_rank("resnet18", list(VARIANTS), 9, sizes)
-        profiles = [profile, profile]
-        dist.all_gather_object(profiles, profile)
-        links[name] = predict(times, sizes, [Profile(**each) for each in profiles])
-    if dist.get_rank() == 0:
-        save(out, links)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    predict_across_links(Path(sys.argv[1]))

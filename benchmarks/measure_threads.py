@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ranks import run_ranks
-from timing import Effort, Results, compare, load_chapter
+from timing import Effort, Results, interleave, load_chapter, summarize
 from training_step import build
 
 RANKS = 2
@@ -40,7 +40,7 @@ def time_halves(steps_of: dict[str, int], rounds: int) -> Results:
         }
         if rank == 1:  # it waits, unless both processes work
             variants |= dict.fromkeys(("in turn", "two threads"), lambda: None)
-        rows = compare(variants, rounds, steps)["variants"]
+        rows = summarize(interleave(variants, rounds, steps))
         models[name] = {"batch": len(batch), "forward": rows}
     return models
 

@@ -4,7 +4,7 @@ A page holds <!-- table: NAME --> where one begins and <!-- end of table --> whe
 `make readme` writes what is between, and a test compares it with what is committed.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import mean
 from typing import Any
@@ -17,30 +17,23 @@ from timing import AA, Results, load
 
 MACHINE = "amd-epyc-2-cores"  # the pages show its `make bench`
 SHARDED = ("parameters", "gradients", "optimizer state")  # what each rank of shard/ holds
+
 RATIO = "{ratio:.2f} ({ratio_interval[0]:.2f} to {ratio_interval[1]:.2f})"
 
-
-def table(rows: Iterable[Iterable[object]], *heads: str) -> str:
-    return tabulate(rows, heads, "github", disable_numparse=True)
+Column = Mapping[str, str]  # the cell of each line that has one
 
 
-def table_of_columns(
-    rows: Mapping[str, Results], columns: Mapping[str, Any], head: str = ""
-) -> str:
-    """One line per row: its name, then each column by its format or its function."""
-    cells = [text.format_map if isinstance(text, str) else text for text in columns.values()]
-    lines = [(name, *(cell(row) for cell in cells)) for name, row in rows.items()]
-    return table(lines, head, *columns)
+def table(columns: Mapping[str, Column], head: str = "") -> str:
+    """The lines are those of the longest column; others may lack some of them."""
+    names = max(columns.values(), key=len)
+    lines = [[name, *(column.get(name, "") for column in columns.values())] for name in names]
+    return tabulate(lines, (head, *columns), "github", disable_numparse=True)
 
 
-def ratios(columns: Mapping[str, Mapping[str, Results]], head: str = "") -> str:
-    """One column for each model, one line for each variant that any of them has."""
-    names = dict.fromkeys(name for rows in reversed([*columns.values()]) for name in rows)
-    lines = [
-        (name, *(RATIO.format(**rows[name]) if name in rows else "" for rows in columns.values()))
-        for name in names
-    ]
-    return table(lines, head, *columns)
+def column(rows: Mapping[str, Any], cell: str | Callable[[Any], str]) -> Column:
+    """cell: what makes the text of a row, or the format of its numbers."""
+    text_of = cell.format_map if isinstance(cell, str) else cell
+    return {name: text_of(row) for name, row in rows.items()}
 
 
 def speed_ratio(row: Results) -> str:
@@ -54,17 +47,16 @@ def mib(count: float) -> str:
 
 
 def stages(results: Results) -> str:
-    columns = {"samples/s": "{samples_per_second:,.0f}", "times 01 with 1 thread": speed_ratio}
-    return table_of_columns(results["variants"], columns)
+    rows = results["variants"]
+    speeds = column(rows, "{samples_per_second:,.0f}")
+    return table({"samples/s": speeds, "times 01 with 1 thread": column(rows, speed_ratio)})
 
 
 def ways_to_hold_less(results: Results) -> str:
-    first = max(results["ways"]["DDP with Adam"]["peak_bytes"])
-    columns = {
-        "peak, MiB": lambda way: mib(max(way["peak_bytes"])),
-        "": lambda way: f"{max(way['peak_bytes']) / first - 1:+.0%}",
-    }
-    return table_of_columns(results["ways"], columns)
+    peak_bytes = {name: max(way["peak_bytes"]) for name, way in results["ways"].items()}
+    first = peak_bytes["DDP with Adam"]
+    changes = column(peak_bytes, lambda peak: f"{peak / first - 1:+.0%}")
+    return table({"peak, MiB": column(peak_bytes, mib), "": changes})
 
 
 def predictions(results: Results) -> list[Results]:
@@ -74,116 +66,118 @@ def predictions(results: Results) -> list[Results]:
 
 
 def scaling(results: Results) -> str:
-    texts = ["{link}", "{ranks}", "{model}", "{how}", "{alone_ms:.1f}", "{predicted_ms:.1f}"]
-    texts += ["{measured_ms:.1f}", "{error:+.1%}"]
-    rows = [[text.format(**row) for text in texts] for row in predictions(results)]
-    heads = "link", "ranks", "model", "step", "alone, ms", "predicted", "measured", "error"
-    return table(rows, *heads)
+    columns = {
+        "link": "{link}",
+        "ranks": "{ranks}",
+        "model": "{model}",
+        "step": "{how}",
+        "alone, ms": "{alone_ms:.1f}",
+        "predicted": "{predicted_ms:.1f}",
+        "measured": "{measured_ms:.1f}",
+        "error": "{error:+.1%}",
+    }
+    rows = [[text.format(**row) for text in columns.values()] for row in predictions(results)]
+    return tabulate(rows, [*columns], "github", disable_numparse=True)
 
 
 def threads(results: Results) -> str:
-    models = {name: model["forward"] for name, model in results["models"].items()}
+    models = {name: column(model["forward"], RATIO) for name, model in results["models"].items()}
     variants = {
-        variant: {name: rows[variant] for name, rows in models.items()} for variant in models["net"]
+        variant: {name: ratios[variant] for name, ratios in models.items()}
+        for variant in models["net"]
     }
-    return ratios(variants, "model")
+    return table(variants, "model")
 
 
 def reducers(results: Results) -> str:
-    return ratios({name: model["variants"] for name, model in results["models"].items()})
+    models = results["models"].items()
+    return table({name: column(model["variants"], RATIO) for name, model in models})
 
 
 def precision(results: Results) -> str:
-    places = {
-        f"{model}, {place}": row["variants"]
-        for model, of_model in results["models"].items()
-        for place, row in of_model.items()
-    }
-    lines = []
-    for name in next(iter(places.values())):
-        rows = [variants.get(name) for variants in places.values()]
-        cells = [row and f"{row['images_per_second']:.1f}/s: {speed_ratio(row)}" for row in rows]
-        lines.append((name, *cells))
-    return table(lines, "", *places)
+    def cell(row: Results) -> str:
+        return f"{row['images_per_second']:.1f}/s: {speed_ratio(row)}"
+
+    return table(
+        {
+            f"{model}, {place}": column(row["variants"], cell)
+            for model, places in results["models"].items()
+            for place, row in places.items()
+        }
+    )
 
 
 def peaks(results: Results) -> str:
-    models = [places["one process"]["variants"] for places in results["models"].values()]
-    lines = [
-        (name, *(mib(variants[name]["peak_bytes"]) for variants in models))
-        for name in models[0]
-        if name != AA
-    ]
-    return table(lines, "", *results["models"])
+    columns = {}
+    for model, places in results["models"].items():
+        rows = places["one process"]["variants"].items()
+        columns[model] = {name: mib(row["peak_bytes"]) for name, row in rows if name != AA}
+    return table(columns)
 
 
 def survive(results: Results) -> str:
-    columns = {"step, ms": "{step_ms:.1f}", "time / 05's": RATIO}
-    return table_of_columns(results["variants"], columns)
+    rows = results["variants"]
+    milliseconds = column(rows, "{step_ms:.1f}")
+    return table({"step, ms": milliseconds, "time / 05's": column(rows, RATIO)})
 
 
 def local_sgd(results: Results) -> str:
     """DDP's accuracy, and how many points the other methods are away from it: mean and spread."""
-    trainings = results["trainings"]
-    lines = []
-    for method in trainings[0]["methods"]:
-        rows = [training["methods"].get(method) for training in trainings]
-        text = "{points:+.2f} ± {points_stdev:.2f}"
-        cells = [row and text.format(**row) for row in rows]
-        if method == "DDP":
-            cells = [f"{mean(row['test_accuracies']):.2%}" for row in rows]
-        lines.append((method, *cells))
-    heads = ["{model}, {ranks} ranks".format(**training) for training in trainings]
-    return table(lines, "the ranks talk", *heads)
+    columns = {}
+    for training in results["trainings"]:
+        methods = training["methods"]
+        points = column(methods, "{points:+.2f} ± {points_stdev:.2f}")
+        accuracy = mean(methods["DDP"]["test_accuracies"])
+        head = "{model}, {ranks} ranks".format(**training)
+        columns[head] = {**points, "DDP": f"{accuracy:.2%}"}
+    return table(columns, "the ranks talk")
 
 
 def local_sgd_links(results: Results) -> str:
     """Measured ratios, and beside them those that step_model.py computes from a step's time."""
-    columns: dict[str, Mapping[str, str]] = {}
+    columns: dict[str, Column] = {}
     for link, timed in results["links"].items():
         variants = timed["variants"]
-        columns[link] = {name: RATIO.format(**row) for name, row in variants.items()}
+        columns[link] = column(variants, RATIO)
         if (gbit := link.removesuffix(" Gbit/s")) != link:
-            computed = slowdowns(next(iter(variants.values()))["step_ms"], float(gbit))
-            columns[f"{link}, computed"] = {name: f"{each:.2f}" for name, each in computed.items()}
-    names = next(iter(columns.values()))
-    rows = [(name, *(cells.get(name, "") for cells in columns.values())) for name in names]
-    return table(rows, "", *columns)
+            computed = slowdowns(variants["no messages"]["step_ms"], float(gbit))
+            columns[f"{link}, computed"] = column(computed, "{:.2f}".format)
+    return table(columns)
 
 
 def shard(results: Results) -> str:
-    parameter_bytes, lines = results["parameter_bytes"], []
-    for name, step in results["variants"].items():
-        held = results["held_bytes"].get(name)  # A/A is measured in time only
-        kinds = [held[kind] / parameter_bytes for kind in SHARDED] if held else []
-        numbers = [*kinds, sum(kinds), results["sent_multiples"][name]] if held else []
-        cells = [f"{number:.2f}" for number in numbers] or [""] * 5
-        lines.append((name, *cells, RATIO.format(**step)))
-    return table(lines, "", *SHARDED, "together", "sent", "time / DDP's")
+    """Bytes as multiples of the model's. A/A is measured in time only."""
+    multiples: dict[str, dict[str, float]] = {kind: {} for kind in (*SHARDED, "together")}
+    for name, held in results["held_bytes"].items():
+        for kind in SHARDED:
+            multiples[kind][name] = held[kind] / results["parameter_bytes"]
+        multiples["together"][name] = sum(multiples[kind][name] for kind in SHARDED)
+    multiples["sent"] = results["sent_multiples"]
+    columns = {head: column(numbers, "{:.2f}".format) for head, numbers in multiples.items()}
+    return table({**columns, "time / DDP's": column(results["variants"], RATIO)})
 
 
-JUDGED = {
-    "n": "{faults}",
-    "wrong": lambda row: row["wrong_resumes"] + row["wrong_ends"],
-    "hangs": "{hangs}",
-    "orphans": "{orphans}",
-    "s to the end": "{end_seconds_median:.1f}",
-}
+def judged(results: Results) -> dict[str, Column]:
+    """What became of the runs, by what was done to them."""
+    rows = {row["what"]: row for row in results["kinds"].values()}
+    return {
+        "n": column(rows, "{faults}"),
+        "wrong": column(rows, lambda row: str(row["wrong_resumes"] + row["wrong_ends"])),
+        "hangs": column(rows, "{hangs}"),
+        "orphans": column(rows, "{orphans}"),
+        "s to the end": column(rows, "{end_seconds_median:.1f}"),
+    }
 
 
 def faults(results: Results) -> str:
-    columns = {
-        **JUDGED,
-        "s to resume": "{recovery_seconds_median:.1f} ({recovery_seconds_p95:.1f})",
-        "steps lost": "{lost_steps_median:.0f} ({lost_steps_max})",
-    }
-    faults_by_name = {row["what"]: row for row in results["kinds"].values()}
-    return table_of_columns(faults_by_name, columns, "fault")
+    rows = {row["what"]: row for row in results["kinds"].values()}
+    to_resume = column(rows, "{recovery_seconds_median:.1f} ({recovery_seconds_p95:.1f})")
+    lost = column(rows, "{lost_steps_median:.0f} ({lost_steps_max})")
+    return table({**judged(results), "s to resume": to_resume, "steps lost": lost}, "fault")
 
 
 def pauses(results: Results) -> str:
-    pauses_by_name = {row["what"]: row for row in results["kinds"].values()}
-    return table_of_columns(pauses_by_name, JUDGED, "pause")
+    return table(judged(results), "pause")
 
 
 def origin(results: Results) -> str:
@@ -212,8 +206,8 @@ TABLES = {
     "reducers": Table("03_reducers", reducers),
     "precision": Table("05_precision", precision),
     "peaks": Table("05_precision", peaks),
-    "local_sgd": Table("04_local_sgd", local_sgd),
-    "local_sgd_links": Table("04_local_sgd_links", local_sgd_links),
+    "local_sgd": Table("local_sgd", local_sgd),
+    "local_sgd_links": Table("local_sgd_links", local_sgd_links),
     "survive": Table("survive", survive),
     "shard": Table("shard", shard),
     "faults": Table("faults", faults),

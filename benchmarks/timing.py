@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import date
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,7 +44,6 @@ class Effort:
     device: str = "cpu"
     ranks: int = 0  # 0: the default of the section; notebook 04 asks for two
     models: tuple[str, ...] = ()  # empty: the default of the section
-    data_dir: str = ""
 
 
 def take_turns(variants: Mapping[str, Callable[[], float]], rounds: int) -> Times:
@@ -59,10 +57,10 @@ def take_turns(variants: Mapping[str, Callable[[], float]], rounds: int) -> Time
     return {name: largest_of_ranks(seconds) for name, seconds in times.items()}
 
 
-def interleave(variants: Steps, rounds: int, steps: int = 1, warm_up: int = 3) -> Times:
-    """Time so many steps of every variant in each round; the slowest rank counts."""
+def timed(step: Callable[[], object], steps: int = 1) -> Callable[[], float]:
+    """What takes so many steps, on all ranks together, and returns the seconds of one."""
 
-    def time_steps(step: Callable[[], object]) -> float:
+    def seconds_per_step() -> float:
         if dist.is_initialized():
             dist.barrier()  # ranks start together
         start = synchronized_time()
@@ -70,10 +68,15 @@ def interleave(variants: Steps, rounds: int, steps: int = 1, warm_up: int = 3) -
             step()
         return (synchronized_time() - start) / steps
 
+    return seconds_per_step
+
+
+def interleave(variants: Steps, rounds: int, steps: int = 1) -> Times:
+    """Time so many steps of every variant in each round; the slowest rank counts."""
     for step in variants.values():
-        for _ in range(warm_up):  # DDP rearranges its buckets after the first step
+        for _ in range(min(3, rounds)):  # DDP rearranges its buckets after the first step
             step()
-    return take_turns({name: partial(time_steps, step) for name, step in variants.items()}, rounds)
+    return take_turns({name: timed(step, steps) for name, step in variants.items()}, rounds)
 
 
 def largest_of_ranks(seconds: list[float]) -> list[float]:
@@ -113,16 +116,10 @@ def summarize(times: Times) -> dict[str, Results]:
     return summary
 
 
-def compare(variants: Steps, rounds: int, steps: int = 1) -> Results:
-    times = interleave(variants, rounds, steps, warm_up=1 if rounds == 1 else 3)
-    return {"rounds": rounds, "steps_a_round": steps, "variants": summarize(times)}
-
-
-def hardware(device: torch.device, processes: int) -> str:
-    """The name of the CPU, or of the GPUs that this many processes use."""
-    if device.type == "cuda":
-        gpus = min(processes, torch.cuda.device_count())
-        return f"{gpus} x {torch.cuda.get_device_name(device)}"
+def hardware(device: str) -> str:
+    """The name of the CPU, or of the GPUs."""
+    if device == "cuda":
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     cpuinfo = Path("/proc/cpuinfo")  # only Linux has it
     names = re.findall(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else []
     return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
@@ -133,7 +130,7 @@ def provenance(device: str = "cpu", **settings: Any) -> Results:
     git = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return {
-        "hardware": hardware(torch.device(device), max(1, torch.cuda.device_count())),
+        "hardware": hardware(device),
         "cores": os.cpu_count(),
         "load_average": round(os.getloadavg()[0], 2),
         "torch": torch.__version__,

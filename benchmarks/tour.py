@@ -11,15 +11,14 @@ import inspect
 import json
 import math
 import os
-import platform
 import statistics
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -32,7 +31,7 @@ from common.options import UsageError, exit_on, int_at_least, make_parser
 from measure_memory import COPIES, HELD, measure, peak
 from plots import MIB, bars, legend, stack
 from stage_runs import StageRun, command_of, run_command
-from timing import Results, hardware
+from timing import Results, provenance, save
 
 EQUAL = 1e-5  # fp32 losses of the first epoch that differ less count as equal
 
@@ -100,9 +99,6 @@ def run(row: StageRow, args: Namespace, folder: Path) -> None:
         command += ["--backend", "nccl"]  # as 04 does by default
     if row.key[:2] in ("04", "05") and gpus and args.ranks > gpus:
         command += ["--backend", "gloo"]  # nccl refuses two ranks on one GPU
-    if args.ranks < gpus:  # 02 takes all GPUs that it sees
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[: args.ranks])
     for name, default in vars(make_parser("", "").parse_args([])).items():
         value = getattr(args, name)
         if value != default and name not in ("stage", "run_dir"):
@@ -152,69 +148,66 @@ def count_memory(rows: list[StageRow], args: Namespace) -> Results:
         jobs = dict.fromkeys(row.memory_job for row in rows if row.key[:2] in known)
         if jobs:
             stages |= measure(jobs, plan, args.batch_size // world_size, world_size, args.ranks)
-    about = {"model": args.model, "image_size": plan.image_size, "global_batch": args.batch_size}
-    return {**about, "stages": stages}
+    return {"stages": stages}
 
 
-def draw_distances(
-    axes: Axes, results: Results, labels: Sequence[str], named: bool = False
-) -> None:
-    """How far the losses of these rows are from 01's, in each step; each named beside its line."""
-    losses_of_01, color_of = results["losses"].get(ROWS[0].label), {r.label: r.color for r in ROWS}
-    ends: dict[str, float] = {}
-    for label in labels[1:] if losses_of_01 else ():
-        if losses := results["losses"].get(label):
-            pairs = zip(losses_of_01, losses, strict=True)
+def draw_distances(axes: Axes, results: Results, rows: Sequence[StageRow]) -> dict[str, float]:
+    """How far the losses of these rows are from 01's, in each step. Returns where they end."""
+    losses, ends = results["losses"], {}
+    for row in rows:
+        if {row.label, "01 one process"} <= losses.keys():
+            pairs = zip(losses["01 one process"], losses[row.label], strict=True)
             distances = [max(abs(a - b), 1e-9) for a, b in pairs]
-            axes.plot(range(1, len(losses) + 1), distances, color=color_of[label])
-            ends[label] = statistics.geometric_mean(distances[-10:])
-    lowest = 0.0
-    for label in sorted(ends, key=ends.__getitem__) if named else ():
-        lowest = max(ends[label], 5 * lowest)  # so that no name covers another
-        axes.annotate(label, (len(losses_of_01) + 1, lowest), color=color_of[label], va="center")
+            axes.plot(range(1, len(distances) + 1), distances, color=row.color)
+            ends[row.label] = statistics.geometric_mean(distances[-10:])
     axes.axhline(EQUAL, color="gray", linewidth=0.8, linestyle=":")
     axes.set(title="Distance from 01's loss: below the dotted line it is rounding")
     axes.set(xlabel="optimizer step", ylabel="|difference| (0 drawn as 1e-9)", yscale="log")
-    axes.spines[["top", "right"]].set_visible(False)
+    return ends
 
 
 def draw_repeats(results: Results) -> plt.Figure:
     """Which stage repeats 01? The picture of the first page."""
-    matplotlib.use("Agg")  # a file, no window
     figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
-    labels = ["01 one process", "02 DataParallel", "03 by hand", "04 DDP", "05 DDP, SyncBN"]
-    draw_distances(axes, results, labels, named=True)
+    rows = {row.label: row for row in ROWS if row.key in ("02", "03", "04", "05")}
+    ends, lowest = draw_distances(axes, results, list(rows.values())), 0.0
+    for label, end in sorted(ends.items(), key=lambda item: item[1]):
+        lowest = max(end, 5 * lowest)  # so that no name covers another
+        place = len(results["losses"][label]) + 1, lowest
+        axes.annotate(label, place, color=rows[label].color, va="center")
+    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
 def draw(results: Results) -> plt.Figure:
     """Loss curves, throughput and memory, of tour.json: the picture of the tour."""
-    matplotlib.use("Agg")  # a file, no window
     rows: dict[str, dict] = results["rows"]
-    first = next(iter(rows.values()))
+    first_name, first = next(iter(rows.items()))
+    color_of = {row.label: row.color for row in ROWS}
     figure = plt.figure(figsize=(13, 7.5), layout="constrained")
     parts = figure.subplot_mosaic("LLSS;DDMC")
     curves, speed, distance, memory, copies = (parts[key] for key in "LSDMC")
-    color_of = {row.label: row.color for row in ROWS}
+
     for name, losses in results["losses"].items():
-        steps = range(1, len(losses) + 1)
-        (line,) = curves.plot(steps, losses, color=color_of[name], label=name)
-        if name == ROWS[0].label:  # wide and pale, so that other lines on it stay visible
-            line.set(linewidth=6, alpha=0.3)
-    draw_distances(distance, results, [row.label for row in ROWS])
+        # 01 is wide and pale, so that other lines on it stay visible.
+        width, alpha = (6, 0.3) if name == ROWS[0].label else (1.5, 1)
+        look: Any = {"color": color_of[name], "label": name, "linewidth": width, "alpha": alpha}
+        curves.plot(range(1, len(losses) + 1), losses, **look)
     curves.set(title=f"Training loss: {first['model']} on {first['dataset']}", yscale="log")
     curves.set(ylabel="loss of the global batch")
     curves.set_ylim(top=4 * curves.get_ylim()[1])  # room for the legend above the curves
     curves.legend(ncols=2, fontsize="small", loc="upper right")
 
     speeds = {name: row["samples_per_second"] for name, row in rows.items()}
-    texts = [f"{each / first['samples_per_second']:.2f}" for each in speeds.values()]
+    texts = [f"{each / speeds[first_name]:.2f}" for each in speeds.values()]
     bars(speed, speeds, [(color_of[name], "") for name in rows], texts)
-    title = f"Throughput, all ranks together; beside it: times {next(iter(rows))}"
-    speed.set(title=title, xlabel="samples/s (median step)")
-    held = {
-        key.replace(" ", "\n"): stage["held"] for key, stage in results["memory"]["stages"].items()
-    }
+    speed.set(title=f"Throughput, all ranks together; beside it: times {first_name}")
+    speed.set(xlabel="samples/s (median step)")
+
+    draw_distances(distance, results, ROWS[1:])
+
+    stages = results["memory"]["stages"].items()
+    held = {key.replace(" ", "\n"): stage["held"] for key, stage in stages}
     stack(memory, held, HELD)
     memory.set_title("What each replica holds")
     stack(copies, held, COPIES)
@@ -233,6 +226,7 @@ def digest(results: Results) -> str:
 
 
 def save_pictures(results: Results, folder: Path) -> None:
+    matplotlib.use("Agg")  # files, no window
     for name, draw_picture in (("tour.png", draw), ("repeats_01.png", draw_repeats)):
         metadata = {"made of": digest(results)}
         draw_picture(results).savefig(folder / name, dpi=110, metadata=metadata)
@@ -240,70 +234,68 @@ def save_pictures(results: Results, folder: Path) -> None:
 
 def tabulate_rows(results: Results, style: str) -> str:
     rows, stages = results["rows"], results["memory"]["stages"]
-    first = next(iter(rows))
-    headers = ["stage", "global batch", "train loss", "test accuracy", "samples/s"]
-    headers += [f"times {first[:2]}", "step ms (quartiles)", "MiB of tensors"]
-    lines = []
+    first, lines = next(iter(rows)), []
     for row in (row for row in ROWS if row.label in rows):
-        summary, held = rows[row.label], stages[row.memory_job]["held"]
+        summary, speed = rows[row.label], rows[row.label]["samples_per_second"]
+        processes = summary["global_batch"] // summary["local_batch"]
         low, high = summary["step_ms_quartiles"]
-        speed = summary["samples_per_second"]
-        line = [
-            row.label,
-            f"{summary['global_batch'] // summary['local_batch']} × {summary['local_batch']}",
-            f"{summary['train_loss']:.4f}",
-            f"{summary['test_accuracy']:.2%}",
-            f"{speed:,.0f}",
-            f"{speed / rows[first]['samples_per_second']:.2f}",
-            f"{summary['step_ms']:.1f} ({low:.1f} to {high:.1f})",
-            " + ".join(f"{sum(each.values()) / MIB:.1f}" for each in held),
-        ]
-        lines.append(line)
-    right = ("left", *["right"] * (len(headers) - 1))
-    return tabulate(lines, headers, style, colalign=right, disable_numparse=True)
+        held = [sum(each.values()) / MIB for each in stages[row.memory_job]["held"]]
+        lines.append(
+            {
+                "stage": row.label,
+                "global batch": f"{processes} × {summary['local_batch']}",
+                "train loss": f"{summary['train_loss']:.4f}",
+                "test accuracy": f"{summary['test_accuracy']:.2%}",
+                "samples/s": f"{speed:,.0f}",
+                f"times {first[:2]}": f"{speed / rows[first]['samples_per_second']:.2f}",
+                "step ms (quartiles)": f"{summary['step_ms']:.1f} ({low:.1f} to {high:.1f})",
+                "MiB of tensors": " + ".join(f"{each:.1f}" for each in held),
+            }
+        )
+    right = ("left", *["right"] * (len(lines[0]) - 1))
+    return tabulate(lines, "keys", style, colalign=right, disable_numparse=True)
+
+
+REPORT = """\
+# The tour: {args.model} on {args.dataset}, {args.ranks} ranks
+
+Measured on {date} in {seconds:.0f} s: {hardware}, {device}, torch {torch}, Python {python}. \
+{args.epochs} epochs, global batch {args.batch_size}, one run of each. \
+Each process has one thread, except in the row with all cores.
+
+{table}
+
+Global batch: the number of processes or copies of the model × the local batch. samples/s: from \
+the median step. times {first}: speed, {first} = 1. MiB of tensors: what each process or copy \
+holds at the end of forward, without PyTorch itself.
+
+![loss curves, speed and memory](tour.png)
+
+"""
 
 
 def report(rows: list[StageRow], results: Results, args: Namespace, seconds: float) -> str:
-    summary, first = rows[0].run.summary, rows[0].key[:2]
-    lines = [
-        f"# The tour: {args.model} on {args.dataset}, {args.ranks} ranks",
-        "",
-        f"Measured on {results['date']} in {seconds:.0f} s: {results['hardware']}, "
-        f"{summary['device']}, torch {summary['torch']}, Python {results['python']}. "
-        f"{args.epochs} epochs, global batch {args.batch_size}, one run of each. "
-        "Each process has one thread, except in the row with all cores.",
-        "",
-        tabulate_rows(results, "github"),
-        "",
-        "Global batch: the number of processes or copies of the model × the local batch. "
-        f"samples/s: from the median step. times {first}: speed, {first} = 1. "
-        "MiB of tensors: what each process or copy holds at the end of forward, without "
-        "PyTorch itself.",
-        "",
-        "![loss curves, speed and memory](tour.png)",
-        "",
-    ]
-    if first == "01":
-        lines += ["## Which stages repeat 01, and why", ""]
-        lines += [f"- **{row.label}** {explain(row, rows[0], args)}" for row in rows[1:]]
-    return "\n".join(lines) + "\n"
+    first, table = rows[0], tabulate_rows(results, "github")
+    about = {**first.run.summary, **results, "first": first.key[:2], "table": table}
+    text = REPORT.format(args=args, seconds=seconds, **about)
+    if first.key == "01":
+        text += "## Which stages repeat 01, and why\n\n"
+        text += "".join(f"- **{row.label}** {explain(row, first, args)}\n" for row in rows[1:])
+    return text
 
 
 def main() -> None:
     args = parse_args()
-    started = time.perf_counter()
-    on_gpu = args.device != "cpu" and torch.cuda.is_available()
+    started, on_gpu = time.perf_counter(), args.device == "cuda"
+    about = provenance(args.device)
     with_shm = not on_gpu and sys.platform == "linux"
     rows = [row for row in ROWS if row.key[:2] in args.stages and row.shown(with_shm)]
-    if on_gpu:  # they are not compared with a CPU
+    if on_gpu:  # there, the cores of the CPU do not compute
         rows = [row for row in rows if row.key != "01-cores"]
     for row in rows:
         run(row, args, args.run_dir / row.key)
-    device = torch.device("cuda" if on_gpu else "cpu")
     results = {
-        "date": str(date.today()),
-        "hardware": hardware(device, args.ranks),
-        "python": platform.python_version(),
+        **about,
         "rows": {row.label: row.run.summary for row in rows},
         "losses": {row.label: row.run.losses() for row in rows},  # of every step
         "memory": count_memory(rows, args),
@@ -311,7 +303,7 @@ def main() -> None:
     text = report(rows, results, args, time.perf_counter() - started)
     (args.run_dir / "report.md").write_text(text)
     save_pictures(results, args.run_dir)
-    (args.run_dir / "tour.json").write_text(json.dumps(results, indent=2) + "\n")
+    save(args.run_dir / "tour.json", results)
     print(f"\n{tabulate_rows(results, 'simple')}\n\nwrote {args.run_dir}/report.md and tour.png")
 
 

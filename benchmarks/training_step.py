@@ -14,6 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from common.models import Net
+from timing import load_chapter
+
+by_stage_05 = load_chapter("05", "sync_batchnorm").convert_sync_batchnorm
 
 
 def build(name: str, samples: int = 0) -> tuple[nn.Module, Tensor]:
@@ -34,46 +37,66 @@ def ddp_without_buffers(model: nn.Module, **options: Any) -> DistributedDataPara
     return DistributedDataParallel(model, broadcast_buffers=False, **options)
 
 
+def with_sync_batchnorm(model: nn.Module) -> nn.Module:
+    """On a CPU by the layers of stage 05: PyTorch's own need a GPU."""
+    on_gpu = next(model.parameters()).is_cuda
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model) if on_gpu else by_stage_05(model)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    return model
+
+
 def sgd(model: nn.Module) -> Optimizer:
     return SGD(model.parameters(), 0.01, 0.9)
 
 
-def train_step(
-    model: Any,
-    optimizer: Optimizer,
-    images: Tensor,
-    labels: Tensor,
-    finish: Callable[[], object] = lambda: None,
-    micro_batches: int = 1,
-    dtype: torch.dtype | None = None,
-    zeroed_in_place: bool = False,
-) -> None:
-    """Forward, backward, averaging by `finish` if DDP does not, optimizer, as in train.py.
+class Trainer:
+    """A model, perhaps wrapped in DDP, its optimizer and a batch; each call takes one step.
 
-    micro_batches: so many times these samples; DDP sends only the last one's gradients.
-    dtype: of autocast. zeroed_in_place: the gradients keep their memory.
+    reducer: of stage 03, which averages if DDP does not. micro_batches: so many times the batch;
+    DDP sends only the last one's gradients. dtype: of autocast. zeroed_in_place: the gradients keep
+    their memory.
     """
-    for micro_batch in range(1, micro_batches + 1):
-        without_sending = model.no_sync() if micro_batch < micro_batches else nullcontext()
-        with without_sending, torch.autocast(images.device.type, dtype, enabled=dtype is not None):
-            loss = F.cross_entropy(model(images), labels)
-        if micro_batch == 1:
-            optimizer.zero_grad(set_to_none=not zeroed_in_place)
-        loss.backward()
-    finish()
-    optimizer.step()
+
+    def __init__(
+        self,
+        model: nn.Module,
+        images: Tensor,
+        wrap: Callable[[nn.Module], Any] = unwrapped,
+        reducer: Callable[[nn.Module], Any] | None = None,
+        optimizer: Optimizer | None = None,
+        micro_batches: int = 1,
+        dtype: torch.dtype | None = None,
+        zeroed_in_place: bool = False,
+        classes: int = 10,
+    ) -> None:
+        self.images = images
+        self.labels = torch.arange(len(images), device=images.device) % classes
+        self.model, self.wrapped = model, wrap(model)
+        self.finish = reducer(model).finish if reducer else lambda: None
+        self.optimizer = optimizer or sgd(model)
+        self.micro_batches, self.dtype, self.zeroed_in_place = micro_batches, dtype, zeroed_in_place
+        self.scaler = torch.amp.GradScaler(images.device.type, enabled=dtype == torch.float16)
+
+    def __call__(self) -> None:
+        """Forward, backward, averaging, optimizer, as in train.py."""
+        for micro_batch in range(1, self.micro_batches + 1):
+            is_last = micro_batch == self.micro_batches
+            with nullcontext() if is_last else self.wrapped.no_sync(), self.autocast():
+                loss = F.cross_entropy(self.wrapped(self.images), self.labels)
+            if micro_batch == 1:
+                self.optimizer.zero_grad(set_to_none=not self.zeroed_in_place)
+            self.scaler.scale(loss).backward()
+        self.finish()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def autocast(self) -> torch.autocast:
+        device = self.images.device.type
+        return torch.autocast(device, self.dtype, enabled=self.dtype is not None)
 
 
-def make_step(
-    model: nn.Module,
-    images: Tensor,
-    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
-    reducer: Callable[[nn.Module], Any] | None = None,
-    **more: Any,
-) -> Callable[[], None]:
-    """One step with a wrapped copy of the model; reducer: of stage 03; more: of train_step."""
-    model, labels = copy.deepcopy(model), torch.arange(len(images), device=images.device) % 10
-    wrapped, optimizer = wrap(model), sgd(model)
-    if reducer:
-        more["finish"] = reducer(model).finish
-    return lambda: train_step(wrapped, optimizer, images, labels, **more)
+def train_copy(model: nn.Module, images: Tensor, *args: Any, **options: Any) -> Trainer:
+    """So that all variants begin with the same weights."""
+    return Trainer(copy.deepcopy(model), images, *args, **options)

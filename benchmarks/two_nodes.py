@@ -1,28 +1,36 @@
-"""Two network namespaces of this machine as two nodes, and the rate of the cable between them."""
+"""Two network namespaces of this machine as two nodes, with a cable whose rate is limited.
 
+launch/two_nodes_here.sh of stage 04 makes them, and starts this file on each.
+"""
+
+import importlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 from common.options import UsageError
 from stage_runs import ROOT
-from timing import Results
+from timing import Results, save
 
 ALLOWED = os.geteuid() == 0 and all(map(shutil.which, ("tc", "ip")))  # network namespaces
 RATES = {"no limit": "", "10 Gbit/s": "10gbit", "1 Gbit/s": "1gbit", "0.2 Gbit/s": "200mbit"}
 
 
-def on_two_nodes(program: str) -> Results:
-    """What a program writes to the file that is its argument; it runs on two nodes."""
+def measure_across(links: Iterable[str], measure: Callable[[], Results]) -> dict[str, Results]:
+    """What a function finds on node 0 when both nodes call it, for each of these links."""
     with tempfile.TemporaryDirectory() as folder:
         out, script = Path(folder, "results.json"), "04_ddp_torchrun/launch/two_nodes_here.sh"
-        command = ["bash", script, sys.executable, program, str(out)]
+        node = [sys.executable, __file__, str(out), measure.__module__, measure.__name__, *links]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "RATE": ""}
-        if subprocess.run(command, cwd=ROOT, env=env).returncode != 0:
+        if subprocess.run(["bash", script, *node], cwd=ROOT, env=env).returncode != 0:
             raise UsageError("the nodes could not be started, or one has failed: see above")
         return json.loads(out.read_text())
 
@@ -34,3 +42,21 @@ def set_rate(rate: str) -> None:
     if rate:
         bucket = ["tbf", "rate", rate, "burst", "256kb", "limit", "16mb"]
         subprocess.run(["tc", "qdisc", "add", *link, *bucket], check=True)
+
+
+def run_node(out: str, module: str, name: str, *links: str) -> None:
+    """What each of the two nodes does; node 0 writes what it finds."""
+    measure = getattr(importlib.import_module(module), name)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=int(os.environ["NODE_RANK"]), world_size=2)
+    results = {}
+    for link in links:
+        set_rate(RATES[link])
+        results[link] = measure()
+    if dist.get_rank() == 0:
+        save(Path(out), results)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run_node(*sys.argv[1:])

@@ -13,6 +13,7 @@ from repository_pages import ALL_PAGES, ROOT, TABLE, fences, shell
 
 sys.path.insert(1, str(ROOT / "benchmarks"))
 from tables import TABLES
+from timing import save
 from tour import save_pictures
 
 BEGIN, END = "<!-- tour -->\n", "<!-- end of tour -->"
@@ -26,9 +27,8 @@ def run(command: str) -> str:
 def write_tour() -> None:
     run("python benchmarks/tour.py")
     results = json.loads((ROOT / "runs/tour/tour.json").read_text())
-    results["commit"] = run("git describe --always --dirty").strip()
     folder = ROOT / "benchmarks" / "results"
-    (folder / "tour.json").write_text(json.dumps(results, indent=2) + "\n")
+    save(folder / "tour.json", results)
     save_pictures(results, folder)
     report = (ROOT / "runs/tour/report.md").read_text().replace("(tour.png)", "(results/tour.png)")
     page, body = ROOT / "benchmarks/tour.md", report.partition("\n\n")[2]  # without the title

@@ -314,7 +314,7 @@ def test_a_wrong_call_ends_in_one_line(flags, words):
 
 def test_the_page_says_what_was_measured():
     """Beside DDP on the same samples, by seed; and the time of a step over one without messages."""
-    learned = timing.load("04_local_sgd")["trainings"]
+    learned = timing.load("local_sgd")["trainings"]
     assert {(t["model"], t["ranks"]) for t in learned} == {
         (model, ranks) for model in ("net-bn", "resnet18") for ranks in (2, 4)
     }
@@ -325,7 +325,7 @@ def test_the_page_says_what_was_measured():
         for name in ("never", "mean, H = 32, late")[: 2 if training["ranks"] == 4 else 1]:
             assert rows[name]["points"] < -rows[name]["points_stdev"], "the controls fall out of it"
     slow, fast = (
-        timing.load("04_local_sgd_links")["links"][rate]["variants"]
+        timing.load("local_sgd_links")["links"][rate]["variants"]
         for rate in ("0.2 Gbit/s", "1 Gbit/s")
     )
     for variants, gbit in ((slow, 0.2), (fast, 1)):

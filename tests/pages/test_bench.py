@@ -78,10 +78,9 @@ def test_a_section_that_runs_the_stages_finds_their_steps(name):
     [
         ("bench speed", "'speed'"),
         ("bench stages --device tpu", "'tpu'"),
-        ("bench reducers --models resnet18", "--models is for precision only"),
         ("bench --quick", "for one section: try bench.py reducers --quick"),
-        ("bench --models resnet18", "for one section: try bench.py reducers --quick"),
-        ("bench local_sgd", "add --data-dir"),
+        ("bench --device cpu", "for one section: try bench.py reducers --quick"),
+        ("bench reducers --models resnet18", "--models"),
         ("forecast --step-ms 23 --link carrier-pigeon", "carrier-pigeon"),
         ("forecast --step-ms 23 --gpus 12", "--gpus 8"),
         ("forecast --step-ms 23 --model resnet5000", "resnet5000"),

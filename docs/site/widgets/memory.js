@@ -5,7 +5,7 @@
   const [MIB, GIB] = [2 ** 20, 2 ** 30];
 
   // Counted by peak.py's parts_of, for 10 classes: the bytes of parameters, of buffers, and of the
-  // activations of one sample. Under bf16 autocast (measure_memory.py's saved_bytes): activations,
+  // activations of one sample. Under bf16 autocast: activations,
   // and the 16-bit copies of weights that backward keeps. tests/pages/test_widgets.py counts them again.
   const network = (image, parameters, buffers, sample, sample16, copies16) =>
     ({ image, parameters, buffers, sample, sample16, copies16 });
