@@ -93,7 +93,7 @@ def main() -> None:
         return
 
     ddp = DistributedDataParallel(model)  # rank 0's weights now, mean gradients in each backward
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # or it repeats samples
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # so no sample repeats
     loader = DataLoader(train_set, local_batch, sampler=sampler, drop_last=True, **options)
     for epoch in range(progress.epoch, args.epochs):  # recorder.timed counts the steps in progress
         if progress.step >= args.max_steps:

@@ -33,7 +33,12 @@ def bars(
     axis.barh(list(values), lengths, xerr=errors, **style)
     ends = np.array(lengths) if errors is None else lengths + errors[1]
     for place, text in enumerate(texts):
-        axis.text(ends[place] + 0.02 * max(ends), place, text, va="center", fontsize=8)
+        box = {
+            "facecolor": "white",
+            "edgecolor": "none",
+            "pad": 1,
+        }  # a line behind it stays legible
+        axis.text(ends[place] + 0.02 * max(ends), place, text, va="center", fontsize=8, bbox=box)
     axis.set_xlim(0, 1.2 * max(ends))
     axis.invert_yaxis()
 

@@ -97,7 +97,7 @@ def draw_gaps(axis: Axes, gaps_of_runs: Mapping[str, Losses], skip: int = 0) -> 
         style: Any = {"marker": marker, "markersize": 4, "color": f"C{place}", "label": name}
         axis.plot(steps, [value or math.nan for value in values], line, **style)
     axis.set(xlabel="optimizer step", ylabel="|difference| (0 is not drawn)", yscale="log")
-    axis.legend(fontsize="small")
+    axis.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))  # beside the lines
 
 
 def draw_matrix(axis: Axes, distances: Mapping[str, Mapping[str, float]]) -> None:

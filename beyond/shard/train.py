@@ -158,7 +158,7 @@ def main() -> None:
         recorder.print_evaluation(*evaluate(training.model, test_loader, device))
         return
 
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # or it repeats samples
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # so no sample repeats
     loader = DataLoader(train_set, local_batch, sampler=sampler, drop_last=True, **options)
     for epoch in range(progress.epoch, args.epochs):
         if progress.step >= args.max_steps:
