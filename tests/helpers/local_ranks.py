@@ -7,7 +7,7 @@ All of them come from a fork server that has imported torch, so that a rank is t
     command("01_single_gpu/train.py", flag)         # the same of one process without a launcher
 
     @on_ranks(2)                                    # the body of the test runs on each of two ranks
-    def test_they_agree(rank): ...
+    def test_they_agree(rank, flag): ...            # `flag` is a fixture or a parameter, as always
 """
 
 import multiprocessing
@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
+from inspect import Signature, signature
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -190,23 +191,27 @@ def _answers(pipes: list, dying: tuple) -> list:
     return [answers[rank] for rank in range(len(pipes))]
 
 
-def on_ranks(ranks: int) -> Callable:
-    """The body of a test runs on so many ranks of a process group over gloo, in a new folder."""
+def on_ranks(ranks: int = 0) -> Callable:
+    """The body of a test runs on so many ranks of a process group over gloo, in a new folder.
+    Without a number, on as many as its argument `ranks` says."""
 
-    def decorate(test: Callable[[int], None]) -> Callable[[], None]:
-        def start() -> None:
-            run_ranks(ranks, _run_body, test.__module__, test.__name__, scratch_folder())
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        def start(**arguments: Any) -> None:
+            where = (test.__module__, test.__name__, scratch_folder())
+            run_ranks(ranks or arguments["ranks"], _run_body, *where, arguments)
 
-        start.body = test  # with functools.wraps, pytest would take `rank` for a fixture
+        _, *others = signature(test).parameters.values()  # pytest gives all of them but `rank`
+        start.__signature__ = Signature(others)  # type: ignore[attr-defined]
+        start.body = test  # type: ignore[attr-defined]
         return start
 
     return decorate
 
 
-def _run_body(rank: int, module: str, test: str, folder: Path) -> None:
+def _run_body(rank: int, module: str, test: str, folder: Path, arguments: dict[str, Any]) -> None:
     os.chdir(folder)
     dist.init_process_group("gloo")
-    getattr(import_module(module), test).body(rank)
+    getattr(import_module(module), test).body(rank, **arguments)
 
 
 def gather_from_ranks(value: Any) -> list:
