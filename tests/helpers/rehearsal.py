@@ -1,14 +1,10 @@
 """A machine that seems to have GPUs: calls of CUDA become calls of the CPU, and are written down.
 
-    python tests/helpers/rehearsal.py  # writes docs/gpu_lines.md: which lines no rehearsal reaches
-
 A rehearsal shows which branches a script takes, and in which order it asks for what. It shows
 nothing of what a GPU computes, of its memory, of its streams and of nccl.
 """
 
-import ast
 import os
-import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -27,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 
 from local_ranks import ROOT, run_ranks, scratch_folder
 
-PAGE = ROOT / "docs" / "gpu_lines.md"
 SHORT = ("--device=cuda", "--epochs=1", "--max-steps=2", f"--data-dir={ROOT / 'data'}")
 EXAMPLES = ("contrastive", "gan", "language", "segmentation")
 SCRIPTS = {
@@ -42,33 +37,8 @@ SCRIPTS = {
     "beyond/convert/classifier/classifier_ddp.py": ("--epochs=1",),
     **{f"beyond/convert/examples/{name}_ddp.py": () for name in EXAMPLES},
 }
-HEAD = """\
-# Lines that only a GPU reaches
-
-No machine of this project has a GPU, so the suite *rehearses* one. Calls of CUDA become calls of
-the CPU, each script trains whole, and its ranks write down which GPU they ask for, and when
-([test_devices.py](../tests/stages/test_devices.py)). That shows that each rank takes its own GPU,
-names it before the ranks meet, and puts every tensor there. It shows nothing of what a GPU
-computes, of its memory and its streams, and of nccl between real GPUs.
-
-Of {total} statements that ask for a GPU, or stand in a branch that only a GPU takes, a rehearsal
-runs {reached}. No machine has run the other {left};
-`python tests/helpers/rehearsal.py` writes this list.
-
-| line | statement |
-|---|---|"""
-END = "Back to [the start](../README.md).\n"
-LESSONS = [*sorted(ROOT.glob("0*_*/**/*.py")), *sorted(ROOT.glob("common/*.py"))]
-for folder in (
-    "convert",
-    "convert/classifier",
-    "convert/detector",
-    "convert/examples",
-    "survive",
-    "shard",
-    "local_sgd",
-):
-    LESSONS += sorted(ROOT.glob(f"beyond/{folder}/*.py"))
+FOLDERS_OF_LESSONS = ("0*_*", "common", "beyond/[cls]*")  # prove runs scripts of others
+LESSONS = [path for folder in FOLDERS_OF_LESSONS for path in sorted(ROOT.glob(f"{folder}/**/*.py"))]
 
 
 @dataclass
@@ -219,44 +189,3 @@ def rehearse_all() -> dict[str, list[Seen]]:
         script: rehearse(script, *flags, gpus=ranks[script], ranks=ranks[script], follow=True)
         for script, flags in SCRIPTS.items()
     }
-
-
-QUERIES = re.compile(r"torch\.cuda\.(is_available|device_count|is_initialized)\(")
-
-
-def lines_for_gpus(path: Path) -> set[int]:
-    """Statements that call torch.cuda, or that stand in a branch for GPUs and refuse nothing.
-
-    A query such as torch.cuda.is_available() runs on a CPU as well, and so does a refusal.
-    """
-    lines: set[int] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.If) and re.search("cuda|nccl", test := ast.unparse(node.test)):
-            on_cpu = "!=" in test or " < " in test or test.startswith("not ")
-            for statement in node.orelse if on_cpu else node.body:
-                inside = [each for each in ast.walk(statement) if isinstance(each, ast.stmt)]
-                lines |= {each.lineno for each in inside if not isinstance(each, ast.Raise)}
-        simple = isinstance(node, ast.stmt) and not hasattr(node, "body")
-        if simple and "torch.cuda." in QUERIES.sub("", ast.unparse(node)):
-            lines.add(node.lineno)
-    return lines
-
-
-def unreached_page() -> str:
-    """The page docs/gpu_lines.md: what neither a CPU nor a rehearsal runs."""
-    rehearsed = [rank for ranks in rehearse_all().values() for rank in ranks]
-    run = {line for rank in rehearsed for line in rank.lines}
-    total, rows = 0, []
-    for path in LESSONS:
-        name, text = str(path.relative_to(ROOT)), path.read_text().splitlines()
-        for number in sorted(lines_for_gpus(path)):
-            total += 1
-            if (name, number) not in run:
-                code = text[number - 1].strip().replace("|", "\\|")
-                rows.append(f"| [{name}:{number}](../{name}) | `{code}` |")
-    head = HEAD.format(total=total, reached=total - len(rows), left=len(rows))
-    return "\n".join([head, *rows, "", END])
-
-
-if __name__ == "__main__":
-    PAGE.write_text(unreached_page())

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from common.models import Net
-from rehearsal import PAGE, SCRIPTS, Seen, rehearse, rehearse_all, unreached_page
+from gpu_lines import PAGE, unreached_page
+from rehearsal import SCRIPTS, Seen, rehearse, rehearse_all
 from support import load_stage
 
 DDP = "04_ddp_torchrun/train.py"
@@ -147,4 +148,4 @@ def test_evaluation_sends_each_batch_to_the_gpu(key):
 
 
 def test_the_page_of_lines_that_only_a_gpu_reaches_is_fresh():
-    assert PAGE.read_text() == unreached_page(), "python tests/helpers/rehearsal.py writes it"
+    assert PAGE.read_text() == unreached_page(), "python tests/gpu_lines.py writes it"
