@@ -191,14 +191,14 @@ def _answers(pipes: list, dying: tuple) -> list:
     return [answers[rank] for rank in range(len(pipes))]
 
 
-def on_ranks(ranks: int = 0, backend: str = "gloo") -> Callable:
-    """The body of a test runs on so many ranks of a process group, in a new folder.
+def on_ranks(ranks: int = 0) -> Callable:
+    """The body of a test runs on so many ranks of a process group over gloo, in a new folder.
     Without a number, on as many as its argument `ranks` says."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         def start(**arguments: Any) -> None:
             body = (test.__module__, test.__name__, arguments)
-            run_ranks(ranks or arguments["ranks"], _run_body, scratch_folder(), backend, *body)
+            run_ranks(ranks or arguments["ranks"], _run_body, scratch_folder(), *body)
 
         _, *others = signature(test).parameters.values()  # pytest gives all of them but `rank`
         start.__signature__ = Signature(others)  # type: ignore[attr-defined]
@@ -208,13 +208,10 @@ def on_ranks(ranks: int = 0, backend: str = "gloo") -> Callable:
     return decorate
 
 
-def _run_body(
-    rank: int, folder: Path, backend: str, module: str, test: str, arguments: dict[str, Any]
-) -> None:
+def _run_body(rank: int, folder: Path, module: str, test: str, arguments: dict[str, Any]) -> None:
     os.chdir(folder)
-    body = getattr(import_module(module), test).body  # the module may bring the backend
-    dist.init_process_group(backend)
-    body(rank, **arguments)
+    dist.init_process_group("gloo")
+    getattr(import_module(module), test).body(rank, **arguments)
 
 
 def gather_from_ranks(value: Any) -> list:

@@ -15,11 +15,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 import shm  # noqa: F401 (the backend)
-from local_ranks import ROOT, gather_from_ranks, on_ranks, run_ranks
+from local_ranks import ROOT, command, gather_from_ranks, on_ranks, run_ranks
 from shm.__main__ import join_over_shm
 from shm.exchange import Exchange
 from support import train_once, train_rank
@@ -81,37 +79,21 @@ def test_without_the_sum_collectives_differ_from_gloo(rank):
         assert any(gather_from_ranks(collectives_that_differ(rank, 3)))
 
 
-@on_ranks(3, backend="shm")
-def test_objects_messages_subgroups_and_ddp_work(rank):
-    assert [each["rank"] for each in gather_from_ranks({"rank": rank})] == [0, 1, 2]
+OF_TORCH = (  # of its own tests for backends, of which `make shm-suite` runs all
+    "test_all_gather_object_default_pg",
+    "test_all_gather_object_subgroup",
+    "test_batch_isend_irecv_gloo",
+    "test_send_recv_any_source",
+    "test_DistributedDataParallelCPU",
+    "test_grads_same_across_ranks_with_no_sync",
+)
 
-    left, right = (rank - 1) % 3, (rank + 1) % 3
-    sent = torch.full((100_001,), float(rank))  # more than a box holds
-    received = torch.empty_like(sent)
-    operations = [dist.P2POp(dist.isend, sent, right), dist.P2POp(dist.irecv, received, left)]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    assert (received == left).all()
 
-    group, one = dist.new_group([0, 1]), torch.ones(1)
-    if rank < 2:
-        dist.all_reduce(one, group=group, async_op=True).wait()
-    assert one == (2 if rank < 2 else 1)
-
-    torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
-    ddp, gradients = nn.parallel.DistributedDataParallel(model), []
-    for hook in (None, bf16_compress_hook):
-        if hook:
-            ddp.register_comm_hook(None, hook)
-        with ddp.no_sync():
-            ddp(torch.randn(4, 5)).sum().backward()
-        ddp(torch.randn(4, 5)).sum().backward()
-        gradients.append([p.grad.tolist() for p in model.parameters()])
-        ddp.zero_grad()
-    first, *others = gather_from_ranks(gradients)
-    assert others == [first, first]
-    assert first[0][0] != [[0] * 5] * 5
+def test_torchs_own_tests_of_objects_messages_subgroups_and_ddp_pass():
+    [(status, output)] = command("tests/shm_suite.py", "--only=shm", "--ranks=3", *OF_TORCH)
+    assert status == 0, output
+    assert f"Ran {len(OF_TORCH)} tests" in output
+    assert "skipped" not in output
 
 
 def train_over_it(rank, key, flags, with_sums):
