@@ -7,21 +7,21 @@ nothing of what a GPU computes, of its memory, of its streams and of nccl.
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache
 from io import StringIO
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from local_ranks import ROOT, run_ranks, scratch_folder
+from support import spawned_as
 
 SHORT = ("--device=cuda", "--epochs=1", "--max-steps=2", f"--data-dir={ROOT / 'data'}")
 EXAMPLES = ("contrastive", "gan", "language", "segmentation")
@@ -50,19 +50,6 @@ class Seen:
     lines: set[tuple[str, int]] = field(default_factory=set)
     error: str = ""
     output: str = ""
-
-
-class Event:
-    """Of a stream that is always done at once."""
-
-    def __init__(self, enable_timing: bool = False) -> None:
-        pass
-
-    def record(self) -> None:
-        pass
-
-    def elapsed_time(self, other: "Event") -> float:
-        return 1.0  # ms
 
 
 class WriteDown(TorchFunctionMode):
@@ -102,15 +89,10 @@ def pretend(gpus: int, seen: Seen) -> None:
     notes = WriteDown(seen)
     notes.__enter__()
     dist.init_process_group = init_process_group
-    torch.cuda.Event = Event
     torch.cuda.set_device = notes.set_device
     torch.cuda.current_device = lambda: notes.current
-    uuid = os.environ.get("MACHINE", "") + os.environ.get("CUDA_VISIBLE_DEVICES", "")
-
-    def properties(device: Any) -> Any:
-        return type("Properties", (), {"uuid": f"{uuid}{torch.device(device).index}"})
-
-    torch.cuda.get_device_properties = properties
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"{shown}{device.index}")
 
 
 def trace(lines: set[tuple[str, int]]) -> None:
@@ -145,20 +127,12 @@ def _rehearse(
     if follow:
         trace(seen.lines)
     sys.argv, sys.path[0:0] = [script, *flags], [str(path.parent)]
-
-    def spawn(train: Callable, args: tuple, nprocs: int) -> None:  # stage 03: this rank is there
-        ranks, _, *rest = args
-        train(rank, ranks, int(os.environ["MASTER_PORT"]), *rest)
-
     code, out = compile(source, str(path), "exec"), StringIO()
     try:
-        with patch.object(torch.multiprocessing, "spawn", spawn), redirect_stdout(out):
+        with spawned_as(rank), redirect_stdout(out):
             exec(code, {"__name__": "__main__", "__file__": str(path)})
     except SystemExit as end:
         seen.error = f"exit status {end.code}"
-    finally:
-        sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
     seen.output = out.getvalue()
     return seen
 
