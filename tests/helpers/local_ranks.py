@@ -229,10 +229,10 @@ def forked(start: Callable) -> Callable:
 
 
 def run_script(
-    rank: int, env: dict[str, str], script: str, flags: tuple, where: str, output: str, forks: bool
+    rank: int, env: dict[str, str], script: str, flags: tuple, where: str, output: str
 ) -> None:
     """Be `python SCRIPT FLAGS`, with the output in a file, and end with its exit status.
-    forks: ranks that the script starts are forks, which need not import torch again."""
+    Ranks that the script starts are forks, which need not import torch again."""
     os.environ.update(env)
     torch.set_num_threads(1)  # OMP_NUM_THREADS is read when torch is imported: before this process
     default_start()
@@ -243,9 +243,8 @@ def run_script(
     sys.stdout.reconfigure(write_through=False, line_buffering=True)  # a line is written as one
     sys.argv = [script, *flags]
     sys.path[0:0] = [str(Path(script).parent)]
-    if forks:
-        start = forked(torch.multiprocessing.start_processes)
-        patch.multiple(torch.multiprocessing, spawn=start, start_processes=start).start()
+    start = forked(torch.multiprocessing.start_processes)
+    patch.multiple(torch.multiprocessing, spawn=start, start_processes=start).start()
     try:
         runpy.run_path(script, run_name="__main__")
         status = 0
@@ -284,7 +283,7 @@ def command(
     processes = []
     for rank in range(ranks):
         variables = of_rank(rank, env or {})
-        arguments = (rank, variables, str(ROOT / script), flags, str(where), output, True)
+        arguments = (rank, variables, str(ROOT / script), flags, str(where), output)
         processes.append(context.Process(target=run_script, args=arguments))
         processes[-1].start()
     deadline = time.monotonic() + patience(seconds)

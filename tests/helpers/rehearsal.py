@@ -111,9 +111,7 @@ def trace(lines: set[tuple[str, int]]) -> None:
     sys.settrace(begin)
 
 
-def _rehearse(
-    rank: int, script: str, flags: tuple, gpus: int, envs: list, changes: tuple, follow: bool
-) -> Seen:
+def _rehearse(rank: int, script: str, flags: tuple, gpus: int, envs: list, changes: tuple) -> Seen:
     path, seen = ROOT / script, Seen()
     source = path.read_text()
     for old, new in changes:
@@ -124,8 +122,7 @@ def _rehearse(
     Path("data/MNIST").mkdir(parents=True)
     Path("data/MNIST/raw").symlink_to(ROOT / "common" / "digits")  # where classifier_ddp.py looks
     pretend(gpus, seen)
-    if follow:
-        trace(seen.lines)
+    trace(seen.lines)
     sys.argv, sys.path[0:0] = [script, *flags], [str(path.parent)]
     code, out = compile(source, str(path), "exec"), StringIO()
     try:
@@ -144,22 +141,21 @@ def rehearse(
     ranks: int = 2,
     envs: Sequence[dict[str, str]] = (),
     changes: tuple[tuple[str, str], ...] = (),
-    follow: bool = False,
 ) -> list[Seen]:
     """Run a script on ranks whose machines have that many GPUs.
 
     envs: for each rank, what its launcher says otherwise than torchrun on one machine.
-    changes: texts of the script to replace. follow: note each line of the lessons that runs.
+    changes: texts of the script to replace.
     """
     envs = envs or [{}] * ranks
-    return run_ranks(ranks, _rehearse, script, flags, gpus, envs, changes, follow)
+    return run_ranks(ranks, _rehearse, script, flags, gpus, envs, changes)
 
 
 @cache
 def rehearse_all() -> dict[str, list[Seen]]:
-    """Every script on as many GPUs as it has ranks, followed line by line."""
+    """Every script on as many GPUs as it has ranks."""
     ranks = {script: 1 if script.startswith("01") else 2 for script in SCRIPTS}
     return {
-        script: rehearse(script, *flags, gpus=ranks[script], ranks=ranks[script], follow=True)
+        script: rehearse(script, *flags, gpus=ranks[script], ranks=ranks[script])
         for script, flags in SCRIPTS.items()
     }

@@ -10,7 +10,7 @@ import platform
 import re
 import time
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from unittest.mock import patch
 
 import pytest
@@ -41,23 +41,16 @@ def note(name: str) -> tuple[dist.Store, str]:
 # Autograd: a collective changes values, and no gradient flows through it
 
 
-def gradient_of_all_reduce(rank, ranks):
+def gradients_before_a_collective(rank, ranks):
+    sums, largest = dist.all_reduce, partial(dist.all_reduce, op=Op.MAX)
     tensors = []
-    for op in (Op.SUM, Op.MAX):
+    for collective in (sums, largest, partial(dist.broadcast, src=0)):
         weight = torch.ones(40_000, requires_grad=True)
         output = weight * (rank + 1)
-        dist.all_reduce(output, op)
+        collective(output)
         output.sum().backward()
         tensors += [weight.grad.unique(), output.detach().unique()]
     return tensors
-
-
-def gradient_of_broadcast(rank, ranks):
-    weight = torch.ones(5, requires_grad=True)
-    output = weight * (rank + 1)
-    dist.broadcast(output, 0)
-    output.sum().backward()
-    return weight.grad, output.detach()
 
 
 def broadcast_of_a_parameter(rank, ranks):
@@ -240,8 +233,8 @@ def many_sizes(rank, ranks):
     return tensors
 
 
-OF_AUTOGRAD = [gradient_of_all_reduce, gradient_of_broadcast, broadcast_of_a_parameter]
-OF_AUTOGRAD += [outputs_need_no_gradient, changes_are_not_counted]
+OF_AUTOGRAD = [gradients_before_a_collective, broadcast_of_a_parameter, outputs_need_no_gradient]
+OF_AUTOGRAD += [changes_are_not_counted]
 OF_CALLS = [bitwise, sparse, nothing_at_all, sharded]
 OF_STARTED_WORK = [two_groups_in_another_order, complete_without_a_wait, hooks, futures_of_one_call]
 PROGRAMS = [*OF_AUTOGRAD, tags_in_another_order, *OF_CALLS, *OF_STARTED_WORK, many_sizes]
