@@ -79,6 +79,14 @@ def test_without_the_sum_collectives_differ_from_gloo(rank):
         assert any(gather_from_ranks(collectives_that_differ(rank, 3)))
 
 
+@on_ranks(3)
+def test_a_part_of_the_ranks_adds_up_alone(rank):
+    group, one = dist.new_group([0, 1], backend="shm"), torch.ones(1)
+    if rank < 2:
+        dist.all_reduce(one, group=group, async_op=True).wait()
+    assert one == (2 if rank < 2 else 1)
+
+
 OF_TORCH = (  # of its own tests for backends, of which `make shm-suite` runs all
     "test_all_gather_object_default_pg",
     "test_all_gather_object_subgroup",
