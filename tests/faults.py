@@ -214,8 +214,7 @@ def _rank(rank: int, fault: Fault, flags: tuple, env: dict, folder: Path) -> Non
     (folder / f"pid.{os.getpid()}").touch()
     (folder / f"group.{os.getpgid(0)}").touch()
     _inject(fault, rank, folder)
-    output = str(folder / "out")
-    run_script(rank, of_rank(rank, env), str(SCRIPT), flags, str(ROOT), output, forks=False)
+    run_script(rank, of_rank(rank, env), str(SCRIPT), flags, str(ROOT), str(folder / "out"))
 
 
 def _torchrun(fault: Fault, flags: tuple, folder: Path) -> None:

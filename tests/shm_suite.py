@@ -96,11 +96,10 @@ def main() -> None:
     for world_size in WORLD_SIZES:
         by_backend = {backend: run_apart(backend, world_size) for backend in BACKENDS}
         gloo, shm = (by_backend[backend] for backend in BACKENDS)
-        for backend, names_by_outcome in by_backend.items():
-            rows[f"{backend}, {world_size} ranks"] = {
-                what: len(names_by_outcome[what]) for what in names_by_outcome
-            }
-            print(f"{backend}, {world_size} ranks:", rows[f"{backend}, {world_size} ranks"])
+        for backend, outcomes in by_backend.items():
+            counts = {what: len(names) for what, names in outcomes.items()}
+            print(f"{backend}, {world_size} ranks:", counts)
+            rows[f"{backend}, {world_size} ranks"] = counts
         lost = [name for name in gloo["passed"] if name not in shm["passed"]]
         wrong += [f"{world_size} ranks: {name}" for name in lost if name not in ALLOWED]
         wrong += [f"ALLOWED has {name}, which passes" for name in ALLOWED if name not in lost]

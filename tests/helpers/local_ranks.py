@@ -7,7 +7,7 @@ All of them come from a fork server that has imported torch, so that a rank is t
     command("01_single_gpu/train.py", flag)         # the same of one process without a launcher
 
     @on_ranks(2)                                    # the body of the test runs on each of two ranks
-    def test_they_agree(rank): ...
+    def test_they_agree(rank, flag): ...            # `flag` is a fixture or a parameter, as always
 """
 
 import multiprocessing
@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
+from inspect import Signature, signature
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -190,23 +191,27 @@ def _answers(pipes: list, dying: tuple) -> list:
     return [answers[rank] for rank in range(len(pipes))]
 
 
-def on_ranks(ranks: int) -> Callable:
-    """The body of a test runs on so many ranks of a process group over gloo, in a new folder."""
+def on_ranks(ranks: int = 0) -> Callable:
+    """The body of a test runs on so many ranks of a process group over gloo, in a new folder.
+    Without a number, on as many as its argument `ranks` says."""
 
-    def decorate(test: Callable[[int], None]) -> Callable[[], None]:
-        def start() -> None:
-            run_ranks(ranks, _run_body, test.__module__, test.__name__, scratch_folder())
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        def start(**arguments: Any) -> None:
+            body = (test.__module__, test.__name__, arguments)
+            run_ranks(ranks or arguments["ranks"], _run_body, scratch_folder(), *body)
 
-        start.body = test  # with functools.wraps, pytest would take `rank` for a fixture
+        _, *others = signature(test).parameters.values()  # pytest gives all of them but `rank`
+        start.__signature__ = Signature(others)  # type: ignore[attr-defined]
+        start.body = test  # type: ignore[attr-defined]
         return start
 
     return decorate
 
 
-def _run_body(rank: int, module: str, test: str, folder: Path) -> None:
+def _run_body(rank: int, folder: Path, module: str, test: str, arguments: dict[str, Any]) -> None:
     os.chdir(folder)
     dist.init_process_group("gloo")
-    getattr(import_module(module), test).body(rank)
+    getattr(import_module(module), test).body(rank, **arguments)
 
 
 def gather_from_ranks(value: Any) -> list:
@@ -224,10 +229,10 @@ def forked(start: Callable) -> Callable:
 
 
 def run_script(
-    rank: int, env: dict[str, str], script: str, flags: tuple, where: str, output: str, forks: bool
+    rank: int, env: dict[str, str], script: str, flags: tuple, where: str, output: str
 ) -> None:
     """Be `python SCRIPT FLAGS`, with the output in a file, and end with its exit status.
-    forks: ranks that the script starts are forks, which need not import torch again."""
+    Ranks that the script starts are forks, which need not import torch again."""
     os.environ.update(env)
     torch.set_num_threads(1)  # OMP_NUM_THREADS is read when torch is imported: before this process
     default_start()
@@ -238,9 +243,8 @@ def run_script(
     sys.stdout.reconfigure(write_through=False, line_buffering=True)  # a line is written as one
     sys.argv = [script, *flags]
     sys.path[0:0] = [str(Path(script).parent)]
-    if forks:
-        start = forked(torch.multiprocessing.start_processes)
-        patch.multiple(torch.multiprocessing, spawn=start, start_processes=start).start()
+    start = forked(torch.multiprocessing.start_processes)
+    patch.multiple(torch.multiprocessing, spawn=start, start_processes=start).start()
     try:
         runpy.run_path(script, run_name="__main__")
         status = 0
@@ -279,7 +283,7 @@ def command(
     processes = []
     for rank in range(ranks):
         variables = of_rank(rank, env or {})
-        arguments = (rank, variables, str(ROOT / script), flags, str(where), output, True)
+        arguments = (rank, variables, str(ROOT / script), flags, str(where), output)
         processes.append(context.Process(target=run_script, args=arguments))
         processes[-1].start()
     deadline = time.monotonic() + patience(seconds)

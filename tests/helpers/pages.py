@@ -35,15 +35,14 @@ def without_fences(page: Path) -> str:
     return re.sub(r"^```.*?^```$|<!--.*?-->", "", page.read_text(), flags=re.M | re.S)
 
 
-def prose(page: Path) -> str:
-    """Its text without fences, code, addresses of links, and tables."""
-    text = re.sub(r"^ *\|.*$", "", without_fences(page), flags=re.M)
-    return re.sub(r"`[^`]+`", "", re.sub(LINK, r"\1", text))
+def running_text(page: Path) -> str:
+    """Without fences and tables."""
+    return re.sub(r"^ *\|.*$", "", without_fences(page), flags=re.M)
 
 
 def word_count(page: Path) -> int:
-    """Words outside fences and tables; of a Chinese page, characters too."""
-    text = re.sub(r"^ *\|.*$", "", without_fences(page), flags=re.M)
+    """Of the running text; of a Chinese page, characters too."""
+    text = running_text(page)
     return len(COUNTED.findall(text)) if page in CHINESE else len(text.split())
 
 
@@ -73,7 +72,7 @@ def unexplained_terms(page: Path, root: Path) -> Iterator[str]:
     """Terms that a page of the main path uses, but neither it nor a page before it explains."""
     before = main_path(root)[: main_path(root).index(page) + 1]
     known = {anchor for each in before for anchor in explained(each)}
-    text = prose(page)
+    text = re.sub(r"`[^`]+`", "", re.sub(LINK, r"\1", running_text(page)))  # no code, no addresses
     for term, names in glossary(root).items():
         form = rf"(?<![\w-]){re.escape(term)}(?:s|es)?(?![\w-])"  # the word, or its plural
         if not names & known and re.search(form, text, re.I if term.islower() else 0):
@@ -82,20 +81,16 @@ def unexplained_terms(page: Path, root: Path) -> Iterator[str]:
 
 def faults(page: Path, root: Path = ROOT) -> Iterator[str]:
     """All that is wrong with a page."""
-    for target in re.findall(
-        r"\]\((?!https?:)([^)\s]+)", re.sub(r"`[^`]+`", "", without_fences(page))
-    ):
+    text = re.sub(r"`[^`]+`", "", without_fences(page))
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)", text):
         file, _, anchor = target.partition("#")
         where = page.parent / file if file else page
         if not where.exists() or (anchor and anchor not in anchors(where)):
             yield f"leads nowhere: {target}"
     for fence in fences("python", [page]):
         kind, _, file = fence.note.partition(": ")
-        if (
-            kind == "part of"
-            and page not in CHINESE
-            and fence.text not in (page.parent / file).read_text()
-        ):
+        is_part = kind == "part of" and page not in CHINESE
+        if is_part and fence.text not in (page.parent / file).read_text():
             yield f"not in {file}: {fence.text}"
     for test in set(re.findall(r"`(test_\w+)`", page.read_text())):
         if f"def {test}(" not in TESTS:

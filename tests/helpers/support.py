@@ -140,15 +140,20 @@ def load_stage(key: str, without: tuple[Line, ...] = ()) -> types.ModuleType:
     return [fresh_module(key, file, without, register=True) for file in files][-1]
 
 
-def run_main(stage: types.ModuleType, rank: int, *flags: str) -> str:
-    """Run the main of a stage in this process, one of its ranks; returns what it prints."""
+def spawned_as(rank: int):
+    """Stage 03 starts no process: this one is that rank."""
 
-    def spawn(train: Callable, args: tuple, nprocs: int) -> None:  # 03 starts no process: quicker
+    def spawn(train: Callable, args: tuple, nprocs: int) -> None:
         world_size, _, *others = args
         train(rank, world_size, int(os.environ["MASTER_PORT"]), *others)
 
+    return patch.object(torch.multiprocessing, "spawn", spawn)
+
+
+def run_main(stage: types.ModuleType, rank: int, *flags: str) -> str:
+    """Run the main of a stage in this process, one of its ranks; returns what it prints."""
     sys.argv = ["train.py", *flags]
-    with patch.object(torch.multiprocessing, "spawn", spawn), redirect_stdout(StringIO()) as output:
+    with spawned_as(rank), redirect_stdout(StringIO()) as output:
         stage.main()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -18,6 +18,8 @@ from support import SHORT, train_once
 GPUS = torch.cuda.device_count()
 
 WHOLE = "expected a whole number"
+TORCHRUN = "start it with torchrun --standalone --nproc-per-node=2 SCRIPT"
+FIT, LIMIT = "01_single_gpu/fit.py", "--memory-limit=1GiB"
 SHM = "03_ddp_manual_allreduce/shm/__main__.py"
 COLLECTIVES = "03_ddp_manual_allreduce/collectives.py"
 UNEVEN = "04_ddp_torchrun/uneven.py"
@@ -37,6 +39,8 @@ CALLS = {  # a stage or a program with its flags, and words of the line
     "02 --replicas=7": "--batch-size 120 does not divide by 7: try 126",
     "03 --world-size=7": "--batch-size 120 does not divide by 7: try 126",
     f"03 {TOO_MANY}": "--backend nccl needs a GPU for each rank: try --backend gloo",
+    "04": TORCHRUN,
+    "05": TORCHRUN,
     "05 --sync-bn=False": "--sync-bn",
     "tour --stages=01,07": "--stages 01,07: expected one or more of 01,02,03,04,05",
     "tour --ranks=7 --batch-size=120": "--batch-size 120 does not divide by 7",
@@ -44,6 +48,10 @@ CALLS = {  # a stage or a program with its flags, and words of the line
     "survive --checkpoint-every-steps=0": f"--checkpoint-every-steps: got '0', {WHOLE}, at least",
     "survive --accumulate=7": "--batch-size 120 does not divide by 7: try 126",
     "survive --clip-norm=0": "--clip-norm: got '0'",
+    f"{FIT} --memory-limit=8GB": "got '8GB', expected a size above 0 like 512MiB or 8GiB",
+    f"{FIT} --memory-limit=0MiB": "above 0",
+    f"{FIT} {LIMIT} --image-size=15": "--image-size 16 or more",
+    f"{FIT} {LIMIT} --model=resnet18 --batch-size=1": "for each channel: try --batch-size 2",
     f"{SHM} missing.py": "missing.py is no file: expected python -m shm SCRIPT FLAGS",
     f"{COLLECTIVES} --world-size=10": f"'10', {WHOLE}, at least 1 and less than 10",
     f"{COLLECTIVES} {TOO_MANY}": f"a GPU for each of {GPUS + 1} ranks, here are {GPUS}: try --ba",
@@ -57,6 +65,7 @@ CALLS = {  # a stage or a program with its flags, and words of the line
     "tests/check_exercise.py 01 --file=mine.py": "No such file or directory: ",
 }
 if not GPUS:
+    CALLS[FIT] = "there is no GPU whose memory is the limit: try --memory-limit 8GiB"
     CALLS |= {f"{key} --device=cuda": "'cuda' (choose from 'cpu')" for key in SCRIPTS}
 CALLS_OF_TWO_RANKS = {  # both find it, or they end together: none waits for the other
     "04 --batch-size=61": "--batch-size 61 does not divide by 2: try 62",
@@ -75,11 +84,6 @@ def test_wrong_flags_are_refused(call):
 @pytest.mark.parametrize("call", CALLS_OF_TWO_RANKS)
 def test_wrong_flags_are_refused_on_two_ranks(call):
     refused(ended(*call.split(" "), ranks=2), CALLS_OF_TWO_RANKS[call])
-
-
-@pytest.mark.parametrize("key", ["04", "05"])
-def test_a_stage_for_torchrun_says_so_without_it(key):
-    refused(ended(key), "start it with torchrun --standalone --nproc-per-node=2 SCRIPT")
 
 
 def test_shm_shows_its_own_help_and_leaves_the_flags_of_a_script_to_it(tmp_path):

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
 from torch.nn.functional import pad
 
 import common.data
 from common.data import load_dataset, loader_options
 from common.models import build_model
-from local_ranks import command, run_ranks, scratch_folder
+from local_ranks import command, on_ranks
 from support import chapter, options
 
 
@@ -81,10 +82,9 @@ def test_cifar10_crops_and_flips_each_picture_of_a_batch_in_training_and_only_th
     assert augment(torch.nn.Identity().eval(), (images,))[0] is images
 
 
-def test_the_cifar10_script_trains():
+def test_the_cifar10_script_trains(tmp_path):
     flags = ("--dataset=digits", "--model=net-bn", "--max-steps=2", "--epochs=1", "--device=cpu")
-    where = f"--run-dir={scratch_folder()}"
-    [(status, output)] = command("beyond/survive/cifar10.py", *flags, where)
+    [(status, output)] = command("beyond/survive/cifar10.py", *flags, f"--run-dir={tmp_path}")
     assert status == 0, output
     assert "epoch 1/1" in output
 
@@ -104,17 +104,14 @@ class SlowDownload:
         (root / "files").touch()
 
 
-def download(rank: int, folder: Path, with_lock: bool) -> None:
+@pytest.mark.parametrize(("with_lock", "downloads"), [(True, 1), (False, 2)])
+@on_ranks(2)
+def test_one_rank_downloads_and_the_others_wait(rank, with_lock, downloads):
+    """Without the lock, the control, both do."""
     common.data.SOURCES["mnist"] = SlowDownload
     if not with_lock:
         common.data.fcntl.flock = lambda *_: None
-    torch.distributed.init_process_group("gloo")
-    torch.distributed.barrier()
-    load_dataset(options("--dataset=mnist", f"--data-dir={folder}", "--batch-size=1"))
-
-
-@pytest.mark.parametrize(("with_lock", "downloads"), [(True, 1), (False, 2)])
-def test_one_rank_downloads_and_the_others_wait(with_lock, downloads, tmp_path):
-    """Without the lock, the control, both do."""
-    run_ranks(2, download, tmp_path, with_lock)
-    assert len(list(tmp_path.glob("fetched by *"))) == downloads
+    dist.barrier()
+    load_dataset(options("--dataset=mnist", "--data-dir=.", "--batch-size=1"))
+    dist.barrier()
+    assert len(list(Path().glob("fetched by *"))) == downloads

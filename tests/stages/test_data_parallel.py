@@ -121,29 +121,19 @@ def test_02_an_error_in_a_replica_reaches_the_caller(without=()):
     assert "shapes cannot be multiplied" in str(caught.value)
 
 
-def test_forward_takes_and_returns_tensors_wherever_they_are():
+def test_forward_takes_and_returns_tensors_wherever_they_are_and_none_as_torchs_own_does():
     class Several(nn.Module):
         def forward(self, x, scale, *, shift):
             shift, more = shift
             pair = x + shift, (x * x).mean() + more["deep"].sum()
-            return {"sum": x.sum(1) * scale, "pair": pair}
+            return {"sum": x.sum(1) * scale, "pair": pair, "loss": None}
 
     x, shift, deep = (torch.randn(6, n).double() for n in (2, 1, 1))
     output = parallel(Several(), 3)(x, 2, shift=(shift, {"deep": deep}))
     scalars = [(a * a).mean() + b.sum() for a, b in zip(x.chunk(3), deep.chunk(3), strict=True)]
-    expected = {"sum": x.sum(1) * 2, "pair": (x + shift, torch.stack(scalars))}
+    expected = {"sum": x.sum(1) * 2, "pair": (x + shift, torch.stack(scalars)), "loss": None}
     torch.testing.assert_close(output, expected)
     assert by_hand.scatter([CPU] * 3) == [((), {})], "a call without tensors: one replica works"
-
-
-def test_gather_returns_none_where_every_replica_does_as_torchs_own():
-    class WithoutLoss(nn.Module):
-        def forward(self, inputs):
-            return {"loss": None, "outputs": inputs * 2}
-
-    batch = torch.randn(6, 2)
-    output = parallel(WithoutLoss(), 3)(batch)
-    torch.testing.assert_close(output, {"loss": None, "outputs": batch * 2})
     assert scatter_gather.gather([{"loss": None}] * 3, CPU) == {"loss": None}
 
 

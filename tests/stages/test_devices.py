@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from common.models import Net
-from rehearsal import PAGE, SCRIPTS, Seen, rehearse, rehearse_all, unreached_page
+from gpu_lines import PAGE, unreached_page
+from rehearsal import SCRIPTS, Seen, rehearse, rehearse_all
 from support import load_stage
 
 DDP = "04_ddp_torchrun/train.py"
@@ -38,9 +39,9 @@ def assert_own_gpus(seen: list[Seen], numbers: list[int], join: str = JOINS[DDP]
         assert rank.calls[-1] == join.format(number)
 
 
-def local_ranks(*numbers: int, **more: str) -> list[dict[str, str]]:
+def with_local_ranks(*numbers: int) -> list[dict[str, str]]:
     """What launchers on several machines say to the ranks: each machine counts from 0."""
-    return [{"LOCAL_RANK": str(number)} | more for number in numbers]
+    return [{"LOCAL_RANK": str(number)} for number in numbers]
 
 
 @pytest.mark.parametrize("script", JOINS)
@@ -81,10 +82,10 @@ def test_a_rehearsal_sees_when_a_rank_takes_another_gpu(mistake):
 
 def test_on_uneven_machines_the_gpu_follows_the_local_rank():
     """One rank on the first machine, two on the second. The control takes the rank."""
-    seen = rehearse(DDP, *SCRIPTS[DDP], gpus=2, ranks=3, envs=local_ranks(0, 0, 1))
-    assert_own_gpus(seen, [0, 0, 1])
+    machines = {"gpus": 2, "ranks": 3, "envs": with_local_ranks(0, 0, 1)}
+    assert_own_gpus(rehearse(DDP, *SCRIPTS[DDP], **machines), [0, 0, 1])
     by_rank = (('["LOCAL_RANK"])', '["RANK"])'),)
-    seen = rehearse(DDP, *SCRIPTS[DDP], gpus=2, ranks=3, envs=local_ranks(0, 0, 1), changes=by_rank)
+    seen = rehearse(DDP, *SCRIPTS[DDP], **machines, changes=by_rank)
     with pytest.raises(AssertionError):
         assert_own_gpus(seen, [0, 0, 1])
 
@@ -102,7 +103,7 @@ def test_a_rank_that_is_shown_only_its_own_gpu_finds_it_at_number_0(script):
 
 
 def test_on_eight_gpus_the_last_local_rank_takes_the_last():
-    seen = rehearse(DDP, *SCRIPTS[DDP], gpus=8, envs=local_ranks(3, 7))
+    seen = rehearse(DDP, *SCRIPTS[DDP], gpus=8, envs=with_local_ranks(3, 7))
     assert_own_gpus(seen, [3, 7])
 
 
@@ -147,4 +148,4 @@ def test_evaluation_sends_each_batch_to_the_gpu(key):
 
 
 def test_the_page_of_lines_that_only_a_gpu_reaches_is_fresh():
-    assert PAGE.read_text() == unreached_page(), "python tests/helpers/rehearsal.py writes it"
+    assert PAGE.read_text() == unreached_page(), "python tests/gpu_lines.py writes it"

@@ -1,18 +1,15 @@
 """Stage 01's fit.py: what a step needs is rehearsed, found right by measuring, and advised on."""
 
 import re
-import sys
 from itertools import pairwise, product
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from common.options import UsageError, exit_on
 from local_ranks import on_ranks
-from support import chapter
+from support import chapter, output_of
 
 peak, fit = chapter("01", "peak"), chapter("01", "fit")
 
@@ -90,60 +87,30 @@ def test_a_cut_is_even_fits_and_is_the_coarsest(batch, memory):
             assert parts == next((k for k in cut if fits(local // k, k, buckets)), 0)
 
 
-def answer(capsys, *flags: str) -> tuple[int, str]:
-    try:
-        with patch.object(sys, "argv", ["fit.py", *flags]), exit_on(UsageError):
-            fit.main()
-        status = 0
-    except SystemExit as end:
-        status = end.code
-    return status, "".join(capsys.readouterr())
-
-
-def test_what_fits_is_told_to_the_last_sample(capsys):
-    status, text = answer(capsys, "--memory-limit=16MiB")
-    assert status == 0
+def test_what_fits_is_told_to_the_last_sample():
+    text = output_of("01", "fit", "--memory-limit=16MiB")
     assert "one GPU holds a batch of 120" in text
     assert "ways to cut" not in text
     most = int(re.search(r"largest batch at once: (\d+)\n", text)[1])
     at = [peak.rehearsed_peak(peak.Plan("net", 28, "momentum"), n)[0] for n in (most, most + 1)]
     assert at[0] <= 16 * MIB < at[1]
-    _, text = answer(capsys, "--memory-limit=5MiB", "--batch-size=127")  # a prime number
+    text = output_of("01", "fit", "--memory-limit=5MiB", "--batch-size=127")  # a prime number
     assert "accumulate 127 micro-batches of 1 on\none GPU.\n" in text
-    assert "or more" in answer(capsys, "--memory-limit=9999GiB")[1]
+    assert "or more" in output_of("01", "fit", "--memory-limit=9999GiB")
 
 
-LIMIT = "--memory-limit=1GiB"
-BAD = {
-    "--memory-limit=8GB": "got '8GB', expected a size above 0 like 512MiB or 8GiB",
-    "--memory-limit=0MiB": "above 0",
-    f"{LIMIT} --image-size=15": "--image-size 16 or more",
-    f"{LIMIT} --model=resnet18 --batch-size=1": "one value for each channel: try --batch-size 2",
-    "": "there is no GPU whose memory is the limit: try --memory-limit 8GiB",
-}
-
-
-@pytest.mark.parametrize("flags", BAD)
-def test_a_wrong_call_ends_in_one_line(flags, capsys):
-    with patch.object(torch.cuda, "is_available", lambda: False):
-        status, output = answer(capsys, *flags.split())
-    [line] = output.splitlines()
-    assert (status, line[:7]) == (2, "error: ")
-    assert BAD[flags] in line
-
-
-def test_c41_if_a_batch_of_1_does_not_fit_data_parallelism_cannot_help(capsys):
+def test_c41_if_a_batch_of_1_does_not_fit_data_parallelism_cannot_help():
     """And the control, with a little more memory: one sample fits."""
     needed, _ = peak.rehearsed_peak(peak.Plan("net", 28, "adam"), 1)
     for limit, samples in ((needed - 2000, 0), (needed + 2000, 1)):
         flags = (f"--memory-limit={limit / MIB:.3f}MiB", "--optimizer=adam", "--batch-size=8")
-        _, text = answer(capsys, *flags)
+        text = output_of("01", "fit", *flags)
         assert f"largest batch at once: {samples}\n" in text
         assert ("Plain data parallelism cannot help" in text) == (samples == 0)
         assert ("sharded, each GPU needs for a batch of 1" in text) == (samples == 0)
 
 
-def test_the_first_way_of_sharding_that_fits_is_advised(capsys):
+def test_the_first_way_of_sharding_that_fits_is_advised():
     """ZeRO-2, FSDP on more GPUs, none: on both sides of what each needs."""
     plan = peak.Plan("net", 28, "adam")
     zero_2 = fit.bytes_if_sharded(plan, 1, "ZeRO-2", 2)
@@ -151,7 +118,7 @@ def test_the_first_way_of_sharding_that_fits_is_advised(capsys):
     first = {zero_2: "With ZeRO-2 on 2 GPUs", zero_2 - 99: "With FSDP on 2", fsdp: "With FSDP on 8"}
     for limit, words in (first | {fsdp - 99: "on 8 GPUs is not enough"}).items():
         flags = (f"--memory-limit={(limit + 9) / MIB:.6f}MiB", "--optimizer=adam", "--batch-size=8")
-        assert words in " ".join(answer(capsys, *flags)[1].split())
+        assert words in " ".join(output_of("01", "fit", *flags).split())
 
 
 @on_ranks(2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from local_ranks import ROOT, command, launch_ranks, run_ranks
+from local_ranks import ROOT, command, launch_ranks, on_ranks
 from support import FOLDERS, Run, chapter
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -43,8 +43,8 @@ def test_05_on_two_ranks_repeats_01_on_the_gpu(tmp_path):
     assert (one - two).abs().max() < 5e-3  # convolutions of a GPU are in TF32 by default
 
 
-def _both_kinds(rank):
-    torch.distributed.init_process_group("gloo")
+@on_ranks(2)
+def test_sync_batchnorm_by_hand_is_torchs_on_the_gpu(rank):
     torch.cuda.set_device(0)
     by_hand, results = chapter("05", "sync_batchnorm").convert_sync_batchnorm, []
     for convert in (by_hand, nn.SyncBatchNorm.convert_sync_batchnorm):
@@ -56,22 +56,13 @@ def _both_kinds(rank):
         (output * weights).sum().backward()
         tensors = [output, rows.grad, *(p.grad for p in layer.parameters()), *layer.buffers()]
         results.append([tensor.detach().cpu() for tensor in tensors])
-    return results
+    torch.testing.assert_close(*results, rtol=0, atol=1e-9)
 
 
-def test_sync_batchnorm_by_hand_is_torchs_on_the_gpu():
-    for by_hand, torchs in run_ranks(2, _both_kinds):
-        torch.testing.assert_close(by_hand, torchs, rtol=0, atol=1e-9)
-
-
-def _peaks(rank):
+@on_ranks(1)
+def test_01_rehearses_what_a_step_takes_on_the_gpu(rank):
     peak = chapter("01", "peak")
-    plans = [peak.Plan("resnet50", 224, "adam"), peak.Plan("resnet18", 64, "momentum")]
-    return [(peak.rehearsed_peak(plan, 64)[0], peak.measured_peak(plan, 64)) for plan in plans]
-
-
-def test_01_rehearses_what_a_step_takes_on_the_gpu():
-    [peaks] = run_ranks(1, _peaks)
-    for predicted, measured in peaks:
+    for plan in (peak.Plan("resnet50", 224, "adam"), peak.Plan("resnet18", 64, "momentum")):
+        predicted, measured = peak.rehearsed_peak(plan, 64)[0], peak.measured_peak(plan, 64)
         assert predicted < 1.05 * measured
         assert measured - predicted < max(0.05 * measured, 2**28)  # cuDNN's workspaces: not counted

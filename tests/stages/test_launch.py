@@ -9,7 +9,8 @@ import torch
 
 from local_ranks import ROOT, command, free_port, torchrun_variables
 from refusals import SCRIPTS
-from support import SHORT, Run, output_of, train_once
+from repository_pages import fences
+from support import SHORT, Run, train_once
 
 
 def srun(ranks: int, tasks: str) -> dict[str, str]:
@@ -40,8 +41,11 @@ def test_whoever_starts_the_ranks_their_losses_are_the_same(key, ranks, processe
 
 
 def test_c01_c03_words_shows_what_torchrun_gives_to_nodes_of_unequal_size():
-    """Of two real torchruns. On the second node, rank % GPUs is another GPU."""
-    table, *_ = output_of("04", "launch/rank_variables", "--nodes", "3", "2").split("\n\n")
+    """As its page says of two real torchruns, which test_readmes.py starts. On the second node,
+    rank % GPUs is another GPU."""
+    command = "python 04_ddp_torchrun/launch/rank_variables.py --nodes 3 2"
+    [shown] = [fence.text for fence in fences("text") if fence.command == command]
+    table, *_ = shown.split("\n\n")
     node_0, node_1 = table.split("node 1")
     for output, numbers in (
         (node_0, ("RANK 0 1 2", "LOCAL_RANK 0 1 2", "rank % 3 0 1 2 the local rank")),

@@ -19,6 +19,7 @@ from local_ranks import ROOT, gather_from_ranks, on_ranks, run_ranks, scratch_fo
 from support import Line, Run, chapter, default_dtype, load_stage, run_main, train_once
 
 NAMES = ("per-parameter", "flat", "bucketed", "ring", "shared-memory")
+shared_memory = chapter("03", "reducers/shared_memory")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
 
@@ -113,8 +114,8 @@ def test_03_reducers_do_what_one_process_does(without=()):
         run_ranks(ranks, check_all_reducers, ranks, without)
 
 
-def gradient_of_a_late_rank(rank: int, without: tuple[Line, ...]) -> list:
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+@on_ranks(2)
+def test_03_shared_memory_waits_for_the_gradients_of_a_late_rank(rank, without=()):
     load_stage("03", without)
     parameter = nn.Parameter(torch.zeros(4))
     reducer = new_reducer("shared-memory", nn.ParameterList([parameter]))
@@ -122,11 +123,7 @@ def gradient_of_a_late_rank(rank: int, without: tuple[Line, ...]) -> list:
     (parameter * (rank + 1)).sum().backward()
     reducer.finish()
     dist.barrier()
-    return parameter.grad.tolist()
-
-
-def test_03_shared_memory_waits_for_the_gradients_of_a_late_rank(without=()):
-    assert run_ranks(2, gradient_of_a_late_rank, without) == [[1.5] * 4] * 2
+    assert parameter.grad.tolist() == [1.5] * 4
 
 
 def train_with(rank: int, name: str, *flags: str) -> None:
@@ -165,13 +162,9 @@ def test_a_bucket_is_closed_as_soon_as_it_holds_its_size():
     assert members_of_buckets == [[29], list(range(28, 3, -1)), [3, 2], [1, 0]]
 
 
-def watch_a_bucket(rank: int, ranks: int) -> list:
-    dist.init_process_group("gloo", rank=rank, world_size=ranks)
-    return chapter("03", "reducers/compare").watch_backward()
-
-
-def test_the_first_bucket_is_on_its_way_while_most_gradients_are_still_to_come():
-    first, *_, last = run_ranks(2, watch_a_bucket, 2)[0]
+@on_ranks(2)
+def test_the_first_bucket_is_on_its_way_while_most_gradients_are_still_to_come(rank):
+    first, *_, last = chapter("03", "reducers/compare").watch_backward()
     assert first[-1] > 50
     assert last[-1] == 0, "the control: the last bucket can overlap with nothing"
 
@@ -210,45 +203,40 @@ def test_models_that_differ_between_ranks_or_train_nothing_are_refused_on_all_of
 
 
 @on_ranks(2)
-def test_memory_is_shared_where_there_is_no_memfd_and_not_between_machines(rank):
-    share_memory = chapter("03", "reducers/shared_memory").share_memory
+def test_memory_is_shared_where_there_is_no_memfd(rank):
     with mock.patch.object(os, "memfd_create", create=True):
         del os.memfd_create
-        memory = share_memory(2)
+        memory = shared_memory.share_memory(2)
     memory[rank] = rank + 5
     dist.barrier()
     assert memory.tolist() == [5, 6]
-    private_memory = mock.patch.object(torch, "from_file", lambda *_, size, **__: torch.zeros(size))
-    with (
-        private_memory,
-        pytest.raises(UsageError, match="do not see the same memory: run all on one"),
-    ):
-        share_memory(2)
+
+
+def rank_1_opens(path):
+    """In place of the path that rank 0 tells it."""
+    broadcast = dist.broadcast_object_list
+
+    def broadcast_and_replace(objects, src):
+        broadcast(objects, src)
+        objects[0] = path if dist.get_rank() == 1 else objects[0]
+
+    return mock.patch.object(dist, "broadcast_object_list", broadcast_and_replace)
 
 
 @on_ranks(2)
-def test_on_another_machine_the_path_of_the_memory_leads_nowhere_or_to_a_file_of_others(rank):
-    """Both ranks refuse, and that file stays as it is. The control: the right path is taken."""
-    share_memory, broadcast = (
-        chapter("03", "reducers/shared_memory").share_memory,
-        dist.broadcast_object_list,
-    )
+def test_both_ranks_refuse_memory_of_two_machines_and_a_file_of_others_stays_as_it_is(rank):
+    """There, a path leads nowhere, or elsewhere. The control: the right path is taken."""
     file = os.memfd_create("of another program")
     os.write(file, b"mine" * 9)
-    for path in ("/proc/0/fd/7", f"/proc/{os.getpid()}/fd/{file}"):
-
-        def broadcast_this_path(objects, src, path=path):
-            broadcast(objects, src)
-            objects[0] = path if rank == 1 else objects[0]
-
-        other_path = mock.patch.object(dist, "broadcast_object_list", broadcast_this_path)
-        with (
-            other_path,
-            pytest.raises(UsageError, match="do not see the same memory: run all on one"),
-        ):
-            share_memory(2)
+    for two_machines in (
+        rank_1_opens("/proc/0/fd/7"),
+        rank_1_opens(f"/proc/{os.getpid()}/fd/{file}"),
+        mock.patch.object(torch, "from_file", lambda *_, size, **__: torch.zeros(size)),
+    ):
+        with two_machines, pytest.raises(UsageError, match="do not see the same memory: run all"):
+            shared_memory.share_memory(2)
     assert os.pread(file, 99, 0) == b"mine" * 9
-    assert share_memory(2).tolist() == [0, 0]
+    assert shared_memory.share_memory(2).tolist() == [0, 0]
 
 
 @on_ranks(2)
@@ -270,9 +258,10 @@ def numbers(length: int, rank: int) -> torch.Tensor:
     return torch.arange(length).remainder(50) + rank  # their sums are exact in all dtypes
 
 
-def check_the_ring(rank: int, n: int) -> None:
-    dist.init_process_group("gloo", rank=rank, world_size=n)
-    ring = chapter("03", "reducers/ring")
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@on_ranks()
+def test_the_ring_sums_any_length_and_dtype_and_sends_2_n_minus_1_nths_in_pieces(rank, ranks):
+    ring, n = chapter("03", "reducers/ring"), ranks
     ring.PIECE_BYTES = 4096
     with mock.patch.object(dist, "isend", wraps=dist.isend) as isend:
         for length, dtype in product(LENGTHS, DTYPES):
@@ -287,11 +276,6 @@ def check_the_ring(rank: int, n: int) -> None:
             assert isend.call_count == sum(-(-size // 4096) for size in sizes), "in pieces"
     ring.checked_all_reduce(total := torch.full((5, 3, 2), rank))
     assert total.unique().tolist() == [sum(range(n))]
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_the_ring_sums_any_length_and_dtype_and_sends_2_n_minus_1_nths_in_pieces(n):
-    run_ranks(n, check_the_ring, n)
 
 
 @on_ranks(2)

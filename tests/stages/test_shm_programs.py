@@ -10,13 +10,14 @@ import platform
 import re
 import time
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,6 +31,7 @@ from local_ranks import ROOT, run_ranks
 
 Op = dist.ReduceOp
 RANKS = 3
+PATIENCE = timedelta(seconds=10)  # of a rank that waits for what must happen meanwhile
 
 
 def note(name: str) -> tuple[dist.Store, str]:
@@ -40,23 +42,16 @@ def note(name: str) -> tuple[dist.Store, str]:
 # Autograd: a collective changes values, and no gradient flows through it
 
 
-def gradient_of_all_reduce(rank, ranks):
+def gradients_before_a_collective(rank, ranks):
+    sums, largest = dist.all_reduce, partial(dist.all_reduce, op=Op.MAX)
     tensors = []
-    for op in (Op.SUM, Op.MAX):
+    for collective in (sums, largest, partial(dist.broadcast, src=0)):
         weight = torch.ones(40_000, requires_grad=True)
         output = weight * (rank + 1)
-        dist.all_reduce(output, op)
+        collective(output)
         output.sum().backward()
         tensors += [weight.grad.unique(), output.detach().unique()]
     return tensors
-
-
-def gradient_of_broadcast(rank, ranks):
-    weight = torch.ones(5, requires_grad=True)
-    output = weight * (rank + 1)
-    dist.broadcast(output, 0)
-    output.sum().backward()
-    return weight.grad, output.detach()
 
 
 def broadcast_of_a_parameter(rank, ranks):
@@ -106,22 +101,13 @@ def tags_in_another_order(rank, ranks):
     return first, second.unique(), third
 
 
-def from_any_rank(rank, ranks):
-    content, sources = torch.zeros(30_000), []
-    if rank > 0:
-        dist.send(torch.full_like(content, rank), 0)
-        dist.send(torch.full_like(content, rank), 0)
-    else:
-        for turn in range(2 * (ranks - 1)):
-            if turn % 2:
-                source = dist.recv(content)
-            else:
-                work = dist.irecv(content)
-                work.wait()
-                source = work._source_rank()
-            assert (content == source).all()
-            sources.append(source)
-    return (sorted(sources),)
+def more_than_a_box_holds_around_a_ring(rank, ranks):
+    left, right = (rank - 1) % ranks, (rank + 1) % ranks
+    sent, received = torch.full((100_001,), float(rank)), torch.zeros(100_001)
+    pair = dist.P2POp(dist.isend, sent, right), dist.P2POp(dist.irecv, received, left)
+    for work in dist.batch_isend_irecv([*pair]):
+        work.wait()
+    return (received.unique(),)
 
 
 # Everything else that a program asks for
@@ -191,7 +177,7 @@ def complete_without_a_wait(rank, ranks):
         dist.recv(x, 0)
     total = dist.all_reduce(y, async_op=True)
     if rank == 0:
-        store.wait([key], timedelta(seconds=10))
+        store.wait([key], PATIENCE)
         store.delete_key(key)  # the control runs this program again
         message.wait()
     total.wait()
@@ -201,7 +187,8 @@ def complete_without_a_wait(rank, ranks):
 
 
 def hooks(rank, ranks):
-    """DDP with hooks that use the future of a call; PowerSGD calls again in its callback."""
+    """DDP with hooks that use the future of a call; PowerSGD calls again in its callback. Sums in
+    bf16 are near: how near depends on their order, which is the backend's own."""
 
     def average(_, bucket):
         work = dist.all_reduce(bucket.buffer().div_(ranks), async_op=True)
@@ -209,7 +196,7 @@ def hooks(rank, ranks):
 
     gradients = []
     power_sgd = PowerSGDState(None, 1, start_powerSGD_iter=2)
-    for hook, state in ((average, None), (powerSGD_hook, power_sgd)):
+    for hook, state in ((average, None), (powerSGD_hook, power_sgd), (bf16_compress_hook, None)):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 2))
         ddp = DistributedDataParallel(model, bucket_cap_mb=0.001)
@@ -217,8 +204,9 @@ def hooks(rank, ranks):
         torch.manual_seed(rank)
         for _ in range(4):
             ddp(torch.rand(3, 40)).sum().backward()
-        gradients += [p.grad for p in model.parameters()]
-    return gradients
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    mean, of_power_sgd, of_bf16 = gradients
+    return mean, of_power_sgd, (of_bf16 - mean).norm() < 0.02 * mean.norm()
 
 
 def futures_of_one_call(rank, ranks):
@@ -257,9 +245,9 @@ def many_sizes(rank, ranks):
     return tensors
 
 
-OF_AUTOGRAD = [gradient_of_all_reduce, gradient_of_broadcast, broadcast_of_a_parameter]
-OF_AUTOGRAD += [outputs_need_no_gradient, changes_are_not_counted]
-OF_MESSAGES = [tags_in_another_order, from_any_rank]
+OF_AUTOGRAD = [gradients_before_a_collective, broadcast_of_a_parameter, outputs_need_no_gradient]
+OF_AUTOGRAD += [changes_are_not_counted]
+OF_MESSAGES = [tags_in_another_order, more_than_a_box_holds_around_a_ring]
 OF_CALLS = [bitwise, sparse, nothing_at_all, sharded]
 OF_STARTED_WORK = [two_groups_in_another_order, complete_without_a_wait, hooks, futures_of_one_call]
 PROGRAMS = [*OF_AUTOGRAD, *OF_MESSAGES, *OF_CALLS, *OF_STARTED_WORK, many_sizes]
@@ -378,7 +366,7 @@ def run_all(rank):
     for what, (place, programs) in LEFT_OUT.items():
         results_by_way[what] = {}
         for program in programs:  # each in a group of its own, which an error may leave unusable
-            with patch.object(*place):
+            with patch.object(*place), patch.dict(globals(), PATIENCE=timedelta(seconds=2)):
                 results_by_way[what] |= run_over("shm", rank, [program])
     return results_by_way
 

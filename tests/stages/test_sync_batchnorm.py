@@ -286,16 +286,10 @@ def test_c35_converting_before_or_after_wrapping_is_the_same_training(rank):
         train_model(copies, True, rank)
 
 
-def train_converted_late(rank, without):
-    dist.init_process_group("gloo")
-    return train_model(
-        fresh_module("05", "sync_batchnorm.py", without).convert_sync_batchnorm, True, rank
-    )
-
-
-def test_05_layers_converted_after_wrapping_train_like_one_process(without=()):
-    for state in run_ranks(2, train_converted_late, without):
-        torch.testing.assert_close(state, train_model(), **CLOSE)
+@on_ranks(2)
+def test_05_layers_converted_after_wrapping_train_like_one_process(rank, without=()):
+    changed = fresh_module("05", "sync_batchnorm.py", without).convert_sync_batchnorm
+    torch.testing.assert_close(train_model(changed, True, rank), train_model(), **CLOSE)
 
 
 def test_c35_on_a_cpu_ddp_refuses_torchs_layers():

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import support
-from local_ranks import gather_from_ranks, on_ranks, run_ranks
+from local_ranks import gather_from_ranks, on_ranks
 from support import chapter
 
 unused = chapter("04", "unused_parameters")
@@ -30,29 +30,25 @@ VERDICTS = [  # on each step of the chapter's cases: whether it was averaged, or
 ]
 
 
-def _unused(rank, world_size):
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks()
+def test_c17_only_find_unused_parameters_averages_whatever_branch_each_rank_takes(rank, ranks):
     with support.default_dtype(torch.float64):
         outcomes = [unused.gradients_after_steps(*case) for case in unused.CASES]
     total = torch.ones(())
     dist.all_reduce(total)  # after errors too, the process group is whole
-    assert total == world_size
+    assert total == ranks
     for (_, steps), verdicts, case_outcomes in zip(unused.CASES, VERDICTS, outcomes, strict=True):
         for step, verdict, outcome in zip(steps, verdicts, case_outcomes, strict=True):
             if isinstance(verdict, str):
                 assert str(outcome).startswith(verdict)
             else:
-                expected = unused.expected_gradients(step, world_size)
+                expected = unused.expected_gradients(step, ranks)
                 right = all(map(unused.equal_up_to_rounding, outcome, expected))
                 assert all(gather_from_ranks(right)) == verdict
     assert "find_unused_parameters=True" in str(outcomes[0][2])
     assert outcomes[0][1] == [[2, 1, None], [4, 2, None], [6, 3, None]][rank], "each its own"
     assert not unused.equal_up_to_rounding(None, 1.0)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_c17_only_find_unused_parameters_averages_whatever_branch_each_rank_takes(world_size):
-    run_ranks(world_size, _unused, world_size)
 
 
 @on_ranks(2)
