@@ -11,10 +11,10 @@ import matplotlib
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from measure import KINDS, formula
 
 from common.options import Parser
 from levels import LEVELS
+from measure_levels import KINDS, formula
 
 RANKS = 4
 TITLES = ("a  DDP", "b  ZeRO-1", "c  ZeRO-2", "d  FSDP (ZeRO-3)")
