@@ -10,6 +10,7 @@ import mmap
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from datetime import timedelta
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shm.calls import text_of_call
+from shm.calls import number_of_call, text_of_call
 
 CACHE_LINE_BYTES = 64  # ranks that write to the same one slow each other down
 ARRIVED, CALL = 0, 1  # counters of a rank: its arrivals; CALL and CALL + 1: the last two calls
@@ -82,27 +83,35 @@ class Segment:
         self.memory = mmap.mmap(self.file, self.offset + size)
         self.counters = memoryview(self.memory)[: self.offset].cast("q")
         self.places = [rank * CACHE_LINE_BYTES // 8 for rank in range(ranks)]
+        self.meet()
+        if rank == 0:  # nobody reads these keys any more, and a store may be used twice
+            for key in ("place", *self.keys_of_ranks()):
+                store.delete_key(key)
+        self.meet()
+
+    def keys_of_ranks(self) -> list[str]:
+        """In the store: could this rank open the memory?"""
+        return [f"opened {rank}" for rank in range(self.ranks)]
 
     def open_together(self, store: dist.Store, size: int) -> int:
         """Open and lock one file of that many bytes on every rank; returns its descriptor."""
         if sys.platform != "linux":
             raise RuntimeError(f"shm: got {sys.platform}, expected Linux: try gloo")
         self.barrier = memory_barrier()
-        turn, file = store.add(f"turn {self.rank}", 1), -1  # a store may be used twice
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        machine, file = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), -1
         if self.rank == 0:
             file = os.memfd_create("shm")
             os.fchmod(file, 0o600)
             os.ftruncate(file, size)
-            store.set(f"place {turn}", f"{machine} /proc/{os.getpid()}/fd/{file}")
-        store.wait([f"place {turn}"], self.limit)
-        where, path = store.get(f"place {turn}").decode().split()
+            store.set("place", f"{machine} /proc/{os.getpid()}/fd/{file}")
+        store.wait(["place"], self.limit)
+        where, path = store.get("place").decode().split()
         if self.rank > 0 and where == machine:
             with suppress(OSError):  # of another user, or in another container
                 file = os.open(path, os.O_RDWR)
         if file >= 0:
             fcntl.lockf(file, fcntl.LOCK_EX, 1, self.rank)
-        opened = [f"opened {turn} {rank}" for rank in range(self.ranks)]
+        opened = self.keys_of_ranks()
         store.set(opened[self.rank], str(file >= 0))
         store.wait(opened, self.limit)
         if blind := [rank for rank, key in enumerate(opened) if store.get(key) != b"True"]:
@@ -133,6 +142,14 @@ class Segment:
             if (other := counters[place + call_counter]) != call:
                 what = f"has called {text_of_call(other)}"
                 self.fail(f"rank {rank} {what}, but rank {self.rank} {text_of_call(call)}")
+
+    def meet(self) -> None:
+        """Wait until all ranks are here. Raises RuntimeError if one of them does not come."""
+        end = time.monotonic() + self.limit.total_seconds()
+        for [rank] in self.arrive(number_of_call("barrier")):
+            if time.monotonic() > end or not self.lives(rank):
+                raise RuntimeError(f"shm: rank {rank} opened the memory, and did not come back")
+            time.sleep(0.0005)
 
     def lives(self, rank: int) -> bool:
         if self.file >= 0:

@@ -21,6 +21,7 @@ import shm  # noqa: F401 (the backend)
 from local_ranks import ROOT, command, gather_from_ranks, on_ranks, run_ranks
 from shm.__main__ import join_over_shm
 from shm.exchange import Exchange
+from shm.group import SharedMemoryGroup
 from support import train_once, train_rank
 
 Op = dist.ReduceOp
@@ -81,11 +82,18 @@ def test_without_the_sum_collectives_differ_from_gloo(rank):
 
 
 @on_ranks(3)
-def test_a_part_of_the_ranks_adds_up_alone(rank):
-    group, one = dist.new_group([0, 1], backend="shm"), torch.ones(1)
-    if rank < 2:
-        dist.all_reduce(one, group=group, async_op=True).wait()
-    assert one == (2 if rank < 2 else 1)
+def test_one_store_serves_groups_of_different_ranks_one_after_another(rank):
+    """A key of the group before would lead a rank to that group's memory."""
+    store = dist.PrefixStore("used again", dist.distributed_c10d._get_default_store())
+    for members in ([0, 1], [0, 1, 2], [1, 2], [0, 1]):
+        one = torch.ones(1)
+        if rank in members:
+            limit = timedelta(seconds=20)
+            group = SharedMemoryGroup(store, members.index(rank), len(members), limit)
+            group.allreduce([one]).wait()
+            group.shutdown()
+        assert one == (len(members) if rank in members else 1)
+        dist.barrier()  # two groups at once would need two stores
 
 
 OF_TORCH = (  # of its own tests for backends, of which `make shm-suite` runs all
