@@ -32,7 +32,7 @@ from shard_cases import (
 )
 from support import chapter
 
-measure = chapter("shard", "measure")
+measure = chapter("shard", "measure_levels")
 
 
 def resumed(

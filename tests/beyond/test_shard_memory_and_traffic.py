@@ -25,7 +25,7 @@ from shard_cases import (
 )
 from support import chapter
 
-measure, traffic = chapter("shard", "measure"), chapter("shard", "traffic")
+measure, traffic = chapter("shard", "measure_levels"), chapter("shard", "traffic")
 
 
 def small() -> nn.Module:

@@ -10,7 +10,7 @@ from refusals import ended, refused
 from shard_cases import FSDP, ZERO_1, ZERO_2, largest_difference
 from support import FOLDERS, chapter, different_functions, functions, train, train_once
 
-measure = chapter("shard", "measure")
+measure = chapter("shard", "measure_levels")
 ON_DIGITS = ("--dataset=digits", "--model=net-bn", "--optimizer=sgd", "--lr=0.02", "--epochs=2")
 ON_DIGITS += ("--batch-size=300", "--seed=7", "--max-steps=7")  # 5 in the first epoch
 

@@ -13,7 +13,7 @@ from local_ranks import ROOT, run_ranks
 from support import chapter
 
 paper, ready = chapter("04", "forecast/step_model"), chapter("04", "forecast/gradient_order")
-replicas, measure = chapter("02", "memory"), chapter("shard", "measure")
+replicas, measure = chapter("02", "memory"), chapter("shard", "measure_levels")
 peak, ring = chapter("01", "peak"), chapter("03", "reducers/ring")
 gradients_of = cache(ready.gradients_of_classifier)
 SOURCE = "".join(path.read_text() for path in sorted(ROOT.glob("docs/site/widgets/*.js"))[::-1])
