@@ -71,11 +71,14 @@ def measure(name: str, effort: Effort) -> Results:
 
 def run_section(name: str, args: argparse.Namespace) -> None:
     section = SECTIONS[name]
+    if args.models and name != "precision":
+        raise UsageError("--models is for precision only")
     if args.device == "cuda" and not section.on_gpu:
         raise UsageError(f"{name} is measured on the CPU: try --device cpu")
     device = args.device or ("cuda" if section.on_gpu and torch.cuda.is_available() else "cpu")
     rounds = 1 if args.quick else 3 if args.brief else 1000
-    results = measure(name, Effort(rounds, args.quick, args.brief, device))
+    effort = Effort(rounds, args.quick, args.brief, device, models=tuple(args.models))
+    results = measure(name, effort)
     print("\n\n".join(table(results) for table in section.tables))
     for variant, reason in results.get("skipped", {}).items():
         print(f"left out: {variant}: {reason}")
@@ -114,6 +117,7 @@ def main() -> None:
     effort.add_argument("--brief", action="store_true", help="few rounds; stores nothing")
     add("--out", type=Path, metavar="FILE", help="write the results there")
     add("--device", choices=("cpu", "cuda"), help="default: cuda where a GPU is of use")
+    add("--models", nargs="+", default=(), metavar="NAME", help="for precision: torchvision's")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda needs a GPU, and torch sees none here: try --device cpu")

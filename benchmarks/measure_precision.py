@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
+from common.options import UsageError
 from ranks import run_ranks
 from timing import Effort, Results, interleave, load_chapter, summarize
 from training_step import Trainer, unwrapped
@@ -105,12 +106,15 @@ def measure_precision(effort: Effort) -> Results:
     on_gpu, quick, cores = effort.device == "cuda", effort.quick, os.cpu_count() or 1
     ranks = 1 if effort.brief else torch.cuda.device_count() if on_gpu else cores
     local_batch = 2 if quick else 256 if on_gpu else 8
+    for name in {*effort.models} - {*torchvision.models.list_models(module=torchvision.models)}:
+        raise UsageError(f"torchvision has no model {name}: try --models resnet50")
     torch.set_num_threads(torch.get_num_threads() if quick else cores)  # OMP_NUM_THREADS is 1
     reasons = {name: why_left_out(variant, effort) for name, variant in VARIANTS.items()}
     variants = [name for name, reason in reasons.items() if not reason]
     not_compiled = [name for name in variants if not VARIANTS[name].compiled]
     is_short, models = quick or effort.brief, dict[str, Any]()
-    for name in ["resnet50"] if on_gpu else ["resnet18", "resnet50"][: 1 if is_short else 2]:
+    defaults = ["resnet50"] if on_gpu else ["resnet18"] if is_short else ["resnet18", "resnet50"]
+    for name in effort.models or defaults:
         batch = local_batch if on_gpu else local_batch * cores  # of one GPU, or of all cores
         models[name] = {"one process": time_model(name, variants, batch, effort)}
         if ranks > 1:

@@ -15,6 +15,8 @@ GRAY = "#999999"
 HATCHES = ["", "//", "\\\\", "xx", "..", "++", "oo", "--"]  # distinct without colors
 
 MIB = 2**20
+# Behind a text, so that no line strikes it out.
+BLANK = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 Look = tuple[str, str]  # color and hatch
 
 
@@ -33,12 +35,7 @@ def bars(
     axis.barh(list(values), lengths, xerr=errors, **style)
     ends = np.array(lengths) if errors is None else lengths + errors[1]
     for place, text in enumerate(texts):
-        box = {
-            "facecolor": "white",
-            "edgecolor": "none",
-            "pad": 1,
-        }  # a line behind it stays legible
-        axis.text(ends[place] + 0.02 * max(ends), place, text, va="center", fontsize=8, bbox=box)
+        axis.text(ends[place] + 0.02 * max(ends), place, text, va="center", fontsize=8, bbox=BLANK)
     axis.set_xlim(0, 1.2 * max(ends))
     axis.invert_yaxis()
 

@@ -99,7 +99,7 @@ def left_out(packages: list[str], folders: dict[str, str], data: dict[str, list[
         for path in folder.rglob("*"):
             package = ".".join([top, *path.parent.relative_to(folder).parts])
             patterns = ["*.py", "*.md", *data.get(package, [])]
-            is_own = path.is_file() and path.suffix != ".pyc"
+            is_own = path.is_file() and path.suffix != ".pyc" and path.name[0] != "."
             if is_own and not (package in packages and any(map(path.match, patterns))):
                 lacking.add(str(path.relative_to(ROOT)))
     return lacking
