@@ -30,14 +30,19 @@ inside() { # every process in the namespaces
     done
 }
 
-remove() { # however the script ends: first, what runs inside may end by itself
-    trap '' INT TERM # once is enough
-    [ "${#nodes[@]}" = 0 ] || kill -TERM "${nodes[@]}" 2> /dev/null || true
-    local deadline=$((SECONDS + GRACE))
+wait_until_empty() { # or until so many seconds have passed
+    local deadline=$((SECONDS + $1))
     while [ -n "$(inside)" ] && [ "$SECONDS" -lt "$deadline" ]; do
         sleep 0.1
     done
+}
+
+remove() { # however the script ends: first, what runs inside may end by itself
+    trap '' INT TERM # once is enough
+    [ "${#nodes[@]}" = 0 ] || kill -TERM "${nodes[@]}" 2> /dev/null || true
+    wait_until_empty "$GRACE"
     inside | xargs -r kill -KILL || true
+    wait_until_empty 5 # a process that was killed still takes a moment to end
     for name in "${names[@]}"; do
         ip netns del "$name" 2> /dev/null || true # and the cable with it
     done

@@ -68,10 +68,19 @@ def is_the_run_of(ranks: int, folder: Path, key: str, *flags: str) -> bool:
     return same_run(Run(folder, [], ""), train_once(key, ranks, *flags, dtype=torch.float32))
 
 
-def processes_with(text: object) -> list[int]:
-    """The processes of this machine with this text in their command."""
-    pids = subprocess.run(["pgrep", "-f", re.escape(str(text))], capture_output=True, text=True)
-    return [int(pid) for pid in pids.stdout.split()]
+def processes_with(text: object) -> dict[int, str]:
+    """The processes of this machine with this text in their command, and these commands."""
+    found = subprocess.run(["pgrep", "-fa", re.escape(str(text))], capture_output=True, text=True)
+    lines = (line.partition(" ") for line in found.stdout.splitlines())
+    return {int(pid): command for pid, _, command in lines}
+
+
+def assert_none_is_left_with(text: object) -> None:
+    """A process that was killed takes a moment to end, on a busy machine."""
+    deadline = time.monotonic() + 10
+    while left := processes_with(text):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
 def path_with(folder: Path, **programs: str) -> str:
@@ -361,7 +370,7 @@ def test_two_nodes_here_removes_all_it_made_and_does_not_meet_another_run(namesp
             process.send_signal(signal.Signals[how])
         status, output = end(process)
         assert (status, namespaces_of(process)) == (expected[how], set()), output
-    assert not processes_with(tmp_path)
+    assert_none_is_left_with(tmp_path)
 
 
 # A SLURM of two such nodes
@@ -424,7 +433,7 @@ def slurm(namespaces, tmp_path_factory):
         for daemon in reversed(daemons):
             daemon.terminate()
             end(daemon)
-    assert not processes_with(folder), "a daemon is left"
+    assert_none_is_left_with(folder)
 
 
 def steps_of(folder: Path) -> int:
@@ -470,7 +479,7 @@ def test_slurm_runs_stops_and_restarts_both_job_scripts(slurm, tmp_path):
 
     name, folder = "slurm.sbatch", tmp_path / "slurm.sbatch"
     output_as("PENDING", name)
-    assert not processes_with(tmp_path), "a rank is left"
+    assert_none_is_left_with(tmp_path)
     step = steps_of(folder)
     ask("scontrol", "update", f"JobId={jobs[name]}", "StartTime=now")  # or in two minutes
     output = output_as("COMPLETED", name)
