@@ -48,10 +48,9 @@ class StageRun:
 
 
 def command_of(key: str, ranks: int) -> list[str]:
-    command = [part.replace("RANKS", str(ranks)) for part in COMMANDS[key]]
-    if Path("01_single_gpu").exists():
-        return command
-    return [str(ROOT / part) if part.endswith(".py") else part for part in command]
+    """After `python`; paths begin where the program that asks was started."""
+    parts = [part.replace("RANKS", str(ranks)) for part in COMMANDS[key]]
+    return [os.path.relpath(ROOT / part) if part.endswith(".py") else part for part in parts]
 
 
 def run_command(command: Sequence[str], folder: Path, env: dict[str, str], show: bool) -> StageRun:

@@ -28,7 +28,7 @@ from tabulate import tabulate
 
 from common.data import load_dataset, local_batch_size
 from common.options import UsageError, exit_on, int_at_least, make_parser
-from measure_memory import COPIES, HELD, measure, peak
+from measure_memory import COPIES, HELD, measure_stages, peak
 from plots import MIB, bars, legend, stack
 from stage_runs import StageRun, command_of, run_command
 from timing import Results, provenance, save
@@ -143,12 +143,8 @@ def count_memory(rows: list[StageRow], args: Namespace) -> Results:
     device, classes = rows[0].run.summary["device"], len(train_set.classes)
     optimizer = "momentum" if args.momentum else "sgd"
     plan = peak.Plan(args.model, image.shape[-1], optimizer, device, image.shape[0], classes)
-    stages: Results = {}
-    for world_size, known in ((1, ("01", "02")), (args.ranks, ("03", "04", "05"))):
-        jobs = dict.fromkeys(row.memory_job for row in rows if row.key[:2] in known)
-        if jobs:
-            stages |= measure(jobs, plan, args.batch_size // world_size, world_size, args.ranks)
-    return {"stages": stages}
+    keys = dict.fromkeys(row.memory_job for row in rows)
+    return {"stages": measure_stages(keys, plan, args.batch_size, args.ranks)}
 
 
 def draw_distances(axes: Axes, results: Results, rows: Sequence[StageRow]) -> dict[str, float]:

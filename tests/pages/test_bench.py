@@ -55,9 +55,9 @@ def test_a_section_runs_and_finds_what_its_committed_results_hold(name):
     output, results = results_of(name)
     assert results["provenance"]["commit"]
     assert committed(name).keys() <= results.keys()
-    made = [table(results) for table in bench.SECTIONS[name].tables]
-    assert made
-    assert all(text in output for text in made)
+    table, *others = bench.tables_of(name, results)
+    assert all(text in output for text in (table, *others))
+    assert f"Measured on {results['provenance']['hardware']}" in others[-1]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -68,7 +68,7 @@ def test_a_section_that_runs_the_stages_finds_their_steps(name):
         measure_stages, "run_quietly", return_value=stage_runs.StageRun({}, steps)
     ) as run:
         results = bench.measure(name, timing.Effort(rounds=3))
-    assert committed(name).keys() == results.keys()
+    assert committed(name).keys() <= results.keys()
     assert {row["step_ms"] for row in results["variants"].values()} == {5.0}
     assert {call.args[0] for call in run.call_args_list} <= stage_runs.COMMANDS.keys()
 
@@ -78,10 +78,7 @@ def test_a_section_that_runs_the_stages_finds_their_steps(name):
     [
         ("bench speed", "'speed'"),
         ("bench stages --device tpu", "'tpu'"),
-        ("bench --quick", "for one section: try bench.py reducers --quick"),
-        ("bench --device cpu", "for one section: try bench.py reducers --quick"),
-        ("bench reducers --models resnet18", "--models is for precision only"),
-        ("bench precision --quick --models resnet5000", "torchvision has no model resnet5000"),
+        ("bench --quick", "required: SECTION"),
         ("forecast --step-ms 23 --link carrier-pigeon", "carrier-pigeon"),
         ("forecast --step-ms 23 --gpus 12", "--gpus 8"),
         ("forecast --step-ms 23 --model resnet5000", "resnet5000"),
