@@ -72,7 +72,7 @@ def store(name: str, results: Results, args: argparse.Namespace) -> None:
         path = RESULTS / f"{machine}.json"
         sections = json.loads(path.read_text()) if path.exists() else {}
         save(path, sections | {"provenance": where, name: results})
-    elif file and args.device == "cpu" and not args.quick:
+    elif file and args.device == "cpu" and not args.quick and not args.models:
         save(RESULTS / f"{file}.json", results)
 
 
@@ -84,9 +84,12 @@ def parse_args() -> argparse.Namespace:
     effort.add_argument("--quick", action="store_true", help="to see that it runs; stores nothing")
     effort.add_argument("--brief", action="store_true", help="few rounds: for the notebooks")
     add("--out", type=Path, metavar="FILE", help="write the results only there")
+    add("--models", nargs="+", default=(), metavar="NAME", help="for precision: torchvision's")
     devices = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
     add("--device", choices=devices, help="default: cuda where a GPU is of use")
     args = parser.parse_args()
+    if args.models and args.section != "precision":
+        raise UsageError("--models is for precision only")
     on_gpu = SECTIONS[args.section].on_gpu
     if args.device == "cuda" and not on_gpu:
         raise UsageError(f"{args.section} is measured on the CPU: try --device cpu")
@@ -100,7 +103,8 @@ def main() -> None:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         os.execve(sys.executable, [sys.executable, *sys.argv], env)
     rounds = 1 if args.quick else 3 if args.brief else 1000
-    results = measure(args.section, Effort(rounds, args.quick, args.brief, args.device))
+    effort = Effort(rounds, args.quick, args.brief, args.device, tuple(args.models))
+    results = measure(args.section, effort)
     print("\n\n".join(tables_of(args.section, results)))
     for variant, reason in results.get("skipped", {}).items():
         print(f"left out: {variant}: {reason}")

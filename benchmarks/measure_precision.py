@@ -15,6 +15,7 @@ import torchvision
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from common.options import UsageError
 from ranks import run_ranks
 from timing import Effort, Results, interleave, load_chapter, summarize
 from training_step import Trainer, sgd
@@ -89,6 +90,8 @@ def time_model(name: str, variants: list[str], samples: int, effort: Effort) -> 
 
 def measure_precision(effort: Effort) -> Results:
     """One process has all cores of a CPU; of N ranks each has one, and its share of the batch."""
+    for name in {*effort.models} - {*torchvision.models.list_models(module=torchvision.models)}:
+        raise UsageError(f"torchvision has no model {name}: try --models resnet50")
     on_gpu, cores = effort.device == "cuda", os.cpu_count() or 1
     is_short = effort.quick or effort.brief
     ranks = 1 if effort.brief else torch.cuda.device_count() if on_gpu else cores
@@ -100,7 +103,8 @@ def measure_precision(effort: Effort) -> Results:
     variants = [variant for variant, reason in reasons.items() if not reason]
     not_compiled = [variant for variant in variants if "compile" not in variant]
     models = dict[str, Any]()
-    for name in ["resnet50"] if on_gpu else ["resnet18"] if is_short else ["resnet18", "resnet50"]:
+    defaults = ["resnet50"] if on_gpu else ["resnet18"] if is_short else ["resnet18", "resnet50"]
+    for name in effort.models or defaults:
         models[name] = {"one process": time_model(name, variants, batch, effort)}
         if ranks > 1:
             where: Any = {"backend": "nccl" if on_gpu else "gloo", "device": effort.device}

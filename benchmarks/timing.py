@@ -42,6 +42,7 @@ class Effort:
     quick: bool = False  # as little as shows that it runs
     brief: bool = False  # for `make bench`
     device: str = "cpu"
+    models: tuple[str, ...] = ()  # of precision; empty: those of the page
 
 
 def take_turns(variants: Mapping[str, Callable[[], float]], rounds: int) -> Times:

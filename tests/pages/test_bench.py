@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from argparse import Namespace
 from dataclasses import replace
 from functools import cache, partial
 from unittest.mock import patch
@@ -79,6 +80,8 @@ def test_a_section_that_runs_the_stages_finds_their_steps(name):
         ("bench speed", "'speed'"),
         ("bench stages --device tpu", "'tpu'"),
         ("bench --quick", "required: SECTION"),
+        ("bench reducers --models resnet18", "--models is for precision only"),
+        ("bench precision --quick --models resnet5000", "torchvision has no model resnet5000"),
         ("forecast --step-ms 23 --link carrier-pigeon", "carrier-pigeon"),
         ("forecast --step-ms 23 --gpus 12", "--gpus 8"),
         ("forecast --step-ms 23 --model resnet5000", "resnet5000"),
@@ -91,6 +94,16 @@ def test_a_wrong_call_ends_in_one_line(call, words, tmp_path):
     name, *flags = call.split()
     script = "benchmarks/bench.py" if name == "bench" else FORECAST
     refused(ended(script, *flags, env=ONE_THREAD, where=tmp_path), words)
+
+
+def test_brief_results_of_one_machine_share_a_file(tmp_path, monkeypatch):
+    """The notebooks read it: its name is the hardware, with dashes."""
+    monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    results = {"provenance": {"hardware": "AMD EPYC, 2 cores"}, "variants": {}}
+    for name in ("stages", "scaling"):
+        bench.store(name, results, Namespace(out=None, brief=True))
+    stored = json.loads((tmp_path / "amd-epyc-2-cores.json").read_text())
+    assert stored == {"provenance": results["provenance"], "stages": results, "scaling": results}
 
 
 def test_the_pictures_of_the_tour_are_not_older_than_their_results():
