@@ -82,8 +82,8 @@ def parse_args() -> Namespace:
         raise UsageError(f"--stages {stages}: expected one or more of {','.join(sorted(known))}")
     if args.resume or args.evaluate:
         raise UsageError("the tour only trains: give --resume and --evaluate to a stage")
-    gpus = 0 if args.device == "cpu" else torch.cuda.device_count()
-    args.ranks = args.ranks or gpus or 2
+    args.gpus = 0 if args.device == "cpu" else torch.cuda.device_count()
+    args.ranks = args.ranks or args.gpus or 2
     args.batch_size = args.batch_size or max(1, 120 // args.ranks) * args.ranks
     local_batch_size(args.batch_size, args.ranks)
     return args
@@ -92,12 +92,10 @@ def parse_args() -> Namespace:
 def run(row: StageRow, args: Namespace, folder: Path) -> None:
     """Run a stage as a reader would, show what it prints, and read what it leaves behind."""
     threads = os.cpu_count() or 1 if row.key == "01-cores" else 1
-    env = {"OMP_NUM_THREADS": str(threads)}  # of each rank, and of 01
     command = command_of(row.key.removesuffix("-cores"), args.ranks)
-    gpus = 0 if args.device == "cpu" else torch.cuda.device_count()
-    if row.key == "03" and args.ranks <= gpus:
+    if row.key == "03" and args.ranks <= args.gpus:
         command += ["--backend", "nccl"]  # as 04 does by default
-    if row.key[:2] in ("04", "05") and gpus and args.ranks > gpus:
+    if row.key[:2] in ("04", "05") and 0 < args.gpus < args.ranks:
         command += ["--backend", "gloo"]  # nccl refuses two ranks on one GPU
     for name, default in vars(make_parser("", "").parse_args([])).items():
         value = getattr(args, name)
@@ -105,7 +103,7 @@ def run(row: StageRow, args: Namespace, folder: Path) -> None:
             command += [f"--{name.replace('_', '-')}", str(value)]
     print(f"\n{row.label}: python {' '.join(command)}", flush=True)
     try:
-        row.run = run_command(command, folder, env, show=True)
+        row.run = run_command(command, folder, threads, show=True)
     except SystemExit as end:
         print(f"error: {row.label} ended with status {end.code}", file=sys.stderr)
         raise
