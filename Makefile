@@ -38,7 +38,8 @@ words: $(VENV)/ready  ## how many words each page has, and what is wrong with it
 	$(RUN) tests/helpers/pages.py
 
 bench: $(VENV)/ready  ## measure what the notebooks show on this machine: benchmarks/results/HARDWARE.json
-	$(RUN) benchmarks/bench.py $(FLAGS)
+	for section in stages process_memory scaling; do \
+	  $(RUN) benchmarks/bench.py $$section --brief $(FLAGS) || exit 1; done
 
 gpu: $(VENV)/ready  ## on a GPU: run and measure all that needs one, in half an hour; a second call continues
 	$(RUN) benchmarks/gpu.py $(FLAGS)

@@ -11,6 +11,7 @@ not ended.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -51,19 +52,16 @@ def list_commands() -> list[str]:
 
 
 def run(command: str) -> dict:
-    """Run it as a reader would; its status, its seconds, and the summary that it wrote."""
+    """Run it as a reader would, for nine minutes at most; its status and its seconds."""
     paths = os.pathsep.join(str(ROOT / folder) for folder in PACKAGES)
     start, env = time.monotonic(), {**os.environ, "PYTHONPATH": paths}
     with (FOLDER / "log.txt").open("a") as log:
         print(f"\n$ python {command}", file=log, flush=True)
         call = ["timeout", "-k20", "540", sys.executable, *command.split()]
         status = subprocess.run(call, env=env, stdout=log, stderr=log).returncode
-    end = {"status": status, "seconds": round(time.monotonic() - start, 1)}
-    for summary in Path(command.split()[-1]).glob("summary.json"):  # of --run-dir
-        end["summary"] = json.loads(summary.read_text())
     for path in (ROOT / "runs" / "gpu" / "tour").glob("*.*"):  # its report, picture and numbers
-        (FOLDER / path.name).write_bytes(path.read_bytes())
-    return end
+        shutil.copy(path, FOLDER)
+    return {"status": status, "seconds": round(time.monotonic() - start, 1)}
 
 
 def main() -> None:

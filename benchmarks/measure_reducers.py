@@ -54,4 +54,4 @@ def measure_reducers(effort: Effort) -> Results:
         over_shm, _ = run_ranks(RANKS, time_model, name, effort, True, backend="shm")
         rows = over_shm["variants"].items()
         models[name]["variants"] |= {variant: row for variant, row in rows if "shm" in variant}
-    return {"provenance": {"world_size": RANKS, "threads_a_rank": 1}, "models": models}
+    return {"ranks": RANKS, "models": models}

@@ -9,6 +9,7 @@ import copy
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -52,16 +53,20 @@ VARIANTS: dict[str, dict[str, Any]] = {  # options of Trainer
 def measure_scaling(effort: Effort) -> Results:
     """`links` is empty unless all is measured where namespaces are allowed."""
     machine, links = [], {}
-    for ranks in [effort.ranks or 2] if effort.ranks or effort.quick else (1, 2, 3, 4):
-        for model in effort.models or (["net"] if effort.quick else ROUNDS):
-            rounds = ROUNDS[model] // 4 if effort.brief else min(ROUNDS[model], effort.rounds)
-            machine.append(run_ranks(ranks, time_and_predict, model, [DDP], rounds)[0])
+    numbers_of_ranks, models = ([2], ["net"]) if effort.quick else ([1, 2, 3, 4], list(ROUNDS))
+    for ranks, model in product(numbers_of_ranks, models):
+        rounds = ROUNDS[model] // 4 if effort.brief else min(ROUNDS[model], effort.rounds)
+        machine.append(predict_on_ranks(ranks, model, rounds))
     if effort.rounds > 99 and ALLOWED:
         links = measure_across(RATES, predict_across_link)
     results = {"machine": machine, "links": links}
     errors = [abs(row["error"]) for row in predictions(results)]
-    about = {"provenance": {"threads_a_rank": 1, "backend": "gloo"}, **results}
-    return {**about, "median_error": round(median(errors), 4), "predictions": len(errors)}
+    return {**results, "median_error": round(median(errors), 4), "predictions": len(errors)}
+
+
+def predict_on_ranks(ranks: int, model: str, rounds: int) -> Results:
+    first, *_ = run_ranks(ranks, time_and_predict, model, [DDP], rounds)
+    return first
 
 
 def predict_across_link() -> Results:
@@ -180,10 +185,6 @@ def jobs_of(without_ddp: StepWithoutDDP, times: Times) -> list[Any]:
     ]
 
 
-def ring_seconds(size: float, ranks: int, link: Any, share_of_fp32: float) -> float:
-    return step_model.ring(size * share_of_fp32, ranks, link)
-
-
 def time_and_predict(name: str, variants: list[str], rounds: int) -> Results:
     """Every step of DDP, predicted from what is not DDP, beside its measurement.
 
@@ -201,9 +202,9 @@ def time_and_predict(name: str, variants: list[str], rounds: int) -> Results:
     slowdown = min(1.0, max(0.0, overlap_cost / all_reduce_seconds(times, BYTES_BESIDE)))
     rows = []
     for how in variants:
-        share = 0.5 if how == DDP_IN_BF16 else 1.0
         micro_batches = VARIANTS[how].get("micro_batches", 1)
-        cost = partial(ring_seconds, ranks=ranks, link=link, share_of_fp32=share)
+        rate = 2 * link.beta if how == DDP_IN_BF16 else link.beta  # half the bytes
+        cost = partial(step_model.ring, ranks=ranks, link=step_model.Link(link.alpha, rate))
         steps_on_paper = [step_model.step(job, cost, micro_batches, slowdown) for job in jobs]
         predicted = [step.seconds for step in steps_on_paper]
         rows.append(

@@ -56,8 +56,8 @@ def measure_stages(effort: Effort, names: Iterable[str] = tuple(VARIANTS)) -> Re
     for row in rows.values():
         row["samples_per_second"] = round(GLOBAL_BATCH / row["step_ms"] * 1000, 1)
     link = f"{ranks} ranks on {'GPUs' if on_gpu else 'the CPU'}"
-    about = {"provenance": {"world_size": ranks, "rounds": rounds}, "link": link, "cores": cores}
-    about |= {"dataset": "digits", "model": "net-bn", "global_batch": GLOBAL_BATCH, "ranks": ranks}
+    about = {"link": link, "cores": cores, "ranks": ranks, "rounds": rounds, "dataset": "digits"}
+    about |= {"model": "net-bn", "global_batch": GLOBAL_BATCH}
     return {**about, "skipped": skipped, "variants": rows}
 
 
@@ -66,5 +66,4 @@ def measure_survive(effort: Effort) -> Results:
     flags = "--model=net", f"--batch-size={GLOBAL_BATCH}", f"--epochs={epochs}", "--device=cpu"
     variants = {stage: partial(time_run, fmean, 2, stage, *flags) for stage in ("05", "survive")}
     about = {"model": "net", "global_batch": GLOBAL_BATCH, "rounds": rounds, "epochs": epochs}
-    about |= {"provenance": {"world_size": 2, "threads_a_rank": 1}}
     return {**about, "variants": summarize(take_turns(variants, rounds))}

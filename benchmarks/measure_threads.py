@@ -49,4 +49,4 @@ def measure_threads(effort: Effort) -> Results:
     """On the CPU: the interpreter lock costs what a model's Python code holds it for."""
     rounds, steps_of = min(20, effort.rounds), {"net": 5} if effort.quick else STEPS_OF_MODEL
     first, _ = run_ranks(RANKS, time_halves, steps_of, rounds)
-    return {"provenance": {"rounds": rounds}, "models": first}
+    return {"rounds": rounds, "models": first}

@@ -48,20 +48,19 @@ class StageRun:
 
 
 def command_of(key: str, ranks: int) -> list[str]:
-    command = [part.replace("RANKS", str(ranks)) for part in COMMANDS[key]]
-    if Path("01_single_gpu").exists():
-        return command
-    return [str(ROOT / part) if part.endswith(".py") else part for part in command]
+    """After `python`; paths begin where the program that asks was started."""
+    parts = [part.replace("RANKS", str(ranks)) for part in COMMANDS[key]]
+    return [os.path.relpath(ROOT / part) if part.endswith(".py") else part for part in parts]
 
 
-def run_command(command: Sequence[str], folder: Path, env: dict[str, str], show: bool) -> StageRun:
-    """Run it until it ends. SystemExit with its status if that is not 0."""
+def run_command(command: Sequence[str], folder: Path, threads: int, show: bool) -> StageRun:
+    """Run it until it ends. SystemExit with its status if that is not 0. threads: of each rank."""
     process = subprocess.Popen(
         [sys.executable, *command, f"--run-dir={folder}"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, **env},
+        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
     )
     assert process.stdout
     output = []
@@ -78,7 +77,7 @@ def run_command(command: Sequence[str], folder: Path, env: dict[str, str], show:
 
 
 def run_quietly(key: str, ranks: int, *flags: str, threads: int = 1) -> StageRun:
-    """A run whose files are not kept. threads: of each rank."""
+    """A run whose files are not kept."""
     with TemporaryDirectory() as folder:
         command = [*command_of(key, ranks), *flags, f"--data-dir={ROOT / 'data'}"]
-        return run_command(command, Path(folder), {"OMP_NUM_THREADS": str(threads)}, show=False)
+        return run_command(command, Path(folder), threads, show=False)

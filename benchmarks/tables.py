@@ -11,7 +11,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from measure_local_sgd_links import slowdowns
+from measure_local_sgd import slowdowns
 from plots import MIB
 from timing import AA, Results, load
 

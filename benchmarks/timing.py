@@ -39,11 +39,10 @@ Steps = Mapping[str, Callable[[], object]]  # of each variant, what one step doe
 @dataclass(frozen=True)
 class Effort:
     rounds: int = 1000  # upper limit for each comparison
-    quick: bool = False  # 1 round, to see that it runs
-    brief: bool = False  # for `make bench`: 3 rounds
+    quick: bool = False  # as little as shows that it runs
+    brief: bool = False  # for `make bench`
     device: str = "cpu"
-    ranks: int = 0  # 0: the default of the section; notebook 04 asks for two
-    models: tuple[str, ...] = ()  # empty: the default of the section
+    models: tuple[str, ...] = ()  # of precision; empty: those of the page
 
 
 def take_turns(variants: Mapping[str, Callable[[], float]], rounds: int) -> Times:
@@ -57,7 +56,7 @@ def take_turns(variants: Mapping[str, Callable[[], float]], rounds: int) -> Time
     return {name: largest_of_ranks(seconds) for name, seconds in times.items()}
 
 
-def timed(step: Callable[[], object], steps: int = 1) -> Callable[[], float]:
+def timed(step: Callable[[], object], steps: int) -> Callable[[], float]:
     """What takes so many steps, on all ranks together, and returns the seconds of one."""
 
     def seconds_per_step() -> float:
@@ -90,7 +89,7 @@ def largest_of_ranks(seconds: list[float]) -> list[float]:
 
 def synchronized_time() -> float:
     """Seconds, after the GPU has finished: it runs behind the program."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
 

@@ -28,7 +28,7 @@ from tabulate import tabulate
 
 from common.data import load_dataset, local_batch_size
 from common.options import UsageError, exit_on, int_at_least, make_parser
-from measure_memory import COPIES, HELD, measure, peak
+from measure_memory import COPIES, HELD, measure_stages, peak
 from plots import MIB, bars, legend, stack
 from stage_runs import StageRun, command_of, run_command
 from timing import Results, provenance, save
@@ -82,8 +82,8 @@ def parse_args() -> Namespace:
         raise UsageError(f"--stages {stages}: expected one or more of {','.join(sorted(known))}")
     if args.resume or args.evaluate:
         raise UsageError("the tour only trains: give --resume and --evaluate to a stage")
-    gpus = 0 if args.device == "cpu" else torch.cuda.device_count()
-    args.ranks = args.ranks or gpus or 2
+    args.gpus = 0 if args.device == "cpu" else torch.cuda.device_count()
+    args.ranks = args.ranks or args.gpus or 2
     args.batch_size = args.batch_size or max(1, 120 // args.ranks) * args.ranks
     local_batch_size(args.batch_size, args.ranks)
     return args
@@ -92,12 +92,10 @@ def parse_args() -> Namespace:
 def run(row: StageRow, args: Namespace, folder: Path) -> None:
     """Run a stage as a reader would, show what it prints, and read what it leaves behind."""
     threads = os.cpu_count() or 1 if row.key == "01-cores" else 1
-    env = {"OMP_NUM_THREADS": str(threads)}  # of each rank, and of 01
     command = command_of(row.key.removesuffix("-cores"), args.ranks)
-    gpus = 0 if args.device == "cpu" else torch.cuda.device_count()
-    if row.key == "03" and args.ranks <= gpus:
+    if row.key == "03" and args.ranks <= args.gpus:
         command += ["--backend", "nccl"]  # as 04 does by default
-    if row.key[:2] in ("04", "05") and gpus and args.ranks > gpus:
+    if row.key[:2] in ("04", "05") and 0 < args.gpus < args.ranks:
         command += ["--backend", "gloo"]  # nccl refuses two ranks on one GPU
     for name, default in vars(make_parser("", "").parse_args([])).items():
         value = getattr(args, name)
@@ -105,7 +103,7 @@ def run(row: StageRow, args: Namespace, folder: Path) -> None:
             command += [f"--{name.replace('_', '-')}", str(value)]
     print(f"\n{row.label}: python {' '.join(command)}", flush=True)
     try:
-        row.run = run_command(command, folder, env, show=True)
+        row.run = run_command(command, folder, threads, show=True)
     except SystemExit as end:
         print(f"error: {row.label} ended with status {end.code}", file=sys.stderr)
         raise
@@ -143,12 +141,8 @@ def count_memory(rows: list[StageRow], args: Namespace) -> Results:
     device, classes = rows[0].run.summary["device"], len(train_set.classes)
     optimizer = "momentum" if args.momentum else "sgd"
     plan = peak.Plan(args.model, image.shape[-1], optimizer, device, image.shape[0], classes)
-    stages: Results = {}
-    for world_size, known in ((1, ("01", "02")), (args.ranks, ("03", "04", "05"))):
-        jobs = dict.fromkeys(row.memory_job for row in rows if row.key[:2] in known)
-        if jobs:
-            stages |= measure(jobs, plan, args.batch_size // world_size, world_size, args.ranks)
-    return {"stages": stages}
+    keys = dict.fromkeys(row.memory_job for row in rows)
+    return {"stages": measure_stages(keys, plan, args.batch_size, args.ranks)}
 
 
 def draw_distances(axes: Axes, results: Results, rows: Sequence[StageRow]) -> dict[str, float]:

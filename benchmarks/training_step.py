@@ -43,12 +43,8 @@ def with_sync_batchnorm(model: nn.Module) -> nn.Module:
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if on_gpu else by_stage_05(model)
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    return model
-
-
-def sgd(model: nn.Module) -> Optimizer:
-    return SGD(model.parameters(), 0.01, 0.9)
+def sgd(model: nn.Module, **options: Any) -> Optimizer:
+    return SGD(model.parameters(), 0.01, 0.9, **options)
 
 
 class Trainer:
@@ -63,9 +59,9 @@ class Trainer:
         self,
         model: nn.Module,
         images: Tensor,
-        wrap: Callable[[nn.Module], Any] = unwrapped,
+        wrap: Callable[[nn.Module], Any] | None = None,
         reducer: Callable[[nn.Module], Any] | None = None,
-        optimizer: Optimizer | None = None,
+        optimizer: Callable[[nn.Module], Optimizer] = sgd,
         micro_batches: int = 1,
         dtype: torch.dtype | None = None,
         zeroed_in_place: bool = False,
@@ -73,9 +69,10 @@ class Trainer:
     ) -> None:
         self.images = images
         self.labels = torch.arange(len(images), device=images.device) % classes
-        self.model, self.wrapped = model, wrap(model)
+        self.model = model
+        self.wrapped: Any = wrap(model) if wrap else model
         self.finish = reducer(model).finish if reducer else lambda: None
-        self.optimizer = optimizer or sgd(model)
+        self.optimizer = optimizer(model)
         self.micro_batches, self.dtype, self.zeroed_in_place = micro_batches, dtype, zeroed_in_place
         self.scaler = torch.amp.GradScaler(images.device.type, enabled=dtype == torch.float16)
 

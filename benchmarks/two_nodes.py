@@ -26,33 +26,24 @@ RATES = {"no limit": "", "10 Gbit/s": "10gbit", "1 Gbit/s": "1gbit", "0.2 Gbit/s
 
 def measure_across(links: Iterable[str], measure: Callable[[], Results]) -> dict[str, Results]:
     """What a function finds on node 0 when both nodes call it, for each of these links."""
-    with tempfile.TemporaryDirectory() as folder:
-        out, script = Path(folder, "results.json"), "04_ddp_torchrun/launch/two_nodes_here.sh"
-        node = [sys.executable, __file__, str(out), measure.__module__, measure.__name__, *links]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "RATE": ""}
-        if subprocess.run(["bash", script, *node], cwd=ROOT, env=env).returncode != 0:
-            raise UsageError("the nodes could not be started, or one has failed: see above")
-        return json.loads(out.read_text())
+    results = {}
+    for link in links:
+        with tempfile.TemporaryDirectory() as folder:
+            out, script = Path(folder, "results.json"), "04_ddp_torchrun/launch/two_nodes_here.sh"
+            node = [sys.executable, __file__, str(out), measure.__module__, measure.__name__]
+            env = {**os.environ, "OMP_NUM_THREADS": "1", "RATE": RATES[link]}
+            if subprocess.run(["bash", script, *node], cwd=ROOT, env=env).returncode != 0:
+                raise UsageError("the nodes could not be started, or one has failed: see above")
+            results[link] = json.loads(out.read_text())
+    return results
 
 
-def set_rate(rate: str) -> None:
-    """Of what this node sends."""
-    link = ["dev", os.environ["GLOO_SOCKET_IFNAME"], "root"]
-    subprocess.run(["tc", "qdisc", "del", *link], stderr=subprocess.DEVNULL)  # there may be none
-    if rate:
-        bucket = ["tbf", "rate", rate, "burst", "256kb", "limit", "16mb"]
-        subprocess.run(["tc", "qdisc", "add", *link, *bucket], check=True)
-
-
-def run_node(out: str, module: str, name: str, *links: str) -> None:
+def run_node(out: str, module: str, name: str) -> None:
     """What each of the two nodes does; node 0 writes what it finds."""
     measure = getattr(importlib.import_module(module), name)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=int(os.environ["NODE_RANK"]), world_size=2)
-    results = {}
-    for link in links:
-        set_rate(RATES[link])
-        results[link] = measure()
+    results = measure()
     if dist.get_rank() == 0:
         save(Path(out), results)
     dist.destroy_process_group()

@@ -31,10 +31,9 @@ def save_checkpoint(recorder: Recorder, model: Module, optimizer: Optimizer, **m
 
 
 def load_checkpoint(args: Namespace, model: Module, optimizer: Optimizer, **more: Any) -> Progress:
-    """Load the file of --resume or --evaluate; returns how far that run had come.
+    """Load the file of --resume or --evaluate, if there is one; returns how far that run had come.
 
-    Without such a file, nothing is loaded and the run is new. more: what else has a state_dict; the
-    file of another stage may hold none of it. Raises UsageError for a file that does not fit.
+    more: what else has a state_dict; the file of another stage may hold none of it.
     """
     path = args.evaluate or args.resume
     if path == "auto":
@@ -58,13 +57,12 @@ def read_checkpoint(
             if state["summary"][flag] != getattr(args, flag):
                 raise UsageError(f"{path} was saved with --{flag} {state['summary'][flag]}")
         model.load_state_dict(state["model"])
-        saved = state["optimizer"]
-        options, saved_options = set(optimizer.param_groups[0]), set(saved["param_groups"][0])
-        if options - saved_options and not args.evaluate:
-            extra, missing = sorted(saved_options - options), sorted(options - saved_options)
-            why = f"has an optimizer with {', '.join(extra) or 'fewer options'}"
-            raise UsageError(f"{path} {why}, expected one with {', '.join(missing)}")
-        optimizer.load_state_dict(saved)
+        saved_group = state["optimizer"]["param_groups"][0]
+        missing = optimizer.param_groups[0].keys() - saved_group.keys()
+        if missing and not args.evaluate:
+            why = f"{path} has another optimizer"
+            raise UsageError(f"{why}, expected one with {', '.join(sorted(missing))}")
+        optimizer.load_state_dict(state["optimizer"])
         for name, part in more.items():
             if state.get(name):  # stages 01 to 04 have no loss scaler
                 part.load_state_dict(state[name])

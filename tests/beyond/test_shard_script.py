@@ -35,7 +35,7 @@ def test_shard_a_checkpoint_of_the_other_optimizer_is_refused_in_one_line(level)
     flags = (*ON_DIGITS, f"--shard={level}", "--max-steps=1")
     path = train_once("shard", 2, *flags, "--optimizer=adamw").folder / "checkpoint.pt"
     line = ended("shard", *flags, f"--resume={path}", ranks=2)
-    refused(line, "eps, expected one with dampening, momentum, nesterov\n")
+    refused(line, "another optimizer, expected one with dampening, momentum, nesterov\n")
 
 
 @pytest.mark.parametrize("level", [ZERO_2, FSDP])

@@ -44,7 +44,7 @@ TOP_LEVEL |= {"README.md", "README.zh.md", "LICENSE", "CITATION.cff", "CONTRIBUT
 TOP_LEVEL |= {"Makefile", "pyproject.toml", "requirements.txt"}
 STAGES = (PARENTS["02_data_parallel"], *PARENTS)
 SOURCES = {stage: (ROOT / stage / "train.py").read_text() for stage in STAGES}
-COMMON = sorted((ROOT / "common").glob("*.py"))
+COMMON = sorted((ROOT / "common").rglob("*.py"))
 each_stage = pytest.mark.parametrize("stage", SOURCES)
 
 
