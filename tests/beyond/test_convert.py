@@ -128,7 +128,7 @@ def test_the_converted_classifier_is_its_original_and_twice_the_loss_is_not(tmp_
 def test_the_script_runs_after_each_step_and_shows_what_the_readme_says(step, tmp_path):
     script = load("apply_steps.py", folder=CONVERT).scripts(DETECTOR)[step]
     (tmp_path / "mine.py").write_text(script.replace(*SHALLOW))
-    status, output = launch(tmp_path / "mine.py", f"--data-dir={scenes()}", "--epochs=1")
+    status, output = launch(tmp_path / "mine.py", f"--data-dir={scenes(val=2)}", "--epochs=1")
     assert status == (0, 0), output
     assert ["rank 0 of 2" in output[0], "rank 1 of 2" in output[1]] == [True, True]
     losses = [re.findall(r"epoch 1  loss (\S+)", text) for text in output]

@@ -11,6 +11,7 @@ from functools import cache
 
 import pytest
 
+import faults
 from faults import (
     DEFAULT_TIMEOUT_SECONDS,
     EVERY,
@@ -25,7 +26,9 @@ from faults import (
     reference,
     trial,
 )
+from support import few_digits
 
+faults.FLAGS += (*few_digits(), "--batch-size=24")  # a fifth: an epoch has 12 steps all the same
 # Step 12 is the last one of the epoch, so the others wait in the barrier behind it.
 FAULTS = {
     "stop": Fault("stop", "net", 3, 2, 12),

@@ -6,7 +6,6 @@ how BatchNorm groups them, and trains in float64.
 
 import math
 import random
-from argparse import Namespace
 from collections.abc import Iterator
 from itertools import islice
 
@@ -14,8 +13,7 @@ import torch
 
 from common.data import load_dataset
 from common.models import build_model
-from local_ranks import ROOT
-from support import default_dtype
+from support import default_dtype, options
 
 Step = list[list[int]]  # the groups of samples that a step normalizes together
 
@@ -82,11 +80,21 @@ def fixed_shards(parts: int):
 
 
 def replay(
-    steps, *, batch, epochs, seed, lr, momentum, model="net-bn", clip=math.inf, max_steps=10**9
+    steps,
+    *,
+    batch,
+    epochs,
+    seed,
+    lr,
+    momentum,
+    model="net-bn",
+    clip=math.inf,
+    max_steps=10**9,
+    data=(),
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of every step and the final weights, all float64. lr: may be a function of the step.
-    clip: the largest global norm."""
-    args = Namespace(dataset="digits", data_dir=ROOT / "data", batch_size=batch)
+    clip: the largest global norm. data: flags of another data set than the digits."""
+    args = options(*data, f"--batch-size={batch}")
     with default_dtype(torch.float64):
         train_set, _ = load_dataset(args)
         torch.manual_seed(seed)

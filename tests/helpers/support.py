@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
+from common.data import load_dataset
 from common.options import make_parser
 from local_ranks import ROOT, in_time, run_ranks, scratch_folder
 
@@ -54,6 +55,22 @@ def random_pictures(folder: Path) -> tuple[str, ...]:
         Image.fromarray(torch.randint(0, 256, (40, 40, 3), dtype=torch.uint8).numpy()).save(path)
     flags = ("--dataset=imagefolder", f"--data-dir={folder}", "--batch-size=4")
     return (*flags, "--image-size=32")
+
+
+@cache
+def few_digits() -> tuple[str, ...]:
+    """The flags of a data set of 300 digits, a fifth of all, and 60 for the test: MNIST's files."""
+    raw = scratch_folder() / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    sets = zip(("train", "t10k"), load_dataset(options()), (300, 60), strict=True)
+    for name, digits, count in sets:
+        for kind, values in (("images", digits.images[:, 0]), ("labels", digits.labels)):
+            part = values[:count].to(torch.uint8)
+            sizes = (0x800 + part.ndim, *part.shape)
+            header = b"".join(size.to_bytes(4, "big") for size in sizes)
+            file = raw / f"{name}-{kind}-idx{part.ndim}-ubyte"
+            file.write_bytes(header + part.numpy().tobytes())
+    return ("--dataset=mnist", f"--data-dir={raw.parents[1]}")
 
 
 def clock() -> types.SimpleNamespace:

@@ -40,11 +40,11 @@ def test_survive_clips_gradients_not_scaled_ones(without=()):
 @pytest.mark.parametrize(("ranks", "k"), [(2, 3), (3, 2)])
 def test_micro_batches_clipping_and_schedule_together_are_one_process(ranks, k):
     """It takes the same micro-batches, and clips and changes its rate once a step. In float64."""
-    flags = (f"--accumulate={k}", f"--clip-norm={CLIP}", "--lr-decay=cosine", "--max-steps=18")
+    flags = (f"--accumulate={k}", f"--clip-norm={CLIP}", "--lr-decay=cosine", "--max-steps=9")
     flags += ("--warmup-epochs=0.5",)
-    rates = [0.02 * min(1, (n + 1) / 12.5) for n in range(13)]
-    rates += [0.02 * math.cos(math.pi * (n - 12.5) / 75) ** 2 for n in range(13, 18)]
-    settings = {"lr": rates.__getitem__, "clip": CLIP, "max_steps": 18, "statistics": False}
+    rates = [0.02 * min(1, (n + 1) / 2.5) for n in range(3)]
+    rates += [0.02 * math.cos(math.pi * (n - 2.5) / 25) ** 2 for n in range(3, 9)]
+    settings = {"lr": rates.__getitem__, "clip": CLIP, "max_steps": 9, "statistics": False}
     same = differences("survive", ranks, flags, oracle.micro_batches(ranks, k), **settings)
     assert max(same) < 1e-10
     # The control: BatchNorm sees micro-batches, so it is not the gradient of the whole batch.

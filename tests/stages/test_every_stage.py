@@ -18,6 +18,7 @@ from support import (
     SHORT,
     Run,
     default_dtype,
+    few_digits,
     load_stage,
     options,
     random_pictures,
@@ -104,7 +105,7 @@ def evaluated(state: dict[str, torch.Tensor]) -> tuple[float, float]:
 @pytest.mark.parametrize(("key", "ranks"), [("02", 1), ("03", 4), ("04", 4), ("05", 2)])
 def test_evaluation_counts_every_sample_once(key, ranks, without=()):
     """297 test samples on 2 and on 4 ranks: no shard is as long as another."""
-    run = train_once(key, ranks, *SHORT, without=without)
+    run = train_once(key, ranks, *SHORT, "--max-steps=3", without=without)
     expected = evaluated(run.checkpoint["model"])
     printed = run.summary["test_loss"], run.summary["test_accuracy"]
     assert printed == pytest.approx(expected, abs=1e-10)
@@ -133,14 +134,15 @@ def test_every_stage_evaluates_and_resumes_the_checkpoint_of_another(way, source
     run = train(*way, *SHORT, f"--evaluate={path}")
     assert run.output == f"test loss {loss:.4f}  test accuracy {accuracy:.2%}\n"
     assert list(run.folder.iterdir()) == [], "evaluation leaves nothing behind"
-    run = train(*way, *SHORT, "--epochs=2", f"--resume={path}")
-    assert [line["epoch"] for line in run.metrics] == [1] * 25
+    run = train(*way, *SHORT, "--epochs=2", "--max-steps=35", f"--resume={path}")
+    assert [line["epoch"] for line in run.metrics] == [1] * 10
     assert run.losses.mean() < first_epoch.losses.mean() / 2, "it began where the other had stopped"
 
 
 def assert_resumes(key: str, ranks: int, *flags: str, without=()) -> None:
     """A run that stops after half of its steps and goes on ends with the bits of a whole run."""
-    flags, settings = (*flags, "--epochs=2"), {**FP32, "without": without}
+    flags = (*few_digits(), "--batch-size=60", *flags, "--epochs=2")
+    settings = {**FP32, "without": without}
     whole = train_once(key, ranks, *flags, **settings)
     half = train(key, ranks, *flags, f"--max-steps={len(whole.losses) // 2}", **settings)
     resumed = train(key, ranks, *flags, "--resume=auto", **settings, folder=half.folder)
@@ -178,7 +180,7 @@ def test_random_crops_resume_to_the_bit(tmp_path):
 def test_on_three_ranks_a_resumed_run_of_ddp_may_round_differently(key, limit):
     """DDP orders its bucket by the first backward, so a resumed run begins with another order, and
     gloo adds three ranks' numbers in an order that depends on their place in the bucket."""
-    flags = ("--epochs=2", "--model=net-bn")
+    flags = (*few_digits(), "--epochs=2", "--batch-size=60", "--model=net-bn")
     whole = train_once(key, 3, *flags, **FP32)
     first = train(key, 3, *flags, "--epochs=1", **FP32)
     resumed = train(key, 3, *flags, "--resume=auto", **FP32, folder=first.folder)
@@ -187,24 +189,26 @@ def test_on_three_ranks_a_resumed_run_of_ddp_may_round_differently(key, limit):
 
 
 def test_a_resumed_run_has_its_own_metrics_and_the_learning_rate_of_its_call(tmp_path):
-    train("01", 1, *SHORT, "--max-steps=3", folder=tmp_path)  # another run, in the same folder
-    path = train_once("01", 1, *SHORT).folder / "checkpoint.pt"
+    few = (*few_digits(), *SHORT)  # an epoch has 5 steps
+    train("01", 1, *few, "--max-steps=3", folder=tmp_path)  # another run, in the same folder
+    path = train_once("01", 1, *few).folder / "checkpoint.pt"
     flags = ("--epochs=2", "--lr=0.5", "--momentum=0.8", "--weight-decay=0.1", f"--resume={path}")
-    run = train("01", 1, *SHORT, *flags, folder=tmp_path)
-    assert [(line["step"], line["lr"]) for line in run.metrics] == [(n, 0.5) for n in range(26, 51)]
+    run = train("01", 1, *few, *flags, folder=tmp_path)
+    assert [(line["step"], line["lr"]) for line in run.metrics] == [(n, 0.5) for n in range(6, 11)]
     group = run.checkpoint["optimizer"]["param_groups"][0]
     assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.5, 0.8, 0.1)
 
 
 def test_after_a_crash_before_the_checkpoint_each_step_is_logged_once(tmp_path):
-    """Its log begins at step 26, because the run was resumed from another folder."""
-    path = train_once("01", 1, *SHORT).folder / "checkpoint.pt"
-    run = train("01", 1, *SHORT, "--epochs=2", f"--resume={path}", folder=tmp_path)
+    """Its log begins at step 6, because the run was resumed from another folder."""
+    few = (*few_digits(), *SHORT)  # an epoch has 5 steps
+    path = train_once("01", 1, *few).folder / "checkpoint.pt"
+    run = train("01", 1, *few, "--epochs=2", f"--resume={path}", folder=tmp_path)
     second_epoch = (tmp_path / "checkpoint.pt").read_bytes()
     for _ in range(2):
-        run = train("01", 1, *SHORT, "--epochs=3", "--resume=auto", folder=tmp_path)
+        run = train("01", 1, *few, "--epochs=3", "--resume=auto", folder=tmp_path)
         (tmp_path / "checkpoint.pt").write_bytes(second_epoch)  # as if the third was not written
         with (tmp_path / "metrics.jsonl").open("a") as file:
             file.write('{"epoch": 3, "st')  # nor this line to its end
-    run = train("01", 1, *SHORT, "--epochs=3", "--resume=auto", folder=tmp_path)
-    assert [line["step"] for line in run.metrics] == [*range(26, 76)]
+    run = train("01", 1, *few, "--epochs=3", "--resume=auto", folder=tmp_path)
+    assert [line["step"] for line in run.metrics] == [*range(6, 16)]
