@@ -54,9 +54,6 @@ PRELOADED = [  # by the fork server
 ]
 
 torch.set_num_threads(1)  # as every rank has: two tests that run side by side have two cores
-sys.modules.setdefault(
-    "rfc3987_syntax", None
-)  # jsonschema would import it, for 1.5 s, and not use it
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(PRELOADED)
 if multiprocessing.parent_process() is None:  # chapters that tests run here use it as it is
