@@ -24,7 +24,8 @@ def exit_on(*errors: type[Exception]) -> Iterator[None]:
     try:
         yield
     except errors as error:
-        print("error:", *str(error).split(), file=sys.stderr, flush=True)
+        line = " ".join(["error:", *str(error).split()])
+        sys.stderr.write(f"{line}\n")  # in one piece, or lines of several processes would mix
         raise SystemExit(2) from None
 
 
