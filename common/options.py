@@ -24,8 +24,7 @@ def exit_on(*errors: type[Exception]) -> Iterator[None]:
     try:
         yield
     except errors as error:
-        line = " ".join(["error:", *str(error).split()])
-        sys.stderr.write(f"{line}\n")  # in one piece, or lines of several processes would mix
+        sys.stderr.write(" ".join(["error:", *str(error).split()]) + "\n")  # one write: ranks mix
         raise SystemExit(2) from None
 
 
