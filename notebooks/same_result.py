@@ -14,7 +14,7 @@ import torch
 from matplotlib.axes import Axes
 
 import oracle
-import support
+import train_stage
 from plots import stage_color
 
 Losses = list[float]  # of every step
@@ -39,7 +39,7 @@ def train(
     settings = {"batch-size" if name == "batch" else name: SETTINGS[name] for name in SETTINGS}
     words = [f"--{name}={value}" for name, value in settings.items()] + [f"--model={model}"]
     ranks, precision = 2 if stage >= "03" else 1, getattr(torch, dtype)
-    return support.train(stage, ranks, *words, *flags, dtype=precision, without=without)
+    return train_stage.train(stage, ranks, *words, *flags, dtype=precision, without=without)
 
 
 def train_all(names: Iterable[str] = (*STAGES, "05 in bf16"), **options: Any) -> dict[str, Any]:

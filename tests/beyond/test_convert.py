@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Tens
 from local_ranks import command, launch_ranks, on_ranks, run_ranks, scratch_folder
 from outputs import differences
 from repository_pages import ROOT, fences, shell
-from support import FOLDERS, chapter, fresh_module
+from stage_files import FOLDERS, chapter, fresh_module
 
 CONVERT = ROOT / "beyond" / "convert"
 CLASSIFIER, DETECTOR, EXAMPLES = (CONVERT / x for x in ("classifier", "detector", "examples"))

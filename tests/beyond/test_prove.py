@@ -36,7 +36,7 @@ from local_ranks import (
 )
 from pages import anchors
 from repository_pages import shell
-from support import NOT_COPIED, changed_source
+from stage_files import NOT_COPIED, changed_source
 
 README = ROOT / "beyond" / "prove" / "README.md"
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2"]

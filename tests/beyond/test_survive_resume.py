@@ -12,7 +12,7 @@ from common.data import load_dataset
 from common.options import make_parser
 from local_ranks import ROOT, command, free_port, run_ranks, torchrun_variables
 from refusals import ended, refused
-from support import FP32, load_stage, random_pictures, run_main, same_run, train, train_once
+from train_stage import FP32, load_stage, random_pictures, run_main, same_run, train, train_once
 
 SCRIPT = "beyond/survive/train.py"
 durable = load_stage("survive").durable

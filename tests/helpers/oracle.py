@@ -15,7 +15,7 @@ import torch
 from common.data import load_dataset
 from common.models import build_model
 from local_ranks import ROOT
-from support import default_dtype
+from train_stage import default_dtype
 
 Step = list[list[int]]  # the groups of samples that a step normalizes together
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import oracle
-from support import train_once
+from train_stage import train_once
 
 FLAGS = ("--model=net-bn", "--batch-size=60", "--epochs=2", "--max-steps=30", "--seed=7")
 SETTINGS = {"batch": 60, "epochs": 2, "max_steps": 30, "seed": 7, "lr": 0.02, "momentum": 0.9}
