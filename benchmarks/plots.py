@@ -12,12 +12,28 @@ BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 SKY, PINK, BLACK, YELLOW = "#56B4E9", "#CC79A7", "#000000", "#F0E442"
 COLORS = [BLUE, ORANGE, GREEN, RED, SKY, PINK, BLACK, YELLOW]
 GRAY = "#999999"
+STAGE_COLORS = {  # the same in every picture
+    "01": BLACK,
+    "all cores": GRAY,
+    "02": ORANGE,
+    "03": SKY,
+    "04": GREEN,
+    "04 over shm": "#006048",  # darker
+    "05": RED,
+    "05 over shm": "#8C3A00",
+    "bf16": PINK,
+}
 HATCHES = ["", "//", "\\\\", "xx", "..", "++", "oo", "--"]  # distinct without colors
 
 MIB = 2**20
 # Behind a text, so that no line strikes it out.
 BLANK = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 Look = tuple[str, str]  # color and hatch
+
+
+def stage_color(label: str) -> str:
+    """The color of a run, whose label begins with its stage: the last of these that it names."""
+    return [color for part, color in STAGE_COLORS.items() if part in label][-1]
 
 
 def bars(
@@ -48,10 +64,11 @@ def stack(
 ) -> None:
     """A stacked bar of bytes for each process of each group.
 
-    texts: above the first bar of each group; by default every bar that is new has its height there.
+    texts: above each group; by default the heights of its bars, one below another, equal ones once.
     """
     place, middles = 0, []
     for group, processes in enumerate(groups.values()):
+        heights: dict[str, float] = {}  # by the text that shows each
         for number, bytes_of in enumerate(processes):
             bottom = 0.0
             for kind, (color, hatch) in looks.items():
@@ -59,10 +76,10 @@ def stack(
                 look: Any = {"facecolor": color, "hatch": hatch, "edgecolor": "white"}
                 axis.bar(place + number, height, 0.9, bottom, **look)
                 bottom += height
-            is_new = bytes_of not in processes[:number]
-            text = texts[group] if texts else f"{bottom:.{int(bottom < 10)}f}" if is_new else ""
-            axis.text(place + number, bottom, text, ha="center", va="bottom", fontsize="small")
+            heights[f"{bottom:.{int(bottom < 10)}f}"] = bottom
         middles.append(place + (len(processes) - 1) / 2)
+        top, text = max(heights.values()), texts[group] if texts else "\n".join(heights)
+        axis.text(middles[-1], top, text, ha="center", va="bottom", fontsize="small")
         place += len(processes) + 1
     axis.set_xticks(middles, list(groups))
     axis.set(ylabel="MiB held", ymargin=0.08)

@@ -29,7 +29,7 @@ from tabulate import tabulate
 from common.data import load_dataset, local_batch_size
 from common.options import UsageError, exit_on, int_at_least, make_parser
 from measure_memory import COPIES, HELD, measure_stages, peak
-from plots import MIB, bars, legend, stack
+from plots import MIB, bars, legend, stack, stage_color
 from stage_runs import StageRun, command_of, run_command
 from timing import Results, provenance, save
 
@@ -42,7 +42,6 @@ class StageRow:
 
     key: str
     label: str
-    color: str = "black"
     run: StageRun = field(default_factory=lambda: StageRun({}, []))
 
     @property
@@ -56,16 +55,16 @@ class StageRow:
 
 
 ROWS = [
-    StageRow("01", "01 one process", "#000000"),
-    StageRow("01-cores", "01 with all cores", "#888888"),
-    StageRow("02", "02 DataParallel", "#E69F00"),
-    StageRow("03", "03 by hand", "#56B4E9"),
-    StageRow("04", "04 DDP", "#009E73"),
-    StageRow("04-shm", "04 over shm", "#006048"),
-    StageRow("05", "05 DDP, SyncBN", "#D55E00"),
-    StageRow("05-shm", "05 over shm", "#8C3A00"),
-    StageRow("05-bf16-shm", "05 in bf16 over shm", "#CC79A7"),
-    StageRow("05-bf16", "05 in bf16", "#CC79A7"),
+    StageRow("01", "01 one process"),
+    StageRow("01-cores", "01 with all cores"),
+    StageRow("02", "02 DataParallel"),
+    StageRow("03", "03 by hand"),
+    StageRow("04", "04 DDP"),
+    StageRow("04-shm", "04 over shm"),
+    StageRow("05", "05 DDP, SyncBN"),
+    StageRow("05-shm", "05 over shm"),
+    StageRow("05-bf16-shm", "05 in bf16 over shm"),
+    StageRow("05-bf16", "05 in bf16"),
 ]
 
 
@@ -152,7 +151,7 @@ def draw_distances(axes: Axes, results: Results, rows: Sequence[StageRow]) -> di
         if {row.label, "01 one process"} <= losses.keys():
             pairs = zip(losses["01 one process"], losses[row.label], strict=True)
             distances = [max(abs(a - b), 1e-9) for a, b in pairs]
-            axes.plot(range(1, len(distances) + 1), distances, color=row.color)
+            axes.plot(range(1, len(distances) + 1), distances, color=stage_color(row.label))
             ends[row.label] = statistics.geometric_mean(distances[-10:])
     axes.axhline(EQUAL, color="gray", linewidth=0.8, linestyle=":")
     axes.set(title="Distance from 01's loss: below the dotted line it is rounding")
@@ -163,12 +162,12 @@ def draw_distances(axes: Axes, results: Results, rows: Sequence[StageRow]) -> di
 def draw_repeats(results: Results) -> plt.Figure:
     """Which stage repeats 01? The picture of the first page."""
     figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
-    rows = {row.label: row for row in ROWS if row.key in ("02", "03", "04", "05")}
-    ends, lowest = draw_distances(axes, results, list(rows.values())), 0.0
+    rows = [row for row in ROWS if row.key in ("02", "03", "04", "05")]
+    ends, lowest = draw_distances(axes, results, rows), 0.0
     for label, end in sorted(ends.items(), key=lambda item: item[1]):
         lowest = max(end, 5 * lowest)  # so that no name covers another
         place = len(results["losses"][label]) + 1, lowest
-        axes.annotate(label, place, color=rows[label].color, va="center")
+        axes.annotate(label, place, color=stage_color(label), va="center")
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -177,7 +176,6 @@ def draw(results: Results) -> plt.Figure:
     """Loss curves, throughput and memory, of tour.json: the picture of the tour."""
     rows: dict[str, dict] = results["rows"]
     first_name, first = next(iter(rows.items()))
-    color_of = {row.label: row.color for row in ROWS}
     figure = plt.figure(figsize=(13, 7.5), layout="constrained")
     parts = figure.subplot_mosaic("LLSS;DDMC")
     curves, speed, distance, memory, copies = (parts[key] for key in "LSDMC")
@@ -185,7 +183,7 @@ def draw(results: Results) -> plt.Figure:
     for name, losses in results["losses"].items():
         # 01 is wide and pale, so that other lines on it stay visible.
         width, alpha = (6, 0.3) if name == ROWS[0].label else (1.5, 1)
-        look: Any = {"color": color_of[name], "label": name, "linewidth": width, "alpha": alpha}
+        look: Any = {"color": stage_color(name), "label": name, "linewidth": width, "alpha": alpha}
         curves.plot(range(1, len(losses) + 1), losses, **look)
     curves.set(title=f"Training loss: {first['model']} on {first['dataset']}", yscale="log")
     curves.set(ylabel="loss of the global batch")
@@ -194,7 +192,7 @@ def draw(results: Results) -> plt.Figure:
 
     speeds = {name: row["samples_per_second"] for name, row in rows.items()}
     texts = [f"{each / speeds[first_name]:.2f}" for each in speeds.values()]
-    bars(speed, speeds, [(color_of[name], "") for name in rows], texts)
+    bars(speed, speeds, [(stage_color(name), "") for name in rows], texts)
     speed.set(title=f"Throughput, all ranks together; beside it: times {first_name}")
     speed.set(xlabel="samples/s (median step)")
 
@@ -205,8 +203,9 @@ def draw(results: Results) -> plt.Figure:
     stack(memory, held, HELD)
     memory.set_title("What each replica holds")
     stack(copies, held, COPIES)
-    copies.set(title="Of it: the copies of the model", ylabel="")
-    legend(copies, HELD, loc="center left", bbox_to_anchor=(1, 0.5))
+    copies.set(title="Without batch and activations", ylabel="")
+    memory.set_ylim(top=1.3 * memory.get_ylim()[1])  # room for the legend above the bars
+    legend(memory, HELD, loc="upper right")
     for axes in parts.values():
         axes.spines[["top", "right"]].set_visible(False)
     return figure

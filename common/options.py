@@ -24,7 +24,7 @@ def exit_on(*errors: type[Exception]) -> Iterator[None]:
     try:
         yield
     except errors as error:
-        print("error:", *str(error).split(), file=sys.stderr, flush=True)
+        sys.stderr.write(" ".join(["error:", *str(error).split()]) + "\n")  # one write: ranks mix
         raise SystemExit(2) from None
 
 

@@ -14,11 +14,13 @@ import torch
 from matplotlib.axes import Axes
 
 import oracle
-import support
+import train_stage
+from plots import stage_color
 
 Losses = list[float]  # of every step
 
 STAGES = ("01 one process", "02 DataParallel", "03 by hand", "04 DDP", "05 DDP, SyncBN")
+COLORS = {name: stage_color(name) for name in (*STAGES, "05 in bf16")}
 FLAGS = {"02 DataParallel": ["--replicas=2"], "05 in bf16": ["--amp=bf16"]}
 RECIPES = ("whole_batches", "chunks", "strides", "fixed_shards")
 ALL_REDUCE = ("train.py", "average_gradients(model)")  # of stage 03: what its ranks exchange
@@ -37,7 +39,7 @@ def train(
     settings = {"batch-size" if name == "batch" else name: SETTINGS[name] for name in SETTINGS}
     words = [f"--{name}={value}" for name, value in settings.items()] + [f"--model={model}"]
     ranks, precision = 2 if stage >= "03" else 1, getattr(torch, dtype)
-    return support.train(stage, ranks, *words, *flags, dtype=precision, without=without)
+    return train_stage.train(stage, ranks, *words, *flags, dtype=precision, without=without)
 
 
 def train_all(names: Iterable[str] = (*STAGES, "05 in bf16"), **options: Any) -> dict[str, Any]:
@@ -85,16 +87,18 @@ def gaps(losses: Sequence[float], others: Sequence[float]) -> Losses:
 def draw_losses(axis: Axes, losses: Mapping[str, Losses]) -> None:
     """The loss curves: the first wide and pale, so that what lies on it can be seen."""
     (name, values), *others = losses.items()
-    axis.plot(range(1, len(values) + 1), values, linewidth=7, alpha=0.3, label=name)
+    style: Any = {"linewidth": 7, "alpha": 0.3, "color": COLORS[name], "label": name}
+    axis.plot(range(1, len(values) + 1), values, **style)
     draw_gaps(axis, dict(others), skip=1)
     axis.set(ylabel="loss of the global batch", yscale="linear")
 
 
 def draw_gaps(axis: Axes, gaps_of_runs: Mapping[str, Losses], skip: int = 0) -> None:
-    """Distances on a log axis; 0 is not drawn. skip: colors and markers that others have."""
+    """Distances on a log axis; 0 is not drawn. skip: markers that others have."""
     for place, (name, values) in enumerate(gaps_of_runs.items(), skip):
         (marker, line), steps = STYLES[place], range(1, len(values) + 1)
-        style: Any = {"marker": marker, "markersize": 4, "color": f"C{place}", "label": name}
+        color = COLORS.get(name, f"C{place}")
+        style: Any = {"marker": marker, "markersize": 4, "color": color, "label": name}
         axis.plot(steps, [value or math.nan for value in values], line, **style)
     axis.set(xlabel="optimizer step", ylabel="|difference| (0 is not drawn)", yscale="log")
     axis.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))  # beside the lines

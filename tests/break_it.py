@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parent / "helpers"))
 sys.path.append(str(Path(__file__).parents[1] / "docs" / "tools"))
 from local_ranks import ROOT
 from repository_pages import ALL_PAGES, BREAK, fences, sides
-from support import FOLDERS, NOT_COPIED, Line, changed_source
+from stage_files import FOLDERS, NOT_COPIED, Line, changed_source
 
 ROW = re.compile(r"^\| `(.+?)` \| `([\w.]+)` \| `(test_\w+)` \|$", re.M)  # line, file, test
 

@@ -47,8 +47,9 @@ from local_ranks import (
     run_script,
     store_of_a_launcher,
 )
-from support import Run, chapter, same_run, train_once
+from stage_files import chapter
 from timing import provenance, save
+from train_stage import Run, same_run, train_once
 
 durable = chapter("survive", "durable")
 SCRIPT = Path(durable.__file__).with_name("train.py")

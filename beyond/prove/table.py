@@ -1,14 +1,17 @@
 """What does the reader see? A table of rows: verdict, check, evidence, the cure with its link."""
 
+import os
 import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 
 RIGHT, WRONG, WARNING, NOT_SEEN = "right", "WRONG", "warning", "not seen"
 ORDER = (WRONG, WARNING, RIGHT, NOT_SEEN)
 WIDTH, INDENT = 100, " " * 10
 MOST_NAMES = 3  # of parameters or places in one row
 
-PAGE = "docs/troubleshooting.md"
+# It lies beside the package in the repository, from which `pip install -e .` runs it.
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md"
 
 
 class See:
@@ -76,8 +79,8 @@ def table(rows: list[ReportRow]) -> str:
         if not row.cure:
             continue
         cure = textwrap.wrap(f"-> {row.cure}", WIDTH - len(INDENT), subsequent_indent="   ")
-        if row.link:
-            link = f"({PAGE}#{row.link})"
+        if row.link and PAGE.exists():  # from the reader's folder, which is seldom the repository
+            link = f"({os.path.relpath(PAGE)}#{row.link})"
             fits = len(f"{INDENT}{cure[-1]}  {link}") <= WIDTH
             cure[-1:] = [f"{cure[-1]}  {link}"] if fits else [cure[-1], f"   {link}"]
         lines += [INDENT + line for line in cure]

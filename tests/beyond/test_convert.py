@@ -19,8 +19,9 @@ from PIL import Image
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 from local_ranks import command, launch_ranks, on_ranks, run_ranks, scratch_folder
+from outputs import differences
 from repository_pages import ROOT, fences, shell
-from support import FOLDERS, chapter, fresh_module
+from stage_files import FOLDERS, chapter, fresh_module
 
 CONVERT = ROOT / "beyond" / "convert"
 CLASSIFIER, DETECTOR, EXAMPLES = (CONVERT / x for x in ("classifier", "detector", "examples"))
@@ -112,6 +113,19 @@ def test_after_each_step_prove_says_what_the_page_says(step, tmp_path):
         assert verdicts.get(check, "-").replace("not seen", "-") == verdict, check
     others = [verdict for check, verdict in verdicts.items() if check not in on_the_page]
     assert {*others} == {"right"}
+
+
+def test_the_page_shows_what_the_classifier_prints_and_what_prove_says_after_step_1(tmp_path):
+    shutil.copytree(ROOT / "common" / "digits", tmp_path / "data" / "MNIST" / "raw")
+    epochs, table = (fence.text for fence in fences("text", [CONVERT / "README.md"]))
+    [(_, printed)] = command(str(CLASSIFIER / "classifier.py"), "--epochs=1", where=tmp_path)
+    assert differences(epochs.splitlines()[0], printed, percent=0.02) == []
+    script = load("apply_steps.py", folder=CONVERT).scripts()[1]
+    (tmp_path / "mine.py").write_text(script)
+    call = ["torchrun", "--standalone", "--nproc-per-node=2", "mine.py"]
+    [(_, printed)] = command("beyond/prove/__main__.py", *call, where=tmp_path, seconds=180)
+    for part in table.split("...\n"):
+        assert re.sub(r"in \d+ s", "", part) in re.sub(r"in \d+ s", "", printed)
 
 
 def test_the_converted_classifier_is_its_original_and_twice_the_loss_is_not(tmp_path):

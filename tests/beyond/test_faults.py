@@ -26,7 +26,7 @@ from faults import (
     reference,
     trial,
 )
-from support import few_digits
+from train_stage import few_digits
 
 faults.FLAGS += (*few_digits(), "--batch-size=24")  # a fifth: an epoch has 12 steps all the same
 # Step 12 is the last one of the epoch, so the others wait in the barrier behind it.

@@ -19,7 +19,7 @@ import timing
 from local_ranks import gather_from_ranks, on_ranks, run_ranks
 from measure_local_sgd import slowdowns
 from refusals import ended, refused
-from support import chapter, fresh_module
+from stage_files import chapter, fresh_module
 
 LOCAL_SGD, ASYNC_MEAN = "local_sgd.py", "async_mean.py"
 local, async_mean = chapter("local_sgd", "local_sgd"), chapter("local_sgd", "async_mean")

@@ -30,7 +30,7 @@ from shard_cases import (
     states_of,
     train_steps,
 )
-from support import chapter
+from stage_files import chapter
 
 measure = chapter("shard", "measure_levels")
 

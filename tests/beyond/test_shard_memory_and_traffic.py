@@ -23,7 +23,7 @@ from shard_cases import (
     changed_levels,
     join,
 )
-from support import chapter
+from stage_files import chapter
 
 measure, traffic = chapter("shard", "measure_levels"), chapter("shard", "traffic")
 

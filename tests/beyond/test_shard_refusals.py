@@ -11,7 +11,7 @@ from torch.optim import SGD, Adafactor
 from local_ranks import gather_from_ranks, on_ranks
 from refusals import ended, refused
 from shard_cases import FSDP, ZERO_1, ZERO_2, Odd, changed_levels
-from support import chapter
+from stage_files import chapter
 
 
 def test_shard_a_module_that_cannot_fill_its_weights_is_refused_on_the_meta_device():

@@ -8,7 +8,8 @@ from PIL import Image
 
 from refusals import ended, refused
 from shard_cases import FSDP, ZERO_1, ZERO_2, largest_difference
-from support import FOLDERS, chapter, different_functions, functions, train, train_once
+from stage_files import FOLDERS, chapter, different_functions, functions
+from train_stage import train, train_once
 
 measure = chapter("shard", "measure_levels")
 ON_DIGITS = ("--dataset=digits", "--model=net-bn", "--optimizer=sgd", "--lr=0.02", "--epochs=2")

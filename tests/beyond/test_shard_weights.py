@@ -27,7 +27,7 @@ from shard_cases import (
     loss_of,
     train_steps,
 )
-from support import chapter
+from stage_files import chapter
 
 CHOICES = (  # each pair of values occurs
     ("odd", "sgd", 1, None),

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from local_ranks import gather_from_ranks, on_ranks
-from support import chapter, clock, fresh_module
+from stage_files import chapter, clock, fresh_module
 
 agree = chapter("survive", "agree")
 

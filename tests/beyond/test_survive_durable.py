@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from support import chapter, fresh_module
+from stage_files import chapter, fresh_module
 
 durable = chapter("survive", "durable")
 MEGABYTE = 2**20

@@ -23,7 +23,7 @@ from local_ranks import (
     torchrun_variables,
 )
 from refusals import ended, refused
-from support import chapter
+from stage_files import chapter
 
 launch = chapter("survive", "launch")
 SCRIPT = "beyond/survive/train.py"

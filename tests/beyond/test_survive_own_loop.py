@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from local_ranks import command, launch_ranks
-from support import FOLDERS, chapter
+from stage_files import FOLDERS, chapter
 
 launch = chapter("survive", "launch")
 OWN_LOOP = FOLDERS["survive"] / "own_loop.py"

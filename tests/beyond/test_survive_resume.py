@@ -12,7 +12,7 @@ from common.data import load_dataset
 from common.options import make_parser
 from local_ranks import ROOT, command, free_port, run_ranks, torchrun_variables
 from refusals import ended, refused
-from support import (
+from train_stage import (
     FP32,
     few_digits,
     load_stage,

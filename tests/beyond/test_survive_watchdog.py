@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from local_ranks import context, run_ranks
-from support import chapter, clock, fresh_module
+from stage_files import chapter, clock, fresh_module
 
 watchdog = chapter("survive", "watchdog")
 

@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 
 from local_ranks import ROOT, command, launch_ranks, scratch_folder
-from support import FOLDERS, chapter
+from stage_files import FOLDERS, chapter
 
 SCRIPTS = {  # of each folder that has one
     key: f"{folder.relative_to(ROOT)}/train.py"

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from local_ranks import ROOT, run_ranks, scratch_folder
-from support import spawned_as
+from train_stage import spawned_as
 
 SHORT = ("--device=cuda", "--epochs=1", "--max-steps=2", f"--data-dir={ROOT / 'data'}")
 EXAMPLES = ("contrastive", "gan", "language", "segmentation")

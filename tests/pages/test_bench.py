@@ -16,14 +16,13 @@ from PIL import Image
 import bench
 import measure_stages
 import stage_runs
-import support
 import tables
 import timing
 import tour
-from local_ranks import command, on_ranks
+from local_ranks import command, on_ranks, scratch_folder
 from refusals import ended, refused
 from repository_pages import ALL_PAGES
-from support import chapter, fresh_module
+from stage_files import chapter, fresh_module
 
 paper, ready = chapter("04", "forecast/step_model"), chapter("04", "forecast/gradient_order")
 peak = chapter("01", "peak")
@@ -38,7 +37,7 @@ PROGRAMS = ("stages", "survive")  # these sections start the stages' own program
 @cache
 def results_of(name: str) -> tuple[str, dict]:
     """What a section prints and stores."""
-    out = support.scratch_folder() / "results.json"
+    out = scratch_folder() / "results.json"
     flags = ["--quick", f"--out={out}", "--device=cpu"]
     [(status, output)] = command("benchmarks/bench.py", name, *flags, env=ONE_THREAD, seconds=180)
     assert status == 0, output

@@ -6,7 +6,7 @@ import pytest
 
 from break_it import file_of, rows_of
 from local_ranks import command
-from support import FOLDERS, changed_source
+from stage_files import FOLDERS, changed_source
 
 ROWS = [row for key in FOLDERS for row in rows_of(key)]
 

@@ -30,7 +30,7 @@ import ranks
 from common.data import local_batch_size
 from common.options import UsageError
 from local_ranks import command, free_port, gather_from_ranks, on_ranks, run_ranks
-from support import chapter
+from stage_files import chapter
 
 
 def test_c03_rank_modulo_gpus_is_the_local_rank_only_on_equal_nodes():

@@ -3,7 +3,7 @@
 import pytest
 
 from local_ranks import ROOT, command
-from support import FOLDERS
+from stage_files import FOLDERS
 
 MEAN = "return sum(x * n for x, n in zip(batch_means, batch_sizes)) / sum(batch_sizes)"
 CHUNKS = """size = -(-samples // replicas)

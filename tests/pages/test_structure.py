@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from local_ranks import ROOT
-from support import different_functions, functions
+from stage_files import different_functions, functions
 from write_lessons import PARENTS, lesson
 
 LINES = {  # at most
@@ -170,7 +170,7 @@ def test_only_notebooks_import_a_module_of_the_tests():
     folders = ("0*/**", "common", "beyond/*", "benchmarks", "docs/*")
     for path in [path for folder in folders for path in ROOT.glob(f"{folder}/*.py")]:
         assert not imports_a_test.search(path.read_text()), path
-    assert all(map(imports_a_test.search, ("import ast, oracle", "from support import ROOT")))
+    assert all(map(imports_a_test.search, ("import ast, oracle", "from local_ranks import ROOT")))
 
 
 PATH_OF_A_MACHINE = re.compile(r"""["'](/home|/root|/work|/tmp)\b""")

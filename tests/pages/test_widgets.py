@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from local_ranks import ROOT, run_ranks
-from support import chapter
+from stage_files import chapter
 
 paper, ready = chapter("04", "forecast/step_model"), chapter("04", "forecast/gradient_order")
 replicas, measure = chapter("02", "memory"), chapter("shard", "measure_levels")

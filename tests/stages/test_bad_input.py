@@ -13,7 +13,7 @@ from common.data import Digits, load_dataset
 from common.options import UsageError, make_parser
 from local_ranks import ROOT, command, launch_ranks, torchrun_variables
 from refusals import SCRIPTS, Trap, ended, refused, seal
-from support import SHORT, train_once
+from train_stage import SHORT, train_once
 
 GPUS = torch.cuda.device_count()
 

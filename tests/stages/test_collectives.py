@@ -20,7 +20,8 @@ import torch.multiprocessing as mp
 
 import ranks
 from local_ranks import ROOT, context, forked, gather_from_ranks, is_running, on_ranks
-from support import chapter, load_stage, output_of
+from stage_files import chapter, output_of
+from train_stage import load_stage
 
 GPUS = torch.cuda.device_count()
 collectives = chapter("03", "collectives")

@@ -14,7 +14,8 @@ import common.data
 from common.data import load_dataset, loader_options
 from common.models import build_model
 from local_ranks import command, on_ranks
-from support import chapter, options
+from stage_files import chapter
+from train_stage import options
 
 
 def test_the_digits_are_whole_normalized_and_come_in_batches():

@@ -16,7 +16,8 @@ from torch.nn.parallel import scatter_gather
 from torch.nn.parallel.parallel_apply import parallel_apply
 
 from local_ranks import ROOT, scratch_folder
-from support import Line, fresh_module, load_stage, run_main
+from stage_files import Line, fresh_module
+from train_stage import load_stage, run_main
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from common.models import Net
 from gpu_lines import PAGE, unreached_page
 from rehearsal import SCRIPTS, Seen, rehearse, rehearse_all
-from support import load_stage
+from train_stage import load_stage
 
 DDP = "04_ddp_torchrun/train.py"
 JOINS = {  # how the ranks of each script join, and then each names its GPU

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import oracle
-from support import few_digits, train_once
+from train_stage import few_digits, train_once
 
 FLAGS = ("--model=net-bn", "--batch-size=60", "--epochs=3", "--max-steps=14", "--seed=7")
 FLAGS += few_digits()  # of which an epoch has 5 steps

@@ -12,7 +12,7 @@ import torch
 from common.data import load_dataset
 from common.models import build_model
 from local_ranks import run_ranks, scratch_folder
-from support import (
+from train_stage import (
     FP32,
     LOCAL,
     SHORT,

@@ -15,7 +15,7 @@ from torch import nn
 
 from local_ranks import ROOT, in_time
 from repository_pages import fences
-from support import chapter, output_of
+from stage_files import chapter, output_of
 from test_uneven import BUSY
 
 LATE = "Timed out waiting 2000ms"  # of one rank; how the other ends is a matter of luck

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from local_ranks import on_ranks
-from support import chapter, output_of
+from stage_files import chapter, output_of
 
 peak, fit = chapter("01", "peak"), chapter("01", "fit")
 

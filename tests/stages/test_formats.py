@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from local_ranks import ROOT
-from support import chapter, train_once
+from stage_files import chapter
+from train_stage import train_once
 
 formats = chapter("05", "formats")
 

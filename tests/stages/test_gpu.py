@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from local_ranks import ROOT, command, launch_ranks, on_ranks
-from support import FOLDERS, Run, chapter
+from stage_files import FOLDERS, chapter
+from train_stage import Run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

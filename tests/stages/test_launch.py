@@ -10,7 +10,7 @@ import torch
 from local_ranks import ROOT, command, free_port, torchrun_variables
 from refusals import SCRIPTS
 from repository_pages import fences
-from support import SHORT, Run, train_once
+from train_stage import SHORT, Run, train_once
 
 
 def srun(ranks: int, tasks: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from local_ranks import ROOT, run_ranks, scratch_folder
-from support import default_dtype
+from train_stage import default_dtype
 
 SCRIPTS = {1: ROOT / "01_single_gpu" / "minimal.py", 2: ROOT / "04_ddp_torchrun" / "minimal.py"}
 

@@ -11,12 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import oracle
-import support
 from common.options import make_parser
-from local_ranks import gather_from_ranks, on_ranks, run_ranks
+from local_ranks import gather_from_ranks, on_ranks, run_ranks, scratch_folder
 from repository_pages import fences
-from support import FP32, LOCAL, Run, chapter, load_stage, run_main, train, train_once
+from stage_files import chapter
 from test_equals_one_process import FLAGS, differences
+from train_stage import FP32, LOCAL, Run, load_stage, run_main, train, train_once
 
 loss_scaling, schedule = chapter("05", "loss_scaling"), chapter("05", "schedule")
 CLIP = 0.5  # below the norm of nearly every step of these runs
@@ -86,7 +86,7 @@ def _reduced(rank, flags, without) -> list[int]:
 
 
 def test_survive_ranks_meet_once_a_step_however_many_micro_batches(without=()):
-    flags = (*LOCAL, f"--run-dir={support.scratch_folder()}", "--max-steps=5", "--accumulate=3")
+    flags = (*LOCAL, f"--run-dir={scratch_folder()}", "--max-steps=5", "--accumulate=3")
     assert run_ranks(2, _reduced, flags, without) == [[4 * 21_840] * 6] * 2, (
         "the first orders buckets"
     )

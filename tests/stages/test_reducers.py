@@ -16,7 +16,8 @@ from torch import nn
 
 from common.options import UsageError
 from local_ranks import ROOT, gather_from_ranks, on_ranks, run_ranks, scratch_folder
-from support import Line, Run, chapter, default_dtype, load_stage, run_main, train_once
+from stage_files import Line, chapter
+from train_stage import Run, default_dtype, load_stage, run_main, train_once
 
 NAMES = ("per-parameter", "flat", "bucketed", "ring", "shared-memory")
 shared_memory = chapter("03", "reducers/shared_memory")

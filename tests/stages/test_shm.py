@@ -24,7 +24,7 @@ from local_ranks import ROOT, gather_from_ranks, on_ranks, run_ranks
 from shm.__main__ import join_over_shm
 from shm.exchange import Exchange
 from shm.group import SharedMemoryGroup
-from support import train_once, train_rank
+from train_stage import train_once, train_rank
 
 Op = dist.ReduceOp
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.options import UsageError
 from local_ranks import on_ranks, run_ranks
-from support import chapter, fresh_module
+from stage_files import chapter, fresh_module
 
 # Samples of each rank: uneven, one of them alone, and of four ranks one has none at all.
 SIZES = {1: [5], 2: [1, 4], 4: [1, 5, 0, 2]}

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from local_ranks import on_ranks
-from support import chapter, default_dtype
+from stage_files import chapter
+from train_stage import default_dtype
 
 BUSY = "Application timeout caused pair closure"  # so gloo says it on a busy machine
 

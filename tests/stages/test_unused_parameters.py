@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import support
+import train_stage
 from local_ranks import gather_from_ranks, on_ranks
-from support import chapter
+from stage_files import chapter
 
 unused = chapter("04", "unused_parameters")
 
@@ -33,7 +33,7 @@ VERDICTS = [  # on each step of the chapter's cases: whether it was averaged, or
 @pytest.mark.parametrize("ranks", [2, 3])
 @on_ranks()
 def test_c17_only_find_unused_parameters_averages_whatever_branch_each_rank_takes(rank, ranks):
-    with support.default_dtype(torch.float64):
+    with train_stage.default_dtype(torch.float64):
         outcomes = [unused.gradients_after_steps(*case) for case in unused.CASES]
     total = torch.ones(())
     dist.all_reduce(total)  # after errors too, the process group is whole

@@ -1,0 +1,97 @@
+"""The files of a stage as the tests load them: as they are, or with lines left out.
+
+Many tests and helpers take `without`, lines of a stage to leave out. pytest passes none, so that
+the test is about the stage as it is. tests/pages/test_break_it.py passes one: then it must fail.
+"""
+
+import ast
+import importlib
+import sys
+import types
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from functools import cache
+from io import StringIO
+from shutil import ignore_patterns
+from unittest.mock import patch
+
+from local_ranks import ROOT, in_time
+
+FOLDERS = {path.name[:2]: path for path in sorted(ROOT.glob("0?_*"))}
+FOLDERS |= {name: ROOT / "beyond" / name for name in ("survive", "shard", "local_sgd")}
+# Of a folder of the repository. Other tests write the last two, while this one copies.
+NOT_COPIED = ignore_patterns(".*", "runs", "*MNIST", "cifar*", "_site", "__pycache__")
+
+Line = tuple[str, ...]  # a file of a stage and a line of it; or a file, its text, and another text
+
+
+def functions(source: str) -> dict[str, str]:
+    """The functions of a program that stand at its top level, as text."""
+    nodes = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    return {node.name: ast.get_source_segment(source, node) or "" for node in nodes}
+
+
+def different_functions(source: str, parent: str) -> set[str]:
+    """The names of the functions that both have, with other texts."""
+    ours, theirs = functions(source), functions(parent)
+    return {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
+
+
+def changed_source(key: str, file: str, changes: Sequence[Line]) -> str:
+    """The text of a file of a stage, with lines left out or texts replaced."""
+    source = (FOLDERS[key] / file).read_text()
+    for other, old, *new in changes:
+        if other != file:
+            continue
+        if new:
+            assert source.count(old) == 1, f"{FOLDERS[key].name}/{file} has not, once: {old}"
+            source = source.replace(old, new[0])
+            continue
+        lines = source.splitlines()  # without their indent and their comment:
+        places = [i for i, line in enumerate(lines) if line.split("  #")[0].strip() == old]
+        assert places, f"{FOLDERS[key].name}/{file} has no line {old!r}"
+        for place in places:
+            lines[place] = lines[place].replace(old, "pass")
+        source = "\n".join([*lines, ""])
+    return source
+
+
+compiled = cache(compile)  # the same text again and again, if a test takes many fresh modules
+
+
+def fresh_module(key: str, file: str, without=(), register=False) -> types.ModuleType:
+    """A file of a stage as a new module, changed. register: others import it, not the file."""
+    path = FOLDERS[key] / file
+    name = path.stem if file != "train.py" else f"stage_{key}"
+    if str(path.parent) not in sys.path:  # a script finds the files beside it
+        sys.path.insert(0, str(path.parent))
+    module = types.ModuleType(name)
+    module.__file__ = str(path)
+    if register:
+        sys.modules[name] = module
+    source = changed_source(key, file, without)
+    exec(compiled(source, module.__file__, "exec"), module.__dict__)
+    return module
+
+
+def chapter(key: str, name: str) -> types.ModuleType:
+    """A file of a stage as a module: partition, beside train.py, or reducers/ring, in a folder."""
+    path = FOLDERS[key] / name
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    return importlib.import_module(path.name)
+
+
+def output_of(key: str, name: str, *flags: str) -> str:
+    """What a chapter prints, run in this process."""
+    argv = patch.object(sys, "argv", [name, *flags])
+    with in_time(), argv, redirect_stdout(StringIO()) as output:
+        chapter(key, name).main()
+    return output.getvalue()
+
+
+def clock() -> types.SimpleNamespace:
+    """In place of the module time: it stands still unless somebody sleeps."""
+    time = types.SimpleNamespace(now=100.0, monotonic=lambda: time.now)
+    time.sleep = lambda seconds: setattr(time, "now", time.now + seconds)
+    return time
