@@ -26,7 +26,7 @@ from partition import DataPartitioner
 def average_gradients(model: nn.Module) -> None:
     """Give each rank the mean of all ranks' gradients: the gradient of the global batch."""
     for parameter in model.parameters():
-        if parameter.grad is not None:  # None on all ranks or on no rank
+        if parameter.grad is not None:  # must be None on all ranks or on none
             dist.all_reduce(parameter.grad)  # the sum; all ranks have the parameters in one order
             parameter.grad /= dist.get_world_size()
 

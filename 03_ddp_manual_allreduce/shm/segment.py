@@ -152,11 +152,11 @@ class Segment:
             time.sleep(0.0005)
 
     def lives(self, rank: int) -> bool:
-        if self.file >= 0:
+        if rank != self.rank and self.file >= 0:  # its own lock it would get, and then give up
             with suppress(OSError):  # it is alive: it holds its lock
                 fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
                 fcntl.lockf(self.file, fcntl.LOCK_UN, 1, rank)
-                return rank == self.rank
+                return False
         return True
 
     def fail(self, text: str, error: type[Exception] = RuntimeError) -> None:

@@ -1,6 +1,6 @@
 """Is a script that trains on several GPUs right? From a test of your own:
 
-assert prove.check(["torchrun", "--standalone", "--nproc-per-node=2", "train.py"]).wrong == []
+assert prove.check(["torchrun", "--standalone", "--nproc-per-node=2", "train.py"]).proven
 """
 
 import json
@@ -10,14 +10,15 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from prove.table import WRONG, ReportRow
+from prove.table import WARNING, WRONG, ReportRow
 
 
 @dataclass
 class Result:
-    """The whole table."""
+    """The whole table. unseen: the comparisons that are the proof and could not be made."""
 
     rows: list[ReportRow]
+    unseen: list[str]
 
     def having(self, verdict: str) -> list[ReportRow]:
         return [row for row in self.rows if row.verdict == verdict]
@@ -25,6 +26,15 @@ class Result:
     @property
     def wrong(self) -> list[ReportRow]:
         return self.having(WRONG)
+
+    @property
+    def warnings(self) -> list[ReportRow]:
+        return self.having(WARNING)
+
+    @property
+    def proven(self) -> bool:
+        """It was compared with one rank, and nothing is WRONG. There may be warnings."""
+        return not self.wrong and not self.unseen
 
 
 class NotJudgedError(Exception):
@@ -45,4 +55,4 @@ def check(command: list[str], *options: str) -> Result:
         written = json.loads(file.read_text())
     if written["error"]:
         raise NotJudgedError(written["error"])
-    return Result([ReportRow(**row) for row in written["rows"]])
+    return Result([ReportRow(**row) for row in written["rows"]], written["unseen"])

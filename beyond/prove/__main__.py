@@ -239,31 +239,31 @@ def prove(args: Namespace, say: Callable[[str], None]) -> tuple[list[ReportRow],
         shutil.rmtree(folder)
 
 
-def not_proven(rows: list[ReportRow], checks: list[str]) -> str:
-    """The end of the last line, if a comparison that is the proof could not be made."""
+def unseen_checks(rows: list[ReportRow], checks: list[str]) -> list[str]:
+    """Those of the comparisons that are the proof which could not be made."""
     seen = {row.check for row in rows if row.verdict != NOT_SEEN}
     seen -= {row.check for row in rows if row.verdict == NOT_SEEN}
-    unseen = [check for check in checks if check not in seen]
-    if not unseen:
-        return ""
-    unknown = " and ".join(PROOF_OF[check] for check in unseen)
-    return f"; not seen: {', '.join(unseen)}, so nothing is proven about {unknown}"
+    return [check for check in checks if check not in seen]
 
 
 def main() -> int:
     args, began = parse_args(), time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all is put back
     rows, error = prove(args, lambda text: print(text, file=sys.stderr, flush=True))
+    unseen = unseen_checks(rows, [ONE_RANK, THE_ORIGINAL] if args.original else [ONE_RANK])
     if args.json:
-        result = {"rows": [asdict(row) for row in rows], "error": error}
+        result = {"rows": [asdict(row) for row in rows], "unseen": unseen, "error": error}
         args.json.write_text(json.dumps(result, indent=1))
     if error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(table(rows))
     wrong = sum(row.verdict == WRONG for row in rows)
-    missing = not_proven(rows, [ONE_RANK, THE_ORIGINAL] if args.original else [ONE_RANK])
-    print(f"\n{wrong} WRONG of {len(rows)} checks, in {time.monotonic() - began:.0f} s{missing}")
+    print(f"\n{wrong} WRONG of {len(rows)} checks, in {time.monotonic() - began:.0f} s", end="")
+    if unseen:
+        unknown = " and ".join(PROOF_OF[check] for check in unseen)
+        print(f"; not seen: {', '.join(unseen)}, so nothing is proven about {unknown}", end="")
+    print()
     return int(wrong > 0)
 
 

@@ -8,7 +8,7 @@ have updated (Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5).
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -58,13 +58,15 @@ class ShardedOptimizer(optim.Optimizer):
     """ZeRO-1: wraps an optimizer that treats each element apart, like SGD, Adam and AdamW.
 
     Its param_groups hold the unsharded parameters, and a schedule may change their learning rates.
-    Frozen parameters stay as they are. Raises ShardingError for what cannot be sharded.
+    Frozen parameters stay as they are. Raises ShardingError for
+    torch's optimizers that look at whole parameters; of others (LAMB, Shampoo) it cannot know that.
     """
 
     def __init__(
         self, parameters: Iterable, optimizer_class: Callable[..., optim.Optimizer], **options: Any
     ) -> None:
-        if optimizer_class in NOT_ELEMENTWISE:
+        is_class = isinstance(optimizer_class, type)  # and no function that makes an optimizer
+        if is_class and issubclass(cast(type, optimizer_class), NOT_ELEMENTWISE):
             name = getattr(optimizer_class, "__name__", "it")
             why = f"{name} looks at whole parameters, and a rank owns only parts of them"
             raise ShardingError(f"{why}: use AdamW, Adam, SGD or another one by element")

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections import UserDict
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import prove
@@ -433,9 +434,14 @@ def test_a_project_keeps_its_script_right_with_a_test(tmp_path, monkeypatch):
     with pytest.raises(prove.NotJudgedError, match="no such script"):
         prove.check(line)
     (tmp_path / "train.py").write_text(planted())
-    assert prove.check(line).wrong == []
+    right = prove.check(line)
+    assert right.proven
+    assert right.wrong == right.warnings == []
     (tmp_path / "train.py").write_text(planted(("ddp(points)", "ddp.module(points)")))
-    assert "forward through DDP" in {row.check for row in prove.check(line).wrong}
+    found = prove.check(line)
+    assert "forward through DDP" in {row.check for row in found.wrong}
+    assert not found.proven
+    assert not replace(right, unseen=["one rank"]).proven, "what was not compared is not proven"
 
 
 class Batch(UserDict):

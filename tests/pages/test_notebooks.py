@@ -41,7 +41,7 @@ def test_a_notebook_runs_again_and_shows_the_same(path):
         cell.source = cell.source.replace("Effort(rounds=1)", "Effort(rounds=1, quick=True)")
         cell.source = cell.source.replace('"mlp", rounds=5', '"net", rounds=1')
         cell.source = re.sub(r'"resnet50", 224(.+"cpu"\))', r'"net", 28\1', cell.source)
-        few = "as same; same.support.LOCAL += same.support.few_digits()"
+        few = "as same; same.train_stage.LOCAL += same.train_stage.few_digits()"
         cell.source = cell.source.replace("as same", few)
         cell.source = cell.source.replace(', "01, all cores", "04 DDP")', ",)")
     with QUICK:

@@ -113,6 +113,11 @@ def use_the_rest(rank, ranks):
         work.wait()
     assert (received == left).all()
 
+    segment = dist.group.WORLD.segment
+    for _ in range(2):  # to ask whether a rank lives does not end it, be it another or itself
+        assert all(segment.lives(each) for each in range(ranks))
+        dist.barrier()
+
     group, one = dist.new_group([0, 1]), torch.ones(1)
     if rank < 2:
         dist.all_reduce(one, group=group, async_op=True).wait()
