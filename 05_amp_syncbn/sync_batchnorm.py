@@ -116,8 +116,9 @@ def convert_sync_batchnorm(model: nn.Module) -> nn.Module:
     Each layer stays the same object, with all that it holds: only its class changes. UsageError if
     a layer is of another class of BatchNorm, which may do more, or has a group of fewer ranks.
     """
+    all_ranks = (None, dist.group.WORLD)
     for name, layer in model.named_modules():
-        if getattr(layer, "process_group", None) not in (None, dist.group.WORLD):
+        if isinstance(layer, nn.SyncBatchNorm) and layer.process_group not in all_ranks:
             raise UsageError(f"layer {name} has a process_group of its own: expected all ranks")
         if type(layer) in CONVERTIBLE:
             layer.__class__ = SyncBatchNorm  # torch's lazy layers change class in the same way

@@ -57,7 +57,7 @@ def measure_scaling(effort: Effort) -> Results:
     for ranks, model in product(numbers_of_ranks, models):
         rounds = ROUNDS[model] // 4 if effort.brief else min(ROUNDS[model], effort.rounds)
         machine.append(predict_on_ranks(ranks, model, rounds))
-    if effort.rounds > 99 and ALLOWED:
+    if ALLOWED and not (effort.quick or effort.brief):
         links = measure_across(RATES, predict_across_link)
     results = {"machine": machine, "links": links}
     errors = [abs(row["error"]) for row in predictions(results)]

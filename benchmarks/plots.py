@@ -78,7 +78,8 @@ def stack(
                 bottom += height
             heights[f"{bottom:.{int(bottom < 10)}f}"] = bottom
         middles.append(place + (len(processes) - 1) / 2)
-        top, text = max(heights.values()), texts[group] if texts else "\n".join(heights)
+        text = texts[group] if texts else "\n".join(heights)
+        top = max(heights.values())
         axis.text(middles[-1], top, text, ha="center", va="bottom", fontsize="small")
         place += len(processes) + 1
     axis.set_xticks(middles, list(groups))

@@ -81,7 +81,7 @@ def read_arrays(args: Namespace, train: bool) -> Images:
     """A data set of torchvision that fits into memory; downloaded if it is not there yet."""
     try:
         source = SOURCES[args.dataset](args.data_dir, train=train)
-    except (RuntimeError, ValueError, LookupError):  # not there, or another process writes it now
+    except (RuntimeError, ValueError):  # it is not there, or another process is writing it
         args.data_dir.mkdir(parents=True, exist_ok=True)
         with (args.data_dir / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # one process downloads, and the others wait here

@@ -24,7 +24,8 @@ def exit_on(*errors: type[Exception]) -> Iterator[None]:
     try:
         yield
     except errors as error:
-        sys.stderr.write(" ".join(["error:", *str(error).split()]) + "\n")  # one write: ranks mix
+        line = " ".join(["error:", *str(error).split()])
+        sys.stderr.write(f"{line}\n")  # in one piece, because other ranks may write at once
         raise SystemExit(2) from None
 
 

@@ -152,7 +152,7 @@ class Segment:
             time.sleep(0.0005)
 
     def lives(self, rank: int) -> bool:
-        if rank != self.rank and self.file >= 0:  # its own lock it would get, and then give up
+        if rank != self.rank and self.file >= 0:  # its own lock would be granted, and then lost
             with suppress(OSError):  # it is alive: it holds its lock
                 fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
                 fcntl.lockf(self.file, fcntl.LOCK_UN, 1, rank)

@@ -258,12 +258,11 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(table(rows))
-    wrong = sum(row.verdict == WRONG for row in rows)
-    print(f"\n{wrong} WRONG of {len(rows)} checks, in {time.monotonic() - began:.0f} s", end="")
+    wrong, ending = sum(row.verdict == WRONG for row in rows), ""
     if unseen:
         unknown = " and ".join(PROOF_OF[check] for check in unseen)
-        print(f"; not seen: {', '.join(unseen)}, so nothing is proven about {unknown}", end="")
-    print()
+        ending = f"; not seen: {', '.join(unseen)}, so nothing is proven about {unknown}"
+    print(f"\n{wrong} WRONG of {len(rows)} checks, in {time.monotonic() - began:.0f} s{ending}")
     return int(wrong > 0)
 
 

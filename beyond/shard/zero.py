@@ -8,7 +8,7 @@ have updated (Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5).
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,15 +58,15 @@ class ShardedOptimizer(optim.Optimizer):
     """ZeRO-1: wraps an optimizer that treats each element apart, like SGD, Adam and AdamW.
 
     Its param_groups hold the unsharded parameters, and a schedule may change their learning rates.
-    Frozen parameters stay as they are. Raises ShardingError for
-    torch's optimizers that look at whole parameters; of others (LAMB, Shampoo) it cannot know that.
+    Frozen parameters stay as they are. Raises ShardingError for torch's optimizers that look at
+    whole parameters; of an optimizer from elsewhere (LAMB, Shampoo), it cannot know.
     """
 
     def __init__(
         self, parameters: Iterable, optimizer_class: Callable[..., optim.Optimizer], **options: Any
     ) -> None:
-        is_class = isinstance(optimizer_class, type)  # and no function that makes an optimizer
-        if is_class and issubclass(cast(type, optimizer_class), NOT_ELEMENTWISE):
+        classes = getattr(optimizer_class, "__mro__", ())  # a function may also make the optimizer
+        if set(NOT_ELEMENTWISE).intersection(classes):
             name = getattr(optimizer_class, "__name__", "it")
             why = f"{name} looks at whole parameters, and a rank owns only parts of them"
             raise ShardingError(f"{why}: use AdamW, Adam, SGD or another one by element")

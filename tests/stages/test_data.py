@@ -1,5 +1,6 @@
 """The data sets and networks that the stages share are those that the pages describe."""
 
+import shutil
 import time
 from itertools import product
 from pathlib import Path
@@ -13,9 +14,10 @@ from torch.nn.functional import pad
 import common.data
 from common.data import load_dataset, loader_options
 from common.models import build_model
+from common.options import UsageError
 from local_ranks import command, on_ranks
 from stage_files import chapter
-from train_stage import options
+from train_stage import few_digits, options
 
 
 def test_the_digits_are_whole_normalized_and_come_in_batches():
@@ -116,3 +118,18 @@ def test_one_rank_downloads_and_the_others_wait(rank, with_lock, downloads):
     load_dataset(options("--dataset=mnist", "--data-dir=.", "--batch-size=1"))
     dist.barrier()
     assert len(list(Path().glob("fetched by *"))) == downloads
+
+
+@pytest.mark.parametrize("share", [0, 0.5])
+def test_a_rank_that_finds_a_half_written_file_waits_for_the_writer(share, tmp_path, monkeypatch):
+    """The control: where the writer does not end, the set cannot be read."""
+    flags = ("--dataset=mnist", f"--data-dir={tmp_path}")
+    shutil.copytree(few_digits()[1].removeprefix("--data-dir="), tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(UsageError, match="cannot read --dataset mnist"):
+        load_dataset(options(*flags))
+    monkeypatch.setattr(common.data.fcntl, "flock", lambda *_: file.write_bytes(whole))
+    train_set, _ = load_dataset(options(*flags))
+    assert len(train_set) == 300
