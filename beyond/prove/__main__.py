@@ -258,7 +258,8 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(table(rows))
-    wrong, ending = sum(row.verdict == WRONG for row in rows), ""
+    wrong = sum(row.verdict == WRONG for row in rows)
+    ending = ""
     if unseen:
         unknown = " and ".join(PROOF_OF[check] for check in unseen)
         ending = f"; not seen: {', '.join(unseen)}, so nothing is proven about {unknown}"
