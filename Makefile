@@ -22,7 +22,7 @@ lint: $(VENV)/ready
 	$(RUN) -m mypy common/*.py
 	MYPYPATH=05_amp_syncbn $(RUN) -m mypy beyond/survive/*.py  # it uses two chapters of stage 05
 	$(RUN) -m mypy tests/check_exercise.py
-	$(RUN) -m mypy beyond/prove/*.py
+	$(RUN) -m mypy -p prove -p shm
 	$(RUN) -m mypy beyond/local_sgd/*.py
 	MYPYPATH=01_single_gpu:benchmarks $(RUN) -m mypy beyond/shard/*.py
 	for folder in $(PROGRAM_FOLDERS); do $(RUN) -m mypy $$folder*.py || exit 1; done
@@ -56,8 +56,8 @@ faults: $(VENV)/ready  ## inject 406 faults into real runs, half an hour or more
 	$(RUN) tests/faults.py --faults 306
 	$(RUN) tests/faults.py --faults 100 --kinds pauses --jobs 10
 
-shm-suite: $(VENV)/ready  ## torch's own tests for backends, over gloo and shm: benchmarks/results/shm_suite.json
-	$(RUN) tests/shm_suite.py
+shm-suite: $(VENV)/ready  ## torch's own tests for backends, over gloo and shm: packages/shm/tests/torch_suite.json
+	$(RUN) packages/shm/tests/torch_suite.py
 
 lessons: $(VENV)/ready  ## write every lesson.diff, its parts in the pages, the index, and the Chinese pages
 	$(RUN) docs/tools/write_lessons.py
@@ -75,7 +75,7 @@ site: _site/ready  ## all pages as a site, in English and in Chinese: _site/inde
 serve: site  ## show the site: http://localhost:8000
 	$(SITE)/bin/python -m http.server --directory _site
 
-$(VENV)/ready: requirements.txt pyproject.toml
+$(VENV)/ready: requirements.txt pyproject.toml $(wildcard packages/*/pyproject.toml)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "error: $(PYTHON) is older than Python 3.10: try make PYTHON=python3.12" >&2; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, venv' || \

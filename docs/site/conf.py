@@ -14,7 +14,7 @@ extensions = ["myst_parser", "hooks"]
 
 # Which pages: those of the repository, where they are. README.md becomes index.html.
 source_suffix = {".md": "markdown", ".ipynb": "markdown"}
-FOLDERS = ["0*", "beyond", "common", "benchmarks", "notebooks", "docs"]
+FOLDERS = ["0*", "beyond", "packages", "common", "benchmarks", "notebooks", "docs"]
 include_patterns = ["*.md", *(f"{folder}/**" for folder in FOLDERS)]
 exclude_patterns = [".*", "**/.*", "_site", "data", "runs", "shared", "*.zh.md", "docs/zh"]
 

@@ -17,7 +17,7 @@ from repository_pages import ROOT
 
 INDEX = "docs/index.md"
 # Folders whose pages and programs are listed, a section each: those inside belong to the section.
-SECTIONS = ("0?_*", "beyond/*", "beyond", "common", "notebooks", "benchmarks", "docs")
+SECTIONS = ("0?_*", "beyond/*", "beyond", "packages/*", "common", "notebooks", "benchmarks", "docs")
 INTRODUCTION = """\
 # All programs and pages
 

@@ -89,7 +89,7 @@ def proof(folder: Path, source: str, *options: str, flags: tuple = ()) -> dict[s
     (folder / "mine.py").write_text(source)
     call = ["torchrun", "--standalone", "--nproc-per-node=2", "mine.py", *flags]
     options = ("--batches=2", f"--json={folder / 'rows.json'}", *options)
-    command("beyond/prove/__main__.py", *options, *call, where=folder, seconds=180)
+    command("packages/prove/src/prove/__main__.py", *options, *call, where=folder, seconds=180)
     result = json.loads((folder / "rows.json").read_text())
     assert result["rows"], result["error"]
     return {row["check"]: row["verdict"] for row in result["rows"]}
@@ -123,7 +123,9 @@ def test_the_page_shows_what_the_classifier_prints_and_what_prove_says_after_ste
     script = load("apply_steps.py", folder=CONVERT).scripts()[1]
     (tmp_path / "mine.py").write_text(script)
     call = ["torchrun", "--standalone", "--nproc-per-node=2", "mine.py"]
-    [(_, printed)] = command("beyond/prove/__main__.py", *call, where=tmp_path, seconds=180)
+    [(_, printed)] = command(
+        "packages/prove/src/prove/__main__.py", *call, where=tmp_path, seconds=180
+    )
     for part in table.split("...\n"):
         assert re.sub(r"in \d+ s", "", part) in re.sub(r"in \d+ s", "", printed)
 

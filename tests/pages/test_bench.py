@@ -119,7 +119,7 @@ def test_every_result_is_shown_and_tells_where_it_comes_from():
     pictures = set(re.findall(r"\bresults/(\w+\.png)", pages))
     assert pictures == {path.name for path in timing.RESULTS.glob("*.png")}
     assert all(f"<!-- table: {name} -->" in pages for name in tables.TABLES)
-    sources = {table.file for table in tables.TABLES.values()} | {"tour", "shm_suite"}
+    sources = {table.file for table in tables.TABLES.values()} | {"tour"}
     assert sources == {path.stem for path in timing.RESULTS.glob("*.json")}
     for name in sources:
         results = timing.load(name)

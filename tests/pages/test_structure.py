@@ -39,7 +39,7 @@ TAUGHT = {  # the functions that a stage changes; the others are its parent's, w
     "beyond/survive": {"train_epoch", "main"},
 }
 TOP_LEVEL = {script.partition("/")[0] for script in LINES}
-TOP_LEVEL |= {"common", "notebooks", "tests", "beyond", "benchmarks", "docs"}
+TOP_LEVEL |= {"common", "notebooks", "tests", "beyond", "packages", "benchmarks", "docs"}
 TOP_LEVEL |= {"README.md", "README.zh.md", "LICENSE", "CITATION.cff", "CONTRIBUTING.md"}
 TOP_LEVEL |= {"Makefile", "pyproject.toml", "requirements.txt"}
 STAGES = (PARENTS["02_data_parallel"], *PARENTS)

@@ -17,9 +17,7 @@ def forked(call: list[str], env: dict[str, str], **_: object) -> SimpleNamespace
     """In place of Popen: ranks from the forkserver of the tests, there in a moment."""
     if call[1] == "-m":
         assert call[2:6] == ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        script = (
-            ["03_ddp_manual_allreduce/shm/__main__.py", *call[8:]] if call[6] == "-m" else call[6:]
-        )
+        script = ["packages/shm/src/shm/__main__.py", *call[8:]] if call[6] == "-m" else call[6:]
         answers = launch_ranks(*script, env=env)
     else:
         answers = command(*call[1:], env=env)

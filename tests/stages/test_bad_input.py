@@ -20,7 +20,7 @@ GPUS = torch.cuda.device_count()
 WHOLE = "expected a whole number"
 TORCHRUN = "start it with torchrun --standalone --nproc-per-node=2 SCRIPT"
 FIT, LIMIT = "01_single_gpu/fit.py", "--memory-limit=1GiB"
-SHM = "03_ddp_manual_allreduce/shm/__main__.py"
+SHM = "packages/shm/src/shm/__main__.py"
 COLLECTIVES = "03_ddp_manual_allreduce/collectives.py"
 UNEVEN = "04_ddp_torchrun/uneven.py"
 TOO_MANY = f"--backend=nccl --world-size={GPUS + 1}"

@@ -1,10 +1,7 @@
 """--cpu: a script written for GPUs runs on a laptop. CUDA calls become CPU calls, and nccl gloo."""
 
-import importlib.util
-import sys
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +12,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from prove.rank_run import wrap
+from prove.sync_batchnorm import convert_sync_batchnorm
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).resolve().parents[2]
 NAMELESS = SimpleNamespace(name="CPU", total_memory=1, major=0, minor=0, multi_processor_count=1)
 ANSWERS: dict[str, Any] = {  # what functions of torch.cuda return, whatever they are asked
     "is_available": True, "is_initialized": False, "is_bf16_supported": True,
@@ -71,23 +68,6 @@ class Event:
         self.query, self.elapsed_time = always(True), always(1.0)  # ms
 
 
-def load_sync_batchnorm() -> Any:
-    """torch's SyncBatchNorm refuses CPU tensors; that of stage 05 computes the same."""
-    file, loaded = ROOT / "05_amp_syncbn" / "sync_batchnorm.py", set(sys.modules)
-    spec = importlib.util.spec_from_file_location("prove_sync_batchnorm", file)
-    if spec is None or spec.loader is None:
-        raise FileNotFoundError(f"expected {file}, for --cpu and SyncBatchNorm")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(ROOT))
-    spec.loader.exec_module(module)
-    sys.path.remove(str(ROOT))
-    for name in {*sys.modules} - loaded:  # the user may have a module of this name, too
-        if name.split(".")[0] == "common":
-            del sys.modules[name]
-    sys.modules[spec.name] = module
-    return module
-
-
 def install(gpus: int) -> None:
     answers: list[tuple] = [(torch.cuda, name, answer) for name, answer in ANSWERS.items()]
     answers += [(torch.cuda, "device_count", gpus), (torch.accelerator, "device_count", gpus)]
@@ -96,9 +76,8 @@ def install(gpus: int) -> None:
     for owner, name, answer in answers:
         setattr(owner, name, always(answer))
     torch.cuda.Event = Event  # type: ignore[assignment,misc]
-    by_hand = load_sync_batchnorm()
     torch.nn.SyncBatchNorm.convert_sync_batchnorm = staticmethod(  # type: ignore[method-assign]
-        lambda module, process_group=None: by_hand.convert_sync_batchnorm(module)
+        lambda module, process_group=None: convert_sync_batchnorm(module)
     )
 
     @wrap(torch.nn.Module, "cuda")

@@ -10,12 +10,11 @@ ORDER = (WRONG, WARNING, RIGHT, NOT_SEEN)
 WIDTH, INDENT = 100, " " * 10
 MOST_NAMES = 3  # of parameters or places in one row
 
-# It lies beside the package in the repository, from which `pip install -e .` runs it.
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md"
+PAGE = Path(__file__).resolve().with_name("cures.md")  # an installation brings it along
 
 
 class See:
-    """Headings of docs/troubleshooting.md, which say more than a cure can."""
+    """Headings of cures.md, which say more than a cure in the table can."""
 
     ACCURACY = "test-accuracy-differs-with-the-number-of-ranks"
     BUFFERS = "training-is-good-evaluation-is-bad-batchnorms-running-statistics"
@@ -79,7 +78,7 @@ def table(rows: list[ReportRow]) -> str:
         if not row.cure:
             continue
         cure = textwrap.wrap(f"-> {row.cure}", WIDTH - len(INDENT), subsequent_indent="   ")
-        if row.link and PAGE.exists():  # from the reader's folder, which is seldom the repository
+        if row.link:  # as seen from the user's folder
             link = f"({os.path.relpath(PAGE)}#{row.link})"
             fits = len(f"{INDENT}{cure[-1]}  {link}") <= WIDTH
             cure[-1:] = [f"{cure[-1]}  {link}"] if fits else [cure[-1], f"   {link}"]

@@ -1,7 +1,7 @@
 """The judge of the backend shm: torch's own tests for backends, over gloo and over shm.
 
-    python tests/shm_suite.py          # make shm-suite: all four runs, and results/shm_suite.json
-    python tests/shm_suite.py --only shm --ranks 3 test_send_recv_any_source
+    python packages/shm/tests/torch_suite.py  # make shm-suite: all four runs, and torch_suite.json
+    python packages/shm/tests/torch_suite.py --only shm --ranks 3 test_send_recv_any_source
 
 The tests are torch.testing._internal.distributed.distributed_test, which every installation of
 torch has (it needs expecttest). torch runs it with the environment of its
@@ -18,16 +18,15 @@ does not stands in ALLOWED, with the reason. Two things differ from torch's way 
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
 import unittest
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from datetime import date
 from importlib import import_module
 from pathlib import Path
-
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-from common.options import Parser  # noqa: E402
 
 BACKENDS, WORLD_SIZES = ("gloo", "shm"), (2, 3)
 ALLOWED = {
@@ -78,7 +77,7 @@ def run_apart(backend: str, world_size: int) -> dict[str, dict[str, str]]:
 
 
 def main() -> None:
-    parser = Parser(__doc__)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=BACKENDS, help="one run, over this backend")
     parser.add_argument("--ranks", type=int, choices=WORLD_SIZES, default=WORLD_SIZES[0])
     parser.add_argument("--out", type=Path, help="where that run writes what it found")
@@ -89,9 +88,10 @@ def main() -> None:
         if args.out:
             args.out.write_text(json.dumps(results))
         sys.exit(bool(results["failed"]))
-    from timing import provenance, save
+    import torch
 
-    where = provenance(command="python tests/shm_suite.py")  # before there is load
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    where = {"machine": platform.machine(), **versions, "date": f"{date.today()}"}
     rows, wrong = {}, []
     for world_size in WORLD_SIZES:
         by_backend = {backend: run_apart(backend, world_size) for backend in BACKENDS}
@@ -106,7 +106,7 @@ def main() -> None:
         for name in lost:
             print(f"\n{name}: {ALLOWED.get(name, 'not allowed')}\n{shm['failed'].get(name, '')}")
     content = {"provenance": where, "tests": rows, "allowed": ALLOWED, "wrong": wrong}
-    save(ROOT / "benchmarks" / "results" / "shm_suite.json", content)
+    Path(__file__).with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
     print("\n".join(wrong) or "every test that passes over gloo passes over shm, or is allowed")
     sys.exit(bool(wrong))
 

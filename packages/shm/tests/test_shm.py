@@ -1,7 +1,7 @@
 """The backend over shared memory computes what gloo computes; where it cannot, it says so.
 
-Random collectives over both, stages that train over it to the bits of gloo, and what it says when a
-rank is killed, late, or does something else. Programs with special calls: test_shm_programs.py.
+Random collectives over both, and what it says when a rank is killed, late, or does something else.
+Programs with special calls: test_shm_programs.py.
 """
 
 import os
@@ -20,11 +20,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 import shm  # noqa: F401 (the backend)
-from local_ranks import ROOT, gather_from_ranks, on_ranks, run_ranks
-from shm.__main__ import join_over_shm
+from local_ranks import gather_from_ranks, on_ranks, run_ranks
 from shm.exchange import Exchange
 from shm.group import SharedMemoryGroup
-from train_stage import train_once, train_rank
 
 Op = dist.ReduceOp
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -143,29 +141,6 @@ def test_objects_messages_subgroups_and_ddp_work():
     for other in others:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(other, first, strict=True))
     assert first[0].abs().sum() > 0
-
-
-def train_over_it(rank, key, flags, with_sums):
-    if not with_sums:
-        patch.object(Exchange, "all_reduce", lambda *_: iter(())).start()
-    dist.init_process_group = join_over_shm
-    return train_rank(rank, key, flags, torch.float32, ())[0]
-
-
-@pytest.mark.parametrize("key", ["04", "05", "survive"])
-@pytest.mark.parametrize("with_sums", [True, False])
-def test_a_stage_trains_over_it_to_the_bits_of_gloo(key, with_sums, tmp_path):
-    """The control: nothing is added up."""
-    flags = ("--model=net-bn", "--max-steps=6", "--seed=7", "--device=cpu")
-    places = (f"--data-dir={ROOT / 'data'}", f"--run-dir={tmp_path}")
-    over_gloo = train_once(key, 2, *flags, dtype=torch.float32).states
-    over_shm = run_ranks(2, train_over_it, key, (*flags, *places), with_sums)
-    equal = [
-        torch.equal(ours[name], theirs[name])
-        for ours, theirs in zip(over_shm, over_gloo, strict=True)
-        for name in ours
-    ]
-    assert all(equal) == with_sums
 
 
 def error_of(call):

@@ -60,7 +60,7 @@ def copied(nested: Any) -> Any:
 
 def checksum(tensor: Tensor) -> int:
     values = tensor.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(values.view(torch.uint8).numpy().tobytes()) if values.numel() else 0
+    return zlib.crc32(generators.bytes_of(values)) if values.numel() else 0
 
 
 def has_rows(value: Any, rows: int) -> bool:

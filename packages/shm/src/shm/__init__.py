@@ -3,7 +3,7 @@
     import shm
     torch.distributed.init_process_group("shm")
 
-group.py is the process group that torch calls; page: 03_ddp_manual_allreduce/backend.md
+group.py is the process group that torch calls; its README.md explains it
 """
 
 import torch.distributed as dist

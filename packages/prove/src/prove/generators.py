@@ -1,5 +1,6 @@
 """Which random numbers may a script draw? Those of three generators: torch's, random's, numpy's."""
 
+import ctypes
 import random
 import sys
 import zlib
@@ -12,6 +13,11 @@ import torch
 NAMES = ("torch", "random", "numpy")
 
 
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """The memory of a contiguous tensor on the CPU, also where numpy is not installed."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
 def numpy_random() -> Any:
     """None: the script has not imported numpy."""
     return sys.modules["numpy"].random if "numpy" in sys.modules else None
@@ -19,9 +25,9 @@ def numpy_random() -> Any:
 
 def digests() -> list[int]:
     """A number for the state of each generator."""
-    torch_state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+    torch_state = zlib.crc32(bytes_of(torch.get_rng_state()))
     if torch.cuda.is_initialized():
-        torch_state ^= zlib.crc32(torch.cuda.get_rng_state().numpy().tobytes())
+        torch_state ^= zlib.crc32(bytes_of(torch.cuda.get_rng_state()))
     numpy_state = 0
     if numpy_random():
         _, keys, position, *_ = numpy_random().get_state()

@@ -11,6 +11,7 @@ import re
 import time
 from datetime import timedelta
 from functools import cache, partial
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -26,9 +27,9 @@ import shm
 import shm.messages
 import shm.segment
 import shm.work
-from local_ranks import ROOT, run_ranks
+from local_ranks import run_ranks
 
-Op = dist.ReduceOp
+HERE, Op = Path(__file__).parent, dist.ReduceOp
 RANKS = 3
 PATIENCE = timedelta(seconds=10)  # of a rank that waits for what must happen meanwhile
 
@@ -443,8 +444,8 @@ def test_a_processor_whose_order_is_unknown_is_refused():
 
 
 def test_the_page_shows_the_counts_of_torchs_suite():
-    suite = json.loads((ROOT / "benchmarks" / "results" / "shm_suite.json").read_text())
-    page = (ROOT / "03_ddp_manual_allreduce" / "backend.md").read_text()
+    suite = json.loads((HERE / "torch_suite.json").read_text())
+    page = (HERE.parent / "README.md").read_text()
     for run, counts in suite["tests"].items():
         assert re.search(rf"\| {run} +\| {counts['passed']} +\| {counts['failed']} +\|", page), run
     assert suite["wrong"] == []

@@ -22,7 +22,7 @@ SMALL_BATCH = 16  # values per channel from which BatchNorm's statistics are goo
 FLOAT64_LIMIT = 1e-9  # how far rounding can bring equal gradients apart, in units of their length
 RANDOM = "the step draws random numbers"
 CURE = "what the loss divides by must be a number of all ranks, not of one; or a layer mixes the "
-CURE += "samples of a batch (attention over the batch): see beyond/convert"
+CURE += "samples of a batch (attention over the batch)"
 STATISTIC = re.compile(
     r"(loss|acc\w*|accuracy|error|top.?[15]|mAP|ppl|perplexity|correct)\W{0,12}"
     rf"({NUMBER.pattern})",

@@ -1,0 +1,75 @@
+"""prove calls the scripts of this repository right, and wrong without a line; its copy is equal."""
+
+import ast
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from local_ranks import ROOT, command
+from stage_files import NOT_COPIED, changed_source
+
+TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2"]
+STAGES = {  # folder, how it is started, flags
+    "03": ("03_ddp_manual_allreduce", [sys.executable], ["--world-size=2", "--batch-size=24"]),
+    "04": ("04_ddp_torchrun", TORCHRUN, ["--batch-size=24"]),
+    "05": ("05_amp_syncbn", TORCHRUN, ["--model=net-bn", "--amp=fp16"]),
+    "survive": (
+        "beyond/survive",
+        TORCHRUN,
+        ["--model=net-bn", "--accumulate=2", "--clip-norm=1", "--amp=fp16", "--batch-size=24"],
+    ),
+}
+
+
+def verdicts(key: str, folder: Path, script: Path | None = None) -> dict[str, str]:
+    """What prove says of each check of this script."""
+    where, launcher, flags = STAGES[key]
+    common = [f"--data-dir={ROOT / 'data'}", "--epochs=3", f"--run-dir={folder / 'run'}"]
+    call = [*launcher, str(script or f"{where}/train.py"), *flags, *common]
+    rows = folder / "rows.json"
+    command("packages/prove/src/prove/__main__.py", f"--json={rows}", *call, seconds=180)
+    result = json.loads(rows.read_text())
+    assert result["rows"], result["error"]
+    return {row["check"]: row["verdict"] for row in result["rows"]}
+
+
+@pytest.mark.parametrize("key", STAGES)
+def test_a_script_of_this_repository_is_right(key, tmp_path):
+    found = verdicts(key, tmp_path)
+    assert "WRONG" not in found.values(), found
+    assert {found[check] for check in ("one rank", "samples", "evaluation")} == {"right"}
+    assert not (tmp_path / "run").exists(), "what the runs have written is removed"
+
+
+@pytest.mark.parametrize(
+    ("key", "line", "check"),
+    [
+        ("03", "parameter.grad /= dist.get_world_size()", "one rank"),
+        ("04", "sampler.set_epoch(epoch)", "order of an epoch"),
+    ],
+)
+def test_without_a_line_of_a_script_it_is_wrong(key, line, check, tmp_path):
+    script = tmp_path / STAGES[key][0] / "train.py"
+    shutil.copytree(ROOT / STAGES[key][0], script.parent, ignore=NOT_COPIED)
+    source = changed_source(key, "train.py", (("train.py", line),))
+    forks = 'mp.start_processes(start_method="fork", fn='  # ranks need not import torch again
+    script.write_text(source.replace("mp.spawn(train, (", forks + "train, args=("))
+    assert verdicts(key, tmp_path, script)[check] == "WRONG"
+
+
+def definitions(source: str, error: str) -> dict[str, str]:
+    """The functions and classes of a program without those that only its demonstration needs."""
+    nodes = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+    texts = {node.name: ast.unparse(node).replace(error, "ValueError") for node in nodes}
+    return {name: text for name, text in texts.items() if name not in ("compare", "main")}
+
+
+def test_proves_copy_of_sync_batchnorm_is_that_of_stage_05():
+    ours = (ROOT / "05_amp_syncbn" / "sync_batchnorm.py").read_text()
+    copy = (ROOT / "packages" / "prove" / "src" / "prove" / "sync_batchnorm.py").read_text()
+    assert definitions(ours, "UsageError") == definitions(copy, "UsageError")
+    changed = copy.replace("count - 1", "count")  # the control
+    assert definitions(ours, "UsageError") != definitions(changed, "UsageError")

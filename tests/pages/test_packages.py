@@ -1,0 +1,110 @@
+"""The two packages work without the course: their wheels, in an environment with torch alone."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from local_ranks import ROOT, patience
+from stage_files import NOT_COPIED
+
+NAMES = ("prove", "shm")
+SCRIPT = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+dist.init_process_group("gloo")
+print(dist.get_backend())
+torch.manual_seed(0)
+data = torch.randn(32, 8)
+ddp = nn.parallel.DistributedDataParallel(nn.Linear(8, 1))
+sampler = DistributedSampler(data)
+optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for x in DataLoader(data, 4, sampler=sampler):
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def link_with_requirements(name: str, folder: Path) -> None:
+    """Link an installed distribution, and what it requires, into another folder."""
+    try:
+        distribution = metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return  # for another system or Python
+    tops = {Path(file).parts[0] for file in distribution.files or [] if Path(file).parts[0] != ".."}
+    for top in tops - {"__pycache__"}:
+        if not (folder / top).exists():
+            (folder / top).symlink_to(distribution.locate_file(top))
+    for requirement in distribution.requires or []:
+        if "extra ==" not in requirement:
+            link_with_requirements(re.match(r"[\w.-]+", requirement)[0], folder)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory) -> Path:
+    """One that has both wheels, torch, and nothing else."""
+    folder = tmp_path_factory.mktemp("alone")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    for name in NAMES:  # of a copy, because a build writes beside its sources
+        shutil.copytree(ROOT / "packages" / name, folder / name, ignore=NOT_COPIED)
+        # Without isolation, pip builds with the setuptools that is here, and downloads nothing.
+        wheel = ["wheel", "--no-deps", "--no-build-isolation", "-w", folder, folder / name]
+        subprocess.run([*pip, *wheel], check=True)
+    wheels = [str(path) for path in folder.glob("*.whl")]
+    install = ["--python", folder / "bin" / "python", "install", "--no-deps", "--no-index", *wheels]
+    subprocess.run([*pip, *install], check=True)
+    link_with_requirements("torch", Path(sysconfig.get_path("purelib", vars={"base": str(folder)})))
+    return folder
+
+
+@pytest.fixture
+def run(environment, tmp_path) -> Callable[..., subprocess.CompletedProcess]:
+    """Runs a program of that environment beside the script above."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    variables |= {"OMP_NUM_THREADS": "1", "PATH": f"{environment / 'bin'}:{os.environ['PATH']}"}
+
+    def start(program: str, *arguments: str) -> subprocess.CompletedProcess:
+        call = [environment / "bin" / program, *arguments]
+        how = {"cwd": tmp_path, "env": variables, "capture_output": True, "text": True}
+        return subprocess.run(call, **how, timeout=patience(120))
+
+    return start
+
+
+def test_it_has_torch_and_nothing_of_the_course(run):
+    names = ("torch", "prove", "shm", "common", "matplotlib", "pytest")
+    find = "from importlib.util import find_spec; print(*[name for name in {} if find_spec(name)])"
+    assert run("python", "-c", find.format(names)).stdout.split() == ["torch", "prove", "shm"]
+
+
+def test_prove_judges_a_script_there_and_its_links_lead_to_a_page_that_came_along(run, tmp_path):
+    launch = ["torchrun", "--standalone", "--nproc-per-node=2", "train.py"]
+    right = run("prove", *launch)
+    assert re.search("^right +one rank", right.stdout, re.M), right.stdout + right.stderr
+    (tmp_path / "train.py").write_text(SCRIPT.replace("sampler.set_epoch(epoch)", "pass"))
+    wrong = run("prove", *launch)
+    assert (right.returncode, wrong.returncode) == (0, 1)
+    [page] = re.findall(r"\((\S+)#every-epoch-has-the-same-order\)", wrong.stdout)
+    assert "## Every epoch has the same order" in (tmp_path / page).read_text()
+
+
+def test_a_script_runs_over_shm_there(run):
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ended = run("python", *launch, "-m", "shm", "train.py")
+    assert (ended.returncode, ended.stdout) == (0, "shm\nshm\n"), ended.stderr

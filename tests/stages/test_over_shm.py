@@ -1,0 +1,35 @@
+"""The stages train over the package shm as they do over gloo, to the same bits."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from local_ranks import ROOT, run_ranks
+from shm.__main__ import join_over_shm
+from shm.exchange import Exchange
+from train_stage import train_once, train_rank
+
+
+def train_over_it(rank, key, flags, with_sums):
+    if not with_sums:
+        patch.object(Exchange, "all_reduce", lambda *_: iter(())).start()
+    dist.init_process_group = join_over_shm
+    return train_rank(rank, key, flags, torch.float32, ())[0]
+
+
+@pytest.mark.parametrize("key", ["04", "05", "survive"])
+@pytest.mark.parametrize("with_sums", [True, False])
+def test_a_stage_trains_over_it_to_the_bits_of_gloo(key, with_sums, tmp_path):
+    """The control: nothing is added up."""
+    flags = ("--model=net-bn", "--max-steps=6", "--seed=7", "--device=cpu")
+    places = (f"--data-dir={ROOT / 'data'}", f"--run-dir={tmp_path}")
+    over_gloo = train_once(key, 2, *flags, dtype=torch.float32).states
+    over_shm = run_ranks(2, train_over_it, key, (*flags, *places), with_sums)
+    equal = [
+        torch.equal(ours[name], theirs[name])
+        for ours, theirs in zip(over_shm, over_gloo, strict=True)
+        for name in ours
+    ]
+    assert all(equal) == with_sums
