@@ -24,7 +24,7 @@ from torch.optim import SGD
 
 from common.models import Net
 from common.options import Parser, UsageError, exit_on
-from ranks import run_ranks
+from common.ranks import run_ranks
 
 RANKS, STEPS = 2, 4
 LINE_BYTES, ROW_BYTES = 64, 2**20  # of a counter, and of the longest tensor; shm cuts longer ones
@@ -104,7 +104,7 @@ def train(backend: str) -> tuple[list[Counter], Tensor]:
     return calls, torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def compare() -> dict[str, Any]:
+def compare(rank: int) -> dict[str, Any]:
     dist.Backend.register_backend("rows", SharedRows, devices=["cpu"])
     (before, after), rows_weights = train("rows")
     _, gloo_weights = train("gloo")

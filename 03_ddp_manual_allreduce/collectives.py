@@ -16,7 +16,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from common.options import Parser, UsageError, exit_on, int_at_least
-from ranks import device_of, run_ranks
+from common.ranks import run_ranks
 
 
 def send_recv(tensor: Tensor) -> Tensor:
@@ -106,9 +106,9 @@ LESSONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def before_and_after(name: str) -> tuple[list[int], list[int]]:
+def play(rank: int, name: str) -> tuple[list[int], list[int]]:
     """What this rank holds before and after the lesson."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    world_size = dist.get_world_size()
     tensor = torch.tensor([10**rank])
     if LESSONS[name] in NEEDS_A_ROW:
         tensor = tensor * torch.arange(1, world_size + 1)
@@ -118,9 +118,22 @@ def before_and_after(name: str) -> tuple[list[int], list[int]]:
     return before, LESSONS[name](tensor).tolist()
 
 
-def play_all() -> list[tuple[list[int], list[int]]]:
+def play_all(rank: int) -> list[tuple[list[int], list[int]]]:
     """What this rank holds before and after each lesson."""
-    return [before_and_after(name) for name in LESSONS]
+    return [play(rank, name) for name in LESSONS]
+
+
+def device_of(backend: str, world_size: int) -> str:
+    """The device for a backend; UsageError if it cannot start this many ranks here."""
+    if not dist.is_backend_available(backend):
+        raise UsageError(f"--backend {backend} is not built into this torch: try --backend gloo")
+    if backend == "mpi":
+        raise UsageError("--backend mpi is started by mpirun, not from here: try --backend gloo")
+    gpus = torch.cuda.device_count()
+    if backend == "nccl" and world_size > gpus:
+        few = f"--backend nccl needs a GPU for each of {world_size} ranks, here are {gpus}"
+        raise UsageError(f"{few}: try --backend gloo")
+    return "cuda" if backend == "nccl" else "cpu"
 
 
 def main() -> None:

@@ -7,20 +7,15 @@ once as if TORCH_DISTRIBUTED_DEBUG=DETAIL were set. With DETAIL, torch compares 
 ranks before each collective, which costs time. Page: collectives.md
 """
 
-import os
-import signal
-import time
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from tabulate import tabulate
 from torch import Tensor
 
 from collectives import all_reduce, broadcast
 from common.options import Parser, UsageError, exit_on, float_at_least
-from ranks import end_with_parent, prepare_forkserver
+from common.ranks import watch_ranks
 
 
 def no_trap(tensor: Tensor, rank: int) -> Tensor:
@@ -83,55 +78,18 @@ TRAPS: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
-def run_rank(rank: int, port: int, trap: str, detail: bool) -> None:
-    """What each process does. It then waits to be killed: the other rank would notice an exit."""
-    end_with_parent()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides what C++ prints when it aborts
-    torch.set_num_threads(1)
-    if detail:
-        dist.set_debug_level(dist.DebugLevel.DETAIL)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    store.set(f"joined {rank}", "")
+def run_trap(rank: int, trap: str) -> str:
+    """What this rank holds afterwards, or the error."""
     try:
-        result = TRAPS[trap](torch.full((3,), 10**rank), rank)
-        store.set(f"answer {rank}", str(result.tolist()))
+        return str(TRAPS[trap](torch.full((3,), 10**rank), rank).tolist())
     except RuntimeError as error:
-        store.set(f"answer {rank}", f"error: {str(error).splitlines()[0]}")
-    time.sleep(3600)
+        return f"error: {str(error).splitlines()[0]}"
 
 
-def ended_by(exitcode: int) -> str:
-    if exitcode > 0:
-        return f"ended with status {exitcode}"
-    return f"ended by {signal.Signals(-exitcode).name}"
-
-
-def try_trap(trap: str, detail: bool, seconds: float) -> list[str]:
+def try_trap(trap: str, debug: str, seconds: float) -> list[str]:
     """What each of the two ranks did, within this time after both have joined."""
-    store = dist.TCPStore("127.0.0.1", port=0, is_master=True, wait_for_workers=False)
-    args = (store.port, trap, detail)
-    ranks = mp.start_processes(run_rank, args, nprocs=2, join=False, start_method="forkserver")
-    processes, joined, end = ranks.processes, False, time.monotonic() + 60
-    try:
-        while time.monotonic() < end:
-            if not joined and store.check(["joined 0", "joined 1"]):
-                joined, end = True, time.monotonic() + seconds
-            if all(store.check([f"answer {r}"]) or processes[r].exitcode for r in range(2)):
-                break
-            time.sleep(0.02)
-        return [
-            store.get(f"answer {rank}").decode()
-            if store.check([f"answer {rank}"])
-            else ended_by(process.exitcode)
-            if process.exitcode
-            else "waits"
-            for rank, process in enumerate(processes)
-        ]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    variables = {"TORCH_DISTRIBUTED_DEBUG": debug}
+    return watch_ranks(2, run_trap, trap, seconds=seconds, variables=variables)
 
 
 def main() -> None:
@@ -144,10 +102,9 @@ def main() -> None:
         help="seconds after which a rank that has not come back counts as waiting",
     )
     seconds = parser.parse_args().seconds
-    prepare_forkserver()
     table = []
     for trap in TRAPS:
-        plain, detail = (try_trap(trap, on, seconds) for on in (False, True))
+        plain, detail = (try_trap(trap, debug, seconds) for debug in ("OFF", "DETAIL"))
         errors = all(answer.startswith("error: Detected mismatch") for answer in detail)
         with_detail = "error" if errors else "the same" if plain == detail else " | ".join(detail)
         table.append([trap, *plain, with_detail])

@@ -9,15 +9,14 @@ cures: docs/troubleshooting.md
 
 import os
 import re
-import signal
 import tempfile
 import textwrap
-import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -30,26 +29,45 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from common.options import Parser, UsageError, exit_on
+from common.ranks import watch_ranks
 
 LIMIT = timedelta(seconds=2)  # a waiting rank gives up after it
 
 
-def join_process_group(rank: int, store: dist.Store) -> None:
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=LIMIT)
+class Failure(NamedTuple):
+    """run(rank, cured): what one of two ranks does, and what it says at its end."""
+
+    cause: str
+    cure: str
+    run: Callable[[int, bool], str]
 
 
-def rank_branch(rank: int, cured: bool, store: dist.Store) -> str:
-    """a collective inside `if rank == 0` -> every rank calls it"""
-    join_process_group(rank, store)
+FAILURES: dict[str, Failure] = {}
+
+
+def failure(cause: str, cure: str) -> Callable:
+    def add(run: Callable[[int, bool], str]) -> Callable[[int, bool], str]:
+        FAILURES[run.__name__.replace("_", "-")] = Failure(cause, cure, run)
+        return run
+
+    return add
+
+
+@failure(cause="a collective inside `if rank == 0`", cure="every rank calls it")
+def rank_branch(rank: int, cured: bool) -> str:
+    dist.init_process_group("gloo", timeout=LIMIT)
     if rank == 0 or cured:
         dist.all_reduce(torch.zeros(3))  # as in evaluate: sums of loss, correct, samples
     dist.broadcast(torch.zeros(8), src=0)  # as DDP does with the buffers in the next forward
     return "continues"
 
 
-def evaluate_wrapped(rank: int, cured: bool, store: dist.Store) -> str:
-    """rank 0 evaluates through the DDP wrapper, which broadcasts -> it evaluates the plain model"""
-    join_process_group(rank, store)
+@failure(
+    cause="rank 0 evaluates through the DDP wrapper, which broadcasts",
+    cure="it evaluates the plain model",
+)
+def evaluate_wrapped(rank: int, cured: bool) -> str:
+    dist.init_process_group("gloo", timeout=LIMIT)
     model = nn.BatchNorm1d(4)
     ddp = DistributedDataParallel(model)
     ddp(torch.ones(2, 4)).sum().backward()  # a training step
@@ -60,9 +78,12 @@ def evaluate_wrapped(rank: int, cured: bool, store: dist.Store) -> str:
     return "continues"
 
 
-def unused_parameter(rank: int, cured: bool, store: dist.Store) -> str:
-    """a parameter that forward does not use -> leave it out, or find_unused_parameters=True"""
-    join_process_group(rank, store)
+@failure(
+    cause="a parameter that forward does not use",
+    cure="leave it out, or find_unused_parameters=True",
+)
+def unused_parameter(rank: int, cured: bool) -> str:
+    dist.init_process_group("gloo", timeout=LIMIT)
     model = nn.Linear(2, 2)
     model.register_module("spare", nn.Linear(2, 2))  # Linear's forward does not use it
     ddp = DistributedDataParallel(model, find_unused_parameters=cured)
@@ -82,18 +103,20 @@ class Checkpointed(nn.Module):
         return checkpoint(self.layer, inputs, use_reentrant=self.use_reentrant)
 
 
-def ready_twice(rank: int, cured: bool, store: dist.Store) -> str:
-    """DDP cannot look into a reentrant checkpoint -> use_reentrant=False"""
-    join_process_group(rank, store)
+@failure(cause="DDP cannot look into a reentrant checkpoint", cure="use_reentrant=False")
+def ready_twice(rank: int, cured: bool) -> str:
+    dist.init_process_group("gloo", timeout=LIMIT)
     ddp = DistributedDataParallel(Checkpointed(not cured), find_unused_parameters=True)
     for _ in range(2):
         ddp(torch.ones(1, 2, requires_grad=True)).sum().backward()
     return "two steps"
 
 
-def early_step(rank: int, cured: bool, store: dist.Store) -> str:
-    """the optimizer steps between a forward and its backward -> step after both backwards"""
-    join_process_group(rank, store)
+@failure(
+    cause="the optimizer steps between a forward and its backward", cure="step after both backwards"
+)
+def early_step(rank: int, cured: bool) -> str:
+    dist.init_process_group("gloo", timeout=LIMIT)
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     early_loss, late_loss = ddp(torch.ones(1, 2)).sum(), ddp(torch.zeros(1, 2)).sum()
@@ -105,9 +128,11 @@ def early_step(rank: int, cured: bool, store: dist.Store) -> str:
     return "stepped"
 
 
-def expanded_buffer(rank: int, cured: bool, store: dist.Store) -> str:
-    """the elements of a buffer share memory, and DDP writes them -> make it contiguous"""
-    join_process_group(rank, store)
+@failure(
+    cause="the elements of a buffer share memory, and DDP writes them", cure="make it contiguous"
+)
+def expanded_buffer(rank: int, cured: bool) -> str:
+    dist.init_process_group("gloo", timeout=LIMIT)
     model = nn.Linear(2, 2)
     mask = torch.ones(1).expand(4)  # four elements, one place in memory
     model.register_buffer("mask", mask.contiguous() if cured else mask)
@@ -115,9 +140,9 @@ def expanded_buffer(rank: int, cured: bool, store: dist.Store) -> str:
     return "one forward"
 
 
-def two_writers(rank: int, cured: bool, store: dist.Store) -> str:
-    """each node has a local rank 0, and each saves -> only global rank 0 saves"""
-    join_process_group(rank, store)
+@failure(cause="each node has a local rank 0, and each saves", cure="only global rank 0 saves")
+def two_writers(rank: int, cured: bool) -> str:
+    dist.init_process_group("gloo", timeout=LIMIT)
     local_rank = 0  # two nodes with one rank each
     writer = (rank if cured else local_rank) == 0
     if writer:
@@ -128,18 +153,23 @@ def two_writers(rank: int, cured: bool, store: dist.Store) -> str:
     return "saved" if writer else "did not save"
 
 
-def module_prefix(rank: int, cured: bool, store: dist.Store) -> str:
-    """the names in the wrapper's state_dict begin with module. -> save the plain model's"""
-    join_process_group(rank, store)
+@failure(
+    cause="the names in the wrapper's state_dict begin with module.", cure="save the plain model's"
+)
+def module_prefix(rank: int, cured: bool) -> str:
+    dist.init_process_group("gloo", timeout=LIMIT)
     model = nn.Linear(2, 2)
     ddp = DistributedDataParallel(model)
     nn.Linear(2, 2).load_state_dict((model if cured else ddp).state_dict())
     return "loaded"
 
 
-def sharded_weights(rank: int, cured: bool, store: dist.Store) -> str:
-    """a whole checkpoint meets sharded parameters -> set_model_state_dict cuts it into shards"""
-    join_process_group(rank, store)
+@failure(
+    cause="a whole checkpoint meets sharded parameters",
+    cure="set_model_state_dict cuts it into shards",
+)
+def sharded_weights(rank: int, cured: bool) -> str:
+    dist.init_process_group("gloo", timeout=LIMIT)
     weights, model = nn.Linear(2, 2).state_dict(), nn.Linear(2, 2)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     full = StateDictOptions(full_state_dict=True)
@@ -151,83 +181,48 @@ def sharded_weights(rank: int, cured: bool, store: dist.Store) -> str:
     return f"loaded, and gathered {len(weights)} tensors"
 
 
-def no_interface(rank: int, cured: bool, store: dist.Store) -> str:
-    """GLOO_SOCKET_IFNAME names no interface of this machine -> use one that `ip -br addr` lists"""
+@failure(
+    cause="GLOO_SOCKET_IFNAME names no interface of this machine",
+    cure="use one that `ip -br addr` lists",
+)
+def no_interface(rank: int, cured: bool) -> str:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if cured else "eth99"
-    join_process_group(rank, store)
+    dist.init_process_group("gloo", timeout=LIMIT)
     return "joined"
 
 
-CASES = (
-    rank_branch,
-    evaluate_wrapped,
-    unused_parameter,
-    ready_twice,
-    early_step,
-    expanded_buffer,
-    two_writers,
-    module_prefix,
-    sharded_weights,
-    no_interface,
-)
-FAILURES = {case.__name__.replace("_", "-"): case for case in CASES}
-
-
-def run_rank(rank: int, port: int, name: str, cured: bool, debug: str, folder: str) -> None:
-    """Run one rank. It stays alive to the end, or the other rank would notice its exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what C++ logs
+def try_failure(rank: int, name: str, cured: bool, folder: str) -> str:
+    """What this rank says at its end, or its error."""
     os.chdir(folder)
-    os.environ["TORCH_DISTRIBUTED_DEBUG"] = debug
-    dist.set_debug_level_from_env()
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     try:
-        answer = FAILURES[name](rank, cured, store)
+        return FAILURES[name].run(rank, cured)
     except Exception as error:
         message = re.sub(r"\[[^]]*\.cc:\d+\] ", "", str(error))  # gloo's file and line
-        answer = f"{type(error).__name__}: {' '.join(message.split())}"
-    store.set(f"answer {rank}", answer)
-    store.wait(["end"])  # the parent kills it here
+        return f"{type(error).__name__}: {' '.join(message.split())}"
 
 
 def run_failure(name: str, cured: bool, debug: str = "OFF", seconds: float = 60) -> list[str]:
-    """What each of the two ranks answered within this time, or the signal that ended it."""
-    store = dist.TCPStore("127.0.0.1", port=0, is_master=True, wait_for_workers=False)
+    """What each of the two ranks answered within this time, or how it ended."""
+    variables = {"TORCH_DISTRIBUTED_DEBUG": debug}
     with tempfile.TemporaryDirectory() as folder:
-        args = (store.port, name, cured, debug, folder)
-        ranks = mp.start_processes(run_rank, args, 2, False, True, "forkserver").processes
-        deadline = time.monotonic() + seconds
-        while not all(store.check([f"answer {r}"]) or ranks[r].exitcode for r in range(2)):
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.02)
-        ends = [rank.exitcode for rank in ranks]
-        for rank in ranks:
-            rank.kill()
-            rank.join()
-    return [
-        f"ended by {signal.Signals(-end).name}"
-        if end
-        else store.get(f"answer {rank}").decode()
-        if store.check([f"answer {rank}"])
-        else "waits"
-        for rank, end in enumerate(ends)
-    ]
+        arguments = (name, cured, folder)
+        return watch_ranks(
+            2, try_failure, *arguments, seconds=seconds, backend=None, variables=variables
+        )
 
 
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("name", nargs="?", choices=list(FAILURES), help="the failure to run")
     name = parser.parse_args().name
-    causes_and_cures = {key: str(case.__doc__).split(" -> ") for key, case in FAILURES.items()}
     if name is None:
-        for key, (cause, _) in causes_and_cures.items():
-            print(f"{key:<16}  {cause}")
+        for key, listed in FAILURES.items():
+            print(f"{key:<16}  {listed.cause}")
         return
-    mp.get_context("forkserver").set_forkserver_preload(["torch"])
     debug = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF")
-    for cured, title in enumerate(("cause", "cure")):
-        print(f"{title}: {causes_and_cures[name][cured]}")
-        for rank, answer in enumerate(run_failure(name, bool(cured), debug)):
+    for cured, title in ((False, "cause"), (True, "cure")):
+        print(f"{title}: {FAILURES[name].cure if cured else FAILURES[name].cause}")
+        for rank, answer in enumerate(run_failure(name, cured, debug)):
             print(textwrap.fill(f"  rank {rank}: {answer}", 100, subsequent_indent=" " * 10))
 
 

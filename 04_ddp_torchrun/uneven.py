@@ -19,7 +19,7 @@ from torch.optim import SGD
 from torch.utils.data import DistributedSampler, TensorDataset
 
 from common.options import Parser, UsageError, exit_on, float_at_least
-from ranks import join_on_this_machine
+from common.ranks import join_on_this_machine
 
 BATCHES = 3  # of every rank; the last rank has one more
 SAMPLERS = {

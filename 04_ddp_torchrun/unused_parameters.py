@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.options import Parser, UsageError, exit_on
-from ranks import join_on_this_machine
+from common.ranks import join_on_this_machine
 
 Step = tuple[str, str]  # the branches that the even and the odd ranks take
 LEFT, MIXED, RIGHT, BOTH = ("left", "left"), ("left", "right"), ("right", "right"), ("both", "both")

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from common.options import Parser, UsageError, exit_on
-from ranks import join_on_this_machine
+from common.ranks import join_on_this_machine
 
 MICRO_BATCHES, LOCAL_BATCH, WIDTH = 4, 12, 32
 BIG, EVERY, LAST = "one big batch", "each micro-batch averages", "no_sync: forward and backward"

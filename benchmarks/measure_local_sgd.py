@@ -11,12 +11,12 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
+from ranks import run_ranks
 from torch import Tensor, nn
 
 from common.data import load_dataset
 from common.models import build_model
 from common.options import UsageError
-from ranks import run_ranks
 from stage_runs import ROOT
 from timing import Effort, Results, load_chapter, summarize, take_turns, timed
 from training_step import build, ddp_without_buffers, train_copy

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -20,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, Optimizer
 
 from plots import BLACK, BLUE, GRAY, GREEN, ORANGE, RED, SKY, YELLOW
-from ranks import run_ranks
 from timing import Effort, Results, load_chapter
 from training_step import Trainer, with_sync_batchnorm
 

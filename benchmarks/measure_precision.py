@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torchvision
+from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.options import UsageError
-from ranks import run_ranks
 from timing import Effort, Results, interleave, load_chapter, summarize
 from training_step import Trainer, sgd
 

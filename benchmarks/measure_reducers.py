@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from functools import partial
 
+from ranks import run_ranks
 from torch import nn
 
 import shm  # noqa: F401 (its backend)
-from ranks import run_ranks
 from timing import Effort, Results, interleave, load_chapter, summarize
 from training_step import build, ddp_without_buffers, train_copy, with_sync_batchnorm
 

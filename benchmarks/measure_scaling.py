@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-from ranks import run_ranks
 from tables import predictions
 from timing import Effort, Results, Times, interleave, load_chapter, summarize
 from training_step import Trainer, build, ddp_without_buffers, train_copy

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch import Tensor, nn
 
-from ranks import run_ranks
 from timing import Effort, Results, interleave, load_chapter, summarize
 from training_step import build
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from common.options import Parser, UsageError, exit_on, float_at_least
-from ranks import run_ranks
+from common.ranks import run_ranks
 
 
 class Answer(NamedTuple):
@@ -124,7 +124,7 @@ EXERCISES = {  # cases, folder of exercise.py, ranks
 }
 
 
-def judge(cases: Callable[[Callable], Iterator[Answer]], file: str) -> str:
+def judge(rank: int, cases: Callable[[Callable], Iterator[Answer]], file: str) -> str:
     """What is wrong with the answers of this file; empty if nothing is."""
     try:
         for question, answer, expected in cases(runpy.run_path(file)[cases.__name__]):

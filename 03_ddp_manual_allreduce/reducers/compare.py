@@ -15,15 +15,15 @@ from torch.nn import Parameter
 
 from common.models import Net
 from common.options import Parser
-from ranks import run_ranks
+from common.ranks import run_ranks
 from reducers import REDUCERS, Bucketed
 
 
-def compare() -> list[tuple[str, str, int, bool]]:
+def compare(rank: int) -> list[tuple[str, str, int, bool]]:
     """One step of `net` with each reducer: what it sends, and whether it gives the mean."""
     rows = []
     for name, make in REDUCERS.items():
-        torch.manual_seed(dist.get_rank())  # different weights on each rank, on purpose
+        torch.manual_seed(rank)  # different weights on each rank, on purpose
         model = Net(1, 28, 10, batch_norm=False).eval().double()  # eval: without dropout
         with (
             mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduces,
@@ -33,7 +33,7 @@ def compare() -> list[tuple[str, str, int, bool]]:
             torch.manual_seed(0)
             batch = torch.randn(8, 1, 28, 28).double()
             expected = torch.autograd.grad(model(batch).square().mean(), [*model.parameters()])
-            shard = batch.chunk(dist.get_world_size())[dist.get_rank()]
+            shard = batch.chunk(dist.get_world_size())[rank]
             model(shard).square().mean().backward()
             reducer.finish()
         sizes = " ".join(str(call.args[0].nbytes) for call in all_reduces.call_args_list)
@@ -43,7 +43,7 @@ def compare() -> list[tuple[str, str, int, bool]]:
     return rows
 
 
-def watch_backward() -> list[tuple[int, str, str, int, int]]:
+def watch_backward(rank: int) -> list[tuple[int, str, str, int, int]]:
     """For each bucket: when it is sent, and how many gradients are complete by then."""
     model, rows = torchvision.models.resnet18(num_classes=10), []
     names = {parameter: name for name, parameter in model.named_parameters()}

@@ -9,7 +9,20 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from common.options import UsageError
-from ranks import require_equal
+
+
+def require_equal(descriptions: list[str]) -> None:
+    """Raise UsageError on every rank if the ranks do not give the same descriptions."""
+    all_ranks = [descriptions] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, descriptions)  # every rank must reach this line
+    expected = [*all_ranks[0], "nothing"]
+    for rank, given in enumerate(all_ranks):
+        for here, there in zip([*given, "nothing"], expected, strict=False):
+            if here != there:
+                raise UsageError(
+                    f"rank {rank} has {here} where rank 0 has {there}: make them the same on "
+                    "every rank"
+                )
 
 
 def broadcast_model(model: nn.Module) -> list[Parameter]:

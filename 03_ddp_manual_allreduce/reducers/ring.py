@@ -19,7 +19,8 @@ from tabulate import tabulate
 from torch import Tensor
 
 from common.options import Parser, UsageError, exit_on, int_at_least
-from ranks import require_equal, run_ranks
+from common.ranks import run_ranks
+from gradients import require_equal
 
 PIECE_BYTES = 2**22  # of a message: while one is added up, the next one is sent
 
@@ -110,9 +111,9 @@ def checked_all_reduce(tensor: Tensor) -> int:
     return ring_all_reduce(tensor)
 
 
-def trace(length: int) -> tuple[int, list[str]]:
+def trace(rank: int, length: int) -> tuple[int, list[str]]:
     """Bytes that the faster ring sends, and the chunks at the start and after every step."""
-    numbers = torch.full((length,), 10 ** dist.get_rank(), dtype=torch.int64)
+    numbers = torch.full((length,), 10**rank, dtype=torch.int64)
     sent, lines = ring_all_reduce(numbers.clone()), []
 
     def note(tensor: Tensor) -> None:

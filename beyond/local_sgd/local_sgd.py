@@ -38,7 +38,7 @@ from async_mean import START_MEAN_IN, Wait, sent_bytes
 from common.data import ImageSet, collate, load_dataset
 from common.models import build_model
 from common.options import Parser, UsageError, exit_on, int_at_least
-from ranks import join_on_this_machine
+from common.ranks import join_on_this_machine
 
 DDP, NEVER = "DDP", "never"
 STEPS, LOCAL_BATCH, LR = 100, 30, 0.02

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from common.options import Parser, UsageError, exit_on, int_at_least
+from common.ranks import run_ranks
 from language import BYTES, LENGTH, Transformer
 from levels import LEVELS, Training, by_hand, by_library
-from ranks import run_ranks
 from traffic import bytes_sent_so_far, enter_private_network
 
 sys.path.insert(1, str(Path(__file__).parents[2] / "benchmarks"))
@@ -129,7 +129,7 @@ def count_sent(
     return (bytes_sent_so_far() - before) / STEPS / dist.get_world_size() / parameters
 
 
-def measure(rounds: int) -> dict[str, Any]:
+def measure(rank: int, rounds: int) -> dict[str, Any]:
     """What one rank finds; every rank must call it."""
     held = {
         name: count_held(make_training, level) for name, (make_training, level) in VARIANTS.items()

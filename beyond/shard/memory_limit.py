@@ -15,13 +15,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch.multiprocessing import ProcessExitedException
 from torch.optim import AdamW
 
 from common.options import Parser, UsageError, exit_on, int_at_least
+from common.ranks import RankError, run_ranks
 from language import BYTES, Transformer
 from levels import LEVELS, by_hand
-from ranks import run_ranks
 
 MIB = 2**20
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
@@ -55,7 +54,7 @@ def train(level: str, width: int, layers: int) -> list[float]:
     return losses
 
 
-def train_within(level: str, limit_bytes: int) -> str:
+def train_within(rank: int, level: str, limit_bytes: int) -> str:
     """What one rank says at the end."""
     libc = ctypes.CDLL(None)
     # Otherwise, glibc keeps freed tensors for itself, and the limit would count them. What is
@@ -91,7 +90,7 @@ def main() -> None:
     for level in args.levels:
         try:
             outcomes = run_ranks(args.ranks, train_within, level, args.limit_mib * MIB, quiet=True)
-        except ProcessExitedException as error:  # a thread of gloo had no room: C++ ends the rank
+        except RankError as error:  # a thread of gloo had no room: C++ ends the rank
             outcomes = [f"ends: can't allocate memory, {error}"]
         print(
             f"{NAMES[level]:7} {max(outcomes, key=lambda outcome: 'allocate' in outcome)}",

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
-from local_ranks import command, launch_ranks, on_ranks, run_ranks, scratch_folder
+from local_ranks import command, launch_function, launch_ranks, on_ranks, scratch_folder
 from outputs import differences
 from repository_pages import ROOT, fences, shell
 from stage_files import FOLDERS, chapter, fresh_module
@@ -185,10 +185,10 @@ APART = ("torch.cat(tables)", "torch.cat(rows)")
 
 def test_c43_two_ranks_reach_the_weights_of_one_process_on_the_same_batches():
     flags = (f"--data-dir={scenes(8, 1, 0.3)}", "--epochs=1", "--image-size=48", "--eval-epochs")
-    [single] = run_ranks(1, _run, "detector.py", flags, FLOAT64, SAME_BATCHES)
+    [single] = launch_function(1, _run, "detector.py", flags, FLOAT64, SAME_BATCHES)
 
     def distance(*changes: tuple[str, str]) -> float:
-        ddp, _ = run_ranks(2, _run, "detector_ddp.py", flags, FLOAT64, *changes)
+        ddp, _ = launch_function(2, _run, "detector_ddp.py", flags, FLOAT64, *changes)
         return max(float((ddp[key] - single[key]).abs().max()) for key in single)
 
     assert distance(SYNC) < 1e-10
@@ -204,10 +204,10 @@ def test_the_map_of_two_ranks_is_that_of_one_process_to_the_last_digit(tmp_path)
     assert launch(tmp_path / "detector.py", f"--data-dir={scenes(4)}", *flags, ranks=0)[0] == (0,)
     for images in (1, 3):  # of one image, rank 1 gets none
         flags = (f"--data-dir={scenes(4, images)}", f"--resume={tmp_path}/last.pt", "--evaluate")
-        [single] = run_ranks(1, _run, "detector.py", flags)
-        assert run_ranks(2, _run, "detector_ddp.py", flags) == [single, single]
+        [single] = launch_function(1, _run, "detector.py", flags)
+        assert launch_function(2, _run, "detector_ddp.py", flags) == [single, single]
     assert single["mAP"] > 0
-    assert run_ranks(2, _run, "detector_ddp.py", flags, APART)[0] != single
+    assert launch_function(2, _run, "detector_ddp.py", flags, APART)[0] != single
 
 
 def test_images_without_boxes_other_sizes_and_a_rank_with_fewer_batches_do_not_hang():
@@ -328,13 +328,13 @@ def original_of(name: str) -> dict:
         (epochs, f"{epochs}    sampler.set_epoch(epoch)\n"),
     )
     shuffles = "shuffle=True" in (EXAMPLES / f"{name}.py").read_text()
-    return run_ranks(1, _example, name, *changes * shuffles)[0]
+    return launch_function(1, _example, name, *changes * shuffles)[0]
 
 
 @pytest.mark.parametrize("name", EXAMPLE)
 def test_an_example_trains_on_two_ranks_what_one_process_trains(name):
     single = original_of(name)
-    first, second = run_ranks(2, _example, f"{name}_ddp", *EXAMPLE[name])
+    first, second = launch_function(2, _example, f"{name}_ddp", *EXAMPLE[name])
     assert torch.equal(first["weights"], second["weights"])
     assert (first["weights"] - single["weights"]).abs().max() < 1e-10
     assert (single["printed"] != "", second["printed"]) == (True, ""), "only rank 0 prints"
@@ -350,18 +350,18 @@ def test_with_one_line_that_looks_as_good_an_example_trains_something_else(name,
     changes = [*EXAMPLE[name], (old, new)]
     if "both" in new:
         changes.append(("critic_loss(ddp_critic(fake.detach()), 0.0).backward()", "pass"))
-    weights = run_ranks(2, _example, f"{name}_ddp", *changes)[0]["weights"]
+    weights = launch_function(2, _example, f"{name}_ddp", *changes)[0]["weights"]
     assert (weights - original_of(name)["weights"]).abs().max() > 1e-5
 
 
 def test_a_rate_that_only_rank_0_lowers_lets_the_ranks_train_apart():
     worse = ("test_loss < best", "epoch != 1")
-    same = run_ranks(2, _example, "language_ddp", worse)
+    same = launch_function(2, _example, "language_ddp", worse)
     lowered = (
         'optimizer.param_groups[0]["lr"] /= 4',
         'optimizer.param_groups[0]["lr"] /= 4 - 3 * rank',
     )
-    apart = run_ranks(2, _example, "language_ddp", worse, lowered)
+    apart = launch_function(2, _example, "language_ddp", worse, lowered)
     assert torch.equal(same[0]["weights"], same[1]["weights"])
     assert (apart[0]["weights"] - apart[1]["weights"]).abs().max() > 1e-2
 
@@ -399,8 +399,8 @@ def _weights_after_each_step(rank: int, samples: int, drop_last: bool) -> torch.
 def test_the_last_batch_is_exact_if_the_ranks_share_its_samples_equally(
     samples, dropped_by_one, dropped_by_two, steps, exact
 ):
-    [one_rank] = run_ranks(1, _weights_after_each_step, samples, dropped_by_one)
-    two = run_ranks(2, _weights_after_each_step, samples, dropped_by_two)[0]
+    [one_rank] = launch_function(1, _weights_after_each_step, samples, dropped_by_one)
+    two = launch_function(2, _weights_after_each_step, samples, dropped_by_two)[0]
     assert (len(two), len(one_rank)) == (steps, 16 if dropped_by_one else 18)
     apart = (two - one_rank[:steps]).abs().amax((1, 2))
     assert int((apart < 1e-12).sum()) == exact

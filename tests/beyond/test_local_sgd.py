@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 import timing
-from local_ranks import gather_from_ranks, on_ranks, run_ranks
+from local_ranks import gather_from_ranks, launch_function, on_ranks
 from measure_local_sgd import slowdowns
 from refusals import ended, refused
 from stage_files import chapter, fresh_module
@@ -279,7 +279,7 @@ def count_bytes(rank: int) -> dict[str, int]:
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_linux_counts_the_bytes_that_the_formula_says(ranks):
     """On 8 ranks, everyone's int8 is as long as fp32, and the two halves send a quarter of it."""
-    for counted in run_ranks(ranks, count_bytes):
+    for counted in launch_function(ranks, count_bytes):
         for message in START_MEAN_IN:
             expected = async_mean.sent_bytes(message, NUMBERS, ranks)
             assert counted[message] == pytest.approx(expected, rel=0.02), message

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD
 
-from local_ranks import on_ranks, run_ranks
+from local_ranks import launch_function, on_ranks
 from shard_cases import (
     BY_HAND,
     FSDP,
@@ -40,18 +40,18 @@ CASES = [TrainingCase(level, *choice) for level in BY_HAND for choice in CHOICES
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_shard_weights_equal_one_process(ranks):
-    distances = run_ranks(ranks, all_distances, CASES)[0]
+    distances = launch_function(ranks, all_distances, CASES)[0]
     assert [case for case, far in zip(CASES, distances, strict=True) if far > 1e-10] == []
 
 
 def test_shard_two_ranks_compute_what_one_process_computes(without=()):
     cases = [TrainingCase(level, changes=without) for level in BY_HAND]
-    assert max(run_ranks(2, all_distances, cases)[0]) < 1e-10
+    assert max(launch_function(2, all_distances, cases)[0]) < 1e-10
 
 
 def test_shard_weights_equal_one_process_over_shm_too():
     cases = [TrainingCase(level, micro_batches=2, clip=0.1) for level in BY_HAND]
-    assert max(run_ranks(3, all_distances, cases, "shm")[0]) < 1e-10
+    assert max(launch_function(3, all_distances, cases, "shm")[0]) < 1e-10
 
 
 def test_shard_fsdp_may_recompute_and_gather_in_another_format():
@@ -62,7 +62,7 @@ def test_shard_fsdp_may_recompute_and_gather_in_another_format():
         for options in (recompute, lower, {**recompute, **lower})
         for model in ("odd", "transformer")
     ]
-    distances = run_ranks(2, all_distances, cases)[0]
+    distances = launch_function(2, all_distances, cases)[0]
     in_float64, in_float32 = distances[:2], distances[2:]
     assert max(in_float64) < 1e-10
     assert all(1e-10 < far < 1e-5 for far in in_float32)
@@ -164,7 +164,7 @@ def test_shard_weights_differ_if_a_mechanism_is_left_out():
         TrainingCase(level, clip=0.1 if "norm" in what else None, changes=(change,))
         for what, (level, change) in CONTROLS.items()
     ]
-    distances = run_ranks(2, all_distances, cases)[0]
+    distances = launch_function(2, all_distances, cases)[0]
     assert [what for what, far in zip(CONTROLS, distances, strict=True) if not far > 1e-3] == []
 
 
@@ -174,7 +174,7 @@ def test_shard_adamw_hides_a_missing_division():
     cases = [
         TrainingCase(level, optimizer="adamw", changes=(change,)) for level, change in left_out
     ]
-    assert all(1e-10 < far < 1e-3 for far in run_ranks(2, all_distances, cases)[0])
+    assert all(1e-10 < far < 1e-3 for far in launch_function(2, all_distances, cases)[0])
 
 
 @on_ranks(2)

@@ -19,8 +19,8 @@ from local_ranks import (
     free_port,
     gather_from_ranks,
     is_running,
+    launcher_variables,
     on_ranks,
-    torchrun_variables,
 )
 from refusals import ended, refused
 from stage_files import chapter
@@ -62,9 +62,9 @@ def test_the_launcher_is_torchrun_or_srun_or_nobody(case):
 
 WRONG_STARTS = [
     ({"RANK": "1"}, f"LOCAL_RANK is not set, {START}"),
-    (torchrun_variables("soon"), "MASTER_PORT is soon, expected a whole number: export MASTER_P"),
-    (torchrun_variables(0), "MASTER_PORT is 0, expected a free port on rank 0's host"),
-    (torchrun_variables(2**16), "MASTER_PORT is 65536, expected a free port on rank 0's host"),
+    (launcher_variables("soon"), "MASTER_PORT is soon, expected a whole number: export MASTER_P"),
+    (launcher_variables(0), "MASTER_PORT is 0, expected a free port on rank 0's host"),
+    (launcher_variables(2**16), "MASTER_PORT is 65536, expected a free port on rank 0's host"),
 ]
 
 
@@ -75,7 +75,7 @@ def test_wrong_launch_variables_end_in_one_line_and_nobody_trains_alone(env, err
 
 def test_a_torchrun_of_one_rank_in_a_step_of_several_tasks_does_not_wait(tmp_path):
     """As `srun --ntasks=2 torchrun --nproc-per-node=1`: each torchrun is a world of its own."""
-    env = torchrun_variables(free_port(), ranks=1)
+    env = launcher_variables(free_port(), ranks=1)
     env |= dict(zip(launch.SRUN, ("1", "1", "2", "2"), strict=True))
     flags = ("--device=cpu", "--max-steps=1", f"--run-dir={tmp_path}")
     [(status, output)] = command(SCRIPT, *flags, env=env)

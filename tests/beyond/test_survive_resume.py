@@ -10,7 +10,7 @@ import torch
 
 from common.data import load_dataset
 from common.options import make_parser
-from local_ranks import ROOT, command, free_port, run_ranks, torchrun_variables
+from local_ranks import ROOT, command, free_port, launch_function, launcher_variables
 from refusals import ended, refused
 from train_stage import (
     FP32,
@@ -110,8 +110,8 @@ def samples_seen(rank: int, flags: tuple[str, ...]) -> tuple[list[int], str]:
 def test_another_number_of_ranks_sees_each_other_sample_once(tmp_path):
     """Of 1,500 samples, 12 batches of 120 make an epoch, on any number of ranks."""
     flags = (f"--data-dir={ROOT / 'data'}", f"--run-dir={tmp_path}", "--device=cpu", "--epochs=1")
-    first = run_ranks(2, samples_seen, (*flags, "--max-steps=5"))
-    rest = run_ranks(3, samples_seen, (*flags, "--resume=auto"))
+    first = launch_function(2, samples_seen, (*flags, "--max-steps=5"))
+    rest = launch_function(3, samples_seen, (*flags, "--resume=auto"))
     samples = [index for seen, _ in (*first, *rest) for index in seen]
     counts = torch.bincount(torch.tensor(samples), minlength=1500)
     assert (counts.max(), counts.sum()) == (1, 1440)
@@ -189,7 +189,7 @@ def resume_from_own_folder(rank: int, folder: Path) -> str:
 def test_a_checkpoint_that_only_one_rank_has_ends_both(tmp_path):
     command(SCRIPT, "--device=cpu", "--max-steps=2", f"--run-dir={tmp_path / '0'}")
     answers = ["2", "the step to resume from is 0 on rank 1, 2 on rank 0"]  # "2" is the exit status
-    assert run_ranks(2, resume_from_own_folder, tmp_path) == answers
+    assert launch_function(2, resume_from_own_folder, tmp_path) == answers
 
 
 @pytest.mark.parametrize(("rank", "busy"), [("0", True), ("0", False), ("1", False)])
@@ -197,7 +197,7 @@ def test_a_rendezvous_without_an_answer_ends_in_time(rank, busy):
     """The port is in use; or rank 1 never comes; or nobody listens. 600 s are the default."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1] if busy else free_port()
-        env = torchrun_variables(port) | {"RANK": rank, "LOCAL_RANK": rank}
+        env = launcher_variables(port) | {"RANK": rank, "LOCAL_RANK": rank}
         [(status, output)] = command(SCRIPT, "--timeout-seconds=2", env=env, seconds=30)
     assert (status, "Traceback" in output) == (2, False), output
     [line] = [line for line in output.splitlines() if line.startswith("error: ")]

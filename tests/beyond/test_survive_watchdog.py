@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from local_ranks import context, run_ranks
+from local_ranks import context, launch_function
 from stage_files import chapter, clock, fresh_module
 
 watchdog = chapter("survive", "watchdog")
@@ -160,6 +160,6 @@ WAITS_IN_C = [  # the limit of the run in seconds; the beats after which a dead 
 @pytest.mark.parametrize(("how", "seconds", "beats", "ends"), WAITS_IN_C)
 def test_a_rank_that_waits_for_a_gpu_learns_that_another_died(how, seconds, beats, ends, tmp_path):
     file = tmp_path / "said"
-    assert run_ranks(2, wait_in_c, how, seconds, beats, file, dying=(0, 1)) == ends
+    assert launch_function(2, wait_in_c, how, seconds, beats, file, may_die=(0, 1)) == ends
     named = "error: rank 0 gives up at .+`ctypes.+: rank 1 did not arrive, last .+ unreachable"
     assert bool(re.search(named, file.read_text())) == (ends[0] is None)

@@ -2,7 +2,7 @@
 
 All of them come from a fork server that has imported torch, so that a rank is there at once.
 
-    run_ranks(2, function, argument)                # what function(rank, argument) returns on each
+    launch_function(2, function, argument)          # what function(rank, argument) returns on each
     launch_ranks("04_ddp_torchrun/train.py", flag)  # exit status and output of each of two ranks
     command("01_single_gpu/train.py", flag)         # the same of one process without a launcher
 
@@ -14,7 +14,6 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
 import os
-import pickle
 import runpy
 import signal
 import socket
@@ -33,6 +32,9 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+
+import common.ranks
+from common.ranks import STORE_OF_A_LAUNCHER, run_ranks, torchrun_variables
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 60  # more than any rank takes; a hang ends here
@@ -55,9 +57,8 @@ PRELOADED = [  # by the fork server
 
 torch.set_num_threads(1)  # as every rank has: two tests that run side by side have two cores
 context = multiprocessing.get_context("forkserver")
+common.ranks.slow_modules[:] = PRELOADED  # for chapters that tests run here
 context.set_forkserver_preload(PRELOADED)
-if multiprocessing.parent_process() is None:  # chapters that tests run here use it as it is
-    multiprocessing.forkserver.set_forkserver_preload = lambda modules: None
 
 
 def patience(seconds: float) -> float:
@@ -105,16 +106,9 @@ def scratch_folder() -> Path:
 # What a launcher tells a rank
 
 
-def torchrun_variables(port: int, ranks: int = 2) -> dict[str, str]:
+def launcher_variables(port: int | str, ranks: int = 2) -> dict[str, str]:
     """What torchrun tells each rank. {RANK} stands for its number, see `command`."""
-    return {
-        "RANK": "{RANK}",
-        "LOCAL_RANK": "{RANK}",
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    return torchrun_variables("{RANK}", ranks, port)
 
 
 def of_rank(rank: int, variables: dict[str, str]) -> dict[str, str]:
@@ -125,8 +119,7 @@ def store_of_a_launcher(ranks: int) -> tuple[dist.TCPStore, dict[str, str]]:
     """The store where ranks meet, kept by this process as torchrun's agent does, and what the ranks
     are told. The caller holds the store as long as they run."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    variables = torchrun_variables(store.port, ranks) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    return store, variables | {"TORCHELASTIC_RESTART_COUNT": "0"}
+    return store, launcher_variables(store.port, ranks) | STORE_OF_A_LAUNCHER
 
 
 def default_start() -> None:
@@ -137,58 +130,15 @@ def default_start() -> None:
 # Ranks that run a function
 
 
-def _run_rank(rank: int, pipe: Any, env: dict[str, str], function: Callable, args: tuple) -> None:
-    os.environ.update(env)
-    torch.set_num_threads(1)
+def launch_function(world_size: int, function: Callable, *args: Any, may_die: tuple = ()) -> list:
+    """What function(rank, *args) returns on each rank; it joins the process group itself."""
+    options = {"backend": None, "seconds": patience(SECONDS), "may_die": may_die}
+    return run_ranks(world_size, _run_function, function, args, **options)
+
+
+def _run_function(rank: int, function: Callable, args: tuple) -> Any:
     default_start()
-    try:
-        answer = (True, function(rank, *args))
-    except BaseException:
-        answer = (False, traceback.format_exc())
-    pipe.send_bytes(pickle.dumps(answer))  # send() would hand tensors over as shared memory
-
-
-def run_ranks(world_size: int, function: Callable, *args: Any, dying: tuple = ()) -> list:
-    """What function(rank, *args) returns on each rank, None if it is dying; an error ends all."""
-    _store, variables = store_of_a_launcher(world_size)
-    ranks = []
-    for rank in range(world_size):
-        ours, theirs = context.Pipe(duplex=False)
-        arguments = (rank, theirs, of_rank(rank, variables), function, args)
-        process = context.Process(target=_run_rank, args=arguments)
-        process.start()
-        theirs.close()
-        ranks.append((process, ours))
-    try:
-        return _answers([pipe for _, pipe in ranks], dying)
-    finally:
-        for process, pipe in ranks:
-            process.join(0 if sys.exc_info()[0] else 10)
-            if process.is_alive():
-                process.kill()
-                process.join()
-            pipe.close()
-
-
-def _answers(pipes: list, dying: tuple) -> list:
-    """What each rank sends, in the order of the ranks; the first error is raised at once."""
-    answers: dict[int, Any] = {}
-    deadline = time.monotonic() + patience(SECONDS)
-    while len(answers) < len(pipes):
-        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in answers}
-        ready = multiprocessing.connection.wait(waiting, deadline - time.monotonic())
-        if not ready:
-            raise TimeoutError(f"ranks {list(waiting.values())} did not end in {SECONDS} s")
-        for pipe in ready:
-            rank = waiting[pipe]
-            try:
-                is_good, answer = pickle.loads(pipe.recv_bytes())
-            except EOFError:
-                is_good, answer = rank in dying, None if rank in dying else "it died without a word"
-            if not is_good:
-                raise AssertionError(f"rank {rank}: {answer}")
-            answers[rank] = answer
-    return [answers[rank] for rank in range(len(pipes))]
+    return function(rank, *args)
 
 
 def on_ranks(ranks: int = 0) -> Callable:
@@ -198,7 +148,7 @@ def on_ranks(ranks: int = 0) -> Callable:
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         def start(**arguments: Any) -> None:
             body = (test.__module__, test.__name__, arguments)
-            run_ranks(ranks or arguments["ranks"], _run_body, scratch_folder(), *body)
+            launch_function(ranks or arguments["ranks"], _run_body, scratch_folder(), *body)
 
         _, *others = signature(test).parameters.values()  # pytest gives all of them but `rank`
         start.__signature__ = Signature(others)  # type: ignore[attr-defined]
@@ -245,6 +195,7 @@ def run_script(
     sys.path[0:0] = [str(Path(script).parent)]
     start = forked(torch.multiprocessing.start_processes)
     patch.multiple(torch.multiprocessing, spawn=start, start_processes=start).start()
+    common.ranks.start_method = "fork"
     try:
         runpy.run_path(script, run_name="__main__")
         status = 0
@@ -269,8 +220,7 @@ def run_kernel(env: dict[str, str], flags: list[str]) -> None:
     inline = "module://matplotlib_inline.backend_inline"
     matplotlib.rcParams["backend"] = inline  # the kernel says so to those who import it later
     context = multiprocessing.get_context("fork")
-    start = forked(torch.multiprocessing.start_processes)
-    patch("torch.multiprocessing.start_processes", start).start()
+    common.ranks.start_method = "fork"
     IPKernelApp.launch_instance(argv=flags)
 
 

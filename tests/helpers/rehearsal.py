@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from local_ranks import ROOT, run_ranks, scratch_folder
+from local_ranks import ROOT, launch_function, scratch_folder
 from train_stage import spawned_as
 
 SHORT = ("--device=cuda", "--epochs=1", "--max-steps=2", f"--data-dir={ROOT / 'data'}")
@@ -148,7 +148,7 @@ def rehearse(
     changes: texts of the script to replace.
     """
     envs = envs or [{}] * ranks
-    return run_ranks(ranks, _rehearse, script, flags, gpus, envs, changes)
+    return launch_function(ranks, _rehearse, script, flags, gpus, envs, changes)
 
 
 @cache

@@ -21,7 +21,7 @@ from PIL import Image
 
 from common.data import load_dataset
 from common.options import make_parser
-from local_ranks import ROOT, run_ranks, scratch_folder
+from local_ranks import ROOT, launch_function, scratch_folder
 from stage_files import Line, fresh_module
 
 LOCAL = ("--device=cpu", f"--data-dir={ROOT / 'data'}")
@@ -152,7 +152,7 @@ def train(
     folder = folder or scratch_folder()
     flags = (*LOCAL, f"--run-dir={folder}", *flags)
     flags += (f"--world-size={world_size}",) if key == "03" else ()
-    ranks = run_ranks(world_size, train_rank, key, flags, dtype, without)
+    ranks = launch_function(world_size, train_rank, key, flags, dtype, without)
     return Run(folder, [state for state, _ in ranks], ranks[0][1])
 
 

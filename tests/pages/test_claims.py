@@ -26,10 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
-import ranks
 from common.data import local_batch_size
 from common.options import UsageError
-from local_ranks import command, free_port, gather_from_ranks, on_ranks, run_ranks
+from common.ranks import run_ranks
+from local_ranks import command, free_port, gather_from_ranks, launch_function, on_ranks
 from stage_files import chapter
 
 
@@ -127,7 +127,7 @@ def join_with_the_local_rank(rank):
 
 
 def test_c14_with_the_local_rank_two_nodes_never_meet():
-    run_ranks(4, join_with_the_local_rank)
+    launch_function(4, join_with_the_local_rank)
 
 
 def test_c15_a_sampler_excludes_shuffle_and_a_batch_sampler_drop_last_too():
@@ -258,8 +258,8 @@ def test_c29_one_seed_gives_equal_weights_and_equal_dropout_masks(rank):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_c30_gloo_on_a_gpu_does_more_than_all_reduce_and_broadcast():
-    play = chapter("03", "collectives").before_and_after
-    gathered = ranks.run_ranks(2, play, "all_gather", device="cuda", seconds=60)
+    play = chapter("03", "collectives").play
+    gathered = run_ranks(2, play, "all_gather", device="cuda", seconds=60)
     assert [after for _, after in gathered] == [[1, 10]] * 2
 
 

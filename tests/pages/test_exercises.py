@@ -29,8 +29,8 @@ FULL = "a full disk in save 3: got an error, file: nothing that torch.load can r
 CASES = [  # the body of the function, or nothing, as it stands; what is said to it
     ("01", "", "mean_loss([0.5, 0.25, 2.0], [120, 120, 57]): got 0.9166, expected 0.68"),
     ("01", MEAN, "right"),
-    ("01", "while True: pass", "not done after 1 s, expected an answer"),
-    ("01", "raise SystemExit(3)", "process 0 terminated with exit code 3, expected an"),
+    ("01", "while True: pass", "ranks [0] did not end in 1 s, expected an answer"),
+    ("01", "raise SystemExit(3)", "rank 0 ended with status 3 without an answer, expected"),
     ("02", "", "split_batch(5, 4): got [2, 1, 1, 1], expected [2, 2, 1]"),
     ("02", CHUNKS, "right"),
     ("02", "return 1 / 0", "ZeroDivisionError in line 11: division by zero"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from local_ranks import ROOT, free_port, on_ranks, torchrun_variables
+from local_ranks import ROOT, free_port, launcher_variables, on_ranks
 from refusals import Trap, ended, refused, seal
 
 
@@ -30,7 +30,7 @@ def test_no_file_unpickles_what_comes_from_outside():
         f"{name} {each}" for name, text in sources.items() for each in call.findall(text)
     }
     allowed = {
-        "ranks/__init__.py all_gather",
+        "reducers/gradients.py all_gather",
         "reducers/shared_memory.py broadcast",
     }
     names = ("uneven", "unused_parameters")
@@ -65,7 +65,7 @@ def test_a_malicious_checkpoint_runs_nothing(way, tmp_path):
     flags = (f"--run-dir={tmp_path}", how if how.endswith("auto") else f"{how}={path}")
     unreadable = key == "survive" and not sealed and not zipped
     why = "damaged" if unreadable else "expected only tensors and plain values"
-    env = torchrun_variables(free_port(), ranks=1) if key == "04" else {}
+    env = launcher_variables(free_port(), ranks=1) if key == "04" else {}
     refused(ended(key, "--model=net-bn", *flags, env=env), "checkpoint.pt", why)
     assert [file.name for file in tmp_path.iterdir()] == ["checkpoint.pt"]
     assert path.read_bytes() == before

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from local_ranks import ROOT, run_ranks
+from local_ranks import ROOT, launch_function
 from stage_files import chapter
 
 paper, ready = chapter("04", "forecast/step_model"), chapter("04", "forecast/gradient_order")
@@ -30,9 +30,9 @@ def node(function, calls, old, new):  # what it returns, with a piece of the sou
     return json.loads(subprocess.check_output(["node", "-p", SOURCE.replace(old, new) + run]))
 
 
-def _trace_ring(_, ranks):
+def _trace_ring(rank, ranks):
     torch.distributed.init_process_group("gloo")
-    return ring.trace(ranks)
+    return ring.trace(rank, ranks)
 
 
 def allreduce(*change):
@@ -51,7 +51,9 @@ def allreduce(*change):
         for last_states in (held[1][-1], held[2][0]):
             assert [[value == int("1" * n) for value in row] for row in last_states] == complete
     held = [[" ".join(map(str, row)) for row in state["held"]] for state in states_by_way[0]]
-    assert [*zip(*held, strict=True)] == [tuple(seen) for _, seen in run_ranks(n, _trace_ring, n)]
+    assert [*zip(*held, strict=True)] == [
+        tuple(seen) for _, seen in launch_function(n, _trace_ring, n)
+    ]
 
 
 def buckets(*change):

@@ -11,7 +11,7 @@ from PIL import Image
 
 from common.data import Digits, load_dataset
 from common.options import UsageError, make_parser
-from local_ranks import ROOT, command, launch_ranks, torchrun_variables
+from local_ranks import ROOT, command, launch_ranks, launcher_variables
 from refusals import SCRIPTS, Trap, ended, refused, seal
 from train_stage import SHORT, train_once
 
@@ -220,7 +220,7 @@ def test_what_only_rank_0_finds_ends_the_other_rank_too(key, tmp_path):
 def test_04_on_a_port_in_use_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
-        [(status, output)] = command(SCRIPTS["04"], env=torchrun_variables(port))
+        [(status, output)] = command(SCRIPTS["04"], env=launcher_variables(port))
     assert status == 2
     [line] = [line for line in output.splitlines() if line.startswith("error: ")]
     assert f"port: {port}" in line

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-import ranks
+import common.ranks
+from common.ranks import introduce, run_ranks
 from local_ranks import ROOT, context, forked, gather_from_ranks, is_running, on_ranks
 from stage_files import chapter, output_of
 from train_stage import load_stage
@@ -82,15 +83,15 @@ CALLS += ("all_gather", "scatter", "reduce_scatter", "all_to_all_single")
 def test_without_its_call_no_lesson_gives_that(rank):
     """The control."""
     with patch.multiple(dist, **dict.fromkeys(CALLS, lambda *args, **kwargs: [])):
-        play = chapter("03", "collectives").before_and_after
-        rows = [play(name) for name in LESSONS if name != "barrier"]
+        play = chapter("03", "collectives").play
+        rows = [play(rank, name) for name in LESSONS if name != "barrier"]
     pairs = zip(LESSONS, zip(*gather_from_ranks(rows), strict=True), strict=False)
     assert [name for name, ranks in pairs if is_right(name, list(ranks))] == []
 
 
 def test_ranks_start_and_introduce_themselves():
     introductions = [f"rank {rank} of 3; all ranks add up to 3" for rank in range(3)]
-    assert ranks.run_ranks(3, ranks.introduce, seconds=60) == introductions
+    assert run_ranks(3, introduce, seconds=60) == introductions
 
 
 @pytest.mark.parametrize(("backend", "gpus"), [("gloo", 1), ("nccl", 2)])
@@ -98,9 +99,8 @@ def test_every_collective_works_on_gpus_and_two_gloo_ranks_share_one(backend, gp
     if gpus > GPUS:
         pytest.skip(f"needs GPUs: {gpus}")
     names = ["broadcast", "all_reduce"] if backend == "gloo" else list(LESSONS)
-    play = collectives.before_and_after
     for name in names:
-        answers = ranks.run_ranks(2, play, name, backend=backend, device="cuda", seconds=60)
+        answers = run_ranks(2, collectives.play, name, backend=backend, device="cuda", seconds=60)
         assert is_right(name, answers), name
 
 
@@ -136,7 +136,8 @@ def train_in_the_background() -> None:
 
 
 def start_ranks_of_a_chapter() -> None:
-    ranks.run_ranks(2, hang)
+    common.ranks.start_method = "fork"
+    run_ranks(2, hang)
 
 
 def ranks_left(folder: Path, main: Callable, seconds: float) -> int:

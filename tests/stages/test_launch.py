@@ -7,7 +7,7 @@ Real torchruns and a real SLURM: test_cluster.py.
 import pytest
 import torch
 
-from local_ranks import ROOT, command, free_port, torchrun_variables
+from local_ranks import ROOT, command, free_port, launcher_variables
 from refusals import SCRIPTS
 from repository_pages import fences
 from train_stage import SHORT, Run, train_once
@@ -20,8 +20,8 @@ def srun(ranks: int, tasks: str) -> dict[str, str]:
 
 
 STARTS = [  # script, ranks, processes that are started here, what a launcher tells them
-    ("04", 2, 2, torchrun_variables(0)),
-    ("04", 1, 1, torchrun_variables(0, ranks=1)),
+    ("04", 2, 2, launcher_variables(0)),
+    ("04", 1, 1, launcher_variables(0, ranks=1)),
     ("survive", 2, 2, srun(2, "2(x3),1")),
     ("survive", 1, 1, {}),
     ("03", 2, 1, {}),  # starts its own processes

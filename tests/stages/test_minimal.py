@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from local_ranks import ROOT, run_ranks, scratch_folder
+from local_ranks import ROOT, launch_function, scratch_folder
 from train_stage import default_dtype
 
 SCRIPTS = {1: ROOT / "01_single_gpu" / "minimal.py", 2: ROOT / "04_ddp_torchrun" / "minimal.py"}
@@ -37,7 +37,7 @@ def run(ranks: int, old: str = "", new: str = "") -> MinimalRun:
     """The script on so many ranks, with one piece of it replaced."""
     source, folder = SCRIPTS[ranks].read_text(), scratch_folder()
     assert old in source
-    outputs = run_ranks(ranks, run_script, source.replace(old, new), folder)
+    outputs = launch_function(ranks, run_script, source.replace(old, new), folder)
     return MinimalRun(outputs, torch.load(folder / "model.pt", weights_only=True))
 
 

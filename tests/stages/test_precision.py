@@ -12,7 +12,7 @@ from torch.optim import SGD
 
 import oracle
 from common.options import make_parser
-from local_ranks import gather_from_ranks, on_ranks, run_ranks, scratch_folder
+from local_ranks import gather_from_ranks, launch_function, on_ranks, scratch_folder
 from repository_pages import fences
 from stage_files import chapter
 from test_equals_one_process import FLAGS, differences
@@ -62,7 +62,7 @@ def _overflow(rank, flags) -> int:
 def test_a_step_that_overflows_is_skipped_on_all_ranks_and_counts_in_the_schedule(tmp_path):
     """An epoch of 12 steps, a warm-up by hundredths; and two more."""
     flags = (*LOCAL, f"--run-dir={tmp_path}", "--amp=fp16", "--model=net-bn", "--max-steps=14")
-    taken = run_ranks(2, _overflow, (*flags, "--warmup-epochs=1", "--lr=0.12"))
+    taken = launch_function(2, _overflow, (*flags, "--warmup-epochs=1", "--lr=0.12"))
     run = Run(tmp_path, [], "")
     skipped = round(24 - math.log2(run.checkpoint["scaler"]["scale"]))  # each halves the scale
     assert 0 < skipped < 12
@@ -87,7 +87,7 @@ def _reduced(rank, flags, without) -> list[int]:
 
 def test_survive_ranks_meet_once_a_step_however_many_micro_batches(without=()):
     flags = (*LOCAL, f"--run-dir={scratch_folder()}", "--max-steps=5", "--accumulate=3")
-    assert run_ranks(2, _reduced, flags, without) == [[4 * 21_840] * 6] * 2, (
+    assert launch_function(2, _reduced, flags, without) == [[4 * 21_840] * 6] * 2, (
         "the first orders buckets"
     )
 

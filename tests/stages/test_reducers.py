@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from common.options import UsageError
-from local_ranks import ROOT, gather_from_ranks, on_ranks, run_ranks, scratch_folder
+from local_ranks import ROOT, gather_from_ranks, launch_function, on_ranks, scratch_folder
 from stage_files import Line, chapter
 from train_stage import Run, default_dtype, load_stage, run_main, train_once
 
@@ -112,7 +112,7 @@ def check_all_reducers(rank: int, ranks: int, without: tuple[Line, ...]) -> None
 
 def test_03_reducers_do_what_one_process_does(without=()):
     for ranks in (2, 3, 1):
-        run_ranks(ranks, check_all_reducers, ranks, without)
+        launch_function(ranks, check_all_reducers, ranks, without)
 
 
 @on_ranks(2)
@@ -139,7 +139,7 @@ def train_with(rank: int, name: str, *flags: str) -> None:
 def losses_of_stage_03(name: str, *flags: str) -> list[float]:
     folder = scratch_folder()
     where = ("--device=cpu", f"--data-dir={ROOT / 'data'}", f"--run-dir={folder}", "--world-size=2")
-    run_ranks(2, train_with, name, *flags, *where)
+    launch_function(2, train_with, name, *flags, *where)
     return Run(folder, [], "").losses.tolist()
 
 
@@ -165,7 +165,7 @@ def test_a_bucket_is_closed_as_soon_as_it_holds_its_size():
 
 @on_ranks(2)
 def test_the_first_bucket_is_on_its_way_while_most_gradients_are_still_to_come(rank):
-    first, *_, last = chapter("03", "reducers/compare").watch_backward()
+    first, *_, last = chapter("03", "reducers/compare").watch_backward(rank)
     assert first[-1] > 50
     assert last[-1] == 0, "the control: the last bucket can overlap with nothing"
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.options import UsageError
-from local_ranks import on_ranks, run_ranks
+from local_ranks import launch_function, on_ranks
 from stage_files import chapter, fresh_module
 
 # Samples of each rank: uneven, one of them alone, and of four ranks one has none at all.
@@ -113,7 +113,7 @@ def run_all_cases(rank, ranks):
 
 @cache
 def synced(ranks):
-    return run_ranks(ranks, run_all_cases, ranks)
+    return launch_function(ranks, run_all_cases, ranks)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -22,9 +22,9 @@ from local_ranks import (
     command,
     context,
     default_start,
+    launch_function,
     launch_ranks,
     patience,
-    run_ranks,
     scratch_folder,
 )
 from pages import anchors
@@ -431,7 +431,7 @@ def test_collectives_are_seen_by_their_old_and_new_names(left_out, tmp_path):
     names = ["all_gather_into_tensor", "all_gather_single", "reduce_scatter_single"]
     names += ["gather_single", "gather_into_tensor"]
     watched = [name for name in watch_effects.COLLECTIVES if name != left_out]
-    [seen] = run_ranks(1, collectives_seen, tmp_path, names, watched)
+    [seen] = launch_function(1, collectives_seen, tmp_path, names, watched)
     assert seen == [name for name in names if name != left_out]
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 import shm  # noqa: F401 (the backend)
-from local_ranks import gather_from_ranks, on_ranks, run_ranks
+from local_ranks import gather_from_ranks, launch_function, on_ranks
 from shm.exchange import Exchange
 from shm.group import SharedMemoryGroup
 
@@ -137,7 +137,7 @@ def use_the_rest(rank, ranks):
 
 
 def test_objects_messages_subgroups_and_ddp_work():
-    first, *others = run_ranks(3, use_the_rest, 3)
+    first, *others = launch_function(3, use_the_rest, 3)
     for other in others:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(other, first, strict=True))
     assert first[0].abs().sum() > 0
@@ -190,7 +190,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("how", FAILURES)
 def test_what_goes_wrong_ends_in_a_line_that_names_the_rank(how):
-    error, opened = run_ranks(2, fail, how, dying=(1,) if how == "killed" else ())[0]
+    error, opened = launch_function(2, fail, how, may_die=(1,) if how == "killed" else ())[0]
     assert error.startswith(FAILURES[how])
     assert not opened & open_memory(), "it is left in the memory of the machine"
 
@@ -237,7 +237,7 @@ def call_as_paired(rank, pairs):
 def test_ranks_that_call_different_collectives_are_told_both():
     """The control: two ranks that call the same."""
     pairs = [*combinations(CALLS, 2), *((text, text) for text in CALLS)]
-    errors = run_ranks(2, call_as_paired, pairs)
+    errors = launch_function(2, call_as_paired, pairs)
     for pair, *errors_of_pair in zip(pairs, *errors, strict=True):
         for rank, error in enumerate(errors_of_pair):
             own, other = pair[rank], pair[1 - rank]

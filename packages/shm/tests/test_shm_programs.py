@@ -27,7 +27,7 @@ import shm
 import shm.messages
 import shm.segment
 import shm.work
-from local_ranks import run_ranks
+from local_ranks import launch_function
 
 HERE, Op = Path(__file__).parent, dist.ReduceOp
 RANKS = 3
@@ -380,7 +380,7 @@ def run_all(rank):
 
 @cache
 def results_of_all_programs():
-    return run_ranks(RANKS, run_all)
+    return launch_function(RANKS, run_all)
 
 
 def results(how, program):

@@ -1,0 +1,236 @@
+"""Ranks on this machine: processes that join a group, and return what a function computes.
+
+    run_ranks(4, function, argument)  # what function(rank, argument) returns on each of four ranks
+
+Chapters, tests and benchmarks start their ranks here, and no train.py does. A fork server imports
+torch once, and each rank is a copy of it that is there in milliseconds. `python -m common.ranks`
+shows four ranks at work. A chapter that torchrun starts calls join_on_this_machine instead.
+"""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from common.options import Parser, UsageError, exit_on
+
+# Rank 0 need not make the store, because its launcher has one.
+STORE_OF_A_LAUNCHER = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+start_method = "forkserver"
+slow_modules = ["torch", "torchvision", "matplotlib.pyplot", "tabulate"]  # it imports them once
+
+
+class RankError(RuntimeError):
+    """A rank has raised an error, or ended without an answer. The text says which one, and why."""
+
+
+class Start(NamedTuple):
+    """How a rank begins."""
+
+    variables: dict[str, str]  # of the environment
+    backend: str | None = "gloo"  # None: its function joins the process group
+    device: str = "cpu"
+    quiet: bool = False  # hide what it writes to stderr; an error still arrives
+    stays: bool = False  # until it is killed, because the others would notice its exit
+
+
+class Rank(NamedTuple):
+    process: BaseProcess
+    answer: Connection
+
+    def how_it_ended(self) -> str:
+        code = self.process.exitcode or 0
+        return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+
+
+class Ranks:
+    """Ranks that run one function; at the end of the `with`, those that still run are killed."""
+
+    def __init__(self, world_size: int, start: Start, function: Callable, args: tuple) -> None:
+        multiprocessing.set_forkserver_preload([n for n in slow_modules if n in sys.modules])
+        context: Any = multiprocessing.get_context(start_method)
+        # The store where the ranks meet. Port 0: the operating system picks a free one.
+        self.store = dist.TCPStore("127.0.0.1", port=0, is_master=True, wait_for_workers=False)
+        self.ranks = []
+        for rank in range(world_size):
+            variables = torchrun_variables(rank, world_size, self.store.port)
+            variables |= STORE_OF_A_LAUNCHER | start.variables
+            receiver, sender = context.Pipe(duplex=False)
+            arguments = (rank, start._replace(variables=variables), sender, function, args)
+            process = context.Process(target=run_rank, args=arguments)
+            process.start()
+            sender.close()
+            self.ranks.append(Rank(process, receiver))
+
+    def __enter__(self) -> list[Rank]:
+        return self.ranks
+
+    def __exit__(self, *_: object) -> None:
+        for rank in self.ranks:
+            rank.process.kill()
+            rank.process.join()
+            rank.answer.close()
+
+
+def run_ranks(
+    world_size: int,
+    function: Callable,
+    *args: Any,
+    backend: str | None = "gloo",
+    device: str = "cpu",
+    seconds: float = 3600,
+    quiet: bool = False,
+    may_die: Collection[int] = (),
+) -> list:
+    """What function(rank, *args) returns on each rank of a process group, in their order.
+
+    function: defined in a module, so that another process can import it. An error on one rank ends
+    all ranks and is raised here as RankError; so does the time limit, after `seconds`.
+    may_die: ranks that may end without an answer, which is then None.
+    """
+    start = Start({}, backend, device, quiet)
+    answers: dict[int, Any] = {}
+    end = time.monotonic() + seconds
+    with Ranks(world_size, start, function, args) as ranks:
+        while len(answers) < world_size:
+            waiting = {ranks[n].answer: n for n in range(world_size) if n not in answers}
+            ready = wait(waiting, max(0, end - time.monotonic()))
+            if not ready:
+                raise TimeoutError(f"ranks {list(waiting.values())} did not end in {seconds:g} s")
+            for number in [number for answer, number in waiting.items() if answer in ready]:
+                answers[number] = answer_of(number, ranks[number], number in may_die)
+        for rank in ranks:
+            rank.process.join(10)  # it leaves the group
+    return [answers[number] for number in range(world_size)]
+
+
+def answer_of(number: int, rank: Rank, may_die: bool) -> Any:
+    try:
+        is_good, answer = pickle.loads(rank.answer.recv_bytes())
+    except EOFError:
+        if may_die:
+            return None
+        rank.process.join(10)
+        raise RankError(f"rank {number} {rank.how_it_ended()} without an answer") from None
+    if not is_good:
+        raise RankError(f"rank {number}: {answer}")
+    return answer
+
+
+def watch_ranks(
+    world_size: int,
+    function: Callable,
+    *args: Any,
+    seconds: float,
+    backend: str | None = "gloo",
+    variables: dict[str, str] | None = None,
+) -> list[str]:
+    """What became of each rank: what function(rank, *args) returned, how it ended, or `waits`.
+
+    function returns a text. seconds: how long it has after all ranks have joined.
+    """
+    start = Start(variables or {}, backend, quiet=True, stays=True)
+    with Ranks(world_size, start, function, args) as ranks:
+        for rank in ranks:
+            rank.answer.recv_bytes()  # it has joined
+        end = time.monotonic() + seconds
+        while not all(rank.answer.poll() for rank in ranks) and time.monotonic() < end:
+            time.sleep(0.02)
+        return [became_of(rank) for rank in ranks]
+
+
+def became_of(rank: Rank) -> str:
+    if not rank.answer.poll():  # neither an answer nor the end of its process
+        return "waits"
+    try:
+        return pickle.loads(rank.answer.recv_bytes())[1]
+    except EOFError:
+        rank.process.join(10)
+        return rank.how_it_ended()
+
+
+def torchrun_variables(rank: int | str, world_size: int, port: int | str) -> dict[str, str]:
+    """What torchrun tells a rank, if all of them are on this machine."""
+    variables = {"RANK": rank, "LOCAL_RANK": rank}
+    variables |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {name: str(value) for name, value in variables.items()}
+
+
+def run_rank(rank: int, start: Start, answer: Connection, function: Callable, args: tuple) -> None:
+    """What each process does."""
+    end_with_parent()
+    if start.quiet:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    os.environ.update(start.variables)
+    dist.set_debug_level_from_env()  # torch has read it when it was imported, in the fork server
+    torch.set_num_threads(1)  # or the ranks compete for the cores
+    try:
+        join_group(rank, start)
+        if start.stays:
+            answer.send_bytes(b"joined")
+        result = (True, function(rank, *args))
+    except Exception:
+        result = (False, traceback.format_exc())
+    answer.send_bytes(pickle.dumps(result))  # send() would hand tensors over as shared memory
+    if start.stays:
+        time.sleep(3600)
+    if start.backend and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def join_group(rank: int, start: Start) -> None:
+    gpu = None
+    if start.device == "cuda":
+        gpu = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(gpu)
+        torch.set_default_device(gpu)
+    if start.backend:
+        dist.init_process_group(start.backend, device_id=gpu if start.backend == "nccl" else None)
+
+
+def end_with_parent() -> None:
+    """From now on, this process ends when its parent does.
+
+    Without this, a rank that waits in C++ would outlive a program that is killed.
+    """
+
+    def wait_for_its_end() -> None:
+        multiprocessing.parent_process().join()  # type: ignore[union-attr]
+        os._exit(1)
+
+    threading.Thread(target=wait_for_its_end, daemon=True).start()
+
+
+def join_on_this_machine(program: str, why_two: str) -> None:
+    """Join the ranks that torchrun has started here; UsageError, which says why, if it is alone."""
+    if int(os.environ.get("WORLD_SIZE", 1)) < 2:
+        command = f"torchrun --standalone --nproc-per-node=2 {program}"
+        raise UsageError(f"{why_two}: start two, with {command}")
+    # They send their messages over loopback.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname()[0] == "Darwin" else "lo")
+    dist.init_process_group("gloo")
+
+
+def introduce(rank: int) -> str:
+    """Who this rank is, and one all-reduce."""
+    total = torch.tensor(rank)
+    dist.all_reduce(total)  # every rank must reach this line
+    return f"rank {rank} of {dist.get_world_size()}; all ranks add up to {total.item()}"
+
+
+if __name__ == "__main__":
+    with exit_on(UsageError):
+        Parser(__doc__).parse_args()
+        print(*run_ranks(4, introduce), sep="\n")
