@@ -22,7 +22,7 @@ lint: $(VENV)/ready
 	$(RUN) -m mypy common/*.py
 	MYPYPATH=05_amp_syncbn $(RUN) -m mypy beyond/survive/*.py  # it uses two chapters of stage 05
 	$(RUN) -m mypy tests/check_exercise.py
-	$(RUN) -m mypy -p prove -p shm
+	$(RUN) -m mypy packages/prove/src/prove/*.py packages/shm/src/shm/*.py
 	$(RUN) -m mypy beyond/local_sgd/*.py
 	MYPYPATH=01_single_gpu:benchmarks $(RUN) -m mypy beyond/shard/*.py
 	for folder in $(PROGRAM_FOLDERS); do $(RUN) -m mypy $$folder*.py || exit 1; done
