@@ -62,7 +62,6 @@ shm-suite: $(VENV)/ready  ## torch's own tests for backends, over gloo and shm: 
 lessons: $(VENV)/ready  ## write every lesson.diff, its parts in the pages, the index, and the Chinese pages
 	$(RUN) docs/tools/write_lessons.py
 	$(RUN) docs/tools/write_index.py
-	$(RUN) tests/gpu_lines.py
 	$(RUN) docs/tools/update_translations.py
 
 readme: $(VENV)/ready  ## run the tour and every command whose output a page shows, and put it there

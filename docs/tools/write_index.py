@@ -16,8 +16,13 @@ from pathlib import Path
 from repository_pages import ROOT
 
 INDEX = "docs/index.md"
-# Folders whose pages and programs are listed, a section each: those inside belong to the section.
-SECTIONS = ("0?_*", "beyond/*", "beyond", "packages/*", "common", "notebooks", "benchmarks", "docs")
+# Folders whose pages and programs are listed; those inside a folder are listed with it.
+ROOMS = {
+    "The core: two hours, with the README and one notebook": ("0?_*",),
+    "The roads beyond it": ("beyond", "beyond/*"),
+    "Two packages that work without the course": ("packages/*",),
+    "Reference": ("common", "notebooks", "benchmarks", "docs"),
+}
 INTRODUCTION = """\
 # All programs and pages
 
@@ -26,7 +31,7 @@ itself, and the others are parts that programs import. A page of the same name, 
 the folder, shows its output and explains it. `make lessons` writes this list, from the headings of
 the pages and the first lines of the programs.
 """
-HEAD = "\n## {}/\n\n| file | what it answers |\n|---|---|\n"
+HEAD = "\n### {}/\n\n| file | what it answers |\n|---|---|\n"
 END = "\nBack to [the start](../README.md).\n"
 
 
@@ -72,15 +77,17 @@ def files_of(folder: Path) -> list[Path]:
 def index() -> str:
     """The text of docs/index.md."""
     parts, here = [INTRODUCTION], (ROOT / INDEX).parent
-    folders = [path for each in SECTIONS for path in sorted(ROOT.glob(each)) if path.is_dir()]
-    for folder in filter(files_of, folders):
-        parts.append(HEAD.format(folder.relative_to(ROOT).as_posix()))
-        for path in files_of(folder):
-            if path == ROOT / INDEX:
-                continue
-            says = summary_of(path) if path.suffix == ".py" else title_of(path)
-            name, link = path.relative_to(folder).as_posix(), os.path.relpath(path, here)
-            parts.append(f"| [{name}]({link}) | {says.replace('|', '&#124;')} |\n")
+    for room, patterns in ROOMS.items():
+        parts.append(f"\n## {room}\n")
+        folders = [path for each in patterns for path in sorted(ROOT.glob(each)) if path.is_dir()]
+        for folder in filter(files_of, folders):
+            parts.append(HEAD.format(folder.relative_to(ROOT).as_posix()))
+            for path in files_of(folder):
+                if path == ROOT / INDEX:
+                    continue
+                says = summary_of(path) if path.suffix == ".py" else title_of(path)
+                name, link = path.relative_to(folder).as_posix(), os.path.relpath(path, here)
+                parts.append(f"| [{name}]({link}) | {says.replace('|', '&#124;')} |\n")
     return "".join([*parts, END])
 
 

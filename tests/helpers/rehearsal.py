@@ -6,14 +6,13 @@ nothing of what a GPU computes, of its memory, of its streams and of nccl.
 
 import os
 import sys
-import threading
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache
 from io import StringIO
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,8 +36,6 @@ SCRIPTS = {
     "beyond/convert/classifier/classifier_ddp.py": ("--epochs=1",),
     **{f"beyond/convert/examples/{name}_ddp.py": () for name in EXAMPLES},
 }
-FOLDERS_OF_LESSONS = ("0*_*", "common", "beyond/[cls]*")  # prove runs scripts of others
-LESSONS = [path for folder in FOLDERS_OF_LESSONS for path in sorted(ROOT.glob(f"{folder}/**/*.py"))]
 
 
 @dataclass
@@ -47,7 +44,6 @@ class Seen:
 
     calls: list[str] = field(default_factory=list)
     devices: list[int] = field(default_factory=list)
-    lines: set[tuple[str, int]] = field(default_factory=set)
     error: str = ""
     output: str = ""
 
@@ -95,22 +91,6 @@ def pretend(gpus: int, seen: Seen) -> None:
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"{shown}{device.index}")
 
 
-def trace(lines: set[tuple[str, int]]) -> None:
-    """Write down each line of the lessons that runs from now on, in all threads."""
-    files = {str(path): str(path.relative_to(ROOT)) for path in LESSONS}
-
-    def local(frame: FrameType, event: str, arg: object) -> Any:
-        if event == "line":
-            lines.add((files[frame.f_code.co_filename], frame.f_lineno))
-        return local
-
-    def begin(frame: FrameType, event: str, arg: object) -> Any:
-        return local if frame.f_code.co_filename in files else None
-
-    threading.settrace(begin)
-    sys.settrace(begin)
-
-
 def _rehearse(rank: int, script: str, flags: tuple, gpus: int, envs: list, changes: tuple) -> Seen:
     path, seen = ROOT / script, Seen()
     source = path.read_text()
@@ -122,7 +102,6 @@ def _rehearse(rank: int, script: str, flags: tuple, gpus: int, envs: list, chang
     Path("data/MNIST").mkdir(parents=True)
     Path("data/MNIST/raw").symlink_to(ROOT / "common" / "digits")  # where classifier_ddp.py looks
     pretend(gpus, seen)
-    trace(seen.lines)
     sys.argv, sys.path[0:0] = [script, *flags], [str(path.parent)]
     code, out = compile(source, str(path), "exec"), StringIO()
     try:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from common.models import Net
-from gpu_lines import PAGE, unreached_page
 from rehearsal import SCRIPTS, Seen, rehearse, rehearse_all
 from train_stage import load_stage
 
@@ -145,7 +144,3 @@ def test_evaluation_sends_each_batch_to_the_gpu(key):
             with pytest.raises(end) as raised:
                 evaluate(model, [batch], torch.device("cuda:0"))
         assert raised.type is end
-
-
-def test_the_page_of_lines_that_only_a_gpu_reaches_is_fresh():
-    assert PAGE.read_text() == unreached_page(), "python tests/gpu_lines.py writes it"
