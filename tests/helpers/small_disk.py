@@ -3,6 +3,7 @@
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 KILOBYTES = 2048
@@ -27,6 +28,12 @@ def small_disk() -> Iterator[Path | None]:
             yield Path(f"/proc/{holder.pid}/root/mnt") if mounted else None
         finally:
             holder.kill()
+
+
+@cache
+def can_mount() -> bool:
+    with small_disk() as folder:
+        return folder is not None
 
 
 def fill(folder: Path) -> None:
