@@ -42,7 +42,6 @@ class Recorder:
         self.is_rank_zero = rank == 0
         self.seconds: list[float] = []  # how long each step took
         self.rates: list[float] = []  # the learning rate of each step
-        self.metrics = args.run_dir / "metrics.jsonl"
         self.lines: list[str] = []  # of metrics.jsonl, not yet written
         keys = ("stage", "dataset", "model", "epochs", "seed", "device")
         self.summary = {key: getattr(args, key) for key in keys} | {"world_size": world_size}
@@ -94,7 +93,7 @@ class Recorder:
 
     def flush(self) -> None:
         """Write the lines of the steps since the last call."""
-        append(self.metrics, self.lines)
+        append(self.args.run_dir / "metrics.jsonl", self.lines)
         self.lines = []
 
     def end_epoch(self, epoch: int, losses: Tensor, test_loss: float, accuracy: float) -> None:
