@@ -95,9 +95,9 @@ def train(rank: int, world_size: int, port: int, local_batch: int, args: Namespa
 
     for tensor in model.state_dict().values():  # all ranks start from rank 0's weights
         dist.broadcast(tensor, src=0)
-    train_shard = DataPartitioner(train_set, [1 / world_size] * world_size, args.seed).use(rank)
-    sampler = RandomSampler(train_shard, generator=torch.Generator())
-    loader = DataLoader(train_shard, local_batch, sampler=sampler, drop_last=True, **options)
+    train_set = DataPartitioner(train_set, [1 / world_size] * world_size, args.seed).use(rank)
+    sampler = RandomSampler(train_set, generator=torch.Generator())  # train_set is a shard now
+    loader = DataLoader(train_set, local_batch, sampler=sampler, drop_last=True, **options)
     for epoch in range(progress.epoch, args.epochs):  # recorder.timed counts the steps in progress
         if progress.step >= args.max_steps:
             break

@@ -38,7 +38,7 @@ def save_checkpoint(recorder: Recorder, model: Module, optimizer: Optimizer, **m
 
 
 def load_checkpoint(args: Namespace, model: Module, optimizer: Optimizer, **more: Any) -> Progress:
-    """Load the file of --resume or --evaluate, if there is one; returns how far that run had come."""
+    """Load the file of --resume or --evaluate, if any; returns how far its run had come."""
     path = args.evaluate or args.resume
     if path == "auto":
         path = args.run_dir / "checkpoint.pt"
