@@ -4,6 +4,7 @@ python 03_ddp_manual_allreduce/train.py --world-size 2
 """
 
 import os
+import signal
 from argparse import Namespace
 from collections.abc import Iterable
 
@@ -70,6 +71,7 @@ def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> tuple[
 @exit_on(UsageError)
 def train(rank: int, world_size: int, port: int, local_batch: int, args: Namespace) -> None:
     """What each process does, from meeting the others to the last epoch."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # spawn ends it so; a launcher may ignore SIGINT
     device = torch.device("cpu")
     if args.device == "cuda":  # GPU 0 for rank 0, GPU 1 for rank 1, and so on
         device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -93,10 +95,9 @@ def train(rank: int, world_size: int, port: int, local_batch: int, args: Namespa
 
     for tensor in model.state_dict().values():  # all ranks start from rank 0's weights
         dist.broadcast(tensor, src=0)
-    partitioner = DataPartitioner(train_set, [1 / world_size] * world_size, args.seed)
-    train_shard = partitioner.use(rank)
-    sampler = RandomSampler(train_shard, generator=torch.Generator())
-    loader = DataLoader(train_shard, local_batch, sampler=sampler, drop_last=True, **options)
+    train_set = DataPartitioner(train_set, [1 / world_size] * world_size, args.seed).use(rank)
+    sampler = RandomSampler(train_set, generator=torch.Generator())  # train_set is a shard now
+    loader = DataLoader(train_set, local_batch, sampler=sampler, drop_last=True, **options)
     for epoch in range(progress.epoch, args.epochs):  # recorder.timed counts the steps in progress
         if progress.step >= args.max_steps:
             break

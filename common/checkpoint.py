@@ -1,5 +1,6 @@
 """Checkpoints: tensors and plain values, the same in every stage."""
 
+import io
 import pickle
 from argparse import Namespace
 from dataclasses import asdict, fields
@@ -12,6 +13,9 @@ from torch.optim import Optimizer
 
 from common.options import UsageError
 from common.record import Progress, Recorder
+from common.run_folder import replace
+
+OWN_ORDER = ("03_ddp_manual_allreduce", "shard")  # survive cannot repeat the rest of their epochs
 
 
 def checkpoint_state(
@@ -25,25 +29,27 @@ def checkpoint_state(
 
 def save_checkpoint(recorder: Recorder, model: Module, optimizer: Optimizer, **more: Any) -> None:
     """Write RUN-DIR/checkpoint.pt. model: the plain one, so that no name begins with `module.`"""
-    path = recorder.args.run_dir / "checkpoint.pt"
-    torch.save(checkpoint_state(recorder, model, optimizer, **more), path.with_suffix(".tmp"))
-    path.with_suffix(".tmp").replace(path)  # atomic: a crash leaves the old one or the new one
+    content = io.BytesIO()
+    torch.save(checkpoint_state(recorder, model, optimizer, **more), content)
+    try:
+        recorder.flush()  # first: after a kill in between, a resumed run drops some lines
+    finally:  # if the disk is full, the checkpoint may fit all the same
+        replace(recorder.args.run_dir / "checkpoint.pt", content.getbuffer())
 
 
 def load_checkpoint(args: Namespace, model: Module, optimizer: Optimizer, **more: Any) -> Progress:
-    """Load the file of --resume or --evaluate, if there is one; returns how far that run had come.
-
-    more: what else has a state_dict; the file of another stage may hold none of it.
-    """
+    """Load the file of --resume or --evaluate, if any; returns how far its run had come."""
     path = args.evaluate or args.resume
     if path == "auto":
         path = args.run_dir / "checkpoint.pt"
     if path is None or (args.resume == "auto" and not path.exists()):
         return Progress()
-    progress, _ = read_checkpoint(Path(path), args, model, optimizer, **more)
+    progress, saved = read_checkpoint(Path(path), args, model, optimizer, **more)
     if progress.epoch_step and not args.evaluate:
-        why = f"{path} was saved inside an epoch"
-        raise UsageError(f"{why}: resume it with beyond/survive/train.py")
+        cure = "resume it with beyond/survive/train.py"
+        if saved["stage"] in OWN_ORDER:
+            cure = "train again without --max-steps, or until the end of an epoch"
+        raise UsageError(f"{path} was saved inside an epoch of {saved['stage']}: {cure}")
     return progress
 
 

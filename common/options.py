@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,7 +43,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message} (--help lists every option)\n")
 
 
-def bounded(kind: type, noun: str, lowest: float, below: float) -> Callable[[str], Any]:
+def bounded(kind: type, noun: str, lowest: float, below: float = math.inf) -> Callable[[str], Any]:
     """An argparse type: a number from `lowest` on and less than `below`."""
 
     def parse(text: str) -> Any:
@@ -55,12 +56,8 @@ def bounded(kind: type, noun: str, lowest: float, below: float) -> Callable[[str
     return parse
 
 
-def int_at_least(lowest: int, below: float = math.inf) -> Callable[[str], int]:
-    return bounded(int, "whole number", lowest, below)
-
-
-def float_at_least(lowest: float, below: float = math.inf) -> Callable[[str], float]:
-    return bounded(float, "number", lowest, below)
+int_at_least = partial(bounded, int, "whole number")
+float_at_least = partial(bounded, float, "number")
 
 
 def make_parser(stage: str, doc: str | None) -> Parser:
@@ -75,10 +72,9 @@ def make_parser(stage: str, doc: str | None) -> Parser:
     add("--classes", default=10, type=positive, help="number of classes, for synthetic")
     add("--model", default="net", choices=MODELS, help="network to train")
     add("--epochs", default=10, type=positive, help="passes over the training set")
-    add("--max-steps", default=10**9, type=positive, help="stop after this many optimizer steps")
-    add(
-        "--batch-size", default=120, type=positive, help="global batch: samples per step, all ranks"
-    )
+    steps = int_at_least(1, below=2**63)
+    add("--max-steps", default=10**9, type=steps, help="stop after this many optimizer steps")
+    add("--batch-size", default=120, type=positive, help="samples per step, of all ranks together")
     add("--lr", default=0.02, type=real, help="learning rate of SGD")
     add("--momentum", default=0.9, type=real, help="momentum of SGD")
     add("--weight-decay", default=0.0, type=real, help="weight decay of SGD")

@@ -7,14 +7,13 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from common.options import UsageError
+from common.run_folder import append, open_run_folder, replace
 
 
 @dataclass
@@ -43,29 +42,14 @@ class Recorder:
         self.is_rank_zero = rank == 0
         self.seconds: list[float] = []  # how long each step took
         self.rates: list[float] = []  # the learning rate of each step
-        self.metrics = args.run_dir / "metrics.jsonl"
+        self.lines: list[str] = []  # of metrics.jsonl, not yet written
         keys = ("stage", "dataset", "model", "epochs", "seed", "device")
         self.summary = {key: getattr(args, key) for key in keys} | {"world_size": world_size}
         self.summary |= {"global_batch": args.batch_size, "local_batch": local_batch}
         if args.evaluate or not self.is_rank_zero:
             return
-        try:
-            args.run_dir.mkdir(parents=True, exist_ok=True)
-            self.metrics.write_text("".join(self.old_lines()))
-        except OSError as error:
-            raise UsageError(f"cannot write to --run-dir ({error}): name another one") from error
+        open_run_folder(args, progress.step)
         print(f"global batch {args.batch_size} = {args.batch_size // local_batch} × {local_batch}")
-
-    def old_lines(self) -> list[str]:
-        """The steps before the checkpoint, if it is one of this --run-dir; else none."""
-        resume, folder = self.args.resume, self.args.run_dir
-        if resume is None or not self.metrics.exists():
-            return []
-        if resume != "auto" and Path(resume).resolve().parent != folder.resolve():
-            return []
-        lines = self.metrics.read_text().splitlines(keepends=True)
-        whole = (line for line in lines if line.endswith("\n"))  # a crash can cut the last one
-        return [line for line in whole if json.loads(line)["step"] <= self.progress.step]
 
     def timed(self, batches: Any, epoch_steps: int | None = None) -> Iterator:
         """The same batches, at most to --max-steps, each timed while its training step runs.
@@ -97,19 +81,23 @@ class Recorder:
         return event
 
     def write(self, epoch: int, losses: Tensor) -> None:
-        """Write one line per step. losses: (steps,), means over global batches."""
+        """Prepare one line per step, for `flush`. losses: (steps,), means over global batches."""
         n, samples = len(losses), self.args.batch_size
         self.progress.losses += losses.tolist()  # here, the CPU waits for the GPU
         if not self.is_rank_zero:
             return
         rows = zip(self.progress.losses[-n:], self.rates[-n:], self.seconds[-n:], strict=True)
-        with self.metrics.open("a") as file:
-            for step, (loss, lr, seconds) in enumerate(rows, self.progress.step - n + 1):
-                line = {"epoch": epoch, "step": step, "loss": loss, "lr": lr, "samples": samples}
-                file.write(json.dumps(line | {"seconds": round(seconds, 7)}) + "\n")
+        for step, (loss, lr, seconds) in enumerate(rows, self.progress.step - n + 1):
+            line = {"epoch": epoch, "step": step, "loss": loss, "lr": lr, "samples": samples}
+            self.lines.append(json.dumps(line | {"seconds": round(seconds, 7)}) + "\n")
+
+    def flush(self) -> None:
+        """Write the lines of the steps since the last call."""
+        append(self.args.run_dir / "metrics.jsonl", self.lines)
+        self.lines = []
 
     def end_epoch(self, epoch: int, losses: Tensor, test_loss: float, accuracy: float) -> None:
-        """Write one line per step, print one per epoch."""
+        """Prepare one line per step, print one per epoch."""
         self.write(epoch, losses)
         mean = statistics.fmean(self.progress.losses)
         self.summary |= {"train_loss": mean, "test_loss": test_loss, "test_accuracy": accuracy}
@@ -144,5 +132,6 @@ class Recorder:
             "step_ms_quartiles": [round(low, 4), round(high, 4)],
             "torch": torch.__version__,
         }
-        (self.args.run_dir / "summary.json").write_text(json.dumps(self.summary, indent=2) + "\n")
+        text = json.dumps(self.summary, indent=2) + "\n"
+        replace(self.args.run_dir / "summary.json", text.encode())
         print(f"wrote metrics.jsonl, summary.json and checkpoint.pt to {self.args.run_dir}")

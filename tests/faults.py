@@ -47,9 +47,10 @@ from local_ranks import (
     run_script,
     store_of_a_launcher,
 )
+from small_disk import REFUSED, can_mount, fill, small_disk
 from stage_files import chapter
 from timing import provenance, save
-from train_stage import Run, same_run, train_once
+from train_stage import Run, same_run, same_weights, train_once
 
 durable = chapter("survive", "durable")
 SCRIPT = Path(durable.__file__).with_name("train.py")
@@ -77,6 +78,7 @@ KINDS = {
     "nan": "the weights of a rank become NaN",
     "kill-in-save": "SIGKILL while the checkpoint is written, of which a part reaches the disk",
     "disk-full": "a full disk (a limit on the size of files)",
+    "tmpfs-full": "a full disk (a tmpfs, filled to the last byte)",
     "bit-flip": "SIGKILL of all, and a bit of the last checkpoint flips",
     "truncation": "SIGKILL of all, and the last checkpoint is cut off",
 }
@@ -90,9 +92,17 @@ PAUSES = {  # what must not end a run, and the seconds that it lasts
 DEFAULT_TIMEOUT_SECONDS = 600
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 SIGTERM = ("term", "term-all")
-TOLD = {"nan": "(the loss of rank|a weight is nan or inf after)", "disk-full": "cannot write"}
+TOLD = {"nan": "(the loss of rank|a weight is nan or inf after)"}
+TOLD |= dict.fromkeys(("disk-full", "tmpfs-full"), "cannot write")
 DAMAGES = ("bit-flip", "truncation")
-OF_RANK_0 = ("kill-in-save", "disk-full", "stop-keeper", "kill-keeper", "pause-keeper")
+OF_RANK_0 = (
+    "kill-in-save",
+    "disk-full",
+    "tmpfs-full",
+    "stop-keeper",
+    "kill-keeper",
+    "pause-keeper",
+)
 RANK_0_KEEPS_THE_STORE = ("stop-keeper", "kill-keeper", "pause-keeper", "pause-all")
 ANY_TIME = ("kill-any-time", "kill-all", "term-all", *DAMAGES)
 
@@ -141,6 +151,9 @@ def _strike(kind: str, parameter: torch.Tensor) -> None:
         parameter.data.fill_(float("nan"))
     elif kind == "disk-full":  # the kernel refuses to let a file grow: its error is a real one
         resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+    elif kind == "tmpfs-full":
+        [run_dir] = [flag.partition("=")[2] for flag in sys.argv if flag.startswith("--run-dir=")]
+        fill(Path(run_dir).parent)
     elif kind == "skip":  # the next sum over all ranks: the one in evaluate, which has no group
         real = dist.all_reduce
         dist.all_reduce = lambda *args, **more: (
@@ -290,7 +303,14 @@ def reference(fault: Fault) -> Run:
 
 
 def trial(fault: Fault) -> FaultOutcome:
-    folder = Path(tempfile.mkdtemp(prefix="trial-"))
+    with tempfile.TemporaryDirectory(prefix="trial-") as folder, small_disk() as disk:
+        parent = disk if fault.kind == "tmpfs-full" else Path(folder)
+        assert parent, REFUSED
+        return trial_in(parent / "run", fault)
+
+
+def trial_in(folder: Path, fault: Fault) -> FaultOutcome:
+    """A run in this folder with a fault, and one that resumes it."""
     flags = (*FLAGS, *VARIANTS[fault.variant], f"--workers={fault.workers}", f"--run-dir={folder}")
     flags += (f"--timeout-seconds={fault.timeout_seconds}",)
     *ended, notes = run(fault, fault.ranks, *flags)
@@ -313,15 +333,18 @@ def trial(fault: Fault) -> FaultOutcome:
             outcome.wrong = "no checkpoint is whole"
     step = torch.load(newest, weights_only=True)["step"] if newest else 0
     outcome.lost_steps = int(max(v for n, v in notes.items() if n.startswith("step"))) - step
+    if fault.kind == "tmpfs-full":
+        (folder.parent / "ballast").unlink()  # make room
     none = Fault("none", step=-1)
+    # Lines of metrics.jsonl that a full disk had no room for are lost; no step of the training is.
+    same = same_weights if fault.kind == "tmpfs-full" else same_run
     statuses, output, hang, orphans, again = run(none, fault.ranks, *flags, "--resume=auto")
     outcome.hang, outcome.orphans = outcome.hang or hang, outcome.orphans + orphans
     if statuses != [0] * fault.ranks:
         outcome.wrong = f"resumed with {statuses}: {output[-500:]}"
-    elif not same_run(Run(folder, [], ""), reference(fault)):
+    elif not same(Run(folder, [], ""), reference(fault)):
         outcome.wrong = "resumed to other bits"
     outcome.recovery_seconds = again.get("first", notes["fault"]) - notes["fault"]
-    shutil.rmtree(folder)
     return outcome
 
 
@@ -401,6 +424,9 @@ def main() -> None:
     add("--without-saving", action="store_true", help=f"leave {file.name} as it is")
     args = parser.parse_args()
     chance = random.Random(1)
+    if not can_mount():
+        groups["faults"].remove("tmpfs-full")
+        print(f"without tmpfs-full: {REFUSED}")
     kinds = [kind for name in args.kinds for kind in groups.get(name, [name])]
     faults = [draw(kinds[i % len(kinds)], chance) for i in range(args.faults)]
     outcomes = inject(faults, args.jobs)

@@ -11,7 +11,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -73,7 +73,7 @@ def replacing(path: Path) -> Iterator[Any]:
     Before the block, the checkpoint that is there becomes the previous one. After it, a checksum is
     added, the file is forced to disk and gets its name. CheckpointError if the block cannot write.
     """
-    unfinished = path.with_suffix(".tmp")
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")  # another run must not write to it
     try:
         # A damaged one must not replace the good one before it. What this process has saved itself
         # is read again only if the disk says that it has changed since.
@@ -103,20 +103,6 @@ def file_state(path: Path) -> tuple[int, ...]:
 def is_unchanged(path: Path) -> bool:
     """Whether this process has saved this file, and nobody has written to it since."""
     return path in written and path.exists() and written[path] == file_state(path)
-
-
-def set_aside(path: Path, resumed: Path | None) -> None:
-    """Rename the checkpoints of an older run, or --resume auto would take them for this run's.
-
-    resumed: the checkpoint that this run has started from. If it is one of them, they are its own.
-    """
-    own = (path.resolve(), previous_path(path).resolve())
-    if resumed and resumed.resolve() in own:
-        return
-    for old in (path, previous_path(path)):
-        if old.exists():
-            names = (old.with_suffix(f".old{number}.pt") for number in count(1))
-            old.replace(next(name for name in names if not name.exists()))
 
 
 def is_whole(path: Path) -> bool:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 import durable
 from agree import Agreement, AgreementError
-from common.checkpoint import checkpoint_state, read_checkpoint
+from common.checkpoint import OWN_ORDER, checkpoint_state, read_checkpoint
 from common.data import ImageSet, load_dataset, loader_options, local_batch_size
 from common.models import build_model
 from common.options import UsageError, exit_on, float_at_least, int_at_least, make_parser
@@ -46,7 +46,8 @@ def parse_args() -> Namespace:
     add("--clip-norm", type=float_at_least(1e-30), help="upper limit for the norm of all gradients")
     add_schedule(parser)  # --lr-rule, --base-batch-size, --warmup-epochs, --lr-decay
     add("--checkpoint-every-steps", default=10**9, type=count, help="besides each epoch's end")
-    add("--timeout-seconds", default=600, type=count, help="time to wait for a missing rank")
+    limit = int_at_least(1, below=10**9)  # torch counts in nanoseconds, in 63 bits
+    add("--timeout-seconds", default=600, type=limit, help="time to wait for a missing rank")
     return parser.parse_args()
 
 
@@ -69,10 +70,10 @@ def resume(
     """Load this checkpoint; returns how far its run had come, and on how many ranks."""
     progress, saved = read_checkpoint(path, args, model, optimizer, scaler=scaler)
     stage, *order = [saved[key] for key in ("stage", "seed", "global_batch")]
-    same_order = order == [args.seed, args.batch_size] and not stage.startswith("03")
+    same_order = order == [args.seed, args.batch_size] and stage not in OWN_ORDER
     if progress.epoch_step and not same_order and not args.evaluate:
         why = f"ends inside an epoch of {stage} with --seed {order[0]} --batch-size {order[1]}"
-        cure = "take one from the end of an epoch" if stage.startswith("03") else "use the same"
+        cure = "take one from the end of an epoch" if stage in OWN_ORDER else "use the same"
         raise durable.CheckpointError(f"{path} {why}: {cure}")
     return progress, saved["world_size"]
 
@@ -194,9 +195,13 @@ def wrap_in_ddp(model: nn.Module, image: Tensor) -> DistributedDataParallel:
 
 
 def save(path: Path, run: PreparedRun, agreement: Agreement) -> None:
-    """Save a checkpoint; all ranks end if rank 0 cannot."""
+    """Save metrics and a checkpoint; all ranks end if rank 0 cannot."""
     with agreement.fail_together():
-        if agreement.rank == 0:  # one writer; a collective here would wait for the others forever
+        if agreement.rank != 0:  # one writer; a collective here would wait for the others forever
+            return
+        try:
+            run.recorder.flush()  # first: after a kill in between, a resumed run drops some lines
+        finally:  # if the disk is full, the checkpoint may fit all the same
             with durable.replacing(path) as file:
                 state = checkpoint_state(run.recorder, run.model, run.optimizer, scaler=run.scaler)
                 torch.save(state, file)
@@ -217,8 +222,6 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
     if args.evaluate:
         recorder.print_evaluation(*evaluate(run.model, test_loader, device))
         return
-    if rank == 0:
-        durable.set_aside(path, resumed)
     watchdog.step = lambda: progress.step
 
     ddp = wrap_in_ddp(run.model, run.train_set[0][0].to(device))
@@ -242,7 +245,8 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
         if agreement.stopped and progress.epoch < args.epochs:
             print(f"rank {rank} stops after step {progress.step}: --resume auto continues")
             return
-    recorder.finish()
+    with agreement.fail_together():
+        recorder.finish()
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ clock would blame the first rank that another one asks for.
 import json
 import linecache
 import os
+import re
 import signal
 import sys
 import threading
@@ -31,7 +32,8 @@ ENDED_BEATS = 20  # 5 s without a note of a process that has ended: it will neve
 NO_STORE_BEATS = 240  # 60 s after the connection to the store has broken: ranks may still finish
 LOST_BEATS = 12  # 3 s without an answer from the store, after a collective has failed
 GRACE_SECONDS = 1.5  # for the main thread to end by itself after another rank has ended
-GLOO = ("gloo", "pair closure")  # each error of a collective contains one of them
+# gloo raises RuntimeError, as much else does. Its message begins with a line of gloo's own source.
+GLOO = re.compile(r"\[\S*\bgloo/\S+:\d+\] |Application timeout caused pair closure")
 FINISHED = "the end of its work"
 NO_STORE = "no answer from the store, which torchrun or rank 0 keeps: killed, stopped or gone"
 UNKNOWN = json.dumps([0, "its start", False, None])  # the note of a rank that has written none
@@ -68,7 +70,7 @@ class Watchdog:
 
     def __exit__(self, _: object, error: BaseException | None, trace: TracebackType | None) -> None:
         self.place = FINISHED
-        self.lost = isinstance(error, dist.DistError) or any(word in str(error) for word in GLOO)
+        self.lost = error is not None and is_of_a_collective(error)
         while error and trace:  # the innermost line of the script
             if trace.tb_frame.f_code.co_filename == self.file:
                 self.place = self._place(trace.tb_lineno)
@@ -183,6 +185,12 @@ class Watchdog:
     def _end(self, verdict: str) -> None:
         self._tell(verdict)
         os._exit(1)  # the main thread may wait for a long time
+
+
+def is_of_a_collective(error: BaseException) -> bool:
+    """Whether a collective has failed, and not something else that a rank does."""
+    from_gloo = type(error) is RuntimeError and GLOO.match(str(error))
+    return bool(from_gloo) or isinstance(error, dist.DistError)
 
 
 def has_ended(process: list[str] | None) -> bool:

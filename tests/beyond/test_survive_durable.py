@@ -168,18 +168,6 @@ def test_a_checkpoint_that_cannot_be_renamed_stays_where_it_is(two):
     assert (step_of(two), step_of(durable.previous_path(two))) == (2, 1)
 
 
-def test_new_runs_in_one_folder_keep_what_all_earlier_ones_have_saved(tmp_path):
-    """And a resumed one goes on with its own."""
-    path = tmp_path / "checkpoint.pt"
-    for step in (1, 2, 3):
-        durable.set_aside(path, None)
-        assert durable.newest_whole(path) is None
-        save(path, step)
-    durable.set_aside(path, path)
-    left = {file.name: step_of(file) for file in tmp_path.iterdir()}
-    assert left == {"checkpoint.old1.pt": 1, "checkpoint.old2.pt": 2, "checkpoint.pt": 3}
-
-
 @pytest.mark.parametrize(("flips", "step_before"), [(True, 1), (False, 2)])
 def test_a_bit_that_flips_after_a_save_is_seen_by_the_next_one(flips, step_before, two):
     """The file keeps its size, and its new time may lie within a tick of the disk's clock."""

@@ -41,7 +41,7 @@ def test_only_the_very_process_that_wrote_a_note_is_ended(same):
     verdict = (
         f"rank 1 did not arrive, last seen at {place}: killed, stopped, aborted or unreachable"
     )
-    assert dog._diagnose(RuntimeError("gloo")) == verdict
+    assert dog._diagnose(RuntimeError(CLOSED)) == verdict
     process.join(9 if same else 0.2)
     assert process.is_alive() != same
     process.kill()
@@ -89,14 +89,22 @@ def test_it_knows_when_the_connection_to_the_store_is_broken(broken):
     assert dog.broken == broken
 
 
-NO_NETWORK = "all ranks have arrived, but gloo: closed: is the network open between the machines?"
+CLOSED = "[/third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by peer"
+TIMED_OUT = "Application timeout caused pair closure"
+NO_NETWORK = "all ranks have arrived, but {}: is the network open between the machines?"
+FULL = "cannot write runs/gloo-test/checkpoint.pt ([Errno 28] No space left on device)"
 OWN = "a parameter was not used in DistributedDataParallel"  # has a word that gloo's errors have
 ERRORS = [  # how the block ends, on which rank, and what all ranks learn
     (None, 0, " "),
     (SystemExit(2), 0, " "),
     (RuntimeError(OWN), 0, f"rank 0 ended at PLACE with RuntimeError: {OWN}"),
     (SystemExit("two\nlines"), 1, "rank 1 ended at PLACE with SystemExit: two lines"),
-    (RuntimeError("gloo: closed"), 0, NO_NETWORK),
+    (ValueError(FULL), 0, f"rank 0 ended at PLACE with ValueError: {FULL}"),
+    (RuntimeError(FULL), 0, f"rank 0 ended at PLACE with RuntimeError: {FULL}"),
+    (ValueError(CLOSED), 0, f"rank 0 ended at PLACE with ValueError: {CLOSED}"),
+    (RuntimeError(CLOSED), 0, NO_NETWORK.format(CLOSED)),
+    (RuntimeError(TIMED_OUT), 0, NO_NETWORK.format(TIMED_OUT)),
+    (dist.DistBackendError("nccl"), 0, NO_NETWORK.format("nccl")),
 ]
 PLACE = r"step 4, line \d+, `raise error`"
 
@@ -112,13 +120,11 @@ def test_an_error_of_its_own_is_not_taken_for_a_missing_rank(error, rank, verdic
                 raise error
     except BaseException as caught:
         ended = caught
-    is_lost = verdict == NO_NETWORK
+    is_lost = verdict.startswith("all ranks")
     assert repr(ended) == ("SystemExit(1)" if is_lost else repr(error))
     reported = dog.store.compare_set("verdict", "", " ").decode()
     assert re.fullmatch(re.escape(verdict).replace("PLACE", PLACE), reported)
-    printed = (
-        rf"error: rank {rank} gives up at {PLACE}: {re.escape(NO_NETWORK)}\n" if is_lost else ""
-    )
+    printed = rf"error: rank {rank} gives up at {PLACE}: {re.escape(verdict)}\n" if is_lost else ""
     assert re.fullmatch(printed, capsys.readouterr().err)
     _, place, lost, process = json.loads(dog.store.get(f"rank {rank}"))
     assert re.fullmatch(PLACE if error else "the end of its work", place)

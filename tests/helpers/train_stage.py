@@ -121,16 +121,22 @@ class Run:
         return torch.load(self.folder / "checkpoint.pt", weights_only=True)
 
 
-def same_run(a: Run, b: Run) -> bool:
-    """Whether two runs took the same steps and ended with the same bits."""
+def same_weights(a: Run, b: Run) -> bool:
+    """Whether two runs ended with the same bits: of weights, buffers and momenta."""
 
     def result(run: Run) -> list:
-        saved, steps = run.checkpoint, [(line["step"], line["lr"]) for line in run.metrics]
+        saved = run.checkpoint
         momenta = [state["momentum_buffer"] for state in saved["optimizer"]["state"].values()]
-        tensors = [run.losses, *saved["model"].values(), *momenta]
-        return [steps, saved.get("scaler"), *(tensor.tolist() for tensor in tensors)]
+        tensors = [*saved["model"].values(), *momenta]
+        return [saved["step"], saved.get("scaler"), *(tensor.tolist() for tensor in tensors)]
 
     return result(a) == result(b)
+
+
+def same_run(a: Run, b: Run) -> bool:
+    """The same, and whether both logged the same steps."""
+    logs = [[(line["step"], line["lr"], line["loss"]) for line in run.metrics] for run in (a, b)]
+    return logs[0] == logs[1] and same_weights(a, b)
 
 
 def train_rank(rank: int, key: str, flags: tuple, dtype: torch.dtype, without) -> tuple[dict, str]:

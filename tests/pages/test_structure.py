@@ -24,7 +24,8 @@ LINES = {  # at most
     "04_ddp_torchrun/train.py": 115,
     "05_amp_syncbn/train.py": 140,
 }
-COMMON_LINES = 510
+COMMON_LINES = 500  # of what the stages share; a folder that cannot be written is another matter
+RUN_FOLDER_LINES = 100
 CHANGED_LINES = {  # added to the parent's train.py or removed from it, at most
     "02_data_parallel": 35,
     "03_ddp_manual_allreduce": 90,
@@ -77,7 +78,9 @@ def test_a_function_that_a_stage_does_not_teach_is_its_parents(stage, parent):
 
 
 def test_common_stays_small():
-    assert sum(len(path.read_text().splitlines()) for path in COMMON) <= COMMON_LINES
+    lines = {path.name: len(path.read_text().splitlines()) for path in COMMON}
+    assert lines.pop("run_folder.py") <= RUN_FOLDER_LINES
+    assert sum(lines.values()) <= COMMON_LINES
 
 
 def unexpected(names: set[str], ignored: list[str]) -> set[str]:

@@ -28,6 +28,7 @@ CALLS = {  # a stage or a program with its flags, and words of the line
     "01 --batch-size=0": f"--batch-size: got '0', {WHOLE}, at least 1 (--help",
     "01 --lr=nan": "--lr: got 'nan', expected a number, at least 0 and less than 1e+38",
     "01 --seed=4294967296": f"{WHOLE}, at least 0 and less than 4294967296",
+    "01 --max-steps=99999999999999999999": f"{WHOLE}, at least 1 and less than {2**63} (--help",
     "01 --epoch=3": "unrecognized arguments: --epoch=3 (--help",
     "01 --dataset=imagefolder --data-dir=nowhere": "--dataset imagefolder in --data-dir nowhere (",
     "01 --dataset=imagefolder": "'data/train'): name the right folder",
@@ -46,6 +47,7 @@ CALLS = {  # a stage or a program with its flags, and words of the line
     "tour --ranks=7 --batch-size=120": "--batch-size 120 does not divide by 7",
     "tour --resume=auto": "the tour only trains",
     "survive --checkpoint-every-steps=0": f"--checkpoint-every-steps: got '0', {WHOLE}, at least",
+    "survive --timeout-seconds=10000000000": f"{WHOLE}, at least 1 and less than 1000000000 (",
     "survive --accumulate=7": "--batch-size 120 does not divide by 7: try 126",
     "survive --clip-norm=0": "--clip-norm: got '0'",
     f"{FIT} --memory-limit=8GB": "got '8GB', expected a size above 0 like 512MiB or 8GiB",
@@ -152,8 +154,9 @@ NOT_OURS = "use one that a stage saved"
 
 def checkpoint(kind, folder):
     """A file that holds what `kind` says."""
-    flags = ("--max-steps=3",) if kind == "inside" else SHORT
-    good = train_once("01", 1, *flags, dtype=torch.float32).folder / "checkpoint.pt"
+    source = ("03", 2) if kind == "inside of 03" else ("01", 1)
+    flags = ("--max-steps=3",) if kind.startswith("inside") else SHORT
+    good = train_once(*source, *flags, dtype=torch.float32).folder / "checkpoint.pt"
     path, content = folder / "checkpoint.pt", torch.load(good, weights_only=True)
     if kind == "other sizes":
         content["model"]["fc2.weight"] = torch.zeros(7, 50)
@@ -185,7 +188,12 @@ CHECKPOINTS = [  # what the file holds, the call, and what the line says
     (
         "inside",
         "01 --model=net --resume",
-        "saved inside an epoch: resume it with beyond/survive/train.py",
+        "saved inside an epoch of 01_single_gpu: resume it with beyond/survive/train.py",
+    ),
+    (
+        "inside of 03",
+        "01 --model=net --resume",
+        "inside an epoch of 03_ddp_manual_allreduce: train again without --max-steps, or until",
     ),
     ("truncated", "survive --resume", "damaged"),
     ("list, sealed", "survive --evaluate", "cannot load"),

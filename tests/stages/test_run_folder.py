@@ -1,0 +1,170 @@
+"""The folder of a run: one run at a time, no file half written, nothing of an older run in it."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from common.options import UsageError
+from common.run_folder import keep_steps, lock, replace, set_aside
+from local_ranks import command, context, is_running, launch_ranks
+from refusals import SCRIPTS, refused
+from small_disk import REFUSED, fill, small_disk
+from train_stage import FP32, SHORT, few_digits, train
+
+FEW = (*few_digits(), *SHORT)  # an epoch has 5 steps
+
+
+def train_forever(folder: Path, started: Path) -> None:
+    """A run that keeps the folder, with a loader that was forked later."""
+    lock(folder)
+    loader = os.fork()
+    if loader:
+        started.write_text(str(loader))
+    time.sleep(999)
+
+
+@pytest.fixture
+def other_run(tmp_path):
+    """A process that runs in the folder "run", and its loader."""
+    folder, started = tmp_path / "run", tmp_path / "started"
+    folder.mkdir()
+    process = context.Process(target=train_forever, args=(folder, started))
+    process.start()
+    while not (started.exists() and started.read_text()):
+        assert process.is_alive()
+        time.sleep(0.02)
+    loader = int(started.read_text())
+    yield process, loader
+    process.kill()
+    process.join()
+    os.kill(loader, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("key", "ranks"), [("01", 1), ("03", 1), ("survive", 2)])
+def test_a_second_run_in_a_folder_is_refused_and_told_which_process_is_there(
+    key, ranks, other_run, tmp_path
+):
+    process, _ = other_run
+    before = sorted((tmp_path / "run").iterdir())
+    start = launch_ranks if ranks > 1 else command
+    answers = start(SCRIPTS[key], "--device=cpu", f"--run-dir={tmp_path / 'run'}")
+    assert {status for status, _ in answers} == {2}, answers
+    lines = [line for _, output in answers for line in output.splitlines()]
+    errors = [line for line in lines if line.startswith("error: ")]
+    refused(errors[0], f"is in use by process {process.pid} on ", "name another one")
+    assert errors[1:] == ["error: process 0 terminated with exit code 2"] * (key == "03")
+    assert sorted((tmp_path / "run").iterdir()) == before
+
+
+def test_a_run_that_was_killed_leaves_no_lock_although_its_loader_lives(other_run, tmp_path):
+    """And its unfinished files are deleted by the next one, which a resumed run may be."""
+    process, loader = other_run
+    (tmp_path / "run" / "checkpoint.17.tmp").touch()
+    with pytest.raises(UsageError):  # the control
+        lock(tmp_path / "run")
+    process.kill()
+    process.join()
+    lock(tmp_path / "run")
+    assert is_running(loader)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+
+
+def test_a_disk_without_locks_needs_none(tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr("fcntl.lockf", refuse)
+    lock(tmp_path)
+
+
+GOOD = [json.dumps({"step": step}) for step in (1, 2, 3)]
+DAMAGED = {
+    "is cut off": '{"epoch": 1, "st',
+    "was never written before a power cut": "\0" * 50,
+    "is no step": "{}",
+    "is no object": "17",
+    "has another step": '{"step": "one"}',
+}
+
+
+@pytest.mark.parametrize("line", DAMAGED.values(), ids=DAMAGED)
+def test_a_line_that(line, tmp_path, capsys):
+    """... is left out of a resumed run's metrics, which says so once; the control is a good one."""
+    metrics = tmp_path / "metrics.jsonl"
+    for damaged in (line, GOOD[0]):
+        metrics.write_text("\n".join([GOOD[0], damaged, *GOOD[1:]]))
+        keep_steps(metrics, last=2)
+        kept = metrics.read_text().splitlines()
+        assert kept == [GOOD[0], *[GOOD[0]] * (damaged == GOOD[0]), GOOD[1]]
+    assert capsys.readouterr().out == f"{metrics}: left out 1 damaged line\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_run_with_a_damaged_log_resumes(tmp_path):
+    part = train("01", 1, *FEW, folder=tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write("{}\n\0\0\0")
+    run = train("01", 1, *FEW, "--epochs=2", "--resume=auto", folder=tmp_path)
+    assert f"{tmp_path / 'metrics.jsonl'}: left out 2 damaged lines\n" in run.output
+    assert [line["step"] for line in run.metrics] == list(range(1, 11))
+    assert part.output.startswith("global batch")
+
+
+@pytest.mark.parametrize("key", ["01", "survive"])
+def test_a_new_run_in_a_folder_mixes_nothing_with_the_one_before(key, tmp_path):
+    """Which is kept and can be resumed. The control: a run that is resumed keeps its own."""
+    first = train(key, 1, *FEW, **FP32, folder=tmp_path)
+    train(key, 1, *FEW, "--epochs=2", "--resume=auto", **FP32, folder=tmp_path)
+    assert not (tmp_path / "old1").exists()
+    weights = first.checkpoint["model"]["fc2.bias"]
+    second = train(key, 1, *FEW, "--seed=5", **FP32, folder=tmp_path)
+    assert [line["step"] for line in second.metrics] == list(range(1, 6))
+    assert not weights.equal(second.checkpoint["model"]["fc2.bias"])
+    assert not (tmp_path / "checkpoint.before.pt").exists()
+    old = train(key, 1, *FEW, "--epochs=3", "--resume=auto", **FP32, folder=tmp_path / "old1")
+    assert [line["step"] for line in old.metrics] == list(range(1, 16))
+    (tmp_path / "checkpoint.pt").unlink()  # as if the second had ended before its first checkpoint
+    set_aside(tmp_path)
+    assert {path.name for path in (tmp_path / "old2").iterdir()} == {
+        "metrics.jsonl",
+        "summary.json",
+    }
+
+
+@pytest.fixture
+def full_disk():
+    with small_disk() as folder:
+        if not folder:
+            pytest.skip(REFUSED)
+        yield folder
+
+
+def test_a_full_disk_ends_stage_01_in_one_line_and_the_old_checkpoint_stays(full_disk):
+    """A small checkpoint fits at first; then the disk is full to the last byte."""
+    run_dir = full_disk / "run"
+    flags = ("--device=cpu", "--model=net", f"--run-dir={run_dir}")
+    [(status, output)] = command(SCRIPTS["01"], *flags, "--max-steps=5")
+    assert status == 0, output
+    before = {path.name: path.read_bytes() for path in run_dir.iterdir()}
+    del before[".lock"]
+    fill(full_disk)
+    [(status, output)] = command(SCRIPTS["01"], *flags, "--epochs=1")
+    assert status == 2
+    refused(output.splitlines()[-1], "cannot write to --run-dir", "No space left on device")
+    assert "Traceback" not in output
+    left = {path.name: path.read_bytes() for path in (run_dir / "old1").iterdir()}
+    assert left == before
+    assert list(run_dir.glob("*.tmp")) == []
+
+
+def test_a_file_that_does_not_fit_leaves_the_one_before(full_disk):
+    replace(full_disk / "a.json", b"old")
+    fill(full_disk)
+    with pytest.raises(UsageError, match=r"cannot write to --run-dir .*No space left.*: make room"):
+        replace(full_disk / "a.json", bytes(9999))
+    assert {path.name for path in full_disk.iterdir()} == {"a.json", "ballast"}
+    assert (full_disk / "a.json").read_bytes() == b"old"
