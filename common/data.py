@@ -137,10 +137,9 @@ def collate(batch: list | tuple) -> object:
 
 def loader_options(args: Namespace) -> dict[str, Any]:
     """What every DataLoader of a run gets, beside its data set, batch size and sampler."""
-    pinned = args.device == "cuda"  # copies to the GPU need not wait then
+    pin = args.device == "cuda"  # copies to the GPU need not wait then
     limit = 600 if args.workers else 0  # s: a worker that finds /dev/shm full sends no batch
-    workers = {"num_workers": args.workers, "timeout": limit}
-    return {"collate_fn": collate, "pin_memory": pinned, **workers}
+    return {"num_workers": args.workers, "timeout": limit, "collate_fn": collate, "pin_memory": pin}
 
 
 def local_batch_size(global_batch: int, parts: int) -> int:
