@@ -27,7 +27,7 @@ AMP_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def join_process_group(args: Namespace) -> torch.device:
     """Meet the other ranks that torchrun has started; returns the device of this one."""
-    if "LOCAL_RANK" not in os.environ:
+    if "LOCAL_RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
         raise UsageError("start it with torchrun --standalone --nproc-per-node=2 SCRIPT")
     if args.device == "cpu":
         dist.init_process_group("gloo")

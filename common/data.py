@@ -12,6 +12,7 @@ import torchvision.transforms as T
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 from torchvision.datasets import CIFAR10, MNIST, FashionMNIST, ImageFolder
+from torchvision.datasets.folder import default_loader
 
 from common.options import UsageError
 
@@ -68,6 +69,9 @@ def load_dataset(args: Namespace) -> tuple[ImageSet, ImageSet]:
         why = f"{type(error).__name__}: {error}"
         raise UsageError(f"cannot read {where} ({why}): name the right folder") from error
     require_a_batch(train, args)
+    one_pixel_is_left = args.batch_size == 1 and args.image_size <= 32
+    if one_pixel_is_left and args.model.startswith("resnet") and not args.evaluate:
+        raise UsageError("BatchNorm needs more than one value for each channel: try --batch-size 2")
     return train, test
 
 
@@ -103,7 +107,14 @@ def read_folders(args: Namespace, train: bool) -> ImageFolder:
     if not train:
         crop = [T.Resize(size * 8 // 7), T.CenterCrop(size)]
     normalize = [T.ToTensor(), T.Normalize(*MEAN_AND_STD["imagefolder"])]
-    return ImageFolder(folder, T.Compose(crop + normalize))
+    return ImageFolder(folder, T.Compose(crop + normalize), loader=open_picture)
+
+
+def open_picture(path: str) -> Any:
+    try:
+        return default_loader(path)
+    except OSError as error:
+        raise UsageError(f"cannot read {path} ({error}): replace or remove it") from error
 
 
 def synthesize(args: Namespace, train: bool) -> Images:
@@ -126,8 +137,9 @@ def collate(batch: list | tuple) -> object:
 
 def loader_options(args: Namespace) -> dict[str, Any]:
     """What every DataLoader of a run gets, beside its data set, batch size and sampler."""
-    pinned = args.device == "cuda"  # copies to the GPU need not wait then
-    return {"num_workers": args.workers, "collate_fn": collate, "pin_memory": pinned}
+    pin = args.device == "cuda"  # copies to the GPU need not wait then
+    limit = 600 if args.workers else 0  # s: a worker that finds /dev/shm full sends no batch
+    return {"num_workers": args.workers, "timeout": limit, "collate_fn": collate, "pin_memory": pin}
 
 
 def local_batch_size(global_batch: int, parts: int) -> int:

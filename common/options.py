@@ -25,7 +25,8 @@ def exit_on(*errors: type[Exception]) -> Iterator[None]:
     try:
         yield
     except errors as error:
-        line = " ".join(["error:", *str(error).split()])
+        text = str(error).rpartition("UsageError: ")[2]  # a loader's worker sends a whole traceback
+        line = " ".join(["error:", *text.split()])
         sys.stderr.write(f"{line}\n")  # in one piece, because other ranks may write at once
         raise SystemExit(2) from None
 

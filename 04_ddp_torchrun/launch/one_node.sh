@@ -13,5 +13,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source 04_ddp_torchrun/launch/ranks.sh # run_ranks, and what Ctrl-C and SIGTERM do
 
-# --standalone: one node, on a port that is free.
-run_ranks torchrun --standalone --nproc-per-node "$NPROC_PER_NODE" "$SCRIPT" "$@"
+# --standalone: one node, on a port that is free. --local-addr: without it, the ranks meet at the name
+# of this machine, and wait for minutes where it cannot resolve its own name.
+run_ranks torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node "$NPROC_PER_NODE" "$SCRIPT" "$@"

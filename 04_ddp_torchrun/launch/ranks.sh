@@ -10,12 +10,20 @@ PATIENCE="${PATIENCE:-5}" # seconds from Ctrl-C until what is left is killed
 
 set -euo pipefail
 
+children_of() { # from Linux itself: a small container has no pgrep
+    cat /proc/"$1"/task/*/children 2> /dev/null || pgrep -P "$1" 2> /dev/null || true
+}
+
 # A cluster ends a job with SIGTERM, which torchrun would answer with status 1, whatever its ranks
 # do. So the ranks receive it instead: a stage ends at once, beyond/survive/train.py with a checkpoint
-# and status 0. If there are no ranks yet, torchrun receives it.
+# and status 0. If there are no ranks yet, torchrun receives it. Until the ranks have met, there is
+# nothing to save, and the status is 143 or 1.
 hand_sigterm_to_the_ranks() {
     [ -n "${!:-}" ] || exit 143 # torchrun has not been started
-    pkill -TERM -P "$!" || kill -TERM "$!"
+    local ranks
+    ranks="$(children_of "$!")"
+    # shellcheck disable=SC2086 # one word for each rank
+    kill -TERM ${ranks:-"$!"} || true
 }
 
 # Ctrl-C is SIGINT to this script and to torchrun. bash starts a background job with SIGINT ignored,
@@ -27,13 +35,14 @@ end_now() {
     trap '' INT TERM
     [ -n "${!:-}" ] || exit 130 # torchrun has not been started
     local ranks
-    ranks="$(pgrep -P "$!")" || kill -TERM "$!" 2> /dev/null || true
+    ranks="$(children_of "$!")"
+    [ -n "$ranks" ] || kill -TERM "$!" 2> /dev/null || true
     local deadline=$((SECONDS + PATIENCE))
     while kill -0 "$!" 2> /dev/null && [ "$SECONDS" -lt "$deadline" ]; do
         sleep 0.1
     done
     kill -STOP "$!" 2> /dev/null || true # it starts no more ranks
-    for rank in $ranks $(pgrep -P "$!"); do
+    for rank in $ranks $(children_of "$!"); do
         kill -KILL -- "$rank" "-$rank" 2> /dev/null || true # it, and its session: its loaders
     done
     kill -KILL "$!" 2> /dev/null || true
@@ -41,7 +50,7 @@ end_now() {
 }
 
 trap hand_sigterm_to_the_ranks TERM
-trap end_now INT
+trap end_now INT # in vain if SIGINT was ignored from the start, as by `&` in a script: use SIGTERM
 
 run_ranks() {
     "$@" &

@@ -48,7 +48,7 @@ remove() { # however the script ends: first, what runs inside may end by itself
     done
 }
 trap remove EXIT
-trap 'exit 130' INT
+trap 'exit 130' INT # in vain if SIGINT was ignored from the start, as by `&` in a script: use SIGTERM
 trap 'exit 143' TERM
 
 for name in "${names[@]}"; do

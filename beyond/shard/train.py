@@ -52,7 +52,7 @@ def parse_args() -> Namespace:
 
 def join_process_group(args: Namespace) -> torch.device:
     """Meet the other ranks that torchrun has started; returns the device of this one."""
-    if "LOCAL_RANK" not in os.environ:
+    if "LOCAL_RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
         raise UsageError("start it with torchrun --standalone --nproc-per-node=2 SCRIPT")
     if args.device == "cpu":
         dist.init_process_group("gloo")

@@ -6,6 +6,7 @@ python beyond/survive/launch.py
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 from datetime import timedelta
@@ -90,11 +91,24 @@ def open_store(rank: int, world_size: int, limit: timedelta, one_machine: bool) 
         return dist.HashStore()
     if not 0 < (port := read_number("MASTER_PORT")) < 2**16:
         raise LaunchError(f"MASTER_PORT is {port}, expected a free port on rank 0's host")
+    require_address(os.environ.get("MASTER_ADDR"))
     store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=limit))
     # torchrun keeps its store when it restarts the ranks (pytorch issue 135712): ignore keys from
     # before the restart. The agents of several machines count restarts independently.
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_machine else "0"
     return dist.PrefixStore(restart, store)
+
+
+def require_address(host: str | None) -> None:
+    """LaunchError if nobody knows this host: torch would go on asking until the time limit."""
+    try:
+        socket.getaddrinfo(host or None, 0)  # None: not set, as torch will say
+    except socket.gaierror as error:
+        if error.errno == socket.EAI_AGAIN:  # the name server is busy, so torch asks again
+            return
+        why = f"MASTER_ADDR is {host}, which this machine cannot resolve ({error})"
+        cure = "name rank 0's host, or on one machine add --local-addr 127.0.0.1 to torchrun"
+        raise LaunchError(f"{why}: {cure}") from error
 
 
 def each_rank_has_a_gpu(

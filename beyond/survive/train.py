@@ -263,6 +263,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_on(UsageError, LaunchError, AgreementError, durable.CheckpointError):
+    with exit_on(UsageError, LaunchError, AgreementError, durable.CheckpointError, dist.DistError):
         main()
         dist.destroy_process_group()

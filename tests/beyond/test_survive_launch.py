@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import socket
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, _utils
 
 from local_ranks import (
+    ROOT,
     command,
     context,
     free_port,
@@ -68,9 +70,43 @@ WRONG_STARTS = [
 ]
 
 
+NOWHERE = torchrun_variables(29500) | {"MASTER_ADDR": "nowhere.invalid"}
+NOWHERE_ERROR = "MASTER_ADDR is nowhere.invalid, which this machine cannot resolve ("
+WRONG_STARTS.append((NOWHERE, NOWHERE_ERROR))
+
+
 @pytest.mark.parametrize(("env", "error"), WRONG_STARTS)
 def test_wrong_launch_variables_end_in_one_line_and_nobody_trains_alone(env, error):
     refused(ended("survive", env=env), f"error: {error}")
+
+
+@pytest.mark.parametrize(("name_server", "refuses"), [("EAI_NONAME", True), ("EAI_AGAIN", False)])
+def test_an_unknown_host_is_refused_and_a_busy_name_server_is_not(name_server, refuses):
+    """In the second case, torch asks again until the time limit."""
+    error = socket.gaierror(getattr(socket, name_server), "as the name server says")
+    with patch.object(socket, "getaddrinfo", side_effect=error):
+        answer = answer_of(launch.require_address, "node-7")
+    assert answer.startswith("MASTER_ADDR is node-7, which this") == refuses
+
+
+LOSES_THE_STORE = """
+import runpy, sys
+import torch.distributed as dist
+sys.path.insert(0, sys.argv[1])
+import agree
+def fail(*_):
+    raise dist.DistNetworkError("the store is gone")
+agree.Agreement = fail
+sys.argv[1:] = ["--device=cpu"]
+runpy.run_path("beyond/survive/train.py", run_name="__main__")
+"""
+
+
+def test_a_store_that_is_lost_before_the_watchdog_watches_ends_in_one_line(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(LOSES_THE_STORE)
+    [(status, output)] = command(str(script), str(ROOT / "beyond" / "survive"))
+    assert (status, output) == (2, "error: the store is gone\n")
 
 
 def test_a_torchrun_of_one_rank_in_a_step_of_several_tasks_does_not_wait(tmp_path):
@@ -157,8 +193,11 @@ def test_a_loader_ends_with_its_rank_and_not_before():
     assert is_running(loader), "SIGTERM has ended it"
     rank.kill()
     rank.join()
-    time.sleep(2)
     try:
+        deadline = time.monotonic() + 60  # on a machine however busy
+        while is_running(loader) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(1)  # the control has looked five times
         assert (is_running(loader), is_running(control)) == (False, True)
     finally:
         os.kill(control, signal.SIGKILL)

@@ -132,9 +132,9 @@ def test_an_error_of_its_own_is_not_taken_for_a_missing_rank(error, rank, verdic
     assert not dog.thread.is_alive()
 
 
-def wait_in_c(rank: int, how: str, seconds: float, beats: int, file: Path) -> str:
+def wait_in_c(rank: int, how: str, seconds: float, beats: int, pause: int, file: Path) -> str:
     """Rank 1 dies or stops. Rank 0 waits in C, where no error and no signal reaches it, as behind
-    nccl, and then lets a stopped rank go on."""
+    nccl, and after this pause lets a stopped rank go on."""
     os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     module = fresh_module("survive", "watchdog.py")
     module.ENDED_BEATS = beats
@@ -147,7 +147,7 @@ def wait_in_c(rank: int, how: str, seconds: float, beats: int, file: Path) -> st
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         else:
-            ctypes.CDLL(None).sleep(3)
+            ctypes.CDLL(None).sleep(pause)
             if how == "stopped":
                 os.kill(int(store.get("pid")), signal.SIGCONT)
         if how == "stopped":
@@ -155,17 +155,27 @@ def wait_in_c(rank: int, how: str, seconds: float, beats: int, file: Path) -> st
     return "waited"
 
 
-WAITS_IN_C = [  # the limit of the run in seconds; the beats after which a dead process is given up
-    ("killed", 600, 2, [None, None]),
-    ("killed", 600, 80, ["waited", None]),  # the control: 20 s
-    ("stopped", 0.5, 80, [None, None]),  # beyond the limit: rank 1 gets SIGKILL, or it would stay
-    ("stopped", 600, 2, ["waited", "waited"]),  # the control: not beyond it
+WAITS_IN_C = [  # the limit of the run in seconds; the beats after which a dead process is given up;
+    # the pause in seconds, which is not over before a rank that must end has ended
+    ("killed", 600, 2, 100, [None, None]),
+    ("killed", 600, 80, 3, ["waited", None]),  # the control: 20 s
+    (
+        "stopped",
+        4,
+        80,
+        100,
+        [None, None],
+    ),  # beyond the limit: rank 1 gets SIGKILL, or it would stay
+    ("stopped", 600, 2, 3, ["waited", "waited"]),  # the control: not beyond it
 ]
 
 
-@pytest.mark.parametrize(("how", "seconds", "beats", "ends"), WAITS_IN_C)
-def test_a_rank_that_waits_for_a_gpu_learns_that_another_died(how, seconds, beats, ends, tmp_path):
+@pytest.mark.parametrize(("how", "seconds", "beats", "pause", "ends"), WAITS_IN_C)
+def test_a_rank_that_waits_for_a_gpu_learns_that_another_died(
+    how, seconds, beats, pause, ends, tmp_path
+):
     file = tmp_path / "said"
-    assert launch_function(2, wait_in_c, how, seconds, beats, file, may_die=(0, 1)) == ends
+    ends_of_ranks = launch_function(2, wait_in_c, how, seconds, beats, pause, file, may_die=(0, 1))
+    assert ends_of_ranks == ends
     named = "error: rank 0 gives up at .+`ctypes.+: rank 1 did not arrive, last .+ unreachable"
     assert bool(re.search(named, file.read_text())) == (ends[0] is None)

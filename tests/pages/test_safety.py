@@ -39,6 +39,12 @@ def test_no_file_unpickles_what_comes_from_outside():
     assert unpickling_calls == allowed
 
 
+@pytest.mark.parametrize("path", [*ROOT.glob(".github/workflows/*")], ids=lambda path: path.name)
+def test_a_workflow_may_only_read_the_repository_unless_it_asks_for_more(path):
+    yaml = pytest.importorskip("yaml", reason="needs PyYAML: pip install -r requirements.txt")
+    assert yaml.safe_load(path.read_text())["permissions"] == {"contents": "read"}
+
+
 # A zip file has checksums; survive also asks for one of its own, which `seal` writes.
 WAYS = {  # the script and its flag, whether the file is a zip file, whether it is sealed
     "04, an old file": ("04", "--resume", False, False),

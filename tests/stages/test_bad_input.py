@@ -3,6 +3,7 @@
 import shutil
 import socket
 import subprocess
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ import torch.distributed.run
 from PIL import Image
 
 from common.data import Digits, load_dataset
+from common.models import build_model
 from common.options import UsageError, make_parser
 from local_ranks import ROOT, command, launch_ranks, launcher_variables
 from refusals import SCRIPTS, Trap, ended, refused, seal
-from train_stage import SHORT, train_once
+from train_stage import SHORT, options, train_once
 
 GPUS = torch.cuda.device_count()
 
@@ -33,6 +35,7 @@ CALLS = {  # a stage or a program with its flags, and words of the line
     "01 --dataset=imagefolder --data-dir=nowhere": "--dataset imagefolder in --data-dir nowhere (",
     "01 --dataset=imagefolder": "'data/train'): name the right folder",
     "01 --batch-size=1501": "--batch-size 1501 is more than the 1500 training samples: try --bat",
+    "01 --model=resnet18 --batch-size=1": "BatchNorm needs more than one value for each channel",
     "01 --dataset=synthetic --image-size=15": "--model net needs --image-size 16 or more, got 15",
     "01 --evaluate=nowhere.pt": "cannot load nowhere.pt ([Errno 2] No such file",
     "01 --resume=": "cannot load . ([Errno 21] Is a directory: '.'): use one that",
@@ -112,6 +115,20 @@ def test_a_right_call_is_not_refused(key, ranks, flags, tmp_path):
     assert (tmp_path / "checkpoint.pt").exists()
 
 
+@pytest.mark.parametrize(("size", "refuses"), [(32, True), (33, False)])
+def test_a_batch_of_one_is_refused_where_batchnorm_would_refuse_it(size, refuses):
+    """The control is a picture of which four pixels are left. An evaluation is never refused."""
+    flags = ("--model=resnet18", "--batch-size=1", "--dataset=synthetic", f"--image-size={size}")
+    train_set, _ = load_dataset(options(*flags, "--evaluate=checkpoint.pt"))
+    model = build_model("resnet18", train_set)
+    for error, call in (
+        (UsageError, lambda: load_dataset(options(*flags))),
+        (ValueError, lambda: model(train_set[0][0][None])),
+    ):
+        with pytest.raises(error, match=r"(per|for each) channel") if refuses else nullcontext():
+            call()
+
+
 DAMAGES = {  # what becomes of the file, and what the line says
     "missing": (None, "train-images-idx3-ubyte"),
     "truncated": (lambda all_: all_[:-100], "95900"),
@@ -147,6 +164,22 @@ def test_pictures_of_other_classes_are_refused(tmp_path):
         Image.new("RGB", (40, 30)).save(tmp_path / folder / "1.png")
     output = ended("01", "--dataset=imagefolder", "--batch-size=1", f"--data-dir={tmp_path}")
     refused(output, "classes ['cat', 'dog'] for training, ['cat', 'owl'] for the test")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_truncated_picture_is_refused_by_its_name(workers, tmp_path):
+    """Whoever opens it, the process itself or a worker, which hands a whole traceback over."""
+    for name in ("train/a/1", "train/a/2", "test/a/1"):
+        picture = tmp_path / f"{name}.png"
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 30)).save(picture)
+    damaged = tmp_path / "train" / "a" / "2.png"  # the stage itself opens only the first one
+    damaged.write_bytes(damaged.read_bytes()[:60])
+    flags = ("--dataset=imagefolder", "--batch-size=2", "--image-size=16", "--device=cpu")
+    flags += (f"--data-dir={tmp_path}", f"--workers={workers}", f"--run-dir={tmp_path / 'run'}")
+    [(status, output)] = command(SCRIPTS["01"], *flags)
+    error = f"error: cannot read {damaged} (image file is truncated): replace or remove it"
+    assert (status, output) == (2, f"global batch 2 = 1 × 2\n{error}\n")
 
 
 NOT_OURS = "use one that a stage saved"
@@ -223,6 +256,14 @@ def test_what_only_rank_0_finds_ends_the_other_rank_too(key, tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
     assert str(tmp_path) not in running.stdout, "a rank still waits for another"
+
+
+@pytest.mark.parametrize("key", ["04", "05", "beyond/shard/train.py"])
+def test_a_rank_without_an_address_is_refused(key):
+    """As a script would start it that sets the numbers and forgets where the ranks meet."""
+    variables = torchrun_variables(0)
+    del variables["MASTER_ADDR"], variables["MASTER_PORT"]
+    refused(ended(key, "--device=cpu", env=variables), TORCHRUN)
 
 
 def test_04_on_a_port_in_use_is_refused():

@@ -38,9 +38,15 @@ def environment(**env: object) -> dict[str, str]:
     return os.environ | {name: str(value) for name, value in env.items()}
 
 
+def heed_sigint() -> None:
+    """In a suite that runs in the background, SIGINT is ignored, and bash could not trap it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def begin(*command: object, where: Path = ROOT, **env: object) -> subprocess.Popen:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     pipes |= {"cwd": where, "env": environment(**env), "start_new_session": True}
+    pipes["preexec_fn"] = heed_sigint
     return subprocess.Popen([str(part) for part in command], **pipes)
 
 
@@ -102,7 +108,8 @@ RDZV = "--rdzv-backend c10d --rdzv-endpoint"
 SRUN = "srun --kill-on-bad-exit=1 --cpus-per-task=6\n"
 RESUME = "beyond/survive/train.py --run-dir runs/slurm-17 --resume auto"
 STARTS = {  # the command that a script starts, after threads, address, port and limit of its ranks
-    "one_node.sh": "1 - - - --standalone --nproc-per-node 2 04_ddp_torchrun/train.py",
+    "one_node.sh": "1 - - - --standalone --local-addr 127.0.0.1 --nproc-per-node 2 "
+    "04_ddp_torchrun/train.py",
     "two_nodes.sh": "1 node-7 - - --nnodes 2 --node-rank 1 --nproc-per-node 1 "
     "--master-addr node-7 --master-port 29500 04_ddp_torchrun/train.py",
     "elastic.sh": "1 - - - --nnodes 1 --nproc-per-node 2 --max-restarts 3 "
@@ -253,13 +260,45 @@ def test_a_script_hands_sigterm_to_the_ranks_and_ends_with_their_status(tmp_path
     assert not processes_with(script)
 
 
+RANK = "trap 'kill $!; exit 0' TERM; sleep 300 & touch $READY; wait"  # as if it had saved
+IN_PLACE_OF_TORCHRUN = {"no ranks yet": ("touch $READY; exec sleep 300", 143)}
+IN_PLACE_OF_TORCHRUN["a rank"] = ("rank & wait $!", 0)
+
+
+@pytest.mark.parametrize("case", IN_PLACE_OF_TORCHRUN)
+def test_without_pgrep_and_pkill_sigterm_reaches_the_ranks_or_else_torchrun(case, tmp_path):
+    torchrun, expected = IN_PLACE_OF_TORCHRUN[case]
+    missing = "exit 127"
+    path = path_with(tmp_path, torchrun=torchrun, rank=RANK, pgrep=missing, pkill=missing)
+    ready = tmp_path / "ready"
+    process = begin("bash", LAUNCH / "one_node.sh", PATH=path, READY=ready)
+    until(ready.exists)
+    process.send_signal(signal.SIGTERM)
+    assert end(process) == (expected, "")
+
+
+def test_one_node_trains_on_a_machine_that_cannot_resolve_its_own_name(tmp_path):
+    """The control: the name cannot be resolved there."""
+    own_name = ("unshare", "--uts", "sh", "-c", 'hostname nowhere.invalid; exec "$@"', "sh")
+    status, output = run(*own_name, "true")
+    if status:
+        pytest.skip(f"needs root, for a host name of its own: {output.strip()}")
+    ask = "import socket; socket.getaddrinfo(socket.gethostname(), 0)"
+    assert "gaierror" in run(*own_name, sys.executable, "-c", ask)[1]
+    (tmp_path / "script.py").write_text(FOR_TORCHRUN)
+    env = {"SCRIPT": tmp_path / "script.py", "NPROC_PER_NODE": 1}
+    status, output = run(*own_name, "bash", LAUNCH / "one_node.sh", **env)
+    assert status == 0, output
+    assert "0 of 1 1 sum 1.0" in output
+
+
 def begin_at_a_terminal(output: Path, *command: object, **env: object) -> tuple:
     """The command in the foreground of a terminal of its own, and the keyboard of that terminal."""
     keyboard, screen = pty.openpty()
 
     def take_the_terminal() -> None:
         fcntl.ioctl(screen, termios.TIOCSCTTY, 0)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a suite in the background ignores it
+        heed_sigint()
 
     with output.open("w") as file:
         files = {"stdin": screen, "stdout": file, "stderr": file, "pass_fds": [screen]}
