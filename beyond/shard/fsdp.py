@@ -23,6 +23,8 @@ from torch import Tensor, nn, optim
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn import Parameter
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
@@ -232,6 +234,11 @@ def layers_of(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modu
 
 def check_parameters(model: nn.Module, layers: dict[str, nn.Module]) -> None:
     """Raise ShardingError for a parameter of more than one layer, or one that nothing fills."""
+    for name, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, (SpectralNorm, WeightNorm)):
+                why = f"{type(hook).__name__} of {name} reads a weight before the layer's forward"
+                raise ShardingError(f"{why}: use torch.nn.utils.parametrizations instead")
     users: dict[Parameter, list[tuple[str, str]]] = {}  # layer and full name
     for name, parameter in model.named_parameters(remove_duplicate=False):
         layer = next((key for key in layers if name.startswith(f"{key}.")), "the model itself")
@@ -308,7 +315,7 @@ class FSDP(nn.Module):
             if self.layer:
                 raise
             why = "forward failed outside of the layers, where a parameter is only this rank's part"
-            cure = "use a weight only in its own layer's forward (old spectral_norm does not)"
+            cure = "use a weight only in its own layer's forward"
             raise ShardingError(f"{why} ({str(error).splitlines()[0]}): {cure}") from error
         self.link(list(dict.fromkeys(self.order)))
         is_lower = self.dtype and isinstance(result, Tensor)

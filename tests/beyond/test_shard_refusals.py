@@ -146,9 +146,9 @@ def with_spectral_norm(normalize):
 @on_ranks(2)
 def test_shard_a_weight_used_outside_its_layer_is_refused_in_one_line(rank):
     FSDP = chapter("shard", "fsdp").FSDP  # noqa: N806
-    old = with_spectral_norm(nn.utils.spectral_norm)
-    for model in (TiedByHand(), old):
-        with pytest.raises(ValueError, match="forward failed outside of the layers") as caught:
+    old, tied = with_spectral_norm(nn.utils.spectral_norm), TiedByHand()
+    for model, words in ((old, "SpectralNorm of 1 reads"), (tied, "failed outside of the layers")):
+        with pytest.raises(ValueError, match=words) as caught:
             FSDP(model)(torch.arange(5))
         assert "\n" not in str(caught.value)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):  # a fault of the model
