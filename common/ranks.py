@@ -218,7 +218,7 @@ def join_on_this_machine(program: str, why_two: str) -> None:
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
         command = f"torchrun --standalone --nproc-per-node=2 {program}"
         raise UsageError(f"{why_two}: start two, with {command}")
-    # They send their messages over loopback.
+    # Their messages stay on loopback; torchrun's store, where they meet, listens everywhere.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname()[0] == "Darwin" else "lo")
     dist.init_process_group("gloo")
 

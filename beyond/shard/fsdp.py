@@ -19,16 +19,36 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn import Parameter
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
-from shards import ReduceScatter, ShardingError, Shards, all_gather_single, clip_grad_norm
+from shards import (
+    ReduceScatter,
+    ShardingError,
+    Shards,
+    all_gather_single,
+    clip_grad_norm,
+    require_elementwise,
+)
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 Place = tuple[torch.Size, tuple[int, ...], int]  # of a view in a flat tensor: size, stride, offset
+
+
+def refuse_parts(optimizer: optim.Optimizer, *_: Any) -> None:
+    """Before each step of any optimizer: raise ShardingError if it would misunderstand parts."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(hasattr(parameter, "is_part") for parameter in parameters):
+        require_elementwise(type(optimizer))
+
+
+register_optimizer_step_pre_hook(refuse_parts)
 
 
 class GatherParameters(torch.autograd.Function):
@@ -76,6 +96,8 @@ class ShardedLayer:
         dist.broadcast(flat, src=0)  # every rank starts from rank 0's weights
         self.shard = self.shards.shard_of(flat).clone()
         self.owned = [Parameter(part) for part in self.shards.parts_of(self.shard)]
+        for part in self.owned:
+            part.is_part = True  # type: ignore[attr-defined]
         part_of = dict(zip(trained.values(), self.owned, strict=True))
         for full_name, parameter in [*module.named_parameters(remove_duplicate=False)]:
             if parameter in part_of:  # two names of one parameter get the same part
@@ -147,9 +169,12 @@ class ShardedLayer:
         if neighbor:
             neighbor.start_gather()  # meanwhile, this layer computes
         hooks = saved_tensors_hooks(self.pack, self.unpack)  # recomputing saves nothing anyway
+        self.fsdp.layer = self
         try:
             with nullcontext() if self.fsdp.recompute else hooks:
-                return functional_call(self.original, named, args, kwargs)
+                result = functional_call(self.original, named, args, kwargs)
+            self.fsdp.layer = None  # not after an error, which is then of this layer
+            return result
         finally:
             if not self.is_last or self.is_recomputing or not torch.is_grad_enabled():
                 self.free()  # backward begins with the last layer, which stays
@@ -176,7 +201,7 @@ class ShardedLayer:
         return flat.as_strided(*saved)
 
     def send(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """The sum of each shard of the gradient goes to its owner, while backward continues."""
+        """The mean of each shard of the gradient goes to its owner, while backward continues."""
         self.free()
         self.backward_needs_it, self.got_gradient = False, True
         for name, gradient in zip(self.names, gradients, strict=True):
@@ -186,10 +211,10 @@ class ShardedLayer:
         self.fsdp.receive()  # one at a time: otherwise memory would grow with the network's delay
         self.fsdp.pending.append((self, ReduceScatter(flat)))
 
-    def add_gradient(self, total: Tensor) -> None:
-        """total: of this rank's shard, (length,), summed over the ranks."""
-        mean = total.to(self.shard.dtype).div_(self.shards.world_size)
-        for own, gradient in zip(self.owned, self.shards.parts_of(mean), strict=True):
+    def add_gradient(self, mean: Tensor) -> None:
+        """mean: of this rank's shard over the ranks, (length,)."""
+        parts = self.shards.parts_of(mean.to(self.shard.dtype))
+        for own, gradient in zip(self.owned, parts, strict=True):
             own.grad = gradient if own.grad is None else own.grad + gradient
 
 
@@ -209,6 +234,11 @@ def layers_of(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modu
 
 def check_parameters(model: nn.Module, layers: dict[str, nn.Module]) -> None:
     """Raise ShardingError for a parameter of more than one layer, or one that nothing fills."""
+    for name, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, (SpectralNorm, WeightNorm)):
+                why = f"{type(hook).__name__} of {name} reads a weight before the layer's forward"
+                raise ShardingError(f"{why}: use torch.nn.utils.parametrizations instead")
     users: dict[Parameter, list[tuple[str, str]]] = {}  # layer and full name
     for name, parameter in model.named_parameters(remove_duplicate=False):
         layer = next((key for key in layers if name.startswith(f"{key}.")), "the model itself")
@@ -265,6 +295,7 @@ class FSDP(nn.Module):
         check_parameters(model, modules)
         self.layers: list[ShardedLayer] = []
         self.order: list[ShardedLayer] = []  # of this forward
+        self.layer: ShardedLayer | None = None  # that computes now
         for name, module in modules.items():  # only one of them is unsharded at a time
             materialize(module, torch.device(device))
             self.layers.append(ShardedLayer(name, module, self))
@@ -277,7 +308,15 @@ class FSDP(nn.Module):
         for layer in self.layers:
             layer.free()  # weights of before the last step, if no backward came
         self.order.clear()
-        result = self.model(*args, **kwargs)
+        self.layer = None
+        try:
+            result = self.model(*args, **kwargs)
+        except (RuntimeError, IndexError) as error:
+            if self.layer:
+                raise
+            why = "forward failed outside of the layers, where a parameter is only this rank's part"
+            cure = "use a weight only in its own layer's forward"
+            raise ShardingError(f"{why} ({str(error).splitlines()[0]}): {cure}") from error
         self.link(list(dict.fromkeys(self.order)))
         is_lower = self.dtype and isinstance(result, Tensor)
         return result.to(self.layers[0].shard.dtype) if is_lower else result
@@ -310,8 +349,21 @@ class FSDP(nn.Module):
             layer.got_gradient = False
         for parameter in self.copies:
             if parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
                 parameter.grad /= dist.get_world_size()
+                dist.all_reduce(parameter.grad)
+        self.spread_overflow()
+
+    def spread_overflow(self) -> None:
+        """An inf on one rank becomes a nan on each, because GradScaler looks at its own rank only.
+
+        Under DDP, all ranks have the same gradients, so that all of them skip the step.
+        """
+        gradients = [p.grad for p in self.parameters() if p.grad is not None and p.grad.numel()]
+        if not gradients:
+            gradients = [self.layers[0].shard.new_zeros(1)]
+        overflow = (nn.utils.get_total_norm(gradients, float("inf")) * 0).float()  # 0 or nan
+        dist.all_reduce(overflow)
+        gradients[0].view(-1)[:1] += overflow
 
     def clip_grad_norm(self, limit: float) -> float:
         """Scale all gradients so that their norm over all ranks is at most `limit`."""

@@ -9,15 +9,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Size, Tensor
+from torch import Size, Tensor, optim
 
 # torch 2.14 has renamed both, and warns of the old names.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
+NOT_ELEMENTWISE = (optim.Adafactor, optim.LBFGS, optim.Muon, optim.SparseAdam)
+
+
 class ShardingError(ValueError):
     """What cannot be sharded. The text says what arrived, why it fails, and what to do."""
+
+
+def require_elementwise(optimizer_class: Any) -> None:
+    """Raise ShardingError for torch's optimizers that look at whole parameters; of an optimizer
+    from elsewhere (LAMB, Shampoo), it cannot know."""
+    classes = getattr(optimizer_class, "__mro__", ())  # a function may also make the optimizer
+    if set(NOT_ELEMENTWISE).intersection(classes):
+        why = f"{optimizer_class.__name__} looks at whole parameters, and a rank owns only parts"
+        raise ShardingError(f"{why} of them: use AdamW, Adam, SGD or another one by element")
 
 
 class Shards:
@@ -79,7 +91,9 @@ class Shards:
 
 
 class ReduceScatter:
-    """Each rank gets the sum of its own shard over all ranks, while the program goes on.
+    """Each rank gets the mean of its own shard over all ranks, while the program goes on.
+
+    flat: is divided here, before the sum, which float16 might not hold. DDP does the same.
 
     gloo's reduce_scatter_single sends as much as an all-reduce: it is one that drops what belongs
     to others (torch 2.15: benchmarks/results/shard.json). So with gloo, each rank sends to each
@@ -87,7 +101,7 @@ class ReduceScatter:
     """
 
     def __init__(self, flat: Tensor) -> None:
-        self.flat = flat
+        self.flat = flat.div_(dist.get_world_size())
         self.work: Any
         if dist.get_backend() == "gloo":
             self.received = torch.empty_like(flat)
@@ -97,7 +111,7 @@ class ReduceScatter:
             self.work = reduce_scatter_single(self.received, flat, async_op=True)
 
     def wait(self) -> Tensor:
-        """(length,), the sum."""
+        """(length,), the mean."""
         self.work.wait()
         if len(self.received) < len(self.flat):
             return self.received

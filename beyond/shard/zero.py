@@ -15,10 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, optim
 from torch.nn import Parameter
 
-from shards import ReduceScatter, ShardingError, Shards, all_gather_single, clip_grad_norm
+from shards import (
+    ReduceScatter,
+    ShardingError,
+    Shards,
+    all_gather_single,
+    clip_grad_norm,
+    require_elementwise,
+)
 
 BUCKET_BYTES = 4 * 2**20  # ZeRO-2 keeps up to three buckets of unsharded gradients in backward
-NOT_ELEMENTWISE = (optim.Adafactor, optim.LBFGS, optim.Muon, optim.SparseAdam)
 
 
 class ShardedBucket(Shards):
@@ -58,18 +64,13 @@ class ShardedOptimizer(optim.Optimizer):
     """ZeRO-1: wraps an optimizer that treats each element apart, like SGD, Adam and AdamW.
 
     Its param_groups hold the unsharded parameters, and a schedule may change their learning rates.
-    Frozen parameters stay as they are. Raises ShardingError for torch's optimizers that look at
-    whole parameters; of an optimizer from elsewhere (LAMB, Shampoo), it cannot know.
+    Frozen parameters stay as they are. Raises ShardingError as require_elementwise does.
     """
 
     def __init__(
         self, parameters: Iterable, optimizer_class: Callable[..., optim.Optimizer], **options: Any
     ) -> None:
-        classes = getattr(optimizer_class, "__mro__", ())  # a function may also make the optimizer
-        if set(NOT_ELEMENTWISE).intersection(classes):
-            name = getattr(optimizer_class, "__name__", "it")
-            why = f"{name} looks at whole parameters, and a rank owns only parts of them"
-            raise ShardingError(f"{why}: use AdamW, Adam, SGD or another one by element")
+        require_elementwise(optimizer_class)
         super().__init__(parameters, options)
         all_parameters = [p for group in self.param_groups for p in group["params"]]
         for frozen in (p for p in all_parameters if not p.requires_grad):
@@ -88,6 +89,12 @@ class ShardedOptimizer(optim.Optimizer):
         self.inner = optimizer_class(groups)
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update({key: inner[key] for key in inner if key != "params"})  # with defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "inner"):  # it is made, and so are its buckets
+            why = "parameters cannot be added later, since the ranks have divided all of them"
+            raise ShardingError(f"{why}: give the optimizer all groups when you make it")
+        super().add_param_group(param_group)
 
     def give_gradients(self) -> None:
         """Each part that this rank owns gets its part of the gradient: a view."""
@@ -143,6 +150,12 @@ class ShardedGradients(ShardedOptimizer):
         for parameter in self.bucket_of:
             parameter.register_post_accumulate_grad_hook(self.take)
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """GradScaler asks this first. It would look for gradients where ZeRO-2 keeps none."""
+        why = "GradScaler finds no gradients at the parameters of ZeRO-2"
+        raise ShardingError(f"{why}: use bfloat16, which needs no scaler, or ZeRO-1, or FSDP")
+
     @torch.no_grad()
     def take(self, parameter: Parameter) -> None:
         """Backward calls it when the gradient of this parameter is complete."""
@@ -161,7 +174,7 @@ class ShardedGradients(ShardedOptimizer):
             self.send(self.buckets[self.next])
 
     def send(self, bucket: ShardedBucket) -> None:
-        """The sum of each shard goes to its owner, while backward continues."""
+        """The mean of each shard goes to its owner, while backward continues."""
         self.receive()  # one message at a time, or memory would grow with the network's delay
         assert bucket.gradients is not None
         self.sent.append((bucket, ReduceScatter(bucket.gradients)))
@@ -170,7 +183,7 @@ class ShardedGradients(ShardedOptimizer):
 
     def receive(self) -> None:
         for bucket, message in self.sent:
-            shard = message.wait() / bucket.world_size
+            shard = message.wait()
             bucket.shard = shard if bucket.shard is None else bucket.shard + shard
         self.sent = []
 

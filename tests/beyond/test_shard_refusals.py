@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adafactor
+from torch.optim import LBFGS, SGD, Adafactor, AdamW, Muon
 
 from local_ranks import gather_from_ranks, on_ranks
 from refusals import ended, refused
@@ -87,6 +87,88 @@ def test_shard_what_cannot_be_divided_is_refused_in_one_line_on_every_rank(rank)
         line, line_of_the_other = gather_from_ranks(str(caught.value))
         assert line == line_of_the_other
         assert "\n" not in line
+
+
+@on_ranks(2)
+def test_shard_optimizers_of_whole_parameters_refuse_the_parts_of_fsdp(rank):
+    fsdp = chapter("shard", "fsdp").FSDP(nn.Sequential(nn.Linear(3, 2)))
+    fsdp(torch.ones(1, 3)).sum().backward()
+    fsdp.finish()
+    for optimizer_class in (LBFGS, Adafactor):
+        with pytest.raises(ValueError, match=f"^{optimizer_class.__name__} looks at whole"):
+            optimizer_class(fsdp.parameters()).step(lambda: 0.0)
+    with pytest.raises(ValueError, match="2D parameters"):  # torch refuses the parts itself
+        Muon(fsdp.parameters())
+    before = [part.clone() for part in fsdp.parameters()]
+    AdamW(fsdp.parameters(), lr=0.1).step()  # the control
+    for old, new in zip(before, fsdp.parameters(), strict=True):
+        assert not (old == new).any()
+    plain = nn.Linear(3, 2)
+    plain(torch.ones(1, 3)).sum().backward()
+    LBFGS(plain.parameters()).step(lambda: 0.0)  # and parameters that are whole
+
+
+@on_ranks(2)
+def test_shard_zero_takes_no_parameters_later(rank):
+    for level in (ZERO_1, ZERO_2):
+        model = nn.Linear(3, 2)
+        optimizer = changed_levels().by_hand(level, model, SGD, lr=0.1).optimizer
+        with pytest.raises(ValueError, match="parameters cannot be added later"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+class TiedByHand(nn.Module):
+    """Its forward uses the weight of a layer that does not compute then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+
+    def forward(self, tokens):
+        return self.embedding(tokens) @ self.embedding.weight.t()
+
+
+class WrongInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, tokens):
+        return self.layer(torch.ones(1, 4))
+
+
+def with_spectral_norm(normalize):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(5, 3), normalize(nn.Linear(3, 2)))
+
+
+@pytest.mark.filterwarnings("ignore:.*spectral_norm.*:FutureWarning")
+@on_ranks(2)
+def test_shard_a_weight_used_outside_its_layer_is_refused_in_one_line(rank):
+    FSDP = chapter("shard", "fsdp").FSDP  # noqa: N806
+    old, tied = with_spectral_norm(nn.utils.spectral_norm), TiedByHand()
+    for model, words in ((old, "SpectralNorm of 1 reads"), (tied, "failed outside of the layers")):
+        with pytest.raises(ValueError, match=words) as caught:
+            FSDP(model)(torch.arange(5))
+        assert "\n" not in str(caught.value)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):  # a fault of the model
+        FSDP(WrongInside())(torch.arange(5))
+    new = with_spectral_norm(nn.utils.parametrizations.spectral_norm).eval()  # the control
+    expected = new(torch.arange(5))
+    assert torch.allclose(FSDP(new)(torch.arange(5)), expected)
+
+
+@on_ranks(2)
+def test_shard_zero_2_refuses_a_grad_scaler(rank):
+    model, zero = nn.Linear(3, 2), chapter("shard", "zero")
+    optimizer = zero.ShardedGradients(model.parameters(), SGD, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(1, 3)).sum()).backward()
+    optimizer.finish()
+    with pytest.raises(
+        ValueError, match="GradScaler finds no gradients at the parameters of ZeRO-2"
+    ):
+        scaler.step(optimizer)
 
 
 @on_ranks(2)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD
 
-from local_ranks import launch_function, on_ranks
+from local_ranks import gather_from_ranks, launch_function, on_ranks
 from shard_cases import (
     BY_HAND,
     FSDP,
@@ -129,7 +129,7 @@ CONTROLS = {  # what is left out or made wrong: where it is used, and the change
     ),
     "ZeRO-2: no division": (
         ZERO_2,
-        ("zero.py", "message.wait() / bucket.world_size", "message.wait()"),
+        ("shards.py", "flat.div_(dist.get_world_size())", "flat"),
     ),
     "ZeRO-2: a local norm": (ZERO_2, ("shards.py", "dist.all_reduce(square)", "pass")),
     "FSDP: no all-gather": (
@@ -153,7 +153,7 @@ CONTROLS = {  # what is left out or made wrong: where it is used, and the change
         ("shards.py", "-1).sum(dim=0)", "-1)[dist.get_rank()] * dist.get_world_size()"),
     ),
     "FSDP: stale weights after the step": (FSDP, ("fsdp.py", "self.flat = None")),
-    "FSDP: no division": (FSDP, ("fsdp.py", ".div_(self.shards.world_size)", "")),
+    "FSDP: no division": (FSDP, ("shards.py", "flat.div_(dist.get_world_size())", "flat")),
     "FSDP: a local norm": (FSDP, ("shards.py", "dist.all_reduce(square)", "pass")),
 }
 
@@ -192,6 +192,69 @@ def test_shard_a_closure_is_called_before_the_step(rank):
 
         assert optimizer.step(closure) == 3
         assert torch.equal(weight, torch.full((3,), 0.9))
+
+
+class Weighted(nn.Module):
+    """Its gradient is the mean of the ranks' inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1, bias=False)
+
+    def forward(self, inputs):
+        return self.layer(inputs)
+
+
+def steps_with_a_scaler(level: str, changes: tuple = ()) -> tuple[list, list]:
+    """Of each of two steps: the scale afterwards, and whether weights changed, on this rank.
+
+    In the first, only rank 0 has an inf, in a gradient whose mean only rank 0 gets with FSDP.
+    """
+    training = changed_levels(changes).by_hand(level, Weighted(), SGD, lr=0.1)
+    scaler, scales, changed = torch.amp.GradScaler("cpu", init_scale=1024.0), [], []
+    for largest in (float("inf") if dist.get_rank() == 0 else 1.0, 1.0):
+        before = [parameter.clone() for parameter in training.model.parameters()]
+        training.optimizer.zero_grad()
+        inputs = torch.tensor([[largest, 1.0, 1.0, 1.0]])
+        scaler.scale(training.model(inputs).sum()).backward()
+        training.finish()
+        scaler.step(training.optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        after = training.model.parameters()
+        changed.append(any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
+    return scales, changed
+
+
+@on_ranks(2)
+def test_shard_all_ranks_skip_a_step_in_which_one_of_them_has_an_inf(rank):
+    of_ddp = gather_from_ranks(steps_with_a_scaler("none"))
+    assert of_ddp == [([512.0, 512.0], [False, True])] * 2
+    for level in (ZERO_1, FSDP):
+        assert gather_from_ranks(steps_with_a_scaler(level)) == of_ddp
+    alone = gather_from_ranks(steps_with_a_scaler(FSDP, (("fsdp.py", "self.spread_overflow()"),)))
+    assert [scales[0] for scales, _ in alone] == [512.0, 1024.0], "the control"
+
+
+def means_in_float16(level: str, changes: tuple = ()) -> list[float]:
+    """The gradients that this rank gets if each rank's are 40,000."""
+    training = changed_levels(changes).by_hand(level, Weighted().half(), SGD, lr=0.0)
+    training.model(torch.full((1, 4), 40_000.0, dtype=torch.float16)).sum().backward()
+    training.finish()
+    if level == ZERO_2:
+        training.optimizer.give_gradients()
+    is_zero_2 = level == ZERO_2
+    parameters = training.optimizer.owned.values() if is_zero_2 else training.model.parameters()
+    return [value for p in parameters for value in p.grad.flatten().tolist()]
+
+
+@on_ranks(2)
+def test_shard_a_mean_that_float16_holds_is_no_inf_because_its_sum_would_be(rank):
+    no_division = (("shards.py", "flat.div_(dist.get_world_size())", "flat"),)
+    for level in ("none", ZERO_1, ZERO_2, FSDP):
+        assert set(means_in_float16(level)) == {40_000.0}, level
+    for level in (ZERO_2, FSDP):  # the controls
+        assert means_in_float16(level, no_division)[0] != 40_000.0
 
 
 class TakesParts(nn.Module):

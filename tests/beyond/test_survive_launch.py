@@ -70,7 +70,7 @@ WRONG_STARTS = [
 ]
 
 
-NOWHERE = torchrun_variables(29500) | {"MASTER_ADDR": "nowhere.invalid"}
+NOWHERE = launcher_variables(29500) | {"MASTER_ADDR": "nowhere.invalid"}
 NOWHERE_ERROR = "MASTER_ADDR is nowhere.invalid, which this machine cannot resolve ("
 WRONG_STARTS.append((NOWHERE, NOWHERE_ERROR))
 

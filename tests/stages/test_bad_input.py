@@ -261,7 +261,7 @@ def test_what_only_rank_0_finds_ends_the_other_rank_too(key, tmp_path):
 @pytest.mark.parametrize("key", ["04", "05", "beyond/shard/train.py"])
 def test_a_rank_without_an_address_is_refused(key):
     """As a script would start it that sets the numbers and forgets where the ranks meet."""
-    variables = torchrun_variables(0)
+    variables = launcher_variables(0)
     del variables["MASTER_ADDR"], variables["MASTER_PORT"]
     refused(ended(key, "--device=cpu", env=variables), TORCHRUN)
 

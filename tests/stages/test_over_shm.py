@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from local_ranks import ROOT, launch_function
-from shm.__main__ import join_over_shm
+from shm.__main__ import over_shm
 from shm.exchange import Exchange
 from train_stage import train_once, train_rank
 
@@ -15,7 +15,7 @@ from train_stage import train_once, train_rank
 def train_over_it(rank, key, flags, with_sums):
     if not with_sums:
         patch.object(Exchange, "all_reduce", lambda *_: iter(())).start()
-    dist.init_process_group = join_over_shm
+    dist.init_process_group = over_shm(dist.init_process_group)
     return train_rank(rank, key, flags, torch.float32, ())[0]
 
 

@@ -20,9 +20,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 import shm  # noqa: F401 (the backend)
-from local_ranks import gather_from_ranks, launch_function, on_ranks
+from local_ranks import gather_from_ranks, launch_function, launch_ranks, on_ranks
+from shm.__main__ import replace_gloo
 from shm.exchange import Exchange
 from shm.group import SharedMemoryGroup
+from shm.segment import Segment
 
 Op = dist.ReduceOp
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -172,7 +174,6 @@ def fail(rank, how):
     store = dist.distributed_c10d._get_default_store()
     if rank == 1 and how == "late":
         store.wait(["error of rank 0"], timedelta(seconds=60))
-        return "", opened
     size = 4 if rank == 1 and how == "another size" else 3
     error = error_of(lambda: dist.all_reduce(torch.zeros(size)))
     store.set(f"error of rank {rank}", error)
@@ -184,7 +185,7 @@ FAILURES = {
     "late": "TimeoutError: shm: rank 1 is more than 0:00:01 late",
     "another size": "RuntimeError: shm: rank 1 has called all_reduce(4 of torch.float32, SUM), "
     "but rank 0 all_reduce(3 of torch.float32, SUM)",
-    "two machines": "RuntimeError: shm: ranks [1] cannot open the memory of rank 0",
+    "two machines": "SharingError: shm: ranks [1] cannot open the memory of rank 0",
 }
 
 
@@ -193,6 +194,122 @@ def test_what_goes_wrong_ends_in_a_line_that_names_the_rank(how):
     error, opened = launch_function(2, fail, how, may_die=(1,) if how == "killed" else ())[0]
     assert error.startswith(FAILURES[how])
     assert not opened & open_memory(), "it is left in the memory of the machine"
+
+
+def test_a_rank_later_than_the_limit_fails_as_the_others_did():
+    assert launch_function(2, fail, "late")[1][0].startswith("RuntimeError: shm: rank 0 has failed")
+
+
+# A call that is cut off: what is left of it must not become part of the next one
+
+
+def raise_at_once(error):
+    raise error
+
+
+def sums_around_an_interruption(rank, error):
+    """What this rank has after each of two sums of four pieces; rank 1 is cut off in the first."""
+    dist.init_process_group("shm", timeout=timedelta(seconds=20))
+    pieces, arrive, results = dist.group.WORLD.segment.arrivals, Segment.arrive, []
+
+    def arrive_until_it_comes(segment, call):
+        is_time = error and rank == 1 and segment.arrivals == pieces + 2
+        return raise_at_once(error) if is_time else arrive(segment, call)
+
+    for value, place in ((1.0, arrive_until_it_comes), (10.0, arrive)):
+        x = torch.full((1_000_000,), value * (rank + 1))
+        try:
+            with patch.object(Segment, "arrive", place):
+                dist.all_reduce(x)
+            results.append(x.unique().tolist())
+        except (RuntimeError, TimeoutError, KeyboardInterrupt) as caught:
+            results.append(f"{type(caught).__name__}: {caught}")
+    return results
+
+
+SUM = "all_reduce(1000000 of torch.float32, SUM)"
+APART = "and rank {} in {}: an earlier call than this {} was interrupted"
+
+
+def test_ctrl_c_in_a_call_ends_the_group_instead_of_making_a_wrong_sum():
+    first, second = launch_function(2, sums_around_an_interruption, KeyboardInterrupt())
+    line = f"RuntimeError: shm: rank 1 has failed, so rank 0 cannot complete {SUM}"
+    assert first == [line] * 2
+    assert second == [
+        "KeyboardInterrupt: ",
+        "RuntimeError: shm: KeyboardInterrupt has interrupted a call",
+    ]
+    assert launch_function(2, sums_around_an_interruption, None) == [[[3.0], [30.0]]] * 2, (
+        "the control"
+    )
+
+
+def test_an_error_in_a_call_that_the_program_catches_is_seen_at_the_next_call():
+    """The handler of a signal raises one, for example."""
+    first, second = launch_function(2, sums_around_an_interruption, TimeoutError("of a signal"))
+    who, other = (
+        "RuntimeError: shm: rank 1 is in transfer 2",
+        "RuntimeError: shm: rank 0 is in transfer 1",
+    )
+    assert first == [f"{who}, {APART.format(0, 1, SUM)}"] * 2
+    assert second == ["TimeoutError: of a signal", f"{other}, {APART.format(1, 2, SUM)}"]
+
+
+def messages_around_an_interruption(rank):
+    """Rank 1 is cut off in the first of two messages of two pieces: what rank 0 receives."""
+    dist.init_process_group("shm", timeout=timedelta(seconds=20))
+    x = torch.full((30_000,), 7.0)
+    if rank == 0:
+        return error_of(lambda: dist.recv(x, 1))
+    post = Segment.post
+
+    def post_first_piece(segment, place, value):
+        return post(segment, place, value) if value == 1 else raise_at_once(TimeoutError())
+
+    with patch.object(Segment, "post", post_first_piece), pytest.raises(TimeoutError):
+        dist.send(x, 0)
+    dist.group.WORLD.messages.counted.update({2: 1})  # as if the piece had not been counted
+    with suppress(RuntimeError):  # rank 0 has ended
+        dist.send(2 * x, 0)
+
+
+def test_a_message_that_was_cut_off_is_not_completed_with_the_next_one():
+    error, _ = launch_function(2, messages_around_an_interruption)
+    what = "sends a message from byte 0 on, not from 65536: one of the two was interrupted"
+    assert error == f"RuntimeError: shm: rank 1 {what}"
+
+
+# -m shm
+
+
+def ask_for_gloo(rank):
+    replace_gloo()
+    with pytest.raises(SystemExit) as end:
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    dist.init_process_group("cpu:gloo")
+    subgroups, _ = dist.new_subgroups(1, backend="gloo")
+    groups = [dist.group.WORLD, dist.new_group(backend="gloo"), dist.new_group(), subgroups]
+    return end.value.code, [dist.get_backend(group) for group in groups]
+
+
+def test_dash_m_shm_replaces_gloo_however_the_program_asks_for_it_or_ends():
+    assert launch_function(2, ask_for_gloo) == [(2, ["shm"] * 4)] * 2
+
+
+ANOTHER_MACHINE_FOR_EACH_RANK = """
+import os, pathlib, runpy
+pathlib.Path.read_text = lambda _: "machine-" + os.environ["RANK"]
+runpy.run_module("shm", run_name="__main__")
+"""
+
+
+def test_dash_m_shm_on_two_machines_ends_in_one_line(tmp_path):
+    (tmp_path / "start.py").write_text(ANOTHER_MACHINE_FOR_EACH_RANK)
+    script = tmp_path / "script.py"
+    script.write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")
+    what = "ranks [1] cannot open the memory of rank 0, expected one machine and one user: try gloo"
+    for status, output in launch_ranks(str(tmp_path / "start.py"), str(script)):
+        assert (status, output) == (2, f"error: shm: {what}\n")
 
 
 CALLS = {  # by their text in an error: number, op and root for `collect`

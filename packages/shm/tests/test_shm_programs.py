@@ -331,6 +331,29 @@ def monitored(rank, ranks):
     return ranks_named
 
 
+def messages_with_gaps(rank, ranks):
+    """Rank 0 sends what does not lie side by side, rank 1 receives into it; gloo refuses both."""
+    grid = torch.arange(40_000.0).view(-1, 4)
+    empty = torch.zeros_like(grid)
+    received = [empty[:, 1], empty[::2, 2:], empty[:1, 3:][::2, 0], torch.zeros(3, 2)]
+    sent = [
+        grid[:, 1],
+        grid[::2, 2:],
+        grid[:1, 3:][::2, 0],
+        torch.arange(3.0).view(3, 1).expand(3, 2),
+    ]
+    for ours, theirs in zip(sent, received, strict=True):
+        if rank == 0:
+            dist.send(ours, 1)
+        elif rank == 1:
+            dist.recv(theirs, 0)
+    if rank != 1:
+        return (True,)
+    expected = torch.zeros_like(grid)
+    expected[:, 1], expected[::2, 2:], expected[0, 3] = sent[0], sent[1], grid[0, 3]
+    return torch.equal(empty, expected), torch.equal(received[3], sent[3])
+
+
 def error_of(call, *arguments):
     with pytest.raises((RuntimeError, TypeError, ValueError)) as caught:
         call(*arguments)
@@ -347,10 +370,14 @@ def refused(rank, ranks):
         (dist.all_reduce, torch.zeros(3, device="meta")),
         (dist.all_gather, empty, x),
         (dist.all_to_all_single, torch.zeros(5), torch.zeros(5)),
+        (dist.recv, torch.zeros(3, 1).expand(3, 2), (rank + 1) % ranks),
     ]
     errors = [error_of(*call) for call in calls]
     dist.all_reduce(whole)  # the group is as good as before
     return [list(error.encode()) for error in errors]
+
+
+KNOWN = [impatient, monitored, messages_with_gaps, refused]
 
 
 def run_over(backend, rank, programs):
@@ -369,7 +396,7 @@ def run_over(backend, rank, programs):
 
 def run_all(rank):
     results_by_way = {"gloo": run_over("gloo", rank, PROGRAMS)}
-    results_by_way["shm"] = run_over("shm", rank, [*PROGRAMS, impatient, monitored, refused])
+    results_by_way["shm"] = run_over("shm", rank, [*PROGRAMS, *KNOWN])
     for what, (place, programs) in LEFT_OUT.items():
         results_by_way[what] = {}
         for program in programs:  # each in a group of its own, which an error may leave unusable
@@ -417,6 +444,10 @@ def test_wait_ends_after_its_timeout_and_the_work_goes_on():
     assert message == [1.0, 1.0, 1.0], "of rank 1"
 
 
+def test_messages_with_gaps_arrive_and_leave_the_gaps_as_they_were():
+    assert results("shm", messages_with_gaps) == [[True], [True, True], [True]]
+
+
 def test_monitored_barrier_names_who_is_late():
     alone, *others = results("shm", monitored)
     assert alone == [[1], [1, 2]]
@@ -433,6 +464,7 @@ def test_what_it_refuses_ends_in_one_line_and_leaves_the_group_as_it_was():
             "shm: got a tensor of torch.strided, on meta",
             "shm: got 5 elements of torch.float32",
             "shm: got 5",
+            "shm: got strides (1, 0) of (3, 2)",
         ]
         assert not any("\n" in line for line in lines)
 

@@ -6,18 +6,45 @@ torchrun --standalone --nproc-per-node=2 -m shm 04_ddp_torchrun/train.py
 import runpy
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 import shm  # noqa: F401  # registers the backend, however this file is started
+from shm.segment import SharingError
 
-join = dist.init_process_group
+
+def end(text: str) -> None:
+    print(f"error: {text}", file=sys.stderr)
+    sys.exit(2)
 
 
-def join_over_shm(backend: str | None = None, *args: Any, **options: Any) -> None:
-    join("shm" if backend in (None, "gloo") else backend, *args, **options)
+def over_shm(function: Callable) -> Callable:
+    """init_process_group or new_group, with shm where the program asks for gloo."""
+
+    def join(*args: Any, **options: Any) -> Any:
+        call = signature(function).bind(*args, **options)
+        backend = call.arguments.get("backend")
+        is_default = backend is None and function.__name__ == "init_process_group"
+        if is_default or backend in ("gloo", "cpu:gloo"):
+            call.arguments["backend"] = "shm"
+        elif "gloo" in (backend or ""):
+            end(f"got backend {backend}, expected gloo or cpu:gloo, since shm has no other devices")
+        try:
+            return function(*call.args, **call.kwargs)
+        except SharingError as why:
+            return end(str(why))
+
+    return join
+
+
+def replace_gloo() -> None:
+    for module in (dist, dist.distributed_c10d):  # the second calls its own, as new_subgroups does
+        module.init_process_group = over_shm(module.init_process_group)
+        module.new_group = over_shm(module.new_group)
 
 
 if __name__ == "__main__":
@@ -26,7 +53,8 @@ if __name__ == "__main__":
     parser.add_argument("script", metavar="SCRIPT", help="and its own flags")
     script = parser.parse_args(sys.argv[1:2]).script
     if not Path(script).is_file():
-        parser.exit(2, f"error: {script} is no file: expected python -m shm SCRIPT FLAGS\n")
-    dist.init_process_group, sys.argv = join_over_shm, sys.argv[1:]
+        end(f"{script} is no file: expected python -m shm SCRIPT FLAGS")
+    replace_gloo()
+    sys.argv = sys.argv[1:]
     sys.path[0] = sys.argv[0].rpartition("/")[0]
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -60,6 +60,7 @@ class Exchange:
         if (views := self.views.get(tensor.dtype)) is None:
             views = [slot.view(tensor.dtype).view(self.ranks, -1) for slot in self.slots]
             self.views[tensor.dtype] = views
+        self.segment.transfers += 1  # so that what is left of an interrupted one fits to no other
         piece = ROW_BYTES // tensor.element_size()
         for start in range(0, max(1, len(tensor)), piece):
             part = slice(start, min(start + piece, len(tensor)))

@@ -29,8 +29,14 @@ def flat(tensor: Tensor) -> Tensor:
     return without_autograd(tensor).reshape(-1)
 
 
+def without_gaps(values: Tensor) -> Tensor:
+    """The same elements, (N,), as a message holds them: a copy only if there are gaps."""
+    has_gaps = values.stride(0) != 1
+    return values.clone(memory_format=torch.contiguous_format) if has_gaps else values
+
+
 def put_back(tensor: Tensor, values: Tensor) -> None:
-    if values.data_ptr() != tensor.data_ptr():  # `flat` had to copy it
+    if values.data_ptr() != tensor.data_ptr():  # it had to be copied
         without_autograd(tensor).copy_(values.view_as(tensor))
 
 
@@ -289,11 +295,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
     # Messages between two ranks
 
     def send(self, tensors: Tensors, rank: int, tag: int) -> Work:
-        content = flat(tensors[0]).view(torch.uint8)
+        content = without_gaps(flat(tensors[0])).view(torch.uint8)
         work = Work(self.segment, self.messages.put(content, rank, tag), tensors)
         return pending.start(self.messages.outgoing[rank], work, wait=False)
 
     def recv(self, tensors: Tensors, rank: int | None, tag: int) -> Work:
+        strides = zip(tensors[0].stride(), tensors[0].shape, strict=True)
+        if any(stride == 0 and size > 1 for stride, size in strides):
+            got = f"strides {tensors[0].stride()} of {tuple(tensors[0].shape)}"
+            raise ValueError(f"shm: got {got}, expected memory for each element: try .contiguous()")
         work = Work(self.segment, self.receive_steps(tensors[0], rank, tag), tensors)
         return pending.start(deque(), work, wait=False)
 
@@ -301,7 +311,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self.recv(tensors, None, tag)
 
     def receive_steps(self, tensor: Tensor, rank: int | None, tag: int) -> Steps:
-        values = flat(tensor)
+        values = without_gaps(flat(tensor))
         source = yield from self.messages.take(values.view(torch.uint8), rank, tag)
         put_back(tensor, values)
         return source

@@ -15,7 +15,9 @@ from shm.work import CallQueue
 
 BOX_BYTES = 2**16
 CACHE_LINES_PER_BOX = 2  # for counters: the sender's and the receiver's
-COUNT, SIZE, TAG = 0, 1, 2  # counters of a sender: its pieces; size and tag of the present message
+# Counters of a sender: its pieces; of the present one, the size and tag of its message and where it
+# begins there
+COUNT, SIZE, TAG, START = 0, 1, 2, 3
 
 
 @dataclass(eq=False)  # a letter equals itself only
@@ -65,6 +67,7 @@ class Messages:
             part = content[start : start + BOX_BYTES]
             buffer[: len(part)] = part
             counters[sent + SIZE], counters[sent + TAG] = len(content), tag
+            counters[sent + START] = start
             self.counted[box] = count + 1
             self.segment.post(sent + COUNT, count + 1)
 
@@ -96,6 +99,9 @@ class Messages:
             return False
         if (letter := self.arriving.get(source)) is None:
             letter = self.begin(source, counters[sent + SIZE], counters[sent + TAG])
+        if (start := counters[sent + START]) != letter.filled:
+            what = f"sends a message from byte {start} on, not from {letter.filled}"
+            self.segment.fail(f"rank {source} {what}: one of the two was interrupted")
         part = letter.content[letter.filled : letter.filled + BOX_BYTES]
         part.copy_(buffer[: len(part)])
         letter.filled += len(part)

@@ -24,8 +24,13 @@ from torch import Tensor
 from shm.calls import number_of_call, text_of_call
 
 CACHE_LINE_BYTES = 64  # ranks that write to the same one slow each other down
-ARRIVED, CALL = 0, 1  # counters of a rank: its arrivals; CALL and CALL + 1: the last two calls
-REACHED, PASSED = 3, 4  # monitored barriers: those that it reached, and that rank 0 let it pass
+# Counters of a rank:
+ARRIVED = 0  # its arrivals, or NEVER
+CALL, TRANSFER = 1, 3  # of its last two arrivals, two counters each
+REACHED, PASSED = 5, 6  # monitored barriers: those that it reached, and that rank 0 let it pass
+
+NEVER = 2**62  # arrivals of a rank that has failed: nobody waits for it any more
+FAILED = -1  # and what it announces instead of a call
 
 Steps = Generator[list[int], None, Any]  # a call: it yields the ranks that it waits for
 
@@ -57,14 +62,18 @@ def system_barrier(number: int | None) -> Callable[[], None]:
     call = ctypes.CDLL(None, use_errno=True).syscall
     if number is None or call(number, register, 0, 0) != 0:
         what = f"{platform.machine()} without membarrier(2)"
-        raise RuntimeError(f"shm: got {what}, expected x86-64, or Linux on ARM: try gloo")
+        raise SharingError(f"shm: got {what}, expected x86-64, or Linux on ARM: try gloo")
     return lambda: call(number, everywhere, 0, 0)
+
+
+class SharingError(RuntimeError):
+    """These ranks have no memory in common. The text says in one line why, and what to try."""
 
 
 class Segment:
     """Counters in `cache_lines`, those of the ranks first; then `size` bytes for tensors.
 
-    Raises RuntimeError if ranks are on two machines or one has ended.
+    Raises SharingError if ranks are on two machines or one has ended.
     """
 
     def __init__(
@@ -78,11 +87,13 @@ class Segment:
     ) -> None:
         self.rank, self.ranks, self.limit = rank, ranks, limit
         self.offset = cache_lines * CACHE_LINE_BYTES
-        self.arrivals, self.failed = 0, ""
+        self.arrivals, self.transfers, self.failed = 0, 0, ""  # transfers: see Exchange.write
         self.file = self.open_together(store, self.offset + size)
         self.memory = mmap.mmap(self.file, self.offset + size)
         self.counters = memoryview(self.memory)[: self.offset].cast("q")
         self.places = [rank * CACHE_LINE_BYTES // 8 for rank in range(ranks)]
+        self.own_place = self.places[rank]
+        self.places_of_others = [each for each in enumerate(self.places) if each[0] != rank]
         self.meet()
         if rank == 0:  # nobody reads these keys any more, and a store may be used twice
             for key in ("place", *self.keys_of_ranks()):
@@ -96,7 +107,7 @@ class Segment:
     def open_together(self, store: dist.Store, size: int) -> int:
         """Open and lock one file of that many bytes on every rank; returns its descriptor."""
         if sys.platform != "linux":
-            raise RuntimeError(f"shm: got {sys.platform}, expected Linux: try gloo")
+            raise SharingError(f"shm: got {sys.platform}, expected Linux: try gloo")
         self.barrier = memory_barrier()
         machine, file = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), -1
         if self.rank == 0:
@@ -116,7 +127,7 @@ class Segment:
         store.wait(opened, self.limit)
         if blind := [rank for rank, key in enumerate(opened) if store.get(key) != b"True"]:
             what = f"ranks {blind} cannot open the memory of rank 0"
-            raise RuntimeError(f"shm: {what}, expected one machine and one user: try gloo")
+            raise SharingError(f"shm: {what}, expected one machine and one user: try gloo")
         return file
 
     def tensor(self, start: int, size: int) -> Tensor:
@@ -132,23 +143,36 @@ class Segment:
     def arrive(self, call: int) -> Steps:
         """Say that this rank has written its part of `call`, and wait until all ranks have."""
         self.arrivals = arrivals = self.arrivals + 1
-        counters = self.counters
+        counters, transfer, own = self.counters, self.transfers, self.own_place
         call_counter = CALL + arrivals % 2  # a rank may be one arrival ahead
-        counters[self.places[self.rank] + call_counter] = call
-        self.post(self.places[self.rank] + ARRIVED, arrivals)
-        for rank, place in enumerate(self.places):
+        transfer_counter = TRANSFER + arrivals % 2
+        counters[own + call_counter] = call
+        counters[own + transfer_counter] = transfer
+        self.post(own + ARRIVED, arrivals)
+        for rank, place in self.places_of_others:
             while counters[place + ARRIVED] < arrivals:
                 yield [rank]
-            if (other := counters[place + call_counter]) != call:
-                what = f"has called {text_of_call(other)}"
-                self.fail(f"rank {rank} {what}, but rank {self.rank} {text_of_call(call)}")
+            other_call = counters[place + call_counter]
+            other_transfer = counters[place + transfer_counter]
+            if other_call != call or other_transfer != transfer:
+                self.fail(self.difference(rank, other_call, other_transfer, call))
+
+    def difference(self, rank: int, other_call: int, other_transfer: int, call: int) -> str:
+        """Why the arrival of the other rank is not that of this rank."""
+        own = text_of_call(call)
+        if other_call == FAILED:
+            return f"rank {rank} has failed, so rank {self.rank} cannot complete {own}"
+        if other_call != call:
+            return f"rank {rank} has called {text_of_call(other_call)}, but rank {self.rank} {own}"
+        what = f"rank {rank} is in transfer {other_transfer}, and rank {self.rank} in"
+        return f"{what} {self.transfers}: an earlier call than this {own} was interrupted"
 
     def meet(self) -> None:
-        """Wait until all ranks are here. Raises RuntimeError if one of them does not come."""
+        """Wait until all ranks are here. Raises SharingError if one of them does not come."""
         end = time.monotonic() + self.limit.total_seconds()
         for [rank] in self.arrive(number_of_call("barrier")):
             if time.monotonic() > end or not self.lives(rank):
-                raise RuntimeError(f"shm: rank {rank} opened the memory, and did not come back")
+                raise SharingError(f"shm: rank {rank} opened the memory, and did not come back")
             time.sleep(0.0005)
 
     def lives(self, rank: int) -> bool:
@@ -161,8 +185,23 @@ class Segment:
 
     def fail(self, text: str, error: type[Exception] = RuntimeError) -> None:
         """Raise this now and at each later use: the ranks are no longer at the same call."""
-        self.failed = f"shm: {text}"
+        self.give_up(text)
         raise error(self.failed)
+
+    def give_up(self, text: str) -> None:
+        """Take part in no further call, and let the others see it instead of waiting.
+
+        They see it at the first arrival that this rank has not completed, and not before.
+        """
+        if self.failed:
+            return
+        self.failed = f"shm: {text}"
+        all_here = all(self.counters[place + ARRIVED] >= self.arrivals for place in self.places)
+        self.counters[self.own_place + CALL + (self.arrivals + all_here) % 2] = FAILED
+        self.post(self.own_place + ARRIVED, NEVER)
+
+    def has_failed(self, rank: int) -> bool:
+        return self.counters[self.places[rank] + ARRIVED] == NEVER
 
     def close(self) -> None:
         """Show the others that this rank has ended. Tensors in the memory stay valid."""

@@ -53,6 +53,11 @@ class Work(dist.Work):
             self.source = -1 if end.value is None else end.value
         except Exception as error:
             self.done, self.error = True, error
+        except (
+            BaseException
+        ) as interrupt:  # Ctrl-C: the others go on with a call that is cut off here
+            self.segment.give_up(f"{type(interrupt).__name__} has interrupted a call")
+            raise
         if self.done:
             self.steps.close()  # it holds the tensors
         return self.done
@@ -64,9 +69,12 @@ class Work(dist.Work):
             self.deadline = time.monotonic() + self.limit.total_seconds()
         if self.polls % CHECK:
             return
-        ended = [rank for rank in awaited if not self.segment.lives(rank)]
+        failed = [rank for rank in awaited if self.segment.has_failed(rank)]
+        ended = [rank for rank in awaited if rank in failed or not self.segment.lives(rank)]
         if ended == awaited and next(self.steps) == awaited:  # it did not arrive just before
-            what = f"has ended while rank {self.segment.rank} waits for it"
+            what = (
+                f"has {'failed' if failed else 'ended'} while rank {self.segment.rank} waits for it"
+            )
             self.segment.fail(f"rank {' and '.join(map(str, ended))} {what}")
         if time.monotonic() > self.deadline:
             what = f"is more than {self.limit} late, which is the timeout of this call"
@@ -132,9 +140,9 @@ class Pending:
     def start(self, queue: CallQueue, work: Work, wait: bool) -> Work:
         """Begin a call after the others of its queue. Without `wait`, a thread carries it on."""
         with self.lock:
-            queue.append(work)
-            if len(queue) == 1:
+            if not queue:
                 self.running.append(queue)
+            queue.append(work)
         self.poll()
         if wait:
             work.wait()
