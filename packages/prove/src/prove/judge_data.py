@@ -20,7 +20,7 @@ def load_samples(ranks: list[RankRecord]) -> None:
     """Read from the files beside the records which samples each pass drew, and may draw."""
     passes = [this_pass for rank in ranks for this_pass in rank.passes]
     for this_pass in [this_pass for this_pass in passes if this_pass.samples_file]:
-        listed = torch.load(this_pass.samples_file)
+        listed = torch.load(this_pass.samples_file, weights_only=True)
         this_pass.indices = listed["indices"].tolist()
         may_draw = listed["may_draw"]
         this_pass.may_draw = None if may_draw is None else set(may_draw.tolist())

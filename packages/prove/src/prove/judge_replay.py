@@ -15,7 +15,7 @@ from torch import Tensor
 from prove.judge_effects import NUMBER, error_of
 from prove.judge_model import parameter_names
 from prove.launch import RunOutcome
-from prove.record import Ended, Mode, OptimizerRecord, OptimizerStep, RankRecord, tensors_file
+from prove.record import Ended, Mode, OptimizerRecord, OptimizerStep, RankRecord, gradients_file
 from prove.table import ReportRow, See, listed, not_seen, right, warning, wrong
 
 SMALL_BATCH = 16  # values per channel from which BatchNorm's statistics are good enough
@@ -48,12 +48,9 @@ class Replay:
         self.wrote_record = bool(outcome.ranks)
         self.replayed = outcome.ranks[0] if outcome.ranks else RankRecord()
         self.stepped = self.replayed.steps > 0 and self.replayed.ended != Ended.NOT_YET
-        self.tensors_of_ranks = torch.load(
-            tensors_file(folder, Mode.OBSERVE, 0), weights_only=False
-        )
-        self.tensors_of_one = {}
-        if self.stepped:
-            self.tensors_of_one = torch.load(tensors_file(folder, mode, 0), weights_only=False)
+        of_ranks, of_one = (gradients_file(folder, each, 0) for each in (Mode.OBSERVE, mode))
+        self.gradients_of_ranks = torch.load(of_ranks, weights_only=True)
+        self.gradients_of_one = torch.load(of_one, weights_only=True) if self.stepped else {}
 
     def steps(self, number: int) -> list[tuple[OptimizerStep, OptimizerStep]]:
         """The steps of an optimizer: of all ranks, of one rank."""
@@ -62,10 +59,8 @@ class Replay:
 
     def gradients(self, number: int) -> list[Gradients]:
         """Of the first step of an optimizer."""
-        key = f"gradients.{number}"
-        tensors = zip(
-            self.tensors_of_ranks.get(key, []), self.tensors_of_one.get(key, []), strict=False
-        )
+        both = (self.gradients_of_ranks, self.gradients_of_one)
+        tensors = zip(*(gradients.get(number, []) for gradients in both), strict=False)
         pairs = [Gradients(parameter, *pair) for parameter, pair in enumerate(tensors)]
         return [pair for pair in pairs if pair.of_ranks is not None and pair.of_one is not None]
 

@@ -109,6 +109,9 @@ def run_rank(command: list[str], environment: dict[str, str], log: Path) -> None
             this_run.fail(error)
             traceback.print_exc()
         this_run.write(Ended.AT_ITS_END if status == 0 else Ended.WITH_ERROR)
+    except BaseException:  # a mistake of ours: os._exit below would say nothing about it
+        traceback.print_exc()
+        status = 1
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -30,6 +30,7 @@ from prove.record import (
     RankRecord,
     ScriptError,
     Settings,
+    gradients_file,
     record_file,
     tensors_file,
 )
@@ -85,6 +86,7 @@ class RankRun:
         self.replaying = settings.mode != Mode.OBSERVE
         self.record = RankRecord()
         self.tensors: dict[str, Any] = {"batches": []}  # of each training pass of the first epoch
+        self.gradients: dict[int, list] = {}  # of each optimizer's first step
         self.joined = self.written = False
         self.in_second_epoch = False
         self.current_pass: Pass | None = None  # over the loader that gave the last batch
@@ -151,8 +153,9 @@ class RankRun:
         with self.writing:
             self.written = True
             self.write_record(ended)
-        settings = self.settings
-        save_tensors(self.tensors, tensors_file(settings.folder, settings.mode, self.record.rank))
+        place = (self.settings.folder, self.settings.mode, self.record.rank)
+        save_tensors(self.gradients, gradients_file(*place))
+        save_tensors(self.tensors, tensors_file(*place))
 
     def leave(self) -> None:
         """Enough was seen. Wait until all ranks are here: who leaves early breaks the others."""

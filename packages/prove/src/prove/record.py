@@ -220,11 +220,18 @@ def record_file(folder: str, mode: str, rank: int) -> Path:
     return Path(folder, f"{mode}.{rank}.record")
 
 
+def gradients_file(folder: str, mode: str, rank: int) -> Path:
+    return Path(folder, f"{mode}.{rank}.gradients.pt")
+
+
 def tensors_file(folder: str, mode: str, rank: int) -> Path:
     return Path(folder, f"{mode}.{rank}.tensors.pt")
 
 
 def read_records(folder: str, mode: str) -> list[RankRecord]:
-    """The records of all ranks, rank 0 first."""
+    """The records of all ranks, rank 0 first.
+
+    Unpickled, because only the script of the user, who may run anything, can write to this folder.
+    """
     files = Path(folder).glob(f"{mode}.*.record")
     return sorted((pickle.loads(file.read_bytes()) for file in files), key=lambda own: own.rank)

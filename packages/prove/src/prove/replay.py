@@ -3,7 +3,8 @@
 The orders in which it can get them are the modes in record.py. No run draws dropout masks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from prove import generators
 from prove.rank_run import RankRun, where, wrap
 from prove.record import Mode, Pass, read_records, tensors_file
-from prove.watch_data import as_double, copied, has_rows, tensors_in
+from prove.watch_data import as_double, copied, has_rows, of_class, tensors_in
 from prove.watch_model import parameters_of
 
 DROPOUTS = ["dropout", "dropout1d", "dropout2d", "dropout3d"]
@@ -29,8 +30,9 @@ def merge(parts: list, sizes: list[int]) -> Any:
         return first
     if all(has_rows(part, size) for part, size in zip(parts, sizes, strict=True)):
         return torch.stack(parts, 1).flatten(0, 1) if equal else torch.cat(parts)
-    if isinstance(first, dict):
-        return {key: merge([part[key] for part in parts], sizes) for key in first}
+    if isinstance(first, Mapping):
+        plain = {key: merge([part[key] for part in parts], sizes) for key in first}
+        return of_class(type(first), plain)
     if isinstance(first, list | tuple):
         per_sample = all(len(part) == size for part, size in zip(parts, sizes, strict=True))
         if per_sample and not all(has_rows(column, sizes[0]) for column in first):
@@ -84,10 +86,8 @@ class Feeder:
     """In a replay: gives one rank what all ranks of the observed run got."""
 
     def __init__(self, run: RankRun) -> None:
-        folder, self.ranks = run.settings.folder, run.settings.ranks
-        files = [tensors_file(folder, Mode.OBSERVE, rank) for rank in range(self.ranks)]
-        self.run, self.kept = run, [torch.load(file, weights_only=False) for file in files]
-        observed = read_records(folder, Mode.OBSERVE)[0]
+        self.run, self.ranks = run, run.settings.ranks
+        observed = read_records(run.settings.folder, Mode.OBSERVE)[0]
         self.normalizes_by_rank = bool(observed.batchnorm) and run.settings.mode != Mode.WHOLE
         self.kept_passes = [
             this_pass for this_pass in observed.passes if this_pass.kept is not None
@@ -95,6 +95,14 @@ class Feeder:
         self.in_sequence = run.settings.mode == Mode.SEQUENCE
         self.sizes = [1]  # samples of each rank in the batch that is computed now
         self.passes = self.forwards = 0  # fed so far
+
+    @cached_property
+    def kept(self) -> list[dict[str, Any]]:
+        """What each rank kept. A batch may be of a class of the script, which must be known by now:
+        it is unpickled here, in a process that runs the script, and never by the judges."""
+        folder = self.run.settings.folder
+        files = [tensors_file(folder, Mode.OBSERVE, rank) for rank in range(self.ranks)]
+        return [torch.load(file, weights_only=False) for file in files]
 
     def cast(self, nested: Any) -> Any:
         return as_double(nested) if self.run.settings.float64 else nested

@@ -29,20 +29,24 @@ def tensors_in(nested: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in tensors_in(part)]
 
 
+def of_class(kind: type, plain: dict) -> Any:
+    """A class of a library's own, as transformers' BatchEncoding, if it can be made from a dict."""
+    try:
+        return kind(plain)
+    except TypeError:
+        return plain
+
+
 def mapped(function: Callable[[Tensor], Tensor], nested: Any) -> Any:
     """The same lists, tuples and mappings, with a function applied to each tensor.
 
-    A class of a library's own, as transformers' BatchEncoding, stays what it is if it can be made
-    from a dict. torch's tree_map would take it for a leaf.
+    torch's tree_map would take a mapping of a class of its own for a leaf.
     """
     if isinstance(nested, Tensor):
         return function(nested)
     if isinstance(nested, Mapping):
         plain = {key: mapped(function, value) for key, value in nested.items()}
-        try:
-            return type(nested)(plain)  # type: ignore[call-arg]
-        except TypeError:
-            return plain
+        return of_class(type(nested), plain)
     if isinstance(nested, tuple) and hasattr(nested, "_fields"):
         return type(nested)(*(mapped(function, value) for value in nested))
     if type(nested) in (list, tuple):

@@ -145,7 +145,7 @@ class ModelWatcher:
             self.schedule_settings.setdefault(number, []).append(schedule_settings(optimizer))
             if len(steps) == 1:
                 gradients = [p.grad for p in parameters_of(optimizer)]
-                run.tensors[f"gradients.{number}"] = copied(gradients)
+                run.gradients[number] = copied(gradients)
         if run.replaying:
             run.feeder.use_recorded_schedule(optimizer, number, len(steps) - 1)
 
