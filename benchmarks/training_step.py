@@ -74,7 +74,6 @@ class Trainer:
         self.finish = reducer(model).finish if reducer else lambda: None
         self.optimizer = optimizer(model)
         self.micro_batches, self.dtype, self.zeroed_in_place = micro_batches, dtype, zeroed_in_place
-        self.scaler = torch.amp.GradScaler(images.device.type, enabled=dtype == torch.float16)
 
     def __call__(self) -> None:
         """Forward, backward, averaging, optimizer, as in train.py."""
@@ -84,10 +83,9 @@ class Trainer:
                 loss = F.cross_entropy(self.wrapped(self.images), self.labels)
             if micro_batch == 1:
                 self.optimizer.zero_grad(set_to_none=not self.zeroed_in_place)
-            self.scaler.scale(loss).backward()
+            loss.backward()
         self.finish()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        self.optimizer.step()
 
     def autocast(self) -> torch.autocast:
         device = self.images.device.type
