@@ -55,16 +55,17 @@ def tables_of(name: str, results: Results) -> list[str]:
 
 def store(name: str, results: Results, args: argparse.Namespace) -> None:
     """Write what the pages and the notebooks show. What was measured in a hurry is not shown."""
-    file, where = SECTIONS[name].file, results["provenance"]
-    if args.out:
-        save(args.out, results)
-    elif file and not args.quick and args.rounds is None:
-        save(RESULTS / f"{file}.json", results)
-    elif not file and not args.quick:
-        machine = re.sub("[^a-z0-9]+", "-", where["hardware"].lower()).strip("-")
-        path = RESULTS / f"{machine}.json"
+    where = results["provenance"]
+    machine = re.sub("[^a-z0-9]+", "-", where["hardware"].lower()).strip("-")
+    path = args.out or RESULTS / f"{SECTIONS[name].file or machine}.json"
+    if not args.out and not SECTIONS[name].file:
         sections = json.loads(path.read_text()) if path.exists() else {}
-        save(path, sections | {"provenance": where, name: results})
+        results = sections | {"provenance": where, name: results}
+    elif not args.out and args.rounds:
+        return
+    if args.out or not args.quick:
+        save(path, results)
+        print(f"wrote {path}")
 
 
 def parse_args() -> argparse.Namespace:

@@ -53,15 +53,15 @@ def bars(
     values: Mapping[str, float],
     looks: Iterable[Look],
     texts: Iterable[str],
-    intervals: Iterable[tuple[float, float]] | None = None,
+    intervals: Iterable[tuple[float, float]],
 ) -> None:
     """Horizontal bars, the first on top, with a text each; intervals: how far below and above."""
     colors, hatches = zip(*looks, strict=True)
     style: Any = {"color": colors, "hatch": hatches, "edgecolor": "white", "ecolor": "black"}
     lengths = list(values.values())
-    errors = None if intervals is None else np.transpose(list(intervals))  # (2, bars)
+    errors = np.transpose(list(intervals))  # (2, bars)
     axis.barh(list(values), lengths, xerr=errors, **style)
-    ends = np.array(lengths) if errors is None else lengths + errors[1]
+    ends = lengths + errors[1]
     for place, text in enumerate(texts):
         axis.text(ends[place] + 0.02 * max(ends), place, text, va="center", fontsize=8, bbox=BLANK)
     axis.set_xlim(0, 1.2 * max(ends))
