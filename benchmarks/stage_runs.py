@@ -106,14 +106,14 @@ def command_of(key: str, ranks: int) -> list[str]:
     return [os.path.relpath(ROOT / part) if part.endswith(".py") else part for part in parts]
 
 
-def start(command: Sequence[str], folder: Path, threads: int = 1, **env: str) -> subprocess.Popen:
-    """A process, with so many threads in each of its ranks; it prints into a pipe."""
+def start(command: Sequence[str], folder: Path, env: dict[str, str]) -> subprocess.Popen:
+    """A process that prints into a pipe; env: variables for it."""
     return subprocess.Popen(
         [sys.executable, *command, f"--run-dir={folder}"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": str(threads), **env},
+        env={**os.environ, **env},
     )
 
 
@@ -126,7 +126,7 @@ def metrics_in(folder: Path) -> list[dict[str, Any]]:
 
 def run_command(command: Sequence[str], folder: Path, threads: int, show: bool) -> StageRun:
     """Run it until it ends. SystemExit with its status if that is not 0. threads: of each rank."""
-    process = start(command, folder, threads)
+    process = start(command, folder, {"OMP_NUM_THREADS": str(threads)})
     assert process.stdout
     output = []
     for line in process.stdout:
@@ -158,10 +158,7 @@ def time_apart(processes: int, local_batch: int, *flags: str, steps: int = 50) -
     command = [*command_of("ceiling", processes), *flags]
     with TemporaryDirectory() as folder:
         folders = [Path(folder, str(number)) for number in range(processes)]
-        running = [
-            start(command, where, **gpu_of(number, processes))
-            for number, where in enumerate(folders)
-        ]
+        running = [start(command, at, variables(n, processes)) for n, at in enumerate(folders)]
         try:
             return steps_of_all(running, folders, steps)
         finally:
@@ -170,11 +167,11 @@ def time_apart(processes: int, local_batch: int, *flags: str, steps: int = 50) -
                 process.communicate()
 
 
-def gpu_of(number: int, processes: int) -> dict[str, str]:
-    """What gives the process a GPU of its own, if there are enough."""
+def variables(number: int, processes: int) -> dict[str, str]:
+    """One thread, and a GPU of its own if there are enough."""
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(processes)))).split(",")
-    enough = torch.cuda.device_count() >= processes
-    return {"CUDA_VISIBLE_DEVICES": gpus[number]} if enough else {}
+    gpu = {"CUDA_VISIBLE_DEVICES": gpus[number]} if torch.cuda.device_count() >= processes else {}
+    return {"OMP_NUM_THREADS": "1", **gpu}
 
 
 def steps_of_all(running: Sequence[Any], folders: Sequence[Path], steps: int) -> list[float]:

@@ -24,9 +24,8 @@ STAGES = ("01", "02", "03", "04", "05")
 
 def parse_args() -> Namespace:
     parser = make_parser("tour", __doc__)
-    add = parser.add_argument
-    help_ranks = "how many processes (default: one per GPU, or 2)"
-    add("--ranks", type=int_at_least(1), default=SUPPRESS, metavar="N", help=help_ranks)
+    add, ranks_help = parser.add_argument, "how many processes (default: one per GPU, or 2)"
+    add("--ranks", type=int_at_least(1), default=SUPPRESS, metavar="N", help=ranks_help)
     add("--stages", default=",".join(STAGES), help="which to run, as in 01,04")
     parser.set_defaults(model="net-bn", batch_size=None, epochs=4)
     args = parser.parse_args()

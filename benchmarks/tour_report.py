@@ -31,16 +31,16 @@ def learned(results: Results, style: str = "github") -> str:
 
 def speeds(results: Results, style: str = "github") -> str:
     """How fast each stage was in this one run, and last of all the ceiling."""
-    first, *others = [*results["rows"].values(), *results["ceiling"]]
-    lines = []
-    for row in (first, *others):
+    rows: list[Results] = [*results["rows"].values(), *results["ceiling"]]
+    first, lines = rows[0]["summary"]["samples_per_second"], []
+    for row in rows:
         summary, speed = row["summary"], row["summary"]["samples_per_second"]
         low, high = summary["step_ms_quartiles"]
         lines.append(
             {
                 "stage": row["label"],
                 "samples/s": f"{speed:,.0f}",
-                "times the first": f"{speed / first['summary']['samples_per_second']:.2f}",
+                "times the first": f"{speed / first:.2f}",
                 "share of the ceiling": f"{row['share']:.0%}" if "share" in row else "",
                 "step ms (quartiles)": f"{summary['step_ms']:.1f} ({low:.1f} to {high:.1f})",
             }
