@@ -38,8 +38,8 @@ words: $(VENV)/ready  ## how many words each page has, and what is wrong with it
 	$(RUN) tests/helpers/pages.py
 
 bench: $(VENV)/ready  ## measure what the notebooks show on this machine: benchmarks/results/HARDWARE.json
-	for section in stages process_memory scaling; do \
-	  $(RUN) benchmarks/bench.py $$section --brief $(FLAGS) || exit 1; done
+	$(RUN) benchmarks/bench.py stages $(FLAGS)
+	$(RUN) benchmarks/bench.py process_memory $(FLAGS)
 
 gpu: $(VENV)/ready  ## on a GPU: run and measure all that needs one, in half an hour; a second call continues
 	$(RUN) benchmarks/gpu.py $(FLAGS)
@@ -47,10 +47,9 @@ gpu: $(VENV)/ready  ## on a GPU: run and measure all that needs one, in half an 
 notebooks: $(VENV)/ready  ## execute the notebooks in place: three minutes
 	$(RUN) notebooks/execute.py $(FLAGS)
 
-campaigns: $(VENV)/ready  ## measure again what the pages show, for 90 minutes; then: make readme
-	for section in threads scaling reducers precision survive local_sgd; do \
-	  $(RUN) benchmarks/bench.py $$section || exit 1; done  # scaling: as root, its slow links too
-	[ "$$(id -u)" != 0 ] || $(RUN) benchmarks/bench.py local_sgd_links  # nothing but slow links
+campaigns: bench  ## measure again what the pages show of speed, for half an hour; then: make readme
+	$(RUN) benchmarks/bench.py reducers
+	$(RUN) benchmarks/bench.py survive
 
 faults: $(VENV)/ready  ## inject 406 faults into real runs, half an hour or more: benchmarks/results/faults.json
 	$(RUN) tests/faults.py --faults 306

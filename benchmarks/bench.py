@@ -1,7 +1,7 @@
 """Measure what a page or a notebook shows: one section for each question.
 
-    python benchmarks/bench.py reducers          # prints its table, and writes 03_reducers.json
-    python benchmarks/bench.py stages --brief    # one of `make bench`: writes HARDWARE.json
+    python benchmarks/bench.py reducers             # prints its table, and writes 03_reducers.json
+    python benchmarks/bench.py stages --rounds 3    # one of `make bench`: writes HARDWARE.json
 
 Results lie in benchmarks/results/. Each rank has one thread. Do not use the machine for anything
 else meanwhile. measure_stages.md tells what each section measures.
@@ -18,34 +18,25 @@ from typing import NamedTuple
 
 import torch
 
-from common.options import Parser, UsageError, exit_on
-from measure_local_sgd import measure_local_sgd, measure_local_sgd_links
+from common.options import Parser, UsageError, exit_on, int_at_least
 from measure_memory import measure_process_memory
-from measure_precision import measure_precision
 from measure_reducers import measure_reducers
-from measure_scaling import measure_scaling
 from measure_stages import measure_stages, measure_survive
-from measure_threads import measure_threads
 from tables import TABLES
 from timing import RESULTS, Effort, Results, provenance, save
 
 
 class Section(NamedTuple):
     measure: Callable[[Effort], Results]
-    file: str = ""  # under benchmarks/results/; without one, only --brief is kept
+    file: str = ""  # under benchmarks/results/; without one, a part of the file of this hardware
     on_gpu: bool = False  # otherwise it is measured on the CPU only
 
 
 SECTIONS = {
     "stages": Section(measure_stages, on_gpu=True),
     "process_memory": Section(measure_process_memory, on_gpu=True),
-    "scaling": Section(measure_scaling, "04_scaling"),
-    "threads": Section(measure_threads, "02_threads"),
     "reducers": Section(measure_reducers, "03_reducers"),
-    "precision": Section(measure_precision, "05_precision", on_gpu=True),
     "survive": Section(measure_survive, "survive"),
-    "local_sgd": Section(measure_local_sgd, "local_sgd"),
-    "local_sgd_links": Section(measure_local_sgd_links, "local_sgd_links"),
 }
 
 
@@ -63,33 +54,30 @@ def tables_of(name: str, results: Results) -> list[str]:
 
 
 def store(name: str, results: Results, args: argparse.Namespace) -> None:
-    """Write what the pages show; with --brief, add it to the file of this hardware."""
-    file, where = SECTIONS[name].file, results["provenance"]
-    if args.out:
-        save(args.out, results)
-    elif args.brief:
-        machine = re.sub("[^a-z0-9]+", "-", where["hardware"].lower()).strip("-")
-        path = RESULTS / f"{machine}.json"
+    """Write what the pages and the notebooks show. What was measured in a hurry is not shown."""
+    where = results["provenance"]
+    machine = re.sub("[^a-z0-9]+", "-", where["hardware"].lower()).strip("-")
+    path = args.out or RESULTS / f"{SECTIONS[name].file or machine}.json"
+    if not args.out and not SECTIONS[name].file:
         sections = json.loads(path.read_text()) if path.exists() else {}
-        save(path, sections | {"provenance": where, name: results})
-    elif file and args.device == "cpu" and not args.quick and not args.models:
-        save(RESULTS / f"{file}.json", results)
+        results = sections | {"provenance": where, name: results}
+    elif not args.out and args.rounds:
+        return
+    if args.out or not args.quick:
+        save(path, results)
+        print(f"wrote {path}")
 
 
 def parse_args() -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("section", choices=SECTIONS, metavar="SECTION", help=", ".join(SECTIONS))
-    effort = parser.add_mutually_exclusive_group()
-    effort.add_argument("--quick", action="store_true", help="to see that it runs; stores nothing")
-    effort.add_argument("--brief", action="store_true", help="few rounds: for the notebooks")
+    add("--quick", action="store_true", help="to see that it runs; stores nothing")
+    add("--rounds", type=int_at_least(1), metavar="N", help="at most so many of each comparison")
     add("--out", type=Path, metavar="FILE", help="write the results only there")
-    add("--models", nargs="+", default=(), metavar="NAME", help="for precision: torchvision's")
     devices = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
     add("--device", choices=devices, help="default: cuda where a GPU is of use")
     args = parser.parse_args()
-    if args.models and args.section != "precision":
-        raise UsageError("--models is for precision only")
     on_gpu = SECTIONS[args.section].on_gpu
     if args.device == "cuda" and not on_gpu:
         raise UsageError(f"{args.section} is measured on the CPU: try --device cpu")
@@ -102,9 +90,8 @@ def main() -> None:
     if os.environ.get("OMP_NUM_THREADS") != "1":  # read when torch is imported
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         os.execve(sys.executable, [sys.executable, *sys.argv], env)
-    rounds = 1 if args.quick else 3 if args.brief else 1000
-    effort = Effort(rounds, args.quick, args.brief, args.device, tuple(args.models))
-    results = measure(args.section, effort)
+    rounds = 1 if args.quick else args.rounds or Effort.rounds
+    results = measure(args.section, Effort(rounds, args.quick, args.device))
     print("\n\n".join(tables_of(args.section, results)))
     for variant, reason in results.get("skipped", {}).items():
         print(f"left out: {variant}: {reason}")

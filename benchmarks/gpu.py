@@ -43,9 +43,15 @@ def list_commands() -> list[str]:
     shared = " --backend gloo" if torch.cuda.device_count() < 2 else ""  # nccl shares no GPU
     for key in ("03", "04", "05-bf16"):
         commands.append(f"{' '.join(command_of(key, 2))} --model net-bn{shared} {flags}{key}")
+    one = "-m torch.distributed.run --standalone --nproc-per-node=1 05_amp_syncbn/train.py"
+    large = (
+        f"{one} --model resnet50 --dataset synthetic --image-size 224 --batch-size 64 --epochs 1"
+    )
+    for amp in ("off", "bf16", "fp16"):  # what each format gives a network of large layers
+        commands.append(f"{large} --amp {amp} {flags}05-resnet50-{amp}")
     for name in (name for name, section in SECTIONS.items() if section.on_gpu):
         out = f"benchmarks/results/gpu/{name}.json"
-        commands.append(f"benchmarks/bench.py {name} --brief --device cuda --out {out}")
+        commands.append(f"benchmarks/bench.py {name} --rounds 2 --device cuda --out {out}")
     if Path("data/cifar-10-batches-py").exists():
         commands.append(f"{CIFAR10} {flags}cifar10")
     return commands

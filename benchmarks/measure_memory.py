@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, Optimizer
 
-from plots import BLACK, BLUE, GRAY, GREEN, ORANGE, RED, SKY, YELLOW
+from common.ranks import run_ranks
 from timing import Effort, Results, load_chapter
 from training_step import Trainer, with_sync_batchnorm
 
@@ -28,20 +27,6 @@ memory: Any = load_chapter("02", "memory")
 peak: Any = load_chapter("01", "peak")
 
 RANKS, GLOBAL_BATCH = 2, 64
-COPIES = {  # colors and hatches of what does not grow with the batch
-    "parameters": (BLUE, ""),
-    "buffers": (BLACK, ""),
-    "gradients": (SKY, "//"),
-    "buckets": (ORANGE, "\\\\"),
-    "optimizer": (GRAY, ".."),
-}
-HELD = {
-    **COPIES,
-    "batch": (YELLOW, ""),
-    "activations": (GREEN, "xx"),
-    "outputs and loss": (RED, ""),
-}
-
 BytesOf = dict[str, int]  # of each kind
 
 
@@ -75,7 +60,7 @@ STAGES = {
     "03": Stage("03 by hand", {"reducer": load_chapter("03", "reducers/reducers").PerParameter}),
     "04": Stage("04 DDP", PLAIN),
     "05": Stage("05 DDP, SyncBN", SYNC_BATCHNORM),
-    "05 bf16": Stage("05 in bf16", {**SYNC_BATCHNORM, **BF16}),
+    "05-bf16": Stage("05 in bf16", {**SYNC_BATCHNORM, **BF16}),
 }
 WAYS = {  # to hold less than DDP with Adam
     "DDP with Adam": PLAIN,
@@ -149,7 +134,7 @@ class CountingTrainer(Trainer):
         }
 
 
-def count_replicas(plan: Any, samples: int, replicas: int) -> list[BytesOf]:
+def count_replicas(rank: int, plan: Any, samples: int, replicas: int) -> list[BytesOf]:
     """What each virtual replica of stage 02 holds."""
     torch.manual_seed(0)
     images, (model, _) = random_images(plan, samples), plan.build()
@@ -163,7 +148,7 @@ def count_replicas(plan: Any, samples: int, replicas: int) -> list[BytesOf]:
     return rows
 
 
-def train_and_count(names: list[str], plan: Any, samples: int) -> list[Results]:
+def train_and_count(rank: int, names: list[str], plan: Any, samples: int) -> list[Results]:
     """What this rank holds after each job, and its peak in bytes."""
     rows, trained = list[Results](), list[CountingTrainer]()
     for name in names:
@@ -188,7 +173,7 @@ def measure(names: Iterable[str], plan: Any, samples: int, ranks: int = RANKS) -
     }
 
 
-def measure_stages(keys: Collection[str], plan: Any, global_batch: int, ranks: int) -> Results:
+def count_in_stages(keys: Collection[str], plan: Any, global_batch: int, ranks: int) -> Results:
     """Stage 01 is one process, and 02 is one with so many replicas."""
     results, others = Results(), [key for key in keys if key not in ("01", "02")]
     if "01" in keys:
@@ -198,7 +183,7 @@ def measure_stages(keys: Collection[str], plan: Any, global_batch: int, ranks: i
         results["02"] = {"held": held}
     if others:
         results |= measure(others, plan, global_batch // ranks, ranks)
-    return results
+    return {key: {"label": STAGES[key].label, **row} for key, row in results.items()}
 
 
 def measure_process_memory(effort: Effort) -> Results:
@@ -212,6 +197,6 @@ def measure_process_memory(effort: Effort) -> Results:
         "global_batch": GLOBAL_BATCH,
         "ranks": RANKS,
         "device": effort.device,
-        "stages": measure_stages(STAGES, momentum, GLOBAL_BATCH, RANKS),
+        "stages": count_in_stages(STAGES, momentum, GLOBAL_BATCH, RANKS),
         "ways": measure(WAYS, adam, GLOBAL_BATCH // RANKS),
     }

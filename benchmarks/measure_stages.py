@@ -7,63 +7,60 @@ stage 05 would have nothing to do.
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from functools import partial
 from statistics import fmean, median
 
 import torch
 
-from stage_runs import run_quietly
-from timing import Effort, Results, summarize, take_turns
+from stage_runs import VARIANTS, Processes, run_quietly, time_apart
+from timing import AA, Effort, Results, ratio_to, summarize, take_turns
 
 GLOBAL_BATCH = 120
-BASELINE, ALL_CORES = "01, 1 thread", "01, all cores"
-VARIANTS: dict[str, tuple[str, ...]] = {  # the stage as stage_runs.py names it, and its flags
-    BASELINE: ("01",),
-    ALL_CORES: ("01",),
-    "02 DataParallel": ("02",),
-    "03 by hand": ("03",),
-    "04 DDP": ("04",),
-    "04 over shm": ("04-shm",),
-    "05 DDP, SyncBN": ("05",),
-    "05 over shm": ("05-shm",),
-    "05, no SyncBN": ("05", "--no-sync-bn"),
-    "05, bf16": ("05-bf16",),
-}
+BASELINE, CEILING = "01", "ceiling"
+KEYS = tuple(key for key in VARIANTS if key != "survive")
 
 
-def time_run(average: Callable, ranks: int, stage: str, *flags: str, threads: int = 1) -> float:
-    return average(run_quietly(stage, ranks, *flags, threads=threads).seconds())
+def time_run(average: Callable, key: str, ranks: int, *flags: str) -> float:
+    threads = (os.cpu_count() or 1) if VARIANTS[key].all_cores else 1
+    return average(run_quietly(key, ranks, *flags, threads=threads).seconds())
 
 
-def measure_stages(effort: Effort, names: Iterable[str] = tuple(VARIANTS)) -> Results:
+def time_apart_run(ranks: int, *flags: str) -> float:
+    """In this time, the ranks together take as many samples as a global batch has."""
+    return median(time_apart(ranks, GLOBAL_BATCH // ranks, *flags))
+
+
+def measure_stages(effort: Effort, keys: Collection[str] = KEYS) -> Results:
+    """Each stage's speed, as a multiple of 01's and as a share of the ceiling."""
     cores, on_gpu = os.cpu_count() or 1, effort.device == "cuda"
     ranks = max(2, torch.cuda.device_count() if on_gpu else 0)
-    skipped = {ALL_CORES: "there is one core"} if cores == 1 else {}
-    if on_gpu:
-        skipped = dict.fromkeys(("04 over shm", "05 over shm"), "CPU only")
-        skipped[ALL_CORES] = "the threads of the CPU do not compute"
-    names = list(names)[::5] if effort.quick else list(names)
-    epochs, rounds = (2, 1) if effort.quick else (6, min(9, effort.rounds))
-    common = ["--model=net-bn", f"--batch-size={GLOBAL_BATCH}"]
-    common += [f"--epochs={epochs}", f"--device={effort.device}"]
-    variants = {}
-    for name in (name for name in names if name not in skipped):
-        stage, *flags = VARIANTS[name]
-        threads = cores if name == ALL_CORES else 1
-        variants[name] = partial(time_run, median, ranks, stage, *flags, *common, threads=threads)
-    rows = summarize(take_turns(variants, rounds))
-    for row in rows.values():
+    epochs, rounds = (2, 1) if effort.quick else (6, min(7, effort.rounds))
+    reasons = {key: VARIANTS[key].why_not_on(effort.device) for key in keys}
+    flags = ["--model=net-bn", f"--device={effort.device}"]
+    variants: dict[str, Callable[[], float]] = {}
+    for key in (key for key in keys if not reasons[key]):
+        if VARIANTS[key].processes is Processes.APART:
+            variants[key] = partial(time_apart_run, ranks, *flags)
+        else:
+            sizes = (f"--batch-size={GLOBAL_BATCH}", f"--epochs={epochs}")
+            variants[key] = partial(time_run, median, key, ranks, *flags, *sizes)
+    times = take_turns(variants, rounds)
+    rows = summarize(times)
+    for key, row in rows.items():
         row["samples_per_second"] = round(GLOBAL_BATCH / row["step_ms"] * 1000, 1)
-    link = f"{ranks} ranks on {'GPUs' if on_gpu else 'the CPU'}"
-    about = {"link": link, "cores": cores, "ranks": ranks, "rounds": rounds, "dataset": "digits"}
+        row["label"] = AA if key == AA else VARIANTS[key].title(ranks)
+        if key != AA and CEILING in times and VARIANTS[key].processes is not Processes.ONE:
+            row["share"], row["share_interval"] = ratio_to(times[key], times[CEILING])
+    about = {"cores": cores, "ranks": ranks, "rounds": rounds, "dataset": "digits"}
     about |= {"model": "net-bn", "global_batch": GLOBAL_BATCH}
+    skipped = {VARIANTS[key].title(ranks): reason for key, reason in reasons.items() if reason}
     return {**about, "skipped": skipped, "variants": rows}
 
 
 def measure_survive(effort: Effort) -> Results:
     rounds, epochs = min(41, effort.rounds), 2 if effort.quick else 11
     flags = "--model=net", f"--batch-size={GLOBAL_BATCH}", f"--epochs={epochs}", "--device=cpu"
-    variants = {stage: partial(time_run, fmean, 2, stage, *flags) for stage in ("05", "survive")}
+    variants = {key: partial(time_run, fmean, key, 2, *flags) for key in ("05", "survive")}
     about = {"model": "net", "global_batch": GLOBAL_BATCH, "rounds": rounds, "epochs": epochs}
     return {**about, "variants": summarize(take_turns(variants, rounds))}

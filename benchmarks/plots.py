@@ -7,33 +7,45 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
+from timing import MIB
+
 # Okabe and Ito: distinct for the color-blind, too. https://jfly.uni-koeln.de/color/
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 SKY, PINK, BLACK, YELLOW = "#56B4E9", "#CC79A7", "#000000", "#F0E442"
 COLORS = [BLUE, ORANGE, GREEN, RED, SKY, PINK, BLACK, YELLOW]
 GRAY = "#999999"
-STAGE_COLORS = {  # the same in every picture
+VARIANT_COLORS = {  # the same in every picture; the keys are those of stage_runs.py
     "01": BLACK,
-    "all cores": GRAY,
+    "01-cores": GRAY,
+    "ceiling": "#CCCCCC",
     "02": ORANGE,
     "03": SKY,
     "04": GREEN,
-    "04 over shm": "#006048",  # darker
+    "04-shm": "#006048",  # darker
     "05": RED,
-    "05 over shm": "#8C3A00",
-    "bf16": PINK,
+    "05-shm": "#8C3A00",
+    "05-local-bn": YELLOW,
+    "05-bf16": PINK,
 }
 HATCHES = ["", "//", "\\\\", "xx", "..", "++", "oo", "--"]  # distinct without colors
 
-MIB = 2**20
 # Behind a text, so that no line strikes it out.
 BLANK = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 Look = tuple[str, str]  # color and hatch
 
-
-def stage_color(label: str) -> str:
-    """The color of a run, whose label begins with its stage: the last of these that it names."""
-    return [color for part, color in STAGE_COLORS.items() if part in label][-1]
+COPIES: dict[str, Look] = {  # the kinds of tensors that do not grow with the batch
+    "parameters": (BLUE, ""),
+    "buffers": (BLACK, ""),
+    "gradients": (SKY, "//"),
+    "buckets": (ORANGE, "\\\\"),
+    "optimizer": (GRAY, ".."),
+}
+HELD: dict[str, Look] = {
+    **COPIES,
+    "batch": (YELLOW, ""),
+    "activations": (GREEN, "xx"),
+    "outputs and loss": (RED, ""),
+}
 
 
 def bars(
@@ -41,15 +53,15 @@ def bars(
     values: Mapping[str, float],
     looks: Iterable[Look],
     texts: Iterable[str],
-    intervals: Iterable[tuple[float, float]] | None = None,
+    intervals: Iterable[tuple[float, float]],
 ) -> None:
     """Horizontal bars, the first on top, with a text each; intervals: how far below and above."""
     colors, hatches = zip(*looks, strict=True)
     style: Any = {"color": colors, "hatch": hatches, "edgecolor": "white", "ecolor": "black"}
     lengths = list(values.values())
-    errors = None if intervals is None else np.transpose(list(intervals))  # (2, bars)
+    errors = np.transpose(list(intervals))  # (2, bars)
     axis.barh(list(values), lengths, xerr=errors, **style)
-    ends = np.array(lengths) if errors is None else lengths + errors[1]
+    ends = lengths + errors[1]
     for place, text in enumerate(texts):
         axis.text(ends[place] + 0.02 * max(ends), place, text, va="center", fontsize=8, bbox=BLANK)
     axis.set_xlim(0, 1.2 * max(ends))

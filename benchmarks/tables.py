@@ -4,16 +4,15 @@ A page holds <!-- table: NAME --> where one begins and <!-- end of table --> whe
 `make readme` writes what is between, and a test compares it with what is committed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
 from tabulate import tabulate
 
-from measure_local_sgd import slowdowns
-from plots import MIB
-from timing import AA, Results, load
+import tour_report
+from timing import Results, load
 
 MACHINE = "amd-epyc-2-cores"  # the pages show its `make bench`
 SHARDED = ("parameters", "gradients", "optimizer state")  # what each rank of shard/ holds
@@ -36,36 +35,31 @@ def column(rows: Mapping[str, Any], cell: str | Callable[[Any], str]) -> Column:
     return {name: text_of(row) for name, row in rows.items()}
 
 
-def speed_ratio(row: Results) -> str:
-    """How many times as fast as the baseline, with the interval."""
-    low, high = row["ratio_interval"]
-    return f"{1 / row['ratio']:.2f} ({1 / high:.2f} to {1 / low:.2f})"
-
-
-def mib(count: float) -> str:
-    return f"{count / MIB:,.0f}"
+def records(rows: Iterable[Results], columns: Mapping[str, str]) -> str:
+    """A line for each row; the columns are formats of its numbers."""
+    lines = [[cell.format_map(row) for cell in columns.values()] for row in rows]
+    return tabulate(lines, [*columns], "github", disable_numparse=True)
 
 
 def stages(results: Results) -> str:
-    rows = results["variants"]
-    speeds = column(rows, "{samples_per_second:,.0f}")
-    return table({"samples/s": speeds, "times 01 with 1 thread": column(rows, speed_ratio)})
+    def times_baseline(row: Results) -> str:
+        low, high = row["ratio_interval"]  # of times, not of speeds
+        return f"{1 / row['ratio']:.2f} ({1 / high:.2f} to {1 / low:.2f})"
 
-
-def ways_to_hold_less(results: Results) -> str:
-    peak_bytes = {name: max(way["peak_bytes"]) for name, way in results["ways"].items()}
-    first = peak_bytes["DDP with Adam"]
-    changes = column(peak_bytes, lambda peak: f"{peak / first - 1:+.0%}")
-    return table({"peak, MiB": column(peak_bytes, mib), "": changes})
-
-
-def predictions(results: Results) -> list[Results]:
-    """All steps of DDP that were predicted and measured; `link` says over what."""
-    parts = [("one machine", part) for part in results["machine"]] + [*results["links"].items()]
-    return [{"link": link, **row} for link, part in parts for row in part["rows"]]
+    rows = {row["label"]: row for row in results["variants"].values()}
+    several = {label: row for label, row in rows.items() if "share" in row}
+    share = "{share:.0%} ({share_interval[0]:.0%} to {share_interval[1]:.0%})"
+    return table(
+        {
+            "samples/s": column(rows, "{samples_per_second:,.0f}"),
+            "times 01": column(rows, times_baseline),
+            "share of the ceiling": column(several, share),
+        }
+    )
 
 
 def scaling(results: Results) -> str:
+    """All steps of DDP that were predicted and measured."""
     columns = {
         "link": "{link}",
         "ranks": "{ranks}",
@@ -76,43 +70,13 @@ def scaling(results: Results) -> str:
         "measured": "{measured_ms:.1f}",
         "error": "{error:+.1%}",
     }
-    rows = [[text.format(**row) for text in columns.values()] for row in predictions(results)]
-    return tabulate(rows, [*columns], "github", disable_numparse=True)
+    return records(results["rows"], columns)
 
 
-def threads(results: Results) -> str:
-    models = {name: column(model["forward"], RATIO) for name, model in results["models"].items()}
-    variants = {
-        variant: {name: ratios[variant] for name, ratios in models.items()}
-        for variant in models["net"]
-    }
-    return table(variants, "model")
-
-
-def reducers(results: Results) -> str:
+def ratios(results: Results) -> str:
+    """A column for each model."""
     models = results["models"].items()
     return table({name: column(model["variants"], RATIO) for name, model in models})
-
-
-def precision(results: Results) -> str:
-    def cell(row: Results) -> str:
-        return f"{row['images_per_second']:.1f}/s: {speed_ratio(row)}"
-
-    return table(
-        {
-            f"{model}, {place}": column(row["variants"], cell)
-            for model, places in results["models"].items()
-            for place, row in places.items()
-        }
-    )
-
-
-def peaks(results: Results) -> str:
-    columns = {}
-    for model, places in results["models"].items():
-        rows = places["one process"]["variants"].items()
-        columns[model] = {name: mib(row["peak_bytes"]) for name, row in rows if name != AA}
-    return table(columns)
 
 
 def survive(results: Results) -> str:
@@ -136,12 +100,9 @@ def local_sgd(results: Results) -> str:
 def local_sgd_links(results: Results) -> str:
     """Measured ratios, and beside them those that step_model.py computes from a step's time."""
     columns: dict[str, Column] = {}
-    for link, timed in results["links"].items():
-        variants = timed["variants"]
-        columns[link] = column(variants, RATIO)
-        if (gbit := link.removesuffix(" Gbit/s")) != link:
-            computed = slowdowns(variants["no messages"]["step_ms"], float(gbit))
-            columns[f"{link}, computed"] = column(computed, "{:.2f}".format)
+    for link, row in results["links"].items():
+        columns[link] = column(row["variants"], RATIO)
+        columns[f"{link}, computed"] = column(row["computed"], "{:.2f}".format)
     return table(columns)
 
 
@@ -157,31 +118,38 @@ def shard(results: Results) -> str:
     return table({**columns, "time / DDP's": column(results["variants"], RATIO)})
 
 
-def judged(results: Results) -> dict[str, Column]:
+JUDGED = {
+    "n": "{faults}",
+    "wrong": "{wrong}",
+    "hangs": "{hangs}",
+    "orphans": "{orphans}",
+    "s to the end": "{end_seconds_median:.1f}",
+}
+RESUMED = {
+    "s to resume": "{recovery_seconds_median:.1f} ({recovery_seconds_p95:.1f})",
+    "steps lost": "{lost_steps_median:.0f} ({lost_steps_max})",
+}
+
+
+def judged(results: Results) -> list[Results]:
     """What became of the runs, by what was done to them."""
-    rows = {row["what"]: row for row in results["kinds"].values()}
-    return {
-        "n": column(rows, "{faults}"),
-        "wrong": column(rows, lambda row: str(row["wrong_resumes"] + row["wrong_ends"])),
-        "hangs": column(rows, "{hangs}"),
-        "orphans": column(rows, "{orphans}"),
-        "s to the end": column(rows, "{end_seconds_median:.1f}"),
-    }
+    rows = results["kinds"].values()
+    return [{**row, "wrong": row["wrong_resumes"] + row["wrong_ends"]} for row in rows]
 
 
 def faults(results: Results) -> str:
-    rows = {row["what"]: row for row in results["kinds"].values()}
-    to_resume = column(rows, "{recovery_seconds_median:.1f} ({recovery_seconds_p95:.1f})")
-    lost = column(rows, "{lost_steps_median:.0f} ({lost_steps_max})")
-    return table({**judged(results), "s to resume": to_resume, "steps lost": lost}, "fault")
+    return records(judged(results), {"fault": "{what}", **JUDGED, **RESUMED})
 
 
 def pauses(results: Results) -> str:
-    return table(judged(results), "pause")
+    return records(judged(results), {"pause": "{what}", **JUDGED})
 
 
 def origin(results: Results) -> str:
+    """A program that was needed only once is not kept: the commit has it."""
     text = "Measured on {hardware}, with torch {torch}, {date}."
+    if "program" in results["provenance"]:
+        text += " The program is in its commit: `git show {commit}:{program}`."
     return text.format(**results["provenance"])
 
 
@@ -199,13 +167,12 @@ class Table:
 
 
 TABLES = {
+    "tour": Table("tour", tour_report.learned),
+    "repeats": Table("tour", tour_report.repeats),
     "stages": Table(MACHINE, stages, "stages"),
-    "ways_to_hold_less": Table(MACHINE, ways_to_hold_less, "process_memory"),
+    "threads": Table("02_threads", ratios),
+    "reducers": Table("03_reducers", ratios),
     "scaling": Table("04_scaling", scaling),
-    "threads": Table("02_threads", threads),
-    "reducers": Table("03_reducers", reducers),
-    "precision": Table("05_precision", precision),
-    "peaks": Table("05_precision", peaks),
     "local_sgd": Table("local_sgd", local_sgd),
     "local_sgd_links": Table("local_sgd_links", local_sgd_links),
     "survive": Table("survive", survive),

@@ -30,6 +30,7 @@ from stage_runs import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 AA = "A/A"  # the first variant once more
+MIB = 2**20
 
 Results = dict[str, Any]
 Times = dict[str, list[float]]  # of each variant, the seconds per step in each round
@@ -40,9 +41,7 @@ Steps = Mapping[str, Callable[[], object]]  # of each variant, what one step doe
 class Effort:
     rounds: int = 1000  # upper limit for each comparison
     quick: bool = False  # as little as shows that it runs
-    brief: bool = False  # for `make bench`
     device: str = "cpu"
-    models: tuple[str, ...] = ()  # of precision; empty: those of the page
 
 
 def take_turns(variants: Mapping[str, Callable[[], float]], rounds: int) -> Times:
@@ -94,23 +93,26 @@ def synchronized_time() -> float:
     return time.perf_counter()
 
 
-def summarize(times: Times) -> dict[str, Results]:
-    """Of each variant: median step in ms, and its ratio to the first with a 95 % interval.
+def ratio_to(baseline: list[float], seconds: list[float]) -> tuple[float, list[float]]:
+    """The median of the rounds' ratios, and its 95 % interval, which comes from the bootstrap."""
+    ratios = np.divide(seconds, baseline)
+    draws = np.random.default_rng(0).integers(len(ratios), size=(2000, len(ratios)))
+    interval = np.percentile(np.median(ratios[draws], axis=1), [2.5, 97.5])
+    return round(float(np.median(ratios)), 4), [round(float(end), 4) for end in interval]
 
-    The ratio is the median of the rounds' ratios; its interval comes from the bootstrap.
-    """
-    baseline = np.array(next(iter(times.values())))
-    draws = np.random.default_rng(0).integers(len(baseline), size=(2000, len(baseline)))
+
+def summarize(times: Times) -> dict[str, Results]:
+    """Of each variant: median step in ms, and its ratio to the first one."""
+    baseline = next(iter(times.values()))
     summary = {}
     for name, seconds in times.items():
-        ratios = np.array(seconds) / baseline
         low, median, high = 1000 * np.percentile(seconds, [25, 50, 75], method="weibull")
-        interval = np.percentile(np.median(ratios[draws], axis=1), [2.5, 97.5])
+        ratio, interval = ratio_to(baseline, seconds)
         summary[name] = {
             "step_ms": round(float(median), 4),
             "step_ms_quartiles": [round(float(low), 4), round(float(high), 4)],
-            "ratio": round(float(np.median(ratios)), 4),
-            "ratio_interval": [round(float(end), 4) for end in interval],
+            "ratio": ratio,
+            "ratio_interval": interval,
         }
     return summary
 

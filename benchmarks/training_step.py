@@ -19,16 +19,16 @@ from timing import load_chapter
 by_stage_05 = load_chapter("05", "sync_batchnorm").convert_sync_batchnorm
 
 
-def build(name: str, samples: int = 0) -> tuple[nn.Module, Tensor]:
-    """A model and a local batch for it, of so many samples if not of its usual size."""
+def build(name: str) -> tuple[nn.Module, Tensor]:
+    """A model and a local batch for it."""
     torch.manual_seed(0)
     if name == "resnet18":
-        return torchvision.models.resnet18(num_classes=10), torch.randn(samples or 32, 3, 64, 64)
+        return torchvision.models.resnet18(num_classes=10), torch.randn(32, 3, 64, 64)
     model: nn.Module = Net(1, 28, 10, batch_norm=name == "net-bn")
     if name == "mlp":
         wide, hidden = nn.Linear(784, 2048), nn.Linear(2048, 2048)
         model = nn.Sequential(nn.Flatten(), wide, nn.ReLU(), hidden, nn.ReLU(), nn.Linear(2048, 10))
-    return model, torch.randn(samples or 64, 1, 28, 28)
+    return model, torch.randn(64, 1, 28, 28)
 
 
 def ddp_without_buffers(model: nn.Module, **options: Any) -> DistributedDataParallel:
@@ -43,8 +43,8 @@ def with_sync_batchnorm(model: nn.Module) -> nn.Module:
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if on_gpu else by_stage_05(model)
 
 
-def sgd(model: nn.Module, **options: Any) -> Optimizer:
-    return SGD(model.parameters(), 0.01, 0.9, **options)
+def sgd(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), 0.01, 0.9)
 
 
 class Trainer:
@@ -74,7 +74,6 @@ class Trainer:
         self.finish = reducer(model).finish if reducer else lambda: None
         self.optimizer = optimizer(model)
         self.micro_batches, self.dtype, self.zeroed_in_place = micro_batches, dtype, zeroed_in_place
-        self.scaler = torch.amp.GradScaler(images.device.type, enabled=dtype == torch.float16)
 
     def __call__(self) -> None:
         """Forward, backward, averaging, optimizer, as in train.py."""
@@ -84,10 +83,9 @@ class Trainer:
                 loss = F.cross_entropy(self.wrapped(self.images), self.labels)
             if micro_batch == 1:
                 self.optimizer.zero_grad(set_to_none=not self.zeroed_in_place)
-            self.scaler.scale(loss).backward()
+            loss.backward()
         self.finish()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        self.optimizer.step()
 
     def autocast(self) -> torch.autocast:
         device = self.images.device.type

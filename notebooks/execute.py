@@ -5,7 +5,8 @@
 `make notebooks` executes all of them in place, and each keeps the digest of what pictures are made
 of: the committed results and the benchmarks. In a test a notebook runs again: it may not fail, its
 texts must be the same (but for cells with the tag `measured`), and the exercise must take the right
-answer and refuse a wrong one. Both stand in the metadata of its cell.
+answer and refuse a wrong one. Both stand in the metadata of its cell. What a cell with the tag `not
+kept` shows is for the reader's eyes: a speed that was measured in a hurry must not be quoted.
 """
 
 import copy
@@ -84,6 +85,9 @@ def stamp() -> str:
 
 def execute_in_place(path: Path) -> None:
     executed, answers = run(read(path))
+    for cell in executed.cells:
+        if "not kept" in tags(cell):
+            cell.outputs, cell.execution_count = [], None
     plain: dict[str, Any] = {"display_name": "Python 3", "language": "python", "name": "python3"}
     executed.metadata = nbformat.from_dict(
         {"kernelspec": plain, "language_info": {"name": "python"}, STAMP: stamp()}

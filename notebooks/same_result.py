@@ -8,20 +8,35 @@ shards (03).
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from matplotlib.axes import Axes
 
 import oracle
 import train_stage
-from plots import stage_color
+from plots import VARIANT_COLORS
 
 Losses = list[float]  # of every step
 
+
+class Run(NamedTuple):
+    stage: str
+    ranks: int
+    color: str
+    flags: tuple[str, ...] = ()
+
+
+RUNS = {
+    "01 one process": Run("01", 1, VARIANT_COLORS["01"]),
+    "02 DataParallel": Run("02", 1, VARIANT_COLORS["02"], ("--replicas=2",)),
+    "03 by hand": Run("03", 2, VARIANT_COLORS["03"]),
+    "04 DDP": Run("04", 2, VARIANT_COLORS["04"]),
+    "05 DDP, SyncBN": Run("05", 2, VARIANT_COLORS["05"]),
+    "05 without SyncBN": Run("05", 2, VARIANT_COLORS["05-local-bn"], ("--no-sync-bn",)),
+    "05 in bf16": Run("05", 2, VARIANT_COLORS["05-bf16"], ("--amp=bf16",)),
+}
 STAGES = ("01 one process", "02 DataParallel", "03 by hand", "04 DDP", "05 DDP, SyncBN")
-COLORS = {name: stage_color(name) for name in (*STAGES, "05 in bf16")}
-FLAGS = {"02 DataParallel": ["--replicas=2"], "05 in bf16": ["--amp=bf16"]}
 RECIPES = ("whole_batches", "chunks", "strides", "fixed_shards")
 ALL_REDUCE = ("train.py", "average_gradients(model)")  # of stage 03: what its ranks exchange
 NO_DROPOUT = ("train.py", "model.train()", "model.eval()")  # nothing else in `net` depends on it
@@ -29,21 +44,20 @@ SETTINGS: dict[str, Any] = {"batch": 120, "epochs": 2, "seed": 7, "lr": 0.02, "m
 STYLES = (("o", "-"), ("s", "--"), ("^", "-."), ("D", ":"), ("v", "-"), ("P", "--"))
 
 
-def train(
-    stage: str, *flags: str, dtype: str = "float32", model: str = "net-bn", without: tuple = ()
-) -> Any:
-    """Run a stage's own train.py on the digits, 03 to 05 on two ranks: its `losses` and `states`.
+def train(name: str, dtype: str = "float32", model: str = "net-bn", without: tuple = ()) -> Any:
+    """Do one of RUNS by the stage's own train.py, on the digits: its `losses` and `states`.
 
     without: lines of the stage that are left out, or replaced by others, each with its file.
     """
     settings = {"batch-size" if name == "batch" else name: SETTINGS[name] for name in SETTINGS}
-    words = [f"--{name}={value}" for name, value in settings.items()] + [f"--model={model}"]
-    ranks, precision = 2 if stage >= "03" else 1, getattr(torch, dtype)
+    words = [f"--{flag}={value}" for flag, value in settings.items()] + [f"--model={model}"]
+    stage, ranks, _, flags = RUNS[name]
+    precision = getattr(torch, dtype)
     return train_stage.train(stage, ranks, *words, *flags, dtype=precision, without=without)
 
 
 def train_all(names: Iterable[str] = (*STAGES, "05 in bf16"), **options: Any) -> dict[str, Any]:
-    return {name: train(name[:2], *FLAGS.get(name, ()), **options) for name in names}
+    return {name: train(name, **options) for name in names}
 
 
 def losses_of(runs: Mapping[str, Any]) -> dict[str, Losses]:
@@ -87,7 +101,7 @@ def gaps(losses: Sequence[float], others: Sequence[float]) -> Losses:
 def draw_losses(axis: Axes, losses: Mapping[str, Losses]) -> None:
     """The loss curves: the first wide and pale, so that what lies on it can be seen."""
     (name, values), *others = losses.items()
-    style: Any = {"linewidth": 7, "alpha": 0.3, "color": COLORS[name], "label": name}
+    style: Any = {"linewidth": 7, "alpha": 0.3, "color": RUNS[name].color, "label": name}
     axis.plot(range(1, len(values) + 1), values, **style)
     draw_gaps(axis, dict(others), skip=1)
     axis.set(ylabel="loss of the global batch", yscale="linear")
@@ -97,7 +111,7 @@ def draw_gaps(axis: Axes, gaps_of_runs: Mapping[str, Losses], skip: int = 0) -> 
     """Distances on a log axis; 0 is not drawn. skip: markers that others have."""
     for place, (name, values) in enumerate(gaps_of_runs.items(), skip):
         (marker, line), steps = STYLES[place], range(1, len(values) + 1)
-        color = COLORS.get(name, f"C{place}")
+        color = RUNS[name].color if name in RUNS else f"C{place}"
         style: Any = {"marker": marker, "markersize": 4, "color": color, "label": name}
         axis.plot(steps, [value or math.nan for value in values], line, **style)
     axis.set(xlabel="optimizer step", ylabel="|difference| (0 is not drawn)", yscale="log")

@@ -1,9 +1,9 @@
-"""Write into the pages what their programs print today: the tour, its tables, and all outputs.
+"""Write into the pages what their programs print today: the tour, all tables, and all outputs.
 
     python docs/tools/refresh_pages.py
 
-`make readme` calls it. It runs the tour, whose report, results and pictures it stores, and every
-command of an `output of:` fence.
+`make readme` calls it. It runs the tour, whose results and picture it stores, and every command of
+an `output of:` fence.
 """
 
 import json
@@ -13,10 +13,8 @@ from repository_pages import ALL_PAGES, ROOT, TABLE, fences, shell
 
 sys.path.insert(1, str(ROOT / "benchmarks"))
 from tables import TABLES
-from timing import save
-from tour import save_pictures
-
-BEGIN, END = "<!-- tour -->\n", "<!-- end of tour -->"
+from timing import RESULTS, save
+from tour_pictures import save_picture
 
 
 def run(command: str) -> str:
@@ -24,17 +22,11 @@ def run(command: str) -> str:
     return shell(command, seconds=3600)
 
 
-def write_tour() -> None:
+def run_tour() -> None:
     run("python benchmarks/tour.py")
     results = json.loads((ROOT / "runs/tour/tour.json").read_text())
-    folder = ROOT / "benchmarks" / "results"
-    save(folder / "tour.json", results)
-    save_pictures(results, folder)
-    report = (ROOT / "runs/tour/report.md").read_text().replace("(tour.png)", "(results/tour.png)")
-    page, body = ROOT / "benchmarks/tour.md", report.partition("\n\n")[2]  # without the title
-    text = page.read_text()
-    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-    page.write_text(before + BEGIN + body + END + after)
+    save(RESULTS / "tour.json", results)
+    save_picture(results, RESULTS)
 
 
 def write_outputs() -> None:
@@ -54,6 +46,6 @@ def write_tables() -> None:
 
 
 if __name__ == "__main__":
-    write_tour()
+    run_tour()
     write_tables()
     write_outputs()

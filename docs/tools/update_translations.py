@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"^```\w+\n[\s\S]*?^```$", re.M)
-MEASURED = re.compile(r"^<!-- (?:tour|table: .+?) -->\n[\s\S]*?<!-- end of \w+ -->$", re.M)
+MEASURED = re.compile(r"^<!-- table: .+? -->\n[\s\S]*?<!-- end of table -->$", re.M)
 NUMBER = re.compile(r"(?<![A-Za-z\d])\d+(?:[.,]\d+)*")
 DIGEST = re.compile(r"<!-- of the English: (\w+) -->")
 

@@ -3,10 +3,11 @@
 import json
 import random
 import re
+import subprocess
+import sys
 from argparse import Namespace
 from dataclasses import replace
 from functools import cache, partial
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,10 +19,10 @@ import measure_stages
 import stage_runs
 import tables
 import timing
-import tour
-from local_ranks import command, on_ranks, scratch_folder
+import tour_pictures
+from local_ranks import ROOT, command, on_ranks, scratch_folder
 from refusals import ended, refused
-from repository_pages import ALL_PAGES
+from repository_pages import ALL_PAGES, shell
 from stage_files import chapter, fresh_module
 
 paper, ready = chapter("04", "forecast/step_model"), chapter("04", "forecast/gradient_order")
@@ -55,22 +56,106 @@ def test_a_section_runs_and_finds_what_its_committed_results_hold(name):
     output, results = results_of(name)
     assert results["provenance"]["commit"]
     assert committed(name).keys() <= results.keys()
-    table, *others = bench.tables_of(name, results)
-    assert all(text in output for text in (table, *others))
-    assert f"Measured on {results['provenance']['hardware']}" in others[-1]
+    shown = bench.tables_of(name, results)
+    assert all(text in output for text in shown)
+    assert not shown or f"Measured on {results['provenance']['hardware']}" in shown[-1]
+
+
+RANKS = stage_runs.Processes.RANKS
+STEPS = [{"epoch": epoch, "seconds": 0.001 + 0.004 * epoch} for epoch in (0, 1)]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_section_that_runs_the_stages_finds_their_steps(name):
-    """Instead of running, a stage takes 1 ms in the first epoch and 5 ms in the second."""
-    steps = [{"epoch": epoch, "seconds": 0.001 + 0.004 * epoch} for epoch in (0, 1)]
-    with patch.object(
-        measure_stages, "run_quietly", return_value=stage_runs.StageRun({}, steps)
-    ) as run:
-        results = bench.measure(name, timing.Effort(rounds=3))
+def test_a_section_that_runs_the_stages_finds_their_steps(name, monkeypatch):
+    """Instead of running, a stage takes 1 ms in the first epoch and 5 ms in the second. Processes
+    that never talk take 4 ms."""
+    calls = []
+
+    def run(key, ranks, *flags, threads):
+        calls.append(key)
+        return stage_runs.StageRun({}, STEPS)
+
+    monkeypatch.setattr(measure_stages, "run_quietly", run)
+    monkeypatch.setattr(measure_stages, "time_apart", lambda ranks, batch, *flags: [0.004])
+    results = bench.measure(name, timing.Effort(rounds=3))
     assert committed(name).keys() <= results.keys()
-    assert {row["step_ms"] for row in results["variants"].values()} == {5.0}
-    assert {call.args[0] for call in run.call_args_list} <= stage_runs.COMMANDS.keys()
+    rows = results["variants"]
+    assert {row["step_ms"] for key, row in rows.items() if key != "ceiling"} == {5.0}
+    assert set(calls) <= stage_runs.VARIANTS.keys()
+    if name == "stages":
+        shares = {key: row["share"] for key, row in rows.items() if "share" in row}
+        assert shares.pop("ceiling") == 1
+        talk = [k for k in rows if k[0] != "A" and stage_runs.VARIANTS[k].processes is RANKS]
+        assert {"03", "04", "05"} <= set(talk)
+        assert shares == dict.fromkeys(talk, 0.8)
+        assert rows["ceiling"]["label"] == "ceiling: 2 processes that never talk"
+        assert rows["ceiling"]["samples_per_second"] == 120 / 0.004
+        assert " 80% (80% to 80%)" in tables.stages(results)
+
+
+class Trains:
+    """In place of a process: at each look at it, it writes the next of these epochs."""
+
+    def __init__(self, folder, *epochs):
+        self.folder, self.epochs, self.returncode = folder, list(epochs), None
+        folder.mkdir()
+
+    def poll(self):
+        for number, seconds in self.epochs.pop(0):
+            with (self.folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"epoch": number, "seconds": seconds}) + "\n")
+        return self.returncode
+
+    def communicate(self):
+        return ("No space left on device\n", None)
+
+
+def test_the_ceiling_counts_only_steps_during_which_all_processes_train(tmp_path, monkeypatch):
+    """The second one starts late: what the first does meanwhile, alone, takes 1 s a step, and the
+    epoch that is under way when the second has ended its first one does not count either."""
+    monkeypatch.setattr(stage_runs.time, "sleep", lambda seconds: None)
+    alone, apart = [(0, 1.0), (0, 1.0)], [(3, 2.0), (3, 2.0)]
+    early = Trains(tmp_path / "0", alone, [(1, 1.0)], [(2, 1.0)], apart, [(4, 2.0), (4, 9.0)])
+    late = Trains(tmp_path / "1", [], [(0, 1.0)], [(1, 1.0)], [(2, 3.0)], [(3, 3.0), (3, 3.0)])
+    folders = [tmp_path / "0", tmp_path / "1"]
+    assert stage_runs.steps_of_all([early, late], folders, 3) == [2.0] * 3 + [3.0] * 3
+
+
+def test_a_process_that_fails_ends_the_measurement_of_the_ceiling(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(stage_runs.time, "sleep", lambda seconds: None)
+    fails = Trains(tmp_path / "0", [], [])
+    fails.returncode = 2
+    with pytest.raises(SystemExit) as caught:
+        stage_runs.steps_of_all([fails], [tmp_path / "0"], 3)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "No space left on device\n"
+
+
+def test_the_processes_of_the_ceiling_are_all_started_and_none_is_left(monkeypatch):
+    """Real ones, in place of stage 01: each writes steps as long as it lives."""
+    script = (
+        "import json, pathlib, sys, time\n"
+        "folder = pathlib.Path(sys.argv[-1].removeprefix('--run-dir='))\n"
+        "folder.mkdir()\n"
+        "for epoch in range(10**6):\n"
+        "    with (folder / 'metrics.jsonl').open('a') as file:\n"
+        "        print(json.dumps({'epoch': epoch, 'seconds': 0.5}), file=file)\n"
+        "    time.sleep(0.01)\n"
+    )
+    started, popen = [], stage_runs.subprocess.Popen
+    monkeypatch.setattr(stage_runs, "command_of", lambda key, ranks: ["-c", script])
+    note = lambda call, **how: started.append(popen(call, **how)) or started[-1]  # noqa: E731
+    monkeypatch.setattr(stage_runs.subprocess, "Popen", note)
+    assert stage_runs.time_apart(2, 60, steps=2) == [0.5] * 4
+    assert all("--batch-size=60" in process.args for process in started)
+    assert [process.returncode for process in started] == [-9, -9]
+
+
+def test_what_measures_imports_nothing_that_draws():
+    names = "bench, gpu, measure_memory, measure_stages, measure_tour, stage_runs, training_step"
+    probe = f"import sys; sys.path[:0] = {sys.path!r}; import {{}}; print('plots' in sys.modules)"
+    draws = [shell(f'python -c "{probe.format(each)}"').strip() for each in (names, "tour")]
+    assert draws == ["False", "True"], "the second one is the control"
 
 
 @pytest.mark.parametrize(
@@ -79,8 +164,7 @@ def test_a_section_that_runs_the_stages_finds_their_steps(name):
         ("bench speed", "'speed'"),
         ("bench stages --device tpu", "'tpu'"),
         ("bench --quick", "required: SECTION"),
-        ("bench reducers --models resnet18", "--models is for precision only"),
-        ("bench precision --quick --models resnet5000", "torchvision has no model resnet5000"),
+        ("bench reducers --rounds 0", "--rounds: got '0'"),
         ("forecast --step-ms 23 --link carrier-pigeon", "carrier-pigeon"),
         ("forecast --step-ms 23 --gpus 12", "--gpus 8"),
         ("forecast --step-ms 23 --model resnet5000", "resnet5000"),
@@ -95,23 +179,26 @@ def test_a_wrong_call_ends_in_one_line(call, words, tmp_path):
     refused(ended(script, *flags, env=ONE_THREAD, where=tmp_path), words)
 
 
-def test_brief_results_of_one_machine_share_a_file(tmp_path, monkeypatch):
-    """The notebooks read it: its name is the hardware, with dashes."""
+def test_sections_that_the_notebooks_read_share_a_file_of_the_machine(tmp_path, monkeypatch):
+    """Its name is the hardware, with dashes."""
     monkeypatch.setattr(bench, "RESULTS", tmp_path)
     results = {"provenance": {"hardware": "AMD EPYC, 2 cores"}, "variants": {}}
-    for name in ("stages", "scaling"):
-        bench.store(name, results, Namespace(out=None, brief=True))
+    for name in ("stages", "process_memory"):
+        bench.store(name, results, Namespace(out=None, quick=False, rounds=2))
     stored = json.loads((tmp_path / "amd-epyc-2-cores.json").read_text())
-    assert stored == {"provenance": results["provenance"], "stages": results, "scaling": results}
+    provenance = results["provenance"]
+    assert stored == {"provenance": provenance, "stages": results, "process_memory": results}
+    for rounds, files in ((2, set()), (None, {"survive.json"})):
+        bench.store("survive", results, Namespace(out=None, quick=False, rounds=rounds))
+        assert {path.name for path in tmp_path.iterdir()} == {"amd-epyc-2-cores.json", *files}
 
 
-def test_the_pictures_of_the_tour_are_not_older_than_their_results():
+def test_the_picture_of_the_tour_is_not_older_than_its_results():
     results = timing.load("tour")
-    for name in ("tour.png", "repeats_01.png"):
-        with Image.open(timing.RESULTS / name) as picture:
-            assert picture.text["made of"] == tour.digest(results), "run: make readme"
-    changed = {**results, "losses": {}}
-    assert tour.digest(changed) != tour.digest(results), "the control"
+    with Image.open(timing.RESULTS / tour_pictures.PICTURE) as picture:
+        assert picture.text["made of"] == tour_pictures.digest(results), "run: make readme"
+    changed = {**results, "rows": {}}
+    assert tour_pictures.digest(changed) != tour_pictures.digest(results), "the control"
 
 
 def test_every_result_is_shown_and_tells_where_it_comes_from():
@@ -119,12 +206,25 @@ def test_every_result_is_shown_and_tells_where_it_comes_from():
     pictures = set(re.findall(r"\bresults/(\w+\.png)", pages))
     assert pictures == {path.name for path in timing.RESULTS.glob("*.png")}
     assert all(f"<!-- table: {name} -->" in pages for name in tables.TABLES)
-    sources = {table.file for table in tables.TABLES.values()} | {"tour"}
-    assert sources == {path.stem for path in timing.RESULTS.glob("*.json")}
-    for name in sources:
-        results = timing.load(name)
-        about = results.get("provenance") or results | next(iter(results["rows"].values()))
+    sources = {table.file for table in tables.TABLES.values()}
+    linked = set(re.findall(r"\bresults/(\w+)\.json", pages))
+    assert sources | linked == {path.stem for path in timing.RESULTS.glob("*.json")}
+    for name in sources | linked:
+        about = timing.load(name)["provenance"]
         assert {"hardware", "torch", "python", "commit", "date"} <= about.keys(), name
+
+
+ONCE = [path.stem for path in timing.RESULTS.glob("*.json") if "program" in path.read_text()]
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_what_was_measured_once_names_the_commit_that_has_its_program(name):
+    where = timing.load(name)["provenance"]
+    call = ["git", "show", f"{where['commit']}:{where['program']}"]
+    shown = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
+    if shown.returncode:
+        pytest.skip("this copy of the repository has no history, or not all of it")
+    assert shown.stdout.startswith('"""')
 
 
 def simulated_ring(size: float, ranks: int, link) -> float:

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-import timing
-import tour
 from local_ranks import command as start
 from local_ranks import launch_ranks, scratch_folder
 from outputs import differences
@@ -109,12 +107,6 @@ def test_the_readme_shows_every_hunk_that_is_a_lesson(stage):
     shown = [line for f in LESSONS if f.page.parent == ROOT / stage for line in f.text.splitlines()]
     changed = [line for line in lesson if line[0] in "+-" and line[1:].strip()]
     assert sum(line[0] in "+-" for line in shown) >= len(changed) / 2
-
-
-def test_the_table_of_the_tour_is_that_of_the_committed_run():
-    results = timing.load("tour")
-    assert list(results["rows"]) == [row.label for row in tour.ROWS if row.shown(True)]
-    assert tour.tabulate_rows(results, "github") in (ROOT / "benchmarks" / "tour.md").read_text()
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda path: path.parent.name)

@@ -3,13 +3,15 @@
 import json
 import re
 import sys
-from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
 
+import measure_tour
 import stage_runs
+import timing
 import tour
+import tour_report
 from local_ranks import ROOT, command, launch_ranks
 
 
@@ -34,27 +36,39 @@ def run_tour(monkeypatch):
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(stage_runs, "subprocess", SimpleNamespace(Popen=forked, PIPE=0, STDOUT=0))
-    counted = json.loads((ROOT / "benchmarks" / "results" / "tour.json").read_text())["memory"]
-    monkeypatch.setattr(tour, "count_memory", lambda rows, args: counted)
+    rows = timing.load("tour")["rows"]
+    counted = {stage_runs.VARIANTS[key].holds_as: row for key, row in rows.items()}
+    monkeypatch.setattr(measure_tour, "count_memory", lambda keys, args: counted)
+    monkeypatch.setattr(measure_tour, "time_apart", lambda *call: [0.5, 0.5])
     return run
 
 
 def test_the_tour_runs_the_stages_and_compares_them(run_tour, tmp_path, capsys):
     """01 and 05 in both formats, a few steps each."""
     run_tour("--stages=01,05", "--epochs=1", "--batch-size=500", f"--run-dir={tmp_path}")
-    labels = {r.key: r.label for r in tour.ROWS if r.key[:2] in ("01", "05") and r.shown(True)}
+    keys = ("01", "01-cores", "05", "05-shm", "05-bf16")
+    labels = {key: stage_runs.VARIANTS[key].label for key in keys}
     report = (tmp_path / "report.md").read_text()
     assert report.startswith("# The tour: net-bn on digits, 2 ranks\n")
-    assert all(f"| {label} " in report for label in labels.values())
+    assert all(report.count(f"| {label} ") == 2 for label in labels.values()), "two tables"
     assert "- **05 DDP, SyncBN** repeats 01" in report
-    assert "- **05 in bf16 over shm** does not repeat 01" in report
-    assert (tmp_path / "tour.png").read_bytes().startswith(b"\x89PNG")
+    assert "- **05 in bf16** does not repeat 01" in report
+    assert "a difference of a few percent shows nothing" in " ".join(report.split())
+    assert (tmp_path / "repeats_01.png").read_bytes().startswith(b"\x89PNG")
     for key in labels:
         summary = json.loads((tmp_path / key / "summary.json").read_text())
         assert (summary["world_size"], summary["steps"]) == (1 if key < "02" else 2, 3)
-    assert capsys.readouterr().out.endswith("report.md and tour.png\n")
+    output = capsys.readouterr().out
+    assert "\nceiling: 2 processes that never talk: 2 × python 01_single_gpu/train.py" in output
+    assert output.endswith("report.md, with repeats_01.png\n")
     results = json.loads((tmp_path / "tour.json").read_text())
-    assert list(results["rows"]) == list(results["losses"]) == list(labels.values())
+    assert list(results["rows"]) == list(labels)
+    [ceiling] = results["ceiling"]
+    assert ceiling["summary"]["samples_per_second"] == 500 / 0.5
+    for key in labels:
+        row = results["rows"][key]
+        speed = row["summary"]["samples_per_second"]
+        assert row.get("share") == (round(speed / 1000, 4) if key >= "05" else None)
 
 
 FIRST = "01 (largest difference in the first epoch: "
@@ -66,19 +80,20 @@ REASONS = [
     ("03", 1.1, "net-bn", 2, "fixed shards"),
     ("04", 1.1, "net", 2, "dropout"),
     ("04", 1.1, "net", 1, "rounded otherwise"),
-    ("05-bf16-shm", 1.1, "net-bn", 2, "bf16"),
+    ("05-bf16", 1.1, "net-bn", 2, "bf16"),
 ]
 
 
 @pytest.mark.parametrize(("key", "loss", "model", "ranks", "words"), REASONS)
 def test_the_reason_fits_what_was_measured(key, loss, model, ranks, words):
-    first, other = (
-        tour.StageRow(
-            name, name, run=stage_runs.StageRun({}, [{"epoch": 0, "loss": x} for x in (2.0, each)])
-        )
-        for name, each in (("01", 1.0), (key, loss))
-    )
-    assert words in tour.explain(other, first, Namespace(model=model, ranks=ranks))
+    rows = {"01": {"losses": [2.0, 1.0, 3.0]}, key: {"losses": [2.0, loss, 9.0]}}
+    about = {"model": model, "ranks": ranks, "device": "cpu", "epoch_steps": 2}
+    assert words in tour_report.explain(key, {**about, "rows": rows})
+
+
+def test_one_process_has_no_ceiling(run_tour, tmp_path):
+    run_tour("--stages=01,03", "--ranks=1", "--max-steps=1", f"--run-dir={tmp_path}")
+    assert json.loads((tmp_path / "tour.json").read_text())["ceiling"] == []
 
 
 def test_a_stage_that_fails_ends_the_tour(run_tour, tmp_path, capsys):

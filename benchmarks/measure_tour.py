@@ -1,0 +1,99 @@
+"""Each stage once, as a reader would run it, and what the runs leave: the numbers of the tour."""
+
+import os
+import sys
+from argparse import Namespace
+from statistics import quantiles
+
+from common.data import load_dataset
+from common.options import make_parser
+from measure_memory import count_in_stages, peak
+from stage_runs import VARIANTS, Processes, StageRun, command_of, run_command, time_apart
+from timing import Results, provenance
+
+KEYS = ("01", "01-cores", "02", "03", "04", "04-shm", "05", "05-shm", "05-bf16")
+
+
+def measure_tour(args: Namespace) -> Results:
+    """args: the flags of the tour, with the number of `ranks` and of `gpus`."""
+    where = provenance(args.device, command="python benchmarks/tour.py")
+    keys = [key for key in KEYS if VARIANTS[key].stage in args.stages]
+    keys = [key for key in keys if not VARIANTS[key].why_not_on(args.device)]
+    runs = {key: run(key, args) for key in keys}
+    held = count_memory(keys, args)
+    rows: dict[str, Results] = {
+        key: {
+            "label": VARIANTS[key].label,
+            "summary": runs[key].summary,
+            "losses": runs[key].losses(),  # of every step
+            "held": held[VARIANTS[key].holds_as]["held"],
+        }
+        for key in keys
+    }
+    on_ranks = [rows[key] for key in keys if VARIANTS[key].processes is Processes.RANKS]
+    ceiling = [time_ceiling(args)] if on_ranks and args.ranks > 1 else []
+    if ceiling:
+        most = ceiling[0]["summary"]["samples_per_second"]
+        for row in (*on_ranks, *ceiling):
+            row["share"] = round(row["summary"]["samples_per_second"] / most, 4)
+    settings = ("dataset", "model", "device", "epochs", "ranks")
+    return {
+        "provenance": where,
+        **{name: getattr(args, name) for name in settings},
+        "global_batch": args.batch_size,
+        "epoch_steps": sum(line["epoch"] == 0 for line in runs[keys[0]].metrics),
+        "rows": rows,
+        "ceiling": ceiling,
+    }
+
+
+def flags_of(args: Namespace, *left_out: str) -> list[str]:
+    """Those that all stages share, where they are not a stage's default."""
+    flags = []
+    for name, default in vars(make_parser("", "").parse_args([])).items():
+        value = getattr(args, name)
+        if value != default and name not in ("stage", "run_dir", *left_out):
+            flags += [f"--{name.replace('_', '-')}", str(value)]
+    return flags
+
+
+def run(key: str, args: Namespace) -> StageRun:
+    """Run a stage, show what it prints, and read what it leaves behind."""
+    variant, command = VARIANTS[key], command_of(key, args.ranks)
+    if variant.stage == "03" and args.ranks <= args.gpus:
+        command += ["--backend", "nccl"]  # as 04 does by default
+    if variant.stage in ("04", "05") and 0 < args.gpus < args.ranks:
+        command += ["--backend", "gloo"]  # nccl refuses two ranks on one GPU
+    command += flags_of(args)
+    print(f"\n{variant.label}: python {' '.join(command)}", flush=True)
+    threads = (os.cpu_count() or 1) if variant.all_cores else 1
+    try:
+        return run_command(command, args.run_dir / key, threads, show=True)
+    except SystemExit as end:
+        print(f"error: {variant.label} ended with status {end.code}", file=sys.stderr)
+        raise
+
+
+def time_ceiling(args: Namespace) -> Results:
+    """As fast as the ranks would be if they never talked."""
+    local_batch, label = args.batch_size // args.ranks, VARIANTS["ceiling"].title(args.ranks)
+    command = " ".join(command_of("ceiling", args.ranks))
+    print(f"\n{label}: {args.ranks} × python {command} --batch-size {local_batch}", flush=True)
+    flags = flags_of(args, "batch_size", "epochs", "max_steps")
+    low, median, high = quantiles(time_apart(args.ranks, local_batch, *flags))
+    summary = {
+        "step_ms": round(1000 * median, 4),
+        "step_ms_quartiles": [round(1000 * low, 4), round(1000 * high, 4)],
+        "samples_per_second": round(args.batch_size / median, 1),
+    }
+    return {"label": label, "summary": summary}
+
+
+def count_memory(keys: list[str], args: Namespace) -> Results:
+    """The bytes of tensors that each process or replica holds when the loss is there, by kind."""
+    train_set, _ = load_dataset(args)
+    image, _ = train_set[0]  # (C, H, W)
+    optimizer, classes = "momentum" if args.momentum else "sgd", len(train_set.classes)
+    plan = peak.Plan(args.model, image.shape[-1], optimizer, args.device, image.shape[0], classes)
+    jobs = dict.fromkeys(VARIANTS[key].holds_as for key in keys)
+    return count_in_stages(jobs, plan, args.batch_size, args.ranks)

@@ -1,0 +1,121 @@
+"""What the tour says: its tables and its report, made from tour.json."""
+
+import math
+
+from tabulate import tabulate
+
+from stage_runs import VARIANTS
+from timing import MIB, Results
+
+EQUAL = 1e-5  # fp32 losses of the first epoch that differ less count as equal
+
+
+def learned(results: Results, style: str = "github") -> str:
+    """What each stage has learned, and what each of its processes holds."""
+    lines = []
+    for row in results["rows"].values():
+        summary = row["summary"]
+        processes = summary["global_batch"] // summary["local_batch"]
+        held = [sum(bytes_of.values()) / MIB for bytes_of in row["held"]]
+        lines.append(
+            {
+                "stage": row["label"],
+                "global batch": f"{processes} × {summary['local_batch']}",
+                "train loss": f"{summary['train_loss']:.4f}",
+                "test accuracy": f"{summary['test_accuracy']:.2%}",
+                "MiB of tensors": " + ".join(f"{each:.1f}" for each in held),
+            }
+        )
+    return aligned(lines, style)
+
+
+def speeds(results: Results, style: str = "github") -> str:
+    """How fast each stage was in this one run, and last of all the ceiling."""
+    rows: list[Results] = [*results["rows"].values(), *results["ceiling"]]
+    first, lines = rows[0]["summary"]["samples_per_second"], []
+    for row in rows:
+        summary, speed = row["summary"], row["summary"]["samples_per_second"]
+        low, high = summary["step_ms_quartiles"]
+        lines.append(
+            {
+                "stage": row["label"],
+                "samples/s": f"{speed:,.0f}",
+                "times the first": f"{speed / first:.2f}",
+                "share of the ceiling": f"{row['share']:.0%}" if "share" in row else "",
+                "step ms (quartiles)": f"{summary['step_ms']:.1f} ({low:.1f} to {high:.1f})",
+            }
+        )
+    return aligned(lines, style)
+
+
+def aligned(lines: list[dict[str, str]], style: str) -> str:
+    right = ("left", *["right"] * (len(lines[0]) - 1))
+    return tabulate(lines, "keys", style, colalign=right, disable_numparse=True)
+
+
+def explain(key: str, results: Results) -> str:
+    """One sentence: does this stage repeat the losses of 01, how closely, and why."""
+    variant, several = VARIANTS[key], results["ranks"] > 1
+    epoch = slice(results["epoch_steps"])
+    pairs = zip(*(results["rows"][each]["losses"][epoch] for each in ("01", key)), strict=True)
+    distances = [abs(a - b) for a, b in pairs]
+    if not all(map(math.isfinite, distances)):
+        return "cannot be compared with 01: a loss is not finite."
+    largest = max(distances)
+    if largest <= EQUAL:
+        return f"repeats 01 (largest difference in the first epoch: {largest:.0e})."
+    causes = []
+    if variant.stage == "03":
+        causes.append("Its ranks own fixed shards, so its batches hold other samples.")
+    if variant.stage in ("02", "03", "04") and several and results["model"] != "net":
+        causes.append("BatchNorm takes its statistics from the local batch.")
+    if several and results["model"] == "net":
+        causes.append("The parts of a batch get other dropout masks than the whole batch.")
+    if variant.bf16:
+        causes.append("A number in bf16 has 8 significant bits, in fp32 it has 24.")
+    if results["device"] == "cuda":
+        causes.append("By default, a GPU computes convolutions in TF32, with 11 bits.")
+    causes = causes or ["Sums in another order are rounded otherwise, and steps amplify it."]
+    result = f"does not repeat 01 (largest difference in the first epoch: {largest:.2g})."
+    return " ".join((result, *causes))
+
+
+def repeats(results: Results) -> str:
+    """A list of the stages beside 01; nothing if 01 has not run."""
+    first, *others = results["rows"]
+    if first != "01":
+        return ""
+    rows = results["rows"]
+    return "\n".join(f"- **{rows[key]['label']}** {explain(key, results)}" for key in others)
+
+
+REPORT = """\
+# The tour: {model} on {dataset}, {ranks} ranks
+
+Measured on {date} in {seconds:.0f} s: {hardware}, {device}, torch {torch}, Python {python}. \
+{epochs} epochs, global batch {global_batch}. \
+Each process has one thread, except in the row with all cores.
+
+{learned}
+
+Global batch: the number of processes or copies of the model × the local batch. MiB of tensors: \
+what each process or copy holds at the end of forward, without PyTorch itself.
+
+{repeats}
+
+![distance of each stage's losses from those of stage 01](repeats_01.png)
+
+## How fast each stage was
+
+{speeds}
+
+samples/s: from the median step, of all processes together. The ceiling is stage 01 in as many \
+processes as there are ranks, each with its local batch, which never talk. Each stage ran once, so \
+a difference of a few percent shows nothing: `make bench` lets the stages take turns, and tells \
+which differences exceed the noise.
+"""
+
+
+def report(results: Results, seconds: float) -> str:
+    tables = {"learned": learned(results), "speeds": speeds(results), "repeats": repeats(results)}
+    return REPORT.format(seconds=seconds, **results["provenance"], **{**results, **tables})
