@@ -18,7 +18,9 @@ from common.options import UsageError, exit_on, make_parser
 from common.record import Recorder
 
 
-def train_epoch(model: nn.Module, loader: Iterable, optimizer: SGD, device: torch.device) -> Tensor:
+def train_epoch(
+    model: nn.Module, loader: Iterable, optimizer: SGD, device: torch.device, recorder: Recorder
+) -> Tensor:
     """One pass over the training set; returns the loss of each step, (steps,), on the device."""
     model.train()
     losses = []
@@ -30,6 +32,8 @@ def train_epoch(model: nn.Module, loader: Iterable, optimizer: SGD, device: torc
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at each step
+        if recorder.step():  # counts and times it; true at --max-steps
+            break
     return torch.stack(losses)
 
 
@@ -59,18 +63,16 @@ def main() -> None:
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     progress = load_checkpoint(args, model, optimizer)
     recorder = Recorder(args, progress, optimizer, args.batch_size)
-    if args.evaluate:
-        recorder.print_evaluation(*evaluate(model, test_loader, device))
-        return
 
     sampler = RandomSampler(train_set, generator=torch.Generator())
     loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **options)
-    for epoch in range(progress.epoch, args.epochs):  # recorder.timed counts the steps in progress
+    for epoch in range(progress.epoch, args.epochs):
         if progress.step >= args.max_steps:
             break
         sampler.generator.manual_seed(args.seed + epoch)  # the order depends on (seed, epoch)
         torch.manual_seed(args.seed + epoch)  # and so do the dropout masks
-        losses = train_epoch(model, recorder.timed(loader), optimizer, device)
+        recorder.start_epoch(len(loader))
+        losses = train_epoch(model, loader, optimizer, device, recorder)
         recorder.end_epoch(epoch, losses, *evaluate(model, test_loader, device))
         save_checkpoint(recorder, model, optimizer)
     recorder.finish()

@@ -19,7 +19,9 @@ from common.record import Recorder
 from from_scratch import DataParallel
 
 
-def train_epoch(model: nn.Module, loader: Iterable, optimizer: SGD, device: torch.device) -> Tensor:
+def train_epoch(
+    model: nn.Module, loader: Iterable, optimizer: SGD, device: torch.device, recorder: Recorder
+) -> Tensor:
     """One pass over the training set; returns the loss of each step, (steps,), on the device."""
     model.train()
     losses = []
@@ -31,6 +33,8 @@ def train_epoch(model: nn.Module, loader: Iterable, optimizer: SGD, device: torc
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at each step
+        if recorder.step():  # counts and times it; true at --max-steps
+            break
     return torch.stack(losses)
 
 
@@ -71,13 +75,10 @@ def main() -> None:
     else:
         parallel = DataParallel(model, [device] * replicas)  # ours: all of them on one device
     recorder = Recorder(args, progress, optimizer, local_batch)
-    if args.evaluate:
-        recorder.print_evaluation(*evaluate(parallel, test_loader, device))
-        return
 
     sampler = RandomSampler(train_set, generator=torch.Generator())
     loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **options)
-    for epoch in range(progress.epoch, args.epochs):  # recorder.timed counts the steps in progress
+    for epoch in range(progress.epoch, args.epochs):
         if progress.step >= args.max_steps:
             break
         sampler.generator.manual_seed(args.seed + epoch)  # the order depends on (seed, epoch)
@@ -85,7 +86,8 @@ def main() -> None:
         for gpu in range(gpus):  # otherwise every GPU would draw the same dropout masks
             with torch.cuda.device(gpu):
                 torch.cuda.manual_seed(args.seed + epoch * gpus + gpu)
-        losses = train_epoch(parallel, recorder.timed(loader), optimizer, device)
+        recorder.start_epoch(len(loader))
+        losses = train_epoch(parallel, loader, optimizer, device, recorder)
         recorder.end_epoch(epoch, losses, *evaluate(parallel, test_loader, device))
         save_checkpoint(recorder, model, optimizer)
     recorder.finish()

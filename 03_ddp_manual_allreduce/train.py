@@ -32,7 +32,9 @@ def average_gradients(model: nn.Module) -> None:
             parameter.grad /= dist.get_world_size()
 
 
-def train_epoch(model: nn.Module, loader: Iterable, optimizer: SGD, device: torch.device) -> Tensor:
+def train_epoch(
+    model: nn.Module, loader: Iterable, optimizer: SGD, device: torch.device, recorder: Recorder
+) -> Tensor:
     """One pass over this rank's samples; returns each step's mean loss of all ranks, (steps,)."""
     model.train()
     losses = []
@@ -45,6 +47,8 @@ def train_epoch(model: nn.Module, loader: Iterable, optimizer: SGD, device: torc
         average_gradients(model)
         optimizer.step()
         losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at each step
+        if recorder.step():  # counts and times it; true at --max-steps
+            break
     total = torch.stack(losses)
     dist.all_reduce(total)  # once per epoch, because each message costs time
     return total / dist.get_world_size()
@@ -88,22 +92,18 @@ def train(rank: int, world_size: int, port: int, local_batch: int, args: Namespa
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     progress = load_checkpoint(args, model, optimizer)
     recorder = Recorder(args, progress, optimizer, local_batch, rank, world_size)
-    if args.evaluate:
-        recorder.print_evaluation(*evaluate(model, test_loader, device))
-        dist.destroy_process_group()
-        return
-
     for tensor in model.state_dict().values():  # all ranks start from rank 0's weights
         dist.broadcast(tensor, src=0)
     train_set = DataPartitioner(train_set, [1 / world_size] * world_size, args.seed).use(rank)
     sampler = RandomSampler(train_set, generator=torch.Generator())  # train_set is a shard now
     loader = DataLoader(train_set, local_batch, sampler=sampler, drop_last=True, **options)
-    for epoch in range(progress.epoch, args.epochs):  # recorder.timed counts the steps in progress
+    for epoch in range(progress.epoch, args.epochs):
         if progress.step >= args.max_steps:
             break
         sampler.generator.manual_seed(args.seed + epoch)  # the order depends on (seed, epoch)
         torch.manual_seed(args.seed + epoch * world_size + rank)  # each rank its own dropout masks
-        losses = train_epoch(model, recorder.timed(loader), optimizer, device)
+        recorder.start_epoch(len(loader))
+        losses = train_epoch(model, loader, optimizer, device, recorder)
         recorder.end_epoch(epoch, losses, *evaluate(model, test_loader, device))
         if rank == 0:  # one writer; a collective in here would wait for the others forever
             save_checkpoint(recorder, model, optimizer)

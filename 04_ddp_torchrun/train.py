@@ -36,7 +36,9 @@ def join_process_group(args: Namespace) -> torch.device:
     return device
 
 
-def train_epoch(model: nn.Module, loader: Iterable, optimizer: SGD, device: torch.device) -> Tensor:
+def train_epoch(
+    model: nn.Module, loader: Iterable, optimizer: SGD, device: torch.device, recorder: Recorder
+) -> Tensor:
     """One pass over this rank's samples; returns each step's mean loss of all ranks, (steps,)."""
     model.train()
     losses = []
@@ -48,6 +50,8 @@ def train_epoch(model: nn.Module, loader: Iterable, optimizer: SGD, device: torc
         loss.backward()  # meanwhile, DDP averages the gradients bucket by bucket
         optimizer.step()
         losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at each step
+        if recorder.step():  # counts and times it; true at --max-steps
+            break
     total = torch.stack(losses)
     dist.all_reduce(total)  # once per epoch, because each message costs time
     return total / dist.get_world_size()
@@ -88,19 +92,17 @@ def main() -> None:
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     progress = load_checkpoint(args, model, optimizer)
     recorder = Recorder(args, progress, optimizer, local_batch, rank, world_size)
-    if args.evaluate:
-        recorder.print_evaluation(*evaluate(model, test_loader, device))
-        return
 
     ddp = DistributedDataParallel(model)  # rank 0's weights now, mean gradients in each backward
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # so no sample repeats
     loader = DataLoader(train_set, local_batch, sampler=sampler, drop_last=True, **options)
-    for epoch in range(progress.epoch, args.epochs):  # recorder.timed counts the steps in progress
+    for epoch in range(progress.epoch, args.epochs):
         if progress.step >= args.max_steps:
             break
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
         torch.manual_seed(args.seed + epoch * world_size + rank)  # each rank its own dropout masks
-        losses = train_epoch(ddp, recorder.timed(loader), optimizer, device)
+        recorder.start_epoch(len(loader))
+        losses = train_epoch(ddp, loader, optimizer, device, recorder)
         recorder.end_epoch(epoch, losses, *evaluate(model, test_loader, device))
         if rank == 0:  # one writer; a collective in here would wait for the others forever
             save_checkpoint(recorder, model, optimizer)

@@ -32,8 +32,8 @@ def parse_args() -> Namespace:
     stages = args.stages.split(",")
     if not set(stages) <= set(STAGES):
         raise UsageError(f"--stages {args.stages}: expected one or more of {','.join(STAGES)}")
-    if args.resume or args.evaluate:
-        raise UsageError("the tour only trains: give --resume and --evaluate to a stage")
+    if args.resume:
+        raise UsageError("the tour begins anew: give --resume to a stage")
     args.stages = stages
     args.gpus = 0 if args.device == "cpu" else torch.cuda.device_count()
     args.ranks = getattr(args, "ranks", args.gpus or 2)

@@ -38,14 +38,14 @@ def save_checkpoint(recorder: Recorder, model: Module, optimizer: Optimizer, **m
 
 
 def load_checkpoint(args: Namespace, model: Module, optimizer: Optimizer, **more: Any) -> Progress:
-    """Load the file of --resume or --evaluate, if any; returns how far its run had come."""
-    path = args.evaluate or args.resume
-    if path == "auto":
-        path = args.run_dir / "checkpoint.pt"
-    if path is None or (args.resume == "auto" and not path.exists()):
+    """Load the file of --resume, if any; returns how far its run had come."""
+    if args.resume is None:
         return Progress()
-    progress, saved = read_checkpoint(Path(path), args, model, optimizer, **more)
-    if progress.epoch_step and not args.evaluate:
+    path = args.run_dir / "checkpoint.pt" if args.resume == "auto" else Path(args.resume)
+    if args.resume == "auto" and not path.exists():
+        return Progress()
+    progress, saved = read_checkpoint(path, args, model, optimizer, **more)
+    if progress.epoch_step:
         cure = "resume it with beyond/survive/train.py"
         if saved["stage"] in OWN_ORDER:
             cure = "train again without --max-steps, or until the end of an epoch"
@@ -65,7 +65,7 @@ def read_checkpoint(
         model.load_state_dict(state["model"])
         saved_group = state["optimizer"]["param_groups"][0]
         missing = optimizer.param_groups[0].keys() - saved_group.keys()
-        if missing and not args.evaluate:
+        if missing:
             why = f"{path} has another optimizer"
             raise UsageError(f"{why}, expected one with {', '.join(sorted(missing))}")
         optimizer.load_state_dict(state["optimizer"])

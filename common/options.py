@@ -83,9 +83,7 @@ def make_parser(stage: str, doc: str | None) -> Parser:
     add("--seed", default=1234, type=seed, help="for weights, order of the samples, dropout")
     add("--device", default=devices[0], choices=devices, help="cuda: if torch sees a GPU")
     add("--run-dir", default=Path("runs", stage), type=Path, help="folder for the results")
-    either = parser.add_mutually_exclusive_group()
     resume_help = "resume it; auto: the one in --run-dir, if any"
-    either.add_argument("--resume", metavar="PATH|auto", help=resume_help)
-    either.add_argument("--evaluate", metavar="PATH", help="only evaluate this checkpoint")
+    add("--resume", metavar="PATH|auto", help=resume_help)
     parser.set_defaults(stage=stage)
     return parser

@@ -4,9 +4,8 @@ import json
 import statistics
 import time
 from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -43,35 +42,30 @@ class Recorder:
         self.seconds: list[float] = []  # how long each step took
         self.rates: list[float] = []  # the learning rate of each step
         self.lines: list[str] = []  # of metrics.jsonl, not yet written
+        self.ticks: list[Any] = []  # the start of an epoch, and the end of each step
         keys = ("stage", "dataset", "model", "epochs", "seed", "device")
         self.summary = {key: getattr(args, key) for key in keys} | {"world_size": world_size}
         self.summary |= {"global_batch": args.batch_size, "local_batch": local_batch}
-        if args.evaluate or not self.is_rank_zero:
+        if not self.is_rank_zero:
             return
         open_run_folder(args, progress.step)
         print(f"global batch {args.batch_size} = {args.batch_size // local_batch} × {local_batch}")
 
-    def timed(self, batches: Any, epoch_steps: int | None = None) -> Iterator:
-        """The same batches, at most to --max-steps, each timed while its training step runs.
+    def start_epoch(self, steps: int) -> None:
+        """steps: of a whole epoch; a resumed run has done some of them before."""
+        self.epoch_steps, self.ticks = steps, [self.tick()]
 
-        epoch_steps: how many a whole epoch has, if batches is no loader that knows its length.
-        """
+    def step(self) -> bool:
+        """Count and time an optimizer step; whether it was the last one of --max-steps."""
         progress = self.progress
-        ticks: list[Any] = [self.tick()]
-        for batch in islice(batches, self.args.max_steps - progress.step):
-            progress.step += 1
-            progress.epoch_step += 1
-            yield batch  # the training step runs during this line
-            ticks.append(self.tick())
-            self.rates.append(self.optimizer.param_groups[0]["lr"])
-        if progress.epoch_step == (epoch_steps or len(batches)):
+        progress.step += 1
+        progress.epoch_step += 1
+        if progress.epoch_step == self.epoch_steps:
             progress.epoch += 1
             progress.epoch_step = 0
-        if self.args.device == "cuda":
-            torch.cuda.synchronize()
-            self.seconds += [a.elapsed_time(b) / 1000 for a, b in pairwise(ticks)]
-        else:
-            self.seconds += [b - a for a, b in pairwise(ticks)]
+        self.rates.append(self.optimizer.param_groups[0]["lr"])
+        self.ticks.append(self.tick())
+        return progress.step >= self.args.max_steps
 
     def tick(self) -> float | torch.cuda.Event:
         if self.args.device != "cuda":
@@ -80,12 +74,20 @@ class Recorder:
         event.record()
         return event
 
+    def seconds_of_steps(self) -> list[float]:
+        """Of those since start_epoch, each with the loading of its batch."""
+        if self.args.device != "cuda":
+            return [end - begin for begin, end in pairwise(self.ticks)]
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) / 1000 for begin, end in pairwise(self.ticks)]
+
     def write(self, epoch: int, losses: Tensor) -> None:
         """Prepare one line per step, for `flush`. losses: (steps,), means over global batches."""
         n, samples = len(losses), self.args.batch_size
-        self.progress.losses += losses.tolist()  # here, the CPU waits for the GPU
+        self.progress.losses += losses.tolist()
         if not self.is_rank_zero:
             return
+        self.seconds += self.seconds_of_steps()
         rows = zip(self.progress.losses[-n:], self.rates[-n:], self.seconds[-n:], strict=True)
         for step, (loss, lr, seconds) in enumerate(rows, self.progress.step - n + 1):
             line = {"epoch": epoch, "step": step, "loss": loss, "lr": lr, "samples": samples}
@@ -110,10 +112,6 @@ class Recorder:
                 f"  test accuracy {accuracy:.2%}  {speed:,.0f} samples/s",
                 flush=True,
             )
-
-    def print_evaluation(self, test_loss: float, accuracy: float) -> None:
-        if self.is_rank_zero:
-            print(f"test loss {test_loss:.4f}  test accuracy {accuracy:.2%}")
 
     def finish(self) -> None:
         """Write the summary."""

@@ -9,9 +9,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from typing import TextIO
 
 from common.options import UsageError
 
+locks: list[TextIO] = []  # of this process
 FILES = ("metrics.jsonl", "summary.json", "checkpoint.pt", "checkpoint.before.pt")
 
 
@@ -55,16 +57,19 @@ def open_run_folder(args: Namespace, step: int) -> None:
 
 def lock(folder: Path) -> None:
     """Refuse a folder that another run writes to; else keep it until this process has ended."""
-    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)  # to close it would end the lock
+    file = (folder / ".lock").open("a+")
+    locks.append(file)  # to close it would end the lock
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, no loader inherits it
     except BlockingIOError:
-        why = f"--run-dir {folder} is in use by {os.read(file, 99).decode() or 'another process'}"
+        file.seek(0)
+        why = f"--run-dir {folder} is in use by {file.read() or 'another process'}"
         raise UsageError(f"{why}: wait until it has ended, or name another one") from None
     except OSError:  # this disk has no locks
         return
-    os.truncate(file, 0)
-    os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
     for unfinished in folder.glob("*.*.tmp"):  # of a process that was killed
         unfinished.unlink()
 

@@ -93,7 +93,11 @@ class EqualShard(Dataset):
 
 
 def train_epoch(
-    training: Training, loader: Iterable, clip_norm: float | None, device: torch.device
+    training: Training,
+    loader: Iterable,
+    clip_norm: float | None,
+    device: torch.device,
+    recorder: Recorder,
 ) -> Tensor:
     """One pass over this rank's samples; returns the loss of each step, (steps,), on the device.
 
@@ -115,6 +119,8 @@ def train_epoch(
             training.clip(clip_norm)
         training.optimizer.step()
         losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at each step
+        if recorder.step():  # counts and times it; true at --max-steps
+            break
     total = torch.stack(losses)
     dist.all_reduce(total)  # once per epoch, because each message costs time
     return total
@@ -154,9 +160,6 @@ def main() -> None:
     full_state = training.model_state, training.optimizer_state
     progress = load_checkpoint(args, *full_state)
     recorder = Recorder(args, progress, training.optimizer, local_batch, rank, world_size)
-    if args.evaluate:
-        recorder.print_evaluation(*evaluate(training.model, test_loader, device))
-        return
 
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # so no sample repeats
     loader = DataLoader(train_set, local_batch, sampler=sampler, drop_last=True, **options)
@@ -165,7 +168,8 @@ def main() -> None:
             break
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
         torch.manual_seed(args.seed + epoch * world_size + rank)  # each rank its own dropout masks
-        losses = train_epoch(training, recorder.timed(loader), args.clip_norm, device)
+        recorder.start_epoch(len(loader))
+        losses = train_epoch(training, loader, args.clip_norm, device, recorder)
         recorder.end_epoch(epoch, losses, *evaluate(training.model, test_loader, device))
         for state in full_state:
             state.collect()  # every rank sends its parts, and rank 0 puts them together

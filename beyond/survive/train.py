@@ -52,13 +52,12 @@ def parse_args() -> Namespace:
 
 
 def find_checkpoint(args: Namespace, agreement: Agreement) -> Path | None:
-    """What --resume or --evaluate names; auto: this run's newest checkpoint that is whole."""
-    named = args.evaluate or args.resume
-    if named is None:
+    """What --resume names; auto: this run's newest checkpoint that is whole."""
+    if args.resume is None:
         return None
-    if named == "auto":
+    if args.resume == "auto":
         return durable.newest_whole(args.run_dir / "checkpoint.pt", agreement.first_valid)
-    path = Path(named)
+    path = Path(args.resume)
     if agreement.first_valid(durable.is_whole, [path]):
         return path
     raise durable.CheckpointError(f"{path} is missing, damaged or no checkpoint: name another")
@@ -71,7 +70,7 @@ def resume(
     progress, saved = read_checkpoint(path, args, model, optimizer, scaler=scaler)
     stage, *order = [saved[key] for key in ("stage", "seed", "global_batch")]
     same_order = order == [args.seed, args.batch_size] and stage not in OWN_ORDER
-    if progress.epoch_step and not same_order and not args.evaluate:
+    if progress.epoch_step and not same_order:
         why = f"ends inside an epoch of {stage} with --seed {order[0]} --batch-size {order[1]}"
         cure = "take one from the end of an epoch" if stage in OWN_ORDER else "use the same"
         raise durable.CheckpointError(f"{path} {why}: {cure}")
@@ -98,14 +97,14 @@ def train_epoch(
     optimizer: SGD,
     scaler: torch.amp.GradScaler,
     device: torch.device,
-    args: Namespace,
+    recorder: Recorder,
 ) -> Tensor:
     """Train on this rank's batches, in micro-batches; returns its own loss of each step, (steps,).
 
     loader: the rest of the epoch, at most to the next checkpoint. rates: each step's learning rate.
     """
+    args, amp_dtype = recorder.args, AMP_DTYPES[recorder.args.amp]
     model.train()
-    amp_dtype = AMP_DTYPES[args.amp]
     losses = []
     for (images, labels), lr in zip(loader, rates, strict=False):
         optimizer.param_groups[0]["lr"] = lr  # all parameters are in one group
@@ -126,6 +125,7 @@ def train_epoch(
         scaler.step(optimizer)  # with fp16: skips the step if a gradient is inf or nan
         scaler.update()
         losses.append(sum(parts))  # .item() would make the CPU wait for the GPU at each step
+        recorder.step()  # counts and times it
     return torch.stack(losses)
 
 
@@ -219,9 +219,6 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
     options = loader_options(args)  # worker processes, pinned memory
     options["worker_init_fn"] = end_with_rank  # SIGTERM must not end loaders
     test_loader = DataLoader(Subset(run.test_set, test_shard), run.local_batch, **options)
-    if args.evaluate:
-        recorder.print_evaluation(*evaluate(run.model, test_loader, device))
-        return
     watchdog.step = lambda: progress.step
 
     ddp = wrap_in_ddp(run.model, run.train_set[0][0].to(device))
@@ -234,8 +231,9 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
         crops.epoch, remaining.skip = epoch, progress.epoch_step * run.local_batch
         rates = learning_rates(args, epoch, len(loader))[progress.epoch_step :]
-        batches = recorder.timed(until_checkpoint(loader, recorder, agreement), len(loader))
-        losses = train_epoch(ddp, batches, rates, run.optimizer, run.scaler, device, args)
+        recorder.start_epoch(len(loader))
+        batches = until_checkpoint(loader, recorder, agreement)
+        losses = train_epoch(ddp, batches, rates, run.optimizer, run.scaler, device, recorder)
         losses = agreement.mean_or_end(losses, run.model, progress.step, run.scaler.get_scale())
         if progress.epoch_step == 0 or progress.step >= args.max_steps:
             recorder.end_epoch(epoch, losses, *evaluate(run.model, test_loader, device))

@@ -39,22 +39,6 @@ def test_shard_a_checkpoint_of_the_other_optimizer_is_refused_in_one_line(level)
     refused(line, "another optimizer, expected one with dampening, momentum, nesterov\n")
 
 
-@pytest.mark.parametrize("level", [ZERO_2, FSDP])
-def test_shard_evaluate_only_prints_what_the_run_found_last(level, tmp_path):
-    """On more ranks and at another level. The control: after one step, the model is another."""
-    flags = (*ON_DIGITS, f"--shard={ZERO_2}")
-    one_step, two_steps = (train_once("shard", 2, *flags, f"--max-steps={n}") for n in (1, 2))
-    loss, accuracy = (two_steps.summary[key] for key in ("test_loss", "test_accuracy"))
-    expected = f"test loss {loss:.4f}  test accuracy {accuracy:.2%}\n"
-    for trained, is_expected in ((two_steps, True), (one_step, False)):
-        evaluate = f"--evaluate={trained.folder / 'checkpoint.pt'}"
-        evaluated = train(
-            "shard", 3, *ON_DIGITS, f"--shard={level}", evaluate, folder=tmp_path / "none"
-        )
-        assert not evaluated.folder.exists()
-        assert (evaluated.output == expected) == is_expected
-
-
 def test_shard_the_picture_is_not_older_than_what_draws_it():
     picture = chapter("shard", "plot_memory")
     with Image.open(picture.FILE) as file:

@@ -54,10 +54,10 @@ def test_a_workflow_may_only_read_the_repository_unless_it_asks_for_more(path):
 # A zip file has checksums; survive also asks for one of its own, which `seal` writes.
 WAYS = {  # the script and its flag, whether the file is a zip file, whether it is sealed
     "04, an old file": ("04", "--resume", False, False),
-    "04, a zip file": ("04", "--evaluate", True, False),
+    "04, a zip file": ("04", "--resume", True, False),
     "survive, an old file": ("survive", "--resume", False, False),
     "survive, a zip file": ("survive", "--resume=auto", True, False),
-    "survive, a sealed old file": ("survive", "--evaluate", False, True),
+    "survive, a sealed old file": ("survive", "--resume", False, True),
     "survive, a sealed zip file": ("survive", "--resume=auto", True, True),
 }
 

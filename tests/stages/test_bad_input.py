@@ -37,9 +37,8 @@ CALLS = {  # a stage or a program with its flags, and words of the line
     "01 --batch-size=1501": "--batch-size 1501 is more than the 1500 training samples: try --bat",
     "01 --model=resnet18 --batch-size=1": "BatchNorm needs more than one value for each channel",
     "01 --dataset=synthetic --image-size=15": "--model net needs --image-size 16 or more, got 15",
-    "01 --evaluate=nowhere.pt": "cannot load nowhere.pt ([Errno 2] No such file",
+    "01_single_gpu/evaluate.py nowhere.pt": "cannot load nowhere.pt ([Errno 2] No such file",
     "01 --resume=": "cannot load . ([Errno 21] Is a directory: '.'): use one that",
-    "01 --resume=auto --evaluate=some.pt": "--evaluate: not allowed with argument --resume",
     "02 --replicas=7": "--batch-size 120 does not divide by 7: try 126",
     "03 --world-size=7": "--batch-size 120 does not divide by 7: try 126",
     f"03 {TOO_MANY}": "--backend nccl needs a GPU for each rank: try --backend gloo",
@@ -48,7 +47,7 @@ CALLS = {  # a stage or a program with its flags, and words of the line
     "05 --sync-bn=False": "--sync-bn",
     "tour --stages=01,07": "--stages 01,07: expected one or more of 01,02,03,04,05",
     "tour --ranks=7 --batch-size=120": "--batch-size 120 does not divide by 7",
-    "tour --resume=auto": "the tour only trains",
+    "tour --resume=auto": "the tour begins anew",
     "survive --checkpoint-every-steps=0": f"--checkpoint-every-steps: got '0', {WHOLE}, at least",
     "survive --timeout-seconds=10000000000": f"{WHOLE}, at least 1 and less than 1000000000 (",
     "survive --accumulate=7": "--batch-size 120 does not divide by 7: try 126",
@@ -117,9 +116,9 @@ def test_a_right_call_is_not_refused(key, ranks, flags, tmp_path):
 
 @pytest.mark.parametrize(("size", "refuses"), [(32, True), (33, False)])
 def test_a_batch_of_one_is_refused_where_batchnorm_would_refuse_it(size, refuses):
-    """The control is a picture of which four pixels are left. An evaluation is never refused."""
+    """The control is a picture of which four pixels are left."""
     flags = ("--model=resnet18", "--batch-size=1", "--dataset=synthetic", f"--image-size={size}")
-    train_set, _ = load_dataset(options(*flags, "--evaluate=checkpoint.pt"))
+    train_set, _ = load_dataset(options(*flags, "--batch-size=2"))
     model = build_model("resnet18", train_set)
     for error, call in (
         (UsageError, lambda: load_dataset(options(*flags))),
@@ -208,10 +207,10 @@ def checkpoint(kind, folder):
 CHECKPOINTS = [  # what the file holds, the call, and what the line says
     ("truncated", "01 --resume", NOT_OURS),
     ("object", "01 --resume", "is not a checkpoint: expected only tensors and plain values"),
-    ("list", "01 --evaluate", NOT_OURS),
-    ("tensor", "01 --evaluate", NOT_OURS),
+    ("list", "01 --resume", NOT_OURS),
+    ("tensor", "01 --resume", NOT_OURS),
     ("other sizes", "01 --resume", "size mismatch for fc2.weight"),
-    ("good", "01 --model=net --evaluate", "was saved with --model net-bn"),
+    ("good", "01 --model=net --resume", "was saved with --model net-bn"),
     ("good", "01 --dataset=synthetic --resume", "was saved with --dataset digits"),
     (
         "of AdamW",
@@ -229,7 +228,7 @@ CHECKPOINTS = [  # what the file holds, the call, and what the line says
         "inside an epoch of 03_ddp_manual_allreduce: train again without --max-steps, or until",
     ),
     ("truncated", "survive --resume", "damaged"),
-    ("list, sealed", "survive --evaluate", "cannot load"),
+    ("list, sealed", "survive --resume", "cannot load"),
     ("good, sealed", "survive --model=net --resume", "was saved with --model net-bn"),
 ]
 

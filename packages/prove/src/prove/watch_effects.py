@@ -31,7 +31,7 @@ MOST_CALLS = 1000
 
 # Files that several processes write by agreement, or that are no result of the script.
 IGNORED_FOLDERS = ("/dev/", "/proc/", "/sys/", "/tmp/torch", "/tmp/pymp", "/tmp/tmp")
-IGNORED_PARTS = ("__pycache__", "/.cache/", ".lock", "torchinductor", "torchelastic", "/.triton/")
+IGNORED_PARTS = ("__pycache__", "/.cache/", "torchinductor", "torchelastic", "/.triton/")
 
 
 def watch_collective(run: RankRun, name: str) -> None:
@@ -133,7 +133,8 @@ class FileWatcher:
             return
         keep(path, self.folder)
         record = self.run.record
-        if mode is not None and len(record.opened_files) < MOST_CALLS:
+        is_lock = path.endswith(".lock")  # which all ranks may open
+        if mode is not None and not is_lock and len(record.opened_files) < MOST_CALLS:
             record.opened_files.append(OpenedFile(path, mode, where(), record.steps))
 
     def note_new_folder(self, file: Any) -> None:
