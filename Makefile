@@ -24,6 +24,7 @@ lint: $(VENV)/ready
 	$(RUN) -m mypy tests/check_exercise.py
 	$(RUN) -m mypy packages/prove/src/prove/*.py packages/shm/src/shm/*.py
 	$(RUN) -m mypy beyond/local_sgd/*.py
+	$(RUN) -m mypy beyond/forecast/*.py
 	MYPYPATH=01_single_gpu:benchmarks $(RUN) -m mypy beyond/shard/*.py
 	for folder in $(PROGRAM_FOLDERS); do $(RUN) -m mypy $$folder*.py || exit 1; done
 	$(VENV)/bin/shellcheck .ci/run $(wildcard 0*/launch/*.sh 0*/launch/*.sbatch)

@@ -23,7 +23,7 @@ from stage_files import chapter, fresh_module
 LOCAL_SGD, ASYNC_MEAN = "local_sgd.py", "async_mean.py"
 local, async_mean = chapter("local_sgd", "local_sgd"), chapter("local_sgd", "async_mean")
 step_model, forecast, gradient_order = (
-    chapter("04", f"forecast/{name}") for name in ("step_model", "forecast", "gradient_order")
+    chapter("forecast", name) for name in ("step_model", "forecast", "gradient_order")
 )
 START_MEAN_IN = async_mean.START_MEAN_IN
 MEAN = {"lr": 1.0, "momentum": 0.0}
@@ -290,7 +290,7 @@ def test_linux_counts_the_bytes_that_the_formula_says(ranks):
 
 
 def test_a_step_on_paper_shares_one_ring_all_reduce_among_h_steps():
-    paper, seconds = chapter("04", "forecast/step_model"), 0.3
+    paper, seconds = chapter("forecast", "step_model"), 0.3
     computed = slowdowns(seconds, gbit=0.2)
     parameters = sum(p.numel() for p in torchvision.models.resnet18().parameters())
     all_reduce = paper.ring(4 * parameters, 2, paper.Link(50e-6, 25e6))

@@ -18,7 +18,7 @@ from unittest.mock import patch
 from local_ranks import ROOT, in_time
 
 FOLDERS = {path.name[:2]: path for path in sorted(ROOT.glob("0?_*"))}
-FOLDERS |= {name: ROOT / "beyond" / name for name in ("survive", "shard", "local_sgd")}
+FOLDERS |= {name: ROOT / "beyond" / name for name in ("survive", "shard", "local_sgd", "forecast")}
 # Of a folder of the repository. Other tests write the last two, while this one copies.
 NOT_COPIED = ignore_patterns(".*", "runs", "*MNIST", "cifar*", "_site", "__pycache__")
 

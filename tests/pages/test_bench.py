@@ -25,10 +25,10 @@ from refusals import ended, refused
 from repository_pages import ALL_PAGES, shell
 from stage_files import chapter, fresh_module
 
-paper, ready = chapter("04", "forecast/step_model"), chapter("04", "forecast/gradient_order")
+paper, ready = chapter("forecast", "step_model"), chapter("forecast", "gradient_order")
 peak = chapter("01", "peak")
 BucketTime, Job, Link = paper.BucketTime, paper.Job, paper.Link
-SLOW, FORECAST = Link(1e-3, 1e8), "04_ddp_torchrun/forecast/forecast.py"
+SLOW, FORECAST = Link(1e-3, 1e8), "beyond/forecast/forecast.py"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
@@ -239,8 +239,8 @@ def simulated_ring(size: float, ranks: int, link) -> float:
 def test_a_ring_takes_what_its_messages_take_one_after_the_other():
     old = "return 2 * (ranks - 1) * (link.alpha"
     without_all_gather = old.replace("2 * ", "", 1)
-    change = ("forecast/step_model.py", old, without_all_gather)
-    broken = fresh_module("04", "forecast/step_model.py", (change,))
+    change = ("step_model.py", old, without_all_gather)
+    broken = fresh_module("forecast", "step_model.py", (change,))
     for size, ranks in ((s, n) for s in (4, 2**20, 25 * 2**20) for n in (2, 3, 8, 64)):
         expected = pytest.approx(simulated_ring(size, ranks, SLOW))
         assert paper.ring(size, ranks, SLOW) == expected != broken.ring(size, ranks, SLOW)
@@ -284,10 +284,10 @@ def test_the_buckets_are_those_that_ddp_really_sends(rank):
     assert sizes == [bucket.size for bucket in ready.fill_buckets(gradients)]
     old, new = "2**20, 25 * 2**20", "2**22, 10 * 2**20"
     change = (
-        "forecast/gradient_order.py",
+        "gradient_order.py",
         *(f"FIRST_BYTES, BUCKET_BYTES = {x}" for x in (old, new)),
     )
-    other = fresh_module("04", "forecast/gradient_order.py", (change,))
+    other = fresh_module("forecast", "gradient_order.py", (change,))
     assert sizes != [bucket.size for bucket in other.fill_buckets(gradients)], "the control"
 
 

@@ -12,7 +12,7 @@ import torch
 from local_ranks import ROOT, launch_function
 from stage_files import chapter
 
-paper, ready = chapter("04", "forecast/step_model"), chapter("04", "forecast/gradient_order")
+paper, ready = chapter("forecast", "step_model"), chapter("forecast", "gradient_order")
 replicas, measure = chapter("02", "memory"), chapter("shard", "measure_levels")
 peak, ring = chapter("01", "peak"), chapter("03", "reducers/ring")
 gradients_of = cache(ready.gradients_of_classifier)

@@ -1,6 +1,6 @@
 "use strict";
 // Buckets and backward: when each bucket is sent, and how long the step takes. The model is that of
-// 04_ddp_torchrun/forecast: step_model.py (ring, step) and gradient_order.py (gradientsOf, fill). Seconds and bytes.
+// beyond/forecast: step_model.py (ring, step) and gradient_order.py (gradientsOf, fill). Seconds and bytes.
 {
   const [MIB, FIRST, DEFAULT] = [2 ** 20, 2 ** 20, 25 * 2 ** 20]; // DDP's first bucket, and others
 

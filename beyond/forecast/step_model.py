@@ -1,6 +1,6 @@
 """A step of DDP on paper: computing, buckets, all-reduces, and which of them overlap.
 
-    python 04_ddp_torchrun/forecast/step_model.py
+    python beyond/forecast/step_model.py
 
 A message of s bytes takes alpha + s / beta: a latency, and a time that grows with its size
 (Hockney, Parallel Computing 20, 1994). The rest is counting. Times in seconds, sizes in bytes.

@@ -34,9 +34,7 @@ PRINTED = {  # by a chapter with these flags: rows, with one space between their
 def test_what_a_chapter_prints(call):
     """Of step_model.py, forecast.py and gradient_order.py."""
     name, *flags = call.split()
-    lines = [
-        " ".join(line.split()) for line in output_of("04", f"forecast/{name}", *flags).splitlines()
-    ]
+    lines = [" ".join(line.split()) for line in output_of("forecast", name, *flags).splitlines()]
     assert [row for row in PRINTED[call].split(" | ") if row not in lines] == []
 
 
@@ -52,7 +50,7 @@ def test_a_forecast_counts_every_parameter_of_a_classifier(name):
     with torch.device("cpu" if name.startswith("regnet") else "meta"):
         options = {"init_weights": False} if name == "googlenet" else {}
         model = torchvision.models.get_model(name, **options)
-    gradients = chapter("04", "forecast/gradient_order").gradients_of_classifier(name, 224)
+    gradients = chapter("forecast", "gradient_order").gradients_of_classifier(name, 224)
     assert sum(size for size, _ in gradients) == 4 * sum(p.numel() for p in model.parameters())
     ready = [share for _, share in gradients]
     assert ready == sorted(ready)
@@ -83,7 +81,7 @@ def test_a_gradient_of_attention_is_forecast_when_backward_really_has_it(name):
     def ready_at(share, gradients):
         return sum(size for size, ready in gradients if ready <= share)
 
-    forecast = chapter("04", "forecast/gradient_order").gradients_of_classifier(name, 224)
+    forecast = chapter("forecast", "gradient_order").gradients_of_classifier(name, 224)
     real = really_ready(name)
     for tenth in range(1, 10):
         expected = ready_at(tenth / 10, real)

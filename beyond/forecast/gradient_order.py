@@ -1,6 +1,6 @@
 """When is each gradient ready? Layers, their share of backward, and the buckets that they fill.
 
-    python 04_ddp_torchrun/forecast/gradient_order.py
+    python beyond/forecast/gradient_order.py
 
 It uses the meta device, which has shapes and no numbers: it needs no GPU and no memory.
 """

@@ -1,6 +1,6 @@
 """How will my job scale? A forecast from one GPU's step, before you rent a cluster.
 
-    python 04_ddp_torchrun/forecast/forecast.py --model resnet50 --step-ms 45 --gpus 64
+    python beyond/forecast/forecast.py --model resnet50 --step-ms 45 --gpus 64
 
 Stage 01 measures the step on one GPU of that kind: step_ms in its summary.json. A third of it is
 taken for forward, the rest for backward. step_model.py is the model of a step, gradient_order.py
