@@ -1,4 +1,4 @@
-"""What tutorials say is as true as docs/claims.md says: C03 to C08, C14 to C16, C25 to C40.
+"""What tutorials say is as true as docs/claims.md says: C03 to C08, C14 to C17, C25 to C40.
 
 Each test carries the number of its claim; the other claims are tested beside what they are about.
 """
@@ -13,6 +13,7 @@ import sys
 import traceback
 import warnings
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from unittest.mock import patch
@@ -168,6 +169,57 @@ def test_c16_c32_launch_passes_local_rank_with_a_dash_and_torchrun_does_not(
     assert line in output
     assert status == ("unrecognized" in line)
     assert ("torch.distributed.launch is deprecated" in output) == (launcher == "launch")
+
+
+class Branches(nn.Module):
+    """Two weights, of which a step may use only one."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = (nn.Linear(1, 1, bias=False) for _ in range(2))
+
+    def forward(self, inputs, branch):
+        return getattr(self, branch)(inputs)
+
+
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+@on_ranks(2)
+def test_c17_of_steps_that_leave_a_weight_out_it_gives_the_mean(rank, option):
+    """Rank r feeds the number r + 1. A rank that does not use a weight counts as zero."""
+    model = Branches()
+    ddp = DistributedDataParallel(model, **{option: True})
+    for _ in range(2):
+        model.zero_grad()
+        ddp(torch.full((1, 1), rank + 1.0), ("left", "right")[rank]).sum().backward()
+        assert (model.left.weight.grad.item(), model.right.weight.grad.item()) == (0.5, 1.0)
+    if option == "find_unused_parameters":  # no rank uses the right one: its gradient stays
+        ddp(torch.full((1, 1), rank + 1.0), "left").sum().backward()
+        assert (model.left.weight.grad.item(), model.right.weight.grad.item()) == (2.0, 1.0)
+
+
+@on_ranks(2)
+def test_c17_without_it_such_a_step_is_not_averaged_and_the_next_one_ends_in_an_error(rank):
+    model = Branches()
+    ddp = DistributedDataParallel(model)
+    ddp(torch.full((1, 1), rank + 1.0), "left").sum().backward()
+    assert (model.left.weight.grad.item(), model.right.weight.grad) == (rank + 1.0, None)
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior"):
+        ddp(torch.ones(1, 1), "left")
+
+
+@on_ranks(2)
+def test_c17_on_a_model_that_uses_all_its_parameters_it_changes_no_bit(rank):
+    searching = partial(DistributedDataParallel, find_unused_parameters=True)
+    gradients = []
+    for wrap in (DistributedDataParallel, searching, nn.Identity()):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 3))
+        wrapped = wrap(model)
+        torch.manual_seed(rank)
+        wrapped(torch.randn(4, 9)).square().sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.equal(gradients[0], gradients[1])
+    assert not torch.equal(gradients[0], gradients[2]), "the control: without DDP"
 
 
 @on_ranks(2)
