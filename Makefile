@@ -20,12 +20,12 @@ lint: $(VENV)/ready
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy common/*.py
-	MYPYPATH=05_amp_syncbn $(RUN) -m mypy beyond/survive/*.py  # it uses two chapters of stage 05
+	$(RUN) -m mypy beyond/survive/*.py
 	$(RUN) -m mypy tests/check_exercise.py
 	$(RUN) -m mypy packages/prove/src/prove/*.py packages/shm/src/shm/*.py
 	$(RUN) -m mypy beyond/local_sgd/*.py
 	$(RUN) -m mypy beyond/forecast/*.py
-	MYPYPATH=01_single_gpu:benchmarks $(RUN) -m mypy beyond/shard/*.py
+	$(RUN) -m mypy beyond/shard/*.py
 	for folder in $(PROGRAM_FOLDERS); do $(RUN) -m mypy $$folder*.py || exit 1; done
 	$(VENV)/bin/shellcheck .ci/run $(wildcard 0*/launch/*.sh 0*/launch/*.sbatch)
 

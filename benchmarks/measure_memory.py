@@ -19,8 +19,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, Optimizer
 
+from common.chapters import load_chapter
 from common.ranks import run_ranks
-from timing import Effort, Results, load_chapter
+from timing import Effort, Results
 from training_step import Trainer, with_sync_batchnorm
 
 memory: Any = load_chapter("02", "memory")

@@ -5,20 +5,17 @@ under almost the same conditions. Each round runs the variants in a random order
 twice. The distance of its ratio to itself from 1 (A/A) shows how far to trust the other ratios.
 """
 
-import importlib
 import json
 import os
 import platform
 import random
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -150,17 +147,3 @@ def save(path: Path, content: Mapping[str, Any]) -> None:
 
 def load(name: str) -> Results:
     return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def load_chapter(stage: str, name: str) -> ModuleType:
-    """A file of a stage as a module, or of `beyond`; the number in 03_... keeps `import` from it.
-
-    name: without .py, and with its folder inside the stage, if it has one: reducers/ring. The
-    module's name holds the folders, as in 04_ddp_torchrun.train, so that two stages may both have a
-    train.py. It finds the files beside it by their names, as it does when it is run.
-    """
-    (path,) = ROOT.glob(f"{stage}*/{name}.py")
-    for folder in (str(ROOT), str(path.parent)):
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
-    return importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))

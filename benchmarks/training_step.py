@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
+from common.chapters import load_chapter
 from common.models import Net
-from timing import load_chapter
 
 by_stage_05 = load_chapter("05", "sync_batchnorm").convert_sync_batchnorm
 

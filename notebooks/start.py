@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 os.chdir(ROOT)
 os.environ["OMP_NUM_THREADS"] = "1"
-sys.path += [str(ROOT / folder) for folder in ("benchmarks", "tests/helpers", "notebooks")]
+sys.path += [str(ROOT / folder) for folder in ("benchmarks", "tests", "notebooks")]
 
 import matplotlib.pyplot as plt  # noqa: E402
 import torch  # noqa: E402

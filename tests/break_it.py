@@ -13,11 +13,11 @@ from pathlib import Path
 from shutil import copytree
 from tempfile import TemporaryDirectory
 
-sys.path.append(str(Path(__file__).parent / "helpers"))
-sys.path.append(str(Path(__file__).parents[1] / "docs" / "tools"))
-from local_ranks import ROOT
-from repository_pages import ALL_PAGES, BREAK, fences, sides
-from stage_files import FOLDERS, NOT_COPIED, Line, changed_source
+from common.chapters import load_chapter
+from helpers.local_ranks import ROOT
+from helpers.stage_files import FOLDERS, NOT_COPIED, Line, changed_source
+
+repository_pages = load_chapter("docs/tools", "repository_pages")
 
 ROW = re.compile(r"^\| `(.+?)` \| `([\w.]+)` \| `(test_\w+)` \|$", re.M)  # line, file, test
 
@@ -37,15 +37,16 @@ class BreakRow:
 def rows_of(key: str) -> list[BreakRow]:
     """The rows of the README and of the other pages: of their tables, and what diffs show."""
     folder, rows = FOLDERS[key], []
-    pages = [page for page in ALL_PAGES if page.is_relative_to(folder)]
+    pages = [page for page in repository_pages.ALL_PAGES if page.is_relative_to(folder)]
     for page in sorted(pages, key=lambda page: (page != folder / "README.md", page)):
         beside = page.parent.relative_to(folder)  # a page names the files beside it
         for line, file, test in ROW.findall(page.read_text()):
             rows.append(BreakRow(key, ((beside / file).as_posix(), line), test))
-        for fence in fences("diff", [page]):
-            if match := BREAK.fullmatch(fence.note):
+        for fence in repository_pages.fences("diff", [page]):
+            if match := repository_pages.BREAK.fullmatch(fence.note):
                 file = (beside / match["file"]).as_posix()
-                rows.append(BreakRow(key, (file, *sides(fence.text)), match["test"]))
+                change = (file, *repository_pages.sides(fence.text))
+                rows.append(BreakRow(key, change, match["test"]))
     return rows
 
 

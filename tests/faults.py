@@ -34,11 +34,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from common.chapters import load_chapter
 from common.options import Parser, int_at_least
-
-sys.path.append(str(Path(__file__).parent / "helpers"))
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-from local_ranks import (
+from helpers.local_ranks import (
     ROOT,
     context,
     default_start,
@@ -47,10 +45,11 @@ from local_ranks import (
     run_script,
     store_of_a_launcher,
 )
-from small_disk import REFUSED, can_mount, fill, small_disk
-from stage_files import chapter
-from timing import provenance, save
-from train_stage import Run, same_run, same_weights, train_once
+from helpers.small_disk import REFUSED, can_mount, fill, small_disk
+from helpers.stage_files import chapter
+from helpers.train_stage import Run, same_run, same_weights, train_once
+
+timing = load_chapter("benchmarks", "timing")
 
 durable = chapter("survive", "durable")
 SCRIPT = Path(durable.__file__).with_name("train.py")
@@ -435,10 +434,10 @@ def main() -> None:
         settings = {"steps": STEPS, "checkpoint_every_steps": EVERY, "jobs": args.jobs, "seed": 1}
         settings["timeout_seconds"] = faults[0].timeout_seconds
         what = KINDS if section == "faults" else {kind: text for kind, (text, _) in PAUSES.items()}
-        new = {"provenance": provenance(faults=len(faults), **settings)}
+        new = {"provenance": timing.provenance(faults=len(faults), **settings)}
         new["kinds"] = summarize(outcomes, what)
         results = json.loads(file.read_text())
-        save(file, results | (new if section == "faults" else {"pauses": new}))
+        timing.save(file, results | (new if section == "faults" else {"pauses": new}))
     sys.exit(any(value for last in outcomes for value in last.bad().values()))
 
 

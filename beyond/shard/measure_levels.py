@@ -6,11 +6,9 @@ It writes benchmarks/results/shard.json. Root is needed for a network of its own
 is sent. Do not use the machine for anything else meanwhile.
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,15 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from common.chapters import load_chapter
 from common.options import Parser, UsageError, exit_on, int_at_least
 from common.ranks import run_ranks
 from language import BYTES, LENGTH, Transformer
 from levels import LEVELS, Training, by_hand, by_library
 from traffic import bytes_sent_so_far, enter_private_network
 
-sys.path.insert(1, str(Path(__file__).parents[2] / "benchmarks"))
-from timing import RESULTS, interleave, load_chapter, provenance, save, summarize
-
+timing: Any = load_chapter("benchmarks", "timing")
 Ledger = load_chapter("01", "peak").Ledger
 KINDS = ("parameters", "gradients", "optimizer state")
 VARIANTS: dict[str, tuple[Callable[..., Training], str]] = {
@@ -140,7 +137,7 @@ def measure(rank: int, rounds: int) -> dict[str, Any]:
     steps = {}
     for name, (make_training, level) in VARIANTS.items():
         steps[name] = partial(training_step, make_training(level, build(), AdamW, lr=1e-3))
-    times = summarize(interleave(steps, rounds))
+    times = timing.summarize(timing.interleave(steps, rounds))
     return {"held_bytes": held, "sent_multiples": sent, "variants": times}
 
 
@@ -152,7 +149,7 @@ def main() -> None:
     args = parser.parse_args()
     enter_private_network()
     ranks = 2
-    origin = provenance(
+    origin = timing.provenance(
         command="python beyond/shard/measure_levels.py", world_size=ranks, threads_a_rank=1
     )
     measured = run_ranks(ranks, measure, args.rounds)[0]
@@ -164,7 +161,7 @@ def main() -> None:
         "rounds": args.rounds,
         "local_batch": BATCH,
     }
-    save(RESULTS / "shard.json", {"provenance": origin, **settings, **measured})
+    timing.save(timing.RESULTS / "shard.json", {"provenance": origin, **settings, **measured})
 
 
 if __name__ == "__main__":

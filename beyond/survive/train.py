@@ -3,7 +3,6 @@
 torchrun --standalone --nproc-per-node=2 beyond/survive/train.py --resume auto
 """
 
-import sys
 from argparse import BooleanOptionalAction, Namespace
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -21,6 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 import durable
 from agree import Agreement, AgreementError
+from common.chapters import load_chapter
 from common.checkpoint import OWN_ORDER, checkpoint_state, read_checkpoint
 from common.data import ImageSet, load_dataset, loader_options, local_batch_size
 from common.models import build_model
@@ -29,9 +29,7 @@ from common.record import Progress, Recorder
 from launch import LaunchError, end_with_rank, join_process_group, read_launcher
 from watchdog import Watchdog
 
-sys.path.insert(1, str(Path(__file__).parents[2] / "05_amp_syncbn"))
-from schedule import add_schedule, learning_rates
-from sync_batchnorm import convert_sync_batchnorm
+schedule, sync_batchnorm = (load_chapter("05", name) for name in ("schedule", "sync_batchnorm"))
 
 AMP_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -44,7 +42,7 @@ def parse_args() -> Namespace:
     add("--sync-bn", default=True, action=BooleanOptionalAction, help="BatchNorm over all ranks")
     add("--accumulate", default=1, type=count, help="micro-batches per optimizer step")
     add("--clip-norm", type=float_at_least(1e-30), help="upper limit for the norm of all gradients")
-    add_schedule(parser)  # --lr-rule, --base-batch-size, --warmup-epochs, --lr-decay
+    schedule.add_schedule(parser)  # --lr-rule, --base-batch-size, --warmup-epochs, --lr-decay
     add("--checkpoint-every-steps", default=10**9, type=count, help="besides each epoch's end")
     limit = int_at_least(1, below=10**9)  # torch counts in nanoseconds, in 63 bits
     add("--timeout-seconds", default=600, type=limit, help="time to wait for a missing rank")
@@ -171,7 +169,7 @@ def prepare(
         if args.device == "cuda":
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         else:
-            model = convert_sync_batchnorm(model)
+            model = sync_batchnorm.convert_sync_batchnorm(model)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     progress, ranks = Progress(), 0
@@ -230,7 +228,7 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
         epoch = progress.epoch
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
         crops.epoch, remaining.skip = epoch, progress.epoch_step * run.local_batch
-        rates = learning_rates(args, epoch, len(loader))[progress.epoch_step :]
+        rates = schedule.learning_rates(args, epoch, len(loader))[progress.epoch_step :]
         recorder.start_epoch(len(loader))
         batches = until_checkpoint(loader, recorder, agreement)
         losses = train_epoch(ddp, batches, rates, run.optimizer, run.scaler, device, recorder)

@@ -18,10 +18,10 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
-from local_ranks import command, launch_function, launch_ranks, on_ranks, scratch_folder
-from outputs import differences
+from helpers.local_ranks import command, launch_function, launch_ranks, on_ranks, scratch_folder
+from helpers.outputs import differences
+from helpers.stage_files import FOLDERS, chapter, fresh_module
 from repository_pages import ROOT, fences, shell
-from stage_files import FOLDERS, chapter, fresh_module
 
 CONVERT = ROOT / "beyond" / "convert"
 CLASSIFIER, DETECTOR, EXAMPLES = (CONVERT / x for x in ("classifier", "detector", "examples"))

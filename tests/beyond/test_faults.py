@@ -26,8 +26,8 @@ from faults import (
     reference,
     trial,
 )
-from small_disk import REFUSED, can_mount
-from train_stage import few_digits
+from helpers.small_disk import REFUSED, can_mount
+from helpers.train_stage import few_digits
 
 faults.FLAGS += (*few_digits(), "--batch-size=24")  # a fifth: an epoch has 12 steps all the same
 # Step 12 is the last one of the epoch, so the others wait in the barrier behind it.

@@ -10,7 +10,7 @@ import torchvision
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from stage_files import chapter, output_of
+from helpers.stage_files import chapter, output_of
 
 FORECAST = "forecast --parameters=7e7 --step-ms=23 --batch-size=32 --gbit=50 --latency-us=800"
 FORECAST += " --gpus=16 --gpus-per-node=4 --inside=pcie-3"

@@ -15,10 +15,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
-import timing
-from local_ranks import gather_from_ranks, launch_function, on_ranks
-from refusals import ended, refused
-from stage_files import chapter, fresh_module
+from common.chapters import load_chapter
+from helpers.local_ranks import gather_from_ranks, launch_function, on_ranks
+from helpers.refusals import ended, refused
+from helpers.stage_files import chapter, fresh_module
+
+timing = load_chapter("benchmarks", "timing")
 
 LOCAL_SGD, ASYNC_MEAN = "local_sgd.py", "async_mean.py"
 local, async_mean = chapter("local_sgd", "local_sgd"), chapter("local_sgd", "async_mean")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from local_ranks import ROOT, command
-from stage_files import NOT_COPIED, changed_source
+from helpers.local_ranks import ROOT, command
+from helpers.stage_files import NOT_COPIED, changed_source
 
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2"]
 STAGES = {  # folder, how it is started, flags

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from local_ranks import launch_function, on_ranks
-from shard_cases import (
+from helpers.local_ranks import launch_function, on_ranks
+from helpers.shard_cases import (
     BY_HAND,
     OPTIMIZERS,
     STEPS,
@@ -30,7 +30,7 @@ from shard_cases import (
     states_of,
     train_steps,
 )
-from stage_files import chapter
+from helpers.stage_files import chapter
 
 measure = chapter("shard", "measure_levels")
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from local_ranks import command, launch_function
-from shard_cases import (
+from helpers.local_ranks import command, launch_function
+from helpers.shard_cases import (
     BY_HAND,
     FSDP,
     ZERO_1,
@@ -23,7 +23,7 @@ from shard_cases import (
     changed_levels,
     join,
 )
-from stage_files import chapter
+from helpers.stage_files import chapter
 
 measure, traffic = chapter("shard", "measure_levels"), chapter("shard", "traffic")
 

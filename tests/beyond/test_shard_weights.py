@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD
 
-from local_ranks import gather_from_ranks, launch_function, on_ranks
-from shard_cases import (
+from helpers.local_ranks import gather_from_ranks, launch_function, on_ranks
+from helpers.shard_cases import (
     BY_HAND,
     FSDP,
     OPTIMIZERS,
@@ -27,7 +27,7 @@ from shard_cases import (
     loss_of,
     train_steps,
 )
-from stage_files import chapter
+from helpers.stage_files import chapter
 
 CHOICES = (  # each pair of values occurs
     ("odd", "sgd", 1, None),

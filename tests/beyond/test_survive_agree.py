@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from local_ranks import gather_from_ranks, on_ranks
-from stage_files import chapter, clock, fresh_module
+from helpers.local_ranks import gather_from_ranks, on_ranks
+from helpers.stage_files import chapter, clock, fresh_module
 
 agree = chapter("survive", "agree")
 

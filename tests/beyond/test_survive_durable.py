@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from stage_files import chapter, fresh_module
+from helpers.stage_files import chapter, fresh_module
 
 durable = chapter("survive", "durable")
 MEGABYTE = 2**20

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, _utils
 
-from local_ranks import (
+from helpers.local_ranks import (
     ROOT,
     command,
     context,
@@ -24,8 +24,8 @@ from local_ranks import (
     launcher_variables,
     on_ranks,
 )
-from refusals import ended, refused
-from stage_files import chapter
+from helpers.refusals import ended, refused
+from helpers.stage_files import chapter
 
 launch = chapter("survive", "launch")
 SCRIPT = "beyond/survive/train.py"

@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from local_ranks import command, launch_ranks
-from stage_files import FOLDERS, chapter
+from helpers.local_ranks import command, launch_ranks
+from helpers.stage_files import FOLDERS, chapter
 
 launch = chapter("survive", "launch")
 OWN_LOOP = FOLDERS["survive"] / "own_loop.py"

@@ -10,9 +10,9 @@ import torch
 
 from common.data import load_dataset
 from common.options import make_parser
-from local_ranks import ROOT, command, free_port, launch_function, launcher_variables
-from refusals import ended, refused
-from train_stage import (
+from helpers.local_ranks import ROOT, command, free_port, launch_function, launcher_variables
+from helpers.refusals import ended, refused
+from helpers.train_stage import (
     FP32,
     few_digits,
     load_stage,

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from local_ranks import context, launch_function
-from stage_files import chapter, clock, fresh_module
+from helpers.local_ranks import context, launch_function
+from helpers.stage_files import chapter, clock, fresh_module
 
 watchdog = chapter("survive", "watchdog")
 

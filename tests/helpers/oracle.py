@@ -13,7 +13,7 @@ import torch
 
 from common.data import load_dataset
 from common.models import build_model
-from train_stage import default_dtype, options
+from helpers.train_stage import default_dtype, options
 
 Step = list[list[int]]  # the groups of samples that a step normalizes together
 

@@ -8,27 +8,29 @@ before it uses it, and each of its pages has at most 900 words.
 """
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from tabulate import tabulate
 
-sys.path.append(str(Path(__file__).parents[2] / "docs" / "tools"))
-from repository_pages import ALL_PAGES, MAIN_PATH, ROOT, fences
-from update_translations import translated_pages
+from common.chapters import load_chapter
+
+repository_pages = load_chapter("docs/tools", "repository_pages")
+update_translations = load_chapter("docs/tools", "update_translations")
+ROOT, ALL_PAGES = repository_pages.ROOT, repository_pages.ALL_PAGES
 
 WORDS = 900  # of a page of the main path, at most
 LINK = r"!?\[([^\]]*)\]\([^)]*\)"
 TERM = re.compile(r'^\| (?:<a id="[\w-]+"></a>)+(?P<term>.+?) \|', re.M)  # a row of the glossary
 COUNTED = re.compile(r"[一-鿿]|[^\W一-鿿]+")  # Chinese characters, and words in other letters
-CHINESE = [page for _, page in translated_pages(ROOT)]
+CHINESE = [page for _, page in update_translations.translated_pages(ROOT)]
 TESTS = "".join(path.read_text() for path in sorted((ROOT / "tests").glob("*/test_*.py")))
 
 
 def main_path(root: Path) -> list[Path]:
-    return [page for folder in MAIN_PATH if (page := root / folder / "README.md").exists()]
+    pages = [root / folder / "README.md" for folder in repository_pages.MAIN_PATH]
+    return [page for page in pages if page.exists()]
 
 
 def without_fences(page: Path) -> str:
@@ -87,7 +89,7 @@ def faults(page: Path, root: Path = ROOT) -> Iterator[str]:
         where = page.parent / file if file else page
         if not where.exists() or (anchor and anchor not in anchors(where)):
             yield f"leads nowhere: {target}"
-    for fence in fences("python", [page]):
+    for fence in repository_pages.fences("python", [page]):
         kind, _, file = fence.note.partition(": ")
         is_part = kind == "part of" and page not in CHINESE
         if is_part and fence.text not in (page.parent / file).read_text():

@@ -3,8 +3,8 @@
 import hashlib
 from pathlib import Path
 
-from local_ranks import ROOT, command, launch_ranks, scratch_folder
-from stage_files import FOLDERS, chapter
+from helpers.local_ranks import ROOT, command, launch_ranks, scratch_folder
+from helpers.stage_files import FOLDERS, chapter
 
 SCRIPTS = {  # of each folder that has one
     key: f"{folder.relative_to(ROOT)}/train.py"

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from local_ranks import ROOT, launch_function, scratch_folder
-from train_stage import spawned_as
+from helpers.local_ranks import ROOT, launch_function, scratch_folder
+from helpers.train_stage import spawned_as
 
 SHORT = ("--device=cuda", "--epochs=1", "--max-steps=2", f"--data-dir={ROOT / 'data'}")
 EXAMPLES = ("contrastive", "gan", "language", "segmentation")

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD, AdamW, NAdam
 
-from stage_files import chapter, fresh_module
+from helpers.stage_files import chapter, fresh_module
 
 language = chapter("shard", "language")
 FILES = ("shards.py", "zero.py", "fsdp.py", "full_state.py", "library_state.py", "levels.py")

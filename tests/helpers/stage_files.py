@@ -5,7 +5,6 @@ the test is about the stage as it is. tests/pages/test_break_it.py passes one: t
 """
 
 import ast
-import importlib
 import sys
 import types
 from collections.abc import Sequence
@@ -15,7 +14,8 @@ from io import StringIO
 from shutil import ignore_patterns
 from unittest.mock import patch
 
-from local_ranks import ROOT, in_time
+from common.chapters import load_chapter
+from helpers.local_ranks import ROOT, in_time
 
 FOLDERS = {path.name[:2]: path for path in sorted(ROOT.glob("0?_*"))}
 FOLDERS |= {name: ROOT / "beyond" / name for name in ("survive", "shard", "local_sgd", "forecast")}
@@ -76,10 +76,7 @@ def fresh_module(key: str, file: str, without=(), register=False) -> types.Modul
 
 def chapter(key: str, name: str) -> types.ModuleType:
     """A file of a stage as a module: partition, beside train.py, or reducers/ring, in a folder."""
-    path = FOLDERS[key] / name
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    return importlib.import_module(path.name)
+    return load_chapter(str(FOLDERS[key].relative_to(ROOT)), name)
 
 
 def output_of(key: str, name: str, *flags: str) -> str:

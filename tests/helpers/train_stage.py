@@ -21,8 +21,8 @@ from PIL import Image
 
 from common.data import load_dataset
 from common.options import make_parser
-from local_ranks import ROOT, launch_function, scratch_folder
-from stage_files import Line, fresh_module
+from helpers.local_ranks import ROOT, launch_function, scratch_folder
+from helpers.stage_files import Line, fresh_module
 
 LOCAL = ("--device=cpu", f"--data-dir={ROOT / 'data'}")
 SHORT = ("--model=net-bn", "--epochs=1", "--batch-size=60")

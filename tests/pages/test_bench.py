@@ -14,16 +14,18 @@ import torch
 import torchvision
 from PIL import Image
 
-import bench
-import measure_stages
-import stage_runs
-import tables
-import timing
-import tour_pictures
-from local_ranks import ROOT, command, on_ranks, scratch_folder
-from refusals import ended, refused
+from common.chapters import load_chapter
+from helpers.local_ranks import ROOT, command, on_ranks, scratch_folder
+from helpers.refusals import ended, refused
+from helpers.stage_files import chapter, fresh_module
 from repository_pages import ALL_PAGES, shell
-from stage_files import chapter, fresh_module
+
+bench = load_chapter("benchmarks", "bench")
+measure_stages = load_chapter("benchmarks", "measure_stages")
+stage_runs = load_chapter("benchmarks", "stage_runs")
+tables = load_chapter("benchmarks", "tables")
+timing = load_chapter("benchmarks", "timing")
+tour_pictures = load_chapter("benchmarks", "tour_pictures")
 
 paper, ready = chapter("forecast", "step_model"), chapter("forecast", "gradient_order")
 peak = chapter("01", "peak")

@@ -1,12 +1,20 @@
 """Each "break it" of a page: leave the line out, or make the change, and the named test fails."""
 
-import importlib
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from break_it import file_of, rows_of
-from local_ranks import command
-from stage_files import FOLDERS, changed_source
+from common.chapters import load_chapter
+from common.ranks import RankError
+from helpers.local_ranks import ROOT, command
+from helpers.stage_files import FOLDERS, changed_source
+
+
+def load(test: Path) -> ModuleType:
+    return load_chapter(str(test.parent.relative_to(ROOT)), test.stem)
+
 
 ROWS = [row for key in FOLDERS for row in rows_of(key)]
 
@@ -14,10 +22,10 @@ ROWS = [row for key in FOLDERS for row in rows_of(key)]
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.key} {row.change[1].strip()[:40]}")
 def test_with_the_change_the_test_fails(row):
     assert row.test.startswith(f"test_{row.key}_"), "a test of another stage"
-    file, tests = row.change[0], importlib.import_module(file_of(row.test).stem)
+    file, tests = row.change[0], load(file_of(row.test))
     # Here, not only in the claim: there, a missing line would look like a failing test.
     compile(changed_source(row.key, file, [row.change]), file, "exec")
-    with pytest.raises((AssertionError, TimeoutError)) as caught:
+    with pytest.raises((AssertionError, RankError, TimeoutError)) as caught:
         getattr(tests, row.test)(without=(row.change,))
     # It fails by what it says, not because the change is no working program.
     slips = ("NameError", "ImportError", "AttributeError", "UnboundLocalError")
@@ -25,7 +33,10 @@ def test_with_the_change_the_test_fails(row):
 
 
 def test_every_stage_has_a_row_and_one_can_be_tried_by_hand():
-    assert {row.key for row in ROWS} == set(FOLDERS) - {"local_sgd", "forecast"}  # tests change lines
+    assert {row.key for row in ROWS} == set(FOLDERS) - {
+        "local_sgd",
+        "forecast",
+    }  # tests change lines
     line, claim = "raise errors[min(errors)]", "test_02_an_error_in_a_replica_reaches_the_caller"
     number = 1 + [row.test for row in rows_of("02")].index(claim)
     [(status, output)] = command("tests/break_it.py", "02", str(number))

@@ -30,8 +30,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from common.data import local_batch_size
 from common.options import UsageError
 from common.ranks import run_ranks
-from local_ranks import command, free_port, gather_from_ranks, launch_function, on_ranks
-from stage_files import chapter
+from helpers.local_ranks import command, free_port, gather_from_ranks, launch_function, on_ranks
+from helpers.stage_files import chapter
 
 
 def test_c03_rank_modulo_gpus_is_the_local_rank_only_on_equal_nodes():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from local_ranks import ROOT, command
-from stage_files import FOLDERS
+from helpers.local_ranks import ROOT, command
+from helpers.stage_files import FOLDERS
 
 MEAN = "return sum(x * n for x, n in zip(batch_means, batch_sizes)) / sum(batch_sizes)"
 CHUNKS = """size = -(-samples // replicas)

@@ -10,8 +10,10 @@ import pytest
 import torch
 from nbclient import NotebookClient
 
-from execute import NOTEBOOKS, ROOT, STAMP, errors_of, read, run, stamp, tags, text_of
-from local_ranks import context, run_kernel
+from common.chapters import load_chapter
+from helpers.local_ranks import context, run_kernel
+
+execute = load_chapter("notebooks", "execute")
 
 
 def pictures_of(cell):
@@ -32,11 +34,12 @@ def quick_kernel(command, env, **_):
 QUICK = patch("jupyter_client.provisioning.local_provisioner.launch_kernel", quick_kernel)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", execute.NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_again_and_shows_the_same(path):
     """Its fresh measurements differ, each in a cell with that tag; all else is the same."""
-    notebook = read(path)
-    assert notebook.metadata[STAMP] == stamp(), "it is older than what it shows: make notebooks"
+    notebook = execute.read(path)
+    is_fresh = notebook.metadata[execute.STAMP] == execute.stamp()
+    assert is_fresh, "it is older than what it shows: make notebooks"
     for cell in notebook.cells:  # its measurements and trainings are short here
         cell.source = cell.source.replace("Effort(rounds=1)", "Effort(rounds=1, quick=True)")
         cell.source = re.sub(r'"resnet50", 224(.+"cpu"\))', r'"net", 28\1', cell.source)
@@ -46,15 +49,15 @@ def test_a_notebook_runs_again_and_shows_the_same(path):
             'live = ("01", "01-cores", "ceiling", "04")', 'live = ("01",)'
         )
     with QUICK:
-        executed, answers = run(notebook)
+        executed, answers = execute.run(notebook)
     for before, after in zip(notebook.cells, executed.cells, strict=True):
-        assert not errors_of(after), after.source
-        if "not kept" in tags(before):
+        assert not execute.errors_of(after), after.source
+        if "not kept" in execute.tags(before):
             assert before.outputs == []
             continue
         assert pictures_of(after) == pictures_of(before), after.source
-        if "measured" not in tags(before):
-            assert text_of(after) == text_of(before), after.source
+        if "measured" not in execute.tags(before):
+            assert execute.text_of(after) == execute.text_of(before), after.source
     assert answers["right"].startswith("Right")
     assert answers["wrong"].startswith("Not yet")
 
@@ -62,14 +65,14 @@ def test_a_notebook_runs_again_and_shows_the_same(path):
 def test_the_notebook_for_two_gpus_trains_on_two_cpu_ranks_where_there_is_no_gpu():
     if torch.cuda.is_available():
         pytest.skip("here are GPUs: it would run `make gpu` for half an hour")
-    made = read(ROOT / "docs" / "run_on_two_gpus.ipynb")
-    shown = [text_of(cell) for cell in made.cells]
-    folder = {"metadata": {"path": str(ROOT / "docs")}}
+    made = execute.read(execute.ROOT / "docs" / "run_on_two_gpus.ipynb")
+    shown = [execute.text_of(cell) for cell in made.cells]
+    folder = {"metadata": {"path": str(execute.ROOT / "docs")}}
     with QUICK:
         NotebookClient(made, timeout=300, kernel_name="python3", resources=folder).execute()
     for text, cell in zip(shown, made.cells, strict=True):
-        assert not errors_of(cell)
-        if "measured" in tags(cell):
-            assert "global batch 120 = 2 × 60\nepoch 1/2" in text_of(cell)
+        assert not execute.errors_of(cell)
+        if "measured" in execute.tags(cell):
+            assert "global batch 120 = 2 × 60\nepoch 1/2" in execute.text_of(cell)
         else:
-            assert text_of(cell) == text
+            assert execute.text_of(cell) == text

@@ -5,7 +5,7 @@ test_readmes.py compares all outputs this way, so what it must find is shown her
 
 import pytest
 
-from outputs import differences
+from helpers.outputs import differences
 
 SHOWN = "loss 2.7183 of 1,500 digits\nlayer   lost\n------  ----\nconv1     36\nfc2       <1\n"
 ROUNDED = "weights differ by at most 3e-18\n"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from local_ranks import ROOT, patience
-from stage_files import NOT_COPIED
+from helpers.local_ranks import ROOT, patience
+from helpers.stage_files import NOT_COPIED
 
 NAMES = ("prove", "shm")
 SCRIPT = """

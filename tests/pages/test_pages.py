@@ -11,7 +11,7 @@ import pytest
 
 import update_translations as translations
 import write_index
-from pages import CHINESE, faults
+from helpers.pages import CHINESE, faults
 from repository_pages import ALL_PAGES, ROOT
 
 STAGE, PAGE = "01_single_gpu/README.md", "01_single_gpu/train.md"

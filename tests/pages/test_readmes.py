@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from local_ranks import command as start
-from local_ranks import launch_ranks, scratch_folder
-from outputs import differences
+from common.chapters import load_chapter
+from helpers.local_ranks import command as start
+from helpers.local_ranks import launch_ranks, scratch_folder
+from helpers.outputs import differences
 from repository_pages import ALL_PAGES, BREAK, ROOT, TABLE, fences, shell
-from tables import TABLES
 from write_lessons import PARENTS
+
+tables = load_chapter("benchmarks", "tables")
 
 
 @pytest.fixture(scope="module")
@@ -112,4 +114,4 @@ def test_the_readme_shows_every_hunk_that_is_a_lesson(stage):
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda path: path.parent.name)
 def test_the_tables_are_those_of_the_committed_results(page):
     for match in TABLE.finditer(page.read_text()):
-        assert match["text"].strip() == TABLES[match["name"]].text(), "run: make readme"
+        assert match["text"].strip() == tables.TABLES[match["name"]].text(), "run: make readme"

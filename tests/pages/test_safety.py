@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from local_ranks import ROOT, free_port, launcher_variables, on_ranks
-from refusals import Trap, ended, refused, seal
+from helpers.local_ranks import ROOT, free_port, launcher_variables, on_ranks
+from helpers.refusals import Trap, ended, refused, seal
 
 
 def test_no_file_unpickles_what_comes_from_outside():

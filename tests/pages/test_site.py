@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from local_ranks import ROOT
+from helpers.local_ranks import ROOT
 
 SITE = ROOT / ".venv-site"
 

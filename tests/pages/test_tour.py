@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-import measure_tour
-import stage_runs
-import timing
-import tour
-import tour_report
-from local_ranks import ROOT, command, launch_ranks
+from common.chapters import load_chapter
+from helpers.local_ranks import ROOT, command, launch_ranks
+
+measure_tour = load_chapter("benchmarks", "measure_tour")
+stage_runs = load_chapter("benchmarks", "stage_runs")
+timing = load_chapter("benchmarks", "timing")
+tour = load_chapter("benchmarks", "tour")
+tour_report = load_chapter("benchmarks", "tour_report")
 
 
 def forked(call: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:

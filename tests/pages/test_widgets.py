@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from local_ranks import ROOT, launch_function
-from stage_files import chapter
+from helpers.local_ranks import ROOT, launch_function
+from helpers.stage_files import chapter
 
 paper, ready = chapter("forecast", "step_model"), chapter("forecast", "gradient_order")
 replicas, measure = chapter("02", "memory"), chapter("shard", "measure_levels")

@@ -13,9 +13,9 @@ from PIL import Image
 from common.data import Digits, load_dataset
 from common.models import build_model
 from common.options import UsageError, make_parser
-from local_ranks import ROOT, command, launch_ranks, launcher_variables
-from refusals import SCRIPTS, Trap, ended, refused, seal
-from train_stage import SHORT, options, train_once
+from helpers.local_ranks import ROOT, command, launch_ranks, launcher_variables
+from helpers.refusals import SCRIPTS, Trap, ended, refused, seal
+from helpers.train_stage import SHORT, options, train_once
 
 GPUS = torch.cuda.device_count()
 

@@ -21,8 +21,8 @@ import pytest
 import torch
 from torch.distributed.run import config_from_args, parse_args
 
-from local_ranks import ROOT, free_port
-from train_stage import Run, load_stage, same_run, train_once
+from helpers.local_ranks import ROOT, free_port
+from helpers.train_stage import Run, load_stage, same_run, train_once
 
 LAUNCH = ROOT / "04_ddp_torchrun" / "launch"
 TWO_NODES = ("bash", LAUNCH / "two_nodes_here.sh")

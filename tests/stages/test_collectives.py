@@ -20,9 +20,9 @@ import torch.multiprocessing as mp
 
 import common.ranks
 from common.ranks import introduce, run_ranks
-from local_ranks import ROOT, context, forked, gather_from_ranks, is_running, on_ranks
-from stage_files import chapter, output_of
-from train_stage import load_stage
+from helpers.local_ranks import ROOT, context, forked, gather_from_ranks, is_running, on_ranks
+from helpers.stage_files import chapter, output_of
+from helpers.train_stage import load_stage
 
 GPUS = torch.cuda.device_count()
 collectives = chapter("03", "collectives")

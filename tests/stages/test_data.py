@@ -18,9 +18,9 @@ import common.data
 from common.data import load_dataset, loader_options
 from common.models import build_model
 from common.options import UsageError
-from local_ranks import command, launch_function, on_ranks
-from stage_files import chapter
-from train_stage import few_digits, options
+from helpers.local_ranks import command, launch_function, on_ranks
+from helpers.stage_files import chapter
+from helpers.train_stage import few_digits, options
 
 
 def test_the_digits_are_whole_normalized_and_come_in_batches():

@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.parallel import scatter_gather
 from torch.nn.parallel.parallel_apply import parallel_apply
 
-from local_ranks import ROOT, scratch_folder
-from stage_files import Line, fresh_module
-from train_stage import load_stage, run_main
+from helpers.local_ranks import ROOT, scratch_folder
+from helpers.stage_files import Line, fresh_module
+from helpers.train_stage import load_stage, run_main
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from common.models import Net
-from rehearsal import SCRIPTS, Seen, rehearse, rehearse_all
-from train_stage import load_stage
+from helpers.rehearsal import SCRIPTS, Seen, rehearse, rehearse_all
+from helpers.train_stage import load_stage
 
 DDP = "04_ddp_torchrun/train.py"
 JOINS = {  # how the ranks of each script join, and then each names its GPU

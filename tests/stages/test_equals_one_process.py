@@ -12,8 +12,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-import oracle
-from train_stage import few_digits, train_once
+from helpers import oracle
+from helpers.train_stage import few_digits, train_once
 
 FLAGS = ("--model=net-bn", "--batch-size=60", "--epochs=3", "--max-steps=14", "--seed=7")
 FLAGS += few_digits()  # of which an epoch has 5 steps

@@ -11,9 +11,9 @@ import torch
 
 from common.data import load_dataset
 from common.models import build_model
-from local_ranks import launch_function, scratch_folder
-from stage_files import output_of
-from train_stage import (
+from helpers.local_ranks import launch_function, scratch_folder
+from helpers.stage_files import output_of
+from helpers.train_stage import (
     FP32,
     LOCAL,
     SHORT,

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from local_ranks import ROOT, in_time
+from helpers.local_ranks import ROOT, in_time
+from helpers.stage_files import chapter, output_of
 from repository_pages import fences
-from stage_files import chapter, output_of
 from test_uneven import BUSY
 
 LATE = "Timed out waiting 2000ms"  # of one rank; how the other ends is a matter of luck

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from local_ranks import on_ranks
-from stage_files import chapter, output_of
+from helpers.local_ranks import on_ranks
+from helpers.stage_files import chapter, output_of
 
 peak, fit = chapter("01", "peak"), chapter("01", "fit")
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from local_ranks import ROOT
-from stage_files import chapter
-from train_stage import train_once
+from helpers.local_ranks import ROOT
+from helpers.stage_files import chapter
+from helpers.train_stage import train_once
 
 formats = chapter("05", "formats")
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from local_ranks import ROOT, command, launch_ranks, on_ranks
-from stage_files import FOLDERS, chapter
-from train_stage import Run
+from helpers.local_ranks import ROOT, command, launch_ranks, on_ranks
+from helpers.stage_files import FOLDERS, chapter
+from helpers.train_stage import Run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

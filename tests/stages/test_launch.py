@@ -7,10 +7,10 @@ Real torchruns and a real SLURM: test_cluster.py.
 import pytest
 import torch
 
-from local_ranks import ROOT, command, free_port, launcher_variables
-from refusals import SCRIPTS
+from helpers.local_ranks import ROOT, command, free_port, launcher_variables
+from helpers.refusals import SCRIPTS
+from helpers.train_stage import SHORT, Run, train_once
 from repository_pages import fences
-from train_stage import SHORT, Run, train_once
 
 
 def srun(ranks: int, tasks: str) -> dict[str, str]:

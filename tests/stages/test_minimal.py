@@ -11,8 +11,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from local_ranks import ROOT, launch_function, scratch_folder
-from train_stage import default_dtype
+from helpers.local_ranks import ROOT, launch_function, scratch_folder
+from helpers.train_stage import default_dtype
 
 SCRIPTS = {1: ROOT / "01_single_gpu" / "minimal.py", 2: ROOT / "04_ddp_torchrun" / "minimal.py"}
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from local_ranks import ROOT, launch_function
+from helpers.local_ranks import ROOT, launch_function
+from helpers.train_stage import train_once, train_rank
 from shm.__main__ import over_shm
 from shm.exchange import Exchange
-from train_stage import train_once, train_rank
 
 
 def train_over_it(rank, key, flags, with_sums):

@@ -10,13 +10,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-import oracle
 from common.options import make_parser
-from local_ranks import gather_from_ranks, launch_function, on_ranks, scratch_folder
+from helpers import oracle
+from helpers.local_ranks import gather_from_ranks, launch_function, on_ranks, scratch_folder
+from helpers.stage_files import chapter
+from helpers.train_stage import FP32, LOCAL, Run, load_stage, run_main, train, train_once
 from repository_pages import fences
-from stage_files import chapter
 from test_equals_one_process import FLAGS, differences
-from train_stage import FP32, LOCAL, Run, load_stage, run_main, train, train_once
 
 loss_scaling, schedule = chapter("05", "loss_scaling"), chapter("05", "schedule")
 CLIP = 0.5  # below the norm of nearly every step of these runs

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from common.options import UsageError
-from local_ranks import ROOT, gather_from_ranks, launch_function, on_ranks, scratch_folder
-from stage_files import Line, chapter
-from train_stage import Run, default_dtype, load_stage, run_main, train_once
+from helpers.local_ranks import ROOT, gather_from_ranks, launch_function, on_ranks, scratch_folder
+from helpers.stage_files import Line, chapter
+from helpers.train_stage import Run, default_dtype, load_stage, run_main, train_once
 
 NAMES = ("per-parameter", "flat", "bucketed", "ring", "shared-memory")
 shared_memory = chapter("03", "reducers/shared_memory")

@@ -10,10 +10,10 @@ import pytest
 
 from common.options import UsageError
 from common.run_folder import keep_steps, lock, replace, set_aside
-from local_ranks import command, context, is_running, launch_ranks
-from refusals import SCRIPTS, refused
-from small_disk import REFUSED, fill, small_disk
-from train_stage import FP32, SHORT, few_digits, train
+from helpers.local_ranks import command, context, is_running, launch_ranks
+from helpers.refusals import SCRIPTS, refused
+from helpers.small_disk import REFUSED, fill, small_disk
+from helpers.train_stage import FP32, SHORT, few_digits, train
 
 FEW = (*few_digits(), *SHORT)  # an epoch has 5 steps
 

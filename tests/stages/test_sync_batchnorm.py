@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.options import UsageError
-from local_ranks import launch_function, on_ranks
-from stage_files import chapter, fresh_module
+from helpers.local_ranks import launch_function, on_ranks
+from helpers.stage_files import chapter, fresh_module
 
 # Samples of each rank: uneven, one of them alone, and of four ranks one has none at all.
 SIZES = {1: [5], 2: [1, 4], 4: [1, 5, 0, 2]}

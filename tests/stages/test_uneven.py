@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from local_ranks import on_ranks
-from stage_files import chapter
-from train_stage import default_dtype
+from helpers.local_ranks import on_ranks
+from helpers.stage_files import chapter
+from helpers.train_stage import default_dtype
 
 BUSY = "Application timeout caused pair closure"  # so gloo says it on a busy machine
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import prove
-from local_ranks import (
+from helpers.local_ranks import (
     ROOT,
     SECONDS,
     command,
@@ -27,7 +27,7 @@ from local_ranks import (
     patience,
     scratch_folder,
 )
-from pages import anchors
+from helpers.pages import anchors
 from prove import launch, table, watch_effects
 from prove.__main__ import main
 from prove.planted.__main__ import changed

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 import shm  # noqa: F401 (the backend)
-from local_ranks import gather_from_ranks, launch_function, launch_ranks, on_ranks
+from helpers.local_ranks import gather_from_ranks, launch_function, launch_ranks, on_ranks
 from shm.__main__ import replace_gloo
 from shm.exchange import Exchange
 from shm.group import SharedMemoryGroup

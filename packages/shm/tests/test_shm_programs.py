@@ -27,7 +27,7 @@ import shm
 import shm.messages
 import shm.segment
 import shm.work
-from local_ranks import launch_function
+from helpers.local_ranks import launch_function
 
 HERE, Op = Path(__file__).parent, dist.ReduceOp
 RANKS = 3
