@@ -55,7 +55,7 @@ def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> tuple[
 
 def main() -> None:
     parser = make_parser("02_data_parallel", __doc__)
-    replicas_help = "None: one for each GPU, at least two"
+    replicas_help = "default: one per GPU, at least two"
     parser.add_argument("--replicas", type=int_at_least(1), help=replicas_help)
     args = parser.parse_args()
     device = torch.device("cuda:0" if args.device == "cuda" else "cpu")

@@ -174,7 +174,7 @@ def refuse_nan(losses: Tensor, model: nn.Module, step: int) -> None:
         raise AgreementError(f"a weight is nan or inf after step {step}: {hint}")
 
 
-def demonstrate(rank: int, port: int) -> None:
+def stop_together(rank: int, port: int) -> None:
     """Rank 1 receives SIGTERM in its step 100; both ranks stop after the same step."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -195,7 +195,7 @@ def demonstrate(rank: int, port: int) -> None:
 
 def main() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(demonstrate, args=(store.port,), nprocs=2)
+    mp.spawn(stop_together, args=(store.port,), nprocs=2)
 
 
 if __name__ == "__main__":

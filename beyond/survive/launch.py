@@ -168,7 +168,7 @@ def end_with_rank(_: int) -> None:
         threading.Thread(target=wait, daemon=True).start()
 
 
-def demonstrate(rank: int, port: int, ranks_that_start: int) -> None:
+def join_or_give_up(rank: int, port: int, ranks_that_start: int) -> None:
     """One rank of a world of two, as torchrun would start it."""
     names = (*TORCHRUN, "MASTER_PORT")
     os.environ |= dict(zip(names, map(str, (rank, rank, 2, 2, port)), strict=True))
@@ -186,7 +186,7 @@ def demonstrate(rank: int, port: int, ranks_that_start: int) -> None:
 def main() -> None:
     for ranks in (2, 1):
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        mp.spawn(demonstrate, args=(store.port, ranks), nprocs=ranks)
+        mp.spawn(join_or_give_up, args=(store.port, ranks), nprocs=ranks)
 
 
 if __name__ == "__main__":

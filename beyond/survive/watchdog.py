@@ -201,7 +201,7 @@ def has_ended(process: list[str] | None) -> bool:
     return process_identity(int(process[2])) != process
 
 
-def demonstrate(rank: int, port: int) -> None:
+def lose_rank_1(rank: int, port: int) -> None:
     """Rank 1 is killed in step 3; rank 0 tells which rank is missing, and where it was."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -217,7 +217,7 @@ def demonstrate(rank: int, port: int) -> None:
 
 def main() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for process in mp.spawn(demonstrate, (store.port,), nprocs=2, join=False).processes:
+    for process in mp.spawn(lose_rank_1, (store.port,), nprocs=2, join=False).processes:
         process.join()
 
 

@@ -78,7 +78,7 @@ def preload() -> None:
     torch.set_num_threads(1)  # a process with a pool of threads must not fork
 
 
-def run_rank(command: list[str], environment: dict[str, str], log: Path) -> None:
+def become_rank(command: list[str], environment: dict[str, str], log: Path) -> None:
     """What a forked rank does: it becomes the script."""
     status = 1
     try:
@@ -150,7 +150,7 @@ class Processes:
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common}
             pid = os.fork()
             if pid == 0:
-                run_rank(torchrun.script, environment | own, log)
+                become_rank(torchrun.script, environment | own, log)
             self.alive.append(pid)
         from torch.distributed import TCPStore
 
