@@ -57,15 +57,14 @@ class Recorder:
 
     def step(self) -> bool:
         """Count and time an optimizer step; whether it was the last one of --max-steps."""
-        progress = self.progress
-        progress.step += 1
-        progress.epoch_step += 1
-        if progress.epoch_step == self.epoch_steps:
-            progress.epoch += 1
-            progress.epoch_step = 0
+        self.progress.step += 1
+        self.progress.epoch_step += 1
+        if self.progress.epoch_step == self.epoch_steps:
+            self.progress.epoch += 1
+            self.progress.epoch_step = 0
         self.rates.append(self.optimizer.param_groups[0]["lr"])
         self.ticks.append(self.tick())
-        return progress.step >= self.args.max_steps
+        return self.progress.step >= self.args.max_steps
 
     def tick(self) -> float | torch.cuda.Event:
         if self.args.device != "cuda":

@@ -1,11 +1,13 @@
 """Scaled, clipped, accumulated and scheduled steps are those of one process. And claim C10."""
 
 import math
+from datetime import timedelta
 from functools import partial, partialmethod
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -267,3 +269,16 @@ def test_c10_in_fp16_weights_whose_gradients_are_too_small_do_not_move_without_i
     moved = (fp32 - start).norm().item()
     assert (scaled - start).norm().item() == pytest.approx(moved, rel=0.02)
     assert (without - start).norm().item() < moved / 10
+
+
+@on_ranks(2)
+def test_05_no_sync_on_one_rank_only_makes_the_other_wait(rank):
+    """Both ranks are in no_sync; then only rank 0 is, so that rank 1 averages alone."""
+    for both in (True, False):
+        dist.barrier()  # ranks may start late; from here on, they need little time
+        impatient = dist.new_group(timeout=timedelta(seconds=2))
+        ddp = DistributedDataParallel(nn.Linear(2, 1), process_group=impatient)
+        ddp(torch.ones(1, 2)).sum().backward()
+        continues = both or rank == 0
+        with ddp.no_sync() if continues else pytest.raises(RuntimeError):
+            ddp(torch.ones(1, 2)).sum().backward()
