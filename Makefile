@@ -36,7 +36,7 @@ exercise: $(VENV)/ready  ## judge your answer to an exercise: STAGE=04
 	@$(RUN) tests/check_exercise.py $(STAGE)
 
 words: $(VENV)/ready  ## how many words each page has, and what is wrong with it
-	$(RUN) tests/helpers/pages.py
+	PYTHONPATH=tests $(RUN) tests/helpers/pages.py
 
 bench: $(VENV)/ready  ## measure what the notebooks show on this machine: benchmarks/results/HARDWARE.json
 	$(RUN) benchmarks/bench.py stages $(FLAGS)

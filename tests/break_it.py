@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 from common.chapters import load_chapter
 from helpers.local_ranks import ROOT
-from helpers.stage_files import FOLDERS, NOT_COPIED, Line, changed_source
+from helpers.stage_files import FOLDERS, NOT_COPIED, TEST_FILES, Line, changed_source
 
 repository_pages = load_chapter("docs/tools", "repository_pages")
 
@@ -51,8 +51,7 @@ def rows_of(key: str) -> list[BreakRow]:
 
 
 def file_of(test: str) -> Path:
-    files = (ROOT / "tests").glob("*/test_*.py")
-    return next(path for path in files if f"def {test}(" in path.read_text())
+    return next(path for path in TEST_FILES if f"def {test}(" in path.read_text())
 
 
 def try_row(row: BreakRow) -> bool:

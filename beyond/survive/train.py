@@ -217,7 +217,7 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
     options = loader_options(args)  # worker processes, pinned memory
     options["worker_init_fn"] = end_with_rank  # SIGTERM must not end loaders
     test_loader = DataLoader(Subset(run.test_set, test_shard), run.local_batch, **options)
-    watchdog.step = lambda: progress.step
+    watchdog.step = lambda: progress.step  # those that are done
 
     ddp = wrap_in_ddp(run.model, run.train_set[0][0].to(device))
     crops = durable.SeededPerSample(run.train_set, args.seed)

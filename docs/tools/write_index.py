@@ -57,7 +57,8 @@ def files_of(folder: Path) -> list[Path]:
     files = [path for path in folder.rglob("*") if path.suffix in (".md", ".py", ".ipynb")]
     if folder.name == "beyond":  # its folders have sections of their own
         files = [path for path in files if path.parent == folder]
-    unlisted = {"zh", "site", "tools", "__init__.py"}  # what makes the pages answers no question
+    # What makes or tests the pages and programs answers no question.
+    unlisted = {"zh", "site", "tools", "tests", "__init__.py"}
     files = [path for path in files if not unlisted & {*path.relative_to(folder).parts}]
     readme = folder / "README.md"
     links = re.findall(r"\]\(([^)#]+)", readme.read_text()) if readme.exists() else []
@@ -80,6 +81,7 @@ def index() -> str:
     for room, patterns in ROOMS.items():
         parts.append(f"\n## {room}\n")
         folders = [path for each in patterns for path in sorted(ROOT.glob(each)) if path.is_dir()]
+        folders = [path for path in folders if path.name != "tests"]
         for folder in filter(files_of, folders):
             parts.append(HEAD.format(folder.relative_to(ROOT).as_posix()))
             for path in files_of(folder):

@@ -15,6 +15,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from common.chapters import load_chapter
+from helpers.stage_files import TEST_FILES
 
 repository_pages = load_chapter("docs/tools", "repository_pages")
 update_translations = load_chapter("docs/tools", "update_translations")
@@ -25,7 +26,7 @@ LINK = r"!?\[([^\]]*)\]\([^)]*\)"
 TERM = re.compile(r'^\| (?:<a id="[\w-]+"></a>)+(?P<term>.+?) \|', re.M)  # a row of the glossary
 COUNTED = re.compile(r"[一-鿿]|[^\W一-鿿]+")  # Chinese characters, and words in other letters
 CHINESE = [page for _, page in update_translations.translated_pages(ROOT)]
-TESTS = "".join(path.read_text() for path in sorted((ROOT / "tests").glob("*/test_*.py")))
+TESTS = "".join(path.read_text() for path in TEST_FILES)
 
 
 def main_path(root: Path) -> list[Path]:

@@ -54,10 +54,10 @@ for kind in PAUSES:
 
 TELLS = {  # how many ranks print an error, and what all of them say
     "stop": (2, r".+ `agreement\.barrier\(\)`: rank 2 did not arrive, last seen .+: killed.*"),
-    "sleep": (2, r".+: rank 1 did not arrive, last seen at step 12, .+`scaler\.step\(optimizer\)`"),
+    "sleep": (2, r".+: rank 1 did not arrive, last seen at step 11, .+`scaler\.step\(optimizer\)`"),
     "stop-keeper": (2, ".+: no answer from the store, which torchrun or rank 0 keeps: .+"),
     "skip": (2, r".+: the ranks wait in different collectives, .+`dist\.all_reduce\(totals\)`; .+"),
-    "raise": (2, ".+: rank 1 ended at step 12, line .+ with ValueError: a bug"),
+    "raise": (2, ".+: rank 1 ended at step 11, line .+ with ValueError: a bug"),
     "term": (0, ""),
     "nan": (1, "the loss of rank 2 is nan in step 14: nothing is saved .+"),
     "nan-before-a-checkpoint": (1, "a weight is nan or inf after step 5: nothing is saved .+"),
