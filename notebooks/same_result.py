@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from matplotlib.axes import Axes
 
-import oracle
-import train_stage
+from helpers import oracle, train_stage
 from plots import VARIANT_COLORS
 
 Losses = list[float]  # of every step
