@@ -29,7 +29,15 @@ ROOT = Path(__file__).resolve().parents[2]
 # The main path, in the order in which it is read.
 MAIN_PATH = (".", "01_single_gpu", "02_data_parallel", "03_ddp_manual_allreduce")
 MAIN_PATH += ("04_ddp_torchrun", "05_amp_syncbn", "beyond/survive", "beyond/convert")
-PAGES = ("*.md", "0?_*/**/*.md", "beyond/**/*.md", "benchmarks/*.md", "common/*.md", "docs/*.md")
+PAGES = (
+    "*.md",
+    "0?_*/**/*.md",
+    "beyond/**/*.md",
+    "packages/**/*.md",
+    "benchmarks/*.md",
+    "common/*.md",
+    "docs/*.md",
+)
 
 
 # The English pages; for the others, see update_translations.py.
