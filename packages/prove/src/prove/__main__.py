@@ -88,9 +88,15 @@ class Prover:
         torchrun = launch.as_torchrun(args.command)
         if torchrun and not Path(torchrun.script[0]).is_file():
             raise NotJudgedError(f"{torchrun.script[0]}: no such script")
-        ranks = torchrun.ranks if torchrun else 2
+        world_size = torchrun.world_size if torchrun else 2
         self.settings = Settings(
-            folder, Mode.OBSERVE, not args.float32, args.cpu, args.batches, gpus=ranks, ranks=ranks
+            folder,
+            Mode.OBSERVE,
+            not args.float32,
+            args.cpu,
+            args.batches,
+            gpus=world_size,
+            world_size=world_size,
         )
         self.observed: launch.RunOutcome
 
@@ -117,38 +123,38 @@ class Prover:
             for file in Path(self.settings.folder).glob(f"{Mode.OBSERVE}.*"):
                 file.unlink()
             outcome = self.run(Mode.OBSERVE, self.args.command)
-        judge_data.load_samples(outcome.ranks)
-        self.observed, self.settings.ranks = outcome, len(outcome.ranks)
-        self.settings.rows_are_split = judge_data.rows_are_split(outcome.ranks)
+        judge_data.load_samples(outcome.records)
+        self.observed, self.settings.world_size = outcome, len(outcome.records)
+        self.settings.rows_are_split = judge_data.rows_are_split(outcome.records)
 
     def check_that_something_was_seen(self) -> None:
-        outcome, ranks = self.observed, self.observed.ranks
+        outcome, records = self.observed, self.observed.records
         if outcome.silent:
             raise NotJudgedError(f"no progress for {self.args.timeout:g} s: try a larger --timeout")
-        if not ranks and not outcome.status and "Traceback" not in outcome.log:
+        if not records and not outcome.status and "Traceback" not in outcome.log:
             raise NotJudgedError("the script made no process group: is it started by torchrun?")
         if outcome.hang:
             return
-        if outcome.status or not ranks or any(rank.ended == Ended.WITH_ERROR for rank in ranks):
-            rows = effect_rows(outcome) + judge_data.data_rows(ranks)
+        if outcome.status or not records or any(rank.ended == Ended.WITH_ERROR for rank in records):
+            rows = effect_rows(outcome) + judge_data.data_rows(records)
             if not any(row.verdict == WRONG for row in rows):
                 raise NotJudgedError(f"the script fails by itself: {error_of(outcome)}")
-        elif not any(rank.steps for rank in ranks):
+        elif not any(rank.steps for rank in records):
             raise NotJudgedError("no optimizer step was made")
 
     def judge(self) -> list[ReportRow]:
         self.observe()
         self.check_that_something_was_seen()
-        observed, ranks = self.observed, self.observed.ranks
+        observed, records = self.observed, self.observed.records
         rows = effect_rows(observed)
-        if any(rank.world_size > len(ranks) for rank in ranks):
-            text = f"{len(ranks)} of {ranks[0].world_size} wrote records"
+        if any(rank.world_size > len(records) for rank in records):
+            text = f"{len(records)} of {records[0].world_size} wrote records"
             return [*rows, not_seen("ranks", text)]
-        rows += judge_data.data_rows(ranks) + evaluation_rows(ranks)
-        if not all(rank.ended in Ended.WELL for rank in ranks):
+        rows += judge_data.data_rows(records) + evaluation_rows(records)
+        if not all(rank.ended in Ended.WELL for rank in records):
             text = "hangs" if observed.hang else f"ends with an error: {error_of(observed)}"
             return [*rows, not_seen(ONE_RANK, f"no replay of a run that {text}")]
-        rows += model_rows(ranks)
+        rows += model_rows(records)
         rows += self.one_rank_rows(rows)
         if any(row.check == ONE_RANK and row.verdict == RIGHT for row in rows):
             # Whatever changed the gradients before the step was no mistake.
@@ -159,21 +165,21 @@ class Prover:
             if replay.stepped:
                 rows += judge_replay.gradient_rows(
                     replay, THE_ORIGINAL
-                ) + judge_data.original_epoch_rows(ranks, replay.replayed)
+                ) + judge_data.original_epoch_rows(records, replay.replayed)
             else:
                 rows.append(judge_replay.not_replayed(replay, THE_ORIGINAL))
         return rows
 
     def why_not_replayed(self, command: list[str] | None) -> str:
         """Empty if one rank can compute from the batches of all."""
-        ranks = self.observed.ranks
-        if len(ranks) == 1:
+        records = self.observed.records
+        if len(records) == 1:
             return "it is the only one: start two to compare"
         if command is None:
             return "say how one rank is started: --alone 'COMMAND'"
-        if "the model is divided" in ranks[0].notes:
+        if "the model is divided" in records[0].notes:
             return "each rank holds a part of the model"
-        if self.settings.rows_are_split and not judge_data.same_contents(ranks):
+        if self.settings.rows_are_split and not judge_data.same_contents(records):
             return "each rank takes its rows of a batch that all load, with other random numbers"
         return ""
 
@@ -182,7 +188,7 @@ class Prover:
         self.settings.gpus = 1
         replay = self.replay(Mode.REPLAY, command)
         if self.args.cpu and not replay.wrote_record:  # some scripts refuse to run on one GPU
-            self.settings.gpus = len(self.observed.ranks)
+            self.settings.gpus = len(self.observed.records)
             replay = self.replay(Mode.REPLAY, command)
         if replay.takes_more_batches():
             replay = self.replay(Mode.SEQUENCE, command)

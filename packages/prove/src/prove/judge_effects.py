@@ -15,36 +15,36 @@ MOST_ROWS = 3  # about files
 
 
 def effect_rows(outcome: RunOutcome) -> list[ReportRow]:
-    if len(outcome.ranks) < 2 and not outcome.hang:
+    if len(outcome.records) < 2 and not outcome.hang:
         return []
-    return collective_rows(outcome) + file_rows(outcome.ranks) + print_rows(outcome.ranks)
+    return collective_rows(outcome) + file_rows(outcome.records) + print_rows(outcome.records)
 
 
 def collective_rows(outcome: RunOutcome) -> list[ReportRow]:
-    ranks, difference = outcome.ranks, first_difference(outcome.ranks)
+    records, difference = outcome.records, first_difference(outcome.records)
     cure = "every rank must reach each collective the same number of times, in the same order"
-    some_left = any(rank.ended in Ended.WELL for rank in ranks)
-    lost = any(rank.error and LOST.search(rank.error.message) for rank in ranks)
+    some_left = any(rank.ended in Ended.WELL for rank in records)
+    lost = any(rank.error and LOST.search(rank.error.message) for rank in records)
     if outcome.hang or (some_left and lost):
-        text = "; ".join(map(state_of, ranks))
+        text = "; ".join(map(state_of, records))
         text += f". The first difference: {difference}" if difference else ""
         return [wrong("hang", text, cure, See.HANG)]
     if difference:
         return [wrong("collectives", difference, cure, See.HANG)]
-    calls = len(ranks[0].collectives)
+    calls = len(records[0].collectives)
     return [right("collectives", f"{count(calls, 'call')}, the same on all ranks")]
 
 
-def first_difference(ranks: list[RankRecord]) -> str:
+def first_difference(records: list[RankRecord]) -> str:
     """The first collective that is not the same on all ranks."""
-    calls = [rank.collectives for rank in ranks]
+    calls = [rank.collectives for rank in records]
     for parts in zip(*calls, strict=False):
         if len({name for name, _ in parts}) > 1:
             return "; ".join(
                 f"rank {rank} calls {name} at {at}" for rank, (name, at) in enumerate(parts)
             )
     fewest, most = min(calls, key=len), max(calls, key=len)
-    all_stand_still = all(rank.ended in Ended.WELL or rank.progress.collective for rank in ranks)
+    all_stand_still = all(rank.ended in Ended.WELL or rank.progress.collective for rank in records)
     if len(fewest) == len(most) or not all_stand_still:
         return ""
     name, at = most[len(fewest)]
@@ -66,10 +66,10 @@ def state_of(rank: RankRecord) -> str:
     return f"rank {rank.rank} waits in {place} at {rank.progress.at}"
 
 
-def file_rows(ranks: list[RankRecord]) -> list[ReportRow]:
+def file_rows(records: list[RankRecord]) -> list[ReportRow]:
     """Files that several ranks open for writing."""
     writers: dict[str, dict[int, OpenedFile]] = {}  # the last opening by each rank
-    for rank in ranks:
+    for rank in records:
         for opened in rank.opened_files:
             writers.setdefault(opened.path, {})[rank.rank] = opened
     rows = []
@@ -92,17 +92,17 @@ def file_rows(ranks: list[RankRecord]) -> list[ReportRow]:
     return rows[:MOST_ROWS]
 
 
-def print_rows(ranks: list[RankRecord]) -> list[ReportRow]:
+def print_rows(records: list[RankRecord]) -> list[ReportRow]:
     """Lines that all ranks print while they train, alike but for the numbers in them."""
 
     def without_numbers(rank: RankRecord) -> list[tuple[str, str]]:
         lines = [line for line in rank.printed if line.steps_before and line.text.strip()]
         return [(line.at, NUMBER.sub("#", line.text)) for line in lines]
 
-    common = set.intersection(*(set(without_numbers(rank)) for rank in ranks))
+    common = set.intersection(*(set(without_numbers(rank)) for rank in records))
     if not common:
         return []
-    places = dict(line for line in reversed(without_numbers(ranks[0])) if line in common)
+    places = dict(line for line in reversed(without_numbers(records[0])) if line in common)
     shown = listed([f'"{text[:50]}" ({at})' for at, text in sorted(places.items())])
     cure = "if dist.get_rank() == 0; meant so only if each rank reports on itself"
     return [warning("printing", f"all ranks print {shown}", cure, See.PRINTS)]
@@ -110,7 +110,7 @@ def print_rows(ranks: list[RankRecord]) -> list[ReportRow]:
 
 def error_of(outcome: RunOutcome) -> str:
     """The script's own error, for a run that was not judged."""
-    for rank in outcome.ranks:
+    for rank in outcome.records:
         if rank.error:
             return f"{rank.error.kind} at {rank.error.at}: {rank.error.message}"
     lines = [line.strip() for line in outcome.log.splitlines() if line.strip()]

@@ -2,29 +2,33 @@
 
 from dataclasses import replace
 
-from prove.judge_data import ALL_BUT_A_FEW, same_dataset, sample_count, trained_passes
-from prove.record import Pass, RankRecord
+from prove.judge_data import ALL_BUT_A_FEW, same_dataset, sample_count, trained_loader_runs
+from prove.record import LoaderRun, RankRecord
 from prove.table import RIGHT, ReportRow, See, listed, not_seen, right, warning
 from prove.watch_data import EVALUATION
 
 CHECK = "evaluation"
 
 
-def evaluation_rows(ranks: list[RankRecord]) -> list[ReportRow]:
+def evaluation_rows(records: list[RankRecord]) -> list[ReportRow]:
     """A row for each cure that is needed, with all places that need it."""
-    if len(ranks) < 2 or "groups of some ranks" in ranks[0].notes or not trained_passes(ranks):
+    if (
+        len(records) < 2
+        or "groups of some ranks" in records[0].notes
+        or not trained_loader_runs(records)
+    ):
         return []
-    datasets: dict[tuple, list[Pass]] = {}  # of each, the first evaluation by each rank
-    for rank in ranks:
-        first: dict[tuple, Pass] = {}
-        for this_pass in evaluations(rank):
-            first.setdefault(dataset_of(this_pass), this_pass)
-        for key, this_pass in first.items():
-            datasets.setdefault(key, []).append(this_pass)
+    datasets: dict[tuple, list[LoaderRun]] = {}  # of each, the first evaluation by each rank
+    for rank in records:
+        first: dict[tuple, LoaderRun] = {}
+        for loader_run in evaluations(rank):
+            first.setdefault(dataset_of(loader_run), loader_run)
+        for key, loader_run in first.items():
+            datasets.setdefault(key, []).append(loader_run)
     if not datasets:
         text = "no pass over a loader without a backward, after a step"
         return [not_seen(CHECK, f"{text}; if yours comes later, raise --batches")]
-    rows = [row_of_dataset(ranks, passes) for passes in datasets.values()]
+    rows = [row_of_dataset(records, loader_runs) for loader_runs in datasets.values()]
     by_cure: dict[tuple[str, str], list[ReportRow]] = {}
     for row in [row for row in rows if row.verdict != RIGHT] or rows[:1]:
         by_cure.setdefault((row.verdict, row.cure), []).append(row)
@@ -34,104 +38,105 @@ def evaluation_rows(ranks: list[RankRecord]) -> list[ReportRow]:
     ]
 
 
-def evaluations(rank: RankRecord) -> list[Pass]:
-    return [this_pass for this_pass in rank.passes if is_evaluation(this_pass)]
+def evaluations(rank: RankRecord) -> list[LoaderRun]:
+    return [loader_run for loader_run in rank.loader_runs if is_evaluation(loader_run)]
 
 
-def is_evaluation(this_pass: Pass) -> bool:
+def is_evaluation(loader_run: LoaderRun) -> bool:
     """Also if gradients are switched off in each batch only, or not at all."""
-    is_complete = this_pass.ended or this_pass.given >= this_pass.limit
-    without_backward = is_complete and not this_pass.steps and not this_pass.backwards
+    is_complete = loader_run.ended or loader_run.given >= loader_run.limit
+    without_backward = is_complete and not loader_run.steps and not loader_run.backwards
     return bool(
-        this_pass.given
-        and this_pass.steps_before
-        and (not this_pass.with_gradients or without_backward)
+        loader_run.given
+        and loader_run.steps_before
+        and (not loader_run.with_gradients or without_backward)
     )
 
 
-def dataset_of(this_pass: Pass) -> tuple:
-    return (str(this_pass.fingerprint), this_pass.dataset_length)
+def dataset_of(loader_run: LoaderRun) -> tuple:
+    return (str(loader_run.fingerprint), loader_run.dataset_length)
 
 
-def row_of_dataset(ranks: list[RankRecord], passes: list[Pass]) -> ReportRow:
-    """passes: the first evaluation of a data set on each rank that evaluates it."""
-    at = passes[0].at
-    if len(passes) < len(ranks):
-        return right(CHECK, f"by {len(passes)} of {len(ranks)} ranks ({at})")
-    if not all(this_pass.indices for this_pass in passes) or not same_dataset(passes):
+def row_of_dataset(records: list[RankRecord], loader_runs: list[LoaderRun]) -> ReportRow:
+    """loader_runs: the first evaluation of a data set on each rank that evaluates it."""
+    at = loader_runs[0].at
+    if len(loader_runs) < len(records):
+        return right(CHECK, f"by {len(loader_runs)} of {len(records)} ranks ({at})")
+    if not all(loader_run.indices for loader_run in loader_runs) or not same_dataset(loader_runs):
         return not_seen(CHECK, f"the samples of {at} cannot be told apart")
-    if all(stops_early(this_pass) for this_pass in passes):
-        return row_of_a_part(passes)
-    size = sample_count(passes)
-    drawn = [index for this_pass in passes for index in this_pass.indices]
+    if all(stops_early(loader_run) for loader_run in loader_runs):
+        return row_of_a_part(loader_runs)
+    size = sample_count(loader_runs)
+    drawn = [index for loader_run in loader_runs for index in loader_run.indices]
     twice = len(drawn) - len({*drawn})
-    lost = size - len({*drawn, *drawn_beside(ranks, passes[0])})
-    if all(len({*this_pass.indices}) >= ALL_BUT_A_FEW * size for this_pass in passes):
+    lost = size - len({*drawn, *drawn_beside(records, loader_runs[0])})
+    if all(len({*loader_run.indices}) >= ALL_BUT_A_FEW * size for loader_run in loader_runs):
         text = f"each rank evaluates all {size} samples ({at})"
         cure = "each rank a part, then all_reduce; no mistake if the results are not added up"
         return warning(CHECK, text, cure, See.ACCURACY)
-    if twice and "gather_for_metrics" not in ranks[0].notes:
-        text = f"{twice} of {size} samples are counted twice ({at}, {passes[0].sampler})"
+    if twice and "gather_for_metrics" not in records[0].notes:
+        text = f"{twice} of {size} samples are counted twice ({at}, {loader_runs[0].sampler})"
         cure = "Subset(dataset, range(rank, len(dataset), world_size))"
         return warning(CHECK, text, cure, See.ACCURACY)
     if lost > 0:
         text = f"{lost} of {size} samples are left out ({at})"
         return warning(CHECK, text, "no drop_last for evaluation", See.ACCURACY)
     if not all(
-        collectives_after(rank, this_pass) for rank, this_pass in zip(ranks, passes, strict=True)
+        collectives_after(rank, loader_run)
+        for rank, loader_run in zip(records, loader_runs, strict=True)
     ):
         text = f"each rank evaluates a part of the {size} samples, and no collective follows ({at})"
         return warning(CHECK, text, "all_reduce sums and counts, then divide", See.ACCURACY)
     return right(CHECK, f"each of {size} samples once ({at})")
 
 
-def stops_early(this_pass: Pass) -> bool:
+def stops_early(loader_run: LoaderRun) -> bool:
     """Was it the script, not we, that ended this evaluation before the end of its loader?"""
-    return not this_pass.ended and this_pass.given < min(
-        this_pass.batches or 0, EVALUATION * this_pass.limit
+    return not loader_run.ended and loader_run.given < min(
+        loader_run.batches or 0, EVALUATION * loader_run.limit
     )
 
 
-def row_of_a_part(passes: list[Pass]) -> ReportRow:
+def row_of_a_part(loader_runs: list[LoaderRun]) -> ReportRow:
     """A loop with a break: are its samples those that one rank would take?"""
-    first = passes[0]
+    first = loader_runs[0]
     drawn = [
         index
-        for this_pass in passes
-        for index in this_pass.indices[: this_pass.given * this_pass.sizes[0]]
+        for loader_run in loader_runs
+        for index in loader_run.indices[: loader_run.given * loader_run.sizes[0]]
     ]
     text = f"each rank stops after {first.given} of {first.batches} batches"
-    text += f": {len({*drawn})} of {sample_count(passes)} samples ({first.at})"
+    text += f": {len({*drawn})} of {sample_count(loader_runs)} samples ({first.at})"
     if {*drawn} == {*range(len(drawn))}:
         return right(CHECK, f"{text}, the first ones, each once")
     cure = "choose this part before it is dealt out, with the same seed on all ranks"
     return warning(CHECK, f"{text}; on another number of ranks, others", cure, See.ACCURACY)
 
 
-def drawn_beside(ranks: list[RankRecord], first: Pass) -> set[int]:
+def drawn_beside(records: list[RankRecord], first: LoaderRun) -> set[int]:
     """What all evaluations of this data set drew between the same two steps: there may be a second
     loader for the last samples."""
-    passes = [
-        this_pass
-        for rank in ranks
-        for this_pass in evaluations(rank)
-        if dataset_of(this_pass) == dataset_of(first)
+    loader_runs = [
+        loader_run
+        for rank in records
+        for loader_run in evaluations(rank)
+        if dataset_of(loader_run) == dataset_of(first)
     ]
     return {
         i
-        for this_pass in passes
-        if this_pass.steps_before == first.steps_before
-        for i in this_pass.indices
+        for loader_run in loader_runs
+        if loader_run.steps_before == first.steps_before
+        for i in loader_run.indices
     }
 
 
-def collectives_after(rank: RankRecord, evaluated: Pass) -> int:
+def collectives_after(rank: RankRecord, evaluated: LoaderRun) -> int:
     """How many collectives follow an evaluation, before training goes on."""
-    later = [this_pass for this_pass in rank.passes if this_pass.number > evaluated.number]
+    later = [loader_run for loader_run in rank.loader_runs if loader_run.number > evaluated.number]
     trained = [
-        this_pass
-        for this_pass in later
-        if this_pass.with_gradients and not is_evaluation(this_pass)
+        loader_run
+        for loader_run in later
+        if loader_run.with_gradients and not is_evaluation(loader_run)
     ]
     end = trained[0].collectives_before if trained else len(rank.collectives)
     return end - evaluated.collectives_before

@@ -26,11 +26,11 @@ class StepOfRanks:
 
     optimizer: OptimizerRecord
     number: int
-    ranks: list[OptimizerStep]
+    steps: list[OptimizerStep]
 
     def by_parameter(self, name: str) -> list[tuple]:
         """What the ranks hold: "weights_before", "weights_after", "gradients", ..."""
-        return list(zip(*(getattr(step, name) for step in self.ranks), strict=True))
+        return list(zip(*(getattr(step, name) for step in self.steps), strict=True))
 
     def apart(self, name: str, limit: float = 1e-5) -> list[int]:
         """The numbers of the parameters for which the ranks hold different tensors."""
@@ -39,7 +39,7 @@ class StepOfRanks:
 
     @property
     def at(self) -> str:
-        return self.ranks[0].at
+        return self.steps[0].at
 
 
 def differ(projections: Sequence[Projection], limit: float = 1e-5) -> bool:
@@ -52,9 +52,9 @@ def parameter_names(optimizer: OptimizerRecord, numbers: list[int]) -> str:
     return listed([optimizer.names[number] for number in numbers])
 
 
-def steps_of(ranks: list[RankRecord]) -> list[StepOfRanks]:
+def steps_of(records: list[RankRecord]) -> list[StepOfRanks]:
     steps = []
-    for optimizers in zip(*(rank.optimizers for rank in ranks), strict=False):
+    for optimizers in zip(*(rank.optimizers for rank in records), strict=False):
         of_ranks = zip(*(optimizer.steps for optimizer in optimizers), strict=False)
         for number, of_each in enumerate(of_ranks, start=1):
             if all(step.weights_after for step in of_each):
@@ -62,23 +62,23 @@ def steps_of(ranks: list[RankRecord]) -> list[StepOfRanks]:
     return steps
 
 
-def is_divided(ranks: list[RankRecord]) -> bool:
-    return not ranks[0].notes.keys().isdisjoint(("groups of some ranks", "the model is divided"))
+def is_divided(records: list[RankRecord]) -> bool:
+    return not records[0].notes.keys().isdisjoint(("groups of some ranks", "the model is divided"))
 
 
-def model_rows(ranks: list[RankRecord]) -> list[ReportRow]:
-    first, zero = ranks[0], zero_gradient_rows(ranks)
+def model_rows(records: list[RankRecord]) -> list[ReportRow]:
+    first, zero = records[0], zero_gradient_rows(records)
     rows = clipping_rows(first) + zero + optimizer_rows(first) + accumulation_rows(first)
-    if len(ranks) == 1 or zero:
+    if len(records) == 1 or zero:
         return rows
-    steps = steps_of(ranks)
-    tensors = [{len(of_rank.weights_before) for of_rank in step.ranks} for step in steps]
-    if is_divided(ranks) or any(len(counts) > 1 for counts in tensors):  # the latter by ZeRO
+    steps = steps_of(records)
+    tensors = [{len(of_rank.weights_before) for of_rank in step.steps} for step in steps]
+    if is_divided(records) or any(len(counts) > 1 for counts in tensors):  # the latter by ZeRO
         text = "the ranks hold different parts of the model, or work in groups"
         return [*rows, not_seen("weights", text)]
     same = weight_rows(steps)
     rows += same + averaged_gradient_rows(steps, same) + forward_rows(first, same)
-    return rows + learning_rate_rows(ranks, steps) + loss_scale_rows(steps) + buffer_rows(ranks)
+    return rows + learning_rate_rows(records, steps) + loss_scale_rows(steps) + buffer_rows(records)
 
 
 def weight_rows(steps: list[StepOfRanks]) -> list[ReportRow]:
@@ -127,7 +127,7 @@ def averaged_gradient_rows(
     old = [
         step
         for step in steps
-        if step.number > 1 and all(of_rank.has_old_gradient for of_rank in step.ranks)
+        if step.number > 1 and all(of_rank.has_old_gradient for of_rank in step.steps)
     ]
     if len(old) > 1:
         text = f"at {len(old)} steps, p.grad still held the gradient of the step before "
@@ -146,7 +146,7 @@ def averaged_gradient_rows(
 
 
 def tolerance(step: StepOfRanks) -> float:
-    return {"torch.float64": 1e-6, "torch.float32": 2e-3}.get(step.ranks[0].dtype, 5e-2)
+    return {"torch.float64": 1e-6, "torch.float32": 2e-3}.get(step.steps[0].dtype, 5e-2)
 
 
 def times_the_mean(step: StepOfRanks) -> float | None:
@@ -157,7 +157,7 @@ def times_the_mean(step: StepOfRanks) -> float | None:
         if None in gradients or None in local_gradients or gradients[0][1] <= TINY:
             continue
         gradient, norm = gradients[0]
-        mean = sum(local_gradients) / len(local_gradients) / step.ranks[0].loss_scale
+        mean = sum(local_gradients) / len(local_gradients) / step.steps[0].loss_scale
         known.append((gradient, mean, norm))
     sure = sorted(gradient / mean for gradient, mean, norm in known if abs(mean) > 0.05 * norm)
     if not sure:
@@ -216,8 +216,8 @@ def accumulation_rows(first: RankRecord) -> list[ReportRow]:
     return [warning("accumulation", text, cure)]
 
 
-def zero_gradient_rows(ranks: list[RankRecord]) -> list[ReportRow]:
-    optimizers = [optimizer for rank in ranks for optimizer in rank.optimizers]
+def zero_gradient_rows(records: list[RankRecord]) -> list[ReportRow]:
+    optimizers = [optimizer for rank in records for optimizer in rank.optimizers]
     steps = [step for optimizer in optimizers for step in optimizer.steps]
     norms = [gradient[1] for step in steps for gradient in step.gradients if gradient]
     if not norms or max(norms) > 0:
@@ -236,12 +236,12 @@ def clipping_rows(first: RankRecord) -> list[ReportRow]:
     return []
 
 
-def learning_rate_rows(ranks: list[RankRecord], steps: list[StepOfRanks]) -> list[ReportRow]:
+def learning_rate_rows(records: list[RankRecord], steps: list[StepOfRanks]) -> list[ReportRow]:
     rates = [
-        ([of_rank.learning_rates for of_rank in step.ranks], f"at step {step.number}, {step.at}")
+        ([of_rank.learning_rates for of_rank in step.steps], f"at step {step.number}, {step.at}")
         for step in steps
     ]
-    epochs = zip(*(rank.rates_after_epochs for rank in ranks), strict=False)
+    epochs = zip(*(rank.rates_after_epochs for rank in records), strict=False)
     rates += [(list(of_ranks), f"after epoch {n}") for n, of_ranks in enumerate(epochs, start=1)]
     for of_ranks, when in rates:
         if any(of_rank != of_ranks[0] for of_rank in of_ranks):
@@ -253,16 +253,16 @@ def learning_rate_rows(ranks: list[RankRecord], steps: list[StepOfRanks]) -> lis
 
 def loss_scale_rows(steps: list[StepOfRanks]) -> list[ReportRow]:
     for step in steps:
-        scales = [of_rank.loss_scale for of_rank in step.ranks]
+        scales = [of_rank.loss_scale for of_rank in step.steps]
         if len({*scales}) > 1:
             text = f"{scales} on the ranks at step {step.number} ({step.at})"
             return [wrong("loss scale", text, "the same GradScaler settings on all ranks")]
     return []
 
 
-def buffer_rows(ranks: list[RankRecord]) -> list[ReportRow]:
+def buffer_rows(records: list[RankRecord]) -> list[ReportRow]:
     check, rows = "buffers", []
-    for ddps in zip(*(rank.ddps for rank in ranks), strict=False):
+    for ddps in zip(*(rank.ddps for rank in records), strict=False):
         evaluated = all(ddp.buffers_at_evaluation for ddp in ddps)
         when = "evaluation" if evaluated else "the end"
         of_ranks = [ddp.buffers_at_evaluation or ddp.buffers_at_end for ddp in ddps]

@@ -42,11 +42,11 @@ class Replay:
     """A finished replay, beside the run that it replays."""
 
     def __init__(self, observed: RunOutcome, outcome: RunOutcome, folder: str, mode: str) -> None:
-        self.mode, self.ranks = mode, observed.ranks
-        self.observed = observed.ranks[0]
+        self.mode, self.ranks = mode, observed.records
+        self.observed = observed.records[0]
         self.error = error_of(outcome) if outcome.status else ""
-        self.wrote_record = bool(outcome.ranks)
-        self.replayed = outcome.ranks[0] if outcome.ranks else RankRecord()
+        self.wrote_record = bool(outcome.records)
+        self.replayed = outcome.records[0] if outcome.records else RankRecord()
         self.stepped = self.replayed.steps > 0 and self.replayed.ended != Ended.NOT_YET
         of_ranks, of_one = (gradients_file(folder, each, 0) for each in (Mode.OBSERVE, mode))
         self.gradients_of_ranks = torch.load(of_ranks, weights_only=True)
@@ -158,7 +158,7 @@ class Comparison:
             reason = "so ranks cannot be put together"
             return f"the first dimension of a batch is not its samples, {reason}"
         if (
-            not any(this_pass.steps for this_pass in observed.passes)
+            not any(loader_run.steps for loader_run in observed.loader_runs)
             and not observed.model_returns_loss
         ):
             return "no DataLoader, and the loss is computed outside of the model: nothing to replay"
@@ -216,7 +216,9 @@ class Comparison:
         """Rank 0 computed from its own batch what one rank computes from it: the loss did not know
         of the ranks, and is a sum. With a batch size per rank, this may be meant so."""
         sizes = [
-            this_pass.batch_size for this_pass in self.replay.observed.passes if this_pass.steps
+            loader_run.batch_size
+            for loader_run in self.replay.observed.loader_runs
+            if loader_run.steps
         ]
         if not sequence.stepped or not sizes or sequence.replayed.own_batch_size != sizes[0]:
             return False

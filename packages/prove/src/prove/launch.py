@@ -35,13 +35,13 @@ class RunOutcome:
     log: str
     hang: bool
     silent: bool  # no progress, and nobody can say why
-    ranks: list[RankRecord]
+    records: list[RankRecord]
 
 
 class Torchrun(NamedTuple):
     """A torchrun for one node, whose ranks we can start ourselves."""
 
-    ranks: int
+    world_size: int
     script: list[str]  # with its arguments
 
 
@@ -139,14 +139,14 @@ class Processes:
 
     def fork(self, torchrun: Torchrun, environment: dict[str, str], log: Path) -> None:
         preload()
-        ranks, port = torchrun.ranks, pick_port()
+        world_size, port = torchrun.world_size, pick_port()
         common = {
-            "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "prove",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0",
+            "TORCHELASTIC_RUN_ID": "prove", "TORCHELASTIC_USE_AGENT_STORE": "True",
         }  # fmt: skip
         sys.stdout.flush()
-        for rank in range(ranks):
+        for rank in range(world_size):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common}
             pid = os.fork()
             if pid == 0:
@@ -185,17 +185,21 @@ def is_waiting(rank: RankRecord) -> bool:
     return rank.ended != Ended.NOT_YET or in_a_call
 
 
-def wait_for_different_things(ranks: list[RankRecord]) -> bool:
+def wait_for_different_things(records: list[RankRecord]) -> bool:
     """All ranks wait or have ended, and no message can come any more."""
-    if len(ranks) < 2 or len(ranks) < ranks[0].world_size or not all(map(is_waiting, ranks)):
+    if (
+        len(records) < 2
+        or len(records) < records[0].world_size
+        or not all(map(is_waiting, records))
+    ):
         return False
     places: set[tuple[int, str]] = set()  # how many collectives a rank has called, and the last one
-    for rank in ranks:
+    for rank in records:
         if rank.progress.collective:
             places.add((len(rank.collectives), rank.progress.collective.name))
         elif rank.ended in (Ended.NOT_YET, *Ended.WELL):
             places.add((-1, rank.ended))
-    return any(rank.progress.collective for rank in ranks) and len(places) > 1
+    return any(rank.progress.collective for rank in records) and len(places) > 1
 
 
 class Patience:
@@ -206,15 +210,15 @@ class Patience:
         self.since = time.monotonic()
         self.beats: dict[int, int] = {}  # of each rank at that time
 
-    def seconds(self, ranks: list[RankRecord]) -> float:
+    def seconds(self, records: list[RankRecord]) -> float:
         now = [
             (rank.progress.events, rank.ended, not is_waiting(rank) and rank.progress.cpu_seconds)
-            for rank in ranks
+            for rank in records
         ]
         if now != self.last:
             self.last, self.since = now, time.monotonic()
-            self.beats = {rank.rank: rank.progress.beats for rank in ranks}
-        alive = [rank for rank in ranks if rank.ended == Ended.NOT_YET]
+            self.beats = {rank.rank: rank.progress.beats for rank in records}
+        alive = [rank for rank in records if rank.ended == Ended.NOT_YET]
         if any(rank.progress.beats < self.beats[rank.rank] + BEATS for rank in alive):
             return 0.0
         return time.monotonic() - self.since
@@ -226,20 +230,20 @@ def execute(command: list[str], settings: Settings, timeout: float) -> RunOutcom
     log = Path(settings.folder, f"{settings.mode}.log")
     processes = Processes(command, environment, log)
     hang = silent = False
-    patience, ranks = Patience(), []
+    patience, records = Patience(), []
     try:
         while processes.are_running():
             time.sleep(0.03)
-            ranks = read_records(settings.folder, settings.mode)
-            limit = timeout if ranks else 10 * timeout  # before the ranks meet: downloads
-            if wait_for_different_things(ranks):
+            records = read_records(settings.folder, settings.mode)
+            limit = timeout if records else 10 * timeout  # before the ranks meet: downloads
+            if wait_for_different_things(records):
                 limit = SURE_AFTER
-            if patience.seconds(ranks) > limit:
-                hang = bool(ranks) and all(map(is_waiting, ranks))
+            if patience.seconds(records) > limit:
+                hang = bool(records) and all(map(is_waiting, records))
                 silent = not hang
                 break
     finally:
-        processes.end([rank.pid for rank in ranks])
+        processes.end([rank.pid for rank in records])
     text = log.read_text(errors="replace") if log.exists() else ""
-    ranks = read_records(settings.folder, settings.mode)
-    return RunOutcome(processes.status, text, hang, silent, ranks)
+    records = read_records(settings.folder, settings.mode)
+    return RunOutcome(processes.status, text, hang, silent, records)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from prove.record import (
     Ended,
     Mode,
-    Pass,
+    LoaderRun,
     RankRecord,
     ScriptError,
     Settings,
@@ -89,7 +89,7 @@ class RankRun:
         self.gradients: dict[int, list] = {}  # of each optimizer's first step
         self.joined = self.written = False
         self.in_second_epoch = False
-        self.current_pass: Pass | None = None  # over the loader that gave the last batch
+        self.current_loader_run: LoaderRun | None = None  # over the loader that gave the last batch
         self.generators_after_fetch: list[int] | None = None  # their digests when the step began
         self.model: Any = None  # a watch_model.ModelWatcher
         self.feeder: Any = None  # a replay.Feeder or Keeper
@@ -118,10 +118,10 @@ class RankRun:
         self.record.notes.setdefault(kind, where())
 
     def has_no_loader(self) -> bool:
-        return not any(this_pass.with_gradients for this_pass in self.record.passes)
+        return not any(loader_run.with_gradients for loader_run in self.record.loader_runs)
 
     def current_batch_size(self) -> int | None:
-        current = self.current_pass
+        current = self.current_loader_run
         known = current is not None and 0 < current.given <= len(current.sizes)
         return current.sizes[current.given - 1] if current and known else None
 
@@ -172,7 +172,7 @@ class RankRun:
     def fail(self, error: BaseException) -> None:
         """The record of a script that ends with an error."""
         cut = not self.joined or any(
-            this_pass.given >= this_pass.limit for this_pass in self.record.passes
+            loader_run.given >= loader_run.limit for loader_run in self.record.loader_runs
         )
         if cut and "StopIteration" in f"{type(error).__name__} {error}":
             self.leave()  # the script asked for more batches than we give

@@ -44,7 +44,7 @@ class Settings:
     cpu: bool  # GPU calls become CPU calls
     batches: int  # of each loader and epoch
     gpus: int  # that the script sees with `cpu`
-    ranks: int  # of the observed run, once that is known
+    world_size: int  # of the observed run, once that is known
     rows_are_split: bool = False  # all ranks load the same batches, and each takes its rows
 
 
@@ -66,7 +66,7 @@ class RankProgress:
 
 
 @dataclass
-class Pass:
+class LoaderRun:
     """One pass over a loader."""
 
     number: int
@@ -97,7 +97,7 @@ class Pass:
     sizes: list[int] = field(default_factory=list)  # of the batches
     batches: int | None = None  # that the sampler has listed
     samples_file: str = ""  # which samples they are
-    kept: int | None = None  # its number among the passes whose batches are kept for a replay
+    kept: int | None = None  # its number among the loader_runs whose batches are kept for a replay
     indices: list[int] = field(default_factory=list)  # from samples_file, when the run is over
     may_draw: set[int] | None = None  # the indices of a Subset
 
@@ -190,7 +190,7 @@ class RankRecord:
     error: ScriptError | None = None
     progress: RankProgress = field(default_factory=RankProgress)
     steps: int = 0  # of all optimizers together
-    passes: list[Pass] = field(default_factory=list)
+    loader_runs: list[LoaderRun] = field(default_factory=list)
     optimizers: list[OptimizerRecord] = field(default_factory=list)
     ddps: list[DDPRecord] = field(default_factory=list)
     model_calls: list[ModelCall] = field(default_factory=list)

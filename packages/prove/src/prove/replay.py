@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from prove import generators
 from prove.rank_run import RankRun, where, wrap
-from prove.record import Mode, Pass, read_records, tensors_file
+from prove.record import Mode, LoaderRun, read_records, tensors_file
 from prove.watch_data import as_double, copied, has_rows, of_class, tensors_in
 from prove.watch_model import parameters_of
 
@@ -86,15 +86,15 @@ class Feeder:
     """In a replay: gives one rank what all ranks of the observed run got."""
 
     def __init__(self, run: RankRun) -> None:
-        self.run, self.ranks = run, run.settings.ranks
+        self.run, self.ranks = run, run.settings.world_size
         observed = read_records(run.settings.folder, Mode.OBSERVE)[0]
         self.normalizes_by_rank = bool(observed.batchnorm) and run.settings.mode != Mode.WHOLE
-        self.kept_passes = [
-            this_pass for this_pass in observed.passes if this_pass.kept is not None
+        self.kept_loader_runs = [
+            loader_run for loader_run in observed.loader_runs if loader_run.kept is not None
         ]
         self.in_sequence = run.settings.mode == Mode.SEQUENCE
         self.sizes = [1]  # samples of each rank in the batch that is computed now
-        self.passes = self.forwards = 0  # fed so far
+        self.loader_runs = self.forwards = 0  # fed so far
 
     @cached_property
     def kept(self) -> list[dict[str, Any]]:
@@ -108,25 +108,25 @@ class Feeder:
         return as_double(nested) if self.run.settings.float64 else nested
 
     def batches_of(self, loader: Any) -> int | None:
-        for kept_pass in self.kept_passes:
-            if kept_pass.loader == loader.prove_number and torch.is_grad_enabled():
-                batches = min(kept_pass.batches or kept_pass.given, self.run.settings.batches)
+        for kept_run in self.kept_loader_runs:
+            if kept_run.loader == loader.prove_number and torch.is_grad_enabled():
+                batches = min(kept_run.batches or kept_run.given, self.run.settings.batches)
                 return batches * (self.ranks if self.in_sequence else 1)
         return None
 
-    def feed(self, loader: Any, this_pass: Pass) -> Iterator | None:
+    def feed(self, loader: Any, loader_run: LoaderRun) -> Iterator | None:
         """The next pass over a loader; None: there was no such pass in the first epoch."""
-        record, number = self.run.record, self.passes
-        self.passes += 1
+        record, number = self.run.record, self.loader_runs
+        self.loader_runs += 1
         if number < len(self.kept[0]["batches"]):
             record.own_batch_size = record.own_batch_size or loader.batch_size
-            return self.recorded_batches(number, this_pass)
+            return self.recorded_batches(number, loader_run)
         if record.steps:
             self.run.model.end_epoch()
             self.run.leave()
         return None
 
-    def recorded_batches(self, number: int, this_pass: Pass) -> Iterator:
+    def recorded_batches(self, number: int, loader_run: LoaderRun) -> Iterator:
         run = self.run
         ranks = self.kept[:1] if run.settings.rows_are_split else self.kept
         for of_ranks in zip(*(kept["batches"][number] for kept in ranks), strict=False):
@@ -135,11 +135,14 @@ class Feeder:
             one_by_one = [([size], batch) for size, batch in of_ranks]
             for feed_sizes, batch in one_by_one if self.in_sequence else merged:
                 self.sizes = feed_sizes
-                this_pass.given += 1
-                this_pass.sizes.append(sum(self.sizes))
+                loader_run.given += 1
+                loader_run.sizes.append(sum(self.sizes))
                 if run.settings.mode == Mode.AGAIN:
-                    generators.seed(OTHER_SEED + this_pass.given)
-                run.current_pass, run.generators_after_fetch = this_pass, generators.digests()
+                    generators.seed(OTHER_SEED + loader_run.given)
+                run.current_loader_run, run.generators_after_fetch = (
+                    loader_run,
+                    generators.digests(),
+                )
                 run.model.keep_start()
                 yield self.cast(batch)
         if number > 0:  # an evaluation with gradients: its last batches are of unequal sizes

@@ -1,9 +1,17 @@
-"""What does the reader see? A table of rows: verdict, check, evidence, the cure with its link."""
+"""What does the reader see? A table of rows: verdict, check, evidence, the cure with its link.
+
+A row is a value: its verdict, its reason, and the facts with their numbers. Its words are made from
+these at the end, by the templates in reasons.py.
+"""
 
 import os
 import textwrap
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from prove.reasons import Reason
 
 RIGHT, WRONG, WARNING, NOT_SEEN = "right", "WRONG", "warning", "not seen"
 ORDER = (WRONG, WARNING, RIGHT, NOT_SEEN)
@@ -13,31 +21,31 @@ MOST_NAMES = 3  # of parameters or places in one row
 PAGE = Path(__file__).resolve().with_name("cures.md")  # an installation brings it along
 
 
-class See:
-    """Headings of cures.md, which say more than a cure in the table can."""
-
-    ACCURACY = "test-accuracy-differs-with-the-number-of-ranks"
-    BUFFERS = "training-is-good-evaluation-is-bad-batchnorms-running-statistics"
-    FILES = "filenotfounderror-while-saving-now-and-then-or-a-file-of-two-halves"
-    HANG = "it-hangs"
-    LOSS = "the-loss-is-not-that-of-one-process"
-    NAN = "the-loss-is-nan"
-    PRINTS = "every-line-is-printed-n-times"
-    RATE = "a-larger-batch-learns-worse-which-learning-rate"
-    SAME_ORDER = "every-epoch-has-the-same-order"
-    UNEVEN = "the-last-batch-of-an-epoch-hangs"
-    UNUSED = "expected-to-have-finished-reduction-in-the-prior-iteration-before-starting-a-new-one"
-
-
-@dataclass
+@dataclass(frozen=True)
 class ReportRow:
-    """Its verdict is one of the four; its link is one of `See`."""
+    """One verdict of the four, about one check. facts: what its reason's templates name."""
 
     verdict: str
     check: str
-    evidence: str
-    cure: str = ""
-    link: str = ""
+    reason: Reason
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def evidence(self) -> str:
+        return self.reason.value.evidence.format(**self.facts)
+
+    @property
+    def cure(self) -> str:
+        return self.reason.value.cure.format(**self.facts)
+
+    @property
+    def link(self) -> str:
+        return self.reason.value.link or str(self.facts.get("link", ""))
+
+    def as_json(self) -> dict[str, Any]:
+        words = {"evidence": self.evidence, "cure": self.cure, "link": self.link}
+        own = {"verdict": self.verdict, "check": self.check, "reason": self.reason.name}
+        return own | words | {"facts": dict(self.facts)}
 
 
 def count(number: int, noun: str) -> str:
@@ -50,20 +58,20 @@ def listed(names: list[str], separator: str = ", ") -> str:
     return text + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
 
 
-def right(check: str, evidence: str) -> ReportRow:
-    return ReportRow(RIGHT, check, evidence)
+def right(check: str, reason: Reason, **facts: Any) -> ReportRow:
+    return ReportRow(RIGHT, check, reason, facts)
 
 
-def wrong(check: str, evidence: str, cure: str, link: str = "") -> ReportRow:
-    return ReportRow(WRONG, check, evidence, cure, link)
+def wrong(check: str, reason: Reason, **facts: Any) -> ReportRow:
+    return ReportRow(WRONG, check, reason, facts)
 
 
-def warning(check: str, evidence: str, cure: str, link: str = "") -> ReportRow:
-    return ReportRow(WARNING, check, evidence, cure, link)
+def warning(check: str, reason: Reason, **facts: Any) -> ReportRow:
+    return ReportRow(WARNING, check, reason, facts)
 
 
-def not_seen(check: str, evidence: str) -> ReportRow:
-    return ReportRow(NOT_SEEN, check, evidence)
+def not_seen(check: str, reason: Reason, **facts: Any) -> ReportRow:
+    return ReportRow(NOT_SEEN, check, reason, facts)
 
 
 def table(rows: list[ReportRow]) -> str:

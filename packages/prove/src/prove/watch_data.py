@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 
 from prove import generators
 from prove.rank_run import RankRun, save_tensors, where, wrap
-from prove.record import Pass
+from prove.record import LoaderRun
 
 MOST_INDICES = 2_000_000  # more are not listed: a sampler may have no end
 MOST_SIZES = 64  # of batches
@@ -121,8 +121,8 @@ class ListedSampler:
         return len(self.batches)
 
     def __iter__(self) -> Iterator:
-        this_pass: Pass | None = getattr(self.loader, "prove_pass", None)
-        if this_pass is None or this_pass.is_stream:
+        loader_run: LoaderRun | None = getattr(self.loader, "prove_loader_run", None)
+        if loader_run is None or loader_run.is_stream:
             yield from self.batches
             return
         iterator, listed, samples = iter(self.batches), [], 0
@@ -132,24 +132,24 @@ class ListedSampler:
             if samples >= MOST_INDICES:
                 break
         else:
-            self.write(this_pass, listed)
+            self.write(loader_run, listed)
         yield from listed
         yield from iterator
 
-    def write(self, this_pass: Pass, listed: list) -> None:
+    def write(self, loader_run: LoaderRun, listed: list) -> None:
         batches = [batch if isinstance(batch, list | tuple) else [batch] for batch in listed]
         try:
             drawn = torch.tensor([int(i) for batch in batches for i in batch], dtype=torch.long)
         except (TypeError, ValueError):  # a sampler of keys that are no numbers
             return
-        this_pass.batches = len(batches)
-        this_pass.sizes = [len(batch) for batch in batches[:MOST_SIZES]]
+        loader_run.batches = len(batches)
+        loader_run.sizes = [len(batch) for batch in batches[:MOST_SIZES]]
         _, may_draw = without_subsets(self.loader.dataset)
         indices = drawn if may_draw is None else may_draw[drawn]
         settings, rank = self.run.settings, self.run.record.rank
-        file = f"{settings.folder}/{settings.mode}.{rank}.pass{this_pass.number}.pt"
+        file = f"{settings.folder}/{settings.mode}.{rank}.pass{loader_run.number}.pt"
         save_tensors({"indices": indices, "may_draw": may_draw}, file)
-        this_pass.samples_file = file  # now that it is whole
+        loader_run.samples_file = file  # now that it is whole
 
 
 def batches_and_samples(loader: Any) -> tuple[int, int] | None:
@@ -165,7 +165,7 @@ def batches_and_samples(loader: Any) -> tuple[int, int] | None:
         return None
 
 
-def begin_pass(loader: Any, run: RankRun) -> Pass:
+def begin_loader_run(loader: Any, run: RankRun) -> LoaderRun:
     dataset, record = loader.dataset, run.record
     base, _ = without_subsets(dataset)
     is_stream = isinstance(dataset, IterableDataset)
@@ -173,10 +173,12 @@ def begin_pass(loader: Any, run: RankRun) -> Pass:
     sampler = getattr(sampler, "sampler", sampler)
     shuffle = getattr(sampler, "shuffle", None)
     earlier = [
-        this_pass.fingerprint for this_pass in record.passes if this_pass.dataset == id(dataset)
+        loader_run.fingerprint
+        for loader_run in record.loader_runs
+        if loader_run.dataset == id(dataset)
     ]
-    this_pass = Pass(
-        number=len(record.passes),
+    loader_run = LoaderRun(
+        number=len(record.loader_runs),
         loader=loader.prove_number,
         at=loader.prove_at,
         sampler=type(sampler).__name__,
@@ -195,49 +197,49 @@ def begin_pass(loader: Any, run: RankRun) -> Pass:
         backwards_before=run.model.backwards,
         generators=generators.digests(),
     )
-    record.passes.append(this_pass)
-    return this_pass
+    record.loader_runs.append(loader_run)
+    return loader_run
 
 
-def watch_fetches(run: RankRun, iterator: Iterator, this_pass: Pass, most: int) -> Iterator:
+def watch_fetches(run: RankRun, iterator: Iterator, loader_run: LoaderRun, most: int) -> Iterator:
     """The batches of one pass, until there are enough."""
     size = 0
     while True:
-        this_pass.backwards = run.model.backwards - this_pass.backwards_before
-        if this_pass.given >= most:
+        loader_run.backwards = run.model.backwards - loader_run.backwards_before
+        if loader_run.given >= most:
             return
         before = generators.digests()
         try:
             batch = next(iterator)
         except StopIteration:
-            this_pass.ended = True
+            loader_run.ended = True
             return
         after = generators.digests()
-        if this_pass.given:  # not at the first batch, where a sampler draws its seed
+        if loader_run.given:  # not at the first batch, where a sampler draws its seed
             changes = [old != new for old, new in zip(before, after, strict=True)]
-            this_pass.drew = [a or b for a, b in zip(this_pass.drew, changes, strict=True)]
-        full_size = this_pass.batch_size or 1
+            loader_run.drew = [a or b for a, b in zip(loader_run.drew, changes, strict=True)]
+        full_size = loader_run.batch_size or 1
         last_but_one, size = size, batch_size_of(batch)
         if last_but_one % full_size or (
             size > full_size and size % full_size
         ):  # only the last may be smaller
             run.record.samples_elsewhere = True
-        if this_pass.batches is None:
-            this_pass.sizes.append(size)
-        this_pass.given += 1
-        if len(this_pass.contents) < run.settings.batches:
-            this_pass.contents.append(checksums(batch))
-        if this_pass.kept is not None:
-            run.tensors["batches"][this_pass.kept].append((size, copied(batch)))
+        if loader_run.batches is None:
+            loader_run.sizes.append(size)
+        loader_run.given += 1
+        if len(loader_run.contents) < run.settings.batches:
+            loader_run.contents.append(checksums(batch))
+        if loader_run.kept is not None:
+            run.tensors["batches"][loader_run.kept].append((size, copied(batch)))
         run.note_event()
-        run.current_pass, run.generators_after_fetch = this_pass, after
-        if this_pass.with_gradients:
+        run.current_loader_run, run.generators_after_fetch = loader_run, after
+        if loader_run.with_gradients:
             run.model.keep_start()
         yield as_double(batch) if run.settings.float64 else batch
 
 
 def most_batches(run: RankRun, training: bool) -> int:
-    ranks = run.settings.ranks if run.replaying else 1  # one rank evaluates what all ranks did
+    ranks = run.settings.world_size if run.replaying else 1  # one rank evaluates what all ranks did
     return run.settings.batches * ranks * (1 if training else EVALUATION)
 
 
@@ -262,8 +264,8 @@ def watch_loaders(run: RankRun) -> None:
 def watch_passes(run: RankRun) -> None:
     @wrap(DataLoader, "__iter__")
     def iterate(original: Callable, self: Any) -> Any:
-        training, passes = torch.is_grad_enabled(), run.record.passes
-        trained = (this_pass.dataset for this_pass in passes if this_pass.steps > 0)
+        training, loader_runs = torch.is_grad_enabled(), run.record.loader_runs
+        trained = (loader_run.dataset for loader_run in loader_runs if loader_run.steps > 0)
         epochs = sum(dataset == id(self.dataset) for dataset in trained)
         if training and epochs:
             run.in_second_epoch = True
@@ -271,16 +273,16 @@ def watch_passes(run: RankRun) -> None:
                 run.model.end_epoch()
                 if epochs >= 2 and run.joined:
                     run.leave()
-        this_pass = begin_pass(self, run)
-        if run.replaying and training and (fed := run.feeder.feed(self, this_pass)) is not None:
+        loader_run = begin_loader_run(self, run)
+        if run.replaying and training and (fed := run.feeder.feed(self, loader_run)) is not None:
             return fed
-        object.__setattr__(self, "prove_pass", this_pass)
+        object.__setattr__(self, "prove_loader_run", loader_run)
         iterator = original(self)
-        this_pass.base_seed = getattr(iterator, "_base_seed", None)
+        loader_run.base_seed = getattr(iterator, "_base_seed", None)
         if training and not run.replaying and not run.in_second_epoch:
-            this_pass.kept = len(run.tensors["batches"])
+            loader_run.kept = len(run.tensors["batches"])
             run.tensors["batches"].append([])
-        return watch_fetches(run, iterator, this_pass, most_batches(run, training))
+        return watch_fetches(run, iterator, loader_run, most_batches(run, training))
 
 
 def watch_lengths(run: RankRun) -> None:

@@ -150,12 +150,12 @@ class ModelWatcher:
             run.feeder.use_recorded_schedule(optimizer, number, len(steps) - 1)
 
     def step_of(self, optimizer: Optimizer) -> OptimizerStep:
-        parameters, this_pass = parameters_of(optimizer), self.run.current_pass
+        parameters, loader_run = parameters_of(optimizer), self.run.current_loader_run
         gradients = [p.grad for p in parameters]
         local = [self.local.get(id(p), LocalGradient()) for p in parameters]
         return OptimizerStep(
             at=where(),
-            batch=this_pass.given if this_pass else 0,
+            batch=loader_run.given if loader_run else 0,
             batch_size=self.run.current_batch_size(),
             learning_rates=rates_of(optimizer),
             loss_scale=self.run.record.loss_scale,
@@ -183,8 +183,8 @@ class ModelWatcher:
                     group.update(settings)
         run.record.steps += 1
         run.note_event()
-        if run.current_pass:
-            run.current_pass.steps += 1
+        if run.current_loader_run:
+            run.current_loader_run.steps += 1
         for p in parameters_of(optimizer):
             self.local[id(p)] = LocalGradient()
         enough = run.record.steps >= STEPS_PER_BATCH * run.settings.batches and not run.replaying
@@ -243,8 +243,8 @@ class ModelWatcher:
             ddp.forwards_around[where()] = ddp.forwards_around.get(where(), 0) + 1
         tensors = tensors_in(list(inputs))
         if len(run.record.model_calls) < MOST_CALLS and tensors:
-            this_pass = run.current_pass
-            batch = (this_pass.number, this_pass.given) if this_pass else (0, 0)
+            loader_run = run.current_loader_run
+            batch = (loader_run.number, loader_run.given) if loader_run else (0, 0)
             rows, size = batch_size_of(inputs[0]), run.current_batch_size()
             run.record.model_calls.append(ModelCall(checksum(tensors[0]), rows, batch, size))
 
