@@ -36,6 +36,7 @@ class RunOutcome:
     hang: bool
     silent: bool  # no progress, and nobody can say why
     records: list[RankRecord]
+    seconds: float
 
 
 class Torchrun(NamedTuple):
@@ -73,7 +74,7 @@ def preload() -> None:
     import torch.distributed
     import torch.utils.data
 
-    from prove import cpu, replay  # noqa: F401  and all that watches: it waits for install()
+    from prove import observe  # noqa: F401  and all that watches: it waits for install()
 
     torch.set_num_threads(1)  # a process with a pool of threads must not fork
 
@@ -93,11 +94,10 @@ def become_rank(command: list[str], environment: dict[str, str], log: Path) -> N
         sys.argv, sys.path[0] = command, os.path.dirname(os.path.abspath(command[0]))
         import torch
 
-        from prove import generators, rank_run
+        from prove import observe
 
-        generators.seed(int.from_bytes(os.urandom(4), "big"))  # as in a process of its own
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-        this_run = rank_run.install()
+        this_run = observe.install()
         try:
             runpy.run_path(command[0], run_name="__main__")
             status = 0
@@ -224,17 +224,25 @@ class Patience:
         return time.monotonic() - self.since
 
 
-def execute(command: list[str], settings: Settings, timeout: float) -> RunOutcome:
-    """Start a command, wait until all ranks have ended or hang, and read what they wrote."""
+def execute(
+    command: list[str], settings: Settings, timeout: float, most_seconds: float = float("inf")
+) -> RunOutcome:
+    """Start a command, wait until all ranks have ended or hang, and read what they wrote.
+
+    most_seconds: then it is ended, as if it had ended well.
+    """
+    began = time.monotonic()
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PROVE": json.dumps(asdict(settings))}
-    log = Path(settings.folder, f"{settings.mode}.log")
+    log = Path(settings.folder, f"{settings.name}.log")
     processes = Processes(command, environment, log)
     hang = silent = False
     patience, records = Patience(), []
     try:
         while processes.are_running():
             time.sleep(0.03)
-            records = read_records(settings.folder, settings.mode)
+            if time.monotonic() - began > most_seconds:
+                break
+            records = read_records(settings.folder, settings.name)
             limit = timeout if records else 10 * timeout  # before the ranks meet: downloads
             if wait_for_different_things(records):
                 limit = SURE_AFTER
@@ -245,5 +253,5 @@ def execute(command: list[str], settings: Settings, timeout: float) -> RunOutcom
     finally:
         processes.end([rank.pid for rank in records])
     text = log.read_text(errors="replace") if log.exists() else ""
-    records = read_records(settings.folder, settings.mode)
-    return RunOutcome(processes.status, text, hang, silent, records)
+    records = read_records(settings.folder, settings.name)
+    return RunOutcome(processes.status, text, hang, silent, records, time.monotonic() - began)

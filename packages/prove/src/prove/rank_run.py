@@ -4,9 +4,7 @@
 its record, writes it again and again, and ends the process as soon as enough has been seen.
 """
 
-import atexit
 import inspect
-import json
 import multiprocessing.util
 import os
 import sys
@@ -59,6 +57,20 @@ def wrap(owner: Any, name: str) -> Callable:
     return put_in_place
 
 
+def wrap_everywhere(module: Any, name: str) -> Callable:
+    """As wrap, also in the modules of torch.distributed that have imported the function by name."""
+    original = getattr(module, name)
+
+    def put_in_place(function: Callable) -> Callable:
+        replacement: Callable = wrap(module, name)(function)
+        for other_name, other in list(sys.modules.items()):
+            if other_name.startswith("torch.distributed") and vars(other).get(name) is original:
+                setattr(other, name, replacement)
+        return replacement
+
+    return put_in_place
+
+
 def callers(frame: FrameType | None = None) -> Iterator[tuple[str, int, str]]:
     """File, line and function of each frame on the stack, the innermost first."""
     for caller, line in traceback.walk_stack(frame or inspect.currentframe()):
@@ -90,8 +102,9 @@ class RankRun:
         self.joined = self.written = False
         self.in_second_epoch = False
         self.current_loader_run: LoaderRun | None = None  # over the loader that gave the last batch
-        self.generators_after_fetch: list[int] | None = None  # their digests when the step began
+        self.coins: dict = {}  # draws.Draw by key: what each rank has decided for its whole batch
         self.model: Any = None  # a watch_model.ModelWatcher
+        self.draws: Any = None  # a draws.Draws
         self.feeder: Any = None  # a replay.Feeder or Keeper
         self.writing = threading.Lock()
         self.begin_in_this_process()
@@ -120,6 +133,15 @@ class RankRun:
     def has_no_loader(self) -> bool:
         return not any(loader_run.with_gradients for loader_run in self.record.loader_runs)
 
+    def begin_batch(self, batch: tuple[int, int], sizes: list[int], sources: list[dict]) -> None:
+        """A batch is there; until the next one is asked for, this step draws and changes weights."""
+        self.model.begin_batch()
+        self.draws.begin_batch(batch, sizes, sources)
+
+    def end_batch(self) -> None:
+        self.draws.end_batch()
+        self.model.end_batch()
+
     def current_batch_size(self) -> int | None:
         current = self.current_loader_run
         known = current is not None and 0 < current.given <= len(current.sizes)
@@ -132,7 +154,7 @@ class RankRun:
         progress.cpu_seconds = round(time.clock_gettime(self.main_clock), 1)
         progress.in_backward = frame is not None and "_run_backward" in frame.f_code.co_name
         record.ended = ended
-        record.write(record_file(self.settings.folder, self.settings.mode, record.rank))
+        record.write(record_file(self.settings.folder, self.settings.name, record.rank))
 
     def beat(self) -> None:
         """Write the record again and again: a rank that is killed leaves nothing else."""
@@ -149,11 +171,15 @@ class RankRun:
         is_another_process = os.getpid() != self.record.pid
         if self.written or is_another_process or not (self.joined or trained_alone):
             return
-        self.model.finish()
+        if self.model is not None:  # it is, in a run that is not observed
+            self.end_batch()
+            self.model.finish()
+            own = {"draws": self.draws.recorded, "coins": self.coins, "rows": self.draws.rows}
+            self.tensors |= own
         with self.writing:
             self.written = True
             self.write_record(ended)
-        place = (self.settings.folder, self.settings.mode, self.record.rank)
+        place = (self.settings.folder, self.settings.name, self.record.rank)
         save_tensors(self.gradients, gradients_file(*place))
         save_tensors(self.tensors, tensors_file(*place))
 
@@ -161,7 +187,7 @@ class RankRun:
         """Enough was seen. Wait until all ranks are here: who leaves early breaks the others."""
         self.write(Ended.WHEN_SEEN)
         settings, world_size = self.settings, self.record.world_size
-        files = [tensors_file(settings.folder, settings.mode, rank) for rank in range(world_size)]
+        files = [tensors_file(settings.folder, settings.name, rank) for rank in range(world_size)]
         end = time.monotonic() + SECONDS_FOR_OTHERS
         while time.monotonic() < end and not all(file.exists() for file in files):
             time.sleep(0.02)
@@ -178,39 +204,5 @@ class RankRun:
             self.leave()  # the script asked for more batches than we give
         frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_file(f.filename)]
         at = f"{os.path.relpath(frames[-1].filename)}:{frames[-1].lineno}" if frames else "?"
-        self.record.error = ScriptError(type(error).__name__, str(error)[:500], at)
+        self.record.error = ScriptError(type(error).__name__, str(error)[:500], at, time.time())
         self.write(Ended.WITH_ERROR)
-
-
-def compute_in_float64() -> None:
-    torch.set_default_dtype(torch.float64)
-
-    @wrap(torch.Tensor, "float")
-    def double(original: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        caller = next(file for file, *_ in callers() if os.path.dirname(file) != HERE)
-        by_torch = "/torch/amp/" in caller  # GradScaler needs what it asks for
-        return original(tensor, *args, **kwargs) if by_torch else tensor.double()
-
-
-def install() -> RankRun:
-    """Called once in each process of the user's, after `import torch`."""
-    run = RankRun(Settings(**json.loads(os.environ["PROVE"])))
-    if run.settings.cpu:
-        from prove import cpu
-
-        cpu.install(run.settings.gpus)
-    if run.settings.float64:
-        compute_in_float64()
-    torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore
-    from prove import replay, watch_data, watch_effects, watch_model
-
-    for module in (watch_data, watch_model, watch_effects, replay):
-        module.install(run)
-    atexit.register(run.write, Ended.AT_ITS_END)
-
-    @wrap(sys, "excepthook")
-    def hook(show: Callable, kind: Any, error: BaseException, trace: Any) -> None:
-        run.fail(error)
-        show(kind, error, trace)
-
-    return run

@@ -17,8 +17,18 @@ class Mode:
     REPLAY = "replay"  # sample 0 of each rank, sample 1 of each rank, ...: one large batch
     WHOLE = "whole"  # the same, but BatchNorm normalizes the whole batch, not the rows of a rank
     SEQUENCE = "sequence"  # the batches of the ranks one after another: accumulation was divided
-    AGAIN = "again"  # as REPLAY, but each batch with other random numbers: do they matter?
     ORIGINAL = "original"  # as REPLAY, in the script for one GPU
+    CONTROL = "control"  # all ranks, each fed its own records: do they reproduce themselves?
+    BARE = "bare"  # all ranks, not observed: does the script fail by itself?
+
+
+class Variant:
+    """What a replay and its control do otherwise than usual."""
+
+    USUAL = ""
+    COIN = "-coin"  # what each rank decides for its whole batch, rank 0 decides for all
+    ONE_DRAW = "-one-draw"  # all samples of a batch get one and the same draw
+    BLOCKS = "-blocks"  # several rows of a sample lie in blocks: see samples.owners_of_rows
 
 
 class Ended:
@@ -30,6 +40,8 @@ class Ended:
     WITH_ERROR = "with an error"
     WELL = (AT_ITS_END, WHEN_SEEN)
 
+
+EVALUATION = 4  # an evaluation gets so many times the batches of a training epoch
 
 Projection = tuple[float, float]  # the product of a tensor with a fixed vector, and its norm
 
@@ -46,6 +58,15 @@ class Settings:
     gpus: int  # that the script sees with `cpu`
     world_size: int  # of the observed run, once that is known
     rows_are_split: bool = False  # all ranks load the same batches, and each takes its rows
+    variant: str = Variant.USUAL
+    seed: int | None = None  # of the generators when the script begins; None: any
+    dropout: bool = True  # False: switched off, because its masks cannot be recorded
+    emulate: bool = True  # False: nothing is changed in the script's torch, only watched
+
+    @property
+    def name(self) -> str:
+        """Of this run, and of its files."""
+        return self.mode + self.variant
 
 
 class Collective(NamedTuple):
@@ -93,7 +114,9 @@ class LoaderRun:
     ended: bool = False  # at the end of its data
     steps: int = 0
     backwards: int = 0
+    accumulates: bool = False  # several of its batches make one step
     contents: list[list[int]] = field(default_factory=list)  # checksums of samples, by batch
+    inputs: list[list[int]] = field(default_factory=list)  # of their first tensors only
     sizes: list[int] = field(default_factory=list)  # of the batches
     batches: int | None = None  # that the sampler has listed
     samples_file: str = ""  # which samples they are
@@ -127,6 +150,8 @@ class OptimizerStep:
 class OptimizerRecord:
     at: str
     is_adaptive: bool  # as Adam, it divides by small gradients
+    is_by_hand: bool = False  # no optimizer of torch: the script changes its parameters itself
+    compares_changes: bool = False  # there is no p.grad, so the changes of weights are compared
     steps: list[OptimizerStep] = field(default_factory=list)
     names: list[str] = field(default_factory=list)  # of its parameters
     outside_ddp: list[int] = field(default_factory=list)  # the numbers of these parameters
@@ -177,6 +202,7 @@ class ScriptError(NamedTuple):
     kind: str
     message: str
     at: str
+    seconds: float  # time.time() when it was raised
 
 
 @dataclass
@@ -205,8 +231,11 @@ class RankRecord:
     loss_scale: float = 1.0
     uses_autocast: bool = False
     model_returns_loss: bool = False
-    steps_with_random_numbers: int = 0
-    samples_elsewhere: bool = False  # not in the first dimension of a batch
+    seed: int = 0  # of its generators, when the script began
+    not_kept: str = ""  # why a batch could not be kept for a replay
+    draws: dict[str, list[str]] = field(default_factory=dict)  # by kind of draws.Finding: places
+    batchnorm_rows_unknown: bool = False  # which of them came from which rank
+    batchnorm_rows_guessed: bool = False  # a sample has several: one after another, or in blocks
     own_batch_size: int | None = None  # of the replaying rank, which gets larger ones
     other_shapes: dict[int, list[tuple]] = field(default_factory=dict)  # of its optimizers
 

@@ -1,10 +1,12 @@
-"""Does one rank compute the same? In a replay, it gets the samples of all ranks.
+"""Does one rank compute the same? In a replay, it gets the samples and the draws of all ranks.
 
-The orders in which it can get them are the modes in record.py. No run draws dropout masks.
+The orders in which it can get them are the modes in record.py. A control run is a replay, too: all
+ranks run again, and each gets its own.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,50 +15,33 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from prove import generators
+from prove.draws import Draw, DrawKey
 from prove.rank_run import RankRun, where, wrap
-from prove.record import Mode, LoaderRun, read_records, tensors_file
-from prove.watch_data import as_double, copied, has_rows, of_class, tensors_in
-from prove.watch_model import parameters_of
+from prove.record import LoaderRun, Mode, Variant, read_records, tensors_file
+from prove.samples import (
+    RecordedBatch,
+    as_double,
+    copied,
+    merged,
+    merged_by_collate,
+    owners_of_rows,
+    tensors_in,
+)
+from prove.watch_model import parameters_of, tensors_of
 
 DROPOUTS = ["dropout", "dropout1d", "dropout2d", "dropout3d"]
 DROPOUTS += ["alpha_dropout", "feature_alpha_dropout"]
-OTHER_SEED = 987654321  # no seed that a script has
 
 
-def merge(parts: list, sizes: list[int]) -> Any:
-    """One batch of all ranks' batches: sample i of each rank, then sample i + 1 of each rank."""
-    first, equal = parts[0], len(set(sizes)) == 1
-    if len(parts) == 1:
-        return first
-    if all(has_rows(part, size) for part, size in zip(parts, sizes, strict=True)):
-        return torch.stack(parts, 1).flatten(0, 1) if equal else torch.cat(parts)
-    if isinstance(first, Mapping):
-        plain = {key: merge([part[key] for part in parts], sizes) for key in first}
-        return of_class(type(first), plain)
-    if isinstance(first, list | tuple):
-        per_sample = all(len(part) == size for part, size in zip(parts, sizes, strict=True))
-        if per_sample and not all(has_rows(column, sizes[0]) for column in first):
-            rows = zip(*parts, strict=True) if equal else parts
-            return type(first)(sample for row in rows for sample in row)
-        return type(first)([merge(list(column), sizes) for column in zip(*parts, strict=True)])
-    return first
+def forced_file(folder: str, variant: str) -> Path:
+    """Draws that all runs of a variant are given: draws.Draw or draws.OneDraw by key."""
+    return Path(folder, f"forced{variant}.pt")
 
 
-def rows_of_ranks(rows: int, sizes: list[int]) -> list[Tensor]:
-    """Which rows of a merged activation came from which rank, as `merge` mixed them."""
-    ranks, rows_per_sample = len(sizes), max(1, rows // sum(sizes))
-    if len(set(sizes)) == 1:
-        owner = torch.arange(rows) // rows_per_sample % ranks
-    else:
-        rows_of_rank = torch.tensor(sizes) * rows_per_sample
-        owner = torch.repeat_interleave(torch.arange(ranks), rows_of_rank)[:rows]
-    return [torch.where(owner == rank)[0] for rank in range(ranks)]
-
-
-def normalize_by_rank(layer: Any, forward: Callable, rows: Tensor, sizes: list[int]) -> Tensor:
+def normalize_by_rank(layer: Any, forward: Callable, rows: Tensor, owners: list[Tensor]) -> Tensor:
     """BatchNorm over the rows of each rank. Its running statistics become those of rank 0."""
-    groups = [group for group in rows_of_ranks(len(rows), sizes) if len(group)]
     normalized, of_rank_0 = [], {}
+    groups = [group for group in owners if len(group)]
     for group in groups:
         normalized.append(forward(layer, rows[group]))
         if not of_rank_0:
@@ -64,6 +49,17 @@ def normalize_by_rank(layer: Any, forward: Callable, rows: Tensor, sizes: list[i
     for name, buffer in layer.named_buffers():
         buffer.data.copy_(of_rank_0[name])  # .data: autograd need not know
     return torch.cat(normalized)[torch.argsort(torch.cat(groups))]
+
+
+def without_places(draws: dict[DrawKey, Draw]) -> dict[DrawKey, Draw]:
+    """For a script that has other lines: only the order of the draws of a batch is left."""
+    numbers: dict[tuple, int] = {}
+    renamed = {}
+    for key, draw in draws.items():
+        number = numbers.get((key.batch, key.name), 0)
+        numbers[key.batch, key.name] = number + 1
+        renamed[DrawKey(key.batch, "", key.name, number)] = draw
+    return renamed
 
 
 class Keeper:
@@ -75,7 +71,6 @@ class Keeper:
     def inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         run = self.run
         if run.has_no_loader():
-            run.generators_after_fetch = generators.digests()
             if run.joined and run.record.steps < run.settings.batches:
                 kept = run.tensors.setdefault("forwards", [])
                 kept.append((copied(list(args)), copied(kwargs)))
@@ -83,26 +78,49 @@ class Keeper:
 
 
 class Feeder:
-    """In a replay: gives one rank what all ranks of the observed run got."""
+    """In a replay: gives a rank what all ranks of the observed run got, or its own part again."""
 
     def __init__(self, run: RankRun) -> None:
-        self.run, self.ranks = run, run.settings.world_size
+        self.run, self.world_size = run, run.settings.world_size
+        self.mode = run.settings.mode
         observed = read_records(run.settings.folder, Mode.OBSERVE)[0]
-        self.normalizes_by_rank = bool(observed.batchnorm) and run.settings.mode != Mode.WHOLE
+        self.normalizes_by_rank = bool(observed.batchnorm) and self.mode not in (
+            Mode.WHOLE,
+            Mode.CONTROL,
+        )
         self.kept_loader_runs = [
             loader_run for loader_run in observed.loader_runs if loader_run.kept is not None
         ]
-        self.in_sequence = run.settings.mode == Mode.SEQUENCE
+        self.in_sequence = self.mode == Mode.SEQUENCE
         self.sizes = [1]  # samples of each rank in the batch that is computed now
         self.loader_runs = self.forwards = 0  # fed so far
+        if run.settings.variant in (Variant.COIN, Variant.ONE_DRAW):
+            file = forced_file(run.settings.folder, run.settings.variant)
+            run.draws.forced = torch.load(file, weights_only=False)
 
     @cached_property
     def kept(self) -> list[dict[str, Any]]:
         """What each rank kept. A batch may be of a class of the script, which must be known by now:
         it is unpickled here, in a process that runs the script, and never by the judges."""
         folder = self.run.settings.folder
-        files = [tensors_file(folder, Mode.OBSERVE, rank) for rank in range(self.ranks)]
-        return [torch.load(file, weights_only=False) for file in files]
+        files = [tensors_file(folder, Mode.OBSERVE, rank) for rank in range(self.world_size)]
+        kept = [torch.load(file, weights_only=False) for file in files]
+        if self.mode == Mode.ORIGINAL:
+            for of_rank in kept:
+                of_rank["draws"] = without_places(of_rank["draws"])
+        return kept
+
+    @property
+    def own(self) -> int:
+        """The rank whose weights this process begins with."""
+        return self.run.record.rank if self.mode == Mode.CONTROL else 0
+
+    def groups(self) -> list[list[int]]:
+        """The ranks whose samples make one batch, in the order in which the batches are given."""
+        if self.mode == Mode.CONTROL:
+            return [[self.own]]
+        ranks = [0] if self.run.settings.rows_are_split else list(range(self.world_size))
+        return [[rank] for rank in ranks] if self.in_sequence else [ranks]
 
     def cast(self, nested: Any) -> Any:
         return as_double(nested) if self.run.settings.float64 else nested
@@ -110,8 +128,8 @@ class Feeder:
     def batches_of(self, loader: Any) -> int | None:
         for kept_run in self.kept_loader_runs:
             if kept_run.loader == loader.prove_number and torch.is_grad_enabled():
-                batches = min(kept_run.batches or kept_run.given, self.run.settings.batches)
-                return batches * (self.ranks if self.in_sequence else 1)
+                batches = min(kept_run.batches or kept_run.given, kept_run.limit)
+                return batches * (self.world_size if self.in_sequence else 1)
         return None
 
     def feed(self, loader: Any, loader_run: LoaderRun) -> Iterator | None:
@@ -120,31 +138,31 @@ class Feeder:
         self.loader_runs += 1
         if number < len(self.kept[0]["batches"]):
             record.own_batch_size = record.own_batch_size or loader.batch_size
-            return self.recorded_batches(number, loader_run)
+            return self.recorded_batches(number, loader_run, loader.collate_fn)
         if record.steps:
             self.run.model.end_epoch()
             self.run.leave()
         return None
 
-    def recorded_batches(self, number: int, loader_run: LoaderRun) -> Iterator:
+    def recorded_batches(
+        self, number: int, loader_run: LoaderRun, collate: Callable | None
+    ) -> Iterator:
         run = self.run
-        ranks = self.kept[:1] if run.settings.rows_are_split else self.kept
-        for of_ranks in zip(*(kept["batches"][number] for kept in ranks), strict=False):
-            sizes = [size for size, _ in of_ranks]
-            merged = [(sizes, merge([batch for _, batch in of_ranks], sizes))]
-            one_by_one = [([size], batch) for size, batch in of_ranks]
-            for feed_sizes, batch in one_by_one if self.in_sequence else merged:
-                self.sizes = feed_sizes
+        batches: list[list[RecordedBatch]] = [kept["batches"][number] for kept in self.kept]
+        for position in range(min(map(len, batches))):
+            for ranks in self.groups():
+                run.end_batch()
+                of_ranks = [batches[rank][position] for rank in ranks]
+                batch = self.cast(merged_by_collate(collate, of_ranks))
+                self.sizes = [recorded.size for recorded in of_ranks]
                 loader_run.given += 1
                 loader_run.sizes.append(sum(self.sizes))
-                if run.settings.mode == Mode.AGAIN:
-                    generators.seed(OTHER_SEED + loader_run.given)
-                run.current_loader_run, run.generators_after_fetch = (
-                    loader_run,
-                    generators.digests(),
-                )
+                run.current_loader_run = loader_run
                 run.model.keep_start()
-                yield self.cast(batch)
+                sources = [self.kept[rank]["draws"] for rank in ranks]
+                run.begin_batch((number, position + 1), self.sizes, sources)
+                yield batch
+        run.end_batch()
         if number > 0:  # an evaluation with gradients: its last batches are of unequal sizes
             run.in_second_epoch = True  # so the numbers that follow are not compared
 
@@ -153,29 +171,27 @@ class Feeder:
         calls = self.kept[0].get("forwards")
         if not calls:
             return args, kwargs
+        groups = self.groups()
         number = self.forwards
         self.forwards += 1
-        if number >= len(calls) * (self.ranks if self.in_sequence else 1):
+        if number >= len(calls) * len(groups):
             self.run.leave()
-        self.run.generators_after_fetch = generators.digests()
-        if self.in_sequence:
-            args, kwargs = self.kept[number % self.ranks]["forwards"][number // self.ranks]
-        else:
-            calls_of_ranks = [kept["forwards"][number] for kept in self.kept]
-            self.sizes = [len(tensors_in(list(call))[0]) for call in calls_of_ranks]
-            parts = zip(*calls_of_ranks, strict=True)
-            args, kwargs = (merge(list(part), self.sizes) for part in parts)
+        ranks = groups[number % len(groups)]
+        calls_of_ranks = [self.kept[rank]["forwards"][number // len(groups)] for rank in ranks]
+        self.sizes = [len(tensors_in(list(call))[0]) for call in calls_of_ranks]
+        args, kwargs = merged(calls_of_ranks, self.sizes)
         return self.cast(args), self.cast(kwargs)
 
-    def set_start(self, optimizers: list, wrapped: list) -> None:
-        """Give the models and optimizers the first weights of the observed run."""
+    def set_start(self, optimizers: list, modules: dict[str, torch.nn.Module]) -> None:
+        """Give all modules and optimizers the first weights of the observed run."""
+        kept = self.kept[self.own]
         with torch.no_grad():
-            for ddp, state in zip(wrapped, self.kept[0]["states"], strict=False):
-                own = ddp.module.state_dict()
-                if all(own[name].shape == state[name].shape for name in state if name in own):
-                    ddp.module.load_state_dict(state)
-            recorded = self.kept[0]["start"][: len(optimizers)]
-            for number, weights in enumerate(recorded):
+            for name, module in modules.items():
+                state = kept["states"].get(name, {})
+                for part, tensor in tensors_of(module):
+                    if part in state and state[part].shape == tensor.shape:
+                        put(tensor, state[part])
+            for number, weights in enumerate(kept["start"][: len(optimizers)]):
                 parameters = parameters_of(optimizers[number])
                 others = [
                     (parameter, [*observed.shape], [*p.shape])
@@ -188,32 +204,42 @@ class Feeder:
                     self.run.record.other_shapes[number] = others
                     continue
                 for p, observed in zip(parameters, weights, strict=True):
-                    p.copy_(observed)
+                    put(p, observed)
 
     def use_recorded_schedule(self, optimizer: Any, number: int, step: int) -> None:
         """The recorded learning rates, for this step only: the script's own ones are compared."""
-        recorded = self.kept[0]["schedule_settings"].get(number, [])
+        recorded = self.kept[self.own]["schedule_settings"].get(number, [])
         if step < len(recorded):
             for group, observed in zip(optimizer.param_groups, recorded[step], strict=False):
                 group.update(observed)
 
 
-def switch_off_dropout(run: RankRun) -> None:
-    """In both runs, because no two runs draw the same masks. The states are compared by rank."""
+def put(tensor: Tensor, value: Tensor) -> None:
+    """In place; what is divided between ranks takes its part."""
+    if hasattr(tensor, "full_tensor"):
+        from torch.distributed.tensor import distribute_tensor
+
+        value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined,assignment]
+    tensor.data.copy_(value)
+
+
+def watch_dropout(run: RankRun) -> None:
+    """Where it draws, and from which state: do all ranks drop the same? Its masks are draws."""
 
     def note() -> None:
         if run.joined:
             run.record.dropout.setdefault(where(), generators.digests()[0])
 
-    def no_dropout(
-        input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> Tensor:
-        if training and p > 0:
-            note()
-        return input
-
     for name in DROPOUTS:
-        setattr(functional, name, no_dropout)
+
+        @wrap(functional, name)
+        def dropout(
+            original: Callable, input: Tensor, p: float = 0.5,
+            training: bool = True, inplace: bool = False,
+        ) -> Tensor:  # fmt: skip
+            if training and p > 0:
+                note()
+            return original(input, p, training and run.settings.dropout, inplace)  # type: ignore[no-any-return]
 
     @wrap(functional, "scaled_dot_product_attention")
     def attention(
@@ -224,7 +250,9 @@ def switch_off_dropout(run: RankRun) -> None:
     ) -> Tensor:  # fmt: skip
         if dropout_p > 0:
             note()
-        return original(query, key, value, attn_mask, 0.0, *rest, **more)
+        if not run.settings.dropout:
+            dropout_p = 0.0
+        return original(query, key, value, attn_mask, dropout_p, *rest, **more)  # type: ignore[no-any-return]
 
 
 def watch_batchnorm(run: RankRun) -> None:
@@ -234,12 +262,20 @@ def watch_batchnorm(run: RankRun) -> None:
         if self.training and not run.replaying and torch.is_grad_enabled():
             layer, values = type(self).__name__, rows.numel() // rows.shape[1]  # of each channel
             fewest[layer] = min(fewest.get(layer, values), values)
-        if self.training and run.replaying and feeder.normalizes_by_rank and len(feeder.sizes) > 1:
-            return normalize_by_rank(self, original, rows, feeder.sizes)
-        return original(self, rows)
+        is_merged = run.replaying and feeder.normalizes_by_rank and len(feeder.sizes) > 1
+        if not (self.training and is_merged):
+            return original(self, rows)  # type: ignore[no-any-return]
+        in_blocks = run.settings.variant == Variant.BLOCKS
+        owners = owners_of_rows(len(rows), feeder.sizes, in_blocks)
+        if owners is None:
+            run.record.batchnorm_rows_unknown = True
+            return original(self, rows)  # type: ignore[no-any-return]
+        if len(rows) != sum(feeder.sizes):
+            run.record.batchnorm_rows_guessed = True
+        return normalize_by_rank(self, original, rows, owners)
 
 
 def install(run: RankRun) -> None:
     run.feeder = Feeder(run) if run.replaying else Keeper(run)
-    switch_off_dropout(run)
+    watch_dropout(run)
     watch_batchnorm(run)

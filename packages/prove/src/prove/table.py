@@ -5,13 +5,14 @@ these at the end, by the templates in reasons.py.
 """
 
 import os
+import string
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prove.reasons import Reason
+from prove.reasons import Reason, See
 
 RIGHT, WRONG, WARNING, NOT_SEEN = "right", "WRONG", "warning", "not seen"
 ORDER = (WRONG, WARNING, RIGHT, NOT_SEEN)
@@ -19,6 +20,27 @@ WIDTH, INDENT = 100, " " * 10
 MOST_NAMES = 3  # of parameters or places in one row
 
 PAGE = Path(__file__).resolve().with_name("cures.md")  # an installation brings it along
+
+
+class Wording(string.Formatter):
+    """Lists are cut after some names; {apart:percent} and {n:count batch} have words of their own."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if isinstance(value, list | tuple) and not format_spec:
+            return listed([str(part) for part in value])
+        if format_spec == "percent":
+            return percent(value)
+        if format_spec.startswith("count "):
+            return count(value, format_spec.removeprefix("count "))
+        return str(super().format_field(value, format_spec))
+
+
+def worded(template: str, facts: Mapping[str, Any]) -> str:
+    return Wording().vformat(template, (), facts)
+
+
+def percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 else f"{share:.0e}"
 
 
 @dataclass(frozen=True)
@@ -32,11 +54,11 @@ class ReportRow:
 
     @property
     def evidence(self) -> str:
-        return self.reason.value.evidence.format(**self.facts)
+        return worded(self.reason.value.evidence, self.facts)
 
     @property
     def cure(self) -> str:
-        return self.reason.value.cure.format(**self.facts)
+        return worded(self.reason.value.cure, self.facts)
 
     @property
     def link(self) -> str:
@@ -58,20 +80,27 @@ def listed(names: list[str], separator: str = ", ") -> str:
     return text + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
 
 
-def right(check: str, reason: Reason, **facts: Any) -> ReportRow:
-    return ReportRow(RIGHT, check, reason, facts)
+def made(verdict: str, check: str, reason: Any, old: Any, facts: Any) -> ReportRow:
+    if isinstance(reason, str):
+        cure, link = (*old, "", "")[:2]
+        return ReportRow(verdict, check, Reason.OTHER, {"text": reason, "cure": cure, "link": link})
+    return ReportRow(verdict, check, reason, facts)
 
 
-def wrong(check: str, reason: Reason, **facts: Any) -> ReportRow:
-    return ReportRow(WRONG, check, reason, facts)
+def right(check: str, reason: Any, *old: Any, **facts: Any) -> ReportRow:
+    return made(RIGHT, check, reason, old, facts)
 
 
-def warning(check: str, reason: Reason, **facts: Any) -> ReportRow:
-    return ReportRow(WARNING, check, reason, facts)
+def wrong(check: str, reason: Any, *old: Any, **facts: Any) -> ReportRow:
+    return made(WRONG, check, reason, old, facts)
 
 
-def not_seen(check: str, reason: Reason, **facts: Any) -> ReportRow:
-    return ReportRow(NOT_SEEN, check, reason, facts)
+def warning(check: str, reason: Any, *old: Any, **facts: Any) -> ReportRow:
+    return made(WARNING, check, reason, old, facts)
+
+
+def not_seen(check: str, reason: Any, *old: Any, **facts: Any) -> ReportRow:
+    return made(NOT_SEEN, check, reason, old, facts)
 
 
 def table(rows: list[ReportRow]) -> str:

@@ -3,8 +3,7 @@
 Each epoch is cut to a few batches, and the run ends when the third one begins.
 """
 
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,82 +12,21 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 
 from prove import generators
 from prove.rank_run import RankRun, save_tensors, where, wrap
-from prove.record import LoaderRun
+from prove.record import EVALUATION, LoaderRun
+from prove.samples import (
+    Collated,
+    RecordedBatch,
+    RecordingCollate,
+    as_double,
+    batch_size_of,
+    checksum,
+    checksums_of_rows,
+    freeze,
+)
 
 MOST_INDICES = 2_000_000  # more are not listed: a sampler may have no end
 MOST_SIZES = 64  # of batches
-EVALUATION = 4  # an evaluation gets so many times the batches of a training epoch
-
-
-def tensors_in(nested: Any) -> list[Tensor]:
-    if isinstance(nested, Tensor):
-        return [nested]
-    if isinstance(nested, Mapping):
-        nested = list(nested.values())
-    parts = nested if isinstance(nested, list | tuple) else ()
-    return [tensor for part in parts for tensor in tensors_in(part)]
-
-
-def of_class(kind: type, plain: dict) -> Any:
-    """A class of a library's own, as transformers' BatchEncoding, if it can be made from a dict."""
-    try:
-        return kind(plain)
-    except TypeError:
-        return plain
-
-
-def mapped(function: Callable[[Tensor], Tensor], nested: Any) -> Any:
-    """The same lists, tuples and mappings, with a function applied to each tensor.
-
-    torch's tree_map would take a mapping of a class of its own for a leaf.
-    """
-    if isinstance(nested, Tensor):
-        return function(nested)
-    if isinstance(nested, Mapping):
-        plain = {key: mapped(function, value) for key, value in nested.items()}
-        return of_class(type(nested), plain)
-    if isinstance(nested, tuple) and hasattr(nested, "_fields"):
-        return type(nested)(*(mapped(function, value) for value in nested))
-    if type(nested) in (list, tuple):
-        return type(nested)(mapped(function, part) for part in nested)
-    return nested
-
-
-def as_double(nested: Any) -> Any:
-    return mapped(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, nested)
-
-
-def copied(nested: Any) -> Any:
-    return mapped(lambda tensor: tensor.detach().cpu().clone(), nested)
-
-
-def checksum(tensor: Tensor) -> int:
-    values = tensor.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(generators.bytes_of(values)) if values.numel() else 0
-
-
-def has_rows(value: Any, rows: int) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == rows
-
-
-def is_list_of_samples(batch: Any) -> bool:
-    """As collate_fn=list makes it."""
-    return isinstance(batch, list | tuple) and not any(isinstance(part, Tensor) for part in batch)
-
-
-def batch_size_of(batch: Any) -> int:
-    if is_list_of_samples(batch):
-        return len(batch)
-    return next((len(tensor) for tensor in tensors_in(batch) if tensor.ndim), 1)
-
-
-def checksums(batch: Any) -> list[int]:
-    """A number for the content of each sample."""
-    if is_list_of_samples(batch):
-        return [checksum(tensors_in(sample)[0]) for sample in batch if tensors_in(sample)]
-    columns = [tensor for tensor in tensors_in(batch) if has_rows(tensor, batch_size_of(batch))]
-    wide = [column for column in columns if column[0].numel() > 1] or columns
-    return [checksum(row) for row in wide[0]] if wide else []
+MOST_MICRO_BATCHES = 32  # for each of --batches, where several make one step
 
 
 def fingerprint(dataset: Any) -> list[list[int]]:
@@ -97,9 +35,17 @@ def fingerprint(dataset: Any) -> list[list[int]]:
     try:
         with generators.seeded(0):
             places = (0, len(dataset) // 2, len(dataset) - 1)
-            return [[checksum(part) for part in tensors_in(read([i]))[:2]] for i in places]
+            return [checksums_of_fields(read([i])) for i in places]
     except Exception:  # a data set that cannot answer, a stream for example
         return []
+
+
+def checksums_of_fields(sample: Any) -> list[int]:
+    """Of each field of a sample: which of them differs between the ranks?"""
+    if isinstance(sample, dict):
+        sample = list(sample.values())
+    fields = sample if isinstance(sample, list | tuple) else [sample]
+    return [checksum(part) for part in fields]
 
 
 def without_subsets(dataset: Any) -> tuple[Any, Tensor | None]:
@@ -147,7 +93,7 @@ class ListedSampler:
         _, may_draw = without_subsets(self.loader.dataset)
         indices = drawn if may_draw is None else may_draw[drawn]
         settings, rank = self.run.settings, self.run.record.rank
-        file = f"{settings.folder}/{settings.mode}.{rank}.pass{loader_run.number}.pt"
+        file = f"{settings.folder}/{settings.name}.{rank}.pass{loader_run.number}.pt"
         save_tensors({"indices": indices, "may_draw": may_draw}, file)
         loader_run.samples_file = file  # now that it is whole
 
@@ -201,12 +147,27 @@ def begin_loader_run(loader: Any, run: RankRun) -> LoaderRun:
     return loader_run
 
 
-def watch_fetches(run: RankRun, iterator: Iterator, loader_run: LoaderRun, most: int) -> Iterator:
+def is_enough(run: RankRun, loader_run: LoaderRun) -> bool:
+    """Has the script had its batches of this pass? Where several make one step, it gets more."""
+    given, batches = loader_run.given, run.settings.batches
+    if run.replaying or not loader_run.with_gradients:
+        return given >= most_batches(run, loader_run.with_gradients)
+    if given < batches:
+        return False
+    if given == batches:
+        loader_run.accumulates = loader_run.backwards > 0 and loader_run.steps <= batches // 2
+    if not loader_run.accumulates:
+        return True
+    return loader_run.steps >= batches or given >= MOST_MICRO_BATCHES * batches
+
+
+def watch_fetches(run: RankRun, iterator: Iterator, loader_run: LoaderRun) -> Iterator:
     """The batches of one pass, until there are enough."""
     size = 0
     while True:
+        run.end_batch()
         loader_run.backwards = run.model.backwards - loader_run.backwards_before
-        if loader_run.given >= most:
+        if is_enough(run, loader_run):
             return
         before = generators.digests()
         try:
@@ -218,24 +179,33 @@ def watch_fetches(run: RankRun, iterator: Iterator, loader_run: LoaderRun, most:
         if loader_run.given:  # not at the first batch, where a sampler draws its seed
             changes = [old != new for old, new in zip(before, after, strict=True)]
             loader_run.drew = [a or b for a, b in zip(loader_run.drew, changes, strict=True)]
-        full_size = loader_run.batch_size or 1
-        last_but_one, size = size, batch_size_of(batch)
-        if last_but_one % full_size or (
-            size > full_size and size % full_size
-        ):  # only the last may be smaller
-            run.record.samples_elsewhere = True
+        if not isinstance(batch, Collated):
+            batch = Collated(batch, None, checksums_of_rows(batch), [])
+        size = len(batch.checksums) if batch.file else batch_size_of(batch.batch)
         if loader_run.batches is None:
             loader_run.sizes.append(size)
         loader_run.given += 1
         if len(loader_run.contents) < run.settings.batches:
-            loader_run.contents.append(checksums(batch))
+            loader_run.contents.append(batch.checksums)
+            loader_run.inputs.append(batch.inputs or batch.checksums)
+        run.current_loader_run = loader_run
         if loader_run.kept is not None:
-            run.tensors["batches"][loader_run.kept].append((size, copied(batch)))
+            keep_batch(run, loader_run, size, batch)
         run.note_event()
-        run.current_loader_run, run.generators_after_fetch = loader_run, after
         if loader_run.with_gradients:
             run.model.keep_start()
-        yield as_double(batch) if run.settings.float64 else batch
+            number = -1 if loader_run.kept is None else loader_run.kept
+            run.begin_batch((number, loader_run.given), [size], [])
+        yield as_double(batch.batch) if run.settings.float64 else batch.batch
+
+
+def keep_batch(run: RankRun, loader_run: LoaderRun, size: int, batch: Collated) -> None:
+    try:
+        frozen = freeze(batch.batch)
+    except Exception as error:  # whatever a class of the script's raises when it is pickled
+        run.record.not_kept = f"a batch of {loader_run.at} cannot be pickled: {error}"[:200]
+        return
+    run.tensors["batches"][loader_run.kept].append(RecordedBatch(size, batch.file, frozen))
 
 
 def most_batches(run: RankRun, training: bool) -> int:
@@ -261,12 +231,13 @@ def watch_loaders(run: RankRun) -> None:
     )
 
 
-def watch_passes(run: RankRun) -> None:
+def watch_iterations(run: RankRun) -> None:
     @wrap(DataLoader, "__iter__")
     def iterate(original: Callable, self: Any) -> Any:
         training, loader_runs = torch.is_grad_enabled(), run.record.loader_runs
         trained = (loader_run.dataset for loader_run in loader_runs if loader_run.steps > 0)
         epochs = sum(dataset == id(self.dataset) for dataset in trained)
+        run.end_batch()
         if training and epochs:
             run.in_second_epoch = True
             if not run.replaying:
@@ -274,20 +245,34 @@ def watch_passes(run: RankRun) -> None:
                 if epochs >= 2 and run.joined:
                     run.leave()
         loader_run = begin_loader_run(self, run)
+        object.__setattr__(self, "prove_has_begun", training)
         if run.replaying and training and (fed := run.feeder.feed(self, loader_run)) is not None:
             return fed
         object.__setattr__(self, "prove_loader_run", loader_run)
-        iterator = original(self)
+        iterator = recording_iterator(self, original, run.settings.folder)
         loader_run.base_seed = getattr(iterator, "_base_seed", None)
         if training and not run.replaying and not run.in_second_epoch:
             loader_run.kept = len(run.tensors["batches"])
             run.tensors["batches"].append([])
-        return watch_fetches(run, iterator, loader_run, most_batches(run, training))
+        return watch_fetches(run, iterator, loader_run)
+
+
+def recording_iterator(loader: Any, iterate: Callable, folder: str) -> Iterator:
+    """The loader's own iterator, whose workers write down each sample before they collate it."""
+    own = loader.collate_fn
+    if loader.batch_sampler is not None and not isinstance(own, RecordingCollate):
+        loader.collate_fn = RecordingCollate(own, folder)
+    try:
+        return iterate(loader)  # type: ignore[no-any-return]  # it takes the function and starts the workers
+    finally:
+        loader.collate_fn = own
 
 
 def watch_lengths(run: RankRun) -> None:
     @wrap(DataLoader, "__len__")
     def length(original: Callable, self: Any) -> int:
+        if not getattr(self, "prove_has_begun", False):
+            return int(original(self))  # a schedule is made from it
         if run.replaying and (batches := run.feeder.batches_of(self)) is not None:
             return int(batches)
         return min(original(self), most_batches(run, torch.is_grad_enabled()))
@@ -295,5 +280,5 @@ def watch_lengths(run: RankRun) -> None:
 
 def install(run: RankRun) -> None:
     watch_loaders(run)
-    watch_passes(run)
+    watch_iterations(run)
     watch_lengths(run)

@@ -4,7 +4,9 @@ A tensor is written down as two numbers, `project`: its product with a fixed vec
 The first is linear, so the mean over ranks can be checked without sending a gradient anywhere.
 """
 
-from collections.abc import Callable
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,10 +21,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from prove import generators
-from prove.rank_run import RankRun, where, wrap
+from prove.rank_run import RankRun, where, wrap, wrap_everywhere
 from prove.record import Backward, DDPRecord, ModelCall, OptimizerRecord, OptimizerStep, Projection
-from prove.watch_data import batch_size_of, checksum, copied, tensors_in
+from prove.samples import batch_size_of, checksum, copied, tensors_in
+from prove.writes import HandMadeSteps
 
 MOST_STEPS = 24  # of each optimizer are written down
 MOST_CALLS = 64
@@ -35,21 +37,28 @@ def direction(size: int, device: torch.device) -> Tensor:
     return torch.cos(torch.arange(size, dtype=torch.float64, device=device) * 1.7 + 0.3)
 
 
-def own_part(tensor: Tensor) -> Any:
-    """What this rank holds of a tensor that is divided."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+def whole(tensor: Any) -> Any:
+    """All of a tensor that is divided between the ranks: each must ask for it."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def has_sharded_parameters(module: nn.Module) -> bool:
-    """By FSDP or tensor parallelism."""
+def whole_copies(tensors: list) -> list:
+    return [None if tensor is None else copied(whole(tensor.detach())) for tensor in tensors]
+
+
+def is_divided(module: nn.Module) -> bool:
+    """By tensor parallelism, or by the older FSDP. What fully_shard divides can be put together."""
     classes = {base.__name__ for part in module.modules() for base in type(part).__mro__}
-    by_fsdp = not classes.isdisjoint(("FSDPModule", "FullyShardedDataParallel"))
-    return by_fsdp or any(hasattr(p, "to_local") for p in module.parameters())
+    divided = [p for p in module.parameters() if hasattr(p, "full_tensor")]
+    if "FullyShardedDataParallel" in classes:
+        return True
+    is_plain = all(p.device_mesh.ndim == 1 for p in divided)  # type: ignore[attr-defined]
+    return bool(divided) and not ("FSDPModule" in classes and is_plain)
 
 
 def project(tensor: Tensor) -> Projection:
     """A linear function of a tensor, and its norm."""
-    tensor = own_part(tensor.detach())
+    tensor = whole(tensor.detach())
     flat = (tensor.to_dense() if tensor.is_sparse else tensor).reshape(-1).double()
     return float(flat @ direction(len(flat), flat.device)), float(flat.norm())
 
@@ -71,7 +80,7 @@ def rates_of(optimizer: Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
-def schedule_settings(optimizer: Optimizer) -> list[dict]:
+def schedule_settings(optimizer: Any) -> list[dict]:
     """What a scheduler may change: learning rates, and with OneCycleLR or CyclicLR, momentum."""
     names = ("lr", "momentum", "betas")
     groups = optimizer.param_groups
@@ -98,7 +107,10 @@ class ModelWatcher:
 
     def __init__(self, run: RankRun) -> None:
         self.run = run
-        self.optimizers: list[Optimizer] = []
+        self.optimizers: list[Any] = []  # of torch, and the one that stands in for steps by hand
+        self.by_hand = HandMadeSteps()
+        self.weights_by_hand: list[Tensor] = []  # before the first of these steps
+        self.modules: list[weakref.ref] = []  # all that the script has made, in this order
         self.wrapped: list[DistributedDataParallel] = []
         self.roots: list[nn.Module] = []  # modules that the script calls in training
         self.local: dict[int, LocalGradient] = {}  # by the id of a parameter
@@ -108,10 +120,14 @@ class ModelWatcher:
             int, list[list[dict]]
         ] = {}  # of each optimizer, before each step
         self.depth = 0  # of nested calls of step()
+        self.changes = False  # the script is changing parameters itself
+        self.weights_at_batch: list[Projection] = []
         self.backwards = 0
 
     def watch(self, p: Tensor) -> None:
         if id(p) in self.watched or not p.requires_grad or not p.is_leaf:
+            return
+        if hasattr(p, "full_tensor"):  # its gradient arrives by no hook
             return
         self.watched[id(p)], self.local[id(p)] = p, LocalGradient()
 
@@ -125,29 +141,97 @@ class ModelWatcher:
     def keep_start(self) -> None:
         """At the first batch or forward: keep the weights of the start, or set them."""
         run = self.run
-        if not self.optimizers or "start" in run.tensors or not (run.joined or run.replaying):
+        has_model = self.optimizers or self.wrapped or self.roots
+        if not has_model or "start" in run.tensors or not (run.joined or run.replaying):
             return
+        optimizers = [optimizer for optimizer in self.optimizers if optimizer is not self.by_hand]
         if run.replaying:
-            run.feeder.set_start(self.optimizers, self.wrapped)
-        run.tensors["start"] = [copied(parameters_of(optimizer)) for optimizer in self.optimizers]
-        run.tensors["states"] = [copied(dict(ddp.module.state_dict())) for ddp in self.wrapped]
+            run.feeder.set_start(optimizers, self.root_modules())
+        run.tensors["start"] = [whole_copies(parameters_of(optimizer)) for optimizer in optimizers]
+        run.tensors["states"] = {
+            name: {part: copied(whole(tensor.detach())) for part, tensor in tensors_of(module)}
+            for name, module in self.root_modules().items()
+        }
 
-    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def root_modules(self) -> dict[str, nn.Module]:
+        """All modules that are no part of another, whatever wraps them, by class and number."""
+        alive = [module for reference in self.modules if (module := reference()) is not None]
+        plain = [module for module in alive if not isinstance(module, DistributedDataParallel)]
+        parts = {id(part) for module in plain for part in module.children()}
+        numbers: Counter = Counter()
+        roots = {}
+        for module in plain:
+            if id(module) in parts or next(tensors_of(module), None) is None:
+                continue
+            name = type(module).__name__
+            roots[f"{name} {numbers[name]}"] = module
+            numbers[name] += 1
+        return roots
+
+    def begin_batch(self) -> None:
+        if self.by_hand.addresses:
+            self.weights_at_batch = [project(p) for p in parameters_of(self.by_hand)]
+
+    def end_batch(self) -> None:
+        """A step that the script makes by hand has its end."""
+        if not self.changes and self.by_hand.addresses and self.by_hand.exchanged():
+            self.parameters_change()
+            self.run.record.optimizers[-1].steps[-1].weights_before = self.weights_at_batch
+        if self.changes:
+            self.changes = False
+            self.depth = 1
+            self.after_step(self.by_hand, (), {})
+
+    def parameters_change(self) -> None:
+        """The script itself writes to a parameter; in the first such moment a step begins."""
+        if self.depth or self.changes:
+            return
+        active, self.run.draws.active = self.run.draws.active, False
+        if self.by_hand not in self.optimizers:
+            self.optimizers.append(self.by_hand)
+            self.run.record.optimizers.append(OptimizerRecord(where(), False, is_by_hand=True))
+            self.weights_by_hand = whole_copies(parameters_of(self.by_hand))
+        self.before_step(self.by_hand, (), {})
+        self.depth, self.changes = 0, True
+        self.run.draws.active = active
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """If there is a closure, the gradients are there when it was called for the first time."""
         self.depth += 1
         if self.depth > 1 or optimizer not in self.optimizers:
-            return
+            return None
+        closure = next(
+            (each for each in (*args[1:], kwargs.get("closure")) if callable(each)), None
+        )
+        if closure is None:
+            self.write_step(optimizer)
+            return None
+        is_first = True
+
+        def watched_closure() -> Any:
+            nonlocal is_first
+            loss = closure()
+            if is_first:
+                is_first = False
+                self.write_step(optimizer)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], watched_closure, *args[2:]), kwargs
+        return args, kwargs | {"closure": watched_closure}
+
+    def write_step(self, optimizer: Any) -> None:
         run, number = self.run, self.optimizers.index(optimizer)
-        now = generators.digests()
-        run.record.steps_with_random_numbers += now != (run.generators_after_fetch or now)
+        active, run.draws.active = run.draws.active, False
         steps = run.record.optimizers[number].steps
         if len(steps) < MOST_STEPS:
             steps.append(self.step_of(optimizer))
             self.schedule_settings.setdefault(number, []).append(schedule_settings(optimizer))
             if len(steps) == 1:
-                gradients = [p.grad for p in parameters_of(optimizer)]
-                run.gradients[number] = copied(gradients)
+                run.gradients[number] = whole_copies([p.grad for p in parameters_of(optimizer)])
         if run.replaying:
             run.feeder.use_recorded_schedule(optimizer, number, len(steps) - 1)
+        run.draws.active = active
 
     def step_of(self, optimizer: Optimizer) -> OptimizerStep:
         parameters, loader_run = parameters_of(optimizer), self.run.current_loader_run
@@ -164,7 +248,7 @@ class ModelWatcher:
             gradients=[None if gradient is None else project(gradient) for gradient in gradients],
             local_gradients=[own.total if own.arrivals else None for own in local],
             has_old_gradient=any(
-                gradient is not None and own.arrivals and not own.was_zero and gradient.any()
+                gradient is not None and own.arrivals and not own.was_zero and bool(gradient.any())
                 for gradient, own in zip(gradients, local, strict=True)
             ),
         )
@@ -174,22 +258,35 @@ class ModelWatcher:
         if self.depth or optimizer not in self.optimizers:
             return
         run, number = self.run, self.optimizers.index(optimizer)
-        step = run.record.optimizers[number].steps[-1]
-        if not step.weights_after:
+        active, run.draws.active = run.draws.active, False
+        own_record = run.record.optimizers[number]
+        step = own_record.steps[-1] if own_record.steps else None
+        if step is not None and not step.weights_after:
             step.weights_after = [project(p) for p in parameters_of(optimizer)]
             if run.replaying:
                 own_schedule = self.schedule_settings[number][-1]
                 for group, settings in zip(optimizer.param_groups, own_schedule, strict=True):
                     group.update(settings)
+            if len(own_record.steps) == 1 and not any(step.gradients):
+                self.compare_changes(number, own_record)
         run.record.steps += 1
         run.note_event()
         if run.current_loader_run:
             run.current_loader_run.steps += 1
         for p in parameters_of(optimizer):
             self.local[id(p)] = LocalGradient()
+        run.draws.active = active
         enough = run.record.steps >= STEPS_PER_BATCH * run.settings.batches and not run.replaying
         if enough and run.joined and run.has_no_loader():
             run.leave()
+
+    def compare_changes(self, number: int, own_record: OptimizerRecord) -> None:
+        """No gradient is kept in p.grad (autograd.grad): what the step changed stands for it."""
+        if own_record.is_by_hand:
+            after = whole_copies(parameters_of(self.by_hand))
+            pairs = zip(after, self.weights_by_hand, strict=True)
+            self.run.gradients[number] = [new - old for new, old in pairs]
+            own_record.compares_changes = True
 
     def end_epoch(self) -> None:
         """Which learning rate does each rank have now?"""
@@ -234,8 +331,9 @@ class ModelWatcher:
             return
         if not any(module is root for root in self.roots):
             self.roots.append(module)
-            if has_sharded_parameters(module):
+            if is_divided(module):
                 run.note("the model is divided")
+            self.hold_by_hand(module)
         self.keep_start()
         if ddp and isinstance(module, DistributedDataParallel):
             ddp.forwards += 1
@@ -247,6 +345,19 @@ class ModelWatcher:
             batch = (loader_run.number, loader_run.given) if loader_run else (0, 0)
             rows, size = batch_size_of(inputs[0]), run.current_batch_size()
             run.record.model_calls.append(ModelCall(checksum(tensors[0]), rows, batch, size))
+
+    def hold_by_hand(self, module: nn.Module) -> None:
+        """Parameters that no optimizer holds: does the script itself change them?"""
+        held = {id(p) for optimizer in self.optimizers for p in parameters_of(optimizer)}
+        for p in module.parameters():
+            if p.requires_grad and p.is_leaf and id(p) not in held and type(p) is nn.Parameter:
+                self.by_hand.hold(p)
+
+
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, by names without those of wrappers."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        yield without_wrappers(name), tensor
 
 
 def watch_optimizers(run: RankRun, model: ModelWatcher) -> None:
@@ -285,7 +396,9 @@ def watch_ddp(run: RankRun, model: ModelWatcher) -> None:
     def forward(original: Callable, self: Any, *inputs: Any, **kwargs: Any) -> Any:
         model.keep_start()
         if self.module.training and torch.is_grad_enabled():
+            active, run.draws.active = run.draws.active, False
             inputs, kwargs = run.feeder.inputs(inputs, kwargs)
+            run.draws.active = active
             run.record.uses_autocast |= any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
         result = original(self, *inputs, **kwargs)
         is_loss = [tensor.requires_grad and tensor.ndim == 0 for tensor in tensors_in([result])]
@@ -298,10 +411,14 @@ def watch_modules(run: RankRun, model: ModelWatcher) -> None:
 
     def entered(module: nn.Module, inputs: tuple) -> None:
         run.note_event()
-        if isinstance(module, nn.RNNBase):
+        if isinstance(module, nn.RNNBase) and not run.settings.dropout:
             module.dropout = 0.0
         if not inside and (run.joined or run.replaying):
+            active, run.draws.active = run.draws.active, False
+            if run.settings.float64:
+                make_double(module)
             model.note_call(module, inputs)
+            run.draws.active = active
         inside.append(module)
 
     def left(module: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -310,6 +427,36 @@ def watch_modules(run: RankRun, model: ModelWatcher) -> None:
 
     register_module_forward_pre_hook(entered)
     register_module_forward_hook(left, always_call=True)
+
+    def remember(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if not any(reference() is self for reference in model.modules[-1:]):
+            model.modules.append(weakref.ref(self))
+
+    wrap(nn.Module, "__init__")(remember)
+    wrap(nn.Module, "__setstate__")(remember)  # of a copy
+
+
+def make_double(module: nn.Module) -> None:
+    """A model that came from a file, in float32; before DDP, the script may not have wrapped it."""
+    tensors = [*module.parameters(), *module.buffers()]
+    if any(hasattr(tensor, "full_tensor") for tensor in tensors):
+        return
+    if any(tensor.is_floating_point() and tensor.dtype != torch.float64 for tensor in tensors):
+        module.double()
+
+
+def watch_sharding(run: RankRun) -> None:
+    """fully_shard divides float64 parameters, and nothing makes them smaller."""
+    import torch.distributed.fsdp as fsdp
+
+    @wrap_everywhere(fsdp, "fully_shard")
+    def shard(original: Callable, module: Any, *args: Any, **kwargs: Any) -> Any:
+        if run.settings.float64:
+            for part in module if isinstance(module, list | tuple) else [module]:
+                make_double(part)
+            kwargs.pop("mp_policy", None)
+        return original(module, *args, **kwargs)
 
 
 def watch_scaling(run: RankRun) -> None:
@@ -380,5 +527,6 @@ def install(run: RankRun) -> None:
     watch_optimizers(run, model)
     watch_ddp(run, model)
     watch_modules(run, model)
+    watch_sharding(run)
     watch_scaling(run)
     watch_backward(run, model)

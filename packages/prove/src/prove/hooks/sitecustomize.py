@@ -22,9 +22,9 @@ class AfterTorch:
             load(module)
             sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
             try:
-                from prove import rank_run
+                from prove import observe
 
-                rank_run.install()
+                observe.install()
             finally:
                 sys.path.pop(0)
 

@@ -13,9 +13,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
-from prove.__main__ import parse_args, prove
+from prove import NotJudgedError
+from prove.__main__ import parse_args
 from prove.launch import preload
 from prove.planted.mistakes import HARMLESS, MISTAKES
+from prove.prover import prove
 from prove.table import RIGHT, WRONG, ReportRow
 
 HERE = Path(__file__).parent
@@ -70,7 +72,9 @@ def rows_of_script(source: str, ranks: int, original: str) -> tuple[list[ReportR
             options.append("--original=torchrun --nproc-per-node=1 single.py")
         command = f"torchrun --standalone --nproc-per-node={ranks} train.py"
         try:
-            return prove(parse_args([*options, *command.split()]), lambda text: None)
+            return prove(parse_args([*options, *command.split()]), lambda text: None), ""
+        except NotJudgedError as error:
+            return [], str(error)
         finally:
             os.chdir(home)
 

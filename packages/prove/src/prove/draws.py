@@ -1,0 +1,417 @@
+"""Random numbers are data: what a step draws on each rank is recorded, and one rank gets it again.
+
+A draw has a key: the batch, its place in the script, the name of the function, and how often this
+was called there before. In a replay, the same call of one rank is answered with what the ranks have
+drawn: sample by sample where the request has a row for each, and as it is where all ranks have
+drawn the same. torch's draws are seen by `writes.Dispatch`; numpy's and random's are wrapped here.
+"""
+
+import os
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from prove import generators
+from prove.rank_run import RankRun, where, wrap
+from prove.record import Mode
+from prove.samples import CannotMergeError, are_equal, interleaved, order_of_rows
+
+MOST_BYTES = 2_000_000_000  # of one rank's draws
+UNTAGGED = {"random_", "random", "binomial", "_sample_dirichlet", "feature_dropout"}
+# Kernels that draw inside, or draw what no call returns.
+OPAQUE = ("_scaled_dot_product", "_cudnn_rnn", "rrelu", "fused_moving", "_fused_dropout")
+# These may draw places in the batch: sample i of a rank is at another place in the merged batch.
+OF_PLACES = ("randperm", "randint", "random", "numpy.permutation", "numpy.randint")
+OF_PLACES += ("numpy.integers", "numpy.choice")
+OF_NUMPY = (
+    "random random_sample rand randn uniform normal standard_normal beta gamma integers randint "
+    "choice permutation binomial exponential poisson dirichlet laplace"
+).split()
+
+
+class DrawKey(NamedTuple):
+    batch: tuple[int, int]  # the loader run and the number of the batch
+    at: str
+    name: str
+    number: int  # of this call, at this place and in this batch
+
+
+class Draw(NamedTuple):
+    value: Any
+    arguments: list  # the numbers with which it was called
+
+
+class OneDraw(NamedTuple):
+    """All samples of a batch get one and the same draw, so that their order cannot matter."""
+
+    dim: int  # of the samples
+    row: Tensor
+
+
+class Finding:
+    """What a replay found out about a draw, by place."""
+
+    BY_SAMPLE = "one for each sample"
+    COMMON = "the same on all ranks"
+    COIN = "each rank decides for its whole batch"
+    SAME_NOISE = "all ranks draw the same numbers for their samples"
+    NOT_MATCHED = "one rank draws otherwise"
+    ESCAPED = "drawn by something that cannot be watched"
+    OPAQUE = "drawn inside a kernel"
+    TOO_MANY = "too many to keep"
+    UNSURE = (NOT_MATCHED, ESCAPED, OPAQUE, TOO_MANY)
+
+
+def is_draw(function: Any) -> bool:
+    """Does this operation of torch draw random numbers?"""
+    tagged = torch.Tag.nondeterministic_seeded in function.tags
+    return tagged or function.overloadpacket.__name__ in UNTAGGED
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+class Draws:
+    """What this rank draws between the arrival of a batch and the request for the next one."""
+
+    def __init__(self, run: RankRun) -> None:
+        self.run, self.active, self.process = run, False, os.getpid()
+        self.batch = (0, 0)
+        self.sizes = [1]  # samples of each rank in this batch
+        self.sources: list[dict[DrawKey, Draw]] = []  # of the ranks whose samples are in this batch
+        self.recorded: dict[DrawKey, Draw] = {}
+        self.rows: dict[DrawKey, OneDraw] = {}  # of the draws that had a row for each sample
+        self.forced: dict[DrawKey, Draw | OneDraw] = {}
+        self.bytes_recorded = 0
+        self.calls: Counter = Counter()
+        self.loops: set[tuple[str, str]] = set()
+        self.states: list[int] = []  # of the generators, after the last draw that was seen
+
+    def find(self, kind: str, at: str) -> None:
+        places = self.run.record.draws.setdefault(kind, [])
+        if at not in places:
+            places.append(at)
+
+    def begin_batch(self, batch: tuple[int, int], sizes: list[int], sources: list[dict]) -> None:
+        self.batch, self.sizes, self.sources = batch, sizes, sources
+        self.calls.clear()
+        self.note_states()
+        self.active = not self.run.written and os.getpid() == self.process
+
+    def end_batch(self) -> None:
+        if self.active:
+            self.check_states()
+        self.active = False
+        for name, at in self.loops:
+            if self.calls[name, at] != sum(self.sizes):
+                self.find(Finding.NOT_MATCHED, at)
+        self.loops.clear()
+
+    def note_states(self) -> None:
+        self.states = generators.digests()
+
+    def check_states(self) -> list[int]:
+        """Has anything drawn since the last draw that we saw?"""
+        states = generators.digests()
+        if self.active and self.states and states != self.states:
+            self.find(Finding.ESCAPED, f"before {where()}")
+        return states
+
+    def key(self, name: str) -> DrawKey:
+        """The script for one GPU (--original) has other lines, so there only the order counts."""
+        at = "" if self.run.settings.mode == Mode.ORIGINAL else where()
+        self.calls[name, at] += 1
+        return DrawKey(self.batch, at, name, self.calls[name, at] - 1)
+
+    def of_operation(self, function: Any, args: tuple, kwargs: dict) -> Any:
+        """An operation of torch that may draw: it does so, and a replay overwrites the result."""
+        before = self.check_states()
+        result = function(*args, **kwargs)
+        self.note_states()
+        if before == self.states and kwargs.get("generator") is None:
+            return result  # attention without dropout has the tag, too, and draws nothing
+        name = function.overloadpacket.__name__.rstrip("_")
+        if any(part in name for part in OPAQUE):
+            self.find(Finding.OPAQUE, f"{name} at {where()}")
+            return result
+        is_fused = name == "native_dropout"  # its first result also depends on its input
+        drawn = result[1] if is_fused else result
+        if not isinstance(drawn, Tensor):
+            self.find(Finding.OPAQUE, f"{name} at {where()}")
+            return result
+        arguments = [argument for argument in (*args, *kwargs.values()) if is_number(argument)]
+        answer = self.answer(self.key(name), drawn.detach().clone(), arguments)
+        if answer is not None:
+            drawn.copy_(answer)
+            if is_fused:
+                result[0].copy_(args[0] * drawn / (1 - args[1]))
+        return result
+
+    def of_value(self, name: str, args: tuple, value: Any) -> Any:
+        """A number or an array that numpy or random has drawn."""
+        arguments = [argument for argument in args if is_number(argument)]
+        try:
+            drawn = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError):
+            drawn = value
+        answer = self.answer(self.key(name), drawn, arguments)
+        if answer is None:
+            return value
+        if not isinstance(answer, Tensor):
+            return answer
+        if hasattr(value, "astype") and hasattr(value, "shape"):
+            return answer.numpy().astype(value.dtype).reshape(answer.shape)[()]
+        return type(value)(answer.item())
+
+    def keep(self, key: DrawKey, draw: Draw) -> None:
+        value = draw.value
+        if isinstance(value, Tensor):
+            is_mask = value.is_floating_point() and bool(((value == 0) | (value == 1)).all())
+            value = value.bool() if is_mask else value.cpu()
+            self.bytes_recorded += value.nbytes
+        if self.bytes_recorded > MOST_BYTES:
+            self.recorded.clear()
+            self.find(Finding.TOO_MANY, key.at)
+        else:
+            self.recorded[key] = Draw(value, draw.arguments)
+
+    def answer(self, key: DrawKey, drawn: Any, arguments: list) -> Any:
+        """What this call shall return; None: what it has drawn."""
+        forced = self.forced.get(key)
+        if isinstance(forced, OneDraw) and isinstance(drawn, Tensor):
+            if forced.row.shape == drawn.select(forced.dim, 0).shape:
+                return forced.row.unsqueeze(forced.dim).expand_as(drawn).to(drawn.dtype)
+            self.find(Finding.NOT_MATCHED, key.at)
+            return None
+        if isinstance(forced, Draw):
+            return forced.value
+        if not self.run.replaying:
+            self.keep(key, Draw(drawn, arguments))
+            return None
+        if one_of_a_loop := self.of_a_loop(key, drawn):
+            return one_of_a_loop[0]
+        draws = [source.get(key) for source in self.sources]
+        if not draws or any(draw is None for draw in draws):
+            self.find(Finding.NOT_MATCHED, key.at)
+            return None
+        return self.of_ranks(key, drawn, arguments, [draw for draw in draws if draw is not None])
+
+    def of_ranks(self, key: DrawKey, drawn: Any, arguments: list, draws: list[Draw]) -> Any:
+        values = [draw.value for draw in draws]
+        is_tensor = isinstance(drawn, Tensor)
+        same_shape = all(getattr(v, "shape", None) == getattr(drawn, "shape", None) for v in values)
+        if (not is_tensor or same_shape) and any(draw.arguments != arguments for draw in draws):
+            self.find(Finding.NOT_MATCHED, key.at)  # a place in the batch, perhaps
+            return None
+        if not is_tensor or same_shape:
+            alike = all(
+                are_equal(value, values[0]) if is_tensor else repr(value) == repr(values[0])
+                for value in values
+            )
+            self.find(Finding.COMMON if alike else Finding.COIN, key.at)
+            if not alike:
+                self.run.coins[key] = draws[0]
+            return values[0]
+        if (dim := self.dim_of_samples(drawn, values)) is not None:
+            return self.by_sample(key, dim, drawn, draws, arguments)
+        self.find(Finding.NOT_MATCHED, key.at)
+        return None
+
+    def dim_of_samples(self, drawn: Tensor, values: list[Tensor]) -> int | None:
+        """The dimension in which the request of one rank is as long as those of all ranks."""
+        if any(value.ndim != drawn.ndim for value in values):
+            return None
+        for dim in range(drawn.ndim):
+            length = sum(value.shape[dim] for value in values)
+            if drawn.shape[dim] == length > 0 and length % sum(self.sizes) == 0:
+                return dim
+        return None
+
+    def by_sample(
+        self, key: DrawKey, dim: int, drawn: Tensor, draws: list[Draw], arguments: list
+    ) -> Tensor | None:
+        """Interleaved, as the samples are."""
+        values, of_places = [draw.value for draw in draws], False
+        for draw, size in zip(draws, self.sizes, strict=True):
+            if draw.arguments != arguments:  # is it because they name the size of the batch?
+                names = with_size_named(draw.arguments, size)
+                if names != with_size_named(arguments, sum(self.sizes)):
+                    self.find(Finding.NOT_MATCHED, key.at)
+                    return None
+                of_places = key.name in OF_PLACES
+        if of_places:
+            values = self.places_in_merged_batch(values)
+        elif dim_alike([value.shape for value in values], dim):
+            self.rows[key] = OneDraw(dim, values[0].select(dim, 0))
+            if len(values) > 1 and values[0].numel() > 1 and all_equal(values):
+                self.find(Finding.SAME_NOISE, key.at)
+        try:
+            answer = interleaved(padded(values, drawn, dim), self.sizes, dim)
+        except CannotMergeError:
+            self.find(Finding.NOT_MATCHED, key.at)
+            return None
+        self.find(Finding.BY_SAMPLE, key.at)
+        return answer
+
+    def places_in_merged_batch(self, values: list[Tensor]) -> list[Tensor]:
+        """Sample i of rank r, as it was drawn, and where it is now."""
+        place = {pair: row for row, pair in enumerate(order_of_rows(self.sizes))}
+        return [
+            torch.tensor([place[rank, int(i)] for i in value.flatten()]).view_as(value)
+            for rank, value in enumerate(values)
+        ]
+
+    def of_a_loop(self, key: DrawKey, drawn: Any) -> tuple | None:
+        """Each rank has called it as often as it has samples: once for each."""
+        calls = [
+            [draw.value for other, draw in source.items() if other[:3] == key[:3]]
+            for source in self.sources
+        ]
+        sizes = self.sizes
+        if len(calls) < 2 or [*map(len, calls)] != sizes or max(sizes) < 2:
+            return None
+        if key.number >= sum(sizes):
+            return None
+        shapes = {getattr(value, "shape", None) for values in calls for value in values}
+        if shapes != {getattr(drawn, "shape", None)}:  # several layers that one line calls
+            return None
+        self.loops.add((key.name, key.at))
+        rank, sample = order_of_rows(sizes)[key.number]
+        return (calls[rank][sample],)
+
+
+def all_equal(values: list[Tensor]) -> bool:
+    return all(are_equal(value, values[0]) for value in values)
+
+
+def dim_alike(shapes: list, dim: int) -> bool:
+    """Do these shapes differ at most in one dimension?"""
+    others = {tuple(n for number, n in enumerate(shape) if number != dim) for shape in shapes}
+    return len(others) == 1
+
+
+def with_size_named(arguments: list, size: int) -> list:
+    return ["the size" if argument == size else argument for argument in arguments]
+
+
+def padded(values: list[Tensor], drawn: Tensor, dim: int) -> list[Tensor]:
+    """Of ranks that pad to their own longest sample: what nobody drew stays as one rank drew it.
+
+    Raises CannotMergeError if one rank needs more than any of them has drawn.
+    """
+    for other in range(drawn.ndim):
+        if other != dim and drawn.shape[other] != max(value.shape[other] for value in values):
+            raise CannotMergeError
+    parts = []
+    for value in values:
+        part = drawn.narrow(dim, 0, value.shape[dim]).clone()
+        part[tuple(slice(0, n) for n in value.shape)] = value.to(drawn.dtype)
+        parts.append(part)
+    return parts
+
+
+def install(run: RankRun) -> None:
+    run.draws = draws = Draws(run)
+    watch_resets(draws)
+    watch_random(draws)
+    if generators.numpy_random():
+        watch_numpy(draws)
+
+
+def watched(draws: Draws, name: str, draw: Callable, args: tuple, kwargs: dict) -> Any:
+    """One call that draws numbers outside of torch."""
+    if not draws.active:
+        return draw(*args, **kwargs)
+    draws.check_states()
+    draws.active = False  # shuffle draws by getrandbits
+    try:
+        value = draw(*args, **kwargs)
+    finally:
+        draws.active = True
+    draws.note_states()
+    return draws.of_value(name, args, value)
+
+
+def watch_resets(draws: Draws) -> None:
+    """To put a state back, as checkpointing does, is no draw."""
+    places: list[tuple[Any, str]] = [(torch, "set_rng_state"), (torch, "manual_seed")]
+    places += [(random, "seed"), (random, "setstate")]
+    if numpy_random := generators.numpy_random():
+        places += [(numpy_random, "seed"), (numpy_random, "set_state")]
+    for owner, name in places:
+
+        @wrap(owner, name)
+        def reset(original: Callable, *args: Any, **kwargs: Any) -> Any:
+            draws.check_states()
+            result = original(*args, **kwargs)
+            draws.note_states()
+            return result
+
+
+def stand_in_for(base: type) -> type:
+    """A class of classes: isinstance() takes what is of the base for one of theirs."""
+
+    class StandIn(type(base)):  # type: ignore[misc]
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, base)
+
+    return StandIn
+
+
+def watch_random(draws: Draws) -> None:
+    class Random(random.Random, metaclass=stand_in_for(random.Random)):  # type: ignore[misc]
+        """All functions of the module come down to these two."""
+
+        def random(self) -> float:
+            value = watched(draws, "random.random", super().random, (), {})
+            return float(value)
+
+        def getrandbits(self, k: int, /) -> int:
+            return int(watched(draws, "random.getrandbits", super().getrandbits, (k,), {}))
+
+    instance: Any = random._inst  # type: ignore[attr-defined]
+    instance.__class__ = Random
+    random.random, random.getrandbits = instance.random, instance.getrandbits
+    random.Random = Random  # type: ignore[misc]  # for generators that the script makes itself
+
+
+def watch_numpy(draws: Draws) -> None:
+    import numpy
+
+    for name in OF_NUMPY:
+        if hasattr(numpy.random, name):
+
+            @wrap(numpy.random, name)
+            def draw(original: Callable, *args: Any, name: str = name, **kwargs: Any) -> Any:
+                return watched(draws, f"numpy.{name}", original, args, kwargs)
+
+    def watching(base: type) -> type:
+        """numpy's generators are written in C: they cannot be patched, but have a subclass."""
+
+        class Watching(base, metaclass=stand_in_for(base)):  # type: ignore[misc,valid-type]
+            def __getattribute__(self, name: str) -> Any:
+                own = super().__getattribute__(name)
+                if name not in OF_NUMPY:
+                    return own
+
+                def draw(*args: Any, **kwargs: Any) -> Any:
+                    return watched(draws, f"numpy.{name}", own, args, kwargs)
+
+                return draw
+
+        Watching.__name__ = base.__name__
+        return Watching
+
+    generator = watching(numpy.random.Generator)
+
+    @wrap(numpy.random, "default_rng")
+    def default_rng(original: Callable, seed: Any = None) -> Any:
+        made = original(seed)
+        return made if made is seed else generator(made.bit_generator)
+
+    numpy.random.RandomState = watching(numpy.random.RandomState)  # type: ignore[misc,assignment]

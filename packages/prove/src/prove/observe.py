@@ -1,0 +1,65 @@
+"""How does a process of the user's come to watch itself? `install()` puts all watchers in place."""
+
+import atexit
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from prove import draws, generators, replay, watch_data, watch_effects, watch_model, writes
+from prove.rank_run import HERE, RankRun, callers, wrap
+from prove.record import Ended, Mode, Settings, read_records
+
+
+def compute_in_float64() -> None:
+    torch.set_default_dtype(torch.float64)
+
+    @wrap(torch.Tensor, "float")
+    def double(original: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        caller = next(file for file, *_ in callers() if os.path.dirname(file) != HERE)
+        by_torch = "/torch/amp/" in caller  # GradScaler needs what it asks for
+        return original(tensor, *args, **kwargs) if by_torch else tensor.double()
+
+
+def seed_of(settings: Settings) -> int:
+    """What the script's generators begin with: anything, but in a replay what they began with in
+    the observed run, of this rank or of rank 0."""
+    rank = int(os.environ.get("RANK", 0)) if settings.mode == Mode.CONTROL else 0
+    if settings.mode not in (Mode.OBSERVE, Mode.BARE):
+        observed = read_records(settings.folder, Mode.OBSERVE)
+        return observed[min(rank, len(observed) - 1)].seed
+    return int.from_bytes(os.urandom(4), "big")
+
+
+def install() -> RankRun:
+    """Called once in each process of the user's, after `import torch`."""
+    run = RankRun(Settings(**json.loads(os.environ["PROVE"])))
+    settings = run.settings
+    run.record.seed = seed_of(settings)
+    generators.seed(run.record.seed)
+    if settings.cpu:
+        from prove import cpu  # it imports what takes a second
+
+        cpu.install(settings.gpus)
+    if settings.mode == Mode.BARE:
+        watch_effects.watch_groups(run)
+        watch_effects.watch_files(run)
+    else:
+        if settings.float64:
+            compute_in_float64()
+        torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore
+        for module in (draws, watch_data, watch_model, watch_effects, replay):
+            module.install(run)
+        if settings.emulate:
+            writes.install(run)
+    atexit.register(run.write, Ended.AT_ITS_END)
+
+    @wrap(sys, "excepthook")
+    def hook(show: Callable, kind: Any, error: BaseException, trace: Any) -> None:
+        run.fail(error)
+        show(kind, error, trace)
+
+    return run

@@ -1,0 +1,355 @@
+"""The runs of one proof, and in which order they are needed.
+
+All ranks are observed once, and one rank replays what they got. Only where the two differ, more
+runs find out whether that is a mistake of the script: a control (do the ranks reproduce
+themselves?), and runs in which a coin falls alike on all ranks, or all samples get one draw.
+"""
+
+import re
+import shlex
+import shutil
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from prove import NotJudgedError, judge_data, judge_replay, launch
+from prove.judge_effects import effect_rows, error_of
+from prove.judge_evaluation import evaluation_rows
+from prove.judge_model import model_rows
+from prove.judge_replay import Comparison, Outcome, Replay
+from prove.reasons import Reason
+from prove.record import Ended, Mode, Settings, Variant
+from prove.replay import forced_file
+from prove.table import NOT_SEEN, RIGHT, WARNING, WRONG, ReportRow, not_seen
+from prove.watch_effects import restore
+
+ONE_RANK, THE_ORIGINAL = "one rank", "the original"  # the checks that are the proof
+NUMBER_OF_RANKS = (
+    r"(--nproc[-_]per[-_]node[= ])\S+",
+    r"(--num[-_]processes[= ])\d+",
+    r"(--devices[= ])\d+",
+    r"(--world[-_]size[= ])\d+",
+)
+LEAST_SECONDS = 20.0  # that a script gets to fail by itself
+
+
+class NotObservedError(Exception):
+    """The script fails only while prove watches it: a mistake of prove's."""
+
+
+def command_of_one_rank(args: Namespace) -> list[str] | None:
+    """The command that starts one rank: the same, with a 1 for the number of ranks."""
+    if args.alone:
+        return shlex.split(args.alone)
+    for pattern in NUMBER_OF_RANKS:
+        text, count = re.subn(pattern, r"\g<1>1", shlex.join(args.command))
+        if count:
+            return shlex.split(text)
+    if not launch.as_torchrun(args.command):
+        return list(args.command)  # mp.spawn: it will see one GPU, or says how many it has started
+    return None
+
+
+class Prover:
+    """The runs share a folder, and leave the user's files as they were."""
+
+    def __init__(self, args: Namespace, folder: str, say: Callable[[str], None]) -> None:
+        self.args, self.say = args, say
+        torchrun = launch.as_torchrun(args.command)
+        if torchrun and not Path(torchrun.script[0]).is_file():
+            raise NotJudgedError(f"{torchrun.script[0]}: no such script")
+        world_size = torchrun.world_size if torchrun else 2
+        self.settings = Settings(
+            folder, Mode.OBSERVE, not args.float32, args.cpu, args.batches, world_size, world_size
+        )
+        self.observed: launch.RunOutcome
+
+    def run(self, settings: Settings, command: list[str]) -> launch.RunOutcome:
+        self.say(f"{settings.name}: {shlex.join(command)}")
+        try:
+            return launch.execute(command, settings, self.args.timeout)
+        except FileNotFoundError as error:
+            raise NotJudgedError(f"{error.filename}: no such command") from None
+        finally:
+            restore(Path(settings.folder))
+
+    def run_all_ranks(self, variant: str) -> launch.RunOutcome:
+        """Again, each rank fed its own records."""
+        return self.run(
+            replace(self.settings, mode=Mode.CONTROL, variant=variant), self.args.command
+        )
+
+    def replay(self, mode: str, command: list[str], variant: str = "", gpus: int = 1) -> Replay:
+        settings = replace(self.settings, mode=mode, variant=variant, gpus=gpus)
+        outcome = self.run(settings, command)
+        names = (Mode.OBSERVE, settings.name)
+        return Replay(self.observed, outcome, settings.folder, names)
+
+    def replay_of_control(self, command: list[str], variant: str) -> Replay | None:
+        """All ranks and one rank, both with the draws of this variant. None: they do not run."""
+        control = self.run_all_ranks(variant)
+        if len(control.records) < len(self.observed.records) or control.status:
+            return None
+        settings = replace(self.settings, mode=Mode.REPLAY, variant=variant, gpus=1)
+        outcome = self.run(settings, command)
+        names = (Mode.CONTROL + variant, settings.name)
+        return Replay(control, outcome, settings.folder, names)
+
+    def observe(self) -> None:
+        """In float64, if the script runs so; then in its own precision; then only watched."""
+        attempts = [self.settings]
+        if self.settings.float64:
+            attempts.append(replace(self.settings, float64=False))
+        attempts.append(replace(self.settings, float64=False, emulate=False))
+        bare: launch.RunOutcome | None = None
+        for number, settings in enumerate(attempts):
+            for file in Path(self.settings.folder).glob(f"{Mode.OBSERVE}.*"):
+                file.unlink()
+            if number:
+                kind = "in its own precision" if settings.emulate else "watched from outside only"
+                self.say(f"it does not run so: again, {kind}")
+            outcome = self.run(settings, self.args.command)
+            self.observed, self.settings = outcome, settings
+            if not failed(outcome):
+                break
+            if bare is None:
+                bare = self.run_bare(outcome)
+                if failed(bare):
+                    break  # it fails by itself: no attempt of ours will help
+        else:
+            raise NotObservedError(error_of(outcome))
+        self.samples = judge_data.load_samples(outcome.records)
+        self.settings = replace(
+            self.settings,
+            world_size=len(outcome.records) or self.settings.world_size,
+            rows_are_split=judge_data.rows_are_split(outcome.records),
+        )
+
+    def run_bare(self, outcome: launch.RunOutcome) -> launch.RunOutcome:
+        """Does the script fail by itself? It gets a little more time than it took to fail here."""
+        seconds = max(LEAST_SECONDS, 3 * outcome.seconds)
+        settings = replace(self.settings, mode=Mode.BARE)
+        self.say(f"{settings.name}: {shlex.join(self.args.command)}")
+        try:
+            return launch.execute(self.args.command, settings, self.args.timeout, seconds)
+        finally:
+            restore(Path(settings.folder))
+
+    def check_that_something_was_seen(self) -> None:
+        outcome, records = self.observed, self.observed.records
+        if outcome.silent:
+            raise NotJudgedError(f"no progress for {self.args.timeout:g} s: try a larger --timeout")
+        if not records and not outcome.status and "Traceback" not in outcome.log:
+            raise NotJudgedError("the script made no process group: is it started by torchrun?")
+        if outcome.hang:
+            return
+        if failed(outcome) or not records:
+            rows = effect_rows(outcome) + judge_data.data_rows(records, self.samples)
+            if not any(row.verdict == WRONG for row in rows):
+                raise NotJudgedError(f"the script fails by itself: {error_of(outcome)}")
+        elif not any(record.steps for record in records):
+            raise NotJudgedError(
+                "no optimizer step was made: does one need more than --batches "
+                f"{self.args.batches} batches?"
+            )
+
+    def judge(self) -> list[ReportRow]:
+        self.observe()
+        self.check_that_something_was_seen()
+        observed, records = self.observed, self.observed.records
+        rows = effect_rows(observed)
+        if any(record.world_size > len(records) for record in records):
+            facts = {"present": len(records), "world_size": records[0].world_size}
+            return [*rows, not_seen("ranks", Reason.RECORDS_MISSING, **facts)]
+        rows += judge_data.data_rows(records, self.samples)
+        rows += evaluation_rows(records, self.samples)
+        if observed.hang:
+            return [*rows, not_seen(ONE_RANK, Reason.RUN_HANGS)]
+        if not all(record.ended in Ended.WELL for record in records):
+            return [*rows, not_seen(ONE_RANK, Reason.RUN_FAILS, message=error_of(observed))]
+        rows += model_rows(records)
+        rows += self.one_rank_rows(rows)
+        if any(row.check == ONE_RANK and row.verdict == RIGHT for row in rows):
+            # Whatever changed the gradients before the step was no mistake.
+            unexplained = ("averaged gradients", NOT_SEEN)
+            rows = [row for row in rows if (row.check, row.verdict) != unexplained]
+        return rows + self.original_rows()
+
+    def original_rows(self) -> list[ReportRow]:
+        if not self.args.original:
+            return []
+        replayed = self.replay(Mode.ORIGINAL, shlex.split(self.args.original))
+        if obstacle := judge_replay.why_not_replayed(replayed):
+            return [obstacle.row(THE_ORIGINAL)]
+        compared = judge_replay.comparisons(replayed)
+        if judge_replay.worst(compared) == Outcome.DIFFERENT:
+            unsure = judge_replay.unsure_draws(replayed)
+            compared = [unsure] if unsure else compared
+        rows = [each.row(THE_ORIGINAL) for each in compared]
+        records, original = self.observed.records, replayed.replayed
+        return rows + judge_data.original_epoch_rows(records, self.samples, original)
+
+    def why_not_replayed(self, command: list[str] | None) -> Comparison | None:
+        """None: one rank can compute from the batches of all."""
+        records = self.observed.records
+        reason: Reason | None = None
+        if len(records) == 1:
+            reason = Reason.ONLY_ONE_RANK
+        elif command is None:
+            reason = Reason.WHICH_COMMAND
+        elif "the model is divided" in records[0].notes:
+            reason = Reason.MODEL_DIVIDED
+        elif self.settings.rows_are_split and not judge_data.same_contents(records):
+            reason = Reason.ROWS_SPLIT
+        elif any(record.not_kept for record in records):
+            texts = [record.not_kept for record in records if record.not_kept]
+            return Comparison(Outcome.NOT_COMPARED, Reason.NOT_KEPT, {"message": texts[0]})
+        return reason and Comparison(Outcome.NOT_COMPARED, reason)
+
+    def best_replay(self, command: list[str]) -> Replay:
+        """Which gives one rank the batches in the order in which the script takes them."""
+        replayed = self.replay(Mode.REPLAY, command)
+        if self.args.cpu and not replayed.wrote_record:  # some scripts refuse to run on one GPU
+            gpus = len(self.observed.records)
+            replayed = self.replay(Mode.REPLAY, command, gpus=gpus)
+        if replayed.takes_more_batches():
+            replayed = self.replay(Mode.SEQUENCE, command)
+        return replayed
+
+    def one_rank_rows(self, rows: list[ReportRow]) -> list[ReportRow]:
+        """What one rank computes from the batches of all; rows: what is known without it."""
+        command = command_of_one_rank(self.args)
+        obstacle = self.why_not_replayed(command)
+        if command is None or obstacle:
+            return [obstacle.row(ONE_RANK)] if obstacle else []
+        replayed = self.best_replay(command)
+        if obstacle := judge_replay.why_not_replayed(replayed):
+            return [obstacle.row(ONE_RANK)]
+        compared = judge_replay.comparisons(replayed)
+        examination = Examination(self, command, replayed, rows)
+        if judge_replay.worst(compared) == Outcome.DIFFERENT:
+            compared = examination.compared(compared)
+        result = [each.row(ONE_RANK) for each in compared]
+        result += judge_replay.draw_rows(replayed)
+        values = judge_replay.smallest_batchnorm(replayed.observed)
+        is_small = 0 < values < judge_replay.SMALL_BATCH
+        whole_batch_replay = self.replay(Mode.WHOLE, command) if is_small else None
+        return result + judge_replay.batchnorm_rows(replayed, whole_batch_replay)
+
+
+class Examination:
+    """One rank computes something else. Is that a mistake of the script? No WRONG without a
+    control; and what one rank could not be given is no mistake."""
+
+    def __init__(
+        self, prover: Prover, command: list[str], replayed: Replay, rows: list[ReportRow]
+    ) -> None:
+        self.prover, self.command, self.replayed, self.rows = prover, command, replayed, rows
+
+    def compared(self, compared: list[Comparison]) -> list[Comparison]:
+        apart, at = judge_replay.farthest(compared), compared[0].facts.get("at", "?")
+
+        def no_verdict(reason: Reason, **facts: object) -> list[Comparison]:
+            return [Comparison(Outcome.NOT_COMPARED, reason, {"apart": apart, "at": at} | facts)]
+
+        if self.replayed.coins:
+            if not (with_one_coin := self.with_draws(Variant.COIN, self.replayed.coins)):
+                message = "with rank 0's decisions on all ranks, they do not run"
+                return no_verdict(Reason.CONTROL_FAILS, message=message)
+            self.replayed, compared = with_one_coin
+            if judge_replay.worst(compared) != Outcome.DIFFERENT:
+                return compared
+            apart = judge_replay.farthest(compared)
+        if self.replayed.replayed.batchnorm_rows_guessed:
+            blocks = self.prover.replay(Mode.REPLAY, self.command, Variant.BLOCKS)
+            compared_blocks = judge_replay.comparisons(blocks)
+            if judge_replay.worst(compared_blocks) == Outcome.EQUAL:
+                return compared_blocks
+            return no_verdict(Reason.BATCHNORM_ROWS_GUESSED)
+        if is_explained(self.rows):
+            return no_verdict(Reason.AS_ABOVE)
+        if unsure := judge_replay.unsure_draws(self.replayed):
+            return [unsure]
+        observed = self.replayed.observed
+        if not any(run.steps for run in observed.loader_runs) and not observed.model_returns_loss:
+            return no_verdict(Reason.NO_LOADER)
+        if self.replayed.rows:
+            if not (with_one_draw := self.with_draws(Variant.ONE_DRAW, self.replayed.rows)):
+                message = "with one draw for all samples, they do not run"
+                return no_verdict(Reason.CONTROL_FAILS, message=message)
+            replayed, with_one = with_one_draw
+            if judge_replay.worst(with_one) != Outcome.DIFFERENT:
+                places = list(dict.fromkeys(key.at for key in self.replayed.rows))
+                of_one_draw = judge_replay.farthest(with_one)
+                facts = {"apart_of_one_draw": of_one_draw, "places": places}
+                return no_verdict(Reason.EQUAL_WITH_ONE_DRAW, **facts)
+        if obstacle := self.control(no_verdict):
+            return obstacle
+        return [self.sum_or_mistake(each) for each in compared]
+
+    def with_draws(self, variant: str, draws: dict) -> tuple[Replay, list[Comparison]] | None:
+        torch.save(draws, forced_file(self.prover.settings.folder, variant))
+        replayed = self.prover.replay_of_control(self.command, variant)
+        if replayed is None or judge_replay.why_not_replayed(replayed):
+            return None
+        return replayed, judge_replay.comparisons(replayed)
+
+    def control(self, no_verdict: Callable[..., list[Comparison]]) -> list[Comparison] | None:
+        """The same ranks, fed their own records. None: they reproduce themselves."""
+        outcome = self.prover.run_all_ranks(Variant.USUAL)
+        observed = self.prover.observed.records
+        result = judge_replay.reproduction(observed, outcome.records)
+        if result is None:
+            message = "they hang" if outcome.hang else error_of(outcome)
+            return no_verdict(Reason.CONTROL_FAILS, message=message)
+        limit = judge_replay.FLOAT64_LIMIT if self.prover.settings.float64 else 1e-3
+        if result.apart > limit:
+            facts = {"noise": result.apart, "rank": result.rank, "step": result.step}
+            return no_verdict(Reason.NOT_REPRODUCED, **facts)
+        return None
+
+    def sum_or_mistake(self, comparison: Comparison) -> Comparison:
+        if comparison.reason != Reason.ONE_NTH:
+            return comparison
+        sequence = self.prover.replay(Mode.SEQUENCE, self.command)
+        if not judge_replay.is_sum_over_local_batch(self.replayed, sequence):
+            return comparison
+        return Comparison(Outcome.MEANT_SO, Reason.SUM_OVER_LOCAL_BATCH, comparison.facts)
+
+
+def is_explained(rows: list[ReportRow]) -> bool:
+    """By rows above: the ranks do not train one model."""
+    of_the_model = ("weights", "averaged gradients", "zero_grad", "forward through DDP")
+    explained = any(row.verdict == WRONG and row.check in of_the_model for row in rows)
+    return explained or any(row.verdict == WARNING and row.check == "weights" for row in rows)
+
+
+def failed(outcome: launch.RunOutcome) -> bool:
+    if outcome.hang or outcome.silent:
+        return False
+    ended = [record.ended == Ended.WITH_ERROR for record in outcome.records]
+    return bool(outcome.status) or any(ended)
+
+
+def prove(args: Namespace, say: Callable[[str], None]) -> list[ReportRow]:
+    """The rows of the table.
+
+    Raises NotJudgedError: there is none. NotObservedError: prove cannot watch this script.
+    """
+    folder = tempfile.mkdtemp(prefix="prove-")
+    try:
+        return Prover(args, folder, say).judge()
+    finally:
+        restore(Path(folder))
+        shutil.rmtree(folder)
+
+
+def unseen_checks(rows: list[ReportRow], checks: list[str]) -> list[str]:
+    """Those of the comparisons that are the proof which could not be made."""
+    seen = {row.check for row in rows if row.verdict != NOT_SEEN}
+    seen -= {row.check for row in rows if row.verdict == NOT_SEEN}
+    return [check for check in checks if check not in seen]

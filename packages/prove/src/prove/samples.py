@@ -1,0 +1,325 @@
+"""What is in a batch, and how do the batches of all ranks become one?
+
+The script itself knows best: it made its batch from samples. So the samples are kept, and one rank
+gets what the script's own `collate_fn` makes of the samples of all ranks. Pickle walks through a
+sample or batch, whatever its classes are: dataclasses, mappings of a library, nested lists.
+"""
+
+import io
+import itertools
+import os
+import pickle
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from prove import generators
+
+numbers = itertools.count()
+
+
+class CannotMergeError(Exception):
+    """Its text says what of a batch cannot be put together."""
+
+
+class Frozen(NamedTuple):
+    """A sample or batch: its pickle, in which numbers stand for the tensors."""
+
+    shape: bytes
+    tensors: list[Tensor]
+
+
+class Freezer(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO, without_memo: bool) -> None:
+        super().__init__(stream, protocol=5)
+        self.fast = without_memo
+        self.tensors: list[Tensor] = []
+        self.seen: dict[int, int] = {}
+
+    def persistent_id(self, value: Any) -> int | None:
+        if type(value) is not Tensor:
+            return None
+        if id(value) not in self.seen or self.fast:
+            self.seen[id(value)] = len(self.tensors)
+            self.tensors.append(value)
+        return self.seen[id(value)]
+
+
+class Thawer(pickle.Unpickler):
+    def __init__(self, frozen: Frozen, tensors: list[Tensor]) -> None:
+        super().__init__(io.BytesIO(frozen.shape))
+        self.tensors = tensors
+
+    def persistent_load(self, number: Any) -> Tensor:
+        return self.tensors[number]
+
+
+def own_copy(tensor: Tensor) -> Tensor:
+    """Of a view, only the part that is seen: pickle would write the whole storage."""
+    return tensor.detach().cpu().clone()
+
+
+def freeze(
+    value: Any, change: Callable[[Tensor], Tensor] = own_copy, without_memo: bool = False
+) -> Frozen:
+    """without_memo: equal values give equal bytes; not for values that contain themselves."""
+    stream = io.BytesIO()
+    freezer = Freezer(stream, without_memo)
+    freezer.dump(value)
+    return Frozen(stream.getvalue(), [change(tensor) for tensor in freezer.tensors])
+
+
+def thaw(frozen: Frozen, change: Callable[[Tensor], Tensor] = Tensor.clone) -> Any:
+    return Thawer(frozen, [change(tensor) for tensor in frozen.tensors]).load()
+
+
+def tensors_in(nested: Any) -> list[Tensor]:
+    """All tensors of a batch, also of classes that pickle cannot take."""
+    if isinstance(nested, Tensor):
+        return [nested]
+    if nested is None or isinstance(nested, str | bytes | int | float):
+        return []
+    if isinstance(nested, Mapping):
+        nested = list(nested.values())
+    if isinstance(nested, list | tuple):
+        return [tensor for part in nested for tensor in tensors_in(part)]
+    try:
+        return freeze(nested, lambda tensor: tensor).tensors
+    except Exception:  # whatever a class of the script's raises when it is pickled
+        return []
+
+
+def mapped(change: Callable[[Tensor], Tensor], nested: Any) -> Any:
+    """The same value, with `change` applied to each tensor in it."""
+    if isinstance(nested, Tensor):
+        return change(nested)
+    if type(nested) in (list, tuple):
+        return type(nested)(mapped(change, part) for part in nested)
+    if type(nested) is dict:
+        return {key: mapped(change, part) for key, part in nested.items()}
+    if nested is None or isinstance(nested, str | bytes | int | float):
+        return nested
+    try:
+        frozen = freeze(nested, lambda tensor: tensor)
+    except Exception:  # whatever a class of the script's raises when it is pickled
+        return nested
+    changed = [change(tensor) for tensor in frozen.tensors]
+    pairs = zip(frozen.tensors, changed, strict=True)
+    if all(old is new for old, new in pairs):
+        return nested
+    return Thawer(frozen, changed).load()
+
+
+def as_double(nested: Any) -> Any:
+    def double(tensor: Tensor) -> Tensor:
+        is_smaller = tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.double() if is_smaller else tensor
+
+    return mapped(double, nested)
+
+
+def copied(nested: Any) -> Any:
+    return mapped(own_copy, nested)
+
+
+def are_same(value: Any, other: Any) -> bool:
+    try:
+        one, two = freeze(value, without_memo=True), freeze(other, without_memo=True)
+    except Exception:  # whatever a class of the script's raises when it is pickled
+        return False
+    if one.shape != two.shape or len(one.tensors) != len(two.tensors):
+        return False
+    return all(map(are_equal, one.tensors, two.tensors))
+
+
+def are_equal(tensor: Tensor, other: Tensor) -> bool:
+    if tensor.dtype != other.dtype or tensor.shape != other.shape:
+        return False
+    return bool(torch.equal(tensor.nan_to_num(), other.nan_to_num()))
+
+
+def checksum(value: Any) -> int:
+    """A number for the content of a sample: tensors, numbers, strings, arrays."""
+    if not isinstance(value, Tensor):
+        try:
+            frozen = freeze(value, lambda tensor: tensor, without_memo=True)
+        except Exception:  # whatever a class of the script's raises when it is pickled
+            return 0
+        result = zlib.crc32(frozen.shape)
+        for tensor in frozen.tensors:
+            result = zlib.crc32(checksum(tensor).to_bytes(4, "big"), result)
+        return result
+    if value.is_sparse:
+        return checksum(value.detach().coalesce().values())
+    values = value.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(generators.bytes_of(values)) if values.numel() else 0
+
+
+class Collated(NamedTuple):
+    """A batch on its way from the worker that made it. (A thread that pins memory pins the parts
+    of a NamedTuple.)"""
+
+    batch: Any
+    file: str | None  # where its samples are written
+    checksums: list[int]  # of its samples
+    inputs: list[int]  # the same, of the first tensor of each only
+
+
+class RecordingCollate:
+    """The script's collate_fn, in whatever process calls it; it writes down the samples first,
+    because it may change them."""
+
+    def __init__(self, collate: Callable, folder: str) -> None:
+        self.collate, self.folder = collate, folder
+
+    def __call__(self, data: Any) -> Collated:
+        if not isinstance(data, list | tuple):  # a data set with __getitems__ may give anything
+            return Collated(self.collate(data), None, [], [])
+        try:
+            frozen = freeze(list(data))
+            file = f"{self.folder}/samples.{os.getpid()}.{next(numbers)}"
+            Path(file).write_bytes(pickle.dumps(tuple(frozen)))
+        except Exception:  # whatever a sample raises when it is pickled
+            file = None
+        checksums = [checksum(sample) for sample in data]
+        inputs = [checksum(first) for first in map(first_tensor, data)]
+        return Collated(self.collate(data), file, checksums, inputs)
+
+
+def first_tensor(sample: Any) -> Any:
+    """What a model gets of a sample: its first tensor that is no single number."""
+    tensors = tensors_in(sample)
+    return next((tensor for tensor in tensors if tensor.numel() > 1), (tensors or [sample])[0])
+
+
+def order_of_rows(sizes: list[int]) -> list[tuple[int, int]]:
+    """(rank, sample) of each row of the merged batch: sample 0 of each rank, then sample 1, ..."""
+    pairs = [(rank, sample) for rank, size in enumerate(sizes) for sample in range(size)]
+    return sorted(pairs, key=lambda pair: (pair[1], pair[0]))
+
+
+def interleaved(parts: list[Tensor], sizes: list[int], dim: int = 0) -> Tensor:
+    """The rows of all ranks in one tensor. A sample may have several rows, one after another."""
+    lengths = [part.shape[dim] for part in parts]
+    per_sample = {length / size for length, size in zip(lengths, sizes, strict=True)}
+    if len(per_sample) > 1 or not (rows := per_sample.pop()).is_integer():
+        raise CannotMergeError("another number of rows for each sample")
+    starts = [0, *itertools.accumulate(sizes)]
+    chosen = [
+        (starts[rank] + sample) * int(rows) + row
+        for rank, sample in order_of_rows(sizes)
+        for row in range(int(rows))
+    ]
+    joined = torch.cat(parts, dim)
+    return joined.index_select(dim, torch.tensor(chosen, device=joined.device))
+
+
+def merged(parts: list, sizes: list[int]) -> Any:
+    """One batch of the batches of all ranks, tensor by tensor; never the part of one rank alone.
+
+    Raises CannotMergeError: something has no row for each sample, and differs between the ranks.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if all(isinstance(part, Tensor) for part in parts) and all(map(has_rows, parts, sizes)):
+        return interleaved(parts, sizes)
+    if isinstance(first, Mapping) and all(part.keys() == first.keys() for part in parts):
+        plain = {key: merged([part[key] for part in parts], sizes) for key in first}
+        return plain if type(first) is dict else of_class(first, plain)
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*(merged(list(column), sizes) for column in zip(*parts, strict=True)))
+    if type(first) in (list, tuple):
+        has_samples = not any(isinstance(part, Tensor) and part.ndim for part in first)
+        if has_samples and all(map(has_length, parts, sizes)):
+            return type(first)(parts[rank][sample] for rank, sample in order_of_rows(sizes))
+        if len({len(part) for part in parts}) == 1:
+            columns = zip(*parts, strict=True)
+            return type(first)(merged(list(column), sizes) for column in columns)
+    if all(are_same(first, part) for part in parts[1:]):
+        return first
+    raise CannotMergeError(f"a {type(first).__name__} that has no row for each sample")
+
+
+def of_class(example: Any, plain: dict) -> Any:
+    """A mapping of a class of its own, as transformers' BatchEncoding."""
+    try:
+        return type(example)(plain)
+    except TypeError:
+        raise CannotMergeError(f"a {type(example).__name__}") from None
+
+
+def has_rows(tensor: Tensor, rows: int) -> bool:
+    return tensor.ndim > 0 and len(tensor) == rows
+
+
+def has_length(part: Any, length: int) -> bool:
+    return len(part) == length
+
+
+class RecordedBatch(NamedTuple):
+    """What one rank computed one batch from."""
+
+    size: int  # samples
+    file: str | None  # of its samples
+    batch: Frozen
+
+    def samples(self) -> list:
+        assert self.file is not None
+        return thaw(Frozen(*pickle.loads(Path(self.file).read_bytes())))  # type: ignore[no-any-return]
+
+
+def merged_by_collate(collate: Callable | None, batches: list[RecordedBatch]) -> Any:
+    """What the script's own collate_fn makes of the samples of all ranks.
+
+    It is only trusted if it makes of each rank's samples the batch of that rank once more.
+    """
+    sizes = [recorded.size for recorded in batches]
+    own = [thaw(recorded.batch) for recorded in batches]
+    if len(batches) == 1:
+        return own[0]
+    why = "the script has no list of samples"
+    if collate is not None and all(recorded.file for recorded in batches):
+        again = [collate(recorded.samples()) for recorded in batches]
+        if all(map(are_same, again, own)):
+            lists = [recorded.samples() for recorded in batches]
+            return collate([lists[rank][sample] for rank, sample in order_of_rows(sizes)])
+        why = "collate_fn makes another batch of the same samples the second time"
+    try:
+        return merged(own, sizes)
+    except CannotMergeError as error:
+        raise CannotMergeError(f"{error}, and {why}") from None
+
+
+def owners_of_rows(rows: int, sizes: list[int], in_blocks: bool) -> list[Tensor] | None:
+    """Which rows of an activation of the merged batch came from which rank. None: not known.
+
+    A sample may have several rows: one after another, or (in_blocks) in one block each, as
+    torch.cat([real, made]) has them.
+    """
+    samples = sum(sizes)
+    if rows % samples:
+        return None
+    owner = torch.tensor([rank for rank, _ in order_of_rows(sizes)])
+    per_sample = rows // samples
+    owner = owner.repeat(per_sample) if in_blocks else owner.repeat_interleave(per_sample)
+    return [torch.where(owner == rank)[0] for rank in range(len(sizes))]
+
+
+def batch_size_of(batch: Any) -> int:
+    """How many samples a batch has, as far as it can be seen from itself."""
+    if isinstance(batch, list | tuple) and not any(isinstance(part, Tensor) for part in batch):
+        return len(batch)  # as collate_fn=list makes it
+    return next((len(tensor) for tensor in tensors_in(batch) if tensor.ndim), 1)
+
+
+def checksums_of_rows(batch: Any) -> list[int]:
+    """A number for the content of each sample, where only the batch is known."""
+    size = batch_size_of(batch)
+    columns = [tensor for tensor in tensors_in(batch) if has_rows(tensor, size)]
+    wide = [column for column in columns if column[0].numel() > 1] or columns
+    return [checksum(row) for row in wide[0]] if wide else []

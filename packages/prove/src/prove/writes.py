@@ -1,0 +1,71 @@
+"""What does the script do to its parameters, and what does it draw? Every operation passes by here.
+
+A dispatch mode of torch sees all that autograd sees, and also what is done to `p.data` or by
+`torch._foreach_*`. A step is a change of parameters, whoever makes it: a script without an optimizer
+of torch is watched by its first write to a parameter after a batch.
+"""
+
+from typing import Any
+
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from prove.draws import is_draw
+from prove.rank_run import RankRun
+
+
+def address_of(tensor: Tensor) -> int:
+    own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return own.untyped_storage().data_ptr()
+
+
+class HandMadeSteps:
+    """Stands in for the optimizer of a script that has none: it holds what the script changes."""
+
+    defaults: dict[str, Any] = {}
+
+    def __init__(self) -> None:
+        self.param_groups: list[dict] = [{"params": [], "lr": 0.0}]
+        self.addresses: dict[int, Tensor] = {}
+
+    def hold(self, parameter: Tensor) -> None:
+        self.param_groups[0]["params"].append(parameter)
+        self.addresses[address_of(parameter)] = parameter
+
+    def holds(self, tensor: Any) -> bool:
+        is_plain = type(tensor) in (Tensor, nn.Parameter) or hasattr(tensor, "to_local")
+        return is_plain and address_of(tensor) in self.addresses
+
+    def exchanged(self) -> bool:
+        """`p.data = new`: no operation writes, but the parameter lies elsewhere."""
+        parameters = self.param_groups[0]["params"]
+        moved = [p for p in parameters if address_of(p) not in self.addresses]
+        for parameter in moved:
+            self.addresses[address_of(parameter)] = parameter
+        return bool(moved)
+
+
+class Dispatch(TorchDispatchMode):
+    def __init__(self, run: RankRun) -> None:
+        super().__init__()
+        self.run = run
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs, draws = kwargs or {}, self.run.draws
+        if not draws.active:
+            return function(*args, **kwargs)
+        by_hand = self.run.model.by_hand
+        if by_hand.addresses and args and function._schema.is_mutable:
+            written = args[0] if isinstance(args[0], list | tuple) else args[:1]
+            if any(by_hand.holds(tensor) for tensor in written):
+                self.run.model.parameters_change()
+        if not is_draw(function):
+            return function(*args, **kwargs)
+        return draws.of_operation(function, args, kwargs)
+
+
+def install(run: RankRun) -> None:
+    Dispatch(run).__enter__()
