@@ -7,7 +7,7 @@ printed numbers: `of_ranks` is what all ranks have, `of_one` what one rank has.
 import re
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,9 @@ from torch import Tensor
 from prove.judge_effects import NUMBER, error_of
 from prove.judge_model import parameter_names
 from prove.launch import RunOutcome
+from prove.reasons import Phrase, Reason
 from prove.record import Ended, Mode, OptimizerRecord, OptimizerStep, RankRecord, gradients_file
-from prove.table import ReportRow, See, listed, not_seen, right, warning, wrong
+from prove.table import ReportRow, not_seen, part, right, warning, wrong
 
 SMALL_BATCH = 16  # values per channel from which BatchNorm's statistics are good enough
 FLOAT64_LIMIT = 1e-9  # how far rounding can bring equal gradients apart, in units of their length
@@ -286,28 +287,27 @@ def far(values: list[float], others: list[float], limit: float = 1e-6) -> bool:
 def schedule_rows(replay: Replay) -> list[ReportRow]:
     """The learning rates that the script gives one rank, at the same steps."""
     observed, replayed = replay.observed, replay.replayed
-    compared = [  # rates, when, and the cure if they differ
-        (of_ranks.learning_rates, of_one.learning_rates, f"at step {n} ({of_ranks.at})",
-         "meant so only if you scale the rate with the global batch on purpose")
+    compared = [  # rates, when, and the reason if they differ
+        (of_ranks.learning_rates, of_one.learning_rates,
+         part(Phrase.AT_STEP, step=n, at=of_ranks.at), Reason.RATE_DIFFERS)
         for number in range(min(len(observed.optimizers), len(replayed.optimizers)))
         for n, (of_ranks, of_one) in enumerate(replay.steps(number), start=1)
     ]  # fmt: skip
     if observed.rates_after_epochs and replayed.rates_after_epochs:
-        cure = "one scheduler.step() per epoch or step on each rank, not one per rank"
         rates = observed.rates_after_epochs[0], replayed.rates_after_epochs[0]
-        compared.append((*rates, "after epoch 1", cure))
-    for of_ranks, of_one, when, cure in compared:
+        when = part(Phrase.AFTER_EPOCH, epoch=1)
+        compared.append((*rates, when, Reason.RATE_AFTER_EPOCH_DIFFERS))
+    for of_ranks, of_one, when, reason in compared:
         if far(of_ranks, of_one):
-            text = f"learning rate {of_ranks[0]:.4g} on {len(replay.ranks)} ranks and "
-            text += f"{of_one[0]:.4g} on one, {when}"
-            return [warning("schedule", text, cure, See.RATE)]
-    return [right("schedule", "the learning rates of one rank")]
+            facts = {"of_ranks": of_ranks[0], "of_one": of_one[0], "when": when}
+            return [warning("schedule", reason, world_size=len(replay.ranks), **facts)]
+    return [right("schedule", Reason.RATES_OF_ONE_RANK)]
 
 
 def printed_rows(replay: Replay) -> list[ReportRow]:
     """Losses and accuracies that the script prints in the first epoch."""
     check, compared = "printed numbers", 0
-    differing: dict[str, str] = {}  # the first difference of each place
+    differing: dict[str, dict[str, Any]] = {}  # the first difference of each place
     lines_of_one = printed_lines(replay.replayed)
     for at, lines in printed_lines(replay.observed).items():
         for line, line_of_one in zip(lines, lines_of_one.get(at, []), strict=False):
@@ -317,15 +317,12 @@ def printed_rows(replay: Replay) -> list[ReportRow]:
                 last_digit = 10 ** -len(of_ranks.partition(".")[2].split("e")[0])
                 limit = max(2 * last_digit, 1e-3 * abs(float(of_one)))
                 if abs(float(of_ranks) - float(of_one)) > limit:
-                    text = f"{name} {of_ranks} on {len(replay.ranks)} ranks and {of_one} on one"
-                    differing.setdefault(at, f"{text} ({at})")
+                    facts = {"name": name, "of_ranks": of_ranks, "of_one": of_one, "at": at}
+                    number = part(Phrase.PRINTED, world_size=len(replay.ranks), **facts)
+                    differing.setdefault(at, number)
     if differing:
-        text = f"after the same steps, {listed(list(differing.values()))}"
-        cure = "add sums and counts up over the ranks, then divide; meant so only if each rank "
-        cure += "reports on its own samples, or on some that it has drawn"
-        return [warning(check, text, cure, See.ACCURACY)]
-    text = f"losses and accuracies are those of one rank ({compared} compared)"
-    return [right(check, text)] if compared else []
+        return [warning(check, Reason.NUMBERS_DIFFER, numbers=[*differing.values()])]
+    return [right(check, Reason.NUMBERS_OF_ONE_RANK, numbers=compared)] if compared else []
 
 
 def printed_lines(rank: RankRecord) -> dict[str, list[str]]:
@@ -349,19 +346,19 @@ def batchnorm_rows(replay: Replay, whole_batch_replay: Replay | None) -> list[Re
         return []
     layers = next(iter(replay.observed.batchnorm))
     if whole_batch_replay is None or not whole_batch_replay.stepped:
-        return [right("batchnorm", f"{layers} per rank, over at least {values} values")]
+        return [right("batchnorm", Reason.BATCHNORM_OF_EACH_RANK, layers=layers, values=values)]
     gradients = whole_batch_replay.gradients(0)
     apart = sum(float((pair.of_ranks - pair.of_one).norm()) ** 2 for pair in gradients) ** 0.5
     length = sum(float(pair.of_one.norm()) ** 2 for pair in gradients) ** 0.5 or 1.0
-    text = f"{layers} normalizes {values} values on each rank; with those of all ranks, the "
-    text += f"gradient differs by {percent(apart / length)}"
-    cure = "SyncBatchNorm; meant so if the local batch on the real machine is larger"
-    return [warning("batchnorm", text, cure, See.LOSS)]
+    facts = {"layers": layers, "values": values, "apart": apart / length}
+    return [warning("batchnorm", Reason.BATCHNORM_OF_FEW, **facts)]
 
 
 def not_replayed(replay: Replay, check: str) -> ReportRow:
     if replay.replayed.error:
-        kind, message, at = replay.replayed.error
-        return not_seen(check, f"one rank cannot run it: {kind} at {at}: {message[:120]}")
-    text = "one rank made no step with the recorded batches"
-    return not_seen(check, f"{text}: {replay.error}" if replay.error else text)
+        error = replay.replayed.error
+        facts = {"kind": error.kind, "message": error.message[:120], "at": error.at}
+        return not_seen(check, Reason.ONE_RANK_FAILS, **facts)
+    if replay.error:
+        return not_seen(check, Reason.ONE_RANK_ENDED, message=replay.error)
+    return not_seen(check, Reason.ONE_RANK_MADE_NO_STEP)

@@ -21,6 +21,9 @@ class Mode:
     ORIGINAL = "original"  # as REPLAY, in the script for one GPU
 
 
+EVALUATION = 4  # an evaluation gets so many times the batches of a training epoch
+
+
 class Ended:
     """How the run of a rank ended."""
 

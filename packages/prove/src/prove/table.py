@@ -11,14 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prove.reasons import Reason
+from prove.reasons import Phrase, Prose, Reason, listed
 
 RIGHT, WRONG, WARNING, NOT_SEEN = "right", "WRONG", "warning", "not seen"
 ORDER = (WRONG, WARNING, RIGHT, NOT_SEEN)
 WIDTH, INDENT = 100, " " * 10
-MOST_NAMES = 3  # of parameters or places in one row
 
 PAGE = Path(__file__).resolve().with_name("cures.md")  # an installation brings it along
+
+Facts = Mapping[str, Any]  # numbers, texts, lists of them, and parts: also what JSON can hold
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,17 @@ class ReportRow:
     verdict: str
     check: str
     reason: Reason
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Facts = field(default_factory=dict)
+    also: tuple[Facts, ...] = ()  # the same reason at other places, which the same cure mends
 
     @property
     def evidence(self) -> str:
-        return self.reason.value.evidence.format(**self.facts)
+        template = self.reason.value.evidence
+        return listed([in_words(template, facts) for facts in (self.facts, *self.also)], "; ")
 
     @property
     def cure(self) -> str:
-        return self.reason.value.cure.format(**self.facts)
+        return in_words(self.reason.value.cure, self.facts)
 
     @property
     def link(self) -> str:
@@ -45,17 +48,21 @@ class ReportRow:
     def as_json(self) -> dict[str, Any]:
         words = {"evidence": self.evidence, "cure": self.cure, "link": self.link}
         own = {"verdict": self.verdict, "check": self.check, "reason": self.reason.name}
-        return own | words | {"facts": dict(self.facts)}
+        return own | words | {"facts": dict(self.facts), "also": [*map(dict, self.also)]}
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> "ReportRow":
+        reason, also = Reason[row["reason"]], tuple(row["also"])
+        return cls(row["verdict"], row["check"], reason, row["facts"], also)
 
 
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + "s" * (number != 1)
+def in_words(template: str, facts: Facts) -> str:
+    return Prose().vformat(template, (), facts)
 
 
-def listed(names: list[str], separator: str = ", ") -> str:
-    """The first names, and how many more there are."""
-    text = separator.join(names[:MOST_NAMES])
-    return text + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
+def part(phrase: Phrase, **facts: Any) -> dict[str, Any]:
+    """A fact that is a phrase, and not only a number or a name."""
+    return {"phrase": phrase.name, **facts}
 
 
 def right(check: str, reason: Reason, **facts: Any) -> ReportRow:

@@ -13,11 +13,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 
 from prove import generators
 from prove.rank_run import RankRun, save_tensors, where, wrap
-from prove.record import LoaderRun
+from prove.record import EVALUATION, LoaderRun
 
 MOST_INDICES = 2_000_000  # more are not listed: a sampler may have no end
 MOST_SIZES = 64  # of batches
-EVALUATION = 4  # an evaluation gets so many times the batches of a training epoch
 
 
 def tensors_in(nested: Any) -> list[Tensor]:
