@@ -1,5 +1,6 @@
 """prove: it finds planted mistakes, is silent about scripts that are right, and harms nothing."""
 
+import json
 import os
 import re
 import subprocess
@@ -33,6 +34,7 @@ from prove.__main__ import main
 from prove.planted.__main__ import changed
 from prove.planted.mistakes import ONE_GPU
 from prove.rank_run import RankRun
+from prove.reasons import Phrase, Reason
 from prove.record import Mode, Settings
 from prove.watch_data import as_double, tensors_in
 from repository_pages import shell
@@ -485,13 +487,40 @@ def test_the_page_shows_what_prove_prints(prove_script, tmp_path):
 
 
 def test_every_cure_links_to_a_heading_that_exists():
-    links = {value for name, value in vars(table.See).items() if name.isupper()}
+    links = {reason.value.link for reason in Reason} - {""}
     assert len(links) >= 8
     assert links - anchors(table.PAGE) == set()
 
 
+def test_a_row_that_was_written_as_json_says_the_same_again():
+    differing = [
+        table.part(Phrase.PRINTED, name="loss", of_ranks="0.25", of_one="0.5", world_size=n, at="?")
+        for n in range(2, 7)
+    ]
+    row = table.warning("printed numbers", Reason.NUMBERS_DIFFER, numbers=differing)
+    row = replace(row, also=({"numbers": differing[:1]},))
+    again = table.ReportRow.from_json(json.loads(json.dumps(row.as_json())))
+    assert (again.evidence, again.cure, again.link) == (row.evidence, row.cure, row.link)
+    assert "on 4 ranks and 0.5 on one (?) and 2 more; after the same steps, loss" in row.evidence
+
+
+def test_a_reason_writes_its_facts_as_numbers_with_nouns_lists_and_shares():
+    def written(template: str, **facts: object) -> str:
+        return table.in_words(template, facts)
+
+    assert written("{n:n step}, {m:n step}", n=1, m=2) == "1 step, 2 steps"
+    assert written("{a:percent} {b:percent} {a:.1f}", a=0.25, b=0.00015) == "25% 1.5e-04 0.2"
+    assert written("{names} | {names: + }", names=[*"abcd"]) == "a, b, c and 1 more | " + (
+        "a + b + c and 1 more"
+    )
+    assert written("{text}", text="{not} a {field}") == "{not} a {field}", "a script's own words"
+    with pytest.raises(KeyError):  # the control
+        written("{steps} steps", step=1)
+
+
 def test_a_link_leads_to_the_page_from_the_folder_of_the_user(tmp_path, monkeypatch):
-    rows = [table.wrong("order of an epoch", "the same", "set_epoch", table.See.SAME_ORDER)]
+    facts = {"at": "train.py:1", "sampler": "RandomSampler"}
+    rows = [table.wrong("order of an epoch", Reason.EPOCH_NOT_SET, **facts)]
     monkeypatch.chdir(tmp_path)
     [path] = re.findall(r"\((\S+)#every-epoch-has-the-same-order\)", table.table(rows))
     assert Path(path).samefile(PACKAGE / "src" / "prove" / "cures.md")

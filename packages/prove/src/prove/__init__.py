@@ -55,4 +55,4 @@ def check(command: list[str], *options: str) -> Result:
         written = json.loads(file.read_text())
     if written["error"]:
         raise NotJudgedError(written["error"])
-    return Result([ReportRow(**row) for row in written["rows"]], written["unseen"])
+    return Result([ReportRow.from_json(row) for row in written["rows"]], written["unseen"])

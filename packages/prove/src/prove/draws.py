@@ -25,12 +25,15 @@ UNTAGGED = {"random_", "random", "binomial", "_sample_dirichlet", "feature_dropo
 # Kernels that draw inside, or draw what no call returns.
 OPAQUE = ("_scaled_dot_product", "_cudnn_rnn", "rrelu", "fused_moving", "_fused_dropout")
 # These may draw places in the batch: sample i of a rank is at another place in the merged batch.
-OF_PLACES = ("randperm", "randint", "random", "numpy.permutation", "numpy.randint")
-OF_PLACES += ("numpy.integers", "numpy.choice")
-OF_NUMPY = (
-    "random random_sample rand randn uniform normal standard_normal beta gamma integers randint "
-    "choice permutation binomial exponential poisson dirichlet laplace"
-).split()
+OF_PLACES = (
+    "randperm", "randint", "random", "numpy.permutation", "numpy.randint", "numpy.integers",
+    "numpy.choice",
+)  # fmt: skip
+OF_NUMPY = [
+    "random", "random_sample", "rand", "randn", "uniform", "normal", "standard_normal", "beta",
+    "gamma", "integers", "randint", "choice", "permutation", "binomial", "exponential", "poisson",
+    "dirichlet", "laplace",
+]  # fmt: skip
 
 
 class DrawKey(NamedTuple):
@@ -364,7 +367,7 @@ def stand_in_for(base: type) -> type:
 
 
 def watch_random(draws: Draws) -> None:
-    class Random(random.Random, metaclass=stand_in_for(random.Random)):  # type: ignore[misc]
+    class Random(random.Random, metaclass=stand_in_for(random.Random)):  # type: ignore[metaclass]
         """All functions of the module come down to these two."""
 
         def random(self) -> float:
@@ -393,7 +396,7 @@ def watch_numpy(draws: Draws) -> None:
     def watching(base: type) -> type:
         """numpy's generators are written in C: they cannot be patched, but have a subclass."""
 
-        class Watching(base, metaclass=stand_in_for(base)):  # type: ignore[misc,valid-type]
+        class Watching(base, metaclass=stand_in_for(base)):  # type: ignore[metaclass]
             def __getattribute__(self, name: str) -> Any:
                 own = super().__getattribute__(name)
                 if name not in OF_NUMPY:

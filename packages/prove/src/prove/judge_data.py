@@ -4,26 +4,32 @@ A LoaderRun is what the record of a rank says of one pass over a loader.
 """
 
 from collections import Counter
+from dataclasses import replace
 
 import torch
 
 from prove import generators
+from prove.reasons import Phrase, Reason
 from prove.record import LoaderRun, RankRecord
-from prove.table import ReportRow, See, not_seen, right, warning, wrong
+from prove.table import ReportRow, not_seen, part, right, warning, wrong
 
 ALL_BUT_A_FEW = 0.98  # the share of a data set that counts as the whole
-SHARD = "DataLoader(dataset, sampler=DistributedSampler(dataset)), or split the data by rank"
-OWN_SEED = "torch.manual_seed(seed + rank) after the model is built; numpy and random alike"
 
 
-def load_samples(records: list[RankRecord]) -> None:
-    """Read from the files beside the records which samples each pass drew, and may draw."""
-    loader_runs = [loader_run for rank in records for loader_run in rank.loader_runs]
-    for loader_run in [loader_run for loader_run in loader_runs if loader_run.samples_file]:
-        listed = torch.load(loader_run.samples_file, weights_only=True)
-        loader_run.indices = listed["indices"].tolist()
-        may_draw = listed["may_draw"]
-        loader_run.may_draw = None if may_draw is None else set(may_draw.tolist())
+def with_samples(records: list[RankRecord]) -> list[RankRecord]:
+    """The records, and from the files beside them which samples each pass drew, and may draw."""
+    return [
+        replace(rank, loader_runs=[*map(run_with_samples, rank.loader_runs)]) for rank in records
+    ]
+
+
+def run_with_samples(loader_run: LoaderRun) -> LoaderRun:
+    if not loader_run.samples_file:
+        return loader_run
+    listed = torch.load(loader_run.samples_file, weights_only=True)
+    subset = listed["may_draw"]
+    may_draw = None if subset is None else set(subset.tolist())
+    return replace(loader_run, indices=listed["indices"].tolist(), may_draw=may_draw)
 
 
 def trained_loader_runs(records: list[RankRecord]) -> list[list[LoaderRun]]:
@@ -96,106 +102,88 @@ def forward_input_rows(records: list[RankRecord]) -> list[ReportRow]:
     check = "samples"
     inputs = [[call.checksum for call in rank.model_calls] for rank in records]
     if not all(inputs) or not records[0].steps or len({*inputs[0]}) < 2:
-        return [not_seen(check, "no step in a pass over a DataLoader, nor inputs that differ")]
+        return [not_seen(check, Reason.NO_INPUTS)]
     if all(of_rank == inputs[0] for of_rank in inputs):
-        text = f"all ranks call the model with the same tensors, {len(inputs[0])} times"
-        return [wrong(check, text, "seed by rank, or split the data by rank", See.LOSS)]
-    return [right(check, "no DataLoader; the ranks call the model with different tensors")]
+        return [wrong(check, Reason.SAME_INPUTS, calls=len(inputs[0]))]
+    return [right(check, Reason.DIFFERENT_INPUTS)]
 
 
 def sample_rows(records: list[RankRecord], loader_runs: list[LoaderRun]) -> list[ReportRow]:
     first, are_split = loader_runs[0], rows_are_split(records)
-    at = f"the loader at {first.at}, sampler {first.sampler}"
     if (
         first.is_stream
         or not all(loader_run.indices for loader_run in loader_runs)
         or not same_dataset(loader_runs)
     ):
-        return sample_rows_by_content(loader_runs, at, are_split)
+        return sample_rows_by_content(loader_runs, are_split)
     if are_split:
-        text = f"all ranks load the same batches, and each takes its part ({at})"
-        return [right("samples", text)]
-    return [sample_row_by_index(loader_runs, at)]
+        return [right("samples", Reason.ROWS_SPLIT, at=first.at, sampler=first.sampler)]
+    return [sample_row_by_index(loader_runs)]
 
 
-def sample_row_by_index(loader_runs: list[LoaderRun], at: str) -> ReportRow:
-    first, records, check = loader_runs[0], len(loader_runs), "samples"
+def sample_row_by_index(loader_runs: list[LoaderRun]) -> ReportRow:
+    first, world_size, check = loader_runs[0], len(loader_runs), "samples"
+    loader = {"at": first.at, "sampler": first.sampler}
     trained = [
         loader_run.indices[: sum(loader_run.sizes[: loader_run.given])]
         for loader_run in loader_runs
     ]
     if all(indices == trained[0] for indices in trained) and len({*trained[0]}) > 1:
-        text = f"all ranks draw the same samples in the same order: {at}"
-        return wrong(check, text, SHARD, See.LOSS)
+        return wrong(check, Reason.SAME_SAMPLES, **loader)
     drawn = [{*loader_run.indices} for loader_run in loader_runs]
     together, size = len(set().union(*drawn)), sample_count(loader_runs)
     twice, lost = sum(map(len, drawn)) - together, size - together
     parts = [loader_run.may_draw for loader_run in loader_runs if loader_run.may_draw is not None]
-    if len(parts) == records and len(drawn[0] & drawn[1]) > 1:
+    if len(parts) == world_size and len(drawn[0] & drawn[1]) > 1:
         common = len(set.intersection(*parts))
         if common < len(parts[0]):
-            text = f"the ranks split the data set differently: of {len(parts[0])} samples that "
-            text += f"rank 0 may draw, all ranks may draw {common} ({at})"
-            cure = "give random_split a generator with the same seed on all ranks"
-            return wrong(check, text, cure, See.LOSS)
+            own = len(parts[0])
+            return wrong(check, Reason.SUBSETS_DIFFER, own=own, common=common, **loader)
     repeats = any(
         len({*loader_run.indices}) < 0.9 * len(loader_run.indices) for loader_run in loader_runs
     )
     if repeats or "Weighted" in first.sampler:
-        return right(check, f"{first.sampler} draws with replacement, other samples per rank")
-    padding = records * (1 + max(first.sizes))
+        return right(check, Reason.WITH_REPLACEMENT, sampler=first.sampler)
+    padding = world_size * (1 + max(first.sizes))
+    seen = {"together": together, "size": size, "twice": twice, "lost": lost, **loader}
     if twice <= padding and lost > 2 * padding:
-        text = f"{together} of {size} samples are in an epoch, {lost} in that of no rank ({at})"
-        return warning(check, text, "meant so only if the others are left out on purpose")
+        return warning(check, Reason.SAMPLES_LEFT_OUT, **seen)
     if twice <= padding:
-        counts = " + ".join(str(len(indices)) for indices in drawn)
-        return right(check, f"{counts} of {size} samples, {twice} of them twice ({at})")
+        return right(check, Reason.SAMPLES_SPLIT, counts=[*map(len, drawn)], **seen)
     if min(map(len, drawn)) >= ALL_BUT_A_FEW * size:
-        text = f"each rank draws all {size} samples, in another order: an epoch is {records} epochs"
-        cure = f"{SHARD}; meant so only if the number of epochs was divided, too"
-        return warning(check, f"{text} ({at})", cure, See.LOSS)
-    text = f"{together} of {size} samples are seen in an epoch, {twice} of them twice ({at})"
+        return warning(check, Reason.ALL_SAMPLES_EACH, world_size=world_size, **seen)
     if first.sampler == "DistributedSampler":
-        cure = "the same seed for the sampler of all ranks, and the right num_replicas and rank"
-        return wrong(check, text, cure, See.LOSS)
-    return warning(check, text, SHARD, See.LOSS)
+        return wrong(check, Reason.SAMPLERS_DISAGREE, **seen)
+    return warning(check, Reason.SAMPLES_OVERLAP, **seen)
 
 
-def sample_rows_by_content(
-    loader_runs: list[LoaderRun], at: str, are_split: bool
-) -> list[ReportRow]:
+def sample_rows_by_content(loader_runs: list[LoaderRun], are_split: bool) -> list[ReportRow]:
     """For streams, and for data sets of which each rank holds another: no indices to compare."""
     first, check = loader_runs[0], "samples"
-    kind = "an IterableDataset" if first.is_stream else "another data set on each rank"
+    kind = part(Phrase.STREAM if first.is_stream else Phrase.OTHER_DATA_SET)
     if not first.is_stream and same_dataset(loader_runs):
-        kind = f"{first.sampler} is too long to list"
+        kind = part(Phrase.TOO_LONG, sampler=first.sampler)
     seen, different = len(first.checksums), len({*first.checksums})  # samples may come again
+    loader = {"at": first.at, "sampler": first.sampler, "kind": kind, "seen": seen}
     all_alike = alike(loader_runs, "checksums") and not are_split
     if different >= 5 and seen >= 20 and all_alike:
-        text = f"all ranks draw the same {seen} samples in the same order ({at}; {kind})"
-        return [wrong(check, text, SHARD, See.LOSS)]
+        return [wrong(check, Reason.SAME_CONTENTS, **loader)]
     if not seen or different < seen / 2:
-        return [not_seen(check, f"samples cannot be told apart ({at}; {kind})")]
+        return [not_seen(check, Reason.CONTENTS_UNKNOWN, **loader)]
     share = max(share_in_common(first.checksums, other.checksums) for other in loader_runs[1:])
-    text = f"{share:.0%} of the first {seen} samples are those of another rank, by content"
-    text += f" ({at}; {kind})"
-    cure = "split by rank and by worker in __iter__: islice(all_samples, rank, None, world_size)"
     if share > 0.5:
-        rows = [wrong(check, text, cure, See.LOSS)]
+        rows = [wrong(check, Reason.CONTENTS_SHARED, share=share, **loader)]
     elif share > 0.05:
-        rows = [warning(check, text, cure, See.LOSS)]
+        rows = [warning(check, Reason.CONTENTS_SHARED, share=share, **loader)]
     else:
-        rows = [right(check, f"{share:.0%} of {seen} samples are shared ({kind})")]
+        rows = [right(check, Reason.CONTENTS_SPLIT, share=share, **loader)]
     of_workers = first.contents[: first.workers]  # each gives one batch in turn
     workers_alike = all(batch == of_workers[0] for batch in of_workers)
     if first.is_stream and len(of_workers) > 1 and workers_alike:
-        text = f"each of the {first.workers} workers of a rank yields the same samples ({at})"
-        rows.append(wrong("workers", text, cure, See.LOSS))
+        rows.append(wrong("workers", Reason.WORKERS_ALIKE, workers=first.workers, **loader))
     sampler_splits = first.sampler == "DistributedSampler" and alike(loader_runs, "dataset_length")
     if first.fingerprint and sampler_splits:
-        text = f"sample 0 differs between the ranks, and DistributedSampler splits it again ({at})"
-        cure = "make the data with the same seed on all ranks, or load it from a file"
-        rows.append(warning("one data set", text, cure, See.LOSS))
+        rows.append(warning("one data set", Reason.DATA_SETS_DIFFER, **loader))
     return rows
 
 
@@ -210,68 +198,63 @@ def share_in_common(checksums: list[int], others: list[int]) -> float:
 def length_rows(records: list[RankRecord], loader_runs: list[LoaderRun]) -> list[ReportRow]:
     check, first = "batches per epoch", loader_runs[0]
     listed = [loader_run.batches for loader_run in loader_runs if loader_run.batches is not None]
-    counts = (
+    batches = (
         listed
         if len(listed) == len(loader_runs)
         else [loader_run.given for loader_run in loader_runs]
     )
-    if counts is not listed and not any(loader_run.ended for loader_run in loader_runs):
-        return [not_seen(check, "no rank reached the end of its data")]
-    if len({*counts}) > 1:
+    if batches is not listed and not any(loader_run.ended for loader_run in loader_runs):
+        return [not_seen(check, Reason.NO_END_OF_DATA)]
+    if len({*batches}) > 1:
         if "join" in records[0].notes:
-            return [right(check, f"{counts}, and Join lets the shorter ones wait")]
+            return [right(check, Reason.UNEQUAL_BUT_JOINED, batches=batches)]
         if any(
             loader_run.given < min(n, loader_run.limit)
-            for loader_run, n in zip(loader_runs, counts, strict=True)
+            for loader_run, n in zip(loader_runs, batches, strict=True)
         ):
-            return [not_seen(check, f"{counts}, but the script ends its epochs earlier")]
-        text = f"{counts} batches on the ranks: whoever has more waits for ever ({first.at})"
-        cure = "DistributedSampler makes them equal; or drop_last; or Join"
-        return [wrong(check, text, cure, See.UNEVEN)]
+            return [not_seen(check, Reason.UNEQUAL_BUT_CUT, batches=batches)]
+        return [wrong(check, Reason.UNEQUAL_BATCHES, batches=batches, at=first.at)]
+    n = batches[0]
     for sizes in zip(
         *(loader_run.sizes[: loader_run.given] for loader_run in loader_runs), strict=False
     ):
         if len({*sizes}) > 1:
-            text = f"{counts[0]} on each rank, but local batches of {sizes} samples weigh the same"
-            cure = "equal local batches, or a mean over the global batch"
-            return [warning(check, f"{text} ({first.at})", cure, See.LOSS)]
-    return [right(check, f"{counts[0]} on each rank")]
+            reason = Reason.UNEQUAL_BATCH_SIZES
+            return [warning(check, reason, batches=n, sizes=[*sizes], at=first.at)]
+    return [right(check, Reason.EQUAL_BATCHES, batches=n)]
 
 
 def order_rows(loader_runs: list[list[LoaderRun]]) -> list[ReportRow]:
     check, first = "order of an epoch", loader_runs[0]
     later = [of_ranks for of_ranks in loader_runs[1:] if of_ranks[0].dataset == first[0].dataset]
     if not later:
-        return [not_seen(check, "there was no second epoch")]
+        return [not_seen(check, Reason.NO_SECOND_EPOCH)]
     epochs = list(zip(first, later[0], strict=True))  # the first two, of each rank
     by_index = all(loader_run.samples_file for loader_run in (*first, *later[0]))
     if by_index and any(one.indices != two.indices for one, two in epochs):
-        return [right(check, "epochs 1 and 2 differ")]
+        return [right(check, Reason.ORDER_CHANGES)]
     loader_run = first[0]
     if any(one.checksums != two.checksums for one, two in epochs):
         if not by_index:
-            return [right(check, "epochs 1 and 2 differ")]
+            return [right(check, Reason.ORDER_CHANGES)]
         if not any(loader_run.drew) and not loader_run.workers:
-            return [right(check, "the data set itself changes from epoch to epoch")]
-    place = f"loader at {loader_run.at}, sampler {loader_run.sampler}"
-    text = f"epochs 1 and 2 have the same order: {place}"
+            return [right(check, Reason.DATA_CHANGES)]
+    loader = {"at": loader_run.at, "sampler": loader_run.sampler}
     asked = loader_run.sampler == "DistributedSampler" and loader_run.shuffle
     if asked or loader_run.sampler == "RandomSampler":
-        return [wrong(check, text, "sampler.set_epoch(epoch) before each epoch", See.SAME_ORDER)]
+        return [wrong(check, Reason.EPOCH_NOT_SET, **loader)]
     if loader_run.shuffle is False or (
         by_index and loader_run.indices == sorted(loader_run.indices)
     ):
-        return [right(check, "fixed, and no shuffling was asked for")]
-    cure = "another order in each epoch; meant so only if the order is part of the data"
-    return [warning(check, text, cure, See.SAME_ORDER)]
+        return [right(check, Reason.ORDER_FIXED)]
+    return [warning(check, Reason.ORDER_REPEATS, **loader)]
 
 
 def dropout_rows(records: list[RankRecord]) -> list[ReportRow]:
-    for at in set.intersection(*({*rank.dropout} for rank in records)):
+    for at in sorted(set.intersection(*({*rank.dropout} for rank in records))):
         if len({rank.dropout[at] for rank in records}) > 1:
-            return [right("dropout", "the ranks draw different masks")]
-        cure = f"{OWN_SEED}; no mistake, but less noise than one process has"
-        return [warning("dropout", f"all ranks drop the same positions ({at})", cure)]
+            return [right("dropout", Reason.MASKS_DIFFER)]
+        return [warning("dropout", Reason.MASKS_ALIKE, at=at)]
     return []
 
 
@@ -292,15 +275,13 @@ def augmentation_rows(loader_runs: list[LoaderRun]) -> list[ReportRow]:
     if seeds_workers and alike(loader_runs, "base_seed"):
         if first.is_stream or not same_dataset(loader_runs):
             return []
-        text = f"the workers of all ranks draw the same numbers: one seed (loader at {first.at})"
-        return [warning(check, text, f"{OWN_SEED}; harmless without augmentation")]
+        return [warning(check, Reason.WORKER_SEEDS_ALIKE, at=first.at)]
     if same:
-        text = f"all ranks draw the same numbers of {', '.join(same)} while they load"
-        return [warning(check, f"{text} ({first.at})", OWN_SEED)]
+        return [warning(check, Reason.DRAWS_ALIKE, generators=same, at=first.at)]
     if drew:
-        return [right(check, "the ranks draw different random numbers")]
+        return [right(check, Reason.DRAWS_DIFFER)]
     if seeds_workers:
-        return [right(check, "the loaders of the ranks give their workers different seeds")]
+        return [right(check, Reason.WORKER_SEEDS_DIFFER)]
     return []
 
 
@@ -319,24 +300,21 @@ def original_epoch_rows(records: list[RankRecord], original: RankRecord) -> list
     ]
     known = [epoch for epoch in epochs if epoch is not None]
     if len(known) < len(epochs):
-        return [not_seen(check, "a loader does not say how many samples it has")]
+        return [not_seen(check, Reason.ORIGINAL_WITHOUT_LENGTH)]
     (batches_of_original, samples_of_original), (batches, samples), *others = known
     if not rows_are_split(records):
         samples += sum(of_rank for _, of_rank in others)
-    text = f"{samples} samples in {batches} batches on {len(records)} ranks together, "
-    text += (
-        f"{samples_of_original} in {batches_of_original} in the original ({loader_runs[0][0].at})"
-    )
+    lengths = {
+        "samples": samples, "batches": batches, "world_size": len(records),
+        "samples_of_original": samples_of_original, "batches_of_original": batches_of_original,
+        "at": loader_runs[0][0].at,
+    }  # fmt: skip
     if samples < samples_of_original:
-        cure = "drop_last in the sampler and in the loader only if the original has it; keep a "
-        cure += "sampler of its own, and deal out what that draws"
-        return [warning(check, text, cure, See.LOSS)]
+        return [warning(check, Reason.ORIGINAL_HAS_MORE_SAMPLES, **lengths)]
     accumulates = any(
         loader_run.steps < loader_run.given
         for loader_run in (loader_runs[0][0], loader_runs_of_original[0])
     )
     if batches != batches_of_original and not accumulates:
-        cure = "the original's batch size / world_size on each rank, and its drop_last; "
-        cure += "meant so only if the learning rate was chosen for this global batch"
-        return [warning(check, text, cure, See.RATE)]
-    return [right(check, text)]
+        return [warning(check, Reason.ORIGINAL_HAS_OTHER_BATCHES, **lengths)]
+    return [right(check, Reason.ORIGINAL_HAS_THE_SAME_EPOCH, **lengths)]

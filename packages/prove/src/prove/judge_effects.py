@@ -2,10 +2,12 @@
 
 import os
 import re
+from typing import Any
 
 from prove.launch import RunOutcome
+from prove.reasons import Phrase, Reason
 from prove.record import Ended, OpenedFile, RankRecord
-from prove.table import WARNING, WRONG, ReportRow, See, count, listed, right, warning, wrong
+from prove.table import ReportRow, part, right, warning, wrong
 
 NUMBER = re.compile(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?")
 LOST = re.compile(
@@ -22,48 +24,51 @@ def effect_rows(outcome: RunOutcome) -> list[ReportRow]:
 
 def collective_rows(outcome: RunOutcome) -> list[ReportRow]:
     records, difference = outcome.records, first_difference(outcome.records)
-    cure = "every rank must reach each collective the same number of times, in the same order"
     some_left = any(rank.ended in Ended.WELL for rank in records)
     lost = any(rank.error and LOST.search(rank.error.message) for rank in records)
     if outcome.hang or (some_left and lost):
-        text = "; ".join(map(state_of, records))
-        text += f". The first difference: {difference}" if difference else ""
-        return [wrong("hang", text, cure, See.HANG)]
+        ranks = [*map(state_of, records)]
+        if difference:
+            reason = Reason.HANG_BY_DIFFERENCE
+            return [wrong("hang", reason, ranks=ranks, difference=difference)]
+        return [wrong("hang", Reason.HANG, ranks=ranks)]
     if difference:
-        return [wrong("collectives", difference, cure, See.HANG)]
+        return [wrong("collectives", Reason.COLLECTIVES_DIFFER, difference=difference)]
     calls = len(records[0].collectives)
-    return [right("collectives", f"{count(calls, 'call')}, the same on all ranks")]
+    return [right("collectives", Reason.COLLECTIVES_ALIKE, calls=calls)]
 
 
-def first_difference(records: list[RankRecord]) -> str:
+def first_difference(records: list[RankRecord]) -> dict[str, Any] | None:
     """The first collective that is not the same on all ranks."""
     calls = [rank.collectives for rank in records]
     for parts in zip(*calls, strict=False):
         if len({name for name, _ in parts}) > 1:
-            return "; ".join(
-                f"rank {rank} calls {name} at {at}" for rank, (name, at) in enumerate(parts)
-            )
+            different = [
+                part(Phrase.CALLS, rank=rank, name=name, at=at)
+                for rank, (name, at) in enumerate(parts)
+            ]
+            return part(Phrase.DIFFERENT_CALLS, calls=different)
     fewest, most = min(calls, key=len), max(calls, key=len)
     all_stand_still = all(rank.ended in Ended.WELL or rank.progress.collective for rank in records)
     if len(fewest) == len(most) or not all_stand_still:
-        return ""
+        return None
     name, at = most[len(fewest)]
-    others = ", ".join(
-        str(rank) for rank, of_rank in enumerate(calls) if len(of_rank) == len(fewest)
-    )
-    return f"rank {calls.index(most)} calls {name} at {at}, which rank {others} does not reach"
+    others = [rank for rank, of_rank in enumerate(calls) if len(of_rank) == len(fewest)]
+    rank = calls.index(most)
+    return part(Phrase.NOT_REACHED, rank=rank, name=name, at=at, others=others)
 
 
-def state_of(rank: RankRecord) -> str:
+def state_of(rank: RankRecord) -> dict[str, Any]:
+    number = rank.rank
     if rank.error:
-        return f"rank {rank.rank} loses its connection at {rank.error.at}"
+        return part(Phrase.LOST_CONNECTION, rank=number, at=rank.error.at)
     if rank.ended != Ended.NOT_YET:
-        return f"rank {rank.rank} has ended after {rank.steps} steps"
+        return part(Phrase.HAS_ENDED, rank=number, steps=rank.steps)
     if rank.progress.collective:
         name, at = rank.progress.collective
-        return f"rank {rank.rank} waits in {name} at {at}"
-    place = "backward" if rank.progress.in_backward else "its own code"
-    return f"rank {rank.rank} waits in {place} at {rank.progress.at}"
+        return part(Phrase.WAITS_IN_CALL, rank=number, name=name, at=at)
+    waits = Phrase.WAITS_IN_BACKWARD if rank.progress.in_backward else Phrase.WAITS_IN_ITS_CODE
+    return part(waits, rank=number, at=rank.progress.at)
 
 
 def file_rows(records: list[RankRecord]) -> list[ReportRow]:
@@ -79,16 +84,15 @@ def file_rows(records: list[RankRecord]) -> list[ReportRow]:
             continue
         truncates = all("w" in opened.mode for opened in openings)
         trained = all(opened.steps_before for opened in openings)
-        cure = "if dist.get_rank() == 0, and a barrier before another rank reads it"
+        facts = {"path": os.path.relpath(path), "ranks": sorted(by_rank), "at": openings[0].at}
         if not truncates:
-            cure += "; meant so only if lines of all ranks may mix"
+            rows.append(warning("files", Reason.FILE_THAT_GROWS, **facts))
         elif not trained:
-            cure += "; harmless if all ranks write the same, and none reads it meanwhile"
-        text = f"{os.path.relpath(path)} is opened for writing by ranks {sorted(by_rank)}"
-        verdict = WRONG if truncates and trained else WARNING
-        rows.append(ReportRow(verdict, "files", f"{text} ({openings[0].at})", cure, See.FILES))
+            rows.append(warning("files", Reason.FILE_BEFORE_TRAINING, **facts))
+        else:
+            rows.append(wrong("files", Reason.FILE_OF_SEVERAL_RANKS, **facts))
     if writers and not rows:
-        return [right("files", f"{len(writers)} written, each by one rank")]
+        return [right("files", Reason.FILES_OF_ONE_RANK, files=len(writers))]
     return rows[:MOST_ROWS]
 
 
@@ -103,9 +107,8 @@ def print_rows(records: list[RankRecord]) -> list[ReportRow]:
     if not common:
         return []
     places = dict(line for line in reversed(without_numbers(records[0])) if line in common)
-    shown = listed([f'"{text[:50]}" ({at})' for at, text in sorted(places.items())])
-    cure = "if dist.get_rank() == 0; meant so only if each rank reports on itself"
-    return [warning("printing", f"all ranks print {shown}", cure, See.PRINTS)]
+    lines = [part(Phrase.LINE, text=text[:50], at=at) for at, text in sorted(places.items())]
+    return [warning("printing", Reason.PRINTED_BY_ALL, lines=lines)]
 
 
 def error_of(outcome: RunOutcome) -> str:

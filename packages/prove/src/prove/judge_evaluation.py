@@ -3,15 +3,15 @@
 from dataclasses import replace
 
 from prove.judge_data import ALL_BUT_A_FEW, same_dataset, sample_count, trained_loader_runs
-from prove.record import LoaderRun, RankRecord
-from prove.table import RIGHT, ReportRow, See, listed, not_seen, right, warning
-from prove.watch_data import EVALUATION
+from prove.reasons import Reason
+from prove.record import EVALUATION, LoaderRun, RankRecord
+from prove.table import RIGHT, ReportRow, not_seen, right, warning
 
 CHECK = "evaluation"
 
 
 def evaluation_rows(records: list[RankRecord]) -> list[ReportRow]:
-    """A row for each cure that is needed, with all places that need it."""
+    """A row for each reason, with all places that have it."""
     if (
         len(records) < 2
         or "groups of some ranks" in records[0].notes
@@ -26,15 +26,14 @@ def evaluation_rows(records: list[RankRecord]) -> list[ReportRow]:
         for key, loader_run in first.items():
             datasets.setdefault(key, []).append(loader_run)
     if not datasets:
-        text = "no pass over a loader without a backward, after a step"
-        return [not_seen(CHECK, f"{text}; if yours comes later, raise --batches")]
+        return [not_seen(CHECK, Reason.NO_EVALUATION)]
     rows = [row_of_dataset(records, loader_runs) for loader_runs in datasets.values()]
-    by_cure: dict[tuple[str, str], list[ReportRow]] = {}
+    by_reason: dict[Reason, list[ReportRow]] = {}
     for row in [row for row in rows if row.verdict != RIGHT] or rows[:1]:
-        by_cure.setdefault((row.verdict, row.cure), []).append(row)
+        by_reason.setdefault(row.reason, []).append(row)
     return [
-        replace(alike[0], evidence=listed([row.evidence for row in alike], "; "))
-        for alike in by_cure.values()
+        replace(first, also=tuple(row.facts for row in others))
+        for first, *others in by_reason.values()
     ]
 
 
@@ -59,35 +58,31 @@ def dataset_of(loader_run: LoaderRun) -> tuple:
 
 def row_of_dataset(records: list[RankRecord], loader_runs: list[LoaderRun]) -> ReportRow:
     """loader_runs: the first evaluation of a data set on each rank that evaluates it."""
-    at = loader_runs[0].at
-    if len(loader_runs) < len(records):
-        return right(CHECK, f"by {len(loader_runs)} of {len(records)} ranks ({at})")
+    at, world_size = loader_runs[0].at, len(records)
+    if len(loader_runs) < world_size:
+        ranks = len(loader_runs)
+        return right(CHECK, Reason.EVALUATED_BY_SOME, ranks=ranks, world_size=world_size, at=at)
     if not all(loader_run.indices for loader_run in loader_runs) or not same_dataset(loader_runs):
-        return not_seen(CHECK, f"the samples of {at} cannot be told apart")
+        return not_seen(CHECK, Reason.EVALUATED_UNKNOWN, at=at)
     if all(stops_early(loader_run) for loader_run in loader_runs):
         return row_of_a_part(loader_runs)
     size = sample_count(loader_runs)
     drawn = [index for loader_run in loader_runs for index in loader_run.indices]
     twice = len(drawn) - len({*drawn})
     lost = size - len({*drawn, *drawn_beside(records, loader_runs[0])})
+    samples = {"size": size, "at": at, "sampler": loader_runs[0].sampler}
     if all(len({*loader_run.indices}) >= ALL_BUT_A_FEW * size for loader_run in loader_runs):
-        text = f"each rank evaluates all {size} samples ({at})"
-        cure = "each rank a part, then all_reduce; no mistake if the results are not added up"
-        return warning(CHECK, text, cure, See.ACCURACY)
+        return warning(CHECK, Reason.EVALUATED_BY_EACH, **samples)
     if twice and "gather_for_metrics" not in records[0].notes:
-        text = f"{twice} of {size} samples are counted twice ({at}, {loader_runs[0].sampler})"
-        cure = "Subset(dataset, range(rank, len(dataset), world_size))"
-        return warning(CHECK, text, cure, See.ACCURACY)
+        return warning(CHECK, Reason.EVALUATED_TWICE, twice=twice, **samples)
     if lost > 0:
-        text = f"{lost} of {size} samples are left out ({at})"
-        return warning(CHECK, text, "no drop_last for evaluation", See.ACCURACY)
+        return warning(CHECK, Reason.EVALUATED_NOT_ALL, lost=lost, **samples)
     if not all(
         collectives_after(rank, loader_run)
         for rank, loader_run in zip(records, loader_runs, strict=True)
     ):
-        text = f"each rank evaluates a part of the {size} samples, and no collective follows ({at})"
-        return warning(CHECK, text, "all_reduce sums and counts, then divide", See.ACCURACY)
-    return right(CHECK, f"each of {size} samples once ({at})")
+        return warning(CHECK, Reason.EVALUATED_NOT_SUMMED, **samples)
+    return right(CHECK, Reason.EVALUATED_ONCE, **samples)
 
 
 def stops_early(loader_run: LoaderRun) -> bool:
@@ -105,12 +100,13 @@ def row_of_a_part(loader_runs: list[LoaderRun]) -> ReportRow:
         for loader_run in loader_runs
         for index in loader_run.indices[: loader_run.given * loader_run.sizes[0]]
     ]
-    text = f"each rank stops after {first.given} of {first.batches} batches"
-    text += f": {len({*drawn})} of {sample_count(loader_runs)} samples ({first.at})"
+    facts = {
+        "given": first.given, "batches": first.batches,
+        "samples": len({*drawn}), "size": sample_count(loader_runs), "at": first.at,
+    }  # fmt: skip
     if {*drawn} == {*range(len(drawn))}:
-        return right(CHECK, f"{text}, the first ones, each once")
-    cure = "choose this part before it is dealt out, with the same seed on all ranks"
-    return warning(CHECK, f"{text}; on another number of ranks, others", cure, See.ACCURACY)
+        return right(CHECK, Reason.EVALUATED_FIRST_ONES, **facts)
+    return warning(CHECK, Reason.EVALUATED_OTHERS, **facts)
 
 
 def drawn_beside(records: list[RankRecord], first: LoaderRun) -> set[int]:

@@ -3,19 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from prove.reasons import Phrase, Reason
 from prove.record import OptimizerRecord, OptimizerStep, Projection, RankRecord
-from prove.table import (
-    RIGHT,
-    WARNING,
-    ReportRow,
-    See,
-    count,
-    listed,
-    not_seen,
-    right,
-    warning,
-    wrong,
-)
+from prove.table import RIGHT, WARNING, ReportRow, not_seen, part, right, warning, wrong
 
 TINY = 1e-12
 
@@ -48,8 +38,8 @@ def differ(projections: Sequence[Projection], limit: float = 1e-5) -> bool:
     return bool(max(values) - min(values) > limit * max(TINY, *norms))
 
 
-def parameter_names(optimizer: OptimizerRecord, numbers: list[int]) -> str:
-    return listed([optimizer.names[number] for number in numbers])
+def parameter_names(optimizer: OptimizerRecord, numbers: list[int]) -> list[str]:
+    return [optimizer.names[number] for number in numbers]
 
 
 def steps_of(records: list[RankRecord]) -> list[StepOfRanks]:
@@ -74,8 +64,7 @@ def model_rows(records: list[RankRecord]) -> list[ReportRow]:
     steps = steps_of(records)
     tensors = [{len(of_rank.weights_before) for of_rank in step.steps} for step in steps]
     if is_divided(records) or any(len(counts) > 1 for counts in tensors):  # the latter by ZeRO
-        text = "the ranks hold different parts of the model, or work in groups"
-        return [*rows, not_seen("weights", text)]
+        return [*rows, not_seen("weights", Reason.MODEL_IS_DIVIDED)]
     same = weight_rows(steps)
     rows += same + averaged_gradient_rows(steps, same) + forward_rows(first, same)
     return rows + learning_rate_rows(records, steps) + loss_scale_rows(steps) + buffer_rows(records)
@@ -87,23 +76,24 @@ def weight_rows(steps: list[StepOfRanks]) -> list[ReportRow]:
     if not steps:
         return []
     if not differing:
-        return [right(check, f"the same on all ranks after {count(len(steps), 'step')}")]
+        return [right(check, Reason.WEIGHTS_ALIKE, steps=len(steps))]
     step = differing[0]
     apart, optimizer = step.apart("weights_after"), step.optimizer
     already = step.number == 1 and set(apart) & {*step.apart("weights_before")}
-    when = "before the first step" if already else f"after step {step.number}"
-    text = f"{len(apart)} of {len(optimizer.names)} tensors differ between the ranks {when}: "
-    text += f"{parameter_names(optimizer, apart)} ({step.at})"
+    after = part(Phrase.AFTER_STEP, step=step.number)
+    facts = {
+        "apart": len(apart), "tensors": len(optimizer.names), "at": step.at,
+        "names": parameter_names(optimizer, apart),
+        "when": part(Phrase.BEFORE_FIRST_STEP) if already else after,
+    }  # fmt: skip
     later = steps[steps.index(step) + 1 :]
     if any(not other.apart("weights_before") for other in later):
-        cure = "meant so only for local SGD, which averages weights now and then"
-        return [warning(check, f"{text}, and agree again later", cure, See.LOSS)]
+        return [warning(check, Reason.WEIGHTS_AVERAGED_LATER, **facts)]
     outside = [number for number in apart if number in optimizer.outside_ddp]
     if outside and len(optimizer.outside_ddp) < len(optimizer.names):
-        text += f"; DDP does not hold {parameter_names(optimizer, outside)}"
-        return [wrong(check, text, "wrap one module that holds all trained parameters", See.LOSS)]
-    cure = "DDP, or broadcast all weights once and average all gradients in each step"
-    return [wrong(check, text, cure, See.LOSS)]
+        names = parameter_names(optimizer, outside)
+        return [wrong(check, Reason.WEIGHTS_OUTSIDE_DDP, outside=names, **facts)]
+    return [wrong(check, Reason.WEIGHTS_DIFFER, **facts)]
 
 
 def averaged_gradient_rows(
@@ -114,35 +104,29 @@ def averaged_gradient_rows(
     for step in steps:
         apart = step.apart("gradients", 1e-4)
         if apart and WARNING in verdicts:
-            text = "each rank steps with its own: weights are averaged, it seems"
-            return [not_seen(check, text)]
+            return [not_seen(check, Reason.LOCAL_STEPS)]
         if apart and verdicts != [RIGHT]:
-            text = f"the ranks step with different gradients in {len(apart)} of "
-            text += (
-                f"{len(step.optimizer.names)} tensors: {parameter_names(step.optimizer, apart)} "
-            )
-            text += f"(step {step.number} at {step.at})"
-            cure = "forward and backward through DDP; no_sync for all micro-batches but the last"
-            return [wrong(check, text, cure, See.LOSS)]
+            facts = {
+                "apart": len(apart), "tensors": len(step.optimizer.names),
+                "names": parameter_names(step.optimizer, apart), "step": step.number, "at": step.at,
+            }  # fmt: skip
+            return [wrong(check, Reason.GRADIENTS_DIFFER, **facts)]
     old = [
         step
         for step in steps
         if step.number > 1 and all(of_rank.has_old_gradient for of_rank in step.steps)
     ]
     if len(old) > 1:
-        text = f"at {len(old)} steps, p.grad still held the gradient of the step before "
-        cure = "optimizer.zero_grad() in each step"
-        return [wrong("zero_grad", f"{text}({old[0].at})", cure, See.NAN)]
+        return [wrong("zero_grad", Reason.GRADIENTS_KEPT, steps=len(old), at=old[0].at)]
     factors = [(times_the_mean(step), step) for step in steps]
     known = [(factor, step) for factor, step in factors if factor is not None]
     if not known:
-        text = "no multiple of the mean over the ranks: changed between backward and step?"
-        return [not_seen(check, text)]
+        return [not_seen(check, Reason.NO_MULTIPLE_OF_MEAN)]
     factor, step = max(known, key=lambda pair: abs(pair[0] - 1))
     if abs(factor - 1) <= tolerance(step):
-        return [right(check, f"the mean over the ranks, in {count(len(known), 'step')}")]
-    text = f"changed before the step: {factor:.4g} times the mean (step {step.number} at {step.at})"
-    return [not_seen(check, text)]
+        return [right(check, Reason.MEAN_OF_RANKS, steps=len(known))]
+    facts = {"factor": factor, "step": step.number, "at": step.at}
+    return [not_seen(check, Reason.CHANGED_BEFORE_STEP, **facts)]
 
 
 def tolerance(step: StepOfRanks) -> float:
@@ -171,13 +155,15 @@ def forward_rows(first: RankRecord, rows_of_weights: list[ReportRow]) -> list[Re
     rows, check = [], "forward through DDP"
     for ddp in first.ddps:
         if ddp.forwards_around and any(row.verdict != RIGHT for row in rows_of_weights):
-            text = f"{sum(ddp.forwards_around.values())} training forwards go around DDP at "
-            text += f"{listed(list(ddp.forwards_around))}, {ddp.forwards} through it"
-            rows.append(wrong(check, text, "call ddp(x), not ddp.module(x) or model(x)", See.LOSS))
+            facts = {
+                "around": sum(ddp.forwards_around.values()), "places": [*ddp.forwards_around],
+                "through": ddp.forwards,
+            }  # fmt: skip
+            rows.append(wrong(check, Reason.AROUND_DDP, **facts))
         elif ddp.forwards:
-            rows.append(right(check, count(ddp.forwards, "training forward")))
+            rows.append(right(check, Reason.THROUGH_DDP, forwards=ddp.forwards))
     if not first.ddps:
-        rows.append(not_seen(check, "no DDP: see whether the gradients are averaged by hand"))
+        rows.append(not_seen(check, Reason.NO_DDP))
     return rows
 
 
@@ -187,19 +173,15 @@ def optimizer_rows(first: RankRecord) -> list[ReportRow]:
         missing, total = ddp.in_no_optimizer, ddp.parameters
         unused = [name for name in ddp.without_gradient if name not in missing]
         if not missing:
-            rows.append(right(check, f"it holds the {total} parameters of the model"))
+            rows.append(right(check, Reason.PARAMETERS_HELD, parameters=total))
         elif len(missing) == total and ddp.forwards:
-            at = listed([optimizer.at for optimizer in first.optimizers])
-            text = f"no optimizer ({at}) holds a parameter of the model that DDP wraps at "
-            cure = "make the optimizer from ddp.parameters(), after wrapping"
-            rows.append(wrong(check, f"{text}{ddp.at}", cure))
+            optimizers = [optimizer.at for optimizer in first.optimizers]
+            rows.append(wrong(check, Reason.NO_PARAMETER_HELD, optimizers=optimizers, at=ddp.at))
         else:
-            text = f"{len(missing)} of {total} parameters are in no optimizer: "
-            cure = "add them, or requires_grad_(False)"
-            rows.append(warning(check, text + listed(missing), cure))
+            facts = {"missing": len(missing), "parameters": total, "names": missing}
+            rows.append(warning(check, Reason.PARAMETERS_MISSING, **facts))
         if unused and ddp.forwards:
-            text = f"no gradient ever reached {listed(unused)}"
-            rows.append(warning("unused parameters", text, "use them, or freeze them", See.UNUSED))
+            rows.append(warning("unused parameters", Reason.PARAMETERS_UNUSED, names=unused))
     return rows
 
 
@@ -211,9 +193,7 @@ def accumulation_rows(first: RankRecord) -> list[ReportRow]:
         return []
     if any(backward.is_scaled for backward in backwards):
         return []
-    text = f"{n} backwards at {places.pop()} add up, and the loss is not divided"
-    cure = f"loss / {n}; meant so only if the loss is a sum, or the rate is divided"
-    return [warning("accumulation", text, cure)]
+    return [warning("accumulation", Reason.LOSS_NOT_DIVIDED, backwards=n, at=places.pop())]
 
 
 def zero_gradient_rows(records: list[RankRecord]) -> list[ReportRow]:
@@ -222,32 +202,35 @@ def zero_gradient_rows(records: list[RankRecord]) -> list[ReportRow]:
     norms = [gradient[1] for step in steps for gradient in step.gradients if gradient]
     if not norms or max(norms) > 0:
         return []
-    text = f"all gradients are exactly zero in all steps ({steps[0].at})"
-    cure = "the loss does not depend on the weights: is it a cross-entropy over one class?"
-    return [wrong("zero gradients", text, cure)]
+    return [wrong("zero gradients", Reason.ZERO_GRADIENTS, at=steps[0].at)]
 
 
 def clipping_rows(first: RankRecord) -> list[ReportRow]:
     if at := first.notes.get("clips scaled gradients"):
-        text = f"gradients are clipped while they are multiplied by the loss scale ({at})"
-        return [wrong("clipping", text, "scaler.unscale_(optimizer) before clipping")]
+        return [wrong("clipping", Reason.CLIPS_SCALED, at=at)]
     if "clips" in first.notes:
-        return [right("clipping", "of gradients that are not scaled")]
+        return [right("clipping", Reason.CLIPS_UNSCALED)]
     return []
 
 
 def learning_rate_rows(records: list[RankRecord], steps: list[StepOfRanks]) -> list[ReportRow]:
     rates = [
-        ([of_rank.learning_rates for of_rank in step.steps], f"at step {step.number}, {step.at}")
+        (
+            [of_rank.learning_rates for of_rank in step.steps],
+            part(Phrase.AT_STEP, step=step.number, at=step.at),
+        )
         for step in steps
     ]
     epochs = zip(*(rank.rates_after_epochs for rank in records), strict=False)
-    rates += [(list(of_ranks), f"after epoch {n}") for n, of_ranks in enumerate(epochs, start=1)]
+    rates += [
+        (list(of_ranks), part(Phrase.AFTER_EPOCH, epoch=n))
+        for n, of_ranks in enumerate(epochs, start=1)
+    ]
     for of_ranks, when in rates:
         if any(of_rank != of_ranks[0] for of_rank in of_ranks):
-            text = f"{[of_rank[0] for of_rank in of_ranks]} on the ranks {when}"
-            cure = "the same schedule on all ranks: average what it depends on first"
-            return [wrong("learning rate by rank", text, cure, See.LOSS)]
+            first_rates = [of_rank[0] for of_rank in of_ranks]
+            reason = Reason.RATES_BY_RANK
+            return [wrong("learning rate by rank", reason, rates=first_rates, when=when)]
     return []
 
 
@@ -255,8 +238,8 @@ def loss_scale_rows(steps: list[StepOfRanks]) -> list[ReportRow]:
     for step in steps:
         scales = [of_rank.loss_scale for of_rank in step.steps]
         if len({*scales}) > 1:
-            text = f"{scales} on the ranks at step {step.number} ({step.at})"
-            return [wrong("loss scale", text, "the same GradScaler settings on all ranks")]
+            when = part(Phrase.AT_STEP, step=step.number, at=step.at)
+            return [wrong("loss scale", Reason.LOSS_SCALES_BY_RANK, scales=scales, when=when)]
     return []
 
 
@@ -264,14 +247,13 @@ def buffer_rows(records: list[RankRecord]) -> list[ReportRow]:
     check, rows = "buffers", []
     for ddps in zip(*(rank.ddps for rank in records), strict=False):
         evaluated = all(ddp.buffers_at_evaluation for ddp in ddps)
-        when = "evaluation" if evaluated else "the end"
+        when = part(Phrase.AT_EVALUATION if evaluated else Phrase.AT_THE_END)
         of_ranks = [ddp.buffers_at_evaluation or ddp.buffers_at_end for ddp in ddps]
         names = [name for name in of_ranks[0] if all(name in of_rank for of_rank in of_ranks)]
         apart = [name for name in names if differ([of_rank[name] for of_rank in of_ranks])]
         if apart:
-            text = f"{len(apart)} of {len(names)} differ between the ranks at {when}: "
-            cure = "broadcast them from rank 0 before evaluation, or SyncBatchNorm"
-            rows.append(warning(check, text + listed(apart), cure, See.BUFFERS))
+            facts = {"apart": len(apart), "buffers": len(names), "names": apart, "when": when}
+            rows.append(warning(check, Reason.BUFFERS_DIFFER, **facts))
         elif names:
-            rows.append(right(check, f"the same on all ranks at {when}"))
+            rows.append(right(check, Reason.BUFFERS_ALIKE, when=when))
     return rows

@@ -15,22 +15,26 @@ from torch import Tensor
 from prove.draws import Finding
 from prove.judge_effects import NUMBER, error_of
 from prove.launch import RunOutcome
-from prove.reasons import Reason
+from prove.reasons import Phrase, Reason
 from prove.record import (
     Ended,
-    Mode,
     OptimizerRecord,
     OptimizerStep,
     RankRecord,
     gradients_file,
     tensors_file,
 )
-from prove.table import ReportRow, not_seen, right, warning, wrong
+from prove.table import ReportRow, not_seen, part, right, warning, wrong
 
 SMALL_BATCH = 16  # values per channel from which BatchNorm's statistics are good enough
 FLOAT64_LIMIT = 1e-9  # how far rounding can bring equal gradients apart, in units of their length
 FLOAT64_WRONG = 1e-4  # what differs less may be rounding that has grown: no verdict
 SMALLEST_LENGTH = 1e-12  # a gradient that is shorter is rounding itself
+STATISTIC = re.compile(
+    r"(loss|acc\w*|accuracy|error|top.?[15]|mAP|ppl|perplexity|correct)\W{0,12}"
+    rf"({NUMBER.pattern})",
+    re.I,
+)
 
 
 class Replay:
@@ -215,7 +219,7 @@ class Comparer:
             return not_compared(Reason.NOT_FINITE, step=1, at=self.at)
         length = max(float(tensor.double().norm()) for tensor in both)
         if length == 0:
-            return not_compared(Reason.ZERO_GRADIENTS)
+            return not_compared(Reason.NOTHING_TO_COMPARE)
         if length < SMALLEST_LENGTH:
             return not_compared(Reason.TOO_SHORT, length=length, at=self.at)
         return None
@@ -278,7 +282,7 @@ class Comparer:
         # A rounding error grows from step to step, and Adam divides by small gradients.
         if weights_apart[-1] <= max(1e4 * self.limit, 1e-5):
             in_float64 = self.limit == FLOAT64_LIMIT
-            reason = Reason.EQUAL if in_float64 else Reason.EQUAL_LESS_PRECISE
+            reason = Reason.EQUAL_TO_ONE if in_float64 else Reason.EQUAL_LESS_PRECISE
             return Comparison(Outcome.EQUAL, reason, facts)
         if self.limit > FLOAT64_LIMIT:
             return Comparison(Outcome.TOO_CLOSE, Reason.LITTLE_PRECISION, facts)
@@ -294,7 +298,7 @@ class Comparer:
             return Comparison(Outcome.EQUAL, Reason.EQUAL_BUT_ROUNDING, facts)
         if max(weights_apart) <= FLOAT64_WRONG:
             return Comparison(Outcome.TOO_CLOSE, Reason.TOO_CLOSE, facts | {"step": len(steps)})
-        return Comparison(Outcome.DIFFERENT, Reason.WEIGHTS_DIFFER, facts)
+        return Comparison(Outcome.DIFFERENT, Reason.WEIGHTS_OF_ONE_DIFFER, facts)
 
 
 def is_finite(value: float) -> bool:
@@ -319,7 +323,7 @@ def comparisons(replay: Replay) -> list[Comparison]:
     """Of each optimizer that made a step."""
     numbers = [n for n, optimizer in enumerate(replay.observed.optimizers) if optimizer.steps]
     compared = [Comparer(replay, number).compare() for number in numbers]
-    is_zero = [each.reason == Reason.ZERO_GRADIENTS for each in compared]
+    is_zero = [each.reason == Reason.NOTHING_TO_COMPARE for each in compared]
     if all(is_zero):
         return compared[:1]
     return [each for each, zero in zip(compared, is_zero, strict=True) if not zero]
@@ -437,6 +441,56 @@ def draw_rows(replay: Replay) -> list[ReportRow]:
     return rows
 
 
+def schedule_rows(replay: Replay) -> list[ReportRow]:
+    """The learning rates that the script gives one rank, at the same steps."""
+    observed, replayed = replay.observed, replay.replayed
+    compared = [  # rates, when, and the reason if they differ
+        (of_ranks.learning_rates, of_one.learning_rates,
+         part(Phrase.AT_STEP, step=n, at=of_ranks.at), Reason.RATE_DIFFERS)
+        for number in range(min(len(observed.optimizers), len(replayed.optimizers)))
+        for n, (of_ranks, of_one) in enumerate(replay.steps(number), start=1)
+    ]  # fmt: skip
+    if observed.rates_after_epochs and replayed.rates_after_epochs:
+        rates = observed.rates_after_epochs[0], replayed.rates_after_epochs[0]
+        when = part(Phrase.AFTER_EPOCH, epoch=1)
+        compared.append((*rates, when, Reason.RATE_AFTER_EPOCH_DIFFERS))
+    for of_ranks, of_one, when, reason in compared:
+        if far(of_ranks, of_one):
+            facts = {"of_ranks": of_ranks[0], "of_one": of_one[0], "when": when}
+            return [warning("schedule", reason, world_size=len(replay.records), **facts)]
+    return [right("schedule", Reason.RATES_OF_ONE_RANK)]
+
+
+def printed_rows(replay: Replay) -> list[ReportRow]:
+    """Losses and accuracies that the script prints in the first epoch."""
+    check, compared = "printed numbers", 0
+    differing: dict[str, dict[str, Any]] = {}  # the first difference of each place
+    lines_of_one = printed_lines(replay.replayed)
+    for at, lines in printed_lines(replay.observed).items():
+        for line, line_of_one in zip(lines, lines_of_one.get(at, []), strict=False):
+            statistics = zip(STATISTIC.findall(line), STATISTIC.findall(line_of_one), strict=False)
+            for (name, of_ranks), (_, of_one) in statistics:
+                compared += 1
+                last_digit = 10 ** -len(of_ranks.partition(".")[2].split("e")[0])
+                limit = max(2 * last_digit, 1e-3 * abs(float(of_one)))
+                if abs(float(of_ranks) - float(of_one)) > limit:
+                    facts = {"name": name, "of_ranks": of_ranks, "of_one": of_one, "at": at}
+                    number = part(Phrase.PRINTED, world_size=len(replay.records), **facts)
+                    differing.setdefault(at, number)
+    if differing:
+        return [warning(check, Reason.NUMBERS_DIFFER, numbers=[*differing.values()])]
+    return [right(check, Reason.NUMBERS_OF_ONE_RANK, numbers=compared)] if compared else []
+
+
+def printed_lines(record: RankRecord) -> dict[str, list[str]]:
+    """What each line of the script printed in the first epoch, after a step."""
+    lines: dict[str, list[str]] = {}
+    for line in record.printed:
+        if line.steps_before and line.in_first_epoch:
+            lines.setdefault(line.at, []).append(line.text)
+    return lines
+
+
 def batchnorm_rows(replay: Replay, whole_batch_replay: Replay | None) -> list[ReportRow]:
     """Layers that normalize each local batch, and what a batch of all ranks would change."""
     values = smallest_batchnorm(replay.observed)
@@ -444,11 +498,11 @@ def batchnorm_rows(replay: Replay, whole_batch_replay: Replay | None) -> list[Re
         return []
     facts = {"layers": next(iter(replay.observed.batchnorm)), "values": values}
     if whole_batch_replay is None or not whole_batch_replay.stepped:
-        return [right("batchnorm", Reason.BATCHNORM_LARGE, **facts)]
+        return [right("batchnorm", Reason.BATCHNORM_OF_EACH_RANK, **facts)]
     gradients = whole_batch_replay.gradients(0)
     apart = sum(float((pair.of_ranks - pair.of_one).norm()) ** 2 for pair in gradients) ** 0.5
     length = sum(float(pair.of_one.norm()) ** 2 for pair in gradients) ** 0.5 or 1.0
-    return [warning("batchnorm", Reason.BATCHNORM_SMALL, apart=apart / length, **facts)]
+    return [warning("batchnorm", Reason.BATCHNORM_OF_FEW, apart=apart / length, **facts)]
 
 
 def smallest_batchnorm(record: RankRecord) -> int:

@@ -122,11 +122,11 @@ class Prover:
                     break  # it fails by itself: no attempt of ours will help
         else:
             raise NotObservedError(error_of(outcome))
-        self.samples = judge_data.load_samples(outcome.records)
+        self.observed = replace(outcome, records=judge_data.with_samples(outcome.records))
         self.settings = replace(
             self.settings,
             world_size=len(outcome.records) or self.settings.world_size,
-            rows_are_split=judge_data.rows_are_split(outcome.records),
+            rows_are_split=judge_data.rows_are_split(self.observed.records),
         )
 
     def run_bare(self, outcome: launch.RunOutcome) -> launch.RunOutcome:
@@ -148,7 +148,7 @@ class Prover:
         if outcome.hang:
             return
         if failed(outcome) or not records:
-            rows = effect_rows(outcome) + judge_data.data_rows(records, self.samples)
+            rows = effect_rows(outcome) + judge_data.data_rows(records)
             if not any(row.verdict == WRONG for row in rows):
                 raise NotJudgedError(f"the script fails by itself: {error_of(outcome)}")
         elif not any(record.steps for record in records):
@@ -165,8 +165,8 @@ class Prover:
         if any(record.world_size > len(records) for record in records):
             facts = {"present": len(records), "world_size": records[0].world_size}
             return [*rows, not_seen("ranks", Reason.RECORDS_MISSING, **facts)]
-        rows += judge_data.data_rows(records, self.samples)
-        rows += evaluation_rows(records, self.samples)
+        rows += judge_data.data_rows(records)
+        rows += evaluation_rows(records)
         if observed.hang:
             return [*rows, not_seen(ONE_RANK, Reason.RUN_HANGS)]
         if not all(record.ended in Ended.WELL for record in records):
@@ -191,7 +191,7 @@ class Prover:
             compared = [unsure] if unsure else compared
         rows = [each.row(THE_ORIGINAL) for each in compared]
         records, original = self.observed.records, replayed.replayed
-        return rows + judge_data.original_epoch_rows(records, self.samples, original)
+        return rows + judge_data.original_epoch_rows(records, original)
 
     def why_not_replayed(self, command: list[str] | None) -> Comparison | None:
         """None: one rank can compute from the batches of all."""
@@ -204,7 +204,7 @@ class Prover:
         elif "the model is divided" in records[0].notes:
             reason = Reason.MODEL_DIVIDED
         elif self.settings.rows_are_split and not judge_data.same_contents(records):
-            reason = Reason.ROWS_SPLIT
+            reason = Reason.OTHER_ROWS
         elif any(record.not_kept for record in records):
             texts = [record.not_kept for record in records if record.not_kept]
             return Comparison(Outcome.NOT_COMPARED, Reason.NOT_KEPT, {"message": texts[0]})
@@ -235,6 +235,9 @@ class Prover:
             compared = examination.compared(compared)
         result = [each.row(ONE_RANK) for each in compared]
         result += judge_replay.draw_rows(replayed)
+        if all(each.outcome == Outcome.EQUAL for each in compared):
+            result += judge_replay.printed_rows(replayed)
+        result += judge_replay.schedule_rows(replayed)
         values = judge_replay.smallest_batchnorm(replayed.observed)
         is_small = 0 < values < judge_replay.SMALL_BATCH
         whole_batch_replay = self.replay(Mode.WHOLE, command) if is_small else None
@@ -281,7 +284,7 @@ class Examination:
             if not (with_one_draw := self.with_draws(Variant.ONE_DRAW, self.replayed.rows)):
                 message = "with one draw for all samples, they do not run"
                 return no_verdict(Reason.CONTROL_FAILS, message=message)
-            replayed, with_one = with_one_draw
+            _, with_one = with_one_draw
             if judge_replay.worst(with_one) != Outcome.DIFFERENT:
                 places = list(dict.fromkeys(key.at for key in self.replayed.rows))
                 of_one_draw = judge_replay.farthest(with_one)

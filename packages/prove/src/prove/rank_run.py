@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from prove.record import (
     Ended,
-    Mode,
     LoaderRun,
+    Mode,
     RankRecord,
     ScriptError,
     Settings,
@@ -134,7 +134,7 @@ class RankRun:
         return not any(loader_run.with_gradients for loader_run in self.record.loader_runs)
 
     def begin_batch(self, batch: tuple[int, int], sizes: list[int], sources: list[dict]) -> None:
-        """A batch is there; until the next one is asked for, this step draws and changes weights."""
+        """Until the next one is asked for, a step draws and changes weights."""
         self.model.begin_batch()
         self.draws.begin_batch(batch, sizes, sources)
 

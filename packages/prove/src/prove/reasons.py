@@ -1,10 +1,15 @@
 """Why does a row say what it says? Each reason has the words for its evidence, and one cure.
 
-A judge finds a reason and its facts; only here do they become sentences. Braces name the facts.
+A judge finds a reason and its facts; only here do they become sentences. Braces name the facts, and
+say how they are written: `Prose` below.
 """
 
-from enum import Enum
-from typing import NamedTuple
+from collections.abc import Mapping
+from enum import Enum, unique
+from string import Formatter
+from typing import Any, NamedTuple
+
+MOST_NAMES = 3  # of parameters or places in one row
 
 
 class See:
@@ -23,19 +28,360 @@ class See:
     UNUSED = "expected-to-have-finished-reduction-in-the-prior-iteration-before-starting-a-new-one"
 
 
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)
+
+
+def listed(names: list[str], separator: str = ", ") -> str:
+    """The first names, and how many more there are."""
+    text = separator.join(names[:MOST_NAMES])
+    return text + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
+
+
+def percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 else f"{share:.1e}"
+
+
+class Prose(Formatter):
+    """str.format, with formats for the facts of a row:
+
+    {steps:n step}      4 steps, and 1 step
+    {apart:percent}     2%, and 1.5e-04
+    {names}  {parts: + }    a list, joined by a comma or by what is given; of a long one, the first
+    """
+
+    def format_field(self, value: Any, spec: str) -> str:
+        if isinstance(value, Mapping):  # made by `part`
+            return self.vformat(Phrase[value["phrase"]].value, (), value)
+        if isinstance(value, list | tuple):
+            return listed([self.format_field(item, "") for item in value], spec or ", ")
+        if spec.startswith("n "):
+            return count(value, spec[2:])
+        if spec == "percent":
+            return percent(value)
+        return str(super().format_field(value, spec))
+
+
+@unique
+class Phrase(Enum):
+    """A part of a sentence that has facts of its own."""
+
+    LINE = '"{text}" ({at})'
+    CALLS = "rank {rank} calls {name} at {at}"
+    DIFFERENT_CALLS = "{calls:; }"
+    NOT_REACHED = "rank {rank} calls {name} at {at}, which rank {others} does not reach"
+    LOST_CONNECTION = "rank {rank} loses its connection at {at}"
+    HAS_ENDED = "rank {rank} has ended after {steps} steps"
+    WAITS_IN_CALL = "rank {rank} waits in {name} at {at}"
+    WAITS_IN_BACKWARD = "rank {rank} waits in backward at {at}"
+    WAITS_IN_ITS_CODE = "rank {rank} waits in its own code at {at}"
+    STREAM = "an IterableDataset"
+    OTHER_DATA_SET = "another data set on each rank"
+    TOO_LONG = "{sampler} is too long to list"
+    BEFORE_FIRST_STEP = "before the first step"
+    AFTER_STEP = "after step {step}"
+    AFTER_EPOCH = "after epoch {epoch}"
+    AT_STEP = "at step {step} ({at})"
+    AT_EVALUATION = "evaluation"
+    AT_THE_END = "the end"
+    PRINTED = "{name} {of_ranks} on {world_size} ranks and {of_one} on one ({at})"
+
+
 class Words(NamedTuple):
     evidence: str
     cure: str = ""
     link: str = ""  # one of See
 
 
+LOADER = "the loader at {at}, sampler {sampler}"
+OVERLAP = (
+    f"{{together}} of {{size}} samples are seen in an epoch, {{twice}} of them twice ({LOADER})"
+)
+SHARD = "DataLoader(dataset, sampler=DistributedSampler(dataset)), or split the data by rank"
+SHARD_STREAM = (
+    "split by rank and by worker in __iter__: islice(all_samples, rank, None, world_size)"
+)
+OWN_SEED = "torch.manual_seed(seed + rank) after the model is built; numpy and random alike"
+ALL_CALL = "every rank must reach each collective the same number of times, in the same order"
+WRITE_ONCE = "if dist.get_rank() == 0, and a barrier before another rank reads it"
+OPENED = "{path} is opened for writing by ranks {ranks!s} ({at})"
+APART = "{apart} of {tensors} tensors differ between the ranks {when}: {names} ({at})"
+LENGTHS = "{samples} samples in {batches} batches on {world_size} ranks together, "
+LENGTHS += "{samples_of_original} in {batches_of_original} in the original ({at})"
+GLOBAL_DIVISOR = "what the loss divides by must be a number of all ranks, not of one; or a layer "
+GLOBAL_DIVISOR += "mixes the samples of a batch (attention over the batch)"
+
+
+@unique
 class Reason(Enum):
     """In the order of the judges."""
 
     OTHER = Words("{text}", "{cure}")
 
+    # judge_effects: together
+    HANG = Words("{ranks:; }", ALL_CALL, See.HANG)
+    HANG_BY_DIFFERENCE = Words("{ranks:; }. The first difference: {difference}", ALL_CALL, See.HANG)
+    COLLECTIVES_DIFFER = Words("{difference}", ALL_CALL, See.HANG)
+    COLLECTIVES_ALIKE = Words("{calls:n call}, the same on all ranks")
+    FILE_OF_SEVERAL_RANKS = Words(OPENED, WRITE_ONCE, See.FILES)
+    FILE_THAT_GROWS = Words(
+        OPENED, f"{WRITE_ONCE}; meant so only if lines of all ranks may mix", See.FILES
+    )
+    FILE_BEFORE_TRAINING = Words(
+        OPENED,
+        f"{WRITE_ONCE}; harmless if all ranks write the same, and none reads it meanwhile",
+        See.FILES,
+    )
+    FILES_OF_ONE_RANK = Words("{files} written, each by one rank")
+    PRINTED_BY_ALL = Words(
+        "all ranks print {lines}",
+        "if dist.get_rank() == 0; meant so only if each rank reports on itself",
+        See.PRINTS,
+    )
+
+    # judge_data: samples
+    NO_INPUTS = Words("no step in a pass over a DataLoader, nor inputs that differ")
+    SAME_INPUTS = Words(
+        "all ranks call the model with the same tensors, {calls} times",
+        "seed by rank, or split the data by rank",
+        See.LOSS,
+    )
+    DIFFERENT_INPUTS = Words("no DataLoader; the ranks call the model with different tensors")
+    ROWS_SPLIT = Words(f"all ranks load the same batches, and each takes its part ({LOADER})")
+    SAME_SAMPLES = Words(
+        f"all ranks draw the same samples in the same order: {LOADER}", SHARD, See.LOSS
+    )
+    SUBSETS_DIFFER = Words(
+        "the ranks split the data set differently: of {own} samples that rank 0 may draw, all "
+        f"ranks may draw {{common}} ({LOADER})",
+        "give random_split a generator with the same seed on all ranks",
+        See.LOSS,
+    )
+    WITH_REPLACEMENT = Words("{sampler} draws with replacement, other samples per rank")
+    SAMPLES_LEFT_OUT = Words(
+        f"{{together}} of {{size}} samples are in an epoch, {{lost}} in that of no rank ({LOADER})",
+        "meant so only if the others are left out on purpose",
+    )
+    SAMPLES_SPLIT = Words(f"{{counts: + }} of {{size}} samples, {{twice}} of them twice ({LOADER})")
+    ALL_SAMPLES_EACH = Words(
+        "each rank draws all {size} samples, in another order: an epoch is {world_size} epochs "
+        f"({LOADER})",
+        f"{SHARD}; meant so only if the number of epochs was divided, too",
+        See.LOSS,
+    )
+    SAMPLERS_DISAGREE = Words(
+        OVERLAP,
+        "the same seed for the sampler of all ranks, and the right num_replicas and rank",
+        See.LOSS,
+    )
+    SAMPLES_OVERLAP = Words(
+        OVERLAP,
+        SHARD,
+        See.LOSS,
+    )
+    SAME_CONTENTS = Words(
+        f"all ranks draw the same {{seen}} samples in the same order ({LOADER}; {{kind}})",
+        SHARD,
+        See.LOSS,
+    )
+    CONTENTS_UNKNOWN = Words(f"samples cannot be told apart ({LOADER}; {{kind}})")
+    CONTENTS_SHARED = Words(
+        "{share:.0%} of the first {seen} samples are those of another rank, by content "
+        f"({LOADER}; {{kind}})",
+        SHARD_STREAM,
+        See.LOSS,
+    )
+    CONTENTS_SPLIT = Words("{share:.0%} of {seen} samples are shared ({kind})")
+    WORKERS_ALIKE = Words(
+        f"each of the {{workers}} workers of a rank yields the same samples ({LOADER})",
+        SHARD_STREAM,
+        See.LOSS,
+    )
+    DATA_SETS_DIFFER = Words(
+        f"sample 0 differs between the ranks, and DistributedSampler splits it again ({LOADER})",
+        "make the data with the same seed on all ranks, or load it from a file",
+        See.LOSS,
+    )
+
+    # judge_data: batches, order, draws
+    NO_END_OF_DATA = Words("no rank reached the end of its data")
+    UNEQUAL_BUT_JOINED = Words("{batches!s}, and Join lets the shorter ones wait")
+    UNEQUAL_BUT_CUT = Words("{batches!s}, but the script ends its epochs earlier")
+    UNEQUAL_BATCHES = Words(
+        "{batches!s} batches on the ranks: whoever has more waits for ever ({at})",
+        "DistributedSampler makes them equal; or drop_last; or Join",
+        See.UNEVEN,
+    )
+    UNEQUAL_BATCH_SIZES = Words(
+        "{batches} on each rank, but local batches of {sizes!s} samples weigh the same ({at})",
+        "equal local batches, or a mean over the global batch",
+        See.LOSS,
+    )
+    EQUAL_BATCHES = Words("{batches} on each rank")
+    NO_SECOND_EPOCH = Words("there was no second epoch")
+    ORDER_CHANGES = Words("epochs 1 and 2 differ")
+    DATA_CHANGES = Words("the data set itself changes from epoch to epoch")
+    EPOCH_NOT_SET = Words(
+        "epochs 1 and 2 have the same order: loader at {at}, sampler {sampler}",
+        "sampler.set_epoch(epoch) before each epoch",
+        See.SAME_ORDER,
+    )
+    ORDER_FIXED = Words("fixed, and no shuffling was asked for")
+    ORDER_REPEATS = Words(
+        "epochs 1 and 2 have the same order: loader at {at}, sampler {sampler}",
+        "another order in each epoch; meant so only if the order is part of the data",
+        See.SAME_ORDER,
+    )
+    MASKS_DIFFER = Words("the ranks draw different masks")
+    MASKS_ALIKE = Words(
+        "all ranks drop the same positions ({at})",
+        f"{OWN_SEED}; no mistake, but less noise than one process has",
+    )
+    WORKER_SEEDS_ALIKE = Words(
+        "the workers of all ranks draw the same numbers: one seed (loader at {at})",
+        f"{OWN_SEED}; harmless without augmentation",
+    )
+    DRAWS_ALIKE = Words(
+        "all ranks draw the same numbers of {generators} while they load ({at})", OWN_SEED
+    )
+    DRAWS_DIFFER = Words("the ranks draw different random numbers")
+    WORKER_SEEDS_DIFFER = Words("the loaders of the ranks give their workers different seeds")
+    ORIGINAL_WITHOUT_LENGTH = Words("a loader does not say how many samples it has")
+    ORIGINAL_HAS_MORE_SAMPLES = Words(
+        LENGTHS,
+        "drop_last in the sampler and in the loader only if the original has it; keep a sampler of "
+        "its own, and deal out what that draws",
+        See.LOSS,
+    )
+    ORIGINAL_HAS_OTHER_BATCHES = Words(
+        LENGTHS,
+        "the original's batch size / world_size on each rank, and its drop_last; meant so only if "
+        "the learning rate was chosen for this global batch",
+        See.RATE,
+    )
+    ORIGINAL_HAS_THE_SAME_EPOCH = Words(LENGTHS)
+
+    # judge_evaluation
+    NO_EVALUATION = Words(
+        "no pass over a loader without a backward, after a step; if yours comes later, raise "
+        "--batches"
+    )
+    EVALUATED_BY_SOME = Words("by {ranks} of {world_size} ranks ({at})")
+    EVALUATED_UNKNOWN = Words("the samples of {at} cannot be told apart")
+    EVALUATED_BY_EACH = Words(
+        "each rank evaluates all {size} samples ({at})",
+        "each rank a part, then all_reduce; no mistake if the results are not added up",
+        See.ACCURACY,
+    )
+    EVALUATED_TWICE = Words(
+        "{twice} of {size} samples are counted twice ({at}, {sampler})",
+        "Subset(dataset, range(rank, len(dataset), world_size))",
+        See.ACCURACY,
+    )
+    EVALUATED_NOT_ALL = Words(
+        "{lost} of {size} samples are left out ({at})", "no drop_last for evaluation", See.ACCURACY
+    )
+    EVALUATED_NOT_SUMMED = Words(
+        "each rank evaluates a part of the {size} samples, and no collective follows ({at})",
+        "all_reduce sums and counts, then divide",
+        See.ACCURACY,
+    )
+    EVALUATED_ONCE = Words("each of {size} samples once ({at})")
+    EVALUATED_FIRST_ONES = Words(
+        "each rank stops after {given} of {batches} batches: {samples} of {size} samples ({at}), "
+        "the first ones, each once"
+    )
+    EVALUATED_OTHERS = Words(
+        "each rank stops after {given} of {batches} batches: {samples} of {size} samples ({at}); "
+        "on another number of ranks, others",
+        "choose this part before it is dealt out, with the same seed on all ranks",
+        See.ACCURACY,
+    )
+
+    # judge_model
+    CLIPS_SCALED = Words(
+        "gradients are clipped while they are multiplied by the loss scale ({at})",
+        "scaler.unscale_(optimizer) before clipping",
+    )
+    CLIPS_UNSCALED = Words("of gradients that are not scaled")
+    ZERO_GRADIENTS = Words(
+        "all gradients are exactly zero in all steps ({at})",
+        "the loss does not depend on the weights: is it a cross-entropy over one class?",
+    )
+    PARAMETERS_HELD = Words("it holds the {parameters} parameters of the model")
+    NO_PARAMETER_HELD = Words(
+        "no optimizer ({optimizers}) holds a parameter of the model that DDP wraps at {at}",
+        "make the optimizer from ddp.parameters(), after wrapping",
+    )
+    PARAMETERS_MISSING = Words(
+        "{missing} of {parameters} parameters are in no optimizer: {names}",
+        "add them, or requires_grad_(False)",
+    )
+    PARAMETERS_UNUSED = Words(
+        "no gradient ever reached {names}", "use them, or freeze them", See.UNUSED
+    )
+    LOSS_NOT_DIVIDED = Words(
+        "{backwards} backwards at {at} add up, and the loss is not divided",
+        "loss / {backwards}; meant so only if the loss is a sum, or the rate is divided",
+    )
+    MODEL_IS_DIVIDED = Words("the ranks hold different parts of the model, or work in groups")
+    WEIGHTS_ALIKE = Words("the same on all ranks after {steps:n step}")
+    WEIGHTS_AVERAGED_LATER = Words(
+        f"{APART}, and agree again later",
+        "meant so only for local SGD, which averages weights now and then",
+        See.LOSS,
+    )
+    WEIGHTS_OUTSIDE_DDP = Words(
+        f"{APART}; DDP does not hold {{outside}}",
+        "wrap one module that holds all trained parameters",
+        See.LOSS,
+    )
+    WEIGHTS_DIFFER = Words(
+        APART, "DDP, or broadcast all weights once and average all gradients in each step", See.LOSS
+    )
+    LOCAL_STEPS = Words("each rank steps with its own: weights are averaged, it seems")
+    GRADIENTS_DIFFER = Words(
+        "the ranks step with different gradients in {apart} of {tensors} tensors: {names} (step "
+        "{step} at {at})",
+        "forward and backward through DDP; no_sync for all micro-batches but the last",
+        See.LOSS,
+    )
+    GRADIENTS_KEPT = Words(
+        "at {steps} steps, p.grad still held the gradient of the step before ({at})",
+        "optimizer.zero_grad() in each step",
+        See.NAN,
+    )
+    NO_MULTIPLE_OF_MEAN = Words(
+        "no multiple of the mean over the ranks: changed between backward and step?"
+    )
+    MEAN_OF_RANKS = Words("the mean over the ranks, in {steps:n step}")
+    CHANGED_BEFORE_STEP = Words(
+        "changed before the step: {factor:.4g} times the mean (step {step} at {at})"
+    )
+    AROUND_DDP = Words(
+        "{around} training forwards go around DDP at {places}, {through} through it",
+        "call ddp(x), not ddp.module(x) or model(x)",
+        See.LOSS,
+    )
+    THROUGH_DDP = Words("{forwards:n training forward}")
+    NO_DDP = Words("no DDP: see whether the gradients are averaged by hand")
+    RATES_BY_RANK = Words(
+        "{rates!s} on the ranks {when}",
+        "the same schedule on all ranks: average what it depends on first",
+        See.LOSS,
+    )
+    LOSS_SCALES_BY_RANK = Words(
+        "{scales!s} on the ranks {when}", "the same GradScaler settings on all ranks"
+    )
+    BUFFERS_DIFFER = Words(
+        "{apart} of {buffers} differ between the ranks at {when}: {names}",
+        "broadcast them from rank 0 before evaluation, or SyncBatchNorm",
+        See.BUFFERS,
+    )
+    BUFFERS_ALIKE = Words("the same on all ranks at {when}")
+
     # judge_replay: what one rank computes
-    EQUAL = Words(
+    EQUAL_TO_ONE = Words(
         "gradient of step 1 equal to {apart:.0e} of its length, weights after step {steps} to "
         "{weights_apart:.0e} of their change"
     )
@@ -53,8 +399,7 @@ class Reason(Enum):
     GRADIENT_DIFFERS = Words(
         "the gradient of step {step} differs by {apart:percent} of its length from that of one "
         "rank, most in {most_in} ({at})",
-        "what the loss divides by must be a number of all ranks, not of one; or a layer mixes the "
-        "samples of a batch (attention over the batch)",
+        GLOBAL_DIVISOR,
         See.LOSS,
     )
     GRADIENT_DIFFERS_GATHER = Words(
@@ -73,11 +418,10 @@ class Reason(Enum):
     LATER_GRADIENT_DIFFERS = Words(
         "the gradient of step {step} differs by {apart:percent} of its length from that of one "
         "rank ({at})",
-        "what the loss divides by must be a number of all ranks, not of one; or a layer mixes the "
-        "samples of a batch (attention over the batch)",
+        GLOBAL_DIVISOR,
         See.LOSS,
     )
-    WEIGHTS_DIFFER = Words(
+    WEIGHTS_OF_ONE_DIFFER = Words(
         "gradient of step 1 equal to {apart:.0e} of its length, weights after step {steps} to "
         "{weights_apart:.0e} of their change ({at})",
         "something between backward and step depends on the ranks",
@@ -127,8 +471,8 @@ class Reason(Enum):
         "run again with their own records: {message}"
     )
     EQUAL_WITH_ONE_DRAW = Words(
-        "the gradient differs by {apart:percent} of its length with the numbers that the ranks drew, "
-        "and by {apart_of_one_draw:.0e} where all samples get one draw ({places}): a divisor that "
+        "the gradient differs by {apart:percent} of its length with the numbers that the ranks "
+        "drew, and by {apart_of_one_draw:.0e} where all samples get one draw ({places}): a divisor that "
         "depends on the draws, or samples that changed places before"
     )
     OTHER_SHAPE = Words(
@@ -141,7 +485,7 @@ class Reason(Enum):
     )
     NO_GRADIENTS = Words("the two runs have no gradient in common")
     NOT_FINITE = Words("the gradient of step {step} is not finite ({at})")
-    ZERO_GRADIENTS = Words("all gradients are zero: there is nothing to compare")
+    NOTHING_TO_COMPARE = Words("all gradients are zero: there is nothing to compare")
     TOO_SHORT = Words("the gradient has a length of {length:.0e}: that is rounding ({at})")
     BATCHNORM_ROWS = Words(
         "BatchNorm gets a number of rows that is no multiple of the samples, so nobody knows which "
@@ -172,7 +516,7 @@ class Reason(Enum):
     ONLY_ONE_RANK = Words("it is the only one: start two to compare")
     WHICH_COMMAND = Words("say how one rank is started: --alone 'COMMAND'")
     MODEL_DIVIDED = Words("each rank holds a part of the model")
-    ROWS_SPLIT = Words(
+    OTHER_ROWS = Words(
         "each rank takes its rows of a batch that all load, with other random numbers"
     )
     NO_LOADER = Words(
@@ -192,8 +536,28 @@ class Reason(Enum):
         "torch.manual_seed(seed + rank) after the model is built; numpy and random alike",
     )
     NOISE_BY_SAMPLE = Words("the ranks draw different numbers for their samples: {places}")
-    BATCHNORM_LARGE = Words("{layers} per rank, over at least {values} values")
-    BATCHNORM_SMALL = Words(
+
+    # judge_replay: beside the gradients
+    RATES_OF_ONE_RANK = Words("the learning rates of one rank")
+    RATE_DIFFERS = Words(
+        "learning rate {of_ranks:.4g} on {world_size} ranks and {of_one:.4g} on one, {when}",
+        "meant so only if you scale the rate with the global batch on purpose",
+        See.RATE,
+    )
+    RATE_AFTER_EPOCH_DIFFERS = Words(
+        "learning rate {of_ranks:.4g} on {world_size} ranks and {of_one:.4g} on one, {when}",
+        "one scheduler.step() per epoch or step on each rank, not one per rank",
+        See.RATE,
+    )
+    NUMBERS_DIFFER = Words(
+        "after the same steps, {numbers}",
+        "add sums and counts up over the ranks, then divide; meant so only if each rank reports on "
+        "its own samples, or on some that it has drawn",
+        See.ACCURACY,
+    )
+    NUMBERS_OF_ONE_RANK = Words("losses and accuracies are those of one rank ({numbers} compared)")
+    BATCHNORM_OF_EACH_RANK = Words("{layers} per rank, over at least {values} values")
+    BATCHNORM_OF_FEW = Words(
         "{layers} normalizes {values} values on each rank; with those of all ranks, the gradient "
         "differs by {apart:percent}",
         "SyncBatchNorm; meant so if the local batch on the real machine is larger",

@@ -70,10 +70,9 @@ class Keeper:
 
     def inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         run = self.run
-        if run.has_no_loader():
-            if run.joined and run.record.steps < run.settings.batches:
-                kept = run.tensors.setdefault("forwards", [])
-                kept.append((copied(list(args)), copied(kwargs)))
+        if run.has_no_loader() and run.joined and run.record.steps < run.settings.batches:
+            kept = run.tensors.setdefault("forwards", [])
+            kept.append((copied(list(args)), copied(kwargs)))
         return args, kwargs
 
 
@@ -219,7 +218,7 @@ def put(tensor: Tensor, value: Tensor) -> None:
     if hasattr(tensor, "full_tensor"):
         from torch.distributed.tensor import distribute_tensor
 
-        value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined,assignment]
+        value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
     tensor.data.copy_(value)
 
 
@@ -239,7 +238,7 @@ def watch_dropout(run: RankRun) -> None:
         ) -> Tensor:  # fmt: skip
             if training and p > 0:
                 note()
-            return original(input, p, training and run.settings.dropout, inplace)  # type: ignore[no-any-return]
+            return original(input, p, training and run.settings.dropout, inplace)
 
     @wrap(functional, "scaled_dot_product_attention")
     def attention(
@@ -252,7 +251,7 @@ def watch_dropout(run: RankRun) -> None:
             note()
         if not run.settings.dropout:
             dropout_p = 0.0
-        return original(query, key, value, attn_mask, dropout_p, *rest, **more)  # type: ignore[no-any-return]
+        return original(query, key, value, attn_mask, dropout_p, *rest, **more)
 
 
 def watch_batchnorm(run: RankRun) -> None:
@@ -264,12 +263,12 @@ def watch_batchnorm(run: RankRun) -> None:
             fewest[layer] = min(fewest.get(layer, values), values)
         is_merged = run.replaying and feeder.normalizes_by_rank and len(feeder.sizes) > 1
         if not (self.training and is_merged):
-            return original(self, rows)  # type: ignore[no-any-return]
+            return original(self, rows)
         in_blocks = run.settings.variant == Variant.BLOCKS
         owners = owners_of_rows(len(rows), feeder.sizes, in_blocks)
         if owners is None:
             run.record.batchnorm_rows_unknown = True
-            return original(self, rows)  # type: ignore[no-any-return]
+            return original(self, rows)
         if len(rows) != sum(feeder.sizes):
             run.record.batchnorm_rows_guessed = True
         return normalize_by_rank(self, original, rows, owners)

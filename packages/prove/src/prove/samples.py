@@ -270,7 +270,7 @@ class RecordedBatch(NamedTuple):
 
     def samples(self) -> list:
         assert self.file is not None
-        return thaw(Frozen(*pickle.loads(Path(self.file).read_bytes())))  # type: ignore[no-any-return]
+        return thaw(Frozen(*pickle.loads(Path(self.file).read_bytes())))
 
 
 def merged_by_collate(collate: Callable | None, batches: list[RecordedBatch]) -> Any:

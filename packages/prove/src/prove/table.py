@@ -5,42 +5,21 @@ these at the end, by the templates in reasons.py.
 """
 
 import os
-import string
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prove.reasons import Reason, See
+from prove.reasons import Phrase, Prose, Reason, listed
 
 RIGHT, WRONG, WARNING, NOT_SEEN = "right", "WRONG", "warning", "not seen"
 ORDER = (WRONG, WARNING, RIGHT, NOT_SEEN)
 WIDTH, INDENT = 100, " " * 10
-MOST_NAMES = 3  # of parameters or places in one row
 
 PAGE = Path(__file__).resolve().with_name("cures.md")  # an installation brings it along
 
-
-class Wording(string.Formatter):
-    """Lists are cut after some names; {apart:percent} and {n:count batch} have words of their own."""
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        if isinstance(value, list | tuple) and not format_spec:
-            return listed([str(part) for part in value])
-        if format_spec == "percent":
-            return percent(value)
-        if format_spec.startswith("count "):
-            return count(value, format_spec.removeprefix("count "))
-        return str(super().format_field(value, format_spec))
-
-
-def worded(template: str, facts: Mapping[str, Any]) -> str:
-    return Wording().vformat(template, (), facts)
-
-
-def percent(share: float) -> str:
-    return f"{share:.0%}" if share >= 0.01 else f"{share:.0e}"
+Facts = Mapping[str, Any]  # numbers, texts, lists of them, and parts: also what JSON can hold
 
 
 @dataclass(frozen=True)
@@ -50,15 +29,17 @@ class ReportRow:
     verdict: str
     check: str
     reason: Reason
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Facts = field(default_factory=dict)
+    also: tuple[Facts, ...] = ()  # the same reason at other places, which the same cure mends
 
     @property
     def evidence(self) -> str:
-        return worded(self.reason.value.evidence, self.facts)
+        template = self.reason.value.evidence
+        return listed([in_words(template, facts) for facts in (self.facts, *self.also)], "; ")
 
     @property
     def cure(self) -> str:
-        return worded(self.reason.value.cure, self.facts)
+        return in_words(self.reason.value.cure, self.facts)
 
     @property
     def link(self) -> str:
@@ -67,40 +48,37 @@ class ReportRow:
     def as_json(self) -> dict[str, Any]:
         words = {"evidence": self.evidence, "cure": self.cure, "link": self.link}
         own = {"verdict": self.verdict, "check": self.check, "reason": self.reason.name}
-        return own | words | {"facts": dict(self.facts)}
+        return own | words | {"facts": dict(self.facts), "also": [*map(dict, self.also)]}
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> "ReportRow":
+        reason, also = Reason[row["reason"]], tuple(row["also"])
+        return cls(row["verdict"], row["check"], reason, row["facts"], also)
 
 
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + "s" * (number != 1)
+def in_words(template: str, facts: Facts) -> str:
+    return Prose().vformat(template, (), facts)
 
 
-def listed(names: list[str], separator: str = ", ") -> str:
-    """The first names, and how many more there are."""
-    text = separator.join(names[:MOST_NAMES])
-    return text + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
+def part(phrase: Phrase, **facts: Any) -> dict[str, Any]:
+    """A fact that is a phrase, and not only a number or a name."""
+    return {"phrase": phrase.name, **facts}
 
 
-def made(verdict: str, check: str, reason: Any, old: Any, facts: Any) -> ReportRow:
-    if isinstance(reason, str):
-        cure, link = (*old, "", "")[:2]
-        return ReportRow(verdict, check, Reason.OTHER, {"text": reason, "cure": cure, "link": link})
-    return ReportRow(verdict, check, reason, facts)
+def right(check: str, reason: Reason, **facts: Any) -> ReportRow:
+    return ReportRow(RIGHT, check, reason, facts)
 
 
-def right(check: str, reason: Any, *old: Any, **facts: Any) -> ReportRow:
-    return made(RIGHT, check, reason, old, facts)
+def wrong(check: str, reason: Reason, **facts: Any) -> ReportRow:
+    return ReportRow(WRONG, check, reason, facts)
 
 
-def wrong(check: str, reason: Any, *old: Any, **facts: Any) -> ReportRow:
-    return made(WRONG, check, reason, old, facts)
+def warning(check: str, reason: Reason, **facts: Any) -> ReportRow:
+    return ReportRow(WARNING, check, reason, facts)
 
 
-def warning(check: str, reason: Any, *old: Any, **facts: Any) -> ReportRow:
-    return made(WARNING, check, reason, old, facts)
-
-
-def not_seen(check: str, reason: Any, *old: Any, **facts: Any) -> ReportRow:
-    return made(NOT_SEEN, check, reason, old, facts)
+def not_seen(check: str, reason: Reason, **facts: Any) -> ReportRow:
+    return ReportRow(NOT_SEEN, check, reason, facts)
 
 
 def table(rows: list[ReportRow]) -> str:

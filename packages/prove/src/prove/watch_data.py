@@ -263,7 +263,7 @@ def recording_iterator(loader: Any, iterate: Callable, folder: str) -> Iterator:
     if loader.batch_sampler is not None and not isinstance(own, RecordingCollate):
         loader.collate_fn = RecordingCollate(own, folder)
     try:
-        return iterate(loader)  # type: ignore[no-any-return]  # it takes the function and starts the workers
+        return iterate(loader)  # it takes the function and starts the workers
     finally:
         loader.collate_fn = own
 

@@ -72,11 +72,11 @@ def without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
 
 
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+def parameters_of(optimizer: Any) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def rates_of(optimizer: Optimizer) -> list[float]:
+def rates_of(optimizer: Any) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 

@@ -1,12 +1,11 @@
 """What does the script do to its parameters, and what does it draw? Every operation passes by here.
 
 A dispatch mode of torch sees all that autograd sees, and also what is done to `p.data` or by
-`torch._foreach_*`. A step is a change of parameters, whoever makes it: a script without an optimizer
-of torch is watched by its first write to a parameter after a batch.
+`torch._foreach_*`. A step is a change of parameters, whoever makes it: a script without an
+optimizer of torch is watched by its first write to a parameter after a batch.
 """
 
 from typing import Any
-
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,8 +21,6 @@ def address_of(tensor: Tensor) -> int:
 
 class HandMadeSteps:
     """Stands in for the optimizer of a script that has none: it holds what the script changes."""
-
-    defaults: dict[str, Any] = {}
 
     def __init__(self) -> None:
         self.param_groups: list[dict] = [{"params": [], "lr": 0.0}]
