@@ -472,7 +472,8 @@ class Reason(Enum):
     )
     EQUAL_WITH_ONE_DRAW = Words(
         "the gradient differs by {apart:percent} of its length with the numbers that the ranks "
-        "drew, and by {apart_of_one_draw:.0e} where all samples get one draw ({places}): a divisor that "
+        "drew, and by {apart_of_one_draw:.0e} where all samples get one draw ({places}): a "
+        "divisor that "
         "depends on the draws, or samples that changed places before"
     )
     OTHER_SHAPE = Words(
