@@ -25,9 +25,16 @@ import traceback
 from argparse import REMAINDER, ArgumentParser, Namespace
 from pathlib import Path
 
-from prove import NotJudgedError
-from prove.prover import ONE_RANK, THE_ORIGINAL, NotObservedError, prove, unseen_checks
-from prove.table import WRONG, ReportRow, table
+from prove import NotJudgedError, launch
+from prove.table import (
+    ONE_RANK,
+    THE_ORIGINAL,
+    WRONG,
+    NotObservedError,
+    ReportRow,
+    table,
+    unseen_checks,
+)
 
 PROOF_OF = {ONE_RANK: "what is averaged", THE_ORIGINAL: "the conversion"}
 PROVEN, IS_WRONG, NOT_JUDGED, OWN_ERROR, NOTHING_PROVEN = range(5)  # exit statuses
@@ -66,8 +73,13 @@ def write_json(file: Path | None, rows: list[ReportRow], unseen: list[str], erro
 def main() -> int:
     args, began = parse_args(), time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all is put back
+    is_forked = Path(args.command[0]).name == "torchrun" or "torch.distributed.run" in args.command
+    hashes_differ = is_forked and "PYTHONHASHSEED" not in os.environ
+    spare = launch.SpareProcess() if hashes_differ else None
     try:
-        rows = prove(args, say)
+        from prove.prover import prove  # it imports torch, which the spare process does meanwhile
+
+        rows = prove(args, say, spare)
     except NotJudgedError as error:
         write_json(args.json, [], [], str(error))
         say(f"error: {error}")
@@ -82,6 +94,9 @@ def main() -> int:
         write_json(args.json, [], [], f"{type(error).__name__}: {error}")
         say(f"error: prove itself failed: {type(error).__name__}: {error}"[:300])
         return OWN_ERROR
+    finally:
+        if spare:
+            spare.end()
     unseen = unseen_checks(rows, [ONE_RANK, THE_ORIGINAL] if args.original else [ONE_RANK])
     write_json(args.json, rows, unseen, "")
     print(table(rows))

@@ -377,7 +377,7 @@ def watch_random(draws: Draws) -> None:
         def getrandbits(self, k: int, /) -> int:
             return int(watched(draws, "random.getrandbits", super().getrandbits, (k,), {}))
 
-    instance: Any = random._inst  # type: ignore[attr-defined]
+    instance: Any = random._inst
     instance.__class__ = Random
     random.random, random.getrandbits = instance.random, instance.getrandbits
     random.Random = Random  # type: ignore[misc]  # for generators that the script makes itself

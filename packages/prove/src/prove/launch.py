@@ -118,11 +118,55 @@ def become_rank(command: list[str], environment: dict[str, str], log: Path) -> N
         os._exit(status)
 
 
+class SpareProcess:
+    """A Python of its own, which imports torch meanwhile and then becomes rank 1 of one run.
+
+    Forked ranks hash strings alike, and those of torchrun do not: only so is a script seen whose
+    data depend on the order of a set, or on hash().
+    """
+
+    def __init__(self) -> None:
+        code = "from prove import launch; launch.become_what_is_asked_for()"
+        self.process: subprocess.Popen | None = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, text=True
+        )
+
+    def become_rank(self, command: list[str], environment: dict[str, str], log: Path) -> int:
+        """Its process id. It can be asked once."""
+        process, self.process = self.process, None
+        assert process is not None
+        assert process.stdin is not None
+        json.dump([command, environment, str(log)], process.stdin)
+        process.stdin.close()
+        return process.pid
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+def become_what_is_asked_for() -> None:
+    preload()
+    if request := sys.stdin.read():
+        command, environment, log = json.loads(request)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        become_rank(command, environment, Path(log))
+
+
 class Processes:
     """The processes of one run: forked ranks, or the launcher of the user."""
 
-    def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        environment: dict[str, str],
+        log: Path,
+        spare: SpareProcess | None = None,
+    ) -> None:
         self.status, self.failed_at = 0, 0.0
+        self.spare = spare
         self.store: Any = None
         self.alive: list[int] = []
         if torchrun := as_torchrun(command):
@@ -148,7 +192,10 @@ class Processes:
         sys.stdout.flush()
         for rank in range(world_size):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common}
-            pid = os.fork()
+            if rank == 1 and self.spare is not None and self.spare.process is not None:
+                pid = self.spare.become_rank(torchrun.script, environment | own, log)
+            else:
+                pid = os.fork()
             if pid == 0:
                 become_rank(torchrun.script, environment | own, log)
             self.alive.append(pid)
@@ -225,16 +272,20 @@ class Patience:
 
 
 def execute(
-    command: list[str], settings: Settings, timeout: float, most_seconds: float = float("inf")
+    command: list[str],
+    settings: Settings,
+    timeout: float,
+    most_seconds: float = float("inf"),
+    spare: SpareProcess | None = None,
 ) -> RunOutcome:
     """Start a command, wait until all ranks have ended or hang, and read what they wrote.
 
-    most_seconds: then it is ended, as if it had ended well.
+    most_seconds: then it is ended, as if it had ended well. spare: becomes one of the ranks.
     """
     began = time.monotonic()
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PROVE": json.dumps(asdict(settings))}
     log = Path(settings.folder, f"{settings.name}.log")
-    processes = Processes(command, environment, log)
+    processes = Processes(command, environment, log, spare)
     hang = silent = False
     patience, records = Patience(), []
     try:

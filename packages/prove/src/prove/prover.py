@@ -24,10 +24,19 @@ from prove.judge_replay import Comparison, Outcome, Replay
 from prove.reasons import Reason
 from prove.record import Ended, Mode, Settings, Variant
 from prove.replay import forced_file
-from prove.table import NOT_SEEN, RIGHT, WARNING, WRONG, ReportRow, not_seen
+from prove.table import (
+    NOT_SEEN,
+    ONE_RANK,
+    RIGHT,
+    THE_ORIGINAL,
+    WARNING,
+    WRONG,
+    NotObservedError,
+    ReportRow,
+    not_seen,
+)
 from prove.watch_effects import restore
 
-ONE_RANK, THE_ORIGINAL = "one rank", "the original"  # the checks that are the proof
 NUMBER_OF_RANKS = (
     r"(--nproc[-_]per[-_]node[= ])\S+",
     r"(--num[-_]processes[= ])\d+",
@@ -35,10 +44,6 @@ NUMBER_OF_RANKS = (
     r"(--world[-_]size[= ])\d+",
 )
 LEAST_SECONDS = 20.0  # that a script gets to fail by itself
-
-
-class NotObservedError(Exception):
-    """The script fails only while prove watches it: a mistake of prove's."""
 
 
 def command_of_one_rank(args: Namespace) -> list[str] | None:
@@ -57,8 +62,14 @@ def command_of_one_rank(args: Namespace) -> list[str] | None:
 class Prover:
     """The runs share a folder, and leave the user's files as they were."""
 
-    def __init__(self, args: Namespace, folder: str, say: Callable[[str], None]) -> None:
-        self.args, self.say = args, say
+    def __init__(
+        self,
+        args: Namespace,
+        folder: str,
+        say: Callable[[str], None],
+        spare: launch.SpareProcess | None,
+    ) -> None:
+        self.args, self.say, self.spare = args, say, spare
         torchrun = launch.as_torchrun(args.command)
         if torchrun and not Path(torchrun.script[0]).is_file():
             raise NotJudgedError(f"{torchrun.script[0]}: no such script")
@@ -71,7 +82,7 @@ class Prover:
     def run(self, settings: Settings, command: list[str]) -> launch.RunOutcome:
         self.say(f"{settings.name}: {shlex.join(command)}")
         try:
-            return launch.execute(command, settings, self.args.timeout)
+            return launch.execute(command, settings, self.args.timeout, spare=self.spare)
         except FileNotFoundError as error:
             raise NotJudgedError(f"{error.filename}: no such command") from None
         finally:
@@ -338,21 +349,16 @@ def failed(outcome: launch.RunOutcome) -> bool:
     return bool(outcome.status) or any(ended)
 
 
-def prove(args: Namespace, say: Callable[[str], None]) -> list[ReportRow]:
-    """The rows of the table.
+def prove(
+    args: Namespace, say: Callable[[str], None], spare: launch.SpareProcess | None = None
+) -> list[ReportRow]:
+    """The rows of the table. spare: becomes one of the ranks.
 
     Raises NotJudgedError: there is none. NotObservedError: prove cannot watch this script.
     """
     folder = tempfile.mkdtemp(prefix="prove-")
     try:
-        return Prover(args, folder, say).judge()
+        return Prover(args, folder, say, spare).judge()
     finally:
         restore(Path(folder))
         shutil.rmtree(folder)
-
-
-def unseen_checks(rows: list[ReportRow], checks: list[str]) -> list[str]:
-    """Those of the comparisons that are the proof which could not be made."""
-    seen = {row.check for row in rows if row.verdict != NOT_SEEN}
-    seen -= {row.check for row in rows if row.verdict == NOT_SEEN}
-    return [check for check in checks if check not in seen]

@@ -15,11 +15,16 @@ from prove.reasons import Phrase, Prose, Reason, listed
 
 RIGHT, WRONG, WARNING, NOT_SEEN = "right", "WRONG", "warning", "not seen"
 ORDER = (WRONG, WARNING, RIGHT, NOT_SEEN)
+ONE_RANK, THE_ORIGINAL = "one rank", "the original"  # the checks that are the proof
 WIDTH, INDENT = 100, " " * 10
 
 PAGE = Path(__file__).resolve().with_name("cures.md")  # an installation brings it along
 
 Facts = Mapping[str, Any]  # numbers, texts, lists of them, and parts: also what JSON can hold
+
+
+class NotObservedError(Exception):
+    """The script fails only while prove watches it: a mistake of prove's."""
 
 
 @dataclass(frozen=True)
@@ -99,3 +104,10 @@ def table(rows: list[ReportRow]) -> str:
             cure[-1:] = [f"{cure[-1]}  {link}"] if fits else [cure[-1], f"   {link}"]
         lines += [INDENT + line for line in cure]
     return "\n".join(lines)
+
+
+def unseen_checks(rows: list[ReportRow], checks: list[str]) -> list[str]:
+    """Those of the comparisons that are the proof which could not be made."""
+    seen = {row.check for row in rows if row.verdict != NOT_SEEN}
+    seen -= {row.check for row in rows if row.verdict == NOT_SEEN}
+    return [check for check in checks if check not in seen]
