@@ -136,8 +136,8 @@ class SpareProcess:
         process, self.process = self.process, None
         assert process is not None
         assert process.stdin is not None
-        json.dump([command, environment, str(log)], process.stdin)
-        process.stdin.close()
+        process.stdin.write(json.dumps([command, environment, str(log)]) + "\n")
+        process.stdin.flush()
         return process.pid
 
     def end(self) -> None:
@@ -149,7 +149,7 @@ class SpareProcess:
 
 def become_what_is_asked_for() -> None:
     preload()
-    if request := sys.stdin.read():
+    if request := sys.stdin.readline():
         command, environment, log = json.loads(request)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         become_rank(command, environment, Path(log))

@@ -24,11 +24,12 @@ class HandMadeSteps:
 
     def __init__(self) -> None:
         self.param_groups: list[dict] = [{"params": [], "lr": 0.0}]
-        self.addresses: dict[int, Tensor] = {}
+        self.addresses: list[int] = []  # of its parameters
 
     def hold(self, parameter: Tensor) -> None:
-        self.param_groups[0]["params"].append(parameter)
-        self.addresses[address_of(parameter)] = parameter
+        if not any(parameter is known for known in self.param_groups[0]["params"]):
+            self.param_groups[0]["params"].append(parameter)
+            self.addresses.append(address_of(parameter))
 
     def holds(self, tensor: Any) -> bool:
         is_plain = type(tensor) in (Tensor, nn.Parameter) or hasattr(tensor, "to_local")
@@ -36,11 +37,9 @@ class HandMadeSteps:
 
     def exchanged(self) -> bool:
         """`p.data = new`: no operation writes, but the parameter lies elsewhere."""
-        parameters = self.param_groups[0]["params"]
-        moved = [p for p in parameters if address_of(p) not in self.addresses]
-        for parameter in moved:
-            self.addresses[address_of(parameter)] = parameter
-        return bool(moved)
+        before, parameters = self.addresses, self.param_groups[0]["params"]
+        self.addresses = [address_of(parameter) for parameter in parameters]
+        return self.addresses != before
 
 
 class Dispatch(TorchDispatchMode):
