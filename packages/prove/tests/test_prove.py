@@ -22,64 +22,21 @@ from helpers.local_ranks import (
     SECONDS,
     command,
     context,
-    default_start,
     launch_function,
     launch_ranks,
-    patience,
-    scratch_folder,
 )
 from helpers.pages import anchors
+from helpers.prove_runs import TORCHRUN, run, verdict
 from prove import launch, table, watch_effects
-from prove.__main__ import main
 from prove.planted.__main__ import changed
 from prove.planted.mistakes import ONE_GPU
 from prove.rank_run import RankRun
 from prove.reasons import Phrase, Reason
 from prove.record import Mode, Settings
-from prove.watch_data import as_double, tensors_in
+from prove.samples import as_double, tensors_in
 from repository_pages import shell
 
 PACKAGE = Path(__file__).parents[1]
-TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2"]
-
-
-def _prove(folder: Path, texts: Path, env: dict[str, str], arguments: tuple[str, ...]) -> None:
-    default_start()
-    os.chdir(folder)
-    os.environ.update(env | {"OMP_NUM_THREADS": "1"})
-    for number, file in ((0, Path(os.devnull)), (1, texts / "out"), (2, texts / "error")):
-        os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), number)
-    sys.argv = ["prove", *arguments]
-    sys.exit(main())
-
-
-def run(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
-    """python -m prove, as a user types it in a folder, without importing torch again."""
-    texts = scratch_folder()
-    process = context.Process(target=_prove, args=(folder, texts, env, arguments))
-    process.start()
-    process.join(patience(3 * SECONDS))
-    if process.is_alive():
-        process.terminate()  # it then ends its ranks
-        raise TimeoutError(arguments)
-    out, error = ((texts / name).read_text() for name in ("out", "error"))
-    return subprocess.CompletedProcess(arguments, process.exitcode, out, error)
-
-
-@pytest.fixture
-def prove_script(tmp_path):
-    """Proves a script that is called train.py, on two ranks."""
-
-    def prove_source(source: str, *options: str, **env: str) -> subprocess.CompletedProcess:
-        (tmp_path / "train.py").write_text(source)
-        return run(tmp_path, *options, *TORCHRUN, "train.py", **env)
-
-    return prove_source
-
-
-def verdict(ended: subprocess.CompletedProcess, check: str) -> str:
-    row = re.search(rf"^(right|WRONG|warning|not seen) +{check}(  |$)", ended.stdout, re.M)
-    return row[1] if row else f"no row: {ended.stdout}{ended.stderr}"
 
 
 def planted(*changes: tuple[str, str]) -> str:
@@ -242,11 +199,13 @@ class Sharded(nn.Module):
 """
 
 
-def test_of_a_script_with_fsdp_the_samples_are_judged_and_the_weights_are_not(prove_script):
+def test_a_script_with_fully_shard_is_compared_with_one_rank(prove_script):
     source = training_of("Sharded()", SHARDED)
     ended = prove_script(source)
     assert verdict(ended, "samples") == verdict(ended, "collectives") == "right", ended.stdout
-    assert verdict(ended, "weights") == verdict(ended, "one rank") == "not seen", ended.stdout
+    assert verdict(ended, "weights") == verdict(ended, "one rank") == "right", ended.stdout
+    ended = prove_script(source.replace("mean()", "sum()"))  # the control
+    assert verdict(ended, "one rank") == "WRONG", ended.stdout
     ended = prove_script(source.replace("sampler.set_epoch(epoch)", "pass"))
     assert verdict(ended, "order of an epoch") == "WRONG"
 

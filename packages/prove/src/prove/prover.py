@@ -162,11 +162,8 @@ class Prover:
             rows = effect_rows(outcome) + judge_data.data_rows(records)
             if not any(row.verdict == WRONG for row in rows):
                 raise NotJudgedError(f"the script fails by itself: {error_of(outcome)}")
-        elif not any(record.steps for record in records):
-            raise NotJudgedError(
-                "no optimizer step was made: does one need more than --batches "
-                f"{self.args.batches} batches?"
-            )
+        elif not any(record.steps or record.loader_runs for record in records):
+            raise NotJudgedError("no optimizer step was made, and no batch was loaded")
 
     def judge(self) -> list[ReportRow]:
         self.observe()
@@ -182,12 +179,15 @@ class Prover:
             return [*rows, not_seen(ONE_RANK, Reason.RUN_HANGS)]
         if not all(record.ended in Ended.WELL for record in records):
             return [*rows, not_seen(ONE_RANK, Reason.RUN_FAILS, message=error_of(observed))]
+        if not any(record.steps for record in records):
+            batches = sum(loader_run.given for loader_run in records[0].loader_runs)
+            return [*rows, not_seen(ONE_RANK, Reason.NO_STEP, batches=batches)]
         rows += model_rows(records)
         rows += self.one_rank_rows(rows)
         if any(row.check == ONE_RANK and row.verdict == RIGHT for row in rows):
             # Whatever changed the gradients before the step was no mistake.
-            unexplained = ("averaged gradients", NOT_SEEN)
-            rows = [row for row in rows if (row.check, row.verdict) != unexplained]
+            unexplained = ("averaged gradients", "forward through DDP")
+            rows = [row for row in rows if row.verdict != NOT_SEEN or row.check not in unexplained]
         return rows + self.original_rows()
 
     def original_rows(self) -> list[ReportRow]:

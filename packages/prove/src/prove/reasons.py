@@ -29,7 +29,8 @@ class See:
 
 
 def count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + "s" * (number != 1)
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}" + ending * (number != 1)
 
 
 def listed(names: list[str], separator: str = ", ") -> str:
@@ -513,6 +514,10 @@ class Reason(Enum):
     NO_REPLAYED_STEP = Words("one rank made no step with the recorded batches")
     NOT_ONE_RANK = Words(
         "the command for one rank started {world_size}: --alone 'COMMAND' says how one is started"
+    )
+    NO_STEP = Words(
+        "no parameter changed in {batches:n batch}: if a step needs more, raise --batches; weights "
+        "that are no parameters of a module (torch.func) are not seen"
     )
     ONLY_ONE_RANK = Words("it is the only one: start two to compare")
     WHICH_COMMAND = Words("say how one rank is started: --alone 'COMMAND'")

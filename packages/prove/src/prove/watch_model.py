@@ -190,7 +190,6 @@ class ModelWatcher:
         if self.by_hand not in self.optimizers:
             self.optimizers.append(self.by_hand)
             self.run.record.optimizers.append(OptimizerRecord(where(), False, is_by_hand=True))
-            self.weights_by_hand = whole_copies(parameters_of(self.by_hand))
         self.before_step(self.by_hand, (), {})
         self.depth, self.changes = 0, True
         self.run.draws.active = active
@@ -352,6 +351,9 @@ class ModelWatcher:
         for p in module.parameters():
             if p.requires_grad and p.is_leaf and id(p) not in held and type(p) is nn.Parameter:
                 self.by_hand.hold(p)
+        if self.by_hand.addresses and self.by_hand not in self.optimizers:
+            self.weights_by_hand = whole_copies(parameters_of(self.by_hand))
+            self.weights_at_batch = [project(p) for p in parameters_of(self.by_hand)]
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

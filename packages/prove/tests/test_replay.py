@@ -1,0 +1,249 @@
+"""A replay gives one rank the samples, the draws and the state of all ranks, and a WRONG has a
+control: what prove says about scripts that are not like its own."""
+
+import pytest
+
+from helpers.prove_runs import verdict
+
+FRAME = """
+import random
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(48, 6), torch.randint(3, (48,)))
+net = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+{setup}
+sampler = DistributedSampler(data)
+loader = DataLoader(data, 4, sampler=sampler{collate})
+torch.manual_seed(7 + rank)
+random.seed(7 + rank)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for batch in loader:
+{step}
+"""
+OPTIMIZER = "ddp = DDP(net)\noptimizer = torch.optim.SGD(ddp.parameters(), 0.1)"
+STEP = """
+x, y = batch
+loss = {loss}
+optimizer.zero_grad()
+loss.backward()
+optimizer.step()
+"""
+MEAN = "F.cross_entropy(ddp(x), y)"
+BY_LOCAL_COUNT = "F.cross_entropy(ddp(x), y, weight=torch.tensor([1.0, 3.0, 9.0]))"
+
+
+def script(step: str = "", loss: str = MEAN, setup: str = OPTIMIZER, collate: str = "") -> str:
+    lines = (step or STEP.replace("{loss}", loss)).strip().splitlines()
+    indented = "\n".join(" " * 8 + line for line in lines)
+    return FRAME.replace("{setup}", setup).replace("{step}", indented).replace("{collate}", collate)
+
+
+def with_loss(step: str, loss: str) -> str:
+    return script(step.replace("{loss}", loss))
+
+
+NOISE = "F.cross_entropy(ddp(x + 0.1 * torch.randn_like(x)), y{weight})"
+DIFFUSION = """
+x, y = batch
+t = torch.randint(10, (len(x),))
+noise = torch.randn(len(x), 6)
+loss = F.cross_entropy(ddp(x * (1 - t[:, None] / 10) + noise), y{weight})
+optimizer.zero_grad()
+loss.backward()
+optimizer.step()
+"""
+DROPOUT = "F.cross_entropy(ddp(F.dropout(x, 0.3)), y{weight})"
+MIXUP = """
+x, y = batch
+mix, partner = random.random(), torch.randperm(len(x))
+out = ddp(mix * x + (1 - mix) * x[partner])
+loss = mix * F.cross_entropy(out, y{weight}) + (1 - mix) * F.cross_entropy(out, y[partner]{weight})
+optimizer.zero_grad()
+loss.backward()
+optimizer.step()
+"""
+WEIGHT = ", weight=torch.tensor([1.0, 3.0, 9.0])"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [script(loss=NOISE), script(DIFFUSION), script(loss=DROPOUT), script(MIXUP)],
+    ids=["noise", "diffusion", "dropout", "mixup"],
+)
+def test_one_rank_gets_the_random_numbers_that_all_ranks_drew(source, prove_script):
+    ended = prove_script(source.replace("{weight}", ""))
+    assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
+    ended = prove_script(source.replace("{weight}", WEIGHT))  # the control
+    assert verdict(ended, "one rank") == "WRONG", ended.stdout + ended.stderr
+
+
+def test_what_each_rank_decides_for_its_whole_batch_is_named_and_no_mistake_of_the_mean(
+    prove_script,
+):
+    coin = "(0.5 if random.random() < 0.5 else 1.0) * F.cross_entropy(ddp(x), y)"
+    ended = prove_script(script(loss=coin))
+    assert verdict(ended, "random decisions") == "warning", ended.stdout + ended.stderr
+    assert verdict(ended, "one rank") == "right", ended.stdout
+    ended = prove_script(script(loss=coin.replace("random.random() < 0.5", "epoch % 2 == 0")))
+    assert verdict(ended, "random decisions") not in ("warning", "WRONG"), "the control"
+
+
+OWN_DRAW = """
+import os
+x, y = batch
+loss = F.cross_entropy(ddp(x * os.urandom(1)[0]), y)
+optimizer.zero_grad()
+loss.backward()
+optimizer.step()
+"""
+
+
+def test_ranks_that_do_not_reproduce_themselves_are_no_reason_for_a_verdict(
+    prove_script,
+):
+    ended = prove_script(script(OWN_DRAW))
+    assert verdict(ended, "one rank") == "not seen", ended.stdout + ended.stderr
+    assert "does not reproduce its own" in " ".join(ended.stdout.split())
+    assert ended.returncode == 4, "nothing is proven"
+    ended = prove_script(script(OWN_DRAW.replace("os.urandom(1)[0]", "1.0")))
+    assert (verdict(ended, "one rank"), ended.returncode) == ("right", 0), "the control"
+
+
+BATCHES = """
+@dataclass
+class Record:
+    x: torch.Tensor
+    y: torch.Tensor
+Pair = namedtuple("Pair", "x y")
+def collate(samples):
+    x, y = (torch.stack(part) for part in zip(*samples))
+    return {made}
+"""
+OF_A_CLASS = """
+out, y = ddp(batch{x}), batch{y}
+loss = {loss}
+optimizer.zero_grad()
+loss.backward()
+optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "x", "y"),
+    [
+        ("Record(x, y)", ".x", ".y"),
+        ("Pair(x, y)", ".x", ".y"),
+        ("UserDict(x=x, y=y)", "['x']", "['y']"),
+        ("[(a, b) for a, b in zip(x, y)]", "__x", "__y"),
+    ],
+    ids=["dataclass", "namedtuple", "UserDict", "list"],
+)
+def test_the_script_itself_makes_one_batch_of_the_samples_of_all_ranks(made, x, y, prove_script):
+    step = OF_A_CLASS.replace("{x}", x).replace("{y}", y)
+    step = step.replace("batch__x", "torch.stack([s[0] for s in batch])")
+    step = step.replace("batch__y", "torch.stack([s[1] for s in batch])")
+    for loss, expected in (
+        ("F.cross_entropy(out, y)", "right"),
+        (f"F.cross_entropy(out, y{WEIGHT})", "WRONG"),  # the control
+    ):
+        setup = OPTIMIZER + BATCHES.replace("{made}", made)
+        source = script(step.replace("{loss}", loss), setup=setup, collate=", collate_fn=collate")
+        ended = prove_script(source)
+        assert verdict(ended, "one rank") == expected, ended.stdout + ended.stderr
+
+
+LBFGS = """
+x, y = batch
+def closure():
+    optimizer.zero_grad()
+    loss = F.cross_entropy(ddp(x), y{weight})
+    loss.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total / world_size
+optimizer.step(closure)
+"""
+BY_HAND = """
+x, y = batch
+loss = F.cross_entropy(net(x), y{weight})
+gradients = torch.autograd.grad(loss, list(net.parameters()))
+for p, gradient in zip(net.parameters(), gradients):
+    dist.all_reduce(gradient)
+    {update}
+"""
+CHANGES = {
+    "LBFGS": script(LBFGS, setup=OPTIMIZER.replace("SGD(ddp.parameters(), 0.1)",
+                                                   "LBFGS(ddp.parameters(), 0.1, max_iter=3)")),
+    "data": script(BY_HAND.replace("{update}", "p.data.sub_(0.1 * gradient / world_size)"),
+                   setup=""),
+    "exchanged": script(
+        BY_HAND.replace("{update}", "p.data = p.data - 0.1 * gradient / world_size"), setup=""),
+    "foreach": script(
+        BY_HAND.replace("{update}", "torch._foreach_sub_([p.data], [0.1 * gradient / world_size])"),
+        setup=""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_step_is_a_change_of_parameters_whoever_makes_it(name, prove_script):
+    ended = prove_script(CHANGES[name].replace("{weight}", ""))
+    assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
+    ended = prove_script(CHANGES[name].replace("{weight}", WEIGHT))  # the control
+    assert verdict(ended, "one rank") == "WRONG", ended.stdout + ended.stderr
+
+
+TEACHER = """
+teacher = nn.Linear(6, 3)
+for p in teacher.parameters():
+    dist.broadcast(p.data, 0)
+"""
+
+
+def test_modules_that_no_optimizer_holds_begin_as_they_were(prove_script):
+    loss = "(ddp(x) - teacher(x).detach()).square().mean()"
+    setup = "torch.seed()" + TEACHER + OPTIMIZER
+    ended = prove_script(script(loss=loss, setup=setup))
+    assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
+    ended = prove_script(script(loss=loss.replace("mean()", "sum() / (9 + rank)"), setup=setup))
+    assert verdict(ended, "one rank") == "WRONG", "the control: another number than all samples"
+
+
+def test_many_micro_batches_make_one_step_and_four_steps_are_seen(prove_script):
+    step = """
+x, y = batch
+count = globals().get("count", 0) + 1
+(F.cross_entropy(ddp(x), y) / 3).backward()
+if count % 3 == 0:
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    data = "data = TensorDataset(torch.randn(48, 6), torch.randint(3, (48,)))"
+    source = script(step).replace(data, data.replace("48", "96"))
+    ended = prove_script(source)
+    assert "after step 4" in " ".join(ended.stdout.split()), ended.stdout
+    assert verdict(ended, "one rank") == "right"
+    ended = prove_script(source.replace("/ 3)", "/ len(x.unique()))"))
+    assert verdict(ended, "one rank") == "WRONG", "the control"
+
+
+def test_an_error_that_the_script_has_only_under_observation_is_prove_s_own(
+    prove_script,
+):
+    source = script() + "if hasattr(F.dropout, '__wrapped__'): raise RuntimeError('my mistake')\n"
+    ended = prove_script(source.replace("range(3)", "range(1)"))
+    assert (ended.returncode, ended.stdout) == (3, ""), ended.stdout + ended.stderr
+    assert "my mistake" in ended.stderr.splitlines()[-1]
+    ended = prove_script("raise RuntimeError('my mistake')\n" + source)
+    assert ended.returncode == 2, "the control: it fails by itself"

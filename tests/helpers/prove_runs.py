@@ -1,0 +1,40 @@
+"""python -m prove, as a user types it in a folder, without importing torch again."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from helpers.local_ranks import SECONDS, context, default_start, patience, scratch_folder
+from prove.__main__ import main
+
+TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2"]
+
+
+def _prove(folder: Path, texts: Path, env: dict[str, str], arguments: tuple[str, ...]) -> None:
+    default_start()
+    os.chdir(folder)
+    os.environ.update(env | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"})  # so all are forked
+    for number, file in ((0, Path(os.devnull)), (1, texts / "out"), (2, texts / "error")):
+        os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), number)
+    sys.argv = ["prove", *arguments]
+    sys.exit(main())
+
+
+def run(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
+    """The ended process, with what it printed."""
+    texts = scratch_folder()
+    process = context.Process(target=_prove, args=(folder, texts, env, arguments))
+    process.start()
+    process.join(patience(3 * SECONDS))
+    if process.is_alive():
+        process.terminate()  # it then ends its ranks
+        raise TimeoutError(arguments)
+    out, error = ((texts / name).read_text() for name in ("out", "error"))
+    return subprocess.CompletedProcess(arguments, process.exitcode, out, error)
+
+
+def verdict(ended: subprocess.CompletedProcess, check: str) -> str:
+    row = re.search(rf"^(right|WRONG|warning|not seen) +{check}(  |$)", ended.stdout, re.M)
+    return row[1] if row else f"no row: {ended.stdout}{ended.stderr}"
