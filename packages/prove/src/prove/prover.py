@@ -90,9 +90,11 @@ class Prover:
 
     def run_all_ranks(self, variant: str) -> launch.RunOutcome:
         """Again, each rank fed its own records."""
-        return self.run(
-            replace(self.settings, mode=Mode.CONTROL, variant=variant), self.args.command
-        )
+        return self.run(self.settings_of(Mode.CONTROL, variant), self.args.command)
+
+    def settings_of(self, mode: str, variant: str) -> Settings:
+        dropout = variant != Variant.NO_DROPOUT
+        return replace(self.settings, mode=mode, variant=variant, dropout=dropout)
 
     def replay(self, mode: str, command: list[str], variant: str = "", gpus: int = 1) -> Replay:
         settings = replace(self.settings, mode=mode, variant=variant, gpus=gpus)
@@ -105,7 +107,7 @@ class Prover:
         control = self.run_all_ranks(variant)
         if len(control.records) < len(self.observed.records) or control.status:
             return None
-        settings = replace(self.settings, mode=Mode.REPLAY, variant=variant, gpus=1)
+        settings = replace(self.settings_of(Mode.REPLAY, variant), gpus=1)
         outcome = self.run(settings, command)
         names = (Mode.CONTROL + variant, settings.name)
         return Replay(control, outcome, settings.folder, names)
@@ -270,8 +272,8 @@ class Examination:
         def no_verdict(reason: Reason, **facts: object) -> list[Comparison]:
             return [Comparison(Outcome.NOT_COMPARED, reason, {"apart": apart, "at": at} | facts)]
 
-        if self.replayed.coins:
-            if not (with_one_coin := self.with_draws(Variant.COIN, self.replayed.coins)):
+        if coins := self.replayed.coins:
+            if not (with_one_coin := self.with_draws(Variant.COIN, coins)):
                 message = "with rank 0's decisions on all ranks, they do not run"
                 return no_verdict(Reason.CONTROL_FAILS, message=message)
             self.replayed, compared = with_one_coin
@@ -287,17 +289,25 @@ class Examination:
         if is_explained(self.rows):
             return no_verdict(Reason.AS_ABOVE)
         if unsure := judge_replay.unsure_draws(self.replayed):
-            return [unsure]
+            without = None
+            if self.replayed.observed.dropout:
+                without = self.with_draws(Variant.NO_DROPOUT, coins)
+            if without is None or judge_replay.unsure_draws(without[0]):
+                return [unsure]
+            self.replayed, compared = without
+            if judge_replay.worst(compared) != Outcome.DIFFERENT:
+                return compared
+            apart = judge_replay.farthest(compared)
         observed = self.replayed.observed
         if not any(run.steps for run in observed.loader_runs) and not observed.model_returns_loss:
             return no_verdict(Reason.NO_LOADER)
-        if self.replayed.rows:
-            if not (with_one_draw := self.with_draws(Variant.ONE_DRAW, self.replayed.rows)):
+        if rows := self.replayed.rows:
+            if not (with_one_draw := self.with_draws(Variant.ONE_DRAW, coins | rows)):
                 message = "with one draw for all samples, they do not run"
                 return no_verdict(Reason.CONTROL_FAILS, message=message)
             _, with_one = with_one_draw
             if judge_replay.worst(with_one) != Outcome.DIFFERENT:
-                places = list(dict.fromkeys(key.at for key in self.replayed.rows))
+                places = list(dict.fromkeys(key.at for key in rows))
                 of_one_draw = judge_replay.farthest(with_one)
                 facts = {"apart_of_one_draw": of_one_draw, "places": places}
                 return no_verdict(Reason.EQUAL_WITH_ONE_DRAW, **facts)

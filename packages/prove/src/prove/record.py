@@ -28,6 +28,7 @@ class Variant:
     USUAL = ""
     COIN = "-coin"  # what each rank decides for its whole batch, rank 0 decides for all
     ONE_DRAW = "-one-draw"  # all samples of a batch get one and the same draw
+    NO_DROPOUT = "-no-dropout"
     BLOCKS = "-blocks"  # several rows of a sample lie in blocks: see samples.owners_of_rows
 
 

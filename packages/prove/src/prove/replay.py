@@ -93,9 +93,9 @@ class Feeder:
         self.in_sequence = self.mode == Mode.SEQUENCE
         self.sizes = [1]  # samples of each rank in the batch that is computed now
         self.loader_runs = self.forwards = 0  # fed so far
-        if run.settings.variant in (Variant.COIN, Variant.ONE_DRAW):
-            file = forced_file(run.settings.folder, run.settings.variant)
-            run.draws.forced = torch.load(file, weights_only=False)
+        forced = forced_file(run.settings.folder, run.settings.variant)
+        if forced.exists():
+            run.draws.forced = torch.load(forced, weights_only=False)
 
     @cached_property
     def kept(self) -> list[dict[str, Any]]:

@@ -299,15 +299,16 @@ def owners_of_rows(rows: int, sizes: list[int], in_blocks: bool) -> list[Tensor]
     """Which rows of an activation of the merged batch came from which rank. None: not known.
 
     A sample may have several rows: one after another, or (in_blocks) in one block each, as
-    torch.cat([real, made]) has them.
+    torch.cat([real, made]) has them. Or the script cuts the batch into equal parts.
     """
-    samples = sum(sizes)
+    samples, ranks = sum(sizes), len(sizes)
     if rows % samples:
-        return None
+        is_part = samples % rows == 0 and rows % ranks == 0 and len(set(sizes)) == 1
+        return [torch.arange(rank, rows, ranks) for rank in range(ranks)] if is_part else None
     owner = torch.tensor([rank for rank, _ in order_of_rows(sizes)])
     per_sample = rows // samples
     owner = owner.repeat(per_sample) if in_blocks else owner.repeat_interleave(per_sample)
-    return [torch.where(owner == rank)[0] for rank in range(len(sizes))]
+    return [torch.where(owner == rank)[0] for rank in range(ranks)]
 
 
 def batch_size_of(batch: Any) -> int:
