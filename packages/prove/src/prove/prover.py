@@ -43,6 +43,9 @@ NUMBER_OF_RANKS = (
     r"(--devices[= ])\d+",
     r"(--world[-_]size[= ])\d+",
 )
+FLAG_FOR_RANKS = re.compile(
+    r"""["'](--(?:world[-_]size|num[-_]gpus|n?gpus|nprocs?|num[-_]processes|devices))["']"""
+)
 LEAST_SECONDS = 20.0  # that a script gets to fail by itself
 
 
@@ -54,9 +57,12 @@ def command_of_one_rank(args: Namespace) -> list[str] | None:
         text, count = re.subn(pattern, r"\g<1>1", shlex.join(args.command))
         if count:
             return shlex.split(text)
-    if not launch.as_torchrun(args.command):
-        return list(args.command)  # mp.spawn: it will see one GPU, or says how many it has started
-    return None
+    if launch.as_torchrun(args.command):
+        return None
+    # mp.spawn: the script may have a flag of its own, or it will see one GPU.
+    scripts = [word for word in args.command if word.endswith(".py") and Path(word).is_file()]
+    flag = FLAG_FOR_RANKS.search(Path(scripts[0]).read_text()) if scripts else None
+    return [*args.command, flag[1], "1"] if flag else list(args.command)
 
 
 class Prover:
