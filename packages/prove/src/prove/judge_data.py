@@ -51,6 +51,24 @@ def same_dataset(loader_runs: list[LoaderRun]) -> bool:
     return known and alike(loader_runs, "fingerprint") and alike(loader_runs, "dataset_length")
 
 
+def differing_fields(loader_runs: list[LoaderRun]) -> list[str]:
+    """Of samples whose first tensor is the same on all ranks: the fields that are not the same."""
+    first, fields = loader_runs[0].fingerprint, loader_runs[0].fields
+    if not first or not (alike(loader_runs, "fields") and alike(loader_runs, "dataset_length")):
+        return []
+    inputs = [[of_sample[0] for of_sample in own.fingerprint] for own in loader_runs]
+    if any(of_rank != inputs[0] for of_rank in inputs) or len({*inputs[0]}) < 2:
+        return []
+    return [
+        name
+        for number, name in enumerate(fields, start=1)
+        if name and any(
+            own.fingerprint[sample][number] != first[sample][number]
+            for own in loader_runs for sample in range(len(first))
+        )
+    ]  # fmt: skip
+
+
 def sample_count(loader_runs: list[LoaderRun]) -> int:
     """How many samples the ranks may draw together."""
     parts = [loader_run.may_draw for loader_run in loader_runs if loader_run.may_draw is not None]
@@ -90,7 +108,7 @@ def data_rows(records: list[RankRecord]) -> list[ReportRow]:
     if not loader_runs:
         return forward_input_rows(records)
     rows = (
-        sample_rows(records, loader_runs[0])
+        sample_rows(records, loader_runs)
         + length_rows(records, loader_runs[0])
         + order_rows(loader_runs)
     )
@@ -108,17 +126,21 @@ def forward_input_rows(records: list[RankRecord]) -> list[ReportRow]:
     return [right(check, Reason.DIFFERENT_INPUTS)]
 
 
-def sample_rows(records: list[RankRecord], loader_runs: list[LoaderRun]) -> list[ReportRow]:
-    first, are_split = loader_runs[0], rows_are_split(records)
-    if (
-        first.is_stream
-        or not all(loader_run.indices for loader_run in loader_runs)
-        or not same_dataset(loader_runs)
-    ):
-        return sample_rows_by_content(loader_runs, are_split)
+def sample_rows(records: list[RankRecord], epochs: list[list[LoaderRun]]) -> list[ReportRow]:
+    """epochs: the loader runs of all ranks, in the first epoch and in later ones."""
+    loader_runs, are_split = epochs[0], rows_are_split(records)
+    first, rows, fields = loader_runs[0], [], differing_fields(epochs[0])
+    loader = {"at": first.at, "sampler": first.sampler}
+    if fields:
+        says = wrong if first.sampler == "DistributedSampler" else warning
+        rows = [says("one data set", Reason.FIELDS_DIFFER, names=fields, **loader)]
+    are_the_same = same_dataset(loader_runs) or bool(fields)
+    by_index = all(loader_run.indices for loader_run in loader_runs) and are_the_same
+    if first.is_stream or not by_index:
+        return rows + sample_rows_by_content(epochs, are_split)
     if are_split:
-        return [right("samples", Reason.ROWS_SPLIT, at=first.at, sampler=first.sampler)]
-    return [sample_row_by_index(loader_runs)]
+        return [*rows, right("samples", Reason.ROWS_SPLIT, **loader)]
+    return [*rows, sample_row_by_index(loader_runs)]
 
 
 def sample_row_by_index(loader_runs: list[LoaderRun]) -> ReportRow:
@@ -157,8 +179,9 @@ def sample_row_by_index(loader_runs: list[LoaderRun]) -> ReportRow:
     return warning(check, Reason.SAMPLES_OVERLAP, **seen)
 
 
-def sample_rows_by_content(loader_runs: list[LoaderRun], are_split: bool) -> list[ReportRow]:
+def sample_rows_by_content(epochs: list[list[LoaderRun]], are_split: bool) -> list[ReportRow]:
     """For streams, and for data sets of which each rank holds another: no indices to compare."""
+    loader_runs = epochs[0]
     first, check = loader_runs[0], "samples"
     kind = part(Phrase.STREAM if first.is_stream else Phrase.OTHER_DATA_SET)
     if not first.is_stream and same_dataset(loader_runs):
@@ -170,7 +193,11 @@ def sample_rows_by_content(loader_runs: list[LoaderRun], are_split: bool) -> lis
         return [wrong(check, Reason.SAME_CONTENTS, **loader)]
     if not seen or different < seen / 2:
         return [not_seen(check, Reason.CONTENTS_UNKNOWN, **loader)]
-    share = max(share_in_common(first.checksums, other.checksums) for other in loader_runs[1:])
+    share = max(
+        share_in_common(of_ranks[0].checksums, other.checksums)
+        for of_ranks in epochs
+        for other in of_ranks[1:]
+    )
     if share > 0.5:
         rows = [wrong(check, Reason.CONTENTS_SHARED, share=share, **loader)]
     elif share > 0.05:
@@ -182,7 +209,7 @@ def sample_rows_by_content(loader_runs: list[LoaderRun], are_split: bool) -> lis
     if first.is_stream and len(of_workers) > 1 and workers_alike:
         rows.append(wrong("workers", Reason.WORKERS_ALIKE, workers=first.workers, **loader))
     sampler_splits = first.sampler == "DistributedSampler" and alike(loader_runs, "dataset_length")
-    if first.fingerprint and sampler_splits:
+    if first.fingerprint and sampler_splits and not differing_fields(loader_runs):
         rows.append(warning("one data set", Reason.DATA_SETS_DIFFER, **loader))
     return rows
 

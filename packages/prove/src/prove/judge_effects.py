@@ -10,8 +10,11 @@ from prove.record import Ended, OpenedFile, RankRecord
 from prove.table import ReportRow, part, right, warning, wrong
 
 NUMBER = re.compile(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?")
-LOST = re.compile(
+LOST = re.compile(  # the other rank is gone
     "closed by peer|reset by peer|Broken pipe|Read error|ncclRemoteError|ncclSystemError"
+)
+MISFIT = re.compile(  # the other rank sent something else: it is in another collective
+    r"preamble\.length|[Ee]nforce ?(fail|NotMet)|ncclInvalidUsage|Detected mismatch between coll"
 )
 MOST_ROWS = 3  # about files
 
@@ -24,9 +27,7 @@ def effect_rows(outcome: RunOutcome) -> list[ReportRow]:
 
 def collective_rows(outcome: RunOutcome) -> list[ReportRow]:
     records, difference = outcome.records, first_difference(outcome.records)
-    some_left = any(rank.ended in Ended.WELL for rank in records)
-    lost = any(rank.error and LOST.search(rank.error.message) for rank in records)
-    if outcome.hang or (some_left and lost):
+    if outcome.hang or have_parted(records):
         ranks = [*map(state_of, records)]
         if difference:
             reason = Reason.HANG_BY_DIFFERENCE
@@ -36,6 +37,24 @@ def collective_rows(outcome: RunOutcome) -> list[ReportRow]:
         return [wrong("collectives", Reason.COLLECTIVES_DIFFER, difference=difference)]
     calls = len(records[0].collectives)
     return [right("collectives", Reason.COLLECTIVES_ALIKE, calls=calls)]
+
+
+def error_is(rank: RankRecord, kind: re.Pattern) -> bool:
+    return rank.error is not None and bool(kind.search(rank.error.message))
+
+
+def have_parted(records: list[RankRecord]) -> bool:
+    """One rank ends, or is in another collective, and the others lose their connection: no rank has
+    an error of its own."""
+    misfit = any(error_is(rank, MISFIT) for rank in records)
+    lost = any(error_is(rank, LOST) for rank in records)
+    some_left = any(rank.ended in Ended.WELL for rank in records)
+    own = [rank for rank in records if rank.error and not is_of_the_connection(rank)]
+    return not own and (misfit or (lost and some_left))
+
+
+def is_of_the_connection(rank: RankRecord) -> bool:
+    return error_is(rank, LOST) or error_is(rank, MISFIT)
 
 
 def first_difference(records: list[RankRecord]) -> dict[str, Any] | None:
@@ -49,9 +68,15 @@ def first_difference(records: list[RankRecord]) -> dict[str, Any] | None:
             ]
             return part(Phrase.DIFFERENT_CALLS, calls=different)
     fewest, most = min(calls, key=len), max(calls, key=len)
-    all_stand_still = all(rank.ended in Ended.WELL or rank.progress.collective for rank in records)
-    if len(fewest) == len(most) or not all_stand_still:
+    all_stand_still = all(
+        rank.ended in Ended.WELL or rank.progress.collective or is_of_the_connection(rank)
+        for rank in records
+    )
+    if not all_stand_still:
         return None
+    if len(fewest) == len(most):
+        steps = [rank.steps for rank in records]
+        return part(Phrase.UNEQUAL_STEPS, steps=steps) if len({*steps}) > 1 else None
     name, at = most[len(fewest)]
     others = [rank for rank, of_rank in enumerate(calls) if len(of_rank) == len(fewest)]
     rank = calls.index(most)
@@ -61,7 +86,8 @@ def first_difference(records: list[RankRecord]) -> dict[str, Any] | None:
 def state_of(rank: RankRecord) -> dict[str, Any]:
     number = rank.rank
     if rank.error:
-        return part(Phrase.LOST_CONNECTION, rank=number, at=rank.error.at)
+        kind = Phrase.GETS_ANOTHER_MESSAGE if error_is(rank, MISFIT) else Phrase.LOST_CONNECTION
+        return part(kind, rank=number, at=rank.error.at)
     if rank.ended != Ended.NOT_YET:
         return part(Phrase.HAS_ENDED, rank=number, steps=rank.steps)
     if rank.progress.collective:
@@ -100,7 +126,7 @@ def print_rows(records: list[RankRecord]) -> list[ReportRow]:
     """Lines that all ranks print while they train, alike but for the numbers in them."""
 
     def without_numbers(rank: RankRecord) -> list[tuple[str, str]]:
-        lines = [line for line in rank.printed if line.steps_before and line.text.strip()]
+        lines = [line for line in rank.printed if line.steps_before and line.on_terminal]
         return [(line.at, NUMBER.sub("#", line.text)) for line in lines]
 
     common = set.intersection(*(set(without_numbers(rank)) for rank in records))
@@ -112,10 +138,11 @@ def print_rows(records: list[RankRecord]) -> list[ReportRow]:
 
 
 def error_of(outcome: RunOutcome) -> str:
-    """The script's own error, for a run that was not judged."""
-    for rank in outcome.records:
-        if rank.error:
-            return f"{rank.error.kind} at {rank.error.at}: {rank.error.message}"
+    """The script's own error: of the rank that failed first, and not of one that then lost it."""
+    failed = [rank for rank in outcome.records if rank.error]
+    failed.sort(key=lambda rank: (error_is(rank, LOST), rank.error and rank.error.seconds))
+    if failed and (error := failed[0].error):
+        return f"{error.kind} at {error.at}: {error.message}"
     lines = [line.strip() for line in outcome.log.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b|error:", line)]
     return (errors or lines or ["it printed nothing"])[-1][:300]

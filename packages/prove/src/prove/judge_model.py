@@ -1,10 +1,17 @@
 """Do all ranks train one model? Weights, gradients and buffers, by their projections."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prove.reasons import Phrase, Reason
-from prove.record import OptimizerRecord, OptimizerStep, Projection, RankRecord
+from prove.record import (
+    EvaluatedModule,
+    OptimizerRecord,
+    OptimizerStep,
+    Projection,
+    RankRecord,
+)
 from prove.table import RIGHT, WARNING, ReportRow, not_seen, part, right, warning, wrong
 
 TINY = 1e-12
@@ -35,6 +42,8 @@ class StepOfRanks:
 def differ(projections: Sequence[Projection], limit: float = 1e-5) -> bool:
     """Whether projections of what should be the same tensor differ."""
     values, norms = zip(*projections, strict=True)
+    if not all(map(math.isfinite, norms)):
+        return any(map(math.isfinite, norms))
     return bool(max(values) - min(values) > limit * max(TINY, *norms))
 
 
@@ -59,6 +68,7 @@ def is_divided(records: list[RankRecord]) -> bool:
 def model_rows(records: list[RankRecord]) -> list[ReportRow]:
     first, zero = records[0], zero_gradient_rows(records)
     rows = clipping_rows(first) + zero + optimizer_rows(first) + accumulation_rows(first)
+    rows += finite_gradient_rows(records)
     if len(records) == 1 or zero:
         return rows
     steps = steps_of(records)
@@ -67,7 +77,11 @@ def model_rows(records: list[RankRecord]) -> list[ReportRow]:
         return [*rows, not_seen("weights", Reason.MODEL_IS_DIVIDED)]
     same = weight_rows(steps)
     rows += same + averaged_gradient_rows(steps, same) + forward_rows(first, same)
-    return rows + learning_rate_rows(records, steps) + loss_scale_rows(steps) + buffer_rows(records)
+    rows += learning_rate_rows(records, steps) + metric_rows(records) + loss_scale_rows(steps)
+    rows += buffer_rows(records)
+    if all(row.verdict == RIGHT for row in same):  # or they evaluate what they train
+        rows += evaluated_model_rows(records)
+    return rows
 
 
 def weight_rows(steps: list[StepOfRanks]) -> list[ReportRow]:
@@ -200,9 +214,27 @@ def zero_gradient_rows(records: list[RankRecord]) -> list[ReportRow]:
     optimizers = [optimizer for rank in records for optimizer in rank.optimizers]
     steps = [step for optimizer in optimizers for step in optimizer.steps]
     norms = [gradient[1] for step in steps for gradient in step.gradients if gradient]
-    if not norms or max(norms) > 0:
+    if not norms or any(norm != 0 for norm in norms):  # also if it is not a number
         return []
     return [wrong("zero gradients", Reason.ZERO_GRADIENTS, at=steps[0].at)]
+
+
+def finite_gradient_rows(records: list[RankRecord]) -> list[ReportRow]:
+    """Infinite ones, or no numbers at all: these are not zero, and not equal to anything."""
+    bad: dict[int, list[int]] = {}  # the ranks, by the number of the step
+    places: dict[int, str] = {}
+    for rank in records:
+        for optimizer in rank.optimizers:
+            for number, step in enumerate(optimizer.steps, start=1):
+                norms = [gradient[1] for gradient in step.gradients if gradient]
+                if not all(map(math.isfinite, norms)):
+                    bad.setdefault(number, []).append(rank.rank)
+                    places.setdefault(number, step.at)
+    if not bad:
+        return []
+    first = min(bad)
+    facts = {"steps": len(bad), "step": first, "at": places[first], "ranks": sorted({*bad[first]})}
+    return [warning("finite gradients", Reason.GRADIENTS_NOT_FINITE, **facts)]
 
 
 def clipping_rows(first: RankRecord) -> list[ReportRow]:
@@ -234,6 +266,18 @@ def learning_rate_rows(records: list[RankRecord], steps: list[StepOfRanks]) -> l
     return []
 
 
+def metric_rows(records: list[RankRecord]) -> list[ReportRow]:
+    """What decides when the rate falls: is it one number for all ranks?"""
+    check, number = "learning rate by rank", 0
+    for metrics in zip(*(rank.metrics for rank in records), strict=False):
+        values, first = [metric.value for metric in metrics], metrics[0]
+        number += 1
+        if max(values) - min(values) > 1e-6 * max(map(abs, values)):
+            facts = {"values": values, "steps": first.steps_before, "at": first.at}
+            return [warning(check, Reason.METRICS_BY_RANK, **facts)]
+    return [right(check, Reason.METRICS_ALIKE, numbers=number)] if number else []
+
+
 def loss_scale_rows(steps: list[StepOfRanks]) -> list[ReportRow]:
     for step in steps:
         scales = [of_rank.loss_scale for of_rank in step.steps]
@@ -257,3 +301,38 @@ def buffer_rows(records: list[RankRecord]) -> list[ReportRow]:
         elif names:
             rows.append(right(check, Reason.BUFFERS_ALIKE, when=when))
     return rows
+
+
+def evaluated_model_rows(records: list[RankRecord]) -> list[ReportRow]:
+    """Models outside DDP that are called without being trained: averaged ones, teachers."""
+    check, alike = "evaluated model", []
+    for of_ranks in evaluated_by_all(records):
+        first = of_ranks[0]
+        names = [name for name in first.tensors if all(name in own.tensors for own in of_ranks)]
+        apart = [name for name in names if differ([own.tensors[name] for own in of_ranks])]
+        if apart:
+            facts = {
+                "module": first.name, "apart": len(apart), "tensors": len(names), "names": apart,
+                "steps": first.steps_before,
+            }  # fmt: skip
+            if {*apart} <= {*first.buffers}:
+                return [warning(check, Reason.EVALUATED_BUFFERS_DIFFER, **facts)]
+            return [warning(check, Reason.EVALUATED_MODELS_DIFFER, **facts)]
+        if names and first.name not in alike:
+            alike.append(first.name)
+    return [right(check, Reason.EVALUATED_MODELS_ALIKE, modules=alike)] if alike else []
+
+
+def evaluated_by_all(records: list[RankRecord]) -> list[list[EvaluatedModule]]:
+    """Each module that all ranks call at the same place after as many steps."""
+    by_place: list[dict[tuple, list[EvaluatedModule]]] = []
+    for rank in records:
+        own: dict[tuple, list[EvaluatedModule]] = {}
+        for module in rank.evaluated:
+            own.setdefault((module.name, module.steps_before), []).append(module)
+        by_place.append(own)
+    return [
+        list(of_ranks)
+        for place in by_place[0]
+        for of_ranks in zip(*(own.get(place, []) for own in by_place), strict=False)
+    ]

@@ -4,7 +4,6 @@ Compared are the gradients of all steps, the weights after the last one, learnin
 numbers: `of_ranks` is what all ranks have, `of_one` what one rank has.
 """
 
-import re
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -13,9 +12,9 @@ import torch
 from torch import Tensor
 
 from prove.draws import Finding
-from prove.judge_effects import NUMBER, error_of
+from prove.judge_effects import error_of
 from prove.launch import RunOutcome
-from prove.reasons import Phrase, Reason
+from prove.reasons import Reason
 from prove.record import (
     Ended,
     OptimizerRecord,
@@ -24,17 +23,12 @@ from prove.record import (
     gradients_file,
     tensors_file,
 )
-from prove.table import ReportRow, not_seen, part, right, warning, wrong
+from prove.table import ReportRow, not_seen, right, warning, wrong
 
 SMALL_BATCH = 16  # values per channel from which BatchNorm's statistics are good enough
 FLOAT64_LIMIT = 1e-9  # how far rounding can bring equal gradients apart, in units of their length
 FLOAT64_WRONG = 1e-4  # what differs less may be rounding that has grown: no verdict
 SMALLEST_LENGTH = 1e-12  # a gradient that is shorter is rounding itself
-STATISTIC = re.compile(
-    r"(loss|acc\w*|accuracy|error|top.?[15]|mAP|ppl|perplexity|correct)\W{0,12}"
-    rf"({NUMBER.pattern})",
-    re.I,
-)
 
 
 class Replay:
@@ -439,56 +433,6 @@ def draw_rows(replay: Replay) -> list[ReportRow]:
     elif places := replay.draws_of_kinds(Finding.BY_SAMPLE):
         rows.append(right("random numbers", Reason.NOISE_BY_SAMPLE, places=places))
     return rows
-
-
-def schedule_rows(replay: Replay) -> list[ReportRow]:
-    """The learning rates that the script gives one rank, at the same steps."""
-    observed, replayed = replay.observed, replay.replayed
-    compared = [  # rates, when, and the reason if they differ
-        (of_ranks.learning_rates, of_one.learning_rates,
-         part(Phrase.AT_STEP, step=n, at=of_ranks.at), Reason.RATE_DIFFERS)
-        for number in range(min(len(observed.optimizers), len(replayed.optimizers)))
-        for n, (of_ranks, of_one) in enumerate(replay.steps(number), start=1)
-    ]  # fmt: skip
-    if observed.rates_after_epochs and replayed.rates_after_epochs:
-        rates = observed.rates_after_epochs[0], replayed.rates_after_epochs[0]
-        when = part(Phrase.AFTER_EPOCH, epoch=1)
-        compared.append((*rates, when, Reason.RATE_AFTER_EPOCH_DIFFERS))
-    for of_ranks, of_one, when, reason in compared:
-        if far(of_ranks, of_one):
-            facts = {"of_ranks": of_ranks[0], "of_one": of_one[0], "when": when}
-            return [warning("schedule", reason, world_size=len(replay.records), **facts)]
-    return [right("schedule", Reason.RATES_OF_ONE_RANK)]
-
-
-def printed_rows(replay: Replay) -> list[ReportRow]:
-    """Losses and accuracies that the script prints in the first epoch."""
-    check, compared = "printed numbers", 0
-    differing: dict[str, dict[str, Any]] = {}  # the first difference of each place
-    lines_of_one = printed_lines(replay.replayed)
-    for at, lines in printed_lines(replay.observed).items():
-        for line, line_of_one in zip(lines, lines_of_one.get(at, []), strict=False):
-            statistics = zip(STATISTIC.findall(line), STATISTIC.findall(line_of_one), strict=False)
-            for (name, of_ranks), (_, of_one) in statistics:
-                compared += 1
-                last_digit = 10 ** -len(of_ranks.partition(".")[2].split("e")[0])
-                limit = max(2 * last_digit, 1e-3 * abs(float(of_one)))
-                if abs(float(of_ranks) - float(of_one)) > limit:
-                    facts = {"name": name, "of_ranks": of_ranks, "of_one": of_one, "at": at}
-                    number = part(Phrase.PRINTED, world_size=len(replay.records), **facts)
-                    differing.setdefault(at, number)
-    if differing:
-        return [warning(check, Reason.NUMBERS_DIFFER, numbers=[*differing.values()])]
-    return [right(check, Reason.NUMBERS_OF_ONE_RANK, numbers=compared)] if compared else []
-
-
-def printed_lines(record: RankRecord) -> dict[str, list[str]]:
-    """What each line of the script printed in the first epoch, after a step."""
-    lines: dict[str, list[str]] = {}
-    for line in record.printed:
-        if line.steps_before and line.in_first_epoch:
-            lines.setdefault(line.at, []).append(line.text)
-    return lines
 
 
 def batchnorm_rows(replay: Replay, whole_batch_replay: Replay | None) -> list[ReportRow]:

@@ -9,7 +9,16 @@ from typing import Any
 
 import torch
 
-from prove import draws, generators, replay, watch_data, watch_effects, watch_model, writes
+from prove import (
+    draws,
+    generators,
+    replay,
+    watch_data,
+    watch_effects,
+    watch_model,
+    watch_schedule,
+    writes,
+)
 from prove.rank_run import HERE, RankRun, callers, wrap
 from prove.record import Ended, Mode, Settings, read_records
 
@@ -51,7 +60,7 @@ def install() -> RankRun:
         if settings.float64:
             compute_in_float64()
         torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore
-        for module in (draws, watch_data, watch_model, watch_effects, replay):
+        for module in (draws, watch_data, watch_model, watch_schedule, watch_effects, replay):
             module.install(run)
         if settings.emulate:
             writes.install(run)

@@ -16,7 +16,14 @@ from pathlib import Path
 
 import torch
 
-from prove import NotJudgedError, judge_data, judge_replay, launch
+from prove import (
+    NotJudgedError,
+    judge_data,
+    judge_numbers,
+    judge_replay,
+    judge_schedule,
+    launch,
+)
 from prove.judge_effects import effect_rows, error_of
 from prove.judge_evaluation import evaluation_rows
 from prove.judge_model import model_rows
@@ -255,12 +262,19 @@ class Prover:
         result = [each.row(ONE_RANK) for each in compared]
         result += judge_replay.draw_rows(replayed)
         if all(each.outcome == Outcome.EQUAL for each in compared):
-            result += judge_replay.printed_rows(replayed)
-        result += judge_replay.schedule_rows(replayed)
+            result += self.number_rows(replayed)
+        result += judge_schedule.schedule_rows(replayed)
         values = judge_replay.smallest_batchnorm(replayed.observed)
         is_small = 0 < values < judge_replay.SMALL_BATCH
         whole_batch_replay = self.replay(Mode.WHOLE, command) if is_small else None
         return result + judge_replay.batchnorm_rows(replayed, whole_batch_replay)
+
+    def number_rows(self, replayed: Replay) -> list[ReportRow]:
+        """What is printed; the control tells results from times."""
+        if not judge_numbers.need_control(replayed):
+            return judge_numbers.printed_rows(replayed)
+        control = self.run_all_ranks(Variant.USUAL)
+        return judge_numbers.printed_rows(replayed, control.records)
 
 
 class Examination:

@@ -106,6 +106,7 @@ class RankRun:
         self.model: Any = None  # a watch_model.ModelWatcher
         self.draws: Any = None  # a draws.Draws
         self.feeder: Any = None  # a replay.Feeder or Keeper
+        self.schedules: Any = None  # watch_schedule.Schedules
         self.writing = threading.Lock()
         self.begin_in_this_process()
 
@@ -174,6 +175,7 @@ class RankRun:
         if self.model is not None:  # it is, in a run that is not observed
             self.end_batch()
             self.model.finish()
+            self.schedules.finish()
             own = {"draws": self.draws.recorded, "coins": self.coins, "rows": self.draws.rows}
             self.tensors |= own
         with self.writing:

@@ -71,7 +71,9 @@ class Phrase(Enum):
     CALLS = "rank {rank} calls {name} at {at}"
     DIFFERENT_CALLS = "{calls:; }"
     NOT_REACHED = "rank {rank} calls {name} at {at}, which rank {others} does not reach"
+    UNEQUAL_STEPS = "the ranks have made {steps!s} steps"
     LOST_CONNECTION = "rank {rank} loses its connection at {at}"
+    GETS_ANOTHER_MESSAGE = "rank {rank} gets the message of another collective at {at}"
     HAS_ENDED = "rank {rank} has ended after {steps} steps"
     WAITS_IN_CALL = "rank {rank} waits in {name} at {at}"
     WAITS_IN_BACKWARD = "rank {rank} waits in backward at {at}"
@@ -198,6 +200,12 @@ class Reason(Enum):
         SHARD_STREAM,
         See.LOSS,
     )
+    FIELDS_DIFFER = Words(
+        f"sample 0 has the same input on all ranks, and another {{names}} ({LOADER})",
+        "number the labels in an order that all ranks share: sorted(set(names)), and zlib.crc32 or "
+        "hashlib where the script calls hash(), which each process salts anew",
+        See.LOSS,
+    )
     DATA_SETS_DIFFER = Words(
         f"sample 0 differs between the ranks, and DistributedSampler splits it again ({LOADER})",
         "make the data with the same seed on all ranks, or load it from a file",
@@ -309,6 +317,13 @@ class Reason(Enum):
         "all gradients are exactly zero in all steps ({at})",
         "the loss does not depend on the weights: is it a cross-entropy over one class?",
     )
+    GRADIENTS_NOT_FINITE = Words(
+        "the gradients of {steps:n step} are not finite, first those of step {step} ({at}, ranks "
+        "{ranks}): such numbers cannot be compared",
+        "find the batch: torch.autograd.set_detect_anomaly(True); and all ranks must leave out "
+        "the same step",
+        See.NAN,
+    )
     PARAMETERS_HELD = Words("it holds the {parameters} parameters of the model")
     NO_PARAMETER_HELD = Words(
         "no optimizer ({optimizers}) holds a parameter of the model that DDP wraps at {at}",
@@ -371,6 +386,12 @@ class Reason(Enum):
         "the same schedule on all ranks: average what it depends on first",
         See.LOSS,
     )
+    METRICS_BY_RANK = Words(
+        "{values!s} on the ranks go into ReduceLROnPlateau, after {steps:n step} ({at})",
+        "average the metric over the ranks first, so that all lower the rate in the same epoch",
+        See.LOSS,
+    )
+    METRICS_ALIKE = Words("the ranks give ReduceLROnPlateau the same {numbers:n number}")
     LOSS_SCALES_BY_RANK = Words(
         "{scales!s} on the ranks {when}", "the same GradScaler settings on all ranks"
     )
@@ -379,6 +400,20 @@ class Reason(Enum):
         "broadcast them from rank 0 before evaluation, or SyncBatchNorm",
         See.BUFFERS,
     )
+    EVALUATED_MODELS_DIFFER = Words(
+        "{module} is not the same on all ranks: {apart} of its {tensors} tensors differ after "
+        "{steps:n step}, among them {names}",
+        "update a copy of the model on every rank, or broadcast it before it is evaluated; meant "
+        "so only if each rank has a model of its own",
+        See.BUFFERS,
+    )
+    EVALUATED_BUFFERS_DIFFER = Words(
+        "{module} has other buffers on each rank: {apart} of its {tensors} tensors differ after "
+        "{steps:n step}, among them {names}",
+        "broadcast them from rank 0 before evaluation, or SyncBatchNorm",
+        See.BUFFERS,
+    )
+    EVALUATED_MODELS_ALIKE = Words("{modules}: the same on all ranks")
     BUFFERS_ALIKE = Words("the same on all ranks at {when}")
 
     # judge_replay: what one rank computes
@@ -545,6 +580,22 @@ class Reason(Enum):
 
     # judge_replay: beside the gradients
     RATES_OF_ONE_RANK = Words("the learning rates of one rank")
+    SCHEDULE_FOLLOWS_LOADER = Words(
+        "it takes {batches} batches on {world_size} ranks and {batches_of_one} on one, which are "
+        "{epochs:.3g} and {epochs_of_one:.3g} epochs"
+    )
+    SCHEDULE_IGNORES_LOADER = Words(
+        "it takes {batches} batches on any number of ranks: {epochs:.3g} epochs of {epoch} batches "
+        "on {world_size} ranks, {epochs_of_one:.3g} of {epoch_of_one} on one ({at})",
+        "count its steps by len(loader) of a rank; meant so only if training ends after a number "
+        "of steps, and not of epochs",
+        See.RATE,
+    )
+    HIGHEST_RATE_DIFFERS = Words(
+        "highest learning rate {of_ranks:.4g} on {world_size} ranks and {of_one:.4g} on one ({at})",
+        "meant so only if you scale the rate with the global batch on purpose",
+        See.RATE,
+    )
     RATE_DIFFERS = Words(
         "learning rate {of_ranks:.4g} on {world_size} ranks and {of_one:.4g} on one, {when}",
         "meant so only if you scale the rate with the global batch on purpose",
@@ -561,7 +612,7 @@ class Reason(Enum):
         "its own samples, or on some that it has drawn",
         See.ACCURACY,
     )
-    NUMBERS_OF_ONE_RANK = Words("losses and accuracies are those of one rank ({numbers} compared)")
+    NUMBERS_OF_ONE_RANK = Words("they are those of one rank ({numbers} compared)")
     BATCHNORM_OF_EACH_RANK = Words("{layers} per rank, over at least {values} values")
     BATCHNORM_OF_FEW = Words(
         "{layers} normalizes {values} values on each rank; with those of all ranks, the gradient "

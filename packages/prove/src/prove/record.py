@@ -104,7 +104,7 @@ class LoaderRun:
     limit: int  # --batches
     dataset: int  # its id
     dataset_length: int | None  # below all Subsets
-    fingerprint: list[list[int]]
+    fingerprint: list[list[int]]  # of three samples: of the first tensor, and of all fields
     is_stream: bool  # an IterableDataset
     with_gradients: bool  # gradients were enabled when it began
     batches_and_samples: tuple[int, int] | None  # of the whole pass, which we cut short
@@ -127,6 +127,7 @@ class LoaderRun:
     kept: int | None = None  # its number among the loader_runs whose batches are kept for a replay
     indices: list[int] = field(default_factory=list)  # from samples_file, when the run is over
     may_draw: set[int] | None = None  # the indices of a Subset
+    fields: list[str] = field(default_factory=list)  # of a sample: what fingerprint tells apart
 
     @property
     def checksums(self) -> list[int]:
@@ -185,6 +186,7 @@ class PrintedText(NamedTuple):
     at: str
     steps_before: int
     in_first_epoch: bool
+    on_terminal: bool = True  # else it goes to a file of the logging module only
 
 
 class Backward(NamedTuple):
@@ -207,6 +209,37 @@ class ScriptError(NamedTuple):
     message: str
     at: str
     seconds: float  # time.time() when it was raised
+
+
+@dataclass
+class ScheduleRecord:
+    """A learning-rate scheduler that the script steps."""
+
+    kind: str  # its class
+    at: str  # of its step
+    steps: int = 0
+    batches: int = 0  # after which it stepped
+    by_batch: bool = False  # not once per epoch
+    length: int | None = None  # steps after which its rate stays; None: not known, or never
+    highest_rate: float = 0.0
+
+
+class Metric(NamedTuple):
+    """By which ReduceLROnPlateau decides."""
+
+    value: float
+    at: str
+    steps_before: int
+
+
+class EvaluatedModule(NamedTuple):
+    """What a module held that the script called in eval mode or without gradients, after a step."""
+
+    name: str  # Sequential called at train.py:47
+    steps_before: int
+    is_trained: bool  # an optimizer holds its parameters: only its buffers are written down
+    tensors: dict[str, Projection]
+    buffers: list[str]  # the names of those that are buffers
 
 
 @dataclass
@@ -242,6 +275,10 @@ class RankRecord:
     batchnorm_rows_guessed: bool = False  # a sample has several: one after another, or in blocks
     own_batch_size: int | None = None  # of the replaying rank, which gets larger ones
     other_shapes: dict[int, list[tuple]] = field(default_factory=dict)  # of its optimizers
+    schedules: list[ScheduleRecord] = field(default_factory=list)  # in the order of first steps
+    schedules_made: int = 0
+    metrics: list[Metric] = field(default_factory=list)
+    evaluated: list[EvaluatedModule] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
         part = path.with_suffix(".part")

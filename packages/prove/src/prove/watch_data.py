@@ -3,7 +3,7 @@
 Each epoch is cut to a few batches, and the run ends when the third one begins.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from prove.samples import (
     batch_size_of,
     checksum,
     checksums_of_rows,
+    first_tensor,
     freeze,
 )
 
@@ -29,23 +30,36 @@ MOST_SIZES = 64  # of batches
 MOST_MICRO_BATCHES = 32  # for each of --batches, where several make one step
 
 
-def fingerprint(dataset: Any) -> list[list[int]]:
-    """Three samples, loaded with a fixed seed: do the ranks hold the same data set?"""
-    read = getattr(dataset, "__getitems__", None) or (lambda chosen: dataset[chosen[0]])
+def fingerprint(dataset: Any) -> tuple[list[list[int]], list[str]]:
+    """Three samples, loaded with a fixed seed, and the names of their fields: do the ranks hold the
+    same data set?"""
+
+    def read(place: int) -> Any:
+        if hasattr(dataset, "__getitems__"):
+            return dataset.__getitems__([place])[0]
+        return dataset[place]
+
     try:
         with generators.seeded(0):
-            places = (0, len(dataset) // 2, len(dataset) - 1)
-            return [checksums_of_fields(read([i])) for i in places]
+            samples = [read(i) for i in (0, len(dataset) // 2, len(dataset) - 1)]
+        names = [
+            "" if isinstance(part, str) else name for name, part in fields_of(samples[0]).items()
+        ]  # the path of a file may differ
+        return [*map(checksums_of_fields, samples)], names
     except Exception:  # a data set that cannot answer, a stream for example
-        return []
+        return [], []
 
 
 def checksums_of_fields(sample: Any) -> list[int]:
-    """Of each field of a sample: which of them differs between the ranks?"""
-    if isinstance(sample, dict):
-        sample = list(sample.values())
-    fields = sample if isinstance(sample, list | tuple) else [sample]
-    return [checksum(part) for part in fields]
+    """Of its first tensor, and of each field: which of them differs between the ranks?"""
+    return [checksum(first_tensor(sample)), *map(checksum, fields_of(sample).values())]
+
+
+def fields_of(sample: Any) -> dict[str, Any]:
+    if isinstance(sample, Mapping):
+        return {str(name): part for name, part in sample.items()}
+    parts = sample if isinstance(sample, list | tuple) else [sample]
+    return {f"field {number}": part for number, part in enumerate(parts)}
 
 
 def without_subsets(dataset: Any) -> tuple[Any, Tensor | None]:
@@ -119,10 +133,11 @@ def begin_loader_run(loader: Any, run: RankRun) -> LoaderRun:
     sampler = getattr(sampler, "sampler", sampler)
     shuffle = getattr(sampler, "shuffle", None)
     earlier = [
-        loader_run.fingerprint
+        (loader_run.fingerprint, loader_run.fields)
         for loader_run in record.loader_runs
         if loader_run.dataset == id(dataset)
     ]
+    of_samples, fields = earlier[0] if earlier else fingerprint(base)
     loader_run = LoaderRun(
         number=len(record.loader_runs),
         loader=loader.prove_number,
@@ -134,7 +149,7 @@ def begin_loader_run(loader: Any, run: RankRun) -> LoaderRun:
         limit=run.settings.batches,
         dataset=id(dataset),
         dataset_length=None if is_stream or not hasattr(base, "__len__") else len(base),
-        fingerprint=earlier[0] if earlier else fingerprint(base),
+        fingerprint=of_samples,
         is_stream=is_stream,
         with_gradients=torch.is_grad_enabled(),
         batches_and_samples=batches_and_samples(loader),
@@ -142,6 +157,7 @@ def begin_loader_run(loader: Any, run: RankRun) -> LoaderRun:
         collectives_before=len(record.collectives),
         backwards_before=run.model.backwards,
         generators=generators.digests(),
+        fields=fields,
     )
     record.loader_runs.append(loader_run)
     return loader_run
@@ -272,7 +288,7 @@ def watch_lengths(run: RankRun) -> None:
     @wrap(DataLoader, "__len__")
     def length(original: Callable, self: Any) -> int:
         if not getattr(self, "prove_has_begun", False):
-            return int(original(self))  # a schedule is made from it
+            return int(run.feeder.length_at_first(self, original(self)))
         if run.replaying and (batches := run.feeder.batches_of(self)) is not None:
             return int(batches)
         return min(original(self), most_batches(run, torch.is_grad_enabled()))

@@ -1,6 +1,7 @@
 """What can be seen of a rank from outside? Collectives, files and printed lines are watched."""
 
 import builtins
+import logging
 import os
 import shutil
 import sys
@@ -184,19 +185,71 @@ def watch_files(run: RankRun) -> None:
         original(obj, f, *args, **kwargs)
 
 
-def watch_prints(run: RankRun) -> None:
-    terminal = (sys.stdout, sys.stderr)
+class PrintWatcher:
+    """What the script prints, logs, or writes to its terminal."""
 
-    @wrap(builtins, "print")
-    def show(
-        original: Callable, *values: Any, sep: Any = " ", file: Any = None, **more: Any
-    ) -> None:
-        target = sys.stdout if file is None else file  # redirect_stdout(None): nobody sees it
-        if target in terminal and len(run.record.printed) < MOST_CALLS:
-            text = (" " if sep is None else sep).join(map(str, values))
-            at, first_epoch = where(outside="print"), not run.in_second_epoch
-            run.record.printed.append(PrintedText(text, at, run.record.steps, first_epoch))
-        original(*values, sep=sep, file=file, **more)
+    def __init__(self, run: RankRun) -> None:
+        self.run = run
+        self.terminal = (sys.stdout, sys.stderr)
+        self.last_logged: logging.LogRecord | None = None  # several handlers get the same
+        self.noted_logged = False  # and it was written down
+        self.inside = threading.local()  # print and logging write to the terminal, too
+
+    def note(self, text: str, on_terminal: bool, outside: str = "") -> bool:
+        record = self.run.record
+        if len(record.printed) >= MOST_CALLS or not text.strip():
+            return False
+        at, first_epoch = where(outside=outside), not self.run.in_second_epoch
+        record.printed.append(PrintedText(text, at, record.steps, first_epoch, on_terminal))
+        return True
+
+    def call_inside(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        inside, self.inside.print = getattr(self.inside, "print", False), True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.inside.print = inside
+
+    def watch_print(self) -> None:
+        @wrap(builtins, "print")
+        def show(
+            original: Callable, *values: Any, sep: Any = " ", file: Any = None, **more: Any
+        ) -> None:
+            target = sys.stdout if file is None else file  # redirect_stdout(None): nobody sees it
+            if target in self.terminal:
+                text = (" " if sep is None else sep).join(map(str, values))
+                self.note(text, True, outside="print")
+            self.call_inside(original, *values, sep=sep, file=file, **more)
+
+    def watch_logging(self) -> None:
+        @wrap(logging.Handler, "handle")
+        def handle(original: Callable, handler: Any, record: logging.LogRecord) -> Any:
+            on_terminal = getattr(handler, "stream", None) in self.terminal
+            printed = self.run.record.printed
+            if record is not self.last_logged:
+                self.last_logged, self.noted_logged = record, False
+                with suppress(Exception):  # arguments that do not fit: logging will say so
+                    self.noted_logged = self.note(record.getMessage(), on_terminal)
+            elif on_terminal and self.noted_logged:  # the handler before wrote it to a file
+                printed[-1] = printed[-1]._replace(on_terminal=True)
+            return self.call_inside(original, handler, record)
+
+    def watch_writes(self) -> None:
+        """To stdout; what goes back to the begin of the line is a progress bar."""
+        with suppress(AttributeError):  # not every stream lets its methods be replaced
+
+            @wrap(sys.stdout, "write")
+            def write(original: Callable, text: str) -> Any:
+                if not getattr(self.inside, "print", False) and "\r" not in text:
+                    self.note(text, True, outside="write")
+                return original(text)
+
+
+def watch_prints(run: RankRun) -> None:
+    watcher = PrintWatcher(run)
+    watcher.watch_print()
+    watcher.watch_logging()
+    watcher.watch_writes()
 
 
 def install(run: RankRun) -> None:

@@ -22,12 +22,21 @@ from torch.optim.optimizer import (
 )
 
 from prove.rank_run import RankRun, where, wrap, wrap_everywhere
-from prove.record import Backward, DDPRecord, ModelCall, OptimizerRecord, OptimizerStep, Projection
+from prove.record import (
+    Backward,
+    DDPRecord,
+    EvaluatedModule,
+    ModelCall,
+    OptimizerRecord,
+    OptimizerStep,
+    Projection,
+)
 from prove.samples import batch_size_of, checksum, copied, tensors_in
 from prove.writes import HandMadeSteps
 
 MOST_STEPS = 24  # of each optimizer are written down
 MOST_CALLS = 64
+MOST_EVALUATED = 32
 STEPS_PER_BATCH = 3  # of --batches, if there is no loader that could be cut
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 
@@ -123,6 +132,9 @@ class ModelWatcher:
         self.changes = False  # the script is changing parameters itself
         self.weights_at_batch: list[Projection] = []
         self.backwards = 0
+        self.evaluated: weakref.WeakKeyDictionary[nn.Module, tuple[str, int]] = (
+            weakref.WeakKeyDictionary()  # their names, and the steps before they were written down
+        )
 
     def watch(self, p: Tensor) -> None:
         if id(p) in self.watched or not p.requires_grad or not p.is_leaf:
@@ -319,6 +331,7 @@ class ModelWatcher:
     def note_call(self, module: nn.Module, inputs: tuple) -> None:
         """The script itself calls a module."""
         run, ddp = self.run, None
+        self.note_evaluated(module)
         for number, wrapped in enumerate(self.wrapped):
             if any(part is module for part in wrapped.modules()):
                 ddp = run.record.ddps[number]
@@ -344,6 +357,34 @@ class ModelWatcher:
             batch = (loader_run.number, loader_run.given) if loader_run else (0, 0)
             rows, size = batch_size_of(inputs[0]), run.current_batch_size()
             run.record.model_calls.append(ModelCall(checksum(tensors[0]), rows, batch, size))
+
+    def note_evaluated(self, module: nn.Module) -> None:
+        """What a module holds that is called without being trained: averaged models, teachers.
+
+        Written down after step 1, 2, 4, ..., because a copy may be the same until it is updated.
+        """
+        steps, evaluated = self.run.record.steps, self.run.record.evaluated
+        if not steps or (module.training and torch.is_grad_enabled()):
+            return
+        name, last = self.evaluated.get(module, (f"{type(module).__name__} called at {where()}", 0))
+        if steps < 2 * last or len(evaluated) >= MOST_EVALUATED:
+            return
+        if isinstance(module, DistributedDataParallel) or is_divided(module):
+            return
+        self.evaluated[module] = (name, steps)
+        held = {id(p) for optimizer in self.optimizers for p in parameters_of(optimizer)}
+        is_trained = any(id(p) in held for p in module.parameters())
+        in_ddp = any(part is module for ddp in self.wrapped for part in ddp.modules())
+        parameters = {} if is_trained else dict(module.named_parameters())
+        buffers = {} if in_ddp or module.training else dict(module.named_buffers())
+        tensors = {
+            without_wrappers(name): project(tensor)
+            for name, tensor in (parameters | buffers).items()
+            if tensor.numel()
+        }
+        if tensors:
+            names = [*map(without_wrappers, buffers)]
+            evaluated.append(EvaluatedModule(name, steps, is_trained, tensors, names))
 
     def hold_by_hand(self, module: nn.Module) -> None:
         """Parameters that no optimizer holds: does the script itself change them?"""

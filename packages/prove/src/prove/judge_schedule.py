@@ -1,0 +1,93 @@
+"""Do the learning rates follow the ranks? Those of one rank at the same steps, and the length of a
+schedule that is stepped with each batch, beside the number of batches that a rank has."""
+
+from typing import NamedTuple
+
+from prove.judge_replay import Replay, far
+from prove.reasons import Phrase, Reason
+from prove.record import RankRecord, ScheduleRecord
+from prove.table import ReportRow, part, right, warning
+
+CHECK = "schedule"
+ALIKE = 0.05  # lengths that are rounded, or have a few steps of warm-up more
+
+
+class Schedule(NamedTuple):
+    """A schedule by batch, and the batches of an epoch of its rank."""
+
+    record: ScheduleRecord
+    batches: float  # after which it is over
+    batches_per_epoch: int
+
+
+def schedule_rows(replay: Replay) -> list[ReportRow]:
+    by_batch = schedules_by_batch(replay)
+    if not by_batch:
+        return rate_rows(replay)
+    rows = [row for pair in by_batch if (row := row_of_length(*pair, len(replay.records)))]
+    return rows[:1] or rate_rows(replay)
+
+
+def schedules_by_batch(replay: Replay) -> list[tuple[Schedule, Schedule]]:
+    """Of a rank, and of the one rank, which has other numbers of batches per epoch."""
+    pairs = []
+    for of_ranks, of_one in zip(replay.observed.schedules, replay.replayed.schedules, strict=False):
+        both = schedule(of_ranks, replay.observed), schedule(of_one, replay.replayed)
+        if both[0] is not None and both[1] is not None:
+            pairs.append((both[0], both[1]))
+    return pairs
+
+
+def schedule(record: ScheduleRecord, rank: RankRecord) -> Schedule | None:
+    """None: its length, or that of an epoch, is not known."""
+    trained = [loader_run for loader_run in rank.loader_runs if loader_run.steps]
+    epoch = trained[0].batches_and_samples if trained else None
+    if not record.by_batch or not record.length or not record.batches or epoch is None:
+        return None
+    steps_per_batch = record.steps / record.batches
+    return Schedule(record, record.length / steps_per_batch, epoch[0])
+
+
+def row_of_length(of_ranks: Schedule, of_one: Schedule, world_size: int) -> ReportRow | None:
+    """None: the lengths say nothing."""
+    epochs = of_one.batches_per_epoch / of_ranks.batches_per_epoch
+    lengths = of_one.batches / of_ranks.batches
+    is_warm_up = of_ranks.batches < of_ranks.batches_per_epoch
+    if is_warm_up or abs(epochs - 1) < ALIKE:
+        return None
+    facts = {
+        "batches": round(of_ranks.batches), "batches_of_one": round(of_one.batches),
+        "epoch": of_ranks.batches_per_epoch, "epoch_of_one": of_one.batches_per_epoch,
+        "epochs": of_ranks.batches / of_ranks.batches_per_epoch,
+        "epochs_of_one": of_one.batches / of_one.batches_per_epoch,
+        "world_size": world_size, "at": of_ranks.record.at,
+    }  # fmt: skip
+    if abs(lengths / epochs - 1) < ALIKE:
+        rates = of_ranks.record.highest_rate, of_one.record.highest_rate
+        if far([rates[0]], [rates[1]], 1e-3):
+            rates_as_facts = {"of_ranks": rates[0], "of_one": rates[1]}
+            return warning(CHECK, Reason.HIGHEST_RATE_DIFFERS, **rates_as_facts, **facts)
+        return right(CHECK, Reason.SCHEDULE_FOLLOWS_LOADER, **facts)
+    if abs(lengths - 1) < ALIKE:
+        return warning(CHECK, Reason.SCHEDULE_IGNORES_LOADER, **facts)
+    return None
+
+
+def rate_rows(replay: Replay) -> list[ReportRow]:
+    """The learning rates that the script gives one rank, at the same steps."""
+    observed, replayed = replay.observed, replay.replayed
+    compared = [  # rates, when, and the reason if they differ
+        (of_ranks.learning_rates, of_one.learning_rates,
+         part(Phrase.AT_STEP, step=n, at=of_ranks.at), Reason.RATE_DIFFERS)
+        for number in range(min(len(observed.optimizers), len(replayed.optimizers)))
+        for n, (of_ranks, of_one) in enumerate(replay.steps(number), start=1)
+    ]  # fmt: skip
+    if observed.rates_after_epochs and replayed.rates_after_epochs:
+        rates = observed.rates_after_epochs[0], replayed.rates_after_epochs[0]
+        when = part(Phrase.AFTER_EPOCH, epoch=1)
+        compared.append((*rates, when, Reason.RATE_AFTER_EPOCH_DIFFERS))
+    for of_ranks, of_one, when, reason in compared:
+        if far(of_ranks, of_one):
+            facts = {"of_ranks": of_ranks[0], "of_one": of_one[0], "when": when}
+            return [warning(CHECK, reason, world_size=len(replay.records), **facts)]
+    return [right(CHECK, Reason.RATES_OF_ONE_RANK)]

@@ -1,0 +1,173 @@
+"""How long is the schedule of the learning rate, and which numbers decide about it?
+
+A schedule that is stepped with each batch ends after some number of batches. A copy is stepped
+ahead, when the run is over, until its rate no longer changes.
+"""
+
+import copy
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from prove.rank_run import RankRun, where, wrap
+from prove.record import Metric, ScheduleRecord
+
+MOST_AHEAD = 50_000  # steps
+MOST_SECONDS = 0.5  # for them
+MOST_CALLS = 1000
+STILL = 1e-12  # of the highest rate: smaller changes are none
+
+
+class WatchedSchedule:
+    """A scheduler that the script steps, and the rates that it gave."""
+
+    def __init__(self, scheduler: Any, record: ScheduleRecord) -> None:
+        self.scheduler, self.record = scheduler, record
+        self.rates = [rate_of(scheduler)]  # before its first step, and after each
+        self.batches: dict[int, set[int]] = {}  # of each pass over a loader, after which it stepped
+
+    def stepped(self, run: RankRun) -> None:
+        self.rates.append(rate_of(self.scheduler))
+        self.record.steps += 1
+        if loader_run := run.current_loader_run:
+            self.batches.setdefault(loader_run.number, set()).add(loader_run.given)
+
+    def finish(self) -> None:
+        record = self.record
+        record.batches = sum(map(len, self.batches.values()))
+        record.by_batch = any(len(batches) > 1 for batches in self.batches.values())
+        if record.by_batch:
+            curve = [*self.rates, *rates_ahead(self.scheduler)]
+            record.highest_rate, record.length = max(curve), length_of(curve)
+
+
+class Schedules:
+    """All schedulers of this rank, in the order of their first steps."""
+
+    def __init__(self, run: RankRun) -> None:
+        self.run = run
+        self.watched: list[WatchedSchedule] = []
+        self.depth = 0  # of nested calls of step()
+
+    def step(self, original: Callable, scheduler: Any, args: tuple, kwargs: dict) -> Any:
+        run = self.run
+        if self.depth or run.current_loader_run is None:  # one in another; or it is being made
+            return original(scheduler, *args, **kwargs)
+        at = where()
+        if isinstance(scheduler, ReduceLROnPlateau):
+            metric = args[0] if args else kwargs.get("metrics")
+            if len(run.record.metrics) < MOST_CALLS:
+                run.record.metrics.append(Metric(float(metric), at, run.record.steps))  # type: ignore[arg-type]
+        watched = self.of(scheduler, at)
+        self.depth += 1
+        try:
+            return original(scheduler, *args, **kwargs)
+        finally:
+            self.depth -= 1
+            watched.stepped(run)
+
+    def of(self, scheduler: Any, at: str) -> WatchedSchedule:
+        for watched in self.watched:
+            if watched.scheduler is scheduler:
+                return watched
+        record = ScheduleRecord(type(scheduler).__name__, at)
+        self.run.record.schedules.append(record)
+        self.watched.append(WatchedSchedule(scheduler, record))
+        return self.watched[-1]
+
+    def finish(self) -> None:
+        self.depth += 1  # the copies are none of the script's
+        for watched in self.watched:
+            watched.finish()
+
+
+def rate_of(scheduler: Any) -> float:
+    return float(scheduler.optimizer.param_groups[0]["lr"])
+
+
+def twin_of(optimizer: Optimizer) -> Optimizer:
+    """An optimizer without parameters, whose rate a scheduler may change."""
+    twin = object.__new__(type(optimizer))
+    groups = [
+        copy.deepcopy({name: value for name, value in group.items() if name != "params"})
+        for group in optimizer.param_groups
+    ]
+    twin.__dict__ |= {
+        "defaults": dict(optimizer.defaults), "state": {},
+        "param_groups": [group | {"params": []} for group in groups],
+    }  # fmt: skip
+    return twin
+
+
+def functions_in(scheduler: Any) -> Iterator[Any]:
+    """What a scheduler calls: it may be a method of an object that nobody should copy."""
+    for value in vars(scheduler).values():
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(item, LRScheduler):
+                yield from functions_in(item)
+            elif callable(item):
+                yield item
+
+
+def rates_ahead(scheduler: Any) -> list[float]:
+    """The rates that it would give next, until it refuses or the time is over."""
+    rates: list[float] = []
+    end = time.monotonic() + MOST_SECONDS
+    try:
+        memo = {id(function): function for function in functions_in(scheduler)}
+        optimizer = scheduler.optimizer
+        memo[id(optimizer)] = twin_of(optimizer)
+        twin = copy.deepcopy(scheduler, memo)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            while len(rates) < MOST_AHEAD and time.monotonic() < end:
+                twin.step()
+                rates.append(rate_of(twin))
+    except Exception:  # OneCycleLR after its last step; or whatever a schedule of the script's does
+        return rates
+    return rates
+
+
+def length_of(curve: list[float]) -> int | None:
+    """After how many steps the rate has come down, or has come up to stay. None: it never ends."""
+    highest = max(curve)
+    top = curve.index(highest)
+    lowest = min(curve[top:])
+    end = next(n for n, rate in enumerate(curve[top:], top) if rate <= lowest + STILL * highest)
+    before = next((rate for rate in reversed(curve[:end]) if rate != curve[end]), None)
+    if end == top or before is None:
+        return end or None
+    is_geometric = 0 < curve[end] < 1e-8 * highest and curve[end] > 0.01 * before
+    return None if is_geometric or end == MOST_AHEAD - 1 else end
+
+
+def install(run: RankRun) -> None:
+    run.schedules = Schedules(run)
+
+    def watch_steps(kind: type) -> None:
+        if "step" in vars(kind):
+
+            @wrap(kind, "step")
+            def step(original: Callable, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+                return run.schedules.step(original, scheduler, args, kwargs)
+
+    def watch_steps_of_all(kind: type) -> None:
+        watch_steps(kind)
+        for derived in kind.__subclasses__():
+            watch_steps_of_all(derived)
+
+    watch_steps_of_all(LRScheduler)
+
+    def watch_new_class(kind: type, **more: Any) -> None:  # of the script's own
+        watch_steps(kind)
+
+    LRScheduler.__init_subclass__ = classmethod(watch_new_class)  # type: ignore[assignment]
+
+    @wrap(LRScheduler, "__init__")
+    def init(original: Callable, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        run.record.schedules_made += 1
+        original(scheduler, *args, **kwargs)
