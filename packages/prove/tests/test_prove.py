@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 import prove
 from helpers.local_ranks import (
-    ROOT,
     SECONDS,
     command,
     context,
@@ -34,7 +33,6 @@ from prove.rank_run import RankRun
 from prove.reasons import Phrase, Reason
 from prove.record import Mode, Settings
 from prove.samples import as_double, tensors_in
-from repository_pages import shell
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -430,19 +428,26 @@ def test_collectives_are_seen_by_their_old_and_new_names(left_out, tmp_path):
     assert seen == [name for name in names if name != left_out]
 
 
-def test_the_page_shows_what_prove_prints(prove_script, tmp_path):
+def test_the_page_shows_what_prove_prints(tmp_path):
     page = (PACKAGE / "README.md").read_text()
-    commands, wrong, right = re.findall(r"```(?:bash|text)\n(.*?)```", page, re.S)[1:4]
-    _, *copy, _ = commands.splitlines()  # not into the reader's folder
-    shell("\n".join(copy).replace("../../", f"{ROOT}/"), where=tmp_path)
-    ended = run(tmp_path, *TORCHRUN, "train.py")
+    [command] = re.findall(r"```bash\n(python -m prove .*wrong.py)\n```", page)
+    [diff] = re.findall(r"```diff\n(.*?)```", page, re.S)
+    wrong, right = re.findall(r"```text\n(.*?)```", page, re.S)[1:3]
+    folder = tmp_path / "packages/prove"
+    folder.mkdir(parents=True)
+    script = (PACKAGE / "wrong.py").read_text()
+    without = [line for line in diff.splitlines(True) if line[0] != "+"]
+    with_lines = [line for line in diff.splitlines(True) if line[0] != "-"]
+    old, new = ("".join(line[1:] for line in lines) for lines in (without, with_lines))
+    assert script.count(old) == 1, "the diff of the page fits"
     # Numbers that may differ on another machine, and where the page lies as seen from the folder.
     shape = re.compile(r"\d+%|\de-\d+|in \d+ s|(?<=\()\S*(?=/cures\.md#)")
-    for part in wrong.split("...\n"):
-        assert shape.sub("#", part) in shape.sub("#", ended.stdout)
-    printed = prove_script(planted()).stdout.splitlines()
-    shown = [line for line in right.splitlines() if line.startswith("right")]
-    assert shown == [line for line in printed if line in shown]
+    for source, shown in ((script, wrong), (script.replace(old, new), right)):
+        (folder / "wrong.py").write_text(source)
+        ended = run(tmp_path, *command.split()[3:])
+        for part in shown.split("...\n"):
+            text = shape.sub("#", " ".join(part.split()))
+            assert text in shape.sub("#", " ".join(ended.stdout.split())), ended.stdout
 
 
 def test_every_cure_links_to_a_heading_that_exists():
