@@ -201,17 +201,9 @@ class Plan:
 
 
 def choices(choose: Choices, task: Task) -> Plan:
-    launcher = choose(
-        "launcher",
-        "functions",
-        "functions",
-        "Trainer",
-        "Trainer",
-        "module",
-        "main",
-        "main",
-        "spawn",
-    )
+    styles = ("functions", "Trainer", "main", "module")
+    # Spawned ranks import torch again, which takes longer than all the rest.
+    launcher = choose("launcher", *(["spawn"] if choose.random.random() < 0.05 else styles))
     if task.gan:
         averaging = choose("averaging", "DDP", "all_reduce")
         choose.made.update(optimizer="two adams", precision="float32", accumulation="1")
@@ -230,7 +222,7 @@ def choices(choose: Choices, task: Task) -> Plan:
     if averaging == "ZeRO":
         optimizers, updates = ["ZeRO adam", "ZeRO sgd"], []
     autograd = ["autograd.grad"] * 3 if averaging in BY_HAND[:2] else []
-    optimizer = choose("optimizer", *optimizers, *updates, *autograd)
+    optimizer = choose("optimizer", *optimizers, *optimizers, *updates, *autograd)
     manual = optimizer in UPDATES or optimizer == "autograd.grad"
     scaled = (
         not manual
@@ -261,7 +253,7 @@ def choices(choose: Choices, task: Task) -> Plan:
     schedules = [] if manual or optimizer == "lbfgs" else list(SCHEDULES)
     if "plateau" in schedules and (evaluation in ("none", "rank 0") or task.batchnorm):
         schedules.remove("plateau")
-    if optimizer == "adamw, groups" and "OneCycle" in schedules:
+    if optimizer in ("adamw, groups", "rmsprop", "ZeRO adam") and "OneCycle" in schedules:
         schedules.remove("OneCycle")
     return Plan(
         averaging=averaging,

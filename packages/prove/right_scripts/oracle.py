@@ -20,7 +20,9 @@ import sys
 import tempfile
 import traceback
 from concurrent.futures import ProcessPoolExecutor
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +31,9 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.nn.functional
 import torch.distributed.optim
-from generate import generate
+from generate import generate, imports_of, nested
+from loaders import loader
+from tasks import Choices, Task
 from torch import Tensor, nn
 
 RANKS = 2
@@ -247,6 +251,60 @@ def distance(ranks: dict, one: dict) -> float:
     return float((of_ranks - of_one).norm() / (of_one - first).norm())
 
 
+class OneStyle(Choices):
+    """This style of loader, with one worker count, and rank and world said."""
+
+    def __init__(self, style: str, workers: str) -> None:
+        super().__init__(0)
+        self.random = SimpleNamespace(random=lambda: 0.0)  # type: ignore[assignment]
+        self.wanted = {"data": style, "workers": workers}
+
+    def __call__(self, name: str, *options: str) -> str:
+        return self.wanted[name]
+
+
+DEALT = """
+class Numbers(Dataset):
+    x = y = torch.arange(64)
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        return i, i
+
+
+train_set, dealt = Numbers(), []
+"""
+
+
+def dealt_samples(style: str, workers: str) -> list[list[list[int]]]:
+    """By rank and epoch, the samples that a rank gets from its loader."""
+    task = Task([], [], [], "", tensors="train_set.x, train_set.y")
+    of_ranks = []
+    for rank in range(RANKS):
+        own = loader(OneStyle(style, workers), task, "GLOBAL_BATCH // world", False, True)
+        loop = [
+            *own.epoch,
+            f"batches_of_epoch = {own.batches}",
+            "dealt.append([int(i) for x, y in batches_of_epoch for i in x])",
+        ]
+        text = "\n".join(
+            [
+                *own.prelude,
+                DEALT,
+                f"rank, world, GLOBAL_BATCH, STEPS = {rank}, {RANKS}, 16, 4",
+                *own.setup,
+                *nested(loop, "for epoch in range(2):"),
+            ]
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "deal.py")
+            file.write_text("\n".join([*imports_of(text), text]))
+            of_ranks.append(runpy.run_path(str(file))["dealt"])
+    return of_ranks
+
+
 class Answer(NamedTuple):
     seed: int
     apart: float  # of the script and its reference
@@ -278,21 +336,33 @@ def main() -> int:
     parser.add_argument("first", type=int)
     parser.add_argument("end", type=int)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    context, failed, largest = multiprocessing.get_context("fork"), 0, 0.0
+    context, failed, right = multiprocessing.get_context("fork"), [], []
     with ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
         for each in pool.map(answer, range(args.first, args.end)):
             if each.right:
-                largest = max(largest, each.apart)
+                right.append(each)
                 continue
-            failed += 1
+            failed.append(each.seed)
             pieces = json.dumps(generate(each.seed).pieces)
             print(f"{each.seed}: {each.apart:.1e}, fault {each.apart_with_fault:.1e} {pieces}")
             print(each.error, flush=True)
-    count = args.end - args.first
-    print(f"{count - failed} of {count} right, to {largest:.0e} of the way that their weights went")
-    return int(failed > 0)
+    result = {
+        "date": date.today().isoformat(),
+        "torch": torch.__version__,
+        "scripts": args.end - args.first,
+        "right": len(right),
+        "with draws": sum(each.drew for each in right),
+        "farthest": max(each.apart for each in right),
+        "nearest with a fault": min(each.apart_with_fault for each in right),
+        "not right": failed,
+    }
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class Row(NamedTuple):
 
 
 def rows_of(script: Script) -> tuple[list[Row], str]:
-    """The one place that calls prove: its rows, and why there are none. train.py is in this folder."""
+    """The one place that calls prove: its rows, and why there are none."""
     from prove.__main__ import parse_args, prove
 
     options = [f"--timeout={TIMEOUT}"]
@@ -157,17 +157,16 @@ def main() -> int:
         said = "WRONG" if each.is_wrong else "proven" if each.is_proven else "not proven"
         print(f"{each.seed:4} {said:10} {each.seconds:5} s  {json.dumps(each.pieces)}")
         for row in each.rows:
-            if row.verdict in ("WRONG", "warning") or (row.verdict, row.check) == (
-                "not seen",
-                PROOF,
-            ):
+            is_proof = row.check == PROOF and row.verdict == "not seen"
+            if row.verdict in ("WRONG", "warning") or is_proof:
                 print(f"     {row.verdict} {row.check}: {row.evidence}")
         print(f"     error: {each.error}\n" * bool(each.error), end="", flush=True)
     results = results_of(answers)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     print(
-        f"{results['called WRONG']} of {results['scripts']} called WRONG, {results['proven']} proven, "
+        f"{results['called WRONG']} of {results['scripts']} called WRONG, "
+        f"{results['proven']} proven, "
         f"{results['without a table']} without a table"
     )
     is_as_expected = results["called WRONG"] == (results["scripts"] if args.fault else 0)
