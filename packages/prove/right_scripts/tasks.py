@@ -734,7 +734,7 @@ class Towers(nn.Module):
     def __init__(self):
         super().__init__()
         self.left, self.right = nn.Linear(6, 4), nn.Linear(6, 4)
-        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x, y):
         left, right = F.normalize(self.left(x), dim=1), F.normalize(self.right(y), dim=1)
