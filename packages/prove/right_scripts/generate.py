@@ -469,7 +469,7 @@ def parts_of(
     else:
         logged = ["dist.all_reduce(total)", "mean_loss = total / STEPS / world"]
     step = step_lines(plan, task, fault)
-    body = [*task.unpack, *step, "total += loss.detach()"]
+    body = [*task.unpack, *step, f"total += {task.logged}"]
     epoch = [
         *data.epoch,
         *([f"lr = {decay}"] if decay else []),

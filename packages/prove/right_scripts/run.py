@@ -79,7 +79,7 @@ class Answer(NamedTuple):
         """Why nothing is proven, without the numbers and places of this script."""
         texts = [row.evidence for row in self.of("not seen") if row.check == PROOF]
         text = self.error or (texts or ["no row"])[0]
-        text = re.sub(r"\S*train\.py:\d+", "train.py:LINE", text)
+        text = re.sub(r"\S*train\.py:\d+", "train.py:LINE", text.partition(", most in")[0])
         return re.sub(r"(?<![\w/])[\d.]+(e[+-]?\d+)?%?", "#", text)[:200]
 
 

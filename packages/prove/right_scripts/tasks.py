@@ -34,6 +34,7 @@ class Task:
     collate: str = ""
     after_wrap: list[str] = field(default_factory=list)  # when `model` exists
     after_step: list[str] = field(default_factory=list)
+    logged: str = "loss.detach()"
     evaluate: list[str] = field(default_factory=list)  # `value` of `n` test samples
     tensors: str = ""  # of the data set, if its samples are nothing but rows of them
     draws: bool = False
@@ -810,6 +811,7 @@ def contrastive(choose: Choices) -> Task:
         prelude=[PAIRS, TOWERS, gathers.get(kind, GATHER_LIBRARY)],
         tensors="train_set.x, train_set.y",
         divides=kind == "gather, own rows",
+        logged="loss.detach() / world" if kind == "gather, own rows" else "loss.detach()",
     )
 
 
