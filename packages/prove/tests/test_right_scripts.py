@@ -77,7 +77,7 @@ def may_fail(seed: int):
     return pytest.param(seed, marks=pytest.mark.xfail(strict=True, reason=reason) if reason else ())
 
 
-@pytest.mark.parametrize("seed", map(may_fail, SEEDS))
+@pytest.mark.parametrize("seed", [may_fail(seed) for seed in SEEDS])
 def test_a_right_script_is_not_called_wrong(results, seed):
     assert str(seed) not in results["WRONG"], results["WRONG"]
 
