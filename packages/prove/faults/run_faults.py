@@ -1,0 +1,233 @@
+#!/usr/bin/env python3
+"""Who sees the mistakes that others reported? Each is here as a script, and once more cured.
+
+    python run_faults.py first|last [NAME ...]    what prove says of both
+    python run_faults.py detail [NAME ...]        what TORCH_DISTRIBUTED_DEBUG=DETAIL prints
+    python run_faults.py page                     ../real_faults.md, from results/*.json
+
+`first` was counted before prove was changed for any of them, and is not run again.
+
+A mistake is seen if prove says WRONG, or gives a warning that the cured script has not. A false
+alarm is WRONG for the cured script, which is proven if its row `one rank` is right.
+Two scripts run at a time, each in a copy of its folder.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+RESULTS, PAGE = HERE / "results", HERE.parent / "real_faults.md"
+SECONDS, JOBS = 300, 2
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+ALARM = re.compile(r"error|warn|mismatch|differ|inconsisten|unused|not used", re.IGNORECASE)
+ALWAYS_THERE = re.compile(r"OMP_NUM_THREADS|^\*+$|NativeSymbolizer|Redirects are currently")
+
+
+@dataclass(frozen=True)
+class Pair:
+    name: str
+    kind: str
+    report: str
+    fault: str
+
+    def script(self, file: str) -> Path:
+        return HERE / "pairs" / self.name / file
+
+
+def pairs(names: list[str] | None = None) -> list[Pair]:
+    known = [Pair(**entry) for entry in json.loads((HERE / "faults.json").read_text())]
+    unknown = set(names or []) - {pair.name for pair in known}
+    if unknown:
+        raise SystemExit(f"run_faults.py: no such pair: {', '.join(sorted(unknown))}")
+    return [pair for pair in known if not names or pair.name in names]
+
+
+def command_of(script: Path) -> list[str]:
+    """As a user types it; a script that spawns its ranks is told how many."""
+    if "mp.spawn(" in script.read_text():
+        return [sys.executable, script.name, "--world-size", "2"]
+    return [sys.executable, *TORCHRUN, script.name]
+
+
+def run(command: list[str], folder: Path, **env: str) -> tuple[int | None, str]:
+    """Its status, None if it had to be ended, and all that it printed."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"} | env
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=SECONDS)
+            return process.returncode, output
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)  # prove and torchrun end their ranks
+            try:
+                output, _ = process.communicate(timeout=20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                output, _ = process.communicate()
+            return None, output
+
+
+def proven(script: Path) -> dict:
+    """The rows of prove's table by verdict, with what it says of the WRONG ones."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(shutil.copytree(script.parent, Path(scratch, "copy")))
+        table = Path(scratch, "table.json")
+        prove = [sys.executable, "-m", "prove", "--json", str(table)]
+        status, output = run([*prove, *command_of(script)], folder)
+        rows = json.loads(table.read_text())["rows"] if table.exists() else []
+    by_verdict: dict[str, list[str]] = {}
+    for row in rows:
+        by_verdict.setdefault(row["verdict"], []).append(row["check"])
+    evidence = {row["check"]: row["evidence"] for row in rows if row["verdict"] != "right"}
+    last = (output.strip().splitlines() or [""])[-1]
+    return {"status": status, "rows": by_verdict, "evidence": evidence} | (
+        {} if rows else {"said": last[:200]}
+    )
+
+
+def debugged(script: Path) -> dict:
+    """The status with TORCH_DISTRIBUTED_DEBUG=DETAIL, and its lines that sound like an alarm."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(shutil.copytree(script.parent, Path(scratch, "copy")))
+        status, output = run(command_of(script), folder, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    lines = [re.sub(r"\d+", "#", line.strip())[:200] for line in output.splitlines()]
+    alarms = [line for line in lines if ALARM.search(line) and not ALWAYS_THERE.search(line)]
+    return {"status": status, "alarms": list(dict.fromkeys(alarms))[:5]}
+
+
+def both(pair: Pair, judge) -> dict:
+    answers = {"fault": judge(pair.script("train.py")), "cure": judge(pair.script("right.py"))}
+    print(pair.name, json.dumps(answers)[:150], flush=True)
+    return answers
+
+
+def count(which: str, names: list[str]) -> None:
+    judge = debugged if which == "detail" else proven
+    chosen, file = pairs(names), RESULTS / f"{which}.json"
+    with ThreadPoolExecutor(JOBS) as pool:
+        answers = list(pool.map(lambda pair: both(pair, judge), chosen))
+    before = json.loads(file.read_text())["pairs"] if file.exists() and names else {}
+    commit = subprocess.check_output(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, text=True
+    ).strip()
+    found = before | {pair.name: answer for pair, answer in zip(chosen, answers, strict=True)}
+    result = {
+        "date": str(date.today()),
+        "torch": torch.__version__,
+        "commit": commit,
+        "pairs": found,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    file.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+
+
+def warned(answers: dict) -> list[str]:
+    """Warnings that the cured script has not."""
+    known = answers["cure"]["rows"].get("warning", [])
+    return [check for check in answers["fault"]["rows"].get("warning", []) if check not in known]
+
+
+def seen(answers: dict) -> bool:
+    return bool(answers["fault"]["rows"].get("WRONG") or warned(answers))
+
+
+def false_alarm(answers: dict) -> bool:
+    return bool(answers["cure"]["rows"].get("WRONG"))
+
+
+def is_proven(answers: dict) -> bool:
+    return not false_alarm(answers) and "one rank" in answers["cure"]["rows"].get("right", [])
+
+
+def without_table(answers: dict) -> int:
+    return sum(not answer["rows"] for answer in answers.values())
+
+
+def debug_alarm(answers: dict) -> str:
+    """What DETAIL says of the mistake and not of the cure."""
+    fault, cure = answers["fault"], answers["cure"]
+    if fault["status"] is None and cure["status"] is not None:
+        return "hangs"
+    if fault["status"] and not cure["status"]:
+        return "ends with an error"
+    news = [line for line in fault["alarms"] if line not in cure["alarms"]]
+    return f"prints “{news[0][:80]}”" if news else ""
+
+
+def counts(result: dict) -> dict[str, int]:
+    answers = list(result["pairs"].values())
+    return {
+        "pairs": len(answers),
+        "seen": sum(map(seen, answers)),
+        "false WRONG": sum(map(false_alarm, answers)),
+        "proven": sum(map(is_proven, answers)),
+        "without a table": sum(map(without_table, answers)),
+    }
+
+
+def of_fault(answers: dict) -> str:
+    if not answers["fault"]["rows"]:
+        return "no table"
+    wrong = answers["fault"]["rows"].get("WRONG", [])
+    return (
+        f"**WRONG** {', '.join(wrong)}"
+        if wrong
+        else ", ".join(f"warning {w}" for w in warned(answers)) or "missed"
+    )
+
+
+def of_cure(answers: dict) -> str:
+    if not answers["cure"]["rows"]:
+        return "no table"
+    wrong = answers["cure"]["rows"].get("WRONG", [])
+    return (
+        f"**false** {', '.join(wrong)}"
+        if wrong
+        else "proven"
+        if is_proven(answers)
+        else "not proven"
+    )
+
+
+def load(which: str) -> dict | None:
+    file = RESULTS / f"{which}.json"
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def page() -> str:
+    raise NotImplementedError
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=("first", "last", "detail", "page"))
+    parser.add_argument("names", nargs="*", help="of pairs; default: all")
+    args = parser.parse_args()
+    if args.what == "page":
+        PAGE.write_text(page())
+    else:
+        count(args.what, args.names)
+
+
+if __name__ == "__main__":
+    main()
