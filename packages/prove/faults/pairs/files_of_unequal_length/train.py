@@ -19,10 +19,11 @@ def read_file(number):
 class Logs(IterableDataset):
     def __init__(self, rank, world):
         super().__init__()
-        self.rank, self.world = rank, world
+        self.rank, self.world, self.epoch = rank, world, 0
 
     def rows(self):
-        for number in range(self.rank, len(LENGTHS), self.world):
+        g = torch.Generator().manual_seed(self.epoch)
+        for number in torch.randperm(len(LENGTHS), generator=g)[self.rank :: self.world].tolist():
             yield from read_file(number)
 
     def __iter__(self):
@@ -40,9 +41,11 @@ def train(model, loader, optimizer):
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    loader = DataLoader(Logs(dist.get_rank(), dist.get_world_size()), batch_size=6)
+    logs = Logs(dist.get_rank(), dist.get_world_size())
+    loader = DataLoader(logs, batch_size=6)
     model = DDP(nn.Sequential(nn.Linear(5, 20), nn.Tanh(), nn.Linear(20, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03)
-    for _ in range(3):
+    for epoch in range(3):
+        logs.epoch = epoch
         train(model, loader, optimizer)
     dist.destroy_process_group()

@@ -11,11 +11,11 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 def all_rows(x):
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, x.contiguous())
-    return torch.cat(parts)
+    return torch.stack(parts, 1).flatten(0, 1)
 
 
 class CrossBatchMemory(nn.Module):
-    def __init__(self, dim, size=70, margin=0.7):
+    def __init__(self, dim, size=26, margin=0.7):
         super().__init__()
         self.embeddings = torch.zeros(size, dim)
         self.labels = torch.full((size,), -1)

@@ -16,7 +16,7 @@ def all_rows(x):
 
 
 class CrossBatchMemory(nn.Module):
-    def __init__(self, dim, size=70, margin=0.7):
+    def __init__(self, dim, size=26, margin=0.7):
         super().__init__()
         self.embeddings = torch.zeros(size, dim)
         self.labels = torch.full((size,), -1)

@@ -19,9 +19,9 @@ class TaylorPruner:
             loss = nn.functional.mse_loss(net(x), y)
             slopes = torch.autograd.grad(loss, [layer.weight for layer in self.layers])
             for total, layer, slope in zip(totals, self.layers, slopes):
+                dist.all_reduce(slope)
+                slope /= dist.get_world_size()
                 total += (layer.weight.detach() * slope).abs()
-        for total in totals:
-            dist.all_reduce(total)
         return totals
 
     def prune(self, net, batches):

@@ -47,6 +47,7 @@ def build():
 
 def main():
     dist.init_process_group("gloo")
+    torch.manual_seed(300 + dist.get_rank())
     data = Clicks()
     sampler = DistributedSampler(data, seed=4)
     loader = DataLoader(data, batch_size=10, sampler=sampler)
