@@ -14,19 +14,27 @@ Two scripts run at a time, each in a copy of its folder.
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
+import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+import torch.nn.parallel
+import torch.utils.data
 
 HERE = Path(__file__).resolve().parent
 RESULTS, PAGE = HERE / "results", HERE.parent / "real_faults.md"
@@ -51,11 +59,13 @@ alarm, and the script is *proven* if its row `one rank` is right.
 """
 DEBUGGED = """\
 `TORCH_DISTRIBUTED_DEBUG=DETAIL` (torch {torch}), which checks that collectives match, says \
-something of {helped} of the {pairs} mistakes: that is an error, a hang, or a line that sounds \
-like a warning and that the cured script does not print. TrainCheck 0.2.0 is not in the table: it \
-installs beside torch 2.14, but here, without a GPU, none of our scripts came through its \
-instrumentation (an error for the missing driver; without that line, a KeyError for one script and \
-a segmentation fault for another).
+something of {helped} of the {pairs} mistakes: an error, a hang, or a line that sounds like a \
+warning and that the cured script does not print. On CPUs it needed [a hook]\
+(faults/debug_hook/sitecustomize.py), without which DDP's constructor crashes.
+
+TrainCheck 0.2.0 is not in the table. It installs beside torch 2.14, but here, without a GPU, none \
+of the scripts that we tried came through its instrumentation: it asks for the driver, and without \
+that line one script ended in a KeyError and another in a segmentation fault.
 """
 
 
@@ -131,27 +141,83 @@ def proven(script: Path) -> dict:
     return answer
 
 
+def rank(rank: int, port: int, folder: Path, script: str, printed: Path) -> None:
+    """One rank of a script, as torchrun starts it, with DETAIL and what it prints in a file."""
+    os.setsid()
+    os.chdir(folder)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    file = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+    torch.set_num_threads(1)
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    runpy.run_path(str(HERE / "debug_hook" / "sitecustomize.py"))
+    sys.argv, sys.path[0] = [script], str(folder)
+    runpy.run_path(script, run_name="__main__")
+
+
+def forked(script: Path, folder: Path) -> tuple[int | None, str]:
+    """As `run`, but torch is not imported again."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    printed = folder / "printed.txt"
+    context = multiprocessing.get_context("fork")
+    arguments = [(number, port, folder, script.name, printed) for number in range(2)]
+    ranks = [context.Process(target=rank, args=each) for each in arguments]
+    for process in ranks:
+        process.start()
+    end = time.monotonic() + SECONDS
+    while any(process.is_alive() for process in ranks) and time.monotonic() < end:
+        time.sleep(0.1)
+    hung = any(process.is_alive() for process in ranks)
+    for process in ranks:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with its workers
+        process.join()
+    failed = max(abs(process.exitcode or 0) for process in ranks)
+    return None if hung else failed, printed.read_text()
+
+
 def debugged(script: Path) -> dict:
     """The status with TORCH_DISTRIBUTED_DEBUG=DETAIL, and its lines that sound like an alarm."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(shutil.copytree(script.parent, Path(scratch, "copy")))
-        status, output = run(command_of(script), folder, TORCH_DISTRIBUTED_DEBUG="DETAIL")
-    lines = [re.sub(r"\d+", "#", line.strip())[:200] for line in output.splitlines()]
+        if command_of(script)[1] == script.name:  # it starts its ranks itself
+            env = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "PYTHONPATH": str(HERE / "debug_hook")}
+            status, output = run(command_of(script), folder, **env)
+        else:
+            status, output = forked(script, folder)
+    output = re.sub(r"\S*/", "", output).replace(script.name, "script.py")  # no folders
+    lines = [re.sub(r"(?<![a-z])\d+", "#", line.strip())[:300] for line in output.splitlines()]
     alarms = [line for line in lines if ALARM.search(line) and not ALWAYS_THERE.search(line)]
     return {"status": status, "alarms": list(dict.fromkeys(alarms))[:5]}
 
 
-def both(pair: Pair, judge) -> dict:
-    answers = {"fault": judge(pair.script("train.py")), "cure": judge(pair.script("right.py"))}
-    print(pair.name, json.dumps(answers)[:150], flush=True)
+def debugged_pair(pair: Pair) -> dict:
+    """The cure is run if the mistake was noticed, to see whether the cure is blamed, too."""
+    fault = debugged(pair.script("train.py"))
+    noticed = fault["status"] != 0 or fault["alarms"]
+    cure = debugged(pair.script("right.py")) if noticed else None
+    print(pair.name, json.dumps(fault)[:150], flush=True)
+    return {"fault": fault, "cure": cure}
+
+
+def proven_pair(pair: Pair) -> dict:
+    answers = {"fault": proven(pair.script("train.py")), "cure": proven(pair.script("right.py"))}
+    print(f"{pair.name}: {of_fault(answers)}; {of_cure(answers)}", flush=True)
     return answers
 
 
 def count(which: str, names: list[str]) -> None:
-    judge = debugged if which == "detail" else proven
     chosen, file = pairs(names), RESULTS / f"{which}.json"
-    with ThreadPoolExecutor(JOBS) as pool:
-        answers = list(pool.map(lambda pair: both(pair, judge), chosen))
+    if which == "detail":
+        answers = [debugged_pair(pair) for pair in chosen]
+    else:
+        with ThreadPoolExecutor(JOBS) as pool:
+            answers = list(pool.map(proven_pair, chosen))
     before = json.loads(file.read_text())["pairs"] if file.exists() and names else {}
     commit = subprocess.check_output(
         ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, text=True
@@ -192,12 +258,14 @@ def without_table(answers: dict) -> int:
 def debug_alarm(answers: dict) -> str:
     """What DETAIL says of the mistake and not of the cure."""
     fault, cure = answers["fault"], answers["cure"]
+    if cure is None:
+        return ""
     if fault["status"] is None and cure["status"] is not None:
         return "hangs"
     if fault["status"] and not cure["status"]:
         return "ends with an error"
     news = [line for line in fault["alarms"] if line not in cure["alarms"]]
-    return f"prints “{news[0][:80]}”" if news else ""
+    return f"prints “{news[0].partition('Warning: ')[2][:80] or news[0][:80]}”" if news else ""
 
 
 def counts(result: dict) -> dict[str, int]:
