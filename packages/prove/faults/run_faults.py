@@ -1,0 +1,377 @@
+#!/usr/bin/env python3
+"""Who sees the mistakes that others reported? Each is here as a script, and once more cured.
+
+    python run_faults.py first|last [NAME ...]    what prove says of both
+    python run_faults.py detail [NAME ...]        what TORCH_DISTRIBUTED_DEBUG=DETAIL prints
+    python run_faults.py page                     ../real_faults.md, from results/*.json
+
+`first` was counted before prove was changed for any of them, and is not run again.
+
+A mistake is seen if prove says WRONG, or gives a warning that the cured script has not. A false
+alarm is WRONG for the cured script, which is proven if its row `one rank` is right.
+Two scripts run at a time, each in a copy of its folder.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.parallel
+import torch.utils.data
+
+HERE = Path(__file__).resolve().parent
+RESULTS, PAGE = HERE / "results", HERE.parent / "real_faults.md"
+SECONDS, JOBS = 180, 2
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+ALARM = re.compile(r"error|warn|mismatch|differ|inconsisten|unused|not used", re.IGNORECASE)
+ALWAYS_THERE = re.compile(r"OMP_NUM_THREADS|^\*+$|NativeSymbolizer|Redirects are currently")
+
+
+INTRODUCTION = """\
+prove finds every mistake that we planted, but we knew them when we wrote it. So here are {pairs} \
+mistakes that others reported. We read each report and wrote a small script that makes the same \
+mistake, and once more cured: the two differ by a few lines. That each cure is right was shown \
+without prove, in float64 against one process that gets the samples of both ranks, or by counting \
+where it is about data.
+
+The first count was made before prove was changed for any of them. A mistake is *seen* if prove \
+says WRONG or gives a warning that the cured script has not. WRONG for the cured script is a false \
+alarm, and the script is *proven* if its row `one rank` is right.
+
+`python packages/prove/faults/run_faults.py last` counts again, and `page` writes this page.
+"""
+DEBUGGED = """\
+`TORCH_DISTRIBUTED_DEBUG=DETAIL` (torch {torch}), which checks that collectives match, says \
+something of {helped} of the {pairs} mistakes: an error, a hang, or a line that sounds like a \
+warning and that the cured script does not print. On CPUs it needed [a hook]\
+(faults/debug_hook/sitecustomize.py), without which DDP's constructor crashes.
+
+TrainCheck 0.2.0 is not in the table. It installs beside torch 2.14, but here, without a GPU, none \
+of the scripts that we tried came through its instrumentation: it asks for the driver, and without \
+that line one script ended in a KeyError and another in a segmentation fault.
+"""
+
+
+@dataclass(frozen=True)
+class Pair:
+    name: str
+    kind: str
+    report: str
+    fault: str
+
+    def script(self, file: str) -> Path:
+        return HERE / "pairs" / self.name / file
+
+
+def pairs(names: list[str] | None = None) -> list[Pair]:
+    known = [Pair(**entry) for entry in json.loads((HERE / "faults.json").read_text())]
+    unknown = set(names or []) - {pair.name for pair in known}
+    if unknown:
+        raise SystemExit(f"run_faults.py: no such pair: {', '.join(sorted(unknown))}")
+    return [pair for pair in known if not names or pair.name in names]
+
+
+def command_of(script: Path) -> list[str]:
+    """As a user types it; a script that spawns its ranks is told how many."""
+    if "mp.spawn(" in script.read_text():
+        return [sys.executable, script.name, "--world-size", "2"]
+    return [sys.executable, *TORCHRUN, script.name]
+
+
+def run(command: list[str], folder: Path, **env: str) -> tuple[int | None, str]:
+    """Its status, None if it had to be ended, and all that it printed."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"} | env
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=SECONDS)
+            return process.returncode, output
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)  # prove and torchrun end their ranks
+            try:
+                output, _ = process.communicate(timeout=20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                output, _ = process.communicate()
+            return None, output
+
+
+def proven(script: Path) -> dict:
+    """The rows of prove's table by verdict, with what it says of the WRONG ones."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(shutil.copytree(script.parent, Path(scratch, "copy")))
+        table = Path(scratch, "table.json")
+        prove = [sys.executable, "-m", "prove", "--json", str(table)]
+        status, output = run([*prove, *command_of(script)], folder)
+        written = json.loads(table.read_text()) if table.exists() else {"rows": [], "error": None}
+    by_verdict: dict[str, list[str]] = {}
+    for row in written["rows"]:
+        by_verdict.setdefault(row["verdict"], []).append(row["check"])
+    evidence = {
+        row["check"]: row["evidence"] for row in written["rows"] if row["verdict"] != "right"
+    }
+    answer = {"status": status, "rows": by_verdict, "evidence": evidence}
+    if not by_verdict:
+        last = (output.strip().splitlines() or [""])[-1]
+        answer["said"] = (written["error"] or last)[-200:]
+    return answer
+
+
+def rank(rank: int, port: int, folder: Path, script: str, printed: Path) -> None:
+    """One rank of a script, as torchrun starts it, with DETAIL and what it prints in a file."""
+    os.setsid()
+    os.chdir(folder)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    file = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+    torch.set_num_threads(1)
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    runpy.run_path(str(HERE / "debug_hook" / "sitecustomize.py"))
+    sys.argv, sys.path[0] = [script], str(folder)
+    runpy.run_path(script, run_name="__main__")
+
+
+def forked(script: Path, folder: Path) -> tuple[int | None, str]:
+    """As `run`, but torch is not imported again."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    printed = folder / "printed.txt"
+    context = multiprocessing.get_context("fork")
+    arguments = [(number, port, folder, script.name, printed) for number in range(2)]
+    ranks = [context.Process(target=rank, args=each) for each in arguments]
+    for process in ranks:
+        process.start()
+    end = time.monotonic() + SECONDS
+    while any(process.is_alive() for process in ranks) and time.monotonic() < end:
+        time.sleep(0.1)
+    hung = any(process.is_alive() for process in ranks)
+    for process in ranks:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with its workers
+        process.join()
+    failed = max(abs(process.exitcode or 0) for process in ranks)
+    return None if hung else failed, printed.read_text()
+
+
+def debugged(script: Path) -> dict:
+    """The status with TORCH_DISTRIBUTED_DEBUG=DETAIL, and its lines that sound like an alarm."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(shutil.copytree(script.parent, Path(scratch, "copy")))
+        if command_of(script)[1] == script.name:  # it starts its ranks itself
+            env = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "PYTHONPATH": str(HERE / "debug_hook")}
+            status, output = run(command_of(script), folder, **env)
+        else:
+            status, output = forked(script, folder)
+    output = re.sub(r"\S*/", "", output).replace(script.name, "script.py")  # no folders
+    lines = [re.sub(r"(?<![a-z])\d+", "#", line.strip())[:300] for line in output.splitlines()]
+    alarms = [line for line in lines if ALARM.search(line) and not ALWAYS_THERE.search(line)]
+    return {"status": status, "alarms": list(dict.fromkeys(alarms))[:5]}
+
+
+def debugged_pair(pair: Pair) -> dict:
+    """The cure is run if the mistake was noticed, to see whether the cure is blamed, too."""
+    fault = debugged(pair.script("train.py"))
+    noticed = fault["status"] != 0 or fault["alarms"]
+    cure = debugged(pair.script("right.py")) if noticed else None
+    print(pair.name, json.dumps(fault)[:150], flush=True)
+    return {"fault": fault, "cure": cure}
+
+
+def proven_pair(pair: Pair) -> dict:
+    answers = {"fault": proven(pair.script("train.py")), "cure": proven(pair.script("right.py"))}
+    print(f"{pair.name}: {of_fault(answers)}; {of_cure(answers)}", flush=True)
+    return answers
+
+
+def count(which: str, names: list[str]) -> None:
+    chosen, file = pairs(names), RESULTS / f"{which}.json"
+    if which == "detail":
+        answers = [debugged_pair(pair) for pair in chosen]
+    else:
+        with ThreadPoolExecutor(JOBS) as pool:
+            answers = list(pool.map(proven_pair, chosen))
+    before = json.loads(file.read_text())["pairs"] if file.exists() and names else {}
+    commit = subprocess.check_output(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, text=True
+    ).strip()
+    found = before | {pair.name: answer for pair, answer in zip(chosen, answers, strict=True)}
+    result = {
+        "date": str(date.today()),
+        "torch": torch.__version__,
+        "commit": commit,
+        "pairs": found,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    file.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+
+
+def warned(answers: dict) -> list[str]:
+    """Warnings that the cured script has not."""
+    known = answers["cure"]["rows"].get("warning", [])
+    return [check for check in answers["fault"]["rows"].get("warning", []) if check not in known]
+
+
+def seen(answers: dict) -> bool:
+    return bool(answers["fault"]["rows"].get("WRONG") or warned(answers))
+
+
+def false_alarm(answers: dict) -> bool:
+    return bool(answers["cure"]["rows"].get("WRONG"))
+
+
+def is_proven(answers: dict) -> bool:
+    return not false_alarm(answers) and "one rank" in answers["cure"]["rows"].get("right", [])
+
+
+def without_table(answers: dict) -> int:
+    return sum(not answer["rows"] for answer in answers.values())
+
+
+def debug_alarm(answers: dict) -> str:
+    """What DETAIL says of the mistake and not of the cure."""
+    fault, cure = answers["fault"], answers["cure"]
+    if cure is None:
+        return ""
+    if fault["status"] is None and cure["status"] is not None:
+        return "hangs"
+    if fault["status"] and not cure["status"]:
+        return "ends with an error"
+    news = [line for line in fault["alarms"] if line not in cure["alarms"]]
+    return f"prints “{news[0].partition('Warning: ')[2][:80] or news[0][:80]}”" if news else ""
+
+
+def counts(result: dict) -> dict[str, int]:
+    answers = list(result["pairs"].values())
+    return {
+        "pairs": len(answers),
+        "seen": sum(map(seen, answers)),
+        "false WRONG": sum(map(false_alarm, answers)),
+        "proven": sum(map(is_proven, answers)),
+        "without a table": sum(map(without_table, answers)),
+    }
+
+
+def of_fault(answers: dict) -> str:
+    if not answers["fault"]["rows"]:
+        return "no table"
+    wrong = answers["fault"]["rows"].get("WRONG", [])
+    return (
+        f"**WRONG** {', '.join(wrong)}"
+        if wrong
+        else ", ".join(f"warning {w}" for w in warned(answers)) or "missed"
+    )
+
+
+def of_cure(answers: dict) -> str:
+    if not answers["cure"]["rows"]:
+        return "no table"
+    wrong = answers["cure"]["rows"].get("WRONG", [])
+    return (
+        f"**false** {', '.join(wrong)}"
+        if wrong
+        else "proven"
+        if is_proven(answers)
+        else "not proven"
+    )
+
+
+def load(which: str) -> dict | None:
+    file = RESULTS / f"{which}.json"
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def counts_table(results: dict[str, dict]) -> list[str]:
+    """One column for each count of prove."""
+    proofs = [counts(results[which]) for which in ("first", "last") if which in results]
+    titles = [
+        f"{which} ({results[which]['date']}, `{results[which]['commit']}`)"
+        for which in ("first", "last")
+        if which in results
+    ]
+    lines = [f"| prove | {' | '.join(titles)} |", "|---" * (1 + len(titles)) + "|"]
+    for label, key in (
+        ("mistakes seen", "seen"),
+        ("cured scripts called WRONG", "false WRONG"),
+        ("cured scripts proven on one rank", "proven"),
+        ("runs that ended without a table", "without a table"),
+    ):
+        of = 2 * len(pairs()) if key == "without a table" else len(pairs())
+        lines.append(f"| {label} | {' | '.join(f'{proof[key]} of {of}' for proof in proofs)} |")
+    return lines
+
+
+def report_link(pair: Pair) -> str:
+    owner, repository, _, number = pair.report.removeprefix("https://github.com/").split("/")
+    return f"[{owner}/{repository}#{number}]({pair.report})"
+
+
+def page() -> str:
+    results = {which: found for which in ("first", "last", "detail") if (found := load(which))}
+    proofs = [which for which in ("first", "last") if which in results]
+    columns = [f"prove {which}: mistake; cure" for which in proofs]
+    rows = []
+    for pair in sorted(pairs(), key=lambda pair: pair.kind):
+        answers = [results[which]["pairs"][pair.name] for which in proofs]
+        cells = [f"{of_fault(answer)}; {of_cure(answer)}" for answer in answers]
+        detail = debug_alarm(results["detail"]["pairs"][pair.name]) or "nothing"
+        scripts = f"[{pair.name}](faults/pairs/{pair.name}/train.py)"
+        said = f"{pair.fault} {report_link(pair)}"
+        rows.append(f"| {pair.kind} | {said} | {scripts} | {' | '.join(cells)} | {detail} |")
+    helped = sum(bool(debug_alarm(answers)) for answers in results["detail"]["pairs"].values())
+    return "\n".join(
+        [
+            "# Real faults",
+            "",
+            INTRODUCTION.format(pairs=len(pairs())),
+            *counts_table(results),
+            "",
+            DEBUGGED.format(helped=helped, pairs=len(pairs()), torch=results["detail"]["torch"]),
+            f"| kind | what was reported | script | {' | '.join(columns)} | DETAIL |",
+            "|---" * (4 + len(columns)) + "|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=("first", "last", "detail", "page"))
+    parser.add_argument("names", nargs="*", help="of pairs; default: all")
+    args = parser.parse_args()
+    if args.what == "page":
+        PAGE.write_text(page())
+    else:
+        count(args.what, args.names)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Reported mistakes: the page is what was counted, and prove still says it of three of them."""
+
+import difflib
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers.local_ranks import SECONDS, context, default_start, patience
+from prove.__main__ import main
+
+FOLDER = Path(__file__).parents[1] / "faults"
+SPEC = importlib.util.spec_from_file_location("run_faults", FOLDER / "run_faults.py")
+run_faults = importlib.util.module_from_spec(SPEC)
+sys.modules["run_faults"] = run_faults  # its dataclass looks itself up
+SPEC.loader.exec_module(run_faults)
+PAIRS = run_faults.pairs()
+REPRESENTATIVES = ("loss_times_ranks", "unwrapped_to_call", "stream_of_lines")
+
+
+def _prove(folder: Path, table: Path, command: list[str]) -> None:
+    default_start()
+    os.chdir(folder)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for number in range(3):
+        os.dup2(os.open(os.devnull, os.O_RDWR), number)
+    sys.argv = ["prove", f"--json={table}", *command]
+    sys.exit(main())
+
+
+def wrong_checks(script: Path, scratch: Path) -> set[str]:
+    """What prove says of a copy of a script, without importing torch again."""
+    folder, table = scratch / script.stem, scratch / f"{script.stem}.json"
+    shutil.copytree(script.parent, folder)
+    arguments = (folder, table, run_faults.command_of(script))
+    process = context.Process(target=_prove, args=arguments)
+    process.start()
+    process.join(patience(3 * SECONDS))
+    if process.is_alive():
+        process.terminate()  # it then ends its ranks
+        raise TimeoutError(script)
+    rows = json.loads(table.read_text())["rows"]
+    return {row["check"] for row in rows if row["verdict"] == "WRONG"}
+
+
+def changed_lines(pair) -> int:
+    right, fault = (pair.script(name).read_text().splitlines() for name in ("right.py", "train.py"))
+    return sum(line[0] in "+-" for line in list(difflib.unified_diff(right, fault, n=0))[2:])
+
+
+def test_the_page_is_what_the_results_say(tmp_path, monkeypatch):
+    assert run_faults.PAGE.read_text() == run_faults.page()
+    shutil.copytree(run_faults.RESULTS, tmp_path / "results")
+    first = tmp_path / "results" / "first.json"
+    first.write_text(first.read_text().replace('"WRONG"', '"warning"', 1))
+    monkeypatch.setattr(run_faults, "RESULTS", tmp_path / "results")
+    assert run_faults.PAGE.read_text() != run_faults.page()
+
+
+def test_there_are_forty_pairs_and_each_was_counted():
+    assert len(PAIRS) >= 40
+    names = {pair.name for pair in PAIRS}
+    assert names == {path.name for path in (FOLDER / "pairs").iterdir()}
+    for which in ("first", "detail"):
+        assert names == set(run_faults.load(which)["pairs"])
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
+def test_a_pair_has_a_public_report_and_differs_by_few_lines(pair):
+    assert pair.report.startswith("https://github.com/")
+    assert pair.report.rsplit("/", 2)[1] in ("issues", "pull")
+    assert pair.fault.endswith(".")
+    assert 0 < changed_lines(pair) <= 12
+
+
+@pytest.mark.parametrize("name", REPRESENTATIVES)
+def test_prove_says_it_again(name, tmp_path):
+    (pair,) = run_faults.pairs([name])
+    counted = (run_faults.load("last") or run_faults.load("first"))["pairs"][name]
+    for file, kind in (("train.py", "fault"), ("right.py", "cure")):
+        wrong = wrong_checks(pair.script(file), tmp_path)
+        assert wrong == set(counted[kind]["rows"].get("WRONG", []))
+        assert bool(wrong) is (kind == "fault")
