@@ -259,6 +259,36 @@ def memory() -> str:
     return drawing.text(y + 42)
 
 
+def levels() -> str:
+    """What each of four ranks holds at the levels of shard/: Figure 1 of the ZeRO paper."""
+    measure = load_chapter("beyond", "shard/measure_levels")
+    count, width, gap = 4, 132, 16
+    names = {"none": "DDP", "optimizer": "ZeRO-1", "gradients": "ZeRO-2", "parameters": "FSDP"}
+    whole = measure.formula("none", count)
+    unit = width / sum(whole.values())
+    drawing = Drawing("What each of four ranks holds", "")
+    drawing.legend(4, whole)
+    for rank in range(count):
+        drawing.words(4 + (width + gap) * rank, 46, f"rank {rank}")
+    y = 52.0
+    for level, name in names.items():
+        held = measure.formula(level, count)
+        total = f"{name}: {sum(held.values()):g} × the parameters' bytes"
+        drawing.description += f"{total} on each rank. "
+        drawing.words(4, y + 16, total, bold=True)
+        y += 24
+        for rank in range(count):
+            x = 4.0 + (width + gap) * rank
+            for kind, size in whole.items():
+                drawing.box(x, y, size * unit - 2, 24, "none", INK)
+                is_divided = held[kind] < size
+                start = x + (rank * held[kind] * unit if is_divided else 0)
+                drawing.box(start, y, held[kind] * unit - 2, 24, kind)
+                x += size * unit
+        y += 36
+    return drawing.text(y)
+
+
 def recorded(model: str, *stages: str, step: str = "median") -> Callable[[], str]:
     return lambda: timeline.picture(json.loads(timeline.FILE.read_text())[model], stages, step)
 
@@ -272,6 +302,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "padding": padding,
     "ranks": ranks,
     "memory": memory,
+    "levels": levels,
     "timeline": recorded("net-bn"),
     "timeline_01": recorded("net-bn", "01"),
     "timeline_02": recorded("net-bn", "02", "04"),

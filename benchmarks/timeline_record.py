@@ -208,7 +208,7 @@ def watch_buckets(ddp: Any) -> None:
         ddp.register_comm_hook(ddp.process_group, average)
 
 
-def install(folder: str) -> None:
+def install(folder: str) -> Recorder:
     recorder = Recorder(Path(folder))
     register_module_forward_pre_hook(recorder.before_module)
     register_module_forward_hook(recorder.after_module, always_call=True)
@@ -236,3 +236,4 @@ def install(folder: str) -> None:
     ddp_class._sync_buffers = recorder.around_message(ddp_class._sync_buffers)
     dist.destroy_process_group = distributed_c10d.destroy_process_group = save_and_destroy
     atexit.register(recorder.save)
+    return recorder

@@ -39,16 +39,6 @@ def test_shard_a_checkpoint_of_the_other_optimizer_is_refused_in_one_line(level)
     refused(line, "another optimizer, expected one with dampening, momentum, nesterov\n")
 
 
-def test_shard_the_picture_is_not_older_than_what_draws_it():
-    picture = chapter("shard", "plot_memory")
-    with Image.open(picture.FILE) as file:
-        assert file.text["made of"] == picture.picture_digest(), (
-            "run: python beyond/shard/plot_memory.py"
-        )
-    with mock.patch.object(picture, "formula", measure.storages):
-        assert file.text["made of"] != picture.picture_digest(), "the control"
-
-
 def test_shard_the_language_model_learns_and_its_loss_does_not_depend_on_the_ranks():
     flags = ("--max-steps=8", "--width=8", "--layers=1", "--lr=0.01", "--batch-size=48")
     two, three = (train("shard", ranks, *flags) for ranks in (2, 3))
