@@ -13,18 +13,18 @@ SIZE = 16  # of the text
 INK = "#767b83"
 COLORS = {
     # what a rank does
-    "forward": "#4d9bd6",
+    "forward": "#3f92cf",
     "backward": "#2f6bbf",
     "optimizer": "#8b8f96",
     "waiting": "url(#waiting)",
-    "sending": "#d1600f",
+    "sending": "#c9630f",
     # what it holds: what forward keeps, what backward makes, what the optimizer keeps, what is sent
-    "activations": "#4d9bd6",
+    "activations": "#3f92cf",
     "gradients": "#2f6bbf",
     "optimizer state": "#8b8f96",
-    "buckets": "#d1600f",
+    "buckets": "#c9630f",
     "parameters": "#1f9150",
-    "batch": "#a8842c",
+    "batch": "#9a7823",
     # whose it is
     "rank 0": "#8c5bc7",
     "rank 1": "#0f868c",
@@ -32,7 +32,7 @@ COLORS = {
 }
 STRIPES = (
     '<pattern id="waiting" width="5" height="5" patternUnits="userSpaceOnUse" '
-    'patternTransform="rotate(45)"><rect width="2" height="5" fill="#d1600f"/></pattern>'
+    'patternTransform="rotate(45)"><rect width="2" height="5" fill="#c9630f"/></pattern>'
 )
 
 

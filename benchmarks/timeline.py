@@ -100,17 +100,17 @@ def command_of(stage: str, ranks: int) -> list[str]:
     return [sys.executable, *(str(HERE.parent / w) if w.endswith(".py") else w for w in words)]
 
 
-def record_stages(args: Namespace) -> Recording:
-    """The recording of each stage, with the machine and the date."""
+def record_stages(stages: Sequence[str], model: str = "net-bn", steps: int = 65) -> Recording:
+    """The recording of each stage, with the machine and the date. steps: of each stage."""
     from timing import provenance
 
-    about: Recording = {"model": args.model, "ranks": 2, "global_batch": 120}
-    results = {"provenance": provenance(), **about, "stages": {}}
-    for stage in args.stages:
+    about = {"model": model, "ranks": 2, "global_batch": 120}
+    results: Recording = {"provenance": provenance(), **about, "stages": {}}
+    for stage in stages:
         print(STAGES[stage], flush=True)
         with TemporaryDirectory() as folder:
-            flags = ["--device=cpu", f"--model={args.model}", "--epochs=100", f"--run-dir={folder}"]
-            flags += [f"--data-dir={HERE.parent / 'data'}", f"--max-steps={args.steps}"]
+            flags = ["--device=cpu", f"--model={model}", "--epochs=100", f"--max-steps={steps}"]
+            flags += [f"--run-dir={folder}", f"--data-dir={HERE.parent / 'data'}"]
             records = run([*command_of(stage, 2), *flags], quiet=True)
         results["stages"][stage] = shown_steps(records)
     return results
@@ -175,7 +175,7 @@ def main() -> None:
         )
         print(tell(steps[args.step]))
     else:
-        results = record_stages(args)
+        results = record_stages(args.stages, args.model, args.steps)
         file = Path("runs/timeline/timeline.svg")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
