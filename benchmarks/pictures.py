@@ -213,11 +213,11 @@ def ranks() -> str:
         drawing.box(left, 4, 290, 190, "none", INK)
         drawing.words(left + 145, 26, f"node {node}", anchor="middle", bold=True)
         command = f"torchrun --nnodes={nodes} --node-rank={node} ..."
-        drawing.words(left + 145, 46, command, anchor="middle", size=12)
+        drawing.words(left + 145, 46, command, anchor="middle", size=14)
         for local in range(gpus):
             x, rank = left + 12 + 136 * local, node * gpus + local
             drawing.box(x, 58, 130, 74, "none", INK)
-            drawing.words(x + 65, 80, "process", anchor="middle", size=14)
+            drawing.words(x + 65, 80, "process", anchor="middle", size=15)
             drawing.words(x + 65, 102, f"rank {rank}", anchor="middle", bold=True)
             drawing.words(x + 65, 122, f"local rank {local}", anchor="middle")
             drawing.line(x + 65, 134, x + 65, 150, arrow=True)
@@ -253,9 +253,9 @@ def memory() -> str:
         drawing.words(x + 6, y + 18, f"{sum(held.values()) / MIB:.0f} MiB", bold=True)
         y += 32
     about = "{model}, {image_size} pixels, global batch {global_batch}, at the end of forward."
-    drawing.words(4, y + 14, about.format(**results), size=13)
+    drawing.words(4, y + 14, about.format(**results), size=15)
     where = timeline.origin(results["provenance"])
-    drawing.words(4, y + 32, where, size=13)
+    drawing.words(4, y + 32, where, size=15)
     return drawing.text(y + 42)
 
 

@@ -74,8 +74,8 @@ class Drawing:
         """A square and a name for each, in one row."""
         for name in names:
             self.box(x, y, 14, 14, name, INK if name in ("waiting", "nobody") else "")
-            self.words(x + 20, y + 12.5, name, size=15)
-            x += 34 + 8.2 * len(name)
+            self.words(x + 20, y + 13, name)
+            x += 36 + 8.6 * len(name)
 
     def text(self, height: float) -> str:
         arrow = (

@@ -90,7 +90,7 @@ def draw(rows: Sequence[tuple[str, Step]], caption: Sequence[str], legend: bool 
         y += 8
         top = y
         for lane in lanes(step):
-            drawing.words(LEFT - 8, y + lane.height / 2 + 5, lane.name, anchor="end", size=14)
+            drawing.words(LEFT - 8, y + lane.height / 2 + 5, lane.name, anchor="end", size=15)
             for kind, begin, end in lane.parts:
                 if end - begin > 0.002 * longest or kind not in ("waiting", "sending"):
                     least = 2.5 if kind == "optimizer" else 1.0
@@ -105,12 +105,12 @@ def draw(rows: Sequence[tuple[str, Step]], caption: Sequence[str], legend: bool 
     for tick in ticks(longest):
         x = LEFT + tick * scale
         drawing.line(x, y, x, y + 5)
-        drawing.words(x, y + 20, f"{tick:g}", anchor="middle", size=14)
-    drawing.words(LEFT - 8, y + 20, "ms", anchor="end", size=14)
+        drawing.words(x, y + 20, f"{tick:g}", anchor="middle", size=15)
+    drawing.words(LEFT - 8, y + 20, "ms", anchor="end", size=15)
     y += 28
     for line in caption:
         y += SIZE + 2
-        drawing.words(4, y, line, size=13)
+        drawing.words(4, y, line, size=15)
     return drawing.text(y + 8)
 
 
