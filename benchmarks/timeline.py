@@ -118,10 +118,9 @@ def record_stages(stages: Sequence[str], model: str = "net-bn", steps: int = 65)
 
 def caption(results: Recording, which: str) -> list[str]:
     step = "the first step" if which == "first" else "the step of median length"
-    return [
-        f"{results['model']}, global batch {results['global_batch']}, two ranks: {step} of a run.",
-        origin(results["provenance"]),
-    ]
+    batch = results["global_batch"]
+    about = f"{results['model']}, global batch {batch}: {step} of a recorded run."
+    return [about, origin(results["provenance"])]
 
 
 def origin(provenance: Recording) -> str:

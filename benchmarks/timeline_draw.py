@@ -74,16 +74,15 @@ def ticks(longest: float) -> list[float]:
     return [unit * i for i in range(int(longest / unit) + 1)]
 
 
-def draw(rows: Sequence[tuple[str, Step]], caption: Sequence[str], legend: bool = True) -> str:
+def draw(rows: Sequence[tuple[str, Step]], caption: Sequence[str]) -> str:
     """rows: of each recording, its name and the step that is shown."""
     longest = max(step["ms"] for _, step in rows)
     scale = (WIDTH - LEFT - RIGHT) / longest
     names = ", ".join(f"{name}: {step['ms']:.1f} ms" for name, step in rows)
     drawing = Drawing("What a training step is spent on", names)
-    y = 4.0
-    if legend:
-        drawing.legend(y, KINDS)
-        y += 26
+    seen = {kind for _, step in rows for lane in lanes(step) for kind, *_ in lane.parts}
+    drawing.legend(4, [kind for kind in KINDS if kind in seen])
+    y = 30.0
     for name, step in rows:
         y += 20
         drawing.words(4, y, f"{name}: {step['ms']:.1f} ms", bold=True)

@@ -86,11 +86,12 @@ class Visitor:
             def drag(slider: Locator = slider) -> None:
                 slider.hover()
                 page.mouse.down()
-                page.mouse.move(slider.bounding_box()["x"] + 5, 0)
+                box = slider.bounding_box()
+                page.mouse.move(box["x"] + box["width"] - 5, 0)  # no slider begins there
                 page.mouse.up()
 
             click = button.click if button.count() else partial(menu.select_option, index=1)
-            key = partial(slider.press, "ArrowRight")
+            key = partial(slider.press, "ArrowLeft")
             for what, act in {"drag": drag, "key": key, "click": click}.items():
                 before = widget.evaluate(STATE)
                 act()
