@@ -1,10 +1,7 @@
 """beyond/shard/train.py repeats stage 04, which resumes its checkpoints, and learns a language."""
 
-from unittest import mock
-
 import pytest
 import torch
-from PIL import Image
 
 from helpers.refusals import ended, refused
 from helpers.shard_cases import FSDP, ZERO_1, ZERO_2, largest_difference

@@ -53,7 +53,9 @@ def test_the_tour_runs_the_stages_and_compares_them(run_tour, tmp_path, capsys):
     report = (tmp_path / "report.md").read_text()
     assert report.startswith("# The tour: net-bn on digits, 2 ranks\n")
     tables = {label: report.count(f"| {label} ") for label in labels.values()}
-    assert tables == dict.fromkeys(tables, 3) | {"01 one process": 2}, "three tables, and 01 stands in two"
+    assert tables == dict.fromkeys(tables, 3) | {"01 one process": 2}, (
+        "three tables, and 01 stands in two"
+    )
     assert re.search(r"^\| 05 DDP, SyncBN +\| yes ", report, re.M)
     assert re.search(r"^\| 05 in bf16 +\| no ", report, re.M)
     assert "a difference of a few percent shows nothing" in " ".join(report.split())
