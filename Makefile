@@ -7,7 +7,7 @@ SITE := .venv-site
 SPHINX := $(SITE)/bin/python -m sphinx -q -E -W --keep-going -j auto -c docs/site
 PROGRAM_FOLDERS := $(sort $(dir $(wildcard 0*_*/*.py 0*_*/*/*.py benchmarks/*.py)))
 
-.PHONY: tour test lint break exercise words bench gpu notebooks campaigns faults shm-suite lessons readme
+.PHONY: tour test lint break exercise words bench gpu pictures notebooks campaigns faults shm-suite lessons readme
 .PHONY: site serve clean
 
 tour: $(VENV)/ready  ## run the five stages in order and compare them; FLAGS="--ranks 3" changes it
@@ -44,6 +44,9 @@ bench: $(VENV)/ready  ## measure what the notebooks show on this machine: benchm
 
 gpu: $(VENV)/ready  ## on a GPU: run and measure all that needs one, in half an hour; a second call continues
 	$(RUN) benchmarks/gpu.py $(FLAGS)
+
+pictures: $(VENV)/ready  ## draw the pictures of the pages from the committed results
+	$(RUN) benchmarks/pictures.py
 
 notebooks: $(VENV)/ready  ## execute the notebooks in place: three minutes
 	$(RUN) notebooks/execute.py $(FLAGS)
@@ -83,7 +86,7 @@ $(VENV)/ready: requirements.txt pyproject.toml $(wildcard packages/*/pyproject.t
 	$(RUN) -m pip install --disable-pip-version-check -r requirements.txt
 	touch $@
 
-_site/ready: $(SITE)/ready $(foreach kind,md py diff sh sbatch yaml ipynb png json, \
+_site/ready: $(SITE)/ready $(foreach kind,md py diff sh sbatch yaml ipynb svg json, \
   $(wildcard *.$(kind) */*.$(kind) */*/*.$(kind))) $(wildcard docs/site/*.* docs/site/*/*.*)
 	rm -rf _site
 	$(SPHINX) -d $(SITE)/en . _site

@@ -33,18 +33,19 @@ HATCHES = ["", "//", "\\\\", "xx", "..", "++", "oo", "--"]  # distinct without c
 BLANK = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 Look = tuple[str, str]  # color and hatch
 
+# The colors of svg.py.
 COPIES: dict[str, Look] = {  # the kinds of tensors that do not grow with the batch
-    "parameters": (BLUE, ""),
+    "parameters": (GREEN, ""),
     "buffers": (BLACK, ""),
-    "gradients": (SKY, "//"),
-    "buckets": (ORANGE, "\\\\"),
+    "gradients": (BLUE, "//"),
+    "buckets": (RED, "\\\\"),
     "optimizer": (GRAY, ".."),
 }
 HELD: dict[str, Look] = {
     **COPIES,
     "batch": (YELLOW, ""),
-    "activations": (GREEN, "xx"),
-    "outputs and loss": (RED, ""),
+    "activations": (SKY, "xx"),
+    "outputs and loss": (PINK, ""),
 }
 
 

@@ -16,10 +16,7 @@ from common.data import local_batch_size
 from common.options import UsageError, exit_on, int_at_least, make_parser
 from measure_tour import measure_tour
 from timing import save
-from tour_pictures import PICTURE, save_picture
-from tour_report import learned, report, speeds
-
-STAGES = ("01", "02", "03", "04", "05")
+from tour_report import STAGES, learned, report, speeds
 
 
 def parse_args() -> Namespace:
@@ -49,10 +46,9 @@ def main() -> None:
     save(file, measure_tour(args))
     results = json.loads(file.read_text())
     (args.run_dir / "report.md").write_text(report(results, time.perf_counter() - started))
-    save_picture(results, args.run_dir)
     print(f"\n{learned(results, 'simple')}\n\n{speeds(results, 'simple')}\n")
     print("One run of each: a difference of a few percent shows nothing.")
-    print(f"wrote {args.run_dir}/report.md, with {PICTURE}")
+    print(f"wrote {args.run_dir}/report.md")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """What the tour says: its tables and its report, made from tour.json."""
 
 import math
+from typing import NamedTuple
 
 from tabulate import tabulate
 
 from stage_runs import VARIANTS
 from timing import MIB, Results
 
+STAGES = ("01", "02", "03", "04", "05")
 EQUAL = 1e-5  # fp32 losses of the first epoch that differ less count as equal
 
 
@@ -53,17 +55,23 @@ def aligned(lines: list[dict[str, str]], style: str) -> str:
     return tabulate(lines, "keys", style, colalign=right, disable_numparse=True)
 
 
-def explain(key: str, results: Results) -> str:
-    """One sentence: does this stage repeat the losses of 01, how closely, and why."""
+class Repeats(NamedTuple):
+    answer: str  # yes or no
+    largest: str  # difference of a loss in the first epoch
+    reason: str
+
+
+def compare(key: str, results: Results) -> Repeats:
+    """Does this stage repeat the losses of 01, how closely, and why not."""
     variant, several = VARIANTS[key], results["ranks"] > 1
     epoch = slice(results["epoch_steps"])
     pairs = zip(*(results["rows"][each]["losses"][epoch] for each in ("01", key)), strict=True)
     distances = [abs(a - b) for a, b in pairs]
     if not all(map(math.isfinite, distances)):
-        return "cannot be compared with 01: a loss is not finite."
+        return Repeats("no", "", "A loss is not finite.")
     largest = max(distances)
     if largest <= EQUAL:
-        return f"repeats 01 (largest difference in the first epoch: {largest:.0e})."
+        return Repeats("yes", f"{largest:.0e}", "")
     causes = []
     if variant.stage == "03":
         causes.append("Its ranks own fixed shards, so its batches hold other samples.")
@@ -76,17 +84,22 @@ def explain(key: str, results: Results) -> str:
     if results["device"] == "cuda":
         causes.append("By default, a GPU computes convolutions in TF32, with 11 bits.")
     causes = causes or ["Sums in another order are rounded otherwise, and steps amplify it."]
-    result = f"does not repeat 01 (largest difference in the first epoch: {largest:.2g})."
-    return " ".join((result, *causes))
+    return Repeats("no", f"{largest:.2g}", " ".join(causes))
 
 
 def repeats(results: Results) -> str:
-    """A list of the stages beside 01; nothing if 01 has not run."""
+    """A table of the stages beside 01; nothing if 01 has not run."""
     first, *others = results["rows"]
     if first != "01":
         return ""
-    rows = results["rows"]
-    return "\n".join(f"- **{rows[key]['label']}** {explain(key, results)}" for key in others)
+    rows = [(results["rows"][key]["label"], *compare(key, results)) for key in others]
+    heads = ("stage", "repeats 01?", "largest difference", "why not")
+    return tabulate(rows, heads, "github", disable_numparse=True)
+
+
+def repeats_of_stages(results: Results) -> str:
+    rows = {key: row for key, row in results["rows"].items() if key in STAGES}
+    return repeats({**results, "rows": rows})
 
 
 REPORT = """\
@@ -103,7 +116,7 @@ what each process or copy holds at the end of forward, without PyTorch itself.
 
 {repeats}
 
-![distance of each stage's losses from those of stage 01](repeats_01.png)
+A stage repeats 01 if no loss of the first epoch differs by more than 1e-5.
 
 ## How fast each stage was
 

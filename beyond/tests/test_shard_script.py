@@ -1,10 +1,7 @@
 """beyond/shard/train.py repeats stage 04, which resumes its checkpoints, and learns a language."""
 
-from unittest import mock
-
 import pytest
 import torch
-from PIL import Image
 
 from helpers.refusals import ended, refused
 from helpers.shard_cases import FSDP, ZERO_1, ZERO_2, largest_difference
@@ -37,16 +34,6 @@ def test_shard_a_checkpoint_of_the_other_optimizer_is_refused_in_one_line(level)
     path = train_once("shard", 2, *flags, "--optimizer=adamw").folder / "checkpoint.pt"
     line = ended("shard", *flags, f"--resume={path}", ranks=2)
     refused(line, "another optimizer, expected one with dampening, momentum, nesterov\n")
-
-
-def test_shard_the_picture_is_not_older_than_what_draws_it():
-    picture = chapter("shard", "plot_memory")
-    with Image.open(picture.FILE) as file:
-        assert file.text["made of"] == picture.picture_digest(), (
-            "run: python beyond/shard/plot_memory.py"
-        )
-    with mock.patch.object(picture, "formula", measure.storages):
-        assert file.text["made of"] != picture.picture_digest(), "the control"
 
 
 def test_shard_the_language_model_learns_and_its_loss_does_not_depend_on_the_ranks():

@@ -2,7 +2,7 @@
 
 .venv-site/bin/python docs/site/check.py [--all] [SITE]
 
-Chromium loads the main path and some pages of each kind on a screen of 390 pixels, and tries the
+Chromium loads the main path and some pages of each kind on a phone and on a laptop, and tries the
 widgets. With --all, it loads every page. One line for each fault, and exit status 1; or 77 if there
 is no Chromium, and the links are right.
 """
@@ -25,6 +25,7 @@ OPTIONS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--n
 OPTIONS += ["--disable-sync", "--disable-background-networking", "--disable-component-update"]
 SAMPLE = ["zh/" * (i % 2) + f"{folder}/index.html" for i, folder in enumerate(MAIN_PATH)]
 SAMPLE += ["zh/docs/claims.html", "04_ddp_torchrun/lesson.diff.html", "01_single_gpu/train.py.html"]
+WIDTHS = (390, 1400)  # of a phone and of a laptop, in pixels
 DRAWN = "[...document.querySelectorAll('pre.mermaid')].every((each) => each.querySelector('svg'))"
 WIDE = """[document.documentElement, document.querySelector('.content')]  // what could scroll
     .some((it) => it.scrollWidth > it.clientWidth)"""
@@ -70,10 +71,10 @@ class Visitor:
         self.page.wait_for_function(DRAWN)
         return self.page
 
-    def narrow(self, address: str) -> None:
-        page = self.open(address, width=390)
-        if page.evaluate(WIDE):
-            self.say("is wider than a screen of 390 pixels")
+    def fits(self, address: str) -> None:
+        for width in WIDTHS:
+            if self.open(address, width).evaluate(WIDE):
+                self.say(f"is wider than a screen of {width} pixels")
 
     def widgets(self, address: str) -> None:
         """Each answers to a drag, a key and a click: its picture or its sentence changes."""
@@ -85,11 +86,12 @@ class Visitor:
             def drag(slider: Locator = slider) -> None:
                 slider.hover()
                 page.mouse.down()
-                page.mouse.move(slider.bounding_box()["x"] + 5, 0)
+                box = slider.bounding_box()
+                page.mouse.move(box["x"] + box["width"] - 5, 0)  # no slider begins there
                 page.mouse.up()
 
             click = button.click if button.count() else partial(menu.select_option, index=1)
-            key = partial(slider.press, "ArrowRight")
+            key = partial(slider.press, "ArrowLeft")
             for what, act in {"drag": drag, "key": key, "click": click}.items():
                 before = widget.evaluate(STATE)
                 act()
@@ -101,7 +103,7 @@ def browser_faults(site: Path, chromium: str, pages: list[str]) -> list[str]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=OPTIONS)
         visitor = Visitor(browser, f"{site.resolve().as_uri()}/")
-        visits = [partial(visitor.narrow, address) for address in pages]
+        visits = [partial(visitor.fits, address) for address in pages]
         for path in sorted(p for p in site.rglob("*.html") if "data-widget=" in p.read_text()):
             visits.append(partial(visitor.widgets, str(path.relative_to(site))))
         for visit in visits:

@@ -68,6 +68,8 @@ def read(app: Sphinx, docname: str, source: list[str]) -> None:
         untranslated = sections[1 + len(re.findall(r"^## ", text, re.M)) :]
         text = "\n".join([text, *untranslated])
     text = re.sub(r"\A\[(中文|English)\]\(.*\)\n", "", text)  # the site has a switch of its own
+    # Under a widget stands its picture, for GitHub, and a sentence that leads to this site.
+    text = re.sub(r"^(<!-- widget: \w+ -->\n\n!.+\n)\n.*`make serve`.*\n", r"\1", text, flags=re.M)
     widget = r'<div class="widget" data-widget="\1"></div>'
     source[0] = re.sub(r"^<!-- widget: (\w+) -->$", widget, text, flags=re.M)
 

@@ -2,7 +2,7 @@
 
     python docs/tools/refresh_pages.py
 
-`make readme` calls it. It runs the tour, whose results and picture it stores, and every command of
+`make readme` calls it. It runs the tour, whose results it stores, and every command of
 an `output of:` fence.
 """
 
@@ -14,7 +14,6 @@ from repository_pages import ALL_PAGES, ROOT, TABLE, fences, shell
 sys.path.insert(1, str(ROOT / "benchmarks"))
 from tables import TABLES
 from timing import RESULTS, save
-from tour_pictures import save_picture
 
 
 def run(command: str) -> str:
@@ -26,7 +25,6 @@ def run_tour() -> None:
     run("python benchmarks/tour.py")
     results = json.loads((ROOT / "runs/tour/tour.json").read_text())
     save(RESULTS / "tour.json", results)
-    save_picture(results, RESULTS)
 
 
 def write_outputs() -> None:

@@ -12,7 +12,6 @@ from functools import cache, partial
 import pytest
 import torch
 import torchvision
-from PIL import Image
 
 from common.chapters import load_chapter
 from helpers.local_ranks import ROOT, command, on_ranks, scratch_folder
@@ -25,7 +24,6 @@ measure_stages = load_chapter("benchmarks", "measure_stages")
 stage_runs = load_chapter("benchmarks", "stage_runs")
 tables = load_chapter("benchmarks", "tables")
 timing = load_chapter("benchmarks", "timing")
-tour_pictures = load_chapter("benchmarks", "tour_pictures")
 
 paper, ready = chapter("forecast", "step_model"), chapter("forecast", "gradient_order")
 peak = chapter("01", "peak")
@@ -154,9 +152,11 @@ def test_the_processes_of_the_ceiling_are_all_started_and_none_is_left(monkeypat
 
 
 def test_what_measures_imports_nothing_that_draws():
-    names = "bench, gpu, measure_memory, measure_stages, measure_tour, stage_runs, training_step"
+    names = (
+        "bench, gpu, measure_memory, measure_stages, measure_tour, stage_runs, tour, training_step"
+    )
     probe = f"import sys; sys.path[:0] = {sys.path!r}; import {{}}; print('plots' in sys.modules)"
-    draws = [shell(f'python -c "{probe.format(each)}"').strip() for each in (names, "tour")]
+    draws = [shell(f'python -c "{probe.format(each)}"').strip() for each in (names, "plots")]
     assert draws == ["False", "True"], "the second one is the control"
 
 
@@ -195,18 +195,8 @@ def test_sections_that_the_notebooks_read_share_a_file_of_the_machine(tmp_path, 
         assert {path.name for path in tmp_path.iterdir()} == {"amd-epyc-2-cores.json", *files}
 
 
-def test_the_picture_of_the_tour_is_not_older_than_its_results():
-    results = timing.load("tour")
-    with Image.open(timing.RESULTS / tour_pictures.PICTURE) as picture:
-        assert picture.text["made of"] == tour_pictures.digest(results), "run: make readme"
-    changed = {**results, "rows": {}}
-    assert tour_pictures.digest(changed) != tour_pictures.digest(results), "the control"
-
-
 def test_every_result_is_shown_and_tells_where_it_comes_from():
     pages = "".join(path.read_text() for path in ALL_PAGES)
-    pictures = set(re.findall(r"\bresults/(\w+\.png)", pages))
-    assert pictures == {path.name for path in timing.RESULTS.glob("*.png")}
     assert all(f"<!-- table: {name} -->" in pages for name in tables.TABLES)
     sources = {table.file for table in tables.TABLES.values()}
     linked = set(re.findall(r"\bresults/(\w+)\.json", pages))

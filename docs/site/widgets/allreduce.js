@@ -88,14 +88,14 @@
     let step = 0;
     const go = (place) => [(step = place), draw()];
     const ways = {
+      "one-shot": say("one-shot", "一步 (one-shot)"),
       ring: say("ring", "环形 (ring)"),
       "reduce-scatter": "reduce-scatter",
       "all-gather": "all-gather",
-      "one-shot": say("one-shot", "一步 (one-shot)"),
     };
     const way = choice(div, say("way", "方式"), ways, () => go(0));
     const counts = [2, 3, 4, 5, 6, 7, 8];
-    const ranks = slider(div, say("ranks", "rank 数"), counts, 4, String, () => go(0));
+    const ranks = slider(div, say("ranks", "rank 数"), counts, 2, String, () => go(0));
     const bar = add(div, "div", { class: "widget-buttons" });
     const last = () => simulate(ranks(), way()).length - 1;
     const back = button(bar, "back", say("Back", "上一步"), () => go(Math.max(0, step - 1)));
@@ -105,9 +105,9 @@
     const figure = add(div, "div", { class: "widget-ring" });
     const numbers = add(div, "table");
     note(div, "Each square is a rank: a column for each chunk, a row for each rank. A filled cell: this " +
-      "rank is in the sum. Green: the sum is complete. The number at an arrow is the chunk. " +
+      "rank is in the sum. Blue: the sum is complete. The number at an arrow is the chunk. " +
       `Table: steps, messages of all ranks, and what each rank sends of its ${BYTES / 1e6} MB.`,
-      "每个方块是一个 rank：每列是一个块 (chunk)，每行是一个 rank。格子填色，表示和中已含这个 rank；绿色表示和已完整。" +
+      "每个方块是一个 rank：每列是一个块 (chunk)，每行是一个 rank。格子填色，表示和中已含这个 rank；蓝色表示和已完整。" +
       `箭头旁的数字是块的编号。表：步数、所有 rank 的消息数、每个 rank 的发送量（张量 ${BYTES / 1e6} MB）。`);
 
     function tell(n, { sends }) {

@@ -129,7 +129,7 @@
       ];
       spans.forEach(([ready, begin, end], i) => {
         const [kind, start] = [i % 2 ? "odd" : "even", i ? spans[i - 1][0] : backwardEnd / 3];
-        shapes.push(block(kind, 20, start, ready, i), block(kind, 76, begin, end, i));
+        shapes.push(block(kind, 20, start, ready, i), block(`sent-${kind}`, 76, begin, end, i));
       });
       const all = CAPS.map((mib) => stepOf(mib).seconds);
       const [scale, wide] = [70 / Math.max(...all), 100 / CAPS.length];

@@ -48,10 +48,10 @@
     const told = sentence(div);
     const figure = add(div, "div", { class: "widget-shards" });
     const numbers = add(div, "table");
-    note(div, "The columns of a rank are its parameters (blue), its gradients (teal), and, twice as wide, AdamW's " +
-      "state (purple). An orange cell is here for a moment only, a layer or a bucket at a time. Table: " +
+    note(div, "The columns of a rank are its parameters (green), its gradients (blue), and, twice as wide, AdamW's " +
+      "state (gray). An orange cell is here for a moment only, a layer or a bucket at a time. Table: " +
       "what a rank keeps, and what it sends in a step, in multiples of the parameters' bytes.",
-      "每个 rank 的列：参数（蓝）、梯度（青）、AdamW 状态（紫，两倍宽）。橙色的格子只短暂存在，每次一层或一个桶。" +
+      "每个 rank 的列：参数（绿）、梯度（蓝）、AdamW 状态（灰，两倍宽）。橙色的格子只短暂存在，每次一层或一个桶。" +
       "表：每个 rank 保留多少，一步发送多少，单位是参数的字节数。");
 
     const whole = say("Forward: each rank has all parameters, and sends nothing.",

@@ -1,0 +1,325 @@
+"""Draw the pictures of the pages: docs/pictures/, from committed results and from what is computed.
+
+python benchmarks/pictures.py
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset
+
+import timeline
+from common.chapters import load_chapter
+from common.options import Parser
+from svg import INK, WIDTH, Drawing
+from timing import MIB, RESULTS, ROOT
+
+FOLDER = ROOT / "docs" / "pictures"
+HELD = {  # how memory.svg calls what measure_memory.py counts
+    "parameters": ("parameters",),
+    "gradients": ("gradients",),
+    "optimizer state": ("optimizer",),
+    "buckets": ("buckets",),
+    "activations": ("activations",),
+    "batch": ("batch", "buffers", "outputs and loss"),
+}
+
+
+def mean() -> str:
+    """One step of y = weight × x on four samples, by two ranks and by one process."""
+    samples, rate = torch.tensor([1.0, 2.0, 3.0, 4.0]), 0.01
+
+    def gradient(mine: torch.Tensor) -> float:
+        weight = torch.tensor(1.0, requires_grad=True)
+        ((weight * mine - 2 * mine) ** 2).mean().backward()
+        assert weight.grad is not None
+        return weight.grad.item()
+
+    parts = [samples[rank::2] for rank in (0, 1)]
+    each = [gradient(part) for part in parts]
+    average = sum(each) / 2
+    drawing = Drawing(
+        "One step of data-parallel training",
+        f"Two ranks hold the same weight and different samples. Their gradients, {each[0]:g} and "
+        f"{each[1]:g}, are averaged to {average:g}, and both make the same update.",
+    )
+    drawing.words(WIDTH / 2, 18, "a global batch of four samples", anchor="middle", bold=True)
+    for i, sample in enumerate(samples.tolist()):
+        x = 200 + 52 * i
+        drawing.box(x, 28, 44, 30, f"rank {i % 2}")
+        drawing.words(x + 22, 49, f"{sample:g}", "#fff", "middle", bold=True)
+    for rank, part in enumerate(parts):
+        left, middle = 10 + 330 * rank, 135 + 330 * rank
+        mine = " and ".join(f"{x:g}" for x in part.tolist())
+        drawing.line(WIDTH / 2 + (60 if rank else -60), 62, middle, 88, arrow=True)
+        drawing.box(left, 92, 250, 94, "none", f"rank {rank}")
+        drawing.words(middle, 113, f"rank {rank}", f"rank {rank}", "middle", bold=True)
+        drawing.words(middle, 134, f"weight 1, samples {mine}", anchor="middle")
+        drawing.words(middle, 155, "forward, backward:", anchor="middle")
+        drawing.words(middle, 176, f"gradient {minus(each[rank])}", anchor="middle", bold=True)
+        drawing.line(middle, 188, WIDTH / 2 + (60 if rank else -60), 214, arrow=True)
+        drawing.line(WIDTH / 2 + (60 if rank else -60), 254, middle, 280, arrow=True)
+        drawing.box(left, 284, 250, 52, "none", f"rank {rank}")
+        new = f"weight 1 + {rate} × {-average:g} = {1 - rate * average:g}"
+        drawing.words(middle, 305, "optimizer:", anchor="middle")
+        drawing.words(middle, 326, new, anchor="middle", bold=True)
+    drawing.box(130, 218, 340, 34, "none", "sending")
+    sums = f"({minus(each[0])} {minus(each[1], ' ')}) / 2 = {minus(average)}"
+    drawing.words(WIDTH / 2, 241, f"all-reduce: {sums}", "sending", "middle", bold=True)
+    whole = gradient(samples)
+    alone = f"gradient {minus(whole)}, weight {1 - rate * whole:g}"
+    drawing.words(WIDTH / 2, 364, f"One process with all four: {alone}.", anchor="middle")
+    return drawing.text(376)
+
+
+def minus(number: float, after: str = "") -> str:
+    """With the sign that mathematics has."""
+    return f"−{after}{-number:g}" if number < 0 else f"{number:g}"
+
+
+def allreduce() -> str:
+    """What each rank holds before an all-reduce and after it."""
+    before = torch.tensor([[1.0, 2.0], [10.0, 20.0]])
+    after = before.sum(dim=0).expand(2, 2)
+    drawing = Drawing(
+        "An all-reduce of two ranks",
+        f"Rank 0 holds {before[0].tolist()} and rank 1 {before[1].tolist()}; afterwards both "
+        f"hold the sum {after[0].tolist()}, and divide it by 2.",
+    )
+    columns = (("its gradient", before), ("the sum", after), ("divided by 2", after / 2))
+    for number, (name, tensors) in enumerate(columns):
+        x = 90 + 180 * number
+        drawing.words(x + 62, 20, name, anchor="middle", bold=True)
+        for rank, tensor in enumerate(tensors.tolist()):
+            y = 34 + 88 * rank
+            for place, value in enumerate(tensor):
+                kind = f"rank {rank}" if number == 0 else "gradients"
+                drawing.box(x + 64 * place, y, 60, 40, kind)
+                drawing.words(
+                    x + 30 + 64 * place, y + 26, f"{value:g}", "#fff", "middle", bold=True
+                )
+    for rank in (0, 1):
+        y = 54 + 88 * rank
+        drawing.words(6, y + 6, f"rank {rank}", f"rank {rank}", bold=True)
+        drawing.line(220, y, 264, y, arrow=True)
+        drawing.line(400, y, 444, y, arrow=True)
+    drawing.line(220, 66, 264, 130, arrow=True)
+    drawing.line(220, 130, 264, 66, arrow=True)
+    return drawing.text(172)
+
+
+def batches(stage: str, rank: int, epoch: int, samples: int, local_batch: int) -> list[list[int]]:
+    """What the loader of a stage gives to a rank of two, with seed 0."""
+    data, generator = Subset(range(samples), range(samples)), torch.Generator()  # type: ignore[arg-type]
+    if stage == "04":
+        sampler: DistributedSampler | RandomSampler
+        sampler = DistributedSampler(data, 2, rank, seed=0, drop_last=True)
+        sampler.set_epoch(epoch)
+    else:
+        if stage == "03":
+            partition = load_chapter("03", "partition")
+            data = partition.DataPartitioner(data, [0.5, 0.5], 0).use(rank)
+        sampler = RandomSampler(data, generator=generator)
+        generator.manual_seed(epoch)
+    return [x.tolist() for x in DataLoader(data, local_batch, sampler=sampler, drop_last=True)]
+
+
+def cell(drawing: Drawing, place: int, y: float, sample: int, kind: str) -> None:
+    """place: from the left; a global batch has four, and a gap behind it."""
+    x = 84 + 40 * place + 12 * (place // 4)
+    drawing.box(x, y, 36, 26, kind)
+    drawing.words(x + 18, y + 19, str(sample), "#fff", "middle", bold=True)
+
+
+def samples(*stages: str) -> str:
+    """Who gets which of 10 samples, in two epochs with a global batch of 4."""
+    count = 10
+    drawing = Drawing("Who gets which sample", f"{count} samples, a global batch of 4, two epochs.")
+    names = {"01": "01, one process", "03": "03, fixed shards", "04": "04, DistributedSampler"}
+    for step in (0, 1):
+        drawing.words(162 + 172 * step, 16, f"step {step + 1}", anchor="middle")
+    drawing.words(446, 16, "left out")
+    y = 22.0
+    for epoch in (0, 1):
+        for stage in stages:
+            drawing.words(4, y + 16, f"{names[stage]}, epoch {epoch}", bold=True)
+            y += 24
+            left, world_size = {*range(count)}, 1 if stage == "01" else 2
+            for rank in range(world_size):
+                kind = "batch" if stage == "01" else f"rank {rank}"
+                if stage != "01":
+                    drawing.words(4, y + 18, kind, kind)
+                dealt = batches(stage, rank, epoch, count, 4 // world_size)
+                for step, mine in enumerate(dealt):
+                    for number, sample in enumerate(mine):
+                        in_turn = number * world_size + rank  # as 04 deals; 03 has its own order
+                        place = 2 * rank + number if stage == "03" else in_turn
+                        cell(drawing, 4 * step + place, y, sample, kind)
+                        left.remove(sample)
+                y += 30
+            drawing.words(446, y - 11, ", ".join(map(str, sorted(left))))
+            y += 6
+    return drawing.text(y)
+
+
+def padding() -> str:
+    """Seven samples for two ranks, dealt in three ways."""
+    count = 7
+    data = Subset(range(count), range(count))  # type: ignore[arg-type]
+    drawing = Drawing("What padding and drop_last do", "Seven samples, dealt to two ranks.")
+    ways: dict[str, Callable[[int], list[int]]] = {
+        "DistributedSampler(data): one sample comes twice": lambda rank: [
+            *DistributedSampler(data, 2, rank, shuffle=False)
+        ],
+        "DistributedSampler(data, drop_last=True): one is left out": lambda rank: [
+            *DistributedSampler(data, 2, rank, shuffle=False, drop_last=True)
+        ],
+        "range(rank, 7, 2), to evaluate: each sample once": lambda rank: [*range(rank, count, 2)],
+    }
+    y = 4.0
+    for name, deal in ways.items():
+        drawing.words(4, y + 16, name, bold=True)
+        y += 26
+        seen: set[int] = set()
+        for rank in (0, 1):
+            drawing.words(4, y + 18, f"rank {rank}", f"rank {rank}")
+            for place, sample in enumerate(deal(rank)):
+                cell(drawing, place, y, sample, f"rank {rank}")
+            if again := seen & {*deal(rank)}:
+                x = 84 + 40 * deal(rank).index(*again)
+                drawing.box(x - 2, y - 2, 40, 30, "none", "sending")
+                drawing.words(x + 50, y + 19, "again", "sending", bold=True)
+            seen |= {*deal(rank)}
+            y += 30
+        y += 8
+    return drawing.text(y)
+
+
+def ranks() -> str:
+    """Two machines with two GPUs each."""
+    nodes, gpus = 2, 2
+    drawing = Drawing(
+        "Node, rank, local rank and GPU",
+        "; ".join(
+            f"rank {node * gpus + local} is local rank {local} of node {node} and takes GPU {local}"
+            for node in range(nodes)
+            for local in range(gpus)
+        ),
+    )
+    for node in range(nodes):
+        left = 6 + 298 * node
+        drawing.box(left, 4, 290, 190, "none", INK)
+        drawing.words(left + 145, 26, f"node {node}", anchor="middle", bold=True)
+        command = f"torchrun --nnodes={nodes} --node-rank={node} ..."
+        drawing.words(left + 145, 46, command, anchor="middle", size=14)
+        for local in range(gpus):
+            x, rank = left + 12 + 136 * local, node * gpus + local
+            drawing.box(x, 58, 130, 74, "none", INK)
+            drawing.words(x + 65, 80, "process", anchor="middle", size=15)
+            drawing.words(x + 65, 102, f"rank {rank}", anchor="middle", bold=True)
+            drawing.words(x + 65, 122, f"local rank {local}", anchor="middle")
+            drawing.line(x + 65, 134, x + 65, 150, arrow=True)
+            drawing.box(x + 15, 154, 100, 30, "none", INK)
+            drawing.words(x + 65, 175, f"GPU {local}", anchor="middle", bold=True)
+    total = f"WORLD_SIZE = {nodes * gpus}; rank = node × {gpus} + local rank; GPU = local rank"
+    drawing.words(WIDTH / 2, 220, total, anchor="middle")
+    return drawing.text(232)
+
+
+def memory() -> str:
+    """What each process or replica holds, stage by stage."""
+    results = json.loads((RESULTS / "amd-epyc-2-cores.json").read_text())["process_memory"]
+    rows: list[tuple[str, dict[str, int]]] = []
+    for key, stage in results["stages"].items():
+        names = ("02 main device", "02 the other") if key == "02" else (stage["label"],)
+        for name, found in zip(names, stage["held"], strict=False):  # ranks hold alike
+            rows.append((name, {k: sum(found[part] for part in HELD[k]) for k in HELD}))
+    left, right = 150, 84
+    scale = (WIDTH - left - right) / max(sum(held.values()) for _, held in rows)
+    text = "; ".join(f"{name}: {sum(held.values()) / MIB:.0f} MiB" for name, held in rows)
+    drawing = Drawing("What each rank holds, stage by stage", text)
+    drawing.legend(4, [*HELD][:3])
+    drawing.legend(28, [*HELD][3:])
+    y = 60.0
+    for name, held in rows:
+        drawing.words(left - 8, y + 18, name, anchor="end")
+        x = float(left)
+        for kind, size in held.items():
+            if size:
+                drawing.box(x, y, size * scale - 0.7, 24, kind)
+                x += size * scale
+        drawing.words(x + 6, y + 18, f"{sum(held.values()) / MIB:.0f} MiB", bold=True)
+        y += 32
+    about = "{model}, {image_size} pixels, global batch {global_batch}, at the end of forward."
+    drawing.words(4, y + 14, about.format(**results), size=15)
+    where = timeline.origin(results["provenance"])
+    drawing.words(4, y + 32, where, size=15)
+    return drawing.text(y + 42)
+
+
+def levels() -> str:
+    """What each of four ranks holds at the levels of shard/: Figure 1 of the ZeRO paper."""
+    measure = load_chapter("beyond", "shard/measure_levels")
+    count, width, gap = 4, 132, 16
+    names = {"none": "DDP", "optimizer": "ZeRO-1", "gradients": "ZeRO-2", "parameters": "FSDP"}
+    whole = measure.formula("none", count)
+    unit = width / sum(whole.values())
+    drawing = Drawing("What each of four ranks holds", "")
+    drawing.legend(4, whole)
+    for rank in range(count):
+        drawing.words(4 + (width + gap) * rank, 46, f"rank {rank}")
+    y = 52.0
+    for level, name in names.items():
+        held = measure.formula(level, count)
+        total = f"{name}: {sum(held.values()):g} × the parameters' bytes"
+        drawing.description += f"{total} on each rank. "
+        drawing.words(4, y + 16, total, bold=True)
+        y += 24
+        for rank in range(count):
+            x = 4.0 + (width + gap) * rank
+            for kind, size in whole.items():
+                drawing.box(x, y, size * unit - 2, 24, "none", INK)
+                is_divided = held[kind] < size
+                start = x + (rank * held[kind] * unit if is_divided else 0)
+                drawing.box(start, y, held[kind] * unit - 2, 24, kind)
+                x += size * unit
+        y += 36
+    return drawing.text(y)
+
+
+def recorded(model: str, *stages: str, step: str = "median") -> Callable[[], str]:
+    return lambda: timeline.picture(json.loads(timeline.FILE.read_text())[model], stages, step)
+
+
+PICTURES: dict[str, Callable[[], str]] = {
+    "mean": mean,
+    "allreduce": allreduce,
+    "samples_01": lambda: samples("01"),
+    "samples_03": lambda: samples("01", "03"),
+    "samples_04": lambda: samples("01", "04"),
+    "padding": padding,
+    "ranks": ranks,
+    "memory": memory,
+    "levels": levels,
+    "timeline": recorded("net-bn"),
+    "timeline_01": recorded("net-bn", "01"),
+    "timeline_02": recorded("net-bn", "02", "04"),
+    "timeline_03": recorded("net-bn", "01", "03"),
+    "timeline_04": recorded("net-bn", "03", "04"),
+    "timeline_05": recorded("net-bn", "04", "05"),
+    "timeline_resnet18": recorded("resnet18", "03", "04"),
+}
+
+
+def path_of(name: str) -> Path:
+    return FOLDER / f"{name}.svg"
+
+
+if __name__ == "__main__":
+    Parser(__doc__).parse_args()
+    FOLDER.mkdir(exist_ok=True)
+    for name, make in PICTURES.items():
+        path_of(name).write_text(make())
+    print(f"wrote {len(PICTURES)} pictures to {FOLDER.relative_to(ROOT)}/")

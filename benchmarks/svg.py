@@ -1,0 +1,91 @@
+"""Draw SVG that reads on a white page and on a dark one, wide or as narrow as a phone.
+
+A color means one thing in all pictures and widgets. No color depends on the theme, because GitHub's
+theme need not be the browser's: each has a contrast of 3 or more with white and with GitHub's dark
+page, except pale fills, which have an outline.
+"""
+
+from collections.abc import Iterable
+from html import escape
+
+WIDTH = 600  # on a phone, a picture is as wide as the page: the text stays large enough
+SIZE = 16  # of the text
+INK = "#767b83"
+COLORS = {
+    # what a rank does
+    "forward": "#3f92cf",
+    "backward": "#2f6bbf",
+    "optimizer": "#8b8f96",
+    "waiting": "url(#waiting)",
+    "sending": "#c9630f",
+    # what it holds: what forward keeps, what backward makes, what the optimizer keeps, what is sent
+    "activations": "#3f92cf",
+    "gradients": "#2f6bbf",
+    "optimizer state": "#8b8f96",
+    "buckets": "#c9630f",
+    "parameters": "#1f9150",
+    "batch": "#9a7823",
+    # whose it is
+    "rank 0": "#8c5bc7",
+    "rank 1": "#0f868c",
+    "nobody": "none",
+}
+STRIPES = (
+    '<pattern id="waiting" width="5" height="5" patternUnits="userSpaceOnUse" '
+    'patternTransform="rotate(45)"><rect width="2" height="5" fill="#c9630f"/></pattern>'
+)
+
+
+class Drawing:
+    """Shapes from top to bottom; `text` closes the file."""
+
+    def __init__(self, title: str, description: str) -> None:
+        self.title, self.description = title, description
+        self.shapes: list[str] = []
+
+    def box(
+        self, x: float, y: float, width: float, height: float, kind: str, outline: str = ""
+    ) -> None:
+        edge = f' stroke="{COLORS.get(outline, outline)}"' if outline else ""
+        at = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 1):.1f}" height="{height:.1f}"'
+        rounding = ' rx="4"' if outline else ""
+        self.shapes.append(f'<rect {at}{rounding} fill="{COLORS.get(kind, kind)}"{edge}/>')
+
+    def words(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        kind: str = INK,
+        anchor: str = "start",
+        size: int = SIZE,
+        bold: bool = False,
+    ) -> None:
+        look = f'fill="{COLORS.get(kind, kind)}" font-size="{size}" text-anchor="{anchor}"'
+        look += ' font-weight="bold"' if bold else ""
+        self.shapes.append(f'<text x="{x:.1f}" y="{y:.1f}" {look}>{escape(text)}</text>')
+
+    def line(self, x1: float, y1: float, x2: float, y2: float, arrow: bool = False) -> None:
+        end = ' marker-end="url(#arrow)"' if arrow else ""
+        at = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
+        self.shapes.append(f'<line {at} stroke="{INK}" stroke-width="1.5"{end}/>')
+
+    def legend(self, y: float, names: Iterable[str], x: float = 4) -> None:
+        """A square and a name for each, in one row."""
+        for name in names:
+            self.box(x, y, 14, 14, name, INK if name in ("waiting", "nobody") else "")
+            self.words(x + 20, y + 13, name)
+            x += 36 + 8.6 * len(name)
+
+    def text(self, height: float) -> str:
+        arrow = (
+            '<marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" '
+            f'markerHeight="8" orient="auto"><path d="M0 0L8 4L0 8z" fill="{INK}"/></marker>'
+        )
+        size = f'width="{WIDTH}" height="{height:.0f}" viewBox="0 0 {WIDTH} {height:.0f}"'
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" font-family="sans-serif">'
+        )
+        about = f"<title>{escape(self.title)}</title><desc>{escape(self.description)}</desc>"
+        defs = f"<defs>{STRIPES}{arrow}</defs>"
+        return "\n".join([head, about, defs, *self.shapes, "</svg>"]) + "\n"

@@ -1,0 +1,193 @@
+"""What is a training step spent on? Record real runs, and draw one step of each rank.
+
+    python benchmarks/timeline.py                      # the five stages, on two ranks
+    python benchmarks/timeline.py --model resnet18 --stages 03,04
+    python benchmarks/timeline.py --step first         # DDP fills its buckets otherwise then
+    python benchmarks/timeline.py torchrun --standalone --nproc-per-node=2 train.py --your-flags
+
+The last one records a script of your own, which need not change: DDP, DataParallel, or collectives
+by hand. It needs torch alone, and sees the ranks of this machine. It draws timeline.svg in the
+folder where you are. The first two write to runs/timeline/.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from argparse import REMAINDER, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from timeline_draw import draw, summary
+
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent))  # a reader's script stands elsewhere
+from common.options import Parser, UsageError, exit_on, int_at_least  # noqa: E402
+
+WARM_UP = 5  # steps that are not compared
+STAGES = {"01": "01 one process", "02": "02 DataParallel", "03": "03 all-reduce by hand"}
+STAGES |= {"04": "04 DDP", "05": "05 DDP, SyncBatchNorm"}
+FILE = HERE / "results" / "timeline.json"
+Recording = dict[str, Any]
+
+
+def run(command: Sequence[str], quiet: bool) -> list[Recording]:
+    """What each process of the command recorded, by rank. SystemExit if the command fails."""
+    with TemporaryDirectory() as folder:
+        paths = [str(HERE / "timeline_hooks"), os.environ.get("PYTHONPATH", "")]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        env |= {
+            "TIMELINE_FOLDER": folder,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        }
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if quiet else {}
+        try:
+            done = subprocess.run(command, env=env, text=True, check=False, **pipes)
+        except OSError as error:
+            raise UsageError(f"cannot start {command[0]}: {error.strerror}") from None
+        records = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    if done.returncode:
+        print(done.stdout or "", end="", file=sys.stderr)
+        raise SystemExit(done.returncode)
+    if not records:
+        raise UsageError("no process took an optimizer step: expected a script that trains")
+    return sorted(records, key=lambda record: record["rank"])
+
+
+def ends_of_steps(spans: Sequence[Any]) -> list[float]:
+    """When the optimizer was done with each, after the begin of the first."""
+    ends = {step: end for step, kind, _, _, end, _ in spans if kind == "optimizer"}
+    return [min(span[3] for span in spans if span[1] == "forward"), *ends.values()]
+
+
+def cut(records: Sequence[Recording], number: int) -> Recording:
+    """A step of all ranks, in milliseconds since the first of them began it."""
+    ends = [ends_of_steps(record["spans"]) for record in records]
+    start = min(each[number] for each in ends)
+    step: Recording = {"ms": round(1000 * (max(each[number + 1] for each in ends) - start), 3)}
+    step["ranks"] = []
+    for record in records:
+        spans = [
+            [kind, thread, round(1000 * (begin - start), 3), round(1000 * (end - start), 3), size]
+            for at, kind, thread, begin, end, size in record["spans"]
+            if at == number and begin >= start
+        ]
+        step["ranks"].append({"rank": record["rank"], "spans": spans})
+    return step
+
+
+def shown_steps(records: Sequence[Recording]) -> Recording:
+    """The first step and the median one, and how far the others are from it."""
+    steps = min(len(ends_of_steps(record["spans"])) for record in records) - 1
+    if steps <= WARM_UP:
+        raise UsageError(f"the script took {steps} steps: expected more than {WARM_UP}")
+    each = sorted((cut(records, number)["ms"], number) for number in range(WARM_UP, steps))
+    times = [ms for ms, _ in each]
+    quartiles = statistics.quantiles(times, n=4)[::2] if len(times) > 1 else times * 2
+    _, median = each[(len(each) - 1) // 2]
+    about = {"steps": len(each), "quartiles_ms": [round(ms, 3) for ms in quartiles]}
+    return about | {"first": cut(records, 0), "median": cut(records, median)}
+
+
+def command_of(stage: str, ranks: int) -> list[str]:
+    """As a page of the stage has it."""
+    from stage_runs import VARIANTS
+
+    words = [word.replace("RANKS", str(ranks)) for word in VARIANTS[stage].command]
+    return [sys.executable, *(str(HERE.parent / w) if w.endswith(".py") else w for w in words)]
+
+
+def record_stages(stages: Sequence[str], model: str = "net-bn", steps: int = 65) -> Recording:
+    """The recording of each stage, with the machine and the date. steps: of each stage."""
+    from timing import provenance
+
+    about = {"model": model, "ranks": 2, "global_batch": 120}
+    results: Recording = {"provenance": provenance(), **about, "stages": {}}
+    for stage in stages:
+        print(STAGES[stage], flush=True)
+        with TemporaryDirectory() as folder:
+            flags = ["--device=cpu", f"--model={model}", "--epochs=100", f"--max-steps={steps}"]
+            flags += [f"--run-dir={folder}", f"--data-dir={HERE.parent / 'data'}"]
+            records = run([*command_of(stage, 2), *flags], quiet=True)
+        results["stages"][stage] = shown_steps(records)
+    return results
+
+
+def caption(results: Recording, which: str) -> list[str]:
+    step = "the first step" if which == "first" else "the step of median length"
+    batch = results["global_batch"]
+    about = f"{results['model']}, global batch {batch}: {step} of a recorded run."
+    return [about, origin(results["provenance"])]
+
+
+def origin(provenance: Recording) -> str:
+    version = provenance["torch"].partition("+")[0]
+    return f"{provenance['hardware']}, torch {version}, {provenance['date']}."
+
+
+def picture(results: Recording, stages: Sequence[str] = (), which: str = "median") -> str:
+    """stages: which of them; without it, all."""
+    shown = stages or [*results["stages"]]
+    rows = [(STAGES[stage], results["stages"][stage][which]) for stage in shown]
+    return draw(rows, caption(results, which))
+
+
+def tell(step: Recording) -> str:
+    """A table for a terminal, in milliseconds."""
+    rows = summary(step)
+    lines = [["", *rows[0].times]]
+    lines += [[row.name, *(f"{ms:.1f}" for ms in row.times.values())] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
+
+
+def parse_args() -> Namespace:
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("command", nargs=REMAINDER, metavar="COMMAND", help="that starts a script of your own")
+    add("--model", default="net-bn", choices=("net", "net-bn", "resnet18"), help="of the stages")
+    add("--stages", default=",".join(STAGES), help="which to record, as in 03,04")
+    add("--step", default="median", choices=("median", "first"), help="which one to draw")
+    add("--store", action="store_true", help=f"also write {FILE.name}, which the pages show")
+    add("--steps", default=65, type=int_at_least(WARM_UP + 2), help="to take of each stage")
+    args = parser.parse_args()
+    args.stages = args.stages.split(",")
+    if not set(args.stages) <= STAGES.keys():
+        raise UsageError(f"--stages {','.join(args.stages)}: expected some of {','.join(STAGES)}")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    if args.command:
+        records = run(args.command, quiet=False)
+        steps = shown_steps(records)
+        torch, gpu = records[0]["torch"].partition("+")[0], records[0]["gpu"] or "CPU"
+        which = "the first one" if args.step == "first" else f"the median of {steps['steps']}"
+        name = Path(next((w for w in args.command if w.endswith(".py")), args.command[0])).name
+        file = Path("timeline.svg")
+        file.write_text(
+            draw([(name, steps[args.step])], [f"One step, {which}; {gpu}, torch {torch}."])
+        )
+        print(tell(steps[args.step]))
+    else:
+        results = record_stages(args.stages, args.model, args.steps)
+        file = Path("runs/timeline/timeline.svg")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+        file.write_text(picture(results, which=args.step))
+        if args.store:
+            stored = json.loads(FILE.read_text()) if FILE.exists() else {}
+            stored |= {"provenance": results["provenance"], args.model: results}
+            FILE.write_text(json.dumps(stored, indent=1) + "\n")
+        for stage, steps in results["stages"].items():
+            print(f"\n{STAGES[stage]}\n{tell(steps[args.step])}")
+    print(f"wrote {file}: open it in a browser")
+
+
+if __name__ == "__main__":
+    with exit_on(UsageError):
+        main()
