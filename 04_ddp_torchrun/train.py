@@ -84,18 +84,18 @@ def main() -> None:
     local_batch = local_batch_size(args.batch_size, world_size)
 
     train_set, test_set = load_dataset(args)
-    test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
-    options = loader_options(args)  # worker processes, pinned memory
-    test_loader = DataLoader(test_shard, local_batch, **options)
     torch.manual_seed(args.seed)
     model = build_model(args.model, train_set).to(device)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     progress = load_checkpoint(args, model, optimizer)
-    recorder = Recorder(args, progress, optimizer, local_batch, rank, world_size)
 
     ddp = DistributedDataParallel(model)  # rank 0's weights now, mean gradients in each backward
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # so no sample repeats
+    options = loader_options(args)  # worker processes, pinned memory
     loader = DataLoader(train_set, local_batch, sampler=sampler, drop_last=True, **options)
+    test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
+    test_loader = DataLoader(test_shard, local_batch, **options)
+    recorder = Recorder(args, progress, optimizer, local_batch, rank, world_size)
     for epoch in range(progress.epoch, args.epochs):
         if progress.step >= args.max_steps:
             break

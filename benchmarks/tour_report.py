@@ -65,8 +65,6 @@ def explain(key: str, results: Results) -> str:
     if largest <= EQUAL:
         return f"repeats 01 (largest difference in the first epoch: {largest:.0e})."
     causes = []
-    if variant.stage == "03":
-        causes.append("Its ranks own fixed shards, so its batches hold other samples.")
     if variant.stage in ("02", "03", "04") and several and results["model"] != "net":
         causes.append("BatchNorm takes its statistics from the local batch.")
     if several and results["model"] == "net":

@@ -79,7 +79,7 @@ REASONS = [
     ("05", float("nan"), "net-bn", 2, "cannot be compared"),
     ("04", 1.1, "net-bn", 2, f"does not repeat {FIRST}0.1)"),
     ("04", 1.1, "net-bn", 2, "BatchNorm"),
-    ("03", 1.1, "net-bn", 2, "fixed shards"),
+    ("03", 1.1, "net-bn", 2, "BatchNorm"),
     ("04", 1.1, "net", 2, "dropout"),
     ("04", 1.1, "net", 1, "rounded otherwise"),
     ("05-bf16", 1.1, "net-bn", 2, "bf16"),
