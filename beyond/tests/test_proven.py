@@ -68,7 +68,7 @@ def test_the_smallest_script_computes_what_its_original_does(tmp_path):
     found = {}
     for script in (ddp, around):
         rows = tmp_path / f"{script.stem}.json"
-        call = [f"--original=python {single}", f"--json={rows}", *TORCHRUN, str(script)]
+        call = [f"--original={sys.executable} {single}", f"--json={rows}", *TORCHRUN, str(script)]
         command("packages/prove/src/prove/__main__.py", *call, where=tmp_path, seconds=180)
         verdicts = {row["check"]: row["verdict"] for row in json.loads(rows.read_text())["rows"]}
         found[script.stem] = verdicts
