@@ -47,7 +47,7 @@ def train_epoch(
         labels = labels.to(device, non_blocking=True)  # (B,)
         loss = F.cross_entropy(model(images), labels)  # the mean over the local batch
         optimizer.zero_grad()
-        loss.backward()  # meanwhile, DDP averages the gradients bucket by bucket
+        loss.backward()  # meanwhile, DDP averages the gradients over the ranks
         optimizer.step()
         losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at each step
         if recorder.step():  # counts and times it; true at --max-steps
