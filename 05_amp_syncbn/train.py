@@ -54,7 +54,7 @@ def train_epoch(
     for images, labels in loader:
         images = images.to(device, non_blocking=True)  # (B, C, H, W)
         labels = labels.to(device, non_blocking=True)  # (B,)
-        with autocast:  # convolutions and matrix products run in 16 bits
+        with autocast:  # with --amp, convolutions and matrix products run in 16 bits
             loss = F.cross_entropy(model(images), labels)  # the mean over the local batch
         optimizer.zero_grad()
         scaler.scale(loss).backward()  # scaled up, because fp16 rounds small gradients to 0
