@@ -2,7 +2,7 @@
 
 The last batch is smaller than the others: in batches of 120, the 297 test samples of the digits are
 120, 120 and 57. As it stands, a sample of the last batch counts more than one of the first.
-Mend mean_loss, then type: make exercise STAGE=01
+Fix mean_loss, then type: make exercise STAGE=01
 """
 
 

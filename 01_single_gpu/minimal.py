@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(0)
 inputs = torch.randn(6000, 64)
@@ -13,12 +13,10 @@ test_set = TensorDataset(inputs[5000:], labels[5000:])
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-sampler = RandomSampler(train_set, generator=torch.Generator())
-loader = DataLoader(train_set, batch_size=100, sampler=sampler)
+loader = DataLoader(train_set, batch_size=100, shuffle=True)
 test_loader = DataLoader(test_set, batch_size=100)
 
 for epoch in range(5):
-    sampler.generator.manual_seed(epoch)  # a new order in each epoch
     for x, y in loader:
         loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
         optimizer.zero_grad()

@@ -56,16 +56,16 @@ def main() -> None:
     args = make_parser("01_single_gpu", __doc__).parse_args()
     device = torch.device("cuda:0" if args.device == "cuda" else "cpu")
     train_set, test_set = load_dataset(args)
-    options = loader_options(args)  # worker processes, pinned memory
-    test_loader = DataLoader(test_set, args.batch_size, **options)
     torch.manual_seed(args.seed)
     model = build_model(args.model, train_set).to(device)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     progress = load_checkpoint(args, model, optimizer)
-    recorder = Recorder(args, progress, optimizer, args.batch_size)
 
+    options = loader_options(args)  # worker processes, pinned memory
     sampler = RandomSampler(train_set, generator=torch.Generator())
     loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **options)
+    test_loader = DataLoader(test_set, args.batch_size, **options)
+    recorder = Recorder(args, progress, optimizer, args.batch_size)
     for epoch in range(progress.epoch, args.epochs):
         if progress.step >= args.max_steps:
             break

@@ -2,7 +2,7 @@
 
 As it stands, the samples are dealt evenly: 5 samples on 4 replicas are 2, 1, 1, 1. DataParallel
 cuts the batch with torch.chunk: they are 2, 2, 1, and the fourth replica gets nothing.
-Mend it without torch.chunk, then type: make exercise STAGE=02
+Fix it without torch.chunk, then type: make exercise STAGE=02
 """
 
 

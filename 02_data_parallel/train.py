@@ -16,7 +16,7 @@ from common.data import load_dataset, loader_options, local_batch_size
 from common.models import build_model
 from common.options import UsageError, exit_on, int_at_least, make_parser
 from common.record import Recorder
-from from_scratch import DataParallel
+from from_scratch import DataParallel as DataParallelOnOneDevice
 
 
 def train_epoch(
@@ -63,21 +63,21 @@ def main() -> None:
     replicas = args.replicas or max(gpus, 2)
     local_batch = local_batch_size(args.batch_size, replicas)
     train_set, test_set = load_dataset(args)
-    options = loader_options(args)  # worker processes, pinned memory
-    test_loader = DataLoader(test_set, args.batch_size, **options)
     torch.manual_seed(args.seed)
     model = build_model(args.model, train_set).to(device)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     progress = load_checkpoint(args, model, optimizer)
-    parallel: nn.Module
-    if replicas <= gpus:
-        parallel = nn.DataParallel(model, range(replicas))  # PyTorch's own: one on each GPU
-    else:
-        parallel = DataParallel(model, [device] * replicas)  # ours: all of them on one device
-    recorder = Recorder(args, progress, optimizer, local_batch)
 
+    # The lesson: wrap the model. Train and evaluate the wrapper, but save the model inside it.
+    if replicas <= gpus:
+        parallel: nn.Module = nn.DataParallel(model, range(replicas))  # a replica on each GPU
+    else:  # too few GPUs: ours computes the same, with all replicas on one device
+        parallel = DataParallelOnOneDevice(model, [device] * replicas)
+    options = loader_options(args)  # worker processes, pinned memory
     sampler = RandomSampler(train_set, generator=torch.Generator())
     loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **options)
+    test_loader = DataLoader(test_set, args.batch_size, **options)
+    recorder = Recorder(args, progress, optimizer, local_batch)
     for epoch in range(progress.epoch, args.epochs):
         if progress.step >= args.max_steps:
             break

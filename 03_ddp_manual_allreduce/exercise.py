@@ -2,7 +2,7 @@
 
 As it stands, average_gradients sends a message for each parameter: eight for a model with eight.
 Each message costs time, however small it is. Send all gradients in one tensor: one all-reduce.
-Mend average_gradients, then type: make exercise STAGE=03
+Fix average_gradients, then type: make exercise STAGE=03
 """
 
 import torch.distributed as dist

@@ -1,14 +1,11 @@
-"""Cut a data set into disjoint parts, one for each rank.
+"""Deal a data set out to the ranks, like cards: a sample to each in turn, from one shuffled order.
 
     python 03_ddp_manual_allreduce/partition.py
 
 The two classes carry the names of the PyTorch tutorial "Writing Distributed Applications".
 """
 
-import random
-from collections.abc import Sequence
-from itertools import accumulate
-
+import torch
 from torch.utils.data import Dataset, Subset
 
 from common.options import Parser
@@ -19,21 +16,18 @@ class Partition(Subset):
 
 
 class DataPartitioner:
-    """Shuffle the indices of a data set once and cut them into parts.
+    """Shuffle the indices of a data set, and deal them to so many ranks.
 
-    sizes: the fraction of the data set that each part holds. Every rank must use the same seed,
-    or the parts overlap. Fractions are rounded down, so that equal fractions give equal parts and
-    every rank makes the same number of steps; up to len(sizes) − 1 samples belong to no part.
+    Every rank must use the same seed, or the parts overlap. All parts are equal, so that every rank
+    makes the same number of steps; up to world_size − 1 samples, the last ones, belong to no part.
     """
 
-    def __init__(self, data: Dataset, sizes: Sequence[float], seed: int) -> None:
-        indices = list(range(len(data)))  # type: ignore[arg-type]
-        random.Random(seed).shuffle(indices)
-        # 1e-6: in floating point, 49 × (1 / 49) is a little less than 1.
-        lengths = [int(len(indices) * size + 1e-6) for size in sizes]
-        ends = list(accumulate(lengths))
+    def __init__(self, data: Dataset, world_size: int, seed: int) -> None:
+        samples = len(data)  # type: ignore[arg-type]
+        order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed)).tolist()
+        dealt = samples // world_size * world_size
         self.data = data
-        self.parts = [indices[end - n : end] for n, end in zip(lengths, ends, strict=True)]
+        self.parts = [order[rank:dealt:world_size] for rank in range(world_size)]
 
     def use(self, rank: int) -> Partition:
         return Partition(self.data, self.parts[rank])
@@ -41,7 +35,7 @@ class DataPartitioner:
 
 def main() -> None:
     data = [f"sample {index}" for index in range(10)]
-    partitioner = DataPartitioner(data, [1 / 3] * 3, seed=1234)  # type: ignore[arg-type]
+    partitioner = DataPartitioner(data, 3, seed=1234)  # type: ignore[arg-type]
     for rank in range(3):
         part = partitioner.use(rank)
         print(f"rank {rank}: {[part[index] for index in range(len(part))]}")

@@ -1,4 +1,4 @@
-"""Stage 03: each process trains on its shard of the data; they average their gradients by hand.
+"""Stage 03: each process trains on its part of each batch; they average their gradients by hand.
 
 python 03_ddp_manual_allreduce/train.py --world-size 2
 """
@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils.data import DataLoader, RandomSampler, Subset
+from torch.utils.data import DataLoader, Subset
 
 from common.checkpoint import load_checkpoint, save_checkpoint
 from common.data import load_dataset, loader_options, local_batch_size
@@ -84,23 +84,23 @@ def train(rank: int, world_size: int, port: int, local_batch: int, args: Namespa
     dist.init_process_group(args.backend, store=store, rank=rank, world_size=world_size)
 
     train_set, test_set = load_dataset(args)
-    test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
-    options = loader_options(args)  # worker processes, pinned memory
-    test_loader = DataLoader(test_shard, local_batch, **options)
     torch.manual_seed(args.seed)
     model = build_model(args.model, train_set).to(device)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     progress = load_checkpoint(args, model, optimizer)
-    recorder = Recorder(args, progress, optimizer, local_batch, rank, world_size)
+
     for tensor in model.state_dict().values():  # all ranks start from rank 0's weights
         dist.broadcast(tensor, src=0)
-    train_set = DataPartitioner(train_set, [1 / world_size] * world_size, args.seed).use(rank)
-    sampler = RandomSampler(train_set, generator=torch.Generator())  # train_set is a shard now
-    loader = DataLoader(train_set, local_batch, sampler=sampler, drop_last=True, **options)
+    options = loader_options(args)  # worker processes, pinned memory
+    test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
+    test_loader = DataLoader(test_shard, local_batch, **options)
+    recorder = Recorder(args, progress, optimizer, local_batch, rank, world_size)
     for epoch in range(progress.epoch, args.epochs):
         if progress.step >= args.max_steps:
             break
-        sampler.generator.manual_seed(args.seed + epoch)  # the order depends on (seed, epoch)
+        # Stage 01's order, dealt out in turn: together, the ranks train on its very batches.
+        shard = DataPartitioner(train_set, world_size, args.seed + epoch).use(rank)
+        loader = DataLoader(shard, local_batch, drop_last=True, **options)
         torch.manual_seed(args.seed + epoch * world_size + rank)  # each rank its own dropout masks
         recorder.start_epoch(len(loader))
         losses = train_epoch(model, loader, optimizer, device, recorder)

@@ -3,7 +3,7 @@
 One process takes the samples of an epoch in the given order. The first 8 are its first batch. Two
 ranks with 4 samples per step should train on the same 8 samples in their first step.
 As it stands, each rank takes a contiguous part of the epoch, so the global batches differ.
-Mend local_samples, then type: make exercise STAGE=04
+Fix local_samples, then type: make exercise STAGE=04
 """
 
 

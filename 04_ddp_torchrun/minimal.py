@@ -16,10 +16,10 @@ labels = (inputs @ torch.randn(64, 10)).argmax(dim=1)  # 10 classes that can be 
 train_set = TensorDataset(inputs[:5000], labels[:5000])
 test_set = TensorDataset(inputs[5000:], labels[5000:])
 
-# LOCAL_RANK is this process's number on its machine: process 0 takes GPU 0, and so on.
-device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu")
+local_rank = int(os.environ["LOCAL_RANK"])  # my number on this machine, and that of my GPU
+device = torch.device(f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu")
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
-ddp = DistributedDataParallel(model)  # train with ddp; evaluate and save with model
+ddp = DistributedDataParallel(model)  # averages gradients in backward; model itself is saved
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 sampler = DistributedSampler(train_set, drop_last=True)  # deals the samples out to the ranks
 loader = DataLoader(train_set, batch_size=100 // world_size, sampler=sampler)  # at most 100 in all
@@ -30,7 +30,7 @@ for epoch in range(5):
     for x, y in loader:
         loss = nn.functional.cross_entropy(ddp(x.to(device)), y.to(device))
         optimizer.zero_grad()
-        loss.backward()  # meanwhile, DDP averages the gradients over the ranks
+        loss.backward()
         optimizer.step()
 
     correct = torch.zeros((), device=device)

@@ -47,7 +47,7 @@ def train_epoch(
         labels = labels.to(device, non_blocking=True)  # (B,)
         loss = F.cross_entropy(model(images), labels)  # the mean over the local batch
         optimizer.zero_grad()
-        loss.backward()  # meanwhile, DDP averages the gradients bucket by bucket
+        loss.backward()  # meanwhile, DDP averages the gradients over the ranks
         optimizer.step()
         losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at each step
         if recorder.step():  # counts and times it; true at --max-steps
@@ -84,18 +84,18 @@ def main() -> None:
     local_batch = local_batch_size(args.batch_size, world_size)
 
     train_set, test_set = load_dataset(args)
-    test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
-    options = loader_options(args)  # worker processes, pinned memory
-    test_loader = DataLoader(test_shard, local_batch, **options)
     torch.manual_seed(args.seed)
     model = build_model(args.model, train_set).to(device)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     progress = load_checkpoint(args, model, optimizer)
-    recorder = Recorder(args, progress, optimizer, local_batch, rank, world_size)
 
     ddp = DistributedDataParallel(model)  # rank 0's weights now, mean gradients in each backward
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # so no sample repeats
+    options = loader_options(args)  # worker processes, pinned memory
     loader = DataLoader(train_set, local_batch, sampler=sampler, drop_last=True, **options)
+    test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
+    test_loader = DataLoader(test_shard, local_batch, **options)
+    recorder = Recorder(args, progress, optimizer, local_batch, rank, world_size)
     for epoch in range(progress.epoch, args.epochs):
         if progress.step >= args.max_steps:
             break

@@ -2,7 +2,7 @@
 
 Their gradients should add up to the gradient of the mean loss over the whole batch, and DDP should
 send one all-reduce per step. As it stands, the gradient is too large, and DDP sends one all-reduce
-per micro-batch. Mend accumulate, then type: make exercise STAGE=05
+per micro-batch. Fix accumulate, then type: make exercise STAGE=05
 """
 
 import torch.nn.functional as F

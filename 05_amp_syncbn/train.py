@@ -44,7 +44,7 @@ def train_epoch(
     loader: Iterable,
     optimizer: SGD,
     device: torch.device,
-    amp_dtype: torch.dtype | None,
+    autocast: torch.autocast,
     scaler: torch.amp.GradScaler,
     recorder: Recorder,
 ) -> Tensor:
@@ -54,7 +54,7 @@ def train_epoch(
     for images, labels in loader:
         images = images.to(device, non_blocking=True)  # (B, C, H, W)
         labels = labels.to(device, non_blocking=True)  # (B,)
-        with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
+        with autocast:  # with --amp, convolutions and matrix products run in 16 bits
             loss = F.cross_entropy(model(images), labels)  # the mean over the local batch
         optimizer.zero_grad()
         scaler.scale(loss).backward()  # scaled up, because fp16 rounds small gradients to 0
@@ -94,15 +94,11 @@ def main() -> None:
     )
     parser.add_argument("--backend", default="nccl", choices=("gloo", "nccl"), help="for GPUs")
     args = parser.parse_args()
-    amp_dtype = AMP_DTYPES[args.amp]
     device = join_process_group(args)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     local_batch = local_batch_size(args.batch_size, world_size)
 
     train_set, test_set = load_dataset(args)
-    test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
-    options = loader_options(args)  # worker processes, pinned memory
-    test_loader = DataLoader(test_shard, local_batch, **options)
     torch.manual_seed(args.seed)
     model = build_model(args.model, train_set).to(device)
     if args.sync_bn:  # PyTorch's own layer refuses to train on a CPU, so there, ours does
@@ -111,20 +107,24 @@ def main() -> None:
         else:
             model = convert_sync_batchnorm(model)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
+    autocast = torch.autocast(device.type, AMP_DTYPES[args.amp], enabled=args.amp != "off")
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")  # bf16 needs none
     progress = load_checkpoint(args, model, optimizer, scaler=scaler)
-    recorder = Recorder(args, progress, optimizer, local_batch, rank, world_size)
 
     ddp = DistributedDataParallel(model)  # rank 0's weights now, mean gradients in each backward
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # so no sample repeats
+    options = loader_options(args)  # worker processes, pinned memory
     loader = DataLoader(train_set, local_batch, sampler=sampler, drop_last=True, **options)
+    test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
+    test_loader = DataLoader(test_shard, local_batch, **options)
+    recorder = Recorder(args, progress, optimizer, local_batch, rank, world_size)
     for epoch in range(progress.epoch, args.epochs):
         if progress.step >= args.max_steps:
             break
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
         torch.manual_seed(args.seed + epoch * world_size + rank)  # each rank its own dropout masks
         recorder.start_epoch(len(loader))
-        losses = train_epoch(ddp, loader, optimizer, device, amp_dtype, scaler, recorder)
+        losses = train_epoch(ddp, loader, optimizer, device, autocast, scaler, recorder)
         recorder.end_epoch(epoch, losses, *evaluate(model, test_loader, device))  # in fp32
         if rank == 0:  # one writer; a collective in here would wait for the others forever
             save_checkpoint(recorder, model, optimizer, scaler=scaler)

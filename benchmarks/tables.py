@@ -169,7 +169,6 @@ class Table:
 TABLES = {
     "tour": Table("tour", tour_report.learned),
     "repeats": Table("tour", tour_report.repeats),
-    "repeats in short": Table("tour", tour_report.repeats_of_stages),
     "stages": Table(MACHINE, stages, "stages"),
     "threads": Table("02_threads", ratios),
     "reducers": Table("03_reducers", ratios),

@@ -73,8 +73,6 @@ def compare(key: str, results: Results) -> Repeats:
     if largest <= EQUAL:
         return Repeats("yes", f"{largest:.0e}", "")
     causes = []
-    if variant.stage == "03":
-        causes.append("Its ranks own fixed shards, so its batches hold other samples.")
     if variant.stage in ("02", "03", "04") and several and results["model"] != "net":
         causes.append("BatchNorm takes its statistics from the local batch.")
     if several and results["model"] == "net":
@@ -95,11 +93,6 @@ def repeats(results: Results) -> str:
     rows = [(results["rows"][key]["label"], *compare(key, results)) for key in others]
     heads = ("stage", "repeats 01?", "largest difference", "why not")
     return tabulate(rows, heads, "github", disable_numparse=True)
-
-
-def repeats_of_stages(results: Results) -> str:
-    rows = {key: row for key, row in results["rows"].items() if key in STAGES}
-    return repeats({**results, "rows": rows})
 
 
 REPORT = """\

@@ -15,8 +15,6 @@ from common.options import UsageError
 from common.record import Progress, Recorder
 from common.run_folder import replace
 
-OWN_ORDER = ("03_ddp_manual_allreduce", "shard")  # survive cannot repeat the rest of their epochs
-
 
 def checkpoint_state(
     recorder: Recorder, model: Module, optimizer: Optimizer, **more: Any
@@ -47,7 +45,7 @@ def load_checkpoint(args: Namespace, model: Module, optimizer: Optimizer, **more
     progress, saved = read_checkpoint(path, args, model, optimizer, **more)
     if progress.epoch_step:
         cure = "resume it with beyond/survive/train.py"
-        if saved["stage"] in OWN_ORDER:
+        if saved["stage"] == "shard":  # another kind of model
             cure = "train again without --max-steps, or until the end of an epoch"
         raise UsageError(f"{path} was saved inside an epoch of {saved['stage']}: {cure}")
     return progress

@@ -1,8 +1,7 @@
 """Do the stages compute the same? For notebook 03: their losses, and a replay of their batches.
 
 The replay is tests/helpers/oracle.py: one plain process in float64. Its recipe is what BatchNorm
-normalizes together: the global batch (01, SyncBN), its pieces (02), strides of it (04), or fixed
-shards (03).
+normalizes together: the global batch (01, SyncBN), its pieces (02), or strides of it (03, 04).
 """
 
 import math
@@ -36,7 +35,7 @@ RUNS = {
     "05 in bf16": Run("05", 2, VARIANT_COLORS["05-bf16"], ("--amp=bf16",)),
 }
 STAGES = ("01 one process", "02 DataParallel", "03 by hand", "04 DDP", "05 DDP, SyncBN")
-RECIPES = ("whole_batches", "chunks", "strides", "fixed_shards")
+RECIPES = ("whole_batches", "chunks", "strides")
 ALL_REDUCE = ("train.py", "average_gradients(model)")  # of stage 03: what its ranks exchange
 NO_DROPOUT = ("train.py", "model.train()", "model.eval()")  # nothing else in `net` depends on it
 SETTINGS: dict[str, Any] = {"batch": 120, "epochs": 2, "seed": 7, "lr": 0.02, "momentum": 0.9}

@@ -4,7 +4,7 @@ DDP takes the mean of the ranks' gradients. The result should be the gradient of
 whole batch: the sum over the objects of all ranks, divided by their number.
 As it stands, each rank divides by its own number. If the ranks have 31 objects and 12, an object of
 the second rank counts 2.6 times as much as one of the first.
-Mend global_loss, then type: make exercise STAGE=convert
+Fix global_loss, then type: make exercise STAGE=convert
 """
 
 from torch import Tensor

@@ -2,7 +2,7 @@
 
 As it stands, torch.save empties the old file first. If the disk is full, the new file is cut off
 and the old one is gone. After an error, the old file should be whole, and the caller should get the
-error. Mend safe_save, then type: make exercise STAGE=survive
+error. Fix safe_save, then type: make exercise STAGE=survive
 """
 
 from pathlib import Path

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 import durable
 from agree import Agreement, AgreementError
 from common.chapters import load_chapter
-from common.checkpoint import OWN_ORDER, checkpoint_state, read_checkpoint
+from common.checkpoint import checkpoint_state, read_checkpoint
 from common.data import ImageSet, load_dataset, loader_options, local_batch_size
 from common.models import build_model
 from common.options import UsageError, exit_on, float_at_least, int_at_least, make_parser
@@ -67,11 +67,9 @@ def resume(
     """Load this checkpoint; returns how far its run had come, and on how many ranks."""
     progress, saved = read_checkpoint(path, args, model, optimizer, scaler=scaler)
     stage, *order = [saved[key] for key in ("stage", "seed", "global_batch")]
-    same_order = order == [args.seed, args.batch_size] and stage not in OWN_ORDER
-    if progress.epoch_step and not same_order:
+    if progress.epoch_step and order != [args.seed, args.batch_size]:
         why = f"ends inside an epoch of {stage} with --seed {order[0]} --batch-size {order[1]}"
-        cure = "take one from the end of an epoch" if stage in OWN_ORDER else "use the same"
-        raise durable.CheckpointError(f"{path} {why}: {cure}")
+        raise durable.CheckpointError(f"{path} {why}: use the same")
     return progress, saved["world_size"]
 
 
@@ -101,7 +99,8 @@ def train_epoch(
 
     loader: the rest of the epoch, at most to the next checkpoint. rates: each step's learning rate.
     """
-    args, amp_dtype = recorder.args, AMP_DTYPES[recorder.args.amp]
+    args = recorder.args
+    autocast = torch.autocast(device.type, AMP_DTYPES[args.amp], enabled=args.amp != "off")
     model.train()
     losses = []
     for (images, labels), lr in zip(loader, rates, strict=False):
@@ -113,7 +112,7 @@ def train_epoch(
         for x, y in zip(images.chunk(args.accumulate), labels.chunk(args.accumulate), strict=True):
             is_last = len(parts) == args.accumulate - 1
             context = nullcontext() if is_last else model.no_sync()  # DDP decides in forward
-            with context, torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
+            with context, autocast:
                 loss = F.cross_entropy(model(x), y) / args.accumulate
             scaler.scale(loss).backward()  # adds to .grad; the last one averages over the ranks
             parts.append(loss.detach())

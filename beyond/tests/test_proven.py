@@ -60,6 +60,24 @@ def test_without_a_line_of_a_script_it_is_wrong(key, line, check, tmp_path):
     assert verdicts(key, tmp_path, script)[check] == "WRONG"
 
 
+def test_the_smallest_script_computes_what_its_original_does(tmp_path):
+    """The pair of the first page. The control: a step around DDP."""
+    single, ddp = (ROOT / f"{stage}/minimal.py" for stage in ("01_single_gpu", "04_ddp_torchrun"))
+    around = tmp_path / "around.py"
+    around.write_text(ddp.read_text().replace("ddp(x", "model(x"))
+    found = {}
+    for script in (ddp, around):
+        rows = tmp_path / f"{script.stem}.json"
+        call = [f"--original={sys.executable} {single}", f"--json={rows}", *TORCHRUN, str(script)]
+        command("packages/prove/src/prove/__main__.py", *call, where=tmp_path, seconds=180)
+        verdicts = {row["check"]: row["verdict"] for row in json.loads(rows.read_text())["rows"]}
+        found[script.stem] = verdicts
+    names = ("one rank", "the original")
+    assert [found["minimal"][row] for row in names] == ["right"] * 2
+    assert "WRONG" not in found["minimal"].values()
+    assert found["around"]["averaged gradients"] == "WRONG"
+
+
 def definitions(source: str, error: str) -> dict[str, str]:
     """The functions and classes of a program without those that only its demonstration needs."""
     nodes = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef | ast.ClassDef)]

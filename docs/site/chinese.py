@@ -26,7 +26,6 @@ CHINESE = {  # what we add, and what Furo says, which has no translation
     "Next": "下一页",
 }
 IN_ENGLISH = {  # what the Chinese site calls pages that have no Chinese version
-    "docs/troubleshooting": "故障排查（英文）",
     "docs/two_gpus": "哪里可以用到两个 GPU（英文）",
     "beyond/index": "数据并行之后（英文）",
     "docs/index": "全部程序和页面（英文）",

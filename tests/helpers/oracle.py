@@ -5,7 +5,6 @@ how BatchNorm groups them, and trains in float64.
 """
 
 import math
-import random
 from collections.abc import Iterator
 from itertools import islice
 
@@ -41,7 +40,7 @@ def chunks(parts: int):
 
 
 def strides(parts: int):
-    """04: rank r normalizes every parts-th sample of the batch, as DistributedSampler deals."""
+    """03 and 04: rank r normalizes every parts-th sample of the batch, as both deal them out."""
 
     def steps(samples: int, batch: int, seed: int, epoch: int) -> Iterator[Step]:
         for [whole] in whole_batches(samples, batch, seed, epoch):
@@ -59,22 +58,6 @@ def micro_batches(parts: int, k: int):
             yield [
                 [i for share in shares for i in share[j * size : (j + 1) * size]] for j in range(k)
             ]
-
-    return steps
-
-
-def fixed_shards(parts: int):
-    """03: rank r owns a part of the data, and shuffles it in each epoch."""
-
-    def steps(samples: int, batch: int, seed: int, epoch: int) -> Iterator[Step]:
-        indices = list(range(samples))
-        random.Random(seed).shuffle(indices)
-        each, size = samples // parts, batch // parts
-        shards = [indices[r * each : (r + 1) * each] for r in range(parts)]
-        order = permutation(each, seed + epoch)
-        for start in range(0, each - size + 1, size):
-            places = order[start : start + size]
-            yield [[shard[place] for place in places] for shard in shards]
 
     return steps
 

@@ -248,14 +248,14 @@ def test_c25_three_lines_of_it_still_work_two_with_a_warning():
 
 
 def test_c26_partitions_are_disjoint_and_drop_less_than_a_sample_for_each_rank():
-    """Rounded down: in floating point, 1 / 49 times 49 is a little less than 1."""
+    """Fractions must be rounded with care: int(1 / 49 * 49) is 0, so ours takes whole numbers."""
     cut = chapter("03", "partition").DataPartitioner
     for length, n in ((60000, 2), (60000, 7), (1500, 4), (10, 3), (49, 49)):
-        parts = [list(cut(range(length), [1 / n] * n, 5).use(rank)) for rank in range(n)]
+        parts = [list(cut(range(length), n, 5).use(rank)) for rank in range(n)]
         assert {len(part) for part in parts} == {length // n}
         assert len(set(chain(*parts))) == length // n * n
         assert int(1.0 / n * length) == (0 if n == 49 else length // n)
-    one, other = (cut(range(100), [0.5, 0.5], seed).use(seed) for seed in (0, 1))
+    one, other = (cut(range(100), 2, seed).use(seed) for seed in (0, 1))
     assert set(one) & set(other), "the control: of another seed, they overlap"
 
 

@@ -79,7 +79,7 @@ REASONS = [
     ("05", 1.0 + 1e-7, "net-bn", 2, ("yes", "1e-07", "")),
     ("05", float("nan"), "net-bn", 2, ("no", "", "not finite")),
     ("04", 1.1, "net-bn", 2, ("no", "0.1", "BatchNorm")),
-    ("03", 1.1, "net-bn", 2, ("no", "0.1", "fixed shards")),
+    ("03", 1.1, "net-bn", 2, ("no", "0.1", "BatchNorm")),
     ("04", 1.1, "net", 2, ("no", "0.1", "dropout")),
     ("04", 1.1, "net", 1, ("no", "0.1", "rounded otherwise")),
     ("05-bf16", 1.1, "net-bn", 2, ("no", "0.1", "bf16")),

@@ -186,9 +186,8 @@ NOT_OURS = "use one that a stage saved"
 
 def checkpoint(kind, folder):
     """A file that holds what `kind` says."""
-    source = ("03", 2) if kind == "inside of 03" else ("01", 1)
-    flags = ("--max-steps=3",) if kind.startswith("inside") else SHORT
-    good = train_once(*source, *flags, dtype=torch.float32).folder / "checkpoint.pt"
+    flags = ("--max-steps=3",) if kind == "inside" else SHORT
+    good = train_once("01", 1, *flags, dtype=torch.float32).folder / "checkpoint.pt"
     path, content = folder / "checkpoint.pt", torch.load(good, weights_only=True)
     if kind == "other sizes":
         content["model"]["fc2.weight"] = torch.zeros(7, 50)
@@ -221,11 +220,6 @@ CHECKPOINTS = [  # what the file holds, the call, and what the line says
         "inside",
         "01 --model=net --resume",
         "saved inside an epoch of 01_single_gpu: resume it with beyond/survive/train.py",
-    ),
-    (
-        "inside of 03",
-        "01 --model=net --resume",
-        "inside an epoch of 03_ddp_manual_allreduce: train again without --max-steps, or until",
     ),
     ("truncated", "survive --resume", "damaged"),
     ("list, sealed", "survive --resume", "cannot load"),

@@ -60,7 +60,7 @@ def test_02_replicas_compute_the_step_of_one_device(without=()):
 
 
 def test_03_gradients_equal_one_process_on_the_whole_batch(without=()):
-    assert_repeats(oracle.fixed_shards(2), "03", 2, without=without)
+    assert_repeats(oracle.strides(2), "03", 2, without=without)
 
 
 def test_04_gradients_equal_one_process_on_the_whole_batch(without=()):
@@ -80,7 +80,7 @@ class Way(NamedTuple):
 
 OTHER_WAYS = {
     "02 with one replica": Way("02", 1, ["--replicas=1"], oracle.whole_batches),
-    "03 on three ranks": Way("03", 3, [], oracle.fixed_shards(3)),
+    "03 on three ranks": Way("03", 3, [], oracle.strides(3)),
     "04 on one rank": Way("04", 1, [], oracle.whole_batches),
     "04 on three ranks": Way("04", 3, [], oracle.strides(3)),
     "05 on three ranks": Way("05", 3, [], oracle.whole_batches),
@@ -99,6 +99,19 @@ def test_losses_and_weights_equal_one_process_that_replays_the_batches(name):
 def test_04_without_synchronized_batchnorm_does_not_repeat_one_process():
     """The control of the claim for 05: two ranks with plain BatchNorm compute something else."""
     assert min(differences("04", 2, (), oracle.whole_batches)) > 1e-3
+
+
+def test_03_and_04_take_the_same_steps_and_dropout_is_all_that_keeps_them_from_01():
+    """One averages by a loop, the other in DDP. The control: with dropout, 01 is far away."""
+    flags = (*FLAGS, "--model=net")
+    by_hand, ddp = (train_once(key, 2, *flags).losses for key in ("03", "04"))
+    assert (by_hand - ddp).abs().max() < 1e-10
+    assert (by_hand - train_once("01", 1, *flags).losses).abs().max() > 1e-3
+    no_dropout = (("train.py", "model.train()", "model.eval()"),)
+    one, two = (
+        train_once(*way, *flags, without=no_dropout).losses for way in (("01", 1), ("03", 2))
+    )
+    assert (one - two).abs().max() < 1e-10
 
 
 def test_03_without_allreduce_the_ranks_drift_apart():

@@ -1,4 +1,4 @@
-"""The smallest pair: on two ranks, 04's minimal.py trains and counts as 01's does on one."""
+"""The smallest pair: 04's minimal.py computes the same on one rank and on two, and as 01's."""
 
 import os
 import runpy
@@ -14,7 +14,10 @@ import torch
 from helpers.local_ranks import ROOT, launch_function, scratch_folder
 from helpers.train_stage import default_dtype
 
-SCRIPTS = {1: ROOT / "01_single_gpu" / "minimal.py", 2: ROOT / "04_ddp_torchrun" / "minimal.py"}
+SINGLE, DDP = (ROOT / f"{stage}/minimal.py" for stage in ("01_single_gpu", "04_ddp_torchrun"))
+# 01 draws an order of its own. To compare, it gets that of 04.
+DEALT = ("shuffle=True)", "sampler=torch.utils.data.DistributedSampler(train_set, 1, 0))")
+EACH_EPOCH = ("range(5):", "range(5):\n    loader.sampler.set_epoch(epoch)")
 
 
 def run_script(rank: int, source: str, folder: Path) -> str:
@@ -33,11 +36,13 @@ class MinimalRun(NamedTuple):
 
 
 @cache
-def run(ranks: int, old: str = "", new: str = "") -> MinimalRun:
-    """The script on so many ranks, with one piece of it replaced."""
-    source, folder = SCRIPTS[ranks].read_text(), scratch_folder()
-    assert old in source
-    outputs = launch_function(ranks, run_script, source.replace(old, new), folder)
+def run(script: Path, ranks: int, *changes: tuple[str, str]) -> MinimalRun:
+    """The script on so many ranks, with pieces of it replaced."""
+    source, folder = script.read_text(), scratch_folder()
+    for old, new in changes:
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    outputs = launch_function(ranks, run_script, source, folder)
     return MinimalRun(outputs, torch.load(folder / "model.pt", weights_only=True))
 
 
@@ -45,23 +50,36 @@ def distance(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) 
     return max((weights[name] - others[name]).abs().max().item() for name in weights)
 
 
-def test_the_minimal_pair_trains_and_counts_the_same():
-    single, ddp = run(1), run(2)
-    assert distance(single.weights, ddp.weights) < 1e-10
-    [output] = single.outputs
-    assert ddp.outputs == [output, ""], "only rank 0 prints, and it counts each test sample once"
+def test_two_ranks_print_what_one_prints_and_reach_its_weights():
+    one, two = run(DDP, 1), run(DDP, 2)
+    assert distance(one.weights, two.weights) < 1e-10
+    [output] = one.outputs
+    assert two.outputs == [output, ""], "only rank 0 prints, and it counts each test sample once"
     assert float(output.split()[-4].rstrip("%")) > 80, "it learns"
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [("ddp(x.", "model(x."), ("sampler.set_epoch(epoch)", "pass"), ("100 // world_size", "100")],
-)
-def test_each_changed_line_of_the_minimal_pair_is_needed(old, new):
+def test_in_the_same_order_the_script_for_one_gpu_reaches_the_same_weights():
+    """The control: in its own order, it does not."""
+    single, ddp = run(SINGLE, 1, DEALT, EACH_EPOCH), run(DDP, 2)
+    assert single.outputs[0] == ddp.outputs[0]
+    assert distance(single.weights, ddp.weights) < 1e-10
+    assert distance(run(SINGLE, 1).weights, ddp.weights) > 1e-3
+
+
+NEEDED = [
+    ("ddp(x.", "model(x."),
+    ("sampler.set_epoch(epoch)", "pass"),
+    ("100 // world_size", "100"),
+]
+
+
+@pytest.mark.parametrize("change", NEEDED)
+def test_each_changed_line_of_the_minimal_pair_is_needed(change):
     """The control: around DDP, in one order for all epochs, with another global batch."""
-    assert distance(run(1).weights, run(2, old, new).weights) > 1e-3
+    single = run(SINGLE, 1, DEALT, EACH_EPOCH)
+    assert distance(single.weights, run(DDP, 2, change).weights) > 1e-3
 
 
 def test_without_the_all_reduce_a_rank_counts_its_own_samples_only():
-    not_reduced = run(2, "    dist.all_reduce(correct)")
-    assert not_reduced.outputs[0] != run(1).outputs[0]
+    not_reduced = run(DDP, 2, ("    dist.all_reduce(correct)", ""))
+    assert not_reduced.outputs[0] != run(DDP, 1).outputs[0]
