@@ -1,10 +1,7 @@
 """beyond/shard/train.py repeats stage 04, which resumes its checkpoints, and learns a language."""
 
-from unittest import mock
-
 import pytest
 import torch
-from PIL import Image
 
 from helpers.refusals import ended, refused
 from helpers.shard_cases import FSDP, ZERO_1, ZERO_2, largest_difference
@@ -39,14 +36,12 @@ def test_shard_a_checkpoint_of_the_other_optimizer_is_refused_in_one_line(level)
     refused(line, "another optimizer, expected one with dampening, momentum, nesterov\n")
 
 
-def test_shard_the_picture_is_not_older_than_what_draws_it():
-    picture = chapter("shard", "plot_memory")
-    with Image.open(picture.FILE) as file:
-        assert file.text["made of"] == picture.picture_digest(), (
-            "run: python beyond/shard/plot_memory.py"
-        )
-    with mock.patch.object(picture, "formula", measure.storages):
-        assert file.text["made of"] != picture.picture_digest(), "the control"
+def test_shard_the_page_shows_what_the_formula_says_of_four_ranks():
+    page = (FOLDERS["shard"] / "README.md").read_text().replace("**", "")
+    rows = page.partition("| one of 4 ranks |")[2].splitlines()[2 : 2 + len(measure.LEVELS)]
+    for row, level in zip(rows, measure.LEVELS, strict=True):
+        held = [*measure.formula(level, ranks=4).values()]
+        assert [float(cell) for cell in row.split("|")[2:-1]] == [*held, sum(held)]
 
 
 def test_shard_the_language_model_learns_and_its_loss_does_not_depend_on_the_ranks():
