@@ -1,23 +1,19 @@
 """Benchmarks: each section runs, pictures are fresh, and what the pages say of them is so."""
 
 import json
-import random
 import re
 import subprocess
 import sys
 from argparse import Namespace
-from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import pytest
-import torch
-import torchvision
 from PIL import Image
 
 from common.chapters import load_chapter
-from helpers.local_ranks import ROOT, command, on_ranks, scratch_folder
+from helpers.local_ranks import ROOT, command, scratch_folder
 from helpers.refusals import ended, refused
-from helpers.stage_files import chapter, fresh_module
+from helpers.stage_files import chapter
 from repository_pages import ALL_PAGES, shell
 
 bench = load_chapter("benchmarks", "bench")
@@ -27,10 +23,7 @@ tables = load_chapter("benchmarks", "tables")
 timing = load_chapter("benchmarks", "timing")
 tour_pictures = load_chapter("benchmarks", "tour_pictures")
 
-paper, ready = chapter("forecast", "step_model"), chapter("forecast", "gradient_order")
 peak = chapter("01", "peak")
-BucketTime, Job, Link = paper.BucketTime, paper.Job, paper.Link
-SLOW, FORECAST = Link(1e-3, 1e8), "beyond/forecast/forecast.py"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
@@ -160,25 +153,18 @@ def test_what_measures_imports_nothing_that_draws():
     assert draws == ["False", "True"], "the second one is the control"
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        ("bench speed", "'speed'"),
-        ("bench stages --device tpu", "'tpu'"),
-        ("bench --quick", "required: SECTION"),
-        ("bench reducers --rounds 0", "--rounds: got '0'"),
-        ("forecast --step-ms 23 --link carrier-pigeon", "carrier-pigeon"),
-        ("forecast --step-ms 23 --gpus 12", "--gpus 8"),
-        ("forecast --step-ms 23 --model resnet5000", "resnet5000"),
-        ("forecast --step-ms 23 --model vit_b_16 --image-size 128", "--image-size 224"),
-        ("forecast --step-ms 23 --model alexnet --image-size 9", "--image-size 224"),
-        ("forecast --gpus 8", "--step-ms 45"),
-    ],
-)
-def test_a_wrong_call_ends_in_one_line(call, words, tmp_path):
-    name, *flags = call.split()
-    script = "benchmarks/bench.py" if name == "bench" else FORECAST
-    refused(ended(script, *flags, env=ONE_THREAD, where=tmp_path), words)
+WRONG_CALLS = {
+    "speed": "'speed'",
+    "stages --device tpu": "'tpu'",
+    "--quick": "required: SECTION",
+    "reducers --rounds 0": "--rounds: got '0'",
+}
+
+
+@pytest.mark.parametrize("call", WRONG_CALLS)
+def test_a_wrong_call_ends_in_one_line(call, tmp_path):
+    ending = ended("benchmarks/bench.py", *call.split(), env=ONE_THREAD, where=tmp_path)
+    refused(ending, WRONG_CALLS[call])
 
 
 def test_sections_that_the_notebooks_read_share_a_file_of_the_machine(tmp_path, monkeypatch):
@@ -227,70 +213,6 @@ def test_what_was_measured_once_names_the_commit_that_has_its_program(name):
     if shown.returncode:
         pytest.skip("this copy of the repository has no history, or not all of it")
     assert shown.stdout.startswith('"""')
-
-
-def simulated_ring(size: float, ranks: int, link) -> float:
-    """Message by message: a rank sends on what it has just received, and its cable takes one."""
-    clock = [0.0] * ranks  # when each has what it sends next
-    for _ in range(2 * (ranks - 1)):  # reduce-scatter, then all-gather
-        sent = [at + link.alpha + size / ranks / link.beta for at in clock]
-        clock = [max(sent[rank - 1], clock[rank]) for rank in range(ranks)]
-    return max(clock)
-
-
-def test_a_ring_takes_what_its_messages_take_one_after_the_other():
-    old = "return 2 * (ranks - 1) * (link.alpha"
-    without_all_gather = old.replace("2 * ", "", 1)
-    change = ("step_model.py", old, without_all_gather)
-    broken = fresh_module("forecast", "step_model.py", (change,))
-    for size, ranks in ((s, n) for s in (4, 2**20, 25 * 2**20) for n in (2, 3, 8, 64)):
-        expected = pytest.approx(simulated_ring(size, ranks, SLOW))
-        assert paper.ring(size, ranks, SLOW) == expected != broken.ring(size, ranks, SLOW)
-    assert paper.ring(1e9, 1, SLOW) == paper.two_levels(1e9, 1, 8, SLOW, SLOW) == 0
-
-
-def test_a_step_is_its_computing_and_what_of_the_communication_nothing_hides():
-    draw, cost = random.Random(0), partial(paper.ring, ranks=4, link=SLOW)
-    for _ in range(200):
-        shares = [*sorted(draw.random() for _ in range(draw.randint(0, 5))), 1.0]
-        buckets = [BucketTime(draw.uniform(1e3, 1e8), share) for share in shares]
-        job = Job(draw.random(), draw.random(), draw.random() / 10, buckets)
-        late = replace(job, buckets=[BucketTime(bucket.size, 1.0) for bucket in buckets])
-        communication = sum(cost(bucket.size) for bucket in buckets)
-        whole, slowdown = pytest.approx(job.seconds + communication), draw.random()
-        assert paper.step(late, cost, slowdown=slowdown).seconds == whole, "nothing to overlap"
-        assert paper.step(job, cost, slowdown=1.0).seconds == whole, "nothing is computed meanwhile"
-        step, free = paper.step(job, cost, slowdown=slowdown), paper.step(job, cost).seconds
-        least = max(job.seconds, job.forward + communication + job.optimizer)
-        assert least - 1e-9 <= free <= step.seconds + 1e-9 <= job.seconds + communication + 2e-9
-        assert len(buckets) == 1 or free < job.seconds + communication, "the control"
-        for (_, _, end), (known, begin, _) in zip(step.spans, step.spans[1:], strict=False):
-            assert begin >= max(end, known), "one after the other, and none before it is ready"
-        four = paper.step(job, cost, accumulate=4, slowdown=slowdown).seconds
-        assert four == pytest.approx(step.seconds + 3 * (job.forward + job.backward)), "no_sync"
-
-
-@on_ranks(2)
-def test_the_buckets_are_those_that_ddp_really_sends(rank):
-    ddp, sizes = torch.nn.parallel.DistributedDataParallel(torchvision.models.resnet18()), []
-
-    def note(_, bucket):
-        sizes.append(bucket.buffer().nbytes)
-        return torch.futures.collect_all([]).then(lambda _: bucket.buffer())
-
-    ddp.register_comm_hook(None, note)
-    for _ in range(2):  # after the first backward, DDP lays out its buckets again
-        sizes.clear()
-        ddp(torch.randn(2, 3, 64, 64)).sum().backward()
-    gradients = ready.gradients_of_classifier("resnet18", 64)
-    assert sizes == [bucket.size for bucket in ready.fill_buckets(gradients)]
-    old, new = "2**20, 25 * 2**20", "2**22, 10 * 2**20"
-    change = (
-        "gradient_order.py",
-        *(f"FIRST_BYTES, BUCKET_BYTES = {x}" for x in (old, new)),
-    )
-    other = fresh_module("forecast", "gradient_order.py", (change,))
-    assert sizes != [bucket.size for bucket in other.fill_buckets(gradients)], "the control"
 
 
 def ways() -> dict[str, dict]:
