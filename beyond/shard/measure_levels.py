@@ -7,7 +7,7 @@ is sent. Do not use the machine for anything else meanwhile.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from traffic import bytes_sent_so_far, enter_private_network
 
 timing: Any = load_chapter("benchmarks", "timing")
 Ledger = load_chapter("01", "peak").Ledger
+size = load_chapter("02", "memory").size
 KINDS = ("parameters", "gradients", "optimizer state")
 VARIANTS: dict[str, tuple[Callable[..., Training], str]] = {
     "DDP": (by_hand, "none"),
@@ -51,15 +52,9 @@ def formula(level: str, ranks: int) -> dict[str, float]:
     return dict(zip(KINDS, (parameters, gradients, 2 * state), strict=True))
 
 
-def storages(tensors: Iterable[Any]) -> dict[int, int]:
-    """Address and bytes of each storage, however many tensors are views of it."""
-    sizes = {}
-    for tensor in tensors:
-        if isinstance(tensor, Tensor):
-            local_tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            storage = local_tensor.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
-    return sizes
+def own_part(tensor: Any) -> Tensor:
+    """What this rank holds of a tensor: of PyTorch's DTensor, its local one."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def held_by_kind(training: Training) -> dict[str, int]:
@@ -69,8 +64,10 @@ def held_by_kind(training: Training) -> dict[str, int]:
     gradients += [bucket.shard for bucket in getattr(optimizer, "buckets", [])]  # ZeRO-2's
     inner = getattr(optimizer, "inner", getattr(optimizer, "optim", optimizer))  # what it wraps
     states = [value for state in inner.state.values() for value in state.values()]
-    kinds = training.model.parameters(), gradients, states
-    return dict(zip(KINDS, (sum(storages(kind).values()) for kind in kinds), strict=True))
+    held = {}
+    for kind, values in zip(KINDS, (training.model.parameters(), gradients, states), strict=True):
+        held[kind] = size(own_part(value) for value in values if isinstance(value, Tensor))
+    return held
 
 
 def training_step(training: Training, length: int = LENGTH) -> None:
