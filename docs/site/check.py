@@ -1,18 +1,34 @@
-"""Check all links of the site that `make site` has built.
+"""Check the site that `make site` has built: all links, and its pages in Chromium.
 
-.venv-site/bin/python docs/site/check.py [SITE]
+.venv-site/bin/python docs/site/check.py [--all] [SITE]
 
-One line for each fault, and exit status 1.
+Chromium loads the main path and some pages of each kind on a screen of 390 pixels, and tries the
+widgets. With --all, it loads every page. One line for each fault, and exit status 1; or 77 if there
+is no Chromium, and the links are right.
 """
 
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from urllib.parse import unquote
 
-ROOT = Path(__file__).resolve().parents[2]
+from playwright.sync_api import Browser, Locator, Page, sync_playwright
+
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
+from repository_pages import MAIN_PATH, ROOT
+
+OPTIONS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+OPTIONS += ["--disable-sync", "--disable-background-networking", "--disable-component-update"]
+SAMPLE = ["zh/" * (i % 2) + f"{folder}/index.html" for i, folder in enumerate(MAIN_PATH)]
+SAMPLE += ["zh/docs/claims.html", "04_ddp_torchrun/lesson.diff.html", "01_single_gpu/train.py.html"]
+DRAWN = "[...document.querySelectorAll('pre.mermaid')].every((each) => each.querySelector('svg'))"
+WIDE = """[document.documentElement, document.querySelector('.content')]  // what could scroll
+    .some((it) => it.scrollWidth > it.clientWidth)"""
+STATE = "(it) => [...it.querySelectorAll('[aria-live], svg')].map((each) => each.outerHTML).join()"
 
 
 def link_faults(site: Path) -> Iterator[str]:
@@ -33,11 +49,80 @@ def link_faults(site: Path) -> Iterator[str]:
                 yield f"{page}: leads nowhere: {target}"
 
 
+class Visitor:
+    """Opens pages in one browser, and keeps what is wrong with them."""
+
+    def __init__(self, browser: Browser, base: str) -> None:
+        self.base, self.address, self.faults = base, "", list[str]()
+        self.page = browser.new_page()
+        self.page.set_default_timeout(20_000)
+        self.page.on("console", lambda it: it.type in ("error", "warning") and self.say(it.text))
+        self.page.on("pageerror", lambda error: self.say(str(error)))
+        self.page.on("request", lambda it: it.url.startswith((base, "data:")) or self.say(it.url))
+
+    def say(self, fault: str) -> None:
+        self.faults.append(f"{self.address}: {fault}")
+
+    def open(self, address: str, width: int = 1280) -> Page:
+        self.address = address
+        self.page.set_viewport_size({"width": width, "height": 900})
+        self.page.goto(self.base + address)
+        self.page.wait_for_function(DRAWN)
+        return self.page
+
+    def narrow(self, address: str) -> None:
+        page = self.open(address, width=390)
+        if page.evaluate(WIDE):
+            self.say("is wider than a screen of 390 pixels")
+
+    def widgets(self, address: str) -> None:
+        """Each answers to a drag, a key and a click: its picture or its sentence changes."""
+        page = self.open(address)
+        for widget in page.locator(".widget").all():
+            slider, button = widget.locator("input:visible").first, widget.locator("[data-do=next]")
+            menu = widget.locator("select").first
+
+            def drag(slider: Locator = slider) -> None:
+                slider.hover()
+                page.mouse.down()
+                page.mouse.move(slider.bounding_box()["x"] + 5, 0)
+                page.mouse.up()
+
+            click = button.click if button.count() else partial(menu.select_option, index=1)
+            key = partial(slider.press, "ArrowRight")
+            for what, act in {"drag": drag, "key": key, "click": click}.items():
+                before = widget.evaluate(STATE)
+                act()
+                if widget.evaluate(STATE) == before:
+                    self.say(f"{widget.get_attribute('data-widget')} does not answer to a {what}")
+
+
+def browser_faults(site: Path, chromium: str, pages: list[str]) -> list[str]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=OPTIONS)
+        visitor = Visitor(browser, f"{site.resolve().as_uri()}/")
+        visits = [partial(visitor.narrow, address) for address in pages]
+        for path in sorted(p for p in site.rglob("*.html") if "data-widget=" in p.read_text()):
+            visits.append(partial(visitor.widgets, str(path.relative_to(site))))
+        for visit in visits:
+            try:
+                visit()
+            except Exception as error:  # a time limit, usually: a fault of this page alone
+                visitor.say(str(error))
+        browser.close()
+    return visitor.faults
+
+
 def main() -> int:
-    site = Path(sys.argv[1]) if sys.argv[1:] else ROOT / "_site"
+    arguments = [each for each in sys.argv[1:] if each != "--all"]
+    site = Path(arguments[0]) if arguments else ROOT / "_site"
+    pages = [str(path.relative_to(site)) for path in site.rglob("*.html")]
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
     faults = list(link_faults(site))
+    if chromium and not faults:
+        faults = browser_faults(site, chromium, pages if "--all" in sys.argv else SAMPLE)
     print(*faults, sep="\n")
-    return 1 if faults else 0
+    return 1 if faults else 0 if chromium else 77
 
 
 if __name__ == "__main__":
