@@ -1,9 +1,8 @@
 """What does each level hold, send and take? By hand and with PyTorch's classes, side by side.
 
-    sudo env "PATH=$PATH" python beyond/shard/measure_levels.py
+    python beyond/shard/measure_levels.py
 
-It writes benchmarks/results/shard.json. Root is needed for a network of its own, which counts what
-is sent. Do not use the machine for anything else meanwhile.
+It writes benchmarks/results/shard.json. Do not use the machine for anything else meanwhile.
 """
 
 import time
@@ -22,7 +21,7 @@ from common.options import Parser, UsageError, exit_on, int_at_least
 from common.ranks import run_ranks
 from language import BYTES, LENGTH, Transformer
 from levels import LEVELS, Training, by_hand, by_library
-from traffic import bytes_sent_so_far, enter_private_network
+from traffic import received_bytes
 
 timing: Any = load_chapter("benchmarks", "timing")
 Ledger = load_chapter("01", "peak").Ledger
@@ -116,11 +115,13 @@ def count_sent(
     for _ in range(STEPS):
         training_step(training, length=8)  # more tokens would send no more
     dist.barrier()  # what was sent before has arrived
-    before = bytes_sent_so_far()
+    before = received_bytes()
+    dist.barrier()  # no rank sends before all have counted
     for _ in range(STEPS):
         training_step(training, length=8)
-    dist.barrier()
-    return (bytes_sent_so_far() - before) / STEPS / dist.get_world_size() / parameters
+    total = torch.tensor(float(received_bytes() - before))
+    dist.all_reduce(total)  # of all ranks, which received what all have sent
+    return total.item() / STEPS / dist.get_world_size() / parameters
 
 
 def measure(rank: int, rounds: int) -> dict[str, Any]:
@@ -144,7 +145,6 @@ def main() -> None:
         "--rounds", default=41, type=int_at_least(1), help="each variant once in each of them"
     )
     args = parser.parse_args()
-    enter_private_network()
     ranks = 2
     origin = timing.provenance(
         command="python beyond/shard/measure_levels.py", world_size=ranks, threads_a_rank=1

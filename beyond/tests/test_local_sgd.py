@@ -1,10 +1,7 @@
 """Local SGD: with H = 1 it is DDP, its rounds are those of plain lists, its bytes those counted."""
 
-import socket
-import struct
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +16,10 @@ from helpers.refusals import ended, refused
 from helpers.stage_files import chapter, fresh_module
 
 LOCAL_SGD = "local_sgd.py"
-local = chapter("local_sgd", "local_sgd")
+local, received_bytes = (
+    chapter("local_sgd", "local_sgd"),
+    chapter("shard", "traffic").received_bytes,
+)
 MEAN = {"lr": 1.0, "momentum": 0.0}
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux counts the bytes of a socket")
 
@@ -178,25 +178,6 @@ def test_messages_in_bf16_leave_the_same_bits_on_all_ranks_and_few_digits(rank):
     )
     assert 1e-6 < distance(in_bf16, exact) < 1e-3
     assert all(torch.equal(in_bf16, other) for other in gather_from_ranks(in_bf16))
-
-
-def received_bytes() -> int:
-    """Over TCP, by this process so far, as Linux counts it; see `man 7 tcp`.
-
-    In the means below, a rank receives as many as it sends. But what is lost on a busy machine is
-    sent again, and received once.
-    """
-    total = 0
-    for path in Path("/proc/self/fd").glob("*"):
-        if not path.is_socket():
-            continue
-        connection = socket.socket(fileno=int(path.name))
-        if connection.type == socket.SOCK_STREAM and connection.family != socket.AF_UNIX:
-            tcp_info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-            (received,) = struct.unpack_from("Q", tcp_info, 128)  # tcpi_bytes_received, linux/tcp.h
-            total += received
-        connection.detach()  # it stays open, because it is not ours
-    return total
 
 
 NUMBERS = 400_000
