@@ -104,9 +104,9 @@ class LocalSGD:
                 buffer /= dist.get_world_size()
 
 
-def sent_bytes(numbers: int, bytes_each: int, ranks: int) -> float:
+def sent_bytes(numbers: int, bytes_each: int, world_size: int) -> float:
     """What each rank sends for one mean: a ring's reduce-scatter and all-gather."""
-    return 2 * (ranks - 1) / ranks * numbers * bytes_each
+    return 2 * (world_size - 1) / world_size * numbers * bytes_each
 
 
 def methods(every: int) -> dict[str, dict[str, Any]]:

@@ -82,7 +82,9 @@ class ShardedLayer:
     """
 
     def __init__(self, name: str, module: nn.Module, fsdp: "FSDP") -> None:
-        self.name, self.original, self.fsdp = name, WithOriginalForward(module), fsdp
+        self.name = name
+        self.original = WithOriginalForward(module)
+        self.fsdp = fsdp
         trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.names = list(trained)
         if len(formats := {parameter.dtype for parameter in trained.values()}) > 1:

@@ -41,13 +41,13 @@ BATCH = 2  # samples of each rank
 STEPS = 2  # before anything is counted, and counted
 
 
-def formula(level: str, ranks: int) -> dict[str, float]:
+def formula(level: str, world_size: int) -> dict[str, float]:
     """What the ZeRO paper's Figure 1 says that a rank holds, in multiples of the parameters' bytes.
 
     Adam's state is two numbers for each parameter, here in the same format.
     """
     divided = LEVELS.index(level)  # none, optimizer, gradients, parameters
-    parameters, gradients, state = (1 / ranks if divided >= n else 1.0 for n in (3, 2, 1))
+    parameters, gradients, state = (1 / world_size if divided >= n else 1.0 for n in (3, 2, 1))
     return dict(zip(KINDS, (parameters, gradients, 2 * state), strict=True))
 
 
@@ -145,11 +145,11 @@ def main() -> None:
         "--rounds", default=41, type=int_at_least(1), help="each variant once in each of them"
     )
     args = parser.parse_args()
-    ranks = 2
+    world_size = 2
     origin = timing.provenance(
-        command="python beyond/shard/measure_levels.py", world_size=ranks, threads_a_rank=1
+        command="python beyond/shard/measure_levels.py", world_size=world_size, threads_a_rank=1
     )
-    measured = run_ranks(ranks, measure, args.rounds)[0]
+    measured = run_ranks(world_size, measure, args.rounds)[0]
     parameters = sum(parameter.nbytes for parameter in build().parameters())
     model = f"a transformer of {parameters // 4:,} parameters"
     settings = {

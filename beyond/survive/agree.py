@@ -178,7 +178,9 @@ def stop_together(rank: int, port: int) -> None:
     """Rank 1 receives SIGTERM in its step 100; both ranks stop after the same step."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    agreement, step, seconds = Agreement(seconds=10), 0, 0.0
+    agreement = Agreement(seconds=10)
+    step = 0
+    seconds = 0.0  # that votes took
     while not agreement.stopped:
         step += 1
         time.sleep(0.02)  # a training step

@@ -105,7 +105,7 @@ def simulated_ring(size: float, ranks: int, link) -> float:
 
 
 def test_a_ring_takes_what_its_messages_take_one_after_the_other():
-    old = "return 2 * (ranks - 1) * (link.alpha"
+    old = "return 2 * (world_size - 1) * (link.alpha"
     without_all_gather = old.replace("2 * ", "", 1)
     change = ("step_model.py", old, without_all_gather)
     broken = fresh_module("forecast", "step_model.py", (change,))
@@ -116,7 +116,7 @@ def test_a_ring_takes_what_its_messages_take_one_after_the_other():
 
 
 def test_a_step_is_its_computing_and_what_of_the_communication_nothing_hides():
-    draw, cost = random.Random(0), partial(paper.ring, ranks=4, link=SLOW)
+    draw, cost = random.Random(0), partial(paper.ring, world_size=4, link=SLOW)
     for _ in range(200):
         shares = [*sorted(draw.random() for _ in range(draw.randint(0, 5))), 1.0]
         buckets = [paper.BucketTime(draw.uniform(1e3, 1e8), share) for share in shares]

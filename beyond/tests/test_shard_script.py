@@ -40,7 +40,7 @@ def test_shard_the_page_shows_what_the_formula_says_of_four_ranks():
     page = (FOLDERS["shard"] / "README.md").read_text().replace("**", "")
     rows = page.partition("| one of 4 ranks |")[2].splitlines()[2 : 2 + len(measure.LEVELS)]
     for row, level in zip(rows, measure.LEVELS, strict=True):
-        held = [*measure.formula(level, ranks=4).values()]
+        held = [*measure.formula(level, world_size=4).values()]
         assert [float(cell) for cell in row.split("|")[2:-1]] == [*held, sum(held)]
 
 

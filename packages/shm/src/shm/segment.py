@@ -147,7 +147,9 @@ class Segment:
     def arrive(self, call: int) -> Steps:
         """Say that this rank has written its part of `call`, and wait until all ranks have."""
         self.arrivals = arrivals = self.arrivals + 1
-        counters, transfer, own = self.counters, self.transfers, self.own_place
+        counters = self.counters
+        transfer = self.transfers
+        own = self.own_place
         call_counter = CALL + arrivals % 2  # a rank may be one arrival ahead
         transfer_counter = TRANSFER + arrivals % 2
         counters[own + call_counter] = call
