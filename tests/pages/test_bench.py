@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from argparse import Namespace
 from functools import cache
 
 import pytest
@@ -92,17 +91,13 @@ class Trains:
     """In place of a process: at each look at it, it writes the next of these epochs."""
 
     def __init__(self, folder, *epochs):
-        self.folder, self.epochs, self.returncode = folder, list(epochs), None
+        self.folder, self.epochs = folder, list(epochs)
         folder.mkdir()
 
     def poll(self):
         for number, seconds in self.epochs.pop(0):
             with (self.folder / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps({"epoch": number, "seconds": seconds}) + "\n")
-        return self.returncode
-
-    def communicate(self):
-        return ("No space left on device\n", None)
 
 
 def test_the_ceiling_counts_only_steps_during_which_all_processes_train(tmp_path, monkeypatch):
@@ -114,36 +109,6 @@ def test_the_ceiling_counts_only_steps_during_which_all_processes_train(tmp_path
     late = Trains(tmp_path / "1", [], [(0, 1.0)], [(1, 1.0)], [(2, 3.0)], [(3, 3.0), (3, 3.0)])
     folders = [tmp_path / "0", tmp_path / "1"]
     assert stage_runs.steps_of_all([early, late], folders, 3) == [2.0] * 3 + [3.0] * 3
-
-
-def test_a_process_that_fails_ends_the_measurement_of_the_ceiling(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(stage_runs.time, "sleep", lambda seconds: None)
-    fails = Trains(tmp_path / "0", [], [])
-    fails.returncode = 2
-    with pytest.raises(SystemExit) as caught:
-        stage_runs.steps_of_all([fails], [tmp_path / "0"], 3)
-    assert caught.value.code == 2
-    assert capsys.readouterr().err == "No space left on device\n"
-
-
-def test_the_processes_of_the_ceiling_are_all_started_and_none_is_left(monkeypatch):
-    """Real ones, in place of stage 01: each writes steps as long as it lives."""
-    script = (
-        "import json, pathlib, sys, time\n"
-        "folder = pathlib.Path(sys.argv[-1].removeprefix('--run-dir='))\n"
-        "folder.mkdir()\n"
-        "for epoch in range(10**6):\n"
-        "    with (folder / 'metrics.jsonl').open('a') as file:\n"
-        "        print(json.dumps({'epoch': epoch, 'seconds': 0.5}), file=file)\n"
-        "    time.sleep(0.01)\n"
-    )
-    started, popen = [], stage_runs.subprocess.Popen
-    monkeypatch.setattr(stage_runs, "command_of", lambda key, ranks: ["-c", script])
-    note = lambda call, **how: started.append(popen(call, **how)) or started[-1]  # noqa: E731
-    monkeypatch.setattr(stage_runs.subprocess, "Popen", note)
-    assert stage_runs.time_apart(2, 60, steps=2) == [0.5] * 4
-    assert all("--batch-size=60" in process.args for process in started)
-    assert [process.returncode for process in started] == [-9, -9]
 
 
 def test_what_measures_imports_nothing_that_draws():
@@ -165,20 +130,6 @@ WRONG_CALLS = {
 def test_a_wrong_call_ends_in_one_line(call, tmp_path):
     ending = ended("benchmarks/bench.py", *call.split(), env=ONE_THREAD, where=tmp_path)
     refused(ending, WRONG_CALLS[call])
-
-
-def test_sections_that_the_notebooks_read_share_a_file_of_the_machine(tmp_path, monkeypatch):
-    """Its name is the hardware, with dashes."""
-    monkeypatch.setattr(bench, "RESULTS", tmp_path)
-    results = {"provenance": {"hardware": "AMD EPYC, 2 cores"}, "variants": {}}
-    for name in ("stages", "process_memory"):
-        bench.store(name, results, Namespace(out=None, quick=False, rounds=2))
-    stored = json.loads((tmp_path / "amd-epyc-2-cores.json").read_text())
-    provenance = results["provenance"]
-    assert stored == {"provenance": provenance, "stages": results, "process_memory": results}
-    for rounds, files in ((2, set()), (None, {"survive.json"})):
-        bench.store("survive", results, Namespace(out=None, quick=False, rounds=rounds))
-        assert {path.name for path in tmp_path.iterdir()} == {"amd-epyc-2-cores.json", *files}
 
 
 def test_the_picture_of_the_tour_is_not_older_than_its_results():
