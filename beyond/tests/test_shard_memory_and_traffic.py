@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.local_ranks import command, launch_function
-from helpers.shard_cases import (
+from helpers.stage_files import chapter
+from shard_cases import (
     BY_HAND,
     FSDP,
     ZERO_1,
@@ -23,7 +24,6 @@ from helpers.shard_cases import (
     changed_levels,
     join,
 )
-from helpers.stage_files import chapter
 
 measure = chapter("shard", "measure_levels")
 

@@ -10,8 +10,8 @@ from torch.optim import LBFGS, SGD, Adafactor, AdamW, Muon
 
 from helpers.local_ranks import gather_from_ranks, on_ranks
 from helpers.refusals import ended, refused
-from helpers.shard_cases import FSDP, ZERO_1, ZERO_2, Odd, changed_levels
 from helpers.stage_files import chapter
+from shard_cases import FSDP, ZERO_1, ZERO_2, Odd, changed_levels
 
 
 def test_shard_a_module_that_cannot_fill_its_weights_is_refused_on_the_meta_device():

@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import SGD
 
 from helpers.local_ranks import gather_from_ranks, launch_function, on_ranks
-from helpers.shard_cases import (
+from helpers.stage_files import chapter
+from shard_cases import (
     BY_HAND,
     FSDP,
     ZERO_1,
@@ -25,7 +26,6 @@ from helpers.shard_cases import (
     largest_difference,
     train_steps,
 )
-from helpers.stage_files import chapter
 
 CHOICES = (  # each pair of values occurs
     ("odd", "sgd", 1, None),
