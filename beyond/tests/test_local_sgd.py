@@ -16,10 +16,8 @@ from helpers.refusals import ended, refused
 from helpers.stage_files import chapter, fresh_module
 
 LOCAL_SGD = "local_sgd.py"
-local, received_bytes = (
-    chapter("local_sgd", "local_sgd"),
-    chapter("shard", "traffic").received_bytes,
-)
+local = chapter("local_sgd", "local_sgd")
+received_bytes = chapter("shard", "traffic").received_bytes
 MEAN = {"lr": 1.0, "momentum": 0.0}
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux counts the bytes of a socket")
 

@@ -59,9 +59,8 @@ class Work(dist.Work):
             self.source = -1 if end.value is None else end.value
         except Exception as error:
             self.done, self.error = True, error
-        except (
-            BaseException
-        ) as interrupt:  # Ctrl-C: the others go on with a call that is cut off here
+        except BaseException as interrupt:
+            # Ctrl-C: the others go on with a call that is cut off here
             self.segment.give_up(f"{type(interrupt).__name__} has interrupted a call")
             raise
         if self.done:
@@ -78,9 +77,8 @@ class Work(dist.Work):
         failed = [rank for rank in awaited if self.segment.has_failed(rank)]
         ended = [rank for rank in awaited if rank in failed or not self.segment.lives(rank)]
         if ended == awaited and next(self.steps) == awaited:  # it did not arrive just before
-            what = (
-                f"has {'failed' if failed else 'ended'} while rank {self.segment.rank} waits for it"
-            )
+            how = "failed" if failed else "ended"
+            what = f"has {how} while rank {self.segment.rank} waits for it"
             self.segment.fail(f"rank {' and '.join(map(str, ended))} {what}")
         if time.monotonic() > self.deadline:
             what = f"is more than {self.limit} late, which is the timeout of this call"
