@@ -82,13 +82,15 @@ def join(divide_by_initial_world_size: bool, seconds: float = 60) -> tuple[list[
     return gradients, model.weight.detach().clone()
 
 
-def dealt(samples: int, ranks: int, sampler: str) -> list[list[int]]:
+def dealt(samples: int, world_size: int, sampler: str) -> list[list[int]]:
     """Which samples each rank gets, without shuffling."""
     if sampler == "range":
-        return [list(range(rank, samples, ranks)) for rank in range(ranks)]
+        return [list(range(rank, samples, world_size)) for rank in range(world_size)]
     data = TensorDataset(torch.arange(samples))
     options = {"shuffle": False, "drop_last": sampler == "drop_last"}
-    return [list(DistributedSampler(data, ranks, rank, **options)) for rank in range(ranks)]
+    return [
+        list(DistributedSampler(data, world_size, rank, **options)) for rank in range(world_size)
+    ]
 
 
 def print_from_all(title: str, line: str) -> None:

@@ -38,7 +38,9 @@ class LossScaler:
     """
 
     def __init__(self, init_scale: float = SCALE, growth_interval: int = 2000) -> None:
-        self.factor, self.growth_interval, self.good_steps = init_scale, growth_interval, 0
+        self.factor = init_scale
+        self.growth_interval = growth_interval
+        self.good_steps = 0  # in a row
         self.overflow: bool | None = None  # None: the gradients are not divided yet
 
     def get_scale(self) -> float:

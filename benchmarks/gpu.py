@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import torch
 
@@ -26,7 +25,6 @@ from timing import save
 
 FOLDER = ROOT / "benchmarks" / "results" / "gpu"
 PACKAGES = (".", "03_ddp_manual_allreduce", "beyond")  # where they lie, if they are not installed
-CIFAR10 = "beyond/survive/cifar10.py --amp bf16 --epochs 24 --batch-size 512 --lr 0.1"
 
 
 def list_commands() -> list[str]:
@@ -52,8 +50,6 @@ def list_commands() -> list[str]:
     for name in (name for name, section in SECTIONS.items() if section.on_gpu):
         out = f"benchmarks/results/gpu/{name}.json"
         commands.append(f"benchmarks/bench.py {name} --rounds 2 --device cuda --out {out}")
-    if Path("data/cifar-10-batches-py").exists():
-        commands.append(f"{CIFAR10} {flags}cifar10")
     return commands
 
 

@@ -32,12 +32,12 @@ SIZES = [2**14, 2**20, 2**22, BYTES_BESIDE, 2**24, 25 * 2**20]  # bytes of the o
 SMALL_SIZES = [2**10, 2**17, 2**20, BYTES_BESIDE]  # for net: its bucket has 87,360
 
 
-def predict_on_ranks(ranks: int, model: str, rounds: int) -> Results:
+def predict_on_ranks(world_size: int, model: str, rounds: int) -> Results:
     """A step of DDP, predicted from what is not DDP, beside its measurement.
 
     The error is the median of the rounds': a slow minute slows both times.
     """
-    first, *_ = run_ranks(ranks, time_and_predict, model, rounds)
+    first, *_ = run_ranks(world_size, time_and_predict, model, rounds)
     return first
 
 
@@ -122,13 +122,13 @@ def all_reduce_seconds(times: Times, size: int) -> float:
     return max(extra_seconds(times, behind_work(size), WORK), 1e-6)
 
 
-def fit(ranks: int, times: Times, sizes: list[int]) -> Any:
+def fit(world_size: int, times: Times, sizes: list[int]) -> Any:
     """The link on which a ring takes the measured times, with the least relative error."""
-    if ranks == 1:
+    if world_size == 1:
         return step_model.Link(0.0, 1e15)
-    messages = 2 * (ranks - 1)
+    messages = 2 * (world_size - 1)
     seconds = np.array([all_reduce_seconds(times, size) for size in sizes])
-    matrix = np.array([(messages, messages / ranks * size) for size in sizes])
+    matrix = np.array([(messages, messages / world_size * size) for size in sizes])
     # What is smaller than the scatter of the work before it must not count as if it were exact.
     weights = 1 / np.maximum(seconds, 0.1 * median(times[WORK]))
     alpha, per_byte = np.linalg.lstsq(matrix * weights[:, None], seconds * weights, rcond=None)[0]
@@ -159,12 +159,13 @@ def time_and_predict(rank: int, name: str, rounds: int) -> Results:
     steps: dict[str, Callable] = {WITHOUT_DDP: without_ddp, **work_steps(sizes)}
     steps[DDP] = train_copy(model, images, wrap=ddp_without_buffers)
     times = interleave(steps, rounds)
-    ranks, summary, jobs = dist.get_world_size(), summarize(times), jobs_of(without_ddp, times)
-    link = fit(ranks, times, sizes)
+    summary, jobs = summarize(times), jobs_of(without_ddp, times)
+    world_size = dist.get_world_size()
+    link = fit(world_size, times, sizes)
     # What a second of communication takes from the computing beside it.
     overlap_cost = extra_seconds(times, BESIDE_WORK, LONG_WORK)
     slowdown = min(1.0, max(0.0, overlap_cost / all_reduce_seconds(times, BYTES_BESIDE)))
-    cost = partial(step_model.ring, ranks=ranks, link=link)
+    cost = partial(step_model.ring, world_size=world_size, link=link)
     predicted = [step_model.step(job, cost, 1, slowdown).seconds for job in jobs]
     return {
         "alpha_us": round(1e6 * link.alpha, 1),

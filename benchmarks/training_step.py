@@ -73,7 +73,9 @@ class Trainer:
         self.wrapped: Any = wrap(model) if wrap else model
         self.finish = reducer(model).finish if reducer else lambda: None
         self.optimizer = optimizer(model)
-        self.micro_batches, self.dtype, self.zeroed_in_place = micro_batches, dtype, zeroed_in_place
+        self.micro_batches = micro_batches
+        self.dtype = dtype
+        self.zeroed_in_place = zeroed_in_place
 
     def __call__(self) -> None:
         """Forward, backward, averaging, optimizer, as in train.py."""

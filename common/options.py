@@ -76,7 +76,7 @@ def make_parser(stage: str, doc: str | None) -> Parser:
     add("--model", default="net", choices=MODELS, help="network to train")
     add("--epochs", default=10, type=positive, help="passes over the training set")
     steps = int_at_least(1, below=2**63)
-    add("--max-steps", default=10**9, type=steps, help="stop after this many optimizer steps")
+    add("--max-steps", default=math.inf, type=steps, help="stop after this many optimizer steps")
     add("--batch-size", default=120, type=positive, help="samples per step, of all ranks together")
     add("--lr", default=0.02, type=real, help="learning rate of SGD")
     add("--momentum", default=0.9, type=real, help="momentum of SGD")

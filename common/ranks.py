@@ -3,8 +3,8 @@
     run_ranks(4, function, argument)  # what function(rank, argument) returns on each of four ranks
 
 Chapters, tests and benchmarks start their ranks here, and no train.py does. A fork server imports
-torch once, and each rank is a copy of it that is there in milliseconds. `python -m common.ranks`
-shows four ranks at work. A chapter that torchrun starts calls join_on_this_machine instead.
+torch once, and each rank is a copy of it that is there in milliseconds. A chapter that torchrun
+starts calls join_on_this_machine instead.
 """
 
 import multiprocessing
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from common.options import Parser, UsageError, exit_on
+from common.options import UsageError
 
 # Rank 0 need not make the store, because its launcher has one.
 STORE_OF_A_LAUNCHER = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
@@ -221,16 +221,3 @@ def join_on_this_machine(program: str, why_two: str) -> None:
     # Their messages stay on loopback; torchrun's store, where they meet, listens everywhere.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname()[0] == "Darwin" else "lo")
     dist.init_process_group("gloo")
-
-
-def introduce(rank: int) -> str:
-    """Who this rank is, and one all-reduce."""
-    total = torch.tensor(rank)
-    dist.all_reduce(total)  # every rank must reach this line
-    return f"rank {rank} of {dist.get_world_size()}; all ranks add up to {total.item()}"
-
-
-if __name__ == "__main__":
-    with exit_on(UsageError):
-        Parser(__doc__).parse_args()
-        print(*run_ranks(4, introduce), sep="\n")

@@ -77,17 +77,17 @@ def lock(folder: Path) -> None:
 def keep_steps(metrics: Path, last: int) -> None:
     """Keep the lines up to this step, that of the checkpoint. A crash may have damaged some."""
     lines = metrics.read_text(errors="replace").splitlines() if metrics.exists() else []
-    kept, damaged = [], 0
+    good_lines, damaged = [], 0
     for line in lines:
         try:
             if json.loads(line)["step"] <= last:
-                kept.append(f"{line}\n")
+                good_lines.append(f"{line}\n")
         except (ValueError, TypeError, LookupError):
             damaged += 1
     if damaged:
         print(f"{metrics}: left out {damaged} damaged line{'s' * (damaged > 1)}")
     if lines:
-        replace(metrics, "".join(kept).encode())
+        replace(metrics, "".join(good_lines).encode())
 
 
 def set_aside(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """What every reducer needs: the same start on all ranks, and which gradients there are to average.
 
-The reducers themselves stand in reducers.py and shared_memory.py.
+The reducers themselves stand in reducers.py.
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""Average the gradients of all ranks, in five ways that give the same mean.
+"""Average the gradients of all ranks, in four ways that give the same mean.
 
 Read them in this order. PerParameter sends a message for each parameter, as train.py does. Flat
 sends one message for all of them, and Ring does so by an all-reduce of our own. Bucketed sends
-several, each as soon as backward has filled it, as DistributedDataParallel does. SharedMemory, in
-shared_memory.py, sends no gradient at all. compare.py shows what they send. In a training loop:
+several, each as soon as backward has filled it, as DistributedDataParallel does. compare.py shows
+what they send. In a training loop:
 
     reducer = Bucketed(model)  # every rank now has rank 0's weights and buffers
     loss.backward()            # Bucketed sends in here
@@ -25,7 +25,6 @@ from torch.nn import Parameter
 from common.options import UsageError
 from gradients import broadcast_model, fill_missing_gradients, views_of, write_divided_gradient
 from ring import ring_all_reduce
-from shared_memory import SharedMemory
 
 
 class PerParameter:
@@ -175,5 +174,4 @@ REDUCERS: dict[str, Callable[[nn.Module], Reducer]] = {
     "flat": Flat,
     "bucketed": Bucketed,
     "ring": Ring,
-    "shared-memory": SharedMemory,
 }

@@ -2,9 +2,9 @@
 
     python beyond/convert/apply_steps.py
 
-does this for the classifier and for the detector. It writes the script for many GPUs, the diffs
-with fresh line numbers, and the fences of the pages. To change a step, edit its
-diff; to change a script, edit the one for one GPU; then run this.
+does this for the classifier and for the detector. It writes the scripts for many GPUs into
+runs/converted, the diffs with fresh line numbers, and the fences of the pages. To change a step,
+edit its diff; to change a script, edit the one for one GPU; then run this.
 """
 
 import re
@@ -13,9 +13,10 @@ from difflib import unified_diff
 from itertools import pairwise
 from pathlib import Path
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+CONVERTED = HERE.parents[1] / "runs" / "converted"
 CLASSIFIER = HERE / "classifier"
-PAGES = {  # folder, with NAME.py for one GPU and NAME_ddp.py for many: the page of its steps
+PAGES = {  # folder, with NAME.py for one GPU: the page of its steps
     CLASSIFIER: HERE / "README.md",
     HERE / "detector": HERE / "detector" / "README.md",
 }
@@ -47,10 +48,6 @@ def apply(diff: str, text: str) -> str:
 
 def script_for_one_gpu(folder: Path) -> Path:
     return folder / f"{folder.name}.py"
-
-
-def script_for_many_gpus(folder: Path) -> Path:
-    return folder / f"{folder.name}_ddp.py"
 
 
 def scripts(folder: Path = CLASSIFIER) -> list[str]:
@@ -93,14 +90,15 @@ def show_examples(page: str) -> str:
 
 if __name__ == "__main__":
     ArgumentParser(description=__doc__).parse_args()
+    CONVERTED.mkdir(parents=True, exist_ok=True)
     for folder, page in PAGES.items():
         texts = scripts(folder)
         diffs = fresh_diffs(texts)
         for step, diff in zip(steps(folder), diffs, strict=True):
             step.write_text(diff)
-        written = script_for_many_gpus(folder)
-        written.write_text(texts[-1])
+        script = CONVERTED / f"{folder.name}_ddp.py"
+        script.write_text(texts[-1])
         page.write_text(show(page.read_text(), diffs))
-        print(f"wrote {written.name}, {len(diffs)} diffs and {page.relative_to(HERE)}")
+        print(f"wrote {script}, {len(diffs)} diffs and {page.relative_to(HERE)}")
     page = HERE / "examples" / "README.md"
     page.write_text(show_examples(page.read_text()))

@@ -55,17 +55,17 @@ class Step:
     backward_end: float
 
 
-def ring(size: float, ranks: int, link: Link) -> float:
+def ring(size: float, world_size: int, link: Link) -> float:
     """Each rank sends 2 (n - 1) messages of 1/n of the tensor (Patarasuk and Yuan, 2009)."""
-    return 2 * (ranks - 1) * (link.alpha + size / ranks / link.beta)
+    return 2 * (world_size - 1) * (link.alpha + size / world_size / link.beta)
 
 
-def tree(size: float, ranks: int, link: Link) -> float:
+def tree(size: float, world_size: int, link: Link) -> float:
     """Up and down a tree, in pieces that follow each other: few latencies, all the bytes twice.
 
     NCCL got it in 2.4 (Jeaugey, "Massively Scale Your Deep Learning Training with NCCL 2.4").
     """
-    return 2 * math.ceil(math.log2(ranks)) * link.alpha + 2 * size / link.beta
+    return 2 * math.ceil(math.log2(world_size)) * link.alpha + 2 * size / link.beta
 
 
 def two_levels(size: float, gpus: int, gpus_per_node: int, inside: Link, between: Link) -> float:
@@ -111,7 +111,7 @@ def main() -> None:
     ]
     job = Job(0.100, 0.200, 0.010, [*late, BucketTime(10e6, 1.0)])
     for gbit in (25, 5):
-        one_step = step(job, partial(ring, ranks=8, link=Link(50e-6, gbit * 1e9 / 8)))
+        one_step = step(job, partial(ring, world_size=8, link=Link(50e-6, gbit * 1e9 / 8)))
         rows = [
             (f"{bucket.size / 1e6:.0f}", *(f"{1000 * at:.0f}" for at in span))
             for bucket, span in zip(job.buckets, one_step.spans, strict=True)

@@ -34,7 +34,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from async_mean import START_MEAN_IN, Wait, sent_bytes
 from common.data import ImageSet, collate, load_dataset
 from common.models import build_model
 from common.options import Parser, UsageError, exit_on, int_at_least
@@ -47,8 +46,8 @@ STEPS, LOCAL_BATCH, LR = 100, 30, 0.02
 class LocalSGD:
     """Every so many steps, one outer step of all ranks with the mean of what each has changed.
 
-    lr, momentum: of the outer step; 1 and 0 average the weights. late: a message travels during the
-    next round, and its mean is used at the end of that. All ranks must take equally many steps.
+    lr, momentum: of the outer step; 1 and 0 average the weights. dtype: of the message, if not that
+    of the weights. All ranks must take equally many steps.
     """
 
     def __init__(
@@ -57,21 +56,19 @@ class LocalSGD:
         every: int,
         lr: float = 0.7,
         momentum: float = 0.9,
-        message: str = "full",
-        late: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        if message not in START_MEAN_IN or every < 1:
-            expected = f"message one of {', '.join(START_MEAN_IN)}, and every at least 1"
-            raise ValueError(f"got message={message!r}, every={every}; expected {expected}")
-        self.model, self.every, self.late = model, every, late
-        self.start_mean, self.steps = START_MEAN_IN[message], 0
+        if every < 1:
+            raise ValueError(f"got every={every}, expected at least 1")
+        self.model = model
+        self.every = every
+        self.dtype = dtype
+        self.steps = 0  # since the ranks have talked
         for tensor in model.state_dict().values():
             dist.broadcast(tensor, src=0)  # every rank must reach this line
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.shared = self.weights()  # what all ranks agree on
-        self.round_start = self.shared  # where this rank began its round
+        self.shared = self.weights()  # what all ranks agree on, and begin a round with
         self.outer = SGD([self.shared], lr, momentum, nesterov=momentum > 0)
-        self.pending_mean: Wait | None = None
 
     def weights(self) -> Tensor:
         """A copy of the trained parameters, (P,)."""
@@ -86,38 +83,30 @@ class LocalSGD:
 
     def exchange(self) -> None:
         """The end of a round: the ranks average what they have changed."""
-        change = self.round_start - self.weights()  # like a gradient, it points uphill
-        wait: Wait | None = self.start_mean(change)
-        if self.late:  # the mean of the round before has arrived by now
-            wait, self.pending_mean = self.pending_mean, wait
-        if wait:
-            self.outer_step(wait)
-        # What is not averaged yet, a rank keeps for itself.
-        self.set_weights(self.shared - change if self.late else self.shared)
-
-    def outer_step(self, wait: Wait) -> None:
-        self.shared.grad = wait()  # every rank must reach this line
+        change = self.shared - self.weights()  # like a gradient, it points uphill
+        message = change.to(self.dtype or change.dtype)
+        dist.all_reduce(message)  # every rank must reach this line
+        self.shared.grad = message.to(change.dtype) / dist.get_world_size()
         self.outer.step()
-
-    def set_weights(self, weights: Tensor) -> None:
-        self.round_start, self.steps = weights, 0
-        pieces = weights.split([p.numel() for p in self.parameters])
+        pieces = self.shared.split([p.numel() for p in self.parameters])
         for parameter, piece in zip(self.parameters, pieces, strict=True):
             parameter.copy_(piece.view_as(parameter))
+        self.steps = 0
 
     @torch.no_grad()
     def finish(self) -> None:
         """Average what is left, and BatchNorm's running statistics, which no round has sent."""
         if self.steps:
             self.exchange()
-        if self.pending_mean:
-            self.outer_step(self.pending_mean)
-            self.pending_mean = None
-            self.set_weights(self.shared)
         for buffer in self.model.buffers():
             if buffer.is_floating_point():
                 dist.all_reduce(buffer)  # every rank must reach this line
                 buffer /= dist.get_world_size()
+
+
+def sent_bytes(numbers: int, bytes_each: int, world_size: int) -> float:
+    """What each rank sends for one mean: a ring's reduce-scatter and all-gather."""
+    return 2 * (world_size - 1) / world_size * numbers * bytes_each
 
 
 def methods(every: int) -> dict[str, dict[str, Any]]:
@@ -128,8 +117,7 @@ def methods(every: int) -> dict[str, dict[str, Any]]:
         "mean, H = 1": {**mean, "every": 1},
         f"mean, H = {every}": mean,
         f"DiLoCo, H = {every}": diloco,
-        f"DiLoCo, H = {every}, int8": {**diloco, "message": "int8"},
-        f"mean, H = {every}, late": {**mean, "late": True},
+        f"DiLoCo, H = {every}, bf16": {**diloco, "dtype": torch.bfloat16},
         NEVER: {},
     }
 
@@ -196,8 +184,9 @@ def compare(every: int) -> str:
     rows = []
     for method, options in methods(every).items():
         messages = 0 if method == NEVER else -(-STEPS // options.get("every", 1))
-        numbers, message = len(weights[method]), options.get("message", "full")
-        sent = messages * sent_bytes(message, numbers, dist.get_world_size()) / 1e6  # MB
+        bytes_each = options.get("dtype", torch.float32).itemsize
+        mean_bytes = sent_bytes(len(weights[method]), bytes_each, dist.get_world_size())
+        sent = messages * mean_bytes / 1e6  # MB
         distance = ((weights[method] - weights[DDP]).norm() / weights[DDP].norm()).item()
         learned = accuracy(trained[method], test_set)
         rows.append((method, messages, f"{sent:.1f}", f"{distance:.1%}", f"{learned:.1%}"))

@@ -13,7 +13,6 @@ layer again. See Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5.3.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -26,7 +25,6 @@ from torch.nn import Parameter
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.checkpoint import checkpoint
 
 from shards import (
     ReduceScatter,
@@ -84,10 +82,11 @@ class ShardedLayer:
     """
 
     def __init__(self, name: str, module: nn.Module, fsdp: "FSDP") -> None:
-        self.name, self.original, self.fsdp = name, WithOriginalForward(module), fsdp
+        self.name = name
+        self.original = WithOriginalForward(module)
+        self.fsdp = fsdp
         trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.names = list(trained)
-        self.frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
         if len(formats := {parameter.dtype for parameter in trained.values()}) > 1:
             names = " and ".join(sorted(str(dtype) for dtype in formats))
             raise ShardingError(f"{name} has parameters in {names}: convert them to one format")
@@ -104,9 +103,9 @@ class ShardedLayer:
                 owner, _, leaf = full_name.rpartition(".")
                 setattr(module.get_submodule(owner), leaf, part_of[parameter])
         self.flat: Tensor | None = None  # all parameters, while they are unsharded
-        self.shard_to_send: Tensor | None = None
         self.gather_work: dist.Work | None = None
-        self.backward_needs_it = self.got_gradient = self.is_recomputing = False
+        self.backward_needs_it = False
+        self.got_gradient = False
         self.previous: ShardedLayer | None = None  # in the order of the last forward
         self.following: ShardedLayer | None = None
         self.is_last = False
@@ -115,10 +114,8 @@ class ShardedLayer:
     def start_gather(self) -> None:
         """Every rank must call it, and in the same order for all layers."""
         if self.flat is None:
-            shard = self.shard.to(self.fsdp.dtype or self.shard.dtype)
-            self.flat = self.shards.new_flat(like=shard)
-            self.gather_work = all_gather_single(self.flat, shard, async_op=True)
-            self.shard_to_send = shard  # it must live until it is sent
+            self.flat = self.shards.new_flat(like=self.shard)
+            self.gather_work = all_gather_single(self.flat, self.shard, async_op=True)
 
     def unshard(self) -> Tensor:
         """All parameters, flat."""
@@ -130,7 +127,7 @@ class ShardedLayer:
     def wait(self) -> None:
         if self.gather_work:
             self.gather_work.wait()
-            self.gather_work, self.shard_to_send = None, None
+            self.gather_work = None
 
     def free(self) -> None:
         self.wait()
@@ -139,49 +136,19 @@ class ShardedLayer:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """What the model calls as this module's forward."""
         self.fsdp.order.append(self)
-        if not (self.fsdp.recompute and torch.is_grad_enabled()):
-            return self.run_unsharded(*args, **kwargs)
-
-        def contexts() -> tuple:  # in which forward runs, and runs again
-            return nullcontext(), self.recomputing()
-
-        options: Any = {"use_reentrant": False, "context_fn": contexts}
-        return checkpoint(self.run_unsharded, *args, **options, **kwargs)
-
-    @contextmanager
-    def recomputing(self) -> Iterator[None]:
-        """Backward runs forward again in here."""
-        self.is_recomputing = True
-        try:
-            yield
-        finally:
-            self.is_recomputing = False
-
-    def run_unsharded(self, *args: Any, **kwargs: Any) -> Any:
-        if self.fsdp.dtype:
-            args = tuple(self.cast(arg) for arg in args)
-            kwargs = {name: self.cast(arg) for name, arg in kwargs.items()}
         parameters = GatherParameters.apply(self, *self.owned)
         named = {f"module.{n}": p for n, p in zip(self.names, parameters, strict=True)}
-        if self.fsdp.dtype:
-            named |= {f"module.{n}": self.cast(p) for n, p in self.frozen.items()}
-        neighbor = self.previous if self.is_recomputing else self.following
-        if neighbor:
-            neighbor.start_gather()  # meanwhile, this layer computes
-        hooks = saved_tensors_hooks(self.pack, self.unpack)  # recomputing saves nothing anyway
+        if self.following:
+            self.following.start_gather()  # meanwhile, this layer computes
         self.fsdp.layer = self
         try:
-            with nullcontext() if self.fsdp.recompute else hooks:
+            with saved_tensors_hooks(self.pack, self.unpack):
                 result = functional_call(self.original, named, args, kwargs)
             self.fsdp.layer = None  # not after an error, which is then of this layer
             return result
         finally:
-            if not self.is_last or self.is_recomputing or not torch.is_grad_enabled():
+            if not self.is_last or not torch.is_grad_enabled():
                 self.free()  # backward begins with the last layer, which stays
-
-    def cast(self, arg: Any) -> Any:
-        floating = isinstance(arg, Tensor) and arg.is_floating_point()
-        return arg.to(self.fsdp.dtype) if floating else arg
 
     def pack(self, tensor: Tensor) -> Tensor | Place:
         """What forward saves for backward: of this layer's own parameters, only the place."""
@@ -213,7 +180,7 @@ class ShardedLayer:
 
     def add_gradient(self, mean: Tensor) -> None:
         """mean: of this rank's shard over the ranks, (length,)."""
-        parts = self.shards.parts_of(mean.to(self.shard.dtype))
+        parts = self.shards.parts_of(mean)
         for own, gradient in zip(self.owned, parts, strict=True):
             own.grad = gradient if own.grad is None else own.grad + gradient
 
@@ -270,23 +237,15 @@ def materialize(module: nn.Module, device: torch.device) -> None:
 class FSDP(nn.Module):
     """A model of which each rank keeps 1/N.
 
-    dtype: of the unsharded parameters and of their gradients; the parts stay as they are.
-    recompute: forward saves nothing inside a layer, and backward computes it again. A model that
-    was built on the meta device gets its memory here, on `device`, layer by layer, and its weights
-    by each module's reset_parameters. Frozen parameters and those outside of all layers are not
-    sharded. Every forward is a collective: every rank must call it. Raises ShardingError for a
-    parameter that several layers share.
+    A model that was built on the meta device gets its memory here, on `device`, layer by layer, and
+    its weights by each module's reset_parameters. Frozen parameters and those outside of all layers
+    are not sharded. Every forward is a collective: every rank must call it. Raises ShardingError
+    for a parameter that several layers share.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        dtype: torch.dtype | None = None,
-        recompute: bool = False,
-        device: torch.device | str = "cpu",
-    ) -> None:
+    def __init__(self, model: nn.Module, device: torch.device | str = "cpu") -> None:
         super().__init__()
-        self.model, self.dtype, self.recompute = model, dtype, recompute
+        self.model = model
         self.pending: list[tuple[ShardedLayer, ReduceScatter]] = []
         modules = dict(layers_of(model))
         if not modules:
@@ -318,8 +277,7 @@ class FSDP(nn.Module):
             cure = "use a weight only in its own layer's forward"
             raise ShardingError(f"{why} ({str(error).splitlines()[0]}): {cure}") from error
         self.link(list(dict.fromkeys(self.order)))
-        is_lower = self.dtype and isinstance(result, Tensor)
-        return result.to(self.layers[0].shard.dtype) if is_lower else result
+        return result
 
     def link(self, order: list[ShardedLayer]) -> None:
         """Tell each layer its neighbors in forward: the first forward finds them out."""

@@ -145,10 +145,9 @@ class FullOptimizerState:
         for shards, parts, numbers in self.shards():
             for part, number, owned_slice in zip(parts, numbers, shards.owned_slices, strict=True):
                 for key, value in rows.get(number, {}).items():
-                    is_sharded = key in elementwise
-                    owned = (
-                        value.reshape(-1)[owned_slice].clone() if is_sharded else deepcopy(value)
-                    )
-                    self.inner.state[part][key] = owned
+                    if key in elementwise:
+                        self.inner.state[part][key] = value.reshape(-1)[owned_slice].clone()
+                    else:
+                        self.inner.state[part][key] = deepcopy(value)
         for tensor, row in self.inner.state.items():  # checkpoints are read to the CPU
             row.update({key: row[key].to(tensor.device) for key in row.keys() & elementwise})

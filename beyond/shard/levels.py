@@ -6,7 +6,7 @@ gradients   ZeRO-2: ... and 1/N of the gradients
 parameters  ZeRO-3, or FSDP: ... and 1/N of the parameters
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -40,12 +40,11 @@ def by_hand(
     level: str,
     model: nn.Module,
     optimizer_class: type[Optimizer],
-    fsdp_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Training:
-    """options: of the optimizer. fsdp_options: dtype, recompute and device of FSDP."""
+    """options: of the optimizer."""
     if level == "parameters":
-        fsdp = FSDP(model, **(fsdp_options or {}))
+        fsdp = FSDP(model)
         optimizer = optimizer_class(fsdp.parameters(), **options)
         states = FullModelState(fsdp), FullOptimizerState(fsdp, optimizer)
         return Training(fsdp, optimizer, fsdp.finish, fsdp.clip_grad_norm, *states)

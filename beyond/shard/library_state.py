@@ -62,7 +62,9 @@ class LibraryOptimizerState:
     """Its optimizer: PyTorch names the parameters where the stages' files number them."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self.model, self.optimizer, self.collected = model, optimizer, State()
+        self.model = model
+        self.optimizer = optimizer
+        self.collected = State()
         self.names = [name for name, _ in model.named_parameters()]
 
     @property

@@ -1,13 +1,12 @@
 """What does each level hold, send and take? By hand and with PyTorch's classes, side by side.
 
-    sudo env "PATH=$PATH" python beyond/shard/measure_levels.py
+    python beyond/shard/measure_levels.py
 
-It writes benchmarks/results/shard.json. Root is needed for a network of its own, which counts what
-is sent. Do not use the machine for anything else meanwhile.
+It writes benchmarks/results/shard.json. Do not use the machine for anything else meanwhile.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,10 +21,11 @@ from common.options import Parser, UsageError, exit_on, int_at_least
 from common.ranks import run_ranks
 from language import BYTES, LENGTH, Transformer
 from levels import LEVELS, Training, by_hand, by_library
-from traffic import bytes_sent_so_far, enter_private_network
+from traffic import received_bytes
 
 timing: Any = load_chapter("benchmarks", "timing")
 Ledger = load_chapter("01", "peak").Ledger
+size = load_chapter("02", "memory").size
 KINDS = ("parameters", "gradients", "optimizer state")
 VARIANTS: dict[str, tuple[Callable[..., Training], str]] = {
     "DDP": (by_hand, "none"),
@@ -41,25 +41,19 @@ BATCH = 2  # samples of each rank
 STEPS = 2  # before anything is counted, and counted
 
 
-def formula(level: str, ranks: int) -> dict[str, float]:
+def formula(level: str, world_size: int) -> dict[str, float]:
     """What the ZeRO paper's Figure 1 says that a rank holds, in multiples of the parameters' bytes.
 
     Adam's state is two numbers for each parameter, here in the same format.
     """
     divided = LEVELS.index(level)  # none, optimizer, gradients, parameters
-    parameters, gradients, state = (1 / ranks if divided >= n else 1.0 for n in (3, 2, 1))
+    parameters, gradients, state = (1 / world_size if divided >= n else 1.0 for n in (3, 2, 1))
     return dict(zip(KINDS, (parameters, gradients, 2 * state), strict=True))
 
 
-def storages(tensors: Iterable[Any]) -> dict[int, int]:
-    """Address and bytes of each storage, however many tensors are views of it."""
-    sizes = {}
-    for tensor in tensors:
-        if isinstance(tensor, Tensor):
-            local_tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            storage = local_tensor.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
-    return sizes
+def own_part(tensor: Any) -> Tensor:
+    """What this rank holds of a tensor: of PyTorch's DTensor, its local one."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def held_by_kind(training: Training) -> dict[str, int]:
@@ -69,8 +63,10 @@ def held_by_kind(training: Training) -> dict[str, int]:
     gradients += [bucket.shard for bucket in getattr(optimizer, "buckets", [])]  # ZeRO-2's
     inner = getattr(optimizer, "inner", getattr(optimizer, "optim", optimizer))  # what it wraps
     states = [value for state in inner.state.values() for value in state.values()]
-    kinds = training.model.parameters(), gradients, states
-    return dict(zip(KINDS, (sum(storages(kind).values()) for kind in kinds), strict=True))
+    held = {}
+    for kind, values in zip(KINDS, (training.model.parameters(), gradients, states), strict=True):
+        held[kind] = size(own_part(value) for value in values if isinstance(value, Tensor))
+    return held
 
 
 def training_step(training: Training, length: int = LENGTH) -> None:
@@ -119,11 +115,13 @@ def count_sent(
     for _ in range(STEPS):
         training_step(training, length=8)  # more tokens would send no more
     dist.barrier()  # what was sent before has arrived
-    before = bytes_sent_so_far()
+    before = received_bytes()
+    dist.barrier()  # no rank sends before all have counted
     for _ in range(STEPS):
         training_step(training, length=8)
-    dist.barrier()
-    return (bytes_sent_so_far() - before) / STEPS / dist.get_world_size() / parameters
+    total = torch.tensor(float(received_bytes() - before))
+    dist.all_reduce(total)  # of all ranks, which received what all have sent
+    return total.item() / STEPS / dist.get_world_size() / parameters
 
 
 def measure(rank: int, rounds: int) -> dict[str, Any]:
@@ -147,12 +145,11 @@ def main() -> None:
         "--rounds", default=41, type=int_at_least(1), help="each variant once in each of them"
     )
     args = parser.parse_args()
-    enter_private_network()
-    ranks = 2
+    world_size = 2
     origin = timing.provenance(
-        command="python beyond/shard/measure_levels.py", world_size=ranks, threads_a_rank=1
+        command="python beyond/shard/measure_levels.py", world_size=world_size, threads_a_rank=1
     )
-    measured = run_ranks(ranks, measure, args.rounds)[0]
+    measured = run_ranks(world_size, measure, args.rounds)[0]
     parameters = sum(parameter.nbytes for parameter in build().parameters())
     model = f"a transformer of {parameters // 4:,} parameters"
     settings = {

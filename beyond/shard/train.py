@@ -80,7 +80,9 @@ class EqualShard(Dataset):
     """
 
     def __init__(self, dataset: Any, rank: int, world_size: int) -> None:
-        self.dataset, self.rank, self.world_size = dataset, rank, world_size
+        self.dataset = dataset
+        self.rank = rank
+        self.world_size = world_size
 
     def __len__(self) -> int:
         return -(-len(self.dataset) // self.world_size)

@@ -21,8 +21,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+from launch import machine_id
+
 VOTE_SECONDS = 0.25  # from one vote to the next
-MAX_STEPS = 50  # the upper limit in steps, in case the steps suddenly become slow
+LONGEST_INTERVAL = 50  # steps from one vote to the next, in case they suddenly become slow
 
 
 class AgreementError(ValueError):
@@ -68,7 +70,7 @@ class Agreement:
     def _start_vote(self) -> None:
         now = time.monotonic()
         interval = round(VOTE_SECONDS * self.steps / (now - self.started))
-        proposal = min(max(1, interval), MAX_STEPS) if self.rank == 0 else 0
+        proposal = min(max(1, interval), LONGEST_INTERVAL) if self.rank == 0 else 0
         votes = torch.tensor([int(self.sigterm.is_set()), proposal])
         self.pending = dist.all_reduce(votes, dist.ReduceOp.MAX, self.group, async_op=True), votes
         self.steps, self.started = 0, now
@@ -155,11 +157,9 @@ def same_file_number(path: Path) -> int:
     """Equal numbers, below 2**63, for the same file on the same machine; 0 if there is none."""
     try:
         file = path.stat()
-        boot = Path("/proc/sys/kernel/random/boot_id")
-        machine = boot.read_text() if boot.exists() else os.uname().nodename
     except OSError:
         return 0
-    name = f"{machine} {file.st_dev} {file.st_ino}"
+    name = f"{machine_id()} {file.st_dev} {file.st_ino}"
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
 
 
@@ -178,7 +178,9 @@ def stop_together(rank: int, port: int) -> None:
     """Rank 1 receives SIGTERM in its step 100; both ranks stop after the same step."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    agreement, step, seconds = Agreement(seconds=10), 0, 0.0
+    agreement = Agreement(seconds=10)
+    step = 0
+    seconds = 0.0  # that votes took
     while not agreement.stopped:
         step += 1
         time.sleep(0.02)  # a training step

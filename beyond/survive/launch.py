@@ -139,14 +139,19 @@ def each_rank_has_a_gpu(
     return gpus == world_size
 
 
+def machine_id() -> str:
+    """Tells this machine from others, and from itself before a reboot. Host names may repeat."""
+    boot = Path("/proc/sys/kernel/random/boot_id")  # Linux has it
+    return boot.read_text().strip() if boot.exists() else os.uname().nodename
+
+
 def process_identity(pid: int) -> list[str] | None:
     """Identifies a process on all machines. A PID alone does not: the system uses it again."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         if state == "Z":  # it has ended, and its parent has not yet asked how
             return None
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # names may repeat
-        return [machine, os.readlink(f"/proc/{pid}/ns/pid"), str(pid), fields[18]]
+        return [machine_id(), os.readlink(f"/proc/{pid}/ns/pid"), str(pid), fields[18]]
     except OSError:  # it has ended, or this is not Linux
         return None
 

@@ -6,7 +6,6 @@ torchrun --standalone --nproc-per-node=2 beyond/survive/train.py --resume auto
 from argparse import BooleanOptionalAction, Namespace
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,7 +42,7 @@ def parse_args() -> Namespace:
     add("--accumulate", default=1, type=count, help="micro-batches per optimizer step")
     add("--clip-norm", type=float_at_least(1e-30), help="upper limit for the norm of all gradients")
     schedule.add_schedule(parser)  # --lr-rule, --base-batch-size, --warmup-epochs, --lr-decay
-    add("--checkpoint-every-steps", default=10**9, type=count, help="besides each epoch's end")
+    add("--checkpoint-every-steps", type=count, help="besides the end of each epoch")
     limit = int_at_least(1, below=10**9)  # torch counts in nanoseconds, in 63 bits
     add("--timeout-seconds", default=600, type=limit, help="time to wait for a missing rank")
     return parser.parse_args()
@@ -76,12 +75,13 @@ def resume(
 def until_checkpoint(loader: Iterable, recorder: Recorder, agreement: Agreement) -> Iterator:
     """The batches until the end of the epoch, the next checkpoint, or the step where all stop."""
     args, progress = recorder.args, recorder.progress
-    for batch in islice(loader, args.max_steps - progress.step):
+    for batch in loader:
         # Dropout masks are a function of the step, so a resumed run draws the same ones.
         durable.reseed(args.seed, progress.epoch, progress.epoch_step, agreement.rank)
         yield batch  # the training step runs while this line waits
         agreement.vote()  # it does not wait for the other ranks
-        if agreement.stopped or progress.step % args.checkpoint_every_steps == 0:
+        is_due = args.checkpoint_every_steps and progress.step % args.checkpoint_every_steps == 0
+        if agreement.stopped or is_due or progress.step >= args.max_steps:
             break
     agreement.barrier()  # the recorder waits for the GPU next
 

@@ -52,10 +52,15 @@ class Watchdog:
     def __init__(
         self, store: dist.Store, rank: int, world_size: int, file: str, seconds: float
     ) -> None:
-        self.store, self.rank, self.file = store, rank, file
+        self.store = store
+        self.rank = rank
+        self.file = file
         self.patience = round(seconds / BEAT_SECONDS)  # in beats
         self.keys = [f"rank {other}" for other in range(world_size)]
-        self.main, self.place, self.reached, self.beats = threading.get_ident(), "", "", 0
+        self.main = threading.get_ident()
+        self.place = ""  # where the block has ended
+        self.reached = ""  # the last place that was noted
+        self.beats = 0
         self.lost = False  # whether a collective of this rank has failed
         self.broken = False  # whether the connection to the store has: it never comes back
         self.over = threading.Event()
@@ -91,7 +96,9 @@ class Watchdog:
 
     def _watch(self) -> None:
         """Write a note again and again; end the main thread if another rank has ended."""
-        next_rank, newest, heard = (self.rank + 1) % len(self.keys), 0, self.beats
+        next_rank = (self.rank + 1) % len(self.keys)
+        newest = 0  # of its notes
+        heard = self.beats  # when it came
         running = time.monotonic()  # when no rank had ended yet
         while not self.over.wait(BEAT_SECONDS):
             try:

@@ -30,7 +30,7 @@ SHALLOW = ("getattr(models, args.backbone)()", ONE_BLOCK)
 SMALL = ("--image-size=64", "--batch-size=4", "--warmup=1", "--workers=0", "--device=cpu")
 
 
-def load(name: str, *changes: tuple[str, str], folder: Path = DETECTOR):
+def load(name: str | Path, *changes: tuple[str, str], folder: Path = DETECTOR):
     with patch.dict(FOLDERS, {"convert": folder}):
         return fresh_module("convert", name, [(name, *change) for change in changes])
 
@@ -45,6 +45,14 @@ def scenes(train: int = 8, val: int = 8, empty: float = 0.0) -> Path:
     module.write_scenes(folder, "train", ROOT / "common" / "digits", train, 64, seed=0)
     Image.new("RGB", (90, 48)).save(folder / "train" / "000001.png")
     return folder
+
+
+@cache
+def converted(folder: Path) -> Path:
+    """The script for many GPUs, which the last step leaves."""
+    script = scratch_folder() / f"{folder.name}_ddp.py"
+    script.write_text(load("apply_steps.py", folder=CONVERT).scripts(folder)[-1])
+    return script
 
 
 def launch(file: Path, *flags: str, ranks: int = 2) -> tuple:
@@ -63,7 +71,6 @@ def test_the_diffs_lead_to_the_script_for_many_gpus_and_are_short(folder, count,
     diffs = [path.read_text() for path in steps.steps(folder)]
     readme = steps.PAGES[folder].read_text()
     assert steps.fresh_diffs(texts) == diffs, "run: python beyond/convert/apply_steps.py"
-    assert texts[-1] == steps.script_for_many_gpus(folder).read_text()
     assert steps.show(readme, diffs) == readme
     assert len(texts[0].splitlines()) <= lines
     changed = [sum(x[0] in "+-" for x in diff.splitlines()[2:]) for diff in diffs]
@@ -134,7 +141,7 @@ def test_the_converted_classifier_is_its_original_and_twice_the_loss_is_not(tmp_
     few_digits(tmp_path)
     shutil.copy(CLASSIFIER / "classifier.py", tmp_path)
     original = f"--original={sys.executable} classifier.py"
-    source = (CLASSIFIER / "classifier_ddp.py").read_text()
+    source = converted(CLASSIFIER).read_text()
     assert {*proof(tmp_path, source, original).values()} == {"right"}
     verdicts = proof(tmp_path, source.replace("* world_size / divisor", "/ divisor"), original)
     assert (verdicts["one rank"], verdicts["the original"]) == ("WRONG", "WRONG")
@@ -162,7 +169,7 @@ def test_prove_says_what_the_detector_still_misses_after_a_step(step, missing, t
     assert (verdicts["one rank"] == "right") == (step == 8)
 
 
-def _run(rank: int, name: str, flags: tuple, *changes: tuple[str, str]) -> dict:
+def _run(rank: int, name: str | Path, flags: tuple, *changes: tuple[str, str]) -> dict:
     module, result = load(name, SHALLOW, *changes), {}
     if FLOAT64 in changes:
         torch.set_default_dtype(torch.float64)
@@ -171,7 +178,7 @@ def _run(rank: int, name: str, flags: tuple, *changes: tuple[str, str]) -> dict:
         ).convert_sync_batchnorm
     module.log = lambda _, values: result.update({x: values[x] for x in values if "mAP" in x})
     module.save = lambda *_, **parts: result.update(parts["model"].state_dict())
-    sys.argv = [name, *SMALL, f"--run-dir={scratch_folder()}", *flags]
+    sys.argv = [str(name), *SMALL, f"--run-dir={scratch_folder()}", *flags]
     module.main()
     return result
 
@@ -188,7 +195,7 @@ def test_c43_two_ranks_reach_the_weights_of_one_process_on_the_same_batches():
     [single] = launch_function(1, _run, "detector.py", flags, FLOAT64, SAME_BATCHES)
 
     def distance(*changes: tuple[str, str]) -> float:
-        ddp, _ = launch_function(2, _run, "detector_ddp.py", flags, FLOAT64, *changes)
+        ddp, _ = launch_function(2, _run, converted(DETECTOR), flags, FLOAT64, *changes)
         return max(float((ddp[key] - single[key]).abs().max()) for key in single)
 
     assert distance(SYNC) < 1e-10
@@ -205,14 +212,14 @@ def test_the_map_of_two_ranks_is_that_of_one_process_to_the_last_digit(tmp_path)
     for images in (1, 3):  # of one image, rank 1 gets none
         flags = (f"--data-dir={scenes(4, images)}", f"--resume={tmp_path}/last.pt", "--evaluate")
         [single] = launch_function(1, _run, "detector.py", flags)
-        assert launch_function(2, _run, "detector_ddp.py", flags) == [single, single]
+        assert launch_function(2, _run, converted(DETECTOR), flags) == [single, single]
     assert single["mAP"] > 0
-    assert launch_function(2, _run, "detector_ddp.py", flags, APART)[0] != single
+    assert launch_function(2, _run, converted(DETECTOR), flags, APART)[0] != single
 
 
 def test_images_without_boxes_other_sizes_and_a_rank_with_fewer_batches_do_not_hang():
     flags = (f"--data-dir={scenes(5, 1, 0.8)}", "--epochs=2", "--augment")
-    status, output = launch(DETECTOR / "detector_ddp.py", *flags)
+    status, output = launch(converted(DETECTOR), *flags)
     assert status == (0, 0), output
     assert re.search(r"epoch 2  loss \d", output[0])
 
@@ -223,8 +230,8 @@ def test_images_without_boxes_other_sizes_and_a_rank_with_fewer_batches_do_not_h
         ("detector.py", 0, "{", "", "JSONDecodeError"),
         ("detector.py", 0, '"bbox": [', '"bbox": [1, ', "wrong annotation"),
         ("detector.py", 0, ".png", ".jpg", "images without a file"),
-        ("detector_ddp.py", 2, "", "", "No such file"),
-        ("detector_ddp.py", 0, "", "", "start with torchrun"),
+        ("converted", 2, "", "", "No such file"),
+        ("converted", 0, "", "", "start with torchrun"),
     ],
 )
 def test_bad_input_ends_in_one_line_and_status_2(name, ranks, old, new, says):
@@ -232,7 +239,8 @@ def test_bad_input_ends_in_one_line_and_status_2(name, ranks, old, new, says):
     if old:
         shutil.copytree(scenes(), folder, dirs_exist_ok=True)
         (folder / file).write_text((folder / file).read_text().replace(old, new))
-    status, output = launch(DETECTOR / name, f"--data-dir={folder}", ranks=ranks)
+    script = converted(DETECTOR) if name == "converted" else DETECTOR / name
+    status, output = launch(script, f"--data-dir={folder}", ranks=ranks)
     lines = [x for text in output for x in text.splitlines() if not x.startswith("rank ")]
     assert ({*status}, [x[:7] for x in lines]) == ({2}, ["error: "] * len(status)), output
     assert says in lines[0]
@@ -240,10 +248,11 @@ def test_bad_input_ends_in_one_line_and_status_2(name, ranks, old, new, says):
 
 @pytest.mark.skipif(not shutil.which("patch"), reason="no program `patch`")
 @pytest.mark.parametrize(
-    ("folder", "steps", "last"),
-    [(CONVERT, 6, CLASSIFIER / "classifier_ddp.py"), (DETECTOR, 8, DETECTOR / "detector_ddp.py")],
+    ("folder", "steps", "original"), [(CONVERT, 6, CLASSIFIER), (DETECTOR, 8, DETECTOR)]
 )
-def test_the_commands_of_the_page_lead_to_the_script_for_many_gpus(folder, steps, last, tmp_path):
+def test_the_commands_of_the_page_lead_to_the_script_for_many_gpus(
+    folder, steps, original, tmp_path
+):
     shown = fences("bash", [folder / "README.md"])
     first, *quick = [f"{x.text.strip()} {x.note[18:]}" for x in shown if "nothing" not in x.note]
     (tmp_path / "root").mkdir()
@@ -263,7 +272,7 @@ def test_the_commands_of_the_page_lead_to_the_script_for_many_gpus(folder, steps
                     for word in ("weight=", "dataset)", "break", "torch.save", "print(")
                 )
     patches = "; ".join(f"patch -s mine.py steps/{number}.diff" for number in range(1, steps + 1))
-    shell(f"{patches}; cmp mine.py {last}", where=here)
+    shell(f"{patches}; cmp mine.py {converted(original)}", where=here)
 
 
 # In float64, with the same global batches and the same noise; SyncBatchNorm is stage 05's.

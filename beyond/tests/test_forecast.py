@@ -1,16 +1,23 @@
-"""A step on paper: what the chapters forecast, and when backward really has each gradient.
+"""A step on paper: what the chapters forecast, and when backward really has each gradient."""
 
-The READMEs show what other chapters print, and test_readmes.py runs them. How a forecast compares
-with a measured step: see test_bench.py.
-"""
+import random
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torchvision
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from helpers.stage_files import chapter, output_of
+from helpers.local_ranks import on_ranks
+from helpers.refusals import ended, refused
+from helpers.stage_files import chapter, fresh_module, output_of
+
+paper = chapter("forecast", "step_model")
+gradient_order = chapter("forecast", "gradient_order")
+SLOW = paper.Link(1e-3, 1e8)
 
 FORECAST = "forecast --parameters=7e7 --step-ms=23 --batch-size=32 --gbit=50 --latency-us=800"
 FORECAST += " --gpus=16 --gpus-per-node=4 --inside=pcie-3"
@@ -50,7 +57,7 @@ def test_a_forecast_counts_every_parameter_of_a_classifier(name):
     with torch.device("cpu" if name.startswith("regnet") else "meta"):
         options = {"init_weights": False} if name == "googlenet" else {}
         model = torchvision.models.get_model(name, **options)
-    gradients = chapter("forecast", "gradient_order").gradients_of_classifier(name, 224)
+    gradients = gradient_order.gradients_of_classifier(name, 224)
     assert sum(size for size, _ in gradients) == 4 * sum(p.numel() for p in model.parameters())
     ready = [share for _, share in gradients]
     assert ready == sorted(ready)
@@ -81,8 +88,87 @@ def test_a_gradient_of_attention_is_forecast_when_backward_really_has_it(name):
     def ready_at(share, gradients):
         return sum(size for size, ready in gradients if ready <= share)
 
-    forecast = chapter("forecast", "gradient_order").gradients_of_classifier(name, 224)
+    forecast = gradient_order.gradients_of_classifier(name, 224)
     real = really_ready(name)
     for tenth in range(1, 10):
         expected = ready_at(tenth / 10, real)
         assert ready_at(tenth / 10, forecast) == pytest.approx(expected, rel=0.1)
+
+
+def simulated_ring(size: float, ranks: int, link) -> float:
+    """Message by message: a rank sends on what it has just received, and its cable takes one."""
+    clock = [0.0] * ranks  # when each has what it sends next
+    for _ in range(2 * (ranks - 1)):  # reduce-scatter, then all-gather
+        sent = [at + link.alpha + size / ranks / link.beta for at in clock]
+        clock = [max(sent[rank - 1], clock[rank]) for rank in range(ranks)]
+    return max(clock)
+
+
+def test_a_ring_takes_what_its_messages_take_one_after_the_other():
+    old = "return 2 * (world_size - 1) * (link.alpha"
+    without_all_gather = old.replace("2 * ", "", 1)
+    change = ("step_model.py", old, without_all_gather)
+    broken = fresh_module("forecast", "step_model.py", (change,))
+    for size, ranks in ((s, n) for s in (4, 2**20, 25 * 2**20) for n in (2, 3, 8, 64)):
+        expected = pytest.approx(simulated_ring(size, ranks, SLOW))
+        assert paper.ring(size, ranks, SLOW) == expected != broken.ring(size, ranks, SLOW)
+    assert paper.ring(1e9, 1, SLOW) == paper.two_levels(1e9, 1, 8, SLOW, SLOW) == 0
+
+
+def test_a_step_is_its_computing_and_what_of_the_communication_nothing_hides():
+    draw, cost = random.Random(0), partial(paper.ring, world_size=4, link=SLOW)
+    for _ in range(200):
+        shares = [*sorted(draw.random() for _ in range(draw.randint(0, 5))), 1.0]
+        buckets = [paper.BucketTime(draw.uniform(1e3, 1e8), share) for share in shares]
+        job = paper.Job(draw.random(), draw.random(), draw.random() / 10, buckets)
+        late = replace(job, buckets=[paper.BucketTime(bucket.size, 1.0) for bucket in buckets])
+        communication = sum(cost(bucket.size) for bucket in buckets)
+        whole, slowdown = pytest.approx(job.seconds + communication), draw.random()
+        assert paper.step(late, cost, slowdown=slowdown).seconds == whole, "nothing to overlap"
+        assert paper.step(job, cost, slowdown=1.0).seconds == whole, "nothing is computed meanwhile"
+        step, free = paper.step(job, cost, slowdown=slowdown), paper.step(job, cost).seconds
+        least = max(job.seconds, job.forward + communication + job.optimizer)
+        assert least - 1e-9 <= free <= step.seconds + 1e-9 <= job.seconds + communication + 2e-9
+        assert len(buckets) == 1 or free < job.seconds + communication, "the control"
+        for (_, _, end), (known, begin, _) in zip(step.spans, step.spans[1:], strict=False):
+            assert begin >= max(end, known), "one after the other, and none before it is ready"
+        four = paper.step(job, cost, accumulate=4, slowdown=slowdown).seconds
+        assert four == pytest.approx(step.seconds + 3 * (job.forward + job.backward)), "no_sync"
+
+
+@on_ranks(2)
+def test_the_buckets_are_those_that_ddp_really_sends(rank):
+    ddp, sizes = DistributedDataParallel(torchvision.models.resnet18()), []
+
+    def note(_, bucket):
+        sizes.append(bucket.buffer().nbytes)
+        return torch.futures.collect_all([]).then(lambda _: bucket.buffer())
+
+    ddp.register_comm_hook(None, note)
+    for _ in range(2):  # after the first backward, DDP lays out its buckets again
+        sizes.clear()
+        ddp(torch.randn(2, 3, 64, 64)).sum().backward()
+    gradients = gradient_order.gradients_of_classifier("resnet18", 64)
+    assert sizes == [bucket.size for bucket in gradient_order.fill_buckets(gradients)]
+    old, new = "2**20, 25 * 2**20", "2**22, 10 * 2**20"
+    change = (
+        "gradient_order.py",
+        *(f"FIRST_BYTES, BUCKET_BYTES = {x}" for x in (old, new)),
+    )
+    other = fresh_module("forecast", "gradient_order.py", (change,))
+    assert sizes != [bucket.size for bucket in other.fill_buckets(gradients)], "the control"
+
+
+WRONG_CALLS = {  # the flags: what the line names
+    "--step-ms 23 --link carrier-pigeon": "carrier-pigeon",
+    "--step-ms 23 --gpus 12": "--gpus 8",
+    "--step-ms 23 --model resnet5000": "resnet5000",
+    "--step-ms 23 --model vit_b_16 --image-size 128": "--image-size 224",
+    "--step-ms 23 --model alexnet --image-size 9": "--image-size 224",
+    "--gpus 8": "--step-ms 45",
+}
+
+
+@pytest.mark.parametrize("flags", WRONG_CALLS)
+def test_a_wrong_call_ends_in_one_line(flags):
+    refused(ended("beyond/forecast/forecast.py", *flags.split()), WRONG_CALLS[flags])

@@ -38,9 +38,9 @@ def verdicts(key: str, folder: Path, script: Path | None = None) -> dict[str, st
 
 @pytest.mark.parametrize("key", STAGES)
 def test_a_script_of_this_repository_is_right(key, tmp_path):
-    found = verdicts(key, tmp_path)
-    assert "WRONG" not in found.values(), found
-    assert {found[check] for check in ("one rank", "samples", "evaluation")} == {"right"}
+    verdict_of = verdicts(key, tmp_path)
+    assert "WRONG" not in verdict_of.values(), verdict_of
+    assert {verdict_of[check] for check in ("one rank", "samples", "evaluation")} == {"right"}
     assert not (tmp_path / "run").exists(), "what the runs have written is removed"
 
 

@@ -14,7 +14,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from helpers.local_ranks import launch_function, on_ranks
-from helpers.shard_cases import (
+from helpers.stage_files import chapter
+from shard_cases import (
     BY_HAND,
     OPTIMIZERS,
     STEPS,
@@ -30,7 +31,6 @@ from helpers.shard_cases import (
     states_of,
     train_steps,
 )
-from helpers.stage_files import chapter
 
 measure = chapter("shard", "measure_levels")
 

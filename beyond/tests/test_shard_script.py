@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from helpers.refusals import ended, refused
-from helpers.shard_cases import FSDP, ZERO_1, ZERO_2, largest_difference
 from helpers.stage_files import FOLDERS, chapter, different_functions, functions
 from helpers.train_stage import train, train_once
+from shard_cases import FSDP, ZERO_1, ZERO_2, largest_difference
 
 measure = chapter("shard", "measure_levels")
 ON_DIGITS = ("--dataset=digits", "--model=net-bn", "--optimizer=sgd", "--lr=0.02", "--epochs=2")

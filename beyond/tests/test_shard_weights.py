@@ -10,10 +10,10 @@ from torch import nn
 from torch.optim import SGD
 
 from helpers.local_ranks import gather_from_ranks, launch_function, on_ranks
-from helpers.shard_cases import (
+from helpers.stage_files import chapter
+from shard_cases import (
     BY_HAND,
     FSDP,
-    OPTIMIZERS,
     ZERO_1,
     ZERO_2,
     TrainingCase,
@@ -24,10 +24,8 @@ from helpers.shard_cases import (
     collect,
     language,
     largest_difference,
-    loss_of,
     train_steps,
 )
-from helpers.stage_files import chapter
 
 CHOICES = (  # each pair of values occurs
     ("odd", "sgd", 1, None),
@@ -52,35 +50,6 @@ def test_shard_two_ranks_compute_what_one_process_computes(without=()):
 def test_shard_weights_equal_one_process_over_shm_too():
     cases = [TrainingCase(level, micro_batches=2, clip=0.1) for level in BY_HAND]
     assert max(launch_function(3, all_distances, cases, "shm")[0]) < 1e-10
-
-
-def test_shard_fsdp_may_recompute_and_gather_in_another_format():
-    """float32 stands for bf16 here: beside float64, it too has about half the digits."""
-    recompute, lower = {"recompute": True}, {"dtype": torch.float32}
-    cases = [
-        TrainingCase(FSDP, model, micro_batches=2, fsdp_options=options)
-        for options in (recompute, lower, {**recompute, **lower})
-        for model in ("odd", "transformer")
-    ]
-    distances = launch_function(2, all_distances, cases)[0]
-    in_float64, in_float32 = distances[:2], distances[2:]
-    assert max(in_float64) < 1e-10
-    assert all(1e-10 < far < 1e-5 for far in in_float32)
-
-
-@on_ranks(2)
-def test_shard_fsdp_learns_with_parameters_gathered_in_bf16(rank):
-    model, (optimizer_class, options) = build("transformer").float(), OPTIMIZERS["adamw"]
-    gathered_in = {"dtype": torch.bfloat16}
-    training = changed_levels().by_hand(FSDP, model, optimizer_class, gathered_in, **options)
-    assert training.model.layers[0].unshard().dtype == torch.bfloat16
-    (inputs, labels), losses = batches("transformer")[0], []
-    for _ in range(20):
-        train_steps(training, [(inputs, labels)])
-        with torch.no_grad():
-            losses.append(loss_of(training.model, inputs, labels, int((labels >= 0).sum())).item())
-    assert {part.dtype for part in training.model.parameters()} == {torch.float32}, "what is kept"
-    assert losses[-1] < 0.8 * losses[0]
 
 
 @on_ranks(2)
@@ -136,8 +105,8 @@ CONTROLS = {  # what is left out or made wrong: where it is used, and the change
         FSDP,
         (
             "fsdp.py",
-            "all_gather_single(self.flat, shard, async_op=True)",
-            "dist.all_reduce(shard * 0, async_op=True)",
+            "all_gather_single(self.flat, self.shard, async_op=True)",
+            "dist.all_reduce(self.shard * 0, async_op=True)",
         ),
     ),
     "FSDP: the wrong slice": (

@@ -19,10 +19,12 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from common.chapters import load_chapter
 from helpers.local_ranks import ROOT, launch_function, scratch_folder
 from helpers.train_stage import spawned_as
 
 SHORT = ("--device=cuda", "--epochs=1", "--max-steps=2", f"--data-dir={ROOT / 'data'}")
+CONVERTED = "beyond/convert/classifier/classifier_ddp.py"  # which the steps beside it make
 EXAMPLES = ("contrastive", "gan", "language", "segmentation")
 SCRIPTS = {
     "01_single_gpu/train.py": SHORT,
@@ -33,7 +35,7 @@ SCRIPTS = {
     "beyond/survive/train.py": (*SHORT, "--model=net-bn", "--amp=bf16", "--accumulate=2"),
     "beyond/survive/own_loop.py": (".",),  # its run folder
     "beyond/shard/train.py": (*SHORT, "--width=32", "--layers=1", "--batch-size=8"),
-    "beyond/convert/classifier/classifier_ddp.py": ("--epochs=1",),
+    CONVERTED: ("--epochs=1",),
     **{f"beyond/convert/examples/{name}_ddp.py": () for name in EXAMPLES},
 }
 
@@ -93,14 +95,17 @@ def pretend(gpus: int, seen: Seen) -> None:
 
 def _rehearse(rank: int, script: str, flags: tuple, gpus: int, envs: list, changes: tuple) -> Seen:
     path, seen = ROOT / script, Seen()
-    source = path.read_text()
+    if script == CONVERTED:
+        source = load_chapter("beyond", "convert/apply_steps").scripts()[-1]
+    else:
+        source = path.read_text()
     for old, new in changes:
         assert source.count(old) == 1, f"{script} has not, once: {old}"
         source = source.replace(old, new)
     os.environ.update(envs[rank])
     os.chdir(scratch_folder())
     Path("data/MNIST").mkdir(parents=True)
-    Path("data/MNIST/raw").symlink_to(ROOT / "common" / "digits")  # where classifier_ddp.py looks
+    Path("data/MNIST/raw").symlink_to(ROOT / "common" / "digits")  # where the classifier looks
     pretend(gpus, seen)
     sys.argv, sys.path[0:0] = [script, *flags], [str(path.parent)]
     code, out = compile(source, str(path), "exec"), StringIO()

@@ -1,22 +1,17 @@
 """Benchmarks: each section runs, pictures are fresh, and what the pages say of them is so."""
 
 import json
-import random
 import re
 import subprocess
 import sys
-from argparse import Namespace
-from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import pytest
-import torch
-import torchvision
 
 from common.chapters import load_chapter
-from helpers.local_ranks import ROOT, command, on_ranks, scratch_folder
+from helpers.local_ranks import ROOT, command, scratch_folder
 from helpers.refusals import ended, refused
-from helpers.stage_files import chapter, fresh_module
+from helpers.stage_files import chapter
 from repository_pages import ALL_PAGES, shell
 
 bench = load_chapter("benchmarks", "bench")
@@ -25,10 +20,7 @@ stage_runs = load_chapter("benchmarks", "stage_runs")
 tables = load_chapter("benchmarks", "tables")
 timing = load_chapter("benchmarks", "timing")
 
-paper, ready = chapter("forecast", "step_model"), chapter("forecast", "gradient_order")
 peak = chapter("01", "peak")
-BucketTime, Job, Link = paper.BucketTime, paper.Job, paper.Link
-SLOW, FORECAST = Link(1e-3, 1e8), "beyond/forecast/forecast.py"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
@@ -97,17 +89,13 @@ class Trains:
     """In place of a process: at each look at it, it writes the next of these epochs."""
 
     def __init__(self, folder, *epochs):
-        self.folder, self.epochs, self.returncode = folder, list(epochs), None
+        self.folder, self.epochs = folder, list(epochs)
         folder.mkdir()
 
     def poll(self):
         for number, seconds in self.epochs.pop(0):
             with (self.folder / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps({"epoch": number, "seconds": seconds}) + "\n")
-        return self.returncode
-
-    def communicate(self):
-        return ("No space left on device\n", None)
 
 
 def test_the_ceiling_counts_only_steps_during_which_all_processes_train(tmp_path, monkeypatch):
@@ -121,36 +109,6 @@ def test_the_ceiling_counts_only_steps_during_which_all_processes_train(tmp_path
     assert stage_runs.steps_of_all([early, late], folders, 3) == [2.0] * 3 + [3.0] * 3
 
 
-def test_a_process_that_fails_ends_the_measurement_of_the_ceiling(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(stage_runs.time, "sleep", lambda seconds: None)
-    fails = Trains(tmp_path / "0", [], [])
-    fails.returncode = 2
-    with pytest.raises(SystemExit) as caught:
-        stage_runs.steps_of_all([fails], [tmp_path / "0"], 3)
-    assert caught.value.code == 2
-    assert capsys.readouterr().err == "No space left on device\n"
-
-
-def test_the_processes_of_the_ceiling_are_all_started_and_none_is_left(monkeypatch):
-    """Real ones, in place of stage 01: each writes steps as long as it lives."""
-    script = (
-        "import json, pathlib, sys, time\n"
-        "folder = pathlib.Path(sys.argv[-1].removeprefix('--run-dir='))\n"
-        "folder.mkdir()\n"
-        "for epoch in range(10**6):\n"
-        "    with (folder / 'metrics.jsonl').open('a') as file:\n"
-        "        print(json.dumps({'epoch': epoch, 'seconds': 0.5}), file=file)\n"
-        "    time.sleep(0.01)\n"
-    )
-    started, popen = [], stage_runs.subprocess.Popen
-    monkeypatch.setattr(stage_runs, "command_of", lambda key, ranks: ["-c", script])
-    note = lambda call, **how: started.append(popen(call, **how)) or started[-1]  # noqa: E731
-    monkeypatch.setattr(stage_runs.subprocess, "Popen", note)
-    assert stage_runs.time_apart(2, 60, steps=2) == [0.5] * 4
-    assert all("--batch-size=60" in process.args for process in started)
-    assert [process.returncode for process in started] == [-9, -9]
-
-
 def test_what_measures_imports_nothing_that_draws():
     names = (
         "bench, gpu, measure_memory, measure_stages, measure_tour, stage_runs, tour, training_step"
@@ -160,39 +118,18 @@ def test_what_measures_imports_nothing_that_draws():
     assert draws == ["False", "True"], "the second one is the control"
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        ("bench speed", "'speed'"),
-        ("bench stages --device tpu", "'tpu'"),
-        ("bench --quick", "required: SECTION"),
-        ("bench reducers --rounds 0", "--rounds: got '0'"),
-        ("forecast --step-ms 23 --link carrier-pigeon", "carrier-pigeon"),
-        ("forecast --step-ms 23 --gpus 12", "--gpus 8"),
-        ("forecast --step-ms 23 --model resnet5000", "resnet5000"),
-        ("forecast --step-ms 23 --model vit_b_16 --image-size 128", "--image-size 224"),
-        ("forecast --step-ms 23 --model alexnet --image-size 9", "--image-size 224"),
-        ("forecast --gpus 8", "--step-ms 45"),
-    ],
-)
-def test_a_wrong_call_ends_in_one_line(call, words, tmp_path):
-    name, *flags = call.split()
-    script = "benchmarks/bench.py" if name == "bench" else FORECAST
-    refused(ended(script, *flags, env=ONE_THREAD, where=tmp_path), words)
+WRONG_CALLS = {
+    "speed": "'speed'",
+    "stages --device tpu": "'tpu'",
+    "--quick": "required: SECTION",
+    "reducers --rounds 0": "--rounds: got '0'",
+}
 
 
-def test_sections_that_the_notebooks_read_share_a_file_of_the_machine(tmp_path, monkeypatch):
-    """Its name is the hardware, with dashes."""
-    monkeypatch.setattr(bench, "RESULTS", tmp_path)
-    results = {"provenance": {"hardware": "AMD EPYC, 2 cores"}, "variants": {}}
-    for name in ("stages", "process_memory"):
-        bench.store(name, results, Namespace(out=None, quick=False, rounds=2))
-    stored = json.loads((tmp_path / "amd-epyc-2-cores.json").read_text())
-    provenance = results["provenance"]
-    assert stored == {"provenance": provenance, "stages": results, "process_memory": results}
-    for rounds, files in ((2, set()), (None, {"survive.json"})):
-        bench.store("survive", results, Namespace(out=None, quick=False, rounds=rounds))
-        assert {path.name for path in tmp_path.iterdir()} == {"amd-epyc-2-cores.json", *files}
+@pytest.mark.parametrize("call", WRONG_CALLS)
+def test_a_wrong_call_ends_in_one_line(call, tmp_path):
+    ending = ended("benchmarks/bench.py", *call.split(), env=ONE_THREAD, where=tmp_path)
+    refused(ending, WRONG_CALLS[call])
 
 
 def test_every_result_is_shown_and_tells_where_it_comes_from():
@@ -217,70 +154,6 @@ def test_what_was_measured_once_names_the_commit_that_has_its_program(name):
     if shown.returncode:
         pytest.skip("this copy of the repository has no history, or not all of it")
     assert shown.stdout.startswith('"""')
-
-
-def simulated_ring(size: float, ranks: int, link) -> float:
-    """Message by message: a rank sends on what it has just received, and its cable takes one."""
-    clock = [0.0] * ranks  # when each has what it sends next
-    for _ in range(2 * (ranks - 1)):  # reduce-scatter, then all-gather
-        sent = [at + link.alpha + size / ranks / link.beta for at in clock]
-        clock = [max(sent[rank - 1], clock[rank]) for rank in range(ranks)]
-    return max(clock)
-
-
-def test_a_ring_takes_what_its_messages_take_one_after_the_other():
-    old = "return 2 * (ranks - 1) * (link.alpha"
-    without_all_gather = old.replace("2 * ", "", 1)
-    change = ("step_model.py", old, without_all_gather)
-    broken = fresh_module("forecast", "step_model.py", (change,))
-    for size, ranks in ((s, n) for s in (4, 2**20, 25 * 2**20) for n in (2, 3, 8, 64)):
-        expected = pytest.approx(simulated_ring(size, ranks, SLOW))
-        assert paper.ring(size, ranks, SLOW) == expected != broken.ring(size, ranks, SLOW)
-    assert paper.ring(1e9, 1, SLOW) == paper.two_levels(1e9, 1, 8, SLOW, SLOW) == 0
-
-
-def test_a_step_is_its_computing_and_what_of_the_communication_nothing_hides():
-    draw, cost = random.Random(0), partial(paper.ring, ranks=4, link=SLOW)
-    for _ in range(200):
-        shares = [*sorted(draw.random() for _ in range(draw.randint(0, 5))), 1.0]
-        buckets = [BucketTime(draw.uniform(1e3, 1e8), share) for share in shares]
-        job = Job(draw.random(), draw.random(), draw.random() / 10, buckets)
-        late = replace(job, buckets=[BucketTime(bucket.size, 1.0) for bucket in buckets])
-        communication = sum(cost(bucket.size) for bucket in buckets)
-        whole, slowdown = pytest.approx(job.seconds + communication), draw.random()
-        assert paper.step(late, cost, slowdown=slowdown).seconds == whole, "nothing to overlap"
-        assert paper.step(job, cost, slowdown=1.0).seconds == whole, "nothing is computed meanwhile"
-        step, free = paper.step(job, cost, slowdown=slowdown), paper.step(job, cost).seconds
-        least = max(job.seconds, job.forward + communication + job.optimizer)
-        assert least - 1e-9 <= free <= step.seconds + 1e-9 <= job.seconds + communication + 2e-9
-        assert len(buckets) == 1 or free < job.seconds + communication, "the control"
-        for (_, _, end), (known, begin, _) in zip(step.spans, step.spans[1:], strict=False):
-            assert begin >= max(end, known), "one after the other, and none before it is ready"
-        four = paper.step(job, cost, accumulate=4, slowdown=slowdown).seconds
-        assert four == pytest.approx(step.seconds + 3 * (job.forward + job.backward)), "no_sync"
-
-
-@on_ranks(2)
-def test_the_buckets_are_those_that_ddp_really_sends(rank):
-    ddp, sizes = torch.nn.parallel.DistributedDataParallel(torchvision.models.resnet18()), []
-
-    def note(_, bucket):
-        sizes.append(bucket.buffer().nbytes)
-        return torch.futures.collect_all([]).then(lambda _: bucket.buffer())
-
-    ddp.register_comm_hook(None, note)
-    for _ in range(2):  # after the first backward, DDP lays out its buckets again
-        sizes.clear()
-        ddp(torch.randn(2, 3, 64, 64)).sum().backward()
-    gradients = ready.gradients_of_classifier("resnet18", 64)
-    assert sizes == [bucket.size for bucket in ready.fill_buckets(gradients)]
-    old, new = "2**20, 25 * 2**20", "2**22, 10 * 2**20"
-    change = (
-        "gradient_order.py",
-        *(f"FIRST_BYTES, BUCKET_BYTES = {x}" for x in (old, new)),
-    )
-    other = fresh_module("forecast", "gradient_order.py", (change,))
-    assert sizes != [bucket.size for bucket in other.fill_buckets(gradients)], "the control"
 
 
 def ways() -> dict[str, dict]:

@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import traceback
-import warnings
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -30,7 +29,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from common.data import local_batch_size
 from common.options import UsageError
 from common.ranks import run_ranks
-from helpers.local_ranks import command, free_port, gather_from_ranks, launch_function, on_ranks
+from helpers.local_ranks import command, gather_from_ranks, launch_function, on_ranks
 from helpers.stage_files import chapter
 
 
@@ -223,8 +222,7 @@ def test_c17_on_a_model_that_uses_all_its_parameters_it_changes_no_bit(rank):
 
 
 @on_ranks(2)
-def test_c25_three_lines_of_the_published_script_are_refused(rank):
-    """Each with its cure, the control."""
+def test_c25_three_lines_of_the_published_script_are_refused_and_their_cures_are_not(rank):
     with pytest.raises(ValueError, match=r"positive integer value, but got batch_size=64\.0"):
         DataLoader(range(256), batch_size=128 / float(2))
     assert len(next(iter(DataLoader(range(256), batch_size=128 // 2)))) == 64
@@ -235,16 +233,6 @@ def test_c25_three_lines_of_the_published_script_are_refused(rank):
     with pytest.raises(IndexError, match=r"Use `tensor\.item\(\)`"):
         loss.data[0]
     assert isinstance(loss.item(), float)
-
-
-def test_c25_three_lines_of_it_still_work_two_with_a_warning():
-    with pytest.warns(FutureWarning, match="please use `torch.distributed.ReduceOp`"):
-        assert dist.reduce_op.SUM == dist.ReduceOp.SUM
-    assert type(torch.autograd.Variable(torch.ones(2))) is torch.Tensor
-    for shape, guess in (((2, 3), 1), ((2, 3, 2), 0)):  # of a cube, it is not the last, nor 1
-        with pytest.warns(UserWarning, match="Implicit dimension choice for log_softmax"):
-            sums = F.log_softmax(torch.randn(shape)).exp().sum(guess)
-        torch.testing.assert_close(sums, torch.ones_like(sums))
 
 
 def test_c26_partitions_are_disjoint_and_drop_less_than_a_sample_for_each_rank():
@@ -321,19 +309,13 @@ def test_c30_mpi_needs_a_build_from_source():
         join_alone("mpi")
 
 
-def join_alone(backend, **options):
-    options = options or {"store": dist.HashStore()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dist.init_process_group(backend, rank=0, world_size=1, **options)
-    dist.destroy_process_group()
+def join_alone(backend):
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def test_c31_there_is_no_tcp_backend_but_tcp_is_still_an_address_where_ranks_meet():
-    assert not dist.is_backend_available("tcp")
+def test_c31_there_is_no_tcp_backend():
     with pytest.raises(AssertionError, match="Unknown backend type tcp"):
         join_alone("tcp")
-    join_alone("gloo", init_method=f"tcp://127.0.0.1:{free_port()}")
 
 
 def test_c33_without_set_epoch_every_epoch_has_the_same_order():

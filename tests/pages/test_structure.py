@@ -6,7 +6,6 @@ squeezed to fit means that the design of its function is wrong.
 
 import ast
 import re
-from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -39,10 +38,6 @@ TAUGHT = {  # the functions that a stage changes; the others are its parent's, w
     "05_amp_syncbn": {"train_epoch", "main"},
     "beyond/survive": {"train_epoch", "main"},
 }
-TOP_LEVEL = {script.partition("/")[0] for script in LINES}
-TOP_LEVEL |= {"common", "notebooks", "tests", "beyond", "packages", "benchmarks", "docs"}
-TOP_LEVEL |= {"README.md", "README.zh.md", "LICENSE", "CITATION.cff", "CONTRIBUTING.md"}
-TOP_LEVEL |= {"Makefile", "pyproject.toml", "requirements.txt"}
 STAGES = (PARENTS["02_data_parallel"], *PARENTS)
 SOURCES = {stage: (ROOT / stage / "train.py").read_text() for stage in STAGES}
 APART = ("chapters.py", "ranks.py")  # for chapters and tests: no train.py of a stage imports them
@@ -81,40 +76,6 @@ def test_common_stays_small():
     lines = {path.name: len(path.read_text().splitlines()) for path in COMMON}
     assert lines.pop("run_folder.py") <= RUN_FOLDER_LINES
     assert sum(lines.values()) <= COMMON_LINES
-
-
-def unexpected(names: set[str], ignored: list[str]) -> set[str]:
-    """What neither belongs to the top level, nor is hidden, nor is what git ignores."""
-    own = {name for name in names if not any(fnmatch(name, pattern) for pattern in ignored)}
-    return {name for name in own - TOP_LEVEL if not name.startswith(".")}
-
-
-def test_nothing_else_lies_at_the_top_level():
-    ignored = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().split()]
-    assert unexpected({path.name for path in ROOT.iterdir()}, ignored) == set()
-    assert unexpected({"tests", "runs", ".git", "notes.md"}, ignored) == {"notes.md"}
-
-
-def left_out(packages: list[str], data: dict[str, list[str]]) -> set[str]:
-    """Files of these packages, except their pages, that an installation would lack."""
-    lacking = set()
-    for top in {name.partition(".")[0] for name in packages}:
-        folder = ROOT / top
-        for path in folder.rglob("*"):
-            package = ".".join([top, *path.parent.relative_to(folder).parts])
-            patterns = ["*.py", "*.md", *data.get(package, [])]
-            is_own = path.is_file() and path.suffix != ".pyc" and path.name[0] != "."
-            if is_own and not (package in packages and any(map(path.match, patterns))):
-                lacking.add(str(path.relative_to(ROOT)))
-    return lacking
-
-
-def test_an_installation_has_all_files_of_the_packages():
-    """The control: without the data. tests/pages/test_packages.py tries the other two packages."""
-    tomllib = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11")
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert left_out(settings["packages"], settings["package-data"]) == set()
-    assert "common/digits/train-images-idx3-ubyte" in left_out(settings["packages"], {})
 
 
 @each_stage
@@ -162,15 +123,6 @@ def test_no_flag_is_unread(stage):
     for text, unread in ((code, set()), (code.replace("args.workers", "0"), {"workers"})):
         read = set(re.findall(r"\bargs\.(\w+)", text))
         assert {flag for flag in flags if flag.replace("-", "_") not in read} == unread
-
-
-def test_only_notebooks_import_a_helper_of_the_tests():
-    """Notebook 03 shows the oracle of the tests at work, and nothing that it imports imports it."""
-    imports_a_helper = re.compile(r"^ *(?:from|import) helpers\b", re.M)
-    folders = ("0*/**", "common", "beyond/[!t]*", "benchmarks", "docs/*", "packages/*/src/*")
-    for path in [path for folder in folders for path in ROOT.glob(f"{folder}/*.py")]:
-        assert not imports_a_helper.search(path.read_text()), path
-    assert imports_a_helper.search((ROOT / "tests" / "break_it.py").read_text()), "the control"
 
 
 PATH_OF_A_MACHINE = re.compile(r"""["'](/home|/root|/work|/tmp)\b""")

@@ -64,7 +64,7 @@ def buckets(*change):
             ready, BUCKET_BYTES=cap, FIRST_BYTES=2**20 if cap == ready.BUCKET_BYTES else cap
         ):
             job = paper.Job(s / 3, 2 * s / 3, 0.0, ready.fill_buckets(gradients_of(model, 224)))
-        cost = partial(paper.ring, ranks=ranks, link=paper.Link(latency, gbit * 1e9 / 8))
+        cost = partial(paper.ring, world_size=ranks, link=paper.Link(latency, gbit * 1e9 / 8))
         step, seconds = paper.step(job, cost), [plan["seconds"], *chain(*plan["spans"])]
         assert seconds == pytest.approx([step.seconds, *chain(*step.spans)], rel=1e-9, abs=0)
 

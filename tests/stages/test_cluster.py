@@ -97,50 +97,10 @@ def path_with(folder: Path, **programs: str) -> str:
     return f"{folder}:{BIN}:{os.environ['PATH']}"
 
 
-# The commands that the scripts start
+# What a script refuses, and the command of a pod
 
 
 OF_A_JOB = {"SLURM_JOB_ID": 17, "SLURM_JOB_NODELIST": "node-[7-8]", "SLURM_JOB_NUM_NODES": 2}
-OF_A_JOB |= {"SLURM_CPUS_PER_TASK": 6}
-OF_A_TASK = {"SLURM_PROCID": 5, "SLURM_LOCALID": 2, "SLURM_STEP_NUM_TASKS": 7}
-OF_A_TASK |= {"SLURM_GTIDS": "3,4,5,6"}
-RDZV = "--rdzv-backend c10d --rdzv-endpoint"
-SRUN = "srun --kill-on-bad-exit=1 --cpus-per-task=6\n"
-RESUME = "beyond/survive/train.py --run-dir runs/slurm-17 --resume auto"
-STARTS = {  # the command that a script starts, after threads, address, port and limit of its ranks
-    "one_node.sh": "1 - - - --standalone --local-addr 127.0.0.1 --nproc-per-node 2 "
-    "04_ddp_torchrun/train.py",
-    "two_nodes.sh": "1 node-7 - - --nnodes 2 --node-rank 1 --nproc-per-node 1 "
-    "--master-addr node-7 --master-port 29500 04_ddp_torchrun/train.py",
-    "elastic.sh": "1 - - - --nnodes 1 --nproc-per-node 2 --max-restarts 3 "
-    f"{RDZV} localhost:0 --rdzv-id survive beyond/survive/train.py --resume auto",
-    "slurm.sbatch": f"{SRUN}3 - - 80 --nnodes 2 --nproc-per-node 2 "
-    f"{RDZV} node-7:20017 --rdzv-id 17 {RESUME}",
-    "slurm_srun.sbatch": f"{SRUN}6 node-7 20017 - rank 5, local 2, of 7, 4 here: {RESUME}",
-}
-
-
-@pytest.mark.parametrize("script", STARTS)
-def test_a_script_starts_exactly_this_command(script, tmp_path, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    limit = "${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:--}"
-    say = f"$OMP_NUM_THREADS ${{MASTER_ADDR:--}} ${{MASTER_PORT:--}} {limit}"
-    numbers = "rank $RANK, local $LOCAL_RANK, of $WORLD_SIZE, $LOCAL_WORLD_SIZE here:"
-    path = path_with(  # programs that say how they were called
-        tmp_path,
-        torchrun=f'echo "{say} $*"',
-        python=f'echo "{say} {numbers} $*"',
-        srun='echo "srun $1 $2"; shift 2; exec "$@"',
-        scontrol="echo node-7; echo node-8",
-    )
-    where = ROOT if script.endswith("sbatch") else tmp_path  # the others find the repository
-    env = OF_A_JOB | OF_A_TASK
-    if script == "two_nodes.sh":
-        env = {"NODE_RANK": 1, "MASTER_ADDR": "node-7"}
-    answer = run("bash", LAUNCH / script, "--epochs", "3", where=where, PATH=path, **env)
-    assert answer == (0, f"{STARTS[script]} --epochs 3\n")
-
-
 REFUSALS = [
     ("two_nodes.sh", {"NODE_RANK": 0, "MASTER_ADDR": ""}, "NODE_RANK and MASTER_ADDR have no "),
     ("slurm.sbatch", OF_A_JOB, "no beyond/survive/train.py in "),

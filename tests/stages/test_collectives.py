@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import common.ranks
-from common.ranks import introduce, run_ranks
+from common.ranks import run_ranks
 from helpers.local_ranks import ROOT, context, forked, gather_from_ranks, is_running, on_ranks
 from helpers.stage_files import chapter, output_of
 from helpers.train_stage import load_stage
@@ -87,11 +87,6 @@ def test_without_its_call_no_lesson_gives_that(rank):
         rows = [play(rank, name) for name in LESSONS if name != "barrier"]
     pairs = zip(LESSONS, zip(*gather_from_ranks(rows), strict=True), strict=False)
     assert [name for name, ranks in pairs if is_right(name, list(ranks))] == []
-
-
-def test_ranks_start_and_introduce_themselves():
-    introductions = [f"rank {rank} of 3; all ranks add up to 3" for rank in range(3)]
-    assert run_ranks(3, introduce, seconds=60) == introductions
 
 
 @pytest.mark.parametrize(("backend", "gpus"), [("gloo", 1), ("nccl", 2)])

@@ -12,14 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
-from torch.nn.functional import pad
 
 import common.data
 from common.data import load_dataset, loader_options
 from common.models import build_model
 from common.options import UsageError
-from helpers.local_ranks import command, launch_function, on_ranks
-from helpers.stage_files import chapter
+from helpers.local_ranks import launch_function, on_ranks
 from helpers.train_stage import few_digits, options
 
 
@@ -106,26 +104,6 @@ def test_the_networks_are_those_of_the_pages_for_gray_and_color(dataset, channel
     assert weights == [(10, channels, 5, 5), (20, 10, 5, 5), (50, 320), (10, 50)]
     assert net(images).shape == resnet(images).shape == (2, 10)
     assert resnet.conv1.weight.shape == (64, channels, 7, 7)
-
-
-def test_cifar10_crops_and_flips_each_picture_of_a_batch_in_training_and_only_there():
-    augment, images = chapter("survive", "cifar10").augment, torch.rand(200, 3, 8, 8)
-    windows = pad(images, (4, 4, 4, 4)).unfold(2, 8, 1).unfold(3, 8, 1)
-    crops = windows.permute(2, 3, 0, 1, 4, 5).flatten(0, 1)  # (81, B, C, H, W): one for each place
-    [augmented] = augment(torch.nn.Identity(), (images,))
-    is_crop = (crops == augmented).flatten(2).all(2)  # (81, B)
-    is_mirrored_crop = (crops.flip(-1) == augmented).flatten(2).all(2)
-    assert (is_crop | is_mirrored_crop).any(0).all()
-    assert is_crop.any(1).sum() > 40, "at many places"
-    assert 0.3 < is_mirrored_crop.any(0).double().mean() < 0.7
-    assert augment(torch.nn.Identity().eval(), (images,))[0] is images
-
-
-def test_the_cifar10_script_trains(tmp_path):
-    flags = ("--dataset=digits", "--model=net-bn", "--max-steps=2", "--epochs=1", "--device=cpu")
-    [(status, output)] = command("beyond/survive/cifar10.py", *flags, f"--run-dir={tmp_path}")
-    assert status == 0, output
-    assert "epoch 1/1" in output
 
 
 class SlowDownload:

@@ -3,8 +3,6 @@
 The oracle is one float64 process that trains on the whole batch. The ring has tests of its own.
 """
 
-import os
-import time
 from functools import cache
 from itertools import product
 from unittest import mock
@@ -19,8 +17,7 @@ from helpers.local_ranks import ROOT, gather_from_ranks, launch_function, on_ran
 from helpers.stage_files import Line, chapter
 from helpers.train_stage import Run, default_dtype, load_stage, run_main, train_once
 
-NAMES = ("per-parameter", "flat", "bucketed", "ring", "shared-memory")
-shared_memory = chapter("03", "reducers/shared_memory")
+NAMES = ("per-parameter", "flat", "bucketed", "ring")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
 
@@ -115,18 +112,6 @@ def test_03_reducers_do_what_one_process_does(without=()):
         launch_function(ranks, check_all_reducers, ranks, without)
 
 
-@on_ranks(2)
-def test_03_shared_memory_waits_for_the_gradients_of_a_late_rank(rank, without=()):
-    load_stage("03", without)
-    parameter = nn.Parameter(torch.zeros(4))
-    reducer = new_reducer("shared-memory", nn.ParameterList([parameter]))
-    time.sleep(0.3 * rank)
-    (parameter * (rank + 1)).sum().backward()
-    reducer.finish()
-    dist.barrier()
-    assert parameter.grad.tolist() == [1.5] * 4
-
-
 def train_with(rank: int, name: str, *flags: str) -> None:
     """Stage 03, but its average_gradients calls this reducer."""
     stage = load_stage("03")
@@ -201,43 +186,6 @@ def test_models_that_differ_between_ranks_or_train_nothing_are_refused_on_all_of
             new_reducer(name, model)
         error = str(caught.value).replace("torch.float32", "F32")
         assert error.removeprefix("rank 1 has ").startswith(words)
-
-
-@on_ranks(2)
-def test_memory_is_shared_where_there_is_no_memfd(rank):
-    with mock.patch.object(os, "memfd_create", create=True):
-        del os.memfd_create
-        memory = shared_memory.share_memory(2)
-    memory[rank] = rank + 5
-    dist.barrier()
-    assert memory.tolist() == [5, 6]
-
-
-def rank_1_opens(path):
-    """In place of the path that rank 0 tells it."""
-    broadcast = dist.broadcast_object_list
-
-    def broadcast_and_replace(objects, src):
-        broadcast(objects, src)
-        objects[0] = path if dist.get_rank() == 1 else objects[0]
-
-    return mock.patch.object(dist, "broadcast_object_list", broadcast_and_replace)
-
-
-@on_ranks(2)
-def test_both_ranks_refuse_memory_of_two_machines_and_a_file_of_others_stays_as_it_is(rank):
-    """There, a path leads nowhere, or elsewhere. The control: the right path is taken."""
-    file = os.memfd_create("of another program")
-    os.write(file, b"mine" * 9)
-    for two_machines in (
-        rank_1_opens("/proc/0/fd/7"),
-        rank_1_opens(f"/proc/{os.getpid()}/fd/{file}"),
-        mock.patch.object(torch, "from_file", lambda *_, size, **__: torch.zeros(size)),
-    ):
-        with two_machines, pytest.raises(UsageError, match="do not see the same memory: run all"):
-            shared_memory.share_memory(2)
-    assert os.pread(file, 99, 0) == b"mine" * 9
-    assert shared_memory.share_memory(2).tolist() == [0, 0]
 
 
 @on_ranks(2)

@@ -2,8 +2,8 @@
 
     python beyond/convert/detector/scenes.py
 
-The digits of common/digits are 8×8 pixels: see make.py there for their source. A scene holds up to
-seven of them, enlarged and colored, on a background of another color. The folder has COCO's layout:
+The digits of common/digits are 8×8 pixels. A scene holds up to seven of them, enlarged and colored,
+on a background of another color. The folder has COCO's layout:
 
     data/scenes/annotations/instances_train.json    data/scenes/train/000001.png ...
     data/scenes/annotations/instances_val.json      data/scenes/val/000001.png ...
@@ -74,17 +74,15 @@ def write_scenes(folder: Path, part: str, digits: Path, count: int, size: int, s
         Image.fromarray(picture.permute(1, 2, 0).numpy()).save(folder / part / name)
         images.append({"id": image_id, "file_name": name, "width": size, "height": size})
         for label, box in objects:
-            annotations.append(
-                {
-                    "id": len(annotations)
-                    + 1,  # COCO's evaluator takes the number 0 for "no match"
-                    "image_id": image_id,
-                    "category_id": label + 1,  # SSD takes 0 for "no object"
-                    "bbox": box,
-                    "area": box[2] * box[3],
-                    "iscrowd": 0,
-                }
-            )
+            annotation = {
+                "id": len(annotations) + 1,  # COCO's evaluator takes 0 for "no match"
+                "image_id": image_id,
+                "category_id": label + 1,  # SSD takes 0 for "no object"
+                "bbox": box,
+                "area": box[2] * box[3],
+                "iscrowd": 0,
+            }
+            annotations.append(annotation)
     categories = [{"id": digit + 1, "name": str(digit)} for digit in range(10)]
     (folder / "annotations").mkdir(exist_ok=True)
     text = json.dumps({"images": images, "annotations": annotations, "categories": categories})

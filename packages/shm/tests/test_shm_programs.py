@@ -268,13 +268,13 @@ def wait_for_a_second_in_each_call(queue, work, wait, start=shm.work.pending.sta
     return start(queue, work, True)
 
 
-def take_any_tag(letter, source, tag):
-    return letter.source in (None, source)
+def take_any_tag(request, source, tag):
+    return request.source in (None, source)
 
 
 LEFT_OUT = {
     "no_grad": ((shm.group, "without_autograd", lambda tensor: tensor), OF_AUTOGRAD),
-    "tags": ((shm.messages.Letter, "matches", take_any_tag), [tags_in_another_order]),
+    "tags": ((shm.messages.Message, "matches", take_any_tag), [tags_in_another_order]),
     "the name of the group": ((shm.SharedMemoryGroup, "getGroupName", lambda _: ""), [sharded]),
     "calls that return at once": (
         (shm.work.pending, "start", wait_for_a_second_in_each_call),

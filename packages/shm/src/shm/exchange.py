@@ -48,8 +48,11 @@ class Exchange:
     """
 
     def __init__(self, segment: Segment) -> None:
-        self.segment, self.rank, self.ranks, self.pieces = segment, segment.rank, segment.ranks, 0
-        size = self.ranks * ROW_BYTES
+        self.segment = segment
+        self.rank = segment.rank
+        self.world_size = segment.world_size
+        self.pieces = 0  # that this rank has written
+        size = self.world_size * ROW_BYTES
         self.slots = [segment.tensor(slot * size, size) for slot in (0, 1)]
         self.views: dict[torch.dtype, list[Tensor]] = {}  # of the slots: (ranks, elements)
 
@@ -58,7 +61,7 @@ class Exchange:
         which may be read after an arrival, and which part of N it is.
         """
         if (views := self.views.get(tensor.dtype)) is None:
-            views = [slot.view(tensor.dtype).view(self.ranks, -1) for slot in self.slots]
+            views = [slot.view(tensor.dtype).view(self.world_size, -1) for slot in self.slots]
             self.views[tensor.dtype] = views
         self.segment.transfers += 1  # so that what is left of an interrupted one fits to no other
         piece = ROW_BYTES // tensor.element_size()
@@ -72,21 +75,21 @@ class Exchange:
     def combine_rows(self, rows: Tensor, op: Op) -> Tensor:
         """The sum of the rows, or another op: in the order of ranks, so equal on all ranks."""
         total = reduce(COMBINE[op], rows.unbind())
-        return total.div_(self.ranks) if op == Op.AVG else total
+        return total.div_(self.world_size) if op == Op.AVG else total
 
     def all_reduce(self, tensor: Tensor, op: Op, call: int) -> Steps:
         for rows, part in self.write(tensor):
             yield from self.segment.arrive(call)
             output = tensor[part]
-            if self.ranks == 2 and op == Op.SUM:  # a + b has the same bits as b + a
+            if self.world_size == 2 and op == Op.SUM:  # a + b has the same bits as b + a
                 output.add_(rows[1 - self.rank])
-            elif self.ranks == 2 or output.nbytes <= SLICED:
+            elif self.world_size == 2 or output.nbytes <= SLICED:
                 output.copy_(self.combine_rows(rows, op))
             else:
-                slices = rows.tensor_split(self.ranks, dim=1)
+                slices = rows.tensor_split(self.world_size, dim=1)
                 slices[self.rank][self.rank] = self.combine_rows(slices[self.rank], op)
                 yield from self.segment.arrive(call)
-                for rank, target in enumerate(output.tensor_split(self.ranks)):
+                for rank, target in enumerate(output.tensor_split(self.world_size)):
                     target.copy_(slices[rank][rank])
 
     def gather(self, tensor: Tensor, outputs: dict[int, Tensor], call: int) -> Steps:
@@ -98,7 +101,7 @@ class Exchange:
 
     def all_to_all(self, inputs: list[Tensor], outputs: list[Tensor], call: int) -> Steps:
         """Send inputs[r], (any size,), to each rank r, whose outputs have the sizes that arrive."""
-        sizes = torch.empty(self.ranks, self.ranks, dtype=torch.int64)  # (from, to)
+        sizes = torch.empty(self.world_size, self.world_size, dtype=torch.int64)  # (from, to)
         own_sizes = torch.tensor([len(each) for each in inputs])
         yield from self.gather(own_sizes, dict(enumerate(sizes)), call)
         for rank, (size, output) in enumerate(zip(sizes[:, self.rank], outputs, strict=True)):
@@ -121,10 +124,10 @@ class Exchange:
 
     def gather_uneven(self, tensor: Tensor, call: int) -> Steps:
         """All ranks' tensors, which may have different lengths: the value of `yield from`."""
-        lengths = torch.empty(self.ranks, 1, dtype=torch.int64)
+        lengths = torch.empty(self.world_size, 1, dtype=torch.int64)
         yield from self.gather(torch.tensor([len(tensor)]), dict(enumerate(lengths)), call)
         padded = tensor.new_zeros(int(lengths.max()))
         padded[: len(tensor)] = tensor
-        rows = padded.new_empty(self.ranks, len(padded))
+        rows = padded.new_empty(self.world_size, len(padded))
         yield from self.gather(padded, dict(enumerate(rows)), call)
         return [row[: int(length)] for row, length in zip(rows, lengths, strict=True)]

@@ -73,7 +73,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self.exchange = Exchange(self.segment)
         self.messages = Messages(self.segment, size, rows)
         self.collectives: CallQueue = deque()
-        self.group_title, self.description, self.monitored = "", "", [0] * size
+        self.group_title = ""
+        self.description = ""
+        self.monitored = [0] * size  # of each rank: barriers that it has reached
 
     def start(self, steps: Steps, outputs: Any, options: Any) -> Work:
         """Begin a collective; asyncOp says that the program goes on while it runs, as in DDP."""
@@ -236,11 +238,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def split(self, tensor: Tensor, sizes: list[int]) -> Tensors:
         """Split the first dimension, evenly without sizes."""
-        rows, ranks = len(tensor), self.size()
-        even, sizes = not sizes, sizes or [rows // ranks] * ranks
-        if sum(sizes) != rows or len(sizes) != ranks:
-            what = f"rows for {ranks} ranks" if even else f"one size per rank, {rows} together"
-            raise ValueError(f"shm: got {rows if even else sizes}, expected {what}")
+        rows, world_size = len(tensor), self.size()
+        is_even = not sizes
+        sizes = sizes or [rows // world_size] * world_size
+        if sum(sizes) != rows or len(sizes) != world_size:
+            expected = f"one size per rank, {rows} together"
+            if is_even:
+                expected = f"rows for {world_size} ranks"
+            raise ValueError(f"shm: got {rows if is_even else sizes}, expected {expected}")
         return list(without_autograd(tensor).split(sizes))
 
     def barrier(self, opts: Any = None) -> Work:

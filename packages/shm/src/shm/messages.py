@@ -20,9 +20,9 @@ CACHE_LINES_PER_BOX = 2  # for counters: the sender's and the receiver's
 COUNT, SIZE, TAG, START = 0, 1, 2, 3
 
 
-@dataclass(eq=False)  # a letter equals itself only
-class Letter:
-    """A message that arrives, or a wish to receive one.
+@dataclass(eq=False)  # a message equals itself only
+class Message:
+    """A message that arrives, or a request to receive one.
 
     content: bytes, (N,). source: a rank, or None for any.
     """
@@ -41,17 +41,21 @@ class Messages:
     """The boxes lie in the segment from `offset` on, their counters from `first_cache_line` on."""
 
     def __init__(self, segment: Segment, first_cache_line: int, offset: int) -> None:
-        self.segment, self.first_cache_line, self.offset = segment, first_cache_line, offset
-        self.others = [rank for rank in range(segment.ranks) if rank != segment.rank]
-        self.outgoing: list[CallQueue] = [deque() for _ in range(segment.ranks)]  # to each rank
+        self.segment = segment
+        self.first_cache_line = first_cache_line
+        self.offset = offset
+        self.others = [rank for rank in range(segment.world_size) if rank != segment.rank]
+        self.outgoing: list[CallQueue] = []  # to each rank
+        for _ in range(segment.world_size):
+            self.outgoing.append(deque())
         self.counted: dict[int, int] = {}  # of each box: pieces that this rank sent or received
-        self.wanted: list[Letter] = []  # in the order in which the program asked
-        self.arriving: dict[int, Letter] = {}  # from each rank: a message that is not complete
-        self.kept: list[Letter] = []  # what nobody has asked for yet
+        self.requests: list[Message] = []  # in the order in which the program asked
+        self.arriving: dict[int, Message] = {}  # from each rank: a message that is not complete
+        self.unclaimed: list[Message] = []  # what nobody has asked for yet
 
     def box(self, source: int, target: int) -> tuple[int, Tensor, int, int]:
         """Its number, its bytes, and the places of the sender's and the receiver's counter."""
-        box = source * self.segment.ranks + target
+        box = source * self.segment.world_size + target
         sent = (self.first_cache_line + CACHE_LINES_PER_BOX * box) * CACHE_LINE_BYTES // 8
         received = sent + CACHE_LINE_BYTES // 8
         return box, self.segment.tensor(self.offset + box * BOX_BYTES, BOX_BYTES), sent, received
@@ -73,22 +77,22 @@ class Messages:
 
     def take(self, content: Tensor, source: int | None, tag: int) -> Steps:
         """Receive bytes, (N,), from that rank or from any; returns the rank that sent them."""
-        letter = wish = Letter(content, source, tag)
-        for kept in self.kept:
-            if wish.matches(kept.source, kept.tag):
-                self.kept.remove(kept)
-                self.check_size(kept.source, len(kept.content), len(wish.content))
-                letter = kept
+        request = Message(content, source, tag)
+        for message in self.unclaimed:
+            if request.matches(message.source, message.tag):
+                self.unclaimed.remove(message)
+                self.check_size(message.source, len(message.content), len(content))
                 break
         else:
-            self.wanted.append(wish)
-        sources = self.others if letter.source is None else [letter.source]
-        while not letter.complete:
+            message = request  # it will arrive where the program wants it
+            self.requests.append(request)
+        sources = self.others if message.source is None else [message.source]
+        while not message.complete:
             if not any(map(self.take_piece, sources)):
                 yield sources
-        if letter is not wish:
-            wish.content.copy_(letter.content)
-        return letter.source
+        if message is not request:
+            content.copy_(message.content)
+        return message.source
 
     def take_piece(self, source: int) -> bool:
         """Take a piece out of the box from that rank; False if the box is empty."""
@@ -97,34 +101,34 @@ class Messages:
         count = self.counted.get(box, 0)
         if counters[sent + COUNT] == count:
             return False
-        if (letter := self.arriving.get(source)) is None:
-            letter = self.begin(source, counters[sent + SIZE], counters[sent + TAG])
-        if (start := counters[sent + START]) != letter.filled:
-            what = f"sends a message from byte {start} on, not from {letter.filled}"
+        if (message := self.arriving.get(source)) is None:
+            message = self.begin(source, counters[sent + SIZE], counters[sent + TAG])
+        if (start := counters[sent + START]) != message.filled:
+            what = f"sends a message from byte {start} on, not from {message.filled}"
             self.segment.fail(f"rank {source} {what}: one of the two was interrupted")
-        part = letter.content[letter.filled : letter.filled + BOX_BYTES]
+        part = message.content[message.filled : message.filled + BOX_BYTES]
         part.copy_(buffer[: len(part)])
-        letter.filled += len(part)
+        message.filled += len(part)
         self.counted[box] = count + 1
         self.segment.post(received + COUNT, count + 1)
-        if letter.filled == len(letter.content):
-            letter.complete = True
+        if message.filled == len(message.content):
+            message.complete = True
             del self.arriving[source]
         return True
 
-    def begin(self, source: int, size: int, tag: int) -> Letter:
+    def begin(self, source: int, size: int, tag: int) -> Message:
         """Where the next message of that rank goes: to who asked for it first, or to a new one."""
-        for letter in self.wanted:
-            if letter.matches(source, tag):
-                self.wanted.remove(letter)
-                letter.source = source
-                self.arriving[source] = letter
-                self.check_size(source, size, len(letter.content))
-                return letter
-        letter = Letter(torch.empty(size, dtype=torch.uint8), source, tag)
-        self.kept.append(letter)
-        self.arriving[source] = letter
-        return letter
+        for message in self.requests:
+            if message.matches(source, tag):
+                self.requests.remove(message)
+                message.source = source
+                self.arriving[source] = message
+                self.check_size(source, size, len(message.content))
+                return message
+        message = Message(torch.empty(size, dtype=torch.uint8), source, tag)
+        self.unclaimed.append(message)
+        self.arriving[source] = message
+        return message
 
     def check_size(self, source: int | None, size: int, expected: int) -> None:
         if size != expected:

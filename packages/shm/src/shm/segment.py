@@ -80,18 +80,22 @@ class Segment:
         self,
         store: dist.Store,
         rank: int,
-        ranks: int,
+        world_size: int,
         cache_lines: int,
         size: int,
         limit: timedelta,
     ) -> None:
-        self.rank, self.ranks, self.limit = rank, ranks, limit
+        self.rank = rank
+        self.world_size = world_size
+        self.limit = limit
         self.offset = cache_lines * CACHE_LINE_BYTES
-        self.arrivals, self.transfers, self.failed = 0, 0, ""  # transfers: see Exchange.write
+        self.arrivals = 0
+        self.transfers = 0  # see Exchange.write
+        self.failure: RuntimeError | None = None  # why this rank takes part in no further call
         self.file = self.open_together(store, self.offset + size)
         self.memory = mmap.mmap(self.file, self.offset + size)
         self.counters = memoryview(self.memory)[: self.offset].cast("q")
-        self.places = [rank * CACHE_LINE_BYTES // 8 for rank in range(ranks)]
+        self.places = [rank * CACHE_LINE_BYTES // 8 for rank in range(world_size)]
         self.own_place = self.places[rank]
         self.places_of_others = [each for each in enumerate(self.places) if each[0] != rank]
         self.meet()
@@ -102,7 +106,7 @@ class Segment:
 
     def keys_of_ranks(self) -> list[str]:
         """In the store: could this rank open the memory?"""
-        return [f"opened {rank}" for rank in range(self.ranks)]
+        return [f"opened {rank}" for rank in range(self.world_size)]
 
     def open_together(self, store: dist.Store, size: int) -> int:
         """Open and lock one file of that many bytes on every rank; returns its descriptor."""
@@ -143,7 +147,9 @@ class Segment:
     def arrive(self, call: int) -> Steps:
         """Say that this rank has written its part of `call`, and wait until all ranks have."""
         self.arrivals = arrivals = self.arrivals + 1
-        counters, transfer, own = self.counters, self.transfers, self.own_place
+        counters = self.counters
+        transfer = self.transfers
+        own = self.own_place
         call_counter = CALL + arrivals % 2  # a rank may be one arrival ahead
         transfer_counter = TRANSFER + arrivals % 2
         counters[own + call_counter] = call
@@ -186,16 +192,17 @@ class Segment:
     def fail(self, text: str, error: type[Exception] = RuntimeError) -> None:
         """Raise this now and at each later use: the ranks are no longer at the same call."""
         self.give_up(text)
-        raise error(self.failed)
+        assert self.failure is not None
+        raise error(*self.failure.args)
 
     def give_up(self, text: str) -> None:
         """Take part in no further call, and let the others see it instead of waiting.
 
         They see it at the first arrival that this rank has not completed, and not before.
         """
-        if self.failed:
+        if self.failure:
             return
-        self.failed = f"shm: {text}"
+        self.failure = RuntimeError(f"shm: {text}")
         all_here = all(self.counters[place + ARRIVED] >= self.arrivals for place in self.places)
         self.counters[self.own_place + CALL + (self.arrivals + all_here) % 2] = FAILED
         self.post(self.own_place + ARRIVED, NEVER)
@@ -207,4 +214,5 @@ class Segment:
         """Show the others that this rank has ended. Tensors in the memory stay valid."""
         if self.file >= 0:
             os.close(self.file)
-            self.file, self.failed = -1, "shm: the group was destroyed"
+            self.file = -1
+            self.failure = RuntimeError("shm: the group was destroyed")

@@ -37,25 +37,30 @@ class Work(dist.Work):
         self, segment: Segment, steps: Steps, outputs: object, limit: timedelta | None = None
     ) -> None:
         super().__init__()
-        self.segment, self.steps, self.outputs = segment, steps, outputs
-        self.limit, self.deadline, self.polls = limit or segment.limit, 0.0, 0
-        self.done, self.error, self.source = False, None, -1
+        self.segment = segment
+        self.steps = steps
+        self.outputs = outputs
+        self.limit = limit or segment.limit
+        self.deadline = 0.0  # known from the first poll on
+        self.polls = 0
+        self.done = False
+        self.error: Exception | None = None
+        self.source = -1  # the rank whose message was received
         self.promised: Future | None = None  # fulfilled at the end, once for all who asked
 
     def advance(self) -> bool:
         """Go on as far as possible; True if that was the end. Only `Pending` calls this."""
         try:
-            if self.segment.failed:
-                raise RuntimeError(self.segment.failed)
+            if self.segment.failure:
+                raise self.segment.failure.with_traceback(None)  # without those of earlier calls
             self.poll()
         except StopIteration as end:
             self.done = True
             self.source = -1 if end.value is None else end.value
         except Exception as error:
             self.done, self.error = True, error
-        except (
-            BaseException
-        ) as interrupt:  # Ctrl-C: the others go on with a call that is cut off here
+        except BaseException as interrupt:
+            # Ctrl-C: the others go on with a call that is cut off here
             self.segment.give_up(f"{type(interrupt).__name__} has interrupted a call")
             raise
         if self.done:
@@ -72,9 +77,8 @@ class Work(dist.Work):
         failed = [rank for rank in awaited if self.segment.has_failed(rank)]
         ended = [rank for rank in awaited if rank in failed or not self.segment.lives(rank)]
         if ended == awaited and next(self.steps) == awaited:  # it did not arrive just before
-            what = (
-                f"has {'failed' if failed else 'ended'} while rank {self.segment.rank} waits for it"
-            )
+            how = "failed" if failed else "ended"
+            what = f"has {how} while rank {self.segment.rank} waits for it"
             self.segment.fail(f"rank {' and '.join(map(str, ended))} {what}")
         if time.monotonic() > self.deadline:
             what = f"is more than {self.limit} late, which is the timeout of this call"
@@ -134,7 +138,8 @@ class Pending:
         self.lock = threading.Lock()
         self.unattended = threading.Condition(self.lock)  # calls run, and nobody waits
         self.running: list[CallQueue] = []
-        self.waiting, self.stopped = 0, False  # how many threads wait; the interpreter ends
+        self.waiting = 0  # threads
+        self.stopped = False  # because the interpreter ends
         self.thread: threading.Thread | None = None
 
     def start(self, queue: CallQueue, work: Work, wait: bool) -> Work:

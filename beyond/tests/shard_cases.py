@@ -8,7 +8,7 @@ import copy
 from contextlib import nullcontext
 from functools import cache
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,6 @@ class TrainingCase(NamedTuple):
     micro_batches: int = 1
     clip: float | None = None
     changes: tuple = ()  # of lines, for a control
-    fsdp_options: dict[str, Any] | None = None
 
 
 class Odd(nn.Module):
@@ -140,7 +139,7 @@ def distance(case: TrainingCase) -> float:
         model.load_state_dict({key: value + 1 for key, value in model.state_dict().items()})
     optimizer_class, options = OPTIMIZERS[case.optimizer]
     by_hand = changed_levels(case.changes).by_hand
-    training = by_hand(case.level, model, optimizer_class, case.fsdp_options, **options)
+    training = by_hand(case.level, model, optimizer_class, **options)
     train_steps(training, batches(case.model), case.micro_batches, case.clip)
     state, _ = collect(training)
     if dist.get_rank() > 0:
