@@ -56,8 +56,8 @@ campaigns: bench  ## measure again what the pages show of speed, for half an hou
 	$(RUN) benchmarks/bench.py survive
 
 faults: $(VENV)/ready  ## inject 406 faults into real runs, half an hour or more: benchmarks/results/faults.json
-	$(RUN) tests/faults.py --faults 306
-	$(RUN) tests/faults.py --faults 100 --kinds pauses --jobs 10
+	PYTHONPATH=tests $(RUN) beyond/tests/faults.py --faults 306
+	PYTHONPATH=tests $(RUN) beyond/tests/faults.py --faults 100 --kinds pauses --jobs 10
 
 shm-suite: $(VENV)/ready  ## torch's own tests for backends, over gloo and shm: packages/shm/tests/torch_suite.json
 	$(RUN) packages/shm/tests/torch_suite.py
