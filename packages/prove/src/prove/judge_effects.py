@@ -26,9 +26,9 @@ def effect_rows(outcome: RunOutcome) -> list[ReportRow]:
 
 
 def collective_rows(outcome: RunOutcome) -> list[ReportRow]:
-    records, difference = outcome.records, first_difference(outcome.records)
-    if outcome.hang or have_parted(records):
-        ranks = [*map(state_of, records)]
+    records, difference = outcome.records, first_difference(outcome.records, outcome.hang)
+    if outcome.hang or have_parted(outcome):
+        ranks = [state_of(rank, outcome.hang) for rank in records]
         if difference:
             reason = Reason.HANG_BY_DIFFERENCE
             return [wrong("hang", reason, ranks=ranks, difference=difference)]
@@ -43,10 +43,11 @@ def error_is(rank: RankRecord, kind: re.Pattern) -> bool:
     return rank.error is not None and bool(kind.search(rank.error.message))
 
 
-def have_parted(records: list[RankRecord]) -> bool:
+def have_parted(outcome: RunOutcome) -> bool:
     """One rank ends, or is in another collective, and the others lose their connection: no rank has
-    an error of its own."""
-    misfit = any(error_is(rank, MISFIT) for rank in records)
+    an error of its own. gloo may end the process of a rank without an error of Python."""
+    records = outcome.records
+    misfit = bool(MISFIT.search(outcome.log))
     lost = any(error_is(rank, LOST) for rank in records)
     some_left = any(rank.ended in Ended.WELL for rank in records)
     own = [rank for rank in records if rank.error and not is_of_the_connection(rank)]
@@ -57,8 +58,11 @@ def is_of_the_connection(rank: RankRecord) -> bool:
     return error_is(rank, LOST) or error_is(rank, MISFIT)
 
 
-def first_difference(records: list[RankRecord]) -> dict[str, Any] | None:
-    """The first collective that is not the same on all ranks."""
+def first_difference(records: list[RankRecord], hang: bool) -> dict[str, Any] | None:
+    """The first collective that is not the same on all ranks.
+
+    The record of a rank that was killed is not its last state, unless all have waited for long.
+    """
     calls = [rank.collectives for rank in records]
     for parts in zip(*calls, strict=False):
         if len({name for name, _ in parts}) > 1:
@@ -69,7 +73,9 @@ def first_difference(records: list[RankRecord]) -> dict[str, Any] | None:
             return part(Phrase.DIFFERENT_CALLS, calls=different)
     fewest, most = min(calls, key=len), max(calls, key=len)
     all_stand_still = all(
-        rank.ended in Ended.WELL or rank.progress.collective or is_of_the_connection(rank)
+        rank.ended in Ended.WELL
+        or is_of_the_connection(rank)
+        or (hang and rank.progress.collective)
         for rank in records
     )
     if not all_stand_still:
@@ -83,13 +89,15 @@ def first_difference(records: list[RankRecord]) -> dict[str, Any] | None:
     return part(Phrase.NOT_REACHED, rank=rank, name=name, at=at, others=others)
 
 
-def state_of(rank: RankRecord) -> dict[str, Any]:
+def state_of(rank: RankRecord, hang: bool) -> dict[str, Any]:
     number = rank.rank
     if rank.error:
         kind = Phrase.GETS_ANOTHER_MESSAGE if error_is(rank, MISFIT) else Phrase.LOST_CONNECTION
         return part(kind, rank=number, at=rank.error.at)
     if rank.ended != Ended.NOT_YET:
         return part(Phrase.HAS_ENDED, rank=number, steps=rank.steps)
+    if not hang:
+        return part(Phrase.LAST_SEEN, rank=number, at=rank.progress.at)
     if rank.progress.collective:
         name, at = rank.progress.collective
         return part(Phrase.WAITS_IN_CALL, rank=number, name=name, at=at)
@@ -146,3 +154,15 @@ def error_of(outcome: RunOutcome) -> str:
     lines = [line.strip() for line in outcome.log.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b|error:", line)]
     return (errors or lines or ["it printed nothing"])[-1][:300]
+
+
+def error_rows(outcome: RunOutcome) -> list[ReportRow]:
+    """DDP's own refusal to go on, which is a fact of the script."""
+    refusals = [
+        record.error
+        for record in outcome.records
+        if record.error and "have finished reduction" in record.error.message
+    ]
+    return (
+        [wrong("unused parameters", Reason.UNUSED_IN_A_STEP, at=refusals[0].at)] if refusals else []
+    )

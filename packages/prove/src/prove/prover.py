@@ -24,7 +24,7 @@ from prove import (
     judge_schedule,
     launch,
 )
-from prove.judge_effects import effect_rows, error_of
+from prove.judge_effects import effect_rows, error_of, error_rows
 from prove.judge_evaluation import evaluation_rows
 from prove.judge_model import model_rows
 from prove.judge_replay import Comparison, Outcome, Replay
@@ -173,18 +173,20 @@ class Prover:
             raise NotJudgedError("the script made no process group: is it started by torchrun?")
         if outcome.hang:
             return
+        has_begun = any(record.steps or record.loader_runs for record in records)
+        if has_begun:
+            return
         if failed(outcome) or not records:
-            rows = effect_rows(outcome) + judge_data.data_rows(records)
-            if not any(row.verdict == WRONG for row in rows):
+            if not any(row.verdict == WRONG for row in effect_rows(outcome)):
                 raise NotJudgedError(f"the script fails by itself: {error_of(outcome)}")
-        elif not any(record.steps or record.loader_runs for record in records):
+        else:
             raise NotJudgedError("no optimizer step was made, and no batch was loaded")
 
     def judge(self) -> list[ReportRow]:
         self.observe()
         self.check_that_something_was_seen()
         observed, records = self.observed, self.observed.records
-        rows = effect_rows(observed)
+        rows = effect_rows(observed) + error_rows(observed)
         if any(record.world_size > len(records) for record in records):
             facts = {"present": len(records), "world_size": records[0].world_size}
             return [*rows, not_seen("ranks", Reason.RECORDS_MISSING, **facts)]

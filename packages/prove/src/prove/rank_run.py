@@ -64,7 +64,9 @@ def wrap_everywhere(module: Any, name: str) -> Callable:
     def put_in_place(function: Callable) -> Callable:
         replacement: Callable = wrap(module, name)(function)
         for other_name, other in list(sys.modules.items()):
-            if other_name.startswith("torch.distributed") and vars(other).get(name) is original:
+            if not other_name.startswith("torch.distributed"):
+                continue
+            if getattr(other, "__dict__", {}).get(name) is original:
                 setattr(other, name, replacement)
         return replacement
 

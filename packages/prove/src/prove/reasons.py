@@ -74,6 +74,7 @@ class Phrase(Enum):
     UNEQUAL_STEPS = "the ranks have made {steps!s} steps"
     LOST_CONNECTION = "rank {rank} loses its connection at {at}"
     GETS_ANOTHER_MESSAGE = "rank {rank} gets the message of another collective at {at}"
+    LAST_SEEN = "rank {rank} was last seen at {at}"
     HAS_ENDED = "rank {rank} has ended after {steps} steps"
     WAITS_IN_CALL = "rank {rank} waits in {name} at {at}"
     WAITS_IN_BACKWARD = "rank {rank} waits in backward at {at}"
@@ -332,6 +333,11 @@ class Reason(Enum):
     PARAMETERS_MISSING = Words(
         "{missing} of {parameters} parameters are in no optimizer: {names}",
         "add them, or requires_grad_(False)",
+    )
+    UNUSED_IN_A_STEP = Words(
+        "DDP waits for a gradient that the step before did not compute ({at})",
+        "use all parameters in every step, if need be times zero; or find_unused_parameters=True",
+        See.UNUSED,
     )
     PARAMETERS_UNUSED = Words(
         "no gradient ever reached {names}", "use them, or freeze them", See.UNUSED

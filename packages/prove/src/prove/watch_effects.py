@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from prove.rank_run import RankRun, callers, where, wrap
+from prove.rank_run import RankRun, callers, where, wrap, wrap_everywhere
 from prove.record import Collective, Ended, OpenedFile, PrintedText
 
 COLLECTIVES = [
@@ -57,7 +57,9 @@ def watch_collective(run: RankRun, name: str) -> None:
 
 
 def watch_groups(run: RankRun) -> None:
-    @wrap(dist, "init_process_group")
+    c10d = dist.distributed_c10d  # init_device_mesh calls its functions by their names there
+
+    @wrap_everywhere(c10d, "init_process_group")
     def begin(original: Callable, *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
         run.join_group()
@@ -68,7 +70,7 @@ def watch_groups(run: RankRun) -> None:
             run.write(Ended.AT_ITS_END)
         original(group)
 
-    @wrap(dist, "new_group")
+    @wrap_everywhere(c10d, "new_group")
     def new_group(original: Callable, ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         if ranks is not None and 1 < len(ranks) < run.record.world_size:
             run.note("groups of some ranks")
