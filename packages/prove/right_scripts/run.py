@@ -37,14 +37,19 @@ class Row(NamedTuple):
 
 def rows_of(script: Script) -> tuple[list[Row], str]:
     """The one place that calls prove: its rows, and why there are none."""
-    from prove.__main__ import parse_args, prove
+    from prove import NotJudgedError
+    from prove.__main__ import parse_args
+    from prove.prover import prove
 
     options = [f"--timeout={TIMEOUT}"]
     if script.alone:
         options.append(f"--alone={script.alone.replace('python', sys.executable)}")
     command = [sys.executable if word == "python" else word for word in script.command]
-    rows, error = prove(parse_args([*options, *command]), lambda text: None)
-    return [Row(row.verdict, row.check, row.evidence) for row in rows], error
+    try:
+        rows = prove(parse_args([*options, *command]), lambda text: None)
+    except NotJudgedError as error:
+        return [], str(error)
+    return [Row(row.verdict, row.check, row.evidence) for row in rows], ""
 
 
 def preload() -> None:
