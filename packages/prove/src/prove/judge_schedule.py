@@ -30,7 +30,9 @@ def schedule_rows(replay: Replay) -> list[ReportRow]:
 
 def schedules_by_batch(replay: Replay) -> list[tuple[Schedule, Schedule]]:
     """Of a rank, and of the one rank, which has other numbers of batches per epoch."""
-    pairs = []
+    pairs: list[tuple[Schedule, Schedule]] = []
+    if replay.observed.asked_for_length:  # it follows the loader, whose epochs we have cut
+        return pairs
     for of_ranks, of_one in zip(replay.observed.schedules, replay.replayed.schedules, strict=False):
         both = schedule(of_ranks, replay.observed), schedule(of_one, replay.replayed)
         if both[0] is not None and both[1] is not None:

@@ -269,6 +269,7 @@ class RankRecord:
     uses_autocast: bool = False
     model_returns_loss: bool = False
     seed: int = 0  # of its generators, when the script began
+    asked_for_length: bool = False  # of a loader, before its first batch
     not_kept: str = ""  # why a batch could not be kept for a replay
     draws: dict[str, list[str]] = field(default_factory=dict)  # by kind of draws.Finding: places
     batchnorm_rows_unknown: bool = False  # which of them came from which rank

@@ -177,7 +177,7 @@ class RecordingCollate:
         self.collate, self.folder = collate, folder
 
     def __call__(self, data: Any) -> Collated:
-        if not isinstance(data, list | tuple):  # a data set with __getitems__ may give anything
+        if type(data) is not list:  # a data set with __getitems__ may give anything
             return Collated(self.collate(data), None, [], [])
         try:
             frozen = freeze(list(data))

@@ -196,7 +196,13 @@ def watch_fetches(run: RankRun, iterator: Iterator, loader_run: LoaderRun) -> It
             changes = [old != new for old, new in zip(before, after, strict=True)]
             loader_run.drew = [a or b for a, b in zip(loader_run.drew, changes, strict=True)]
         if not isinstance(batch, Collated):
-            batch = Collated(batch, None, checksums_of_rows(batch), [])
+            batch = Collated(batch, None, [], [])
+        if batch.file and loader_run.batches is not None and not loader_run.is_stream:
+            listed = loader_run.sizes[loader_run.given : loader_run.given + 1]
+            if listed and listed[0] != len(batch.checksums):  # __getitems__ gave something else
+                batch = Collated(batch.batch, None, [], [])
+        if not batch.file:
+            batch = Collated(batch.batch, None, checksums_of_rows(batch.batch), [])
         size = len(batch.checksums) if batch.file else batch_size_of(batch.batch)
         if loader_run.batches is None:
             loader_run.sizes.append(size)
