@@ -75,10 +75,6 @@ class Keeper:
             kept.append((copied(list(args)), copied(kwargs)))
         return args, kwargs
 
-    def length_at_first(self, loader: Any, length: int) -> int:
-        """Of a loader, before its first batch: as it is."""
-        return length
-
 
 class Feeder:
     """In a replay: gives a rank what all ranks of the observed run got, or its own part again."""
@@ -209,16 +205,6 @@ class Feeder:
                     continue
                 for p, observed in zip(parameters, weights, strict=True):
                     put(p, observed)
-
-    def length_at_first(self, loader: Any, length: int) -> int:
-        """Of a loader, before its first batch: a schedule may be made from it, and gets the own
-        length. Whatever is made later divides a sum by it, perhaps: it gets that of a rank."""
-        if self.in_sequence or self.run.record.schedules_made < self.schedules_to_make:
-            return length
-        for kept_run in self.kept_loader_runs:
-            if kept_run.loader == loader.prove_number and kept_run.batches_and_samples:
-                return kept_run.batches_and_samples[0]
-        return length
 
     def use_recorded_schedule(self, optimizer: Any, number: int, step: int) -> None:
         """The recorded learning rates, for this step only: the script's own ones are compared."""

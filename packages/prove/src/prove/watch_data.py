@@ -163,27 +163,30 @@ def begin_loader_run(loader: Any, run: RankRun) -> LoaderRun:
     return loader_run
 
 
-def is_enough(run: RankRun, loader_run: LoaderRun) -> bool:
-    """Has the script had its batches of this pass? Where several make one step, it gets more."""
+def is_enough(run: RankRun, loader_run: LoaderRun, was_asked: bool) -> bool:
+    """Has the script had its batches of this pass? Where several make one step, it gets more,
+    but no more than its length, if the script has asked for that."""
     given, batches = loader_run.given, run.settings.batches
     if run.replaying or not loader_run.with_gradients:
         return given >= most_batches(run, loader_run.with_gradients)
     if given < batches:
         return False
-    if given == batches:
+    if given == batches and not was_asked:
         loader_run.accumulates = loader_run.backwards > 0 and loader_run.steps <= batches // 2
     if not loader_run.accumulates:
         return True
     return loader_run.steps >= batches or given >= MOST_MICRO_BATCHES * batches
 
 
-def watch_fetches(run: RankRun, iterator: Iterator, loader_run: LoaderRun) -> Iterator:
+def watch_fetches(
+    run: RankRun, iterator: Iterator, loader_run: LoaderRun, loader: DataLoader
+) -> Iterator:
     """The batches of one pass, until there are enough."""
     size = 0
     while True:
         run.end_batch()
         loader_run.backwards = run.model.backwards - loader_run.backwards_before
-        if is_enough(run, loader_run):
+        if is_enough(run, loader_run, getattr(loader, "prove_was_asked", False)):
             return
         before = generators.digests()
         try:
@@ -276,7 +279,7 @@ def watch_iterations(run: RankRun) -> None:
         if training and not run.replaying and not run.in_second_epoch:
             loader_run.kept = len(run.tensors["batches"])
             run.tensors["batches"].append([])
-        return watch_fetches(run, iterator, loader_run)
+        return watch_fetches(run, iterator, loader_run, self)
 
 
 def recording_iterator(loader: Any, iterate: Callable, folder: str) -> Iterator:
@@ -293,8 +296,9 @@ def recording_iterator(loader: Any, iterate: Callable, folder: str) -> Iterator:
 def watch_lengths(run: RankRun) -> None:
     @wrap(DataLoader, "__len__")
     def length(original: Callable, self: Any) -> int:
+        object.__setattr__(self, "prove_was_asked", True)  # so it must give no more
         if not getattr(self, "prove_has_begun", False):
-            return int(run.feeder.length_at_first(self, original(self)))
+            run.record.asked_for_length = True  # a schedule may be made from it
         if run.replaying and (batches := run.feeder.batches_of(self)) is not None:
             return int(batches)
         return min(original(self), most_batches(run, torch.is_grad_enabled()))
