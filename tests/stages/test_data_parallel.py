@@ -177,8 +177,8 @@ def test_c20_c21_c22_c24_on_gpus_torchs_class_computes_what_from_scratch_does(id
     [
         (3, [], "nn.DataParallel", range(3)),
         (3, ["--replicas=2"], "nn.DataParallel", range(2)),
-        (2, ["--replicas=3"], "DataParallel", [torch.device("cuda:0")] * 3),
-        (1, [], "DataParallel", [torch.device("cuda:0")] * 2),
+        (2, ["--replicas=3"], "DataParallelOnOneDevice", [torch.device("cuda:0")] * 3),
+        (1, [], "DataParallelOnOneDevice", [torch.device("cuda:0")] * 2),
     ],
 )
 def test_torchs_own_takes_a_gpu_for_each_replica_and_ours_shares_one(
@@ -189,7 +189,8 @@ def test_torchs_own_takes_a_gpu_for_each_replica_and_ours_shares_one(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(nn.Module, "to", lambda model, _: model)
-    monkeypatch.setattr(stage.nn if "." in wrapper else stage, "DataParallel", data_parallel)
+    owner = stage.nn if "." in wrapper else stage
+    monkeypatch.setattr(owner, wrapper.removeprefix("nn."), data_parallel)
     with pytest.raises(KeyboardInterrupt):
         run_main(stage, 0, *flags, f"--run-dir={scratch_folder()}")
     assert data_parallel.call_args.args[1] == devices
