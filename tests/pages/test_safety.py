@@ -32,7 +32,11 @@ def test_no_file_unpickles_what_comes_from_outside():
         "torch.load(tensors_file(folder, names[1], 0), weights_only=False)",
     ]
     pickled = [name for name, text in sources.items() if "pickle.load" in text]
-    assert sorted(pickled) == ["common/ranks.py", "prove/record.py", "prove/samples.py"]  # what their own processes wrote
+    assert sorted(pickled) == [
+        "common/ranks.py",
+        "prove/record.py",
+        "prove/samples.py",
+    ]  # what their own processes wrote
     call = re.compile(r"(\w+)_object\w*\(")
     unpickling_calls = {
         f"{name} {each}" for name, text in sources.items() for each in call.findall(text)

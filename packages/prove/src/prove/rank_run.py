@@ -115,6 +115,8 @@ class RankRun:
     def begin_in_this_process(self) -> None:
         """Which may be another one than that which made this object: a forked rank."""
         self.record.pid = os.getpid()
+        if self.draws is not None:
+            self.draws.process = os.getpid()
         self.main_clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
 
     def join_group(self) -> None:
