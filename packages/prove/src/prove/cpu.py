@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
-from prove.rank_run import wrap
+from prove.rank_run import wrap, wrap_everywhere
 from prove.sync_batchnorm import convert_sync_batchnorm
 
 CPU = torch.device("cpu")
@@ -88,7 +88,7 @@ def install(gpus: int) -> None:
     def load(original: Callable, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs | {"map_location": "cpu"})
 
-    @wrap(dist, "init_process_group")
+    @wrap_everywhere(dist.distributed_c10d, "init_process_group")
     def begin(
         original: Callable, backend: Any = None, *args: Any, device_id: Any = None, **more: Any
     ) -> None:
