@@ -26,9 +26,14 @@ def effect_rows(outcome: RunOutcome) -> list[ReportRow]:
 
 
 def collective_rows(outcome: RunOutcome) -> list[ReportRow]:
-    records, difference = outcome.records, first_difference(outcome.records)
-    if outcome.hang or have_parted(records):
-        ranks = [*map(state_of, records)]
+    records = outcome.records
+    wait_for_ever = outcome.hang or have_parted(outcome)
+    have_ended = all(rank.ended in Ended.WELL for rank in records)
+    difference = first_difference(records) or (
+        missed_call(records) if wait_for_ever or have_ended else None
+    )
+    if wait_for_ever:
+        ranks = [state_of(rank, outcome.hang) for rank in records]
         if difference:
             reason = Reason.HANG_BY_DIFFERENCE
             return [wrong("hang", reason, ranks=ranks, difference=difference)]
@@ -43,10 +48,11 @@ def error_is(rank: RankRecord, kind: re.Pattern) -> bool:
     return rank.error is not None and bool(kind.search(rank.error.message))
 
 
-def have_parted(records: list[RankRecord]) -> bool:
+def have_parted(outcome: RunOutcome) -> bool:
     """One rank ends, or is in another collective, and the others lose their connection: no rank has
-    an error of its own."""
-    misfit = any(error_is(rank, MISFIT) for rank in records)
+    an error of its own. gloo may end the process of a rank without an error of Python."""
+    records = outcome.records
+    misfit = bool(MISFIT.search(outcome.log))
     lost = any(error_is(rank, LOST) for rank in records)
     some_left = any(rank.ended in Ended.WELL for rank in records)
     own = [rank for rank in records if rank.error and not is_of_the_connection(rank)]
@@ -58,7 +64,7 @@ def is_of_the_connection(rank: RankRecord) -> bool:
 
 
 def first_difference(records: list[RankRecord]) -> dict[str, Any] | None:
-    """The first collective that is not the same on all ranks."""
+    """The first collective that is another one on some ranks."""
     calls = [rank.collectives for rank in records]
     for parts in zip(*calls, strict=False):
         if len({name for name, _ in parts}) > 1:
@@ -67,33 +73,39 @@ def first_difference(records: list[RankRecord]) -> dict[str, Any] | None:
                 for rank, (name, at) in enumerate(parts)
             ]
             return part(Phrase.DIFFERENT_CALLS, calls=different)
+    return None
+
+
+def missed_call(records: list[RankRecord]) -> dict[str, Any] | None:
+    """What some ranks call and others do not, if all have ended or wait for ever."""
+    calls = [rank.collectives for rank in records]
     fewest, most = min(calls, key=len), max(calls, key=len)
-    all_stand_still = all(
-        rank.ended in Ended.WELL or rank.progress.collective or is_of_the_connection(rank)
-        for rank in records
-    )
-    if not all_stand_still:
-        return None
     if len(fewest) == len(most):
         steps = [rank.steps for rank in records]
-        return part(Phrase.UNEQUAL_STEPS, steps=steps) if len({*steps}) > 1 else None
+        all_known = all(rank.ended != Ended.NOT_YET for rank in records)
+        return part(Phrase.UNEQUAL_STEPS, steps=steps) if all_known and len({*steps}) > 1 else None
     name, at = most[len(fewest)]
     others = [rank for rank, of_rank in enumerate(calls) if len(of_rank) == len(fewest)]
     rank = calls.index(most)
     return part(Phrase.NOT_REACHED, rank=rank, name=name, at=at, others=others)
 
 
-def state_of(rank: RankRecord) -> dict[str, Any]:
+def state_of(rank: RankRecord, hang: bool) -> dict[str, Any]:
     number = rank.rank
     if rank.error:
         kind = Phrase.GETS_ANOTHER_MESSAGE if error_is(rank, MISFIT) else Phrase.LOST_CONNECTION
         return part(kind, rank=number, at=rank.error.at)
     if rank.ended != Ended.NOT_YET:
         return part(Phrase.HAS_ENDED, rank=number, steps=rank.steps)
+    if not hang:  # its process was killed; where it was in its last call is all that is known
+        name, at = rank.collectives[-1] if rank.collectives else ("no collective", "any place")
+        return part(Phrase.ENDED_IN_CALL, rank=number, name=name, at=at)
     if rank.progress.collective:
         name, at = rank.progress.collective
         return part(Phrase.WAITS_IN_CALL, rank=number, name=name, at=at)
-    waits = Phrase.WAITS_IN_BACKWARD if rank.progress.in_backward else Phrase.WAITS_IN_ITS_CODE
+    waits = Phrase.WAITS_IN_FORWARD if rank.progress.in_ddp else Phrase.WAITS_IN_ITS_CODE
+    if rank.progress.in_backward:
+        waits = Phrase.WAITS_IN_BACKWARD
     return part(waits, rank=number, at=rank.progress.at)
 
 

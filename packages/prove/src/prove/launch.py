@@ -228,7 +228,8 @@ class Processes:
 
 
 def is_waiting(rank: RankRecord) -> bool:
-    in_a_call = rank.progress.collective is not None or rank.progress.in_backward
+    progress = rank.progress
+    in_a_call = progress.collective is not None or progress.in_backward or progress.in_ddp
     return rank.ended != Ended.NOT_YET or in_a_call
 
 

@@ -262,18 +262,18 @@ class Prover:
         result = [each.row(ONE_RANK) for each in compared]
         result += judge_replay.draw_rows(replayed)
         if all(each.outcome == Outcome.EQUAL for each in compared):
-            result += self.number_rows(replayed)
+            result += self.number_rows(examination.replayed, examination.variant)
         result += judge_schedule.schedule_rows(replayed)
         values = judge_replay.smallest_batchnorm(replayed.observed)
         is_small = 0 < values < judge_replay.SMALL_BATCH
         whole_batch_replay = self.replay(Mode.WHOLE, command) if is_small else None
         return result + judge_replay.batchnorm_rows(replayed, whole_batch_replay)
 
-    def number_rows(self, replayed: Replay) -> list[ReportRow]:
+    def number_rows(self, replayed: Replay, variant: str) -> list[ReportRow]:
         """What is printed; the control tells results from times."""
         if not judge_numbers.need_control(replayed):
             return judge_numbers.printed_rows(replayed)
-        control = self.run_all_ranks(Variant.USUAL)
+        control = self.run_all_ranks(variant)
         return judge_numbers.printed_rows(replayed, control.records)
 
 
@@ -285,6 +285,7 @@ class Examination:
         self, prover: Prover, command: list[str], replayed: Replay, rows: list[ReportRow]
     ) -> None:
         self.prover, self.command, self.replayed, self.rows = prover, command, replayed, rows
+        self.variant = Variant.USUAL  # of the draws in `replayed`
 
     def compared(self, compared: list[Comparison]) -> list[Comparison]:
         apart, at = judge_replay.farthest(compared), compared[0].facts.get("at", "?")
@@ -297,6 +298,7 @@ class Examination:
                 message = "with rank 0's decisions on all ranks, they do not run"
                 return no_verdict(Reason.CONTROL_FAILS, message=message)
             self.replayed, compared = with_one_coin
+            self.variant = Variant.COIN
             if judge_replay.worst(compared) != Outcome.DIFFERENT:
                 return compared
             apart = judge_replay.farthest(compared)
@@ -304,6 +306,7 @@ class Examination:
             blocks = self.prover.replay(Mode.REPLAY, self.command, Variant.BLOCKS)
             compared_blocks = judge_replay.comparisons(blocks)
             if judge_replay.worst(compared_blocks) == Outcome.EQUAL:
+                self.replayed = blocks
                 return compared_blocks
             return no_verdict(Reason.BATCHNORM_ROWS_GUESSED)
         if is_explained(self.rows):
@@ -315,6 +318,7 @@ class Examination:
             if without is None or judge_replay.unsure_draws(without[0]):
                 return [unsure]
             self.replayed, compared = without
+            self.variant = Variant.NO_DROPOUT
             if judge_replay.worst(compared) != Outcome.DIFFERENT:
                 return compared
             apart = judge_replay.farthest(compared)

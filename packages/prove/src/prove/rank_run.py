@@ -36,6 +36,7 @@ from prove.record import (
 HERE = os.path.dirname(os.path.abspath(__file__))
 PATHS = sysconfig.get_paths()
 LIBRARIES = tuple({PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+DDP_FILE = inspect.getfile(torch.nn.parallel.DistributedDataParallel)
 SECONDS_PER_BEAT = 0.2
 SECONDS_FOR_OTHERS = 20  # to come to the end of their runs, too
 
@@ -154,6 +155,7 @@ class RankRun:
         progress.at = where(frame)
         progress.cpu_seconds = round(time.clock_gettime(self.main_clock), 1)
         progress.in_backward = frame is not None and "_run_backward" in frame.f_code.co_name
+        progress.in_ddp = frame is not None and frame.f_code.co_filename == DDP_FILE
         record.ended = ended
         record.write(record_file(self.settings.folder, self.settings.name, record.rank))
 

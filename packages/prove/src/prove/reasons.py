@@ -49,11 +49,14 @@ class Prose(Formatter):
     {steps:n step}      4 steps, and 1 step
     {apart:percent}     2%, and 1.5e-04
     {names}  {parts: + }    a list, joined by a comma or by what is given; of a long one, the first
+    {values:each .4g}   a list of numbers, each with four digits
     """
 
     def format_field(self, value: Any, spec: str) -> str:
         if isinstance(value, Mapping):  # made by `part`
             return self.vformat(Phrase[value["phrase"]].value, (), value)
+        if spec.startswith("each "):
+            return listed([self.format_field(item, spec[5:]) for item in value])
         if isinstance(value, list | tuple):
             return listed([self.format_field(item, "") for item in value], spec or ", ")
         if spec.startswith("n "):
@@ -74,9 +77,11 @@ class Phrase(Enum):
     UNEQUAL_STEPS = "the ranks have made {steps!s} steps"
     LOST_CONNECTION = "rank {rank} loses its connection at {at}"
     GETS_ANOTHER_MESSAGE = "rank {rank} gets the message of another collective at {at}"
+    ENDED_IN_CALL = "the process of rank {rank} ended in {name} at {at}"
     HAS_ENDED = "rank {rank} has ended after {steps} steps"
     WAITS_IN_CALL = "rank {rank} waits in {name} at {at}"
     WAITS_IN_BACKWARD = "rank {rank} waits in backward at {at}"
+    WAITS_IN_FORWARD = "rank {rank} waits in DDP's forward at {at}"
     WAITS_IN_ITS_CODE = "rank {rank} waits in its own code at {at}"
     STREAM = "an IterableDataset"
     OTHER_DATA_SET = "another data set on each rank"
@@ -387,7 +392,7 @@ class Reason(Enum):
         See.LOSS,
     )
     METRICS_BY_RANK = Words(
-        "{values!s} on the ranks go into ReduceLROnPlateau, after {steps:n step} ({at})",
+        "{values:each .4g} on the ranks go into ReduceLROnPlateau, after {steps:n step} ({at})",
         "average the metric over the ranks first, so that all lower the rate in the same epoch",
         See.LOSS,
     )
