@@ -16,13 +16,26 @@ LOST = re.compile(  # the other rank is gone
 MISFIT = re.compile(  # the other rank sent something else: it is in another collective
     r"preamble\.length|[Ee]nforce ?(fail|NotMet)|ncclInvalidUsage|Detected mismatch between coll"
 )
+UNFINISHED = re.compile("Expected to have finished reduction in the prior iteration")
+MOST_CHARACTERS = 240  # of an error
 MOST_ROWS = 3  # about files
 
 
 def effect_rows(outcome: RunOutcome) -> list[ReportRow]:
     if len(outcome.records) < 2 and not outcome.hang:
         return []
-    return collective_rows(outcome) + file_rows(outcome.records) + print_rows(outcome.records)
+    records = outcome.records
+    rows = unfinished_rows(records) + collective_rows(outcome)
+    return rows + file_rows(records) + print_rows(records)
+
+
+def unfinished_rows(records: list[RankRecord]) -> list[ReportRow]:
+    """DDP itself has stopped a rank."""
+    stopped = [rank for rank in records if error_is(rank, UNFINISHED)]
+    if not stopped or (error := stopped[0].error) is None:
+        return []
+    facts = {"ranks": [rank.rank for rank in stopped], "steps": stopped[0].steps, "at": error.at}
+    return [wrong("unused parameters", Reason.REDUCTION_UNFINISHED, **facts)]
 
 
 def collective_rows(outcome: RunOutcome) -> list[ReportRow]:
@@ -154,7 +167,7 @@ def error_of(outcome: RunOutcome) -> str:
     failed = [rank for rank in outcome.records if rank.error]
     failed.sort(key=lambda rank: (error_is(rank, LOST), rank.error and rank.error.seconds))
     if failed and (error := failed[0].error):
-        return f"{error.kind} at {error.at}: {error.message}"
+        return f"{error.kind} at {error.at}: {' '.join(error.message.split())[:MOST_CHARACTERS]}"
     lines = [line.strip() for line in outcome.log.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b|error:", line)]
     return (errors or lines or ["it printed nothing"])[-1][:300]

@@ -141,6 +141,13 @@ class Reason(Enum):
         See.FILES,
     )
     FILES_OF_ONE_RANK = Words("{files} written, each by one rank")
+    REDUCTION_UNFINISHED = Words(
+        "on rank {ranks}, some parameters got no gradient in the step before, so DDP stops it "
+        "after {steps:n step} ({at})",
+        "let all parameters take part on every rank, also where a batch has no targets "
+        "(+ 0 * output.sum()); or find_unused_parameters=True",
+        See.UNUSED,
+    )
     PRINTED_BY_ALL = Words(
         "all ranks print {lines}",
         "if dist.get_rank() == 0; meant so only if each rank reports on itself",
