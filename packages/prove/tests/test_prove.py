@@ -28,12 +28,12 @@ from helpers.local_ranks import (
 )
 from helpers.pages import anchors
 from helpers.prove_runs import TORCHRUN, run, verdict
-from prove import judge_numbers, launch, table, watch_effects, watch_schedule
+from prove import judge_numbers, judge_schedule, launch, table, watch_effects, watch_schedule
 from prove.planted.__main__ import changed
 from prove.planted.mistakes import ONE_GPU
 from prove.rank_run import RankRun
 from prove.reasons import Phrase, Reason
-from prove.record import Mode, Settings
+from prove.record import Mode, ScheduleRecord, Settings
 from prove.samples import as_double, tensors_in
 
 PACKAGE = Path(__file__).parents[1]
@@ -620,3 +620,38 @@ def test_numbers_are_compared_by_their_place_and_times_are_not():
     assert names("auc 0.9312 at 12.5 it/s, loss: 3") == ["loss", "auc"]
     assert names("epoch 2.500, lr 0.00123, time 1.234, took 3.251s, 12.25 MB, v2.11.0") == []
     assert names("0.52 1.25 1.2e-05") == ["a number"], "two digits may be equal by chance"
+
+
+def test_a_rank_that_ddp_stops_is_named_with_what_it_left_out(prove_script):
+    model = """
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+    def forward(self, x):
+        return self.one(x) + (self.two(x) if CONDITION else 0)
+"""
+    source = training_of("DistributedDataParallel(Heads())", model)
+    ended = prove_script(source.replace("CONDITION", "dist.get_rank() == 0"))
+    assert verdict(ended, "unused parameters") == "WRONG", ended.stdout + ended.stderr
+    assert "on rank 1, some parameters got no gradient" in ended.stdout
+    ended = prove_script(source.replace("CONDITION", "True"))  # the control
+    assert verdict(ended, "unused parameters").startswith("no row")
+
+
+def test_a_schedule_is_compared_with_the_batches_of_its_rank():
+    def row(
+        batches: int, batches_of_one: int, rate_of_one: float = 0.1
+    ) -> tuple[str, Reason] | None:
+        of_ranks, of_one = (
+            judge_schedule.Schedule(ScheduleRecord("", "?", highest_rate=rate), length, per_epoch)
+            for rate, length, per_epoch in ((0.1, batches, 16), (rate_of_one, batches_of_one, 32))
+        )
+        row = judge_schedule.row_of_length(of_ranks, of_one, 2)
+        return row and (row.verdict, row.reason)
+
+    assert row(160, 160) == ("warning", Reason.SCHEDULE_IGNORES_LOADER)
+    assert row(80, 160) == ("right", Reason.SCHEDULE_FOLLOWS_LOADER)
+    assert row(80, 160, 0.2) == ("warning", Reason.HIGHEST_RATE_DIFFERS)
+    assert row(10, 10) is None, "a warm-up says nothing"
+    assert row(48, 48) is None, "three epochs on two ranks, and one and a half on one"
