@@ -1,6 +1,7 @@
 """prove: it finds planted mistakes, is silent about scripts that are right, and harms nothing."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections import UserDict
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,12 +28,12 @@ from helpers.local_ranks import (
 )
 from helpers.pages import anchors
 from helpers.prove_runs import TORCHRUN, run, verdict
-from prove import launch, table, watch_effects
+from prove import judge_numbers, judge_schedule, launch, table, watch_effects, watch_schedule
 from prove.planted.__main__ import changed
 from prove.planted.mistakes import ONE_GPU
 from prove.rank_run import RankRun
 from prove.reasons import Phrase, Reason
-from prove.record import Mode, Settings
+from prove.record import Mode, ScheduleRecord, Settings
 from prove.samples import as_double, tensors_in
 
 PACKAGE = Path(__file__).parents[1]
@@ -477,6 +479,7 @@ def test_a_reason_writes_its_facts_as_numbers_with_nouns_lists_and_shares():
     assert written("{names} | {names: + }", names=[*"abcd"]) == "a, b, c and 1 more | " + (
         "a + b + c and 1 more"
     )
+    assert written("{rates:each .2g}", rates=[0.123, 4.0]) == "0.12, 4"
     assert written("{text}", text="{not} a {field}") == "{not} a {field}", "a script's own words"
     with pytest.raises(KeyError):  # the control
         written("{steps} steps", step=1)
@@ -488,3 +491,167 @@ def test_a_link_leads_to_the_page_from_the_folder_of_the_user(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     [path] = re.findall(r"\((\S+)#every-epoch-has-the-same-order\)", table.table(rows))
     assert Path(path).samefile(PACKAGE / "src" / "prove" / "cures.md")
+
+
+DECIDES = """
+import copy, logging, sys, time, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+x = torch.randn(96, 4)
+data, valid = TensorDataset(x, x.sum(1, keepdim=True)), torch.randn(30, 4)
+loader = DataLoader(data, 4, sampler=DistributedSampler(data))
+valid_loader = DataLoader(valid, 5, sampler=range(rank, len(valid), world_size))
+ddp = DistributedDataParallel(nn.Linear(4, 1))
+average = copy.deepcopy(ddp.module)
+optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+batches = len(loader)
+by_batch = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6 * batches)
+by_metric = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+for epoch in range(6):
+    loader.sampler.set_epoch(epoch)
+    began = time.time()
+    for points, labels in loader:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(ddp(points), labels).backward()
+        optimizer.step()
+        by_batch.step()
+        with torch.no_grad():
+            for own, trained in zip(average.parameters(), ddp.module.parameters()):
+                own.lerp_(trained, 0.5)
+    with torch.no_grad():
+        sums = torch.stack([torch.stack([average(p).sum(), torch.tensor(len(p))])
+                            for p in valid_loader]).sum(0)
+    dist.all_reduce(sums)
+    metric = float(sums[0] / sums[1])
+    by_metric.step(metric)
+    if rank == 0:
+        logging.info("epoch %d: height %.4f, %.4f per batch", epoch, metric, time.time() - began)
+"""
+
+
+def test_what_is_evaluated_logged_and_decided_by_is_compared(prove_script):
+    """Beside a schedule that is counted in batches. The control: the script as it is."""
+    changes = (
+        ("    own.lerp_(", "    rank or own.lerp_("),
+        ("    dist.all_reduce(sums)\n", ""),
+        ("batches = len(loader)", "batches = len(data) // 4"),
+    )
+    source = DECIDES
+    for old, new in changes:
+        assert old in source
+        source = source.replace(old, new)
+    checks = ("evaluated model", "learning rate by rank", "printed numbers", "schedule")
+    ended, ended_right = prove_script(source), prove_script(DECIDES)
+    assert [verdict(ended, check) for check in checks] == ["warning"] * 4, ended.stdout
+    assert [verdict(ended_right, check) for check in checks] == ["right"] * 4, ended_right.stdout
+    one_rank = verdict(ended, "one rank"), verdict(ended_right, "one rank")
+    assert one_rank == ("right", "right"), ended.stdout
+    text = " ".join(ended.stdout.split())
+    assert "height" in text
+    assert "144 batches on any number of ranks: 12 epochs of 12 batches on 2 ranks, 6 of" in text
+    assert "per " not in text.partition("after the same steps")[2][:200], "a time is no result"
+
+
+def test_labels_that_are_numbered_by_each_rank_are_another_data_set(prove_script):
+    """As it happens by hash(), or by the order of a set. The control: one order."""
+    rows = "[(x, (i + {shift}) % 3, str(i)) for i, x in enumerate(torch.randn(32, 5, 8))]"
+    source = training_of("DistributedDataParallel(nn.Linear(8, 8))")
+    source = source.replace("for x in Data", "for x, label, _ in Data")
+    for shift, expected in (("dist.get_rank()", "WRONG"), ("0", "no row")):
+        data = rows.format(shift=shift)
+        ended = prove_script(source.replace("torch.randn(32, 5, 8)", data, 1))
+        assert verdict(ended, "one data set").startswith(expected), ended.stdout + ended.stderr
+        assert verdict(ended, "samples") == "right", "the inputs are the same"
+
+
+def test_ranks_that_part_are_no_script_that_fails_by_itself(prove_script):
+    """Rank 0 stops by its own loss and sums something else; gloo then ends its process."""
+    loop = "        optimizer.step()\n"
+    source = training_of("DistributedDataParallel(nn.Linear(8, 8))")
+    source = source.replace(loop, loop + "    if CONDITION: break\n")
+    source += "total = torch.zeros(3)\ndist.all_reduce(total)\n"
+    ended = prove_script(source.replace("CONDITION", "dist.get_rank() == 0"))
+    assert verdict(ended, "hang") == "WRONG", ended.stdout + ended.stderr
+    assert "rank 0 calls all_reduce" in " ".join(ended.stdout.split())
+    assert ended.returncode == 1
+    ended = prove_script(source.replace("CONDITION", "epoch == 0"))  # the control: all ranks
+    assert verdict(ended, "collectives") == "right", ended.stdout + ended.stderr
+    ended = prove_script(source.replace("CONDITION", "1 / dist.get_rank()"))  # and an own mistake
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "ZeroDivisionError" in ended.stderr
+
+
+def test_gradients_that_are_no_numbers_are_not_called_zero(prove_script):
+    source = training_of("DistributedDataParallel(nn.Linear(8, 8))")
+    bad_sample = source.replace("model = ", "data[5] = float('nan')\nmodel = ", 1)
+    ended = prove_script(bad_sample)
+    assert verdict(ended, "finite gradients") == "warning", ended.stdout + ended.stderr
+    assert verdict(ended, "zero gradients").startswith("no row")
+    ended = prove_script(source.replace("x).square()", "x * 0).square()"))  # the control
+    assert verdict(ended, "finite gradients").startswith("no row")
+
+
+def test_the_length_of_a_schedule_is_that_of_its_curve():
+    def steps(factor: Callable[[int], float], n: int = 400) -> int | None:
+        return watch_schedule.length_of([factor(step) for step in range(n)], n == 61)
+
+    def linear(step: int) -> float:
+        return min(step / 10, max(0.0, (100 - step) / 90))
+
+    assert steps(linear) == 100
+    assert steps(lambda step: min(1.0, step / 10)) == 10, "a warm-up"
+    assert steps(lambda step: 0.5 + 0.5 * math.cos(math.pi * step / 60)) == 60, "and up again"
+    assert steps(lambda step: 0.1 ** ((step >= 50) + (step >= 80))) == 80
+    assert steps(linear, 61) == 60, "then it refuses, as OneCycleLR does"
+    assert steps(linear, 62) is None, "it still falls"
+    assert steps(lambda step: 0.5**step) is None, "it falls for ever"
+    assert steps(lambda step: 1.0) is None
+
+
+def test_numbers_are_compared_by_their_place_and_times_are_not():
+    def names(line: str) -> list[str]:
+        return [number.name for number in judge_numbers.numbers_in(line)]
+
+    assert names("auc 0.9312 at 12.5 it/s, loss: 3") == ["loss", "auc"]
+    assert names("epoch 2.500, lr 0.00123, time 1.234, took 3.251s, 12.25 MB, v2.11.0") == []
+    assert names("0.52 1.25 1.2e-05") == ["a number"], "two digits may be equal by chance"
+
+
+def test_a_rank_that_ddp_stops_is_named_with_what_it_left_out(prove_script):
+    model = """
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+    def forward(self, x):
+        return self.one(x) + (self.two(x) if CONDITION else 0)
+"""
+    source = training_of("DistributedDataParallel(Heads())", model)
+    ended = prove_script(source.replace("CONDITION", "dist.get_rank() == 0"))
+    assert verdict(ended, "unused parameters") == "WRONG", ended.stdout + ended.stderr
+    assert "on rank 1, some parameters got no gradient" in ended.stdout
+    ended = prove_script(source.replace("CONDITION", "True"))  # the control
+    assert verdict(ended, "unused parameters").startswith("no row")
+
+
+def test_a_schedule_is_compared_with_the_batches_of_its_rank():
+    def row(
+        batches: int, batches_of_one: int, rate_of_one: float = 0.1
+    ) -> tuple[str, Reason] | None:
+        of_ranks, of_one = (
+            judge_schedule.Schedule(ScheduleRecord("", "?", highest_rate=rate), length, per_epoch)
+            for rate, length, per_epoch in ((0.1, batches, 16), (rate_of_one, batches_of_one, 32))
+        )
+        row = judge_schedule.row_of_length(of_ranks, of_one, 2)
+        return row and (row.verdict, row.reason)
+
+    assert row(160, 160) == ("warning", Reason.SCHEDULE_IGNORES_LOADER)
+    assert row(80, 160) == ("right", Reason.SCHEDULE_FOLLOWS_LOADER)
+    assert row(80, 160, 0.2) == ("warning", Reason.HIGHEST_RATE_DIFFERS)
+    assert row(10, 10) is None, "a warm-up says nothing"
+    assert row(48, 48) is None, "three epochs on two ranks, and one and a half on one"

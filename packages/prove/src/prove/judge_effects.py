@@ -16,18 +16,36 @@ LOST = re.compile(  # the other rank is gone
 MISFIT = re.compile(  # the other rank sent something else: it is in another collective
     r"preamble\.length|[Ee]nforce ?(fail|NotMet)|ncclInvalidUsage|Detected mismatch between coll"
 )
+UNFINISHED = re.compile("Expected to have finished reduction in the prior iteration")
+MOST_CHARACTERS = 240  # of an error
 MOST_ROWS = 3  # about files
 
 
 def effect_rows(outcome: RunOutcome) -> list[ReportRow]:
     if len(outcome.records) < 2 and not outcome.hang:
         return []
-    return collective_rows(outcome) + file_rows(outcome.records) + print_rows(outcome.records)
+    records = outcome.records
+    rows = unfinished_rows(records) + collective_rows(outcome)
+    return rows + file_rows(records) + print_rows(records)
+
+
+def unfinished_rows(records: list[RankRecord]) -> list[ReportRow]:
+    """DDP itself has stopped a rank."""
+    stopped = [rank for rank in records if error_is(rank, UNFINISHED)]
+    if not stopped or (error := stopped[0].error) is None:
+        return []
+    facts = {"ranks": [rank.rank for rank in stopped], "steps": stopped[0].steps, "at": error.at}
+    return [wrong("unused parameters", Reason.REDUCTION_UNFINISHED, **facts)]
 
 
 def collective_rows(outcome: RunOutcome) -> list[ReportRow]:
-    records, difference = outcome.records, first_difference(outcome.records, outcome.hang)
-    if outcome.hang or have_parted(outcome):
+    records = outcome.records
+    wait_for_ever = outcome.hang or have_parted(outcome)
+    have_ended = all(rank.ended in Ended.WELL for rank in records)
+    difference = first_difference(records) or (
+        missed_call(records) if wait_for_ever or have_ended else None
+    )
+    if wait_for_ever:
         ranks = [state_of(rank, outcome.hang) for rank in records]
         if difference:
             reason = Reason.HANG_BY_DIFFERENCE
@@ -58,11 +76,8 @@ def is_of_the_connection(rank: RankRecord) -> bool:
     return error_is(rank, LOST) or error_is(rank, MISFIT)
 
 
-def first_difference(records: list[RankRecord], hang: bool) -> dict[str, Any] | None:
-    """The first collective that is not the same on all ranks.
-
-    The record of a rank that was killed is not its last state, unless all have waited for long.
-    """
+def first_difference(records: list[RankRecord]) -> dict[str, Any] | None:
+    """The first collective that is another one on some ranks."""
     calls = [rank.collectives for rank in records]
     for parts in zip(*calls, strict=False):
         if len({name for name, _ in parts}) > 1:
@@ -71,18 +86,17 @@ def first_difference(records: list[RankRecord], hang: bool) -> dict[str, Any] | 
                 for rank, (name, at) in enumerate(parts)
             ]
             return part(Phrase.DIFFERENT_CALLS, calls=different)
+    return None
+
+
+def missed_call(records: list[RankRecord]) -> dict[str, Any] | None:
+    """What some ranks call and others do not, if all have ended or wait for ever."""
+    calls = [rank.collectives for rank in records]
     fewest, most = min(calls, key=len), max(calls, key=len)
-    all_stand_still = all(
-        rank.ended in Ended.WELL
-        or is_of_the_connection(rank)
-        or (hang and rank.progress.collective)
-        for rank in records
-    )
-    if not all_stand_still:
-        return None
     if len(fewest) == len(most):
         steps = [rank.steps for rank in records]
-        return part(Phrase.UNEQUAL_STEPS, steps=steps) if len({*steps}) > 1 else None
+        all_known = all(rank.ended != Ended.NOT_YET for rank in records)
+        return part(Phrase.UNEQUAL_STEPS, steps=steps) if all_known and len({*steps}) > 1 else None
     name, at = most[len(fewest)]
     others = [rank for rank, of_rank in enumerate(calls) if len(of_rank) == len(fewest)]
     rank = calls.index(most)
@@ -96,12 +110,15 @@ def state_of(rank: RankRecord, hang: bool) -> dict[str, Any]:
         return part(kind, rank=number, at=rank.error.at)
     if rank.ended != Ended.NOT_YET:
         return part(Phrase.HAS_ENDED, rank=number, steps=rank.steps)
-    if not hang:
-        return part(Phrase.LAST_SEEN, rank=number, at=rank.progress.at)
+    if not hang:  # its process was killed; where it was in its last call is all that is known
+        name, at = rank.collectives[-1] if rank.collectives else ("no collective", "any place")
+        return part(Phrase.ENDED_IN_CALL, rank=number, name=name, at=at)
     if rank.progress.collective:
         name, at = rank.progress.collective
         return part(Phrase.WAITS_IN_CALL, rank=number, name=name, at=at)
-    waits = Phrase.WAITS_IN_BACKWARD if rank.progress.in_backward else Phrase.WAITS_IN_ITS_CODE
+    waits = Phrase.WAITS_IN_FORWARD if rank.progress.in_ddp else Phrase.WAITS_IN_ITS_CODE
+    if rank.progress.in_backward:
+        waits = Phrase.WAITS_IN_BACKWARD
     return part(waits, rank=number, at=rank.progress.at)
 
 
@@ -150,19 +167,7 @@ def error_of(outcome: RunOutcome) -> str:
     failed = [rank for rank in outcome.records if rank.error]
     failed.sort(key=lambda rank: (error_is(rank, LOST), rank.error and rank.error.seconds))
     if failed and (error := failed[0].error):
-        return f"{error.kind} at {error.at}: {error.message}"
+        return f"{error.kind} at {error.at}: {' '.join(error.message.split())[:MOST_CHARACTERS]}"
     lines = [line.strip() for line in outcome.log.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b|error:", line)]
     return (errors or lines or ["it printed nothing"])[-1][:300]
-
-
-def error_rows(outcome: RunOutcome) -> list[ReportRow]:
-    """DDP's own refusal to go on, which is a fact of the script."""
-    refusals = [
-        record.error
-        for record in outcome.records
-        if record.error and "have finished reduction" in record.error.message
-    ]
-    return (
-        [wrong("unused parameters", Reason.UNUSED_IN_A_STEP, at=refusals[0].at)] if refusals else []
-    )

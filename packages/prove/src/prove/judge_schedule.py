@@ -19,6 +19,10 @@ class Schedule(NamedTuple):
     batches: float  # after which it is over
     batches_per_epoch: int
 
+    @property
+    def epochs(self) -> float:
+        return self.batches / self.batches_per_epoch
+
 
 def schedule_rows(replay: Replay) -> list[ReportRow]:
     by_batch = schedules_by_batch(replay)
@@ -50,18 +54,22 @@ def schedule(record: ScheduleRecord, rank: RankRecord) -> Schedule | None:
     return Schedule(record, record.length / steps_per_batch, epoch[0])
 
 
+def is_whole(epochs: float) -> bool:
+    """A constant that makes whole epochs with all ranks, and not with one, was chosen for them."""
+    return abs(epochs - round(epochs)) < 0.01
+
+
 def row_of_length(of_ranks: Schedule, of_one: Schedule, world_size: int) -> ReportRow | None:
     """None: the lengths say nothing."""
     epochs = of_one.batches_per_epoch / of_ranks.batches_per_epoch
     lengths = of_one.batches / of_ranks.batches
-    is_warm_up = of_ranks.batches < of_ranks.batches_per_epoch
+    is_warm_up = of_ranks.batches <= of_ranks.batches_per_epoch
     if is_warm_up or abs(epochs - 1) < ALIKE:
         return None
     facts = {
         "batches": round(of_ranks.batches), "batches_of_one": round(of_one.batches),
         "epoch": of_ranks.batches_per_epoch, "epoch_of_one": of_one.batches_per_epoch,
-        "epochs": of_ranks.batches / of_ranks.batches_per_epoch,
-        "epochs_of_one": of_one.batches / of_one.batches_per_epoch,
+        "epochs": of_ranks.epochs, "epochs_of_one": of_one.epochs,
         "world_size": world_size, "at": of_ranks.record.at,
     }  # fmt: skip
     if abs(lengths / epochs - 1) < ALIKE:
@@ -70,7 +78,7 @@ def row_of_length(of_ranks: Schedule, of_one: Schedule, world_size: int) -> Repo
             rates_as_facts = {"of_ranks": rates[0], "of_one": rates[1]}
             return warning(CHECK, Reason.HIGHEST_RATE_DIFFERS, **rates_as_facts, **facts)
         return right(CHECK, Reason.SCHEDULE_FOLLOWS_LOADER, **facts)
-    if abs(lengths - 1) < ALIKE:
+    if abs(lengths - 1) < ALIKE and not (is_whole(of_ranks.epochs) > is_whole(of_one.epochs)):
         return warning(CHECK, Reason.SCHEDULE_IGNORES_LOADER, **facts)
     return None
 

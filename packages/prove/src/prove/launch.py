@@ -61,10 +61,12 @@ def as_torchrun(command: list[str]) -> Torchrun | None:
     return Torchrun(int(args.nproc_per_node), [args.training_script, *args.training_script_args])
 
 
-def pick_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+def listener_on_a_free_port() -> socket.socket:
+    """It keeps the port: a number that was only looked up may be another program's by then."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    return listener
 
 
 def preload() -> None:
@@ -183,7 +185,8 @@ class Processes:
 
     def fork(self, torchrun: Torchrun, environment: dict[str, str], log: Path) -> None:
         preload()
-        world_size, port = torchrun.world_size, pick_port()
+        world_size, listener = torchrun.world_size, listener_on_a_free_port()
+        port = listener.getsockname()[1]
         common = {
             "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0",
@@ -197,12 +200,16 @@ class Processes:
             else:
                 pid = os.fork()
             if pid == 0:
+                listener.close()
                 become_rank(torchrun.script, environment | own, log)
             self.alive.append(pid)
         from torch.distributed import TCPStore
 
         # As torchrun does: if rank 0 held the store, its end would break the others.
-        self.store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        self.store = TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
 
     def are_running(self) -> bool:
         for pid in list(self.alive):
@@ -228,7 +235,8 @@ class Processes:
 
 
 def is_waiting(rank: RankRecord) -> bool:
-    in_a_call = rank.progress.collective is not None or rank.progress.in_backward
+    progress = rank.progress
+    in_a_call = progress.collective is not None or progress.in_backward or progress.in_ddp
     return rank.ended != Ended.NOT_YET or in_a_call
 
 

@@ -24,7 +24,7 @@ from prove import (
     judge_schedule,
     launch,
 )
-from prove.judge_effects import effect_rows, error_of, error_rows
+from prove.judge_effects import effect_rows, error_of
 from prove.judge_evaluation import evaluation_rows
 from prove.judge_model import model_rows
 from prove.judge_replay import Comparison, Outcome, Replay
@@ -186,7 +186,7 @@ class Prover:
         self.observe()
         self.check_that_something_was_seen()
         observed, records = self.observed, self.observed.records
-        rows = effect_rows(observed) + error_rows(observed)
+        rows = effect_rows(observed)
         if any(record.world_size > len(records) for record in records):
             facts = {"present": len(records), "world_size": records[0].world_size}
             return [*rows, not_seen("ranks", Reason.RECORDS_MISSING, **facts)]
@@ -264,18 +264,18 @@ class Prover:
         result = [each.row(ONE_RANK) for each in compared]
         result += judge_replay.draw_rows(replayed)
         if all(each.outcome == Outcome.EQUAL for each in compared):
-            result += self.number_rows(replayed)
+            result += self.number_rows(examination.replayed, examination.variant)
         result += judge_schedule.schedule_rows(replayed)
         values = judge_replay.smallest_batchnorm(replayed.observed)
         is_small = 0 < values < judge_replay.SMALL_BATCH
         whole_batch_replay = self.replay(Mode.WHOLE, command) if is_small else None
         return result + judge_replay.batchnorm_rows(replayed, whole_batch_replay)
 
-    def number_rows(self, replayed: Replay) -> list[ReportRow]:
+    def number_rows(self, replayed: Replay, variant: str) -> list[ReportRow]:
         """What is printed; the control tells results from times."""
         if not judge_numbers.need_control(replayed):
             return judge_numbers.printed_rows(replayed)
-        control = self.run_all_ranks(Variant.USUAL)
+        control = self.run_all_ranks(variant)
         return judge_numbers.printed_rows(replayed, control.records)
 
 
@@ -287,6 +287,7 @@ class Examination:
         self, prover: Prover, command: list[str], replayed: Replay, rows: list[ReportRow]
     ) -> None:
         self.prover, self.command, self.replayed, self.rows = prover, command, replayed, rows
+        self.variant = Variant.USUAL  # of the draws in `replayed`
 
     def compared(self, compared: list[Comparison]) -> list[Comparison]:
         apart, at = judge_replay.farthest(compared), compared[0].facts.get("at", "?")
@@ -299,6 +300,7 @@ class Examination:
                 message = "with rank 0's decisions on all ranks, they do not run"
                 return no_verdict(Reason.CONTROL_FAILS, message=message)
             self.replayed, compared = with_one_coin
+            self.variant = Variant.COIN
             if judge_replay.worst(compared) != Outcome.DIFFERENT:
                 return compared
             apart = judge_replay.farthest(compared)
@@ -306,6 +308,7 @@ class Examination:
             blocks = self.prover.replay(Mode.REPLAY, self.command, Variant.BLOCKS)
             compared_blocks = judge_replay.comparisons(blocks)
             if judge_replay.worst(compared_blocks) == Outcome.EQUAL:
+                self.replayed = blocks
                 return compared_blocks
             return no_verdict(Reason.BATCHNORM_ROWS_GUESSED)
         if is_explained(self.rows):
@@ -317,6 +320,7 @@ class Examination:
             if without is None or judge_replay.unsure_draws(without[0]):
                 return [unsure]
             self.replayed, compared = without
+            self.variant = Variant.NO_DROPOUT
             if judge_replay.worst(compared) != Outcome.DIFFERENT:
                 return compared
             apart = judge_replay.farthest(compared)

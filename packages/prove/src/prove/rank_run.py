@@ -36,6 +36,7 @@ from prove.record import (
 HERE = os.path.dirname(os.path.abspath(__file__))
 PATHS = sysconfig.get_paths()
 LIBRARIES = tuple({PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+DDP_FILE = inspect.getfile(torch.nn.parallel.DistributedDataParallel)
 SECONDS_PER_BEAT = 0.2
 SECONDS_FOR_OTHERS = 20  # to come to the end of their runs, too
 
@@ -104,6 +105,7 @@ class RankRun:
         self.joined = self.written = False
         self.in_second_epoch = False
         self.current_loader_run: LoaderRun | None = None  # over the loader that gave the last batch
+        self.datasets: list[Any] = []  # held, so that no other one gets its place in memory
         self.coins: dict = {}  # draws.Draw by key: what each rank has decided for its whole batch
         self.model: Any = None  # a watch_model.ModelWatcher
         self.draws: Any = None  # a draws.Draws
@@ -158,6 +160,7 @@ class RankRun:
         progress.at = where(frame)
         progress.cpu_seconds = round(time.clock_gettime(self.main_clock), 1)
         progress.in_backward = frame is not None and "_run_backward" in frame.f_code.co_name
+        progress.in_ddp = frame is not None and frame.f_code.co_filename == DDP_FILE
         record.ended = ended
         record.write(record_file(self.settings.folder, self.settings.name, record.rank))
 

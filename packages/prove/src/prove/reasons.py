@@ -49,11 +49,14 @@ class Prose(Formatter):
     {steps:n step}      4 steps, and 1 step
     {apart:percent}     2%, and 1.5e-04
     {names}  {parts: + }    a list, joined by a comma or by what is given; of a long one, the first
+    {values:each .4g}   a list of numbers, each with four digits
     """
 
     def format_field(self, value: Any, spec: str) -> str:
         if isinstance(value, Mapping):  # made by `part`
             return self.vformat(Phrase[value["phrase"]].value, (), value)
+        if spec.startswith("each "):
+            return listed([self.format_field(item, spec[5:]) for item in value])
         if isinstance(value, list | tuple):
             return listed([self.format_field(item, "") for item in value], spec or ", ")
         if spec.startswith("n "):
@@ -74,10 +77,11 @@ class Phrase(Enum):
     UNEQUAL_STEPS = "the ranks have made {steps!s} steps"
     LOST_CONNECTION = "rank {rank} loses its connection at {at}"
     GETS_ANOTHER_MESSAGE = "rank {rank} gets the message of another collective at {at}"
-    LAST_SEEN = "rank {rank} was last seen at {at}"
+    ENDED_IN_CALL = "the process of rank {rank} ended in {name} at {at}"
     HAS_ENDED = "rank {rank} has ended after {steps} steps"
     WAITS_IN_CALL = "rank {rank} waits in {name} at {at}"
     WAITS_IN_BACKWARD = "rank {rank} waits in backward at {at}"
+    WAITS_IN_FORWARD = "rank {rank} waits in DDP's forward at {at}"
     WAITS_IN_ITS_CODE = "rank {rank} waits in its own code at {at}"
     STREAM = "an IterableDataset"
     OTHER_DATA_SET = "another data set on each rank"
@@ -137,6 +141,13 @@ class Reason(Enum):
         See.FILES,
     )
     FILES_OF_ONE_RANK = Words("{files} written, each by one rank")
+    REDUCTION_UNFINISHED = Words(
+        "on rank {ranks}, some parameters got no gradient in the step before, so DDP stops it "
+        "after {steps:n step} ({at})",
+        "let all parameters take part on every rank, also where a batch has no targets "
+        "(+ 0 * output.sum()); or find_unused_parameters=True",
+        See.UNUSED,
+    )
     PRINTED_BY_ALL = Words(
         "all ranks print {lines}",
         "if dist.get_rank() == 0; meant so only if each rank reports on itself",
@@ -334,11 +345,6 @@ class Reason(Enum):
         "{missing} of {parameters} parameters are in no optimizer: {names}",
         "add them, or requires_grad_(False)",
     )
-    UNUSED_IN_A_STEP = Words(
-        "DDP waits for a gradient that the step before did not compute ({at})",
-        "use all parameters in every step, if need be times zero; or find_unused_parameters=True",
-        See.UNUSED,
-    )
     PARAMETERS_UNUSED = Words(
         "no gradient ever reached {names}", "use them, or freeze them", See.UNUSED
     )
@@ -393,7 +399,7 @@ class Reason(Enum):
         See.LOSS,
     )
     METRICS_BY_RANK = Words(
-        "{values!s} on the ranks go into ReduceLROnPlateau, after {steps:n step} ({at})",
+        "{values:each .4g} on the ranks go into ReduceLROnPlateau, after {steps:n step} ({at})",
         "average the metric over the ranks first, so that all lower the rate in the same epoch",
         See.LOSS,
     )

@@ -5,7 +5,7 @@ place in the user's code, such as train.py:73.
 """
 
 import pickle
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,6 +88,7 @@ class RankProgress:
     in_backward: bool = False
     at: str = ""
     cpu_seconds: float = 0.0
+    in_ddp: bool = False  # in DDP's own code: its forward may wait for the other ranks, too
 
 
 @dataclass
@@ -102,7 +103,7 @@ class LoaderRun:
     workers: int
     batch_size: int | None
     limit: int  # --batches
-    dataset: int  # its id
+    dataset: int  # its number on this rank
     dataset_length: int | None  # below all Subsets
     fingerprint: list[list[int]]  # of three samples: of the first tensor, and of all fields
     is_stream: bool  # an IterableDataset
@@ -277,7 +278,6 @@ class RankRecord:
     own_batch_size: int | None = None  # of the replaying rank, which gets larger ones
     other_shapes: dict[int, list[tuple]] = field(default_factory=dict)  # of its optimizers
     schedules: list[ScheduleRecord] = field(default_factory=list)  # in the order of first steps
-    schedules_made: int = 0
     metrics: list[Metric] = field(default_factory=list)
     evaluated: list[EvaluatedModule] = field(default_factory=list)
 
@@ -299,10 +299,27 @@ def tensors_file(folder: str, mode: str, rank: int) -> Path:
     return Path(folder, f"{mode}.{rank}.tensors.pt")
 
 
+def calls_file(folder: str, mode: str, rank: int) -> Path:
+    """The collectives of a rank, written at once: its process may be killed in the next one."""
+    return Path(folder, f"{mode}.{rank}.calls")
+
+
+def with_last_calls(record: RankRecord, file: Path) -> RankRecord:
+    """The record of a rank that did not come to its end is older than its last calls."""
+    if record.ended != Ended.NOT_YET or not file.exists():
+        return record
+    calls = [Collective(*line.split("\t")) for line in file.read_text().splitlines()]
+    return replace(record, collectives=calls)
+
+
 def read_records(folder: str, mode: str) -> list[RankRecord]:
     """The records of all ranks, rank 0 first.
 
     Unpickled, because only the script of the user, who may run anything, can write to this folder.
     """
     files = Path(folder).glob(f"{mode}.*.record")
-    return sorted((pickle.loads(file.read_bytes()) for file in files), key=lambda own: own.rank)
+    records = [pickle.loads(file.read_bytes()) for file in files]
+    return [
+        with_last_calls(record, calls_file(folder, mode, record.rank))
+        for record in sorted(records, key=lambda own: own.rank)
+    ]

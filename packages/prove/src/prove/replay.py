@@ -91,7 +91,6 @@ class Feeder:
             loader_run for loader_run in observed.loader_runs if loader_run.kept is not None
         ]
         self.in_sequence = self.mode == Mode.SEQUENCE
-        self.schedules_to_make = observed.schedules_made
         self.sizes = [1]  # samples of each rank in the batch that is computed now
         self.loader_runs = self.forwards = 0  # fed so far
         forced = forced_file(run.settings.folder, run.settings.variant)

@@ -64,7 +64,7 @@ def fields_of(sample: Any) -> dict[str, Any]:
 
 def without_subsets(dataset: Any) -> tuple[Any, Tensor | None]:
     """The data set below all Subsets, and which of its samples these hold (None: all)."""
-    if type(dataset) is not Subset:
+    if not isinstance(dataset, Subset):
         return dataset, None
     base, below = without_subsets(dataset.dataset)
     chosen = torch.as_tensor(list(dataset.indices), dtype=torch.long)
@@ -125,6 +125,21 @@ def batches_and_samples(loader: Any) -> tuple[int, int] | None:
         return None
 
 
+def number_of_dataset(loader: Any, length: int | None, run: RankRun) -> int:
+    """Of the data set of a loader; the same for what the script makes anew for each epoch, at the
+    same place."""
+    if torch.is_grad_enabled():
+        for earlier in run.record.loader_runs:
+            is_same_place = earlier.at == loader.prove_at and earlier.loader != loader.prove_number
+            if is_same_place and earlier.with_gradients and earlier.dataset_length == length:
+                return earlier.dataset
+    for number, dataset in enumerate(run.datasets):
+        if dataset is loader.dataset:
+            return number
+    run.datasets.append(loader.dataset)
+    return len(run.datasets) - 1
+
+
 def begin_loader_run(loader: Any, run: RankRun) -> LoaderRun:
     dataset, record = loader.dataset, run.record
     base, _ = without_subsets(dataset)
@@ -132,10 +147,12 @@ def begin_loader_run(loader: Any, run: RankRun) -> LoaderRun:
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     sampler = getattr(sampler, "sampler", sampler)
     shuffle = getattr(sampler, "shuffle", None)
+    length = None if is_stream or not hasattr(base, "__len__") else len(base)
+    number = number_of_dataset(loader, length, run)
     earlier = [
         (loader_run.fingerprint, loader_run.fields)
         for loader_run in record.loader_runs
-        if loader_run.dataset == id(dataset)
+        if loader_run.dataset == number
     ]
     of_samples, fields = earlier[0] if earlier else fingerprint(base)
     loader_run = LoaderRun(
@@ -147,8 +164,8 @@ def begin_loader_run(loader: Any, run: RankRun) -> LoaderRun:
         workers=loader.num_workers,
         batch_size=loader.batch_size,
         limit=run.settings.batches,
-        dataset=id(dataset),
-        dataset_length=None if is_stream or not hasattr(base, "__len__") else len(base),
+        dataset=number,
+        dataset_length=length,
         fingerprint=of_samples,
         is_stream=is_stream,
         with_gradients=torch.is_grad_enabled(),
@@ -260,16 +277,18 @@ def watch_iterations(run: RankRun) -> None:
     @wrap(DataLoader, "__iter__")
     def iterate(original: Callable, self: Any) -> Any:
         training, loader_runs = torch.is_grad_enabled(), run.record.loader_runs
-        trained = (loader_run.dataset for loader_run in loader_runs if loader_run.steps > 0)
-        epochs = sum(dataset == id(self.dataset) for dataset in trained)
         run.end_batch()
+        loader_run = begin_loader_run(self, run)
+        epochs = sum(
+            earlier.steps > 0 and earlier.dataset == loader_run.dataset for earlier in loader_runs
+        )
         if training and epochs:
             run.in_second_epoch = True
             if not run.replaying:
                 run.model.end_epoch()
                 if epochs >= 2 and run.joined:
+                    loader_runs.pop()  # it gives nothing any more
                     run.leave()
-        loader_run = begin_loader_run(self, run)
         object.__setattr__(self, "prove_has_begun", training)
         if run.replaying and training and (fed := run.feeder.feed(self, loader_run)) is not None:
             return fed

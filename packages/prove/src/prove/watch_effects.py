@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from prove.rank_run import RankRun, callers, where, wrap, wrap_everywhere
-from prove.record import Collective, Ended, OpenedFile, PrintedText
+from prove.record import Collective, Ended, OpenedFile, PrintedText, calls_file
 
 COLLECTIVES = [
     "all_reduce", "broadcast", "barrier", "monitored_barrier", "all_gather", "all_gather_object",
@@ -46,6 +46,8 @@ def watch_collective(run: RankRun, name: str) -> None:
         progress.collective = Collective(name, where())
         if len(run.record.collectives) < MOST_CALLS:
             run.record.collectives.append(progress.collective)
+            with calls_file(run.settings.folder, run.settings.name, run.record.rank).open("a") as f:
+                f.write("\t".join(progress.collective) + "\n")
         if any(caller == "gather_for_metrics" for *_, caller in callers()):
             run.note("gather_for_metrics")
         run.note_event()

@@ -188,7 +188,8 @@ class ModelWatcher:
         """A step that the script makes by hand has its end."""
         if not self.changes and self.by_hand.addresses and self.by_hand.exchanged():
             self.parameters_change()
-            self.run.record.optimizers[-1].steps[-1].weights_before = self.weights_at_batch
+            steps = self.run.record.optimizers[self.optimizers.index(self.by_hand)].steps
+            steps[-1].weights_before = self.weights_at_batch
         if self.changes:
             self.changes = False
             self.depth = 1

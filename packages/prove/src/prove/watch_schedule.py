@@ -19,6 +19,7 @@ from prove.record import Metric, ScheduleRecord
 MOST_AHEAD = 50_000  # steps
 MOST_SECONDS = 0.5  # for them
 MOST_CALLS = 1000
+REPEATED = ("CosineAnnealingWarmRestarts", "CyclicLR")  # these never end
 STILL = 1e-12  # of the highest rate: smaller changes are none
 
 
@@ -40,9 +41,10 @@ class WatchedSchedule:
         record = self.record
         record.batches = sum(map(len, self.batches.values()))
         record.by_batch = any(len(batches) > 1 for batches in self.batches.values())
-        if record.by_batch:
-            curve = [*self.rates, *rates_ahead(self.scheduler)]
-            record.highest_rate, record.length = max(curve), length_of(curve)
+        if record.by_batch and record.kind not in REPEATED:
+            ahead, is_its_end = rates_ahead(self.scheduler)
+            curve = [*self.rates, *ahead]
+            record.highest_rate, record.length = max(curve), length_of(curve, is_its_end)
 
 
 class Schedules:
@@ -113,8 +115,8 @@ def functions_in(scheduler: Any) -> Iterator[Any]:
                 yield item
 
 
-def rates_ahead(scheduler: Any) -> list[float]:
-    """The rates that it would give next, until it refuses or the time is over."""
+def rates_ahead(scheduler: Any) -> tuple[list[float], bool]:
+    """The rates that it would give next, until the time is over or it refuses, and which it was."""
     rates: list[float] = []
     end = time.monotonic() + MOST_SECONDS
     try:
@@ -128,21 +130,24 @@ def rates_ahead(scheduler: Any) -> list[float]:
                 twin.step()
                 rates.append(rate_of(twin))
     except Exception:  # OneCycleLR after its last step; or whatever a schedule of the script's does
-        return rates
-    return rates
+        return rates, True
+    return rates, False
 
 
-def length_of(curve: list[float]) -> int | None:
+def length_of(curve: list[float], is_its_end: bool = False) -> int | None:
     """After how many steps the rate has come down, or has come up to stay. None: it never ends."""
     highest = max(curve)
-    top = curve.index(highest)
-    lowest = min(curve[top:])
-    end = next(n for n, rate in enumerate(curve[top:], top) if rate <= lowest + STILL * highest)
-    before = next((rate for rate in reversed(curve[:end]) if rate != curve[end]), None)
-    if end == top or before is None:
+    still = STILL * highest
+    top = next(n for n, rate in enumerate(curve) if rate > highest * (1 - 1e-6))
+    rise = next((n for n in range(top + 1, len(curve)) if curve[n] > curve[n - 1] + still), None)
+    fall = curve[top:rise]
+    end = top + next(n for n, rate in enumerate(fall) if rate <= fall[-1] + still)
+    if end == top:
         return end or None
+    before = next(rate for rate in reversed(curve[:end]) if rate != curve[end])
     is_geometric = 0 < curve[end] < 1e-8 * highest and curve[end] > 0.01 * before
-    return None if is_geometric or end == MOST_AHEAD - 1 else end
+    still_falls = end == len(curve) - 1 and not is_its_end
+    return None if is_geometric or still_falls else end
 
 
 def install(run: RankRun) -> None:
@@ -166,8 +171,3 @@ def install(run: RankRun) -> None:
         watch_steps(kind)
 
     LRScheduler.__init_subclass__ = classmethod(watch_new_class)  # type: ignore[assignment]
-
-    @wrap(LRScheduler, "__init__")
-    def init(original: Callable, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        run.record.schedules_made += 1
-        original(scheduler, *args, **kwargs)
