@@ -173,13 +173,11 @@ class Prover:
             raise NotJudgedError("the script made no process group: is it started by torchrun?")
         if outcome.hang:
             return
-        has_begun = any(record.steps or record.loader_runs for record in records)
-        if has_begun:
-            return
         if failed(outcome) or not records:
-            if not any(row.verdict == WRONG for row in effect_rows(outcome)):
+            rows = effect_rows(outcome) + judge_data.data_rows(records)
+            if not any(row.verdict == WRONG for row in rows):
                 raise NotJudgedError(f"the script fails by itself: {error_of(outcome)}")
-        else:
+        elif not any(record.steps or record.loader_runs for record in records):
             raise NotJudgedError("no optimizer step was made, and no batch was loaded")
 
     def judge(self) -> list[ReportRow]:
