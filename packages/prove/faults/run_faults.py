@@ -18,7 +18,6 @@ import multiprocessing
 import os
 import re
 import runpy
-import shutil
 import signal
 import socket
 import subprocess
@@ -76,8 +75,28 @@ class Pair:
     report: str
     fault: str
 
-    def script(self, file: str) -> Path:
-        return HERE / "pairs" / self.name / file
+    def source(self, file: str) -> str:
+        """Of train.py, which has the mistake, or of right.py, which cure.diff makes of it."""
+        folder = HERE / "pairs" / self.name
+        source = (folder / "train.py").read_text()
+        return cured(source, (folder / "cure.diff").read_text()) if file == "right.py" else source
+
+    def put(self, file: str, folder: Path) -> Path:
+        script = folder / file
+        script.write_text(self.source(file))
+        return script
+
+
+def cured(source: str, diff: str) -> str:
+    """What `patch` would make of it. Raises ValueError: a part is not, once, in the source."""
+    parts = re.split(r"^@@ .* @@.*\n", diff, flags=re.M)[1:]
+    for part in parts:
+        lines = part.splitlines(keepends=True)
+        old, new = ("".join(line[1:] for line in lines if line[0] in kind) for kind in (" -", " +"))
+        if source.count(old) != 1:
+            raise ValueError(f"{source.count(old)} times in the script, expected once: {old}")
+        source = source.replace(old, new)
+    return source
 
 
 def pairs(names: list[str] | None = None) -> list[Pair]:
@@ -120,13 +139,12 @@ def run(command: list[str], folder: Path, **env: str) -> tuple[int | None, str]:
             return None, output
 
 
-def proven(script: Path) -> dict:
+def proven(pair: Pair, file: str) -> dict:
     """The rows of prove's table by verdict, with what it says of the WRONG ones."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(shutil.copytree(script.parent, Path(scratch, "copy")))
-        table = Path(scratch, "table.json")
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as of_table:
+        script, table = pair.put(file, Path(folder)), Path(of_table, "table.json")
         prove = [sys.executable, "-m", "prove", "--json", str(table)]
-        status, output = run([*prove, *command_of(script)], folder)
+        status, output = run([*prove, *command_of(script)], script.parent)
         written = json.loads(table.read_text()) if table.exists() else {"rows": [], "error": None}
     by_verdict: dict[str, list[str]] = {}
     for row in written["rows"]:
@@ -181,10 +199,11 @@ def forked(script: Path, folder: Path) -> tuple[int | None, str]:
     return None if hung else failed, printed.read_text()
 
 
-def debugged(script: Path) -> dict:
+def debugged(pair: Pair, file: str) -> dict:
     """The status with TORCH_DISTRIBUTED_DEBUG=DETAIL, and its lines that sound like an alarm."""
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(shutil.copytree(script.parent, Path(scratch, "copy")))
+        folder = Path(scratch)
+        script = pair.put(file, folder)
         if command_of(script)[1] == script.name:  # it starts its ranks itself
             env = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "PYTHONPATH": str(HERE / "debug_hook")}
             status, output = run(command_of(script), folder, **env)
@@ -198,15 +217,15 @@ def debugged(script: Path) -> dict:
 
 def debugged_pair(pair: Pair) -> dict:
     """The cure is run if the mistake was noticed, to see whether the cure is blamed, too."""
-    fault = debugged(pair.script("train.py"))
+    fault = debugged(pair, "train.py")
     noticed = fault["status"] != 0 or fault["alarms"]
-    cure = debugged(pair.script("right.py")) if noticed else None
+    cure = debugged(pair, "right.py") if noticed else None
     print(pair.name, json.dumps(fault)[:150], flush=True)
     return {"fault": fault, "cure": cure}
 
 
 def proven_pair(pair: Pair) -> dict:
-    answers = {"fault": proven(pair.script("train.py")), "cure": proven(pair.script("right.py"))}
+    answers = {"fault": proven(pair, "train.py"), "cure": proven(pair, "right.py")}
     print(f"{pair.name}: {of_fault(answers)}; {of_cure(answers)}", flush=True)
     return answers
 

@@ -32,10 +32,9 @@ def _prove(folder: Path, table: Path, command: list[str]) -> None:
     sys.exit(main())
 
 
-def wrong_checks(script: Path, scratch: Path) -> set[str]:
-    """What prove says of a copy of a script, without importing torch again."""
-    folder, table = scratch / script.stem, scratch / f"{script.stem}.json"
-    shutil.copytree(script.parent, folder)
+def wrong_checks(script: Path) -> set[str]:
+    """What prove says of a script, without importing torch again."""
+    folder, table = script.parent, script.with_suffix(".json")
     arguments = (folder, table, run_faults.command_of(script))
     process = context.Process(target=_prove, args=arguments)
     process.start()
@@ -48,7 +47,7 @@ def wrong_checks(script: Path, scratch: Path) -> set[str]:
 
 
 def changed_lines(pair) -> int:
-    right, fault = (pair.script(name).read_text().splitlines() for name in ("right.py", "train.py"))
+    right, fault = (pair.source(name).splitlines() for name in ("right.py", "train.py"))
     return sum(line[0] in "+-" for line in list(difflib.unified_diff(right, fault, n=0))[2:])
 
 
@@ -77,11 +76,19 @@ def test_a_pair_has_a_public_report_and_differs_by_few_lines(pair):
     assert 0 < changed_lines(pair) <= 12
 
 
+def test_a_cure_is_put_in_at_one_place_only():
+    diff = "--- a\n+++ b\n@@ -1,2 +1,2 @@\n one\n-two\n+three\n"
+    assert run_faults.cured("zero\none\ntwo\n", diff) == "zero\none\nthree\n"
+    for source in ("one\n", "one\ntwo\none\ntwo\n"):
+        with pytest.raises(ValueError, match="expected once"):
+            run_faults.cured(source, diff)
+
+
 @pytest.mark.parametrize("name", REPRESENTATIVES)
 def test_prove_says_it_again(name, tmp_path):
     (pair,) = run_faults.pairs([name])
     counted = (run_faults.load("last") or run_faults.load("first"))["pairs"][name]
     for file, kind in (("train.py", "fault"), ("right.py", "cure")):
-        wrong = wrong_checks(pair.script(file), tmp_path)
+        wrong = wrong_checks(pair.put(file, tmp_path))
         assert wrong == set(counted[kind]["rows"].get("WRONG", []))
         assert bool(wrong) is (kind == "fault")

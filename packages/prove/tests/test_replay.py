@@ -241,7 +241,9 @@ if count % 3 == 0:
 def test_an_error_that_the_script_has_only_under_observation_is_prove_s_own(
     prove_script,
 ):
-    source = script() + "if hasattr(F.dropout, '__wrapped__'): raise RuntimeError('my mistake')\n"
+    source = (
+        script() + "if random.Random.__module__ != 'random': raise RuntimeError('my mistake')\n"
+    )
     ended = prove_script(source.replace("range(3)", "range(1)"))
     assert (ended.returncode, ended.stdout) == (3, ""), ended.stdout + ended.stderr
     assert "my mistake" in ended.stderr.splitlines()[-1]
