@@ -113,11 +113,8 @@ def allreduce() -> str:
 def batches(stage: str, rank: int, epoch: int, samples: int, local_batch: int) -> list[list[int]]:
     """What the loader of a stage gives to a rank of two, with seed 0."""
     data, generator = Subset(range(samples), range(samples)), torch.Generator()  # type: ignore[arg-type]
-    sampler: DistributedSampler | RandomSampler | None = None  # 03 deals the data set itself
-    if stage == "04":
-        sampler = DistributedSampler(data, 2, rank, seed=0, drop_last=True)
-        sampler.set_epoch(epoch)
-    elif stage == "03":
+    sampler = None  # 03 deals the data set itself
+    if stage == "03":
         data = load_chapter("03", "partition").DataPartitioner(data, 2, epoch).use(rank)
     else:
         sampler = RandomSampler(data, generator=generator)
@@ -136,7 +133,7 @@ def samples(*stages: str) -> str:
     """Who gets which of 10 samples, in two epochs with a global batch of 4."""
     count = 10
     drawing = Drawing("Who gets which sample", f"{count} samples, a global batch of 4, two epochs.")
-    names = {"01": "01, one process", "03": "03, dealt by hand", "04": "04, DistributedSampler"}
+    names = {"01": "01, one process", "03": "03, dealt by hand"}
     for step in (0, 1):
         drawing.words(162 + 172 * step, 16, f"step {step + 1}", anchor="middle")
     drawing.words(446, 16, "left out")
@@ -153,7 +150,7 @@ def samples(*stages: str) -> str:
                 dealt = batches(stage, rank, epoch, count, 4 // world_size)
                 for step, mine in enumerate(dealt):
                     for number, sample in enumerate(mine):
-                        place = number * world_size + rank  # 03 and 04 deal in turn
+                        place = number * world_size + rank  # 03 deals in turn
                         cell(drawing, 4 * step + place, y, sample, kind)
                         left.remove(sample)
                 y += 30
@@ -296,7 +293,6 @@ PICTURES: dict[str, Callable[[], str]] = {
     "allreduce": allreduce,
     "samples_01": lambda: samples("01"),
     "samples_03": lambda: samples("01", "03"),
-    "samples_04": lambda: samples("01", "04"),
     "padding": padding,
     "ranks": ranks,
     "memory": memory,
