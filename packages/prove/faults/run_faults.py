@@ -361,7 +361,8 @@ def page() -> str:
         answers = [results[which]["pairs"][pair.name] for which in proofs]
         cells = [f"{of_fault(answer)}; {of_cure(answer)}" for answer in answers]
         detail = debug_alarm(results["detail"]["pairs"][pair.name]) or "nothing"
-        scripts = f"[{pair.name}](faults/pairs/{pair.name}/train.py)"
+        folder = f"faults/pairs/{pair.name}"
+        scripts = f"[{pair.name}]({folder}/train.py), [cure]({folder}/cure.diff)"
         said = f"{pair.fault} {report_link(pair)}"
         rows.append(f"| {pair.kind} | {said} | {scripts} | {' | '.join(cells)} | {detail} |")
     helped = sum(bool(debug_alarm(answers)) for answers in results["detail"]["pairs"].values())

@@ -177,8 +177,10 @@ class Prover:
             rows = effect_rows(outcome) + judge_data.data_rows(records)
             if not any(row.verdict == WRONG for row in rows):
                 raise NotJudgedError(f"the script fails by itself: {error_of(outcome)}")
-        elif not any(record.steps or record.loader_runs for record in records):
-            raise NotJudgedError("no optimizer step was made, and no batch was loaded")
+        elif not any(
+            record.steps or record.loader_runs or record.model_calls for record in records
+        ):
+            raise NotJudgedError("no optimizer step was made, and no model was called")
 
     def judge(self) -> list[ReportRow]:
         self.observe()

@@ -156,7 +156,10 @@ def checksum(value: Any) -> int:
     if value.is_sparse:
         return checksum(value.detach().coalesce().values())
     values = value.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(generators.bytes_of(values)) if values.numel() else 0
+    try:
+        return zlib.crc32(generators.bytes_of(values)) if values.numel() else 0
+    except RuntimeError:  # in torch.func, a tensor may have no memory of its own
+        return 0
 
 
 class Collated(NamedTuple):

@@ -8,6 +8,7 @@ optimizer of torch is watched by its first write to a parameter after a batch.
 from typing import Any
 
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prove.draws import is_draw
@@ -27,13 +28,16 @@ class HandMadeSteps:
         self.addresses: list[int] = []  # of its parameters
 
     def hold(self, parameter: Tensor) -> None:
-        if not any(parameter is known for known in self.param_groups[0]["params"]):
+        is_known = any(parameter is known for known in self.param_groups[0]["params"])
+        if not is_known and not is_functorch_wrapped_tensor(parameter):
             self.param_groups[0]["params"].append(parameter)
             self.addresses.append(address_of(parameter))
 
     def holds(self, tensor: Any) -> bool:
-        is_plain = type(tensor) in (Tensor, nn.Parameter) or hasattr(tensor, "to_local")
-        return is_plain and address_of(tensor) in self.addresses
+        if type(tensor) not in (Tensor, nn.Parameter) and not hasattr(tensor, "to_local"):
+            return False
+        has_memory = not is_functorch_wrapped_tensor(tensor)  # else a tensor of torch.func
+        return has_memory and address_of(tensor) in self.addresses
 
     def exchanged(self) -> bool:
         """`p.data = new`: no operation writes, but the parameter lies elsewhere."""
