@@ -28,6 +28,7 @@ from code_pages import code_list, collect
 from repository_pages import MAIN_PATH
 
 STAGES = MAIN_PATH[1:]
+SWITCH = r"\A\[(中文|English)\]\(.*\)\n"  # of the language: the site has its own
 MAIN = ["index", *(f"{stage}/index" for stage in STAGES)]
 
 
@@ -67,7 +68,7 @@ def read(app: Sphinx, docname: str, source: list[str]) -> None:
         sections, text = re.split(r"^(?=## )", text, flags=re.M), moved(app, docname, path)
         untranslated = sections[1 + len(re.findall(r"^## ", text, re.M)) :]
         text = "\n".join([text, *untranslated])
-    text = re.sub(r"\A\[(中文|English)\]\(.*\)\n", "", text)  # the site has a switch of its own
+    text = re.sub(SWITCH, "", text)
     # Under a widget stands its picture, for GitHub, and a sentence that leads to this site.
     text = re.sub(r"^(<!-- widget: \w+ -->\n\n!.+\n)\n.*`make serve`.*\n", r"\1", text, flags=re.M)
     widget = r'<div class="widget" data-widget="\1"></div>'
@@ -92,6 +93,7 @@ class AsOnGitHub(SphinxTransform):
         for link in self.document.findall(nodes.reference):
             if "refuri" in link and not re.match(r"\w+:|#", link["refuri"]):
                 self.resolve(link)
+        self.link_english()
         for fence in list(self.document.findall(nodes.literal_block)):
             if fence.get("language") == "mermaid":
                 diagram = f'<pre class="mermaid">{html.escape(fence.astext())}</pre>'
@@ -116,14 +118,26 @@ class AsOnGitHub(SphinxTransform):
                 if slug not in self.document.ids:
                     node["ids"].append(slug)
 
-    def resolve(self, link: nodes.Element) -> None:
-        """Lead to a page: a file or folder that is none gets one from `collect`."""
-        target, mark, anchor = unquote(link["refuri"]).partition("#")
+    def link_english(self) -> None:
+        """The code behind an English page has its page in both languages."""
+        if translation(self.app, self.env.docname):
+            english = Path(self.env.doc2path(self.env.docname)).read_text(encoding="utf-8")
+            for target in re.findall(r"\]\((?!\w+:|#)([^)\s#]+)", re.sub(SWITCH, "", english)):
+                self.page_of(target)
+
+    def page_of(self, target: str) -> str:
+        """A file or folder that is no page gets one from `collect`."""
         name, path = self.env.relfn2path(target, self.env.docname)
         name += "/index" * Path(path).is_dir()
         name = self.env.path2doc(path) or name
         if name not in self.env.found_docs:
             self.env.metadata[self.env.docname].setdefault("code", []).append(name)
+        return name
+
+    def resolve(self, link: nodes.Element) -> None:
+        """Lead to a page of the site."""
+        target, mark, anchor = unquote(link["refuri"]).partition("#")
+        name = self.page_of(target)
         address = self.app.builder.get_relative_uri(self.env.docname, name)
         address = address.removesuffix(".html") if name.endswith(".png") else address
         link["refuri"], link["internal"] = address + mark + anchor, True

@@ -198,7 +198,8 @@ class Prover:
             return [*rows, not_seen(ONE_RANK, Reason.RUN_FAILS, message=error_of(observed))]
         if not any(record.steps for record in records):
             batches = sum(loader_run.given for loader_run in records[0].loader_runs)
-            return [*rows, not_seen(ONE_RANK, Reason.NO_STEP, batches=batches)]
+            why = Reason.NO_STEP if batches else Reason.NO_BATCH
+            return [*rows, not_seen(ONE_RANK, why, batches=batches)]
         rows += model_rows(records)
         rows += self.one_rank_rows(rows)
         if any(row.check == ONE_RANK and row.verdict == RIGHT for row in rows):

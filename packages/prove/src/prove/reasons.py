@@ -566,6 +566,10 @@ class Reason(Enum):
         "no parameter changed in {batches:n batch}: if a step needs more, raise --batches; weights "
         "that are no parameters of a module (torch.func) are not seen"
     )
+    NO_BATCH = Words(
+        "no optimizer of torch made a step, and what the script itself changes is seen only while "
+        "a DataLoader gives the batches"
+    )
     ONLY_ONE_RANK = Words("it is the only one: start two to compare")
     WHICH_COMMAND = Words("say how one rank is started: --alone 'COMMAND'")
     MODEL_DIVIDED = Words("each rank holds a part of the model")

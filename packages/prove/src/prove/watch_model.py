@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -332,6 +333,8 @@ class ModelWatcher:
     def note_call(self, module: nn.Module, inputs: tuple) -> None:
         """The script itself calls a module."""
         run, ddp = self.run, None
+        if any(map(is_functorch_wrapped_tensor, module.parameters())):
+            return  # in torch.func, a module only computes, with tensors of somebody else
         self.note_evaluated(module)
         for number, wrapped in enumerate(self.wrapped):
             if any(part is module for part in wrapped.modules()):
@@ -457,7 +460,8 @@ def watch_modules(run: RankRun, model: ModelWatcher) -> None:
         run.note_event()
         if isinstance(module, nn.RNNBase) and not run.settings.dropout:
             module.dropout = 0.0
-        if not inside and (run.joined or run.replaying):
+        is_repeated = torch._C._current_graph_task_id() != -1  # in backward, by a checkpoint
+        if not inside and not is_repeated and (run.joined or run.replaying):
             active, run.draws.active = run.draws.active, False
             if run.settings.float64:
                 make_double(module)

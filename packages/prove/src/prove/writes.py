@@ -28,8 +28,7 @@ class HandMadeSteps:
         self.addresses: list[int] = []  # of its parameters
 
     def hold(self, parameter: Tensor) -> None:
-        is_known = any(parameter is known for known in self.param_groups[0]["params"])
-        if not is_known and not is_functorch_wrapped_tensor(parameter):
+        if not any(parameter is known for known in self.param_groups[0]["params"]):
             self.param_groups[0]["params"].append(parameter)
             self.addresses.append(address_of(parameter))
 
