@@ -122,7 +122,9 @@ class AsOnGitHub(SphinxTransform):
         """The code behind an English page has its page in both languages."""
         if translation(self.app, self.env.docname):
             english = Path(self.env.doc2path(self.env.docname)).read_text(encoding="utf-8")
-            for target in re.findall(r"\]\((?!\w+:|#)([^)\s#]+)", re.sub(SWITCH, "", english)):
+            for target in re.findall(
+                r"(?<!!)\[[^\]]*\]\((?!\w+:|#)([^)\s#]+)", re.sub(SWITCH, "", english)
+            ):
                 self.page_of(target)
 
     def page_of(self, target: str) -> str:
