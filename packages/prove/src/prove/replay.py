@@ -20,6 +20,7 @@ from prove.rank_run import RankRun, where, wrap
 from prove.record import LoaderRun, Mode, Variant, read_records, tensors_file
 from prove.samples import (
     RecordedBatch,
+    are_same,
     as_double,
     copied,
     merged,
@@ -177,8 +178,11 @@ class Feeder:
             self.run.leave()
         ranks = groups[number % len(groups)]
         calls_of_ranks = [self.kept[rank]["forwards"][number // len(groups)] for rank in ranks]
-        self.sizes = [len(tensors_in(list(call))[0]) for call in calls_of_ranks]
-        args, kwargs = merged(calls_of_ranks, self.sizes)
+        if all(are_same(call, calls_of_ranks[0]) for call in calls_of_ranks):  # such as a graph
+            args, kwargs = calls_of_ranks[0]
+        else:
+            self.sizes = [len(tensors_in(list(call))[0]) for call in calls_of_ranks]
+            args, kwargs = merged(calls_of_ranks, self.sizes)
         return self.cast(args), self.cast(kwargs)
 
     def set_start(self, optimizers: list, modules: dict[str, torch.nn.Module]) -> None:
