@@ -32,9 +32,6 @@ class Variant:
     BLOCKS = "-blocks"  # several rows of a sample lie in blocks: see samples.owners_of_rows
 
 
-EVALUATION = 4  # an evaluation gets so many times the batches of a training epoch
-
-
 class Ended:
     """How the run of a rank ended."""
 
