@@ -10,7 +10,6 @@ import pytest
 from common.chapters import load_chapter
 from helpers.local_ranks import ROOT, command, scratch_folder
 from helpers.refusals import ended, refused
-from helpers.stage_files import chapter
 from repository_pages import ALL_PAGES
 
 bench = load_chapter("benchmarks", "bench")
@@ -19,7 +18,7 @@ stage_runs = load_chapter("benchmarks", "stage_runs")
 tables = load_chapter("benchmarks", "tables")
 timing = load_chapter("benchmarks", "timing")
 
-peak = chapter("01", "peak")
+peak = load_chapter("01", "peak")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 

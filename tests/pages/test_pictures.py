@@ -18,7 +18,6 @@ from common.chapters import load_chapter
 from helpers.local_ranks import command, launch_function
 from helpers.pages import CHINESE
 from helpers.refusals import ended, refused
-from helpers.stage_files import chapter
 from repository_pages import ALL_PAGES
 
 pictures = load_chapter("benchmarks", "pictures")
@@ -103,7 +102,7 @@ def _train(rank: int, folder: Path, way: str) -> None:
     if way == "ddp":
         wrapped = DistributedDataParallel(model)
     elif way == "threads":
-        wrapped = chapter("02", "from_scratch").DataParallel(model, [torch.device("cpu")] * 2)
+        wrapped = load_chapter("02", "from_scratch").DataParallel(model, [torch.device("cpu")] * 2)
     optimizer = SGD(model.parameters(), 0.1)
     for _ in range(7):
         loss = wrapped(torch.randn(4, 8)).square().mean()

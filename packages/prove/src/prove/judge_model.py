@@ -20,7 +20,7 @@ TINY = 1e-12
 
 @dataclass
 class StepOfRanks:
-    """One optimizer step, as each of the ranks wrote it down."""
+    """The same step of an optimizer, as each of the ranks wrote it down."""
 
     optimizer: OptimizerRecord
     number: int

@@ -146,7 +146,7 @@ class LoaderRun:
 
 @dataclass
 class OptimizerStep:
-    """One optimizer step."""
+    """The gradients that a step was given, and the weights before and after it."""
 
     at: str
     batch: int  # of its pass, from 1 on
