@@ -1,6 +1,7 @@
 """The pages show what the pictures' program draws, and the timeline records what happens."""
 
 import json
+import os
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -94,7 +95,8 @@ def test_the_step_shown_is_the_median_one_cut_at_its_ends():
 def _train(rank: int, folder: Path, way: str) -> None:
     if way != "threads":
         dist.init_process_group("gloo")
-    recorder = record.install(str(folder))
+    os.environ["TIMELINE_FOLDER"] = str(folder)
+    recorder = record.install()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     wrapped = model

@@ -66,7 +66,6 @@ class Finding:
     ESCAPED = "drawn by something that cannot be watched"
     OPAQUE = "drawn inside a kernel"
     TOO_MANY = "too many to keep"
-    UNSURE = (NOT_MATCHED, ESCAPED, OPAQUE, TOO_MANY)
 
 
 def is_draw(function: Any) -> bool:

@@ -84,12 +84,10 @@ class Replay:
         later = bool(of_ranks and of_one) and of_one[0] > of_ranks[0]
         return later or backwards_of_one >= backwards * len(self.records) > 0
 
-    def draws_of_kinds(self, *kinds: str) -> list[str]:
-        """Places of draws about which something was found, in any of the runs."""
+    def places_of_draws(self, finding: str) -> list[str]:
+        """Of which this was found, in any of the runs."""
         records = [*self.records, self.replayed]
-        places = [
-            place for record in records for kind in kinds for place in record.draws.get(kind, [])
-        ]
+        places = [place for record in records for place in record.draws.get(finding, [])]
         return list(dict.fromkeys(places))
 
 
@@ -387,8 +385,8 @@ def unsure_draws(replay: Replay) -> Comparison | None:
         Finding.ESCAPED: Reason.DRAWS_ESCAPED,
         Finding.NOT_MATCHED: Reason.DRAWS_NOT_MATCHED,
     }
-    for kind, reason in reasons.items():
-        if places := replay.draws_of_kinds(kind):
+    for finding, reason in reasons.items():
+        if places := replay.places_of_draws(finding):
             return Comparison(Outcome.NOT_COMPARED, reason, {"places": places})
     return None
 
@@ -426,13 +424,13 @@ def far(values: list[float], others: list[float], limit: float = 1e-6) -> bool:
 def draw_rows(replay: Replay) -> list[ReportRow]:
     """What the ranks draw inside a step."""
     rows = []
-    if places := replay.draws_of_kinds(Finding.COIN):
+    if places := replay.places_of_draws(Finding.COIN):
         rows.append(warning("random decisions", Reason.COIN_BY_RANK, places=places))
     of_dropout = replay.observed.dropout  # it has a row of its own
-    same = [at for at in replay.draws_of_kinds(Finding.SAME_NOISE) if at not in of_dropout]
-    if places := same:
-        rows.append(warning("random numbers", Reason.SAME_NOISE, places=places))
-    elif places := replay.draws_of_kinds(Finding.BY_SAMPLE):
+    same = [at for at in replay.places_of_draws(Finding.SAME_NOISE) if at not in of_dropout]
+    if same:
+        rows.append(warning("random numbers", Reason.SAME_NOISE, places=same))
+    elif places := replay.places_of_draws(Finding.BY_SAMPLE):
         rows.append(right("random numbers", Reason.NOISE_BY_SAMPLE, places=places))
     return rows
 

@@ -29,15 +29,14 @@ from prove.judge_evaluation import evaluation_rows
 from prove.judge_model import model_rows
 from prove.judge_replay import Comparison, Outcome, Replay
 from prove.reasons import Reason
-from prove.record import Ended, Mode, Settings, Variant
+from prove.record import Ended, Mode, Note, Settings, Variant
 from prove.replay import forced_file
 from prove.table import (
     NOT_SEEN,
-    ONE_RANK,
     RIGHT,
-    THE_ORIGINAL,
     WARNING,
     WRONG,
+    Check,
     NotObservedError,
     ReportRow,
     not_seen,
@@ -193,18 +192,18 @@ class Prover:
         rows += judge_data.data_rows(records)
         rows += evaluation_rows(records)
         if observed.hang:
-            return [*rows, not_seen(ONE_RANK, Reason.RUN_HANGS)]
+            return [*rows, not_seen(Check.ONE_RANK, Reason.RUN_HANGS)]
         if not all(record.ended in Ended.WELL for record in records):
-            return [*rows, not_seen(ONE_RANK, Reason.RUN_FAILS, message=error_of(observed))]
+            return [*rows, not_seen(Check.ONE_RANK, Reason.RUN_FAILS, message=error_of(observed))]
         if not any(record.steps for record in records):
             batches = sum(loader_run.given for loader_run in records[0].loader_runs)
             why = Reason.NO_STEP if batches else Reason.NO_BATCH
-            return [*rows, not_seen(ONE_RANK, why, batches=batches)]
+            return [*rows, not_seen(Check.ONE_RANK, why, batches=batches)]
         rows += model_rows(records)
         rows += self.one_rank_rows(rows)
-        if any(row.check == ONE_RANK and row.verdict == RIGHT for row in rows):
+        if any(row.check == Check.ONE_RANK and row.verdict == RIGHT for row in rows):
             # Whatever changed the gradients before the step was no mistake.
-            unexplained = ("averaged gradients", "forward through DDP")
+            unexplained = (Check.AVERAGED_GRADIENTS, Check.FORWARD)
             rows = [row for row in rows if row.verdict != NOT_SEEN or row.check not in unexplained]
         return rows + self.original_rows()
 
@@ -213,12 +212,12 @@ class Prover:
             return []
         replayed = self.replay(Mode.ORIGINAL, shlex.split(self.args.original))
         if obstacle := judge_replay.why_not_replayed(replayed):
-            return [obstacle.row(THE_ORIGINAL)]
+            return [obstacle.row(Check.ORIGINAL)]
         compared = judge_replay.comparisons(replayed)
         if judge_replay.worst(compared) == Outcome.DIFFERENT:
             unsure = judge_replay.unsure_draws(replayed)
             compared = [unsure] if unsure else compared
-        rows = [each.row(THE_ORIGINAL) for each in compared]
+        rows = [each.row(Check.ORIGINAL) for each in compared]
         records, original = self.observed.records, replayed.replayed
         return rows + judge_data.original_epoch_rows(records, original)
 
@@ -230,7 +229,7 @@ class Prover:
             reason = Reason.ONLY_ONE_RANK
         elif command is None:
             reason = Reason.WHICH_COMMAND
-        elif "the model is divided" in records[0].notes:
+        elif Note.MODEL_IS_DIVIDED in records[0].notes:
             reason = Reason.MODEL_DIVIDED
         elif self.settings.rows_are_split and not judge_data.same_contents(records):
             reason = Reason.OTHER_ROWS
@@ -254,15 +253,15 @@ class Prover:
         command = command_of_one_rank(self.args)
         obstacle = self.why_not_replayed(command)
         if command is None or obstacle:
-            return [obstacle.row(ONE_RANK)] if obstacle else []
+            return [obstacle.row(Check.ONE_RANK)] if obstacle else []
         replayed = self.best_replay(command)
         if obstacle := judge_replay.why_not_replayed(replayed):
-            return [obstacle.row(ONE_RANK)]
+            return [obstacle.row(Check.ONE_RANK)]
         compared = judge_replay.comparisons(replayed)
         examination = Examination(self, command, replayed, rows)
         if judge_replay.worst(compared) == Outcome.DIFFERENT:
             compared = examination.compared(compared)
-        result = [each.row(ONE_RANK) for each in compared]
+        result = [each.row(Check.ONE_RANK) for each in compared]
         result += judge_replay.draw_rows(replayed)
         if all(each.outcome == Outcome.EQUAL for each in compared):
             result += self.number_rows(examination.replayed, examination.variant)
@@ -374,9 +373,9 @@ class Examination:
 
 def is_explained(rows: list[ReportRow]) -> bool:
     """By rows above: the ranks do not train one model."""
-    of_the_model = ("weights", "averaged gradients", "zero_grad", "forward through DDP")
+    of_the_model = (Check.WEIGHTS, Check.AVERAGED_GRADIENTS, Check.ZERO_GRAD, Check.FORWARD)
     explained = any(row.verdict == WRONG and row.check in of_the_model for row in rows)
-    return explained or any(row.verdict == WARNING and row.check == "weights" for row in rows)
+    return explained or any(row.verdict == WARNING and row.check == Check.WEIGHTS for row in rows)
 
 
 def failed(outcome: launch.RunOutcome) -> bool:

@@ -124,8 +124,6 @@ GLOBAL_DIVISOR += "mixes the samples of a batch (attention over the batch)"
 class Reason(Enum):
     """In the order of the judges."""
 
-    OTHER = Words("{text}", "{cure}")
-
     # judge_effects: together
     HANG = Words("{ranks:; }", ALL_CALL, See.HANG)
     HANG_BY_DIFFERENCE = Words("{ranks:; }. The first difference: {difference}", ALL_CALL, See.HANG)
@@ -588,10 +586,7 @@ class Reason(Enum):
         "same seed on all of them",
         See.LOSS,
     )
-    SAME_NOISE = Words(
-        "all ranks draw the same numbers for their samples: {places}",
-        "torch.manual_seed(seed + rank) after the model is built; numpy and random alike",
-    )
+    SAME_NOISE = Words("all ranks draw the same numbers for their samples: {places}", OWN_SEED)
     NOISE_BY_SAMPLE = Words("the ranks draw different numbers for their samples: {places}")
 
     # judge_replay: beside the gradients

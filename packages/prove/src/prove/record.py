@@ -6,6 +6,7 @@ place in the user's code, such as train.py:73.
 
 import pickle
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,9 +33,6 @@ class Variant:
     BLOCKS = "-blocks"  # several rows of a sample lie in blocks: see samples.owners_of_rows
 
 
-EVALUATION = 4  # an evaluation gets so many times the batches of a training epoch
-
-
 class Ended:
     """How the run of a rank ended."""
 
@@ -43,6 +41,17 @@ class Ended:
     WHEN_SEEN = "when enough was seen"  # by us
     WITH_ERROR = "with an error"
     WELL = (AT_ITS_END, WHEN_SEEN)
+
+
+class Note(Enum):
+    """A fact about a run that needs no more than the place where it was first seen."""
+
+    CLIPS = auto()
+    CLIPS_SCALED = auto()  # gradients that still carry the loss scale
+    GATHERS_FOR_METRICS = auto()  # accelerate's, which drops the samples that padding repeats
+    HAS_GROUPS = auto()  # of some ranks
+    JOINS = auto()  # DDP's join, for unequal numbers of batches
+    MODEL_IS_DIVIDED = auto()
 
 
 EVALUATION = 4  # an evaluation gets so many times the batches of a training epoch
@@ -265,7 +274,7 @@ class RankRecord:
     rates_after_epochs: list[list[float]] = field(default_factory=list)
     dropout: dict[str, int] = field(default_factory=dict)  # by place: a digest of torch's generator
     batchnorm: dict[str, int] = field(default_factory=dict)  # by class: fewest values of a channel
-    notes: dict[str, str] = field(default_factory=dict)  # what needs no more than its place
+    notes: dict[Note, str] = field(default_factory=dict)  # where each was first seen
     loss_scale: float = 1.0
     uses_autocast: bool = False
     model_returns_loss: bool = False

@@ -28,6 +28,7 @@ from prove.record import (
     DDPRecord,
     EvaluatedModule,
     ModelCall,
+    Note,
     OptimizerRecord,
     OptimizerStep,
     Projection,
@@ -348,7 +349,7 @@ class ModelWatcher:
         if not any(module is root for root in self.roots):
             self.roots.append(module)
             if is_divided(module):
-                run.note("the model is divided")
+                run.note(Note.MODEL_IS_DIVIDED)
             self.hold_by_hand(module)
         self.keep_start()
         if ddp and isinstance(module, DistributedDataParallel):
@@ -529,7 +530,7 @@ def watch_scaling(run: RankRun) -> None:
         @wrap(nn.utils, name)
         def clip(original: Callable, *args: Any, **kwargs: Any) -> Any:
             scaled = run.record.loss_scale != 1 and not unscaled
-            run.note("clips scaled gradients" if scaled else "clips")
+            run.note(Note.CLIPS_SCALED if scaled else Note.CLIPS)
             return original(*args, **kwargs)
 
         setattr(nn.utils.clip_grad, name, clip)
