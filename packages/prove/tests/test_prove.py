@@ -172,6 +172,55 @@ TWO_DATA_SETS = (
 )
 
 
+def test_without_a_loader_one_rank_gets_the_dropout_of_all(prove_script):
+    """The next batch is drawn between forward and backward, which is no decision of a step. The
+    control: a loss that is not averaged."""
+    source = """
+import torch, torch.distributed as dist
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.dropout = nn.Embedding(11, 11), nn.Dropout(0.5)
+    def forward(self, x, y):
+        logits = self.dropout(self.table(x)).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, y.flatten(), reduction="mean")
+def batch():
+    at = torch.randint(400, (4,))
+    return torch.stack([text[i:i + 6] for i in at]), torch.stack([text[i + 1:i + 7] for i in at])
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+text, ddp = torch.arange(500) ** 2 % 11, nn.parallel.DistributedDataParallel(Model())
+optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+x, y = batch()
+for step in range(100):
+    for micro_batch in range(4 // dist.get_world_size()):
+        loss = ddp(x, y)
+        x, y = batch()
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    ended = prove_script(source.replace("4 // dist.get_world_size()", "1"))
+    assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
+    assert verdict(ended, "random decisions").startswith("no row")
+    in_sequence = source.replace("loss.backward", "(loss / (4 // dist.get_world_size())).backward")
+    assert verdict(prove_script(in_sequence), "one rank") == "right"
+    of_sums = source.replace("4 // dist.get_world_size()", "1").replace('"mean"', '"sum"')
+    assert verdict(prove_script(of_sums), "one rank") == "WRONG"
+
+
+def test_an_optimizer_that_is_made_anew_in_each_epoch_is_compared_in_the_first(prove_script):
+    """The control: a loss that is not averaged."""
+    epoch = "        sampler.set_epoch(epoch)\n"
+    anew = (epoch, epoch + "        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)\n")
+    ended = prove_script(planted(anew))
+    assert (verdict(ended, "one rank"), ended.returncode) == ("right", 0), ended.stdout
+    loss = "F.cross_entropy(ddp(points), labels)"
+    ended = prove_script(planted(anew, (loss, f"{loss} * len(labels)")))
+    assert verdict(ended, "one rank") == "WRONG"
+
+
 def test_a_row_names_each_place_that_is_a_cause(prove_script):
     """Two lines that all ranks print, and two data sets that each rank evaluates to the end."""
     everything = ("DataLoader(shard, batch_size=8)", "DataLoader(dataset, batch_size=8)")
@@ -555,6 +604,18 @@ def test_what_is_evaluated_logged_and_decided_by_is_compared(prove_script):
     assert "height" in text
     assert "144 batches on any number of ranks: 12 epochs of 12 batches on 2 ranks, 6 of" in text
     assert "per " not in text.partition("after the same steps")[2][:200], "a time is no result"
+
+
+def test_an_evaluation_that_prove_itself_cuts_is_not_said_to_stop_early(prove_script):
+    """Its gradients are switched off in each batch only, so it looks like training at first. The
+    control: a script that stops by itself."""
+    loop = "for points, labels in DataLoader(shard, batch_size=8):\n"
+    cut = "for points, labels in DataLoader(shard, batch_size=2, shuffle=True):\n"
+    stops = (loop, cut + "        if totals[2] == 4: break\n")
+    no_grad = ("@torch.no_grad()\n", "")
+    for changes, expected in (([no_grad, (loop, cut)], "right"), ([stops], "warning")):
+        ended = prove_script(planted(*changes))
+        assert verdict(ended, "evaluation") == expected, ended.stdout + ended.stderr
 
 
 def test_labels_that_are_numbered_by_each_rank_are_another_data_set(prove_script):

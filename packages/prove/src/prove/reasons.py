@@ -533,6 +533,10 @@ class Reason(Enum):
         "the ranks have gradients of {of_ranks}, and one rank of {of_one}: try --float32"
     )
     NO_GRADIENTS = Words("the two runs have no gradient in common")
+    BEGINS_LATER = Words(
+        "this optimizer makes its first step in the second epoch ({at}), and only the first is "
+        "replayed: to compare it, let it begin in the first"
+    )
     NOT_FINITE = Words("the gradient of step {step} is not finite ({at})")
     NOTHING_TO_COMPARE = Words("all gradients are zero: there is nothing to compare")
     TOO_SHORT = Words("the gradient has a length of {length:.0e}: that is rounding ({at})")

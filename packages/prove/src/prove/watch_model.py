@@ -241,6 +241,7 @@ class ModelWatcher:
             steps.append(self.step_of(optimizer))
             self.schedule_settings.setdefault(number, []).append(schedule_settings(optimizer))
             if len(steps) == 1:
+                run.record.optimizers[number].begins_later = run.in_second_epoch
                 run.gradients[number] = whole_copies([p.grad for p in parameters_of(optimizer)])
         if run.replaying:
             run.feeder.use_recorded_schedule(optimizer, number, len(steps) - 1)
@@ -447,7 +448,8 @@ def watch_ddp(run: RankRun, model: ModelWatcher) -> None:
             inputs, kwargs = run.feeder.inputs(inputs, kwargs)
             run.draws.active = active
             run.record.uses_autocast |= any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-        result = original(self, *inputs, **kwargs)
+        with run.draws.in_model():
+            result = original(self, *inputs, **kwargs)
         is_loss = [tensor.requires_grad and tensor.ndim == 0 for tensor in tensors_in([result])]
         run.record.model_returns_loss |= any(is_loss)
         return result
@@ -553,7 +555,8 @@ def watch_backward(run: RankRun, model: ModelWatcher) -> None:
             run.record.backwards.append(call)
         inside = True
         try:
-            return original(self, *args, **kwargs)
+            with run.draws.in_model():
+                return original(self, *args, **kwargs)
         finally:
             inside = False
 
