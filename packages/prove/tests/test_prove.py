@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 import re
 import subprocess
 import sys
@@ -12,11 +13,14 @@ from collections import UserDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 
 import prove
 from helpers.local_ranks import (
@@ -29,6 +33,7 @@ from helpers.local_ranks import (
 from helpers.pages import anchors
 from helpers.prove_runs import TORCHRUN, run, verdict
 from prove import judge_numbers, judge_schedule, launch, table, watch_effects, watch_schedule
+from prove.generators import worker_drew
 from prove.planted.__main__ import changed
 from prove.planted.mistakes import ONE_GPU
 from prove.rank_run import RankRun
@@ -616,6 +621,56 @@ def test_an_evaluation_that_prove_itself_cuts_is_not_said_to_stop_early(prove_sc
     for changes, expected in (([no_grad, (loop, cut)], "right"), ([stops], "warning")):
         ended = prove_script(planted(*changes))
         assert verdict(ended, "evaluation") == expected, ended.stdout + ended.stderr
+
+
+class Drawing(Dataset):
+    """Four samples, for each of which something is drawn."""
+
+    def __init__(self, draw: Callable) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> int:
+        self.draw()
+        return i
+
+
+def test_a_worker_that_draws_is_told_from_one_that_does_not():
+    draws = {int: False, random.random: True, np.random.rand: True, partial(torch.rand, 1): True}
+    for draw, expected in draws.items():
+        loader = DataLoader(Drawing(draw), 2, num_workers=1, collate_fn=lambda _: worker_drew())
+        assert [*loader] == [expected] * 2, draw
+
+
+def test_workers_with_one_seed_are_named_if_they_draw(prove_script):
+    """The control: the same workers, which draw nothing."""
+    loader = "batch_size=12 // world_size, sampler=sampler)"
+    with_workers = (loader, loader.replace(")", ", num_workers=1)"))
+    one_seed = ("    torch.manual_seed(rank + 1)", "    torch.manual_seed(1)")
+    for noise, expected in (("torch.randn(6)", "warning"), ("0.0", "no row")):
+        ended = prove_script(planted(("torch.randn(6)", noise), with_workers, one_seed))
+        assert verdict(ended, "augmentation").startswith(expected), ended.stdout + ended.stderr
+
+
+def test_hooks_below_the_gradients_stay_where_the_script_has_put_them(prove_script):
+    """On the nodes that add to p.grad, which a change of dtype makes anew. The control: no hook."""
+    source = training_of("nn.Linear(8, 8)").replace("model(x)", "model(x.to(model.weight.dtype))")
+    begins = "torch.manual_seed(dist.get_rank())\n"
+    hooks = """
+nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in model.parameters()]
+def average(p):
+    dist.all_reduce(p.grad)
+    p.grad /= dist.get_world_size()
+for p, node in zip(model.parameters(), nodes):
+    node.register_hook(lambda *_, p=p: average(p))
+"""
+    by_data = "for p in model.parameters():\n    p.data = p.data.to(torch.bfloat16)\n"
+    for smaller in ("", "model.bfloat16()\n", by_data):
+        ended = prove_script(source.replace(begins, smaller + hooks + begins))
+        assert verdict(ended, "averaged gradients") == "right", ended.stdout + ended.stderr
+    assert verdict(prove_script(source), "averaged gradients") == "WRONG"
 
 
 def test_labels_that_are_numbered_by_each_rank_are_another_data_set(prove_script):

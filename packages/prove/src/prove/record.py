@@ -115,6 +115,7 @@ class LoaderRun:
     generators: list[int]  # their digests when the pass began
     base_seed: int | None = None  # of the workers
     drew: list[bool] = field(default_factory=lambda: [False] * 3)  # these generators, while loading
+    workers_drew: bool = False  # its workers have drawn random numbers, or may have
     given: int = 0  # batches
     ended: bool = False  # at the end of its data
     steps: int = 0

@@ -493,7 +493,23 @@ def make_double(module: nn.Module) -> None:
     if any(hasattr(tensor, "full_tensor") for tensor in tensors):
         return
     if any(tensor.is_floating_point() and tensor.dtype != torch.float64 for tensor in tensors):
+        if any(map(accumulator_is_held, module.parameters())):
+            raise TypeError("hooks that average gradients are lost if the model becomes float64")
         module.double()
+
+
+def accumulator_is_held(p: Tensor) -> bool:
+    """Does anybody hold the node that adds to p.grad? Megatron hangs its averaging on it, and torch
+    makes a new one, without that hook, when p gets another dtype."""
+
+    def metadata() -> dict:
+        return p.view_as(p).grad_fn.next_functions[0][0].metadata  # type: ignore[union-attr]
+
+    with torch.enable_grad():
+        if not p.requires_grad or not p.is_leaf:
+            return False
+        metadata()["prove"] = True  # it goes with its node, unless that stays alive
+        return "prove" in metadata()
 
 
 def watch_sharding(run: RankRun) -> None:
