@@ -502,8 +502,9 @@ def accumulator_is_held(p: Tensor) -> bool:
     """Does anybody hold the node that adds to p.grad? Megatron hangs its averaging on it, and torch
     makes a new one, without that hook, when p gets another dtype."""
 
-    def metadata() -> dict:
-        return p.view_as(p).grad_fn.next_functions[0][0].metadata  # type: ignore[union-attr]
+    def metadata() -> Any:
+        node: Any = p.view_as(p).grad_fn
+        return node.next_functions[0][0].metadata
 
     with torch.enable_grad():
         if not p.requires_grad or not p.is_leaf:
