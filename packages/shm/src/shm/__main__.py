@@ -3,6 +3,7 @@
 torchrun --standalone --nproc-per-node=2 -m shm 04_ddp_torchrun/train.py
 """
 
+import os
 import runpy
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -39,6 +40,17 @@ def over_shm(function: Callable) -> Callable:
             return end(str(why))
 
     return join
+
+
+def pin(rank: int, ranks: int) -> int:
+    """Keep this rank on cores of its own; returns how many, 0 if there are not enough for all.
+
+    Otherwise the scheduler likes to put ranks that wake each other on one core, in turns.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if each := len(cores) // ranks:
+        os.sched_setaffinity(0, cores[rank * each : (rank + 1) * each])
+    return each
 
 
 def replace_gloo() -> None:

@@ -11,7 +11,6 @@ read and written once, and memory lets that happen no faster than a copy. The wa
 import json
 import os
 import platform
-import sys
 import tempfile
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -26,13 +25,15 @@ import torch
 import torch.distributed as dist
 
 import shm  # noqa: F401  # registers the backend
+from shm.__main__ import pin
 
 SIZES = [4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 64 * 2**20]
 INNER_BYTES, MOST_CALLS = 2**19, 50  # a time is that of as many calls as move about so many bytes
+LEAST_TURNS = 6
 Row = dict[str, Any]
 
 
-def calls_of(name: str, size: int, rank: int, ranks: int) -> Callable[[Any], None]:
+def call_of(name: str, size: int, rank: int, ranks: int) -> Callable[[Any], object]:
     """The call of that name as a function of a group: each rank's tensor has `size` bytes."""
     x, y = torch.ones(size // 4), torch.zeros(size // 4)
     ins, outs = list(x.tensor_split(ranks)), list(y.tensor_split(ranks))
@@ -62,7 +63,7 @@ def calls_of(name: str, size: int, rank: int, ranks: int) -> Callable[[Any], Non
     }[name]
 
 
-def time_of(call: Callable[[], Any], calls: int, meet: Callable[[], Any]) -> float:
+def time_of(call: Callable[[], object], calls: int, meet: Callable[[], object]) -> float:
     """Microseconds of one call, from a moment at which all ranks are ready."""
     meet()
     begin = time.perf_counter()
@@ -71,49 +72,47 @@ def time_of(call: Callable[[], Any], calls: int, meet: Callable[[], Any]) -> flo
     return (time.perf_counter() - begin) / calls * 1e6
 
 
-def measure(rank: int, ranks: int, args: Any, store: str, results: Path) -> None:
+def measure(name: str, size: int, group: Any, seconds: float) -> Row:
+    """One row of the table, on each rank. The ways take turns, until the time is over."""
+    call = call_of(name, size, dist.get_rank(), dist.get_world_size())
+    x, y = torch.ones(size // 4), torch.zeros(size // 4)
+    ways: dict[str, Callable[[], object]] = {"limit": partial(y.copy_, x)}
+    ways |= {"gloo": partial(call, None), "shm": partial(call, group)}
+    repeats = min(MOST_CALLS, max(1, INNER_BYTES // size))
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    end, go_on = time.monotonic() + seconds, torch.ones(1)
+    while go_on:
+        for way, run in ways.items():
+            times[way].append(time_of(run, repeats, partial(dist.barrier, group)))
+        go_on.fill_(time.monotonic() < end or len(times["limit"]) < LEAST_TURNS)
+        dist.broadcast(go_on, 0, group)
+    slowest = torch.tensor(list(times.values()), dtype=torch.float64)[:, 1:]  # warm by now
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    row: Row = {"call": name, "ranks": dist.get_world_size(), "bytes": size}
+    row["n"] = slowest.shape[1]
+    for way, column in zip(ways, slowest.tolist(), strict=True):
+        low, middle, high = quantiles(column, n=4)
+        row |= {f"{way}_us": middle, f"{way}_us_quartiles": [low, high]}
+    return row
+
+
+def run_rank(rank: int, args: Any, store: str, results: Path) -> None:
     torch.set_num_threads(1)
     if args.pin:
-        pin_rank(rank, ranks)
+        pin(rank, args.ranks)
     limit = timedelta(minutes=5)
-    dist.init_process_group("gloo", f"file://{store}", limit, ranks, rank)
-    over_shm = dist.new_group(backend="shm")
-    meet = partial(dist.barrier, over_shm)
-    rows: list[Row] = []
-    share = args.seconds / len(args.calls) / len(args.sizes)
+    dist.init_process_group("gloo", f"file://{store}", limit, args.ranks, rank)
+    group = dist.new_group(backend="shm")
+    rows = []
     for name in args.calls:
         for size in args.sizes:
-            x, y = torch.ones(size // 4), torch.zeros(size // 4)
-            call = calls_of(name, size, rank, ranks)
-            ways = {"limit": lambda: y.copy_(x), "gloo": lambda: call(None)}
-            ways["shm"] = lambda: call(over_shm)
-            repeats = min(MOST_CALLS, max(1, INNER_BYTES // size))
-            times: dict[str, list[float]] = {way: [] for way in ways}
-            end, go_on = time.monotonic() + share, torch.ones(1)
-            while go_on:
-                for way, run in ways.items():
-                    times[way].append(time_of(run, repeats, meet))
-                go_on.fill_(time.monotonic() < end or len(times["limit"]) < 4)
-                dist.broadcast(go_on, 0, over_shm)
-            slowest = torch.tensor(list(times.values()), dtype=torch.float64)[:, 1:]  # warm by now
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            row: Row = {"call": name, "ranks": ranks, "bytes": size, "n": slowest.shape[1]}
-            for way, column in zip(ways, slowest.tolist(), strict=True):
-                low, middle, high = quantiles(column, n=4)
-                row |= {f"{way}_us": middle, f"{way}_us_quartiles": [low, high]}
-            rows.append(row)
+            seconds = args.seconds / len(args.calls) / len(args.sizes)
+            rows.append(measure(name, size, group, seconds))
             if rank == 0:
-                print(line(row), flush=True)
+                print(line(rows[-1]), flush=True)
     if rank == 0:
         results.write_text(json.dumps(rows))
     dist.destroy_process_group()
-
-
-def pin_rank(rank: int, ranks: int) -> None:
-    """Keep this rank on cores of its own, if there are enough."""
-    cores = sorted(os.sched_getaffinity(0))
-    if each := len(cores) // ranks:
-        os.sched_setaffinity(0, cores[rank * each : (rank + 1) * each])
 
 
 COLUMNS: dict[str, Callable[[Row], str]] = {
@@ -174,12 +173,11 @@ def main() -> None:
     print("| --- " * len(COLUMNS) + "|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         store, results = f"{folder}/store", Path(folder, "rows.json")
-        arguments = (args.ranks, args, store, results)
-        torch.multiprocessing.spawn(measure, arguments, nprocs=args.ranks)
+        torch.multiprocessing.spawn(run_rank, (args, store, results), nprocs=args.ranks)
         rows = json.loads(results.read_text())
     if args.out:
         args.out.write_text(json.dumps({"provenance": where, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
