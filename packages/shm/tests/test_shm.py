@@ -383,6 +383,25 @@ def test_dash_m_shm_replaces_gloo_however_the_program_asks_for_it_or_ends():
     assert launch_function(2, ask_for_gloo) == [(2, ["shm"] * 4)] * 2
 
 
+def cores_of_rank(rank, cores_there, cores_allowed):
+    """Those that a rank keeps to, on a machine with so many cores."""
+    chosen = []
+    with (
+        patch.object(os, "cpu_count", lambda: cores_there),
+        patch.object(os, "sched_getaffinity", lambda _: set(range(cores_allowed))),
+        patch.object(os, "sched_setaffinity", lambda _, cores: chosen.extend(cores)),
+    ):
+        replace_gloo(pins=True)
+        dist.init_process_group("gloo")
+    return chosen
+
+
+def test_dash_m_shm_gives_each_rank_cores_of_its_own_where_nobody_has_chosen_some():
+    assert launch_function(2, cores_of_rank, 5, 5) == [[0, 1], [2, 3]]
+    assert launch_function(2, cores_of_rank, 1, 1) == [[], []], "not enough"
+    assert launch_function(2, cores_of_rank, 8, 4) == [[], []], "somebody has chosen"
+
+
 ANOTHER_MACHINE_FOR_EACH_RANK = """
 import os, pathlib, runpy
 pathlib.Path.read_text = lambda _: "machine-" + os.environ["RANK"]
