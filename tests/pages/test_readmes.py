@@ -98,7 +98,14 @@ def test_the_first_lines_of_the_readme_are_what_changes_between_the_minimal_scri
     places = [diff.index(line) for line in shown if line.strip()]
     assert places == sorted(places)
     left_out = [line for line in diff if line not in shown and line[0] in "+-" and line[1:].strip()]
-    words = ('"""', "print(", "torch.save(", "if rank == 0:", "dist.barrier", "destroy_process_group")
+    words = (
+        '"""',
+        "print(",
+        "torch.save(",
+        "if rank == 0:",
+        "dist.barrier",
+        "destroy_process_group",
+    )
     assert [line for line in left_out if not any(word in line for word in words)] == []
 
 

@@ -200,7 +200,7 @@ class Feeder:
             ranks, calls_of_ranks = (
                 ranks[:1],
                 calls_of_ranks[:1],
-            )  # the whole input, such as a graph
+            )  # such as a graph
         self.sizes = [*map(size_of, calls_of_ranks)]
         sources = [self.kept[rank]["draws"] for rank in ranks]
         batch = batch_of_forward(number // len(groups))
