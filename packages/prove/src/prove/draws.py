@@ -9,7 +9,8 @@ drawn the same. torch's draws are seen by `writes.Dispatch`; numpy's and random'
 import os
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -84,6 +85,7 @@ class Draws:
     def __init__(self, run: RankRun) -> None:
         self.run, self.active, self.process = run, False, os.getpid()
         self.batch = (0, 0)
+        self.of_model = False  # only the model draws for this batch: there is no loader
         self.sizes = [1]  # samples of each rank in this batch
         self.sources: list[dict[DrawKey, Draw]] = []  # of the ranks whose samples are in this batch
         self.recorded: dict[DrawKey, Draw] = {}
@@ -108,11 +110,29 @@ class Draws:
     def end_batch(self) -> None:
         if self.active:
             self.check_states()
-        self.active = False
+        self.active = self.of_model = False
         for name, at in self.loops:
             if self.calls[name, at] != sum(self.sizes):
                 self.find(Finding.NOT_MATCHED, at)
         self.loops.clear()
+
+    def begin_forward(self, batch: tuple[int, int], sizes: list[int], sources: list[dict]) -> None:
+        """As begin_batch, without a loader: what is drawn outside of the model may be the next
+        batch, so only forward and backward count."""
+        self.end_batch()
+        self.begin_batch(batch, sizes, sources)
+        self.of_model, self.active = self.active, False
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        if not self.of_model or self.active or self.run.written:
+            yield
+            return
+        self.note_states()
+        self.active = True
+        yield
+        self.check_states()
+        self.active = False
 
     def note_states(self) -> None:
         self.states = generators.digests()

@@ -300,7 +300,8 @@ def augmentation_rows(loader_runs: list[LoaderRun]) -> list[ReportRow]:
     ]
     seeds_workers = first.workers and first.base_seed is not None
     if seeds_workers and alike(loader_runs, "base_seed"):
-        if first.is_stream or not same_dataset(loader_runs):
+        drew_nothing = not any(loader_run.workers_drew for loader_run in loader_runs)
+        if first.is_stream or drew_nothing or not same_dataset(loader_runs):
             return []
         return [warning(check, Reason.WORKER_SEEDS_ALIKE, at=first.at)]
     if same:

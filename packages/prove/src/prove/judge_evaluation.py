@@ -83,9 +83,8 @@ def row_of_dataset(records: list[RankRecord], loader_runs: list[LoaderRun]) -> R
 
 def stops_early(loader_run: LoaderRun) -> bool:
     """Was it the script, not we, that ended this evaluation before the end of its loader?"""
-    return not loader_run.ended and loader_run.given < min(
-        loader_run.batches or 0, EVALUATION * loader_run.limit
-    )
+    longest = loader_run.limit * (1 if loader_run.with_gradients else EVALUATION)
+    return not loader_run.ended and loader_run.given < min(loader_run.batches or 0, longest)
 
 
 def row_of_a_part(loader_runs: list[LoaderRun]) -> ReportRow:

@@ -198,6 +198,8 @@ class Comparer:
                 name = names[parameter]
                 return not_compared(Reason.OTHER_SHAPE, name=name, of_ranks=of_ranks, of_one=of_one)
             return not_compared(Reason.OTHER_PARAMETERS)
+        if not self.gradients and self.optimizer.begins_later:
+            return not_compared(Reason.BEGINS_LATER, at=self.at)
         if not self.gradients:
             return not_compared(Reason.NO_GRADIENTS)
         if replay.replayed.batchnorm_rows_unknown:
@@ -313,12 +315,25 @@ def is_multiple(pair: Gradients, factor: float, limit: float) -> bool:
 
 def comparisons(replay: Replay) -> list[Comparison]:
     """Of each optimizer that made a step."""
-    numbers = [n for n, optimizer in enumerate(replay.observed.optimizers) if optimizer.steps]
+    optimizers = replay.observed.optimizers
+    numbers = [
+        n
+        for n, optimizer in enumerate(optimizers)
+        if optimizer.steps and not is_made_again(optimizer, optimizers[:n])
+    ]
     compared = [Comparer(replay, number).compare() for number in numbers]
     is_zero = [each.reason == Reason.NOTHING_TO_COMPARE for each in compared]
     if all(is_zero):
         return compared[:1]
     return [each for each, zero in zip(compared, is_zero, strict=True) if not zero]
+
+
+def is_made_again(optimizer: OptimizerRecord, earlier: list[OptimizerRecord]) -> bool:
+    """For each epoch: one that has made steps with these parameters is compared already."""
+    names = {*optimizer.names}
+    return optimizer.begins_later and any(
+        other.steps and not other.begins_later and names <= {*other.names} for other in earlier
+    )
 
 
 def worst(compared: list[Comparison]) -> Outcome:

@@ -124,6 +124,7 @@ class LoaderRun:
     generators: list[int]  # their digests when the pass began
     base_seed: int | None = None  # of the workers
     drew: list[bool] = field(default_factory=lambda: [False] * 3)  # these generators, while loading
+    workers_drew: bool = False  # its workers have drawn random numbers, or may have
     given: int = 0  # batches
     ended: bool = False  # at the end of its data
     steps: int = 0
@@ -167,6 +168,7 @@ class OptimizerRecord:
     is_adaptive: bool  # as Adam, it divides by small gradients
     is_by_hand: bool = False  # no optimizer of torch: the script changes its parameters itself
     compares_changes: bool = False  # there is no p.grad, so the changes of weights are compared
+    begins_later: bool = False  # its first step is in the second epoch, which is not replayed
     steps: list[OptimizerStep] = field(default_factory=list)
     names: list[str] = field(default_factory=list)  # of its parameters
     outside_ddp: list[int] = field(default_factory=list)  # the numbers of these parameters

@@ -30,6 +30,7 @@ from prove.samples import (
 )
 from prove.watch_model import parameters_of, tensors_of
 
+NO_LOADER = -1  # for the number of a pass over a loader
 DROPOUTS = ["dropout", "dropout1d", "dropout2d", "dropout3d"]
 DROPOUTS += ["alpha_dropout", "feature_alpha_dropout"]
 
@@ -63,6 +64,17 @@ def without_places(draws: dict[DrawKey, Draw]) -> dict[DrawKey, Draw]:
     return renamed
 
 
+def size_of(call: tuple) -> int:
+    """The samples in what goes into DDP."""
+    tensors = tensors_in(list(call))
+    return len(tensors[0]) if tensors and tensors[0].ndim else 1
+
+
+def batch_of_forward(number: int) -> tuple[int, int]:
+    """What stands for the pass and the batch, if there is no loader."""
+    return (NO_LOADER, number)
+
+
 class Keeper:
     """In the observed run: keeps what goes into DDP, if there is no loader to keep batches of."""
 
@@ -71,9 +83,15 @@ class Keeper:
 
     def inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         run = self.run
-        if run.has_no_loader() and run.joined and run.record.steps < run.settings.batches:
+        if not run.has_no_loader():
+            return args, kwargs
+        if run.joined and run.record.steps < run.settings.batches:
             kept = run.tensors.setdefault("forwards", [])
-            kept.append((copied(list(args)), copied(kwargs)))
+            call = copied(list(args)), copied(kwargs)
+            kept.append(call)
+            run.draws.begin_forward(batch_of_forward(len(kept) - 1), [size_of(call)], [])
+        else:
+            run.draws.end_batch()
         return args, kwargs
 
 
@@ -178,11 +196,16 @@ class Feeder:
             self.run.leave()
         ranks = groups[number % len(groups)]
         calls_of_ranks = [self.kept[rank]["forwards"][number // len(groups)] for rank in ranks]
-        if all(are_same(call, calls_of_ranks[0]) for call in calls_of_ranks):  # such as a graph
-            args, kwargs = calls_of_ranks[0]
-        else:
-            self.sizes = [len(tensors_in(list(call))[0]) for call in calls_of_ranks]
-            args, kwargs = merged(calls_of_ranks, self.sizes)
+        if all(are_same(call, calls_of_ranks[0]) for call in calls_of_ranks):
+            ranks, calls_of_ranks = (
+                ranks[:1],
+                calls_of_ranks[:1],
+            )  # such as a graph
+        self.sizes = [*map(size_of, calls_of_ranks)]
+        sources = [self.kept[rank]["draws"] for rank in ranks]
+        batch = batch_of_forward(number // len(groups))
+        self.run.draws.begin_forward(batch, self.sizes, sources)
+        args, kwargs = merged(calls_of_ranks, self.sizes)
         return self.cast(args), self.cast(kwargs)
 
     def set_start(self, optimizers: list, modules: dict[str, torch.nn.Module]) -> None:

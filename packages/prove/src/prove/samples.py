@@ -170,6 +170,7 @@ class Collated(NamedTuple):
     file: str | None  # where its samples are written
     checksums: list[int]  # of its samples
     inputs: list[int]  # the same, of the first tensor of each only
+    drew: bool = True  # a worker has drawn random numbers, or may have
 
 
 class RecordingCollate:
@@ -190,7 +191,8 @@ class RecordingCollate:
             file = None
         checksums = [checksum(sample) for sample in data]
         inputs = [checksum(first) for first in map(first_tensor, data)]
-        return Collated(self.collate(data), file, checksums, inputs)
+        batch = self.collate(data)
+        return Collated(batch, file, checksums, inputs, generators.worker_drew())
 
 
 def first_tensor(sample: Any) -> Any:

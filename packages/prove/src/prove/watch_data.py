@@ -217,6 +217,7 @@ def watch_fetches(
             loader_run.drew = [a or b for a, b in zip(loader_run.drew, changes, strict=True)]
         if not isinstance(batch, Collated):
             batch = Collated(batch, None, [], [])
+        loader_run.workers_drew |= batch.drew
         if batch.file and loader_run.batches is not None and not loader_run.is_stream:
             listed = loader_run.sizes[loader_run.given : loader_run.given + 1]
             if listed and listed[0] != len(batch.checksums):  # __getitems__ gave something else

@@ -23,10 +23,11 @@ Tensors = list[Tensor]  # of one tensor: torch once had one for each device of a
 
 def flat(tensor: Tensor) -> Tensor:
     """All elements, (N,): a view where that is possible, else a copy. Unknown to autograd."""
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+    if not tensor.is_cpu or tensor.layout != torch.strided:
         got = f"{tensor.layout}, on {tensor.device}"
         raise TypeError(f"shm: got a tensor of {got}, expected a dense one on the CPU: try gloo")
-    return without_autograd(tensor).reshape(-1)
+    values = without_autograd(tensor)
+    return values if values.dim() == 1 else values.reshape(-1)
 
 
 def without_gaps(values: Tensor) -> Tensor:
@@ -79,8 +80,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def start(self, steps: Steps, outputs: Any, options: Any) -> Work:
         """Begin a collective; asyncOp says that the program goes on while it runs, as in DDP."""
-        work = Work(self.segment, steps, outputs, limit_of(options))
-        return pending.start(self.collectives, work, wait=bool(options and not options.asyncOp))
+        work = Work(self.segment, steps, outputs)
+        wait = bool(options and not options.asyncOp)
+        if pending.ends_soon(work, wait):
+            return work
+        work.limit = limit_of(options) or work.limit
+        return pending.start(self.collectives, work, wait)
 
     # Collectives: one method for the arguments, and one for the steps
 
@@ -89,15 +94,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self.start(self.all_reduce_steps(tensors, op), tensors, options)
 
     def all_reduce_steps(self, tensors: Tensors, op: Op, root: int | None = None) -> Steps:
-        """With a root, it is a reduce: the other ranks leave the result unread."""
+        """With a root, it is a reduce: the other ranks keep what they have."""
         name = "all_reduce" if root is None else "reduce"
         for tensor in tensors:
             if tensor.layout == torch.sparse_coo:
                 yield from self.sparse_all_reduce_steps(tensor, op)
             else:
                 values = flat(tensor)
-                call = number_of_call(name, len(values), values.dtype, root, op)
-                yield from self.exchange.all_reduce(values, op, call)
+                call = number_of_call(name, values.numel(), values.dtype, root, op)
+                yield from self.exchange.all_reduce(values, op, call, root)
                 put_back(tensor, values)
 
     def sparse_all_reduce_steps(self, tensor: Tensor, op: Op) -> Steps:
@@ -118,8 +123,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def reduce(self, tensors: Tensors, options: Any) -> Work:
         op = op_of(options, tensors)
-        targets = tensors if options.rootRank == self.rank() else [tensors[0].detach().clone()]
-        steps = self.all_reduce_steps(targets, op, options.rootRank)
+        steps = self.all_reduce_steps(tensors, op, options.rootRank)
         return self.start(steps, tensors, options)
 
     def broadcast(self, tensors: Tensors, options: Any) -> Work:
@@ -129,7 +133,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         for tensor in tensors:
             values = flat(tensor)
             call = number_of_call("broadcast", len(values), values.dtype, root)
-            yield from self.exchange.gather(values, {root: values}, call)
+            yield from self.exchange.gather(values, {root: values}, call, source=root)
             put_back(tensor, values)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, options: Any = None) -> Work:
@@ -185,11 +189,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def scatter_steps(self, output: Tensor, inputs: Tensors, root: int) -> Steps:
         require_same_size(inputs, output)
-        parts = [flat(each) for each in inputs] or [flat(output)] * self.size()
-        concatenated = torch.cat(parts)
-        call = number_of_call("scatter", output.numel(), output.dtype, root)
-        yield from self.exchange.gather(concatenated, {root: concatenated}, call)
-        put_back(output, concatenated.view(self.size(), -1)[self.rank()])
+        parts, values = [flat(each) for each in inputs], flat(output)
+        call = number_of_call("scatter", len(values), values.dtype, root)
+        yield from self.exchange.scatter(parts, values, root, call)
+        put_back(output, values)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any = None) -> Work:
         op = op_of(options, outputs)
@@ -200,10 +203,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def reduce_scatter_steps(self, pairs: list[tuple[Tensor, Tensors]], op: Op) -> Steps:
         for output, inputs in pairs:
             require_same_size(inputs, output)
-            concatenated = torch.cat([flat(each) for each in inputs])
-            call = number_of_call("reduce_scatter", output.numel(), output.dtype, op=op)
-            yield from self.exchange.all_reduce(concatenated, op, call)
-            put_back(output, concatenated.view(self.size(), -1)[self.rank()])
+            parts, values = [flat(each) for each in inputs], flat(output)
+            call = number_of_call("reduce_scatter", len(values), values.dtype, op=op)
+            yield from self.exchange.reduce_scatter(parts, values, op, call)
+            put_back(output, values)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([output], [tensor], options)

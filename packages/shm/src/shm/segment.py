@@ -161,11 +161,13 @@ class Segment:
             other_call = counters[place + call_counter]
             other_transfer = counters[place + transfer_counter]
             if other_call != call or other_transfer != transfer:
-                self.fail(self.difference(rank, other_call, other_transfer, call))
+                self.fail(self.difference(rank, call))
 
-    def difference(self, rank: int, other_call: int, other_transfer: int, call: int) -> str:
+    def difference(self, rank: int, call: int) -> str:
         """Why the arrival of the other rank is not that of this rank."""
-        own = text_of_call(call)
+        place, odd, own = self.places[rank], self.arrivals % 2, text_of_call(call)
+        other_call = self.counters[place + CALL + odd]
+        other_transfer = self.counters[place + TRANSFER + odd]
         if other_call == FAILED:
             return f"rank {rank} has failed, so rank {self.rank} cannot complete {own}"
         if other_call != call:
@@ -206,6 +208,11 @@ class Segment:
         all_here = all(self.counters[place + ARRIVED] >= self.arrivals for place in self.places)
         self.counters[self.own_place + CALL + (self.arrivals + all_here) % 2] = FAILED
         self.post(self.own_place + ARRIVED, NEVER)
+
+    def give_up_if_interrupted(self, error: BaseException) -> None:
+        """Ctrl-C: the others go on with a call that is cut off here."""
+        if not isinstance(error, Exception):
+            self.give_up(f"{type(error).__name__} has interrupted a call")
 
     def has_failed(self, rank: int) -> bool:
         return self.counters[self.places[rank] + ARRIVED] == NEVER
