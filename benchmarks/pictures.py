@@ -231,10 +231,10 @@ def ranks() -> str:
 def formats() -> str:
     """The bits of each format, and which of the sizes that a gradient has it can hold."""
     drawing = Drawing("What a number of 32 or 16 bits holds", "")
-    for name, x in (("sign", 74), ("exponent: how large", 150), ("fraction: how exact", 352)):
+    for name, begin in (("sign", 74), ("exponent: how large", 150), ("fraction: how exact", 352)):
         kind = {"sign": "optimizer", "expo": "forward", "frac": "parameters"}[name[:4]]
-        drawing.box(x, 4, 14, 14, kind)
-        drawing.words(x + 20, 17, name)
+        drawing.box(begin, 4, 14, 14, kind)
+        drawing.words(begin + 20, 17, name)
     names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     for row, (name, dtype) in enumerate(names.items()):
         about, y = torch.finfo(dtype), 30 + 34 * row

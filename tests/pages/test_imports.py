@@ -1,6 +1,7 @@
 """No import leads back to its own module, and what measures imports nothing that draws."""
 
 import ast
+from collections.abc import Collection
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -23,20 +24,21 @@ def sources_of(folder: str) -> dict[str, str]:
     return {name.removesuffix(".__init__"): source for name, source in sources.items()}
 
 
-def imported(source: str) -> set[str]:
-    """The names of modules in all import statements, also within functions; `from a import b` may
-    be of a module a.b."""
+def imported(source: str, modules: Collection[str]) -> set[str]:
+    """Which of these modules all its import statements name, also those within functions."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
-    return names
+            for alias in node.names:  # of a package, a module or what its __init__ has
+                name = f"{node.module}.{alias.name}"
+                names.add(name if name in modules else str(node.module))
+    return names.intersection(modules)
 
 
 def graph_of(sources: dict[str, str]) -> Graph:
-    return {name: imported(source) & sources.keys() - {name} for name, source in sources.items()}
+    return {name: imported(source, sources) - {name} for name, source in sources.items()}
 
 
 def circle_in(graph: Graph) -> list[str]:
