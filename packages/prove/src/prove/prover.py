@@ -171,7 +171,7 @@ class Prover:
         if outcome.silent:
             raise NotJudgedError(f"no progress for {self.args.timeout:g} s: try a larger --timeout")
         if not records and not outcome.status and "Traceback" not in outcome.log:
-            raise NotJudgedError("the script made no process group: is it started by torchrun?")
+            raise NotJudgedError(f"the script made no process group: {what_to_do(self.args.command)}")
         if outcome.hang:
             return
         if failed(outcome) or not records:
@@ -394,6 +394,13 @@ def is_explained(rows: list[ReportRow]) -> bool:
     of_the_model = ("weights", "averaged gradients", "zero_grad", "forward through DDP")
     explained = any(row.verdict == WRONG and row.check in of_the_model for row in rows)
     return explained or any(row.verdict == WARNING and row.check == "weights" for row in rows)
+
+
+def what_to_do(command: list[str]) -> str:
+    """With a script that makes no process group."""
+    if launch.as_torchrun(command):
+        return "each process trains for itself. Must it be told, as in Fabric(devices=2)?"
+    return "is it started by torchrun?"
 
 
 def failed(outcome: launch.RunOutcome) -> bool:

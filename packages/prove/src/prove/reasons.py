@@ -626,7 +626,8 @@ class Reason(Enum):
     )
     RATE_DIFFERS = Words(
         "learning rate {of_ranks:.4g} on {world_size} ranks and {of_one:.4g} on one, {when}",
-        "meant so only if you scale the rate with the global batch on purpose",
+        "meant so only if you scale the rate with the global batch on purpose, or step a schedule "
+        "for one rank once per rank",
         See.RATE,
     )
     RATE_AFTER_EPOCH_DIFFERS = Words(
