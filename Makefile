@@ -7,7 +7,7 @@ SITE := .venv-site
 SPHINX := $(SITE)/bin/python -m sphinx -q -E -W --keep-going -j auto -c docs/site
 PROGRAM_FOLDERS := $(sort $(dir $(wildcard 0*_*/*.py 0*_*/*/*.py benchmarks/*.py)))
 
-.PHONY: tour test lint break exercise words bench gpu pictures notebooks campaigns faults shm-suite lessons readme
+.PHONY: tour test lint break puzzle words bench gpu pictures notebooks campaigns faults shm-suite lessons readme
 .PHONY: site serve clean
 
 tour: $(VENV)/ready  ## run the five stages in order and compare them; FLAGS="--ranks 3" changes it
@@ -21,19 +21,19 @@ lint: $(VENV)/ready
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy common/*.py
 	$(RUN) -m mypy beyond/survive/*.py
-	$(RUN) -m mypy tests/check_exercise.py
 	$(RUN) -m mypy packages/prove/src/prove/*.py packages/shm/src/shm/*.py
 	$(RUN) -m mypy beyond/local_sgd/*.py
 	$(RUN) -m mypy beyond/forecast/*.py
 	$(RUN) -m mypy beyond/shard/*.py
+	$(RUN) -m mypy beyond/puzzles/[a-z]*.py
 	for folder in $(PROGRAM_FOLDERS); do $(RUN) -m mypy $$folder*.py || exit 1; done
 	$(VENV)/bin/shellcheck .ci/run $(wildcard 0*/launch/*.sh 0*/launch/*.sbatch)
 
 break: $(VENV)/ready  ## try a row of a "Break it" table: STAGE=04 ROW=2; without ROW, list the rows
 	@$(RUN) tests/break_it.py $(STAGE) $(ROW)
 
-exercise: $(VENV)/ready  ## judge your answer to an exercise: STAGE=04
-	@$(RUN) tests/check_exercise.py $(STAGE)
+puzzle: $(VENV)/ready  ## find the mistake in a script, and have it judged: N=3; HINT=1 shows prove's table
+	@$(RUN) beyond/puzzles/judge.py $(N) $(if $(HINT),--hint) $(if $(SHOW),--show)
 
 words: $(VENV)/ready  ## how many words each page has, and what is wrong with it
 	PYTHONPATH=tests $(RUN) tests/helpers/pages.py

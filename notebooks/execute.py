@@ -5,8 +5,9 @@
 `make notebooks` executes all of them in place, and each keeps the digest of what pictures are made
 of: the committed results and the benchmarks. In a test a notebook runs again: it may not fail, its
 texts must be the same (but for cells with the tag `measured`), and the exercise must take the right
-answer and refuse a wrong one. Both stand in the metadata of its cell. What a cell with the tag `not
-kept` shows is for the reader's eyes: a speed that was measured in a hurry must not be quoted.
+answer and refuse a wrong one. Both stand in the metadata of its cell, and what they replace there,
+which is `None` otherwise. What a cell with the tag `not kept` shows is for the reader's eyes: a
+speed that was measured in a hurry must not be quoted.
 """
 
 import copy
@@ -26,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("0*.ipynb"))
 SECONDS = 300  # more than any cell takes
 STAMP = "made_of"
+KEPT = ("tags", "blank", "right", "wrong")  # of a cell's metadata
 MACHINES = ("amd-epyc-2-cores.json",)  # whose `make bench` is committed
 
 
@@ -39,16 +41,16 @@ def run(notebook: NotebookNode) -> tuple[NotebookNode, dict[str, str]]:
     asked = next(cell for cell in executed.cells if "exercise" in tags(cell))
     checks = next(cell for cell in executed.cells if "check" in tags(cell))
     for kind in ("right", "wrong"):
-        answer = asked.source.replace("None", f"({asked.metadata[kind]})", 1)
-        executed.cells.append(new_code_cell(f"{answer}\n{checks.source}"))
+        answer = asked.source.replace(asked.metadata.get("blank", "None"), asked.metadata[kind], 1)
+        executed.cells += [new_code_cell(answer), new_code_cell(checks.source)]
     results = [path.name for path in made_of() if path.suffix == ".json"]  # not a reader's own
     with patch.dict(os.environ, ONLY_RESULTS=",".join(results)):
         folder = {"metadata": {"path": str(ROOT / "notebooks")}}
         client = NotebookClient(executed, timeout=SECONDS, kernel_name="python3", resources=folder)
         client.execute()
-    *executed.cells, right, wrong = executed.cells
+    *executed.cells, _, right, _, wrong = executed.cells
     for cell in executed.cells:  # not when each cell ran, nor what an editor has left there
-        cell.metadata = {k: v for k, v in cell.metadata.items() if k in ("tags", "right", "wrong")}
+        cell.metadata = {k: v for k, v in cell.metadata.items() if k in KEPT}
     return executed, {"right": text_of(right), "wrong": text_of(wrong)}
 
 

@@ -65,8 +65,7 @@ CALLS = {  # a stage or a program with its flags, and words of the line
     "beyond/survive/own_loop.py nowhere": "expected a folder that exists: torchrun",
     "beyond/shard/measure_levels.py --rounds=0": f"--rounds: got '0', {WHOLE}, at least 1 (--help",
     UNEVEN: "one rank waits for nobody: start two, with torchrun",
-    "tests/check_exercise.py 06": "'06' (choose from '01', '02'",
-    "tests/check_exercise.py 01 --file=mine.py": "No such file or directory: ",
+    "beyond/puzzles/judge.py 99": f"number: got '99', {WHOLE}, at least 1 and less than 13",
 }
 if not GPUS:
     CALLS[FIT] = "there is no GPU whose memory is the limit: try --memory-limit 8GiB"

@@ -32,7 +32,15 @@ from helpers.local_ranks import (
 )
 from helpers.pages import anchors
 from helpers.prove_runs import TORCHRUN, run, verdict
-from prove import judge_numbers, judge_schedule, launch, table, watch_effects, watch_schedule
+from prove import (
+    judge_effects,
+    judge_numbers,
+    judge_schedule,
+    launch,
+    table,
+    watch_effects,
+    watch_schedule,
+)
 from prove.generators import worker_drew
 from prove.planted.__main__ import changed
 from prove.planted.mistakes import ONE_GPU
@@ -384,7 +392,7 @@ def test_random_numbers_of_the_script_are_those_of_an_unobserved_run(prove_scrip
     [
         (None, "no such script"),
         ("raise ValueError('my own mistake')", "my own mistake"),
-        ("print('hello')", "no process group"),
+        ("print('hello')", "no process group: each process trains for itself"),
         # Without the barrier, one rank may have left before the other has joined: gloo's error.
         ("import torch.distributed as d\nd.init_process_group()\nd.barrier()", "no optimizer"),
     ],
@@ -671,6 +679,26 @@ for p, node in zip(model.parameters(), nodes):
         ended = prove_script(source.replace(begins, smaller + hooks + begins))
         assert verdict(ended, "averaged gradients") == "right", ended.stdout + ended.stderr
     assert verdict(prove_script(source), "averaged gradients") == "WRONG"
+
+
+def test_a_file_is_named_where_all_ranks_open_it(prove_script):
+    """Rank 0 also appends to what all ranks make anew. The control: rank 0 alone makes it."""
+    begins = "torch.manual_seed(dist.get_rank())\n"
+    source = training_of("DistributedDataParallel(nn.Linear(8, 8))")
+    source += "if dist.get_rank() == 0: open('log.txt', 'a').write('.')\n"
+    for condition, expected in (("", "warning"), ("if dist.get_rank() == 0: ", "right")):
+        made = f"{condition}open('log.txt', 'w').close()\n"
+        ended = prove_script(source.replace(begins, made + begins))
+        assert verdict(ended, "files") == expected, ended.stdout + ended.stderr
+        line = source.partition(begins)[0].count("\n") + 1
+        assert (f"train.py:{line}" in ended.stdout) == (expected == "warning"), ended.stdout
+
+
+def test_the_error_of_a_rank_is_told_and_not_that_of_its_launcher():
+    log = "ModuleNotFoundError: No module named 'tokens'\n"
+    log += "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n"
+    outcome = launch.RunOutcome(1, log, False, False, [], 1.0)
+    assert judge_effects.error_of(outcome) == log.splitlines()[0]
 
 
 def test_labels_that_are_numbered_by_each_rank_are_another_data_set(prove_script):

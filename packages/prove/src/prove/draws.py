@@ -18,7 +18,7 @@ from torch import Tensor
 
 from prove import generators
 from prove.rank_run import RankRun, where, wrap
-from prove.record import Mode
+from prove.record import Mode, Variant
 from prove.samples import CannotMergeError, are_equal, interleaved, order_of_rows
 
 MOST_BYTES = 2_000_000_000  # of one rank's draws
@@ -60,6 +60,7 @@ class Finding:
     """What a replay found out about a draw, by place."""
 
     BY_SAMPLE = "one for each sample"
+    SEVERAL = "several for each sample"  # one after another, or in blocks
     COMMON = "the same on all ranks"
     COIN = "each rank decides for its whole batch"
     SAME_NOISE = "all ranks draw the same numbers for their samples"
@@ -272,8 +273,13 @@ class Draws:
             self.rows[key] = OneDraw(dim, values[0].select(dim, 0))
             if len(values) > 1 and values[0].numel() > 1 and all_equal(values):
                 self.find(Finding.SAME_NOISE, key.at)
+        rows = values[0].shape[dim] // self.sizes[0]
+        if rows > 1:
+            self.find(Finding.SEVERAL, key.at)
+        in_blocks = rows > 1 and self.run.settings.variant == Variant.BLOCKS
         try:
-            answer = interleaved(padded(values, drawn, dim), self.sizes, dim)
+            parts = padded(values, drawn, dim)
+            answer = interleaved(parts, self.sizes, dim, rows if in_blocks else 1)
         except CannotMergeError:
             self.find(Finding.NOT_MATCHED, key.at)
             return None

@@ -24,6 +24,7 @@ from prove import (
     judge_schedule,
     launch,
 )
+from prove.draws import Finding
 from prove.judge_effects import effect_rows, error_of
 from prove.judge_evaluation import evaluation_rows
 from prove.judge_model import model_rows
@@ -169,7 +170,9 @@ class Prover:
         if outcome.silent:
             raise NotJudgedError(f"no progress for {self.args.timeout:g} s: try a larger --timeout")
         if not records and not outcome.status and "Traceback" not in outcome.log:
-            raise NotJudgedError("the script made no process group: is it started by torchrun?")
+            raise NotJudgedError(
+                f"the script made no process group: {what_to_do(self.args.command)}"
+            )
         if outcome.hang:
             return
         if failed(outcome) or not records:
@@ -333,6 +336,8 @@ class Examination:
                 return no_verdict(Reason.CONTROL_FAILS, message=message)
             _, with_one = with_one_draw
             if judge_replay.worst(with_one) != Outcome.DIFFERENT:
+                if equal := self.with_rows_in_blocks():
+                    return equal
                 places = list(dict.fromkeys(key.at for key in rows))
                 of_one_draw = judge_replay.farthest(with_one)
                 facts = {"apart_of_one_draw": of_one_draw, "places": places}
@@ -340,6 +345,20 @@ class Examination:
         if obstacle := self.control(no_verdict):
             return obstacle
         return [self.sum_or_mistake(each) for each in compared]
+
+    def with_rows_in_blocks(self) -> list[Comparison] | None:
+        """Several draws for each sample: nobody says which of them are those of which rank, but
+        only the right order makes all gradients equal."""
+        if not self.replayed.draws_of_kinds(Finding.SEVERAL):
+            return None
+        blocks = self.prover.replay(Mode.REPLAY, self.command, Variant.BLOCKS)
+        if judge_replay.why_not_replayed(blocks):
+            return None
+        compared = judge_replay.comparisons(blocks)
+        if judge_replay.worst(compared) != Outcome.EQUAL:
+            return None
+        self.replayed = blocks
+        return compared
 
     def with_draws(self, variant: str, draws: dict) -> tuple[Replay, list[Comparison]] | None:
         torch.save(draws, forced_file(self.prover.settings.folder, variant))
@@ -376,6 +395,13 @@ def is_explained(rows: list[ReportRow]) -> bool:
     of_the_model = (Check.WEIGHTS, Check.AVERAGED_GRADIENTS, Check.ZERO_GRAD, Check.FORWARD)
     explained = any(row.verdict == WRONG and row.check in of_the_model for row in rows)
     return explained or any(row.verdict == WARNING and row.check == Check.WEIGHTS for row in rows)
+
+
+def what_to_do(command: list[str]) -> str:
+    """With a script that makes no process group."""
+    if launch.as_torchrun(command):
+        return "each process trains for itself. Must it be told, as in Fabric(devices=2)?"
+    return "is it started by torchrun?"
 
 
 def failed(outcome: launch.RunOutcome) -> bool:

@@ -621,12 +621,14 @@ class Reason(Enum):
     )
     RATE_DIFFERS = Words(
         "learning rate {of_ranks:.4g} on {world_size} ranks and {of_one:.4g} on one, {when}",
-        "meant so only if you scale the rate with the global batch on purpose",
+        "meant so only if you scale the rate with the global batch on purpose, or step a schedule "
+        "for one rank once per rank",
         See.RATE,
     )
     RATE_AFTER_EPOCH_DIFFERS = Words(
         "learning rate {of_ranks:.4g} on {world_size} ranks and {of_one:.4g} on one, {when}",
-        "one scheduler.step() per epoch or step on each rank, not one per rank",
+        "one scheduler.step() per epoch or step on each rank, not one per rank; meant so only if "
+        "you scale the rate with the global batch on purpose",
         See.RATE,
     )
     NUMBERS_DIFFER = Words(

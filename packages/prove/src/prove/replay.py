@@ -167,9 +167,13 @@ class Feeder:
     ) -> Iterator:
         run = self.run
         batches: list[list[RecordedBatch]] = [kept["batches"][number] for kept in self.kept]
-        for position in range(min(map(len, batches))):
+        positions, sources = min(map(len, batches)), []
+        before, looks_ahead = self.computed(), False
+        for position in range(positions):
             for ranks in self.groups():
                 run.end_batch()
+                if loader_run.given == 1:
+                    looks_ahead = self.computed() == before
                 of_ranks = [batches[rank][position] for rank in ranks]
                 batch = self.cast(merged_by_collate(collate, of_ranks))
                 self.sizes = [recorded.size for recorded in of_ranks]
@@ -181,8 +185,13 @@ class Feeder:
                 run.begin_batch((number, position + 1), self.sizes, sources)
                 yield batch
         run.end_batch()
+        if looks_ahead:  # the last batch is computed now: see watch_data.begin_batch
+            run.begin_batch((number, positions + 1), self.sizes, sources)
         if number > 0:  # an evaluation with gradients: its last batches are of unequal sizes
             run.in_second_epoch = True  # so the numbers that follow are not compared
+
+    def computed(self) -> tuple[int, int]:
+        return self.run.model.backwards, len(self.run.record.model_calls)
 
     def inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """What goes into DDP, if the script has no loader."""

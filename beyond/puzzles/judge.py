@@ -1,0 +1,198 @@
+"""Find the mistake: hands out a script that looks right, and judges what you have made of it.
+
+    python beyond/puzzles/judge.py 3          # the first time, your copy; after that, the verdict
+    python beyond/puzzles/judge.py 3 --hint   # what prove says about your copy
+    python beyond/puzzles/judge.py            # which of the twelve are solved
+
+An answer is right if two ranks compute what one rank computed before the change, in float64, if one
+rank alone still computes it too, and if prove has nothing to say. Nothing compares your text with
+the answer.
+"""
+
+import ast
+import difflib
+import json
+import os
+import shutil
+from itertools import zip_longest
+from pathlib import Path
+from statistics import mean, stdev
+from typing import NamedTuple
+
+import common.ranks
+from common.options import Parser, UsageError, exit_on, int_at_least
+from prove import NotJudgedError, launch
+from prove.__main__ import parse_args
+from prove.prover import prove
+from prove.table import NOT_SEEN, ONE_RANK, RIGHT, WRONG, NotObservedError, ReportRow, table
+from traces import (
+    HERE,
+    PUZZLES,
+    Puzzle,
+    ScriptError,
+    difference,
+    reference,
+    scratch,
+    traces,
+)
+
+RUNS = HERE.parents[1] / "runs" / "puzzles"
+MOST_LINES = 16  # that an answer adds or removes
+TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node=2")
+
+
+class Verdict(NamedTuple):
+    is_right: bool
+    text: str
+
+
+# What is right
+
+
+def prove_rows(script: Path) -> list[ReportRow]:
+    with scratch(script) as name:
+        try:
+            return prove(parse_args([*TORCHRUN, name]), lambda _: None)
+        except (NotJudgedError, NotObservedError) as error:
+            raise ScriptError(str(error)) from None
+
+
+def changed_lines(before: str, after: str) -> int:
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm="")
+    return sum(line[0] in "+-" for line in list(lines)[2:])
+
+
+def judge(puzzle: Puzzle, script: Path) -> Verdict:
+    """Is this script what the puzzle's should have been?"""
+    source = read(script)
+    if (changed := changed_lines(puzzle.path.read_text(), source)) > MOST_LINES:
+        return Verdict(False, f"{changed} lines are changed, and {MOST_LINES} are enough")
+    try:
+        return judge_runs(puzzle, script)
+    except ScriptError as error:
+        return Verdict(False, f"the script fails: {error}")
+
+
+def judge_runs(puzzle: Puzzle, script: Path) -> Verdict:
+    right = reference(puzzle.path)
+    if text := difference(traces(script, ranks=1)[0], right):
+        return Verdict(False, f"one rank alone no longer computes what it did: {text}")
+    first, second = traces(script, ranks=2)
+    if puzzle.ranks_draw_apart:
+        if text := difference(second, first):
+            return Verdict(False, f"the two ranks do not train one model: {text}")
+        alike = sum(a == b for a, b in zip(first.draws, second.draws, strict=True))
+        if alike:
+            text = f"in {alike} of {len(first.draws)} steps, what must differ by rank does not"
+            return Verdict(False, text)
+    else:
+        for trace in (first, second):
+            if text := difference(trace._replace(result=first.result), right):
+                return Verdict(False, f"two ranks do not compute what one rank computes: {text}")
+    rows = prove_rows(script)
+    said = {row.check for row in rows if row.verdict == WRONG}
+    said |= {row.check for row in rows if row.check in puzzle.rows and row.verdict != RIGHT}
+    said |= {row.check for row in rows if row.check == ONE_RANK and row.verdict == NOT_SEEN}
+    if said:
+        return Verdict(False, f"prove still objects to: {', '.join(sorted(said))} (see HINT=1)")
+    return Verdict(True, puzzle.mistake)
+
+
+# What the reader sees
+
+
+def read(script: Path) -> str:
+    """Raises UsageError, one line, if this is no Python."""
+    name = os.path.relpath(script)
+    if not script.exists():
+        again = f"delete the folder {os.path.relpath(script.parent)} to begin again"
+        raise UsageError(f"{name} is gone, expected your copy of the puzzle: {again}")
+    try:
+        ast.parse(script.read_text())
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        raise UsageError(f"{name}, line {line}: {getattr(error, 'msg', error)}") from None
+    return script.read_text()
+
+
+def show(puzzle: Puzzle, script: Path) -> None:
+    """What it prints on one rank, beside what it prints on two."""
+    one, two = (traces(script, ranks, in_float64=False)[0].printed for ranks in (1, 2))
+    print(f"Puzzle {puzzle.number}, {puzzle.style}. {puzzle.purpose}\n")
+    columns = [("one rank prints", "two ranks print")]
+    columns += zip_longest(one.splitlines(), two.splitlines(), fillvalue="")
+    for left, right in columns:
+        print(f"  {left:44}{right}")
+
+
+def cost(puzzle: Puzzle) -> str:
+    """What the mistake cost in the runs of cost.json, seed by seed."""
+    runs = json.loads((HERE / "cost.json").read_text())["puzzles"][str(puzzle.number)]
+    steps, right_steps = runs["steps"]
+    more = f", and {steps} steps instead of {right_steps}" if steps != right_steps else ""
+    differences = [a - b for a, b in zip(runs["with"], runs["without"], strict=True)]
+    seen = abs(mean(differences)) > 2 * stdev(differences) / len(differences) ** 0.5
+    text = f"{puzzle.measure} {mean(runs['with']):.3f} with it, {mean(runs['without']):.3f} without"
+    seeds = f"mean of {len(differences)} seeds"
+    return f"{text}{more} ({seeds if seen or more else f'{seeds}, which show no difference'})"
+
+
+def solved(folder: Path) -> set[int]:
+    file = folder / "solved.json"
+    return set(json.loads(file.read_text())) if file.exists() else set()
+
+
+def hand_out(puzzle: Puzzle, copy: Path) -> int:
+    copy.parent.mkdir(parents=True)
+    shutil.copy(puzzle.path, copy)
+    show(puzzle, copy)
+    print(f"\nIts mistake is yours to find. Correct it in {os.path.relpath(copy)}, and type")
+    print("the same once more. HINT=1 shows what prove says, and SHOW=1 this comparison.")
+    return 0
+
+
+def decide(puzzle: Puzzle, copy: Path, folder: Path) -> int:
+    verdict = judge(puzzle, copy)
+    print(f"{'Right' if verdict.is_right else 'Not yet'}: {verdict.text}")
+    if not verdict.is_right:
+        return 1
+    numbers = sorted(solved(folder) | {puzzle.number})
+    (folder / "solved.json").write_text(json.dumps(numbers))
+    print(f"What it cost: {cost(puzzle)}.\nReported in {puzzle.report}")
+    print(f"{len(numbers)} of {len(PUZZLES)} are solved.")
+    return 0
+
+
+def main() -> int:
+    numbers = int_at_least(1, len(PUZZLES) + 1)
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("number", nargs="?", type=numbers, help="of the puzzle")
+    add("--hint", action="store_true", help="what prove says about your copy")
+    add("--show", action="store_true", help="what one rank and two ranks of your copy print")
+    add("--folder", type=Path, default=RUNS, help="of your copies")
+    args = parser.parse_args()
+    if args.number is None:
+        for puzzle in PUZZLES:
+            mark = "solved" if puzzle.number in solved(args.folder) else ""
+            print(f"{puzzle.number:2}  {mark:8}{puzzle.style:23}{puzzle.purpose}")
+        return 0
+    puzzle = PUZZLES[args.number - 1]
+    copy = args.folder / f"{puzzle.number:02}" / "train.py"
+    launch.preload()
+    common.ranks.start_method = "fork"  # torch is here already
+    if not copy.parent.exists():
+        return hand_out(puzzle, copy)
+    read(copy)
+    if args.hint:
+        print(table(prove_rows(copy)))
+    elif args.show:
+        show(puzzle, copy)
+    else:
+        return decide(puzzle, copy, args.folder)
+    return 0
+
+
+if __name__ == "__main__":
+    with exit_on(UsageError, ScriptError):
+        raise SystemExit(main())

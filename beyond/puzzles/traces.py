@@ -1,0 +1,149 @@
+"""What a script of the puzzles computes on each rank: its weights after every step, in float64.
+
+judge.py compares these traces, and measure.py takes the last number of each.
+"""
+
+import ast
+import hashlib
+import json
+import os
+import re
+import runpy
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from functools import cache
+from io import StringIO
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import common.ranks
+
+HERE = Path(__file__).parent
+EQUAL = 1e-9  # of the length of the weights, in float64: the mistakes change a step by 1e-5 or more
+SECONDS = 60  # that the ranks of a script get
+
+
+class Puzzle(NamedTuple):
+    """One entry of puzzles.json."""
+
+    number: int
+    script: str
+    style: str
+    belongs_to: str  # the page that teaches what one must know
+    report: str
+    mistake: str
+    rows: list[str]  # of prove, which the answer turns right
+    why_unseen: str  # if no row says WRONG
+    measure: str  # what main() returns
+    ranks_draw_apart: bool = False  # two ranks draw other random numbers than one
+
+    @property
+    def path(self) -> Path:
+        return HERE / self.script
+
+    @property
+    def diff(self) -> str:
+        return (HERE / "answers" / f"{self.number:02}.diff").read_text()
+
+    @property
+    def purpose(self) -> str:
+        return ast.get_docstring(ast.parse(self.path.read_text())) or ""
+
+    @property
+    def answer(self) -> str:
+        """The script without its mistake: the diff, applied."""
+        source = self.path.read_text()
+        for part in re.split(r"^@@ .* @@\n", self.diff, flags=re.M)[1:]:
+            lines = part.splitlines(keepends=True)
+            old, new = ("".join(x[1:] for x in lines if x[0] in kind) for kind in (" -", " +"))
+            assert source.count(old) == 1, old
+            source = source.replace(old, new)
+        return source
+
+
+PUZZLES = [Puzzle(**entry) for entry in json.loads((HERE / "puzzles.json").read_text())]
+
+
+class Trace(NamedTuple):
+    """What a script did on one rank."""
+
+    result: float  # of main(): the number that it has printed last
+    weights: list[Tensor]  # after each optimizer step, all that it trains as one vector
+    draws: list[str]  # after each step, a digest of the state of the random numbers
+    printed: str
+
+
+class ScriptError(Exception):
+    """The script fails; the text is one line."""
+
+
+def run_script(rank: int, script: str, in_float64: bool, more: int) -> Trace:
+    """On one rank, in a process of its own. more: is added to the seeds that the script sets."""
+    set_seed = torch.manual_seed
+    torch.manual_seed = lambda seed: set_seed(seed + more)
+    if in_float64:
+        torch.set_default_dtype(torch.float64)
+        torch.autocast = lambda *_, **__: nullcontext()  # type: ignore[assignment, misc]
+    weights, draws, printed = [], [], StringIO()
+
+    def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        weights.append(torch.cat([p.detach().flatten() for p in parameters]))
+        draws.append(hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest())
+
+    register_optimizer_step_post_hook(after_step)
+    with redirect_stdout(printed):
+        result = runpy.run_path(script, run_name="puzzle")["main"]()
+    return Trace(float(result), weights, draws, printed.getvalue())
+
+
+@contextmanager
+def scratch(script: Path) -> Iterator[str]:
+    """A copy of the script in a folder of its own, which becomes the current one."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory(prefix="puzzle-") as folder:
+        shutil.copy(script, Path(folder, "train.py"))
+        os.chdir(folder)
+        try:
+            yield "train.py"
+        finally:
+            os.chdir(before)
+
+
+def traces(script: Path, ranks: int, in_float64: bool = True, seed: int = 0) -> list[Trace]:
+    """Of each rank. Raises ScriptError: the script fails, or its ranks wait for each other."""
+    with scratch(script) as name:
+        start = (run_script, name, in_float64, 1000 * seed)
+        try:
+            return common.ranks.run_ranks(ranks, *start, backend=None, seconds=SECONDS, quiet=True)
+        except TimeoutError as error:
+            raise ScriptError(f"{error}: does every rank reach each collective?") from None
+        except common.ranks.RankError as error:
+            raise ScriptError(str(error).strip().splitlines()[-1]) from None
+
+
+@cache
+def reference(script: Path) -> Trace:
+    """One process in float64, before any change: it averages nothing, so it has no mistake."""
+    return traces(script, ranks=1)[0]
+
+
+def difference(trace: Trace, right: Trace) -> str:
+    """What another rank, or another script, computed else; nothing if they agree."""
+    if len(trace.weights) != len(right.weights):
+        return f"{len(trace.weights)} optimizer steps, expected {len(right.weights)}"
+    for step, (mine, expected) in enumerate(zip(trace.weights, right.weights, strict=True), 1):
+        if mine.shape != expected.shape:
+            return f"{mine.numel()} weights in step {step}, expected {expected.numel()}"
+        apart = (mine - expected).norm() / expected.norm()
+        if not apart <= EQUAL:  # nan is not, either
+            return f"after step {step} of {len(right.weights)}, the weights differ by {apart:.0e}"
+    if not abs(trace.result - right.result) <= EQUAL * abs(right.result):
+        return f"the last number is {trace.result:.6g}, expected {right.result:.6g}"
+    return ""
