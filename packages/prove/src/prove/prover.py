@@ -171,7 +171,9 @@ class Prover:
         if outcome.silent:
             raise NotJudgedError(f"no progress for {self.args.timeout:g} s: try a larger --timeout")
         if not records and not outcome.status and "Traceback" not in outcome.log:
-            raise NotJudgedError(f"the script made no process group: {what_to_do(self.args.command)}")
+            raise NotJudgedError(
+                f"the script made no process group: {what_to_do(self.args.command)}"
+            )
         if outcome.hang:
             return
         if failed(outcome) or not records:
