@@ -701,6 +701,15 @@ def test_the_error_of_a_rank_is_told_and_not_that_of_its_launcher():
     assert judge_effects.error_of(outcome) == log.splitlines()[0]
 
 
+def test_equal_dropout_masks_are_not_called_different_in_another_row(prove_script):
+    """The control: masks of each rank."""
+    for seed, expected in (("1", ("warning", "no row")), ("rank + 1", ("right", "right"))):
+        one_seed = ("    torch.manual_seed(rank + 1)", f"    torch.manual_seed({seed})")
+        ended = prove_script(planted(one_seed))
+        for check, said in zip(("dropout", "random numbers"), expected, strict=True):
+            assert verdict(ended, check).startswith(said), ended.stdout + ended.stderr
+
+
 def test_labels_that_are_numbered_by_each_rank_are_another_data_set(prove_script):
     """As it happens by hash(), or by the order of a set. The control: one order."""
     rows = "[(x, (i + {shift}) % 3, str(i)) for i, x in enumerate(torch.randn(32, 5, 8))]"
@@ -759,11 +768,14 @@ def test_the_length_of_a_schedule_is_that_of_its_curve():
 
 def test_numbers_are_compared_by_their_place_and_times_are_not():
     def names(line: str) -> list[str]:
-        return [number.name for number in judge_numbers.numbers_in(line)]
+        return [number.name for _, number in judge_numbers.numbers_in(line)]
 
     assert names("auc 0.9312 at 12.5 it/s, loss: 3") == ["loss", "auc"]
     assert names("epoch 2.500, lr 0.00123, time 1.234, took 3.251s, 12.25 MB, v2.11.0") == []
     assert names("0.52 1.25 1.2e-05") == ["a number"], "two digits may be equal by chance"
+    few_digits, many = (dict(judge_numbers.numbers_in(f"{x}, scale 1.234")) for x in (0.01, 0.123))
+    assert [*few_digits] == [1], "the scale"
+    assert few_digits[1] == many[1]
 
 
 def test_a_rank_that_ddp_stops_is_named_with_what_it_left_out(prove_script):

@@ -441,11 +441,12 @@ def draw_rows(replay: Replay) -> list[ReportRow]:
     rows = []
     if places := replay.places_of_draws(Finding.COIN):
         rows.append(warning("random decisions", Reason.COIN_BY_RANK, places=places))
+    same = replay.places_of_draws(Finding.SAME_NOISE)
     of_dropout = replay.observed.dropout  # it has a row of its own
-    same = [at for at in replay.places_of_draws(Finding.SAME_NOISE) if at not in of_dropout]
-    if same:
-        rows.append(warning("random numbers", Reason.SAME_NOISE, places=same))
-    elif places := replay.places_of_draws(Finding.BY_SAMPLE):
+    by_sample = [at for at in replay.places_of_draws(Finding.BY_SAMPLE) if at not in same]
+    if places := [at for at in same if at not in of_dropout]:
+        rows.append(warning("random numbers", Reason.SAME_NOISE, places=places))
+    elif places := by_sample:
         rows.append(right("random numbers", Reason.NOISE_BY_SAMPLE, places=places))
     return rows
 
