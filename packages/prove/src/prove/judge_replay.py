@@ -23,7 +23,7 @@ from prove.record import (
     gradients_file,
     tensors_file,
 )
-from prove.table import ReportRow, not_seen, right, warning, wrong
+from prove.table import Check, ReportRow, not_seen, right, warning, wrong
 
 SMALL_BATCH = 16  # values per channel from which BatchNorm's statistics are good enough
 FLOAT64_LIMIT = 1e-9  # how far rounding can bring equal gradients apart, in units of their length
@@ -406,6 +406,15 @@ def unsure_draws(replay: Replay) -> Comparison | None:
     return None
 
 
+def draws_not_given(replay: Replay, rows: list[ReportRow]) -> Comparison | None:
+    """Without a loader, the original gets no draws of the ranks: nobody knows when they are due."""
+    of_draws = (Check.RANDOM_DECISIONS, Check.RANDOM_NUMBERS)
+    places = [at for row in rows if row.check in of_draws for at in row.facts["places"]]
+    if not places or any(run.steps for run in replay.observed.loader_runs):
+        return None
+    return Comparison(Outcome.NOT_COMPARED, Reason.DRAWS_NOT_GIVEN, {"places": places})
+
+
 def relative_distance(pair: Gradients) -> float:
     return float((pair.of_ranks - pair.of_one).norm() / (pair.of_one.norm() + 1e-30))
 
@@ -440,14 +449,14 @@ def draw_rows(replay: Replay) -> list[ReportRow]:
     """What the ranks draw inside a step."""
     rows = []
     if places := replay.places_of_draws(Finding.COIN):
-        rows.append(warning("random decisions", Reason.COIN_BY_RANK, places=places))
+        rows.append(warning(Check.RANDOM_DECISIONS, Reason.COIN_BY_RANK, places=places))
     same = replay.places_of_draws(Finding.SAME_NOISE)
     of_dropout = replay.observed.dropout  # it has a row of its own
     by_sample = [at for at in replay.places_of_draws(Finding.BY_SAMPLE) if at not in same]
     if places := [at for at in same if at not in of_dropout]:
-        rows.append(warning("random numbers", Reason.SAME_NOISE, places=places))
+        rows.append(warning(Check.RANDOM_NUMBERS, Reason.SAME_NOISE, places=places))
     elif places := by_sample:
-        rows.append(right("random numbers", Reason.NOISE_BY_SAMPLE, places=places))
+        rows.append(right(Check.RANDOM_NUMBERS, Reason.NOISE_BY_SAMPLE, places=places))
     return rows
 
 

@@ -208,9 +208,9 @@ class Prover:
             # Whatever changed the gradients before the step was no mistake.
             unexplained = (Check.AVERAGED_GRADIENTS, Check.FORWARD)
             rows = [row for row in rows if row.verdict != NOT_SEEN or row.check not in unexplained]
-        return rows + self.original_rows()
+        return rows + self.original_rows(rows)
 
-    def original_rows(self) -> list[ReportRow]:
+    def original_rows(self, rows: list[ReportRow]) -> list[ReportRow]:
         if not self.args.original:
             return []
         replayed = self.replay(Mode.ORIGINAL, shlex.split(self.args.original))
@@ -218,11 +218,13 @@ class Prover:
             return [obstacle.row(Check.ORIGINAL)]
         compared = judge_replay.comparisons(replayed)
         if judge_replay.worst(compared) == Outcome.DIFFERENT:
-            unsure = judge_replay.unsure_draws(replayed)
+            unsure = judge_replay.unsure_draws(replayed) or judge_replay.draws_not_given(
+                replayed, rows
+            )
             compared = [unsure] if unsure else compared
-        rows = [each.row(Check.ORIGINAL) for each in compared]
         records, original = self.observed.records, replayed.replayed
-        return rows + judge_data.original_epoch_rows(records, original)
+        result = [each.row(Check.ORIGINAL) for each in compared]
+        return result + judge_data.original_epoch_rows(records, original)
 
     def why_not_replayed(self, command: list[str] | None) -> Comparison | None:
         """None: one rank can compute from the batches of all."""

@@ -559,6 +559,10 @@ class Reason(Enum):
     DRAWS_NOT_MATCHED = Words(
         "one rank draws other random numbers, or more of them, than all ranks together: {places}"
     )
+    DRAWS_NOT_GIVEN = Words(
+        "without a DataLoader, the original draws its own random numbers: {places}; switch dropout "
+        "and noise off in both scripts to compare them"
+    )
     CANNOT_MERGE = Words("the batches of the ranks cannot be put together: {what}")
     NOT_KEPT = Words("{message}")
     REPLAY_FAILS = Words(

@@ -206,10 +206,7 @@ class Feeder:
         ranks = groups[number % len(groups)]
         calls_of_ranks = [self.kept[rank]["forwards"][number // len(groups)] for rank in ranks]
         if all(are_same(call, calls_of_ranks[0]) for call in calls_of_ranks):
-            ranks, calls_of_ranks = (
-                ranks[:1],
-                calls_of_ranks[:1],
-            )  # such as a graph
+            calls_of_ranks = calls_of_ranks[:1]  # such as a graph
         self.sizes = [*map(size_of, calls_of_ranks)]
         sources = [self.kept[rank]["draws"] for rank in ranks]
         batch = batch_of_forward(number // len(groups))

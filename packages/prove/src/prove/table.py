@@ -31,6 +31,8 @@ class Check:
     AVERAGED_GRADIENTS = "averaged gradients"
     ZERO_GRAD = "zero_grad"
     FORWARD = "forward through DDP"
+    RANDOM_DECISIONS = "random decisions"
+    RANDOM_NUMBERS = "random numbers"
 
 
 class NotObservedError(Exception):
