@@ -349,7 +349,7 @@ class Examination:
     def with_rows_in_blocks(self) -> list[Comparison] | None:
         """Several draws for each sample: nobody says which of them are those of which rank, but
         only the right order makes all gradients equal."""
-        if not self.replayed.draws_of_kinds(Finding.SEVERAL):
+        if not self.replayed.places_of_draws(Finding.SEVERAL):
             return None
         blocks = self.prover.replay(Mode.REPLAY, self.command, Variant.BLOCKS)
         if judge_replay.why_not_replayed(blocks):
