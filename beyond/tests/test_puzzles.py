@@ -126,6 +126,15 @@ def test_a_script_is_short_and_its_report_public(number):
     assert (ROOT / puzzle.belongs_to).exists()
 
 
+def test_the_notebook_has_four_of_the_scripts_as_they_are():
+    path = ROOT / "notebooks" / "05_find_the_mistake.ipynb"
+    sources = ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"]]
+    cells = [source.split("\n", 1) for source in sources if source.startswith("%%puzzle")]
+    assert len(cells) == 4
+    for first, script in cells:
+        assert f"{script}\n" == PUZZLES[int(first.split()[1])].path.read_text(), first
+
+
 def test_prove_finds_eight_of_twelve_and_two_need_thought_beyond_it():
     counted = json.loads((traces.HERE / "cost.json").read_text())["puzzles"]
     assert len(PUZZLES) == len(counted) == len({puzzle.style for puzzle in traces.PUZZLES}) == 12
