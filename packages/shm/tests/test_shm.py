@@ -31,7 +31,7 @@ from shm.segment import Segment
 Op = dist.ReduceOp
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 DTYPES += [torch.uint8, torch.int8, torch.int32, torch.int64]
-SHAPES = [(), (0,), (1,), (7,), (3, 5), (400_000,)]  # the last one goes in pieces
+SHAPES = [(), (0,), (1,), (7,), (3, 5), (600_000,)]  # the last one goes in pieces
 
 
 def collect(number, group, x, op, root, rank, ranks):
@@ -91,10 +91,10 @@ def test_every_collective_has_the_result_of_gloo_where_no_rank_or_only_one_has_a
 
 
 BITS = [torch.float32, torch.float64, torch.int32, torch.int64]
-LENGTHS = [0, 1, 7, 511, 513, 16_385, 65_537, 131_073, 400_001]  # around pieces, slices and blocks
+LENGTHS = [0, 1, 7, 511, 513, 16_385, 65_537, 131_073, 600_001]  # around pieces, slices and blocks
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("ranks", [2, 3])
 @on_ranks()
 def test_the_sum_in_c_has_the_bits_of_the_sum_in_python(rank, ranks):
     in_c = dist.new_group(backend="shm")
@@ -250,7 +250,7 @@ def raise_at_once(error):
 
 
 def sums_around_an_interruption(rank, error, ranks_without_a_compiler=(0, 1)):
-    """What this rank has after each of two sums of eight pieces; rank 1 is cut off in the first."""
+    """What this rank has after each of two sums of four pieces; rank 1 is cut off in the first."""
     with without_a_compiler() if rank in ranks_without_a_compiler else nullcontext():
         dist.init_process_group("shm", timeout=timedelta(seconds=20))
     pieces, arrive, results = dist.group.WORLD.segment.arrivals, Segment.arrive, []
@@ -260,7 +260,7 @@ def sums_around_an_interruption(rank, error, ranks_without_a_compiler=(0, 1)):
         return raise_at_once(error) if is_time else arrive(segment, call)
 
     for value, place in ((1.0, arrive_until_it_comes), (10.0, arrive)):
-        x = torch.full((1_000_000,), value * (rank + 1))
+        x = torch.full((2_000_000,), value * (rank + 1))
         try:
             with patch.object(Segment, "arrive", place):
                 dist.all_reduce(x)
@@ -270,7 +270,7 @@ def sums_around_an_interruption(rank, error, ranks_without_a_compiler=(0, 1)):
     return results
 
 
-SUM = "all_reduce(1000000 of torch.float32, SUM)"
+SUM = "all_reduce(2000000 of torch.float32, SUM)"
 APART = "and rank {} in {}: an earlier call than this {} was interrupted"
 
 
@@ -323,7 +323,7 @@ def test_ctrl_c_in_a_call_that_has_no_queue_yet_ends_the_group():
 
 
 def sum_in_which_a_rank_dies(rank):
-    """Rank 1 is killed after three of eight pieces, and rank 0 waits in C for the next one."""
+    """Rank 1 is killed after three of four pieces, and rank 0 waits in C for the next one."""
     with without_a_compiler() if rank == 1 else nullcontext():
         dist.init_process_group("shm", timeout=timedelta(seconds=60))
     pieces, arrive = dist.group.WORLD.segment.arrivals, Segment.arrive
@@ -334,7 +334,7 @@ def sum_in_which_a_rank_dies(rank):
         return arrive(segment, call)
 
     with patch.object(Segment, "arrive", arrive_or_die):
-        return error_of(lambda: dist.all_reduce(torch.ones(1_000_000)))
+        return error_of(lambda: dist.all_reduce(torch.ones(2_000_000)))
 
 
 def test_a_rank_that_is_killed_in_the_middle_of_a_sum_is_named():

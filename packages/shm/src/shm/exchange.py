@@ -14,11 +14,11 @@ from torch import Tensor
 from shm import fast
 from shm.calls import Op
 from shm.fast import put
-from shm.segment import CACHE_LINE_BYTES, Segment, Steps
+from shm.segment import Segment, Steps
 
-ROW_BYTES = 2**19  # what is written there should still be in the cache when others read it
+ROW_BYTES = 2**21  # should still be in a cache when others read it, and worth a meeting of all
 SLICED = 2**16  # bytes: three or more ranks add up a larger piece in slices, one per rank
-SPINS = 200  # looks at the others' arrivals before C returns to Python, some microseconds
+LOOKS = 200  # at the others' arrivals, before C returns to Python: some microseconds
 
 COMBINE: dict[Op, Callable[..., Tensor]] = {
     Op.SUM: torch.add,
@@ -62,8 +62,7 @@ class Exchange:
         self.in_c: fast.Call | None = None
         if fast.library() and self.world_size <= fast.MOST_RANKS:
             self.in_c = fast.Call(rank=self.rank, ranks=self.world_size, row_bytes=ROW_BYTES)
-            self.in_c.sliced, self.in_c.line = SLICED, CACHE_LINE_BYTES // 8
-            self.in_c.counters = segment.tensor(-segment.offset, 1).data_ptr()
+            self.in_c.sliced, self.in_c.counters = SLICED, segment.address
             self.in_c.slots = self.slots[0].data_ptr()
 
     def pieces_of(
@@ -122,9 +121,9 @@ class Exchange:
         state.root, state.call = -1 if root is None else root, call
         state.transfer, state.arrivals = segment.transfers, segment.arrivals
         state.pieces, state.start, state.next = self.pieces, 0, 0
-        address = ctypes.addressof(state)
+        address, looks = ctypes.addressof(state), LOOKS if segment.spins else 1
         while True:
-            late = advance(address, SPINS)
+            late = advance(address, looks)
             segment.arrivals, self.pieces = state.arrivals, state.pieces
             if late == fast.DONE:
                 return

@@ -3,13 +3,18 @@
  * fast.py compiles and calls it.
  */
 
+#include <limits.h>
+#include <linux/futex.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
 
-enum { ARRIVED = 0, CALL = 1, TRANSFER = 3 }; /* counters of a rank, as in segment.py */
+/* Counters of a rank, as in segment.py */
+enum { ARRIVED = 0, CALL = 1, TRANSFER = 3, BELL = 8, ASLEEP = 9, COUNTERS = 16 };
 enum { WRITE, SUM, COLLECT };                 /* what comes next */
 enum { DONE = -1, DIFFERS = -2 };             /* or the rank that is awaited */
 enum { AROUND_THE_CACHE = 1 << 18, BLOCK = 512, MOST_RANKS = 64 };
@@ -17,7 +22,7 @@ enum { AROUND_THE_CACHE = 1 << 18, BLOCK = 512, MOST_RANKS = 64 };
 typedef struct {
     int64_t *counters;
     char *slots; /* (2, ranks, row_bytes) */
-    int64_t rank, ranks, row_bytes, sliced, line; /* line: counters from one rank to the next */
+    int64_t rank, ranks, row_bytes, sliced;
     int64_t arrivals, pieces;
     char *tensor;
     int64_t size, dtype, root, call, transfer; /* root: who wants the sum, or -1 for all */
@@ -72,16 +77,22 @@ static void sum(const Call *c, char *total, char *const *parts, int64_t size) {
 }
 
 static void arrive(Call *c) {
-    int64_t *own = c->counters + c->rank * c->line, odd = ++c->arrivals % 2;
+    int64_t *own = c->counters + c->rank * COUNTERS, odd = ++c->arrivals % 2;
     own[CALL + odd] = c->call;
     own[TRANSFER + odd] = c->transfer;
     __atomic_store_n(own + ARRIVED, c->arrivals, __ATOMIC_RELEASE); /* after all that is above */
+    own[BELL]++;
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    if (own[ASLEEP]) {
+        own[ASLEEP] = 0;
+        syscall(SYS_futex, own + BELL, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+    }
 }
 
 /* Look that often for the others' arrival. */
 static int64_t wait(const Call *c, int64_t spins) {
     for (int64_t r = 0; r < c->ranks; r++) {
-        const int64_t *other = c->counters + r * c->line, odd = c->arrivals % 2;
+        const int64_t *other = c->counters + r * COUNTERS, odd = c->arrivals % 2;
         while (__atomic_load_n(other + ARRIVED, __ATOMIC_ACQUIRE) < c->arrivals) {
             if (spins-- <= 0) return r;
 #ifdef __x86_64__

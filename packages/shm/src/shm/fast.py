@@ -25,7 +25,7 @@ class Call(ctypes.Structure):
 
     _fields_ = [("counters", ctypes.c_void_p), ("slots", ctypes.c_void_p)]
     _fields_ += [(name, ctypes.c_int64) for name in ("rank", "ranks", "row_bytes", "sliced")]
-    _fields_ += [(name, ctypes.c_int64) for name in ("line", "arrivals", "pieces")]
+    _fields_ += [(name, ctypes.c_int64) for name in ("arrivals", "pieces")]
     _fields_ += [("tensor", ctypes.c_void_p)]
     _fields_ += [(name, ctypes.c_int64) for name in ("size", "dtype", "root", "call", "transfer")]
     _fields_ += [(name, ctypes.c_int64) for name in ("start", "next")]

@@ -15,7 +15,7 @@ from torch import Tensor
 from shm.calls import Op, number_of_call
 from shm.exchange import COMPUTED_WITH, ROW_BYTES, Exchange
 from shm.messages import BOX_BYTES, CACHE_LINES_PER_BOX, Messages
-from shm.segment import PASSED, REACHED, Segment, Steps
+from shm.segment import CACHE_LINES_PER_RANK, PASSED, REACHED, Segment, Steps
 from shm.work import NAP, CallQueue, Work, pending, without_autograd
 
 Tensors = list[Tensor]  # of one tensor: torch once had one for each device of a process
@@ -69,10 +69,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         boxes, rows = size * size, 2 * size * ROW_BYTES  # how many, and bytes
-        cache_lines = size + CACHE_LINES_PER_BOX * boxes
+        first = CACHE_LINES_PER_RANK * size  # cache line of a box
+        cache_lines = first + CACHE_LINES_PER_BOX * boxes
         self.segment = Segment(store, rank, size, cache_lines, rows + boxes * BOX_BYTES, timeout)
         self.exchange = Exchange(self.segment)
-        self.messages = Messages(self.segment, size, rows)
+        self.messages = Messages(self.segment, first, rows)
         self.collectives: CallQueue = deque()
         self.group_title = ""
         self.description = ""
@@ -305,7 +306,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def send(self, tensors: Tensors, rank: int, tag: int) -> Work:
         content = without_gaps(flat(tensors[0])).view(torch.uint8)
         work = Work(self.segment, self.messages.put(content, rank, tag), tensors)
-        return pending.start(self.messages.outgoing[rank], work, wait=False)
+        return self.start_message(self.messages.outgoing[rank], work)
 
     def recv(self, tensors: Tensors, rank: int | None, tag: int) -> Work:
         strides = zip(tensors[0].stride(), tensors[0].shape, strict=True)
@@ -313,7 +314,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
             got = f"strides {tensors[0].stride()} of {tuple(tensors[0].shape)}"
             raise ValueError(f"shm: got {got}, expected memory for each element: try .contiguous()")
         work = Work(self.segment, self.receive_steps(tensors[0], rank, tag), tensors)
-        return pending.start(deque(), work, wait=False)
+        return self.start_message(deque(), work)
+
+    def start_message(self, queue: CallQueue, work: Work) -> Work:
+        is_complete = pending.ends_soon(work, wait=False)
+        return work if is_complete else pending.start(queue, work, wait=False)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         return self.recv(tensors, None, tag)

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -20,9 +21,8 @@ from torch.futures import Future
 
 from shm.segment import Segment, Steps
 
-SPINS, CHECK = 1000, 200  # polls before the first nap, and between checks that a rank lives
+CHECK = 200  # polls between checks that a rank lives
 NAP, LONGEST_NAP = 50e-6, 1e-3  # seconds
-SOON = 100  # polls of a call that is alone
 PATIENCE = 0.01  # seconds: DDP asks for a future at once, and waiting here is faster than a thread
 
 CallQueue = deque["Work"]  # calls that must be carried out in their order
@@ -34,6 +34,7 @@ class Work(dist.Work):
     outputs: what the call's future holds. limit: how long it may wait for the others.
     """
 
+    awaited: Sequence[int] = ()  # ranks
     deadline = 0.0  # known from the first poll on
     polls = 0
     done = False
@@ -68,7 +69,8 @@ class Work(dist.Work):
 
     def poll(self) -> None:
         """Let the steps go on; fail if a rank that they wait for has ended or is too late."""
-        awaited, self.polls = next(self.steps), self.polls + 1
+        self.awaited = awaited = next(self.steps)
+        self.polls += 1
         if self.polls == 1:
             self.deadline = time.monotonic() + self.limit.total_seconds()
         if self.polls % CHECK:
@@ -165,7 +167,7 @@ class Pending:
             return False
         try:
             next(work.steps)
-            for _ in range(SOON if wait else 0):
+            for _ in range(work.segment.spins if wait else 0):
                 os.sched_yield()
                 next(work.steps)
         except StopIteration as end:
@@ -206,8 +208,10 @@ class Pending:
                     return False
                 self.poll()
                 polls += 1
-                if polls < SPINS:
-                    os.sched_yield()  # nothing, unless there are more ranks than cores
+                if polls < work.segment.spins:
+                    os.sched_yield()
+                elif len(self.running) == 1 and len(work.awaited) == 1:
+                    work.segment.sleep_until_bell(work.awaited[0], LONGEST_NAP)
                 else:
                     time.sleep(NAP)
             return True
