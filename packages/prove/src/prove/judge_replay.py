@@ -180,7 +180,9 @@ class Comparer:
             return self.compare_weights(apart)
         facts = {"apart": apart, "step": 1, "at": self.at}
         if apart <= self.wrong_from:
-            return Comparison(Outcome.TOO_CLOSE, Reason.TOO_CLOSE, facts)
+            in_float64 = self.limit == FLOAT64_LIMIT
+            reason = Reason.TOO_CLOSE if in_float64 else Reason.TOO_CLOSE_IN_FLOAT32
+            return Comparison(Outcome.TOO_CLOSE, reason, facts)
         return self.difference(of_ranks, of_one, facts)
 
     def obstacle(self) -> Comparison | None:

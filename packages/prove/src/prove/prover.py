@@ -137,7 +137,7 @@ class Prover:
                 file.unlink()
             if number:
                 kind = "in its own precision" if settings.emulate else "watched from outside only"
-                self.say(f"it does not run so: again, {kind}")
+                self.say(f"it ends with {error_of(self.observed)}: again, {kind}")
             outcome = self.run(settings, self.args.command)
             self.observed, self.settings = outcome, settings
             if not failed(outcome):

@@ -503,6 +503,11 @@ class Reason(Enum):
         "a mistake from rounding ({at})",
         "if a part of the step computes in float32, --float32 allows for that",
     )
+    TOO_CLOSE_IN_FLOAT32 = Words(
+        "step {step} differs by {apart:.0e} of its length from that of one rank: in float32, too "
+        "close to tell a mistake from rounding ({at})",
+        "what is said above the table kept it from running in float64",
+    )
     LITTLE_PRECISION = Words(
         "gradient of step 1 equal to {apart:.0e} of its length, weights after step {steps} to "
         "{weights_apart:.0e} of their change: too little precision to tell"
