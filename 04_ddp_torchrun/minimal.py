@@ -15,7 +15,6 @@ inputs = torch.randn(6000, 64)
 labels = (inputs @ torch.randn(64, 10)).argmax(dim=1)  # 10 classes that can be learned
 train_set = TensorDataset(inputs[:5000], labels[:5000])
 test_set = TensorDataset(inputs[5000:], labels[5000:])
-
 local_rank = int(os.environ["LOCAL_RANK"])  # my number on this machine, and that of my GPU
 device = torch.device(f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu")
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
@@ -42,4 +41,5 @@ for epoch in range(5):
         print(f"epoch {epoch}: {correct.item() / len(test_set):.1%} of {len(test_set)} right")
 if rank == 0:
     torch.save(model.state_dict(), "model.pt")
+dist.barrier()  # nobody leaves before all have finished
 dist.destroy_process_group()

@@ -4,6 +4,7 @@ python benchmarks/pictures.py
 """
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,7 +46,10 @@ def mean() -> str:
         f"Two ranks hold the same weight and different samples. Their gradients, {each[0]:g} and "
         f"{each[1]:g}, are averaged to {average:g}, and both make the same update.",
     )
-    drawing.words(WIDTH / 2, 18, "a global batch of four samples", anchor="middle", bold=True)
+    drawing.words(WIDTH / 2, 18, "a global batch: four samples x", anchor="middle", bold=True)
+    task = (
+        "The model computes weight × x. The target is 2x, and the loss is the mean squared error."
+    )
     for i, sample in enumerate(samples.tolist()):
         x = 200 + 52 * i
         drawing.box(x, 28, 44, 30, f"rank {i % 2}")
@@ -62,8 +66,8 @@ def mean() -> str:
         drawing.line(middle, 188, WIDTH / 2 + (60 if rank else -60), 214, arrow=True)
         drawing.line(WIDTH / 2 + (60 if rank else -60), 254, middle, 280, arrow=True)
         drawing.box(left, 284, 250, 52, "none", f"rank {rank}")
-        new = f"weight 1 + {rate} × {-average:g} = {1 - rate * average:g}"
-        drawing.words(middle, 305, "optimizer:", anchor="middle")
+        new = f"1 − {rate} × ({minus(average)}) = {1 - rate * average:g}"
+        drawing.words(middle, 305, f"optimizer, rate {rate}: weight", anchor="middle")
         drawing.words(middle, 326, new, anchor="middle", bold=True)
     drawing.box(130, 218, 340, 34, "none", "sending")
     sums = f"({minus(each[0])} {minus(each[1], ' ')}) / 2 = {minus(average)}"
@@ -71,7 +75,8 @@ def mean() -> str:
     whole = gradient(samples)
     alone = f"gradient {minus(whole)}, weight {1 - rate * whole:g}"
     drawing.words(WIDTH / 2, 364, f"One process with all four: {alone}.", anchor="middle")
-    return drawing.text(376)
+    drawing.words(WIDTH / 2, 388, task, anchor="middle", size=14)
+    return drawing.text(400)
 
 
 def minus(number: float, after: str = "") -> str:
@@ -223,6 +228,56 @@ def ranks() -> str:
     return drawing.text(232)
 
 
+def formats() -> str:
+    """The bits of each format, and which of the sizes that a gradient has it can hold."""
+    drawing = Drawing("What a number of 32 or 16 bits holds", "")
+    for name, begin in (("sign", 74), ("exponent: how large", 150), ("fraction: how exact", 352)):
+        kind = {"sign": "optimizer", "expo": "forward", "frac": "parameters"}[name[:4]]
+        drawing.box(begin, 4, 14, 14, kind)
+        drawing.words(begin + 20, 17, name)
+    names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    for row, (name, dtype) in enumerate(names.items()):
+        about, y = torch.finfo(dtype), 30 + 34 * row
+        fraction = round(-math.log2(about.eps))
+        exponent = about.bits - 1 - fraction
+        drawing.words(4, y + 19, name, bold=True)
+        x = 74.0
+        for kind, bits in (("optimizer", 1), ("forward", exponent), ("parameters", fraction)):
+            for _ in range(bits):
+                drawing.box(x, y, 14, 26, kind)
+                x += 15.5
+    low, high, left = -46, 40, 74
+    scale = (WIDTH - left - 8) / (high - low)
+
+    def place(value: float) -> float:
+        return left + (math.log10(value) - low) * scale
+
+    for row, (name, dtype) in enumerate(names.items()):
+        about, y = torch.finfo(dtype), 172 + 34 * row
+        smallest = about.smallest_normal * about.eps  # what rounds to 0 is smaller still
+        drawing.words(4, y + 19, name, bold=True)
+        drawing.box(place(smallest), y, place(about.max) - place(smallest), 26, "batch")
+        drawing.description += f"{name}: from {smallest:.0e} to {about.max:.0e}. "
+    drawing.words(4, 158, "from the smallest to the largest number", bold=True)
+    y = 278
+    for value, text in (
+        (1e-40, "1e-40"),
+        (1e-20, "1e-20"),
+        (1.0, "1"),
+        (1e20, "1e20"),
+        (1e38, "1e38"),
+    ):
+        drawing.line(place(value), y, place(value), y + 6)
+        drawing.words(place(value), y + 22, text, anchor="middle", size=14)
+    small, y = 1e-8, 316
+    drawing.line(place(small), y, place(small * 65536), y, arrow=True)
+    drawing.box(place(small) - 4, y - 4, 8, 8, "gradients")
+    text = "a gradient of 1e-8 is 0 in fp16; times 65536, it fits"
+    drawing.words(place(1.0) - 8, y + 24, text, "gradients", "middle", bold=True)
+    drawing.line(place(small), 240, place(small), y - 6)
+    return drawing.text(350)
+
+
 def memory() -> str:
     """What each process or replica holds, stage by stage."""
     results = json.loads((RESULTS / "amd-epyc-2-cores.json").read_text())["process_memory"]
@@ -295,6 +350,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "samples_03": lambda: samples("01", "03"),
     "padding": padding,
     "ranks": ranks,
+    "formats": formats,
     "memory": memory,
     "levels": levels,
     "timeline": recorded("net-bn"),

@@ -24,8 +24,10 @@ from typing import Any
 from timeline_draw import draw, summary
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parent))  # a reader's script stands elsewhere
+# A reader's script stands elsewhere.
+sys.path += [str(HERE.parent), str(HERE.parent / "packages" / "prove" / "src")]
 from common.options import Parser, UsageError, exit_on, int_at_least  # noqa: E402
+from prove.launch import hooked  # noqa: E402
 
 WARM_UP = 5  # steps that are not compared
 STAGES = {"01": "01 one process", "02": "02 DataParallel", "03": "03 all-reduce by hand"}
@@ -37,12 +39,8 @@ Recording = dict[str, Any]
 def run(command: Sequence[str], quiet: bool) -> list[Recording]:
     """What each process of the command recorded, by rank. SystemExit if the command fails."""
     with TemporaryDirectory() as folder:
-        paths = [str(HERE / "timeline_hooks"), os.environ.get("PYTHONPATH", "")]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        env |= {
-            "TIMELINE_FOLDER": folder,
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        }
+        env = {"OMP_NUM_THREADS": "1", **os.environ, "TIMELINE_FOLDER": folder}
+        env |= hooked(os.environ, HERE, "timeline_record")
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if quiet else {}
         try:
             done = subprocess.run(command, env=env, text=True, check=False, **pipes)

@@ -1,7 +1,7 @@
 """Record when a process computes and sends, through hooks on torch: the script does not change.
 
-timeline.py starts the script with timeline_hooks/ on its path, which calls `install`. Each process
-that takes an optimizer step writes its spans to a file. Needs nothing but torch.
+timeline.py starts the script with prove's hook on its path, which calls `install`. Each process
+that takes an optimizer step writes its spans to a file in TIMELINE_FOLDER.
 
 On a CPU, `time.perf_counter` is one clock for all processes of a machine. On a GPU, the CPU runs
 ahead, so a mark is a CUDA event, which the GPU reaches later (no GPU has run this yet).
@@ -208,8 +208,8 @@ def watch_buckets(ddp: Any) -> None:
         ddp.register_comm_hook(ddp.process_group, average)
 
 
-def install(folder: str) -> Recorder:
-    recorder = Recorder(Path(folder))
+def install() -> Recorder:
+    recorder = Recorder(Path(os.environ["TIMELINE_FOLDER"]))
     register_module_forward_pre_hook(recorder.before_module)
     register_module_forward_hook(recorder.after_module, always_call=True)
     register_optimizer_step_pre_hook(recorder.before_optimizer)

@@ -169,7 +169,7 @@ def torchrun_variables(rank: int | str, world_size: int, port: int | str) -> dic
 
 
 def run_rank(rank: int, start: Start, answer: Connection, function: Callable, args: tuple) -> None:
-    """What each process does."""
+    """Join the group, call the function, and answer with what it returns, or with its error."""
     end_with_parent()
     if start.quiet:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

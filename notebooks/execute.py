@@ -77,8 +77,8 @@ def made_of() -> list[Path]:
     """The results that are committed, and the programs that draw them."""
     paths = (ROOT / "benchmarks" / "results").glob("*.json")
     results = [path for path in paths if "-" not in path.name or path.name in MACHINES]
-    programs = [*(ROOT / "benchmarks").glob("*.py"), ROOT / "notebooks" / "same_result.py"]
-    return sorted([*results, *programs])
+    own = [ROOT / "notebooks" / name for name in ("measure_link.py", "same_result.py")]
+    return sorted([*results, *(ROOT / "benchmarks").glob("*.py"), *own])
 
 
 def stamp() -> str:

@@ -62,7 +62,7 @@ def try_row(row: BreakRow) -> bool:
     with TemporaryDirectory() as name:
         copy = Path(name, "copy")
         copytree(ROOT, copy, ignore=NOT_COPIED)
-        (copy / folder / file).write_text(changed_source(row.key, file, [row.change]))
+        (copy / folder / file).write_text(changed_source(ROOT / folder / file, [row.change]))
         pytest = [sys.executable, "-m", "pytest", "-q", "--tb=short", test]
         done = subprocess.run(pytest, cwd=copy, capture_output=True, text=True)
     errors = re.findall(r"^E +(?:assert|[\w.]+Error).*", done.stdout, re.M)

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from common.options import Parser, UsageError, exit_on, int_at_least
 from common.ranks import run_ranks
-from gradients import require_equal
 
 PIECE_BYTES = 2**22  # of a message: while one is added up, the next one is sent
 
@@ -51,11 +50,10 @@ def simple_all_reduce(tensor: Tensor, after_step: Callable[[Tensor], object]) ->
         after_step(tensor)
 
 
-def ring_all_reduce(tensor: Tensor, ahead: int = 1) -> int:
+def ring_all_reduce(tensor: Tensor) -> int:
     """The same ring, faster: a chunk is sent in pieces, and no piece waits for the others.
 
-    tensor: contiguous. ahead: how many pieces are requested before they are needed. Returns the
-    bytes that this rank sent. checked_all_reduce also checks that all ranks have equal tensors.
+    tensor: contiguous, of the same shape on every rank. Returns the bytes that this rank sent.
     """
     rank, n = dist.get_rank(), dist.get_world_size()
     left, right = (rank - 1) % n, (rank + 1) % n
@@ -69,14 +67,14 @@ def ring_all_reduce(tensor: Tensor, ahead: int = 1) -> int:
     # What arrives in step s, chunk (rank - s - 1), is what leaves in step s + 1.
     targets = [(s, piece) for s in range(steps) for piece in chunks[(rank - s - 1) % n]]
     # In the first n - 1 steps, what arrives is added, so it must not overwrite.
-    scratch = flat.new_empty(ahead + 1, min(length, len(flat)))
+    scratch = flat.new_empty(2, min(length, len(flat)))  # one is added up while the other fills
     buffers = [
-        scratch[index % (ahead + 1), : len(piece)] if step < n - 1 else piece
+        scratch[index % 2, : len(piece)] if step < n - 1 else piece
         for index, (step, piece) in enumerate(targets)
     ]
     sends: list[Any] = [dist.isend(piece, right) for piece in chunks[rank] if steps]
     sent = sum(piece.nbytes for piece in chunks[rank] if steps)
-    for (step, target), arrived in zip(targets, receive(buffers, left, ahead), strict=True):
+    for (step, target), arrived in zip(targets, receive(buffers, left), strict=True):
         if step < n - 1:
             target += arrived
         if step + 1 < steps:
@@ -89,26 +87,14 @@ def ring_all_reduce(tensor: Tensor, ahead: int = 1) -> int:
     return sent
 
 
-def receive(buffers: list[Tensor], source: int, ahead: int) -> Iterator[Tensor]:
-    """Fill the buffers in turn and yield each, while `ahead` more are already requested."""
+def receive(buffers: list[Tensor], source: int) -> Iterator[Tensor]:
+    """Fill the buffers in turn and yield each, while the next one is already requested."""
     requests: list[Any] = []
     for index, buffer in enumerate(buffers):
-        while len(requests) < min(index + 1 + ahead, len(buffers)):
-            requests.append(dist.irecv(buffers[len(requests)], source))
+        for ahead in buffers[len(requests) : index + 2]:
+            requests.append(dist.irecv(ahead, source))
         requests[index].wait()
         yield buffer
-
-
-def checked_all_reduce(tensor: Tensor) -> int:
-    """ring_all_reduce, after a check that all ranks have equal tensors (two small all-gathers).
-
-    Raises UsageError on every rank if shapes or dtypes differ, or one is not contiguous.
-    """
-    gaps = "" if tensor.is_contiguous() else " with gaps"
-    require_equal([f"{list(tensor.shape)} {tensor.dtype}{gaps}"])  # every rank must reach this line
-    if gaps:
-        raise UsageError("the ring needs a tensor without gaps: try .contiguous()")
-    return ring_all_reduce(tensor)
 
 
 def trace(rank: int, length: int) -> tuple[int, list[str]]:

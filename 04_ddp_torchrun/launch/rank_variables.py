@@ -12,44 +12,40 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from common.options import Parser, UsageError, exit_on, int_at_least
 
-NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-PRINTED_VARIABLES = " ".join(f"${name}" for name in NAMES)
 
-
-@dataclass(frozen=True)
-class Process:
+class Process(NamedTuple):
     rank: int
     local_rank: int
     world_size: int
     local_world_size: int
 
 
-def torchrun(nodes: list[int], node: int, port: int) -> list[str]:
-    """The command for that node. --no-python: its processes are shells, which start at once."""
-    size = f"--nnodes={len(nodes)} --node-rank={node} --nproc-per-node={nodes[node]}"
-    meeting_point = f"--master-addr=127.0.0.1 --master-port={port}"
-    return [
-        *f"torchrun {size} {meeting_point} --no-python sh -c".split(),
-        f"echo {PRINTED_VARIABLES}",
-    ]
+PRINT_THEM = f"echo {' '.join(f'${name.upper()}' for name in Process._fields)}"  # $RANK ...
+
+
+def arguments_of(nodes: list[int], node: int) -> list[str]:
+    """What torchrun gets on that node."""
+    return f"--nnodes={len(nodes)} --node-rank={node} --nproc-per-node={nodes[node]}".split()
 
 
 def launch(nodes: list[int]) -> list[list[Process]]:
     """The processes of each node, in the order of their ranks."""
     with socket.socket() as probe:  # a free port, where the torchruns meet
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    run = [sys.executable, "-m", "torch.distributed.run"]
+        meeting_point = f"--master-addr=127.0.0.1 --master-port={probe.getsockname()[1]}".split()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *meeting_point]
+    shell = ["--no-python", "sh", "-c", PRINT_THEM]  # it starts at once
+    pipe, env = subprocess.PIPE, {**os.environ, "OMP_NUM_THREADS": "1"}
     agents = [
         subprocess.Popen(
-            [*run, *torchrun(nodes, node, port)[1:]],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            [*torchrun, *arguments_of(nodes, node), *shell],
+            env=env,
+            stdout=pipe,
+            stderr=pipe,
             text=True,
         )
         for node in range(len(nodes))
@@ -62,19 +58,18 @@ def launch(nodes: list[int]) -> list[list[Process]]:
     for agent, (_, errors) in zip(agents, outputs, strict=True):
         if agent.returncode:
             raise RuntimeError(f"torchrun ended with {agent.returncode}: {errors}")
-    processes = [
-        [Process(*map(int, line.split())) for line in output.splitlines()] for output, _ in outputs
+    return [
+        sorted(Process(*map(int, line.split())) for line in output.splitlines())
+        for output, _ in outputs
     ]
-    return [sorted(node, key=lambda process: process.rank) for node in processes]
 
 
 def cyclic(nodes: list[int]) -> list[list[int]]:
     """The ranks of each node when they are dealt to the nodes in turn, as `srun -m cyclic` does."""
-    turns = [(turn, node) for node, size in enumerate(nodes) for turn in range(size)]
-    dealt: list[list[int]] = [[] for _ in nodes]
-    for rank, (_, node) in enumerate(sorted(turns)):
-        dealt[node].append(rank)
-    return dealt
+    turns = sorted((turn, node) for node, size in enumerate(nodes) for turn in range(size))
+    return [
+        [rank for rank, (_, of) in enumerate(turns) if of == node] for node in range(len(nodes))
+    ]
 
 
 def verdict(ranks: list[int]) -> str:
@@ -93,33 +88,31 @@ def print_row(name: str, numbers: list[int], note: str = "") -> None:
     print(f"  {name:<12}{cells}" + (f"   {note}" if note else ""))
 
 
+def print_modulo(ranks: list[int]) -> None:
+    print_row(f"rank % {len(ranks)}", [rank % len(ranks) for rank in ranks], verdict(ranks))
+
+
 def main() -> None:
     parser = Parser(__doc__)
+    count = int_at_least(1, below=65)
     parser.add_argument(
-        "--nodes",
-        nargs="+",
-        default=[8, 8],
-        type=int_at_least(1, below=65),
-        metavar="N",
-        help="processes on each node",
+        "--nodes", nargs="+", default=[8, 8], type=count, metavar="N", help="processes on each node"
     )
     nodes = parser.parse_args().nodes
     if sum(nodes) > 64:
         raise UsageError(f"--nodes makes {sum(nodes)} processes on this machine: try 64 at most")
     for node, processes in enumerate(launch(nodes)):
-        ranks = [process.rank for process in processes]
-        command = torchrun(nodes, node, 29500)[:4]
-        print(f"node {node}: {' '.join(command)} ...")
+        ranks, local_ranks, world_size, local_world_size = map(list, zip(*processes, strict=True))
+        print(f"node {node}: torchrun {' '.join(arguments_of(nodes, node))} ...")
         print_row("RANK", ranks)
-        print_row("LOCAL_RANK", [process.local_rank for process in processes])
-        print_row(f"rank % {len(ranks)}", [rank % len(ranks) for rank in ranks], verdict(ranks))
-        process = processes[0]
-        print(f"  WORLD_SIZE {process.world_size}, LOCAL_WORLD_SIZE {process.local_world_size}")
+        print_row("LOCAL_RANK", local_ranks)
+        print_modulo(ranks)
+        print(f"  WORLD_SIZE {world_size[0]}, LOCAL_WORLD_SIZE {local_world_size[0]}")
     if len(nodes) > 1:
         print("\nunder srun -m cyclic (computed: the tasks are dealt to the nodes in turn)")
         for node, ranks in enumerate(cyclic(nodes)):
             print_row(f"node {node}", ranks)
-            print_row(f"rank % {len(ranks)}", [rank % len(ranks) for rank in ranks], verdict(ranks))
+            print_modulo(ranks)
 
 
 if __name__ == "__main__":

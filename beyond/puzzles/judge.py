@@ -24,7 +24,7 @@ from common.options import Parser, UsageError, exit_on, int_at_least
 from prove import NotJudgedError, launch
 from prove.__main__ import parse_args
 from prove.prover import prove
-from prove.table import NOT_SEEN, ONE_RANK, RIGHT, WRONG, NotObservedError, ReportRow, table
+from prove.table import NOT_SEEN, RIGHT, WRONG, Check, NotObservedError, ReportRow, table
 from traces import (
     HERE,
     PUZZLES,
@@ -92,7 +92,7 @@ def judge_runs(puzzle: Puzzle, script: Path) -> Verdict:
     rows = prove_rows(script)
     said = {row.check for row in rows if row.verdict == WRONG}
     said |= {row.check for row in rows if row.check in puzzle.rows and row.verdict != RIGHT}
-    said |= {row.check for row in rows if row.check == ONE_RANK and row.verdict == NOT_SEEN}
+    said |= {row.check for row in rows if row.check == Check.ONE_RANK and row.verdict == NOT_SEEN}
     if said:
         return Verdict(False, f"prove still objects to: {', '.join(sorted(said))} (see HINT=1)")
     return Verdict(True, puzzle.mistake)

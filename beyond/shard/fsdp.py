@@ -118,7 +118,7 @@ class ShardedLayer:
             self.gather_work = all_gather_single(self.flat, self.shard, async_op=True)
 
     def unshard(self) -> Tensor:
-        """All parameters, flat."""
+        """This layer's parameters of all ranks, side by side; gathered now if they are not yet."""
         self.start_gather()
         self.wait()
         assert self.flat is not None
@@ -159,7 +159,7 @@ class ShardedLayer:
         return tensor.size(), tensor.stride(), int(tensor.storage_offset())
 
     def unpack(self, saved: Tensor | Place) -> Tensor:
-        """What backward reads."""
+        """What backward reads: at a place, the parameter, from the layer that is gathered again."""
         if isinstance(saved, Tensor):
             return saved
         flat = self.unshard()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, optim
 from torch.nn import Parameter
 
+from common.chapters import load_chapter
 from shards import (
     ReduceScatter,
     ShardingError,
@@ -24,6 +25,7 @@ from shards import (
     require_elementwise,
 )
 
+cut_into_buckets = load_chapter("03", "reducers/reducers").cut_into_buckets
 BUCKET_BYTES = 4 * 2**20  # ZeRO-2 keeps up to three buckets of unsharded gradients in backward
 
 
@@ -49,17 +51,6 @@ class ShardedBucket(Shards):
         all_gather_single(self.memory, self.shard_of(self.memory).clone())
 
 
-def buckets_in_backward_order(parameters: list[Parameter]) -> list[list[Parameter]]:
-    """Groups of one dtype and device, from the last parameter to the first: backward's order."""
-    groups: dict[tuple, list[list[Parameter]]] = {}
-    for parameter in reversed(parameters):
-        buckets = groups.setdefault((parameter.dtype, parameter.device), [[]])
-        if sum(each.nbytes for each in buckets[-1]) >= BUCKET_BYTES:
-            buckets.append([])
-        buckets[-1].append(parameter)
-    return [bucket for buckets in groups.values() for bucket in buckets]
-
-
 class ShardedOptimizer(optim.Optimizer):
     """ZeRO-1: wraps an optimizer that treats each element apart, like SGD, Adam and AdamW.
 
@@ -76,17 +67,16 @@ class ShardedOptimizer(optim.Optimizer):
         for frozen in (p for p in all_parameters if not p.requires_grad):
             dist.broadcast(frozen.detach(), src=0)
         trained = [p for p in all_parameters if p.requires_grad]
-        self.buckets = [
-            ShardedBucket(parameters) for parameters in buckets_in_backward_order(trained)
-        ]
+        groups = cut_into_buckets(trained, BUCKET_BYTES, BUCKET_BYTES)
+        self.buckets = [ShardedBucket(members) for members in groups]
         self.owned: dict[Parameter, Parameter] = {}  # the part of each parameter
         for bucket in self.buckets:
             self.owned |= zip(bucket.parameters, bucket.owned, strict=True)
-        groups = []
+        inner_groups = []
         for group in self.param_groups:
             parts = [self.owned[p] for p in group["params"] if p in self.owned]
-            groups.append({**group, "params": parts})
-        self.inner = optimizer_class(groups)
+            inner_groups.append({**group, "params": parts})
+        self.inner = optimizer_class(inner_groups)
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update({key: inner[key] for key in inner if key != "params"})  # with defaults
 

@@ -38,20 +38,19 @@ from common.chapters import load_chapter
 from common.options import Parser, int_at_least
 from helpers.local_ranks import (
     ROOT,
+    begin_script,
     context,
-    default_start,
     free_port,
     of_rank,
     run_script,
     store_of_a_launcher,
 )
 from helpers.small_disk import REFUSED, can_mount, fill, small_disk
-from helpers.stage_files import chapter
 from helpers.train_stage import Run, same_run, same_weights, train_once
 
 timing = load_chapter("benchmarks", "timing")
 
-durable = chapter("survive", "durable")
+durable = load_chapter("beyond/survive", "durable")
 SCRIPT = Path(durable.__file__).with_name("train.py")
 # Trials run side by side in threads. Each reads the status of its own processes, and of no others.
 multiprocessing.process._cleanup = lambda: None  # type: ignore[attr-defined]
@@ -192,7 +191,8 @@ def _inject(fault: Fault, rank: int, folder: Path) -> None:
     def step(self: torch.optim.SGD, *args: object, **more: object) -> object:
         nonlocal done
         done += 1
-        (folder / f"step.{rank}").write_text(str(done))
+        (part := folder / f"part.{rank}").write_text(str(done))
+        part.replace(folder / f"step.{rank}")  # killed while it writes, it leaves the one before
         if rank == 0 and done == 1:
             (folder / "first").write_text(str(time.time()))
         if fault.kind in SIGTERM:
@@ -216,7 +216,7 @@ def _inject(fault: Fault, rank: int, folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         real_fsync(file)
 
-    chapter("survive", "watchdog").BEAT_SECONDS = fault.beat_seconds
+    load_chapter("beyond/survive", "watchdog").BEAT_SECONDS = fault.beat_seconds
     torch.optim.SGD.step = step  # type: ignore[method-assign]
     if fault.kind == "kill-in-save":
         os.fsync = fsync
@@ -242,13 +242,7 @@ def _torchrun(fault: Fault, flags: tuple, folder: Path) -> None:
 def _rank_of_torchrun(fault: Fault, flags: tuple, folder: Path) -> None:
     rank = int(os.environ["RANK"])
     _inject(fault, rank, folder)
-    torch.set_num_threads(1)
-    default_start()
-    with open(folder / f"out.{rank}", "wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.argv = [str(SCRIPT), *flags]
-    sys.path.insert(0, str(SCRIPT.parent))
+    begin_script(str(SCRIPT), flags, f"{folder}/out.{rank}")
     runpy.run_path(str(SCRIPT), run_name="__main__")
     sys.stdout.flush()
 

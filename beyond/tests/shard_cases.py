@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD, AdamW, NAdam
 
-from helpers.stage_files import chapter, fresh_module
+from common.chapters import load_chapter
+from helpers.stage_files import FOLDERS, fresh_module
 
-language = chapter("shard", "language")
+language = load_chapter("beyond/shard", "language")
 FILES = ("shards.py", "zero.py", "fsdp.py", "full_state.py", "library_state.py", "levels.py")
 BY_HAND = ZERO_1, ZERO_2, FSDP = "optimizer", "gradients", "parameters"
 OPTIMIZERS = {
@@ -97,7 +98,7 @@ def one_process(name: str, optimizer: str, clip: float | None = None) -> dict[st
 
 def changed_levels(changes: tuple = ()) -> ModuleType:
     """levels.py and what it imports, with changed lines."""
-    return [fresh_module("shard", file, changes, register=True) for file in FILES][-1]
+    return [fresh_module(FOLDERS["shard"] / file, changes, register=True) for file in FILES][-1]
 
 
 def train_steps(training, steps, micro_batches: int = 1, clip: float | None = None) -> None:

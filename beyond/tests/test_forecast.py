@@ -11,12 +11,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
+from common.chapters import load_chapter
 from helpers.local_ranks import on_ranks
 from helpers.refusals import ended, refused
-from helpers.stage_files import chapter, fresh_module, output_of
+from helpers.stage_files import FOLDERS, fresh_module, output_of
 
-paper = chapter("forecast", "step_model")
-gradient_order = chapter("forecast", "gradient_order")
+paper = load_chapter("beyond/forecast", "step_model")
+gradient_order = load_chapter("beyond/forecast", "gradient_order")
 SLOW = paper.Link(1e-3, 1e8)
 
 FORECAST = "forecast --parameters=7e7 --step-ms=23 --batch-size=32 --gbit=50 --latency-us=800"
@@ -41,7 +42,8 @@ PRINTED = {  # by a chapter with these flags: rows, with one space between their
 def test_what_a_chapter_prints(call):
     """Of step_model.py, forecast.py and gradient_order.py."""
     name, *flags = call.split()
-    lines = [" ".join(line.split()) for line in output_of("forecast", name, *flags).splitlines()]
+    output = output_of("beyond/forecast", name, *flags)
+    lines = [" ".join(line.split()) for line in output.splitlines()]
     assert [row for row in PRINTED[call].split(" | ") if row not in lines] == []
 
 
@@ -108,7 +110,7 @@ def test_a_ring_takes_what_its_messages_take_one_after_the_other():
     old = "return 2 * (world_size - 1) * (link.alpha"
     without_all_gather = old.replace("2 * ", "", 1)
     change = ("step_model.py", old, without_all_gather)
-    broken = fresh_module("forecast", "step_model.py", (change,))
+    broken = fresh_module(FOLDERS["forecast"] / "step_model.py", (change,))
     for size, ranks in ((s, n) for s in (4, 2**20, 25 * 2**20) for n in (2, 3, 8, 64)):
         expected = pytest.approx(simulated_ring(size, ranks, SLOW))
         assert paper.ring(size, ranks, SLOW) == expected != broken.ring(size, ranks, SLOW)
@@ -155,7 +157,7 @@ def test_the_buckets_are_those_that_ddp_really_sends(rank):
         "gradient_order.py",
         *(f"FIRST_BYTES, BUCKET_BYTES = {x}" for x in (old, new)),
     )
-    other = fresh_module("forecast", "gradient_order.py", (change,))
+    other = fresh_module(FOLDERS["forecast"] / "gradient_order.py", (change,))
     assert sizes != [bucket.size for bucket in other.fill_buckets(gradients)], "the control"
 
 

@@ -11,13 +11,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
+from common.chapters import load_chapter
 from helpers.local_ranks import gather_from_ranks, launch_function, on_ranks
 from helpers.refusals import ended, refused
-from helpers.stage_files import chapter, fresh_module
+from helpers.stage_files import FOLDERS, fresh_module
 
 LOCAL_SGD = "local_sgd.py"
-local = chapter("local_sgd", "local_sgd")
-received_bytes = chapter("shard", "traffic").received_bytes
+local = load_chapter("beyond/local_sgd", "local_sgd")
+received_bytes = load_chapter("beyond/shard", "traffic").received_bytes
 MEAN = {"lr": 1.0, "momentum": 0.0}
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux counts the bytes of a socket")
 
@@ -99,9 +100,8 @@ def h_1_is_ddp(rank: int) -> None:
             control = by_local_sgd(make_optimizer, STEPS, **{**once, **other})
             assert distance(control, ddp) > 1e-3, other
         for change in (SUM, ALONE):
-            control = by_local_sgd(
-                make_optimizer, STEPS, fresh_module("local_sgd", LOCAL_SGD, (change,)), **once
-            )
+            changed = fresh_module(FOLDERS["local_sgd"] / LOCAL_SGD, (change,))
+            control = by_local_sgd(make_optimizer, STEPS, changed, **once)
             assert distance(control, ddp) > 1e-3, change
     # The mean of linear steps is the step of the mean. Adam's step is not linear.
     assert distance(by_local_sgd(adam_w, STEPS, **once), by_ddp(adam_w, STEPS)) > 1e-3

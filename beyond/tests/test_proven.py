@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers.local_ranks import ROOT, command
-from helpers.stage_files import NOT_COPIED, changed_source
+from helpers.stage_files import FOLDERS, NOT_COPIED, changed_source
 
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2"]
 STAGES = {  # folder, how it is started, flags
@@ -54,7 +54,7 @@ def test_a_script_of_this_repository_is_right(key, tmp_path):
 def test_without_a_line_of_a_script_it_is_wrong(key, line, check, tmp_path):
     script = tmp_path / STAGES[key][0] / "train.py"
     shutil.copytree(ROOT / STAGES[key][0], script.parent, ignore=NOT_COPIED)
-    source = changed_source(key, "train.py", (("train.py", line),))
+    source = changed_source(FOLDERS[key] / "train.py", (("train.py", line),))
     forks = 'mp.start_processes(start_method="fork", fn='  # ranks need not import torch again
     script.write_text(source.replace("mp.spawn(train, (", forks + "train, args=("))
     assert verdicts(key, tmp_path, script)[check] == "WRONG"

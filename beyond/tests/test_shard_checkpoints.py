@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, AdamW
 
+from common.chapters import load_chapter
 from helpers.local_ranks import launch_function, on_ranks
-from helpers.stage_files import chapter
 from shard_cases import (
     BY_HAND,
     OPTIMIZERS,
@@ -32,7 +32,8 @@ from shard_cases import (
     train_steps,
 )
 
-measure = chapter("shard", "measure_levels")
+measure, zero = (load_chapter("beyond/shard", name) for name in ("measure_levels", "zero"))
+FullOptimizerState = load_chapter("beyond/shard", "full_state").FullOptimizerState
 
 
 def resumed(
@@ -101,7 +102,7 @@ def test_shard_a_run_saved_on_two_ranks_goes_on_on_three_and_in_a_plain_process(
 @on_ranks(2)
 def test_shard_a_parameter_that_was_never_used_has_no_state_as_in_a_plain_optimizer(rank):
     """ZeRO-1 takes such parameters. The first one of each bucket is among them."""
-    model, zero = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3)), chapter("shard", "zero")
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3))
     optimizer = zero.ShardedOptimizer(model.parameters(), AdamW, lr=0.1)
     plain = AdamW(copy.deepcopy(model).parameters(), lr=0.1)
     for stepped in (optimizer, plain):
@@ -109,7 +110,7 @@ def test_shard_a_parameter_that_was_never_used_has_no_state_as_in_a_plain_optimi
         (bias.sum() + weight.square().sum()).backward()
         stepped.step()
         assert last.grad is None
-    full_state = chapter("shard", "full_state").FullOptimizerState(model, optimizer)
+    full_state = FullOptimizerState(model, optimizer)
     full_state.collect()
     rows, plain_rows = full_state.state_dict()["state"], plain.state_dict()["state"]
     assert [*rows] == [*plain_rows] == [1, 2]
@@ -146,7 +147,7 @@ def test_shard_the_rate_of_a_resumed_run_is_that_of_its_own_flags():
     """An optimizer that loads its state makes new groups, so they are asked for each time."""
     optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     old_groups = optimizer.param_groups
-    full_state = chapter("shard", "full_state").FullOptimizerState(nn.Linear(1, 1), optimizer)
+    full_state = FullOptimizerState(nn.Linear(1, 1), optimizer)
     full_state.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     full_state.param_groups[0]["lr"] = 0.5
     assert optimizer.param_groups[0]["lr"] == 0.5
@@ -166,7 +167,6 @@ def test_shard_the_library_reaches_the_same_weights_and_shares_its_checkpoints()
 
 @on_ranks(2)
 def test_shard_steps_after_a_load_do_not_change_what_was_loaded(rank):
-    full_state, zero = chapter("shard", "full_state"), chapter("shard", "zero")
     model = nn.Linear(3, 2)
     optimizer = zero.ShardedOptimizer(model.parameters(), AdamW, lr=0.1)
     moments = {"step": torch.tensor(5.0)}
@@ -176,7 +176,7 @@ def test_shard_steps_after_a_load_do_not_change_what_was_loaded(rank):
     }
     groups = [{**optimizer.param_groups[0], "params": [0, 1]}]
     saved = {"state": rows, "param_groups": groups}
-    full_state.FullOptimizerState(model, optimizer).load_state_dict(saved)
+    FullOptimizerState(model, optimizer).load_state_dict(saved)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     assert saved["state"][0]["step"] == 5

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from common.chapters import load_chapter
 from helpers.local_ranks import command, launch_function
-from helpers.stage_files import chapter
 from shard_cases import (
     BY_HAND,
     FSDP,
@@ -25,7 +25,7 @@ from shard_cases import (
     join,
 )
 
-measure = chapter("shard", "measure_levels")
+measure = load_chapter("beyond/shard", "measure_levels")
 
 
 def small() -> nn.Module:
@@ -59,7 +59,7 @@ def test_shard_each_rank_holds_what_the_paper_says_and_nothing_besides(ranks):
             assert unlike_the_paper(held, level, ranks) == set()
 
 
-peak, fit = chapter("01", "peak"), chapter("01", "fit")
+peak, fit = load_chapter("01", "peak"), load_chapter("01", "fit")
 
 
 class Linears(peak.Plan):

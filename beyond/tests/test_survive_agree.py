@@ -8,16 +8,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from common.chapters import load_chapter
 from helpers.local_ranks import gather_from_ranks, on_ranks
-from helpers.stage_files import chapter, clock, fresh_module
+from helpers.stage_files import FOLDERS, clock, fresh_module
 
-agree = chapter("survive", "agree")
+agree = load_chapter("beyond/survive", "agree")
 
 
 def votes(rank: int, step_seconds: list[float], sigterm: int, without: tuple = ()) -> tuple:
     """In which steps this rank votes, and after which one it stops. sigterm: the step in which
     rank 1 receives it."""
-    module = fresh_module("survive", "agree.py", without)
+    module = fresh_module(FOLDERS["survive"] / "agree.py", without)
     module.time = time = clock()
     agreement, steps_with_a_vote = module.Agreement(30), []
     start_vote = agreement._start_vote

@@ -14,9 +14,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from helpers.stage_files import chapter, fresh_module
+from common.chapters import load_chapter
+from helpers.stage_files import FOLDERS, fresh_module
 
-durable = chapter("survive", "durable")
+durable = load_chapter("beyond/survive", "durable")
 MEGABYTE = 2**20
 
 
@@ -84,7 +85,8 @@ def test_a_kill_in_any_line_of_a_save_leaves_a_whole_checkpoint(case, tmp_path, 
     """A damaged one must not replace the good one before it."""
     monkeypatch.setattr(os, "fsync", id)  # it outlasts a power cut, not a kill, and takes its time
     saves_before, same_process, damaged, expected = KILLS[case]
-    module = fresh_module("survive", "durable.py", (UNCHECKED,) if "nobody" in case else ())
+    changes = (UNCHECKED,) if "nobody" in case else ()
+    module = fresh_module(FOLDERS["survive"] / "durable.py", changes)
     steps, killed = [], True
     while killed:
         path = tmp_path / str(len(steps)) / "checkpoint.pt"
@@ -232,6 +234,6 @@ def test_a_save_reads_nothing_unless_another_process_has_saved_before(tmp_path):
     save_large(durable)
     size = path.stat().st_size
     assert read_bytes(save_large, durable) < MEGABYTE
-    of_another_process = fresh_module("survive", "durable.py")
+    of_another_process = fresh_module(FOLDERS["survive"] / "durable.py")
     assert size < read_bytes(save_large, of_another_process) < size + MEGABYTE
     assert durable.is_whole(path)

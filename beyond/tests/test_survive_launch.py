@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, _utils
 
+from common.chapters import load_chapter
 from helpers.local_ranks import (
     ROOT,
     command,
@@ -25,9 +26,8 @@ from helpers.local_ranks import (
     on_ranks,
 )
 from helpers.refusals import ended, refused
-from helpers.stage_files import chapter
 
-launch = chapter("survive", "launch")
+launch = load_chapter("beyond/survive", "launch")
 SCRIPT = "beyond/survive/train.py"
 
 

@@ -9,10 +9,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from common.chapters import load_chapter
 from helpers.local_ranks import command, launch_ranks
-from helpers.stage_files import FOLDERS, chapter
+from helpers.stage_files import FOLDERS
 
-launch = chapter("survive", "launch")
+launch = load_chapter("beyond/survive", "launch")
 OWN_LOOP = FOLDERS["survive"] / "own_loop.py"
 MODULES = [FOLDERS["survive"] / f"{name}.py" for name in ("launch", "agree", "watchdog", "durable")]
 

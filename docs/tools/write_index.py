@@ -58,7 +58,7 @@ def files_of(folder: Path) -> list[Path]:
     if folder.name == "beyond":  # its folders have sections of their own
         files = [path for path in files if path.parent == folder]
     # What makes or tests the pages and programs answers no question.
-    unlisted = {"zh", "site", "tools", "tests", "pairs", "debug_hook", "__init__.py"}
+    unlisted = {"zh", "site", "tools", "tests", "pairs", "__init__.py"}
     files = [path for path in files if not unlisted & {*path.relative_to(folder).parts}]
     readme = folder / "README.md"
     links = re.findall(r"\]\(([^)#]+)", readme.read_text()) if readme.exists() else []

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -178,21 +178,26 @@ def forked(start: Callable) -> Callable:
     return lambda *args, **more: start(*args, **{**more, "start_method": "fork"})
 
 
+def begin_script(script: str, flags: Sequence[str], output: str) -> None:
+    """Make of this process one that has just begun the script and prints into this file."""
+    torch.set_num_threads(1)  # OMP_NUM_THREADS is read when torch is imported: before this process
+    default_start()
+    with open(output, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout.reconfigure(write_through=False, line_buffering=True)  # a line is written as one
+    sys.argv = [script, *flags]
+    sys.path[0:0] = [str(Path(script).parent)]
+
+
 def run_script(
     rank: int, env: dict[str, str], script: str, flags: tuple, where: str, output: str
 ) -> None:
     """Be `python SCRIPT FLAGS`, with the output in a file, and end with its exit status.
     Ranks that the script starts are forks, which need not import torch again."""
     os.environ.update(env)
-    torch.set_num_threads(1)  # OMP_NUM_THREADS is read when torch is imported: before this process
-    default_start()
     os.chdir(where)
-    with open(f"{output}.{rank}", "wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.stdout.reconfigure(write_through=False, line_buffering=True)  # a line is written as one
-    sys.argv = [script, *flags]
-    sys.path[0:0] = [str(Path(script).parent)]
+    begin_script(script, flags, f"{output}.{rank}")
     start = forked(torch.multiprocessing.start_processes)
     patch.multiple(torch.multiprocessing, spawn=start, start_processes=start).start()
     common.ranks.start_method = "fork"

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from functools import cache
 from io import StringIO
+from pathlib import Path
 from shutil import ignore_patterns
 from unittest.mock import patch
 
@@ -39,19 +40,19 @@ def different_functions(source: str, parent: str) -> set[str]:
     return {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
 
 
-def changed_source(key: str, file: str, changes: Sequence[Line]) -> str:
-    """The text of a file of a stage, with lines left out or texts replaced."""
-    source = (FOLDERS[key] / file).read_text()
-    for other, old, *new in changes:
-        if other != file:
+def changed_source(path: Path, changes: Sequence[Line]) -> str:
+    """The text of this file, with lines left out or texts replaced."""
+    source = path.read_text()
+    for file, old, *new in changes:
+        if not path.match(file):
             continue
         if new:
-            assert source.count(old) == 1, f"{FOLDERS[key].name}/{file} has not, once: {old}"
+            assert source.count(old) == 1, f"{path} has not, once: {old}"
             source = source.replace(old, new[0])
             continue
         lines = source.splitlines()  # without their indent and their comment:
         places = [i for i, line in enumerate(lines) if line.split("  #")[0].strip() == old]
-        assert places, f"{FOLDERS[key].name}/{file} has no line {old!r}"
+        assert places, f"{path} has no line {old!r}"
         for place in places:
             lines[place] = lines[place].replace(old, "pass")
         source = "\n".join([*lines, ""])
@@ -61,31 +62,25 @@ def changed_source(key: str, file: str, changes: Sequence[Line]) -> str:
 compiled = cache(compile)  # the same text again and again, if a test takes many fresh modules
 
 
-def fresh_module(key: str, file: str, without=(), register=False) -> types.ModuleType:
-    """A file of a stage as a new module, changed. register: others import it, not the file."""
-    path = FOLDERS[key] / file
-    name = path.stem if file != "train.py" else f"stage_{key}"
+def fresh_module(path: Path, changes: Sequence[Line] = (), register=False) -> types.ModuleType:
+    """A program as a new module, changed. register: others import it, not the file."""
+    name = path.stem if path.name != "train.py" else f"train_{path.parent.name}"
     if str(path.parent) not in sys.path:  # a script finds the files beside it
         sys.path.insert(0, str(path.parent))
     module = types.ModuleType(name)
     module.__file__ = str(path)
     if register:
         sys.modules[name] = module
-    source = changed_source(key, file, without)
+    source = changed_source(path, changes)
     exec(compiled(source, module.__file__, "exec"), module.__dict__)
     return module
 
 
-def chapter(key: str, name: str) -> types.ModuleType:
-    """A file of a stage as a module: partition, beside train.py, or reducers/ring, in a folder."""
-    return load_chapter(str(FOLDERS[key].relative_to(ROOT)), name)
-
-
-def output_of(key: str, name: str, *flags: str) -> str:
+def output_of(folder: str, name: str, *flags: str) -> str:
     """What a chapter prints, run in this process."""
     argv = patch.object(sys, "argv", [name, *flags])
     with in_time(), argv, redirect_stdout(StringIO()) as output:
-        chapter(key, name).main()
+        load_chapter(folder, name).main()
     return output.getvalue()
 
 

@@ -22,7 +22,7 @@ from PIL import Image
 from common.data import load_dataset
 from common.options import make_parser
 from helpers.local_ranks import ROOT, launch_function, scratch_folder
-from helpers.stage_files import Line, fresh_module
+from helpers.stage_files import FOLDERS, Line, fresh_module
 
 LOCAL = ("--device=cpu", f"--data-dir={ROOT / 'data'}")
 SHORT = ("--model=net-bn", "--epochs=1", "--batch-size=60")
@@ -63,7 +63,7 @@ def few_digits() -> tuple[str, ...]:
 def load_stage(key: str, without: tuple[Line, ...] = ()) -> types.ModuleType:
     """A stage's train.py as a module, with the given lines of the stage's files left out."""
     files = dict.fromkeys([*(file for file, *_ in without), "train.py"])
-    return [fresh_module(key, file, without, register=True) for file in files][-1]
+    return [fresh_module(FOLDERS[key] / file, without, register=True) for file in files][-1]
 
 
 def spawned_as(rank: int):

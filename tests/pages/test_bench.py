@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 from functools import cache
 
 import pytest
@@ -11,8 +10,7 @@ import pytest
 from common.chapters import load_chapter
 from helpers.local_ranks import ROOT, command, scratch_folder
 from helpers.refusals import ended, refused
-from helpers.stage_files import chapter
-from repository_pages import ALL_PAGES, shell
+from repository_pages import ALL_PAGES
 
 bench = load_chapter("benchmarks", "bench")
 measure_stages = load_chapter("benchmarks", "measure_stages")
@@ -20,7 +18,7 @@ stage_runs = load_chapter("benchmarks", "stage_runs")
 tables = load_chapter("benchmarks", "tables")
 timing = load_chapter("benchmarks", "timing")
 
-peak = chapter("01", "peak")
+peak = load_chapter("01", "peak")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
@@ -107,15 +105,6 @@ def test_the_ceiling_counts_only_steps_during_which_all_processes_train(tmp_path
     late = Trains(tmp_path / "1", [], [(0, 1.0)], [(1, 1.0)], [(2, 3.0)], [(3, 3.0), (3, 3.0)])
     folders = [tmp_path / "0", tmp_path / "1"]
     assert stage_runs.steps_of_all([early, late], folders, 3) == [2.0] * 3 + [3.0] * 3
-
-
-def test_what_measures_imports_nothing_that_draws():
-    names = (
-        "bench, gpu, measure_memory, measure_stages, measure_tour, stage_runs, tour, training_step"
-    )
-    probe = f"import sys; sys.path[:0] = {sys.path!r}; import {{}}; print('plots' in sys.modules)"
-    draws = [shell(f'python -c "{probe.format(each)}"').strip() for each in (names, "plots")]
-    assert draws == ["False", "True"], "the second one is the control"
 
 
 WRONG_CALLS = {

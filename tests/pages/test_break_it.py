@@ -1,8 +1,5 @@
 """Each "break it" of a page: leave the line out, or make the change, and the named test fails."""
 
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 
 from break_it import file_of, rows_of
@@ -11,22 +8,18 @@ from common.ranks import RankError
 from helpers.local_ranks import ROOT, command
 from helpers.stage_files import FOLDERS, changed_source
 
-
-def load(test: Path) -> ModuleType:
-    return load_chapter(str(test.parent.relative_to(ROOT)), test.stem)
-
-
 ROWS = [row for key in FOLDERS for row in rows_of(key)]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.key} {row.change[1].strip()[:40]}")
 def test_with_the_change_the_test_fails(row):
     assert row.test.startswith(f"test_{row.key}_"), "a test of another stage"
-    file, tests = row.change[0], load(file_of(row.test))
+    file, tests = row.change[0], file_of(row.test)
+    module = load_chapter(str(tests.parent.relative_to(ROOT)), tests.stem)
     # Here, not only in the claim: there, a missing line would look like a failing test.
-    compile(changed_source(row.key, file, [row.change]), file, "exec")
+    compile(changed_source(FOLDERS[row.key] / file, [row.change]), file, "exec")
     with pytest.raises((AssertionError, RankError, TimeoutError)) as caught:
-        getattr(tests, row.test)(without=(row.change,))
+        getattr(module, row.test)(without=(row.change,))
     # It fails by what it says, not because the change is no working program.
     slips = ("NameError", "ImportError", "AttributeError", "UnboundLocalError")
     assert not any(slip in str(caught.value) for slip in slips), caught.value

@@ -26,17 +26,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
+from common.chapters import load_chapter
 from common.data import local_batch_size
 from common.options import UsageError
 from common.ranks import run_ranks
 from helpers.local_ranks import command, gather_from_ranks, launch_function, on_ranks
-from helpers.stage_files import chapter
 
 
 def test_c03_rank_modulo_gpus_is_the_local_rank_only_on_equal_nodes():
+    verdict = load_chapter("04", "launch/rank_variables").verdict
     for first, gpus, right in ((8, 8, True), (4, 2, True), (3, 2, False), (4, 8, False)):
-        verdict = chapter("04", "launch/rank_variables").verdict(list(range(first, first + gpus)))
-        assert verdict == ("the local rank" if right else "another GPU than LOCAL_RANK names")
+        assert verdict([*range(first, first + gpus)]) == (
+            "the local rank" if right else "another GPU than LOCAL_RANK names"
+        )
 
 
 def descend(lr, steps, batches):
@@ -237,7 +239,7 @@ def test_c25_three_lines_of_the_published_script_are_refused_and_their_cures_are
 
 def test_c26_partitions_are_disjoint_and_drop_less_than_a_sample_for_each_rank():
     """Fractions must be rounded with care: int(1 / 49 * 49) is 0, so ours takes whole numbers."""
-    cut = chapter("03", "partition").DataPartitioner
+    cut = load_chapter("03", "partition").DataPartitioner
     for length, n in ((60000, 2), (60000, 7), (1500, 4), (10, 3), (49, 49)):
         parts = [list(cut(range(length), n, 5).use(rank)) for rank in range(n)]
         assert {len(part) for part in parts} == {length // n}
@@ -298,7 +300,7 @@ def test_c29_one_seed_gives_equal_weights_and_equal_dropout_masks(rank):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_c30_gloo_on_a_gpu_does_more_than_all_reduce_and_broadcast():
-    play = chapter("03", "collectives").play
+    play = load_chapter("03", "collectives").play
     gathered = run_ranks(2, play, "all_gather", device="cuda", seconds=60)
     assert [after for _, after in gathered] == [[1, 10]] * 2
 
@@ -400,7 +402,7 @@ def test_c38_a_muted_rank_hides_its_tracebacks_and_files(is_rank_0):
 
 def test_c39_tasks_dealt_in_turn_share_gpus_by_rank_modulo_gpus():
     """srun -m cyclic on two nodes with two GPUs: node 0 has ranks 0 and 2."""
-    words = chapter("04", "launch/rank_variables")
+    words = load_chapter("04", "launch/rank_variables")
     assert words.cyclic([1, 4, 2]) == [[0], [1, 3, 5, 6], [2, 4]]
     on_node_0 = words.cyclic([2, 2])[0]
     assert words.verdict(on_node_0) == "ranks share GPU 0"

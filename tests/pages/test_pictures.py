@@ -1,6 +1,7 @@
 """The pages show what the pictures' program draws, and the timeline records what happens."""
 
 import json
+import os
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -17,7 +18,6 @@ from common.chapters import load_chapter
 from helpers.local_ranks import command, launch_function
 from helpers.pages import CHINESE
 from helpers.refusals import ended, refused
-from helpers.stage_files import chapter
 from repository_pages import ALL_PAGES
 
 pictures = load_chapter("benchmarks", "pictures")
@@ -94,14 +94,15 @@ def test_the_step_shown_is_the_median_one_cut_at_its_ends():
 def _train(rank: int, folder: Path, way: str) -> None:
     if way != "threads":
         dist.init_process_group("gloo")
-    recorder = record.install(str(folder))
+    os.environ["TIMELINE_FOLDER"] = str(folder)
+    recorder = record.install()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     wrapped = model
     if way == "ddp":
         wrapped = DistributedDataParallel(model)
     elif way == "threads":
-        wrapped = chapter("02", "from_scratch").DataParallel(model, [torch.device("cpu")] * 2)
+        wrapped = load_chapter("02", "from_scratch").DataParallel(model, [torch.device("cpu")] * 2)
     optimizer = SGD(model.parameters(), 0.1)
     for _ in range(7):
         loss = wrapped(torch.randn(4, 8)).square().mean()

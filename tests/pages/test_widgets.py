@@ -9,12 +9,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from common.chapters import load_chapter
 from helpers.local_ranks import ROOT, launch_function
-from helpers.stage_files import chapter
 
-paper, ready = chapter("forecast", "step_model"), chapter("forecast", "gradient_order")
-replicas, measure = chapter("02", "memory"), chapter("shard", "measure_levels")
-peak, ring = chapter("01", "peak"), chapter("03", "reducers/ring")
+paper = load_chapter("beyond/forecast", "step_model")
+ready = load_chapter("beyond/forecast", "gradient_order")
+replicas, measure = load_chapter("02", "memory"), load_chapter("beyond/shard", "measure_levels")
+peak, ring = load_chapter("01", "peak"), load_chapter("03", "reducers/ring")
 gradients_of = cache(ready.gradients_of_classifier)
 SOURCE = "".join(path.read_text() for path in sorted(ROOT.glob("docs/site/widgets/*.js"))[::-1])
 GRID = {

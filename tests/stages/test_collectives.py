@@ -19,13 +19,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import common.ranks
+from common.chapters import load_chapter
 from common.ranks import run_ranks
 from helpers.local_ranks import ROOT, context, forked, gather_from_ranks, is_running, on_ranks
-from helpers.stage_files import chapter, output_of
+from helpers.stage_files import output_of
 from helpers.train_stage import load_stage
 
 GPUS = torch.cuda.device_count()
-collectives = chapter("03", "collectives")
+collectives = load_chapter("03", "collectives")
 LESSONS = collectives.LESSONS
 
 
@@ -81,9 +82,9 @@ CALLS += ("all_gather", "scatter", "reduce_scatter", "all_to_all_single")
 
 @on_ranks(3)
 def test_without_its_call_no_lesson_gives_that(rank):
-    """The control."""
+    """The control: collectives that do nothing."""
     with patch.multiple(dist, **dict.fromkeys(CALLS, lambda *args, **kwargs: [])):
-        play = chapter("03", "collectives").play
+        play = load_chapter("03", "collectives").play
         rows = [play(rank, name) for name in LESSONS if name != "barrier"]
     pairs = zip(LESSONS, zip(*gather_from_ranks(rows), strict=True), strict=False)
     assert [name for name, ranks in pairs if is_right(name, list(ranks))] == []

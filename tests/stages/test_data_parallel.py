@@ -3,7 +3,6 @@
 import importlib
 import json
 import threading
-import types
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from unittest.mock import Mock, patch
@@ -16,7 +15,7 @@ from torch.nn.parallel import scatter_gather
 from torch.nn.parallel.parallel_apply import parallel_apply
 
 from helpers.local_ranks import ROOT, scratch_folder
-from helpers.stage_files import Line, fresh_module
+from helpers.stage_files import FOLDERS, fresh_module
 from helpers.train_stage import load_stage, run_main
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -24,11 +23,8 @@ CPU = torch.device("cpu")
 CLOSE = {"rtol": 0, "atol": 1e-12}
 
 
-def module_of_stage_02(name: str, without: tuple[Line, ...] = ()) -> types.ModuleType:
-    return fresh_module("02", f"{name}.py", without)  # not seen by other tests
-
-
-by_hand, memory = module_of_stage_02("from_scratch"), module_of_stage_02("memory")
+FROM_SCRATCH, MEMORY = (FOLDERS["02"] / name for name in ("from_scratch.py", "memory.py"))
+by_hand, memory = fresh_module(FROM_SCRATCH), fresh_module(MEMORY)  # not seen by other tests
 
 
 def parallel(module: nn.Module, replicas: int) -> nn.Module:
@@ -102,7 +98,7 @@ def test_only_the_first_replica_keeps_its_running_statistics():
 
 
 def test_02_train_step_takes_the_steps_of_one_device(without=()):
-    train_step = module_of_stage_02("from_scratch", without).train_step
+    train_step = fresh_module(FROM_SCRATCH, without).train_step
     model, replicated = small(), small()
     optimizers = [torch.optim.SGD(m.parameters(), 0.1, 0.9) for m in (model, replicated)]
     for number in (30, 30, 7):
@@ -116,7 +112,7 @@ def test_02_train_step_takes_the_steps_of_one_device(without=()):
 
 
 def test_02_an_error_in_a_replica_reaches_the_caller(without=()):
-    module = module_of_stage_02("from_scratch", without).DataParallel(nn.Linear(3, 2), [CPU, CPU])
+    module = fresh_module(FROM_SCRATCH, without).DataParallel(nn.Linear(3, 2), [CPU, CPU])
     with pytest.raises(Exception) as caught:  # noqa: PT011 (the text is compared below)
         module(torch.randn(4, 5))
     assert "shapes cannot be multiplied" in str(caught.value)

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from common.chapters import load_chapter
 from helpers.local_ranks import on_ranks
-from helpers.stage_files import chapter, output_of
+from helpers.stage_files import output_of
 
-peak, fit = chapter("01", "peak"), chapter("01", "fit")
+peak, fit = load_chapter("01", "peak"), load_chapter("01", "fit")
 
 MIB = 2**20
 torch.set_num_threads(1)  # with more, oneDNN has workspaces for each thread

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from common.chapters import load_chapter
 from helpers.local_ranks import ROOT
-from helpers.stage_files import chapter
 from helpers.train_stage import train_once
 
-formats = chapter("05", "formats")
+formats = load_chapter("05", "formats")
 
 
 def test_what_the_machine_runs_and_has_units_for_is_told(capsys):

@@ -12,15 +12,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
+from common.chapters import load_chapter
 from common.options import make_parser
 from helpers import oracle
 from helpers.local_ranks import gather_from_ranks, launch_function, on_ranks, scratch_folder
-from helpers.stage_files import chapter
 from helpers.train_stage import FP32, LOCAL, Run, load_stage, run_main, train, train_once
 from repository_pages import fences
 from test_equals_one_process import FLAGS, differences
 
-loss_scaling, schedule = chapter("05", "loss_scaling"), chapter("05", "schedule")
+loss_scaling, schedule = load_chapter("05", "loss_scaling"), load_chapter("05", "schedule")
 CLIP = 0.5  # below the norm of nearly every step of these runs
 
 
@@ -76,7 +76,7 @@ def test_a_step_that_overflows_is_skipped_on_all_ranks_and_counts_in_the_schedul
 
 def _reduced(rank, flags, without) -> list[int]:
     stage, sizes = load_stage("survive", without), []
-    wrap, count = stage.DistributedDataParallel, chapter("05", "accumulate").count_buckets
+    wrap, count = stage.DistributedDataParallel, load_chapter("05", "accumulate").count_buckets
 
     def wrap_counted(*args, **settings):
         sizes.append(count(ddp := wrap(*args, **settings)))

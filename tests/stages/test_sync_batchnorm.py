@@ -14,16 +14,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from common.chapters import load_chapter
 from common.options import UsageError
 from helpers.local_ranks import launch_function, on_ranks
-from helpers.stage_files import chapter, fresh_module
+from helpers.stage_files import FOLDERS, fresh_module
 
 # Samples of each rank: uneven, one of them alone, and of four ranks one has none at all.
 SIZES = {1: [5], 2: [1, 4], 4: [1, 5, 0, 2]}
 BATCHNORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 CLOSE = {"rtol": 0, "atol": 1e-10}
 
-sync_batchnorm = chapter("05", "sync_batchnorm")
+sync_batchnorm = load_chapter("05", "sync_batchnorm")
 convert = sync_batchnorm.convert_sync_batchnorm
 
 
@@ -297,7 +298,7 @@ def test_c35_converting_before_or_after_wrapping_is_the_same_training(rank):
 
 @on_ranks(2)
 def test_05_layers_converted_after_wrapping_train_like_one_process(rank, without=()):
-    changed = fresh_module("05", "sync_batchnorm.py", without).convert_sync_batchnorm
+    changed = fresh_module(FOLDERS["05"] / "sync_batchnorm.py", without).convert_sync_batchnorm
     torch.testing.assert_close(train_model(changed, True, rank), train_model(), **CLOSE)
 
 

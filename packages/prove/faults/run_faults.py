@@ -2,10 +2,11 @@
 """Who sees the mistakes that others reported? Each is here as a script, and once more cured.
 
     python run_faults.py first|last [NAME ...]    what prove says of both
-    python run_faults.py detail [NAME ...]        what TORCH_DISTRIBUTED_DEBUG=DETAIL prints
     python run_faults.py page                     ../real_faults.md, from results/*.json
 
-`first` was counted before prove was changed for any of them, and is not run again.
+`first` was counted before prove was changed for any of them, and is not run again. Nor is
+results/detail.json, which is what TORCH_DISTRIBUTED_DEBUG=DETAIL prints; its program is in commit
+6fc7624.
 
 A mistake is seen if prove says WRONG, or gives a warning that the cured script has not. A false
 alarm is WRONG for the cured script, which is proven if its row `one rank` is right.
@@ -14,34 +15,23 @@ Two scripts run at a time, each in a copy of its folder.
 
 import argparse
 import json
-import multiprocessing
 import os
 import re
-import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.nn.parallel
-import torch.utils.data
 
 HERE = Path(__file__).resolve().parent
 RESULTS, PAGE = HERE / "results", HERE.parent / "real_faults.md"
 SECONDS, JOBS = 180, 2
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-ALARM = re.compile(r"error|warn|mismatch|differ|inconsisten|unused|not used", re.IGNORECASE)
-ALWAYS_THERE = re.compile(r"OMP_NUM_THREADS|^\*+$|NativeSymbolizer|Redirects are currently")
-
 
 INTRODUCTION = """\
 prove finds every mistake that we planted, but we knew them when we wrote it. So here are {pairs} \
@@ -59,8 +49,9 @@ alarm, and the script is *proven* if its row `one rank` is right.
 DEBUGGED = """\
 `TORCH_DISTRIBUTED_DEBUG=DETAIL` (torch {torch}), which checks that collectives match, says \
 something of {helped} of the {pairs} mistakes: an error, a hang, or a line that sounds like a \
-warning and that the cured script does not print. On CPUs it needed [a hook]\
-(faults/debug_hook/sitecustomize.py), without which DDP's constructor crashes.
+warning and that the cured script does not print. On CPUs it needed a hook, without which DDP's \
+constructor crashes. This was counted once; the program and its hook are in the \
+history: `git show 6fc7624:packages/prove/faults/run_faults.py`.
 
 TrainCheck 0.2.0 is not in the table. It installs beside torch 2.14, but here, without a GPU, none \
 of the scripts that we tried came through its instrumentation: it asks for the driver, and without \
@@ -114,9 +105,9 @@ def command_of(script: Path) -> list[str]:
     return [sys.executable, *TORCHRUN, script.name]
 
 
-def run(command: list[str], folder: Path, **env: str) -> tuple[int | None, str]:
+def run(command: list[str], folder: Path) -> tuple[int | None, str]:
     """Its status, None if it had to be ended, and all that it printed."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"} | env
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     with subprocess.Popen(
         command,
         cwd=folder,
@@ -159,71 +150,6 @@ def proven(pair: Pair, file: str) -> dict:
     return answer
 
 
-def rank(rank: int, port: int, folder: Path, script: str, printed: Path) -> None:
-    """One rank of a script, as torchrun starts it, with DETAIL and what it prints in a file."""
-    os.setsid()
-    os.chdir(folder)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    file = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
-    torch.set_num_threads(1)
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    runpy.run_path(str(HERE / "debug_hook" / "sitecustomize.py"))
-    sys.argv, sys.path[0] = [script], str(folder)
-    runpy.run_path(script, run_name="__main__")
-
-
-def forked(script: Path, folder: Path) -> tuple[int | None, str]:
-    """As `run`, but torch is not imported again."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    printed = folder / "printed.txt"
-    context = multiprocessing.get_context("fork")
-    arguments = [(number, port, folder, script.name, printed) for number in range(2)]
-    ranks = [context.Process(target=rank, args=each) for each in arguments]
-    for process in ranks:
-        process.start()
-    end = time.monotonic() + SECONDS
-    while any(process.is_alive() for process in ranks) and time.monotonic() < end:
-        time.sleep(0.1)
-    hung = any(process.is_alive() for process in ranks)
-    for process in ranks:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # with its workers
-        process.join()
-    failed = max(abs(process.exitcode or 0) for process in ranks)
-    return None if hung else failed, printed.read_text()
-
-
-def debugged(pair: Pair, file: str) -> dict:
-    """The status with TORCH_DISTRIBUTED_DEBUG=DETAIL, and its lines that sound like an alarm."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        script = pair.put(file, folder)
-        if command_of(script)[1] == script.name:  # it starts its ranks itself
-            env = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "PYTHONPATH": str(HERE / "debug_hook")}
-            status, output = run(command_of(script), folder, **env)
-        else:
-            status, output = forked(script, folder)
-    output = re.sub(r"\S*/", "", output).replace(script.name, "script.py")  # no folders
-    lines = [re.sub(r"(?<![a-z])\d+", "#", line.strip())[:300] for line in output.splitlines()]
-    alarms = [line for line in lines if ALARM.search(line) and not ALWAYS_THERE.search(line)]
-    return {"status": status, "alarms": list(dict.fromkeys(alarms))[:5]}
-
-
-def debugged_pair(pair: Pair) -> dict:
-    """The cure is run if the mistake was noticed, to see whether the cure is blamed, too."""
-    fault = debugged(pair, "train.py")
-    noticed = fault["status"] != 0 or fault["alarms"]
-    cure = debugged(pair, "right.py") if noticed else None
-    print(pair.name, json.dumps(fault)[:150], flush=True)
-    return {"fault": fault, "cure": cure}
-
-
 def proven_pair(pair: Pair) -> dict:
     answers = {"fault": proven(pair, "train.py"), "cure": proven(pair, "right.py")}
     print(f"{pair.name}: {of_fault(answers)}; {of_cure(answers)}", flush=True)
@@ -232,11 +158,8 @@ def proven_pair(pair: Pair) -> dict:
 
 def count(which: str, names: list[str]) -> None:
     chosen, file = pairs(names), RESULTS / f"{which}.json"
-    if which == "detail":
-        answers = [debugged_pair(pair) for pair in chosen]
-    else:
-        with ThreadPoolExecutor(JOBS) as pool:
-            answers = list(pool.map(proven_pair, chosen))
+    with ThreadPoolExecutor(JOBS) as pool:
+        answers = list(pool.map(proven_pair, chosen))
     before = json.loads(file.read_text())["pairs"] if file.exists() and names else {}
     commit = subprocess.check_output(
         ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, text=True
@@ -287,17 +210,6 @@ def debug_alarm(answers: dict) -> str:
     return f"prints “{news[0].partition('Warning: ')[2][:80] or news[0][:80]}”" if news else ""
 
 
-def counts(result: dict) -> dict[str, int]:
-    answers = list(result["pairs"].values())
-    return {
-        "pairs": len(answers),
-        "seen": sum(map(seen, answers)),
-        "false WRONG": sum(map(false_alarm, answers)),
-        "proven": sum(map(is_proven, answers)),
-        "without a table": sum(map(without_table, answers)),
-    }
-
-
 def of_fault(answers: dict) -> str:
     if not answers["fault"]["rows"]:
         return "no table"
@@ -329,21 +241,18 @@ def load(which: str) -> dict | None:
 
 def counts_table(results: dict[str, dict]) -> list[str]:
     """One column for each count of prove."""
-    proofs = [counts(results[which]) for which in ("first", "last") if which in results]
-    titles = [
-        f"{which} ({results[which]['date']}, `{results[which]['commit']}`)"
-        for which in ("first", "last")
-        if which in results
-    ]
+    of_prove = {which: results[which] for which in ("first", "last") if which in results}
+    titles = [f"{which} ({of['date']}, `{of['commit']}`)" for which, of in of_prove.items()]
     lines = [f"| prove | {' | '.join(titles)} |", "|---" * (1 + len(titles)) + "|"]
-    for label, key in (
-        ("mistakes seen", "seen"),
-        ("cured scripts called WRONG", "false WRONG"),
-        ("cured scripts proven on one rank", "proven"),
-        ("runs that ended without a table", "without a table"),
+    for label, count_of, runs in (
+        ("mistakes seen", seen, 1),
+        ("cured scripts called WRONG", false_alarm, 1),
+        ("cured scripts proven on one rank", is_proven, 1),
+        ("runs that ended without a table", without_table, 2),
     ):
-        of = 2 * len(pairs()) if key == "without a table" else len(pairs())
-        lines.append(f"| {label} | {' | '.join(f'{proof[key]} of {of}' for proof in proofs)} |")
+        counts = [sum(map(count_of, of["pairs"].values())) for of in of_prove.values()]
+        cells = [f"{number} of {runs * len(pairs())}" for number in counts]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
     return lines
 
 
@@ -384,7 +293,7 @@ def page() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=("first", "last", "detail", "page"))
+    parser.add_argument("what", choices=("first", "last", "page"))
     parser.add_argument("names", nargs="*", help="of pairs; default: all")
     args = parser.parse_args()
     if args.what == "page":

@@ -1,5 +1,6 @@
-"""Is a generated script right? One process that gets the samples of both ranks must end with the
-same weights, after all steps of all epochs.
+"""Is a generated script right? One process with the samples of both ranks gets the same weights.
+
+They are compared after all steps of all epochs.
 
     python oracle.py 0 300 [--jobs 2]
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 import re
 import subprocess
 import sys
@@ -12,11 +13,14 @@ from collections import UserDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 
 import prove
 from helpers.local_ranks import (
@@ -28,7 +32,16 @@ from helpers.local_ranks import (
 )
 from helpers.pages import anchors
 from helpers.prove_runs import TORCHRUN, run, verdict
-from prove import judge_numbers, judge_schedule, launch, table, watch_effects, watch_schedule
+from prove import (
+    judge_effects,
+    judge_numbers,
+    judge_schedule,
+    launch,
+    table,
+    watch_effects,
+    watch_schedule,
+)
+from prove.generators import worker_drew
 from prove.planted.__main__ import changed
 from prove.planted.mistakes import ONE_GPU
 from prove.rank_run import RankRun
@@ -170,6 +183,55 @@ TWO_DATA_SETS = (
         "        test_loss, accuracy = evaluate(",
     ),
 )
+
+
+def test_without_a_loader_one_rank_gets_the_dropout_of_all(prove_script):
+    """The next batch is drawn between forward and backward, which is no decision of a step. The
+    control: a loss that is not averaged."""
+    source = """
+import torch, torch.distributed as dist
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.dropout = nn.Embedding(11, 11), nn.Dropout(0.5)
+    def forward(self, x, y):
+        logits = self.dropout(self.table(x)).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, y.flatten(), reduction="mean")
+def batch():
+    at = torch.randint(400, (4,))
+    return torch.stack([text[i:i + 6] for i in at]), torch.stack([text[i + 1:i + 7] for i in at])
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+text, ddp = torch.arange(500) ** 2 % 11, nn.parallel.DistributedDataParallel(Model())
+optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+x, y = batch()
+for step in range(100):
+    for micro_batch in range(4 // dist.get_world_size()):
+        loss = ddp(x, y)
+        x, y = batch()
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    ended = prove_script(source.replace("4 // dist.get_world_size()", "1"))
+    assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
+    assert verdict(ended, "random decisions").startswith("no row")
+    in_sequence = source.replace("loss.backward", "(loss / (4 // dist.get_world_size())).backward")
+    assert verdict(prove_script(in_sequence), "one rank") == "right"
+    of_sums = source.replace("4 // dist.get_world_size()", "1").replace('"mean"', '"sum"')
+    assert verdict(prove_script(of_sums), "one rank") == "WRONG"
+
+
+def test_an_optimizer_that_is_made_anew_in_each_epoch_is_compared_in_the_first(prove_script):
+    """The control: a loss that is not averaged."""
+    epoch = "        sampler.set_epoch(epoch)\n"
+    anew = (epoch, epoch + "        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)\n")
+    ended = prove_script(planted(anew))
+    assert (verdict(ended, "one rank"), ended.returncode) == ("right", 0), ended.stdout
+    loss = "F.cross_entropy(ddp(points), labels)"
+    ended = prove_script(planted(anew, (loss, f"{loss} * len(labels)")))
+    assert verdict(ended, "one rank") == "WRONG"
 
 
 def test_a_row_names_each_place_that_is_a_cause(prove_script):
@@ -330,7 +392,7 @@ def test_random_numbers_of_the_script_are_those_of_an_unobserved_run(prove_scrip
     [
         (None, "no such script"),
         ("raise ValueError('my own mistake')", "my own mistake"),
-        ("print('hello')", "no process group"),
+        ("print('hello')", "no process group: each process trains for itself"),
         # Without the barrier, one rank may have left before the other has joined: gloo's error.
         ("import torch.distributed as d\nd.init_process_group()\nd.barrier()", "no optimizer"),
     ],
@@ -557,6 +619,97 @@ def test_what_is_evaluated_logged_and_decided_by_is_compared(prove_script):
     assert "per " not in text.partition("after the same steps")[2][:200], "a time is no result"
 
 
+def test_an_evaluation_that_prove_itself_cuts_is_not_said_to_stop_early(prove_script):
+    """Its gradients are switched off in each batch only, so it looks like training at first. The
+    control: a script that stops by itself."""
+    loop = "for points, labels in DataLoader(shard, batch_size=8):\n"
+    cut = "for points, labels in DataLoader(shard, batch_size=2, shuffle=True):\n"
+    stops = (loop, cut + "        if totals[2] == 4: break\n")
+    no_grad = ("@torch.no_grad()\n", "")
+    for changes, expected in (([no_grad, (loop, cut)], "right"), ([stops], "warning")):
+        ended = prove_script(planted(*changes))
+        assert verdict(ended, "evaluation") == expected, ended.stdout + ended.stderr
+
+
+class Drawing(Dataset):
+    """Four samples, for each of which something is drawn."""
+
+    def __init__(self, draw: Callable) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> int:
+        self.draw()
+        return i
+
+
+def test_a_worker_that_draws_is_told_from_one_that_does_not():
+    draws = {int: False, random.random: True, np.random.rand: True, partial(torch.rand, 1): True}
+    for draw, expected in draws.items():
+        loader = DataLoader(Drawing(draw), 2, num_workers=1, collate_fn=lambda _: worker_drew())
+        assert [*loader] == [expected] * 2, draw
+
+
+def test_workers_with_one_seed_are_named_if_they_draw(prove_script):
+    """The control: the same workers, which draw nothing."""
+    loader = "batch_size=12 // world_size, sampler=sampler)"
+    with_workers = (loader, loader.replace(")", ", num_workers=1)"))
+    one_seed = ("    torch.manual_seed(rank + 1)", "    torch.manual_seed(1)")
+    for noise, expected in (("torch.randn(6)", "warning"), ("0.0", "no row")):
+        ended = prove_script(planted(("torch.randn(6)", noise), with_workers, one_seed))
+        assert verdict(ended, "augmentation").startswith(expected), ended.stdout + ended.stderr
+
+
+def test_hooks_below_the_gradients_stay_where_the_script_has_put_them(prove_script):
+    """On the nodes that add to p.grad, which a change of dtype makes anew. The control: no hook."""
+    source = training_of("nn.Linear(8, 8)").replace("model(x)", "model(x.to(model.weight.dtype))")
+    begins = "torch.manual_seed(dist.get_rank())\n"
+    hooks = """
+nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in model.parameters()]
+def average(p):
+    dist.all_reduce(p.grad)
+    p.grad /= dist.get_world_size()
+for p, node in zip(model.parameters(), nodes):
+    node.register_hook(lambda *_, p=p: average(p))
+"""
+    by_data = "for p in model.parameters():\n    p.data = p.data.to(torch.bfloat16)\n"
+    for smaller in ("", "model.bfloat16()\n", by_data):
+        ended = prove_script(source.replace(begins, smaller + hooks + begins))
+        assert verdict(ended, "averaged gradients") == "right", ended.stdout + ended.stderr
+    assert verdict(prove_script(source), "averaged gradients") == "WRONG"
+
+
+def test_a_file_is_named_where_all_ranks_open_it(prove_script):
+    """Rank 0 also appends to what all ranks make anew. The control: rank 0 alone makes it."""
+    begins = "torch.manual_seed(dist.get_rank())\n"
+    source = training_of("DistributedDataParallel(nn.Linear(8, 8))")
+    source += "if dist.get_rank() == 0: open('log.txt', 'a').write('.')\n"
+    for condition, expected in (("", "warning"), ("if dist.get_rank() == 0: ", "right")):
+        made = f"{condition}open('log.txt', 'w').close()\n"
+        ended = prove_script(source.replace(begins, made + begins))
+        assert verdict(ended, "files") == expected, ended.stdout + ended.stderr
+        line = source.partition(begins)[0].count("\n") + 1
+        assert (f"train.py:{line}" in ended.stdout) == (expected == "warning"), ended.stdout
+
+
+def test_the_error_of_a_rank_is_told_and_not_that_of_its_launcher():
+    log = "ModuleNotFoundError: No module named 'tokens'\n"
+    log += "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n"
+    outcome = launch.RunOutcome(1, log, False, False, [], 1.0)
+    assert judge_effects.error_of(outcome) == log.splitlines()[0]
+
+
+def test_equal_dropout_masks_are_not_called_different_in_another_row(prove_script):
+    """The control: masks of each rank."""
+    for seed, expected in (("1", ("warning", "no row")), ("rank + 1", ("right", "right"))):
+        one_seed = ("    torch.manual_seed(rank + 1)", f"    torch.manual_seed({seed})")
+        ended = prove_script(planted(one_seed))
+        for check, said in zip(("dropout", "random numbers"), expected, strict=True):
+            assert verdict(ended, check).startswith(said), ended.stdout + ended.stderr
+
+
 def test_labels_that_are_numbered_by_each_rank_are_another_data_set(prove_script):
     """As it happens by hash(), or by the order of a set. The control: one order."""
     rows = "[(x, (i + {shift}) % 3, str(i)) for i, x in enumerate(torch.randn(32, 5, 8))]"
@@ -615,11 +768,14 @@ def test_the_length_of_a_schedule_is_that_of_its_curve():
 
 def test_numbers_are_compared_by_their_place_and_times_are_not():
     def names(line: str) -> list[str]:
-        return [number.name for number in judge_numbers.numbers_in(line)]
+        return [number.name for _, number in judge_numbers.numbers_in(line)]
 
     assert names("auc 0.9312 at 12.5 it/s, loss: 3") == ["loss", "auc"]
     assert names("epoch 2.500, lr 0.00123, time 1.234, took 3.251s, 12.25 MB, v2.11.0") == []
     assert names("0.52 1.25 1.2e-05") == ["a number"], "two digits may be equal by chance"
+    few_digits, many = (dict(judge_numbers.numbers_in(f"{x}, scale 1.234")) for x in (0.01, 0.123))
+    assert [*few_digits] == [1], "the scale"
+    assert few_digits[1] == many[1]
 
 
 def test_a_rank_that_ddp_stops_is_named_with_what_it_left_out(prove_script):

@@ -74,13 +74,40 @@ optimizer.zero_grad()
 loss.backward()
 optimizer.step()
 """
+CROPS = """
+x, y = batch
+crops = torch.cat([x, 2 * x])
+out = ddp(crops + torch.randn(len(crops), 6))
+loss = F.cross_entropy(out, torch.cat([y, y]){weight})
+optimizer.zero_grad()
+loss.backward()
+optimizer.step()
+"""
+LOOKS_AHEAD = """def ahead(batches):
+    batches = iter(batches)
+    current = next(batches)
+    for following in batches:
+        yield current
+        current = following
+    yield current
+"""
+FROM_AHEAD = script(loss=NOISE, setup=LOOKS_AHEAD + OPTIMIZER).replace(
+    "in loader", "in ahead(loader)"
+)
 WEIGHT = ", weight=torch.tensor([1.0, 3.0, 9.0])"
 
 
 @pytest.mark.parametrize(
     "source",
-    [script(loss=NOISE), script(DIFFUSION), script(loss=DROPOUT), script(MIXUP)],
-    ids=["noise", "diffusion", "dropout", "mixup"],
+    [
+        script(loss=NOISE),
+        script(DIFFUSION),
+        script(loss=DROPOUT),
+        script(MIXUP),
+        script(CROPS),
+        FROM_AHEAD,
+    ],
+    ids=["noise", "diffusion", "dropout", "mixup", "two crops of each sample", "looks ahead"],
 )
 def test_one_rank_gets_the_random_numbers_that_all_ranks_drew(source, prove_script):
     ended = prove_script(source.replace("{weight}", ""))

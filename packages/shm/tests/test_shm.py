@@ -6,10 +6,11 @@ Programs with special calls: test_shm_programs.py.
 
 import os
 import random
+import shutil
 import signal
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from unittest.mock import patch
 
@@ -21,6 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 
 import shm  # noqa: F401 (the backend)
 from helpers.local_ranks import gather_from_ranks, launch_function, launch_ranks, on_ranks
+from shm import fast
 from shm.__main__ import replace_gloo
 from shm.exchange import Exchange
 from shm.group import SharedMemoryGroup
@@ -29,7 +31,7 @@ from shm.segment import Segment
 Op = dist.ReduceOp
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 DTYPES += [torch.uint8, torch.int8, torch.int32, torch.int64]
-SHAPES = [(), (0,), (1,), (7,), (3, 5), (400_000,)]  # the last one goes in pieces
+SHAPES = [(), (0,), (1,), (7,), (3, 5), (600_000,)]  # the last one goes in pieces
 
 
 def collect(number, group, x, op, root, rank, ranks):
@@ -74,6 +76,46 @@ def collectives_that_differ(rank, ranks):
 @on_ranks()
 def test_every_collective_has_the_result_of_gloo(rank, ranks):
     assert collectives_that_differ(rank, ranks) == []
+
+
+def without_a_compiler():
+    """Python does what fast.c does elsewhere."""
+    return patch.object(fast, "library", lambda: None)
+
+
+@on_ranks(3)
+def test_every_collective_has_the_result_of_gloo_where_no_rank_or_only_one_has_a_compiler(rank):
+    for ranks_without in ([0, 1, 2], [1]):
+        with without_a_compiler() if rank in ranks_without else nullcontext():
+            assert collectives_that_differ(rank, 3) == []
+
+
+BITS = [torch.float32, torch.float64, torch.int32, torch.int64]
+LENGTHS = [0, 1, 7, 511, 513, 16_385, 65_537, 131_073, 600_001]  # around pieces, slices and blocks
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks()
+def test_the_sum_in_c_has_the_bits_of_the_sum_in_python(rank, ranks):
+    in_c = dist.new_group(backend="shm")
+    with without_a_compiler():
+        in_python = dist.new_group(backend="shm")
+    assert bool(in_c.exchange.in_c) == bool(shutil.which("cc"))
+    assert in_python.exchange.in_c is None
+    for dtype, length in product(BITS, LENGTHS):
+        torch.manual_seed(rank)
+        x = (1e6 * torch.randn(length + 1, dtype=torch.float64)).to(dtype)
+        for own in (x[1:], x.repeat(3)[1::3]):  # one begins at an odd address, one has gaps
+            ours, theirs = own.clone(), own.clone()
+            for _ in range(2):  # both slots
+                dist.all_reduce(ours, group=in_c)
+                dist.all_reduce(theirs, group=in_python)
+            assert torch.equal(ours, theirs), (dtype, length)
+        sums = [x.clone(), x.clone()]
+        dist.reduce(sums[0], 1, group=in_c)
+        dist.reduce(sums[1], 1, group=in_python)
+        assert torch.equal(*sums), (dtype, length)
+        assert torch.equal(sums[0], x) == (rank != 1 or not x.any())
 
 
 @on_ranks(3)
@@ -207,9 +249,10 @@ def raise_at_once(error):
     raise error
 
 
-def sums_around_an_interruption(rank, error):
+def sums_around_an_interruption(rank, error, ranks_without_a_compiler=(0, 1)):
     """What this rank has after each of two sums of four pieces; rank 1 is cut off in the first."""
-    dist.init_process_group("shm", timeout=timedelta(seconds=20))
+    with without_a_compiler() if rank in ranks_without_a_compiler else nullcontext():
+        dist.init_process_group("shm", timeout=timedelta(seconds=20))
     pieces, arrive, results = dist.group.WORLD.segment.arrivals, Segment.arrive, []
 
     def arrive_until_it_comes(segment, call):
@@ -217,7 +260,7 @@ def sums_around_an_interruption(rank, error):
         return raise_at_once(error) if is_time else arrive(segment, call)
 
     for value, place in ((1.0, arrive_until_it_comes), (10.0, arrive)):
-        x = torch.full((1_000_000,), value * (rank + 1))
+        x = torch.full((2_000_000,), value * (rank + 1))
         try:
             with patch.object(Segment, "arrive", place):
                 dist.all_reduce(x)
@@ -227,26 +270,28 @@ def sums_around_an_interruption(rank, error):
     return results
 
 
-SUM = "all_reduce(1000000 of torch.float32, SUM)"
+SUM = "all_reduce(2000000 of torch.float32, SUM)"
 APART = "and rank {} in {}: an earlier call than this {} was interrupted"
 
 
-def test_ctrl_c_in_a_call_ends_the_group_instead_of_making_a_wrong_sum():
-    first, second = launch_function(2, sums_around_an_interruption, KeyboardInterrupt())
+@pytest.mark.parametrize("without", [(0, 1), (1,)], ids=["in Python", "the other rank in C"])
+def test_ctrl_c_in_a_call_ends_the_group_instead_of_making_a_wrong_sum(without):
+    first, second = launch_function(2, sums_around_an_interruption, KeyboardInterrupt(), without)
     line = f"RuntimeError: shm: rank 1 has failed, so rank 0 cannot complete {SUM}"
     assert first == [line] * 2
     assert second == [
         "KeyboardInterrupt: ",
         "RuntimeError: shm: KeyboardInterrupt has interrupted a call",
     ]
-    assert launch_function(2, sums_around_an_interruption, None) == [[[3.0], [30.0]]] * 2, (
-        "the control"
-    )
+    control = launch_function(2, sums_around_an_interruption, None, without)
+    assert control == [[[3.0], [30.0]]] * 2
 
 
-def test_an_error_in_a_call_that_the_program_catches_is_seen_at_the_next_call():
+@pytest.mark.parametrize("without", [(0, 1), (1,)], ids=["in Python", "the other rank in C"])
+def test_an_error_in_a_call_that_the_program_catches_is_seen_at_the_next_call(without):
     """The handler of a signal raises one, for example."""
-    first, second = launch_function(2, sums_around_an_interruption, TimeoutError("of a signal"))
+    error = TimeoutError("of a signal")
+    first, second = launch_function(2, sums_around_an_interruption, error, without)
     who, other = (
         "RuntimeError: shm: rank 1 is in transfer 2",
         "RuntimeError: shm: rank 0 is in transfer 1",
@@ -255,10 +300,52 @@ def test_an_error_in_a_call_that_the_program_catches_is_seen_at_the_next_call():
     assert second == ["TimeoutError: of a signal", f"{other}, {APART.format(1, 2, SUM)}"]
 
 
+def sum_that_is_cut_off_at_once(rank):
+    """Rank 1 has not even begun to wait in earnest, and rank 0 has not yet called."""
+    dist.init_process_group("shm", timeout=timedelta(seconds=20))
+    store, x = dist.distributed_c10d._get_default_store(), torch.ones(1000)
+    if rank == 0:
+        store.wait(["rank 1 was interrupted"], timedelta(seconds=20))
+        return error_of(lambda: dist.all_reduce(x))
+    cut_off = patch.object(os, "sched_yield", lambda: raise_at_once(KeyboardInterrupt()))
+    with cut_off, pytest.raises(KeyboardInterrupt):
+        dist.all_reduce(x)
+    store.set("rank 1 was interrupted", "")
+    return error_of(lambda: dist.all_reduce(x))
+
+
+def test_ctrl_c_in_a_call_that_has_no_queue_yet_ends_the_group():
+    assert launch_function(2, sum_that_is_cut_off_at_once) == [
+        "RuntimeError: shm: rank 1 has failed, so rank 0 cannot complete "
+        "all_reduce(1000 of torch.float32, SUM)",
+        "RuntimeError: shm: KeyboardInterrupt has interrupted a call",
+    ]
+
+
+def sum_in_which_a_rank_dies(rank):
+    """Rank 1 is killed after three of four pieces, and rank 0 waits in C for the next one."""
+    with without_a_compiler() if rank == 1 else nullcontext():
+        dist.init_process_group("shm", timeout=timedelta(seconds=60))
+    pieces, arrive = dist.group.WORLD.segment.arrivals, Segment.arrive
+
+    def arrive_or_die(segment, call):
+        if rank == 1 and segment.arrivals == pieces + 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return arrive(segment, call)
+
+    with patch.object(Segment, "arrive", arrive_or_die):
+        return error_of(lambda: dist.all_reduce(torch.ones(2_000_000)))
+
+
+def test_a_rank_that_is_killed_in_the_middle_of_a_sum_is_named():
+    error = launch_function(2, sum_in_which_a_rank_dies, may_die=(1,))[0]
+    assert error == "RuntimeError: shm: rank 1 has ended while rank 0 waits for it"
+
+
 def messages_around_an_interruption(rank):
     """Rank 1 is cut off in the first of two messages of two pieces: what rank 0 receives."""
     dist.init_process_group("shm", timeout=timedelta(seconds=20))
-    x = torch.full((30_000,), 7.0)
+    x = torch.full((100_000,), 7.0)
     if rank == 0:
         return error_of(lambda: dist.recv(x, 1))
     post = Segment.post
@@ -275,7 +362,7 @@ def messages_around_an_interruption(rank):
 
 def test_a_message_that_was_cut_off_is_not_completed_with_the_next_one():
     error, _ = launch_function(2, messages_around_an_interruption)
-    what = "sends a message from byte 0 on, not from 65536: one of the two was interrupted"
+    what = "sends a message from byte 0 on, not from 262144: one of the two was interrupted"
     assert error == f"RuntimeError: shm: rank 1 {what}"
 
 
@@ -294,6 +381,25 @@ def ask_for_gloo(rank):
 
 def test_dash_m_shm_replaces_gloo_however_the_program_asks_for_it_or_ends():
     assert launch_function(2, ask_for_gloo) == [(2, ["shm"] * 4)] * 2
+
+
+def cores_of_rank(rank, cores_there, cores_allowed):
+    """Those that a rank keeps to, on a machine with so many cores."""
+    chosen = []
+    with (
+        patch.object(os, "cpu_count", lambda: cores_there),
+        patch.object(os, "sched_getaffinity", lambda _: set(range(cores_allowed))),
+        patch.object(os, "sched_setaffinity", lambda _, cores: chosen.extend(cores)),
+    ):
+        replace_gloo(pins=True)
+        dist.init_process_group("gloo")
+    return chosen
+
+
+def test_dash_m_shm_gives_each_rank_cores_of_its_own_where_nobody_has_chosen_some():
+    assert launch_function(2, cores_of_rank, 5, 5) == [[0, 1], [2, 3]]
+    assert launch_function(2, cores_of_rank, 1, 1) == [[], []], "not enough"
+    assert launch_function(2, cores_of_rank, 8, 4) == [[], []], "somebody has chosen"
 
 
 ANOTHER_MACHINE_FOR_EACH_RANK = """

@@ -27,16 +27,15 @@ from pathlib import Path
 
 from prove import NotJudgedError, launch
 from prove.table import (
-    ONE_RANK,
-    THE_ORIGINAL,
     WRONG,
+    Check,
     NotObservedError,
     ReportRow,
     table,
     unseen_checks,
 )
 
-PROOF_OF = {ONE_RANK: "what is averaged", THE_ORIGINAL: "the conversion"}
+PROOF_OF = {Check.ONE_RANK: "what is averaged", Check.ORIGINAL: "the conversion"}
 PROVEN, IS_WRONG, NOT_JUDGED, OWN_ERROR, NOTHING_PROVEN = range(5)  # exit statuses
 
 
@@ -97,7 +96,8 @@ def main() -> int:
     finally:
         if spare:
             spare.end()
-    unseen = unseen_checks(rows, [ONE_RANK, THE_ORIGINAL] if args.original else [ONE_RANK])
+    proof = [Check.ONE_RANK, Check.ORIGINAL] if args.original else [Check.ONE_RANK]
+    unseen = unseen_checks(rows, proof)
     write_json(args.json, rows, unseen, "")
     print(table(rows))
     wrong = sum(row.verdict == WRONG for row in rows)

@@ -9,7 +9,8 @@ drawn the same. torch's draws are seen by `writes.Dispatch`; numpy's and random'
 import os
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from prove import generators
 from prove.rank_run import RankRun, where, wrap
-from prove.record import Mode
+from prove.record import Mode, Variant
 from prove.samples import CannotMergeError, are_equal, interleaved, order_of_rows
 
 MOST_BYTES = 2_000_000_000  # of one rank's draws
@@ -59,6 +60,7 @@ class Finding:
     """What a replay found out about a draw, by place."""
 
     BY_SAMPLE = "one for each sample"
+    SEVERAL = "several for each sample"  # one after another, or in blocks
     COMMON = "the same on all ranks"
     COIN = "each rank decides for its whole batch"
     SAME_NOISE = "all ranks draw the same numbers for their samples"
@@ -66,7 +68,6 @@ class Finding:
     ESCAPED = "drawn by something that cannot be watched"
     OPAQUE = "drawn inside a kernel"
     TOO_MANY = "too many to keep"
-    UNSURE = (NOT_MATCHED, ESCAPED, OPAQUE, TOO_MANY)
 
 
 def is_draw(function: Any) -> bool:
@@ -85,6 +86,7 @@ class Draws:
     def __init__(self, run: RankRun) -> None:
         self.run, self.active, self.process = run, False, os.getpid()
         self.batch = (0, 0)
+        self.of_model = False  # only the model draws for this batch: there is no loader
         self.sizes = [1]  # samples of each rank in this batch
         self.sources: list[dict[DrawKey, Draw]] = []  # of the ranks whose samples are in this batch
         self.recorded: dict[DrawKey, Draw] = {}
@@ -109,11 +111,29 @@ class Draws:
     def end_batch(self) -> None:
         if self.active:
             self.check_states()
-        self.active = False
+        self.active = self.of_model = False
         for name, at in self.loops:
             if self.calls[name, at] != sum(self.sizes):
                 self.find(Finding.NOT_MATCHED, at)
         self.loops.clear()
+
+    def begin_forward(self, batch: tuple[int, int], sizes: list[int], sources: list[dict]) -> None:
+        """As begin_batch, without a loader: what is drawn outside of the model may be the next
+        batch, so only forward and backward count."""
+        self.end_batch()
+        self.begin_batch(batch, sizes, sources)
+        self.of_model, self.active = self.active, False
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        if not self.of_model or self.active or self.run.written:
+            yield
+            return
+        self.note_states()
+        self.active = True
+        yield
+        self.check_states()
+        self.active = False
 
     def note_states(self) -> None:
         self.states = generators.digests()
@@ -253,8 +273,13 @@ class Draws:
             self.rows[key] = OneDraw(dim, values[0].select(dim, 0))
             if len(values) > 1 and values[0].numel() > 1 and all_equal(values):
                 self.find(Finding.SAME_NOISE, key.at)
+        rows = values[0].shape[dim] // self.sizes[0]
+        if rows > 1:
+            self.find(Finding.SEVERAL, key.at)
+        in_blocks = rows > 1 and self.run.settings.variant == Variant.BLOCKS
         try:
-            answer = interleaved(padded(values, drawn, dim), self.sizes, dim)
+            parts = padded(values, drawn, dim)
+            answer = interleaved(parts, self.sizes, dim, rows if in_blocks else 1)
         except CannotMergeError:
             self.find(Finding.NOT_MATCHED, key.at)
             return None

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils.data
 
 NAMES = ("torch", "random", "numpy")
 
@@ -33,6 +34,27 @@ def digests() -> list[int]:
         _, keys, position, *_ = numpy_random().get_state()
         numpy_state = zlib.crc32(keys.tobytes()) + position
     return [torch_state, hash(random.getstate()[1]), numpy_state]
+
+
+def worker_drew() -> bool:
+    """In a worker of a loader: has anything drawn since it was seeded? True if that is unknown."""
+    worker = torch.utils.data.get_worker_info()
+    if worker is None:
+        return True
+    fresh = torch.Generator().manual_seed(torch.initial_seed()).get_state()
+    drew = not torch.equal(fresh, torch.get_rng_state())
+    drew |= random.getstate() != random.Random(worker.seed).getstate()
+    if numpy_random():
+        try:
+            numbers = torch.utils.data._utils.worker._generate_state(
+                worker.seed - worker.id, worker.id
+            )
+        except AttributeError:  # another version of torch
+            return True
+        _, keys, position, *_ = numpy_random().get_state()
+        _, fresh_keys, fresh_position, *_ = numpy_random().RandomState(numbers).get_state()
+        drew |= position != fresh_position or bool((keys != fresh_keys).any())
+    return drew
 
 
 def seed(number: int, seed_torch: Callable = torch.manual_seed) -> None:

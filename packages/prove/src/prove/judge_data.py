@@ -10,7 +10,7 @@ import torch
 
 from prove import generators
 from prove.reasons import Phrase, Reason
-from prove.record import LoaderRun, RankRecord
+from prove.record import LoaderRun, Note, RankRecord
 from prove.table import ReportRow, not_seen, part, right, warning, wrong
 
 ALL_BUT_A_FEW = 0.98  # the share of a data set that counts as the whole
@@ -102,7 +102,7 @@ def same_contents(records: list[RankRecord]) -> bool:
 
 
 def data_rows(records: list[RankRecord]) -> list[ReportRow]:
-    if len(records) < 2 or "groups of some ranks" in records[0].notes:
+    if len(records) < 2 or Note.HAS_GROUPS in records[0].notes:
         return []
     loader_runs = trained_loader_runs(records)
     if not loader_runs:
@@ -233,7 +233,7 @@ def length_rows(records: list[RankRecord], loader_runs: list[LoaderRun]) -> list
     if batches is not listed and not any(loader_run.ended for loader_run in loader_runs):
         return [not_seen(check, Reason.NO_END_OF_DATA)]
     if len({*batches}) > 1:
-        if "join" in records[0].notes:
+        if Note.JOINS in records[0].notes:
             return [right(check, Reason.UNEQUAL_BUT_JOINED, batches=batches)]
         if any(
             loader_run.given < min(n, loader_run.limit)
@@ -300,7 +300,8 @@ def augmentation_rows(loader_runs: list[LoaderRun]) -> list[ReportRow]:
     ]
     seeds_workers = first.workers and first.base_seed is not None
     if seeds_workers and alike(loader_runs, "base_seed"):
-        if first.is_stream or not same_dataset(loader_runs):
+        drew_nothing = not any(loader_run.workers_drew for loader_run in loader_runs)
+        if first.is_stream or drew_nothing or not same_dataset(loader_runs):
             return []
         return [warning(check, Reason.WORKER_SEEDS_ALIKE, at=first.at)]
     if same:

@@ -17,6 +17,7 @@ MISFIT = re.compile(  # the other rank sent something else: it is in another col
     r"preamble\.length|[Ee]nforce ?(fail|NotMet)|ncclInvalidUsage|Detected mismatch between coll"
 )
 UNFINISHED = re.compile("Expected to have finished reduction in the prior iteration")
+LAUNCHER = "torch.distributed.elastic"  # its own error says only that a rank has failed
 MOST_CHARACTERS = 240  # of an error
 MOST_ROWS = 3  # about files
 
@@ -124,13 +125,13 @@ def state_of(rank: RankRecord, hang: bool) -> dict[str, Any]:
 
 def file_rows(records: list[RankRecord]) -> list[ReportRow]:
     """Files that several ranks open for writing."""
-    writers: dict[str, dict[int, OpenedFile]] = {}  # the last opening by each rank
+    writers: dict[str, dict[int, list[OpenedFile]]] = {}
     for rank in records:
         for opened in rank.opened_files:
-            writers.setdefault(opened.path, {})[rank.rank] = opened
+            writers.setdefault(opened.path, {}).setdefault(rank.rank, []).append(opened)
     rows = []
     for path, by_rank in writers.items():
-        openings = list(by_rank.values())
+        openings = last_openings_alike([*by_rank.values()])
         if len(by_rank) < 2 or openings[0].mode == "os.open":  # not truncated: a lock, perhaps
             continue
         truncates = all("w" in opened.mode for opened in openings)
@@ -145,6 +146,16 @@ def file_rows(records: list[RankRecord]) -> list[ReportRow]:
     if writers and not rows:
         return [right("files", Reason.FILES_OF_ONE_RANK, files=len(writers))]
     return rows[:MOST_ROWS]
+
+
+def last_openings_alike(by_rank: list[list[OpenedFile]]) -> list[OpenedFile]:
+    """The last of each rank; if one appends to what others only make anew, the last of one kind."""
+    kinds = set.intersection(*({"w" in each.mode for each in openings} for openings in by_rank))
+    last = [openings[-1] for openings in by_rank]
+    if not kinds or all(("w" in each.mode) in kinds for each in last):
+        return last
+    kind = kinds.pop()
+    return [[each for each in openings if ("w" in each.mode) == kind][-1] for openings in by_rank]
 
 
 def print_rows(records: list[RankRecord]) -> list[ReportRow]:
@@ -170,4 +181,5 @@ def error_of(outcome: RunOutcome) -> str:
         return f"{error.kind} at {error.at}: {' '.join(error.message.split())[:MOST_CHARACTERS]}"
     lines = [line.strip() for line in outcome.log.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b|error:", line)]
-    return (errors or lines or ["it printed nothing"])[-1][:300]
+    of_ranks = [line for line in errors if not line.startswith(LAUNCHER)]
+    return (of_ranks or errors or lines or ["it printed nothing"])[-1][:300]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from prove.judge_data import ALL_BUT_A_FEW, same_dataset, sample_count, trained_loader_runs
 from prove.reasons import Reason
-from prove.record import EVALUATION, LoaderRun, RankRecord
+from prove.record import EVALUATION, LoaderRun, Note, RankRecord
 from prove.table import RIGHT, ReportRow, not_seen, right, warning
 
 CHECK = "evaluation"
@@ -12,11 +12,7 @@ CHECK = "evaluation"
 
 def evaluation_rows(records: list[RankRecord]) -> list[ReportRow]:
     """A row for each reason, with all places that have it."""
-    if (
-        len(records) < 2
-        or "groups of some ranks" in records[0].notes
-        or not trained_loader_runs(records)
-    ):
+    if len(records) < 2 or Note.HAS_GROUPS in records[0].notes or not trained_loader_runs(records):
         return []
     datasets: dict[tuple, list[LoaderRun]] = {}  # of each, the first evaluation by each rank
     for rank in records:
@@ -73,7 +69,7 @@ def row_of_dataset(records: list[RankRecord], loader_runs: list[LoaderRun]) -> R
     samples = {"size": size, "at": at, "sampler": loader_runs[0].sampler}
     if all(len({*loader_run.indices}) >= ALL_BUT_A_FEW * size for loader_run in loader_runs):
         return warning(CHECK, Reason.EVALUATED_BY_EACH, **samples)
-    if twice and "gather_for_metrics" not in records[0].notes:
+    if twice and Note.GATHERS_FOR_METRICS not in records[0].notes:
         return warning(CHECK, Reason.EVALUATED_TWICE, twice=twice, **samples)
     if lost > 0:
         return warning(CHECK, Reason.EVALUATED_NOT_ALL, lost=lost, **samples)
@@ -87,9 +83,8 @@ def row_of_dataset(records: list[RankRecord], loader_runs: list[LoaderRun]) -> R
 
 def stops_early(loader_run: LoaderRun) -> bool:
     """Was it the script, not we, that ended this evaluation before the end of its loader?"""
-    return not loader_run.ended and loader_run.given < min(
-        loader_run.batches or 0, EVALUATION * loader_run.limit
-    )
+    longest = loader_run.limit * (1 if loader_run.with_gradients else EVALUATION)
+    return not loader_run.ended and loader_run.given < min(loader_run.batches or 0, longest)
 
 
 def row_of_a_part(loader_runs: list[LoaderRun]) -> ReportRow:

@@ -7,19 +7,20 @@ from dataclasses import dataclass
 from prove.reasons import Phrase, Reason
 from prove.record import (
     EvaluatedModule,
+    Note,
     OptimizerRecord,
     OptimizerStep,
     Projection,
     RankRecord,
 )
-from prove.table import RIGHT, WARNING, ReportRow, not_seen, part, right, warning, wrong
+from prove.table import RIGHT, WARNING, Check, ReportRow, not_seen, part, right, warning, wrong
 
 TINY = 1e-12
 
 
 @dataclass
 class StepOfRanks:
-    """One optimizer step, as each of the ranks wrote it down."""
+    """The same step of an optimizer, as each of the ranks wrote it down."""
 
     optimizer: OptimizerRecord
     number: int
@@ -62,7 +63,7 @@ def steps_of(records: list[RankRecord]) -> list[StepOfRanks]:
 
 
 def is_divided(records: list[RankRecord]) -> bool:
-    return not records[0].notes.keys().isdisjoint(("groups of some ranks", "the model is divided"))
+    return not records[0].notes.keys().isdisjoint({Note.HAS_GROUPS, Note.MODEL_IS_DIVIDED})
 
 
 def model_rows(records: list[RankRecord]) -> list[ReportRow]:
@@ -74,7 +75,7 @@ def model_rows(records: list[RankRecord]) -> list[ReportRow]:
     steps = steps_of(records)
     tensors = [{len(of_rank.weights_before) for of_rank in step.steps} for step in steps]
     if is_divided(records) or any(len(counts) > 1 for counts in tensors):  # the latter by ZeRO
-        return [*rows, not_seen("weights", Reason.MODEL_IS_DIVIDED)]
+        return [*rows, not_seen(Check.WEIGHTS, Reason.MODEL_IS_DIVIDED)]
     same = weight_rows(steps)
     rows += same + averaged_gradient_rows(steps, same) + forward_rows(first, same)
     rows += learning_rate_rows(records, steps) + metric_rows(records) + loss_scale_rows(steps)
@@ -85,7 +86,7 @@ def model_rows(records: list[RankRecord]) -> list[ReportRow]:
 
 
 def weight_rows(steps: list[StepOfRanks]) -> list[ReportRow]:
-    check = "weights"
+    check = Check.WEIGHTS
     differing = [step for step in steps if step.apart("weights_after")]
     if not steps:
         return []
@@ -114,7 +115,7 @@ def averaged_gradient_rows(
     steps: list[StepOfRanks], rows_of_weights: list[ReportRow]
 ) -> list[ReportRow]:
     """p.grad at each step: is it the same on all ranks, and the mean of what backward gave them?"""
-    check, verdicts = "averaged gradients", [row.verdict for row in rows_of_weights]
+    check, verdicts = Check.AVERAGED_GRADIENTS, [row.verdict for row in rows_of_weights]
     for step in steps:
         apart = step.apart("gradients", 1e-4)
         if apart and WARNING in verdicts:
@@ -131,7 +132,7 @@ def averaged_gradient_rows(
         if step.number > 1 and all(of_rank.has_old_gradient for of_rank in step.steps)
     ]
     if len(old) > 1:
-        return [wrong("zero_grad", Reason.GRADIENTS_KEPT, steps=len(old), at=old[0].at)]
+        return [wrong(Check.ZERO_GRAD, Reason.GRADIENTS_KEPT, steps=len(old), at=old[0].at)]
     factors = [(times_the_mean(step), step) for step in steps]
     known = [(factor, step) for factor, step in factors if factor is not None]
     if not known:
@@ -166,7 +167,7 @@ def times_the_mean(step: StepOfRanks) -> float | None:
 
 
 def forward_rows(first: RankRecord, rows_of_weights: list[ReportRow]) -> list[ReportRow]:
-    rows, check = [], "forward through DDP"
+    rows, check = [], Check.FORWARD
     for ddp in first.ddps:
         if ddp.forwards_around and any(row.verdict != RIGHT for row in rows_of_weights):
             facts = {
@@ -238,9 +239,9 @@ def finite_gradient_rows(records: list[RankRecord]) -> list[ReportRow]:
 
 
 def clipping_rows(first: RankRecord) -> list[ReportRow]:
-    if at := first.notes.get("clips scaled gradients"):
+    if at := first.notes.get(Note.CLIPS_SCALED):
         return [wrong("clipping", Reason.CLIPS_SCALED, at=at)]
-    if "clips" in first.notes:
+    if Note.CLIPS in first.notes:
         return [right("clipping", Reason.CLIPS_UNSCALED)]
     return []
 

@@ -60,11 +60,13 @@ class Place(NamedTuple):
     number: int  # in the line
 
 
-def numbers_in(line: str) -> Iterator[PrintedNumber]:
-    """The statistics in a line, and after them the other decimal numbers."""
+def numbers_in(line: str) -> Iterator[tuple[int, PrintedNumber]]:
+    """The statistics in a line, and after them the other decimal numbers; each with its place among
+    all statistics, or among all numbers, whatever these are: 0.01 has too few digits, 0.123 not."""
+    places = [match.start() for match in NUMBER.finditer(line)]
     known = [match.span(2) for match in STATISTIC.finditer(line)]
-    for match in STATISTIC.finditer(line):
-        yield PrintedNumber(match[1], match[2], True)
+    for place, match in enumerate(STATISTIC.finditer(line)):
+        yield -1 - place, PrintedNumber(match[1], match[2], True)
     for match in DECIMAL.finditer(line):
         if any(begin <= match.start() < end for begin, end in known):
             continue
@@ -72,7 +74,8 @@ def numbers_in(line: str) -> Iterator[PrintedNumber]:
         digits = re.sub(r"[eE].*|\D", "", match[0]).lstrip("0")
         is_result = not (name and NO_RESULT.search(name[1])) and not UNIT.match(line, match.end())
         if is_result and len(digits) >= FEWEST_DIGITS:
-            yield PrintedNumber(name[1] if name else "a number", match[0], False)
+            place = sum(start < match.start() for start in places)
+            yield place, PrintedNumber(name[1] if name else "a number", match[0], False)
 
 
 def printed_numbers(record: RankRecord) -> dict[Place, PrintedNumber]:
@@ -85,7 +88,7 @@ def printed_numbers(record: RankRecord) -> dict[Place, PrintedNumber]:
             continue
         line = lines[text.at] = lines.get(text.at, 0) + 1
         shape = NUMBER.sub("#", text.text)
-        for number, printed in enumerate(numbers_in(text.text)):
+        for number, printed in numbers_in(text.text):
             is_rate = any(abs(printed.value - rate) <= printed.last_digit for rate in rates)
             if printed.is_statistic or not is_rate:
                 shape_of_line = "" if printed.is_statistic else shape

@@ -23,7 +23,7 @@ from prove.record import (
     gradients_file,
     tensors_file,
 )
-from prove.table import ReportRow, not_seen, right, warning, wrong
+from prove.table import Check, ReportRow, not_seen, right, warning, wrong
 
 SMALL_BATCH = 16  # values per channel from which BatchNorm's statistics are good enough
 FLOAT64_LIMIT = 1e-9  # how far rounding can bring equal gradients apart, in units of their length
@@ -84,12 +84,10 @@ class Replay:
         later = bool(of_ranks and of_one) and of_one[0] > of_ranks[0]
         return later or backwards_of_one >= backwards * len(self.records) > 0
 
-    def draws_of_kinds(self, *kinds: str) -> list[str]:
-        """Places of draws about which something was found, in any of the runs."""
+    def places_of_draws(self, finding: str) -> list[str]:
+        """Of which this was found, in any of the runs."""
         records = [*self.records, self.replayed]
-        places = [
-            place for record in records for kind in kinds for place in record.draws.get(kind, [])
-        ]
+        places = [place for record in records for place in record.draws.get(finding, [])]
         return list(dict.fromkeys(places))
 
 
@@ -200,6 +198,8 @@ class Comparer:
                 name = names[parameter]
                 return not_compared(Reason.OTHER_SHAPE, name=name, of_ranks=of_ranks, of_one=of_one)
             return not_compared(Reason.OTHER_PARAMETERS)
+        if not self.gradients and self.optimizer.begins_later:
+            return not_compared(Reason.BEGINS_LATER, at=self.at)
         if not self.gradients:
             return not_compared(Reason.NO_GRADIENTS)
         if replay.replayed.batchnorm_rows_unknown:
@@ -315,12 +315,25 @@ def is_multiple(pair: Gradients, factor: float, limit: float) -> bool:
 
 def comparisons(replay: Replay) -> list[Comparison]:
     """Of each optimizer that made a step."""
-    numbers = [n for n, optimizer in enumerate(replay.observed.optimizers) if optimizer.steps]
+    optimizers = replay.observed.optimizers
+    numbers = [
+        n
+        for n, optimizer in enumerate(optimizers)
+        if optimizer.steps and not is_made_again(optimizer, optimizers[:n])
+    ]
     compared = [Comparer(replay, number).compare() for number in numbers]
     is_zero = [each.reason == Reason.NOTHING_TO_COMPARE for each in compared]
     if all(is_zero):
         return compared[:1]
     return [each for each, zero in zip(compared, is_zero, strict=True) if not zero]
+
+
+def is_made_again(optimizer: OptimizerRecord, earlier: list[OptimizerRecord]) -> bool:
+    """For each epoch: one that has made steps with these parameters is compared already."""
+    names = {*optimizer.names}
+    return optimizer.begins_later and any(
+        other.steps and not other.begins_later and names <= {*other.names} for other in earlier
+    )
 
 
 def worst(compared: list[Comparison]) -> Outcome:
@@ -387,10 +400,19 @@ def unsure_draws(replay: Replay) -> Comparison | None:
         Finding.ESCAPED: Reason.DRAWS_ESCAPED,
         Finding.NOT_MATCHED: Reason.DRAWS_NOT_MATCHED,
     }
-    for kind, reason in reasons.items():
-        if places := replay.draws_of_kinds(kind):
+    for finding, reason in reasons.items():
+        if places := replay.places_of_draws(finding):
             return Comparison(Outcome.NOT_COMPARED, reason, {"places": places})
     return None
+
+
+def draws_not_given(replay: Replay, rows: list[ReportRow]) -> Comparison | None:
+    """Without a loader, the original gets no draws of the ranks: nobody knows when they are due."""
+    of_draws = (Check.RANDOM_DECISIONS, Check.RANDOM_NUMBERS)
+    places = [at for row in rows if row.check in of_draws for at in row.facts["places"]]
+    if not places or any(run.steps for run in replay.observed.loader_runs):
+        return None
+    return Comparison(Outcome.NOT_COMPARED, Reason.DRAWS_NOT_GIVEN, {"places": places})
 
 
 def relative_distance(pair: Gradients) -> float:
@@ -426,14 +448,15 @@ def far(values: list[float], others: list[float], limit: float = 1e-6) -> bool:
 def draw_rows(replay: Replay) -> list[ReportRow]:
     """What the ranks draw inside a step."""
     rows = []
-    if places := replay.draws_of_kinds(Finding.COIN):
-        rows.append(warning("random decisions", Reason.COIN_BY_RANK, places=places))
+    if places := replay.places_of_draws(Finding.COIN):
+        rows.append(warning(Check.RANDOM_DECISIONS, Reason.COIN_BY_RANK, places=places))
+    same = replay.places_of_draws(Finding.SAME_NOISE)
     of_dropout = replay.observed.dropout  # it has a row of its own
-    same = [at for at in replay.draws_of_kinds(Finding.SAME_NOISE) if at not in of_dropout]
-    if places := same:
-        rows.append(warning("random numbers", Reason.SAME_NOISE, places=places))
-    elif places := replay.draws_of_kinds(Finding.BY_SAMPLE):
-        rows.append(right("random numbers", Reason.NOISE_BY_SAMPLE, places=places))
+    by_sample = [at for at in replay.places_of_draws(Finding.BY_SAMPLE) if at not in same]
+    if places := [at for at in same if at not in of_dropout]:
+        rows.append(warning(Check.RANDOM_NUMBERS, Reason.SAME_NOISE, places=places))
+    elif places := by_sample:
+        rows.append(right(Check.RANDOM_NUMBERS, Reason.NOISE_BY_SAMPLE, places=places))
     return rows
 
 

@@ -1,5 +1,4 @@
-"""Do the learning rates follow the ranks? Those of one rank at the same steps, and the length of a
-schedule that is stepped with each batch, beside the number of batches that a rank has."""
+"""Are the learning rates those of one rank, and is the schedule as long as the run of a rank?"""
 
 from typing import NamedTuple
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -79,6 +80,14 @@ def preload() -> None:
     from prove import observe  # noqa: F401  and all that watches: it waits for install()
 
     torch.set_num_threads(1)  # a process with a pool of threads must not fork
+
+
+def hooked(environment: Mapping[str, str], folder: Path, module: str) -> dict[str, str]:
+    """Variables for a command: each of its processes calls install() of that module in this folder
+    when it has imported torch."""
+    paths = [str(HOOKS), environment.get("PYTHONPATH", "")]
+    path = os.pathsep.join(filter(None, paths))
+    return {"PYTHONPATH": path, "AFTER_TORCH": f"{folder}:{module}"}
 
 
 def become_rank(command: list[str], environment: dict[str, str], log: Path) -> None:
@@ -174,8 +183,7 @@ class Processes:
         if torchrun := as_torchrun(command):
             self.fork(torchrun, environment, log)
         else:
-            paths = [str(HOOKS), environment.get("PYTHONPATH", "")]
-            environment = environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+            environment = environment | hooked(environment, HOOKS.parents[1], "prove.observe")
             with log.open("w") as out:
                 started = subprocess.Popen(
                     command, env=environment, stdout=out, stderr=out, start_new_session=True

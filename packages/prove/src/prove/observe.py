@@ -32,6 +32,20 @@ def compute_in_float64() -> None:
         by_torch = "/torch/amp/" in caller  # GradScaler needs what it asks for
         return original(tensor, *args, **kwargs) if by_torch else tensor.double()
 
+    @wrap(torch.nn.Module, "to")
+    def to(original: Callable, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """A model never becomes smaller: making it float64 again would lose hooks of its own."""
+        kwargs = {name: widest(value) for name, value in kwargs.items()}
+        return original(module, *map(widest, args), **kwargs)
+
+    for name in ("float", "half", "bfloat16"):
+        setattr(torch.nn.Module, name, torch.nn.Module.double)
+
+
+def widest(value: Any) -> Any:
+    is_float = isinstance(value, torch.dtype) and value.is_floating_point
+    return torch.float64 if is_float else value
+
 
 def seed_of(settings: Settings) -> int:
     """What the script's generators begin with: anything, but in a replay what they began with in

@@ -24,20 +24,20 @@ from prove import (
     judge_schedule,
     launch,
 )
+from prove.draws import Finding
 from prove.judge_effects import effect_rows, error_of
 from prove.judge_evaluation import evaluation_rows
 from prove.judge_model import model_rows
 from prove.judge_replay import Comparison, Outcome, Replay
 from prove.reasons import Reason
-from prove.record import Ended, Mode, Settings, Variant
+from prove.record import Ended, Mode, Note, Settings, Variant
 from prove.replay import forced_file
 from prove.table import (
     NOT_SEEN,
-    ONE_RANK,
     RIGHT,
-    THE_ORIGINAL,
     WARNING,
     WRONG,
+    Check,
     NotObservedError,
     ReportRow,
     not_seen,
@@ -170,7 +170,9 @@ class Prover:
         if outcome.silent:
             raise NotJudgedError(f"no progress for {self.args.timeout:g} s: try a larger --timeout")
         if not records and not outcome.status and "Traceback" not in outcome.log:
-            raise NotJudgedError("the script made no process group: is it started by torchrun?")
+            raise NotJudgedError(
+                f"the script made no process group: {what_to_do(self.args.command)}"
+            )
         if outcome.hang:
             return
         if failed(outcome) or not records:
@@ -193,34 +195,36 @@ class Prover:
         rows += judge_data.data_rows(records)
         rows += evaluation_rows(records)
         if observed.hang:
-            return [*rows, not_seen(ONE_RANK, Reason.RUN_HANGS)]
+            return [*rows, not_seen(Check.ONE_RANK, Reason.RUN_HANGS)]
         if not all(record.ended in Ended.WELL for record in records):
-            return [*rows, not_seen(ONE_RANK, Reason.RUN_FAILS, message=error_of(observed))]
+            return [*rows, not_seen(Check.ONE_RANK, Reason.RUN_FAILS, message=error_of(observed))]
         if not any(record.steps for record in records):
             batches = sum(loader_run.given for loader_run in records[0].loader_runs)
             why = Reason.NO_STEP if batches else Reason.NO_BATCH
-            return [*rows, not_seen(ONE_RANK, why, batches=batches)]
+            return [*rows, not_seen(Check.ONE_RANK, why, batches=batches)]
         rows += model_rows(records)
         rows += self.one_rank_rows(rows)
-        if any(row.check == ONE_RANK and row.verdict == RIGHT for row in rows):
+        if any(row.check == Check.ONE_RANK and row.verdict == RIGHT for row in rows):
             # Whatever changed the gradients before the step was no mistake.
-            unexplained = ("averaged gradients", "forward through DDP")
+            unexplained = (Check.AVERAGED_GRADIENTS, Check.FORWARD)
             rows = [row for row in rows if row.verdict != NOT_SEEN or row.check not in unexplained]
-        return rows + self.original_rows()
+        return rows + self.original_rows(rows)
 
-    def original_rows(self) -> list[ReportRow]:
+    def original_rows(self, rows: list[ReportRow]) -> list[ReportRow]:
         if not self.args.original:
             return []
         replayed = self.replay(Mode.ORIGINAL, shlex.split(self.args.original))
         if obstacle := judge_replay.why_not_replayed(replayed):
-            return [obstacle.row(THE_ORIGINAL)]
+            return [obstacle.row(Check.ORIGINAL)]
         compared = judge_replay.comparisons(replayed)
         if judge_replay.worst(compared) == Outcome.DIFFERENT:
-            unsure = judge_replay.unsure_draws(replayed)
+            unsure = judge_replay.unsure_draws(replayed) or judge_replay.draws_not_given(
+                replayed, rows
+            )
             compared = [unsure] if unsure else compared
-        rows = [each.row(THE_ORIGINAL) for each in compared]
         records, original = self.observed.records, replayed.replayed
-        return rows + judge_data.original_epoch_rows(records, original)
+        result = [each.row(Check.ORIGINAL) for each in compared]
+        return result + judge_data.original_epoch_rows(records, original)
 
     def why_not_replayed(self, command: list[str] | None) -> Comparison | None:
         """None: one rank can compute from the batches of all."""
@@ -230,7 +234,7 @@ class Prover:
             reason = Reason.ONLY_ONE_RANK
         elif command is None:
             reason = Reason.WHICH_COMMAND
-        elif "the model is divided" in records[0].notes:
+        elif Note.MODEL_IS_DIVIDED in records[0].notes:
             reason = Reason.MODEL_DIVIDED
         elif self.settings.rows_are_split and not judge_data.same_contents(records):
             reason = Reason.OTHER_ROWS
@@ -254,15 +258,15 @@ class Prover:
         command = command_of_one_rank(self.args)
         obstacle = self.why_not_replayed(command)
         if command is None or obstacle:
-            return [obstacle.row(ONE_RANK)] if obstacle else []
+            return [obstacle.row(Check.ONE_RANK)] if obstacle else []
         replayed = self.best_replay(command)
         if obstacle := judge_replay.why_not_replayed(replayed):
-            return [obstacle.row(ONE_RANK)]
+            return [obstacle.row(Check.ONE_RANK)]
         compared = judge_replay.comparisons(replayed)
         examination = Examination(self, command, replayed, rows)
         if judge_replay.worst(compared) == Outcome.DIFFERENT:
             compared = examination.compared(compared)
-        result = [each.row(ONE_RANK) for each in compared]
+        result = [each.row(Check.ONE_RANK) for each in compared]
         result += judge_replay.draw_rows(replayed)
         if all(each.outcome == Outcome.EQUAL for each in compared):
             result += self.number_rows(examination.replayed, examination.variant)
@@ -334,6 +338,8 @@ class Examination:
                 return no_verdict(Reason.CONTROL_FAILS, message=message)
             _, with_one = with_one_draw
             if judge_replay.worst(with_one) != Outcome.DIFFERENT:
+                if equal := self.with_rows_in_blocks():
+                    return equal
                 places = list(dict.fromkeys(key.at for key in rows))
                 of_one_draw = judge_replay.farthest(with_one)
                 facts = {"apart_of_one_draw": of_one_draw, "places": places}
@@ -341,6 +347,20 @@ class Examination:
         if obstacle := self.control(no_verdict):
             return obstacle
         return [self.sum_or_mistake(each) for each in compared]
+
+    def with_rows_in_blocks(self) -> list[Comparison] | None:
+        """Several draws for each sample: nobody says which of them are those of which rank, but
+        only the right order makes all gradients equal."""
+        if not self.replayed.places_of_draws(Finding.SEVERAL):
+            return None
+        blocks = self.prover.replay(Mode.REPLAY, self.command, Variant.BLOCKS)
+        if judge_replay.why_not_replayed(blocks):
+            return None
+        compared = judge_replay.comparisons(blocks)
+        if judge_replay.worst(compared) != Outcome.EQUAL:
+            return None
+        self.replayed = blocks
+        return compared
 
     def with_draws(self, variant: str, draws: dict) -> tuple[Replay, list[Comparison]] | None:
         torch.save(draws, forced_file(self.prover.settings.folder, variant))
@@ -374,9 +394,16 @@ class Examination:
 
 def is_explained(rows: list[ReportRow]) -> bool:
     """By rows above: the ranks do not train one model."""
-    of_the_model = ("weights", "averaged gradients", "zero_grad", "forward through DDP")
+    of_the_model = (Check.WEIGHTS, Check.AVERAGED_GRADIENTS, Check.ZERO_GRAD, Check.FORWARD)
     explained = any(row.verdict == WRONG and row.check in of_the_model for row in rows)
-    return explained or any(row.verdict == WARNING and row.check == "weights" for row in rows)
+    return explained or any(row.verdict == WARNING and row.check == Check.WEIGHTS for row in rows)
+
+
+def what_to_do(command: list[str]) -> str:
+    """With a script that makes no process group."""
+    if launch.as_torchrun(command):
+        return "each process trains for itself. Must it be told, as in Fabric(devices=2)?"
+    return "is it started by torchrun?"
 
 
 def failed(outcome: launch.RunOutcome) -> bool:

@@ -25,6 +25,7 @@ from prove.record import (
     Ended,
     LoaderRun,
     Mode,
+    Note,
     RankRecord,
     ScriptError,
     Settings,
@@ -133,9 +134,8 @@ class RankRun:
     def note_event(self) -> None:
         self.record.progress.events += 1
 
-    def note(self, kind: str) -> None:
-        """A fact that needs no more than the place where it happened."""
-        self.record.notes.setdefault(kind, where())
+    def note(self, note: Note) -> None:
+        self.record.notes.setdefault(note, where())
 
     def has_no_loader(self) -> bool:
         return not any(loader_run.with_gradients for loader_run in self.record.loader_runs)

@@ -63,6 +63,8 @@ class Prose(Formatter):
             return count(value, spec[2:])
         if spec == "percent":
             return percent(value)
+        if spec == ".0e" and value == 0:
+            return "0"
         return str(super().format_field(value, spec))
 
 
@@ -123,8 +125,6 @@ GLOBAL_DIVISOR += "mixes the samples of a batch (attention over the batch)"
 @unique
 class Reason(Enum):
     """In the order of the judges."""
-
-    OTHER = Words("{text}", "{cure}")
 
     # judge_effects: together
     HANG = Words("{ranks:; }", ALL_CALL, See.HANG)
@@ -260,7 +260,7 @@ class Reason(Enum):
     )
     WORKER_SEEDS_ALIKE = Words(
         "the workers of all ranks draw the same numbers: one seed (loader at {at})",
-        f"{OWN_SEED}; harmless without augmentation",
+        OWN_SEED,
     )
     DRAWS_ALIKE = Words(
         "all ranks draw the same numbers of {generators} while they load ({at})", OWN_SEED
@@ -500,7 +500,8 @@ class Reason(Enum):
     )
     TOO_CLOSE = Words(
         "step {step} differs by {apart:.0e} of its length from that of one rank: too close to tell "
-        "a mistake from rounding ({at})"
+        "a mistake from rounding ({at})",
+        "if a part of the step computes in float32, --float32 allows for that",
     )
     LITTLE_PRECISION = Words(
         "gradient of step 1 equal to {apart:.0e} of its length, weights after step {steps} to "
@@ -533,6 +534,10 @@ class Reason(Enum):
         "the ranks have gradients of {of_ranks}, and one rank of {of_one}: try --float32"
     )
     NO_GRADIENTS = Words("the two runs have no gradient in common")
+    BEGINS_LATER = Words(
+        "this optimizer makes its first step in the second epoch ({at}), and only the first is "
+        "replayed: to compare it, let it begin in the first"
+    )
     NOT_FINITE = Words("the gradient of step {step} is not finite ({at})")
     NOTHING_TO_COMPARE = Words("all gradients are zero: there is nothing to compare")
     TOO_SHORT = Words("the gradient has a length of {length:.0e}: that is rounding ({at})")
@@ -554,9 +559,18 @@ class Reason(Enum):
     DRAWS_NOT_MATCHED = Words(
         "one rank draws other random numbers, or more of them, than all ranks together: {places}"
     )
+    DRAWS_NOT_GIVEN = Words(
+        "without a DataLoader, the original draws its own random numbers: {places}; switch dropout "
+        "and noise off in both scripts to compare them"
+    )
     CANNOT_MERGE = Words("the batches of the ranks cannot be put together: {what}")
     NOT_KEPT = Words("{message}")
-    REPLAY_FAILS = Words("one rank cannot run it: {kind} at {at}: {message}")
+    REPLAY_FAILS = Words(
+        "one rank, with the samples of all ranks in its batches, cannot run it: {kind} at {at}: "
+        "{message}",
+        "if the command names the number of ranks, --alone 'COMMAND' says how one is started; if "
+        "the script fixes the number of samples, take it from the batch: x.shape[0]",
+    )
     REPLAY_SAYS = Words("one rank made no step with the recorded batches: {message}")
     NO_REPLAYED_STEP = Words("one rank made no step with the recorded batches")
     NOT_ONE_RANK = Words(
@@ -588,10 +602,7 @@ class Reason(Enum):
         "same seed on all of them",
         See.LOSS,
     )
-    SAME_NOISE = Words(
-        "all ranks draw the same numbers for their samples: {places}",
-        "torch.manual_seed(seed + rank) after the model is built; numpy and random alike",
-    )
+    SAME_NOISE = Words("all ranks draw the same numbers for their samples: {places}", OWN_SEED)
     NOISE_BY_SAMPLE = Words("the ranks draw different numbers for their samples: {places}")
 
     # judge_replay: beside the gradients
@@ -614,12 +625,14 @@ class Reason(Enum):
     )
     RATE_DIFFERS = Words(
         "learning rate {of_ranks:.4g} on {world_size} ranks and {of_one:.4g} on one, {when}",
-        "meant so only if you scale the rate with the global batch on purpose",
+        "meant so only if you scale the rate with the global batch on purpose, or step a schedule "
+        "for one rank once per rank",
         See.RATE,
     )
     RATE_AFTER_EPOCH_DIFFERS = Words(
         "learning rate {of_ranks:.4g} on {world_size} ranks and {of_one:.4g} on one, {when}",
-        "one scheduler.step() per epoch or step on each rank, not one per rank",
+        "one scheduler.step() per epoch or step on each rank, not one per rank; meant so only if "
+        "you scale the rate with the global batch on purpose",
         See.RATE,
     )
     NUMBERS_DIFFER = Words(

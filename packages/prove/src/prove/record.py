@@ -6,6 +6,7 @@ place in the user's code, such as train.py:73.
 
 import pickle
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,9 +33,6 @@ class Variant:
     BLOCKS = "-blocks"  # several rows of a sample lie in blocks: see samples.owners_of_rows
 
 
-EVALUATION = 4  # an evaluation gets so many times the batches of a training epoch
-
-
 class Ended:
     """How the run of a rank ended."""
 
@@ -43,6 +41,17 @@ class Ended:
     WHEN_SEEN = "when enough was seen"  # by us
     WITH_ERROR = "with an error"
     WELL = (AT_ITS_END, WHEN_SEEN)
+
+
+class Note(Enum):
+    """A fact about a run that needs no more than the place where it was first seen."""
+
+    CLIPS = auto()
+    CLIPS_SCALED = auto()  # gradients that still carry the loss scale
+    GATHERS_FOR_METRICS = auto()  # accelerate's, which drops the samples that padding repeats
+    HAS_GROUPS = auto()  # of some ranks
+    JOINS = auto()  # DDP's join, for unequal numbers of batches
+    MODEL_IS_DIVIDED = auto()
 
 
 EVALUATION = 4  # an evaluation gets so many times the batches of a training epoch
@@ -115,6 +124,7 @@ class LoaderRun:
     generators: list[int]  # their digests when the pass began
     base_seed: int | None = None  # of the workers
     drew: list[bool] = field(default_factory=lambda: [False] * 3)  # these generators, while loading
+    workers_drew: bool = False  # its workers have drawn random numbers, or may have
     given: int = 0  # batches
     ended: bool = False  # at the end of its data
     steps: int = 0
@@ -137,7 +147,7 @@ class LoaderRun:
 
 @dataclass
 class OptimizerStep:
-    """One optimizer step."""
+    """The gradients that a step was given, and the weights before and after it."""
 
     at: str
     batch: int  # of its pass, from 1 on
@@ -158,6 +168,7 @@ class OptimizerRecord:
     is_adaptive: bool  # as Adam, it divides by small gradients
     is_by_hand: bool = False  # no optimizer of torch: the script changes its parameters itself
     compares_changes: bool = False  # there is no p.grad, so the changes of weights are compared
+    begins_later: bool = False  # its first step is in the second epoch, which is not replayed
     steps: list[OptimizerStep] = field(default_factory=list)
     names: list[str] = field(default_factory=list)  # of its parameters
     outside_ddp: list[int] = field(default_factory=list)  # the numbers of these parameters
@@ -265,7 +276,7 @@ class RankRecord:
     rates_after_epochs: list[list[float]] = field(default_factory=list)
     dropout: dict[str, int] = field(default_factory=dict)  # by place: a digest of torch's generator
     batchnorm: dict[str, int] = field(default_factory=dict)  # by class: fewest values of a channel
-    notes: dict[str, str] = field(default_factory=dict)  # what needs no more than its place
+    notes: dict[Note, str] = field(default_factory=dict)  # where each was first seen
     loss_scale: float = 1.0
     uses_autocast: bool = False
     model_returns_loss: bool = False

@@ -20,6 +20,7 @@ from prove.rank_run import RankRun, where, wrap
 from prove.record import LoaderRun, Mode, Variant, read_records, tensors_file
 from prove.samples import (
     RecordedBatch,
+    are_same,
     as_double,
     copied,
     merged,
@@ -29,6 +30,7 @@ from prove.samples import (
 )
 from prove.watch_model import parameters_of, tensors_of
 
+NO_LOADER = -1  # for the number of a pass over a loader
 DROPOUTS = ["dropout", "dropout1d", "dropout2d", "dropout3d"]
 DROPOUTS += ["alpha_dropout", "feature_alpha_dropout"]
 
@@ -62,6 +64,17 @@ def without_places(draws: dict[DrawKey, Draw]) -> dict[DrawKey, Draw]:
     return renamed
 
 
+def size_of(call: tuple) -> int:
+    """The samples in what goes into DDP."""
+    tensors = tensors_in(list(call))
+    return len(tensors[0]) if tensors and tensors[0].ndim else 1
+
+
+def batch_of_forward(number: int) -> tuple[int, int]:
+    """What stands for the pass and the batch, if there is no loader."""
+    return (NO_LOADER, number)
+
+
 class Keeper:
     """In the observed run: keeps what goes into DDP, if there is no loader to keep batches of."""
 
@@ -70,9 +83,15 @@ class Keeper:
 
     def inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         run = self.run
-        if run.has_no_loader() and run.joined and run.record.steps < run.settings.batches:
+        if not run.has_no_loader():
+            return args, kwargs
+        if run.joined and run.record.steps < run.settings.batches:
             kept = run.tensors.setdefault("forwards", [])
-            kept.append((copied(list(args)), copied(kwargs)))
+            call = copied(list(args)), copied(kwargs)
+            kept.append(call)
+            run.draws.begin_forward(batch_of_forward(len(kept) - 1), [size_of(call)], [])
+        else:
+            run.draws.end_batch()
         return args, kwargs
 
 
@@ -148,9 +167,13 @@ class Feeder:
     ) -> Iterator:
         run = self.run
         batches: list[list[RecordedBatch]] = [kept["batches"][number] for kept in self.kept]
-        for position in range(min(map(len, batches))):
+        positions, sources = min(map(len, batches)), []
+        before, looks_ahead = self.computed(), False
+        for position in range(positions):
             for ranks in self.groups():
                 run.end_batch()
+                if loader_run.given == 1:
+                    looks_ahead = self.computed() == before
                 of_ranks = [batches[rank][position] for rank in ranks]
                 batch = self.cast(merged_by_collate(collate, of_ranks))
                 self.sizes = [recorded.size for recorded in of_ranks]
@@ -162,8 +185,13 @@ class Feeder:
                 run.begin_batch((number, position + 1), self.sizes, sources)
                 yield batch
         run.end_batch()
+        if looks_ahead:  # the last batch is computed now: see watch_data.begin_batch
+            run.begin_batch((number, positions + 1), self.sizes, sources)
         if number > 0:  # an evaluation with gradients: its last batches are of unequal sizes
             run.in_second_epoch = True  # so the numbers that follow are not compared
+
+    def computed(self) -> tuple[int, int]:
+        return self.run.model.backwards, len(self.run.record.model_calls)
 
     def inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """What goes into DDP, if the script has no loader."""
@@ -177,7 +205,12 @@ class Feeder:
             self.run.leave()
         ranks = groups[number % len(groups)]
         calls_of_ranks = [self.kept[rank]["forwards"][number // len(groups)] for rank in ranks]
-        self.sizes = [len(tensors_in(list(call))[0]) for call in calls_of_ranks]
+        if all(are_same(call, calls_of_ranks[0]) for call in calls_of_ranks):
+            calls_of_ranks = calls_of_ranks[:1]  # such as a graph
+        self.sizes = [*map(size_of, calls_of_ranks)]
+        sources = [self.kept[rank]["draws"] for rank in ranks]
+        batch = batch_of_forward(number // len(groups))
+        self.run.draws.begin_forward(batch, self.sizes, sources)
         args, kwargs = merged(calls_of_ranks, self.sizes)
         return self.cast(args), self.cast(kwargs)
 

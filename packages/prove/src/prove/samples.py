@@ -170,6 +170,7 @@ class Collated(NamedTuple):
     file: str | None  # where its samples are written
     checksums: list[int]  # of its samples
     inputs: list[int]  # the same, of the first tensor of each only
+    drew: bool = True  # a worker has drawn random numbers, or may have
 
 
 class RecordingCollate:
@@ -190,7 +191,8 @@ class RecordingCollate:
             file = None
         checksums = [checksum(sample) for sample in data]
         inputs = [checksum(first) for first in map(first_tensor, data)]
-        return Collated(self.collate(data), file, checksums, inputs)
+        batch = self.collate(data)
+        return Collated(batch, file, checksums, inputs, generators.worker_drew())
 
 
 def first_tensor(sample: Any) -> Any:
@@ -205,8 +207,12 @@ def order_of_rows(sizes: list[int]) -> list[tuple[int, int]]:
     return sorted(pairs, key=lambda pair: (pair[1], pair[0]))
 
 
-def interleaved(parts: list[Tensor], sizes: list[int], dim: int = 0) -> Tensor:
-    """The rows of all ranks in one tensor. A sample may have several rows, one after another."""
+def interleaved(parts: list[Tensor], sizes: list[int], dim: int = 0, blocks: int = 1) -> Tensor:
+    """The rows of all ranks in one tensor. A sample may have several rows, one after another, or
+    one in each block, as torch.cat([crops, other_crops]) has them."""
+    if blocks > 1:
+        parts_of_blocks = zip(*(part.chunk(blocks, dim) for part in parts), strict=True)
+        return torch.cat([interleaved([*each], sizes, dim) for each in parts_of_blocks], dim)
     lengths = [part.shape[dim] for part in parts]
     per_sample = {length / size for length, size in zip(lengths, sizes, strict=True)}
     if len(per_sample) > 1 or not (rows := per_sample.pop()).is_integer():

@@ -15,12 +15,24 @@ from prove.reasons import Phrase, Prose, Reason, listed
 
 RIGHT, WRONG, WARNING, NOT_SEEN = "right", "WRONG", "warning", "not seen"
 ORDER = (WRONG, WARNING, RIGHT, NOT_SEEN)
-ONE_RANK, THE_ORIGINAL = "one rank", "the original"  # the checks that are the proof
 WIDTH, INDENT = 100, " " * 10
 
 PAGE = Path(__file__).resolve().with_name("cures.md")  # an installation brings it along
 
 Facts = Mapping[str, Any]  # numbers, texts, lists of them, and parts: also what JSON can hold
+
+
+class Check:
+    """The rows that a verdict depends on, so that they are looked up: what the table calls them."""
+
+    ONE_RANK = "one rank"  # this and the next are the proof
+    ORIGINAL = "the original"
+    WEIGHTS = "weights"
+    AVERAGED_GRADIENTS = "averaged gradients"
+    ZERO_GRAD = "zero_grad"
+    FORWARD = "forward through DDP"
+    RANDOM_DECISIONS = "random decisions"
+    RANDOM_NUMBERS = "random numbers"
 
 
 class NotObservedError(Exception):

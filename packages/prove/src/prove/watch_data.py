@@ -26,6 +26,7 @@ from prove.samples import (
 )
 
 MOST_INDICES = 2_000_000  # more are not listed: a sampler may have no end
+END = object()  # of a loader
 MOST_SIZES = 64  # of batches
 MOST_MICRO_BATCHES = 32  # for each of --batches, where several make one step
 
@@ -199,17 +200,21 @@ def watch_fetches(
     run: RankRun, iterator: Iterator, loader_run: LoaderRun, loader: DataLoader
 ) -> Iterator:
     """The batches of one pass, until there are enough."""
-    size = 0
+    size, calls = 0, len(run.record.model_calls)
+    looks_ahead = False
     while True:
         run.end_batch()
         loader_run.backwards = run.model.backwards - loader_run.backwards_before
-        if is_enough(run, loader_run, getattr(loader, "prove_was_asked", False)):
-            return
-        before = generators.digests()
-        try:
-            batch = next(iterator)
-        except StopIteration:
-            loader_run.ended = True
+        if loader_run.given == 1:
+            looks_ahead = not loader_run.backwards and len(run.record.model_calls) == calls
+        before, batch = generators.digests(), None
+        enough = is_enough(run, loader_run, getattr(loader, "prove_was_asked", False))
+        if not enough:
+            batch = next(iterator, END)
+            loader_run.ended = batch is END
+        if enough or loader_run.ended:
+            if looks_ahead and loader_run.with_gradients:
+                begin_batch(run, loader_run, loader_run.given + 1, size)
             return
         after = generators.digests()
         if loader_run.given:  # not at the first batch, where a sampler draws its seed
@@ -217,6 +222,7 @@ def watch_fetches(
             loader_run.drew = [a or b for a, b in zip(loader_run.drew, changes, strict=True)]
         if not isinstance(batch, Collated):
             batch = Collated(batch, None, [], [])
+        loader_run.workers_drew |= batch.drew
         if batch.file and loader_run.batches is not None and not loader_run.is_stream:
             listed = loader_run.sizes[loader_run.given : loader_run.given + 1]
             if listed and listed[0] != len(batch.checksums):  # __getitems__ gave something else
@@ -236,9 +242,15 @@ def watch_fetches(
         run.note_event()
         if loader_run.with_gradients:
             run.model.keep_start()
-            number = -1 if loader_run.kept is None else loader_run.kept
-            run.begin_batch((number, loader_run.given), [size], [])
+            begin_batch(run, loader_run, loader_run.given, size)
         yield as_double(batch.batch) if run.settings.float64 else batch.batch
+
+
+def begin_batch(run: RankRun, loader_run: LoaderRun, number: int, size: int) -> None:
+    """Who looks ahead, as Accelerate does, computes a batch after asking for the next one: the last
+    one after the end."""
+    kept = -1 if loader_run.kept is None else loader_run.kept
+    run.begin_batch((kept, number), [size], [])
 
 
 def keep_batch(run: RankRun, loader_run: LoaderRun, size: int, batch: Collated) -> None:

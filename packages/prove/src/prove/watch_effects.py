@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from prove.rank_run import RankRun, callers, where, wrap, wrap_everywhere
-from prove.record import Collective, Ended, OpenedFile, PrintedText, calls_file
+from prove.record import Collective, Ended, Note, OpenedFile, PrintedText, calls_file
 
 COLLECTIVES = [
     "all_reduce", "broadcast", "barrier", "monitored_barrier", "all_gather", "all_gather_object",
@@ -49,7 +49,7 @@ def watch_collective(run: RankRun, name: str) -> None:
             with calls_file(run.settings.folder, run.settings.name, run.record.rank).open("a") as f:
                 f.write("\t".join(progress.collective) + "\n")
         if any(caller == "gather_for_metrics" for *_, caller in callers()):
-            run.note("gather_for_metrics")
+            run.note(Note.GATHERS_FOR_METRICS)
         run.note_event()
         try:
             return original(*args, **kwargs)
@@ -75,12 +75,12 @@ def watch_groups(run: RankRun) -> None:
     @wrap_everywhere(c10d, "new_group")
     def new_group(original: Callable, ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         if ranks is not None and 1 < len(ranks) < run.record.world_size:
-            run.note("groups of some ranks")
+            run.note(Note.HAS_GROUPS)
         return original(ranks, *args, **kwargs)
 
     @wrap(DistributedDataParallel, "join")
     def join(original: Callable, *args: Any, **kwargs: Any) -> Any:
-        run.note("join")
+        run.note(Note.JOINS)
         return original(*args, **kwargs)
 
 

@@ -28,6 +28,7 @@ from prove.record import (
     DDPRecord,
     EvaluatedModule,
     ModelCall,
+    Note,
     OptimizerRecord,
     OptimizerStep,
     Projection,
@@ -241,6 +242,7 @@ class ModelWatcher:
             steps.append(self.step_of(optimizer))
             self.schedule_settings.setdefault(number, []).append(schedule_settings(optimizer))
             if len(steps) == 1:
+                run.record.optimizers[number].begins_later = run.in_second_epoch
                 run.gradients[number] = whole_copies([p.grad for p in parameters_of(optimizer)])
         if run.replaying:
             run.feeder.use_recorded_schedule(optimizer, number, len(steps) - 1)
@@ -348,7 +350,7 @@ class ModelWatcher:
         if not any(module is root for root in self.roots):
             self.roots.append(module)
             if is_divided(module):
-                run.note("the model is divided")
+                run.note(Note.MODEL_IS_DIVIDED)
             self.hold_by_hand(module)
         self.keep_start()
         if ddp and isinstance(module, DistributedDataParallel):
@@ -447,7 +449,8 @@ def watch_ddp(run: RankRun, model: ModelWatcher) -> None:
             inputs, kwargs = run.feeder.inputs(inputs, kwargs)
             run.draws.active = active
             run.record.uses_autocast |= any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-        result = original(self, *inputs, **kwargs)
+        with run.draws.in_model():
+            result = original(self, *inputs, **kwargs)
         is_loss = [tensor.requires_grad and tensor.ndim == 0 for tensor in tensors_in([result])]
         run.record.model_returns_loss |= any(is_loss)
         return result
@@ -491,7 +494,24 @@ def make_double(module: nn.Module) -> None:
     if any(hasattr(tensor, "full_tensor") for tensor in tensors):
         return
     if any(tensor.is_floating_point() and tensor.dtype != torch.float64 for tensor in tensors):
+        if any(map(accumulator_is_held, module.parameters())):
+            raise TypeError("hooks that average gradients are lost if the model becomes float64")
         module.double()
+
+
+def accumulator_is_held(p: Tensor) -> bool:
+    """Does anybody hold the node that adds to p.grad? Megatron hangs its averaging on it, and torch
+    makes a new one, without that hook, when p gets another dtype."""
+
+    def metadata() -> Any:
+        node: Any = p.view_as(p).grad_fn
+        return node.next_functions[0][0].metadata
+
+    with torch.enable_grad():
+        if not p.requires_grad or not p.is_leaf:
+            return False
+        metadata()["prove"] = True  # it goes with its node, unless that stays alive
+        return "prove" in metadata()
 
 
 def watch_sharding(run: RankRun) -> None:
@@ -529,7 +549,7 @@ def watch_scaling(run: RankRun) -> None:
         @wrap(nn.utils, name)
         def clip(original: Callable, *args: Any, **kwargs: Any) -> Any:
             scaled = run.record.loss_scale != 1 and not unscaled
-            run.note("clips scaled gradients" if scaled else "clips")
+            run.note(Note.CLIPS_SCALED if scaled else Note.CLIPS)
             return original(*args, **kwargs)
 
         setattr(nn.utils.clip_grad, name, clip)
@@ -553,7 +573,8 @@ def watch_backward(run: RankRun, model: ModelWatcher) -> None:
             run.record.backwards.append(call)
         inside = True
         try:
-            return original(self, *args, **kwargs)
+            with run.draws.in_model():
+                return original(self, *args, **kwargs)
         finally:
             inside = False
 

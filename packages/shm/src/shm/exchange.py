@@ -4,17 +4,21 @@ Every rank has a row in each of two slots. A tensor larger than a row goes in pi
 the two slots. A rank that has arrived with a piece has read the one before.
 """
 
-from collections.abc import Callable, Iterator
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 
 import torch
 from torch import Tensor
 
+from shm import fast
 from shm.calls import Op
+from shm.fast import put
 from shm.segment import Segment, Steps
 
-ROW_BYTES = 2**20  # what is written there should still be in the cache when others read it
+ROW_BYTES = 2**21  # should still be in a cache when others read it, and worth a meeting of all
 SLICED = 2**16  # bytes: three or more ranks add up a larger piece in slices, one per rank
+LOOKS = 200  # at the others' arrivals, before C returns to Python: some microseconds
 
 COMBINE: dict[Op, Callable[..., Tensor]] = {
     Op.SUM: torch.add,
@@ -54,50 +58,112 @@ class Exchange:
         self.pieces = 0  # that this rank has written
         size = self.world_size * ROW_BYTES
         self.slots = [segment.tensor(slot * size, size) for slot in (0, 1)]
-        self.views: dict[torch.dtype, list[Tensor]] = {}  # of the slots: (ranks, elements)
+        self.views: dict[tuple[torch.dtype, int], list[Tensor]] = {}  # of the slots
+        self.in_c: fast.Call | None = None
+        if fast.library() and self.world_size <= fast.MOST_RANKS:
+            self.in_c = fast.Call(rank=self.rank, ranks=self.world_size, row_bytes=ROW_BYTES)
+            self.in_c.sliced, self.in_c.counters = SLICED, segment.address
+            self.in_c.slots = self.slots[0].data_ptr()
 
-    def write(self, tensor: Tensor) -> Iterator[tuple[Tensor, slice]]:
-        """Write this rank's part piece by piece. Yields all ranks' rows of that piece, (ranks, n),
-        which may be read after an arrival, and which part of N it is.
+    def pieces_of(
+        self, length: int, dtype: torch.dtype, boxes: int = 1
+    ) -> Iterator[tuple[Tensor, slice]]:
+        """Cut N elements into pieces. Yields the memory of one, (ranks, boxes, n): the row of each
+        rank, in so many boxes; and which part of N it is. Others' rows are ready after an arrival.
         """
-        if (views := self.views.get(tensor.dtype)) is None:
-            views = [slot.view(tensor.dtype).view(self.world_size, -1) for slot in self.slots]
-            self.views[tensor.dtype] = views
+        if (views := self.views.get((dtype, boxes))) is None:
+            piece = ROW_BYTES // dtype.itemsize // boxes // 64 * 64  # whole cache lines
+            rows = [slot.view(dtype).view(self.world_size, -1) for slot in self.slots]
+            views = [each[:, : boxes * piece].unflatten(1, (boxes, piece)) for each in rows]
+            self.views[dtype, boxes] = views
         self.segment.transfers += 1  # so that what is left of an interrupted one fits to no other
-        piece = ROW_BYTES // tensor.element_size()
-        for start in range(0, max(1, len(tensor)), piece):
-            part = slice(start, min(start + piece, len(tensor)))
+        piece = views[0].shape[2]
+        for start in range(0, max(1, length), piece):
+            part = slice(start, min(start + piece, length))
             self.pieces += 1
-            rows = views[self.pieces % 2][:, : part.stop - start]
-            rows[self.rank].copy_(tensor[part])
-            yield rows, part
+            yield views[self.pieces % 2][:, :, : part.stop - start], part
 
-    def combine_rows(self, rows: Tensor, op: Op) -> Tensor:
+    def combine_rows(self, rows: Sequence[Tensor], op: Op) -> Tensor:
         """The sum of the rows, or another op: in the order of ranks, so equal on all ranks."""
-        total = reduce(COMBINE[op], rows.unbind())
+        total = reduce(COMBINE[op], rows)
         return total.div_(self.world_size) if op == Op.AVG else total
 
-    def all_reduce(self, tensor: Tensor, op: Op, call: int) -> Steps:
-        for rows, part in self.write(tensor):
+    def all_reduce(self, tensor: Tensor, op: Op, call: int, root: int | None = None) -> Steps:
+        """With a root, it is a reduce: the other ranks keep what they have."""
+        dtype = fast.NUMBER_OF_DTYPE.get(tensor.dtype)
+        if self.in_c and op == Op.SUM and dtype is not None and tensor.is_contiguous():
+            yield from self.all_reduce_in_c(self.in_c, tensor, dtype, call, root)
+            return
+        wants_it = root is None or root == self.rank
+        for boxes, part in self.pieces_of(tensor.numel(), tensor.dtype):
+            rows, output = boxes[:, 0], tensor[part]
+            put(rows[self.rank], output)
             yield from self.segment.arrive(call)
-            output = tensor[part]
-            if self.world_size == 2 and op == Op.SUM:  # a + b has the same bits as b + a
-                output.add_(rows[1 - self.rank])
-            elif self.world_size == 2 or output.nbytes <= SLICED:
-                output.copy_(self.combine_rows(rows, op))
-            else:
-                slices = rows.tensor_split(self.world_size, dim=1)
-                slices[self.rank][self.rank] = self.combine_rows(slices[self.rank], op)
-                yield from self.segment.arrive(call)
+            if self.world_size == 2 or output.nbytes <= SLICED:
+                if wants_it:
+                    output.copy_(self.combine_rows(rows.unbind(), op))
+                continue
+            slices = rows.tensor_split(self.world_size, dim=1)
+            own = slices[self.rank]
+            own[self.rank] = self.combine_rows(own.unbind(), op)
+            yield from self.segment.arrive(call)
+            if wants_it:
                 for rank, target in enumerate(output.tensor_split(self.world_size)):
                     target.copy_(slices[rank][rank])
 
-    def gather(self, tensor: Tensor, outputs: dict[int, Tensor], call: int) -> Steps:
-        """Copy the tensors of the ranks in outputs."""
-        for rows, part in self.write(tensor):
+    def all_reduce_in_c(
+        self, state: fast.Call, tensor: Tensor, dtype: int, call: int, root: int | None
+    ) -> Steps:
+        """The same, piece by piece, in fast.c: this is what it costs less."""
+        segment, advance = self.segment, fast.library().all_reduce
+        segment.transfers += 1
+        state.tensor, state.size, state.dtype = tensor.data_ptr(), tensor.nbytes, dtype
+        state.root, state.call = -1 if root is None else root, call
+        state.transfer, state.arrivals = segment.transfers, segment.arrivals
+        state.pieces, state.start, state.next = self.pieces, 0, 0
+        address, looks = ctypes.addressof(state), LOOKS if segment.spins else 1
+        while True:
+            late = advance(address, looks)
+            segment.arrivals, self.pieces = state.arrivals, state.pieces
+            if late == fast.DONE:
+                return
+            if late <= fast.DIFFERS:
+                rank = fast.DIFFERS - late
+                segment.fail(segment.difference(rank, call))
+            yield [late]
+
+    def gather(
+        self, tensor: Tensor, outputs: dict[int, Tensor], call: int, source: int | None = None
+    ) -> Steps:
+        """Copy the tensors of the ranks in outputs. With a source, the others write nothing."""
+        for boxes, part in self.pieces_of(len(tensor), tensor.dtype):
+            if source is None or source == self.rank:
+                put(boxes[self.rank, 0], tensor[part])
             yield from self.segment.arrive(call)
             for rank, output in outputs.items():
-                output[part] = rows[rank]
+                if rank != self.rank:
+                    output[part] = boxes[rank, 0]
+        if self.rank in outputs and outputs[self.rank] is not tensor:
+            outputs[self.rank].copy_(tensor)
+
+    def deal(self, inputs: list[Tensor], boxes: Tensor, part: slice) -> None:
+        """Write the parts of inputs[r], for each rank r, into the boxes of this rank's row."""
+        for box, each in zip(boxes[self.rank], inputs, strict=True):
+            content = each[part]
+            put(box[: len(content)], content)
+
+    def scatter(self, inputs: list[Tensor], output: Tensor, root: int, call: int) -> Steps:
+        for boxes, part in self.pieces_of(len(output), output.dtype, self.world_size):
+            if self.rank == root:
+                self.deal(inputs, boxes, part)
+            yield from self.segment.arrive(call)
+            output[part] = boxes[root, self.rank]
+
+    def reduce_scatter(self, inputs: list[Tensor], output: Tensor, op: Op, call: int) -> Steps:
+        for boxes, part in self.pieces_of(len(output), output.dtype, self.world_size):
+            self.deal(inputs, boxes, part)
+            yield from self.segment.arrive(call)
+            output[part] = self.combine_rows(boxes[:, self.rank].unbind(), op)
 
     def all_to_all(self, inputs: list[Tensor], outputs: list[Tensor], call: int) -> Steps:
         """Send inputs[r], (any size,), to each rank r, whose outputs have the sizes that arrive."""
@@ -108,19 +174,17 @@ class Exchange:
             if size != len(output):
                 what = f"sends {size} elements, but rank {self.rank} expects {len(output)}"
                 self.segment.fail(f"rank {rank} {what}")
-        everything = torch.cat(inputs)
-        padded = everything.new_zeros(int(sizes.sum(dim=1).max()))
-        padded[: len(everything)] = everything
-        starts = sizes.cumsum(dim=1)[:, self.rank] - sizes[:, self.rank]  # of this rank's part
-        for rows, part in self.write(padded):
+        outputs[self.rank].copy_(inputs[self.rank])
+        elsewhere = list(inputs)
+        elsewhere[self.rank] = inputs[self.rank][:0]
+        sizes.fill_diagonal_(0)
+        for boxes, part in self.pieces_of(int(sizes.max()), inputs[0].dtype, self.world_size):
+            self.deal(elsewhere, boxes, part)
             yield from self.segment.arrive(call)
-            for row, start, output in zip(rows, starts.tolist(), outputs, strict=True):
-                first = max(part.start, start)
-                last = min(part.stop, start + len(output))
-                if first < last:
-                    output[first - start : last - start] = row[
-                        first - part.start : last - part.start
-                    ]
+            for rank, output in enumerate(outputs):
+                if rank != self.rank:
+                    target = output[part]
+                    target.copy_(boxes[rank, self.rank, : len(target)])
 
     def gather_uneven(self, tensor: Tensor, call: int) -> Steps:
         """All ranks' tensors, which may have different lengths: the value of `yield from`."""

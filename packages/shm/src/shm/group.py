@@ -15,7 +15,7 @@ from torch import Tensor
 from shm.calls import Op, number_of_call
 from shm.exchange import COMPUTED_WITH, ROW_BYTES, Exchange
 from shm.messages import BOX_BYTES, CACHE_LINES_PER_BOX, Messages
-from shm.segment import PASSED, REACHED, Segment, Steps
+from shm.segment import CACHE_LINES_PER_RANK, PASSED, REACHED, Segment, Steps
 from shm.work import NAP, CallQueue, Work, pending, without_autograd
 
 Tensors = list[Tensor]  # of one tensor: torch once had one for each device of a process
@@ -23,10 +23,11 @@ Tensors = list[Tensor]  # of one tensor: torch once had one for each device of a
 
 def flat(tensor: Tensor) -> Tensor:
     """All elements, (N,): a view where that is possible, else a copy. Unknown to autograd."""
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+    if not tensor.is_cpu or tensor.layout != torch.strided:
         got = f"{tensor.layout}, on {tensor.device}"
         raise TypeError(f"shm: got a tensor of {got}, expected a dense one on the CPU: try gloo")
-    return without_autograd(tensor).reshape(-1)
+    values = without_autograd(tensor)
+    return values if values.dim() == 1 else values.reshape(-1)
 
 
 def without_gaps(values: Tensor) -> Tensor:
@@ -68,10 +69,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         boxes, rows = size * size, 2 * size * ROW_BYTES  # how many, and bytes
-        cache_lines = size + CACHE_LINES_PER_BOX * boxes
+        first = CACHE_LINES_PER_RANK * size  # cache line of a box
+        cache_lines = first + CACHE_LINES_PER_BOX * boxes
         self.segment = Segment(store, rank, size, cache_lines, rows + boxes * BOX_BYTES, timeout)
         self.exchange = Exchange(self.segment)
-        self.messages = Messages(self.segment, size, rows)
+        self.messages = Messages(self.segment, first, rows)
         self.collectives: CallQueue = deque()
         self.group_title = ""
         self.description = ""
@@ -79,8 +81,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def start(self, steps: Steps, outputs: Any, options: Any) -> Work:
         """Begin a collective; asyncOp says that the program goes on while it runs, as in DDP."""
-        work = Work(self.segment, steps, outputs, limit_of(options))
-        return pending.start(self.collectives, work, wait=bool(options and not options.asyncOp))
+        work = Work(self.segment, steps, outputs)
+        wait = bool(options and not options.asyncOp)
+        if pending.ends_soon(work, wait):
+            return work
+        work.limit = limit_of(options) or work.limit
+        return pending.start(self.collectives, work, wait)
 
     # Collectives: one method for the arguments, and one for the steps
 
@@ -89,15 +95,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self.start(self.all_reduce_steps(tensors, op), tensors, options)
 
     def all_reduce_steps(self, tensors: Tensors, op: Op, root: int | None = None) -> Steps:
-        """With a root, it is a reduce: the other ranks leave the result unread."""
+        """With a root, it is a reduce: the other ranks keep what they have."""
         name = "all_reduce" if root is None else "reduce"
         for tensor in tensors:
             if tensor.layout == torch.sparse_coo:
                 yield from self.sparse_all_reduce_steps(tensor, op)
             else:
                 values = flat(tensor)
-                call = number_of_call(name, len(values), values.dtype, root, op)
-                yield from self.exchange.all_reduce(values, op, call)
+                call = number_of_call(name, values.numel(), values.dtype, root, op)
+                yield from self.exchange.all_reduce(values, op, call, root)
                 put_back(tensor, values)
 
     def sparse_all_reduce_steps(self, tensor: Tensor, op: Op) -> Steps:
@@ -118,8 +124,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def reduce(self, tensors: Tensors, options: Any) -> Work:
         op = op_of(options, tensors)
-        targets = tensors if options.rootRank == self.rank() else [tensors[0].detach().clone()]
-        steps = self.all_reduce_steps(targets, op, options.rootRank)
+        steps = self.all_reduce_steps(tensors, op, options.rootRank)
         return self.start(steps, tensors, options)
 
     def broadcast(self, tensors: Tensors, options: Any) -> Work:
@@ -129,7 +134,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         for tensor in tensors:
             values = flat(tensor)
             call = number_of_call("broadcast", len(values), values.dtype, root)
-            yield from self.exchange.gather(values, {root: values}, call)
+            yield from self.exchange.gather(values, {root: values}, call, source=root)
             put_back(tensor, values)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, options: Any = None) -> Work:
@@ -185,11 +190,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def scatter_steps(self, output: Tensor, inputs: Tensors, root: int) -> Steps:
         require_same_size(inputs, output)
-        parts = [flat(each) for each in inputs] or [flat(output)] * self.size()
-        concatenated = torch.cat(parts)
-        call = number_of_call("scatter", output.numel(), output.dtype, root)
-        yield from self.exchange.gather(concatenated, {root: concatenated}, call)
-        put_back(output, concatenated.view(self.size(), -1)[self.rank()])
+        parts, values = [flat(each) for each in inputs], flat(output)
+        call = number_of_call("scatter", len(values), values.dtype, root)
+        yield from self.exchange.scatter(parts, values, root, call)
+        put_back(output, values)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any = None) -> Work:
         op = op_of(options, outputs)
@@ -200,10 +204,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def reduce_scatter_steps(self, pairs: list[tuple[Tensor, Tensors]], op: Op) -> Steps:
         for output, inputs in pairs:
             require_same_size(inputs, output)
-            concatenated = torch.cat([flat(each) for each in inputs])
-            call = number_of_call("reduce_scatter", output.numel(), output.dtype, op=op)
-            yield from self.exchange.all_reduce(concatenated, op, call)
-            put_back(output, concatenated.view(self.size(), -1)[self.rank()])
+            parts, values = [flat(each) for each in inputs], flat(output)
+            call = number_of_call("reduce_scatter", len(values), values.dtype, op=op)
+            yield from self.exchange.reduce_scatter(parts, values, op, call)
+            put_back(output, values)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([output], [tensor], options)
@@ -302,7 +306,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def send(self, tensors: Tensors, rank: int, tag: int) -> Work:
         content = without_gaps(flat(tensors[0])).view(torch.uint8)
         work = Work(self.segment, self.messages.put(content, rank, tag), tensors)
-        return pending.start(self.messages.outgoing[rank], work, wait=False)
+        return self.start_message(self.messages.outgoing[rank], work)
 
     def recv(self, tensors: Tensors, rank: int | None, tag: int) -> Work:
         strides = zip(tensors[0].stride(), tensors[0].shape, strict=True)
@@ -310,7 +314,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
             got = f"strides {tensors[0].stride()} of {tuple(tensors[0].shape)}"
             raise ValueError(f"shm: got {got}, expected memory for each element: try .contiguous()")
         work = Work(self.segment, self.receive_steps(tensors[0], rank, tag), tensors)
-        return pending.start(deque(), work, wait=False)
+        return self.start_message(deque(), work)
+
+    def start_message(self, queue: CallQueue, work: Work) -> Work:
+        is_complete = pending.ends_soon(work, wait=False)
+        return work if is_complete else pending.start(queue, work, wait=False)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         return self.recv(tensors, None, tag)

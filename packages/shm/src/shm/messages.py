@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shm.fast import put
 from shm.segment import CACHE_LINE_BYTES, Segment, Steps
 from shm.work import CallQueue
 
-BOX_BYTES = 2**16
-CACHE_LINES_PER_BOX = 2  # for counters: the sender's and the receiver's
-# Counters of a sender: its pieces; of the present one, the size and tag of its message and where it
-# begins there
-COUNT, SIZE, TAG, START = 0, 1, 2, 3
+PIECE_BYTES, SLOTS = 2**18, 4  # a box holds so many pieces, so that sender and receiver overlap
+BOX_BYTES = SLOTS * PIECE_BYTES
+CACHE_LINES_PER_BOX = 2 + SLOTS  # pieces sent, pieces received, and of each slot what it holds:
+SIZE, TAG, START = 0, 1, 2  # of the message, and where in it this piece begins
 
 
 @dataclass(eq=False)  # a message equals itself only
@@ -48,32 +48,39 @@ class Messages:
         self.outgoing: list[CallQueue] = []  # to each rank
         for _ in range(segment.world_size):
             self.outgoing.append(deque())
+        self.boxes: dict[int, tuple[int, list[Tensor], list[int]]] = {}  # those in use
         self.counted: dict[int, int] = {}  # of each box: pieces that this rank sent or received
         self.requests: list[Message] = []  # in the order in which the program asked
         self.arriving: dict[int, Message] = {}  # from each rank: a message that is not complete
         self.unclaimed: list[Message] = []  # what nobody has asked for yet
 
-    def box(self, source: int, target: int) -> tuple[int, Tensor, int, int]:
-        """Its number, its bytes, and the places of the sender's and the receiver's counter."""
+    def box(self, source: int, target: int) -> tuple[int, list[Tensor], list[int]]:
+        """Its number, its slots, and the places of its counters, one in each cache line."""
         box = source * self.segment.world_size + target
-        sent = (self.first_cache_line + CACHE_LINES_PER_BOX * box) * CACHE_LINE_BYTES // 8
-        received = sent + CACHE_LINE_BYTES // 8
-        return box, self.segment.tensor(self.offset + box * BOX_BYTES, BOX_BYTES), sent, received
+        if box in self.boxes:
+            return self.boxes[box]
+        content = self.segment.tensor(self.offset + box * BOX_BYTES, BOX_BYTES)
+        first = self.first_cache_line + CACHE_LINES_PER_BOX * box
+        lines = range(first, first + CACHE_LINES_PER_BOX)
+        places = [line * CACHE_LINE_BYTES // 8 for line in lines]
+        self.boxes[box] = box, list(content.view(SLOTS, PIECE_BYTES)), places
+        return self.boxes[box]
 
     def put(self, content: Tensor, target: int, tag: int) -> Steps:
         """Send bytes, (N,)."""
         counters = self.segment.counters
-        box, buffer, sent, received = self.box(self.segment.rank, target)
-        for start in range(0, max(1, len(content)), BOX_BYTES):
+        box, slots, (sent, received, *headers) = self.box(self.segment.rank, target)
+        for start in range(0, max(1, len(content)), PIECE_BYTES):
             count = self.counted.get(box, 0)
-            while counters[received + COUNT] != count:
-                yield [target]  # it has not taken the piece before
-            part = content[start : start + BOX_BYTES]
-            buffer[: len(part)] = part
-            counters[sent + SIZE], counters[sent + TAG] = len(content), tag
-            counters[sent + START] = start
+            while counters[received] <= count - SLOTS:
+                yield [target]  # it has not taken the piece that lies in this slot
+            part = content[start : start + PIECE_BYTES]
+            put(slots[count % SLOTS][: len(part)], part)
+            header = headers[count % SLOTS]
+            counters[header + SIZE], counters[header + TAG] = len(content), tag
+            counters[header + START] = start
             self.counted[box] = count + 1
-            self.segment.post(sent + COUNT, count + 1)
+            self.segment.post(sent, count + 1)
 
     def take(self, content: Tensor, source: int | None, tag: int) -> Steps:
         """Receive bytes, (N,), from that rank or from any; returns the rank that sent them."""
@@ -97,20 +104,21 @@ class Messages:
     def take_piece(self, source: int) -> bool:
         """Take a piece out of the box from that rank; False if the box is empty."""
         counters = self.segment.counters
-        box, buffer, sent, received = self.box(source, self.segment.rank)
+        box, slots, (sent, received, *headers) = self.box(source, self.segment.rank)
         count = self.counted.get(box, 0)
-        if counters[sent + COUNT] == count:
+        if counters[sent] == count:
             return False
+        header = headers[count % SLOTS]
         if (message := self.arriving.get(source)) is None:
-            message = self.begin(source, counters[sent + SIZE], counters[sent + TAG])
-        if (start := counters[sent + START]) != message.filled:
+            message = self.begin(source, counters[header + SIZE], counters[header + TAG])
+        if (start := counters[header + START]) != message.filled:
             what = f"sends a message from byte {start} on, not from {message.filled}"
             self.segment.fail(f"rank {source} {what}: one of the two was interrupted")
-        part = message.content[message.filled : message.filled + BOX_BYTES]
-        part.copy_(buffer[: len(part)])
+        part = message.content[message.filled : message.filled + PIECE_BYTES]
+        part.copy_(slots[count % SLOTS][: len(part)])
         message.filled += len(part)
         self.counted[box] = count + 1
-        self.segment.post(received + COUNT, count + 1)
+        self.segment.post(received, count + 1)
         if message.filled == len(message.content):
             message.complete = True
             del self.arriving[source]

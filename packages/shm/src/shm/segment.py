@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,13 @@ CACHE_LINE_BYTES = 64  # ranks that write to the same one slow each other down
 ARRIVED = 0  # its arrivals, or NEVER
 CALL, TRANSFER = 1, 3  # of its last two arrivals, two counters each
 REACHED, PASSED = 5, 6  # monitored barriers: those that it reached, and that rank 0 let it pass
+BELL, ASLEEP = 8, 9  # rung at each change of its counters; does anybody sleep until it rings?
+CACHE_LINES_PER_RANK = 2
 
 NEVER = 2**62  # arrivals of a rank that has failed: nobody waits for it any more
 FAILED = -1  # and what it announces instead of a call
+
+SPINS = 100  # polls before a rank that waits sleeps, where it has a core for itself
 
 Steps = Generator[list[int], None, Any]  # a call: it yields the ranks that it waits for
 
@@ -54,6 +59,17 @@ def memory_barrier() -> Callable[[], None]:
     if machine in ("x86_64", "AMD64"):
         return lambda: None
     return system_barrier({"aarch64": 283, "riscv64": 283}.get(machine))
+
+
+def futex() -> Callable[..., int]:
+    """futex(2): sleep until a number in the memory changes, or wake those who do."""
+    number = 202 if platform.machine() in ("x86_64", "AMD64") else 98
+    call = ctypes.CDLL(None).syscall
+    call.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p]
+    return partial(call, number)
+
+
+WAIT, WAKE, ALL = 0, 1, 2**31 - 1  # FUTEX_WAIT, FUTEX_WAKE, and how many to wake
 
 
 def system_barrier(number: int | None) -> Callable[[], None]:
@@ -89,14 +105,18 @@ class Segment:
         self.world_size = world_size
         self.limit = limit
         self.offset = cache_lines * CACHE_LINE_BYTES
+        self.spins = SPINS if world_size <= (os.cpu_count() or 1) else 0
         self.arrivals = 0
         self.transfers = 0  # see Exchange.write
         self.failure: RuntimeError | None = None  # why this rank takes part in no further call
         self.file = self.open_together(store, self.offset + size)
         self.memory = mmap.mmap(self.file, self.offset + size)
         self.counters = memoryview(self.memory)[: self.offset].cast("q")
-        self.places = [rank * CACHE_LINE_BYTES // 8 for rank in range(world_size)]
+        width = CACHE_LINES_PER_RANK * CACHE_LINE_BYTES // 8
+        self.places = [rank * width for rank in range(world_size)]
         self.own_place = self.places[rank]
+        self.heard = [0] * world_size  # the bell of each rank, when this rank last looked
+        self.futex, self.address = futex(), self.tensor(-self.offset, 1).data_ptr()
         self.places_of_others = [each for each in enumerate(self.places) if each[0] != rank]
         self.meet()
         if rank == 0:  # nobody reads these keys any more, and a store may be used twice
@@ -142,7 +162,24 @@ class Segment:
     def post(self, place: int, value: int) -> None:
         """Set a counter, visible after everything that this rank has written and read before."""
         self.barrier()
-        self.counters[place] = value  # eight aligned bytes at once
+        counters, own = self.counters, self.own_place
+        counters[place] = value  # eight aligned bytes at once
+        counters[own + BELL] += 1
+        if counters[own + ASLEEP]:
+            counters[own + ASLEEP] = 0
+            self.futex(self.address + 8 * (own + BELL), WAKE, ALL, None)
+
+    def sleep_until_bell(self, rank: int, seconds: float) -> None:
+        """Until that rank changes a counter, for that long at most. The first call only looks:
+        what happened before that look is seen by who polls again, and what comes later, rings.
+        """
+        counters, place = self.counters, self.places[rank]
+        if self.heard[rank] != (bell := counters[place + BELL]):
+            self.heard[rank] = bell
+            return
+        counters[place + ASLEEP] = 1
+        limit = (ctypes.c_long * 2)(0, int(1e9 * seconds))  # seconds and nanoseconds
+        self.futex(self.address + 8 * (place + BELL), WAIT, bell % 2**32, ctypes.addressof(limit))
 
     def arrive(self, call: int) -> Steps:
         """Say that this rank has written its part of `call`, and wait until all ranks have."""
@@ -161,11 +198,13 @@ class Segment:
             other_call = counters[place + call_counter]
             other_transfer = counters[place + transfer_counter]
             if other_call != call or other_transfer != transfer:
-                self.fail(self.difference(rank, other_call, other_transfer, call))
+                self.fail(self.difference(rank, call))
 
-    def difference(self, rank: int, other_call: int, other_transfer: int, call: int) -> str:
+    def difference(self, rank: int, call: int) -> str:
         """Why the arrival of the other rank is not that of this rank."""
-        own = text_of_call(call)
+        place, odd, own = self.places[rank], self.arrivals % 2, text_of_call(call)
+        other_call = self.counters[place + CALL + odd]
+        other_transfer = self.counters[place + TRANSFER + odd]
         if other_call == FAILED:
             return f"rank {rank} has failed, so rank {self.rank} cannot complete {own}"
         if other_call != call:
@@ -206,6 +245,11 @@ class Segment:
         all_here = all(self.counters[place + ARRIVED] >= self.arrivals for place in self.places)
         self.counters[self.own_place + CALL + (self.arrivals + all_here) % 2] = FAILED
         self.post(self.own_place + ARRIVED, NEVER)
+
+    def give_up_if_interrupted(self, error: BaseException) -> None:
+        """Ctrl-C: the others go on with a call that is cut off here."""
+        if not isinstance(error, Exception):
+            self.give_up(f"{type(error).__name__} has interrupted a call")
 
     def has_failed(self, rank: int) -> bool:
         return self.counters[self.places[rank] + ARRIVED] == NEVER

@@ -1,4 +1,8 @@
-"""Python runs this in each process that the user's command starts: it waits for `import torch`."""
+"""Python runs this in each process that the user's command starts: it waits for `import torch`.
+
+AFTER_TORCH is a folder and a module in it, as in /path/to/src:prove.observe; install() of that
+module is called then.
+"""
 
 import importlib.util
 import os
@@ -11,6 +15,9 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 class AfterTorch:
     """A finder that lets the usual finder load torch, and then installs what watches it."""
 
+    def __init__(self, folder: str, module: str) -> None:
+        self.folder, self.module = folder, module
+
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
         if name != "torch":
             return None
@@ -20,11 +27,9 @@ class AfterTorch:
 
         def exec_module(module):  # type: ignore[no-untyped-def]
             load(module)
-            sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
+            sys.path.insert(0, self.folder)
             try:
-                from prove import observe
-
-                observe.install()
+                importlib.import_module(self.module).install()
             finally:
                 sys.path.pop(0)
 
@@ -32,8 +37,8 @@ class AfterTorch:
         return spec
 
 
-if "PROVE" in os.environ:
-    sys.meta_path.insert(0, AfterTorch())
+if "AFTER_TORCH" in os.environ:
+    sys.meta_path.insert(0, AfterTorch(*os.environ["AFTER_TORCH"].rsplit(":", 1)))
 elsewhere = [path for path in sys.path if path and os.path.abspath(path) != HERE]
 if spec := PathFinder.find_spec("sitecustomize", elsewhere):  # the user may have one, too
     spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -1,0 +1,183 @@
+"""How near is an all-reduce to the limit of this machine's memory? A table, in a minute.
+
+python -m shm.speed
+python -m shm.speed --ranks 3 --calls broadcast send --sizes 4096 1048576
+
+The limit is a copy: in the same run, all ranks at once copy a tensor of that size to another one
+of their own, as in the benchmark STREAM. No sum over ranks can end before the tensors have been
+read and written once, and memory lets that happen no faster than a copy. The ways take turns.
+"""
+
+import json
+import os
+import platform
+import tempfile
+import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable
+from datetime import date, timedelta
+from functools import partial
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import shm  # noqa: F401  # registers the backend
+from shm.__main__ import pin
+
+SIZES = [4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 64 * 2**20]
+INNER_BYTES, MOST_CALLS = 2**19, 50  # a time is that of as many calls as move about so many bytes
+LEAST_TURNS = 6
+Row = dict[str, Any]
+
+
+def call_of(name: str, size: int, rank: int, ranks: int) -> Callable[[Any], object]:
+    """The call of that name as a function of a group: each rank's tensor has `size` bytes."""
+    x, y = torch.ones(size // 4), torch.zeros(size // 4)
+    ins, outs = list(x.tensor_split(ranks)), list(y.tensor_split(ranks))
+    even = min(len(part) for part in ins)
+    ins, outs = [part[:even] for part in ins], [part[:even] for part in outs]
+
+    def send(group: dist.ProcessGroup) -> None:
+        """From rank 0 to rank 1 and back: two messages of half the size."""
+        if rank == 0:
+            dist.send(x[: size // 8], 1, group)
+            dist.recv(y[: size // 8], 1, group)
+        elif rank == 1:
+            dist.recv(y[: size // 8], 0, group)
+            dist.send(x[: size // 8], 0, group)
+
+    is_root = rank == 0
+    return {
+        "all_reduce": lambda group: dist.all_reduce(x, group=group),
+        "reduce": lambda group: dist.reduce(x, 0, group=group),
+        "broadcast": lambda group: dist.broadcast(x, 0, group=group),
+        "all_gather": lambda group: dist.all_gather(outs, ins[rank], group=group),
+        "gather": lambda group: dist.gather(ins[rank], outs if is_root else None, 0, group),
+        "scatter": lambda group: dist.scatter(outs[rank], ins if is_root else None, 0, group),
+        "reduce_scatter": lambda group: dist.reduce_scatter(outs[rank], ins, group=group),
+        "all_to_all": lambda group: dist.all_to_all(outs, ins, group=group),
+        "send": send,
+    }[name]
+
+
+def time_of(call: Callable[[], object], calls: int, meet: Callable[[], object]) -> float:
+    """Microseconds of one call, from a moment at which all ranks are ready."""
+    meet()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - begin) / calls * 1e6
+
+
+def measure(name: str, size: int, group: Any, seconds: float) -> Row:
+    """One row of the table, on each rank. The ways take turns, until the time is over."""
+    call = call_of(name, size, dist.get_rank(), dist.get_world_size())
+    x, y = torch.ones(size // 4), torch.zeros(size // 4)
+    ways: dict[str, Callable[[], object]] = {"limit": partial(y.copy_, x)}
+    ways |= {"gloo": partial(call, None), "shm": partial(call, group)}
+    repeats = min(MOST_CALLS, max(1, INNER_BYTES // size))
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    end, go_on = time.monotonic() + seconds, torch.ones(1)
+    while go_on:
+        for way, run in ways.items():
+            times[way].append(time_of(run, repeats, partial(dist.barrier, group)))
+        go_on.fill_(time.monotonic() < end or len(times["limit"]) < LEAST_TURNS)
+        dist.broadcast(go_on, 0, group)
+    slowest = torch.tensor(list(times.values()), dtype=torch.float64)[:, 1:]  # warm by now
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    row: Row = {"call": name, "ranks": dist.get_world_size(), "bytes": size}
+    row["n"] = slowest.shape[1]
+    for way, column in zip(ways, slowest.tolist(), strict=True):
+        low, middle, high = quantiles(column, n=4)
+        row |= {f"{way}_us": middle, f"{way}_us_quartiles": [low, high]}
+    return row
+
+
+def run_rank(rank: int, args: Any, store: str, results: Path) -> None:
+    torch.set_num_threads(1)
+    if args.pin:
+        pin(rank, args.ranks)
+    limit = timedelta(minutes=5)
+    dist.init_process_group("gloo", f"file://{store}", limit, args.ranks, rank)
+    group = dist.new_group(backend="shm")
+    rows = []
+    for name in args.calls:
+        for size in args.sizes:
+            seconds = args.seconds / len(args.calls) / len(args.sizes)
+            rows.append(measure(name, size, group, seconds))
+            if rank == 0:
+                print(line(rows[-1]), flush=True)
+    if rank == 0:
+        results.write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "call": lambda row: row["call"],
+    "ranks": lambda row: str(row["ranks"]),
+    "size": lambda row: size_text(row["bytes"]),
+    "limit, µs": lambda row: microseconds(row["limit_us"]),
+    "gloo, µs": lambda row: microseconds(row["gloo_us"]),
+    "shm, µs": lambda row: microseconds(row["shm_us"]),
+    "quartiles": lambda row: " to ".join(map(microseconds, row["shm_us_quartiles"])),
+    "gloo / shm": lambda row: f"{row['gloo_us'] / row['shm_us']:.1f}",
+    "of the limit": lambda row: f"{row['limit_us'] / row['shm_us']:.2f}",
+}
+
+
+def size_text(size: int) -> str:
+    return f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"
+
+
+def microseconds(value: float) -> str:
+    return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def line(row: Row | None = None) -> str:
+    cells = [text_of(row) if row else head for head, text_of in COLUMNS.items()]
+    widths = (14, 5, 7, 10, 10, 10, 20, 10, 12)
+    return f"| {' | '.join(f'{cell:{width}}' for cell, width in zip(cells, widths, strict=True))} |"
+
+
+def provenance(args: Any) -> dict[str, Any]:
+    cpu = platform.machine()
+    for text in Path("/proc/cpuinfo").read_text().splitlines():
+        if text.startswith("model name"):
+            cpu = text.partition(": ")[2]
+    return {
+        "hardware": f"{cpu}, {len(os.sched_getaffinity(0))} cores",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": f"{date.today()}",
+        "load": os.getloadavg()[0],
+        "pinned": args.pin,
+    }
+
+
+def main() -> None:
+    parser = ArgumentParser("python -m shm.speed", description=__doc__)
+    parser.formatter_class = RawDescriptionHelpFormatter
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--calls", nargs="+", default=["all_reduce"], metavar="CALL")
+    parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, metavar="BYTES")
+    parser.add_argument("--seconds", type=float, default=50, help="of measuring, together")
+    parser.add_argument("--no-pin", action="store_false", dest="pin", help="ranks may change cores")
+    parser.add_argument("--out", type=Path, help="add the rows to this JSON file")
+    args = parser.parse_args()
+    where = provenance(args)
+    print(f"{where['hardware']}, load {where['load']:.1f}, torch {where['torch']}\n")
+    print(line())
+    print("| --- " * len(COLUMNS) + "|", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        store, results = f"{folder}/store", Path(folder, "rows.json")
+        torch.multiprocessing.spawn(run_rank, (args, store, results), nprocs=args.ranks)
+        rows = json.loads(results.read_text())
+    if args.out:
+        args.out.write_text(json.dumps({"provenance": where, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
