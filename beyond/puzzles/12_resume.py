@@ -15,7 +15,7 @@ def noisy_points(numbers, generator=None):
 
 
 def load(model, optimizer):
-    model_state, optimizer_state, random_state, epoch = torch.load("state.pt")
+    model_state, optimizer_state, random_state, epoch = torch.load("state.pt", weights_only=True)
     model.load_state_dict(model_state)
     optimizer.load_state_dict(optimizer_state)
     torch.set_rng_state(random_state)
