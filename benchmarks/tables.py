@@ -145,6 +145,27 @@ def pauses(results: Results) -> str:
     return records(judged(results), {"pause": "{what}", **JUDGED})
 
 
+def shared_memory(results: Results) -> str:
+    """A line for each size of an all-reduce, beside the copy that it cannot outrun."""
+    rows = []
+    for row in results["rows"]:
+        size = row["bytes"] // 2**10
+        text = f"{size} KiB" if size < 2**10 else f"{size // 2**10} MiB"
+        times_gloo, share = row["gloo_us"] / row["shm_us"], row["limit_us"] / row["shm_us"]
+        rows.append({**row, "size": text, "times_gloo": times_gloo, "share": share})
+    columns = {
+        "size": "{size}",
+        "n": "{n}",
+        "limit, µs": "{limit_us:,.1f}",
+        "gloo, µs": "{gloo_us:,.0f}",
+        "shm, µs": "{shm_us:,.1f}",
+        "its quartiles": "{shm_us_quartiles[0]:,.1f} to {shm_us_quartiles[1]:,.1f}",
+        "gloo / shm": "{times_gloo:.1f}",
+        "of the limit": "{share:.2f}",
+    }
+    return records(rows, columns)
+
+
 def origin(results: Results) -> str:
     """A program that was needed only once is not kept: the commit has it."""
     text = "Measured on {hardware}, with torch {torch}, {date}."
@@ -177,6 +198,7 @@ TABLES = {
     "local_sgd_links": Table("local_sgd_links", local_sgd_links),
     "survive": Table("survive", survive),
     "shard": Table("shard", shard),
+    "shm": Table("shm", shared_memory),
     "faults": Table("faults", faults),
     "pauses": Table("faults", pauses, "pauses"),
 }

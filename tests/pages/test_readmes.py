@@ -41,7 +41,7 @@ def run(command: str, where: Path) -> str:
     if pipe and SCRIPT.fullmatch(program):
         (output := scratch_folder() / "output").write_text(run(program, where))
         return shell(f"{filter_of_output} < {output}", where)
-    match = SCRIPT.fullmatch(command.replace("-m shm", "packages/shm/src/shm/__main__.py"))
+    match = SCRIPT.fullmatch(command.replace("-m shm ", "packages/shm/src/shm/__main__.py "))
     if not match:
         return shell(command, where)
     names, ranks, script, flags = match.groups()

@@ -350,8 +350,8 @@ def messages_around_an_interruption(rank):
         return error_of(lambda: dist.recv(x, 1))
     post = Segment.post
 
-    def post_first_piece(segment, place, value):
-        return post(segment, place, value) if value == 1 else raise_at_once(TimeoutError())
+    def post_first_piece(segment, place, value, *bell):
+        return post(segment, place, value, *bell) if value == 1 else raise_at_once(TimeoutError())
 
     with patch.object(Segment, "post", post_first_piece), pytest.raises(TimeoutError):
         dist.send(x, 0)

@@ -23,7 +23,7 @@ def end(text: str) -> None:
     sys.exit(2)
 
 
-def over_shm(function: Callable, pins: bool) -> Callable:
+def over_shm(function: Callable, pins: bool = False) -> Callable:
     """init_process_group or new_group, with shm where the program asks for gloo."""
     begins = function.__name__ == "init_process_group"
 

@@ -153,11 +153,13 @@ class Exchange:
             put(box[: len(content)], content)
 
     def scatter(self, inputs: list[Tensor], output: Tensor, root: int, call: int) -> Steps:
-        for boxes, part in self.pieces_of(len(output), output.dtype, self.world_size):
+        """The root writes all rows: in each, what its rank is to have."""
+        for boxes, part in self.pieces_of(len(output), output.dtype):
             if self.rank == root:
-                self.deal(inputs, boxes, part)
+                for row, each in zip(boxes[:, 0], inputs, strict=True):
+                    put(row, each[part])
             yield from self.segment.arrive(call)
-            output[part] = boxes[root, self.rank]
+            output[part] = boxes[self.rank, 0]
 
     def reduce_scatter(self, inputs: list[Tensor], output: Tensor, op: Op, call: int) -> Steps:
         for boxes, part in self.pieces_of(len(output), output.dtype, self.world_size):

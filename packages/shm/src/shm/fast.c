@@ -14,7 +14,7 @@
 #endif
 
 /* Counters of a rank, as in segment.py */
-enum { ARRIVED = 0, CALL = 1, TRANSFER = 3, BELL = 8, ASLEEP = 9, COUNTERS = 16 };
+enum { ARRIVED = 0, CALL = 1, TRANSFER = 3, BELL = 8, ASLEEP = 9 /* behind it */, COUNTERS = 16 };
 enum { WRITE, SUM, COLLECT };                 /* what comes next */
 enum { DONE = -1, DIFFERS = -2 };             /* or the rank that is awaited */
 enum { AROUND_THE_CACHE = 1 << 18, BLOCK = 512, MOST_RANKS = 64 };

@@ -15,7 +15,7 @@ from torch import Tensor
 from shm.calls import Op, number_of_call
 from shm.exchange import COMPUTED_WITH, ROW_BYTES, Exchange
 from shm.messages import BOX_BYTES, CACHE_LINES_PER_BOX, Messages
-from shm.segment import CACHE_LINES_PER_RANK, PASSED, REACHED, Segment, Steps
+from shm.segment import CACHE_LINES_PER_RANK, MESSAGE_BELL, PASSED, REACHED, Segment, Steps
 from shm.work import NAP, CallQueue, Work, pending, without_autograd
 
 Tensors = list[Tensor]  # of one tensor: torch once had one for each device of a process
@@ -317,6 +317,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self.start_message(deque(), work)
 
     def start_message(self, queue: CallQueue, work: Work) -> Work:
+        work.bell = MESSAGE_BELL
         is_complete = pending.ends_soon(work, wait=False)
         return work if is_complete else pending.start(queue, work, wait=False)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shm.fast import put
-from shm.segment import CACHE_LINE_BYTES, Segment, Steps
+from shm.segment import CACHE_LINE_BYTES, MESSAGE_BELL, Segment, Steps
 from shm.work import CallQueue
 
 PIECE_BYTES, SLOTS = 2**18, 4  # a box holds so many pieces, so that sender and receiver overlap
@@ -80,7 +80,7 @@ class Messages:
             counters[header + SIZE], counters[header + TAG] = len(content), tag
             counters[header + START] = start
             self.counted[box] = count + 1
-            self.segment.post(sent, count + 1)
+            self.segment.post(sent, count + 1, MESSAGE_BELL)
 
     def take(self, content: Tensor, source: int | None, tag: int) -> Steps:
         """Receive bytes, (N,), from that rank or from any; returns the rank that sent them."""
@@ -118,7 +118,7 @@ class Messages:
         part.copy_(slots[count % SLOTS][: len(part)])
         message.filled += len(part)
         self.counted[box] = count + 1
-        self.segment.post(received, count + 1)
+        self.segment.post(received, count + 1, MESSAGE_BELL)
         if message.filled == len(message.content):
             message.complete = True
             del self.arriving[source]

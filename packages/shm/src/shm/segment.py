@@ -29,7 +29,8 @@ CACHE_LINE_BYTES = 64  # ranks that write to the same one slow each other down
 ARRIVED = 0  # its arrivals, or NEVER
 CALL, TRANSFER = 1, 3  # of its last two arrivals, two counters each
 REACHED, PASSED = 5, 6  # monitored barriers: those that it reached, and that rank 0 let it pass
-BELL, ASLEEP = 8, 9  # rung at each change of its counters; does anybody sleep until it rings?
+BELL, MESSAGE_BELL = 8, 10  # rung when it arrives, or sends or receives a piece of a message
+ASLEEP = 1  # behind a bell: does anybody sleep until it rings?
 CACHE_LINES_PER_RANK = 2
 
 NEVER = 2**62  # arrivals of a rank that has failed: nobody waits for it any more
@@ -48,12 +49,15 @@ def memory_barrier() -> Callable[[], None]:
 
     - x86 keeps it. Writes are not reordered with other writes, nor with older reads, and reads not
       with other reads (Intel SDM, volume 3A, "Memory Ordering in P6 and More Recent Processor
-      Families"). So there is nothing to do.
+      Families"). It names two exceptions: string stores are unordered among themselves, but not
+      with the counter that is written after them; and non-temporal stores need a fence, which
+      memcpy of the C library and `put` in fast.c execute behind theirs. So nothing is to be done.
     - ARM and RISC-V may reorder all of them, and Python has no fence: a lock of this process orders
       nothing for another process, which never takes it. Linux has membarrier(2): when it returns,
       every running thread of the registered processes has passed a full barrier, so the accesses
       before and after it are ordered on both sides, and the rank that reads needs none of its own
       (man 2 membarrier, MEMBARRIER_CMD_GLOBAL_EXPEDITED). It is called between data and counter.
+      fast.c needs no call: C writes a counter with release and reads it with acquire.
     """
     machine = platform.machine()
     if machine in ("x86_64", "AMD64"):
@@ -115,7 +119,7 @@ class Segment:
         width = CACHE_LINES_PER_RANK * CACHE_LINE_BYTES // 8
         self.places = [rank * width for rank in range(world_size)]
         self.own_place = self.places[rank]
-        self.heard = [0] * world_size  # the bell of each rank, when this rank last looked
+        self.heard: dict[int, int] = {}  # bells by their place, as this rank last saw them
         self.futex, self.address = futex(), self.tensor(-self.offset, 1).data_ptr()
         self.places_of_others = [each for each in enumerate(self.places) if each[0] != rank]
         self.meet()
@@ -159,27 +163,30 @@ class Segment:
         place = self.offset + start
         return torch.frombuffer(self.memory, dtype=torch.uint8, count=size, offset=place)
 
-    def post(self, place: int, value: int) -> None:
-        """Set a counter, visible after everything that this rank has written and read before."""
-        self.barrier()
-        counters, own = self.counters, self.own_place
-        counters[place] = value  # eight aligned bytes at once
-        counters[own + BELL] += 1
-        if counters[own + ASLEEP]:
-            counters[own + ASLEEP] = 0
-            self.futex(self.address + 8 * (own + BELL), WAKE, ALL, None)
-
-    def sleep_until_bell(self, rank: int, seconds: float) -> None:
-        """Until that rank changes a counter, for that long at most. The first call only looks:
-        what happened before that look is seen by who polls again, and what comes later, rings.
+    def post(self, place: int, value: int, bell: int = BELL) -> None:
+        """Set a counter, visible after everything that this rank has written and read before, and
+        ring. Without a fence, who falls asleep now may miss it, and sleeps for its millisecond.
         """
-        counters, place = self.counters, self.places[rank]
-        if self.heard[rank] != (bell := counters[place + BELL]):
-            self.heard[rank] = bell
+        self.barrier()
+        counters, bell = self.counters, self.own_place + bell
+        counters[place] = value  # eight aligned bytes at once
+        counters[bell] += 1
+        if counters[bell + ASLEEP]:
+            counters[bell + ASLEEP] = 0
+            self.futex(self.address + 8 * bell, WAKE, ALL, None)
+
+    def sleep_until_bell(self, rank: int, bell: int, seconds: float) -> None:
+        """Until that rank rings, for that long at most. The first call only looks: what happened
+        before that look is seen by who polls again, and what comes later, rings.
+        """
+        counters, place = self.counters, self.places[rank] + bell
+        rung = counters[place]
+        if self.heard.get(place) != rung:
+            self.heard[place] = rung
             return
         counters[place + ASLEEP] = 1
         limit = (ctypes.c_long * 2)(0, int(1e9 * seconds))  # seconds and nanoseconds
-        self.futex(self.address + 8 * (place + BELL), WAIT, bell % 2**32, ctypes.addressof(limit))
+        self.futex(self.address + 8 * place, WAIT, rung % 2**32, ctypes.addressof(limit))
 
     def arrive(self, call: int) -> Steps:
         """Say that this rank has written its part of `call`, and wait until all ranks have."""

@@ -11,6 +11,7 @@ read and written once, and memory lets that happen no faster than a copy. The wa
 import json
 import os
 import platform
+import subprocess
 import tempfile
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -152,9 +153,16 @@ def provenance(args: Any) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": f"{date.today()}",
-        "load": os.getloadavg()[0],
+        "load_average": round(os.getloadavg()[0], 2),
+        "commit": commit_of_source() or "unknown",
+        "command": "python -m shm.speed",
         "pinned": args.pin,
     }
+
+
+def commit_of_source() -> str:
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return subprocess.run(git, capture_output=True, text=True).stdout.strip()
 
 
 def main() -> None:
@@ -165,10 +173,10 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, metavar="BYTES")
     parser.add_argument("--seconds", type=float, default=50, help="of measuring, together")
     parser.add_argument("--no-pin", action="store_false", dest="pin", help="ranks may change cores")
-    parser.add_argument("--out", type=Path, help="add the rows to this JSON file")
+    parser.add_argument("--out", type=Path, help="write the rows to this JSON file, too")
     args = parser.parse_args()
     where = provenance(args)
-    print(f"{where['hardware']}, load {where['load']:.1f}, torch {where['torch']}\n")
+    print(f"{where['hardware']}, load {where['load_average']:.1f}, torch {where['torch']}\n")
     print(line())
     print("| --- " * len(COLUMNS) + "|", flush=True)
     with tempfile.TemporaryDirectory() as folder:

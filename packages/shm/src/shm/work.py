@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from shm.segment import Segment, Steps
+from shm.segment import BELL, Segment, Steps
 
 CHECK = 200  # polls between checks that a rank lives
 NAP, LONGEST_NAP = 50e-6, 1e-3  # seconds
@@ -35,6 +35,7 @@ class Work(dist.Work):
     """
 
     awaited: Sequence[int] = ()  # ranks
+    bell = BELL  # of an awaited rank: what it rings when this call can go on
     deadline = 0.0  # known from the first poll on
     polls = 0
     done = False
@@ -211,7 +212,7 @@ class Pending:
                 if polls < work.segment.spins:
                     os.sched_yield()
                 elif len(self.running) == 1 and len(work.awaited) == 1:
-                    work.segment.sleep_until_bell(work.awaited[0], LONGEST_NAP)
+                    work.segment.sleep_until_bell(work.awaited[0], work.bell, LONGEST_NAP)
                 else:
                     time.sleep(NAP)
             return True
