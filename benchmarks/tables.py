@@ -166,6 +166,21 @@ def shared_memory(results: Results) -> str:
     return records(rows, columns)
 
 
+def shared_memory_calls(results: Results) -> str:
+    """gloo's time over shm's, of all sizes: the least and the most favorable one."""
+    columns: dict[str, dict[str, str]] = {}
+    for row in results["rows"]:
+        columns.setdefault(f"{row['ranks']} ranks", {})[row["call"]] = ""
+    for head, cells in columns.items():
+        for call in cells:
+            same = [
+                r for r in results["rows"] if (f"{r['ranks']} ranks", r["call"]) == (head, call)
+            ]
+            times = [row["gloo_us"] / row["shm_us"] for row in same]
+            cells[call] = f"{min(times):.1f} to {max(times):.0f}"
+    return table(columns)
+
+
 def origin(results: Results) -> str:
     """A program that was needed only once is not kept: the commit has it."""
     text = "Measured on {hardware}, with torch {torch}, {date}."
@@ -199,6 +214,7 @@ TABLES = {
     "survive": Table("survive", survive),
     "shard": Table("shard", shard),
     "shm": Table("shm", shared_memory),
+    "shm_calls": Table("shm", shared_memory_calls, "calls"),
     "faults": Table("faults", faults),
     "pauses": Table("faults", pauses, "pauses"),
 }
