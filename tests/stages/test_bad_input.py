@@ -92,7 +92,7 @@ def test_wrong_flags_are_refused_on_two_ranks(call):
 def test_shm_shows_its_own_help_and_leaves_the_flags_of_a_script_to_it(tmp_path):
     [(status, output)] = command(SHM, "--help")
     assert status == 0
-    assert output.startswith("usage: python -m shm SCRIPT FLAGS\n")
+    assert output.startswith("usage: python -m shm [-h] [--no-pin] SCRIPT ...\n")
     (tmp_path / "script.py").write_text("import sys; print(sys.argv[1:])")
     assert command(SHM, f"{tmp_path}/script.py", "--help", "-x") == [(0, "['--help', '-x']\n")]
 
