@@ -37,7 +37,7 @@ def main():
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    train_set, test_set = sentences(160, 16, seed=1), sentences(20, 3, seed=2)
+    train_set, test_set = sentences(160, 16, seed=1), sentences(20, 3, seed=3)
     sampler = DistributedSampler(train_set)
     loader = DataLoader(train_set, 16 // world_size, sampler=sampler)
     test_loader = DataLoader(test_set[rank::world_size], 5)

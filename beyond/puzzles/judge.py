@@ -76,14 +76,16 @@ def judge(puzzle: Puzzle, script: Path) -> Verdict:
 def judge_runs(puzzle: Puzzle, script: Path) -> Verdict:
     right = reference(puzzle.path)
     if text := difference(traces(script, ranks=1)[0], right):
-        return Verdict(False, f"one rank alone no longer computes what it did: {text}")
+        more = ". Other noise may be right elsewhere, but here" if puzzle.ranks_draw_apart else ""
+        more += " rank 0 must draw what one rank draws" if more else ""
+        return Verdict(False, f"one rank alone no longer computes what it did: {text}{more}")
     first, second = traces(script, ranks=2)
     if puzzle.ranks_draw_apart:
         if text := difference(second, first):
             return Verdict(False, f"the two ranks do not train one model: {text}")
-        alike = sum(a == b for a, b in zip(first.draws, second.draws, strict=True))
-        if alike:
-            text = f"in {alike} of {len(first.draws)} steps, what must differ by rank does not"
+        draws = [*first.draws, *second.draws]
+        if again := len(draws) - len({*draws}):
+            text = f"in {again} of {len(draws)} steps of the ranks, the noise has been drawn before"
             return Verdict(False, text)
     else:
         for trace in (first, second):
@@ -129,12 +131,12 @@ def cost(puzzle: Puzzle) -> str:
     """What the mistake cost in the runs of cost.json, seed by seed."""
     runs = json.loads((HERE / "cost.json").read_text())["puzzles"][str(puzzle.number)]
     steps, right_steps = runs["steps"]
-    more = f", and {steps} steps instead of {right_steps}" if steps != right_steps else ""
+    more = f"{steps} steps instead of {right_steps}, and " if steps != right_steps else ""
     differences = [a - b for a, b in zip(runs["with"], runs["without"], strict=True)]
     seen = abs(mean(differences)) > 2 * stdev(differences) / len(differences) ** 0.5
     text = f"{puzzle.measure} {mean(runs['with']):.3f} with it, {mean(runs['without']):.3f} without"
     seeds = f"mean of {len(differences)} seeds"
-    return f"{text}{more} ({seeds if seen or more else f'{seeds}, which show no difference'})"
+    return f"{more}{text} ({seeds if seen or more else f'{seeds}, which show no difference'})"
 
 
 def solved(folder: Path) -> set[int]:

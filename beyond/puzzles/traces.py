@@ -99,7 +99,10 @@ def run_script(rank: int, script: str, in_float64: bool, more: int) -> Trace:
 
     register_optimizer_step_post_hook(after_step)
     with redirect_stdout(printed):
-        result = runpy.run_path(script, run_name="puzzle")["main"]()
+        main = runpy.run_path(script, run_name="puzzle").get("main")
+        result = main() if main else None
+    if not isinstance(result, int | float):
+        raise TypeError("main() has to stay, and to return the number that it prints last")
     return Trace(float(result), weights, draws, printed.getvalue())
 
 
@@ -125,7 +128,16 @@ def traces(script: Path, ranks: int, in_float64: bool = True, seed: int = 0) -> 
         except TimeoutError as error:
             raise ScriptError(f"{error}: does every rank reach each collective?") from None
         except common.ranks.RankError as error:
-            raise ScriptError(str(error).strip().splitlines()[-1]) from None
+            raise ScriptError(last_error(str(error))) from None
+
+
+def last_error(report: str) -> str:
+    """The line that names the exception: some have a message of many lines."""
+    lines = [line.strip() for line in report.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+    line = (errors or lines)[-1]
+    is_alone = "Connection closed by peer" in line
+    return "a rank is left alone: does every rank reach each collective?" if is_alone else line
 
 
 @cache

@@ -59,6 +59,14 @@ OTHER_ANSWERS = {  # as right as ours; of each, what is changed in the script
     ],
 }
 
+HALF_ANSWERS = {  # that look like answers
+    7: [
+        ("torch.tensor(loss / words).exp()", "torch.tensor(loss / words)"),
+        ("result.item() / dist.get_world_size()", "(result / dist.get_world_size()).exp().item()"),
+    ],
+    12: [("    torch.set_rng", "    if dist.get_rank() == 0:\n        torch.set_rng")],
+}
+
 
 def changed(source: str, *changes: tuple[str, str]) -> str:
     for old, new in changes:
@@ -72,7 +80,10 @@ def wrong_answers(puzzle) -> dict[str, str]:
     emptied = STEP.sub(r"\1pass", source)
     assert emptied != source
     moved = changed(puzzle.answer, MOVED[puzzle.number])
-    return {"nothing": f"{source}\n# looks right to me\n", "moved": moved, "emptied": emptied}
+    wrong = {"nothing": f"{source}\n# looks right to me\n", "moved": moved, "emptied": emptied}
+    if puzzle.number in HALF_ANSWERS:
+        wrong["half"] = changed(source, *HALF_ANSWERS[puzzle.number])
+    return wrong
 
 
 def _judge(number: int, sources: dict[str, str], file: Path) -> None:
@@ -112,8 +123,8 @@ def test_the_answer_is_right_and_three_others_are_refused(number):
     assert right == {"ours", "other"} & {*sources}, said
     assert "one rank alone no longer computes" in said["emptied"][1]
     # These two are seen by the check of its own, before prove is asked.
-    for name in ("nothing", "moved"):
-        assert re.match("two ranks do not compute|in .+ must differ by rank", said[name][1]), said
+    for name in {"nothing", "moved", "half"} & {*said}:
+        assert re.match("two ranks do not compute|in .+ has been drawn before", said[name][1]), said
 
 
 @each_puzzle
