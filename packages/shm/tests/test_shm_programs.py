@@ -177,9 +177,9 @@ def two_groups_in_another_order(rank, ranks):
 
 
 def complete_without_a_wait(rank, ranks):
-    """Rank 0 starts two calls and then does something else until rank 1 has the results."""
+    """Rank 0 starts two calls of several pieces, and does something else until rank 1 has them."""
     store, key = note("rank 1 has the results")
-    x, y = torch.full((100_000,), 7.0 + rank), torch.zeros(100_000)
+    x, y = torch.full((2_000_000,), 7.0 + rank), torch.zeros(2_000_000)
     dist.barrier()
     if rank == 0:
         message = dist.isend(x, 1)
