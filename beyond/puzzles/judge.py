@@ -24,7 +24,7 @@ from common.options import Parser, UsageError, exit_on, int_at_least
 from prove import NotJudgedError, launch
 from prove.__main__ import parse_args
 from prove.prover import prove
-from prove.table import NOT_SEEN, RIGHT, WRONG, Check, NotObservedError, ReportRow, table
+from prove.table import NOT_SEEN, RIGHT, WARNING, WRONG, Check, NotObservedError, ReportRow, table
 from traces import (
     HERE,
     PUZZLES,
@@ -90,7 +90,10 @@ def judge_runs(puzzle: Puzzle, script: Path) -> Verdict:
     else:
         for trace in (first, second):
             if text := difference(trace._replace(result=first.result), right):
-                return Verdict(False, f"two ranks do not compute what one rank computes: {text}")
+                said = f"two ranks do not compute what one rank computes: {text}"
+                if "after step 1 " in text:
+                    said += " (do their batches together hold the samples of one rank's?)"
+                return Verdict(False, said)
     rows = prove_rows(script)
     said = {row.check for row in rows if row.verdict == WRONG}
     said |= {row.check for row in rows if row.check in puzzle.rows and row.verdict != RIGHT}
@@ -187,7 +190,12 @@ def main() -> int:
         return hand_out(puzzle, copy)
     read(copy)
     if args.hint:
-        print(table(prove_rows(copy)))
+        rows = prove_rows(copy)
+        print(table(rows))
+        if not any(row.verdict in (WRONG, WARNING) for row in rows):
+            print(
+                "prove has no objection: it sees the first steps of two epochs, and nothing later"
+            )
     elif args.show:
         show(puzzle, copy)
     else:
