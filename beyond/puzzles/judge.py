@@ -90,10 +90,9 @@ def judge_runs(puzzle: Puzzle, script: Path) -> Verdict:
     else:
         for trace in (first, second):
             if text := difference(trace._replace(result=first.result), right):
-                said = f"two ranks do not compute what one rank computes: {text}"
                 if "after step 1 " in text:
-                    said += " (do their batches together hold the samples of one rank's?)"
-                return Verdict(False, said)
+                    text += " (do their batches together hold the samples of one rank's?)"
+                return Verdict(False, f"two ranks do not compute what one rank computes: {text}")
     rows = prove_rows(script)
     said = {row.check for row in rows if row.verdict == WRONG}
     said |= {row.check for row in rows if row.check in puzzle.rows and row.verdict != RIGHT}
@@ -193,9 +192,7 @@ def main() -> int:
         rows = prove_rows(copy)
         print(table(rows))
         if not any(row.verdict in (WRONG, WARNING) for row in rows):
-            print(
-                "prove has no objection: it sees the first steps of two epochs, and nothing later"
-            )
+            print("prove has no objection: it sees the first steps of two epochs, nothing later")
     elif args.show:
         show(puzzle, copy)
     else:
