@@ -90,8 +90,6 @@ def judge_runs(puzzle: Puzzle, script: Path) -> Verdict:
     else:
         for trace in (first, second):
             if text := difference(trace._replace(result=first.result), right):
-                if "after step 1 " in text:
-                    text += " (do their batches together hold the samples of one rank's?)"
                 return Verdict(False, f"two ranks do not compute what one rank computes: {text}")
     rows = prove_rows(script)
     said = {row.check for row in rows if row.verdict == WRONG}
