@@ -84,6 +84,49 @@ def minus(number: float, after: str = "") -> str:
     return f"−{after}{-number:g}" if number < 0 else f"{number:g}"
 
 
+def dataparallel() -> str:
+    """The seven parts of a step with DataParallel, on two devices."""
+    whole, half = 120, 60
+    drawing = Drawing(
+        "One step with DataParallel",
+        f"The main device cuts a batch of {whole} and copies the weights to device 1. Both run "
+        f"forward on {half} samples, the main device computes the loss of all {whole} outputs, "
+        "and gradients go back to it. The copy on device 1 is then thrown away.",
+    )
+    width, main, other = 190, 8, WIDTH - 198
+    for x, name in ((main, "main device"), (other, "device 1")):
+        drawing.words(x + width / 2, 18, name, anchor="middle", bold=True)
+
+    def part(x: float, y: float, kind: str, text: str) -> None:
+        drawing.box(x, y, width, 34, kind)
+        drawing.words(x + width / 2, y + 23, text, "#fff", "middle", bold=True)
+
+    def sent(y: float, text: str, back: bool = False) -> None:
+        begin, end = (other - 6, main + width + 6) if back else (main + width + 6, other - 6)
+        drawing.line(begin, y, end, y, arrow=True)
+        drawing.words(WIDTH / 2, y - 6, text, "sending", "middle")
+
+    part(main, 28, "parameters", f"1 model, batch of {whole}")
+    sent(82, f"2 scatter: {half} samples")
+    sent(112, "3 all weights")
+    for x, replica in ((main, 0), (other, 1)):
+        part(x, 126, "forward", f"4 forward, replica {replica}")
+    sent(182, f"5 gather: {half} outputs", back=True)
+    part(main, 192, "forward", f"6 loss of {whole} outputs")
+    sent(246, "7 gradients of outputs")
+    for x in (main, other):
+        part(x, 260, "backward", "7 backward")
+    sent(316, "7 gradients of weights", back=True)
+    part(main, 326, "optimizer", "sum, then optimizer")
+    drawing.box(other, 326, width, 34, "none", INK)
+    drawing.words(other + width / 2, 349, "copy thrown away", anchor="middle")
+    for x, stops in ((main, (62, 160, 226, 294)), (other, (160, 294))):
+        nexts = {62: 124, 160: 190 if x == main else 258, 226: 258, 294: 324}
+        for y in stops:
+            drawing.line(x + width / 2, y + 2, x + width / 2, nexts[y], arrow=True)
+    return drawing.text(368)
+
+
 def allreduce() -> str:
     """What each rank holds before an all-reduce and after it."""
     before = torch.tensor([[1.0, 2.0], [10.0, 20.0]])
@@ -345,6 +388,7 @@ def recorded(model: str, *stages: str, step: str = "median") -> Callable[[], str
 
 PICTURES: dict[str, Callable[[], str]] = {
     "mean": mean,
+    "dataparallel": dataparallel,
     "allreduce": allreduce,
     "samples_01": lambda: samples("01"),
     "samples_03": lambda: samples("01", "03"),

@@ -1,7 +1,7 @@
 """What is a training step spent on? Record real runs, and draw one step of each rank.
 
     python benchmarks/timeline.py                      # the five stages, on two ranks
-    python benchmarks/timeline.py --model resnet18 --stages 03,04
+    python benchmarks/timeline.py --model resnet18 --stages 03,04 --turns 3 --steps 20
     python benchmarks/timeline.py --step first         # DDP fills its buckets otherwise then
     python benchmarks/timeline.py torchrun --standalone --nproc-per-node=2 train.py --your-flags
 
@@ -77,17 +77,19 @@ def cut(records: Sequence[Recording], number: int) -> Recording:
     return step
 
 
-def shown_steps(records: Sequence[Recording]) -> Recording:
-    """The first step and the median one, and how far the others are from it."""
-    steps = min(len(ends_of_steps(record["spans"])) for record in records) - 1
-    if steps <= WARM_UP:
-        raise UsageError(f"the script took {steps} steps: expected more than {WARM_UP}")
-    each = sorted((cut(records, number)["ms"], number) for number in range(WARM_UP, steps))
-    times = [ms for ms, _ in each]
+def shown_steps(*runs: Sequence[Recording]) -> Recording:
+    """The first step and the median one of all runs, and how far the others are from it."""
+    compared: list[Recording] = []
+    for records in runs:
+        steps = min(len(ends_of_steps(record["spans"])) for record in records) - 1
+        if steps <= WARM_UP:
+            raise UsageError(f"the script took {steps} steps: expected more than {WARM_UP}")
+        compared += [cut(records, number) for number in range(WARM_UP, steps)]
+    compared.sort(key=lambda step: step["ms"])
+    times = [step["ms"] for step in compared]
     quartiles = statistics.quantiles(times, n=4)[::2] if len(times) > 1 else times * 2
-    _, median = each[(len(each) - 1) // 2]
-    about = {"steps": len(each), "quartiles_ms": [round(ms, 3) for ms in quartiles]}
-    return about | {"first": cut(records, 0), "median": cut(records, median)}
+    about = {"steps": len(times), "quartiles_ms": [round(ms, 3) for ms in quartiles]}
+    return about | {"first": cut(runs[0], 0), "median": compared[(len(times) - 1) // 2]}
 
 
 def command_of(stage: str, ranks: int) -> list[str]:
@@ -98,19 +100,22 @@ def command_of(stage: str, ranks: int) -> list[str]:
     return [sys.executable, *(str(HERE.parent / w) if w.endswith(".py") else w for w in words)]
 
 
-def record_stages(stages: Sequence[str], model: str = "net-bn", steps: int = 65) -> Recording:
-    """The recording of each stage, with the machine and the date. steps: of each stage."""
+def record_stages(
+    stages: Sequence[str], model: str = "net-bn", steps: int = 65, turns: int = 1
+) -> Recording:
+    """The recording of each stage, with the machine and the date. steps: of a stage in a turn."""
     from timing import provenance
 
     about = {"model": model, "ranks": 2, "global_batch": 120}
     results: Recording = {"provenance": provenance(), **about, "stages": {}}
-    for stage in stages:
+    runs: dict[str, list[Sequence[Recording]]] = {stage: [] for stage in stages}
+    for stage in [*stages] * turns:  # in turns: what else the machine does hits them all alike
         print(STAGES[stage], flush=True)
         with TemporaryDirectory() as folder:
             flags = ["--device=cpu", f"--model={model}", "--epochs=100", f"--max-steps={steps}"]
             flags += [f"--run-dir={folder}", f"--data-dir={HERE.parent / 'data'}"]
-            records = run([*command_of(stage, 2), *flags], quiet=True)
-        results["stages"][stage] = shown_steps(records)
+            runs[stage].append(run([*command_of(stage, 2), *flags], quiet=True))
+    results["stages"] = {stage: shown_steps(*runs[stage]) for stage in stages}
     return results
 
 
@@ -150,7 +155,8 @@ def parse_args() -> Namespace:
     add("--stages", default=",".join(STAGES), help="which to record, as in 03,04")
     add("--step", default="median", choices=("median", "first"), help="which one to draw")
     add("--store", action="store_true", help=f"also write {FILE.name}, which the pages show")
-    add("--steps", default=65, type=int_at_least(WARM_UP + 2), help="to take of each stage")
+    add("--steps", default=65, type=int_at_least(WARM_UP + 2), help="of each stage in a turn")
+    add("--turns", default=1, type=int_at_least(1), help="how often each stage runs")
     args = parser.parse_args()
     args.stages = args.stages.split(",")
     if not set(args.stages) <= STAGES.keys():
@@ -172,7 +178,7 @@ def main() -> None:
         )
         print(tell(steps[args.step]))
     else:
-        results = record_stages(args.stages, args.model, args.steps)
+        results = record_stages(args.stages, args.model, args.steps, args.turns)
         file = Path("runs/timeline/timeline.svg")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
