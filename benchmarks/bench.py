@@ -22,8 +22,9 @@ from common.options import Parser, UsageError, exit_on, int_at_least
 from measure_memory import measure_process_memory
 from measure_reducers import measure_reducers
 from measure_stages import measure_stages, measure_survive
+from results import RESULTS, Results, provenance, save
 from tables import TABLES
-from timing import RESULTS, Effort, Results, provenance, save
+from timing import Effort
 
 
 class Section(NamedTuple):

@@ -19,9 +19,10 @@ import time
 import torch
 
 from bench import SECTIONS
+from common.chapters import ROOT
 from common.options import Parser, UsageError, exit_on
-from stage_runs import ROOT, command_of
-from timing import save
+from results import save
+from stage_runs import command_of
 
 FOLDER = ROOT / "benchmarks" / "results" / "gpu"
 PACKAGES = (".", "03_ddp_manual_allreduce", "beyond")  # where they lie, if they are not installed

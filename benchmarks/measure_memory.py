@@ -21,7 +21,8 @@ from torch.optim import Adam, Optimizer
 
 from common.chapters import load_chapter
 from common.ranks import run_ranks
-from timing import Effort, Results
+from results import Results
+from timing import Effort
 from training_step import Trainer, with_sync_batchnorm
 
 memory: Any = load_chapter("02", "memory")

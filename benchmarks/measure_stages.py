@@ -13,8 +13,9 @@ from statistics import fmean, median
 
 import torch
 
+from results import Results
 from stage_runs import VARIANTS, Processes, run_quietly, time_apart
-from timing import AA, Effort, Results, ratio_to, summarize, take_turns
+from timing import AA, Effort, ratio_to, summarize, take_turns
 
 GLOBAL_BATCH = 120
 BASELINE, CEILING = "01", "ceiling"

@@ -12,10 +12,10 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset
 
 import timeline
-from common.chapters import load_chapter
+from common.chapters import ROOT, load_chapter
 from common.options import Parser
+from results import MIB, RESULTS
 from svg import INK, WIDTH, Drawing
-from timing import MIB, RESULTS, ROOT
 
 FOLDER = ROOT / "docs" / "pictures"
 HELD = {  # how memory.svg calls what measure_memory.py counts

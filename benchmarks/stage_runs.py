@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+from common.chapters import ROOT
+
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "RANKS")
 STAGE_01, STAGE_04 = "01_single_gpu/train.py", "04_ddp_torchrun/train.py"
 STAGE_05, SURVIVE = "05_amp_syncbn/train.py", "beyond/survive/train.py"

@@ -12,7 +12,7 @@ from typing import Any
 from tabulate import tabulate
 
 import tour_report
-from timing import Results, load
+from results import Results, load
 
 MACHINE = "amd-epyc-2-cores"  # the pages show its `make bench`
 SHARDED = ("parameters", "gradients", "optimizer state")  # what each rank of shard/ holds

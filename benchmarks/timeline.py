@@ -104,7 +104,7 @@ def record_stages(
     stages: Sequence[str], model: str = "net-bn", steps: int = 65, turns: int = 1
 ) -> Recording:
     """The recording of each stage, with the machine and the date. steps: of a stage in a turn."""
-    from timing import provenance
+    from results import provenance
 
     about = {"model": model, "ranks": 2, "global_batch": 120}
     results: Recording = {"provenance": provenance(), **about, "stages": {}}

@@ -5,31 +5,19 @@ under almost the same conditions. Each round runs the variants in a random order
 twice. The distance of its ratio to itself from 1 (A/A) shows how far to trust the other ratios.
 """
 
-import json
-import os
-import platform
 import random
-import re
-import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import date
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torchvision
 
-from stage_runs import ROOT
+from results import Results
 
-RESULTS = ROOT / "benchmarks" / "results"
 AA = "A/A"  # the first variant once more
-MIB = 2**20
 
-Results = dict[str, Any]
 Times = dict[str, list[float]]  # of each variant, the seconds per step in each round
 Steps = Mapping[str, Callable[[], object]]  # of each variant, what one step does
 
@@ -112,38 +100,3 @@ def summarize(times: Times) -> dict[str, Results]:
             "ratio_interval": interval,
         }
     return summary
-
-
-def hardware(device: str) -> str:
-    """The name of the CPU, or of the GPUs."""
-    if device == "cuda":
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    cpuinfo = Path("/proc/cpuinfo")  # only Linux has it
-    names = re.findall(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else []
-    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
-
-
-def provenance(device: str = "cpu", **settings: Any) -> Results:
-    """Where, when and how something was measured. Every file under benchmarks/results/ holds it."""
-    git = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    return {
-        "hardware": hardware(device),
-        "cores": os.cpu_count(),
-        "load_average": round(os.getloadavg()[0], 2),
-        "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
-        "python": platform.python_version(),
-        "commit": commit or "unknown",
-        "date": date.today().isoformat(),
-        **settings,
-    }
-
-
-def save(path: Path, content: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n")
-
-
-def load(name: str) -> Results:
-    return json.loads((RESULTS / f"{name}.json").read_text())

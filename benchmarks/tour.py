@@ -15,7 +15,7 @@ import torch
 from common.data import local_batch_size
 from common.options import UsageError, exit_on, int_at_least, make_parser
 from measure_tour import measure_tour
-from timing import save
+from results import save
 from tour_report import STAGES, learned, report, speeds
 
 

@@ -19,7 +19,7 @@ from cycler import cycler  # noqa: E402
 from matplotlib_inline.backend_inline import set_matplotlib_formats  # noqa: E402
 
 from plots import COLORS  # noqa: E402
-from timing import RESULTS, Results, load  # noqa: E402
+from results import RESULTS, Results, load  # noqa: E402
 
 __all__ = ["COLORS", "ROOT", "check", "committed"]
 

@@ -23,6 +23,7 @@ from language import BYTES, LENGTH, Transformer
 from levels import LEVELS, Training, by_hand, by_library
 from traffic import received_bytes
 
+result_files: Any = load_chapter("benchmarks", "results")
 timing: Any = load_chapter("benchmarks", "timing")
 Ledger = load_chapter("01", "peak").Ledger
 size = load_chapter("02", "memory").size
@@ -146,7 +147,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     world_size = 2
-    origin = timing.provenance(
+    origin = result_files.provenance(
         command="python beyond/shard/measure_levels.py", world_size=world_size, threads_a_rank=1
     )
     measured = run_ranks(world_size, measure, args.rounds)[0]
@@ -158,7 +159,8 @@ def main() -> None:
         "rounds": args.rounds,
         "local_batch": BATCH,
     }
-    timing.save(timing.RESULTS / "shard.json", {"provenance": origin, **settings, **measured})
+    file = result_files.RESULTS / "shard.json"
+    result_files.save(file, {"provenance": origin, **settings, **measured})
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ from helpers.local_ranks import (
 from helpers.small_disk import REFUSED, can_mount, fill, small_disk
 from helpers.train_stage import Run, same_run, same_weights, train_once
 
-timing = load_chapter("benchmarks", "timing")
+result_files = load_chapter("benchmarks", "results")
 
 durable = load_chapter("beyond/survive", "durable")
 SCRIPT = Path(durable.__file__).with_name("train.py")
@@ -428,10 +428,10 @@ def main() -> None:
         settings = {"steps": STEPS, "checkpoint_every_steps": EVERY, "jobs": args.jobs, "seed": 1}
         settings["timeout_seconds"] = faults[0].timeout_seconds
         what = KINDS if section == "faults" else {kind: text for kind, (text, _) in PAUSES.items()}
-        new = {"provenance": timing.provenance(faults=len(faults), **settings)}
+        new = {"provenance": result_files.provenance(faults=len(faults), **settings)}
         new["kinds"] = summarize(outcomes, what)
         results = json.loads(file.read_text())
-        timing.save(file, results | (new if section == "faults" else {"pauses": new}))
+        result_files.save(file, results | (new if section == "faults" else {"pauses": new}))
     sys.exit(any(value for last in outcomes for value in last.bad().values()))
 
 

@@ -12,8 +12,8 @@ import sys
 from repository_pages import ALL_PAGES, ROOT, TABLE, fences, shell
 
 sys.path.insert(1, str(ROOT / "benchmarks"))
+from results import RESULTS, save
 from tables import TABLES
-from timing import RESULTS, save
 
 
 def run(command: str) -> str:

@@ -13,6 +13,7 @@ from helpers.refusals import ended, refused
 from repository_pages import ALL_PAGES
 
 bench = load_chapter("benchmarks", "bench")
+result_files = load_chapter("benchmarks", "results")
 measure_stages = load_chapter("benchmarks", "measure_stages")
 stage_runs = load_chapter("benchmarks", "stage_runs")
 tables = load_chapter("benchmarks", "tables")
@@ -38,7 +39,7 @@ def results_of(name: str) -> tuple[str, dict]:
 def committed(name: str) -> dict:
     """The results of a section that the pages show."""
     file = bench.SECTIONS[name].file
-    return timing.load(file) if file else timing.load(tables.MACHINE)[name]
+    return result_files.load(file) if file else result_files.load(tables.MACHINE)[name]
 
 
 @pytest.mark.parametrize("name", [name for name in bench.SECTIONS if name not in PROGRAMS])
@@ -126,18 +127,18 @@ def test_every_result_is_shown_and_tells_where_it_comes_from():
     assert all(f"<!-- table: {name} -->" in pages for name in tables.TABLES)
     sources = {table.file for table in tables.TABLES.values()}
     linked = set(re.findall(r"\bresults/(\w+)\.json", pages))
-    assert sources | linked == {path.stem for path in timing.RESULTS.glob("*.json")}
+    assert sources | linked == {path.stem for path in result_files.RESULTS.glob("*.json")}
     for name in sources | linked:
-        about = timing.load(name)["provenance"]
+        about = result_files.load(name)["provenance"]
         assert {"hardware", "torch", "python", "commit", "date"} <= about.keys(), name
 
 
-ONCE = [path.stem for path in timing.RESULTS.glob("*.json") if "program" in path.read_text()]
+ONCE = [path.stem for path in result_files.RESULTS.glob("*.json") if "program" in path.read_text()]
 
 
 @pytest.mark.parametrize("name", ONCE)
 def test_what_was_measured_once_names_the_commit_that_has_its_program(name):
-    where = timing.load(name)["provenance"]
+    where = result_files.load(name)["provenance"]
     call = ["git", "show", f"{where['commit']}:{where['program']}"]
     shown = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
     if shown.returncode:

@@ -10,9 +10,9 @@ import pytest
 from common.chapters import load_chapter
 from helpers.local_ranks import ROOT, command, launch_ranks
 
+result_files = load_chapter("benchmarks", "results")
 measure_tour = load_chapter("benchmarks", "measure_tour")
 stage_runs = load_chapter("benchmarks", "stage_runs")
-timing = load_chapter("benchmarks", "timing")
 tour = load_chapter("benchmarks", "tour")
 tour_report = load_chapter("benchmarks", "tour_report")
 
@@ -38,7 +38,7 @@ def run_tour(monkeypatch):
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(stage_runs, "subprocess", SimpleNamespace(Popen=forked, PIPE=0, STDOUT=0))
-    rows = timing.load("tour")["rows"]
+    rows = result_files.load("tour")["rows"]
     counted = {stage_runs.VARIANTS[key].holds_as: row for key, row in rows.items()}
     monkeypatch.setattr(measure_tour, "count_memory", lambda keys, args: counted)
     monkeypatch.setattr(measure_tour, "time_apart", lambda *call: [0.5, 0.5])

@@ -1,0 +1,56 @@
+"""Files of results: what each holds, where they lie, and the machine that they come from."""
+
+import json
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.chapters import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+MIB = 2**20
+
+Results = dict[str, Any]
+
+
+def hardware(device: str) -> str:
+    """The name of the CPU, or of the GPUs."""
+    if device == "cuda":
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    cpuinfo = Path("/proc/cpuinfo")  # only Linux has it
+    names = re.findall(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else []
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
+
+
+def provenance(device: str = "cpu", **settings: Any) -> Results:
+    """Where, when and how something was measured. Every file under benchmarks/results/ holds it."""
+    git = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return {
+        "hardware": hardware(device),
+        "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 2),
+        "torch": torch.__version__,
+        "torchvision": version("torchvision"),
+        "python": platform.python_version(),
+        "commit": commit or "unknown",
+        "date": date.today().isoformat(),
+        **settings,
+    }
+
+
+def save(path: Path, content: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def load(name: str) -> Results:
+    return json.loads((RESULTS / f"{name}.json").read_text())
