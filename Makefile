@@ -38,7 +38,7 @@ puzzle: $(VENV)/ready  ## find the mistake in a script, and have it judged: N=3;
 words: $(VENV)/ready  ## how many words each page has, and what is wrong with it
 	PYTHONPATH=tests $(RUN) tests/helpers/pages.py
 
-bench: $(VENV)/ready  ## measure what the notebooks show on this machine: benchmarks/results/HARDWARE.json
+bench: $(VENV)/ready  ## measure what the notebooks show on this machine: benchmarks/results/machines/HARDWARE.json
 	$(RUN) benchmarks/bench.py stages $(FLAGS)
 	$(RUN) benchmarks/bench.py process_memory $(FLAGS)
 

@@ -1,7 +1,7 @@
 """Measure what a page or a notebook shows: one section for each question.
 
     python benchmarks/bench.py reducers             # prints its table, and writes 03_reducers.json
-    python benchmarks/bench.py stages --rounds 3    # one of `make bench`: writes HARDWARE.json
+    python benchmarks/bench.py stages --rounds 3    # of `make bench`: writes machines/HARDWARE.json
 
 Results lie in benchmarks/results/. Each rank has one thread. Do not use the machine for anything
 else meanwhile. measure_stages.md tells what each section measures.
@@ -29,7 +29,7 @@ from timing import Effort
 
 class Section(NamedTuple):
     measure: Callable[[Effort], Results]
-    file: str = ""  # under benchmarks/results/; without one, a part of the file of this hardware
+    file: str = ""  # under benchmarks/results/; without one, a part of the file of this machine
     on_gpu: bool = False  # otherwise it is measured on the CPU only
 
 
@@ -58,7 +58,7 @@ def store(name: str, results: Results, args: argparse.Namespace) -> None:
     """Write what the pages and the notebooks show. What was measured in a hurry is not shown."""
     where = results["provenance"]
     machine = re.sub("[^a-z0-9]+", "-", where["hardware"].lower()).strip("-")
-    path = args.out or RESULTS / f"{SECTIONS[name].file or machine}.json"
+    path = args.out or RESULTS / f"{SECTIONS[name].file or f'machines/{machine}'}.json"
     if not args.out and not SECTIONS[name].file:
         sections = json.loads(path.read_text()) if path.exists() else {}
         results = sections | {"provenance": where, name: results}

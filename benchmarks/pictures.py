@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subs
 import timeline
 from common.chapters import ROOT, load_chapter
 from common.options import Parser
-from results import MIB, RESULTS
+from results import MACHINE, MIB, load
 from svg import INK, WIDTH, Drawing
 
 FOLDER = ROOT / "docs" / "pictures"
@@ -323,7 +323,7 @@ def formats() -> str:
 
 def memory() -> str:
     """What each process or replica holds, stage by stage."""
-    results = json.loads((RESULTS / "amd-epyc-2-cores.json").read_text())["process_memory"]
+    results = load(MACHINE)["process_memory"]
     rows: list[tuple[str, dict[str, int]]] = []
     for key, stage in results["stages"].items():
         names = ("02 main device", "02 the other") if key == "02" else (stage["label"],)

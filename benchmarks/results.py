@@ -16,6 +16,7 @@ import torch
 from common.chapters import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
+MACHINE = "machines/amd-epyc-2-cores"  # whose `make bench` the pages show
 MIB = 2**20
 
 Results = dict[str, Any]

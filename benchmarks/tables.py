@@ -12,9 +12,8 @@ from typing import Any
 from tabulate import tabulate
 
 import tour_report
-from results import Results, load
+from results import MACHINE, Results, load
 
-MACHINE = "amd-epyc-2-cores"  # the pages show its `make bench`
 SHARDED = ("parameters", "gradients", "optimizer state")  # what each rank of shard/ holds
 
 RATIO = "{ratio:.2f} ({ratio_interval[0]:.2f} to {ratio_interval[1]:.2f})"

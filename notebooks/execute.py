@@ -23,12 +23,14 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell
 
-ROOT = Path(__file__).parents[1]
+from common.chapters import ROOT, load_chapter
+
+result_files: Any = load_chapter("benchmarks", "results")
+
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("0*.ipynb"))
 SECONDS = 300  # more than any cell takes
 STAMP = "made_of"
 KEPT = ("tags", "blank", "right", "wrong")  # of a cell's metadata
-MACHINES = ("amd-epyc-2-cores.json",)  # whose `make bench` is committed
 
 
 def read(path: Path) -> NotebookNode:
@@ -43,8 +45,7 @@ def run(notebook: NotebookNode) -> tuple[NotebookNode, dict[str, str]]:
     for kind in ("right", "wrong"):
         answer = asked.source.replace(asked.metadata.get("blank", "None"), asked.metadata[kind], 1)
         executed.cells += [new_code_cell(answer), new_code_cell(checks.source)]
-    results = [path.name for path in made_of() if path.suffix == ".json"]  # not a reader's own
-    with patch.dict(os.environ, ONLY_RESULTS=",".join(results)):
+    with patch.dict(os.environ, SHOWN_MACHINE=result_files.MACHINE):  # not a reader's own
         folder = {"metadata": {"path": str(ROOT / "notebooks")}}
         client = NotebookClient(executed, timeout=SECONDS, kernel_name="python3", resources=folder)
         client.execute()
@@ -75,8 +76,8 @@ def errors_of(cell: NotebookNode) -> str:
 
 def made_of() -> list[Path]:
     """The results that are committed, and the programs that draw them."""
-    paths = (ROOT / "benchmarks" / "results").glob("*.json")
-    results = [path for path in paths if "-" not in path.name or path.name in MACHINES]
+    folder = result_files.RESULTS
+    results = [*folder.glob("*.json"), folder / f"{result_files.MACHINE}.json"]
     own = [ROOT / "notebooks" / name for name in ("measure_link.py", "same_result.py")]
     return sorted([*results, *(ROOT / "benchmarks").glob("*.py"), *own])
 

@@ -4,6 +4,7 @@ It changes to the root of the repository, so that every command of a README work
 keeps each process to one thread: OMP_NUM_THREADS counts only before torch is imported.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from cycler import cycler  # noqa: E402
 from matplotlib_inline.backend_inline import set_matplotlib_formats  # noqa: E402
 
 from plots import COLORS  # noqa: E402
-from results import RESULTS, Results, load  # noqa: E402
+from results import RESULTS, Results  # noqa: E402
 
 __all__ = ["COLORS", "ROOT", "check", "committed"]
 
@@ -32,13 +33,12 @@ set_matplotlib_formats("png")
 
 
 def committed() -> dict[str, Results]:
-    """The results of `make bench` on every machine, by its hardware: files with a dash in the name.
+    """The results of `make bench` on every machine, by its hardware.
 
-    ONLY_RESULTS, names with commas between, hides others, of a reader, from the suite's notebooks.
+    The suite sets SHOWN_MACHINE, so that its notebooks do not show what a reader has measured.
     """
-    only = os.environ.get("ONLY_RESULTS", "").split(",")
-    paths = [p for p in sorted(RESULTS.glob("*-*.json")) if p.name in only or only == [""]]
-    machines = [load(path.stem) for path in paths]
+    shown = os.environ.get("SHOWN_MACHINE", "machines/*")
+    machines = [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{shown}.json"))]
     return {results["provenance"]["hardware"]: results for results in machines}
 
 
