@@ -20,13 +20,13 @@ from statistics import mean, stdev
 from typing import NamedTuple
 
 import common.ranks
+from common.chapters import ROOT
 from common.options import Parser, UsageError, exit_on, int_at_least
 from prove import NotJudgedError, launch
 from prove.__main__ import parse_args
 from prove.prover import prove
 from prove.table import NOT_SEEN, RIGHT, WARNING, WRONG, Check, NotObservedError, ReportRow, table
 from traces import (
-    HERE,
     PUZZLES,
     Puzzle,
     ScriptError,
@@ -36,7 +36,8 @@ from traces import (
     traces,
 )
 
-RUNS = HERE.parents[1] / "runs" / "puzzles"
+RUNS = ROOT / "runs" / "puzzles"
+COST = ROOT / "benchmarks" / "results" / "puzzles.json"
 MOST_LINES = 16  # that an answer adds or removes
 TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node=2")
 
@@ -128,8 +129,8 @@ def show(puzzle: Puzzle, script: Path) -> None:
 
 
 def cost(puzzle: Puzzle) -> str:
-    """What the mistake cost in the runs of cost.json, seed by seed."""
-    runs = json.loads((HERE / "cost.json").read_text())["puzzles"][str(puzzle.number)]
+    """What the mistake cost in the runs that measure.py has made, seed by seed."""
+    runs = json.loads(COST.read_text())["puzzles"][str(puzzle.number)]
     steps, right_steps = runs["steps"]
     more = f"{steps} steps instead of {right_steps}, and " if steps != right_steps else ""
     differences = [a - b for a, b in zip(runs["with"], runs["without"], strict=True)]

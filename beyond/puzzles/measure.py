@@ -1,43 +1,27 @@
 """What does each mistake cost? Both scripts run with several seeds, and the page shows the means.
 
 python beyond/puzzles/measure.py           # measures: some minutes; then it writes the page
-python beyond/puzzles/measure.py --page    # only the page, from cost.json
+python beyond/puzzles/measure.py --page    # only the page, from what was measured
 """
 
-import json
-import os
-import platform
-import subprocess
 import tempfile
 from argparse import ArgumentParser
-from datetime import date
 from pathlib import Path
-
-import torch
+from typing import Any
 
 import common.ranks
-from judge import cost, prove_rows
+from common.chapters import ROOT, load_chapter
+from judge import COST, cost, prove_rows
 from prove import launch
 from prove.table import WARNING, WRONG
 from traces import HERE, PUZZLES, Puzzle, traces
 
+result_files: Any = load_chapter("benchmarks", "results")
+
 SEEDS = 10
 PAGE = HERE / "README.md"
 MARK = "<!-- measure.py writes what follows -->\n"
-STAGES = Path("..", "..")
-
-
-def processor() -> str:
-    """The name of the CPU; only Linux has the file."""
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.exists() else []
-    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
-def commit() -> str:
-    git = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(git, cwd=HERE, capture_output=True, text=True).stdout.strip() or "unknown"
+TO_ROOT = Path("..", "..")
 
 
 def measured(puzzle: Puzzle) -> dict:
@@ -66,14 +50,9 @@ def cost_of(runs: dict) -> str:
 def measure() -> None:
     launch.preload()
     common.ranks.start_method = "fork"
-    results = {
-        "hardware": f"{processor()}, {os.cpu_count()} cores",
-        "torch": torch.__version__,
-        "commit": commit(),
-        "date": date.today().isoformat(),
-        "puzzles": {str(puzzle.number): measured(puzzle) for puzzle in PUZZLES},
-    }
-    (HERE / "cost.json").write_text(json.dumps(results, indent=1) + "\n")
+    where = result_files.provenance(command="python beyond/puzzles/measure.py")
+    puzzles = {str(puzzle.number): measured(puzzle) for puzzle in PUZZLES}
+    result_files.save(COST, {"provenance": where, "puzzles": puzzles})
 
 
 def found_by(puzzle: Puzzle, runs: dict) -> str:
@@ -104,12 +83,13 @@ What it cost: {cost(puzzle)}. Reported in [{repository}#{number}]({puzzle.report
 
 
 def page_part() -> str:
-    results = json.loads((HERE / "cost.json").read_text())
+    results = result_files.load(COST.stem)
     rows = "".join(
         f"| {p.number} | [{p.style}]({p.script}) | {p.purpose} "
-        f"| [{title(STAGES / p.belongs_to)}]({STAGES / p.belongs_to}) |\n"
+        f"| [{title(TO_ROOT / p.belongs_to)}]({TO_ROOT / p.belongs_to}) |\n"
         for p in PUZZLES
     )
+    where, costs = results["provenance"], TO_ROOT / COST.relative_to(ROOT)
     answers = "".join(answer(p, results["puzzles"][str(p.number)]) for p in PUZZLES)
     return f"""{MARK}
 | N | script | what it does | what you need to know |
@@ -118,7 +98,7 @@ def page_part() -> str:
 ## Answers
 
 Each cost is the mean of {SEEDS} seeds on two ranks, in the precision that the script has \
-({results["hardware"]}, torch {results["torch"]}, {results["date"]}).
+({where["hardware"]}, torch {where["torch"]}, {where["date"]}: [all of them]({costs})).
 {answers}
 Back to [the start](../../README.md).
 """

@@ -147,7 +147,7 @@ def test_the_notebook_has_four_of_the_scripts_as_they_are():
 
 
 def test_prove_finds_eight_of_twelve_and_two_need_thought_beyond_it():
-    counted = json.loads((traces.HERE / "cost.json").read_text())["puzzles"]
+    counted = json.loads(judge.COST.read_text())["puzzles"]
     assert len(PUZZLES) == len(counted) == len({puzzle.style for puzzle in traces.PUZZLES}) == 12
     wrong = {int(number) for number, runs in counted.items() if runs["WRONG"]}
     unseen = {number for number, puzzle in PUZZLES.items() if not puzzle.rows}
