@@ -9,7 +9,7 @@ import gc
 import time
 from collections.abc import Collection, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch.optim import Adam, Optimizer
 from common.chapters import load_chapter
 from common.ranks import run_ranks
 from results import Results
+from stage_runs import VARIANTS
 from timing import Effort
 from training_step import Trainer, with_sync_batchnorm
 
@@ -37,32 +38,23 @@ def ddp(model: nn.Module, **options: Any) -> nn.Module:
     return DistributedDataParallel(model, init_sync=False, **options)
 
 
-def ddp_with_sync_batchnorm(model: nn.Module) -> nn.Module:
-    return ddp(with_sync_batchnorm(model))
-
-
 def zero_1(model: nn.Module) -> Optimizer:
     """Each rank keeps the optimizer's state of its share, as in ZeRO's first stage."""
     return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=Adam)
 
 
-class Stage(NamedTuple):
-    label: str
-    options: dict[str, Any]  # of Trainer
-
-
 PLAIN: dict[str, Any] = {"wrap": ddp}
 VIEWS = {"wrap": partial(ddp, gradient_as_bucket_view=True)}
-SYNC_BATCHNORM = {"wrap": ddp_with_sync_batchnorm}
+SYNC_BATCHNORM = {"wrap": lambda model: ddp(with_sync_batchnorm(model))}
 BF16, ACCUMULATE = {"dtype": torch.bfloat16}, {"micro_batches": 4}
 IN_PLACE = {**ACCUMULATE, "zeroed_in_place": True}
-STAGES = {
-    "01": Stage("01 one process", {}),
-    "02": Stage("02 DataParallel", {}),
-    "03": Stage("03 by hand", {"reducer": load_chapter("03", "reducers/reducers").PerParameter}),
-    "04": Stage("04 DDP", PLAIN),
-    "05": Stage("05 DDP, SyncBN", SYNC_BATCHNORM),
-    "05-bf16": Stage("05 in bf16", {**SYNC_BATCHNORM, **BF16}),
+STAGES: dict[str, dict[str, Any]] = {  # of each, the options of Trainer
+    "01": {},
+    "02": {},
+    "03": {"reducer": load_chapter("03", "reducers/reducers").PerParameter},
+    "04": PLAIN,
+    "05": SYNC_BATCHNORM,
+    "05-bf16": {**SYNC_BATCHNORM, **BF16},
 }
 WAYS = {  # to hold less than DDP with Adam
     "DDP with Adam": PLAIN,
@@ -154,7 +146,7 @@ def train_and_count(rank: int, names: list[str], plan: Any, samples: int) -> lis
     """What this rank holds after each job, and its peak in bytes."""
     rows, trained = list[Results](), list[CountingTrainer]()
     for name in names:
-        options = WAYS[name] if name in WAYS else STAGES[name].options
+        options = WAYS[name] if name in WAYS else STAGES[name]
         train = partial(CountingTrainer, plan, samples, **options)
         peak_bytes = peak.peak_of(plan.device, lambda train=train: trained.append(train()))
         rows.append({"peak_bytes": peak_bytes, "held": trained.pop().held()})
@@ -185,7 +177,7 @@ def count_in_stages(keys: Collection[str], plan: Any, global_batch: int, ranks: 
         results["02"] = {"held": held}
     if others:
         results |= measure(others, plan, global_batch // ranks, ranks)
-    return {key: {"label": STAGES[key].label, **row} for key, row in results.items()}
+    return {key: {"label": VARIANTS[key].label, **row} for key, row in results.items()}
 
 
 def measure_process_memory(effort: Effort) -> Results:

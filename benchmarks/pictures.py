@@ -18,7 +18,7 @@ from results import MACHINE, MIB, load
 from svg import INK, WIDTH, Drawing
 
 FOLDER = ROOT / "docs" / "pictures"
-HELD = {  # how memory.svg calls what measure_memory.py counts
+MEMORY_ROWS = {  # how memory.svg calls what measure_memory.py counts
     "parameters": ("parameters",),
     "gradients": ("gradients",),
     "optimizer state": ("optimizer",),
@@ -158,9 +158,9 @@ def allreduce() -> str:
     return drawing.text(172)
 
 
-def batches(stage: str, rank: int, epoch: int, samples: int, local_batch: int) -> list[list[int]]:
+def batches(stage: str, rank: int, epoch: int, count: int, local_batch: int) -> list[list[int]]:
     """What the loader of a stage gives to a rank of two, with seed 0."""
-    data, generator = Subset(range(samples), range(samples)), torch.Generator()  # type: ignore[arg-type]
+    data, generator = Subset(range(count), range(count)), torch.Generator()  # type: ignore[arg-type]
     sampler = None  # 03 deals the data set itself
     if stage == "03":
         data = load_chapter("03", "partition").DataPartitioner(data, 2, epoch).use(rank)
@@ -328,13 +328,15 @@ def memory() -> str:
     for key, stage in results["stages"].items():
         names = ("02 main device", "02 the other") if key == "02" else (stage["label"],)
         for name, found in zip(names, stage["held"], strict=False):  # ranks hold alike
-            rows.append((name, {k: sum(found[part] for part in HELD[k]) for k in HELD}))
+            rows.append(
+                (name, {k: sum(found[part] for part in MEMORY_ROWS[k]) for k in MEMORY_ROWS})
+            )
     left, right = 150, 84
     scale = (WIDTH - left - right) / max(sum(held.values()) for _, held in rows)
     text = "; ".join(f"{name}: {sum(held.values()) / MIB:.0f} MiB" for name, held in rows)
     drawing = Drawing("What each rank holds, stage by stage", text)
-    drawing.legend(4, [*HELD][:3])
-    drawing.legend(28, [*HELD][3:])
+    drawing.legend(4, [*MEMORY_ROWS][:3])
+    drawing.legend(28, [*MEMORY_ROWS][3:])
     y = 60.0
     for name, held in rows:
         drawing.words(left - 8, y + 18, name, anchor="end")
@@ -347,7 +349,7 @@ def memory() -> str:
         y += 32
     about = "{model}, {image_size} pixels, global batch {global_batch}, at the end of forward."
     drawing.words(4, y + 14, about.format(**results), size=15)
-    where = timeline.origin(results["provenance"])
+    where = timeline.origin_line(results["provenance"])
     drawing.words(4, y + 32, where, size=15)
     return drawing.text(y + 42)
 

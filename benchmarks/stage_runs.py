@@ -23,6 +23,7 @@ from common.chapters import ROOT
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "RANKS")
 STAGE_01, STAGE_04 = "01_single_gpu/train.py", "04_ddp_torchrun/train.py"
 STAGE_05, SURVIVE = "05_amp_syncbn/train.py", "beyond/survive/train.py"
+STAGES = ("01", "02", "03", "04", "05")  # of VARIANTS, as a reader runs them
 MANY = 10**6  # epochs: more than anybody waits for
 
 

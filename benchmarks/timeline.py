@@ -28,10 +28,10 @@ HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE.parent), str(HERE.parent / "packages" / "prove" / "src")]
 from common.options import Parser, UsageError, exit_on, int_at_least  # noqa: E402
 from prove.launch import hooked  # noqa: E402
+from results import provenance  # noqa: E402
+from stage_runs import STAGES, VARIANTS, command_of  # noqa: E402
 
 WARM_UP = 5  # steps that are not compared
-STAGES = {"01": "01 one process", "02": "02 DataParallel", "03": "03 all-reduce by hand"}
-STAGES |= {"04": "04 DDP", "05": "05 DDP, SyncBatchNorm"}
 FILE = HERE / "results" / "timeline.json"
 Recording = dict[str, Any]
 
@@ -92,29 +92,19 @@ def shown_steps(*runs: Sequence[Recording]) -> Recording:
     return about | {"first": cut(runs[0], 0), "median": compared[(len(times) - 1) // 2]}
 
 
-def command_of(stage: str, ranks: int) -> list[str]:
-    """As a page of the stage has it."""
-    from stage_runs import VARIANTS
-
-    words = [word.replace("RANKS", str(ranks)) for word in VARIANTS[stage].command]
-    return [sys.executable, *(str(HERE.parent / w) if w.endswith(".py") else w for w in words)]
-
-
 def record_stages(
     stages: Sequence[str], model: str = "net-bn", steps: int = 65, turns: int = 1
 ) -> Recording:
     """The recording of each stage, with the machine and the date. steps: of a stage in a turn."""
-    from results import provenance
-
     about = {"model": model, "ranks": 2, "global_batch": 120}
     results: Recording = {"provenance": provenance(), **about, "stages": {}}
     runs: dict[str, list[Sequence[Recording]]] = {stage: [] for stage in stages}
     for stage in [*stages] * turns:  # in turns: what else the machine does hits them all alike
-        print(STAGES[stage], flush=True)
+        print(VARIANTS[stage].label, flush=True)
         with TemporaryDirectory() as folder:
             flags = ["--device=cpu", f"--model={model}", "--epochs=100", f"--max-steps={steps}"]
             flags += [f"--run-dir={folder}", f"--data-dir={HERE.parent / 'data'}"]
-            runs[stage].append(run([*command_of(stage, 2), *flags], quiet=True))
+            runs[stage].append(run([sys.executable, *command_of(stage, 2), *flags], quiet=True))
     results["stages"] = {stage: shown_steps(*runs[stage]) for stage in stages}
     return results
 
@@ -123,18 +113,18 @@ def caption(results: Recording, which: str) -> list[str]:
     step = "the first step" if which == "first" else "the step of median length"
     batch = results["global_batch"]
     about = f"{results['model']}, global batch {batch}: {step} of a recorded run."
-    return [about, origin(results["provenance"])]
+    return [about, origin_line(results["provenance"])]
 
 
-def origin(provenance: Recording) -> str:
-    version = provenance["torch"].partition("+")[0]
-    return f"{provenance['hardware']}, torch {version}, {provenance['date']}."
+def origin_line(where: Recording) -> str:
+    version = where["torch"].partition("+")[0]
+    return f"{where['hardware']}, torch {version}, {where['date']}."
 
 
 def picture(results: Recording, stages: Sequence[str] = (), which: str = "median") -> str:
     """stages: which of them; without it, all."""
     shown = stages or [*results["stages"]]
-    rows = [(STAGES[stage], results["stages"][stage][which]) for stage in shown]
+    rows = [(VARIANTS[stage].label, results["stages"][stage][which]) for stage in shown]
     return draw(rows, caption(results, which))
 
 
@@ -159,7 +149,7 @@ def parse_args() -> Namespace:
     add("--turns", default=1, type=int_at_least(1), help="how often each stage runs")
     args = parser.parse_args()
     args.stages = args.stages.split(",")
-    if not set(args.stages) <= STAGES.keys():
+    if not set(args.stages) <= set(STAGES):
         raise UsageError(f"--stages {','.join(args.stages)}: expected some of {','.join(STAGES)}")
     return args
 
@@ -188,7 +178,7 @@ def main() -> None:
             stored |= {"provenance": results["provenance"], args.model: results}
             FILE.write_text(json.dumps(stored, indent=1) + "\n")
         for stage, steps in results["stages"].items():
-            print(f"\n{STAGES[stage]}\n{tell(steps[args.step])}")
+            print(f"\n{VARIANTS[stage].label}\n{tell(steps[args.step])}")
     print(f"wrote {file}: open it in a browser")
 
 

@@ -8,7 +8,6 @@ from tabulate import tabulate
 from results import MIB, Results
 from stage_runs import VARIANTS
 
-STAGES = ("01", "02", "03", "04", "05")
 EQUAL = 1e-5  # fp32 losses of the first epoch that differ less count as equal
 
 

@@ -12,29 +12,42 @@ from typing import Any, NamedTuple
 import torch
 from matplotlib.axes import Axes
 
+import stage_runs
 from helpers import oracle, train_stage
 from plots import VARIANT_COLORS
+from stage_runs import VARIANTS
 
 Losses = list[float]  # of every step
 
 
 class Run(NamedTuple):
-    stage: str
+    key: str  # of stage_runs.VARIANTS
     ranks: int
-    color: str
     flags: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        return VARIANTS[self.key].label
+
+    @property
+    def color(self) -> str:
+        return VARIANT_COLORS[self.key]
 
 
 RUNS = {
-    "01 one process": Run("01", 1, VARIANT_COLORS["01"]),
-    "02 DataParallel": Run("02", 1, VARIANT_COLORS["02"], ("--replicas=2",)),
-    "03 by hand": Run("03", 2, VARIANT_COLORS["03"]),
-    "04 DDP": Run("04", 2, VARIANT_COLORS["04"]),
-    "05 DDP, SyncBN": Run("05", 2, VARIANT_COLORS["05"]),
-    "05 without SyncBN": Run("05", 2, VARIANT_COLORS["05-local-bn"], ("--no-sync-bn",)),
-    "05 in bf16": Run("05", 2, VARIANT_COLORS["05-bf16"], ("--amp=bf16",)),
+    run.label: run
+    for run in (
+        Run("01", 1),
+        Run("02", 1, ("--replicas=2",)),
+        Run("03", 2),
+        Run("04", 2),
+        Run("05", 2),
+        Run("05-local-bn", 2, ("--no-sync-bn",)),
+        Run("05-bf16", 2, ("--amp=bf16",)),
+    )
 }
-STAGES = ("01 one process", "02 DataParallel", "03 by hand", "04 DDP", "05 DDP, SyncBN")
+STAGES = tuple(VARIANTS[key].label for key in stage_runs.STAGES)
+STAGES_AND_BF16 = (*STAGES, VARIANTS["05-bf16"].label)
 RECIPES = ("whole_batches", "chunks", "strides")
 ALL_REDUCE = ("train.py", "average_gradients(model)")  # of stage 03: what its ranks exchange
 NO_DROPOUT = ("train.py", "model.train()", "model.eval()")  # nothing else in `net` depends on it
@@ -49,12 +62,12 @@ def train(name: str, dtype: str = "float32", model: str = "net-bn", without: tup
     """
     settings = {"batch-size" if name == "batch" else name: SETTINGS[name] for name in SETTINGS}
     words = [f"--{flag}={value}" for flag, value in settings.items()] + [f"--model={model}"]
-    stage, ranks, _, flags = RUNS[name]
-    precision = getattr(torch, dtype)
-    return train_stage.train(stage, ranks, *words, *flags, dtype=precision, without=without)
+    run, precision = RUNS[name], getattr(torch, dtype)
+    stage, words = VARIANTS[run.key].stage, [*words, *run.flags]
+    return train_stage.train(stage, run.ranks, *words, dtype=precision, without=without)
 
 
-def train_all(names: Iterable[str] = (*STAGES, "05 in bf16"), **options: Any) -> dict[str, Any]:
+def train_all(names: Iterable[str] = STAGES_AND_BF16, **options: Any) -> dict[str, Any]:
     return {name: train(name, **options) for name in names}
 
 
