@@ -1,12 +1,12 @@
 """Run and measure on a GPU all that needs one, in about half an hour.
 
-    PYTHONPATH=.:03_ddp_manual_allreduce:beyond python benchmarks/gpu.py            # as `make gpu`
-    PYTHONPATH=.:03_ddp_manual_allreduce:beyond python benchmarks/gpu.py --dry-run  # needs no GPU
+    python benchmarks/gpu.py            # as `make gpu`
+    python benchmarks/gpu.py --dry-run  # prints the commands, and needs no GPU
 
-It needs Linux, PyTorch, torchvision, matplotlib, tabulate and pytest, but no network. --dry-run
-prints the commands. After each command, how it ended is in results/gpu/gpu.json and its output in
-results/gpu/log.txt. Stop it when you like: the next call continues with the first command that has
-not ended.
+It needs Linux, PyTorch, torchvision, tabulate and pytest, but no network. Where our packages are
+not installed, put PYTHONPATH=.:packages/prove/src:packages/shm/src in front. After each command,
+how it ended is in results/gpu/gpu.json and its output in results/gpu/log.txt. Stop it when you
+like: the next call continues with the first command that has not ended.
 """
 
 import json
@@ -25,12 +25,16 @@ from results import save
 from stage_runs import command_of
 
 FOLDER = ROOT / "benchmarks" / "results" / "gpu"
-PACKAGES = (".", "03_ddp_manual_allreduce", "beyond")  # where they lie, if they are not installed
+PACKAGES = (".", "packages/prove/src", "packages/shm/src")  # where they lie, installed or not
+# The files of tests that need a GPU, each with `gpu` in its name.
+GPU_TESTS = ("test_claims", "test_collectives", "test_data_parallel", "test_formats", "test_gpu")
 
 
 def list_commands() -> list[str]:
-    """All of them, without `python`. Tests that need a GPU have `gpu` in their names."""
-    commands = ["-m pytest -v --tb=short tests -k gpu"]
+    """All of them, without `python`."""
+    tests = [path for name in GPU_TESTS for path in ROOT.glob(f"tests/*/{name}.py")]
+    files = " ".join(str(path.relative_to(ROOT)) for path in tests)
+    commands = [f"-m pytest -v --tb=short -k gpu {files}"]
     flags = "--device cuda --run-dir runs/gpu/"
     commands.append(f"benchmarks/tour.py --ranks 1 {flags}tour")
     each = f"--standalone --nproc-per-node={max(1, torch.cuda.device_count())}"  # a GPU each
@@ -62,7 +66,7 @@ def run(command: str) -> dict:
         print(f"\n$ python {command}", file=log, flush=True)
         call = ["timeout", "-k20", "540", sys.executable, *command.split()]
         status = subprocess.run(call, env=env, stdout=log, stderr=log).returncode
-    for path in (ROOT / "runs" / "gpu" / "tour").glob("*.*"):  # its report, picture and numbers
+    for path in (ROOT / "runs" / "gpu" / "tour").glob("*.*"):  # its report and its numbers
         shutil.copy(path, FOLDER)
     return {"status": status, "seconds": round(time.monotonic() - start, 1)}
 

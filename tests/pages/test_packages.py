@@ -5,13 +5,12 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from helpers.environments import make_environment
 from helpers.local_ranks import ROOT, patience
 from helpers.stage_files import NOT_COPIED
 
@@ -39,36 +38,20 @@ dist.destroy_process_group()
 """
 
 
-def link_with_requirements(name: str, folder: Path) -> None:
-    """Link an installed distribution, and what it requires, into another folder."""
-    try:
-        distribution = metadata.distribution(name)
-    except metadata.PackageNotFoundError:
-        return  # for another system or Python
-    tops = {Path(file).parts[0] for file in distribution.files or [] if Path(file).parts[0] != ".."}
-    for top in tops - {"__pycache__"}:
-        if not (folder / top).exists():
-            (folder / top).symlink_to(distribution.locate_file(top))
-    for requirement in distribution.requires or []:
-        if "extra ==" not in requirement:
-            link_with_requirements(re.match(r"[\w.-]+", requirement)[0], folder)
-
-
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> Path:
     """One that has both wheels, torch, and nothing else."""
     folder = tmp_path_factory.mktemp("alone")
+    python = make_environment(folder, "torch")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     for name in NAMES:  # of a copy, because a build writes beside its sources
         shutil.copytree(ROOT / "packages" / name, folder / name, ignore=NOT_COPIED)
         # Without isolation, pip builds with the setuptools that is here, and downloads nothing.
         wheel = ["wheel", "--no-deps", "--no-build-isolation", "-w", folder, folder / name]
         subprocess.run([*pip, *wheel], check=True)
     wheels = [str(path) for path in folder.glob("*.whl")]
-    install = ["--python", folder / "bin" / "python", "install", "--no-deps", "--no-index", *wheels]
+    install = ["--python", python, "install", "--no-deps", "--no-index", *wheels]
     subprocess.run([*pip, *install], check=True)
-    link_with_requirements("torch", Path(sysconfig.get_path("purelib", vars={"base": str(folder)})))
     return folder
 
 
