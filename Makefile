@@ -7,7 +7,7 @@ SITE := .venv-site
 SPHINX := $(SITE)/bin/python -m sphinx -q -E -W --keep-going -j auto -c docs/site
 PROGRAM_FOLDERS := $(sort $(dir $(wildcard 0*_*/*.py 0*_*/*/*.py benchmarks/*.py)))
 
-.PHONY: tour test lint break puzzle words bench gpu pictures notebooks campaigns faults shm-suite lessons readme
+.PHONY: tour test lint break puzzle check-pages bench gpu pictures notebooks campaigns faults shm-suite lessons readme
 .PHONY: site serve clean
 
 tour: $(VENV)/ready  ## run the five stages in order and compare them; FLAGS="--ranks 3" changes it
@@ -35,8 +35,8 @@ break: $(VENV)/ready  ## try a row of a "Break it" table: STAGE=04 ROW=2; withou
 puzzle: $(VENV)/ready  ## find the mistake in a script, and have it judged: N=3; HINT=1 shows prove's table
 	@$(RUN) beyond/puzzles/judge.py $(N) $(if $(HINT),--hint) $(if $(SHOW),--show)
 
-words: $(VENV)/ready  ## how many words each page has, and what is wrong with it
-	PYTHONPATH=tests $(RUN) tests/helpers/pages.py
+check-pages: $(VENV)/ready  ## how many words each page has, and what is wrong with it
+	$(RUN) docs/tools/check_pages.py
 
 bench: $(VENV)/ready  ## measure what the notebooks show on this machine: benchmarks/results/machines/HARDWARE.json
 	$(RUN) benchmarks/bench.py stages $(FLAGS)

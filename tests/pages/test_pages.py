@@ -1,6 +1,6 @@
 """Links lead somewhere, terms are explained before they are used, and the index knows every file.
 
-What is checked of a page stands in tests/helpers/pages.py.
+What is checked of a page stands in docs/tools/check_pages.py.
 """
 
 import re
@@ -11,7 +11,7 @@ import pytest
 
 import update_translations as translations
 import write_index
-from helpers.pages import CHINESE, faults
+from check_pages import CHINESE, faults
 from repository_pages import ALL_PAGES, ROOT
 
 STAGE, PAGE = "01_single_gpu/README.md", "01_single_gpu/train.md"

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
+from check_pages import CHINESE
 from common.chapters import load_chapter
 from helpers.local_ranks import command, launch_function
-from helpers.pages import CHINESE
 from helpers.refusals import ended, refused
 from repository_pages import ALL_PAGES
 

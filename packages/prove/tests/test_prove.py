@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import prove
+from check_pages import anchors
 from helpers.local_ranks import (
     SECONDS,
     command,
@@ -30,7 +31,6 @@ from helpers.local_ranks import (
     launch_function,
     launch_ranks,
 )
-from helpers.pages import anchors
 from helpers.prove_runs import TORCHRUN, run, verdict
 from prove import (
     judge_effects,

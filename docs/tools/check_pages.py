@@ -1,6 +1,6 @@
-"""What the pages are held to; `make words` shows how long each of them is, and what is wrong.
+"""Check the pages: say how long each of them is, and what is wrong with it.
 
-    python tests/helpers/pages.py
+    python docs/tools/check_pages.py    # as `make check-pages`
 
 Links and anchors lead somewhere, in English and in Chinese. A python fence that is a part of a file
 still is one, and a test that a page names exists. The main path explains each term of the glossary
@@ -14,24 +14,17 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from common.chapters import load_chapter
-from helpers.stage_files import TEST_FILES
-
-repository_pages = load_chapter("docs/tools", "repository_pages")
-update_translations = load_chapter("docs/tools", "update_translations")
-ROOT, ALL_PAGES = repository_pages.ROOT, repository_pages.ALL_PAGES
+from repository_pages import ALL_PAGES, MAIN_PATH, ROOT, fences
+from update_translations import translated_pages
 
 WORDS = 900  # of a page of the main path, at most
 LINK = r"!?\[([^\]]*)\]\([^)]*\)"
 TERM = re.compile(r'^\| (?:<a id="[\w-]+"></a>)+(?P<term>.+?) \|', re.M)  # a row of the glossary
 COUNTED = re.compile(r"[一-鿿]|[^\W一-鿿]+")  # Chinese characters, and words in other letters
-CHINESE = [page for _, page in update_translations.translated_pages(ROOT)]
-TESTS = "".join(path.read_text() for path in TEST_FILES)
-
-
-def main_path(root: Path) -> list[Path]:
-    pages = [root / folder / "README.md" for folder in repository_pages.MAIN_PATH]
-    return [page for page in pages if page.exists()]
+MAIN_PAGES = [ROOT / folder / "README.md" for folder in MAIN_PATH]
+CHINESE = [page for _, page in translated_pages(ROOT)]
+ROOMS = ("tests", "beyond/tests", "packages")  # where tests are
+TESTS = "".join(path.read_text() for room in ROOMS for path in (ROOT / room).rglob("test_*.py"))
 
 
 def without_fences(page: Path) -> str:
@@ -60,9 +53,9 @@ def anchors(page: Path) -> set[str]:
     return names
 
 
-def glossary(root: Path) -> dict[str, set[str]]:
+def glossary() -> dict[str, set[str]]:
     """Each term with its anchors."""
-    text = (root / "docs/glossary.md").read_text()
+    text = (ROOT / "docs/glossary.md").read_text()
     return {row["term"]: set(re.findall(r'id="([\w-]+)"', row[0])) for row in TERM.finditer(text)}
 
 
@@ -71,18 +64,18 @@ def explained(page: Path) -> set[str]:
     return set(re.findall(r"\]\((?:\.\./)*docs/glossary\.md#([\w-]+)\)", page.read_text()))
 
 
-def unexplained_terms(page: Path, root: Path) -> Iterator[str]:
+def unexplained_terms(page: Path) -> Iterator[str]:
     """Terms that a page of the main path uses, but neither it nor a page before it explains."""
-    before = main_path(root)[: main_path(root).index(page) + 1]
+    before = MAIN_PAGES[: MAIN_PAGES.index(page) + 1]
     known = {anchor for each in before for anchor in explained(each)}
     text = re.sub(r"`[^`]+`", "", re.sub(LINK, r"\1", running_text(page)))  # no code, no addresses
-    for term, names in glossary(root).items():
+    for term, names in glossary().items():
         form = rf"(?<![\w-]){re.escape(term)}(?:s|es)?(?![\w-])"  # the word, or its plural
         if not names & known and re.search(form, text, re.I if term.islower() else 0):
             yield term
 
 
-def faults(page: Path, root: Path = ROOT) -> Iterator[str]:
+def faults(page: Path) -> Iterator[str]:
     """All that is wrong with a page."""
     text = re.sub(r"`[^`]+`", "", without_fences(page))
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)", text):
@@ -90,7 +83,7 @@ def faults(page: Path, root: Path = ROOT) -> Iterator[str]:
         where = page.parent / file if file else page
         if not where.exists() or (anchor and anchor not in anchors(where)):
             yield f"leads nowhere: {target}"
-    for fence in repository_pages.fences("python", [page]):
+    for fence in fences("python", [page]):
         kind, _, file = fence.note.partition(": ")
         is_part = kind == "part of" and page not in CHINESE
         if is_part and fence.text not in (page.parent / file).read_text():
@@ -98,17 +91,15 @@ def faults(page: Path, root: Path = ROOT) -> Iterator[str]:
     for test in set(re.findall(r"`(test_\w+)`", page.read_text())):
         if f"def {test}(" not in TESTS:
             yield f"names a test that is not there: {test}"
-    if page in main_path(root):
+    if page in MAIN_PAGES:
         if (words := word_count(page)) > WORDS:
             yield f"{words} words, and the main path has at most {WORDS} on a page"
-        yield from (
-            f"used before it is explained: {term}" for term in unexplained_terms(page, root)
-        )
+        for term in unexplained_terms(page):
+            yield f"used before it is explained: {term}"
 
 
 if __name__ == "__main__":
-    main = main_path(ROOT)
-    pages = [*main, *(page for page in ALL_PAGES if page not in main), *CHINESE]
+    pages = [*MAIN_PAGES, *(page for page in ALL_PAGES if page not in MAIN_PAGES), *CHINESE]
     rows = [(page.relative_to(ROOT), word_count(page)) for page in pages]
     print(tabulate(rows, ["page", "words"]))
     for page in pages:
