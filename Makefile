@@ -1,32 +1,30 @@
-# Begin with `make tour` and `make test`. The first command that needs .venv sets it up.
+# Begin with `make tour`; `make help` lists all commands. The first one that needs .venv sets it up.
 
 PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 SITE := .venv-site
 SPHINX := $(SITE)/bin/python -m sphinx -q -E -W --keep-going -j auto -c docs/site
-PROGRAM_FOLDERS := $(sort $(dir $(wildcard 0*_*/*.py 0*_*/*/*.py benchmarks/*.py)))
+# Whose types are checked, each folder for itself, because several hold a train.py.
+TYPED_FOLDERS := $(sort $(dir $(wildcard 0*_*/*.py 0*_*/*/*.py beyond/*/*.py packages/*/src/*/*.py)))
+TYPED_FOLDERS := $(filter-out beyond/tests/,$(TYPED_FOLDERS)) common/ notebooks/ benchmarks/ docs/tools/
 
-.PHONY: tour test lint break puzzle check-pages bench gpu pictures notebooks campaigns faults shm-suite lessons readme
-.PHONY: site serve clean
+.PHONY: help tour test lint break puzzle check-pages bench gpu pictures notebooks bench-all faults
+.PHONY: shm-suite pages-quick pages site serve clean
+
+help:  ## this list
+	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "%-12s %s\n", $$1, $$2 }' Makefile
 
 tour: $(VENV)/ready  ## run the five stages in order and compare them; FLAGS="--ranks 3" changes it
 	$(RUN) benchmarks/tour.py $(FLAGS)
 
-test: lint  ## everything that is checked
+test: $(VENV)/ready  ## all tests; FLAGS="-k tour" runs some of them
 	$(RUN) -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(FLAGS)
 
-lint: $(VENV)/ready
+lint: $(VENV)/ready  ## check style, types and shell scripts: a minute
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
-	$(RUN) -m mypy common/*.py
-	$(RUN) -m mypy beyond/survive/*.py
-	$(RUN) -m mypy packages/prove/src/prove/*.py packages/shm/src/shm/*.py
-	$(RUN) -m mypy beyond/local_sgd/*.py
-	$(RUN) -m mypy beyond/forecast/*.py
-	$(RUN) -m mypy beyond/shard/*.py
-	$(RUN) -m mypy beyond/puzzles/[a-z]*.py
-	for folder in $(PROGRAM_FOLDERS); do $(RUN) -m mypy $$folder*.py || exit 1; done
+	for folder in $(TYPED_FOLDERS); do $(RUN) -m mypy $$folder[!0-9]*.py || exit 1; done
 	$(VENV)/bin/shellcheck .ci/run $(wildcard 0*/launch/*.sh 0*/launch/*.sbatch)
 
 break: $(VENV)/ready  ## try a row of a "Break it" table: STAGE=04 ROW=2; without ROW, list the rows
@@ -51,7 +49,7 @@ pictures: $(VENV)/ready  ## draw the pictures of the pages from the committed re
 notebooks: $(VENV)/ready  ## execute the notebooks in place: three minutes
 	$(RUN) notebooks/execute.py $(FLAGS)
 
-campaigns: bench  ## measure again what the pages show of speed, for half an hour; then: make readme
+bench-all: bench  ## measure again what the pages show of speed, for half an hour; then: make pages
 	$(RUN) benchmarks/bench.py reducers
 	$(RUN) benchmarks/bench.py survive
 
@@ -62,12 +60,12 @@ faults: $(VENV)/ready  ## inject 406 faults into real runs, half an hour or more
 shm-suite: $(VENV)/ready  ## torch's own tests for backends, over gloo and shm: packages/shm/tests/torch_suite.json
 	$(RUN) packages/shm/tests/torch_suite.py
 
-lessons: $(VENV)/ready  ## write every lesson.diff, its parts in the pages, the index, and the Chinese pages
+pages-quick: $(VENV)/ready  ## write every lesson.diff, its parts in the pages, the index, and the Chinese pages
 	$(RUN) docs/tools/write_lessons.py
 	$(RUN) docs/tools/write_index.py
 	$(RUN) docs/tools/update_translations.py
 
-readme: $(VENV)/ready  ## run the tour and every command whose output a page shows, and put it there
+pages: $(VENV)/ready  ## run the tour and every command whose output a page shows, and put it there
 	$(RUN) docs/tools/write_lessons.py
 	$(RUN) docs/tools/refresh_pages.py
 	$(RUN) docs/tools/update_translations.py
@@ -101,5 +99,5 @@ $(SITE)/ready: pyproject.toml
 	  @mermaid-js/tiny@11.17.2
 	touch $@
 
-clean:
+clean:  ## remove the environments, the site and all runs
 	rm -rf $(VENV) $(SITE) _site runs

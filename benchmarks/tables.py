@@ -1,7 +1,7 @@
 """The tables of the pages, made from results/; bench.py also prints them after a measurement.
 
 A page holds <!-- table: NAME --> where one begins and <!-- end of table --> where it ends;
-`make readme` writes what is between, and a test compares it with what is committed.
+`make pages` writes what is between, and a test compares it with what is committed.
 """
 
 from collections.abc import Callable, Iterable, Mapping

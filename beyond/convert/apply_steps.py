@@ -30,10 +30,11 @@ def hunks(diff: str) -> list[tuple[str, str]]:
     """The text of each hunk before and after the change."""
     bodies = re.split(r"^@@.*\n", diff, flags=re.M)[1:]
     lines = [body.splitlines(keepends=True) for body in bodies]
-    return [
-        tuple("".join(line[1:] for line in body if line[0] in " " + sign) for sign in "-+")
-        for body in lines
-    ]
+
+    def side(body: list[str], sign: str) -> str:
+        return "".join(line[1:] for line in body if line[0] in " " + sign)
+
+    return [(side(body, "-"), side(body, "+")) for body in lines]
 
 
 def apply(diff: str, text: str) -> str:
@@ -65,12 +66,17 @@ def fresh_diffs(texts: list[str]) -> list[str]:
     ]
 
 
+def with_fence(page: str, mark: str, body: str) -> str:
+    """The page, with this body in the diff fence below the comment."""
+    fence = re.compile(rf"(<!-- {mark} -->\n```diff\n).*?(^```$)", re.M | re.S)
+    return fence.sub(lambda match: match[1] + body + match[2], page)
+
+
 def show(readme: str, diffs: list[str]) -> str:
     """The README, with the hunks of each step in the fence below <!-- step: N -->."""
     for number, diff in enumerate(diffs, start=1):
-        fence = re.compile(rf"(<!-- step: {number} -->\n```diff\n).*?(^```$)", re.M | re.S)
         body = "".join(diff.splitlines(keepends=True)[2:])  # without the names of the files
-        readme = fence.sub(lambda match, body=body: match[1] + body + match[2], readme)
+        readme = with_fence(readme, f"step: {number}", body)
     return readme
 
 
@@ -83,8 +89,7 @@ def show_examples(page: str) -> str:
         )
         body = "".join(list(unified_diff(before, after, n=0))[2:])
         body = re.sub(r"^@@.*\n", "@@\n", body, flags=re.M)
-        fence = re.compile(rf"(<!-- example: {name} -->\n```diff\n).*?(^```$)", re.M | re.S)
-        page = fence.sub(lambda match, body=body: match[1] + body + match[2], page)
+        page = with_fence(page, f"example: {name}", body)
     return page
 
 

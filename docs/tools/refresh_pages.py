@@ -2,7 +2,7 @@
 
     python docs/tools/refresh_pages.py
 
-`make readme` calls it. It runs the tour, whose results it stores, and every command of
+`make pages` calls it. It runs the tour, whose results it stores, and every command of
 an `output of:` fence.
 """
 

@@ -6,7 +6,7 @@ Above a bash fence may stand one of
     <!-- in the suite: run COMMAND -->      this instead
     <!-- in the suite: nothing, REASON -->  it is not run here
 
-and above a text fence <!-- output of: COMMAND -->: `make readme` runs it and writes the fence, and
+and above a text fence <!-- output of: COMMAND -->: `make pages` runs it and writes the fence, and
 the suite runs it and compares. What another CPU may print differently stands behind the command:
 
     <!-- output of: COMMAND; decimals within 2 % -->        numbers with a point or an exponent
@@ -24,11 +24,12 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 # The main path, in the order in which it is read.
-MAIN_PATH = (".", "01_single_gpu", "02_data_parallel", "03_ddp_manual_allreduce")
-MAIN_PATH += ("04_ddp_torchrun", "05_amp_syncbn", "beyond/survive", "beyond/convert")
+MAIN_PATH = [".", "01_single_gpu", "02_data_parallel", "03_ddp_manual_allreduce"]
+MAIN_PATH += ["04_ddp_torchrun", "05_amp_syncbn", "beyond/survive", "beyond/convert"]
 PAGES = (
     "*.md",
     "0?_*/**/*.md",
@@ -106,8 +107,9 @@ def shell(command: str, where: Path = ROOT, seconds: float = 180) -> str:
     """Its output, with the programs of this Python and one thread."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    call, pipes = ["bash", "-e", "-o", "pipefail", "-c", command], {"capture_output": True}
+    call = ["bash", "-e", "-o", "pipefail", "-c", command]
     seconds *= max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # on a busy machine, longer
-    done = subprocess.run(call, cwd=where, env=env, text=True, timeout=seconds, **pipes)
+    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": seconds}
+    done = subprocess.run(call, cwd=where, env=env, **how)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -1,6 +1,6 @@
 """Write the English fences and numbers into the Chinese pages, and list those that are older.
 
-    python docs/tools/update_translations.py                 # `make lessons` calls it
+    python docs/tools/update_translations.py                 # `make pages-quick` calls it
     python docs/tools/update_translations.py --translated    # after a translation: none is older
 
 The Chinese version of README.md is README.zh.md; of a folder's README.md, docs/zh/FOLDER.md. Its

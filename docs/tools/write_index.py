@@ -2,7 +2,7 @@
 
     python docs/tools/write_index.py
 
-`make lessons` calls it. A page gives its first heading, and its question where it asks one. A
+`make pages-quick` calls it. A page gives its first heading, and its question where it asks one. A
 program gives the first line of its docstring. What a folder's README.md links to comes first,
 in that order, and the rest follows by name.
 """
@@ -28,8 +28,8 @@ INTRODUCTION = """\
 
 Which program or page answers my question? A program whose first lines show a command can be run by
 itself, and the others are parts that programs import. A page of the same name, or the README.md of
-the folder, shows its output and explains it. `make lessons` writes this list, from the headings of
-the pages and the first lines of the programs.
+the folder, shows its output and explains it. `make pages-quick` writes this list, from the headings
+of the pages and the first lines of the programs.
 """
 HEAD = "\n### {}/\n\n| file | what it answers |\n|---|---|\n"
 END = "\nBack to [the start](../README.md).\n"

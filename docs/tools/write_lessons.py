@@ -4,7 +4,7 @@
 
 writes each stage's lesson.diff, and the parts of it that its pages show: a diff fence below
 <!-- lesson: FIRST ... LAST --> holds the lines from the one that begins with FIRST to the next one
-that begins with LAST. `make lessons` calls it.
+that begins with LAST. `make pages-quick` calls it.
 """
 
 import subprocess

@@ -61,4 +61,4 @@ def test_a_translation_that_is_older_is_reported_and_fails_nothing(tmp_path, mon
 
 
 def test_the_index_is_that_of_the_pages_and_programs_of_today():
-    assert (ROOT / write_index.INDEX).read_text() == write_index.index(), "run: make lessons"
+    assert (ROOT / write_index.INDEX).read_text() == write_index.index(), "run: make pages-quick"

@@ -121,4 +121,4 @@ def test_the_readme_shows_every_hunk_that_is_a_lesson(stage):
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda path: path.parent.name)
 def test_the_tables_are_those_of_the_committed_results(page):
     for match in TABLE.finditer(page.read_text()):
-        assert match["text"].strip() == tables.TABLES[match["name"]].text(), "run: make readme"
+        assert match["text"].strip() == tables.TABLES[match["name"]].text(), "run: make pages"

@@ -62,7 +62,7 @@ def test_the_lesson_of_a_stage_is_short(stage):
 
 @pytest.mark.parametrize("stage", PARENTS)
 def test_the_lesson_shown_is_that_of_the_scripts(stage):
-    assert (ROOT / stage / "lesson.diff").read_text() == lesson(stage), "run: make lessons"
+    assert (ROOT / stage / "lesson.diff").read_text() == lesson(stage), "run: make pages-quick"
 
 
 @pytest.mark.parametrize(("stage", "parent"), PARENTS.items())
