@@ -25,7 +25,7 @@ BATCH, WORDS, LENGTH, REPLICAS = 120, 8192, 16, 4  # samples; vocabulary; words 
 MIB = 2**20
 # parameters: with buffers; outputs: gathered, of the whole batch; loss: what it saves for backward
 KINDS = ("parameters", "gradients", "optimizer", "batch", "activations", "outputs", "loss")
-OPTIMIZERS: dict[str, Callable] = {"SGD": SGD, "momentum": partial(SGD, momentum=0.9), "Adam": Adam}
+OPTIMIZERS: dict[str, Callable] = {"sgd": SGD, "momentum": partial(SGD, momentum=0.9), "adam": Adam}
 Example = tuple[nn.Module, Tensor, Tensor]  # a model, a whole batch, its targets
 Held = list[dict[str, int]]  # for each replica: the bytes of each kind
 

@@ -14,7 +14,7 @@ from helpers.stage_files import output_of
 
 peak, fit = load_chapter("01", "peak"), load_chapter("01", "fit")
 
-MIB = 2**20
+MIB = peak.MIB
 torch.set_num_threads(1)  # with more, oneDNN has workspaces for each thread
 
 
