@@ -34,15 +34,12 @@ BLANK = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 Look = tuple[str, str]  # color and hatch
 
 # The colors of svg.py.
-COPIES: dict[str, Look] = {  # the kinds of tensors that do not grow with the batch
+HELD: dict[str, Look] = {  # what a process holds, by kind
     "parameters": (GREEN, ""),
     "buffers": (BLACK, ""),
     "gradients": (BLUE, "//"),
     "buckets": (RED, "\\\\"),
     "optimizer": (GRAY, ".."),
-}
-HELD: dict[str, Look] = {
-    **COPIES,
     "batch": (YELLOW, ""),
     "activations": (SKY, "xx"),
     "outputs and loss": (PINK, ""),

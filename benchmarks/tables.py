@@ -167,17 +167,15 @@ def shared_memory(results: Results) -> str:
 
 def shared_memory_calls(results: Results) -> str:
     """gloo's time over shm's, of all sizes: the least and the most favorable one."""
-    columns: dict[str, dict[str, str]] = {}
+    times: dict[str, dict[str, list[float]]] = {}
     for row in results["rows"]:
-        columns.setdefault(f"{row['ranks']} ranks", {})[row["call"]] = ""
-    for head, cells in columns.items():
-        for call in cells:
-            same = [
-                r for r in results["rows"] if (f"{r['ranks']} ranks", r["call"]) == (head, call)
-            ]
-            times = [row["gloo_us"] / row["shm_us"] for row in same]
-            cells[call] = f"{min(times):.1f} to {max(times):.0f}"
-    return table(columns)
+        of_call = times.setdefault(f"{row['ranks']} ranks", {}).setdefault(row["call"], [])
+        of_call.append(row["gloo_us"] / row["shm_us"])
+    return table({head: column(calls, extremes) for head, calls in times.items()})
+
+
+def extremes(times: list[float]) -> str:
+    return f"{min(times):.1f} to {max(times):.0f}"
 
 
 def origin(results: Results) -> str:

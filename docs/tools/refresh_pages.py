@@ -7,6 +7,7 @@ an `output of:` fence.
 """
 
 import json
+import re
 import sys
 
 from repository_pages import ALL_PAGES, ROOT, TABLE, fences, shell
@@ -29,18 +30,18 @@ def run_tour() -> None:
 
 def write_outputs() -> None:
     for fence in reversed(fences("text", ALL_PAGES)):  # from the end: places stay right
-        if command := fence.command:
-            text, (start, end) = fence.page.read_text(), fence.place
-            fence.page.write_text(text[:start] + run(command) + text[end:])
+        if fence.command:
+            fence.write(run(fence.command))
+
+
+def fresh_table(match: re.Match[str]) -> str:
+    name = match["name"]
+    return f"<!-- table: {name} -->\n\n{TABLES[name].text()}\n\n<!-- end of table -->"
 
 
 def write_tables() -> None:
     for page in ALL_PAGES:
-        text = page.read_text()
-        for match in reversed(list(TABLE.finditer(text))):
-            start, end = match.span("text")
-            text = f"{text[:start]}\n{TABLES[match['name']].text()}\n\n{text[end:]}"
-        page.write_text(text)
+        page.write_text(TABLE.sub(fresh_table, page.read_text()))
 
 
 if __name__ == "__main__":

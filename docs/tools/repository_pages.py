@@ -84,6 +84,11 @@ class Fence:
         match = OUTPUT.fullmatch(self.note)
         return (float(match["percent"] or 0) / 100, int(match["whole"] or 0)) if match else (0.0, 0)
 
+    def write(self, text: str) -> None:
+        """Put this text into the page. The fences below it are no longer where they were."""
+        page, (start, end) = self.page.read_text(), self.place
+        self.page.write_text(page[:start] + text + page[end:])
+
 
 def fences(kind: str, pages: list[Path] = PAGES_OF_THE_ROOT) -> list[Fence]:
     return [

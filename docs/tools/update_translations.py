@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from repository_pages import ROOT
+
 FENCE = re.compile(r"^```\w+\n[\s\S]*?^```$", re.M)
 MEASURED = re.compile(r"^<!-- table: .+? -->\n[\s\S]*?<!-- end of table -->$", re.M)
 NUMBER = re.compile(r"(?<![A-Za-z\d])\d+(?:[.,]\d+)*")

@@ -40,8 +40,7 @@ def write_lesson(stage: str) -> None:
         if above is None:
             raise SystemExit(f"{fence.page}: the lesson has no line that begins with {first}")
         below = next(i for i, line in enumerate(lines) if i >= above and line.startswith(last))
-        text, (start, end) = fence.page.read_text(), fence.place
-        fence.page.write_text(text[:start] + "".join(lines[above : below + 1]) + text[end:])
+        fence.write("".join(lines[above : below + 1]))
 
 
 if __name__ == "__main__":
