@@ -62,7 +62,7 @@ def run(environment, tmp_path) -> Callable[..., subprocess.CompletedProcess]:
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     variables |= {"OMP_NUM_THREADS": "1", "PATH": f"{environment / 'bin'}:{os.environ['PATH']}"}
 
-    def start(program: str, *arguments: str) -> subprocess.CompletedProcess:
+    def start(program: str, *arguments: str | Path) -> subprocess.CompletedProcess:
         call = [environment / "bin" / program, *arguments]
         how = {"cwd": tmp_path, "env": variables, "capture_output": True, "text": True}
         return subprocess.run(call, **how, timeout=patience(120))
@@ -92,3 +92,10 @@ def test_a_script_runs_over_shm_there(run):
     ended = run("python", *launch, "-m", "shm", "train.py")
     printed = re.findall("shm|gloo", ended.stdout)  # of both ranks, whose lines may mix
     assert (ended.returncode, printed) == (0, ["shm", "shm"]), ended.stderr
+
+
+def test_the_timeline_of_a_script_is_recorded_there(run, tmp_path):
+    launch = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ended = run("python", ROOT / "benchmarks" / "timeline.py", *launch, "train.py")
+    assert re.search("^rank 1 ", ended.stdout, re.M), ended.stdout + ended.stderr
+    assert (tmp_path / "timeline.svg").exists()
