@@ -109,7 +109,7 @@ def draw(rows: Sequence[tuple[str, Step]], caption: Sequence[str]) -> str:
         drawing.words(4, y, f"{name}: {step['ms']:.1f} ms", bold=True)
         y += 8
         for lane in lanes(step):
-            drawing.words(LEFT - 8, y + lane.height / 2 + 5, lane.name, anchor="end", size=15)
+            drawing.words(LEFT - 8, y + lane.height / 2 + 5, lane.name, anchor="end")
             for kind, begin, end in lane.parts:
                 if end - begin > 0.002 * longest or kind not in ("waiting", "sending"):
                     least = 2.5 if kind == "optimizer" else 1.0
@@ -122,12 +122,12 @@ def draw(rows: Sequence[tuple[str, Step]], caption: Sequence[str]) -> str:
     for tick in ticks(longest):
         x = LEFT + tick * scale
         drawing.line(x, y, x, y + 5)
-        drawing.words(x, y + 20, f"{tick:g}", anchor="middle", size=15)
-    drawing.words(LEFT - 8, y + 20, "ms", anchor="end", size=15)
+        drawing.words(x, y + 20, f"{tick:g}", anchor="middle")
+    drawing.words(LEFT - 8, y + 20, "ms", anchor="end")
     y += 28
     for line in caption:
         y += SIZE + 2
-        drawing.words(4, y, line, size=15)
+        drawing.words(4, y, line)
     return drawing.text(y + 8)
 
 
