@@ -126,7 +126,8 @@ def test_the_tables_are_those_of_the_committed_results(page):
 
 
 COUNTED = re.compile(
-    r"(?<!class in )\[`?[\w.]+`?\]\((?P<file>[\w./]+\.py)\)[^.\n]{0,60}?\b(?P<lines>\d+)(?: lines| 行)"
+    r"(?<!class in )\[`?[\w.]+`?\]\((?P<file>[\w./]+\.py)\)"
+    r"[^.\n]{0,60}?\b(?P<lines>\d+)(?: lines| 行)"
 )
 DELETED = re.compile(r"(?P<all>\d+) (?:changed lines|行中).*lesson\.diff\)\D+(?P<gone>\d+) ")
 
