@@ -1,4 +1,4 @@
-"""The tour leaves its report, its picture and all files of the stages; it says what it measured."""
+"""The tour leaves its report, its numbers and all files of the stages; it says what it measured."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Benchmarks: each section runs, pictures are fresh, and what the pages say of them is so."""
+"""Benchmarks: each section runs, and what the pages say of its results is so."""
 
 import json
 import re
