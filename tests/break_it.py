@@ -13,8 +13,7 @@ from pathlib import Path
 from shutil import copytree
 from tempfile import TemporaryDirectory
 
-from common.chapters import load_chapter
-from helpers.local_ranks import ROOT
+from common.chapters import ROOT, load_chapter
 from helpers.stage_files import FOLDERS, NOT_COPIED, TEST_FILES, Line, changed_source
 
 repository_pages = load_chapter("docs/tools", "repository_pages")

@@ -34,17 +34,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from common.chapters import load_chapter
+from common.chapters import ROOT, load_chapter
 from common.options import Parser, int_at_least
 from helpers.local_ranks import (
-    ROOT,
-    begin_script,
+    become_script,
     context,
-    free_port,
-    of_rank,
-    run_script,
+    prepare_for_script,
     store_of_a_launcher,
+    variables_of_rank,
 )
+from helpers.machine import free_port
 from helpers.small_disk import REFUSED, can_mount, fill, small_disk
 from helpers.train_stage import Run, same_run, same_weights, train_once
 
@@ -227,7 +226,8 @@ def _rank(rank: int, fault: Fault, flags: tuple, env: dict, folder: Path) -> Non
     (folder / f"pid.{os.getpid()}").touch()
     (folder / f"group.{os.getpgid(0)}").touch()
     _inject(fault, rank, folder)
-    run_script(rank, of_rank(rank, env), str(SCRIPT), flags, str(ROOT), str(folder / "out"))
+    env = variables_of_rank(rank, env)
+    become_script(rank, env, str(SCRIPT), flags, str(ROOT), str(folder / "out"))
 
 
 def _torchrun(fault: Fault, flags: tuple, folder: Path) -> None:
@@ -242,7 +242,7 @@ def _torchrun(fault: Fault, flags: tuple, folder: Path) -> None:
 def _rank_of_torchrun(fault: Fault, flags: tuple, folder: Path) -> None:
     rank = int(os.environ["RANK"])
     _inject(fault, rank, folder)
-    begin_script(str(SCRIPT), flags, f"{folder}/out.{rank}")
+    prepare_for_script(str(SCRIPT), flags, f"{folder}/out.{rank}")
     runpy.run_path(str(SCRIPT), run_name="__main__")
     sys.stdout.flush()
 

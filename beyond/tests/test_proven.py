@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.local_ranks import ROOT, command
+from common.chapters import ROOT
+from helpers.local_ranks import run_script
 from helpers.stage_files import FOLDERS, NOT_COPIED, changed_source
 
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2"]
@@ -30,7 +31,7 @@ def verdicts(key: str, folder: Path, script: Path | None = None) -> dict[str, st
     common = [f"--data-dir={ROOT / 'data'}", "--epochs=3", f"--run-dir={folder / 'run'}"]
     call = [*launcher, str(script or f"{where}/train.py"), *flags, *common]
     rows = folder / "rows.json"
-    command("packages/prove/src/prove/__main__.py", f"--json={rows}", *call, seconds=180)
+    run_script("packages/prove/src/prove/__main__.py", f"--json={rows}", *call, seconds=180)
     result = json.loads(rows.read_text())
     assert result["rows"], result["error"]
     return {row["check"]: row["verdict"] for row in result["rows"]}
@@ -69,7 +70,7 @@ def test_the_smallest_script_computes_what_its_original_does(tmp_path):
     for script in (ddp, around):
         rows = tmp_path / f"{script.stem}.json"
         call = [f"--original={sys.executable} {single}", f"--json={rows}", *TORCHRUN, str(script)]
-        command("packages/prove/src/prove/__main__.py", *call, where=tmp_path, seconds=180)
+        run_script("packages/prove/src/prove/__main__.py", *call, where=tmp_path, seconds=180)
         verdicts = {row["check"]: row["verdict"] for row in json.loads(rows.read_text())["rows"]}
         found[script.stem] = verdicts
     names = ("one rank", "the original")

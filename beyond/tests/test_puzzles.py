@@ -9,16 +9,9 @@ from pathlib import Path
 import pytest
 
 import common.ranks
-from common.chapters import load_chapter
-from helpers.local_ranks import (
-    ROOT,
-    SECONDS,
-    command,
-    context,
-    default_start,
-    patience,
-    scratch_folder,
-)
+from common.chapters import ROOT, load_chapter
+from helpers.local_ranks import SECONDS, context, run_script, use_default_start_method
+from helpers.machine import patience, scratch_folder
 
 traces = load_chapter("beyond/puzzles", "traces")
 judge = load_chapter("beyond/puzzles", "judge")
@@ -88,7 +81,7 @@ def wrong_answers(puzzle) -> dict[str, str]:
 
 def _judge(number: int, sources: dict[str, str], file: Path) -> None:
     """In a fork that has imported torch, and whose ranks are forks of it."""
-    default_start()
+    use_default_start_method()
     os.environ["OMP_NUM_THREADS"] = "1"
     common.ranks.start_method = "fork"
     os.chdir(file.parent)
@@ -165,7 +158,7 @@ def test_the_page_shows_the_puzzles_and_costs_of_today():
 def test_a_reader_gets_a_script_corrects_it_and_is_told_what_it_cost(tmp_path):
     def puzzle_3(*flags: str) -> tuple[int, str]:
         flags = ("3", "--folder=.", *flags)
-        return command("beyond/puzzles/judge.py", *flags, where=tmp_path)[0]
+        return run_script("beyond/puzzles/judge.py", *flags, where=tmp_path)[0]
 
     copy = tmp_path / "03" / "train.py"
     status, output = puzzle_3()
@@ -193,7 +186,7 @@ def test_a_reader_gets_a_script_corrects_it_and_is_told_what_it_cost(tmp_path):
     assert "72 steps instead of 36" in output
     assert PUZZLES[3].report in output
     assert output.endswith("1 of 12 are solved.\n")
-    [(_, output)] = command("beyond/puzzles/judge.py", f"--folder={tmp_path}")
+    [(_, output)] = run_script("beyond/puzzles/judge.py", f"--folder={tmp_path}")
     assert [line.split()[0] for line in output.splitlines() if "  solved  " in line] == ["3"]
     shutil.rmtree(copy.parent)
     assert puzzle_3()[1].startswith("Puzzle 3"), "deleted, it begins again"

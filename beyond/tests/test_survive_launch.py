@@ -14,17 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, _utils
 
-from common.chapters import load_chapter
-from helpers.local_ranks import (
-    ROOT,
-    command,
-    context,
-    free_port,
-    gather_from_ranks,
-    is_running,
-    launcher_variables,
-    on_ranks,
-)
+from common.chapters import ROOT, load_chapter
+from helpers.local_ranks import context, gather_from_ranks, launcher_variables, on_ranks, run_script
+from helpers.machine import free_port, is_running
 from helpers.refusals import ended, refused
 
 launch = load_chapter("beyond/survive", "launch")
@@ -105,7 +97,7 @@ runpy.run_path("beyond/survive/train.py", run_name="__main__")
 def test_a_store_that_is_lost_before_the_watchdog_watches_ends_in_one_line(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(LOSES_THE_STORE)
-    [(status, output)] = command(str(script), str(ROOT / "beyond" / "survive"))
+    [(status, output)] = run_script(str(script), str(ROOT / "beyond" / "survive"))
     assert (status, output) == (2, "error: the store is gone\n")
 
 
@@ -114,7 +106,7 @@ def test_a_torchrun_of_one_rank_in_a_step_of_several_tasks_does_not_wait(tmp_pat
     env = launcher_variables(free_port(), ranks=1)
     env |= dict(zip(launch.SRUN, ("1", "1", "2", "2"), strict=True))
     flags = ("--device=cpu", "--max-steps=1", f"--run-dir={tmp_path}")
-    [(status, output)] = command(SCRIPT, *flags, env=env)
+    [(status, output)] = run_script(SCRIPT, *flags, env=env)
     assert status == 0, output
     assert "global batch 120 = 1 × 120" in output
 

@@ -7,8 +7,9 @@ from functools import cache
 
 import pytest
 
-from common.chapters import load_chapter
-from helpers.local_ranks import ROOT, command, scratch_folder
+from common.chapters import ROOT, load_chapter
+from helpers.local_ranks import run_script
+from helpers.machine import scratch_folder
 from helpers.refusals import ended, refused
 from repository_pages import ALL_PAGES
 
@@ -29,8 +30,8 @@ PROGRAMS = ("stages", "survive")  # these sections start the stages' own program
 def results_of(name: str) -> tuple[str, dict]:
     """What a section prints and stores."""
     out = scratch_folder() / "results.json"
-    flags = ["--quick", f"--out={out}", "--device=cpu"]
-    [(status, output)] = command("benchmarks/bench.py", name, *flags, env=ONE_THREAD, seconds=180)
+    call = ("benchmarks/bench.py", name, "--quick", f"--out={out}", "--device=cpu")
+    [(status, output)] = run_script(*call, env=ONE_THREAD, seconds=180)
     assert status == 0, output
     return output, json.loads(out.read_text())
 

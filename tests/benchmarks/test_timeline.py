@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from common.chapters import load_chapter
-from helpers.local_ranks import command, launch_function
+from helpers.local_ranks import launch_function, run_script
 from helpers.refusals import ended, refused
 
 record = load_chapter("benchmarks", "timeline_record")
@@ -118,7 +118,7 @@ for step in range(8):
 
 def test_a_script_of_ones_own_is_recorded_as_it_is(tmp_path):
     (tmp_path / "mine.py").write_text(SCRIPT)
-    [(status, output)] = command(PROGRAM, sys.executable, "mine.py", where=tmp_path)
+    [(status, output)] = run_script(PROGRAM, sys.executable, "mine.py", where=tmp_path)
     assert status == 0, output
     lines = [re.split(r"  +", line.strip()) for line in output.splitlines()]
     assert lines[0] == ["forward", "backward", "optimizer", "waiting", "sending", "nothing"]

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.chapters import load_chapter
-from helpers.local_ranks import ROOT, command, launch_ranks
+from common.chapters import ROOT, load_chapter
+from helpers.local_ranks import launch_ranks, run_script
 
 measure_tour = load_chapter("benchmarks", "measure_tour")
 stage_runs = load_chapter("benchmarks", "stage_runs")
@@ -17,14 +17,14 @@ tour = load_chapter("benchmarks", "tour")
 tour_report = load_chapter("benchmarks", "tour_report")
 
 
-def forked(call: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:
+def popen_by_fork(call: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:
     """In place of Popen: ranks from the forkserver of the tests, there in a moment."""
     if call[1] == "-m":
         assert call[2:6] == ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         script = ["packages/shm/src/shm/__main__.py", *call[8:]] if call[6] == "-m" else call[6:]
         answers = launch_ranks(*script, env=env)
     else:
-        answers = command(*call[1:], env=env)
+        answers = run_script(*call[1:], env=env)
     lines = "".join(output for _, output in answers).splitlines(keepends=True)
     status = max(status for status, _ in answers)
     return SimpleNamespace(stdout=lines, returncode=status, wait=lambda: status)
@@ -37,7 +37,9 @@ def run_tour(monkeypatch):
         tour.main()
 
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(stage_runs, "subprocess", SimpleNamespace(Popen=forked, PIPE=0, STDOUT=0))
+    monkeypatch.setattr(
+        stage_runs, "subprocess", SimpleNamespace(Popen=popen_by_fork, PIPE=0, STDOUT=0)
+    )
     rows = timing.load("tour")["rows"]
     counted = {stage_runs.VARIANTS[key].holds_as: row for key, row in rows.items()}
     monkeypatch.setattr(measure_tour, "count_memory", lambda keys, args: counted)
@@ -115,7 +117,7 @@ def test_a_stage_that_fails_ends_the_tour(run_tour, tmp_path, capsys):
 
 
 def test_make_gpu_runs_every_test_that_needs_a_gpu_and_programs_that_exist(request):
-    [(status, output)] = command("benchmarks/gpu.py", "--dry-run")
+    [(status, output)] = run_script("benchmarks/gpu.py", "--dry-run")
     assert status == 0, output
     assert "-m pytest -v --tb=short tests -k gpu\n" in output
     items = [(i.nodeid, m) for i in request.session.items for m in i.iter_markers("skipif")]

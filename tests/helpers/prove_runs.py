@@ -6,14 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from helpers.local_ranks import SECONDS, context, default_start, patience, scratch_folder
+from helpers.local_ranks import SECONDS, context, use_default_start_method
+from helpers.machine import patience, scratch_folder
 from prove.__main__ import main
 
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2"]
 
 
 def _prove(folder: Path, texts: Path, env: dict[str, str], arguments: tuple[str, ...]) -> None:
-    default_start()
+    use_default_start_method()
     os.chdir(folder)
     os.environ.update(env | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"})  # so all are forked
     for number, file in ((0, Path(os.devnull)), (1, texts / "out"), (2, texts / "error")):

@@ -3,8 +3,9 @@
 import hashlib
 from pathlib import Path
 
-from common.chapters import load_chapter
-from helpers.local_ranks import ROOT, command, launch_ranks, scratch_folder
+from common.chapters import ROOT, load_chapter
+from helpers.local_ranks import launch_ranks, run_script
+from helpers.machine import scratch_folder
 from helpers.stage_files import FOLDERS
 
 SCRIPTS = {  # of each folder that has one
@@ -26,7 +27,7 @@ def ended(key: str, *flags: str, **how) -> str:
     """What a script says that is refused: all ranks the same; of survive, one. No folder stays."""
     folder = scratch_folder()
     flags = ("--device=cpu", f"--run-dir={folder / 'run'}", *flags) if key in SCRIPTS else flags
-    start = launch_ranks if "ranks" in how else command
+    start = launch_ranks if "ranks" in how else run_script
     answers = start(SCRIPTS.get(key, key), *flags, **how)
     assert {status for status, _ in answers} == {2}, answers
     outputs = [output for _, output in answers if output]

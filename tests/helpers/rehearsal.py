@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from common.chapters import load_chapter
-from helpers.local_ranks import ROOT, launch_function, scratch_folder
+from common.chapters import ROOT, load_chapter
+from helpers.local_ranks import launch_function
+from helpers.machine import scratch_folder
 from helpers.train_stage import spawned_as
 
 SHORT = ("--device=cuda", "--epochs=1", "--max-steps=2", f"--data-dir={ROOT / 'data'}")

@@ -15,8 +15,8 @@ from pathlib import Path
 from shutil import ignore_patterns
 from unittest.mock import patch
 
-from common.chapters import load_chapter
-from helpers.local_ranks import ROOT, in_time
+from common.chapters import ROOT, load_chapter
+from helpers.machine import in_time
 
 FOLDERS = {path.name[:2]: path for path in sorted(ROOT.glob("0?_*"))}
 FOLDERS |= {name: ROOT / "beyond" / name for name in ("survive", "shard", "local_sgd", "forecast")}

@@ -19,9 +19,11 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
+from common.chapters import ROOT
 from common.data import load_dataset
 from common.options import make_parser
-from helpers.local_ranks import ROOT, launch_function, scratch_folder
+from helpers.local_ranks import launch_function
+from helpers.machine import scratch_folder
 from helpers.stage_files import FOLDERS, Line, fresh_module
 
 LOCAL = ("--device=cpu", f"--data-dir={ROOT / 'data'}")

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.local_ranks import ROOT, patience
+from common.chapters import ROOT
+from helpers.machine import patience
 from helpers.stage_files import NOT_COPIED
 
 NAMES = ("prove", "shm")

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.chapters import load_chapter
-from helpers.local_ranks import ROOT
+from common.chapters import ROOT, load_chapter
 
 FOLDERS = ("packages/prove/src/prove", "packages/shm/src/shm", "common", "benchmarks")
 

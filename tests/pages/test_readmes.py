@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from common.chapters import load_chapter
-from helpers.local_ranks import command as start
-from helpers.local_ranks import launch_ranks, scratch_folder
+from helpers.local_ranks import launch_ranks, run_script
+from helpers.machine import scratch_folder
 from helpers.outputs import differences
 from repository_pages import ALL_PAGES, BREAK, ROOT, TABLE, fences, shell
 from write_lessons import PARENTS
@@ -47,11 +47,11 @@ def run(command: str, where: Path) -> str:
     names, ranks, script, flags = match.groups()
     how = {"env": dict(re.findall(r"(\w+)=(\S*) ", names)), "where": where, "seconds": 180}
     if ranks:
-        ended = launch_ranks(script, *flags.split(), ranks=int(ranks), **how)
+        answers = launch_ranks(script, *flags.split(), ranks=int(ranks), **how)
     else:
-        ended = start(script, *flags.split(), **how)
-    output = re.sub(r"^\[rank\d\]:.*\n", "", "".join(out for _, out in ended), flags=re.M)
-    assert all(status == 0 for status, _ in ended), f"{command}\n{output}"
+        answers = run_script(script, *flags.split(), **how)
+    output = re.sub(r"^\[rank\d\]:.*\n", "", "".join(out for _, out in answers), flags=re.M)
+    assert all(status == 0 for status, _ in answers), f"{command}\n{output}"
     return output  # without what torch's C++ logs
 
 

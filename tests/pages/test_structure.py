@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.local_ranks import ROOT
+from common.chapters import ROOT
 from helpers.stage_files import TEST_FILES, different_functions, functions
 from write_lessons import PARENTS, lesson
 

@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from common.chapters import load_chapter
-from helpers.local_ranks import ROOT, launch_function
+from common.chapters import ROOT, load_chapter
+from helpers.local_ranks import launch_function
 
 paper = load_chapter("beyond/forecast", "step_model")
 ready = load_chapter("beyond/forecast", "gradient_order")

@@ -10,10 +10,11 @@ import torch
 import torch.distributed.run
 from PIL import Image
 
+from common.chapters import ROOT
 from common.data import Digits, load_dataset
 from common.models import build_model
 from common.options import UsageError, make_parser
-from helpers.local_ranks import ROOT, command, launch_ranks, launcher_variables
+from helpers.local_ranks import launch_ranks, launcher_variables, run_script
 from helpers.refusals import SCRIPTS, Trap, ended, refused, seal
 from helpers.train_stage import SHORT, options, train_once
 
@@ -90,11 +91,11 @@ def test_wrong_flags_are_refused_on_two_ranks(call):
 
 
 def test_shm_shows_its_own_help_and_leaves_the_flags_of_a_script_to_it(tmp_path):
-    [(status, output)] = command(SHM, "--help")
+    [(status, output)] = run_script(SHM, "--help")
     assert status == 0
     assert output.startswith("usage: python -m shm [-h] [--no-pin] SCRIPT ...\n")
     (tmp_path / "script.py").write_text("import sys; print(sys.argv[1:])")
-    assert command(SHM, f"{tmp_path}/script.py", "--help", "-x") == [(0, "['--help', '-x']\n")]
+    assert run_script(SHM, f"{tmp_path}/script.py", "--help", "-x") == [(0, "['--help', '-x']\n")]
 
 
 RIGHT_CALLS = [  # at the limits
@@ -107,7 +108,7 @@ RIGHT_CALLS = [  # at the limits
 def test_a_right_call_is_not_refused(key, ranks, flags, tmp_path):
     """The control of everything here."""
     flags = (*flags, "--device=cpu", "--max-steps=1", f"--run-dir={tmp_path}")
-    start = launch_ranks if ranks == 2 else command
+    start = launch_ranks if ranks == 2 else run_script
     answers = start(SCRIPTS[key], *flags)
     assert [status for status, _ in answers] == [0] * ranks, answers
     assert (tmp_path / "checkpoint.pt").exists()
@@ -175,7 +176,7 @@ def test_a_truncated_picture_is_refused_by_its_name(workers, tmp_path):
     damaged.write_bytes(damaged.read_bytes()[:60])
     flags = ("--dataset=imagefolder", "--batch-size=2", "--image-size=16", "--device=cpu")
     flags += (f"--data-dir={tmp_path}", f"--workers={workers}", f"--run-dir={tmp_path / 'run'}")
-    [(status, output)] = command(SCRIPTS["01"], *flags)
+    [(status, output)] = run_script(SCRIPTS["01"], *flags)
     error = f"error: cannot read {damaged} (image file is truncated): replace or remove it"
     assert (status, output) == (2, f"global batch 2 = 1 × 2\n{error}\n")
 
@@ -241,7 +242,7 @@ def test_what_only_rank_0_finds_ends_the_other_rank_too(key, tmp_path):
     if key == "04":
         flags = ("--standalone", "--nproc-per-node=2", script, *flags)
         script = torch.distributed.run.__file__
-    [(status, output)] = command(script, *flags)
+    [(status, output)] = run_script(script, *flags)
     assert status == (1 if key == "04" else 2), output
     assert output.count("error: cannot write to --run-dir") == 1
     assert key != "04" or "exitcode  : 2" in output
@@ -261,7 +262,7 @@ def test_a_rank_without_an_address_is_refused(key):
 def test_04_on_a_port_in_use_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
-        [(status, output)] = command(SCRIPTS["04"], env=launcher_variables(port))
+        [(status, output)] = run_script(SCRIPTS["04"], env=launcher_variables(port))
     assert status == 2
     [line] = [line for line in output.splitlines() if line.startswith("error: ")]
     assert f"port: {port}" in line

@@ -21,7 +21,8 @@ import pytest
 import torch
 from torch.distributed.run import config_from_args, parse_args
 
-from helpers.local_ranks import ROOT, free_port
+from common.chapters import ROOT
+from helpers.machine import free_port
 from helpers.train_stage import Run, load_stage, same_run, train_once
 
 LAUNCH = ROOT / "04_ddp_torchrun" / "launch"

@@ -19,9 +19,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import common.ranks
-from common.chapters import load_chapter
+from common.chapters import ROOT, load_chapter
 from common.ranks import run_ranks
-from helpers.local_ranks import ROOT, context, forked, gather_from_ranks, is_running, on_ranks
+from helpers.local_ranks import by_fork, context, gather_from_ranks, on_ranks
+from helpers.machine import is_running
 from helpers.stage_files import output_of
 from helpers.train_stage import load_stage
 
@@ -111,7 +112,7 @@ def hang(*_):
 
 def be_a_program(folder: Path, main: Callable) -> None:
     """A process that starts ranks; they are forks, which need not import torch again."""
-    start = forked(mp.start_processes)
+    start = by_fork(mp.start_processes)
     for place in (mp, sys.modules["torch.multiprocessing.spawn"]):
         place.start_processes = start
     os.chdir(folder)

@@ -10,9 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from common.chapters import ROOT
 from common.data import load_dataset
 from common.models import build_model
-from helpers.local_ranks import ROOT, command, launch_function, scratch_folder
+from helpers.local_ranks import launch_function, run_script
+from helpers.machine import scratch_folder
 from helpers.train_stage import (
     FP32,
     LOCAL,
@@ -133,7 +135,7 @@ def test_every_stage_resumes_the_checkpoint_of_another_and_01_evaluates_it(way, 
     path = source_run.folder / "checkpoint.pt"
     loss, accuracy = evaluated(source_run.checkpoint["model"])
     call = (str(path), *SHORT, "--device=cpu", f"--data-dir={ROOT / 'data'}")
-    [(_, output)] = command("01_single_gpu/evaluate.py", *call)  # in float32
+    [(_, output)] = run_script("01_single_gpu/evaluate.py", *call)  # in float32
     printed = [float(number) for number in re.findall(r"[\d.]+", output)]
     assert printed == [pytest.approx(loss, abs=2e-4), pytest.approx(100 * accuracy, abs=6e-3)]
     run = train(*way, *SHORT, "--epochs=2", "--max-steps=35", f"--resume={path}")

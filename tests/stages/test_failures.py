@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from common.chapters import load_chapter
-from helpers.local_ranks import ROOT, in_time
+from common.chapters import ROOT, load_chapter
+from helpers.machine import in_time
 from helpers.stage_files import output_of
 from repository_pages import fences
 from test_uneven import BUSY

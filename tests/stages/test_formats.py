@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.chapters import load_chapter
-from helpers.local_ranks import ROOT
+from common.chapters import ROOT, load_chapter
 from helpers.train_stage import train_once
 
 formats = load_chapter("05", "formats")

@@ -15,7 +15,8 @@ from torch.optim import SGD
 from common.chapters import load_chapter
 from common.options import make_parser
 from helpers import oracle
-from helpers.local_ranks import gather_from_ranks, launch_function, on_ranks, scratch_folder
+from helpers.local_ranks import gather_from_ranks, launch_function, on_ranks
+from helpers.machine import scratch_folder
 from helpers.train_stage import FP32, LOCAL, Run, load_stage, run_main, train, train_once
 from repository_pages import fences
 from test_equals_one_process import FLAGS, differences

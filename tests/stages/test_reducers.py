@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.chapters import load_chapter
+from common.chapters import ROOT, load_chapter
 from common.options import UsageError
-from helpers.local_ranks import ROOT, gather_from_ranks, launch_function, on_ranks, scratch_folder
+from helpers.local_ranks import gather_from_ranks, launch_function, on_ranks
+from helpers.machine import scratch_folder
 from helpers.stage_files import Line
 from helpers.train_stage import Run, default_dtype, load_stage, run_main, train_once
 

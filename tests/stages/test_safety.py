@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.local_ranks import ROOT, free_port, launcher_variables, on_ranks
+from common.chapters import ROOT
+from helpers.local_ranks import launcher_variables, on_ranks
+from helpers.machine import free_port
 from helpers.refusals import Trap, ended, refused, seal
 
 

@@ -23,13 +23,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import prove
-from helpers.local_ranks import (
-    SECONDS,
-    command,
-    context,
-    launch_function,
-    launch_ranks,
-)
+from helpers.local_ranks import SECONDS, context, launch_function, launch_ranks, run_script
 from helpers.pages import anchors
 from helpers.prove_runs import TORCHRUN, run, verdict
 from prove import (
@@ -58,7 +52,7 @@ def planted(*changes: tuple[str, str]) -> str:
 
 
 def test_it_finds_the_planted_mistakes_and_calls_nothing_wrong_that_is_right():
-    [(status, output)] = command(
+    [(status, output)] = run_script(
         str(PACKAGE / "src" / "prove" / "planted" / "__main__.py"), seconds=20 * SECONDS
     )
     count = r"(\d+) of (\d+) mistakes found, (\d+) .+ WRONG; (\d+) of (\d+) runs that are right"
