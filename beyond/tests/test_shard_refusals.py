@@ -10,7 +10,7 @@ from torch.optim import LBFGS, SGD, Adafactor, AdamW, Muon
 
 from common.chapters import load_chapter
 from helpers.local_ranks import gather_from_ranks, on_ranks
-from helpers.refusals import ended, refused
+from helpers.refusals import assert_one_line, refusal
 from shard_cases import FSDP, ZERO_1, ZERO_2, Odd, changed_levels
 
 
@@ -36,7 +36,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("flag", REFUSED)
 def test_shard_a_wrong_call_ends_in_one_line(flag):
-    refused(ended("shard", flag, ranks=2), REFUSED[flag])
+    assert_one_line(refusal("shard", flag, ranks=2), REFUSED[flag])
 
 
 class Tied(nn.Module):

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, _utils
 from common.chapters import ROOT, load_chapter
 from helpers.local_ranks import context, gather_from_ranks, launcher_variables, on_ranks, run_script
 from helpers.machine import free_port, is_running
-from helpers.refusals import ended, refused
+from helpers.refusals import assert_one_line, refusal
 
 launch = load_chapter("beyond/survive", "launch")
 SCRIPT = "beyond/survive/train.py"
@@ -69,7 +69,7 @@ WRONG_STARTS.append((NOWHERE, NOWHERE_ERROR))
 
 @pytest.mark.parametrize(("env", "error"), WRONG_STARTS)
 def test_wrong_launch_variables_end_in_one_line_and_nobody_trains_alone(env, error):
-    refused(ended("survive", env=env), f"error: {error}")
+    assert_one_line(refusal("survive", env=env), f"error: {error}")
 
 
 @pytest.mark.parametrize(("name_server", "refuses"), [("EAI_NONAME", True), ("EAI_AGAIN", False)])

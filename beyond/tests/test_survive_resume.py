@@ -13,7 +13,7 @@ from common.data import load_dataset
 from common.options import make_parser
 from helpers.local_ranks import launch_function, launcher_variables, run_script
 from helpers.machine import free_port
-from helpers.refusals import ended, refused
+from helpers.refusals import assert_one_line, refusal
 from helpers.train_stage import (
     FP32,
     few_digits,
@@ -139,8 +139,8 @@ def test_the_rest_of_an_epoch_needs_its_order(key, flag):
     metrics, path = part.folder / "metrics.jsonl", part.folder / "checkpoint.pt"
     before = metrics.read_text()
     flags = (f"--run-dir={part.folder}", flag)
-    line = ended("survive", *flags, f"--resume={path}")
-    refused(line, f"inside an epoch of {key}", "--seed 1234 --batch-size 120: use the same")
+    line = refusal("survive", *flags, f"--resume={path}")
+    assert_one_line(line, f"inside an epoch of {key}", "--seed 1234 --batch-size 120: use the same")
     assert metrics.read_text() == before, "nothing is lost"
 
 

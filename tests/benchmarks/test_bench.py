@@ -10,7 +10,7 @@ import pytest
 from common.chapters import ROOT, load_chapter
 from helpers.local_ranks import run_script
 from helpers.machine import scratch_folder
-from helpers.refusals import ended, refused
+from helpers.refusals import assert_one_line, refusal
 from repository_pages import ALL_PAGES
 
 bench = load_chapter("benchmarks", "bench")
@@ -118,8 +118,8 @@ WRONG_CALLS = {
 
 @pytest.mark.parametrize("call", WRONG_CALLS)
 def test_a_wrong_call_ends_in_one_line(call, tmp_path):
-    ending = ended("benchmarks/bench.py", *call.split(), env=ONE_THREAD, where=tmp_path)
-    refused(ending, WRONG_CALLS[call])
+    ending = refusal("benchmarks/bench.py", *call.split(), env=ONE_THREAD, where=tmp_path)
+    assert_one_line(ending, WRONG_CALLS[call])
 
 
 def test_every_result_is_shown_and_tells_where_it_comes_from():

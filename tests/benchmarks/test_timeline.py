@@ -16,7 +16,7 @@ from torch.optim import SGD
 
 from common.chapters import load_chapter
 from helpers.local_ranks import launch_function, run_script
-from helpers.refusals import ended, refused
+from helpers.refusals import assert_one_line, refusal
 
 record = load_chapter("benchmarks", "timeline_record")
 timeline = load_chapter("benchmarks", "timeline")
@@ -137,4 +137,4 @@ def test_a_script_of_ones_own_is_recorded_as_it_is(tmp_path):
 )
 def test_a_wrong_call_ends_in_one_line(call, words, tmp_path):
     call = call.replace("python", sys.executable)
-    refused(ended(PROGRAM, *call.split(), where=tmp_path), words)
+    assert_one_line(refusal(PROGRAM, *call.split(), where=tmp_path), words)

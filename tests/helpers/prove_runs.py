@@ -36,6 +36,6 @@ def run(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProces
     return subprocess.CompletedProcess(arguments, process.exitcode, out, error)
 
 
-def verdict(ended: subprocess.CompletedProcess, check: str) -> str:
-    row = re.search(rf"^(right|WRONG|warning|not seen) +{check}(  |$)", ended.stdout, re.M)
-    return row[1] if row else f"no row: {ended.stdout}{ended.stderr}"
+def verdict(process: subprocess.CompletedProcess, check: str) -> str:
+    row = re.search(rf"^(right|WRONG|warning|not seen) +{check}(  |$)", process.stdout, re.M)
+    return row[1] if row else f"no row: {process.stdout}{process.stderr}"

@@ -16,14 +16,14 @@ SCRIPTS = {  # of each folder that has one
 SCRIPTS["tour"] = "benchmarks/tour.py"
 
 
-def refused(output: str, *words: str) -> None:
+def assert_one_line(output: str, *words: str) -> None:
     """One line, with all these words."""
     assert output.strip().count("\n") == 0, output
     assert output.startswith("error: ")
     assert all(word in output for word in words), output
 
 
-def ended(key: str, *flags: str, **how) -> str:
+def refusal(key: str, *flags: str, **how) -> str:
     """What a script says that is refused: all ranks the same; of survive, one. No folder stays."""
     folder = scratch_folder()
     flags = ("--device=cpu", f"--run-dir={folder / 'run'}", *flags) if key in SCRIPTS else flags

@@ -107,6 +107,6 @@ def test_prove_judges_a_script_there_and_its_links_lead_to_a_page_that_came_alon
 
 def test_a_script_runs_over_shm_there(run):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ended = run("python", *launch, "-m", "shm", "train.py")
-    printed = re.findall("shm|gloo", ended.stdout)  # of both ranks, whose lines may mix
-    assert (ended.returncode, printed) == (0, ["shm", "shm"]), ended.stderr
+    process = run("python", *launch, "-m", "shm", "train.py")
+    printed = re.findall("shm|gloo", process.stdout)  # of both ranks, whose lines may mix
+    assert (process.returncode, printed) == (0, ["shm", "shm"]), process.stderr

@@ -15,7 +15,7 @@ from common.data import Digits, load_dataset
 from common.models import build_model
 from common.options import UsageError, make_parser
 from helpers.local_ranks import launch_ranks, launcher_variables, run_script
-from helpers.refusals import SCRIPTS, Trap, ended, refused, seal
+from helpers.refusals import SCRIPTS, Trap, assert_one_line, refusal, seal
 from helpers.train_stage import SHORT, options, train_once
 
 GPUS = torch.cuda.device_count()
@@ -82,12 +82,12 @@ CALLS_OF_TWO_RANKS = {  # both find it, or they end together: none waits for the
 
 @pytest.mark.parametrize("call", CALLS)
 def test_wrong_flags_are_refused(call):
-    refused(ended(*call.split(" ")), CALLS[call])
+    assert_one_line(refusal(*call.split(" ")), CALLS[call])
 
 
 @pytest.mark.parametrize("call", CALLS_OF_TWO_RANKS)
 def test_wrong_flags_are_refused_on_two_ranks(call):
-    refused(ended(*call.split(" "), ranks=2), CALLS_OF_TWO_RANKS[call])
+    assert_one_line(refusal(*call.split(" "), ranks=2), CALLS_OF_TWO_RANKS[call])
 
 
 def test_shm_shows_its_own_help_and_leaves_the_flags_of_a_script_to_it(tmp_path):
@@ -161,8 +161,8 @@ def test_pictures_of_other_classes_are_refused(tmp_path):
     for folder in ("train/cat", "train/dog", "test/cat", "test/owl"):
         (tmp_path / folder).mkdir(parents=True)
         Image.new("RGB", (40, 30)).save(tmp_path / folder / "1.png")
-    output = ended("01", "--dataset=imagefolder", "--batch-size=1", f"--data-dir={tmp_path}")
-    refused(output, "classes ['cat', 'dog'] for training, ['cat', 'owl'] for the test")
+    output = refusal("01", "--dataset=imagefolder", "--batch-size=1", f"--data-dir={tmp_path}")
+    assert_one_line(output, "classes ['cat', 'dog'] for training, ['cat', 'owl'] for the test")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -230,7 +230,7 @@ CHECKPOINTS = [  # what the file holds, the call, and what the line says
 @pytest.mark.parametrize(("kind", "call", "words"), CHECKPOINTS)
 def test_a_checkpoint_that_does_not_fit_is_refused(kind, call, words, tmp_path):
     key, *flags = f"{call}={checkpoint(kind, tmp_path)}".split()
-    refused(ended(key, *SHORT, *flags), "checkpoint.pt", words)
+    assert_one_line(refusal(key, *SHORT, *flags), "checkpoint.pt", words)
     assert not (tmp_path / "trapped").exists(), "loading ran code"
 
 
@@ -256,7 +256,7 @@ def test_a_rank_without_an_address_is_refused(key):
     """As a script would start it that sets the numbers and forgets where the ranks meet."""
     variables = launcher_variables(0)
     del variables["MASTER_ADDR"], variables["MASTER_PORT"]
-    refused(ended(key, "--device=cpu", env=variables), TORCHRUN)
+    assert_one_line(refusal(key, "--device=cpu", env=variables), TORCHRUN)
 
 
 def test_04_on_a_port_in_use_is_refused():

@@ -12,7 +12,7 @@ from common.options import UsageError
 from common.run_folder import keep_steps, lock, replace, set_aside
 from helpers.local_ranks import context, launch_ranks, run_script
 from helpers.machine import is_running
-from helpers.refusals import SCRIPTS, refused
+from helpers.refusals import SCRIPTS, assert_one_line
 from helpers.small_disk import REFUSED, fill, small_disk
 from helpers.train_stage import FP32, SHORT, few_digits, train
 
@@ -56,7 +56,7 @@ def test_a_second_run_in_a_folder_is_refused_and_told_which_process_is_there(
     assert {status for status, _ in answers} == {2}, answers
     lines = [line for _, output in answers for line in output.splitlines()]
     errors = [line for line in lines if line.startswith("error: ")]
-    refused(errors[0], f"is in use by process {process.pid} on ", "name another one")
+    assert_one_line(errors[0], f"is in use by process {process.pid} on ", "name another one")
     assert errors[1:] == ["error: process 0 terminated with exit code 2"] * (key == "03")
     assert sorted((tmp_path / "run").iterdir()) == before
 
@@ -155,7 +155,7 @@ def test_a_full_disk_ends_stage_01_in_one_line_and_the_old_checkpoint_stays(full
     fill(full_disk)
     [(status, output)] = run_script(SCRIPTS["01"], *flags, "--epochs=1")
     assert status == 2
-    refused(output.splitlines()[-1], "cannot write to --run-dir", "No space left on device")
+    assert_one_line(output.splitlines()[-1], "cannot write to --run-dir", "No space left on device")
     assert "Traceback" not in output
     left = {path.name: path.read_bytes() for path in (run_dir / "old1").iterdir()}
     assert left == before

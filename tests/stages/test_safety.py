@@ -14,7 +14,7 @@ import torch.distributed as dist
 from common.chapters import ROOT
 from helpers.local_ranks import launcher_variables, on_ranks
 from helpers.machine import free_port
-from helpers.refusals import Trap, ended, refused, seal
+from helpers.refusals import Trap, assert_one_line, refusal, seal
 
 
 def test_no_file_unpickles_what_comes_from_outside():
@@ -80,7 +80,7 @@ def test_a_malicious_checkpoint_runs_nothing(way, tmp_path):
     unreadable = key == "survive" and not sealed and not zipped
     why = "damaged" if unreadable else "expected only tensors and plain values"
     env = launcher_variables(free_port(), ranks=1) if key == "04" else {}
-    refused(ended(key, "--model=net-bn", *flags, env=env), "checkpoint.pt", why)
+    assert_one_line(refusal(key, "--model=net-bn", *flags, env=env), "checkpoint.pt", why)
     assert [file.name for file in tmp_path.iterdir()] == ["checkpoint.pt"]
     assert path.read_bytes() == before
     with suppress(Exception):  # the control: whoever loads it without weights_only has run it
