@@ -21,7 +21,7 @@ from common.chapters import load_chapter
 from helpers.local_ranks import launch_function, launch_ranks, on_ranks, run_script
 from helpers.machine import scratch_folder
 from helpers.outputs import differences
-from helpers.stage_files import fresh_module
+from helpers.stage_files import fresh_module, replace_once
 from repository_pages import ROOT, fences, shell
 
 CONVERT = ROOT / "beyond" / "convert"
@@ -308,10 +308,7 @@ WRONG_LINES = [  # an example, a line, and what looks as good
 def _example(rank: int, name: str, *changes: tuple[str, str]) -> dict:
     """The weights after the script has run, and what it has printed."""
     os.chdir(scratch_folder())
-    source = (EXAMPLES / f"{name}.py").read_text()
-    for old, new in changes:
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
+    source = replace_once((EXAMPLES / f"{name}.py").read_text(), *changes)
     torch.nn.SyncBatchNorm.convert_sync_batchnorm = load_chapter(
         "05", "sync_batchnorm"
     ).convert_sync_batchnorm

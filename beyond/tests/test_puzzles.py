@@ -12,6 +12,7 @@ import common.ranks
 from common.chapters import ROOT, load_chapter
 from helpers.local_ranks import SECONDS, context, run_script, use_default_start_method
 from helpers.machine import patience, scratch_folder
+from helpers.stage_files import replace_once
 
 traces = load_chapter("beyond/puzzles", "traces")
 judge = load_chapter("beyond/puzzles", "judge")
@@ -61,21 +62,14 @@ HALF_ANSWERS = {  # that look like answers
 }
 
 
-def changed(source: str, *changes: tuple[str, str]) -> str:
-    for old, new in changes:
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
-    return source
-
-
 def wrong_answers(puzzle) -> dict[str, str]:
     source = puzzle.path.read_text()
     emptied = STEP.sub(r"\1pass", source)
     assert emptied != source
-    moved = changed(puzzle.answer, MOVED[puzzle.number])
+    moved = replace_once(puzzle.answer, MOVED[puzzle.number])
     wrong = {"nothing": f"{source}\n# looks right to me\n", "moved": moved, "emptied": emptied}
     if puzzle.number in HALF_ANSWERS:
-        wrong["half"] = changed(source, *HALF_ANSWERS[puzzle.number])
+        wrong["half"] = replace_once(source, *HALF_ANSWERS[puzzle.number])
     return wrong
 
 
@@ -110,7 +104,7 @@ def test_the_answer_is_right_and_three_others_are_refused(number):
     puzzle = PUZZLES[number]
     sources = {"ours": puzzle.answer, **wrong_answers(puzzle)}
     if number in OTHER_ANSWERS:
-        sources["other"] = changed(puzzle.path.read_text(), *OTHER_ANSWERS[number])
+        sources["other"] = replace_once(puzzle.path.read_text(), *OTHER_ANSWERS[number])
     said = verdicts(number, sources)
     right = {name for name, (is_right, _) in said.items() if is_right}
     assert right == {"ours", "other"} & {*sources}, said

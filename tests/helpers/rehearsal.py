@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from common.chapters import ROOT, load_chapter
 from helpers.local_ranks import launch_function
 from helpers.machine import scratch_folder
+from helpers.stage_files import replace_once
 from helpers.train_stage import spawned_as
 
 SHORT = ("--device=cuda", "--epochs=1", "--max-steps=2", f"--data-dir={ROOT / 'data'}")
@@ -97,12 +98,10 @@ def pretend(gpus: int, seen: Seen) -> None:
 def _rehearse(rank: int, script: str, flags: tuple, gpus: int, envs: list, changes: tuple) -> Seen:
     path, seen = ROOT / script, Seen()
     if script == CONVERTED:
-        source = load_chapter("beyond", "convert/apply_steps").scripts()[-1]
+        source = load_chapter("beyond/convert", "apply_steps").scripts()[-1]
     else:
         source = path.read_text()
-    for old, new in changes:
-        assert source.count(old) == 1, f"{script} has not, once: {old}"
-        source = source.replace(old, new)
+    source = replace_once(source, *changes)
     os.environ.update(envs[rank])
     os.chdir(scratch_folder())
     Path("data/MNIST").mkdir(parents=True)

@@ -40,6 +40,14 @@ def different_functions(source: str, parent: str) -> set[str]:
     return {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
 
 
+def replace_once(text: str, *changes: tuple[str, str]) -> str:
+    """The text with each old piece replaced by its new one. It must have the old piece, once."""
+    for old, new in changes:
+        assert text.count(old) == 1, f"{text.count(old)} times in the text, expected once: {old}"
+        text = text.replace(old, new)
+    return text
+
+
 def changed_source(path: Path, changes: Sequence[Line]) -> str:
     """The text of this file, with lines left out or texts replaced."""
     source = path.read_text()
@@ -47,8 +55,7 @@ def changed_source(path: Path, changes: Sequence[Line]) -> str:
         if not path.match(file):
             continue
         if new:
-            assert source.count(old) == 1, f"{path} has not, once: {old}"
-            source = source.replace(old, new[0])
+            source = replace_once(source, (old, new[0]))
             continue
         lines = source.splitlines()  # without their indent and their comment:
         places = [i for i, line in enumerate(lines) if line.split("  #")[0].strip() == old]

@@ -14,6 +14,7 @@ import torch
 from common.chapters import ROOT
 from helpers.local_ranks import launch_function
 from helpers.machine import scratch_folder
+from helpers.stage_files import replace_once
 from helpers.train_stage import default_dtype
 
 SINGLE, DDP = (ROOT / f"{stage}/minimal.py" for stage in ("01_single_gpu", "04_ddp_torchrun"))
@@ -40,10 +41,7 @@ class MinimalRun(NamedTuple):
 @cache
 def run(script: Path, ranks: int, *changes: tuple[str, str]) -> MinimalRun:
     """The script on so many ranks, with pieces of it replaced."""
-    source, folder = script.read_text(), scratch_folder()
-    for old, new in changes:
-        assert source.count(old) == 1
-        source = source.replace(old, new)
+    source, folder = replace_once(script.read_text(), *changes), scratch_folder()
     outputs = launch_function(ranks, run_minimal, source, folder)
     return MinimalRun(outputs, torch.load(folder / "model.pt", weights_only=True))
 
