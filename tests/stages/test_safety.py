@@ -17,6 +17,12 @@ from helpers.machine import free_port
 from helpers.refusals import Trap, assert_one_line, refusal, seal
 
 
+def files_with(pattern: str, sources: dict[str, str]) -> dict[str, int]:
+    """The files with this pattern, and how often each of them has it."""
+    counts = {name: len(re.findall(pattern, text)) for name, text in sources.items()}
+    return {name: count for name, count in counts.items() if count}
+
+
 def test_no_file_unpickles_what_comes_from_outside():
     """ruff refuses the rest: S in pyproject.toml. What ranks tell each other are plain values."""
     files = [
@@ -27,24 +33,15 @@ def test_no_file_unpickles_what_comes_from_outside():
     sources = {f"{path.parent.name}/{path.name}": path.read_text() for path in files}
     loads = [call for text in sources.values() for call in re.findall(r"torch\.load\(.*", text)]
     assert len(loads) >= 3
+    assert all("weights_only=" in call for call in loads)
     # prove reads what the user's script has written: the batches in a process of that script
-    assert [call for call in loads if "weights_only=True" not in call] == [
-        "torch.load(forced, weights_only=False)",
-        "torch.load(file, weights_only=False) for file in files]",
-        "torch.load(tensors_file(folder, names[1], 0), weights_only=False)",
-    ]
-    pickled = [name for name, text in sources.items() if "pickle.load" in text]
-    assert sorted(pickled) == [
-        "common/ranks.py",
-        "prove/record.py",
-        "prove/samples.py",
-    ]  # what their own processes wrote
-    call = re.compile(r"(\w+)_object\w*\(")
-    unpickling_calls = {
-        f"{name} {each}" for name, text in sources.items() for each in call.findall(text)
-    }
-    allowed = {"reducers/gradients.py all_gather", "04_ddp_torchrun/uneven.py all_gather"}
-    assert unpickling_calls == allowed
+    unsafe = files_with("weights_only=False", sources)
+    assert unsafe == {"prove/replay.py": 2, "prove/judge_replay.py": 1}
+    # what their own processes wrote
+    readers = ("common/ranks.py", "prove/record.py", "prove/samples.py")
+    assert files_with(r"pickle\.load", sources).keys() == {*readers}
+    unpickling = files_with(r"\w_object\w*\(", sources)
+    assert unpickling == {"reducers/gradients.py": 1, "04_ddp_torchrun/uneven.py": 1}
 
 
 @pytest.mark.parametrize("path", [*ROOT.glob(".github/workflows/*")], ids=lambda path: path.name)
