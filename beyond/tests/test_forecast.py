@@ -16,9 +16,9 @@ from helpers.local_ranks import on_ranks
 from helpers.refusals import assert_one_line, refusal
 from helpers.stage_files import FOLDERS, fresh_module, output_of
 
-paper = load_chapter("beyond/forecast", "step_model")
+step_model = load_chapter("beyond/forecast", "step_model")
 gradient_order = load_chapter("beyond/forecast", "gradient_order")
-SLOW = paper.Link(1e-3, 1e8)
+SLOW = step_model.Link(1e-3, 1e8)
 
 FORECAST = "forecast --parameters=7e7 --step-ms=23 --batch-size=32 --gbit=50 --latency-us=800"
 FORECAST += " --gpus=16 --gpus-per-node=4 --inside=pcie-3"
@@ -113,28 +113,30 @@ def test_a_ring_takes_what_its_messages_take_one_after_the_other():
     broken = fresh_module(FOLDERS["forecast"] / "step_model.py", (change,))
     for size, ranks in ((s, n) for s in (4, 2**20, 25 * 2**20) for n in (2, 3, 8, 64)):
         expected = pytest.approx(simulated_ring(size, ranks, SLOW))
-        assert paper.ring(size, ranks, SLOW) == expected != broken.ring(size, ranks, SLOW)
-    assert paper.ring(1e9, 1, SLOW) == paper.two_levels(1e9, 1, 8, SLOW, SLOW) == 0
+        assert step_model.ring(size, ranks, SLOW) == expected != broken.ring(size, ranks, SLOW)
+    assert step_model.ring(1e9, 1, SLOW) == step_model.two_levels(1e9, 1, 8, SLOW, SLOW) == 0
 
 
 def test_a_step_is_its_computing_and_what_of_the_communication_nothing_hides():
-    draw, cost = random.Random(0), partial(paper.ring, world_size=4, link=SLOW)
+    draw, cost = random.Random(0), partial(step_model.ring, world_size=4, link=SLOW)
     for _ in range(200):
         shares = [*sorted(draw.random() for _ in range(draw.randint(0, 5))), 1.0]
-        buckets = [paper.BucketTime(draw.uniform(1e3, 1e8), share) for share in shares]
-        job = paper.Job(draw.random(), draw.random(), draw.random() / 10, buckets)
-        late = replace(job, buckets=[paper.BucketTime(bucket.size, 1.0) for bucket in buckets])
+        buckets = [step_model.BucketTime(draw.uniform(1e3, 1e8), share) for share in shares]
+        job = step_model.Job(draw.random(), draw.random(), draw.random() / 10, buckets)
+        late = replace(job, buckets=[step_model.BucketTime(bucket.size, 1.0) for bucket in buckets])
         communication = sum(cost(bucket.size) for bucket in buckets)
         whole, slowdown = pytest.approx(job.seconds + communication), draw.random()
-        assert paper.step(late, cost, slowdown=slowdown).seconds == whole, "nothing to overlap"
-        assert paper.step(job, cost, slowdown=1.0).seconds == whole, "nothing is computed meanwhile"
-        step, free = paper.step(job, cost, slowdown=slowdown), paper.step(job, cost).seconds
+        assert step_model.step(late, cost, slowdown=slowdown).seconds == whole, "nothing to overlap"
+        nothing_meanwhile = step_model.step(job, cost, slowdown=1.0)
+        assert nothing_meanwhile.seconds == whole, "a message stops the computing"
+        step = step_model.step(job, cost, slowdown=slowdown)
+        free = step_model.step(job, cost).seconds
         least = max(job.seconds, job.forward + communication + job.optimizer)
         assert least - 1e-9 <= free <= step.seconds + 1e-9 <= job.seconds + communication + 2e-9
         assert len(buckets) == 1 or free < job.seconds + communication, "the control"
         for (_, _, end), (known, begin, _) in zip(step.spans, step.spans[1:], strict=False):
             assert begin >= max(end, known), "one after the other, and none before it is ready"
-        four = paper.step(job, cost, accumulate=4, slowdown=slowdown).seconds
+        four = step_model.step(job, cost, accumulate=4, slowdown=slowdown).seconds
         assert four == pytest.approx(step.seconds + 3 * (job.forward + job.backward)), "no_sync"
 
 

@@ -30,13 +30,13 @@ durable = load_stage("survive").durable
 
 SCHEDULED = ("--model=net-bn", "--accumulate=2", "--clip-norm=0.5", "--lr-rule=sqrt")
 SCHEDULED += ("--base-batch-size=60", "--warmup-epochs=0.5", "--lr-decay=cosine")
-WAYS = [
+RANKS_AND_FLAGS = [
     (2, ("--amp=fp16", *SCHEDULED)),
     (2, ("--amp=bf16", "--model=net-bn", "--no-sync-bn")),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "flags"), WAYS)
+@pytest.mark.parametrize(("ranks", "flags"), RANKS_AND_FLAGS)
 def test_resuming_inside_an_epoch_equals_not_having_stopped(ranks, flags, without=()):
     """Weights, momenta and losses, to the bit. Stage 05 trains the same, where it has the flags."""
     flags = (*few_digits(), "--batch-size=24", *flags, "--epochs=2", "--max-steps=14")

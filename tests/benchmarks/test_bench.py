@@ -23,7 +23,8 @@ peak = load_chapter("01", "peak")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
-PROGRAMS = ("stages", "survive")  # these sections start the stages' own programs
+SECTIONS_OF_STAGES = ("stages", "survive")  # these sections start the stages' own programs
+OTHER_SECTIONS = [name for name in bench.SECTIONS if name not in SECTIONS_OF_STAGES]
 
 
 @cache
@@ -42,7 +43,7 @@ def committed(name: str) -> dict:
     return timing.load(file) if file else timing.load(tables.MACHINE)[name]
 
 
-@pytest.mark.parametrize("name", [name for name in bench.SECTIONS if name not in PROGRAMS])
+@pytest.mark.parametrize("name", OTHER_SECTIONS)
 def test_a_section_runs_and_finds_what_its_committed_results_hold(name):
     output, results = results_of(name)
     assert results["provenance"]["commit"]
@@ -56,7 +57,7 @@ RANKS = stage_runs.Processes.RANKS
 STEPS = [{"epoch": epoch, "seconds": 0.001 + 0.004 * epoch} for epoch in (0, 1)]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", SECTIONS_OF_STAGES)
 def test_a_section_that_runs_the_stages_finds_their_steps(name, monkeypatch):
     """Instead of running, a stage takes 1 ms in the first epoch and 5 ms in the second. Processes
     that never talk take 4 ms."""
@@ -133,10 +134,12 @@ def test_every_result_is_shown_and_tells_where_it_comes_from():
         assert {"hardware", "torch", "python", "commit", "date"} <= about.keys(), name
 
 
-ONCE = [path.stem for path in timing.RESULTS.glob("*.json") if "program" in path.read_text()]
+MEASURED_ONCE = [
+    path.stem for path in timing.RESULTS.glob("*.json") if "program" in path.read_text()
+]
 
 
-@pytest.mark.parametrize("name", ONCE)
+@pytest.mark.parametrize("name", MEASURED_ONCE)
 def test_what_was_measured_once_names_the_commit_that_has_its_program(name):
     where = timing.load(name)["provenance"]
     call = ["git", "show", f"{where['commit']}:{where['program']}"]
@@ -150,19 +153,20 @@ def ways() -> dict[str, dict]:
     return results_of("process_memory")[1]["ways"]
 
 
-SIZE = peak.parts_of(peak.Plan("net-bn", 28, "adam", "cpu"))["gradients"]
+GRADIENT_BYTES = peak.parts_of(peak.Plan("net-bn", 28, "adam", "cpu"))["gradients"]
 
 
 def test_a_rank_holds_its_gradients_once_with_views_of_the_buckets_and_twice_without():
-    for name, expected in (("DDP with Adam", (SIZE, SIZE)), ("views of the buckets", (0, SIZE))):
+    own_bytes = {"DDP with Adam": GRADIENT_BYTES, "views of the buckets": 0}
+    for name, expected in own_bytes.items():
         for rank in ways()[name]["held"]:
-            assert (rank["gradients"], rank["buckets"]) == expected
-            assert rank["parameters"] == SIZE, "as in one process"
+            assert (rank["gradients"], rank["buckets"]) == (expected, GRADIENT_BYTES)
+            assert rank["parameters"] == GRADIENT_BYTES, "as in one process"
 
 
 def test_with_accumulation_views_save_at_the_peak_only_if_gradients_are_zeroed_in_place():
     """Inside no_sync(), autograd makes a new tensor where it finds no gradient."""
     names = "accumulate 4", "views, accumulate 4", "the same, zeroed in place"
     apart, to_none, in_place = (ways()[name]["peak_bytes"][0] for name in names)
-    assert abs(to_none - apart) < SIZE / 2  # nothing saved
-    assert in_place < apart - SIZE / 2
+    assert abs(to_none - apart) < GRADIENT_BYTES / 2  # nothing saved
+    assert in_place < apart - GRADIENT_BYTES / 2

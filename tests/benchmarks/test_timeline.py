@@ -51,24 +51,24 @@ def test_the_step_shown_is_the_median_one_cut_at_its_ends():
     assert [span[2:4] for span in rank["spans"]] == [[0, 1000], [1900, 2000]]
 
 
-def _train(rank: int, folder: Path, way: str) -> None:
-    if way != "threads":
+def _train(rank: int, folder: Path, how: str) -> None:
+    if how != "threads":
         dist.init_process_group("gloo")
     os.environ["TIMELINE_FOLDER"] = str(folder)
     recorder = record.install()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     wrapped = model
-    if way == "ddp":
+    if how == "ddp":
         wrapped = DistributedDataParallel(model)
-    elif way == "threads":
+    elif how == "threads":
         wrapped = load_chapter("02", "from_scratch").DataParallel(model, [torch.device("cpu")] * 2)
     optimizer = SGD(model.parameters(), 0.1)
     for _ in range(7):
         loss = wrapped(torch.randn(4, 8)).square().mean()
         optimizer.zero_grad()
         loss.backward()
-        for parameter in model.parameters() if way == "by hand" else ():
+        for parameter in model.parameters() if how == "by hand" else ():
             dist.all_reduce(parameter.grad)
         optimizer.step()
         with torch.no_grad():
@@ -78,11 +78,11 @@ def _train(rank: int, folder: Path, way: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "messages"),
+    ("how", "messages"),
     [("ddp", 2), ("by hand", 6)],  # DDP: the buffers, and one bucket; by hand: each parameter
 )
-def test_the_messages_of_a_step_are_seen_and_its_parts_follow_each_other(way, messages, tmp_path):
-    launch_function(2, _train, tmp_path, way)
+def test_the_messages_of_a_step_are_seen_and_its_parts_follow_each_other(how, messages, tmp_path):
+    launch_function(2, _train, tmp_path, how)
     records = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
     assert sorted(each["rank"] for each in records) == [0, 1]
     for rank in timeline.shown_steps(records)["median"]["ranks"]:

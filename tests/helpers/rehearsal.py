@@ -25,25 +25,25 @@ from helpers.machine import scratch_folder
 from helpers.stage_files import replace_once
 from helpers.train_stage import spawned_as
 
-SHORT = ("--device=cuda", "--epochs=1", "--max-steps=2", f"--data-dir={ROOT / 'data'}")
+TWO_STEPS = ("--device=cuda", "--epochs=1", "--max-steps=2", f"--data-dir={ROOT / 'data'}")
 CONVERTED = "beyond/convert/classifier/classifier_ddp.py"  # which the steps beside it make
 EXAMPLES = ("contrastive", "gan", "language", "segmentation")
-SCRIPTS = {
-    "01_single_gpu/train.py": SHORT,
-    "03_ddp_manual_allreduce/train.py": (*SHORT, "--backend=nccl"),
-    "04_ddp_torchrun/train.py": SHORT,
+REHEARSED_SCRIPTS = {
+    "01_single_gpu/train.py": TWO_STEPS,
+    "03_ddp_manual_allreduce/train.py": (*TWO_STEPS, "--backend=nccl"),
+    "04_ddp_torchrun/train.py": TWO_STEPS,
     "04_ddp_torchrun/minimal.py": (),
-    "05_amp_syncbn/train.py": (*SHORT, "--model=net-bn", "--amp=fp16"),
-    "beyond/survive/train.py": (*SHORT, "--model=net-bn", "--amp=bf16", "--accumulate=2"),
+    "05_amp_syncbn/train.py": (*TWO_STEPS, "--model=net-bn", "--amp=fp16"),
+    "beyond/survive/train.py": (*TWO_STEPS, "--model=net-bn", "--amp=bf16", "--accumulate=2"),
     "beyond/survive/own_loop.py": (".",),  # its run folder
-    "beyond/shard/train.py": (*SHORT, "--width=32", "--layers=1", "--batch-size=8"),
+    "beyond/shard/train.py": (*TWO_STEPS, "--width=32", "--layers=1", "--batch-size=8"),
     CONVERTED: ("--epochs=1",),
     **{f"beyond/convert/examples/{name}_ddp.py": () for name in EXAMPLES},
 }
 
 
 @dataclass
-class Seen:
+class RankLog:
     """What one rank asked of its machine. Devices are numbers of GPUs, in order of first use."""
 
     calls: list[str] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Seen:
 class WriteDown(TorchFunctionMode):
     """Notes each GPU that a call of torch names; `cuda` alone is the GPU that was set, else 0."""
 
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, seen: RankLog) -> None:
         self.seen, self.current = seen, 0
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
@@ -74,7 +74,7 @@ class WriteDown(TorchFunctionMode):
         self.seen.calls.append(f"set_device {self.current}")
 
 
-def pretend(gpus: int, seen: Seen) -> None:
+def pretend(gpus: int, seen: RankLog) -> None:
     """From now on, this process sees that many GPUs."""
     from prove import cpu
 
@@ -95,8 +95,10 @@ def pretend(gpus: int, seen: Seen) -> None:
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"{shown}{device.index}")
 
 
-def _rehearse(rank: int, script: str, flags: tuple, gpus: int, envs: list, changes: tuple) -> Seen:
-    path, seen = ROOT / script, Seen()
+def _rehearse(
+    rank: int, script: str, flags: tuple, gpus: int, envs: list, changes: tuple
+) -> RankLog:
+    path, seen = ROOT / script, RankLog()
     if script == CONVERTED:
         source = load_chapter("beyond/convert", "apply_steps").scripts()[-1]
     else:
@@ -125,7 +127,7 @@ def rehearse(
     ranks: int = 2,
     envs: Sequence[dict[str, str]] = (),
     changes: tuple[tuple[str, str], ...] = (),
-) -> list[Seen]:
+) -> list[RankLog]:
     """Run a script on ranks whose machines have that many GPUs.
 
     envs: for each rank, what its launcher says otherwise than torchrun on one machine.
@@ -136,10 +138,10 @@ def rehearse(
 
 
 @cache
-def rehearse_all() -> dict[str, list[Seen]]:
+def rehearse_all() -> dict[str, list[RankLog]]:
     """Every script on as many GPUs as it has ranks."""
-    ranks = {script: 1 if script.startswith("01") else 2 for script in SCRIPTS}
+    ranks = {script: 1 if script.startswith("01") else 2 for script in REHEARSED_SCRIPTS}
     return {
         script: rehearse(script, *flags, gpus=ranks[script], ranks=ranks[script])
-        for script, flags in SCRIPTS.items()
+        for script, flags in REHEARSED_SCRIPTS.items()
     }

@@ -27,7 +27,7 @@ from helpers.machine import scratch_folder
 from helpers.stage_files import FOLDERS, Line, fresh_module
 
 LOCAL = ("--device=cpu", f"--data-dir={ROOT / 'data'}")
-SHORT = ("--model=net-bn", "--epochs=1", "--batch-size=60")
+ONE_EPOCH = ("--model=net-bn", "--epochs=1", "--batch-size=60")
 FP32 = {"dtype": torch.float32}  # of a run that is not in float64
 
 

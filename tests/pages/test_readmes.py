@@ -26,9 +26,11 @@ def copy(tmp_path_factory) -> Path:
 
 
 # 04's own train.py is once started by the real torchrun.
-TORCHRUN = r"torchrun --standalone --nproc-per-node=(\d)(?! 04_ddp_torchrun/train.py --epochs 1$)"
-SCRIPT = re.compile(
-    rf"((?:(?!TORCH)[A-Z_]+=\w* )*)(?:python|{TORCHRUN}) ((?:\w+/)*\w+\.py)([\w =./-]*)"
+TORCHRUN_CALL = (
+    r"torchrun --standalone --nproc-per-node=(\d)(?! 04_ddp_torchrun/train.py --epochs 1$)"
+)
+SCRIPT_CALL = re.compile(
+    rf"((?:(?!TORCH)[A-Z_]+=\w* )*)(?:python|{TORCHRUN_CALL}) ((?:\w+/)*\w+\.py)([\w =./-]*)"
 )
 
 
@@ -37,10 +39,10 @@ def run(command: str, where: Path) -> str:
     """Its output. A command that is shown twice, alone and with its output, runs once.
     The ranks of most launches are forked from here, with torchrun's variables: seconds faster."""
     program, pipe, filter_of_output = command.partition(" | ")
-    if pipe and SCRIPT.fullmatch(program):
+    if pipe and SCRIPT_CALL.fullmatch(program):
         (output := scratch_folder() / "output").write_text(run(program, where))
         return shell(f"{filter_of_output} < {output}", where)
-    match = SCRIPT.fullmatch(command.replace("-m shm ", "packages/shm/src/shm/__main__.py "))
+    match = SCRIPT_CALL.fullmatch(command.replace("-m shm ", "packages/shm/src/shm/__main__.py "))
     if not match:
         return shell(command, where)
     names, ranks, script, flags = match.groups()

@@ -29,8 +29,8 @@ TAUGHT = {  # the functions that a stage changes; the others are its parent's, w
     "05_amp_syncbn": {"train_epoch", "main"},
     "beyond/survive": {"train_epoch", "main"},
 }
-STAGES = (PARENTS["02_data_parallel"], *PARENTS)
-SOURCES = {stage: (ROOT / stage / "train.py").read_text() for stage in STAGES}
+STAGE_FOLDERS = (PARENTS["02_data_parallel"], *PARENTS)
+SOURCES = {stage: (ROOT / stage / "train.py").read_text() for stage in STAGE_FOLDERS}
 APART = ("chapters.py", "ranks.py")  # for chapters and tests: no train.py of a stage imports them
 COMMON = sorted(path for path in (ROOT / "common").glob("*.py") if path.name not in APART)
 each_stage = pytest.mark.parametrize("stage", SOURCES)
@@ -112,7 +112,7 @@ PATH_OF_A_MACHINE = re.compile(r"""["'](/home|/root|/work|/tmp)\b""")
 
 
 def test_no_absolute_path_and_no_sys_path_in_what_readers_copy():
-    folders = (*STAGES, "beyond/local_sgd", "common")
+    folders = (*STAGE_FOLDERS, "beyond/local_sgd", "common")
     programs: list[Path] = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     for path in programs:
         if path.name == "chapters.py":  # the one loader

@@ -12,15 +12,15 @@ import torch
 from common.chapters import ROOT, load_chapter
 from helpers.local_ranks import launch_function
 
-paper = load_chapter("beyond/forecast", "step_model")
-ready = load_chapter("beyond/forecast", "gradient_order")
+step_model = load_chapter("beyond/forecast", "step_model")
+gradient_order = load_chapter("beyond/forecast", "gradient_order")
 replicas, measure = load_chapter("02", "memory"), load_chapter("beyond/shard", "measure_levels")
 peak, ring = load_chapter("01", "peak"), load_chapter("03", "reducers/ring")
-gradients_of = cache(ready.gradients_of_classifier)
+gradients_of = cache(gradient_order.gradients_of_classifier)
 SOURCE = "".join(path.read_text() for path in sorted(ROOT.glob("docs/site/widgets/*.js"))[::-1])
 GRID = {
     "model": ("resnet50", "vgg16"),
-    "cap": (2**20, ready.BUCKET_BYTES, 6e8),
+    "cap": (2**20, gradient_order.BUCKET_BYTES, 6e8),
     "gbit": (0.3, 25, 400),
 }
 GRID |= {"latency": (0, 5e-5), "ranks": (2, 3, 64), "computing": (0.01, 0.4)}
@@ -38,7 +38,7 @@ def _trace_ring(rank, ranks):
 
 def allreduce(*change):
     for n in (2, 3, 5, 6, 7, 8, 4):
-        steps, sent = (paper.ring(8 * n, n, paper.Link(*a)) for a in ((1, 1e99), (0, 1)))
+        steps, sent = (step_model.ring(8 * n, n, step_model.Link(*a)) for a in ((1, 1e99), (0, 1)))
         half = [steps / 2, n * steps / 2, sent / 2]
         ways = {"ring": [steps, n * steps, sent], "reduce-scatter": half, "all-gather": half}
         ways |= {"one-shot": [1, n * (n - 1), 8 * n * (n - 1)]}
@@ -61,12 +61,13 @@ def buckets(*change):
     calls = [[dict(zip(GRID, row, strict=True))] for row in product(*GRID.values())]
     for (call,), plan in zip(calls, node("buckets.plan", calls, *change), strict=True):
         model, cap, gbit, latency, ranks, s = call.values()
-        with patch.multiple(
-            ready, BUCKET_BYTES=cap, FIRST_BYTES=2**20 if cap == ready.BUCKET_BYTES else cap
-        ):
-            job = paper.Job(s / 3, 2 * s / 3, 0.0, ready.fill_buckets(gradients_of(model, 224)))
-        cost = partial(paper.ring, world_size=ranks, link=paper.Link(latency, gbit * 1e9 / 8))
-        step, seconds = paper.step(job, cost), [plan["seconds"], *chain(*plan["spans"])]
+        first = 2**20 if cap == gradient_order.BUCKET_BYTES else cap
+        with patch.multiple(gradient_order, BUCKET_BYTES=cap, FIRST_BYTES=first):
+            filled = gradient_order.fill_buckets(gradients_of(model, 224))
+        job = step_model.Job(s / 3, 2 * s / 3, 0.0, filled)
+        link = step_model.Link(latency, gbit * 1e9 / 8)
+        cost = partial(step_model.ring, world_size=ranks, link=link)
+        step, seconds = step_model.step(job, cost), [plan["seconds"], *chain(*plan["spans"])]
         assert seconds == pytest.approx([step.seconds, *chain(*step.spans)], rel=1e-9, abs=0)
 
 
@@ -115,8 +116,8 @@ def shard(*change):
         moments = node("shard.moments", [(way, n) for way in measure.LEVELS], *change)
         for way, (_, forward, backward, update) in zip(measure.LEVELS, moments, strict=True):
             kept = [kind["kept"] for kind in backward["held"].values()]
-            paper = [*measure.formula(way, n).values()]
-            assert [kept[0], kept[1], 2 * kept[2]] == pytest.approx(paper)
+            expected = [*measure.formula(way, n).values()]
+            assert [kept[0], kept[1], 2 * kept[2]] == pytest.approx(expected)
             passing = [kind["passing"] for kind in forward["held"].values()]
             assert passing == [way == "parameters", False, False]
             sent = {"none": 2, "optimizer": 3, "gradients": 2, "parameters": 3}[way]

@@ -77,14 +77,14 @@ def test_no_rank_leaves_a_barrier_before_all_have_come(rank):
         assert (max(arrivals) <= min(departures)) == together
 
 
-CALLS = ("send", "recv", "batch_isend_irecv", "broadcast", "reduce", "all_reduce", "gather")
-CALLS += ("all_gather", "scatter", "reduce_scatter", "all_to_all_single")
+COLLECTIVE_CALLS = ("send", "recv", "batch_isend_irecv", "broadcast", "reduce", "all_reduce")
+COLLECTIVE_CALLS += ("gather", "all_gather", "scatter", "reduce_scatter", "all_to_all_single")
 
 
 @on_ranks(3)
 def test_without_its_call_no_lesson_gives_that(rank):
     """The control: collectives that do nothing."""
-    with patch.multiple(dist, **dict.fromkeys(CALLS, lambda *args, **kwargs: [])):
+    with patch.multiple(dist, **dict.fromkeys(COLLECTIVE_CALLS, lambda *args, **kwargs: [])):
         play = load_chapter("03", "collectives").play
         rows = [play(rank, name) for name in LESSONS if name != "barrier"]
     pairs = zip(LESSONS, zip(*gather_from_ranks(rows), strict=True), strict=False)
@@ -120,7 +120,7 @@ def be_a_program(folder: Path, main: Callable) -> None:
     main()
 
 
-RESTORED = "signal.signal(signal.SIGINT, signal.SIG_DFL)"
+RESTORES_SIGINT = "signal.signal(signal.SIGINT, signal.SIG_DFL)"
 
 
 def train(without=()) -> None:
@@ -132,7 +132,7 @@ def train(without=()) -> None:
 
 
 def train_without_sigint() -> None:
-    train(without=(("train.py", RESTORED),))
+    train(without=(("train.py", RESTORES_SIGINT),))
 
 
 def start_ranks_of_a_chapter() -> None:

@@ -51,7 +51,7 @@ def test_a_workflow_may_only_read_the_repository_unless_it_asks_for_more(path):
 
 
 # A zip file has checksums; survive also asks for one of its own, which `seal` writes.
-WAYS = {  # the script and its flag, whether the file is a zip file, whether it is sealed
+MALICIOUS_FILES = {  # the script and its flag, whether the file is a zip file, whether it is sealed
     "04, an old file": ("04", "--resume", False, False),
     "04, a zip file": ("04", "--resume", True, False),
     "survive, an old file": ("survive", "--resume", False, False),
@@ -61,10 +61,10 @@ WAYS = {  # the script and its flag, whether the file is a zip file, whether it 
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_malicious_checkpoint_runs_nothing(way, tmp_path):
+@pytest.mark.parametrize("kind", MALICIOUS_FILES)
+def test_a_malicious_checkpoint_runs_nothing(kind, tmp_path):
     """Whoever can write the file can write its checksum, too."""
-    key, how, zipped, sealed = WAYS[way]
+    key, how, zipped, sealed = MALICIOUS_FILES[kind]
     path, trapped = tmp_path / "checkpoint.pt", tmp_path / "trapped"
     if zipped:
         torch.save({"model": Trap(trapped), "epoch": 0}, path)
