@@ -43,7 +43,7 @@ def test_whoever_starts_the_ranks_their_losses_are_the_same(key, ranks, processe
     assert torch.equal(Run(tmp_path, [], "").losses, same.losses)
 
 
-def test_c01_c03_words_shows_what_torchrun_gives_to_nodes_of_unequal_size():
+def test_c01_c03_rank_variables_shows_what_nodes_of_unequal_size_are_given():
     """As its page says of two real torchruns, which test_readmes.py starts. On the second node,
     rank % GPUs is another GPU."""
     command = "python 04_ddp_torchrun/launch/rank_variables.py --nodes 3 2"
