@@ -38,13 +38,13 @@ from common.chapters import ROOT, load_chapter
 from common.options import Parser, int_at_least
 from helpers.local_ranks import (
     become_script,
-    context,
     prepare_for_script,
+    process_context,
     store_of_a_launcher,
     variables_of_rank,
 )
 from helpers.machine import free_port
-from helpers.small_disk import REFUSED, can_mount, fill, small_disk
+from helpers.small_disk import CANNOT_MOUNT, can_mount, fill, small_disk
 from helpers.train_stage import Run, same_run, same_weights, train_once
 
 timing = load_chapter("benchmarks", "timing")
@@ -263,9 +263,9 @@ def run(fault: Fault, ranks: int, *flags: str) -> tuple:
     if fault.kind in RANK_0_KEEPS_THE_STORE:  # as without torchrun
         env |= {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     args = [(rank, fault, flags, env, folder) for rank in range(ranks)]
-    processes = [context.Process(target=_rank, args=each) for each in args]
+    processes = [process_context.Process(target=_rank, args=each) for each in args]
     if fault.kind == "pause-torchrun":
-        processes = [context.Process(target=_torchrun, args=(fault, flags, folder))]
+        processes = [process_context.Process(target=_torchrun, args=(fault, flags, folder))]
     for process in processes:
         process.start()
     try:
@@ -300,7 +300,7 @@ def reference(fault: Fault) -> Run:
 def trial(fault: Fault) -> FaultOutcome:
     with tempfile.TemporaryDirectory(prefix="trial-") as folder, small_disk() as disk:
         parent = disk if fault.kind == "tmpfs-full" else Path(folder)
-        assert parent, REFUSED
+        assert parent, CANNOT_MOUNT
         return trial_in(parent / "run", fault)
 
 
@@ -421,7 +421,7 @@ def main() -> None:
     chance = random.Random(1)
     if not can_mount():
         groups["faults"].remove("tmpfs-full")
-        print(f"without tmpfs-full: {REFUSED}")
+        print(f"without tmpfs-full: {CANNOT_MOUNT}")
     kinds = [kind for name in args.kinds for kind in groups.get(name, [name])]
     faults = [draw(kinds[i % len(kinds)], chance) for i in range(args.faults)]
     outcomes = inject(faults, args.jobs)

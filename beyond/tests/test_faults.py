@@ -26,7 +26,7 @@ from faults import (
     reference,
     trial,
 )
-from helpers.small_disk import REFUSED, can_mount
+from helpers.small_disk import CANNOT_MOUNT, can_mount
 from helpers.train_stage import few_digits
 
 faults.FLAGS += (*few_digits(), "--batch-size=24")  # a fifth: an epoch has 12 steps all the same
@@ -81,7 +81,7 @@ def outcomes() -> dict[Fault, FaultOutcome]:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_run_survives(name):
     if not can_happen(FAULTS[name]):
-        pytest.skip(REFUSED)
+        pytest.skip(CANNOT_MOUNT)
     outcome = outcomes()[FAULTS[name]]
     assert not any(outcome.bad().values()), outcome
     lost_at_most = 2 * EVERY + 1  # one checkpoint is damaged, and the next was not yet written

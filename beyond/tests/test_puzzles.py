@@ -10,7 +10,7 @@ import pytest
 
 import common.ranks
 from common.chapters import ROOT, load_chapter
-from helpers.local_ranks import SECONDS, context, run_script, use_default_start_method
+from helpers.local_ranks import SECONDS, process_context, run_script, use_default_start_method
 from helpers.machine import patience, scratch_folder
 from helpers.stage_files import replace_once
 
@@ -90,7 +90,7 @@ def _judge(number: int, sources: dict[str, str], file: Path) -> None:
 
 def verdicts(number: int, sources: dict[str, str]) -> dict[str, tuple[bool, str]]:
     file = scratch_folder() / "verdicts.json"
-    process = context.Process(target=_judge, args=(number, sources, file))
+    process = process_context.Process(target=_judge, args=(number, sources, file))
     process.start()
     process.join(patience(5 * SECONDS))
     if process.is_alive():

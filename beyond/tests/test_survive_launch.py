@@ -15,7 +15,13 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, _utils
 
 from common.chapters import ROOT, load_chapter
-from helpers.local_ranks import context, gather_from_ranks, launcher_variables, on_ranks, run_script
+from helpers.local_ranks import (
+    gather_from_ranks,
+    launcher_variables,
+    on_ranks,
+    process_context,
+    run_script,
+)
 from helpers.machine import free_port, is_running
 from helpers.refusals import assert_one_line, refusal
 
@@ -176,8 +182,8 @@ def look_often(_: int) -> None:
 
 def test_a_loader_ends_with_its_rank_and_not_before():
     """The control: of a fork server, the default since Python 3.14, a loader of torch stays."""
-    ours, theirs = context.Pipe()
-    rank = context.Process(target=load_with_workers, args=(theirs,))
+    ours, theirs = process_context.Pipe()
+    rank = process_context.Process(target=load_with_workers, args=(theirs,))
     rank.start()
     loader, control = ours.recv()
     os.kill(loader, signal.SIGTERM)

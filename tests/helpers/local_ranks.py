@@ -49,9 +49,9 @@ PRELOADED = [  # by the fork server
     "torchvision.transforms.v2",
 ]
 
-context = multiprocessing.get_context("forkserver")
+process_context = multiprocessing.get_context("forkserver")
 common.ranks.slow_modules[:] = PRELOADED  # for chapters that tests run here
-context.set_forkserver_preload(PRELOADED)
+process_context.set_forkserver_preload(PRELOADED)
 
 
 # What a launcher tells a rank
@@ -175,7 +175,7 @@ def run_script(
     for rank in range(ranks):
         variables = variables_of_rank(rank, env or {})
         arguments = (rank, variables, str(ROOT / script), flags, str(where), output)
-        processes.append(context.Process(target=become_script, args=arguments))
+        processes.append(process_context.Process(target=become_script, args=arguments))
         processes[-1].start()
     deadline = time.monotonic() + patience(seconds)
     for process in processes:

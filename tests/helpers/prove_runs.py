@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from helpers.local_ranks import SECONDS, context, use_default_start_method
+from helpers.local_ranks import SECONDS, process_context, use_default_start_method
 from helpers.machine import patience, scratch_folder
 from prove.__main__ import main
 
@@ -26,7 +26,7 @@ def _prove(folder: Path, texts: Path, env: dict[str, str], arguments: tuple[str,
 def run(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
     """The ended process, with what it printed."""
     texts = scratch_folder()
-    process = context.Process(target=_prove, args=(folder, texts, env, arguments))
+    process = process_context.Process(target=_prove, args=(folder, texts, env, arguments))
     process.start()
     process.join(patience(3 * SECONDS))
     if process.is_alive():

@@ -52,11 +52,11 @@ class RankLog:
     output: str = ""
 
 
-class WriteDown(TorchFunctionMode):
+class NoteGpus(TorchFunctionMode):
     """Notes each GPU that a call of torch names; `cuda` alone is the GPU that was set, else 0."""
 
-    def __init__(self, seen: RankLog) -> None:
-        self.seen, self.current = seen, 0
+    def __init__(self, log: RankLog) -> None:
+        self.log, self.current = log, 0
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         if function is torch.device:  # a device may say cuda here, as no tensor ever reaches it
@@ -65,16 +65,16 @@ class WriteDown(TorchFunctionMode):
         for value in (*args, *(kwargs or {}).values()):
             if isinstance(value, torch.device) and value.type == "cuda":
                 number = self.current if value.index is None else value.index
-                if number not in self.seen.devices:
-                    self.seen.devices.append(number)
+                if number not in self.log.devices:
+                    self.log.devices.append(number)
         return function(*args, **(kwargs or {}))
 
     def set_device(self, device: Any) -> None:
         self.current = device if isinstance(device, int) else torch.device(device).index
-        self.seen.calls.append(f"set_device {self.current}")
+        self.log.calls.append(f"set_device {self.current}")
 
 
-def pretend(gpus: int, seen: RankLog) -> None:
+def pretend_gpus(gpus: int, log: RankLog) -> None:
     """From now on, this process sees that many GPUs."""
     from prove import cpu
 
@@ -83,10 +83,10 @@ def pretend(gpus: int, seen: RankLog) -> None:
 
     def init_process_group(backend: Any = None, *args: Any, device_id: Any = None, **more: Any):
         which = "" if device_id is None else f", device_id {torch.device(device_id).index}"
-        seen.calls.append(f"join {backend}{which}")
+        log.calls.append(f"join {backend}{which}")
         join(backend, *args, **more)
 
-    notes = WriteDown(seen)
+    notes = NoteGpus(log)
     notes.__enter__()
     dist.init_process_group = init_process_group
     torch.cuda.set_device = notes.set_device
@@ -98,7 +98,7 @@ def pretend(gpus: int, seen: RankLog) -> None:
 def _rehearse(
     rank: int, script: str, flags: tuple, gpus: int, envs: list, changes: tuple
 ) -> RankLog:
-    path, seen = ROOT / script, RankLog()
+    path, log = ROOT / script, RankLog()
     if script == CONVERTED:
         source = load_chapter("beyond/convert", "apply_steps").scripts()[-1]
     else:
@@ -108,16 +108,16 @@ def _rehearse(
     os.chdir(scratch_folder())
     Path("data/MNIST").mkdir(parents=True)
     Path("data/MNIST/raw").symlink_to(ROOT / "common" / "digits")  # where the classifier looks
-    pretend(gpus, seen)
+    pretend_gpus(gpus, log)
     sys.argv, sys.path[0:0] = [script, *flags], [str(path.parent)]
     code, out = compile(source, str(path), "exec"), StringIO()
     try:
         with spawned_as(rank), redirect_stdout(out):
             exec(code, {"__name__": "__main__", "__file__": str(path)})
     except SystemExit as end:
-        seen.error = f"exit status {end.code}"
-    seen.output = out.getvalue()
-    return seen
+        log.error = f"exit status {end.code}"
+    log.output = out.getvalue()
+    return log
 
 
 def rehearse(

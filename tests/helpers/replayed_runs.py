@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from helpers import oracle
-from helpers.stage_files import Line
+from helpers.stage_files import Change
 from helpers.train_stage import few_digits, train_once
 
 REPLAYED_FLAGS = ("--model=net-bn", "--batch-size=60", "--epochs=3", "--max-steps=14", "--seed=7")
@@ -24,7 +24,7 @@ def differences(
     ranks: int,
     flags: tuple[str, ...],
     steps: oracle.Steps,
-    without: tuple[Line, ...] = (),
+    without: tuple[Change, ...] = (),
     statistics: bool = True,
     **options: Any,
 ) -> tuple[float, float]:
@@ -42,7 +42,7 @@ def differences(
 
 
 def assert_repeats(
-    steps: oracle.Steps, key: str, ranks: int, *flags: str, without: tuple[Line, ...] = ()
+    steps: oracle.Steps, key: str, ranks: int, *flags: str, without: tuple[Change, ...] = ()
 ) -> None:
     """The run has the losses and weights of the replay, and all ranks have the same weights."""
     loss_difference, weight_difference = differences(key, ranks, flags, steps, without)

@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 import common.ranks
 from common.chapters import ROOT, load_chapter
 from common.ranks import run_ranks
-from helpers.local_ranks import by_fork, context, gather_from_ranks, on_ranks
+from helpers.local_ranks import by_fork, gather_from_ranks, on_ranks, process_context
 from helpers.machine import is_running
 from helpers.stage_files import output_of
 from helpers.train_stage import load_stage
@@ -142,7 +142,7 @@ def start_ranks_of_a_chapter() -> None:
 
 def ranks_left(folder: Path, main: Callable, seconds: float) -> int:
     """How many of the two ranks still run so long after their program was killed."""
-    program, ranks = context.Process(target=be_a_program, args=(folder, main)), []
+    program, ranks = process_context.Process(target=be_a_program, args=(folder, main)), []
     (folder / READY).unlink(missing_ok=True)
     program.start()
     try:

@@ -18,7 +18,7 @@ from helpers.local_ranks import launch_function, run_script
 from helpers.machine import scratch_folder
 from helpers.train_stage import (
     FP32,
-    LOCAL,
+    ON_CPU,
     ONE_EPOCH,
     Run,
     default_dtype,
@@ -81,7 +81,7 @@ def test_random_numbers_depend_on_seed_epoch_and_rank_and_max_steps_ends_a_run(
     key, ranks, tmp_path
 ):
     """So the ranks draw dropout masks of their own: test_c29 shows it."""
-    flags = (*LOCAL, f"--run-dir={tmp_path}", "--epochs=3", "--batch-size=500", "--max-steps=4")
+    flags = (*ON_CPU, f"--run-dir={tmp_path}", "--epochs=3", "--batch-size=500", "--max-steps=4")
     flags += ("--world-size=2",) if key == "03" else ()
     for rank, seeds in enumerate(launch_function(ranks, seeds_of, key, flags)):
         assert seeds == [1234, 1234 + rank, 1234 + ranks + rank], "for the weights and two epochs"

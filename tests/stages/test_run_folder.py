@@ -10,10 +10,10 @@ import pytest
 
 from common.options import UsageError
 from common.run_folder import keep_steps, lock, replace, set_aside
-from helpers.local_ranks import context, launch_ranks, run_script
+from helpers.local_ranks import launch_ranks, process_context, run_script
 from helpers.machine import is_running
 from helpers.refusals import TRAIN_SCRIPTS, assert_one_line
-from helpers.small_disk import REFUSED, fill, small_disk
+from helpers.small_disk import CANNOT_MOUNT, fill, small_disk
 from helpers.train_stage import FP32, ONE_EPOCH, few_digits, train
 
 FIVE_STEPS = (*few_digits(), *ONE_EPOCH)  # an epoch has 5 steps
@@ -33,7 +33,7 @@ def other_run(tmp_path):
     """A process that runs in the folder "run", and its loader."""
     folder, started = tmp_path / "run", tmp_path / "started"
     folder.mkdir()
-    process = context.Process(target=train_forever, args=(folder, started))
+    process = process_context.Process(target=train_forever, args=(folder, started))
     process.start()
     while not (started.exists() and started.read_text()):
         assert process.is_alive()
@@ -142,7 +142,7 @@ def test_a_new_run_in_a_folder_mixes_nothing_with_the_one_before(key, tmp_path):
 def full_disk():
     with small_disk() as folder:
         if not folder:
-            pytest.skip(REFUSED)
+            pytest.skip(CANNOT_MOUNT)
         yield folder
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import prove
-from helpers.local_ranks import SECONDS, context, launch_function, launch_ranks, run_script
+from helpers.local_ranks import SECONDS, launch_function, launch_ranks, process_context, run_script
 from helpers.pages import anchors
 from helpers.prove_runs import TORCHRUN, run, verdict
 from prove import (
@@ -456,7 +456,7 @@ def test_batches_of_a_class_of_the_script_are_replayed_from_all_ranks(prove_scri
 def test_a_rank_that_cannot_be_watched_says_why(tmp_path):
     environment = {"OMP_NUM_THREADS": "1"}  # and no PROVE, which install() reads
     log = tmp_path / "log"
-    rank = context.Process(target=launch.become_rank, args=(["train.py"], environment, log))
+    rank = process_context.Process(target=launch.become_rank, args=(["train.py"], environment, log))
     rank.start()
     rank.join(SECONDS)
     assert rank.exitcode == 1
