@@ -10,8 +10,10 @@ from helpers import oracle
 from helpers.stage_files import Change
 from helpers.train_stage import few_digits, train_once
 
-REPLAYED_FLAGS = ("--model=net-bn", "--batch-size=60", "--epochs=3", "--max-steps=14", "--seed=7")
-REPLAYED_FLAGS += few_digits()  # of which an epoch has 5 steps
+REPLAYED_FLAGS = (
+    *("--model=net-bn", "--batch-size=60", "--epochs=3", "--max-steps=14", "--seed=7"),
+    *few_digits(),  # of which an epoch has 5 steps
+)
 TRAINING = oracle.Training(  # the same, as the oracle is told
     batch=60, epochs=3, max_steps=14, seed=7, lr=0.02, momentum=0.9, data=few_digits()
 )

@@ -83,7 +83,7 @@ def batches_of(case, ranks):
         yield (rows * 3 + 5).to(memory_format=case.layout), weights
 
 
-def use(layer, case, rows, weights):
+def one_step(layer, case, rows, weights):
     """One step: output, gradient of the input, gradients of the parameters, and the state after."""
     rows = rows.clone().requires_grad_(case.input_grad)
     layer.zero_grad()
@@ -108,12 +108,12 @@ def run_all_cases(rank, ranks):
             layer.float()
         parts = [(a.split(SIZES[ranks]), b.split(SIZES[ranks])) for a, b in batches_of(case, ranks)]
         with torch.autocast("cpu", enabled=case.dtype != torch.float64):
-            results[name] = [use(layer, case, a[rank], b[rank]) for a, b in parts]
+            results[name] = [one_step(layer, case, a[rank], b[rank]) for a, b in parts]
     return results
 
 
 @cache
-def synced(ranks):
+def results_of_ranks(ranks):
     return launch_function(ranks, run_all_cases, ranks)
 
 
@@ -127,8 +127,8 @@ def test_it_is_one_process_on_the_whole_batch(ranks, name):
     near = {"rtol": 2 * rounding, "atol": 8 * rounding, "check_dtype": False} if half else CLOSE
     wide = {"rtol": 1e-5, "atol": 1e-5, "check_dtype": False} if half else CLOSE
     for step, (rows, weights) in enumerate(batches_of(case, ranks)):
-        output, grad, gradients, state = use(whole, case, rows.double(), weights.double())
-        parts = zip(*(results[name][step] for results in synced(ranks)), strict=True)
+        output, grad, gradients, state = one_step(whole, case, rows.double(), weights.double())
+        parts = zip(*(results[name][step] for results in results_of_ranks(ranks)), strict=True)
         outputs, grads, of_parameters, states = parts
         torch.testing.assert_close(torch.cat(outputs), output, **near)
         if grad is not None:
@@ -143,10 +143,12 @@ def test_plain_batchnorm_is_not_and_without_a_process_group_it_is_plain_batchnor
     """The control of the test above: each rank by itself."""
     case = LAYER_CASES["4-D"]
     rows, weights = next(batches_of(case, 2))
-    whole = use(layer_of(case), case, rows, weights)
-    assert all(map(torch.equal, use(convert(layer_of(case)), case, rows, weights)[:2], whole[:2]))
+    whole = one_step(layer_of(case), case, rows, weights)
+    assert all(
+        map(torch.equal, one_step(convert(layer_of(case)), case, rows, weights)[:2], whole[:2])
+    )
     parts = (slice(1), slice(1, 5))
-    halves = [use(layer_of(case), case, rows[part], weights[part]) for part in parts]
+    halves = [one_step(layer_of(case), case, rows[part], weights[part]) for part in parts]
     for *of_halves, of_whole in zip(*(each[:2] for each in (*halves, whole)), strict=True):
         assert (torch.cat(of_halves) - of_whole).abs().max() > 0.1
     assert (halves[0][3]["running_mean"] - whole[3]["running_mean"]).abs().max() > 0.01
