@@ -62,7 +62,9 @@ def test_no_import_leads_back_to_its_own_module(folder):
 
 def test_the_second_of_two_programs_with_one_name_is_not_taken_for_the_first(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])  # no other test finds what is loaded here
-    first = load_chapter("beyond/survive", "launch")
-    with pytest.raises(ImportError, match=r"src/prove/launch\.py, but launch is .+/survive/launch"):
-        load_chapter("packages/prove/src/prove", "launch")
-    assert load_chapter("beyond/survive", "launch") is first, "the control"
+    first = load_chapter("beyond/shard", "language")
+    with pytest.raises(
+        ImportError, match=r"examples/language\.py, but language is .+/shard/language"
+    ):
+        load_chapter("beyond/convert/examples", "language")
+    assert load_chapter("beyond/shard", "language") is first, "the control"
