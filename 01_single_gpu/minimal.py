@@ -27,4 +27,4 @@ for epoch in range(5):
         for x, y in test_loader:
             correct += (model(x.to(device)).argmax(dim=1) == y.to(device)).sum()
     print(f"epoch {epoch}: {correct.item() / len(test_set):.1%} of {len(test_set)} right")
-torch.save(model.state_dict(), "model.pt")
+    torch.save(model.state_dict(), "model.pt")

@@ -1,4 +1,6 @@
 """Stage 01: one process trains on one device. All later stages are compared with it.
+With several processes, six places change. In main: the device, the sampler, the seeds in the loop,
+and who saves. In train_epoch: what lies between backward and step. In evaluate: the totals.
 
 python 01_single_gpu/train.py
 """

@@ -15,8 +15,9 @@ inputs = torch.randn(6000, 64)
 labels = (inputs @ torch.randn(64, 10)).argmax(dim=1)  # 10 classes that can be learned
 train_set = TensorDataset(inputs[:5000], labels[:5000])
 test_set = TensorDataset(inputs[5000:], labels[5000:])
-local_rank = int(os.environ["LOCAL_RANK"])  # my number on this machine, and that of my GPU
-device = torch.device(f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu")
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if device.type == "cuda":  # a GPU for each process: from here on, "cuda" is mine
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # my number on this machine
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
 ddp = DistributedDataParallel(model)  # averages gradients in backward; model itself is saved
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -39,7 +40,6 @@ for epoch in range(5):
     dist.all_reduce(correct)  # each rank has counted its own test samples
     if rank == 0:
         print(f"epoch {epoch}: {correct.item() / len(test_set):.1%} of {len(test_set)} right")
-if rank == 0:
-    torch.save(model.state_dict(), "model.pt")
+        torch.save(model.state_dict(), "model.pt")
 dist.barrier()  # nobody leaves before all have finished
 dist.destroy_process_group()

@@ -28,16 +28,17 @@ HELD = {  # how memory.svg calls what measure_memory.py counts
 }
 
 
+def gradient(samples: torch.Tensor) -> float:
+    """Of the mean squared error of weight × x, where the weight is 1 and the target is 2x."""
+    weight = torch.tensor(1.0, requires_grad=True)
+    ((weight * samples - 2 * samples) ** 2).mean().backward()
+    assert weight.grad is not None
+    return weight.grad.item()
+
+
 def mean() -> str:
     """One step of y = weight × x on four samples, by two ranks and by one process."""
     samples, rate = torch.tensor([1.0, 2.0, 3.0, 4.0]), 0.01
-
-    def gradient(mine: torch.Tensor) -> float:
-        weight = torch.tensor(1.0, requires_grad=True)
-        ((weight * mine - 2 * mine) ** 2).mean().backward()
-        assert weight.grad is not None
-        return weight.grad.item()
-
     parts = [samples[rank::2] for rank in (0, 1)]
     each = [gradient(part) for part in parts]
     average = sum(each) / 2
@@ -46,37 +47,34 @@ def mean() -> str:
         f"Two ranks hold the same weight and different samples. Their gradients, {each[0]:g} and "
         f"{each[1]:g}, are averaged to {average:g}, and both make the same update.",
     )
-    drawing.words(WIDTH / 2, 18, "a global batch: four samples x", anchor="middle", bold=True)
-    task = (
-        "The model computes weight × x. The target is 2x, and the loss is the mean squared error."
-    )
+    middle = WIDTH / 2
+    drawing.words(middle, 18, "a global batch: four samples x", anchor="middle", bold=True)
     for i, sample in enumerate(samples.tolist()):
-        x = 200 + 52 * i
-        drawing.box(x, 28, 44, 30, f"rank {i % 2}")
-        drawing.words(x + 22, 49, f"{sample:g}", "#fff", "middle", bold=True)
+        drawing.button(200 + 52 * i, 28, 44, 30, f"rank {i % 2}", f"{sample:g}")
     for rank, part in enumerate(parts):
-        left, middle = 10 + 330 * rank, 135 + 330 * rank
-        mine = " and ".join(f"{x:g}" for x in part.tolist())
-        drawing.line(WIDTH / 2 + (60 if rank else -60), 62, middle, 88, arrow=True)
-        drawing.box(left, 92, 250, 94, "none", f"rank {rank}")
-        drawing.words(middle, 113, f"rank {rank}", f"rank {rank}", "middle", bold=True)
-        drawing.words(middle, 134, f"weight 1, samples {mine}", anchor="middle")
-        drawing.words(middle, 155, "forward, backward:", anchor="middle")
-        drawing.words(middle, 176, f"gradient {minus(each[rank])}", anchor="middle", bold=True)
-        drawing.line(middle, 188, WIDTH / 2 + (60 if rank else -60), 214, arrow=True)
-        drawing.line(WIDTH / 2 + (60 if rank else -60), 254, middle, 280, arrow=True)
-        drawing.box(left, 284, 250, 52, "none", f"rank {rank}")
+        computed = [
+            f"weight 1, samples {' and '.join(f'{x:g}' for x in part.tolist())}",
+            "forward, backward:",
+            f"gradient {minus(each[rank])}",
+        ]
         new = f"1 − {rate} × ({minus(average)}) = {1 - rate * average:g}"
-        drawing.words(middle, 305, f"optimizer, rate {rate}: weight", anchor="middle")
-        drawing.words(middle, 326, new, anchor="middle", bold=True)
-    drawing.box(130, 218, 340, 34, "none", "sending")
+        own, shared = 135 + 330 * rank, middle + (60 if rank else -60)
+        drawing.line(shared, 62, own, 88, arrow=True)
+        drawing.card(own, 92, 250, f"rank {rank}", [f"rank {rank}", *computed])
+        drawing.line(own, 188, shared, 214, arrow=True)
+        drawing.line(shared, 254, own, 280, arrow=True)
+        drawing.card(own, 284, 250, f"rank {rank}", [f"optimizer, rate {rate}: weight", new])
     sums = f"({minus(each[0])} {minus(each[1], ' ')}) / 2 = {minus(average)}"
-    drawing.words(WIDTH / 2, 241, f"all-reduce: {sums}", "sending", "middle", bold=True)
+    drawing.card(middle, 218, 340, "sending", [f"all-reduce: {sums}"])
     whole = gradient(samples)
-    alone = f"gradient {minus(whole)}, weight {1 - rate * whole:g}"
-    drawing.words(WIDTH / 2, 364, f"One process with all four: {alone}.", anchor="middle")
-    drawing.words(WIDTH / 2, 388, task, anchor="middle", size=14)
-    return drawing.text(400)
+    ending = (
+        f"One process with all four: gradient {minus(whole)}, weight {1 - rate * whole:g}.",
+        "The model computes weight × x. The target is 2x,",
+        "and the loss is the mean squared error.",
+    )
+    for row, line in enumerate(ending):
+        drawing.words(middle, 364 + 22 * row, line, anchor="middle")
+    return drawing.text(420)
 
 
 def minus(number: float, after: str = "") -> str:
@@ -98,8 +96,7 @@ def dataparallel() -> str:
         drawing.words(x + width / 2, 18, name, anchor="middle", bold=True)
 
     def part(x: float, y: float, kind: str, text: str) -> None:
-        drawing.box(x, y, width, 34, kind)
-        drawing.words(x + width / 2, y + 23, text, "#fff", "middle", bold=True)
+        drawing.button(x, y, width, 34, kind, text)
 
     def sent(y: float, text: str, back: bool = False) -> None:
         begin, end = (other - 6, main + width + 6) if back else (main + width + 6, other - 6)
@@ -144,10 +141,7 @@ def allreduce() -> str:
             y = 34 + 88 * rank
             for place, value in enumerate(tensor):
                 kind = f"rank {rank}" if number == 0 else "gradients"
-                drawing.box(x + 64 * place, y, 60, 40, kind)
-                drawing.words(
-                    x + 30 + 64 * place, y + 26, f"{value:g}", "#fff", "middle", bold=True
-                )
+                drawing.button(x + 64 * place, y, 60, 40, kind, f"{value:g}")
     for rank in (0, 1):
         y = 54 + 88 * rank
         drawing.words(6, y + 6, f"rank {rank}", f"rank {rank}", bold=True)
@@ -155,7 +149,8 @@ def allreduce() -> str:
         drawing.line(400, y, 444, y, arrow=True)
     drawing.line(220, 66, 264, 130, arrow=True)
     drawing.line(220, 130, 264, 66, arrow=True)
-    return drawing.text(172)
+    drawing.words(242, 186, "all-reduce", "sending", "middle", bold=True)
+    return drawing.text(194)
 
 
 def batches(stage: str, rank: int, epoch: int, samples: int, local_batch: int) -> list[list[int]]:
@@ -173,8 +168,7 @@ def batches(stage: str, rank: int, epoch: int, samples: int, local_batch: int) -
 def cell(drawing: Drawing, place: int, y: float, sample: int, kind: str) -> None:
     """place: from the left; a global batch has four, and a gap behind it."""
     x = 84 + 40 * place + 12 * (place // 4)
-    drawing.box(x, y, 36, 26, kind)
-    drawing.words(x + 18, y + 19, str(sample), "#fff", "middle", bold=True)
+    drawing.button(x, y, 36, 26, kind, str(sample))
 
 
 def samples(*stages: str) -> str:
@@ -256,11 +250,11 @@ def ranks() -> str:
         drawing.box(left, 4, 290, 190, "none", INK)
         drawing.words(left + 145, 26, f"node {node}", anchor="middle", bold=True)
         command = f"torchrun --nnodes={nodes} --node-rank={node} ..."
-        drawing.words(left + 145, 46, command, anchor="middle", size=14)
+        drawing.words(left + 145, 46, command, anchor="middle")
         for local in range(gpus):
             x, rank = left + 12 + 136 * local, node * gpus + local
             drawing.box(x, 58, 130, 74, "none", INK)
-            drawing.words(x + 65, 80, "process", anchor="middle", size=15)
+            drawing.words(x + 65, 80, "process", anchor="middle")
             drawing.words(x + 65, 102, f"rank {rank}", anchor="middle", bold=True)
             drawing.words(x + 65, 122, f"local rank {local}", anchor="middle")
             drawing.line(x + 65, 134, x + 65, 150, arrow=True)
@@ -271,54 +265,56 @@ def ranks() -> str:
     return drawing.text(232)
 
 
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 def formats() -> str:
     """The bits of each format, and which of the sizes that a gradient has it can hold."""
     drawing = Drawing("What a number of 32 or 16 bits holds", "")
-    for name, begin in (("sign", 74), ("exponent: how large", 150), ("fraction: how exact", 352)):
-        kind = {"sign": "optimizer", "expo": "forward", "frac": "parameters"}[name[:4]]
+    draw_bits(drawing, 74)
+    draw_ranges(drawing, 74)
+    return drawing.text(350)
+
+
+def draw_bits(drawing: Drawing, left: float) -> None:
+    names = {"sign": "sign", "exponent": "exponent: how large", "fraction": "fraction: how exact"}
+    for begin, (kind, name) in zip((left, 150, 352), names.items(), strict=True):
         drawing.box(begin, 4, 14, 14, kind)
         drawing.words(begin + 20, 17, name)
-    names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    for row, (name, dtype) in enumerate(names.items()):
-        about, y = torch.finfo(dtype), 30 + 34 * row
-        fraction = round(-math.log2(about.eps))
-        exponent = about.bits - 1 - fraction
+    for row, (name, dtype) in enumerate(FORMATS.items()):
+        y = 30 + 34 * row
+        fraction = round(-math.log2(torch.finfo(dtype).eps))
+        exponent = torch.finfo(dtype).bits - 1 - fraction
         drawing.words(4, y + 19, name, bold=True)
-        x = 74.0
-        for kind, bits in (("optimizer", 1), ("forward", exponent), ("parameters", fraction)):
-            for _ in range(bits):
-                drawing.box(x, y, 14, 26, kind)
-                x += 15.5
-    low, high, left = -46, 40, 74
+        kinds = ["sign"] + ["exponent"] * exponent + ["fraction"] * fraction
+        for place, kind in enumerate(kinds):
+            drawing.box(left + 15.5 * place, y, 14, 26, kind)
+
+
+def draw_ranges(drawing: Drawing, left: float) -> None:
+    low, high = -46, 40  # powers of ten
     scale = (WIDTH - left - 8) / (high - low)
 
     def place(value: float) -> float:
         return left + (math.log10(value) - low) * scale
 
-    for row, (name, dtype) in enumerate(names.items()):
+    drawing.words(4, 158, "from the smallest to the largest number", bold=True)
+    for row, (name, dtype) in enumerate(FORMATS.items()):
         about, y = torch.finfo(dtype), 172 + 34 * row
         smallest = about.smallest_normal * about.eps  # what rounds to 0 is smaller still
         drawing.words(4, y + 19, name, bold=True)
-        drawing.box(place(smallest), y, place(about.max) - place(smallest), 26, "batch")
+        drawing.box(place(smallest), y, place(about.max) - place(smallest), 26, "exponent")
         drawing.description += f"{name}: from {smallest:.0e} to {about.max:.0e}. "
-    drawing.words(4, 158, "from the smallest to the largest number", bold=True)
-    y = 278
-    for value, text in (
-        (1e-40, "1e-40"),
-        (1e-20, "1e-20"),
-        (1.0, "1"),
-        (1e20, "1e20"),
-        (1e38, "1e38"),
-    ):
-        drawing.line(place(value), y, place(value), y + 6)
-        drawing.words(place(value), y + 22, text, anchor="middle", size=14)
-    small, y = 1e-8, 316
+    for power in (-40, -20, 0, 20, 38):
+        x = place(10.0**power)
+        drawing.line(x, 278, x, 284)
+        drawing.words(x, 302, f"1e{power}" if power else "1", anchor="middle")
+    small, y = 1e-8, 318
+    drawing.line(place(small), 240, place(small), y - 6)
     drawing.line(place(small), y, place(small * 65536), y, arrow=True)
     drawing.box(place(small) - 4, y - 4, 8, 8, "gradients")
     text = "a gradient of 1e-8 is 0 in fp16; times 65536, it fits"
-    drawing.words(place(1.0) - 8, y + 24, text, "gradients", "middle", bold=True)
-    drawing.line(place(small), 240, place(small), y - 6)
-    return drawing.text(350)
+    drawing.words(place(1.0) - 8, y + 24, text, anchor="middle", bold=True)
 
 
 def memory() -> str:
@@ -346,9 +342,9 @@ def memory() -> str:
         drawing.words(x + 6, y + 18, f"{sum(held.values()) / MIB:.0f} MiB", bold=True)
         y += 32
     about = "{model}, {image_size} pixels, global batch {global_batch}, at the end of forward."
-    drawing.words(4, y + 14, about.format(**results), size=15)
+    drawing.words(4, y + 14, about.format(**results))
     where = timeline.origin(results["provenance"])
-    drawing.words(4, y + 32, where, size=15)
+    drawing.words(4, y + 32, where)
     return drawing.text(y + 42)
 
 

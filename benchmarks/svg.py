@@ -5,7 +5,7 @@ theme need not be the browser's: each has a contrast of 3 or more with white and
 page, except pale fills, which have an outline.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 
 WIDTH = 600  # on a phone, a picture is as wide as the page: the text stays large enough
@@ -29,6 +29,10 @@ COLORS = {
     "rank 0": "#8c5bc7",
     "rank 1": "#0f868c",
     "nobody": "none",
+    # the bits of a number
+    "sign": "#767b83",
+    "exponent": "#b4568b",
+    "fraction": "#6f8a1f",
 }
 STRIPES = (
     '<pattern id="waiting" width="5" height="5" patternUnits="userSpaceOnUse" '
@@ -58,12 +62,24 @@ class Drawing:
         text: str,
         kind: str = INK,
         anchor: str = "start",
-        size: int = SIZE,
         bold: bool = False,
     ) -> None:
-        look = f'fill="{COLORS.get(kind, kind)}" font-size="{size}" text-anchor="{anchor}"'
+        look = f'fill="{COLORS.get(kind, kind)}" font-size="{SIZE}" text-anchor="{anchor}"'
         look += ' font-weight="bold"' if bold else ""
         self.shapes.append(f'<text x="{x:.1f}" y="{y:.1f}" {look}>{escape(text)}</text>')
+
+    def button(self, x: float, y: float, width: float, height: float, kind: str, text: str) -> None:
+        """A filled box with a word in its middle."""
+        self.box(x, y, width, height, kind)
+        self.words(x + width / 2, y + height / 2 + 6, text, "#fff", "middle", bold=True)
+
+    def card(self, middle: float, y: float, width: float, kind: str, lines: Sequence[str]) -> None:
+        """An outlined box of lines: the last one is bold, and the name of the color has it."""
+        self.box(middle - width / 2, y, width, 13 + 21 * len(lines), "none", kind)
+        for row, line in enumerate(lines):
+            color = kind if line == kind or len(lines) == 1 else INK
+            is_bold = line == kind or line == lines[-1]
+            self.words(middle, y + 22 + 21 * row, line, color, "middle", bold=is_bold)
 
     def line(self, x1: float, y1: float, x2: float, y2: float, arrow: bool = False) -> None:
         end = ' marker-end="url(#arrow)"' if arrow else ""

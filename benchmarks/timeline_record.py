@@ -33,6 +33,8 @@ COLLECTIVES += ["all_gather", "all_gather_into_tensor", "all_to_all", "all_to_al
 COLLECTIVES += ["reduce_scatter", "reduce_scatter_tensor"]
 Mark = float | tuple[int, torch.cuda.Event]  # seconds, or an event of the GPU with this number
 Span = list[Any]  # [step, kind, thread, begin, end, bytes]
+# Kinds of messages: the first lets its caller wait until it is there. A bucket is DDP's.
+MESSAGE, STARTED, BUCKET = "message", "started message", "bucket"
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
@@ -130,12 +132,14 @@ class Recorder:
             if self.now.is_sending:  # some collectives call another one
                 return send(*args, **kwargs)
             first = [*args, *kwargs.values(), None][0]
-            self.now.is_sending, span = True, self.begin("message", size_of(first))
+            self.now.is_sending, span = True, self.begin(MESSAGE, size_of(first))
             try:
                 work = send(*args, **kwargs)
             finally:
                 self.now.is_sending = False
             if isinstance(work, dist.Work):
+                if span:
+                    span[1] = STARTED
                 work.get_future().then(lambda _: self.end(span))
             else:
                 self.end(span)
@@ -146,7 +150,7 @@ class Recorder:
     def around_hook(self, hook: Hook) -> Hook:
         @functools.wraps(hook)
         def timed(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            span = self.begin("message", size_of(bucket.buffer()))
+            span = self.begin(BUCKET, size_of(bucket.buffer()))
 
             def arrived(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
                 self.end(span)

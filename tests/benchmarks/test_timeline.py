@@ -39,6 +39,18 @@ def test_a_rank_waits_until_the_last_one_has_come_and_then_they_send():
     assert [*alone[1].parts] == [("waiting", 1.0, 1.0), ("sending", 1.0, 6.0)]
 
 
+def test_while_a_message_keeps_a_rank_from_computing_it_is_not_drawn_as_computing():
+    forward, backward = ["forward", "main", 0.0, 4.0, 0], ["backward", "main", 4.0, 9.0, 0]
+    blocking, started = ["message", "main", 1.0, 2.0, 8], ["started message", "main", 2.5, 3.0, 8]
+    buckets = [["bucket", "main", 5.0, 6.0, 8], ["bucket", "main", 7.0, 9.0, 8]]
+    spans = [forward, backward, blocking, started, *buckets]
+    assert [*timeline_draw.lanes(step(spans, spans))[0].parts] == [
+        ("forward", 0.0, 1.0),
+        ("forward", 2.0, 4.0),
+        ("backward", 4.0, 7.0),  # after the last bucket, it waits for the mean
+    ]
+
+
 def test_the_step_shown_is_the_median_one_cut_at_its_ends():
     spans, now = [], 0.0
     for number, seconds in enumerate([9, 9, 9, 9, 9, 1, 5, 2]):
@@ -87,12 +99,13 @@ def test_the_messages_of_a_step_are_seen_and_its_parts_follow_each_other(how, me
     assert sorted(each["rank"] for each in records) == [0, 1]
     for rank in timeline.shown_steps(records)["median"]["ranks"]:
         kinds = {kind: [s for s in rank["spans"] if s[0] == kind] for kind, *_ in rank["spans"]}
-        assert len(kinds["message"]) == messages
+        sent = kinds["message"] + kinds.get("bucket", [])
+        assert len(sent) == messages
         [forward], [backward], [optimizer] = (
             kinds[kind] for kind in ("forward", "backward", "optimizer")
         )
         assert forward[3] <= backward[2] <= backward[3] <= optimizer[2]
-        sizes = [size for *_, size in kinds["message"]]
+        sizes = [size for *_, size in sent]
         assert sum(sizes) == 4 * (8 * 8 + 8 + 8 + 8 + 8 + 1), "all gradients"
 
 

@@ -10,6 +10,7 @@ from common.chapters import load_chapter
 from helpers.local_ranks import launch_ranks, run_script
 from helpers.machine import scratch_folder
 from helpers.outputs import differences
+from helpers.pages import CHINESE
 from repository_pages import ALL_PAGES, BREAK, ROOT, TABLE, fences, shell
 
 tables = load_chapter("benchmarks", "tables")
@@ -114,3 +115,25 @@ def test_the_first_lines_of_the_readme_are_what_changes_between_the_minimal_scri
 def test_the_tables_are_those_of_the_committed_results(page):
     for match in TABLE.finditer(page.read_text()):
         assert match["text"].strip() == tables.TABLES[match["name"]].text(), "run: make readme"
+
+
+COUNTED = re.compile(
+    r"(?<!class in )\[`?[\w.]+`?\]\((?P<file>[\w./]+\.py)\)"
+    r"[^.\n]{0,60}?\b(?P<lines>\d+)(?: lines| 行)"
+)
+DELETED = re.compile(r"(?P<all>\d+) (?:changed lines|行中).*lesson\.diff\)\D+(?P<gone>\d+) ")
+
+
+@pytest.mark.parametrize("page", [*ALL_PAGES, *CHINESE], ids=lambda path: str(path.parent.name))
+def test_a_page_counts_the_lines_of_a_script_correctly(page):
+    for match in COUNTED.finditer(page.read_text()):
+        script = (page.parent / match["file"]).read_text()
+        assert len(script.splitlines()) == int(match["lines"]), match[0]
+
+
+def test_stage_04_counts_its_changed_lines_correctly():
+    diff = (ROOT / "04_ddp_torchrun/lesson.diff").read_text().splitlines()[2:]
+    signs = [line[0] for line in diff if line[0] in "+-"]
+    for page in ("04_ddp_torchrun/README.md", "docs/zh/04_ddp_torchrun.md"):
+        match = DELETED.search((ROOT / page).read_text())
+        assert (int(match["all"]), int(match["gone"])) == (len(signs), signs.count("-"))
