@@ -127,8 +127,8 @@ def test_a_step_is_its_computing_and_what_of_the_communication_nothing_hides():
         communication = sum(cost(bucket.size) for bucket in buckets)
         whole, slowdown = pytest.approx(job.seconds + communication), draw.random()
         assert step_model.step(late, cost, slowdown=slowdown).seconds == whole, "nothing to overlap"
-        nothing_meanwhile = step_model.step(job, cost, slowdown=1.0)
-        assert nothing_meanwhile.seconds == whole, "a message stops the computing"
+        in_turn = step_model.step(job, cost, slowdown=1.0)
+        assert in_turn.seconds == whole, "nothing is computed meanwhile"
         step = step_model.step(job, cost, slowdown=slowdown)
         free = step_model.step(job, cost).seconds
         least = max(job.seconds, job.forward + communication + job.optimizer)
