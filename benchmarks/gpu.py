@@ -26,14 +26,13 @@ from stage_runs import command_of
 
 FOLDER = ROOT / "benchmarks" / "results" / "gpu"
 PACKAGES = (".", "packages/prove/src", "packages/shm/src")  # where they lie, installed or not
-# The files of tests that need a GPU, each with `gpu` in its name.
-GPU_TESTS = ("test_claims", "test_collectives", "test_data_parallel", "test_formats", "test_gpu")
+# The files in tests/stages with tests that need a GPU; each such test has `gpu` in its name.
+GPU_TESTS = ("claims", "collectives", "data_parallel", "formats", "gpu")
 
 
 def list_commands() -> list[str]:
     """All of them, without `python`."""
-    tests = [path for name in GPU_TESTS for path in ROOT.glob(f"tests/*/{name}.py")]
-    files = " ".join(str(path.relative_to(ROOT)) for path in tests)
+    files = " ".join(f"tests/stages/test_{name}.py" for name in GPU_TESTS)
     commands = [f"-m pytest -v --tb=short -k gpu {files}"]
     flags = "--device cuda --run-dir runs/gpu/"
     commands.append(f"benchmarks/tour.py --ranks 1 {flags}tour")

@@ -79,7 +79,8 @@ def losses_of(runs: Mapping[str, Any]) -> dict[str, Losses]:
 def replay(recipe: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The losses and last weights of one process that follows the recipe, in float64."""
     steps = getattr(oracle, recipe)
-    return oracle.replay(steps if recipe == "whole_batches" else steps(2), **SETTINGS)
+    training = oracle.Training(**SETTINGS)
+    return oracle.replay(steps if recipe == "whole_batches" else steps(2), training)
 
 
 def matrix(runs: Mapping[str, Any]) -> dict[str, dict[str, float]]:

@@ -13,9 +13,8 @@ from pathlib import Path
 from shutil import copytree
 from tempfile import TemporaryDirectory
 
-from common.chapters import load_chapter
-from helpers.local_ranks import ROOT
-from helpers.stage_files import FOLDERS, NOT_COPIED, TEST_FILES, Line, changed_source
+from common.chapters import ROOT, load_chapter
+from helpers.stage_files import FOLDERS, NOT_COPIED, TEST_FILES, Change, changed_source
 
 repository_pages = load_chapter("docs/tools", "repository_pages")
 
@@ -25,11 +24,11 @@ ROW = re.compile(r"^\| `(.+?)` \| `([\w.]+)` \| `(test_\w+)` \|$", re.M)  # line
 @dataclass(frozen=True)
 class BreakRow:
     key: str  # of the stage
-    change: Line  # the file and the line to leave out; or the file, the text, and the new text
+    change: Change  # the file and the line to leave out; or the file, the text, and the new text
     test: str  # it must fail then
 
     @property
-    def what(self) -> str:
+    def description(self) -> str:
         file, old, *new = self.change
         return f"{file} with\n{new[0].rstrip()}" if new else f"{file} without `{old}`"
 
@@ -58,7 +57,7 @@ def try_row(row: BreakRow) -> bool:
     """Whether the test fails with the change. Prints both, and the error."""
     folder, file = FOLDERS[row.key].relative_to(ROOT), row.change[0]
     test = f"{file_of(row.test).relative_to(ROOT)}::{row.test}"
-    print(f"{folder}/{row.what}\n{test}", flush=True)
+    print(f"{folder}/{row.description}\n{test}", flush=True)
     with TemporaryDirectory() as name:
         copy = Path(name, "copy")
         copytree(ROOT, copy, ignore=NOT_COPIED)
@@ -80,7 +79,7 @@ def main() -> None:
     if args.row in range(1, len(rows) + 1):
         raise SystemExit(not try_row(rows[args.row - 1]))
     for number, row in enumerate(rows, 1):
-        print(f"{number}. {row.what}\n   {row.test}")
+        print(f"{number}. {row.description}\n   {row.test}")
     raise SystemExit(2 if args.row is not None else 0)  # there is no such row
 
 

@@ -23,6 +23,9 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import common.ranks
+from common.chapters import load_chapter
+
+apply_steps = load_chapter("beyond/convert", "apply_steps")
 
 HERE = Path(__file__).parent
 EQUAL = 1e-9  # of the length of the weights, in float64: the mistakes change a step by 1e-5 or more
@@ -58,13 +61,7 @@ class Puzzle(NamedTuple):
     @property
     def answer(self) -> str:
         """The script without its mistake: the diff, applied."""
-        source = self.path.read_text()
-        for part in re.split(r"^@@ .* @@\n", self.diff, flags=re.M)[1:]:
-            lines = part.splitlines(keepends=True)
-            old, new = ("".join(x[1:] for x in lines if x[0] in kind) for kind in (" -", " +"))
-            assert source.count(old) == 1, old
-            source = source.replace(old, new)
-        return source
+        return apply_steps.apply(self.diff, self.path.read_text())
 
 
 PUZZLES = [Puzzle(**entry) for entry in json.loads((HERE / "puzzles.json").read_text())]

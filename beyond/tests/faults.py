@@ -34,18 +34,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from common.chapters import load_chapter
+from common.chapters import ROOT, load_chapter
 from common.options import Parser, int_at_least
 from helpers.local_ranks import (
-    ROOT,
-    begin_script,
-    context,
-    free_port,
-    of_rank,
-    run_script,
+    become_script,
+    prepare_for_script,
+    process_context,
     store_of_a_launcher,
+    variables_of_rank,
 )
-from helpers.small_disk import REFUSED, can_mount, fill, small_disk
+from helpers.machine import free_port
+from helpers.small_disk import CANNOT_MOUNT, can_mount, fill, small_disk
 from helpers.train_stage import Run, same_run, same_weights, train_once
 
 result_files = load_chapter("benchmarks", "results")
@@ -55,8 +54,10 @@ SCRIPT = Path(durable.__file__).with_name("train.py")
 # Trials run side by side in threads. Each reads the status of its own processes, and of no others.
 multiprocessing.process._cleanup = lambda: None  # type: ignore[attr-defined]
 
-STEPS, EVERY, TIMEOUT_SECONDS = 24, 5, 12  # of 2 epochs of digits; of each checkpoint
-FLAGS = ("--epochs=2", "--batch-size=120", f"--checkpoint-every-steps={EVERY}")
+STEPS = 24  # of 2 epochs of digits
+STEPS_PER_CHECKPOINT = 5
+TIMEOUT_SECONDS = 12
+FLAGS = ("--epochs=2", "--batch-size=120", f"--checkpoint-every-steps={STEPS_PER_CHECKPOINT}")
 FLAGS += (f"--data-dir={ROOT / 'data'}", "--device=cpu")
 VARIANTS = {"net": ("--model=net",), "net-bn": ("--model=net-bn",)}  # dropout, SyncBatchNorm
 VARIANTS["bf16"] = ("--model=net", "--amp=bf16")
@@ -89,11 +90,11 @@ PAUSES = {  # what must not end a run, and the seconds that it lasts
 }
 DEFAULT_TIMEOUT_SECONDS = 600
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
-SIGTERM = ("term", "term-all")
-TOLD = {"nan": "(the loss of rank|a weight is nan or inf after)"}
-TOLD |= dict.fromkeys(("disk-full", "tmpfs-full"), "cannot write")
-DAMAGES = ("bit-flip", "truncation")
-OF_RANK_0 = (
+SIGTERM_KINDS = ("term", "term-all")
+LINE_OF_KIND = {"nan": "(the loss of rank|a weight is nan or inf after)"}
+LINE_OF_KIND |= dict.fromkeys(("disk-full", "tmpfs-full"), "cannot write")
+DAMAGE_KINDS = ("bit-flip", "truncation")
+KINDS_OF_RANK_0 = (
     "kill-in-save",
     "disk-full",
     "tmpfs-full",
@@ -102,7 +103,7 @@ OF_RANK_0 = (
     "pause-keeper",
 )
 RANK_0_KEEPS_THE_STORE = ("stop-keeper", "kill-keeper", "pause-keeper", "pause-all")
-ANY_TIME = ("kill-any-time", "kill-all", "term-all", *DAMAGES)
+KINDS_AT_ANY_TIME = ("kill-any-time", "kill-all", "term-all", *DAMAGE_KINDS)
 
 
 @dataclass(frozen=True)
@@ -195,9 +196,9 @@ def _inject(fault: Fault, rank: int, folder: Path) -> None:
         part.replace(folder / f"step.{rank}")  # killed while it writes, it leaves the one before
         if rank == 0 and done == 1:
             (folder / "first").write_text(str(time.time()))
-        if fault.kind in SIGTERM:
+        if fault.kind in SIGTERM_KINDS:
             time.sleep(0.05)  # its votes take time, too
-        if rank == fault.rank and done == fault.step and fault.kind in ANY_TIME:
+        if rank == fault.rank and done == fault.step and fault.kind in KINDS_AT_ANY_TIME:
             threading.Thread(target=_strike_any_time, args=(fault, folder)).start()
         elif rank == fault.rank and done == fault.step:
             (folder / "fault").write_text(str(time.time()))
@@ -227,7 +228,8 @@ def _rank(rank: int, fault: Fault, flags: tuple, env: dict, folder: Path) -> Non
     (folder / f"pid.{os.getpid()}").touch()
     (folder / f"group.{os.getpgid(0)}").touch()
     _inject(fault, rank, folder)
-    run_script(rank, of_rank(rank, env), str(SCRIPT), flags, str(ROOT), str(folder / "out"))
+    env = variables_of_rank(rank, env)
+    become_script(rank, env, str(SCRIPT), flags, str(ROOT), str(folder / "out"))
 
 
 def _torchrun(fault: Fault, flags: tuple, folder: Path) -> None:
@@ -242,7 +244,7 @@ def _torchrun(fault: Fault, flags: tuple, folder: Path) -> None:
 def _rank_of_torchrun(fault: Fault, flags: tuple, folder: Path) -> None:
     rank = int(os.environ["RANK"])
     _inject(fault, rank, folder)
-    begin_script(str(SCRIPT), flags, f"{folder}/out.{rank}")
+    prepare_for_script(str(SCRIPT), flags, f"{folder}/out.{rank}")
     runpy.run_path(str(SCRIPT), run_name="__main__")
     sys.stdout.flush()
 
@@ -261,9 +263,9 @@ def run(fault: Fault, ranks: int, *flags: str) -> tuple:
     if fault.kind in RANK_0_KEEPS_THE_STORE:  # as without torchrun
         env |= {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     args = [(rank, fault, flags, env, folder) for rank in range(ranks)]
-    processes = [context.Process(target=_rank, args=each) for each in args]
+    processes = [process_context.Process(target=_rank, args=each) for each in args]
     if fault.kind == "pause-torchrun":
-        processes = [context.Process(target=_torchrun, args=(fault, flags, folder))]
+        processes = [process_context.Process(target=_torchrun, args=(fault, flags, folder))]
     for process in processes:
         process.start()
     try:
@@ -298,7 +300,7 @@ def reference(fault: Fault) -> Run:
 def trial(fault: Fault) -> FaultOutcome:
     with tempfile.TemporaryDirectory(prefix="trial-") as folder, small_disk() as disk:
         parent = disk if fault.kind == "tmpfs-full" else Path(folder)
-        assert parent, REFUSED
+        assert parent, CANNOT_MOUNT
         return trial_in(parent / "run", fault)
 
 
@@ -313,7 +315,7 @@ def trial_in(folder: Path, fault: Fault) -> FaultOutcome:
     if fault.kind not in PAUSES:  # a paused run takes its steps afterwards: `run` sees it hang
         outcome.hang |= outcome.seconds > 40
     latest = folder / "checkpoint.pt"
-    if fault.kind in DAMAGES and latest.exists():
+    if fault.kind in DAMAGE_KINDS and latest.exists():
         data = bytearray(latest.read_bytes())
         place = int(fault.place * len(data))
         data[place] ^= 1 << fault.step % 8
@@ -322,7 +324,7 @@ def trial_in(folder: Path, fault: Fault) -> FaultOutcome:
         newest = durable.newest_whole(latest)
     except durable.CheckpointError:  # the only one is damaged: delete it, as the line says
         newest = latest.unlink()
-        if fault.kind not in DAMAGES or durable.previous_path(latest).exists():
+        if fault.kind not in DAMAGE_KINDS or durable.previous_path(latest).exists():
             outcome.wrong = "no checkpoint is whole"
     step = torch.load(newest, weights_only=True)["step"] if newest else 0
     outcome.lost_steps = int(max(v for n, v in notes.items() if n.startswith("step"))) - step
@@ -343,9 +345,9 @@ def trial_in(folder: Path, fault: Fault) -> FaultOutcome:
 
 def draw(kind: str, chance: random.Random) -> Fault:
     ranks = chance.choice((2, 2, 2, 3))
-    rank = chance.randrange(ranks) if kind not in OF_RANK_0 else 0
+    rank = chance.randrange(ranks) if kind not in KINDS_OF_RANK_0 else 0
     workers, variant = chance.choice((0, 0, 0, 1)), chance.choice(list(VARIANTS))
-    step = chance.randrange(1, STEPS // 2 if kind in SIGTERM else STEPS - 1)
+    step = chance.randrange(1, STEPS // 2 if kind in SIGTERM_KINDS else STEPS - 1)
     fault = Fault(kind, variant, ranks, rank, step, workers, chance.random())
     if kind in PAUSES:
         seconds = PAUSES[kind][1]
@@ -359,15 +361,15 @@ def as_expected(outcome: FaultOutcome) -> bool:
         paused = outcome.seconds >= fault.pause_seconds  # or it did not happen
         went_on = set(statuses) == {0} and outcome.lost_steps == 0
         return paused and went_on and "error: " not in outcome.output
-    if fault.kind in SIGTERM:
+    if fault.kind in SIGTERM_KINDS:
         steps = re.findall(r"stops after step (\d+)", outcome.output)
         together = len(steps) == fault.ranks and len(set(steps)) == 1
         return together and outcome.lost_steps == 0 and set(statuses) == {0}
-    if fault.kind in TOLD:
+    if fault.kind in LINE_OF_KIND:
         lines = re.findall("error: (.*)", outcome.output)
-        is_told = len(lines) == 1 and re.match(TOLD[fault.kind], lines[0])
+        is_told = len(lines) == 1 and re.match(LINE_OF_KIND[fault.kind], lines[0])
         return bool(is_told) and set(statuses) == {2}
-    if fault.kind in ("kill-all", *DAMAGES):
+    if fault.kind in ("kill-all", *DAMAGE_KINDS):
         return True
     others = [code for rank, code in enumerate(statuses) if rank != fault.rank]
     lines = [line for line in outcome.output.splitlines() if " gives up at " in line]
@@ -419,14 +421,14 @@ def main() -> None:
     chance = random.Random(1)
     if not can_mount():
         groups["faults"].remove("tmpfs-full")
-        print(f"without tmpfs-full: {REFUSED}")
+        print(f"without tmpfs-full: {CANNOT_MOUNT}")
     kinds = [kind for name in args.kinds for kind in groups.get(name, [name])]
     faults = [draw(kinds[i % len(kinds)], chance) for i in range(args.faults)]
     outcomes = inject(faults, args.jobs)
     [section] = [name for name in groups if kinds == groups[name]] or [""]
     if section and not args.without_saving:  # the other section stays as it was measured
-        settings = {"steps": STEPS, "checkpoint_every_steps": EVERY, "jobs": args.jobs, "seed": 1}
-        settings["timeout_seconds"] = faults[0].timeout_seconds
+        settings = {"steps": STEPS, "checkpoint_every_steps": STEPS_PER_CHECKPOINT}
+        settings |= {"jobs": args.jobs, "seed": 1, "timeout_seconds": faults[0].timeout_seconds}
         what = KINDS if section == "faults" else {kind: text for kind, (text, _) in PAUSES.items()}
         new = {"provenance": result_files.provenance(faults=len(faults), **settings)}
         new["kinds"] = summarize(outcomes, what)

@@ -18,9 +18,10 @@ from PIL import Image
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 from common.chapters import load_chapter
-from helpers.local_ranks import command, launch_function, launch_ranks, on_ranks, scratch_folder
+from helpers.local_ranks import launch_function, launch_ranks, on_ranks, run_script
+from helpers.machine import scratch_folder
 from helpers.outputs import differences
-from helpers.stage_files import fresh_module
+from helpers.stage_files import fresh_module, replace_once
 from repository_pages import ROOT, fences, shell
 
 CONVERT = ROOT / "beyond" / "convert"
@@ -59,8 +60,8 @@ def launch(file: Path, *flags: str, ranks: int = 2) -> tuple:
     flags = (*SMALL, f"--run-dir={scratch_folder()}", *flags)
     joined = {"TORCH_DIST_INIT_BARRIER": "1"}  # a rank that ends at once lets the others join
     how = {"ranks": ranks, "env": joined}
-    ended = launch_ranks(str(file), *flags, **how) if ranks else command(str(file), *flags)
-    return tuple(zip(*ended, strict=True))
+    answers = launch_ranks(str(file), *flags, **how) if ranks else run_script(str(file), *flags)
+    return tuple(zip(*answers, strict=True))
 
 
 @pytest.mark.parametrize(("folder", "count", "lines"), [(CLASSIFIER, 6, 80), (DETECTOR, 8, 230)])
@@ -95,7 +96,7 @@ def proof(folder: Path, source: str, *options: str, flags: tuple = ()) -> dict[s
     (folder / "mine.py").write_text(source)
     call = ["torchrun", "--standalone", "--nproc-per-node=2", "mine.py", *flags]
     options = ("--batches=2", f"--json={folder / 'rows.json'}", *options)
-    command("packages/prove/src/prove/__main__.py", *options, *call, where=folder, seconds=180)
+    run_script("packages/prove/src/prove/__main__.py", *options, *call, where=folder, seconds=180)
     result = json.loads((folder / "rows.json").read_text())
     assert result["rows"], result["error"]
     return {row["check"]: row["verdict"] for row in result["rows"]}
@@ -124,12 +125,12 @@ def test_after_each_step_prove_says_what_the_page_says(step, tmp_path):
 def test_the_page_shows_what_the_classifier_prints_and_what_prove_says_after_step_1(tmp_path):
     shutil.copytree(ROOT / "common" / "digits", tmp_path / "data" / "MNIST" / "raw")
     epochs, table = (fence.text for fence in fences("text", [CONVERT / "README.md"]))
-    [(_, printed)] = command(str(CLASSIFIER / "classifier.py"), "--epochs=1", where=tmp_path)
+    [(_, printed)] = run_script(str(CLASSIFIER / "classifier.py"), "--epochs=1", where=tmp_path)
     assert differences(epochs.splitlines()[0], printed, percent=0.02) == []
     script = load("apply_steps.py", folder=CONVERT).scripts()[1]
     (tmp_path / "mine.py").write_text(script)
     call = ["torchrun", "--standalone", "--nproc-per-node=2", "mine.py"]
-    [(_, printed)] = command(
+    [(_, printed)] = run_script(
         "packages/prove/src/prove/__main__.py", *call, where=tmp_path, seconds=180
     )
     for part in table.split("...\n"):
@@ -262,7 +263,7 @@ def test_the_commands_of_the_page_lead_to_the_script_for_many_gpus(
     for line in quick:
         if line.startswith("python "):
             _, script, *flags = line.split()
-            assert command(str(here / script), *flags, where=here)[0][0] == 0
+            assert run_script(str(here / script), *flags, where=here)[0][0] == 0
         else:
             printed = shell(line, where=here)
             if line.startswith("grep"):
@@ -307,10 +308,7 @@ WRONG_LINES = [  # an example, a line, and what looks as good
 def _example(rank: int, name: str, *changes: tuple[str, str]) -> dict:
     """The weights after the script has run, and what it has printed."""
     os.chdir(scratch_folder())
-    source = (EXAMPLES / f"{name}.py").read_text()
-    for old, new in changes:
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
+    source = replace_once((EXAMPLES / f"{name}.py").read_text(), *changes)
     torch.nn.SyncBatchNorm.convert_sync_batchnorm = load_chapter(
         "05", "sync_batchnorm"
     ).convert_sync_batchnorm

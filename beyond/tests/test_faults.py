@@ -14,11 +14,11 @@ import pytest
 import faults
 from faults import (
     DEFAULT_TIMEOUT_SECONDS,
-    EVERY,
     KINDS,
-    OF_RANK_0,
+    KINDS_OF_RANK_0,
     PAUSES,
     STEPS,
+    STEPS_PER_CHECKPOINT,
     Fault,
     FaultOutcome,
     as_expected,
@@ -26,7 +26,7 @@ from faults import (
     reference,
     trial,
 )
-from helpers.small_disk import REFUSED, can_mount
+from helpers.small_disk import CANNOT_MOUNT, can_mount
 from helpers.train_stage import few_digits
 
 faults.FLAGS += (*few_digits(), "--batch-size=24")  # a fifth: an epoch has 12 steps all the same
@@ -39,8 +39,8 @@ FAULTS = {
     "raise": Fault("raise", "net", 3, 1, 12),
     "term": Fault("term", "net", 3, 1, 8),
     "nan": Fault("nan", "net", 3, 2, 13),
-    "nan-before-a-checkpoint": Fault("nan", "net", 2, 0, EVERY),
-    "tmpfs-full-before-the-second-save": Fault("tmpfs-full", "net", 2, 0, EVERY + 1),
+    "nan-before-a-checkpoint": Fault("nan", "net", 2, 0, STEPS_PER_CHECKPOINT),
+    "tmpfs-full-before-the-second-save": Fault("tmpfs-full", "net", 2, 0, STEPS_PER_CHECKPOINT + 1),
 }
 ONLY_IN_THE_CAMPAIGN = ("kill-any-time", "kill-all", "os-exit", "truncation")
 for kind in [kind for kind in KINDS if kind not in (*FAULTS, *ONLY_IN_THE_CAMPAIGN)]:
@@ -50,7 +50,7 @@ for kind in [kind for kind in KINDS if kind not in (*FAULTS, *ONLY_IN_THE_CAMPAI
 # A pause of 5 s is 250 beats here: more than the 80 after which a silent rank once ended all.
 SHORT_BEATS = {"pause_seconds": 5, "beat_seconds": 0.02, "timeout_seconds": DEFAULT_TIMEOUT_SECONDS}
 for kind in PAUSES:
-    FAULTS[kind] = Fault(kind, "net", 2, int(kind not in OF_RANK_0), 11, **SHORT_BEATS)
+    FAULTS[kind] = Fault(kind, "net", 2, int(kind not in KINDS_OF_RANK_0), 11, **SHORT_BEATS)
 
 TELLS = {  # how many ranks print an error, and what all of them say
     "stop": (2, r".+ `agreement\.barrier\(\)`: rank 2 did not arrive, last seen .+: killed.*"),
@@ -81,11 +81,12 @@ def outcomes() -> dict[Fault, FaultOutcome]:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_run_survives(name):
     if not can_happen(FAULTS[name]):
-        pytest.skip(REFUSED)
+        pytest.skip(CANNOT_MOUNT)
     outcome = outcomes()[FAULTS[name]]
     assert not any(outcome.bad().values()), outcome
-    lost_at_most = 2 * EVERY + 1  # one checkpoint is damaged, and the next was not yet written
-    expected = {"term": [0], "nan-before-a-checkpoint": [EVERY]}
+    # One checkpoint is damaged, and the next was not yet written.
+    lost_at_most = 2 * STEPS_PER_CHECKPOINT + 1
+    expected = {"term": [0], "nan-before-a-checkpoint": [STEPS_PER_CHECKPOINT]}
     assert outcome.lost_steps in expected.get(name, range(lost_at_most + 1)), outcome
     if name in TELLS:
         count, pattern = TELLS[name]

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from common.chapters import load_chapter
 from helpers.local_ranks import on_ranks
-from helpers.refusals import ended, refused
+from helpers.refusals import assert_one_line, refusal
 from helpers.stage_files import FOLDERS, fresh_module, output_of
 
 step_model = load_chapter("beyond/forecast", "step_model")
@@ -175,4 +175,4 @@ WRONG_CALLS = {  # the flags: what the line names
 
 @pytest.mark.parametrize("flags", WRONG_CALLS)
 def test_a_wrong_call_ends_in_one_line(flags):
-    refused(ended("beyond/forecast/forecast.py", *flags.split()), WRONG_CALLS[flags])
+    assert_one_line(refusal("beyond/forecast/forecast.py", *flags.split()), WRONG_CALLS[flags])

@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW
 
 from common.chapters import load_chapter
 from helpers.local_ranks import gather_from_ranks, launch_function, on_ranks
-from helpers.refusals import ended, refused
+from helpers.refusals import assert_one_line, refusal
 from helpers.stage_files import FOLDERS, fresh_module
 
 LOCAL_SGD = "local_sgd.py"
@@ -217,4 +217,4 @@ def test_a_round_without_steps_is_refused():
     [((), "one rank talks to nobody: start two"), (("--every=1",), "--every: got '1'")],
 )
 def test_a_wrong_call_ends_in_one_line(flags, words):
-    refused(ended(f"beyond/local_sgd/{LOCAL_SGD}", *flags), words)
+    assert_one_line(refusal(f"beyond/local_sgd/{LOCAL_SGD}", *flags), words)

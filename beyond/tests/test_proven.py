@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from helpers.local_ranks import ROOT, command
+from common.chapters import ROOT
+from helpers.local_ranks import run_script
+from helpers.prove_runs import TORCHRUN
 from helpers.stage_files import FOLDERS, NOT_COPIED, changed_source
 
-TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2"]
-STAGES = {  # folder, how it is started, flags
+OWN_SCRIPTS = {  # folder, how it is started, flags
     "03": ("03_ddp_manual_allreduce", [sys.executable], ["--world-size=2", "--batch-size=24"]),
     "04": ("04_ddp_torchrun", TORCHRUN, ["--batch-size=24"]),
     "05": ("05_amp_syncbn", TORCHRUN, ["--model=net-bn", "--amp=fp16"]),
@@ -26,17 +27,17 @@ STAGES = {  # folder, how it is started, flags
 
 def verdicts(key: str, folder: Path, script: Path | None = None) -> dict[str, str]:
     """What prove says of each check of this script."""
-    where, launcher, flags = STAGES[key]
+    where, launcher, flags = OWN_SCRIPTS[key]
     common = [f"--data-dir={ROOT / 'data'}", "--epochs=3", f"--run-dir={folder / 'run'}"]
     call = [*launcher, str(script or f"{where}/train.py"), *flags, *common]
     rows = folder / "rows.json"
-    command("packages/prove/src/prove/__main__.py", f"--json={rows}", *call, seconds=180)
+    run_script("packages/prove/src/prove/__main__.py", f"--json={rows}", *call, seconds=180)
     result = json.loads(rows.read_text())
     assert result["rows"], result["error"]
     return {row["check"]: row["verdict"] for row in result["rows"]}
 
 
-@pytest.mark.parametrize("key", STAGES)
+@pytest.mark.parametrize("key", OWN_SCRIPTS)
 def test_a_script_of_this_repository_is_right(key, tmp_path):
     verdict_of = verdicts(key, tmp_path)
     assert "WRONG" not in verdict_of.values(), verdict_of
@@ -52,8 +53,8 @@ def test_a_script_of_this_repository_is_right(key, tmp_path):
     ],
 )
 def test_without_a_line_of_a_script_it_is_wrong(key, line, check, tmp_path):
-    script = tmp_path / STAGES[key][0] / "train.py"
-    shutil.copytree(ROOT / STAGES[key][0], script.parent, ignore=NOT_COPIED)
+    script = tmp_path / OWN_SCRIPTS[key][0] / "train.py"
+    shutil.copytree(ROOT / OWN_SCRIPTS[key][0], script.parent, ignore=NOT_COPIED)
     source = changed_source(FOLDERS[key] / "train.py", (("train.py", line),))
     forks = 'mp.start_processes(start_method="fork", fn='  # ranks need not import torch again
     script.write_text(source.replace("mp.spawn(train, (", forks + "train, args=("))
@@ -69,7 +70,7 @@ def test_the_smallest_script_computes_what_its_original_does(tmp_path):
     for script in (ddp, around):
         rows = tmp_path / f"{script.stem}.json"
         call = [f"--original={sys.executable} {single}", f"--json={rows}", *TORCHRUN, str(script)]
-        command("packages/prove/src/prove/__main__.py", *call, where=tmp_path, seconds=180)
+        run_script("packages/prove/src/prove/__main__.py", *call, where=tmp_path, seconds=180)
         verdicts = {row["check"]: row["verdict"] for row in json.loads(rows.read_text())["rows"]}
         found[script.stem] = verdicts
     names = ("one rank", "the original")

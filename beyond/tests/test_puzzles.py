@@ -9,16 +9,10 @@ from pathlib import Path
 import pytest
 
 import common.ranks
-from common.chapters import load_chapter
-from helpers.local_ranks import (
-    ROOT,
-    SECONDS,
-    command,
-    context,
-    default_start,
-    patience,
-    scratch_folder,
-)
+from common.chapters import ROOT, load_chapter
+from helpers.local_ranks import SECONDS, process_context, run_script, use_default_start_method
+from helpers.machine import patience, scratch_folder
+from helpers.stage_files import replace_once
 
 traces = load_chapter("beyond/puzzles", "traces")
 judge = load_chapter("beyond/puzzles", "judge")
@@ -68,27 +62,20 @@ HALF_ANSWERS = {  # that look like answers
 }
 
 
-def changed(source: str, *changes: tuple[str, str]) -> str:
-    for old, new in changes:
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
-    return source
-
-
 def wrong_answers(puzzle) -> dict[str, str]:
     source = puzzle.path.read_text()
     emptied = STEP.sub(r"\1pass", source)
     assert emptied != source
-    moved = changed(puzzle.answer, MOVED[puzzle.number])
+    moved = replace_once(puzzle.answer, MOVED[puzzle.number])
     wrong = {"nothing": f"{source}\n# looks right to me\n", "moved": moved, "emptied": emptied}
     if puzzle.number in HALF_ANSWERS:
-        wrong["half"] = changed(source, *HALF_ANSWERS[puzzle.number])
+        wrong["half"] = replace_once(source, *HALF_ANSWERS[puzzle.number])
     return wrong
 
 
 def _judge(number: int, sources: dict[str, str], file: Path) -> None:
     """In a fork that has imported torch, and whose ranks are forks of it."""
-    default_start()
+    use_default_start_method()
     os.environ["OMP_NUM_THREADS"] = "1"
     common.ranks.start_method = "fork"
     os.chdir(file.parent)
@@ -103,7 +90,7 @@ def _judge(number: int, sources: dict[str, str], file: Path) -> None:
 
 def verdicts(number: int, sources: dict[str, str]) -> dict[str, tuple[bool, str]]:
     file = scratch_folder() / "verdicts.json"
-    process = context.Process(target=_judge, args=(number, sources, file))
+    process = process_context.Process(target=_judge, args=(number, sources, file))
     process.start()
     process.join(patience(5 * SECONDS))
     if process.is_alive():
@@ -117,7 +104,7 @@ def test_the_answer_is_right_and_three_others_are_refused(number):
     puzzle = PUZZLES[number]
     sources = {"ours": puzzle.answer, **wrong_answers(puzzle)}
     if number in OTHER_ANSWERS:
-        sources["other"] = changed(puzzle.path.read_text(), *OTHER_ANSWERS[number])
+        sources["other"] = replace_once(puzzle.path.read_text(), *OTHER_ANSWERS[number])
     said = verdicts(number, sources)
     right = {name for name, (is_right, _) in said.items() if is_right}
     assert right == {"ours", "other"} & {*sources}, said
@@ -165,7 +152,7 @@ def test_the_page_shows_the_puzzles_and_costs_of_today():
 def test_a_reader_gets_a_script_corrects_it_and_is_told_what_it_cost(tmp_path):
     def puzzle_3(*flags: str) -> tuple[int, str]:
         flags = ("3", "--folder=.", *flags)
-        return command("beyond/puzzles/judge.py", *flags, where=tmp_path)[0]
+        return run_script("beyond/puzzles/judge.py", *flags, where=tmp_path)[0]
 
     copy = tmp_path / "03" / "train.py"
     status, output = puzzle_3()
@@ -193,7 +180,7 @@ def test_a_reader_gets_a_script_corrects_it_and_is_told_what_it_cost(tmp_path):
     assert "72 steps instead of 36" in output
     assert PUZZLES[3].report in output
     assert output.endswith("1 of 12 are solved.\n")
-    [(_, output)] = command("beyond/puzzles/judge.py", f"--folder={tmp_path}")
+    [(_, output)] = run_script("beyond/puzzles/judge.py", f"--folder={tmp_path}")
     assert [line.split()[0] for line in output.splitlines() if "  solved  " in line] == ["3"]
     shutil.rmtree(copy.parent)
     assert puzzle_3()[1].startswith("Puzzle 3"), "deleted, it begins again"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from common.chapters import load_chapter
-from helpers.local_ranks import command, launch_function
+from helpers.local_ranks import launch_function, run_script
 from shard_cases import (
     BY_HAND,
     FSDP,
@@ -186,7 +186,7 @@ def test_shard_each_rank_sends_what_the_paper_says():
 
 def within(*flags: str) -> dict[str, str]:
     """How each level of training ends under a memory limit."""
-    [(status, output)] = command("beyond/shard/memory_limit.py", *flags)
+    [(status, output)] = run_script("beyond/shard/memory_limit.py", *flags)
     assert status == 0, output
     return {line.split()[0]: line.split(maxsplit=1)[1] for line in output.splitlines()[2:]}
 

@@ -10,7 +10,7 @@ from torch.optim import LBFGS, SGD, Adafactor, AdamW, Muon
 
 from common.chapters import load_chapter
 from helpers.local_ranks import gather_from_ranks, on_ranks
-from helpers.refusals import ended, refused
+from helpers.refusals import assert_one_line, refusal
 from shard_cases import FSDP, ZERO_1, ZERO_2, Odd, changed_levels
 
 
@@ -24,7 +24,7 @@ def test_shard_a_module_that_cannot_fill_its_weights_is_refused_on_the_meta_devi
     fsdp.check_parameters(linear, dict(fsdp.layers_of(linear)))  # the control
 
 
-REFUSED = {
+REFUSED_FLAGS = {
     "--width=30": "--width 30 is no multiple of 4",
     "--model=net": "--model net does not go with --dataset text",
     "--shard=all": "invalid choice: 'all'",
@@ -34,9 +34,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("flag", REFUSED)
+@pytest.mark.parametrize("flag", REFUSED_FLAGS)
 def test_shard_a_wrong_call_ends_in_one_line(flag):
-    refused(ended("shard", flag, ranks=2), REFUSED[flag])
+    assert_one_line(refusal("shard", flag, ranks=2), REFUSED_FLAGS[flag])
 
 
 class Tied(nn.Module):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from common.chapters import load_chapter
-from helpers.refusals import ended, refused
+from helpers.refusals import assert_one_line, refusal
 from helpers.stage_files import FOLDERS, different_functions, functions
 from helpers.train_stage import train, train_once
 from shard_cases import FSDP, ZERO_1, ZERO_2, largest_difference
@@ -33,8 +33,8 @@ def test_shard_train_repeats_stage_04_and_04_resumes_its_checkpoint():
 def test_shard_a_checkpoint_of_the_other_optimizer_is_refused_in_one_line(level):
     flags = (*ON_DIGITS, f"--shard={level}", "--max-steps=1")
     path = train_once("shard", 2, *flags, "--optimizer=adamw").folder / "checkpoint.pt"
-    line = ended("shard", *flags, f"--resume={path}", ranks=2)
-    refused(line, "another optimizer, expected one with dampening, momentum, nesterov\n")
+    line = refusal("shard", *flags, f"--resume={path}", ranks=2)
+    assert_one_line(line, "another optimizer, expected one with dampening, momentum, nesterov\n")
 
 
 def test_shard_the_language_model_learns_and_its_loss_does_not_depend_on_the_ranks():

@@ -33,13 +33,13 @@ CHOICES = (  # each pair of values occurs
     ("transformer", "sgd", 2, 0.1),
     ("transformer", "adamw", 1, None),
 )
-CASES = [TrainingCase(level, *choice) for level in BY_HAND for choice in CHOICES]
+TRAINING_CASES = [TrainingCase(level, *choice) for level in BY_HAND for choice in CHOICES]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_shard_weights_equal_one_process(ranks):
-    distances = launch_function(ranks, all_distances, CASES)[0]
-    assert [case for case, far in zip(CASES, distances, strict=True) if far > 1e-10] == []
+    distances = launch_function(ranks, all_distances, TRAINING_CASES)[0]
+    assert [case for case, far in zip(TRAINING_CASES, distances, strict=True) if far > 1e-10] == []
 
 
 def test_shard_two_ranks_compute_what_one_process_computes(without=()):

@@ -14,18 +14,16 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, _utils
 
-from common.chapters import load_chapter
+from common.chapters import ROOT, load_chapter
 from helpers.local_ranks import (
-    ROOT,
-    command,
-    context,
-    free_port,
     gather_from_ranks,
-    is_running,
     launcher_variables,
     on_ranks,
+    process_context,
+    run_script,
 )
-from helpers.refusals import ended, refused
+from helpers.machine import free_port, is_running
+from helpers.refusals import assert_one_line, refusal
 
 launch = load_chapter("beyond/survive", "launch")
 SCRIPT = "beyond/survive/train.py"
@@ -77,7 +75,7 @@ WRONG_STARTS.append((NOWHERE, NOWHERE_ERROR))
 
 @pytest.mark.parametrize(("env", "error"), WRONG_STARTS)
 def test_wrong_launch_variables_end_in_one_line_and_nobody_trains_alone(env, error):
-    refused(ended("survive", env=env), f"error: {error}")
+    assert_one_line(refusal("survive", env=env), f"error: {error}")
 
 
 @pytest.mark.parametrize(("name_server", "refuses"), [("EAI_NONAME", True), ("EAI_AGAIN", False)])
@@ -105,7 +103,7 @@ runpy.run_path("beyond/survive/train.py", run_name="__main__")
 def test_a_store_that_is_lost_before_the_watchdog_watches_ends_in_one_line(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(LOSES_THE_STORE)
-    [(status, output)] = command(str(script), str(ROOT / "beyond" / "survive"))
+    [(status, output)] = run_script(str(script), str(ROOT / "beyond" / "survive"))
     assert (status, output) == (2, "error: the store is gone\n")
 
 
@@ -114,7 +112,7 @@ def test_a_torchrun_of_one_rank_in_a_step_of_several_tasks_does_not_wait(tmp_pat
     env = launcher_variables(free_port(), ranks=1)
     env |= dict(zip(launch.SRUN, ("1", "1", "2", "2"), strict=True))
     flags = ("--device=cpu", "--max-steps=1", f"--run-dir={tmp_path}")
-    [(status, output)] = command(SCRIPT, *flags, env=env)
+    [(status, output)] = run_script(SCRIPT, *flags, env=env)
     assert status == 0, output
     assert "global batch 120 = 1 × 120" in output
 
@@ -184,8 +182,8 @@ def look_often(_: int) -> None:
 
 def test_a_loader_ends_with_its_rank_and_not_before():
     """The control: of a fork server, the default since Python 3.14, a loader of torch stays."""
-    ours, theirs = context.Pipe()
-    rank = context.Process(target=load_with_workers, args=(theirs,))
+    ours, theirs = process_context.Pipe()
+    rank = process_context.Process(target=load_with_workers, args=(theirs,))
     rank.start()
     loader, control = ours.recv()
     os.kill(loader, signal.SIGTERM)

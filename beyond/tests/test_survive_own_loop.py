@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.chapters import load_chapter
-from helpers.local_ranks import command, launch_ranks
+from helpers.local_ranks import launch_ranks, run_script
 from helpers.stage_files import FOLDERS
 
 launch = load_chapter("beyond/survive", "launch")
@@ -29,7 +29,7 @@ SHOWS = {  # all that a module prints when it is run, its lines sorted
 
 @pytest.mark.parametrize("name", SHOWS)
 def test_each_module_shows_by_itself_what_it_does(name):
-    [(status, output)] = command(f"beyond/survive/{name}.py")
+    [(status, output)] = run_script(f"beyond/survive/{name}.py")
     assert status == 0, output
     lines = [line for line in output.splitlines() if not line.startswith("[W")]
     assert re.fullmatch(SHOWS[name], "\n".join(sorted(lines))), output

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.chapters import ROOT
 from common.data import load_dataset
 from common.options import make_parser
-from helpers.local_ranks import ROOT, command, free_port, launch_function, launcher_variables
-from helpers.refusals import ended, refused
+from helpers.local_ranks import launch_function, launcher_variables, run_script
+from helpers.machine import free_port
+from helpers.refusals import assert_one_line, refusal
 from helpers.train_stage import (
     FP32,
     few_digits,
@@ -28,13 +30,13 @@ durable = load_stage("survive").durable
 
 SCHEDULED = ("--model=net-bn", "--accumulate=2", "--clip-norm=0.5", "--lr-rule=sqrt")
 SCHEDULED += ("--base-batch-size=60", "--warmup-epochs=0.5", "--lr-decay=cosine")
-WAYS = [
+RANKS_AND_FLAGS = [
     (2, ("--amp=fp16", *SCHEDULED)),
     (2, ("--amp=bf16", "--model=net-bn", "--no-sync-bn")),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "flags"), WAYS)
+@pytest.mark.parametrize(("ranks", "flags"), RANKS_AND_FLAGS)
 def test_resuming_inside_an_epoch_equals_not_having_stopped(ranks, flags, without=()):
     """Weights, momenta and losses, to the bit. Stage 05 trains the same, where it has the flags."""
     flags = (*few_digits(), "--batch-size=24", *flags, "--epochs=2", "--max-steps=14")
@@ -137,8 +139,8 @@ def test_the_rest_of_an_epoch_needs_its_order(key, flag):
     metrics, path = part.folder / "metrics.jsonl", part.folder / "checkpoint.pt"
     before = metrics.read_text()
     flags = (f"--run-dir={part.folder}", flag)
-    line = ended("survive", *flags, f"--resume={path}")
-    refused(line, f"inside an epoch of {key}", "--seed 1234 --batch-size 120: use the same")
+    line = refusal("survive", *flags, f"--resume={path}")
+    assert_one_line(line, f"inside an epoch of {key}", "--seed 1234 --batch-size 120: use the same")
     assert metrics.read_text() == before, "nothing is lost"
 
 
@@ -150,22 +152,22 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(damage, tmp_path):
         both = (tmp_path / f"checkpoint{name}.pt" for name in ("", ".before"))
         return [torch.load(each, weights_only=True)["step"] for each in both]
 
-    command(*base, "--max-steps=4", "--checkpoint-every-steps=2")
+    run_script(*base, "--max-steps=4", "--checkpoint-every-steps=2")
     assert saved() == [4, 2]
     path = tmp_path / "checkpoint.pt"
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:-100])  # more than the checksum
     elif damage == "missing":
         path.unlink()
-    [(status, output)] = command(*base, "--max-steps=5", "--resume=auto")
+    [(status, output)] = run_script(*base, "--max-steps=5", "--resume=auto")
     assert status == 0, output
     assert ("checkpoint.before.pt: step 2" in output) == (damage != "none")
     assert saved() == [5, 4 if damage == "none" else 2]
     steps = re.findall(r'"step": (\d+)', (tmp_path / "metrics.jsonl").read_text())
     assert steps == list("12345")
-    [(status, output)] = command(*base, "--max-steps=5", "--resume=auto")
+    [(status, output)] = run_script(*base, "--max-steps=5", "--resume=auto")
     assert (status, "nothing to train: step 5 is done" in output) == (0, True), output
-    [(status, output)] = command(*base, "--lr=1e30")  # nan in the second step
+    [(status, output)] = run_script(*base, "--lr=1e30")  # nan in the second step
     assert status == 2, output
     assert durable.newest_whole(path) is None
 
@@ -179,7 +181,7 @@ def resume_from_own_folder(rank: int, folder: Path) -> str:
 
 
 def test_a_checkpoint_that_only_one_rank_has_ends_both(tmp_path):
-    command(SCRIPT, "--device=cpu", "--max-steps=2", f"--run-dir={tmp_path / '0'}")
+    run_script(SCRIPT, "--device=cpu", "--max-steps=2", f"--run-dir={tmp_path / '0'}")
     answers = ["2", "the step to resume from is 0 on rank 1, 2 on rank 0"]  # "2" is the exit status
     assert launch_function(2, resume_from_own_folder, tmp_path) == answers
 
@@ -190,7 +192,7 @@ def test_a_rendezvous_without_an_answer_ends_in_time(rank, busy):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1] if busy else free_port()
         env = launcher_variables(port) | {"RANK": rank, "LOCAL_RANK": rank}
-        [(status, output)] = command(SCRIPT, "--timeout-seconds=2", env=env, seconds=30)
+        [(status, output)] = run_script(SCRIPT, "--timeout-seconds=2", env=env, seconds=30)
     assert (status, "Traceback" in output) == (2, False), output
     [line] = [line for line in output.splitlines() if line.startswith("error: ")]
     assert f"2 ranks did not meet at 127.0.0.1:{port} (" in line

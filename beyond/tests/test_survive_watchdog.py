@@ -16,8 +16,8 @@ import pytest
 import torch.distributed as dist
 
 from common.chapters import load_chapter
-from helpers.local_ranks import context, launch_function
-from helpers.stage_files import FOLDERS, clock, fresh_module
+from helpers.local_ranks import launch_function, process_context
+from helpers.stage_files import FOLDERS, fresh_module, stopped_clock
 
 watchdog = load_chapter("beyond/survive", "watchdog")
 
@@ -25,7 +25,7 @@ watchdog = load_chapter("beyond/survive", "watchdog")
 def new_watchdog(rank: int = 0, world_size: int = 2):
     """One that is not started, with a limit of 600 s, and the clock that it looks at."""
     module = fresh_module(FOLDERS["survive"] / "watchdog.py")
-    module.time = clock()
+    module.time = stopped_clock()
     return module.Watchdog(dist.HashStore(), rank, world_size, __file__, 600), module.time
 
 
@@ -33,7 +33,7 @@ def new_watchdog(rank: int = 0, world_size: int = 2):
 def test_only_the_very_process_that_wrote_a_note_is_ended(same):
     """The control: its number now belongs to a process that started at another time."""
     dog, _ = new_watchdog()
-    process = context.Process(target=time.sleep, args=(60,))
+    process = process_context.Process(target=time.sleep, args=(60,))
     process.start()
     who = watchdog.process_identity(process.pid)
     place = "step 3, line 2, `b()`"

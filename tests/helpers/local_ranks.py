@@ -4,26 +4,19 @@ All of them come from a fork server that has imported torch, so that a rank is t
 
     launch_function(2, function, argument)          # what function(rank, argument) returns on each
     launch_ranks("04_ddp_torchrun/train.py", flag)  # exit status and output of each of two ranks
-    command("01_single_gpu/train.py", flag)         # the same of one process without a launcher
+    run_script("01_single_gpu/train.py", flag)      # the same of one process without a launcher
 
     @on_ranks(2)                                    # the body of the test runs on each of two ranks
     def test_they_agree(rank, flag): ...            # `flag` is a fixture or a parameter, as always
 """
 
 import multiprocessing
-import multiprocessing.connection
-import multiprocessing.forkserver
 import os
 import runpy
-import signal
-import socket
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from inspect import Signature, signature
 from pathlib import Path
@@ -34,9 +27,10 @@ import torch
 import torch.distributed as dist
 
 import common.ranks
+from common.chapters import ROOT
 from common.ranks import STORE_OF_A_LAUNCHER, run_ranks, torchrun_variables
+from helpers.machine import patience, scratch_folder
 
-ROOT = Path(__file__).parents[2]
 SECONDS = 60  # more than any rank takes; a hang ends here
 PRELOADED = [  # by the fork server
     "PIL.Image",
@@ -55,63 +49,20 @@ PRELOADED = [  # by the fork server
     "torchvision.transforms.v2",
 ]
 
-torch.set_num_threads(1)  # as every rank has: two tests that run side by side have two cores
-context = multiprocessing.get_context("forkserver")
+process_context = multiprocessing.get_context("forkserver")
 common.ranks.slow_modules[:] = PRELOADED  # for chapters that tests run here
-context.set_forkserver_preload(PRELOADED)
-
-
-def patience(seconds: float) -> float:
-    """A time limit that only a hang reaches: as much longer as processes wait for a core."""
-    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-
-
-@contextmanager
-def in_time(seconds: int = 120) -> Iterator[None]:
-    """A time limit for what this process does itself."""
-
-    def late(*_: object) -> None:
-        raise TimeoutError(f"not done after {seconds} s")
-
-    signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def is_running(pid: int | str) -> bool:
-    """Not so if it has ended and only waits for its parent to notice."""
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
-
-
-@cache
-def _scratch() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="stages-", ignore_cleanup_errors=True)
-
-
-def scratch_folder() -> Path:
-    """A new one, gone when the tests end."""
-    return Path(tempfile.mkdtemp(dir=_scratch().name))
+process_context.set_forkserver_preload(PRELOADED)
 
 
 # What a launcher tells a rank
 
 
 def launcher_variables(port: int | str, ranks: int = 2) -> dict[str, str]:
-    """What torchrun tells each rank. {RANK} stands for its number, see `command`."""
+    """What torchrun tells each rank. {RANK} stands for its number, see `run_script`."""
     return torchrun_variables("{RANK}", ranks, port)
 
 
-def of_rank(rank: int, variables: dict[str, str]) -> dict[str, str]:
+def variables_of_rank(rank: int, variables: dict[str, str]) -> dict[str, str]:
     return {name: value.replace("{RANK}", str(rank)) for name, value in variables.items()}
 
 
@@ -122,7 +73,7 @@ def store_of_a_launcher(ranks: int) -> tuple[dist.TCPStore, dict[str, str]]:
     return store, launcher_variables(store.port, ranks) | STORE_OF_A_LAUNCHER
 
 
-def default_start() -> None:
+def use_default_start_method() -> None:
     """For loaders, as in a rank of torchrun; else each rank would have a fork server of its own."""
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
 
@@ -137,7 +88,7 @@ def launch_function(world_size: int, function: Callable, *args: Any, may_die: tu
 
 
 def _run_function(rank: int, function: Callable, args: tuple) -> Any:
-    default_start()
+    use_default_start_method()
     return function(rank, *args)
 
 
@@ -174,14 +125,14 @@ def gather_from_ranks(value: Any) -> list:
 # Ranks that run a script
 
 
-def forked(start: Callable) -> Callable:
+def by_fork(start: Callable) -> Callable:
     return lambda *args, **more: start(*args, **{**more, "start_method": "fork"})
 
 
-def begin_script(script: str, flags: Sequence[str], output: str) -> None:
-    """Make of this process one that has just begun the script and prints into this file."""
+def prepare_for_script(script: str, flags: Sequence[str], output: str) -> None:
+    """Make of this process one that has just started for the script, and prints into this file."""
     torch.set_num_threads(1)  # OMP_NUM_THREADS is read when torch is imported: before this process
-    default_start()
+    use_default_start_method()
     with open(output, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -190,15 +141,15 @@ def begin_script(script: str, flags: Sequence[str], output: str) -> None:
     sys.path[0:0] = [str(Path(script).parent)]
 
 
-def run_script(
+def become_script(
     rank: int, env: dict[str, str], script: str, flags: tuple, where: str, output: str
 ) -> None:
     """Be `python SCRIPT FLAGS`, with the output in a file, and end with its exit status.
     Ranks that the script starts are forks, which need not import torch again."""
     os.environ.update(env)
     os.chdir(where)
-    begin_script(script, flags, f"{output}.{rank}")
-    start = forked(torch.multiprocessing.start_processes)
+    prepare_for_script(script, flags, f"{output}.{rank}")
+    start = by_fork(torch.multiprocessing.start_processes)
     patch.multiple(torch.multiprocessing, spawn=start, start_processes=start).start()
     common.ranks.start_method = "fork"
     try:
@@ -214,22 +165,7 @@ def run_script(
     os._exit(status)
 
 
-def run_kernel(env: dict[str, str], flags: list[str]) -> None:
-    """Be the kernel of a notebook, whose ranks are forks of it."""
-    import matplotlib
-    from ipykernel.kernelapp import IPKernelApp
-
-    global context
-    os.setsid()
-    os.environ.update(env)
-    inline = "module://matplotlib_inline.backend_inline"
-    matplotlib.rcParams["backend"] = inline  # the kernel says so to those who import it later
-    context = multiprocessing.get_context("fork")
-    common.ranks.start_method = "fork"
-    IPKernelApp.launch_instance(argv=flags)
-
-
-def command(
+def run_script(
     script: str, *flags: str, ranks=1, env=None, where=ROOT, seconds=SECONDS
 ) -> list[tuple[int, str]]:
     """Run `python SCRIPT FLAGS` as that many processes; exit status and output of each.
@@ -237,9 +173,9 @@ def command(
     output = f"{scratch_folder()}/out"
     processes = []
     for rank in range(ranks):
-        variables = of_rank(rank, env or {})
+        variables = variables_of_rank(rank, env or {})
         arguments = (rank, variables, str(ROOT / script), flags, str(where), output)
-        processes.append(context.Process(target=run_script, args=arguments))
+        processes.append(process_context.Process(target=become_script, args=arguments))
         processes[-1].start()
     deadline = time.monotonic() + patience(seconds)
     for process in processes:
@@ -255,6 +191,6 @@ def command(
 
 
 def launch_ranks(script: str, *flags: str, ranks=2, env=None, **how: Any) -> list[tuple[int, str]]:
-    """As `command`, for ranks that think torchrun has started them. env: more variables."""
+    """As `run_script`, for ranks that think torchrun has started them. env: more variables."""
     _store, variables = store_of_a_launcher(ranks)
-    return command(script, *flags, ranks=ranks, env=variables | (env or {}), **how)
+    return run_script(script, *flags, ranks=ranks, env=variables | (env or {}), **how)

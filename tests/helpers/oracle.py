@@ -5,16 +5,21 @@ how BatchNorm groups them, and trains in float64.
 """
 
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
+from torch import nn
 
 from common.data import load_dataset
 from common.models import build_model
 from helpers.train_stage import default_dtype, options
 
 Step = list[list[int]]  # the groups of samples that a step normalizes together
+Steps = Callable[[int, int, int, int], Iterator[Step]]  # of samples, batch, seed and epoch
+Batch = tuple[torch.Tensor, torch.Tensor]  # images and labels
 
 
 def permutation(samples: int, seed: int) -> list[int]:
@@ -50,7 +55,7 @@ def strides(parts: int):
 
 
 def micro_batches(parts: int, k: int):
-    """05 with --accumulate: the j-th of the k pieces of each rank's samples, over all ranks."""
+    """survive with --accumulate: the j-th of k pieces of each rank's samples, over all ranks."""
 
     def steps(samples: int, batch: int, seed: int, epoch: int) -> Iterator[Step]:
         size = batch // (parts * k)
@@ -62,47 +67,62 @@ def micro_batches(parts: int, k: int):
     return steps
 
 
-def replay(
-    steps,
-    *,
-    batch,
-    epochs,
-    seed,
-    lr,
-    momentum,
-    model="net-bn",
-    clip=math.inf,
-    max_steps=10**9,
-    data=(),
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of every step and the final weights, all float64. lr: may be a function of the step.
-    clip: the largest global norm. data: flags of another data set than the digits."""
-    args = options(*data, f"--batch-size={batch}")
+@dataclass(frozen=True)
+class Training:
+    """What the process is told besides the steps: the options of the run that it repeats."""
+
+    batch: int
+    epochs: int
+    seed: int
+    lr: float | Callable[[int], float]  # or a function of the step
+    momentum: float
+    model: str = "net-bn"
+    clip: float = math.inf  # the largest norm of all gradients together
+    max_steps: int = sys.maxsize
+    data: tuple[str, ...] = ()  # flags of another data set than the digits
+
+    def rate(self, step: int) -> float:
+        return self.lr(step) if callable(self.lr) else self.lr
+
+
+def replay(steps: Steps, training: Training) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of every step and the final weights, all float64."""
     with default_dtype(torch.float64):
-        train_set, _ = load_dataset(args)
-        torch.manual_seed(seed)
-        net = build_model(model, train_set)
+        train_set, _ = load_dataset(options(*training.data, f"--batch-size={training.batch}"))
+        torch.manual_seed(training.seed)
+        net = build_model(training.model, train_set)
     velocity = {p: torch.zeros_like(p) for p in net.parameters()}
     losses = []
-    for epoch in range(epochs):
-        batches = steps(len(train_set), batch, seed, epoch)
-        for groups in islice(batches, max_steps - len(losses)):
-            outputs, targets, kept = [], [], []
-            for group in groups:
-                images, labels = train_set.__getitems__(group)
-                outputs.append(net(images))
-                targets.append(labels)
-                kept = kept or [buffer.clone() for buffer in net.buffers()]
-            loss = torch.nn.functional.cross_entropy(torch.cat(outputs), torch.cat(targets))
-            gradients = torch.autograd.grad(loss, list(net.parameters()))
-            for buffer, first in zip(net.buffers(), kept, strict=True):
-                buffer.copy_(first)  # of the running statistics only the first group's survive
-            norm = math.sqrt(sum(g.square().sum().item() for g in gradients))
-            gradients = [g * min(1.0, clip / (norm + 1e-6)) for g in gradients]  # as torch does
-            rate = lr(len(losses)) if callable(lr) else lr
+    for epoch in range(training.epochs):
+        batches = steps(len(train_set), training.batch, training.seed, epoch)
+        for groups in islice(batches, training.max_steps - len(losses)):
+            loss, gradients = gradients_of_step(net, [train_set.__getitems__(g) for g in groups])
+            gradients = clipped(gradients, training.clip)
             with torch.no_grad():
                 for (p, v), g in zip(velocity.items(), gradients, strict=True):
-                    v.mul_(momentum).add_(g)
-                    p.sub_(rate * v)
-            losses.append(loss.item())
+                    v.mul_(training.momentum).add_(g)
+                    p.sub_(training.rate(len(losses)) * v)
+            losses.append(loss)
     return torch.tensor(losses, dtype=torch.float64), net.state_dict()
+
+
+def gradients_of_step(net: nn.Module, groups: list[Batch]) -> tuple[float, list[torch.Tensor]]:
+    """The mean loss of all groups, and its gradients. Of the running statistics, only those of the
+    first group survive, as on rank 0."""
+    outputs, targets = [], []
+    first_buffers: list[torch.Tensor] = []
+    for images, labels in groups:
+        outputs.append(net(images))
+        targets.append(labels)
+        first_buffers = first_buffers or [buffer.clone() for buffer in net.buffers()]
+    loss = nn.functional.cross_entropy(torch.cat(outputs), torch.cat(targets))
+    gradients = torch.autograd.grad(loss, list(net.parameters()))
+    for buffer, first in zip(net.buffers(), first_buffers, strict=True):
+        buffer.copy_(first)
+    return loss.item(), list(gradients)
+
+
+def clipped(gradients: list[torch.Tensor], limit: float) -> list[torch.Tensor]:
+    """As torch does it, to a global norm of at most this limit."""
+    norm = math.sqrt(sum(g.square().sum().item() for g in gradients))
+    return [g * min(1.0, limit / (norm + 1e-6)) for g in gradients]

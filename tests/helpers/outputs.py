@@ -1,4 +1,4 @@
-"""Compare what a program printed with what a page shows, whatever the CPU.
+"""Read what a page shows of a program, and compare it with what was printed, whatever the CPU.
 
 A CPU rounds sums in its own order, so the last digits of a measured decimal depend on it. A count
 does not. So the texts must be equal once the numbers are taken out, whole numbers must be equal,
@@ -8,8 +8,16 @@ float64 are alike, however small each of them is.
 
 import re
 
+from repository_pages import fences
+
 ROUNDING_ERROR = 1e-12
 NUMBER = re.compile(r"<?(?<![\w.])-?\d+(?:,\d{3})*(?P<decimals>\.\d+)?(?P<exponent>e[+-]?\d+)?")
+
+
+def rows_on_page(program: str) -> list[list[str]]:
+    """The cells that a page shows; test_the_output_shown_is_the_output runs the program."""
+    [text] = [f.text for f in fences("text") if f.command == f"python {program}"]
+    return [line.split() for line in text.splitlines()]
 
 
 def differences(shown: str, printed: str, percent: float = 0.0, whole: int = 0) -> list[str]:

@@ -6,14 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from helpers.local_ranks import SECONDS, context, default_start, patience, scratch_folder
+from helpers.local_ranks import SECONDS, process_context, use_default_start_method
+from helpers.machine import patience, scratch_folder
 from prove.__main__ import main
 
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2"]
 
 
 def _prove(folder: Path, texts: Path, env: dict[str, str], arguments: tuple[str, ...]) -> None:
-    default_start()
+    use_default_start_method()
     os.chdir(folder)
     os.environ.update(env | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"})  # so all are forked
     for number, file in ((0, Path(os.devnull)), (1, texts / "out"), (2, texts / "error")):
@@ -25,7 +26,7 @@ def _prove(folder: Path, texts: Path, env: dict[str, str], arguments: tuple[str,
 def run(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
     """The ended process, with what it printed."""
     texts = scratch_folder()
-    process = context.Process(target=_prove, args=(folder, texts, env, arguments))
+    process = process_context.Process(target=_prove, args=(folder, texts, env, arguments))
     process.start()
     process.join(patience(3 * SECONDS))
     if process.is_alive():
@@ -35,6 +36,6 @@ def run(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProces
     return subprocess.CompletedProcess(arguments, process.exitcode, out, error)
 
 
-def verdict(ended: subprocess.CompletedProcess, check: str) -> str:
-    row = re.search(rf"^(right|WRONG|warning|not seen) +{check}(  |$)", ended.stdout, re.M)
-    return row[1] if row else f"no row: {ended.stdout}{ended.stderr}"
+def verdict(process: subprocess.CompletedProcess, check: str) -> str:
+    row = re.search(rf"^(right|WRONG|warning|not seen) +{check}(  |$)", process.stdout, re.M)
+    return row[1] if row else f"no row: {process.stdout}{process.stderr}"

@@ -3,31 +3,33 @@
 import hashlib
 from pathlib import Path
 
-from common.chapters import load_chapter
-from helpers.local_ranks import ROOT, command, launch_ranks, scratch_folder
+from common.chapters import ROOT, load_chapter
+from helpers.local_ranks import launch_ranks, run_script
+from helpers.machine import scratch_folder
 from helpers.stage_files import FOLDERS
 
-SCRIPTS = {  # of each folder that has one
+TRAIN_SCRIPTS = {  # of each folder that has one
     key: f"{folder.relative_to(ROOT)}/train.py"
     for key, folder in FOLDERS.items()
     if (folder / "train.py").exists()
 }
-SCRIPTS["tour"] = "benchmarks/tour.py"
+TRAIN_SCRIPTS["tour"] = "benchmarks/tour.py"
 
 
-def refused(output: str, *words: str) -> None:
+def assert_one_line(output: str, *words: str) -> None:
     """One line, with all these words."""
     assert output.strip().count("\n") == 0, output
     assert output.startswith("error: ")
     assert all(word in output for word in words), output
 
 
-def ended(key: str, *flags: str, **how) -> str:
+def refusal(key: str, *flags: str, **how) -> str:
     """What a script says that is refused: all ranks the same; of survive, one. No folder stays."""
     folder = scratch_folder()
-    flags = ("--device=cpu", f"--run-dir={folder / 'run'}", *flags) if key in SCRIPTS else flags
-    start = launch_ranks if "ranks" in how else command
-    answers = start(SCRIPTS.get(key, key), *flags, **how)
+    if key in TRAIN_SCRIPTS:
+        flags = ("--device=cpu", f"--run-dir={folder / 'run'}", *flags)
+    start = launch_ranks if "ranks" in how else run_script
+    answers = start(TRAIN_SCRIPTS.get(key, key), *flags, **how)
     assert {status for status, _ in answers} == {2}, answers
     outputs = [output for _, output in answers if output]
     assert outputs == outputs[:1] * (1 if key == "survive" else len(answers)), answers

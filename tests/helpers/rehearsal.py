@@ -19,29 +19,31 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from common.chapters import load_chapter
-from helpers.local_ranks import ROOT, launch_function, scratch_folder
+from common.chapters import ROOT, load_chapter
+from helpers.local_ranks import launch_function
+from helpers.machine import scratch_folder
+from helpers.stage_files import replace_once
 from helpers.train_stage import spawned_as
 
-SHORT = ("--device=cuda", "--epochs=1", "--max-steps=2", f"--data-dir={ROOT / 'data'}")
+TWO_STEPS = ("--device=cuda", "--epochs=1", "--max-steps=2", f"--data-dir={ROOT / 'data'}")
 CONVERTED = "beyond/convert/classifier/classifier_ddp.py"  # which the steps beside it make
 EXAMPLES = ("contrastive", "gan", "language", "segmentation")
-SCRIPTS = {
-    "01_single_gpu/train.py": SHORT,
-    "03_ddp_manual_allreduce/train.py": (*SHORT, "--backend=nccl"),
-    "04_ddp_torchrun/train.py": SHORT,
+REHEARSED_SCRIPTS = {
+    "01_single_gpu/train.py": TWO_STEPS,
+    "03_ddp_manual_allreduce/train.py": (*TWO_STEPS, "--backend=nccl"),
+    "04_ddp_torchrun/train.py": TWO_STEPS,
     "04_ddp_torchrun/minimal.py": (),
-    "05_amp_syncbn/train.py": (*SHORT, "--model=net-bn", "--amp=fp16"),
-    "beyond/survive/train.py": (*SHORT, "--model=net-bn", "--amp=bf16", "--accumulate=2"),
+    "05_amp_syncbn/train.py": (*TWO_STEPS, "--model=net-bn", "--amp=fp16"),
+    "beyond/survive/train.py": (*TWO_STEPS, "--model=net-bn", "--amp=bf16", "--accumulate=2"),
     "beyond/survive/own_loop.py": (".",),  # its run folder
-    "beyond/shard/train.py": (*SHORT, "--width=32", "--layers=1", "--batch-size=8"),
+    "beyond/shard/train.py": (*TWO_STEPS, "--width=32", "--layers=1", "--batch-size=8"),
     CONVERTED: ("--epochs=1",),
     **{f"beyond/convert/examples/{name}_ddp.py": () for name in EXAMPLES},
 }
 
 
 @dataclass
-class Seen:
+class RankLog:
     """What one rank asked of its machine. Devices are numbers of GPUs, in order of first use."""
 
     calls: list[str] = field(default_factory=list)
@@ -50,11 +52,11 @@ class Seen:
     output: str = ""
 
 
-class WriteDown(TorchFunctionMode):
+class NoteGpus(TorchFunctionMode):
     """Notes each GPU that a call of torch names; `cuda` alone is the GPU that was set, else 0."""
 
-    def __init__(self, seen: Seen) -> None:
-        self.seen, self.current = seen, 0
+    def __init__(self, log: RankLog) -> None:
+        self.log, self.current = log, 0
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         if function is torch.device:  # a device may say cuda here, as no tensor ever reaches it
@@ -63,16 +65,16 @@ class WriteDown(TorchFunctionMode):
         for value in (*args, *(kwargs or {}).values()):
             if isinstance(value, torch.device) and value.type == "cuda":
                 number = self.current if value.index is None else value.index
-                if number not in self.seen.devices:
-                    self.seen.devices.append(number)
+                if number not in self.log.devices:
+                    self.log.devices.append(number)
         return function(*args, **(kwargs or {}))
 
     def set_device(self, device: Any) -> None:
         self.current = device if isinstance(device, int) else torch.device(device).index
-        self.seen.calls.append(f"set_device {self.current}")
+        self.log.calls.append(f"set_device {self.current}")
 
 
-def pretend(gpus: int, seen: Seen) -> None:
+def pretend_gpus(gpus: int, log: RankLog) -> None:
     """From now on, this process sees that many GPUs."""
     from prove import cpu
 
@@ -81,10 +83,10 @@ def pretend(gpus: int, seen: Seen) -> None:
 
     def init_process_group(backend: Any = None, *args: Any, device_id: Any = None, **more: Any):
         which = "" if device_id is None else f", device_id {torch.device(device_id).index}"
-        seen.calls.append(f"join {backend}{which}")
+        log.calls.append(f"join {backend}{which}")
         join(backend, *args, **more)
 
-    notes = WriteDown(seen)
+    notes = NoteGpus(log)
     notes.__enter__()
     dist.init_process_group = init_process_group
     torch.cuda.set_device = notes.set_device
@@ -93,29 +95,29 @@ def pretend(gpus: int, seen: Seen) -> None:
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"{shown}{device.index}")
 
 
-def _rehearse(rank: int, script: str, flags: tuple, gpus: int, envs: list, changes: tuple) -> Seen:
-    path, seen = ROOT / script, Seen()
+def _rehearse(
+    rank: int, script: str, flags: tuple, gpus: int, envs: list, changes: tuple
+) -> RankLog:
+    path, log = ROOT / script, RankLog()
     if script == CONVERTED:
-        source = load_chapter("beyond", "convert/apply_steps").scripts()[-1]
+        source = load_chapter("beyond/convert", "apply_steps").scripts()[-1]
     else:
         source = path.read_text()
-    for old, new in changes:
-        assert source.count(old) == 1, f"{script} has not, once: {old}"
-        source = source.replace(old, new)
+    source = replace_once(source, *changes)
     os.environ.update(envs[rank])
     os.chdir(scratch_folder())
     Path("data/MNIST").mkdir(parents=True)
     Path("data/MNIST/raw").symlink_to(ROOT / "common" / "digits")  # where the classifier looks
-    pretend(gpus, seen)
+    pretend_gpus(gpus, log)
     sys.argv, sys.path[0:0] = [script, *flags], [str(path.parent)]
     code, out = compile(source, str(path), "exec"), StringIO()
     try:
         with spawned_as(rank), redirect_stdout(out):
             exec(code, {"__name__": "__main__", "__file__": str(path)})
     except SystemExit as end:
-        seen.error = f"exit status {end.code}"
-    seen.output = out.getvalue()
-    return seen
+        log.error = f"exit status {end.code}"
+    log.output = out.getvalue()
+    return log
 
 
 def rehearse(
@@ -125,7 +127,7 @@ def rehearse(
     ranks: int = 2,
     envs: Sequence[dict[str, str]] = (),
     changes: tuple[tuple[str, str], ...] = (),
-) -> list[Seen]:
+) -> list[RankLog]:
     """Run a script on ranks whose machines have that many GPUs.
 
     envs: for each rank, what its launcher says otherwise than torchrun on one machine.
@@ -136,10 +138,10 @@ def rehearse(
 
 
 @cache
-def rehearse_all() -> dict[str, list[Seen]]:
+def rehearse_all() -> dict[str, list[RankLog]]:
     """Every script on as many GPUs as it has ranks."""
-    ranks = {script: 1 if script.startswith("01") else 2 for script in SCRIPTS}
+    ranks = {script: 1 if script.startswith("01") else 2 for script in REHEARSED_SCRIPTS}
     return {
         script: rehearse(script, *flags, gpus=ranks[script], ranks=ranks[script])
-        for script, flags in SCRIPTS.items()
+        for script, flags in REHEARSED_SCRIPTS.items()
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 KILOBYTES = 2048
 HOLD = ["unshare", "--mount", "sh", "-c"]
 MOUNT = f"mount -t tmpfs -o size={KILOBYTES}k disk /mnt && echo mounted && exec cat"
-REFUSED = "only root may mount a tmpfs, and not in every container"
+CANNOT_MOUNT = "only root may mount a tmpfs, and not in every container"
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from pathlib import Path
 from shutil import ignore_patterns
 from unittest.mock import patch
 
-from common.chapters import load_chapter
-from helpers.local_ranks import ROOT, in_time
+from common.chapters import ROOT, load_chapter
+from helpers.machine import in_time
 
 FOLDERS = {path.name[:2]: path for path in sorted(ROOT.glob("0?_*"))}
 FOLDERS |= {name: ROOT / "beyond" / name for name in ("survive", "shard", "local_sgd", "forecast")}
@@ -25,7 +25,8 @@ TEST_FILES = sorted(path for each in FOLDERS_OF_TESTS for path in ROOT.glob(f"{e
 # Of a folder of the repository. Other tests write the last two, while this one copies.
 NOT_COPIED = ignore_patterns(".*", "runs", "*MNIST", "cifar*", "_site", "__pycache__")
 
-Line = tuple[str, ...]  # a file of a stage and a line of it; or a file, its text, and another text
+# A file of a stage and a line of it to leave out; or a file, a text of it, and another text.
+Change = tuple[str, ...]
 
 
 def functions(source: str) -> dict[str, str]:
@@ -40,15 +41,22 @@ def different_functions(source: str, parent: str) -> set[str]:
     return {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
 
 
-def changed_source(path: Path, changes: Sequence[Line]) -> str:
+def replace_once(text: str, *changes: tuple[str, str]) -> str:
+    """The text with each old piece replaced by its new one. It must have the old piece, once."""
+    for old, new in changes:
+        assert text.count(old) == 1, f"{text.count(old)} times in the text, expected once: {old}"
+        text = text.replace(old, new)
+    return text
+
+
+def changed_source(path: Path, changes: Sequence[Change]) -> str:
     """The text of this file, with lines left out or texts replaced."""
     source = path.read_text()
     for file, old, *new in changes:
         if not path.match(file):
             continue
         if new:
-            assert source.count(old) == 1, f"{path} has not, once: {old}"
-            source = source.replace(old, new[0])
+            source = replace_once(source, (old, new[0]))
             continue
         lines = source.splitlines()  # without their indent and their comment:
         places = [i for i, line in enumerate(lines) if line.split("  #")[0].strip() == old]
@@ -62,7 +70,7 @@ def changed_source(path: Path, changes: Sequence[Line]) -> str:
 compiled = cache(compile)  # the same text again and again, if a test takes many fresh modules
 
 
-def fresh_module(path: Path, changes: Sequence[Line] = (), register=False) -> types.ModuleType:
+def fresh_module(path: Path, changes: Sequence[Change] = (), register=False) -> types.ModuleType:
     """A program as a new module, changed. register: others import it, not the file."""
     name = path.stem if path.name != "train.py" else f"train_{path.parent.name}"
     if str(path.parent) not in sys.path:  # a script finds the files beside it
@@ -84,7 +92,7 @@ def output_of(folder: str, name: str, *flags: str) -> str:
     return output.getvalue()
 
 
-def clock() -> types.SimpleNamespace:
+def stopped_clock() -> types.SimpleNamespace:
     """In place of the module time: it stands still unless somebody sleeps."""
     time = types.SimpleNamespace(now=100.0, monotonic=lambda: time.now)
     time.sleep = lambda seconds: setattr(time, "now", time.now + seconds)

@@ -19,19 +19,21 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
+from common.chapters import ROOT
 from common.data import load_dataset
 from common.options import make_parser
-from helpers.local_ranks import ROOT, launch_function, scratch_folder
-from helpers.stage_files import FOLDERS, Line, fresh_module
+from helpers.local_ranks import launch_function
+from helpers.machine import scratch_folder
+from helpers.stage_files import FOLDERS, Change, fresh_module
 
-LOCAL = ("--device=cpu", f"--data-dir={ROOT / 'data'}")
-SHORT = ("--model=net-bn", "--epochs=1", "--batch-size=60")
+ON_CPU = ("--device=cpu", f"--data-dir={ROOT / 'data'}")
+ONE_EPOCH = ("--model=net-bn", "--epochs=1", "--batch-size=60")
 FP32 = {"dtype": torch.float32}  # of a run that is not in float64
 
 
 def options(*flags: str) -> Namespace:
     """The options that all stages share, as these flags set them."""
-    return make_parser("", "").parse_args([*LOCAL, *flags])
+    return make_parser("", "").parse_args([*ON_CPU, *flags])
 
 
 def random_pictures(folder: Path) -> tuple[str, ...]:
@@ -60,7 +62,7 @@ def few_digits() -> tuple[str, ...]:
     return ("--dataset=mnist", f"--data-dir={raw.parents[1]}")
 
 
-def load_stage(key: str, without: tuple[Line, ...] = ()) -> types.ModuleType:
+def load_stage(key: str, without: tuple[Change, ...] = ()) -> types.ModuleType:
     """A stage's train.py as a module, with the given lines of the stage's files left out."""
     files = dict.fromkeys([*(file for file, *_ in without), "train.py"])
     return [fresh_module(FOLDERS[key] / file, without, register=True) for file in files][-1]
@@ -156,7 +158,7 @@ def train(
 ) -> Run:
     """Run a stage's main on that many ranks (01 and 02: always one), in float64 if not said."""
     folder = folder or scratch_folder()
-    flags = (*LOCAL, f"--run-dir={folder}", *flags)
+    flags = (*ON_CPU, f"--run-dir={folder}", *flags)
     flags += (f"--world-size={world_size}",) if key == "03" else ()
     ranks = launch_function(world_size, train_rank, key, flags, dtype, without)
     return Run(folder, [state for state, _ in ranks], ranks[0][1])

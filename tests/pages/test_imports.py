@@ -1,17 +1,16 @@
-"""No import leads back to its own module, and what measures imports nothing that draws."""
+"""No import leads back to its own module, and a program is never mistaken for another one."""
 
 import ast
+import sys
 from collections.abc import Collection
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-from helpers.local_ranks import ROOT
+from common.chapters import ROOT, load_chapter
 
 FOLDERS = ("packages/prove/src/prove", "packages/shm/src/shm", "common", "benchmarks")
-MEASURING = ("bench", "gpu", "measure_memory", "measure_reducers", "measure_stages", "measure_tour")
-MEASURING += ("stage_runs", "timing", "tour", "training_step")
 
 Graph = dict[str, set[str]]  # of each module, those that it imports
 
@@ -61,13 +60,11 @@ def test_no_import_leads_back_to_its_own_module(folder):
     assert {importing, needed} <= {*circle_in(graph_of(sources | back))}, "the control"
 
 
-def needs(graph: Graph, module: str) -> set[str]:
-    """What it imports, and what that imports, and so on."""
-    return graph[module].union(*(needs(graph, other) for other in graph[module]))
-
-
-def test_what_measures_imports_nothing_that_draws():
-    graph = graph_of(sources_of("benchmarks"))
-    for module in MEASURING:
-        assert needs(graph, module).isdisjoint({"pictures", "plots", "svg"}), module
-    assert "svg" in needs(graph, "pictures"), "the control"
+def test_the_second_of_two_programs_with_one_name_is_not_taken_for_the_first(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])  # no other test finds what is loaded here
+    first = load_chapter("beyond/shard", "language")
+    with pytest.raises(
+        ImportError, match=r"examples/language\.py, but language is .+/shard/language"
+    ):
+        load_chapter("beyond/convert/examples", "language")
+    assert load_chapter("beyond/shard", "language") is first, "the control"

@@ -1,17 +1,21 @@
 """The notebooks: what they show is true today, and each runs from top to bottom."""
 
+import multiprocessing
 import os
 import re
 import time
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import matplotlib
 import pytest
 import torch
+from ipykernel.kernelapp import IPKernelApp
 from nbclient import NotebookClient
 
+import common.ranks
 from common.chapters import load_chapter
-from helpers.local_ranks import context, run_kernel
+from helpers import local_ranks
 
 execute = load_chapter("notebooks", "execute")
 
@@ -20,10 +24,21 @@ def pictures_of(cell):
     return sum("image/png" in output.get("data", {}) for output in cell.get("outputs", []))
 
 
+def run_kernel(env, flags):
+    """Be the kernel of a notebook, whose ranks are forks of it."""
+    os.setsid()
+    os.environ.update(env)
+    inline = "module://matplotlib_inline.backend_inline"
+    matplotlib.rcParams["backend"] = inline  # the kernel says so to those who import it later
+    local_ranks.process_context = multiprocessing.get_context("fork")
+    common.ranks.start_method = "fork"
+    IPKernelApp.launch_instance(argv=flags)
+
+
 def quick_kernel(command, env, **_):
     """In place of Popen: the kernel and its ranks need not import torch again."""
     flags = command[command.index("-f") :]
-    process = context.Process(target=run_kernel, args=(env, flags))
+    process = local_ranks.process_context.Process(target=run_kernel, args=(env, flags))
     process.start()
     while os.getpgid(process.pid) != process.pid:  # its group gets the signals
         time.sleep(0.01)
@@ -43,7 +58,7 @@ def test_a_notebook_runs_again_and_shows_the_same(path):
     for cell in notebook.cells:  # its measurements and trainings are short here
         cell.source = cell.source.replace("Effort(rounds=1)", "Effort(rounds=1, quick=True)")
         cell.source = re.sub(r'"resnet50", 224(.+"cpu"\))', r'"net", 28\1', cell.source)
-        few = "as same; same.train_stage.LOCAL += same.train_stage.few_digits()"
+        few = "as same; same.train_stage.ON_CPU += same.train_stage.few_digits()"
         cell.source = cell.source.replace("as same", few)
         cell.source = cell.source.replace(
             'live = ("01", "01-cores", "ceiling", "04")', 'live = ("01",)'

@@ -8,11 +8,10 @@ import pytest
 
 from check_pages import CHINESE
 from common.chapters import load_chapter
-from helpers.local_ranks import command as start
-from helpers.local_ranks import launch_ranks, scratch_folder
+from helpers.local_ranks import launch_ranks, run_script
+from helpers.machine import scratch_folder
 from helpers.outputs import differences
 from repository_pages import ALL_PAGES, BREAK, ROOT, TABLE, fences, shell
-from write_lessons import PARENTS
 
 tables = load_chapter("benchmarks", "tables")
 
@@ -28,9 +27,11 @@ def copy(tmp_path_factory) -> Path:
 
 
 # 04's own train.py is once started by the real torchrun.
-TORCHRUN = r"torchrun --standalone --nproc-per-node=(\d)(?! 04_ddp_torchrun/train.py --epochs 1$)"
-SCRIPT = re.compile(
-    rf"((?:(?!TORCH)[A-Z_]+=\w* )*)(?:python|{TORCHRUN}) ((?:\w+/)*\w+\.py)([\w =./-]*)"
+TORCHRUN_CALL = (
+    r"torchrun --standalone --nproc-per-node=(\d)(?! 04_ddp_torchrun/train.py --epochs 1$)"
+)
+SCRIPT_CALL = re.compile(
+    rf"((?:(?!TORCH)[A-Z_]+=\w* )*)(?:python|{TORCHRUN_CALL}) ((?:\w+/)*\w+\.py)([\w =./-]*)"
 )
 
 
@@ -39,20 +40,20 @@ def run(command: str, where: Path) -> str:
     """Its output. A command that is shown twice, alone and with its output, runs once.
     The ranks of most launches are forked from here, with torchrun's variables: seconds faster."""
     program, pipe, filter_of_output = command.partition(" | ")
-    if pipe and SCRIPT.fullmatch(program):
+    if pipe and SCRIPT_CALL.fullmatch(program):
         (output := scratch_folder() / "output").write_text(run(program, where))
         return shell(f"{filter_of_output} < {output}", where)
-    match = SCRIPT.fullmatch(command.replace("-m shm ", "packages/shm/src/shm/__main__.py "))
+    match = SCRIPT_CALL.fullmatch(command.replace("-m shm ", "packages/shm/src/shm/__main__.py "))
     if not match:
         return shell(command, where)
     names, ranks, script, flags = match.groups()
     how = {"env": dict(re.findall(r"(\w+)=(\S*) ", names)), "where": where, "seconds": 180}
     if ranks:
-        ended = launch_ranks(script, *flags.split(), ranks=int(ranks), **how)
+        answers = launch_ranks(script, *flags.split(), ranks=int(ranks), **how)
     else:
-        ended = start(script, *flags.split(), **how)
-    output = re.sub(r"^\[rank\d\]:.*\n", "", "".join(out for _, out in ended), flags=re.M)
-    assert all(status == 0 for status, _ in ended), f"{command}\n{output}"
+        answers = run_script(script, *flags.split(), **how)
+    output = re.sub(r"^\[rank\d\]:.*\n", "", "".join(out for _, out in answers), flags=re.M)
+    assert all(status == 0 for status, _ in answers), f"{command}\n{output}"
     return output  # without what torch's C++ logs
 
 
@@ -108,15 +109,6 @@ def test_the_first_lines_of_the_readme_are_what_changes_between_the_minimal_scri
         "destroy_process_group",
     )
     assert [line for line in left_out if not any(word in line for word in words)] == []
-
-
-@pytest.mark.parametrize("stage", PARENTS)
-def test_the_readme_shows_every_hunk_that_is_a_lesson(stage):
-    """At least half of the changed lines stand in the README, with a word about each."""
-    lesson = (ROOT / stage / "lesson.diff").read_text().splitlines()[2:]
-    shown = [line for f in LESSONS if f.page.parent == ROOT / stage for line in f.text.splitlines()]
-    changed = [line for line in lesson if line[0] in "+-" and line[1:].strip()]
-    assert sum(line[0] in "+-" for line in shown) >= len(changed) / 2
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda path: path.parent.name)

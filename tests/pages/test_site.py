@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from helpers.local_ranks import ROOT
+from common.chapters import ROOT
 
 SITE = ROOT / ".venv-site"
 

@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from common.chapters import load_chapter
-from helpers.local_ranks import ROOT, launch_function
+from common.chapters import ROOT, load_chapter
+from helpers.local_ranks import launch_function
 
 step_model = load_chapter("beyond/forecast", "step_model")
 gradient_order = load_chapter("beyond/forecast", "gradient_order")

@@ -10,23 +10,24 @@ import torch
 import torch.distributed.run
 from PIL import Image
 
+from common.chapters import ROOT
 from common.data import Digits, load_dataset
 from common.models import build_model
 from common.options import UsageError, make_parser
-from helpers.local_ranks import ROOT, command, launch_ranks, launcher_variables
-from helpers.refusals import SCRIPTS, Trap, ended, refused, seal
-from helpers.train_stage import SHORT, options, train_once
+from helpers.local_ranks import launch_ranks, launcher_variables, run_script
+from helpers.refusals import TRAIN_SCRIPTS, Trap, assert_one_line, refusal, seal
+from helpers.train_stage import ONE_EPOCH, options, train_once
 
 GPUS = torch.cuda.device_count()
 
 WHOLE = "expected a whole number"
-TORCHRUN = "start it with torchrun --standalone --nproc-per-node=2 SCRIPT"
+START_WITH_TORCHRUN = "start it with torchrun --standalone --nproc-per-node=2 SCRIPT"
 FIT, LIMIT = "01_single_gpu/fit.py", "--memory-limit=1GiB"
 SHM = "packages/shm/src/shm/__main__.py"
 COLLECTIVES = "03_ddp_manual_allreduce/collectives.py"
 UNEVEN = "04_ddp_torchrun/uneven.py"
 TOO_MANY = f"--backend=nccl --world-size={GPUS + 1}"
-CALLS = {  # a stage or a program with its flags, and words of the line
+WRONG_CALLS = {  # a stage or a program with its flags, and words of the line
     "01 --batch-size=0": f"--batch-size: got '0', {WHOLE}, at least 1 (--help",
     "01 --lr=nan": "--lr: got 'nan', expected a number, at least 0 and less than 1e+38",
     "01 --seed=4294967296": f"{WHOLE}, at least 0 and less than 4294967296",
@@ -42,8 +43,8 @@ CALLS = {  # a stage or a program with its flags, and words of the line
     "02 --replicas=7": "--batch-size 120 does not divide by 7: try 126",
     "03 --world-size=7": "--batch-size 120 does not divide by 7: try 126",
     f"03 {TOO_MANY}": "--backend nccl needs a GPU for each rank: try --backend gloo",
-    "04": TORCHRUN,
-    "05": TORCHRUN,
+    "04": START_WITH_TORCHRUN,
+    "05": START_WITH_TORCHRUN,
     "05 --sync-bn=False": "--sync-bn",
     "tour --stages=01,07": "--stages 01,07: expected one or more of 01,02,03,04,05",
     "tour --ranks=7 --batch-size=120": "--batch-size 120 does not divide by 7",
@@ -68,9 +69,9 @@ CALLS = {  # a stage or a program with its flags, and words of the line
     "beyond/puzzles/judge.py 99": f"number: got '99', {WHOLE}, at least 1 and less than 13",
 }
 if not GPUS:
-    CALLS[FIT] = "there is no GPU whose memory is the limit: try --memory-limit 8GiB"
-    CALLS |= {f"{key} --device=cuda": "'cuda' (choose from 'cpu')" for key in SCRIPTS}
-CALLS_OF_TWO_RANKS = {  # both find it, or they end together: none waits for the other
+    WRONG_CALLS[FIT] = "there is no GPU whose memory is the limit: try --memory-limit 8GiB"
+    WRONG_CALLS |= {f"{key} --device=cuda": "'cuda' (choose from 'cpu')" for key in TRAIN_SCRIPTS}
+WRONG_CALLS_OF_TWO_RANKS = {  # both find it, or they end together: none waits for the other
     "04 --batch-size=61": "--batch-size 61 does not divide by 2: try 62",
     "survive --batch-size=61": "--batch-size 61 does not divide by 2: try 62",
     "survive --dataset=imagefolder --data-dir=nowhere": "--data-dir nowhere",
@@ -79,22 +80,22 @@ CALLS_OF_TWO_RANKS = {  # both find it, or they end together: none waits for the
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", WRONG_CALLS)
 def test_wrong_flags_are_refused(call):
-    refused(ended(*call.split(" ")), CALLS[call])
+    assert_one_line(refusal(*call.split(" ")), WRONG_CALLS[call])
 
 
-@pytest.mark.parametrize("call", CALLS_OF_TWO_RANKS)
+@pytest.mark.parametrize("call", WRONG_CALLS_OF_TWO_RANKS)
 def test_wrong_flags_are_refused_on_two_ranks(call):
-    refused(ended(*call.split(" "), ranks=2), CALLS_OF_TWO_RANKS[call])
+    assert_one_line(refusal(*call.split(" "), ranks=2), WRONG_CALLS_OF_TWO_RANKS[call])
 
 
 def test_shm_shows_its_own_help_and_leaves_the_flags_of_a_script_to_it(tmp_path):
-    [(status, output)] = command(SHM, "--help")
+    [(status, output)] = run_script(SHM, "--help")
     assert status == 0
     assert output.startswith("usage: python -m shm [-h] [--no-pin] SCRIPT ...\n")
     (tmp_path / "script.py").write_text("import sys; print(sys.argv[1:])")
-    assert command(SHM, f"{tmp_path}/script.py", "--help", "-x") == [(0, "['--help', '-x']\n")]
+    assert run_script(SHM, f"{tmp_path}/script.py", "--help", "-x") == [(0, "['--help', '-x']\n")]
 
 
 RIGHT_CALLS = [  # at the limits
@@ -107,8 +108,8 @@ RIGHT_CALLS = [  # at the limits
 def test_a_right_call_is_not_refused(key, ranks, flags, tmp_path):
     """The control of everything here."""
     flags = (*flags, "--device=cpu", "--max-steps=1", f"--run-dir={tmp_path}")
-    start = launch_ranks if ranks == 2 else command
-    answers = start(SCRIPTS[key], *flags)
+    start = launch_ranks if ranks == 2 else run_script
+    answers = start(TRAIN_SCRIPTS[key], *flags)
     assert [status for status, _ in answers] == [0] * ranks, answers
     assert (tmp_path / "checkpoint.pt").exists()
 
@@ -160,8 +161,8 @@ def test_pictures_of_other_classes_are_refused(tmp_path):
     for folder in ("train/cat", "train/dog", "test/cat", "test/owl"):
         (tmp_path / folder).mkdir(parents=True)
         Image.new("RGB", (40, 30)).save(tmp_path / folder / "1.png")
-    output = ended("01", "--dataset=imagefolder", "--batch-size=1", f"--data-dir={tmp_path}")
-    refused(output, "classes ['cat', 'dog'] for training, ['cat', 'owl'] for the test")
+    output = refusal("01", "--dataset=imagefolder", "--batch-size=1", f"--data-dir={tmp_path}")
+    assert_one_line(output, "classes ['cat', 'dog'] for training, ['cat', 'owl'] for the test")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -175,7 +176,7 @@ def test_a_truncated_picture_is_refused_by_its_name(workers, tmp_path):
     damaged.write_bytes(damaged.read_bytes()[:60])
     flags = ("--dataset=imagefolder", "--batch-size=2", "--image-size=16", "--device=cpu")
     flags += (f"--data-dir={tmp_path}", f"--workers={workers}", f"--run-dir={tmp_path / 'run'}")
-    [(status, output)] = command(SCRIPTS["01"], *flags)
+    [(status, output)] = run_script(TRAIN_SCRIPTS["01"], *flags)
     error = f"error: cannot read {damaged} (image file is truncated): replace or remove it"
     assert (status, output) == (2, f"global batch 2 = 1 × 2\n{error}\n")
 
@@ -185,7 +186,7 @@ NOT_OURS = "use one that a stage saved"
 
 def checkpoint(kind, folder):
     """A file that holds what `kind` says."""
-    flags = ("--max-steps=3",) if kind == "inside" else SHORT
+    flags = ("--max-steps=3",) if kind == "inside" else ONE_EPOCH
     good = train_once("01", 1, *flags, dtype=torch.float32).folder / "checkpoint.pt"
     path, content = folder / "checkpoint.pt", torch.load(good, weights_only=True)
     if kind == "other sizes":
@@ -229,7 +230,7 @@ CHECKPOINTS = [  # what the file holds, the call, and what the line says
 @pytest.mark.parametrize(("kind", "call", "words"), CHECKPOINTS)
 def test_a_checkpoint_that_does_not_fit_is_refused(kind, call, words, tmp_path):
     key, *flags = f"{call}={checkpoint(kind, tmp_path)}".split()
-    refused(ended(key, *SHORT, *flags), "checkpoint.pt", words)
+    assert_one_line(refusal(key, *ONE_EPOCH, *flags), "checkpoint.pt", words)
     assert not (tmp_path / "trapped").exists(), "loading ran code"
 
 
@@ -237,11 +238,11 @@ def test_a_checkpoint_that_does_not_fit_is_refused(kind, call, words, tmp_path):
 def test_what_only_rank_0_finds_ends_the_other_rank_too(key, tmp_path):
     """A run-dir that cannot be written. In 03, spawn ends the others; in 04, the real torchrun."""
     (tmp_path / "file").write_text("mine")
-    script, flags = SCRIPTS[key], ("--device=cpu", f"--run-dir={tmp_path / 'file'}")
+    script, flags = TRAIN_SCRIPTS[key], ("--device=cpu", f"--run-dir={tmp_path / 'file'}")
     if key == "04":
         flags = ("--standalone", "--nproc-per-node=2", script, *flags)
         script = torch.distributed.run.__file__
-    [(status, output)] = command(script, *flags)
+    [(status, output)] = run_script(script, *flags)
     assert status == (1 if key == "04" else 2), output
     assert output.count("error: cannot write to --run-dir") == 1
     assert key != "04" or "exitcode  : 2" in output
@@ -255,13 +256,13 @@ def test_a_rank_without_an_address_is_refused(key):
     """As a script would start it that sets the numbers and forgets where the ranks meet."""
     variables = launcher_variables(0)
     del variables["MASTER_ADDR"], variables["MASTER_PORT"]
-    refused(ended(key, "--device=cpu", env=variables), TORCHRUN)
+    assert_one_line(refusal(key, "--device=cpu", env=variables), START_WITH_TORCHRUN)
 
 
 def test_04_on_a_port_in_use_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
-        [(status, output)] = command(SCRIPTS["04"], env=launcher_variables(port))
+        [(status, output)] = run_script(TRAIN_SCRIPTS["04"], env=launcher_variables(port))
     assert status == 2
     [line] = [line for line in output.splitlines() if line.startswith("error: ")]
     assert f"port: {port}" in line

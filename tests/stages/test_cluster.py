@@ -21,13 +21,14 @@ import pytest
 import torch
 from torch.distributed.run import config_from_args, parse_args
 
-from helpers.local_ranks import ROOT, free_port
+from common.chapters import ROOT
+from helpers.machine import free_port
 from helpers.train_stage import Run, load_stage, same_run, train_once
 
 LAUNCH = ROOT / "04_ddp_torchrun" / "launch"
 TWO_NODES = ("bash", LAUNCH / "two_nodes_here.sh")
 MODEL = ("--model=net-bn", "--batch-size=60", "--device=cpu")
-SHORT = ("--epochs=1", *MODEL)
+ONE_EPOCH = ("--epochs=1", *MODEL)
 BIN = Path(sys.executable).parent
 SECONDS = 120  # more than anything here takes
 
@@ -335,13 +336,13 @@ def namespaces_of(process: subprocess.Popen) -> set[str]:
 
 def test_two_nodes_here_trains_across_the_cable(namespaces, tmp_path):
     cable = 'echo "$(cat /sys/class/net/link0/statistics/tx_bytes) bytes from node $NODE_RANK"'
-    train = f'bash 04_ddp_torchrun/launch/two_nodes.sh {" ".join(SHORT)} --run-dir "{tmp_path}"'
+    train = f'bash 04_ddp_torchrun/launch/two_nodes.sh {" ".join(ONE_EPOCH)} --run-dir "{tmp_path}"'
     command = (*TWO_NODES, "bash", "-c", f"{train}; {cable}")
     (tmp_path / "script.py").write_text(RUN.format("05_amp_syncbn"))
     status, output = run(*command, SCRIPT=tmp_path / "script.py")
     assert status == 0, output
     assert output.count("epoch 1/1") == 1, "only rank 0 prints"
-    assert is_the_run_of(2, tmp_path, "05", *SHORT)
+    assert is_the_run_of(2, tmp_path, "05", *ONE_EPOCH)
     here = Run(tmp_path, [], "")
     momenta = here.checkpoint["optimizer"]["state"].values()
     gradients = 4 * sum(state["momentum_buffer"].numel() for state in momenta)

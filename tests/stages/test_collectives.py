@@ -19,9 +19,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import common.ranks
-from common.chapters import load_chapter
+from common.chapters import ROOT, load_chapter
 from common.ranks import run_ranks
-from helpers.local_ranks import ROOT, context, forked, gather_from_ranks, is_running, on_ranks
+from helpers.local_ranks import by_fork, gather_from_ranks, on_ranks, process_context
+from helpers.machine import is_running
 from helpers.stage_files import output_of
 from helpers.train_stage import load_stage
 
@@ -76,14 +77,14 @@ def test_no_rank_leaves_a_barrier_before_all_have_come(rank):
         assert (max(arrivals) <= min(departures)) == together
 
 
-CALLS = ("send", "recv", "batch_isend_irecv", "broadcast", "reduce", "all_reduce", "gather")
-CALLS += ("all_gather", "scatter", "reduce_scatter", "all_to_all_single")
+COLLECTIVE_CALLS = ("send", "recv", "batch_isend_irecv", "broadcast", "reduce", "all_reduce")
+COLLECTIVE_CALLS += ("gather", "all_gather", "scatter", "reduce_scatter", "all_to_all_single")
 
 
 @on_ranks(3)
 def test_without_its_call_no_lesson_gives_that(rank):
     """The control: collectives that do nothing."""
-    with patch.multiple(dist, **dict.fromkeys(CALLS, lambda *args, **kwargs: [])):
+    with patch.multiple(dist, **dict.fromkeys(COLLECTIVE_CALLS, lambda *args, **kwargs: [])):
         play = load_chapter("03", "collectives").play
         rows = [play(rank, name) for name in LESSONS if name != "barrier"]
     pairs = zip(LESSONS, zip(*gather_from_ranks(rows), strict=True), strict=False)
@@ -111,7 +112,7 @@ def hang(*_):
 
 def be_a_program(folder: Path, main: Callable) -> None:
     """A process that starts ranks; they are forks, which need not import torch again."""
-    start = forked(mp.start_processes)
+    start = by_fork(mp.start_processes)
     for place in (mp, sys.modules["torch.multiprocessing.spawn"]):
         place.start_processes = start
     os.chdir(folder)
@@ -119,7 +120,7 @@ def be_a_program(folder: Path, main: Callable) -> None:
     main()
 
 
-RESTORED = "signal.signal(signal.SIGINT, signal.SIG_DFL)"
+RESTORES_SIGINT = "signal.signal(signal.SIGINT, signal.SIG_DFL)"
 
 
 def train(without=()) -> None:
@@ -131,7 +132,7 @@ def train(without=()) -> None:
 
 
 def train_without_sigint() -> None:
-    train(without=(("train.py", RESTORED),))
+    train(without=(("train.py", RESTORES_SIGINT),))
 
 
 def start_ranks_of_a_chapter() -> None:
@@ -141,7 +142,7 @@ def start_ranks_of_a_chapter() -> None:
 
 def ranks_left(folder: Path, main: Callable, seconds: float) -> int:
     """How many of the two ranks still run so long after their program was killed."""
-    program, ranks = context.Process(target=be_a_program, args=(folder, main)), []
+    program, ranks = process_context.Process(target=be_a_program, args=(folder, main)), []
     (folder / READY).unlink(missing_ok=True)
     program.start()
     try:

@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn.parallel import scatter_gather
 from torch.nn.parallel.parallel_apply import parallel_apply
 
-from helpers.local_ranks import ROOT, scratch_folder
+from common.chapters import ROOT
+from helpers.machine import scratch_folder
 from helpers.stage_files import FOLDERS, fresh_module
 from helpers.train_stage import load_stage, run_main
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from common.models import Net
-from helpers.rehearsal import SCRIPTS, Seen, rehearse, rehearse_all
+from helpers.rehearsal import REHEARSED_SCRIPTS, RankLog, rehearse, rehearse_all
 from helpers.train_stage import load_stage
 
 DDP = "04_ddp_torchrun/train.py"
@@ -22,14 +22,15 @@ JOINS = {  # how the ranks of each script join, and then each names its GPU
     "beyond/survive/train.py": "join cpu:gloo,cuda:nccl, device_id {}",
     "beyond/survive/own_loop.py": "join cpu:gloo,cuda:nccl, device_id {}",
     "beyond/shard/train.py": "join nccl, device_id {}",
-    **{script: "join nccl" for script in SCRIPTS if script.startswith("beyond/convert")},
+    **{script: "join nccl" for script in REHEARSED_SCRIPTS if script.startswith("beyond/convert")},
 }
-STAGES = [script for script in JOINS if "convert" not in script]
-LAUNCHED = [script for script in STAGES if not script.startswith("03")]  # 03 starts its own ranks
-SHARING = [script for script in STAGES if script != "beyond/survive/own_loop.py"]  # has no flags
+NOT_CONVERTED = [script for script in JOINS if "convert" not in script]
+# 03 starts its own ranks, and own_loop.py has no flag for the backend.
+LAUNCHED_BY_TORCHRUN = [script for script in NOT_CONVERTED if not script.startswith("03")]
+CAN_SHARE_A_GPU = [script for script in NOT_CONVERTED if not script.endswith("own_loop.py")]
 
 
-def assert_own_gpus(seen: list[Seen], numbers: list[int], join: str = JOINS[DDP]) -> None:
+def assert_own_gpus(seen: list[RankLog], numbers: list[int], join: str = JOINS[DDP]) -> None:
     """Rank k uses the GPU numbers[k] alone, and has set it before it joins."""
     for rank, number in zip(seen, numbers, strict=True):
         assert rank.error == ""
@@ -54,27 +55,27 @@ def test_the_smallest_script_uses_the_gpu_of_its_local_rank():
     assert [rank.devices for rank in rehearse_all()["04_ddp_torchrun/minimal.py"]] == [[0], [1]]
 
 
-LINES = {
+LINES_OF_DDP = {
     "set": "    torch.cuda.set_device(device)\n",
     "join": "    dist.init_process_group(args.backend, device_id=device if args.backend",
     "number": 'int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()',
     "id": 'device_id=device if args.backend == "nccl" else None',
 }
 MISTAKES = {
-    "no set_device": ((LINES["set"], ""),),
+    "no set_device": ((LINES_OF_DDP["set"], ""),),
     "set_device too late": (
-        (LINES["set"], ""),
-        ("    return device\n", LINES["set"] + "    return device\n"),
+        (LINES_OF_DDP["set"], ""),
+        ("    return device\n", LINES_OF_DDP["set"] + "    return device\n"),
     ),
-    "every rank on GPU 0": ((LINES["number"], "0"),),
-    "no device_id": ((LINES["id"], ""),),
+    "every rank on GPU 0": ((LINES_OF_DDP["number"], "0"),),
+    "no device_id": ((LINES_OF_DDP["id"], ""),),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_rehearsal_sees_when_a_rank_takes_another_gpu(mistake):
     """The controls of the test above."""
-    seen = rehearse(DDP, *SCRIPTS[DDP], gpus=2, changes=MISTAKES[mistake])
+    seen = rehearse(DDP, *REHEARSED_SCRIPTS[DDP], gpus=2, changes=MISTAKES[mistake])
     with pytest.raises(AssertionError):
         assert_own_gpus(seen, [0, 1])
 
@@ -82,35 +83,36 @@ def test_a_rehearsal_sees_when_a_rank_takes_another_gpu(mistake):
 def test_on_uneven_machines_the_gpu_follows_the_local_rank():
     """One rank on the first machine, two on the second. The control takes the rank."""
     machines = {"gpus": 2, "ranks": 3, "envs": with_local_ranks(0, 0, 1)}
-    assert_own_gpus(rehearse(DDP, *SCRIPTS[DDP], **machines), [0, 0, 1])
+    assert_own_gpus(rehearse(DDP, *REHEARSED_SCRIPTS[DDP], **machines), [0, 0, 1])
     by_rank = (('["LOCAL_RANK"])', '["RANK"])'),)
-    seen = rehearse(DDP, *SCRIPTS[DDP], **machines, changes=by_rank)
+    seen = rehearse(DDP, *REHEARSED_SCRIPTS[DDP], **machines, changes=by_rank)
     with pytest.raises(AssertionError):
         assert_own_gpus(seen, [0, 0, 1])
 
 
-@pytest.mark.parametrize("script", LAUNCHED)
+@pytest.mark.parametrize("script", LAUNCHED_BY_TORCHRUN)
 def test_a_rank_that_is_shown_only_its_own_gpu_finds_it_at_number_0(script):
     """As srun --gpus-per-task=1 does. The control forgets that the numbers begin again."""
     shown = [{"LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": f"GPU-{rank}"} for rank in range(2)]
-    assert_own_gpus(rehearse(script, *SCRIPTS[script], gpus=1, envs=shown), [0, 0], JOINS[script])
+    flags = REHEARSED_SCRIPTS[script]
+    assert_own_gpus(rehearse(script, *flags, gpus=1, envs=shown), [0, 0], JOINS[script])
     if script == DDP:
         forgets = ((" % torch.cuda.device_count()", ""),)
-        seen = rehearse(script, *SCRIPTS[script], gpus=1, envs=shown, changes=forgets)
+        seen = rehearse(script, *flags, gpus=1, envs=shown, changes=forgets)
         with pytest.raises(AssertionError):
             assert_own_gpus(seen, [0, 0])
 
 
 def test_on_eight_gpus_the_last_local_rank_takes_the_last():
-    seen = rehearse(DDP, *SCRIPTS[DDP], gpus=8, envs=with_local_ranks(3, 7))
+    seen = rehearse(DDP, *REHEARSED_SCRIPTS[DDP], gpus=8, envs=with_local_ranks(3, 7))
     assert_own_gpus(seen, [3, 7])
 
 
-@pytest.mark.parametrize("script", SHARING)
+@pytest.mark.parametrize("script", CAN_SHARE_A_GPU)
 def test_two_ranks_share_one_gpu_over_gloo(script):
     """survive sees by itself that they share it; the others are told."""
     own_choice = script.startswith("beyond/survive")
-    flags = [flag for flag in SCRIPTS[script] if not flag.startswith("--backend")]
+    flags = [flag for flag in REHEARSED_SCRIPTS[script] if not flag.startswith("--backend")]
     seen = rehearse(script, *flags, *[] if own_choice else ["--backend=gloo"], gpus=1)
     assert_own_gpus(seen, [0, 0], "join gloo")
     assert ("2 ranks share 1 GPUs: gloo, not nccl" in seen[0].output) == own_choice
@@ -121,11 +123,11 @@ REFUSES = (
 )
 
 
-@pytest.mark.parametrize("script", [each for each in LAUNCHED if "survive" not in each])
+@pytest.mark.parametrize("script", [each for each in LAUNCHED_BY_TORCHRUN if "survive" not in each])
 def test_two_ranks_that_share_a_gpu_over_nccl_end_in_one_line(script):
     """nccl refuses while they join. survive does not get so far: it takes gloo by itself."""
-    changes = ((LINES["join"], REFUSES + LINES["join"]),)
-    seen = rehearse(script, *SCRIPTS[script], gpus=1, changes=changes)
+    changes = ((LINES_OF_DDP["join"], REFUSES + LINES_OF_DDP["join"]),)
+    seen = rehearse(script, *REHEARSED_SCRIPTS[script], gpus=1, changes=changes)
     assert [rank.error for rank in seen] == ["exit status 2"] * 2
 
 

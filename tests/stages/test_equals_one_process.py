@@ -5,48 +5,14 @@ grouped them. Losses and weights then differ by less than 1e-10, and where the m
 is missing, by more than 1e-3.
 """
 
-from collections.abc import Callable
-from functools import cache
 from typing import NamedTuple
 
 import pytest
 import torch
 
 from helpers import oracle
-from helpers.train_stage import few_digits, train_once
-
-FLAGS = ("--model=net-bn", "--batch-size=60", "--epochs=3", "--max-steps=14", "--seed=7")
-FLAGS += few_digits()  # of which an epoch has 5 steps
-SETTINGS = {"batch": 60, "epochs": 3, "max_steps": 14, "seed": 7, "lr": 0.02, "momentum": 0.9}
-SETTINGS["data"] = few_digits()
-
-replay_once = cache(oracle.replay)
-
-
-def differences(
-    key, ranks, flags, steps, without=(), statistics=True, **settings
-) -> tuple[float, float]:
-    """The largest difference between a run and the replay: of any loss, and of any weight.
-
-    statistics: compare BatchNorm's running statistics, too.
-    """
-    run = train_once(key, ranks, *FLAGS, *flags, without=without)
-    losses, state = replay_once(steps, **{**SETTINGS, **settings})
-    assert run.losses.shape == losses.shape
-    names = [name for name in state if statistics or name.endswith(("weight", "bias"))]
-    weights = max((run.states[0][name] - state[name]).abs().max().item() for name in names)
-    return (run.losses - losses).abs().max().item(), weights
-
-
-def assert_repeats(steps, key, ranks, *flags, without=()) -> None:
-    """The run has the losses and weights of the replay, and all ranks have the same weights."""
-    loss_difference, weight_difference = differences(key, ranks, flags, steps, without)
-    assert loss_difference < 1e-10
-    assert weight_difference < 1e-10
-    first, *others = train_once(key, ranks, *FLAGS, *flags, without=without).states
-    for other in others:
-        assert all(torch.equal(first[name], other[name]) for name in first)
-
+from helpers.replayed_runs import REPLAYED_FLAGS, assert_repeats, differences
+from helpers.train_stage import train_once
 
 # One claim for each stage. test_break_it.py runs them without a line of the stage: then they fail.
 
@@ -71,29 +37,29 @@ def test_05_synchronized_batchnorm_repeats_one_process(without=()):
     assert_repeats(oracle.whole_batches, "05", 2, without=without)
 
 
-class Way(NamedTuple):
+class ReplayedRun(NamedTuple):
     key: str
     ranks: int
     flags: list[str]
-    steps: Callable  # the oracle's, which the run must repeat
+    steps: oracle.Steps  # the oracle's, which the run must repeat
 
 
-OTHER_WAYS = {
-    "02 with one replica": Way("02", 1, ["--replicas=1"], oracle.whole_batches),
-    "03 on three ranks": Way("03", 3, [], oracle.strides(3)),
-    "04 on one rank": Way("04", 1, [], oracle.whole_batches),
-    "04 on three ranks": Way("04", 3, [], oracle.strides(3)),
-    "05 on three ranks": Way("05", 3, [], oracle.whole_batches),
-    "05 without SyncBatchNorm": Way("05", 2, ["--no-sync-bn"], oracle.strides(2)),
-    "survive on one rank": Way("survive", 1, [], oracle.whole_batches),
-    "survive on three ranks": Way("survive", 3, [], oracle.whole_batches),
+OTHER_RUNS = {
+    "02 with one replica": ReplayedRun("02", 1, ["--replicas=1"], oracle.whole_batches),
+    "03 on three ranks": ReplayedRun("03", 3, [], oracle.strides(3)),
+    "04 on one rank": ReplayedRun("04", 1, [], oracle.whole_batches),
+    "04 on three ranks": ReplayedRun("04", 3, [], oracle.strides(3)),
+    "05 on three ranks": ReplayedRun("05", 3, [], oracle.whole_batches),
+    "05 without SyncBatchNorm": ReplayedRun("05", 2, ["--no-sync-bn"], oracle.strides(2)),
+    "survive on one rank": ReplayedRun("survive", 1, [], oracle.whole_batches),
+    "survive on three ranks": ReplayedRun("survive", 3, [], oracle.whole_batches),
 }
 
 
-@pytest.mark.parametrize("name", OTHER_WAYS)
+@pytest.mark.parametrize("name", OTHER_RUNS)
 def test_losses_and_weights_equal_one_process_that_replays_the_batches(name):
-    way = OTHER_WAYS[name]
-    assert_repeats(way.steps, way.key, way.ranks, *way.flags)
+    run = OTHER_RUNS[name]
+    assert_repeats(run.steps, run.key, run.ranks, *run.flags)
 
 
 def test_04_without_synchronized_batchnorm_does_not_repeat_one_process():
@@ -103,7 +69,7 @@ def test_04_without_synchronized_batchnorm_does_not_repeat_one_process():
 
 def test_03_and_04_take_the_same_steps_and_dropout_is_all_that_keeps_them_from_01():
     """One averages by a loop, the other in DDP. The control: with dropout, 01 is far away."""
-    flags = (*FLAGS, "--model=net")
+    flags = (*REPLAYED_FLAGS, "--model=net")
     by_hand, ddp = (train_once(key, 2, *flags).losses for key in ("03", "04"))
     assert (by_hand - ddp).abs().max() < 1e-10
     assert (by_hand - train_once("01", 1, *flags).losses).abs().max() > 1e-3
@@ -117,14 +83,14 @@ def test_03_and_04_take_the_same_steps_and_dropout_is_all_that_keeps_them_from_0
 def test_03_without_allreduce_the_ranks_drift_apart():
     """The control of the claim for 03."""
     no_all_reduce = (("train.py", "average_gradients(model)"),)
-    first, second = train_once("03", 2, *FLAGS, without=no_all_reduce).states
+    first, second = train_once("03", 2, *REPLAYED_FLAGS, without=no_all_reduce).states
     assert (first["fc1.weight"] - second["fc1.weight"]).abs().max() > 1e-3
 
 
 def test_in_fp32_the_first_epoch_of_05_is_that_of_01_and_that_of_04_is_not():
     """In the precision in which one trains, rounding hides nothing that the lesson is about."""
     losses_01, losses_05, losses_04 = (
-        train_once(key, ranks, *FLAGS, dtype=torch.float32).losses[: 300 // 60]
+        train_once(key, ranks, *REPLAYED_FLAGS, dtype=torch.float32).losses[: 300 // 60]
         for key, ranks in (("01", 1), ("05", 2), ("04", 2))
     )
     assert (losses_01 - losses_05).abs().max() < 1e-4

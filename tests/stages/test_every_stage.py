@@ -5,18 +5,21 @@ It also takes the checkpoint of any other stage.
 
 import re
 import statistics
+from itertools import pairwise
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from common.chapters import ROOT
 from common.data import load_dataset
 from common.models import build_model
-from helpers.local_ranks import ROOT, command, launch_function, scratch_folder
+from helpers.local_ranks import launch_function, run_script
+from helpers.machine import scratch_folder
 from helpers.train_stage import (
     FP32,
-    LOCAL,
-    SHORT,
+    ON_CPU,
+    ONE_EPOCH,
     Run,
     default_dtype,
     few_digits,
@@ -29,8 +32,8 @@ from helpers.train_stage import (
     train_once,
 )
 
-WAYS = [("01", 1), ("02", 1), ("03", 2), ("04", 2), ("05", 2)]
-each_stage = pytest.mark.parametrize(("key", "ranks"), WAYS, ids=[key for key, _ in WAYS])
+RANKS = {"01": 1, "02": 1, "03": 2, "04": 2, "05": 2}  # of each stage
+each_stage = pytest.mark.parametrize(("key", "ranks"), RANKS.items(), ids=RANKS)
 
 
 @each_stage
@@ -78,7 +81,7 @@ def test_random_numbers_depend_on_seed_epoch_and_rank_and_max_steps_ends_a_run(
     key, ranks, tmp_path
 ):
     """So the ranks draw dropout masks of their own: test_c29 shows it."""
-    flags = (*LOCAL, f"--run-dir={tmp_path}", "--epochs=3", "--batch-size=500", "--max-steps=4")
+    flags = (*ON_CPU, f"--run-dir={tmp_path}", "--epochs=3", "--batch-size=500", "--max-steps=4")
     flags += ("--world-size=2",) if key == "03" else ()
     for rank, seeds in enumerate(launch_function(ranks, seeds_of, key, flags)):
         assert seeds == [1234, 1234 + rank, 1234 + ranks + rank], "for the weights and two epochs"
@@ -106,7 +109,7 @@ def evaluated(state: dict[str, torch.Tensor]) -> tuple[float, float]:
 @pytest.mark.parametrize(("key", "ranks"), [("02", 1), ("03", 4), ("04", 4), ("05", 2)])
 def test_evaluation_counts_every_sample_once(key, ranks, without=()):
     """297 test samples on 2 and on 4 ranks: no shard is as long as another."""
-    run = train_once(key, ranks, *SHORT, "--max-steps=3", without=without)
+    run = train_once(key, ranks, *ONE_EPOCH, "--max-steps=3", without=without)
     expected = evaluated(run.checkpoint["model"])
     printed = run.summary["test_loss"], run.summary["test_accuracy"]
     assert printed == pytest.approx(expected, abs=1e-10)
@@ -127,16 +130,16 @@ def test_04_evaluates_every_sample_once(without=()):
 # Resuming
 
 
-@pytest.mark.parametrize(("way", "source"), [*zip(WAYS, WAYS[-1:] + WAYS[:-1], strict=True)])
-def test_every_stage_resumes_the_checkpoint_of_another_and_01_evaluates_it(way, source):
-    source_run, first_epoch = train_once(*source, *SHORT), train_once(*way, *SHORT)
+@pytest.mark.parametrize(("source", "taker"), pairwise([("05", 2), *RANKS.items()]))
+def test_every_stage_resumes_the_checkpoint_of_another_and_01_evaluates_it(source, taker):
+    source_run, first_epoch = train_once(*source, *ONE_EPOCH), train_once(*taker, *ONE_EPOCH)
     path = source_run.folder / "checkpoint.pt"
     loss, accuracy = evaluated(source_run.checkpoint["model"])
-    call = (str(path), *SHORT, "--device=cpu", f"--data-dir={ROOT / 'data'}")
-    [(_, output)] = command("01_single_gpu/evaluate.py", *call)  # in float32
+    call = (str(path), *ONE_EPOCH, "--device=cpu", f"--data-dir={ROOT / 'data'}")
+    [(_, output)] = run_script("01_single_gpu/evaluate.py", *call)  # in float32
     printed = [float(number) for number in re.findall(r"[\d.]+", output)]
     assert printed == [pytest.approx(loss, abs=2e-4), pytest.approx(100 * accuracy, abs=6e-3)]
-    run = train(*way, *SHORT, "--epochs=2", "--max-steps=35", f"--resume={path}")
+    run = train(*taker, *ONE_EPOCH, "--epochs=2", "--max-steps=35", f"--resume={path}")
     assert [line["epoch"] for line in run.metrics] == [1] * 10
     assert run.losses.mean() < first_epoch.losses.mean() / 2, "it began where the other had stopped"
 
@@ -191,7 +194,7 @@ def test_on_three_ranks_a_resumed_run_of_ddp_may_round_differently(key, limit):
 
 
 def test_a_resumed_run_has_its_own_metrics_and_the_learning_rate_of_its_call(tmp_path):
-    few = (*few_digits(), *SHORT)  # an epoch has 5 steps
+    few = (*few_digits(), *ONE_EPOCH)  # an epoch has 5 steps
     train("01", 1, *few, "--max-steps=3", folder=tmp_path)  # another run, in the same folder
     path = train_once("01", 1, *few).folder / "checkpoint.pt"
     flags = ("--epochs=2", "--lr=0.5", "--momentum=0.8", "--weight-decay=0.1", f"--resume={path}")
@@ -203,7 +206,7 @@ def test_a_resumed_run_has_its_own_metrics_and_the_learning_rate_of_its_call(tmp
 
 def test_after_a_crash_before_the_checkpoint_each_step_is_logged_once(tmp_path):
     """Its log begins at step 6, because the run was resumed from another folder."""
-    few = (*few_digits(), *SHORT)  # an epoch has 5 steps
+    few = (*few_digits(), *ONE_EPOCH)  # an epoch has 5 steps
     path = train_once("01", 1, *few).folder / "checkpoint.pt"
     run = train("01", 1, *few, "--epochs=2", f"--resume={path}", folder=tmp_path)
     second_epoch = (tmp_path / "checkpoint.pt").read_bytes()

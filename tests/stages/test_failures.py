@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from common.chapters import load_chapter
-from helpers.local_ranks import ROOT, in_time
+from common.chapters import ROOT, load_chapter
+from helpers.machine import in_time
 from helpers.stage_files import output_of
 from repository_pages import fences
 from test_uneven import BUSY
@@ -44,7 +44,7 @@ FAILURES = {  # what is seen, and what both ranks say with the cure
 
 
 @cache
-def tried(name: str, cured: bool = False, debug: str = "OFF") -> list[str]:
+def answers_of_ranks(name: str, cured: bool = False, debug: str = "OFF") -> list[str]:
     with in_time():
         return load_chapter("04", "failures").run_failure(name, cured, debug)
 
@@ -52,10 +52,10 @@ def tried(name: str, cured: bool = False, debug: str = "OFF") -> list[str]:
 @pytest.mark.parametrize("name", FAILURES)
 def test_c02_c36_c42_each_failure_happens_and_its_cure_helps(name):
     symptom, cured = FAILURES[name]
-    assert symptom in " | ".join(tried(name)).replace(BUSY, LATE)
-    failed = [answer for answer in tried(name) if "Error: " in answer]
+    assert symptom in " | ".join(answers_of_ranks(name)).replace(BUSY, LATE)
+    failed = [answer for answer in answers_of_ranks(name) if "Error: " in answer]
     assert len(failed) == (1 if name == "two-writers" else 2)  # either: it is a race
-    assert tried(name, cured=True) == cured
+    assert answers_of_ranks(name, cured=True) == cured
 
 
 def test_a_rank_that_neither_answers_nor_ends_is_not_waited_for_forever():
@@ -76,14 +76,14 @@ def test_troubleshooting_lists_every_entry_and_shows_what_the_failures_print():
 
 
 def test_detail_names_collectives_that_differ_and_info_unused_parameters():
-    for rank, answer in enumerate(tried("rank-branch", debug="DETAIL")):
+    for rank, answer in enumerate(answers_of_ranks("rank-branch", debug="DETAIL")):
         own, other = ("ALLREDUCE", "BROADCAST") if rank == 0 else ("BROADCAST", "ALLREDUCE")
         assert "Detected mismatch between collectives on ranks" in answer
         assert re.search(rf"Rank {rank} is running .*?OpType={own}.*?OpType={other}", answer)
     text = "Parameters which did not receive grad for rank 0: spare.bias, spare.weight"
     for debug in ("OFF", "INFO"):
-        assert f"Parameter {INDICES}" in tried("unused-parameter", debug=debug)[0]
-        assert (text in tried("unused-parameter", debug=debug)[0]) == (debug == "INFO")
+        assert f"Parameter {INDICES}" in answers_of_ranks("unused-parameter", debug=debug)[0]
+        assert (text in answers_of_ranks("unused-parameter", debug=debug)[0]) == (debug == "INFO")
 
 
 def test_troubleshooting_shows_what_becomes_of_a_function_that_stands_in_no_file():
@@ -91,9 +91,9 @@ def test_troubleshooting_shows_what_becomes_of_a_function_that_stands_in_no_file
         x for x in fences("bash", [ROOT / "docs/troubleshooting.md"]) if "mp.spawn" in x.text
     ]
     code = fence.text.split('"')[1]
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ended.returncode == 1
-    assert "Can't get attribute 'train' on <module '__main__' (built-in)>" in ended.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.returncode == 1
+    assert "Can't get attribute 'train' on <module '__main__' (built-in)>" in process.stderr
 
 
 def test_a_checkpoint_remembers_the_gpu_of_rank_0_unless_it_is_loaded_to_the_cpu(

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from common.chapters import load_chapter
-from helpers.local_ranks import ROOT, command, launch_ranks, on_ranks
+from common.chapters import ROOT, load_chapter
+from helpers.local_ranks import launch_ranks, on_ranks, run_script
 from helpers.stage_files import FOLDERS
 from helpers.train_stage import Run
 
@@ -21,19 +21,21 @@ def start(key: str, ranks: int, folder, *flags: str) -> tuple[Run, str]:
     by_torchrun = key in ("04", "05", "survive")
     if key in ("04", "05") and ranks > GPUS:
         flags += ("--backend=gloo",)  # nccl needs a GPU for each rank
-    answers = launch_ranks(script, *flags, ranks=ranks) if by_torchrun else command(script, *flags)
+    answers = (
+        launch_ranks(script, *flags, ranks=ranks) if by_torchrun else run_script(script, *flags)
+    )
     assert all(status == 0 for status, _ in answers), answers
     return Run(folder, [], ""), answers[0][1]
 
 
-WAYS = ["01 1", "02 1", "03 2", "04 1", "04 2", "05 1 --amp=bf16", "05 2", "05 2 --amp=bf16"]
-WAYS += ["survive 2 --amp=fp16 --clip-norm=1 --accumulate=2"]
-WAYS += [f"03 {GPUS} --backend=nccl --batch-size={60 * GPUS}"] * (GPUS > 1)
+RUNS_ON_GPUS = ["01 1", "02 1", "03 2", "04 1", "04 2", "05 1 --amp=bf16", "05 2"]
+RUNS_ON_GPUS += ["05 2 --amp=bf16", "survive 2 --amp=fp16 --clip-norm=1 --accumulate=2"]
+RUNS_ON_GPUS += [f"03 {GPUS} --backend=nccl --batch-size={60 * GPUS}"] * (GPUS > 1)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_stage_learns_on_a_gpu(way, tmp_path):
-    key, ranks, *flags = way.split()
+@pytest.mark.parametrize("call", RUNS_ON_GPUS)
+def test_a_stage_learns_on_a_gpu(call, tmp_path):
+    key, ranks, *flags = call.split()
     run, output = start(key, int(ranks), tmp_path, *flags)
     assert run.summary["device"] == "cuda"
     assert run.summary["test_accuracy"] > 0.9

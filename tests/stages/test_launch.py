@@ -7,9 +7,11 @@ Real torchruns and a real SLURM: test_cluster.py.
 import pytest
 import torch
 
-from helpers.local_ranks import ROOT, command, free_port, launcher_variables
-from helpers.refusals import SCRIPTS
-from helpers.train_stage import SHORT, Run, train_once
+from common.chapters import ROOT
+from helpers.local_ranks import launcher_variables, run_script
+from helpers.machine import free_port
+from helpers.refusals import TRAIN_SCRIPTS
+from helpers.train_stage import ONE_EPOCH, Run, train_once
 from repository_pages import fences
 
 
@@ -31,9 +33,9 @@ STARTS = [  # script, ranks, processes that are started here, what a launcher te
 @pytest.mark.parametrize(("key", "ranks", "processes", "env"), STARTS)
 def test_whoever_starts_the_ranks_their_losses_are_the_same(key, ranks, processes, env, tmp_path):
     env = env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    short = (*SHORT, "--max-steps=5")
+    short = (*ONE_EPOCH, "--max-steps=5")
     flags = (*short, "--device=cpu", f"--run-dir={tmp_path}", f"--data-dir={ROOT / 'data'}")
-    answers = command(SCRIPTS[key], *flags, ranks=processes, env=env)
+    answers = run_script(TRAIN_SCRIPTS[key], *flags, ranks=processes, env=env)
     assert [status for status, _ in answers] == [0] * processes, answers
     assert f"global batch 60 = {ranks} × {60 // ranks}\n" in answers[0][1]
     assert "epoch" not in "".join(output for _, output in answers[1:]), "only rank 0 prints"
@@ -41,7 +43,7 @@ def test_whoever_starts_the_ranks_their_losses_are_the_same(key, ranks, processe
     assert torch.equal(Run(tmp_path, [], "").losses, same.losses)
 
 
-def test_c01_c03_words_shows_what_torchrun_gives_to_nodes_of_unequal_size():
+def test_c01_c03_rank_variables_shows_what_nodes_of_unequal_size_are_given():
     """As its page says of two real torchruns, which test_readmes.py starts. On the second node,
     rank % GPUs is another GPU."""
     command = "python 04_ddp_torchrun/launch/rank_variables.py --nodes 3 2"

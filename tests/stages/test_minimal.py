@@ -11,7 +11,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from helpers.local_ranks import ROOT, launch_function, scratch_folder
+from common.chapters import ROOT
+from helpers.local_ranks import launch_function
+from helpers.machine import scratch_folder
+from helpers.stage_files import replace_once
 from helpers.train_stage import default_dtype
 
 SINGLE, DDP = (ROOT / f"{stage}/minimal.py" for stage in ("01_single_gpu", "04_ddp_torchrun"))
@@ -20,7 +23,7 @@ DEALT = ("shuffle=True)", "sampler=torch.utils.data.DistributedSampler(train_set
 EACH_EPOCH = ("range(5):", "range(5):\n    loader.sampler.set_epoch(epoch)")
 
 
-def run_script(rank: int, source: str, folder: Path) -> str:
+def run_minimal(rank: int, source: str, folder: Path) -> str:
     """What the script prints; it saves its weights in the folder."""
     os.chdir(folder)
     script = Path(f"minimal_{rank}.py")
@@ -38,11 +41,8 @@ class MinimalRun(NamedTuple):
 @cache
 def run(script: Path, ranks: int, *changes: tuple[str, str]) -> MinimalRun:
     """The script on so many ranks, with pieces of it replaced."""
-    source, folder = script.read_text(), scratch_folder()
-    for old, new in changes:
-        assert source.count(old) == 1
-        source = source.replace(old, new)
-    outputs = launch_function(ranks, run_script, source, folder)
+    source, folder = replace_once(script.read_text(), *changes), scratch_folder()
+    outputs = launch_function(ranks, run_minimal, source, folder)
     return MinimalRun(outputs, torch.load(folder / "model.pt", weights_only=True))
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.local_ranks import ROOT, launch_function
+from common.chapters import ROOT
+from helpers.local_ranks import launch_function
 from helpers.train_stage import train_once, train_rank
 from shm.__main__ import over_shm
 from shm.exchange import Exchange

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.chapters import load_chapter
+from common.chapters import ROOT, load_chapter
 from common.options import UsageError
-from helpers.local_ranks import ROOT, gather_from_ranks, launch_function, on_ranks, scratch_folder
-from helpers.stage_files import Line
+from helpers.local_ranks import gather_from_ranks, launch_function, on_ranks
+from helpers.machine import scratch_folder
+from helpers.stage_files import Change
 from helpers.train_stage import Run, default_dtype, load_stage, run_main, train_once
 
 NAMES = ("per-parameter", "flat", "bucketed", "ring")
@@ -91,7 +92,7 @@ def is_close(actual: list, expected: list) -> bool:
     )
 
 
-def check_all_reducers(rank: int, ranks: int, without: tuple[Line, ...]) -> None:
+def check_all_reducers(rank: int, ranks: int, without: tuple[Change, ...]) -> None:
     """All reducers in one process group; every rank begins with weights and a buffer of its own."""
     load_stage("03", without)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)

@@ -10,12 +10,13 @@ import pytest
 
 from common.options import UsageError
 from common.run_folder import keep_steps, lock, replace, set_aside
-from helpers.local_ranks import command, context, is_running, launch_ranks
-from helpers.refusals import SCRIPTS, refused
-from helpers.small_disk import REFUSED, fill, small_disk
-from helpers.train_stage import FP32, SHORT, few_digits, train
+from helpers.local_ranks import launch_ranks, process_context, run_script
+from helpers.machine import is_running
+from helpers.refusals import TRAIN_SCRIPTS, assert_one_line
+from helpers.small_disk import CANNOT_MOUNT, fill, small_disk
+from helpers.train_stage import FP32, ONE_EPOCH, few_digits, train
 
-FEW = (*few_digits(), *SHORT)  # an epoch has 5 steps
+FIVE_STEPS = (*few_digits(), *ONE_EPOCH)  # an epoch has 5 steps
 
 
 def train_forever(folder: Path, started: Path) -> None:
@@ -32,7 +33,7 @@ def other_run(tmp_path):
     """A process that runs in the folder "run", and its loader."""
     folder, started = tmp_path / "run", tmp_path / "started"
     folder.mkdir()
-    process = context.Process(target=train_forever, args=(folder, started))
+    process = process_context.Process(target=train_forever, args=(folder, started))
     process.start()
     while not (started.exists() and started.read_text()):
         assert process.is_alive()
@@ -50,12 +51,12 @@ def test_a_second_run_in_a_folder_is_refused_and_told_which_process_is_there(
 ):
     process, _ = other_run
     before = sorted((tmp_path / "run").iterdir())
-    start = launch_ranks if ranks > 1 else command
-    answers = start(SCRIPTS[key], "--device=cpu", f"--run-dir={tmp_path / 'run'}")
+    start = launch_ranks if ranks > 1 else run_script
+    answers = start(TRAIN_SCRIPTS[key], "--device=cpu", f"--run-dir={tmp_path / 'run'}")
     assert {status for status, _ in answers} == {2}, answers
     lines = [line for _, output in answers for line in output.splitlines()]
     errors = [line for line in lines if line.startswith("error: ")]
-    refused(errors[0], f"is in use by process {process.pid} on ", "name another one")
+    assert_one_line(errors[0], f"is in use by process {process.pid} on ", "name another one")
     assert errors[1:] == ["error: process 0 terminated with exit code 2"] * (key == "03")
     assert sorted((tmp_path / "run").iterdir()) == before
 
@@ -105,10 +106,10 @@ def test_a_line_that(line, tmp_path, capsys):
 
 
 def test_a_run_with_a_damaged_log_resumes(tmp_path):
-    part = train("01", 1, *FEW, folder=tmp_path)
+    part = train("01", 1, *FIVE_STEPS, folder=tmp_path)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write("{}\n\0\0\0")
-    run = train("01", 1, *FEW, "--epochs=2", "--resume=auto", folder=tmp_path)
+    run = train("01", 1, *FIVE_STEPS, "--epochs=2", "--resume=auto", folder=tmp_path)
     assert f"{tmp_path / 'metrics.jsonl'}: left out 2 damaged lines\n" in run.output
     assert [line["step"] for line in run.metrics] == list(range(1, 11))
     assert part.output.startswith("global batch")
@@ -117,15 +118,17 @@ def test_a_run_with_a_damaged_log_resumes(tmp_path):
 @pytest.mark.parametrize("key", ["01", "survive"])
 def test_a_new_run_in_a_folder_mixes_nothing_with_the_one_before(key, tmp_path):
     """Which is kept and can be resumed. The control: a run that is resumed keeps its own."""
-    first = train(key, 1, *FEW, **FP32, folder=tmp_path)
-    train(key, 1, *FEW, "--epochs=2", "--resume=auto", **FP32, folder=tmp_path)
+    first = train(key, 1, *FIVE_STEPS, **FP32, folder=tmp_path)
+    train(key, 1, *FIVE_STEPS, "--epochs=2", "--resume=auto", **FP32, folder=tmp_path)
     assert not (tmp_path / "old1").exists()
     weights = first.checkpoint["model"]["fc2.bias"]
-    second = train(key, 1, *FEW, "--seed=5", **FP32, folder=tmp_path)
+    second = train(key, 1, *FIVE_STEPS, "--seed=5", **FP32, folder=tmp_path)
     assert [line["step"] for line in second.metrics] == list(range(1, 6))
     assert not weights.equal(second.checkpoint["model"]["fc2.bias"])
     assert not (tmp_path / "checkpoint.before.pt").exists()
-    old = train(key, 1, *FEW, "--epochs=3", "--resume=auto", **FP32, folder=tmp_path / "old1")
+    old = train(
+        key, 1, *FIVE_STEPS, "--epochs=3", "--resume=auto", **FP32, folder=tmp_path / "old1"
+    )
     assert [line["step"] for line in old.metrics] == list(range(1, 16))
     (tmp_path / "checkpoint.pt").unlink()  # as if the second had ended before its first checkpoint
     set_aside(tmp_path)
@@ -139,7 +142,7 @@ def test_a_new_run_in_a_folder_mixes_nothing_with_the_one_before(key, tmp_path):
 def full_disk():
     with small_disk() as folder:
         if not folder:
-            pytest.skip(REFUSED)
+            pytest.skip(CANNOT_MOUNT)
         yield folder
 
 
@@ -147,14 +150,14 @@ def test_a_full_disk_ends_stage_01_in_one_line_and_the_old_checkpoint_stays(full
     """A small checkpoint fits at first; then the disk is full to the last byte."""
     run_dir = full_disk / "run"
     flags = ("--device=cpu", "--model=net", f"--run-dir={run_dir}")
-    [(status, output)] = command(SCRIPTS["01"], *flags, "--max-steps=5")
+    [(status, output)] = run_script(TRAIN_SCRIPTS["01"], *flags, "--max-steps=5")
     assert status == 0, output
     before = {path.name: path.read_bytes() for path in run_dir.iterdir()}
     del before[".lock"]
     fill(full_disk)
-    [(status, output)] = command(SCRIPTS["01"], *flags, "--epochs=1")
+    [(status, output)] = run_script(TRAIN_SCRIPTS["01"], *flags, "--epochs=1")
     assert status == 2
-    refused(output.splitlines()[-1], "cannot write to --run-dir", "No space left on device")
+    assert_one_line(output.splitlines()[-1], "cannot write to --run-dir", "No space left on device")
     assert "Traceback" not in output
     left = {path.name: path.read_bytes() for path in (run_dir / "old1").iterdir()}
     assert left == before

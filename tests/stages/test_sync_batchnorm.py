@@ -29,7 +29,7 @@ convert = sync_batchnorm.convert_sync_batchnorm
 
 
 @dataclass(frozen=True)
-class Case:
+class LayerCase:
     """A layer and its input. sample: its shape, channels first; times: the layer in one forward."""
 
     sample: tuple[int, ...] = (3, 4, 5)
@@ -43,22 +43,22 @@ class Case:
     input_grad: bool = True
 
 
-CASES = {
-    "2-D": Case(sample=(3,)),
-    "4-D": Case(),
-    "channels_last_3d": Case(sample=(3, 2, 3, 4), layout=torch.channels_last_3d),
-    "momentum and eps": Case(settings={"momentum": 0.4, "eps": 0.1}),
-    "cumulative average": Case(settings={"momentum": None}),
-    "no affine": Case(settings={"affine": False}),
-    "no running statistics": Case(settings={"track_running_stats": False}),
-    "frozen weight": Case(frozen=("weight",)),
-    "frozen": Case(frozen=("weight", "bias")),
-    "eval mode": Case(evaluate=True),
-    "twice in a step": Case(times=2),
-    "no_grad": Case(backward=False),
-    "input without gradient": Case(input_grad=False),
-    "bf16": Case(dtype=torch.bfloat16),
-    "fp16, channels_last": Case(dtype=torch.float16, layout=torch.channels_last),
+LAYER_CASES = {
+    "2-D": LayerCase(sample=(3,)),
+    "4-D": LayerCase(),
+    "channels_last_3d": LayerCase(sample=(3, 2, 3, 4), layout=torch.channels_last_3d),
+    "momentum and eps": LayerCase(settings={"momentum": 0.4, "eps": 0.1}),
+    "cumulative average": LayerCase(settings={"momentum": None}),
+    "no affine": LayerCase(settings={"affine": False}),
+    "no running statistics": LayerCase(settings={"track_running_stats": False}),
+    "frozen weight": LayerCase(frozen=("weight",)),
+    "frozen": LayerCase(frozen=("weight", "bias")),
+    "eval mode": LayerCase(evaluate=True),
+    "twice in a step": LayerCase(times=2),
+    "no_grad": LayerCase(backward=False),
+    "input without gradient": LayerCase(input_grad=False),
+    "bf16": LayerCase(dtype=torch.bfloat16),
+    "fp16, channels_last": LayerCase(dtype=torch.float16, layout=torch.channels_last),
 }
 
 
@@ -83,7 +83,7 @@ def batches_of(case, ranks):
         yield (rows * 3 + 5).to(memory_format=case.layout), weights
 
 
-def use(layer, case, rows, weights):
+def one_step(layer, case, rows, weights):
     """One step: output, gradient of the input, gradients of the parameters, and the state after."""
     rows = rows.clone().requires_grad_(case.input_grad)
     layer.zero_grad()
@@ -102,33 +102,33 @@ def use(layer, case, rows, weights):
 def run_all_cases(rank, ranks):
     dist.init_process_group("gloo")
     results = {}
-    for name, case in CASES.items():
+    for name, case in LAYER_CASES.items():
         layer = convert(layer_of(case))
         if case.dtype != torch.float64:
             layer.float()
         parts = [(a.split(SIZES[ranks]), b.split(SIZES[ranks])) for a, b in batches_of(case, ranks)]
         with torch.autocast("cpu", enabled=case.dtype != torch.float64):
-            results[name] = [use(layer, case, a[rank], b[rank]) for a, b in parts]
+            results[name] = [one_step(layer, case, a[rank], b[rank]) for a, b in parts]
     return results
 
 
 @cache
-def synced(ranks):
+def results_of_ranks(ranks):
     return launch_function(ranks, run_all_cases, ranks)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAYER_CASES)
 @pytest.mark.parametrize("ranks", SIZES)
 def test_it_is_one_process_on_the_whole_batch(ranks, name):
     """In float64; of 16 bits in and out, within their rounding. Gradients of parameters are of the
     local batch, as DDP wants them: it adds them up and divides by the ranks."""
-    case, whole = CASES[name], layer_of(CASES[name])
+    case, whole = LAYER_CASES[name], layer_of(LAYER_CASES[name])
     half, rounding = case.dtype != torch.float64, torch.finfo(case.dtype).eps
     near = {"rtol": 2 * rounding, "atol": 8 * rounding, "check_dtype": False} if half else CLOSE
     wide = {"rtol": 1e-5, "atol": 1e-5, "check_dtype": False} if half else CLOSE
     for step, (rows, weights) in enumerate(batches_of(case, ranks)):
-        output, grad, gradients, state = use(whole, case, rows.double(), weights.double())
-        parts = zip(*(results[name][step] for results in synced(ranks)), strict=True)
+        output, grad, gradients, state = one_step(whole, case, rows.double(), weights.double())
+        parts = zip(*(results[name][step] for results in results_of_ranks(ranks)), strict=True)
         outputs, grads, of_parameters, states = parts
         torch.testing.assert_close(torch.cat(outputs), output, **near)
         if grad is not None:
@@ -141,12 +141,14 @@ def test_it_is_one_process_on_the_whole_batch(ranks, name):
 
 def test_plain_batchnorm_is_not_and_without_a_process_group_it_is_plain_batchnorm():
     """The control of the test above: each rank by itself."""
-    case = CASES["4-D"]
+    case = LAYER_CASES["4-D"]
     rows, weights = next(batches_of(case, 2))
-    whole = use(layer_of(case), case, rows, weights)
-    assert all(map(torch.equal, use(convert(layer_of(case)), case, rows, weights)[:2], whole[:2]))
+    whole = one_step(layer_of(case), case, rows, weights)
+    assert all(
+        map(torch.equal, one_step(convert(layer_of(case)), case, rows, weights)[:2], whole[:2])
+    )
     parts = (slice(1), slice(1, 5))
-    halves = [use(layer_of(case), case, rows[part], weights[part]) for part in parts]
+    halves = [one_step(layer_of(case), case, rows[part], weights[part]) for part in parts]
     for *of_halves, of_whole in zip(*(each[:2] for each in (*halves, whole)), strict=True):
         assert (torch.cat(of_halves) - of_whole).abs().max() > 0.1
     assert (halves[0][3]["running_mean"] - whole[3]["running_mean"]).abs().max() > 0.01
@@ -248,7 +250,7 @@ def test_c19_without_it_each_rank_has_the_statistics_of_its_own_batch(rank):
             assert norm.running_mean == mean
 
 
-def copies(model):
+def convert_to_copies(model):
     """A convert that makes new layers with new parameters, as a careless one would."""
     for name, child in model.named_children():
         if isinstance(child, nn.modules.batchnorm._BatchNorm):
@@ -258,12 +260,12 @@ def copies(model):
     return model
 
 
-def compiled(model):
+def convert_and_compile(model):
     convert(model).compile(backend="aot_eager")  # no compiler of C++ needed
     return model
 
 
-def torchs(model):
+def convert_torchs(model):
     return convert(nn.SyncBatchNorm.convert_sync_batchnorm(model))
 
 
@@ -289,11 +291,13 @@ def train_model(how=nn.Identity(), late=False, rank=None):  # noqa: B008
 @on_ranks(2)
 def test_c35_converting_before_or_after_wrapping_is_the_same_training(rank):
     """torch's become ours, for a CPU. The control, late copies: DDP waits for the old layers."""
-    early = [(how, False) for how in (convert, torchs, compiled, copies)]
-    for how, late in [*early, (torchs, True)]:  # ours, late: the next test
+    early = [
+        (how, False) for how in (convert, convert_torchs, convert_and_compile, convert_to_copies)
+    ]
+    for how, late in [*early, (convert_torchs, True)]:  # ours, late: the next test
         torch.testing.assert_close(train_model(how, late, rank), train_model(), **CLOSE)
     with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iter"):
-        train_model(copies, True, rank)
+        train_model(convert_to_copies, True, rank)
 
 
 @on_ranks(2)

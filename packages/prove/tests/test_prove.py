@@ -24,13 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import prove
 from check_pages import anchors
-from helpers.local_ranks import (
-    SECONDS,
-    command,
-    context,
-    launch_function,
-    launch_ranks,
-)
+from helpers.local_ranks import SECONDS, launch_function, launch_ranks, process_context, run_script
 from helpers.prove_runs import TORCHRUN, run, verdict
 from prove import (
     judge_effects,
@@ -58,7 +52,7 @@ def planted(*changes: tuple[str, str]) -> str:
 
 
 def test_it_finds_the_planted_mistakes_and_calls_nothing_wrong_that_is_right():
-    [(status, output)] = command(
+    [(status, output)] = run_script(
         str(PACKAGE / "src" / "prove" / "planted" / "__main__.py"), seconds=20 * SECONDS
     )
     count = r"(\d+) of (\d+) mistakes found, (\d+) .+ WRONG; (\d+) of (\d+) runs that are right"
@@ -462,7 +456,7 @@ def test_batches_of_a_class_of_the_script_are_replayed_from_all_ranks(prove_scri
 def test_a_rank_that_cannot_be_watched_says_why(tmp_path):
     environment = {"OMP_NUM_THREADS": "1"}  # and no PROVE, which install() reads
     log = tmp_path / "log"
-    rank = context.Process(target=launch.become_rank, args=(["train.py"], environment, log))
+    rank = process_context.Process(target=launch.become_rank, args=(["train.py"], environment, log))
     rank.start()
     rank.join(SECONDS)
     assert rank.exitcode == 1

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.local_ranks import SECONDS, command, scratch_folder
+from helpers.local_ranks import SECONDS, run_script
+from helpers.machine import scratch_folder
 
 FOLDER = Path(__file__).parents[1] / "right_scripts"
 sys.path.insert(0, str(FOLDER))
@@ -59,7 +60,7 @@ def run(program: str, *arguments: object) -> dict:
     """One of the programs beside the generator; what it writes down."""
     file = scratch_folder() / "results.json"
     words = [str(each) for each in ("0", "300", "--json", file, *arguments)]
-    [(status, output)] = command(str(FOLDER / program), *words, seconds=10 * SECONDS)
+    [(status, output)] = run_script(str(FOLDER / program), *words, seconds=10 * SECONDS)
     assert file.exists(), f"{program} ended with {status}: {output[-2000:]}"
     return json.loads(file.read_text())
 

@@ -1,4 +1,4 @@
-"""The tour leaves its report and all files of the stages; it says what it measured."""
+"""The tour leaves its report, its numbers and all files of the stages; it says what it measured."""
 
 import json
 import os
@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.chapters import load_chapter
+from common.chapters import ROOT, load_chapter
 from helpers.environments import make_environment
-from helpers.local_ranks import ROOT, command, launch_ranks
+from helpers.local_ranks import launch_ranks, run_script
 
 gpu = load_chapter("benchmarks", "gpu")
 result_files = load_chapter("benchmarks", "results")
@@ -21,14 +21,14 @@ tour = load_chapter("benchmarks", "tour")
 tour_report = load_chapter("benchmarks", "tour_report")
 
 
-def forked(call: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:
+def popen_by_fork(call: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:
     """In place of Popen: ranks from the forkserver of the tests, there in a moment."""
     if call[1] == "-m":
         assert call[2:6] == ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         script = ["packages/shm/src/shm/__main__.py", *call[8:]] if call[6] == "-m" else call[6:]
         answers = launch_ranks(*script, env=env)
     else:
-        answers = command(*call[1:], env=env)
+        answers = run_script(*call[1:], env=env)
     lines = "".join(output for _, output in answers).splitlines(keepends=True)
     status = max(status for status, _ in answers)
     return SimpleNamespace(stdout=lines, returncode=status, wait=lambda: status)
@@ -41,7 +41,9 @@ def run_tour(monkeypatch):
         tour.main()
 
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(stage_runs, "subprocess", SimpleNamespace(Popen=forked, PIPE=0, STDOUT=0))
+    monkeypatch.setattr(
+        stage_runs, "subprocess", SimpleNamespace(Popen=popen_by_fork, PIPE=0, STDOUT=0)
+    )
     rows = result_files.load("tour")["rows"]
     counted = {stage_runs.VARIANTS[key].holds_as: row for key, row in rows.items()}
     monkeypatch.setattr(measure_tour, "count_memory", lambda keys, args: counted)

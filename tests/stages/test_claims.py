@@ -30,7 +30,7 @@ from common.chapters import load_chapter
 from common.data import local_batch_size
 from common.options import UsageError
 from common.ranks import run_ranks
-from helpers.local_ranks import command, gather_from_ranks, launch_function, on_ranks
+from helpers.local_ranks import gather_from_ranks, launch_function, on_ranks, run_script
 
 
 def test_c03_rank_modulo_gpus_is_the_local_rank_only_on_equal_nodes():
@@ -166,7 +166,7 @@ def test_c16_c32_launch_passes_local_rank_with_a_dash_and_torchrun_does_not(
     (tmp_path / "script.py").write_text("\n".join(lines))
     flags = ("--standalone", "--nproc-per-node=1", str(tmp_path / "script.py"))
     script = importlib.import_module(f"torch.distributed.{launcher}").__file__
-    [(status, output)] = command(script, *flags)
+    [(status, output)] = run_script(script, *flags)
     assert line in output
     assert status == ("unrecognized" in line)
     assert ("torch.distributed.launch is deprecated" in output) == (launcher == "launch")

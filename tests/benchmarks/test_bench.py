@@ -1,4 +1,4 @@
-"""Benchmarks: each section runs, pictures are fresh, and what the pages say of them is so."""
+"""Benchmarks: each section runs, and what the pages say of its results is so."""
 
 import json
 import re
@@ -7,9 +7,10 @@ from functools import cache
 
 import pytest
 
-from common.chapters import load_chapter
-from helpers.local_ranks import ROOT, command, scratch_folder
-from helpers.refusals import ended, refused
+from common.chapters import ROOT, load_chapter
+from helpers.local_ranks import run_script
+from helpers.machine import scratch_folder
+from helpers.refusals import assert_one_line, refusal
 from repository_pages import ALL_PAGES
 
 bench = load_chapter("benchmarks", "bench")
@@ -23,15 +24,16 @@ peak = load_chapter("01", "peak")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
-PROGRAMS = ("stages", "survive")  # these sections start the stages' own programs
+SECTIONS_OF_STAGES = ("stages", "survive")  # these sections start the stages' own programs
+OTHER_SECTIONS = [name for name in bench.SECTIONS if name not in SECTIONS_OF_STAGES]
 
 
 @cache
 def results_of(name: str) -> tuple[str, dict]:
     """What a section prints and stores."""
     out = scratch_folder() / "results.json"
-    flags = ["--quick", f"--out={out}", "--device=cpu"]
-    [(status, output)] = command("benchmarks/bench.py", name, *flags, env=ONE_THREAD, seconds=180)
+    call = ("benchmarks/bench.py", name, "--quick", f"--out={out}", "--device=cpu")
+    [(status, output)] = run_script(*call, env=ONE_THREAD, seconds=180)
     assert status == 0, output
     return output, json.loads(out.read_text())
 
@@ -42,7 +44,7 @@ def committed(name: str) -> dict:
     return result_files.load(file) if file else result_files.load(result_files.MACHINE)[name]
 
 
-@pytest.mark.parametrize("name", [name for name in bench.SECTIONS if name not in PROGRAMS])
+@pytest.mark.parametrize("name", OTHER_SECTIONS)
 def test_a_section_runs_and_finds_what_its_committed_results_hold(name):
     output, results = results_of(name)
     assert results["provenance"]["commit"]
@@ -56,7 +58,7 @@ RANKS = stage_runs.Processes.RANKS
 STEPS = [{"epoch": epoch, "seconds": 0.001 + 0.004 * epoch} for epoch in (0, 1)]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", SECTIONS_OF_STAGES)
 def test_a_section_that_runs_the_stages_finds_their_steps(name, monkeypatch):
     """Instead of running, a stage takes 1 ms in the first epoch and 5 ms in the second. Processes
     that never talk take 4 ms."""
@@ -118,8 +120,8 @@ WRONG_CALLS = {
 
 @pytest.mark.parametrize("call", WRONG_CALLS)
 def test_a_wrong_call_ends_in_one_line(call, tmp_path):
-    ending = ended("benchmarks/bench.py", *call.split(), env=ONE_THREAD, where=tmp_path)
-    refused(ending, WRONG_CALLS[call])
+    ending = refusal("benchmarks/bench.py", *call.split(), env=ONE_THREAD, where=tmp_path)
+    assert_one_line(ending, WRONG_CALLS[call])
 
 
 def test_every_result_is_shown_and_tells_where_it_comes_from():
@@ -133,10 +135,12 @@ def test_every_result_is_shown_and_tells_where_it_comes_from():
         assert {"hardware", "torch", "python", "commit", "date"} <= about.keys(), name
 
 
-ONCE = [path.stem for path in result_files.RESULTS.glob("*.json") if "program" in path.read_text()]
+MEASURED_ONCE = [
+    path.stem for path in result_files.RESULTS.glob("*.json") if "program" in path.read_text()
+]
 
 
-@pytest.mark.parametrize("name", ONCE)
+@pytest.mark.parametrize("name", MEASURED_ONCE)
 def test_what_was_measured_once_names_the_commit_that_has_its_program(name):
     where = result_files.load(name)["provenance"]
     call = ["git", "show", f"{where['commit']}:{where['program']}"]
@@ -150,19 +154,20 @@ def ways() -> dict[str, dict]:
     return results_of("process_memory")[1]["ways"]
 
 
-SIZE = peak.parts_of(peak.Plan("net-bn", 28, "adam", "cpu"))["gradients"]
+GRADIENT_BYTES = peak.parts_of(peak.Plan("net-bn", 28, "adam", "cpu"))["gradients"]
 
 
 def test_a_rank_holds_its_gradients_once_with_views_of_the_buckets_and_twice_without():
-    for name, expected in (("DDP with Adam", (SIZE, SIZE)), ("views of the buckets", (0, SIZE))):
+    own_bytes = {"DDP with Adam": GRADIENT_BYTES, "views of the buckets": 0}
+    for name, expected in own_bytes.items():
         for rank in ways()[name]["held"]:
-            assert (rank["gradients"], rank["buckets"]) == expected
-            assert rank["parameters"] == SIZE, "as in one process"
+            assert (rank["gradients"], rank["buckets"]) == (expected, GRADIENT_BYTES)
+            assert rank["parameters"] == GRADIENT_BYTES, "as in one process"
 
 
 def test_with_accumulation_views_save_at_the_peak_only_if_gradients_are_zeroed_in_place():
     """Inside no_sync(), autograd makes a new tensor where it finds no gradient."""
     names = "accumulate 4", "views, accumulate 4", "the same, zeroed in place"
     apart, to_none, in_place = (ways()[name]["peak_bytes"][0] for name in names)
-    assert abs(to_none - apart) < SIZE / 2  # nothing saved
-    assert in_place < apart - SIZE / 2
+    assert abs(to_none - apart) < GRADIENT_BYTES / 2  # nothing saved
+    assert in_place < apart - GRADIENT_BYTES / 2

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from common.chapters import ROOT
 from helpers.environments import make_environment
-from helpers.local_ranks import ROOT, patience
+from helpers.machine import patience
 from helpers.stage_files import NOT_COPIED
 
 NAMES = ("prove", "shm")
@@ -89,13 +90,13 @@ def test_prove_judges_a_script_there_and_its_links_lead_to_a_page_that_came_alon
 
 def test_a_script_runs_over_shm_there(run):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ended = run("python", *launch, "-m", "shm", "train.py")
-    printed = re.findall("shm|gloo", ended.stdout)  # of both ranks, whose lines may mix
-    assert (ended.returncode, printed) == (0, ["shm", "shm"]), ended.stderr
+    process = run("python", *launch, "-m", "shm", "train.py")
+    printed = re.findall("shm|gloo", process.stdout)  # of both ranks, whose lines may mix
+    assert (process.returncode, printed) == (0, ["shm", "shm"]), process.stderr
 
 
 def test_the_timeline_of_a_script_is_recorded_there(run, tmp_path):
     launch = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ended = run("python", ROOT / "benchmarks" / "timeline.py", *launch, "train.py")
-    assert re.search("^rank 1 ", ended.stdout, re.M), ended.stdout + ended.stderr
+    process = run("python", ROOT / "benchmarks" / "timeline.py", *launch, "train.py")
+    assert re.search("^rank 1 ", process.stdout, re.M), process.stdout + process.stderr
     assert (tmp_path / "timeline.svg").exists()

@@ -1,0 +1,153 @@
+"""The timeline records what happens in a step: who computes, who waits, and who sends."""
+
+import json
+import os
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from common.chapters import load_chapter
+from helpers.local_ranks import launch_function, run_script
+from helpers.refusals import assert_one_line, refusal
+
+record = load_chapter("benchmarks", "timeline_record")
+timeline = load_chapter("benchmarks", "timeline")
+timeline_draw = load_chapter("benchmarks", "timeline_draw")
+PROGRAM = "benchmarks/timeline.py"
+
+
+def step(*ranks: list) -> dict:
+    return {"ms": 10.0, "ranks": [{"rank": r, "spans": spans} for r, spans in enumerate(ranks)]}
+
+
+def test_a_rank_waits_until_the_last_one_has_come_and_then_they_send():
+    early, late = ["message", "main", 1.0, 6.0, 8], ["message", "main", 4.0, 6.0, 8]
+    lanes = timeline_draw.lanes(step([early], [late]))
+    parts = {lane.name: [*lane.parts] for lane in lanes if lane.parts}
+    assert [*lanes[1].parts] == [("waiting", 1.0, 4.0), ("sending", 4.0, 6.0)]
+    assert [*lanes[3].parts] == [("waiting", 4.0, 4.0), ("sending", 4.0, 6.0)]
+    assert parts.keys() == {"messages"}
+    alone = timeline_draw.lanes(step([early], []))  # the control: they send unlike numbers
+    assert [*alone[1].parts] == [("waiting", 1.0, 1.0), ("sending", 1.0, 6.0)]
+
+
+def test_while_a_message_keeps_a_rank_from_computing_it_is_not_drawn_as_computing():
+    forward, backward = ["forward", "main", 0.0, 4.0, 0], ["backward", "main", 4.0, 9.0, 0]
+    blocking, started = ["message", "main", 1.0, 2.0, 8], ["started message", "main", 2.5, 3.0, 8]
+    buckets = [["bucket", "main", 5.0, 6.0, 8], ["bucket", "main", 7.0, 9.0, 8]]
+    spans = [forward, backward, blocking, started, *buckets]
+    assert [*timeline_draw.lanes(step(spans, spans))[0].parts] == [
+        ("forward", 0.0, 1.0),
+        ("forward", 2.0, 4.0),
+        ("backward", 4.0, 7.0),  # after the last bucket, it waits for the mean
+    ]
+
+
+def test_the_step_shown_is_the_median_one_cut_at_its_ends():
+    spans, now = [], 0.0
+    for number, seconds in enumerate([9, 9, 9, 9, 9, 1, 5, 2]):
+        spans.append([number, "forward", "main", now, now + seconds / 2, 0])
+        now += seconds
+        spans.append([number, "optimizer", "main", now - 0.1, now, 0])
+    shown = timeline.shown_steps([{"rank": 0, "spans": spans}])
+    assert (shown["steps"], shown["median"]["ms"], shown["first"]["ms"]) == (3, 2000, 9000)
+    [rank] = shown["median"]["ranks"]
+    assert [span[2:4] for span in rank["spans"]] == [[0, 1000], [1900, 2000]]
+
+
+def _train(rank: int, folder: Path, how: str) -> None:
+    if how != "threads":
+        dist.init_process_group("gloo")
+    os.environ["TIMELINE_FOLDER"] = str(folder)
+    recorder = record.install()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    wrapped = model
+    if how == "ddp":
+        wrapped = DistributedDataParallel(model)
+    elif how == "threads":
+        wrapped = load_chapter("02", "from_scratch").DataParallel(model, [torch.device("cpu")] * 2)
+    optimizer = SGD(model.parameters(), 0.1)
+    for _ in range(7):
+        loss = wrapped(torch.randn(4, 8)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter in model.parameters() if how == "by hand" else ():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        with torch.no_grad():
+            wrapped.eval()(torch.randn(4, 8))  # an evaluation is no forward of a step
+            wrapped.train()
+    recorder.save()
+
+
+@pytest.mark.parametrize(
+    ("how", "messages"),
+    [("ddp", 2), ("by hand", 6)],  # DDP: the buffers, and one bucket; by hand: each parameter
+)
+def test_the_messages_of_a_step_are_seen_and_its_parts_follow_each_other(how, messages, tmp_path):
+    launch_function(2, _train, tmp_path, how)
+    records = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
+    assert sorted(each["rank"] for each in records) == [0, 1]
+    for rank in timeline.shown_steps(records)["median"]["ranks"]:
+        kinds = {kind: [s for s in rank["spans"] if s[0] == kind] for kind, *_ in rank["spans"]}
+        sent = kinds["message"] + kinds.get("bucket", [])
+        assert len(sent) == messages
+        [forward], [backward], [optimizer] = (
+            kinds[kind] for kind in ("forward", "backward", "optimizer")
+        )
+        assert forward[3] <= backward[2] <= backward[3] <= optimizer[2]
+        sizes = [size for *_, size in sent]
+        assert sum(sizes) == 4 * (8 * 8 + 8 + 8 + 8 + 8 + 1), "all gradients"
+
+
+def test_the_replicas_of_data_parallel_are_threads_and_around_them_the_process_copies(tmp_path):
+    launch_function(1, _train, tmp_path, "threads")
+    shown = timeline.shown_steps([json.loads(path.read_text()) for path in tmp_path.iterdir()])
+    process, *replicas = timeline_draw.lanes(shown["median"])
+    assert [lane.name for lane in replicas] == ["replica 0", "replica 1"]
+    assert all([kind for kind, *_ in lane.parts] == ["forward"] for lane in replicas)
+    assert [kind for kind, *_ in process.parts] == ["backward", "optimizer", "sending", "sending"]
+
+
+SCRIPT = """
+import torch
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(8):
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_script_of_ones_own_is_recorded_as_it_is(tmp_path):
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    [(status, output)] = run_script(PROGRAM, sys.executable, "mine.py", where=tmp_path)
+    assert status == 0, output
+    lines = [re.split(r"  +", line.strip()) for line in output.splitlines()]
+    assert lines[0] == ["forward", "backward", "optimizer", "waiting", "sending", "nothing"]
+    assert lines[1][0] == "process"
+    assert lines[2] == ["wrote timeline.svg: open it in a browser"]
+    assert "mine.py: " in ElementTree.parse(tmp_path / "timeline.svg").findtext("{*}desc")
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("--stages 06", "--stages 06"),
+        ("nowhere train.py", "cannot start nowhere"),
+        ("python -c pass", "no process took an optimizer step"),
+    ],
+)
+def test_a_wrong_call_ends_in_one_line(call, words, tmp_path):
+    call = call.replace("python", sys.executable)
+    assert_one_line(refusal(PROGRAM, *call.split(), where=tmp_path), words)

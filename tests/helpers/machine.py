@@ -1,0 +1,56 @@
+"""What tests ask of this machine: a new folder, a free port, time that fits its load."""
+
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import torch
+
+torch.set_num_threads(1)  # as every rank has: two tests that run side by side have two cores
+
+
+def patience(seconds: float) -> float:
+    """A time limit that only a hang reaches: as much longer as processes wait for a core."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+@contextmanager
+def in_time(seconds: int = 120) -> Iterator[None]:
+    """A time limit for what this process does itself."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"not done after {seconds} s")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def is_running(pid: int | str) -> bool:
+    """Not so if it has ended and only waits for its parent to notice."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+@cache
+def _scratch() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="stages-", ignore_cleanup_errors=True)
+
+
+def scratch_folder() -> Path:
+    """A new one, gone when the tests end."""
+    return Path(tempfile.mkdtemp(dir=_scratch().name))

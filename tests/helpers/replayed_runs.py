@@ -1,0 +1,55 @@
+"""A short run of a stage in float64, and how far the oracle's replay of its batches is from it."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from helpers import oracle
+from helpers.stage_files import Change
+from helpers.train_stage import few_digits, train_once
+
+REPLAYED_FLAGS = (
+    *("--model=net-bn", "--batch-size=60", "--epochs=3", "--max-steps=14", "--seed=7"),
+    *few_digits(),  # of which an epoch has 5 steps
+)
+TRAINING = oracle.Training(  # the same, as the oracle is told
+    batch=60, epochs=3, max_steps=14, seed=7, lr=0.02, momentum=0.9, data=few_digits()
+)
+
+replay_once = cache(oracle.replay)
+
+
+def differences(
+    key: str,
+    ranks: int,
+    flags: tuple[str, ...],
+    steps: oracle.Steps,
+    without: tuple[Change, ...] = (),
+    statistics: bool = True,
+    **options: Any,
+) -> tuple[float, float]:
+    """The largest difference between a run and its replay: of any loss, and of any weight.
+
+    flags, options: what is different in this run, as the stage and as the oracle are told.
+    statistics: compare BatchNorm's running statistics, too.
+    """
+    run = train_once(key, ranks, *REPLAYED_FLAGS, *flags, without=without)
+    losses, state = replay_once(steps, replace(TRAINING, **options))
+    assert run.losses.shape == losses.shape
+    names = [name for name in state if statistics or name.endswith(("weight", "bias"))]
+    weights = max((run.states[0][name] - state[name]).abs().max().item() for name in names)
+    return (run.losses - losses).abs().max().item(), weights
+
+
+def assert_repeats(
+    steps: oracle.Steps, key: str, ranks: int, *flags: str, without: tuple[Change, ...] = ()
+) -> None:
+    """The run has the losses and weights of the replay, and all ranks have the same weights."""
+    loss_difference, weight_difference = differences(key, ranks, flags, steps, without)
+    assert loss_difference < 1e-10
+    assert weight_difference < 1e-10
+    first, *others = train_once(key, ranks, *REPLAYED_FLAGS, *flags, without=without).states
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
