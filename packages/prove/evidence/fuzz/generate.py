@@ -6,7 +6,7 @@
     python generate.py 7 --fault        # the same script, whose loss is divided by a local count
 
 The pieces are in tasks.py and loaders.py; what may not be combined is in `choices` below, and
-oracle.py runs the script and its reference to show that each script is right.
+one_process.py runs the script and its reference to show that each script is right.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """What does prove say about generated scripts, all of which are right?
 
-    python run.py 0 300 [--jobs 2] [--json results.json] [--fault]
+    python judge_scripts.py 0 300 [--jobs 2] [--json results.json] [--fault]
 
 One WRONG is one too many. With --fault each loss is divided by a local count, and WRONG is right.
 """
@@ -60,7 +60,7 @@ def preload() -> None:
     preload()
 
 
-class Answer(NamedTuple):
+class Judged(NamedTuple):
     seed: int
     pieces: dict[str, str]
     rows: list[Row]
@@ -88,7 +88,7 @@ class Answer(NamedTuple):
         return re.sub(r"(?<![\w/])[\d.]+(e[+-]?\d+)?%?", "#", text)[:200]
 
 
-def judge(seed: int, fault: bool = False) -> Answer:
+def judge(seed: int, fault: bool = False) -> Judged:
     """In a folder of its own, as if the command had been typed there."""
     script, began, home = generate(seed, fault=fault), time.monotonic(), os.getcwd()
     with tempfile.TemporaryDirectory(prefix="right-") as folder:
@@ -100,14 +100,14 @@ def judge(seed: int, fault: bool = False) -> Answer:
             rows, error = [], f"prove fails: {type(failure).__name__} {failure}"
         finally:
             os.chdir(home)
-    return Answer(seed, script.pieces, rows, error, round(time.monotonic() - began, 1))
+    return Judged(seed, script.pieces, rows, error, round(time.monotonic() - began, 1))
 
 
-def judge_with_fault(seed: int) -> Answer:
+def judge_with_fault(seed: int) -> Judged:
     return judge(seed, fault=True)
 
 
-def judge_all(seeds: Iterable[int], jobs: int, fault: bool = False) -> Iterator[Answer]:
+def judge_all(seeds: Iterable[int], jobs: int, fault: bool = False) -> Iterator[Judged]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     preload()
     with ProcessPoolExecutor(jobs, mp_context=get_context("fork")) as pool:
@@ -123,7 +123,7 @@ def by_text(pairs: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
     return dict(sorted(seeds.items(), key=lambda item: -len(item[1])))
 
 
-def results_of(answers: list[Answer]) -> dict:
+def results_of(answers: list[Judged]) -> dict:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True
     )

@@ -2,7 +2,7 @@
 
 They are compared after all steps of all epochs.
 
-    python oracle.py 0 300 [--jobs 2]
+    python one_process.py 0 300 [--jobs 2]
 
 This knows nothing of prove. Script and reference differ in their data lines only: the reference
 makes the loaders of both ranks and joins their samples, one of rank 0, one of rank 1, and so on.
@@ -43,7 +43,7 @@ LIMIT = 1e-7  # of the way from the first weights to the last: rounding, after u
 SECONDS = 120
 
 
-class Draws:
+class DrawsByRow:
     """Numbers by call, rank and row, in the place of torch's."""
 
     def __init__(self, rank: int, world: int) -> None:
@@ -180,7 +180,7 @@ def run_rank(rank: int, world: int, text: str, folder: str, command: list[str]) 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), RANKS=str(world))
     sys.argv = ["train.py", *(["--world-size", str(world)] if "--world-size" in command else [])]
     torch.set_default_dtype(torch.float64)
-    draws, weights = Draws(rank, world), Weights()
+    draws, weights = DrawsByRow(rank, world), Weights()
     draws.install()
     weights.watch()
     if world == 1:
@@ -215,7 +215,7 @@ class FailedError(Exception):
 def final_weights(text: str, world: int, command: list[str]) -> dict:
     """Of rank 0, when all ranks have ended."""
     context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory(prefix="oracle-") as folder:
+    with tempfile.TemporaryDirectory(prefix="one-process-") as folder:
         ranks = [
             context.Process(target=run_rank, args=(rank, world, text, folder, command))
             for rank in range(world)
@@ -315,7 +315,7 @@ def same_numbers(numbers: list[float], others: list[float]) -> bool:
     return len(numbers) == len(others) and all(abs(own - other) < 2e-4 for own, other in pairs)
 
 
-class Answer(NamedTuple):
+class Compared(NamedTuple):
     seed: int
     apart: float  # of the script and its reference
     apart_with_fault: float
@@ -327,7 +327,7 @@ class Answer(NamedTuple):
         return not self.error and self.apart <= LIMIT < 1e-4 < self.apart_with_fault
 
 
-def answer(seed: int, with_fault: bool = True) -> Answer:
+def compared(seed: int, with_fault: bool = True) -> Compared:
     script, reference = generate(seed), generate(seed, reference=True)
     try:
         one = final_weights(reference.text, 1, script.command)
@@ -337,11 +337,11 @@ def answer(seed: int, with_fault: bool = True) -> Answer:
             faulty = generate(seed, fault=True)
             apart_with_fault = distance(final_weights(faulty.text, RANKS, script.command), one)
     except FailedError as error:
-        return Answer(seed, 0.0, 0.0, False, str(error)[-1500:])
+        return Compared(seed, 0.0, 0.0, False, str(error)[-1500:])
     error = ""
     if not same_numbers(of_ranks["printed"], one["printed"]):
         error = f"prints {of_ranks['printed']}, and {one['printed']} as one process"
-    return Answer(seed, distance(of_ranks, one), apart_with_fault, of_ranks["drew"], error)
+    return Compared(seed, distance(of_ranks, one), apart_with_fault, of_ranks["drew"], error)
 
 
 def main() -> int:
@@ -357,7 +357,7 @@ def main() -> int:
     seeds = args.only or range(args.first, args.end)
     context, failed, right = multiprocessing.get_context("fork"), [], []
     with ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
-        for each in pool.map(partial(answer, with_fault=not args.without_fault), seeds):
+        for each in pool.map(partial(compared, with_fault=not args.without_fault), seeds):
             if each.right:
                 right.append(each)
                 continue
