@@ -45,7 +45,8 @@ The first count was made before prove was changed for any of them. A mistake is 
 says WRONG or gives a warning that the cured script has not. WRONG for the cured script is a false \
 alarm, and the script is *proven* if its row `one rank` is right.
 
-`python packages/prove/evidence/reported/count_seen.py now` counts again, and `page` writes this page.
+`python packages/prove/evidence/reported/count_seen.py now` counts again, and `page` writes \
+this page.
 """
 DEBUGGED = """\
 `TORCH_DISTRIBUTED_DEBUG=DETAIL` (torch {torch}), which checks that collectives match, says \
