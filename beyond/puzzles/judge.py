@@ -22,7 +22,7 @@ from typing import NamedTuple
 import common.ranks
 from common.options import Parser, UsageError, exit_on, int_at_least
 from prove import NotJudgedError, launch
-from prove.__main__ import parse_args
+from prove.options import parse_args
 from prove.prover import prove
 from prove.table import NOT_SEEN, RIGHT, WARNING, WRONG, Check, NotObservedError, ReportRow, table
 from traces import (

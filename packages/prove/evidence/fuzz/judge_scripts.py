@@ -38,7 +38,7 @@ class Row(NamedTuple):
 def rows_of(script: Script) -> tuple[list[Row], str]:
     """The one place that calls prove: its rows, and why there are none."""
     from prove import NotJudgedError
-    from prove.__main__ import parse_args
+    from prove.options import parse_args
     from prove.prover import prove
 
     options = [f"--timeout={TIMEOUT}"]
