@@ -27,7 +27,7 @@ HERE = Path(__file__).resolve().parent
 # A reader's script stands elsewhere.
 sys.path += [str(HERE.parent), str(HERE.parent / "packages" / "prove" / "src")]
 from common.options import Parser, UsageError, exit_on, int_at_least  # noqa: E402
-from prove.launch import hooked  # noqa: E402
+from prove.processes import hooked  # noqa: E402
 
 WARM_UP = 5  # steps that are not compared
 STAGES = {"01": "01 one process", "02": "02 DataParallel", "03": "03 all-reduce by hand"}

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import common.ranks
 from common.options import Parser, UsageError, exit_on, int_at_least
-from prove import NotJudgedError, launch
+from prove import NotJudgedError, processes
 from prove.options import parse_args
 from prove.prover import prove
 from prove.table import NOT_SEEN, RIGHT, WARNING, WRONG, Check, NotObservedError, ReportRow, table
@@ -181,7 +181,7 @@ def main() -> int:
         return 0
     puzzle = PUZZLES[args.number - 1]
     copy = args.folder / f"{puzzle.number:02}" / "train.py"
-    launch.preload()
+    processes.preload()
     common.ranks.start_method = "fork"  # torch is here already
     if not copy.parent.exists():
         return hand_out(puzzle, copy)

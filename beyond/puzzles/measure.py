@@ -17,7 +17,7 @@ import torch
 
 import common.ranks
 from judge import cost, prove_rows
-from prove import launch
+from prove import processes
 from prove.table import WARNING, WRONG
 from traces import HERE, PUZZLES, Puzzle, traces
 
@@ -64,7 +64,7 @@ def cost_of(runs: dict) -> str:
 
 
 def measure() -> None:
-    launch.preload()
+    processes.preload()
     common.ranks.start_method = "fork"
     results = {
         "hardware": f"{processor()}, {os.cpu_count()} cores",

@@ -34,7 +34,7 @@ def test_no_file_unpickles_what_comes_from_outside():
     pickled = [name for name, text in sources.items() if "pickle.load" in text]
     assert sorted(pickled) == [
         "common/ranks.py",
-        "prove/record.py",
+        "prove/rank_record.py",
         "prove/samples.py",
     ]  # what their own processes wrote
     call = re.compile(r"(\w+)_object\w*\(")

@@ -36,7 +36,7 @@ from prove import (
     judge_effects,
     judge_numbers,
     judge_schedule,
-    launch,
+    processes,
     table,
     watch_effects,
     watch_schedule,
@@ -44,9 +44,9 @@ from prove import (
 from prove.generators import worker_drew
 from prove.planted.__main__ import changed
 from prove.planted.mistakes import ONE_GPU
+from prove.rank_record import Mode, ScheduleRecord, Settings
 from prove.rank_run import RankRun
 from prove.reasons import Phrase, Reason
-from prove.record import Mode, ScheduleRecord, Settings
 from prove.samples import as_double, tensors_in
 
 PACKAGE = Path(__file__).parents[1]
@@ -462,7 +462,7 @@ def test_batches_of_a_class_of_the_script_are_replayed_from_all_ranks(prove_scri
 def test_a_rank_that_cannot_be_watched_says_why(tmp_path):
     environment = {"OMP_NUM_THREADS": "1"}  # and no PROVE, which install() reads
     log = tmp_path / "log"
-    rank = context.Process(target=launch.become_rank, args=(["train.py"], environment, log))
+    rank = context.Process(target=processes.become_rank, args=(["train.py"], environment, log))
     rank.start()
     rank.join(SECONDS)
     assert rank.exitcode == 1
@@ -697,7 +697,7 @@ def test_a_file_is_named_where_all_ranks_open_it(prove_script):
 def test_the_error_of_a_rank_is_told_and_not_that_of_its_launcher():
     log = "ModuleNotFoundError: No module named 'tokens'\n"
     log += "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n"
-    outcome = launch.RunOutcome(1, log, False, False, [], 1.0)
+    outcome = processes.RunOutcome(1, log, False, False, [], 1.0)
     assert judge_effects.error_of(outcome) == log.splitlines()[0]
 
 

@@ -55,7 +55,7 @@ def rows_of(script: Script) -> tuple[list[Row], str]:
 def preload() -> None:
     """What the ranks import, before they are forked."""
 
-    from prove.launch import preload
+    from prove.processes import preload
 
     preload()
 

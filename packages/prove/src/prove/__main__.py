@@ -6,11 +6,11 @@
 
     options.py           what can be asked for
     prover.py            the runs of a proof, and which of them are needed
-    launch.py            starts the ranks, and notices whether they hang
-    observe.py, rank_run.py, record.py    what a rank does beside the script, and writes down
+    processes.py         starts the ranks, and notices whether they hang
+    observe.py, rank_run.py, rank_record.py    what a rank does beside the script, and writes down
     watch_data.py, watch_model.py, watch_schedule.py    loaders; models and steps; learning rates
     watch_effects.py     files, printed lines, and messages between the ranks
-    writes.py, draws.py, generators.py    every operation: changed parameters, random numbers
+    watch_operations.py, draws.py, generators.py    changed parameters, and random numbers
     samples.py, replay.py    how one rank gets the samples and the draws of all
     judge_effects.py, judge_data.py, judge_evaluation.py, judge_model.py    what the records say
     judge_replay.py      the proof: what all ranks computed against what one rank computed
@@ -27,7 +27,7 @@ import time
 import traceback
 from pathlib import Path
 
-from prove import NotJudgedError, launch
+from prove import NotJudgedError, processes
 from prove.options import parse_args
 from prove.table import (
     WRONG,
@@ -57,7 +57,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all is put back
     is_forked = Path(args.command[0]).name == "torchrun" or "torch.distributed.run" in args.command
     hashes_differ = is_forked and "PYTHONHASHSEED" not in os.environ
-    spare = launch.SpareProcess() if hashes_differ else None
+    spare = processes.SpareProcess() if hashes_differ else None
     try:
         from prove.prover import prove  # it imports torch, which the spare process does meanwhile
 

@@ -3,7 +3,7 @@
 A draw has a key: the batch, its place in the script, the name of the function, and how often this
 was called there before. In a replay, the same call of one rank is answered with what the ranks have
 drawn: sample by sample where the request has a row for each, and as it is where all ranks have
-drawn the same. torch's draws are seen by `writes.Dispatch`; numpy's and random's are wrapped here.
+drawn the same. watch_operations.py sees torch's draws; numpy's and random's are wrapped here.
 """
 
 import os
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from prove import generators
+from prove.rank_record import Mode, ReplayVariant
 from prove.rank_run import RankRun, where, wrap
-from prove.record import Mode, Variant
 from prove.samples import CannotMergeError, are_equal, interleaved, order_of_rows
 
 MOST_BYTES = 2_000_000_000  # of one rank's draws
@@ -276,7 +276,7 @@ class Draws:
         rows = values[0].shape[dim] // self.sizes[0]
         if rows > 1:
             self.find(Finding.SEVERAL, key.at)
-        in_blocks = rows > 1 and self.run.settings.variant == Variant.BLOCKS
+        in_blocks = rows > 1 and self.run.settings.variant == ReplayVariant.BLOCKS
         try:
             parts = padded(values, drawn, dim)
             answer = interleaved(parts, self.sizes, dim, rows if in_blocks else 1)

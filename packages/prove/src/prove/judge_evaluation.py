@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from prove.judge_data import ALL_BUT_A_FEW, same_dataset, sample_count, trained_loader_runs
+from prove.rank_record import EVALUATION, LoaderRun, Note, RankRecord
 from prove.reasons import Reason
-from prove.record import EVALUATION, LoaderRun, Note, RankRecord
 from prove.table import RIGHT, ReportRow, not_seen, right, warning
 
 CHECK = "evaluation"

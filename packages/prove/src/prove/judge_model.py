@@ -4,8 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prove.reasons import Phrase, Reason
-from prove.record import (
+from prove.rank_record import (
     EvaluatedModule,
     Note,
     OptimizerRecord,
@@ -13,6 +12,7 @@ from prove.record import (
     Projection,
     RankRecord,
 )
+from prove.reasons import Phrase, Reason
 from prove.table import RIGHT, WARNING, Check, ReportRow, not_seen, part, right, warning, wrong
 
 TINY = 1e-12

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from prove.judge_effects import NUMBER
 from prove.judge_replay import Replay
+from prove.rank_record import RankRecord
 from prove.reasons import Phrase, Reason
-from prove.record import RankRecord
 from prove.table import ReportRow, part, right, warning
 
 STATISTIC = re.compile(

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from prove.draws import Finding
 from prove.judge_effects import error_of
-from prove.launch import RunOutcome
-from prove.reasons import Reason
-from prove.record import (
+from prove.processes import RunOutcome
+from prove.rank_record import (
     Ended,
     OptimizerRecord,
     OptimizerStep,
@@ -23,6 +22,7 @@ from prove.record import (
     gradients_file,
     tensors_file,
 )
+from prove.reasons import Reason
 from prove.table import Check, ReportRow, not_seen, right, warning, wrong
 
 SMALL_BATCH = 16  # values per channel from which BatchNorm's statistics are good enough

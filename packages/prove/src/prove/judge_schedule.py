@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 from prove.judge_replay import Replay, far
+from prove.rank_record import RankRecord, ScheduleRecord
 from prove.reasons import Phrase, Reason
-from prove.record import RankRecord, ScheduleRecord
 from prove.table import ReportRow, part, right, warning
 
 CHECK = "schedule"

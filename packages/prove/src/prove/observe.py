@@ -16,11 +16,11 @@ from prove import (
     watch_data,
     watch_effects,
     watch_model,
+    watch_operations,
     watch_schedule,
-    writes,
 )
+from prove.rank_record import Ended, Mode, Settings, read_records
 from prove.rank_run import HERE, RankRun, callers, wrap
-from prove.record import Ended, Mode, Settings, read_records
 
 
 def compute_in_float64() -> None:
@@ -77,7 +77,7 @@ def install() -> RankRun:
         for module in (draws, watch_data, watch_model, watch_schedule, watch_effects, replay):
             module.install(run)
         if settings.emulate:
-            writes.install(run)
+            watch_operations.install(run)
     atexit.register(run.write, Ended.AT_ITS_END)
 
     @wrap(sys, "excepthook")

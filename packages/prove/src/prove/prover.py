@@ -22,15 +22,15 @@ from prove import (
     judge_numbers,
     judge_replay,
     judge_schedule,
-    launch,
+    processes,
 )
 from prove.draws import Finding
 from prove.judge_effects import effect_rows, error_of
 from prove.judge_evaluation import evaluation_rows
 from prove.judge_model import model_rows
 from prove.judge_replay import Comparison, Outcome, Replay
+from prove.rank_record import Ended, Mode, Note, ReplayVariant, Settings
 from prove.reasons import Reason
-from prove.record import Ended, Mode, Note, Settings, Variant
 from prove.replay import forced_file
 from prove.table import (
     NOT_SEEN,
@@ -64,7 +64,7 @@ def command_of_one_rank(args: Namespace) -> list[str] | None:
         text, count = re.subn(pattern, r"\g<1>1", shlex.join(args.command))
         if count:
             return shlex.split(text)
-    if launch.as_torchrun(args.command):
+    if processes.as_torchrun(args.command):
         return None
     # mp.spawn: the script may have a flag of its own, or it will see one GPU.
     scripts = [word for word in args.command if word.endswith(".py") and Path(word).is_file()]
@@ -80,33 +80,33 @@ class Prover:
         args: Namespace,
         folder: str,
         say: Callable[[str], None],
-        spare: launch.SpareProcess | None,
+        spare: processes.SpareProcess | None,
     ) -> None:
         self.args, self.say, self.spare = args, say, spare
-        torchrun = launch.as_torchrun(args.command)
+        torchrun = processes.as_torchrun(args.command)
         if torchrun and not Path(torchrun.script[0]).is_file():
             raise NotJudgedError(f"{torchrun.script[0]}: no such script")
         world_size = torchrun.world_size if torchrun else 2
         self.settings = Settings(
             folder, Mode.OBSERVE, not args.float32, args.cpu, args.batches, world_size, world_size
         )
-        self.observed: launch.RunOutcome
+        self.observed: processes.RunOutcome
 
-    def run(self, settings: Settings, command: list[str]) -> launch.RunOutcome:
+    def run(self, settings: Settings, command: list[str]) -> processes.RunOutcome:
         self.say(f"{settings.name}: {shlex.join(command)}")
         try:
-            return launch.execute(command, settings, self.args.timeout, spare=self.spare)
+            return processes.execute(command, settings, self.args.timeout, spare=self.spare)
         except FileNotFoundError as error:
             raise NotJudgedError(f"{error.filename}: no such command") from None
         finally:
             restore(Path(settings.folder))
 
-    def run_all_ranks(self, variant: str) -> launch.RunOutcome:
+    def run_all_ranks(self, variant: str) -> processes.RunOutcome:
         """Again, each rank fed its own records."""
         return self.run(self.settings_of(Mode.CONTROL, variant), self.args.command)
 
     def settings_of(self, mode: str, variant: str) -> Settings:
-        dropout = variant != Variant.NO_DROPOUT
+        dropout = variant != ReplayVariant.NO_DROPOUT
         return replace(self.settings, mode=mode, variant=variant, dropout=dropout)
 
     def replay(self, mode: str, command: list[str], variant: str = "", gpus: int = 1) -> Replay:
@@ -131,7 +131,7 @@ class Prover:
         if self.settings.float64:
             attempts.append(replace(self.settings, float64=False))
         attempts.append(replace(self.settings, float64=False, emulate=False))
-        bare: launch.RunOutcome | None = None
+        bare: processes.RunOutcome | None = None
         for number, settings in enumerate(attempts):
             for file in Path(self.settings.folder).glob(f"{Mode.OBSERVE}.*"):
                 file.unlink()
@@ -155,13 +155,13 @@ class Prover:
             rows_are_split=judge_data.rows_are_split(self.observed.records),
         )
 
-    def run_bare(self, outcome: launch.RunOutcome) -> launch.RunOutcome:
+    def run_bare(self, outcome: processes.RunOutcome) -> processes.RunOutcome:
         """Does the script fail by itself? It gets a little more time than it took to fail here."""
         seconds = max(LEAST_SECONDS, 3 * outcome.seconds)
         settings = replace(self.settings, mode=Mode.BARE)
         self.say(f"{settings.name}: {shlex.join(self.args.command)}")
         try:
-            return launch.execute(self.args.command, settings, self.args.timeout, seconds)
+            return processes.execute(self.args.command, settings, self.args.timeout, seconds)
         finally:
             restore(Path(settings.folder))
 
@@ -292,7 +292,7 @@ class Examination:
         self, prover: Prover, command: list[str], replayed: Replay, rows: list[ReportRow]
     ) -> None:
         self.prover, self.command, self.replayed, self.rows = prover, command, replayed, rows
-        self.variant = Variant.USUAL  # of the draws in `replayed`
+        self.variant = ReplayVariant.USUAL  # of the draws in `replayed`
 
     def compared(self, compared: list[Comparison]) -> list[Comparison]:
         apart, at = judge_replay.farthest(compared), compared[0].facts.get("at", "?")
@@ -301,16 +301,16 @@ class Examination:
             return [Comparison(Outcome.NOT_COMPARED, reason, {"apart": apart, "at": at} | facts)]
 
         if coins := self.replayed.coins:
-            if not (with_one_coin := self.with_draws(Variant.COIN, coins)):
+            if not (with_one_coin := self.with_draws(ReplayVariant.COIN, coins)):
                 message = "with rank 0's decisions on all ranks, they do not run"
                 return no_verdict(Reason.CONTROL_FAILS, message=message)
             self.replayed, compared = with_one_coin
-            self.variant = Variant.COIN
+            self.variant = ReplayVariant.COIN
             if judge_replay.worst(compared) != Outcome.DIFFERENT:
                 return compared
             apart = judge_replay.farthest(compared)
         if self.replayed.replayed.batchnorm_rows_guessed:
-            blocks = self.prover.replay(Mode.REPLAY, self.command, Variant.BLOCKS)
+            blocks = self.prover.replay(Mode.REPLAY, self.command, ReplayVariant.BLOCKS)
             compared_blocks = judge_replay.comparisons(blocks)
             if judge_replay.worst(compared_blocks) == Outcome.EQUAL:
                 self.replayed = blocks
@@ -321,11 +321,11 @@ class Examination:
         if unsure := judge_replay.unsure_draws(self.replayed):
             without = None
             if self.replayed.observed.dropout:
-                without = self.with_draws(Variant.NO_DROPOUT, coins)
+                without = self.with_draws(ReplayVariant.NO_DROPOUT, coins)
             if without is None or judge_replay.unsure_draws(without[0]):
                 return [unsure]
             self.replayed, compared = without
-            self.variant = Variant.NO_DROPOUT
+            self.variant = ReplayVariant.NO_DROPOUT
             if judge_replay.worst(compared) != Outcome.DIFFERENT:
                 return compared
             apart = judge_replay.farthest(compared)
@@ -333,7 +333,7 @@ class Examination:
         if not any(run.steps for run in observed.loader_runs) and not observed.model_returns_loss:
             return no_verdict(Reason.NO_LOADER)
         if rows := self.replayed.rows:
-            if not (with_one_draw := self.with_draws(Variant.ONE_DRAW, coins | rows)):
+            if not (with_one_draw := self.with_draws(ReplayVariant.ONE_DRAW, coins | rows)):
                 message = "with one draw for all samples, they do not run"
                 return no_verdict(Reason.CONTROL_FAILS, message=message)
             _, with_one = with_one_draw
@@ -353,7 +353,7 @@ class Examination:
         only the right order makes all gradients equal."""
         if not self.replayed.places_of_draws(Finding.SEVERAL):
             return None
-        blocks = self.prover.replay(Mode.REPLAY, self.command, Variant.BLOCKS)
+        blocks = self.prover.replay(Mode.REPLAY, self.command, ReplayVariant.BLOCKS)
         if judge_replay.why_not_replayed(blocks):
             return None
         compared = judge_replay.comparisons(blocks)
@@ -371,7 +371,7 @@ class Examination:
 
     def control(self, no_verdict: Callable[..., list[Comparison]]) -> list[Comparison] | None:
         """The same ranks, fed their own records. None: they reproduce themselves."""
-        outcome = self.prover.run_all_ranks(Variant.USUAL)
+        outcome = self.prover.run_all_ranks(ReplayVariant.USUAL)
         observed = self.prover.observed.records
         result = judge_replay.reproduction(observed, outcome.records)
         if result is None:
@@ -401,12 +401,12 @@ def is_explained(rows: list[ReportRow]) -> bool:
 
 def what_to_do(command: list[str]) -> str:
     """With a script that makes no process group."""
-    if launch.as_torchrun(command):
+    if processes.as_torchrun(command):
         return "each process trains for itself. Must it be told, as in Fabric(devices=2)?"
     return "is it started by torchrun?"
 
 
-def failed(outcome: launch.RunOutcome) -> bool:
+def failed(outcome: processes.RunOutcome) -> bool:
     if outcome.hang or outcome.silent:
         return False
     ended = [record.ended == Ended.WITH_ERROR for record in outcome.records]
@@ -414,7 +414,7 @@ def failed(outcome: launch.RunOutcome) -> bool:
 
 
 def prove(
-    args: Namespace, say: Callable[[str], None], spare: launch.SpareProcess | None = None
+    args: Namespace, say: Callable[[str], None], spare: processes.SpareProcess | None = None
 ) -> list[ReportRow]:
     """The rows of the table. spare: becomes one of the ranks.
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from prove.record import (
+from prove.rank_record import (
     Ended,
     LoaderRun,
     Mode,
@@ -110,7 +110,7 @@ class RankRun:
         self.coins: dict = {}  # draws.Draw by key: what each rank has decided for its whole batch
         self.model: Any = None  # a watch_model.ModelWatcher
         self.draws: Any = None  # a draws.Draws
-        self.feeder: Any = None  # a replay.Feeder or Keeper
+        self.feeder: Any = None  # a replay.Feeder or InputKeeper
         self.schedules: Any = None  # watch_schedule.Schedules
         self.writing = threading.Lock()
         self.begin_in_this_process()

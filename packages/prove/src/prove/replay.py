@@ -1,7 +1,7 @@
 """Does one rank compute the same? In a replay, it gets the samples and the draws of all ranks.
 
-The orders in which it can get them are the modes in record.py. A control run is a replay, too: all
-ranks run again, and each gets its own.
+The orders in which it can get them are the modes in rank_record.py. A control run is a replay, too:
+all ranks run again, and each gets its own.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,8 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from prove import generators
 from prove.draws import Draw, DrawKey
+from prove.rank_record import LoaderRun, Mode, ReplayVariant, read_records, tensors_file
 from prove.rank_run import RankRun, where, wrap
-from prove.record import LoaderRun, Mode, Variant, read_records, tensors_file
 from prove.samples import (
     RecordedBatch,
     are_same,
@@ -75,7 +75,7 @@ def batch_of_forward(number: int) -> tuple[int, int]:
     return (NO_LOADER, number)
 
 
-class Keeper:
+class InputKeeper:
     """In the observed run: keeps what goes into DDP, if there is no loader to keep batches of."""
 
     def __init__(self, run: RankRun) -> None:
@@ -297,7 +297,7 @@ def watch_batchnorm(run: RankRun) -> None:
         is_merged = run.replaying and feeder.normalizes_by_rank and len(feeder.sizes) > 1
         if not (self.training and is_merged):
             return original(self, rows)
-        in_blocks = run.settings.variant == Variant.BLOCKS
+        in_blocks = run.settings.variant == ReplayVariant.BLOCKS
         owners = owners_of_rows(len(rows), feeder.sizes, in_blocks)
         if owners is None:
             run.record.batchnorm_rows_unknown = True
@@ -308,6 +308,6 @@ def watch_batchnorm(run: RankRun) -> None:
 
 
 def install(run: RankRun) -> None:
-    run.feeder = Feeder(run) if run.replaying else Keeper(run)
+    run.feeder = Feeder(run) if run.replaying else InputKeeper(run)
     watch_dropout(run)
     watch_batchnorm(run)

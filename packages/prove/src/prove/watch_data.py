@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 
 from prove import generators
+from prove.rank_record import EVALUATION, LoaderRun
 from prove.rank_run import RankRun, save_tensors, where, wrap
-from prove.record import EVALUATION, LoaderRun
 from prove.samples import (
     Collated,
     RecordedBatch,

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from prove.rank_record import Collective, Ended, Note, OpenedFile, PrintedText, calls_file
 from prove.rank_run import RankRun, callers, where, wrap, wrap_everywhere
-from prove.record import Collective, Ended, Note, OpenedFile, PrintedText, calls_file
 
 COLLECTIVES = [
     "all_reduce", "broadcast", "barrier", "monitored_barrier", "all_gather", "all_gather_object",

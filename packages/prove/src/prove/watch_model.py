@@ -22,8 +22,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from prove.rank_run import RankRun, where, wrap, wrap_everywhere
-from prove.record import (
+from prove.rank_record import (
     Backward,
     DDPRecord,
     EvaluatedModule,
@@ -33,8 +32,9 @@ from prove.record import (
     OptimizerStep,
     Projection,
 )
+from prove.rank_run import RankRun, where, wrap, wrap_everywhere
 from prove.samples import batch_size_of, checksum, copied, tensors_in
-from prove.writes import HandMadeSteps
+from prove.watch_operations import HandMadeSteps
 
 MOST_STEPS = 24  # of each optimizer are written down
 MOST_CALLS = 64

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from prove.record import Ended, RankRecord, Settings, read_records
+from prove.rank_record import Ended, RankRecord, Settings, read_records
 
 HOOKS = Path(__file__).parent / "hooks"
 SURE_AFTER = 1.5  # seconds without progress, if the ranks wait for different things
@@ -137,7 +137,7 @@ class SpareProcess:
     """
 
     def __init__(self) -> None:
-        code = "from prove import launch; launch.become_what_is_asked_for()"
+        code = "from prove import processes; processes.become_what_is_asked_for()"
         self.process: subprocess.Popen | None = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, text=True
         )

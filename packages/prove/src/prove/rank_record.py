@@ -23,7 +23,7 @@ class Mode:
     BARE = "bare"  # all ranks, not observed: does the script fail by itself?
 
 
-class Variant:
+class ReplayVariant:
     """What a replay and its control do otherwise than usual."""
 
     USUAL = ""
@@ -71,7 +71,7 @@ class Settings:
     gpus: int  # that the script sees with `cpu`
     world_size: int  # of the observed run, once that is known
     rows_are_split: bool = False  # all ranks load the same batches, and each takes its rows
-    variant: str = Variant.USUAL
+    variant: str = ReplayVariant.USUAL
     seed: int | None = None  # of the generators when the script begins; None: any
     dropout: bool = True  # False: switched off, because its masks cannot be recorded
     emulate: bool = True  # False: nothing is changed in the script's torch, only watched

@@ -45,7 +45,7 @@ class HandMadeSteps:
         return self.addresses != before
 
 
-class Dispatch(TorchDispatchMode):
+class OperationWatcher(TorchDispatchMode):
     def __init__(self, run: RankRun) -> None:
         super().__init__()
         self.run = run
@@ -67,4 +67,4 @@ class Dispatch(TorchDispatchMode):
 
 
 def install(run: RankRun) -> None:
-    Dispatch(run).__enter__()
+    OperationWatcher(run).__enter__()
