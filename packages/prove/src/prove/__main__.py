@@ -8,7 +8,8 @@
     prover.py            the runs of a proof, and which of them are needed
     processes.py         starts the ranks, and notices whether they hang
     observe.py, rank_run.py, rank_record.py    what a rank does beside the script, and writes down
-    watch_data.py, watch_model.py, watch_schedule.py    loaders; models and steps; learning rates
+    watch_data.py, watch_schedule.py    loaders; learning rates
+    watch_model.py, model_tensors.py    forward and backward passes, steps, weights
     watch_effects.py     files, printed lines, and messages between the ranks
     watch_operations.py, draws.py, generators.py    changed parameters, and random numbers
     samples.py, replay.py    how one rank gets the samples and the draws of all

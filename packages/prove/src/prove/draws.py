@@ -84,13 +84,14 @@ class Draws:
     """What this rank draws between the arrival of a batch and the request for the next one."""
 
     def __init__(self, run: RankRun) -> None:
-        self.run, self.active, self.process = run, False, os.getpid()
+        self.run, self.active = run, False
         self.batch = (0, 0)
         self.of_model = False  # only the model draws for this batch: there is no loader
         self.sizes = [1]  # samples of each rank in this batch
         self.sources: list[dict[DrawKey, Draw]] = []  # of the ranks whose samples are in this batch
         self.recorded: dict[DrawKey, Draw] = {}
         self.rows: dict[DrawKey, OneDraw] = {}  # of the draws that had a row for each sample
+        self.coins: dict[DrawKey, Draw] = {}  # what each rank has decided for its whole batch
         self.forced: dict[DrawKey, Draw | OneDraw] = {}
         self.bytes_recorded = 0
         self.calls: Counter = Counter()
@@ -106,7 +107,7 @@ class Draws:
         self.batch, self.sizes, self.sources = batch, sizes, sources
         self.calls.clear()
         self.note_states()
-        self.active = not self.run.written and os.getpid() == self.process
+        self.active = not self.run.written and os.getpid() == self.run.record.pid
 
     def end_batch(self) -> None:
         if self.active:
@@ -131,9 +132,20 @@ class Draws:
             return
         self.note_states()
         self.active = True
-        yield
-        self.check_states()
-        self.active = False
+        try:
+            yield
+            self.check_states()
+        finally:
+            self.active = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What prove itself computes meanwhile draws nothing for the script."""
+        active, self.active = self.active, False
+        try:
+            yield
+        finally:
+            self.active = active
 
     def note_states(self) -> None:
         self.states = generators.digests()
@@ -238,7 +250,7 @@ class Draws:
             )
             self.find(Finding.COMMON if alike else Finding.COIN, key.at)
             if not alike:
-                self.run.coins[key] = draws[0]
+                self.coins[key] = draws[0]
             return values[0]
         if (dim := self.dim_of_samples(drawn, values)) is not None:
             return self.by_sample(key, dim, drawn, draws, arguments)
@@ -285,6 +297,9 @@ class Draws:
             return None
         self.find(Finding.BY_SAMPLE, key.at)
         return answer
+
+    def finish(self) -> None:
+        self.run.tensors |= {"draws": self.recorded, "coins": self.coins, "rows": self.rows}
 
     def places_in_merged_batch(self, values: list[Tensor]) -> list[Tensor]:
         """Sample i of rank r, as it was drawn, and where it is now."""
@@ -343,12 +358,14 @@ def padded(values: list[Tensor], drawn: Tensor, dim: int) -> list[Tensor]:
     return parts
 
 
-def install(run: RankRun) -> None:
-    run.draws = draws = Draws(run)
+def install(run: RankRun) -> Draws:
+    draws = Draws(run)
+    run.at_end.append(draws.finish)
     watch_resets(draws)
     watch_random(draws)
     if generators.numpy_random():
         watch_numpy(draws)
+    return draws
 
 
 def watched(draws: Draws, name: str, draw: Callable, args: tuple, kwargs: dict) -> Any:
@@ -356,11 +373,8 @@ def watched(draws: Draws, name: str, draw: Callable, args: tuple, kwargs: dict) 
     if not draws.active:
         return draw(*args, **kwargs)
     draws.check_states()
-    draws.active = False  # shuffle draws by getrandbits
-    try:
+    with draws.paused():  # shuffle draws by getrandbits
         value = draw(*args, **kwargs)
-    finally:
-        draws.active = True
     draws.note_states()
     return draws.of_value(name, args, value)
 

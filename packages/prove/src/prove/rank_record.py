@@ -1,6 +1,6 @@
 """What does each rank write down? These records are all that the judges know about a run.
 
-A tensor is written down as two numbers, its Projection: see watch_model.project. `at` is always a
+A tensor is written down as two numbers, its Projection: see model_tensors.project. `at` is always a
 place in the user's code, such as train.py:73.
 """
 

@@ -151,14 +151,15 @@ def length_of(curve: list[float], is_its_end: bool = False) -> int | None:
 
 
 def install(run: RankRun) -> None:
-    run.schedules = Schedules(run)
+    schedules = Schedules(run)
+    run.at_end.append(schedules.finish)
 
     def watch_steps(kind: type) -> None:
         if "step" in vars(kind):
 
             @wrap(kind, "step")
             def step(original: Callable, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-                return run.schedules.step(original, scheduler, args, kwargs)
+                return schedules.step(original, scheduler, args, kwargs)
 
     def watch_steps_of_all(kind: type) -> None:
         watch_steps(kind)
