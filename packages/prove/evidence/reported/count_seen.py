@@ -145,7 +145,7 @@ def proven(pair: Pair, file: str) -> dict:
     evidence = {
         row["check"]: row["evidence"] for row in written["rows"] if row["verdict"] != "right"
     }
-    answer = {"status": status, "rows": by_verdict, "evidence": evidence}
+    answer: dict = {"status": status, "rows": by_verdict, "evidence": evidence}
     if not by_verdict:
         last = (output.strip().splitlines() or [""])[-1]
         answer["said"] = (written["error"] or last)[-200:]
