@@ -263,9 +263,9 @@ class Prover:
         if obstacle := judge_replay.why_not_replayed(replayed):
             return [obstacle.row(Check.ONE_RANK)]
         compared = judge_replay.comparisons(replayed)
-        examination = Examination(self, command, replayed, rows)
+        examination = Examination(self, command, replayed, compared, rows)
         if judge_replay.worst(compared) == Outcome.DIFFERENT:
-            compared = examination.compared(compared)
+            compared = examination.result()
         result = [each.row(Check.ONE_RANK) for each in compared]
         result += judge_replay.draw_rows(replayed)
         if all(each.outcome == Outcome.EQUAL for each in compared):
@@ -289,64 +289,106 @@ class Examination:
     control; and what one rank could not be given is no mistake."""
 
     def __init__(
-        self, prover: Prover, command: list[str], replayed: Replay, rows: list[ReportRow]
+        self,
+        prover: Prover,
+        command: list[str],
+        replayed: Replay,
+        compared: list[Comparison],
+        rows: list[ReportRow],
     ) -> None:
-        self.prover, self.command, self.replayed, self.rows = prover, command, replayed, rows
-        self.variant = ReplayVariant.USUAL  # of the draws in `replayed`
+        """rows: what is known without this replay."""
+        self.prover, self.command, self.rows = prover, command, rows
+        self.replayed, self.compared = replayed, compared  # the first, or one with other draws
+        self.variant = ReplayVariant.USUAL  # of these draws
+        self.coins = replayed.coins
+        self.at = compared[0].facts.get("at", "?")
 
-    def compared(self, compared: list[Comparison]) -> list[Comparison]:
-        apart, at = judge_replay.farthest(compared), compared[0].facts.get("at", "?")
+    def result(self) -> list[Comparison]:
+        """That of the first question which has an answer."""
+        questions = (
+            self.with_one_coin,
+            self.with_batchnorm_in_blocks,
+            self.explained_by_other_rows,
+            self.without_unsure_draws,
+            self.without_loader,
+            self.with_one_draw,
+            self.control,
+        )
+        for question in questions:
+            if (answer := question()) is not None:
+                return answer
+        return [self.sum_or_mistake(each) for each in self.compared]
 
-        def no_verdict(reason: Reason, **facts: object) -> list[Comparison]:
-            return [Comparison(Outcome.NOT_COMPARED, reason, {"apart": apart, "at": at} | facts)]
+    def no_verdict(self, reason: Reason, **facts: object) -> list[Comparison]:
+        apart = judge_replay.farthest(self.compared)
+        return [Comparison(Outcome.NOT_COMPARED, reason, {"apart": apart, "at": self.at} | facts)]
 
-        if coins := self.replayed.coins:
-            if not (with_one_coin := self.with_draws(ReplayVariant.COIN, coins)):
-                message = "with rank 0's decisions on all ranks, they do not run"
-                return no_verdict(Reason.CONTROL_FAILS, message=message)
-            self.replayed, compared = with_one_coin
-            self.variant = ReplayVariant.COIN
-            if judge_replay.worst(compared) != Outcome.DIFFERENT:
-                return compared
-            apart = judge_replay.farthest(compared)
-        if self.replayed.replayed.batchnorm_rows_guessed:
-            blocks = self.prover.replay(Mode.REPLAY, self.command, ReplayVariant.BLOCKS)
-            compared_blocks = judge_replay.comparisons(blocks)
-            if judge_replay.worst(compared_blocks) == Outcome.EQUAL:
-                self.replayed = blocks
-                return compared_blocks
-            return no_verdict(Reason.BATCHNORM_ROWS_GUESSED)
-        if is_explained(self.rows):
-            return no_verdict(Reason.AS_ABOVE)
-        if unsure := judge_replay.unsure_draws(self.replayed):
-            without = None
-            if self.replayed.observed.dropout:
-                without = self.with_draws(ReplayVariant.NO_DROPOUT, coins)
-            if without is None or judge_replay.unsure_draws(without[0]):
-                return [unsure]
-            self.replayed, compared = without
-            self.variant = ReplayVariant.NO_DROPOUT
-            if judge_replay.worst(compared) != Outcome.DIFFERENT:
-                return compared
-            apart = judge_replay.farthest(compared)
+    def take(
+        self, variant: str, replayed: Replay, compared: list[Comparison]
+    ) -> list[Comparison] | None:
+        """From now on this replay counts. None: it differs, too."""
+        self.variant, self.replayed, self.compared = variant, replayed, compared
+        return compared if judge_replay.worst(compared) != Outcome.DIFFERENT else None
+
+    def with_one_coin(self) -> list[Comparison] | None:
+        """What each rank decides for its whole batch, rank 0 decides for all."""
+        if not self.coins:
+            return None
+        found = self.with_draws(ReplayVariant.COIN, self.coins)
+        if found is None:
+            message = "with rank 0's decisions on all ranks, they do not run"
+            return self.no_verdict(Reason.CONTROL_FAILS, message=message)
+        return self.take(ReplayVariant.COIN, *found)
+
+    def with_batchnorm_in_blocks(self) -> list[Comparison] | None:
+        """BatchNorm gets several rows of a sample, and nobody says in which order."""
+        if not self.replayed.replayed.batchnorm_rows_guessed:
+            return None
+        blocks = self.prover.replay(Mode.REPLAY, self.command, ReplayVariant.BLOCKS)
+        compared = judge_replay.comparisons(blocks)
+        if judge_replay.worst(compared) != Outcome.EQUAL:
+            return self.no_verdict(Reason.BATCHNORM_ROWS_GUESSED)
+        self.replayed = blocks
+        return compared
+
+    def explained_by_other_rows(self) -> list[Comparison] | None:
+        return self.no_verdict(Reason.AS_ABOVE) if is_explained(self.rows) else None
+
+    def without_unsure_draws(self) -> list[Comparison] | None:
+        """Numbers that one rank was not given: are they only those of dropout?"""
+        unsure = judge_replay.unsure_draws(self.replayed)
+        if unsure is None:
+            return None
+        found = None
+        if self.replayed.observed.dropout:
+            found = self.with_draws(ReplayVariant.NO_DROPOUT, self.coins)
+        if found is None or judge_replay.unsure_draws(found[0]):
+            return [unsure]
+        return self.take(ReplayVariant.NO_DROPOUT, *found)
+
+    def without_loader(self) -> list[Comparison] | None:
         observed = self.replayed.observed
-        if not any(run.steps for run in observed.loader_runs) and not observed.model_returns_loss:
-            return no_verdict(Reason.NO_LOADER)
-        if rows := self.replayed.rows:
-            if not (with_one_draw := self.with_draws(ReplayVariant.ONE_DRAW, coins | rows)):
-                message = "with one draw for all samples, they do not run"
-                return no_verdict(Reason.CONTROL_FAILS, message=message)
-            _, with_one = with_one_draw
-            if judge_replay.worst(with_one) != Outcome.DIFFERENT:
-                if equal := self.with_rows_in_blocks():
-                    return equal
-                places = list(dict.fromkeys(key.at for key in rows))
-                of_one_draw = judge_replay.farthest(with_one)
-                facts = {"apart_of_one_draw": of_one_draw, "places": places}
-                return no_verdict(Reason.EQUAL_WITH_ONE_DRAW, **facts)
-        if obstacle := self.control(no_verdict):
-            return obstacle
-        return [self.sum_or_mistake(each) for each in compared]
+        has_batches = any(run.steps for run in observed.loader_runs)
+        if has_batches or observed.model_returns_loss:
+            return None
+        return self.no_verdict(Reason.NO_LOADER)
+
+    def with_one_draw(self) -> list[Comparison] | None:
+        """All samples of a batch get the same numbers, so that their order cannot matter."""
+        if not (rows := self.replayed.rows):
+            return None
+        found = self.with_draws(ReplayVariant.ONE_DRAW, self.coins | rows)
+        if found is None:
+            message = "with one draw for all samples, they do not run"
+            return self.no_verdict(Reason.CONTROL_FAILS, message=message)
+        _, compared = found
+        if judge_replay.worst(compared) == Outcome.DIFFERENT:
+            return None
+        if equal := self.with_rows_in_blocks():
+            return equal
+        places = list(dict.fromkeys(key.at for key in rows))
+        apart = judge_replay.farthest(compared)
+        return self.no_verdict(Reason.EQUAL_WITH_ONE_DRAW, apart_of_one_draw=apart, places=places)
 
     def with_rows_in_blocks(self) -> list[Comparison] | None:
         """Several draws for each sample: nobody says which of them are those of which rank, but
@@ -369,19 +411,19 @@ class Examination:
             return None
         return replayed, judge_replay.comparisons(replayed)
 
-    def control(self, no_verdict: Callable[..., list[Comparison]]) -> list[Comparison] | None:
+    def control(self) -> list[Comparison] | None:
         """The same ranks, fed their own records. None: they reproduce themselves."""
         outcome = self.prover.run_all_ranks(ReplayVariant.USUAL)
         observed = self.prover.observed.records
-        result = judge_replay.reproduction(observed, outcome.records)
-        if result is None:
+        reproduced = judge_replay.reproduction(observed, outcome.records)
+        if reproduced is None:
             message = "they hang" if outcome.hang else error_of(outcome)
-            return no_verdict(Reason.CONTROL_FAILS, message=message)
+            return self.no_verdict(Reason.CONTROL_FAILS, message=message)
         limit = judge_replay.FLOAT64_LIMIT if self.prover.settings.float64 else 1e-3
-        if result.apart > limit:
-            facts = {"noise": result.apart, "rank": result.rank, "step": result.step}
-            return no_verdict(Reason.NOT_REPRODUCED, **facts)
-        return None
+        if reproduced.apart <= limit:
+            return None
+        facts = {"noise": reproduced.apart, "rank": reproduced.rank, "step": reproduced.step}
+        return self.no_verdict(Reason.NOT_REPRODUCED, **facts)
 
     def sum_or_mistake(self, comparison: Comparison) -> Comparison:
         if comparison.reason != Reason.ONE_NTH:
