@@ -40,6 +40,7 @@ from prove import (
     table,
     watch_effects,
     watch_schedule,
+    wording,
 )
 from prove.generators import worker_drew
 from prove.planted.__main__ import changed
@@ -515,14 +516,16 @@ def test_the_page_shows_what_prove_prints(tmp_path):
 
 
 def test_every_cure_links_to_a_heading_that_exists():
-    links = {reason.value.link for reason in Reason} - {""}
+    links = {reason.link for reason in Reason} - {""}
     assert len(links) >= 8
     assert links - anchors(table.PAGE) == set()
 
 
 def test_a_row_that_was_written_as_json_says_the_same_again():
     differing = [
-        table.part(Phrase.PRINTED, name="loss", of_ranks="0.25", of_one="0.5", world_size=n, at="?")
+        wording.part(
+            Phrase.PRINTED, name="loss", of_ranks="0.25", of_one="0.5", world_size=n, at="?"
+        )
         for n in range(2, 7)
     ]
     row = table.warning("printed numbers", Reason.NUMBERS_DIFFER, numbers=differing)
@@ -534,7 +537,7 @@ def test_a_row_that_was_written_as_json_says_the_same_again():
 
 def test_a_reason_writes_its_facts_as_numbers_with_nouns_lists_and_shares():
     def written(template: str, **facts: object) -> str:
-        return table.in_words(template, facts)
+        return wording.in_words(template, facts)
 
     assert written("{n:n step}, {m:n step}", n=1, m=2) == "1 step, 2 steps"
     assert written("{a:percent} {b:percent} {a:.1f}", a=0.25, b=0.00015) == "25% 1.5e-04 0.2"

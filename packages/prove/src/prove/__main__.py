@@ -16,7 +16,7 @@
     judge_effects.py, judge_data.py, judge_evaluation.py, judge_model.py    what the records say
     judge_replay.py      the proof: what all ranks computed against what one rank computed
     judge_schedule.py, judge_numbers.py    learning rates and printed numbers, of all and of one
-    reasons.py, table.py    the words of each verdict, and the rows that are printed
+    reasons.py, wording.py, table.py    the words of each verdict, and the rows that are printed
     cpu.py, sync_batchnorm.py, hooks/    scripts written for GPUs; commands other than torchrun
 """
 

@@ -13,7 +13,8 @@ from prove.rank_record import (
     RankRecord,
 )
 from prove.reasons import Phrase, Reason
-from prove.table import RIGHT, WARNING, Check, ReportRow, not_seen, part, right, warning, wrong
+from prove.table import RIGHT, WARNING, Check, ReportRow, not_seen, right, warning, wrong
+from prove.wording import part
 
 TINY = 1e-12
 

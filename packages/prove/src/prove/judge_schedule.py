@@ -5,7 +5,8 @@ from typing import NamedTuple
 from prove.judge_replay import Replay, far
 from prove.rank_record import RankRecord, ScheduleRecord
 from prove.reasons import Phrase, Reason
-from prove.table import ReportRow, part, right, warning
+from prove.table import ReportRow, right, warning
+from prove.wording import part
 
 CHECK = "schedule"
 ALIKE = 0.05  # lengths that are rounded, or have a few steps of warm-up more
