@@ -21,7 +21,7 @@ PIECES = "task data workers collate averaging optimizer precision accumulation s
 PIECES += "evaluation saving launcher"
 
 
-def run(program: str, *arguments: object) -> dict:
+def run_program(program: str, *arguments: object) -> dict:
     """One of the programs beside the generator; what it writes down."""
     file = scratch_folder() / "results.json"
     words = [str(each) for each in ("0", "300", "--json", file, *arguments)]
@@ -32,7 +32,7 @@ def run(program: str, *arguments: object) -> dict:
 
 @pytest.fixture(scope="module")
 def results() -> dict:
-    return run("judge_scripts.py", "--only", *SEEDS)
+    return run_program("judge_scripts.py", "--only", *SEEDS)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -43,16 +43,16 @@ def test_a_right_script_is_not_called_wrong(results, seed):
 def test_the_same_scripts_with_a_local_divisor_are_called_wrong(results):
     proven = results["proven seeds"][:4]
     assert len(proven) == 4, results
-    faulty = run("judge_scripts.py", "--fault", "--only", *proven)
+    faulty = run_program("judge_scripts.py", "--fault", "--only", *proven)
     assert sorted(map(int, faulty["WRONG"])) == proven
 
 
 def test_the_scripts_are_right_and_no_longer_so_with_a_local_divisor():
     """Their weights after all steps are those of one process, and prove has no part in this."""
-    judged = run("one_process.py", "--without-fault", "--only", *SEEDS)
+    judged = run_program("one_process.py", "--without-fault", "--only", *SEEDS)
     assert (judged["right"], judged["not right"]) == (len(SEEDS), [])
     assert judged["farthest"] < one_process.LIMIT
-    with_fault = run("one_process.py", "--only", *SEEDS[:4])
+    with_fault = run_program("one_process.py", "--only", *SEEDS[:4])
     assert with_fault["nearest with a fault"] > 1e-4
 
 

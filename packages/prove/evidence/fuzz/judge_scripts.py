@@ -67,12 +67,12 @@ class Judged(NamedTuple):
     error: str
     seconds: float
 
-    def of(self, verdict: str) -> list[Row]:
+    def rows_with(self, verdict: str) -> list[Row]:
         return [row for row in self.rows if row.verdict == verdict]
 
     @property
     def is_wrong(self) -> bool:
-        return bool(self.of("WRONG"))
+        return bool(self.rows_with("WRONG"))
 
     @property
     def is_proven(self) -> bool:
@@ -82,7 +82,7 @@ class Judged(NamedTuple):
     @property
     def reason(self) -> str:
         """Why nothing is proven, without the numbers and places of this script."""
-        texts = [row.evidence for row in self.of("not seen") if row.check == PROOF]
+        texts = [row.evidence for row in self.rows_with("not seen") if row.check == PROOF]
         text = self.error or (texts or ["no row"])[0]
         text = re.sub(r"\S*train\.py:\d+", "train.py:LINE", text.partition(", most in")[0])
         return re.sub(r"(?<![\w/])[\d.]+(e[+-]?\d+)?%?", "#", text)[:200]
@@ -130,7 +130,7 @@ def results_of(answers: list[Judged]) -> dict:
     reasons = [
         (each.reason, each.seed) for each in answers if not each.is_proven and not each.is_wrong
     ]
-    warnings = [(row.check, each.seed) for each in answers for row in each.of("warning")]
+    warnings = [(row.check, each.seed) for each in answers for row in each.rows_with("warning")]
     return {
         "date": date.today().isoformat(),
         "torch": torch.__version__,
@@ -141,7 +141,7 @@ def results_of(answers: list[Judged]) -> dict:
         "without a table": sum(bool(each.error) for each in answers),
         "seconds": round(sum(each.seconds for each in answers)),
         "WRONG": {
-            str(each.seed): [f"{row.check}: {row.evidence}" for row in each.of("WRONG")]
+            str(each.seed): [f"{row.check}: {row.evidence}" for row in each.rows_with("WRONG")]
             for each in answers
             if each.is_wrong
         },

@@ -22,15 +22,15 @@ from prove.rank_run import RankRun, where, wrap
 from prove.samples import CannotMergeError, are_equal, interleaved, order_of_rows
 
 MOST_BYTES = 2_000_000_000  # of one rank's draws
-UNTAGGED = {"random_", "random", "binomial", "_sample_dirichlet", "feature_dropout"}
+DRAWS_WITHOUT_TAG = {"random_", "random", "binomial", "_sample_dirichlet", "feature_dropout"}
 # Kernels that draw inside, or draw what no call returns.
-OPAQUE = ("_scaled_dot_product", "_cudnn_rnn", "rrelu", "fused_moving", "_fused_dropout")
+KERNELS_THAT_DRAW = ("_scaled_dot_product", "_cudnn_rnn", "rrelu", "fused_moving", "_fused_dropout")
 # These may draw places in the batch: sample i of a rank is at another place in the merged batch.
-OF_PLACES = (
+DRAWS_OF_PLACES = (
     "randperm", "randint", "random", "numpy.permutation", "numpy.randint", "numpy.integers",
     "numpy.choice",
 )  # fmt: skip
-OF_NUMPY = [
+NUMPY_DRAWS = [
     "random", "random_sample", "rand", "randn", "uniform", "normal", "standard_normal", "beta",
     "gamma", "integers", "randint", "choice", "permutation", "binomial", "exponential", "poisson",
     "dirichlet", "laplace",
@@ -73,7 +73,7 @@ class Finding:
 def is_draw(function: Any) -> bool:
     """Does this operation of torch draw random numbers?"""
     tagged = torch.Tag.nondeterministic_seeded in function.tags
-    return tagged or function.overloadpacket.__name__ in UNTAGGED
+    return tagged or function.overloadpacket.__name__ in DRAWS_WITHOUT_TAG
 
 
 def is_number(value: Any) -> bool:
@@ -171,7 +171,7 @@ class Draws:
         if before == self.states and kwargs.get("generator") is None:
             return result  # attention without dropout has the tag, too, and draws nothing
         name = function.overloadpacket.__name__.rstrip("_")
-        if any(part in name for part in OPAQUE):
+        if any(part in name for part in KERNELS_THAT_DRAW):
             self.find(Finding.OPAQUE, f"{name} at {where()}")
             return result
         is_fused = name == "native_dropout"  # its first result also depends on its input
@@ -278,7 +278,7 @@ class Draws:
                 if names != with_size_named(arguments, sum(self.sizes)):
                     self.find(Finding.NOT_MATCHED, key.at)
                     return None
-                of_places = key.name in OF_PLACES
+                of_places = key.name in DRAWS_OF_PLACES
         if of_places:
             values = self.places_in_merged_batch(values)
         elif dim_alike([value.shape for value in values], dim):
@@ -425,7 +425,7 @@ def watch_random(draws: Draws) -> None:
 def watch_numpy(draws: Draws) -> None:
     import numpy
 
-    for name in OF_NUMPY:
+    for name in NUMPY_DRAWS:
         if hasattr(numpy.random, name):
 
             @wrap(numpy.random, name)
@@ -438,7 +438,7 @@ def watch_numpy(draws: Draws) -> None:
         class Watching(base, metaclass=stand_in_for(base)):  # type: ignore[metaclass]
             def __getattribute__(self, name: str) -> Any:
                 own = super().__getattribute__(name)
-                if name not in OF_NUMPY:
+                if name not in NUMPY_DRAWS:
                     return own
 
                 def draw(*args: Any, **kwargs: Any) -> Any:

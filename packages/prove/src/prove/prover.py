@@ -42,7 +42,7 @@ from prove.table import (
     ReportRow,
     not_seen,
 )
-from prove.watch_effects import restore
+from prove.watch_effects import restore_files
 
 NUMBER_OF_RANKS = (
     r"(--nproc[-_]per[-_]node[= ])\S+",
@@ -99,7 +99,7 @@ class Prover:
         except FileNotFoundError as error:
             raise NotJudgedError(f"{error.filename}: no such command") from None
         finally:
-            restore(Path(settings.folder))
+            restore_files(Path(settings.folder))
 
     def run_all_ranks(self, variant: str) -> processes.RunOutcome:
         """Again, each rank fed its own records."""
@@ -163,7 +163,7 @@ class Prover:
         try:
             return processes.execute(self.args.command, settings, self.args.timeout, seconds)
         finally:
-            restore(Path(settings.folder))
+            restore_files(Path(settings.folder))
 
     def check_that_something_was_seen(self) -> None:
         outcome, records = self.observed, self.observed.records
@@ -171,7 +171,7 @@ class Prover:
             raise NotJudgedError(f"no progress for {self.args.timeout:g} s: try a larger --timeout")
         if not records and not outcome.status and "Traceback" not in outcome.log:
             raise NotJudgedError(
-                f"the script made no process group: {what_to_do(self.args.command)}"
+                f"the script made no process group: {advice_without_group(self.args.command)}"
             )
         if outcome.hang:
             return
@@ -441,7 +441,7 @@ def is_explained(rows: list[ReportRow]) -> bool:
     return explained or any(row.verdict == WARNING and row.check == Check.WEIGHTS for row in rows)
 
 
-def what_to_do(command: list[str]) -> str:
+def advice_without_group(command: list[str]) -> str:
     """With a script that makes no process group."""
     if processes.as_torchrun(command):
         return "each process trains for itself. Must it be told, as in Fabric(devices=2)?"
@@ -466,5 +466,5 @@ def prove(
     try:
         return Prover(args, folder, say, spare).judge()
     finally:
-        restore(Path(folder))
+        restore_files(Path(folder))
         shutil.rmtree(folder, ignore_errors=True)  # a rank that was ended may still write

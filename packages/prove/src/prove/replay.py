@@ -198,7 +198,7 @@ class Feeder:
                 state = kept["states"].get(name, {})
                 for part, tensor in tensors_of(module):
                     if part in state and state[part].shape == tensor.shape:
-                        put(tensor, state[part])
+                        copy_into(tensor, state[part])
             for number, weights in enumerate(kept["start"][: len(optimizers)]):
                 parameters = parameters_of(optimizers[number])
                 others = [
@@ -212,7 +212,7 @@ class Feeder:
                     self.run.record.other_shapes[number] = others
                     continue
                 for p, observed in zip(parameters, weights, strict=True):
-                    put(p, observed)
+                    copy_into(p, observed)
 
     def use_recorded_schedule(self, optimizer: Any, number: int, step: int) -> None:
         """The recorded learning rates, for this step only: the script's own ones are compared."""
@@ -222,7 +222,7 @@ class Feeder:
                 group.update(observed)
 
 
-def put(tensor: Tensor, value: Tensor) -> None:
+def copy_into(tensor: Tensor, value: Tensor) -> None:
     """In place; what is divided between ranks takes its part."""
     if hasattr(tensor, "full_tensor"):
         from torch.distributed.tensor import distribute_tensor

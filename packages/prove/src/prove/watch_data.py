@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 
 from prove import generators
-from prove.rank_record import EVALUATION, LoaderRun
+from prove.rank_record import EVALUATION_FACTOR, LoaderRun
 from prove.rank_run import RankRun, save_tensors, where, wrap
 from prove.replay import Feeder
 from prove.samples import (
@@ -292,7 +292,7 @@ class LoaderWatcher:
     def most_batches(self, training: bool) -> int:
         settings = self.run.settings
         ranks = settings.world_size if self.run.replaying else 1  # one evaluates what all ranks did
-        return settings.batches * ranks * (1 if training else EVALUATION)
+        return settings.batches * ranks * (1 if training else EVALUATION_FACTOR)
 
     def length(self, length: Callable, loader: Any) -> int:
         """In the place of a loader's own __len__."""

@@ -64,7 +64,7 @@ class Schedules:
             metric = args[0] if args else kwargs.get("metrics")
             if len(run.record.metrics) < MOST_CALLS:
                 run.record.metrics.append(Metric(float(metric), at, run.record.steps))  # type: ignore[arg-type]
-        watched = self.of(scheduler, at)
+        watched = self.watched_for(scheduler, at)
         self.depth += 1
         try:
             return original(scheduler, *args, **kwargs)
@@ -72,7 +72,7 @@ class Schedules:
             self.depth -= 1
             watched.stepped(run)
 
-    def of(self, scheduler: Any, at: str) -> WatchedSchedule:
+    def watched_for(self, scheduler: Any, at: str) -> WatchedSchedule:
         for watched in self.watched:
             if watched.scheduler is scheduler:
                 return watched
