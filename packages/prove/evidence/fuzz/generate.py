@@ -558,7 +558,7 @@ def used(lines: list[str]) -> set[str]:
     return {node.id for node in ast.walk(ast.parse("\n".join(lines))) if isinstance(node, ast.Name)}
 
 
-class OfSelf(ast.NodeTransformer):
+class AttributesOfSelf(ast.NodeTransformer):
     def __init__(self, names: set[str]) -> None:
         self.names = names
 
@@ -569,7 +569,7 @@ class OfSelf(ast.NodeTransformer):
 
 
 def of_self(lines: list[str], names: set[str]) -> list[str]:
-    tree = OfSelf(names).visit(ast.parse("\n".join(lines)))
+    tree = AttributesOfSelf(names).visit(ast.parse("\n".join(lines)))
     return ast.unparse(ast.fix_missing_locations(tree)).split("\n")
 
 
