@@ -53,9 +53,9 @@ bench-all: bench  ## measure again what the pages show of speed, for half an hou
 	$(RUN) benchmarks/bench.py reducers
 	$(RUN) benchmarks/bench.py survive
 
-faults: $(VENV)/ready  ## inject 406 faults into real runs, half an hour or more: benchmarks/results/faults.json
-	PYTHONPATH=tests $(RUN) beyond/tests/faults.py --faults 306
-	PYTHONPATH=tests $(RUN) beyond/tests/faults.py --faults 100 --kinds pauses --jobs 10
+faults: $(VENV)/ready  ## inject 406 faults into real runs, half an hour or more: benchmarks/results/injected_faults.json
+	PYTHONPATH=tests $(RUN) beyond/tests/inject_faults.py --faults 306
+	PYTHONPATH=tests $(RUN) beyond/tests/inject_faults.py --faults 100 --kinds pauses --jobs 10
 
 shm-suite: $(VENV)/ready  ## torch's own tests for backends, over gloo and shm: packages/shm/tests/torch_suite.json
 	$(RUN) packages/shm/tests/torch_suite.py

@@ -212,8 +212,8 @@ TABLES = {
     "shard": Table("shard", shard),
     "shm": Table("shm", shared_memory),
     "shm_calls": Table("shm", shared_memory_calls, "calls"),
-    "faults": Table("faults", faults),
-    "pauses": Table("faults", pauses, "pauses"),
+    "faults": Table("injected_faults", faults),
+    "pauses": Table("injected_faults", pauses, "pauses"),
 }
 for shown in list(TABLES.values()):
     TABLES[f"origin of {shown.part or shown.file}"] = Table(shown.file, origin, shown.part)

@@ -27,7 +27,7 @@ HERE = Path(__file__).resolve().parent
 # A reader's script stands elsewhere.
 sys.path += [str(HERE.parent), str(HERE.parent / "packages" / "prove" / "src")]
 from common.options import Parser, UsageError, exit_on, int_at_least  # noqa: E402
-from prove.launch import hooked  # noqa: E402
+from prove.processes import hook_variables  # noqa: E402
 from results import provenance  # noqa: E402
 from stage_runs import STAGES, VARIANTS, command_of  # noqa: E402
 
@@ -40,7 +40,7 @@ def run(command: Sequence[str], quiet: bool) -> list[Recording]:
     """What each process of the command recorded, by rank. SystemExit if the command fails."""
     with TemporaryDirectory() as folder:
         env = {"OMP_NUM_THREADS": "1", **os.environ, "TIMELINE_FOLDER": folder}
-        env |= hooked(os.environ, HERE, "timeline_record")
+        env |= hook_variables(os.environ, HERE, "timeline_record")
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if quiet else {}
         try:
             done = subprocess.run(command, env=env, text=True, check=False, **pipes)

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import common.ranks
 from common.chapters import ROOT
 from common.options import Parser, UsageError, exit_on, int_at_least
-from prove import NotJudgedError, launch
-from prove.__main__ import parse_args
+from prove import NotJudgedError, processes
+from prove.options import parse_args
 from prove.prover import prove
 from prove.table import NOT_SEEN, RIGHT, WARNING, WRONG, Check, NotObservedError, ReportRow, table
 from traces import (
@@ -182,7 +182,7 @@ def main() -> int:
         return 0
     puzzle = PUZZLES[args.number - 1]
     copy = args.folder / f"{puzzle.number:02}" / "train.py"
-    launch.preload()
+    processes.preload()
     common.ranks.start_method = "fork"  # torch is here already
     if not copy.parent.exists():
         return hand_out(puzzle, copy)

@@ -12,7 +12,7 @@ from typing import Any
 import common.ranks
 from common.chapters import ROOT, load_chapter
 from judge import COST, cost, prove_rows
-from prove import launch
+from prove import processes
 from prove.table import WARNING, WRONG
 from traces import HERE, PUZZLES, Puzzle, traces
 
@@ -48,7 +48,7 @@ def cost_of(runs: dict) -> str:
 
 
 def measure() -> None:
-    launch.preload()
+    processes.preload()
     common.ranks.start_method = "fork"
     where = result_files.provenance(command="python beyond/puzzles/measure.py")
     puzzles = {str(puzzle.number): measured(puzzle) for puzzle in PUZZLES}

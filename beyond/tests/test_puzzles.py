@@ -119,7 +119,7 @@ def test_a_script_is_short_and_its_report_public(number):
     puzzle = PUZZLES[number]
     assert 40 <= len(puzzle.path.read_text().splitlines()) <= 60
     assert judge.changed_lines(puzzle.path.read_text(), puzzle.answer) <= judge.MOST_LINES // 2
-    faults = json.loads((ROOT / "packages/prove/faults/faults.json").read_text())
+    faults = json.loads((ROOT / "packages/prove/evidence/reported/reported.json").read_text())
     assert puzzle.report in {fault["report"] for fault in faults}
     assert (ROOT / puzzle.belongs_to).exists()
 

@@ -1,6 +1,6 @@
 """watchdog.py ends what it means and nothing else, tells errors from missing ranks, works in C.
 
-Who is missing, and what all ranks then say: test_faults.py, in real runs.
+Who is missing, and what all ranks then say: test_injected_faults.py, in real runs.
 """
 
 import ctypes

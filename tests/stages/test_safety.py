@@ -38,7 +38,7 @@ def test_no_file_unpickles_what_comes_from_outside():
     unsafe = files_with("weights_only=False", sources)
     assert unsafe == {"prove/replay.py": 2, "prove/judge_replay.py": 1}
     # what their own processes wrote
-    readers = ("common/ranks.py", "prove/record.py", "prove/samples.py")
+    readers = ("common/ranks.py", "prove/rank_record.py", "prove/samples.py")
     assert files_with(r"pickle\.load", sources).keys() == {*readers}
     unpickling = files_with(r"\w_object\w*\(", sources)
     assert unpickling == {"reducers/gradients.py": 1, "04_ddp_torchrun/uneven.py": 1}

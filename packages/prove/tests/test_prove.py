@@ -30,17 +30,18 @@ from prove import (
     judge_effects,
     judge_numbers,
     judge_schedule,
-    launch,
+    processes,
     table,
     watch_effects,
     watch_schedule,
+    wording,
 )
 from prove.generators import worker_drew
 from prove.planted.__main__ import changed
 from prove.planted.mistakes import ONE_GPU
+from prove.rank_record import Mode, ScheduleRecord, Settings
 from prove.rank_run import RankRun
 from prove.reasons import Phrase, Reason
-from prove.record import Mode, ScheduleRecord, Settings
 from prove.samples import as_double, tensors_in
 
 PACKAGE = Path(__file__).parents[1]
@@ -456,7 +457,7 @@ def test_batches_of_a_class_of_the_script_are_replayed_from_all_ranks(prove_scri
 def test_a_rank_that_cannot_be_watched_says_why(tmp_path):
     environment = {"OMP_NUM_THREADS": "1"}  # and no PROVE, which install() reads
     log = tmp_path / "log"
-    rank = process_context.Process(target=launch.become_rank, args=(["train.py"], environment, log))
+    rank = process_context.Process(target=processes.become_rank, args=(["train.py"], environment, log))
     rank.start()
     rank.join(SECONDS)
     assert rank.exitcode == 1
@@ -509,14 +510,16 @@ def test_the_page_shows_what_prove_prints(tmp_path):
 
 
 def test_every_cure_links_to_a_heading_that_exists():
-    links = {reason.value.link for reason in Reason} - {""}
+    links = {reason.link for reason in Reason} - {""}
     assert len(links) >= 8
     assert links - anchors(table.PAGE) == set()
 
 
 def test_a_row_that_was_written_as_json_says_the_same_again():
     differing = [
-        table.part(Phrase.PRINTED, name="loss", of_ranks="0.25", of_one="0.5", world_size=n, at="?")
+        wording.part(
+            Phrase.PRINTED, name="loss", of_ranks="0.25", of_one="0.5", world_size=n, at="?"
+        )
         for n in range(2, 7)
     ]
     row = table.warning("printed numbers", Reason.NUMBERS_DIFFER, numbers=differing)
@@ -528,7 +531,7 @@ def test_a_row_that_was_written_as_json_says_the_same_again():
 
 def test_a_reason_writes_its_facts_as_numbers_with_nouns_lists_and_shares():
     def written(template: str, **facts: object) -> str:
-        return table.in_words(template, facts)
+        return wording.in_words(template, facts)
 
     assert written("{n:n step}, {m:n step}", n=1, m=2) == "1 step, 2 steps"
     assert written("{a:percent} {b:percent} {a:.1f}", a=0.25, b=0.00015) == "25% 1.5e-04 0.2"
@@ -691,7 +694,7 @@ def test_a_file_is_named_where_all_ranks_open_it(prove_script):
 def test_the_error_of_a_rank_is_told_and_not_that_of_its_launcher():
     log = "ModuleNotFoundError: No module named 'tokens'\n"
     log += "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n"
-    outcome = launch.RunOutcome(1, log, False, False, [], 1.0)
+    outcome = processes.RunOutcome(1, log, False, False, [], 1.0)
     assert judge_effects.error_of(outcome) == log.splitlines()[0]
 
 

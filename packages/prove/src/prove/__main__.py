@@ -4,16 +4,20 @@
 
 `prover.Prover` holds the whole proof. Read on in this order:
 
+    options.py           what can be asked for
     prover.py            the runs of a proof, and which of them are needed
-    launch.py            starts the ranks, and notices whether they hang
-    observe.py, rank_run.py, record.py    what a rank does beside the script, and writes down
-    watch_data.py, watch_model.py, watch_effects.py    loaders; models and steps; files and messages
-    writes.py, draws.py, generators.py    every operation: changed parameters, random numbers
+    processes.py         starts the ranks, and notices whether they hang
+    observe.py, rank_run.py, rank_record.py    what a rank does beside the script, and writes down
+    watch_data.py, watch_schedule.py    loaders; learning rates
+    watch_model.py, model_tensors.py    forward and backward passes, steps, weights
+    watch_effects.py     files, printed lines, and messages between the ranks
+    watch_operations.py, draws.py, generators.py    changed parameters, and random numbers
     samples.py, replay.py    how one rank gets the samples and the draws of all
     judge_effects.py, judge_data.py, judge_evaluation.py, judge_model.py    what the records say
     judge_replay.py      the proof: what all ranks computed against what one rank computed
-    reasons.py, table.py    the words of each verdict, and the rows that are printed
-    cpu.py, hooks/       scripts written for GPUs, and commands other than torchrun
+    judge_schedule.py, judge_numbers.py    learning rates and printed numbers, of all and of one
+    reasons.py, wording.py, table.py    the words of each verdict, and the rows that are printed
+    cpu.py, sync_batchnorm.py, hooks/    scripts written for GPUs; commands other than torchrun
 """
 
 import json
@@ -22,10 +26,10 @@ import signal
 import sys
 import time
 import traceback
-from argparse import REMAINDER, ArgumentParser, Namespace
 from pathlib import Path
 
-from prove import NotJudgedError, launch
+from prove import NotJudgedError, processes
+from prove.options import parse_args
 from prove.table import (
     WRONG,
     Check,
@@ -37,26 +41,6 @@ from prove.table import (
 
 PROOF_OF = {Check.ONE_RANK: "what is averaged", Check.ORIGINAL: "the conversion"}
 PROVEN, IS_WRONG, NOT_JUDGED, OWN_ERROR, NOTHING_PROVEN = range(5)  # exit statuses
-
-
-def parse_args(arguments: list[str] | None = None) -> Namespace:
-    parser = ArgumentParser("python -m prove", description=__doc__.partition("\n")[0])
-    add = parser.add_argument
-    add("--batches", type=int, default=4, help="of each loader and epoch")
-    add("--timeout", type=float, default=60, help="seconds without progress that are a hang")
-    add("--original", help="command of the script for one GPU that this one was made from")
-    add("--alone", help="command that starts one rank, for launchers other than torchrun")
-    add("--cpu", action="store_true", help="run a script written for GPUs on CPUs")
-    add("--float32", action="store_true", help="as it is, not in float64")
-    add("--allow-unproven", action="store_true", help="exit with 0 also if nothing is proven")
-    add("--json", type=Path, help="write the table here, too")
-    add("command", nargs=REMAINDER, help="torchrun ... train.py ...")
-    args = parser.parse_args(arguments)
-    if not args.command:
-        parser.error("which command? python -m prove torchrun --nproc-per-node=2 train.py")
-    if args.batches < 1:
-        parser.error(f"--batches {args.batches} is less than 1")
-    return args
 
 
 def say(text: str) -> None:
@@ -74,7 +58,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all is put back
     is_forked = Path(args.command[0]).name == "torchrun" or "torch.distributed.run" in args.command
     hashes_differ = is_forked and "PYTHONHASHSEED" not in os.environ
-    spare = launch.SpareProcess() if hashes_differ else None
+    spare = processes.SpareProcess() if hashes_differ else None
     try:
         from prove.prover import prove  # it imports torch, which the spare process does meanwhile
 

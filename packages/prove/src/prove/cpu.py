@@ -15,17 +15,19 @@ from prove.rank_run import wrap, wrap_everywhere
 from prove.sync_batchnorm import convert_sync_batchnorm
 
 CPU = torch.device("cpu")
-NAMELESS = SimpleNamespace(name="CPU", total_memory=1, major=0, minor=0, multi_processor_count=1)
-ANSWERS: dict[str, Any] = {  # what functions of torch.cuda return, whatever they are asked
+CPU_PROPERTIES = SimpleNamespace(
+    name="CPU", total_memory=1, major=0, minor=0, multi_processor_count=1
+)
+CUDA_ANSWERS: dict[str, Any] = {  # what functions of torch.cuda return, whatever they are asked
     "is_available": True, "is_initialized": False, "is_bf16_supported": True,
     "current_device": 0, "get_device_name": "CPU", "memory_stats": defaultdict(int),
-    "get_device_properties": NAMELESS, "synchronize": None, "set_device": None,
+    "get_device_properties": CPU_PROPERTIES, "synchronize": None, "set_device": None,
     "empty_cache": None, "reset_peak_memory_stats": None,
     "manual_seed": None, "manual_seed_all": None,
     "memory_allocated": 0, "memory_reserved": 0,
     "max_memory_allocated": 0, "max_memory_reserved": 0,
 }  # fmt: skip
-OF_ACCELERATOR = {
+ACCELERATOR_ANSWERS = {
     "is_available": True, "synchronize": None, "current_accelerator": CPU,
     "current_device_index": 0, "set_device_index": None,
 }  # fmt: skip
@@ -69,9 +71,9 @@ class Event:
 
 
 def install(gpus: int) -> None:
-    answers: list[tuple] = [(torch.cuda, name, answer) for name, answer in ANSWERS.items()]
+    answers: list[tuple] = [(torch.cuda, name, answer) for name, answer in CUDA_ANSWERS.items()]
     answers += [(torch.cuda, "device_count", gpus), (torch.accelerator, "device_count", gpus)]
-    answers += [(torch.accelerator, name, answer) for name, answer in OF_ACCELERATOR.items()]
+    answers += [(torch.accelerator, name, answer) for name, answer in ACCELERATOR_ANSWERS.items()]
     answers += [(torch.optim.Optimizer, "_accelerator_graph_capture_health_check", None)]
     for owner, name, answer in answers:
         setattr(owner, name, always(answer))

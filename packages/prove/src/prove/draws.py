@@ -3,7 +3,7 @@
 A draw has a key: the batch, its place in the script, the name of the function, and how often this
 was called there before. In a replay, the same call of one rank is answered with what the ranks have
 drawn: sample by sample where the request has a row for each, and as it is where all ranks have
-drawn the same. torch's draws are seen by `writes.Dispatch`; numpy's and random's are wrapped here.
+drawn the same. watch_operations.py sees torch's draws; numpy's and random's are wrapped here.
 """
 
 import os
@@ -17,20 +17,20 @@ import torch
 from torch import Tensor
 
 from prove import generators
+from prove.rank_record import Mode, ReplayVariant
 from prove.rank_run import RankRun, where, wrap
-from prove.record import Mode, Variant
 from prove.samples import CannotMergeError, are_equal, interleaved, order_of_rows
 
 MOST_BYTES = 2_000_000_000  # of one rank's draws
-UNTAGGED = {"random_", "random", "binomial", "_sample_dirichlet", "feature_dropout"}
+DRAWS_WITHOUT_TAG = {"random_", "random", "binomial", "_sample_dirichlet", "feature_dropout"}
 # Kernels that draw inside, or draw what no call returns.
-OPAQUE = ("_scaled_dot_product", "_cudnn_rnn", "rrelu", "fused_moving", "_fused_dropout")
+KERNELS_THAT_DRAW = ("_scaled_dot_product", "_cudnn_rnn", "rrelu", "fused_moving", "_fused_dropout")
 # These may draw places in the batch: sample i of a rank is at another place in the merged batch.
-OF_PLACES = (
+DRAWS_OF_PLACES = (
     "randperm", "randint", "random", "numpy.permutation", "numpy.randint", "numpy.integers",
     "numpy.choice",
 )  # fmt: skip
-OF_NUMPY = [
+NUMPY_DRAWS = [
     "random", "random_sample", "rand", "randn", "uniform", "normal", "standard_normal", "beta",
     "gamma", "integers", "randint", "choice", "permutation", "binomial", "exponential", "poisson",
     "dirichlet", "laplace",
@@ -73,7 +73,7 @@ class Finding:
 def is_draw(function: Any) -> bool:
     """Does this operation of torch draw random numbers?"""
     tagged = torch.Tag.nondeterministic_seeded in function.tags
-    return tagged or function.overloadpacket.__name__ in UNTAGGED
+    return tagged or function.overloadpacket.__name__ in DRAWS_WITHOUT_TAG
 
 
 def is_number(value: Any) -> bool:
@@ -84,13 +84,14 @@ class Draws:
     """What this rank draws between the arrival of a batch and the request for the next one."""
 
     def __init__(self, run: RankRun) -> None:
-        self.run, self.active, self.process = run, False, os.getpid()
+        self.run, self.active = run, False
         self.batch = (0, 0)
         self.of_model = False  # only the model draws for this batch: there is no loader
         self.sizes = [1]  # samples of each rank in this batch
         self.sources: list[dict[DrawKey, Draw]] = []  # of the ranks whose samples are in this batch
         self.recorded: dict[DrawKey, Draw] = {}
         self.rows: dict[DrawKey, OneDraw] = {}  # of the draws that had a row for each sample
+        self.coins: dict[DrawKey, Draw] = {}  # what each rank has decided for its whole batch
         self.forced: dict[DrawKey, Draw | OneDraw] = {}
         self.bytes_recorded = 0
         self.calls: Counter = Counter()
@@ -106,7 +107,7 @@ class Draws:
         self.batch, self.sizes, self.sources = batch, sizes, sources
         self.calls.clear()
         self.note_states()
-        self.active = not self.run.written and os.getpid() == self.process
+        self.active = not self.run.written and os.getpid() == self.run.record.pid
 
     def end_batch(self) -> None:
         if self.active:
@@ -131,9 +132,20 @@ class Draws:
             return
         self.note_states()
         self.active = True
-        yield
-        self.check_states()
-        self.active = False
+        try:
+            yield
+            self.check_states()
+        finally:
+            self.active = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What prove itself computes meanwhile draws nothing for the script."""
+        active, self.active = self.active, False
+        try:
+            yield
+        finally:
+            self.active = active
 
     def note_states(self) -> None:
         self.states = generators.digests()
@@ -159,7 +171,7 @@ class Draws:
         if before == self.states and kwargs.get("generator") is None:
             return result  # attention without dropout has the tag, too, and draws nothing
         name = function.overloadpacket.__name__.rstrip("_")
-        if any(part in name for part in OPAQUE):
+        if any(part in name for part in KERNELS_THAT_DRAW):
             self.find(Finding.OPAQUE, f"{name} at {where()}")
             return result
         is_fused = name == "native_dropout"  # its first result also depends on its input
@@ -238,7 +250,7 @@ class Draws:
             )
             self.find(Finding.COMMON if alike else Finding.COIN, key.at)
             if not alike:
-                self.run.coins[key] = draws[0]
+                self.coins[key] = draws[0]
             return values[0]
         if (dim := self.dim_of_samples(drawn, values)) is not None:
             return self.by_sample(key, dim, drawn, draws, arguments)
@@ -266,7 +278,7 @@ class Draws:
                 if names != with_size_named(arguments, sum(self.sizes)):
                     self.find(Finding.NOT_MATCHED, key.at)
                     return None
-                of_places = key.name in OF_PLACES
+                of_places = key.name in DRAWS_OF_PLACES
         if of_places:
             values = self.places_in_merged_batch(values)
         elif dim_alike([value.shape for value in values], dim):
@@ -276,7 +288,7 @@ class Draws:
         rows = values[0].shape[dim] // self.sizes[0]
         if rows > 1:
             self.find(Finding.SEVERAL, key.at)
-        in_blocks = rows > 1 and self.run.settings.variant == Variant.BLOCKS
+        in_blocks = rows > 1 and self.run.settings.variant == ReplayVariant.BLOCKS
         try:
             parts = padded(values, drawn, dim)
             answer = interleaved(parts, self.sizes, dim, rows if in_blocks else 1)
@@ -285,6 +297,9 @@ class Draws:
             return None
         self.find(Finding.BY_SAMPLE, key.at)
         return answer
+
+    def finish(self) -> None:
+        self.run.tensors |= {"draws": self.recorded, "coins": self.coins, "rows": self.rows}
 
     def places_in_merged_batch(self, values: list[Tensor]) -> list[Tensor]:
         """Sample i of rank r, as it was drawn, and where it is now."""
@@ -343,12 +358,14 @@ def padded(values: list[Tensor], drawn: Tensor, dim: int) -> list[Tensor]:
     return parts
 
 
-def install(run: RankRun) -> None:
-    run.draws = draws = Draws(run)
+def install(run: RankRun) -> Draws:
+    draws = Draws(run)
+    run.at_end.append(draws.finish)
     watch_resets(draws)
     watch_random(draws)
     if generators.numpy_random():
         watch_numpy(draws)
+    return draws
 
 
 def watched(draws: Draws, name: str, draw: Callable, args: tuple, kwargs: dict) -> Any:
@@ -356,11 +373,8 @@ def watched(draws: Draws, name: str, draw: Callable, args: tuple, kwargs: dict) 
     if not draws.active:
         return draw(*args, **kwargs)
     draws.check_states()
-    draws.active = False  # shuffle draws by getrandbits
-    try:
+    with draws.paused():  # shuffle draws by getrandbits
         value = draw(*args, **kwargs)
-    finally:
-        draws.active = True
     draws.note_states()
     return draws.of_value(name, args, value)
 
@@ -411,7 +425,7 @@ def watch_random(draws: Draws) -> None:
 def watch_numpy(draws: Draws) -> None:
     import numpy
 
-    for name in OF_NUMPY:
+    for name in NUMPY_DRAWS:
         if hasattr(numpy.random, name):
 
             @wrap(numpy.random, name)
@@ -424,7 +438,7 @@ def watch_numpy(draws: Draws) -> None:
         class Watching(base, metaclass=stand_in_for(base)):  # type: ignore[metaclass]
             def __getattribute__(self, name: str) -> Any:
                 own = super().__getattribute__(name)
-                if name not in OF_NUMPY:
+                if name not in NUMPY_DRAWS:
                     return own
 
                 def draw(*args: Any, **kwargs: Any) -> Any:

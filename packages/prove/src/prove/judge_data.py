@@ -9,9 +9,10 @@ from dataclasses import replace
 import torch
 
 from prove import generators
+from prove.rank_record import LoaderRun, Note, RankRecord
 from prove.reasons import Phrase, Reason
-from prove.record import LoaderRun, Note, RankRecord
-from prove.table import ReportRow, not_seen, part, right, warning, wrong
+from prove.table import ReportRow, not_seen, right, warning, wrong
+from prove.wording import part
 
 ALL_BUT_A_FEW = 0.98  # the share of a data set that counts as the whole
 

@@ -4,10 +4,11 @@ import os
 import re
 from typing import Any
 
-from prove.launch import RunOutcome
+from prove.processes import RunOutcome
+from prove.rank_record import Ended, OpenedFile, RankRecord
 from prove.reasons import Phrase, Reason
-from prove.record import Ended, OpenedFile, RankRecord
-from prove.table import ReportRow, part, right, warning, wrong
+from prove.table import ReportRow, right, warning, wrong
+from prove.wording import part
 
 NUMBER = re.compile(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?")
 LOST = re.compile(  # the other rank is gone

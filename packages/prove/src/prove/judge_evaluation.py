@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from prove.judge_data import ALL_BUT_A_FEW, same_dataset, sample_count, trained_loader_runs
+from prove.rank_record import EVALUATION_FACTOR, LoaderRun, Note, RankRecord
 from prove.reasons import Reason
-from prove.record import EVALUATION, LoaderRun, Note, RankRecord
 from prove.table import RIGHT, ReportRow, not_seen, right, warning
 
 CHECK = "evaluation"
@@ -83,7 +83,7 @@ def row_of_dataset(records: list[RankRecord], loader_runs: list[LoaderRun]) -> R
 
 def stops_early(loader_run: LoaderRun) -> bool:
     """Was it the script, not we, that ended this evaluation before the end of its loader?"""
-    longest = loader_run.limit * (1 if loader_run.with_gradients else EVALUATION)
+    longest = loader_run.limit * (1 if loader_run.with_gradients else EVALUATION_FACTOR)
     return not loader_run.ended and loader_run.given < min(loader_run.batches or 0, longest)
 
 

@@ -4,8 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prove.reasons import Phrase, Reason
-from prove.record import (
+from prove.rank_record import (
     EvaluatedModule,
     Note,
     OptimizerRecord,
@@ -13,7 +12,9 @@ from prove.record import (
     Projection,
     RankRecord,
 )
-from prove.table import RIGHT, WARNING, Check, ReportRow, not_seen, part, right, warning, wrong
+from prove.reasons import Phrase, Reason
+from prove.table import RIGHT, WARNING, Check, ReportRow, not_seen, right, warning, wrong
+from prove.wording import part
 
 TINY = 1e-12
 
@@ -62,7 +63,7 @@ def steps_of(records: list[RankRecord]) -> list[StepOfRanks]:
     return steps
 
 
-def is_divided(records: list[RankRecord]) -> bool:
+def model_is_divided(records: list[RankRecord]) -> bool:
     return not records[0].notes.keys().isdisjoint({Note.HAS_GROUPS, Note.MODEL_IS_DIVIDED})
 
 
@@ -74,7 +75,7 @@ def model_rows(records: list[RankRecord]) -> list[ReportRow]:
         return rows
     steps = steps_of(records)
     tensors = [{len(of_rank.weights_before) for of_rank in step.steps} for step in steps]
-    if is_divided(records) or any(len(counts) > 1 for counts in tensors):  # the latter by ZeRO
+    if model_is_divided(records) or any(len(counts) > 1 for counts in tensors):  # by ZeRO
         return [*rows, not_seen(Check.WEIGHTS, Reason.MODEL_IS_DIVIDED)]
     same = weight_rows(steps)
     rows += same + averaged_gradient_rows(steps, same) + forward_rows(first, same)

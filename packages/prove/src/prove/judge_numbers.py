@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 from prove.judge_effects import NUMBER
 from prove.judge_replay import Replay
+from prove.rank_record import RankRecord
 from prove.reasons import Phrase, Reason
-from prove.record import RankRecord
-from prove.table import ReportRow, part, right, warning
+from prove.table import ReportRow, right, warning
+from prove.wording import part
 
 STATISTIC = re.compile(
     r"(loss|acc\w*|accuracy|error|top.?[15]|mAP|ppl|perplexity|correct)\W{0,12}"

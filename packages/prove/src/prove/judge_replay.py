@@ -13,9 +13,8 @@ from torch import Tensor
 
 from prove.draws import Finding
 from prove.judge_effects import error_of
-from prove.launch import RunOutcome
-from prove.reasons import Reason
-from prove.record import (
+from prove.processes import RunOutcome
+from prove.rank_record import (
     Ended,
     OptimizerRecord,
     OptimizerStep,
@@ -23,6 +22,7 @@ from prove.record import (
     gradients_file,
     tensors_file,
 )
+from prove.reasons import Reason
 from prove.table import Check, ReportRow, not_seen, right, warning, wrong
 
 SMALL_BATCH = 16  # values per channel from which BatchNorm's statistics are good enough
@@ -236,7 +236,8 @@ class Comparer:
             agreeing = [pair for pair in known if is_multiple(pair, factor, limit)]
             many = len(agreeing) > len(known) // 2
             if many and abs(factor - 1) > 1e-4:
-                facts |= {"factor": factor, "times": multiple(factor, len(self.replay.records))}
+                times = factor_in_words(factor, len(self.replay.records))
+                facts |= {"factor": factor, "times": times}
                 facts |= {"agreeing": len(agreeing), "parameters": len(known)}
                 is_all = len(agreeing) == len(known)
                 is_one_nth = abs(factor * len(self.replay.records) - 1) < 1e-3
@@ -391,7 +392,7 @@ def is_sum_over_local_batch(replay: Replay, sequence: Replay) -> bool:
     of_rank_0, of_one = (
         [gradient or 0.0 for gradient in step.local_gradients] for step in steps[0]
     )
-    return not far(of_rank_0, of_one, limit=1e-3)
+    return not any_differs(of_rank_0, of_one, limit=1e-3)
 
 
 def unsure_draws(replay: Replay) -> Comparison | None:
@@ -435,14 +436,14 @@ def gradients_apart(gradients: list, others: list) -> float:
     return distance([own for own, _ in known], [other for _, other in known]) / (length or 1.0)
 
 
-def multiple(factor: float, world_size: int) -> str:
+def factor_in_words(factor: float, world_size: int) -> str:
     n = world_size
     names = {n: f"{n} times", 1 / n: f"1/{n} of", n**2: f"{n**2} times"}
     near = [name for value, name in names.items() if abs(factor - value) < 1e-3 * value]
     return near[0] if near else f"{factor:.4g} times"
 
 
-def far(values: list[float], others: list[float], limit: float = 1e-6) -> bool:
+def any_differs(values: list[float], others: list[float], limit: float = 1e-6) -> bool:
     pairs = zip(values, others, strict=False)
     return any(abs(value - other) > limit * (abs(value) + abs(other)) for value, other in pairs)
 

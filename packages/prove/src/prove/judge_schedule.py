@@ -2,10 +2,11 @@
 
 from typing import NamedTuple
 
-from prove.judge_replay import Replay, far
+from prove.judge_replay import Replay, any_differs
+from prove.rank_record import RankRecord, ScheduleRecord
 from prove.reasons import Phrase, Reason
-from prove.record import RankRecord, ScheduleRecord
-from prove.table import ReportRow, part, right, warning
+from prove.table import ReportRow, right, warning
+from prove.wording import part
 
 CHECK = "schedule"
 ALIKE = 0.05  # lengths that are rounded, or have a few steps of warm-up more
@@ -73,7 +74,7 @@ def row_of_length(of_ranks: Schedule, of_one: Schedule, world_size: int) -> Repo
     }  # fmt: skip
     if abs(lengths / epochs - 1) < ALIKE:
         rates = of_ranks.record.highest_rate, of_one.record.highest_rate
-        if far([rates[0]], [rates[1]], 1e-3):
+        if any_differs([rates[0]], [rates[1]], 1e-3):
             rates_as_facts = {"of_ranks": rates[0], "of_one": rates[1]}
             return warning(CHECK, Reason.HIGHEST_RATE_DIFFERS, **rates_as_facts, **facts)
         return right(CHECK, Reason.SCHEDULE_FOLLOWS_LOADER, **facts)
@@ -96,7 +97,7 @@ def rate_rows(replay: Replay) -> list[ReportRow]:
         when = part(Phrase.AFTER_EPOCH, epoch=1)
         compared.append((*rates, when, Reason.RATE_AFTER_EPOCH_DIFFERS))
     for of_ranks, of_one, when, reason in compared:
-        if far(of_ranks, of_one):
+        if any_differs(of_ranks, of_one):
             facts = {"of_ranks": of_ranks[0], "of_one": of_one[0], "when": when}
             return [warning(CHECK, reason, world_size=len(replay.records), **facts)]
     return [right(CHECK, Reason.RATES_OF_ONE_RANK)]

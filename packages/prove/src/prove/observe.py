@@ -16,11 +16,11 @@ from prove import (
     watch_data,
     watch_effects,
     watch_model,
+    watch_operations,
     watch_schedule,
-    writes,
 )
+from prove.rank_record import Ended, Mode, Settings, read_records
 from prove.rank_run import HERE, RankRun, callers, wrap
-from prove.record import Ended, Mode, Settings, read_records
 
 
 def compute_in_float64() -> None:
@@ -74,10 +74,14 @@ def install() -> RankRun:
         if settings.float64:
             compute_in_float64()
         torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore
-        for module in (draws, watch_data, watch_model, watch_schedule, watch_effects, replay):
-            module.install(run)
+        draws_of_rank = draws.install(run)
+        source = replay.install(run, draws_of_rank)
+        model = watch_model.install(run, draws_of_rank, source)
+        watch_data.install(run, model)
+        watch_schedule.install(run)
+        watch_effects.install(run)
         if settings.emulate:
-            writes.install(run)
+            watch_operations.install(draws_of_rank, model.by_hand, model.parameters_change)
     atexit.register(run.write, Ended.AT_ITS_END)
 
     @wrap(sys, "excepthook")

@@ -22,15 +22,15 @@ from prove import (
     judge_numbers,
     judge_replay,
     judge_schedule,
-    launch,
+    processes,
 )
 from prove.draws import Finding
 from prove.judge_effects import effect_rows, error_of
 from prove.judge_evaluation import evaluation_rows
 from prove.judge_model import model_rows
 from prove.judge_replay import Comparison, Outcome, Replay
+from prove.rank_record import Ended, Mode, Note, ReplayVariant, Settings
 from prove.reasons import Reason
-from prove.record import Ended, Mode, Note, Settings, Variant
 from prove.replay import forced_file
 from prove.table import (
     NOT_SEEN,
@@ -42,7 +42,7 @@ from prove.table import (
     ReportRow,
     not_seen,
 )
-from prove.watch_effects import restore
+from prove.watch_effects import restore_files
 
 NUMBER_OF_RANKS = (
     r"(--nproc[-_]per[-_]node[= ])\S+",
@@ -64,7 +64,7 @@ def command_of_one_rank(args: Namespace) -> list[str] | None:
         text, count = re.subn(pattern, r"\g<1>1", shlex.join(args.command))
         if count:
             return shlex.split(text)
-    if launch.as_torchrun(args.command):
+    if processes.as_torchrun(args.command):
         return None
     # mp.spawn: the script may have a flag of its own, or it will see one GPU.
     scripts = [word for word in args.command if word.endswith(".py") and Path(word).is_file()]
@@ -80,33 +80,33 @@ class Prover:
         args: Namespace,
         folder: str,
         say: Callable[[str], None],
-        spare: launch.SpareProcess | None,
+        spare: processes.SpareProcess | None,
     ) -> None:
         self.args, self.say, self.spare = args, say, spare
-        torchrun = launch.as_torchrun(args.command)
+        torchrun = processes.as_torchrun(args.command)
         if torchrun and not Path(torchrun.script[0]).is_file():
             raise NotJudgedError(f"{torchrun.script[0]}: no such script")
         world_size = torchrun.world_size if torchrun else 2
         self.settings = Settings(
             folder, Mode.OBSERVE, not args.float32, args.cpu, args.batches, world_size, world_size
         )
-        self.observed: launch.RunOutcome
+        self.observed: processes.RunOutcome
 
-    def run(self, settings: Settings, command: list[str]) -> launch.RunOutcome:
+    def run(self, settings: Settings, command: list[str]) -> processes.RunOutcome:
         self.say(f"{settings.name}: {shlex.join(command)}")
         try:
-            return launch.execute(command, settings, self.args.timeout, spare=self.spare)
+            return processes.execute(command, settings, self.args.timeout, spare=self.spare)
         except FileNotFoundError as error:
             raise NotJudgedError(f"{error.filename}: no such command") from None
         finally:
-            restore(Path(settings.folder))
+            restore_files(Path(settings.folder))
 
-    def run_all_ranks(self, variant: str) -> launch.RunOutcome:
+    def run_all_ranks(self, variant: str) -> processes.RunOutcome:
         """Again, each rank fed its own records."""
         return self.run(self.settings_of(Mode.CONTROL, variant), self.args.command)
 
     def settings_of(self, mode: str, variant: str) -> Settings:
-        dropout = variant != Variant.NO_DROPOUT
+        dropout = variant != ReplayVariant.NO_DROPOUT
         return replace(self.settings, mode=mode, variant=variant, dropout=dropout)
 
     def replay(self, mode: str, command: list[str], variant: str = "", gpus: int = 1) -> Replay:
@@ -131,7 +131,7 @@ class Prover:
         if self.settings.float64:
             attempts.append(replace(self.settings, float64=False))
         attempts.append(replace(self.settings, float64=False, emulate=False))
-        bare: launch.RunOutcome | None = None
+        bare: processes.RunOutcome | None = None
         for number, settings in enumerate(attempts):
             for file in Path(self.settings.folder).glob(f"{Mode.OBSERVE}.*"):
                 file.unlink()
@@ -155,15 +155,15 @@ class Prover:
             rows_are_split=judge_data.rows_are_split(self.observed.records),
         )
 
-    def run_bare(self, outcome: launch.RunOutcome) -> launch.RunOutcome:
+    def run_bare(self, outcome: processes.RunOutcome) -> processes.RunOutcome:
         """Does the script fail by itself? It gets a little more time than it took to fail here."""
         seconds = max(LEAST_SECONDS, 3 * outcome.seconds)
         settings = replace(self.settings, mode=Mode.BARE)
         self.say(f"{settings.name}: {shlex.join(self.args.command)}")
         try:
-            return launch.execute(self.args.command, settings, self.args.timeout, seconds)
+            return processes.execute(self.args.command, settings, self.args.timeout, seconds)
         finally:
-            restore(Path(settings.folder))
+            restore_files(Path(settings.folder))
 
     def check_that_something_was_seen(self) -> None:
         outcome, records = self.observed, self.observed.records
@@ -171,7 +171,7 @@ class Prover:
             raise NotJudgedError(f"no progress for {self.args.timeout:g} s: try a larger --timeout")
         if not records and not outcome.status and "Traceback" not in outcome.log:
             raise NotJudgedError(
-                f"the script made no process group: {what_to_do(self.args.command)}"
+                f"the script made no process group: {advice_without_group(self.args.command)}"
             )
         if outcome.hang:
             return
@@ -263,9 +263,9 @@ class Prover:
         if obstacle := judge_replay.why_not_replayed(replayed):
             return [obstacle.row(Check.ONE_RANK)]
         compared = judge_replay.comparisons(replayed)
-        examination = Examination(self, command, replayed, rows)
+        examination = Examination(self, command, replayed, compared, rows)
         if judge_replay.worst(compared) == Outcome.DIFFERENT:
-            compared = examination.compared(compared)
+            compared = examination.result()
         result = [each.row(Check.ONE_RANK) for each in compared]
         result += judge_replay.draw_rows(replayed)
         if all(each.outcome == Outcome.EQUAL for each in compared):
@@ -289,71 +289,113 @@ class Examination:
     control; and what one rank could not be given is no mistake."""
 
     def __init__(
-        self, prover: Prover, command: list[str], replayed: Replay, rows: list[ReportRow]
+        self,
+        prover: Prover,
+        command: list[str],
+        replayed: Replay,
+        compared: list[Comparison],
+        rows: list[ReportRow],
     ) -> None:
-        self.prover, self.command, self.replayed, self.rows = prover, command, replayed, rows
-        self.variant = Variant.USUAL  # of the draws in `replayed`
+        """rows: what is known without this replay."""
+        self.prover, self.command, self.rows = prover, command, rows
+        self.replayed, self.compared = replayed, compared  # the first, or one with other draws
+        self.variant = ReplayVariant.USUAL  # of these draws
+        self.coins = replayed.coins
+        self.at = compared[0].facts.get("at", "?")
 
-    def compared(self, compared: list[Comparison]) -> list[Comparison]:
-        apart, at = judge_replay.farthest(compared), compared[0].facts.get("at", "?")
+    def result(self) -> list[Comparison]:
+        """That of the first question which has an answer."""
+        questions = (
+            self.with_one_coin,
+            self.with_batchnorm_in_blocks,
+            self.explained_by_other_rows,
+            self.without_unsure_draws,
+            self.without_loader,
+            self.with_one_draw,
+            self.control,
+        )
+        for question in questions:
+            if (answer := question()) is not None:
+                return answer
+        return [self.sum_or_mistake(each) for each in self.compared]
 
-        def no_verdict(reason: Reason, **facts: object) -> list[Comparison]:
-            return [Comparison(Outcome.NOT_COMPARED, reason, {"apart": apart, "at": at} | facts)]
+    def no_verdict(self, reason: Reason, **facts: object) -> list[Comparison]:
+        apart = judge_replay.farthest(self.compared)
+        return [Comparison(Outcome.NOT_COMPARED, reason, {"apart": apart, "at": self.at} | facts)]
 
-        if coins := self.replayed.coins:
-            if not (with_one_coin := self.with_draws(Variant.COIN, coins)):
-                message = "with rank 0's decisions on all ranks, they do not run"
-                return no_verdict(Reason.CONTROL_FAILS, message=message)
-            self.replayed, compared = with_one_coin
-            self.variant = Variant.COIN
-            if judge_replay.worst(compared) != Outcome.DIFFERENT:
-                return compared
-            apart = judge_replay.farthest(compared)
-        if self.replayed.replayed.batchnorm_rows_guessed:
-            blocks = self.prover.replay(Mode.REPLAY, self.command, Variant.BLOCKS)
-            compared_blocks = judge_replay.comparisons(blocks)
-            if judge_replay.worst(compared_blocks) == Outcome.EQUAL:
-                self.replayed = blocks
-                return compared_blocks
-            return no_verdict(Reason.BATCHNORM_ROWS_GUESSED)
-        if is_explained(self.rows):
-            return no_verdict(Reason.AS_ABOVE)
-        if unsure := judge_replay.unsure_draws(self.replayed):
-            without = None
-            if self.replayed.observed.dropout:
-                without = self.with_draws(Variant.NO_DROPOUT, coins)
-            if without is None or judge_replay.unsure_draws(without[0]):
-                return [unsure]
-            self.replayed, compared = without
-            self.variant = Variant.NO_DROPOUT
-            if judge_replay.worst(compared) != Outcome.DIFFERENT:
-                return compared
-            apart = judge_replay.farthest(compared)
+    def take(
+        self, variant: str, replayed: Replay, compared: list[Comparison]
+    ) -> list[Comparison] | None:
+        """From now on this replay counts. None: it differs, too."""
+        self.variant, self.replayed, self.compared = variant, replayed, compared
+        return compared if judge_replay.worst(compared) != Outcome.DIFFERENT else None
+
+    def with_one_coin(self) -> list[Comparison] | None:
+        """What each rank decides for its whole batch, rank 0 decides for all."""
+        if not self.coins:
+            return None
+        found = self.with_draws(ReplayVariant.COIN, self.coins)
+        if found is None:
+            message = "with rank 0's decisions on all ranks, they do not run"
+            return self.no_verdict(Reason.CONTROL_FAILS, message=message)
+        return self.take(ReplayVariant.COIN, *found)
+
+    def with_batchnorm_in_blocks(self) -> list[Comparison] | None:
+        """BatchNorm gets several rows of a sample, and nobody says in which order."""
+        if not self.replayed.replayed.batchnorm_rows_guessed:
+            return None
+        blocks = self.prover.replay(Mode.REPLAY, self.command, ReplayVariant.BLOCKS)
+        compared = judge_replay.comparisons(blocks)
+        if judge_replay.worst(compared) != Outcome.EQUAL:
+            return self.no_verdict(Reason.BATCHNORM_ROWS_GUESSED)
+        self.replayed = blocks
+        return compared
+
+    def explained_by_other_rows(self) -> list[Comparison] | None:
+        return self.no_verdict(Reason.AS_ABOVE) if is_explained(self.rows) else None
+
+    def without_unsure_draws(self) -> list[Comparison] | None:
+        """Numbers that one rank was not given: are they only those of dropout?"""
+        unsure = judge_replay.unsure_draws(self.replayed)
+        if unsure is None:
+            return None
+        found = None
+        if self.replayed.observed.dropout:
+            found = self.with_draws(ReplayVariant.NO_DROPOUT, self.coins)
+        if found is None or judge_replay.unsure_draws(found[0]):
+            return [unsure]
+        return self.take(ReplayVariant.NO_DROPOUT, *found)
+
+    def without_loader(self) -> list[Comparison] | None:
         observed = self.replayed.observed
-        if not any(run.steps for run in observed.loader_runs) and not observed.model_returns_loss:
-            return no_verdict(Reason.NO_LOADER)
-        if rows := self.replayed.rows:
-            if not (with_one_draw := self.with_draws(Variant.ONE_DRAW, coins | rows)):
-                message = "with one draw for all samples, they do not run"
-                return no_verdict(Reason.CONTROL_FAILS, message=message)
-            _, with_one = with_one_draw
-            if judge_replay.worst(with_one) != Outcome.DIFFERENT:
-                if equal := self.with_rows_in_blocks():
-                    return equal
-                places = list(dict.fromkeys(key.at for key in rows))
-                of_one_draw = judge_replay.farthest(with_one)
-                facts = {"apart_of_one_draw": of_one_draw, "places": places}
-                return no_verdict(Reason.EQUAL_WITH_ONE_DRAW, **facts)
-        if obstacle := self.control(no_verdict):
-            return obstacle
-        return [self.sum_or_mistake(each) for each in compared]
+        has_batches = any(run.steps for run in observed.loader_runs)
+        if has_batches or observed.model_returns_loss:
+            return None
+        return self.no_verdict(Reason.NO_LOADER)
+
+    def with_one_draw(self) -> list[Comparison] | None:
+        """All samples of a batch get the same numbers, so that their order cannot matter."""
+        if not (rows := self.replayed.rows):
+            return None
+        found = self.with_draws(ReplayVariant.ONE_DRAW, self.coins | rows)
+        if found is None:
+            message = "with one draw for all samples, they do not run"
+            return self.no_verdict(Reason.CONTROL_FAILS, message=message)
+        _, compared = found
+        if judge_replay.worst(compared) == Outcome.DIFFERENT:
+            return None
+        if equal := self.with_rows_in_blocks():
+            return equal
+        places = list(dict.fromkeys(key.at for key in rows))
+        apart = judge_replay.farthest(compared)
+        return self.no_verdict(Reason.EQUAL_WITH_ONE_DRAW, apart_of_one_draw=apart, places=places)
 
     def with_rows_in_blocks(self) -> list[Comparison] | None:
         """Several draws for each sample: nobody says which of them are those of which rank, but
         only the right order makes all gradients equal."""
         if not self.replayed.places_of_draws(Finding.SEVERAL):
             return None
-        blocks = self.prover.replay(Mode.REPLAY, self.command, Variant.BLOCKS)
+        blocks = self.prover.replay(Mode.REPLAY, self.command, ReplayVariant.BLOCKS)
         if judge_replay.why_not_replayed(blocks):
             return None
         compared = judge_replay.comparisons(blocks)
@@ -369,19 +411,19 @@ class Examination:
             return None
         return replayed, judge_replay.comparisons(replayed)
 
-    def control(self, no_verdict: Callable[..., list[Comparison]]) -> list[Comparison] | None:
+    def control(self) -> list[Comparison] | None:
         """The same ranks, fed their own records. None: they reproduce themselves."""
-        outcome = self.prover.run_all_ranks(Variant.USUAL)
+        outcome = self.prover.run_all_ranks(ReplayVariant.USUAL)
         observed = self.prover.observed.records
-        result = judge_replay.reproduction(observed, outcome.records)
-        if result is None:
+        reproduced = judge_replay.reproduction(observed, outcome.records)
+        if reproduced is None:
             message = "they hang" if outcome.hang else error_of(outcome)
-            return no_verdict(Reason.CONTROL_FAILS, message=message)
+            return self.no_verdict(Reason.CONTROL_FAILS, message=message)
         limit = judge_replay.FLOAT64_LIMIT if self.prover.settings.float64 else 1e-3
-        if result.apart > limit:
-            facts = {"noise": result.apart, "rank": result.rank, "step": result.step}
-            return no_verdict(Reason.NOT_REPRODUCED, **facts)
-        return None
+        if reproduced.apart <= limit:
+            return None
+        facts = {"noise": reproduced.apart, "rank": reproduced.rank, "step": reproduced.step}
+        return self.no_verdict(Reason.NOT_REPRODUCED, **facts)
 
     def sum_or_mistake(self, comparison: Comparison) -> Comparison:
         if comparison.reason != Reason.ONE_NTH:
@@ -399,14 +441,14 @@ def is_explained(rows: list[ReportRow]) -> bool:
     return explained or any(row.verdict == WARNING and row.check == Check.WEIGHTS for row in rows)
 
 
-def what_to_do(command: list[str]) -> str:
+def advice_without_group(command: list[str]) -> str:
     """With a script that makes no process group."""
-    if launch.as_torchrun(command):
+    if processes.as_torchrun(command):
         return "each process trains for itself. Must it be told, as in Fabric(devices=2)?"
     return "is it started by torchrun?"
 
 
-def failed(outcome: launch.RunOutcome) -> bool:
+def failed(outcome: processes.RunOutcome) -> bool:
     if outcome.hang or outcome.silent:
         return False
     ended = [record.ended == Ended.WITH_ERROR for record in outcome.records]
@@ -414,7 +456,7 @@ def failed(outcome: launch.RunOutcome) -> bool:
 
 
 def prove(
-    args: Namespace, say: Callable[[str], None], spare: launch.SpareProcess | None = None
+    args: Namespace, say: Callable[[str], None], spare: processes.SpareProcess | None = None
 ) -> list[ReportRow]:
     """The rows of the table. spare: becomes one of the ranks.
 
@@ -424,5 +466,5 @@ def prove(
     try:
         return Prover(args, folder, say, spare).judge()
     finally:
-        restore(Path(folder))
+        restore_files(Path(folder))
         shutil.rmtree(folder, ignore_errors=True)  # a rank that was ended may still write

@@ -1,7 +1,7 @@
-"""How does a process of the user's come to watch itself, and when does it stop?
+"""The run of one rank: what it has seen so far, when that is written down, and when it is enough.
 
-`install()` puts everything that watches in place; from then on the RankRun of this process collects
-its record, writes it again and again, and ends the process as soon as enough has been seen.
+observe.install() makes one in each process of the user's. All that watches adds to its record; a
+thread writes this again and again, and the process ends as soon as enough has been seen.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from prove.record import (
+from prove.rank_record import (
     Ended,
     LoaderRun,
     Mode,
@@ -106,20 +106,13 @@ class RankRun:
         self.joined = self.written = False
         self.in_second_epoch = False
         self.current_loader_run: LoaderRun | None = None  # over the loader that gave the last batch
-        self.datasets: list[Any] = []  # held, so that no other one gets its place in memory
-        self.coins: dict = {}  # draws.Draw by key: what each rank has decided for its whole batch
-        self.model: Any = None  # a watch_model.ModelWatcher
-        self.draws: Any = None  # a draws.Draws
-        self.feeder: Any = None  # a replay.Feeder or Keeper
-        self.schedules: Any = None  # watch_schedule.Schedules
+        self.at_end: list[Callable[[], None]] = []  # they complete the record and the tensors
         self.writing = threading.Lock()
         self.begin_in_this_process()
 
     def begin_in_this_process(self) -> None:
         """Which may be another one than that which made this object: a forked rank."""
         self.record.pid = os.getpid()
-        if self.draws is not None:
-            self.draws.process = os.getpid()
         self.main_clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
 
     def join_group(self) -> None:
@@ -139,15 +132,6 @@ class RankRun:
 
     def has_no_loader(self) -> bool:
         return not any(loader_run.with_gradients for loader_run in self.record.loader_runs)
-
-    def begin_batch(self, batch: tuple[int, int], sizes: list[int], sources: list[dict]) -> None:
-        """Until the next one is asked for, a step draws and changes weights."""
-        self.model.begin_batch()
-        self.draws.begin_batch(batch, sizes, sources)
-
-    def end_batch(self) -> None:
-        self.draws.end_batch()
-        self.model.end_batch()
 
     def current_batch_size(self) -> int | None:
         current = self.current_loader_run
@@ -179,12 +163,8 @@ class RankRun:
         is_another_process = os.getpid() != self.record.pid
         if self.written or is_another_process or not (self.joined or trained_alone):
             return
-        if self.model is not None:  # it is, in a run that is not observed
-            self.end_batch()
-            self.model.finish()
-            self.schedules.finish()
-            own = {"draws": self.draws.recorded, "coins": self.coins, "rows": self.draws.rows}
-            self.tensors |= own
+        for finish in self.at_end:
+            finish()
         with self.writing:
             self.written = True
             self.write_record(ended)

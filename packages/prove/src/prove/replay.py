@@ -1,10 +1,10 @@
 """Does one rank compute the same? In a replay, it gets the samples and the draws of all ranks.
 
-The orders in which it can get them are the modes in record.py. A control run is a replay, too: all
-ranks run again, and each gets its own.
+The orders in which it can get them are the modes in rank_record.py. A control run is a replay, too:
+all ranks run again, and each gets its own.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from prove import generators
-from prove.draws import Draw, DrawKey
+from prove.draws import Draw, DrawKey, Draws
+from prove.model_tensors import parameters_of, tensors_of
+from prove.rank_record import Mode, ReplayVariant, read_records, tensors_file
 from prove.rank_run import RankRun, where, wrap
-from prove.record import LoaderRun, Mode, Variant, read_records, tensors_file
 from prove.samples import (
     RecordedBatch,
     are_same,
@@ -28,7 +29,6 @@ from prove.samples import (
     owners_of_rows,
     tensors_in,
 )
-from prove.watch_model import parameters_of, tensors_of
 
 NO_LOADER = -1  # for the number of a pass over a loader
 DROPOUTS = ["dropout", "dropout1d", "dropout2d", "dropout3d"]
@@ -75,11 +75,11 @@ def batch_of_forward(number: int) -> tuple[int, int]:
     return (NO_LOADER, number)
 
 
-class Keeper:
+class InputKeeper:
     """In the observed run: keeps what goes into DDP, if there is no loader to keep batches of."""
 
-    def __init__(self, run: RankRun) -> None:
-        self.run = run
+    def __init__(self, run: RankRun, draws: Draws) -> None:
+        self.run, self.draws = run, draws
 
     def inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         run = self.run
@@ -89,17 +89,17 @@ class Keeper:
             kept = run.tensors.setdefault("forwards", [])
             call = copied(list(args)), copied(kwargs)
             kept.append(call)
-            run.draws.begin_forward(batch_of_forward(len(kept) - 1), [size_of(call)], [])
+            self.draws.begin_forward(batch_of_forward(len(kept) - 1), [size_of(call)], [])
         else:
-            run.draws.end_batch()
+            self.draws.end_batch()
         return args, kwargs
 
 
 class Feeder:
     """In a replay: gives a rank what all ranks of the observed run got, or its own part again."""
 
-    def __init__(self, run: RankRun) -> None:
-        self.run, self.world_size = run, run.settings.world_size
+    def __init__(self, run: RankRun, draws: Draws) -> None:
+        self.run, self.draws, self.world_size = run, draws, run.settings.world_size
         self.mode = run.settings.mode
         observed = read_records(run.settings.folder, Mode.OBSERVE)[0]
         self.normalizes_by_rank = bool(observed.batchnorm) and self.mode not in (
@@ -111,10 +111,10 @@ class Feeder:
         ]
         self.in_sequence = self.mode == Mode.SEQUENCE
         self.sizes = [1]  # samples of each rank in the batch that is computed now
-        self.loader_runs = self.forwards = 0  # fed so far
+        self.forwards = 0  # fed so far
         forced = forced_file(run.settings.folder, run.settings.variant)
         if forced.exists():
-            run.draws.forced = torch.load(forced, weights_only=False)
+            draws.forced = torch.load(forced, weights_only=False)
 
     @cached_property
     def kept(self) -> list[dict[str, Any]]:
@@ -150,48 +150,24 @@ class Feeder:
                 return batches * (self.world_size if self.in_sequence else 1)
         return None
 
-    def feed(self, loader: Any, loader_run: LoaderRun) -> Iterator | None:
-        """The next pass over a loader; None: there was no such pass in the first epoch."""
-        record, number = self.run.record, self.loader_runs
-        self.loader_runs += 1
-        if number < len(self.kept[0]["batches"]):
-            record.own_batch_size = record.own_batch_size or loader.batch_size
-            return self.recorded_batches(number, loader_run, loader.collate_fn)
-        if record.steps:
-            self.run.model.end_epoch()
-            self.run.leave()
-        return None
+    @property
+    def passes(self) -> int:
+        """Over loaders, in the first epoch."""
+        return len(self.kept[0]["batches"])
 
-    def recorded_batches(
-        self, number: int, loader_run: LoaderRun, collate: Callable | None
-    ) -> Iterator:
-        run = self.run
-        batches: list[list[RecordedBatch]] = [kept["batches"][number] for kept in self.kept]
-        positions, sources = min(map(len, batches)), []
-        before, looks_ahead = self.computed(), False
-        for position in range(positions):
-            for ranks in self.groups():
-                run.end_batch()
-                if loader_run.given == 1:
-                    looks_ahead = self.computed() == before
-                of_ranks = [batches[rank][position] for rank in ranks]
-                batch = self.cast(merged_by_collate(collate, of_ranks))
-                self.sizes = [recorded.size for recorded in of_ranks]
-                loader_run.given += 1
-                loader_run.sizes.append(sum(self.sizes))
-                run.current_loader_run = loader_run
-                run.model.keep_start()
-                sources = [self.kept[rank]["draws"] for rank in ranks]
-                run.begin_batch((number, position + 1), self.sizes, sources)
-                yield batch
-        run.end_batch()
-        if looks_ahead:  # the last batch is computed now: see watch_data.begin_batch
-            run.begin_batch((number, positions + 1), self.sizes, sources)
-        if number > 0:  # an evaluation with gradients: its last batches are of unequal sizes
-            run.in_second_epoch = True  # so the numbers that follow are not compared
+    def positions(self, number: int) -> int:
+        """How many batches each rank had in a pass."""
+        return min(len(kept["batches"][number]) for kept in self.kept)
 
-    def computed(self) -> tuple[int, int]:
-        return self.run.model.backwards, len(self.run.record.model_calls)
+    def batch(
+        self, number: int, position: int, ranks: list[int], collate: Callable | None
+    ) -> tuple[Any, list[dict]]:
+        """A batch of these ranks in a pass, and what they drew in it."""
+        kept = [self.kept[rank] for rank in ranks]
+        of_ranks: list[RecordedBatch] = [own["batches"][number][position] for own in kept]
+        batch = self.cast(merged_by_collate(collate, of_ranks))
+        self.sizes = [recorded.size for recorded in of_ranks]
+        return batch, [own["draws"] for own in kept]
 
     def inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """What goes into DDP, if the script has no loader."""
@@ -210,7 +186,7 @@ class Feeder:
         self.sizes = [*map(size_of, calls_of_ranks)]
         sources = [self.kept[rank]["draws"] for rank in ranks]
         batch = batch_of_forward(number // len(groups))
-        self.run.draws.begin_forward(batch, self.sizes, sources)
+        self.draws.begin_forward(batch, self.sizes, sources)
         args, kwargs = merged(calls_of_ranks, self.sizes)
         return self.cast(args), self.cast(kwargs)
 
@@ -222,7 +198,7 @@ class Feeder:
                 state = kept["states"].get(name, {})
                 for part, tensor in tensors_of(module):
                     if part in state and state[part].shape == tensor.shape:
-                        put(tensor, state[part])
+                        copy_into(tensor, state[part])
             for number, weights in enumerate(kept["start"][: len(optimizers)]):
                 parameters = parameters_of(optimizers[number])
                 others = [
@@ -236,7 +212,7 @@ class Feeder:
                     self.run.record.other_shapes[number] = others
                     continue
                 for p, observed in zip(parameters, weights, strict=True):
-                    put(p, observed)
+                    copy_into(p, observed)
 
     def use_recorded_schedule(self, optimizer: Any, number: int, step: int) -> None:
         """The recorded learning rates, for this step only: the script's own ones are compared."""
@@ -246,7 +222,7 @@ class Feeder:
                 group.update(observed)
 
 
-def put(tensor: Tensor, value: Tensor) -> None:
+def copy_into(tensor: Tensor, value: Tensor) -> None:
     """In place; what is divided between ranks takes its part."""
     if hasattr(tensor, "full_tensor"):
         from torch.distributed.tensor import distribute_tensor
@@ -287,17 +263,18 @@ def watch_dropout(run: RankRun) -> None:
         return original(query, key, value, attn_mask, dropout_p, *rest, **more)
 
 
-def watch_batchnorm(run: RankRun) -> None:
+def watch_batchnorm(run: RankRun, feeder: Feeder | None) -> None:
     @wrap(_BatchNorm, "forward")
     def forward(original: Callable, self: Any, rows: Tensor) -> Tensor:
-        feeder, fewest = run.feeder, run.record.batchnorm
+        fewest = run.record.batchnorm
         if self.training and not run.replaying and torch.is_grad_enabled():
             layer, values = type(self).__name__, rows.numel() // rows.shape[1]  # of each channel
             fewest[layer] = min(fewest.get(layer, values), values)
-        is_merged = run.replaying and feeder.normalizes_by_rank and len(feeder.sizes) > 1
-        if not (self.training and is_merged):
+        if feeder is None or not (self.training and feeder.normalizes_by_rank):
             return original(self, rows)
-        in_blocks = run.settings.variant == Variant.BLOCKS
+        if len(feeder.sizes) == 1:
+            return original(self, rows)
+        in_blocks = run.settings.variant == ReplayVariant.BLOCKS
         owners = owners_of_rows(len(rows), feeder.sizes, in_blocks)
         if owners is None:
             run.record.batchnorm_rows_unknown = True
@@ -307,7 +284,8 @@ def watch_batchnorm(run: RankRun) -> None:
         return normalize_by_rank(self, original, rows, owners)
 
 
-def install(run: RankRun) -> None:
-    run.feeder = Feeder(run) if run.replaying else Keeper(run)
+def install(run: RankRun, draws: Draws) -> Feeder | InputKeeper:
+    source = Feeder(run, draws) if run.replaying else InputKeeper(run, draws)
     watch_dropout(run)
-    watch_batchnorm(run)
+    watch_batchnorm(run, source if isinstance(source, Feeder) else None)
+    return source

@@ -1,25 +1,23 @@
 """What does the reader see? A table of rows: verdict, check, evidence, the cure with its link.
 
 A row is a value: its verdict, its reason, and the facts with their numbers. Its words are made from
-these at the end, by the templates in reasons.py.
+these at the end: reasons.py has the sentences, and wording.py puts the facts into them.
 """
 
 import os
 import textwrap
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prove.reasons import Phrase, Prose, Reason, listed
+from prove.reasons import Reason
+from prove.wording import Facts, in_words, listed
 
 RIGHT, WRONG, WARNING, NOT_SEEN = "right", "WRONG", "warning", "not seen"
 ORDER = (WRONG, WARNING, RIGHT, NOT_SEEN)
 WIDTH, INDENT = 100, " " * 10
 
 PAGE = Path(__file__).resolve().with_name("cures.md")  # an installation brings it along
-
-Facts = Mapping[str, Any]  # numbers, texts, lists of them, and parts: also what JSON can hold
 
 
 class Check:
@@ -51,16 +49,16 @@ class ReportRow:
 
     @property
     def evidence(self) -> str:
-        template = self.reason.value.evidence
-        return listed([in_words(template, facts) for facts in (self.facts, *self.also)], "; ")
+        places = (self.facts, *self.also)
+        return listed([in_words(self.reason.evidence, facts) for facts in places], "; ")
 
     @property
     def cure(self) -> str:
-        return in_words(self.reason.value.cure, self.facts)
+        return in_words(self.reason.cure, self.facts)
 
     @property
     def link(self) -> str:
-        return self.reason.value.link or str(self.facts.get("link", ""))
+        return self.reason.link
 
     def as_json(self) -> dict[str, Any]:
         words = {"evidence": self.evidence, "cure": self.cure, "link": self.link}
@@ -71,15 +69,6 @@ class ReportRow:
     def from_json(cls, row: dict[str, Any]) -> "ReportRow":
         reason, also = Reason[row["reason"]], tuple(row["also"])
         return cls(row["verdict"], row["check"], reason, row["facts"], also)
-
-
-def in_words(template: str, facts: Facts) -> str:
-    return Prose().vformat(template, (), facts)
-
-
-def part(phrase: Phrase, **facts: Any) -> dict[str, Any]:
-    """A fact that is a phrase, and not only a number or a name."""
-    return {"phrase": phrase.name, **facts}
 
 
 def right(check: str, reason: Reason, **facts: Any) -> ReportRow:

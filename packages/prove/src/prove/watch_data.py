@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 
 from prove import generators
+from prove.rank_record import EVALUATION_FACTOR, LoaderRun
 from prove.rank_run import RankRun, save_tensors, where, wrap
-from prove.record import EVALUATION, LoaderRun
+from prove.replay import Feeder
 from prove.samples import (
     Collated,
     RecordedBatch,
@@ -24,6 +25,7 @@ from prove.samples import (
     first_tensor,
     freeze,
 )
+from prove.watch_model import ModelWatcher
 
 MOST_INDICES = 2_000_000  # more are not listed: a sampler may have no end
 END = object()  # of a loader
@@ -126,109 +128,138 @@ def batches_and_samples(loader: Any) -> tuple[int, int] | None:
         return None
 
 
-def number_of_dataset(loader: Any, length: int | None, run: RankRun) -> int:
-    """Of the data set of a loader; the same for what the script makes anew for each epoch, at the
-    same place."""
-    if torch.is_grad_enabled():
-        for earlier in run.record.loader_runs:
-            is_same_place = earlier.at == loader.prove_at and earlier.loader != loader.prove_number
-            if is_same_place and earlier.with_gradients and earlier.dataset_length == length:
-                return earlier.dataset
-    for number, dataset in enumerate(run.datasets):
-        if dataset is loader.dataset:
-            return number
-    run.datasets.append(loader.dataset)
-    return len(run.datasets) - 1
+class LoaderWatcher:
+    """The passes of this rank over its loaders."""
 
+    def __init__(self, run: RankRun, model: ModelWatcher) -> None:
+        self.run, self.model, self.feeder = run, model, model.feeder
+        self.datasets: list[Any] = []  # held, so that no other one gets its place in memory
+        self.passes_fed = 0  # in a replay, so far
 
-def begin_loader_run(loader: Any, run: RankRun) -> LoaderRun:
-    dataset, record = loader.dataset, run.record
-    base, _ = without_subsets(dataset)
-    is_stream = isinstance(dataset, IterableDataset)
-    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    sampler = getattr(sampler, "sampler", sampler)
-    shuffle = getattr(sampler, "shuffle", None)
-    length = None if is_stream or not hasattr(base, "__len__") else len(base)
-    number = number_of_dataset(loader, length, run)
-    earlier = [
-        (loader_run.fingerprint, loader_run.fields)
-        for loader_run in record.loader_runs
-        if loader_run.dataset == number
-    ]
-    of_samples, fields = earlier[0] if earlier else fingerprint(base)
-    loader_run = LoaderRun(
-        number=len(record.loader_runs),
-        loader=loader.prove_number,
-        at=loader.prove_at,
-        sampler=type(sampler).__name__,
-        shuffle=None if shuffle is None else bool(shuffle),
-        workers=loader.num_workers,
-        batch_size=loader.batch_size,
-        limit=run.settings.batches,
-        dataset=number,
-        dataset_length=length,
-        fingerprint=of_samples,
-        is_stream=is_stream,
-        with_gradients=torch.is_grad_enabled(),
-        batches_and_samples=batches_and_samples(loader),
-        steps_before=record.steps,
-        collectives_before=len(record.collectives),
-        backwards_before=run.model.backwards,
-        generators=generators.digests(),
-        fields=fields,
-    )
-    record.loader_runs.append(loader_run)
-    return loader_run
+    def iterate(self, iterate: Callable, loader: Any) -> Any:
+        """In the place of a loader's own __iter__, which `iterate` is."""
+        run, loader_runs = self.run, self.run.record.loader_runs
+        training = torch.is_grad_enabled()
+        self.model.end_batch()
+        loader_run = self.begin(loader)
+        epochs = sum(
+            earlier.steps > 0 and earlier.dataset == loader_run.dataset for earlier in loader_runs
+        )
+        if training and epochs:
+            run.in_second_epoch = True
+            if not run.replaying:
+                self.model.end_epoch()
+                if epochs >= 2 and run.joined:
+                    loader_runs.pop()  # it gives nothing any more
+                    run.leave()
+        object.__setattr__(loader, "prove_has_begun", training)
+        if self.feeder and training:
+            fed = self.fed_batches(self.feeder, loader, loader_run)
+            if fed is not None:
+                return fed
+        object.__setattr__(loader, "prove_loader_run", loader_run)
+        iterator = recording_iterator(loader, iterate, run.settings.folder)
+        loader_run.base_seed = getattr(iterator, "_base_seed", None)
+        if training and not run.replaying and not run.in_second_epoch:
+            loader_run.kept = len(run.tensors["batches"])
+            run.tensors["batches"].append([])
+        return self.own_batches(iterator, loader_run, loader)
 
+    def begin(self, loader: Any) -> LoaderRun:
+        """The record of a new pass."""
+        dataset, record = loader.dataset, self.run.record
+        base, _ = without_subsets(dataset)
+        is_stream = isinstance(dataset, IterableDataset)
+        length = None if is_stream or not hasattr(base, "__len__") else len(base)
+        number = self.number_of_dataset(loader, length)
+        earlier = [
+            (loader_run.fingerprint, loader_run.fields)
+            for loader_run in record.loader_runs
+            if loader_run.dataset == number
+        ]
+        of_samples, fields = earlier[0] if earlier else fingerprint(base)
+        sampler, shuffle = sampler_of(loader)
+        loader_run = LoaderRun(
+            number=len(record.loader_runs),
+            loader=loader.prove_number,
+            at=loader.prove_at,
+            sampler=sampler,
+            shuffle=shuffle,
+            workers=loader.num_workers,
+            batch_size=loader.batch_size,
+            limit=self.run.settings.batches,
+            dataset=number,
+            dataset_length=length,
+            fingerprint=of_samples,
+            is_stream=is_stream,
+            with_gradients=torch.is_grad_enabled(),
+            batches_and_samples=batches_and_samples(loader),
+            steps_before=record.steps,
+            collectives_before=len(record.collectives),
+            backwards_before=self.model.backwards,
+            generators=generators.digests(),
+            fields=fields,
+        )
+        record.loader_runs.append(loader_run)
+        return loader_run
 
-def is_enough(run: RankRun, loader_run: LoaderRun, was_asked: bool) -> bool:
-    """Has the script had its batches of this pass? Where several make one step, it gets more,
-    but no more than its length, if the script has asked for that."""
-    given, batches = loader_run.given, run.settings.batches
-    if run.replaying or not loader_run.with_gradients:
-        return given >= most_batches(run, loader_run.with_gradients)
-    if given < batches:
-        return False
-    if given == batches and not was_asked:
-        loader_run.accumulates = loader_run.backwards > 0 and loader_run.steps <= batches // 2
-    if not loader_run.accumulates:
-        return True
-    return loader_run.steps >= batches or given >= MOST_MICRO_BATCHES * batches
+    def number_of_dataset(self, loader: Any, length: int | None) -> int:
+        """Of the data set of a loader; the same for what the script makes anew for each epoch, at
+        the same place."""
+        if torch.is_grad_enabled():
+            for earlier in self.run.record.loader_runs:
+                is_same_place = earlier.at == loader.prove_at
+                is_made_again = is_same_place and earlier.loader != loader.prove_number
+                if is_made_again and earlier.with_gradients and earlier.dataset_length == length:
+                    return earlier.dataset
+        for number, dataset in enumerate(self.datasets):
+            if dataset is loader.dataset:
+                return number
+        self.datasets.append(loader.dataset)
+        return len(self.datasets) - 1
 
+    def own_batches(self, iterator: Iterator, loader_run: LoaderRun, loader: Any) -> Iterator:
+        """The batches of the loader itself, until there are enough."""
+        run, model = self.run, self.model
+        size, before, looks_ahead = 0, len(run.record.model_calls), False
+        while True:
+            model.end_batch()
+            loader_run.backwards = model.backwards - loader_run.backwards_before
+            if loader_run.given == 1:
+                called = len(run.record.model_calls) > before
+                looks_ahead = not loader_run.backwards and not called
+            batch = None
+            if not self.is_enough(loader_run, getattr(loader, "prove_was_asked", False)):
+                batch = next_batch(iterator, loader_run)
+            if batch is None:
+                if looks_ahead and loader_run.with_gradients:
+                    self.begin_batch(loader_run, loader_run.given + 1, size)
+                return
+            size = self.note_batch(loader_run, batch)
+            if loader_run.with_gradients:
+                model.keep_start()
+                self.begin_batch(loader_run, loader_run.given, size)
+            yield as_double(batch.batch) if run.settings.float64 else batch.batch
 
-def watch_fetches(
-    run: RankRun, iterator: Iterator, loader_run: LoaderRun, loader: DataLoader
-) -> Iterator:
-    """The batches of one pass, until there are enough."""
-    size, calls = 0, len(run.record.model_calls)
-    looks_ahead = False
-    while True:
-        run.end_batch()
-        loader_run.backwards = run.model.backwards - loader_run.backwards_before
-        if loader_run.given == 1:
-            looks_ahead = not loader_run.backwards and len(run.record.model_calls) == calls
-        before, batch = generators.digests(), None
-        enough = is_enough(run, loader_run, getattr(loader, "prove_was_asked", False))
-        if not enough:
-            batch = next(iterator, END)
-            loader_run.ended = batch is END
-        if enough or loader_run.ended:
-            if looks_ahead and loader_run.with_gradients:
-                begin_batch(run, loader_run, loader_run.given + 1, size)
-            return
-        after = generators.digests()
-        if loader_run.given:  # not at the first batch, where a sampler draws its seed
-            changes = [old != new for old, new in zip(before, after, strict=True)]
-            loader_run.drew = [a or b for a, b in zip(loader_run.drew, changes, strict=True)]
-        if not isinstance(batch, Collated):
-            batch = Collated(batch, None, [], [])
+    def is_enough(self, loader_run: LoaderRun, was_asked: bool) -> bool:
+        """Has the script had its batches of this pass? Where several make one step, it gets more,
+        but no more than its length, if the script has asked for that."""
+        given, batches = loader_run.given, self.run.settings.batches
+        if self.run.replaying or not loader_run.with_gradients:
+            return given >= self.most_batches(loader_run.with_gradients)
+        if given < batches:
+            return False
+        if given == batches and not was_asked:
+            loader_run.accumulates = loader_run.backwards > 0 and loader_run.steps <= batches // 2
+        if not loader_run.accumulates:
+            return True
+        return loader_run.steps >= batches or given >= MOST_MICRO_BATCHES * batches
+
+    def note_batch(self, loader_run: LoaderRun, batch: Collated) -> int:
+        """Its size."""
+        run = self.run
         loader_run.workers_drew |= batch.drew
-        if batch.file and loader_run.batches is not None and not loader_run.is_stream:
-            listed = loader_run.sizes[loader_run.given : loader_run.given + 1]
-            if listed and listed[0] != len(batch.checksums):  # __getitems__ gave something else
-                batch = Collated(batch.batch, None, [], [])
-        if not batch.file:
-            batch = Collated(batch.batch, None, checksums_of_rows(batch.batch), [])
+        batch = with_checksums(batch, loader_run)
         size = len(batch.checksums) if batch.file else batch_size_of(batch.batch)
         if loader_run.batches is None:
             loader_run.sizes.append(size)
@@ -238,36 +269,124 @@ def watch_fetches(
             loader_run.inputs.append(batch.inputs or batch.checksums)
         run.current_loader_run = loader_run
         if loader_run.kept is not None:
-            keep_batch(run, loader_run, size, batch)
+            self.keep_batch(loader_run, size, batch)
         run.note_event()
-        if loader_run.with_gradients:
-            run.model.keep_start()
-            begin_batch(run, loader_run, loader_run.given, size)
-        yield as_double(batch.batch) if run.settings.float64 else batch.batch
+        return size
+
+    def keep_batch(self, loader_run: LoaderRun, size: int, batch: Collated) -> None:
+        try:
+            frozen = freeze(batch.batch)
+        except Exception as error:  # whatever a class of the script's raises when it is pickled
+            text = f"a batch of {loader_run.at} cannot be pickled: {error}"
+            self.run.record.not_kept = text[:200]
+            return
+        kept = RecordedBatch(size, batch.file, frozen)
+        self.run.tensors["batches"][loader_run.kept].append(kept)
+
+    def begin_batch(self, loader_run: LoaderRun, number: int, size: int) -> None:
+        """Who looks ahead, as Accelerate does, computes a batch after asking for the next one: the
+        last one after the end."""
+        kept = -1 if loader_run.kept is None else loader_run.kept
+        self.model.begin_batch((kept, number), [size], [])
+
+    def most_batches(self, training: bool) -> int:
+        settings = self.run.settings
+        ranks = settings.world_size if self.run.replaying else 1  # one evaluates what all ranks did
+        return settings.batches * ranks * (1 if training else EVALUATION_FACTOR)
+
+    def length(self, length: Callable, loader: Any) -> int:
+        """In the place of a loader's own __len__."""
+        object.__setattr__(loader, "prove_was_asked", True)  # so it must give no more
+        if not getattr(loader, "prove_has_begun", False):
+            self.run.record.asked_for_length = True  # a schedule may be made from it
+        if self.feeder and (batches := self.feeder.batches_of(loader)) is not None:
+            return batches
+        return min(length(loader), self.most_batches(torch.is_grad_enabled()))
+
+    def fed_batches(self, feeder: Feeder, loader: Any, loader_run: LoaderRun) -> Iterator | None:
+        """Recorded ones, for the next pass; None: there was no such pass in the first epoch."""
+        record, number = self.run.record, self.passes_fed
+        self.passes_fed += 1
+        if number < feeder.passes:
+            record.own_batch_size = record.own_batch_size or loader.batch_size
+            return self.recorded_batches(feeder, number, loader_run, loader.collate_fn)
+        if record.steps:
+            self.model.end_epoch()
+            self.run.leave()
+        return None
+
+    def recorded_batches(
+        self, feeder: Feeder, number: int, loader_run: LoaderRun, collate: Callable | None
+    ) -> Iterator:
+        run, model = self.run, self.model
+        positions, sources = feeder.positions(number), []
+        before, looks_ahead = self.computed(), False
+        for position in range(positions):
+            for ranks in feeder.groups():
+                model.end_batch()
+                if loader_run.given == 1:
+                    looks_ahead = self.computed() == before
+                batch, sources = feeder.batch(number, position, ranks, collate)
+                loader_run.given += 1
+                loader_run.sizes.append(sum(feeder.sizes))
+                run.current_loader_run = loader_run
+                model.keep_start()
+                model.begin_batch((number, position + 1), feeder.sizes, sources)
+                yield batch
+        model.end_batch()
+        if looks_ahead:  # the last batch is computed now: see begin_batch
+            model.begin_batch((number, positions + 1), feeder.sizes, sources)
+        if number > 0:  # an evaluation with gradients: its last batches are of unequal sizes
+            run.in_second_epoch = True  # so the numbers that follow are not compared
+
+    def computed(self) -> tuple[int, int]:
+        return self.model.backwards, len(self.run.record.model_calls)
 
 
-def begin_batch(run: RankRun, loader_run: LoaderRun, number: int, size: int) -> None:
-    """Who looks ahead, as Accelerate does, computes a batch after asking for the next one: the last
-    one after the end."""
-    kept = -1 if loader_run.kept is None else loader_run.kept
-    run.begin_batch((kept, number), [size], [])
+def sampler_of(loader: Any) -> tuple[str, bool | None]:
+    """Its class, and whether it shuffles; None: it does not say."""
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    sampler = getattr(sampler, "sampler", sampler)
+    shuffle = getattr(sampler, "shuffle", None)
+    return type(sampler).__name__, None if shuffle is None else bool(shuffle)
 
 
-def keep_batch(run: RankRun, loader_run: LoaderRun, size: int, batch: Collated) -> None:
+def next_batch(iterator: Iterator, loader_run: LoaderRun) -> Collated | None:
+    """None: there is none. The record says which generators have drawn for it."""
+    before = generators.digests()
+    batch = next(iterator, END)
+    loader_run.ended = batch is END
+    if loader_run.ended:
+        return None
+    after = generators.digests()
+    if loader_run.given:  # not at the first batch, where a sampler draws its seed
+        changes = [old != new for old, new in zip(before, after, strict=True)]
+        loader_run.drew = [a or b for a, b in zip(loader_run.drew, changes, strict=True)]
+    return batch if isinstance(batch, Collated) else Collated(batch, None, [], [])
+
+
+def with_checksums(batch: Collated, loader_run: LoaderRun) -> Collated:
+    """Of its rows, if its samples are not known, or are none of those that the sampler listed."""
+    is_known = bool(batch.file)
+    if is_known and loader_run.batches is not None and not loader_run.is_stream:
+        listed = loader_run.sizes[loader_run.given : loader_run.given + 1]
+        if listed and listed[0] != len(batch.checksums):  # __getitems__ gave something else
+            is_known = False
+    return batch if is_known else Collated(batch.batch, None, checksums_of_rows(batch.batch), [])
+
+
+def recording_iterator(loader: Any, iterate: Callable, folder: str) -> Iterator:
+    """The loader's own iterator, whose workers write down each sample before they collate it."""
+    own = loader.collate_fn
+    if loader.batch_sampler is not None and not isinstance(own, RecordingCollate):
+        loader.collate_fn = RecordingCollate(own, folder)
     try:
-        frozen = freeze(batch.batch)
-    except Exception as error:  # whatever a class of the script's raises when it is pickled
-        run.record.not_kept = f"a batch of {loader_run.at} cannot be pickled: {error}"[:200]
-        return
-    run.tensors["batches"][loader_run.kept].append(RecordedBatch(size, batch.file, frozen))
+        return iterate(loader)  # it takes the function and starts the workers
+    finally:
+        loader.collate_fn = own
 
 
-def most_batches(run: RankRun, training: bool) -> int:
-    ranks = run.settings.world_size if run.replaying else 1  # one rank evaluates what all ranks did
-    return run.settings.batches * ranks * (1 if training else EVALUATION)
-
-
-def watch_loaders(run: RankRun) -> None:
+def watch_new_loaders(run: RankRun) -> None:
     """Number the loaders, and list what their samplers draw."""
     index_sampler: Any = DataLoader._index_sampler
     loaders = 0
@@ -285,57 +404,8 @@ def watch_loaders(run: RankRun) -> None:
     )
 
 
-def watch_iterations(run: RankRun) -> None:
-    @wrap(DataLoader, "__iter__")
-    def iterate(original: Callable, self: Any) -> Any:
-        training, loader_runs = torch.is_grad_enabled(), run.record.loader_runs
-        run.end_batch()
-        loader_run = begin_loader_run(self, run)
-        epochs = sum(
-            earlier.steps > 0 and earlier.dataset == loader_run.dataset for earlier in loader_runs
-        )
-        if training and epochs:
-            run.in_second_epoch = True
-            if not run.replaying:
-                run.model.end_epoch()
-                if epochs >= 2 and run.joined:
-                    loader_runs.pop()  # it gives nothing any more
-                    run.leave()
-        object.__setattr__(self, "prove_has_begun", training)
-        if run.replaying and training and (fed := run.feeder.feed(self, loader_run)) is not None:
-            return fed
-        object.__setattr__(self, "prove_loader_run", loader_run)
-        iterator = recording_iterator(self, original, run.settings.folder)
-        loader_run.base_seed = getattr(iterator, "_base_seed", None)
-        if training and not run.replaying and not run.in_second_epoch:
-            loader_run.kept = len(run.tensors["batches"])
-            run.tensors["batches"].append([])
-        return watch_fetches(run, iterator, loader_run, self)
-
-
-def recording_iterator(loader: Any, iterate: Callable, folder: str) -> Iterator:
-    """The loader's own iterator, whose workers write down each sample before they collate it."""
-    own = loader.collate_fn
-    if loader.batch_sampler is not None and not isinstance(own, RecordingCollate):
-        loader.collate_fn = RecordingCollate(own, folder)
-    try:
-        return iterate(loader)  # it takes the function and starts the workers
-    finally:
-        loader.collate_fn = own
-
-
-def watch_lengths(run: RankRun) -> None:
-    @wrap(DataLoader, "__len__")
-    def length(original: Callable, self: Any) -> int:
-        object.__setattr__(self, "prove_was_asked", True)  # so it must give no more
-        if not getattr(self, "prove_has_begun", False):
-            run.record.asked_for_length = True  # a schedule may be made from it
-        if run.replaying and (batches := run.feeder.batches_of(self)) is not None:
-            return int(batches)
-        return min(original(self), most_batches(run, torch.is_grad_enabled()))
-
-
-def install(run: RankRun) -> None:
-    watch_loaders(run)
-    watch_iterations(run)
-    watch_lengths(run)
+def install(run: RankRun, model: ModelWatcher) -> None:
+    watcher = LoaderWatcher(run, model)
+    watch_new_loaders(run)
+    wrap(DataLoader, "__iter__")(watcher.iterate)
+    wrap(DataLoader, "__len__")(watcher.length)

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from prove.rank_record import Collective, Ended, Note, OpenedFile, PrintedText, calls_file
 from prove.rank_run import RankRun, callers, where, wrap, wrap_everywhere
-from prove.record import Collective, Ended, Note, OpenedFile, PrintedText, calls_file
 
 COLLECTIVES = [
     "all_reduce", "broadcast", "barrier", "monitored_barrier", "all_gather", "all_gather_object",
@@ -84,7 +84,7 @@ def watch_groups(run: RankRun) -> None:
         return original(*args, **kwargs)
 
 
-def keep(path: str, folder: Path) -> None:
+def keep_copy(path: str, folder: Path) -> None:
     """Before a file is changed for the first time: copy it, or note that there was none."""
     note = folder / f"file.{zlib.crc32(path.encode())}.path"
     try:
@@ -100,7 +100,7 @@ def keep(path: str, folder: Path) -> None:
     note.write_text(path)
 
 
-def restore(folder: Path) -> None:
+def restore_files(folder: Path) -> None:
     """Put back all files that a run has changed, and remove the files and folders it has made."""
     for note in folder.glob("file.*.path"):
         path, copy = note.read_text(), note.with_suffix(".copy")
@@ -136,7 +136,7 @@ class FileWatcher:
         path = os.path.realpath(os.fsdecode(file))
         if self.is_ignored(path):
             return
-        keep(path, self.folder)
+        keep_copy(path, self.folder)
         record = self.run.record
         is_lock = path.endswith(".lock")  # which all ranks may open
         if mode is not None and not is_lock and len(record.opened_files) < MOST_CALLS:

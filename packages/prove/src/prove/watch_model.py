@@ -1,14 +1,9 @@
-"""What does the model of a rank compute? Forward passes, gradients, steps and weights are watched.
-
-A tensor is written down as two numbers, `project`: its product with a fixed vector, and its norm.
-The first is linear, so the mean over ranks can be checked without sending a gradient anywhere.
-"""
+"""What does the model of a rank compute? Forward passes, gradients and steps are watched."""
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,8 +17,20 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from prove.rank_run import RankRun, where, wrap, wrap_everywhere
-from prove.record import (
+from prove.draws import Draws
+from prove.model_tensors import (
+    is_divided,
+    parameters_of,
+    project,
+    projected_buffers,
+    rates_of,
+    schedule_settings,
+    tensors_of,
+    whole,
+    whole_copies,
+    without_wrappers,
+)
+from prove.rank_record import (
     Backward,
     DDPRecord,
     EvaluatedModule,
@@ -33,69 +40,16 @@ from prove.record import (
     OptimizerStep,
     Projection,
 )
+from prove.rank_run import RankRun, where, wrap, wrap_everywhere
+from prove.replay import Feeder, InputKeeper
 from prove.samples import batch_size_of, checksum, copied, tensors_in
-from prove.writes import HandMadeSteps
+from prove.watch_operations import HandMadeSteps
 
 MOST_STEPS = 24  # of each optimizer are written down
 MOST_CALLS = 64
 MOST_EVALUATED = 32
 STEPS_PER_BATCH = 3  # of --batches, if there is no loader that could be cut
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
-
-
-@cache
-def direction(size: int, device: torch.device) -> Tensor:
-    return torch.cos(torch.arange(size, dtype=torch.float64, device=device) * 1.7 + 0.3)
-
-
-def whole(tensor: Any) -> Any:
-    """All of a tensor that is divided between the ranks: each must ask for it."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def whole_copies(tensors: list) -> list:
-    return [None if tensor is None else copied(whole(tensor.detach())) for tensor in tensors]
-
-
-def is_divided(module: nn.Module) -> bool:
-    """By tensor parallelism, or by the older FSDP. What fully_shard divides can be put together."""
-    classes = {base.__name__ for part in module.modules() for base in type(part).__mro__}
-    divided = [p for p in module.parameters() if hasattr(p, "full_tensor")]
-    if "FullyShardedDataParallel" in classes:
-        return True
-    is_plain = all(p.device_mesh.ndim == 1 for p in divided)  # type: ignore[attr-defined]
-    return bool(divided) and not ("FSDPModule" in classes and is_plain)
-
-
-def project(tensor: Tensor) -> Projection:
-    """A linear function of a tensor, and its norm."""
-    tensor = whole(tensor.detach())
-    flat = (tensor.to_dense() if tensor.is_sparse else tensor).reshape(-1).double()
-    return float(flat @ direction(len(flat), flat.device)), float(flat.norm())
-
-
-def projected_buffers(module: nn.Module) -> dict[str, Projection]:
-    return {without_wrappers(name): project(b) for name, b in module.named_buffers() if b.numel()}
-
-
-def without_wrappers(name: str) -> str:
-    """Without the parts that wrappers add to a name."""
-    return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
-
-
-def parameters_of(optimizer: Any) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def rates_of(optimizer: Any) -> list[float]:
-    return [float(group["lr"]) for group in optimizer.param_groups]
-
-
-def schedule_settings(optimizer: Any) -> list[dict]:
-    """What a scheduler may change: learning rates, and with OneCycleLR or CyclicLR, momentum."""
-    names = ("lr", "momentum", "betas")
-    groups = optimizer.param_groups
-    return [{name: copied(group[name]) for name in names if name in group} for group in groups]
 
 
 @dataclass
@@ -116,8 +70,8 @@ class LocalGradient:
 class ModelWatcher:
     """The optimizers, DDP models and parameters of this rank, in the order of their making."""
 
-    def __init__(self, run: RankRun) -> None:
-        self.run = run
+    def __init__(self, run: RankRun, draws: Draws, feeder: Feeder | None) -> None:
+        self.run, self.draws, self.feeder = run, draws, feeder  # it feeds a replay only
         self.optimizers: list[Any] = []  # of torch, and the one that stands in for steps by hand
         self.by_hand = HandMadeSteps()
         self.weights_by_hand: list[Tensor] = []  # before the first of these steps
@@ -127,9 +81,7 @@ class ModelWatcher:
         self.local: dict[int, LocalGradient] = {}  # by the id of a parameter
         self.watched: dict[int, Tensor] = {}
         self.had_gradient: set[int] = set()
-        self.schedule_settings: dict[
-            int, list[list[dict]]
-        ] = {}  # of each optimizer, before each step
+        self.schedule_settings: dict[int, list[list[dict]]] = {}  # by optimizer, before each step
         self.depth = 0  # of nested calls of step()
         self.changes = False  # the script is changing parameters itself
         self.weights_at_batch: list[Projection] = []
@@ -159,8 +111,8 @@ class ModelWatcher:
         if not has_model or "start" in run.tensors or not (run.joined or run.replaying):
             return
         optimizers = [optimizer for optimizer in self.optimizers if optimizer is not self.by_hand]
-        if run.replaying:
-            run.feeder.set_start(optimizers, self.root_modules())
+        if self.feeder:
+            self.feeder.set_start(optimizers, self.root_modules())
         run.tensors["start"] = [whole_copies(parameters_of(optimizer)) for optimizer in optimizers]
         run.tensors["states"] = {
             name: {part: copied(whole(tensor.detach())) for part, tensor in tensors_of(module)}
@@ -182,12 +134,15 @@ class ModelWatcher:
             numbers[name] += 1
         return roots
 
-    def begin_batch(self) -> None:
+    def begin_batch(self, batch: tuple[int, int], sizes: list[int], sources: list[dict]) -> None:
+        """Until the next one is asked for, a step draws and changes weights."""
         if self.by_hand.addresses:
             self.weights_at_batch = [project(p) for p in parameters_of(self.by_hand)]
+        self.draws.begin_batch(batch, sizes, sources)
 
     def end_batch(self) -> None:
-        """A step that the script makes by hand has its end."""
+        """A step that the script makes by hand has its end, too."""
+        self.draws.end_batch()
         if not self.changes and self.by_hand.addresses and self.by_hand.exchanged():
             self.parameters_change()
             steps = self.run.record.optimizers[self.optimizers.index(self.by_hand)].steps
@@ -201,13 +156,12 @@ class ModelWatcher:
         """The script itself writes to a parameter; in the first such moment a step begins."""
         if self.depth or self.changes:
             return
-        active, self.run.draws.active = self.run.draws.active, False
-        if self.by_hand not in self.optimizers:
-            self.optimizers.append(self.by_hand)
-            self.run.record.optimizers.append(OptimizerRecord(where(), False, is_by_hand=True))
-        self.before_step(self.by_hand, (), {})
-        self.depth, self.changes = 0, True
-        self.run.draws.active = active
+        with self.draws.paused():
+            if self.by_hand not in self.optimizers:
+                self.optimizers.append(self.by_hand)
+                self.run.record.optimizers.append(OptimizerRecord(where(), False, is_by_hand=True))
+            self.before_step(self.by_hand, (), {})
+            self.depth, self.changes = 0, True
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """If there is a closure, the gradients are there when it was called for the first time."""
@@ -236,17 +190,16 @@ class ModelWatcher:
 
     def write_step(self, optimizer: Any) -> None:
         run, number = self.run, self.optimizers.index(optimizer)
-        active, run.draws.active = run.draws.active, False
         steps = run.record.optimizers[number].steps
-        if len(steps) < MOST_STEPS:
-            steps.append(self.step_of(optimizer))
-            self.schedule_settings.setdefault(number, []).append(schedule_settings(optimizer))
-            if len(steps) == 1:
-                run.record.optimizers[number].begins_later = run.in_second_epoch
-                run.gradients[number] = whole_copies([p.grad for p in parameters_of(optimizer)])
-        if run.replaying:
-            run.feeder.use_recorded_schedule(optimizer, number, len(steps) - 1)
-        run.draws.active = active
+        with self.draws.paused():
+            if len(steps) < MOST_STEPS:
+                steps.append(self.step_of(optimizer))
+                self.schedule_settings.setdefault(number, []).append(schedule_settings(optimizer))
+                if len(steps) == 1:
+                    run.record.optimizers[number].begins_later = run.in_second_epoch
+                    run.gradients[number] = whole_copies([p.grad for p in parameters_of(optimizer)])
+            if self.feeder:
+                self.feeder.use_recorded_schedule(optimizer, number, len(steps) - 1)
 
     def step_of(self, optimizer: Optimizer) -> OptimizerStep:
         parameters, loader_run = parameters_of(optimizer), self.run.current_loader_run
@@ -272,28 +225,33 @@ class ModelWatcher:
         self.depth -= 1
         if self.depth or optimizer not in self.optimizers:
             return
-        run, number = self.run, self.optimizers.index(optimizer)
-        active, run.draws.active = run.draws.active, False
-        own_record = run.record.optimizers[number]
-        step = own_record.steps[-1] if own_record.steps else None
-        if step is not None and not step.weights_after:
-            step.weights_after = [project(p) for p in parameters_of(optimizer)]
-            if run.replaying:
-                own_schedule = self.schedule_settings[number][-1]
-                for group, settings in zip(optimizer.param_groups, own_schedule, strict=True):
-                    group.update(settings)
-            if len(own_record.steps) == 1 and not any(step.gradients):
-                self.compare_changes(number, own_record)
+        run = self.run
+        with self.draws.paused():
+            self.note_changes(optimizer)
         run.record.steps += 1
         run.note_event()
         if run.current_loader_run:
             run.current_loader_run.steps += 1
         for p in parameters_of(optimizer):
             self.local[id(p)] = LocalGradient()
-        run.draws.active = active
         enough = run.record.steps >= STEPS_PER_BATCH * run.settings.batches and not run.replaying
         if enough and run.joined and run.has_no_loader():
             run.leave()
+
+    def note_changes(self, optimizer: Any) -> None:
+        """What the step has made of the weights; a replay goes back to the script's own rates."""
+        number = self.optimizers.index(optimizer)
+        own_record = self.run.record.optimizers[number]
+        step = own_record.steps[-1] if own_record.steps else None
+        if step is None or step.weights_after:
+            return
+        step.weights_after = [project(p) for p in parameters_of(optimizer)]
+        if self.run.replaying:
+            own_schedule = self.schedule_settings[number][-1]
+            for group, settings in zip(optimizer.param_groups, own_schedule, strict=True):
+                group.update(settings)
+        if len(own_record.steps) == 1 and not any(step.gradients):
+            self.compare_changes(number, own_record)
 
     def compare_changes(self, number: int, own_record: OptimizerRecord) -> None:
         """No gradient is kept in p.grad (autograd.grad): what the step changed stands for it."""
@@ -310,6 +268,7 @@ class ModelWatcher:
 
     def finish(self) -> None:
         """Names of parameters, and which of them DDP and the optimizers hold."""
+        self.end_batch()
         names: dict[int, str] = {}
         for module in [*(ddp.module for ddp in self.wrapped), *self.roots]:
             for name, p in module.named_parameters():
@@ -403,12 +362,6 @@ class ModelWatcher:
             self.weights_at_batch = [project(p) for p in parameters_of(self.by_hand)]
 
 
-def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, by names without those of wrappers."""
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        yield without_wrappers(name), tensor
-
-
 def watch_optimizers(run: RankRun, model: ModelWatcher) -> None:
     @wrap(Optimizer, "__init__")
     def init(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -428,7 +381,9 @@ def watch_optimizers(run: RankRun, model: ModelWatcher) -> None:
     register_optimizer_step_post_hook(model.after_step)
 
 
-def watch_ddp(run: RankRun, model: ModelWatcher) -> None:
+def watch_ddp(run: RankRun, model: ModelWatcher, source: Feeder | InputKeeper) -> None:
+    """source: what it gives goes into DDP, in the place of what the script has given."""
+
     @wrap(DistributedDataParallel, "__init__")
     def init(original: Callable, self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if run.settings.float64:
@@ -445,11 +400,10 @@ def watch_ddp(run: RankRun, model: ModelWatcher) -> None:
     def forward(original: Callable, self: Any, *inputs: Any, **kwargs: Any) -> Any:
         model.keep_start()
         if self.module.training and torch.is_grad_enabled():
-            active, run.draws.active = run.draws.active, False
-            inputs, kwargs = run.feeder.inputs(inputs, kwargs)
-            run.draws.active = active
+            with model.draws.paused():
+                inputs, kwargs = source.inputs(inputs, kwargs)
             run.record.uses_autocast |= any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-        with run.draws.in_model():
+        with model.draws.in_model():
             result = original(self, *inputs, **kwargs)
         is_loss = [tensor.requires_grad and tensor.ndim == 0 for tensor in tensors_in([result])]
         run.record.model_returns_loss |= any(is_loss)
@@ -465,11 +419,10 @@ def watch_modules(run: RankRun, model: ModelWatcher) -> None:
             module.dropout = 0.0
         is_repeated = torch._C._current_graph_task_id() != -1  # in backward, by a checkpoint
         if not inside and not is_repeated and (run.joined or run.replaying):
-            active, run.draws.active = run.draws.active, False
-            if run.settings.float64:
-                make_double(module)
-            model.note_call(module, inputs)
-            run.draws.active = active
+            with model.draws.paused():
+                if run.settings.float64:
+                    make_double(module)
+                model.note_call(module, inputs)
         inside.append(module)
 
     def left(module: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -573,7 +526,7 @@ def watch_backward(run: RankRun, model: ModelWatcher) -> None:
             run.record.backwards.append(call)
         inside = True
         try:
-            with run.draws.in_model():
+            with model.draws.in_model():
                 return original(self, *args, **kwargs)
         finally:
             inside = False
@@ -591,11 +544,13 @@ def is_scaled(loss: Tensor) -> bool:
     return False
 
 
-def install(run: RankRun) -> None:
-    run.model = model = ModelWatcher(run)
+def install(run: RankRun, draws: Draws, source: Feeder | InputKeeper) -> ModelWatcher:
+    model = ModelWatcher(run, draws, source if isinstance(source, Feeder) else None)
+    run.at_end.append(model.finish)
     watch_optimizers(run, model)
-    watch_ddp(run, model)
+    watch_ddp(run, model, source)
     watch_modules(run, model)
     watch_sharding(run)
     watch_scaling(run)
     watch_backward(run, model)
+    return model

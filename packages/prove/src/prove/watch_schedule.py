@@ -13,8 +13,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from prove.rank_record import Metric, ScheduleRecord
 from prove.rank_run import RankRun, where, wrap
-from prove.record import Metric, ScheduleRecord
 
 MOST_AHEAD = 50_000  # steps
 MOST_SECONDS = 0.5  # for them
@@ -64,7 +64,7 @@ class Schedules:
             metric = args[0] if args else kwargs.get("metrics")
             if len(run.record.metrics) < MOST_CALLS:
                 run.record.metrics.append(Metric(float(metric), at, run.record.steps))  # type: ignore[arg-type]
-        watched = self.of(scheduler, at)
+        watched = self.watched_for(scheduler, at)
         self.depth += 1
         try:
             return original(scheduler, *args, **kwargs)
@@ -72,7 +72,7 @@ class Schedules:
             self.depth -= 1
             watched.stepped(run)
 
-    def of(self, scheduler: Any, at: str) -> WatchedSchedule:
+    def watched_for(self, scheduler: Any, at: str) -> WatchedSchedule:
         for watched in self.watched:
             if watched.scheduler is scheduler:
                 return watched
@@ -151,14 +151,15 @@ def length_of(curve: list[float], is_its_end: bool = False) -> int | None:
 
 
 def install(run: RankRun) -> None:
-    run.schedules = Schedules(run)
+    schedules = Schedules(run)
+    run.at_end.append(schedules.finish)
 
     def watch_steps(kind: type) -> None:
         if "step" in vars(kind):
 
             @wrap(kind, "step")
             def step(original: Callable, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-                return run.schedules.step(original, scheduler, args, kwargs)
+                return schedules.step(original, scheduler, args, kwargs)
 
     def watch_steps_of_all(kind: type) -> None:
         watch_steps(kind)

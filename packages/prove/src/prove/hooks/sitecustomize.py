@@ -40,5 +40,6 @@ class AfterTorch:
 if "AFTER_TORCH" in os.environ:
     sys.meta_path.insert(0, AfterTorch(*os.environ["AFTER_TORCH"].rsplit(":", 1)))
 elsewhere = [path for path in sys.path if path and os.path.abspath(path) != HERE]
-if spec := PathFinder.find_spec("sitecustomize", elsewhere):  # the user may have one, too
+spec = PathFinder.find_spec("sitecustomize", elsewhere)
+if spec and spec.loader:  # the user may have one, too
     spec.loader.exec_module(importlib.util.module_from_spec(spec))

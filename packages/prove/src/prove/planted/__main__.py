@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from prove import NotJudgedError
-from prove.__main__ import parse_args
-from prove.launch import preload
+from prove.options import parse_args
 from prove.planted.mistakes import HARMLESS, MISTAKES
+from prove.processes import preload
 from prove.prover import prove
 from prove.table import RIGHT, WRONG, ReportRow
 

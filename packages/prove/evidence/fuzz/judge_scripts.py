@@ -1,6 +1,6 @@
 """What does prove say about generated scripts, all of which are right?
 
-    python run.py 0 300 [--jobs 2] [--json results.json] [--fault]
+    python judge_scripts.py 0 300 [--jobs 2] [--json results.json] [--fault]
 
 One WRONG is one too many. With --fault each loss is divided by a local count, and WRONG is right.
 """
@@ -38,7 +38,7 @@ class Row(NamedTuple):
 def rows_of(script: Script) -> tuple[list[Row], str]:
     """The one place that calls prove: its rows, and why there are none."""
     from prove import NotJudgedError
-    from prove.__main__ import parse_args
+    from prove.options import parse_args
     from prove.prover import prove
 
     options = [f"--timeout={TIMEOUT}"]
@@ -55,24 +55,24 @@ def rows_of(script: Script) -> tuple[list[Row], str]:
 def preload() -> None:
     """What the ranks import, before they are forked."""
 
-    from prove.launch import preload
+    from prove.processes import preload
 
     preload()
 
 
-class Answer(NamedTuple):
+class Judged(NamedTuple):
     seed: int
     pieces: dict[str, str]
     rows: list[Row]
     error: str
     seconds: float
 
-    def of(self, verdict: str) -> list[Row]:
+    def rows_with(self, verdict: str) -> list[Row]:
         return [row for row in self.rows if row.verdict == verdict]
 
     @property
     def is_wrong(self) -> bool:
-        return bool(self.of("WRONG"))
+        return bool(self.rows_with("WRONG"))
 
     @property
     def is_proven(self) -> bool:
@@ -82,13 +82,13 @@ class Answer(NamedTuple):
     @property
     def reason(self) -> str:
         """Why nothing is proven, without the numbers and places of this script."""
-        texts = [row.evidence for row in self.of("not seen") if row.check == PROOF]
+        texts = [row.evidence for row in self.rows_with("not seen") if row.check == PROOF]
         text = self.error or (texts or ["no row"])[0]
         text = re.sub(r"\S*train\.py:\d+", "train.py:LINE", text.partition(", most in")[0])
         return re.sub(r"(?<![\w/])[\d.]+(e[+-]?\d+)?%?", "#", text)[:200]
 
 
-def judge(seed: int, fault: bool = False) -> Answer:
+def judge(seed: int, fault: bool = False) -> Judged:
     """In a folder of its own, as if the command had been typed there."""
     script, began, home = generate(seed, fault=fault), time.monotonic(), os.getcwd()
     with tempfile.TemporaryDirectory(prefix="right-") as folder:
@@ -100,14 +100,14 @@ def judge(seed: int, fault: bool = False) -> Answer:
             rows, error = [], f"prove fails: {type(failure).__name__} {failure}"
         finally:
             os.chdir(home)
-    return Answer(seed, script.pieces, rows, error, round(time.monotonic() - began, 1))
+    return Judged(seed, script.pieces, rows, error, round(time.monotonic() - began, 1))
 
 
-def judge_with_fault(seed: int) -> Answer:
+def judge_with_fault(seed: int) -> Judged:
     return judge(seed, fault=True)
 
 
-def judge_all(seeds: Iterable[int], jobs: int, fault: bool = False) -> Iterator[Answer]:
+def judge_all(seeds: Iterable[int], jobs: int, fault: bool = False) -> Iterator[Judged]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     preload()
     with ProcessPoolExecutor(jobs, mp_context=get_context("fork")) as pool:
@@ -123,14 +123,14 @@ def by_text(pairs: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
     return dict(sorted(seeds.items(), key=lambda item: -len(item[1])))
 
 
-def results_of(answers: list[Answer]) -> dict:
+def results_of(answers: list[Judged]) -> dict:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True
     )
     reasons = [
         (each.reason, each.seed) for each in answers if not each.is_proven and not each.is_wrong
     ]
-    warnings = [(row.check, each.seed) for each in answers for row in each.of("warning")]
+    warnings = [(row.check, each.seed) for each in answers for row in each.rows_with("warning")]
     return {
         "date": date.today().isoformat(),
         "torch": torch.__version__,
@@ -141,7 +141,7 @@ def results_of(answers: list[Answer]) -> dict:
         "without a table": sum(bool(each.error) for each in answers),
         "seconds": round(sum(each.seconds for each in answers)),
         "WRONG": {
-            str(each.seed): [f"{row.check}: {row.evidence}" for row in each.of("WRONG")]
+            str(each.seed): [f"{row.check}: {row.evidence}" for row in each.rows_with("WRONG")]
             for each in answers
             if each.is_wrong
         },

@@ -11,8 +11,10 @@ from functools import cache
 
 import pytest
 
-import faults
-from faults import (
+import inject_faults
+from helpers.small_disk import CANNOT_MOUNT, can_mount
+from helpers.train_stage import few_digits
+from inject_faults import (
     DEFAULT_TIMEOUT_SECONDS,
     KINDS,
     KINDS_OF_RANK_0,
@@ -26,10 +28,9 @@ from faults import (
     reference,
     trial,
 )
-from helpers.small_disk import CANNOT_MOUNT, can_mount
-from helpers.train_stage import few_digits
 
-faults.FLAGS += (*few_digits(), "--batch-size=24")  # a fifth: an epoch has 12 steps all the same
+# A fifth of the digits: with a smaller batch, an epoch has 12 steps all the same.
+inject_faults.FLAGS += (*few_digits(), "--batch-size=24")
 # Step 12 is the last one of the epoch, so the others wait in the barrier behind it.
 FAULTS = {
     "stop": Fault("stop", "net", 3, 2, 12),

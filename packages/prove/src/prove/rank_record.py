@@ -1,6 +1,6 @@
 """What does each rank write down? These records are all that the judges know about a run.
 
-A tensor is written down as two numbers, its Projection: see watch_model.project. `at` is always a
+A tensor is written down as two numbers, its Projection: see model_tensors.project. `at` is always a
 place in the user's code, such as train.py:73.
 """
 
@@ -23,7 +23,7 @@ class Mode:
     BARE = "bare"  # all ranks, not observed: does the script fail by itself?
 
 
-class Variant:
+class ReplayVariant:
     """What a replay and its control do otherwise than usual."""
 
     USUAL = ""
@@ -54,7 +54,7 @@ class Note(Enum):
     MODEL_IS_DIVIDED = auto()
 
 
-EVALUATION = 4  # an evaluation gets so many times the batches of a training epoch
+EVALUATION_FACTOR = 4  # an evaluation gets so many times the batches of a training epoch
 
 Projection = tuple[float, float]  # the product of a tensor with a fixed vector, and its norm
 
@@ -71,7 +71,7 @@ class Settings:
     gpus: int  # that the script sees with `cpu`
     world_size: int  # of the observed run, once that is known
     rows_are_split: bool = False  # all ranks load the same batches, and each takes its rows
-    variant: str = Variant.USUAL
+    variant: str = ReplayVariant.USUAL
     seed: int | None = None  # of the generators when the script begins; None: any
     dropout: bool = True  # False: switched off, because its masks cannot be recorded
     emulate: bool = True  # False: nothing is changed in the script's torch, only watched

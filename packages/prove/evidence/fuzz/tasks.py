@@ -374,17 +374,15 @@ def distill(choose: Choices) -> Task:
         "    target = teacher(x)",
         "loss = F.cross_entropy(out, y) + F.mse_loss(out, target)",
     ]
-    after_step = update
+    after_step, evaluate = update, EVALUATE
     if kind == "frozen teacher":
-        teacher = [
-            "torch.manual_seed(99)",
-            "teacher = nn.Linear(6, 3).eval().requires_grad_(False)",
-        ]
-        after_step = []
+        frozen = "teacher = nn.Linear(6, 3).eval().requires_grad_(False)"
+        teacher, after_step = ["torch.manual_seed(99)", frozen], []
     if kind == "ema":  # of the weights that are saved and evaluated; it is not in the loss
         teacher = ["ema = torch.optim.swa_utils.AveragedModel(net)"]
         after_step = ["ema.update_parameters(net)"]
         forward = ["out = model(x)", "loss = F.cross_entropy(out, y)"]
+        evaluate = [line.replace("net(x)", "ema(x)") for line in EVALUATE]
     choose.made["loss"] = "mean"
     return Task(
         build=[f"net = {MLP}"],
@@ -395,9 +393,7 @@ def distill(choose: Choices) -> Task:
         collate=collate,
         after_wrap=teacher,
         after_step=after_step,
-        evaluate=[line.replace("net(x)", "ema(x)") for line in EVALUATE]
-        if kind == "ema"
-        else EVALUATE,
+        evaluate=evaluate,
         tensors=tensors,
         own_state=True,
     )
@@ -473,6 +469,19 @@ class Encoding(UserDict):
 WORD_BATCH = "@dataclass\nclass Batch:\n    words: torch.Tensor\n    lengths: list"
 
 
+WORD_MODELS = {  # what is made before its call, and the call
+    "lstm": (
+        ["state = torch.zeros(1, inputs.size(0), 8), torch.zeros(1, inputs.size(0), 8)"],
+        "CALL(inputs, state)",
+    ),
+    "lstm, constant batch": (
+        ["hidden = torch.zeros(1, GLOBAL_BATCH // world, 8)", "state = hidden, hidden"],
+        "CALL(inputs, state)",
+    ),
+    "transformer": ([], "CALL(inputs, inputs == 0)"),
+}
+
+
 def words(choose: Choices) -> Task:
     """The next word of sentences that are padded to the longest of their batch."""
     kind = choose("collate", *WORD_COLLATES)
@@ -480,19 +489,9 @@ def words(choose: Choices) -> Task:
     before = {"pad to UserDict": [ENCODING], "pad to dataclass": [WORD_BATCH]}.get(kind, [])
     padded = f"    words = {PAD.replace('SEQUENCES', 'samples')}"
     collate = f"def collate(samples):\n{padded}\n{returned}"
-    model = choose("model", "lstm", "lstm, constant batch", "transformer")
+    model = choose("model", *WORD_MODELS)
     choose.made["loss"] = "words of all ranks"
-    prepare, call = {
-        "lstm": (
-            ["state = torch.zeros(1, inputs.size(0), 8), torch.zeros(1, inputs.size(0), 8)"],
-            "CALL(inputs, state)",
-        ),
-        "lstm, constant batch": (
-            ["hidden = torch.zeros(1, GLOBAL_BATCH // world, 8)", "state = hidden, hidden"],
-            "CALL(inputs, state)",
-        ),
-        "transformer": ([], "CALL(inputs, inputs == 0)"),
-    }[model]
+    prepare, call = WORD_MODELS[model]
     arguments = "ignore_index=0, reduction='sum'"
     summed = f"F.cross_entropy(out.flatten(0, 1), target.flatten(), {arguments})"
     evaluate = [

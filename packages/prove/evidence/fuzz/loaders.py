@@ -6,6 +6,7 @@ to one rank: empty in a script, _0 and _1 where one process makes the loaders of
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tasks import Choices, Task, block
 
@@ -169,8 +170,60 @@ class Loader:
     made_each_epoch: bool = False
 
 
+class Templates(NamedTuple):
+    """Lines of a loader, in which the rank and what goes with it are still to be filled in."""
+
+    lines: list[str]
+    batch: str  # the local batch size, by the name `world`
+    says_who: bool  # the sampler is told rank and number of ranks, and does not ask
+    values: dict[str, str]  # that are the same on all ranks
+
+    def filled(self, rank: str, world: str, ending: str) -> list[str]:
+        """ending: of the names of what belongs to one rank."""
+        names = {name: name + ending for name in NAMES}
+        share = f", num_replicas={world}, rank={rank}" if self.says_who else ""
+        own = {"R": rank, "W": world, "B": self.batch.replace("world", world), "SHARE": share}
+        return [line.format(**names, **own, **self.values) for line in self.lines]
+
+    def of_both_ranks(self) -> list[str]:
+        return [line for rank in range(2) for line in self.filled(str(rank), "2", f"_{rank}")]
+
+
 def loader(choose: Choices, task: Task, batch: str, reference: bool, guarded: bool) -> Loader:
     """The loader of a rank, or, as a reference, one that joins the samples of two ranks."""
+    style, workers = style_and_workers(choose, task, guarded)
+    pin = ", pin_memory=False" if choose.random.random() < 0.2 and workers != "0" else ""
+    says_who = choose.random.random() < 0.5 or reference
+    collate = f", collate_fn={task.collate}" if task.collate else ""
+    values = {
+        "K": WORKERS[workers] + pin,
+        "SHUFFLE": "False" if style == "unshuffled" else "True",
+        "TENSORS": task.tensors,
+        "C": ", collate_fn=list" if reference else collate,
+    }
+    setup, epoch, prelude = STYLES[style]
+    classes = [prelude] if prelude else []
+    before_loop, in_epoch = (Templates(lines, batch, says_who, values) for lines in (setup, epoch))
+    if reference:
+        join = [joining_line(style, task)]
+        is_made_each_epoch = not setup or style in OF_TENSORS
+        made = Loader(
+            [*before_loop.of_both_ranks(), *([] if is_made_each_epoch else join)],
+            [*in_epoch.of_both_ranks(), *(join if is_made_each_epoch else [])],
+            "loader",
+            [*classes, INTERLEAVED],
+        )
+    else:
+        once, again = (each.filled("rank", "world", "") for each in (before_loop, in_epoch))
+        made = Loader(once, again, "loader", classes)
+    if style == "iterator over epochs":
+        made.batches = "islice(stream, STEPS)"
+    made.varying = style == "batch sampler"
+    made.made_each_epoch = not setup
+    return made
+
+
+def style_and_workers(choose: Choices, task: Task, guarded: bool) -> tuple[str, str]:
     styles = [style for style in STYLES if task.tensors or style not in OF_TENSORS]
     if task.fixed_batch:
         styles.remove("batch sampler")
@@ -178,50 +231,14 @@ def loader(choose: Choices, task: Task, batch: str, reference: bool, guarded: bo
     keys = [name for name in WORKERS if guarded and style != "own generator"] or ["0"]
     if style in ("stream", "batch_size=None", "own sampler", "batch sampler"):
         keys = [name for name in keys if "persistent" not in name]  # they would see no new epoch
-    workers = choose("workers", "0", "0", *keys)
-    pin = ", pin_memory=False" if choose.random.random() < 0.2 and workers != "0" else ""
-    says_who = choose.random.random() < 0.5 or reference
-    tensors = style in OF_TENSORS
-    collate = f", collate_fn={task.collate}" if task.collate else ""
-    shuffle = "False" if style == "unshuffled" else "True"
-    setup, epoch, prelude = STYLES[style]
+    return style, choose("workers", "0", "0", *keys)
 
-    def lines(templates: list[str], rank: str, world: str, ending: str) -> list[str]:
-        values = {name: name + ending for name in NAMES}
-        values |= {
-            "R": rank,
-            "W": world,
-            "B": batch.replace("world", world),
-            "K": WORKERS[workers] + pin,
-        }
-        values |= {"SHUFFLE": shuffle, "TENSORS": task.tensors}
-        values["C"] = ", collate_fn=list" if reference else collate
-        values["SHARE"] = f", num_replicas={world}, rank={rank}" if says_who else ""
-        return [template.format(**values) for template in templates]
 
-    classes = [prelude] if prelude else []
-    if not reference:
-        made = Loader(
-            lines(setup, "rank", "world", ""), lines(epoch, "rank", "world", ""), "loader", classes
-        )
-    else:
-        both = [lines(setup, str(rank), "2", f"_{rank}") for rank in range(2)]
-        epochs = [lines(epoch, str(rank), "2", f"_{rank}") for rank in range(2)]
-        name = "stream" if style == "iterator over epochs" else "loader"
-        join = f"{name} = Interleaved([{name}_0, {name}_1], {task.collate or 'default_collate'})"
-        if tensors:
-            join = f"{name} = map(interleaved_rows, {name}_0, {name}_1)"
-        if name == "stream":
-            join = f"stream = iter({join.removeprefix('stream = ')})"
-        in_epoch = not setup or tensors
-        made = Loader(
-            [*both[0], *both[1], *([] if in_epoch else [join])],
-            [*epochs[0], *epochs[1], *([join] if in_epoch else [])],
-            "loader",
-            [*classes, INTERLEAVED],
-        )
+def joining_line(style: str, task: Task) -> str:
+    """One loader of those of both ranks."""
+    if style in OF_TENSORS:
+        return "loader = map(interleaved_rows, loader_0, loader_1)"
+    collate = task.collate or "default_collate"
     if style == "iterator over epochs":
-        made.batches = "islice(stream, STEPS)"
-    made.varying = style == "batch sampler"
-    made.made_each_epoch = not setup
-    return made
+        return f"stream = iter(Interleaved([stream_0, stream_1], {collate}))"
+    return f"loader = Interleaved([loader_0, loader_1], {collate})"

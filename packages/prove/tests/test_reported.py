@@ -9,8 +9,8 @@ import pytest
 from common.chapters import load_chapter
 from helpers.prove_runs import run
 
-run_faults = load_chapter("packages", "prove/faults/run_faults")
-PAIRS = run_faults.pairs()
+count_seen = load_chapter("packages", "prove/evidence/reported/count_seen")
+PAIRS = count_seen.pairs()
 REPRESENTATIVES = ("loss_times_ranks", "unwrapped_to_call", "stream_of_lines")
 
 
@@ -20,19 +20,19 @@ def changed_lines(pair) -> int:
 
 
 def test_the_page_is_what_the_results_say(tmp_path, monkeypatch):
-    assert run_faults.PAGE.read_text() == run_faults.page()
-    shutil.copytree(run_faults.RESULTS, tmp_path / "results")
-    first = tmp_path / "results" / "first.json"
-    first.write_text(first.read_text().replace('"WRONG"', '"warning"', 1))
-    monkeypatch.setattr(run_faults, "RESULTS", tmp_path / "results")
-    assert run_faults.PAGE.read_text() != run_faults.page()
+    assert count_seen.PAGE.read_text() == count_seen.page()
+    shutil.copytree(count_seen.RESULTS, tmp_path / "results")
+    before = tmp_path / "results" / "before.json"
+    before.write_text(before.read_text().replace('"WRONG"', '"warning"', 1))
+    monkeypatch.setattr(count_seen, "RESULTS", tmp_path / "results")
+    assert count_seen.PAGE.read_text() != count_seen.page()
 
 
 def test_each_pair_was_counted():
     names = {pair.name for pair in PAIRS}
-    assert names == {path.name for path in (run_faults.HERE / "pairs").iterdir()}
-    for which in ("first", "detail"):
-        assert names == set(run_faults.load(which)["pairs"])
+    assert names == {path.name for path in (count_seen.HERE / "pairs").iterdir()}
+    for results in ("before", "now", "torch_debug"):
+        assert names == set(count_seen.load(results)["pairs"])
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
@@ -45,18 +45,18 @@ def test_a_pair_has_a_public_report_and_differs_by_few_lines(pair):
 
 def test_a_cure_is_put_in_at_one_place_only():
     diff = "--- a\n+++ b\n@@ -1,2 +1,2 @@\n one\n-two\n+three\n"
-    assert run_faults.cured("zero\none\ntwo\n", diff) == "zero\none\nthree\n"
+    assert count_seen.cured("zero\none\ntwo\n", diff) == "zero\none\nthree\n"
     for source in ("one\n", "one\ntwo\none\ntwo\n"):
         with pytest.raises(ValueError, match="expected once"):
-            run_faults.cured(source, diff)
+            count_seen.cured(source, diff)
 
 
 @pytest.mark.parametrize("name", REPRESENTATIVES)
 def test_prove_says_it_again(name, tmp_path):
-    (pair,) = run_faults.pairs([name])
-    counted = (run_faults.load("last") or run_faults.load("first"))["pairs"][name]
+    (pair,) = count_seen.pairs([name])
+    counted = count_seen.load("now")["pairs"][name]
     for file, kind in (("train.py", "fault"), ("right.py", "cure")):
-        command = run_faults.command_of(pair.put(file, tmp_path))
+        command = count_seen.command_of(pair.put(file, tmp_path))
         run(tmp_path, "--json=table.json", *command)
         rows = json.loads((tmp_path / "table.json").read_text())["rows"]
         wrong = {row["check"] for row in rows if row["verdict"] == "WRONG"}

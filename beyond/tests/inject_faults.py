@@ -1,11 +1,11 @@
-"""Injects faults into real runs of beyond/survive/train.py: make faults, results/faults.json.
+"""Injects faults into real runs of beyond/survive/train.py: make faults, injected_faults.json.
 
 Each trial trains with one fault, looks at what is left (no process, no torn checkpoint), resumes
 with --resume auto, and compares the last checkpoint, to the bit, with that of a run without faults.
 
-    PYTHONPATH=tests python beyond/tests/faults.py --faults 306
-    PYTHONPATH=tests python beyond/tests/faults.py --faults 100 --kinds pauses --jobs 10
-    PYTHONPATH=tests python beyond/tests/faults.py --faults 20 --kinds hold --without-saving
+    PYTHONPATH=tests python beyond/tests/inject_faults.py --faults 306
+    PYTHONPATH=tests python beyond/tests/inject_faults.py --faults 100 --kinds pauses --jobs 10
+    PYTHONPATH=tests python beyond/tests/inject_faults.py --faults 20 --kinds hold --without-saving
 
 Most faults must end a run in time. The pauses must not: their runs have the default time limit.
 """
@@ -408,7 +408,7 @@ def inject(faults: list[Fault], jobs: int) -> list[FaultOutcome]:
 
 
 def main() -> None:
-    file = ROOT / "benchmarks" / "results" / "faults.json"
+    file = ROOT / "benchmarks" / "results" / "injected_faults.json"
     groups = {"faults": list(KINDS), "pauses": list(PAUSES)}
     names = [*groups, *KINDS, *PAUSES]
     parser = Parser(__doc__)

@@ -5,8 +5,8 @@
     python generate.py 7 --reference    # one process, which gets the samples of two ranks
     python generate.py 7 --fault        # the same script, whose loss is divided by a local count
 
-The pieces are in tasks.py and loaders.py; what may not be combined is in `choices` below, and
-oracle.py runs the script and its reference to show that each script is right.
+The pieces are in tasks.py and loaders.py; what may not be combined is in `choices` and below it, and
+one_process.py runs the script and its reference to show that each script is right.
 """
 
 import argparse
@@ -209,11 +209,36 @@ def choices(choose: Choices, task: Task) -> Plan:
         choose.made.update(optimizer="two adams", precision="float32", accumulation="1")
         saving = choose("saving", "none", "rank 0")
         return Plan(averaging, "adam", "none", "float32", 1, "none", "none", saving, launcher)
+    averaging = averaging_for(choose, task)
+    optimizer = optimizer_for(choose, task, averaging)
+    precision = precision_for(choose, averaging, optimizer)
+    steps_once = averaging in ("gradient hooks", "DDP, static graph")
+    once = steps_once or optimizer in ("lbfgs", "autograd.grad")
+    accumulate = choose("accumulation", *(["1"] if once else ["1", "1", "1", "2", "4", "8"]))
+    evaluation = evaluation_for(choose, task, averaging)
+    return Plan(
+        averaging=averaging,
+        optimizer=optimizer,
+        schedule=schedule_for(choose, task, optimizer, evaluation),
+        precision=precision,
+        accumulate=int(accumulate),
+        clip=clip_for(choose, averaging, optimizer),
+        evaluation=evaluation,
+        saving=choose("saving", *(["none"] if averaging == "fully_shard" else ["none", "rank 0"])),
+        launcher=launcher,
+    )
+
+
+def averaging_for(choose: Choices, task: Task) -> str:
     sharded = not task.batchnorm and not task.own_state and not task.frozen
     by_hand = (*BY_HAND, "gradient hooks")
-    averaging = choose(
-        "averaging", *WITH_DDP, "DDP", "DDP", *by_hand, *(["fully_shard"] * 2 if sharded else [])
+    often = ("DDP", "DDP")
+    return choose(
+        "averaging", *WITH_DDP, *often, *by_hand, *(["fully_shard"] * 2 if sharded else [])
     )
+
+
+def optimizer_for(choose: Choices, task: Task, averaging: str) -> str:
     steady = not task.draws and not task.own_state and not task.batchnorm and "DDP" in averaging
     optimizers = [name for name in OPTIMIZERS if name != "lbfgs" or steady]
     updates = list(UPDATES)
@@ -222,50 +247,44 @@ def choices(choose: Choices, task: Task) -> Plan:
     if averaging == "ZeRO":
         optimizers, updates = ["ZeRO adam", "ZeRO sgd"], []
     autograd = ["autograd.grad"] * 3 if averaging in BY_HAND[:2] else []
-    optimizer = choose("optimizer", *optimizers, *optimizers, *updates, *autograd)
-    manual = optimizer in UPDATES or optimizer == "autograd.grad"
-    scaled = (
-        not manual
-        and optimizer != "lbfgs"
-        and averaging not in ("fully_shard", "ZeRO", "all_reduce, sum")
-    )
-    precision = choose(
-        "precision",
-        "float32",
-        "float32",
-        "autocast",
-        *(["scaler", "autocast with scaler"] if scaled else []),
-    )
-    once = optimizer in ("lbfgs", "autograd.grad") or averaging in (
-        "gradient hooks",
-        "DDP, static graph",
-    )
-    accumulate = choose("accumulation", *(["1"] if once else ["1", "1", "1", "2", "4", "8"]))
+    return choose("optimizer", *optimizers, *optimizers, *updates, *autograd)
+
+
+def is_manual(optimizer: str) -> bool:
+    """The script itself changes the weights."""
+    return optimizer in UPDATES or optimizer == "autograd.grad"
+
+
+def precision_for(choose: Choices, averaging: str, optimizer: str) -> str:
+    unscaled = averaging in ("fully_shard", "ZeRO", "all_reduce, sum")
+    scaled = not unscaled and not is_manual(optimizer) and optimizer != "lbfgs"
+    scaling = ["scaler", "autocast with scaler"] if scaled else []
+    return choose("precision", "float32", "float32", "autocast", *scaling)
+
+
+def clip_for(choose: Choices, averaging: str, optimizer: str) -> str:
     clips = ["none"] if optimizer in ("lbfgs", "autograd.grad") else ["none", "none", *CLIPS]
     if averaging == "fully_shard":
         clips = ["none", "norm"]
+    return choose("clipping", *clips)
+
+
+def evaluation_for(choose: Choices, task: Task, averaging: str) -> str:
     evaluations = ["none"]
     if task.evaluate:
         evaluations = ["strided", "strided", "none"]
         if averaging != "fully_shard":
             evaluations += ["rank 0", "rank 0, broadcast"]
-    evaluation = choose("evaluation", *evaluations)
-    schedules = [] if manual or optimizer == "lbfgs" else list(SCHEDULES)
+    return choose("evaluation", *evaluations)
+
+
+def schedule_for(choose: Choices, task: Task, optimizer: str, evaluation: str) -> str:
+    schedules = [] if is_manual(optimizer) or optimizer == "lbfgs" else list(SCHEDULES)
     if "plateau" in schedules and (evaluation in ("none", "rank 0") or task.batchnorm):
         schedules.remove("plateau")
     if optimizer in ("adamw, groups", "rmsprop", "ZeRO adam") and "OneCycle" in schedules:
         schedules.remove("OneCycle")
-    return Plan(
-        averaging=averaging,
-        optimizer=optimizer,
-        schedule=choose("schedule", "none", "none", *schedules),
-        precision=precision,
-        accumulate=int(accumulate),
-        clip=choose("clipping", *clips),
-        evaluation=evaluation,
-        saving=choose("saving", *(["none"] if averaging == "fully_shard" else ["none", "rank 0"])),
-        launcher=launcher,
-    )
+    return choose("schedule", "none", "none", *schedules)
 
 
 def optimizer_lines(plan: Plan) -> list[str]:
@@ -301,10 +320,8 @@ def gan_lines(plan: Plan, task: Task, fault: bool) -> list[str]:
     return lines
 
 
-def step_lines(plan: Plan, task: Task, fault: bool) -> list[str]:
-    """From an unpacked batch to the next weights."""
-    if task.gan:
-        return gan_lines(plan, task, fault)
+def forward_lines(plan: Plan, task: Task, fault: bool) -> list[str]:
+    """From an unpacked batch to `loss`."""
     summed = plan.averaging == "all_reduce, sum"
     times = "" if summed else " * world"
     forward = [line.replace("{times}", times) for line in task.forward]
@@ -313,14 +330,21 @@ def step_lines(plan: Plan, task: Task, fault: bool) -> list[str]:
     if fault:
         forward.append(f"loss = loss / (1 + {task.count})")
     autocast = "with torch.autocast('cpu', dtype=torch.bfloat16):"
-    forward = nested(forward, autocast if plan.precision.startswith("autocast") else "")
-    average, last = averaging_lines(plan.averaging), "(step + 1) % ACCUMULATE == 0"
+    return nested(forward, autocast if plan.precision.startswith("autocast") else "")
+
+
+def step_lines(plan: Plan, task: Task, fault: bool) -> list[str]:
+    """From an unpacked batch to the next weights."""
+    if task.gan:
+        return gan_lines(plan, task, fault)
+    forward = forward_lines(plan, task, fault)
     if plan.optimizer == "lbfgs":
         mean = ["value = loss.detach().clone()", "dist.all_reduce(value)", "return value / world"]
+        average = averaging_lines(plan.averaging)
         body = ["optimizer.zero_grad()", *forward, "loss.backward()", *average, *mean]
         return [*nested(body, "def closure():"), "loss = optimizer.step(closure)", *task.after_step]
     if plan.optimizer == "autograd.grad":
-        divide = [] if summed else ["    grad /= world"]
+        divide = [] if plan.averaging == "all_reduce, sum" else ["    grad /= world"]
         return [
             *forward,
             "grads = torch.autograd.grad(loss, params)",
@@ -330,36 +354,44 @@ def step_lines(plan: Plan, task: Task, fault: bool) -> list[str]:
             *nested(UPDATES["p -= lr * grad"], "with torch.no_grad():"),
             *task.after_step,
         ]
-    scaler = "scaler" in plan.precision
-    divided = "loss / ACCUMULATE" if plan.accumulate > 1 else "loss"
-    backward = (
-        f"scaler.scale({divided}).backward()"
-        if scaler
-        else f"{divided}.backward()".replace("loss / ACCUMULATE.", "(loss / ACCUMULATE).")
-    )
-    update = list(average)
+    return accumulated([*forward, backward_line(plan)], update_lines(plan, task), plan)
+
+
+def backward_line(plan: Plan) -> str:
+    if "scaler" in plan.precision:
+        divided = "loss / ACCUMULATE" if plan.accumulate > 1 else "loss"
+        return f"scaler.scale({divided}).backward()"
+    return "(loss / ACCUMULATE).backward()" if plan.accumulate > 1 else "loss.backward()"
+
+
+def update_lines(plan: Plan, task: Task) -> list[str]:
+    """From p.grad of this rank to the next weights."""
+    update, scaler = averaging_lines(plan.averaging), "scaler" in plan.precision
     if plan.clip != "none":
         update += (["scaler.unscale_(optimizer)"] if scaler else []) + CLIPS[plan.clip]
     if plan.optimizer in UPDATES:
-        update += [
-            "grads = [p.grad for p in params]",
-            *nested(UPDATES[plan.optimizer], "with torch.no_grad():"),
-        ]
-        zero = ["for p in params:", "    p.grad = None"]
+        update.append("grads = [p.grad for p in params]")
+        update += nested(UPDATES[plan.optimizer], "with torch.no_grad():")
     else:
         update += ["scaler.step(optimizer)", "scaler.update()"] if scaler else ["optimizer.step()"]
-        zero = ["optimizer.zero_grad()"]
     if plan.schedule != "none" and SCHEDULES[plan.schedule][1] == "step":
         update.append("scheduler.step()")
-    update += task.after_step
+    return update + task.after_step
+
+
+def accumulated(backward: list[str], update: list[str], plan: Plan) -> list[str]:
+    """The update after every batch, or after as many as make a step."""
+    by_hand = plan.optimizer in UPDATES
+    zero = ["for p in params:", "    p.grad = None"] if by_hand else ["optimizer.zero_grad()"]
+    last = "(step + 1) % ACCUMULATE == 0"
     if plan.accumulate == 1:
-        return [*zero, *forward, backward, *update]
+        return [*zero, *backward, *update]
     if plan.averaging == "fully_shard":
-        return [f"last = {last}", "model.set_requires_gradient_sync(last)", *forward, backward,
+        return [f"last = {last}", "model.set_requires_gradient_sync(last)", *backward,
                 *nested([*update, *zero], "if last:")]  # fmt: skip
     if "DDP" not in plan.averaging and "hook" not in plan.averaging and plan.averaging != "ZeRO":
-        return [*forward, backward, *nested([*update, *zero], f"if {last}:")]
-    together = nested([*forward, backward], "with nullcontext() if last else model.no_sync():")
+        return [*backward, *nested([*update, *zero], f"if {last}:")]
+    together = nested(backward, "with nullcontext() if last else model.no_sync():")
     return [f"last = {last}", *together, *nested([*update, *zero], "if last:")]
 
 
@@ -422,39 +454,10 @@ def parts_of(
 ) -> Parts:
     dataset = re.search(r"class (\w+)\(Dataset\)", "\n".join(task.prelude))
     assert dataset
-    samples = 16 * 4 * plan.accumulate
-    setup = [f"train_set = {dataset[1]}({samples}, seed=1)"]
-    collate = f", collate_fn={task.collate}" if task.collate else ""
-    if plan.evaluation == "strided":
-        setup += [f"test_set = {dataset[1]}(24, seed=2)"]
-        style = choose("test loader", "Subset", "sampler")
-        subset = "test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world)), batch_size=4"
-        sampler = "test_loader = DataLoader(test_set, batch_size=4, sampler=range(rank, len(test_set), world)"
-        setup.append((subset if style == "Subset" else sampler) + f"{collate})")
-    elif plan.evaluation != "none":
-        setup += [
-            f"test_set = {dataset[1]}(24, seed=2)",
-            f"test_loader = DataLoader(test_set, batch_size=4{collate})",
-        ]
+    setup = [f"train_set = {dataset[1]}({16 * 4 * plan.accumulate}, seed=1)"]
+    setup += test_set_lines(choose, task, plan, dataset[1])
     setup += data.setup
-    # Who averages by hand, and who divides the weights, must make the same ones on all ranks.
-    ways = ["alike"]
-    if plan.averaging != "fully_shard":
-        ways.append("by rank, broadcast")
-    way = choose("weights", *ways)
-    setup.append("torch.manual_seed(0)" if way == "alike" else "torch.manual_seed(rank)")
-    setup += task.build
-    setup.append("params = [p for p in net.parameters() if p.requires_grad]")
-    if task.gan and plan.averaging != "DDP":
-        way = choose.made["weights"] = "alike"
-        setup[setup.index(task.build[0]) - 1] = "torch.manual_seed(0)"
-    if way != "alike" and plan.averaging not in WITH_DDP:
-        setup += ["for tensor in net.state_dict().values():", "    dist.broadcast(tensor, src=0)"]
-    setup += wrap_lines(plan.averaging, task, choose)
-    if plan.averaging == "fully_shard":
-        setup.append("params = list(model.parameters())")
-    wrap = "DDP(critic)" if plan.averaging == "DDP" else "critic"
-    setup += [line.replace("WRAP(critic)", wrap) for line in task.after_wrap]
+    setup += model_lines(choose, task, plan)
     setup += optimizer_lines(plan)
     if plan.schedule != "none":
         setup.append(f"scheduler = {SCHEDULES[plan.schedule][0]}")
@@ -462,38 +465,80 @@ def parts_of(
         setup.append('scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)')
     setup += task.generators
     setup.append("torch.manual_seed(1000 + rank)")
-    manual = plan.optimizer in UPDATES or plan.optimizer == "autograd.grad"
-    decay = choose("lr by hand", "LR", "LR * 0.9**epoch") if manual else ""
-    if plan.averaging == "all_reduce, sum" and plan.optimizer != "lbfgs":
-        logged = ["dist.all_reduce(total)", "mean_loss = total / STEPS"]
-    else:
-        logged = ["dist.all_reduce(total)", "mean_loss = total / STEPS / world"]
-    step = step_lines(plan, task, fault)
-    body = [*task.unpack, *step, f"total += {task.logged}"]
-    epoch = [
+    epoch = epoch_lines(choose, task, plan, data, fault)
+    evaluate = evaluation_lines(plan, task) if plan.evaluation != "none" else []
+    prelude = [*constants(plan, per_rank), "", ""]
+    hooks = [HOOK_FUNCTIONS[plan.averaging]] if plan.averaging in HOOK_FUNCTIONS else []
+    classes = "\n\n\n".join([*task.prelude, *data.prelude, *hooks])
+    prelude += classes.split("\n")
+    return Parts(prelude, setup, epoch, evaluate, after_epoch_lines(plan))
+
+
+def test_set_lines(choose: Choices, task: Task, plan: Plan, dataset: str) -> list[str]:
+    if plan.evaluation == "none":
+        return []
+    collate = f", collate_fn={task.collate}" if task.collate else ""
+    loader_of = "test_loader = DataLoader(test_set, batch_size=4"
+    if plan.evaluation == "strided":
+        rows = "range(rank, len(test_set), world)"
+        if choose("test loader", "Subset", "sampler") == "Subset":
+            loader_of = f"test_loader = DataLoader(Subset(test_set, {rows}), batch_size=4"
+        else:
+            loader_of += f", sampler={rows}"
+    return [f"test_set = {dataset}(24, seed=2)", f"{loader_of}{collate})"]
+
+
+def model_lines(choose: Choices, task: Task, plan: Plan) -> list[str]:
+    """Who averages by hand, and who divides the weights, must make the same ones on all ranks."""
+    ways = ["alike"]
+    if plan.averaging != "fully_shard":
+        ways.append("by rank, broadcast")
+    way = choose("weights", *ways)
+    if task.gan and plan.averaging != "DDP":
+        way = choose.made["weights"] = "alike"
+    lines = ["torch.manual_seed(0)" if way == "alike" else "torch.manual_seed(rank)", *task.build]
+    lines.append("params = [p for p in net.parameters() if p.requires_grad]")
+    if way != "alike" and plan.averaging not in WITH_DDP:
+        lines += ["for tensor in net.state_dict().values():", "    dist.broadcast(tensor, src=0)"]
+    lines += wrap_lines(plan.averaging, task, choose)
+    if plan.averaging == "fully_shard":
+        lines.append("params = list(model.parameters())")
+    wrap = "DDP(critic)" if plan.averaging == "DDP" else "critic"
+    return lines + [line.replace("WRAP(critic)", wrap) for line in task.after_wrap]
+
+
+def epoch_lines(choose: Choices, task: Task, plan: Plan, data: Loader, fault: bool) -> list[str]:
+    """They end with mean_loss."""
+    rate = []
+    if is_manual(plan.optimizer):
+        rate = [f"lr = {choose('lr by hand', 'LR', 'LR * 0.9**epoch')}"]
+    is_sum_of_parts = plan.averaging == "all_reduce, sum" and plan.optimizer != "lbfgs"
+    mean = "total / STEPS" if is_sum_of_parts else "total / STEPS / world"
+    body = [*task.unpack, *step_lines(plan, task, fault), f"total += {task.logged}"]
+    return [
         *data.epoch,
-        *([f"lr = {decay}"] if decay else []),
+        *rate,
         "model.train()",
         "total = torch.zeros(())",
         *nested(body, f"for step, batch in enumerate({data.batches}):"),
-        *logged,
+        "dist.all_reduce(total)",
+        f"mean_loss = {mean}",
     ]
-    after = []
+
+
+def after_epoch_lines(plan: Plan) -> list[str]:
+    lines = []
     if plan.schedule != "none" and SCHEDULES[plan.schedule][1] != "step":
-        after.append(
+        lines.append(
             "scheduler.step(val_loss)" if plan.schedule == "plateau" else "scheduler.step()"
         )
     said = 'print(f"epoch {epoch}  loss {mean_loss:.4f}'
     said += '  test {val_loss:.4f}")' if plan.evaluation != "none" else '")'
     save = ["states = {'model': net.state_dict(), 'epoch': epoch}", "torch.save(states, 'last.pt')"]
-    after += nested([said, *(save if plan.saving == "rank 0" else [])], "if rank == 0:")
+    lines += nested([said, *(save if plan.saving == "rank 0" else [])], "if rank == 0:")
     if plan.saving == "rank 0":
-        after.append("dist.barrier()")
-    evaluate = evaluation_lines(plan, task) if plan.evaluation != "none" else []
-    prelude = [*constants(plan, per_rank), "", ""]
-    hooks = [HOOK_FUNCTIONS[plan.averaging]] if plan.averaging in HOOK_FUNCTIONS else []
-    classes = "\n\n\n".join([*task.prelude, *data.prelude, *hooks])
-    return Parts([*prelude, *classes.split("\n")], setup, epoch, evaluate, after)
+        lines.append("dist.barrier()")
+    return lines
 
 
 # How it is written: functions, a class, one module
@@ -513,7 +558,7 @@ def used(lines: list[str]) -> set[str]:
     return {node.id for node in ast.walk(ast.parse("\n".join(lines))) if isinstance(node, ast.Name)}
 
 
-class OfSelf(ast.NodeTransformer):
+class AttributesOfSelf(ast.NodeTransformer):
     def __init__(self, names: set[str]) -> None:
         self.names = names
 
@@ -524,7 +569,7 @@ class OfSelf(ast.NodeTransformer):
 
 
 def of_self(lines: list[str], names: set[str]) -> list[str]:
-    tree = OfSelf(names).visit(ast.parse("\n".join(lines)))
+    tree = AttributesOfSelf(names).visit(ast.parse("\n".join(lines)))
     return ast.unparse(ast.fix_missing_locations(tree)).split("\n")
 
 
@@ -649,10 +694,8 @@ def generate(seed: int, reference: bool = False, fault: bool = False) -> Script:
     batch = "BATCH" if per_rank else "GLOBAL_BATCH // world"
     state = choose.random.getstate()
     data = loader(choose, task, batch, reference, guarded)
-    if data.varying and per_rank:
-        data = None  # type: ignore
-    choose.random.setstate(state)
-    if data is None:
+    if data.varying and per_rank:  # the same once more, with a global batch to cut
+        choose.random.setstate(state)
         per_rank, batch = False, "GLOBAL_BATCH // world"
         choose.made["batch size"] = "global"
         data = loader(choose, task, batch, reference, guarded)

@@ -20,12 +20,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from prove.record import Ended, RankRecord, Settings, read_records
+from prove.rank_record import Ended, RankRecord, Settings, read_records
 
 HOOKS = Path(__file__).parent / "hooks"
-SURE_AFTER = 1.5  # seconds without progress, if the ranks wait for different things
-BEATS = 4  # a rank that has not written so often since then may only be slow
-GRACE = 3.0  # seconds that the others get when one rank has failed
+SECONDS_UNTIL_SURE = 1.5  # seconds without progress, if the ranks wait for different things
+BEATS_OF_A_LIVE_RANK = 4  # a rank that has not written so often since then may only be slow
+SECONDS_AFTER_FAILURE = 3.0  # seconds that the others get when one rank has failed
 
 
 @dataclass
@@ -82,7 +82,7 @@ def preload() -> None:
     torch.set_num_threads(1)  # a process with a pool of threads must not fork
 
 
-def hooked(environment: Mapping[str, str], folder: Path, module: str) -> dict[str, str]:
+def hook_variables(environment: Mapping[str, str], folder: Path, module: str) -> dict[str, str]:
     """Variables for a command: each of its processes calls install() of that module in this folder
     when it has imported torch."""
     paths = [str(HOOKS), environment.get("PYTHONPATH", "")]
@@ -137,7 +137,7 @@ class SpareProcess:
     """
 
     def __init__(self) -> None:
-        code = "from prove import launch; launch.become_what_is_asked_for()"
+        code = "from prove import processes; processes.become_what_is_asked_for()"
         self.process: subprocess.Popen | None = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, text=True
         )
@@ -183,7 +183,7 @@ class Processes:
         if torchrun := as_torchrun(command):
             self.fork(torchrun, environment, log)
         else:
-            environment = environment | hooked(environment, HOOKS.parents[1], "prove.observe")
+            environment |= hook_variables(environment, HOOKS.parents[1], "prove.observe")
             with log.open("w") as out:
                 started = subprocess.Popen(
                     command, env=environment, stdout=out, stderr=out, start_new_session=True
@@ -227,7 +227,8 @@ class Processes:
                 if status and not self.failed_at:
                     self.status = os.waitstatus_to_exitcode(status)
                     self.failed_at = time.monotonic()
-        if self.failed_at and self.alive and time.monotonic() - self.failed_at > GRACE:
+        others_wait = self.failed_at and self.alive
+        if others_wait and time.monotonic() - self.failed_at > SECONDS_AFTER_FAILURE:
             self.end([])  # as torchrun does when a rank has failed
         return bool(self.alive)
 
@@ -282,7 +283,8 @@ class Patience:
             self.last, self.since = now, time.monotonic()
             self.beats = {rank.rank: rank.progress.beats for rank in records}
         alive = [rank for rank in records if rank.ended == Ended.NOT_YET]
-        if any(rank.progress.beats < self.beats[rank.rank] + BEATS for rank in alive):
+        beats = [rank.progress.beats - self.beats[rank.rank] for rank in alive]
+        if any(number < BEATS_OF_A_LIVE_RANK for number in beats):
             return 0.0
         return time.monotonic() - self.since
 
@@ -312,7 +314,7 @@ def execute(
             records = read_records(settings.folder, settings.name)
             limit = timeout if records else 10 * timeout  # before the ranks meet: downloads
             if wait_for_different_things(records):
-                limit = SURE_AFTER
+                limit = SECONDS_UNTIL_SURE
             if patience.seconds(records) > limit:
                 hang = bool(records) and all(map(is_waiting, records))
                 silent = not hang

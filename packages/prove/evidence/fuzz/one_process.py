@@ -2,7 +2,7 @@
 
 They are compared after all steps of all epochs.
 
-    python oracle.py 0 300 [--jobs 2]
+    python one_process.py 0 300 [--jobs 2]
 
 This knows nothing of prove. Script and reference differ in their data lines only: the reference
 makes the loaders of both ranks and joins their samples, one of rank 0, one of rank 1, and so on.
@@ -43,7 +43,7 @@ LIMIT = 1e-7  # of the way from the first weights to the last: rounding, after u
 SECONDS = 120
 
 
-class Draws:
+class DrawsByRow:
     """Numbers by call, rank and row, in the place of torch's."""
 
     def __init__(self, rank: int, world: int) -> None:
@@ -64,58 +64,65 @@ class Draws:
         parts = [draw(part, self.generator(rank)) for rank in range(RANKS)]
         return torch.stack(parts, 1).flatten(0, 1)
 
-    def install(self) -> None:
-        randn, rand, randint, randperm = torch.randn, torch.rand, torch.randint, torch.randperm
+    def by_row(self, original: Any) -> Any:
+        """Of torch.randn or torch.rand: the same, but drawn here."""
 
-        def is_common(options: dict) -> bool:
-            """A generator that is seeded alike on all ranks, for data and weights."""
-            generator = options.get("generator")
-            return generator is not None and generator.initial_seed() < 10_000
+        def drawn(*size: Any, **options: Any) -> Tensor:
+            if is_common(options):
+                return original(*size, **options)
+            shape = tuple(size[0]) if size and not isinstance(size[0], int) else size
+            return self.rows(lambda s, g: original(s, generator=g), shape)
 
-        def shape_of(size: tuple) -> tuple[int, ...]:
-            return tuple(size[0]) if size and not isinstance(size[0], int) else size
+        return drawn
 
-        def by_row(original: Any) -> Any:
-            def drawn(*size: Any, **options: Any) -> Tensor:
-                if is_common(options):
-                    return original(*size, **options)
-                return self.rows(lambda s, g: original(s, generator=g), shape_of(size))
-
-            return drawn
-
-        torch.randn, torch.rand = by_row(randn), by_row(rand)
-        torch.randn_like = lambda x: torch.randn(x.shape)
-
+    def integers_by_row(self, original: Any) -> Any:
         def integers(low: int, high: int, size: Any, **options: Any) -> Tensor:
             if is_common(options):
-                return randint(low, high, size, **options)
-            return self.rows(lambda s, g: randint(low, high, s, generator=g), tuple(size))
+                return original(low, high, size, **options)
+            return self.rows(lambda s, g: original(low, high, s, generator=g), tuple(size))
 
+        return integers
+
+    def permutation_by_row(self, original: Any) -> Any:
         def permutation(n: int, **options: Any) -> Tensor:
             if is_common(options):
-                return randperm(n, **options)
+                return original(n, **options)
             self.calls, self.drew = self.calls + 1, True
             if self.world > 1:
-                return randperm(n, generator=self.generator(0))
-            of_rank = randperm(n // RANKS, generator=self.generator(0)) * RANKS
+                return original(n, generator=self.generator(0))
+            of_rank = original(n // RANKS, generator=self.generator(0)) * RANKS
             return torch.stack([of_rank + rank for rank in range(RANKS)], 1).flatten()
 
-        torch.randint, torch.randperm = integers, permutation
+        return permutation
 
-        def dropout(
-            x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-        ) -> Tensor:
-            return x * (torch.rand(x.shape) >= p).to(x.dtype) / (1 - p) if training and p else x
+    def install(self) -> None:
+        put_in(torch, randn=self.by_row(torch.randn), rand=self.by_row(torch.rand))
+        put_in(torch, randn_like=lambda x: torch.randn(x.shape))
+        put_in(torch, randint=self.integers_by_row(torch.randint))
+        put_in(torch, randperm=self.permutation_by_row(torch.randperm))
+        put_in(nn.functional, dropout=dropout, dropout2d=dropout2d)
 
-        def dropout2d(
-            x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-        ) -> Tensor:
-            if not training:
-                return x
-            mask = (torch.rand(*x.shape[:2]) >= p).to(x.dtype) / (1 - p)
-            return x * mask[:, :, None, None]
 
-        nn.functional.dropout, nn.functional.dropout2d = dropout, dropout2d
+def put_in(module: Any, **functions: Any) -> None:
+    for name, function in functions.items():
+        setattr(module, name, function)
+
+
+def is_common(options: dict) -> bool:
+    """A generator that is seeded alike on all ranks, for data and weights."""
+    generator = options.get("generator")
+    return generator is not None and generator.initial_seed() < 10_000
+
+
+def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return x * (torch.rand(x.shape) >= p).to(x.dtype) / (1 - p) if training and p else x
+
+
+def dropout2d(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training:
+        return x
+    mask = (torch.rand(*x.shape[:2]) >= p).to(x.dtype) / (1 - p)
+    return x * mask[:, :, None, None]
 
 
 def normalize_by_rank() -> None:
@@ -130,7 +137,7 @@ def normalize_by_rank() -> None:
         other = original(x[1::RANKS], mean.clone(), var.clone(), *rest, **more)
         return torch.stack([first, other], 1).flatten(0, 1)
 
-    nn.functional.batch_norm = batch_norm
+    put_in(nn.functional, batch_norm=batch_norm)
 
 
 class Weights:
@@ -180,7 +187,7 @@ def run_rank(rank: int, world: int, text: str, folder: str, command: list[str]) 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), RANKS=str(world))
     sys.argv = ["train.py", *(["--world-size", str(world)] if "--world-size" in command else [])]
     torch.set_default_dtype(torch.float64)
-    draws, weights = Draws(rank, world), Weights()
+    draws, weights = DrawsByRow(rank, world), Weights()
     draws.install()
     weights.watch()
     if world == 1:
@@ -196,8 +203,8 @@ def run_rank(rank: int, world: int, text: str, folder: str, command: list[str]) 
         )
         leave()
 
-    dist.init_process_group, dist.destroy_process_group = init_process_group, destroy_process_group
-    torch.multiprocessing.spawn = lambda function, args, nprocs: function(rank, *args)
+    put_in(dist, init_process_group=init_process_group, destroy_process_group=destroy_process_group)
+    put_in(torch.multiprocessing, spawn=lambda function, args, nprocs: function(rank, *args))
     try:
         runpy.run_path("train.py", run_name="__main__")
     except BaseException:
@@ -215,7 +222,7 @@ class FailedError(Exception):
 def final_weights(text: str, world: int, command: list[str]) -> dict:
     """Of rank 0, when all ranks have ended."""
     context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory(prefix="oracle-") as folder:
+    with tempfile.TemporaryDirectory(prefix="one-process-") as folder:
         ranks = [
             context.Process(target=run_rank, args=(rank, world, text, folder, command))
             for rank in range(world)
@@ -315,7 +322,7 @@ def same_numbers(numbers: list[float], others: list[float]) -> bool:
     return len(numbers) == len(others) and all(abs(own - other) < 2e-4 for own, other in pairs)
 
 
-class Answer(NamedTuple):
+class Compared(NamedTuple):
     seed: int
     apart: float  # of the script and its reference
     apart_with_fault: float
@@ -327,7 +334,7 @@ class Answer(NamedTuple):
         return not self.error and self.apart <= LIMIT < 1e-4 < self.apart_with_fault
 
 
-def answer(seed: int, with_fault: bool = True) -> Answer:
+def compared(seed: int, with_fault: bool = True) -> Compared:
     script, reference = generate(seed), generate(seed, reference=True)
     try:
         one = final_weights(reference.text, 1, script.command)
@@ -337,11 +344,11 @@ def answer(seed: int, with_fault: bool = True) -> Answer:
             faulty = generate(seed, fault=True)
             apart_with_fault = distance(final_weights(faulty.text, RANKS, script.command), one)
     except FailedError as error:
-        return Answer(seed, 0.0, 0.0, False, str(error)[-1500:])
-    error = ""
+        return Compared(seed, 0.0, 0.0, False, str(error)[-1500:])
+    problem = ""
     if not same_numbers(of_ranks["printed"], one["printed"]):
-        error = f"prints {of_ranks['printed']}, and {one['printed']} as one process"
-    return Answer(seed, distance(of_ranks, one), apart_with_fault, of_ranks["drew"], error)
+        problem = f"prints {of_ranks['printed']}, and {one['printed']} as one process"
+    return Compared(seed, distance(of_ranks, one), apart_with_fault, of_ranks["drew"], problem)
 
 
 def main() -> int:
@@ -357,7 +364,7 @@ def main() -> int:
     seeds = args.only or range(args.first, args.end)
     context, failed, right = multiprocessing.get_context("fork"), [], []
     with ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
-        for each in pool.map(partial(answer, with_fault=not args.without_fault), seeds):
+        for each in pool.map(partial(compared, with_fault=not args.without_fault), seeds):
             if each.right:
                 right.append(each)
                 continue

@@ -5,14 +5,14 @@ A dispatch mode of torch sees all that autograd sees, and also what is done to `
 optimizer of torch is watched by its first write to a parameter after a batch.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prove.draws import is_draw
-from prove.rank_run import RankRun
+from prove.draws import Draws, is_draw
 
 
 def address_of(tensor: Tensor) -> int:
@@ -45,26 +45,28 @@ class HandMadeSteps:
         return self.addresses != before
 
 
-class Dispatch(TorchDispatchMode):
-    def __init__(self, run: RankRun) -> None:
+class OperationWatcher(TorchDispatchMode):
+    def __init__(
+        self, draws: Draws, by_hand: HandMadeSteps, step_begins: Callable[[], None]
+    ) -> None:
         super().__init__()
-        self.run = run
+        self.draws, self.by_hand, self.step_begins = draws, by_hand, step_begins
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        kwargs, draws = kwargs or {}, self.run.draws
-        if not draws.active:
+        kwargs = kwargs or {}
+        if not self.draws.active:
             return function(*args, **kwargs)
-        by_hand = self.run.model.by_hand
-        if by_hand.addresses and args and function._schema.is_mutable:
+        if self.by_hand.addresses and args and function._schema.is_mutable:
             written = args[0] if isinstance(args[0], list | tuple) else args[:1]
-            if any(by_hand.holds(tensor) for tensor in written):
-                self.run.model.parameters_change()
+            if any(self.by_hand.holds(tensor) for tensor in written):
+                self.step_begins()
         if not is_draw(function):
             return function(*args, **kwargs)
-        return draws.of_operation(function, args, kwargs)
+        return self.draws.of_operation(function, args, kwargs)
 
 
-def install(run: RankRun) -> None:
-    Dispatch(run).__enter__()
+def install(draws: Draws, by_hand: HandMadeSteps, step_begins: Callable[[], None]) -> None:
+    """step_begins: called before the script itself writes to a parameter."""
+    OperationWatcher(draws, by_hand, step_begins).__enter__()

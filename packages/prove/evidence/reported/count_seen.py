@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Who sees the mistakes that others reported? Each is here as a script, and once more cured.
 
-    python run_faults.py first|last [NAME ...]    what prove says of both
-    python run_faults.py page                     ../real_faults.md, from results/*.json
+    python count_seen.py now [NAME ...]    what prove says of both: results/now.json
+    python count_seen.py page              README.md, from results/*.json
 
-`first` was counted before prove was changed for any of them, and is not run again. Nor is
-results/detail.json, which is what TORCH_DISTRIBUTED_DEBUG=DETAIL prints; its program is in commit
-6fc7624.
+results/before.json was counted before prove was changed for any of them, and is not counted again.
+Nor is results/torch_debug.json, which is what TORCH_DISTRIBUTED_DEBUG=DETAIL prints; its program is
+in commit 6fc7624.
 
 A mistake is seen if prove says WRONG, or gives a warning that the cured script has not. A false
 alarm is WRONG for the cured script, which is proven if its row `one rank` is right.
@@ -29,7 +29,8 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).resolve().parent
-RESULTS, PAGE = HERE / "results", HERE.parent / "real_faults.md"
+RESULTS, PAGE = HERE / "results", HERE / "README.md"
+COUNTS = ("before", "now")  # of prove
 SECONDS, JOBS = 180, 2
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
@@ -44,7 +45,8 @@ The first count was made before prove was changed for any of them. A mistake is 
 says WRONG or gives a warning that the cured script has not. WRONG for the cured script is a false \
 alarm, and the script is *proven* if its row `one rank` is right.
 
-`python packages/prove/faults/run_faults.py last` counts again, and `page` writes this page.
+`python packages/prove/evidence/reported/count_seen.py now` counts again, and `page` writes \
+this page.
 """
 DEBUGGED = """\
 `TORCH_DISTRIBUTED_DEBUG=DETAIL` (torch {torch}), which checks that collectives match, says \
@@ -91,10 +93,10 @@ def cured(source: str, diff: str) -> str:
 
 
 def pairs(names: list[str] | None = None) -> list[Pair]:
-    known = [Pair(**entry) for entry in json.loads((HERE / "faults.json").read_text())]
+    known = [Pair(**entry) for entry in json.loads((HERE / "reported.json").read_text())]
     unknown = set(names or []) - {pair.name for pair in known}
     if unknown:
-        raise SystemExit(f"run_faults.py: no such pair: {', '.join(sorted(unknown))}")
+        raise SystemExit(f"count_seen.py: no such pair: {', '.join(sorted(unknown))}")
     return [pair for pair in known if not names or pair.name in names]
 
 
@@ -143,7 +145,7 @@ def proven(pair: Pair, file: str) -> dict:
     evidence = {
         row["check"]: row["evidence"] for row in written["rows"] if row["verdict"] != "right"
     }
-    answer = {"status": status, "rows": by_verdict, "evidence": evidence}
+    answer: dict = {"status": status, "rows": by_verdict, "evidence": evidence}
     if not by_verdict:
         last = (output.strip().splitlines() or [""])[-1]
         answer["said"] = (written["error"] or last)[-200:]
@@ -156,23 +158,23 @@ def proven_pair(pair: Pair) -> dict:
     return answers
 
 
-def count(which: str, names: list[str]) -> None:
-    chosen, file = pairs(names), RESULTS / f"{which}.json"
+def count(names: list[str]) -> None:
+    """Those that are not named keep what was counted last."""
+    chosen = pairs(names)
     with ThreadPoolExecutor(JOBS) as pool:
         answers = list(pool.map(proven_pair, chosen))
-    before = json.loads(file.read_text())["pairs"] if file.exists() and names else {}
+    kept = load("now")["pairs"] if names else {}
     commit = subprocess.check_output(
         ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, text=True
     ).strip()
-    found = before | {pair.name: answer for pair, answer in zip(chosen, answers, strict=True)}
+    counted = kept | {pair.name: answer for pair, answer in zip(chosen, answers, strict=True)}
     result = {
         "date": str(date.today()),
         "torch": torch.__version__,
         "commit": commit,
-        "pairs": found,
+        "pairs": counted,
     }
-    RESULTS.mkdir(exist_ok=True)
-    file.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    (RESULTS / "now.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
 
 
 def warned(answers: dict) -> list[str]:
@@ -234,15 +236,13 @@ def of_cure(answers: dict) -> str:
     )
 
 
-def load(which: str) -> dict | None:
-    file = RESULTS / f"{which}.json"
-    return json.loads(file.read_text()) if file.exists() else None
+def load(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def counts_table(results: dict[str, dict]) -> list[str]:
+def counts_table(counts: dict[str, dict]) -> list[str]:
     """One column for each count of prove."""
-    of_prove = {which: results[which] for which in ("first", "last") if which in results}
-    titles = [f"{which} ({of['date']}, `{of['commit']}`)" for which, of in of_prove.items()]
+    titles = [f"{name} ({of['date']}, `{of['commit']}`)" for name, of in counts.items()]
     lines = [f"| prove | {' | '.join(titles)} |", "|---" * (1 + len(titles)) + "|"]
     for label, count_of, runs in (
         ("mistakes seen", seen, 1),
@@ -250,8 +250,8 @@ def counts_table(results: dict[str, dict]) -> list[str]:
         ("cured scripts proven on one rank", is_proven, 1),
         ("runs that ended without a table", without_table, 2),
     ):
-        counts = [sum(map(count_of, of["pairs"].values())) for of in of_prove.values()]
-        cells = [f"{number} of {runs * len(pairs())}" for number in counts]
+        numbers = [sum(map(count_of, of["pairs"].values())) for of in counts.values()]
+        cells = [f"{number} of {runs * len(pairs())}" for number in numbers]
         lines.append(f"| {label} | {' | '.join(cells)} |")
     return lines
 
@@ -262,27 +262,26 @@ def report_link(pair: Pair) -> str:
 
 
 def page() -> str:
-    results = {which: found for which in ("first", "last", "detail") if (found := load(which))}
-    proofs = [which for which in ("first", "last") if which in results]
-    columns = [f"prove {which}: mistake; cure" for which in proofs]
+    counts, debugged = {name: load(name) for name in COUNTS}, load("torch_debug")
+    columns = [f"prove {name}: mistake; cure" for name in COUNTS]
     rows = []
     for pair in sorted(pairs(), key=lambda pair: pair.kind):
-        answers = [results[which]["pairs"][pair.name] for which in proofs]
+        answers = [counted["pairs"][pair.name] for counted in counts.values()]
         cells = [f"{of_fault(answer)}; {of_cure(answer)}" for answer in answers]
-        detail = debug_alarm(results["detail"]["pairs"][pair.name]) or "nothing"
-        folder = f"faults/pairs/{pair.name}"
+        detail = debug_alarm(debugged["pairs"][pair.name]) or "nothing"
+        folder = f"pairs/{pair.name}"
         scripts = f"[{pair.name}]({folder}/train.py), [cure]({folder}/cure.diff)"
         said = f"{pair.fault} {report_link(pair)}"
         rows.append(f"| {pair.kind} | {said} | {scripts} | {' | '.join(cells)} | {detail} |")
-    helped = sum(bool(debug_alarm(answers)) for answers in results["detail"]["pairs"].values())
+    helped = sum(bool(debug_alarm(answers)) for answers in debugged["pairs"].values())
     return "\n".join(
         [
-            "# Real faults",
+            "# Mistakes that others reported",
             "",
             INTRODUCTION.format(pairs=len(pairs())),
-            *counts_table(results),
+            *counts_table(counts),
             "",
-            DEBUGGED.format(helped=helped, pairs=len(pairs()), torch=results["detail"]["torch"]),
+            DEBUGGED.format(helped=helped, pairs=len(pairs()), torch=debugged["torch"]),
             f"| kind | what was reported | script | {' | '.join(columns)} | DETAIL |",
             "|---" * (4 + len(columns)) + "|",
             *rows,
@@ -293,13 +292,13 @@ def page() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=("first", "last", "page"))
+    parser.add_argument("what", choices=("now", "page"))
     parser.add_argument("names", nargs="*", help="of pairs; default: all")
     args = parser.parse_args()
     if args.what == "page":
         PAGE.write_text(page())
     else:
-        count(args.what, args.names)
+        count(args.names)
 
 
 if __name__ == "__main__":

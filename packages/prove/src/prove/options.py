@@ -1,0 +1,28 @@
+"""What can stand between `python -m prove` and the command that is to be proven?"""
+
+from argparse import REMAINDER, ArgumentParser, Namespace
+from pathlib import Path
+
+DESCRIPTION = (
+    "Is a script that trains on several GPUs right? It is run, observed, and replayed by one rank."
+)
+
+
+def parse_args(arguments: list[str] | None = None) -> Namespace:
+    parser = ArgumentParser("python -m prove", description=DESCRIPTION)
+    add = parser.add_argument
+    add("--batches", type=int, default=4, help="of each loader and epoch")
+    add("--timeout", type=float, default=60, help="seconds without progress that are a hang")
+    add("--original", help="command of the script for one GPU that this one was made from")
+    add("--alone", help="command that starts one rank, for launchers other than torchrun")
+    add("--cpu", action="store_true", help="run a script written for GPUs on CPUs")
+    add("--float32", action="store_true", help="as it is, not in float64")
+    add("--allow-unproven", action="store_true", help="exit with 0 also if nothing is proven")
+    add("--json", type=Path, help="write the table here, too")
+    add("command", nargs=REMAINDER, help="torchrun ... train.py ...")
+    args = parser.parse_args(arguments)
+    if not args.command:
+        parser.error("which command? python -m prove torchrun --nproc-per-node=2 train.py")
+    if args.batches < 1:
+        parser.error(f"--batches {args.batches} is less than 1")
+    return args

@@ -1,0 +1,56 @@
+"""How do the facts of a row become words? By str.format, with a few more formats.
+
+{steps:n step}      4 steps, and 1 step
+{apart:percent}     2%, and 1.5e-04
+{names}  {parts: + }    a list, joined by a comma or by what is given; of a long one, the first
+{values:each .4g}   a list of numbers, each with four digits
+"""
+
+from collections.abc import Mapping
+from string import Formatter
+from typing import Any
+
+MOST_NAMES = 3  # of parameters or places in one row
+
+Facts = Mapping[str, Any]  # numbers, texts, lists of them, and parts: also what JSON can hold
+
+
+def part(words: str, **facts: Any) -> dict[str, Any]:
+    """A fact that is a phrase with facts of its own, and not only a number or a name."""
+    return {"words": words, **facts}
+
+
+def in_words(template: str, facts: Facts) -> str:
+    return FactFormatter().vformat(template, (), facts)
+
+
+class FactFormatter(Formatter):
+    def format_field(self, value: Any, spec: str) -> str:
+        if isinstance(value, Mapping):  # made by `part`
+            return in_words(value["words"], value)
+        if spec.startswith("each "):
+            return listed([self.format_field(item, spec[5:]) for item in value])
+        if isinstance(value, list | tuple):
+            return listed([self.format_field(item, "") for item in value], spec or ", ")
+        if spec.startswith("n "):
+            return count(value, spec[2:])
+        if spec == "percent":
+            return percent(value)
+        if spec == ".0e" and value == 0:
+            return "0"
+        return str(super().format_field(value, spec))
+
+
+def count(number: int, noun: str) -> str:
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}" + ending * (number != 1)
+
+
+def listed(names: list[str], separator: str = ", ") -> str:
+    """The first names, and how many more there are."""
+    text = separator.join(names[:MOST_NAMES])
+    return text + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
+
+
+def percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 else f"{share:.1e}"
