@@ -457,7 +457,9 @@ def test_batches_of_a_class_of_the_script_are_replayed_from_all_ranks(prove_scri
 def test_a_rank_that_cannot_be_watched_says_why(tmp_path):
     environment = {"OMP_NUM_THREADS": "1"}  # and no PROVE, which install() reads
     log = tmp_path / "log"
-    rank = process_context.Process(target=processes.become_rank, args=(["train.py"], environment, log))
+    rank = process_context.Process(
+        target=processes.become_rank, args=(["train.py"], environment, log)
+    )
     rank.start()
     rank.join(SECONDS)
     assert rank.exitcode == 1
