@@ -630,6 +630,18 @@ def test_an_evaluation_that_prove_itself_cuts_is_not_said_to_stop_early(prove_sc
         assert verdict(ended, "evaluation") == expected, ended.stdout + ended.stderr
 
 
+def test_data_sets_that_belong_to_one_rank_each_are_not_taken_for_one_that_few_evaluate(
+    prove_script,
+):
+    """The control: one data set, which rank 0 alone evaluates."""
+    loop = "for points, labels in DataLoader(shard, batch_size=8):\n"
+    own = loop.replace("shard", "[(shard[i][0] + rank, shard[i][1]) for i in range(len(shard))]")
+    alone = loop.replace("shard", "shard if rank == 0 else []")
+    for changed, expected in ((own, "not seen"), (alone, "right")):
+        ended = prove_script(planted((loop, changed)))
+        assert verdict(ended, "evaluation") == expected, ended.stdout + ended.stderr
+
+
 class Drawing(Dataset):
     """Four samples, for each of which something is drawn."""
 

@@ -240,6 +240,7 @@ class Reason(Enum):
         "--batches"
     )
     EVALUATED_BY_SOME = "by {ranks} of {world_size} ranks ({at})"
+    EVALUATED_OWN_DATASETS = "each rank evaluates a data set of its own ({at})"
     EVALUATED_UNKNOWN = "the samples of {at} cannot be told apart"
     EVALUATED_BY_EACH = (
         "each rank evaluates all {size} samples ({at})",
