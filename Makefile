@@ -6,7 +6,8 @@ RUN := $(VENV)/bin/python
 SITE := .venv-site
 SPHINX := $(SITE)/bin/python -m sphinx -q -E -W --keep-going -j auto -c docs/site
 # Whose types are checked, each folder for itself, because several hold a train.py.
-TYPED_FOLDERS := $(sort $(dir $(wildcard 0*_*/*.py 0*_*/*/*.py beyond/*/*.py packages/*/src/*/*.py)))
+TYPED_FOLDERS := $(sort $(dir $(wildcard 0*_*/*.py 0*_*/*/*.py beyond/*/*.py)))
+TYPED_FOLDERS += $(sort $(dir $(wildcard packages/*/src/*/*.py packages/*/evidence/*/*.py)))
 TYPED_FOLDERS := $(filter-out beyond/tests/,$(TYPED_FOLDERS)) common/ notebooks/ benchmarks/ docs/tools/
 
 .PHONY: help tour test lint break puzzle check-pages bench gpu pictures notebooks bench-all faults
