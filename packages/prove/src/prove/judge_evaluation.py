@@ -25,8 +25,8 @@ def evaluation_rows(records: list[RankRecord]) -> list[ReportRow]:
         return [not_seen(CHECK, Reason.NO_EVALUATION)]
     of_one_rank_each = all(len(loader_runs) == 1 for loader_runs in datasets.values())
     if of_one_rank_each and all(evaluations(rank) for rank in records):
-        [first], *_ = datasets.values()
-        return [not_seen(CHECK, Reason.EVALUATED_OWN_DATASETS, at=first.at)]
+        at = evaluations(records[0])[0].at
+        return [not_seen(CHECK, Reason.EVALUATED_OWN_DATASETS, at=at)]
     rows = [row_of_dataset(records, loader_runs) for loader_runs in datasets.values()]
     by_reason: dict[Reason, list[ReportRow]] = {}
     for row in [row for row in rows if row.verdict != RIGHT] or rows[:1]:
