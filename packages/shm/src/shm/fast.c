@@ -5,6 +5,7 @@
 
 #include <limits.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/syscall.h>
@@ -18,6 +19,7 @@ enum { ARRIVED = 0, CALL = 1, TRANSFER = 3, BELL = 8, ASLEEP = 9 /* behind it */
 enum { WRITE, SUM, COLLECT };                 /* what comes next */
 enum { DONE = -1, DIFFERS = -2 };             /* or the rank that is awaited */
 enum { AROUND_THE_CACHE = 1 << 18, BLOCK = 512, MOST_RANKS = 64 };
+enum { LOOKS = 200 }; /* for another rank before other programs may have the core: microseconds */
 
 typedef struct {
     int64_t *counters;
@@ -95,6 +97,7 @@ static int64_t wait(const Call *c, int64_t spins) {
         const int64_t *other = c->counters + r * COUNTERS, odd = c->arrivals % 2;
         while (__atomic_load_n(other + ARRIVED, __ATOMIC_ACQUIRE) < c->arrivals) {
             if (spins-- <= 0) return r;
+            if (spins % LOOKS == 0) sched_yield();
 #ifdef __x86_64__
             _mm_pause();
 #endif

@@ -133,6 +133,16 @@ class Work(dist.Work):
         return self.outputs
 
 
+class Completed(Work):
+    """A call that ended at once."""
+
+    done = True
+
+    def __init__(self, outputs: object) -> None:
+        dist.Work.__init__(self)
+        self.outputs = outputs
+
+
 class Pending:
     """All calls of this process that are not complete."""
 
@@ -159,12 +169,18 @@ class Pending:
             raise work.error
         return work
 
+    def is_free(self, segment: Segment) -> bool:
+        """No call runs, so another may begin at once: then this holds the lock."""
+        if self.running or segment.failure:
+            return False
+        return self.lock.acquire(blocking=False)
+
     def ends_soon(self, work: Work, wait: bool) -> bool:
         """Carry out a call on the spot, if no other runs and all ranks come at once, as most do.
 
         Then it needs no queue, no clock, and nobody who asks whether a rank lives.
         """
-        if self.running or work.segment.failure or not self.lock.acquire(blocking=False):
+        if not self.is_free(work.segment):
             return False
         try:
             next(work.steps)
