@@ -19,6 +19,7 @@ from shm.messages import BOX_BYTES, CACHE_LINES_PER_BOX, Messages
 from shm.segment import CACHE_LINES_PER_RANK, MESSAGE_BELL, PASSED, REACHED, Segment, Steps
 from shm.work import NAP, CallQueue, Completed, Work, pending, without_autograd
 
+LEAST_SPINS = 20  # for a message, where ranks have no cores of their own: only two take part
 Tensors = list[Tensor]  # of one tensor: torch once had one for each device of a process
 
 
@@ -348,7 +349,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self.start_message(deque(), work)
 
     def start_message(self, queue: CallQueue, work: Work) -> Work:
-        work.bell = MESSAGE_BELL
+        work.bell, work.spins = MESSAGE_BELL, max(work.spins, LEAST_SPINS)
         is_complete = pending.ends_soon(work, wait=False)
         return work if is_complete else pending.start(queue, work, wait=False)
 

@@ -73,8 +73,11 @@ def time_of(call: Callable[[], object], calls: int, meet: Callable[[], object]) 
     return (time.perf_counter() - begin) / calls * 1e6
 
 
-def measure(name: str, size: int, group: Any, seconds: float) -> Row:
-    """One row of the table, on each rank. The ways take turns, until the time is over."""
+def measure(name: str, size: int, group: Any, seconds: float, cores: dict[str, set[int]]) -> Row:
+    """One row of the table, on each rank. The ways take turns, until the time is over.
+
+    cores: where each way runs. gloo has threads of its own, and is slower on a single core.
+    """
     call = call_of(name, size, dist.get_rank(), dist.get_world_size())
     x, y = torch.ones(size // 4), torch.zeros(size // 4)
     ways: dict[str, Callable[[], object]] = {"limit": partial(y.copy_, x)}
@@ -84,6 +87,7 @@ def measure(name: str, size: int, group: Any, seconds: float) -> Row:
     end, go_on = time.monotonic() + seconds, torch.ones(1)
     while go_on:
         for way, run in ways.items():
+            os.sched_setaffinity(0, cores[way])
             times[way].append(time_of(run, repeats, partial(dist.barrier, group)))
         go_on.fill_(time.monotonic() < end or len(times["limit"]) < LEAST_TURNS)
         dist.broadcast(go_on, 0, group)
@@ -99,16 +103,18 @@ def measure(name: str, size: int, group: Any, seconds: float) -> Row:
 
 def run_rank(rank: int, args: Any, store: str, results: Path) -> None:
     torch.set_num_threads(1)
-    if args.pin:
-        pin(rank, args.ranks)
-    limit = timedelta(minutes=5)
+    limit, all_cores = timedelta(minutes=5), os.sched_getaffinity(0)
     dist.init_process_group("gloo", f"file://{store}", limit, args.ranks, rank)
     group = dist.new_group(backend="shm")
+    if args.pin:
+        pin(rank, args.ranks)
+    own_cores = os.sched_getaffinity(0)
+    cores = {"limit": own_cores, "gloo": all_cores, "shm": own_cores}
     rows = []
     for name in args.calls:
         for size in args.sizes:
             seconds = args.seconds / len(args.calls) / len(args.sizes)
-            rows.append(measure(name, size, group, seconds))
+            rows.append(measure(name, size, group, seconds, cores))
             if rank == 0:
                 print(line(rows[-1]), flush=True)
     if rank == 0:

@@ -49,6 +49,7 @@ class Work(dist.Work):
         self.steps = steps
         self.outputs = outputs
         self.limit = segment.limit
+        self.spins = segment.spins  # polls before it sleeps
 
     def advance(self) -> bool:
         """Go on as far as possible; True if that was the end. Only `Pending` calls this."""
@@ -225,7 +226,7 @@ class Pending:
                     return False
                 self.poll()
                 polls += 1
-                if polls < work.segment.spins:
+                if polls < work.spins:
                     os.sched_yield()
                 elif len(self.running) == 1 and len(work.awaited) == 1:
                     work.segment.sleep_until_bell(work.awaited[0], work.bell, LONGEST_NAP)
