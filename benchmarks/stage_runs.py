@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from shm.__main__ import pin
+
 ROOT = Path(__file__).resolve().parents[1]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "RANKS")
 STAGE_01, STAGE_04 = "01_single_gpu/train.py", "04_ddp_torchrun/train.py"
@@ -159,6 +161,9 @@ def time_apart(processes: int, local_batch: int, *flags: str, steps: int = 50) -
     with TemporaryDirectory() as folder:
         folders = [Path(folder, str(number)) for number in range(processes)]
         running = [start(command, at, variables(n, processes)) for n, at in enumerate(folders)]
+        if sys.platform == "linux" and not torch.cuda.is_available():
+            for number, process in enumerate(running):
+                pin(number, processes, process.pid)  # as `-m shm` does with ranks
         try:
             return steps_of_all(running, folders, steps)
         finally:
