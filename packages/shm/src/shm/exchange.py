@@ -64,7 +64,10 @@ class Exchange:
             self.in_c = fast.Call(rank=self.rank, ranks=self.world_size, row_bytes=ROW_BYTES)
             self.in_c.sliced, self.in_c.counters = SLICED, segment.address
             self.in_c.slots = self.slots[0].data_ptr()
-            self.all_reduce_in_c, self.address_in_c = library.all_reduce, ctypes.addressof(self.in_c)
+            self.all_reduce_in_c, self.address_in_c = (
+                library.all_reduce,
+                ctypes.addressof(self.in_c),
+            )
             self.looks = LOOKS if segment.spins else 1
             self.many_looks = LOOKS * segment.spins
 

@@ -121,7 +121,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         finally:
             pending.lock.release()
         if late == fast.DONE:
-            return Completed(tensors)
+            completed = Completed()
+            completed.outputs = tensors
+            return completed
         work = Work(segment, exchange.end_sum(call, late), tensors)
         work.limit = limit_of(options) or work.limit
         return pending.start(self.collectives, work, wait=True)

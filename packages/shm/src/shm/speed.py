@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
 from torch import Tensor
 
 from shm.__main__ import pin
@@ -109,7 +108,7 @@ class Nothing(SharedMemoryGroup):
     """Its all_reduce does nothing: what is left is the cost of torch itself."""
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Work:
-        return Completed(tensors)
+        return Completed()
 
 
 dist.Backend.register_backend("nothing", Nothing, devices=["cpu"])
@@ -117,11 +116,12 @@ dist.Backend.register_backend("nothing", Nothing, devices=["cpu"])
 
 def measure_python() -> list[Row]:
     """A call that nobody waits for, and no memory limits: microseconds of Python."""
-    x, rank = torch.ones(SIZES[0] // 4), dist.get_rank()
-    groups = {}
+    x, groups = torch.ones(SIZES[0] // 4), {}
     for text, backend in (("torch alone", "nothing"), ("shm, one rank", "shm")):
-        of_each_rank = [dist.new_group([each], backend=backend) for each in range(dist.get_world_size())]
-        groups[text] = of_each_rank[rank]
+        for rank in range(dist.get_world_size()):
+            group = dist.new_group([rank], backend=backend)
+            if rank == dist.get_rank():
+                groups[text] = group
     times: dict[str, list[float]] = {text: [] for text in groups}
     for _ in range(PYTHON_ROUNDS):
         for text, group in groups.items():
