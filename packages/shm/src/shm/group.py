@@ -97,7 +97,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     # Collectives: one method for the arguments, and one for the steps
 
     def allreduce(self, tensors: Tensors, options: Any = None) -> Work:
-        if options and not options.asyncOp and (work := self.sum_at_once(tensors, options)):
+        if options and (work := self.sum_at_once(tensors, options)):
             return work
         op = op_of(options, tensors)
         return self.start(self.all_reduce_steps(tensors, op), tensors, options)
@@ -113,8 +113,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if not exchange.in_c or not pending.is_free(segment):
             return None
         call = self.number_of_sum[dtype] + number_of_size(tensor.numel())
+        waits = not options.asyncOp
+        looks = exchange.many_looks if waits else exchange.looks
         try:
-            late = exchange.begin_sum(tensor, dtype, call, exchange.many_looks)
+            late = exchange.begin_sum(tensor, dtype, call, looks)
         except BaseException as interrupt:
             segment.give_up_if_interrupted(interrupt)
             raise
@@ -126,7 +128,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             return completed
         work = Work(segment, exchange.end_sum(call, late), tensors)
         work.limit = limit_of(options) or work.limit
-        return pending.start(self.collectives, work, wait=True)
+        return pending.start(self.collectives, work, waits)
 
     def all_reduce_steps(self, tensors: Tensors, op: Op, root: int | None = None) -> Steps:
         """With a root, it is a reduce: the other ranks keep what they have."""
