@@ -177,9 +177,7 @@ def shared_memory_python(results: Results) -> str:
 
 
 def shared_memory_in_place(results: Results) -> str:
-    rows = []
-    for row in results["rows"]:
-        rows.append({**row, "size": size_text(row["bytes"])})
+    rows = [{**row, "size": size_text(row["bytes"])} for row in results["in_place"]]
     columns = {
         "size": "{size}",
         "n": "{n}",
@@ -194,12 +192,12 @@ def shared_memory_in_place(results: Results) -> str:
 def shared_memory_calls(results: Results) -> str:
     """gloo's time over shm's, of all sizes: the least and the most favorable one."""
     columns: dict[str, dict[str, str]] = {}
-    for row in results["rows"]:
+    for row in results["calls"]:
         columns.setdefault(f"{row['ranks']} ranks", {})[row["call"]] = ""
     for head, cells in columns.items():
         for call in cells:
             same = [
-                r for r in results["rows"] if (f"{r['ranks']} ranks", r["call"]) == (head, call)
+                r for r in results["calls"] if (f"{r['ranks']} ranks", r["call"]) == (head, call)
             ]
             times = [row["gloo_us"] / row["shm_us"] for row in same]
             cells[call] = f"{min(times):.1f} to {max(times):.0f}"
@@ -240,8 +238,8 @@ TABLES = {
     "shard": Table("shard", shard),
     "shm": Table("shm", shared_memory),
     "shm_python": Table("shm", shared_memory_python),
-    "shm_in_place": Table("shm", shared_memory_in_place, "in_place"),
-    "shm_calls": Table("shm", shared_memory_calls, "calls"),
+    "shm_in_place": Table("shm", shared_memory_in_place),
+    "shm_calls": Table("shm", shared_memory_calls),
     "faults": Table("faults", faults),
     "pauses": Table("faults", pauses, "pauses"),
 }
