@@ -53,6 +53,7 @@ notebooks: $(VENV)/ready  ## execute the notebooks in place: three minutes
 
 campaigns: bench  ## measure again what the pages show of speed, for half an hour; then: make readme
 	$(RUN) benchmarks/bench.py reducers
+	$(RUN) benchmarks/bench.py shm
 	$(RUN) benchmarks/bench.py survive
 
 faults: $(VENV)/ready  ## inject 406 faults into real runs, half an hour or more: benchmarks/results/faults.json
