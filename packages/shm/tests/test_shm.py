@@ -119,6 +119,17 @@ def test_the_sum_in_c_has_the_bits_of_the_sum_in_python(rank, ranks):
         assert torch.equal(sums[0], x) == (rank != 1 or not x.any())
 
 
+@pytest.mark.parametrize("size", [0, 1, 1025, 4097, 2**18, 2**18 + 1, 2**20 + 3])
+def test_put_writes_every_byte_and_no_other(size):
+    """Small, middle-sized and large messages go different ways through or around the cache."""
+    source = torch.randint(1, 256, (size,), dtype=torch.uint8)
+    for begin in (0, 1, 16):
+        target = torch.zeros(begin + size + 64, dtype=torch.uint8)
+        fast.put(target[begin : begin + size], source)
+        assert torch.equal(target[begin : begin + size], source)
+        assert target.count_nonzero() == size
+
+
 @on_ranks(3)
 def test_without_the_sum_collectives_differ_from_gloo(rank):
     """The control: another rank's part is not added."""

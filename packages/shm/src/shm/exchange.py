@@ -64,12 +64,10 @@ class Exchange:
             self.in_c = fast.Call(rank=self.rank, ranks=self.world_size, row_bytes=ROW_BYTES)
             self.in_c.sliced, self.in_c.counters = SLICED, segment.address
             self.in_c.slots = self.slots[0].data_ptr()
-            self.all_reduce_in_c, self.address_in_c = (
-                library.all_reduce,
-                ctypes.addressof(self.in_c),
-            )
-            self.looks = LOOKS if segment.spins else 1
-            self.many_looks = LOOKS * segment.spins
+            self.address_in_c = ctypes.addressof(self.in_c)
+            self.all_reduce_in_c = library.all_reduce
+            self.looks = LOOKS if segment.spins else 1  # of a call that returns at once
+            self.many_looks = LOOKS * segment.spins  # of one that waits
 
     def pieces_of(
         self, length: int, dtype: torch.dtype, boxes: int = 1
@@ -129,6 +127,7 @@ class Exchange:
         return self.go_on(call, looks)
 
     def go_on(self, call: int, looks: int) -> int:
+        """As far as it goes within so many looks at the others' arrivals."""
         state, segment = self.in_c, self.segment
         assert state
         late = self.all_reduce_in_c(self.address_in_c, looks)
