@@ -23,7 +23,7 @@ def measure_shm(effort: Effort) -> Results:
     results = speed(2, ["all_reduce"], sizes, seconds)
     for ranks in (2,) if effort.quick else (2, 3, 5):
         names = CALLS if ranks == 2 else ("all_reduce", *CALLS)
-        calls += speed(ranks, names, sizes, 2 * seconds)["rows"]
+        calls += speed(ranks, names, sizes, seconds)["rows"]
     return {
         "rows": results["rows"],
         "python": results["python"],

@@ -16,10 +16,10 @@ from shm import fast
 from shm.calls import Op, number_of_call, number_of_size
 from shm.exchange import COMPUTED_WITH, ROW_BYTES, Exchange
 from shm.messages import BOX_BYTES, CACHE_LINES_PER_BOX, Messages
-from shm.segment import CACHE_LINES_PER_RANK, MESSAGE_BELL, PASSED, REACHED, Segment, Steps
+from shm.segment import CACHE_LINES_PER_RANK, MESSAGE_BELL, PASSED, REACHED, SPINS, Segment, Steps
 from shm.work import NAP, CallQueue, Completed, Work, pending, without_autograd
 
-LEAST_SPINS = 20  # for a message, where ranks have no cores of their own: only two take part
+STRIDED = torch.strided
 Tensors = list[Tensor]  # of one tensor: torch once had one for each device of a process
 
 
@@ -108,7 +108,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if not (options.reduceOp == Op.SUM and len(tensors) == 1 and tensor.is_cpu):
             return None
         dtype = fast.NUMBER_OF_DTYPE.get(tensor.dtype)
-        if dtype is None or tensor.layout != torch.strided or not tensor.is_contiguous():
+        if dtype is None or tensor.layout is not STRIDED or not tensor.is_contiguous():
             return None
         if not exchange.in_c or not pending.is_free(segment):
             return None
@@ -353,7 +353,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self.start_message(deque(), work)
 
     def start_message(self, queue: CallQueue, work: Work) -> Work:
-        work.bell, work.spins = MESSAGE_BELL, max(work.spins, LEAST_SPINS)
+        work.bell = MESSAGE_BELL
+        work.spins = SPINS  # even with fewer cores than ranks: only two take part
         is_complete = pending.ends_soon(work, wait=False)
         return work if is_complete else pending.start(queue, work, wait=False)
 

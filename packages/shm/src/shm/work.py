@@ -171,7 +171,7 @@ class Pending:
         """No call runs, so another may begin at once: then this holds the lock."""
         if self.running or segment.failure:
             return False
-        return self.lock.acquire(blocking=False)
+        return self.lock.acquire(False)
 
     def ends_soon(self, work: Work, wait: bool) -> bool:
         """Carry out a call on the spot, if no other runs and all ranks come at once, as most do.
