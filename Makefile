@@ -52,6 +52,7 @@ notebooks: $(VENV)/ready  ## execute the notebooks in place: three minutes
 
 bench-all: bench  ## measure again what the pages show of speed, for half an hour; then: make pages
 	$(RUN) benchmarks/bench.py reducers
+	$(RUN) benchmarks/bench.py shm
 	$(RUN) benchmarks/bench.py survive
 
 faults: $(VENV)/ready  ## inject 406 faults into real runs, half an hour or more: benchmarks/results/injected_faults.json

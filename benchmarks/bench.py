@@ -21,6 +21,7 @@ import torch
 from common.options import Parser, UsageError, exit_on, int_at_least
 from measure_memory import measure_process_memory
 from measure_reducers import measure_reducers
+from measure_shm import measure_shm
 from measure_stages import measure_stages, measure_survive
 from results import RESULTS, Results, provenance, save
 from tables import TABLES
@@ -37,6 +38,7 @@ SECTIONS = {
     "stages": Section(measure_stages, on_gpu=True),
     "process_memory": Section(measure_process_memory, on_gpu=True),
     "reducers": Section(measure_reducers, "03_reducers"),
+    "shm": Section(measure_shm, "shm"),
     "survive": Section(measure_survive, "survive"),
 }
 

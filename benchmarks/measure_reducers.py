@@ -5,10 +5,10 @@ from functools import partial
 
 from torch import nn
 
-import shm  # noqa: F401 (its backend)
 from common.chapters import load_chapter
 from common.ranks import run_ranks
-from timing import Effort, Results, Steps, interleave, summarize
+from shm.__main__ import pin
+from timing import AA, Effort, Results, Steps, interleave, summarize
 from training_step import build, ddp_without_buffers, train_copy, with_sync_batchnorm
 
 RANKS = 2
@@ -42,11 +42,21 @@ def time_over_gloo(rank: int, name: str, effort: Effort) -> Results:
 
 def time_over_shm(rank: int, name: str, effort: Effort) -> Results:
     """A step with DDP alone, beside one without averaging."""
+    pin(rank, RANKS)  # as `-m shm` does
     model, batch = build(name)
     variants = {"compute only": train_copy(model, batch)}
-    variants["DDP, over shm"] = train_copy(model, batch, ddp_without_buffers)
+    for wrap_name in ("DDP", "DDP, gradients as views"):
+        variants[f"{wrap_name}, over shm"] = train_copy(model, batch, WRAPS[wrap_name])
     if name in WITH_BATCHNORM:
         variants["DDP, SyncBN, over shm"] = train_copy(model, batch, ddp_with_sync_batchnorm)
+    return time_rounds(name, variants, effort)
+
+
+def time_one_rank(rank: int, name: str, effort: Effort) -> Results:
+    """SyncBatchNorm where there is nobody to wait for: what its layers compute."""
+    model, batch = build(name)
+    variants = {"compute only": train_copy(model, batch)}
+    variants["SyncBN, one rank"] = train_copy(model, batch, with_sync_batchnorm)
     return time_rounds(name, variants, effort)
 
 
@@ -62,8 +72,12 @@ def measure_reducers(effort: Effort) -> Results:
     models = dict[str, Results]()
     for name in ["net"] if effort.quick else ROUNDS_AND_STEPS:
         models[name], _ = run_ranks(RANKS, time_over_gloo, name, effort)
-        over_shm, _ = run_ranks(RANKS, time_over_shm, name, effort, backend="shm")
+        others = run_ranks(RANKS, time_over_shm, name, effort, backend="shm")[:1]
+        if name in WITH_BATCHNORM:
+            others += run_ranks(1, time_one_rank, name, effort, backend="shm")
         rows = models[name]["variants"]
-        for variant in over_shm["variants"].keys() - rows.keys():  # both have timed computing alone
-            rows[variant] = over_shm["variants"][variant]
+        for other in others:  # each has timed computing alone, too
+            for variant in other["variants"].keys() - rows.keys():
+                rows[variant] = other["variants"][variant]
+        rows[AA] = rows.pop(AA)  # the last row
     return {"ranks": RANKS, "models": models}

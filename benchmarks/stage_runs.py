@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from common.chapters import ROOT
+from shm.__main__ import pin
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "RANKS")
 STAGE_01, STAGE_04 = "01_single_gpu/train.py", "04_ddp_torchrun/train.py"
@@ -161,6 +162,9 @@ def time_apart(processes: int, local_batch: int, *flags: str, steps: int = 50) -
     with TemporaryDirectory() as folder:
         folders = [Path(folder, str(number)) for number in range(processes)]
         running = [start(command, at, variables(n, processes)) for n, at in enumerate(folders)]
+        if sys.platform == "linux" and not torch.cuda.is_available():
+            for number, process in enumerate(running):
+                pin(number, processes, process.pid)  # as `-m shm` does with ranks
         try:
             return steps_of_all(running, folders, steps)
         finally:

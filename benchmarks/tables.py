@@ -144,14 +144,17 @@ def pauses(results: Results) -> str:
     return records(judged(results), {"pause": "{what}", **JUDGED})
 
 
+def size_text(size: int) -> str:
+    return f"{size // 2**10} KiB" if size < 2**20 else f"{size // 2**20} MiB"
+
+
 def shared_memory(results: Results) -> str:
     """A line for each size of an all-reduce, beside the copy that it cannot outrun."""
     rows = []
     for row in results["rows"]:
-        size = row["bytes"] // 2**10
-        text = f"{size} KiB" if size < 2**10 else f"{size // 2**10} MiB"
         times_gloo, share = row["gloo_us"] / row["shm_us"], row["limit_us"] / row["shm_us"]
-        rows.append({**row, "size": text, "times_gloo": times_gloo, "share": share})
+        size = size_text(row["bytes"])
+        rows.append({**row, "size": size, "times_gloo": times_gloo, "share": share})
     columns = {
         "size": "{size}",
         "n": "{n}",
@@ -165,10 +168,30 @@ def shared_memory(results: Results) -> str:
     return records(rows, columns)
 
 
+def shared_memory_python(results: Results) -> str:
+    """What a call costs where nobody waits and hardly a byte moves."""
+    columns = {"an all_reduce of 4 KiB": "{what}", "n": "{n}", "µs": "{us:.1f}"}
+    columns["its quartiles"] = "{us_quartiles[0]:.1f} to {us_quartiles[1]:.1f}"
+    return records(results["python"], columns)
+
+
+def shared_memory_in_place(results: Results) -> str:
+    rows = [{**row, "size": size_text(row["bytes"])} for row in results["in_place"]]
+    columns = {
+        "size": "{size}",
+        "n": "{n}",
+        "limit, µs": "{limit_us:,.1f}",
+        "fast.c": "{rows_us:,.1f}",
+        "tensors in shared memory": "{shared_tensors_us:,.1f}",
+        "process_vm_readv": "{process_vm_readv_us:,.1f}",
+    }
+    return records(rows, columns)
+
+
 def shared_memory_calls(results: Results) -> str:
     """gloo's time over shm's, of all sizes: the least and the most favorable one."""
     times: dict[str, dict[str, list[float]]] = {}
-    for row in results["rows"]:
+    for row in results["calls"]:
         of_call = times.setdefault(f"{row['ranks']} ranks", {}).setdefault(row["call"], [])
         of_call.append(row["gloo_us"] / row["shm_us"])
     return table({head: column(calls, extremes) for head, calls in times.items()})
@@ -211,7 +234,9 @@ TABLES = {
     "survive": Table("survive", survive),
     "shard": Table("shard", shard),
     "shm": Table("shm", shared_memory),
-    "shm_calls": Table("shm", shared_memory_calls, "calls"),
+    "shm_python": Table("shm", shared_memory_python),
+    "shm_in_place": Table("shm", shared_memory_in_place),
+    "shm_calls": Table("shm", shared_memory_calls),
     "faults": Table("injected_faults", faults),
     "pauses": Table("injected_faults", pauses, "pauses"),
 }

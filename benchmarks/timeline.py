@@ -25,7 +25,7 @@ from timeline_draw import draw, summary
 
 HERE = Path(__file__).resolve().parent
 # A reader's script stands elsewhere.
-sys.path += [str(HERE.parent), str(HERE.parent / "packages" / "prove" / "src")]
+sys.path += [str(path) for path in (HERE.parent, *HERE.parent.glob("packages/*/src"))]
 from common.options import Parser, UsageError, exit_on, int_at_least  # noqa: E402
 from prove.processes import hook_variables  # noqa: E402
 from results import provenance  # noqa: E402

@@ -90,6 +90,7 @@ def test_every_collective_has_the_result_of_gloo_where_no_rank_or_only_one_has_a
             assert collectives_that_differ(rank, 3) == []
 
 
+needs_a_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="fast.c needs a compiler")
 BITS = [torch.float32, torch.float64, torch.int32, torch.int64]
 LENGTHS = [0, 1, 7, 511, 513, 16_385, 65_537, 131_073, 600_001]  # around pieces, slices and blocks
 
@@ -116,6 +117,17 @@ def test_the_sum_in_c_has_the_bits_of_the_sum_in_python(rank, ranks):
         dist.reduce(sums[1], 1, group=in_python)
         assert torch.equal(*sums), (dtype, length)
         assert torch.equal(sums[0], x) == (rank != 1 or not x.any())
+
+
+@pytest.mark.parametrize("size", [0, 1, 1025, 4097, 2**18, 2**18 + 1, 2**20 + 3])
+def test_put_writes_every_byte_and_no_other(size):
+    """Small, middle-sized and large messages go different ways through or around the cache."""
+    source = torch.randint(1, 256, (size,), dtype=torch.uint8)
+    for begin in (0, 1, 16):
+        target = torch.zeros(begin + size + 64, dtype=torch.uint8)
+        fast.put(target[begin : begin + size], source)
+        assert torch.equal(target[begin : begin + size], source)
+        assert target.count_nonzero() == size
 
 
 @on_ranks(3)
@@ -300,22 +312,25 @@ def test_an_error_in_a_call_that_the_program_catches_is_seen_at_the_next_call(wi
     assert second == ["TimeoutError: of a signal", f"{other}, {APART.format(1, 2, SUM)}"]
 
 
-def sum_that_is_cut_off_at_once(rank):
+def sum_that_is_cut_off_at_once(rank, in_c):
     """Rank 1 has not even begun to wait in earnest, and rank 0 has not yet called."""
-    dist.init_process_group("shm", timeout=timedelta(seconds=20))
+    with nullcontext() if in_c else without_a_compiler():
+        dist.init_process_group("shm", timeout=timedelta(seconds=20))
     store, x = dist.distributed_c10d._get_default_store(), torch.ones(1000)
     if rank == 0:
         store.wait(["rank 1 was interrupted"], timedelta(seconds=20))
         return error_of(lambda: dist.all_reduce(x))
-    cut_off = patch.object(os, "sched_yield", lambda: raise_at_once(KeyboardInterrupt()))
+    place = (dist.group.WORLD.exchange, "all_reduce_in_c") if in_c else (os, "sched_yield")
+    cut_off = patch.object(*place, lambda *_: raise_at_once(KeyboardInterrupt()))
     with cut_off, pytest.raises(KeyboardInterrupt):
         dist.all_reduce(x)
     store.set("rank 1 was interrupted", "")
     return error_of(lambda: dist.all_reduce(x))
 
 
-def test_ctrl_c_in_a_call_that_has_no_queue_yet_ends_the_group():
-    assert launch_function(2, sum_that_is_cut_off_at_once) == [
+@pytest.mark.parametrize("in_c", [False, pytest.param(True, marks=needs_a_compiler)])
+def test_ctrl_c_in_a_call_that_has_no_queue_yet_ends_the_group(in_c):
+    assert launch_function(2, sum_that_is_cut_off_at_once, in_c) == [
         "RuntimeError: shm: rank 1 has failed, so rank 0 cannot complete "
         "all_reduce(1000 of torch.float32, SUM)",
         "RuntimeError: shm: KeyboardInterrupt has interrupted a call",

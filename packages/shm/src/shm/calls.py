@@ -15,6 +15,7 @@ DTYPES_IN_ORDER = [None, *sorted(DTYPES, key=str)]  # the same order on every ra
 NUMBER_OF_NAME = {name: number for number, name in enumerate(NAMES)}
 NUMBER_OF_DTYPE = {dtype: number for number, dtype in enumerate(DTYPES_IN_ORDER)}
 NAME_BITS, OP_BITS, DTYPE_BITS, ROOT_BITS, SIZE_BITS = 4, 4, 7, 12, 36  # 63: a counter's, no sign
+SIZE_SHIFT = NAME_BITS + OP_BITS + DTYPE_BITS + ROOT_BITS
 
 
 def number_of_call(
@@ -25,11 +26,16 @@ def number_of_call(
     op: Op | None = None,
 ) -> int:
     """size: elements of one rank's tensor, if that must be the same on all ranks."""
-    number = 0 if size is None else (size + 1) % 2**SIZE_BITS
-    number = number << ROOT_BITS | (0 if root is None else root + 1)
+    number = 0 if root is None else root + 1
     number = number << DTYPE_BITS | NUMBER_OF_DTYPE[dtype]
     number = number << OP_BITS | (0 if op is None else op.value + 1)
-    return number << NAME_BITS | NUMBER_OF_NAME[name]
+    number = number << NAME_BITS | NUMBER_OF_NAME[name]
+    return number if size is None else number + number_of_size(size)
+
+
+def number_of_size(size: int) -> int:
+    """The part that differs between calls of the same kind."""
+    return (size + 1) % 2**SIZE_BITS << SIZE_SHIFT
 
 
 def text_of_call(number: int) -> str:

@@ -60,10 +60,14 @@ class Exchange:
         self.slots = [segment.tensor(slot * size, size) for slot in (0, 1)]
         self.views: dict[tuple[torch.dtype, int], list[Tensor]] = {}  # of the slots
         self.in_c: fast.Call | None = None
-        if fast.library() and self.world_size <= fast.MOST_RANKS:
+        if (library := fast.library()) and self.world_size <= fast.MOST_RANKS:
             self.in_c = fast.Call(rank=self.rank, ranks=self.world_size, row_bytes=ROW_BYTES)
             self.in_c.sliced, self.in_c.counters = SLICED, segment.address
             self.in_c.slots = self.slots[0].data_ptr()
+            self.address_in_c = ctypes.addressof(self.in_c)
+            self.all_reduce_in_c = library.all_reduce
+            self.looks = LOOKS if segment.spins else 1  # of a call that returns at once
+            self.many_looks = LOOKS * segment.spins  # of one that waits
 
     def pieces_of(
         self, length: int, dtype: torch.dtype, boxes: int = 1
@@ -92,7 +96,8 @@ class Exchange:
         """With a root, it is a reduce: the other ranks keep what they have."""
         dtype = fast.NUMBER_OF_DTYPE.get(tensor.dtype)
         if self.in_c and op == Op.SUM and dtype is not None and tensor.is_contiguous():
-            yield from self.all_reduce_in_c(self.in_c, tensor, dtype, call, root)
+            late = self.begin_sum(tensor, dtype, call, self.looks, -1 if root is None else root)
+            yield from self.end_sum(call, late)
             return
         wants_it = root is None or root == self.rank
         for boxes, part in self.pieces_of(tensor.numel(), tensor.dtype):
@@ -111,26 +116,30 @@ class Exchange:
                 for rank, target in enumerate(output.tensor_split(self.world_size)):
                     target.copy_(slices[rank][rank])
 
-    def all_reduce_in_c(
-        self, state: fast.Call, tensor: Tensor, dtype: int, call: int, root: int | None
-    ) -> Steps:
-        """The same, piece by piece, in fast.c: this is what it costs less."""
-        segment, advance = self.segment, fast.library().all_reduce
-        segment.transfers += 1
+    def begin_sum(self, tensor: Tensor, dtype: int, call: int, looks: int, root: int = -1) -> int:
+        """The same in fast.c, as far as it goes at once: DONE, or the rank that is awaited."""
+        state, segment = self.in_c, self.segment
+        assert state
+        segment.transfers = transfers = segment.transfers + 1
         state.tensor, state.size, state.dtype = tensor.data_ptr(), tensor.nbytes, dtype
-        state.root, state.call = -1 if root is None else root, call
-        state.transfer, state.arrivals = segment.transfers, segment.arrivals
-        state.pieces, state.start, state.next = self.pieces, 0, 0
-        address, looks = ctypes.addressof(state), LOOKS if segment.spins else 1
-        while True:
-            late = advance(address, looks)
-            segment.arrivals, self.pieces = state.arrivals, state.pieces
-            if late == fast.DONE:
-                return
-            if late <= fast.DIFFERS:
-                rank = fast.DIFFERS - late
-                segment.fail(segment.difference(rank, call))
+        state.root, state.call, state.transfer = root, call, transfers
+        state.arrivals, state.pieces, state.start, state.next = segment.arrivals, self.pieces, 0, 0
+        return self.go_on(call, looks)
+
+    def go_on(self, call: int, looks: int) -> int:
+        """As far as it goes within so many looks at the others' arrivals."""
+        state, segment = self.in_c, self.segment
+        assert state
+        late = self.all_reduce_in_c(self.address_in_c, looks)
+        segment.arrivals, self.pieces = state.arrivals, state.pieces
+        if late <= fast.DIFFERS:
+            segment.fail(segment.difference(fast.DIFFERS - late, call))
+        return late
+
+    def end_sum(self, call: int, late: int) -> Steps:
+        while late != fast.DONE:
             yield [late]
+            late = self.go_on(call, self.looks)
 
     def gather(
         self, tensor: Tensor, outputs: dict[int, Tensor], call: int, source: int | None = None

@@ -5,9 +5,11 @@
 
 #include <limits.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -17,7 +19,9 @@
 enum { ARRIVED = 0, CALL = 1, TRANSFER = 3, BELL = 8, ASLEEP = 9 /* behind it */, COUNTERS = 16 };
 enum { WRITE, SUM, COLLECT };                 /* what comes next */
 enum { DONE = -1, DIFFERS = -2 };             /* or the rank that is awaited */
-enum { AROUND_THE_CACHE = 1 << 18, BLOCK = 512, MOST_RANKS = 64 };
+enum { BLOCK = 512, MOST_RANKS = 64 };
+enum { SMALL = 1024, LARGE = 1 << 18, SLOW = 5 /* bytes per ns */, TRIES = 200 }; /* see put */
+enum { LOOKS = 200 }; /* for another rank before other programs may have the core: microseconds */
 
 typedef struct {
     int64_t *counters;
@@ -29,20 +33,38 @@ typedef struct {
     int64_t start, next;
 } Call;
 
-/* Copy into shared memory. What a core has just written lies in its own cache, from where another
- * core fetches it line by line: 64 KiB took 33 us on our machine, 6 us when written around the
- * cache. What is larger has left the cache by the time it is read.
- */
-void put(char *target, const char *source, int64_t size) {
+static int64_t nanoseconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static int64_t copy_around_the_cache(char *target, const char *source, int64_t size) {
     int64_t i = 0;
 #ifdef __x86_64__
-    if (size <= AROUND_THE_CACHE && (uintptr_t)target % 16 == 0) {
+    if ((uintptr_t)target % 16 == 0) {
         for (; i + 16 <= size; i += 16)
             _mm_stream_si128((__m128i *)(target + i), _mm_loadu_si128((const void *)(source + i)));
         _mm_sfence(); /* these stores, unlike others of x86, are not kept in order */
     }
 #endif
-    memcpy(target + i, source + i, size - i);
+    return i; /* bytes that are copied */
+}
+
+/* Copy into shared memory. Other cores have read what was there before, so before a core may write
+ * to a line, their caches must give it up: line by line, which is slow, and very slow if the cores
+ * have no cache in common. Writing around the cache avoids that, but whoever reads it has to go to
+ * memory. It pays for middle sizes, and for large ones if copying turns out to be very slow, which
+ * is tried again from time to time: a virtual machine may wander from core to core.
+ */
+void put(char *target, const char *source, int64_t size) {
+    static int64_t around = 0; /* so many of the next large copies go around the cache */
+    int64_t copied = 0, begin = 0;
+    if (size > SMALL && (size <= LARGE || around > 0))
+        copied = copy_around_the_cache(target, source, size);
+    if (size > LARGE) begin = around-- > 0 ? 0 : nanoseconds();
+    memcpy(target + copied, source + copied, size - copied);
+    if (begin) around = nanoseconds() - begin > size / SLOW ? TRIES : 0;
 }
 
 /* total = parts[0] + parts[1] + ..., in this order; total may be one of them. */
@@ -95,6 +117,7 @@ static int64_t wait(const Call *c, int64_t spins) {
         const int64_t *other = c->counters + r * COUNTERS, odd = c->arrivals % 2;
         while (__atomic_load_n(other + ARRIVED, __ATOMIC_ACQUIRE) < c->arrivals) {
             if (spins-- <= 0) return r;
+            if (spins % LOOKS == 0) sched_yield();
 #ifdef __x86_64__
             _mm_pause();
 #endif

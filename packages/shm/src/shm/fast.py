@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("fast.c")
+COMPILER = os.environ.get("CC", "cc").split()
 FLAGS = ["-O3", "-march=native", "-shared", "-fPIC"]
 NUMBER_OF_DTYPE = {torch.float32: 0, torch.float64: 1, torch.int32: 2, torch.int64: 3}
 DONE, DIFFERS = -1, -2  # what all_reduce returns; or the rank that is awaited
@@ -41,16 +42,15 @@ def cpu_features() -> Iterator[str]:
 @cache
 def library() -> Any:
     """The compiled functions; None without a compiler, and then Python does it all."""
-    compiler = os.environ.get("CC", "cc").split()
     try:
-        key = "\n".join([*compiler, *FLAGS, SOURCE.read_text(), *sorted(set(cpu_features()))])
+        key = "\n".join([*COMPILER, *FLAGS, SOURCE.read_text(), *sorted(set(cpu_features()))])
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "torch-shm")
         path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
         if not path.exists():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as place:
                 compiled = Path(place, "fast.so")
-                command = [*compiler, *FLAGS, "-o", str(compiled), str(SOURCE)]
+                command = [*COMPILER, *FLAGS, "-o", str(compiled), str(SOURCE)]
                 subprocess.run(command, check=True, capture_output=True)
                 compiled.replace(path)  # at once, as the other ranks do the same
         functions = ctypes.CDLL(str(path))

@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shm.calls import Op, number_of_call
+from shm import fast
+from shm.calls import Op, number_of_call, number_of_size
 from shm.exchange import COMPUTED_WITH, ROW_BYTES, Exchange
 from shm.messages import BOX_BYTES, CACHE_LINES_PER_BOX, Messages
-from shm.segment import CACHE_LINES_PER_RANK, MESSAGE_BELL, PASSED, REACHED, Segment, Steps
-from shm.work import NAP, CallQueue, Work, pending, without_autograd
+from shm.segment import CACHE_LINES_PER_RANK, MESSAGE_BELL, PASSED, REACHED, SPINS, Segment, Steps
+from shm.work import NAP, CallQueue, Completed, Work, pending, without_autograd
 
+STRIDED = torch.strided
 Tensors = list[Tensor]  # of one tensor: torch once had one for each device of a process
 
 
@@ -77,6 +79,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self.collectives: CallQueue = deque()
         self.group_title = ""
         self.description = ""
+        self.number_of_sum = {
+            number: number_of_call("all_reduce", None, dtype, None, Op.SUM)
+            for dtype, number in fast.NUMBER_OF_DTYPE.items()
+        }
         self.monitored = [0] * size  # of each rank: barriers that it has reached
 
     def start(self, steps: Steps, outputs: Any, options: Any) -> Work:
@@ -91,8 +97,38 @@ class SharedMemoryGroup(dist.ProcessGroup):
     # Collectives: one method for the arguments, and one for the steps
 
     def allreduce(self, tensors: Tensors, options: Any = None) -> Work:
+        if options and (work := self.sum_at_once(tensors, options)):
+            return work
         op = op_of(options, tensors)
         return self.start(self.all_reduce_steps(tensors, op), tensors, options)
+
+    def sum_at_once(self, tensors: Tensors, options: Any) -> Work | None:
+        """A short way for the most frequent call: in a small one, everything else costs more."""
+        tensor, exchange, segment = tensors[0], self.exchange, self.segment
+        if not (options.reduceOp == Op.SUM and len(tensors) == 1 and tensor.is_cpu):
+            return None
+        dtype = fast.NUMBER_OF_DTYPE.get(tensor.dtype)
+        if dtype is None or tensor.layout is not STRIDED or not tensor.is_contiguous():
+            return None
+        if not exchange.in_c or not pending.is_free(segment):
+            return None
+        call = self.number_of_sum[dtype] + number_of_size(tensor.numel())
+        waits = not options.asyncOp
+        looks = exchange.many_looks if waits else exchange.looks
+        try:
+            late = exchange.begin_sum(tensor, dtype, call, looks)
+        except BaseException as interrupt:
+            segment.give_up_if_interrupted(interrupt)
+            raise
+        finally:
+            pending.lock.release()
+        if late == fast.DONE:
+            completed = Completed()
+            completed.outputs = tensors
+            return completed
+        work = Work(segment, exchange.end_sum(call, late), tensors)
+        work.limit = limit_of(options) or work.limit
+        return pending.start(self.collectives, work, waits)
 
     def all_reduce_steps(self, tensors: Tensors, op: Op, root: int | None = None) -> Steps:
         """With a root, it is a reduce: the other ranks keep what they have."""
@@ -318,6 +354,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def start_message(self, queue: CallQueue, work: Work) -> Work:
         work.bell = MESSAGE_BELL
+        work.spins = SPINS  # even with fewer cores than ranks: only two take part
         is_complete = pending.ends_soon(work, wait=False)
         return work if is_complete else pending.start(queue, work, wait=False)
 

@@ -24,13 +24,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-import shm  # noqa: F401  # registers the backend
 from shm.__main__ import pin
+from shm.group import SharedMemoryGroup
+from shm.work import Completed, Work
 
 SIZES = [4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 64 * 2**20]
 INNER_BYTES, MOST_CALLS = 2**19, 50  # a time is that of as many calls as move about so many bytes
 LEAST_TURNS = 6
+PYTHON_ROUNDS = 200
 Row = dict[str, Any]
 
 
@@ -73,8 +76,11 @@ def time_of(call: Callable[[], object], calls: int, meet: Callable[[], object]) 
     return (time.perf_counter() - begin) / calls * 1e6
 
 
-def measure(name: str, size: int, group: Any, seconds: float) -> Row:
-    """One row of the table, on each rank. The ways take turns, until the time is over."""
+def measure(name: str, size: int, group: Any, seconds: float, cores: dict[str, set[int]]) -> Row:
+    """One row of the table, on each rank. The ways take turns, until the time is over.
+
+    cores: where each way runs. gloo has threads of its own, and is slower on a single core.
+    """
     call = call_of(name, size, dist.get_rank(), dist.get_world_size())
     x, y = torch.ones(size // 4), torch.zeros(size // 4)
     ways: dict[str, Callable[[], object]] = {"limit": partial(y.copy_, x)}
@@ -84,6 +90,7 @@ def measure(name: str, size: int, group: Any, seconds: float) -> Row:
     end, go_on = time.monotonic() + seconds, torch.ones(1)
     while go_on:
         for way, run in ways.items():
+            os.sched_setaffinity(0, cores[way])
             times[way].append(time_of(run, repeats, partial(dist.barrier, group)))
         go_on.fill_(time.monotonic() < end or len(times["limit"]) < LEAST_TURNS)
         dist.broadcast(go_on, 0, group)
@@ -97,22 +104,56 @@ def measure(name: str, size: int, group: Any, seconds: float) -> Row:
     return row
 
 
+class Nothing(SharedMemoryGroup):
+    """Its all_reduce does nothing: what is left is the cost of torch itself."""
+
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> Work:
+        return Completed()
+
+
+dist.Backend.register_backend("nothing", Nothing, devices=["cpu"])
+
+
+def measure_python() -> list[Row]:
+    """A call that nobody waits for, and no memory limits: microseconds of Python."""
+    x, groups = torch.ones(SIZES[0] // 4), {}
+    for text, backend in (("torch alone", "nothing"), ("shm, one rank", "shm")):
+        for rank in range(dist.get_world_size()):
+            group = dist.new_group([rank], backend=backend)
+            if rank == dist.get_rank():
+                groups[text] = group
+    times: dict[str, list[float]] = {text: [] for text in groups}
+    for _ in range(PYTHON_ROUNDS):
+        for text, group in groups.items():
+            call = partial(dist.all_reduce, x, group=group)
+            times[text].append(time_of(call, MOST_CALLS, lambda: None))
+    rows = []
+    for text, column in times.items():
+        low, middle, high = quantiles(column[1:], n=4)  # warm by then
+        row = {"what": text, "n": len(column) - 1, "us": middle, "us_quartiles": [low, high]}
+        rows.append(row)
+    return rows
+
+
 def run_rank(rank: int, args: Any, store: str, results: Path) -> None:
     torch.set_num_threads(1)
-    if args.pin:
-        pin(rank, args.ranks)
-    limit = timedelta(minutes=5)
+    limit, all_cores = timedelta(minutes=5), os.sched_getaffinity(0)
     dist.init_process_group("gloo", f"file://{store}", limit, args.ranks, rank)
     group = dist.new_group(backend="shm")
-    rows = []
+    if args.pin:
+        pin(rank, args.ranks)
+    own_cores = os.sched_getaffinity(0)
+    cores = {"limit": own_cores, "gloo": all_cores, "shm": own_cores}
+    python, rows = measure_python(), []
     for name in args.calls:
         for size in args.sizes:
             seconds = args.seconds / len(args.calls) / len(args.sizes)
-            rows.append(measure(name, size, group, seconds))
+            rows.append(measure(name, size, group, seconds, cores))
             if rank == 0:
                 print(line(rows[-1]), flush=True)
     if rank == 0:
-        results.write_text(json.dumps(rows))
+        results.write_text(json.dumps({"python": python, "rows": rows}))
+        print(f"\n{python_line(python)}")
     dist.destroy_process_group()
 
 
@@ -141,6 +182,11 @@ def line(row: Row | None = None) -> str:
     cells = [text_of(row) if row else head for head, text_of in COLUMNS.items()]
     widths = (14, 5, 7, 10, 10, 10, 20, 10, 12)
     return f"| {' | '.join(f'{cell:{width}}' for cell, width in zip(cells, widths, strict=True))} |"
+
+
+def python_line(rows: list[Row]) -> str:
+    parts = [f"{row['us']:.1f} µs ({row['what']})" for row in rows]
+    return f"Python's part of an all_reduce: {', '.join(parts)}"
 
 
 def provenance(args: Any) -> dict[str, Any]:
@@ -182,9 +228,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         store, results = f"{folder}/store", Path(folder, "rows.json")
         torch.multiprocessing.spawn(run_rank, (args, store, results), nprocs=args.ranks)
-        rows = json.loads(results.read_text())
+        measured = json.loads(results.read_text())
     if args.out:
-        args.out.write_text(json.dumps({"provenance": where, "rows": rows}, indent=1) + "\n")
+        args.out.write_text(json.dumps({"provenance": where, **measured}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

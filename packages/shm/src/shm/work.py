@@ -49,6 +49,7 @@ class Work(dist.Work):
         self.steps = steps
         self.outputs = outputs
         self.limit = segment.limit
+        self.spins = segment.spins  # polls before it sleeps
 
     def advance(self) -> bool:
         """Go on as far as possible; True if that was the end. Only `Pending` calls this."""
@@ -133,6 +134,13 @@ class Work(dist.Work):
         return self.outputs
 
 
+class Completed(Work):
+    """A call that has ended at once. Give it its outputs."""
+
+    done = True
+    __init__ = dist.Work.__init__  # of C++: one more in Python would cost as much as the sum
+
+
 class Pending:
     """All calls of this process that are not complete."""
 
@@ -159,12 +167,18 @@ class Pending:
             raise work.error
         return work
 
+    def is_free(self, segment: Segment) -> bool:
+        """No call runs, so another may begin at once: then this holds the lock."""
+        if self.running or segment.failure:
+            return False
+        return self.lock.acquire(False)
+
     def ends_soon(self, work: Work, wait: bool) -> bool:
         """Carry out a call on the spot, if no other runs and all ranks come at once, as most do.
 
         Then it needs no queue, no clock, and nobody who asks whether a rank lives.
         """
-        if self.running or work.segment.failure or not self.lock.acquire(blocking=False):
+        if not self.is_free(work.segment):
             return False
         try:
             next(work.steps)
@@ -209,7 +223,7 @@ class Pending:
                     return False
                 self.poll()
                 polls += 1
-                if polls < work.segment.spins:
+                if polls < work.spins:
                     os.sched_yield()
                 elif len(self.running) == 1 and len(work.awaited) == 1:
                     work.segment.sleep_until_bell(work.awaited[0], work.bell, LONGEST_NAP)
