@@ -22,7 +22,7 @@ from common.options import Parser, UsageError, exit_on, int_at_least
 from measure_memory import measure_process_memory
 from measure_reducers import measure_reducers
 from measure_stages import measure_stages, measure_survive
-from results import RESULTS, Results, provenance, save
+from result_files import RESULTS, Results, provenance, save
 from tables import TABLES
 from timing import Effort
 

@@ -21,7 +21,7 @@ import torch
 from bench import SECTIONS
 from common.chapters import ROOT
 from common.options import Parser, UsageError, exit_on
-from results import save
+from result_files import save
 from stage_runs import command_of
 
 FOLDER = ROOT / "benchmarks" / "results" / "gpu"

@@ -21,7 +21,7 @@ from torch.optim import Adam, Optimizer
 
 from common.chapters import load_chapter
 from common.ranks import run_ranks
-from results import Results
+from result_files import Results
 from stage_runs import VARIANTS
 from timing import Effort
 from training_step import Trainer, with_sync_batchnorm

@@ -8,7 +8,8 @@ from torch import nn
 import shm  # noqa: F401 (its backend)
 from common.chapters import load_chapter
 from common.ranks import run_ranks
-from timing import Effort, Results, Steps, interleave, summarize
+from result_files import Results
+from timing import Effort, Steps, interleave, summarize
 from training_step import build, ddp_without_buffers, train_copy, with_sync_batchnorm
 
 RANKS = 2

@@ -13,7 +13,7 @@ from statistics import fmean, median
 
 import torch
 
-from results import Results
+from result_files import Results
 from stage_runs import VARIANTS, Processes, run_quietly, time_apart
 from timing import AA, Effort, ratio_to, summarize, take_turns
 

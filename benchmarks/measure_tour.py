@@ -8,7 +8,7 @@ from statistics import quantiles
 from common.data import load_dataset
 from common.options import make_parser
 from measure_memory import count_in_stages, peak
-from results import Results, provenance
+from result_files import Results, provenance
 from stage_runs import VARIANTS, Processes, StageRun, command_of, run_command, time_apart
 
 KEYS = ("01", "01-cores", "02", "03", "04", "04-shm", "05", "05-shm", "05-bf16")

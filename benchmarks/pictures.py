@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subs
 import timeline
 from common.chapters import ROOT, load_chapter
 from common.options import Parser
-from results import MACHINE, MIB, load
+from result_files import MACHINE, MIB, load
 from svg import INK, WIDTH, Drawing
 
 FOLDER = ROOT / "docs" / "pictures"

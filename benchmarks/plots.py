@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from results import MIB
+from result_files import MIB
 
 # Okabe and Ito: distinct for the color-blind, too. https://jfly.uni-koeln.de/color/
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"

@@ -12,7 +12,7 @@ from typing import Any
 from tabulate import tabulate
 
 import tour_report
-from results import MACHINE, Results, load
+from result_files import MACHINE, Results, load
 
 SHARDED = ("parameters", "gradients", "optimizer state")  # what each rank of shard/ holds
 

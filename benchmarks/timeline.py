@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE.parent), str(HERE.parent / "packages" / "prove" / "src")]
 from common.options import Parser, UsageError, exit_on, int_at_least  # noqa: E402
 from prove.processes import hook_variables  # noqa: E402
-from results import provenance  # noqa: E402
+from result_files import provenance  # noqa: E402
 from stage_runs import STAGES, VARIANTS, command_of  # noqa: E402
 
 WARM_UP = 5  # steps that are not compared

@@ -13,7 +13,7 @@ import sys
 from repository_pages import ALL_PAGES, ROOT, TABLE, fences, shell
 
 sys.path.insert(1, str(ROOT / "benchmarks"))
-from results import RESULTS, save
+from result_files import RESULTS, save
 from tables import TABLES
 
 

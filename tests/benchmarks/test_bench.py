@@ -14,7 +14,7 @@ from helpers.refusals import assert_one_line, refusal
 from repository_pages import ALL_PAGES
 
 bench = load_chapter("benchmarks", "bench")
-result_files = load_chapter("benchmarks", "results")
+result_files = load_chapter("benchmarks", "result_files")
 measure_stages = load_chapter("benchmarks", "measure_stages")
 stage_runs = load_chapter("benchmarks", "stage_runs")
 tables = load_chapter("benchmarks", "tables")
