@@ -54,7 +54,7 @@ def test_a_section_runs_and_finds_what_its_committed_results_hold(name):
     assert not shown or f"Measured on {results['provenance']['hardware']}" in shown[-1]
 
 
-RANKS = stage_runs.Processes.RANKS
+RANKS = stage_runs.Layout.RANKS
 STEPS = [{"epoch": epoch, "seconds": 0.001 + 0.004 * epoch} for epoch in (0, 1)]
 
 
@@ -78,7 +78,7 @@ def test_a_section_that_runs_the_stages_finds_their_steps(name, monkeypatch):
     if name == "stages":
         shares = {key: row["share"] for key, row in rows.items() if "share" in row}
         assert shares.pop("ceiling") == 1
-        talk = [k for k in rows if k[0] != "A" and stage_runs.VARIANTS[k].processes is RANKS]
+        talk = [k for k in rows if k[0] != "A" and stage_runs.VARIANTS[k].layout is RANKS]
         assert {"03", "04", "05"} <= set(talk)
         assert shares == dict.fromkeys(talk, 0.8)
         assert rows["ceiling"]["label"] == "ceiling: 2 processes that never talk"
