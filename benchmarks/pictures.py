@@ -3,7 +3,6 @@
 python benchmarks/pictures.py
 """
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -381,7 +380,7 @@ def levels() -> str:
 
 
 def recorded(model: str, *stages: str, step: str = "median") -> Callable[[], str]:
-    return lambda: timeline.picture(json.loads(timeline.FILE.read_text())[model], stages, step)
+    return lambda: timeline.picture(load("timeline")[model], stages, step)
 
 
 PICTURES: dict[str, Callable[[], str]] = {
