@@ -50,7 +50,7 @@ pictures: $(VENV)/ready  ## draw the pictures of the pages from the committed re
 notebooks: $(VENV)/ready  ## execute the notebooks in place: three minutes
 	$(RUN) notebooks/execute.py $(FLAGS)
 
-bench-all: bench  ## measure again what the pages show of speed, for half an hour; then: make pages
+bench-all: bench  ## measure all sections of bench.py again, for half an hour; then: make pages
 	$(RUN) benchmarks/bench.py reducers
 	$(RUN) benchmarks/bench.py shm
 	$(RUN) benchmarks/bench.py survive

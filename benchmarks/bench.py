@@ -23,23 +23,24 @@ from measure_memory import measure_process_memory
 from measure_reducers import measure_reducers
 from measure_shm import measure_shm
 from measure_stages import measure_stages, measure_survive
-from results import RESULTS, Results, provenance, save
-from tables import TABLES
+from result_files import RESULTS, Results, provenance, save
+from tables import TABLES, origin_of
 from timing import Effort
 
 
 class Section(NamedTuple):
     measure: Callable[[Effort], Results]
     file: str = ""  # under benchmarks/results/; without one, a part of the file of this machine
+    tables: tuple[str, ...] = ()  # those of tables.py that show the results
     on_gpu: bool = False  # otherwise it is measured on the CPU only
 
 
 SECTIONS = {
-    "stages": Section(measure_stages, on_gpu=True),
+    "stages": Section(measure_stages, tables=("stages",), on_gpu=True),
     "process_memory": Section(measure_process_memory, on_gpu=True),
-    "reducers": Section(measure_reducers, "03_reducers"),
-    "shm": Section(measure_shm, "shm"),
-    "survive": Section(measure_survive, "survive"),
+    "reducers": Section(measure_reducers, "03_reducers", tables=("reducers",)),
+    "shm": Section(measure_shm, "shm", ("shm", "shm_python", "shm_in_place", "shm_calls")),
+    "survive": Section(measure_survive, "survive", tables=("survive",)),
 }
 
 
@@ -52,8 +53,8 @@ def measure(name: str, effort: Effort) -> Results:
 
 def tables_of(name: str, results: Results) -> list[str]:
     """Its tables as the pages show them, and where they come from."""
-    source = SECTIONS[name].file or name
-    return [table.make(results) for table in TABLES.values() if source in (table.file, table.part)]
+    tables = [TABLES[table].make(results) for table in SECTIONS[name].tables]
+    return [*tables, origin_of(results)] if tables else []
 
 
 def store(name: str, results: Results, args: argparse.Namespace) -> None:

@@ -21,10 +21,10 @@ import torch
 from bench import SECTIONS
 from common.chapters import ROOT
 from common.options import Parser, UsageError, exit_on
-from results import save
+from result_files import RESULTS, save
 from stage_runs import command_of
 
-FOLDER = ROOT / "benchmarks" / "results" / "gpu"
+FOLDER = RESULTS / "gpu"
 PACKAGES = (".", "packages/prove/src", "packages/shm/src")  # where they lie, installed or not
 # The files in tests/stages with tests that need a GPU; each such test has `gpu` in its name.
 GPU_TESTS = ("claims", "collectives", "data_parallel", "formats", "gpu")

@@ -21,7 +21,7 @@ from torch.optim import Adam, Optimizer
 
 from common.chapters import load_chapter
 from common.ranks import run_ranks
-from results import Results
+from result_files import Results
 from stage_runs import VARIANTS
 from timing import Effort
 from training_step import Trainer, with_sync_batchnorm
@@ -48,7 +48,7 @@ VIEWS = {"wrap": partial(ddp, gradient_as_bucket_view=True)}
 SYNC_BATCHNORM = {"wrap": lambda model: ddp(with_sync_batchnorm(model))}
 BF16, ACCUMULATE = {"dtype": torch.bfloat16}, {"micro_batches": 4}
 IN_PLACE = {**ACCUMULATE, "zeroed_in_place": True}
-STAGES: dict[str, dict[str, Any]] = {  # of each, the options of Trainer
+TRAINER_OPTIONS: dict[str, dict[str, Any]] = {  # of each stage
     "01": {},
     "02": {},
     "03": {"reducer": load_chapter("03", "reducers/reducers").PerParameter},
@@ -146,7 +146,7 @@ def train_and_count(rank: int, names: list[str], plan: Any, samples: int) -> lis
     """What this rank holds after each job, and its peak in bytes."""
     rows, trained = list[Results](), list[CountingTrainer]()
     for name in names:
-        options = WAYS[name] if name in WAYS else STAGES[name]
+        options = WAYS[name] if name in WAYS else TRAINER_OPTIONS[name]
         train = partial(CountingTrainer, plan, samples, **options)
         peak_bytes = peak.peak_of(plan.device, lambda train=train: trained.append(train()))
         rows.append({"peak_bytes": peak_bytes, "held": trained.pop().held()})
@@ -191,6 +191,6 @@ def measure_process_memory(effort: Effort) -> Results:
         "global_batch": GLOBAL_BATCH,
         "ranks": RANKS,
         "device": effort.device,
-        "stages": count_in_stages(STAGES, momentum, GLOBAL_BATCH, RANKS),
+        "stages": count_in_stages(TRAINER_OPTIONS, momentum, GLOBAL_BATCH, RANKS),
         "ways": measure(WAYS, adam, GLOBAL_BATCH // RANKS),
     }

@@ -7,8 +7,9 @@ from torch import nn
 
 from common.chapters import load_chapter
 from common.ranks import run_ranks
+from result_files import Results
 from shm.__main__ import pin
-from timing import AA, Effort, Results, Steps, interleave, summarize
+from timing import AA, Effort, Steps, interleave, summarize
 from training_step import build, ddp_without_buffers, train_copy, with_sync_batchnorm
 
 RANKS = 2

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from common.chapters import ROOT
-from results import Results
+from result_files import Results
 from shm import fast
 from shm.speed import SIZES
 from timing import Effort

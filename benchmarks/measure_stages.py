@@ -13,8 +13,8 @@ from statistics import fmean, median
 
 import torch
 
-from results import Results
-from stage_runs import VARIANTS, Processes, run_quietly, time_apart
+from result_files import Results
+from stage_runs import VARIANTS, Layout, run_quietly, time_apart
 from timing import AA, Effort, ratio_to, summarize, take_turns
 
 GLOBAL_BATCH = 120
@@ -41,7 +41,7 @@ def measure_stages(effort: Effort, keys: Collection[str] = KEYS) -> Results:
     flags = ["--model=net-bn", f"--device={effort.device}"]
     variants: dict[str, Callable[[], float]] = {}
     for key in (key for key in keys if not reasons[key]):
-        if VARIANTS[key].processes is Processes.APART:
+        if VARIANTS[key].layout is Layout.APART:
             variants[key] = partial(time_apart_run, ranks, *flags)
         else:
             sizes = (f"--batch-size={GLOBAL_BATCH}", f"--epochs={epochs}")
@@ -51,7 +51,7 @@ def measure_stages(effort: Effort, keys: Collection[str] = KEYS) -> Results:
     for key, row in rows.items():
         row["samples_per_second"] = round(GLOBAL_BATCH / row["step_ms"] * 1000, 1)
         row["label"] = AA if key == AA else VARIANTS[key].title(ranks)
-        if key != AA and CEILING in times and VARIANTS[key].processes is not Processes.ONE:
+        if key != AA and CEILING in times and VARIANTS[key].layout is not Layout.ONE:
             row["share"], row["share_interval"] = ratio_to(times[key], times[CEILING])
     about = {"cores": cores, "ranks": ranks, "rounds": rounds, "dataset": "digits"}
     about |= {"model": "net-bn", "global_batch": GLOBAL_BATCH}

@@ -4,12 +4,16 @@ import os
 import sys
 from argparse import Namespace
 from statistics import quantiles
+from typing import Any
 
+from common.chapters import load_chapter
 from common.data import load_dataset
 from common.options import make_parser
-from measure_memory import count_in_stages, peak
-from results import Results, provenance
-from stage_runs import VARIANTS, Processes, StageRun, command_of, run_command, time_apart
+from measure_memory import count_in_stages
+from result_files import Results, provenance
+from stage_runs import VARIANTS, Layout, StageRun, command_of, run_command, time_apart
+
+peak: Any = load_chapter("01", "peak")
 
 KEYS = ("01", "01-cores", "02", "03", "04", "04-shm", "05", "05-shm", "05-bf16")
 
@@ -30,7 +34,7 @@ def measure_tour(args: Namespace) -> Results:
         }
         for key in keys
     }
-    on_ranks = [rows[key] for key in keys if VARIANTS[key].processes is Processes.RANKS]
+    on_ranks = [rows[key] for key in keys if VARIANTS[key].layout is Layout.RANKS]
     ceiling = [time_ceiling(args)] if on_ranks and args.ranks > 1 else []
     if ceiling:
         most = ceiling[0]["summary"]["samples_per_second"]

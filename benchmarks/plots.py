@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from results import MIB
+from result_files import MIB
 
 # Okabe and Ito: distinct for the color-blind, too. https://jfly.uni-koeln.de/color/
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
@@ -33,7 +33,7 @@ HATCHES = ["", "//", "\\\\", "xx", "..", "++", "oo", "--"]  # distinct without c
 BLANK = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 Look = tuple[str, str]  # color and hatch
 
-# The colors of svg.py.
+# The hues of svg.py where it draws the same kind, in shades of Okabe and Ito.
 HELD: dict[str, Look] = {  # what a process holds, by kind
     "parameters": (GREEN, ""),
     "buffers": (BLACK, ""),

@@ -28,7 +28,9 @@ STAGES = ("01", "02", "03", "04", "05")  # of VARIANTS, as a reader runs them
 MANY = 10**6  # epochs: more than anybody waits for
 
 
-class Processes(Enum):
+class Layout(Enum):
+    """Which processes one run has."""
+
     ONE = "one process"
     RANKS = "several processes that average their gradients"
     APART = "as many processes that never talk"
@@ -41,7 +43,7 @@ class Variant:
     label: str  # RANKS stands for their number, here and in the command
     stage: str
     command: tuple[str, ...]  # after `python`
-    processes: Processes = Processes.ONE
+    layout: Layout = Layout.ONE
     all_cores: bool = False  # otherwise each process has one thread
     over_shm: bool = False
     bf16: bool = False
@@ -65,26 +67,26 @@ class Variant:
         return ""
 
 
-def on_ranks(label: str, stage: str, *command: str, **options: bool) -> Variant:
-    return Variant(label, stage, command, Processes.RANKS, **options)
+def ranks_variant(label: str, stage: str, *command: str, **options: bool) -> Variant:
+    return Variant(label, stage, command, Layout.RANKS, **options)
 
 
 SHM = (*TORCHRUN, "-m", "shm")
 VARIANTS = {
     "01": Variant("01 one process", "01", (STAGE_01,)),
     "01-cores": Variant("01 with all cores", "01", (STAGE_01,), all_cores=True),
-    "ceiling": Variant(
-        "ceiling: RANKS processes that never talk", "01", (STAGE_01,), Processes.APART
-    ),
+    "ceiling": Variant("ceiling: RANKS processes that never talk", "01", (STAGE_01,), Layout.APART),
     "02": Variant("02 DataParallel", "02", ("02_data_parallel/train.py", "--replicas", "RANKS")),
-    "03": on_ranks("03 by hand", "03", "03_ddp_manual_allreduce/train.py", "--world-size", "RANKS"),
-    "04": on_ranks("04 DDP", "04", *TORCHRUN, STAGE_04),
-    "04-shm": on_ranks("04 over shm", "04", *SHM, STAGE_04, over_shm=True),
-    "05": on_ranks("05 DDP, SyncBN", "05", *TORCHRUN, STAGE_05),
-    "05-shm": on_ranks("05 over shm", "05", *SHM, STAGE_05, over_shm=True),
-    "05-local-bn": on_ranks("05, no SyncBN", "05", *TORCHRUN, STAGE_05, "--no-sync-bn"),
-    "05-bf16": on_ranks("05 in bf16", "05", *TORCHRUN, STAGE_05, "--amp", "bf16", bf16=True),
-    "survive": on_ranks("survive", "survive", *TORCHRUN, SURVIVE),
+    "03": ranks_variant(
+        "03 by hand", "03", "03_ddp_manual_allreduce/train.py", "--world-size", "RANKS"
+    ),
+    "04": ranks_variant("04 DDP", "04", *TORCHRUN, STAGE_04),
+    "04-shm": ranks_variant("04 over shm", "04", *SHM, STAGE_04, over_shm=True),
+    "05": ranks_variant("05 DDP, SyncBN", "05", *TORCHRUN, STAGE_05),
+    "05-shm": ranks_variant("05 over shm", "05", *SHM, STAGE_05, over_shm=True),
+    "05-local-bn": ranks_variant("05, no SyncBN", "05", *TORCHRUN, STAGE_05, "--no-sync-bn"),
+    "05-bf16": ranks_variant("05 in bf16", "05", *TORCHRUN, STAGE_05, "--amp", "bf16", bf16=True),
+    "survive": ranks_variant("survive", "survive", *TORCHRUN, SURVIVE),
 }
 
 

@@ -1,7 +1,8 @@
 """The tables of the pages, made from results/; bench.py also prints them after a measurement.
 
-A page holds <!-- table: NAME --> where one begins and <!-- end of table --> where it ends;
-`make pages` writes what is between, and a test compares it with what is committed.
+A page holds <!-- table: NAME --> where one begins and <!-- end of table --> where it ends; below,
+<!-- table: origin of NAME --> tells where its numbers come from. `make pages` writes what is
+between, and a test compares it with what is committed.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -12,8 +13,9 @@ from typing import Any
 from tabulate import tabulate
 
 import tour_report
-from results import MACHINE, Results, load
+from result_files import MACHINE, Results, load
 
+ORIGIN = "origin of "  # before the name of a table
 SHARDED = ("parameters", "gradients", "optimizer state")  # what each rank of shard/ holds
 
 RATIO = "{ratio:.2f} ({ratio_interval[0]:.2f} to {ratio_interval[1]:.2f})"
@@ -201,7 +203,7 @@ def extremes(times: list[float]) -> str:
     return f"{min(times):.1f} to {max(times):.0f}"
 
 
-def origin(results: Results) -> str:
+def origin_of(results: Results) -> str:
     """A program that was needed only once is not kept: the commit has it."""
     text = "Measured on {hardware}, with torch {torch}, {date}."
     if "program" in results["provenance"]:
@@ -217,9 +219,15 @@ class Table:
     make: Callable[[Results], str]
     part: str = ""
 
-    def text(self) -> str:
+    def results(self) -> Results:
         results = load(self.file)
-        return self.make(results[self.part] if self.part else results)
+        return results[self.part] if self.part else results
+
+    def text(self) -> str:
+        return self.make(self.results())
+
+    def origin(self) -> str:
+        return origin_of(self.results())
 
 
 TABLES = {
@@ -240,5 +248,9 @@ TABLES = {
     "faults": Table("injected_faults", faults),
     "pauses": Table("injected_faults", pauses, "pauses"),
 }
-for shown in list(TABLES.values()):
-    TABLES[f"origin of {shown.part or shown.file}"] = Table(shown.file, origin, shown.part)
+
+
+def text_of(name: str) -> str:
+    """What stands on a page between its comments: `stages`, or `origin of stages`."""
+    table = TABLES[name.removeprefix(ORIGIN)]
+    return table.origin() if name.startswith(ORIGIN) else table.text()

@@ -28,11 +28,12 @@ HERE = Path(__file__).resolve().parent
 sys.path += [str(path) for path in (HERE.parent, *HERE.parent.glob("packages/*/src"))]
 from common.options import Parser, UsageError, exit_on, int_at_least  # noqa: E402
 from prove.processes import hook_variables  # noqa: E402
-from results import provenance  # noqa: E402
+from result_files import RESULTS, load, provenance, save  # noqa: E402
 from stage_runs import STAGES, VARIANTS, command_of  # noqa: E402
 
 WARM_UP = 5  # steps that are not compared
-FILE = HERE / "results" / "timeline.json"
+RANKS, GLOBAL_BATCH = 2, 120
+FILE = RESULTS / "timeline.json"
 Recording = dict[str, Any]
 
 
@@ -96,15 +97,17 @@ def record_stages(
     stages: Sequence[str], model: str = "net-bn", steps: int = 65, turns: int = 1
 ) -> Recording:
     """The recording of each stage, with the machine and the date. steps: of a stage in a turn."""
-    about = {"model": model, "ranks": 2, "global_batch": 120}
+    about = {"model": model, "ranks": RANKS, "global_batch": GLOBAL_BATCH}
     results: Recording = {"provenance": provenance(), **about, "stages": {}}
     runs: dict[str, list[Sequence[Recording]]] = {stage: [] for stage in stages}
     for stage in [*stages] * turns:  # in turns: what else the machine does hits them all alike
         print(VARIANTS[stage].label, flush=True)
         with TemporaryDirectory() as folder:
-            flags = ["--device=cpu", f"--model={model}", "--epochs=100", f"--max-steps={steps}"]
+            flags = ["--device=cpu", f"--model={model}", f"--batch-size={GLOBAL_BATCH}"]
+            flags += ["--epochs=100", f"--max-steps={steps}"]
             flags += [f"--run-dir={folder}", f"--data-dir={HERE.parent / 'data'}"]
-            runs[stage].append(run([sys.executable, *command_of(stage, 2), *flags], quiet=True))
+            command = [sys.executable, *command_of(stage, RANKS), *flags]
+            runs[stage].append(run(command, quiet=True))
     results["stages"] = {stage: shown_steps(*runs[stage]) for stage in stages}
     return results
 
@@ -170,13 +173,11 @@ def main() -> None:
     else:
         results = record_stages(args.stages, args.model, args.steps, args.turns)
         file = Path("runs/timeline/timeline.svg")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+        save(file.with_suffix(".json"), results)
         file.write_text(picture(results, which=args.step))
         if args.store:
-            stored = json.loads(FILE.read_text()) if FILE.exists() else {}
-            stored |= {"provenance": results["provenance"], args.model: results}
-            FILE.write_text(json.dumps(stored, indent=1) + "\n")
+            stored = {"provenance": results["provenance"], args.model: results}
+            save(FILE, load(FILE.stem) | stored)
         for stage, steps in results["stages"].items():
             print(f"\n{VARIANTS[stage].label}\n{tell(steps[args.step])}")
     print(f"wrote {file}: open it in a browser")

@@ -76,7 +76,7 @@ class OfThread(threading.local):
         self.is_sending = False
 
 
-class Recorder:
+class SpanRecorder:
     """The spans of this process, until it has taken all the steps that are recorded."""
 
     def __init__(self, folder: Path) -> None:
@@ -212,8 +212,8 @@ def watch_buckets(ddp: Any) -> None:
         ddp.register_comm_hook(ddp.process_group, average)
 
 
-def install() -> Recorder:
-    recorder = Recorder(Path(os.environ["TIMELINE_FOLDER"]))
+def install() -> SpanRecorder:
+    recorder = SpanRecorder(Path(os.environ["TIMELINE_FOLDER"]))
     register_module_forward_pre_hook(recorder.before_module)
     register_module_forward_hook(recorder.after_module, always_call=True)
     register_optimizer_step_pre_hook(recorder.before_optimizer)

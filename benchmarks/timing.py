@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from results import Results
+from result_files import Results
 
 AA = "A/A"  # the first variant once more
 

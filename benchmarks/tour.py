@@ -15,7 +15,7 @@ import torch
 from common.data import local_batch_size
 from common.options import UsageError, exit_on, int_at_least, make_parser
 from measure_tour import measure_tour
-from results import save
+from result_files import save
 from stage_runs import STAGES
 from tour_report import learned, report, speeds
 

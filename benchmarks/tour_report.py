@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
-from results import MIB, Results
+from result_files import MIB, Results
 from stage_runs import VARIANTS
 
 EQUAL = 1e-5  # fp32 losses of the first epoch that differ less count as equal

@@ -25,7 +25,7 @@ from nbformat.v4 import new_code_cell
 
 from common.chapters import ROOT, load_chapter
 
-result_files: Any = load_chapter("benchmarks", "results")
+result_files: Any = load_chapter("benchmarks", "result_files")
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("0*.ipynb"))
 SECONDS = 300  # more than any cell takes

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from matplotlib.axes import Axes
 
-import stage_runs
 from helpers import oracle, train_stage
 from plots import VARIANT_COLORS
-from stage_runs import VARIANTS
+from stage_runs import STAGES, VARIANTS
 
 Losses = list[float]  # of every step
 
@@ -46,8 +45,8 @@ RUNS = {
         Run("05-bf16", 2, ("--amp=bf16",)),
     )
 }
-STAGES = tuple(VARIANTS[key].label for key in stage_runs.STAGES)
-STAGES_AND_BF16 = (*STAGES, VARIANTS["05-bf16"].label)
+STAGE_LABELS = tuple(VARIANTS[key].label for key in STAGES)
+LABELS_WITH_BF16 = (*STAGE_LABELS, VARIANTS["05-bf16"].label)
 RECIPES = ("whole_batches", "chunks", "strides")
 ALL_REDUCE = ("train.py", "average_gradients(model)")  # of stage 03: what its ranks exchange
 NO_DROPOUT = ("train.py", "model.train()", "model.eval()")  # nothing else in `net` depends on it
@@ -67,7 +66,7 @@ def train(name: str, dtype: str = "float32", model: str = "net-bn", without: tup
     return train_stage.train(stage, run.ranks, *words, dtype=precision, without=without)
 
 
-def train_all(names: Iterable[str] = STAGES_AND_BF16, **options: Any) -> dict[str, Any]:
+def train_all(names: Iterable[str] = LABELS_WITH_BF16, **options: Any) -> dict[str, Any]:
     return {name: train(name, **options) for name in names}
 
 

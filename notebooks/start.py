@@ -20,7 +20,7 @@ from cycler import cycler  # noqa: E402
 from matplotlib_inline.backend_inline import set_matplotlib_formats  # noqa: E402
 
 from plots import COLORS  # noqa: E402
-from results import RESULTS, Results  # noqa: E402
+from result_files import RESULTS, Results  # noqa: E402
 
 __all__ = ["COLORS", "ROOT", "check", "committed"]
 

@@ -16,7 +16,7 @@ from prove import processes
 from prove.table import WARNING, WRONG
 from traces import HERE, PUZZLES, Puzzle, traces
 
-result_files: Any = load_chapter("benchmarks", "results")
+result_files: Any = load_chapter("benchmarks", "result_files")
 
 SEEDS = 10
 PAGE = HERE / "README.md"

@@ -23,7 +23,7 @@ from language import BYTES, LENGTH, Transformer
 from levels import LEVELS, Training, by_hand, by_library
 from traffic import received_bytes
 
-result_files: Any = load_chapter("benchmarks", "results")
+result_files: Any = load_chapter("benchmarks", "result_files")
 timing: Any = load_chapter("benchmarks", "timing")
 Ledger = load_chapter("01", "peak").Ledger
 size = load_chapter("02", "memory").size

@@ -47,7 +47,7 @@ from helpers.machine import free_port
 from helpers.small_disk import CANNOT_MOUNT, can_mount, fill, small_disk
 from helpers.train_stage import Run, same_run, same_weights, train_once
 
-result_files = load_chapter("benchmarks", "results")
+result_files = load_chapter("benchmarks", "result_files")
 
 durable = load_chapter("beyond/survive", "durable")
 SCRIPT = Path(durable.__file__).with_name("train.py")

@@ -14,8 +14,8 @@ extensions = ["myst_parser", "hooks"]
 
 # Which pages: those of the repository, where they are. README.md becomes index.html.
 source_suffix = {".md": "markdown", ".ipynb": "markdown"}
-FOLDERS = ["0*", "beyond", "packages", "common", "benchmarks", "notebooks", "docs"]
-include_patterns = ["*.md", *(f"{folder}/**" for folder in FOLDERS)]
+PAGE_FOLDERS = ["0*", "beyond", "packages", "common", "benchmarks", "notebooks", "docs"]
+include_patterns = ["*.md", *(f"{folder}/**" for folder in PAGE_FOLDERS)]
 exclude_patterns = [".*", "**/.*", "_site", "data", "runs", "shared", "*.zh.md", "docs/zh"]
 
 # Markdown: as GitHub renders it, with its anchors.

@@ -27,9 +27,9 @@ from chinese import CHINESE, IN_ENGLISH, Words, moved, translation, word
 from code_pages import code_list, collect
 from repository_pages import MAIN_PATH
 
-STAGES = MAIN_PATH[1:]
+STAGE_PAGES = MAIN_PATH[1:]
 SWITCH = r"\A\[(中文|English)\]\(.*\)\n"  # of the language: the site has its own
-MAIN = ["index", *(f"{stage}/index" for stage in STAGES)]
+MAIN = ["index", *(f"{stage}/index" for stage in STAGE_PAGES)]
 
 
 class Pages(Project):
@@ -152,7 +152,7 @@ class AsOnGitHub(SphinxTransform):
         rest = sorted(self.env.found_docs - {*MAIN}, key=lambda name: (order.get(name, 0), name))
         folder = self.env.docname.rpartition("/")[0]
         if self.env.docname == "index":
-            rest = [name for name in rest if not name.startswith((*STAGES,))]
+            rest = [name for name in rest if not name.startswith((*STAGE_PAGES,))]
             numbers = [name for name in rest if name.startswith(("benchmarks/", "notebooks/"))]
             yield word(self.app, "Lessons"), MAIN[1:]
             yield word(self.app, "Reference"), [name for name in rest if name not in numbers]
@@ -163,7 +163,7 @@ class AsOnGitHub(SphinxTransform):
 
 def neighbors(app: Sphinx, pagename: str) -> Iterator[dict[str, str] | None]:
     """The previous and the next page: of the main path, or of a stage's chapters."""
-    folder = next((stage for stage in STAGES if pagename.startswith(f"{stage}/")), "")
+    folder = next((stage for stage in STAGE_PAGES if pagename.startswith(f"{stage}/")), "")
     start = f"{folder}/index"
     row = MAIN if pagename in MAIN else [start, *app.env.toctree_includes.get(start, [])]
     for step in (-1, 1):

@@ -13,8 +13,8 @@ import sys
 from repository_pages import ALL_PAGES, ROOT, TABLE, fences, shell
 
 sys.path.insert(1, str(ROOT / "benchmarks"))
-from results import RESULTS, save
-from tables import TABLES
+from result_files import RESULTS, save
+from tables import text_of
 
 
 def run(command: str) -> str:
@@ -36,7 +36,7 @@ def write_outputs() -> None:
 
 def fresh_table(match: re.Match[str]) -> str:
     name = match["name"]
-    return f"<!-- table: {name} -->\n\n{TABLES[name].text()}\n\n<!-- end of table -->"
+    return f"<!-- table: {name} -->\n\n{text_of(name)}\n\n<!-- end of table -->"
 
 
 def write_tables() -> None:

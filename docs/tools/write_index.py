@@ -17,7 +17,7 @@ from repository_pages import ROOT
 
 INDEX = "docs/index.md"
 # Folders whose pages and programs are listed; those inside a folder are listed with it.
-ROOMS = {
+SECTIONS = {
     "The core: two hours, with the README and one notebook": ("0?_*",),
     "The roads beyond it": ("beyond", "beyond/*"),
     "Two packages that work without the course": ("packages/*",),
@@ -78,8 +78,8 @@ def files_of(folder: Path) -> list[Path]:
 def index() -> str:
     """The text of docs/index.md."""
     parts, here = [INTRODUCTION], (ROOT / INDEX).parent
-    for room, patterns in ROOMS.items():
-        parts.append(f"\n## {room}\n")
+    for section, patterns in SECTIONS.items():
+        parts.append(f"\n## {section}\n")
         folders = [path for each in patterns for path in sorted(ROOT.glob(each)) if path.is_dir()]
         folders = [path for path in folders if path.name != "tests"]
         for folder in filter(files_of, folders):

@@ -14,7 +14,7 @@ from helpers.refusals import assert_one_line, refusal
 from repository_pages import ALL_PAGES
 
 bench = load_chapter("benchmarks", "bench")
-result_files = load_chapter("benchmarks", "results")
+result_files = load_chapter("benchmarks", "result_files")
 measure_stages = load_chapter("benchmarks", "measure_stages")
 stage_runs = load_chapter("benchmarks", "stage_runs")
 tables = load_chapter("benchmarks", "tables")
@@ -54,7 +54,7 @@ def test_a_section_runs_and_finds_what_its_committed_results_hold(name):
     assert not shown or f"Measured on {results['provenance']['hardware']}" in shown[-1]
 
 
-RANKS = stage_runs.Processes.RANKS
+RANKS = stage_runs.Layout.RANKS
 STEPS = [{"epoch": epoch, "seconds": 0.001 + 0.004 * epoch} for epoch in (0, 1)]
 
 
@@ -78,7 +78,7 @@ def test_a_section_that_runs_the_stages_finds_their_steps(name, monkeypatch):
     if name == "stages":
         shares = {key: row["share"] for key, row in rows.items() if "share" in row}
         assert shares.pop("ceiling") == 1
-        talk = [k for k in rows if k[0] != "A" and stage_runs.VARIANTS[k].processes is RANKS]
+        talk = [k for k in rows if k[0] != "A" and stage_runs.VARIANTS[k].layout is RANKS]
         assert {"03", "04", "05"} <= set(talk)
         assert shares == dict.fromkeys(talk, 0.8)
         assert rows["ceiling"]["label"] == "ceiling: 2 processes that never talk"
@@ -127,6 +127,9 @@ def test_a_wrong_call_ends_in_one_line(call, tmp_path):
 def test_every_result_is_shown_and_tells_where_it_comes_from():
     pages = "".join(path.read_text() for path in ALL_PAGES)
     assert all(f"<!-- table: {name} -->" in pages for name in tables.TABLES)
+    parts = {name: (table.file, table.part) for name, table in tables.TABLES.items()}
+    told = {part for name, part in parts.items() if f"<!-- table: origin of {name} -->" in pages}
+    assert told == set(parts.values())
     sources = {table.file for table in tables.TABLES.values()} - {result_files.MACHINE}
     linked = set(re.findall(r"\bresults/(\w+)\.json", pages))
     assert sources | linked == {path.stem for path in result_files.RESULTS.glob("*.json")}

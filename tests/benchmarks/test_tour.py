@@ -14,7 +14,7 @@ from helpers.environments import make_environment
 from helpers.local_ranks import launch_ranks, run_script
 
 gpu = load_chapter("benchmarks", "gpu")
-result_files = load_chapter("benchmarks", "results")
+result_files = load_chapter("benchmarks", "result_files")
 measure_tour = load_chapter("benchmarks", "measure_tour")
 stage_runs = load_chapter("benchmarks", "stage_runs")
 tour = load_chapter("benchmarks", "tour")

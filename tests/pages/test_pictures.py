@@ -1,6 +1,5 @@
 """The pages show what the pictures' program draws today, with a description."""
 
-import json
 import re
 import xml.etree.ElementTree as ElementTree
 
@@ -11,6 +10,7 @@ from common.chapters import load_chapter
 from repository_pages import ALL_PAGES
 
 pictures = load_chapter("benchmarks", "pictures")
+result_files = load_chapter("benchmarks", "result_files")
 timeline = load_chapter("benchmarks", "timeline")
 
 
@@ -26,7 +26,7 @@ def test_a_picture_is_what_the_program_draws_and_a_browser_can_read_it(name):
 
 def test_another_recording_gives_another_picture():
     """The control of the test above."""
-    results = json.loads(timeline.FILE.read_text())["net-bn"]
+    results = result_files.load("timeline")["net-bn"]
     before = timeline.picture(results)
     results["stages"]["04"]["median"]["ranks"][1]["spans"].pop()
     assert timeline.picture(results) != before

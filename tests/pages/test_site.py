@@ -10,7 +10,7 @@ SITE = ROOT / ".venv-site"
 
 
 def check(*arguments):
-    command = [SITE / "bin" / "python", ROOT / "docs" / "site" / "check.py", *arguments]
+    command = [SITE / "bin" / "python", ROOT / "docs" / "site" / "check_site.py", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 

@@ -15,6 +15,7 @@ from helpers.local_ranks import launch_function
 step_model = load_chapter("beyond/forecast", "step_model")
 gradient_order = load_chapter("beyond/forecast", "gradient_order")
 replicas, measure = load_chapter("02", "memory"), load_chapter("beyond/shard", "measure_levels")
+result_files = load_chapter("benchmarks", "result_files")
 peak, ring = load_chapter("01", "peak"), load_chapter("03", "reducers/ring")
 gradients_of = cache(gradient_order.gradients_of_classifier)
 SOURCE = "".join(path.read_text() for path in sorted(ROOT.glob("docs/site/widgets/*.js"))[::-1])
@@ -106,7 +107,7 @@ def memory(*change):
 
 
 def shard(*change):
-    counted = json.loads((ROOT / "benchmarks/results/shard.json").read_text())["sent_multiples"]
+    counted = result_files.load("shard")["sent_multiples"]
     names = {
         way: name
         for name, (make_training, way) in measure.VARIANTS.items()

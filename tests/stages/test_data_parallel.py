@@ -1,7 +1,6 @@
 """DataParallel by hand computes what one device does, and costs what its pages say."""
 
 import importlib
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -14,11 +13,12 @@ from torch import nn
 from torch.nn.parallel import scatter_gather
 from torch.nn.parallel.parallel_apply import parallel_apply
 
-from common.chapters import ROOT
+from common.chapters import load_chapter
 from helpers.machine import scratch_folder
 from helpers.stage_files import FOLDERS, fresh_module
 from helpers.train_stage import load_stage, run_main
 
+result_files = load_chapter("benchmarks", "result_files")
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 CPU = torch.device("cpu")
 CLOSE = {"rtol": 0, "atol": 1e-12}
@@ -327,7 +327,7 @@ def test_c20_the_model_must_lie_on_the_first_of_device_ids_whichever_it_is(devic
 
 def test_c23_threads_slow_down_small_operations_and_not_big_ones():
     """Of the committed run: the interpreter lock costs what a model's Python code holds it for."""
-    measured = json.loads((ROOT / "benchmarks" / "results" / "02_threads.json").read_text())
+    measured = result_files.load("02_threads")
     small, big = (measured["models"][f"{size} operations"]["variants"] for size in ("small", "big"))
     assert small["two threads"]["ratio_interval"][0] > 1
     assert small["two processes"]["ratio"] < small["two threads"]["ratio_interval"][0]

@@ -4,7 +4,6 @@ C09 and C12 are read from the committed measurements, and C18 says that cuDNN's 
 changes no bit on a CPU.
 """
 
-import json
 from unittest.mock import patch
 
 import pytest
@@ -15,6 +14,7 @@ from common.chapters import ROOT, load_chapter
 from helpers.train_stage import train_once
 
 formats = load_chapter("05", "formats")
+result_files = load_chapter("benchmarks", "result_files")
 
 
 def test_what_the_machine_runs_and_has_units_for_is_told(capsys):
@@ -36,10 +36,6 @@ def test_what_the_machine_runs_and_has_units_for_is_told(capsys):
     assert supported == [True, False, False, True]
 
 
-def committed_results(name: str) -> dict:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-
-
 def claim(name: str) -> str:
     lines = (ROOT / "docs/claims.md").read_text().splitlines()
     return next(line for line in lines if line.startswith(f"| {name} ")).split("|")[3]
@@ -47,7 +43,7 @@ def claim(name: str) -> str:
 
 def test_c09_bf16_is_faster_wherever_it_was_measured_and_c12_there_is_no_one_number():
     faster = {}
-    for name, both in committed_results("05_precision")["models"].items():
+    for name, both in result_files.load("05_precision")["models"].items():
         for where, place in both.items():
             rows = place["variants"]
             best, noise = (rows[v]["ratio_interval"] for v in ("bf16, channels_last", "A/A"))
@@ -58,7 +54,7 @@ def test_c09_bf16_is_faster_wherever_it_was_measured_and_c12_there_is_no_one_num
     smallest, largest = min(faster.values()), max(faster.values())
     assert largest / smallest > 1.2
     assert all(f"{number:.1f}" in claim("C12") for number in (smallest, largest))
-    rows = committed_results("05_precision")["models"]["resnet50"]["one process"]["variants"]
+    rows = result_files.load("05_precision")["models"]["resnet50"]["one process"]["variants"]
     for variant in ("bf16", "bf16, channels_last"):
         assert f"{rows['fp32']['ratio'] / rows[variant]['ratio']:.1f}" in claim("C09"), variant
 

@@ -1,6 +1,6 @@
 """Check the site that `make site` has built: all links, and its pages in Chromium.
 
-.venv-site/bin/python docs/site/check.py [--all] [SITE]
+.venv-site/bin/python docs/site/check_site.py [--all] [SITE]
 
 Chromium loads the main path and some pages of each kind on a phone and on a laptop, and tries the
 widgets. With --all, it loads every page. One line for each fault, and exit status 1; or 77 if there
