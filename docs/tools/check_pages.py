@@ -23,7 +23,7 @@ TERM = re.compile(r'^\| (?:<a id="[\w-]+"></a>)+(?P<term>.+?) \|', re.M)  # a ro
 COUNTED = re.compile(r"[一-鿿]|[^\W一-鿿]+")  # Chinese characters, and words in other letters
 MAIN_PAGES = [ROOT / folder / "README.md" for folder in MAIN_PATH]
 CHINESE = [page for _, page in translated_pages(ROOT)]
-ROOMS = ("tests", "beyond/tests", "packages")  # where tests are
+ROOMS = ("tests", "packages")  # where tests are
 TESTS = "".join(path.read_text() for room in ROOMS for path in (ROOT / room).rglob("test_*.py"))
 
 

@@ -20,7 +20,7 @@ from helpers.machine import in_time
 
 FOLDERS = {path.name[:2]: path for path in sorted(ROOT.glob("0?_*"))}
 FOLDERS |= {name: ROOT / "beyond" / name for name in ("survive", "shard", "local_sgd", "forecast")}
-FOLDERS_OF_TESTS = ("tests/*", "beyond/tests", "packages/*/tests")  # each room has its own
+FOLDERS_OF_TESTS = ("tests/*", "packages/*/tests")
 TEST_FILES = sorted(path for each in FOLDERS_OF_TESTS for path in ROOT.glob(f"{each}/test_*.py"))
 # Of a folder of the repository. Other tests write the last two, while this one copies.
 NOT_COPIED = ignore_patterns(".*", "runs", "*MNIST", "cifar*", "_site", "__pycache__")
