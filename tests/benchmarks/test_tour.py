@@ -11,7 +11,7 @@ import pytest
 
 from common.chapters import ROOT, load_chapter
 from helpers.environments import make_environment
-from helpers.local_ranks import launch_ranks, run_script
+from helpers.local_ranks import launch_script, run_script
 
 gpu = load_chapter("benchmarks", "gpu")
 result_files = load_chapter("benchmarks", "results")
@@ -26,7 +26,7 @@ def popen_by_fork(call: list[str], env: dict[str, str], **_: object) -> SimpleNa
     if call[1] == "-m":
         assert call[2:6] == ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         script = ["packages/shm/src/shm/__main__.py", *call[8:]] if call[6] == "-m" else call[6:]
-        answers = launch_ranks(*script, env=env)
+        answers = launch_script(*script, env=env)
     else:
         answers = run_script(*call[1:], env=env)
     lines = "".join(output for _, output in answers).splitlines(keepends=True)

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 from common.chapters import load_chapter
-from helpers.local_ranks import gather_from_ranks, launch_function, on_ranks
+from helpers.local_ranks import gather_from_ranks, on_ranks, run_on_ranks
 from helpers.refusals import assert_one_line, refusal
 from helpers.stage_files import FOLDERS, fresh_module
 
@@ -201,7 +201,7 @@ def count_bytes(rank: int) -> dict[torch.dtype, int]:
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_linux_counts_the_bytes_that_the_formula_says(ranks):
     """The control: a mean in bf16 is half as long."""
-    for counted in launch_function(ranks, count_bytes):
+    for counted in run_on_ranks(ranks, count_bytes):
         for dtype, bytes_each in BYTES_EACH.items():
             expected = local.sent_bytes(NUMBERS, bytes_each, ranks)
             assert counted[dtype] == pytest.approx(expected, rel=0.02), dtype

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.chapters import load_chapter
-from helpers.local_ranks import launch_ranks, run_script
+from helpers.local_ranks import launch_script, run_script
 from helpers.stage_files import FOLDERS
 
 launch = load_chapter("beyond/survive", "launch")
@@ -70,7 +70,7 @@ def test_a_loop_of_ones_own_stops_and_resumes_to_the_bit(tmp_path):
 
     def last_steps(folder: str, **env: str) -> list[int]:
         (tmp_path / folder).mkdir(exist_ok=True)
-        answers = launch_ranks(str(script), folder, env=env, where=tmp_path)
+        answers = launch_script(str(script), folder, env=env, where=tmp_path)
         return [int(re.search(r"ends after step (\d+)", output)[1]) for _, output in answers]
 
     def weights(file: str) -> torch.Tensor:

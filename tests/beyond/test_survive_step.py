@@ -10,7 +10,7 @@ from torch.optim import SGD
 
 from common.chapters import load_chapter
 from helpers import oracle
-from helpers.local_ranks import launch_function
+from helpers.local_ranks import run_on_ranks
 from helpers.machine import scratch_folder
 from helpers.replayed_runs import REPLAYED_FLAGS, differences
 from helpers.train_stage import FP32, ON_CPU, Run, load_stage, run_main, train, train_once
@@ -58,7 +58,7 @@ def _steps_taken(rank, flags) -> int:
 def test_a_step_that_overflows_is_skipped_on_all_ranks_and_counts_in_the_schedule(tmp_path):
     """An epoch of 12 steps, a warm-up by hundredths; and two more."""
     flags = (*ON_CPU, f"--run-dir={tmp_path}", "--amp=fp16", "--model=net-bn", "--max-steps=14")
-    taken = launch_function(2, _steps_taken, (*flags, "--warmup-epochs=1", "--lr=0.12"))
+    taken = run_on_ranks(2, _steps_taken, (*flags, "--warmup-epochs=1", "--lr=0.12"))
     run = Run(tmp_path, [], "")
     skipped = round(24 - math.log2(run.checkpoint["scaler"]["scale"]))  # each halves the scale
     assert 0 < skipped < 12
@@ -83,7 +83,7 @@ def _bytes_reduced(rank, flags, without) -> list[int]:
 
 def test_survive_ranks_meet_once_a_step_however_many_micro_batches(without=()):
     flags = (*ON_CPU, f"--run-dir={scratch_folder()}", "--max-steps=5", "--accumulate=3")
-    assert launch_function(2, _bytes_reduced, flags, without) == [[4 * 21_840] * 6] * 2, (
+    assert run_on_ranks(2, _bytes_reduced, flags, without) == [[4 * 21_840] * 6] * 2, (
         "the first orders buckets"
     )
 

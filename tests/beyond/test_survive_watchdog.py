@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from common.chapters import load_chapter
-from helpers.local_ranks import launch_function, process_context
+from helpers.local_ranks import process_context, run_on_ranks
 from helpers.stage_files import FOLDERS, fresh_module, stopped_clock
 
 watchdog = load_chapter("beyond/survive", "watchdog")
@@ -176,7 +176,7 @@ def test_a_rank_that_waits_for_a_gpu_learns_that_another_died(
     how, seconds, beats, pause, ends, tmp_path
 ):
     file = tmp_path / "said"
-    ends_of_ranks = launch_function(2, wait_in_c, how, seconds, beats, pause, file, may_die=(0, 1))
+    ends_of_ranks = run_on_ranks(2, wait_in_c, how, seconds, beats, pause, file, may_die=(0, 1))
     assert ends_of_ranks == ends
     named = "error: rank 0 gives up at .+`ctypes.+: rank 1 did not arrive, last .+ unreachable"
     assert bool(re.search(named, file.read_text())) == (ends[0] is None)

@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 
 from common.chapters import ROOT, load_chapter
-from helpers.local_ranks import launch_ranks, run_script
+from helpers.local_ranks import launch_script, run_script
 from helpers.machine import scratch_folder
 from helpers.stage_files import FOLDERS
 
@@ -28,7 +28,7 @@ def refusal(key: str, *flags: str, **how) -> str:
     folder = scratch_folder()
     if key in TRAIN_SCRIPTS:
         flags = ("--device=cpu", f"--run-dir={folder / 'run'}", *flags)
-    start = launch_ranks if "ranks" in how else run_script
+    start = launch_script if "ranks" in how else run_script
     answers = start(TRAIN_SCRIPTS.get(key, key), *flags, **how)
     assert {status for status, _ in answers} == {2}, answers
     outputs = [output for _, output in answers if output]

@@ -22,7 +22,7 @@ from PIL import Image
 from common.chapters import ROOT
 from common.data import load_dataset
 from common.options import make_parser
-from helpers.local_ranks import launch_function
+from helpers.local_ranks import run_on_ranks
 from helpers.machine import scratch_folder
 from helpers.stage_files import FOLDERS, Change, fresh_module
 
@@ -160,7 +160,7 @@ def train(
     folder = folder or scratch_folder()
     flags = (*ON_CPU, f"--run-dir={folder}", *flags)
     flags += (f"--world-size={world_size}",) if key == "03" else ()
-    ranks = launch_function(world_size, train_rank, key, flags, dtype, without)
+    ranks = run_on_ranks(world_size, train_rank, key, flags, dtype, without)
     return Run(folder, [state for state, _ in ranks], ranks[0][1])
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from check_pages import CHINESE
 from common.chapters import load_chapter
-from helpers.local_ranks import launch_ranks, run_script
+from helpers.local_ranks import launch_script, run_script
 from helpers.machine import scratch_folder
 from helpers.outputs import differences
 from repository_pages import ALL_PAGES, BREAK, ROOT, TABLE, fences, shell
@@ -49,7 +49,7 @@ def run(command: str, where: Path) -> str:
     names, ranks, script, flags = match.groups()
     how = {"env": dict(re.findall(r"(\w+)=(\S*) ", names)), "where": where, "seconds": 180}
     if ranks:
-        answers = launch_ranks(script, *flags.split(), ranks=int(ranks), **how)
+        answers = launch_script(script, *flags.split(), ranks=int(ranks), **how)
     else:
         answers = run_script(script, *flags.split(), **how)
     output = re.sub(r"^\[rank\d\]:.*\n", "", "".join(out for _, out in answers), flags=re.M)

@@ -14,7 +14,7 @@ from common.chapters import ROOT
 from common.data import Digits, load_dataset
 from common.models import build_model
 from common.options import UsageError, make_parser
-from helpers.local_ranks import launch_ranks, launcher_variables, run_script
+from helpers.local_ranks import launch_script, launcher_variables, run_script
 from helpers.refusals import TRAIN_SCRIPTS, Trap, assert_one_line, refusal, seal
 from helpers.train_stage import ONE_EPOCH, options, train_once
 
@@ -108,7 +108,7 @@ RIGHT_CALLS = [  # at the limits
 def test_a_right_call_is_not_refused(key, ranks, flags, tmp_path):
     """The control of everything here."""
     flags = (*flags, "--device=cpu", "--max-steps=1", f"--run-dir={tmp_path}")
-    start = launch_ranks if ranks == 2 else run_script
+    start = launch_script if ranks == 2 else run_script
     answers = start(TRAIN_SCRIPTS[key], *flags)
     assert [status for status, _ in answers] == [0] * ranks, answers
     assert (tmp_path / "checkpoint.pt").exists()

@@ -30,7 +30,7 @@ from common.chapters import load_chapter
 from common.data import local_batch_size
 from common.options import UsageError
 from common.ranks import run_ranks
-from helpers.local_ranks import gather_from_ranks, launch_function, on_ranks, run_script
+from helpers.local_ranks import gather_from_ranks, on_ranks, run_on_ranks, run_script
 
 
 def test_c03_rank_modulo_gpus_is_the_local_rank_only_on_equal_nodes():
@@ -129,7 +129,7 @@ def join_with_the_local_rank(rank):
 
 
 def test_c14_with_the_local_rank_two_nodes_never_meet():
-    launch_function(4, join_with_the_local_rank)
+    run_on_ranks(4, join_with_the_local_rank)
 
 
 def test_c15_a_sampler_excludes_shuffle_and_a_batch_sampler_drop_last_too():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from common.chapters import ROOT, load_chapter
-from helpers.local_ranks import launch_ranks, on_ranks, run_script
+from helpers.local_ranks import launch_script, on_ranks, run_script
 from helpers.stage_files import FOLDERS
 from helpers.train_stage import Run
 
@@ -22,7 +22,7 @@ def start(key: str, ranks: int, folder, *flags: str) -> tuple[Run, str]:
     if key in ("04", "05") and ranks > GPUS:
         flags += ("--backend=gloo",)  # nccl needs a GPU for each rank
     answers = (
-        launch_ranks(script, *flags, ranks=ranks) if by_torchrun else run_script(script, *flags)
+        launch_script(script, *flags, ranks=ranks) if by_torchrun else run_script(script, *flags)
     )
     assert all(status == 0 for status, _ in answers), answers
     return Run(folder, [], ""), answers[0][1]

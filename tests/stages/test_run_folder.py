@@ -10,7 +10,7 @@ import pytest
 
 from common.options import UsageError
 from common.run_folder import keep_steps, lock, replace, set_aside
-from helpers.local_ranks import launch_ranks, process_context, run_script
+from helpers.local_ranks import launch_script, process_context, run_script
 from helpers.machine import is_running
 from helpers.refusals import TRAIN_SCRIPTS, assert_one_line
 from helpers.small_disk import CANNOT_MOUNT, fill, small_disk
@@ -51,7 +51,7 @@ def test_a_second_run_in_a_folder_is_refused_and_told_which_process_is_there(
 ):
     process, _ = other_run
     before = sorted((tmp_path / "run").iterdir())
-    start = launch_ranks if ranks > 1 else run_script
+    start = launch_script if ranks > 1 else run_script
     answers = start(TRAIN_SCRIPTS[key], "--device=cpu", f"--run-dir={tmp_path / 'run'}")
     assert {status for status, _ in answers} == {2}, answers
     lines = [line for _, output in answers for line in output.splitlines()]

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.chapters import load_chapter
 from common.options import UsageError
-from helpers.local_ranks import launch_function, on_ranks
+from helpers.local_ranks import on_ranks, run_on_ranks
 from helpers.stage_files import FOLDERS, fresh_module
 
 # Samples of each rank: uneven, one of them alone, and of four ranks one has none at all.
@@ -114,7 +114,7 @@ def run_all_cases(rank, ranks):
 
 @cache
 def results_of_ranks(ranks):
-    return launch_function(ranks, run_all_cases, ranks)
+    return run_on_ranks(ranks, run_all_cases, ranks)
 
 
 @pytest.mark.parametrize("name", LAYER_CASES)

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import prove
 from check_pages import anchors
-from helpers.local_ranks import SECONDS, launch_function, launch_ranks, process_context, run_script
+from helpers.local_ranks import SECONDS, launch_script, process_context, run_on_ranks, run_script
 from helpers.prove_runs import TORCHRUN, run, verdict
 from prove import (
     judge_effects,
@@ -375,7 +375,7 @@ def test_random_numbers_of_the_script_are_those_of_an_unobserved_run(prove_scrip
     )
     with tempfile.TemporaryDirectory() as folder:  # in /tmp/tmp..., whose files are not put back
         prove_script(source, "--float32", DIGEST=f"{folder}/seen")
-        launch_ranks(str(tmp_path / "train.py"), env={"DIGEST": f"{folder}/plain"}, where=tmp_path)
+        launch_script(str(tmp_path / "train.py"), env={"DIGEST": f"{folder}/plain"}, where=tmp_path)
         # Of rank 1, which takes no part in the replay:
         seen, plain = (Path(folder, f"{name}1").read_text().split() for name in ("seen", "plain"))
     assert seen[:2] == plain[:2]
@@ -485,7 +485,7 @@ def test_collectives_are_seen_by_their_old_and_new_names(left_out, tmp_path):
     names = ["all_gather_into_tensor", "all_gather_single", "reduce_scatter_single"]
     names += ["gather_single", "gather_into_tensor"]
     watched = [name for name in watch_effects.COLLECTIVES if name != left_out]
-    [seen] = launch_function(1, collectives_seen, tmp_path, names, watched)
+    [seen] = run_on_ranks(1, collectives_seen, tmp_path, names, watched)
     assert seen == [name for name in names if name != left_out]
 
 
