@@ -8,12 +8,12 @@ from helpers.local_ranks import launch_script, run_script
 from helpers.machine import scratch_folder
 from helpers.stage_files import FOLDERS
 
-TRAIN_SCRIPTS = {  # of each folder that has one
+SCRIPTS = {  # of each folder that has one
     key: f"{folder.relative_to(ROOT)}/train.py"
     for key, folder in FOLDERS.items()
     if (folder / "train.py").exists()
 }
-TRAIN_SCRIPTS["tour"] = "benchmarks/tour.py"
+SCRIPTS["tour"] = "benchmarks/tour.py"
 
 
 def assert_one_line(output: str, *words: str) -> None:
@@ -26,10 +26,10 @@ def assert_one_line(output: str, *words: str) -> None:
 def refusal(key: str, *flags: str, **how) -> str:
     """What a script says that is refused: all ranks the same; of survive, one. No folder stays."""
     folder = scratch_folder()
-    if key in TRAIN_SCRIPTS:
+    if key in SCRIPTS:
         flags = ("--device=cpu", f"--run-dir={folder / 'run'}", *flags)
     start = launch_script if "ranks" in how else run_script
-    answers = start(TRAIN_SCRIPTS.get(key, key), *flags, **how)
+    answers = start(SCRIPTS.get(key, key), *flags, **how)
     assert {status for status, _ in answers} == {2}, answers
     outputs = [output for _, output in answers if output]
     assert outputs == outputs[:1] * (1 if key == "survive" else len(answers)), answers
