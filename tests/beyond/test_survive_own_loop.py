@@ -11,11 +11,12 @@ import torch
 
 from common.chapters import load_chapter
 from helpers.local_ranks import launch_script, run_script
-from helpers.stage_files import FOLDERS
+from helpers.stage_files import LESSON_FOLDERS
 
 launch = load_chapter("beyond/survive", "launch")
-OWN_LOOP = FOLDERS["survive"] / "own_loop.py"
-MODULES = [FOLDERS["survive"] / f"{name}.py" for name in ("launch", "agree", "watchdog", "durable")]
+OWN_LOOP = LESSON_FOLDERS["survive"] / "own_loop.py"
+NAMES = ("launch", "agree", "watchdog", "durable")
+MODULES = [LESSON_FOLDERS["survive"] / f"{name}.py" for name in NAMES]
 
 SHOWS = {  # all that a module prints when it is run, its lines sorted
     "launch": r"1 of 2 ranks start: rank 0 ends with: 2 ranks did not meet .+"

@@ -6,11 +6,11 @@ from pathlib import Path
 from common.chapters import ROOT, load_chapter
 from helpers.local_ranks import launch_script, run_script
 from helpers.machine import scratch_folder
-from helpers.stage_files import FOLDERS
+from helpers.stage_files import LESSON_FOLDERS
 
 SCRIPTS = {  # of each folder that has one
     key: f"{folder.relative_to(ROOT)}/train.py"
-    for key, folder in FOLDERS.items()
+    for key, folder in LESSON_FOLDERS.items()
     if (folder / "train.py").exists()
 }
 SCRIPTS["tour"] = "benchmarks/tour.py"

@@ -24,7 +24,7 @@ from common.data import load_dataset
 from common.options import make_parser
 from helpers.local_ranks import run_on_ranks
 from helpers.machine import scratch_folder
-from helpers.stage_files import FOLDERS, Change, fresh_module
+from helpers.stage_files import LESSON_FOLDERS, Change, fresh_module
 
 ON_CPU = ("--device=cpu", f"--data-dir={ROOT / 'data'}")
 ONE_EPOCH = ("--model=net-bn", "--epochs=1", "--batch-size=60")
@@ -65,7 +65,7 @@ def few_digits() -> tuple[str, ...]:
 def load_stage(key: str, without: tuple[Change, ...] = ()) -> types.ModuleType:
     """A stage's train.py as a module, with the given lines of the stage's files left out."""
     files = dict.fromkeys([*(file for file, *_ in without), "train.py"])
-    return [fresh_module(FOLDERS[key] / file, without, register=True) for file in files][-1]
+    return [fresh_module(LESSON_FOLDERS[key] / file, without, register=True) for file in files][-1]
 
 
 def spawned_as(rank: int):

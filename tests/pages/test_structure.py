@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from common.chapters import ROOT
-from helpers.stage_files import TEST_FILES, different_functions, functions
+from helpers.stage_files import different_functions, functions
+from repository_pages import TEST_FILES
 from write_lessons import PARENTS, lesson
 
 LIMITS = {  # of a script's lines, and of those that differ from its parent's, if it has one

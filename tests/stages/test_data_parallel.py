@@ -16,7 +16,7 @@ from torch.nn.parallel.parallel_apply import parallel_apply
 
 from common.chapters import ROOT
 from helpers.machine import scratch_folder
-from helpers.stage_files import FOLDERS, fresh_module
+from helpers.stage_files import LESSON_FOLDERS, fresh_module
 from helpers.train_stage import load_stage, run_main
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 CLOSE = {"rtol": 0, "atol": 1e-12}
 
 
-FROM_SCRATCH, MEMORY = (FOLDERS["02"] / name for name in ("from_scratch.py", "memory.py"))
+FROM_SCRATCH, MEMORY = (LESSON_FOLDERS["02"] / name for name in ("from_scratch.py", "memory.py"))
 by_hand, memory = fresh_module(FROM_SCRATCH), fresh_module(MEMORY)  # not seen by other tests
 
 

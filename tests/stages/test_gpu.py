@@ -6,7 +6,7 @@ from torch import nn
 
 from common.chapters import ROOT, load_chapter
 from helpers.local_ranks import launch_script, on_ranks, run_script
-from helpers.stage_files import FOLDERS
+from helpers.stage_files import LESSON_FOLDERS
 from helpers.train_stage import Run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -17,7 +17,7 @@ GPUS = torch.cuda.device_count()
 def start(key: str, ranks: int, folder, *flags: str) -> tuple[Run, str]:
     flags = ("--model=net-bn", "--epochs=5", "--device=cuda", *flags, f"--run-dir={folder}")
     flags += (f"--world-size={ranks}",) if key == "03" else ()
-    script = f"{FOLDERS[key].relative_to(ROOT)}/train.py"
+    script = f"{LESSON_FOLDERS[key].relative_to(ROOT)}/train.py"
     by_torchrun = key in ("04", "05", "survive")
     if key in ("04", "05") and ranks > GPUS:
         flags += ("--backend=gloo",)  # nccl needs a GPU for each rank
