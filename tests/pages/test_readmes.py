@@ -121,7 +121,6 @@ COUNTED = re.compile(
     r"(?<!class in )\[`?[\w.]+`?\]\((?P<file>[\w./]+\.py)\)"
     r"[^.\n]{0,60}?\b(?P<lines>\d+)(?: lines| 行)"
 )
-DELETED = re.compile(r"(?P<all>\d+) (?:changed lines|行中).*lesson\.diff\)\D+(?P<gone>\d+) ")
 
 
 @pytest.mark.parametrize("page", [*ALL_PAGES, *CHINESE], ids=lambda path: str(path.parent.name))
@@ -129,11 +128,3 @@ def test_a_page_counts_the_lines_of_a_script_correctly(page):
     for match in COUNTED.finditer(page.read_text()):
         script = (page.parent / match["file"]).read_text()
         assert len(script.splitlines()) == int(match["lines"]), match[0]
-
-
-def test_stage_04_counts_its_changed_lines_correctly():
-    diff = (ROOT / "04_ddp_torchrun/lesson.diff").read_text().splitlines()[2:]
-    signs = [line[0] for line in diff if line[0] in "+-"]
-    for page in ("04_ddp_torchrun/README.md", "docs/zh/04_ddp_torchrun.md"):
-        match = DELETED.search((ROOT / page).read_text())
-        assert (int(match["all"]), int(match["gone"])) == (len(signs), signs.count("-"))

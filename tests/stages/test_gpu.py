@@ -9,7 +9,7 @@ from helpers.local_ranks import launch_script, on_ranks, run_script
 from helpers.stage_files import LESSON_FOLDERS
 from helpers.train_stage import Run
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 GPUS = torch.cuda.device_count()
 
