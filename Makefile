@@ -8,7 +8,7 @@ SPHINX := $(SITE)/bin/python -m sphinx -q -E -W --keep-going -j auto -c docs/sit
 # Whose types are checked, each folder for itself, because several hold a train.py.
 TYPED_FOLDERS := $(sort $(dir $(wildcard 0*_*/*.py 0*_*/*/*.py beyond/*/*.py)))
 TYPED_FOLDERS += $(sort $(dir $(wildcard packages/*/src/*/*.py packages/*/evidence/*/*.py)))
-TYPED_FOLDERS := $(filter-out beyond/tests/,$(TYPED_FOLDERS)) common/ notebooks/ benchmarks/ docs/tools/
+TYPED_FOLDERS += common/ notebooks/ benchmarks/ docs/tools/
 
 .PHONY: help tour test lint break puzzle check-pages bench gpu pictures notebooks bench-all faults
 .PHONY: shm-suite pages-quick pages site serve clean
@@ -29,7 +29,7 @@ lint: $(VENV)/ready  ## check style, types and shell scripts: a minute
 	$(VENV)/bin/shellcheck .ci/run $(wildcard 0*/launch/*.sh 0*/launch/*.sbatch)
 
 break: $(VENV)/ready  ## try a row of a "Break it" table: STAGE=04 ROW=2; without ROW, list the rows
-	@$(RUN) tests/break_it.py $(STAGE) $(ROW)
+	@PYTHONPATH=tests $(RUN) tests/programs/break_it.py $(STAGE) $(ROW)
 
 puzzle: $(VENV)/ready  ## find the mistake in a script, and have it judged: N=3; HINT=1 shows prove's table
 	@$(RUN) beyond/puzzles/judge.py $(N) $(if $(HINT),--hint) $(if $(SHOW),--show)
@@ -56,8 +56,8 @@ bench-all: bench  ## measure all sections of bench.py again, for half an hour; t
 	$(RUN) benchmarks/bench.py survive
 
 faults: $(VENV)/ready  ## inject 406 faults into real runs, half an hour or more: benchmarks/results/injected_faults.json
-	PYTHONPATH=tests $(RUN) beyond/tests/inject_faults.py --faults 306
-	PYTHONPATH=tests $(RUN) beyond/tests/inject_faults.py --faults 100 --kinds pauses --jobs 10
+	PYTHONPATH=tests $(RUN) tests/programs/inject_faults.py --faults 306
+	PYTHONPATH=tests $(RUN) tests/programs/inject_faults.py --faults 100 --kinds pauses --jobs 10
 
 shm-suite: $(VENV)/ready  ## torch's own tests for backends, over gloo and shm: packages/shm/tests/torch_suite.json
 	$(RUN) packages/shm/tests/torch_suite.py

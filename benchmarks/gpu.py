@@ -26,14 +26,11 @@ from stage_runs import command_of
 
 FOLDER = RESULTS / "gpu"
 PACKAGES = (".", "packages/prove/src", "packages/shm/src")  # where they lie, installed or not
-# The files in tests/stages with tests that need a GPU; each such test has `gpu` in its name.
-GPU_TESTS = ("claims", "collectives", "data_parallel", "formats", "gpu")
 
 
 def list_commands() -> list[str]:
     """All of them, without `python`."""
-    files = " ".join(f"tests/stages/test_{name}.py" for name in GPU_TESTS)
-    commands = [f"-m pytest -v --tb=short -k gpu {files}"]
+    commands = ["-m pytest -v --tb=short -m gpu tests/stages"]
     flags = "--device cuda --run-dir runs/gpu/"
     commands.append(f"benchmarks/tour.py --ranks 1 {flags}tour")
     each = f"--standalone --nproc-per-node={max(1, torch.cuda.device_count())}"  # a GPU each

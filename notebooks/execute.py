@@ -6,8 +6,9 @@
 of: the committed results and the benchmarks. In a test a notebook runs again: it may not fail, its
 texts must be the same (but for cells with the tag `measured`), and the exercise must take the right
 answer and refuse a wrong one. Both stand in the metadata of its cell, and what they replace there,
-which is `None` otherwise. What a cell with the tag `not kept` shows is for the reader's eyes: a
-speed that was measured in a hurry must not be quoted.
+which is `None` otherwise. So does, as `quick`, what makes a long measurement or training short in a
+test: texts of the cell, and what replaces them. What a cell with the tag `not kept` shows is for
+the reader's eyes: a speed that was measured in a hurry must not be quoted.
 """
 
 import copy
@@ -30,16 +31,29 @@ result_files: Any = load_chapter("benchmarks", "result_files")
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("0*.ipynb"))
 SECONDS = 300  # more than any cell takes
 STAMP = "made_of"
-KEPT = ("tags", "blank", "right", "wrong")  # of a cell's metadata
+KEPT = ("tags", "blank", "right", "wrong", "quick")  # of a cell's metadata
 
 
 def read(path: Path) -> NotebookNode:
     return nbformat.read(path, as_version=4)
 
 
-def run(notebook: NotebookNode) -> tuple[NotebookNode, dict[str, str]]:
+def quick_source(cell: NotebookNode) -> str:
+    """The cell's source with what its metadata replaces for a test; each text must be there."""
+    source: str = cell.source
+    for old, new in cell.metadata.get("quick", {}).items():
+        if source.count(old) != 1:
+            raise ValueError(f"{source.count(old)} times in the cell, expected once: {old}")
+        source = source.replace(old, new)
+    return source
+
+
+def run(notebook: NotebookNode, quick: bool = False) -> tuple[NotebookNode, dict[str, str]]:
     """A copy with fresh outputs, and what the check says to each answer."""
     executed = copy.deepcopy(notebook)
+    if quick:
+        for cell in executed.cells:
+            cell.source = quick_source(cell)
     asked = next(cell for cell in executed.cells if "exercise" in tags(cell))
     checks = next(cell for cell in executed.cells if "check" in tags(cell))
     for kind in ("right", "wrong"):

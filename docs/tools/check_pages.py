@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from repository_pages import ALL_PAGES, MAIN_PATH, ROOT, fences
+from repository_pages import ALL_PAGES, MAIN_PATH, ROOT, TEST_FILES, fences
 from update_translations import translated_pages
 
 WORDS = 900  # of a page of the main path, at most
@@ -23,10 +23,7 @@ TERM = re.compile(r'^\| (?:<a id="[\w-]+"></a>)+(?P<term>.+?) \|', re.M)  # a ro
 COUNTED = re.compile(r"[一-鿿]|[^\W一-鿿]+")  # Chinese characters, and words in other letters
 MAIN_PAGES = [ROOT / folder / "README.md" for folder in MAIN_PATH]
 CHINESE = [page for _, page in translated_pages(ROOT)]
-TEST_FOLDERS = ("tests", "beyond/tests", "packages")
-TESTS = "".join(
-    path.read_text() for folder in TEST_FOLDERS for path in (ROOT / folder).rglob("test_*.py")
-)
+TESTS = "".join(path.read_text() for path in TEST_FILES)
 
 
 def without_fences(page: Path) -> str:

@@ -49,6 +49,8 @@ CONVERT = {
     ROOT / "beyond/convert" / x for x in ("README.md", "examples/README.md", "detector/README.md")
 }
 PAGES_OF_THE_ROOT = [page for page in ALL_PAGES if page not in CONVERT]
+TEST_FOLDERS = ("tests/*", "packages/*/tests")
+TEST_FILES = sorted(path for each in TEST_FOLDERS for path in ROOT.glob(f"{each}/test_*.py"))
 FENCE = re.compile(
     r"(?:<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.M | re.S
 )

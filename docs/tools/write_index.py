@@ -81,7 +81,6 @@ def index() -> str:
     for section, patterns in SECTIONS.items():
         parts.append(f"\n## {section}\n")
         folders = [path for each in patterns for path in sorted(ROOT.glob(each)) if path.is_dir()]
-        folders = [path for path in folders if path.name != "tests"]
         for folder in filter(files_of, folders):
             parts.append(HEAD.format(folder.relative_to(ROOT).as_posix()))
             for path in files_of(folder):

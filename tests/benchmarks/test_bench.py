@@ -2,12 +2,11 @@
 
 import json
 import re
-import subprocess
 from functools import cache
 
 import pytest
 
-from common.chapters import ROOT, load_chapter
+from common.chapters import load_chapter
 from helpers.local_ranks import run_script
 from helpers.machine import scratch_folder
 from helpers.refusals import assert_one_line, refusal
@@ -136,21 +135,6 @@ def test_every_result_is_shown_and_tells_where_it_comes_from():
     for name in (*sources, *linked, result_files.MACHINE):
         about = result_files.load(name)["provenance"]
         assert {"hardware", "torch", "python", "commit", "date"} <= about.keys(), name
-
-
-MEASURED_ONCE = [
-    path.stem for path in result_files.RESULTS.glob("*.json") if "program" in path.read_text()
-]
-
-
-@pytest.mark.parametrize("name", MEASURED_ONCE)
-def test_what_was_measured_once_names_the_commit_that_has_its_program(name):
-    where = result_files.load(name)["provenance"]
-    call = ["git", "show", f"{where['commit']}:{where['program']}"]
-    shown = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
-    if shown.returncode:
-        pytest.skip("this copy of the repository has no history, or not all of it")
-    assert shown.stdout.startswith('"""')
 
 
 def ways() -> dict[str, dict]:

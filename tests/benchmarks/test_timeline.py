@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from common.chapters import load_chapter
-from helpers.local_ranks import launch_function, run_script
+from helpers.local_ranks import run_on_ranks, run_script
 from helpers.refusals import assert_one_line, refusal
 
 record = load_chapter("benchmarks", "timeline_record")
@@ -94,7 +94,7 @@ def _train(rank: int, folder: Path, how: str) -> None:
     [("ddp", 2), ("by hand", 6)],  # DDP: the buffers, and one bucket; by hand: each parameter
 )
 def test_the_messages_of_a_step_are_seen_and_its_parts_follow_each_other(how, messages, tmp_path):
-    launch_function(2, _train, tmp_path, how)
+    run_on_ranks(2, _train, tmp_path, how)
     records = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
     assert sorted(each["rank"] for each in records) == [0, 1]
     for rank in timeline.shown_steps(records)["median"]["ranks"]:
@@ -110,7 +110,7 @@ def test_the_messages_of_a_step_are_seen_and_its_parts_follow_each_other(how, me
 
 
 def test_the_replicas_of_data_parallel_are_threads_and_around_them_the_process_copies(tmp_path):
-    launch_function(1, _train, tmp_path, "threads")
+    run_on_ranks(1, _train, tmp_path, "threads")
     shown = timeline.shown_steps([json.loads(path.read_text()) for path in tmp_path.iterdir()])
     process, *replicas = timeline_draw.lanes(shown["median"])
     assert [lane.name for lane in replicas] == ["replica 0", "replica 1"]

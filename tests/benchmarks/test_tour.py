@@ -11,7 +11,8 @@ import pytest
 
 from common.chapters import ROOT, load_chapter
 from helpers.environments import make_environment
-from helpers.local_ranks import launch_ranks, run_script
+from helpers.local_ranks import launch_script, run_script
+from repository_pages import TEST_FILES
 
 gpu = load_chapter("benchmarks", "gpu")
 result_files = load_chapter("benchmarks", "result_files")
@@ -26,7 +27,7 @@ def popen_by_fork(call: list[str], env: dict[str, str], **_: object) -> SimpleNa
     if call[1] == "-m":
         assert call[2:6] == ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         script = ["packages/shm/src/shm/__main__.py", *call[8:]] if call[6] == "-m" else call[6:]
-        answers = launch_ranks(*script, env=env)
+        answers = launch_script(*script, env=env)
     else:
         answers = run_script(*call[1:], env=env)
     lines = "".join(output for _, output in answers).splitlines(keepends=True)
@@ -120,14 +121,14 @@ def test_a_stage_that_fails_ends_the_tour(run_tour, tmp_path, capsys):
     assert captured.err == "error: 01 one process ended with status 2\n"
 
 
-def test_make_gpu_runs_every_test_that_needs_a_gpu_and_programs_that_exist(request, tmp_path):
+def test_make_gpu_runs_every_test_that_needs_a_gpu_and_programs_that_exist(tmp_path):
     """With our packages where they lie, because they are not installed there."""
     python = make_environment(tmp_path, "torch", "torchvision", "tabulate")
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(gpu.PACKAGES)}
     call = [python, "benchmarks/gpu.py", "--dry-run"]
     output = subprocess.check_output(call, cwd=ROOT, env=variables, text=True)
-    [tests] = re.findall(r"^python -m pytest -v --tb=short -k gpu (.+)$", output, re.M)
-    items = [(i.nodeid, m) for i in request.session.items for m in i.iter_markers("skipif")]
-    needs = [name.partition("::")[::2] for name, m in items if "GPU" in m.kwargs["reason"]]
-    assert [name for file, name in needs if "gpu" not in name or file not in tests.split()] == []
+    [tests] = re.findall(r"^python -m pytest -v --tb=short -m gpu (.+)$", output, re.M)
+    needing = [path for path in TEST_FILES if re.search(r"\bmark\.gpu\b", path.read_text())]
+    assert needing
+    assert {path.parent for path in needing} == {ROOT / tests}
     assert all((ROOT / name).exists() for name in re.findall(r"\S+\.py", output))

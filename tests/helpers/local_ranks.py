@@ -2,12 +2,12 @@
 
 All of them come from a fork server that has imported torch, so that a rank is there at once.
 
-    launch_function(2, function, argument)          # what function(rank, argument) returns on each
-    launch_ranks("04_ddp_torchrun/train.py", flag)  # exit status and output of each of two ranks
-    run_script("01_single_gpu/train.py", flag)      # the same of one process without a launcher
+    run_on_ranks(2, function, argument)              # what function(rank, argument) returns
+    launch_script("04_ddp_torchrun/train.py", flag)  # exit status and output of each of two ranks
+    run_script("01_single_gpu/train.py", flag)       # the same of one process without a launcher
 
-    @on_ranks(2)                                    # the body of the test runs on each of two ranks
-    def test_they_agree(rank, flag): ...            # `flag` is a fixture or a parameter, as always
+    @on_ranks(2)                                     # the body of the test runs on each of two
+    def test_they_agree(rank, flag): ...             # `flag` is a fixture or a parameter, as always
 """
 
 import multiprocessing
@@ -81,7 +81,7 @@ def use_default_start_method() -> None:
 # Ranks that run a function
 
 
-def launch_function(world_size: int, function: Callable, *args: Any, may_die: tuple = ()) -> list:
+def run_on_ranks(world_size: int, function: Callable, *args: Any, may_die: tuple = ()) -> list:
     """What function(rank, *args) returns on each rank; it joins the process group itself."""
     options = {"backend": None, "seconds": patience(SECONDS), "may_die": may_die}
     return run_ranks(world_size, _run_function, function, args, **options)
@@ -99,7 +99,7 @@ def on_ranks(ranks: int = 0) -> Callable:
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         def start(**arguments: Any) -> None:
             body = (test.__module__, test.__name__, arguments)
-            launch_function(ranks or arguments["ranks"], _run_body, scratch_folder(), *body)
+            run_on_ranks(ranks or arguments["ranks"], _run_body, scratch_folder(), *body)
 
         _, *others = signature(test).parameters.values()  # pytest gives all of them but `rank`
         start.__signature__ = Signature(others)  # type: ignore[attr-defined]
@@ -190,7 +190,7 @@ def run_script(
     ]
 
 
-def launch_ranks(script: str, *flags: str, ranks=2, env=None, **how: Any) -> list[tuple[int, str]]:
+def launch_script(script: str, *flags: str, ranks=2, env=None, **how: Any) -> list[tuple[int, str]]:
     """As `run_script`, for ranks that think torchrun has started them. env: more variables."""
     _store, variables = store_of_a_launcher(ranks)
     return run_script(script, *flags, ranks=ranks, env=variables | (env or {}), **how)

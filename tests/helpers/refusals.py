@@ -4,16 +4,16 @@ import hashlib
 from pathlib import Path
 
 from common.chapters import ROOT, load_chapter
-from helpers.local_ranks import launch_ranks, run_script
+from helpers.local_ranks import launch_script, run_script
 from helpers.machine import scratch_folder
-from helpers.stage_files import FOLDERS
+from helpers.stage_files import LESSON_FOLDERS
 
-TRAIN_SCRIPTS = {  # of each folder that has one
+SCRIPTS = {  # of each folder that has one
     key: f"{folder.relative_to(ROOT)}/train.py"
-    for key, folder in FOLDERS.items()
+    for key, folder in LESSON_FOLDERS.items()
     if (folder / "train.py").exists()
 }
-TRAIN_SCRIPTS["tour"] = "benchmarks/tour.py"
+SCRIPTS["tour"] = "benchmarks/tour.py"
 
 
 def assert_one_line(output: str, *words: str) -> None:
@@ -26,10 +26,10 @@ def assert_one_line(output: str, *words: str) -> None:
 def refusal(key: str, *flags: str, **how) -> str:
     """What a script says that is refused: all ranks the same; of survive, one. No folder stays."""
     folder = scratch_folder()
-    if key in TRAIN_SCRIPTS:
+    if key in SCRIPTS:
         flags = ("--device=cpu", f"--run-dir={folder / 'run'}", *flags)
-    start = launch_ranks if "ranks" in how else run_script
-    answers = start(TRAIN_SCRIPTS.get(key, key), *flags, **how)
+    start = launch_script if "ranks" in how else run_script
+    answers = start(SCRIPTS.get(key, key), *flags, **how)
     assert {status for status, _ in answers} == {2}, answers
     outputs = [output for _, output in answers if output]
     assert outputs == outputs[:1] * (1 if key == "survive" else len(answers)), answers

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from common.chapters import ROOT, load_chapter
-from helpers.local_ranks import launch_function
+from helpers.local_ranks import run_on_ranks
 from helpers.machine import scratch_folder
 from helpers.stage_files import replace_once
 from helpers.train_stage import spawned_as
@@ -134,7 +134,7 @@ def rehearse(
     changes: texts of the script to replace.
     """
     envs = envs or [{}] * ranks
-    return launch_function(ranks, _rehearse, script, flags, gpus, envs, changes)
+    return run_on_ranks(ranks, _rehearse, script, flags, gpus, envs, changes)
 
 
 @cache

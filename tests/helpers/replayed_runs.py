@@ -21,7 +21,7 @@ TRAINING = oracle.Training(  # the same, as the oracle is told
 replay_once = cache(oracle.replay)
 
 
-def differences(
+def distances(
     key: str,
     ranks: int,
     flags: tuple[str, ...],
@@ -30,7 +30,7 @@ def differences(
     statistics: bool = True,
     **options: Any,
 ) -> tuple[float, float]:
-    """The largest difference between a run and its replay: of any loss, and of any weight.
+    """How far a run is from its replay, at most: in any loss, and in any weight.
 
     flags, options: what is different in this run, as the stage and as the oracle are told.
     statistics: compare BatchNorm's running statistics, too.
@@ -47,7 +47,7 @@ def assert_repeats(
     steps: oracle.Steps, key: str, ranks: int, *flags: str, without: tuple[Change, ...] = ()
 ) -> None:
     """The run has the losses and weights of the replay, and all ranks have the same weights."""
-    loss_difference, weight_difference = differences(key, ranks, flags, steps, without)
+    loss_difference, weight_difference = distances(key, ranks, flags, steps, without)
     assert loss_difference < 1e-10
     assert weight_difference < 1e-10
     first, *others = train_once(key, ranks, *REPLAYED_FLAGS, *flags, without=without).states

@@ -18,10 +18,10 @@ from unittest.mock import patch
 from common.chapters import ROOT, load_chapter
 from helpers.machine import in_time
 
-FOLDERS = {path.name[:2]: path for path in sorted(ROOT.glob("0?_*"))}
-FOLDERS |= {name: ROOT / "beyond" / name for name in ("survive", "shard", "local_sgd", "forecast")}
-FOLDERS_OF_TESTS = ("tests/*", "beyond/tests", "packages/*/tests")  # each room has its own
-TEST_FILES = sorted(path for each in FOLDERS_OF_TESTS for path in ROOT.glob(f"{each}/test_*.py"))
+LESSON_FOLDERS = {path.name[:2]: path for path in sorted(ROOT.glob("0?_*"))}
+LESSON_FOLDERS |= {
+    name: ROOT / "beyond" / name for name in ("survive", "shard", "local_sgd", "forecast")
+}
 # Of a folder of the repository. Other tests write the last two, while this one copies.
 NOT_COPIED = ignore_patterns(".*", "runs", "*MNIST", "cifar*", "_site", "__pycache__")
 

@@ -22,9 +22,9 @@ from PIL import Image
 from common.chapters import ROOT
 from common.data import load_dataset
 from common.options import make_parser
-from helpers.local_ranks import launch_function
+from helpers.local_ranks import run_on_ranks
 from helpers.machine import scratch_folder
-from helpers.stage_files import FOLDERS, Change, fresh_module
+from helpers.stage_files import LESSON_FOLDERS, Change, fresh_module
 
 ON_CPU = ("--device=cpu", f"--data-dir={ROOT / 'data'}")
 ONE_EPOCH = ("--model=net-bn", "--epochs=1", "--batch-size=60")
@@ -65,7 +65,7 @@ def few_digits() -> tuple[str, ...]:
 def load_stage(key: str, without: tuple[Change, ...] = ()) -> types.ModuleType:
     """A stage's train.py as a module, with the given lines of the stage's files left out."""
     files = dict.fromkeys([*(file for file, *_ in without), "train.py"])
-    return [fresh_module(FOLDERS[key] / file, without, register=True) for file in files][-1]
+    return [fresh_module(LESSON_FOLDERS[key] / file, without, register=True) for file in files][-1]
 
 
 def spawned_as(rank: int):
@@ -160,7 +160,7 @@ def train(
     folder = folder or scratch_folder()
     flags = (*ON_CPU, f"--run-dir={folder}", *flags)
     flags += (f"--world-size={world_size}",) if key == "03" else ()
-    ranks = launch_function(world_size, train_rank, key, flags, dtype, without)
+    ranks = run_on_ranks(world_size, train_rank, key, flags, dtype, without)
     return Run(folder, [state for state, _ in ranks], ranks[0][1])
 
 

@@ -1,6 +1,8 @@
-"""No import leads back to its own module, and a program is never mistaken for another one."""
+"""Rooms import from rooms as CONTRIBUTING.md says, no import leads back to its own module, and a
+program is never mistaken for another one."""
 
 import ast
+import json
 import sys
 from collections.abc import Collection
 from graphlib import CycleError, TopologicalSorter
@@ -11,6 +13,15 @@ import pytest
 from common.chapters import ROOT, load_chapter
 
 FOLDERS = ("packages/prove/src/prove", "packages/shm/src/shm", "common", "benchmarks")
+
+ROOMS = {  # from which others each imports, as CONTRIBUTING.md says; tests import from all
+    "course": set(),
+    "packages": set(),
+    "beyond": {"course", "packages", "workshop"},
+    "workshop": {"course", "packages", "beyond"},
+    "notebooks": {"course", "beyond", "workshop", "tests"},
+}
+ROOM_OF_FOLDER = {"common": "course", "benchmarks": "workshop", "docs": "workshop"}
 
 Graph = dict[str, set[str]]  # of each module, those that it imports
 
@@ -46,6 +57,60 @@ def circle_in(graph: Graph) -> list[str]:
     except CycleError as error:
         return error.args[1]
     return []
+
+
+def room_of(path: Path) -> str:
+    first, *parts = path.relative_to(ROOT).parts
+    if "tests" in (first, *parts):  # also the tests of the packages
+        return "tests"
+    return "course" if first.startswith("0") else ROOM_OF_FOLDER.get(first, first)
+
+
+def top_module(path: Path) -> str:
+    """By which name its import begins: its own, or that of its package."""
+    while (path.parent / "__init__.py").exists():
+        path = path.parent
+    return path.stem
+
+
+def source_of(path: Path) -> str:
+    if path.suffix == ".py":
+        return path.read_text()
+    cells = json.loads(path.read_text())["cells"]
+    texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    return "\n".join(text for text in texts if not text.startswith("%%"))  # those are no Python
+
+
+def rooms_imported(path: Path, source: str, rooms_of: dict[str, set[str]]) -> set[str]:
+    """From which other rooms this program imports, or loads chapters."""
+    rooms: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [str(node.module)]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "load_chapter":
+            rooms |= {room_of(ROOT / ast.literal_eval(node.args[0]))}
+        for name in (name.partition(".")[0] for name in names):
+            if not (path.parent / f"{name}.py").exists():  # that one is taken first
+                rooms |= rooms_of.get(name, set())
+    return rooms - {room_of(path)}
+
+
+def test_a_room_imports_only_from_the_rooms_that_contributing_names():
+    folders = ("0?_*", "packages", "beyond", "notebooks", "tests", *ROOM_OF_FOLDER)
+    paths = [path for each in folders for path in ROOT.glob(f"{each}/**/*.py")]
+    rooms_of: dict[str, set[str]] = {}
+    for path in paths:
+        rooms_of.setdefault(top_module(path), set()).add(room_of(path))
+    found: dict[str, set[str]] = {room: set() for room in ROOMS}
+    for path in (*paths, *ROOT.glob("notebooks/*.ipynb")):
+        if (room := room_of(path)) in ROOMS:
+            found[room] |= rooms_imported(path, source_of(path), rooms_of)
+    assert found == ROOMS
+    changed = "import prove.cpu\nload_chapter('benchmarks', 'timing')"  # the control
+    assert rooms_imported(ROOT / "common/data.py", changed, rooms_of) == {"packages", "workshop"}
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

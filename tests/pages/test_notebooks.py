@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import re
 import time
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -46,7 +45,7 @@ def quick_kernel(command, env, **_):
     return SimpleNamespace(**there, stdout=None, stderr=None, stdin=None)
 
 
-QUICK = patch("jupyter_client.provisioning.local_provisioner.launch_kernel", quick_kernel)
+QUICK_KERNEL = patch("jupyter_client.provisioning.local_provisioner.launch_kernel", quick_kernel)
 
 
 @pytest.mark.parametrize("path", execute.NOTEBOOKS, ids=lambda path: path.stem)
@@ -55,17 +54,8 @@ def test_a_notebook_runs_again_and_shows_the_same(path):
     notebook = execute.read(path)
     is_fresh = notebook.metadata[execute.STAMP] == execute.stamp()
     assert is_fresh, "it is older than what it shows: make notebooks"
-    for cell in notebook.cells:  # its measurements and trainings are short here
-        cell.source = cell.source.replace("Effort(rounds=1)", "Effort(rounds=1, quick=True)")
-        cell.source = re.sub(r'"resnet50", 224(.+"cpu"\))', r'"net", 28\1', cell.source)
-        few = "as same; same.train_stage.ON_CPU += same.train_stage.few_digits()"
-        cell.source = cell.source.replace("as same", few)
-        cell.source = cell.source.replace(
-            'live = ("01", "01-cores", "ceiling", "04")', 'live = ("01",)'
-        )
-        cell.source = cell.source.replace('("03", "04"), steps=30', '("01",), steps=7')
-    with QUICK:
-        executed, answers = execute.run(notebook)
+    with QUICK_KERNEL:
+        executed, answers = execute.run(notebook, quick=True)
     for before, after in zip(notebook.cells, executed.cells, strict=True):
         assert not execute.errors_of(after), after.source
         if "not kept" in execute.tags(before):
@@ -84,7 +74,7 @@ def test_the_notebook_for_two_gpus_trains_on_two_cpu_ranks_where_there_is_no_gpu
     made = execute.read(execute.ROOT / "notebooks" / "two_gpus.ipynb")
     shown = [execute.text_of(cell) for cell in made.cells]
     folder = {"metadata": {"path": str(execute.ROOT / "notebooks")}}
-    with QUICK:
+    with QUICK_KERNEL:
         NotebookClient(made, timeout=300, kernel_name="python3", resources=folder).execute()
     for text, cell in zip(shown, made.cells, strict=True):
         assert not execute.errors_of(cell)

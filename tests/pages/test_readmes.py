@@ -8,7 +8,7 @@ import pytest
 
 from check_pages import CHINESE
 from common.chapters import load_chapter
-from helpers.local_ranks import launch_ranks, run_script
+from helpers.local_ranks import launch_script, run_script
 from helpers.machine import scratch_folder
 from helpers.outputs import differences
 from repository_pages import ALL_PAGES, BREAK, ROOT, TABLE, fences, shell
@@ -49,7 +49,7 @@ def run(command: str, where: Path) -> str:
     names, ranks, script, flags = match.groups()
     how = {"env": dict(re.findall(r"(\w+)=(\S*) ", names)), "where": where, "seconds": 180}
     if ranks:
-        answers = launch_ranks(script, *flags.split(), ranks=int(ranks), **how)
+        answers = launch_script(script, *flags.split(), ranks=int(ranks), **how)
     else:
         answers = run_script(script, *flags.split(), **how)
     output = re.sub(r"^\[rank\d\]:.*\n", "", "".join(out for _, out in answers), flags=re.M)
@@ -121,7 +121,6 @@ COUNTED = re.compile(
     r"(?<!class in )\[`?[\w.]+`?\]\((?P<file>[\w./]+\.py)\)"
     r"[^.\n]{0,60}?\b(?P<lines>\d+)(?: lines| 行)"
 )
-DELETED = re.compile(r"(?P<all>\d+) (?:changed lines|行中).*lesson\.diff\)\D+(?P<gone>\d+) ")
 
 
 @pytest.mark.parametrize("page", [*ALL_PAGES, *CHINESE], ids=lambda path: str(path.parent.name))
@@ -129,11 +128,3 @@ def test_a_page_counts_the_lines_of_a_script_correctly(page):
     for match in COUNTED.finditer(page.read_text()):
         script = (page.parent / match["file"]).read_text()
         assert len(script.splitlines()) == int(match["lines"]), match[0]
-
-
-def test_stage_04_counts_its_changed_lines_correctly():
-    diff = (ROOT / "04_ddp_torchrun/lesson.diff").read_text().splitlines()[2:]
-    signs = [line[0] for line in diff if line[0] in "+-"]
-    for page in ("04_ddp_torchrun/README.md", "docs/zh/04_ddp_torchrun.md"):
-        match = DELETED.search((ROOT / page).read_text())
-        assert (int(match["all"]), int(match["gone"])) == (len(signs), signs.count("-"))

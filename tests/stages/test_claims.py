@@ -30,7 +30,7 @@ from common.chapters import load_chapter
 from common.data import local_batch_size
 from common.options import UsageError
 from common.ranks import run_ranks
-from helpers.local_ranks import gather_from_ranks, launch_function, on_ranks, run_script
+from helpers.local_ranks import gather_from_ranks, on_ranks, run_on_ranks, run_script
 
 
 def test_c03_rank_modulo_gpus_is_the_local_rank_only_on_equal_nodes():
@@ -112,7 +112,7 @@ def test_c08_a_process_is_told_3_and_4_and_counts_them_from_0(monkeypatch):
     assert torch.cuda._parse_visible_devices()[:5] == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.gpu(2)
 def test_c08_on_gpus_the_second_alone_becomes_cuda_0():
     ask = "import torch; p = torch.cuda.get_device_properties(0); n = torch.cuda.device_count()"
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "1"}
@@ -129,7 +129,7 @@ def join_with_the_local_rank(rank):
 
 
 def test_c14_with_the_local_rank_two_nodes_never_meet():
-    launch_function(4, join_with_the_local_rank)
+    run_on_ranks(4, join_with_the_local_rank)
 
 
 def test_c15_a_sampler_excludes_shuffle_and_a_batch_sampler_drop_last_too():
@@ -298,7 +298,7 @@ def test_c29_one_seed_gives_equal_weights_and_equal_dropout_masks(rank):
         assert 300 < mask.count(0.0) < 700
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_c30_gloo_on_a_gpu_does_more_than_all_reduce_and_broadcast():
     play = load_chapter("03", "collectives").play
     gathered = run_ranks(2, play, "all_gather", device="cuda", seconds=60)

@@ -26,7 +26,6 @@ from helpers.machine import is_running
 from helpers.stage_files import output_of
 from helpers.train_stage import load_stage
 
-GPUS = torch.cuda.device_count()
 collectives = load_chapter("03", "collectives")
 LESSONS = collectives.LESSONS
 
@@ -91,10 +90,14 @@ def test_without_its_call_no_lesson_gives_that(rank):
     assert [name for name, ranks in pairs if is_right(name, list(ranks))] == []
 
 
-@pytest.mark.parametrize(("backend", "gpus"), [("gloo", 1), ("nccl", 2)])
-def test_every_collective_works_on_gpus_and_two_gloo_ranks_share_one(backend, gpus):
-    if gpus > GPUS:
-        pytest.skip(f"needs GPUs: {gpus}")
+ON_GPUS = [
+    pytest.param("gloo", marks=pytest.mark.gpu),
+    pytest.param("nccl", marks=pytest.mark.gpu(2)),
+]
+
+
+@pytest.mark.parametrize("backend", ON_GPUS)
+def test_every_collective_works_on_gpus_and_two_gloo_ranks_share_one(backend):
     names = ["broadcast", "all_reduce"] if backend == "gloo" else list(LESSONS)
     for name in names:
         answers = run_ranks(2, collectives.play, name, backend=backend, device="cuda", seconds=60)

@@ -17,7 +17,7 @@ import common.data
 from common.data import load_dataset, loader_options
 from common.models import build_model
 from common.options import UsageError
-from helpers.local_ranks import launch_function, on_ranks
+from helpers.local_ranks import on_ranks, run_on_ranks
 from helpers.train_stage import few_digits, options
 
 
@@ -60,7 +60,7 @@ TIMED_OUT = "DataLoader timed out after 1 seconds"
 def test_a_worker_that_finds_dev_shm_full_is_not_waited_for_forever(shm_size, limit, expected):
     """The control has room. A run waits for a batch as long as its loader options say."""
     assert [loader_options(options(f"--workers={n}"))["timeout"] for n in (0, 1)] == [0, 600]
-    [answer] = launch_function(1, load_with_a_worker, shm_size, limit)
+    [answer] = run_on_ranks(1, load_with_a_worker, shm_size, limit)
     if answer.startswith("skip: "):
         pytest.skip(f"needs root, to mount a small /dev/shm: {answer}")
     assert answer == expected

@@ -15,16 +15,15 @@ from torch.nn.parallel.parallel_apply import parallel_apply
 
 from common.chapters import load_chapter
 from helpers.machine import scratch_folder
-from helpers.stage_files import FOLDERS, fresh_module
+from helpers.stage_files import LESSON_FOLDERS, fresh_module
 from helpers.train_stage import load_stage, run_main
 
 result_files = load_chapter("benchmarks", "result_files")
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 CPU = torch.device("cpu")
 CLOSE = {"rtol": 0, "atol": 1e-12}
 
 
-FROM_SCRATCH, MEMORY = (FOLDERS["02"] / name for name in ("from_scratch.py", "memory.py"))
+FROM_SCRATCH, MEMORY = (LESSON_FOLDERS["02"] / name for name in ("from_scratch.py", "memory.py"))
 by_hand, memory = fresh_module(FROM_SCRATCH), fresh_module(MEMORY)  # not seen by other tests
 
 
@@ -155,7 +154,7 @@ def test_c21_a_batch_smaller_than_the_replicas_leaves_some_idle():
     assert sorted(names) == ["replica 0", "replica 1"]
 
 
-@two_gpus
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("ids", [[0, 1], [1, 0]])
 def test_c20_c21_c22_c24_on_gpus_torchs_class_computes_what_from_scratch_does(ids):
     torch.manual_seed(0)
@@ -230,7 +229,7 @@ def test_the_count_is_what_the_allocator_hands_out():
     assert 0 < kept == allocated - memory.size([outputs])
 
 
-@two_gpus
+@pytest.mark.gpu(2)
 def test_the_count_is_what_the_real_one_allocates_on_each_gpu():
     model, x, targets = (each.cuda() for each in example(4096, 512, 1024))
     main, other = memory.held_by_replica((model, x, targets), 2, False)
@@ -307,7 +306,7 @@ def test_c11_threads_take_on_that_autocast_is_enabled_but_not_its_dtype():
             assert [way(layer(3, 2), torch.randn(4, 3)).dtype for way in ways] == dtypes
 
 
-@two_gpus
+@pytest.mark.gpu(2)
 def test_c11_on_gpus_an_outer_bfloat16_becomes_float16_in_the_replicas():
     model = nn.DataParallel(nn.Linear(3, 2).cuda(), [0, 1])
     with torch.autocast("cuda", torch.bfloat16):

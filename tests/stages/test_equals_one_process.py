@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from helpers import oracle
-from helpers.replayed_runs import REPLAYED_FLAGS, assert_repeats, differences
+from helpers.replayed_runs import REPLAYED_FLAGS, assert_repeats, distances
 from helpers.train_stage import train_once
 
 # One claim for each stage. test_break_it.py runs them without a line of the stage: then they fail.
@@ -64,7 +64,7 @@ def test_losses_and_weights_equal_one_process_that_replays_the_batches(name):
 
 def test_04_without_synchronized_batchnorm_does_not_repeat_one_process():
     """The control of the claim for 05: two ranks with plain BatchNorm compute something else."""
-    assert min(differences("04", 2, (), oracle.whole_batches)) > 1e-3
+    assert min(distances("04", 2, (), oracle.whole_batches)) > 1e-3
 
 
 def test_03_and_04_take_the_same_steps_and_dropout_is_all_that_keeps_them_from_01():

@@ -14,7 +14,7 @@ import torch
 from common.chapters import ROOT
 from common.data import load_dataset
 from common.models import build_model
-from helpers.local_ranks import launch_function, run_script
+from helpers.local_ranks import run_on_ranks, run_script
 from helpers.machine import scratch_folder
 from helpers.train_stage import (
     FP32,
@@ -83,7 +83,7 @@ def test_random_numbers_depend_on_seed_epoch_and_rank_and_max_steps_ends_a_run(
     """So the ranks draw dropout masks of their own: test_c29 shows it."""
     flags = (*ON_CPU, f"--run-dir={tmp_path}", "--epochs=3", "--batch-size=500", "--max-steps=4")
     flags += ("--world-size=2",) if key == "03" else ()
-    for rank, seeds in enumerate(launch_function(ranks, seeds_of, key, flags)):
+    for rank, seeds in enumerate(run_on_ranks(ranks, seeds_of, key, flags)):
         assert seeds == [1234, 1234 + rank, 1234 + ranks + rank], "for the weights and two epochs"
     run = Run(tmp_path, [], "")
     assert [(line["epoch"], line["step"]) for line in run.metrics[2:]] == [(0, 3), (1, 4)]

@@ -73,10 +73,7 @@ def test_c09_autocast_learns_as_well_as_fp32_on_the_digits(amp):
     assert mixed.checkpoint["model"]["fc1.weight"].dtype == torch.float32, "the weights stay fp32"
 
 
-on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_a_gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_c18_cudnn_benchmark_changes_no_bit_on_a_cpu_and_few_on_a_gpu(device):
     torch.manual_seed(0)
     layer, outputs = nn.Conv2d(64, 64, 3, padding=1).to(device), []

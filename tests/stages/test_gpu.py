@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from common.chapters import ROOT, load_chapter
-from helpers.local_ranks import launch_ranks, on_ranks, run_script
-from helpers.stage_files import FOLDERS
+from helpers.local_ranks import launch_script, on_ranks, run_script
+from helpers.stage_files import LESSON_FOLDERS
 from helpers.train_stage import Run
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 GPUS = torch.cuda.device_count()
 
@@ -17,12 +17,12 @@ GPUS = torch.cuda.device_count()
 def start(key: str, ranks: int, folder, *flags: str) -> tuple[Run, str]:
     flags = ("--model=net-bn", "--epochs=5", "--device=cuda", *flags, f"--run-dir={folder}")
     flags += (f"--world-size={ranks}",) if key == "03" else ()
-    script = f"{FOLDERS[key].relative_to(ROOT)}/train.py"
+    script = f"{LESSON_FOLDERS[key].relative_to(ROOT)}/train.py"
     by_torchrun = key in ("04", "05", "survive")
     if key in ("04", "05") and ranks > GPUS:
         flags += ("--backend=gloo",)  # nccl needs a GPU for each rank
     answers = (
-        launch_ranks(script, *flags, ranks=ranks) if by_torchrun else run_script(script, *flags)
+        launch_script(script, *flags, ranks=ranks) if by_torchrun else run_script(script, *flags)
     )
     assert all(status == 0 for status, _ in answers), answers
     return Run(folder, [], ""), answers[0][1]

@@ -10,7 +10,7 @@ import torch
 from common.chapters import ROOT
 from helpers.local_ranks import launcher_variables, run_script
 from helpers.machine import free_port
-from helpers.refusals import TRAIN_SCRIPTS
+from helpers.refusals import SCRIPTS
 from helpers.train_stage import ONE_EPOCH, Run, train_once
 from repository_pages import fences
 
@@ -35,7 +35,7 @@ def test_whoever_starts_the_ranks_their_losses_are_the_same(key, ranks, processe
     env = env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     short = (*ONE_EPOCH, "--max-steps=5")
     flags = (*short, "--device=cpu", f"--run-dir={tmp_path}", f"--data-dir={ROOT / 'data'}")
-    answers = run_script(TRAIN_SCRIPTS[key], *flags, ranks=processes, env=env)
+    answers = run_script(SCRIPTS[key], *flags, ranks=processes, env=env)
     assert [status for status, _ in answers] == [0] * processes, answers
     assert f"global batch 60 = {ranks} × {60 // ranks}\n" in answers[0][1]
     assert "epoch" not in "".join(output for _, output in answers[1:]), "only rank 0 prints"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common.chapters import ROOT
-from helpers.local_ranks import launch_function
+from helpers.local_ranks import run_on_ranks
 from helpers.machine import scratch_folder
 from helpers.stage_files import replace_once
 from helpers.train_stage import default_dtype
@@ -42,7 +42,7 @@ class MinimalRun(NamedTuple):
 def run(script: Path, ranks: int, *changes: tuple[str, str]) -> MinimalRun:
     """The script on so many ranks, with pieces of it replaced."""
     source, folder = replace_once(script.read_text(), *changes), scratch_folder()
-    outputs = launch_function(ranks, run_minimal, source, folder)
+    outputs = run_on_ranks(ranks, run_minimal, source, folder)
     return MinimalRun(outputs, torch.load(folder / "model.pt", weights_only=True))
 
 

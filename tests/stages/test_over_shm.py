@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from common.chapters import ROOT
-from helpers.local_ranks import launch_function
+from helpers.local_ranks import run_on_ranks
 from helpers.train_stage import train_once, train_rank
 from shm.__main__ import over_shm
 from shm.exchange import Exchange
@@ -27,7 +27,7 @@ def test_a_stage_trains_over_it_to_the_bits_of_gloo(key, with_sums, tmp_path):
     flags = ("--model=net-bn", "--max-steps=6", "--seed=7", "--device=cpu")
     places = (f"--data-dir={ROOT / 'data'}", f"--run-dir={tmp_path}")
     over_gloo = train_once(key, 2, *flags, dtype=torch.float32).states
-    over_shm = launch_function(2, train_over_it, key, (*flags, *places), with_sums)
+    over_shm = run_on_ranks(2, train_over_it, key, (*flags, *places), with_sums)
     equal = [
         torch.equal(ours[name], theirs[name])
         for ours, theirs in zip(over_shm, over_gloo, strict=True)

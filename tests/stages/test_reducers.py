@@ -14,7 +14,7 @@ from torch import nn
 
 from common.chapters import ROOT, load_chapter
 from common.options import UsageError
-from helpers.local_ranks import gather_from_ranks, launch_function, on_ranks
+from helpers.local_ranks import gather_from_ranks, on_ranks, run_on_ranks
 from helpers.machine import scratch_folder
 from helpers.stage_files import Change
 from helpers.train_stage import Run, default_dtype, load_stage, run_main, train_once
@@ -111,7 +111,7 @@ def check_all_reducers(rank: int, ranks: int, without: tuple[Change, ...]) -> No
 
 def test_03_reducers_do_what_one_process_does(without=()):
     for ranks in (2, 3, 1):
-        launch_function(ranks, check_all_reducers, ranks, without)
+        run_on_ranks(ranks, check_all_reducers, ranks, without)
 
 
 def train_with(rank: int, name: str, *flags: str) -> None:
@@ -126,7 +126,7 @@ def train_with(rank: int, name: str, *flags: str) -> None:
 def losses_of_stage_03(name: str, *flags: str) -> list[float]:
     folder = scratch_folder()
     where = ("--device=cpu", f"--data-dir={ROOT / 'data'}", f"--run-dir={folder}", "--world-size=2")
-    launch_function(2, train_with, name, *flags, *where)
+    run_on_ranks(2, train_with, name, *flags, *where)
     return Run(folder, [], "").losses.tolist()
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from common.options import UsageError
 from common.run_folder import keep_steps, lock, replace, set_aside
-from helpers.local_ranks import launch_ranks, process_context, run_script
+from helpers.local_ranks import launch_script, process_context, run_script
 from helpers.machine import is_running
-from helpers.refusals import TRAIN_SCRIPTS, assert_one_line
+from helpers.refusals import SCRIPTS, assert_one_line
 from helpers.small_disk import CANNOT_MOUNT, fill, small_disk
 from helpers.train_stage import FP32, ONE_EPOCH, few_digits, train
 
@@ -51,8 +51,8 @@ def test_a_second_run_in_a_folder_is_refused_and_told_which_process_is_there(
 ):
     process, _ = other_run
     before = sorted((tmp_path / "run").iterdir())
-    start = launch_ranks if ranks > 1 else run_script
-    answers = start(TRAIN_SCRIPTS[key], "--device=cpu", f"--run-dir={tmp_path / 'run'}")
+    start = launch_script if ranks > 1 else run_script
+    answers = start(SCRIPTS[key], "--device=cpu", f"--run-dir={tmp_path / 'run'}")
     assert {status for status, _ in answers} == {2}, answers
     lines = [line for _, output in answers for line in output.splitlines()]
     errors = [line for line in lines if line.startswith("error: ")]
@@ -150,12 +150,12 @@ def test_a_full_disk_ends_stage_01_in_one_line_and_the_old_checkpoint_stays(full
     """A small checkpoint fits at first; then the disk is full to the last byte."""
     run_dir = full_disk / "run"
     flags = ("--device=cpu", "--model=net", f"--run-dir={run_dir}")
-    [(status, output)] = run_script(TRAIN_SCRIPTS["01"], *flags, "--max-steps=5")
+    [(status, output)] = run_script(SCRIPTS["01"], *flags, "--max-steps=5")
     assert status == 0, output
     before = {path.name: path.read_bytes() for path in run_dir.iterdir()}
     del before[".lock"]
     fill(full_disk)
-    [(status, output)] = run_script(TRAIN_SCRIPTS["01"], *flags, "--epochs=1")
+    [(status, output)] = run_script(SCRIPTS["01"], *flags, "--epochs=1")
     assert status == 2
     assert_one_line(output.splitlines()[-1], "cannot write to --run-dir", "No space left on device")
     assert "Traceback" not in output

@@ -27,7 +27,7 @@ def test_no_file_unpickles_what_comes_from_outside():
     """ruff refuses the rest: S in pyproject.toml. What ranks tell each other are plain values."""
     files = [
         *ROOT.glob("[0c]*/**/*.py"),
-        *ROOT.glob("beyond/[!t]*/**/*.py"),  # not its tests
+        *ROOT.glob("beyond/**/*.py"),
         *ROOT.glob("packages/*/src/**/*.py"),
     ]
     sources = {f"{path.parent.name}/{path.name}": path.read_text() for path in files}

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.chapters import load_chapter
 from common.options import UsageError
-from helpers.local_ranks import launch_function, on_ranks
-from helpers.stage_files import FOLDERS, fresh_module
+from helpers.local_ranks import on_ranks, run_on_ranks
+from helpers.stage_files import LESSON_FOLDERS, fresh_module
 
 # Samples of each rank: uneven, one of them alone, and of four ranks one has none at all.
 SIZES = {1: [5], 2: [1, 4], 4: [1, 5, 0, 2]}
@@ -114,7 +114,7 @@ def run_all_cases(rank, ranks):
 
 @cache
 def results_of_ranks(ranks):
-    return launch_function(ranks, run_all_cases, ranks)
+    return run_on_ranks(ranks, run_all_cases, ranks)
 
 
 @pytest.mark.parametrize("name", LAYER_CASES)
@@ -302,7 +302,8 @@ def test_c35_converting_before_or_after_wrapping_is_the_same_training(rank):
 
 @on_ranks(2)
 def test_05_layers_converted_after_wrapping_train_like_one_process(rank, without=()):
-    changed = fresh_module(FOLDERS["05"] / "sync_batchnorm.py", without).convert_sync_batchnorm
+    program = LESSON_FOLDERS["05"] / "sync_batchnorm.py"
+    changed = fresh_module(program, without).convert_sync_batchnorm
     torch.testing.assert_close(train_model(changed, True, rank), train_model(), **CLOSE)
 
 

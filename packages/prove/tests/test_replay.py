@@ -41,17 +41,12 @@ loss.backward()
 optimizer.step()
 """
 MEAN = "F.cross_entropy(ddp(x), y)"
-BY_LOCAL_COUNT = "F.cross_entropy(ddp(x), y, weight=torch.tensor([1.0, 3.0, 9.0]))"
 
 
 def script(step: str = "", loss: str = MEAN, setup: str = OPTIMIZER, collate: str = "") -> str:
     lines = (step or STEP.replace("{loss}", loss)).strip().splitlines()
     indented = "\n".join(" " * 8 + line for line in lines)
     return FRAME.replace("{setup}", setup).replace("{step}", indented).replace("{collate}", collate)
-
-
-def with_loss(step: str, loss: str) -> str:
-    return script(step.replace("{loss}", loss))
 
 
 NOISE = "F.cross_entropy(ddp(x + 0.1 * torch.randn_like(x)), y{weight})"

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 import shm  # noqa: F401 (the backend)
-from helpers.local_ranks import gather_from_ranks, launch_function, launch_ranks, on_ranks
+from helpers.local_ranks import gather_from_ranks, launch_script, on_ranks, run_on_ranks
 from shm import fast
 from shm.__main__ import replace_gloo
 from shm.exchange import Exchange
@@ -193,7 +193,7 @@ def use_the_rest(rank, ranks):
 
 
 def test_objects_messages_subgroups_and_ddp_work():
-    first, *others = launch_function(3, use_the_rest, 3)
+    first, *others = run_on_ranks(3, use_the_rest, 3)
     for other in others:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(other, first, strict=True))
     assert first[0].abs().sum() > 0
@@ -245,13 +245,13 @@ FAILURES = {
 
 @pytest.mark.parametrize("how", FAILURES)
 def test_what_goes_wrong_ends_in_a_line_that_names_the_rank(how):
-    error, opened = launch_function(2, fail, how, may_die=(1,) if how == "killed" else ())[0]
+    error, opened = run_on_ranks(2, fail, how, may_die=(1,) if how == "killed" else ())[0]
     assert error.startswith(FAILURES[how])
     assert not opened & open_memory(), "it is left in the memory of the machine"
 
 
 def test_a_rank_later_than_the_limit_fails_as_the_others_did():
-    assert launch_function(2, fail, "late")[1][0].startswith("RuntimeError: shm: rank 0 has failed")
+    assert run_on_ranks(2, fail, "late")[1][0].startswith("RuntimeError: shm: rank 0 has failed")
 
 
 # A call that is cut off: what is left of it must not become part of the next one
@@ -288,14 +288,14 @@ APART = "and rank {} in {}: an earlier call than this {} was interrupted"
 
 @pytest.mark.parametrize("without", [(0, 1), (1,)], ids=["in Python", "the other rank in C"])
 def test_ctrl_c_in_a_call_ends_the_group_instead_of_making_a_wrong_sum(without):
-    first, second = launch_function(2, sums_around_an_interruption, KeyboardInterrupt(), without)
+    first, second = run_on_ranks(2, sums_around_an_interruption, KeyboardInterrupt(), without)
     line = f"RuntimeError: shm: rank 1 has failed, so rank 0 cannot complete {SUM}"
     assert first == [line] * 2
     assert second == [
         "KeyboardInterrupt: ",
         "RuntimeError: shm: KeyboardInterrupt has interrupted a call",
     ]
-    control = launch_function(2, sums_around_an_interruption, None, without)
+    control = run_on_ranks(2, sums_around_an_interruption, None, without)
     assert control == [[[3.0], [30.0]]] * 2
 
 
@@ -303,7 +303,7 @@ def test_ctrl_c_in_a_call_ends_the_group_instead_of_making_a_wrong_sum(without):
 def test_an_error_in_a_call_that_the_program_catches_is_seen_at_the_next_call(without):
     """The handler of a signal raises one, for example."""
     error = TimeoutError("of a signal")
-    first, second = launch_function(2, sums_around_an_interruption, error, without)
+    first, second = run_on_ranks(2, sums_around_an_interruption, error, without)
     who, other = (
         "RuntimeError: shm: rank 1 is in transfer 2",
         "RuntimeError: shm: rank 0 is in transfer 1",
@@ -330,7 +330,7 @@ def sum_that_is_cut_off_at_once(rank, in_c):
 
 @pytest.mark.parametrize("in_c", [False, pytest.param(True, marks=needs_a_compiler)])
 def test_ctrl_c_in_a_call_that_has_no_queue_yet_ends_the_group(in_c):
-    assert launch_function(2, sum_that_is_cut_off_at_once, in_c) == [
+    assert run_on_ranks(2, sum_that_is_cut_off_at_once, in_c) == [
         "RuntimeError: shm: rank 1 has failed, so rank 0 cannot complete "
         "all_reduce(1000 of torch.float32, SUM)",
         "RuntimeError: shm: KeyboardInterrupt has interrupted a call",
@@ -353,7 +353,7 @@ def sum_in_which_a_rank_dies(rank):
 
 
 def test_a_rank_that_is_killed_in_the_middle_of_a_sum_is_named():
-    error = launch_function(2, sum_in_which_a_rank_dies, may_die=(1,))[0]
+    error = run_on_ranks(2, sum_in_which_a_rank_dies, may_die=(1,))[0]
     assert error == "RuntimeError: shm: rank 1 has ended while rank 0 waits for it"
 
 
@@ -376,7 +376,7 @@ def messages_around_an_interruption(rank):
 
 
 def test_a_message_that_was_cut_off_is_not_completed_with_the_next_one():
-    error, _ = launch_function(2, messages_around_an_interruption)
+    error, _ = run_on_ranks(2, messages_around_an_interruption)
     what = "sends a message from byte 0 on, not from 262144: one of the two was interrupted"
     assert error == f"RuntimeError: shm: rank 1 {what}"
 
@@ -395,7 +395,7 @@ def ask_for_gloo(rank):
 
 
 def test_dash_m_shm_replaces_gloo_however_the_program_asks_for_it_or_ends():
-    assert launch_function(2, ask_for_gloo) == [(2, ["shm"] * 4)] * 2
+    assert run_on_ranks(2, ask_for_gloo) == [(2, ["shm"] * 4)] * 2
 
 
 def cores_of_rank(rank, cores_there, cores_allowed):
@@ -412,9 +412,9 @@ def cores_of_rank(rank, cores_there, cores_allowed):
 
 
 def test_dash_m_shm_gives_each_rank_cores_of_its_own_where_nobody_has_chosen_some():
-    assert launch_function(2, cores_of_rank, 5, 5) == [[0, 1], [2, 3]]
-    assert launch_function(2, cores_of_rank, 1, 1) == [[], []], "not enough"
-    assert launch_function(2, cores_of_rank, 8, 4) == [[], []], "somebody has chosen"
+    assert run_on_ranks(2, cores_of_rank, 5, 5) == [[0, 1], [2, 3]]
+    assert run_on_ranks(2, cores_of_rank, 1, 1) == [[], []], "not enough"
+    assert run_on_ranks(2, cores_of_rank, 8, 4) == [[], []], "somebody has chosen"
 
 
 ANOTHER_MACHINE_FOR_EACH_RANK = """
@@ -429,7 +429,7 @@ def test_dash_m_shm_on_two_machines_ends_in_one_line(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")
     what = "ranks [1] cannot open the memory of rank 0, expected one machine and one user: try gloo"
-    for status, output in launch_ranks(str(tmp_path / "start.py"), str(script)):
+    for status, output in launch_script(str(tmp_path / "start.py"), str(script)):
         assert (status, output) == (2, f"error: shm: {what}\n")
 
 
@@ -475,7 +475,7 @@ def call_as_paired(rank, pairs):
 def test_ranks_that_call_different_collectives_are_told_both():
     """The control: two ranks that call the same."""
     pairs = [*combinations(CALLS, 2), *((text, text) for text in CALLS)]
-    errors = launch_function(2, call_as_paired, pairs)
+    errors = run_on_ranks(2, call_as_paired, pairs)
     for pair, *errors_of_pair in zip(pairs, *errors, strict=True):
         for rank, error in enumerate(errors_of_pair):
             own, other = pair[rank], pair[1 - rank]

@@ -27,7 +27,7 @@ import shm
 import shm.messages
 import shm.segment
 import shm.work
-from helpers.local_ranks import launch_function
+from helpers.local_ranks import run_on_ranks
 
 HERE, Op = Path(__file__).parent, dist.ReduceOp
 RANKS = 3
@@ -408,7 +408,7 @@ def run_all(rank):
 
 @cache
 def results_of_all_programs():
-    return launch_function(RANKS, run_all)
+    return run_on_ranks(RANKS, run_all)
 
 
 def results(how, program):

@@ -1,6 +1,6 @@
 """BatchNorm over the global batch, by hand, because torch's own layer refuses a CPU: for --cpu.
 
-The course builds it in its fifth stage; a test there keeps the two copies equal.
+The course builds it in its fifth stage; tests/packages/test_proven.py keeps the two copies equal.
 """
 
 from typing import Any

@@ -111,7 +111,7 @@ class Segment:
         self.offset = cache_lines * CACHE_LINE_BYTES
         self.spins = SPINS if world_size <= (os.cpu_count() or 1) else 0
         self.arrivals = 0
-        self.transfers = 0  # see Exchange.write
+        self.transfers = 0  # see Exchange.pieces_of
         self.failure: RuntimeError | None = None  # why this rank takes part in no further call
         self.file = self.open_together(store, self.offset + size)
         self.memory = mmap.mmap(self.file, self.offset + size)

@@ -14,7 +14,7 @@ from shutil import copytree
 from tempfile import TemporaryDirectory
 
 from common.chapters import ROOT, load_chapter
-from helpers.stage_files import FOLDERS, NOT_COPIED, TEST_FILES, Change, changed_source
+from helpers.stage_files import LESSON_FOLDERS, NOT_COPIED, Change, changed_source
 
 repository_pages = load_chapter("docs/tools", "repository_pages")
 
@@ -35,7 +35,7 @@ class BreakRow:
 
 def rows_of(key: str) -> list[BreakRow]:
     """The rows of the README and of the other pages: of their tables, and what diffs show."""
-    folder, rows = FOLDERS[key], []
+    folder, rows = LESSON_FOLDERS[key], []
     pages = [page for page in repository_pages.ALL_PAGES if page.is_relative_to(folder)]
     for page in sorted(pages, key=lambda page: (page != folder / "README.md", page)):
         beside = page.parent.relative_to(folder)  # a page names the files beside it
@@ -50,12 +50,12 @@ def rows_of(key: str) -> list[BreakRow]:
 
 
 def file_of(test: str) -> Path:
-    return next(path for path in TEST_FILES if f"def {test}(" in path.read_text())
+    return next(path for path in repository_pages.TEST_FILES if f"def {test}(" in path.read_text())
 
 
 def try_row(row: BreakRow) -> bool:
     """Whether the test fails with the change. Prints both, and the error."""
-    folder, file = FOLDERS[row.key].relative_to(ROOT), row.change[0]
+    folder, file = LESSON_FOLDERS[row.key].relative_to(ROOT), row.change[0]
     test = f"{file_of(row.test).relative_to(ROOT)}::{row.test}"
     print(f"{folder}/{row.description}\n{test}", flush=True)
     with TemporaryDirectory() as name:
@@ -72,7 +72,7 @@ def try_row(row: BreakRow) -> bool:
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("stage", choices=FOLDERS)
+    parser.add_argument("stage", choices=LESSON_FOLDERS)
     parser.add_argument("row", nargs="?", type=int, help="without it, the rows are listed")
     args = parser.parse_args()
     rows = rows_of(args.stage)

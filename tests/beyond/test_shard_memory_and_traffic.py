@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from common.chapters import load_chapter
-from helpers.local_ranks import launch_function, run_script
+from helpers.local_ranks import run_on_ranks, run_script
 from shard_cases import (
     BY_HAND,
     FSDP,
@@ -52,9 +52,7 @@ def unlike_the_paper(held: dict, level: str, ranks: int) -> set[str]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_shard_each_rank_holds_what_the_paper_says_and_nothing_besides(ranks):
-    for held_by_level in launch_function(
-        ranks, all_held, [(level, ()) for level in measure.LEVELS]
-    ):
+    for held_by_level in run_on_ranks(ranks, all_held, [(level, ()) for level in measure.LEVELS]):
         for level, held in zip(measure.LEVELS, held_by_level, strict=True):
             assert unlike_the_paper(held, level, ranks) == set()
 
@@ -108,7 +106,7 @@ def test_shard_fit_predicts_within_2_percent_what_ranks_hold_at_the_end_of_forwa
     assert moment == "forward"
     sharded = [fit.bytes_if_sharded(LINEARS, SAMPLES, level, ranks) for level in fit.SHARDINGS]
     predicted = dict(zip(measure.LEVELS, [unsharded, *sharded], strict=True))
-    for alive in launch_function(ranks, alive_after_forward, predicted):
+    for alive in run_on_ranks(ranks, alive_after_forward, predicted):
         assert alive == {level: pytest.approx(size, rel=0.02) for level, size in predicted.items()}
         for level, size in alive.items():
             others = [predicted[other] for other in measure.LEVELS if other != level]
@@ -140,13 +138,13 @@ IMPOSTORS = {  # what reaches the right weights, and holds more: the change, and
 
 def test_shard_an_impostor_that_holds_more_is_found_though_its_weights_are_right():
     cases = [(level, (change,)) for level, change, _ in IMPOSTORS.values()]
-    held_by_ddp, *held_by_impostors = launch_function(2, all_held, [("none", ()), *cases])[1]
+    held_by_ddp, *held_by_impostors = run_on_ranks(2, all_held, [("none", ()), *cases])[1]
     for level, kind in zip(BY_HAND, measure.KINDS[::-1], strict=True):  # DDP under another name
         assert {kind, "alive"} <= unlike_the_paper(held_by_ddp, level, 2)
     for held, (level, _, kinds) in zip(held_by_impostors, IMPOSTORS.values(), strict=True):
         assert unlike_the_paper(held, level, 2) == kinds
     trainings = [TrainingCase(level, changes=changes) for level, changes in cases]
-    assert max(launch_function(2, all_distances, trainings)[0]) < 1e-10
+    assert max(run_on_ranks(2, all_distances, trainings)[0]) < 1e-10
 
 
 def middle_sized() -> nn.Module:
@@ -179,7 +177,7 @@ SAME_AS_GLOO = ("shards.py", 'dist.get_backend() == "gloo"', "False")
 def test_shard_each_rank_sends_what_the_paper_says():
     """C41, as Linux counts it. ZeRO-2 with gloo's own reduce_scatter_tensor is the control."""
     cases = [(*case, ()) for case in SENT] + [(False, ZERO_2, (SAME_AS_GLOO,))]
-    *sent, control = launch_function(2, all_sent, cases)[0]
+    *sent, control = run_on_ranks(2, all_sent, cases)[0]
     assert sent == [pytest.approx(expected, rel=0.02) for expected in SENT.values()]
     assert control == pytest.approx(1.5, rel=0.02)
 

@@ -10,9 +10,9 @@ from torch.optim import SGD
 
 from common.chapters import load_chapter
 from helpers import oracle
-from helpers.local_ranks import launch_function
+from helpers.local_ranks import run_on_ranks
 from helpers.machine import scratch_folder
-from helpers.replayed_runs import REPLAYED_FLAGS, differences
+from helpers.replayed_runs import REPLAYED_FLAGS, distances
 from helpers.train_stage import FP32, ON_CPU, Run, load_stage, run_main, train, train_once
 
 CLIP = 0.5  # below the norm of nearly every step of these runs
@@ -22,9 +22,9 @@ CLIP = 0.5  # below the norm of nearly every step of these runs
 def test_clipping_equals_that_of_one_process_on_the_whole_batch(ranks, amp, without=()):
     """In float64, autocast changes nothing, and the loss is scaled all the same."""
     flags = (f"--clip-norm={CLIP}", f"--amp={amp}")
-    clipped = differences("survive", ranks, flags, oracle.whole_batches, without, clip=CLIP)
+    clipped = distances("survive", ranks, flags, oracle.whole_batches, without, clip=CLIP)
     assert max(clipped) < 1e-10
-    assert max(differences("survive", ranks, flags, oracle.whole_batches, without)) > 1e-3
+    assert max(distances("survive", ranks, flags, oracle.whole_batches, without)) > 1e-3
     first, *others = train_once("survive", ranks, *REPLAYED_FLAGS, *flags, without=without).states
     assert all(torch.equal(first[name], other[name]) for other in others for name in first)
 
@@ -41,10 +41,10 @@ def test_micro_batches_clipping_and_schedule_together_are_one_process(ranks, k):
     rates = [0.02 * min(1, (n + 1) / 2.5) for n in range(3)]
     rates += [0.02 * math.cos(math.pi * (n - 2.5) / 25) ** 2 for n in range(3, 9)]
     settings = {"lr": rates.__getitem__, "clip": CLIP, "max_steps": 9, "statistics": False}
-    same = differences("survive", ranks, flags, oracle.micro_batches(ranks, k), **settings)
+    same = distances("survive", ranks, flags, oracle.micro_batches(ranks, k), **settings)
     assert max(same) < 1e-10
     # The control: BatchNorm sees micro-batches, so it is not the gradient of the whole batch.
-    assert min(differences("survive", ranks, flags, oracle.whole_batches, **settings)) > 1e-4
+    assert min(distances("survive", ranks, flags, oracle.whole_batches, **settings)) > 1e-4
 
 
 def _steps_taken(rank, flags) -> int:
@@ -58,7 +58,7 @@ def _steps_taken(rank, flags) -> int:
 def test_a_step_that_overflows_is_skipped_on_all_ranks_and_counts_in_the_schedule(tmp_path):
     """An epoch of 12 steps, a warm-up by hundredths; and two more."""
     flags = (*ON_CPU, f"--run-dir={tmp_path}", "--amp=fp16", "--model=net-bn", "--max-steps=14")
-    taken = launch_function(2, _steps_taken, (*flags, "--warmup-epochs=1", "--lr=0.12"))
+    taken = run_on_ranks(2, _steps_taken, (*flags, "--warmup-epochs=1", "--lr=0.12"))
     run = Run(tmp_path, [], "")
     skipped = round(24 - math.log2(run.checkpoint["scaler"]["scale"]))  # each halves the scale
     assert 0 < skipped < 12
@@ -83,7 +83,7 @@ def _bytes_reduced(rank, flags, without) -> list[int]:
 
 def test_survive_ranks_meet_once_a_step_however_many_micro_batches(without=()):
     flags = (*ON_CPU, f"--run-dir={scratch_folder()}", "--max-steps=5", "--accumulate=3")
-    assert launch_function(2, _bytes_reduced, flags, without) == [[4 * 21_840] * 6] * 2, (
+    assert run_on_ranks(2, _bytes_reduced, flags, without) == [[4 * 21_840] * 6] * 2, (
         "the first orders buckets"
     )
 

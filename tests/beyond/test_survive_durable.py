@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from common.chapters import load_chapter
-from helpers.stage_files import FOLDERS, fresh_module
+from helpers.stage_files import LESSON_FOLDERS, fresh_module
 
 durable = load_chapter("beyond/survive", "durable")
 MEGABYTE = 2**20
@@ -86,7 +86,7 @@ def test_a_kill_in_any_line_of_a_save_leaves_a_whole_checkpoint(case, tmp_path, 
     monkeypatch.setattr(os, "fsync", id)  # it outlasts a power cut, not a kill, and takes its time
     saves_before, same_process, damaged, expected = KILLS[case]
     changes = (UNCHECKED,) if "nobody" in case else ()
-    module = fresh_module(FOLDERS["survive"] / "durable.py", changes)
+    module = fresh_module(LESSON_FOLDERS["survive"] / "durable.py", changes)
     steps, killed = [], True
     while killed:
         path = tmp_path / str(len(steps)) / "checkpoint.pt"
@@ -234,6 +234,6 @@ def test_a_save_reads_nothing_unless_another_process_has_saved_before(tmp_path):
     save_large(durable)
     size = path.stat().st_size
     assert read_bytes(save_large, durable) < MEGABYTE
-    of_another_process = fresh_module(FOLDERS["survive"] / "durable.py")
+    of_another_process = fresh_module(LESSON_FOLDERS["survive"] / "durable.py")
     assert size < read_bytes(save_large, of_another_process) < size + MEGABYTE
     assert durable.is_whole(path)

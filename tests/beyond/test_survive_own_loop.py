@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from common.chapters import load_chapter
-from helpers.local_ranks import launch_ranks, run_script
-from helpers.stage_files import FOLDERS
+from helpers.local_ranks import launch_script, run_script
+from helpers.stage_files import LESSON_FOLDERS
 
 launch = load_chapter("beyond/survive", "launch")
-OWN_LOOP = FOLDERS["survive"] / "own_loop.py"
-MODULES = [FOLDERS["survive"] / f"{name}.py" for name in ("launch", "agree", "watchdog", "durable")]
+OWN_LOOP = LESSON_FOLDERS["survive"] / "own_loop.py"
+NAMES = ("launch", "agree", "watchdog", "durable")
+MODULES = [LESSON_FOLDERS["survive"] / f"{name}.py" for name in NAMES]
 
 SHOWS = {  # all that a module prints when it is run, its lines sorted
     "launch": r"1 of 2 ranks start: rank 0 ends with: 2 ranks did not meet .+"
@@ -70,7 +71,7 @@ def test_a_loop_of_ones_own_stops_and_resumes_to_the_bit(tmp_path):
 
     def last_steps(folder: str, **env: str) -> list[int]:
         (tmp_path / folder).mkdir(exist_ok=True)
-        answers = launch_ranks(str(script), folder, env=env, where=tmp_path)
+        answers = launch_script(str(script), folder, env=env, where=tmp_path)
         return [int(re.search(r"ends after step (\d+)", output)[1]) for _, output in answers]
 
     def weights(file: str) -> torch.Tensor:

@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 from common.chapters import load_chapter
-from helpers.local_ranks import gather_from_ranks, launch_function, on_ranks
+from helpers.local_ranks import gather_from_ranks, on_ranks, run_on_ranks
 from helpers.refusals import assert_one_line, refusal
-from helpers.stage_files import FOLDERS, fresh_module
+from helpers.stage_files import LESSON_FOLDERS, fresh_module
 
 LOCAL_SGD = "local_sgd.py"
 local = load_chapter("beyond/local_sgd", "local_sgd")
@@ -100,7 +100,7 @@ def h_1_is_ddp(rank: int) -> None:
             control = by_local_sgd(make_optimizer, STEPS, **{**once, **other})
             assert distance(control, ddp) > 1e-3, other
         for change in (SUM, ALONE):
-            changed = fresh_module(FOLDERS["local_sgd"] / LOCAL_SGD, (change,))
+            changed = fresh_module(LESSON_FOLDERS["local_sgd"] / LOCAL_SGD, (change,))
             control = by_local_sgd(make_optimizer, STEPS, changed, **once)
             assert distance(control, ddp) > 1e-3, change
     # The mean of linear steps is the step of the mean. Adam's step is not linear.
@@ -201,7 +201,7 @@ def count_bytes(rank: int) -> dict[torch.dtype, int]:
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_linux_counts_the_bytes_that_the_formula_says(ranks):
     """The control: a mean in bf16 is half as long."""
-    for counted in launch_function(ranks, count_bytes):
+    for counted in run_on_ranks(ranks, count_bytes):
         for dtype, bytes_each in BYTES_EACH.items():
             expected = local.sent_bytes(NUMBERS, bytes_each, ranks)
             assert counted[dtype] == pytest.approx(expected, rel=0.02), dtype

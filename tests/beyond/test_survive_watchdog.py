@@ -16,15 +16,15 @@ import pytest
 import torch.distributed as dist
 
 from common.chapters import load_chapter
-from helpers.local_ranks import launch_function, process_context
-from helpers.stage_files import FOLDERS, fresh_module, stopped_clock
+from helpers.local_ranks import process_context, run_on_ranks
+from helpers.stage_files import LESSON_FOLDERS, fresh_module, stopped_clock
 
 watchdog = load_chapter("beyond/survive", "watchdog")
 
 
 def new_watchdog(rank: int = 0, world_size: int = 2):
     """One that is not started, with a limit of 600 s, and the clock that it looks at."""
-    module = fresh_module(FOLDERS["survive"] / "watchdog.py")
+    module = fresh_module(LESSON_FOLDERS["survive"] / "watchdog.py")
     module.time = stopped_clock()
     return module.Watchdog(dist.HashStore(), rank, world_size, __file__, 600), module.time
 
@@ -137,7 +137,7 @@ def wait_in_c(rank: int, how: str, seconds: float, beats: int, pause: int, file:
     """Rank 1 dies or stops. Rank 0 waits in C, where no error and no signal reaches it, as behind
     nccl, and after this pause lets a stopped rank go on."""
     os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    module = fresh_module(FOLDERS["survive"] / "watchdog.py")
+    module = fresh_module(LESSON_FOLDERS["survive"] / "watchdog.py")
     module.ENDED_BEATS = beats
     dist.init_process_group("gloo")
     store = dist.distributed_c10d._get_default_store()
@@ -176,7 +176,7 @@ def test_a_rank_that_waits_for_a_gpu_learns_that_another_died(
     how, seconds, beats, pause, ends, tmp_path
 ):
     file = tmp_path / "said"
-    ends_of_ranks = launch_function(2, wait_in_c, how, seconds, beats, pause, file, may_die=(0, 1))
+    ends_of_ranks = run_on_ranks(2, wait_in_c, how, seconds, beats, pause, file, may_die=(0, 1))
     assert ends_of_ranks == ends
     named = "error: rank 0 gives up at .+`ctypes.+: rank 1 did not arrive, last .+ unreachable"
     assert bool(re.search(named, file.read_text())) == (ends[0] is None)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, NAdam
 
 from common.chapters import load_chapter
-from helpers.stage_files import FOLDERS, fresh_module
+from helpers.stage_files import LESSON_FOLDERS, fresh_module
 
 language = load_chapter("beyond/shard", "language")
 FILES = ("shards.py", "zero.py", "fsdp.py", "full_state.py", "library_state.py", "levels.py")
@@ -98,7 +98,8 @@ def one_process(name: str, optimizer: str, clip: float | None = None) -> dict[st
 
 def changed_levels(changes: tuple = ()) -> ModuleType:
     """levels.py and what it imports, with changed lines."""
-    return [fresh_module(FOLDERS["shard"] / file, changes, register=True) for file in FILES][-1]
+    folder = LESSON_FOLDERS["shard"]
+    return [fresh_module(folder / file, changes, register=True) for file in FILES][-1]
 
 
 def train_steps(training, steps, micro_batches: int = 1, clip: float | None = None) -> None:

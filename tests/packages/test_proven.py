@@ -11,7 +11,7 @@ import pytest
 from common.chapters import ROOT
 from helpers.local_ranks import run_script
 from helpers.prove_runs import TORCHRUN
-from helpers.stage_files import FOLDERS, NOT_COPIED, changed_source
+from helpers.stage_files import LESSON_FOLDERS, NOT_COPIED, changed_source
 
 OWN_SCRIPTS = {  # folder, how it is started, flags
     "03": ("03_ddp_manual_allreduce", [sys.executable], ["--world-size=2", "--batch-size=24"]),
@@ -55,7 +55,7 @@ def test_a_script_of_this_repository_is_right(key, tmp_path):
 def test_without_a_line_of_a_script_it_is_wrong(key, line, check, tmp_path):
     script = tmp_path / OWN_SCRIPTS[key][0] / "train.py"
     shutil.copytree(ROOT / OWN_SCRIPTS[key][0], script.parent, ignore=NOT_COPIED)
-    source = changed_source(FOLDERS[key] / "train.py", (("train.py", line),))
+    source = changed_source(LESSON_FOLDERS[key] / "train.py", (("train.py", line),))
     forks = 'mp.start_processes(start_method="fork", fn='  # ranks need not import torch again
     script.write_text(source.replace("mp.spawn(train, (", forks + "train, args=("))
     assert verdicts(key, tmp_path, script)[check] == "WRONG"

@@ -18,7 +18,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 from common.chapters import load_chapter
-from helpers.local_ranks import launch_function, launch_ranks, on_ranks, run_script
+from helpers.local_ranks import launch_script, on_ranks, run_on_ranks, run_script
 from helpers.machine import scratch_folder
 from helpers.outputs import differences
 from helpers.stage_files import fresh_module, replace_once
@@ -60,7 +60,7 @@ def launch(file: Path, *flags: str, ranks: int = 2) -> tuple:
     flags = (*SMALL, f"--run-dir={scratch_folder()}", *flags)
     joined = {"TORCH_DIST_INIT_BARRIER": "1"}  # a rank that ends at once lets the others join
     how = {"ranks": ranks, "env": joined}
-    answers = launch_ranks(str(file), *flags, **how) if ranks else run_script(str(file), *flags)
+    answers = launch_script(str(file), *flags, **how) if ranks else run_script(str(file), *flags)
     return tuple(zip(*answers, strict=True))
 
 
@@ -192,10 +192,10 @@ APART = ("torch.cat(tables)", "torch.cat(rows)")
 
 def test_c43_two_ranks_reach_the_weights_of_one_process_on_the_same_batches():
     flags = (f"--data-dir={scenes(8, 1, 0.3)}", "--epochs=1", "--image-size=48", "--eval-epochs")
-    [single] = launch_function(1, _run, "detector.py", flags, FLOAT64, SAME_BATCHES)
+    [single] = run_on_ranks(1, _run, "detector.py", flags, FLOAT64, SAME_BATCHES)
 
     def distance(*changes: tuple[str, str]) -> float:
-        ddp, _ = launch_function(2, _run, converted(DETECTOR), flags, FLOAT64, *changes)
+        ddp, _ = run_on_ranks(2, _run, converted(DETECTOR), flags, FLOAT64, *changes)
         return max(float((ddp[key] - single[key]).abs().max()) for key in single)
 
     assert distance(SYNC) < 1e-10
@@ -211,10 +211,10 @@ def test_the_map_of_two_ranks_is_that_of_one_process_to_the_last_digit(tmp_path)
     assert launch(tmp_path / "detector.py", f"--data-dir={scenes(4)}", *flags, ranks=0)[0] == (0,)
     for images in (1, 3):  # of one image, rank 1 gets none
         flags = (f"--data-dir={scenes(4, images)}", f"--resume={tmp_path}/last.pt", "--evaluate")
-        [single] = launch_function(1, _run, "detector.py", flags)
-        assert launch_function(2, _run, converted(DETECTOR), flags) == [single, single]
+        [single] = run_on_ranks(1, _run, "detector.py", flags)
+        assert run_on_ranks(2, _run, converted(DETECTOR), flags) == [single, single]
     assert single["mAP"] > 0
-    assert launch_function(2, _run, converted(DETECTOR), flags, APART)[0] != single
+    assert run_on_ranks(2, _run, converted(DETECTOR), flags, APART)[0] != single
 
 
 def test_images_without_boxes_other_sizes_and_a_rank_with_fewer_batches_do_not_hang():
@@ -334,13 +334,13 @@ def original_of(name: str) -> dict:
         (epochs, f"{epochs}    sampler.set_epoch(epoch)\n"),
     )
     shuffles = "shuffle=True" in (EXAMPLES / f"{name}.py").read_text()
-    return launch_function(1, _example, name, *changes * shuffles)[0]
+    return run_on_ranks(1, _example, name, *changes * shuffles)[0]
 
 
 @pytest.mark.parametrize("name", EXAMPLE)
 def test_an_example_trains_on_two_ranks_what_one_process_trains(name):
     single = original_of(name)
-    first, second = launch_function(2, _example, f"{name}_ddp", *EXAMPLE[name])
+    first, second = run_on_ranks(2, _example, f"{name}_ddp", *EXAMPLE[name])
     assert torch.equal(first["weights"], second["weights"])
     assert (first["weights"] - single["weights"]).abs().max() < 1e-10
     assert (single["printed"] != "", second["printed"]) == (True, ""), "only rank 0 prints"
@@ -356,18 +356,18 @@ def test_with_one_line_that_looks_as_good_an_example_trains_something_else(name,
     changes = [*EXAMPLE[name], (old, new)]
     if "both" in new:
         changes.append(("critic_loss(ddp_critic(fake.detach()), 0.0).backward()", "pass"))
-    weights = launch_function(2, _example, f"{name}_ddp", *changes)[0]["weights"]
+    weights = run_on_ranks(2, _example, f"{name}_ddp", *changes)[0]["weights"]
     assert (weights - original_of(name)["weights"]).abs().max() > 1e-5
 
 
 def test_a_rate_that_only_rank_0_lowers_lets_the_ranks_train_apart():
     worse = ("test_loss < best", "epoch != 1")
-    same = launch_function(2, _example, "language_ddp", worse)
+    same = run_on_ranks(2, _example, "language_ddp", worse)
     lowered = (
         'optimizer.param_groups[0]["lr"] /= 4',
         'optimizer.param_groups[0]["lr"] /= 4 - 3 * rank',
     )
-    apart = launch_function(2, _example, "language_ddp", worse, lowered)
+    apart = run_on_ranks(2, _example, "language_ddp", worse, lowered)
     assert torch.equal(same[0]["weights"], same[1]["weights"])
     assert (apart[0]["weights"] - apart[1]["weights"]).abs().max() > 1e-2
 
@@ -405,8 +405,8 @@ def _weights_after_each_step(rank: int, samples: int, drop_last: bool) -> torch.
 def test_the_last_batch_is_exact_if_the_ranks_share_its_samples_equally(
     samples, dropped_by_one, dropped_by_two, steps, exact
 ):
-    [one_rank] = launch_function(1, _weights_after_each_step, samples, dropped_by_one)
-    two = launch_function(2, _weights_after_each_step, samples, dropped_by_two)[0]
+    [one_rank] = run_on_ranks(1, _weights_after_each_step, samples, dropped_by_one)
+    two = run_on_ranks(2, _weights_after_each_step, samples, dropped_by_two)[0]
     assert (len(two), len(one_rank)) == (steps, 16 if dropped_by_one else 18)
     apart = (two - one_rank[:steps]).abs().amax((1, 2))
     assert int((apart < 1e-12).sum()) == exact
@@ -416,7 +416,7 @@ def test_the_last_batch_is_exact_if_the_ranks_share_its_samples_equally(
 def test_columns_that_do_not_divide_by_the_ranks_are_refused_in_one_line():
     """8 of them, on 3 ranks: without the check, two would never be read. On 2, see above."""
     script = f"{EXAMPLES.relative_to(ROOT)}/language_ddp.py"
-    answers = launch_ranks(script, ranks=3, where=scratch_folder())
+    answers = launch_script(script, ranks=3, where=scratch_folder())
     assert answers == [(2, "error: 8 columns do not divide by 3 ranks\n")] * 3
 
 

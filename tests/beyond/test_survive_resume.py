@@ -11,7 +11,7 @@ import torch
 from common.chapters import ROOT
 from common.data import load_dataset
 from common.options import make_parser
-from helpers.local_ranks import launch_function, launcher_variables, run_script
+from helpers.local_ranks import launcher_variables, run_on_ranks, run_script
 from helpers.machine import free_port
 from helpers.refusals import assert_one_line, refusal
 from helpers.train_stage import (
@@ -112,8 +112,8 @@ def samples_seen(rank: int, flags: tuple[str, ...]) -> tuple[list[int], str]:
 def test_another_number_of_ranks_sees_each_other_sample_once(tmp_path):
     """Of 1,500 samples, 12 batches of 120 make an epoch, on any number of ranks."""
     flags = (f"--data-dir={ROOT / 'data'}", f"--run-dir={tmp_path}", "--device=cpu", "--epochs=1")
-    first = launch_function(2, samples_seen, (*flags, "--max-steps=5"))
-    rest = launch_function(3, samples_seen, (*flags, "--resume=auto"))
+    first = run_on_ranks(2, samples_seen, (*flags, "--max-steps=5"))
+    rest = run_on_ranks(3, samples_seen, (*flags, "--resume=auto"))
     samples = [index for seen, _ in (*first, *rest) for index in seen]
     counts = torch.bincount(torch.tensor(samples), minlength=1500)
     assert (counts.max(), counts.sum()) == (1, 1440)
@@ -183,7 +183,7 @@ def resume_from_own_folder(rank: int, folder: Path) -> str:
 def test_a_checkpoint_that_only_one_rank_has_ends_both(tmp_path):
     run_script(SCRIPT, "--device=cpu", "--max-steps=2", f"--run-dir={tmp_path / '0'}")
     answers = ["2", "the step to resume from is 0 on rank 1, 2 on rank 0"]  # "2" is the exit status
-    assert launch_function(2, resume_from_own_folder, tmp_path) == answers
+    assert run_on_ranks(2, resume_from_own_folder, tmp_path) == answers
 
 
 @pytest.mark.parametrize(("rank", "busy"), [("0", True), ("0", False), ("1", False)])

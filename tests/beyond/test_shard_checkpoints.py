@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from common.chapters import load_chapter
-from helpers.local_ranks import launch_function, on_ranks
+from helpers.local_ranks import on_ranks, run_on_ranks
 from shard_cases import (
     BY_HAND,
     OPTIMIZERS,
@@ -68,7 +68,7 @@ def saved_on_two_ranks(
 ) -> dict[str, tuple]:
     """By level, after two of four steps."""
     cases = [(level, library, None) for level in BY_HAND]
-    states = launch_function(2, resumed, cases, name, optimizer)[0]
+    states = run_on_ranks(2, resumed, cases, name, optimizer)[0]
     return dict(zip(BY_HAND, states, strict=True))
 
 
@@ -91,7 +91,7 @@ def test_shard_a_run_saved_on_two_ranks_goes_on_on_three_and_in_a_plain_process(
     expected = one_process(name, optimizer)
     states = saved_on_two_ranks(name, optimizer)
     cases = [(level, False, saved(state)) for level, state in states.items()]
-    three_ranks = launch_function(3, resumed, cases, name, optimizer)[0]
+    three_ranks = run_on_ranks(3, resumed, cases, name, optimizer)[0]
     for state, (weights, _) in zip(states.values(), three_ranks, strict=True):
         weights_when_saved, _ = state
         assert largest_difference(weights_when_saved, expected) > 1e-3, "the control"
@@ -136,10 +136,10 @@ def test_shard_a_resumed_rank_holds_only_its_part_of_the_state():
     """The control: a part that is no copy keeps all of its tensor alive."""
     state = saved_on_two_ranks()[ZERO_1]
     full_size = sum(value.nbytes for row in state[1]["state"].values() for value in row.values())
-    for held in launch_function(2, held_when_resumed, saved(state), ()):
+    for held in run_on_ranks(2, held_when_resumed, saved(state), ()):
         assert held == dict.fromkeys(BY_HAND, pytest.approx(full_size / 2, rel=0.02))
     no_copy = ("full_state.py", "[owned_slice].clone()", "[owned_slice]")
-    for held in launch_function(2, held_when_resumed, saved(state), (no_copy,)):
+    for held in run_on_ranks(2, held_when_resumed, saved(state), (no_copy,)):
         assert min(held.values()) >= full_size
 
 
@@ -161,7 +161,7 @@ def test_shard_the_library_reaches_the_same_weights_and_shares_its_checkpoints()
         for library in (False, True)
         for level, state in saved_on_two_ranks(library=library).items()
     ]
-    for weights, _ in launch_function(2, resumed, cases)[0]:
+    for weights, _ in run_on_ranks(2, resumed, cases)[0]:
         assert largest_difference(weights, one_process("transformer", "adamw")) < 1e-10
 
 

@@ -5,7 +5,7 @@ import torch
 
 from common.chapters import load_chapter
 from helpers.refusals import assert_one_line, refusal
-from helpers.stage_files import FOLDERS, different_functions, functions
+from helpers.stage_files import LESSON_FOLDERS, different_functions, functions
 from helpers.train_stage import train, train_once
 from shard_cases import FSDP, ZERO_1, ZERO_2, largest_difference
 
@@ -49,6 +49,6 @@ def test_shard_the_language_model_learns_and_its_loss_does_not_depend_on_the_ran
 
 
 def test_shard_what_the_script_does_not_teach_is_stage_04s():
-    sharded, stage_04 = ((FOLDERS[key] / "train.py").read_text() for key in ("shard", "04"))
+    sharded, stage_04 = ((LESSON_FOLDERS[key] / "train.py").read_text() for key in ("shard", "04"))
     assert "join_process_group" in functions(sharded)
     assert different_functions(sharded, stage_04) == {"train_epoch", "evaluate", "main"}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from common.chapters import load_chapter
 from helpers.local_ranks import gather_from_ranks, on_ranks
-from helpers.stage_files import FOLDERS, fresh_module, stopped_clock
+from helpers.stage_files import LESSON_FOLDERS, fresh_module, stopped_clock
 
 agree = load_chapter("beyond/survive", "agree")
 
@@ -18,7 +18,7 @@ agree = load_chapter("beyond/survive", "agree")
 def votes(rank: int, step_seconds: list[float], sigterm: int, without: tuple = ()) -> tuple:
     """In which steps this rank votes, and after which one it stops. sigterm: the step in which
     rank 1 receives it."""
-    module = fresh_module(FOLDERS["survive"] / "agree.py", without)
+    module = fresh_module(LESSON_FOLDERS["survive"] / "agree.py", without)
     module.time = time = stopped_clock()
     agreement, steps_with_a_vote = module.Agreement(30), []
     start_vote = agreement._start_vote

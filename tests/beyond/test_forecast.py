@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from common.chapters import load_chapter
 from helpers.local_ranks import on_ranks
 from helpers.refusals import assert_one_line, refusal
-from helpers.stage_files import FOLDERS, fresh_module, output_of
+from helpers.stage_files import LESSON_FOLDERS, fresh_module, output_of
 
 step_model = load_chapter("beyond/forecast", "step_model")
 gradient_order = load_chapter("beyond/forecast", "gradient_order")
@@ -110,7 +110,7 @@ def test_a_ring_takes_what_its_messages_take_one_after_the_other():
     old = "return 2 * (world_size - 1) * (link.alpha"
     without_all_gather = old.replace("2 * ", "", 1)
     change = ("step_model.py", old, without_all_gather)
-    broken = fresh_module(FOLDERS["forecast"] / "step_model.py", (change,))
+    broken = fresh_module(LESSON_FOLDERS["forecast"] / "step_model.py", (change,))
     for size, ranks in ((s, n) for s in (4, 2**20, 25 * 2**20) for n in (2, 3, 8, 64)):
         expected = pytest.approx(simulated_ring(size, ranks, SLOW))
         assert step_model.ring(size, ranks, SLOW) == expected != broken.ring(size, ranks, SLOW)
@@ -159,7 +159,7 @@ def test_the_buckets_are_those_that_ddp_really_sends(rank):
         "gradient_order.py",
         *(f"FIRST_BYTES, BUCKET_BYTES = {x}" for x in (old, new)),
     )
-    other = fresh_module(FOLDERS["forecast"] / "gradient_order.py", (change,))
+    other = fresh_module(LESSON_FOLDERS["forecast"] / "gradient_order.py", (change,))
     assert sizes != [bucket.size for bucket in other.fill_buckets(gradients)], "the control"
 
 

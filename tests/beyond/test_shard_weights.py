@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD
 
 from common.chapters import load_chapter
-from helpers.local_ranks import gather_from_ranks, launch_function, on_ranks
+from helpers.local_ranks import gather_from_ranks, on_ranks, run_on_ranks
 from shard_cases import (
     BY_HAND,
     FSDP,
@@ -38,18 +38,18 @@ TRAINING_CASES = [TrainingCase(level, *choice) for level in BY_HAND for choice i
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_shard_weights_equal_one_process(ranks):
-    distances = launch_function(ranks, all_distances, TRAINING_CASES)[0]
+    distances = run_on_ranks(ranks, all_distances, TRAINING_CASES)[0]
     assert [case for case, far in zip(TRAINING_CASES, distances, strict=True) if far > 1e-10] == []
 
 
 def test_shard_two_ranks_compute_what_one_process_computes(without=()):
     cases = [TrainingCase(level, changes=without) for level in BY_HAND]
-    assert max(launch_function(2, all_distances, cases)[0]) < 1e-10
+    assert max(run_on_ranks(2, all_distances, cases)[0]) < 1e-10
 
 
 def test_shard_weights_equal_one_process_over_shm_too():
     cases = [TrainingCase(level, micro_batches=2, clip=0.1) for level in BY_HAND]
-    assert max(launch_function(3, all_distances, cases, "shm")[0]) < 1e-10
+    assert max(run_on_ranks(3, all_distances, cases, "shm")[0]) < 1e-10
 
 
 @on_ranks(2)
@@ -133,7 +133,7 @@ def test_shard_weights_differ_if_a_mechanism_is_left_out():
         TrainingCase(level, clip=0.1 if "norm" in what else None, changes=(change,))
         for what, (level, change) in CONTROLS.items()
     ]
-    distances = launch_function(2, all_distances, cases)[0]
+    distances = run_on_ranks(2, all_distances, cases)[0]
     assert [what for what, far in zip(CONTROLS, distances, strict=True) if not far > 1e-3] == []
 
 
@@ -143,7 +143,7 @@ def test_shard_adamw_hides_a_missing_division():
     cases = [
         TrainingCase(level, optimizer="adamw", changes=(change,)) for level, change in left_out
     ]
-    assert all(1e-10 < far < 1e-3 for far in launch_function(2, all_distances, cases)[0])
+    assert all(1e-10 < far < 1e-3 for far in run_on_ranks(2, all_distances, cases)[0])
 
 
 @on_ranks(2)

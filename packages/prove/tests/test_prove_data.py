@@ -1,0 +1,181 @@
+"""prove replays the samples of all ranks, and judges how a script deals them out and evaluates."""
+
+import random
+from collections import UserDict
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from helpers.prove_runs import verdict
+from prove.generators import worker_drew
+from prove.samples import as_double, tensors_in
+from prove_cases import planted, training_of
+
+
+def test_a_script_without_a_loader_is_replayed_from_what_goes_into_its_model(prove_script):
+    source = """
+import torch, torch.distributed as dist
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(11, 11)
+    def forward(self, x, y):
+        return nn.functional.cross_entropy(self.table(x).flatten(0, 1), y.flatten())
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+text, ddp = torch.arange(500) ** 2 % 11, nn.parallel.DistributedDataParallel(Model())
+optimizer = torch.optim.AdamW(ddp.parameters(), 0.1)
+for step in range(100):
+    at = torch.randint(400, (4,))
+    x, y = torch.stack([text[i:i + 6] for i in at]), torch.stack([text[i + 1:i + 7] for i in at])
+    optimizer.zero_grad()
+    ddp(x, y).backward()
+    optimizer.step()
+"""
+    ended = prove_script(source)
+    assert (verdict(ended, "one rank"), verdict(ended, "samples")) == ("right", "right")
+    ended = prove_script(source.replace("dist.get_rank()", "0"))
+    assert verdict(ended, "samples") == "WRONG", "the control: the same on all ranks"
+
+
+def test_without_a_loader_one_rank_gets_the_dropout_of_all(prove_script):
+    """The next batch is drawn between forward and backward, which is no decision of a step. The
+    control: a loss that is not averaged."""
+    source = """
+import torch, torch.distributed as dist
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.dropout = nn.Embedding(11, 11), nn.Dropout(0.5)
+    def forward(self, x, y):
+        logits = self.dropout(self.table(x)).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, y.flatten(), reduction="mean")
+def batch():
+    at = torch.randint(400, (4,))
+    return torch.stack([text[i:i + 6] for i in at]), torch.stack([text[i + 1:i + 7] for i in at])
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+text, ddp = torch.arange(500) ** 2 % 11, nn.parallel.DistributedDataParallel(Model())
+optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+x, y = batch()
+for step in range(100):
+    for micro_batch in range(4 // dist.get_world_size()):
+        loss = ddp(x, y)
+        x, y = batch()
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    ended = prove_script(source.replace("4 // dist.get_world_size()", "1"))
+    assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
+    assert verdict(ended, "random decisions").startswith("no row")
+    in_sequence = source.replace("loss.backward", "(loss / (4 // dist.get_world_size())).backward")
+    assert verdict(prove_script(in_sequence), "one rank") == "right"
+    of_sums = source.replace("4 // dist.get_world_size()", "1").replace('"mean"', '"sum"')
+    assert verdict(prove_script(of_sums), "one rank") == "WRONG"
+
+
+class Batch(UserDict):
+    """As transformers' BatchEncoding: no dict, and read by attribute."""
+
+    x = property(lambda self: self["x"])
+
+
+def test_a_batch_of_a_class_of_its_own_becomes_float64_and_stays_of_that_class():
+    batch = as_double([Batch(x=torch.ones(2)), {"y": (torch.ones(1, dtype=torch.int), "text")}])
+    assert [tensor.dtype for tensor in tensors_in(batch)] == [torch.float64, torch.int32]
+    assert batch[0].x.tolist() == [1, 1]
+    assert batch[1]["y"][1] == "text"
+
+
+OWN_BATCH = """
+from collections import UserDict
+class Batch(UserDict):
+    x = property(lambda self: self["x"])
+"""
+
+
+def test_batches_of_a_class_of_the_script_are_replayed_from_all_ranks(prove_script):
+    """Only the replay reads them, once the script has made the class."""
+    source = training_of("DistributedDataParallel(nn.Linear(8, 8))", OWN_BATCH)
+    for old, new in (
+        ("sampler=sampler)", "sampler=sampler, collate_fn=lambda xs: Batch(x=torch.stack(xs)))"),
+        ("model(x)", "model(x.x)"),
+    ):
+        source = source.replace(old, new)
+    ended = prove_script(source)
+    assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
+    ended = prove_script(source.replace("mean()", "sum()"))  # the control
+    assert verdict(ended, "one rank") == "WRONG", ended.stdout + ended.stderr
+
+
+def test_an_evaluation_that_prove_itself_cuts_is_not_said_to_stop_early(prove_script):
+    """Its gradients are switched off in each batch only, so it looks like training at first. The
+    control: a script that stops by itself."""
+    loop = "for points, labels in DataLoader(shard, batch_size=8):\n"
+    cut = "for points, labels in DataLoader(shard, batch_size=2, shuffle=True):\n"
+    stops = (loop, cut + "        if totals[2] == 4: break\n")
+    no_grad = ("@torch.no_grad()\n", "")
+    for changes, expected in (([no_grad, (loop, cut)], "right"), ([stops], "warning")):
+        ended = prove_script(planted(*changes))
+        assert verdict(ended, "evaluation") == expected, ended.stdout + ended.stderr
+
+
+def test_data_sets_that_belong_to_one_rank_each_are_not_taken_for_one_that_few_evaluate(
+    prove_script,
+):
+    """The control: one data set, which rank 0 alone evaluates."""
+    loop = "for points, labels in DataLoader(shard, batch_size=8):\n"
+    own = loop.replace("shard", "[(shard[i][0] + rank, shard[i][1]) for i in range(len(shard))]")
+    alone = loop.replace("shard", "shard if rank == 0 else []")
+    for instead, expected in ((own, "not seen"), (alone, "right")):
+        ended = prove_script(planted((loop, instead)))
+        assert verdict(ended, "evaluation") == expected, ended.stdout + ended.stderr
+
+
+class Drawing(Dataset):
+    """Four samples, for each of which something is drawn."""
+
+    def __init__(self, draw: Callable) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> int:
+        self.draw()
+        return i
+
+
+def test_a_worker_that_draws_is_told_from_one_that_does_not():
+    draws = {int: False, random.random: True, np.random.rand: True, partial(torch.rand, 1): True}
+    for draw, expected in draws.items():
+        loader = DataLoader(Drawing(draw), 2, num_workers=1, collate_fn=lambda _: worker_drew())
+        assert [*loader] == [expected] * 2, draw
+
+
+def test_workers_with_one_seed_are_named_if_they_draw(prove_script):
+    """The control: the same workers, which draw nothing."""
+    loader = "batch_size=12 // world_size, sampler=sampler)"
+    with_workers = (loader, loader.replace(")", ", num_workers=1)"))
+    one_seed = ("    torch.manual_seed(rank + 1)", "    torch.manual_seed(1)")
+    for noise, expected in (("torch.randn(6)", "warning"), ("0.0", "no row")):
+        ended = prove_script(planted(("torch.randn(6)", noise), with_workers, one_seed))
+        assert verdict(ended, "augmentation").startswith(expected), ended.stdout + ended.stderr
+
+
+def test_labels_that_are_numbered_by_each_rank_are_another_data_set(prove_script):
+    """As it happens by hash(), or by the order of a set. The control: one order."""
+    rows = "[(x, (i + {shift}) % 3, str(i)) for i, x in enumerate(torch.randn(32, 5, 8))]"
+    source = training_of("DistributedDataParallel(nn.Linear(8, 8))")
+    source = source.replace("for x in Data", "for x, label, _ in Data")
+    for shift, expected in (("dist.get_rank()", "WRONG"), ("0", "no row")):
+        data = rows.format(shift=shift)
+        ended = prove_script(source.replace("torch.randn(32, 5, 8)", data, 1))
+        assert verdict(ended, "one data set").startswith(expected), ended.stdout + ended.stderr
+        assert verdict(ended, "samples") == "right", "the inputs are the same"

@@ -1,0 +1,149 @@
+"""What prove says: its rows, its last line, its links, and why it can judge nothing."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from check_pages import anchors
+from helpers.local_ranks import SECONDS, process_context
+from helpers.prove_runs import TORCHRUN, run, verdict
+from prove import judge_effects, processes, table, wording
+from prove.reasons import Phrase, Reason
+from prove_cases import PACKAGE, planted, training_of
+
+TWO_DATA_SETS = (
+    ("    train_set, test_set = ", "    more = Points(20, 0.0)\n    train_set, test_set = "),
+    (
+        "        test_loss, accuracy = evaluate(",
+        "        with torch.no_grad():\n"
+        "            sum(ddp.module(x).sum() for x, _ in DataLoader(more, 8))\n"
+        "        test_loss, accuracy = evaluate(",
+    ),
+)
+
+
+def test_a_row_names_each_place_that_is_a_cause(prove_script):
+    """Two lines that all ranks print, and two data sets that each rank evaluates to the end."""
+    everything = ("DataLoader(shard, batch_size=8)", "DataLoader(dataset, batch_size=8)")
+    all_print = ("        if rank == 0:\n", "        if rank >= 0:\n")
+    source = planted(*TWO_DATA_SETS, everything, all_print)
+    ended = prove_script(source)
+    for check, words in (("evaluation", "DataLoader(more DataLoader(dataset"),
+                         ("printing", "print(f\"epoch print(f\"accuracy")):  # fmt: skip
+        [row] = re.findall(rf"^warning +{check}\s+(.*(?:\n +[^-\s].*)*)", ended.stdout, re.M)
+        for word in words.split():
+            number = next(n for n, text in enumerate(source.splitlines(), 1) if word in text)
+            assert f"train.py:{number})" in row, ended.stdout
+
+
+SHIFTED = """
+class Shifted(nn.Module):
+    def __init__(self, batch):
+        super().__init__()
+        self.shift, self.layer = nn.Parameter(torch.randn(batch, 1, 8)), nn.Linear(8, 8)
+    def forward(self, x):
+        return self.layer(x + self.shift)
+"""
+
+
+def test_if_one_rank_cannot_be_compared_the_last_line_says_that_nothing_is_proven(
+    prove_script, tmp_path
+):
+    of_each_sample, of_all_samples = (
+        training_of(f"DistributedDataParallel(Shifted({batch}))", SHIFTED)
+        for batch in ("local_batch", 1)
+    )
+    unknown = "so nothing is proven about"
+    (tmp_path / "once.py").write_text(of_all_samples)
+    ended = prove_script(of_each_sample, "--original", "torchrun --nproc-per-node=1 once.py")
+    assert (verdict(ended, "one rank"), verdict(ended, "the original")) == ("not seen", "not seen")
+    assert "shape [4, 1, 8], and [8, 1, 8]" in " ".join(ended.stdout.split())
+    last_line = ended.stdout.splitlines()[-1]
+    assert f"the original, {unknown} what is averaged and the conversion" in last_line
+    ended = prove_script(of_each_sample)
+    assert ended.stdout.endswith(f"not seen: one rank, {unknown} what is averaged\n")
+    ended = prove_script(of_all_samples)  # the control: a parameter for all samples
+    assert (verdict(ended, "one rank"), unknown in ended.stdout) == ("right", False)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (None, "no such script"),
+        ("raise ValueError('my own mistake')", "my own mistake"),
+        ("print('hello')", "no process group: each process trains for itself"),
+        # Without the barrier, one rank may have left before the other has joined: gloo's error.
+        ("import torch.distributed as d\nd.init_process_group()\nd.barrier()", "no optimizer"),
+    ],
+)
+def test_if_nothing_can_be_judged_one_line_says_why(source, message, prove_script, tmp_path):
+    ended = prove_script(source) if source else run(tmp_path, *TORCHRUN, "train.py")
+    last = ended.stderr.splitlines()[-1]
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert last.startswith("error: ")
+    assert message in last
+
+
+def test_a_rank_that_cannot_be_watched_says_why(tmp_path):
+    environment = {"OMP_NUM_THREADS": "1"}  # and no PROVE, which install() reads
+    log = tmp_path / "log"
+    rank = process_context.Process(
+        target=processes.become_rank, args=(["train.py"], environment, log)
+    )
+    rank.start()
+    rank.join(SECONDS)
+    assert rank.exitcode == 1
+    assert log.read_text().splitlines()[-1] == "KeyError: 'PROVE'"
+
+
+def test_every_cure_links_to_a_heading_that_exists():
+    links = {reason.link for reason in Reason} - {""}
+    assert len(links) >= 8
+    assert links - anchors(table.PAGE) == set()
+
+
+def test_a_row_that_was_written_as_json_says_the_same_again():
+    differing = [
+        wording.part(
+            Phrase.PRINTED, name="loss", of_ranks="0.25", of_one="0.5", world_size=n, at="?"
+        )
+        for n in range(2, 7)
+    ]
+    row = table.warning("printed numbers", Reason.NUMBERS_DIFFER, numbers=differing)
+    row = replace(row, also=({"numbers": differing[:1]},))
+    again = table.ReportRow.from_json(json.loads(json.dumps(row.as_json())))
+    assert (again.evidence, again.cure, again.link) == (row.evidence, row.cure, row.link)
+    assert "on 4 ranks and 0.5 on one (?) and 2 more; after the same steps, loss" in row.evidence
+
+
+def test_a_reason_writes_its_facts_as_numbers_with_nouns_lists_and_shares():
+    def written(template: str, **facts: object) -> str:
+        return wording.in_words(template, facts)
+
+    assert written("{n:n step}, {m:n step}", n=1, m=2) == "1 step, 2 steps"
+    assert written("{a:percent} {b:percent} {a:.1f}", a=0.25, b=0.00015) == "25% 1.5e-04 0.2"
+    assert written("{names} | {names: + }", names=[*"abcd"]) == "a, b, c and 1 more | " + (
+        "a + b + c and 1 more"
+    )
+    assert written("{rates:each .2g}", rates=[0.123, 4.0]) == "0.12, 4"
+    assert written("{text}", text="{not} a {field}") == "{not} a {field}", "a script's own words"
+    with pytest.raises(KeyError):  # the control
+        written("{steps} steps", step=1)
+
+
+def test_a_link_leads_to_the_page_from_the_folder_of_the_user(tmp_path, monkeypatch):
+    facts = {"at": "train.py:1", "sampler": "RandomSampler"}
+    rows = [table.wrong("order of an epoch", Reason.EPOCH_NOT_SET, **facts)]
+    monkeypatch.chdir(tmp_path)
+    [path] = re.findall(r"\((\S+)#every-epoch-has-the-same-order\)", table.table(rows))
+    assert Path(path).samefile(PACKAGE / "src" / "prove" / "cures.md")
+
+
+def test_the_error_of_a_rank_is_told_and_not_that_of_its_launcher():
+    log = "ModuleNotFoundError: No module named 'tokens'\n"
+    log += "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n"
+    outcome = processes.RunOutcome(1, log, False, False, [], 1.0)
+    assert judge_effects.error_of(outcome) == log.splitlines()[0]

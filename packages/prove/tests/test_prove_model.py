@@ -1,0 +1,199 @@
+"""prove judges a model: its gradients, its random numbers, its schedule, and what it decides."""
+
+import math
+from collections.abc import Callable
+
+from helpers.prove_runs import verdict
+from prove import judge_schedule, watch_schedule
+from prove.rank_record import ScheduleRecord
+from prove.reasons import Reason
+from prove_cases import planted, training_of
+
+
+def test_an_optimizer_that_is_made_anew_in_each_epoch_is_compared_in_the_first(prove_script):
+    """The control: a loss that is not averaged."""
+    epoch = "        sampler.set_epoch(epoch)\n"
+    anew = (epoch, epoch + "        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)\n")
+    ended = prove_script(planted(anew))
+    assert (verdict(ended, "one rank"), ended.returncode) == ("right", 0), ended.stdout
+    loss = "F.cross_entropy(ddp(points), labels)"
+    ended = prove_script(planted(anew, (loss, f"{loss} * len(labels)")))
+    assert verdict(ended, "one rank") == "WRONG"
+
+
+SHARDED = """
+class Sharded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleDict({"one": nn.Linear(8, 8), "two": nn.Linear(8, 8)})
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for part in (*self.parts.values(), self):
+            fully_shard(part, mesh=mesh)
+    def forward(self, x):
+        return self.parts["two"](self.parts["one"](x).relu())
+"""
+
+
+def test_a_script_with_fully_shard_is_compared_with_one_rank(prove_script):
+    source = training_of("Sharded()", SHARDED)
+    ended = prove_script(source)
+    assert verdict(ended, "samples") == verdict(ended, "collectives") == "right", ended.stdout
+    assert verdict(ended, "weights") == verdict(ended, "one rank") == "right", ended.stdout
+    ended = prove_script(source.replace("mean()", "sum()"))  # the control
+    assert verdict(ended, "one rank") == "WRONG", ended.stdout
+    ended = prove_script(source.replace("sampler.set_epoch(epoch)", "pass"))
+    assert verdict(ended, "order of an epoch") == "WRONG"
+
+
+DECIDES = """
+import copy, logging, sys, time, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+x = torch.randn(96, 4)
+data, valid = TensorDataset(x, x.sum(1, keepdim=True)), torch.randn(30, 4)
+loader = DataLoader(data, 4, sampler=DistributedSampler(data))
+valid_loader = DataLoader(valid, 5, sampler=range(rank, len(valid), world_size))
+ddp = DistributedDataParallel(nn.Linear(4, 1))
+average = copy.deepcopy(ddp.module)
+optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+batches = len(loader)
+by_batch = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6 * batches)
+by_metric = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+for epoch in range(6):
+    loader.sampler.set_epoch(epoch)
+    began = time.time()
+    for points, labels in loader:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(ddp(points), labels).backward()
+        optimizer.step()
+        by_batch.step()
+        with torch.no_grad():
+            for own, trained in zip(average.parameters(), ddp.module.parameters()):
+                own.lerp_(trained, 0.5)
+    with torch.no_grad():
+        sums = torch.stack([torch.stack([average(p).sum(), torch.tensor(len(p))])
+                            for p in valid_loader]).sum(0)
+    dist.all_reduce(sums)
+    metric = float(sums[0] / sums[1])
+    by_metric.step(metric)
+    if rank == 0:
+        logging.info("epoch %d: height %.4f, %.4f per batch", epoch, metric, time.time() - began)
+"""
+
+
+def test_what_is_evaluated_logged_and_decided_by_is_compared(prove_script):
+    """Beside a schedule that is counted in batches. The control: the script as it is."""
+    changes = (
+        ("    own.lerp_(", "    rank or own.lerp_("),
+        ("    dist.all_reduce(sums)\n", ""),
+        ("batches = len(loader)", "batches = len(data) // 4"),
+    )
+    source = DECIDES
+    for old, new in changes:
+        assert old in source
+        source = source.replace(old, new)
+    checks = ("evaluated model", "learning rate by rank", "printed numbers", "schedule")
+    ended, ended_right = prove_script(source), prove_script(DECIDES)
+    assert [verdict(ended, check) for check in checks] == ["warning"] * 4, ended.stdout
+    assert [verdict(ended_right, check) for check in checks] == ["right"] * 4, ended_right.stdout
+    one_rank = verdict(ended, "one rank"), verdict(ended_right, "one rank")
+    assert one_rank == ("right", "right"), ended.stdout
+    text = " ".join(ended.stdout.split())
+    assert "height" in text
+    assert "144 batches on any number of ranks: 12 epochs of 12 batches on 2 ranks, 6 of" in text
+    assert "per " not in text.partition("after the same steps")[2][:200], "a time is no result"
+
+
+def test_hooks_below_the_gradients_stay_where_the_script_has_put_them(prove_script):
+    """On the nodes that add to p.grad, which a change of dtype makes anew. The control: no hook."""
+    source = training_of("nn.Linear(8, 8)").replace("model(x)", "model(x.to(model.weight.dtype))")
+    begins = "torch.manual_seed(dist.get_rank())\n"
+    hooks = """
+nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in model.parameters()]
+def average(p):
+    dist.all_reduce(p.grad)
+    p.grad /= dist.get_world_size()
+for p, node in zip(model.parameters(), nodes):
+    node.register_hook(lambda *_, p=p: average(p))
+"""
+    by_data = "for p in model.parameters():\n    p.data = p.data.to(torch.bfloat16)\n"
+    for smaller in ("", "model.bfloat16()\n", by_data):
+        ended = prove_script(source.replace(begins, smaller + hooks + begins))
+        assert verdict(ended, "averaged gradients") == "right", ended.stdout + ended.stderr
+    assert verdict(prove_script(source), "averaged gradients") == "WRONG"
+
+
+def test_equal_dropout_masks_are_not_called_different_in_another_row(prove_script):
+    """The control: masks of each rank."""
+    for seed, expected in (("1", ("warning", "no row")), ("rank + 1", ("right", "right"))):
+        one_seed = ("    torch.manual_seed(rank + 1)", f"    torch.manual_seed({seed})")
+        ended = prove_script(planted(one_seed))
+        for check, said in zip(("dropout", "random numbers"), expected, strict=True):
+            assert verdict(ended, check).startswith(said), ended.stdout + ended.stderr
+
+
+def test_gradients_that_are_no_numbers_are_not_called_zero(prove_script):
+    source = training_of("DistributedDataParallel(nn.Linear(8, 8))")
+    bad_sample = source.replace("model = ", "data[5] = float('nan')\nmodel = ", 1)
+    ended = prove_script(bad_sample)
+    assert verdict(ended, "finite gradients") == "warning", ended.stdout + ended.stderr
+    assert verdict(ended, "zero gradients").startswith("no row")
+    ended = prove_script(source.replace("x).square()", "x * 0).square()"))  # the control
+    assert verdict(ended, "finite gradients").startswith("no row")
+
+
+def test_the_length_of_a_schedule_is_that_of_its_curve():
+    def steps(factor: Callable[[int], float], n: int = 400) -> int | None:
+        return watch_schedule.length_of([factor(step) for step in range(n)], n == 61)
+
+    def linear(step: int) -> float:
+        return min(step / 10, max(0.0, (100 - step) / 90))
+
+    assert steps(linear) == 100
+    assert steps(lambda step: min(1.0, step / 10)) == 10, "a warm-up"
+    assert steps(lambda step: 0.5 + 0.5 * math.cos(math.pi * step / 60)) == 60, "and up again"
+    assert steps(lambda step: 0.1 ** ((step >= 50) + (step >= 80))) == 80
+    assert steps(linear, 61) == 60, "then it refuses, as OneCycleLR does"
+    assert steps(linear, 62) is None, "it still falls"
+    assert steps(lambda step: 0.5**step) is None, "it falls for ever"
+    assert steps(lambda step: 1.0) is None
+
+
+def test_a_rank_that_ddp_stops_is_named_with_what_it_left_out(prove_script):
+    model = """
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+    def forward(self, x):
+        return self.one(x) + (self.two(x) if CONDITION else 0)
+"""
+    source = training_of("DistributedDataParallel(Heads())", model)
+    ended = prove_script(source.replace("CONDITION", "dist.get_rank() == 0"))
+    assert verdict(ended, "unused parameters") == "WRONG", ended.stdout + ended.stderr
+    assert "on rank 1, some parameters got no gradient" in ended.stdout
+    ended = prove_script(source.replace("CONDITION", "True"))  # the control
+    assert verdict(ended, "unused parameters").startswith("no row")
+
+
+def test_a_schedule_is_compared_with_the_batches_of_its_rank():
+    def row(
+        batches: int, batches_of_one: int, rate_of_one: float = 0.1
+    ) -> tuple[str, Reason] | None:
+        of_ranks, of_one = (
+            judge_schedule.Schedule(ScheduleRecord("", "?", highest_rate=rate), length, per_epoch)
+            for rate, length, per_epoch in ((0.1, batches, 16), (rate_of_one, batches_of_one, 32))
+        )
+        row = judge_schedule.row_of_length(of_ranks, of_one, 2)
+        return row and (row.verdict, row.reason)
+
+    assert row(160, 160) == ("warning", Reason.SCHEDULE_IGNORES_LOADER)
+    assert row(80, 160) == ("right", Reason.SCHEDULE_FOLLOWS_LOADER)
+    assert row(80, 160, 0.2) == ("warning", Reason.HIGHEST_RATE_DIFFERS)
+    assert row(10, 10) is None, "a warm-up says nothing"
+    assert row(48, 48) is None, "three epochs on two ranks, and one and a half on one"
