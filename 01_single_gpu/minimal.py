@@ -4,12 +4,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 torch.manual_seed(0)
 inputs = torch.randn(6000, 64)
 labels = (inputs @ torch.randn(64, 10)).argmax(dim=1)  # 10 classes that can be learned
 train_set = TensorDataset(inputs[:5000], labels[:5000])
 test_set = TensorDataset(inputs[5000:], labels[5000:])
-device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 loader = DataLoader(train_set, batch_size=100, shuffle=True)

@@ -1,6 +1,6 @@
 """Stage 01: one process trains on one device. All later stages are compared with it.
-With several processes, six places change. In main: the device, the sampler, the seeds in the loop,
-and who saves. In train_epoch: what lies between backward and step. In evaluate: the totals.
+With several processes, six places change: in main 1 the device, 2 the sampler, 4 the seeds in the
+loop and 6 who saves, in train_epoch 3 between backward and step, and in evaluate 5 the totals.
 
 python 01_single_gpu/train.py
 """

@@ -8,6 +8,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if device.type == "cuda":  # a GPU for each process: from here on, "cuda" is mine
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # my number on this machine
 dist.init_process_group()  # meet the other processes that torchrun has started
 rank, world_size = dist.get_rank(), dist.get_world_size()  # my number, and how many there are
 torch.manual_seed(0)
@@ -15,9 +18,6 @@ inputs = torch.randn(6000, 64)
 labels = (inputs @ torch.randn(64, 10)).argmax(dim=1)  # 10 classes that can be learned
 train_set = TensorDataset(inputs[:5000], labels[:5000])
 test_set = TensorDataset(inputs[5000:], labels[5000:])
-device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-if device.type == "cuda":  # a GPU for each process: from here on, "cuda" is mine
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # my number on this machine
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
 ddp = DistributedDataParallel(model)  # averages gradients in backward; model itself is saved
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -101,14 +101,14 @@ def main() -> None:
     train_set, test_set = load_dataset(args)
     torch.manual_seed(args.seed)
     model = build_model(args.model, train_set).to(device)
-    # The second lesson: in training, BatchNorm sees the global batch.
+    # The lesson on SyncBatchNorm: in training, BatchNorm sees the global batch.
     if args.sync_bn:  # PyTorch's own layer refuses to train on a CPU, so there, ours does
         if args.device == "cuda":
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         else:
             model = convert_sync_batchnorm(model)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
-    # The first lesson: forward and loss run in a context, and the update goes through a scaler.
+    # The lesson on mixed precision: a context for forward and loss, a scaler for the update.
     autocast = torch.autocast(device.type, AMP_DTYPES[args.amp], enabled=args.amp != "off")
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")  # bf16 needs none
     progress = load_checkpoint(args, model, optimizer, scaler=scaler)

@@ -36,33 +36,33 @@ def draw_mean() -> str:
         f"{each[1]:g}, are averaged to {average:g}, and both make the same update.",
     )
     middle = WIDTH / 2
-    drawing.words(middle, 18, "a global batch: four samples x", anchor="middle", bold=True)
+    rule = "model: weight × x; target: 2x; loss: mean squared error"
+    drawing.words(middle, 18, rule, anchor="middle")
+    words = "so at weight 1, a sample has the gradient −2x²; a global batch of four:"
+    drawing.words(middle, 40, words, anchor="middle")
     for i, sample in enumerate(samples.tolist()):
-        drawing.button(200 + 52 * i, 28, 44, 30, f"rank {i % 2}", f"{sample:g}")
+        drawing.button(200 + 52 * i, 50, 44, 30, f"rank {i % 2}", f"{sample:g}")
     for rank, part in enumerate(parts):
+        first, second = (gradient(sample) for sample in part)
+        sums = f"({minus(first)} {minus(second, ' ')}) / 2 = {minus(each[rank])}"
         computed = [
             f"weight 1, samples {' and '.join(f'{x:g}' for x in part.tolist())}",
-            "forward, backward:",
-            f"gradient {minus(each[rank])}",
+            "forward, backward: gradient",
+            sums,
         ]
         new = f"1 − {rate} × ({minus(average)}) = {1 - rate * average:g}"
         own, shared = 135 + 330 * rank, middle + (60 if rank else -60)
-        drawing.line(shared, 62, own, 88, arrow=True)
-        drawing.card(own, 92, 250, f"rank {rank}", [f"rank {rank}", *computed])
-        drawing.line(own, 188, shared, 214, arrow=True)
-        drawing.line(shared, 254, own, 280, arrow=True)
-        drawing.card(own, 284, 250, f"rank {rank}", [f"optimizer, rate {rate}: weight", new])
+        drawing.line(shared, 84, own, 110, arrow=True)
+        drawing.card(own, 114, 250, f"rank {rank}", [f"rank {rank}", *computed])
+        drawing.line(own, 210, shared, 236, arrow=True)
+        drawing.line(shared, 276, own, 302, arrow=True)
+        drawing.card(own, 306, 250, f"rank {rank}", [f"optimizer, rate {rate}: weight", new])
     sums = f"({minus(each[0])} {minus(each[1], ' ')}) / 2 = {minus(average)}"
-    drawing.card(middle, 218, 340, "sending", [f"all-reduce: {sums}"])
+    drawing.card(middle, 240, 340, "sending", [f"all-reduce: {sums}"])
     whole = gradient(samples)
-    ending = (
-        f"One process with all four: gradient {minus(whole)}, weight {1 - rate * whole:g}.",
-        "The model computes weight × x. The target is 2x,",
-        "and the loss is the mean squared error.",
-    )
-    for row, line in enumerate(ending):
-        drawing.words(middle, 364 + 22 * row, line, anchor="middle")
-    return drawing.text(420)
+    ending = f"One process with all four: gradient {minus(whole)}, weight {1 - rate * whole:g}."
+    drawing.words(middle, 386, ending, anchor="middle")
+    return drawing.text(396)
 
 
 def minus(number: float, after: str = "") -> str:
