@@ -6,7 +6,7 @@
 It needs Linux, PyTorch, torchvision, tabulate and pytest, but no network. Where our packages are
 not installed, put PYTHONPATH=.:packages/prove/src:packages/shm/src in front. After each command,
 how it ended is in results/gpu/gpu.json and its output in results/gpu/log.txt. Stop it when you
-like: the next call continues with the first command that has not ended.
+like: the next call continues, and tries again what failed.
 """
 
 import json
@@ -80,7 +80,7 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     file = FOLDER / "gpu.json"
     ends = json.loads(file.read_text()) if file.exists() else {}
-    left = [command for command in commands if command not in ends]
+    left = [command for command in commands if ends.get(command, {}).get("status") != 0]
     print(f"{torch.cuda.get_device_name()}: {len(left)} of {len(commands)} commands are left")
     for command in left:
         print(f"python {command}", flush=True)
@@ -88,6 +88,8 @@ def main() -> None:
         print(f"  status {ends[command]['status']}, {ends[command]['seconds']} s")
         save(file, ends)
     print(f"send {FOLDER.relative_to(ROOT)} as a pull request")
+    if any(ends[command]["status"] for command in commands):
+        raise SystemExit(1)  # its log says why; a second call tries again what failed
 
 
 if __name__ == "__main__":

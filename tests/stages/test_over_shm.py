@@ -9,6 +9,7 @@ import torch.distributed as dist
 from common.chapters import ROOT
 from helpers.local_ranks import run_on_ranks
 from helpers.train_stage import train_once, train_rank
+from shm import fast
 from shm.__main__ import over_shm
 from shm.exchange import Exchange
 
@@ -16,6 +17,7 @@ from shm.exchange import Exchange
 def train_over_it(rank, key, flags, with_sums):
     if not with_sums:
         patch.object(Exchange, "all_reduce", lambda *_: iter(())).start()
+        patch.dict(fast.NUMBER_OF_DTYPE, clear=True).start()  # nor in the short way of C
     dist.init_process_group = over_shm(dist.init_process_group)
     return train_rank(rank, key, flags, torch.float32, ())[0]
 

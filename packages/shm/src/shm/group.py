@@ -110,7 +110,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         dtype = fast.NUMBER_OF_DTYPE.get(tensor.dtype)
         if dtype is None or tensor.layout is not STRIDED or not tensor.is_contiguous():
             return None
-        if not exchange.in_c or not pending.is_free(segment):
+        if not exchange.in_c or not pending.lock_if_free(segment):
             return None
         call = self.number_of_sum[dtype] + number_of_size(tensor.numel())
         waits = not options.asyncOp

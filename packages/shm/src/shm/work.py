@@ -167,7 +167,7 @@ class Pending:
             raise work.error
         return work
 
-    def is_free(self, segment: Segment) -> bool:
+    def lock_if_free(self, segment: Segment) -> bool:
         """No call runs, so another may begin at once: then this holds the lock."""
         if self.running or segment.failure:
             return False
@@ -178,7 +178,7 @@ class Pending:
 
         Then it needs no queue, no clock, and nobody who asks whether a rank lives.
         """
-        if not self.is_free(work.segment):
+        if not self.lock_if_free(work.segment):
             return False
         try:
             next(work.steps)
