@@ -1,6 +1,6 @@
 """Stage 01: one process trains on one device. All later stages are compared with it.
-With several processes, six places change: in main 1 the device, 2 the sampler, 4 the seeds in the
-loop and 6 who saves, in train_epoch 3 between backward and step, and in evaluate 5 the totals.
+Six places will change: 1 the device and 2 the sampler (main), 3 between backward and step
+(train_epoch), 4 the seeds in the loop (main), 5 the totals (evaluate), and 6 who saves (main).
 
 python 01_single_gpu/train.py
 """
