@@ -8,7 +8,7 @@ SPHINX := $(SITE)/bin/python -m sphinx -q -E -W --keep-going -j auto -c docs/sit
 # Whose types are checked, each folder for itself, because several hold a train.py.
 TYPED_FOLDERS := $(sort $(dir $(wildcard 0*_*/*.py 0*_*/*/*.py beyond/*/*.py)))
 TYPED_FOLDERS += $(sort $(dir $(wildcard packages/*/src/*/*.py packages/*/evidence/*/*.py)))
-TYPED_FOLDERS += common/ notebooks/ benchmarks/ docs/tools/
+TYPED_FOLDERS += common/ notebooks/ benchmarks/ benchmarks/measure/ benchmarks/draw/ docs/tools/
 
 .PHONY: help tour test lint break puzzle check-pages bench gpu pictures notebooks bench-all faults
 .PHONY: shm-suite pages-quick pages site serve clean

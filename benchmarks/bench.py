@@ -1,16 +1,16 @@
 """Measure what a page or a notebook shows: one section for each question.
 
-    python benchmarks/bench.py reducers             # prints its table, and writes 03_reducers.json
-    python benchmarks/bench.py stages --rounds 3    # of `make bench`: writes machines/HARDWARE.json
+    python benchmarks/bench.py reducers             # prints its table, and writes reducers.json
+    python benchmarks/bench.py stages               # of `make bench`: writes machines/HARDWARE.json
+    python benchmarks/bench.py stages --rounds 3    # only prints its table
 
-Results lie in benchmarks/results/. Each rank has one thread. Do not use the machine for anything
-else meanwhile. measure_stages.md tells what each section measures.
+A complete run writes its file in benchmarks/results/; with --quick or --rounds nothing is written,
+unless --out names a file. Each rank has one thread. Do not use the machine for anything else
+meanwhile. measure_stages.md tells what each section measures.
 """
 
 import argparse
-import json
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,27 +18,27 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.draw.tables import TABLES, origin_of
+from benchmarks.measure.memory import measure_process_memory
+from benchmarks.measure.reducers import measure_reducers
+from benchmarks.measure.shm import measure_shm
+from benchmarks.measure.stages import measure_stages, measure_survive
+from benchmarks.measure.timing import Effort
+from benchmarks.result_files import RESULTS, Results, machine_file, provenance, save, save_part
 from common.options import Parser, UsageError, exit_on, int_at_least
-from measure_memory import measure_process_memory
-from measure_reducers import measure_reducers
-from measure_shm import measure_shm
-from measure_stages import measure_stages, measure_survive
-from result_files import RESULTS, Results, provenance, save
-from tables import TABLES, origin_of
-from timing import Effort
 
 
 class Section(NamedTuple):
     measure: Callable[[Effort], Results]
     file: str = ""  # under benchmarks/results/; without one, a part of the file of this machine
-    tables: tuple[str, ...] = ()  # those of tables.py that show the results
+    tables: tuple[str, ...] = ()  # those of draw/tables.py that show the results
     on_gpu: bool = False  # otherwise it is measured on the CPU only
 
 
 SECTIONS = {
     "stages": Section(measure_stages, tables=("stages",), on_gpu=True),
     "process_memory": Section(measure_process_memory, on_gpu=True),
-    "reducers": Section(measure_reducers, "03_reducers", tables=("reducers",)),
+    "reducers": Section(measure_reducers, "reducers", tables=("reducers",)),
     "shm": Section(measure_shm, "shm", ("shm", "shm_python", "shm_in_place", "shm_calls")),
     "survive": Section(measure_survive, "survive", tables=("survive",)),
 }
@@ -58,27 +58,25 @@ def tables_of(name: str, results: Results) -> list[str]:
 
 
 def store(name: str, results: Results, args: argparse.Namespace) -> None:
-    """Write what the pages and the notebooks show. What was measured in a hurry is not shown."""
-    where = results["provenance"]
-    machine = re.sub("[^a-z0-9]+", "-", where["hardware"].lower()).strip("-")
-    path = args.out or RESULTS / f"{SECTIONS[name].file or f'machines/{machine}'}.json"
-    if not args.out and not SECTIONS[name].file:
-        sections = json.loads(path.read_text()) if path.exists() else {}
-        results = sections | {"provenance": where, name: results}
-    elif not args.out and args.rounds:
+    """Of a complete run, or where --out says so."""
+    file = SECTIONS[name].file
+    if args.out:
+        save(args.out, results)
+    elif args.quick or args.rounds:
         return
-    if args.out or not args.quick:
-        save(path, results)
-        print(f"wrote {path}")
+    elif file:
+        save(RESULTS / f"{file}.json", results)
+    else:
+        save_part(machine_file(results["provenance"]["hardware"]), name, results)
 
 
 def parse_args() -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("section", choices=SECTIONS, metavar="SECTION", help=", ".join(SECTIONS))
-    add("--quick", action="store_true", help="to see that it runs; stores nothing")
+    add("--quick", action="store_true", help="as little as shows that it runs")
     add("--rounds", type=int_at_least(1), metavar="N", help="at most so many of each comparison")
-    add("--out", type=Path, metavar="FILE", help="write the results only there")
+    add("--out", type=Path, metavar="FILE", help="write the results there, and only there")
     devices = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
     add("--device", choices=devices, help="default: cuda where a GPU is of use")
     args = parser.parse_args()

@@ -18,11 +18,11 @@ import time
 
 import torch
 
-from bench import SECTIONS
+from benchmarks.bench import SECTIONS
+from benchmarks.result_files import RESULTS, provenance, write_json
+from benchmarks.variants import command_of
 from common.chapters import ROOT
 from common.options import Parser, UsageError, exit_on
-from result_files import RESULTS, save
-from stage_runs import command_of
 
 FOLDER = RESULTS / "gpu"
 PACKAGES = (".", "packages/prove/src", "packages/shm/src")  # where they lie, installed or not
@@ -79,14 +79,15 @@ def main() -> None:
         raise UsageError("torch sees no GPU: try --dry-run")
     FOLDER.mkdir(exist_ok=True)
     file = FOLDER / "gpu.json"
-    ends = json.loads(file.read_text()) if file.exists() else {}
+    where = provenance("cuda", command="python benchmarks/gpu.py")
+    ends = json.loads(file.read_text())["commands"] if file.exists() else {}
     left = [command for command in commands if ends.get(command, {}).get("status") != 0]
-    print(f"{torch.cuda.get_device_name()}: {len(left)} of {len(commands)} commands are left")
+    print(f"{where['hardware']}: {len(left)} of {len(commands)} commands are left")
     for command in left:
         print(f"python {command}", flush=True)
         ends[command] = run(command)
         print(f"  status {ends[command]['status']}, {ends[command]['seconds']} s")
-        save(file, ends)
+        write_json(file, {"provenance": where, "commands": ends})
     print(f"send {FOLDER.relative_to(ROOT)} as a pull request")
     if any(ends[command]["status"] for command in commands):
         raise SystemExit(1)  # its log says why; a second call tries again what failed

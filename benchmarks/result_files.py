@@ -48,9 +48,36 @@ def provenance(device: str = "cpu", **settings: Any) -> Results:
     }
 
 
-def save(path: Path, content: Mapping[str, Any]) -> None:
+def machine_file(hardware: str) -> Path:
+    """Where `make bench` on such a machine stores its results."""
+    name = re.sub("[^a-z0-9]+", "-", hardware.lower()).strip("-")
+    return RESULTS / "machines" / f"{name}.json"
+
+
+def origin_line(where: Results) -> str:
+    """A provenance as the caption of a picture tells it."""
+    version = where["torch"].partition("+")[0]
+    return f"{where['hardware']}, torch {version}, {where['date']}."
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def save(path: Path, results: Results) -> None:
+    """Store results, and say so if their commit does not hold the program that measured them."""
+    write_json(path, results)
+    print(f"wrote {path}")
+    commit = results["provenance"]["commit"]
+    if commit.endswith("-dirty"):
+        print(f"note: the tree had changes, so the program is not in its commit, {commit}")
+
+
+def save_part(path: Path, part: str, results: Results) -> None:
+    """Store a part of a file; its other parts stay as they were measured."""
+    others = json.loads(path.read_text()) if path.exists() else {}
+    save(path, others | {"provenance": results["provenance"], part: results})
 
 
 def load(name: str) -> Results:

@@ -12,12 +12,12 @@ from argparse import SUPPRESS, Namespace
 
 import torch
 
+from benchmarks.draw.tour import learned, report, speeds
+from benchmarks.measure.tour import measure_tour
+from benchmarks.result_files import write_json
+from benchmarks.variants import STAGES
 from common.data import local_batch_size
 from common.options import UsageError, exit_on, int_at_least, make_parser
-from measure_tour import measure_tour
-from result_files import save
-from stage_runs import STAGES
-from tour_report import learned, report, speeds
 
 
 def parse_args() -> Namespace:
@@ -44,7 +44,7 @@ def main() -> None:
     args = parse_args()
     started = time.perf_counter()
     file = args.run_dir / "tour.json"
-    save(file, measure_tour(args))
+    write_json(file, measure_tour(args))
     results = json.loads(file.read_text())
     (args.run_dir / "report.md").write_text(report(results, time.perf_counter() - started))
     print(f"\n{learned(results, 'simple')}\n\n{speeds(results, 'simple')}\n")

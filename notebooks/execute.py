@@ -24,9 +24,8 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell
 
-from common.chapters import ROOT, load_chapter
-
-result_files: Any = load_chapter("benchmarks", "result_files")
+from benchmarks.result_files import MACHINE, RESULTS
+from common.chapters import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("0*.ipynb"))
 SECONDS = 300  # more than any cell takes
@@ -59,7 +58,7 @@ def run(notebook: NotebookNode, quick: bool = False) -> tuple[NotebookNode, dict
     for kind in ("right", "wrong"):
         answer = asked.source.replace(asked.metadata.get("blank", "None"), asked.metadata[kind], 1)
         executed.cells += [new_code_cell(answer), new_code_cell(checks.source)]
-    with patch.dict(os.environ, SHOWN_MACHINE=result_files.MACHINE):  # not a reader's own
+    with patch.dict(os.environ, SHOWN_MACHINE=MACHINE):  # not a reader's own
         folder = {"metadata": {"path": str(ROOT / "notebooks")}}
         client = NotebookClient(executed, timeout=SECONDS, kernel_name="python3", resources=folder)
         client.execute()
@@ -90,10 +89,9 @@ def errors_of(cell: NotebookNode) -> str:
 
 def made_of() -> list[Path]:
     """The results that are committed, and the programs that draw them."""
-    folder = result_files.RESULTS
-    results = [*folder.glob("*.json"), folder / f"{result_files.MACHINE}.json"]
+    results = [*RESULTS.glob("*.json"), RESULTS / f"{MACHINE}.json"]
     own = [ROOT / "notebooks" / name for name in ("measure_link.py", "same_result.py")]
-    return sorted([*results, *(ROOT / "benchmarks").glob("*.py"), *own])
+    return sorted([*results, *(ROOT / "benchmarks").rglob("*.py"), *own])
 
 
 def stamp() -> str:

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.measure.timing import interleave_steps
 from common.chapters import load_chapter
 from common.ranks import run_ranks
-from timing import interleave
 
 step_model: Any = load_chapter("beyond", "forecast/step_model")
 
@@ -18,7 +18,7 @@ step_model: Any = load_chapter("beyond", "forecast/step_model")
 def time_all_reduces(rank: int, sizes: list[int], rounds: int) -> dict[int, float]:
     """Seconds by bytes: the median of the rounds, each of which sends every size once."""
     steps = {str(size): partial(dist.all_reduce, torch.zeros(size // 4)) for size in sizes}
-    times = interleave(steps, rounds)
+    times = interleave_steps(steps, rounds)
     return {size: median(times[str(size)]) for size in sizes}
 
 

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from matplotlib.axes import Axes
 
+from benchmarks.draw.plots import VARIANT_COLORS
+from benchmarks.variants import STAGES, VARIANTS
 from helpers import oracle, train_stage
-from plots import VARIANT_COLORS
-from stage_runs import STAGES, VARIANTS
 
 Losses = list[float]  # of every step
 
 
 class Run(NamedTuple):
-    key: str  # of stage_runs.VARIANTS
+    key: str  # of VARIANTS
     ranks: int
     flags: tuple[str, ...] = ()
 

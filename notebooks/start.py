@@ -12,15 +12,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 os.chdir(ROOT)
 os.environ["OMP_NUM_THREADS"] = "1"
-sys.path += [str(ROOT / folder) for folder in ("benchmarks", "tests", "notebooks")]
+sys.path += [str(ROOT), str(ROOT / "tests"), str(ROOT / "notebooks")]
 
 import matplotlib.pyplot as plt  # noqa: E402
 import torch  # noqa: E402
 from cycler import cycler  # noqa: E402
 from matplotlib_inline.backend_inline import set_matplotlib_formats  # noqa: E402
 
-from plots import COLORS  # noqa: E402
-from result_files import RESULTS, Results  # noqa: E402
+from benchmarks.draw.plots import COLORS  # noqa: E402
+from benchmarks.result_files import RESULTS, Results  # noqa: E402
 
 __all__ = ["COLORS", "ROOT", "check", "committed"]
 

@@ -7,16 +7,14 @@ python beyond/puzzles/measure.py --page    # only the page, from what was measur
 import tempfile
 from argparse import ArgumentParser
 from pathlib import Path
-from typing import Any
 
 import common.ranks
-from common.chapters import ROOT, load_chapter
+from benchmarks import result_files
+from common.chapters import ROOT
 from judge import COST, cost, prove_rows
 from prove import processes
 from prove.table import WARNING, WRONG
 from traces import HERE, PUZZLES, Puzzle, traces
-
-result_files: Any = load_chapter("benchmarks", "result_files")
 
 SEEDS = 10
 PAGE = HERE / "README.md"

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from benchmarks.measure.timing import interleave_steps, summarize
+from benchmarks.result_files import RESULTS, provenance, save
 from common.chapters import load_chapter
 from common.options import Parser, UsageError, exit_on, int_at_least
 from common.ranks import run_ranks
@@ -23,8 +25,6 @@ from language import BYTES, LENGTH, Transformer
 from levels import LEVELS, Training, by_hand, by_library
 from traffic import received_bytes
 
-result_files: Any = load_chapter("benchmarks", "result_files")
-timing: Any = load_chapter("benchmarks", "timing")
 Ledger = load_chapter("01", "peak").Ledger
 size = load_chapter("02", "memory").size
 KINDS = ("parameters", "gradients", "optimizer state")
@@ -136,7 +136,7 @@ def measure(rank: int, rounds: int) -> dict[str, Any]:
     steps = {}
     for name, (make_training, level) in VARIANTS.items():
         steps[name] = partial(training_step, make_training(level, build(), AdamW, lr=1e-3))
-    times = timing.summarize(timing.interleave(steps, rounds))
+    times = summarize(interleave_steps(steps, rounds))
     return {"held_bytes": held, "sent_multiples": sent, "variants": times}
 
 
@@ -147,7 +147,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     world_size = 2
-    origin = result_files.provenance(
+    origin = provenance(
         command="python beyond/shard/measure_levels.py", world_size=world_size, threads_a_rank=1
     )
     measured = run_ranks(world_size, measure, args.rounds)[0]
@@ -159,8 +159,7 @@ def main() -> None:
         "rounds": args.rounds,
         "local_batch": BATCH,
     }
-    file = result_files.RESULTS / "shard.json"
-    result_files.save(file, {"provenance": origin, **settings, **measured})
+    save(RESULTS / "shard.json", {"provenance": origin, **settings, **measured})
 
 
 if __name__ == "__main__":

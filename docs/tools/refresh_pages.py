@@ -8,13 +8,10 @@ an `output of:` fence.
 
 import json
 import re
-import sys
 
+from benchmarks.draw.tables import text_of
+from benchmarks.result_files import RESULTS, save
 from repository_pages import ALL_PAGES, ROOT, TABLE, fences, shell
-
-sys.path.insert(1, str(ROOT / "benchmarks"))
-from result_files import RESULTS, save
-from tables import text_of
 
 
 def run(command: str) -> str:

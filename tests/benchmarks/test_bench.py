@@ -2,22 +2,21 @@
 
 import json
 import re
+import sys
 from functools import cache
 
 import pytest
 
+from benchmarks import bench, result_files
+from benchmarks.draw import tables
+from benchmarks.measure import stage_runs, stages
+from benchmarks.measure.timing import AA, Effort
+from benchmarks.variants import VARIANTS, Layout
 from common.chapters import load_chapter
 from helpers.local_ranks import run_script
 from helpers.machine import scratch_folder
 from helpers.refusals import assert_one_line, refusal
 from repository_pages import ALL_PAGES
-
-bench = load_chapter("benchmarks", "bench")
-result_files = load_chapter("benchmarks", "result_files")
-measure_stages = load_chapter("benchmarks", "measure_stages")
-stage_runs = load_chapter("benchmarks", "stage_runs")
-tables = load_chapter("benchmarks", "tables")
-timing = load_chapter("benchmarks", "timing")
 
 peak = load_chapter("01", "peak")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -53,36 +52,88 @@ def test_a_section_runs_and_finds_what_its_committed_results_hold(name):
     assert not shown or f"Measured on {results['provenance']['hardware']}" in shown[-1]
 
 
-RANKS = stage_runs.Layout.RANKS
 STEPS = [{"epoch": epoch, "seconds": 0.001 + 0.004 * epoch} for epoch in (0, 1)]
 
 
-@pytest.mark.parametrize("name", SECTIONS_OF_STAGES)
-def test_a_section_that_runs_the_stages_finds_their_steps(name, monkeypatch):
+@pytest.fixture
+def no_stage_runs(monkeypatch):
     """Instead of running, a stage takes 1 ms in the first epoch and 5 ms in the second. Processes
     that never talk take 4 ms."""
-    calls = []
+    run = stage_runs.StageRun({}, STEPS)
+    monkeypatch.setattr(stages, "run_quietly", lambda key, ranks, *flags, threads: run)
+    monkeypatch.setattr(stages, "time_apart", lambda ranks, batch, *flags: [0.004])
 
-    def run(key, ranks, *flags, threads):
-        calls.append(key)
-        return stage_runs.StageRun({}, STEPS)
 
-    monkeypatch.setattr(measure_stages, "run_quietly", run)
-    monkeypatch.setattr(measure_stages, "time_apart", lambda ranks, batch, *flags: [0.004])
-    results = bench.measure(name, timing.Effort(rounds=3))
+@pytest.mark.usefixtures("no_stage_runs")
+@pytest.mark.parametrize("name", SECTIONS_OF_STAGES)
+def test_a_section_that_runs_the_stages_finds_their_steps(name):
+    results = bench.measure(name, Effort(rounds=3))
     assert committed(name).keys() <= results.keys()
     rows = results["variants"]
-    assert {row["step_ms"] for key, row in rows.items() if key != "ceiling"} == {5.0}
-    assert set(calls) <= stage_runs.VARIANTS.keys()
-    if name == "stages":
-        shares = {key: row["share"] for key, row in rows.items() if "share" in row}
-        assert shares.pop("ceiling") == 1
-        talk = [k for k in rows if k[0] != "A" and stage_runs.VARIANTS[k].layout is RANKS]
-        assert {"03", "04", "05"} <= set(talk)
-        assert shares == dict.fromkeys(talk, 0.8)
-        assert rows["ceiling"]["label"] == "ceiling: 2 processes that never talk"
-        assert rows["ceiling"]["samples_per_second"] == 120 / 0.004
-        assert " 80% (80% to 80%)" in tables.stages(results)
+    times = {row["step_ms"] for key, row in rows.items() if layout_of(key) is not Layout.APART}
+    assert times == {5.0}
+
+
+def layout_of(key: str) -> Layout | None:
+    return VARIANTS[key].layout if key != AA else None
+
+
+@pytest.mark.usefixtures("no_stage_runs")
+def test_speeds_of_several_ranks_are_shares_of_what_processes_reach_that_never_talk():
+    results = bench.measure("stages", Effort(rounds=3))
+    rows = results["variants"]
+    [ceiling] = [key for key in rows if layout_of(key) is Layout.APART]
+    talking = [key for key in rows if layout_of(key) is Layout.RANKS]
+    assert {VARIANTS[key].stage for key in talking} == {"03", "04", "05"}
+    shares = {key: row["share"] for key, row in rows.items() if "share" in row}
+    assert shares == {ceiling: 1} | dict.fromkeys(talking, 0.8)
+    assert rows[ceiling]["label"] == "ceiling: 2 processes that never talk"
+    assert rows[ceiling]["samples_per_second"] == 120 / 0.004
+    assert " 80% (80% to 80%)" in tables.stages(results)
+
+
+@pytest.mark.parametrize(
+    ("call", "files"),
+    [
+        ("reducers", {"reducers.json"}),
+        ("process_memory", {"machines/amd-epyc-2-cores.json"}),
+        ("reducers --rounds=3", set()),
+        ("process_memory --quick", set()),
+        ("process_memory --quick --out=mine.json", {"mine.json"}),
+    ],
+)
+def test_a_complete_run_writes_its_file_and_any_run_the_one_that_out_names(
+    call, files, tmp_path, monkeypatch
+):
+    results = committed(call.split()[0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(sys, "argv", ["benchmarks/bench.py", *call.split()])
+    monkeypatch.setattr(bench, "measure", lambda name, effort: results)
+    monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
+    bench.main()
+    written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.json")}
+    assert written == files
+
+
+def test_a_part_of_a_file_is_written_and_the_others_stay(tmp_path):
+    file = tmp_path / "machine.json"
+    first, second = ({"provenance": {"commit": commit}} for commit in ("a", "b"))
+    result_files.save_part(file, "stages", first)
+    result_files.save_part(file, "process_memory", second)
+    assert json.loads(file.read_text()) == {**second, "stages": first, "process_memory": second}
+
+
+@pytest.mark.parametrize(("commit", "notes"), [("c8ab422", 0), ("c8ab422-dirty", 1)])
+def test_results_whose_commit_does_not_hold_their_program_say_so(commit, notes, tmp_path, capsys):
+    result_files.save(tmp_path / "results.json", {"provenance": {"commit": commit}})
+    assert (
+        capsys.readouterr().out.count(
+            f"\nnote: the tree had changes, so the program is not in its commit, {commit}\n"
+        )
+        == notes
+    )
 
 
 class Trains:

@@ -1,6 +1,5 @@
 """The timeline records what happens in a step: who computes, who waits, and who sends."""
 
-import json
 import os
 import re
 import sys
@@ -14,37 +13,45 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
+from benchmarks.draw import timeline as drawn
+from benchmarks.measure import timeline, timeline_recorder
+from benchmarks.measure.timeline_recorder import MESSAGES, Kind, Recording, Span, Step
 from common.chapters import load_chapter
 from helpers.local_ranks import run_on_ranks, run_script
 from helpers.refusals import assert_one_line, refusal
 
-record = load_chapter("benchmarks", "timeline_record")
-timeline = load_chapter("benchmarks", "timeline")
-timeline_draw = load_chapter("benchmarks", "timeline_draw")
 PROGRAM = "benchmarks/timeline.py"
 
 
-def step(*ranks: list) -> dict:
+def step(*ranks: list[Span]) -> Step:
     return {"ms": 10.0, "ranks": [{"rank": r, "spans": spans} for r, spans in enumerate(ranks)]}
 
 
+def span(kind: Kind, begin: float, end: float) -> Span:
+    return Span(kind, "main", begin, end, size=8)
+
+
 def test_a_rank_waits_until_the_last_one_has_come_and_then_they_send():
-    early, late = ["message", "main", 1.0, 6.0, 8], ["message", "main", 4.0, 6.0, 8]
-    lanes = timeline_draw.lanes(step([early], [late]))
+    early, late = span(Kind.MESSAGE, 1.0, 6.0), span(Kind.MESSAGE, 4.0, 6.0)
+    lanes = drawn.lanes(step([early], [late]))
     parts = {lane.name: [*lane.parts] for lane in lanes if lane.parts}
     assert [*lanes[1].parts] == [("waiting", 1.0, 4.0), ("sending", 4.0, 6.0)]
     assert [*lanes[3].parts] == [("waiting", 4.0, 4.0), ("sending", 4.0, 6.0)]
     assert parts.keys() == {"messages"}
-    alone = timeline_draw.lanes(step([early], []))  # the control: they send unlike numbers
+    alone = drawn.lanes(step([early], []))  # the control: they send unlike numbers
     assert [*alone[1].parts] == [("waiting", 1.0, 1.0), ("sending", 1.0, 6.0)]
 
 
 def test_while_a_message_keeps_a_rank_from_computing_it_is_not_drawn_as_computing():
-    forward, backward = ["forward", "main", 0.0, 4.0, 0], ["backward", "main", 4.0, 9.0, 0]
-    blocking, started = ["message", "main", 1.0, 2.0, 8], ["started message", "main", 2.5, 3.0, 8]
-    buckets = [["bucket", "main", 5.0, 6.0, 8], ["bucket", "main", 7.0, 9.0, 8]]
-    spans = [forward, backward, blocking, started, *buckets]
-    assert [*timeline_draw.lanes(step(spans, spans))[0].parts] == [
+    spans = [
+        span(Kind.FORWARD, 0.0, 4.0),
+        span(Kind.MESSAGE, 1.0, 2.0),
+        span(Kind.STARTED, 2.5, 3.0),
+        span(Kind.BACKWARD, 4.0, 9.0),
+        span(Kind.BUCKET, 5.0, 6.0),
+        span(Kind.BUCKET, 7.0, 9.0),
+    ]
+    assert [*drawn.lanes(step(spans, spans))[0].parts] == [
         ("forward", 0.0, 1.0),
         ("forward", 2.0, 4.0),
         ("backward", 4.0, 7.0),  # after the last bucket, it waits for the mean
@@ -52,22 +59,23 @@ def test_while_a_message_keeps_a_rank_from_computing_it_is_not_drawn_as_computin
 
 
 def test_the_step_shown_is_the_median_one_cut_at_its_ends():
-    spans, now = [], 0.0
-    for number, seconds in enumerate([9, 9, 9, 9, 9, 1, 5, 2]):
-        spans.append([number, "forward", "main", now, now + seconds / 2, 0])
+    steps, now = [], 0.0
+    for seconds in [9, 9, 9, 9, 9, 1, 5, 2]:
+        forward = span(Kind.FORWARD, now, now + seconds / 2)
         now += seconds
-        spans.append([number, "optimizer", "main", now - 0.1, now, 0])
-    shown = timeline.shown_steps([{"rank": 0, "spans": spans}])
+        steps.append([forward, span(Kind.OPTIMIZER, now - 0.1, now)])
+    recording: Recording = {"rank": 0, "gpu": "", "torch": "", "steps": steps}
+    shown = timeline.shown_steps([recording])
     assert (shown["steps"], shown["median"]["ms"], shown["first"]["ms"]) == (3, 2000, 9000)
     [rank] = shown["median"]["ranks"]
-    assert [span[2:4] for span in rank["spans"]] == [[0, 1000], [1900, 2000]]
+    assert [(each.begin, each.end) for each in rank["spans"]] == [(0, 1000), (1900, 2000)]
 
 
 def _train(rank: int, folder: Path, how: str) -> None:
     if how != "threads":
         dist.init_process_group("gloo")
     os.environ["TIMELINE_FOLDER"] = str(folder)
-    recorder = record.install()
+    recorder = timeline_recorder.install()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     wrapped = model
@@ -95,31 +103,33 @@ def _train(rank: int, folder: Path, how: str) -> None:
 )
 def test_the_messages_of_a_step_are_seen_and_its_parts_follow_each_other(how, messages, tmp_path):
     run_on_ranks(2, _train, tmp_path, how)
-    records = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
-    assert sorted(each["rank"] for each in records) == [0, 1]
-    for rank in timeline.shown_steps(records)["median"]["ranks"]:
-        kinds = {kind: [s for s in rank["spans"] if s[0] == kind] for kind, *_ in rank["spans"]}
-        sent = kinds["message"] + kinds.get("bucket", [])
+    recordings = timeline.read_recordings(tmp_path)
+    assert [each["rank"] for each in recordings] == [0, 1]
+    for rank in timeline.shown_steps(recordings)["median"]["ranks"]:
+        sent = [span for span in rank["spans"] if span.kind in MESSAGES]
         assert len(sent) == messages
         [forward], [backward], [optimizer] = (
-            kinds[kind] for kind in ("forward", "backward", "optimizer")
+            [span for span in rank["spans"] if span.kind == kind]
+            for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER)
         )
-        assert forward[3] <= backward[2] <= backward[3] <= optimizer[2]
-        sizes = [size for *_, size in sent]
+        assert forward.end <= backward.begin <= backward.end <= optimizer.begin
+        sizes = [span.size for span in sent]
         assert sum(sizes) == 4 * (8 * 8 + 8 + 8 + 8 + 8 + 1), "all gradients"
 
 
 def test_the_replicas_of_data_parallel_are_threads_and_around_them_the_process_copies(tmp_path):
     run_on_ranks(1, _train, tmp_path, "threads")
-    shown = timeline.shown_steps([json.loads(path.read_text()) for path in tmp_path.iterdir()])
-    process, *replicas = timeline_draw.lanes(shown["median"])
+    shown = timeline.shown_steps(timeline.read_recordings(tmp_path))
+    process, *replicas = drawn.lanes(shown["median"])
     assert [lane.name for lane in replicas] == ["replica 0", "replica 1"]
     assert all([kind for kind, *_ in lane.parts] == ["forward"] for lane in replicas)
     assert [kind for kind, *_ in process.parts] == ["backward", "optimizer", "sending", "sending"]
 
 
 SCRIPT = """
+import sys
 import torch
+assert not {"benchmarks", "common"} & sys.modules.keys(), "a script may have its own"
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for step in range(8):

@@ -27,11 +27,12 @@ Graph = dict[str, set[str]]  # of each module, those that it imports
 
 
 def sources_of(folder: str) -> dict[str, str]:
-    """By the names that their imports use: shm, shm.work; of scripts, timing."""
-    path, package = ROOT / folder, Path(folder).name
-    prefix = f"{package}." if (path / "__init__.py").exists() else ""
-    sources = {prefix + file.stem: file.read_text() for file in path.glob("*.py")}
-    return {name.removesuffix(".__init__"): source for name, source in sources.items()}
+    """By the names that their imports use: shm, shm.work."""
+    sources = {}
+    for file in (ROOT / folder).rglob("*.py"):
+        name = ".".join(file.relative_to((ROOT / folder).parent).with_suffix("").parts)
+        sources[name.removesuffix(".__init__")] = file.read_text()
+    return sources
 
 
 def imported(source: str, modules: Collection[str]) -> set[str]:
@@ -109,7 +110,7 @@ def test_a_room_imports_only_from_the_rooms_that_contributing_names():
         if (room := room_of(path)) in ROOMS:
             found[room] |= rooms_imported(path, source_of(path), rooms_of)
     assert found == ROOMS
-    changed = "import prove.cpu\nload_chapter('benchmarks', 'timing')"  # the control
+    changed = "import prove.cpu\nimport benchmarks.measure.timing"  # the control
     assert rooms_imported(ROOT / "common/data.py", changed, rooms_of) == {"packages", "workshop"}
 
 

@@ -5,13 +5,10 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from benchmarks import pictures, result_files
+from benchmarks.draw import timeline
 from check_pages import CHINESE
-from common.chapters import load_chapter
 from repository_pages import ALL_PAGES
-
-pictures = load_chapter("benchmarks", "pictures")
-result_files = load_chapter("benchmarks", "result_files")
-timeline = load_chapter("benchmarks", "timeline")
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.draw import tables
 from check_pages import CHINESE
-from common.chapters import load_chapter
 from helpers.local_ranks import launch_script, run_script
 from helpers.machine import scratch_folder
 from helpers.outputs import differences
 from repository_pages import ALL_PAGES, BREAK, ROOT, TABLE, fences, shell
-
-tables = load_chapter("benchmarks", "tables")
 
 
 @pytest.fixture(scope="module")

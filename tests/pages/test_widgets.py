@@ -9,13 +9,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from benchmarks import result_files
 from common.chapters import ROOT, load_chapter
 from helpers.local_ranks import run_on_ranks
 
 step_model = load_chapter("beyond/forecast", "step_model")
 gradient_order = load_chapter("beyond/forecast", "gradient_order")
 replicas, measure = load_chapter("02", "memory"), load_chapter("beyond/shard", "measure_levels")
-result_files = load_chapter("benchmarks", "result_files")
 peak, ring = load_chapter("01", "peak"), load_chapter("03", "reducers/ring")
 gradients_of = cache(gradient_order.gradients_of_classifier)
 SOURCE = "".join(path.read_text() for path in sorted(ROOT.glob("docs/site/widgets/*.js"))[::-1])

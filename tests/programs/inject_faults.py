@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from benchmarks.result_files import RESULTS, provenance, save
 from common.chapters import ROOT, load_chapter
 from common.options import Parser, int_at_least
 from helpers.local_ranks import (
@@ -46,8 +47,6 @@ from helpers.local_ranks import (
 from helpers.machine import free_port
 from helpers.small_disk import CANNOT_MOUNT, can_mount, fill, small_disk
 from helpers.train_stage import Run, same_run, same_weights, train_once
-
-result_files = load_chapter("benchmarks", "result_files")
 
 durable = load_chapter("beyond/survive", "durable")
 SCRIPT = Path(durable.__file__).with_name("train.py")
@@ -408,7 +407,7 @@ def inject(faults: list[Fault], jobs: int) -> list[FaultOutcome]:
 
 
 def main() -> None:
-    file = ROOT / "benchmarks" / "results" / "injected_faults.json"
+    file = RESULTS / "injected_faults.json"
     groups = {"faults": list(KINDS), "pauses": list(PAUSES)}
     names = [*groups, *KINDS, *PAUSES]
     parser = Parser(__doc__)
@@ -430,10 +429,10 @@ def main() -> None:
         settings = {"steps": STEPS, "checkpoint_every_steps": STEPS_PER_CHECKPOINT}
         settings |= {"jobs": args.jobs, "seed": 1, "timeout_seconds": faults[0].timeout_seconds}
         what = KINDS if section == "faults" else {kind: text for kind, (text, _) in PAUSES.items()}
-        new = {"provenance": result_files.provenance(faults=len(faults), **settings)}
+        new = {"provenance": provenance(faults=len(faults), **settings)}
         new["kinds"] = summarize(outcomes, what)
         results = json.loads(file.read_text())
-        result_files.save(file, results | (new if section == "faults" else {"pauses": new}))
+        save(file, results | (new if section == "faults" else {"pauses": new}))
     sys.exit(any(value for last in outcomes for value in last.bad().values()))
 
 

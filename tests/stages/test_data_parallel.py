@@ -13,12 +13,11 @@ from torch import nn
 from torch.nn.parallel import scatter_gather
 from torch.nn.parallel.parallel_apply import parallel_apply
 
-from common.chapters import load_chapter
+from benchmarks import result_files
 from helpers.machine import scratch_folder
 from helpers.stage_files import LESSON_FOLDERS, fresh_module
 from helpers.train_stage import load_stage, run_main
 
-result_files = load_chapter("benchmarks", "result_files")
 CPU = torch.device("cpu")
 CLOSE = {"rtol": 0, "atol": 1e-12}
 
@@ -326,7 +325,7 @@ def test_c20_the_model_must_lie_on_the_first_of_device_ids_whichever_it_is(devic
 
 def test_c23_threads_slow_down_small_operations_and_not_big_ones():
     """Of the committed run: the interpreter lock costs what a model's Python code holds it for."""
-    measured = result_files.load("02_threads")
+    measured = result_files.load("threads")
     small, big = (measured["models"][f"{size} operations"]["variants"] for size in ("small", "big"))
     assert small["two threads"]["ratio_interval"][0] > 1
     assert small["two processes"]["ratio"] < small["two threads"]["ratio_interval"][0]

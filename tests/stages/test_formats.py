@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import result_files
 from common.chapters import ROOT, load_chapter
 from helpers.train_stage import train_once
 
 formats = load_chapter("05", "formats")
-result_files = load_chapter("benchmarks", "result_files")
 
 
 def test_what_the_machine_runs_and_has_units_for_is_told(capsys):
@@ -43,7 +43,7 @@ def claim(name: str) -> str:
 
 def test_c09_bf16_is_faster_wherever_it_was_measured_and_c12_there_is_no_one_number():
     faster = {}
-    for name, both in result_files.load("05_precision")["models"].items():
+    for name, both in result_files.load("precision")["models"].items():
         for where, place in both.items():
             rows = place["variants"]
             best, noise = (rows[v]["ratio_interval"] for v in ("bf16, channels_last", "A/A"))
@@ -54,7 +54,7 @@ def test_c09_bf16_is_faster_wherever_it_was_measured_and_c12_there_is_no_one_num
     smallest, largest = min(faster.values()), max(faster.values())
     assert largest / smallest > 1.2
     assert all(f"{number:.1f}" in claim("C12") for number in (smallest, largest))
-    rows = result_files.load("05_precision")["models"]["resnet50"]["one process"]["variants"]
+    rows = result_files.load("precision")["models"]["resnet50"]["one process"]["variants"]
     for variant in ("bf16", "bf16, channels_last"):
         assert f"{rows['fp32']['ratio'] / rows[variant]['ratio']:.1f}" in claim("C09"), variant
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
-from result_files import MIB, Results
-from stage_runs import VARIANTS
+from benchmarks.result_files import MIB, Results
+from benchmarks.variants import VARIANTS
 
 EQUAL = 1e-5  # fp32 losses of the first epoch that differ less count as equal
 

@@ -19,12 +19,12 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, Optimizer
 
+from benchmarks.measure.timing import Effort
+from benchmarks.measure.training_step import Trainer, with_sync_batchnorm
+from benchmarks.result_files import Results
+from benchmarks.variants import VARIANTS
 from common.chapters import load_chapter
 from common.ranks import run_ranks
-from result_files import Results
-from stage_runs import VARIANTS
-from timing import Effort
-from training_step import Trainer, with_sync_batchnorm
 
 memory: Any = load_chapter("02", "memory")
 peak: Any = load_chapter("01", "peak")

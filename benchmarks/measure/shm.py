@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from common.chapters import ROOT
-from result_files import Results
+from benchmarks.measure.timing import Effort
+from benchmarks.result_files import Results
 from shm import fast
 from shm.speed import SIZES
-from timing import Effort
 
 CALLS = ("broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all", "send")
-IN_PLACE = ROOT / "benchmarks" / "shm_in_place.c"
+IN_PLACE = Path(__file__).with_name("shm_in_place.c")
 
 
 def measure_shm(effort: Effort) -> Results:

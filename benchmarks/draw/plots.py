@@ -7,14 +7,14 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from result_files import MIB
+from benchmarks.result_files import MIB
 
 # Okabe and Ito: distinct for the color-blind, too. https://jfly.uni-koeln.de/color/
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 SKY, PINK, BLACK, YELLOW = "#56B4E9", "#CC79A7", "#000000", "#F0E442"
 COLORS = [BLUE, ORANGE, GREEN, RED, SKY, PINK, BLACK, YELLOW]
 GRAY = "#999999"
-VARIANT_COLORS = {  # the same in every picture; the keys are those of stage_runs.py
+VARIANT_COLORS = {  # the same in every picture; the keys are those of variants.py
     "01": BLACK,
     "01-cores": GRAY,
     "ceiling": "#CCCCCC",

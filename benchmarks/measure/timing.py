@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from result_files import Results
+from benchmarks.result_files import Results
 
 AA = "A/A"  # the first variant once more
 
@@ -29,8 +29,8 @@ class Effort:
     device: str = "cpu"
 
 
-def take_turns(variants: Mapping[str, Callable[[], float]], rounds: int) -> Times:
-    """Each variant in every round, in a random order. A call returns its seconds per step."""
+def interleave_runs(variants: Mapping[str, Callable[[], float]], rounds: int) -> Times:
+    """Each variant in every round, in a random order: a run, which returns its seconds per step."""
     runs = {**variants, AA: variants[next(iter(variants))]}
     times: Times = {name: [] for name in runs}
     order = random.Random(0)  # the same on every rank
@@ -54,12 +54,12 @@ def timed(step: Callable[[], object], steps: int) -> Callable[[], float]:
     return seconds_per_step
 
 
-def interleave(variants: Steps, rounds: int, steps: int = 1) -> Times:
-    """Time so many steps of every variant in each round; the slowest rank counts."""
+def interleave_steps(variants: Steps, rounds: int, steps: int = 1) -> Times:
+    """The same for steps of this process: so many in each round, by the clock of all ranks."""
     for step in variants.values():
         for _ in range(min(3, rounds)):  # DDP rearranges its buckets after the first step
             step()
-    return take_turns({name: timed(step, steps) for name, step in variants.items()}, rounds)
+    return interleave_runs({name: timed(step, steps) for name, step in variants.items()}, rounds)
 
 
 def largest_of_ranks(seconds: list[float]) -> list[float]:

@@ -1,6 +1,6 @@
 """Pictures of what a lesson explains, computed where they are drawn: nothing in them is measured.
 
-benchmarks/pictures.py writes them to docs/pictures/, with those of what was measured.
+pictures.py writes them to docs/pictures/, with those of what was measured.
 """
 
 import math
@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset
 
+from benchmarks.draw.svg import INK, WIDTH, Drawing
 from common.chapters import load_chapter
-from svg import INK, WIDTH, Drawing
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

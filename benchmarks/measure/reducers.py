@@ -5,12 +5,17 @@ from functools import partial
 
 from torch import nn
 
+from benchmarks.measure.timing import AA, Effort, Steps, interleave_steps, summarize
+from benchmarks.measure.training_step import (
+    build,
+    ddp_without_buffers,
+    train_copy,
+    with_sync_batchnorm,
+)
+from benchmarks.result_files import Results
 from common.chapters import load_chapter
 from common.ranks import run_ranks
-from result_files import Results
 from shm.__main__ import pin
-from timing import AA, Effort, Steps, interleave, summarize
-from training_step import build, ddp_without_buffers, train_copy, with_sync_batchnorm
 
 RANKS = 2
 REDUCERS = load_chapter("03", "reducers/reducers").REDUCERS
@@ -64,7 +69,7 @@ def time_one_rank(rank: int, name: str, effort: Effort) -> Results:
 def time_rounds(name: str, variants: Steps, effort: Effort) -> Results:
     rounds, steps = ROUNDS_AND_STEPS[name]
     rounds, steps = min(rounds, effort.rounds), 1 if effort.quick else steps
-    rows = summarize(interleave(variants, rounds, steps))
+    rows = summarize(interleave_steps(variants, rounds, steps))
     return {"rounds": rounds, "steps_a_round": steps, "variants": rows}
 
 

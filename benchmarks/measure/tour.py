@@ -6,12 +6,13 @@ from argparse import Namespace
 from statistics import quantiles
 from typing import Any
 
+from benchmarks.measure.memory import count_in_stages
+from benchmarks.measure.stage_runs import StageRun, run_command, time_apart
+from benchmarks.result_files import Results, provenance
+from benchmarks.variants import VARIANTS, Layout, command_of
 from common.chapters import load_chapter
 from common.data import load_dataset
 from common.options import make_parser
-from measure_memory import count_in_stages
-from result_files import Results, provenance
-from stage_runs import VARIANTS, Layout, StageRun, command_of, run_command, time_apart
 
 peak: Any = load_chapter("01", "peak")
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from tabulate import tabulate
 
-import tour_report
-from result_files import MACHINE, Results, load
+from benchmarks.draw import tour
+from benchmarks.result_files import MACHINE, Results, load
 
 ORIGIN = "origin of "  # before the name of a table
 SHARDED = ("parameters", "gradients", "optimizer state")  # what each rank of shard/ holds
@@ -231,12 +231,12 @@ class Table:
 
 
 TABLES = {
-    "tour": Table("tour", tour_report.learned),
-    "repeats": Table("tour", tour_report.repeats),
+    "tour": Table("tour", tour.learned),
+    "repeats": Table("tour", tour.repeats),
     "stages": Table(MACHINE, stages, "stages"),
-    "threads": Table("02_threads", ratios),
-    "reducers": Table("03_reducers", ratios),
-    "scaling": Table("04_scaling", scaling),
+    "threads": Table("threads", ratios),
+    "reducers": Table("reducers", ratios),
+    "scaling": Table("scaling", scaling),
     "local_sgd": Table("local_sgd", local_sgd),
     "local_sgd_links": Table("local_sgd_links", local_sgd_links),
     "survive": Table("survive", survive),

@@ -1,7 +1,8 @@
 """Record when a process computes and sends, through hooks on torch: the script does not change.
 
 timeline.py starts the script with prove's hook on its path, which calls `install`. Each process
-that takes an optimizer step writes its spans to a file in TIMELINE_FOLDER.
+that takes an optimizer step writes its recording to a file in TIMELINE_FOLDER. This file is the
+only one of ours that the script's process imports.
 
 On a CPU, `time.perf_counter` is one clock for all processes of a machine. On a GPU, the CPU runs
 ahead, so a mark is a CUDA event, which the GPU reaches later (no GPU has run this yet).
@@ -14,8 +15,10 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -32,10 +35,59 @@ COLLECTIVES = ["all_reduce", "reduce", "broadcast", "barrier", "gather", "scatte
 COLLECTIVES += ["all_gather", "all_gather_into_tensor", "all_to_all", "all_to_all_single"]
 COLLECTIVES += ["reduce_scatter", "reduce_scatter_tensor"]
 Mark = float | tuple[int, torch.cuda.Event]  # seconds, or an event of the GPU with this number
-Span = list[Any]  # [step, kind, thread, begin, end, bytes]
-# Kinds of messages: the first lets its caller wait until it is there. A bucket is DDP's.
-MESSAGE, STARTED, BUCKET = "message", "started message", "bucket"
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+class Kind(str, Enum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    MESSAGE = "message"  # who sends it waits until it is there
+    STARTED = "started message"  # who sends it goes on meanwhile
+    BUCKET = "bucket"  # of DDP, whose backward goes on meanwhile
+
+
+MESSAGES = (Kind.MESSAGE, Kind.STARTED, Kind.BUCKET)
+
+
+class Span(NamedTuple):
+    kind: Kind
+    thread: str  # main, or the name of another one
+    begin: float  # in seconds; in a Step, in milliseconds since its begin
+    end: float
+    size: int  # bytes of a message
+
+
+class Recording(TypedDict):
+    """What one process has recorded."""
+
+    rank: int
+    gpu: str  # its name, or nothing
+    torch: str
+    steps: list[list[Span]]
+
+
+class RankOfStep(TypedDict):
+    rank: int
+    spans: list[Span]
+
+
+class Step(TypedDict):
+    """One step of all ranks."""
+
+    ms: float
+    ranks: list[RankOfStep]
+
+
+@dataclass
+class OpenSpan:
+    """A span whose end has perhaps not come yet."""
+
+    kind: Kind
+    thread: str
+    begin: Mark
+    size: int
+    end: Mark | None = None
 
 
 class Clock:
@@ -71,8 +123,8 @@ class OfThread(threading.local):
     """What this thread is in the middle of."""
 
     def __init__(self) -> None:
-        self.modules: list[Span | None] = []  # one inside another; the outer one has a span
-        self.optimizers: list[Span | None] = []
+        self.modules: list[OpenSpan | None] = []  # one inside another; the outer one has a span
+        self.optimizers: list[OpenSpan | None] = []
         self.is_sending = False
 
 
@@ -81,21 +133,23 @@ class SpanRecorder:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.clock, self.now = folder, Clock(), OfThread()
-        self.spans: list[Span] = []
-        self.step, self.first_optimizer, self.rank = 0, 0, 0
+        self.steps: list[list[OpenSpan]] = [[]]  # the last one is not over
+        self.is_over = False
+        self.first_optimizer, self.rank = 0, 0
         self.in_backward = False
 
-    def begin(self, kind: str, size: int = 0) -> Span | None:
-        if self.step >= STEPS:
+    def begin(self, kind: Kind, size: int = 0) -> OpenSpan | None:
+        if self.is_over:
             return None
         is_main = threading.current_thread() is threading.main_thread()
         thread = "main" if is_main else threading.current_thread().name
-        self.spans.append([self.step, kind, thread, self.clock.mark(), None, size])
-        return self.spans[-1]
+        span = OpenSpan(kind, thread, self.clock.mark(), size)
+        self.steps[-1].append(span)
+        return span
 
-    def end(self, span: Span | None) -> None:
+    def end(self, span: OpenSpan | None) -> None:
         if span:
-            span[4] = self.clock.mark()
+            span.end = self.clock.mark()
 
     def before_module(self, module: Any, *_: Any) -> None:
         if torch.compiler.is_compiling():
@@ -104,7 +158,7 @@ class SpanRecorder:
             watch_buckets(module)
         # Not in an evaluation, nor where checkpointing computes forward again in backward.
         is_outer = not self.now.modules and torch.is_grad_enabled() and not self.in_backward
-        self.now.modules.append(self.begin("forward") if is_outer else None)
+        self.now.modules.append(self.begin(Kind.FORWARD) if is_outer else None)
 
     def after_module(self, *_: Any) -> None:
         if self.now.modules and not torch.compiler.is_compiling():
@@ -115,7 +169,7 @@ class SpanRecorder:
         def timed(*args: Any, **kwargs: Any) -> None:
             if self.in_backward:
                 return backward(*args, **kwargs)
-            self.in_backward, span = True, self.begin("backward")
+            self.in_backward, span = True, self.begin(Kind.BACKWARD)
             try:
                 backward(*args, **kwargs)
             finally:
@@ -132,14 +186,14 @@ class SpanRecorder:
             if self.now.is_sending:  # some collectives call another one
                 return send(*args, **kwargs)
             first = [*args, *kwargs.values(), None][0]
-            self.now.is_sending, span = True, self.begin(MESSAGE, size_of(first))
+            self.now.is_sending, span = True, self.begin(Kind.MESSAGE, size_of(first))
             try:
                 work = send(*args, **kwargs)
             finally:
                 self.now.is_sending = False
             if isinstance(work, dist.Work):
                 if span:
-                    span[1] = STARTED
+                    span.kind = Kind.STARTED
                 work.get_future().then(lambda _: self.end(span))
             else:
                 self.end(span)
@@ -150,7 +204,7 @@ class SpanRecorder:
     def around_hook(self, hook: Hook) -> Hook:
         @functools.wraps(hook)
         def timed(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            span = self.begin(BUCKET, size_of(bucket.buffer()))
+            span = self.begin(Kind.BUCKET, size_of(bucket.buffer()))
 
             def arrived(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
                 self.end(span)
@@ -161,31 +215,39 @@ class SpanRecorder:
         return timed
 
     def before_optimizer(self, *_: Any) -> None:
-        self.now.optimizers.append(self.begin("optimizer"))
+        self.now.optimizers.append(self.begin(Kind.OPTIMIZER))
 
     def after_optimizer(self, optimizer: Any, *_: Any) -> None:
         self.end(self.now.optimizers.pop())
         self.first_optimizer = self.first_optimizer or id(optimizer)
-        if id(optimizer) != self.first_optimizer:
+        if self.is_over or id(optimizer) != self.first_optimizer:
             return  # a GAN has two: a step ends with the first one's
-        if self.step == 0:
+        if len(self.steps) == 1:
             self.rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
-        self.step += 1
-        if self.step == STEPS:
+        self.steps.append([])
+        if len(self.steps) > STEPS:
             self.save()
+            self.is_over = True
 
     def save(self) -> None:
-        if not self.step or not self.spans:
-            return  # it does not train, or has saved all
-        complete = [span for span in self.spans if span[4] is not None]
-        spans = [
-            [step, kind, thread, self.clock.seconds(begin), self.clock.seconds(end), size]
-            for step, kind, thread, begin, end, size in complete
+        *steps, _ = self.steps
+        if self.is_over or not steps:
+            return  # it has saved all, or does not train
+        recording: Recording = {
+            "rank": self.rank,
+            "gpu": gpu_name(),
+            "torch": torch.__version__,
+            "steps": [self.ended(step) for step in steps],
+        }
+        (self.folder / f"{os.getpid()}.json").write_text(json.dumps(recording))
+
+    def ended(self, step: list[OpenSpan]) -> list[Span]:
+        seconds = self.clock.seconds
+        return [
+            Span(span.kind, span.thread, seconds(span.begin), seconds(span.end), span.size)
+            for span in step
+            if span.end is not None
         ]
-        what = {"rank": self.rank, "gpu": gpu_name(), "torch": torch.__version__, "spans": spans}
-        (self.folder / f"{os.getpid()}.json").write_text(json.dumps(what))
-        if self.step >= STEPS:
-            self.spans = []
 
 
 def gpu_name() -> str:

@@ -13,9 +13,10 @@ from statistics import fmean, median
 
 import torch
 
-from result_files import Results
-from stage_runs import VARIANTS, Layout, run_quietly, time_apart
-from timing import AA, Effort, ratio_to, summarize, take_turns
+from benchmarks.measure.stage_runs import run_quietly, time_apart
+from benchmarks.measure.timing import AA, Effort, interleave_runs, ratio_to, summarize
+from benchmarks.result_files import Results
+from benchmarks.variants import VARIANTS, Layout
 
 GLOBAL_BATCH = 120
 BASELINE, CEILING = "01", "ceiling"
@@ -46,7 +47,7 @@ def measure_stages(effort: Effort, keys: Collection[str] = KEYS) -> Results:
         else:
             sizes = (f"--batch-size={GLOBAL_BATCH}", f"--epochs={epochs}")
             variants[key] = partial(time_run, median, key, ranks, *flags, *sizes)
-    times = take_turns(variants, rounds)
+    times = interleave_runs(variants, rounds)
     rows = summarize(times)
     for key, row in rows.items():
         row["samples_per_second"] = round(GLOBAL_BATCH / row["step_ms"] * 1000, 1)
@@ -64,4 +65,4 @@ def measure_survive(effort: Effort) -> Results:
     flags = "--model=net", f"--batch-size={GLOBAL_BATCH}", f"--epochs={epochs}", "--device=cpu"
     variants = {key: partial(time_run, fmean, key, 2, *flags) for key in ("05", "survive")}
     about = {"model": "net", "global_batch": GLOBAL_BATCH, "rounds": rounds, "epochs": epochs}
-    return {**about, "variants": summarize(take_turns(variants, rounds))}
+    return {**about, "variants": summarize(interleave_runs(variants, rounds))}

@@ -1,16 +1,21 @@
 """Draw one step of each recording: what each rank computes and sends, on one axis of time."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from svg import SIZE, WIDTH, Drawing
+from benchmarks.draw.svg import SIZE, WIDTH, Drawing
+from benchmarks.measure.timeline_recorder import MESSAGES, Kind, Span, Step
+from benchmarks.result_files import Results, origin_line
+from benchmarks.variants import VARIANTS
 
-MESSAGES = ("message", "started message", "bucket")  # as timeline_record.py calls them
-KINDS = ("forward", "backward", "optimizer", "waiting", "sending")
-BLOCKING = ("message", "main")  # kind and thread
+KINDS = ("forward", "backward", "optimizer", "waiting", "sending")  # of parts, in this order
 LEFT, RIGHT = 84, 10  # of the axis: the names of the ranks, and a margin
-Step = Mapping[str, Any]  # its milliseconds, and the spans of each rank
-Part = tuple[str, float, float]  # kind, begin, end
+
+
+class Part(NamedTuple):
+    kind: str
+    begin: float
+    end: float
 
 
 class Lane(NamedTuple):
@@ -19,51 +24,57 @@ class Lane(NamedTuple):
     parts: Sequence[Part]
 
 
-def arrivals(step: Step) -> list[float]:
+def sent(spans: Sequence[Span]) -> list[Span]:
+    return sorted((s for s in spans if s.kind in MESSAGES), key=lambda span: span.begin)
+
+
+def arrivals(ranks: Sequence[Sequence[Span]]) -> list[float]:
     """When the last rank has come to each message; nothing where the ranks send unlike numbers."""
-    begins = [sorted(s[2] for s in rank["spans"] if s[0] in MESSAGES) for rank in step["ranks"]]
+    begins = [[span.begin for span in sent(spans)] for spans in ranks]
     same = len({len(each) for each in begins}) == 1
     return [max(each) for each in zip(*begins, strict=True)] if same else []
 
 
-def messages(rank: Mapping[str, Any], last: Sequence[float]) -> list[Part]:
+def messages(spans: Sequence[Span], last: Sequence[float]) -> list[Part]:
     """Waiting for the last rank, or for the message before, and then sending."""
     parts: list[Part] = []
-    spans = sorted((s for s in rank["spans"] if s[0] in MESSAGES), key=lambda span: span[2])
     before = 0.0
-    for number, (_, _, begin, end, _) in enumerate(spans):
-        starts = min(end, max(begin, before, last[number] if last else begin))
-        parts += [("waiting", begin, starts), ("sending", starts, end)]
-        before = end
-    return sorted(parts, key=lambda part: part[0] == "sending")  # waiting lies below
+    for number, span in enumerate(sent(spans)):
+        came = last[number] if last else span.begin
+        starts = min(span.end, max(span.begin, before, came))
+        parts += [Part("waiting", span.begin, starts), Part("sending", starts, span.end)]
+        before = span.end
+    return sorted(parts, key=lambda part: part.kind == "sending")  # waiting lies below
 
 
 def lanes(step: Step) -> list[Lane]:
     """Of each rank: what it computes, and its messages. DataParallel: its process and threads."""
-    rows, last = [], arrivals(step)
-    for rank in step["ranks"]:
-        several = len(step["ranks"]) > 1
+    ranks = [[Span(*span) for span in rank["spans"]] for rank in step["ranks"]]
+    rows, last, several = [], arrivals(ranks), len(ranks) > 1
+    for rank, spans in zip(step["ranks"], ranks, strict=True):
         threads: dict[str, list[Part]] = {}
-        for kind, thread, begin, end, _ in rank["spans"]:
-            if kind not in MESSAGES:
-                threads.setdefault(thread, []).append((kind, begin, end))
+        for span in spans:
+            if span.kind not in MESSAGES:
+                part = Part(Kind(span.kind).value, span.begin, span.end)
+                threads.setdefault(span.thread, []).append(part)
         main = threads.pop("main", [])
         inside = [part for parts in threads.values() for part in parts]
         if inside:  # the replicas run forward, and around it the process copies
-            main = [part for part in main if part[0] != "forward"] + copies(main, inside)
-        main = computing(main, rank["spans"])
-        rows.append(Lane(f"rank {rank['rank']}" if several else "process", 20, main))
-        names = sorted(threads, key=lambda name: threads[name][0][1])
+            main = [part for part in main if part.kind != "forward"] + copies(main, inside)
+        name = f"rank {rank['rank']}" if several else "process"
+        rows.append(Lane(name, 20, computing(main, spans)))
+        names = sorted(threads, key=lambda name: threads[name][0].begin)
         rows += [Lane(f"replica {i}", 20, threads[name]) for i, name in enumerate(names)]
         if several:
-            rows.append(Lane("messages", 12, messages(rank, last)))
+            rows.append(Lane("messages", 12, messages(spans, last)))
     return rows
 
 
-def computing(main: Sequence[Part], spans: Sequence[Any]) -> list[Part]:
+def computing(main: Sequence[Part], spans: Sequence[Span]) -> list[Part]:
     """The parts without the time in which a message keeps the rank from computing."""
-    waits = [(begin, end) for kind, thread, begin, end, _ in spans if (kind, thread) == BLOCKING]
-    buckets = [begin for kind, _, begin, _, _ in spans if kind == "bucket"]
+    blocking = [span for span in spans if span.kind == Kind.MESSAGE and span.thread == "main"]
+    waits = [(span.begin, span.end) for span in blocking]
+    buckets = [span.begin for span in spans if span.kind == Kind.BUCKET]
     for kind, begin, end in main:
         if kind == "backward" and (last := [at for at in buckets if begin <= at <= end]):
             waits.append((max(last), end))  # its gradients are the last: backward only waits
@@ -72,10 +83,10 @@ def computing(main: Sequence[Part], spans: Sequence[Any]) -> list[Part]:
         now = begin
         for start, stop in sorted(waits):
             if begin <= start and stop <= end and now <= start:
-                parts.append((kind, now, start))
+                parts.append(Part(kind, now, start))
                 now = stop
-        parts.append((kind, now, end))
-    return [part for part in parts if part[2] > part[1]]
+        parts.append(Part(kind, now, end))
+    return [part for part in parts if part.end > part.begin]
 
 
 def copies(main: Sequence[Part], inside: Sequence[Part]) -> list[Part]:
@@ -84,8 +95,8 @@ def copies(main: Sequence[Part], inside: Sequence[Part]) -> list[Part]:
     for begin, end in [(b, e) for kind, b, e in main if kind == "forward"]:
         threads = [(b, e) for _, b, e in inside if begin <= b and e <= end]
         if threads:
-            parts.append(("sending", begin, min(b for b, _ in threads)))
-            parts.append(("sending", max(e for _, e in threads), end))
+            parts.append(Part("sending", begin, min(b for b, _ in threads)))
+            parts.append(Part("sending", max(e for _, e in threads), end))
     return parts
 
 
@@ -134,26 +145,36 @@ def draw(rows: Sequence[tuple[str, Step]], caption: Sequence[str]) -> str:
 def covered(parts: Sequence[Part]) -> float:
     """How long at least one of them lasts."""
     total, until = 0.0, 0.0
-    for _, begin, end in sorted(parts, key=lambda part: part[1]):
+    for _, begin, end in sorted(parts, key=lambda part: part.begin):
         total += max(0.0, end - max(begin, until))
         until = max(until, end)
     return total
 
 
-class Summary(NamedTuple):
-    name: str
-    times: dict[str, float]  # milliseconds of each kind, and of none of them
-
-
-def summary(step: Step) -> list[Summary]:
-    """Of each rank, replica or process."""
-    table: list[Summary] = []
+def table(step: Step) -> str:
+    """For a terminal: on what each rank, replica or process spends how many milliseconds."""
+    rows: list[list[str]] = []
     parts: list[Part] = []
     for lane in reversed(lanes(step)):  # the messages of a rank stand below it
         parts += lane.parts
         if lane.name == "messages":
             continue
-        times = {kind: sum(e - b for k, b, e in parts if k == kind) for kind in KINDS}
-        table.append(Summary(lane.name, times | {"nothing": step["ms"] - covered(parts)}))
+        times = [
+            sum(each.end - each.begin for each in parts if each.kind == kind) for kind in KINDS
+        ]
+        times.append(step["ms"] - covered(parts))
+        rows.insert(0, [lane.name, *(f"{ms:.1f}" for ms in times)])
         parts = []
-    return table[::-1]
+    lines = [["", *KINDS, "nothing"], *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
+
+
+def picture(results: Results, stages: Sequence[str] = (), which: str = "median") -> str:
+    """Of recorded stages. stages: which of them; without it, all."""
+    shown = stages or [*results["stages"]]
+    rows = [(VARIANTS[stage].label, results["stages"][stage][which]) for stage in shown]
+    step = "the first step" if which == "first" else "the step of median length"
+    about = f"{results['model']}, global batch {results['global_batch']}"
+    caption = [f"{about}: {step} of a recorded run.", origin_line(results["provenance"])]
+    return draw(rows, caption)

@@ -1,0 +1,1 @@
+"""Programs that measure and write results: none of them draws."""

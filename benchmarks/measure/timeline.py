@@ -1,0 +1,108 @@
+"""Run a script or the stages with the recorder, and cut a step out of what it has recorded."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.measure.timeline_recorder import Kind, Recording, Span, Step
+from benchmarks.result_files import Results, provenance
+from benchmarks.variants import VARIANTS, command_of
+from common.chapters import ROOT
+from common.options import UsageError
+from prove.processes import hook_variables
+
+WARM_UP = 5  # steps that are not compared
+RANKS, GLOBAL_BATCH = 2, 120
+
+
+def record(command: Sequence[str], quiet: bool) -> list[Recording]:
+    """What each process of the command recorded, by rank. SystemExit if the command fails."""
+    with TemporaryDirectory() as folder:
+        env = {"OMP_NUM_THREADS": "1", **os.environ, "TIMELINE_FOLDER": folder}
+        env |= hook_variables(os.environ, Path(__file__).parent, "timeline_recorder")
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if quiet else {}
+        try:
+            done = subprocess.run(command, env=env, text=True, check=False, **pipes)
+        except OSError as error:
+            raise UsageError(f"cannot start {command[0]}: {error.strerror}") from None
+        recordings = read_recordings(Path(folder))
+    if done.returncode:
+        print(done.stdout or "", end="", file=sys.stderr)
+        raise SystemExit(done.returncode)
+    if not recordings:
+        raise UsageError("no process took an optimizer step: expected a script that trains")
+    return recordings
+
+
+def read_recordings(folder: Path) -> list[Recording]:
+    recordings: list[Recording] = [json.loads(path.read_text()) for path in folder.iterdir()]
+    for recording in recordings:
+        recording["steps"] = [[Span(*span) for span in step] for step in recording["steps"]]
+    return sorted(recordings, key=lambda recording: recording["rank"])
+
+
+def ends_of_steps(recording: Recording) -> list[float]:
+    """When the optimizer was done with each, after the begin of the first."""
+    spans = [span for step in recording["steps"] for span in step]
+    start = min(span.begin for span in spans if span.kind == Kind.FORWARD)
+    optimizers = [[s for s in step if s.kind == Kind.OPTIMIZER] for step in recording["steps"]]
+    return [start, *(each[-1].end for each in optimizers)]
+
+
+def cut(recordings: Sequence[Recording], number: int) -> Step:
+    """A step of all ranks, in milliseconds since the first of them began it."""
+    ends = [ends_of_steps(recording) for recording in recordings]
+    start = min(each[number] for each in ends)
+
+    def milliseconds(seconds: float) -> float:
+        return round(1000 * (seconds - start), 3)
+
+    step: Step = {"ms": milliseconds(max(each[number + 1] for each in ends)), "ranks": []}
+    for recording in recordings:
+        spans = [
+            span._replace(begin=milliseconds(span.begin), end=milliseconds(span.end))
+            for span in recording["steps"][number]
+            if span.begin >= start
+        ]
+        step["ranks"].append({"rank": recording["rank"], "spans": spans})
+    return step
+
+
+def shown_steps(*runs: Sequence[Recording]) -> Results:
+    """The first step and the median one of all runs, and how far the others are from it."""
+    compared: list[Step] = []
+    for recordings in runs:
+        steps = min(len(recording["steps"]) for recording in recordings)
+        if steps <= WARM_UP:
+            raise UsageError(f"the script took {steps} steps: expected more than {WARM_UP}")
+        compared += [cut(recordings, number) for number in range(WARM_UP, steps)]
+    compared.sort(key=lambda step: step["ms"])
+    times = [step["ms"] for step in compared]
+    quartiles = statistics.quantiles(times, n=4)[::2] if len(times) > 1 else times * 2
+    about = {"steps": len(times), "quartiles_ms": [round(ms, 3) for ms in quartiles]}
+    return about | {"first": cut(runs[0], 0), "median": compared[(len(times) - 1) // 2]}
+
+
+def record_stages(
+    stages: Sequence[str], model: str = "net-bn", steps: int = 65, turns: int = 1
+) -> Results:
+    """The recording of each stage, with the machine and the date. steps: of a stage in a turn."""
+    about = {"model": model, "ranks": RANKS, "global_batch": GLOBAL_BATCH}
+    results: Results = {"provenance": provenance(), **about}
+    runs: dict[str, list[Sequence[Recording]]] = {stage: [] for stage in stages}
+    for stage in [*stages] * turns:  # in turns: what else the machine does hits them all alike
+        print(VARIANTS[stage].label, flush=True)
+        with TemporaryDirectory() as folder:
+            flags = ["--device=cpu", f"--model={model}", f"--batch-size={GLOBAL_BATCH}"]
+            flags += ["--epochs=100", f"--max-steps={steps}"]
+            flags += [f"--run-dir={folder}", f"--data-dir={ROOT / 'data'}"]
+            command = [sys.executable, *command_of(stage, RANKS), *flags]
+            runs[stage].append(record(command, quiet=True))
+    results["stages"] = {stage: shown_steps(*runs[stage]) for stage in stages}
+    return results

@@ -1,0 +1,81 @@
+"""The ways to run the stages, as the tour, the benchmarks and the timeline know them."""
+
+import os
+import sys
+from dataclasses import dataclass
+from enum import Enum
+
+from common.chapters import ROOT
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "RANKS")
+STAGE_01, STAGE_04 = "01_single_gpu/train.py", "04_ddp_torchrun/train.py"
+STAGE_05, SURVIVE = "05_amp_syncbn/train.py", "beyond/survive/train.py"
+STAGES = ("01", "02", "03", "04", "05")  # of VARIANTS, as a reader runs them
+
+
+class Layout(Enum):
+    """Which processes one run has."""
+
+    ONE = "one process"
+    RANKS = "several processes that average their gradients"
+    APART = "as many processes that never talk"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a stage, and what a table or a picture must know of it."""
+
+    label: str  # RANKS stands for their number, here and in the command
+    stage: str
+    command: tuple[str, ...]  # after `python`
+    layout: Layout = Layout.ONE
+    all_cores: bool = False  # otherwise each process has one thread
+    over_shm: bool = False
+    bf16: bool = False
+
+    def title(self, ranks: int) -> str:
+        return self.label.replace("RANKS", str(ranks))
+
+    @property
+    def holds_as(self) -> str:
+        """Where measure/memory.py counts the same tensors: threads and shm change nothing."""
+        return "05-bf16" if self.bf16 else self.stage
+
+    def why_not_on(self, device: str) -> str:
+        """Why this machine cannot run it, or nothing."""
+        if self.over_shm and (device == "cuda" or sys.platform != "linux"):
+            return "shm is for CPUs and Linux"
+        if self.all_cores and device == "cuda":
+            return "the threads of the CPU do not compute"
+        if self.all_cores and os.cpu_count() == 1:
+            return "there is one core"
+        return ""
+
+
+def ranks_variant(label: str, stage: str, *command: str, **options: bool) -> Variant:
+    return Variant(label, stage, command, Layout.RANKS, **options)
+
+
+SHM = (*TORCHRUN, "-m", "shm")
+VARIANTS = {
+    "01": Variant("01 one process", "01", (STAGE_01,)),
+    "01-cores": Variant("01 with all cores", "01", (STAGE_01,), all_cores=True),
+    "ceiling": Variant("ceiling: RANKS processes that never talk", "01", (STAGE_01,), Layout.APART),
+    "02": Variant("02 DataParallel", "02", ("02_data_parallel/train.py", "--replicas", "RANKS")),
+    "03": ranks_variant(
+        "03 by hand", "03", "03_ddp_manual_allreduce/train.py", "--world-size", "RANKS"
+    ),
+    "04": ranks_variant("04 DDP", "04", *TORCHRUN, STAGE_04),
+    "04-shm": ranks_variant("04 over shm", "04", *SHM, STAGE_04, over_shm=True),
+    "05": ranks_variant("05 DDP, SyncBN", "05", *TORCHRUN, STAGE_05),
+    "05-shm": ranks_variant("05 over shm", "05", *SHM, STAGE_05, over_shm=True),
+    "05-local-bn": ranks_variant("05, no SyncBN", "05", *TORCHRUN, STAGE_05, "--no-sync-bn"),
+    "05-bf16": ranks_variant("05 in bf16", "05", *TORCHRUN, STAGE_05, "--amp", "bf16", bf16=True),
+    "survive": ranks_variant("survive", "survive", *TORCHRUN, SURVIVE),
+}
+
+
+def command_of(key: str, ranks: int) -> list[str]:
+    """After `python`; paths begin where the program that asks was started."""
+    parts = [part.replace("RANKS", str(ranks)) for part in VARIANTS[key].command]
+    return [os.path.relpath(ROOT / part) if part.endswith(".py") else part for part in parts]
