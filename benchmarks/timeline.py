@@ -2,7 +2,6 @@
 
     python benchmarks/timeline.py                      # the five stages, on two ranks
     python benchmarks/timeline.py --model resnet18 --stages 03,04 --turns 3 --steps 20
-    python benchmarks/timeline.py --step first         # DDP fills its buckets otherwise then
     python benchmarks/timeline.py torchrun --standalone --nproc-per-node=2 train.py --your-flags
 
 The last one records a script of your own, which need not change: DDP, DataParallel, or collectives
@@ -19,9 +18,9 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "packages/prove/src"))
 
 from benchmarks.draw.timeline import draw, picture, table
-from benchmarks.measure.timeline import WARM_UP, record, record_stages, shown_steps
+from benchmarks.measure.timeline import WARM_UP, median_step, record, record_stages
 from benchmarks.result_files import RESULTS, save_part, write_json
-from benchmarks.variants import STAGES, VARIANTS
+from benchmarks.variants import STAGES, VARIANTS, stages_in
 from common.options import Parser, UsageError, exit_on, int_at_least
 
 FILE = RESULTS / "timeline.json"
@@ -33,38 +32,34 @@ def parse_args() -> Namespace:
     add("command", nargs=REMAINDER, metavar="COMMAND", help="that starts a script of your own")
     add("--model", default="net-bn", choices=("net", "net-bn", "resnet18"), help="of the stages")
     add("--stages", default=",".join(STAGES), help="which to record, as in 03,04")
-    add("--step", default="median", choices=("median", "first"), help="which one to draw")
     add("--store", action="store_true", help=f"also write {FILE.name}, which the pages show")
     add("--steps", default=65, type=int_at_least(WARM_UP + 2), help="of each stage in a turn")
     add("--turns", default=1, type=int_at_least(1), help="how often each stage runs")
     args = parser.parse_args()
-    args.stages = args.stages.split(",")
-    if not set(args.stages) <= set(STAGES):
-        raise UsageError(f"--stages {','.join(args.stages)}: expected some of {','.join(STAGES)}")
+    args.stages = stages_in(args.stages)
     return args
 
 
-def of_command(args: Namespace) -> Path:
-    """Record a script of the reader's own; the picture of its step."""
+def draw_command(args: Namespace) -> Path:
+    """Record and draw a script of the reader's own; the picture's file."""
     recordings = record(args.command, quiet=False)
-    steps = shown_steps(recordings)
+    results = median_step(recordings)
     torch, gpu = recordings[0]["torch"].partition("+")[0], recordings[0]["gpu"] or "CPU"
-    which = "the first one" if args.step == "first" else f"the median of {steps['steps']}"
     name = Path(next((w for w in args.command if w.endswith(".py")), args.command[0])).name
     file = Path("timeline.svg")
-    caption = [f"One step, {which}; {gpu}, torch {torch}."]
-    file.write_text(draw([(name, steps[args.step])], caption))
-    print(table(steps[args.step]))
+    caption = [f"One step, the median of {results['steps']}; {gpu}, torch {torch}."]
+    file.write_text(draw([(name, results["median"])], caption))
+    print(table(results["median"]))
     return file
 
 
-def of_stages(args: Namespace) -> Path:
+def draw_stages(args: Namespace) -> Path:
     results = record_stages(args.stages, args.model, args.steps, args.turns)
     file = Path("runs/timeline/timeline.svg")
     write_json(file.with_suffix(".json"), results)
-    file.write_text(picture(results, which=args.step))
+    file.write_text(picture(results))
     for stage, steps in results["stages"].items():
-        print(f"\n{VARIANTS[stage].label}\n{table(steps[args.step])}")
+        print(f"\n{VARIANTS[stage].label}\n{table(steps['median'])}")
     if args.store:
         save_part(FILE, args.model, results)
     return file
@@ -72,7 +67,7 @@ def of_stages(args: Namespace) -> Path:
 
 def main() -> None:
     args = parse_args()
-    file = of_command(args) if args.command else of_stages(args)
+    file = draw_command(args) if args.command else draw_stages(args)
     print(f"wrote {file}: open it in a browser")
 
 

@@ -15,7 +15,7 @@ import torch
 from benchmarks.draw.tour import learned, report, speeds
 from benchmarks.measure.tour import measure_tour
 from benchmarks.result_files import write_json
-from benchmarks.variants import STAGES
+from benchmarks.variants import STAGES, stages_in
 from common.data import local_batch_size
 from common.options import UsageError, exit_on, int_at_least, make_parser
 
@@ -27,12 +27,9 @@ def parse_args() -> Namespace:
     add("--stages", default=",".join(STAGES), help="which to run, as in 01,04")
     parser.set_defaults(model="net-bn", batch_size=None, epochs=4)
     args = parser.parse_args()
-    stages = args.stages.split(",")
-    if not set(stages) <= set(STAGES):
-        raise UsageError(f"--stages {args.stages}: expected one or more of {','.join(STAGES)}")
     if args.resume:
         raise UsageError("the tour begins anew: give --resume to a stage")
-    args.stages = stages
+    args.stages = stages_in(args.stages)
     args.gpus = 0 if args.device == "cpu" else torch.cuda.device_count()
     args.ranks = getattr(args, "ranks", args.gpus or 2)
     args.batch_size = args.batch_size or max(1, 120 // args.ranks) * args.ranks

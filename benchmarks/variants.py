@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from common.chapters import ROOT
+from common.options import UsageError
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "RANKS")
 STAGE_01, STAGE_04 = "01_single_gpu/train.py", "04_ddp_torchrun/train.py"
@@ -73,6 +74,14 @@ VARIANTS = {
     "05-bf16": ranks_variant("05 in bf16", "05", *TORCHRUN, STAGE_05, "--amp", "bf16", bf16=True),
     "survive": ranks_variant("survive", "survive", *TORCHRUN, SURVIVE),
 }
+
+
+def stages_in(flag: str) -> list[str]:
+    """Which of STAGES the flag --stages names, as in 03,04."""
+    stages = flag.split(",")
+    if not set(stages) <= set(STAGES):
+        raise UsageError(f"--stages {flag}: expected one or more of {','.join(STAGES)}")
+    return stages
 
 
 def command_of(key: str, ranks: int) -> list[str]:
