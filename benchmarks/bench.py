@@ -6,7 +6,7 @@
 
 A complete run writes its file in benchmarks/results/; with --quick or --rounds nothing is written,
 unless --out names a file. Each rank has one thread. Do not use the machine for anything else
-meanwhile. measure_stages.md tells what each section measures.
+meanwhile. bench.md tells what each section measures.
 """
 
 import argparse

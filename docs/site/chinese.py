@@ -31,7 +31,7 @@ IN_ENGLISH = {  # what the Chinese site calls pages that have no Chinese version
     "docs/index": "全部程序和页面（英文）",
     "common/index": "各阶段的共用部分（英文）",
     "benchmarks/tour": "逐行解释全程运行（英文）",
-    "benchmarks/measure_stages": "哪个阶段最快（英文）",
+    "benchmarks/bench": "哪个阶段最快（英文）",
     "notebooks/01_throughput": "吞吐量（英文）",
     "notebooks/02_memory": "内存（英文）",
     "notebooks/03_same_result": "同样的结果（英文）",
