@@ -9,21 +9,23 @@ import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-os.chdir(ROOT)
 os.environ["OMP_NUM_THREADS"] = "1"
-sys.path += [str(ROOT), str(ROOT / "tests"), str(ROOT / "notebooks")]
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.append(str(Path(__file__).resolve().parent))
 
-import matplotlib.pyplot as plt  # noqa: E402
-import torch  # noqa: E402
-from cycler import cycler  # noqa: E402
-from matplotlib_inline.backend_inline import set_matplotlib_formats  # noqa: E402
+import matplotlib.pyplot as plt
+import torch
+from cycler import cycler
+from matplotlib_inline.backend_inline import set_matplotlib_formats
 
-from benchmarks.draw.plots import COLORS  # noqa: E402
-from benchmarks.result_files import RESULTS, Results  # noqa: E402
+from benchmarks.draw.plots import COLORS
+from benchmarks.result_files import RESULTS, Results
+from common.chapters import ROOT
 
 __all__ = ["COLORS", "ROOT", "check", "committed"]
 
+os.chdir(ROOT)
 torch.set_num_threads(1)
 plt.rcParams["axes.prop_cycle"] = cycler(color=COLORS)
 plt.rcParams["axes.spines.top"] = plt.rcParams["axes.spines.right"] = False

@@ -1,4 +1,4 @@
-"""What the pictures share: colors, hatches, bars with intervals, and stacked bars of bytes."""
+"""What the plots of the notebooks share: colors, hatches, bars with intervals and of bytes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

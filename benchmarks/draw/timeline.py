@@ -8,7 +8,9 @@ from benchmarks.measure.timeline_recorder import MESSAGES, Kind, Span, Step
 from benchmarks.result_files import Results, origin_line
 from benchmarks.variants import VARIANTS
 
-KINDS = ("forward", "backward", "optimizer", "waiting", "sending")  # of parts, in this order
+WAITING, SENDING = "waiting", "sending"
+# What a part may be: svg.py has a color for each.
+KINDS = (Kind.FORWARD.value, Kind.BACKWARD.value, Kind.OPTIMIZER.value, WAITING, SENDING)
 LEFT, RIGHT = 84, 10  # of the axis: the names of the ranks, and a margin
 
 
@@ -24,27 +26,27 @@ class Lane(NamedTuple):
     parts: Sequence[Part]
 
 
-def sent(spans: Sequence[Span]) -> list[Span]:
+def messages_of(spans: Sequence[Span]) -> list[Span]:
     return sorted((s for s in spans if s.kind in MESSAGES), key=lambda span: span.begin)
 
 
 def arrivals(ranks: Sequence[Sequence[Span]]) -> list[float]:
     """When the last rank has come to each message; nothing where the ranks send unlike numbers."""
-    begins = [[span.begin for span in sent(spans)] for spans in ranks]
+    begins = [[span.begin for span in messages_of(spans)] for spans in ranks]
     same = len({len(each) for each in begins}) == 1
     return [max(each) for each in zip(*begins, strict=True)] if same else []
 
 
-def messages(spans: Sequence[Span], last: Sequence[float]) -> list[Part]:
+def message_parts(spans: Sequence[Span], last: Sequence[float]) -> list[Part]:
     """Waiting for the last rank, or for the message before, and then sending."""
     parts: list[Part] = []
     before = 0.0
-    for number, span in enumerate(sent(spans)):
-        came = last[number] if last else span.begin
-        starts = min(span.end, max(span.begin, before, came))
-        parts += [Part("waiting", span.begin, starts), Part("sending", starts, span.end)]
+    for number, span in enumerate(messages_of(spans)):
+        last_arrival = last[number] if last else span.begin
+        starts = min(span.end, max(span.begin, before, last_arrival))
+        parts += [Part(WAITING, span.begin, starts), Part(SENDING, starts, span.end)]
         before = span.end
-    return sorted(parts, key=lambda part: part.kind == "sending")  # waiting lies below
+    return sorted(parts, key=lambda part: part.kind == SENDING)  # waiting lies below
 
 
 def lanes(step: Step) -> list[Lane]:
@@ -60,13 +62,13 @@ def lanes(step: Step) -> list[Lane]:
         main = threads.pop("main", [])
         inside = [part for parts in threads.values() for part in parts]
         if inside:  # the replicas run forward, and around it the process copies
-            main = [part for part in main if part.kind != "forward"] + copies(main, inside)
+            main = [part for part in main if part.kind != Kind.FORWARD] + copies(main, inside)
         name = f"rank {rank['rank']}" if several else "process"
         rows.append(Lane(name, 20, computing(main, spans)))
         names = sorted(threads, key=lambda name: threads[name][0].begin)
         rows += [Lane(f"replica {i}", 20, threads[name]) for i, name in enumerate(names)]
         if several:
-            rows.append(Lane("messages", 12, messages(spans, last)))
+            rows.append(Lane("messages", 12, message_parts(spans, last)))
     return rows
 
 
@@ -76,7 +78,7 @@ def computing(main: Sequence[Part], spans: Sequence[Span]) -> list[Part]:
     waits = [(span.begin, span.end) for span in blocking]
     buckets = [span.begin for span in spans if span.kind == Kind.BUCKET]
     for kind, begin, end in main:
-        if kind == "backward" and (last := [at for at in buckets if begin <= at <= end]):
+        if kind == Kind.BACKWARD and (last := [at for at in buckets if begin <= at <= end]):
             waits.append((max(last), end))  # its gradients are the last: backward only waits
     parts: list[Part] = []
     for kind, begin, end in main:
@@ -92,11 +94,11 @@ def computing(main: Sequence[Part], spans: Sequence[Span]) -> list[Part]:
 def copies(main: Sequence[Part], inside: Sequence[Part]) -> list[Part]:
     """What the forward of DataParallel does before and after that of its replicas."""
     parts: list[Part] = []
-    for begin, end in [(b, e) for kind, b, e in main if kind == "forward"]:
+    for begin, end in [(b, e) for kind, b, e in main if kind == Kind.FORWARD]:
         threads = [(b, e) for _, b, e in inside if begin <= b and e <= end]
         if threads:
-            parts.append(Part("sending", begin, min(b for b, _ in threads)))
-            parts.append(Part("sending", max(e for _, e in threads), end))
+            parts.append(Part(SENDING, begin, min(b for b, _ in threads)))
+            parts.append(Part(SENDING, max(e for _, e in threads), end))
     return parts
 
 
@@ -122,8 +124,8 @@ def draw(rows: Sequence[tuple[str, Step]], caption: Sequence[str]) -> str:
         for lane in lanes(step):
             drawing.words(LEFT - 8, y + lane.height / 2 + 5, lane.name, anchor="end")
             for kind, begin, end in lane.parts:
-                if end - begin > 0.002 * longest or kind not in ("waiting", "sending"):
-                    least = 2.5 if kind == "optimizer" else 1.0
+                if end - begin > 0.002 * longest or kind not in (WAITING, SENDING):
+                    least = 2.5 if kind == Kind.OPTIMIZER else 1.0
                     width = max(least, (end - begin) * scale - 0.7)  # a gap between neighbors
                     drawing.box(LEFT + begin * scale, y, width, lane.height, kind)
             y += lane.height + (2 if lane.height == 20 else 8)

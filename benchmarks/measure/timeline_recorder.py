@@ -237,11 +237,11 @@ class SpanRecorder:
             "rank": self.rank,
             "gpu": gpu_name(),
             "torch": torch.__version__,
-            "steps": [self.ended(step) for step in steps],
+            "steps": [self.complete_spans(step) for step in steps],
         }
         (self.folder / f"{os.getpid()}.json").write_text(json.dumps(recording))
 
-    def ended(self, step: list[OpenSpan]) -> list[Span]:
+    def complete_spans(self, step: list[OpenSpan]) -> list[Span]:
         seconds = self.clock.seconds
         return [
             Span(span.kind, span.thread, seconds(span.begin), seconds(span.end), span.size)

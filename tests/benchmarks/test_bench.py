@@ -12,7 +12,7 @@ from benchmarks.draw import tables
 from benchmarks.measure import stage_runs, stages
 from benchmarks.measure.timing import AA, Effort
 from benchmarks.variants import VARIANTS, Layout
-from common.chapters import load_chapter
+from common.chapters import ROOT, load_chapter
 from helpers.local_ranks import run_script
 from helpers.machine import scratch_folder
 from helpers.refusals import assert_one_line, refusal
@@ -209,3 +209,16 @@ def test_with_accumulation_views_save_at_the_peak_only_if_gradients_are_zeroed_i
     apart, to_none, in_place = (ways()[name]["peak_bytes"][0] for name in names)
     assert abs(to_none - apart) < GRADIENT_BYTES / 2  # nothing saved
     assert in_place < apart - GRADIENT_BYTES / 2
+
+
+def imports_between(source: str, target: str) -> list[str]:
+    """The files of one part of benchmarks/ that import from another one."""
+    files = (ROOT / "benchmarks" / source).glob("*.py")
+    return [path.name for path in files if f"benchmarks.{target}" in path.read_text()]
+
+
+def test_what_measures_does_not_draw_and_what_draws_knows_only_the_form_of_a_recording():
+    assert imports_between("measure", "draw") == []
+    assert imports_between("draw", "measure") == ["timeline.py"]
+    text = (ROOT / "benchmarks" / "draw" / "timeline.py").read_text()
+    assert re.findall(r"benchmarks\.measure\S*", text) == ["benchmarks.measure.timeline_recorder"]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from benchmarks.draw import timeline as drawn
+from benchmarks.draw import timeline as drawing
 from benchmarks.measure import timeline, timeline_recorder
 from benchmarks.measure.timeline_recorder import MESSAGES, Kind, Recording, Span, Step
 from common.chapters import load_chapter
@@ -33,12 +33,12 @@ def span(kind: Kind, begin: float, end: float) -> Span:
 
 def test_a_rank_waits_until_the_last_one_has_come_and_then_they_send():
     early, late = span(Kind.MESSAGE, 1.0, 6.0), span(Kind.MESSAGE, 4.0, 6.0)
-    lanes = drawn.lanes(step([early], [late]))
+    lanes = drawing.lanes(step([early], [late]))
     parts = {lane.name: [*lane.parts] for lane in lanes if lane.parts}
     assert [*lanes[1].parts] == [("waiting", 1.0, 4.0), ("sending", 4.0, 6.0)]
     assert [*lanes[3].parts] == [("waiting", 4.0, 4.0), ("sending", 4.0, 6.0)]
     assert parts.keys() == {"messages"}
-    alone = drawn.lanes(step([early], []))  # the control: they send unlike numbers
+    alone = drawing.lanes(step([early], []))  # the control: they send unlike numbers
     assert [*alone[1].parts] == [("waiting", 1.0, 1.0), ("sending", 1.0, 6.0)]
 
 
@@ -51,7 +51,7 @@ def test_while_a_message_keeps_a_rank_from_computing_it_is_not_drawn_as_computin
         span(Kind.BUCKET, 5.0, 6.0),
         span(Kind.BUCKET, 7.0, 9.0),
     ]
-    assert [*drawn.lanes(step(spans, spans))[0].parts] == [
+    assert [*drawing.lanes(step(spans, spans))[0].parts] == [
         ("forward", 0.0, 1.0),
         ("forward", 2.0, 4.0),
         ("backward", 4.0, 7.0),  # after the last bucket, it waits for the mean
@@ -120,7 +120,7 @@ def test_the_messages_of_a_step_are_seen_and_its_parts_follow_each_other(how, me
 def test_the_replicas_of_data_parallel_are_threads_and_around_them_the_process_copies(tmp_path):
     run_on_ranks(1, _train, tmp_path, "threads")
     shown = timeline.median_step(timeline.read_recordings(tmp_path))
-    process, *replicas = drawn.lanes(shown["median"])
+    process, *replicas = drawing.lanes(shown["median"])
     assert [lane.name for lane in replicas] == ["replica 0", "replica 1"]
     assert all([kind for kind, *_ in lane.parts] == ["forward"] for lane in replicas)
     assert [kind for kind, *_ in process.parts] == ["backward", "optimizer", "sending", "sending"]

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks import result_files, tour
-from benchmarks.draw import tour as drawn
+from benchmarks.draw import tour as tour_report
 from benchmarks.measure import stage_runs
-from benchmarks.measure import tour as measured
+from benchmarks.measure import tour as tour_measurement
 from benchmarks.variants import VARIANTS, Layout
 from common.chapters import ROOT
 from helpers.local_ranks import launch_script, run_script
@@ -42,8 +42,8 @@ def run_tour(*flags: str) -> None:
         patch.chdir(ROOT)
         patch.setattr(sys, "argv", ["benchmarks/tour.py", "--device=cpu", *flags])
         patch.setattr(stage_runs, "subprocess", popen)
-        patch.setattr(measured, "count_memory", lambda keys, args: counted)
-        patch.setattr(measured, "time_apart", lambda *call: [0.5, 0.5])
+        patch.setattr(tour_measurement, "count_memory", lambda keys, args: counted)
+        patch.setattr(tour_measurement, "time_apart", lambda *call: [0.5, 0.5])
         tour.main()
 
 
@@ -117,7 +117,7 @@ REASONS = [
 def test_the_reason_fits_what_was_measured(key, loss, model, ranks, expected):
     rows = {"01": {"losses": [2.0, 1.0, 3.0]}, key: {"losses": [2.0, loss, 9.0]}}
     about = {"model": model, "ranks": ranks, "device": "cpu", "epoch_steps": 2}
-    found = drawn.compare(key, {**about, "rows": rows})
+    found = tour_report.compare(key, {**about, "rows": rows})
     assert (found.answer, found.largest) == expected[:2]
     assert expected[2] in found.reason
 
