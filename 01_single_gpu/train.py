@@ -1,6 +1,4 @@
-"""Stage 01: one process trains on one device. All later stages are compared with it.
-Six places will change: 1 the device and 2 the sampler (main), 3 between backward and step
-(train_epoch), 4 the seeds in the loop (main), 5 the totals (evaluate), and 6 who saves (main).
+"""Stage 01: one process trains on one device. With several, the places marked 1 to 6 change.
 
 python 01_single_gpu/train.py
 """
@@ -32,6 +30,7 @@ def train_epoch(
         loss = F.cross_entropy(model(images), labels)  # the mean over the batch
         optimizer.zero_grad()
         loss.backward()
+        # place 1: here, several processes must average their gradients
         optimizer.step()
         losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at each step
         if recorder.step():  # counts and times it; true at --max-steps
@@ -50,13 +49,14 @@ def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> tuple[
         totals[0] += F.cross_entropy(logits, labels, reduction="sum")
         totals[1] += (logits.argmax(dim=1) == labels).sum()
         totals[2] += len(labels)  # the last batch is smaller, so it counts by its own size
+    # place 2: here, several processes must add up their totals
     loss, correct, samples = totals.tolist()
     return loss / samples, correct / samples
 
 
 def main() -> None:
     args = make_parser("01_single_gpu", __doc__).parse_args()
-    device = torch.device("cuda:0" if args.device == "cuda" else "cpu")
+    device = torch.device("cuda:0" if args.device == "cuda" else "cpu")  # place 3: a GPU each
     train_set, test_set = load_dataset(args)
     torch.manual_seed(args.seed)
     model = build_model(args.model, train_set).to(device)
@@ -64,7 +64,7 @@ def main() -> None:
     progress = load_checkpoint(args, model, optimizer)
 
     options = loader_options(args)  # worker processes, pinned memory
-    sampler = RandomSampler(train_set, generator=torch.Generator())
+    sampler = RandomSampler(train_set, generator=torch.Generator())  # place 4: a part each
     loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **options)
     test_loader = DataLoader(test_set, args.batch_size, **options)
     recorder = Recorder(args, progress, optimizer, args.batch_size)
@@ -72,11 +72,11 @@ def main() -> None:
         if progress.step >= args.max_steps:
             break
         sampler.generator.manual_seed(args.seed + epoch)  # the order depends on (seed, epoch)
-        torch.manual_seed(args.seed + epoch)  # and so do the dropout masks
+        torch.manual_seed(args.seed + epoch)  # and so do the dropout masks; place 5: a seed each
         recorder.start_epoch(len(loader))
         losses = train_epoch(model, loader, optimizer, device, recorder)
         recorder.end_epoch(epoch, losses, *evaluate(model, test_loader, device))
-        save_checkpoint(recorder, model, optimizer)
+        save_checkpoint(recorder, model, optimizer)  # place 6: only one may write
     recorder.finish()
 
 

@@ -44,7 +44,7 @@ def train_epoch(
         loss = F.cross_entropy(model(images), labels)  # the mean over the local batch
         optimizer.zero_grad()
         loss.backward()
-        average_gradients(model)
+        average_gradients(model)  # place 1: the gradient of the global batch
         optimizer.step()
         losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at each step
         if recorder.step():  # counts and times it; true at --max-steps
@@ -67,7 +67,7 @@ def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> tuple[
         totals[0] += F.cross_entropy(logits, labels, reduction="sum")
         totals[1] += (logits.argmax(dim=1) == labels).sum()
         totals[2] += len(labels)  # the last batch is smaller, so it counts by its own size
-    dist.all_reduce(totals)  # sums and counts, because the shards may differ by a sample
+    dist.all_reduce(totals)  # place 2: sums and counts, as the shards may differ by a sample
     loss, correct, samples = totals.tolist()
     return loss / samples, correct / samples
 
@@ -77,7 +77,7 @@ def train(rank: int, world_size: int, port: int, local_batch: int, args: Namespa
     """What each process does, from meeting the others to the last epoch."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # spawn ends it so; a launcher may ignore SIGINT
     device = torch.device("cpu")
-    if args.device == "cuda":  # GPU 0 for rank 0, GPU 1 for rank 1, and so on
+    if args.device == "cuda":  # place 3: GPU 0 for rank 0, GPU 1 for rank 1, and so on
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)  # where the ranks meet
@@ -98,14 +98,14 @@ def train(rank: int, world_size: int, port: int, local_batch: int, args: Namespa
     for epoch in range(progress.epoch, args.epochs):
         if progress.step >= args.max_steps:
             break
-        # Stage 01's order, dealt out in turn: together, the ranks train on its very batches.
+        # Place 4: stage 01's order, dealt out in turn. Together, the ranks have its very batches.
         shard = DataPartitioner(train_set, world_size, args.seed + epoch).use(rank)
         loader = DataLoader(shard, local_batch, drop_last=True, **options)
-        torch.manual_seed(args.seed + epoch * world_size + rank)  # each rank its own dropout masks
+        torch.manual_seed(args.seed + epoch * world_size + rank)  # place 5: its own dropout masks
         recorder.start_epoch(len(loader))
         losses = train_epoch(model, loader, optimizer, device, recorder)
         recorder.end_epoch(epoch, losses, *evaluate(model, test_loader, device))
-        if rank == 0:  # one writer; a collective in here would wait for the others forever
+        if rank == 0:  # place 6: one writer; a collective in here would wait forever
             save_checkpoint(recorder, model, optimizer)
     recorder.finish()
     dist.destroy_process_group()

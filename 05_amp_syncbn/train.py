@@ -54,6 +54,7 @@ def train_epoch(
     for images, labels in loader:
         images = images.to(device, non_blocking=True)  # (B, C, H, W)
         labels = labels.to(device, non_blocking=True)  # (B,)
+        # The lesson on mixed precision: a context for forward and loss, a scaler for the update.
         with autocast:  # with --amp, convolutions and matrix products run in 16 bits
             loss = F.cross_entropy(model(images), labels)  # the mean over the local batch
         optimizer.zero_grad()
@@ -81,7 +82,7 @@ def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> tuple[
         totals[0] += F.cross_entropy(logits, labels, reduction="sum")
         totals[1] += (logits.argmax(dim=1) == labels).sum()
         totals[2] += len(labels)  # the last batch is smaller, so it counts by its own size
-    dist.all_reduce(totals)  # sums and counts, because the shards may differ by a sample
+    dist.all_reduce(totals)  # place 2: sums and counts, as the shards may differ by a sample
     loss, correct, samples = totals.tolist()
     return loss / samples, correct / samples
 
@@ -94,7 +95,7 @@ def main() -> None:
     )
     parser.add_argument("--backend", default="nccl", choices=("gloo", "nccl"), help="for GPUs")
     args = parser.parse_args()
-    device = join_process_group(args)
+    device = join_process_group(args)  # place 3: a GPU of its own
     rank, world_size = dist.get_rank(), dist.get_world_size()
     local_batch = local_batch_size(args.batch_size, world_size)
 
@@ -108,13 +109,12 @@ def main() -> None:
         else:
             model = convert_sync_batchnorm(model)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
-    # The lesson on mixed precision: a context for forward and loss, a scaler for the update.
     autocast = torch.autocast(device.type, AMP_DTYPES[args.amp], enabled=args.amp != "off")
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")  # bf16 needs none
     progress = load_checkpoint(args, model, optimizer, scaler=scaler)
 
     ddp = DistributedDataParallel(model)  # rank 0's weights now, mean gradients in each backward
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # so no sample repeats
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # place 4: none twice
     options = loader_options(args)  # worker processes, pinned memory
     loader = DataLoader(train_set, local_batch, sampler=sampler, drop_last=True, **options)
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
@@ -124,16 +124,16 @@ def main() -> None:
         if progress.step >= args.max_steps:
             break
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
-        torch.manual_seed(args.seed + epoch * world_size + rank)  # each rank its own dropout masks
+        torch.manual_seed(args.seed + epoch * world_size + rank)  # place 5: its own dropout masks
         recorder.start_epoch(len(loader))
         losses = train_epoch(ddp, loader, optimizer, device, autocast, scaler, recorder)
         recorder.end_epoch(epoch, losses, *evaluate(model, test_loader, device))  # in fp32
-        if rank == 0:  # one writer; a collective in here would wait for the others forever
+        if rank == 0:  # place 6: one writer; a collective in here would wait forever
             save_checkpoint(recorder, model, optimizer, scaler=scaler)
     recorder.finish()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     with exit_on(UsageError, dist.DistError):  # or the ranks did not meet, or two share a GPU
         main()
-        dist.destroy_process_group()

@@ -36,38 +36,34 @@ def draw_mean() -> str:
         f"{each[1]:g}, are averaged to {average:g}, and both make the same update.",
     )
     middle = WIDTH / 2
-    rule = "model: weight × x; target: 2x; loss: mean squared error"
-    drawing.words(middle, 18, rule, anchor="middle")
-    words = "so at weight 1, a sample has the gradient −2x²; a global batch of four:"
-    drawing.words(middle, 40, words, anchor="middle")
+    drawing.words(188, 28, "a batch of four samples", anchor="end")
     for i, sample in enumerate(samples.tolist()):
-        drawing.button(200 + 52 * i, 50, 44, 30, f"rank {i % 2}", f"{sample:g}")
+        drawing.button(200 + 52 * i, 8, 44, 30, f"rank {i % 2}", f"{sample:g}")
     for rank, part in enumerate(parts):
-        first, second = (gradient(sample) for sample in part)
-        sums = f"({minus(first)} {minus(second, ' ')}) / 2 = {minus(each[rank])}"
-        computed = [
-            f"weight 1, samples {' and '.join(f'{x:g}' for x in part.tolist())}",
-            "forward, backward: gradient",
-            sums,
-        ]
-        new = f"1 − {rate} × ({minus(average)}) = {1 - rate * average:g}"
-        own, shared = 135 + 330 * rank, middle + (60 if rank else -60)
-        drawing.line(shared, 84, own, 110, arrow=True)
-        drawing.card(own, 114, 250, f"rank {rank}", [f"rank {rank}", *computed])
-        drawing.line(own, 210, shared, 236, arrow=True)
-        drawing.line(shared, 276, own, 302, arrow=True)
-        drawing.card(own, 306, 250, f"rank {rank}", [f"optimizer, rate {rate}: weight", new])
-    sums = f"({minus(each[0])} {minus(each[1], ' ')}) / 2 = {minus(average)}"
-    drawing.card(middle, 240, 340, "sending", [f"all-reduce: {sums}"])
+        first, second = part.tolist()
+        lines = [f"rank {rank}", f"forward and backward of {first:g} and {second:g}"]
+        sums = " and ".join(minus(gradient(sample)) for sample in part)
+        own, shared = 142 + 316 * rank, middle + (60 if rank else -60)
+        drawing.line(shared, 42, own, 64, arrow=True)
+        lines.append(f"gradients {sums}, mean {minus(each[rank])}")
+        drawing.card(own, 68, 276, f"rank {rank}", lines)
+        drawing.line(own, 144, shared, 166, arrow=True)
+        drawing.line(shared, 206, own, 228, arrow=True)
+        new = f"optimizer step: weight 1 → {1 - rate * average:g}"
+        drawing.card(own, 232, 276, INK, [new])
+    means = f"the mean of {minus(each[0])} and {minus(each[1])} is {minus(average)}"
+    drawing.card(middle, 170, 400, "sending", [f"all-reduce: {means}"])
     whole = gradient(samples)
-    ending = f"One process with all four: gradient {minus(whole)}, weight {1 - rate * whole:g}."
-    drawing.words(middle, 386, ending, anchor="middle")
-    return drawing.text(396)
+    ending = f"One process with all four: gradient {minus(whole)}, weight 1 → {1 - rate * whole:g}."
+    drawing.words(middle, 292, ending, anchor="middle", bold=True)
+    rule = f"(The model is weight × x, its target 2x, the loss squared error, the rate {rate}.)"
+    drawing.words(middle, 316, rule, anchor="middle")
+    return drawing.text(326)
 
 
-def minus(number: float, after: str = "") -> str:
+def minus(number: float) -> str:
     """With the sign that mathematics has."""
-    return f"−{after}{-number:g}" if number < 0 else f"{number:g}"
+    return f"−{-number:g}" if number < 0 else f"{number:g}"
 
 
 def draw_dataparallel() -> str:

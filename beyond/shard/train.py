@@ -141,7 +141,7 @@ def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> tuple[
         totals[0] += F.cross_entropy(logits, labels, reduction="sum")
         totals[1] += (logits.argmax(dim=1) == labels).sum()
         totals[2] += (labels != IGNORED).sum()
-    dist.all_reduce(totals)  # sums and counts, because the shards may differ by a sample
+    dist.all_reduce(totals)  # place 2: sums and counts, as the shards may differ by a sample
     loss, correct, counted = totals.tolist()
     return loss / counted, correct / counted
 
@@ -163,19 +163,19 @@ def main() -> None:
     progress = load_checkpoint(args, *full_state)
     recorder = Recorder(args, progress, training.optimizer, local_batch, rank, world_size)
 
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # so no sample repeats
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # place 4: none twice
     loader = DataLoader(train_set, local_batch, sampler=sampler, drop_last=True, **options)
     for epoch in range(progress.epoch, args.epochs):
         if progress.step >= args.max_steps:
             break
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
-        torch.manual_seed(args.seed + epoch * world_size + rank)  # each rank its own dropout masks
+        torch.manual_seed(args.seed + epoch * world_size + rank)  # place 5: its own dropout masks
         recorder.start_epoch(len(loader))
         losses = train_epoch(training, loader, args.clip_norm, device, recorder)
         recorder.end_epoch(epoch, losses, *evaluate(training.model, test_loader, device))
         for state in full_state:
             state.collect()  # every rank sends its parts, and rank 0 puts them together
-        if rank == 0:  # one writer; a collective in here would wait for the others forever
+        if rank == 0:  # place 6: one writer; a collective in here would wait forever
             save_checkpoint(recorder, *full_state)
     recorder.finish()
 

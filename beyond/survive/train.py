@@ -139,7 +139,7 @@ def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> tuple[
         totals[0] += F.cross_entropy(logits, labels, reduction="sum")
         totals[1] += (logits.argmax(dim=1) == labels).sum()
         totals[2] += len(labels)  # the last batch is smaller, so it counts by its own size
-    dist.all_reduce(totals)  # sums and counts, because the shards may differ by a sample
+    dist.all_reduce(totals)  # place 2: sums and counts, as the shards may differ by a sample
     loss, correct, samples = totals.tolist()
     return loss / samples, correct / samples
 

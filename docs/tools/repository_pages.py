@@ -15,7 +15,7 @@ the suite runs it and compares. What another CPU may print differently stands be
 Between <!-- table: NAME --> and <!-- end of table --> stands what benchmarks/draw/tables.py makes.
 Above a diff fence stands which part of the stage's lesson.diff it shows: see write_lessons.py; or
 <!-- break it: FILE TEST -->: with this change to the file, the test fails. Above a python fence may
-stand <!-- part of: FILE -->: it is a part of that file, word for word.
+stand <!-- part of: FILE -->: it is a part of that file, word for word; ... leaves lines out.
 """
 
 import os
