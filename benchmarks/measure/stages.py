@@ -19,7 +19,7 @@ from benchmarks.result_files import Results
 from benchmarks.variants import VARIANTS, Layout
 
 GLOBAL_BATCH = 120
-BASELINE, CEILING = "01", "ceiling"
+CEILING = "ceiling"
 KEYS = tuple(key for key in VARIANTS if key != "survive")
 
 
