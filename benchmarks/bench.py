@@ -67,7 +67,7 @@ def store(name: str, results: Results, args: argparse.Namespace) -> None:
     elif file:
         save(RESULTS / f"{file}.json", results)
     else:
-        save_part(machine_file(results["provenance"]["hardware"]), name, results)
+        save_part(machine_file(results["provenance"]), name, results)
 
 
 def parse_args() -> argparse.Namespace:

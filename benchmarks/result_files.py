@@ -31,10 +31,21 @@ def hardware(device: str) -> str:
     return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
 
 
+def git(*words: str) -> str:
+    """What it prints, or nothing where there is no repository."""
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def commit() -> str:
+    """With -dirty, if programs have changed since. Results just stored are no such change."""
+    programs = (".", ":!benchmarks/results")
+    changes = git("status", "--porcelain", "--untracked-files=no", "--", *programs)
+    return (git("describe", "--always") or "unknown") + "-dirty" * bool(changes)
+
+
 def provenance(device: str = "cpu", **settings: Any) -> Results:
     """Where, when and how something was measured. Every file under benchmarks/results/ holds it."""
-    git = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return {
         "hardware": hardware(device),
         "cores": os.cpu_count(),
@@ -42,15 +53,15 @@ def provenance(device: str = "cpu", **settings: Any) -> Results:
         "torch": torch.__version__,
         "torchvision": version("torchvision"),
         "python": platform.python_version(),
-        "commit": commit or "unknown",
+        "commit": commit(),
         "date": date.today().isoformat(),
         **settings,
     }
 
 
-def machine_file(hardware: str) -> Path:
-    """Where `make bench` on such a machine stores its results."""
-    name = re.sub("[^a-z0-9]+", "-", hardware.lower()).strip("-")
+def machine_file(where: Results) -> Path:
+    """Where `make bench` stores what it measured on a machine of this provenance."""
+    name = re.sub("[^a-z0-9]+", "-", where["hardware"].lower()).strip("-")
     return RESULTS / "machines" / f"{name}.json"
 
 
@@ -69,9 +80,8 @@ def save(path: Path, results: Results) -> None:
     """Store results, and say so if their commit does not hold the program that measured them."""
     write_json(path, results)
     print(f"wrote {path}")
-    commit = results["provenance"]["commit"]
-    if commit.endswith("-dirty"):
-        print(f"note: the tree had changes, so the program is not in its commit, {commit}")
+    if results["provenance"]["commit"].endswith("-dirty"):
+        print("note: programs had changes that their commit does not hold: commit, measure again")
 
 
 def save_part(path: Path, part: str, results: Results) -> None:

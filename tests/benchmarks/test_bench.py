@@ -128,12 +128,24 @@ def test_a_part_of_a_file_is_written_and_the_others_stay(tmp_path):
 @pytest.mark.parametrize(("commit", "notes"), [("c8ab422", 0), ("c8ab422-dirty", 1)])
 def test_results_whose_commit_does_not_hold_their_program_say_so(commit, notes, tmp_path, capsys):
     result_files.save(tmp_path / "results.json", {"provenance": {"commit": commit}})
-    assert (
-        capsys.readouterr().out.count(
-            f"\nnote: the tree had changes, so the program is not in its commit, {commit}\n"
-        )
-        == notes
-    )
+    assert capsys.readouterr().out.count("\nnote: programs had changes ") == notes
+
+
+def test_a_changed_program_makes_a_commit_dirty_and_stored_results_do_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(result_files, "ROOT", tmp_path)
+    assert result_files.commit() == "unknown"
+    program, results = tmp_path / "program.py", tmp_path / "benchmarks/results/results.json"
+    for path in (program, results):
+        result_files.write_json(path, {})
+    settings = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    for words in (("init",), ("add", "."), (*settings, "commit", "-m", "first")):
+        result_files.git(*words)
+    clean = result_files.git("rev-parse", "--short", "HEAD")
+    assert clean
+    result_files.write_json(results, {"measured": 1})
+    assert result_files.commit() == clean
+    result_files.write_json(program, {"changed": 1})
+    assert result_files.commit() == f"{clean}-dirty"
 
 
 class Trains:
