@@ -39,7 +39,7 @@ SECTIONS = {
     "stages": Section(measure_stages, tables=("stages",), on_gpu=True),
     "process_memory": Section(measure_process_memory, on_gpu=True),
     "reducers": Section(measure_reducers, "reducers", tables=("reducers",)),
-    "shm": Section(measure_shm, "shm", ("shm", "shm_python", "shm_in_place", "shm_calls")),
+    "shm": Section(measure_shm, "shm", ("shm", "shm_python", "shm_calls")),
     "survive": Section(measure_survive, "survive", tables=("survive",)),
 }
 

@@ -178,7 +178,7 @@ def shared_memory_python(results: Results) -> str:
 
 
 def shared_memory_in_place(results: Results) -> str:
-    rows = [{**row, "size": size_text(row["bytes"])} for row in results["in_place"]]
+    rows = [{**row, "size": size_text(row["bytes"])} for row in results["rows"]]
     columns = {
         "size": "{size}",
         "n": "{n}",
@@ -243,7 +243,7 @@ TABLES = {
     "shard": Table("shard", shard),
     "shm": Table("shm", shared_memory),
     "shm_python": Table("shm", shared_memory_python),
-    "shm_in_place": Table("shm", shared_memory_in_place),
+    "shm_in_place": Table("shm_in_place", shared_memory_in_place),
     "shm_calls": Table("shm", shared_memory_calls),
     "faults": Table("injected_faults", faults),
     "pauses": Table("injected_faults", pauses, "pauses"),

@@ -1,4 +1,4 @@
-"""How near shm is to the limit of memory in each call, and what sums in place would gain."""
+"""How near shm is to the limit of memory in each call."""
 
 import json
 import subprocess
@@ -9,11 +9,9 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.measure.timing import Effort
 from benchmarks.result_files import Results
-from shm import fast
 from shm.speed import SIZES
 
 CALLS = ("broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all", "send")
-IN_PLACE = Path(__file__).with_name("shm_in_place.c")
 
 
 def measure_shm(effort: Effort) -> Results:
@@ -29,7 +27,6 @@ def measure_shm(effort: Effort) -> Results:
         "rows": results["rows"],
         "python": results["python"],
         "calls": results["rows"] + calls,
-        "in_place": [] if effort.quick else sums_in_place(),
     }
 
 
@@ -40,13 +37,3 @@ def speed(ranks: int, calls: Sequence[str], sizes: Sequence[int], seconds: float
         command += ["--calls", *calls, "--sizes", *map(str, sizes), f"--out={out}"]
         subprocess.run(command, check=True)
         return json.loads(out.read_text())
-
-
-def sums_in_place() -> list[Results]:
-    """Nothing without a compiler."""
-    if not fast.library():
-        return []
-    with TemporaryDirectory() as folder:
-        program = f"{folder}/in_place"
-        subprocess.run([*fast.COMPILER, *fast.FLAGS[:2], "-o", program, str(IN_PLACE)], check=True)
-        return json.loads(subprocess.run([program], check=True, capture_output=True).stdout)
