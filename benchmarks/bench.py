@@ -58,12 +58,12 @@ def tables_of(name: str, results: Results) -> list[str]:
 
 
 def store(name: str, results: Results, args: argparse.Namespace) -> None:
-    """Of a complete run, or where --out says so."""
+    """As --help says: a complete run is stored, and any run where --out names a file."""
     file = SECTIONS[name].file
     if args.out:
         save(args.out, results)
     elif args.quick or args.rounds:
-        return
+        print("not stored, because the run was cut short: --out FILE stores it all the same")
     elif file:
         save(RESULTS / f"{file}.json", results)
     else:
