@@ -172,13 +172,11 @@ def table(step: Step) -> str:
     return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
 
 
-def picture(results: Results, stages: Sequence[str] = ()) -> str:
+def picture(results: Results, stages: Sequence[str] = (), which: str = "median") -> str:
     """Of recorded stages. stages: which of them; without it, all."""
     shown = stages or [*results["stages"]]
-    rows = [(VARIANTS[stage].label, results["stages"][stage]["median"]) for stage in shown]
+    rows = [(VARIANTS[stage].label, results["stages"][stage][which]) for stage in shown]
+    step = "the first step" if which == "first" else "the step of median length"
     about = f"{results['model']}, global batch {results['global_batch']}"
-    caption = [
-        f"{about}: the step of median length of a recorded run.",
-        origin_line(results["provenance"]),
-    ]
+    caption = [f"{about}: {step} of a recorded run.", origin_line(results["provenance"])]
     return draw(rows, caption)

@@ -65,8 +65,8 @@ def test_the_step_shown_is_the_median_one_cut_at_its_ends():
         now += seconds
         steps.append([forward, span(Kind.OPTIMIZER, now - 0.1, now)])
     recording: Recording = {"rank": 0, "gpu": "", "torch": "", "steps": steps}
-    shown = timeline.median_step([recording])
-    assert (shown["steps"], shown["median"]["ms"]) == (3, 2000)
+    shown = timeline.shown_steps([recording])
+    assert (shown["steps"], shown["median"]["ms"], shown["first"]["ms"]) == (3, 2000, 9000)
     [rank] = shown["median"]["ranks"]
     assert [(each.begin, each.end) for each in rank["spans"]] == [(0, 1000), (1900, 2000)]
 
@@ -105,7 +105,7 @@ def test_the_messages_of_a_step_are_seen_and_its_parts_follow_each_other(how, me
     run_on_ranks(2, _train, tmp_path, how)
     recordings = timeline.read_recordings(tmp_path)
     assert [each["rank"] for each in recordings] == [0, 1]
-    for rank in timeline.median_step(recordings)["median"]["ranks"]:
+    for rank in timeline.shown_steps(recordings)["median"]["ranks"]:
         sent = [span for span in rank["spans"] if span.kind in MESSAGES]
         assert len(sent) == messages
         [forward], [backward], [optimizer] = (
@@ -119,7 +119,7 @@ def test_the_messages_of_a_step_are_seen_and_its_parts_follow_each_other(how, me
 
 def test_the_replicas_of_data_parallel_are_threads_and_around_them_the_process_copies(tmp_path):
     run_on_ranks(1, _train, tmp_path, "threads")
-    shown = timeline.median_step(timeline.read_recordings(tmp_path))
+    shown = timeline.shown_steps(timeline.read_recordings(tmp_path))
     process, *replicas = drawing.lanes(shown["median"])
     assert [lane.name for lane in replicas] == ["replica 0", "replica 1"]
     assert all([kind for kind, *_ in lane.parts] == ["forward"] for lane in replicas)
