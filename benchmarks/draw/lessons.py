@@ -8,10 +8,12 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset
 
 from benchmarks.draw.svg import INK, WIDTH, Drawing
 from common.chapters import load_chapter
+from common.models import Net
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -298,6 +300,49 @@ def draw_ranges(drawing: Drawing, left: float) -> None:
     drawing.words(place(1.0) - 8, y + 24, text, anchor="middle", bold=True)
 
 
+def formats_in_autocast() -> list[tuple[str, torch.dtype]]:
+    """Each layer of net-bn with the format of its output, and the loss."""
+    layers: list[tuple[str, torch.dtype]] = [("images", torch.float32)]
+    model = Net(channels=1, image_size=28, classes=10, batch_norm=True)
+    for layer in model.children():
+        layer.register_forward_hook(
+            lambda layer, inputs, output: layers.append(
+                (type(layer).__name__.removesuffix("2d"), output.dtype)
+            )
+        )
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = cross_entropy(model(torch.rand(2, 1, 28, 28)), torch.tensor([0, 1]))
+    return [*layers, ("loss", loss.dtype)]
+
+
+def draw_autocast() -> str:
+    """In which format each layer computes under autocast, row by row."""
+    layers = [layer for layer in formats_in_autocast() if layer[0] != "Identity"]
+    halves = sum(dtype is torch.bfloat16 for _, dtype in layers)
+    drawing = Drawing(
+        "Which layers compute in 16 bits",
+        f"Of a forward with {len(layers)} parts, {halves} give numbers in bf16. The images and the "
+        "loss are in fp32, and so are the weights.",
+    )
+    per_row = 5
+    for place, (name, dtype) in enumerate(layers):
+        row, column = divmod(place, per_row)
+        x, y = 4 + 119 * column, 8 + 48 * row
+        if dtype is torch.bfloat16:
+            drawing.button(x, y, 106, 32, "16 bits", name)
+        else:
+            drawing.box(x, y, 106, 32, "none", INK)
+            drawing.words(x + 53, y + 22, name, anchor="middle", bold=True)
+        if place + 1 < len(layers) and column + 1 < per_row:
+            drawing.line(x + 106, y + 16, x + 118, y + 16, arrow=True)
+    bottom = 8 + 48 * -(-len(layers) // per_row)
+    drawing.box(4, bottom, 14, 14, "none", INK)
+    drawing.words(24, bottom + 13, "32 bits, like all weights")
+    drawing.box(240, bottom, 14, 14, "16 bits")
+    drawing.words(260, bottom + 13, "16 bits")
+    return drawing.text(bottom + 24)
+
+
 def draw_levels() -> str:
     """What each of four ranks holds at the levels of shard/: Figure 1 of the ZeRO paper."""
     measure = load_chapter("beyond", "shard/measure_levels")
@@ -337,5 +382,6 @@ PICTURES: dict[str, Callable[[], str]] = {
     "padding": draw_padding,
     "ranks": draw_ranks,
     "formats": draw_formats,
+    "autocast": draw_autocast,
     "levels": draw_levels,
 }

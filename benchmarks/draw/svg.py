@@ -29,6 +29,7 @@ COLORS = {
     "rank 0": "#8c5bc7",
     "rank 1": "#0f868c",
     "nobody": "none",
+    "16 bits": "#59636e",  # how many bits it has
     # the bits of a number
     "sign": "#767b83",
     "exponent": "#b4568b",
