@@ -8,7 +8,7 @@ from torch import nn
 from common.chapters import load_chapter
 from common.ranks import run_ranks
 from result_files import Results
-from shm.__main__ import pin
+from shm.cores import pin
 from timing import AA, Effort, Steps, interleave, summarize
 from training_step import build, ddp_without_buffers, train_copy, with_sync_batchnorm
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from common.chapters import ROOT
-from shm.__main__ import pin
+from shm.cores import pin
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "RANKS")
 STAGE_01, STAGE_04 = "01_single_gpu/train.py", "04_ddp_torchrun/train.py"

@@ -10,7 +10,7 @@ from common.chapters import ROOT
 from helpers.local_ranks import run_on_ranks
 from helpers.train_stage import train_once, train_rank
 from shm import fast
-from shm.__main__ import over_shm
+from shm.replace import over_shm
 from shm.exchange import Exchange
 
 
