@@ -102,12 +102,12 @@ def test_a_project_keeps_its_script_right_with_a_test(tmp_path, monkeypatch):
 
 def test_the_page_shows_what_prove_prints(tmp_path):
     page = (PACKAGE / "README.md").read_text()
-    [command] = re.findall(r"```bash\n(python -m prove .*wrong.py)\n```", page)
+    [command] = re.findall(r"```bash\n(python -m prove .*two_mistakes.py)\n```", page)
     [diff] = re.findall(r"```diff\n(.*?)```", page, re.S)
     wrong, right = re.findall(r"```text\n(.*?)```", page, re.S)[1:3]
-    folder = tmp_path / "packages/prove"
+    folder = tmp_path / "packages/prove/examples"
     folder.mkdir(parents=True)
-    script = (PACKAGE / "wrong.py").read_text()
+    script = (PACKAGE / "examples/two_mistakes.py").read_text()
     without = [line for line in diff.splitlines(True) if line[0] != "+"]
     with_lines = [line for line in diff.splitlines(True) if line[0] != "-"]
     old, new = ("".join(line[1:] for line in lines) for lines in (without, with_lines))
@@ -115,7 +115,7 @@ def test_the_page_shows_what_prove_prints(tmp_path):
     # Numbers that may differ on another machine, and where the page lies as seen from the folder.
     shape = re.compile(r"\d+%|\de-\d+|in \d+ s|(?<=\()\S*(?=/cures\.md#)")
     for source, shown in ((script, wrong), (script.replace(old, new), right)):
-        (folder / "wrong.py").write_text(source)
+        (folder / "two_mistakes.py").write_text(source)
         ended = run(tmp_path, *command.split()[3:])
         for part in shown.split("...\n"):
             text = shape.sub("#", " ".join(part.split()))

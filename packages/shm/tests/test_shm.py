@@ -23,9 +23,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 import shm  # noqa: F401 (the backend)
 from helpers.local_ranks import gather_from_ranks, launch_script, on_ranks, run_on_ranks
 from shm import fast
-from shm.replace import replace_gloo
 from shm.exchange import Exchange
 from shm.group import SharedMemoryGroup
+from shm.replace import replace_gloo
 from shm.segment import Segment
 
 Op = dist.ReduceOp

@@ -31,11 +31,11 @@ class WatchedSchedule:
         self.rates = [rate_of(scheduler)]  # before its first step, and after each
         self.batches: dict[int, set[int]] = {}  # of each pass over a loader, after which it stepped
 
-    def stepped(self, run: RankRun) -> None:
+    def note_step(self, run: RankRun) -> None:
         self.rates.append(rate_of(self.scheduler))
         self.record.steps += 1
         if loader_run := run.current_loader_run:
-            self.batches.setdefault(loader_run.number, set()).add(loader_run.given)
+            self.batches.setdefault(loader_run.number, set()).add(loader_run.batches_given)
 
     def finish(self) -> None:
         record = self.record
@@ -47,7 +47,7 @@ class WatchedSchedule:
             record.highest_rate, record.length = max(curve), length_of(curve, is_its_end)
 
 
-class Schedules:
+class ScheduleWatcher:
     """All schedulers of this rank, in the order of their first steps."""
 
     def __init__(self, run: RankRun) -> None:
@@ -70,7 +70,7 @@ class Schedules:
             return original(scheduler, *args, **kwargs)
         finally:
             self.depth -= 1
-            watched.stepped(run)
+            watched.note_step(run)
 
     def watched_for(self, scheduler: Any, at: str) -> WatchedSchedule:
         for watched in self.watched:
@@ -151,7 +151,7 @@ def length_of(curve: list[float], is_its_end: bool = False) -> int | None:
 
 
 def install(run: RankRun) -> None:
-    schedules = Schedules(run)
+    schedules = ScheduleWatcher(run)
     run.at_end.append(schedules.finish)
 
     def watch_steps(kind: type) -> None:

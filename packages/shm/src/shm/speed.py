@@ -67,7 +67,9 @@ def collective(name: str, size: int, rank: int, ranks: int) -> Callable[[Any], o
     }[name]
 
 
-def microseconds_per_call(call: Callable[[], object], calls: int, meet: Callable[[], object]) -> float:
+def microseconds_per_call(
+    call: Callable[[], object], calls: int, meet: Callable[[], object]
+) -> float:
     """Microseconds of one call, from a moment at which all ranks are ready."""
     meet()
     begin = time.perf_counter()
@@ -76,7 +78,9 @@ def microseconds_per_call(call: Callable[[], object], calls: int, meet: Callable
     return (time.perf_counter() - begin) / calls * 1e6
 
 
-def measure_row(name: str, size: int, group: Any, seconds: float, cores: dict[str, set[int]]) -> Row:
+def measure_row(
+    name: str, size: int, group: Any, seconds: float, cores: dict[str, set[int]]
+) -> Row:
     """One row of the table, on each rank. The ways take turns, until the time is over.
 
     cores: where each way runs. gloo has threads of its own, and is slower on a single core.
