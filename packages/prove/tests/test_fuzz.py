@@ -18,6 +18,8 @@ STYLES = load_chapter("packages", f"{FUZZ}/loaders").STYLES
 
 SEEDS = [1, 9, 47, 58, 82, 105, 116, 130, 136, 137]
 SEEDS += [157, 166, 226, 236, 258, 263, 273, 287, 289, 290]
+NOT_PROVEN = [258]  # without a DataLoader, it changes its parameters by hand
+WITH_FAULT = SEEDS[:4]
 PIECES = "task data workers collate averaging optimizer precision accumulation schedule clipping "
 PIECES += "evaluation saving launcher"
 
@@ -31,21 +33,17 @@ def run_program(program: str, *arguments: object) -> dict:
     return json.loads(file.read_text())
 
 
-@pytest.fixture(scope="module")
-def results() -> dict:
-    return run_program("judge_scripts.py", "--only", *SEEDS)
-
-
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_right_script_is_not_called_wrong(results, seed):
-    assert str(seed) not in results["WRONG"], results["WRONG"]
+def test_a_right_script_is_not_called_wrong(seed):
+    judged = run_program("judge_scripts.py", "--only", seed)
+    assert judged["WRONG"] == {}
+    assert judged["proven seeds"] == [seed] * (seed not in NOT_PROVEN), judged["not proven"]
 
 
-def test_the_same_scripts_with_a_local_divisor_are_called_wrong(results):
-    proven = results["proven seeds"][:4]
-    assert len(proven) == 4, results
-    faulty = run_program("judge_scripts.py", "--fault", "--only", *proven)
-    assert sorted(map(int, faulty["WRONG"])) == proven
+def test_the_same_scripts_with_a_local_divisor_are_called_wrong():
+    faulty = run_program("judge_scripts.py", "--fault", "--only", *WITH_FAULT)
+    assert sorted(map(int, faulty["WRONG"])) == WITH_FAULT
+    assert not {*WITH_FAULT} & {*NOT_PROVEN}
 
 
 def test_the_scripts_are_right_and_no_longer_so_with_a_local_divisor():
@@ -53,7 +51,7 @@ def test_the_scripts_are_right_and_no_longer_so_with_a_local_divisor():
     judged = run_program("one_process.py", "--without-fault", "--only", *SEEDS)
     assert (judged["right"], judged["not right"]) == (len(SEEDS), [])
     assert judged["farthest"] < one_process.LIMIT
-    with_fault = run_program("one_process.py", "--only", *SEEDS[:4])
+    with_fault = run_program("one_process.py", "--only", *WITH_FAULT)
     assert with_fault["nearest with a fault"] > 1e-4
 
 

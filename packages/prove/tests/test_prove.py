@@ -20,13 +20,14 @@ def test_it_finds_the_planted_mistakes_and_calls_nothing_wrong_that_is_right():
         str(PACKAGE / "src" / "prove" / "planted" / "__main__.py"), seconds=20 * SECONDS
     )
     count = r"(\d+) of (\d+) mistakes found, (\d+) .+ WRONG; (\d+) of (\d+) runs that are right"
-    said = re.search(count, output)  # a library may say something after it
-    assert said, output[-2000:]
-    found, mistakes, as_wrong, false, right = map(int, said.groups())
+    counts = re.search(count, output)  # a library may say something after it
+    assert counts, output[-2000:]
+    found, mistakes, as_wrong, false, right = map(int, counts.groups())
     page = r"plants (\d+) .+ finds all of them, (\d+) as WRONG and (\d+) as .+ (\d+) right scripts"
-    told = re.search(page, (PACKAGE / "README.md").read_text())
-    assert told, "the page does not say how many"
-    assert [mistakes, as_wrong, found - as_wrong, right] == [*map(int, told.groups())], output
+    counts_of_page = re.search(page, (PACKAGE / "README.md").read_text())
+    assert counts_of_page, "the page does not say how many"
+    expected = [*map(int, counts_of_page.groups())]
+    assert [mistakes, as_wrong, found - as_wrong, right] == expected, output
     assert (status, found, false) == (0, mistakes, 0), output
 
 

@@ -15,7 +15,7 @@ from prove.run_reasons import RunReason
 from prove.table import ReportRow, not_seen, right, warning, wrong
 from prove.wording import phrase
 
-ALL_BUT_A_FEW = 0.98  # the share of a data set that counts as the whole
+NEARLY_ALL = 0.98  # the share of a data set that counts as the whole
 
 
 def with_samples(records: list[RankRecord]) -> list[RankRecord]:
@@ -175,7 +175,7 @@ def sample_row_by_index(loader_runs: list[LoaderRun]) -> ReportRow:
         return warning(check, RunReason.SAMPLES_LEFT_OUT, **seen)
     if twice <= padding:
         return right(check, RunReason.SAMPLES_SPLIT, counts=[*map(len, drawn)], **seen)
-    if min(map(len, drawn)) >= ALL_BUT_A_FEW * size:
+    if min(map(len, drawn)) >= NEARLY_ALL * size:
         return warning(check, RunReason.ALL_SAMPLES_EACH, world_size=world_size, **seen)
     if first.sampler == "DistributedSampler":
         return wrong(check, RunReason.SAMPLERS_DISAGREE, **seen)

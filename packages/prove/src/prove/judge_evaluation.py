@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from prove.judge_data import ALL_BUT_A_FEW, same_dataset, sample_count, trained_loader_runs
+from prove.judge_data import NEARLY_ALL, same_dataset, sample_count, trained_loader_runs
 from prove.rank_record import EVALUATION_FACTOR, MOST_COLLECTIVES, LoaderRun, Note, RankRecord
 from prove.reasons import Reason
 from prove.run_reasons import RunReason
@@ -72,7 +72,7 @@ def row_of_dataset(records: list[RankRecord], loader_runs: list[LoaderRun]) -> R
     twice = len(drawn) - len({*drawn})
     lost = size - len({*drawn, *drawn_beside(records, loader_runs[0])})
     samples = {"size": size, "at": at, "sampler": loader_runs[0].sampler}
-    if all(len({*loader_run.indices}) >= ALL_BUT_A_FEW * size for loader_run in loader_runs):
+    if all(len({*loader_run.indices}) >= NEARLY_ALL * size for loader_run in loader_runs):
         return warning(CHECK, RunReason.EVALUATED_BY_EACH, **samples)
     if twice and Note.GATHERS_FOR_METRICS not in records[0].notes:
         return warning(CHECK, RunReason.EVALUATED_TWICE, twice=twice, **samples)

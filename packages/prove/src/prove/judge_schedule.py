@@ -11,7 +11,7 @@ from prove.table import ReportRow, right, warning
 from prove.wording import phrase
 
 CHECK = "schedule"
-ALIKE = 0.05  # lengths that are rounded, or have a few steps of warm-up more
+LENGTH_TOLERANCE = 0.05  # lengths that are rounded, or have a few steps of warm-up more
 
 
 class Schedule(NamedTuple):
@@ -66,7 +66,7 @@ def row_of_length(of_ranks: Schedule, of_one: Schedule, world_size: int) -> Repo
     epochs = of_one.batches_per_epoch / of_ranks.batches_per_epoch
     lengths = of_one.batches / of_ranks.batches
     is_warm_up = of_ranks.batches <= of_ranks.batches_per_epoch
-    if is_warm_up or abs(epochs - 1) < ALIKE:
+    if is_warm_up or abs(epochs - 1) < LENGTH_TOLERANCE:
         return None
     facts = {
         "batches": round(of_ranks.batches), "batches_of_one": round(of_one.batches),
@@ -74,13 +74,15 @@ def row_of_length(of_ranks: Schedule, of_one: Schedule, world_size: int) -> Repo
         "epochs": of_ranks.epochs, "epochs_of_one": of_one.epochs,
         "world_size": world_size, "at": of_ranks.record.at,
     }  # fmt: skip
-    if abs(lengths / epochs - 1) < ALIKE:
+    if abs(lengths / epochs - 1) < LENGTH_TOLERANCE:
         rates = of_ranks.record.highest_rate, of_one.record.highest_rate
         if any_differs([rates[0]], [rates[1]], 1e-3):
             rates_as_facts = {"of_ranks": rates[0], "of_one": rates[1]}
             return warning(CHECK, ReplayReason.HIGHEST_RATE_DIFFERS, **rates_as_facts, **facts)
         return right(CHECK, ReplayReason.SCHEDULE_FOLLOWS_LOADER, **facts)
-    if abs(lengths - 1) < ALIKE and not (is_whole(of_ranks.epochs) > is_whole(of_one.epochs)):
+    if abs(lengths - 1) < LENGTH_TOLERANCE and not (
+        is_whole(of_ranks.epochs) > is_whole(of_one.epochs)
+    ):
         return warning(CHECK, ReplayReason.SCHEDULE_IGNORES_LOADER, **facts)
     return None
 

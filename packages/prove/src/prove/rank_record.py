@@ -54,7 +54,7 @@ class Note(Enum):
     MODEL_IS_DIVIDED = auto()
 
 
-MOST_COLLECTIVES = 1000  # more are not written down
+MOST_COLLECTIVES = 4000  # more are not written down
 EVALUATION_FACTOR = 4  # an evaluation gets so many times the batches of a training epoch
 
 Projection = tuple[float, float]  # the product of a tensor with a fixed vector, and its norm

@@ -124,7 +124,7 @@ class RankRun:
             self.record.rank, self.record.world_size = dist.get_rank(), dist.get_world_size()
             self.joined = True
             multiprocessing.util.Finalize(None, self.write, (Ended.AT_ITS_END,), exitpriority=100)
-            threading.Thread(target=self.write_again_and_again, daemon=True).start()
+            threading.Thread(target=self.write_until_end, daemon=True).start()
 
     def note_event(self) -> None:
         self.record.progress.events += 1
@@ -155,7 +155,7 @@ class RankRun:
         record.ended = ended
         record.write(record_file(self.settings.folder, self.settings.name, record.rank))
 
-    def write_again_and_again(self) -> None:
+    def write_until_end(self) -> None:
         """Write the record again and again: a rank that is killed leaves nothing else."""
         while not self.written:
             self.record.progress.beats += 1

@@ -20,7 +20,7 @@ MOST_AHEAD = 50_000  # steps
 MOST_SECONDS = 0.5  # for them
 MOST_CALLS = 1000
 REPEATED = ("CosineAnnealingWarmRestarts", "CyclicLR")  # these never end
-STILL = 1e-12  # of the highest rate: smaller changes are none
+NO_CHANGE = 1e-12  # of the highest rate: smaller changes are none
 
 
 class WatchedSchedule:
@@ -137,7 +137,7 @@ def rates_ahead(scheduler: Any) -> tuple[list[float], bool]:
 def length_of(curve: list[float], is_its_end: bool = False) -> int | None:
     """After how many steps the rate has come down, or has come up to stay. None: it never ends."""
     highest = max(curve)
-    still = STILL * highest
+    still = NO_CHANGE * highest
     top = next(n for n, rate in enumerate(curve) if rate > highest * (1 - 1e-6))
     rise = next((n for n in range(top + 1, len(curve)) if curve[n] > curve[n - 1] + still), None)
     fall = curve[top:rise]
