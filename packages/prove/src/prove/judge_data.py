@@ -170,16 +170,16 @@ def sample_row_by_index(loader_runs: list[LoaderRun]) -> ReportRow:
     if repeats or "Weighted" in first.sampler:
         return right(check, RunReason.WITH_REPLACEMENT, sampler=first.sampler)
     padding = world_size * (1 + max(first.sizes))
-    seen = {"together": together, "size": size, "twice": twice, "lost": lost, **loader}
+    facts = {"together": together, "size": size, "twice": twice, "lost": lost, **loader}
     if twice <= padding and lost > 2 * padding:
-        return warning(check, RunReason.SAMPLES_LEFT_OUT, **seen)
+        return warning(check, RunReason.SAMPLES_LEFT_OUT, **facts)
     if twice <= padding:
-        return right(check, RunReason.SAMPLES_SPLIT, counts=[*map(len, drawn)], **seen)
+        return right(check, RunReason.SAMPLES_SPLIT, counts=[*map(len, drawn)], **facts)
     if min(map(len, drawn)) >= NEARLY_ALL * size:
-        return warning(check, RunReason.ALL_SAMPLES_EACH, world_size=world_size, **seen)
+        return warning(check, RunReason.ALL_SAMPLES_EACH, world_size=world_size, **facts)
     if first.sampler == "DistributedSampler":
-        return wrong(check, RunReason.SAMPLERS_DISAGREE, **seen)
-    return warning(check, RunReason.SAMPLES_OVERLAP, **seen)
+        return wrong(check, RunReason.SAMPLERS_DISAGREE, **facts)
+    return warning(check, RunReason.SAMPLES_OVERLAP, **facts)
 
 
 def sample_rows_by_content(epochs: list[list[LoaderRun]], are_split: bool) -> list[ReportRow]:
@@ -189,12 +189,12 @@ def sample_rows_by_content(epochs: list[list[LoaderRun]], are_split: bool) -> li
     kind = phrase(Phrase.STREAM if first.is_stream else Phrase.OTHER_DATA_SET)
     if not first.is_stream and same_dataset(loader_runs):
         kind = phrase(Phrase.TOO_LONG, sampler=first.sampler)
-    seen, different = len(first.checksums), len({*first.checksums})  # samples may come again
-    loader = {"at": first.at, "sampler": first.sampler, "kind": kind, "seen": seen}
+    samples, different = len(first.checksums), len({*first.checksums})  # samples may come again
+    loader = {"at": first.at, "sampler": first.sampler, "kind": kind, "seen": samples}
     all_alike = same_on_all_ranks(loader_runs, "checksums") and not are_split
-    if different >= 5 and seen >= 20 and all_alike:
+    if different >= 5 and samples >= 20 and all_alike:
         return [wrong(check, RunReason.SAME_CONTENTS, **loader)]
-    if not seen or different < seen / 2:
+    if not samples or different < samples / 2:
         return [not_seen(check, RunReason.CONTENTS_UNKNOWN, **loader)]
     share = max(
         share_in_common(of_ranks[0].checksums, other.checksums)

@@ -38,15 +38,15 @@ class Freezer(pickle.Pickler):
         super().__init__(stream, protocol=5)
         self.fast = without_memo
         self.tensors: list[Tensor] = []
-        self.seen: dict[int, int] = {}
+        self.numbers: dict[int, int] = {}
 
     def persistent_id(self, value: Any) -> int | None:
         if type(value) is not Tensor:
             return None
-        if id(value) not in self.seen or self.fast:
-            self.seen[id(value)] = len(self.tensors)
+        if id(value) not in self.numbers or self.fast:
+            self.numbers[id(value)] = len(self.tensors)
             self.tensors.append(value)
-        return self.seen[id(value)]
+        return self.numbers[id(value)]
 
 
 class Thawer(pickle.Unpickler):

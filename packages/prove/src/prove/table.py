@@ -115,6 +115,6 @@ def format_table(rows: list[ReportRow]) -> str:
 
 def unseen_checks(rows: list[ReportRow], checks: list[str]) -> list[str]:
     """Those of the comparisons that are the proof which could not be made."""
-    seen = {row.check for row in rows if row.verdict != NOT_SEEN}
-    seen -= {row.check for row in rows if row.verdict == NOT_SEEN}
-    return [check for check in checks if check not in seen]
+    compared = {row.check for row in rows if row.verdict != NOT_SEEN}
+    compared -= {row.check for row in rows if row.verdict == NOT_SEEN}
+    return [check for check in checks if check not in compared]
