@@ -29,6 +29,7 @@ import signal
 import sys
 import time
 import traceback
+from argparse import Namespace
 from pathlib import Path
 
 from prove import NotJudgedError, processes
@@ -56,6 +57,24 @@ def write_json(file: Path | None, rows: list[ReportRow], unseen: list[str], erro
         file.write_text(json.dumps(result, indent=1, default=str))
 
 
+def run_proof(
+    args: Namespace, spare: processes.SpareProcess | None
+) -> tuple[list[ReportRow], int, str]:
+    """The rows of the table; or an exit status, and why there are none."""
+    try:
+        from prove.prover import prove  # it imports torch, which the spare process does meanwhile
+
+        return prove(args, print_to_stderr, spare), PROVEN, ""
+    except NotJudgedError as error:
+        return [], NOT_JUDGED, str(error)
+    except NotObservedError as error:
+        return [], OWN_ERROR, f"the script runs by itself, but not while prove watches it: {error}"
+    except Exception as error:  # a mistake of prove's is no verdict
+        if "PROVE_TRACEBACK" in os.environ:
+            traceback.print_exc()
+        return [], OWN_ERROR, f"prove itself failed: {type(error).__name__}: {error}"[:300]
+
+
 def main() -> int:
     args, began = parse_args(), time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all is put back
@@ -63,28 +82,14 @@ def main() -> int:
     hashes_differ = is_forked and "PYTHONHASHSEED" not in os.environ
     spare = processes.SpareProcess() if hashes_differ else None
     try:
-        from prove.prover import prove  # it imports torch, which the spare process does meanwhile
-
-        rows = prove(args, print_to_stderr, spare)
-    except NotJudgedError as error:
-        write_json(args.json, [], [], str(error))
-        print_to_stderr(f"error: {error}")
-        return NOT_JUDGED
-    except NotObservedError as error:
-        write_json(args.json, [], [], str(error))
-        print_to_stderr(
-            f"error: the script runs by itself, but not while prove watches it: {error}"
-        )
-        return OWN_ERROR
-    except Exception as error:  # a mistake of prove's is no verdict
-        if "PROVE_TRACEBACK" in os.environ:
-            traceback.print_exc()
-        write_json(args.json, [], [], f"{type(error).__name__}: {error}")
-        print_to_stderr(f"error: prove itself failed: {type(error).__name__}: {error}"[:300])
-        return OWN_ERROR
+        rows, status, error = run_proof(args, spare)
     finally:
         if spare:
             spare.end()
+    if error:
+        write_json(args.json, [], [], error)
+        print_to_stderr(f"error: {error}")
+        return status
     proof = [Check.ONE_RANK, Check.ORIGINAL] if args.original else [Check.ONE_RANK]
     unseen = unseen_checks(rows, proof)
     write_json(args.json, rows, unseen, "")

@@ -90,19 +90,24 @@ def hook_variables(environment: Mapping[str, str], folder: Path, module: str) ->
     return {"PYTHONPATH": path, "AFTER_TORCH": f"{folder}:{module}"}
 
 
+def begin_as(command: list[str], environment: dict[str, str], log: Path) -> None:
+    """Make of this forked process one that has just started for the script."""
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    out = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv, sys.path[0] = command, os.path.dirname(os.path.abspath(command[0]))
+
+
 def become_rank(command: list[str], environment: dict[str, str], log: Path) -> None:
     """What a forked rank does: it becomes the script."""
     status = 1
     try:
-        os.setsid()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        out = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-        os.environ.clear()
-        os.environ.update(environment)
-        sys.argv, sys.path[0] = command, os.path.dirname(os.path.abspath(command[0]))
+        begin_as(command, environment, log)
         import torch
 
         from prove import observe
