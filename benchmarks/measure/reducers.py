@@ -15,7 +15,7 @@ from benchmarks.measure.training_step import (
 from benchmarks.result_files import Results
 from common.chapters import load_chapter
 from common.ranks import run_ranks
-from shm.__main__ import pin
+from shm.cores import pin
 
 RANKS = 2
 REDUCERS = load_chapter("03", "reducers/reducers").REDUCERS

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.variants import command_of
 from common.chapters import ROOT
-from shm.__main__ import pin
+from shm.cores import pin
 
 MANY = 10**6  # epochs: more than anybody waits for
 

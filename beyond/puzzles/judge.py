@@ -25,7 +25,16 @@ from common.options import Parser, UsageError, exit_on, int_at_least
 from prove import NotJudgedError, processes
 from prove.options import parse_args
 from prove.prover import prove
-from prove.table import NOT_SEEN, RIGHT, WARNING, WRONG, Check, NotObservedError, ReportRow, table
+from prove.table import (
+    NOT_SEEN,
+    RIGHT,
+    WARNING,
+    WRONG,
+    Check,
+    NotObservedError,
+    ReportRow,
+    format_table,
+)
 from traces import (
     PUZZLES,
     Puzzle,
@@ -189,7 +198,7 @@ def main() -> int:
     read(copy)
     if args.hint:
         rows = prove_rows(copy)
-        print(table(rows))
+        print(format_table(rows))
         if not any(row.verdict in (WRONG, WARNING) for row in rows):
             print("prove has no objection: it sees the first steps of two epochs, nothing later")
     elif args.show:

@@ -38,6 +38,8 @@ PRELOADED = [  # by the fork server
     "common.models",
     "ipykernel.kernelapp",
     "matplotlib.pyplot",
+    "prove.observe",
+    "prove.prover",
     "pycocotools.cocoeval",
     "pytest",
     "tabulate",

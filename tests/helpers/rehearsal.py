@@ -76,9 +76,9 @@ class NoteGpus(TorchFunctionMode):
 
 def pretend_gpus(gpus: int, log: RankLog) -> None:
     """From now on, this process sees that many GPUs."""
-    from prove import cpu
+    import prove.pretend_gpus
 
-    cpu.install(gpus)
+    prove.pretend_gpus.install(gpus)
     join = dist.init_process_group
 
     def init_process_group(backend: Any = None, *args: Any, device_id: Any = None, **more: Any):

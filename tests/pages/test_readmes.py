@@ -80,7 +80,7 @@ def test_the_output_shown_is_the_output(fence, copy):
 
 
 DIFFS = [fence for fence in fences("diff") if not BREAK.fullmatch(fence.note)]
-NO_LESSON = ("minimal pair", "of wrong.py: test_prove.py makes this change", "an answer")
+NO_LESSON = ("minimal pair", "of two_mistakes.py: test_prove.py makes this change", "an answer")
 LESSONS = [fence for fence in DIFFS if fence.note not in NO_LESSON]
 
 

@@ -10,8 +10,8 @@ from common.chapters import ROOT
 from helpers.local_ranks import run_on_ranks
 from helpers.train_stage import train_once, train_rank
 from shm import fast
-from shm.__main__ import over_shm
 from shm.exchange import Exchange
+from shm.replace import over_shm
 
 
 def train_over_it(rank, key, flags, with_sums):

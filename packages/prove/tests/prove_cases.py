@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from prove.planted.__main__ import changed
+from prove.planted.__main__ import apply_changes
 
 PACKAGE = Path(__file__).parents[1]
 
 
 def planted(*changes: tuple[str, str]) -> str:
     """The plain script, with other lines."""
-    return changed("plain", changes)
+    return apply_changes("plain", changes)
 
 
 def training_of(model: str, classes: str = "") -> str:

@@ -20,13 +20,14 @@ def test_it_finds_the_planted_mistakes_and_calls_nothing_wrong_that_is_right():
         str(PACKAGE / "src" / "prove" / "planted" / "__main__.py"), seconds=20 * SECONDS
     )
     count = r"(\d+) of (\d+) mistakes found, (\d+) .+ WRONG; (\d+) of (\d+) runs that are right"
-    said = re.search(count, output)  # a library may say something after it
-    assert said, output[-2000:]
-    found, mistakes, as_wrong, false, right = map(int, said.groups())
+    counts = re.search(count, output)  # a library may say something after it
+    assert counts, output[-2000:]
+    found, mistakes, as_wrong, false, right = map(int, counts.groups())
     page = r"plants (\d+) .+ finds all of them, (\d+) as WRONG and (\d+) as .+ (\d+) right scripts"
-    told = re.search(page, (PACKAGE / "README.md").read_text())
-    assert told, "the page does not say how many"
-    assert [mistakes, as_wrong, found - as_wrong, right] == [*map(int, told.groups())], output
+    counts_of_page = re.search(page, (PACKAGE / "README.md").read_text())
+    assert counts_of_page, "the page does not say how many"
+    expected = [*map(int, counts_of_page.groups())]
+    assert [mistakes, as_wrong, found - as_wrong, right] == expected, output
     assert (status, found, false) == (0, mistakes, 0), output
 
 
@@ -102,12 +103,12 @@ def test_a_project_keeps_its_script_right_with_a_test(tmp_path, monkeypatch):
 
 def test_the_page_shows_what_prove_prints(tmp_path):
     page = (PACKAGE / "README.md").read_text()
-    [command] = re.findall(r"```bash\n(python -m prove .*wrong.py)\n```", page)
+    [command] = re.findall(r"```bash\n(python -m prove .*two_mistakes.py)\n```", page)
     [diff] = re.findall(r"```diff\n(.*?)```", page, re.S)
     wrong, right = re.findall(r"```text\n(.*?)```", page, re.S)[1:3]
-    folder = tmp_path / "packages/prove"
+    folder = tmp_path / "packages/prove/examples"
     folder.mkdir(parents=True)
-    script = (PACKAGE / "wrong.py").read_text()
+    script = (PACKAGE / "examples/two_mistakes.py").read_text()
     without = [line for line in diff.splitlines(True) if line[0] != "+"]
     with_lines = [line for line in diff.splitlines(True) if line[0] != "-"]
     old, new = ("".join(line[1:] for line in lines) for lines in (without, with_lines))
@@ -115,7 +116,7 @@ def test_the_page_shows_what_prove_prints(tmp_path):
     # Numbers that may differ on another machine, and where the page lies as seen from the folder.
     shape = re.compile(r"\d+%|\de-\d+|in \d+ s|(?<=\()\S*(?=/cures\.md#)")
     for source, shown in ((script, wrong), (script.replace(old, new), right)):
-        (folder / "wrong.py").write_text(source)
+        (folder / "two_mistakes.py").write_text(source)
         ended = run(tmp_path, *command.split()[3:])
         for part in shown.split("...\n"):
             text = shape.sub("#", " ".join(part.split()))

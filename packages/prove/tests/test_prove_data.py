@@ -126,6 +126,27 @@ def test_an_evaluation_that_prove_itself_cuts_is_not_said_to_stop_early(prove_sc
         assert verdict(ended, "evaluation") == expected, ended.stdout + ended.stderr
 
 
+SYNC_BATCHNORM = (  # and as many samples on each rank, or the layers of one would wait
+    ("CLASSES = 96, 33", "CLASSES = 96, 32"),
+    ("nn.ReLU(), nn.Dropout(0.1)", "nn.BatchNorm1d(16), nn.ReLU()"),
+    ("DDP(build_model())", "DDP(nn.SyncBatchNorm.convert_sync_batchnorm(build_model()))"),
+)
+
+
+def test_messages_of_a_batchnorm_layer_are_no_sum_of_results(prove_script):
+    """A model that is not switched to eval mode sends them. The controls: a real sum, beside these
+    messages, and eval mode, without any."""
+    in_training, unsummed = ("    model.eval()\n", ""), ("    dist.all_reduce(totals)\n", "")
+    for changes, expected in (
+        ([in_training, unsummed], "warning"),
+        ([in_training], "right"),
+        ([unsummed], "warning"),
+    ):
+        ended = prove_script(planted(*SYNC_BATCHNORM, *changes), "--cpu")
+        assert verdict(ended, "evaluation") == expected, ended.stdout + ended.stderr
+        assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
+
+
 def test_data_sets_that_belong_to_one_rank_each_are_not_taken_for_one_that_few_evaluate(
     prove_script,
 ):

@@ -11,7 +11,9 @@ from check_pages import anchors
 from helpers.local_ranks import SECONDS, process_context
 from helpers.prove_runs import TORCHRUN, run, verdict
 from prove import judge_effects, processes, table, wording
-from prove.reasons import Phrase, Reason
+from prove.reasons import Phrase
+from prove.replay_reasons import ReplayReason
+from prove.run_reasons import RunReason
 from prove_cases import PACKAGE, planted, training_of
 
 TWO_DATA_SETS = (
@@ -100,19 +102,19 @@ def test_a_rank_that_cannot_be_watched_says_why(tmp_path):
 
 
 def test_every_cure_links_to_a_heading_that_exists():
-    links = {reason.link for reason in Reason} - {""}
+    links = {reason.link for reason in table.REASONS.values()} - {""}
     assert len(links) >= 8
     assert links - anchors(table.PAGE) == set()
 
 
 def test_a_row_that_was_written_as_json_says_the_same_again():
     differing = [
-        wording.part(
+        wording.phrase(
             Phrase.PRINTED, name="loss", of_ranks="0.25", of_one="0.5", world_size=n, at="?"
         )
         for n in range(2, 7)
     ]
-    row = table.warning("printed numbers", Reason.NUMBERS_DIFFER, numbers=differing)
+    row = table.warning("printed numbers", ReplayReason.NUMBERS_DIFFER, numbers=differing)
     row = replace(row, also=({"numbers": differing[:1]},))
     again = table.ReportRow.from_json(json.loads(json.dumps(row.as_json())))
     assert (again.evidence, again.cure, again.link) == (row.evidence, row.cure, row.link)
@@ -136,9 +138,9 @@ def test_a_reason_writes_its_facts_as_numbers_with_nouns_lists_and_shares():
 
 def test_a_link_leads_to_the_page_from_the_folder_of_the_user(tmp_path, monkeypatch):
     facts = {"at": "train.py:1", "sampler": "RandomSampler"}
-    rows = [table.wrong("order of an epoch", Reason.EPOCH_NOT_SET, **facts)]
+    rows = [table.wrong("order of an epoch", RunReason.EPOCH_NOT_SET, **facts)]
     monkeypatch.chdir(tmp_path)
-    [path] = re.findall(r"\((\S+)#every-epoch-has-the-same-order\)", table.table(rows))
+    [path] = re.findall(r"\((\S+)#every-epoch-has-the-same-order\)", table.format_table(rows))
     assert Path(path).samefile(PACKAGE / "src" / "prove" / "cures.md")
 
 

@@ -7,6 +7,7 @@ from helpers.prove_runs import verdict
 from prove import judge_schedule, watch_schedule
 from prove.rank_record import ScheduleRecord
 from prove.reasons import Reason
+from prove.replay_reasons import ReplayReason
 from prove_cases import planted, training_of
 
 
@@ -192,8 +193,8 @@ def test_a_schedule_is_compared_with_the_batches_of_its_rank():
         row = judge_schedule.row_of_length(of_ranks, of_one, 2)
         return row and (row.verdict, row.reason)
 
-    assert row(160, 160) == ("warning", Reason.SCHEDULE_IGNORES_LOADER)
-    assert row(80, 160) == ("right", Reason.SCHEDULE_FOLLOWS_LOADER)
-    assert row(80, 160, 0.2) == ("warning", Reason.HIGHEST_RATE_DIFFERS)
+    assert row(160, 160) == ("warning", ReplayReason.SCHEDULE_IGNORES_LOADER)
+    assert row(80, 160) == ("right", ReplayReason.SCHEDULE_FOLLOWS_LOADER)
+    assert row(80, 160, 0.2) == ("warning", ReplayReason.HIGHEST_RATE_DIFFERS)
     assert row(10, 10) is None, "a warm-up says nothing"
     assert row(48, 48) is None, "three epochs on two ranks, and one and a half on one"

@@ -45,10 +45,10 @@ def test_a_pair_has_a_public_report_and_differs_by_few_lines(pair):
 
 def test_a_cure_is_put_in_at_one_place_only():
     diff = "--- a\n+++ b\n@@ -1,2 +1,2 @@\n one\n-two\n+three\n"
-    assert count_seen.cured("zero\none\ntwo\n", diff) == "zero\none\nthree\n"
+    assert count_seen.apply_diff("zero\none\ntwo\n", diff) == "zero\none\nthree\n"
     for source in ("one\n", "one\ntwo\none\ntwo\n"):
         with pytest.raises(ValueError, match="expected once"):
-            count_seen.cured(source, diff)
+            count_seen.apply_diff(source, diff)
 
 
 @pytest.mark.parametrize("name", REPRESENTATIVES)
@@ -56,7 +56,7 @@ def test_prove_says_it_again(name, tmp_path):
     (pair,) = count_seen.pairs([name])
     counted = count_seen.load("now")["pairs"][name]
     for file, kind in (("train.py", "fault"), ("right.py", "cure")):
-        command = count_seen.command_of(pair.put(file, tmp_path))
+        command = count_seen.command_of(pair.write_to(file, tmp_path))
         run(tmp_path, "--json=table.json", *command)
         rows = json.loads((tmp_path / "table.json").read_text())["rows"]
         wrong = {row["check"] for row in rows if row["verdict"] == "WRONG"}

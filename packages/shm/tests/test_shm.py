@@ -23,9 +23,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 import shm  # noqa: F401 (the backend)
 from helpers.local_ranks import gather_from_ranks, launch_script, on_ranks, run_on_ranks
 from shm import fast
-from shm.__main__ import replace_gloo
 from shm.exchange import Exchange
 from shm.group import SharedMemoryGroup
+from shm.replace import replace_gloo
 from shm.segment import Segment
 
 Op = dist.ReduceOp
@@ -169,7 +169,7 @@ def use_the_rest(rank, ranks):
 
     segment = dist.group.WORLD.segment
     for _ in range(2):  # to ask whether a rank lives does not end it, be it another or itself
-        assert all(segment.lives(each) for each in range(ranks))
+        assert all(segment.is_alive(each) for each in range(ranks))
         dist.barrier()
 
     group, one = dist.new_group([0, 1]), torch.ones(1)

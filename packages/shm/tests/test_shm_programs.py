@@ -282,7 +282,7 @@ LEFT_OUT = {
         [two_groups_in_another_order],
     ),
     "the thread that goes on with started calls": (
-        (shm.work.pending, "attend", lambda: None),
+        (shm.work.pending, "wake_thread", lambda: None),
         [complete_without_a_wait],
     ),
 }

@@ -60,7 +60,7 @@ def preload() -> None:
     preload()
 
 
-class Judged(NamedTuple):
+class Judgment(NamedTuple):
     seed: int
     pieces: dict[str, str]
     rows: list[Row]
@@ -88,7 +88,7 @@ class Judged(NamedTuple):
         return re.sub(r"(?<![\w/])[\d.]+(e[+-]?\d+)?%?", "#", text)[:200]
 
 
-def judge(seed: int, fault: bool = False) -> Judged:
+def judge(seed: int, fault: bool = False) -> Judgment:
     """In a folder of its own, as if the command had been typed there."""
     script, began, home = generate(seed, fault=fault), time.monotonic(), os.getcwd()
     with tempfile.TemporaryDirectory(prefix="right-") as folder:
@@ -100,14 +100,14 @@ def judge(seed: int, fault: bool = False) -> Judged:
             rows, error = [], f"prove fails: {type(failure).__name__} {failure}"
         finally:
             os.chdir(home)
-    return Judged(seed, script.pieces, rows, error, round(time.monotonic() - began, 1))
+    return Judgment(seed, script.pieces, rows, error, round(time.monotonic() - began, 1))
 
 
-def judge_with_fault(seed: int) -> Judged:
+def judge_with_fault(seed: int) -> Judgment:
     return judge(seed, fault=True)
 
 
-def judge_all(seeds: Iterable[int], jobs: int, fault: bool = False) -> Iterator[Judged]:
+def judge_all(seeds: Iterable[int], jobs: int, fault: bool = False) -> Iterator[Judgment]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     preload()
     with ProcessPoolExecutor(jobs, mp_context=get_context("fork")) as pool:
@@ -123,7 +123,7 @@ def by_text(pairs: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
     return dict(sorted(seeds.items(), key=lambda item: -len(item[1])))
 
 
-def results_of(answers: list[Judged]) -> dict:
+def results_of(answers: list[Judgment]) -> dict:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True
     )

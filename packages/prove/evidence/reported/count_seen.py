@@ -72,15 +72,17 @@ class Pair:
         """Of train.py, which has the mistake, or of right.py, which cure.diff makes of it."""
         folder = HERE / "pairs" / self.name
         source = (folder / "train.py").read_text()
-        return cured(source, (folder / "cure.diff").read_text()) if file == "right.py" else source
+        return (
+            apply_diff(source, (folder / "cure.diff").read_text()) if file == "right.py" else source
+        )
 
-    def put(self, file: str, folder: Path) -> Path:
+    def write_to(self, file: str, folder: Path) -> Path:
         script = folder / file
         script.write_text(self.source(file))
         return script
 
 
-def cured(source: str, diff: str) -> str:
+def apply_diff(source: str, diff: str) -> str:
     """What `patch` would make of it. Raises ValueError: a part is not, once, in the source."""
     parts = re.split(r"^@@ .* @@.*\n", diff, flags=re.M)[1:]
     for part in parts:
@@ -132,10 +134,10 @@ def run(command: list[str], folder: Path) -> tuple[int | None, str]:
             return None, output
 
 
-def proven(pair: Pair, file: str) -> dict:
+def judge(pair: Pair, file: str) -> dict:
     """The rows of prove's table by verdict, with what it says of the WRONG ones."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as of_table:
-        script, table = pair.put(file, Path(folder)), Path(of_table, "table.json")
+        script, table = pair.write_to(file, Path(folder)), Path(of_table, "table.json")
         prove = [sys.executable, "-m", "prove", "--json", str(table)]
         status, output = run([*prove, *command_of(script)], script.parent)
         written = json.loads(table.read_text()) if table.exists() else {"rows": [], "error": None}
@@ -152,9 +154,9 @@ def proven(pair: Pair, file: str) -> dict:
     return answer
 
 
-def proven_pair(pair: Pair) -> dict:
-    answers = {"fault": proven(pair, "train.py"), "cure": proven(pair, "right.py")}
-    print(f"{pair.name}: {of_fault(answers)}; {of_cure(answers)}", flush=True)
+def judge_pair(pair: Pair) -> dict:
+    answers = {"fault": judge(pair, "train.py"), "cure": judge(pair, "right.py")}
+    print(f"{pair.name}: {cell_of_fault(answers)}; {cell_of_cure(answers)}", flush=True)
     return answers
 
 
@@ -162,7 +164,7 @@ def count(names: list[str]) -> None:
     """Those that are not named keep what was counted last."""
     chosen = pairs(names)
     with ThreadPoolExecutor(JOBS) as pool:
-        answers = list(pool.map(proven_pair, chosen))
+        answers = list(pool.map(judge_pair, chosen))
     kept = load("now")["pairs"] if names else {}
     commit = subprocess.check_output(
         ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, text=True
@@ -177,22 +179,22 @@ def count(names: list[str]) -> None:
     (RESULTS / "now.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
 
 
-def warned(answers: dict) -> list[str]:
+def new_warnings(answers: dict) -> list[str]:
     """Warnings that the cured script has not."""
     known = answers["cure"]["rows"].get("warning", [])
     return [check for check in answers["fault"]["rows"].get("warning", []) if check not in known]
 
 
-def seen(answers: dict) -> bool:
-    return bool(answers["fault"]["rows"].get("WRONG") or warned(answers))
+def is_seen(answers: dict) -> bool:
+    return bool(answers["fault"]["rows"].get("WRONG") or new_warnings(answers))
 
 
-def false_alarm(answers: dict) -> bool:
+def is_false_alarm(answers: dict) -> bool:
     return bool(answers["cure"]["rows"].get("WRONG"))
 
 
 def is_proven(answers: dict) -> bool:
-    return not false_alarm(answers) and "one rank" in answers["cure"]["rows"].get("right", [])
+    return not is_false_alarm(answers) and "one rank" in answers["cure"]["rows"].get("right", [])
 
 
 def without_table(answers: dict) -> int:
@@ -212,18 +214,18 @@ def debug_alarm(answers: dict) -> str:
     return f"prints “{news[0].partition('Warning: ')[2][:80] or news[0][:80]}”" if news else ""
 
 
-def of_fault(answers: dict) -> str:
+def cell_of_fault(answers: dict) -> str:
     if not answers["fault"]["rows"]:
         return "no table"
     wrong = answers["fault"]["rows"].get("WRONG", [])
     return (
         f"**WRONG** {', '.join(wrong)}"
         if wrong
-        else ", ".join(f"warning {w}" for w in warned(answers)) or "missed"
+        else ", ".join(f"warning {w}" for w in new_warnings(answers)) or "missed"
     )
 
 
-def of_cure(answers: dict) -> str:
+def cell_of_cure(answers: dict) -> str:
     if not answers["cure"]["rows"]:
         return "no table"
     wrong = answers["cure"]["rows"].get("WRONG", [])
@@ -245,8 +247,8 @@ def counts_table(counts: dict[str, dict]) -> list[str]:
     titles = [f"{name} ({of['date']}, `{of['commit']}`)" for name, of in counts.items()]
     lines = [f"| prove | {' | '.join(titles)} |", "|---" * (1 + len(titles)) + "|"]
     for label, count_of, runs in (
-        ("mistakes seen", seen, 1),
-        ("cured scripts called WRONG", false_alarm, 1),
+        ("mistakes seen", is_seen, 1),
+        ("cured scripts called WRONG", is_false_alarm, 1),
         ("cured scripts proven on one rank", is_proven, 1),
         ("runs that ended without a table", without_table, 2),
     ):
@@ -267,7 +269,7 @@ def page() -> str:
     rows = []
     for pair in sorted(pairs(), key=lambda pair: pair.kind):
         answers = [counted["pairs"][pair.name] for counted in counts.values()]
-        cells = [f"{of_fault(answer)}; {of_cure(answer)}" for answer in answers]
+        cells = [f"{cell_of_fault(answer)}; {cell_of_cure(answer)}" for answer in answers]
         detail = debug_alarm(debugged["pairs"][pair.name]) or "nothing"
         folder = f"pairs/{pair.name}"
         scripts = f"[{pair.name}]({folder}/train.py), [cure]({folder}/cure.diff)"

@@ -5,19 +5,22 @@
 `prover.Prover` holds the whole proof. Read on in this order:
 
     options.py           what can be asked for
-    prover.py            the runs of a proof, and which of them are needed
+    prover.py, runs.py, examination.py    the proof, its runs, and more runs where one rank differs
     processes.py         starts the ranks, and notices whether they hang
     observe.py, rank_run.py, rank_record.py    what a rank does beside the script, and writes down
+    float64.py           how it comes to compute in float64
     watch_data.py, watch_schedule.py    loaders; learning rates
-    watch_model.py, model_tensors.py    forward and backward passes, steps, weights
+    watch_model.py, watch_loss.py, watch_steps.py, model_tensors.py    forward, backward, steps
     watch_effects.py     files, printed lines, and messages between the ranks
-    watch_operations.py, draws.py, generators.py    changed parameters, and random numbers
-    samples.py, replay.py    how one rank gets the samples and the draws of all
+    watch_operations.py, watch_random.py    changed parameters, and random numbers
+    draws.py, samples.py, replay.py    how one rank gets the draws and the samples of all
     judge_effects.py, judge_data.py, judge_evaluation.py, judge_model.py    what the records say
-    judge_replay.py      the proof: what all ranks computed against what one rank computed
-    judge_schedule.py, judge_numbers.py    learning rates and printed numbers, of all and of one
-    reasons.py, wording.py, table.py    the words of each verdict, and the rows that are printed
-    cpu.py, sync_batchnorm.py, hooks/    scripts written for GPUs; commands other than torchrun
+    finished_replay.py, compare_steps.py    what all ranks computed against what one rank computed
+    judge_replay.py, judge_schedule.py, judge_numbers.py    what else a replay says
+    reasons.py, run_reasons.py, replay_reasons.py, wording.py    the words of each verdict
+    table.py             the rows that are printed
+    pretend_gpus.py, sync_batchnorm.py    scripts written for GPUs
+    hooks/               commands other than torchrun
 """
 
 import json
@@ -26,6 +29,7 @@ import signal
 import sys
 import time
 import traceback
+from argparse import Namespace
 from pathlib import Path
 
 from prove import NotJudgedError, processes
@@ -35,7 +39,7 @@ from prove.table import (
     Check,
     NotObservedError,
     ReportRow,
-    table,
+    format_table,
     unseen_checks,
 )
 
@@ -43,7 +47,7 @@ PROOF_OF = {Check.ONE_RANK: "what is averaged", Check.ORIGINAL: "the conversion"
 PROVEN, IS_WRONG, NOT_JUDGED, OWN_ERROR, NOTHING_PROVEN = range(5)  # exit statuses
 
 
-def say(text: str) -> None:
+def print_to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -53,6 +57,24 @@ def write_json(file: Path | None, rows: list[ReportRow], unseen: list[str], erro
         file.write_text(json.dumps(result, indent=1, default=str))
 
 
+def run_proof(
+    args: Namespace, spare: processes.SpareProcess | None
+) -> tuple[list[ReportRow], int, str]:
+    """The rows of the table; or an exit status, and why there are none."""
+    try:
+        from prove.prover import prove  # it imports torch, which the spare process does meanwhile
+
+        return prove(args, print_to_stderr, spare), PROVEN, ""
+    except NotJudgedError as error:
+        return [], NOT_JUDGED, str(error)
+    except NotObservedError as error:
+        return [], OWN_ERROR, f"the script runs by itself, but not while prove watches it: {error}"
+    except Exception as error:  # a mistake of prove's is no verdict
+        if "PROVE_TRACEBACK" in os.environ:
+            traceback.print_exc()
+        return [], OWN_ERROR, f"prove itself failed: {type(error).__name__}: {error}"[:300]
+
+
 def main() -> int:
     args, began = parse_args(), time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all is put back
@@ -60,30 +82,18 @@ def main() -> int:
     hashes_differ = is_forked and "PYTHONHASHSEED" not in os.environ
     spare = processes.SpareProcess() if hashes_differ else None
     try:
-        from prove.prover import prove  # it imports torch, which the spare process does meanwhile
-
-        rows = prove(args, say, spare)
-    except NotJudgedError as error:
-        write_json(args.json, [], [], str(error))
-        say(f"error: {error}")
-        return NOT_JUDGED
-    except NotObservedError as error:
-        write_json(args.json, [], [], str(error))
-        say(f"error: the script runs by itself, but not while prove watches it: {error}")
-        return OWN_ERROR
-    except Exception as error:  # a mistake of prove's is no verdict
-        if "PROVE_TRACEBACK" in os.environ:
-            traceback.print_exc()
-        write_json(args.json, [], [], f"{type(error).__name__}: {error}")
-        say(f"error: prove itself failed: {type(error).__name__}: {error}"[:300])
-        return OWN_ERROR
+        rows, status, error = run_proof(args, spare)
     finally:
         if spare:
             spare.end()
+    if error:
+        write_json(args.json, [], [], error)
+        print_to_stderr(f"error: {error}")
+        return status
     proof = [Check.ONE_RANK, Check.ORIGINAL] if args.original else [Check.ONE_RANK]
     unseen = unseen_checks(rows, proof)
     write_json(args.json, rows, unseen, "")
-    print(table(rows))
+    print(format_table(rows))
     wrong = sum(row.verdict == WRONG for row in rows)
     ending = ""
     if unseen:

@@ -3,13 +3,12 @@
 A draw has a key: the batch, its place in the script, the name of the function, and how often this
 was called there before. In a replay, the same call of one rank is answered with what the ranks have
 drawn: sample by sample where the request has a row for each, and as it is where all ranks have
-drawn the same. watch_operations.py sees torch's draws; numpy's and random's are wrapped here.
+drawn the same. watch_operations.py sees torch's draws, and watch_random.py numpy's and random's.
 """
 
 import os
-import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,8 +17,8 @@ from torch import Tensor
 
 from prove import generators
 from prove.rank_record import Mode, ReplayVariant
-from prove.rank_run import RankRun, where, wrap
-from prove.samples import CannotMergeError, are_equal, interleaved, order_of_rows
+from prove.rank_run import RankRun, where
+from prove.samples import CannotMergeError, are_equal, interleave, order_of_rows
 
 MOST_BYTES = 2_000_000_000  # of one rank's draws
 DRAWS_WITHOUT_TAG = {"random_", "random", "binomial", "_sample_dirichlet", "feature_dropout"}
@@ -30,11 +29,6 @@ DRAWS_OF_PLACES = (
     "randperm", "randint", "random", "numpy.permutation", "numpy.randint", "numpy.integers",
     "numpy.choice",
 )  # fmt: skip
-NUMPY_DRAWS = [
-    "random", "random_sample", "rand", "randn", "uniform", "normal", "standard_normal", "beta",
-    "gamma", "integers", "randint", "choice", "permutation", "binomial", "exponential", "poisson",
-    "dirichlet", "laplace",
-]  # fmt: skip
 
 
 class DrawKey(NamedTuple):
@@ -98,7 +92,7 @@ class Draws:
         self.loops: set[tuple[str, str]] = set()
         self.states: list[int] = []  # of the generators, after the last draw that was seen
 
-    def find(self, kind: str, at: str) -> None:
+    def note_finding(self, kind: str, at: str) -> None:
         places = self.run.record.draws.setdefault(kind, [])
         if at not in places:
             places.append(at)
@@ -115,7 +109,7 @@ class Draws:
         self.active = self.of_model = False
         for name, at in self.loops:
             if self.calls[name, at] != sum(self.sizes):
-                self.find(Finding.NOT_MATCHED, at)
+                self.note_finding(Finding.NOT_MATCHED, at)
         self.loops.clear()
 
     def begin_forward(self, batch: tuple[int, int], sizes: list[int], sources: list[dict]) -> None:
@@ -148,22 +142,22 @@ class Draws:
             self.active = active
 
     def note_states(self) -> None:
-        self.states = generators.digests()
+        self.states = generators.state_digests()
 
     def check_states(self) -> list[int]:
         """Has anything drawn since the last draw that we saw?"""
-        states = generators.digests()
+        states = generators.state_digests()
         if self.active and self.states and states != self.states:
-            self.find(Finding.ESCAPED, f"before {where()}")
+            self.note_finding(Finding.ESCAPED, f"before {where()}")
         return states
 
-    def key(self, name: str) -> DrawKey:
+    def next_key(self, name: str) -> DrawKey:
         """The script for one GPU (--original) has other lines, so there only the order counts."""
         at = "" if self.run.settings.mode == Mode.ORIGINAL else where()
         self.calls[name, at] += 1
         return DrawKey(self.batch, at, name, self.calls[name, at] - 1)
 
-    def of_operation(self, function: Any, args: tuple, kwargs: dict) -> Any:
+    def record_or_replay_operation(self, function: Any, args: tuple, kwargs: dict) -> Any:
         """An operation of torch that may draw: it does so, and a replay overwrites the result."""
         before = self.check_states()
         result = function(*args, **kwargs)
@@ -172,38 +166,38 @@ class Draws:
             return result  # attention without dropout has the tag, too, and draws nothing
         name = function.overloadpacket.__name__.rstrip("_")
         if any(part in name for part in KERNELS_THAT_DRAW):
-            self.find(Finding.OPAQUE, f"{name} at {where()}")
+            self.note_finding(Finding.OPAQUE, f"{name} at {where()}")
             return result
         is_fused = name == "native_dropout"  # its first result also depends on its input
         drawn = result[1] if is_fused else result
         if not isinstance(drawn, Tensor):
-            self.find(Finding.OPAQUE, f"{name} at {where()}")
+            self.note_finding(Finding.OPAQUE, f"{name} at {where()}")
             return result
         arguments = [argument for argument in (*args, *kwargs.values()) if is_number(argument)]
-        answer = self.answer(self.key(name), drawn.detach().clone(), arguments)
-        if answer is not None:
-            drawn.copy_(answer)
+        replacement = self.replacement(self.next_key(name), drawn.detach().clone(), arguments)
+        if replacement is not None:
+            drawn.copy_(replacement)
             if is_fused:
                 result[0].copy_(args[0] * drawn / (1 - args[1]))
         return result
 
-    def of_value(self, name: str, args: tuple, value: Any) -> Any:
+    def record_or_replay_value(self, name: str, args: tuple, value: Any) -> Any:
         """A number or an array that numpy or random has drawn."""
         arguments = [argument for argument in args if is_number(argument)]
         try:
             drawn = torch.as_tensor(value)
         except (TypeError, ValueError, RuntimeError):
             drawn = value
-        answer = self.answer(self.key(name), drawn, arguments)
-        if answer is None:
+        replacement = self.replacement(self.next_key(name), drawn, arguments)
+        if replacement is None:
             return value
-        if not isinstance(answer, Tensor):
-            return answer
+        if not isinstance(replacement, Tensor):
+            return replacement
         if hasattr(value, "astype") and hasattr(value, "shape"):
-            return answer.numpy().astype(value.dtype).reshape(answer.shape)[()]
-        return type(value)(answer.item())
+            return replacement.numpy().astype(value.dtype).reshape(replacement.shape)[()]
+        return type(value)(replacement.item())
 
-    def keep(self, key: DrawKey, draw: Draw) -> None:
+    def record_draw(self, key: DrawKey, draw: Draw) -> None:
         value = draw.value
         if isinstance(value, Tensor):
             is_mask = value.is_floating_point() and bool(((value == 0) | (value == 1)).all())
@@ -211,51 +205,55 @@ class Draws:
             self.bytes_recorded += value.nbytes
         if self.bytes_recorded > MOST_BYTES:
             self.recorded.clear()
-            self.find(Finding.TOO_MANY, key.at)
+            self.note_finding(Finding.TOO_MANY, key.at)
         else:
             self.recorded[key] = Draw(value, draw.arguments)
 
-    def answer(self, key: DrawKey, drawn: Any, arguments: list) -> Any:
+    def replacement(self, key: DrawKey, drawn: Any, arguments: list) -> Any:
         """What this call shall return; None: what it has drawn."""
         forced = self.forced.get(key)
         if isinstance(forced, OneDraw) and isinstance(drawn, Tensor):
             if forced.row.shape == drawn.select(forced.dim, 0).shape:
                 return forced.row.unsqueeze(forced.dim).expand_as(drawn).to(drawn.dtype)
-            self.find(Finding.NOT_MATCHED, key.at)
+            self.note_finding(Finding.NOT_MATCHED, key.at)
             return None
         if isinstance(forced, Draw):
             return forced.value
         if not self.run.replaying:
-            self.keep(key, Draw(drawn, arguments))
+            self.record_draw(key, Draw(drawn, arguments))
             return None
-        if one_of_a_loop := self.of_a_loop(key, drawn):
-            return one_of_a_loop[0]
-        draws = [source.get(key) for source in self.sources]
-        if not draws or any(draw is None for draw in draws):
-            self.find(Finding.NOT_MATCHED, key.at)
+        if from_loop := self.draw_of_loop(key, drawn):
+            return from_loop[0]
+        draws = [draw for source in self.sources if (draw := source.get(key)) is not None]
+        if not draws or len(draws) < len(self.sources):
+            self.note_finding(Finding.NOT_MATCHED, key.at)
             return None
-        return self.of_ranks(key, drawn, arguments, [draw for draw in draws if draw is not None])
+        return self.replacement_from_ranks(key, drawn, arguments, draws)
 
-    def of_ranks(self, key: DrawKey, drawn: Any, arguments: list, draws: list[Draw]) -> Any:
-        values = [draw.value for draw in draws]
-        is_tensor = isinstance(drawn, Tensor)
-        same_shape = all(getattr(v, "shape", None) == getattr(drawn, "shape", None) for v in values)
-        if (not is_tensor or same_shape) and any(draw.arguments != arguments for draw in draws):
-            self.find(Finding.NOT_MATCHED, key.at)  # a place in the batch, perhaps
+    def replacement_from_ranks(
+        self, key: DrawKey, drawn: Any, arguments: list, draws: list[Draw]
+    ) -> Any:
+        shapes = [getattr(draw.value, "shape", None) for draw in draws]
+        if not isinstance(drawn, Tensor) or all(shape == drawn.shape for shape in shapes):
+            return self.draw_of_batch(key, arguments, draws)
+        dim = self.dim_of_samples(drawn, [draw.value for draw in draws])
+        if dim is None:
+            self.note_finding(Finding.NOT_MATCHED, key.at)
             return None
-        if not is_tensor or same_shape:
-            alike = all(
-                are_equal(value, values[0]) if is_tensor else repr(value) == repr(values[0])
-                for value in values
-            )
-            self.find(Finding.COMMON if alike else Finding.COIN, key.at)
-            if not alike:
-                self.coins[key] = draws[0]
-            return values[0]
-        if (dim := self.dim_of_samples(drawn, values)) is not None:
-            return self.by_sample(key, dim, drawn, draws, arguments)
-        self.find(Finding.NOT_MATCHED, key.at)
-        return None
+        return self.interleaved_draws(key, dim, drawn, draws, arguments)
+
+    def draw_of_batch(self, key: DrawKey, arguments: list, draws: list[Draw]) -> Any:
+        """What each rank has drawn once for its whole batch: that of rank 0."""
+        if any(draw.arguments != arguments for draw in draws):
+            self.note_finding(Finding.NOT_MATCHED, key.at)  # a place in the batch, perhaps
+            return None
+        values = [draw.value for draw in draws]
+        are_tensors = all(isinstance(value, Tensor) for value in values)
+        alike = all_equal(values) if are_tensors else len({*map(repr, values)}) == 1
+        self.note_finding(Finding.COMMON if alike else Finding.COIN, key.at)
+        if not alike:
+            self.coins[key] = draws[0]
+        return values[0]
 
     def dim_of_samples(self, drawn: Tensor, values: list[Tensor]) -> int | None:
         """The dimension in which the request of one rank is as long as those of all ranks."""
@@ -267,7 +265,7 @@ class Draws:
                 return dim
         return None
 
-    def by_sample(
+    def interleaved_draws(
         self, key: DrawKey, dim: int, drawn: Tensor, draws: list[Draw], arguments: list
     ) -> Tensor | None:
         """Interleaved, as the samples are."""
@@ -276,7 +274,7 @@ class Draws:
             if draw.arguments != arguments:  # is it because they name the size of the batch?
                 names = with_size_named(draw.arguments, size)
                 if names != with_size_named(arguments, sum(self.sizes)):
-                    self.find(Finding.NOT_MATCHED, key.at)
+                    self.note_finding(Finding.NOT_MATCHED, key.at)
                     return None
                 of_places = key.name in DRAWS_OF_PLACES
         if of_places:
@@ -284,19 +282,19 @@ class Draws:
         elif dim_alike([value.shape for value in values], dim):
             self.rows[key] = OneDraw(dim, values[0].select(dim, 0))
             if len(values) > 1 and values[0].numel() > 1 and all_equal(values):
-                self.find(Finding.SAME_NOISE, key.at)
+                self.note_finding(Finding.SAME_NOISE, key.at)
         rows = values[0].shape[dim] // self.sizes[0]
         if rows > 1:
-            self.find(Finding.SEVERAL, key.at)
+            self.note_finding(Finding.SEVERAL, key.at)
         in_blocks = rows > 1 and self.run.settings.variant == ReplayVariant.BLOCKS
         try:
-            parts = padded(values, drawn, dim)
-            answer = interleaved(parts, self.sizes, dim, rows if in_blocks else 1)
+            parts = pad_like(values, drawn, dim)
+            replacement = interleave(parts, self.sizes, dim, rows if in_blocks else 1)
         except CannotMergeError:
-            self.find(Finding.NOT_MATCHED, key.at)
+            self.note_finding(Finding.NOT_MATCHED, key.at)
             return None
-        self.find(Finding.BY_SAMPLE, key.at)
-        return answer
+        self.note_finding(Finding.BY_SAMPLE, key.at)
+        return replacement
 
     def finish(self) -> None:
         self.run.tensors |= {"draws": self.recorded, "coins": self.coins, "rows": self.rows}
@@ -309,7 +307,7 @@ class Draws:
             for rank, value in enumerate(values)
         ]
 
-    def of_a_loop(self, key: DrawKey, drawn: Any) -> tuple | None:
+    def draw_of_loop(self, key: DrawKey, drawn: Any) -> tuple | None:
         """Each rank has called it as often as it has samples: once for each."""
         calls = [
             [draw.value for other, draw in source.items() if other[:3] == key[:3]]
@@ -342,7 +340,7 @@ def with_size_named(arguments: list, size: int) -> list:
     return ["the size" if argument == size else argument for argument in arguments]
 
 
-def padded(values: list[Tensor], drawn: Tensor, dim: int) -> list[Tensor]:
+def pad_like(values: list[Tensor], drawn: Tensor, dim: int) -> list[Tensor]:
     """Of ranks that pad to their own longest sample: what nobody drew stays as one rank drew it.
 
     Raises CannotMergeError if one rank needs more than any of them has drawn.
@@ -356,104 +354,3 @@ def padded(values: list[Tensor], drawn: Tensor, dim: int) -> list[Tensor]:
         part[tuple(slice(0, n) for n in value.shape)] = value.to(drawn.dtype)
         parts.append(part)
     return parts
-
-
-def install(run: RankRun) -> Draws:
-    draws = Draws(run)
-    run.at_end.append(draws.finish)
-    watch_resets(draws)
-    watch_random(draws)
-    if generators.numpy_random():
-        watch_numpy(draws)
-    return draws
-
-
-def watched(draws: Draws, name: str, draw: Callable, args: tuple, kwargs: dict) -> Any:
-    """One call that draws numbers outside of torch."""
-    if not draws.active:
-        return draw(*args, **kwargs)
-    draws.check_states()
-    with draws.paused():  # shuffle draws by getrandbits
-        value = draw(*args, **kwargs)
-    draws.note_states()
-    return draws.of_value(name, args, value)
-
-
-def watch_resets(draws: Draws) -> None:
-    """To put a state back, as checkpointing does, is no draw."""
-    places: list[tuple[Any, str]] = [(torch, "set_rng_state"), (torch, "manual_seed")]
-    places += [(random, "seed"), (random, "setstate")]
-    if numpy_random := generators.numpy_random():
-        places += [(numpy_random, "seed"), (numpy_random, "set_state")]
-    for owner, name in places:
-
-        @wrap(owner, name)
-        def reset(original: Callable, *args: Any, **kwargs: Any) -> Any:
-            draws.check_states()
-            result = original(*args, **kwargs)
-            draws.note_states()
-            return result
-
-
-def stand_in_for(base: type) -> type:
-    """A class of classes: isinstance() takes what is of the base for one of theirs."""
-
-    class StandIn(type(base)):  # type: ignore[misc]
-        def __instancecheck__(cls, instance: Any) -> bool:
-            return isinstance(instance, base)
-
-    return StandIn
-
-
-def watch_random(draws: Draws) -> None:
-    class Random(random.Random, metaclass=stand_in_for(random.Random)):  # type: ignore[metaclass]
-        """All functions of the module come down to these two."""
-
-        def random(self) -> float:
-            value = watched(draws, "random.random", super().random, (), {})
-            return float(value)
-
-        def getrandbits(self, k: int, /) -> int:
-            return int(watched(draws, "random.getrandbits", super().getrandbits, (k,), {}))
-
-    instance: Any = random._inst
-    instance.__class__ = Random
-    random.random, random.getrandbits = instance.random, instance.getrandbits
-    random.Random = Random  # type: ignore[misc]  # for generators that the script makes itself
-
-
-def watch_numpy(draws: Draws) -> None:
-    import numpy
-
-    for name in NUMPY_DRAWS:
-        if hasattr(numpy.random, name):
-
-            @wrap(numpy.random, name)
-            def draw(original: Callable, *args: Any, name: str = name, **kwargs: Any) -> Any:
-                return watched(draws, f"numpy.{name}", original, args, kwargs)
-
-    def watching(base: type) -> type:
-        """numpy's generators are written in C: they cannot be patched, but have a subclass."""
-
-        class Watching(base, metaclass=stand_in_for(base)):  # type: ignore[metaclass]
-            def __getattribute__(self, name: str) -> Any:
-                own = super().__getattribute__(name)
-                if name not in NUMPY_DRAWS:
-                    return own
-
-                def draw(*args: Any, **kwargs: Any) -> Any:
-                    return watched(draws, f"numpy.{name}", own, args, kwargs)
-
-                return draw
-
-        Watching.__name__ = base.__name__
-        return Watching
-
-    generator = watching(numpy.random.Generator)
-
-    @wrap(numpy.random, "default_rng")
-    def default_rng(original: Callable, seed: Any = None) -> Any:
-        made = original(seed)
-        return made if made is seed else generator(made.bit_generator)
-
-    numpy.random.RandomState = watching(numpy.random.RandomState)  # type: ignore[misc,assignment]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.utils.data
 
-NAMES = ("torch", "random", "numpy")
+GENERATORS = ("torch", "random", "numpy")
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
@@ -24,7 +24,7 @@ def numpy_random() -> Any:
     return sys.modules["numpy"].random if "numpy" in sys.modules else None
 
 
-def digests() -> list[int]:
+def state_digests() -> list[int]:
     """A number for the state of each generator."""
     torch_state = zlib.crc32(bytes_of(torch.get_rng_state()))
     if torch.cuda.is_initialized():
@@ -57,7 +57,7 @@ def worker_drew() -> bool:
     return drew
 
 
-def seed(number: int, seed_torch: Callable = torch.manual_seed) -> None:
+def seed_all(number: int, seed_torch: Callable = torch.manual_seed) -> None:
     seed_torch(number)
     random.seed(number)
     if numpy_random():
@@ -65,11 +65,13 @@ def seed(number: int, seed_torch: Callable = torch.manual_seed) -> None:
 
 
 @contextmanager
-def seeded(number: int) -> Iterator[None]:
+def with_seed(number: int) -> Iterator[None]:
     """Fixed seeds for a while; the user's numbers stay what they would have been."""
     torch_state, python_state = torch.get_rng_state(), random.getstate()
     numpy_state = numpy_random() and numpy_random().get_state()
-    seed(number, torch.default_generator.manual_seed)  # torch.manual_seed would seed GPUs as well
+    seed_all(
+        number, torch.default_generator.manual_seed
+    )  # torch.manual_seed would seed GPUs as well
     try:
         yield
     finally:

@@ -10,11 +10,12 @@ import torch
 
 from prove import generators
 from prove.rank_record import LoaderRun, Note, RankRecord
-from prove.reasons import Phrase, Reason
+from prove.reasons import Phrase
+from prove.run_reasons import RunReason
 from prove.table import ReportRow, not_seen, right, warning, wrong
-from prove.wording import part
+from prove.wording import phrase
 
-ALL_BUT_A_FEW = 0.98  # the share of a data set that counts as the whole
+NEARLY_ALL = 0.98  # the share of a data set that counts as the whole
 
 
 def with_samples(records: list[RankRecord]) -> list[RankRecord]:
@@ -41,21 +42,20 @@ def trained_loader_runs(records: list[RankRecord]) -> list[list[LoaderRun]]:
     return [list(of_ranks) for of_ranks in zip(*trained, strict=False)]
 
 
-def alike(loader_runs: list[LoaderRun], name: str) -> bool:
-    return all(
-        getattr(loader_run, name) == getattr(loader_runs[0], name) for loader_run in loader_runs
-    )
+def same_on_all_ranks(loader_runs: list[LoaderRun], *fields: str) -> bool:
+    first, *others = loader_runs
+    return all(getattr(other, name) == getattr(first, name) for name in fields for other in others)
 
 
 def same_dataset(loader_runs: list[LoaderRun]) -> bool:
     known = bool(loader_runs[0].fingerprint)
-    return known and alike(loader_runs, "fingerprint") and alike(loader_runs, "dataset_length")
+    return known and same_on_all_ranks(loader_runs, "fingerprint", "dataset_length")
 
 
 def differing_fields(loader_runs: list[LoaderRun]) -> list[str]:
     """Of samples whose first tensor is the same on all ranks: the fields that are not the same."""
     first, fields = loader_runs[0].fingerprint, loader_runs[0].fields
-    if not first or not (alike(loader_runs, "fields") and alike(loader_runs, "dataset_length")):
+    if not first or not same_on_all_ranks(loader_runs, "fields", "dataset_length"):
         return []
     inputs = [[of_sample[0] for of_sample in own.fingerprint] for own in loader_runs]
     if any(of_rank != inputs[0] for of_rank in inputs) or len({*inputs[0]}) < 2:
@@ -83,7 +83,7 @@ def sample_count(loader_runs: list[LoaderRun]) -> int:
 def rows_are_split(records: list[RankRecord]) -> bool:
     """The script gives each rank a part of the rows of a batch that all have loaded."""
     loader_runs = trained_loader_runs(records)
-    if not loader_runs or not alike(loader_runs[0], "indices"):
+    if not loader_runs or not same_on_all_ranks(loader_runs[0], "indices"):
         return False
     loaded: dict[tuple, int] = {}  # rows of each batch of each rank
     used: Counter = Counter()  # those that went into the model
@@ -99,7 +99,9 @@ def rows_are_split(records: list[RankRecord]) -> bool:
 
 def same_contents(records: list[RankRecord]) -> bool:
     loader_runs = trained_loader_runs(records)
-    return bool(loader_runs) and all(alike(of_ranks, "checksums") for of_ranks in loader_runs)
+    return bool(loader_runs) and all(
+        same_on_all_ranks(of_ranks, "checksums") for of_ranks in loader_runs
+    )
 
 
 def data_rows(records: list[RankRecord]) -> list[ReportRow]:
@@ -121,10 +123,10 @@ def forward_input_rows(records: list[RankRecord]) -> list[ReportRow]:
     check = "samples"
     inputs = [[call.checksum for call in rank.model_calls] for rank in records]
     if not all(inputs) or not records[0].steps or len({*inputs[0]}) < 2:
-        return [not_seen(check, Reason.NO_INPUTS)]
+        return [not_seen(check, RunReason.NO_INPUTS)]
     if all(of_rank == inputs[0] for of_rank in inputs):
-        return [wrong(check, Reason.SAME_INPUTS, calls=len(inputs[0]))]
-    return [right(check, Reason.DIFFERENT_INPUTS)]
+        return [wrong(check, RunReason.SAME_INPUTS, calls=len(inputs[0]))]
+    return [right(check, RunReason.DIFFERENT_INPUTS)]
 
 
 def sample_rows(records: list[RankRecord], epochs: list[list[LoaderRun]]) -> list[ReportRow]:
@@ -134,13 +136,13 @@ def sample_rows(records: list[RankRecord], epochs: list[list[LoaderRun]]) -> lis
     loader = {"at": first.at, "sampler": first.sampler}
     if fields:
         says = wrong if first.sampler == "DistributedSampler" else warning
-        rows = [says("one data set", Reason.FIELDS_DIFFER, names=fields, **loader)]
+        rows = [says("one data set", RunReason.FIELDS_DIFFER, names=fields, **loader)]
     are_the_same = same_dataset(loader_runs) or bool(fields)
     by_index = all(loader_run.indices for loader_run in loader_runs) and are_the_same
     if first.is_stream or not by_index:
         return rows + sample_rows_by_content(epochs, are_split)
     if are_split:
-        return [*rows, right("samples", Reason.ROWS_SPLIT, **loader)]
+        return [*rows, right("samples", RunReason.ROWS_SPLIT, **loader)]
     return [*rows, sample_row_by_index(loader_runs)]
 
 
@@ -148,11 +150,11 @@ def sample_row_by_index(loader_runs: list[LoaderRun]) -> ReportRow:
     first, world_size, check = loader_runs[0], len(loader_runs), "samples"
     loader = {"at": first.at, "sampler": first.sampler}
     trained = [
-        loader_run.indices[: sum(loader_run.sizes[: loader_run.given])]
+        loader_run.indices[: sum(loader_run.sizes[: loader_run.batches_given])]
         for loader_run in loader_runs
     ]
     if all(indices == trained[0] for indices in trained) and len({*trained[0]}) > 1:
-        return wrong(check, Reason.SAME_SAMPLES, **loader)
+        return wrong(check, RunReason.SAME_SAMPLES, **loader)
     drawn = [{*loader_run.indices} for loader_run in loader_runs]
     together, size = len(set().union(*drawn)), sample_count(loader_runs)
     twice, lost = sum(map(len, drawn)) - together, size - together
@@ -161,57 +163,59 @@ def sample_row_by_index(loader_runs: list[LoaderRun]) -> ReportRow:
         common = len(set.intersection(*parts))
         if common < len(parts[0]):
             own = len(parts[0])
-            return wrong(check, Reason.SUBSETS_DIFFER, own=own, common=common, **loader)
+            return wrong(check, RunReason.SUBSETS_DIFFER, own=own, common=common, **loader)
     repeats = any(
         len({*loader_run.indices}) < 0.9 * len(loader_run.indices) for loader_run in loader_runs
     )
     if repeats or "Weighted" in first.sampler:
-        return right(check, Reason.WITH_REPLACEMENT, sampler=first.sampler)
+        return right(check, RunReason.WITH_REPLACEMENT, sampler=first.sampler)
     padding = world_size * (1 + max(first.sizes))
-    seen = {"together": together, "size": size, "twice": twice, "lost": lost, **loader}
+    facts = {"together": together, "size": size, "twice": twice, "lost": lost, **loader}
     if twice <= padding and lost > 2 * padding:
-        return warning(check, Reason.SAMPLES_LEFT_OUT, **seen)
+        return warning(check, RunReason.SAMPLES_LEFT_OUT, **facts)
     if twice <= padding:
-        return right(check, Reason.SAMPLES_SPLIT, counts=[*map(len, drawn)], **seen)
-    if min(map(len, drawn)) >= ALL_BUT_A_FEW * size:
-        return warning(check, Reason.ALL_SAMPLES_EACH, world_size=world_size, **seen)
+        return right(check, RunReason.SAMPLES_SPLIT, counts=[*map(len, drawn)], **facts)
+    if min(map(len, drawn)) >= NEARLY_ALL * size:
+        return warning(check, RunReason.ALL_SAMPLES_EACH, world_size=world_size, **facts)
     if first.sampler == "DistributedSampler":
-        return wrong(check, Reason.SAMPLERS_DISAGREE, **seen)
-    return warning(check, Reason.SAMPLES_OVERLAP, **seen)
+        return wrong(check, RunReason.SAMPLERS_DISAGREE, **facts)
+    return warning(check, RunReason.SAMPLES_OVERLAP, **facts)
 
 
 def sample_rows_by_content(epochs: list[list[LoaderRun]], are_split: bool) -> list[ReportRow]:
     """For streams, and for data sets of which each rank holds another: no indices to compare."""
     loader_runs = epochs[0]
     first, check = loader_runs[0], "samples"
-    kind = part(Phrase.STREAM if first.is_stream else Phrase.OTHER_DATA_SET)
+    kind = phrase(Phrase.STREAM if first.is_stream else Phrase.OTHER_DATA_SET)
     if not first.is_stream and same_dataset(loader_runs):
-        kind = part(Phrase.TOO_LONG, sampler=first.sampler)
-    seen, different = len(first.checksums), len({*first.checksums})  # samples may come again
-    loader = {"at": first.at, "sampler": first.sampler, "kind": kind, "seen": seen}
-    all_alike = alike(loader_runs, "checksums") and not are_split
-    if different >= 5 and seen >= 20 and all_alike:
-        return [wrong(check, Reason.SAME_CONTENTS, **loader)]
-    if not seen or different < seen / 2:
-        return [not_seen(check, Reason.CONTENTS_UNKNOWN, **loader)]
+        kind = phrase(Phrase.TOO_LONG, sampler=first.sampler)
+    samples, different = len(first.checksums), len({*first.checksums})  # samples may come again
+    loader = {"at": first.at, "sampler": first.sampler, "kind": kind, "seen": samples}
+    all_alike = same_on_all_ranks(loader_runs, "checksums") and not are_split
+    if different >= 5 and samples >= 20 and all_alike:
+        return [wrong(check, RunReason.SAME_CONTENTS, **loader)]
+    if not samples or different < samples / 2:
+        return [not_seen(check, RunReason.CONTENTS_UNKNOWN, **loader)]
     share = max(
         share_in_common(of_ranks[0].checksums, other.checksums)
         for of_ranks in epochs
         for other in of_ranks[1:]
     )
     if share > 0.5:
-        rows = [wrong(check, Reason.CONTENTS_SHARED, share=share, **loader)]
+        rows = [wrong(check, RunReason.CONTENTS_SHARED, share=share, **loader)]
     elif share > 0.05:
-        rows = [warning(check, Reason.CONTENTS_SHARED, share=share, **loader)]
+        rows = [warning(check, RunReason.CONTENTS_SHARED, share=share, **loader)]
     else:
-        rows = [right(check, Reason.CONTENTS_SPLIT, share=share, **loader)]
+        rows = [right(check, RunReason.CONTENTS_SPLIT, share=share, **loader)]
     of_workers = first.contents[: first.workers]  # each gives one batch in turn
     workers_alike = all(batch == of_workers[0] for batch in of_workers)
     if first.is_stream and len(of_workers) > 1 and workers_alike:
-        rows.append(wrong("workers", Reason.WORKERS_ALIKE, workers=first.workers, **loader))
-    sampler_splits = first.sampler == "DistributedSampler" and alike(loader_runs, "dataset_length")
+        rows.append(wrong("workers", RunReason.WORKERS_ALIKE, workers=first.workers, **loader))
+    sampler_splits = first.sampler == "DistributedSampler" and same_on_all_ranks(
+        loader_runs, "dataset_length"
+    )
     if first.fingerprint and sampler_splits and not differing_fields(loader_runs):
-        rows.append(warning("one data set", Reason.DATA_SETS_DIFFER, **loader))
+        rows.append(warning("one data set", RunReason.DATA_SETS_DIFFER, **loader))
     return rows
 
 
@@ -229,60 +233,60 @@ def length_rows(records: list[RankRecord], loader_runs: list[LoaderRun]) -> list
     batches = (
         listed
         if len(listed) == len(loader_runs)
-        else [loader_run.given for loader_run in loader_runs]
+        else [loader_run.batches_given for loader_run in loader_runs]
     )
     if batches is not listed and not any(loader_run.ended for loader_run in loader_runs):
-        return [not_seen(check, Reason.NO_END_OF_DATA)]
+        return [not_seen(check, RunReason.NO_END_OF_DATA)]
     if len({*batches}) > 1:
         if Note.JOINS in records[0].notes:
-            return [right(check, Reason.UNEQUAL_BUT_JOINED, batches=batches)]
+            return [right(check, RunReason.UNEQUAL_BUT_JOINED, batches=batches)]
         if any(
-            loader_run.given < min(n, loader_run.limit)
+            loader_run.batches_given < min(n, loader_run.limit)
             for loader_run, n in zip(loader_runs, batches, strict=True)
         ):
-            return [not_seen(check, Reason.UNEQUAL_BUT_CUT, batches=batches)]
-        return [wrong(check, Reason.UNEQUAL_BATCHES, batches=batches, at=first.at)]
+            return [not_seen(check, RunReason.UNEQUAL_BUT_CUT, batches=batches)]
+        return [wrong(check, RunReason.UNEQUAL_BATCHES, batches=batches, at=first.at)]
     n = batches[0]
     for sizes in zip(
-        *(loader_run.sizes[: loader_run.given] for loader_run in loader_runs), strict=False
+        *(loader_run.sizes[: loader_run.batches_given] for loader_run in loader_runs), strict=False
     ):
         if len({*sizes}) > 1:
-            reason = Reason.UNEQUAL_BATCH_SIZES
+            reason = RunReason.UNEQUAL_BATCH_SIZES
             return [warning(check, reason, batches=n, sizes=[*sizes], at=first.at)]
-    return [right(check, Reason.EQUAL_BATCHES, batches=n)]
+    return [right(check, RunReason.EQUAL_BATCHES, batches=n)]
 
 
 def order_rows(loader_runs: list[list[LoaderRun]]) -> list[ReportRow]:
     check, first = "order of an epoch", loader_runs[0]
     later = [of_ranks for of_ranks in loader_runs[1:] if of_ranks[0].dataset == first[0].dataset]
     if not later:
-        return [not_seen(check, Reason.NO_SECOND_EPOCH)]
+        return [not_seen(check, RunReason.NO_SECOND_EPOCH)]
     epochs = list(zip(first, later[0], strict=True))  # the first two, of each rank
     by_index = all(loader_run.samples_file for loader_run in (*first, *later[0]))
     if by_index and any(one.indices != two.indices for one, two in epochs):
-        return [right(check, Reason.ORDER_CHANGES)]
+        return [right(check, RunReason.ORDER_CHANGES)]
     loader_run = first[0]
     if any(one.checksums != two.checksums for one, two in epochs):
         if not by_index:
-            return [right(check, Reason.ORDER_CHANGES)]
+            return [right(check, RunReason.ORDER_CHANGES)]
         if not any(loader_run.drew) and not loader_run.workers:
-            return [right(check, Reason.DATA_CHANGES)]
+            return [right(check, RunReason.DATA_CHANGES)]
     loader = {"at": loader_run.at, "sampler": loader_run.sampler}
     asked = loader_run.sampler == "DistributedSampler" and loader_run.shuffle
     if asked or loader_run.sampler == "RandomSampler":
-        return [wrong(check, Reason.EPOCH_NOT_SET, **loader)]
+        return [wrong(check, RunReason.EPOCH_NOT_SET, **loader)]
     if loader_run.shuffle is False or (
         by_index and loader_run.indices == sorted(loader_run.indices)
     ):
-        return [right(check, Reason.ORDER_FIXED)]
-    return [warning(check, Reason.ORDER_REPEATS, **loader)]
+        return [right(check, RunReason.ORDER_FIXED)]
+    return [warning(check, RunReason.ORDER_REPEATS, **loader)]
 
 
 def dropout_rows(records: list[RankRecord]) -> list[ReportRow]:
     for at in sorted(set.intersection(*({*rank.dropout} for rank in records))):
         if len({rank.dropout[at] for rank in records}) > 1:
-            return [right("dropout", Reason.MASKS_DIFFER)]
-        return [warning("dropout", Reason.MASKS_ALIKE, at=at)]
+            return [right("dropout", RunReason.MASKS_DIFFER)]
+        return [warning("dropout", RunReason.MASKS_ALIKE, at=at)]
     return []
 
 
@@ -291,26 +295,26 @@ def augmentation_rows(loader_runs: list[LoaderRun]) -> list[ReportRow]:
     check, first = "augmentation", loader_runs[0]
     drew = [
         number
-        for number in range(len(generators.NAMES))
+        for number in range(len(generators.GENERATORS))
         if all(loader_run.drew[number] for loader_run in loader_runs)
     ]
     same = [
-        generators.NAMES[number]
+        generators.GENERATORS[number]
         for number in drew
         if len({loader_run.generators[number] for loader_run in loader_runs}) == 1
     ]
     seeds_workers = first.workers and first.base_seed is not None
-    if seeds_workers and alike(loader_runs, "base_seed"):
+    if seeds_workers and same_on_all_ranks(loader_runs, "base_seed"):
         drew_nothing = not any(loader_run.workers_drew for loader_run in loader_runs)
         if first.is_stream or drew_nothing or not same_dataset(loader_runs):
             return []
-        return [warning(check, Reason.WORKER_SEEDS_ALIKE, at=first.at)]
+        return [warning(check, RunReason.WORKER_SEEDS_ALIKE, at=first.at)]
     if same:
-        return [warning(check, Reason.DRAWS_ALIKE, generators=same, at=first.at)]
+        return [warning(check, RunReason.DRAWS_ALIKE, generators=same, at=first.at)]
     if drew:
-        return [right(check, Reason.DRAWS_DIFFER)]
+        return [right(check, RunReason.DRAWS_DIFFER)]
     if seeds_workers:
-        return [right(check, Reason.WORKER_SEEDS_DIFFER)]
+        return [right(check, RunReason.WORKER_SEEDS_DIFFER)]
     return []
 
 
@@ -329,7 +333,7 @@ def original_epoch_rows(records: list[RankRecord], original: RankRecord) -> list
     ]
     known = [epoch for epoch in epochs if epoch is not None]
     if len(known) < len(epochs):
-        return [not_seen(check, Reason.ORIGINAL_WITHOUT_LENGTH)]
+        return [not_seen(check, RunReason.ORIGINAL_WITHOUT_LENGTH)]
     (batches_of_original, samples_of_original), (batches, samples), *others = known
     if not rows_are_split(records):
         samples += sum(of_rank for _, of_rank in others)
@@ -339,11 +343,11 @@ def original_epoch_rows(records: list[RankRecord], original: RankRecord) -> list
         "at": loader_runs[0][0].at,
     }  # fmt: skip
     if samples < samples_of_original:
-        return [warning(check, Reason.ORIGINAL_HAS_MORE_SAMPLES, **lengths)]
+        return [warning(check, RunReason.ORIGINAL_HAS_MORE_SAMPLES, **lengths)]
     accumulates = any(
-        loader_run.steps < loader_run.given
+        loader_run.steps < loader_run.batches_given
         for loader_run in (loader_runs[0][0], loader_runs_of_original[0])
     )
     if batches != batches_of_original and not accumulates:
-        return [warning(check, Reason.ORIGINAL_HAS_OTHER_BATCHES, **lengths)]
-    return [right(check, Reason.ORIGINAL_HAS_THE_SAME_EPOCH, **lengths)]
+        return [warning(check, RunReason.ORIGINAL_HAS_OTHER_BATCHES, **lengths)]
+    return [right(check, RunReason.ORIGINAL_HAS_THE_SAME_EPOCH, **lengths)]

@@ -5,20 +5,22 @@ import re
 from typing import Any
 
 from prove.processes import RunOutcome
-from prove.rank_record import Ended, OpenedFile, RankRecord
-from prove.reasons import Phrase, Reason
+from prove.rank_record import Collective, Ended, OpenedFile, RankRecord
+from prove.reasons import Phrase
+from prove.run_reasons import RunReason
 from prove.table import ReportRow, right, warning, wrong
-from prove.wording import part
+from prove.wording import phrase
 
 NUMBER = re.compile(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?")
-LOST = re.compile(  # the other rank is gone
+LOST_CONNECTION = re.compile(  # the other rank is gone
     "closed by peer|reset by peer|Broken pipe|Read error|ncclRemoteError|ncclSystemError"
 )
-MISFIT = re.compile(  # the other rank sent something else: it is in another collective
+OTHER_MESSAGE = re.compile(  # the other rank sent something else: it is in another collective
     r"preamble\.length|[Ee]nforce ?(fail|NotMet)|ncclInvalidUsage|Detected mismatch between coll"
 )
-UNFINISHED = re.compile("Expected to have finished reduction in the prior iteration")
+REDUCTION_STOPPED = re.compile("Expected to have finished reduction in the prior iteration")
 LAUNCHER = "torch.distributed.elastic"  # its own error says only that a rank has failed
+NO_CALL = Collective("no collective", "any place")
 MOST_CHARACTERS = 240  # of an error
 MOST_ROWS = 3  # about files
 
@@ -33,11 +35,11 @@ def effect_rows(outcome: RunOutcome) -> list[ReportRow]:
 
 def unfinished_rows(records: list[RankRecord]) -> list[ReportRow]:
     """DDP itself has stopped a rank."""
-    stopped = [rank for rank in records if error_is(rank, UNFINISHED)]
+    stopped = [rank for rank in records if error_is(rank, REDUCTION_STOPPED)]
     if not stopped or (error := stopped[0].error) is None:
         return []
     facts = {"ranks": [rank.rank for rank in stopped], "steps": stopped[0].steps, "at": error.at}
-    return [wrong("unused parameters", Reason.REDUCTION_UNFINISHED, **facts)]
+    return [wrong("unused parameters", RunReason.REDUCTION_UNFINISHED, **facts)]
 
 
 def collective_rows(outcome: RunOutcome) -> list[ReportRow]:
@@ -50,13 +52,13 @@ def collective_rows(outcome: RunOutcome) -> list[ReportRow]:
     if wait_for_ever:
         ranks = [state_of(rank, outcome.hang) for rank in records]
         if difference:
-            reason = Reason.HANG_BY_DIFFERENCE
+            reason = RunReason.HANG_BY_DIFFERENCE
             return [wrong("hang", reason, ranks=ranks, difference=difference)]
-        return [wrong("hang", Reason.HANG, ranks=ranks)]
+        return [wrong("hang", RunReason.HANG, ranks=ranks)]
     if difference:
-        return [wrong("collectives", Reason.COLLECTIVES_DIFFER, difference=difference)]
+        return [wrong("collectives", RunReason.COLLECTIVES_DIFFER, difference=difference)]
     calls = len(records[0].collectives)
-    return [right("collectives", Reason.COLLECTIVES_ALIKE, calls=calls)]
+    return [right("collectives", RunReason.COLLECTIVES_ALIKE, calls=calls)]
 
 
 def error_is(rank: RankRecord, kind: re.Pattern) -> bool:
@@ -67,27 +69,27 @@ def have_parted(outcome: RunOutcome) -> bool:
     """One rank ends, or is in another collective, and the others lose their connection: no rank has
     an error of its own. gloo may end the process of a rank without an error of Python."""
     records = outcome.records
-    misfit = bool(MISFIT.search(outcome.log))
-    lost = any(error_is(rank, LOST) for rank in records)
+    misfit = bool(OTHER_MESSAGE.search(outcome.log))
+    lost = any(error_is(rank, LOST_CONNECTION) for rank in records)
     some_left = any(rank.ended in Ended.WELL for rank in records)
     own = [rank for rank in records if rank.error and not is_of_the_connection(rank)]
     return not own and (misfit or (lost and some_left))
 
 
 def is_of_the_connection(rank: RankRecord) -> bool:
-    return error_is(rank, LOST) or error_is(rank, MISFIT)
+    return error_is(rank, LOST_CONNECTION) or error_is(rank, OTHER_MESSAGE)
 
 
 def first_difference(records: list[RankRecord]) -> dict[str, Any] | None:
     """The first collective that is another one on some ranks."""
     calls = [rank.collectives for rank in records]
     for parts in zip(*calls, strict=False):
-        if len({name for name, _ in parts}) > 1:
+        if len({call.name for call in parts}) > 1:
             different = [
-                part(Phrase.CALLS, rank=rank, name=name, at=at)
-                for rank, (name, at) in enumerate(parts)
+                phrase(Phrase.CALLS, rank=rank, name=call.name, at=call.at)
+                for rank, call in enumerate(parts)
             ]
-            return part(Phrase.DIFFERENT_CALLS, calls=different)
+            return phrase(Phrase.DIFFERENT_CALLS, calls=different)
     return None
 
 
@@ -98,30 +100,31 @@ def missed_call(records: list[RankRecord]) -> dict[str, Any] | None:
     if len(fewest) == len(most):
         steps = [rank.steps for rank in records]
         all_known = all(rank.ended != Ended.NOT_YET for rank in records)
-        return part(Phrase.UNEQUAL_STEPS, steps=steps) if all_known and len({*steps}) > 1 else None
-    name, at = most[len(fewest)]
+        is_unequal = all_known and len({*steps}) > 1
+        return phrase(Phrase.UNEQUAL_STEPS, steps=steps) if is_unequal else None
+    call = most[len(fewest)]
     others = [rank for rank, of_rank in enumerate(calls) if len(of_rank) == len(fewest)]
     rank = calls.index(most)
-    return part(Phrase.NOT_REACHED, rank=rank, name=name, at=at, others=others)
+    return phrase(Phrase.NOT_REACHED, rank=rank, name=call.name, at=call.at, others=others)
 
 
 def state_of(rank: RankRecord, hang: bool) -> dict[str, Any]:
     number = rank.rank
     if rank.error:
-        kind = Phrase.GETS_ANOTHER_MESSAGE if error_is(rank, MISFIT) else Phrase.LOST_CONNECTION
-        return part(kind, rank=number, at=rank.error.at)
+        is_other = error_is(rank, OTHER_MESSAGE)
+        what = Phrase.GETS_ANOTHER_MESSAGE if is_other else Phrase.LOST_CONNECTION
+        return phrase(what, rank=number, at=rank.error.at)
     if rank.ended != Ended.NOT_YET:
-        return part(Phrase.HAS_ENDED, rank=number, steps=rank.steps)
+        return phrase(Phrase.HAS_ENDED, rank=number, steps=rank.steps)
     if not hang:  # its process was killed; where it was in its last call is all that is known
-        name, at = rank.collectives[-1] if rank.collectives else ("no collective", "any place")
-        return part(Phrase.ENDED_IN_CALL, rank=number, name=name, at=at)
-    if rank.progress.collective:
-        name, at = rank.progress.collective
-        return part(Phrase.WAITS_IN_CALL, rank=number, name=name, at=at)
+        last = rank.collectives[-1] if rank.collectives else NO_CALL
+        return phrase(Phrase.ENDED_IN_CALL, rank=number, name=last.name, at=last.at)
+    if call := rank.progress.collective:
+        return phrase(Phrase.WAITS_IN_CALL, rank=number, name=call.name, at=call.at)
     waits = Phrase.WAITS_IN_FORWARD if rank.progress.in_ddp else Phrase.WAITS_IN_ITS_CODE
     if rank.progress.in_backward:
         waits = Phrase.WAITS_IN_BACKWARD
-    return part(waits, rank=number, at=rank.progress.at)
+    return phrase(waits, rank=number, at=rank.progress.at)
 
 
 def file_rows(records: list[RankRecord]) -> list[ReportRow]:
@@ -139,13 +142,13 @@ def file_rows(records: list[RankRecord]) -> list[ReportRow]:
         trained = all(opened.steps_before for opened in openings)
         facts = {"path": os.path.relpath(path), "ranks": sorted(by_rank), "at": openings[0].at}
         if not truncates:
-            rows.append(warning("files", Reason.FILE_THAT_GROWS, **facts))
+            rows.append(warning("files", RunReason.FILE_THAT_GROWS, **facts))
         elif not trained:
-            rows.append(warning("files", Reason.FILE_BEFORE_TRAINING, **facts))
+            rows.append(warning("files", RunReason.FILE_BEFORE_TRAINING, **facts))
         else:
-            rows.append(wrong("files", Reason.FILE_OF_SEVERAL_RANKS, **facts))
+            rows.append(wrong("files", RunReason.FILE_OF_SEVERAL_RANKS, **facts))
     if writers and not rows:
-        return [right("files", Reason.FILES_OF_ONE_RANK, files=len(writers))]
+        return [right("files", RunReason.FILES_OF_ONE_RANK, files=len(writers))]
     return rows[:MOST_ROWS]
 
 
@@ -170,14 +173,16 @@ def print_rows(records: list[RankRecord]) -> list[ReportRow]:
     if not common:
         return []
     places = dict(line for line in reversed(without_numbers(records[0])) if line in common)
-    lines = [part(Phrase.LINE, text=text[:50], at=at) for at, text in sorted(places.items())]
-    return [warning("printing", Reason.PRINTED_BY_ALL, lines=lines)]
+    lines = [phrase(Phrase.LINE, text=text[:50], at=at) for at, text in sorted(places.items())]
+    return [warning("printing", RunReason.PRINTED_BY_ALL, lines=lines)]
 
 
 def error_of(outcome: RunOutcome) -> str:
     """The script's own error: of the rank that failed first, and not of one that then lost it."""
     failed = [rank for rank in outcome.records if rank.error]
-    failed.sort(key=lambda rank: (error_is(rank, LOST), rank.error and rank.error.seconds))
+    failed.sort(
+        key=lambda rank: (error_is(rank, LOST_CONNECTION), rank.error and rank.error.seconds)
+    )
     if failed and (error := failed[0].error):
         return f"{error.kind} at {error.at}: {' '.join(error.message.split())[:MOST_CHARACTERS]}"
     lines = [line.strip() for line in outcome.log.splitlines() if line.strip()]

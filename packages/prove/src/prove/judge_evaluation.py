@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from prove.judge_data import ALL_BUT_A_FEW, same_dataset, sample_count, trained_loader_runs
-from prove.rank_record import EVALUATION_FACTOR, LoaderRun, Note, RankRecord
+from prove.judge_data import NEARLY_ALL, same_dataset, sample_count, trained_loader_runs
+from prove.rank_record import EVALUATION_FACTOR, MOST_COLLECTIVES, LoaderRun, Note, RankRecord
 from prove.reasons import Reason
+from prove.run_reasons import RunReason
 from prove.table import RIGHT, ReportRow, not_seen, right, warning
 
 CHECK = "evaluation"
@@ -22,11 +23,11 @@ def evaluation_rows(records: list[RankRecord]) -> list[ReportRow]:
         for key, loader_run in first.items():
             datasets.setdefault(key, []).append(loader_run)
     if not datasets:
-        return [not_seen(CHECK, Reason.NO_EVALUATION)]
+        return [not_seen(CHECK, RunReason.NO_EVALUATION)]
     of_one_rank_each = all(len(loader_runs) == 1 for loader_runs in datasets.values())
     if of_one_rank_each and all(evaluations(rank) for rank in records):
         at = evaluations(records[0])[0].at
-        return [not_seen(CHECK, Reason.EVALUATED_OWN_DATASETS, at=at)]
+        return [not_seen(CHECK, RunReason.EVALUATED_OWN_DATASETS, at=at)]
     rows = [row_of_dataset(records, loader_runs) for loader_runs in datasets.values()]
     by_reason: dict[Reason, list[ReportRow]] = {}
     for row in [row for row in rows if row.verdict != RIGHT] or rows[:1]:
@@ -43,10 +44,10 @@ def evaluations(rank: RankRecord) -> list[LoaderRun]:
 
 def is_evaluation(loader_run: LoaderRun) -> bool:
     """Also if gradients are switched off in each batch only, or not at all."""
-    is_complete = loader_run.ended or loader_run.given >= loader_run.limit
+    is_complete = loader_run.ended or loader_run.batches_given >= loader_run.limit
     without_backward = is_complete and not loader_run.steps and not loader_run.backwards
     return bool(
-        loader_run.given
+        loader_run.batches_given
         and loader_run.steps_before
         and (not loader_run.with_gradients or without_backward)
     )
@@ -61,9 +62,9 @@ def row_of_dataset(records: list[RankRecord], loader_runs: list[LoaderRun]) -> R
     at, world_size = loader_runs[0].at, len(records)
     if len(loader_runs) < world_size:
         ranks = len(loader_runs)
-        return right(CHECK, Reason.EVALUATED_BY_SOME, ranks=ranks, world_size=world_size, at=at)
+        return right(CHECK, RunReason.EVALUATED_BY_SOME, ranks=ranks, world_size=world_size, at=at)
     if not all(loader_run.indices for loader_run in loader_runs) or not same_dataset(loader_runs):
-        return not_seen(CHECK, Reason.EVALUATED_UNKNOWN, at=at)
+        return not_seen(CHECK, RunReason.EVALUATED_UNKNOWN, at=at)
     if all(stops_early(loader_run) for loader_run in loader_runs):
         return row_of_a_part(loader_runs)
     size = sample_count(loader_runs)
@@ -71,24 +72,21 @@ def row_of_dataset(records: list[RankRecord], loader_runs: list[LoaderRun]) -> R
     twice = len(drawn) - len({*drawn})
     lost = size - len({*drawn, *drawn_beside(records, loader_runs[0])})
     samples = {"size": size, "at": at, "sampler": loader_runs[0].sampler}
-    if all(len({*loader_run.indices}) >= ALL_BUT_A_FEW * size for loader_run in loader_runs):
-        return warning(CHECK, Reason.EVALUATED_BY_EACH, **samples)
+    if all(len({*loader_run.indices}) >= NEARLY_ALL * size for loader_run in loader_runs):
+        return warning(CHECK, RunReason.EVALUATED_BY_EACH, **samples)
     if twice and Note.GATHERS_FOR_METRICS not in records[0].notes:
-        return warning(CHECK, Reason.EVALUATED_TWICE, twice=twice, **samples)
+        return warning(CHECK, RunReason.EVALUATED_TWICE, twice=twice, **samples)
     if lost > 0:
-        return warning(CHECK, Reason.EVALUATED_NOT_ALL, lost=lost, **samples)
-    if not all(
-        collectives_after(rank, loader_run)
-        for rank, loader_run in zip(records, loader_runs, strict=True)
-    ):
-        return warning(CHECK, Reason.EVALUATED_NOT_SUMMED, **samples)
-    return right(CHECK, Reason.EVALUATED_ONCE, **samples)
+        return warning(CHECK, RunReason.EVALUATED_NOT_ALL, lost=lost, **samples)
+    if not all(map(may_be_summed, records, loader_runs)):
+        return warning(CHECK, RunReason.EVALUATED_NOT_SUMMED, **samples)
+    return right(CHECK, RunReason.EVALUATED_ONCE, **samples)
 
 
 def stops_early(loader_run: LoaderRun) -> bool:
     """Was it the script, not we, that ended this evaluation before the end of its loader?"""
     longest = loader_run.limit * (1 if loader_run.with_gradients else EVALUATION_FACTOR)
-    return not loader_run.ended and loader_run.given < min(loader_run.batches or 0, longest)
+    return not loader_run.ended and loader_run.batches_given < min(loader_run.batches or 0, longest)
 
 
 def row_of_a_part(loader_runs: list[LoaderRun]) -> ReportRow:
@@ -97,15 +95,15 @@ def row_of_a_part(loader_runs: list[LoaderRun]) -> ReportRow:
     drawn = [
         index
         for loader_run in loader_runs
-        for index in loader_run.indices[: loader_run.given * loader_run.sizes[0]]
+        for index in loader_run.indices[: loader_run.batches_given * loader_run.sizes[0]]
     ]
     facts = {
-        "given": first.given, "batches": first.batches,
+        "given": first.batches_given, "batches": first.batches,
         "samples": len({*drawn}), "size": sample_count(loader_runs), "at": first.at,
     }  # fmt: skip
     if {*drawn} == {*range(len(drawn))}:
-        return right(CHECK, Reason.EVALUATED_FIRST_ONES, **facts)
-    return warning(CHECK, Reason.EVALUATED_OTHERS, **facts)
+        return right(CHECK, RunReason.EVALUATED_FIRST_ONES, **facts)
+    return warning(CHECK, RunReason.EVALUATED_OTHERS, **facts)
 
 
 def drawn_beside(records: list[RankRecord], first: LoaderRun) -> set[int]:
@@ -125,8 +123,9 @@ def drawn_beside(records: list[RankRecord], first: LoaderRun) -> set[int]:
     }
 
 
-def collectives_after(rank: RankRecord, evaluated: LoaderRun) -> int:
-    """How many collectives follow an evaluation, before training goes on."""
+def may_be_summed(rank: RankRecord, evaluated: LoaderRun) -> bool:
+    """Does a collective follow an evaluation, before training goes on? Those of a BatchNorm layer,
+    which was not switched to eval mode, are no sum of results."""
     later = [loader_run for loader_run in rank.loader_runs if loader_run.number > evaluated.number]
     trained = [
         loader_run
@@ -134,4 +133,5 @@ def collectives_after(rank: RankRecord, evaluated: LoaderRun) -> int:
         if loader_run.with_gradients and not is_evaluation(loader_run)
     ]
     end = trained[0].collectives_before if trained else len(rank.collectives)
-    return end - evaluated.collectives_before
+    calls = rank.collectives[evaluated.collectives_before : end]
+    return end >= MOST_COLLECTIVES or any(not call.batchnorm for call in calls)

@@ -12,9 +12,10 @@ from prove.rank_record import (
     Projection,
     RankRecord,
 )
-from prove.reasons import Phrase, Reason
+from prove.reasons import Phrase
+from prove.run_reasons import RunReason
 from prove.table import RIGHT, WARNING, Check, ReportRow, not_seen, right, warning, wrong
-from prove.wording import part
+from prove.wording import phrase
 
 TINY = 1e-12
 
@@ -31,7 +32,7 @@ class StepOfRanks:
         """What the ranks hold: "weights_before", "weights_after", "gradients", ..."""
         return list(zip(*(getattr(step, name) for step in self.steps), strict=True))
 
-    def apart(self, name: str, limit: float = 1e-5) -> list[int]:
+    def differing_parameters(self, name: str, limit: float = 1e-5) -> list[int]:
         """The numbers of the parameters for which the ranks hold different tensors."""
         numbered = enumerate(self.by_parameter(name))
         return [number for number, held in numbered if None not in held and differ(held, limit)]
@@ -76,7 +77,7 @@ def model_rows(records: list[RankRecord]) -> list[ReportRow]:
     steps = steps_of(records)
     tensors = [{len(of_rank.weights_before) for of_rank in step.steps} for step in steps]
     if model_is_divided(records) or any(len(counts) > 1 for counts in tensors):  # by ZeRO
-        return [*rows, not_seen(Check.WEIGHTS, Reason.MODEL_IS_DIVIDED)]
+        return [*rows, not_seen(Check.WEIGHTS, RunReason.MODEL_IS_DIVIDED)]
     same = weight_rows(steps)
     rows += same + averaged_gradient_rows(steps, same) + forward_rows(first, same)
     rows += learning_rate_rows(records, steps) + metric_rows(records) + loss_scale_rows(steps)
@@ -88,28 +89,28 @@ def model_rows(records: list[RankRecord]) -> list[ReportRow]:
 
 def weight_rows(steps: list[StepOfRanks]) -> list[ReportRow]:
     check = Check.WEIGHTS
-    differing = [step for step in steps if step.apart("weights_after")]
+    differing = [step for step in steps if step.differing_parameters("weights_after")]
     if not steps:
         return []
     if not differing:
-        return [right(check, Reason.WEIGHTS_ALIKE, steps=len(steps))]
+        return [right(check, RunReason.WEIGHTS_ALIKE, steps=len(steps))]
     step = differing[0]
-    apart, optimizer = step.apart("weights_after"), step.optimizer
-    already = step.number == 1 and set(apart) & {*step.apart("weights_before")}
-    after = part(Phrase.AFTER_STEP, step=step.number)
+    apart, optimizer = step.differing_parameters("weights_after"), step.optimizer
+    already = step.number == 1 and set(apart) & {*step.differing_parameters("weights_before")}
+    after = phrase(Phrase.AFTER_STEP, step=step.number)
     facts = {
         "apart": len(apart), "tensors": len(optimizer.names), "at": step.at,
         "names": parameter_names(optimizer, apart),
-        "when": part(Phrase.BEFORE_FIRST_STEP) if already else after,
+        "when": phrase(Phrase.BEFORE_FIRST_STEP) if already else after,
     }  # fmt: skip
     later = steps[steps.index(step) + 1 :]
-    if any(not other.apart("weights_before") for other in later):
-        return [warning(check, Reason.WEIGHTS_AVERAGED_LATER, **facts)]
+    if any(not other.differing_parameters("weights_before") for other in later):
+        return [warning(check, RunReason.WEIGHTS_AVERAGED_LATER, **facts)]
     outside = [number for number in apart if number in optimizer.outside_ddp]
     if outside and len(optimizer.outside_ddp) < len(optimizer.names):
         names = parameter_names(optimizer, outside)
-        return [wrong(check, Reason.WEIGHTS_OUTSIDE_DDP, outside=names, **facts)]
-    return [wrong(check, Reason.WEIGHTS_DIFFER, **facts)]
+        return [wrong(check, RunReason.WEIGHTS_OUTSIDE_DDP, outside=names, **facts)]
+    return [wrong(check, RunReason.WEIGHTS_DIFFER, **facts)]
 
 
 def averaged_gradient_rows(
@@ -118,31 +119,31 @@ def averaged_gradient_rows(
     """p.grad at each step: is it the same on all ranks, and the mean of what backward gave them?"""
     check, verdicts = Check.AVERAGED_GRADIENTS, [row.verdict for row in rows_of_weights]
     for step in steps:
-        apart = step.apart("gradients", 1e-4)
+        apart = step.differing_parameters("gradients", 1e-4)
         if apart and WARNING in verdicts:
-            return [not_seen(check, Reason.LOCAL_STEPS)]
+            return [not_seen(check, RunReason.LOCAL_STEPS)]
         if apart and verdicts != [RIGHT]:
             facts = {
                 "apart": len(apart), "tensors": len(step.optimizer.names),
                 "names": parameter_names(step.optimizer, apart), "step": step.number, "at": step.at,
             }  # fmt: skip
-            return [wrong(check, Reason.GRADIENTS_DIFFER, **facts)]
+            return [wrong(check, RunReason.GRADIENTS_DIFFER, **facts)]
     old = [
         step
         for step in steps
         if step.number > 1 and all(of_rank.has_old_gradient for of_rank in step.steps)
     ]
     if len(old) > 1:
-        return [wrong(Check.ZERO_GRAD, Reason.GRADIENTS_KEPT, steps=len(old), at=old[0].at)]
+        return [wrong(Check.ZERO_GRAD, RunReason.GRADIENTS_KEPT, steps=len(old), at=old[0].at)]
     factors = [(times_the_mean(step), step) for step in steps]
     known = [(factor, step) for factor, step in factors if factor is not None]
     if not known:
-        return [not_seen(check, Reason.NO_MULTIPLE_OF_MEAN)]
+        return [not_seen(check, RunReason.NO_MULTIPLE_OF_MEAN)]
     factor, step = max(known, key=lambda pair: abs(pair[0] - 1))
     if abs(factor - 1) <= tolerance(step):
-        return [right(check, Reason.MEAN_OF_RANKS, steps=len(known))]
+        return [right(check, RunReason.MEAN_OF_RANKS, steps=len(known))]
     facts = {"factor": factor, "step": step.number, "at": step.at}
-    return [not_seen(check, Reason.CHANGED_BEFORE_STEP, **facts)]
+    return [not_seen(check, RunReason.CHANGED_BEFORE_STEP, **facts)]
 
 
 def tolerance(step: StepOfRanks) -> float:
@@ -175,11 +176,11 @@ def forward_rows(first: RankRecord, rows_of_weights: list[ReportRow]) -> list[Re
                 "around": sum(ddp.forwards_around.values()), "places": [*ddp.forwards_around],
                 "through": ddp.forwards,
             }  # fmt: skip
-            rows.append(wrong(check, Reason.AROUND_DDP, **facts))
+            rows.append(wrong(check, RunReason.AROUND_DDP, **facts))
         elif ddp.forwards:
-            rows.append(right(check, Reason.THROUGH_DDP, forwards=ddp.forwards))
+            rows.append(right(check, RunReason.THROUGH_DDP, forwards=ddp.forwards))
     if not first.ddps:
-        rows.append(not_seen(check, Reason.NO_DDP))
+        rows.append(not_seen(check, RunReason.NO_DDP))
     return rows
 
 
@@ -189,15 +190,15 @@ def optimizer_rows(first: RankRecord) -> list[ReportRow]:
         missing, total = ddp.in_no_optimizer, ddp.parameters
         unused = [name for name in ddp.without_gradient if name not in missing]
         if not missing:
-            rows.append(right(check, Reason.PARAMETERS_HELD, parameters=total))
+            rows.append(right(check, RunReason.PARAMETERS_HELD, parameters=total))
         elif len(missing) == total and ddp.forwards:
             optimizers = [optimizer.at for optimizer in first.optimizers]
-            rows.append(wrong(check, Reason.NO_PARAMETER_HELD, optimizers=optimizers, at=ddp.at))
+            rows.append(wrong(check, RunReason.NO_PARAMETER_HELD, optimizers=optimizers, at=ddp.at))
         else:
             facts = {"missing": len(missing), "parameters": total, "names": missing}
-            rows.append(warning(check, Reason.PARAMETERS_MISSING, **facts))
+            rows.append(warning(check, RunReason.PARAMETERS_MISSING, **facts))
         if unused and ddp.forwards:
-            rows.append(warning("unused parameters", Reason.PARAMETERS_UNUSED, names=unused))
+            rows.append(warning("unused parameters", RunReason.PARAMETERS_UNUSED, names=unused))
     return rows
 
 
@@ -209,7 +210,7 @@ def accumulation_rows(first: RankRecord) -> list[ReportRow]:
         return []
     if any(backward.is_scaled for backward in backwards):
         return []
-    return [warning("accumulation", Reason.LOSS_NOT_DIVIDED, backwards=n, at=places.pop())]
+    return [warning("accumulation", RunReason.LOSS_NOT_DIVIDED, backwards=n, at=places.pop())]
 
 
 def zero_gradient_rows(records: list[RankRecord]) -> list[ReportRow]:
@@ -218,7 +219,7 @@ def zero_gradient_rows(records: list[RankRecord]) -> list[ReportRow]:
     norms = [gradient[1] for step in steps for gradient in step.gradients if gradient]
     if not norms or any(norm != 0 for norm in norms):  # also if it is not a number
         return []
-    return [wrong("zero gradients", Reason.ZERO_GRADIENTS, at=steps[0].at)]
+    return [wrong("zero gradients", RunReason.ZERO_GRADIENTS, at=steps[0].at)]
 
 
 def finite_gradient_rows(records: list[RankRecord]) -> list[ReportRow]:
@@ -236,14 +237,14 @@ def finite_gradient_rows(records: list[RankRecord]) -> list[ReportRow]:
         return []
     first = min(bad)
     facts = {"steps": len(bad), "step": first, "at": places[first], "ranks": sorted({*bad[first]})}
-    return [warning("finite gradients", Reason.GRADIENTS_NOT_FINITE, **facts)]
+    return [warning("finite gradients", RunReason.GRADIENTS_NOT_FINITE, **facts)]
 
 
 def clipping_rows(first: RankRecord) -> list[ReportRow]:
     if at := first.notes.get(Note.CLIPS_SCALED):
-        return [wrong("clipping", Reason.CLIPS_SCALED, at=at)]
+        return [wrong("clipping", RunReason.CLIPS_SCALED, at=at)]
     if Note.CLIPS in first.notes:
-        return [right("clipping", Reason.CLIPS_UNSCALED)]
+        return [right("clipping", RunReason.CLIPS_UNSCALED)]
     return []
 
 
@@ -251,19 +252,19 @@ def learning_rate_rows(records: list[RankRecord], steps: list[StepOfRanks]) -> l
     rates = [
         (
             [of_rank.learning_rates for of_rank in step.steps],
-            part(Phrase.AT_STEP, step=step.number, at=step.at),
+            phrase(Phrase.AT_STEP, step=step.number, at=step.at),
         )
         for step in steps
     ]
     epochs = zip(*(rank.rates_after_epochs for rank in records), strict=False)
     rates += [
-        (list(of_ranks), part(Phrase.AFTER_EPOCH, epoch=n))
+        (list(of_ranks), phrase(Phrase.AFTER_EPOCH, epoch=n))
         for n, of_ranks in enumerate(epochs, start=1)
     ]
     for of_ranks, when in rates:
         if any(of_rank != of_ranks[0] for of_rank in of_ranks):
             first_rates = [of_rank[0] for of_rank in of_ranks]
-            reason = Reason.RATES_BY_RANK
+            reason = RunReason.RATES_BY_RANK
             return [wrong("learning rate by rank", reason, rates=first_rates, when=when)]
     return []
 
@@ -276,16 +277,16 @@ def metric_rows(records: list[RankRecord]) -> list[ReportRow]:
         number += 1
         if max(values) - min(values) > 1e-6 * max(map(abs, values)):
             facts = {"values": values, "steps": first.steps_before, "at": first.at}
-            return [warning(check, Reason.METRICS_BY_RANK, **facts)]
-    return [right(check, Reason.METRICS_ALIKE, numbers=number)] if number else []
+            return [warning(check, RunReason.METRICS_BY_RANK, **facts)]
+    return [right(check, RunReason.METRICS_ALIKE, numbers=number)] if number else []
 
 
 def loss_scale_rows(steps: list[StepOfRanks]) -> list[ReportRow]:
     for step in steps:
         scales = [of_rank.loss_scale for of_rank in step.steps]
         if len({*scales}) > 1:
-            when = part(Phrase.AT_STEP, step=step.number, at=step.at)
-            return [wrong("loss scale", Reason.LOSS_SCALES_BY_RANK, scales=scales, when=when)]
+            when = phrase(Phrase.AT_STEP, step=step.number, at=step.at)
+            return [wrong("loss scale", RunReason.LOSS_SCALES_BY_RANK, scales=scales, when=when)]
     return []
 
 
@@ -293,15 +294,15 @@ def buffer_rows(records: list[RankRecord]) -> list[ReportRow]:
     check, rows = "buffers", []
     for ddps in zip(*(rank.ddps for rank in records), strict=False):
         evaluated = all(ddp.buffers_at_evaluation for ddp in ddps)
-        when = part(Phrase.AT_EVALUATION if evaluated else Phrase.AT_THE_END)
+        when = phrase(Phrase.AT_EVALUATION if evaluated else Phrase.AT_THE_END)
         of_ranks = [ddp.buffers_at_evaluation or ddp.buffers_at_end for ddp in ddps]
         names = [name for name in of_ranks[0] if all(name in of_rank for of_rank in of_ranks)]
         apart = [name for name in names if differ([of_rank[name] for of_rank in of_ranks])]
         if apart:
             facts = {"apart": len(apart), "buffers": len(names), "names": apart, "when": when}
-            rows.append(warning(check, Reason.BUFFERS_DIFFER, **facts))
+            rows.append(warning(check, RunReason.BUFFERS_DIFFER, **facts))
         elif names:
-            rows.append(right(check, Reason.BUFFERS_ALIKE, when=when))
+            rows.append(right(check, RunReason.BUFFERS_ALIKE, when=when))
     return rows
 
 
@@ -318,11 +319,11 @@ def evaluated_model_rows(records: list[RankRecord]) -> list[ReportRow]:
                 "steps": first.steps_before,
             }  # fmt: skip
             if {*apart} <= {*first.buffers}:
-                return [warning(check, Reason.EVALUATED_BUFFERS_DIFFER, **facts)]
-            return [warning(check, Reason.EVALUATED_MODELS_DIFFER, **facts)]
+                return [warning(check, RunReason.EVALUATED_BUFFERS_DIFFER, **facts)]
+            return [warning(check, RunReason.EVALUATED_MODELS_DIFFER, **facts)]
         if names and first.name not in alike:
             alike.append(first.name)
-    return [right(check, Reason.EVALUATED_MODELS_ALIKE, modules=alike)] if alike else []
+    return [right(check, RunReason.EVALUATED_MODELS_ALIKE, modules=alike)] if alike else []
 
 
 def evaluated_by_all(records: list[RankRecord]) -> list[list[EvaluatedModule]]:

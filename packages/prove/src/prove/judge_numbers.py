@@ -8,12 +8,13 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from prove.finished_replay import Replay
 from prove.judge_effects import NUMBER
-from prove.judge_replay import Replay
 from prove.rank_record import RankRecord
-from prove.reasons import Phrase, Reason
+from prove.reasons import Phrase
+from prove.replay_reasons import ReplayReason
 from prove.table import ReportRow, right, warning
-from prove.wording import part
+from prove.wording import phrase
 
 STATISTIC = re.compile(
     r"(loss|acc\w*|accuracy|error|top.?[15]|mAP|ppl|perplexity|correct)\W{0,12}"
@@ -141,8 +142,10 @@ def printed_rows(replay: Replay, control: list[RankRecord] | None = None) -> lis
         one = of_one[place]
         if not number.is_near(one, 1e-3):
             facts = {"name": number.name, "of_ranks": number.text, "of_one": one.text}
-            phrase = part(Phrase.PRINTED, world_size=len(replay.records), at=place.at, **facts)
-            differing.setdefault(place.at, phrase)
+            difference = phrase(
+                Phrase.PRINTED, world_size=len(replay.records), at=place.at, **facts
+            )
+            differing.setdefault(place.at, difference)
     if differing:
-        return [warning(check, Reason.NUMBERS_DIFFER, numbers=[*differing.values()])]
-    return [right(check, Reason.NUMBERS_OF_ONE_RANK, numbers=len(numbers))] if numbers else []
+        return [warning(check, ReplayReason.NUMBERS_DIFFER, numbers=[*differing.values()])]
+    return [right(check, ReplayReason.NUMBERS_OF_ONE_RANK, numbers=len(numbers))] if numbers else []

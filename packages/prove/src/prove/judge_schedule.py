@@ -2,14 +2,16 @@
 
 from typing import NamedTuple
 
-from prove.judge_replay import Replay, any_differs
+from prove.compare_steps import any_differs
+from prove.finished_replay import Replay
 from prove.rank_record import RankRecord, ScheduleRecord
-from prove.reasons import Phrase, Reason
+from prove.reasons import Phrase
+from prove.replay_reasons import ReplayReason
 from prove.table import ReportRow, right, warning
-from prove.wording import part
+from prove.wording import phrase
 
 CHECK = "schedule"
-ALIKE = 0.05  # lengths that are rounded, or have a few steps of warm-up more
+LENGTH_TOLERANCE = 0.05  # lengths that are rounded, or have a few steps of warm-up more
 
 
 class Schedule(NamedTuple):
@@ -64,7 +66,7 @@ def row_of_length(of_ranks: Schedule, of_one: Schedule, world_size: int) -> Repo
     epochs = of_one.batches_per_epoch / of_ranks.batches_per_epoch
     lengths = of_one.batches / of_ranks.batches
     is_warm_up = of_ranks.batches <= of_ranks.batches_per_epoch
-    if is_warm_up or abs(epochs - 1) < ALIKE:
+    if is_warm_up or abs(epochs - 1) < LENGTH_TOLERANCE:
         return None
     facts = {
         "batches": round(of_ranks.batches), "batches_of_one": round(of_one.batches),
@@ -72,14 +74,16 @@ def row_of_length(of_ranks: Schedule, of_one: Schedule, world_size: int) -> Repo
         "epochs": of_ranks.epochs, "epochs_of_one": of_one.epochs,
         "world_size": world_size, "at": of_ranks.record.at,
     }  # fmt: skip
-    if abs(lengths / epochs - 1) < ALIKE:
+    if abs(lengths / epochs - 1) < LENGTH_TOLERANCE:
         rates = of_ranks.record.highest_rate, of_one.record.highest_rate
         if any_differs([rates[0]], [rates[1]], 1e-3):
             rates_as_facts = {"of_ranks": rates[0], "of_one": rates[1]}
-            return warning(CHECK, Reason.HIGHEST_RATE_DIFFERS, **rates_as_facts, **facts)
-        return right(CHECK, Reason.SCHEDULE_FOLLOWS_LOADER, **facts)
-    if abs(lengths - 1) < ALIKE and not (is_whole(of_ranks.epochs) > is_whole(of_one.epochs)):
-        return warning(CHECK, Reason.SCHEDULE_IGNORES_LOADER, **facts)
+            return warning(CHECK, ReplayReason.HIGHEST_RATE_DIFFERS, **rates_as_facts, **facts)
+        return right(CHECK, ReplayReason.SCHEDULE_FOLLOWS_LOADER, **facts)
+    if abs(lengths - 1) < LENGTH_TOLERANCE and not (
+        is_whole(of_ranks.epochs) > is_whole(of_one.epochs)
+    ):
+        return warning(CHECK, ReplayReason.SCHEDULE_IGNORES_LOADER, **facts)
     return None
 
 
@@ -88,16 +92,16 @@ def rate_rows(replay: Replay) -> list[ReportRow]:
     observed, replayed = replay.observed, replay.replayed
     compared = [  # rates, when, and the reason if they differ
         (of_ranks.learning_rates, of_one.learning_rates,
-         part(Phrase.AT_STEP, step=n, at=of_ranks.at), Reason.RATE_DIFFERS)
+         phrase(Phrase.AT_STEP, step=n, at=of_ranks.at), ReplayReason.RATE_DIFFERS)
         for number in range(min(len(observed.optimizers), len(replayed.optimizers)))
         for n, (of_ranks, of_one) in enumerate(replay.steps(number), start=1)
     ]  # fmt: skip
     if observed.rates_after_epochs and replayed.rates_after_epochs:
         rates = observed.rates_after_epochs[0], replayed.rates_after_epochs[0]
-        when = part(Phrase.AFTER_EPOCH, epoch=1)
-        compared.append((*rates, when, Reason.RATE_AFTER_EPOCH_DIFFERS))
+        when = phrase(Phrase.AFTER_EPOCH, epoch=1)
+        compared.append((*rates, when, ReplayReason.RATE_AFTER_EPOCH_DIFFERS))
     for of_ranks, of_one, when, reason in compared:
         if any_differs(of_ranks, of_one):
             facts = {"of_ranks": of_ranks[0], "of_one": of_one[0], "when": when}
             return [warning(CHECK, reason, world_size=len(replay.records), **facts)]
-    return [right(CHECK, Reason.RATES_OF_ONE_RANK)]
+    return [right(CHECK, ReplayReason.RATES_OF_ONE_RANK)]

@@ -12,21 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from prove.rank_record import Projection
-from prove.samples import copied
+from prove.samples import copy_tensors
 
 
 @cache
-def direction(size: int, device: torch.device) -> Tensor:
+def projection_vector(size: int, device: torch.device) -> Tensor:
     return torch.cos(torch.arange(size, dtype=torch.float64, device=device) * 1.7 + 0.3)
 
 
-def whole(tensor: Any) -> Any:
+def full_tensor(tensor: Any) -> Any:
     """All of a tensor that is divided between the ranks: each must ask for it."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def whole_copies(tensors: list) -> list:
-    return [None if tensor is None else copied(whole(tensor.detach())) for tensor in tensors]
+def full_copies(tensors: list) -> list:
+    return [
+        None if tensor is None else copy_tensors(full_tensor(tensor.detach())) for tensor in tensors
+    ]
 
 
 def is_divided(module: nn.Module) -> bool:
@@ -41,12 +43,12 @@ def is_divided(module: nn.Module) -> bool:
 
 def project(tensor: Tensor) -> Projection:
     """A linear function of a tensor, and its norm."""
-    tensor = whole(tensor.detach())
+    tensor = full_tensor(tensor.detach())
     flat = (tensor.to_dense() if tensor.is_sparse else tensor).reshape(-1).double()
-    return float(flat @ direction(len(flat), flat.device)), float(flat.norm())
+    return float(flat @ projection_vector(len(flat), flat.device)), float(flat.norm())
 
 
-def projected_buffers(module: nn.Module) -> dict[str, Projection]:
+def project_buffers(module: nn.Module) -> dict[str, Projection]:
     return {without_wrappers(name): project(b) for name, b in module.named_buffers() if b.numel()}
 
 
@@ -67,7 +69,9 @@ def schedule_settings(optimizer: Any) -> list[dict]:
     """What a scheduler may change: learning rates, and with OneCycleLR or CyclicLR, momentum."""
     names = ("lr", "momentum", "betas")
     groups = optimizer.param_groups
-    return [{name: copied(group[name]) for name in names if name in group} for group in groups]
+    return [
+        {name: copy_tensors(group[name]) for name in names if name in group} for group in groups
+    ]
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -10,41 +10,19 @@ from typing import Any
 import torch
 
 from prove import (
-    draws,
+    float64,
     generators,
     replay,
     watch_data,
     watch_effects,
+    watch_loss,
     watch_model,
     watch_operations,
+    watch_random,
     watch_schedule,
 )
 from prove.rank_record import Ended, Mode, Settings, read_records
-from prove.rank_run import HERE, RankRun, callers, wrap
-
-
-def compute_in_float64() -> None:
-    torch.set_default_dtype(torch.float64)
-
-    @wrap(torch.Tensor, "float")
-    def double(original: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        caller = next(file for file, *_ in callers() if os.path.dirname(file) != HERE)
-        by_torch = "/torch/amp/" in caller  # GradScaler needs what it asks for
-        return original(tensor, *args, **kwargs) if by_torch else tensor.double()
-
-    @wrap(torch.nn.Module, "to")
-    def to(original: Callable, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """A model never becomes smaller: making it float64 again would lose hooks of its own."""
-        kwargs = {name: widest(value) for name, value in kwargs.items()}
-        return original(module, *map(widest, args), **kwargs)
-
-    for name in ("float", "half", "bfloat16"):
-        setattr(torch.nn.Module, name, torch.nn.Module.double)
-
-
-def widest(value: Any) -> Any:
-    is_float = isinstance(value, torch.dtype) and value.is_floating_point
-    return torch.float64 if is_float else value
+from prove.rank_run import RankRun, wrap
 
 
 def seed_of(settings: Settings) -> int:
@@ -62,31 +40,33 @@ def install() -> RankRun:
     run = RankRun(Settings(**json.loads(os.environ["PROVE"])))
     settings = run.settings
     run.record.seed = seed_of(settings)
-    generators.seed(run.record.seed)
+    generators.seed_all(run.record.seed)
     if settings.cpu:
-        from prove import cpu  # it imports what takes a second
+        from prove import pretend_gpus  # it imports what takes a second
 
-        cpu.install(settings.gpus)
+        pretend_gpus.install(settings.gpus)
     if settings.mode == Mode.BARE:
         watch_effects.watch_groups(run)
         watch_effects.watch_files(run)
     else:
         if settings.float64:
-            compute_in_float64()
+            float64.install()
         torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore
-        draws_of_rank = draws.install(run)
-        source = replay.install(run, draws_of_rank)
-        model = watch_model.install(run, draws_of_rank, source)
+        draws = watch_random.install(run)
+        source = replay.install(run, draws)
+        model = watch_model.install(run, draws, source)
+        watch_loss.install(run, model)
         watch_data.install(run, model)
         watch_schedule.install(run)
         watch_effects.install(run)
-        if settings.emulate:
-            watch_operations.install(draws_of_rank, model.by_hand, model.parameters_change)
+        if settings.watches_operations:
+            steps = model.steps
+            watch_operations.install(draws, steps.by_hand, steps.begin_step_by_hand)
     atexit.register(run.write, Ended.AT_ITS_END)
 
     @wrap(sys, "excepthook")
     def hook(show: Callable, kind: Any, error: BaseException, trace: Any) -> None:
-        run.fail(error)
+        run.write_failure(error)
         show(kind, error, trace)
 
     return run

@@ -90,19 +90,24 @@ def hook_variables(environment: Mapping[str, str], folder: Path, module: str) ->
     return {"PYTHONPATH": path, "AFTER_TORCH": f"{folder}:{module}"}
 
 
+def begin_as(command: list[str], environment: dict[str, str], log: Path) -> None:
+    """Make of this forked process one that has just started for the script."""
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    out = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv, sys.path[0] = command, os.path.dirname(os.path.abspath(command[0]))
+
+
 def become_rank(command: list[str], environment: dict[str, str], log: Path) -> None:
     """What a forked rank does: it becomes the script."""
     status = 1
     try:
-        os.setsid()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        out = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-        os.environ.clear()
-        os.environ.update(environment)
-        sys.argv, sys.path[0] = command, os.path.dirname(os.path.abspath(command[0]))
+        begin_as(command, environment, log)
         import torch
 
         from prove import observe
@@ -117,7 +122,7 @@ def become_rank(command: list[str], environment: dict[str, str], log: Path) -> N
             if isinstance(error.code, str):
                 print(error.code, file=sys.stderr)
         except BaseException as error:
-            this_run.fail(error)
+            this_run.write_failure(error)
             traceback.print_exc()
         this_run.write(Ended.AT_ITS_END if status == 0 else Ended.WITH_ERROR)
     except BaseException:  # a mistake of ours: os._exit below would say nothing about it
@@ -266,7 +271,7 @@ def wait_for_different_things(records: list[RankRecord]) -> bool:
     return any(rank.progress.collective for rank in records) and len(places) > 1
 
 
-class Patience:
+class ProgressWatch:
     """How long ago the ranks made their last progress."""
 
     def __init__(self) -> None:
@@ -274,7 +279,7 @@ class Patience:
         self.since = time.monotonic()
         self.beats: dict[int, int] = {}  # of each rank at that time
 
-    def seconds(self, records: list[RankRecord]) -> float:
+    def seconds_without(self, records: list[RankRecord]) -> float:
         now = [
             (rank.progress.events, rank.ended, not is_waiting(rank) and rank.progress.cpu_seconds)
             for rank in records
@@ -289,7 +294,7 @@ class Patience:
         return time.monotonic() - self.since
 
 
-def execute(
+def run_command(
     command: list[str],
     settings: Settings,
     timeout: float,
@@ -305,7 +310,7 @@ def execute(
     log = Path(settings.folder, f"{settings.name}.log")
     processes = Processes(command, environment, log, spare)
     hang = silent = False
-    patience, records = Patience(), []
+    progress, records = ProgressWatch(), []
     try:
         while processes.are_running():
             time.sleep(0.03)
@@ -315,7 +320,7 @@ def execute(
             limit = timeout if records else 10 * timeout  # before the ranks meet: downloads
             if wait_for_different_things(records):
                 limit = SECONDS_UNTIL_SURE
-            if patience.seconds(records) > limit:
+            if progress.seconds_without(records) > limit:
                 hang = bool(records) and all(map(is_waiting, records))
                 silent = not hang
                 break

@@ -54,6 +54,7 @@ class Note(Enum):
     MODEL_IS_DIVIDED = auto()
 
 
+MOST_COLLECTIVES = 4000  # more are not written down
 EVALUATION_FACTOR = 4  # an evaluation gets so many times the batches of a training epoch
 
 Projection = tuple[float, float]  # the product of a tensor with a fixed vector, and its norm
@@ -74,7 +75,7 @@ class Settings:
     variant: str = ReplayVariant.USUAL
     seed: int | None = None  # of the generators when the script begins; None: any
     dropout: bool = True  # False: switched off, because its masks cannot be recorded
-    emulate: bool = True  # False: nothing is changed in the script's torch, only watched
+    watches_operations: bool = True  # False: nothing is changed in the script's torch
 
     @property
     def name(self) -> str:
@@ -85,6 +86,7 @@ class Settings:
 class Collective(NamedTuple):
     name: str
     at: str
+    batchnorm: str = ""  # the class of the BatchNorm layer that calls it, if one does
 
 
 @dataclass
@@ -125,7 +127,7 @@ class LoaderRun:
     base_seed: int | None = None  # of the workers
     drew: list[bool] = field(default_factory=lambda: [False] * 3)  # these generators, while loading
     workers_drew: bool = False  # its workers have drawn random numbers, or may have
-    given: int = 0  # batches
+    batches_given: int = 0
     ended: bool = False  # at the end of its data
     steps: int = 0
     backwards: int = 0
@@ -135,7 +137,9 @@ class LoaderRun:
     sizes: list[int] = field(default_factory=list)  # of the batches
     batches: int | None = None  # that the sampler has listed
     samples_file: str = ""  # which samples they are
-    kept: int | None = None  # its number among the loader_runs whose batches are kept for a replay
+    replay_number: int | None = (
+        None  # its number among the loader_runs whose batches are kept for a replay
+    )
     indices: list[int] = field(default_factory=list)  # from samples_file, when the run is over
     may_draw: set[int] | None = None  # the indices of a Subset
     fields: list[str] = field(default_factory=list)  # of a sample: what fingerprint tells apart
@@ -282,7 +286,7 @@ class RankRecord:
     model_returns_loss: bool = False
     seed: int = 0  # of its generators, when the script began
     asked_for_length: bool = False  # of a loader, before its first batch
-    not_kept: str = ""  # why a batch could not be kept for a replay
+    why_not_kept: str = ""  # why a batch could not be kept for a replay
     draws: dict[str, list[str]] = field(default_factory=dict)  # by kind of draws.Finding: places
     batchnorm_rows_unknown: bool = False  # which of them came from which rank
     batchnorm_rows_guessed: bool = False  # a sample has several: one after another, or in blocks

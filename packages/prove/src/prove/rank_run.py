@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from prove.rank_record import (
     Ended,
@@ -105,6 +106,7 @@ class RankRun:
         self.gradients: dict[int, list] = {}  # of each optimizer's first step
         self.joined = self.written = False
         self.in_second_epoch = False
+        self.running_modules: list[torch.nn.Module] = []  # in forward, the innermost last
         self.current_loader_run: LoaderRun | None = None  # over the loader that gave the last batch
         self.at_end: list[Callable[[], None]] = []  # they complete the record and the tensors
         self.writing = threading.Lock()
@@ -122,7 +124,7 @@ class RankRun:
             self.record.rank, self.record.world_size = dist.get_rank(), dist.get_world_size()
             self.joined = True
             multiprocessing.util.Finalize(None, self.write, (Ended.AT_ITS_END,), exitpriority=100)
-            threading.Thread(target=self.beat, daemon=True).start()
+            threading.Thread(target=self.write_until_end, daemon=True).start()
 
     def note_event(self) -> None:
         self.record.progress.events += 1
@@ -133,10 +135,15 @@ class RankRun:
     def has_no_loader(self) -> bool:
         return not any(loader_run.with_gradients for loader_run in self.record.loader_runs)
 
+    def running_batchnorm(self) -> str:
+        """The class of the BatchNorm layer that this rank computes now, if it is one."""
+        layers = [type(m).__name__ for m in self.running_modules[-1:] if isinstance(m, _BatchNorm)]
+        return "".join(layers)
+
     def current_batch_size(self) -> int | None:
         current = self.current_loader_run
-        known = current is not None and 0 < current.given <= len(current.sizes)
-        return current.sizes[current.given - 1] if current and known else None
+        known = current is not None and 0 < current.batches_given <= len(current.sizes)
+        return current.sizes[current.batches_given - 1] if current and known else None
 
     def write_record(self, ended: str) -> None:
         record, progress = self.record, self.record.progress
@@ -148,7 +155,7 @@ class RankRun:
         record.ended = ended
         record.write(record_file(self.settings.folder, self.settings.name, record.rank))
 
-    def beat(self) -> None:
+    def write_until_end(self) -> None:
         """Write the record again and again: a rank that is killed leaves nothing else."""
         while not self.written:
             self.record.progress.beats += 1
@@ -172,7 +179,7 @@ class RankRun:
         save_tensors(self.gradients, gradients_file(*place))
         save_tensors(self.tensors, tensors_file(*place))
 
-    def leave(self) -> None:
+    def end_early(self) -> None:
         """Enough was seen. Wait until all ranks are here: who leaves early breaks the others."""
         self.write(Ended.WHEN_SEEN)
         settings, world_size = self.settings, self.record.world_size
@@ -184,13 +191,13 @@ class RankRun:
         sys.stderr.flush()
         os._exit(0)
 
-    def fail(self, error: BaseException) -> None:
+    def write_failure(self, error: BaseException) -> None:
         """The record of a script that ends with an error."""
         cut = not self.joined or any(
-            loader_run.given >= loader_run.limit for loader_run in self.record.loader_runs
+            loader_run.batches_given >= loader_run.limit for loader_run in self.record.loader_runs
         )
         if cut and "StopIteration" in f"{type(error).__name__} {error}":
-            self.leave()  # the script asked for more batches than we give
+            self.end_early()  # the script asked for more batches than we give
         frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_file(f.filename)]
         at = f"{os.path.relpath(frames[-1].filename)}:{frames[-1].lineno}" if frames else "?"
         self.record.error = ScriptError(type(error).__name__, str(error)[:500], at, time.time())

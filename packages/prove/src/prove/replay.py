@@ -23,9 +23,9 @@ from prove.samples import (
     RecordedBatch,
     are_same,
     as_double,
-    copied,
-    merged,
-    merged_by_collate,
+    copy_tensors,
+    merge_batches,
+    merge_by_collate,
     owners_of_rows,
     tensors_in,
 )
@@ -87,7 +87,7 @@ class InputKeeper:
             return args, kwargs
         if run.joined and run.record.steps < run.settings.batches:
             kept = run.tensors.setdefault("forwards", [])
-            call = copied(list(args)), copied(kwargs)
+            call = copy_tensors(list(args)), copy_tensors(kwargs)
             kept.append(call)
             self.draws.begin_forward(batch_of_forward(len(kept) - 1), [size_of(call)], [])
         else:
@@ -106,8 +106,10 @@ class Feeder:
             Mode.WHOLE,
             Mode.CONTROL,
         )
-        self.kept_loader_runs = [
-            loader_run for loader_run in observed.loader_runs if loader_run.kept is not None
+        self.recorded_loader_runs = [
+            loader_run
+            for loader_run in observed.loader_runs
+            if loader_run.replay_number is not None
         ]
         self.in_sequence = self.mode == Mode.SEQUENCE
         self.sizes = [1]  # samples of each rank in the batch that is computed now
@@ -117,7 +119,7 @@ class Feeder:
             draws.forced = torch.load(forced, weights_only=False)
 
     @cached_property
-    def kept(self) -> list[dict[str, Any]]:
+    def tensors_of_ranks(self) -> list[dict[str, Any]]:
         """What each rank kept. A batch may be of a class of the script, which must be known by now:
         it is unpickled here, in a process that runs the script, and never by the judges."""
         folder = self.run.settings.folder
@@ -129,14 +131,14 @@ class Feeder:
         return kept
 
     @property
-    def own(self) -> int:
+    def own_rank(self) -> int:
         """The rank whose weights this process begins with."""
         return self.run.record.rank if self.mode == Mode.CONTROL else 0
 
     def groups(self) -> list[list[int]]:
         """The ranks whose samples make one batch, in the order in which the batches are given."""
         if self.mode == Mode.CONTROL:
-            return [[self.own]]
+            return [[self.own_rank]]
         ranks = [0] if self.run.settings.rows_are_split else list(range(self.world_size))
         return [[rank] for rank in ranks] if self.in_sequence else [ranks]
 
@@ -144,55 +146,57 @@ class Feeder:
         return as_double(nested) if self.run.settings.float64 else nested
 
     def batches_of(self, loader: Any) -> int | None:
-        for kept_run in self.kept_loader_runs:
-            if kept_run.loader == loader.prove_number and torch.is_grad_enabled():
-                batches = min(kept_run.batches or kept_run.given, kept_run.limit)
+        for recorded in self.recorded_loader_runs:
+            if recorded.loader == loader.prove_number and torch.is_grad_enabled():
+                batches = min(recorded.batches or recorded.batches_given, recorded.limit)
                 return batches * (self.world_size if self.in_sequence else 1)
         return None
 
     @property
     def passes(self) -> int:
         """Over loaders, in the first epoch."""
-        return len(self.kept[0]["batches"])
+        return len(self.tensors_of_ranks[0]["batches"])
 
     def positions(self, number: int) -> int:
         """How many batches each rank had in a pass."""
-        return min(len(kept["batches"][number]) for kept in self.kept)
+        return min(len(kept["batches"][number]) for kept in self.tensors_of_ranks)
 
     def batch(
         self, number: int, position: int, ranks: list[int], collate: Callable | None
     ) -> tuple[Any, list[dict]]:
         """A batch of these ranks in a pass, and what they drew in it."""
-        kept = [self.kept[rank] for rank in ranks]
+        kept = [self.tensors_of_ranks[rank] for rank in ranks]
         of_ranks: list[RecordedBatch] = [own["batches"][number][position] for own in kept]
-        batch = self.cast(merged_by_collate(collate, of_ranks))
+        batch = self.cast(merge_by_collate(collate, of_ranks))
         self.sizes = [recorded.size for recorded in of_ranks]
         return batch, [own["draws"] for own in kept]
 
     def inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """What goes into DDP, if the script has no loader."""
-        calls = self.kept[0].get("forwards")
+        calls = self.tensors_of_ranks[0].get("forwards")
         if not calls:
             return args, kwargs
         groups = self.groups()
         number = self.forwards
         self.forwards += 1
         if number >= len(calls) * len(groups):
-            self.run.leave()
+            self.run.end_early()
         ranks = groups[number % len(groups)]
-        calls_of_ranks = [self.kept[rank]["forwards"][number // len(groups)] for rank in ranks]
+        calls_of_ranks = [
+            self.tensors_of_ranks[rank]["forwards"][number // len(groups)] for rank in ranks
+        ]
         if all(are_same(call, calls_of_ranks[0]) for call in calls_of_ranks):
             calls_of_ranks = calls_of_ranks[:1]  # such as a graph
         self.sizes = [*map(size_of, calls_of_ranks)]
-        sources = [self.kept[rank]["draws"] for rank in ranks]
+        sources = [self.tensors_of_ranks[rank]["draws"] for rank in ranks]
         batch = batch_of_forward(number // len(groups))
         self.draws.begin_forward(batch, self.sizes, sources)
-        args, kwargs = merged(calls_of_ranks, self.sizes)
+        args, kwargs = merge_batches(calls_of_ranks, self.sizes)
         return self.cast(args), self.cast(kwargs)
 
     def set_start(self, optimizers: list, modules: dict[str, torch.nn.Module]) -> None:
         """Give all modules and optimizers the first weights of the observed run."""
-        kept = self.kept[self.own]
+        kept = self.tensors_of_ranks[self.own_rank]
         with torch.no_grad():
             for name, module in modules.items():
                 state = kept["states"].get(name, {})
@@ -216,7 +220,7 @@ class Feeder:
 
     def use_recorded_schedule(self, optimizer: Any, number: int, step: int) -> None:
         """The recorded learning rates, for this step only: the script's own ones are compared."""
-        recorded = self.kept[self.own]["schedule_settings"].get(number, [])
+        recorded = self.tensors_of_ranks[self.own_rank]["schedule_settings"].get(number, [])
         if step < len(recorded):
             for group, observed in zip(optimizer.param_groups, recorded[step], strict=False):
                 group.update(observed)
@@ -236,7 +240,7 @@ def watch_dropout(run: RankRun) -> None:
 
     def note() -> None:
         if run.joined:
-            run.record.dropout.setdefault(where(), generators.digests()[0])
+            run.record.dropout.setdefault(where(), generators.state_digests()[0])
 
     for name in DROPOUTS:
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from prove import generators
 
-numbers = itertools.count()
+sample_files = itertools.count()
 
 
 class CannotMergeError(Exception):
@@ -38,15 +38,15 @@ class Freezer(pickle.Pickler):
         super().__init__(stream, protocol=5)
         self.fast = without_memo
         self.tensors: list[Tensor] = []
-        self.seen: dict[int, int] = {}
+        self.numbers: dict[int, int] = {}
 
     def persistent_id(self, value: Any) -> int | None:
         if type(value) is not Tensor:
             return None
-        if id(value) not in self.seen or self.fast:
-            self.seen[id(value)] = len(self.tensors)
+        if id(value) not in self.numbers or self.fast:
+            self.numbers[id(value)] = len(self.tensors)
             self.tensors.append(value)
-        return self.seen[id(value)]
+        return self.numbers[id(value)]
 
 
 class Thawer(pickle.Unpickler):
@@ -93,14 +93,14 @@ def tensors_in(nested: Any) -> list[Tensor]:
         return []
 
 
-def mapped(change: Callable[[Tensor], Tensor], nested: Any) -> Any:
+def map_tensors(change: Callable[[Tensor], Tensor], nested: Any) -> Any:
     """The same value, with `change` applied to each tensor in it."""
     if isinstance(nested, Tensor):
         return change(nested)
     if type(nested) in (list, tuple):
-        return type(nested)(mapped(change, part) for part in nested)
+        return type(nested)(map_tensors(change, part) for part in nested)
     if type(nested) is dict:
-        return {key: mapped(change, part) for key, part in nested.items()}
+        return {key: map_tensors(change, part) for key, part in nested.items()}
     if nested is None or isinstance(nested, str | bytes | int | float):
         return nested
     try:
@@ -119,11 +119,11 @@ def as_double(nested: Any) -> Any:
         is_smaller = tensor.is_floating_point() and tensor.dtype != torch.float64
         return tensor.double() if is_smaller else tensor
 
-    return mapped(double, nested)
+    return map_tensors(double, nested)
 
 
-def copied(nested: Any) -> Any:
-    return mapped(own_copy, nested)
+def copy_tensors(nested: Any) -> Any:
+    return map_tensors(own_copy, nested)
 
 
 def are_same(value: Any, other: Any) -> bool:
@@ -185,7 +185,7 @@ class RecordingCollate:
             return Collated(self.collate(data), None, [], [])
         try:
             frozen = freeze(list(data))
-            file = f"{self.folder}/samples.{os.getpid()}.{next(numbers)}"
+            file = f"{self.folder}/samples.{os.getpid()}.{next(sample_files)}"
             Path(file).write_bytes(pickle.dumps(tuple(frozen)))
         except Exception:  # whatever a sample raises when it is pickled
             file = None
@@ -207,12 +207,12 @@ def order_of_rows(sizes: list[int]) -> list[tuple[int, int]]:
     return sorted(pairs, key=lambda pair: (pair[1], pair[0]))
 
 
-def interleaved(parts: list[Tensor], sizes: list[int], dim: int = 0, blocks: int = 1) -> Tensor:
+def interleave(parts: list[Tensor], sizes: list[int], dim: int = 0, blocks: int = 1) -> Tensor:
     """The rows of all ranks in one tensor. A sample may have several rows, one after another, or
     one in each block, as torch.cat([crops, other_crops]) has them."""
     if blocks > 1:
         parts_of_blocks = zip(*(part.chunk(blocks, dim) for part in parts), strict=True)
-        return torch.cat([interleaved([*each], sizes, dim) for each in parts_of_blocks], dim)
+        return torch.cat([interleave([*each], sizes, dim) for each in parts_of_blocks], dim)
     lengths = [part.shape[dim] for part in parts]
     per_sample = {length / size for length, size in zip(lengths, sizes, strict=True)}
     if len(per_sample) > 1 or not (rows := per_sample.pop()).is_integer():
@@ -227,7 +227,7 @@ def interleaved(parts: list[Tensor], sizes: list[int], dim: int = 0, blocks: int
     return joined.index_select(dim, torch.tensor(chosen, device=joined.device))
 
 
-def merged(parts: list, sizes: list[int]) -> Any:
+def merge_batches(parts: list, sizes: list[int]) -> Any:
     """One batch of the batches of all ranks, tensor by tensor; never the part of one rank alone.
 
     Raises CannotMergeError: something has no row for each sample, and differs between the ranks.
@@ -236,19 +236,21 @@ def merged(parts: list, sizes: list[int]) -> Any:
     if len(parts) == 1:
         return first
     if all(isinstance(part, Tensor) for part in parts) and all(map(has_rows, parts, sizes)):
-        return interleaved(parts, sizes)
+        return interleave(parts, sizes)
     if isinstance(first, Mapping) and all(part.keys() == first.keys() for part in parts):
-        plain = {key: merged([part[key] for part in parts], sizes) for key in first}
+        plain = {key: merge_batches([part[key] for part in parts], sizes) for key in first}
         return plain if type(first) is dict else of_class(first, plain)
     if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(merged(list(column), sizes) for column in zip(*parts, strict=True)))
+        return type(first)(
+            *(merge_batches(list(column), sizes) for column in zip(*parts, strict=True))
+        )
     if type(first) in (list, tuple):
         has_samples = not any(isinstance(part, Tensor) and part.ndim for part in first)
         if has_samples and all(map(has_length, parts, sizes)):
             return type(first)(parts[rank][sample] for rank, sample in order_of_rows(sizes))
         if len({len(part) for part in parts}) == 1:
             columns = zip(*parts, strict=True)
-            return type(first)(merged(list(column), sizes) for column in columns)
+            return type(first)(merge_batches(list(column), sizes) for column in columns)
     if all(are_same(first, part) for part in parts[1:]):
         return first
     raise CannotMergeError(f"a {type(first).__name__} that has no row for each sample")
@@ -282,7 +284,7 @@ class RecordedBatch(NamedTuple):
         return thaw(Frozen(*pickle.loads(Path(self.file).read_bytes())))
 
 
-def merged_by_collate(collate: Callable | None, batches: list[RecordedBatch]) -> Any:
+def merge_by_collate(collate: Callable | None, batches: list[RecordedBatch]) -> Any:
     """What the script's own collate_fn makes of the samples of all ranks.
 
     It is only trusted if it makes of each rank's samples the batch of that rank once more.
@@ -299,7 +301,7 @@ def merged_by_collate(collate: Callable | None, batches: list[RecordedBatch]) ->
             return collate([lists[rank][sample] for rank, sample in order_of_rows(sizes)])
         why = "collate_fn makes another batch of the same samples the second time"
     try:
-        return merged(own, sizes)
+        return merge_batches(own, sizes)
     except CannotMergeError as error:
         raise CannotMergeError(f"{error}, and {why}") from None
 

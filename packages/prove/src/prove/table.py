@@ -1,7 +1,8 @@
 """What does the reader see? A table of rows: verdict, check, evidence, the cure with its link.
 
 A row is a value: its verdict, its reason, and the facts with their numbers. Its words are made from
-these at the end: reasons.py has the sentences, and wording.py puts the facts into them.
+these at the end: run_reasons.py and replay_reasons.py have the sentences, and wording.py puts the
+facts into them.
 """
 
 import os
@@ -11,12 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from prove.reasons import Reason
-from prove.wording import Facts, in_words, listed
+from prove.replay_reasons import ReplayReason
+from prove.run_reasons import RunReason
+from prove.wording import Facts, in_words, join_names
 
 RIGHT, WRONG, WARNING, NOT_SEEN = "right", "WRONG", "warning", "not seen"
 ORDER = (WRONG, WARNING, RIGHT, NOT_SEEN)
 WIDTH, INDENT = 100, " " * 10
 
+REASONS: dict[str, Reason] = {
+    reason.name: reason for kind in (RunReason, ReplayReason) for reason in kind
+}
 PAGE = Path(__file__).resolve().with_name("cures.md")  # an installation brings it along
 
 
@@ -50,7 +56,7 @@ class ReportRow:
     @property
     def evidence(self) -> str:
         places = (self.facts, *self.also)
-        return listed([in_words(self.reason.evidence, facts) for facts in places], "; ")
+        return join_names([in_words(self.reason.evidence, facts) for facts in places], "; ")
 
     @property
     def cure(self) -> str:
@@ -67,7 +73,7 @@ class ReportRow:
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> "ReportRow":
-        reason, also = Reason[row["reason"]], tuple(row["also"])
+        reason, also = REASONS[row["reason"]], tuple(row["also"])
         return cls(row["verdict"], row["check"], reason, row["facts"], also)
 
 
@@ -87,7 +93,7 @@ def not_seen(check: str, reason: Reason, **facts: Any) -> ReportRow:
     return ReportRow(NOT_SEEN, check, reason, facts)
 
 
-def table(rows: list[ReportRow]) -> str:
+def format_table(rows: list[ReportRow]) -> str:
     lines = []
     for row in sorted(rows, key=lambda row: ORDER.index(row.verdict)):
         first = f"{row.verdict:9} {row.check:22} "
@@ -109,6 +115,6 @@ def table(rows: list[ReportRow]) -> str:
 
 def unseen_checks(rows: list[ReportRow], checks: list[str]) -> list[str]:
     """Those of the comparisons that are the proof which could not be made."""
-    seen = {row.check for row in rows if row.verdict != NOT_SEEN}
-    seen -= {row.check for row in rows if row.verdict == NOT_SEEN}
-    return [check for check in checks if check not in seen]
+    compared = {row.check for row in rows if row.verdict != NOT_SEEN}
+    compared -= {row.check for row in rows if row.verdict == NOT_SEEN}
+    return [check for check in checks if check not in compared]

@@ -43,7 +43,7 @@ def fingerprint(dataset: Any) -> tuple[list[list[int]], list[str]]:
         return dataset[place]
 
     try:
-        with generators.seeded(0):
+        with generators.with_seed(0):
             samples = [read(i) for i in (0, len(dataset) // 2, len(dataset) - 1)]
         names = [
             "" if isinstance(part, str) else name for name, part in fields_of(samples[0]).items()
@@ -132,15 +132,15 @@ class LoaderWatcher:
     """The passes of this rank over its loaders."""
 
     def __init__(self, run: RankRun, model: ModelWatcher) -> None:
-        self.run, self.model, self.feeder = run, model, model.feeder
+        self.run, self.model, self.steps, self.feeder = run, model, model.steps, model.feeder
         self.datasets: list[Any] = []  # held, so that no other one gets its place in memory
-        self.passes_fed = 0  # in a replay, so far
+        self.loader_runs_fed = 0  # in a replay, so far
 
     def iterate(self, iterate: Callable, loader: Any) -> Any:
         """In the place of a loader's own __iter__, which `iterate` is."""
         run, loader_runs = self.run, self.run.record.loader_runs
         training = torch.is_grad_enabled()
-        self.model.end_batch()
+        self.steps.end_batch()
         loader_run = self.begin(loader)
         epochs = sum(
             earlier.steps > 0 and earlier.dataset == loader_run.dataset for earlier in loader_runs
@@ -148,20 +148,20 @@ class LoaderWatcher:
         if training and epochs:
             run.in_second_epoch = True
             if not run.replaying:
-                self.model.end_epoch()
+                self.steps.note_rates()
                 if epochs >= 2 and run.joined:
                     loader_runs.pop()  # it gives nothing any more
-                    run.leave()
+                    run.end_early()
         object.__setattr__(loader, "prove_has_begun", training)
         if self.feeder and training:
-            fed = self.fed_batches(self.feeder, loader, loader_run)
-            if fed is not None:
-                return fed
+            batches = self.batches_to_feed(self.feeder, loader, loader_run)
+            if batches is not None:
+                return batches
         object.__setattr__(loader, "prove_loader_run", loader_run)
         iterator = recording_iterator(loader, iterate, run.settings.folder)
         loader_run.base_seed = getattr(iterator, "_base_seed", None)
         if training and not run.replaying and not run.in_second_epoch:
-            loader_run.kept = len(run.tensors["batches"])
+            loader_run.replay_number = len(run.tensors["batches"])
             run.tensors["batches"].append([])
         return self.own_batches(iterator, loader_run, loader)
 
@@ -197,7 +197,7 @@ class LoaderWatcher:
             steps_before=record.steps,
             collectives_before=len(record.collectives),
             backwards_before=self.model.backwards,
-            generators=generators.digests(),
+            generators=generators.state_digests(),
             fields=fields,
         )
         record.loader_runs.append(loader_run)
@@ -220,12 +220,12 @@ class LoaderWatcher:
 
     def own_batches(self, iterator: Iterator, loader_run: LoaderRun, loader: Any) -> Iterator:
         """The batches of the loader itself, until there are enough."""
-        run, model = self.run, self.model
+        run, model, steps = self.run, self.model, self.steps
         size, before, looks_ahead = 0, len(run.record.model_calls), False
         while True:
-            model.end_batch()
+            steps.end_batch()
             loader_run.backwards = model.backwards - loader_run.backwards_before
-            if loader_run.given == 1:
+            if loader_run.batches_given == 1:
                 called = len(run.record.model_calls) > before
                 looks_ahead = not loader_run.backwards and not called
             batch = None
@@ -233,18 +233,18 @@ class LoaderWatcher:
                 batch = next_batch(iterator, loader_run)
             if batch is None:
                 if looks_ahead and loader_run.with_gradients:
-                    self.begin_batch(loader_run, loader_run.given + 1, size)
+                    self.begin_batch(loader_run, loader_run.batches_given + 1, size)
                 return
             size = self.note_batch(loader_run, batch)
             if loader_run.with_gradients:
                 model.keep_start()
-                self.begin_batch(loader_run, loader_run.given, size)
+                self.begin_batch(loader_run, loader_run.batches_given, size)
             yield as_double(batch.batch) if run.settings.float64 else batch.batch
 
     def is_enough(self, loader_run: LoaderRun, was_asked: bool) -> bool:
         """Has the script had its batches of this pass? Where several make one step, it gets more,
         but no more than its length, if the script has asked for that."""
-        given, batches = loader_run.given, self.run.settings.batches
+        given, batches = loader_run.batches_given, self.run.settings.batches
         if self.run.replaying or not loader_run.with_gradients:
             return given >= self.most_batches(loader_run.with_gradients)
         if given < batches:
@@ -263,12 +263,12 @@ class LoaderWatcher:
         size = len(batch.checksums) if batch.file else batch_size_of(batch.batch)
         if loader_run.batches is None:
             loader_run.sizes.append(size)
-        loader_run.given += 1
+        loader_run.batches_given += 1
         if len(loader_run.contents) < run.settings.batches:
             loader_run.contents.append(batch.checksums)
             loader_run.inputs.append(batch.inputs or batch.checksums)
         run.current_loader_run = loader_run
-        if loader_run.kept is not None:
+        if loader_run.replay_number is not None:
             self.keep_batch(loader_run, size, batch)
         run.note_event()
         return size
@@ -278,16 +278,16 @@ class LoaderWatcher:
             frozen = freeze(batch.batch)
         except Exception as error:  # whatever a class of the script's raises when it is pickled
             text = f"a batch of {loader_run.at} cannot be pickled: {error}"
-            self.run.record.not_kept = text[:200]
+            self.run.record.why_not_kept = text[:200]
             return
         kept = RecordedBatch(size, batch.file, frozen)
-        self.run.tensors["batches"][loader_run.kept].append(kept)
+        self.run.tensors["batches"][loader_run.replay_number].append(kept)
 
     def begin_batch(self, loader_run: LoaderRun, number: int, size: int) -> None:
         """Who looks ahead, as Accelerate does, computes a batch after asking for the next one: the
         last one after the end."""
-        kept = -1 if loader_run.kept is None else loader_run.kept
-        self.model.begin_batch((kept, number), [size], [])
+        kept = -1 if loader_run.replay_number is None else loader_run.replay_number
+        self.steps.begin_batch((kept, number), [size], [])
 
     def most_batches(self, training: bool) -> int:
         settings = self.run.settings
@@ -303,43 +303,46 @@ class LoaderWatcher:
             return batches
         return min(length(loader), self.most_batches(torch.is_grad_enabled()))
 
-    def fed_batches(self, feeder: Feeder, loader: Any, loader_run: LoaderRun) -> Iterator | None:
+    def batches_to_feed(
+        self, feeder: Feeder, loader: Any, loader_run: LoaderRun
+    ) -> Iterator | None:
         """Recorded ones, for the next pass; None: there was no such pass in the first epoch."""
-        record, number = self.run.record, self.passes_fed
-        self.passes_fed += 1
+        record, number = self.run.record, self.loader_runs_fed
+        self.loader_runs_fed += 1
         if number < feeder.passes:
             record.own_batch_size = record.own_batch_size or loader.batch_size
             return self.recorded_batches(feeder, number, loader_run, loader.collate_fn)
         if record.steps:
-            self.model.end_epoch()
-            self.run.leave()
+            self.steps.note_rates()
+            self.run.end_early()
         return None
 
     def recorded_batches(
         self, feeder: Feeder, number: int, loader_run: LoaderRun, collate: Callable | None
     ) -> Iterator:
-        run, model = self.run, self.model
+        run, steps = self.run, self.steps
         positions, sources = feeder.positions(number), []
-        before, looks_ahead = self.computed(), False
+        before, looks_ahead = self.calls_so_far(), False
         for position in range(positions):
             for ranks in feeder.groups():
-                model.end_batch()
-                if loader_run.given == 1:
-                    looks_ahead = self.computed() == before
+                steps.end_batch()
+                if loader_run.batches_given == 1:
+                    looks_ahead = self.calls_so_far() == before
                 batch, sources = feeder.batch(number, position, ranks, collate)
-                loader_run.given += 1
+                loader_run.batches_given += 1
                 loader_run.sizes.append(sum(feeder.sizes))
                 run.current_loader_run = loader_run
-                model.keep_start()
-                model.begin_batch((number, position + 1), feeder.sizes, sources)
+                self.model.keep_start()
+                steps.begin_batch((number, position + 1), feeder.sizes, sources)
                 yield batch
-        model.end_batch()
+        steps.end_batch()
         if looks_ahead:  # the last batch is computed now: see begin_batch
-            model.begin_batch((number, positions + 1), feeder.sizes, sources)
+            steps.begin_batch((number, positions + 1), feeder.sizes, sources)
         if number > 0:  # an evaluation with gradients: its last batches are of unequal sizes
             run.in_second_epoch = True  # so the numbers that follow are not compared
 
-    def computed(self) -> tuple[int, int]:
+    def calls_so_far(self) -> tuple[int, int]:
+        """Backwards, and calls of models."""
         return self.model.backwards, len(self.run.record.model_calls)
 
 
@@ -353,13 +356,13 @@ def sampler_of(loader: Any) -> tuple[str, bool | None]:
 
 def next_batch(iterator: Iterator, loader_run: LoaderRun) -> Collated | None:
     """None: there is none. The record says which generators have drawn for it."""
-    before = generators.digests()
+    before = generators.state_digests()
     batch = next(iterator, END)
     loader_run.ended = batch is END
     if loader_run.ended:
         return None
-    after = generators.digests()
-    if loader_run.given:  # not at the first batch, where a sampler draws its seed
+    after = generators.state_digests()
+    if loader_run.batches_given:  # not at the first batch, where a sampler draws its seed
         changes = [old != new for old, new in zip(before, after, strict=True)]
         loader_run.drew = [a or b for a, b in zip(loader_run.drew, changes, strict=True)]
     return batch if isinstance(batch, Collated) else Collated(batch, None, [], [])
@@ -369,7 +372,7 @@ def with_checksums(batch: Collated, loader_run: LoaderRun) -> Collated:
     """Of its rows, if its samples are not known, or are none of those that the sampler listed."""
     is_known = bool(batch.file)
     if is_known and loader_run.batches is not None and not loader_run.is_stream:
-        listed = loader_run.sizes[loader_run.given : loader_run.given + 1]
+        listed = loader_run.sizes[loader_run.batches_given : loader_run.batches_given + 1]
         if listed and listed[0] != len(batch.checksums):  # __getitems__ gave something else
             is_known = False
     return batch if is_known else Collated(batch.batch, None, checksums_of_rows(batch.batch), [])

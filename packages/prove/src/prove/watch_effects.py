@@ -18,7 +18,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from prove.rank_record import Collective, Ended, Note, OpenedFile, PrintedText, calls_file
+from prove.rank_record import (
+    MOST_COLLECTIVES,
+    Collective,
+    Ended,
+    Note,
+    OpenedFile,
+    PrintedText,
+    calls_file,
+)
 from prove.rank_run import RankRun, callers, where, wrap, wrap_everywhere
 
 COLLECTIVES = [
@@ -43,8 +51,8 @@ def watch_collective(run: RankRun, name: str) -> None:
         inside = progress.collective is not None  # all_gather_object calls all_gather
         if inside or not run.joined or (group and dist.get_world_size(group) != world_size):
             return original(*args, **kwargs)
-        progress.collective = Collective(name, where())
-        if len(run.record.collectives) < MOST_CALLS:
+        progress.collective = Collective(name, where(), run.running_batchnorm())
+        if len(run.record.collectives) < MOST_COLLECTIVES:
             run.record.collectives.append(progress.collective)
             with calls_file(run.settings.folder, run.settings.name, run.record.rank).open("a") as f:
                 f.write("\t".join(progress.collective) + "\n")

@@ -20,7 +20,7 @@ def address_of(tensor: Tensor) -> int:
     return own.untyped_storage().data_ptr()
 
 
-class HandMadeSteps:
+class OptimizerByHand:
     """Stands in for the optimizer of a script that has none: it holds what the script changes."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class HandMadeSteps:
 
 class OperationWatcher(TorchDispatchMode):
     def __init__(
-        self, draws: Draws, by_hand: HandMadeSteps, step_begins: Callable[[], None]
+        self, draws: Draws, by_hand: OptimizerByHand, step_begins: Callable[[], None]
     ) -> None:
         super().__init__()
         self.draws, self.by_hand, self.step_begins = draws, by_hand, step_begins
@@ -64,9 +64,9 @@ class OperationWatcher(TorchDispatchMode):
                 self.step_begins()
         if not is_draw(function):
             return function(*args, **kwargs)
-        return self.draws.of_operation(function, args, kwargs)
+        return self.draws.record_or_replay_operation(function, args, kwargs)
 
 
-def install(draws: Draws, by_hand: HandMadeSteps, step_begins: Callable[[], None]) -> None:
+def install(draws: Draws, by_hand: OptimizerByHand, step_begins: Callable[[], None]) -> None:
     """step_begins: called before the script itself writes to a parameter."""
     OperationWatcher(draws, by_hand, step_begins).__enter__()

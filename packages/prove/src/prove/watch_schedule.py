@@ -20,7 +20,7 @@ MOST_AHEAD = 50_000  # steps
 MOST_SECONDS = 0.5  # for them
 MOST_CALLS = 1000
 REPEATED = ("CosineAnnealingWarmRestarts", "CyclicLR")  # these never end
-STILL = 1e-12  # of the highest rate: smaller changes are none
+NO_CHANGE = 1e-12  # of the highest rate: smaller changes are none
 
 
 class WatchedSchedule:
@@ -31,11 +31,11 @@ class WatchedSchedule:
         self.rates = [rate_of(scheduler)]  # before its first step, and after each
         self.batches: dict[int, set[int]] = {}  # of each pass over a loader, after which it stepped
 
-    def stepped(self, run: RankRun) -> None:
+    def note_step(self, run: RankRun) -> None:
         self.rates.append(rate_of(self.scheduler))
         self.record.steps += 1
         if loader_run := run.current_loader_run:
-            self.batches.setdefault(loader_run.number, set()).add(loader_run.given)
+            self.batches.setdefault(loader_run.number, set()).add(loader_run.batches_given)
 
     def finish(self) -> None:
         record = self.record
@@ -47,7 +47,7 @@ class WatchedSchedule:
             record.highest_rate, record.length = max(curve), length_of(curve, is_its_end)
 
 
-class Schedules:
+class ScheduleWatcher:
     """All schedulers of this rank, in the order of their first steps."""
 
     def __init__(self, run: RankRun) -> None:
@@ -70,7 +70,7 @@ class Schedules:
             return original(scheduler, *args, **kwargs)
         finally:
             self.depth -= 1
-            watched.stepped(run)
+            watched.note_step(run)
 
     def watched_for(self, scheduler: Any, at: str) -> WatchedSchedule:
         for watched in self.watched:
@@ -137,7 +137,7 @@ def rates_ahead(scheduler: Any) -> tuple[list[float], bool]:
 def length_of(curve: list[float], is_its_end: bool = False) -> int | None:
     """After how many steps the rate has come down, or has come up to stay. None: it never ends."""
     highest = max(curve)
-    still = STILL * highest
+    still = NO_CHANGE * highest
     top = next(n for n, rate in enumerate(curve) if rate > highest * (1 - 1e-6))
     rise = next((n for n in range(top + 1, len(curve)) if curve[n] > curve[n - 1] + still), None)
     fall = curve[top:rise]
@@ -151,7 +151,7 @@ def length_of(curve: list[float], is_its_end: bool = False) -> int | None:
 
 
 def install(run: RankRun) -> None:
-    schedules = Schedules(run)
+    schedules = ScheduleWatcher(run)
     run.at_end.append(schedules.finish)
 
     def watch_steps(kind: type) -> None:

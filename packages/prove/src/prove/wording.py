@@ -15,7 +15,7 @@ MOST_NAMES = 3  # of parameters or places in one row
 Facts = Mapping[str, Any]  # numbers, texts, lists of them, and parts: also what JSON can hold
 
 
-def part(words: str, **facts: Any) -> dict[str, Any]:
+def phrase(words: str, **facts: Any) -> dict[str, Any]:
     """A fact that is a phrase with facts of its own, and not only a number or a name."""
     return {"words": words, **facts}
 
@@ -26,14 +26,14 @@ def in_words(template: str, facts: Facts) -> str:
 
 class FactFormatter(Formatter):
     def format_field(self, value: Any, spec: str) -> str:
-        if isinstance(value, Mapping):  # made by `part`
+        if isinstance(value, Mapping):  # made by `phrase`
             return in_words(value["words"], value)
         if spec.startswith("each "):
-            return listed([self.format_field(item, spec[5:]) for item in value])
+            return join_names([self.format_field(item, spec[5:]) for item in value])
         if isinstance(value, list | tuple):
-            return listed([self.format_field(item, "") for item in value], spec or ", ")
+            return join_names([self.format_field(item, "") for item in value], spec or ", ")
         if spec.startswith("n "):
-            return count(value, spec[2:])
+            return number_with_noun(value, spec[2:])
         if spec == "percent":
             return percent(value)
         if spec == ".0e" and value == 0:
@@ -41,12 +41,12 @@ class FactFormatter(Formatter):
         return str(super().format_field(value, spec))
 
 
-def count(number: int, noun: str) -> str:
+def number_with_noun(number: int, noun: str) -> str:
     ending = "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}" + ending * (number != 1)
 
 
-def listed(names: list[str], separator: str = ", ") -> str:
+def join_names(names: list[str], separator: str = ", ") -> str:
     """The first names, and how many more there are."""
     text = separator.join(names[:MOST_NAMES])
     return text + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")

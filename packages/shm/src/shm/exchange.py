@@ -124,9 +124,9 @@ class Exchange:
         state.tensor, state.size, state.dtype = tensor.data_ptr(), tensor.nbytes, dtype
         state.root, state.call, state.transfer = root, call, transfers
         state.arrivals, state.pieces, state.start, state.next = segment.arrivals, self.pieces, 0, 0
-        return self.go_on(call, looks)
+        return self.continue_sum(call, looks)
 
-    def go_on(self, call: int, looks: int) -> int:
+    def continue_sum(self, call: int, looks: int) -> int:
         """As far as it goes within so many looks at the others' arrivals."""
         state, segment = self.in_c, self.segment
         assert state
@@ -139,7 +139,7 @@ class Exchange:
     def end_sum(self, call: int, late: int) -> Steps:
         while late != fast.DONE:
             yield [late]
-            late = self.go_on(call, self.looks)
+            late = self.continue_sum(call, self.looks)
 
     def gather(
         self, tensor: Tensor, outputs: dict[int, Tensor], call: int, source: int | None = None
@@ -155,7 +155,7 @@ class Exchange:
         if self.rank in outputs and outputs[self.rank] is not tensor:
             outputs[self.rank].copy_(tensor)
 
-    def deal(self, inputs: list[Tensor], boxes: Tensor, part: slice) -> None:
+    def write_boxes(self, inputs: list[Tensor], boxes: Tensor, part: slice) -> None:
         """Write the parts of inputs[r], for each rank r, into the boxes of this rank's row."""
         for box, each in zip(boxes[self.rank], inputs, strict=True):
             content = each[part]
@@ -172,7 +172,7 @@ class Exchange:
 
     def reduce_scatter(self, inputs: list[Tensor], output: Tensor, op: Op, call: int) -> Steps:
         for boxes, part in self.pieces_of(len(output), output.dtype, self.world_size):
-            self.deal(inputs, boxes, part)
+            self.write_boxes(inputs, boxes, part)
             yield from self.segment.arrive(call)
             output[part] = self.combine_rows(boxes[:, self.rank].unbind(), op)
 
@@ -190,7 +190,7 @@ class Exchange:
         elsewhere[self.rank] = inputs[self.rank][:0]
         sizes.fill_diagonal_(0)
         for boxes, part in self.pieces_of(int(sizes.max()), inputs[0].dtype, self.world_size):
-            self.deal(elsewhere, boxes, part)
+            self.write_boxes(elsewhere, boxes, part)
             yield from self.segment.arrive(call)
             for rank, output in enumerate(outputs):
                 if rank != self.rank:

@@ -89,7 +89,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Begin a collective; asyncOp says that the program goes on while it runs, as in DDP."""
         work = Work(self.segment, steps, outputs)
         wait = bool(options and not options.asyncOp)
-        if pending.ends_soon(work, wait):
+        if pending.complete_at_once(work, wait):
             return work
         work.limit = limit_of(options) or work.limit
         return pending.start(self.collectives, work, wait)
@@ -300,38 +300,46 @@ class SharedMemoryGroup(dist.ProcessGroup):
         deadline, me = time.monotonic() + limit.total_seconds(), self.rank()
         milliseconds = round(limit.total_seconds() * 1000)
         if me > 0:
-            self.monitored[me] += 1
-            self.segment.post(self.segment.places[me] + REACHED, self.monitored[me])
-            if not self.reached(0, me, PASSED, deadline):
-                what = "but received errors while waiting for send/recv from rank 0"
-                raise RuntimeError(
-                    f"shm: Rank {me} successfully reached monitoredBarrier, {what} in "
-                    f"{milliseconds} ms. Please check rank 0 logs for faulty rank."
-                )
-            return
-        if limit <= timedelta(0):
+            self.meet_rank_0(deadline, milliseconds)
+        elif limit <= timedelta(0):
             what = f"Rank 0 timed out in monitoredBarrier after {milliseconds} ms"
             raise RuntimeError(f"shm: {what}")
+        elif late := self.late_ranks(deadline, wait_all_ranks):
+            who = f"{'Rank' if len(late) == 1 else 'Ranks'} {', '.join(map(str, late))}"
+            what = f"{who} failed to pass monitoredBarrier in {milliseconds} ms"
+            raise RuntimeError(f"shm: [Rank 0]: {what}")
+        else:
+            for rank in range(1, self.size()):
+                self.segment.post(self.segment.places[rank] + PASSED, self.monitored[rank])
+
+    def meet_rank_0(self, deadline: float, milliseconds: int) -> None:
+        me = self.rank()
+        self.monitored[me] += 1
+        self.segment.post(self.segment.places[me] + REACHED, self.monitored[me])
+        if not self.wait_for_counter(0, me, PASSED, deadline):
+            what = "but received errors while waiting for send/recv from rank 0"
+            raise RuntimeError(
+                f"shm: Rank {me} successfully reached monitoredBarrier, {what} in "
+                f"{milliseconds} ms. Please check rank 0 logs for faulty rank."
+            )
+
+    def late_ranks(self, deadline: float, wait_all_ranks: bool) -> list[int]:
+        """On rank 0: all that do not come in time, or only the first."""
         late: list[int] = []
         for rank in range(1, self.size()):
             self.monitored[rank] += 1
-            if not self.reached(rank, rank, REACHED, deadline):
+            if not self.wait_for_counter(rank, rank, REACHED, deadline):
                 self.monitored[rank] -= 1  # if it comes later, then for the next barrier
                 late.append(rank)
                 if not wait_all_ranks:
                     break
-        if late:
-            who = f"{'Rank' if len(late) == 1 else 'Ranks'} {', '.join(map(str, late))}"
-            what = f"{who} failed to pass monitoredBarrier in {milliseconds} ms"
-            raise RuntimeError(f"shm: [Rank 0]: {what}")
-        for rank in range(1, self.size()):
-            self.segment.post(self.segment.places[rank] + PASSED, self.monitored[rank])
+        return late
 
-    def reached(self, rank: int, owner: int, counter: int, deadline: float) -> bool:
+    def wait_for_counter(self, rank: int, owner: int, counter: int, deadline: float) -> bool:
         """Wait until a counter of its owner shows this barrier; False if `rank` is late or dead."""
         counters, place = self.segment.counters, self.segment.places[owner] + counter
         while counters[place] < self.monitored[owner]:
-            if time.monotonic() > deadline or not self.segment.lives(rank):
+            if time.monotonic() > deadline or not self.segment.is_alive(rank):
                 return counters[place] >= self.monitored[owner]
             pending.poll()  # other calls go on
             time.sleep(NAP)
@@ -355,7 +363,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def start_message(self, queue: CallQueue, work: Work) -> Work:
         work.bell = MESSAGE_BELL
         work.spins = SPINS  # even with fewer cores than ranks: only two take part
-        is_complete = pending.ends_soon(work, wait=False)
+        is_complete = pending.complete_at_once(work, wait=False)
         return work if is_complete else pending.start(queue, work, wait=False)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:

@@ -119,7 +119,7 @@ class Segment:
         width = CACHE_LINES_PER_RANK * CACHE_LINE_BYTES // 8
         self.places = [rank * width for rank in range(world_size)]
         self.own_place = self.places[rank]
-        self.heard: dict[int, int] = {}  # bells by their place, as this rank last saw them
+        self.last_rings: dict[int, int] = {}  # bells by their place, as this rank last saw them
         self.futex, self.address = futex(), self.tensor(-self.offset, 1).data_ptr()
         self.places_of_others = [each for each in enumerate(self.places) if each[0] != rank]
         self.meet()
@@ -181,8 +181,8 @@ class Segment:
         """
         counters, place = self.counters, self.places[rank] + bell
         rung = counters[place]
-        if self.heard.get(place) != rung:
-            self.heard[place] = rung
+        if self.last_rings.get(place) != rung:
+            self.last_rings[place] = rung
             return
         counters[place + ASLEEP] = 1
         limit = (ctypes.c_long * 2)(0, int(1e9 * seconds))  # seconds and nanoseconds
@@ -223,11 +223,11 @@ class Segment:
         """Wait until all ranks are here. Raises SharingError if one of them does not come."""
         end = time.monotonic() + self.limit.total_seconds()
         for [rank] in self.arrive(number_of_call("barrier")):
-            if time.monotonic() > end or not self.lives(rank):
+            if time.monotonic() > end or not self.is_alive(rank):
                 raise SharingError(f"shm: rank {rank} opened the memory, and did not come back")
             time.sleep(0.0005)
 
-    def lives(self, rank: int) -> bool:
+    def is_alive(self, rank: int) -> bool:
         if rank != self.rank and self.file >= 0:  # its own lock would be granted, and then lost
             with suppress(OSError):  # it is alive: it holds its lock
                 fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)

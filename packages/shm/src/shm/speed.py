@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shm.__main__ import pin
+from shm.cores import pin
 from shm.group import SharedMemoryGroup
 from shm.work import Completed, Work
 
@@ -37,7 +37,7 @@ PYTHON_ROUNDS = 200
 Row = dict[str, Any]
 
 
-def call_of(name: str, size: int, rank: int, ranks: int) -> Callable[[Any], object]:
+def collective(name: str, size: int, rank: int, ranks: int) -> Callable[[Any], object]:
     """The call of that name as a function of a group: each rank's tensor has `size` bytes."""
     x, y = torch.ones(size // 4), torch.zeros(size // 4)
     ins, outs = list(x.tensor_split(ranks)), list(y.tensor_split(ranks))
@@ -67,7 +67,9 @@ def call_of(name: str, size: int, rank: int, ranks: int) -> Callable[[Any], obje
     }[name]
 
 
-def time_of(call: Callable[[], object], calls: int, meet: Callable[[], object]) -> float:
+def microseconds_per_call(
+    call: Callable[[], object], calls: int, meet: Callable[[], object]
+) -> float:
     """Microseconds of one call, from a moment at which all ranks are ready."""
     meet()
     begin = time.perf_counter()
@@ -76,12 +78,14 @@ def time_of(call: Callable[[], object], calls: int, meet: Callable[[], object]) 
     return (time.perf_counter() - begin) / calls * 1e6
 
 
-def measure(name: str, size: int, group: Any, seconds: float, cores: dict[str, set[int]]) -> Row:
+def measure_row(
+    name: str, size: int, group: Any, seconds: float, cores: dict[str, set[int]]
+) -> Row:
     """One row of the table, on each rank. The ways take turns, until the time is over.
 
     cores: where each way runs. gloo has threads of its own, and is slower on a single core.
     """
-    call = call_of(name, size, dist.get_rank(), dist.get_world_size())
+    call = collective(name, size, dist.get_rank(), dist.get_world_size())
     x, y = torch.ones(size // 4), torch.zeros(size // 4)
     ways: dict[str, Callable[[], object]] = {"limit": partial(y.copy_, x)}
     ways |= {"gloo": partial(call, None), "shm": partial(call, group)}
@@ -91,7 +95,7 @@ def measure(name: str, size: int, group: Any, seconds: float, cores: dict[str, s
     while go_on:
         for way, run in ways.items():
             os.sched_setaffinity(0, cores[way])
-            times[way].append(time_of(run, repeats, partial(dist.barrier, group)))
+            times[way].append(microseconds_per_call(run, repeats, partial(dist.barrier, group)))
         go_on.fill_(time.monotonic() < end or len(times["limit"]) < LEAST_TURNS)
         dist.broadcast(go_on, 0, group)
     slowest = torch.tensor(list(times.values()), dtype=torch.float64)[:, 1:]  # warm by now
@@ -104,14 +108,14 @@ def measure(name: str, size: int, group: Any, seconds: float, cores: dict[str, s
     return row
 
 
-class Nothing(SharedMemoryGroup):
+class GroupWithoutWork(SharedMemoryGroup):
     """Its all_reduce does nothing: what is left is the cost of torch itself."""
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Work:
         return Completed()
 
 
-dist.Backend.register_backend("nothing", Nothing, devices=["cpu"])
+dist.Backend.register_backend("nothing", GroupWithoutWork, devices=["cpu"])
 
 
 def measure_python() -> list[Row]:
@@ -126,7 +130,7 @@ def measure_python() -> list[Row]:
     for _ in range(PYTHON_ROUNDS):
         for text, group in groups.items():
             call = partial(dist.all_reduce, x, group=group)
-            times[text].append(time_of(call, MOST_CALLS, lambda: None))
+            times[text].append(microseconds_per_call(call, MOST_CALLS, lambda: None))
     rows = []
     for text, column in times.items():
         low, middle, high = quantiles(column[1:], n=4)  # warm by then
@@ -148,12 +152,12 @@ def run_rank(rank: int, args: Any, store: str, results: Path) -> None:
     for name in args.calls:
         for size in args.sizes:
             seconds = args.seconds / len(args.calls) / len(args.sizes)
-            rows.append(measure(name, size, group, seconds, cores))
+            rows.append(measure_row(name, size, group, seconds, cores))
             if rank == 0:
-                print(line(rows[-1]), flush=True)
+                print(table_line(rows[-1]), flush=True)
     if rank == 0:
         results.write_text(json.dumps({"python": python, "rows": rows}))
-        print(f"\n{python_line(python)}")
+        print(f"\n{line_about_python(python)}")
     dist.destroy_process_group()
 
 
@@ -178,13 +182,13 @@ def microseconds(value: float) -> str:
     return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
 
 
-def line(row: Row | None = None) -> str:
+def table_line(row: Row | None = None) -> str:
     cells = [text_of(row) if row else head for head, text_of in COLUMNS.items()]
     widths = (14, 5, 7, 10, 10, 10, 20, 10, 12)
     return f"| {' | '.join(f'{cell:{width}}' for cell, width in zip(cells, widths, strict=True))} |"
 
 
-def python_line(rows: list[Row]) -> str:
+def line_about_python(rows: list[Row]) -> str:
     parts = [f"{row['us']:.1f} µs ({row['what']})" for row in rows]
     return f"Python's part of an all_reduce: {', '.join(parts)}"
 
@@ -223,7 +227,7 @@ def main() -> None:
     args = parser.parse_args()
     where = provenance(args)
     print(f"{where['hardware']}, load {where['load_average']:.1f}, torch {where['torch']}\n")
-    print(line())
+    print(table_line())
     print("| --- " * len(COLUMNS) + "|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         store, results = f"{folder}/store", Path(folder, "rows.json")

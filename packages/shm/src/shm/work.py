@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,7 @@ class Work(dist.Work):
     done = False
     error: Exception | None = None
     source = -1  # the rank whose message was received
-    promised: Future | None = None  # fulfilled at the end, once for all who asked
+    future: Future | None = None  # fulfilled at the end, once for all who asked
 
     def __init__(self, segment: Segment, steps: Steps, outputs: object) -> None:
         super().__init__()
@@ -78,7 +79,7 @@ class Work(dist.Work):
         if self.polls % CHECK:
             return
         failed = [rank for rank in awaited if self.segment.has_failed(rank)]
-        ended = [rank for rank in awaited if rank in failed or not self.segment.lives(rank)]
+        ended = [rank for rank in awaited if rank in failed or not self.segment.is_alive(rank)]
         if ended == awaited and next(self.steps) == awaited:  # it did not arrive just before
             how = "failed" if failed else "ended"
             what = f"has {how} while rank {self.segment.rank} waits for it"
@@ -118,15 +119,15 @@ class Work(dist.Work):
         """A future that holds the outputs, or the error, at the end of the call."""
         pending.wait(self, PATIENCE)
         with pending.lock:
-            if not self.done and self.promised is None:
-                self.promised = Future()
+            if not self.done and self.future is None:
+                self.future = Future()
         if self.error:
             raise self.error
-        if self.promised is None:
+        if self.future is None:
             future: Future = Future()
             future.set_result(self.outputs)
             return future
-        return self.promised.then(lambda _: self.outputs_or_error())  # C++ sees this error as well
+        return self.future.then(lambda _: self.outputs_or_error())  # C++ sees this error as well
 
     def outputs_or_error(self) -> object:
         if self.error:
@@ -146,7 +147,7 @@ class Pending:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.unattended = threading.Condition(self.lock)  # calls run, and nobody waits
+        self.needs_thread = threading.Condition(self.lock)  # calls run, and nobody waits
         self.running: list[CallQueue] = []
         self.waiting = 0  # threads
         self.stopped = False  # because the interpreter ends
@@ -162,7 +163,7 @@ class Pending:
         if wait:
             work.wait()
         elif not work.done:
-            self.attend()
+            self.wake_thread()
         elif work.error:
             raise work.error
         return work
@@ -173,7 +174,7 @@ class Pending:
             return False
         return self.lock.acquire(False)
 
-    def ends_soon(self, work: Work, wait: bool) -> bool:
+    def complete_at_once(self, work: Work, wait: bool) -> bool:
         """Carry out a call on the spot, if no other runs and all ranks come at once, as most do.
 
         Then it needs no queue, no clock, and nobody who asks whether a rank lives.
@@ -205,9 +206,9 @@ class Pending:
                 if not queue:
                     self.running.remove(queue)
         for work in finished:
-            if work.promised:  # in a thread: its callbacks may wait for other calls
-                tell = threading.Thread(target=work.promised.set_result, args=(None,), daemon=True)
-                tell.start()
+            if work.future:  # in a thread: its callbacks may wait for other calls
+                fulfill = partial(work.future.set_result, None)
+                threading.Thread(target=fulfill, daemon=True).start()
         return bool(finished)
 
     def wait(self, work: Work, seconds: float | None = None) -> bool:
@@ -234,22 +235,22 @@ class Pending:
             with self.lock:
                 self.waiting -= 1
             if self.running:
-                self.attend()
+                self.wake_thread()
 
-    def attend(self) -> None:
+    def wake_thread(self) -> None:
         """Let the thread carry on what runs. There is none before the first time."""
         with self.lock:
             if self.thread is None:
-                self.thread = threading.Thread(target=self.carry_on, name="shm", daemon=True)
+                self.thread = threading.Thread(target=self.poll_in_thread, name="shm", daemon=True)
                 self.thread.start()
-            self.unattended.notify()
+            self.needs_thread.notify()
 
-    def carry_on(self) -> None:
+    def poll_in_thread(self) -> None:
         nap = NAP
         while not self.stopped:
             with self.lock:
                 while (self.waiting or not self.running) and not self.stopped:
-                    self.unattended.wait()
+                    self.needs_thread.wait()
             nap = NAP if self.poll() else min(2 * nap, LONGEST_NAP)
             time.sleep(nap)
 
@@ -257,7 +258,7 @@ class Pending:
         """End the thread before the interpreter ends: a thread killed in C++ would abort it."""
         with self.lock:
             self.stopped = True
-            self.unattended.notify()
+            self.needs_thread.notify()
         if self.thread:
             self.thread.join(timeout=5)
 

@@ -37,7 +37,7 @@ class PlantedCase(NamedTuple):
     original: str = ""
 
 
-def changed(script: str, changes: tuple[tuple[str, str], ...]) -> str:
+def apply_changes(script: str, changes: tuple[tuple[str, str], ...]) -> str:
     source = (HERE / f"{script}.py").read_text()
     for old, new in changes:
         if source.count(old) != 1:
@@ -46,11 +46,11 @@ def changed(script: str, changes: tuple[tuple[str, str], ...]) -> str:
     return source
 
 
-def cases() -> list[PlantedCase]:
+def all_cases() -> list[PlantedCase]:
     listed = []
     for planted in (*MISTAKES, *HARMLESS):
-        original = changed(planted.script, planted.original) if planted.original else ""
-        source = changed(planted.script, planted.changes)
+        original = apply_changes(planted.script, planted.original) if planted.original else ""
+        source = apply_changes(planted.script, planted.changes)
         listed.append(
             PlantedCase(planted.name, source, 2, planted.verdict, planted.check, original)
         )
@@ -79,7 +79,7 @@ def rows_of_script(source: str, ranks: int, original: str) -> tuple[list[ReportR
             os.chdir(home)
 
 
-def result(case: PlantedCase) -> dict:
+def judge_case(case: PlantedCase) -> dict:
     """For a mistake whether it is found, and for a script that is right what is said."""
     began = time.monotonic()
     rows, error = rows_of_script(case.source, case.ranks, case.original)
@@ -97,10 +97,10 @@ def result(case: PlantedCase) -> dict:
 
 def main() -> int:
     began, words, results = time.monotonic(), " ".join(sys.argv[1:]), []
-    chosen = [case for case in cases() if words in case.name]
+    chosen = [case for case in all_cases() if words in case.name]
     preload()
     with ProcessPoolExecutor(JOBS, mp_context=get_context("fork")) as pool:
-        for each in pool.map(result, chosen):
+        for each in pool.map(judge_case, chosen):
             results.append(each)
             print(json.dumps(each), flush=True)
     mistakes = [each for each in results if each["verdict"] != RIGHT]

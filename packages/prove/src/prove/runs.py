@@ -1,0 +1,157 @@
+"""The runs of one proof: all ranks are observed, and replays begin from what they recorded."""
+
+import re
+import shlex
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from prove import NotJudgedError, judge_data, processes
+from prove.finished_replay import Replay
+from prove.judge_effects import error_of
+from prove.rank_record import Ended, Mode, ReplayVariant, Settings
+from prove.table import NotObservedError
+from prove.watch_effects import restore_files
+
+NUMBER_OF_RANKS = (
+    r"(--nproc[-_]per[-_]node[= ])\S+",
+    r"(--num[-_]processes[= ])\d+",
+    r"(--devices[= ])\d+",
+    r"(--world[-_]size[= ])\d+",
+)
+FLAG_FOR_RANKS = re.compile(
+    r"""["'](--(?:world[-_]size|num[-_]gpus|n?gpus|nprocs?|num[-_]processes|devices))["']"""
+)
+LEAST_SECONDS = 20.0  # that a script gets to fail by itself
+
+
+def command_of_one_rank(args: Namespace) -> list[str] | None:
+    """The command that starts one rank: the same, with a 1 for the number of ranks."""
+    if args.alone:
+        return shlex.split(args.alone)
+    for pattern in NUMBER_OF_RANKS:
+        text, count = re.subn(pattern, r"\g<1>1", shlex.join(args.command))
+        if count:
+            return shlex.split(text)
+    if processes.as_torchrun(args.command):
+        return None
+    # mp.spawn: the script may have a flag of its own, or it will see one GPU.
+    scripts = [word for word in args.command if word.endswith(".py") and Path(word).is_file()]
+    flag = FLAG_FOR_RANKS.search(Path(scripts[0]).read_text()) if scripts else None
+    return [*args.command, flag[1], "1"] if flag else list(args.command)
+
+
+class Runs:
+    """They share a folder, and leave the user's files as they were."""
+
+    def __init__(
+        self,
+        args: Namespace,
+        folder: str,
+        report: Callable[[str], None],
+        spare: processes.SpareProcess | None,
+    ) -> None:
+        self.args, self.report, self.spare = args, report, spare
+        torchrun = processes.as_torchrun(args.command)
+        if torchrun and not Path(torchrun.script[0]).is_file():
+            raise NotJudgedError(f"{torchrun.script[0]}: no such script")
+        world_size = torchrun.world_size if torchrun else 2
+        self.settings = Settings(
+            folder, Mode.OBSERVE, not args.float32, args.cpu, args.batches, world_size, world_size
+        )
+        self.observed: processes.RunOutcome
+
+    def run(self, settings: Settings, command: list[str]) -> processes.RunOutcome:
+        self.report(f"{settings.name}: {shlex.join(command)}")
+        try:
+            return processes.run_command(command, settings, self.args.timeout, spare=self.spare)
+        except FileNotFoundError as error:
+            raise NotJudgedError(f"{error.filename}: no such command") from None
+        finally:
+            restore_files(Path(settings.folder))
+
+    def run_all_ranks(self, variant: str) -> processes.RunOutcome:
+        """Again, each rank fed its own records."""
+        return self.run(self.settings_of(Mode.CONTROL, variant), self.args.command)
+
+    def settings_of(self, mode: str, variant: str) -> Settings:
+        dropout = variant != ReplayVariant.NO_DROPOUT
+        return replace(self.settings, mode=mode, variant=variant, dropout=dropout)
+
+    def replay(self, mode: str, command: list[str], variant: str = "", gpus: int = 1) -> Replay:
+        settings = replace(self.settings, mode=mode, variant=variant, gpus=gpus)
+        outcome = self.run(settings, command)
+        names = (Mode.OBSERVE, settings.name)
+        return Replay(self.observed, outcome, settings.folder, names)
+
+    def replay_of_control(self, command: list[str], variant: str) -> Replay | None:
+        """All ranks and one rank, both with the draws of this variant. None: they do not run."""
+        control = self.run_all_ranks(variant)
+        if len(control.records) < len(self.observed.records) or control.status:
+            return None
+        settings = replace(self.settings_of(Mode.REPLAY, variant), gpus=1)
+        outcome = self.run(settings, command)
+        names = (Mode.CONTROL + variant, settings.name)
+        return Replay(control, outcome, settings.folder, names)
+
+    def observe(self) -> None:
+        """In float64, if the script runs so; then in its own precision; then only watched."""
+        attempts = [self.settings]
+        if self.settings.float64:
+            attempts.append(replace(self.settings, float64=False))
+        attempts.append(replace(self.settings, float64=False, watches_operations=False))
+        bare: processes.RunOutcome | None = None
+        for number, settings in enumerate(attempts):
+            for file in Path(self.settings.folder).glob(f"{Mode.OBSERVE}.*"):
+                file.unlink()
+            if number:
+                kind = (
+                    "in its own precision"
+                    if settings.watches_operations
+                    else "watched from outside only"
+                )
+                self.report(f"it ends with {error_of(self.observed)}: again, {kind}")
+            outcome = self.run(settings, self.args.command)
+            self.observed, self.settings = outcome, settings
+            if not failed(outcome):
+                break
+            if bare is None:
+                bare = self.run_bare(outcome)
+                if failed(bare):
+                    break  # it fails by itself: no attempt of ours will help
+        else:
+            raise NotObservedError(error_of(outcome))
+        self.observed = replace(outcome, records=judge_data.with_samples(outcome.records))
+        self.settings = replace(
+            self.settings,
+            world_size=len(outcome.records) or self.settings.world_size,
+            rows_are_split=judge_data.rows_are_split(self.observed.records),
+        )
+
+    def run_bare(self, outcome: processes.RunOutcome) -> processes.RunOutcome:
+        """Does the script fail by itself? It gets a little more time than it took to fail here."""
+        seconds = max(LEAST_SECONDS, 3 * outcome.seconds)
+        settings = replace(self.settings, mode=Mode.BARE)
+        self.report(f"{settings.name}: {shlex.join(self.args.command)}")
+        try:
+            return processes.run_command(self.args.command, settings, self.args.timeout, seconds)
+        finally:
+            restore_files(Path(settings.folder))
+
+    def best_replay(self, command: list[str]) -> Replay:
+        """Which gives one rank the batches in the order in which the script takes them."""
+        replayed = self.replay(Mode.REPLAY, command)
+        if self.args.cpu and not replayed.wrote_record:  # some scripts refuse to run on one GPU
+            gpus = len(self.observed.records)
+            replayed = self.replay(Mode.REPLAY, command, gpus=gpus)
+        if replayed.takes_more_batches():
+            replayed = self.replay(Mode.SEQUENCE, command)
+        return replayed
+
+
+def failed(outcome: processes.RunOutcome) -> bool:
+    if outcome.hang or outcome.silent:
+        return False
+    ended = [record.ended == Ended.WITH_ERROR for record in outcome.records]
+    return bool(outcome.status) or any(ended)
