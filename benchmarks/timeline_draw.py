@@ -8,7 +8,7 @@ from svg import SIZE, WIDTH, Drawing
 MESSAGES = ("message", "started message", "bucket")  # as timeline_record.py calls them
 KINDS = ("forward", "backward", "optimizer", "waiting", "sending")
 BLOCKING = ("message", "main")  # kind and thread
-LEFT, RIGHT = 84, 10  # of the axis: the names of the ranks, and a margin
+LEFT, RIGHT = 90, 10  # of the axis: the names of the ranks, and a margin
 Step = Mapping[str, Any]  # its milliseconds, and the spans of each rank
 Part = tuple[str, float, float]  # kind, begin, end
 
