@@ -77,7 +77,7 @@ def draw_dataparallel() -> str:
         f"forward on {half} samples, the main device computes the loss of all {whole} outputs, "
         "and gradients go back to it. The copy on device 1 is then thrown away.",
     )
-    width, main, other = 190, 8, WIDTH - 198
+    width, main, other = 198, 4, WIDTH - 202
     for x, name in ((main, "main device"), (other, "device 1")):
         drawing.words(x + width / 2, 18, name, anchor="middle", bold=True)
 
@@ -235,7 +235,7 @@ def draw_ranks() -> str:
         left = 6 + 298 * node
         drawing.box(left, 4, 290, 190, "none", INK)
         drawing.words(left + 145, 26, f"node {node}", anchor="middle", bold=True)
-        command = f"torchrun --nnodes={nodes} --node-rank={node} ..."
+        command = f"torchrun --nnodes={nodes} --node-rank={node}"
         drawing.words(left + 145, 46, command, anchor="middle")
         for local in range(gpus):
             x, rank = left + 12 + 136 * local, node * gpus + local

@@ -11,7 +11,7 @@ from benchmarks.variants import VARIANTS
 WAITING, SENDING = "waiting", "sending"
 # What a part may be: svg.py has a color for each.
 KINDS = (Kind.FORWARD.value, Kind.BACKWARD.value, Kind.OPTIMIZER.value, WAITING, SENDING)
-LEFT, RIGHT = 84, 10  # of the axis: the names of the ranks, and a margin
+LEFT, RIGHT = 90, 10  # of the axis: the names of the ranks, and a margin
 
 
 class Part(NamedTuple):

@@ -2,9 +2,9 @@
 
 .venv-site/bin/python docs/site/check_site.py [--all] [SITE]
 
-Chromium loads the main path and some pages of each kind on a phone and on a laptop, and tries the
-widgets. With --all, it loads every page. One line for each fault, and exit status 1; or 77 if there
-is no Chromium, and the links are right.
+Chromium loads the pictures, the main path and some pages of each kind on a phone and on a laptop,
+and tries the widgets. With --all, it loads every page. One line for each fault, and exit status 1;
+or 77 if there is no Chromium, and the links are right.
 """
 
 import os
@@ -29,6 +29,21 @@ WIDTHS = (390, 1400)  # of a phone and of a laptop, in pixels
 DRAWN = "[...document.querySelectorAll('pre.mermaid')].every((each) => each.querySelector('svg'))"
 WIDE = """[document.documentElement, document.querySelector('.content')]  // what could scroll
     .some((it) => it.scrollWidth > it.clientWidth)"""
+SMALL = """[...document.querySelectorAll('article :is(img, pre.mermaid svg)')].some((it) => {
+    const width = it.naturalWidth ?? it.viewBox.baseVal.width;  // where letters have 16 pixels
+    return !width || it.getBoundingClientRect().width < 0.56 * width;
+})"""
+OVERFLOWING = """() => {  // texts wider than their box or the picture
+    document.documentElement.style.fontFamily = 'DejaVu Sans, Verdana';  // wide letters
+    const place = (it) => it.getBoundingClientRect();
+    const boxes = [document.documentElement, ...document.querySelectorAll('svg > rect')].map(place);
+    return [...document.querySelectorAll('text')].filter((text) => {
+        const { left, right, top, bottom } = place(text);
+        const [x, y] = [(left + right) / 2, (top + bottom) / 2];
+        const inside = (box) => box.left < x && x < box.right && box.top < y && y < box.bottom;
+        return boxes.filter(inside).some((box) => left < box.left - 1 || box.right + 1 < right);
+    }).map((text) => text.textContent);
+}"""
 STATE = "(it) => [...it.querySelectorAll('[aria-live], svg')].map((each) => each.outerHTML).join()"
 
 
@@ -76,6 +91,13 @@ class Visitor:
             if self.open(address, width).evaluate(WIDE):
                 self.say(f"is wider than a screen of {width} pixels")
 
+            if self.page.evaluate(SMALL):
+                self.say(f"has a picture that is missing, or too small on {width} pixels")
+
+    def picture(self, address: str) -> None:
+        for text in self.open(address).evaluate(OVERFLOWING):
+            self.say(f"has no room for: {text}")
+
     def widgets(self, address: str) -> None:
         """Each answers to a drag, a key and a click: its picture or its sentence changes."""
         page = self.open(address)
@@ -104,6 +126,8 @@ def browser_faults(site: Path, chromium: str, pages: list[str]) -> list[str]:
         browser = playwright.chromium.launch(executable_path=chromium, args=OPTIONS)
         visitor = Visitor(browser, f"{site.resolve().as_uri()}/")
         visits = [partial(visitor.fits, address) for address in pages]
+        for path in sorted(site.glob("_images/*.svg")):
+            visits.append(partial(visitor.picture, str(path.relative_to(site))))
         for path in sorted(p for p in site.rglob("*.html") if "data-widget=" in p.read_text()):
             visits.append(partial(visitor.widgets, str(path.relative_to(site))))
         for visit in visits:

@@ -53,4 +53,5 @@ def collect(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
             text, kind = path.read_text(encoding="utf-8"), CODE.get(path.suffix, "text")
             body = app.builder.highlighter.highlight_block(text, kind, **numbers)
             body = re.sub(r'\bL-(\d+")', r"L\1", body)
-        yield name, {"title": title, "body": f"<h1>{title}</h1>{body}"}, "page.html"
+        heading = title.replace("/", "/<wbr>")
+        yield name, {"title": title, "body": f"<h1>{heading}</h1>{body}"}, "page.html"

@@ -27,8 +27,18 @@ smartquotes = False
 html_theme = "furo"
 html_theme_options = {
     "top_of_page_buttons": ["view"],  # our template makes it the language switch
-    "light_css_variables": {"code": "#f5f6f8", "added": "#0b6125", "removed": "#a40e26"},
-    "dark_css_variables": {"code": "#26282c", "added": "#7ee787", "removed": "#ffa198"},
+    "light_css_variables": {
+        "code": "#f5f6f8",
+        "comment": "#515151",
+        "added": "#0b6125",
+        "removed": "#a40e26",
+    },
+    "dark_css_variables": {
+        "code": "#26282c",
+        "comment": "#abb2bd",
+        "added": "#7ee787",
+        "removed": "#ffa198",
+    },
 }
 templates_path = ["templates"]
 MERMAID = "../../.venv-site/node_modules/@mermaid-js/tiny"

@@ -6,7 +6,7 @@
   let drawn;
 
   const reach = () => {
-    for (const box of document.querySelectorAll("article pre, .table-wrapper")) {
+    for (const box of document.querySelectorAll("article pre, .table-wrapper, p:has(> img)")) {
       if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
       else box.removeAttribute("tabindex");
     }
@@ -25,6 +25,9 @@
       const theme = dark ? "dark" : "default";
       mermaid.initialize({ startOnLoad: false, theme, themeVariables, fontFamily: "sans-serif" });
       await mermaid.run({ nodes: diagrams });
+      for (const { style } of document.querySelectorAll("pre.mermaid svg")) {
+        style.minWidth = `${0.7 * parseFloat(style.maxWidth)}px`; // its letters stay large enough
+      }
     }
     reach();
   };

@@ -88,6 +88,7 @@ def index() -> str:
                     continue
                 says = summary_of(path) if path.suffix == ".py" else title_of(path)
                 name, link = path.relative_to(folder).as_posix(), os.path.relpath(path, here)
+                name = name.replace("__", r"\_\_")  # __main__ is no bold word
                 parts.append(f"| [{name}]({link}) | {says.replace('|', '&#124;')} |\n")
     return "".join([*parts, END])
 

@@ -135,9 +135,10 @@
     function draw() {
       const [n, states] = [ranks(), simulate(ranks(), way())];
       const state = states[step];
+      const radius = Math.min(140, 45 + 20 * n);
       const places = upTo(n).map((rank) => {
         const angle = (rank / n - 0.25) * 2 * Math.PI;
-        return [180 + 140 * Math.cos(angle), 192 + 140 * Math.sin(angle)];
+        return [180 + radius * Math.cos(angle), 192 + radius * Math.sin(angle)];
       });
       const one = state.sends.filter(({ chunks }) => chunks.length === 1);
       const arrived = (rank) => one.flatMap(({ to, chunks }) => (to === rank ? chunks : []));
@@ -146,7 +147,8 @@
       const name = say(`What each rank holds after step ${step}`, `第 ${step} 步之后每个 rank 的内容`);
       const arrows = state.sends.map((send) => arrow(send, places, one.length));
       const boxes = state.held.map((row, rank) => box(row, rank, places[rank], arrived(rank)));
-      picture(figure, 'viewBox="0 0 360 380"', name, held, [...arrows, ...boxes]);
+      const frame = `viewBox="0 ${140 - radius} 360 ${100 + 2 * radius}"`;
+      picture(figure, frame, name, held, [...arrows, ...boxes]);
       const checked = say(" Checked: every rank has the sum of all ranks.", "已检查：每个 rank 都有全部 rank 的和。");
       const parts = say(" Checked: each rank has the sum of one chunk.", "已检查：每个 rank 各有一个块的和。");
       const oneEach = state.held.every((row) => row.filter((value) => value === sumOfAll(n)).length === 1);
