@@ -130,7 +130,7 @@ def test_04_evaluates_every_sample_once(without=()):
 # Resuming
 
 
-@pytest.mark.parametrize(("source", "taker"), pairwise([("05", 2), *RANKS.items()]))
+@pytest.mark.parametrize(("source", "taker"), list(pairwise([("05", 2), *RANKS.items()])))
 def test_every_stage_resumes_the_checkpoint_of_another_and_01_evaluates_it(source, taker):
     source_run, first_epoch = train_once(*source, *ONE_EPOCH), train_once(*taker, *ONE_EPOCH)
     path = source_run.folder / "checkpoint.pt"
