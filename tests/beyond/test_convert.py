@@ -1,6 +1,5 @@
 """convert/: small steps make DDP scripts that compute what the scripts for one GPU compute."""
 
-import json
 import os
 import re
 import runpy
@@ -21,6 +20,7 @@ from common.chapters import load_chapter
 from helpers.local_ranks import launch_script, on_ranks, run_on_ranks, run_script
 from helpers.machine import scratch_folder
 from helpers.outputs import differences
+from helpers.prove_runs import TORCHRUN, run, verdicts
 from helpers.stage_files import fresh_module, replace_once
 from repository_pages import ROOT, fences, shell
 
@@ -94,12 +94,7 @@ def few_digits(folder: Path) -> None:
 def proof(folder: Path, source: str, *options: str, flags: tuple = ()) -> dict[str, str]:
     """The verdict of each row of prove's table, of a script with these flags."""
     (folder / "mine.py").write_text(source)
-    call = ["torchrun", "--standalone", "--nproc-per-node=2", "mine.py", *flags]
-    options = ("--batches=2", f"--json={folder / 'rows.json'}", *options)
-    run_script("packages/prove/src/prove/__main__.py", *options, *call, where=folder, seconds=180)
-    result = json.loads((folder / "rows.json").read_text())
-    assert result["rows"], result["error"]
-    return {row["check"]: row["verdict"] for row in result["rows"]}
+    return verdicts(folder, "--batches=2", *options, *TORCHRUN, "mine.py", *flags)
 
 
 def verdicts_on_the_page() -> list[dict[str, str]]:
@@ -115,10 +110,10 @@ def verdicts_on_the_page() -> list[dict[str, str]]:
 def test_after_each_step_prove_says_what_the_page_says(step, tmp_path):
     few_digits(tmp_path)
     script = load("apply_steps.py", folder=CONVERT).scripts()[step]
-    verdicts, on_the_page = proof(tmp_path, script), verdicts_on_the_page()[step - 1]
+    verdict_of, on_the_page = proof(tmp_path, script), verdicts_on_the_page()[step - 1]
     for check, verdict in on_the_page.items():
-        assert verdicts.get(check, "-").replace("not seen", "-") == verdict, check
-    others = [verdict for check, verdict in verdicts.items() if check not in on_the_page]
+        assert verdict_of.get(check, "-").replace("not seen", "-") == verdict, check
+    others = [verdict for check, verdict in verdict_of.items() if check not in on_the_page]
     assert {*others} == {"right"}
 
 
@@ -129,22 +124,19 @@ def test_the_page_shows_what_the_classifier_prints_and_what_prove_says_after_ste
     assert differences(epochs.splitlines()[0], printed, percent=0.02) == []
     script = load("apply_steps.py", folder=CONVERT).scripts()[1]
     (tmp_path / "mine.py").write_text(script)
-    call = ["torchrun", "--standalone", "--nproc-per-node=2", "mine.py"]
-    [(_, printed)] = run_script(
-        "packages/prove/src/prove/__main__.py", *call, where=tmp_path, seconds=180
-    )
+    ended = run(tmp_path, *TORCHRUN, "mine.py")
     for part in table.split("...\n"):
-        assert re.sub(r"in \d+ s", "", part) in re.sub(r"in \d+ s", "", printed)
+        assert re.sub(r"in \d+ s", "", part) in re.sub(r"in \d+ s", "", ended.stdout)
 
 
 def test_the_converted_classifier_is_its_original_and_twice_the_loss_is_not(tmp_path):
     few_digits(tmp_path)
     shutil.copy(CLASSIFIER / "classifier.py", tmp_path)
-    original = f"--original={sys.executable} classifier.py"
+    original = "--original=torchrun --nproc-per-node=1 classifier.py"  # which prove can fork
     source = converted(CLASSIFIER).read_text()
     assert {*proof(tmp_path, source, original).values()} == {"right"}
-    verdicts = proof(tmp_path, source.replace("* world_size / divisor", "/ divisor"), original)
-    assert (verdicts["one rank"], verdicts["the original"]) == ("WRONG", "WRONG")
+    verdict_of = proof(tmp_path, source.replace("* world_size / divisor", "/ divisor"), original)
+    assert (verdict_of["one rank"], verdict_of["the original"]) == ("WRONG", "WRONG")
 
 
 @pytest.mark.parametrize("step", range(1, 9))
@@ -163,10 +155,10 @@ def test_the_script_runs_after_each_step_and_shows_what_the_readme_says(step, tm
 def test_prove_says_what_the_detector_still_misses_after_a_step(step, missing, tmp_path):
     script = load("apply_steps.py", folder=CONVERT).scripts(DETECTOR)[step].replace(*SHALLOW)
     flags = (*SMALL, f"--data-dir={scenes(8, 2)}", "--epochs=1", "--image-size=48")
-    verdicts = proof(tmp_path, script, flags=flags)
-    wrong = {check for check, verdict in verdicts.items() if verdict == "WRONG"}
-    assert (missing <= wrong, bool(wrong)) == (True, bool(missing)), verdicts
-    assert (verdicts["one rank"] == "right") == (step == 8)
+    verdict_of = proof(tmp_path, script, flags=flags)
+    wrong = {check for check, verdict in verdict_of.items() if verdict == "WRONG"}
+    assert (missing <= wrong, bool(wrong)) == (True, bool(missing)), verdict_of
+    assert (verdict_of["one rank"] == "right") == (step == 8)
 
 
 def _run(rank: int, name: str | Path, flags: tuple, *changes: tuple[str, str]) -> dict:

@@ -39,8 +39,11 @@ PRELOADED = [  # by the fork server
     "ipykernel.kernelapp",
     "matplotlib.pyplot",
     "pycocotools.cocoeval",
+    "prove.observe",
+    "prove.prover",
     "pytest",
     "tabulate",
+    "tests.helpers.preload",
     "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
@@ -50,7 +53,7 @@ PRELOADED = [  # by the fork server
 ]
 
 process_context = multiprocessing.get_context("forkserver")
-common.ranks.slow_modules[:] = PRELOADED  # for chapters that tests run here
+common.ranks.preloaded[:] = PRELOADED  # for chapters that tests run here
 process_context.set_forkserver_preload(PRELOADED)
 
 
