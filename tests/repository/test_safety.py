@@ -32,7 +32,7 @@ def unpickling_calls(sources: dict[str, str]) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-def test_no_program_unpickles_what_comes_from_outside():
+def test_no_file_unpickles_what_comes_from_outside():
     """ruff refuses the rest: S in pyproject.toml."""
     files = [path for pattern in PROGRAMS for path in ROOT.glob(pattern)]
     sources = {f"{path.parent.name}/{path.name}": path.read_text() for path in files}
