@@ -11,6 +11,7 @@ from helpers.local_ranks import on_ranks
 from helpers.machine import GLOO_TIMED_OUT
 from helpers.train_stage import default_dtype
 
+
 @on_ranks(3)
 def test_join_ends_and_divides_by_the_initial_or_by_the_active_ranks(rank):
     """The gradient of rank r is r + 1. Three steps of all, and one of the last rank alone."""
