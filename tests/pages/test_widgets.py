@@ -17,7 +17,8 @@ gradient_order = load_chapter("beyond/forecast", "gradient_order")
 replicas, measure = load_chapter("02", "memory"), load_chapter("beyond/shard", "measure_levels")
 result_files = load_chapter("benchmarks", "result_files")
 peak, ring = load_chapter("01", "peak"), load_chapter("03", "reducers/ring")
-gradients_of = cache(gradient_order.gradients_of_classifier)
+# What breaks a widget for the control changes nothing here.
+gradients_of, parts_of = cache(gradient_order.gradients_of_classifier), cache(peak.parts_of)
 SOURCE = "".join(path.read_text() for path in sorted(ROOT.glob("docs/site/widgets/*.js"))[::-1])
 GRID = {
     "model": ("resnet50", "vgg16"),
@@ -72,7 +73,7 @@ def buckets(*change):
         assert seconds == pytest.approx([step.seconds, *chain(*step.spans)], rel=1e-9, abs=0)
 
 
-@cache  # what breaks a widget changes nothing here
+@cache
 def saved_of_2_and_3_samples(plan, bf16):
     sizes = []
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -95,7 +96,7 @@ def memory(*change):
         str.split, ("net sgd", "net adam", "resnet18 adamw", "resnet50 momentum")
     ):
         plan = peak.Plan(name, 28 if name == "net" else 224, optimizer, "cpu")
-        *fixed, sample = peak.parts_of(plan).values()
+        *fixed, sample = parts_of(plan).values()
         full, few, one = (saved_bytes(plan, *a) for a in ((0, False), (0, True), (1, True)))
         fp32 = {"network": name, "optimizer": optimizer, "batch": 30, "parallel": "ddp"}
         answer = node("memory.memory", [[fp32], [fp32 | {"precision": "bf16"}]], *change)

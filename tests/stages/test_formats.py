@@ -62,7 +62,7 @@ def test_c09_c12_in_the_committed_runs_bf16_is_faster_and_there_is_no_one_number
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 def test_c09_autocast_learns_as_well_as_fp32_on_the_digits(amp):
     """Runs on every CPU: formats without units are imitated."""
-    flags = ("--model=net-bn", "--epochs=3", "--lr=0.05")
+    flags = ("--model=net-bn", "--epochs=2", "--batch-size=60", "--lr=0.05")
     plain, mixed = (
         train_once("05", 1, *flags, f"--amp={a}", dtype=torch.float32) for a in ("off", amp)
     )
