@@ -29,7 +29,7 @@ lint: $(VENV)/ready  ## check style, types and shell scripts: a minute
 	$(VENV)/bin/shellcheck .ci/run $(wildcard 0*/launch/*.sh 0*/launch/*.sbatch)
 
 break: $(VENV)/ready  ## try a row of a "Break it" table: STAGE=04 ROW=2; without ROW, list the rows
-	@PYTHONPATH=tests $(RUN) tests/programs/break_it.py $(STAGE) $(ROW)
+	@PYTHONPATH=tests $(RUN) tests/pages/break_it.py $(STAGE) $(ROW)
 
 puzzle: $(VENV)/ready  ## find the mistake in a script, and have it judged: N=3; HINT=1 shows prove's table
 	@$(RUN) beyond/puzzles/judge.py $(N) $(if $(HINT),--hint) $(if $(SHOW),--show)
@@ -56,8 +56,8 @@ bench-all: bench  ## measure all sections of bench.py again, for half an hour; t
 	$(RUN) benchmarks/bench.py survive
 
 faults: $(VENV)/ready  ## inject 406 faults into real runs, half an hour or more: benchmarks/results/injected_faults.json
-	PYTHONPATH=tests $(RUN) tests/programs/inject_faults.py --faults 306
-	PYTHONPATH=tests $(RUN) tests/programs/inject_faults.py --faults 100 --kinds pauses --jobs 10
+	PYTHONPATH=tests $(RUN) tests/beyond/inject_faults.py --faults 306
+	PYTHONPATH=tests $(RUN) tests/beyond/inject_faults.py --faults 100 --kinds pauses --jobs 10
 
 shm-suite: $(VENV)/ready  ## torch's own tests for backends, over gloo and shm: packages/shm/tests/torch_suite.json
 	$(RUN) packages/shm/tests/torch_suite.py

@@ -28,7 +28,8 @@ from common.options import UsageError
 # Rank 0 need not make the store, because its launcher has one.
 STORE_OF_A_LAUNCHER = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
 start_method = "forkserver"
-slow_modules = ["torch", "torchvision", "matplotlib.pyplot", "tabulate"]  # it imports them once
+SLOW_MODULES = ("torch", "torchvision", "matplotlib.pyplot", "tabulate")
+preloaded: list[str] = []  # what the fork server imports; or else those that are slow and are here
 
 
 class RankError(RuntimeError):
@@ -58,7 +59,8 @@ class Ranks:
     """Ranks that run one function; at the end of the `with`, those that still run are killed."""
 
     def __init__(self, world_size: int, start: Start, function: Callable, args: tuple) -> None:
-        multiprocessing.set_forkserver_preload([n for n in slow_modules if n in sys.modules])
+        slow = [name for name in SLOW_MODULES if name in sys.modules]
+        multiprocessing.set_forkserver_preload(preloaded or slow)
         context: Any = multiprocessing.get_context(start_method)
         # The store where the ranks meet. Port 0: the operating system picks a free one.
         self.store = dist.TCPStore("127.0.0.1", port=0, is_master=True, wait_for_workers=False)

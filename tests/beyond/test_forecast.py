@@ -39,7 +39,7 @@ PRINTED = {  # by a chapter with these flags: rows, with one space between their
 
 
 @pytest.mark.parametrize("call", PRINTED)
-def test_what_a_chapter_prints(call):
+def test_a_chapter_prints_these_numbers(call):
     """Of step_model.py, forecast.py and gradient_order.py."""
     name, *flags = call.split()
     output = output_of("beyond/forecast", name, *flags)

@@ -80,7 +80,7 @@ def outcomes() -> dict[Fault, FaultOutcome]:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_run_survives(name):
+def test_a_run_ends_in_time_and_resumes_to_the_bit_after(name):
     if not can_happen(FAULTS[name]):
         pytest.skip(CANNOT_MOUNT)
     outcome = outcomes()[FAULTS[name]]

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from common.chapters import load_chapter
 from helpers.local_ranks import gather_from_ranks, on_ranks
-from helpers.stage_files import LESSON_FOLDERS, fresh_module, stopped_clock
+from helpers.machine import stopped_clock
+from helpers.stage_files import LESSON_FOLDERS, fresh_module
 
 agree = load_chapter("beyond/survive", "agree")
 

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from common.chapters import load_chapter
 from helpers.local_ranks import process_context, run_on_ranks
-from helpers.stage_files import LESSON_FOLDERS, fresh_module, stopped_clock
+from helpers.machine import GLOO_TIMED_OUT, stopped_clock
+from helpers.stage_files import LESSON_FOLDERS, fresh_module
 
 watchdog = load_chapter("beyond/survive", "watchdog")
 
@@ -91,7 +92,6 @@ def test_it_knows_when_the_connection_to_the_store_is_broken(broken):
 
 
 CLOSED = "[/third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by peer"
-TIMED_OUT = "Application timeout caused pair closure"
 NO_NETWORK = "all ranks have arrived, but {}: is the network open between the machines?"
 FULL = "cannot write runs/gloo-test/checkpoint.pt ([Errno 28] No space left on device)"
 OWN = "a parameter was not used in DistributedDataParallel"  # has a word that gloo's errors have
@@ -104,7 +104,7 @@ ERRORS = [  # how the block ends, on which rank, and what all ranks learn
     (RuntimeError(FULL), 0, f"rank 0 ended at PLACE with RuntimeError: {FULL}"),
     (ValueError(CLOSED), 0, f"rank 0 ended at PLACE with ValueError: {CLOSED}"),
     (RuntimeError(CLOSED), 0, NO_NETWORK.format(CLOSED)),
-    (RuntimeError(TIMED_OUT), 0, NO_NETWORK.format(TIMED_OUT)),
+    (RuntimeError(GLOO_TIMED_OUT), 0, NO_NETWORK.format(GLOO_TIMED_OUT)),
     (dist.DistBackendError("nccl"), 0, NO_NETWORK.format("nccl")),
 ]
 PLACE = r"step 4, line \d+, `raise error`"

@@ -41,8 +41,11 @@ PRELOADED = [  # by the fork server
     "prove.observe",
     "prove.prover",
     "pycocotools.cocoeval",
+    "prove.observe",
+    "prove.prover",
     "pytest",
     "tabulate",
+    "tests.helpers.preload",
     "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
@@ -52,7 +55,7 @@ PRELOADED = [  # by the fork server
 ]
 
 process_context = multiprocessing.get_context("forkserver")
-common.ranks.slow_modules[:] = PRELOADED  # for chapters that tests run here
+common.ranks.preloaded[:] = PRELOADED  # for chapters that tests run here
 process_context.set_forkserver_preload(PRELOADED)
 
 

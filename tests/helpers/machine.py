@@ -8,8 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
+
+# So gloo says on a busy machine that a rank has waited too long, instead of "Timed out waiting".
+GLOO_TIMED_OUT = "Application timeout caused pair closure"
 
 torch.set_num_threads(1)  # as every rank has: two tests that run side by side have two cores
 
@@ -38,6 +42,13 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def stopped_clock() -> SimpleNamespace:
+    """In place of the module time: it stands still unless somebody sleeps."""
+    time = SimpleNamespace(now=100.0, monotonic=lambda: time.now)
+    time.sleep = lambda seconds: setattr(time, "now", time.now + seconds)
+    return time
 
 
 def is_running(pid: int | str) -> bool:

@@ -1,5 +1,6 @@
 """python -m prove, as a user types it in a folder, without importing torch again."""
 
+import json
 import os
 import re
 import subprocess
@@ -16,16 +17,20 @@ TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node=2"]
 def _prove(folder: Path, texts: Path, env: dict[str, str], arguments: tuple[str, ...]) -> None:
     use_default_start_method()
     os.chdir(folder)
-    os.environ.update(env | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"})  # so all are forked
+    os.environ.update(env)
     for number, file in ((0, Path(os.devnull)), (1, texts / "out"), (2, texts / "error")):
         os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), number)
     sys.argv = ["prove", *arguments]
     sys.exit(main())
 
 
-def run(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
-    """The ended process, with what it printed."""
+def run(
+    folder: Path, *arguments: str, hashes_differ: bool = False, **env: str
+) -> subprocess.CompletedProcess:
+    """The ended process, with what it printed. hashes_differ: as with a real torchrun, whose ranks
+    hash texts unlike each other; prove then starts one of its ranks anew, for seconds."""
     texts = scratch_folder()
+    env |= {"OMP_NUM_THREADS": "1"} | ({} if hashes_differ else {"PYTHONHASHSEED": "0"})
     process = process_context.Process(target=_prove, args=(folder, texts, env, arguments))
     process.start()
     process.join(patience(3 * SECONDS))
@@ -34,6 +39,16 @@ def run(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProces
         raise TimeoutError(arguments)
     out, error = ((texts / name).read_text() for name in ("out", "error"))
     return subprocess.CompletedProcess(arguments, process.exitcode, out, error)
+
+
+def verdicts(folder: Path, *arguments: str, hashes_differ: bool = False) -> dict[str, str]:
+    """The verdict of each row."""
+    file = scratch_folder() / "rows.json"
+    process = run(folder, f"--json={file}", *arguments, hashes_differ=hashes_differ)
+    assert file.exists(), process.stderr
+    result = json.loads(file.read_text())
+    assert result["rows"], result["error"]
+    return {row["check"]: row["verdict"] for row in result["rows"]}
 
 
 def verdict(process: subprocess.CompletedProcess, check: str) -> str:

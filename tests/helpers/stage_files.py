@@ -90,10 +90,3 @@ def output_of(folder: str, name: str, *flags: str) -> str:
     with in_time(), argv, redirect_stdout(StringIO()) as output:
         load_chapter(folder, name).main()
     return output.getvalue()
-
-
-def stopped_clock() -> types.SimpleNamespace:
-    """In place of the module time: it stands still unless somebody sleeps."""
-    time = types.SimpleNamespace(now=100.0, monotonic=lambda: time.now)
-    time.sleep = lambda seconds: setattr(time, "now", time.now + seconds)
-    return time

@@ -71,7 +71,7 @@ def run(environment, tmp_path) -> Callable[..., subprocess.CompletedProcess]:
     return start
 
 
-def test_it_has_torch_and_nothing_of_the_course(run):
+def test_the_environment_has_torch_and_nothing_of_the_course(run):
     names = ("torch", "prove", "shm", "common", "matplotlib", "pytest")
     find = "from importlib.util import find_spec; print(*[name for name in {} if find_spec(name)])"
     assert run("python", "-c", find.format(names)).stdout.split() == ["torch", "prove", "shm"]

@@ -1,45 +1,49 @@
 """prove calls the scripts of this repository right, and wrong without a line; its copy is equal."""
 
 import ast
-import json
 import shutil
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from common.chapters import ROOT
-from helpers.local_ranks import run_script
-from helpers.prove_runs import TORCHRUN
-from helpers.stage_files import LESSON_FOLDERS, NOT_COPIED, changed_source
+from helpers.prove_runs import TORCHRUN, verdicts
+from helpers.stage_files import LESSON_FOLDERS, NOT_COPIED, changed_source, replace_once
+from helpers.train_stage import few_digits
 
-OWN_SCRIPTS = {  # folder, how it is started, flags
-    "03": ("03_ddp_manual_allreduce", [sys.executable], ["--world-size=2", "--batch-size=24"]),
-    "04": ("04_ddp_torchrun", TORCHRUN, ["--batch-size=24"]),
-    "05": ("05_amp_syncbn", TORCHRUN, ["--model=net-bn", "--amp=fp16"]),
-    "survive": (
+
+class OwnScript(NamedTuple):
+    folder: str
+    launcher: list[str]
+    flags: tuple[str, ...]
+
+
+OWN_SCRIPTS = {
+    "03": OwnScript("03_ddp_manual_allreduce", [sys.executable], ("--world-size=2",)),
+    "04": OwnScript("04_ddp_torchrun", TORCHRUN, ()),
+    "05": OwnScript("05_amp_syncbn", TORCHRUN, ("--model=net-bn", "--amp=fp16")),
+    "survive": OwnScript(
         "beyond/survive",
         TORCHRUN,
-        ["--model=net-bn", "--accumulate=2", "--clip-norm=1", "--amp=fp16", "--batch-size=24"],
+        ("--model=net-bn", "--accumulate=2", "--clip-norm=1", "--amp=fp16"),
     ),
 }
 
 
-def verdicts(key: str, folder: Path, script: Path | None = None) -> dict[str, str]:
+def verdicts_of(
+    own: OwnScript, run_dir: Path, script: Path | None = None, hashes_differ: bool = False
+) -> dict[str, str]:
     """What prove says of each check of this script."""
-    where, launcher, flags = OWN_SCRIPTS[key]
-    common = [f"--data-dir={ROOT / 'data'}", "--epochs=3", f"--run-dir={folder / 'run'}"]
-    call = [*launcher, str(script or f"{where}/train.py"), *flags, *common]
-    rows = folder / "rows.json"
-    run_script("packages/prove/src/prove/__main__.py", f"--json={rows}", *call, seconds=180)
-    result = json.loads(rows.read_text())
-    assert result["rows"], result["error"]
-    return {row["check"]: row["verdict"] for row in result["rows"]}
+    flags = (*own.flags, *few_digits(), "--batch-size=24", "--epochs=3", f"--run-dir={run_dir}")
+    call = (*own.launcher, str(script or f"{own.folder}/train.py"), *flags)
+    return verdicts(ROOT, *call, hashes_differ=hashes_differ)
 
 
 @pytest.mark.parametrize("key", OWN_SCRIPTS)
 def test_a_script_of_this_repository_is_right(key, tmp_path):
-    verdict_of = verdicts(key, tmp_path)
+    verdict_of = verdicts_of(OWN_SCRIPTS[key], tmp_path / "run", hashes_differ=True)
     assert "WRONG" not in verdict_of.values(), verdict_of
     assert {verdict_of[check] for check in ("one rank", "samples", "evaluation")} == {"right"}
     assert not (tmp_path / "run").exists(), "what the runs have written is removed"
@@ -53,30 +57,39 @@ def test_a_script_of_this_repository_is_right(key, tmp_path):
     ],
 )
 def test_without_a_line_of_a_script_it_is_wrong(key, line, check, tmp_path):
-    script = tmp_path / OWN_SCRIPTS[key][0] / "train.py"
-    shutil.copytree(ROOT / OWN_SCRIPTS[key][0], script.parent, ignore=NOT_COPIED)
+    own = OWN_SCRIPTS[key]
+    script = tmp_path / own.folder / "train.py"
+    shutil.copytree(ROOT / own.folder, script.parent, ignore=NOT_COPIED)
     source = changed_source(LESSON_FOLDERS[key] / "train.py", (("train.py", line),))
-    forks = 'mp.start_processes(start_method="fork", fn='  # ranks need not import torch again
-    script.write_text(source.replace("mp.spawn(train, (", forks + "train, args=("))
-    assert verdicts(key, tmp_path, script)[check] == "WRONG"
+    # The ranks of 03 become forks, which need not import torch and its optimizers again.
+    forks = 'mp.start_processes(start_method="fork", fn=train, args=('
+    source = source.replace("mp.spawn(train, (", forks)
+    script.write_text(source.replace("import torch\n", "import torch\nimport torch._dynamo\n"))
+    assert verdicts_of(own, tmp_path / "run", script)[check] == "WRONG"
+
+
+SINGLE, DDP = (f"{stage}/minimal.py" for stage in ("01_single_gpu", "04_ddp_torchrun"))
+
+
+def verdicts_against_the_original(script: Path, folder: Path) -> dict[str, str]:
+    """The original as a torchrun of one rank, which prove can fork."""
+    original = f"torchrun --nproc-per-node=1 {ROOT / SINGLE}"
+    return verdicts(folder, f"--original={original}", *TORCHRUN, str(script))
 
 
 def test_the_smallest_script_computes_what_its_original_does(tmp_path):
-    """The pair of the first page. The control: a step around DDP."""
-    single, ddp = (ROOT / f"{stage}/minimal.py" for stage in ("01_single_gpu", "04_ddp_torchrun"))
-    around = tmp_path / "around.py"
-    around.write_text(ddp.read_text().replace("ddp(x", "model(x"))
-    found = {}
-    for script in (ddp, around):
-        rows = tmp_path / f"{script.stem}.json"
-        call = [f"--original={sys.executable} {single}", f"--json={rows}", *TORCHRUN, str(script)]
-        run_script("packages/prove/src/prove/__main__.py", *call, where=tmp_path, seconds=180)
-        verdicts = {row["check"]: row["verdict"] for row in json.loads(rows.read_text())["rows"]}
-        found[script.stem] = verdicts
-    names = ("one rank", "the original")
-    assert [found["minimal"][row] for row in names] == ["right"] * 2
-    assert "WRONG" not in found["minimal"].values()
-    assert found["around"]["averaged gradients"] == "WRONG"
+    """The pair of the first page."""
+    verdict_of = verdicts_against_the_original(ROOT / DDP, tmp_path)
+    assert [verdict_of[check] for check in ("one rank", "the original")] == ["right"] * 2
+    assert "WRONG" not in verdict_of.values()
+
+
+def test_the_smallest_script_is_wrong_around_ddp(tmp_path):
+    """The control of the test above."""
+    script = tmp_path / "around.py"
+    script.write_text(replace_once((ROOT / DDP).read_text(), ("ddp(x", "model(x")))
+    verdict_of = verdicts_against_the_original(script, tmp_path)
+    assert verdict_of["averaged gradients"] == "WRONG"
 
 
 def definitions(source: str, error: str) -> dict[str, str]:

@@ -32,7 +32,7 @@ def test_every_stage_has_a_row_and_one_can_be_tried_by_hand():
     }  # tests change lines
     line, claim = "raise errors[min(errors)]", "test_02_an_error_in_a_replica_reaches_the_caller"
     number = 1 + [row.test for row in rows_of("02")].index(claim)
-    [(status, output)] = run_script("tests/programs/break_it.py", "02", str(number))
+    [(status, output)] = run_script("tests/pages/break_it.py", "02", str(number))
     where, test, error, verdict = output.splitlines()
     assert where == f"02_data_parallel/from_scratch.py without `{line}`"
     assert test.endswith(f"::{claim}")

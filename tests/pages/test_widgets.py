@@ -17,7 +17,8 @@ step_model = load_chapter("beyond/forecast", "step_model")
 gradient_order = load_chapter("beyond/forecast", "gradient_order")
 replicas, measure = load_chapter("02", "memory"), load_chapter("beyond/shard", "measure_levels")
 peak, ring = load_chapter("01", "peak"), load_chapter("03", "reducers/ring")
-gradients_of = cache(gradient_order.gradients_of_classifier)
+# What breaks a widget for the control changes nothing here.
+gradients_of, parts_of = cache(gradient_order.gradients_of_classifier), cache(peak.parts_of)
 SOURCE = "".join(path.read_text() for path in sorted(ROOT.glob("docs/site/widgets/*.js"))[::-1])
 GRID = {
     "model": ("resnet50", "vgg16"),
@@ -72,7 +73,7 @@ def buckets(*change):
         assert seconds == pytest.approx([step.seconds, *chain(*step.spans)], rel=1e-9, abs=0)
 
 
-@cache  # what breaks a widget changes nothing here
+@cache
 def saved_of_2_and_3_samples(plan, bf16):
     sizes = []
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -95,7 +96,7 @@ def memory(*change):
         str.split, ("net sgd", "net adam", "resnet18 adamw", "resnet50 momentum")
     ):
         plan = peak.Plan(name, 28 if name == "net" else 224, optimizer, "cpu")
-        *fixed, sample = peak.parts_of(plan).values()
+        *fixed, sample = parts_of(plan).values()
         full, few, one = (saved_bytes(plan, *a) for a in ((0, False), (0, True), (1, True)))
         fp32 = {"network": name, "optimizer": optimizer, "batch": 30, "parallel": "ddp"}
         answer = node("memory.memory", [[fp32], [fp32 | {"precision": "bf16"}]], *change)
@@ -126,11 +127,17 @@ def shard(*change):
             assert n != 2 or update["sent"] == pytest.approx(counted[names[way]], rel=0.02)
 
 
+WIDGETS = [  # what compares a widget with a chapter, and a change of its source for the control
+    (allreduce, "from - s + lead", "from - s - lead"),
+    (buckets, "2 * (ranks", "(ranks"),
+    (memory, "tum: 1", "tum: 2"),
+    (shard, "gradients: [0, 0, 1, 1]", "gradients: [0, 0, 2, 1]"),
+]
+
+
 @pytest.mark.skipif(subprocess.getoutput("node -p 1") != "1", reason="there is no node here")
-def test_the_widgets_compute_what_the_chapters_compute():
-    wrong = [("from - s + lead", "from - s - lead"), ("2 * (ranks", "(ranks"), ("tum: 1", "tum: 2")]
-    wrong += [("gradients: [0, 0, 1, 1]", "gradients: [0, 0, 2, 1]")]
-    for compare, change in zip((allreduce, buckets, memory, shard), wrong, strict=True):
-        compare("", "")
-        with pytest.raises(AssertionError):
-            compare(*change)
+@pytest.mark.parametrize(("compare", "old", "new"), WIDGETS)
+def test_a_widget_computes_what_the_chapters_compute(compare, old, new):
+    compare("", "")
+    with pytest.raises(AssertionError):
+        compare(old, new)

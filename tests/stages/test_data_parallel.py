@@ -1,7 +1,11 @@
 """DataParallel by hand computes what one device does, and costs what its pages say."""
 
+import ctypes
 import importlib
+import sys
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from unittest.mock import Mock, patch
@@ -323,8 +327,38 @@ def test_c20_the_model_must_lie_on_the_first_of_device_ids_whichever_it_is(devic
         model(torch.randn(4, 3))
 
 
-def test_c23_threads_slow_down_small_operations_and_not_big_ones():
-    """Of the committed run: the interpreter lock costs what a model's Python code holds it for."""
+def turns_of_another_thread(operation: Callable[[], object]) -> int:
+    """How often another thread gets the interpreter while this one is inside the operation."""
+    turns, is_over, before = [], threading.Event(), sys.getswitchinterval()
+
+    def take_turns() -> None:
+        while not is_over.is_set():
+            turns.append(1)
+            time.sleep(1e-3)  # another turn needs the lock again
+
+    sys.setswitchinterval(60)  # nobody is asked for the lock: it is given away, or kept
+    with ThreadPoolExecutor(1) as other:
+        other.submit(take_turns)
+        try:
+            time.sleep(0.01)
+            first = len(turns)
+            operation()
+            last = len(turns)
+        finally:
+            is_over.set()
+            sys.setswitchinterval(before)
+    return last - first
+
+
+def test_c23_inside_an_operation_of_torch_another_thread_can_work():
+    """So threads help where a few operations take long. The control keeps the lock for as long."""
+    matrix = torch.randn(2000, 2000)
+    assert turns_of_another_thread(lambda: matrix @ matrix) > 0
+    assert turns_of_another_thread(lambda: ctypes.PyDLL(None).usleep(100_000)) == 0
+
+
+def test_c23_in_the_committed_run_threads_slow_down_small_operations_and_not_big_ones():
+    """It is read, because a test asserts no time that it has measured."""
     measured = result_files.load("threads")
     small, big = (measured["models"][f"{size} operations"]["variants"] for size in ("small", "big"))
     assert small["two threads"]["ratio_interval"][0] > 1

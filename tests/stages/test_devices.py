@@ -11,23 +11,31 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from common.models import Net
-from helpers.rehearsal import REHEARSED_SCRIPTS, RankLog, rehearse, rehearse_all
 from helpers.train_stage import load_stage
+from rehearsal import (
+    AMP,
+    BY_HAND,
+    CONVERTED,
+    DDP,
+    EXAMPLES,
+    MINIMAL,
+    OWN_LOOP,
+    SHARD,
+    SINGLE,
+    SURVIVE,
+    RankLog,
+    rehearse,
+)
 
-DDP = "04_ddp_torchrun/train.py"
 JOINS = {  # how the ranks of each script join, and then each names its GPU
-    "03_ddp_manual_allreduce/train.py": "join nccl",
+    BY_HAND: "join nccl",
     DDP: "join nccl, device_id {}",
-    "05_amp_syncbn/train.py": "join nccl, device_id {}",
-    "beyond/survive/train.py": "join cpu:gloo,cuda:nccl, device_id {}",
-    "beyond/survive/own_loop.py": "join cpu:gloo,cuda:nccl, device_id {}",
-    "beyond/shard/train.py": "join nccl, device_id {}",
-    **{script: "join nccl" for script in REHEARSED_SCRIPTS if script.startswith("beyond/convert")},
+    AMP: "join nccl, device_id {}",
+    SURVIVE: "join cpu:gloo,cuda:nccl, device_id {}",
+    OWN_LOOP: "join cpu:gloo,cuda:nccl, device_id {}",
+    SHARD: "join nccl, device_id {}",
+    **dict.fromkeys((CONVERTED, *EXAMPLES), "join nccl"),
 }
-NOT_CONVERTED = [script for script in JOINS if "convert" not in script]
-# 03 starts its own ranks, and own_loop.py has no flag for the backend.
-LAUNCHED_BY_TORCHRUN = [script for script in NOT_CONVERTED if not script.startswith("03")]
-CAN_SHARE_A_GPU = [script for script in NOT_CONVERTED if not script.endswith("own_loop.py")]
 
 
 def assert_own_gpus(seen: list[RankLog], numbers: list[int], join: str = JOINS[DDP]) -> None:
@@ -46,13 +54,18 @@ def with_local_ranks(*numbers: int) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("script", JOINS)
 def test_each_rank_uses_its_own_gpu_and_says_so_before_it_joins(script):
-    seen = rehearse_all()[script]
+    seen = rehearse(script, gpus=2)
     assert_own_gpus(seen, [0, 1], JOINS[script])
     assert "epoch" in seen[0].output or "ends after step" in seen[0].output, "it has trained"
 
 
 def test_the_smallest_script_uses_the_gpu_of_its_local_rank():
-    assert [rank.devices for rank in rehearse_all()["04_ddp_torchrun/minimal.py"]] == [[0], [1]]
+    assert [rank.devices for rank in rehearse(MINIMAL, gpus=2)] == [[0], [1]]
+
+
+def test_the_script_for_one_gpu_uses_gpu_0_and_joins_nothing():
+    [log] = rehearse(SINGLE, gpus=2, ranks=1)
+    assert (log.error, log.devices, log.calls) == ("", [0], [])
 
 
 LINES_OF_DDP = {
@@ -75,7 +88,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_rehearsal_sees_when_a_rank_takes_another_gpu(mistake):
     """The controls of the test above."""
-    seen = rehearse(DDP, *REHEARSED_SCRIPTS[DDP], gpus=2, changes=MISTAKES[mistake])
+    seen = rehearse(DDP, gpus=2, changes=MISTAKES[mistake])
     with pytest.raises(AssertionError):
         assert_own_gpus(seen, [0, 1])
 
@@ -83,39 +96,46 @@ def test_a_rehearsal_sees_when_a_rank_takes_another_gpu(mistake):
 def test_on_uneven_machines_the_gpu_follows_the_local_rank():
     """One rank on the first machine, two on the second. The control takes the rank."""
     machines = {"gpus": 2, "ranks": 3, "envs": with_local_ranks(0, 0, 1)}
-    assert_own_gpus(rehearse(DDP, *REHEARSED_SCRIPTS[DDP], **machines), [0, 0, 1])
+    assert_own_gpus(rehearse(DDP, **machines), [0, 0, 1])
     by_rank = (('["LOCAL_RANK"])', '["RANK"])'),)
-    seen = rehearse(DDP, *REHEARSED_SCRIPTS[DDP], **machines, changes=by_rank)
+    seen = rehearse(DDP, **machines, changes=by_rank)
     with pytest.raises(AssertionError):
         assert_own_gpus(seen, [0, 0, 1])
 
 
-@pytest.mark.parametrize("script", LAUNCHED_BY_TORCHRUN)
+SHOWN_ITS_OWN = [
+    {"LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": f"GPU-{rank}"} for rank in range(2)
+]
+
+
+@pytest.mark.parametrize("script", [DDP, AMP, SURVIVE, OWN_LOOP, SHARD])
 def test_a_rank_that_is_shown_only_its_own_gpu_finds_it_at_number_0(script):
-    """As srun --gpus-per-task=1 does. The control forgets that the numbers begin again."""
-    shown = [{"LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": f"GPU-{rank}"} for rank in range(2)]
-    flags = REHEARSED_SCRIPTS[script]
-    assert_own_gpus(rehearse(script, *flags, gpus=1, envs=shown), [0, 0], JOINS[script])
-    if script == DDP:
-        forgets = ((" % torch.cuda.device_count()", ""),)
-        seen = rehearse(script, *flags, gpus=1, envs=shown, changes=forgets)
-        with pytest.raises(AssertionError):
-            assert_own_gpus(seen, [0, 0])
+    """As srun --gpus-per-task=1 does."""
+    assert_own_gpus(rehearse(script, gpus=1, envs=SHOWN_ITS_OWN), [0, 0], JOINS[script])
+
+
+def test_a_rank_that_forgets_that_the_numbers_begin_again_is_seen():
+    """The control of the test above."""
+    forgets = ((" % torch.cuda.device_count()", ""),)
+    seen = rehearse(DDP, gpus=1, envs=SHOWN_ITS_OWN, changes=forgets)
+    with pytest.raises(AssertionError):
+        assert_own_gpus(seen, [0, 0])
 
 
 def test_on_eight_gpus_the_last_local_rank_takes_the_last():
-    seen = rehearse(DDP, *REHEARSED_SCRIPTS[DDP], gpus=8, envs=with_local_ranks(3, 7))
+    seen = rehearse(DDP, gpus=8, envs=with_local_ranks(3, 7))
     assert_own_gpus(seen, [3, 7])
 
 
-@pytest.mark.parametrize("script", CAN_SHARE_A_GPU)
-def test_two_ranks_share_one_gpu_over_gloo(script):
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [*((each, ("--backend=gloo",)) for each in (BY_HAND, DDP, AMP, SHARD)), (SURVIVE, ())],
+)
+def test_two_ranks_share_one_gpu_over_gloo(script, flags):
     """survive sees by itself that they share it; the others are told."""
-    own_choice = script.startswith("beyond/survive")
-    flags = [flag for flag in REHEARSED_SCRIPTS[script] if not flag.startswith("--backend")]
-    seen = rehearse(script, *flags, *[] if own_choice else ["--backend=gloo"], gpus=1)
+    seen = rehearse(script, *flags, gpus=1)
     assert_own_gpus(seen, [0, 0], "join gloo")
-    assert ("2 ranks share 1 GPUs: gloo, not nccl" in seen[0].output) == own_choice
+    assert ("2 ranks share 1 GPUs: gloo, not nccl" in seen[0].output) == (script == SURVIVE)
 
 
 REFUSES = (
@@ -123,11 +143,11 @@ REFUSES = (
 )
 
 
-@pytest.mark.parametrize("script", [each for each in LAUNCHED_BY_TORCHRUN if "survive" not in each])
+@pytest.mark.parametrize("script", [DDP, AMP, SHARD])
 def test_two_ranks_that_share_a_gpu_over_nccl_end_in_one_line(script):
     """nccl refuses while they join. survive does not get so far: it takes gloo by itself."""
     changes = ((LINES_OF_DDP["join"], REFUSES + LINES_OF_DDP["join"]),)
-    seen = rehearse(script, *REHEARSED_SCRIPTS[script], gpus=1, changes=changes)
+    seen = rehearse(script, gpus=1, changes=changes)
     assert [rank.error for rank in seen] == ["exit status 2"] * 2
 
 

@@ -36,36 +36,56 @@ RANKS = {"01": 1, "02": 1, "03": 2, "04": 2, "05": 2}  # of each stage
 each_stage = pytest.mark.parametrize(("key", "ranks"), RANKS.items(), ids=RANKS)
 
 
+def five_epochs(key: str, ranks: int) -> Run:
+    return train_once(key, ranks, "--epochs=5", "--lr=0.1", "--weight-decay=0.001", **FP32)
+
+
 @each_stage
-def test_every_stage_learns_and_logs_what_ran_and_what_came_of_it(key, ranks):
-    run = train_once(key, ranks, "--epochs=5", "--lr=0.1", "--weight-decay=0.001", **FP32)
-    metrics, summary = run.metrics, run.summary
-    assert summary["test_accuracy"] > 0.85
-
-    logged = [[line[name] for name in ("epoch", "step", "samples", "lr")] for line in metrics]
-    assert logged == [[step // 12, step + 1, 120, 0.1] for step in range(60)]
-    local_batch = 120 if key == "01" else 60
-    expected = {"dataset": "digits", "model": "net", "device": "cpu", "world_size": ranks}
-    expected |= {"global_batch": 120, "local_batch": local_batch, "epochs": 5, "seed": 1234}
-    expected |= {"steps": 60, "torch": torch.__version__}
-    assert expected.items() <= summary.items()
-    assert summary["stage"].startswith(key)
-    assert summary["train_loss"] == pytest.approx(run.losses[-12:].mean().item())
-    median = statistics.median(line["seconds"] for line in metrics[5:])  # without the first ones
-    assert summary["step_ms"] == pytest.approx(1000 * median, abs=3e-4)
-    assert summary["samples_per_second"] == pytest.approx(120e3 / summary["step_ms"], rel=1e-3)
-
-    assert run.output.startswith(f"global batch 120 = {120 // local_batch} × {local_batch}\n")
-    last_epoch = "epoch 5/5  loss {train_loss:.4f}  test loss {test_loss:.4f}".format(**summary)
-    assert f"\n{last_epoch}  test accuracy {summary['test_accuracy']:.2%}  " in run.output
-    group = run.checkpoint["optimizer"]["param_groups"][0]
-    assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.1, 0.9, 0.001)
+def test_every_stage_learns(key, ranks):
+    assert five_epochs(key, ranks).summary["test_accuracy"] > 0.85
 
 
 def test_a_stage_that_skips_its_step_does_not_learn():
     """The control of the test above."""
     run = train_once("01", 1, "--epochs=5", **FP32, without=(("train.py", "optimizer.step()"),))
     assert run.summary["test_accuracy"] < 0.3
+
+
+@each_stage
+def test_every_step_is_logged(key, ranks):
+    metrics = five_epochs(key, ranks).metrics
+    logged = [[line[name] for name in ("epoch", "step", "samples", "lr")] for line in metrics]
+    assert logged == [[step // 12, step + 1, 120, 0.1] for step in range(60)]
+
+
+@each_stage
+def test_the_summary_says_what_ran_and_how_fast(key, ranks):
+    run = five_epochs(key, ranks)
+    summary, local_batch = run.summary, 120 if key == "01" else 60
+    expected = {"dataset": "digits", "model": "net", "device": "cpu", "world_size": ranks}
+    expected |= {"global_batch": 120, "local_batch": local_batch, "epochs": 5, "seed": 1234}
+    expected |= {"steps": 60, "torch": torch.__version__}
+    assert expected.items() <= summary.items()
+    assert summary["stage"].startswith(key)
+    assert summary["train_loss"] == pytest.approx(run.losses[-12:].mean().item())
+    median = statistics.median(line["seconds"] for line in run.metrics[5:])  # not the first ones
+    assert summary["step_ms"] == pytest.approx(1000 * median, abs=3e-4)
+    assert summary["samples_per_second"] == pytest.approx(120e3 / summary["step_ms"], rel=1e-3)
+
+
+@each_stage
+def test_a_run_prints_how_the_batch_is_divided_and_what_each_epoch_reached(key, ranks):
+    run = five_epochs(key, ranks)
+    parts = 1 if key == "01" else 2
+    assert run.output.startswith(f"global batch 120 = {parts} × {120 // parts}\n")
+    last_epoch = "epoch 5/5  loss {train_loss:.4f}  test loss {test_loss:.4f}".format(**run.summary)
+    assert f"\n{last_epoch}  test accuracy {run.summary['test_accuracy']:.2%}  " in run.output
+
+
+@each_stage
+def test_the_checkpoint_has_the_optimizer_that_the_flags_ask_for(key, ranks):
+    group = five_epochs(key, ranks).checkpoint["optimizer"]["param_groups"][0]
+    assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.1, 0.9, 0.001)
 
 
 def seeds_of(rank: int, key: str, flags: tuple[str, ...]) -> list[int]:
@@ -76,16 +96,21 @@ def seeds_of(rank: int, key: str, flags: tuple[str, ...]) -> list[int]:
     return seeds
 
 
+FOUR_STEPS = ("--epochs=3", "--batch-size=500", "--max-steps=4")  # an epoch has 3
+
+
 @each_stage
-def test_random_numbers_depend_on_seed_epoch_and_rank_and_max_steps_ends_a_run(
-    key, ranks, tmp_path
-):
+def test_random_numbers_depend_on_seed_epoch_and_rank(key, ranks, tmp_path):
     """So the ranks draw dropout masks of their own: test_c29 shows it."""
-    flags = (*ON_CPU, f"--run-dir={tmp_path}", "--epochs=3", "--batch-size=500", "--max-steps=4")
+    flags = (*ON_CPU, f"--run-dir={tmp_path}", *FOUR_STEPS)
     flags += ("--world-size=2",) if key == "03" else ()
     for rank, seeds in enumerate(run_on_ranks(ranks, seeds_of, key, flags)):
         assert seeds == [1234, 1234 + rank, 1234 + ranks + rank], "for the weights and two epochs"
-    run = Run(tmp_path, [], "")
+
+
+@each_stage
+def test_max_steps_ends_a_run_inside_an_epoch(key, ranks):
+    run = train_once(key, ranks, *FOUR_STEPS, **FP32)
     assert [(line["epoch"], line["step"]) for line in run.metrics[2:]] == [(0, 3), (1, 4)]
     assert run.summary["steps"] == 4
     assert [run.checkpoint[name] for name in ("epoch", "epoch_step", "step")] == [1, 1, 4]
@@ -130,7 +155,7 @@ def test_04_evaluates_every_sample_once(without=()):
 # Resuming
 
 
-@pytest.mark.parametrize(("source", "taker"), pairwise([("05", 2), *RANKS.items()]))
+@pytest.mark.parametrize(("source", "taker"), list(pairwise([("05", 2), *RANKS.items()])))
 def test_every_stage_resumes_the_checkpoint_of_another_and_01_evaluates_it(source, taker):
     source_run, first_epoch = train_once(*source, *ONE_EPOCH), train_once(*taker, *ONE_EPOCH)
     path = source_run.folder / "checkpoint.pt"

@@ -1,7 +1,7 @@
 """Whoever starts the ranks, they do the same, and torchrun tells each of them who it is.
 
 Which GPU each takes: test_devices.py.
-Real torchruns and a real SLURM: test_cluster.py.
+Real torchruns: test_launch_scripts.py. A real SLURM: test_two_nodes.py.
 """
 
 import pytest

@@ -84,17 +84,19 @@ def test_a_disk_without_locks_needs_none(tmp_path, monkeypatch):
 
 GOOD = [json.dumps({"step": step}) for step in (1, 2, 3)]
 DAMAGED = {
-    "is cut off": '{"epoch": 1, "st',
-    "was never written before a power cut": "\0" * 50,
-    "is no step": "{}",
-    "is no object": "17",
-    "has another step": '{"step": "one"}',
+    "cut off": '{"epoch": 1, "st',
+    "never written before a power cut": "\0" * 50,
+    "no step": "{}",
+    "no object": "17",
+    "another step": '{"step": "one"}',
 }
 
 
 @pytest.mark.parametrize("line", DAMAGED.values(), ids=DAMAGED)
-def test_a_line_that(line, tmp_path, capsys):
-    """... is left out of a resumed run's metrics, which says so once; the control is a good one."""
+def test_a_damaged_line_is_left_out_of_a_resumed_runs_metrics_which_says_so_once(
+    line, tmp_path, capsys
+):
+    """The control is a good line."""
     metrics = tmp_path / "metrics.jsonl"
     for damaged in (line, GOOD[0]):
         metrics.write_text("\n".join([GOOD[0], damaged, *GOOD[1:]]))

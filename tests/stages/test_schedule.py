@@ -26,7 +26,7 @@ RATES = {
 
 
 @pytest.mark.parametrize("flags", RATES, ids=" ".join)
-def test_learning_rate_of_every_step(flags):
+def test_the_learning_rate_of_every_step_follows_the_rule_the_warmup_and_the_decay(flags):
     schedule.add_schedule(parser := make_parser("", ""))
     args = parser.parse_args(["--epochs=2", *flags])
     rates = [rate for epoch in range(2) for rate in schedule.learning_rates(args, epoch, 12)]

@@ -119,7 +119,7 @@ def results_of_ranks(ranks):
 
 @pytest.mark.parametrize("name", LAYER_CASES)
 @pytest.mark.parametrize("ranks", SIZES)
-def test_it_is_one_process_on_the_whole_batch(ranks, name):
+def test_by_hand_it_computes_what_one_process_computes_on_the_whole_batch(ranks, name):
     """In float64; of 16 bits in and out, within their rounding. Gradients of parameters are of the
     local batch, as DDP wants them: it adds them up and divides by the ranks."""
     case, whole = LAYER_CASES[name], layer_of(LAYER_CASES[name])

@@ -8,9 +8,8 @@ import torch.distributed as dist
 
 from common.chapters import load_chapter
 from helpers.local_ranks import on_ranks
+from helpers.machine import GLOO_TIMED_OUT
 from helpers.train_stage import default_dtype
-
-BUSY = "Application timeout caused pair closure"  # so gloo says it on a busy machine
 
 
 @on_ranks(3)
@@ -28,6 +27,6 @@ def test_one_batch_more_on_a_rank_makes_it_wait_until_the_time_limit(rank):
     uneven, done = load_chapter("04", "uneven"), "done after 3 of 3 steps"
     with patch.object(uneven, "batches_of", lambda *_: [torch.ones(1, 2)] * 3):
         assert uneven.hang(seconds=60) == done, "the control"
-    line = uneven.hang(seconds=2).replace(BUSY, "Timed out waiting 2000ms")
+    line = uneven.hang(seconds=2).replace(GLOO_TIMED_OUT, "Timed out waiting 2000ms")
     dist.barrier()  # or the others would end before it is late
     assert line == ("step 4 of 4: Timed out waiting 2000ms" if rank == 2 else done)

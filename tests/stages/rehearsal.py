@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
-from functools import cache
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,19 +25,28 @@ from helpers.stage_files import replace_once
 from helpers.train_stage import spawned_as
 
 TWO_STEPS = ("--device=cuda", "--epochs=1", "--max-steps=2", f"--data-dir={ROOT / 'data'}")
+SINGLE = "01_single_gpu/train.py"
+BY_HAND = "03_ddp_manual_allreduce/train.py"
+DDP, MINIMAL = "04_ddp_torchrun/train.py", "04_ddp_torchrun/minimal.py"
+AMP = "05_amp_syncbn/train.py"
+SURVIVE, OWN_LOOP = "beyond/survive/train.py", "beyond/survive/own_loop.py"
+SHARD = "beyond/shard/train.py"
 CONVERTED = "beyond/convert/classifier/classifier_ddp.py"  # which the steps beside it make
-EXAMPLES = ("contrastive", "gan", "language", "segmentation")
-REHEARSED_SCRIPTS = {
-    "01_single_gpu/train.py": TWO_STEPS,
-    "03_ddp_manual_allreduce/train.py": (*TWO_STEPS, "--backend=nccl"),
-    "04_ddp_torchrun/train.py": TWO_STEPS,
-    "04_ddp_torchrun/minimal.py": (),
-    "05_amp_syncbn/train.py": (*TWO_STEPS, "--model=net-bn", "--amp=fp16"),
-    "beyond/survive/train.py": (*TWO_STEPS, "--model=net-bn", "--amp=bf16", "--accumulate=2"),
-    "beyond/survive/own_loop.py": (".",),  # its run folder
-    "beyond/shard/train.py": (*TWO_STEPS, "--width=32", "--layers=1", "--batch-size=8"),
+EXAMPLES = tuple(
+    f"beyond/convert/examples/{name}_ddp.py"
+    for name in ("contrastive", "gan", "language", "segmentation")
+)
+FLAGS = {
+    SINGLE: TWO_STEPS,
+    BY_HAND: (*TWO_STEPS, "--backend=nccl"),
+    DDP: TWO_STEPS,
+    MINIMAL: (),
+    AMP: (*TWO_STEPS, "--model=net-bn", "--amp=fp16"),
+    SURVIVE: (*TWO_STEPS, "--model=net-bn", "--amp=bf16", "--accumulate=2"),
+    OWN_LOOP: (".",),  # its run folder
+    SHARD: (*TWO_STEPS, "--width=32", "--layers=1", "--batch-size=8"),
     CONVERTED: ("--epochs=1",),
-    **{f"beyond/convert/examples/{name}_ddp.py": () for name in EXAMPLES},
+    **dict.fromkeys(EXAMPLES, ()),
 }
 
 
@@ -122,26 +130,17 @@ def _rehearse(
 
 def rehearse(
     script: str,
-    *flags: str,
+    *more_flags: str,
     gpus: int,
     ranks: int = 2,
     envs: Sequence[dict[str, str]] = (),
     changes: tuple[tuple[str, str], ...] = (),
 ) -> list[RankLog]:
-    """Run a script on ranks whose machines have that many GPUs.
+    """Run a script with its flags, and more, on ranks whose machines have that many GPUs.
 
     envs: for each rank, what its launcher says otherwise than torchrun on one machine.
     changes: texts of the script to replace.
     """
     envs = envs or [{}] * ranks
+    flags = (*FLAGS[script], *more_flags)
     return run_on_ranks(ranks, _rehearse, script, flags, gpus, envs, changes)
-
-
-@cache
-def rehearse_all() -> dict[str, list[RankLog]]:
-    """Every script on as many GPUs as it has ranks."""
-    ranks = {script: 1 if script.startswith("01") else 2 for script in REHEARSED_SCRIPTS}
-    return {
-        script: rehearse(script, *flags, gpus=ranks[script], ranks=ranks[script])
-        for script, flags in REHEARSED_SCRIPTS.items()
-    }

@@ -1,8 +1,7 @@
-"""Nothing that comes from outside is run: checkpoints are data, and who may reach a job is told."""
+"""A malicious checkpoint runs nothing. Whoever reaches the store of a job, or a rank of it, can."""
 
 import base64
 import pickle
-import re
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -11,44 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.chapters import ROOT
 from helpers.local_ranks import launcher_variables, on_ranks
 from helpers.machine import free_port
 from helpers.refusals import Trap, assert_one_line, refusal, seal
-
-
-def files_with(pattern: str, sources: dict[str, str]) -> dict[str, int]:
-    """The files with this pattern, and how often each of them has it."""
-    counts = {name: len(re.findall(pattern, text)) for name, text in sources.items()}
-    return {name: count for name, count in counts.items() if count}
-
-
-def test_no_file_unpickles_what_comes_from_outside():
-    """ruff refuses the rest: S in pyproject.toml. What ranks tell each other are plain values."""
-    files = [
-        *ROOT.glob("[0c]*/**/*.py"),
-        *ROOT.glob("beyond/**/*.py"),
-        *ROOT.glob("packages/*/src/**/*.py"),
-    ]
-    sources = {f"{path.parent.name}/{path.name}": path.read_text() for path in files}
-    loads = [call for text in sources.values() for call in re.findall(r"torch\.load\(.*", text)]
-    assert len(loads) >= 3
-    assert all("weights_only=" in call for call in loads)
-    # prove reads what the user's script has written: the batches in a process of that script
-    unsafe = files_with("weights_only=False", sources)
-    assert unsafe == {"prove/replay.py": 2, "prove/judge_replay.py": 1}
-    # what their own processes wrote
-    readers = ("common/ranks.py", "prove/rank_record.py", "prove/samples.py")
-    assert files_with(r"pickle\.load", sources).keys() == {*readers}
-    unpickling = files_with(r"\w_object\w*\(", sources)
-    assert unpickling == {"reducers/gradients.py": 1, "04_ddp_torchrun/uneven.py": 1}
-
-
-@pytest.mark.parametrize("path", [*ROOT.glob(".github/workflows/*")], ids=lambda path: path.name)
-def test_a_workflow_may_only_read_the_repository_unless_it_asks_for_more(path):
-    yaml = pytest.importorskip("yaml", reason="needs PyYAML: pip install -r requirements.txt")
-    assert yaml.safe_load(path.read_text())["permissions"] == {"contents": "read"}
-
 
 # A zip file has checksums; survive also asks for one of its own, which `seal` writes.
 MALICIOUS_FILES = {  # the script and its flag, whether the file is a zip file, whether it is sealed

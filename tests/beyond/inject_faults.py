@@ -3,9 +3,9 @@
 Each trial trains with one fault, looks at what is left (no process, no torn checkpoint), resumes
 with --resume auto, and compares the last checkpoint, to the bit, with that of a run without faults.
 
-    PYTHONPATH=tests python tests/programs/inject_faults.py --faults 306
-    PYTHONPATH=tests python tests/programs/inject_faults.py --faults 100 --kinds pauses --jobs 10
-    PYTHONPATH=tests python tests/programs/inject_faults.py --faults 9 --kinds hold --without-saving
+    PYTHONPATH=tests python tests/beyond/inject_faults.py --faults 306
+    PYTHONPATH=tests python tests/beyond/inject_faults.py --faults 100 --kinds pauses --jobs 10
+    PYTHONPATH=tests python tests/beyond/inject_faults.py --faults 9 --kinds hold --without-saving
 
 Most faults must end a run in time. The pauses must not: their runs have the default time limit.
 """
