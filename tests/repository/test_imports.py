@@ -110,8 +110,7 @@ def test_a_room_imports_only_from_the_rooms_that_contributing_names():
         if (room := room_of(path)) in ROOMS:
             found[room] |= rooms_imported(path, source_of(path), rooms_of)
     assert found == ROOMS
-    changed = "import prove.pretend_gpus
-import benchmarks.measure.timing"  # the control
+    changed = "import prove.pretend_gpus\nimport benchmarks.measure.timing"  # the control
     assert rooms_imported(ROOT / "common/data.py", changed, rooms_of) == {"packages", "workshop"}
 
 
