@@ -15,16 +15,16 @@ COLORS = {
     # what a rank does
     "forward": "#3f92cf",
     "backward": "#2f6bbf",
-    "optimizer": "#8b8f96",
+    "optimizer": "#71757c",
     "waiting": "url(#waiting)",
     "sending": "#c9630f",
     # what it holds: what forward keeps, what backward makes, what the optimizer keeps, what is sent
     "activations": "#3f92cf",
     "gradients": "#2f6bbf",
-    "optimizer state": "#8b8f96",
+    "optimizer state": "#71757c",
     "buckets": "#c9630f",
-    "parameters": "#1f9150",
-    "batch": "#9a7823",
+    "parameters": "#1a8043",
+    "batch": "#8a6d1f",
     # whose it is
     "rank 0": "#8c5bc7",
     "rank 1": "#0f868c",
