@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks.draw import lessons, memory, timeline
+from benchmarks.draw import lessons, memory_picture, step_pictures
 from benchmarks.result_files import MACHINE, load
 from common.chapters import ROOT
 from common.options import Parser
@@ -16,12 +16,12 @@ FOLDER = ROOT / "docs" / "pictures"
 
 
 def draw_memory() -> str:
-    return memory.draw(load(MACHINE)["process_memory"])
+    return memory_picture.draw(load(MACHINE)["process_memory"])
 
 
 def draw_timeline(model: str, *stages: str) -> str:
     """A recorded step of these stages; without stages, of all."""
-    return timeline.picture(load("timeline")[model], stages)
+    return step_pictures.picture(load("timeline")[model], stages)
 
 
 PICTURES: dict[str, Callable[[], str]] = {

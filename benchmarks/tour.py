@@ -12,8 +12,8 @@ from argparse import SUPPRESS, Namespace
 
 import torch
 
-from benchmarks.draw.tour import learned, report, speeds
-from benchmarks.measure.tour import measure_tour
+from benchmarks.draw.tour_report import learned, report, speeds
+from benchmarks.measure.tour_runs import measure_tour
 from benchmarks.result_files import write_json
 from benchmarks.variants import STAGES, stages_in
 from common.data import local_batch_size

@@ -12,7 +12,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from benchmarks.draw import tour
+from benchmarks.draw import tour_report
 from benchmarks.result_files import MACHINE, Results, load
 
 ORIGIN = "origin of "  # before the name of a table
@@ -231,8 +231,8 @@ class Table:
 
 
 TABLES = {
-    "tour": Table("tour", tour.learned),
-    "repeats": Table("tour", tour.repeats),
+    "tour": Table("tour", tour_report.learned),
+    "repeats": Table("tour", tour_report.repeats),
     "stages": Table(MACHINE, stages, "stages"),
     "threads": Table("threads", ratios),
     "reducers": Table("reducers", ratios),

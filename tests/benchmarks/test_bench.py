@@ -231,6 +231,6 @@ def imports_between(source: str, target: str) -> list[str]:
 
 def test_what_measures_does_not_draw_and_what_draws_knows_only_the_form_of_a_recording():
     assert imports_between("measure", "draw") == []
-    assert imports_between("draw", "measure") == ["timeline.py"]
-    text = (ROOT / "benchmarks" / "draw" / "timeline.py").read_text()
+    assert imports_between("draw", "measure") == ["step_pictures.py"]
+    text = (ROOT / "benchmarks" / "draw" / "step_pictures.py").read_text()
     assert re.findall(r"benchmarks\.measure\S*", text) == ["benchmarks.measure.timeline_recorder"]

@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from benchmarks.draw import timeline as drawing
-from benchmarks.measure import timeline, timeline_recorder
+from benchmarks.draw import step_pictures
+from benchmarks.measure import timeline_recorder
+from benchmarks.measure.recordings import read_recordings, shown_steps
 from benchmarks.measure.timeline_recorder import MESSAGES, Kind, Recording, Span, Step
 from common.chapters import load_chapter
 from helpers.local_ranks import run_on_ranks, run_script
@@ -33,12 +34,12 @@ def span(kind: Kind, begin: float, end: float) -> Span:
 
 def test_a_rank_waits_until_the_last_one_has_come_and_then_they_send():
     early, late = span(Kind.MESSAGE, 1.0, 6.0), span(Kind.MESSAGE, 4.0, 6.0)
-    lanes = drawing.lanes(step([early], [late]))
+    lanes = step_pictures.lanes(step([early], [late]))
     parts = {lane.name: [*lane.parts] for lane in lanes if lane.parts}
     assert [*lanes[1].parts] == [("waiting", 1.0, 4.0), ("sending", 4.0, 6.0)]
     assert [*lanes[3].parts] == [("waiting", 4.0, 4.0), ("sending", 4.0, 6.0)]
     assert parts.keys() == {"messages"}
-    alone = drawing.lanes(step([early], []))  # the control: they send unlike numbers
+    alone = step_pictures.lanes(step([early], []))  # the control: they send unlike numbers
     assert [*alone[1].parts] == [("waiting", 1.0, 1.0), ("sending", 1.0, 6.0)]
 
 
@@ -51,7 +52,7 @@ def test_while_a_message_keeps_a_rank_from_computing_it_is_not_drawn_as_computin
         span(Kind.BUCKET, 5.0, 6.0),
         span(Kind.BUCKET, 7.0, 9.0),
     ]
-    assert [*drawing.lanes(step(spans, spans))[0].parts] == [
+    assert [*step_pictures.lanes(step(spans, spans))[0].parts] == [
         ("forward", 0.0, 1.0),
         ("forward", 2.0, 4.0),
         ("backward", 4.0, 7.0),  # after the last bucket, it waits for the mean
@@ -65,7 +66,7 @@ def test_the_step_shown_is_the_median_one_cut_at_its_ends():
         now += seconds
         steps.append([forward, span(Kind.OPTIMIZER, now - 0.1, now)])
     recording: Recording = {"rank": 0, "gpu": "", "torch": "", "steps": steps}
-    shown = timeline.shown_steps([recording])
+    shown = shown_steps([recording])
     assert (shown["steps"], shown["median"]["ms"], shown["first"]["ms"]) == (3, 2000, 9000)
     [rank] = shown["median"]["ranks"]
     assert [(each.begin, each.end) for each in rank["spans"]] == [(0, 1000), (1900, 2000)]
@@ -103,9 +104,9 @@ def _train(rank: int, folder: Path, how: str) -> None:
 )
 def test_the_messages_of_a_step_are_seen_and_its_parts_follow_each_other(how, messages, tmp_path):
     run_on_ranks(2, _train, tmp_path, how)
-    recordings = timeline.read_recordings(tmp_path)
+    recordings = read_recordings(tmp_path)
     assert [each["rank"] for each in recordings] == [0, 1]
-    for rank in timeline.shown_steps(recordings)["median"]["ranks"]:
+    for rank in shown_steps(recordings)["median"]["ranks"]:
         sent = [span for span in rank["spans"] if span.kind in MESSAGES]
         assert len(sent) == messages
         [forward], [backward], [optimizer] = (
@@ -119,8 +120,8 @@ def test_the_messages_of_a_step_are_seen_and_its_parts_follow_each_other(how, me
 
 def test_the_replicas_of_data_parallel_are_threads_and_around_them_the_process_copies(tmp_path):
     run_on_ranks(1, _train, tmp_path, "threads")
-    shown = timeline.shown_steps(timeline.read_recordings(tmp_path))
-    process, *replicas = drawing.lanes(shown["median"])
+    shown = shown_steps(read_recordings(tmp_path))
+    process, *replicas = step_pictures.lanes(shown["median"])
     assert [lane.name for lane in replicas] == ["replica 0", "replica 1"]
     assert all([kind for kind, *_ in lane.parts] == ["forward"] for lane in replicas)
     assert [kind for kind, *_ in process.parts] == ["backward", "optimizer", "sending", "sending"]

@@ -12,9 +12,8 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks import result_files, tour
-from benchmarks.draw import tour as tour_report
-from benchmarks.measure import stage_runs
-from benchmarks.measure import tour as tour_measurement
+from benchmarks.draw import tour_report
+from benchmarks.measure import stage_runs, tour_runs
 from benchmarks.variants import VARIANTS, Layout
 from common.chapters import ROOT
 from helpers.local_ranks import launch_script, run_script
@@ -42,8 +41,8 @@ def run_tour(*flags: str) -> None:
         patch.chdir(ROOT)
         patch.setattr(sys, "argv", ["benchmarks/tour.py", "--device=cpu", *flags])
         patch.setattr(stage_runs, "subprocess", popen)
-        patch.setattr(tour_measurement, "count_memory", lambda keys, args: counted)
-        patch.setattr(tour_measurement, "time_apart", lambda *call: [0.5, 0.5])
+        patch.setattr(tour_runs, "count_memory", lambda keys, args: counted)
+        patch.setattr(tour_runs, "time_apart", lambda *call: [0.5, 0.5])
         tour.main()
 
 

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from benchmarks import pictures, result_files
-from benchmarks.draw import timeline
+from benchmarks.draw import step_pictures
 from check_pages import CHINESE
 from repository_pages import ALL_PAGES
 
@@ -24,9 +24,9 @@ def test_a_picture_is_what_the_program_draws_and_a_browser_can_read_it(name):
 def test_another_recording_gives_another_picture():
     """The control of the test above."""
     results = result_files.load("timeline")["net-bn"]
-    before = timeline.picture(results)
+    before = step_pictures.picture(results)
     results["stages"]["04"]["median"]["ranks"][1]["spans"].pop()
-    assert timeline.picture(results) != before
+    assert step_pictures.picture(results) != before
 
 
 def test_every_picture_stands_on_a_page_and_has_a_description_there():
