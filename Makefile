@@ -50,10 +50,12 @@ pictures: $(VENV)/ready  ## draw the pictures of the pages from the committed re
 notebooks: $(VENV)/ready  ## execute the notebooks in place: three minutes
 	$(RUN) notebooks/execute.py $(FLAGS)
 
-bench-all: bench  ## measure all sections of bench.py again, for half an hour; then: make pages
+bench-all: bench  ## measure all sections of bench.py again, for half an hour or more; then: make pages
 	$(RUN) benchmarks/bench.py reducers
 	$(RUN) benchmarks/bench.py shm
 	$(RUN) benchmarks/bench.py survive
+	$(RUN) benchmarks/bench.py sharding
+	$(RUN) benchmarks/bench.py puzzles
 
 faults: $(VENV)/ready  ## inject 406 faults into real runs, half an hour or more: benchmarks/results/injected_faults.json
 	PYTHONPATH=tests $(RUN) tests/beyond/inject_faults.py --faults 306
@@ -64,11 +66,13 @@ shm-suite: $(VENV)/ready  ## torch's own tests for backends, over gloo and shm: 
 
 pages-quick: $(VENV)/ready  ## write every lesson.diff, its parts in the pages, the index, and the Chinese pages
 	$(RUN) docs/tools/write_lessons.py
+	$(RUN) docs/tools/write_puzzles.py
 	$(RUN) docs/tools/write_index.py
 	$(RUN) docs/tools/update_translations.py
 
 pages: $(VENV)/ready  ## run the tour and every command whose output a page shows, and put it there
 	$(RUN) docs/tools/write_lessons.py
+	$(RUN) docs/tools/write_puzzles.py
 	$(RUN) docs/tools/refresh_pages.py
 	$(RUN) docs/tools/update_translations.py
 

@@ -20,7 +20,9 @@ import torch
 
 from benchmarks.draw.tables import TABLES, origin_of
 from benchmarks.measure.memory import measure_process_memory
+from benchmarks.measure.puzzles import measure_puzzles
 from benchmarks.measure.reducers import measure_reducers
+from benchmarks.measure.sharding import measure_sharding
 from benchmarks.measure.shm import measure_shm
 from benchmarks.measure.stages import measure_stages, measure_survive
 from benchmarks.measure.timing import Effort
@@ -41,6 +43,8 @@ SECTIONS = {
     "reducers": Section(measure_reducers, "reducers", tables=("reducers",)),
     "shm": Section(measure_shm, "shm", ("shm", "shm_python", "shm_calls")),
     "survive": Section(measure_survive, "survive", tables=("survive",)),
+    "sharding": Section(measure_sharding, "shard", tables=("shard",)),
+    "puzzles": Section(measure_puzzles, "puzzles"),
 }
 
 

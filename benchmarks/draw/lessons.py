@@ -345,10 +345,10 @@ def draw_autocast() -> str:
 
 def draw_levels() -> str:
     """What each of four ranks holds at the levels of shard/: Figure 1 of the ZeRO paper."""
-    measure = load_chapter("beyond", "shard/measure_levels")
+    levels = load_chapter("beyond/shard", "levels")
     count, width, gap = 4, 132, 16
     names = {"none": "DDP", "optimizer": "ZeRO-1", "gradients": "ZeRO-2", "parameters": "FSDP"}
-    whole = measure.formula("none", count)
+    whole = levels.formula("none", count)
     unit = width / sum(whole.values())
     drawing = Drawing("What each of four ranks holds", "")
     drawing.legend(4, whole)
@@ -356,7 +356,7 @@ def draw_levels() -> str:
         drawing.words(4 + (width + gap) * rank, 46, f"rank {rank}")
     y = 52.0
     for level, name in names.items():
-        held = measure.formula(level, count)
+        held = levels.formula(level, count)
         total = f"{name}: {sum(held.values()):g} × the parameters' bytes"
         drawing.description += f"{total} on each rank. "
         drawing.words(4, y + 16, total, bold=True)

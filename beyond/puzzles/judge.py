@@ -138,7 +138,7 @@ def show(puzzle: Puzzle, script: Path) -> None:
 
 
 def cost(puzzle: Puzzle) -> str:
-    """What the mistake cost in the runs that measure.py has made, seed by seed."""
+    """What the mistake cost in the runs that were measured, seed by seed."""
     runs = json.loads(COST.read_text())["puzzles"][str(puzzle.number)]
     steps, right_steps = runs["steps"]
     more = f"{steps} steps instead of {right_steps}, and " if steps != right_steps else ""

@@ -1,6 +1,6 @@
 """What a script of the puzzles computes on each rank: its weights after every step, in float64.
 
-judge.py compares these traces, and measure.py takes the last number of each.
+judge.py compares these traces, and benchmarks/measure/puzzles.py takes the last number of each.
 """
 
 import ast

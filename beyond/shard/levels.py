@@ -23,6 +23,17 @@ from library_state import LibraryModelState, LibraryOptimizerState, LibraryZeroS
 from zero import ShardedGradients, ShardedOptimizer
 
 LEVELS = ("none", "optimizer", "gradients", "parameters")
+KINDS = ("parameters", "gradients", "optimizer state")
+
+
+def formula(level: str, world_size: int) -> dict[str, float]:
+    """What the ZeRO paper's Figure 1 says that a rank holds, in multiples of the parameters' bytes.
+
+    Adam's state is two numbers for each parameter, here in the same format.
+    """
+    divided = LEVELS.index(level)  # none, optimizer, gradients, parameters
+    parameters, gradients, state = (1 / world_size if divided >= n else 1.0 for n in (3, 2, 1))
+    return dict(zip(KINDS, (parameters, gradients, 2 * state), strict=True))
 
 
 class Training(NamedTuple):

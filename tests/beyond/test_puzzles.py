@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import common.ranks
+import write_puzzles
 from common.chapters import ROOT, load_chapter
 from helpers.local_ranks import SECONDS, process_context, run_script, use_default_start_method
 from helpers.machine import patience, scratch_folder
@@ -16,7 +17,6 @@ from helpers.stage_files import replace_once
 
 traces = load_chapter("beyond/puzzles", "traces")
 judge = load_chapter("beyond/puzzles", "judge")
-measure = load_chapter("beyond/puzzles", "measure")
 PUZZLES = {puzzle.number: puzzle for puzzle in traces.PUZZLES}
 each_puzzle = pytest.mark.parametrize("number", PUZZLES)
 
@@ -145,8 +145,8 @@ def test_prove_finds_eight_of_twelve_and_two_need_thought_beyond_it():
 
 
 def test_the_page_shows_the_puzzles_and_costs_of_today():
-    text = measure.PAGE.read_text()
-    assert text.endswith(measure.page_part()), "run: python beyond/puzzles/measure.py --page"
+    text = write_puzzles.PAGE.read_text()
+    assert text.endswith(write_puzzles.page_part()), "run: make pages-quick"
 
 
 def test_a_reader_gets_a_script_corrects_it_and_is_told_what_it_cost(tmp_path):

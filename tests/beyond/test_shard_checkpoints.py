@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, AdamW
 
+from benchmarks.measure.sharding import held_by_kind
 from common.chapters import load_chapter
 from helpers.local_ranks import on_ranks, run_on_ranks
 from shard_cases import (
@@ -32,7 +33,7 @@ from shard_cases import (
     train_steps,
 )
 
-measure, zero = (load_chapter("beyond/shard", name) for name in ("measure_levels", "zero"))
+zero = load_chapter("beyond/shard", "zero")
 FullOptimizerState = load_chapter("beyond/shard", "full_state").FullOptimizerState
 
 
@@ -127,7 +128,7 @@ def held_when_resumed(rank: int, state: bytes, changes: tuple) -> dict[str, int]
         contents = torch.load(io.BytesIO(state), weights_only=True)
         for part, content in zip(states_of(training), contents, strict=True):
             part.load_state_dict(content)
-        held[level] = measure.held_by_kind(training)["optimizer state"]
+        held[level] = held_by_kind(training)["optimizer state"]
     dist.destroy_process_group()
     return held
 

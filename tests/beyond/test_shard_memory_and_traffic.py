@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.measure import sharding
 from common.chapters import load_chapter
 from helpers.local_ranks import run_on_ranks, run_script
 from shard_cases import (
@@ -25,18 +26,18 @@ from shard_cases import (
     join,
 )
 
-measure = load_chapter("beyond/shard", "measure_levels")
+levels = load_chapter("beyond/shard", "levels")
 
 
 def small() -> nn.Module:
-    return measure.build(width=64, layers=4)
+    return sharding.build(width=64, layers=4)
 
 
 def all_held(rank: int, cases: list) -> list[dict]:
     join("gloo")
     held = []
     for level, changes in cases:
-        held.append(measure.count_held(changed_levels(changes).by_hand, level, small))
+        held.append(sharding.count_held(changed_levels(changes).by_hand, level, small))
     dist.destroy_process_group()
     return held
 
@@ -44,7 +45,7 @@ def all_held(rank: int, cases: list) -> list[dict]:
 def unlike_the_paper(held: dict, level: str, ranks: int) -> set[str]:
     """The kinds of which a rank holds more than 1 % more or less than the formula says."""
     parameters = sum(parameter.nbytes for parameter in small().parameters())
-    expected = measure.formula(level, ranks)
+    expected = levels.formula(level, ranks)
     expected["alive"] = sum(expected.values())
     off = {kind: abs(held[kind] / parameters - expected[kind]) for kind in expected}
     return {kind for kind in expected if off[kind] > 0.01 * expected[kind]}
@@ -52,8 +53,8 @@ def unlike_the_paper(held: dict, level: str, ranks: int) -> set[str]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_shard_each_rank_holds_what_the_paper_says_and_nothing_besides(ranks):
-    for held_by_level in run_on_ranks(ranks, all_held, [(level, ()) for level in measure.LEVELS]):
-        for level, held in zip(measure.LEVELS, held_by_level, strict=True):
+    for held_by_level in run_on_ranks(ranks, all_held, [(level, ()) for level in levels.LEVELS]):
+        for level, held in zip(levels.LEVELS, held_by_level, strict=True):
             assert unlike_the_paper(held, level, ranks) == set()
 
 
@@ -81,7 +82,7 @@ def alive_after_forward(rank: int, predicted: dict[str, int]) -> dict[str, int]:
     """Bytes of all tensors of a rank, by level, when the second forward has ended."""
     join("gloo")
     alive = {}
-    for level in measure.LEVELS:
+    for level in levels.LEVELS:
         with peak.Ledger("cpu", counted="cpu") as ledger:
             model, _ = LINEARS.build()
             training = changed_levels().by_hand(level, model, torch.optim.Adam, foreach=False)
@@ -105,11 +106,11 @@ def test_shard_fit_predicts_within_2_percent_what_ranks_hold_at_the_end_of_forwa
     unsharded, moment = peak.rehearsed_peak(LINEARS, SAMPLES)
     assert moment == "forward"
     sharded = [fit.bytes_if_sharded(LINEARS, SAMPLES, level, ranks) for level in fit.SHARDINGS]
-    predicted = dict(zip(measure.LEVELS, [unsharded, *sharded], strict=True))
+    predicted = dict(zip(levels.LEVELS, [unsharded, *sharded], strict=True))
     for alive in run_on_ranks(ranks, alive_after_forward, predicted):
         assert alive == {level: pytest.approx(size, rel=0.02) for level, size in predicted.items()}
         for level, size in alive.items():
-            others = [predicted[other] for other in measure.LEVELS if other != level]
+            others = [predicted[other] for other in levels.LEVELS if other != level]
             assert all(other != pytest.approx(size, rel=0.05) for other in others)
 
 
@@ -139,7 +140,7 @@ IMPOSTORS = {  # what reaches the right weights, and holds more: the change, and
 def test_shard_an_impostor_that_holds_more_is_found_though_its_weights_are_right():
     cases = [(level, (change,)) for level, change, _ in IMPOSTORS.values()]
     held_by_ddp, *held_by_impostors = run_on_ranks(2, all_held, [("none", ()), *cases])[1]
-    for level, kind in zip(BY_HAND, measure.KINDS[::-1], strict=True):  # DDP under another name
+    for level, kind in zip(BY_HAND, levels.KINDS[::-1], strict=True):  # DDP under another name
         assert {kind, "alive"} <= unlike_the_paper(held_by_ddp, level, 2)
     for held, (level, _, kinds) in zip(held_by_impostors, IMPOSTORS.values(), strict=True):
         assert unlike_the_paper(held, level, 2) == kinds
@@ -149,16 +150,16 @@ def test_shard_an_impostor_that_holds_more_is_found_though_its_weights_are_right
 
 def middle_sized() -> nn.Module:
     """Headers, and the last layer, which FSDP gathers only once, are about 1 % of it."""
-    return measure.build(width=128, layers=12)
+    return sharding.build(width=128, layers=12)
 
 
 def all_sent(rank: int, cases: list) -> list[float]:
     join("gloo")
     sent = []
     for library, level, changes in cases:
-        levels = changed_levels(changes)
-        make_training = levels.by_library if library else levels.by_hand
-        sent.append(measure.count_sent(make_training, level, middle_sized))
+        changed = changed_levels(changes)
+        make_training = changed.by_library if library else changed.by_hand
+        sent.append(sharding.count_sent(make_training, level, middle_sized))
     dist.destroy_process_group()
     return sent
 

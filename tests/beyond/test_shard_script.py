@@ -3,13 +3,11 @@
 import pytest
 import torch
 
-from common.chapters import load_chapter
 from helpers.refusals import assert_one_line, refusal
 from helpers.stage_files import LESSON_FOLDERS, different_functions, functions
 from helpers.train_stage import train, train_once
 from shard_cases import FSDP, ZERO_1, ZERO_2, largest_difference
 
-measure = load_chapter("beyond/shard", "measure_levels")
 ON_DIGITS = ("--dataset=digits", "--model=net-bn", "--optimizer=sgd", "--lr=0.02", "--epochs=2")
 ON_DIGITS += ("--batch-size=300", "--seed=7", "--max-steps=7")  # 5 in the first epoch
 

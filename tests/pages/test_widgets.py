@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from benchmarks import result_files
+from benchmarks.measure import sharding
 from common.chapters import ROOT, load_chapter
 from helpers.local_ranks import run_on_ranks
 
 step_model = load_chapter("beyond/forecast", "step_model")
 gradient_order = load_chapter("beyond/forecast", "gradient_order")
-replicas, measure = load_chapter("02", "memory"), load_chapter("beyond/shard", "measure_levels")
+replicas, levels = load_chapter("02", "memory"), load_chapter("beyond/shard", "levels")
 peak, ring = load_chapter("01", "peak"), load_chapter("03", "reducers/ring")
 # What breaks a widget for the control changes nothing here.
 gradients_of, parts_of = cache(gradient_order.gradients_of_classifier), cache(peak.parts_of)
@@ -111,14 +112,14 @@ def shard(*change):
     counted = result_files.load("shard")["sent_multiples"]
     names = {
         way: name
-        for name, (make_training, way) in measure.VARIANTS.items()
-        if make_training is measure.by_hand
+        for name, (make_training, way) in sharding.VARIANTS.items()
+        if make_training is levels.by_hand
     }
     for n in (2, 4, 7):
-        moments = node("shard.moments", [(way, n) for way in measure.LEVELS], *change)
-        for way, (_, forward, backward, update) in zip(measure.LEVELS, moments, strict=True):
+        moments = node("shard.moments", [(way, n) for way in levels.LEVELS], *change)
+        for way, (_, forward, backward, update) in zip(levels.LEVELS, moments, strict=True):
             kept = [kind["kept"] for kind in backward["held"].values()]
-            expected = [*measure.formula(way, n).values()]
+            expected = [*levels.formula(way, n).values()]
             assert [kept[0], kept[1], 2 * kept[2]] == pytest.approx(expected)
             passing = [kind["passing"] for kind in forward["held"].values()]
             assert passing == [way == "parameters", False, False]

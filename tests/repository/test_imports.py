@@ -17,7 +17,7 @@ FOLDERS = ("packages/prove/src/prove", "packages/shm/src/shm", "common", "benchm
 ROOMS = {  # from which others each imports, as CONTRIBUTING.md says; tests import from all
     "course": set(),
     "packages": set(),
-    "beyond": {"course", "packages", "workshop"},
+    "beyond": {"course", "packages"},
     "workshop": {"course", "packages", "beyond"},
     "notebooks": {"course", "beyond", "workshop", "tests"},
 }

@@ -64,7 +64,6 @@ WRONG_CALLS = {  # a stage or a program with its flags, and words of the line
     "04_ddp_torchrun/launch/rank_variables.py --nodes 33 32": "65 processes on this machine",
     "beyond/survive/own_loop.py": "own_loop.py FOLDER",
     "beyond/survive/own_loop.py nowhere": "expected a folder that exists: torchrun",
-    "beyond/shard/measure_levels.py --rounds=0": f"--rounds: got '0', {WHOLE}, at least 1 (--help",
     UNEVEN: "one rank waits for nobody: start two, with torchrun",
     "beyond/puzzles/judge.py 99": f"number: got '99', {WHOLE}, at least 1 and less than 13",
 }

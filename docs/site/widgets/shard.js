@@ -1,6 +1,6 @@
 "use strict";
 // A training step at four levels to step through: what each rank holds, and what it sends. The sums are
-// those of beyond/shard/measure_levels.py (formula), in multiples of the parameters' bytes, with AdamW.
+// those of beyond/shard/levels.py (formula), in multiples of the parameters' bytes, with AdamW.
 {
   const upTo = (n) => [...Array(n).keys()];
   const KINDS = { parameters: 1, gradients: 1, optimizer: 2 }; // multiples: AdamW has two states
