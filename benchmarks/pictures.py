@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks.draw import lessons, memory_picture, step_pictures
+from benchmarks.draw import formats, lessons, memory_picture, samples, step_pictures
 from benchmarks.result_files import MACHINE, load
 from common.chapters import ROOT
 from common.options import Parser
@@ -25,7 +25,16 @@ def draw_timeline(model: str, *stages: str) -> str:
 
 
 PICTURES: dict[str, Callable[[], str]] = {
-    **lessons.PICTURES,
+    "mean": lessons.draw_mean,
+    "dataparallel": lessons.draw_dataparallel,
+    "allreduce": lessons.draw_allreduce,
+    "samples_01": partial(samples.draw_samples, "01"),
+    "samples_03": partial(samples.draw_samples, "01", "03"),
+    "padding": samples.draw_padding,
+    "ranks": lessons.draw_ranks,
+    "formats": formats.draw_formats,
+    "autocast": formats.draw_autocast,
+    "levels": lessons.draw_levels,
     "memory": draw_memory,
     "timeline": partial(draw_timeline, "net-bn"),
     "timeline_01": partial(draw_timeline, "net-bn", "01"),

@@ -1,21 +1,9 @@
-"""Pictures of what a lesson explains, computed where they are drawn: nothing in them is measured.
-
-pictures.py writes them to docs/pictures/, with those of what was measured.
-"""
-
-import math
-from collections.abc import Callable
-from functools import partial
+"""Pictures of what a lesson explains, computed where they are drawn: nothing is measured."""
 
 import torch
-from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset
 
 from benchmarks.draw.svg import INK, WIDTH, Drawing
 from common.chapters import load_chapter
-from common.models import Net
-
-FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def gradient(samples: torch.Tensor) -> float:
@@ -139,87 +127,6 @@ def draw_allreduce() -> str:
     return drawing.text(194)
 
 
-def batches(stage: str, rank: int, epoch: int, count: int, local_batch: int) -> list[list[int]]:
-    """What the loader of a stage gives to a rank of two, with seed 0."""
-    data, generator = Subset(range(count), range(count)), torch.Generator()  # type: ignore[arg-type]
-    sampler = None  # 03 deals the data set itself
-    if stage == "03":
-        data = load_chapter("03", "partition").DataPartitioner(data, 2, epoch).use(rank)
-    else:
-        sampler = RandomSampler(data, generator=generator)
-        generator.manual_seed(epoch)
-    return [x.tolist() for x in DataLoader(data, local_batch, sampler=sampler, drop_last=True)]
-
-
-def cell(drawing: Drawing, place: int, y: float, sample: int, kind: str) -> None:
-    """place: from the left; a global batch has four, and a gap behind it."""
-    x = 84 + 40 * place + 12 * (place // 4)
-    drawing.button(x, y, 36, 26, kind, str(sample))
-
-
-def draw_samples(*stages: str) -> str:
-    """Who gets which of 10 samples, in two epochs with a global batch of 4."""
-    count = 10
-    drawing = Drawing("Who gets which sample", f"{count} samples, a global batch of 4, two epochs.")
-    names = {"01": "01, one process", "03": "03, dealt by hand"}
-    for step in (0, 1):
-        drawing.words(162 + 172 * step, 16, f"step {step + 1}", anchor="middle")
-    drawing.words(446, 16, "left out")
-    y = 22.0
-    for epoch in (0, 1):
-        for stage in stages:
-            drawing.words(4, y + 16, f"{names[stage]}, epoch {epoch}", bold=True)
-            y += 24
-            left, world_size = {*range(count)}, 1 if stage == "01" else 2
-            for rank in range(world_size):
-                kind = "batch" if stage == "01" else f"rank {rank}"
-                if stage != "01":
-                    drawing.words(4, y + 18, kind, kind)
-                dealt = batches(stage, rank, epoch, count, 4 // world_size)
-                for step, mine in enumerate(dealt):
-                    for number, sample in enumerate(mine):
-                        place = number * world_size + rank  # 03 deals in turn
-                        cell(drawing, 4 * step + place, y, sample, kind)
-                        left.remove(sample)
-                y += 30
-            drawing.words(446, y - 11, ", ".join(map(str, sorted(left))))
-            y += 6
-    return drawing.text(y)
-
-
-def draw_padding() -> str:
-    """Seven samples for two ranks, dealt in three ways."""
-    count = 7
-    data = Subset(range(count), range(count))  # type: ignore[arg-type]
-    drawing = Drawing("What padding and drop_last do", "Seven samples, dealt to two ranks.")
-    ways: dict[str, Callable[[int], list[int]]] = {
-        "DistributedSampler(data): one sample comes twice": lambda rank: [
-            *DistributedSampler(data, 2, rank, shuffle=False)
-        ],
-        "DistributedSampler(data, drop_last=True): one is left out": lambda rank: [
-            *DistributedSampler(data, 2, rank, shuffle=False, drop_last=True)
-        ],
-        "range(rank, 7, 2), to evaluate: each sample once": lambda rank: [*range(rank, count, 2)],
-    }
-    y = 4.0
-    for name, deal in ways.items():
-        drawing.words(4, y + 16, name, bold=True)
-        y += 26
-        seen: set[int] = set()
-        for rank in (0, 1):
-            drawing.words(4, y + 18, f"rank {rank}", f"rank {rank}")
-            for place, sample in enumerate(deal(rank)):
-                cell(drawing, place, y, sample, f"rank {rank}")
-            if again := seen & {*deal(rank)}:
-                x = 84 + 40 * deal(rank).index(*again)
-                drawing.box(x - 2, y - 2, 40, 30, "none", "sending")
-                drawing.words(x + 50, y + 19, "again", "sending", bold=True)
-            seen |= {*deal(rank)}
-            y += 30
-        y += 8
-    return drawing.text(y)
-
-
 def draw_ranks() -> str:
     """Two machines with two GPUs each."""
     nodes, gpus = 2, 2
@@ -251,98 +158,6 @@ def draw_ranks() -> str:
     return drawing.text(232)
 
 
-def draw_formats() -> str:
-    """The bits of each format, and which of the sizes that a gradient has it can hold."""
-    drawing = Drawing("What a number of 32 or 16 bits holds", "")
-    draw_bits(drawing, 74)
-    draw_ranges(drawing, 74)
-    return drawing.text(350)
-
-
-def draw_bits(drawing: Drawing, left: float) -> None:
-    names = {"sign": "sign", "exponent": "exponent: how large", "fraction": "fraction: how exact"}
-    for begin, (kind, name) in zip((left, 150, 352), names.items(), strict=True):
-        drawing.box(begin, 4, 14, 14, kind)
-        drawing.words(begin + 20, 17, name)
-    for row, (name, dtype) in enumerate(FORMATS.items()):
-        y = 30 + 34 * row
-        fraction = round(-math.log2(torch.finfo(dtype).eps))
-        exponent = torch.finfo(dtype).bits - 1 - fraction
-        drawing.words(4, y + 19, name, bold=True)
-        kinds = ["sign"] + ["exponent"] * exponent + ["fraction"] * fraction
-        for place, kind in enumerate(kinds):
-            drawing.box(left + 15.5 * place, y, 14, 26, kind)
-
-
-def draw_ranges(drawing: Drawing, left: float) -> None:
-    low, high = -46, 40  # powers of ten
-    scale = (WIDTH - left - 8) / (high - low)
-
-    def place(value: float) -> float:
-        return left + (math.log10(value) - low) * scale
-
-    drawing.words(4, 158, "from the smallest to the largest number", bold=True)
-    for row, (name, dtype) in enumerate(FORMATS.items()):
-        about, y = torch.finfo(dtype), 172 + 34 * row
-        smallest = about.smallest_normal * about.eps  # what rounds to 0 is smaller still
-        drawing.words(4, y + 19, name, bold=True)
-        drawing.box(place(smallest), y, place(about.max) - place(smallest), 26, "exponent")
-        drawing.description += f"{name}: from {smallest:.0e} to {about.max:.0e}. "
-    for power in (-40, -20, 0, 20, 38):
-        x = place(10.0**power)
-        drawing.line(x, 278, x, 284)
-        drawing.words(x, 302, f"1e{power}" if power else "1", anchor="middle")
-    small, y = 1e-8, 318
-    drawing.line(place(small), 240, place(small), y - 6)
-    drawing.line(place(small), y, place(small * 65536), y, arrow=True)
-    drawing.box(place(small) - 4, y - 4, 8, 8, "gradients")
-    text = "a gradient of 1e-8 is 0 in fp16; times 65536, it fits"
-    drawing.words(place(1.0) - 8, y + 24, text, anchor="middle", bold=True)
-
-
-def formats_in_autocast() -> list[tuple[str, torch.dtype]]:
-    """Each layer of net-bn with the format of its output, and the loss."""
-    layers: list[tuple[str, torch.dtype]] = [("images", torch.float32)]
-    model = Net(channels=1, image_size=28, classes=10, batch_norm=True)
-    for layer in model.children():
-        layer.register_forward_hook(
-            lambda layer, inputs, output: layers.append(
-                (type(layer).__name__.removesuffix("2d"), output.dtype)
-            )
-        )
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = cross_entropy(model(torch.rand(2, 1, 28, 28)), torch.tensor([0, 1]))
-    return [*layers, ("loss", loss.dtype)]
-
-
-def draw_autocast() -> str:
-    """In which format each layer computes under autocast, row by row."""
-    layers = [layer for layer in formats_in_autocast() if layer[0] != "Identity"]
-    halves = sum(dtype is torch.bfloat16 for _, dtype in layers)
-    drawing = Drawing(
-        "Which layers compute in 16 bits",
-        f"Of a forward with {len(layers)} parts, {halves} give numbers in bf16. The images and the "
-        "loss are in fp32, and so are the weights.",
-    )
-    per_row = 5
-    for place, (name, dtype) in enumerate(layers):
-        row, column = divmod(place, per_row)
-        x, y = 4 + 119 * column, 8 + 48 * row
-        if dtype is torch.bfloat16:
-            drawing.button(x, y, 106, 32, "16 bits", name)
-        else:
-            drawing.box(x, y, 106, 32, "none", INK)
-            drawing.words(x + 53, y + 22, name, anchor="middle", bold=True)
-        if place + 1 < len(layers) and column + 1 < per_row:
-            drawing.line(x + 106, y + 16, x + 118, y + 16, arrow=True)
-    bottom = 8 + 48 * -(-len(layers) // per_row)
-    drawing.box(4, bottom, 14, 14, "none", INK)
-    drawing.words(24, bottom + 13, "32 bits, like all weights")
-    drawing.box(240, bottom, 14, 14, "16 bits")
-    drawing.words(260, bottom + 13, "16 bits")
-    return drawing.text(bottom + 24)
-
-
 def draw_levels() -> str:
     """What each of four ranks holds at the levels of shard/: Figure 1 of the ZeRO paper."""
     levels = load_chapter("beyond/shard", "levels")
@@ -371,17 +186,3 @@ def draw_levels() -> str:
                 x += size * unit
         y += 36
     return drawing.text(y)
-
-
-PICTURES: dict[str, Callable[[], str]] = {
-    "mean": draw_mean,
-    "dataparallel": draw_dataparallel,
-    "allreduce": draw_allreduce,
-    "samples_01": partial(draw_samples, "01"),
-    "samples_03": partial(draw_samples, "01", "03"),
-    "padding": draw_padding,
-    "ranks": draw_ranks,
-    "formats": draw_formats,
-    "autocast": draw_autocast,
-    "levels": draw_levels,
-}

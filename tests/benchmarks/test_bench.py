@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from benchmarks import bench, result_files
-from benchmarks.draw import tables
+from benchmarks.draw import tables, training_tables
 from benchmarks.measure import stage_runs, stages
 from benchmarks.measure.timing import AA, Effort
 from benchmarks.variants import VARIANTS, Layout
@@ -89,7 +89,7 @@ def test_speeds_of_several_ranks_are_shares_of_what_processes_reach_that_never_t
     assert shares == {ceiling: 1} | dict.fromkeys(talking, 0.8)
     assert rows[ceiling]["label"] == "ceiling: 2 processes that never talk"
     assert rows[ceiling]["samples_per_second"] == 120 / 0.004
-    assert " 80% (80% to 80%)" in tables.stages(results)
+    assert " 80% (80% to 80%)" in training_tables.stages(results)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,112 @@
+"""The tables of training: steps that were timed, predicted or hurt on purpose."""
+
+from statistics import mean
+
+from benchmarks.draw.markdown import RATIO, Column, column, table_of_columns, table_of_rows
+from benchmarks.result_files import Results
+
+SHARDED = ("parameters", "gradients", "optimizer state")  # what each rank of shard/ holds
+
+
+def stages(results: Results) -> str:
+    def times_baseline(row: Results) -> str:
+        low, high = row["ratio_interval"]  # of times, not of speeds
+        return f"{1 / row['ratio']:.2f} ({1 / high:.2f} to {1 / low:.2f})"
+
+    rows = {row["label"]: row for row in results["variants"].values()}
+    several = {label: row for label, row in rows.items() if "share" in row}
+    share = "{share:.0%} ({share_interval[0]:.0%} to {share_interval[1]:.0%})"
+    return table_of_columns(
+        {
+            "samples/s": column(rows, "{samples_per_second:,.0f}"),
+            "times 01": column(rows, times_baseline),
+            "share of the ceiling": column(several, share),
+        }
+    )
+
+
+def scaling(results: Results) -> str:
+    """All steps of DDP that were predicted and measured."""
+    columns = {
+        "link": "{link}",
+        "ranks": "{ranks}",
+        "model": "{model}",
+        "step": "{how}",
+        "alone, ms": "{alone_ms:.1f}",
+        "predicted": "{predicted_ms:.1f}",
+        "measured": "{measured_ms:.1f}",
+        "error": "{error:+.1%}",
+    }
+    return table_of_rows(results["rows"], columns)
+
+
+def ratios(results: Results) -> str:
+    """A column for each model."""
+    models = results["models"].items()
+    return table_of_columns({name: column(model["variants"], RATIO) for name, model in models})
+
+
+def survive(results: Results) -> str:
+    rows = results["variants"]
+    milliseconds = column(rows, "{step_ms:.1f}")
+    return table_of_columns({"step, ms": milliseconds, "time / 05's": column(rows, RATIO)})
+
+
+def local_sgd(results: Results) -> str:
+    """DDP's accuracy, and how many points the other methods are away from it: mean and spread."""
+    columns = {}
+    for training in results["trainings"]:
+        methods = training["methods"]
+        points = column(methods, "{points:+.2f} ± {points_stdev:.2f}")
+        accuracy = mean(methods["DDP"]["test_accuracies"])
+        head = "{model}, {ranks} ranks".format(**training)
+        columns[head] = {**points, "DDP": f"{accuracy:.2%}"}
+    return table_of_columns(columns, "the ranks talk")
+
+
+def local_sgd_links(results: Results) -> str:
+    """Measured ratios, and beside them those that step_model.py computes from a step's time."""
+    columns: dict[str, Column] = {}
+    for link, row in results["links"].items():
+        columns[link] = column(row["variants"], RATIO)
+        columns[f"{link}, computed"] = column(row["computed"], "{:.2f}".format)
+    return table_of_columns(columns)
+
+
+def shard(results: Results) -> str:
+    """Bytes as multiples of the model's. A/A is measured in time only."""
+    multiples: dict[str, dict[str, float]] = {kind: {} for kind in (*SHARDED, "together")}
+    for name, held in results["held_bytes"].items():
+        for kind in SHARDED:
+            multiples[kind][name] = held[kind] / results["parameter_bytes"]
+        multiples["together"][name] = sum(multiples[kind][name] for kind in SHARDED)
+    multiples["sent"] = results["sent_multiples"]
+    columns = {head: column(numbers, "{:.2f}".format) for head, numbers in multiples.items()}
+    return table_of_columns({**columns, "time / DDP's": column(results["variants"], RATIO)})
+
+
+JUDGED = {
+    "n": "{faults}",
+    "wrong": "{wrong}",
+    "hangs": "{hangs}",
+    "orphans": "{orphans}",
+    "s to the end": "{end_seconds_median:.1f}",
+}
+RESUMED = {
+    "s to resume": "{recovery_seconds_median:.1f} ({recovery_seconds_p95:.1f})",
+    "steps lost": "{lost_steps_median:.0f} ({lost_steps_max})",
+}
+
+
+def judged(results: Results) -> list[Results]:
+    """What became of the runs, by what was done to them."""
+    rows = results["kinds"].values()
+    return [{**row, "wrong": row["wrong_resumes"] + row["wrong_ends"]} for row in rows]
+
+
+def faults(results: Results) -> str:
+    return table_of_rows(judged(results), {"fault": "{what}", **JUDGED, **RESUMED})
+
+
+def pauses(results: Results) -> str:
+    return table_of_rows(judged(results), {"pause": "{what}", **JUDGED})
