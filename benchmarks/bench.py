@@ -40,19 +40,19 @@ class Section(NamedTuple):
 SECTIONS = {
     "stages": Section(measure_stages, tables=("stages",), on_gpu=True),
     "process_memory": Section(measure_process_memory, on_gpu=True),
-    "reducers": Section(measure_reducers, "reducers", tables=("reducers",)),
-    "shm": Section(measure_shm, "shm", ("shm", "shm_python", "shm_calls")),
-    "survive": Section(measure_survive, "survive", tables=("survive",)),
-    "sharding": Section(measure_sharding, "shard", tables=("shard",)),
-    "puzzles": Section(measure_puzzles, "puzzles"),
+    "reducers": Section(measure_reducers, file="reducers", tables=("reducers",)),
+    "shm": Section(measure_shm, file="shm", tables=("shm", "shm_python", "shm_calls")),
+    "survive": Section(measure_survive, file="survive", tables=("survive",)),
+    "sharding": Section(measure_sharding, file="shard", tables=("shard",)),
+    "puzzles": Section(measure_puzzles, file="puzzles"),
 }
 
 
 def measure(name: str, effort: Effort) -> Results:
     """The results of a section, with their provenance."""
     command = f"python benchmarks/bench.py {name}"
-    where = provenance(effort.device, command=command)  # before there is load
-    return {"provenance": where, **SECTIONS[name].measure(effort)}
+    origin = provenance(effort.device, command=command)  # before there is load
+    return {"provenance": origin, **SECTIONS[name].measure(effort)}
 
 
 def tables_of(name: str, results: Results) -> list[str]:

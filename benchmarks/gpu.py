@@ -79,15 +79,15 @@ def main() -> None:
         raise UsageError("torch sees no GPU: try --dry-run")
     FOLDER.mkdir(exist_ok=True)
     file = FOLDER / "gpu.json"
-    where = provenance("cuda", command="python benchmarks/gpu.py")
+    origin = provenance("cuda", command="python benchmarks/gpu.py")
     ends = json.loads(file.read_text())["commands"] if file.exists() else {}
     left = [command for command in commands if ends.get(command, {}).get("status") != 0]
-    print(f"{where['hardware']}: {len(left)} of {len(commands)} commands are left")
+    print(f"{origin['hardware']}: {len(left)} of {len(commands)} commands are left")
     for command in left:
         print(f"python {command}", flush=True)
         ends[command] = run(command)
         print(f"  status {ends[command]['status']}, {ends[command]['seconds']} s")
-        write_json(file, {"provenance": where, "commands": ends})
+        write_json(file, {"provenance": origin, "commands": ends})
     print(f"send {FOLDER.relative_to(ROOT)} as a pull request")
     if any(ends[command]["status"] for command in commands):
         raise SystemExit(1)  # its log says why; a second call tries again what failed

@@ -59,16 +59,16 @@ def provenance(device: str = "cpu", **settings: Any) -> Results:
     }
 
 
-def machine_file(where: Results) -> Path:
+def machine_file(origin: Results) -> Path:
     """Where `make bench` stores what it measured on a machine of this provenance."""
-    name = re.sub("[^a-z0-9]+", "-", where["hardware"].lower()).strip("-")
+    name = re.sub("[^a-z0-9]+", "-", origin["hardware"].lower()).strip("-")
     return RESULTS / "machines" / f"{name}.json"
 
 
-def origin_line(where: Results) -> str:
+def origin_line(origin: Results) -> str:
     """A provenance as the caption of a picture tells it."""
-    version = where["torch"].partition("+")[0]
-    return f"{where['hardware']}, torch {version}, {where['date']}."
+    version = origin["torch"].partition("+")[0]
+    return f"{origin['hardware']}, torch {version}, {origin['date']}."
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, Optimizer
 
 from benchmarks.measure.timing import Effort
-from benchmarks.measure.training_step import Trainer, with_sync_batchnorm
+from benchmarks.measure.training_step import TrainingStep, with_sync_batchnorm
 from benchmarks.result_files import Results
 from benchmarks.variants import VARIANTS
 from common.chapters import load_chapter
@@ -48,7 +48,7 @@ VIEWS = {"wrap": partial(ddp, gradient_as_bucket_view=True)}
 SYNC_BATCHNORM = {"wrap": lambda model: ddp(with_sync_batchnorm(model))}
 BF16, ACCUMULATE = {"dtype": torch.bfloat16}, {"micro_batches": 4}
 IN_PLACE = {**ACCUMULATE, "zeroed_in_place": True}
-TRAINER_OPTIONS: dict[str, dict[str, Any]] = {  # of each stage
+STEP_OPTIONS: dict[str, dict[str, Any]] = {  # of each stage
     "01": {},
     "02": {},
     "03": {"reducer": load_chapter("03", "reducers/reducers").PerParameter},
@@ -72,8 +72,8 @@ def random_images(plan: Any, samples: int) -> Tensor:
     return torch.randn(samples, plan.channels, plan.image_size, plan.image_size)
 
 
-class CountingTrainer(Trainer):
-    """Trains two steps on this rank, and counts what it holds."""
+class CountedStep(TrainingStep):
+    """Taken twice on this rank, which then counts what it holds."""
 
     def __init__(self, plan: Any, samples: int, micro_batches: int = 1, **options: Any) -> None:
         torch.manual_seed(0)
@@ -144,12 +144,12 @@ def count_replicas(rank: int, plan: Any, samples: int, replicas: int) -> list[By
 
 def train_and_count(rank: int, names: list[str], plan: Any, samples: int) -> list[Results]:
     """What this rank holds after each job, and its peak in bytes."""
-    rows, trained = list[Results](), list[CountingTrainer]()
+    rows, steps = list[Results](), list[CountedStep]()
     for name in names:
-        options = WAYS[name] if name in WAYS else TRAINER_OPTIONS[name]
-        train = partial(CountingTrainer, plan, samples, **options)
-        peak_bytes = peak.peak_of(plan.device, lambda train=train: trained.append(train()))
-        rows.append({"peak_bytes": peak_bytes, "held": trained.pop().held()})
+        options = WAYS[name] if name in WAYS else STEP_OPTIONS[name]
+        count = partial(CountedStep, plan, samples, **options)
+        peak_bytes = peak.peak_of(plan.device, lambda count=count: steps.append(count()))
+        rows.append({"peak_bytes": peak_bytes, "held": steps.pop().held()})
         gc.collect()  # DDP and its model hold each other
     return rows
 
@@ -191,6 +191,6 @@ def measure_process_memory(effort: Effort) -> Results:
         "global_batch": GLOBAL_BATCH,
         "ranks": RANKS,
         "device": effort.device,
-        "stages": count_in_stages(TRAINER_OPTIONS, momentum, GLOBAL_BATCH, RANKS),
+        "stages": count_in_stages(STEP_OPTIONS, momentum, GLOBAL_BATCH, RANKS),
         "ways": measure(WAYS, adam, GLOBAL_BATCH // RANKS),
     }

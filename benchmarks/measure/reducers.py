@@ -9,7 +9,7 @@ from benchmarks.measure.timing import AA, Effort, Steps, interleave_steps, summa
 from benchmarks.measure.training_step import (
     build,
     ddp_without_buffers,
-    train_copy,
+    step_on_copy,
     with_sync_batchnorm,
 )
 from benchmarks.result_files import Results
@@ -36,13 +36,13 @@ def ddp_with_sync_batchnorm(model: nn.Module) -> nn.Module:
 def time_over_gloo(rank: int, name: str, effort: Effort) -> Results:
     """A step with each reducer and with DDP, beside one without averaging."""
     model, batch = build(name)
-    variants = {"compute only": train_copy(model, batch)}
+    variants = {"compute only": step_on_copy(model, batch)}
     for reducer_name, reducer in REDUCERS.items():
-        variants[reducer_name] = train_copy(model, batch, reducer=reducer)
+        variants[reducer_name] = step_on_copy(model, batch, reducer=reducer)
     for wrap_name, wrap in WRAPS.items():
-        variants[wrap_name] = train_copy(model, batch, wrap)
+        variants[wrap_name] = step_on_copy(model, batch, wrap)
     if name in WITH_BATCHNORM:
-        variants["DDP, SyncBN"] = train_copy(model, batch, ddp_with_sync_batchnorm)
+        variants["DDP, SyncBN"] = step_on_copy(model, batch, ddp_with_sync_batchnorm)
     return {"local_batch": len(batch), **time_rounds(name, variants, effort)}
 
 
@@ -50,19 +50,19 @@ def time_over_shm(rank: int, name: str, effort: Effort) -> Results:
     """A step with DDP alone, beside one without averaging."""
     pin(rank, RANKS)  # as `-m shm` does
     model, batch = build(name)
-    variants = {"compute only": train_copy(model, batch)}
+    variants = {"compute only": step_on_copy(model, batch)}
     for wrap_name in ("DDP", "DDP, gradients as views"):
-        variants[f"{wrap_name}, over shm"] = train_copy(model, batch, WRAPS[wrap_name])
+        variants[f"{wrap_name}, over shm"] = step_on_copy(model, batch, WRAPS[wrap_name])
     if name in WITH_BATCHNORM:
-        variants["DDP, SyncBN, over shm"] = train_copy(model, batch, ddp_with_sync_batchnorm)
+        variants["DDP, SyncBN, over shm"] = step_on_copy(model, batch, ddp_with_sync_batchnorm)
     return time_rounds(name, variants, effort)
 
 
 def time_one_rank(rank: int, name: str, effort: Effort) -> Results:
     """SyncBatchNorm where there is nobody to wait for: what its layers compute."""
     model, batch = build(name)
-    variants = {"compute only": train_copy(model, batch)}
-    variants["SyncBN, one rank"] = train_copy(model, batch, with_sync_batchnorm)
+    variants = {"compute only": step_on_copy(model, batch)}
+    variants["SyncBN, one rank"] = step_on_copy(model, batch, with_sync_batchnorm)
     return time_rounds(name, variants, effort)
 
 

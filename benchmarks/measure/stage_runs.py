@@ -78,7 +78,9 @@ def run_quietly(key: str, ranks: int, *flags: str, threads: int = 1) -> StageRun
         return run_command(command, Path(folder), threads, show=False)
 
 
-def time_apart(processes: int, local_batch: int, *flags: str, steps: int = 50) -> list[float]:
+def time_without_messages(
+    processes: int, local_batch: int, *flags: str, steps: int = 50
+) -> list[float]:
     """Stage 01 in so many processes at once, which never talk: the seconds of their steps.
 
     Ranks would be as fast if averaging cost nothing. A step counts only if all processes trained

@@ -13,7 +13,7 @@ from statistics import fmean, median
 
 import torch
 
-from benchmarks.measure.stage_runs import run_quietly, time_apart
+from benchmarks.measure.stage_runs import run_quietly, time_without_messages
 from benchmarks.measure.timing import AA, Effort, interleave_runs, ratio_to, summarize
 from benchmarks.result_files import Results
 from benchmarks.variants import VARIANTS, Layout
@@ -28,9 +28,9 @@ def time_run(average: Callable, key: str, ranks: int, *flags: str) -> float:
     return average(run_quietly(key, ranks, *flags, threads=threads).seconds())
 
 
-def time_apart_run(ranks: int, *flags: str) -> float:
+def time_run_without_messages(ranks: int, *flags: str) -> float:
     """In this time, the ranks together take as many samples as a global batch has."""
-    return median(time_apart(ranks, GLOBAL_BATCH // ranks, *flags))
+    return median(time_without_messages(ranks, GLOBAL_BATCH // ranks, *flags))
 
 
 def measure_stages(effort: Effort, keys: Collection[str] = KEYS) -> Results:
@@ -43,7 +43,7 @@ def measure_stages(effort: Effort, keys: Collection[str] = KEYS) -> Results:
     variants: dict[str, Callable[[], float]] = {}
     for key in (key for key in keys if not reasons[key]):
         if VARIANTS[key].layout is Layout.APART:
-            variants[key] = partial(time_apart_run, ranks, *flags)
+            variants[key] = partial(time_run_without_messages, ranks, *flags)
         else:
             sizes = (f"--batch-size={GLOBAL_BATCH}", f"--epochs={epochs}")
             variants[key] = partial(time_run, median, key, ranks, *flags, *sizes)

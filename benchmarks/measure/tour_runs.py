@@ -7,7 +7,7 @@ from statistics import quantiles
 from typing import Any
 
 from benchmarks.measure.memory import count_in_stages
-from benchmarks.measure.stage_runs import StageRun, run_command, time_apart
+from benchmarks.measure.stage_runs import StageRun, run_command, time_without_messages
 from benchmarks.result_files import Results, provenance
 from benchmarks.variants import VARIANTS, Layout, command_of
 from common.chapters import load_chapter
@@ -21,7 +21,7 @@ KEYS = ("01", "01-cores", "02", "03", "04", "04-shm", "05", "05-shm", "05-bf16")
 
 def measure_tour(args: Namespace) -> Results:
     """args: the flags of the tour, with the number of `ranks` and of `gpus`."""
-    where = provenance(args.device, command="python benchmarks/tour.py")
+    origin = provenance(args.device, command="python benchmarks/tour.py")
     keys = [key for key in KEYS if VARIANTS[key].stage in args.stages]
     keys = [key for key in keys if not VARIANTS[key].why_not_on(args.device)]
     runs = {key: run(key, args) for key in keys}
@@ -43,7 +43,7 @@ def measure_tour(args: Namespace) -> Results:
             row["share"] = round(row["summary"]["samples_per_second"] / most, 4)
     settings = ("dataset", "model", "device", "epochs", "ranks")
     return {
-        "provenance": where,
+        "provenance": origin,
         **{name: getattr(args, name) for name in settings},
         "global_batch": args.batch_size,
         "epoch_steps": sum(line["epoch"] == 0 for line in runs[keys[0]].metrics),
@@ -85,7 +85,7 @@ def time_ceiling(args: Namespace) -> Results:
     command = " ".join(command_of("ceiling", args.ranks))
     print(f"\n{label}: {args.ranks} × python {command} --batch-size {local_batch}", flush=True)
     flags = flags_of(args, "batch_size", "epochs", "max_steps")
-    low, median, high = quantiles(time_apart(args.ranks, local_batch, *flags))
+    low, median, high = quantiles(time_without_messages(args.ranks, local_batch, *flags))
     summary = {
         "step_ms": round(1000 * median, 4),
         "step_ms_quartiles": [round(1000 * low, 4), round(1000 * high, 4)],

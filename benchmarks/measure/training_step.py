@@ -47,7 +47,7 @@ def sgd(model: nn.Module) -> Optimizer:
     return SGD(model.parameters(), 0.01, 0.9)
 
 
-class Trainer:
+class TrainingStep:
     """A model, perhaps wrapped in DDP, its optimizer and a batch; each call takes one step.
 
     reducer: of stage 03, which averages if DDP does not. micro_batches: so many times the batch;
@@ -94,6 +94,6 @@ class Trainer:
         return torch.autocast(device, self.dtype, enabled=self.dtype is not None)
 
 
-def train_copy(model: nn.Module, images: Tensor, *args: Any, **options: Any) -> Trainer:
+def step_on_copy(model: nn.Module, images: Tensor, *args: Any, **options: Any) -> TrainingStep:
     """So that all variants begin with the same weights."""
-    return Trainer(copy.deepcopy(model), images, *args, **options)
+    return TrainingStep(copy.deepcopy(model), images, *args, **options)

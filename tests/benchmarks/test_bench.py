@@ -61,7 +61,7 @@ def no_stage_runs(monkeypatch):
     that never talk take 4 ms."""
     run = stage_runs.StageRun({}, STEPS)
     monkeypatch.setattr(stages, "run_quietly", lambda key, ranks, *flags, threads: run)
-    monkeypatch.setattr(stages, "time_apart", lambda ranks, batch, *flags: [0.004])
+    monkeypatch.setattr(stages, "time_without_messages", lambda ranks, batch, *flags: [0.004])
 
 
 @pytest.mark.usefixtures("no_stage_runs")
@@ -96,7 +96,7 @@ def test_speeds_of_several_ranks_are_shares_of_what_processes_reach_that_never_t
     ("call", "files"),
     [
         ("reducers", {"reducers.json"}),
-        ("process_memory", {"machines/amd-epyc-2-cores.json"}),
+        ("process_memory", {f"{result_files.MACHINE}.json"}),
         ("reducers --rounds=3", set()),
         ("process_memory --quick", set()),
         ("process_memory --quick --out=mine.json", {"mine.json"}),

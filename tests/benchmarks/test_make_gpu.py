@@ -30,19 +30,19 @@ def test_make_gpu_runs_every_test_that_needs_a_gpu_and_programs_that_exist(tmp_p
 def test_what_failed_is_tried_again_and_each_call_says_where_and_how_the_commands_ended(
     tmp_path, monkeypatch
 ):
-    commands, where = ["-c pass", "-c 1/0"], {"hardware": "one GPU", "commit": "c8ab422"}
+    commands, origin = ["-c pass", "-c 1/0"], {"hardware": "one GPU", "commit": "c8ab422"}
     monkeypatch.setattr(sys, "argv", ["benchmarks/gpu.py"])
     monkeypatch.chdir(tmp_path)  # main changes to ROOT
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     monkeypatch.setattr(gpu, "FOLDER", tmp_path / "gpu")
     monkeypatch.setattr(gpu, "list_commands", lambda: commands)
-    monkeypatch.setattr(gpu, "provenance", lambda device, command: where)
+    monkeypatch.setattr(gpu, "provenance", lambda device, command: origin)
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
     for calls in (1, 2):
         with pytest.raises(SystemExit, match="1"):
             gpu.main()
         results = json.loads((tmp_path / "gpu" / "gpu.json").read_text())
-        assert results["provenance"] == where
+        assert results["provenance"] == origin
         statuses = {command: end["status"] for command, end in results["commands"].items()}
         assert statuses == dict(zip(commands, (0, 1), strict=True))
         log = (tmp_path / "gpu" / "log.txt").read_text()

@@ -42,7 +42,7 @@ def run_tour(*flags: str) -> None:
         patch.setattr(sys, "argv", ["benchmarks/tour.py", "--device=cpu", *flags])
         patch.setattr(stage_runs, "subprocess", popen)
         patch.setattr(tour_runs, "count_memory", lambda keys, args: counted)
-        patch.setattr(tour_runs, "time_apart", lambda *call: [0.5, 0.5])
+        patch.setattr(tour_runs, "time_without_messages", lambda *call: [0.5, 0.5])
         tour.main()
 
 
