@@ -89,7 +89,7 @@ def errors_of(cell: NotebookNode) -> str:
 
 def made_of() -> list[Path]:
     """The results that are committed, and the programs that draw them."""
-    results = [*RESULTS.glob("*.json"), RESULTS / f"{MACHINE}.json"]
+    results = [*RESULTS.glob("*.json"), *RESULTS.glob("once/*.json"), RESULTS / f"{MACHINE}.json"]
     own = [ROOT / "notebooks" / name for name in ("measure_link.py", "same_result.py")]
     return sorted([*results, *(ROOT / "benchmarks").rglob("*.py"), *own])
 

@@ -193,11 +193,14 @@ def test_every_result_is_shown_and_tells_where_it_comes_from():
     told = {part for name, part in parts.items() if f"<!-- table: origin of {name} -->" in pages}
     assert told == set(parts.values())
     sources = {table.file for table in tables.TABLES.values()} - {result_files.MACHINE}
-    linked = set(re.findall(r"\bresults/(\w+)\.json", pages))
-    assert sources | linked == {path.stem for path in result_files.RESULTS.glob("*.json")}
+    linked = set(re.findall(r"\bresults/((?:once/)?\w+)\.json", pages))
+    files = {path.stem for path in result_files.RESULTS.glob("*.json")}
+    files |= {f"once/{path.stem}" for path in result_files.RESULTS.glob("once/*.json")}
+    assert sources | linked == files
     for name in (*sources, *linked, result_files.MACHINE):
         about = result_files.load(name)["provenance"]
         assert {"hardware", "torch", "python", "commit", "date"} <= about.keys(), name
+        assert name.startswith("once/") == ("program" in about), "its program is only in history"
 
 
 def ways() -> dict[str, dict]:

@@ -359,7 +359,7 @@ def test_c23_inside_an_operation_of_torch_another_thread_can_work():
 
 def test_c23_in_the_committed_run_threads_slow_down_small_operations_and_not_big_ones():
     """It is read, because a test asserts no time that it has measured."""
-    measured = result_files.load("threads")
+    measured = result_files.load("once/threads")
     small, big = (measured["models"][f"{size} operations"]["variants"] for size in ("small", "big"))
     assert small["two threads"]["ratio_interval"][0] > 1
     assert small["two processes"]["ratio"] < small["two threads"]["ratio_interval"][0]

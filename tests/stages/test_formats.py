@@ -43,7 +43,7 @@ def claim(name: str) -> str:
 
 def test_c09_c12_in_the_committed_runs_bf16_is_faster_and_there_is_no_one_number():
     faster = {}
-    for name, both in result_files.load("precision")["models"].items():
+    for name, both in result_files.load("once/precision")["models"].items():
         for where, place in both.items():
             rows = place["variants"]
             best, noise = (rows[v]["ratio_interval"] for v in ("bf16, channels_last", "A/A"))
@@ -54,7 +54,7 @@ def test_c09_c12_in_the_committed_runs_bf16_is_faster_and_there_is_no_one_number
     smallest, largest = min(faster.values()), max(faster.values())
     assert largest / smallest > 1.2
     assert all(f"{number:.1f}" in claim("C12") for number in (smallest, largest))
-    rows = result_files.load("precision")["models"]["resnet50"]["one process"]["variants"]
+    rows = result_files.load("once/precision")["models"]["resnet50"]["one process"]["variants"]
     for variant in ("bf16", "bf16, channels_last"):
         assert f"{rows['fp32']['ratio'] / rows[variant]['ratio']:.1f}" in claim("C09"), variant
 
