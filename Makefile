@@ -54,7 +54,7 @@ bench-all: bench  ## measure all sections of bench.py again, for half an hour or
 	$(RUN) benchmarks/bench.py reducers
 	$(RUN) benchmarks/bench.py shm
 	$(RUN) benchmarks/bench.py survive
-	$(RUN) benchmarks/bench.py sharding
+	$(RUN) benchmarks/bench.py shard
 	$(RUN) benchmarks/bench.py puzzles
 
 faults: $(VENV)/ready  ## inject 406 faults into real runs, half an hour or more: benchmarks/results/injected_faults.json

@@ -43,7 +43,7 @@ SECTIONS = {
     "reducers": Section(measure_reducers, file="reducers", tables=("reducers",)),
     "shm": Section(measure_shm, file="shm", tables=("shm", "shm_python", "shm_calls")),
     "survive": Section(measure_survive, file="survive", tables=("survive",)),
-    "sharding": Section(measure_sharding, file="shard", tables=("shard",)),
+    "shard": Section(measure_sharding, file="shard", tables=("shard",)),
     "puzzles": Section(measure_puzzles, file="puzzles"),
 }
 
