@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+# Of the tests. More than cores, because ranks often wait for each other.
+JOBS ?= 4
 RUN := $(VENV)/bin/python
 SITE := .venv-site
 SPHINX := $(SITE)/bin/python -m sphinx -q -E -W --keep-going -j auto -c docs/site
@@ -10,7 +12,7 @@ TYPED_FOLDERS := $(sort $(dir $(wildcard 0*_*/*.py 0*_*/*/*.py beyond/*/*.py)))
 TYPED_FOLDERS += $(sort $(dir $(wildcard packages/*/src/*/*.py packages/*/evidence/*/*.py)))
 TYPED_FOLDERS += common/ notebooks/ benchmarks/ benchmarks/measure/ benchmarks/draw/ docs/tools/
 
-.PHONY: help tour test lint break puzzle check-pages bench gpu pictures notebooks bench-all faults
+.PHONY: help tour test format lint break puzzle check-pages bench gpu pictures notebooks bench-all faults
 .PHONY: shm-suite pages-quick pages site serve clean
 
 help:  ## this list
@@ -20,7 +22,11 @@ tour: $(VENV)/ready  ## run the five stages in order and compare them; FLAGS="--
 	$(RUN) benchmarks/tour.py $(FLAGS)
 
 test: $(VENV)/ready  ## all tests; FLAGS="-k tour" runs some of them
-	$(RUN) -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(FLAGS)
+	$(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(FLAGS)
+
+format: $(VENV)/ready  ## format all Python files, and mend what ruff can mend by itself
+	$(RUN) -m ruff format .
+	$(RUN) -m ruff check --fix .
 
 lint: $(VENV)/ready  ## check style, types and shell scripts: a minute
 	$(RUN) -m ruff format --check .
@@ -71,10 +77,8 @@ pages-quick: $(VENV)/ready  ## write every lesson.diff, its parts in the pages, 
 	$(RUN) docs/tools/update_translations.py
 
 pages: $(VENV)/ready  ## run the tour and every command whose output a page shows, and put it there
-	$(RUN) docs/tools/write_lessons.py
-	$(RUN) docs/tools/write_puzzles.py
 	$(RUN) docs/tools/refresh_pages.py
-	$(RUN) docs/tools/update_translations.py
+	$(MAKE) pages-quick
 
 site: _site/ready  ## all pages as a site, in English and in Chinese: _site/index.html
 
@@ -90,8 +94,9 @@ $(VENV)/ready: requirements.txt pyproject.toml $(wildcard packages/*/pyproject.t
 	$(RUN) -m pip install --disable-pip-version-check -r requirements.txt
 	touch $@
 
-_site/ready: $(SITE)/ready $(foreach kind,md py diff sh sbatch yaml ipynb svg json, \
-  $(wildcard *.$(kind) */*.$(kind) */*/*.$(kind))) $(wildcard docs/site/*.* docs/site/*/*.*)
+_site/ready: $(SITE)/ready $(shell find * \( -name _site -o -name runs -o -name data \) -prune \
+  -o -type f $(foreach kind,py diff sh sbatch yaml ipynb svg json html css js,-name '*.$(kind)' -o) \
+  -name '*.md' -print)
 	rm -rf _site
 	$(SPHINX) -d $(SITE)/en . _site
 	$(SPHINX) -d $(SITE)/zh -t zh . _site/zh

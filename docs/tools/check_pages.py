@@ -8,6 +8,7 @@ before it uses it, and each of its pages has at most 900 words.
 """
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,5 +103,6 @@ if __name__ == "__main__":
     pages = [*MAIN_PAGES, *(page for page in ALL_PAGES if page not in MAIN_PAGES), *CHINESE]
     rows = [(page.relative_to(ROOT), word_count(page)) for page in pages]
     print(tabulate(rows, ["page", "words"]))
-    for page in pages:
-        print(*(f"{page.relative_to(ROOT)}: {fault}\n" for fault in faults(page)), sep="", end="")
+    found = [f"{page.relative_to(ROOT)}: {fault}" for page in pages for fault in faults(page)]
+    if found:
+        sys.exit("\n".join(found))

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from prove.rank_record import Ended, RankRecord, Settings, read_records
+from prove.rank_record import SECONDS_PER_BEAT, Ended, RankRecord, Settings, read_records
 
 HOOKS = Path(__file__).parent / "hooks"
 SECONDS_UNTIL_SURE = 1.5  # seconds without progress, if the ranks wait for different things
@@ -310,12 +310,15 @@ def run_command(
     log = Path(settings.folder, f"{settings.name}.log")
     processes = Processes(command, environment, log, spare)
     hang = silent = False
-    progress, records = ProgressWatch(), []
+    progress, next_look = ProgressWatch(), began
     try:
         while processes.are_running():
             time.sleep(0.03)
             if time.monotonic() - began > most_seconds:
                 break
+            if time.monotonic() < next_look:
+                continue
+            next_look = time.monotonic() + SECONDS_PER_BEAT
             records = read_records(settings.folder, settings.name)
             limit = timeout if records else 10 * timeout  # before the ranks meet: downloads
             if wait_for_different_things(records):
@@ -325,7 +328,7 @@ def run_command(
                 silent = not hang
                 break
     finally:
-        processes.end([rank.pid for rank in records])
+        processes.end([rank.pid for rank in read_records(settings.folder, settings.name)])
     text = log.read_text(errors="replace") if log.exists() else ""
     records = read_records(settings.folder, settings.name)
     return RunOutcome(processes.status, text, hang, silent, records, time.monotonic() - began)

@@ -54,6 +54,7 @@ class Note(Enum):
     MODEL_IS_DIVIDED = auto()
 
 
+SECONDS_PER_BEAT = 0.2  # the record is written again, and read again
 MOST_COLLECTIVES = 4000  # more are not written down
 EVALUATION_FACTOR = 4  # an evaluation gets so many times the batches of a training epoch
 

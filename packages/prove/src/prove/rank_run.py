@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from prove.rank_record import (
+    SECONDS_PER_BEAT,
     Ended,
     LoaderRun,
     Mode,
@@ -39,7 +40,6 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 PATHS = sysconfig.get_paths()
 LIBRARIES = tuple({PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 DDP_FILE = inspect.getfile(torch.nn.parallel.DistributedDataParallel)
-SECONDS_PER_BEAT = 0.2
 SECONDS_FOR_OTHERS = 20  # to come to the end of their runs, too
 
 save_tensors = torch.save  # the user's torch.save is watched
