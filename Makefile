@@ -70,7 +70,7 @@ faults: $(VENV)/ready  ## inject 406 faults into real runs, half an hour or more
 shm-suite: $(VENV)/ready  ## torch's own tests for backends, over gloo and shm: packages/shm/tests/torch_suite.json
 	$(RUN) packages/shm/tests/torch_suite.py
 
-pages-quick: $(VENV)/ready  ## write every lesson.diff, its parts in the pages, the index, and the Chinese pages
+pages-quick: $(VENV)/ready  ## write every lesson.diff, its parts in the pages, the puzzles' answers, the index, the Chinese pages
 	$(RUN) docs/tools/write_lessons.py
 	$(RUN) docs/tools/write_puzzles.py
 	$(RUN) docs/tools/write_index.py
