@@ -38,8 +38,6 @@ PRELOADED = [  # by the fork server
     "common.models",
     "ipykernel.kernelapp",
     "matplotlib.pyplot",
-    "prove.observe",
-    "prove.prover",
     "pycocotools.cocoeval",
     "prove.observe",
     "prove.prover",
