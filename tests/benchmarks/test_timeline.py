@@ -141,7 +141,7 @@ for step in range(8):
 
 def test_a_script_of_ones_own_is_recorded_as_it_is(tmp_path):
     (tmp_path / "mine.py").write_text(SCRIPT)
-    [(status, output)] = run_script(PROGRAM, sys.executable, "mine.py", where=tmp_path)
+    [(status, output)] = run_script(PROGRAM, sys.executable, "mine.py", cwd=tmp_path)
     assert status == 0, output
     lines = [re.split(r"  +", line.strip()) for line in output.splitlines()]
     assert lines[0] == ["forward", "backward", "optimizer", "waiting", "sending", "nothing"]
@@ -160,4 +160,4 @@ def test_a_script_of_ones_own_is_recorded_as_it_is(tmp_path):
 )
 def test_a_wrong_call_ends_in_one_line(call, words, tmp_path):
     call = call.replace("python", sys.executable)
-    assert_one_line(refusal(PROGRAM, *call.split(), where=tmp_path), words)
+    assert_one_line(refusal(PROGRAM, *call.split(), cwd=tmp_path), words)
