@@ -7,7 +7,7 @@ All of them come from a fork server that has imported torch, so that a rank is t
     run_script("01_single_gpu/train.py", flag)       # the same of one process without a launcher
 
     @on_ranks(2)                                     # the body of the test runs on each of two
-    def test_they_agree(rank, flag): ...             # `flag` is a fixture or a parameter, as always
+    def test_ranks_agree(rank, flag): ...            # `flag` is a fixture or a parameter, as always
 """
 
 import multiprocessing

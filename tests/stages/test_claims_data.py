@@ -22,7 +22,9 @@ def test_c06_32_on_each_of_2_times_8_ranks_is_a_global_batch_of_512():
 
 
 @pytest.mark.parametrize(("samples", "again"), [(10, 2), (12, 0), (297, 3)])
-def test_c07_it_counts_samples_twice_unless_the_ranks_divide_their_number(samples, again):
+def test_c07_distributed_sampler_repeats_samples_unless_the_ranks_divide_their_number(
+    samples, again
+):
     samplers = [DistributedSampler(range(samples), 4, rank, shuffle=False) for rank in range(4)]
     seen = list(chain(*samplers))
     assert len(seen) - len(set(seen)) == again

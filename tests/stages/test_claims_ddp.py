@@ -27,7 +27,9 @@ class Branches(nn.Module):
 
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
 @on_ranks(2)
-def test_c17_of_steps_that_leave_a_weight_out_it_gives_the_mean(rank, option):
+def test_c17_find_unused_parameters_and_static_graph_average_steps_that_leave_a_weight_out(
+    rank, option
+):
     """Rank r feeds the number r + 1. A rank that does not use a weight counts as zero."""
     model = Branches()
     ddp = DistributedDataParallel(model, **{option: True})
@@ -41,7 +43,7 @@ def test_c17_of_steps_that_leave_a_weight_out_it_gives_the_mean(rank, option):
 
 
 @on_ranks(2)
-def test_c17_without_it_such_a_step_is_not_averaged_and_the_next_one_ends_in_an_error(rank):
+def test_c17_without_find_unused_parameters_nothing_is_averaged_and_the_next_step_fails(rank):
     model = Branches()
     ddp = DistributedDataParallel(model)
     ddp(torch.full((1, 1), rank + 1.0), "left").sum().backward()
@@ -51,7 +53,7 @@ def test_c17_without_it_such_a_step_is_not_averaged_and_the_next_one_ends_in_an_
 
 
 @on_ranks(2)
-def test_c17_on_a_model_that_uses_all_its_parameters_it_changes_no_bit(rank):
+def test_c17_find_unused_parameters_changes_no_bit_of_a_model_that_uses_all_of_them(rank):
     searching = partial(DistributedDataParallel, find_unused_parameters=True)
     gradients = []
     for wrap in (DistributedDataParallel, searching, nn.Identity()):

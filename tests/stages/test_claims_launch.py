@@ -32,7 +32,7 @@ def test_c39_tasks_dealt_in_turn_share_gpus_by_rank_modulo_gpus():
     assert [rank % 2 for rank in on_node_0] == [0, 0]
 
 
-def test_c08_a_process_is_told_3_and_4_and_counts_them_from_0(monkeypatch):
+def test_c08_a_process_that_is_shown_gpus_3_and_4_counts_them_from_0(monkeypatch):
     """How torch reads it; which devices these are, only a machine with GPUs can show."""
     for text, devices in (("3,4", [3, 4]), ("4,3", [4, 3]), ("3,-1,4", [3]), ("", [])):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)

@@ -106,7 +106,7 @@ def test_threads_obey_no_grad_and_autocast_of_the_caller():
         (1, [], "DataParallelOnOneDevice", [torch.device("cuda:0")] * 2),
     ],
 )
-def test_torchs_own_takes_a_gpu_for_each_replica_and_ours_shares_one(
+def test_torchs_data_parallel_takes_a_gpu_for_each_replica_and_ours_shares_one(
     gpus, flags, wrapper, devices, monkeypatch
 ):
     """With torch's queries patched: nothing has trained yet where the model is wrapped."""

@@ -15,7 +15,7 @@ def example(batch: int = 24, hidden: int = 7, classes: int = 50):
     return model, torch.randn(batch, 5), torch.randint(classes, (batch,))
 
 
-def test_the_count_is_what_one_tells_by_hand():
+def test_the_count_equals_a_count_by_hand():
     (main, other), floats = memory.held_by_replica(example(), 2, inside=False), 4
     weights, outputs = (5 * 7 + 7 + 7 * 50 + 50) * floats, 24 * 50 * floats
     expected = {"parameters": weights, "batch": 12 * 5 * floats}
@@ -47,7 +47,7 @@ def test_the_count_is_what_the_allocator_hands_out():
 
 
 @pytest.mark.gpu(2)
-def test_the_count_is_what_the_real_one_allocates_on_each_gpu():
+def test_the_count_is_what_torchs_data_parallel_allocates_on_each_gpu():
     model, x, targets = (each.cuda() for each in example(4096, 512, 1024))
     main, other = memory.held_by_replica((model, x, targets), 2, False)
     real, allocated = nn.DataParallel(model, [0, 1]), []

@@ -426,14 +426,14 @@ def same(ours, theirs):
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_program_gives_the_same_over_it_as_over_gloo(program):
+def test_a_program_gives_the_same_over_shm_as_over_gloo(program):
     over_gloo = results("gloo", program)
     assert not any(isinstance(result, str) for result in over_gloo), over_gloo
     assert same(results("shm", program), over_gloo)
 
 
 @pytest.mark.parametrize("what", LEFT_OUT)
-def test_without_it_a_program_gives_something_else(what):
+def test_with_a_part_of_shm_left_out_a_program_gives_something_else(what):
     """The controls."""
     for program in LEFT_OUT[what][1]:
         assert not same(results(what, program), results("gloo", program)), program.__name__
@@ -455,7 +455,7 @@ def test_monitored_barrier_names_who_is_late():
     assert others == [[[], []]] * 2
 
 
-def test_what_it_refuses_ends_in_one_line_and_leaves_the_group_as_it_was():
+def test_what_shm_refuses_ends_in_one_line_and_leaves_the_group_as_it_was():
     for errors in results("shm", refused):
         lines = [bytes(error).decode() for error in errors]
         assert [line.partition(", expected ")[0] for line in lines] == [
