@@ -18,8 +18,9 @@ TRUSTED = {  # how often each of these reads what its own processes have written
     "prove/rank_record.py": 1,
     "prove/samples.py": 1,
     # The batches of the user's script, in a process of that script.
-    "prove/judge_replay.py": 1,
     "prove/replay.py": 2,
+    # What a rank of the replay has drawn, in the judge: only the user's script wrote to its folder.
+    "prove/finished_replay.py": 1,
     # Plain values that ranks send to each other.
     "reducers/gradients.py": 1,
     "04_ddp_torchrun/uneven.py": 1,
