@@ -13,7 +13,7 @@ from benchmarks import result_files
 from common.chapters import ROOT
 from judge import COST, cost, prove_rows
 from prove import processes
-from prove.table import WARNING, WRONG
+from prove.judge.table import WARNING, WRONG
 from traces import HERE, PUZZLES, Puzzle, traces
 
 SEEDS = 10

@@ -77,7 +77,7 @@ def preload() -> None:
     import torch.distributed
     import torch.utils.data
 
-    from prove import observe  # noqa: F401  and all that watches: it waits for install()
+    from prove.watch import observe  # noqa: F401  and all that watches: it waits for install()
 
     torch.set_num_threads(1)  # a process with a pool of threads must not fork
 
@@ -110,7 +110,7 @@ def become_rank(command: list[str], environment: dict[str, str], log: Path) -> N
         begin_as(command, environment, log)
         import torch
 
-        from prove import observe
+        from prove.watch import observe
 
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
         this_run = observe.install()
@@ -188,7 +188,7 @@ class Processes:
         if torchrun := as_torchrun(command):
             self.fork(torchrun, environment, log)
         else:
-            environment |= hook_variables(environment, HOOKS.parents[1], "prove.observe")
+            environment |= hook_variables(environment, HOOKS.parents[1], "prove.watch.observe")
             with log.open("w") as out:
                 started = subprocess.Popen(
                     command, env=environment, stdout=out, stderr=out, start_new_session=True

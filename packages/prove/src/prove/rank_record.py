@@ -43,6 +43,20 @@ class Ended:
     WELL = (AT_ITS_END, WHEN_SEEN)
 
 
+class Finding:
+    """What a replay found out about a draw, by place."""
+
+    BY_SAMPLE = "one for each sample"
+    SEVERAL = "several for each sample"  # one after another, or in blocks
+    COMMON = "the same on all ranks"
+    COIN = "each rank decides for its whole batch"
+    SAME_NOISE = "all ranks draw the same numbers for their samples"
+    NOT_MATCHED = "one rank draws otherwise"
+    ESCAPED = "drawn by something that cannot be watched"
+    OPAQUE = "drawn inside a kernel"
+    TOO_MANY = "too many to keep"
+
+
 class Note(Enum):
     """A fact about a run that needs no more than the place where it was first seen."""
 
@@ -288,7 +302,7 @@ class RankRecord:
     seed: int = 0  # of its generators, when the script began
     asked_for_length: bool = False  # of a loader, before its first batch
     why_not_kept: str = ""  # why a batch could not be kept for a replay
-    draws: dict[str, list[str]] = field(default_factory=dict)  # by kind of draws.Finding: places
+    draws: dict[str, list[str]] = field(default_factory=dict)  # by kind of Finding: places
     batchnorm_rows_unknown: bool = False  # which of them came from which rank
     batchnorm_rows_guessed: bool = False  # a sample has several: one after another, or in blocks
     own_batch_size: int | None = None  # of the replaying rank, which gets larger ones
@@ -313,6 +327,11 @@ def gradients_file(folder: str, mode: str, rank: int) -> Path:
 
 def tensors_file(folder: str, mode: str, rank: int) -> Path:
     return Path(folder, f"{mode}.{rank}.tensors.pt")
+
+
+def forced_file(folder: str, variant: str) -> Path:
+    """Draws that all runs of a variant are given: draws.Draw or draws.OneDraw by key."""
+    return Path(folder, f"forced{variant}.pt")
 
 
 def calls_file(folder: str, mode: str, rank: int) -> Path:

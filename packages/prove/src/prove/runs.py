@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from prove import NotJudgedError, judge_data, processes
-from prove.finished_replay import Replay
-from prove.judge_effects import error_of
+from prove import NotJudgedError, processes
+from prove.judge import data
+from prove.judge.effects import error_of
+from prove.judge.replay import Replay
+from prove.judge.table import NotObservedError
 from prove.rank_record import Ended, Mode, ReplayVariant, Settings
-from prove.table import NotObservedError
-from prove.watch_effects import restore_files
+from prove.watch.effects import restore_files
 
 NUMBER_OF_RANKS = (
     r"(--nproc[-_]per[-_]node[= ])\S+",
@@ -122,11 +123,11 @@ class Runs:
                     break  # it fails by itself: no attempt of ours will help
         else:
             raise NotObservedError(error_of(outcome))
-        self.observed = replace(outcome, records=judge_data.with_samples(outcome.records))
+        self.observed = replace(outcome, records=data.with_samples(outcome.records))
         self.settings = replace(
             self.settings,
             world_size=len(outcome.records) or self.settings.world_size,
-            rows_are_split=judge_data.rows_are_split(self.observed.records),
+            rows_are_split=data.rows_are_split(self.observed.records),
         )
 
     def run_bare(self, outcome: processes.RunOutcome) -> processes.RunOutcome:

@@ -3,7 +3,7 @@
 A draw has a key: the batch, its place in the script, the name of the function, and how often this
 was called there before. In a replay, the same call of one rank is answered with what the ranks have
 drawn: sample by sample where the request has a row for each, and as it is where all ranks have
-drawn the same. watch_operations.py sees torch's draws, and watch_random.py numpy's and random's.
+drawn the same. operations.py sees torch's draws, and random_numbers.py numpy's and random's.
 """
 
 import os
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from prove import generators
-from prove.rank_record import Mode, ReplayVariant
-from prove.rank_run import RankRun, where
-from prove.samples import CannotMergeError, are_equal, interleave, order_of_rows
+from prove.rank_record import Finding, Mode, ReplayVariant
+from prove.watch.rank_run import RankRun, where
+from prove.watch.samples import CannotMergeError, are_equal, interleave, order_of_rows
 
 MOST_BYTES = 2_000_000_000  # of one rank's draws
 DRAWS_WITHOUT_TAG = {"random_", "random", "binomial", "_sample_dirichlet", "feature_dropout"}
@@ -48,20 +48,6 @@ class OneDraw(NamedTuple):
 
     dim: int  # of the samples
     row: Tensor
-
-
-class Finding:
-    """What a replay found out about a draw, by place."""
-
-    BY_SAMPLE = "one for each sample"
-    SEVERAL = "several for each sample"  # one after another, or in blocks
-    COMMON = "the same on all ranks"
-    COIN = "each rank decides for its whole batch"
-    SAME_NOISE = "all ranks draw the same numbers for their samples"
-    NOT_MATCHED = "one rank draws otherwise"
-    ESCAPED = "drawn by something that cannot be watched"
-    OPAQUE = "drawn inside a kernel"
-    TOO_MANY = "too many to keep"
 
 
 def is_draw(function: Any) -> bool:

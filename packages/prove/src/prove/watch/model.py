@@ -11,10 +11,12 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from prove import watch_steps
-from prove.draws import Draws
-from prove.float64 import make_double
-from prove.model_tensors import (
+from prove.rank_record import DDPRecord, EvaluatedModule, ModelCall, Note
+from prove.watch import steps
+from prove.watch.draws import Draws
+from prove.watch.feeder import Feeder, InputKeeper
+from prove.watch.float64 import make_double
+from prove.watch.model_tensors import (
     full_copies,
     full_tensor,
     is_divided,
@@ -24,11 +26,9 @@ from prove.model_tensors import (
     tensors_of,
     without_wrappers,
 )
-from prove.rank_record import DDPRecord, EvaluatedModule, ModelCall, Note
-from prove.rank_run import RankRun, where, wrap
-from prove.replay import Feeder, InputKeeper
-from prove.samples import batch_size_of, checksum, copy_tensors, tensors_in
-from prove.watch_steps import StepWatcher
+from prove.watch.rank_run import RankRun, where, wrap
+from prove.watch.samples import batch_size_of, checksum, copy_tensors, tensors_in
+from prove.watch.steps import StepWatcher
 
 MOST_CALLS = 64
 MOST_EVALUATED = 32
@@ -237,7 +237,7 @@ def watch_modules(run: RankRun, model: ModelWatcher) -> None:
 
 def install(run: RankRun, draws: Draws, source: Feeder | InputKeeper) -> ModelWatcher:
     feeder = source if isinstance(source, Feeder) else None
-    model = ModelWatcher(run, watch_steps.install(run, draws, feeder))
+    model = ModelWatcher(run, steps.install(run, draws, feeder))
     run.at_end.append(model.finish)
     watch_ddp(run, model, source)
     watch_modules(run, model)

@@ -11,18 +11,18 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from prove.draws import Draws
-from prove.model_tensors import (
+from prove.rank_record import OptimizerRecord, OptimizerStep, Projection
+from prove.watch.draws import Draws
+from prove.watch.feeder import Feeder
+from prove.watch.model_tensors import (
     full_copies,
     parameters_of,
     project,
     rates_of,
     schedule_settings,
 )
-from prove.rank_record import OptimizerRecord, OptimizerStep, Projection
-from prove.rank_run import RankRun, where, wrap
-from prove.replay import Feeder
-from prove.watch_operations import OptimizerByHand
+from prove.watch.operations import OptimizerByHand
+from prove.watch.rank_run import RankRun, where, wrap
 
 MOST_STEPS = 24  # of each optimizer are written down
 STEPS_PER_BATCH = 3  # of --batches, if there is no loader that could be cut

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prove.draws import Draws, is_draw
+from prove.watch.draws import Draws, is_draw
 
 
 def address_of(tensor: Tensor) -> int:

@@ -6,7 +6,6 @@ all ranks run again, and each gets its own.
 
 from collections.abc import Callable
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +14,11 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from prove import generators
-from prove.draws import Draw, DrawKey, Draws
-from prove.model_tensors import parameters_of, tensors_of
-from prove.rank_record import Mode, ReplayVariant, read_records, tensors_file
-from prove.rank_run import RankRun, where, wrap
-from prove.samples import (
+from prove.rank_record import Mode, ReplayVariant, forced_file, read_records, tensors_file
+from prove.watch.draws import Draw, DrawKey, Draws
+from prove.watch.model_tensors import parameters_of, tensors_of
+from prove.watch.rank_run import RankRun, where, wrap
+from prove.watch.samples import (
     RecordedBatch,
     are_same,
     as_double,
@@ -33,11 +32,6 @@ from prove.samples import (
 NO_LOADER = -1  # for the number of a pass over a loader
 DROPOUTS = ["dropout", "dropout1d", "dropout2d", "dropout3d"]
 DROPOUTS += ["alpha_dropout", "feature_alpha_dropout"]
-
-
-def forced_file(folder: str, variant: str) -> Path:
-    """Draws that all runs of a variant are given: draws.Draw or draws.OneDraw by key."""
-    return Path(folder, f"forced{variant}.pt")
 
 
 def normalize_by_rank(layer: Any, forward: Callable, rows: Tensor, owners: list[Tensor]) -> Tensor:

@@ -37,6 +37,7 @@ from prove.rank_record import (
 )
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+OWN_FOLDERS = (HERE, os.path.dirname(HERE))  # of our code that runs beside the script
 PATHS = sysconfig.get_paths()
 LIBRARIES = tuple({PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 DDP_FILE = inspect.getfile(torch.nn.parallel.DistributedDataParallel)
@@ -84,7 +85,7 @@ def callers(frame: FrameType | None = None) -> Iterator[tuple[str, int, str]]:
 
 def is_user_file(file: str) -> bool:
     installed = file.startswith((*LIBRARIES, "<")) or "-packages/" in file
-    return not installed and os.path.dirname(file) != HERE
+    return not installed and os.path.dirname(file) not in OWN_FOLDERS
 
 
 def where(frame: FrameType | None = None, outside: str = "") -> str:

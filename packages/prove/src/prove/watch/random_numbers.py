@@ -1,6 +1,6 @@
 """Random numbers that random and numpy draw: their functions and generators are replaced.
 
-watch_operations.py sees those that torch draws; draws.py records both.
+operations.py sees those that torch draws; draws.py records both.
 """
 
 import random
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from prove import generators
-from prove.draws import Draws
-from prove.rank_run import RankRun, wrap
+from prove.watch.draws import Draws
+from prove.watch.rank_run import RankRun, wrap
 
 NUMPY_DRAWS = [
     "random", "random_sample", "rand", "randn", "uniform", "normal", "standard_normal", "beta",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from prove.rank_record import Projection
-from prove.samples import copy_tensors
+from prove.watch.samples import copy_tensors
 
 
 @cache

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
-from prove.rank_run import wrap, wrap_everywhere
-from prove.sync_batchnorm import convert_sync_batchnorm
+from prove.watch.rank_run import wrap, wrap_everywhere
+from prove.watch.sync_batchnorm import convert_sync_batchnorm
 
 CPU = torch.device("cpu")
 CPU_PROPERTIES = SimpleNamespace(

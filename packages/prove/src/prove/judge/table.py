@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prove.reasons import Reason
-from prove.replay_reasons import ReplayReason
-from prove.run_reasons import RunReason
-from prove.wording import Facts, in_words, join_names
+from prove.judge.reasons import Reason
+from prove.judge.replay_reasons import ReplayReason
+from prove.judge.run_reasons import RunReason
+from prove.judge.wording import Facts, in_words, join_names
 
 RIGHT, WRONG, WARNING, NOT_SEEN = "right", "WRONG", "warning", "not seen"
 ORDER = (WRONG, WARNING, RIGHT, NOT_SEEN)
@@ -23,7 +23,7 @@ WIDTH, INDENT = 100, " " * 10
 REASONS: dict[str, Reason] = {
     reason.name: reason for kind in (RunReason, ReplayReason) for reason in kind
 }
-PAGE = Path(__file__).resolve().with_name("cures.md")  # an installation brings it along
+PAGE = Path(__file__).resolve().parents[1] / "cures.md"  # an installation brings it along
 
 
 class Check:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prove.rank_run import HERE, callers, wrap, wrap_everywhere
+from prove.watch.rank_run import OWN_FOLDERS, callers, wrap, wrap_everywhere
 
 
 def compute_in_float64() -> None:
@@ -18,7 +18,7 @@ def compute_in_float64() -> None:
 
     @wrap(Tensor, "float")
     def double(original: Callable, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        caller = next(file for file, *_ in callers() if os.path.dirname(file) != HERE)
+        caller = next(file for file, *_ in callers() if os.path.dirname(file) not in OWN_FOLDERS)
         by_torch = "/torch/amp/" in caller  # GradScaler needs what it asks for
         return original(tensor, *args, **kwargs) if by_torch else tensor.double()
 

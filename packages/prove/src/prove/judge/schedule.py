@@ -2,13 +2,13 @@
 
 from typing import NamedTuple
 
-from prove.compare_steps import any_differs
-from prove.finished_replay import Replay
+from prove.judge.compare_steps import any_differs
+from prove.judge.reasons import Phrase
+from prove.judge.replay import Replay
+from prove.judge.replay_reasons import ReplayReason
+from prove.judge.table import ReportRow, right, warning
+from prove.judge.wording import phrase
 from prove.rank_record import RankRecord, ScheduleRecord
-from prove.reasons import Phrase
-from prove.replay_reasons import ReplayReason
-from prove.table import ReportRow, right, warning
-from prove.wording import phrase
 
 CHECK = "schedule"
 LENGTH_TOLERANCE = 0.05  # lengths that are rounded, or have a few steps of warm-up more

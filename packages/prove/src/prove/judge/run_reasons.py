@@ -2,7 +2,7 @@
 
 from enum import unique
 
-from prove.reasons import OWN_SEED, Heading, Reason
+from prove.judge.reasons import OWN_SEED, Heading, Reason
 
 LOADER = "the loader at {at}, sampler {sampler}"
 OVERLAP = (
@@ -22,7 +22,7 @@ LENGTHS += "{samples_of_original} in {batches_of_original} in the original ({at}
 
 @unique
 class RunReason(Reason):
-    # judge_effects: together
+    # effects: together
     HANG = ("{ranks:; }", ALL_CALL, Heading.HANG)
     HANG_BY_DIFFERENCE = ("{ranks:; }. The first difference: {difference}", ALL_CALL, Heading.HANG)
     COLLECTIVES_DIFFER = ("{difference}", ALL_CALL, Heading.HANG)
@@ -52,7 +52,7 @@ class RunReason(Reason):
         Heading.PRINTS,
     )
 
-    # judge_data: samples
+    # data: samples
     NO_INPUTS = "no step in a pass over a DataLoader, nor inputs that differ"
     SAME_INPUTS = (
         "all ranks call the model with the same tensors, {calls} times",
@@ -124,7 +124,7 @@ class RunReason(Reason):
         Heading.LOSS,
     )
 
-    # judge_data: batches, order, draws
+    # data: batches, order, draws
     NO_END_OF_DATA = "no rank reached the end of its data"
     UNEQUAL_BUT_JOINED = "{batches!s}, and Join lets the shorter ones wait"
     UNEQUAL_BUT_CUT = "{batches!s}, but the script ends its epochs earlier"
@@ -183,7 +183,7 @@ class RunReason(Reason):
     )
     ORIGINAL_HAS_THE_SAME_EPOCH = LENGTHS
 
-    # judge_evaluation
+    # evaluation
     NO_EVALUATION = (
         "no pass over a loader without a backward, after a step; if yours comes later, raise "
         "--batches"
@@ -223,7 +223,7 @@ class RunReason(Reason):
         Heading.ACCURACY,
     )
 
-    # judge_model
+    # model
     CLIPS_SCALED = (
         "gradients are clipped while they are multiplied by the loss scale ({at})",
         "scaler.unscale_(optimizer) before clipping",

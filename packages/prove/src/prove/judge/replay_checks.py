@@ -2,13 +2,12 @@
 
 from typing import Any, NamedTuple
 
-from prove.compare_steps import Comparison, Outcome, any_differs, distance, gradients_apart
-from prove.draws import Finding
-from prove.finished_replay import Replay
-from prove.rank_record import RankRecord
-from prove.reasons import Reason
-from prove.replay_reasons import ReplayReason
-from prove.table import Check, ReportRow, right, warning
+from prove.judge.compare_steps import Comparison, Outcome, any_differs, distance, gradients_apart
+from prove.judge.reasons import Reason
+from prove.judge.replay import Replay
+from prove.judge.replay_reasons import ReplayReason
+from prove.judge.table import Check, ReportRow, right, warning
+from prove.rank_record import Finding, RankRecord
 
 SMALL_BATCH = 16  # values per channel from which BatchNorm's statistics are good enough
 

@@ -12,9 +12,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 
 from prove import generators
 from prove.rank_record import EVALUATION_FACTOR, LoaderRun
-from prove.rank_run import RankRun, save_tensors, where, wrap
-from prove.replay import Feeder
-from prove.samples import (
+from prove.watch.feeder import Feeder
+from prove.watch.model import ModelWatcher
+from prove.watch.rank_run import RankRun, save_tensors, where, wrap
+from prove.watch.samples import (
     Collated,
     RecordedBatch,
     RecordingCollate,
@@ -25,7 +26,6 @@ from prove.samples import (
     first_tensor,
     freeze,
 )
-from prove.watch_model import ModelWatcher
 
 MOST_INDICES = 2_000_000  # more are not listed: a sampler may have no end
 END = object()  # of a loader

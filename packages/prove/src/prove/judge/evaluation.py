@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from prove.judge_data import NEARLY_ALL, same_dataset, sample_count, trained_loader_runs
+from prove.judge.data import NEARLY_ALL, same_dataset, sample_count, trained_loader_runs
+from prove.judge.reasons import Reason
+from prove.judge.run_reasons import RunReason
+from prove.judge.table import RIGHT, ReportRow, not_seen, right, warning
 from prove.rank_record import EVALUATION_FACTOR, MOST_COLLECTIVES, LoaderRun, Note, RankRecord
-from prove.reasons import Reason
-from prove.run_reasons import RunReason
-from prove.table import RIGHT, ReportRow, not_seen, right, warning
 
 CHECK = "evaluation"
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from prove.rank_record import Metric, ScheduleRecord
-from prove.rank_run import RankRun, where, wrap
+from prove.watch.rank_run import RankRun, where, wrap
 
 MOST_AHEAD = 50_000  # steps
 MOST_SECONDS = 0.5  # for them

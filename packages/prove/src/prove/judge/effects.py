@@ -4,12 +4,12 @@ import os
 import re
 from typing import Any
 
+from prove.judge.reasons import Phrase
+from prove.judge.run_reasons import RunReason
+from prove.judge.table import ReportRow, right, warning, wrong
+from prove.judge.wording import phrase
 from prove.processes import RunOutcome
 from prove.rank_record import Collective, Ended, OpenedFile, RankRecord
-from prove.reasons import Phrase
-from prove.run_reasons import RunReason
-from prove.table import ReportRow, right, warning, wrong
-from prove.wording import phrase
 
 NUMBER = re.compile(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?")
 LOST_CONNECTION = re.compile(  # the other rank is gone

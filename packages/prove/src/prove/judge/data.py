@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 
 from prove import generators
+from prove.judge.reasons import Phrase
+from prove.judge.run_reasons import RunReason
+from prove.judge.table import ReportRow, not_seen, right, warning, wrong
+from prove.judge.wording import phrase
 from prove.rank_record import LoaderRun, Note, RankRecord
-from prove.reasons import Phrase
-from prove.run_reasons import RunReason
-from prove.table import ReportRow, not_seen, right, warning, wrong
-from prove.wording import phrase
 
 NEARLY_ALL = 0.98  # the share of a data set that counts as the whole
 

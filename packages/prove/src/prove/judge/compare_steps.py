@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prove.finished_replay import Gradients, Replay
+from prove.judge.reasons import Reason
+from prove.judge.replay import Gradients, Replay
+from prove.judge.replay_reasons import ReplayReason
+from prove.judge.table import ReportRow, not_seen, right, warning, wrong
 from prove.rank_record import OptimizerRecord, OptimizerStep
-from prove.reasons import Reason
-from prove.replay_reasons import ReplayReason
-from prove.table import ReportRow, not_seen, right, warning, wrong
 
 FLOAT64_LIMIT = 1e-9  # how far rounding can bring equal gradients apart, in units of their length
 FLOAT64_WRONG = 1e-4  # what differs less may be rounding that has grown: no verdict

@@ -27,7 +27,7 @@ from prove.rank_record import (
     PrintedText,
     calls_file,
 )
-from prove.rank_run import RankRun, callers, where, wrap, wrap_everywhere
+from prove.watch.rank_run import RankRun, callers, where, wrap, wrap_everywhere
 
 COLLECTIVES = [
     "all_reduce", "broadcast", "barrier", "monitored_barrier", "all_gather", "all_gather_object",

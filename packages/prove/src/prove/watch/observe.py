@@ -9,20 +9,20 @@ from typing import Any
 
 import torch
 
-from prove import (
-    float64,
-    generators,
-    replay,
-    watch_data,
-    watch_effects,
-    watch_loss,
-    watch_model,
-    watch_operations,
-    watch_random,
-    watch_schedule,
-)
+from prove import generators
 from prove.rank_record import Ended, Mode, Settings, read_records
-from prove.rank_run import RankRun, wrap
+from prove.watch import (
+    data,
+    effects,
+    feeder,
+    float64,
+    loss,
+    model,
+    operations,
+    random_numbers,
+    schedule,
+)
+from prove.watch.rank_run import RankRun, wrap
 
 
 def seed_of(settings: Settings) -> int:
@@ -42,26 +42,26 @@ def install() -> RankRun:
     run.record.seed = seed_of(settings)
     generators.seed_all(run.record.seed)
     if settings.cpu:
-        from prove import pretend_gpus  # it imports what takes a second
+        from prove.watch import pretend_gpus  # it imports what takes a second
 
         pretend_gpus.install(settings.gpus)
     if settings.mode == Mode.BARE:
-        watch_effects.watch_groups(run)
-        watch_effects.watch_files(run)
+        effects.watch_groups(run)
+        effects.watch_files(run)
     else:
         if settings.float64:
             float64.install()
         torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore
-        draws = watch_random.install(run)
-        source = replay.install(run, draws)
-        model = watch_model.install(run, draws, source)
-        watch_loss.install(run, model)
-        watch_data.install(run, model)
-        watch_schedule.install(run)
-        watch_effects.install(run)
+        draws = random_numbers.install(run)
+        source = feeder.install(run, draws)
+        model_watcher = model.install(run, draws, source)
+        loss.install(run, model_watcher)
+        data.install(run, model_watcher)
+        schedule.install(run)
+        effects.install(run)
         if settings.watches_operations:
-            steps = model.steps
-            watch_operations.install(draws, steps.by_hand, steps.begin_step_by_hand)
+            steps = model_watcher.steps
+            operations.install(draws, steps.by_hand, steps.begin_step_by_hand)
     atexit.register(run.write, Ended.AT_ITS_END)
 
     @wrap(sys, "excepthook")

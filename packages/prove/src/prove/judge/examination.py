@@ -6,8 +6,8 @@ alike on all ranks, or all samples get one draw.
 
 import torch
 
-from prove import judge_replay
-from prove.compare_steps import (
+from prove.judge import replay_checks
+from prove.judge.compare_steps import (
     FLOAT64_LIMIT,
     Comparison,
     Outcome,
@@ -15,15 +15,13 @@ from prove.compare_steps import (
     farthest,
     worst,
 )
-from prove.draws import Finding
-from prove.finished_replay import Replay
-from prove.judge_effects import error_of
-from prove.rank_record import Mode, ReplayVariant
-from prove.reasons import Reason
-from prove.replay import forced_file
-from prove.replay_reasons import ReplayReason
+from prove.judge.effects import error_of
+from prove.judge.reasons import Reason
+from prove.judge.replay import Replay
+from prove.judge.replay_reasons import ReplayReason
+from prove.judge.table import WARNING, WRONG, Check, ReportRow
+from prove.rank_record import Finding, Mode, ReplayVariant, forced_file
 from prove.runs import Runs
-from prove.table import WARNING, WRONG, Check, ReportRow
 
 
 class Examination:
@@ -97,13 +95,13 @@ class Examination:
 
     def without_unsure_draws(self) -> list[Comparison] | None:
         """Numbers that one rank was not given: are they only those of dropout?"""
-        unsure = judge_replay.unsure_draws(self.replayed)
+        unsure = replay_checks.unsure_draws(self.replayed)
         if unsure is None:
             return None
         found = None
         if self.replayed.observed.dropout:
             found = self.with_draws(ReplayVariant.NO_DROPOUT, self.coins)
-        if found is None or judge_replay.unsure_draws(found[0]):
+        if found is None or replay_checks.unsure_draws(found[0]):
             return [unsure]
         return self.use_replay(ReplayVariant.NO_DROPOUT, *found)
 
@@ -139,7 +137,7 @@ class Examination:
         if not self.replayed.places_of_draws(Finding.SEVERAL):
             return None
         blocks = self.runs.replay(Mode.REPLAY, self.command, ReplayVariant.BLOCKS)
-        if judge_replay.why_not_replayed(blocks):
+        if replay_checks.why_not_replayed(blocks):
             return None
         compared = comparisons(blocks)
         if worst(compared) != Outcome.EQUAL:
@@ -150,7 +148,7 @@ class Examination:
     def with_draws(self, variant: str, draws: dict) -> tuple[Replay, list[Comparison]] | None:
         torch.save(draws, forced_file(self.runs.settings.folder, variant))
         replayed = self.runs.replay_of_control(self.command, variant)
-        if replayed is None or judge_replay.why_not_replayed(replayed):
+        if replayed is None or replay_checks.why_not_replayed(replayed):
             return None
         return replayed, comparisons(replayed)
 
@@ -158,7 +156,7 @@ class Examination:
         """The same ranks, fed their own records. None: they reproduce themselves."""
         outcome = self.runs.run_all_ranks(ReplayVariant.USUAL)
         observed = self.runs.observed.records
-        reproduced = judge_replay.reproduction(observed, outcome.records)
+        reproduced = replay_checks.reproduction(observed, outcome.records)
         if reproduced is None:
             message = "they hang" if outcome.hang else error_of(outcome)
             return self.no_verdict(ReplayReason.CONTROL_FAILS, message=message)
@@ -172,7 +170,7 @@ class Examination:
         if comparison.reason != ReplayReason.ONE_NTH:
             return comparison
         sequence = self.runs.replay(Mode.SEQUENCE, self.command)
-        if not judge_replay.is_sum_over_local_batch(self.replayed, sequence):
+        if not replay_checks.is_sum_over_local_batch(self.replayed, sequence):
             return comparison
         return Comparison(Outcome.MEANT_SO, ReplayReason.SUM_OVER_LOCAL_BATCH, comparison.facts)
 

@@ -8,13 +8,13 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from prove.finished_replay import Replay
-from prove.judge_effects import NUMBER
+from prove.judge.effects import NUMBER
+from prove.judge.reasons import Phrase
+from prove.judge.replay import Replay
+from prove.judge.replay_reasons import ReplayReason
+from prove.judge.table import ReportRow, right, warning
+from prove.judge.wording import phrase
 from prove.rank_record import RankRecord
-from prove.reasons import Phrase
-from prove.replay_reasons import ReplayReason
-from prove.table import ReportRow, right, warning
-from prove.wording import phrase
 
 STATISTIC = re.compile(
     r"(loss|acc\w*|accuracy|error|top.?[15]|mAP|ppl|perplexity|correct)\W{0,12}"

@@ -4,6 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from prove.judge.reasons import Phrase
+from prove.judge.run_reasons import RunReason
+from prove.judge.table import RIGHT, WARNING, Check, ReportRow, not_seen, right, warning, wrong
+from prove.judge.wording import phrase
 from prove.rank_record import (
     EvaluatedModule,
     Note,
@@ -12,10 +16,6 @@ from prove.rank_record import (
     Projection,
     RankRecord,
 )
-from prove.reasons import Phrase
-from prove.run_reasons import RunReason
-from prove.table import RIGHT, WARNING, Check, ReportRow, not_seen, right, warning, wrong
-from prove.wording import phrase
 
 TINY = 1e-12
 

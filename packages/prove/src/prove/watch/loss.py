@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from prove.rank_record import Backward, Note
-from prove.rank_run import RankRun, where, wrap
-from prove.watch_model import ModelWatcher
+from prove.watch.model import ModelWatcher
+from prove.watch.rank_run import RankRun, where, wrap
 
 MOST_CALLS = 64
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prove.judge_effects import error_of
+from prove.judge.effects import error_of
 from prove.processes import RunOutcome
 from prove.rank_record import Ended, OptimizerStep, RankRecord, gradients_file, tensors_file
 

@@ -2,7 +2,7 @@
 
 from enum import unique
 
-from prove.reasons import OWN_SEED, Heading, Reason
+from prove.judge.reasons import OWN_SEED, Heading, Reason
 
 GLOBAL_DIVISOR = "what the loss divides by must be a number of all ranks, not of one; or a layer "
 GLOBAL_DIVISOR += "mixes the samples of a batch (attention over the batch)"
@@ -10,7 +10,7 @@ GLOBAL_DIVISOR += "mixes the samples of a batch (attention over the batch)"
 
 @unique
 class ReplayReason(Reason):
-    # judge_replay: what one rank computes
+    # replay_checks: what one rank computes
     EQUAL_TO_ONE = (
         "gradient of step 1 equal to {apart:.0e} of its length, weights after step {steps} to "
         "{weights_apart:.0e} of their change"
@@ -182,7 +182,7 @@ class ReplayReason(Reason):
     SAME_NOISE = ("all ranks draw the same numbers for their samples: {places}", OWN_SEED)
     NOISE_BY_SAMPLE = "the ranks draw different numbers for their samples: {places}"
 
-    # judge_replay: beside the gradients
+    # replay_checks: beside the gradients
     RATES_OF_ONE_RANK = "the learning rates of one rank"
     SCHEDULE_FOLLOWS_LOADER = (
         "it takes {batches} batches on {world_size} ranks and {batches_of_one} on one, which are "
