@@ -52,7 +52,7 @@ class Prover:
             if not any(row.verdict == WRONG for row in rows):
                 raise NotJudgedError(f"the script fails by itself: {error_of(outcome)}")
         elif not any(
-            record.steps or record.loader_runs or record.model_calls for record in records
+            record.steps or record.loader_passes or record.model_calls for record in records
         ):
             raise NotJudgedError("no optimizer step was made, and no model was called")
 
@@ -74,7 +74,7 @@ class Prover:
                 not_seen(Check.ONE_RANK, ReplayReason.RUN_FAILS, message=error_of(observed)),
             ]
         if not any(record.steps for record in records):
-            batches = sum(loader_run.batches_given for loader_run in records[0].loader_runs)
+            batches = sum(loader_pass.batches_given for loader_pass in records[0].loader_passes)
             why = ReplayReason.NO_STEP if batches else ReplayReason.NO_BATCH
             return [*rows, not_seen(Check.ONE_RANK, why, batches=batches)]
         rows += model_rows(records)

@@ -118,7 +118,7 @@ class RankProgress:
 
 
 @dataclass
-class LoaderRun:
+class LoaderPass:
     """One pass over a loader."""
 
     number: int
@@ -152,9 +152,8 @@ class LoaderRun:
     sizes: list[int] = field(default_factory=list)  # of the batches
     batches: int | None = None  # that the sampler has listed
     samples_file: str = ""  # which samples they are
-    replay_number: int | None = (
-        None  # its number among the loader_runs whose batches are kept for a replay
-    )
+    # Its number among the passes whose batches are kept for a replay.
+    replay_number: int | None = None
     indices: list[int] = field(default_factory=list)  # from samples_file, when the run is over
     may_draw: set[int] | None = None  # the indices of a Subset
     fields: list[str] = field(default_factory=list)  # of a sample: what fingerprint tells apart
@@ -284,7 +283,7 @@ class RankRecord:
     error: ScriptError | None = None
     progress: RankProgress = field(default_factory=RankProgress)
     steps: int = 0  # of all optimizers together
-    loader_runs: list[LoaderRun] = field(default_factory=list)
+    loader_passes: list[LoaderPass] = field(default_factory=list)
     optimizers: list[OptimizerRecord] = field(default_factory=list)
     ddps: list[DDPRecord] = field(default_factory=list)
     model_calls: list[ModelCall] = field(default_factory=list)

@@ -1,6 +1,6 @@
 """Do the ranks train on the samples of one process, each on its own part?
 
-A LoaderRun is what the record of a rank says of one pass over a loader.
+A LoaderPass is what the record of a rank says of one pass over a loader.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from prove.judge.reasons import Phrase
 from prove.judge.run_reasons import RunReason
 from prove.judge.table import ReportRow, not_seen, right, warning, wrong
 from prove.judge.wording import phrase
-from prove.rank_record import LoaderRun, Note, RankRecord
+from prove.rank_record import LoaderPass, Note, RankRecord
 
 NEARLY_ALL = 0.98  # the share of a data set that counts as the whole
 
@@ -21,43 +21,44 @@ NEARLY_ALL = 0.98  # the share of a data set that counts as the whole
 def with_samples(records: list[RankRecord]) -> list[RankRecord]:
     """The records, and from the files beside them which samples each pass drew, and may draw."""
     return [
-        replace(rank, loader_runs=[*map(run_with_samples, rank.loader_runs)]) for rank in records
+        replace(rank, loader_passes=[*map(pass_with_samples, rank.loader_passes)])
+        for rank in records
     ]
 
 
-def run_with_samples(loader_run: LoaderRun) -> LoaderRun:
-    if not loader_run.samples_file:
-        return loader_run
-    listed = torch.load(loader_run.samples_file, weights_only=True)
+def pass_with_samples(loader_pass: LoaderPass) -> LoaderPass:
+    if not loader_pass.samples_file:
+        return loader_pass
+    listed = torch.load(loader_pass.samples_file, weights_only=True)
     subset = listed["may_draw"]
     may_draw = None if subset is None else set(subset.tolist())
-    return replace(loader_run, indices=listed["indices"].tolist(), may_draw=may_draw)
+    return replace(loader_pass, indices=listed["indices"].tolist(), may_draw=may_draw)
 
 
-def trained_loader_runs(records: list[RankRecord]) -> list[list[LoaderRun]]:
+def trained_loader_passes(records: list[RankRecord]) -> list[list[LoaderPass]]:
     """For each pass in which all ranks made steps: the records of the ranks."""
     trained = [
-        [loader_run for loader_run in rank.loader_runs if loader_run.steps] for rank in records
+        [loader_pass for loader_pass in rank.loader_passes if loader_pass.steps] for rank in records
     ]
     return [list(of_ranks) for of_ranks in zip(*trained, strict=False)]
 
 
-def same_on_all_ranks(loader_runs: list[LoaderRun], *fields: str) -> bool:
-    first, *others = loader_runs
+def same_on_all_ranks(passes: list[LoaderPass], *fields: str) -> bool:
+    first, *others = passes
     return all(getattr(other, name) == getattr(first, name) for name in fields for other in others)
 
 
-def same_dataset(loader_runs: list[LoaderRun]) -> bool:
-    known = bool(loader_runs[0].fingerprint)
-    return known and same_on_all_ranks(loader_runs, "fingerprint", "dataset_length")
+def same_dataset(passes: list[LoaderPass]) -> bool:
+    known = bool(passes[0].fingerprint)
+    return known and same_on_all_ranks(passes, "fingerprint", "dataset_length")
 
 
-def differing_fields(loader_runs: list[LoaderRun]) -> list[str]:
+def differing_fields(passes: list[LoaderPass]) -> list[str]:
     """Of samples whose first tensor is the same on all ranks: the fields that are not the same."""
-    first, fields = loader_runs[0].fingerprint, loader_runs[0].fields
-    if not first or not same_on_all_ranks(loader_runs, "fields", "dataset_length"):
+    first, fields = passes[0].fingerprint, passes[0].fields
+    if not first or not same_on_all_ranks(passes, "fields", "dataset_length"):
         return []
-    inputs = [[of_sample[0] for of_sample in own.fingerprint] for own in loader_runs]
+    inputs = [[of_sample[0] for of_sample in own.fingerprint] for own in passes]
     if any(of_rank != inputs[0] for of_rank in inputs) or len({*inputs[0]}) < 2:
         return []
     return [
@@ -65,25 +66,21 @@ def differing_fields(loader_runs: list[LoaderRun]) -> list[str]:
         for number, name in enumerate(fields, start=1)
         if name and any(
             own.fingerprint[sample][number] != first[sample][number]
-            for own in loader_runs for sample in range(len(first))
+            for own in passes for sample in range(len(first))
         )
     ]  # fmt: skip
 
 
-def sample_count(loader_runs: list[LoaderRun]) -> int:
+def sample_count(passes: list[LoaderPass]) -> int:
     """How many samples the ranks may draw together."""
-    parts = [loader_run.may_draw for loader_run in loader_runs if loader_run.may_draw is not None]
-    return (
-        len(set().union(*parts))
-        if len(parts) == len(loader_runs)
-        else loader_runs[0].dataset_length or 0
-    )
+    parts = [loader_pass.may_draw for loader_pass in passes if loader_pass.may_draw is not None]
+    return len(set().union(*parts)) if len(parts) == len(passes) else passes[0].dataset_length or 0
 
 
 def rows_are_split(records: list[RankRecord]) -> bool:
     """The script gives each rank a part of the rows of a batch that all have loaded."""
-    loader_runs = trained_loader_runs(records)
-    if not loader_runs or not same_on_all_ranks(loader_runs[0], "indices"):
+    passes = trained_loader_passes(records)
+    if not passes or not same_on_all_ranks(passes[0], "indices"):
         return False
     loaded: dict[tuple, int] = {}  # rows of each batch of each rank
     used: Counter = Counter()  # those that went into the model
@@ -98,24 +95,18 @@ def rows_are_split(records: list[RankRecord]) -> bool:
 
 
 def same_contents(records: list[RankRecord]) -> bool:
-    loader_runs = trained_loader_runs(records)
-    return bool(loader_runs) and all(
-        same_on_all_ranks(of_ranks, "checksums") for of_ranks in loader_runs
-    )
+    passes = trained_loader_passes(records)
+    return bool(passes) and all(same_on_all_ranks(of_ranks, "checksums") for of_ranks in passes)
 
 
 def data_rows(records: list[RankRecord]) -> list[ReportRow]:
     if len(records) < 2 or Note.HAS_GROUPS in records[0].notes:
         return []
-    loader_runs = trained_loader_runs(records)
-    if not loader_runs:
+    passes = trained_loader_passes(records)
+    if not passes:
         return forward_input_rows(records)
-    rows = (
-        sample_rows(records, loader_runs)
-        + length_rows(records, loader_runs[0])
-        + order_rows(loader_runs)
-    )
-    return rows + dropout_rows(records) + augmentation_rows(loader_runs[0])
+    rows = sample_rows(records, passes) + length_rows(records, passes[0]) + order_rows(passes)
+    return rows + dropout_rows(records) + augmentation_rows(passes[0])
 
 
 def forward_input_rows(records: list[RankRecord]) -> list[ReportRow]:
@@ -129,43 +120,43 @@ def forward_input_rows(records: list[RankRecord]) -> list[ReportRow]:
     return [right(check, RunReason.DIFFERENT_INPUTS)]
 
 
-def sample_rows(records: list[RankRecord], epochs: list[list[LoaderRun]]) -> list[ReportRow]:
-    """epochs: the loader runs of all ranks, in the first epoch and in later ones."""
-    loader_runs, are_split = epochs[0], rows_are_split(records)
-    first, rows, fields = loader_runs[0], [], differing_fields(epochs[0])
+def sample_rows(records: list[RankRecord], epochs: list[list[LoaderPass]]) -> list[ReportRow]:
+    """epochs: the passes of all ranks, in the first epoch and in later ones."""
+    passes, are_split = epochs[0], rows_are_split(records)
+    first, rows, fields = passes[0], [], differing_fields(epochs[0])
     loader = {"at": first.at, "sampler": first.sampler}
     if fields:
         says = wrong if first.sampler == "DistributedSampler" else warning
         rows = [says("one data set", RunReason.FIELDS_DIFFER, names=fields, **loader)]
-    are_the_same = same_dataset(loader_runs) or bool(fields)
-    by_index = all(loader_run.indices for loader_run in loader_runs) and are_the_same
+    are_the_same = same_dataset(passes) or bool(fields)
+    by_index = all(loader_pass.indices for loader_pass in passes) and are_the_same
     if first.is_stream or not by_index:
         return rows + sample_rows_by_content(epochs, are_split)
     if are_split:
         return [*rows, right("samples", RunReason.ROWS_SPLIT, **loader)]
-    return [*rows, sample_row_by_index(loader_runs)]
+    return [*rows, sample_row_by_index(passes)]
 
 
-def sample_row_by_index(loader_runs: list[LoaderRun]) -> ReportRow:
-    first, world_size, check = loader_runs[0], len(loader_runs), "samples"
+def sample_row_by_index(passes: list[LoaderPass]) -> ReportRow:
+    first, world_size, check = passes[0], len(passes), "samples"
     loader = {"at": first.at, "sampler": first.sampler}
     trained = [
-        loader_run.indices[: sum(loader_run.sizes[: loader_run.batches_given])]
-        for loader_run in loader_runs
+        loader_pass.indices[: sum(loader_pass.sizes[: loader_pass.batches_given])]
+        for loader_pass in passes
     ]
     if all(indices == trained[0] for indices in trained) and len({*trained[0]}) > 1:
         return wrong(check, RunReason.SAME_SAMPLES, **loader)
-    drawn = [{*loader_run.indices} for loader_run in loader_runs]
-    together, size = len(set().union(*drawn)), sample_count(loader_runs)
+    drawn = [{*loader_pass.indices} for loader_pass in passes]
+    together, size = len(set().union(*drawn)), sample_count(passes)
     twice, lost = sum(map(len, drawn)) - together, size - together
-    parts = [loader_run.may_draw for loader_run in loader_runs if loader_run.may_draw is not None]
+    parts = [loader_pass.may_draw for loader_pass in passes if loader_pass.may_draw is not None]
     if len(parts) == world_size and len(drawn[0] & drawn[1]) > 1:
         common = len(set.intersection(*parts))
         if common < len(parts[0]):
             own = len(parts[0])
             return wrong(check, RunReason.SUBSETS_DIFFER, own=own, common=common, **loader)
     repeats = any(
-        len({*loader_run.indices}) < 0.9 * len(loader_run.indices) for loader_run in loader_runs
+        len({*loader_pass.indices}) < 0.9 * len(loader_pass.indices) for loader_pass in passes
     )
     if repeats or "Weighted" in first.sampler:
         return right(check, RunReason.WITH_REPLACEMENT, sampler=first.sampler)
@@ -182,16 +173,16 @@ def sample_row_by_index(loader_runs: list[LoaderRun]) -> ReportRow:
     return warning(check, RunReason.SAMPLES_OVERLAP, **facts)
 
 
-def sample_rows_by_content(epochs: list[list[LoaderRun]], are_split: bool) -> list[ReportRow]:
+def sample_rows_by_content(epochs: list[list[LoaderPass]], are_split: bool) -> list[ReportRow]:
     """For streams, and for data sets of which each rank holds another: no indices to compare."""
-    loader_runs = epochs[0]
-    first, check = loader_runs[0], "samples"
+    passes = epochs[0]
+    first, check = passes[0], "samples"
     kind = phrase(Phrase.STREAM if first.is_stream else Phrase.OTHER_DATA_SET)
-    if not first.is_stream and same_dataset(loader_runs):
+    if not first.is_stream and same_dataset(passes):
         kind = phrase(Phrase.TOO_LONG, sampler=first.sampler)
     samples, different = len(first.checksums), len({*first.checksums})  # samples may come again
     loader = {"at": first.at, "sampler": first.sampler, "kind": kind, "seen": samples}
-    all_alike = same_on_all_ranks(loader_runs, "checksums") and not are_split
+    all_alike = same_on_all_ranks(passes, "checksums") and not are_split
     if different >= 5 and samples >= 20 and all_alike:
         return [wrong(check, RunReason.SAME_CONTENTS, **loader)]
     if not samples or different < samples / 2:
@@ -212,9 +203,9 @@ def sample_rows_by_content(epochs: list[list[LoaderRun]], are_split: bool) -> li
     if first.is_stream and len(of_workers) > 1 and workers_alike:
         rows.append(wrong("workers", RunReason.WORKERS_ALIKE, workers=first.workers, **loader))
     sampler_splits = first.sampler == "DistributedSampler" and same_on_all_ranks(
-        loader_runs, "dataset_length"
+        passes, "dataset_length"
     )
-    if first.fingerprint and sampler_splits and not differing_fields(loader_runs):
+    if first.fingerprint and sampler_splits and not differing_fields(passes):
         rows.append(warning("one data set", RunReason.DATA_SETS_DIFFER, **loader))
     return rows
 
@@ -227,28 +218,29 @@ def share_in_common(checksums: list[int], others: list[int]) -> float:
     return len(own & other) / min(len(own), len(other))
 
 
-def length_rows(records: list[RankRecord], loader_runs: list[LoaderRun]) -> list[ReportRow]:
-    check, first = "batches per epoch", loader_runs[0]
-    listed = [loader_run.batches for loader_run in loader_runs if loader_run.batches is not None]
+def length_rows(records: list[RankRecord], passes: list[LoaderPass]) -> list[ReportRow]:
+    check, first = "batches per epoch", passes[0]
+    listed = [loader_pass.batches for loader_pass in passes if loader_pass.batches is not None]
     batches = (
         listed
-        if len(listed) == len(loader_runs)
-        else [loader_run.batches_given for loader_run in loader_runs]
+        if len(listed) == len(passes)
+        else [loader_pass.batches_given for loader_pass in passes]
     )
-    if batches is not listed and not any(loader_run.ended for loader_run in loader_runs):
+    if batches is not listed and not any(loader_pass.ended for loader_pass in passes):
         return [not_seen(check, RunReason.NO_END_OF_DATA)]
     if len({*batches}) > 1:
         if Note.JOINS in records[0].notes:
             return [right(check, RunReason.UNEQUAL_BUT_JOINED, batches=batches)]
         if any(
-            loader_run.batches_given < min(n, loader_run.limit)
-            for loader_run, n in zip(loader_runs, batches, strict=True)
+            loader_pass.batches_given < min(n, loader_pass.limit)
+            for loader_pass, n in zip(passes, batches, strict=True)
         ):
             return [not_seen(check, RunReason.UNEQUAL_BUT_CUT, batches=batches)]
         return [wrong(check, RunReason.UNEQUAL_BATCHES, batches=batches, at=first.at)]
     n = batches[0]
     for sizes in zip(
-        *(loader_run.sizes[: loader_run.batches_given] for loader_run in loader_runs), strict=False
+        *(loader_pass.sizes[: loader_pass.batches_given] for loader_pass in passes),
+        strict=False,
     ):
         if len({*sizes}) > 1:
             reason = RunReason.UNEQUAL_BATCH_SIZES
@@ -256,27 +248,27 @@ def length_rows(records: list[RankRecord], loader_runs: list[LoaderRun]) -> list
     return [right(check, RunReason.EQUAL_BATCHES, batches=n)]
 
 
-def order_rows(loader_runs: list[list[LoaderRun]]) -> list[ReportRow]:
-    check, first = "order of an epoch", loader_runs[0]
-    later = [of_ranks for of_ranks in loader_runs[1:] if of_ranks[0].dataset == first[0].dataset]
+def order_rows(passes: list[list[LoaderPass]]) -> list[ReportRow]:
+    check, first = "order of an epoch", passes[0]
+    later = [of_ranks for of_ranks in passes[1:] if of_ranks[0].dataset == first[0].dataset]
     if not later:
         return [not_seen(check, RunReason.NO_SECOND_EPOCH)]
     epochs = list(zip(first, later[0], strict=True))  # the first two, of each rank
-    by_index = all(loader_run.samples_file for loader_run in (*first, *later[0]))
+    by_index = all(loader_pass.samples_file for loader_pass in (*first, *later[0]))
     if by_index and any(one.indices != two.indices for one, two in epochs):
         return [right(check, RunReason.ORDER_CHANGES)]
-    loader_run = first[0]
+    loader_pass = first[0]
     if any(one.checksums != two.checksums for one, two in epochs):
         if not by_index:
             return [right(check, RunReason.ORDER_CHANGES)]
-        if not any(loader_run.drew) and not loader_run.workers:
+        if not any(loader_pass.drew) and not loader_pass.workers:
             return [right(check, RunReason.DATA_CHANGES)]
-    loader = {"at": loader_run.at, "sampler": loader_run.sampler}
-    asked = loader_run.sampler == "DistributedSampler" and loader_run.shuffle
-    if asked or loader_run.sampler == "RandomSampler":
+    loader = {"at": loader_pass.at, "sampler": loader_pass.sampler}
+    asked = loader_pass.sampler == "DistributedSampler" and loader_pass.shuffle
+    if asked or loader_pass.sampler == "RandomSampler":
         return [wrong(check, RunReason.EPOCH_NOT_SET, **loader)]
-    if loader_run.shuffle is False or (
-        by_index and loader_run.indices == sorted(loader_run.indices)
+    if loader_pass.shuffle is False or (
+        by_index and loader_pass.indices == sorted(loader_pass.indices)
     ):
         return [right(check, RunReason.ORDER_FIXED)]
     return [warning(check, RunReason.ORDER_REPEATS, **loader)]
@@ -290,23 +282,23 @@ def dropout_rows(records: list[RankRecord]) -> list[ReportRow]:
     return []
 
 
-def augmentation_rows(loader_runs: list[LoaderRun]) -> list[ReportRow]:
+def augmentation_rows(passes: list[LoaderPass]) -> list[ReportRow]:
     """Random numbers that a rank draws while it loads, in this process or in its workers."""
-    check, first = "augmentation", loader_runs[0]
+    check, first = "augmentation", passes[0]
     drew = [
         number
         for number in range(len(generators.GENERATORS))
-        if all(loader_run.drew[number] for loader_run in loader_runs)
+        if all(loader_pass.drew[number] for loader_pass in passes)
     ]
     same = [
         generators.GENERATORS[number]
         for number in drew
-        if len({loader_run.generators[number] for loader_run in loader_runs}) == 1
+        if len({loader_pass.generators[number] for loader_pass in passes}) == 1
     ]
     seeds_workers = first.workers and first.base_seed is not None
-    if seeds_workers and same_on_all_ranks(loader_runs, "base_seed"):
-        drew_nothing = not any(loader_run.workers_drew for loader_run in loader_runs)
-        if first.is_stream or drew_nothing or not same_dataset(loader_runs):
+    if seeds_workers and same_on_all_ranks(passes, "base_seed"):
+        drew_nothing = not any(loader_pass.workers_drew for loader_pass in passes)
+        if first.is_stream or drew_nothing or not same_dataset(passes):
             return []
         return [warning(check, RunReason.WORKER_SEEDS_ALIKE, at=first.at)]
     if same:
@@ -321,15 +313,14 @@ def augmentation_rows(loader_runs: list[LoaderRun]) -> list[ReportRow]:
 def original_epoch_rows(records: list[RankRecord], original: RankRecord) -> list[ReportRow]:
     """Do all ranks together train on as many samples, in as many batches, as the original would?
     It got our batches, but its loader has a length of its own."""
-    check, loader_runs = "the original's epoch", trained_loader_runs(records)
-    loader_runs_of_original = [
-        loader_run for loader_run in original.loader_runs if loader_run.steps
+    check, passes = "the original's epoch", trained_loader_passes(records)
+    passes_of_original = [
+        loader_pass for loader_pass in original.loader_passes if loader_pass.steps
     ]
-    if not loader_runs or not loader_runs_of_original:
+    if not passes or not passes_of_original:
         return []
     epochs = [
-        loader_run.batches_and_samples
-        for loader_run in (loader_runs_of_original[0], *loader_runs[0])
+        loader_pass.batches_and_samples for loader_pass in (passes_of_original[0], *passes[0])
     ]
     known = [epoch for epoch in epochs if epoch is not None]
     if len(known) < len(epochs):
@@ -340,13 +331,13 @@ def original_epoch_rows(records: list[RankRecord], original: RankRecord) -> list
     lengths = {
         "samples": samples, "batches": batches, "world_size": len(records),
         "samples_of_original": samples_of_original, "batches_of_original": batches_of_original,
-        "at": loader_runs[0][0].at,
+        "at": passes[0][0].at,
     }  # fmt: skip
     if samples < samples_of_original:
         return [warning(check, RunReason.ORIGINAL_HAS_MORE_SAMPLES, **lengths)]
     accumulates = any(
-        loader_run.steps < loader_run.batches_given
-        for loader_run in (loader_runs[0][0], loader_runs_of_original[0])
+        loader_pass.steps < loader_pass.batches_given
+        for loader_pass in (passes[0][0], passes_of_original[0])
     )
     if batches != batches_of_original and not accumulates:
         return [warning(check, RunReason.ORIGINAL_HAS_OTHER_BATCHES, **lengths)]

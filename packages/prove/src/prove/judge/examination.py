@@ -107,7 +107,7 @@ class Examination:
 
     def without_loader(self) -> list[Comparison] | None:
         observed = self.replayed.observed
-        has_batches = any(run.steps for run in observed.loader_runs)
+        has_batches = any(each.steps for each in observed.loader_passes)
         if has_batches or observed.model_returns_loss:
             return None
         return self.no_verdict(ReplayReason.NO_LOADER)

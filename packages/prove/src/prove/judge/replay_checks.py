@@ -45,7 +45,7 @@ def is_sum_over_local_batch(replay: Replay, sequence: Replay) -> bool:
     """Rank 0 computed from its own batch what one rank computes from it: the loss did not know
     of the ranks, and is a sum. With a batch size per rank, this may be meant so."""
     sizes = [
-        loader_run.batch_size for loader_run in replay.observed.loader_runs if loader_run.steps
+        loader_pass.batch_size for loader_pass in replay.observed.loader_passes if loader_pass.steps
     ]
     if not sequence.stepped or not sizes or sequence.replayed.own_batch_size != sizes[0]:
         return False
@@ -76,7 +76,7 @@ def draws_not_given(replay: Replay, rows: list[ReportRow]) -> Comparison | None:
     """Without a loader, the original gets no draws of the ranks: nobody knows when they are due."""
     of_draws = (Check.RANDOM_DECISIONS, Check.RANDOM_NUMBERS)
     places = [at for row in rows if row.check in of_draws for at in row.facts["places"]]
-    if not places or any(run.steps for run in replay.observed.loader_runs):
+    if not places or any(each.steps for each in replay.observed.loader_passes):
         return None
     return Comparison(Outcome.NOT_COMPARED, ReplayReason.DRAWS_NOT_GIVEN, {"places": places})
 

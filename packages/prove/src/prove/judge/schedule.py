@@ -48,7 +48,7 @@ def schedules_by_batch(replay: Replay) -> list[tuple[Schedule, Schedule]]:
 
 def schedule(record: ScheduleRecord, rank: RankRecord) -> Schedule | None:
     """None: its length, or that of an epoch, is not known."""
-    trained = [loader_run for loader_run in rank.loader_runs if loader_run.steps]
+    trained = [loader_pass for loader_pass in rank.loader_passes if loader_pass.steps]
     epoch = trained[0].batches_and_samples if trained else None
     if not record.by_batch or not record.length or not record.batches or epoch is None:
         return None

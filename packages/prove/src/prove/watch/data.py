@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 
 from prove import generators
-from prove.rank_record import EVALUATION_FACTOR, LoaderRun
+from prove.rank_record import EVALUATION_FACTOR, LoaderPass
 from prove.watch.feeder import Feeder
 from prove.watch.model import ModelWatcher
 from prove.watch.rank_run import RankRun, save_tensors, where, wrap
@@ -84,8 +84,8 @@ class ListedSampler:
         return len(self.batches)
 
     def __iter__(self) -> Iterator:
-        loader_run: LoaderRun | None = getattr(self.loader, "prove_loader_run", None)
-        if loader_run is None or loader_run.is_stream:
+        loader_pass: LoaderPass | None = getattr(self.loader, "prove_loader_pass", None)
+        if loader_pass is None or loader_pass.is_stream:
             yield from self.batches
             return
         iterator, listed, samples = iter(self.batches), [], 0
@@ -95,24 +95,24 @@ class ListedSampler:
             if samples >= MOST_INDICES:
                 break
         else:
-            self.write(loader_run, listed)
+            self.write(loader_pass, listed)
         yield from listed
         yield from iterator
 
-    def write(self, loader_run: LoaderRun, listed: list) -> None:
+    def write(self, loader_pass: LoaderPass, listed: list) -> None:
         batches = [batch if isinstance(batch, list | tuple) else [batch] for batch in listed]
         try:
             drawn = torch.tensor([int(i) for batch in batches for i in batch], dtype=torch.long)
         except (TypeError, ValueError):  # a sampler of keys that are no numbers
             return
-        loader_run.batches = len(batches)
-        loader_run.sizes = [len(batch) for batch in batches[:MOST_SIZES]]
+        loader_pass.batches = len(batches)
+        loader_pass.sizes = [len(batch) for batch in batches[:MOST_SIZES]]
         _, may_draw = without_subsets(self.loader.dataset)
         indices = drawn if may_draw is None else may_draw[drawn]
         settings, rank = self.run.settings, self.run.record.rank
-        file = f"{settings.folder}/{settings.name}.{rank}.pass{loader_run.number}.pt"
+        file = f"{settings.folder}/{settings.name}.{rank}.pass{loader_pass.number}.pt"
         save_tensors({"indices": indices, "may_draw": may_draw}, file)
-        loader_run.samples_file = file  # now that it is whole
+        loader_pass.samples_file = file  # now that it is whole
 
 
 def batches_and_samples(loader: Any) -> tuple[int, int] | None:
@@ -134,38 +134,39 @@ class LoaderWatcher:
     def __init__(self, run: RankRun, model: ModelWatcher) -> None:
         self.run, self.model, self.steps, self.feeder = run, model, model.steps, model.feeder
         self.datasets: list[Any] = []  # held, so that no other one gets its place in memory
-        self.loader_runs_fed = 0  # in a replay, so far
+        self.loader_passes_fed = 0  # in a replay, so far
 
     def iterate(self, iterate: Callable, loader: Any) -> Any:
         """In the place of a loader's own __iter__, which `iterate` is."""
-        run, loader_runs = self.run, self.run.record.loader_runs
+        run, loader_passes = self.run, self.run.record.loader_passes
         training = torch.is_grad_enabled()
         self.steps.end_batch()
-        loader_run = self.begin(loader)
+        loader_pass = self.begin(loader)
         epochs = sum(
-            earlier.steps > 0 and earlier.dataset == loader_run.dataset for earlier in loader_runs
+            earlier.steps > 0 and earlier.dataset == loader_pass.dataset
+            for earlier in loader_passes
         )
         if training and epochs:
             run.in_second_epoch = True
             if not run.replaying:
                 self.steps.note_rates()
                 if epochs >= 2 and run.joined:
-                    loader_runs.pop()  # it gives nothing any more
+                    loader_passes.pop()  # it gives nothing any more
                     run.end_early()
         object.__setattr__(loader, "prove_has_begun", training)
         if self.feeder and training:
-            batches = self.batches_to_feed(self.feeder, loader, loader_run)
+            batches = self.batches_to_feed(self.feeder, loader, loader_pass)
             if batches is not None:
                 return batches
-        object.__setattr__(loader, "prove_loader_run", loader_run)
+        object.__setattr__(loader, "prove_loader_pass", loader_pass)
         iterator = recording_iterator(loader, iterate, run.settings.folder)
-        loader_run.base_seed = getattr(iterator, "_base_seed", None)
+        loader_pass.base_seed = getattr(iterator, "_base_seed", None)
         if training and not run.replaying and not run.in_second_epoch:
-            loader_run.replay_number = len(run.tensors["batches"])
+            loader_pass.replay_number = len(run.tensors["batches"])
             run.tensors["batches"].append([])
-        return self.own_batches(iterator, loader_run, loader)
+        return self.own_batches(iterator, loader_pass, loader)
 
-    def begin(self, loader: Any) -> LoaderRun:
+    def begin(self, loader: Any) -> LoaderPass:
         """The record of a new pass."""
         dataset, record = loader.dataset, self.run.record
         base, _ = without_subsets(dataset)
@@ -173,14 +174,14 @@ class LoaderWatcher:
         length = None if is_stream or not hasattr(base, "__len__") else len(base)
         number = self.number_of_dataset(loader, length)
         earlier = [
-            (loader_run.fingerprint, loader_run.fields)
-            for loader_run in record.loader_runs
-            if loader_run.dataset == number
+            (loader_pass.fingerprint, loader_pass.fields)
+            for loader_pass in record.loader_passes
+            if loader_pass.dataset == number
         ]
         of_samples, fields = earlier[0] if earlier else fingerprint(base)
         sampler, shuffle = sampler_of(loader)
-        loader_run = LoaderRun(
-            number=len(record.loader_runs),
+        loader_pass = LoaderPass(
+            number=len(record.loader_passes),
             loader=loader.prove_number,
             at=loader.prove_at,
             sampler=sampler,
@@ -200,14 +201,14 @@ class LoaderWatcher:
             generators=generators.state_digests(),
             fields=fields,
         )
-        record.loader_runs.append(loader_run)
-        return loader_run
+        record.loader_passes.append(loader_pass)
+        return loader_pass
 
     def number_of_dataset(self, loader: Any, length: int | None) -> int:
         """Of the data set of a loader; the same for what the script makes anew for each epoch, at
         the same place."""
         if torch.is_grad_enabled():
-            for earlier in self.run.record.loader_runs:
+            for earlier in self.run.record.loader_passes:
                 is_same_place = earlier.at == loader.prove_at
                 is_made_again = is_same_place and earlier.loader != loader.prove_number
                 if is_made_again and earlier.with_gradients and earlier.dataset_length == length:
@@ -218,75 +219,77 @@ class LoaderWatcher:
         self.datasets.append(loader.dataset)
         return len(self.datasets) - 1
 
-    def own_batches(self, iterator: Iterator, loader_run: LoaderRun, loader: Any) -> Iterator:
+    def own_batches(self, iterator: Iterator, loader_pass: LoaderPass, loader: Any) -> Iterator:
         """The batches of the loader itself, until there are enough."""
         run, model, steps = self.run, self.model, self.steps
         size, before, looks_ahead = 0, len(run.record.model_calls), False
         while True:
             steps.end_batch()
-            loader_run.backwards = model.backwards - loader_run.backwards_before
-            if loader_run.batches_given == 1:
+            loader_pass.backwards = model.backwards - loader_pass.backwards_before
+            if loader_pass.batches_given == 1:
                 called = len(run.record.model_calls) > before
-                looks_ahead = not loader_run.backwards and not called
+                looks_ahead = not loader_pass.backwards and not called
             batch = None
-            if not self.is_enough(loader_run, getattr(loader, "prove_was_asked", False)):
-                batch = next_batch(iterator, loader_run)
+            if not self.is_enough(loader_pass, getattr(loader, "prove_was_asked", False)):
+                batch = next_batch(iterator, loader_pass)
             if batch is None:
-                if looks_ahead and loader_run.with_gradients:
-                    self.begin_batch(loader_run, loader_run.batches_given + 1, size)
+                if looks_ahead and loader_pass.with_gradients:
+                    self.begin_batch(loader_pass, loader_pass.batches_given + 1, size)
                 return
-            size = self.note_batch(loader_run, batch)
-            if loader_run.with_gradients:
+            size = self.note_batch(loader_pass, batch)
+            if loader_pass.with_gradients:
                 model.keep_start()
-                self.begin_batch(loader_run, loader_run.batches_given, size)
+                self.begin_batch(loader_pass, loader_pass.batches_given, size)
             yield as_double(batch.batch) if run.settings.float64 else batch.batch
 
-    def is_enough(self, loader_run: LoaderRun, was_asked: bool) -> bool:
+    def is_enough(self, loader_pass: LoaderPass, was_asked: bool) -> bool:
         """Has the script had its batches of this pass? Where several make one step, it gets more,
         but no more than its length, if the script has asked for that."""
-        given, batches = loader_run.batches_given, self.run.settings.batches
-        if self.run.replaying or not loader_run.with_gradients:
-            return given >= self.most_batches(loader_run.with_gradients)
+        given, batches = loader_pass.batches_given, self.run.settings.batches
+        if self.run.replaying or not loader_pass.with_gradients:
+            return given >= self.most_batches(loader_pass.with_gradients)
         if given < batches:
             return False
         if given == batches and not was_asked:
-            loader_run.accumulates = loader_run.backwards > 0 and loader_run.steps <= batches // 2
-        if not loader_run.accumulates:
+            loader_pass.accumulates = (
+                loader_pass.backwards > 0 and loader_pass.steps <= batches // 2
+            )
+        if not loader_pass.accumulates:
             return True
-        return loader_run.steps >= batches or given >= MOST_MICRO_BATCHES * batches
+        return loader_pass.steps >= batches or given >= MOST_MICRO_BATCHES * batches
 
-    def note_batch(self, loader_run: LoaderRun, batch: Collated) -> int:
+    def note_batch(self, loader_pass: LoaderPass, batch: Collated) -> int:
         """Its size."""
         run = self.run
-        loader_run.workers_drew |= batch.drew
-        batch = with_checksums(batch, loader_run)
+        loader_pass.workers_drew |= batch.drew
+        batch = with_checksums(batch, loader_pass)
         size = len(batch.checksums) if batch.file else batch_size_of(batch.batch)
-        if loader_run.batches is None:
-            loader_run.sizes.append(size)
-        loader_run.batches_given += 1
-        if len(loader_run.contents) < run.settings.batches:
-            loader_run.contents.append(batch.checksums)
-            loader_run.inputs.append(batch.inputs or batch.checksums)
-        run.current_loader_run = loader_run
-        if loader_run.replay_number is not None:
-            self.keep_batch(loader_run, size, batch)
+        if loader_pass.batches is None:
+            loader_pass.sizes.append(size)
+        loader_pass.batches_given += 1
+        if len(loader_pass.contents) < run.settings.batches:
+            loader_pass.contents.append(batch.checksums)
+            loader_pass.inputs.append(batch.inputs or batch.checksums)
+        run.current_loader_pass = loader_pass
+        if loader_pass.replay_number is not None:
+            self.keep_batch(loader_pass, size, batch)
         run.note_event()
         return size
 
-    def keep_batch(self, loader_run: LoaderRun, size: int, batch: Collated) -> None:
+    def keep_batch(self, loader_pass: LoaderPass, size: int, batch: Collated) -> None:
         try:
             frozen = freeze(batch.batch)
         except Exception as error:  # whatever a class of the script's raises when it is pickled
-            text = f"a batch of {loader_run.at} cannot be pickled: {error}"
+            text = f"a batch of {loader_pass.at} cannot be pickled: {error}"
             self.run.record.why_not_kept = text[:200]
             return
         kept = RecordedBatch(size, batch.file, frozen)
-        self.run.tensors["batches"][loader_run.replay_number].append(kept)
+        self.run.tensors["batches"][loader_pass.replay_number].append(kept)
 
-    def begin_batch(self, loader_run: LoaderRun, number: int, size: int) -> None:
+    def begin_batch(self, loader_pass: LoaderPass, number: int, size: int) -> None:
         """Who looks ahead, as Accelerate does, computes a batch after asking for the next one: the
         last one after the end."""
-        kept = -1 if loader_run.replay_number is None else loader_run.replay_number
+        kept = -1 if loader_pass.replay_number is None else loader_pass.replay_number
         self.steps.begin_batch((kept, number), [size], [])
 
     def most_batches(self, training: bool) -> int:
@@ -304,21 +307,21 @@ class LoaderWatcher:
         return min(length(loader), self.most_batches(torch.is_grad_enabled()))
 
     def batches_to_feed(
-        self, feeder: Feeder, loader: Any, loader_run: LoaderRun
+        self, feeder: Feeder, loader: Any, loader_pass: LoaderPass
     ) -> Iterator | None:
         """Recorded ones, for the next pass; None: there was no such pass in the first epoch."""
-        record, number = self.run.record, self.loader_runs_fed
-        self.loader_runs_fed += 1
+        record, number = self.run.record, self.loader_passes_fed
+        self.loader_passes_fed += 1
         if number < feeder.passes:
             record.own_batch_size = record.own_batch_size or loader.batch_size
-            return self.recorded_batches(feeder, number, loader_run, loader.collate_fn)
+            return self.recorded_batches(feeder, number, loader_pass, loader.collate_fn)
         if record.steps:
             self.steps.note_rates()
             self.run.end_early()
         return None
 
     def recorded_batches(
-        self, feeder: Feeder, number: int, loader_run: LoaderRun, collate: Callable | None
+        self, feeder: Feeder, number: int, loader_pass: LoaderPass, collate: Callable | None
     ) -> Iterator:
         run, steps = self.run, self.steps
         positions, sources = feeder.positions(number), []
@@ -326,12 +329,12 @@ class LoaderWatcher:
         for position in range(positions):
             for ranks in feeder.groups():
                 steps.end_batch()
-                if loader_run.batches_given == 1:
+                if loader_pass.batches_given == 1:
                     looks_ahead = self.calls_so_far() == before
                 batch, sources = feeder.batch(number, position, ranks, collate)
-                loader_run.batches_given += 1
-                loader_run.sizes.append(sum(feeder.sizes))
-                run.current_loader_run = loader_run
+                loader_pass.batches_given += 1
+                loader_pass.sizes.append(sum(feeder.sizes))
+                run.current_loader_pass = loader_pass
                 self.model.keep_start()
                 steps.begin_batch((number, position + 1), feeder.sizes, sources)
                 yield batch
@@ -354,25 +357,25 @@ def sampler_of(loader: Any) -> tuple[str, bool | None]:
     return type(sampler).__name__, None if shuffle is None else bool(shuffle)
 
 
-def next_batch(iterator: Iterator, loader_run: LoaderRun) -> Collated | None:
+def next_batch(iterator: Iterator, loader_pass: LoaderPass) -> Collated | None:
     """None: there is none. The record says which generators have drawn for it."""
     before = generators.state_digests()
     batch = next(iterator, END)
-    loader_run.ended = batch is END
-    if loader_run.ended:
+    loader_pass.ended = batch is END
+    if loader_pass.ended:
         return None
     after = generators.state_digests()
-    if loader_run.batches_given:  # not at the first batch, where a sampler draws its seed
+    if loader_pass.batches_given:  # not at the first batch, where a sampler draws its seed
         changes = [old != new for old, new in zip(before, after, strict=True)]
-        loader_run.drew = [a or b for a, b in zip(loader_run.drew, changes, strict=True)]
+        loader_pass.drew = [a or b for a, b in zip(loader_pass.drew, changes, strict=True)]
     return batch if isinstance(batch, Collated) else Collated(batch, None, [], [])
 
 
-def with_checksums(batch: Collated, loader_run: LoaderRun) -> Collated:
+def with_checksums(batch: Collated, loader_pass: LoaderPass) -> Collated:
     """Of its rows, if its samples are not known, or are none of those that the sampler listed."""
     is_known = bool(batch.file)
-    if is_known and loader_run.batches is not None and not loader_run.is_stream:
-        listed = loader_run.sizes[loader_run.batches_given : loader_run.batches_given + 1]
+    if is_known and loader_pass.batches is not None and not loader_pass.is_stream:
+        listed = loader_pass.sizes[loader_pass.batches_given : loader_pass.batches_given + 1]
         if listed and listed[0] != len(batch.checksums):  # __getitems__ gave something else
             is_known = False
     return batch if is_known else Collated(batch.batch, None, checksums_of_rows(batch.batch), [])

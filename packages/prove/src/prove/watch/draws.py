@@ -32,7 +32,7 @@ DRAWS_OF_PLACES = (
 
 
 class DrawKey(NamedTuple):
-    batch: tuple[int, int]  # the loader run and the number of the batch
+    batch: tuple[int, int]  # the pass over a loader and the number of the batch
     at: str
     name: str
     number: int  # of this call, at this place and in this batch

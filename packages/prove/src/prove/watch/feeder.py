@@ -100,10 +100,10 @@ class Feeder:
             Mode.WHOLE,
             Mode.CONTROL,
         )
-        self.recorded_loader_runs = [
-            loader_run
-            for loader_run in observed.loader_runs
-            if loader_run.replay_number is not None
+        self.recorded_loader_passes = [
+            loader_pass
+            for loader_pass in observed.loader_passes
+            if loader_pass.replay_number is not None
         ]
         self.in_sequence = self.mode == Mode.SEQUENCE
         self.sizes = [1]  # samples of each rank in the batch that is computed now
@@ -140,7 +140,7 @@ class Feeder:
         return as_double(nested) if self.run.settings.float64 else nested
 
     def batches_of(self, loader: Any) -> int | None:
-        for recorded in self.recorded_loader_runs:
+        for recorded in self.recorded_loader_passes:
             if recorded.loader == loader.prove_number and torch.is_grad_enabled():
                 batches = min(recorded.batches or recorded.batches_given, recorded.limit)
                 return batches * (self.world_size if self.in_sequence else 1)

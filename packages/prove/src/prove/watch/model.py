@@ -141,8 +141,8 @@ class ModelWatcher:
             ddp.forwards_around[where()] = ddp.forwards_around.get(where(), 0) + 1
         tensors = tensors_in(list(inputs))
         if len(run.record.model_calls) < MOST_CALLS and tensors:
-            loader_run = run.current_loader_run
-            batch = (loader_run.number, loader_run.batches_given) if loader_run else (0, 0)
+            loader_pass = run.current_loader_pass
+            batch = (loader_pass.number, loader_pass.batches_given) if loader_pass else (0, 0)
             rows, size = batch_size_of(inputs[0]), run.current_batch_size()
             run.record.model_calls.append(ModelCall(checksum(tensors[0]), rows, batch, size))
 

@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from prove.rank_record import (
     SECONDS_PER_BEAT,
     Ended,
-    LoaderRun,
+    LoaderPass,
     Mode,
     Note,
     RankRecord,
@@ -108,7 +108,9 @@ class RankRun:
         self.joined = self.written = False
         self.in_second_epoch = False
         self.running_modules: list[torch.nn.Module] = []  # in forward, the innermost last
-        self.current_loader_run: LoaderRun | None = None  # over the loader that gave the last batch
+        self.current_loader_pass: LoaderPass | None = (
+            None  # over the loader that gave the last batch
+        )
         self.at_end: list[Callable[[], None]] = []  # they complete the record and the tensors
         self.writing = threading.Lock()
         self.begin_in_this_process()
@@ -134,7 +136,7 @@ class RankRun:
         self.record.notes.setdefault(note, where())
 
     def has_no_loader(self) -> bool:
-        return not any(loader_run.with_gradients for loader_run in self.record.loader_runs)
+        return not any(loader_pass.with_gradients for loader_pass in self.record.loader_passes)
 
     def running_batchnorm(self) -> str:
         """The class of the BatchNorm layer that this rank computes now, if it is one."""
@@ -142,7 +144,7 @@ class RankRun:
         return "".join(layers)
 
     def current_batch_size(self) -> int | None:
-        current = self.current_loader_run
+        current = self.current_loader_pass
         known = current is not None and 0 < current.batches_given <= len(current.sizes)
         return current.sizes[current.batches_given - 1] if current and known else None
 
@@ -195,7 +197,8 @@ class RankRun:
     def write_failure(self, error: BaseException) -> None:
         """The record of a script that ends with an error."""
         cut = not self.joined or any(
-            loader_run.batches_given >= loader_run.limit for loader_run in self.record.loader_runs
+            loader_pass.batches_given >= loader_pass.limit
+            for loader_pass in self.record.loader_passes
         )
         if cut and "StopIteration" in f"{type(error).__name__} {error}":
             self.end_early()  # the script asked for more batches than we give

@@ -34,8 +34,8 @@ class WatchedSchedule:
     def note_step(self, run: RankRun) -> None:
         self.rates.append(rate_of(self.scheduler))
         self.record.steps += 1
-        if loader_run := run.current_loader_run:
-            self.batches.setdefault(loader_run.number, set()).add(loader_run.batches_given)
+        if loader_pass := run.current_loader_pass:
+            self.batches.setdefault(loader_pass.number, set()).add(loader_pass.batches_given)
 
     def finish(self) -> None:
         record = self.record
@@ -57,7 +57,7 @@ class ScheduleWatcher:
 
     def step(self, original: Callable, scheduler: Any, args: tuple, kwargs: dict) -> Any:
         run = self.run
-        if self.depth or run.current_loader_run is None:  # one in another; or it is being made
+        if self.depth or run.current_loader_pass is None:  # one in another; or it is being made
             return original(scheduler, *args, **kwargs)
         at = where()
         if isinstance(scheduler, ReduceLROnPlateau):

@@ -158,12 +158,12 @@ class StepWatcher:
                 self.feeder.use_recorded_schedule(optimizer, number, len(steps) - 1)
 
     def step_of(self, optimizer: Optimizer) -> OptimizerStep:
-        parameters, loader_run = parameters_of(optimizer), self.run.current_loader_run
+        parameters, loader_pass = parameters_of(optimizer), self.run.current_loader_pass
         gradients = [p.grad for p in parameters]
         local = [self.local.get(id(p), LocalGradient()) for p in parameters]
         return OptimizerStep(
             at=where(),
-            batch=loader_run.batches_given if loader_run else 0,
+            batch=loader_pass.batches_given if loader_pass else 0,
             batch_size=self.run.current_batch_size(),
             learning_rates=rates_of(optimizer),
             loss_scale=self.run.record.loss_scale,
@@ -186,8 +186,8 @@ class StepWatcher:
             self.write_weights(optimizer)
         run.record.steps += 1
         run.note_event()
-        if run.current_loader_run:
-            run.current_loader_run.steps += 1
+        if run.current_loader_pass:
+            run.current_loader_pass.steps += 1
         for p in parameters_of(optimizer):
             self.local[id(p)] = LocalGradient()
         enough = run.record.steps >= STEPS_PER_BATCH * run.settings.batches and not run.replaying
