@@ -12,15 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from prove import NotJudgedError, processes
-from prove.judge import data, printed_numbers, replay_checks, schedule
+from prove.judge import printed_numbers, replay_checks, schedule
 from prove.judge.compare_steps import Comparison, Outcome, comparisons, worst
 from prove.judge.effects import effect_rows, error_of
+from prove.judge.epochs import epoch_rows, original_epoch_rows
 from prove.judge.evaluation import evaluation_rows
 from prove.judge.examination import Examination
 from prove.judge.model import model_rows
 from prove.judge.reasons import Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
+from prove.judge.samples import same_contents, sample_rows
 from prove.judge.table import NOT_SEEN, RIGHT, WRONG, Check, ReportRow, not_seen
 from prove.rank_record import Ended, Mode, Note
 from prove.runs import Runs, command_of_one_rank, failed
@@ -48,7 +50,7 @@ class Prover:
         if outcome.hang:
             return
         if failed(outcome) or not records:
-            rows = effect_rows(outcome) + data.data_rows(records)
+            rows = effect_rows(outcome) + sample_rows(records) + epoch_rows(records)
             if not any(row.verdict == WRONG for row in rows):
                 raise NotJudgedError(f"the script fails by itself: {error_of(outcome)}")
         elif not any(
@@ -64,7 +66,7 @@ class Prover:
         if any(record.world_size > len(records) for record in records):
             facts = {"present": len(records), "world_size": records[0].world_size}
             return [*rows, not_seen("ranks", ReplayReason.RECORDS_MISSING, **facts)]
-        rows += data.data_rows(records)
+        rows += sample_rows(records) + epoch_rows(records)
         rows += evaluation_rows(records)
         if observed.hang:
             return [*rows, not_seen(Check.ONE_RANK, ReplayReason.RUN_HANGS)]
@@ -98,7 +100,7 @@ class Prover:
             compared = [unsure] if unsure else compared
         records, original = self.observed.records, replayed.replayed
         result = [each.row(Check.ORIGINAL) for each in compared]
-        return result + data.original_epoch_rows(records, original)
+        return result + original_epoch_rows(records, original)
 
     def why_no_replay(self, command: list[str] | None) -> Comparison | None:
         """None: one rank can compute from the batches of all."""
@@ -110,7 +112,7 @@ class Prover:
             reason = ReplayReason.WHICH_COMMAND
         elif Note.MODEL_IS_DIVIDED in records[0].notes:
             reason = ReplayReason.MODEL_DIVIDED
-        elif self.runs.settings.rows_are_split and not data.same_contents(records):
+        elif self.runs.settings.rows_are_split and not same_contents(records):
             reason = ReplayReason.OTHER_ROWS
         elif any(record.why_not_kept for record in records):
             texts = [record.why_not_kept for record in records if record.why_not_kept]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from prove import NotJudgedError, processes
-from prove.judge import data
+from prove.judge import samples
 from prove.judge.effects import error_of
 from prove.judge.replay import Replay
 from prove.judge.table import NotObservedError
@@ -123,11 +123,11 @@ class Runs:
                     break  # it fails by itself: no attempt of ours will help
         else:
             raise NotObservedError(error_of(outcome))
-        self.observed = replace(outcome, records=data.with_samples(outcome.records))
+        self.observed = replace(outcome, records=samples.with_samples(outcome.records))
         self.settings = replace(
             self.settings,
             world_size=len(outcome.records) or self.settings.world_size,
-            rows_are_split=data.rows_are_split(self.observed.records),
+            rows_are_split=samples.rows_are_split(self.observed.records),
         )
 
     def run_bare(self, outcome: processes.RunOutcome) -> processes.RunOutcome:

@@ -1,6 +1,6 @@
 """What the records of the ranks say. Read on in this order:
 
-effects.py, data.py, evaluation.py, model.py    the run of all ranks
+effects.py, samples.py, epochs.py, evaluation.py, model.py    the run of all ranks
 replay.py, compare_steps.py    what all ranks computed against what one rank computed
 examination.py   more runs, where the two differ
 replay_checks.py, schedule.py, printed_numbers.py    what else a replay says

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from prove.judge.data import NEARLY_ALL, same_dataset, sample_count, trained_loader_passes
 from prove.judge.reasons import Reason
 from prove.judge.run_reasons import RunReason
+from prove.judge.samples import NEARLY_ALL, same_dataset, sample_count, trained_loader_passes
 from prove.judge.table import RIGHT, ReportRow, not_seen, right, warning
 from prove.rank_record import EVALUATION_FACTOR, MOST_COLLECTIVES, LoaderPass, Note, RankRecord
 

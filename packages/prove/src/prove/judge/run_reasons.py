@@ -52,7 +52,7 @@ class RunReason(Reason):
         Heading.PRINTS,
     )
 
-    # data: samples
+    # samples
     NO_INPUTS = "no step in a pass over a DataLoader, nor inputs that differ"
     SAME_INPUTS = (
         "all ranks call the model with the same tensors, {calls} times",
@@ -124,7 +124,7 @@ class RunReason(Reason):
         Heading.LOSS,
     )
 
-    # data: batches, order, draws
+    # epochs: batches, order, draws
     NO_END_OF_DATA = "no rank reached the end of its data"
     UNEQUAL_BUT_JOINED = "{batches!s}, and Join lets the shorter ones wait"
     UNEQUAL_BUT_CUT = "{batches!s}, but the script ends its epochs earlier"
