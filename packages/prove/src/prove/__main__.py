@@ -42,7 +42,7 @@ def print_to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def write_json(file: Path | None, rows: list[ReportRow], unseen: list[str], error: str) -> None:
+def write_json(file: Path | None, rows: list[ReportRow], unseen: list[Check], error: str) -> None:
     if file:
         result = {"rows": [row.as_json() for row in rows], "unseen": unseen, "error": error}
         file.write_text(json.dumps(result, indent=1, default=str))

@@ -266,7 +266,7 @@ def wait_for_different_things(records: list[RankRecord]) -> bool:
     for rank in records:
         if rank.progress.collective:
             places.add((len(rank.collectives), rank.progress.collective.name))
-        elif rank.ended in (Ended.NOT_YET, *Ended.WELL):
+        elif rank.ended != Ended.WITH_ERROR:
             places.add((-1, rank.ended))
     return any(rank.progress.collective for rank in records) and len(places) > 1
 

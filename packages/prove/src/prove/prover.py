@@ -24,7 +24,7 @@ from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.samples import same_contents, sample_rows
 from prove.judge.table import NOT_SEEN, RIGHT, WRONG, Check, ReportRow, not_seen
-from prove.rank_record import Ended, Mode, Note
+from prove.rank_record import Mode, Note, ReplayVariant
 from prove.runs import Runs, command_of_one_rank, failed
 from prove.watch.effects import restore_files
 
@@ -65,12 +65,12 @@ class Prover:
         rows = effect_rows(observed)
         if any(record.world_size > len(records) for record in records):
             facts = {"present": len(records), "world_size": records[0].world_size}
-            return [*rows, not_seen("ranks", ReplayReason.RECORDS_MISSING, **facts)]
+            return [*rows, not_seen(Check.RANKS, ReplayReason.RECORDS_MISSING, **facts)]
         rows += sample_rows(records) + epoch_rows(records)
         rows += evaluation_rows(records)
         if observed.hang:
             return [*rows, not_seen(Check.ONE_RANK, ReplayReason.RUN_HANGS)]
-        if not all(record.ended in Ended.WELL for record in records):
+        if not all(record.ended.is_well for record in records):
             return [
                 *rows,
                 not_seen(Check.ONE_RANK, ReplayReason.RUN_FAILS, message=error_of(observed)),
@@ -142,7 +142,7 @@ class Prover:
         whole_batch_replay = self.runs.replay(Mode.WHOLE, command) if is_small else None
         return result + replay_checks.batchnorm_rows(replayed, whole_batch_replay)
 
-    def number_rows(self, replayed: Replay, variant: str) -> list[ReportRow]:
+    def number_rows(self, replayed: Replay, variant: ReplayVariant) -> list[ReportRow]:
         """What is printed; the control tells results from times."""
         if not printed_numbers.need_control(replayed):
             return printed_numbers.printed_rows(replayed)

@@ -72,21 +72,27 @@ class Runs:
         finally:
             restore_files(Path(settings.folder))
 
-    def run_all_ranks(self, variant: str) -> processes.RunOutcome:
+    def run_all_ranks(self, variant: ReplayVariant) -> processes.RunOutcome:
         """Again, each rank fed its own records."""
         return self.run(self.settings_of(Mode.CONTROL, variant), self.args.command)
 
-    def settings_of(self, mode: str, variant: str) -> Settings:
+    def settings_of(self, mode: Mode, variant: ReplayVariant) -> Settings:
         dropout = variant != ReplayVariant.NO_DROPOUT
         return replace(self.settings, mode=mode, variant=variant, dropout=dropout)
 
-    def replay(self, mode: str, command: list[str], variant: str = "", gpus: int = 1) -> Replay:
+    def replay(
+        self,
+        mode: Mode,
+        command: list[str],
+        variant: ReplayVariant = ReplayVariant.USUAL,
+        gpus: int = 1,
+    ) -> Replay:
         settings = replace(self.settings, mode=mode, variant=variant, gpus=gpus)
         outcome = self.run(settings, command)
         names = (Mode.OBSERVE, settings.name)
         return Replay(self.observed, outcome, settings.folder, names)
 
-    def replay_of_control(self, command: list[str], variant: str) -> Replay | None:
+    def replay_of_control(self, command: list[str], variant: ReplayVariant) -> Replay | None:
         """All ranks and one rank, both with the draws of this variant. None: they do not run."""
         control = self.run_all_ranks(variant)
         if len(control.records) < len(self.observed.records) or control.status:

@@ -14,7 +14,7 @@ from torch import Tensor
 from prove.judge.reasons import Reason
 from prove.judge.replay import Gradients, Replay
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.table import ReportRow, not_seen, right, warning, wrong
+from prove.judge.table import Check, ReportRow, not_seen, right, warning, wrong
 from prove.rank_record import OptimizerRecord, OptimizerStep
 
 FLOAT64_LIMIT = 1e-9  # how far rounding can bring equal gradients apart, in units of their length
@@ -38,7 +38,7 @@ class Comparison:
     reason: Reason
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def row(self, check: str) -> ReportRow:
+    def row(self, check: Check) -> ReportRow:
         if self.outcome == Outcome.EQUAL:
             return right(check, self.reason, **self.facts)
         if self.outcome == Outcome.DIFFERENT:

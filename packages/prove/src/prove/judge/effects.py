@@ -6,7 +6,7 @@ from typing import Any
 
 from prove.judge.reasons import Phrase
 from prove.judge.run_reasons import RunReason
-from prove.judge.table import ReportRow, right, warning, wrong
+from prove.judge.table import Check, ReportRow, right, warning, wrong
 from prove.judge.wording import phrase
 from prove.processes import RunOutcome
 from prove.rank_record import Collective, Ended, OpenedFile, RankRecord
@@ -39,13 +39,13 @@ def unfinished_rows(records: list[RankRecord]) -> list[ReportRow]:
     if not stopped or (error := stopped[0].error) is None:
         return []
     facts = {"ranks": [rank.rank for rank in stopped], "steps": stopped[0].steps, "at": error.at}
-    return [wrong("unused parameters", RunReason.REDUCTION_UNFINISHED, **facts)]
+    return [wrong(Check.UNUSED_PARAMETERS, RunReason.REDUCTION_UNFINISHED, **facts)]
 
 
 def collective_rows(outcome: RunOutcome) -> list[ReportRow]:
     records = outcome.records
     wait_for_ever = outcome.hang or have_parted(outcome)
-    have_ended = all(rank.ended in Ended.WELL for rank in records)
+    have_ended = all(rank.ended.is_well for rank in records)
     difference = first_difference(records) or (
         missed_call(records) if wait_for_ever or have_ended else None
     )
@@ -53,12 +53,12 @@ def collective_rows(outcome: RunOutcome) -> list[ReportRow]:
         ranks = [state_of(rank, outcome.hang) for rank in records]
         if difference:
             reason = RunReason.HANG_BY_DIFFERENCE
-            return [wrong("hang", reason, ranks=ranks, difference=difference)]
-        return [wrong("hang", RunReason.HANG, ranks=ranks)]
+            return [wrong(Check.HANG, reason, ranks=ranks, difference=difference)]
+        return [wrong(Check.HANG, RunReason.HANG, ranks=ranks)]
     if difference:
-        return [wrong("collectives", RunReason.COLLECTIVES_DIFFER, difference=difference)]
+        return [wrong(Check.COLLECTIVES, RunReason.COLLECTIVES_DIFFER, difference=difference)]
     calls = len(records[0].collectives)
-    return [right("collectives", RunReason.COLLECTIVES_ALIKE, calls=calls)]
+    return [right(Check.COLLECTIVES, RunReason.COLLECTIVES_ALIKE, calls=calls)]
 
 
 def error_is(rank: RankRecord, kind: re.Pattern) -> bool:
@@ -71,7 +71,7 @@ def have_parted(outcome: RunOutcome) -> bool:
     records = outcome.records
     misfit = bool(OTHER_MESSAGE.search(outcome.log))
     lost = any(error_is(rank, LOST_CONNECTION) for rank in records)
-    some_left = any(rank.ended in Ended.WELL for rank in records)
+    some_left = any(rank.ended.is_well for rank in records)
     own = [rank for rank in records if rank.error and not is_of_the_connection(rank)]
     return not own and (misfit or (lost and some_left))
 
@@ -142,13 +142,13 @@ def file_rows(records: list[RankRecord]) -> list[ReportRow]:
         trained = all(opened.steps_before for opened in openings)
         facts = {"path": os.path.relpath(path), "ranks": sorted(by_rank), "at": openings[0].at}
         if not truncates:
-            rows.append(warning("files", RunReason.FILE_THAT_GROWS, **facts))
+            rows.append(warning(Check.FILES, RunReason.FILE_THAT_GROWS, **facts))
         elif not trained:
-            rows.append(warning("files", RunReason.FILE_BEFORE_TRAINING, **facts))
+            rows.append(warning(Check.FILES, RunReason.FILE_BEFORE_TRAINING, **facts))
         else:
-            rows.append(wrong("files", RunReason.FILE_OF_SEVERAL_RANKS, **facts))
+            rows.append(wrong(Check.FILES, RunReason.FILE_OF_SEVERAL_RANKS, **facts))
     if writers and not rows:
-        return [right("files", RunReason.FILES_OF_ONE_RANK, files=len(writers))]
+        return [right(Check.FILES, RunReason.FILES_OF_ONE_RANK, files=len(writers))]
     return rows[:MOST_ROWS]
 
 
@@ -174,7 +174,7 @@ def print_rows(records: list[RankRecord]) -> list[ReportRow]:
         return []
     places = dict(line for line in reversed(without_numbers(records[0])) if line in common)
     lines = [phrase(Phrase.LINE, text=text[:50], at=at) for at, text in sorted(places.items())]
-    return [warning("printing", RunReason.PRINTED_BY_ALL, lines=lines)]
+    return [warning(Check.PRINTING, RunReason.PRINTED_BY_ALL, lines=lines)]
 
 
 def error_of(outcome: RunOutcome) -> str:

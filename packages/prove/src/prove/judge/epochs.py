@@ -9,7 +9,7 @@ from prove.judge.samples import (
     share_one_data_set,
     trained_loader_passes,
 )
-from prove.judge.table import ReportRow, not_seen, right, warning, wrong
+from prove.judge.table import Check, ReportRow, not_seen, right, warning, wrong
 from prove.rank_record import LoaderPass, Note, RankRecord
 
 
@@ -22,7 +22,7 @@ def epoch_rows(records: list[RankRecord]) -> list[ReportRow]:
 
 
 def length_rows(records: list[RankRecord], passes: list[LoaderPass]) -> list[ReportRow]:
-    check, first = "batches per epoch", passes[0]
+    check, first = Check.BATCHES_PER_EPOCH, passes[0]
     listed = [loader_pass.batches for loader_pass in passes if loader_pass.batches is not None]
     batches = (
         listed
@@ -52,7 +52,7 @@ def length_rows(records: list[RankRecord], passes: list[LoaderPass]) -> list[Rep
 
 
 def order_rows(passes: list[list[LoaderPass]]) -> list[ReportRow]:
-    check, first = "order of an epoch", passes[0]
+    check, first = Check.ORDER, passes[0]
     later = [of_ranks for of_ranks in passes[1:] if of_ranks[0].dataset == first[0].dataset]
     if not later:
         return [not_seen(check, RunReason.NO_SECOND_EPOCH)]
@@ -80,14 +80,14 @@ def order_rows(passes: list[list[LoaderPass]]) -> list[ReportRow]:
 def dropout_rows(records: list[RankRecord]) -> list[ReportRow]:
     for at in sorted(set.intersection(*({*rank.dropout} for rank in records))):
         if len({rank.dropout[at] for rank in records}) > 1:
-            return [right("dropout", RunReason.MASKS_DIFFER)]
-        return [warning("dropout", RunReason.MASKS_ALIKE, at=at)]
+            return [right(Check.DROPOUT, RunReason.MASKS_DIFFER)]
+        return [warning(Check.DROPOUT, RunReason.MASKS_ALIKE, at=at)]
     return []
 
 
 def augmentation_rows(passes: list[LoaderPass]) -> list[ReportRow]:
     """Random numbers that a rank draws while it loads, in this process or in its workers."""
-    check, first = "augmentation", passes[0]
+    check, first = Check.AUGMENTATION, passes[0]
     drew = [
         number
         for number in range(len(generators.GENERATORS))
@@ -116,7 +116,7 @@ def augmentation_rows(passes: list[LoaderPass]) -> list[ReportRow]:
 def original_epoch_rows(records: list[RankRecord], original: RankRecord) -> list[ReportRow]:
     """Do all ranks together train on as many samples, in as many batches, as the original would?
     It got our batches, but its loader has a length of its own."""
-    check, passes = "the original's epoch", trained_loader_passes(records)
+    check, passes = Check.EPOCH_OF_ORIGINAL, trained_loader_passes(records)
     passes_of_original = [
         loader_pass for loader_pass in original.loader_passes if loader_pass.steps
     ]

@@ -5,10 +5,10 @@ from dataclasses import replace
 from prove.judge.reasons import Reason
 from prove.judge.run_reasons import RunReason
 from prove.judge.samples import NEARLY_ALL, same_dataset, sample_count, trained_loader_passes
-from prove.judge.table import RIGHT, ReportRow, not_seen, right, warning
+from prove.judge.table import RIGHT, Check, ReportRow, not_seen, right, warning
 from prove.rank_record import EVALUATION_FACTOR, MOST_COLLECTIVES, LoaderPass, Note, RankRecord
 
-CHECK = "evaluation"
+CHECK = Check.EVALUATION
 
 
 def evaluation_rows(records: list[RankRecord]) -> list[ReportRow]:

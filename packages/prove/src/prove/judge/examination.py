@@ -63,7 +63,7 @@ class Examination:
         return [Comparison(Outcome.NOT_COMPARED, reason, {"apart": apart, "at": self.at} | facts)]
 
     def use_replay(
-        self, variant: str, replayed: Replay, compared: list[Comparison]
+        self, variant: ReplayVariant, replayed: Replay, compared: list[Comparison]
     ) -> list[Comparison] | None:
         """From now on this replay counts. None: it differs, too."""
         self.variant, self.replayed, self.compared = variant, replayed, compared
@@ -145,7 +145,9 @@ class Examination:
         self.replayed = blocks
         return compared
 
-    def with_draws(self, variant: str, draws: dict) -> tuple[Replay, list[Comparison]] | None:
+    def with_draws(
+        self, variant: ReplayVariant, draws: dict
+    ) -> tuple[Replay, list[Comparison]] | None:
         torch.save(draws, forced_file(self.runs.settings.folder, variant))
         replayed = self.runs.replay_of_control(self.command, variant)
         if replayed is None or replay_checks.why_not_replayed(replayed):

@@ -185,7 +185,7 @@ def forward_rows(first: RankRecord, rows_of_weights: list[ReportRow]) -> list[Re
 
 
 def optimizer_rows(first: RankRecord) -> list[ReportRow]:
-    rows, check = [], "optimizer"
+    rows, check = [], Check.OPTIMIZER
     for ddp in first.ddps:
         missing, total = ddp.in_no_optimizer, ddp.parameters
         unused = [name for name in ddp.without_gradient if name not in missing]
@@ -198,7 +198,7 @@ def optimizer_rows(first: RankRecord) -> list[ReportRow]:
             facts = {"missing": len(missing), "parameters": total, "names": missing}
             rows.append(warning(check, RunReason.PARAMETERS_MISSING, **facts))
         if unused and ddp.forwards:
-            rows.append(warning("unused parameters", RunReason.PARAMETERS_UNUSED, names=unused))
+            rows.append(warning(Check.UNUSED_PARAMETERS, RunReason.PARAMETERS_UNUSED, names=unused))
     return rows
 
 
@@ -210,7 +210,7 @@ def accumulation_rows(first: RankRecord) -> list[ReportRow]:
         return []
     if any(backward.is_scaled for backward in backwards):
         return []
-    return [warning("accumulation", RunReason.LOSS_NOT_DIVIDED, backwards=n, at=places.pop())]
+    return [warning(Check.ACCUMULATION, RunReason.LOSS_NOT_DIVIDED, backwards=n, at=places.pop())]
 
 
 def zero_gradient_rows(records: list[RankRecord]) -> list[ReportRow]:
@@ -219,7 +219,7 @@ def zero_gradient_rows(records: list[RankRecord]) -> list[ReportRow]:
     norms = [gradient[1] for step in steps for gradient in step.gradients if gradient]
     if not norms or any(norm != 0 for norm in norms):  # also if it is not a number
         return []
-    return [wrong("zero gradients", RunReason.ZERO_GRADIENTS, at=steps[0].at)]
+    return [wrong(Check.ZERO_GRADIENTS, RunReason.ZERO_GRADIENTS, at=steps[0].at)]
 
 
 def finite_gradient_rows(records: list[RankRecord]) -> list[ReportRow]:
@@ -237,14 +237,14 @@ def finite_gradient_rows(records: list[RankRecord]) -> list[ReportRow]:
         return []
     first = min(bad)
     facts = {"steps": len(bad), "step": first, "at": places[first], "ranks": sorted({*bad[first]})}
-    return [warning("finite gradients", RunReason.GRADIENTS_NOT_FINITE, **facts)]
+    return [warning(Check.FINITE_GRADIENTS, RunReason.GRADIENTS_NOT_FINITE, **facts)]
 
 
 def clipping_rows(first: RankRecord) -> list[ReportRow]:
     if at := first.notes.get(Note.CLIPS_SCALED):
-        return [wrong("clipping", RunReason.CLIPS_SCALED, at=at)]
+        return [wrong(Check.CLIPPING, RunReason.CLIPS_SCALED, at=at)]
     if Note.CLIPS in first.notes:
-        return [right("clipping", RunReason.CLIPS_UNSCALED)]
+        return [right(Check.CLIPPING, RunReason.CLIPS_UNSCALED)]
     return []
 
 
@@ -265,13 +265,13 @@ def learning_rate_rows(records: list[RankRecord], steps: list[StepOfRanks]) -> l
         if any(of_rank != of_ranks[0] for of_rank in of_ranks):
             first_rates = [of_rank[0] for of_rank in of_ranks]
             reason = RunReason.RATES_BY_RANK
-            return [wrong("learning rate by rank", reason, rates=first_rates, when=when)]
+            return [wrong(Check.LEARNING_RATE, reason, rates=first_rates, when=when)]
     return []
 
 
 def metric_rows(records: list[RankRecord]) -> list[ReportRow]:
     """What decides when the rate falls: is it one number for all ranks?"""
-    check, number = "learning rate by rank", 0
+    check, number = Check.LEARNING_RATE, 0
     for metrics in zip(*(rank.metrics for rank in records), strict=False):
         values, first = [metric.value for metric in metrics], metrics[0]
         number += 1
@@ -286,12 +286,14 @@ def loss_scale_rows(steps: list[StepOfRanks]) -> list[ReportRow]:
         scales = [of_rank.loss_scale for of_rank in step.steps]
         if len({*scales}) > 1:
             when = phrase(Phrase.AT_STEP, step=step.number, at=step.at)
-            return [wrong("loss scale", RunReason.LOSS_SCALES_BY_RANK, scales=scales, when=when)]
+            return [
+                wrong(Check.LOSS_SCALE, RunReason.LOSS_SCALES_BY_RANK, scales=scales, when=when)
+            ]
     return []
 
 
 def buffer_rows(records: list[RankRecord]) -> list[ReportRow]:
-    check, rows = "buffers", []
+    check, rows = Check.BUFFERS, []
     for ddps in zip(*(rank.ddps for rank in records), strict=False):
         evaluated = all(ddp.buffers_at_evaluation for ddp in ddps)
         when = phrase(Phrase.AT_EVALUATION if evaluated else Phrase.AT_THE_END)
@@ -308,7 +310,7 @@ def buffer_rows(records: list[RankRecord]) -> list[ReportRow]:
 
 def evaluated_model_rows(records: list[RankRecord]) -> list[ReportRow]:
     """Models outside DDP that are called without being trained: averaged ones, teachers."""
-    check, alike = "evaluated model", []
+    check, alike = Check.EVALUATED_MODEL, []
     for of_ranks in evaluated_by_all(records):
         first = of_ranks[0]
         names = [name for name in first.tensors if all(name in own.tensors for own in of_ranks)]

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from prove.judge.effects import error_of
 from prove.processes import RunOutcome
-from prove.rank_record import Ended, OptimizerStep, RankRecord, gradients_file, tensors_file
+from prove.rank_record import (
+    Ended,
+    Finding,
+    OptimizerStep,
+    RankRecord,
+    gradients_file,
+    tensors_file,
+)
 
 
 class Gradients(NamedTuple):
@@ -74,7 +81,7 @@ class Replay:
         later = bool(of_ranks and of_one) and of_one[0] > of_ranks[0]
         return later or backwards_of_one >= backwards * len(self.records) > 0
 
-    def places_of_draws(self, finding: str) -> list[str]:
+    def places_of_draws(self, finding: Finding) -> list[str]:
         """Of which this was found, in any of the runs."""
         records = [*self.records, self.replayed]
         places = [place for record in records for place in record.draws.get(finding, [])]

@@ -103,11 +103,11 @@ def batchnorm_rows(replay: Replay, whole_batch_replay: Replay | None) -> list[Re
         return []
     facts = {"layers": next(iter(replay.observed.batchnorm)), "values": values}
     if whole_batch_replay is None or not whole_batch_replay.stepped:
-        return [right("batchnorm", ReplayReason.BATCHNORM_OF_EACH_RANK, **facts)]
+        return [right(Check.BATCHNORM, ReplayReason.BATCHNORM_OF_EACH_RANK, **facts)]
     gradients = whole_batch_replay.gradients(0)
     apart = sum(float((pair.of_ranks - pair.of_one).norm()) ** 2 for pair in gradients) ** 0.5
     length = sum(float(pair.of_one.norm()) ** 2 for pair in gradients) ** 0.5 or 1.0
-    return [warning("batchnorm", ReplayReason.BATCHNORM_OF_FEW, apart=apart / length, **facts)]
+    return [warning(Check.BATCHNORM, ReplayReason.BATCHNORM_OF_FEW, apart=apart / length, **facts)]
 
 
 def smallest_batchnorm(record: RankRecord) -> int:

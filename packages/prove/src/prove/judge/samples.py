@@ -10,7 +10,7 @@ import torch
 
 from prove.judge.reasons import Phrase
 from prove.judge.run_reasons import RunReason
-from prove.judge.table import ReportRow, not_seen, right, warning, wrong
+from prove.judge.table import Check, ReportRow, not_seen, right, warning, wrong
 from prove.judge.wording import phrase
 from prove.rank_record import LoaderPass, Note, RankRecord
 
@@ -105,7 +105,7 @@ def share_one_data_set(records: list[RankRecord]) -> bool:
 
 def forward_input_rows(records: list[RankRecord]) -> list[ReportRow]:
     """A script without a DataLoader: do the ranks call the model with different tensors?"""
-    check = "samples"
+    check = Check.SAMPLES
     inputs = [[call.checksum for call in rank.model_calls] for rank in records]
     if not all(inputs) or not records[0].steps or len({*inputs[0]}) < 2:
         return [not_seen(check, RunReason.NO_INPUTS)]
@@ -125,18 +125,18 @@ def sample_rows(records: list[RankRecord]) -> list[ReportRow]:
     loader = {"at": first.at, "sampler": first.sampler}
     if fields:
         says = wrong if first.sampler == "DistributedSampler" else warning
-        rows = [says("one data set", RunReason.FIELDS_DIFFER, names=fields, **loader)]
+        rows = [says(Check.ONE_DATA_SET, RunReason.FIELDS_DIFFER, names=fields, **loader)]
     are_the_same = same_dataset(passes) or bool(fields)
     by_index = all(loader_pass.indices for loader_pass in passes) and are_the_same
     if first.is_stream or not by_index:
         return rows + sample_rows_by_content(epochs, are_split)
     if are_split:
-        return [*rows, right("samples", RunReason.ROWS_SPLIT, **loader)]
+        return [*rows, right(Check.SAMPLES, RunReason.ROWS_SPLIT, **loader)]
     return [*rows, sample_row_by_index(passes)]
 
 
 def sample_row_by_index(passes: list[LoaderPass]) -> ReportRow:
-    first, world_size, check = passes[0], len(passes), "samples"
+    first, world_size, check = passes[0], len(passes), Check.SAMPLES
     loader = {"at": first.at, "sampler": first.sampler}
     trained = [
         loader_pass.indices[: sum(loader_pass.sizes[: loader_pass.batches_given])]
@@ -174,7 +174,7 @@ def sample_row_by_index(passes: list[LoaderPass]) -> ReportRow:
 def sample_rows_by_content(epochs: list[list[LoaderPass]], are_split: bool) -> list[ReportRow]:
     """For streams, and for data sets of which each rank holds another: no indices to compare."""
     passes = epochs[0]
-    first, check = passes[0], "samples"
+    first, check = passes[0], Check.SAMPLES
     kind = phrase(Phrase.STREAM if first.is_stream else Phrase.OTHER_DATA_SET)
     if not first.is_stream and same_dataset(passes):
         kind = phrase(Phrase.TOO_LONG, sampler=first.sampler)
@@ -199,12 +199,12 @@ def sample_rows_by_content(epochs: list[list[LoaderPass]], are_split: bool) -> l
     of_workers = first.contents[: first.workers]  # each gives one batch in turn
     workers_alike = all(batch == of_workers[0] for batch in of_workers)
     if first.is_stream and len(of_workers) > 1 and workers_alike:
-        rows.append(wrong("workers", RunReason.WORKERS_ALIKE, workers=first.workers, **loader))
+        rows.append(wrong(Check.WORKERS, RunReason.WORKERS_ALIKE, workers=first.workers, **loader))
     sampler_splits = first.sampler == "DistributedSampler" and same_on_all_ranks(
         passes, "dataset_length"
     )
     if first.fingerprint and sampler_splits and not differing_fields(passes):
-        rows.append(warning("one data set", RunReason.DATA_SETS_DIFFER, **loader))
+        rows.append(warning(Check.ONE_DATA_SET, RunReason.DATA_SETS_DIFFER, **loader))
     return rows
 
 

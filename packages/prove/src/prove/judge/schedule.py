@@ -6,11 +6,11 @@ from prove.judge.compare_steps import any_differs
 from prove.judge.reasons import Phrase
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
-from prove.judge.table import ReportRow, right, warning
+from prove.judge.table import Check, ReportRow, right, warning
 from prove.judge.wording import phrase
 from prove.rank_record import RankRecord, ScheduleRecord
 
-CHECK = "schedule"
+CHECK = Check.SCHEDULE
 LENGTH_TOLERANCE = 0.05  # lengths that are rounded, or have a few steps of warm-up more
 
 

@@ -15,6 +15,7 @@ from prove.judge.reasons import Reason
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.run_reasons import RunReason
 from prove.judge.wording import Facts, in_words, join_names
+from prove.rank_record import StrEnum
 
 RIGHT, WRONG, WARNING, NOT_SEEN = "right", "WRONG", "warning", "not seen"
 ORDER = (WRONG, WARNING, RIGHT, NOT_SEEN)
@@ -26,17 +27,44 @@ REASONS: dict[str, Reason] = {
 PAGE = Path(__file__).resolve().parents[1] / "cures.md"  # an installation brings it along
 
 
-class Check:
-    """The rows that a verdict depends on, so that they are looked up: what the table calls them."""
+class Check(StrEnum):
+    """The checks, by the names that the table prints."""
 
     ONE_RANK = "one rank"  # this and the next are the proof
     ORIGINAL = "the original"
+    RANKS = "ranks"
+    HANG = "hang"
+    COLLECTIVES = "collectives"
+    UNUSED_PARAMETERS = "unused parameters"
+    FILES = "files"
+    PRINTING = "printing"
+    SAMPLES = "samples"
+    ONE_DATA_SET = "one data set"
+    WORKERS = "workers"
+    BATCHES_PER_EPOCH = "batches per epoch"
+    ORDER = "order of an epoch"
+    DROPOUT = "dropout"
+    AUGMENTATION = "augmentation"
+    EPOCH_OF_ORIGINAL = "the original's epoch"
+    EVALUATION = "evaluation"
     WEIGHTS = "weights"
     AVERAGED_GRADIENTS = "averaged gradients"
     ZERO_GRAD = "zero_grad"
     FORWARD = "forward through DDP"
+    OPTIMIZER = "optimizer"
+    ACCUMULATION = "accumulation"
+    ZERO_GRADIENTS = "zero gradients"
+    FINITE_GRADIENTS = "finite gradients"
+    CLIPPING = "clipping"
+    LEARNING_RATE = "learning rate by rank"
+    LOSS_SCALE = "loss scale"
+    BUFFERS = "buffers"
+    EVALUATED_MODEL = "evaluated model"
     RANDOM_DECISIONS = "random decisions"
     RANDOM_NUMBERS = "random numbers"
+    BATCHNORM = "batchnorm"
+    SCHEDULE = "schedule"
+    PRINTED_NUMBERS = "printed numbers"
 
 
 class NotObservedError(Exception):
@@ -48,7 +76,7 @@ class ReportRow:
     """One verdict of the four, about one check. facts: what its reason's templates name."""
 
     verdict: str
-    check: str
+    check: Check
     reason: Reason
     facts: Facts = field(default_factory=dict)
     also: tuple[Facts, ...] = ()  # the same reason at other places, which the same cure mends
@@ -74,22 +102,22 @@ class ReportRow:
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> "ReportRow":
         reason, also = REASONS[row["reason"]], tuple(row["also"])
-        return cls(row["verdict"], row["check"], reason, row["facts"], also)
+        return cls(row["verdict"], Check(row["check"]), reason, row["facts"], also)
 
 
-def right(check: str, reason: Reason, **facts: Any) -> ReportRow:
+def right(check: Check, reason: Reason, **facts: Any) -> ReportRow:
     return ReportRow(RIGHT, check, reason, facts)
 
 
-def wrong(check: str, reason: Reason, **facts: Any) -> ReportRow:
+def wrong(check: Check, reason: Reason, **facts: Any) -> ReportRow:
     return ReportRow(WRONG, check, reason, facts)
 
 
-def warning(check: str, reason: Reason, **facts: Any) -> ReportRow:
+def warning(check: Check, reason: Reason, **facts: Any) -> ReportRow:
     return ReportRow(WARNING, check, reason, facts)
 
 
-def not_seen(check: str, reason: Reason, **facts: Any) -> ReportRow:
+def not_seen(check: Check, reason: Reason, **facts: Any) -> ReportRow:
     return ReportRow(NOT_SEEN, check, reason, facts)
 
 
@@ -113,7 +141,7 @@ def format_table(rows: list[ReportRow]) -> str:
     return "\n".join(lines)
 
 
-def unseen_checks(rows: list[ReportRow], checks: list[str]) -> list[str]:
+def unseen_checks(rows: list[ReportRow], checks: list[Check]) -> list[Check]:
     """Those of the comparisons that are the proof which could not be made."""
     compared = {row.check for row in rows if row.verdict != NOT_SEEN}
     compared -= {row.check for row in rows if row.verdict == NOT_SEEN}

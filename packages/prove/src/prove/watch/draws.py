@@ -78,7 +78,7 @@ class Draws:
         self.loops: set[tuple[str, str]] = set()
         self.states: list[int] = []  # of the generators, after the last draw that was seen
 
-    def note_finding(self, kind: str, at: str) -> None:
+    def note_finding(self, kind: Finding, at: str) -> None:
         places = self.run.record.draws.setdefault(kind, [])
         if at not in places:
             places.append(at)

@@ -148,7 +148,7 @@ class RankRun:
         known = current is not None and 0 < current.batches_given <= len(current.sizes)
         return current.sizes[current.batches_given - 1] if current and known else None
 
-    def write_record(self, ended: str) -> None:
+    def write_record(self, ended: Ended) -> None:
         record, progress = self.record, self.record.progress
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         progress.at = where(frame)
@@ -167,7 +167,7 @@ class RankRun:
                     self.write_record(Ended.NOT_YET)
             time.sleep(SECONDS_PER_BEAT)
 
-    def write(self, ended: str) -> None:
+    def write(self, ended: Ended) -> None:
         """Write all that is known. A run that we ended ourselves is not written again."""
         trained_alone = self.replaying and self.record.steps > 0
         is_another_process = os.getpid() != self.record.pid
