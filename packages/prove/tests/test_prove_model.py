@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 from helpers.prove_runs import verdict
+from prove.judge.compare_steps import Comparison, Outcome, worst
 from prove.judge.reasons import Reason
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.schedule import Schedule, row_of_length
@@ -199,3 +200,12 @@ def test_a_schedule_is_compared_with_the_batches_of_its_rank():
     assert row(80, 160, 0.2) == ("warning", ReplayReason.HIGHEST_RATE_DIFFERS)
     assert row(10, 10) is None, "a warm-up says nothing"
     assert row(48, 48) is None, "three epochs on two ranks, and one and a half on one"
+
+
+def test_the_worst_of_several_optimizers_is_known_whatever_they_are():
+    def worst_of(*outcomes: Outcome) -> Outcome:
+        return worst([Comparison(each, ReplayReason.NO_GRADIENTS) for each in outcomes])
+
+    assert [worst_of(each) for each in Outcome] == [*Outcome]
+    assert worst_of(Outcome.EQUAL, Outcome.MEANT_SO) == Outcome.MEANT_SO
+    assert worst_of(Outcome.MEANT_SO, Outcome.DIFFERENT) == Outcome.DIFFERENT

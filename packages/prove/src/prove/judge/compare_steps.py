@@ -23,11 +23,13 @@ SMALLEST_LENGTH = 1e-12  # a gradient that is shorter is rounding itself
 
 
 class Outcome(Enum):
-    EQUAL = "equal"
-    TOO_CLOSE = "too close to tell"
+    """From the worst to the best."""
+
     DIFFERENT = "different"
     MEANT_SO = "different, as may be meant"
     NOT_COMPARED = "not compared"
+    TOO_CLOSE = "too close to tell"
+    EQUAL = "equal"
 
 
 @dataclass(frozen=True)
@@ -274,9 +276,7 @@ def is_made_again(optimizer: OptimizerRecord, earlier: list[OptimizerRecord]) ->
 
 
 def worst(compared: list[Comparison]) -> Outcome:
-    outcomes = [each.outcome for each in compared]
-    order = (Outcome.DIFFERENT, Outcome.NOT_COMPARED, Outcome.TOO_CLOSE, Outcome.EQUAL)
-    return next(outcome for outcome in order if outcome in outcomes)
+    return min((each.outcome for each in compared), key=list(Outcome).index)
 
 
 def farthest(compared: list[Comparison]) -> float:
