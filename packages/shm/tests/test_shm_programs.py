@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shm
 import shm.messages
 import shm.segment
+import shm.tensors
 import shm.work
 from helpers.local_ranks import run_on_ranks
 
@@ -274,7 +275,7 @@ def take_any_tag(request, source, tag):
 
 
 LEFT_OUT = {
-    "no_grad": ((shm.group, "without_autograd", lambda tensor: tensor), OF_AUTOGRAD),
+    "no_grad": ((shm.tensors, "without_autograd", lambda tensor: tensor), OF_AUTOGRAD),
     "tags": ((shm.messages.Message, "matches", take_any_tag), [tags_in_another_order]),
     "the name of the group": ((shm.SharedMemoryGroup, "getGroupName", lambda _: ""), [sharded]),
     "calls that return at once": (
