@@ -14,8 +14,8 @@ from prove.rank_record import LoaderPass, Note, RankRecord
 
 
 def epoch_rows(records: list[RankRecord]) -> list[ReportRow]:
-    epochs = trained_loader_passes(records)
-    if not epochs or not share_one_data_set(records):
+    epochs = trained_loader_passes(records) if share_one_data_set(records) else []
+    if not epochs:
         return []
     rows = length_rows(records, epochs[0]) + order_rows(epochs)
     return rows + dropout_rows(records) + augmentation_rows(epochs[0])
@@ -24,11 +24,8 @@ def epoch_rows(records: list[RankRecord]) -> list[ReportRow]:
 def length_rows(records: list[RankRecord], passes: list[LoaderPass]) -> list[ReportRow]:
     check, first = Check.BATCHES_PER_EPOCH, passes[0]
     listed = [loader_pass.batches for loader_pass in passes if loader_pass.batches is not None]
-    batches = (
-        listed
-        if len(listed) == len(passes)
-        else [loader_pass.batches_given for loader_pass in passes]
-    )
+    given = [loader_pass.batches_given for loader_pass in passes]
+    batches = listed if len(listed) == len(passes) else given
     if batches is not listed and not any(loader_pass.ended for loader_pass in passes):
         return [not_seen(check, RunReason.NO_END_OF_DATA)]
     if len({*batches}) > 1:
@@ -117,9 +114,7 @@ def original_epoch_rows(records: list[RankRecord], original: RankRecord) -> list
     """Do all ranks together train on as many samples, in as many batches, as the original would?
     It got our batches, but its loader has a length of its own."""
     check, passes = Check.EPOCH_OF_ORIGINAL, trained_loader_passes(records)
-    passes_of_original = [
-        loader_pass for loader_pass in original.loader_passes if loader_pass.steps
-    ]
+    passes_of_original = [each for each in original.loader_passes if each.steps]
     if not passes or not passes_of_original:
         return []
     epochs = [

@@ -4,7 +4,13 @@ from dataclasses import replace
 
 from prove.judge.reasons import Reason
 from prove.judge.run_reasons import RunReason
-from prove.judge.samples import NEARLY_ALL, same_dataset, sample_count, trained_loader_passes
+from prove.judge.samples import (
+    NEARLY_ALL,
+    same_dataset,
+    sample_count,
+    share_one_data_set,
+    trained_loader_passes,
+)
 from prove.judge.table import RIGHT, Check, ReportRow, not_seen, right, warning
 from prove.rank_record import EVALUATION_FACTOR, MOST_COLLECTIVES, LoaderPass, Note, RankRecord
 
@@ -13,11 +19,7 @@ CHECK = Check.EVALUATION
 
 def evaluation_rows(records: list[RankRecord]) -> list[ReportRow]:
     """A row for each reason, with all places that have it."""
-    if (
-        len(records) < 2
-        or Note.HAS_GROUPS in records[0].notes
-        or not trained_loader_passes(records)
-    ):
+    if not share_one_data_set(records) or not trained_loader_passes(records):
         return []
     datasets: dict[tuple, list[LoaderPass]] = {}  # of each, the first evaluation by each rank
     for rank in records:
@@ -90,9 +92,8 @@ def row_of_dataset(records: list[RankRecord], passes: list[LoaderPass]) -> Repor
 def stops_early(loader_pass: LoaderPass) -> bool:
     """Was it the script, not we, that ended this evaluation before the end of its loader?"""
     longest = loader_pass.limit * (1 if loader_pass.with_gradients else EVALUATION_FACTOR)
-    return not loader_pass.ended and loader_pass.batches_given < min(
-        loader_pass.batches or 0, longest
-    )
+    given = loader_pass.batches_given
+    return not loader_pass.ended and given < min(loader_pass.batches or 0, longest)
 
 
 def row_of_a_part(passes: list[LoaderPass]) -> ReportRow:
@@ -132,14 +133,8 @@ def drawn_beside(records: list[RankRecord], first: LoaderPass) -> set[int]:
 def may_be_summed(rank: RankRecord, evaluated: LoaderPass) -> bool:
     """Does a collective follow an evaluation, before training goes on? Those of a BatchNorm layer,
     which was not switched to eval mode, are no sum of results."""
-    later = [
-        loader_pass for loader_pass in rank.loader_passes if loader_pass.number > evaluated.number
-    ]
-    trained = [
-        loader_pass
-        for loader_pass in later
-        if loader_pass.with_gradients and not is_evaluation(loader_pass)
-    ]
+    later = [each for each in rank.loader_passes if each.number > evaluated.number]
+    trained = [each for each in later if each.with_gradients and not is_evaluation(each)]
     end = trained[0].collectives_before if trained else len(rank.collectives)
     calls = rank.collectives[evaluated.collectives_before : end]
     return end >= MOST_COLLECTIVES or any(not call.batchnorm for call in calls)

@@ -99,7 +99,7 @@ def same_contents(records: list[RankRecord]) -> bool:
 
 
 def share_one_data_set(records: list[RankRecord]) -> bool:
-    """Or there is one rank, or groups of ranks may train on what they like."""
+    """False for one rank, and for groups of ranks, each of which may train on what it likes."""
     return len(records) > 1 and Note.HAS_GROUPS not in records[0].notes
 
 
