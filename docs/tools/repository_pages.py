@@ -110,13 +110,13 @@ def sides(diff: str) -> tuple[str, str]:
     )
 
 
-def shell(command: str, where: Path = ROOT, seconds: float = 180) -> str:
+def shell(command: str, cwd: Path = ROOT, seconds: float = 180) -> str:
     """Its output, with the programs of this Python and one thread."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     call = ["bash", "-e", "-o", "pipefail", "-c", command]
     seconds *= max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # on a busy machine, longer
     how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": seconds}
-    done = subprocess.run(call, cwd=where, env=env, **how)
+    done = subprocess.run(call, cwd=cwd, env=env, **how)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout

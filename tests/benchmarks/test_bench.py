@@ -182,7 +182,7 @@ WRONG_CALLS = {
 
 @pytest.mark.parametrize("call", WRONG_CALLS)
 def test_a_wrong_call_ends_in_one_line(call, tmp_path):
-    ending = refusal("benchmarks/bench.py", *call.split(), env=ONE_THREAD, where=tmp_path)
+    ending = refusal("benchmarks/bench.py", *call.split(), env=ONE_THREAD, cwd=tmp_path)
     assert_one_line(ending, WRONG_CALLS[call])
 
 

@@ -31,7 +31,7 @@ def span(kind: Kind, begin: float, end: float) -> Span:
     return Span(kind, "main", begin, end, size=8)
 
 
-def test_a_rank_waits_until_the_last_one_has_come_and_then_they_send():
+def test_a_rank_waits_until_the_last_rank_has_come_and_then_all_send():
     early, late = span(Kind.MESSAGE, 1.0, 6.0), span(Kind.MESSAGE, 4.0, 6.0)
     lanes = drawing.lanes(step([early], [late]))
     parts = {lane.name: [*lane.parts] for lane in lanes if lane.parts}
@@ -42,7 +42,7 @@ def test_a_rank_waits_until_the_last_one_has_come_and_then_they_send():
     assert [*alone[1].parts] == [("waiting", 1.0, 1.0), ("sending", 1.0, 6.0)]
 
 
-def test_while_a_message_keeps_a_rank_from_computing_it_is_not_drawn_as_computing():
+def test_a_rank_that_a_message_keeps_from_computing_is_not_drawn_as_computing():
     spans = [
         span(Kind.FORWARD, 0.0, 4.0),
         span(Kind.MESSAGE, 1.0, 2.0),
@@ -141,7 +141,7 @@ for step in range(8):
 
 def test_a_script_of_ones_own_is_recorded_as_it_is(tmp_path):
     (tmp_path / "mine.py").write_text(SCRIPT)
-    [(status, output)] = run_script(PROGRAM, sys.executable, "mine.py", where=tmp_path)
+    [(status, output)] = run_script(PROGRAM, sys.executable, "mine.py", cwd=tmp_path)
     assert status == 0, output
     lines = [re.split(r"  +", line.strip()) for line in output.splitlines()]
     assert lines[0] == ["forward", "backward", "optimizer", "waiting", "sending", "nothing"]
@@ -160,4 +160,4 @@ def test_a_script_of_ones_own_is_recorded_as_it_is(tmp_path):
 )
 def test_a_wrong_call_ends_in_one_line(call, words, tmp_path):
     call = call.replace("python", sys.executable)
-    assert_one_line(refusal(PROGRAM, *call.split(), where=tmp_path), words)
+    assert_one_line(refusal(PROGRAM, *call.split(), cwd=tmp_path), words)

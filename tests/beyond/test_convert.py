@@ -68,7 +68,7 @@ def test_after_each_step_prove_says_what_the_page_says(step, tmp_path):
 def test_the_page_shows_what_the_classifier_prints_and_what_prove_says_after_step_1(tmp_path):
     shutil.copytree(ROOT / "common" / "digits", tmp_path / "data" / "MNIST" / "raw")
     epochs, table = (fence.text for fence in fences("text", [CONVERT / "README.md"]))
-    [(_, printed)] = run_script(str(CLASSIFIER / "classifier.py"), "--epochs=1", where=tmp_path)
+    [(_, printed)] = run_script(str(CLASSIFIER / "classifier.py"), "--epochs=1", cwd=tmp_path)
     assert differences(epochs.splitlines()[0], printed, percent=0.02) == []
     script = load("apply_steps.py").scripts()[1]
     (tmp_path / "mine.py").write_text(script)
@@ -100,20 +100,20 @@ def test_the_commands_of_the_page_lead_to_the_script_for_many_gpus(
     for name in ("beyond", "common"):
         (tmp_path / "root" / name).symlink_to(ROOT / name)
     here = tmp_path / folder.name
-    shell(first, where=tmp_path / "root")
+    shell(first, cwd=tmp_path / "root")
     for line in quick:
         if line.startswith("python "):
             _, script, *flags = line.split()
-            assert run_script(str(here / script), *flags, where=here)[0][0] == 0
+            assert run_script(str(here / script), *flags, cwd=here)[0][0] == 0
         else:
-            printed = shell(line, where=here)
+            printed = shell(line, cwd=here)
             if line.startswith("grep"):
                 assert all(
                     word in printed
                     for word in ("weight=", "dataset)", "break", "torch.save", "print(")
                 )
     patches = "; ".join(f"patch -s mine.py steps/{number}.diff" for number in range(1, steps + 1))
-    shell(f"{patches}; cmp mine.py {converted(original)}", where=here)
+    shell(f"{patches}; cmp mine.py {converted(original)}", cwd=here)
 
 
 def _weights_after_each_step(rank: int, samples: int, drop_last: bool) -> torch.Tensor:

@@ -118,7 +118,7 @@ def test_a_rate_that_only_rank_0_lowers_lets_the_ranks_train_apart():
 def test_columns_that_do_not_divide_by_the_ranks_are_refused_in_one_line():
     """8 of them, on 3 ranks: without the check, two would never be read. On 2, see above."""
     script = f"{EXAMPLES.relative_to(ROOT)}/language_ddp.py"
-    answers = launch_script(script, ranks=3, where=scratch_folder())
+    answers = launch_script(script, ranks=3, cwd=scratch_folder())
     assert answers == [(2, "error: 8 columns do not divide by 3 ranks\n")] * 3
 
 

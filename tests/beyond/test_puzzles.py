@@ -152,7 +152,7 @@ def test_the_page_shows_the_puzzles_and_costs_of_today():
 def test_a_reader_gets_a_script_corrects_it_and_is_told_what_it_cost(tmp_path):
     def puzzle_3(*flags: str) -> tuple[int, str]:
         flags = ("3", "--folder=.", *flags)
-        return run_script("beyond/puzzles/judge.py", *flags, where=tmp_path)[0]
+        return run_script("beyond/puzzles/judge.py", *flags, cwd=tmp_path)[0]
 
     copy = tmp_path / "03" / "train.py"
     status, output = puzzle_3()

@@ -71,7 +71,7 @@ def test_a_loop_of_ones_own_stops_and_resumes_to_the_bit(tmp_path):
 
     def last_steps(folder: str, **env: str) -> list[int]:
         (tmp_path / folder).mkdir(exist_ok=True)
-        answers = launch_script(str(script), folder, env=env, where=tmp_path)
+        answers = launch_script(str(script), folder, env=env, cwd=tmp_path)
         return [int(re.search(r"ends after step (\d+)", output)[1]) for _, output in answers]
 
     def weights(file: str) -> torch.Tensor:

@@ -82,7 +82,7 @@ def fail_to_connect(*_: object) -> None:
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_it_knows_when_the_connection_to_the_store_is_broken(broken):
+def test_a_watchdog_knows_when_the_connection_to_the_store_is_broken(broken):
     dog, time = new_watchdog()
     dog.over = SimpleNamespace(wait=lambda seconds: time.sleep(seconds) or time.now > 101)
     if broken:

@@ -7,7 +7,7 @@ All of them come from a fork server that has imported torch, so that a rank is t
     run_script("01_single_gpu/train.py", flag)       # the same of one process without a launcher
 
     @on_ranks(2)                                     # the body of the test runs on each of two
-    def test_they_agree(rank, flag): ...             # `flag` is a fixture or a parameter, as always
+    def test_ranks_agree(rank, flag): ...            # `flag` is a fixture or a parameter, as always
 """
 
 import multiprocessing
@@ -38,8 +38,6 @@ PRELOADED = [  # by the fork server
     "common.models",
     "ipykernel.kernelapp",
     "matplotlib.pyplot",
-    "prove.watch.observe",
-    "prove.prover",
     "pycocotools.cocoeval",
     "prove.watch.observe",
     "prove.prover",
@@ -147,12 +145,12 @@ def prepare_for_script(script: str, flags: Sequence[str], output: str) -> None:
 
 
 def become_script(
-    rank: int, env: dict[str, str], script: str, flags: tuple, where: str, output: str
+    rank: int, env: dict[str, str], script: str, flags: tuple, cwd: str, output: str
 ) -> None:
     """Be `python SCRIPT FLAGS`, with the output in a file, and end with its exit status.
     Ranks that the script starts are forks, which need not import torch again."""
     os.environ.update(env)
-    os.chdir(where)
+    os.chdir(cwd)
     prepare_for_script(script, flags, f"{output}.{rank}")
     start = by_fork(torch.multiprocessing.start_processes)
     patch.multiple(torch.multiprocessing, spawn=start, start_processes=start).start()
@@ -171,7 +169,7 @@ def become_script(
 
 
 def run_script(
-    script: str, *flags: str, ranks=1, env=None, where=ROOT, seconds=SECONDS
+    script: str, *flags: str, ranks=1, env=None, cwd=ROOT, seconds=SECONDS
 ) -> list[tuple[int, str]]:
     """Run `python SCRIPT FLAGS` as that many processes; exit status and output of each.
     env: what a launcher adds; {RANK} in a value becomes the rank."""
@@ -179,7 +177,7 @@ def run_script(
     processes = []
     for rank in range(ranks):
         variables = variables_of_rank(rank, env or {})
-        arguments = (rank, variables, str(ROOT / script), flags, str(where), output)
+        arguments = (rank, variables, str(ROOT / script), flags, str(cwd), output)
         processes.append(process_context.Process(target=become_script, args=arguments))
         processes[-1].start()
     deadline = time.monotonic() + patience(seconds)

@@ -56,7 +56,7 @@ def test_a_script_of_this_repository_is_right(key, tmp_path):
         ("04", "sampler.set_epoch(epoch)", "order of an epoch"),
     ],
 )
-def test_without_a_line_of_a_script_it_is_wrong(key, line, check, tmp_path):
+def test_a_script_without_one_of_its_lines_is_wrong(key, line, check, tmp_path):
     own = OWN_SCRIPTS[key]
     script = tmp_path / own.folder / "train.py"
     shutil.copytree(ROOT / own.folder, script.parent, ignore=NOT_COPIED)

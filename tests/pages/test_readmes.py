@@ -34,18 +34,18 @@ SCRIPT_CALL = re.compile(
 
 
 @cache
-def run(command: str, where: Path) -> str:
+def run(command: str, cwd: Path) -> str:
     """Its output. A command that is shown twice, alone and with its output, runs once.
     The ranks of most launches are forked from here, with torchrun's variables: seconds faster."""
     program, pipe, filter_of_output = command.partition(" | ")
     if pipe and SCRIPT_CALL.fullmatch(program):
-        (output := scratch_folder() / "output").write_text(run(program, where))
-        return shell(f"{filter_of_output} < {output}", where)
+        (output := scratch_folder() / "output").write_text(run(program, cwd))
+        return shell(f"{filter_of_output} < {output}", cwd)
     match = SCRIPT_CALL.fullmatch(command.replace("-m shm ", "packages/shm/src/shm/__main__.py "))
     if not match:
-        return shell(command, where)
+        return shell(command, cwd)
     names, ranks, script, flags = match.groups()
-    how = {"env": dict(re.findall(r"(\w+)=(\S*) ", names)), "where": where, "seconds": 180}
+    how = {"env": dict(re.findall(r"(\w+)=(\S*) ", names)), "cwd": cwd, "seconds": 180}
     if ranks:
         answers = launch_script(script, *flags.split(), ranks=int(ranks), **how)
     else:

@@ -30,9 +30,9 @@ def heed_sigint() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def begin(*command: object, where: Path = ROOT, **env: object) -> subprocess.Popen:
+def begin(*command: object, cwd: Path = ROOT, **env: object) -> subprocess.Popen:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    pipes |= {"cwd": where, "env": environment(**env), "start_new_session": True}
+    pipes |= {"cwd": cwd, "env": environment(**env), "start_new_session": True}
     pipes["preexec_fn"] = heed_sigint
     return subprocess.Popen([str(part) for part in command], **pipes)
 

@@ -81,7 +81,7 @@ COLLECTIVE_CALLS += ("gather", "all_gather", "scatter", "reduce_scatter", "all_t
 
 
 @on_ranks(3)
-def test_without_its_call_no_lesson_gives_that(rank):
+def test_a_lesson_is_wrong_without_its_collective(rank):
     """The control: collectives that do nothing."""
     with patch.multiple(dist, **dict.fromkeys(COLLECTIVE_CALLS, lambda *args, **kwargs: [])):
         play = load_chapter("03", "collectives").play

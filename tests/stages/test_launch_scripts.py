@@ -59,7 +59,7 @@ REFUSALS = [
 @pytest.mark.parametrize(("script", "env", "error"), REFUSALS)
 def test_a_script_refuses_in_one_line_what_it_cannot_do(script, env, error, tmp_path):
     path = path_with(tmp_path, scontrol="echo node-7", id="echo 1000")
-    status, output = run("bash", LAUNCH / script, where=tmp_path, PATH=path, **env)
+    status, output = run("bash", LAUNCH / script, cwd=tmp_path, PATH=path, **env)
     assert (status, output.count("\n")) == (2, 1)
     assert output.startswith(f"error: {error}")
 

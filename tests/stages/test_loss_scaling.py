@@ -16,7 +16,7 @@ from helpers.outputs import rows_on_page
 loss_scaling = load_chapter("05", "loss_scaling")
 
 
-def test_c10_it_keeps_small_gradients_from_becoming_zero_in_fp16_and_bf16_needs_none():
+def test_c10_gradscaler_keeps_small_gradients_from_becoming_zero_in_fp16_and_bf16_needs_none():
     zeros, off = (
         row[1:] for row in rows_on_page("05_amp_syncbn/loss_scaling.py") if row[:1] == ["conv1"]
     )
@@ -71,7 +71,7 @@ SCALED_RUNS = {
 
 @pytest.mark.parametrize("clip", ["never", "after"])
 @pytest.mark.parametrize("name", SCALED_RUNS)
-def test_by_hand_it_is_gradscaler_to_the_bit(name, clip):
+def test_the_loss_scaler_by_hand_is_gradscaler_to_the_bit(name, clip):
     settings, overflows = SCALED_RUNS[name]
     makers = loss_scaling.LossScaler, torch_scaler
     [by_hand, of_torch] = (run(make(**settings), overflows, clip=clip) for make in makers)
@@ -115,14 +115,14 @@ def test_under_ddp_all_ranks_skip_what_one_of_them_cannot_take(rank):
         assert (own == other) == (wrap is DistributedDataParallel)
 
 
-def test_c10_where_no_gradient_is_too_small_it_changes_no_bit():
+def test_c10_where_no_gradient_is_too_small_gradscaler_changes_no_bit():
     """Neither in fp32 nor in bf16. So it cannot make training converge faster."""
     for dtype in (None, torch.bfloat16):
         scaled, plain = (run(torch_scaler(enabled=on), (), 30, "never", dtype)[2] for on in (1, 0))
         assert all(map(torch.equal, scaled, plain))
 
 
-def test_c10_in_fp16_weights_whose_gradients_are_too_small_do_not_move_without_it():
+def test_c10_in_fp16_weights_with_too_small_gradients_do_not_move_without_gradscaler():
     """A loss that is a ten-millionth: its gradients are zero in fp16, and not with GradScaler."""
     half = torch.float16
     start, fp32, without, scaled = (

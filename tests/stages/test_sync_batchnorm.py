@@ -119,7 +119,7 @@ def results_of_ranks(ranks):
 
 @pytest.mark.parametrize("name", LAYER_CASES)
 @pytest.mark.parametrize("ranks", SIZES)
-def test_by_hand_it_computes_what_one_process_computes_on_the_whole_batch(ranks, name):
+def test_sync_batchnorm_by_hand_computes_what_one_process_computes_on_the_whole_batch(ranks, name):
     """In float64; of 16 bits in and out, within their rounding. Gradients of parameters are of the
     local batch, as DDP wants them: it adds them up and divides by the ranks."""
     case, whole = LAYER_CASES[name], layer_of(LAYER_CASES[name])
@@ -139,7 +139,7 @@ def test_by_hand_it_computes_what_one_process_computes_on_the_whole_batch(ranks,
         assert {each.dtype for each in sums.values()} <= {torch.float32 if half else torch.float64}
 
 
-def test_plain_batchnorm_is_not_and_without_a_process_group_it_is_plain_batchnorm():
+def test_sync_batchnorm_without_a_process_group_is_plain_which_on_halves_is_not_the_whole():
     """The control of the test above: each rank by itself."""
     case = LAYER_CASES["4-D"]
     rows, weights = next(batches_of(case, 2))
@@ -239,7 +239,7 @@ def test_convert_refuses_a_layer_that_normalizes_over_some_ranks_only(rank):
 
 
 @on_ranks(2)
-def test_c19_without_it_each_rank_has_the_statistics_of_its_own_batch(rank):
+def test_c19_without_sync_batchnorm_each_rank_has_the_statistics_of_its_own_batch(rank):
     """Rank 0 has zeros, then ones; rank 1 tens, then elevens. Each step goes half the way to the
     mean, and before it DDP sends rank 0's statistics to all: what rank 1 had learned is lost."""
     for change, means in ((nn.Identity(), [5 * rank, 0.5 + 5 * rank]), (convert, [2.5, 4.25])):

@@ -15,7 +15,7 @@ from prove.planted.mistakes import ONE_GPU
 from prove_cases import PACKAGE, planted
 
 
-def test_it_finds_the_planted_mistakes_and_calls_nothing_wrong_that_is_right():
+def test_prove_finds_the_planted_mistakes_and_calls_nothing_wrong_that_is_right():
     [(status, output)] = run_script(
         str(PACKAGE / "src" / "prove" / "planted" / "__main__.py"), seconds=20 * SECONDS
     )

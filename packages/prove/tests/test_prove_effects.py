@@ -97,7 +97,7 @@ def test_random_numbers_of_the_script_are_those_of_an_unobserved_run(prove_scrip
     )
     with tempfile.TemporaryDirectory() as folder:  # in /tmp/tmp..., whose files are not put back
         prove_script(source, "--float32", DIGEST=f"{folder}/seen")
-        launch_script(str(tmp_path / "train.py"), env={"DIGEST": f"{folder}/plain"}, where=tmp_path)
+        launch_script(str(tmp_path / "train.py"), env={"DIGEST": f"{folder}/plain"}, cwd=tmp_path)
         # Of rank 1, which takes no part in the replay:
         seen, plain = (Path(folder, f"{name}1").read_text().split() for name in ("seen", "plain"))
     assert seen[:2] == plain[:2]

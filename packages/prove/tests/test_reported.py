@@ -52,7 +52,7 @@ def test_a_cure_is_put_in_at_one_place_only():
 
 
 @pytest.mark.parametrize("name", REPRESENTATIVES)
-def test_prove_says_it_again(name, tmp_path):
+def test_prove_repeats_the_verdicts_that_were_counted(name, tmp_path):
     (pair,) = count_seen.pairs([name])
     counted = count_seen.load("now")["pairs"][name]
     for file, kind in (("train.py", "fault"), ("right.py", "cure")):

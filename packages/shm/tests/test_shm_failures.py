@@ -1,0 +1,260 @@
+"""Where the backend over shared memory cannot go on, it says why, and makes no wrong result.
+
+A rank is killed, late, on another machine, or calls something else; or a call is interrupted.
+"""
+
+import os
+import shutil
+import signal
+from contextlib import nullcontext, suppress
+from datetime import timedelta
+from itertools import combinations
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shm  # noqa: F401 (the backend)
+from helpers.local_ranks import run_on_ranks
+from shm.segment import Segment
+from shm_cases import collect, without_a_compiler
+
+Op = dist.ReduceOp
+needs_a_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="fast.c needs a compiler")
+
+
+def error_of(call):
+    with pytest.raises((RuntimeError, TimeoutError, TypeError, ValueError)) as caught:
+        call()
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def open_memory(process="[0-9]*"):
+    """The files of the backend that a process, or any of this machine, still has open."""
+    inodes = set()
+    for path in Path("/proc").glob(f"{process}/fd/*"):
+        with suppress(OSError):
+            if "memfd:shm" in os.readlink(path):
+                inodes.add(path.stat().st_ino)
+    return inodes
+
+
+def fail(rank, how):
+    """The error of this rank, and the memory that it had open."""
+    if how == "two machines":
+        with patch.object(Path, "read_text", lambda _: f"machine-{rank}"):
+            return error_of(lambda: dist.init_process_group("shm")), set()
+    dist.init_process_group("shm", timeout=timedelta(seconds=1 if how == "late" else 60))
+    opened = open_memory("self")
+    assert len(opened) == 1, "the control"
+    if rank == 1 and how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1 and how == "late":
+        store.wait(["error of rank 0"], timedelta(seconds=60))
+    size = 4 if rank == 1 and how == "another size" else 3
+    error = error_of(lambda: dist.all_reduce(torch.zeros(size)))
+    store.set(f"error of rank {rank}", error)
+    return error, opened
+
+
+FAILURES = {
+    "killed": "RuntimeError: shm: rank 1 has ended while rank 0 waits for it",
+    "late": "TimeoutError: shm: rank 1 is more than 0:00:01 late",
+    "another size": "RuntimeError: shm: rank 1 has called all_reduce(4 of torch.float32, SUM), "
+    "but rank 0 all_reduce(3 of torch.float32, SUM)",
+    "two machines": "SharingError: shm: ranks [1] cannot open the memory of rank 0",
+}
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_what_goes_wrong_ends_in_a_line_that_names_the_rank(how):
+    error, opened = run_on_ranks(2, fail, how, may_die=(1,) if how == "killed" else ())[0]
+    assert error.startswith(FAILURES[how])
+    assert not opened & open_memory(), "it is left in the memory of the machine"
+
+
+def test_a_rank_later_than_the_limit_fails_as_the_others_did():
+    assert run_on_ranks(2, fail, "late")[1][0].startswith("RuntimeError: shm: rank 0 has failed")
+
+
+# A call that is cut off: what is left of it must not become part of the next one
+
+
+def raise_at_once(error):
+    raise error
+
+
+def sums_around_an_interruption(rank, error, ranks_without_a_compiler=(0, 1)):
+    """What this rank has after each of two sums of four pieces; rank 1 is cut off in the first."""
+    with without_a_compiler() if rank in ranks_without_a_compiler else nullcontext():
+        dist.init_process_group("shm", timeout=timedelta(seconds=20))
+    pieces, arrive, results = dist.group.WORLD.segment.arrivals, Segment.arrive, []
+
+    def arrive_until_it_comes(segment, call):
+        is_time = error and rank == 1 and segment.arrivals == pieces + 2
+        return raise_at_once(error) if is_time else arrive(segment, call)
+
+    for value, place in ((1.0, arrive_until_it_comes), (10.0, arrive)):
+        x = torch.full((2_000_000,), value * (rank + 1))
+        try:
+            with patch.object(Segment, "arrive", place):
+                dist.all_reduce(x)
+            results.append(x.unique().tolist())
+        except (RuntimeError, TimeoutError, KeyboardInterrupt) as caught:
+            results.append(f"{type(caught).__name__}: {caught}")
+    return results
+
+
+SUM = "all_reduce(2000000 of torch.float32, SUM)"
+APART = "and rank {} in {}: an earlier call than this {} was interrupted"
+
+
+@pytest.mark.parametrize("without", [(0, 1), (1,)], ids=["in Python", "the other rank in C"])
+def test_ctrl_c_in_a_call_ends_the_group_instead_of_making_a_wrong_sum(without):
+    first, second = run_on_ranks(2, sums_around_an_interruption, KeyboardInterrupt(), without)
+    line = f"RuntimeError: shm: rank 1 has failed, so rank 0 cannot complete {SUM}"
+    assert first == [line] * 2
+    assert second == [
+        "KeyboardInterrupt: ",
+        "RuntimeError: shm: KeyboardInterrupt has interrupted a call",
+    ]
+    control = run_on_ranks(2, sums_around_an_interruption, None, without)
+    assert control == [[[3.0], [30.0]]] * 2
+
+
+@pytest.mark.parametrize("without", [(0, 1), (1,)], ids=["in Python", "the other rank in C"])
+def test_an_error_in_a_call_that_the_program_catches_is_seen_at_the_next_call(without):
+    """The handler of a signal raises one, for example."""
+    error = TimeoutError("of a signal")
+    first, second = run_on_ranks(2, sums_around_an_interruption, error, without)
+    who, other = (
+        "RuntimeError: shm: rank 1 is in transfer 2",
+        "RuntimeError: shm: rank 0 is in transfer 1",
+    )
+    assert first == [f"{who}, {APART.format(0, 1, SUM)}"] * 2
+    assert second == ["TimeoutError: of a signal", f"{other}, {APART.format(1, 2, SUM)}"]
+
+
+def sum_that_is_cut_off_at_once(rank, in_c):
+    """Rank 1 has not even begun to wait in earnest, and rank 0 has not yet called."""
+    with nullcontext() if in_c else without_a_compiler():
+        dist.init_process_group("shm", timeout=timedelta(seconds=20))
+    store, x = dist.distributed_c10d._get_default_store(), torch.ones(1000)
+    if rank == 0:
+        store.wait(["rank 1 was interrupted"], timedelta(seconds=20))
+        return error_of(lambda: dist.all_reduce(x))
+    place = (dist.group.WORLD.exchange, "all_reduce_in_c") if in_c else (os, "sched_yield")
+    cut_off = patch.object(*place, lambda *_: raise_at_once(KeyboardInterrupt()))
+    with cut_off, pytest.raises(KeyboardInterrupt):
+        dist.all_reduce(x)
+    store.set("rank 1 was interrupted", "")
+    return error_of(lambda: dist.all_reduce(x))
+
+
+@pytest.mark.parametrize("in_c", [False, pytest.param(True, marks=needs_a_compiler)])
+def test_ctrl_c_in_a_call_that_has_no_queue_yet_ends_the_group(in_c):
+    assert run_on_ranks(2, sum_that_is_cut_off_at_once, in_c) == [
+        "RuntimeError: shm: rank 1 has failed, so rank 0 cannot complete "
+        "all_reduce(1000 of torch.float32, SUM)",
+        "RuntimeError: shm: KeyboardInterrupt has interrupted a call",
+    ]
+
+
+def sum_in_which_a_rank_dies(rank):
+    """Rank 1 is killed after three of four pieces, and rank 0 waits in C for the next one."""
+    with without_a_compiler() if rank == 1 else nullcontext():
+        dist.init_process_group("shm", timeout=timedelta(seconds=60))
+    pieces, arrive = dist.group.WORLD.segment.arrivals, Segment.arrive
+
+    def arrive_or_die(segment, call):
+        if rank == 1 and segment.arrivals == pieces + 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return arrive(segment, call)
+
+    with patch.object(Segment, "arrive", arrive_or_die):
+        return error_of(lambda: dist.all_reduce(torch.ones(2_000_000)))
+
+
+def test_a_rank_that_is_killed_in_the_middle_of_a_sum_is_named():
+    error = run_on_ranks(2, sum_in_which_a_rank_dies, may_die=(1,))[0]
+    assert error == "RuntimeError: shm: rank 1 has ended while rank 0 waits for it"
+
+
+def messages_around_an_interruption(rank):
+    """Rank 1 is cut off in the first of two messages of two pieces: what rank 0 receives."""
+    dist.init_process_group("shm", timeout=timedelta(seconds=20))
+    x = torch.full((100_000,), 7.0)
+    if rank == 0:
+        return error_of(lambda: dist.recv(x, 1))
+    post = Segment.post
+
+    def post_first_piece(segment, place, value, *bell):
+        return post(segment, place, value, *bell) if value == 1 else raise_at_once(TimeoutError())
+
+    with patch.object(Segment, "post", post_first_piece), pytest.raises(TimeoutError):
+        dist.send(x, 0)
+    dist.group.WORLD.messages.counted.update({2: 1})  # as if the piece had not been counted
+    with suppress(RuntimeError):  # rank 0 has ended
+        dist.send(2 * x, 0)
+
+
+def test_a_message_that_was_cut_off_is_not_completed_with_the_next_one():
+    error, _ = run_on_ranks(2, messages_around_an_interruption)
+    what = "sends a message from byte 0 on, not from 262144: one of the two was interrupted"
+    assert error == f"RuntimeError: shm: rank 1 {what}"
+
+
+# Calls that do not belong together
+
+
+CALLS = {  # by their text in an error: name, op and root for `collect`
+    "all_reduce(3 of torch.float32, SUM)": ("all_reduce", Op.SUM, 0),
+    "all_reduce(3 of torch.float32, MAX)": ("all_reduce", Op.MAX, 0),
+    "broadcast(3 of torch.float32, root 0)": ("broadcast", Op.SUM, 0),
+    "broadcast(3 of torch.float32, root 1)": ("broadcast", Op.SUM, 1),
+    "reduce(3 of torch.float32, root 0, SUM)": ("reduce", Op.SUM, 0),
+    "gather(3 of torch.float32, root 0)": ("gather", Op.SUM, 0),
+    "gather(3 of torch.float32, root 1)": ("gather", Op.SUM, 1),
+    "scatter(3 of torch.float32, root 0)": ("scatter", Op.SUM, 0),
+    "reduce_scatter(3 of torch.float32, SUM)": ("reduce_scatter", Op.SUM, 0),
+    "all_to_all(torch.float32)": ("all_to_all", Op.SUM, 0),
+    "all_gather(3 of torch.float32)": ("all_gather", Op.SUM, 0),
+    "sparse all_reduce(3 of torch.float32)": None,
+    "barrier()": None,
+}
+
+
+def call_as_paired(rank, pairs):
+    """Each rank calls its own of a pair, in a group of their own: the errors, "" for none."""
+    dist.init_process_group("gloo")
+    errors = []
+    for pair in pairs:
+        group, x = dist.new_group(backend="shm"), torch.ones(3)
+        name, op, root = CALLS[pair[rank]] or (None, None, None)
+        try:
+            if pair[rank] == "barrier()":
+                dist.barrier(group)
+            elif name is None:
+                dist.all_reduce(x.to_sparse(), group=group)
+            else:
+                collect(name, group, x, op, root, rank, 2)
+            errors.append("")
+        except RuntimeError as error:
+            errors.append(str(error))
+        dist.barrier()  # a group that has ended is another error
+        dist.destroy_process_group(group)
+    return errors
+
+
+def test_ranks_that_call_different_collectives_are_told_both():
+    """The control: two ranks that call the same."""
+    pairs = [*combinations(CALLS, 2), *((text, text) for text in CALLS)]
+    errors = run_on_ranks(2, call_as_paired, pairs)
+    for pair, *errors_of_pair in zip(pairs, *errors, strict=True):
+        for rank, error in enumerate(errors_of_pair):
+            own, other = pair[rank], pair[1 - rank]
+            what = f"shm: rank {1 - rank} has called {other}, but rank {rank} {own}"
+            assert error == (what if own != other else ""), pair
