@@ -23,9 +23,7 @@ import common.ranks
 from common.chapters import ROOT
 from common.options import Parser, UsageError, exit_on, int_at_least
 from prove import NotJudgedError, processes
-from prove.options import parse_args
-from prove.prover import prove
-from prove.table import (
+from prove.judge.table import (
     NOT_SEEN,
     RIGHT,
     WARNING,
@@ -35,6 +33,8 @@ from prove.table import (
     ReportRow,
     format_table,
 )
+from prove.options import parse_args
+from prove.prover import prove
 from traces import (
     PUZZLES,
     Puzzle,

@@ -39,7 +39,7 @@ PRELOADED = [  # by the fork server
     "ipykernel.kernelapp",
     "matplotlib.pyplot",
     "pycocotools.cocoeval",
-    "prove.observe",
+    "prove.watch.observe",
     "prove.prover",
     "pytest",
     "tabulate",

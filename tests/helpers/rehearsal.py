@@ -84,9 +84,9 @@ class NoteGpus(TorchFunctionMode):
 
 def pretend_gpus(gpus: int, log: RankLog) -> None:
     """From now on, this process sees that many GPUs."""
-    import prove.pretend_gpus
+    import prove.watch.pretend_gpus
 
-    prove.pretend_gpus.install(gpus)
+    prove.watch.pretend_gpus.install(gpus)
     join = dist.init_process_group
 
     def init_process_group(backend: Any = None, *args: Any, device_id: Any = None, **more: Any):

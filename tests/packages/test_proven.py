@@ -101,7 +101,7 @@ def definitions(source: str, error: str) -> dict[str, str]:
 
 def test_proves_copy_of_sync_batchnorm_is_that_of_stage_05():
     ours = (ROOT / "05_amp_syncbn" / "sync_batchnorm.py").read_text()
-    copy = (ROOT / "packages" / "prove" / "src" / "prove" / "sync_batchnorm.py").read_text()
+    copy = (ROOT / "packages/prove/src/prove/watch/sync_batchnorm.py").read_text()
     assert definitions(ours, "UsageError") == definitions(copy, "UsageError")
     changed = copy.replace("count - 1", "count")  # the control
     assert definitions(ours, "UsageError") != definitions(changed, "UsageError")

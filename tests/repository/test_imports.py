@@ -110,7 +110,7 @@ def test_a_room_imports_only_from_the_rooms_that_contributing_names():
         if (room := room_of(path)) in ROOMS:
             found[room] |= rooms_imported(path, source_of(path), rooms_of)
     assert found == ROOMS
-    changed = "import prove.pretend_gpus\nimport benchmarks.measure.timing"  # the control
+    changed = "import prove.watch.pretend_gpus\nimport benchmarks.measure.timing"  # the control
     assert rooms_imported(ROOT / "common/data.py", changed, rooms_of) == {"packages", "workshop"}
 
 
@@ -124,6 +124,26 @@ def test_no_import_leads_back_to_its_own_module(folder):
     needed = min(graph[importing])
     back = {needed: f"{sources[needed]}\n\ndef late():\n    import {importing}\n"}
     assert {importing, needed} <= {*circle_in(graph_of(sources | back))}, "the control"
+
+
+def between_sides(graph: Graph) -> list[tuple[str, str]]:
+    """Imports that lead from one side of prove to the other."""
+
+    def side(name: str) -> str:
+        return name.removeprefix("prove.").partition(".")[0]
+
+    pairs = [(name, needed) for name in graph for needed in graph[name]]
+    return [pair for pair in pairs if {*map(side, pair)} == {"watch", "judge"}]
+
+
+def test_what_watches_a_script_and_what_judges_it_share_the_records_alone():
+    sources = sources_of("packages/prove/src/prove")
+    assert between_sides(graph_of(sources)) == []
+    observe = sources["prove.watch.observe"]
+    changed = {"prove.watch.observe": f"{observe}\nfrom prove.judge import table\n"}
+    assert between_sides(graph_of(sources | changed)) == [
+        ("prove.watch.observe", "prove.judge.table")
+    ], "the control"
 
 
 def test_the_second_of_two_programs_with_one_name_is_not_taken_for_the_first(monkeypatch):

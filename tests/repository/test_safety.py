@@ -16,11 +16,11 @@ UNPICKLING = re.compile(
 TRUSTED = {  # how often each of these reads what its own processes have written
     "common/ranks.py": 2,
     "prove/rank_record.py": 1,
-    "prove/samples.py": 1,
+    "watch/samples.py": 1,
     # The batches of the user's script, in a process of that script.
-    "prove/replay.py": 2,
+    "watch/feeder.py": 2,
     # What a rank of the replay has drawn, in the judge: only the user's script wrote to its folder.
-    "prove/finished_replay.py": 1,
+    "judge/replay.py": 1,
     # Plain values that ranks send to each other.
     "reducers/gradients.py": 1,
     "04_ddp_torchrun/uneven.py": 1,

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from helpers.prove_runs import verdict
 from prove.generators import worker_drew
-from prove.samples import as_double, tensors_in
+from prove.watch.samples import as_double, tensors_in
 from prove_cases import planted, training_of
 
 

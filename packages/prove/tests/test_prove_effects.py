@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from helpers.local_ranks import SECONDS, launch_script, run_on_ranks
 from helpers.prove_runs import TORCHRUN, run, verdict
-from prove import judge_numbers, watch_effects
+from prove.judge import printed_numbers
 from prove.rank_record import Mode, Settings
-from prove.rank_run import RankRun
+from prove.watch import effects
+from prove.watch.rank_run import RankRun
 from prove_cases import planted, training_of
 
 HARMLESS = """        if rank == 0:
@@ -107,9 +108,9 @@ def collectives_seen(_, folder, names, watched_names):
     """Which calls are recorded, if the collectives of these names are in prove's table."""
     for name in names:  # planted: an older torch lacks the newest names
         setattr(dist, name, lambda: None)
-    watch_effects.COLLECTIVES = watched_names
+    effects.COLLECTIVES = watched_names
     run_of_rank = RankRun(Settings(str(folder), Mode.OBSERVE, False, True, 1, 0, 1))
-    watch_effects.install(run_of_rank)
+    effects.install(run_of_rank)
     run_of_rank.joined = True
     for name in names:
         getattr(dist, name)()
@@ -121,7 +122,7 @@ def test_collectives_are_seen_by_their_old_and_new_names(left_out, tmp_path):
     """The control: a name that is not in the table."""
     names = ["all_gather_into_tensor", "all_gather_single", "reduce_scatter_single"]
     names += ["gather_single", "gather_into_tensor"]
-    watched = [name for name in watch_effects.COLLECTIVES if name != left_out]
+    watched = [name for name in effects.COLLECTIVES if name != left_out]
     [seen] = run_on_ranks(1, collectives_seen, tmp_path, names, watched)
     assert seen == [name for name in names if name != left_out]
 
@@ -158,11 +159,12 @@ def test_ranks_that_part_are_no_script_that_fails_by_itself(prove_script):
 
 def test_numbers_are_compared_by_their_place_and_times_are_not():
     def names(line: str) -> list[str]:
-        return [number.name for _, number in judge_numbers.numbers_in(line)]
+        return [number.name for _, number in printed_numbers.numbers_in(line)]
 
     assert names("auc 0.9312 at 12.5 it/s, loss: 3") == ["loss", "auc"]
     assert names("epoch 2.500, lr 0.00123, time 1.234, took 3.251s, 12.25 MB, v2.11.0") == []
     assert names("0.52 1.25 1.2e-05") == ["a number"], "two digits may be equal by chance"
-    few_digits, many = (dict(judge_numbers.numbers_in(f"{x}, scale 1.234")) for x in (0.01, 0.123))
+    lines = [f"{x}, scale 1.234" for x in (0.01, 0.123)]
+    few_digits, many = (dict(printed_numbers.numbers_in(line)) for line in lines)
     assert [*few_digits] == [1], "the scale"
     assert few_digits[1] == many[1]

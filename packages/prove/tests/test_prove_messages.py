@@ -10,10 +10,11 @@ import pytest
 from check_pages import anchors
 from helpers.local_ranks import SECONDS, process_context
 from helpers.prove_runs import TORCHRUN, run, verdict
-from prove import judge_effects, processes, table, wording
-from prove.reasons import Phrase
-from prove.replay_reasons import ReplayReason
-from prove.run_reasons import RunReason
+from prove import processes
+from prove.judge import effects, table, wording
+from prove.judge.reasons import Phrase
+from prove.judge.replay_reasons import ReplayReason
+from prove.judge.run_reasons import RunReason
 from prove_cases import PACKAGE, planted, training_of
 
 TWO_DATA_SETS = (
@@ -148,4 +149,4 @@ def test_the_error_of_a_rank_is_told_and_not_that_of_its_launcher():
     log = "ModuleNotFoundError: No module named 'tokens'\n"
     log += "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n"
     outcome = processes.RunOutcome(1, log, False, False, [], 1.0)
-    assert judge_effects.error_of(outcome) == log.splitlines()[0]
+    assert effects.error_of(outcome) == log.splitlines()[0]

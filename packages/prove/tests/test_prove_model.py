@@ -4,10 +4,12 @@ import math
 from collections.abc import Callable
 
 from helpers.prove_runs import verdict
-from prove import judge_schedule, watch_schedule
+from prove.judge.compare_steps import Comparison, Outcome, worst
+from prove.judge.reasons import Reason
+from prove.judge.replay_reasons import ReplayReason
+from prove.judge.schedule import Schedule, row_of_length
 from prove.rank_record import ScheduleRecord
-from prove.reasons import Reason
-from prove.replay_reasons import ReplayReason
+from prove.watch.schedule import length_of
 from prove_cases import planted, training_of
 
 
@@ -150,7 +152,7 @@ def test_gradients_that_are_no_numbers_are_not_called_zero(prove_script):
 
 def test_the_length_of_a_schedule_is_that_of_its_curve():
     def steps(factor: Callable[[int], float], n: int = 400) -> int | None:
-        return watch_schedule.length_of([factor(step) for step in range(n)], n == 61)
+        return length_of([factor(step) for step in range(n)], n == 61)
 
     def linear(step: int) -> float:
         return min(step / 10, max(0.0, (100 - step) / 90))
@@ -187,10 +189,10 @@ def test_a_schedule_is_compared_with_the_batches_of_its_rank():
         batches: int, batches_of_one: int, rate_of_one: float = 0.1
     ) -> tuple[str, Reason] | None:
         of_ranks, of_one = (
-            judge_schedule.Schedule(ScheduleRecord("", "?", highest_rate=rate), length, per_epoch)
+            Schedule(ScheduleRecord("", "?", highest_rate=rate), length, per_epoch)
             for rate, length, per_epoch in ((0.1, batches, 16), (rate_of_one, batches_of_one, 32))
         )
-        row = judge_schedule.row_of_length(of_ranks, of_one, 2)
+        row = row_of_length(of_ranks, of_one, 2)
         return row and (row.verdict, row.reason)
 
     assert row(160, 160) == ("warning", ReplayReason.SCHEDULE_IGNORES_LOADER)
@@ -198,3 +200,12 @@ def test_a_schedule_is_compared_with_the_batches_of_its_rank():
     assert row(80, 160, 0.2) == ("warning", ReplayReason.HIGHEST_RATE_DIFFERS)
     assert row(10, 10) is None, "a warm-up says nothing"
     assert row(48, 48) is None, "three epochs on two ranks, and one and a half on one"
+
+
+def test_the_worst_of_several_optimizers_is_known_whatever_they_are():
+    def worst_of(*outcomes: Outcome) -> Outcome:
+        return worst([Comparison(each, ReplayReason.NO_GRADIENTS) for each in outcomes])
+
+    assert [worst_of(each) for each in Outcome] == [*Outcome]
+    assert worst_of(Outcome.EQUAL, Outcome.MEANT_SO) == Outcome.MEANT_SO
+    assert worst_of(Outcome.MEANT_SO, Outcome.DIFFERENT) == Outcome.DIFFERENT

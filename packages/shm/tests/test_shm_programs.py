@@ -18,6 +18,7 @@ import torch.distributed as dist
 import shm
 import shm.messages
 import shm.segment
+import shm.tensors
 import shm.work
 import shm_programs
 from helpers.local_ranks import run_on_ranks
@@ -52,7 +53,7 @@ def take_any_tag(request, source, tag):
 
 
 LEFT_OUT = {
-    "no_grad": ((shm.group, "without_autograd", lambda tensor: tensor), OF_AUTOGRAD),
+    "no_grad": ((shm.tensors, "without_autograd", lambda tensor: tensor), OF_AUTOGRAD),
     "tags": ((shm.messages.Message, "matches", take_any_tag), [tags_in_another_order]),
     "the name of the group": ((shm.SharedMemoryGroup, "getGroupName", lambda _: ""), [sharded]),
     "calls that return at once": (

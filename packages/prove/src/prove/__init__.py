@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from prove.table import WARNING, WRONG, ReportRow
+from prove.judge.table import WARNING, WRONG, ReportRow
 
 
 @dataclass

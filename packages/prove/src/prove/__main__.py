@@ -4,23 +4,14 @@
 
 `prover.Prover` holds the whole proof. Read on in this order:
 
-    options.py           what can be asked for
-    prover.py, runs.py, examination.py    the proof, its runs, and more runs where one rank differs
-    processes.py         starts the ranks, and notices whether they hang
-    observe.py, rank_run.py, rank_record.py    what a rank does beside the script, and writes down
-    float64.py           how it comes to compute in float64
-    watch_data.py, watch_schedule.py    loaders; learning rates
-    watch_model.py, watch_loss.py, watch_steps.py, model_tensors.py    forward, backward, steps
-    watch_effects.py     files, printed lines, and messages between the ranks
-    watch_operations.py, watch_random.py    changed parameters, and random numbers
-    draws.py, samples.py, replay.py    how one rank gets the draws and the samples of all
-    judge_effects.py, judge_data.py, judge_evaluation.py, judge_model.py    what the records say
-    finished_replay.py, compare_steps.py    what all ranks computed against what one rank computed
-    judge_replay.py, judge_schedule.py, judge_numbers.py    what else a replay says
-    reasons.py, run_reasons.py, replay_reasons.py, wording.py    the words of each verdict
-    table.py             the rows that are printed
-    pretend_gpus.py, sync_batchnorm.py    scripts written for GPUs
-    hooks/               commands other than torchrun
+    options.py     what can be asked for
+    prover.py      the proof, and runs.py the runs that it needs
+    processes.py   starts the ranks, and notices whether they hang; hooks/ for other launchers
+    watch/         what each rank does beside the script; generators.py, its random numbers
+    rank_record.py what it writes down, and all that is known of it here
+    judge/         what the records say: rows of a table
+
+Nothing in watch/ knows of judge/, nor the other way round.
 """
 
 import json
@@ -33,8 +24,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from prove import NotJudgedError, processes
-from prove.options import parse_args
-from prove.table import (
+from prove.judge.table import (
     WRONG,
     Check,
     NotObservedError,
@@ -42,6 +32,7 @@ from prove.table import (
     format_table,
     unseen_checks,
 )
+from prove.options import parse_args
 
 PROOF_OF = {Check.ONE_RANK: "what is averaged", Check.ORIGINAL: "the conversion"}
 PROVEN, IS_WRONG, NOT_JUDGED, OWN_ERROR, NOTHING_PROVEN = range(5)  # exit statuses
@@ -51,7 +42,7 @@ def print_to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def write_json(file: Path | None, rows: list[ReportRow], unseen: list[str], error: str) -> None:
+def write_json(file: Path | None, rows: list[ReportRow], unseen: list[Check], error: str) -> None:
     if file:
         result = {"rows": [row.as_json() for row in rows], "unseen": unseen, "error": error}
         file.write_text(json.dumps(result, indent=1, default=str))

@@ -69,9 +69,8 @@ def with_seed(number: int) -> Iterator[None]:
     """Fixed seeds for a while; the user's numbers stay what they would have been."""
     torch_state, python_state = torch.get_rng_state(), random.getstate()
     numpy_state = numpy_random() and numpy_random().get_state()
-    seed_all(
-        number, torch.default_generator.manual_seed
-    )  # torch.manual_seed would seed GPUs as well
+    # torch.manual_seed would seed GPUs as well.
+    seed_all(number, torch.default_generator.manual_seed)
     try:
         yield
     finally:

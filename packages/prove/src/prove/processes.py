@@ -77,7 +77,7 @@ def preload() -> None:
     import torch.distributed
     import torch.utils.data
 
-    from prove import observe  # noqa: F401  and all that watches: it waits for install()
+    from prove.watch import observe  # noqa: F401  and all that watches: it waits for install()
 
     torch.set_num_threads(1)  # a process with a pool of threads must not fork
 
@@ -110,7 +110,7 @@ def become_rank(command: list[str], environment: dict[str, str], log: Path) -> N
         begin_as(command, environment, log)
         import torch
 
-        from prove import observe
+        from prove.watch import observe
 
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
         this_run = observe.install()
@@ -188,7 +188,7 @@ class Processes:
         if torchrun := as_torchrun(command):
             self.fork(torchrun, environment, log)
         else:
-            environment |= hook_variables(environment, HOOKS.parents[1], "prove.observe")
+            environment |= hook_variables(environment, HOOKS.parents[1], "prove.watch.observe")
             with log.open("w") as out:
                 started = subprocess.Popen(
                     command, env=environment, stdout=out, stderr=out, start_new_session=True
@@ -266,7 +266,7 @@ def wait_for_different_things(records: list[RankRecord]) -> bool:
     for rank in records:
         if rank.progress.collective:
             places.add((len(rank.collectives), rank.progress.collective.name))
-        elif rank.ended in (Ended.NOT_YET, *Ended.WELL):
+        elif rank.ended != Ended.WITH_ERROR:
             places.add((-1, rank.ended))
     return any(rank.progress.collective for rank in records) and len(places) > 1
 

@@ -11,26 +11,22 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from prove import (
-    NotJudgedError,
-    judge_data,
-    judge_numbers,
-    judge_replay,
-    judge_schedule,
-    processes,
-)
-from prove.compare_steps import Comparison, Outcome, comparisons, worst
-from prove.examination import Examination
-from prove.finished_replay import Replay
-from prove.judge_effects import effect_rows, error_of
-from prove.judge_evaluation import evaluation_rows
-from prove.judge_model import model_rows
-from prove.rank_record import Ended, Mode, Note
-from prove.reasons import Reason
-from prove.replay_reasons import ReplayReason
+from prove import NotJudgedError, processes
+from prove.judge import printed_numbers, replay_checks, schedule
+from prove.judge.compare_steps import Comparison, Outcome, comparisons, worst
+from prove.judge.effects import effect_rows, error_of
+from prove.judge.epochs import epoch_rows, original_epoch_rows
+from prove.judge.evaluation import evaluation_rows
+from prove.judge.examination import Examination
+from prove.judge.model import model_rows
+from prove.judge.reasons import Reason
+from prove.judge.replay import Replay
+from prove.judge.replay_reasons import ReplayReason
+from prove.judge.samples import same_contents, sample_rows
+from prove.judge.table import NOT_SEEN, RIGHT, WRONG, Check, ReportRow, not_seen
+from prove.rank_record import Mode, Note, ReplayVariant
 from prove.runs import Runs, command_of_one_rank, failed
-from prove.table import NOT_SEEN, RIGHT, WRONG, Check, ReportRow, not_seen
-from prove.watch_effects import restore_files
+from prove.watch.effects import restore_files
 
 
 class Prover:
@@ -54,11 +50,11 @@ class Prover:
         if outcome.hang:
             return
         if failed(outcome) or not records:
-            rows = effect_rows(outcome) + judge_data.data_rows(records)
+            rows = effect_rows(outcome) + sample_rows(records) + epoch_rows(records)
             if not any(row.verdict == WRONG for row in rows):
                 raise NotJudgedError(f"the script fails by itself: {error_of(outcome)}")
         elif not any(
-            record.steps or record.loader_runs or record.model_calls for record in records
+            record.steps or record.loader_passes or record.model_calls for record in records
         ):
             raise NotJudgedError("no optimizer step was made, and no model was called")
 
@@ -69,18 +65,18 @@ class Prover:
         rows = effect_rows(observed)
         if any(record.world_size > len(records) for record in records):
             facts = {"present": len(records), "world_size": records[0].world_size}
-            return [*rows, not_seen("ranks", ReplayReason.RECORDS_MISSING, **facts)]
-        rows += judge_data.data_rows(records)
+            return [*rows, not_seen(Check.RANKS, ReplayReason.RECORDS_MISSING, **facts)]
+        rows += sample_rows(records) + epoch_rows(records)
         rows += evaluation_rows(records)
         if observed.hang:
             return [*rows, not_seen(Check.ONE_RANK, ReplayReason.RUN_HANGS)]
-        if not all(record.ended in Ended.WELL for record in records):
+        if not all(record.ended.is_well for record in records):
             return [
                 *rows,
                 not_seen(Check.ONE_RANK, ReplayReason.RUN_FAILS, message=error_of(observed)),
             ]
         if not any(record.steps for record in records):
-            batches = sum(loader_run.batches_given for loader_run in records[0].loader_runs)
+            batches = sum(loader_pass.batches_given for loader_pass in records[0].loader_passes)
             why = ReplayReason.NO_STEP if batches else ReplayReason.NO_BATCH
             return [*rows, not_seen(Check.ONE_RANK, why, batches=batches)]
         rows += model_rows(records)
@@ -95,16 +91,16 @@ class Prover:
         if not self.args.original:
             return []
         replayed = self.runs.replay(Mode.ORIGINAL, shlex.split(self.args.original))
-        if obstacle := judge_replay.why_not_replayed(replayed):
+        if obstacle := replay_checks.why_not_replayed(replayed):
             return [obstacle.row(Check.ORIGINAL)]
         compared = comparisons(replayed)
         if worst(compared) == Outcome.DIFFERENT:
-            unsure = judge_replay.unsure_draws(replayed)
-            unsure = unsure or judge_replay.draws_not_given(replayed, rows)
+            unsure = replay_checks.unsure_draws(replayed)
+            unsure = unsure or replay_checks.draws_not_given(replayed, rows)
             compared = [unsure] if unsure else compared
         records, original = self.observed.records, replayed.replayed
         result = [each.row(Check.ORIGINAL) for each in compared]
-        return result + judge_data.original_epoch_rows(records, original)
+        return result + original_epoch_rows(records, original)
 
     def why_no_replay(self, command: list[str] | None) -> Comparison | None:
         """None: one rank can compute from the batches of all."""
@@ -116,7 +112,7 @@ class Prover:
             reason = ReplayReason.WHICH_COMMAND
         elif Note.MODEL_IS_DIVIDED in records[0].notes:
             reason = ReplayReason.MODEL_DIVIDED
-        elif self.runs.settings.rows_are_split and not judge_data.same_contents(records):
+        elif self.runs.settings.rows_are_split and not same_contents(records):
             reason = ReplayReason.OTHER_ROWS
         elif any(record.why_not_kept for record in records):
             texts = [record.why_not_kept for record in records if record.why_not_kept]
@@ -130,28 +126,28 @@ class Prover:
         if command is None or obstacle:
             return [obstacle.row(Check.ONE_RANK)] if obstacle else []
         replayed = self.runs.best_replay(command)
-        if obstacle := judge_replay.why_not_replayed(replayed):
+        if obstacle := replay_checks.why_not_replayed(replayed):
             return [obstacle.row(Check.ONE_RANK)]
         compared = comparisons(replayed)
         examination = Examination(self.runs, command, replayed, compared, rows)
         if worst(compared) == Outcome.DIFFERENT:
             compared = examination.result()
         result = [each.row(Check.ONE_RANK) for each in compared]
-        result += judge_replay.draw_rows(replayed)
+        result += replay_checks.draw_rows(replayed)
         if all(each.outcome == Outcome.EQUAL for each in compared):
             result += self.number_rows(examination.replayed, examination.variant)
-        result += judge_schedule.schedule_rows(replayed)
-        values = judge_replay.smallest_batchnorm(replayed.observed)
-        is_small = 0 < values < judge_replay.SMALL_BATCH
+        result += schedule.schedule_rows(replayed)
+        values = replay_checks.smallest_batchnorm(replayed.observed)
+        is_small = 0 < values < replay_checks.SMALL_BATCH
         whole_batch_replay = self.runs.replay(Mode.WHOLE, command) if is_small else None
-        return result + judge_replay.batchnorm_rows(replayed, whole_batch_replay)
+        return result + replay_checks.batchnorm_rows(replayed, whole_batch_replay)
 
-    def number_rows(self, replayed: Replay, variant: str) -> list[ReportRow]:
+    def number_rows(self, replayed: Replay, variant: ReplayVariant) -> list[ReportRow]:
         """What is printed; the control tells results from times."""
-        if not judge_numbers.need_control(replayed):
-            return judge_numbers.printed_rows(replayed)
+        if not printed_numbers.need_control(replayed):
+            return printed_numbers.printed_rows(replayed)
         control = self.runs.run_all_ranks(variant)
-        return judge_numbers.printed_rows(replayed, control.records)
+        return printed_numbers.printed_rows(replayed, control.records)
 
 
 def advice_without_group(command: list[str]) -> str:

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-class Mode:
+class StrEnum(str, Enum):
+    """As Python's own, which 3.10 does not have yet: a member is printed as the text it is."""
+
+    __str__ = str.__str__
+
+
+class Mode(StrEnum):
     """All ranks are observed once, and one rank then replays their batches."""
 
     OBSERVE = "observe"
@@ -23,7 +29,7 @@ class Mode:
     BARE = "bare"  # all ranks, not observed: does the script fail by itself?
 
 
-class ReplayVariant:
+class ReplayVariant(StrEnum):
     """What a replay and its control do otherwise than usual."""
 
     USUAL = ""
@@ -33,14 +39,31 @@ class ReplayVariant:
     BLOCKS = "-blocks"  # several rows of a sample lie in blocks: see samples.owners_of_rows
 
 
-class Ended:
+class Ended(StrEnum):
     """How the run of a rank ended."""
 
     NOT_YET = "not yet"  # or it was killed
     AT_ITS_END = "at the end of the script"
     WHEN_SEEN = "when enough was seen"  # by us
     WITH_ERROR = "with an error"
-    WELL = (AT_ITS_END, WHEN_SEEN)
+
+    @property
+    def is_well(self) -> bool:
+        return self in (Ended.AT_ITS_END, Ended.WHEN_SEEN)
+
+
+class Finding(StrEnum):
+    """What a replay found out about a draw, by place."""
+
+    BY_SAMPLE = "one for each sample"
+    SEVERAL = "several for each sample"  # one after another, or in blocks
+    COMMON = "the same on all ranks"
+    COIN = "each rank decides for its whole batch"
+    SAME_NOISE = "all ranks draw the same numbers for their samples"
+    NOT_MATCHED = "one rank draws otherwise"
+    ESCAPED = "drawn by something that cannot be watched"
+    OPAQUE = "drawn inside a kernel"
+    TOO_MANY = "too many to keep"
 
 
 class Note(Enum):
@@ -66,17 +89,21 @@ class Settings:
     """What a run is told by the process that starts it."""
 
     folder: str  # where the ranks write
-    mode: str
+    mode: Mode
     float64: bool
     cpu: bool  # GPU calls become CPU calls
     batches: int  # of each loader and epoch
     gpus: int  # that the script sees with `cpu`
     world_size: int  # of the observed run, once that is known
     rows_are_split: bool = False  # all ranks load the same batches, and each takes its rows
-    variant: str = ReplayVariant.USUAL
+    variant: ReplayVariant = ReplayVariant.USUAL
     seed: int | None = None  # of the generators when the script begins; None: any
     dropout: bool = True  # False: switched off, because its masks cannot be recorded
     watches_operations: bool = True  # False: nothing is changed in the script's torch
+
+    def __post_init__(self) -> None:
+        """From JSON, they come as texts."""
+        self.mode, self.variant = Mode(self.mode), ReplayVariant(self.variant)
 
     @property
     def name(self) -> str:
@@ -104,7 +131,7 @@ class RankProgress:
 
 
 @dataclass
-class LoaderRun:
+class LoaderPass:
     """One pass over a loader."""
 
     number: int
@@ -138,9 +165,8 @@ class LoaderRun:
     sizes: list[int] = field(default_factory=list)  # of the batches
     batches: int | None = None  # that the sampler has listed
     samples_file: str = ""  # which samples they are
-    replay_number: int | None = (
-        None  # its number among the loader_runs whose batches are kept for a replay
-    )
+    # Its number among the passes whose batches are kept for a replay.
+    replay_number: int | None = None
     indices: list[int] = field(default_factory=list)  # from samples_file, when the run is over
     may_draw: set[int] | None = None  # the indices of a Subset
     fields: list[str] = field(default_factory=list)  # of a sample: what fingerprint tells apart
@@ -266,11 +292,11 @@ class RankRecord:
     rank: int = 0
     world_size: int = 1
     pid: int = 0
-    ended: str = Ended.NOT_YET
+    ended: Ended = Ended.NOT_YET
     error: ScriptError | None = None
     progress: RankProgress = field(default_factory=RankProgress)
     steps: int = 0  # of all optimizers together
-    loader_runs: list[LoaderRun] = field(default_factory=list)
+    loader_passes: list[LoaderPass] = field(default_factory=list)
     optimizers: list[OptimizerRecord] = field(default_factory=list)
     ddps: list[DDPRecord] = field(default_factory=list)
     model_calls: list[ModelCall] = field(default_factory=list)
@@ -288,7 +314,7 @@ class RankRecord:
     seed: int = 0  # of its generators, when the script began
     asked_for_length: bool = False  # of a loader, before its first batch
     why_not_kept: str = ""  # why a batch could not be kept for a replay
-    draws: dict[str, list[str]] = field(default_factory=dict)  # by kind of draws.Finding: places
+    draws: dict[Finding, list[str]] = field(default_factory=dict)  # the places of each
     batchnorm_rows_unknown: bool = False  # which of them came from which rank
     batchnorm_rows_guessed: bool = False  # a sample has several: one after another, or in blocks
     own_batch_size: int | None = None  # of the replaying rank, which gets larger ones
@@ -313,6 +339,11 @@ def gradients_file(folder: str, mode: str, rank: int) -> Path:
 
 def tensors_file(folder: str, mode: str, rank: int) -> Path:
     return Path(folder, f"{mode}.{rank}.tensors.pt")
+
+
+def forced_file(folder: str, variant: ReplayVariant) -> Path:
+    """Draws that all runs of a variant are given: draws.Draw or draws.OneDraw by key."""
+    return Path(folder, f"forced{variant}.pt")
 
 
 def calls_file(folder: str, mode: str, rank: int) -> Path:

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from prove import NotJudgedError, judge_data, processes
-from prove.finished_replay import Replay
-from prove.judge_effects import error_of
+from prove import NotJudgedError, processes
+from prove.judge import samples
+from prove.judge.effects import error_of
+from prove.judge.replay import Replay
+from prove.judge.table import NotObservedError
 from prove.rank_record import Ended, Mode, ReplayVariant, Settings
-from prove.table import NotObservedError
-from prove.watch_effects import restore_files
+from prove.watch.effects import restore_files
 
 NUMBER_OF_RANKS = (
     r"(--nproc[-_]per[-_]node[= ])\S+",
@@ -71,21 +72,27 @@ class Runs:
         finally:
             restore_files(Path(settings.folder))
 
-    def run_all_ranks(self, variant: str) -> processes.RunOutcome:
+    def run_all_ranks(self, variant: ReplayVariant) -> processes.RunOutcome:
         """Again, each rank fed its own records."""
         return self.run(self.settings_of(Mode.CONTROL, variant), self.args.command)
 
-    def settings_of(self, mode: str, variant: str) -> Settings:
+    def settings_of(self, mode: Mode, variant: ReplayVariant) -> Settings:
         dropout = variant != ReplayVariant.NO_DROPOUT
         return replace(self.settings, mode=mode, variant=variant, dropout=dropout)
 
-    def replay(self, mode: str, command: list[str], variant: str = "", gpus: int = 1) -> Replay:
+    def replay(
+        self,
+        mode: Mode,
+        command: list[str],
+        variant: ReplayVariant = ReplayVariant.USUAL,
+        gpus: int = 1,
+    ) -> Replay:
         settings = replace(self.settings, mode=mode, variant=variant, gpus=gpus)
         outcome = self.run(settings, command)
         names = (Mode.OBSERVE, settings.name)
         return Replay(self.observed, outcome, settings.folder, names)
 
-    def replay_of_control(self, command: list[str], variant: str) -> Replay | None:
+    def replay_of_control(self, command: list[str], variant: ReplayVariant) -> Replay | None:
         """All ranks and one rank, both with the draws of this variant. None: they do not run."""
         control = self.run_all_ranks(variant)
         if len(control.records) < len(self.observed.records) or control.status:
@@ -122,11 +129,11 @@ class Runs:
                     break  # it fails by itself: no attempt of ours will help
         else:
             raise NotObservedError(error_of(outcome))
-        self.observed = replace(outcome, records=judge_data.with_samples(outcome.records))
+        self.observed = replace(outcome, records=samples.with_samples(outcome.records))
         self.settings = replace(
             self.settings,
             world_size=len(outcome.records) or self.settings.world_size,
-            rows_are_split=judge_data.rows_are_split(self.observed.records),
+            rows_are_split=samples.rows_are_split(self.observed.records),
         )
 
     def run_bare(self, outcome: processes.RunOutcome) -> processes.RunOutcome:

@@ -18,7 +18,6 @@ from shm.segment import Segment, Steps
 
 ROW_BYTES = 2**21  # should still be in a cache when others read it, and worth a meeting of all
 SLICED = 2**16  # bytes: three or more ranks add up a larger piece in slices, one per rank
-LOOKS = 200  # at the others' arrivals, before C returns to Python: some microseconds
 
 COMBINE: dict[Op, Callable[..., Tensor]] = {
     Op.SUM: torch.add,
@@ -59,15 +58,15 @@ class Exchange:
         size = self.world_size * ROW_BYTES
         self.slots = [segment.tensor(slot * size, size) for slot in (0, 1)]
         self.views: dict[tuple[torch.dtype, int], list[Tensor]] = {}  # of the slots
-        self.in_c: fast.Call | None = None
+        self.in_c: fast.SumState | None = None
         if (library := fast.library()) and self.world_size <= fast.MOST_RANKS:
-            self.in_c = fast.Call(rank=self.rank, ranks=self.world_size, row_bytes=ROW_BYTES)
+            self.in_c = fast.SumState(rank=self.rank, ranks=self.world_size, row_bytes=ROW_BYTES)
             self.in_c.sliced, self.in_c.counters = SLICED, segment.address
             self.in_c.slots = self.slots[0].data_ptr()
             self.address_in_c = ctypes.addressof(self.in_c)
             self.all_reduce_in_c = library.all_reduce
-            self.looks = LOOKS if segment.spins else 1  # of a call that returns at once
-            self.many_looks = LOOKS * segment.spins  # of one that waits
+            self.looks = fast.LOOKS if segment.spins else 1  # of a call that returns at once
+            self.many_looks = fast.LOOKS * segment.spins  # of one that waits
 
     def pieces_of(
         self, length: int, dtype: torch.dtype, boxes: int = 1

@@ -1,6 +1,7 @@
 /* The inner loop of exchange.py where Python is too slow. It does the same, in the same order and
  * with the same bits, so a rank that runs it and a rank that runs Python understand each other.
- * fast.py compiles and calls it.
+ * fast.py compiles and calls it. It defines the constants that both sides must know: the counters of
+ * a rank (see segment.py), MOST_RANKS, LOOKS, and what all_reduce returns, DONE or DIFFERS.
  */
 
 #include <limits.h>
@@ -15,13 +16,9 @@
 #include <immintrin.h>
 #endif
 
-/* Counters of a rank, as in segment.py */
-enum { ARRIVED = 0, CALL = 1, TRANSFER = 3, BELL = 8, ASLEEP = 9 /* behind it */, COUNTERS = 16 };
-enum { WRITE, SUM, COLLECT };                 /* what comes next */
-enum { DONE = -1, DIFFERS = -2 };             /* or the rank that is awaited */
-enum { BLOCK = 512, MOST_RANKS = 64 };
+enum { WRITE, SUM, COLLECT }; /* what comes next */
+enum { BLOCK = 512 };
 enum { SMALL = 1024, LARGE = 1 << 18, SLOW = 5 /* bytes per ns */, TRIES = 200 }; /* see put */
-enum { LOOKS = 200 }; /* for another rank before other programs may have the core: microseconds */
 
 typedef struct {
     int64_t *counters;
@@ -31,7 +28,9 @@ typedef struct {
     char *tensor;
     int64_t size, dtype, root, call, transfer; /* root: who wants the sum, or -1 for all */
     int64_t start, next;
-} Call;
+} SumState; /* as in fast.py */
+
+const int64_t size_of_state = sizeof(SumState);
 
 static int64_t nanoseconds(void) {
     struct timespec now;
@@ -88,7 +87,7 @@ DEFINE_SUM(sum_int32, uint32_t) /* unsigned, as overflow is to wrap around */
 DEFINE_SUM(sum_int64, uint64_t)
 static const int64_t BYTES_OF_DTYPE[] = {4, 8, 4, 8};
 
-static void sum(const Call *c, char *total, char *const *parts, int64_t size) {
+static void sum(const SumState *c, char *total, char *const *parts, int64_t size) {
     int64_t count = size / BYTES_OF_DTYPE[c->dtype];
     switch (c->dtype) {
         case 0: sum_float((float *)total, (float *const *)parts, count, c->ranks); break;
@@ -98,21 +97,21 @@ static void sum(const Call *c, char *total, char *const *parts, int64_t size) {
     }
 }
 
-static void arrive(Call *c) {
+static void arrive(SumState *c) {
     int64_t *own = c->counters + c->rank * COUNTERS, odd = ++c->arrivals % 2;
     own[CALL + odd] = c->call;
     own[TRANSFER + odd] = c->transfer;
     __atomic_store_n(own + ARRIVED, c->arrivals, __ATOMIC_RELEASE); /* after all that is above */
     own[BELL]++;
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    if (own[ASLEEP]) {
-        own[ASLEEP] = 0;
+    if (own[BELL + ASLEEP]) {
+        own[BELL + ASLEEP] = 0;
         syscall(SYS_futex, own + BELL, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
     }
 }
 
 /* Look that often for the others' arrival. */
-static int64_t wait(const Call *c, int64_t spins) {
+static int64_t wait(const SumState *c, int64_t spins) {
     for (int64_t r = 0; r < c->ranks; r++) {
         const int64_t *other = c->counters + r * COUNTERS, odd = c->arrivals % 2;
         while (__atomic_load_n(other + ARRIVED, __ATOMIC_ACQUIRE) < c->arrivals) {
@@ -129,13 +128,13 @@ static int64_t wait(const Call *c, int64_t spins) {
 }
 
 /* Where the slice of a rank begins in a piece: as tensor_split. */
-static int64_t slice(const Call *c, int64_t size, int64_t rank) {
+static int64_t slice(const SumState *c, int64_t size, int64_t rank) {
     int64_t width = BYTES_OF_DTYPE[c->dtype], count = size / width, rest = count % c->ranks;
     return (count / c->ranks * rank + (rank < rest ? rank : rest)) * width;
 }
 
 /* Exchange.all_reduce for a sum. Goes on until it has to wait: call it again. */
-int64_t all_reduce(Call *c, int64_t spins) {
+int64_t all_reduce(SumState *c, int64_t spins) {
     char *parts[MOST_RANKS];
     for (;;) {
         int64_t left = c->size - c->start, size = left < c->row_bytes ? left : c->row_bytes, late;

@@ -3,7 +3,6 @@
 The other files of the folder carry the work out.
 """
 
-import time
 from collections import deque
 from datetime import timedelta
 from typing import Any
@@ -13,41 +12,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shm import fast
+from shm.barrier import MonitoredBarrier
 from shm.calls import Op, number_of_call, number_of_size
 from shm.exchange import COMPUTED_WITH, ROW_BYTES, Exchange
 from shm.messages import BOX_BYTES, CACHE_LINES_PER_BOX, Messages
-from shm.segment import CACHE_LINES_PER_RANK, MESSAGE_BELL, PASSED, REACHED, SPINS, Segment, Steps
-from shm.work import NAP, CallQueue, Completed, Work, pending, without_autograd
-
-STRIDED = torch.strided
-Tensors = list[Tensor]  # of one tensor: torch once had one for each device of a process
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """All elements, (N,): a view where that is possible, else a copy. Unknown to autograd."""
-    if not tensor.is_cpu or tensor.layout != torch.strided:
-        got = f"{tensor.layout}, on {tensor.device}"
-        raise TypeError(f"shm: got a tensor of {got}, expected a dense one on the CPU: try gloo")
-    values = without_autograd(tensor)
-    return values if values.dim() == 1 else values.reshape(-1)
-
-
-def without_gaps(values: Tensor) -> Tensor:
-    """The same elements, (N,), as a message holds them: a copy only if there are gaps."""
-    has_gaps = values.stride(0) != 1
-    return values.clone(memory_format=torch.contiguous_format) if has_gaps else values
-
-
-def put_back(tensor: Tensor, values: Tensor) -> None:
-    if values.data_ptr() != tensor.data_ptr():  # it had to be copied
-        without_autograd(tensor).copy_(values.view_as(tensor))
-
-
-def require_same_size(tensors: Tensors, expected: Tensor) -> None:
-    for tensor in tensors:
-        if tensor.numel() != expected.numel() or tensor.dtype != expected.dtype:
-            got = f"{tensor.numel()} elements of {tensor.dtype}"
-            raise ValueError(f"shm: got {got}, expected {expected.numel()} of {expected.dtype}")
+from shm.segment import CACHE_LINES_PER_RANK, MESSAGE_BELL, SPINS, Segment, Steps
+from shm.tensors import (
+    Tensors,
+    equal_parts,
+    flat,
+    put_back,
+    require_same_size,
+    split_rows,
+    without_autograd,
+    without_gaps,
+)
+from shm.work import CallQueue, Completed, Work, pending
 
 
 def op_of(options: Any, tensors: Tensors) -> Op:
@@ -83,7 +63,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             number: number_of_call("all_reduce", None, dtype, None, Op.SUM)
             for dtype, number in fast.NUMBER_OF_DTYPE.items()
         }
-        self.monitored = [0] * size  # of each rank: barriers that it has reached
+        self.monitored = MonitoredBarrier(self.segment)
 
     def start(self, steps: Steps, outputs: Any, options: Any) -> Work:
         """Begin a collective; asyncOp says that the program goes on while it runs, as in DDP."""
@@ -108,7 +88,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if not (options.reduceOp == Op.SUM and len(tensors) == 1 and tensor.is_cpu):
             return None
         dtype = fast.NUMBER_OF_DTYPE.get(tensor.dtype)
-        if dtype is None or tensor.layout is not STRIDED or not tensor.is_contiguous():
+        if dtype is None or tensor.layout is not torch.strided or not tensor.is_contiguous():
             return None
         if not exchange.in_c or not pending.lock_if_free(segment):
             return None
@@ -201,16 +181,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, options: Any = None
     ) -> Work:
-        pairs = [(self.parts(output), each) for output, each in zip(outputs, inputs, strict=True)]
+        pairs = [
+            (equal_parts(output, self.size()), each)
+            for output, each in zip(outputs, inputs, strict=True)
+        ]
         return self.start(self.coalesced_gather_steps(pairs), outputs, options)
-
-    def parts(self, tensor: Tensor) -> Tensors:
-        """One part of equal size for each rank, as views."""
-        if tensor.numel() % self.size() or not tensor.is_contiguous():
-            got = f"{tuple(tensor.shape)} with strides {tensor.stride()}"
-            what = f"a contiguous tensor whose elements can be divided among {self.size()} ranks"
-            raise ValueError(f"shm: got {got}, expected {what}")
-        return list(without_autograd(tensor).view(self.size(), -1))
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, options: Any) -> Work:
         targets = outputs[0] if outputs else []
@@ -218,7 +193,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def gather_single(self, output: Tensor, tensor: Tensor, options: Any) -> Work:
         is_root = options.rootRank == self.rank()
-        return self.gather([self.parts(output)] if is_root else [], [tensor], options)
+        return self.gather([equal_parts(output, self.size())] if is_root else [], [tensor], options)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any) -> Work:
         parts = inputs[0] if inputs else []
@@ -252,7 +227,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self, outputs: Tensors, inputs: Tensors, options: Any = None
     ) -> Work:
         op = op_of(options, outputs)
-        pairs = [(output, self.parts(each)) for output, each in zip(outputs, inputs, strict=True)]
+        pairs = [
+            (output, equal_parts(each, self.size()))
+            for output, each in zip(outputs, inputs, strict=True)
+        ]
         return self.start(self.reduce_scatter_steps(pairs, op), outputs, options)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> Work:
@@ -273,20 +251,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         input_sizes: list[int],
         options: Any = None,
     ) -> Work:
-        outputs, inputs = self.split(output, output_sizes), self.split(tensor, input_sizes)
+        outputs = split_rows(output, output_sizes, self.size())
+        inputs = split_rows(tensor, input_sizes, self.size())
         return self.alltoall(outputs, inputs, options)
-
-    def split(self, tensor: Tensor, sizes: list[int]) -> Tensors:
-        """Split the first dimension, evenly without sizes."""
-        rows, world_size = len(tensor), self.size()
-        is_even = not sizes
-        sizes = sizes or [rows // world_size] * world_size
-        if sum(sizes) != rows or len(sizes) != world_size:
-            expected = f"one size per rank, {rows} together"
-            if is_even:
-                expected = f"rows for {world_size} ranks"
-            raise ValueError(f"shm: got {rows if is_even else sizes}, expected {expected}")
-        return list(without_autograd(tensor).split(sizes))
 
     def barrier(self, opts: Any = None) -> Work:
         steps = self.exchange.all_reduce(torch.zeros(0), Op.SUM, number_of_call("barrier"))
@@ -295,55 +262,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """A barrier in which rank 0 names the ranks that do not reach it within the timeout."""
         limit = self.segment.limit if timeout is None else timeout
-        deadline, me = time.monotonic() + limit.total_seconds(), self.rank()
-        milliseconds = round(limit.total_seconds() * 1000)
-        if me > 0:
-            self.meet_rank_0(deadline, milliseconds)
-        elif limit <= timedelta(0):
-            what = f"Rank 0 timed out in monitoredBarrier after {milliseconds} ms"
-            raise RuntimeError(f"shm: {what}")
-        elif late := self.late_ranks(deadline, wait_all_ranks):
-            who = f"{'Rank' if len(late) == 1 else 'Ranks'} {', '.join(map(str, late))}"
-            what = f"{who} failed to pass monitoredBarrier in {milliseconds} ms"
-            raise RuntimeError(f"shm: [Rank 0]: {what}")
-        else:
-            for rank in range(1, self.size()):
-                self.segment.post(self.segment.places[rank] + PASSED, self.monitored[rank])
-
-    def meet_rank_0(self, deadline: float, milliseconds: int) -> None:
-        me = self.rank()
-        self.monitored[me] += 1
-        self.segment.post(self.segment.places[me] + REACHED, self.monitored[me])
-        if not self.wait_for_counter(0, me, PASSED, deadline):
-            what = "but received errors while waiting for send/recv from rank 0"
-            raise RuntimeError(
-                f"shm: Rank {me} successfully reached monitoredBarrier, {what} in "
-                f"{milliseconds} ms. Please check rank 0 logs for faulty rank."
-            )
-
-    def late_ranks(self, deadline: float, wait_all_ranks: bool) -> list[int]:
-        """On rank 0: all that do not come in time, or only the first."""
-        late: list[int] = []
-        for rank in range(1, self.size()):
-            self.monitored[rank] += 1
-            if not self.wait_for_counter(rank, rank, REACHED, deadline):
-                self.monitored[rank] -= 1  # if it comes later, then for the next barrier
-                late.append(rank)
-                if not wait_all_ranks:
-                    break
-        return late
-
-    def wait_for_counter(self, rank: int, owner: int, counter: int, deadline: float) -> bool:
-        """Wait until a counter of its owner shows this barrier; False if `rank` is late or dead."""
-        counters, place = self.segment.counters, self.segment.places[owner] + counter
-        while counters[place] < self.monitored[owner]:
-            if time.monotonic() > deadline or not self.segment.is_alive(rank):
-                return counters[place] >= self.monitored[owner]
-            pending.poll()  # other calls go on
-            time.sleep(NAP)
-        return True
+        self.monitored.meet(limit, wait_all_ranks)
 
     # Messages between two ranks
 

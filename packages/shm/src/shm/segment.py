@@ -16,7 +16,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -235,7 +235,7 @@ class Segment:
                 return False
         return True
 
-    def fail(self, text: str, error: type[Exception] = RuntimeError) -> None:
+    def fail(self, text: str, error: type[Exception] = RuntimeError) -> NoReturn:
         """Raise this now and at each later use: the ranks are no longer at the same call."""
         self.give_up(text)
         assert self.failure is not None

@@ -15,9 +15,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.futures import Future
 
 from shm.segment import BELL, Segment, Steps
@@ -266,16 +264,3 @@ class Pending:
 pending = Pending()
 atexit.register(pending.stop)
 os.register_at_fork(after_in_child=pending.__init__)  # a new process has no thread
-
-
-def without_autograd(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor that autograd neither records nor counts changes of, as in gloo.
-
-    A result of inference_mode may be changed too, by any thread and after that mode has ended.
-    """
-    if not tensor.is_inference():
-        return tensor.data
-    with torch.inference_mode(False):
-        alias = torch.empty(0, dtype=tensor.dtype)
-        where = tensor.storage_offset(), tensor.shape, tensor.stride()
-        return alias.set_(tensor.untyped_storage(), *where)

@@ -1,7 +1,7 @@
 """Python runs this in each process that the user's command starts: it waits for `import torch`.
 
-AFTER_TORCH is a folder and a module in it, as in /path/to/src:prove.observe; install() of that
-module is called then.
+AFTER_TORCH is a folder and a module in it, as in /path/to/src:prove.watch.observe; install() of
+that module is called then.
 """
 
 import importlib.util

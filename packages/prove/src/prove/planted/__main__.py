@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from prove import NotJudgedError
+from prove.judge.table import RIGHT, WRONG, ReportRow
 from prove.options import parse_args
 from prove.planted.mistakes import HARMLESS, MISTAKES
 from prove.processes import preload
 from prove.prover import prove
-from prove.table import RIGHT, WRONG, ReportRow
 
 HERE = Path(__file__).parent
 SCRIPTS = ("plain", "accumulate", "amp", "iterable")

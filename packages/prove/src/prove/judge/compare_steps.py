@@ -1,0 +1,313 @@
+"""Does one rank compute what all ranks compute? This is the proof; all other rows explain it.
+
+Compared are the gradients of all steps, and the weights after the last one.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prove.judge.reasons import Reason
+from prove.judge.replay import Gradients, Replay
+from prove.judge.replay_reasons import ReplayReason
+from prove.judge.table import Check, ReportRow, not_seen, right, warning, wrong
+from prove.rank_record import OptimizerRecord, OptimizerStep
+
+FLOAT64_LIMIT = 1e-9  # how far rounding can bring equal gradients apart, in units of their length
+FLOAT64_WRONG = 1e-4  # what differs less may be rounding that has grown: no verdict
+SMALLEST_LENGTH = 1e-12  # a gradient that is shorter is rounding itself
+
+
+class Outcome(Enum):
+    """From the worst to the best."""
+
+    DIFFERENT = "different"
+    MEANT_SO = "different, as may be meant"
+    NOT_COMPARED = "not compared"
+    TOO_CLOSE = "too close to tell"
+    EQUAL = "equal"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What an optimizer's steps are on all ranks and on one. facts: the numbers behind it."""
+
+    outcome: Outcome
+    reason: Reason
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def row(self, check: Check) -> ReportRow:
+        if self.outcome == Outcome.EQUAL:
+            return right(check, self.reason, **self.facts)
+        if self.outcome == Outcome.DIFFERENT:
+            return wrong(check, self.reason, **self.facts)
+        if self.outcome == Outcome.MEANT_SO:
+            return warning(check, self.reason, **self.facts)
+        return not_seen(check, self.reason, **self.facts)
+
+
+class Comparer:
+    """Compares the steps of one optimizer."""
+
+    def __init__(self, replay: Replay, number: int) -> None:
+        self.replay, self.number = replay, number
+        self.optimizer: OptimizerRecord = replay.observed.optimizers[number]
+        self.gradients = replay.gradients(number)
+        self.steps = self.comparable_steps()
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        return {pair.of_ranks.dtype for pair in self.gradients}
+
+    @property
+    def limit(self) -> float:
+        """How far rounding alone can bring two equal gradients apart, in units of their length."""
+        if self.dtypes & {torch.bfloat16, torch.float16}:
+            return 5e-2
+        if torch.float32 in self.dtypes:
+            return 3e-2 if self.replay.observed.uses_autocast else 3e-3
+        return FLOAT64_LIMIT
+
+    @property
+    def wrong_from(self) -> float:
+        return FLOAT64_WRONG if self.limit == FLOAT64_LIMIT else 5 * self.limit
+
+    @property
+    def at(self) -> str:
+        return self.optimizer.steps[0].at
+
+    def comparable_steps(self) -> list[tuple[OptimizerStep, OptimizerStep]]:
+        """Until the local batches are not equal any more."""
+        steps = []
+        for n, (of_ranks, of_one) in enumerate(self.replay.steps(self.number)):
+            own = [
+                record.optimizers[self.number].steps[n]
+                for record in self.replay.records
+                if n < len(record.optimizers[self.number].steps)
+            ]
+            sizes = {step.batch_size for step in own}
+            if len(sizes) > 1 or not of_one.weights_after or not of_ranks.weights_after:
+                break
+            steps.append((of_ranks, of_one))
+        return steps
+
+    def compare(self) -> Comparison:
+        if obstacle := self.why_not_compared():
+            return obstacle
+        of_ranks = torch.cat([pair.of_ranks.double().flatten() for pair in self.gradients])
+        of_one = torch.cat([pair.of_one.double().flatten() for pair in self.gradients])
+        apart = float((of_ranks - of_one).norm()) / float(of_one.norm() or of_ranks.norm())
+        if apart <= self.limit:
+            return self.compare_weights(apart)
+        facts = {"apart": apart, "step": 1, "at": self.at}
+        if apart <= self.wrong_from:
+            in_float64 = self.limit == FLOAT64_LIMIT
+            reason = ReplayReason.TOO_CLOSE if in_float64 else ReplayReason.TOO_CLOSE_IN_FLOAT32
+            return Comparison(Outcome.TOO_CLOSE, reason, facts)
+        return self.cause_of_other_gradient(of_ranks, of_one, facts)
+
+    def why_not_compared(self) -> Comparison | None:
+        """Why the two runs cannot be compared."""
+
+        def not_compared(reason: Reason, **facts: Any) -> Comparison:
+            return Comparison(Outcome.NOT_COMPARED, reason, facts)
+
+        replay, other_shapes = self.replay, self.replay.replayed.other_shapes
+        names = self.optimizer.names
+        if self.number in other_shapes or any(
+            pair.of_ranks.shape != pair.of_one.shape for pair in self.gradients
+        ):
+            for parameter, of_ranks, of_one in other_shapes.get(self.number, [])[:1]:
+                name = names[parameter]
+                return not_compared(
+                    ReplayReason.OTHER_SHAPE, name=name, of_ranks=of_ranks, of_one=of_one
+                )
+            return not_compared(ReplayReason.OTHER_PARAMETERS)
+        if not self.gradients and self.optimizer.begins_later:
+            return not_compared(ReplayReason.BEGINS_LATER, at=self.at)
+        if not self.gradients:
+            return not_compared(ReplayReason.NO_GRADIENTS)
+        if replay.replayed.batchnorm_rows_unknown:
+            return not_compared(ReplayReason.BATCHNORM_ROWS)
+        if self.dtypes != {pair.of_one.dtype for pair in self.gradients}:
+            of_one = sorted({str(pair.of_one.dtype) for pair in self.gradients})
+            of_ranks = sorted(map(str, self.dtypes))
+            return not_compared(ReplayReason.OTHER_DTYPES, of_ranks=of_ranks, of_one=of_one)
+        both = [tensor for pair in self.gradients for tensor in (pair.of_ranks, pair.of_one)]
+        if not all(bool(tensor.isfinite().all()) for tensor in both):
+            return not_compared(ReplayReason.NOT_FINITE, step=1, at=self.at)
+        length = max(float(tensor.double().norm()) for tensor in both)
+        if length == 0:
+            return not_compared(ReplayReason.NOTHING_TO_COMPARE)
+        if length < SMALLEST_LENGTH:
+            return not_compared(ReplayReason.TOO_SHORT, length=length, at=self.at)
+        return None
+
+    def cause_of_other_gradient(
+        self, of_ranks: Tensor, of_one: Tensor, facts: dict[str, Any]
+    ) -> Comparison:
+        """In which parameters, and is it one factor?"""
+        known = [pair for pair in self.gradients if pair.of_one.norm() > 1e-9 * of_one.norm()]
+        factors = [factor_between(pair) for pair in known]
+        names = self.optimizer.names
+        farthest = max(self.gradients, key=relative_distance)
+        facts = facts | {
+            "most_in": names[farthest.parameter],
+            "shares": {names[pair.parameter]: relative_distance(pair) for pair in self.gradients},
+        }
+        if known:
+            factor = sorted(factors)[len(factors) // 2]
+            limit = max(self.limit, 1e-6)
+            agreeing = [pair for pair in known if is_multiple(pair, factor, limit)]
+            many = len(agreeing) > len(known) // 2
+            if many and abs(factor - 1) > 1e-4:
+                times = factor_in_words(factor, len(self.replay.records))
+                facts |= {"factor": factor, "times": times}
+                facts |= {"agreeing": len(agreeing), "parameters": len(known)}
+                is_all = len(agreeing) == len(known)
+                is_one_nth = abs(factor * len(self.replay.records) - 1) < 1e-3
+                if is_all and is_one_nth:
+                    return Comparison(Outcome.DIFFERENT, ReplayReason.ONE_NTH, facts)
+                reason = ReplayReason.FACTOR if is_all else ReplayReason.FACTOR_IN_SOME
+                return Comparison(Outcome.DIFFERENT, reason, facts)
+        return Comparison(Outcome.DIFFERENT, self.reason_of_difference(), facts)
+
+    def reason_of_difference(self) -> Reason:
+        if self.optimizer.compares_changes:
+            return ReplayReason.CHANGE_DIFFERS
+        gathers = [call for call in self.replay.observed.collectives if "gather" in call.name]
+        if any(not call.name.endswith("object") for call in gathers):
+            return ReplayReason.GRADIENT_DIFFERS_GATHER
+        return ReplayReason.GRADIENT_DIFFERS
+
+    def compare_weights(self, apart: float) -> Comparison:
+        """After the last step: are the weights those of one rank?"""
+        facts = {"apart": apart, "at": self.at, "limit": self.limit}
+        if not self.steps:
+            return Comparison(Outcome.EQUAL, ReplayReason.FIRST_GRADIENT_EQUAL, facts)
+        steps = list(takewhile(weights_are_finite, self.steps))
+        if not steps:
+            return Comparison(Outcome.NOT_COMPARED, ReplayReason.NOT_FINITE, facts | {"step": 1})
+        change = distance(steps[-1][0].weights_after, steps[0][0].weights_before) or 1.0
+        weights_apart = [
+            distance(of_ranks.weights_after, of_one.weights_after) / change
+            for of_ranks, of_one in steps
+        ]
+        facts |= {"steps": len(steps), "weights_apart": weights_apart[-1]}
+        # A rounding error grows from step to step, and Adam divides by small gradients.
+        if weights_apart[-1] <= max(1e4 * self.limit, 1e-5):
+            in_float64 = self.limit == FLOAT64_LIMIT
+            reason = ReplayReason.EQUAL_TO_ONE if in_float64 else ReplayReason.EQUAL_LESS_PRECISE
+            return Comparison(Outcome.EQUAL, reason, facts)
+        if self.limit > FLOAT64_LIMIT:
+            return Comparison(Outcome.TOO_CLOSE, ReplayReason.LITTLE_PRECISION, facts)
+        return self.cause_of_other_weights(steps, weights_apart, facts)
+
+    def cause_of_other_weights(
+        self,
+        steps: list[tuple[OptimizerStep, OptimizerStep]],
+        weights_apart: list[float],
+        facts: dict[str, Any],
+    ) -> Comparison:
+        """A later gradient, rounding that the optimizer has made larger, or a mistake."""
+        of_gradients = [
+            gradients_apart(of_ranks.gradients, of_one.gradients) for of_ranks, of_one in steps
+        ]
+        for n, gradient_apart in enumerate(of_gradients, start=1):
+            if gradient_apart > FLOAT64_WRONG:
+                facts |= {"step": n, "apart": gradient_apart}
+                return Comparison(Outcome.DIFFERENT, ReplayReason.LATER_GRADIENT_DIFFERS, facts)
+        if self.optimizer.is_adaptive and weights_apart[0] <= 1e-5:
+            # A bias whose gradient is only rounding (before BatchNorm, of attention's keys) grows
+            # from step to step, because the optimizer divides by that gradient. A mistake between
+            # two steps would show in the gradient of the second.
+            facts |= {"gradients_apart": max(of_gradients), "first_apart": weights_apart[0]}
+            return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_BUT_ROUNDING, facts)
+        if max(weights_apart) <= FLOAT64_WRONG:
+            return Comparison(
+                Outcome.TOO_CLOSE, ReplayReason.TOO_CLOSE, facts | {"step": len(steps)}
+            )
+        return Comparison(Outcome.DIFFERENT, ReplayReason.WEIGHTS_OF_ONE_DIFFER, facts)
+
+
+def is_finite(value: float) -> bool:
+    return abs(value) < float("inf")
+
+
+def weights_are_finite(pair: tuple[OptimizerStep, OptimizerStep]) -> bool:
+    return all(is_finite(value) for step in pair for value, _ in step.weights_after)
+
+
+def factor_between(pair: Gradients) -> float:
+    of_ranks, of_one = (tensor.double().flatten() for tensor in (pair.of_ranks, pair.of_one))
+    return float(of_ranks @ of_one / (of_one @ of_one))
+
+
+def is_multiple(pair: Gradients, factor: float, limit: float) -> bool:
+    distance_to_it = (pair.of_ranks.double() - factor * pair.of_one.double()).norm()
+    return bool(distance_to_it <= limit * abs(factor) * pair.of_one.double().norm())
+
+
+def comparisons(replay: Replay) -> list[Comparison]:
+    """Of each optimizer that made a step."""
+    optimizers = replay.observed.optimizers
+    numbers = [
+        n
+        for n, optimizer in enumerate(optimizers)
+        if optimizer.steps and not is_made_again(optimizer, optimizers[:n])
+    ]
+    compared = [Comparer(replay, number).compare() for number in numbers]
+    is_zero = [each.reason == ReplayReason.NOTHING_TO_COMPARE for each in compared]
+    if all(is_zero):
+        return compared[:1]
+    return [each for each, zero in zip(compared, is_zero, strict=True) if not zero]
+
+
+def is_made_again(optimizer: OptimizerRecord, earlier: list[OptimizerRecord]) -> bool:
+    """For each epoch: one that has made steps with these parameters is compared already."""
+    names = {*optimizer.names}
+    return optimizer.begins_later and any(
+        other.steps and not other.begins_later and names <= {*other.names} for other in earlier
+    )
+
+
+def worst(compared: list[Comparison]) -> Outcome:
+    return min((each.outcome for each in compared), key=list(Outcome).index)
+
+
+def farthest(compared: list[Comparison]) -> float:
+    return max((float(each.facts.get("apart", 0.0)) for each in compared), default=0.0)
+
+
+def relative_distance(pair: Gradients) -> float:
+    return float((pair.of_ranks - pair.of_one).norm() / (pair.of_one.norm() + 1e-30))
+
+
+def distance(projections: list, others: list) -> float:
+    """Between two lists of tensors, as far as their projections tell."""
+    pairs = zip(projections, others, strict=False)
+    return float(sum((value - other) ** 2 for (value, _), (other, _) in pairs) ** 0.5)
+
+
+def gradients_apart(gradients: list, others: list) -> float:
+    """How far two gradients are apart, in units of their length."""
+    pairs = zip(gradients, others, strict=False)
+    known = [pair for pair in pairs if None not in pair]
+    length = sum(norm**2 for _, (_, norm) in known) ** 0.5
+    return distance([own for own, _ in known], [other for _, other in known]) / (length or 1.0)
+
+
+def factor_in_words(factor: float, world_size: int) -> str:
+    n = world_size
+    names = {n: f"{n} times", 1 / n: f"1/{n} of", n**2: f"{n**2} times"}
+    near = [name for value, name in names.items() if abs(factor - value) < 1e-3 * value]
+    return near[0] if near else f"{factor:.4g} times"
+
+
+def any_differs(values: list[float], others: list[float], limit: float = 1e-6) -> bool:
+    pairs = zip(values, others, strict=False)
+    return any(abs(value - other) > limit * (abs(value) + abs(other)) for value, other in pairs)

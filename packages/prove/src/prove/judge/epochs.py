@@ -1,0 +1,142 @@
+"""Do the epochs of all ranks have the length, the order and the random numbers of one process?"""
+
+from prove import generators
+from prove.judge.run_reasons import RunReason
+from prove.judge.samples import (
+    rows_are_split,
+    same_dataset,
+    same_on_all_ranks,
+    share_one_data_set,
+    trained_loader_passes,
+)
+from prove.judge.table import Check, ReportRow, not_seen, right, warning, wrong
+from prove.rank_record import LoaderPass, Note, RankRecord
+
+
+def epoch_rows(records: list[RankRecord]) -> list[ReportRow]:
+    epochs = trained_loader_passes(records) if share_one_data_set(records) else []
+    if not epochs:
+        return []
+    rows = length_rows(records, epochs[0]) + order_rows(epochs)
+    return rows + dropout_rows(records) + augmentation_rows(epochs[0])
+
+
+def length_rows(records: list[RankRecord], passes: list[LoaderPass]) -> list[ReportRow]:
+    check, first = Check.BATCHES_PER_EPOCH, passes[0]
+    listed = [loader_pass.batches for loader_pass in passes if loader_pass.batches is not None]
+    given = [loader_pass.batches_given for loader_pass in passes]
+    batches = listed if len(listed) == len(passes) else given
+    if batches is not listed and not any(loader_pass.ended for loader_pass in passes):
+        return [not_seen(check, RunReason.NO_END_OF_DATA)]
+    if len({*batches}) > 1:
+        if Note.JOINS in records[0].notes:
+            return [right(check, RunReason.UNEQUAL_BUT_JOINED, batches=batches)]
+        if any(
+            loader_pass.batches_given < min(n, loader_pass.limit)
+            for loader_pass, n in zip(passes, batches, strict=True)
+        ):
+            return [not_seen(check, RunReason.UNEQUAL_BUT_CUT, batches=batches)]
+        return [wrong(check, RunReason.UNEQUAL_BATCHES, batches=batches, at=first.at)]
+    n = batches[0]
+    for sizes in zip(
+        *(loader_pass.sizes[: loader_pass.batches_given] for loader_pass in passes),
+        strict=False,
+    ):
+        if len({*sizes}) > 1:
+            reason = RunReason.UNEQUAL_BATCH_SIZES
+            return [warning(check, reason, batches=n, sizes=[*sizes], at=first.at)]
+    return [right(check, RunReason.EQUAL_BATCHES, batches=n)]
+
+
+def order_rows(passes: list[list[LoaderPass]]) -> list[ReportRow]:
+    check, first = Check.ORDER, passes[0]
+    later = [of_ranks for of_ranks in passes[1:] if of_ranks[0].dataset == first[0].dataset]
+    if not later:
+        return [not_seen(check, RunReason.NO_SECOND_EPOCH)]
+    epochs = list(zip(first, later[0], strict=True))  # the first two, of each rank
+    by_index = all(loader_pass.samples_file for loader_pass in (*first, *later[0]))
+    if by_index and any(one.indices != two.indices for one, two in epochs):
+        return [right(check, RunReason.ORDER_CHANGES)]
+    loader_pass = first[0]
+    if any(one.checksums != two.checksums for one, two in epochs):
+        if not by_index:
+            return [right(check, RunReason.ORDER_CHANGES)]
+        if not any(loader_pass.drew) and not loader_pass.workers:
+            return [right(check, RunReason.DATA_CHANGES)]
+    loader = {"at": loader_pass.at, "sampler": loader_pass.sampler}
+    asked = loader_pass.sampler == "DistributedSampler" and loader_pass.shuffle
+    if asked or loader_pass.sampler == "RandomSampler":
+        return [wrong(check, RunReason.EPOCH_NOT_SET, **loader)]
+    if loader_pass.shuffle is False or (
+        by_index and loader_pass.indices == sorted(loader_pass.indices)
+    ):
+        return [right(check, RunReason.ORDER_FIXED)]
+    return [warning(check, RunReason.ORDER_REPEATS, **loader)]
+
+
+def dropout_rows(records: list[RankRecord]) -> list[ReportRow]:
+    for at in sorted(set.intersection(*({*rank.dropout} for rank in records))):
+        if len({rank.dropout[at] for rank in records}) > 1:
+            return [right(Check.DROPOUT, RunReason.MASKS_DIFFER)]
+        return [warning(Check.DROPOUT, RunReason.MASKS_ALIKE, at=at)]
+    return []
+
+
+def augmentation_rows(passes: list[LoaderPass]) -> list[ReportRow]:
+    """Random numbers that a rank draws while it loads, in this process or in its workers."""
+    check, first = Check.AUGMENTATION, passes[0]
+    drew = [
+        number
+        for number in range(len(generators.GENERATORS))
+        if all(loader_pass.drew[number] for loader_pass in passes)
+    ]
+    same = [
+        generators.GENERATORS[number]
+        for number in drew
+        if len({loader_pass.generators[number] for loader_pass in passes}) == 1
+    ]
+    seeds_workers = first.workers and first.base_seed is not None
+    if seeds_workers and same_on_all_ranks(passes, "base_seed"):
+        drew_nothing = not any(loader_pass.workers_drew for loader_pass in passes)
+        if first.is_stream or drew_nothing or not same_dataset(passes):
+            return []
+        return [warning(check, RunReason.WORKER_SEEDS_ALIKE, at=first.at)]
+    if same:
+        return [warning(check, RunReason.DRAWS_ALIKE, generators=same, at=first.at)]
+    if drew:
+        return [right(check, RunReason.DRAWS_DIFFER)]
+    if seeds_workers:
+        return [right(check, RunReason.WORKER_SEEDS_DIFFER)]
+    return []
+
+
+def original_epoch_rows(records: list[RankRecord], original: RankRecord) -> list[ReportRow]:
+    """Do all ranks together train on as many samples, in as many batches, as the original would?
+    It got our batches, but its loader has a length of its own."""
+    check, passes = Check.EPOCH_OF_ORIGINAL, trained_loader_passes(records)
+    passes_of_original = [each for each in original.loader_passes if each.steps]
+    if not passes or not passes_of_original:
+        return []
+    epochs = [
+        loader_pass.batches_and_samples for loader_pass in (passes_of_original[0], *passes[0])
+    ]
+    known = [epoch for epoch in epochs if epoch is not None]
+    if len(known) < len(epochs):
+        return [not_seen(check, RunReason.ORIGINAL_WITHOUT_LENGTH)]
+    (batches_of_original, samples_of_original), (batches, samples), *others = known
+    if not rows_are_split(records):
+        samples += sum(of_rank for _, of_rank in others)
+    lengths = {
+        "samples": samples, "batches": batches, "world_size": len(records),
+        "samples_of_original": samples_of_original, "batches_of_original": batches_of_original,
+        "at": passes[0][0].at,
+    }  # fmt: skip
+    if samples < samples_of_original:
+        return [warning(check, RunReason.ORIGINAL_HAS_MORE_SAMPLES, **lengths)]
+    accumulates = any(
+        loader_pass.steps < loader_pass.batches_given
+        for loader_pass in (passes[0][0], passes_of_original[0])
+    )
+    if batches != batches_of_original and not accumulates:
+        return [warning(check, RunReason.ORIGINAL_HAS_OTHER_BATCHES, **lengths)]
+    return [right(check, RunReason.ORIGINAL_HAS_THE_SAME_EPOCH, **lengths)]

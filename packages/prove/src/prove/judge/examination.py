@@ -1,0 +1,184 @@
+"""One rank computes something else than all ranks: is that a mistake of the script?
+
+More runs find out: a control (do the ranks reproduce themselves?), and runs in which a coin falls
+alike on all ranks, or all samples get one draw.
+"""
+
+import torch
+
+from prove.judge import replay_checks
+from prove.judge.compare_steps import (
+    FLOAT64_LIMIT,
+    Comparison,
+    Outcome,
+    comparisons,
+    farthest,
+    worst,
+)
+from prove.judge.effects import error_of
+from prove.judge.reasons import Reason
+from prove.judge.replay import Replay
+from prove.judge.replay_reasons import ReplayReason
+from prove.judge.table import WARNING, WRONG, Check, ReportRow
+from prove.rank_record import Finding, Mode, ReplayVariant, forced_file
+from prove.runs import Runs
+
+
+class Examination:
+    """No WRONG without a control; and what one rank could not be given is no mistake."""
+
+    def __init__(
+        self,
+        runs: Runs,
+        command: list[str],
+        replayed: Replay,
+        compared: list[Comparison],
+        rows: list[ReportRow],
+    ) -> None:
+        """rows: what is known without this replay."""
+        self.runs, self.command, self.rows = runs, command, rows
+        self.replayed, self.compared = replayed, compared  # the first, or one with other draws
+        self.variant = ReplayVariant.USUAL  # of these draws
+        self.coins = replayed.coins
+        self.at = compared[0].facts.get("at", "?")
+
+    def result(self) -> list[Comparison]:
+        """That of the first question which has an answer."""
+        questions = (
+            self.with_one_coin,
+            self.with_batchnorm_in_blocks,
+            self.explained_by_other_rows,
+            self.without_unsure_draws,
+            self.without_loader,
+            self.with_one_draw,
+            self.run_control,
+        )
+        for question in questions:
+            if (answer := question()) is not None:
+                return answer
+        return [self.sum_or_mistake(each) for each in self.compared]
+
+    def no_verdict(self, reason: Reason, **facts: object) -> list[Comparison]:
+        apart = farthest(self.compared)
+        return [Comparison(Outcome.NOT_COMPARED, reason, {"apart": apart, "at": self.at} | facts)]
+
+    def use_replay(
+        self, variant: ReplayVariant, replayed: Replay, compared: list[Comparison]
+    ) -> list[Comparison] | None:
+        """From now on this replay counts. None: it differs, too."""
+        self.variant, self.replayed, self.compared = variant, replayed, compared
+        return compared if worst(compared) != Outcome.DIFFERENT else None
+
+    def with_one_coin(self) -> list[Comparison] | None:
+        """What each rank decides for its whole batch, rank 0 decides for all."""
+        if not self.coins:
+            return None
+        found = self.with_draws(ReplayVariant.COIN, self.coins)
+        if found is None:
+            message = "with rank 0's decisions on all ranks, they do not run"
+            return self.no_verdict(ReplayReason.CONTROL_FAILS, message=message)
+        return self.use_replay(ReplayVariant.COIN, *found)
+
+    def with_batchnorm_in_blocks(self) -> list[Comparison] | None:
+        """BatchNorm gets several rows of a sample, and nobody says in which order."""
+        if not self.replayed.replayed.batchnorm_rows_guessed:
+            return None
+        blocks = self.runs.replay(Mode.REPLAY, self.command, ReplayVariant.BLOCKS)
+        compared = comparisons(blocks)
+        if worst(compared) != Outcome.EQUAL:
+            return self.no_verdict(ReplayReason.BATCHNORM_ROWS_GUESSED)
+        self.replayed = blocks
+        return compared
+
+    def explained_by_other_rows(self) -> list[Comparison] | None:
+        return self.no_verdict(ReplayReason.AS_ABOVE) if is_explained(self.rows) else None
+
+    def without_unsure_draws(self) -> list[Comparison] | None:
+        """Numbers that one rank was not given: are they only those of dropout?"""
+        unsure = replay_checks.unsure_draws(self.replayed)
+        if unsure is None:
+            return None
+        found = None
+        if self.replayed.observed.dropout:
+            found = self.with_draws(ReplayVariant.NO_DROPOUT, self.coins)
+        if found is None or replay_checks.unsure_draws(found[0]):
+            return [unsure]
+        return self.use_replay(ReplayVariant.NO_DROPOUT, *found)
+
+    def without_loader(self) -> list[Comparison] | None:
+        observed = self.replayed.observed
+        has_batches = any(each.steps for each in observed.loader_passes)
+        if has_batches or observed.model_returns_loss:
+            return None
+        return self.no_verdict(ReplayReason.NO_LOADER)
+
+    def with_one_draw(self) -> list[Comparison] | None:
+        """All samples of a batch get the same numbers, so that their order cannot matter."""
+        if not (rows := self.replayed.rows):
+            return None
+        found = self.with_draws(ReplayVariant.ONE_DRAW, self.coins | rows)
+        if found is None:
+            message = "with one draw for all samples, they do not run"
+            return self.no_verdict(ReplayReason.CONTROL_FAILS, message=message)
+        _, compared = found
+        if worst(compared) == Outcome.DIFFERENT:
+            return None
+        if equal := self.with_rows_in_blocks():
+            return equal
+        places = list(dict.fromkeys(key.at for key in rows))
+        apart = farthest(compared)
+        return self.no_verdict(
+            ReplayReason.EQUAL_WITH_ONE_DRAW, apart_of_one_draw=apart, places=places
+        )
+
+    def with_rows_in_blocks(self) -> list[Comparison] | None:
+        """Several draws for each sample: nobody says which of them are those of which rank, but
+        only the right order makes all gradients equal."""
+        if not self.replayed.places_of_draws(Finding.SEVERAL):
+            return None
+        blocks = self.runs.replay(Mode.REPLAY, self.command, ReplayVariant.BLOCKS)
+        if replay_checks.why_not_replayed(blocks):
+            return None
+        compared = comparisons(blocks)
+        if worst(compared) != Outcome.EQUAL:
+            return None
+        self.replayed = blocks
+        return compared
+
+    def with_draws(
+        self, variant: ReplayVariant, draws: dict
+    ) -> tuple[Replay, list[Comparison]] | None:
+        torch.save(draws, forced_file(self.runs.settings.folder, variant))
+        replayed = self.runs.replay_of_control(self.command, variant)
+        if replayed is None or replay_checks.why_not_replayed(replayed):
+            return None
+        return replayed, comparisons(replayed)
+
+    def run_control(self) -> list[Comparison] | None:
+        """The same ranks, fed their own records. None: they reproduce themselves."""
+        outcome = self.runs.run_all_ranks(ReplayVariant.USUAL)
+        observed = self.runs.observed.records
+        reproduced = replay_checks.reproduction(observed, outcome.records)
+        if reproduced is None:
+            message = "they hang" if outcome.hang else error_of(outcome)
+            return self.no_verdict(ReplayReason.CONTROL_FAILS, message=message)
+        limit = FLOAT64_LIMIT if self.runs.settings.float64 else 1e-3
+        if reproduced.apart <= limit:
+            return None
+        facts = {"noise": reproduced.apart, "rank": reproduced.rank, "step": reproduced.step}
+        return self.no_verdict(ReplayReason.NOT_REPRODUCED, **facts)
+
+    def sum_or_mistake(self, comparison: Comparison) -> Comparison:
+        if comparison.reason != ReplayReason.ONE_NTH:
+            return comparison
+        sequence = self.runs.replay(Mode.SEQUENCE, self.command)
+        if not replay_checks.is_sum_over_local_batch(self.replayed, sequence):
+            return comparison
+        return Comparison(Outcome.MEANT_SO, ReplayReason.SUM_OVER_LOCAL_BATCH, comparison.facts)
+
+
+def is_explained(rows: list[ReportRow]) -> bool:
+    """By rows above: the ranks do not train one model."""
+    of_the_model = (Check.WEIGHTS, Check.AVERAGED_GRADIENTS, Check.ZERO_GRAD, Check.FORWARD)
+    explained = any(row.verdict == WRONG and row.check in of_the_model for row in rows)
+    return explained or any(row.verdict == WARNING and row.check == Check.WEIGHTS for row in rows)

@@ -1,0 +1,151 @@
+"""Are the numbers that the script prints or logs those of one rank?
+
+Compared is what stands at the same place of the same line. A number that is no result of the
+computation (a time, a speed) is known by the control: the same ranks, run again, print another one.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from prove.judge.effects import NUMBER
+from prove.judge.reasons import Phrase
+from prove.judge.replay import Replay
+from prove.judge.replay_reasons import ReplayReason
+from prove.judge.table import Check, ReportRow, right, warning
+from prove.judge.wording import phrase
+from prove.rank_record import RankRecord
+
+STATISTIC = re.compile(
+    r"(loss|acc\w*|accuracy|error|top.?[15]|mAP|ppl|perplexity|correct)\W{0,12}"
+    rf"({NUMBER.pattern})",
+    re.I,
+)
+DECIMAL = re.compile(r"(?<![\w.:])[-+]?\d+\.\d+(?:[eE][-+]?\d+)?(?![\w.]*\d)")
+NAME = re.compile(r"([A-Za-z][\w@/-]*)\W{0,6}$")  # before a number
+NO_RESULT = re.compile(  # its name; a rate and an epoch may follow the number of ranks
+    r"time|date|elapsed|eta|sec|duration|speed|fps|throughput|lr|rate|epoch|step|iter|progress|mem|"
+    r"version|seed",
+    re.I,
+)
+UNIT = re.compile(
+    r"\s?(?:m?s|secs?|seconds?|min|minutes?|h|hours?|[KMGT]i?B|it|img|\w*/s)\b|\s?%\|"
+)
+FEWEST_DIGITS = 3  # of a number that no word explains: two could be equal by chance
+
+
+class PrintedNumber(NamedTuple):
+    name: str
+    text: str
+    is_statistic: bool  # its name says so: it is compared without a control, too
+
+    @property
+    def value(self) -> float:
+        return float(self.text)
+
+    @property
+    def last_digit(self) -> float:
+        digits, _, exponent = self.text.lower().partition("e")
+        return float(10 ** (int(exponent or 0) - len(digits.partition(".")[2])))
+
+    def is_near(self, other: "PrintedNumber", share: float) -> bool:
+        limit = max(2 * self.last_digit, share * abs(other.value))
+        return abs(self.value - other.value) <= limit
+
+
+class Place(NamedTuple):
+    """Of a number, among all that a run prints."""
+
+    at: str
+    line: int  # how often this place has printed before
+    shape: str  # of the line, without its numbers
+    number: int  # in the line
+
+
+def numbers_in(line: str) -> Iterator[tuple[int, PrintedNumber]]:
+    """The statistics in a line, and after them the other decimal numbers; each with its place among
+    all statistics, or among all numbers, whatever these are: 0.01 has too few digits, 0.123 not."""
+    places = [match.start() for match in NUMBER.finditer(line)]
+    known = [match.span(2) for match in STATISTIC.finditer(line)]
+    for place, match in enumerate(STATISTIC.finditer(line)):
+        yield -1 - place, PrintedNumber(match[1], match[2], True)
+    for match in DECIMAL.finditer(line):
+        if any(begin <= match.start() < end for begin, end in known):
+            continue
+        name = NAME.search(line[: match.start()])
+        digits = re.sub(r"[eE].*|\D", "", match[0]).lstrip("0")
+        is_result = not (name and NO_RESULT.search(name[1])) and not UNIT.match(line, match.end())
+        if is_result and len(digits) >= FEWEST_DIGITS:
+            place = sum(start < match.start() for start in places)
+            yield place, PrintedNumber(name[1] if name else "a number", match[0], False)
+
+
+def printed_numbers(record: RankRecord) -> dict[Place, PrintedNumber]:
+    """Of the first epoch, after a step; but learning rates, which have a row of their own."""
+    numbers: dict[Place, PrintedNumber] = {}
+    lines: dict[str, int] = {}
+    rates = learning_rates(record)
+    for text in record.printed:
+        if not text.steps_before or not text.in_first_epoch:
+            continue
+        line = lines[text.at] = lines.get(text.at, 0) + 1
+        shape = NUMBER.sub("#", text.text)
+        for number, printed in numbers_in(text.text):
+            is_rate = any(abs(printed.value - rate) <= printed.last_digit for rate in rates)
+            if printed.is_statistic or not is_rate:
+                shape_of_line = "" if printed.is_statistic else shape
+                numbers[Place(text.at, line, shape_of_line, number)] = printed
+    return numbers
+
+
+def learning_rates(record: RankRecord) -> set[float]:
+    steps = [step for optimizer in record.optimizers for step in optimizer.steps]
+    of_steps = {rate for step in steps for rate in step.learning_rates}
+    return of_steps | {rate for rates in record.rates_after_epochs for rate in rates}
+
+
+def differences(replay: Replay) -> dict[Place, tuple[PrintedNumber, PrintedNumber]]:
+    """Where all ranks (rank 0) and one rank print different numbers."""
+    of_one = printed_numbers(replay.replayed)
+    return {
+        place: (number, of_one[place])
+        for place, number in printed_numbers(replay.observed).items()
+        if place in of_one and not number.is_near(of_one[place], 1e-3)
+    }
+
+
+def need_control(replay: Replay) -> bool:
+    """Some number differs, and nobody knows whether it is a result."""
+    return any(not number.is_statistic for number, _ in differences(replay).values())
+
+
+def printed_rows(replay: Replay, control: list[RankRecord] | None = None) -> list[ReportRow]:
+    """control: the records of the same ranks, run again with what they got."""
+    check, of_one = Check.PRINTED_NUMBERS, printed_numbers(replay.replayed)
+    numbers = {
+        place: number for place, number in printed_numbers(replay.observed).items()
+        if place in of_one and (number.is_statistic or control)
+    }  # fmt: skip
+    if control:
+        again = printed_numbers(control[0])
+        unsteady = {
+            (place.at, place.shape, place.number)
+            for place, number in numbers.items()
+            if place not in again or not number.is_near(again[place], 0.0)
+        }
+        numbers = {
+            place: number for place, number in numbers.items()
+            if (place.at, place.shape, place.number) not in unsteady
+        }  # fmt: skip
+    differing: dict[str, dict[str, Any]] = {}  # the first difference of each place
+    for place, number in numbers.items():
+        one = of_one[place]
+        if not number.is_near(one, 1e-3):
+            facts = {"name": number.name, "of_ranks": number.text, "of_one": one.text}
+            difference = phrase(
+                Phrase.PRINTED, world_size=len(replay.records), at=place.at, **facts
+            )
+            differing.setdefault(place.at, difference)
+    if differing:
+        return [warning(check, ReplayReason.NUMBERS_DIFFER, numbers=[*differing.values()])]
+    return [right(check, ReplayReason.NUMBERS_OF_ONE_RANK, numbers=len(numbers))] if numbers else []

@@ -1,0 +1,88 @@
+"""A replay that has ended, and the run of all ranks that it replays: what can be compared in them.
+
+`of_ranks` is what all ranks have, `of_one` what one rank has.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from prove.judge.effects import error_of
+from prove.processes import RunOutcome
+from prove.rank_record import (
+    Ended,
+    Finding,
+    OptimizerStep,
+    RankRecord,
+    gradients_file,
+    tensors_file,
+)
+
+
+class Gradients(NamedTuple):
+    """Of one parameter, at the first step."""
+
+    parameter: int
+    of_ranks: Tensor
+    of_one: Tensor
+
+
+class Replay:
+    """Both runs of a comparison."""
+
+    def __init__(
+        self, observed: RunOutcome, outcome: RunOutcome, folder: str, names: tuple[str, str]
+    ) -> None:
+        """names: of the run of all ranks, and of the replay."""
+        self.name = names[1]
+        self.records = observed.records
+        self.observed = observed.records[0]
+        self.error = error_of(outcome) if outcome.status else ""
+        self.wrote_record = bool(outcome.records)
+        self.replayed = outcome.records[0] if outcome.records else RankRecord()
+        self.stepped = self.replayed.steps > 0 and self.replayed.ended != Ended.NOT_YET
+        of_ranks, of_one = (gradients_file(folder, name, 0) for name in names)
+        self.gradients_of_ranks = torch.load(of_ranks, weights_only=True)
+        self.gradients_of_one: dict = {}
+        self.coins: dict = {}  # draws.Draw by key: what the ranks have decided differently
+        self.rows: dict = {}  # draws.OneDraw by key: what each sample had for itself
+        if self.stepped:
+            self.gradients_of_one = torch.load(of_one, weights_only=True)
+            tensors = torch.load(tensors_file(folder, names[1], 0), weights_only=False)
+            self.coins, self.rows = tensors["coins"], tensors["rows"]
+
+    def steps(self, number: int) -> list[tuple[OptimizerStep, OptimizerStep]]:
+        """The steps of an optimizer: of all ranks, of one rank."""
+        runs = self.observed, self.replayed
+        if any(number >= len(run.optimizers) for run in runs):
+            return []
+        return list(zip(*(run.optimizers[number].steps for run in runs), strict=False))
+
+    def gradients(self, number: int) -> list[Gradients]:
+        """Of the first step of an optimizer."""
+        both = (self.gradients_of_ranks, self.gradients_of_one)
+        tensors = zip(*(gradients.get(number, []) for gradients in both), strict=False)
+        pairs = [Gradients(parameter, *pair) for parameter, pair in enumerate(tensors)]
+        return [pair for pair in pairs if pair.of_ranks is not None and pair.of_one is not None]
+
+    def takes_more_batches(self) -> bool:
+        """One rank takes the batches of several steps for one step: accumulation was divided."""
+        if not self.stepped:
+            return self.wrote_record and not self.replayed.steps and not self.replayed.error
+        of_ranks, of_one = (
+            [optimizer.steps[0].batch for optimizer in run.optimizers if optimizer.steps]
+            for run in (self.observed, self.replayed)
+        )
+        backwards, backwards_of_one = (
+            sum(backward.steps_before == 0 for backward in run.backwards)
+            for run in (self.observed, self.replayed)
+        )
+        later = bool(of_ranks and of_one) and of_one[0] > of_ranks[0]
+        return later or backwards_of_one >= backwards * len(self.records) > 0
+
+    def places_of_draws(self, finding: Finding) -> list[str]:
+        """Of which this was found, in any of the runs."""
+        records = [*self.records, self.replayed]
+        places = [place for record in records for place in record.draws.get(finding, [])]
+        return list(dict.fromkeys(places))

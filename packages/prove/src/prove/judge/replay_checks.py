@@ -1,0 +1,135 @@
+"""What does a replay say beside its gradients? May it be compared, and what do the ranks draw?"""
+
+from typing import Any, NamedTuple
+
+from prove.judge.compare_steps import Comparison, Outcome, any_differs, distance, gradients_apart
+from prove.judge.reasons import Reason
+from prove.judge.replay import Replay
+from prove.judge.replay_reasons import ReplayReason
+from prove.judge.table import Check, ReportRow, right, warning
+from prove.rank_record import Finding, RankRecord
+
+SMALL_BATCH = 16  # values per channel from which BatchNorm's statistics are good enough
+
+
+class Reproduction(NamedTuple):
+    """All ranks ran again, fed their own records: did they compute the same?"""
+
+    apart: float  # the farthest of all gradients, in units of their length
+    rank: int
+    step: int
+    at: str
+
+
+def reproduction(observed: list[RankRecord], control: list[RankRecord]) -> Reproduction | None:
+    """None: the control did not come so far."""
+    apart = Reproduction(0.0, 0, 1, "")
+    if len(control) != len(observed):
+        return None
+    for own, again in zip(observed, control, strict=True):
+        if not again.steps or again.error:
+            return None
+        for optimizer, other in zip(own.optimizers, again.optimizers, strict=False):
+            pairs = list(zip(optimizer.steps, other.steps, strict=False))
+            for n, (step, step_again) in enumerate(pairs, start=1):
+                new = gradients_apart(step.gradients, step_again.gradients)
+                if not any(step.gradients):
+                    change = distance(step.weights_after, step.weights_before) or 1.0
+                    new = distance(step.weights_after, step_again.weights_after) / change
+                if new > apart.apart:
+                    apart = Reproduction(new, own.rank, n, step.at)
+    return apart
+
+
+def is_sum_over_local_batch(replay: Replay, sequence: Replay) -> bool:
+    """Rank 0 computed from its own batch what one rank computes from it: the loss did not know
+    of the ranks, and is a sum. With a batch size per rank, this may be meant so."""
+    sizes = [
+        loader_pass.batch_size for loader_pass in replay.observed.loader_passes if loader_pass.steps
+    ]
+    if not sequence.stepped or not sizes or sequence.replayed.own_batch_size != sizes[0]:
+        return False
+    steps = sequence.steps(0)
+    if not steps:
+        return False
+    of_rank_0, of_one = (
+        [gradient or 0.0 for gradient in step.local_gradients] for step in steps[0]
+    )
+    return not any_differs(of_rank_0, of_one, limit=1e-3)
+
+
+def unsure_draws(replay: Replay) -> Comparison | None:
+    """Random numbers that one rank was not given, so that a difference says nothing."""
+    reasons = {
+        Finding.OPAQUE: ReplayReason.DRAWS_IN_KERNEL,
+        Finding.TOO_MANY: ReplayReason.TOO_MANY_DRAWS,
+        Finding.ESCAPED: ReplayReason.DRAWS_ESCAPED,
+        Finding.NOT_MATCHED: ReplayReason.DRAWS_NOT_MATCHED,
+    }
+    for finding, reason in reasons.items():
+        if places := replay.places_of_draws(finding):
+            return Comparison(Outcome.NOT_COMPARED, reason, {"places": places})
+    return None
+
+
+def draws_not_given(replay: Replay, rows: list[ReportRow]) -> Comparison | None:
+    """Without a loader, the original gets no draws of the ranks: nobody knows when they are due."""
+    of_draws = (Check.RANDOM_DECISIONS, Check.RANDOM_NUMBERS)
+    places = [at for row in rows if row.check in of_draws for at in row.facts["places"]]
+    if not places or any(each.steps for each in replay.observed.loader_passes):
+        return None
+    return Comparison(Outcome.NOT_COMPARED, ReplayReason.DRAWS_NOT_GIVEN, {"places": places})
+
+
+def draw_rows(replay: Replay) -> list[ReportRow]:
+    """What the ranks draw inside a step."""
+    rows = []
+    if places := replay.places_of_draws(Finding.COIN):
+        rows.append(warning(Check.RANDOM_DECISIONS, ReplayReason.COIN_BY_RANK, places=places))
+    same = replay.places_of_draws(Finding.SAME_NOISE)
+    of_dropout = replay.observed.dropout  # it has a row of its own
+    by_sample = [at for at in replay.places_of_draws(Finding.BY_SAMPLE) if at not in same]
+    if places := [at for at in same if at not in of_dropout]:
+        rows.append(warning(Check.RANDOM_NUMBERS, ReplayReason.SAME_NOISE, places=places))
+    elif places := by_sample:
+        rows.append(right(Check.RANDOM_NUMBERS, ReplayReason.NOISE_BY_SAMPLE, places=places))
+    return rows
+
+
+def batchnorm_rows(replay: Replay, whole_batch_replay: Replay | None) -> list[ReportRow]:
+    """Layers that normalize each local batch, and what a batch of all ranks would change."""
+    values = smallest_batchnorm(replay.observed)
+    if not values:
+        return []
+    facts = {"layers": next(iter(replay.observed.batchnorm)), "values": values}
+    if whole_batch_replay is None or not whole_batch_replay.stepped:
+        return [right(Check.BATCHNORM, ReplayReason.BATCHNORM_OF_EACH_RANK, **facts)]
+    gradients = whole_batch_replay.gradients(0)
+    apart = sum(float((pair.of_ranks - pair.of_one).norm()) ** 2 for pair in gradients) ** 0.5
+    length = sum(float(pair.of_one.norm()) ** 2 for pair in gradients) ** 0.5 or 1.0
+    return [warning(Check.BATCHNORM, ReplayReason.BATCHNORM_OF_FEW, apart=apart / length, **facts)]
+
+
+def smallest_batchnorm(record: RankRecord) -> int:
+    """How many values per channel the smallest local BatchNorm normalizes; 0: there is none."""
+    return min(record.batchnorm.values(), default=0)
+
+
+def why_not_replayed(replay: Replay) -> Comparison | None:
+    """A replay that fails says nothing about the script, but why."""
+    error, record = replay.replayed.error, replay.replayed
+
+    def not_compared(reason: Reason, **facts: Any) -> Comparison:
+        return Comparison(Outcome.NOT_COMPARED, reason, facts)
+
+    if error is not None:
+        if error.kind == "CannotMergeError":
+            return not_compared(ReplayReason.CANNOT_MERGE, what=error.message)
+        text = error.message[:160]
+        return not_compared(ReplayReason.REPLAY_FAILS, kind=error.kind, at=error.at, message=text)
+    if replay.wrote_record and record.world_size > 1:
+        return not_compared(ReplayReason.NOT_ONE_RANK, world_size=record.world_size)
+    if not replay.stepped:
+        reason = ReplayReason.NO_REPLAYED_STEP if not replay.error else ReplayReason.REPLAY_SAYS
+        return not_compared(reason, message=replay.error)
+    return None

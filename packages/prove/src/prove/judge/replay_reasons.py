@@ -1,0 +1,228 @@
+"""What a replay says, beside the run that it replays: the sentences, in the order of the judges."""
+
+from enum import unique
+
+from prove.judge.reasons import OWN_SEED, Heading, Reason
+
+GLOBAL_DIVISOR = "what the loss divides by must be a number of all ranks, not of one; or a layer "
+GLOBAL_DIVISOR += "mixes the samples of a batch (attention over the batch)"
+
+
+@unique
+class ReplayReason(Reason):
+    # replay_checks: what one rank computes
+    EQUAL_TO_ONE = (
+        "gradient of step 1 equal to {apart:.0e} of its length, weights after step {steps} to "
+        "{weights_apart:.0e} of their change"
+    )
+    EQUAL_LESS_PRECISE = (
+        "gradient of step 1 equal to {apart:.0e} of its length (not in float64: less than "
+        "{limit:percent} is not seen), weights after step {steps} to {weights_apart:.0e} of their "
+        "change"
+    )
+    EQUAL_BUT_ROUNDING = (
+        "gradient of step 1 equal to {apart:.0e} of its length, weights after step {steps} to "
+        "{weights_apart:.0e} of their change, though all gradients agree to {gradients_apart:.0e}, "
+        "and the weights after step 1 to {first_apart:.0e}: rounding, divided by rounding"
+    )
+    FIRST_GRADIENT_EQUAL = "gradient of step 1 equal to {apart:.0e} of its length"
+    GRADIENT_DIFFERS = (
+        "the gradient of step {step} differs by {apart:percent} of its length from that of one "
+        "rank, most in {most_in} ({at})",
+        GLOBAL_DIVISOR,
+        Heading.LOSS,
+    )
+    GRADIENT_DIFFERS_GATHER = (
+        "the gradient of step {step} differs by {apart:percent} of its length from that of one "
+        "rank, most in {most_in} ({at}); the step gathers tensors of all ranks",
+        "a gather must send gradients back to all ranks, summed: "
+        "torch.distributed.nn.functional.all_gather; and the loss must be a mean over all samples",
+        Heading.LOSS,
+    )
+    CHANGE_DIFFERS = (
+        "what step {step} changes differs by {apart:percent} of its length from what one rank "
+        "changes, most in {most_in} ({at})",
+        "the mean of the gradients of all ranks must reach the update",
+        Heading.LOSS,
+    )
+    LATER_GRADIENT_DIFFERS = (
+        "the gradient of step {step} differs by {apart:percent} of its length from that of one "
+        "rank ({at})",
+        GLOBAL_DIVISOR,
+        Heading.LOSS,
+    )
+    WEIGHTS_OF_ONE_DIFFER = (
+        "gradient of step 1 equal to {apart:.0e} of its length, weights after step {steps} to "
+        "{weights_apart:.0e} of their change ({at})",
+        "something between backward and step depends on the ranks",
+        Heading.LOSS,
+    )
+    FACTOR = (
+        "the gradient is {times} that of one rank ({at})",
+        "DDP takes the mean over the ranks: the loss must be a mean over the samples of a rank, "
+        "or a sum times world_size, divided by a number of all ranks",
+        Heading.LOSS,
+    )
+    FACTOR_IN_SOME = (
+        "the gradient is {times} that of one rank in {agreeing} of {parameters} parameters ({at})",
+        "look for what is scaled, gathered or averaged once more on the way to these parameters",
+        Heading.LOSS,
+    )
+    ONE_NTH = (
+        "the gradient is {times} that of one rank ({at}): a sum where a mean belongs, or divided "
+        "by the number of ranks once more",
+        "DDP divides by the number of ranks already",
+        Heading.LOSS,
+    )
+    SUM_OVER_LOCAL_BATCH = (
+        "the gradient is {times} that of one rank ({at}): the loss is a sum, or is divided by a "
+        "constant, and DDP takes the mean of it",
+        "take the mean; meant so only if the rate was chosen for the sum over one rank",
+        Heading.LOSS,
+    )
+    TOO_CLOSE = (
+        "step {step} differs by {apart:.0e} of its length from that of one rank: too close to tell "
+        "a mistake from rounding ({at})",
+        "if a part of the step computes in float32, --float32 allows for that",
+    )
+    TOO_CLOSE_IN_FLOAT32 = (
+        "step {step} differs by {apart:.0e} of its length from that of one rank: in float32, too "
+        "close to tell a mistake from rounding ({at})",
+        "what is said above the table kept it from running in float64",
+    )
+    LITTLE_PRECISION = (
+        "gradient of step 1 equal to {apart:.0e} of its length, weights after step {steps} to "
+        "{weights_apart:.0e} of their change: too little precision to tell"
+    )
+    AS_ABOVE = "the gradient differs by {apart:percent}, as follows from the rows above ({at})"
+    NOT_REPRODUCED = (
+        "the gradient differs by {apart:percent} from that of one rank, but rank {rank} does not "
+        "reproduce its own either: fed its own batches and draws again, step {step} differs by "
+        "{noise:percent} ({at}). Something that prove does not see differs from run to run"
+    )
+    CONTROL_FAILS = (
+        "the gradient differs by {apart:percent} from that of one rank, but the ranks could not be "
+        "run again with their own records: {message}"
+    )
+    EQUAL_WITH_ONE_DRAW = (
+        "the gradient differs by {apart:percent} of its length with the numbers that the ranks "
+        "drew, and by {apart_of_one_draw:.0e} where all samples get one draw ({places}): a "
+        "divisor that "
+        "depends on the draws, or samples that changed places before"
+    )
+    OTHER_SHAPE = (
+        "the one rank's optimizer holds other parameters: {name} has the shape {of_ranks!s}, and "
+        "{of_one!s} on one rank; it must not depend on the batch size"
+    )
+    OTHER_PARAMETERS = "the one rank's optimizer holds other parameters"
+    OTHER_DTYPES = "the ranks have gradients of {of_ranks}, and one rank of {of_one}: try --float32"
+    NO_GRADIENTS = "the two runs have no gradient in common"
+    BEGINS_LATER = (
+        "this optimizer makes its first step in the second epoch ({at}), and only the first is "
+        "replayed: to compare it, let it begin in the first"
+    )
+    NOT_FINITE = "the gradient of step {step} is not finite ({at})"
+    NOTHING_TO_COMPARE = "all gradients are zero: there is nothing to compare"
+    TOO_SHORT = "the gradient has a length of {length:.0e}: that is rounding ({at})"
+    BATCHNORM_ROWS = (
+        "BatchNorm gets a number of rows that is no multiple of the samples, so nobody knows which "
+        "rows are those of which rank"
+    )
+    BATCHNORM_ROWS_GUESSED = (
+        "the gradient differs by {apart:percent}, but BatchNorm gets several rows of each sample, "
+        "and which of them belong to which rank is a guess ({at})"
+    )
+    DRAWS_IN_KERNEL = (
+        "random numbers are drawn inside a kernel, where nobody can record them: {places}"
+    )
+    TOO_MANY_DRAWS = "more random numbers are drawn than can be kept: {places}"
+    DRAWS_ESCAPED = "random numbers are drawn by a library that prove does not watch, {places}"
+    DRAWS_NOT_MATCHED = (
+        "one rank draws other random numbers, or more of them, than all ranks together: {places}"
+    )
+    DRAWS_NOT_GIVEN = (
+        "without a DataLoader, the original draws its own random numbers: {places}; switch dropout "
+        "and noise off in both scripts to compare them"
+    )
+    CANNOT_MERGE = "the batches of the ranks cannot be put together: {what}"
+    NOT_KEPT = "{message}"
+    REPLAY_FAILS = (
+        "one rank, with the samples of all ranks in its batches, cannot run it: {kind} at {at}: "
+        "{message}",
+        "if the command names the number of ranks, --alone 'COMMAND' says how one is started; if "
+        "the script fixes the number of samples, take it from the batch: x.shape[0]",
+    )
+    REPLAY_SAYS = "one rank made no step with the recorded batches: {message}"
+    NO_REPLAYED_STEP = "one rank made no step with the recorded batches"
+    NOT_ONE_RANK = (
+        "the command for one rank started {world_size}: --alone 'COMMAND' says how one is started"
+    )
+    NO_STEP = (
+        "no parameter changed in {batches:n batch}: if a step needs more, raise --batches; weights "
+        "that are no parameters of a module (torch.func) are not seen"
+    )
+    NO_BATCH = (
+        "no optimizer of torch made a step, and what the script itself changes is seen only while "
+        "a DataLoader gives the batches"
+    )
+    ONLY_ONE_RANK = "it is the only one: start two to compare"
+    WHICH_COMMAND = "say how one rank is started: --alone 'COMMAND'"
+    MODEL_DIVIDED = "each rank holds a part of the model"
+    OTHER_ROWS = "each rank takes its rows of a batch that all load, with other random numbers"
+    NO_LOADER = "no DataLoader, and the loss is computed outside of the model: nothing to replay"
+    RUN_HANGS = "no replay of a run that hangs"
+    RUN_FAILS = "no replay of a run that ends with an error: {message}"
+    RECORDS_MISSING = "{present} of {world_size} wrote records"
+    COIN_BY_RANK = (
+        "each rank tosses a coin for its whole batch: {places}",
+        "what is decided for a whole batch must be the same on all ranks: a generator with the "
+        "same seed on all of them",
+        Heading.LOSS,
+    )
+    SAME_NOISE = ("all ranks draw the same numbers for their samples: {places}", OWN_SEED)
+    NOISE_BY_SAMPLE = "the ranks draw different numbers for their samples: {places}"
+
+    # replay_checks: beside the gradients
+    RATES_OF_ONE_RANK = "the learning rates of one rank"
+    SCHEDULE_FOLLOWS_LOADER = (
+        "it takes {batches} batches on {world_size} ranks and {batches_of_one} on one, which are "
+        "{epochs:.3g} and {epochs_of_one:.3g} epochs"
+    )
+    SCHEDULE_IGNORES_LOADER = (
+        "it takes {batches} batches on any number of ranks: {epochs:.3g} epochs of {epoch} batches "
+        "on {world_size} ranks, {epochs_of_one:.3g} of {epoch_of_one} on one ({at})",
+        "count its steps by len(loader) of a rank; meant so only if training ends after a number "
+        "of steps, and not of epochs",
+        Heading.RATE,
+    )
+    HIGHEST_RATE_DIFFERS = (
+        "highest learning rate {of_ranks:.4g} on {world_size} ranks and {of_one:.4g} on one ({at})",
+        "meant so only if you scale the rate with the global batch on purpose",
+        Heading.RATE,
+    )
+    RATE_DIFFERS = (
+        "learning rate {of_ranks:.4g} on {world_size} ranks and {of_one:.4g} on one, {when}",
+        "meant so only if you scale the rate with the global batch on purpose, or step a schedule "
+        "for one rank once per rank",
+        Heading.RATE,
+    )
+    RATE_AFTER_EPOCH_DIFFERS = (
+        "learning rate {of_ranks:.4g} on {world_size} ranks and {of_one:.4g} on one, {when}",
+        "one scheduler.step() per epoch or step on each rank, not one per rank; meant so only if "
+        "you scale the rate with the global batch on purpose",
+        Heading.RATE,
+    )
+    NUMBERS_DIFFER = (
+        "after the same steps, {numbers}",
+        "add sums and counts up over the ranks, then divide; meant so only if each rank reports on "
+        "its own samples, or on some that it has drawn",
+        Heading.ACCURACY,
+    )
+    NUMBERS_OF_ONE_RANK = "they are those of one rank ({numbers} compared)"
+    BATCHNORM_OF_EACH_RANK = "{layers} per rank, over at least {values} values"
+    BATCHNORM_OF_FEW = (
+        "{layers} normalizes {values} values on each rank; with those of all ranks, the gradient "
+        "differs by {apart:percent}",
+        "SyncBatchNorm; meant so if the local batch on the real machine is larger",
+        Heading.LOSS,
+    )

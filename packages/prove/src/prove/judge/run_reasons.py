@@ -1,0 +1,338 @@
+"""What the run of all ranks says by itself: the sentences, in the order of the judges."""
+
+from enum import unique
+
+from prove.judge.reasons import OWN_SEED, Heading, Reason
+
+LOADER = "the loader at {at}, sampler {sampler}"
+OVERLAP = (
+    f"{{together}} of {{size}} samples are seen in an epoch, {{twice}} of them twice ({LOADER})"
+)
+SHARD = "DataLoader(dataset, sampler=DistributedSampler(dataset)), or split the data by rank"
+SHARD_STREAM = (
+    "split by rank and by worker in __iter__: islice(all_samples, rank, None, world_size)"
+)
+ALL_CALL = "every rank must reach each collective the same number of times, in the same order"
+WRITE_ONCE = "if dist.get_rank() == 0, and a barrier before another rank reads it"
+OPENED = "{path} is opened for writing by ranks {ranks!s} ({at})"
+APART = "{apart} of {tensors} tensors differ between the ranks {when}: {names} ({at})"
+LENGTHS = "{samples} samples in {batches} batches on {world_size} ranks together, "
+LENGTHS += "{samples_of_original} in {batches_of_original} in the original ({at})"
+
+
+@unique
+class RunReason(Reason):
+    # effects: together
+    HANG = ("{ranks:; }", ALL_CALL, Heading.HANG)
+    HANG_BY_DIFFERENCE = ("{ranks:; }. The first difference: {difference}", ALL_CALL, Heading.HANG)
+    COLLECTIVES_DIFFER = ("{difference}", ALL_CALL, Heading.HANG)
+    COLLECTIVES_ALIKE = "{calls:n call}, the same on all ranks"
+    FILE_OF_SEVERAL_RANKS = (OPENED, WRITE_ONCE, Heading.FILES)
+    FILE_THAT_GROWS = (
+        OPENED,
+        f"{WRITE_ONCE}; meant so only if lines of all ranks may mix",
+        Heading.FILES,
+    )
+    FILE_BEFORE_TRAINING = (
+        OPENED,
+        f"{WRITE_ONCE}; harmless if all ranks write the same, and none reads it meanwhile",
+        Heading.FILES,
+    )
+    FILES_OF_ONE_RANK = "{files} written, each by one rank"
+    REDUCTION_UNFINISHED = (
+        "on rank {ranks}, some parameters got no gradient in the step before, so DDP stops it "
+        "after {steps:n step} ({at})",
+        "let all parameters take part on every rank, also where a batch has no targets "
+        "(+ 0 * output.sum()); or find_unused_parameters=True",
+        Heading.UNUSED,
+    )
+    PRINTED_BY_ALL = (
+        "all ranks print {lines}",
+        "if dist.get_rank() == 0; meant so only if each rank reports on itself",
+        Heading.PRINTS,
+    )
+
+    # samples
+    NO_INPUTS = "no step in a pass over a DataLoader, nor inputs that differ"
+    SAME_INPUTS = (
+        "all ranks call the model with the same tensors, {calls} times",
+        "seed by rank, or split the data by rank",
+        Heading.LOSS,
+    )
+    DIFFERENT_INPUTS = "no DataLoader; the ranks call the model with different tensors"
+    ROWS_SPLIT = f"all ranks load the same batches, and each takes its part ({LOADER})"
+    SAME_SAMPLES = (
+        f"all ranks draw the same samples in the same order: {LOADER}",
+        SHARD,
+        Heading.LOSS,
+    )
+    SUBSETS_DIFFER = (
+        "the ranks split the data set differently: of {own} samples that rank 0 may draw, all "
+        f"ranks may draw {{common}} ({LOADER})",
+        "give random_split a generator with the same seed on all ranks",
+        Heading.LOSS,
+    )
+    WITH_REPLACEMENT = "{sampler} draws with replacement, other samples per rank"
+    SAMPLES_LEFT_OUT = (
+        f"{{together}} of {{size}} samples are in an epoch, {{lost}} in that of no rank ({LOADER})",
+        "meant so only if the others are left out on purpose",
+    )
+    SAMPLES_SPLIT = f"{{counts: + }} of {{size}} samples, {{twice}} of them twice ({LOADER})"
+    ALL_SAMPLES_EACH = (
+        "each rank draws all {size} samples, in another order: an epoch is {world_size} epochs "
+        f"({LOADER})",
+        f"{SHARD}; meant so only if the number of epochs was divided, too",
+        Heading.LOSS,
+    )
+    SAMPLERS_DISAGREE = (
+        OVERLAP,
+        "the same seed for the sampler of all ranks, and the right num_replicas and rank",
+        Heading.LOSS,
+    )
+    SAMPLES_OVERLAP = (
+        OVERLAP,
+        SHARD,
+        Heading.LOSS,
+    )
+    SAME_CONTENTS = (
+        f"all ranks draw the same {{seen}} samples in the same order ({LOADER}; {{kind}})",
+        SHARD,
+        Heading.LOSS,
+    )
+    CONTENTS_UNKNOWN = f"samples cannot be told apart ({LOADER}; {{kind}})"
+    CONTENTS_SHARED = (
+        "{share:.0%} of the first {seen} samples are those of another rank, by content "
+        f"({LOADER}; {{kind}})",
+        SHARD_STREAM,
+        Heading.LOSS,
+    )
+    CONTENTS_SPLIT = "{share:.0%} of {seen} samples are shared ({kind})"
+    WORKERS_ALIKE = (
+        f"each of the {{workers}} workers of a rank yields the same samples ({LOADER})",
+        SHARD_STREAM,
+        Heading.LOSS,
+    )
+    FIELDS_DIFFER = (
+        f"sample 0 has the same input on all ranks, and another {{names}} ({LOADER})",
+        "number the labels in an order that all ranks share: sorted(set(names)), and zlib.crc32 or "
+        "hashlib where the script calls hash(), which each process salts anew",
+        Heading.LOSS,
+    )
+    DATA_SETS_DIFFER = (
+        f"sample 0 differs between the ranks, and DistributedSampler splits it again ({LOADER})",
+        "make the data with the same seed on all ranks, or load it from a file",
+        Heading.LOSS,
+    )
+
+    # epochs: batches, order, draws
+    NO_END_OF_DATA = "no rank reached the end of its data"
+    UNEQUAL_BUT_JOINED = "{batches!s}, and Join lets the shorter ones wait"
+    UNEQUAL_BUT_CUT = "{batches!s}, but the script ends its epochs earlier"
+    UNEQUAL_BATCHES = (
+        "{batches!s} batches on the ranks: whoever has more waits for ever ({at})",
+        "DistributedSampler makes them equal; or drop_last; or Join",
+        Heading.UNEVEN,
+    )
+    UNEQUAL_BATCH_SIZES = (
+        "{batches} on each rank, but local batches of {sizes!s} samples weigh the same ({at})",
+        "equal local batches, or a mean over the global batch",
+        Heading.LOSS,
+    )
+    EQUAL_BATCHES = "{batches} on each rank"
+    NO_SECOND_EPOCH = "there was no second epoch"
+    ORDER_CHANGES = "epochs 1 and 2 differ"
+    DATA_CHANGES = "the data set itself changes from epoch to epoch"
+    EPOCH_NOT_SET = (
+        "epochs 1 and 2 have the same order: loader at {at}, sampler {sampler}",
+        "sampler.set_epoch(epoch) before each epoch",
+        Heading.SAME_ORDER,
+    )
+    ORDER_FIXED = "fixed, and no shuffling was asked for"
+    ORDER_REPEATS = (
+        "epochs 1 and 2 have the same order: loader at {at}, sampler {sampler}",
+        "another order in each epoch; meant so only if the order is part of the data",
+        Heading.SAME_ORDER,
+    )
+    MASKS_DIFFER = "the ranks draw different masks"
+    MASKS_ALIKE = (
+        "all ranks drop the same positions ({at})",
+        f"{OWN_SEED}; no mistake, but less noise than one process has",
+    )
+    WORKER_SEEDS_ALIKE = (
+        "the workers of all ranks draw the same numbers: one seed (loader at {at})",
+        OWN_SEED,
+    )
+    DRAWS_ALIKE = (
+        "all ranks draw the same numbers of {generators} while they load ({at})",
+        OWN_SEED,
+    )
+    DRAWS_DIFFER = "the ranks draw different random numbers"
+    WORKER_SEEDS_DIFFER = "the loaders of the ranks give their workers different seeds"
+    ORIGINAL_WITHOUT_LENGTH = "a loader does not say how many samples it has"
+    ORIGINAL_HAS_MORE_SAMPLES = (
+        LENGTHS,
+        "drop_last in the sampler and in the loader only if the original has it; keep a sampler of "
+        "its own, and deal out what that draws",
+        Heading.LOSS,
+    )
+    ORIGINAL_HAS_OTHER_BATCHES = (
+        LENGTHS,
+        "the original's batch size / world_size on each rank, and its drop_last; meant so only if "
+        "the learning rate was chosen for this global batch",
+        Heading.RATE,
+    )
+    ORIGINAL_HAS_THE_SAME_EPOCH = LENGTHS
+
+    # evaluation
+    NO_EVALUATION = (
+        "no pass over a loader without a backward, after a step; if yours comes later, raise "
+        "--batches"
+    )
+    EVALUATED_BY_SOME = "by {ranks} of {world_size} ranks ({at})"
+    EVALUATED_OWN_DATASETS = "each rank evaluates a data set of its own ({at})"
+    EVALUATED_UNKNOWN = "the samples of {at} cannot be told apart"
+    EVALUATED_BY_EACH = (
+        "each rank evaluates all {size} samples ({at})",
+        "each rank a part, then all_reduce; no mistake if the results are not added up",
+        Heading.ACCURACY,
+    )
+    EVALUATED_TWICE = (
+        "{twice} of {size} samples are counted twice ({at}, {sampler})",
+        "Subset(dataset, range(rank, len(dataset), world_size))",
+        Heading.ACCURACY,
+    )
+    EVALUATED_NOT_ALL = (
+        "{lost} of {size} samples are left out ({at})",
+        "no drop_last for evaluation",
+        Heading.ACCURACY,
+    )
+    EVALUATED_NOT_SUMMED = (
+        "each rank evaluates a part of the {size} samples, and no collective follows ({at})",
+        "all_reduce sums and counts, then divide",
+        Heading.ACCURACY,
+    )
+    EVALUATED_ONCE = "each of {size} samples once ({at})"
+    EVALUATED_FIRST_ONES = (
+        "each rank stops after {given} of {batches} batches: {samples} of {size} samples ({at}), "
+        "the first ones, each once"
+    )
+    EVALUATED_OTHERS = (
+        "each rank stops after {given} of {batches} batches: {samples} of {size} samples ({at}); "
+        "on another number of ranks, others",
+        "choose this part before it is dealt out, with the same seed on all ranks",
+        Heading.ACCURACY,
+    )
+
+    # model
+    CLIPS_SCALED = (
+        "gradients are clipped while they are multiplied by the loss scale ({at})",
+        "scaler.unscale_(optimizer) before clipping",
+    )
+    CLIPS_UNSCALED = "of gradients that are not scaled"
+    ZERO_GRADIENTS = (
+        "all gradients are exactly zero in all steps ({at})",
+        "the loss does not depend on the weights: is it a cross-entropy over one class?",
+    )
+    GRADIENTS_NOT_FINITE = (
+        "the gradients of {steps:n step} are not finite, first those of step {step} ({at}, ranks "
+        "{ranks}): such numbers cannot be compared",
+        "find the batch: torch.autograd.set_detect_anomaly(True); and all ranks must leave out "
+        "the same step",
+        Heading.NAN,
+    )
+    PARAMETERS_HELD = "it holds the {parameters} parameters of the model"
+    NO_PARAMETER_HELD = (
+        "no optimizer ({optimizers}) holds a parameter of the model that DDP wraps at {at}",
+        "make the optimizer from ddp.parameters(), after wrapping",
+    )
+    PARAMETERS_MISSING = (
+        "{missing} of {parameters} parameters are in no optimizer: {names}",
+        "add them, or requires_grad_(False)",
+    )
+    PARAMETERS_UNUSED = (
+        "no gradient ever reached {names}",
+        "use them, or freeze them",
+        Heading.UNUSED,
+    )
+    LOSS_NOT_DIVIDED = (
+        "{backwards} backwards at {at} add up, and the loss is not divided",
+        "loss / {backwards}; meant so only if the loss is a sum, or the rate is divided",
+    )
+    MODEL_IS_DIVIDED = "the ranks hold different parts of the model, or work in groups"
+    WEIGHTS_ALIKE = "the same on all ranks after {steps:n step}"
+    WEIGHTS_AVERAGED_LATER = (
+        f"{APART}, and agree again later",
+        "meant so only for local SGD, which averages weights now and then",
+        Heading.LOSS,
+    )
+    WEIGHTS_OUTSIDE_DDP = (
+        f"{APART}; DDP does not hold {{outside}}",
+        "wrap one module that holds all trained parameters",
+        Heading.LOSS,
+    )
+    WEIGHTS_DIFFER = (
+        APART,
+        "DDP, or broadcast all weights once and average all gradients in each step",
+        Heading.LOSS,
+    )
+    LOCAL_STEPS = "each rank steps with its own: weights are averaged, it seems"
+    GRADIENTS_DIFFER = (
+        "the ranks step with different gradients in {apart} of {tensors} tensors: {names} (step "
+        "{step} at {at})",
+        "forward and backward through DDP; no_sync for all micro-batches but the last",
+        Heading.LOSS,
+    )
+    GRADIENTS_KEPT = (
+        "at {steps} steps, p.grad still held the gradient of the step before ({at})",
+        "optimizer.zero_grad() in each step",
+        Heading.NAN,
+    )
+    NO_MULTIPLE_OF_MEAN = (
+        "no multiple of the mean over the ranks: changed between backward and step?"
+    )
+    MEAN_OF_RANKS = "the mean over the ranks, in {steps:n step}"
+    CHANGED_BEFORE_STEP = (
+        "changed before the step: {factor:.4g} times the mean (step {step} at {at})"
+    )
+    AROUND_DDP = (
+        "{around} training forwards go around DDP at {places}, {through} through it",
+        "call ddp(x), not ddp.module(x) or model(x)",
+        Heading.LOSS,
+    )
+    THROUGH_DDP = "{forwards:n training forward}"
+    NO_DDP = "no DDP: see whether the gradients are averaged by hand"
+    RATES_BY_RANK = (
+        "{rates!s} on the ranks {when}",
+        "the same schedule on all ranks: average what it depends on first",
+        Heading.LOSS,
+    )
+    METRICS_BY_RANK = (
+        "{values:each .4g} on the ranks go into ReduceLROnPlateau, after {steps:n step} ({at})",
+        "average the metric over the ranks first, so that all lower the rate in the same epoch",
+        Heading.LOSS,
+    )
+    METRICS_ALIKE = "the ranks give ReduceLROnPlateau the same {numbers:n number}"
+    LOSS_SCALES_BY_RANK = (
+        "{scales!s} on the ranks {when}",
+        "the same GradScaler settings on all ranks",
+    )
+    BUFFERS_DIFFER = (
+        "{apart} of {buffers} differ between the ranks at {when}: {names}",
+        "broadcast them from rank 0 before evaluation, or SyncBatchNorm",
+        Heading.BUFFERS,
+    )
+    EVALUATED_MODELS_DIFFER = (
+        "{module} is not the same on all ranks: {apart} of its {tensors} tensors differ after "
+        "{steps:n step}, among them {names}",
+        "update a copy of the model on every rank, or broadcast it before it is evaluated; meant "
+        "so only if each rank has a model of its own",
+        Heading.BUFFERS,
+    )
+    EVALUATED_BUFFERS_DIFFER = (
+        "{module} has other buffers on each rank: {apart} of its {tensors} tensors differ after "
+        "{steps:n step}, among them {names}",
+        "broadcast them from rank 0 before evaluation, or SyncBatchNorm",
+        Heading.BUFFERS,
+    )
+    EVALUATED_MODELS_ALIKE = "{modules}: the same on all ranks"
+    BUFFERS_ALIKE = "the same on all ranks at {when}"

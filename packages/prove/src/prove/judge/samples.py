@@ -1,0 +1,216 @@
+"""Do the ranks train on the samples of one process, each on its own part?
+
+A LoaderPass is what the record of a rank says of one pass over a loader.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+import torch
+
+from prove.judge.reasons import Phrase
+from prove.judge.run_reasons import RunReason
+from prove.judge.table import Check, ReportRow, not_seen, right, warning, wrong
+from prove.judge.wording import phrase
+from prove.rank_record import LoaderPass, Note, RankRecord
+
+NEARLY_ALL = 0.98  # the share of a data set that counts as the whole
+
+
+def with_samples(records: list[RankRecord]) -> list[RankRecord]:
+    """The records, and from the files beside them which samples each pass drew, and may draw."""
+    return [
+        replace(rank, loader_passes=[*map(pass_with_samples, rank.loader_passes)])
+        for rank in records
+    ]
+
+
+def pass_with_samples(loader_pass: LoaderPass) -> LoaderPass:
+    if not loader_pass.samples_file:
+        return loader_pass
+    listed = torch.load(loader_pass.samples_file, weights_only=True)
+    subset = listed["may_draw"]
+    may_draw = None if subset is None else set(subset.tolist())
+    return replace(loader_pass, indices=listed["indices"].tolist(), may_draw=may_draw)
+
+
+def trained_loader_passes(records: list[RankRecord]) -> list[list[LoaderPass]]:
+    """For each pass in which all ranks made steps: the records of the ranks."""
+    trained = [
+        [loader_pass for loader_pass in rank.loader_passes if loader_pass.steps] for rank in records
+    ]
+    return [list(of_ranks) for of_ranks in zip(*trained, strict=False)]
+
+
+def same_on_all_ranks(passes: list[LoaderPass], *fields: str) -> bool:
+    first, *others = passes
+    return all(getattr(other, name) == getattr(first, name) for name in fields for other in others)
+
+
+def same_dataset(passes: list[LoaderPass]) -> bool:
+    known = bool(passes[0].fingerprint)
+    return known and same_on_all_ranks(passes, "fingerprint", "dataset_length")
+
+
+def differing_fields(passes: list[LoaderPass]) -> list[str]:
+    """Of samples whose first tensor is the same on all ranks: the fields that are not the same."""
+    first, fields = passes[0].fingerprint, passes[0].fields
+    if not first or not same_on_all_ranks(passes, "fields", "dataset_length"):
+        return []
+    inputs = [[of_sample[0] for of_sample in own.fingerprint] for own in passes]
+    if any(of_rank != inputs[0] for of_rank in inputs) or len({*inputs[0]}) < 2:
+        return []
+    return [
+        name
+        for number, name in enumerate(fields, start=1)
+        if name and any(
+            own.fingerprint[sample][number] != first[sample][number]
+            for own in passes for sample in range(len(first))
+        )
+    ]  # fmt: skip
+
+
+def sample_count(passes: list[LoaderPass]) -> int:
+    """How many samples the ranks may draw together."""
+    parts = [loader_pass.may_draw for loader_pass in passes if loader_pass.may_draw is not None]
+    return len(set().union(*parts)) if len(parts) == len(passes) else passes[0].dataset_length or 0
+
+
+def rows_are_split(records: list[RankRecord]) -> bool:
+    """The script gives each rank a part of the rows of a batch that all have loaded."""
+    passes = trained_loader_passes(records)
+    if not passes or not same_on_all_ranks(passes[0], "indices"):
+        return False
+    loaded: dict[tuple, int] = {}  # rows of each batch of each rank
+    used: Counter = Counter()  # those that went into the model
+    for rank in records:
+        for call in rank.model_calls:
+            if call.batch_size and call.batch_size > 1:
+                loaded.setdefault((rank.rank, call.batch), call.batch_size)
+                used[rank.rank, call.batch] += call.rows
+    n = len(records)
+    shares = [used[batch] in (rows // n, -(-rows // n)) for batch, rows in loaded.items()]
+    return bool(shares) and all(shares)
+
+
+def same_contents(records: list[RankRecord]) -> bool:
+    passes = trained_loader_passes(records)
+    return bool(passes) and all(same_on_all_ranks(of_ranks, "checksums") for of_ranks in passes)
+
+
+def share_one_data_set(records: list[RankRecord]) -> bool:
+    """False for one rank, and for groups of ranks, each of which may train on what it likes."""
+    return len(records) > 1 and Note.HAS_GROUPS not in records[0].notes
+
+
+def forward_input_rows(records: list[RankRecord]) -> list[ReportRow]:
+    """A script without a DataLoader: do the ranks call the model with different tensors?"""
+    check = Check.SAMPLES
+    inputs = [[call.checksum for call in rank.model_calls] for rank in records]
+    if not all(inputs) or not records[0].steps or len({*inputs[0]}) < 2:
+        return [not_seen(check, RunReason.NO_INPUTS)]
+    if all(of_rank == inputs[0] for of_rank in inputs):
+        return [wrong(check, RunReason.SAME_INPUTS, calls=len(inputs[0]))]
+    return [right(check, RunReason.DIFFERENT_INPUTS)]
+
+
+def sample_rows(records: list[RankRecord]) -> list[ReportRow]:
+    if not share_one_data_set(records):
+        return []
+    epochs = trained_loader_passes(records)
+    if not epochs:
+        return forward_input_rows(records)
+    passes, are_split = epochs[0], rows_are_split(records)
+    first, rows, fields = passes[0], [], differing_fields(passes)
+    loader = {"at": first.at, "sampler": first.sampler}
+    if fields:
+        says = wrong if first.sampler == "DistributedSampler" else warning
+        rows = [says(Check.ONE_DATA_SET, RunReason.FIELDS_DIFFER, names=fields, **loader)]
+    are_the_same = same_dataset(passes) or bool(fields)
+    by_index = all(loader_pass.indices for loader_pass in passes) and are_the_same
+    if first.is_stream or not by_index:
+        return rows + sample_rows_by_content(epochs, are_split)
+    if are_split:
+        return [*rows, right(Check.SAMPLES, RunReason.ROWS_SPLIT, **loader)]
+    return [*rows, sample_row_by_index(passes)]
+
+
+def sample_row_by_index(passes: list[LoaderPass]) -> ReportRow:
+    first, world_size, check = passes[0], len(passes), Check.SAMPLES
+    loader = {"at": first.at, "sampler": first.sampler}
+    trained = [
+        loader_pass.indices[: sum(loader_pass.sizes[: loader_pass.batches_given])]
+        for loader_pass in passes
+    ]
+    if all(indices == trained[0] for indices in trained) and len({*trained[0]}) > 1:
+        return wrong(check, RunReason.SAME_SAMPLES, **loader)
+    drawn = [{*loader_pass.indices} for loader_pass in passes]
+    together, size = len(set().union(*drawn)), sample_count(passes)
+    twice, lost = sum(map(len, drawn)) - together, size - together
+    parts = [loader_pass.may_draw for loader_pass in passes if loader_pass.may_draw is not None]
+    if len(parts) == world_size and len(drawn[0] & drawn[1]) > 1:
+        common = len(set.intersection(*parts))
+        if common < len(parts[0]):
+            own = len(parts[0])
+            return wrong(check, RunReason.SUBSETS_DIFFER, own=own, common=common, **loader)
+    repeats = any(
+        len({*loader_pass.indices}) < 0.9 * len(loader_pass.indices) for loader_pass in passes
+    )
+    if repeats or "Weighted" in first.sampler:
+        return right(check, RunReason.WITH_REPLACEMENT, sampler=first.sampler)
+    padding = world_size * (1 + max(first.sizes))
+    facts = {"together": together, "size": size, "twice": twice, "lost": lost, **loader}
+    if twice <= padding and lost > 2 * padding:
+        return warning(check, RunReason.SAMPLES_LEFT_OUT, **facts)
+    if twice <= padding:
+        return right(check, RunReason.SAMPLES_SPLIT, counts=[*map(len, drawn)], **facts)
+    if min(map(len, drawn)) >= NEARLY_ALL * size:
+        return warning(check, RunReason.ALL_SAMPLES_EACH, world_size=world_size, **facts)
+    if first.sampler == "DistributedSampler":
+        return wrong(check, RunReason.SAMPLERS_DISAGREE, **facts)
+    return warning(check, RunReason.SAMPLES_OVERLAP, **facts)
+
+
+def sample_rows_by_content(epochs: list[list[LoaderPass]], are_split: bool) -> list[ReportRow]:
+    """For streams, and for data sets of which each rank holds another: no indices to compare."""
+    passes = epochs[0]
+    first, check = passes[0], Check.SAMPLES
+    kind = phrase(Phrase.STREAM if first.is_stream else Phrase.OTHER_DATA_SET)
+    if not first.is_stream and same_dataset(passes):
+        kind = phrase(Phrase.TOO_LONG, sampler=first.sampler)
+    samples, different = len(first.checksums), len({*first.checksums})  # samples may come again
+    loader = {"at": first.at, "sampler": first.sampler, "kind": kind, "seen": samples}
+    all_alike = same_on_all_ranks(passes, "checksums") and not are_split
+    if different >= 5 and samples >= 20 and all_alike:
+        return [wrong(check, RunReason.SAME_CONTENTS, **loader)]
+    if not samples or different < samples / 2:
+        return [not_seen(check, RunReason.CONTENTS_UNKNOWN, **loader)]
+    share = max(
+        share_in_common(of_ranks[0].checksums, other.checksums)
+        for of_ranks in epochs
+        for other in of_ranks[1:]
+    )
+    if share > 0.5:
+        rows = [wrong(check, RunReason.CONTENTS_SHARED, share=share, **loader)]
+    elif share > 0.05:
+        rows = [warning(check, RunReason.CONTENTS_SHARED, share=share, **loader)]
+    else:
+        rows = [right(check, RunReason.CONTENTS_SPLIT, share=share, **loader)]
+    of_workers = first.contents[: first.workers]  # each gives one batch in turn
+    workers_alike = all(batch == of_workers[0] for batch in of_workers)
+    if first.is_stream and len(of_workers) > 1 and workers_alike:
+        rows.append(wrong(Check.WORKERS, RunReason.WORKERS_ALIKE, workers=first.workers, **loader))
+    sampler_splits = first.sampler == "DistributedSampler" and same_on_all_ranks(
+        passes, "dataset_length"
+    )
+    if first.fingerprint and sampler_splits and not differing_fields(passes):
+        rows.append(warning(Check.ONE_DATA_SET, RunReason.DATA_SETS_DIFFER, **loader))
+    return rows
+
+
+def share_in_common(checksums: list[int], others: list[int]) -> float:
+    """The share of samples with the same content; 0 if the samples are too much alike to tell."""
+    own, other = {*checksums}, {*others}
+    if not other or len(other) < len(others) / 2:
+        return 0.0
+    return len(own & other) / min(len(own), len(other))

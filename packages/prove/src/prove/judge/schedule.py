@@ -1,0 +1,107 @@
+"""Are the learning rates those of one rank, and is the schedule as long as the run of a rank?"""
+
+from typing import NamedTuple
+
+from prove.judge.compare_steps import any_differs
+from prove.judge.reasons import Phrase
+from prove.judge.replay import Replay
+from prove.judge.replay_reasons import ReplayReason
+from prove.judge.table import Check, ReportRow, right, warning
+from prove.judge.wording import phrase
+from prove.rank_record import RankRecord, ScheduleRecord
+
+CHECK = Check.SCHEDULE
+LENGTH_TOLERANCE = 0.05  # lengths that are rounded, or have a few steps of warm-up more
+
+
+class Schedule(NamedTuple):
+    """A schedule by batch, and the batches of an epoch of its rank."""
+
+    record: ScheduleRecord
+    batches: float  # after which it is over
+    batches_per_epoch: int
+
+    @property
+    def epochs(self) -> float:
+        return self.batches / self.batches_per_epoch
+
+
+def schedule_rows(replay: Replay) -> list[ReportRow]:
+    by_batch = schedules_by_batch(replay)
+    if not by_batch:
+        return rate_rows(replay)
+    rows = [row for pair in by_batch if (row := row_of_length(*pair, len(replay.records)))]
+    return rows[:1] or rate_rows(replay)
+
+
+def schedules_by_batch(replay: Replay) -> list[tuple[Schedule, Schedule]]:
+    """Of a rank, and of the one rank, which has other numbers of batches per epoch."""
+    pairs: list[tuple[Schedule, Schedule]] = []
+    if replay.observed.asked_for_length:  # it follows the loader, whose epochs we have cut
+        return pairs
+    for of_ranks, of_one in zip(replay.observed.schedules, replay.replayed.schedules, strict=False):
+        both = schedule(of_ranks, replay.observed), schedule(of_one, replay.replayed)
+        if both[0] is not None and both[1] is not None:
+            pairs.append((both[0], both[1]))
+    return pairs
+
+
+def schedule(record: ScheduleRecord, rank: RankRecord) -> Schedule | None:
+    """None: its length, or that of an epoch, is not known."""
+    trained = [loader_pass for loader_pass in rank.loader_passes if loader_pass.steps]
+    epoch = trained[0].batches_and_samples if trained else None
+    if not record.by_batch or not record.length or not record.batches or epoch is None:
+        return None
+    steps_per_batch = record.steps / record.batches
+    return Schedule(record, record.length / steps_per_batch, epoch[0])
+
+
+def is_whole(epochs: float) -> bool:
+    """A constant that makes whole epochs with all ranks, and not with one, was chosen for them."""
+    return abs(epochs - round(epochs)) < 0.01
+
+
+def row_of_length(of_ranks: Schedule, of_one: Schedule, world_size: int) -> ReportRow | None:
+    """None: the lengths say nothing."""
+    epochs = of_one.batches_per_epoch / of_ranks.batches_per_epoch
+    lengths = of_one.batches / of_ranks.batches
+    is_warm_up = of_ranks.batches <= of_ranks.batches_per_epoch
+    if is_warm_up or abs(epochs - 1) < LENGTH_TOLERANCE:
+        return None
+    facts = {
+        "batches": round(of_ranks.batches), "batches_of_one": round(of_one.batches),
+        "epoch": of_ranks.batches_per_epoch, "epoch_of_one": of_one.batches_per_epoch,
+        "epochs": of_ranks.epochs, "epochs_of_one": of_one.epochs,
+        "world_size": world_size, "at": of_ranks.record.at,
+    }  # fmt: skip
+    if abs(lengths / epochs - 1) < LENGTH_TOLERANCE:
+        rates = of_ranks.record.highest_rate, of_one.record.highest_rate
+        if any_differs([rates[0]], [rates[1]], 1e-3):
+            rates_as_facts = {"of_ranks": rates[0], "of_one": rates[1]}
+            return warning(CHECK, ReplayReason.HIGHEST_RATE_DIFFERS, **rates_as_facts, **facts)
+        return right(CHECK, ReplayReason.SCHEDULE_FOLLOWS_LOADER, **facts)
+    if abs(lengths - 1) < LENGTH_TOLERANCE and not (
+        is_whole(of_ranks.epochs) > is_whole(of_one.epochs)
+    ):
+        return warning(CHECK, ReplayReason.SCHEDULE_IGNORES_LOADER, **facts)
+    return None
+
+
+def rate_rows(replay: Replay) -> list[ReportRow]:
+    """The learning rates that the script gives one rank, at the same steps."""
+    observed, replayed = replay.observed, replay.replayed
+    compared = [  # rates, when, and the reason if they differ
+        (of_ranks.learning_rates, of_one.learning_rates,
+         phrase(Phrase.AT_STEP, step=n, at=of_ranks.at), ReplayReason.RATE_DIFFERS)
+        for number in range(min(len(observed.optimizers), len(replayed.optimizers)))
+        for n, (of_ranks, of_one) in enumerate(replay.steps(number), start=1)
+    ]  # fmt: skip
+    if observed.rates_after_epochs and replayed.rates_after_epochs:
+        rates = observed.rates_after_epochs[0], replayed.rates_after_epochs[0]
+        when = phrase(Phrase.AFTER_EPOCH, epoch=1)
+        compared.append((*rates, when, ReplayReason.RATE_AFTER_EPOCH_DIFFERS))
+    for of_ranks, of_one, when, reason in compared:
+        if any_differs(of_ranks, of_one):
+            facts = {"of_ranks": of_ranks[0], "of_one": of_one[0], "when": when}
+            return [warning(CHECK, reason, world_size=len(replay.records), **facts)]
+    return [right(CHECK, ReplayReason.RATES_OF_ONE_RANK)]

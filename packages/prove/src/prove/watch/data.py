@@ -1,0 +1,417 @@
+"""Which samples does a rank draw, and in which order? The loaders are watched.
+
+Each epoch is cut to a few batches, and the run ends when the third one begins.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
+
+from prove import generators
+from prove.rank_record import EVALUATION_FACTOR, LoaderPass
+from prove.watch.feeder import Feeder
+from prove.watch.model import ModelWatcher
+from prove.watch.rank_run import RankRun, save_tensors, where, wrap
+from prove.watch.samples import (
+    Collated,
+    RecordedBatch,
+    RecordingCollate,
+    as_double,
+    batch_size_of,
+    checksum,
+    checksums_of_rows,
+    first_tensor,
+    freeze,
+)
+
+MOST_INDICES = 2_000_000  # more are not listed: a sampler may have no end
+END = object()  # of a loader
+MOST_SIZES = 64  # of batches
+MOST_MICRO_BATCHES = 32  # for each of --batches, where several make one step
+
+
+def fingerprint(dataset: Any) -> tuple[list[list[int]], list[str]]:
+    """Three samples, loaded with a fixed seed, and the names of their fields: do the ranks hold the
+    same data set?"""
+
+    def read(place: int) -> Any:
+        if hasattr(dataset, "__getitems__"):
+            return dataset.__getitems__([place])[0]
+        return dataset[place]
+
+    try:
+        with generators.with_seed(0):
+            samples = [read(i) for i in (0, len(dataset) // 2, len(dataset) - 1)]
+        names = [
+            "" if isinstance(part, str) else name for name, part in fields_of(samples[0]).items()
+        ]  # the path of a file may differ
+        return [*map(checksums_of_fields, samples)], names
+    except Exception:  # a data set that cannot answer, a stream for example
+        return [], []
+
+
+def checksums_of_fields(sample: Any) -> list[int]:
+    """Of its first tensor, and of each field: which of them differs between the ranks?"""
+    return [checksum(first_tensor(sample)), *map(checksum, fields_of(sample).values())]
+
+
+def fields_of(sample: Any) -> dict[str, Any]:
+    if isinstance(sample, Mapping):
+        return {str(name): part for name, part in sample.items()}
+    parts = sample if isinstance(sample, list | tuple) else [sample]
+    return {f"field {number}": part for number, part in enumerate(parts)}
+
+
+def without_subsets(dataset: Any) -> tuple[Any, Tensor | None]:
+    """The data set below all Subsets, and which of its samples these hold (None: all)."""
+    if not isinstance(dataset, Subset):
+        return dataset, None
+    base, below = without_subsets(dataset.dataset)
+    chosen = torch.as_tensor(list(dataset.indices), dtype=torch.long)
+    return base, chosen if below is None else below[chosen]
+
+
+class ListedSampler:
+    """A batch sampler that is listed to its end before it gives its first batch."""
+
+    def __init__(self, batches: Any, loader: Any, run: RankRun) -> None:
+        self.batches, self.loader, self.run = batches, loader, run
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator:
+        loader_pass: LoaderPass | None = getattr(self.loader, "prove_loader_pass", None)
+        if loader_pass is None or loader_pass.is_stream:
+            yield from self.batches
+            return
+        iterator, listed, samples = iter(self.batches), [], 0
+        for batch in iterator:
+            listed.append(batch)
+            samples += len(batch) if isinstance(batch, list | tuple) else 1
+            if samples >= MOST_INDICES:
+                break
+        else:
+            self.write(loader_pass, listed)
+        yield from listed
+        yield from iterator
+
+    def write(self, loader_pass: LoaderPass, listed: list) -> None:
+        batches = [batch if isinstance(batch, list | tuple) else [batch] for batch in listed]
+        try:
+            drawn = torch.tensor([int(i) for batch in batches for i in batch], dtype=torch.long)
+        except (TypeError, ValueError):  # a sampler of keys that are no numbers
+            return
+        loader_pass.batches = len(batches)
+        loader_pass.sizes = [len(batch) for batch in batches[:MOST_SIZES]]
+        _, may_draw = without_subsets(self.loader.dataset)
+        indices = drawn if may_draw is None else may_draw[drawn]
+        settings, rank = self.run.settings, self.run.record.rank
+        file = f"{settings.folder}/{settings.name}.{rank}.pass{loader_pass.number}.pt"
+        save_tensors({"indices": indices, "may_draw": may_draw}, file)
+        loader_pass.samples_file = file  # now that it is whole
+
+
+def batches_and_samples(loader: Any) -> tuple[int, int] | None:
+    """How many a pass over a loader has; None: it does not say."""
+    batches = loader.batch_sampler
+    if type(batches) is not BatchSampler:
+        return None
+    sampler: Any = batches.sampler
+    try:
+        samples = len(batches) * batches.batch_size if batches.drop_last else len(sampler)
+        return len(batches), samples
+    except (TypeError, NotImplementedError):  # a sampler without a length, as for a stream
+        return None
+
+
+class LoaderWatcher:
+    """The passes of this rank over its loaders."""
+
+    def __init__(self, run: RankRun, model: ModelWatcher) -> None:
+        self.run, self.model, self.steps, self.feeder = run, model, model.steps, model.feeder
+        self.datasets: list[Any] = []  # held, so that no other one gets its place in memory
+        self.loader_passes_fed = 0  # in a replay, so far
+
+    def iterate(self, iterate: Callable, loader: Any) -> Any:
+        """In the place of a loader's own __iter__, which `iterate` is."""
+        run, loader_passes = self.run, self.run.record.loader_passes
+        training = torch.is_grad_enabled()
+        self.steps.end_batch()
+        loader_pass = self.begin(loader)
+        epochs = sum(
+            earlier.steps > 0 and earlier.dataset == loader_pass.dataset
+            for earlier in loader_passes
+        )
+        if training and epochs:
+            run.in_second_epoch = True
+            if not run.replaying:
+                self.steps.note_rates()
+                if epochs >= 2 and run.joined:
+                    loader_passes.pop()  # it gives nothing any more
+                    run.end_early()
+        object.__setattr__(loader, "prove_has_begun", training)
+        if self.feeder and training:
+            batches = self.batches_to_feed(self.feeder, loader, loader_pass)
+            if batches is not None:
+                return batches
+        object.__setattr__(loader, "prove_loader_pass", loader_pass)
+        iterator = recording_iterator(loader, iterate, run.settings.folder)
+        loader_pass.base_seed = getattr(iterator, "_base_seed", None)
+        if training and not run.replaying and not run.in_second_epoch:
+            loader_pass.replay_number = len(run.tensors["batches"])
+            run.tensors["batches"].append([])
+        return self.own_batches(iterator, loader_pass, loader)
+
+    def begin(self, loader: Any) -> LoaderPass:
+        """The record of a new pass."""
+        dataset, record = loader.dataset, self.run.record
+        base, _ = without_subsets(dataset)
+        is_stream = isinstance(dataset, IterableDataset)
+        length = None if is_stream or not hasattr(base, "__len__") else len(base)
+        number = self.number_of_dataset(loader, length)
+        earlier = [
+            (loader_pass.fingerprint, loader_pass.fields)
+            for loader_pass in record.loader_passes
+            if loader_pass.dataset == number
+        ]
+        of_samples, fields = earlier[0] if earlier else fingerprint(base)
+        sampler, shuffle = sampler_of(loader)
+        loader_pass = LoaderPass(
+            number=len(record.loader_passes),
+            loader=loader.prove_number,
+            at=loader.prove_at,
+            sampler=sampler,
+            shuffle=shuffle,
+            workers=loader.num_workers,
+            batch_size=loader.batch_size,
+            limit=self.run.settings.batches,
+            dataset=number,
+            dataset_length=length,
+            fingerprint=of_samples,
+            is_stream=is_stream,
+            with_gradients=torch.is_grad_enabled(),
+            batches_and_samples=batches_and_samples(loader),
+            steps_before=record.steps,
+            collectives_before=len(record.collectives),
+            backwards_before=self.model.backwards,
+            generators=generators.state_digests(),
+            fields=fields,
+        )
+        record.loader_passes.append(loader_pass)
+        return loader_pass
+
+    def number_of_dataset(self, loader: Any, length: int | None) -> int:
+        """Of the data set of a loader; the same for what the script makes anew for each epoch, at
+        the same place."""
+        if torch.is_grad_enabled():
+            for earlier in self.run.record.loader_passes:
+                is_same_place = earlier.at == loader.prove_at
+                is_made_again = is_same_place and earlier.loader != loader.prove_number
+                if is_made_again and earlier.with_gradients and earlier.dataset_length == length:
+                    return earlier.dataset
+        for number, dataset in enumerate(self.datasets):
+            if dataset is loader.dataset:
+                return number
+        self.datasets.append(loader.dataset)
+        return len(self.datasets) - 1
+
+    def own_batches(self, iterator: Iterator, loader_pass: LoaderPass, loader: Any) -> Iterator:
+        """The batches of the loader itself, until there are enough."""
+        run, model, steps = self.run, self.model, self.steps
+        size, before, looks_ahead = 0, len(run.record.model_calls), False
+        while True:
+            steps.end_batch()
+            loader_pass.backwards = model.backwards - loader_pass.backwards_before
+            if loader_pass.batches_given == 1:
+                called = len(run.record.model_calls) > before
+                looks_ahead = not loader_pass.backwards and not called
+            batch = None
+            if not self.is_enough(loader_pass, getattr(loader, "prove_was_asked", False)):
+                batch = next_batch(iterator, loader_pass)
+            if batch is None:
+                if looks_ahead and loader_pass.with_gradients:
+                    self.begin_batch(loader_pass, loader_pass.batches_given + 1, size)
+                return
+            size = self.note_batch(loader_pass, batch)
+            if loader_pass.with_gradients:
+                model.keep_start()
+                self.begin_batch(loader_pass, loader_pass.batches_given, size)
+            yield as_double(batch.batch) if run.settings.float64 else batch.batch
+
+    def is_enough(self, loader_pass: LoaderPass, was_asked: bool) -> bool:
+        """Has the script had its batches of this pass? Where several make one step, it gets more,
+        but no more than its length, if the script has asked for that."""
+        given, batches = loader_pass.batches_given, self.run.settings.batches
+        if self.run.replaying or not loader_pass.with_gradients:
+            return given >= self.most_batches(loader_pass.with_gradients)
+        if given < batches:
+            return False
+        if given == batches and not was_asked:
+            loader_pass.accumulates = (
+                loader_pass.backwards > 0 and loader_pass.steps <= batches // 2
+            )
+        if not loader_pass.accumulates:
+            return True
+        return loader_pass.steps >= batches or given >= MOST_MICRO_BATCHES * batches
+
+    def note_batch(self, loader_pass: LoaderPass, batch: Collated) -> int:
+        """Its size."""
+        run = self.run
+        loader_pass.workers_drew |= batch.drew
+        batch = with_checksums(batch, loader_pass)
+        size = len(batch.checksums) if batch.file else batch_size_of(batch.batch)
+        if loader_pass.batches is None:
+            loader_pass.sizes.append(size)
+        loader_pass.batches_given += 1
+        if len(loader_pass.contents) < run.settings.batches:
+            loader_pass.contents.append(batch.checksums)
+            loader_pass.inputs.append(batch.inputs or batch.checksums)
+        run.current_loader_pass = loader_pass
+        if loader_pass.replay_number is not None:
+            self.keep_batch(loader_pass, size, batch)
+        run.note_event()
+        return size
+
+    def keep_batch(self, loader_pass: LoaderPass, size: int, batch: Collated) -> None:
+        try:
+            frozen = freeze(batch.batch)
+        except Exception as error:  # whatever a class of the script's raises when it is pickled
+            text = f"a batch of {loader_pass.at} cannot be pickled: {error}"
+            self.run.record.why_not_kept = text[:200]
+            return
+        kept = RecordedBatch(size, batch.file, frozen)
+        self.run.tensors["batches"][loader_pass.replay_number].append(kept)
+
+    def begin_batch(self, loader_pass: LoaderPass, number: int, size: int) -> None:
+        """Who looks ahead, as Accelerate does, computes a batch after asking for the next one: the
+        last one after the end."""
+        kept = -1 if loader_pass.replay_number is None else loader_pass.replay_number
+        self.steps.begin_batch((kept, number), [size], [])
+
+    def most_batches(self, training: bool) -> int:
+        settings = self.run.settings
+        ranks = settings.world_size if self.run.replaying else 1  # one evaluates what all ranks did
+        return settings.batches * ranks * (1 if training else EVALUATION_FACTOR)
+
+    def length(self, length: Callable, loader: Any) -> int:
+        """In the place of a loader's own __len__."""
+        object.__setattr__(loader, "prove_was_asked", True)  # so it must give no more
+        if not getattr(loader, "prove_has_begun", False):
+            self.run.record.asked_for_length = True  # a schedule may be made from it
+        if self.feeder and (batches := self.feeder.batches_of(loader)) is not None:
+            return batches
+        return min(length(loader), self.most_batches(torch.is_grad_enabled()))
+
+    def batches_to_feed(
+        self, feeder: Feeder, loader: Any, loader_pass: LoaderPass
+    ) -> Iterator | None:
+        """Recorded ones, for the next pass; None: there was no such pass in the first epoch."""
+        record, number = self.run.record, self.loader_passes_fed
+        self.loader_passes_fed += 1
+        if number < feeder.passes:
+            record.own_batch_size = record.own_batch_size or loader.batch_size
+            return self.recorded_batches(feeder, number, loader_pass, loader.collate_fn)
+        if record.steps:
+            self.steps.note_rates()
+            self.run.end_early()
+        return None
+
+    def recorded_batches(
+        self, feeder: Feeder, number: int, loader_pass: LoaderPass, collate: Callable | None
+    ) -> Iterator:
+        run, steps = self.run, self.steps
+        positions, sources = feeder.positions(number), []
+        before, looks_ahead = self.calls_so_far(), False
+        for position in range(positions):
+            for ranks in feeder.groups():
+                steps.end_batch()
+                if loader_pass.batches_given == 1:
+                    looks_ahead = self.calls_so_far() == before
+                batch, sources = feeder.batch(number, position, ranks, collate)
+                loader_pass.batches_given += 1
+                loader_pass.sizes.append(sum(feeder.sizes))
+                run.current_loader_pass = loader_pass
+                self.model.keep_start()
+                steps.begin_batch((number, position + 1), feeder.sizes, sources)
+                yield batch
+        steps.end_batch()
+        if looks_ahead:  # the last batch is computed now: see begin_batch
+            steps.begin_batch((number, positions + 1), feeder.sizes, sources)
+        if number > 0:  # an evaluation with gradients: its last batches are of unequal sizes
+            run.in_second_epoch = True  # so the numbers that follow are not compared
+
+    def calls_so_far(self) -> tuple[int, int]:
+        """Backwards, and calls of models."""
+        return self.model.backwards, len(self.run.record.model_calls)
+
+
+def sampler_of(loader: Any) -> tuple[str, bool | None]:
+    """Its class, and whether it shuffles; None: it does not say."""
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    sampler = getattr(sampler, "sampler", sampler)
+    shuffle = getattr(sampler, "shuffle", None)
+    return type(sampler).__name__, None if shuffle is None else bool(shuffle)
+
+
+def next_batch(iterator: Iterator, loader_pass: LoaderPass) -> Collated | None:
+    """None: there is none. The record says which generators have drawn for it."""
+    before = generators.state_digests()
+    batch = next(iterator, END)
+    loader_pass.ended = batch is END
+    if loader_pass.ended:
+        return None
+    after = generators.state_digests()
+    if loader_pass.batches_given:  # not at the first batch, where a sampler draws its seed
+        changes = [old != new for old, new in zip(before, after, strict=True)]
+        loader_pass.drew = [a or b for a, b in zip(loader_pass.drew, changes, strict=True)]
+    return batch if isinstance(batch, Collated) else Collated(batch, None, [], [])
+
+
+def with_checksums(batch: Collated, loader_pass: LoaderPass) -> Collated:
+    """Of its rows, if its samples are not known, or are none of those that the sampler listed."""
+    is_known = bool(batch.file)
+    if is_known and loader_pass.batches is not None and not loader_pass.is_stream:
+        listed = loader_pass.sizes[loader_pass.batches_given : loader_pass.batches_given + 1]
+        if listed and listed[0] != len(batch.checksums):  # __getitems__ gave something else
+            is_known = False
+    return batch if is_known else Collated(batch.batch, None, checksums_of_rows(batch.batch), [])
+
+
+def recording_iterator(loader: Any, iterate: Callable, folder: str) -> Iterator:
+    """The loader's own iterator, whose workers write down each sample before they collate it."""
+    own = loader.collate_fn
+    if loader.batch_sampler is not None and not isinstance(own, RecordingCollate):
+        loader.collate_fn = RecordingCollate(own, folder)
+    try:
+        return iterate(loader)  # it takes the function and starts the workers
+    finally:
+        loader.collate_fn = own
+
+
+def watch_new_loaders(run: RankRun) -> None:
+    """Number the loaders, and list what their samplers draw."""
+    index_sampler: Any = DataLoader._index_sampler
+    loaders = 0
+
+    @wrap(DataLoader, "__init__")
+    def init(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal loaders
+        original(self, *args, **kwargs)
+        object.__setattr__(self, "prove_number", loaders)
+        object.__setattr__(self, "prove_at", where())
+        loaders += 1
+
+    DataLoader._index_sampler = property(  # type: ignore[assignment]
+        lambda self: ListedSampler(index_sampler.fget(self), self, run)
+    )
+
+
+def install(run: RankRun, model: ModelWatcher) -> None:
+    watcher = LoaderWatcher(run, model)
+    watch_new_loaders(run)
+    wrap(DataLoader, "__iter__")(watcher.iterate)
+    wrap(DataLoader, "__len__")(watcher.length)

@@ -1,0 +1,342 @@
+"""Random numbers are data: what a step draws on each rank is recorded, and one rank gets it again.
+
+A draw has a key: the batch, its place in the script, the name of the function, and how often this
+was called there before. In a replay, the same call of one rank is answered with what the ranks have
+drawn: sample by sample where the request has a row for each, and as it is where all ranks have
+drawn the same. operations.py sees torch's draws, and random_numbers.py numpy's and random's.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from prove import generators
+from prove.rank_record import Finding, Mode, ReplayVariant
+from prove.watch.rank_run import RankRun, where
+from prove.watch.samples import CannotMergeError, are_equal, interleave, order_of_rows
+
+MOST_BYTES = 2_000_000_000  # of one rank's draws
+DRAWS_WITHOUT_TAG = {"random_", "random", "binomial", "_sample_dirichlet", "feature_dropout"}
+# Kernels that draw inside, or draw what no call returns.
+KERNELS_THAT_DRAW = ("_scaled_dot_product", "_cudnn_rnn", "rrelu", "fused_moving", "_fused_dropout")
+# These may draw places in the batch: sample i of a rank is at another place in the merged batch.
+DRAWS_OF_PLACES = (
+    "randperm", "randint", "random", "numpy.permutation", "numpy.randint", "numpy.integers",
+    "numpy.choice",
+)  # fmt: skip
+
+
+class DrawKey(NamedTuple):
+    batch: tuple[int, int]  # the pass over a loader and the number of the batch
+    at: str
+    name: str
+    number: int  # of this call, at this place and in this batch
+
+
+class Draw(NamedTuple):
+    value: Any
+    arguments: list  # the numbers with which it was called
+
+
+class OneDraw(NamedTuple):
+    """All samples of a batch get one and the same draw, so that their order cannot matter."""
+
+    dim: int  # of the samples
+    row: Tensor
+
+
+def is_draw(function: Any) -> bool:
+    """Does this operation of torch draw random numbers?"""
+    tagged = torch.Tag.nondeterministic_seeded in function.tags
+    return tagged or function.overloadpacket.__name__ in DRAWS_WITHOUT_TAG
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+class Draws:
+    """What this rank draws between the arrival of a batch and the request for the next one."""
+
+    def __init__(self, run: RankRun) -> None:
+        self.run, self.active = run, False
+        self.batch = (0, 0)
+        self.of_model = False  # only the model draws for this batch: there is no loader
+        self.sizes = [1]  # samples of each rank in this batch
+        self.sources: list[dict[DrawKey, Draw]] = []  # of the ranks whose samples are in this batch
+        self.recorded: dict[DrawKey, Draw] = {}
+        self.rows: dict[DrawKey, OneDraw] = {}  # of the draws that had a row for each sample
+        self.coins: dict[DrawKey, Draw] = {}  # what each rank has decided for its whole batch
+        self.forced: dict[DrawKey, Draw | OneDraw] = {}
+        self.bytes_recorded = 0
+        self.calls: Counter = Counter()
+        self.loops: set[tuple[str, str]] = set()
+        self.states: list[int] = []  # of the generators, after the last draw that was seen
+
+    def note_finding(self, kind: Finding, at: str) -> None:
+        places = self.run.record.draws.setdefault(kind, [])
+        if at not in places:
+            places.append(at)
+
+    def begin_batch(self, batch: tuple[int, int], sizes: list[int], sources: list[dict]) -> None:
+        self.batch, self.sizes, self.sources = batch, sizes, sources
+        self.calls.clear()
+        self.note_states()
+        self.active = not self.run.written and os.getpid() == self.run.record.pid
+
+    def end_batch(self) -> None:
+        if self.active:
+            self.check_states()
+        self.active = self.of_model = False
+        for name, at in self.loops:
+            if self.calls[name, at] != sum(self.sizes):
+                self.note_finding(Finding.NOT_MATCHED, at)
+        self.loops.clear()
+
+    def begin_forward(self, batch: tuple[int, int], sizes: list[int], sources: list[dict]) -> None:
+        """As begin_batch, without a loader: what is drawn outside of the model may be the next
+        batch, so only forward and backward count."""
+        self.end_batch()
+        self.begin_batch(batch, sizes, sources)
+        self.of_model, self.active = self.active, False
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        if not self.of_model or self.active or self.run.written:
+            yield
+            return
+        self.note_states()
+        self.active = True
+        try:
+            yield
+            self.check_states()
+        finally:
+            self.active = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What prove itself computes meanwhile draws nothing for the script."""
+        active, self.active = self.active, False
+        try:
+            yield
+        finally:
+            self.active = active
+
+    def note_states(self) -> None:
+        self.states = generators.state_digests()
+
+    def check_states(self) -> list[int]:
+        """Has anything drawn since the last draw that we saw?"""
+        states = generators.state_digests()
+        if self.active and self.states and states != self.states:
+            self.note_finding(Finding.ESCAPED, f"before {where()}")
+        return states
+
+    def next_key(self, name: str) -> DrawKey:
+        """The script for one GPU (--original) has other lines, so there only the order counts."""
+        at = "" if self.run.settings.mode == Mode.ORIGINAL else where()
+        self.calls[name, at] += 1
+        return DrawKey(self.batch, at, name, self.calls[name, at] - 1)
+
+    def record_or_replay_operation(self, function: Any, args: tuple, kwargs: dict) -> Any:
+        """An operation of torch that may draw: it does so, and a replay overwrites the result."""
+        before = self.check_states()
+        result = function(*args, **kwargs)
+        self.note_states()
+        if before == self.states and kwargs.get("generator") is None:
+            return result  # attention without dropout has the tag, too, and draws nothing
+        name = function.overloadpacket.__name__.rstrip("_")
+        if any(part in name for part in KERNELS_THAT_DRAW):
+            self.note_finding(Finding.OPAQUE, f"{name} at {where()}")
+            return result
+        is_fused = name == "native_dropout"  # its first result also depends on its input
+        drawn = result[1] if is_fused else result
+        if not isinstance(drawn, Tensor):
+            self.note_finding(Finding.OPAQUE, f"{name} at {where()}")
+            return result
+        arguments = [argument for argument in (*args, *kwargs.values()) if is_number(argument)]
+        replacement = self.replacement(self.next_key(name), drawn.detach().clone(), arguments)
+        if replacement is not None:
+            drawn.copy_(replacement)
+            if is_fused:
+                result[0].copy_(args[0] * drawn / (1 - args[1]))
+        return result
+
+    def record_or_replay_value(self, name: str, args: tuple, value: Any) -> Any:
+        """A number or an array that numpy or random has drawn."""
+        arguments = [argument for argument in args if is_number(argument)]
+        try:
+            drawn = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError):
+            drawn = value
+        replacement = self.replacement(self.next_key(name), drawn, arguments)
+        if replacement is None:
+            return value
+        if not isinstance(replacement, Tensor):
+            return replacement
+        if hasattr(value, "astype") and hasattr(value, "shape"):
+            return replacement.numpy().astype(value.dtype).reshape(replacement.shape)[()]
+        return type(value)(replacement.item())
+
+    def record_draw(self, key: DrawKey, draw: Draw) -> None:
+        value = draw.value
+        if isinstance(value, Tensor):
+            is_mask = value.is_floating_point() and bool(((value == 0) | (value == 1)).all())
+            value = value.bool() if is_mask else value.cpu()
+            self.bytes_recorded += value.nbytes
+        if self.bytes_recorded > MOST_BYTES:
+            self.recorded.clear()
+            self.note_finding(Finding.TOO_MANY, key.at)
+        else:
+            self.recorded[key] = Draw(value, draw.arguments)
+
+    def replacement(self, key: DrawKey, drawn: Any, arguments: list) -> Any:
+        """What this call shall return; None: what it has drawn."""
+        forced = self.forced.get(key)
+        if isinstance(forced, OneDraw) and isinstance(drawn, Tensor):
+            if forced.row.shape == drawn.select(forced.dim, 0).shape:
+                return forced.row.unsqueeze(forced.dim).expand_as(drawn).to(drawn.dtype)
+            self.note_finding(Finding.NOT_MATCHED, key.at)
+            return None
+        if isinstance(forced, Draw):
+            return forced.value
+        if not self.run.replaying:
+            self.record_draw(key, Draw(drawn, arguments))
+            return None
+        if from_loop := self.draw_of_loop(key, drawn):
+            return from_loop[0]
+        draws = [draw for source in self.sources if (draw := source.get(key)) is not None]
+        if not draws or len(draws) < len(self.sources):
+            self.note_finding(Finding.NOT_MATCHED, key.at)
+            return None
+        return self.replacement_from_ranks(key, drawn, arguments, draws)
+
+    def replacement_from_ranks(
+        self, key: DrawKey, drawn: Any, arguments: list, draws: list[Draw]
+    ) -> Any:
+        shapes = [getattr(draw.value, "shape", None) for draw in draws]
+        if not isinstance(drawn, Tensor) or all(shape == drawn.shape for shape in shapes):
+            return self.draw_of_batch(key, arguments, draws)
+        dim = self.dim_of_samples(drawn, [draw.value for draw in draws])
+        if dim is None:
+            self.note_finding(Finding.NOT_MATCHED, key.at)
+            return None
+        return self.interleaved_draws(key, dim, drawn, draws, arguments)
+
+    def draw_of_batch(self, key: DrawKey, arguments: list, draws: list[Draw]) -> Any:
+        """What each rank has drawn once for its whole batch: that of rank 0."""
+        if any(draw.arguments != arguments for draw in draws):
+            self.note_finding(Finding.NOT_MATCHED, key.at)  # a place in the batch, perhaps
+            return None
+        values = [draw.value for draw in draws]
+        are_tensors = all(isinstance(value, Tensor) for value in values)
+        alike = all_equal(values) if are_tensors else len({*map(repr, values)}) == 1
+        self.note_finding(Finding.COMMON if alike else Finding.COIN, key.at)
+        if not alike:
+            self.coins[key] = draws[0]
+        return values[0]
+
+    def dim_of_samples(self, drawn: Tensor, values: list[Tensor]) -> int | None:
+        """The dimension in which the request of one rank is as long as those of all ranks."""
+        if any(value.ndim != drawn.ndim for value in values):
+            return None
+        for dim in range(drawn.ndim):
+            length = sum(value.shape[dim] for value in values)
+            if drawn.shape[dim] == length > 0 and length % sum(self.sizes) == 0:
+                return dim
+        return None
+
+    def interleaved_draws(
+        self, key: DrawKey, dim: int, drawn: Tensor, draws: list[Draw], arguments: list
+    ) -> Tensor | None:
+        """Interleaved, as the samples are."""
+        values, of_places = [draw.value for draw in draws], False
+        for draw, size in zip(draws, self.sizes, strict=True):
+            if draw.arguments != arguments:  # is it because they name the size of the batch?
+                names = with_size_named(draw.arguments, size)
+                if names != with_size_named(arguments, sum(self.sizes)):
+                    self.note_finding(Finding.NOT_MATCHED, key.at)
+                    return None
+                of_places = key.name in DRAWS_OF_PLACES
+        if of_places:
+            values = self.places_in_merged_batch(values)
+        elif dim_alike([value.shape for value in values], dim):
+            self.rows[key] = OneDraw(dim, values[0].select(dim, 0))
+            if len(values) > 1 and values[0].numel() > 1 and all_equal(values):
+                self.note_finding(Finding.SAME_NOISE, key.at)
+        rows = values[0].shape[dim] // self.sizes[0]
+        if rows > 1:
+            self.note_finding(Finding.SEVERAL, key.at)
+        in_blocks = rows > 1 and self.run.settings.variant == ReplayVariant.BLOCKS
+        try:
+            parts = pad_like(values, drawn, dim)
+            replacement = interleave(parts, self.sizes, dim, rows if in_blocks else 1)
+        except CannotMergeError:
+            self.note_finding(Finding.NOT_MATCHED, key.at)
+            return None
+        self.note_finding(Finding.BY_SAMPLE, key.at)
+        return replacement
+
+    def finish(self) -> None:
+        self.run.tensors |= {"draws": self.recorded, "coins": self.coins, "rows": self.rows}
+
+    def places_in_merged_batch(self, values: list[Tensor]) -> list[Tensor]:
+        """Sample i of rank r, as it was drawn, and where it is now."""
+        place = {pair: row for row, pair in enumerate(order_of_rows(self.sizes))}
+        return [
+            torch.tensor([place[rank, int(i)] for i in value.flatten()]).view_as(value)
+            for rank, value in enumerate(values)
+        ]
+
+    def draw_of_loop(self, key: DrawKey, drawn: Any) -> tuple | None:
+        """Each rank has called it as often as it has samples: once for each."""
+        calls = [
+            [draw.value for other, draw in source.items() if other[:3] == key[:3]]
+            for source in self.sources
+        ]
+        sizes = self.sizes
+        if len(calls) < 2 or [*map(len, calls)] != sizes or max(sizes) < 2:
+            return None
+        if key.number >= sum(sizes) or all(repr(values) == repr(calls[0]) for values in calls):
+            return None  # all ranks drew the same: as often as they have samples by chance
+        shapes = {getattr(value, "shape", None) for values in calls for value in values}
+        if shapes != {getattr(drawn, "shape", None)}:  # several layers that one line calls
+            return None
+        self.loops.add((key.name, key.at))
+        rank, sample = order_of_rows(sizes)[key.number]
+        return (calls[rank][sample],)
+
+
+def all_equal(values: list[Tensor]) -> bool:
+    return all(are_equal(value, values[0]) for value in values)
+
+
+def dim_alike(shapes: list, dim: int) -> bool:
+    """Do these shapes differ at most in one dimension?"""
+    others = {tuple(n for number, n in enumerate(shape) if number != dim) for shape in shapes}
+    return len(others) == 1
+
+
+def with_size_named(arguments: list, size: int) -> list:
+    return ["the size" if argument == size else argument for argument in arguments]
+
+
+def pad_like(values: list[Tensor], drawn: Tensor, dim: int) -> list[Tensor]:
+    """Of ranks that pad to their own longest sample: what nobody drew stays as one rank drew it.
+
+    Raises CannotMergeError if one rank needs more than any of them has drawn.
+    """
+    for other in range(drawn.ndim):
+        if other != dim and drawn.shape[other] != max(value.shape[other] for value in values):
+            raise CannotMergeError
+    parts = []
+    for value in values:
+        part = drawn.narrow(dim, 0, value.shape[dim]).clone()
+        part[tuple(slice(0, n) for n in value.shape)] = value.to(drawn.dtype)
+        parts.append(part)
+    return parts

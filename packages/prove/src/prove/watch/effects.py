@@ -1,0 +1,272 @@
+"""What can be seen of a rank from outside? Collectives, files and printed lines are watched."""
+
+import builtins
+import logging
+import os
+import shutil
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from prove.rank_record import (
+    MOST_COLLECTIVES,
+    Collective,
+    Ended,
+    Note,
+    OpenedFile,
+    PrintedText,
+    calls_file,
+)
+from prove.watch.rank_run import RankRun, callers, where, wrap, wrap_everywhere
+
+COLLECTIVES = [
+    "all_reduce", "broadcast", "barrier", "monitored_barrier", "all_gather", "all_gather_object",
+    "reduce", "gather", "scatter", "gather_object", "broadcast_object_list", "scatter_object_list",
+    "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_to_all",
+    "all_to_all_single", "all_gather_single", "reduce_scatter_single", "gather_single",
+    "gather_into_tensor",
+]  # fmt: skip
+MOST_CALLS = 1000
+
+# Files that several processes write by agreement, or that are no result of the script.
+IGNORED_FOLDERS = ("/dev/", "/proc/", "/sys/", "/tmp/torch", "/tmp/pymp", "/tmp/tmp")
+IGNORED_PARTS = ("__pycache__", "/.cache/", "torchinductor", "torchelastic", "/.triton/")
+
+
+def watch_collective(run: RankRun, name: str) -> None:
+    @wrap(dist, name)
+    def call(original: Callable, *args: Any, **kwargs: Any) -> Any:
+        group = kwargs.get("group")
+        progress, world_size = run.record.progress, run.record.world_size
+        inside = progress.collective is not None  # all_gather_object calls all_gather
+        if inside or not run.joined or (group and dist.get_world_size(group) != world_size):
+            return original(*args, **kwargs)
+        progress.collective = Collective(name, where(), run.running_batchnorm())
+        if len(run.record.collectives) < MOST_COLLECTIVES:
+            run.record.collectives.append(progress.collective)
+            with calls_file(run.settings.folder, run.settings.name, run.record.rank).open("a") as f:
+                f.write("\t".join(progress.collective) + "\n")
+        if any(caller == "gather_for_metrics" for *_, caller in callers()):
+            run.note(Note.GATHERS_FOR_METRICS)
+        run.note_event()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            progress.collective = None
+            run.note_event()
+
+
+def watch_groups(run: RankRun) -> None:
+    c10d = dist.distributed_c10d  # init_device_mesh calls its functions by their names there
+
+    @wrap_everywhere(c10d, "init_process_group")
+    def begin(original: Callable, *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        run.join_group()
+
+    @wrap(dist, "destroy_process_group")
+    def end(original: Callable, group: Any = None) -> None:
+        if group in (None, dist.group.WORLD):
+            run.write(Ended.AT_ITS_END)
+        original(group)
+
+    @wrap_everywhere(c10d, "new_group")
+    def new_group(original: Callable, ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if ranks is not None and 1 < len(ranks) < run.record.world_size:
+            run.note(Note.HAS_GROUPS)
+        return original(ranks, *args, **kwargs)
+
+    @wrap(DistributedDataParallel, "join")
+    def join(original: Callable, *args: Any, **kwargs: Any) -> Any:
+        run.note(Note.JOINS)
+        return original(*args, **kwargs)
+
+
+def keep_copy(path: str, folder: Path) -> None:
+    """Before a file is changed for the first time: copy it, or note that there was none."""
+    note = folder / f"file.{zlib.crc32(path.encode())}.path"
+    try:
+        os.close(os.open(note, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        for _ in range(1000):  # another rank copies it: this one must not change it meanwhile
+            if note.stat().st_size:
+                break
+            time.sleep(0.01)
+        return
+    if os.path.isfile(path):
+        shutil.copy2(path, note.with_suffix(".copy"))
+    note.write_text(path)
+
+
+def restore_files(folder: Path) -> None:
+    """Put back all files that a run has changed, and remove the files and folders it has made."""
+    for note in folder.glob("file.*.path"):
+        path, copy = note.read_text(), note.with_suffix(".copy")
+        if copy.exists():
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            shutil.move(copy, path)
+        elif os.path.isfile(path) or os.path.islink(path):
+            os.unlink(path)
+        note.unlink()
+    notes = list(folder.glob("folder.*"))
+    for path in sorted((note.read_text() for note in notes), key=len, reverse=True):
+        if os.path.isdir(path) and not os.listdir(path):
+            os.rmdir(path)
+    for note in notes:
+        note.unlink()
+
+
+class FileWatcher:
+    """An audit hook, which Python calls before it opens, renames or removes a file."""
+
+    def __init__(self, run: RankRun) -> None:
+        self.run, self.folder = run, Path(run.settings.folder)
+        self.inside = threading.local()  # the thread that writes the record opens files, too
+
+    def is_ignored(self, path: str) -> bool:
+        if any(part in path for part in IGNORED_PARTS) or path.startswith(str(self.folder)):
+            return True
+        # What lies where the script runs is its own, be that in /tmp.
+        return path.startswith(IGNORED_FOLDERS) and not path.startswith(f"{os.getcwd()}/")
+
+    def note_change(self, file: Any, mode: str | None = None) -> None:
+        """mode: as for open(); None: the file is renamed or removed."""
+        path = os.path.realpath(os.fsdecode(file))
+        if self.is_ignored(path):
+            return
+        keep_copy(path, self.folder)
+        record = self.run.record
+        is_lock = path.endswith(".lock")  # which all ranks may open
+        if mode is not None and not is_lock and len(record.opened_files) < MOST_CALLS:
+            record.opened_files.append(OpenedFile(path, mode, where(), record.steps))
+
+    def note_new_folder(self, file: Any) -> None:
+        path = os.path.realpath(os.fsdecode(file))
+        if not os.path.exists(path) and not self.is_ignored(path):
+            (self.folder / f"folder.{zlib.crc32(path.encode())}").write_text(path)
+
+    def note_opening(self, file: Any, mode: str | None, flags: int) -> None:
+        if not isinstance(file, str | bytes | os.PathLike):  # the number of an open file
+            return
+        if mode is None and flags & (os.O_WRONLY | os.O_RDWR):
+            self.note_change(file, "os.open")
+        elif mode is not None and set(mode) & set("wax+"):
+            self.note_change(file, mode)
+
+    def audit(self, event: str, args: tuple) -> None:
+        if getattr(self.inside, "audit", False) or self.run.written:
+            return
+        self.inside.audit = True  # what is done here opens files, too
+        with suppress(Exception):  # nothing that we note may end the user's call
+            if event == "open":
+                self.note_opening(*args)
+            elif event == "os.rename":
+                self.note_change(in_folder(args[0], args[2]))
+                self.note_change(in_folder(args[1], args[3]))
+            elif event == "os.remove":
+                self.note_change(in_folder(*args))
+            elif event == "os.mkdir":
+                self.note_new_folder(args[0])
+        self.inside.audit = False
+
+
+def in_folder(path: Any, descriptor: int) -> Any:
+    """shutil.rmtree names files relative to an open folder."""
+    folder = os.readlink(f"/proc/self/fd/{descriptor}") if descriptor >= 0 else ""
+    return os.path.join(folder, os.fsdecode(path))
+
+
+def watch_files(run: RankRun) -> None:
+    watcher = FileWatcher(run)
+    sys.addaudithook(watcher.audit)
+
+    @wrap(torch, "save")
+    def save(original: Callable, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(f, str | os.PathLike):  # written in C++, which no audit hook sees
+            watcher.note_change(f, "w")
+        original(obj, f, *args, **kwargs)
+
+
+class PrintWatcher:
+    """What the script prints, logs, or writes to its terminal."""
+
+    def __init__(self, run: RankRun) -> None:
+        self.run = run
+        self.terminal = (sys.stdout, sys.stderr)
+        self.last_logged: logging.LogRecord | None = None  # several handlers get the same
+        self.noted_logged = False  # and it was written down
+        self.inside = threading.local()  # print and logging write to the terminal, too
+
+    def note(self, text: str, on_terminal: bool, outside: str = "") -> bool:
+        record = self.run.record
+        if len(record.printed) >= MOST_CALLS or not text.strip():
+            return False
+        at, first_epoch = where(outside=outside), not self.run.in_second_epoch
+        record.printed.append(PrintedText(text, at, record.steps, first_epoch, on_terminal))
+        return True
+
+    def call_inside(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        inside, self.inside.print = getattr(self.inside, "print", False), True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.inside.print = inside
+
+    def watch_print(self) -> None:
+        @wrap(builtins, "print")
+        def show(
+            original: Callable, *values: Any, sep: Any = " ", file: Any = None, **more: Any
+        ) -> None:
+            target = sys.stdout if file is None else file  # redirect_stdout(None): nobody sees it
+            if target in self.terminal:
+                text = (" " if sep is None else sep).join(map(str, values))
+                self.note(text, True, outside="print")
+            self.call_inside(original, *values, sep=sep, file=file, **more)
+
+    def watch_logging(self) -> None:
+        @wrap(logging.Handler, "handle")
+        def handle(original: Callable, handler: Any, record: logging.LogRecord) -> Any:
+            on_terminal = getattr(handler, "stream", None) in self.terminal
+            printed = self.run.record.printed
+            if record is not self.last_logged:
+                self.last_logged, self.noted_logged = record, False
+                with suppress(Exception):  # arguments that do not fit: logging will say so
+                    self.noted_logged = self.note(record.getMessage(), on_terminal)
+            elif on_terminal and self.noted_logged:  # the handler before wrote it to a file
+                printed[-1] = printed[-1]._replace(on_terminal=True)
+            return self.call_inside(original, handler, record)
+
+    def watch_writes(self) -> None:
+        """To stdout; what goes back to the begin of the line is a progress bar."""
+        with suppress(AttributeError):  # not every stream lets its methods be replaced
+
+            @wrap(sys.stdout, "write")
+            def write(original: Callable, text: str) -> Any:
+                if not getattr(self.inside, "print", False) and "\r" not in text:
+                    self.note(text, True, outside="write")
+                return original(text)
+
+
+def watch_prints(run: RankRun) -> None:
+    watcher = PrintWatcher(run)
+    watcher.watch_print()
+    watcher.watch_logging()
+    watcher.watch_writes()
+
+
+def install(run: RankRun) -> None:
+    for name in filter(partial(hasattr, dist), COLLECTIVES):  # some are of torch 2.14
+        watch_collective(run, name)
+    watch_groups(run)
+    watch_files(run)
+    watch_prints(run)

@@ -1,0 +1,289 @@
+"""Does one rank compute the same? In a replay, it gets the samples and the draws of all ranks.
+
+The orders in which it can get them are the modes in rank_record.py. A control run is a replay, too:
+all ranks run again, and each gets its own.
+"""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from prove import generators
+from prove.rank_record import Mode, ReplayVariant, forced_file, read_records, tensors_file
+from prove.watch.draws import Draw, DrawKey, Draws
+from prove.watch.model_tensors import parameters_of, tensors_of
+from prove.watch.rank_run import RankRun, where, wrap
+from prove.watch.samples import (
+    RecordedBatch,
+    are_same,
+    as_double,
+    copy_tensors,
+    merge_batches,
+    merge_by_collate,
+    owners_of_rows,
+    tensors_in,
+)
+
+NO_LOADER = -1  # for the number of a pass over a loader
+DROPOUTS = ["dropout", "dropout1d", "dropout2d", "dropout3d"]
+DROPOUTS += ["alpha_dropout", "feature_alpha_dropout"]
+
+
+def normalize_by_rank(layer: Any, forward: Callable, rows: Tensor, owners: list[Tensor]) -> Tensor:
+    """BatchNorm over the rows of each rank. Its running statistics become those of rank 0."""
+    normalized, of_rank_0 = [], {}
+    groups = [group for group in owners if len(group)]
+    for group in groups:
+        normalized.append(forward(layer, rows[group]))
+        if not of_rank_0:
+            of_rank_0 = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    for name, buffer in layer.named_buffers():
+        buffer.data.copy_(of_rank_0[name])  # .data: autograd need not know
+    return torch.cat(normalized)[torch.argsort(torch.cat(groups))]
+
+
+def without_places(draws: dict[DrawKey, Draw]) -> dict[DrawKey, Draw]:
+    """For a script that has other lines: only the order of the draws of a batch is left."""
+    numbers: dict[tuple, int] = {}
+    renamed = {}
+    for key, draw in draws.items():
+        number = numbers.get((key.batch, key.name), 0)
+        numbers[key.batch, key.name] = number + 1
+        renamed[DrawKey(key.batch, "", key.name, number)] = draw
+    return renamed
+
+
+def size_of(call: tuple) -> int:
+    """The samples in what goes into DDP."""
+    tensors = tensors_in(list(call))
+    return len(tensors[0]) if tensors and tensors[0].ndim else 1
+
+
+def batch_of_forward(number: int) -> tuple[int, int]:
+    """What stands for the pass and the batch, if there is no loader."""
+    return (NO_LOADER, number)
+
+
+class InputKeeper:
+    """In the observed run: keeps what goes into DDP, if there is no loader to keep batches of."""
+
+    def __init__(self, run: RankRun, draws: Draws) -> None:
+        self.run, self.draws = run, draws
+
+    def inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        run = self.run
+        if not run.has_no_loader():
+            return args, kwargs
+        if run.joined and run.record.steps < run.settings.batches:
+            kept = run.tensors.setdefault("forwards", [])
+            call = copy_tensors(list(args)), copy_tensors(kwargs)
+            kept.append(call)
+            self.draws.begin_forward(batch_of_forward(len(kept) - 1), [size_of(call)], [])
+        else:
+            self.draws.end_batch()
+        return args, kwargs
+
+
+class Feeder:
+    """In a replay: gives a rank what all ranks of the observed run got, or its own part again."""
+
+    def __init__(self, run: RankRun, draws: Draws) -> None:
+        self.run, self.draws, self.world_size = run, draws, run.settings.world_size
+        self.mode = run.settings.mode
+        observed = read_records(run.settings.folder, Mode.OBSERVE)[0]
+        self.normalizes_by_rank = bool(observed.batchnorm) and self.mode not in (
+            Mode.WHOLE,
+            Mode.CONTROL,
+        )
+        self.recorded_loader_passes = [
+            loader_pass
+            for loader_pass in observed.loader_passes
+            if loader_pass.replay_number is not None
+        ]
+        self.in_sequence = self.mode == Mode.SEQUENCE
+        self.sizes = [1]  # samples of each rank in the batch that is computed now
+        self.forwards = 0  # fed so far
+        forced = forced_file(run.settings.folder, run.settings.variant)
+        if forced.exists():
+            draws.forced = torch.load(forced, weights_only=False)
+
+    @cached_property
+    def tensors_of_ranks(self) -> list[dict[str, Any]]:
+        """What each rank kept. A batch may be of a class of the script, which must be known by now:
+        it is unpickled here, in a process that runs the script, and never by the judges."""
+        folder = self.run.settings.folder
+        files = [tensors_file(folder, Mode.OBSERVE, rank) for rank in range(self.world_size)]
+        kept = [torch.load(file, weights_only=False) for file in files]
+        if self.mode == Mode.ORIGINAL:
+            for of_rank in kept:
+                of_rank["draws"] = without_places(of_rank["draws"])
+        return kept
+
+    @property
+    def own_rank(self) -> int:
+        """The rank whose weights this process begins with."""
+        return self.run.record.rank if self.mode == Mode.CONTROL else 0
+
+    def groups(self) -> list[list[int]]:
+        """The ranks whose samples make one batch, in the order in which the batches are given."""
+        if self.mode == Mode.CONTROL:
+            return [[self.own_rank]]
+        ranks = [0] if self.run.settings.rows_are_split else list(range(self.world_size))
+        return [[rank] for rank in ranks] if self.in_sequence else [ranks]
+
+    def cast(self, nested: Any) -> Any:
+        return as_double(nested) if self.run.settings.float64 else nested
+
+    def batches_of(self, loader: Any) -> int | None:
+        for recorded in self.recorded_loader_passes:
+            if recorded.loader == loader.prove_number and torch.is_grad_enabled():
+                batches = min(recorded.batches or recorded.batches_given, recorded.limit)
+                return batches * (self.world_size if self.in_sequence else 1)
+        return None
+
+    @property
+    def passes(self) -> int:
+        """Over loaders, in the first epoch."""
+        return len(self.tensors_of_ranks[0]["batches"])
+
+    def positions(self, number: int) -> int:
+        """How many batches each rank had in a pass."""
+        return min(len(kept["batches"][number]) for kept in self.tensors_of_ranks)
+
+    def batch(
+        self, number: int, position: int, ranks: list[int], collate: Callable | None
+    ) -> tuple[Any, list[dict]]:
+        """A batch of these ranks in a pass, and what they drew in it."""
+        kept = [self.tensors_of_ranks[rank] for rank in ranks]
+        of_ranks: list[RecordedBatch] = [own["batches"][number][position] for own in kept]
+        batch = self.cast(merge_by_collate(collate, of_ranks))
+        self.sizes = [recorded.size for recorded in of_ranks]
+        return batch, [own["draws"] for own in kept]
+
+    def inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """What goes into DDP, if the script has no loader."""
+        calls = self.tensors_of_ranks[0].get("forwards")
+        if not calls:
+            return args, kwargs
+        groups = self.groups()
+        number = self.forwards
+        self.forwards += 1
+        if number >= len(calls) * len(groups):
+            self.run.end_early()
+        ranks = groups[number % len(groups)]
+        calls_of_ranks = [
+            self.tensors_of_ranks[rank]["forwards"][number // len(groups)] for rank in ranks
+        ]
+        if all(are_same(call, calls_of_ranks[0]) for call in calls_of_ranks):
+            calls_of_ranks = calls_of_ranks[:1]  # such as a graph
+        self.sizes = [*map(size_of, calls_of_ranks)]
+        sources = [self.tensors_of_ranks[rank]["draws"] for rank in ranks]
+        batch = batch_of_forward(number // len(groups))
+        self.draws.begin_forward(batch, self.sizes, sources)
+        args, kwargs = merge_batches(calls_of_ranks, self.sizes)
+        return self.cast(args), self.cast(kwargs)
+
+    def set_start(self, optimizers: list, modules: dict[str, torch.nn.Module]) -> None:
+        """Give all modules and optimizers the first weights of the observed run."""
+        kept = self.tensors_of_ranks[self.own_rank]
+        with torch.no_grad():
+            for name, module in modules.items():
+                state = kept["states"].get(name, {})
+                for part, tensor in tensors_of(module):
+                    if part in state and state[part].shape == tensor.shape:
+                        copy_into(tensor, state[part])
+            for number, weights in enumerate(kept["start"][: len(optimizers)]):
+                parameters = parameters_of(optimizers[number])
+                others = [
+                    (parameter, [*observed.shape], [*p.shape])
+                    for parameter, (observed, p) in enumerate(
+                        zip(weights, parameters, strict=False)
+                    )
+                    if observed.shape != p.shape
+                ]
+                if others or len(parameters) != len(weights):
+                    self.run.record.other_shapes[number] = others
+                    continue
+                for p, observed in zip(parameters, weights, strict=True):
+                    copy_into(p, observed)
+
+    def use_recorded_schedule(self, optimizer: Any, number: int, step: int) -> None:
+        """The recorded learning rates, for this step only: the script's own ones are compared."""
+        recorded = self.tensors_of_ranks[self.own_rank]["schedule_settings"].get(number, [])
+        if step < len(recorded):
+            for group, observed in zip(optimizer.param_groups, recorded[step], strict=False):
+                group.update(observed)
+
+
+def copy_into(tensor: Tensor, value: Tensor) -> None:
+    """In place; what is divided between ranks takes its part."""
+    if hasattr(tensor, "full_tensor"):
+        from torch.distributed.tensor import distribute_tensor
+
+        value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
+    tensor.data.copy_(value)
+
+
+def watch_dropout(run: RankRun) -> None:
+    """Where it draws, and from which state: do all ranks drop the same? Its masks are draws."""
+
+    def note() -> None:
+        if run.joined:
+            run.record.dropout.setdefault(where(), generators.state_digests()[0])
+
+    for name in DROPOUTS:
+
+        @wrap(functional, name)
+        def dropout(
+            original: Callable, input: Tensor, p: float = 0.5,
+            training: bool = True, inplace: bool = False,
+        ) -> Tensor:  # fmt: skip
+            if training and p > 0:
+                note()
+            return original(input, p, training and run.settings.dropout, inplace)
+
+    @wrap(functional, "scaled_dot_product_attention")
+    def attention(
+        original: Callable, query: Any, key: Any, value: Any,
+        attn_mask: Any = None, dropout_p: float = 0.0,
+        *rest: Any,  # nn.MultiheadAttention passes is_causal by its place
+        **more: Any,
+    ) -> Tensor:  # fmt: skip
+        if dropout_p > 0:
+            note()
+        if not run.settings.dropout:
+            dropout_p = 0.0
+        return original(query, key, value, attn_mask, dropout_p, *rest, **more)
+
+
+def watch_batchnorm(run: RankRun, feeder: Feeder | None) -> None:
+    @wrap(_BatchNorm, "forward")
+    def forward(original: Callable, self: Any, rows: Tensor) -> Tensor:
+        fewest = run.record.batchnorm
+        if self.training and not run.replaying and torch.is_grad_enabled():
+            layer, values = type(self).__name__, rows.numel() // rows.shape[1]  # of each channel
+            fewest[layer] = min(fewest.get(layer, values), values)
+        if feeder is None or not (self.training and feeder.normalizes_by_rank):
+            return original(self, rows)
+        if len(feeder.sizes) == 1:
+            return original(self, rows)
+        in_blocks = run.settings.variant == ReplayVariant.BLOCKS
+        owners = owners_of_rows(len(rows), feeder.sizes, in_blocks)
+        if owners is None:
+            run.record.batchnorm_rows_unknown = True
+            return original(self, rows)
+        if len(rows) != sum(feeder.sizes):
+            run.record.batchnorm_rows_guessed = True
+        return normalize_by_rank(self, original, rows, owners)
+
+
+def install(run: RankRun, draws: Draws) -> Feeder | InputKeeper:
+    source = Feeder(run, draws) if run.replaying else InputKeeper(run, draws)
+    watch_dropout(run)
+    watch_batchnorm(run, source if isinstance(source, Feeder) else None)
+    return source

@@ -1,0 +1,80 @@
+"""How does a script come to compute in float64? Only there is rounding too small for a mistake.
+
+Its tensors become float64 as they are made, and its models before they are used.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prove.watch.rank_run import OWN_FOLDERS, callers, wrap, wrap_everywhere
+
+
+def compute_in_float64() -> None:
+    torch.set_default_dtype(torch.float64)
+
+    @wrap(Tensor, "float")
+    def double(original: Callable, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        caller = next(file for file, *_ in callers() if os.path.dirname(file) not in OWN_FOLDERS)
+        by_torch = "/torch/amp/" in caller  # GradScaler needs what it asks for
+        return original(tensor, *args, **kwargs) if by_torch else tensor.double()
+
+    @wrap(nn.Module, "to")
+    def to(original: Callable, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """A model never becomes smaller: making it float64 again would lose hooks of its own."""
+        kwargs = {name: widest(value) for name, value in kwargs.items()}
+        return original(module, *map(widest, args), **kwargs)
+
+    for name in ("float", "half", "bfloat16"):
+        setattr(nn.Module, name, nn.Module.double)
+
+
+def widest(value: Any) -> Any:
+    is_float = isinstance(value, torch.dtype) and value.is_floating_point
+    return torch.float64 if is_float else value
+
+
+def make_double(module: nn.Module) -> None:
+    """A model that came from a file, in float32; before DDP, the script may not have wrapped it."""
+    tensors = [*module.parameters(), *module.buffers()]
+    if any(hasattr(tensor, "full_tensor") for tensor in tensors):
+        return
+    if any(tensor.is_floating_point() and tensor.dtype != torch.float64 for tensor in tensors):
+        if any(map(accumulator_is_held, module.parameters())):
+            raise TypeError("hooks that average gradients are lost if the model becomes float64")
+        module.double()
+
+
+def accumulator_is_held(p: Tensor) -> bool:
+    """Does anybody hold the node that adds to p.grad? Megatron hangs its averaging on it, and torch
+    makes a new one, without that hook, when p gets another dtype."""
+
+    def metadata() -> Any:
+        node: Any = p.view_as(p).grad_fn
+        return node.next_functions[0][0].metadata
+
+    with torch.enable_grad():
+        if not p.requires_grad or not p.is_leaf:
+            return False
+        metadata()["prove"] = True  # it goes with its node, unless that stays alive
+        return "prove" in metadata()
+
+
+def watch_sharding() -> None:
+    """fully_shard divides float64 parameters, and nothing makes them smaller."""
+    import torch.distributed.fsdp as fsdp
+
+    @wrap_everywhere(fsdp, "fully_shard")
+    def shard(original: Callable, module: Any, *args: Any, **kwargs: Any) -> Any:
+        for part in module if isinstance(module, list | tuple) else [module]:
+            make_double(part)
+        kwargs.pop("mp_policy", None)
+        return original(module, *args, **kwargs)
+
+
+def install() -> None:
+    compute_in_float64()
+    watch_sharding()

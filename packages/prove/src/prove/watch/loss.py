@@ -1,0 +1,83 @@
+"""What happens between a loss and its step? Scaling by a GradScaler, backward, and clipping."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prove.rank_record import Backward, Note
+from prove.watch.model import ModelWatcher
+from prove.watch.rank_run import RankRun, where, wrap
+
+MOST_CALLS = 64
+CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
+
+
+def watch_scaling(run: RankRun) -> None:
+    """By a GradScaler, and the clipping of gradients that are still scaled."""
+    unscaled = False
+
+    @wrap(torch.amp.GradScaler, "scale")
+    def scale(original: Callable, self: Any, outputs: Any) -> Any:
+        nonlocal unscaled
+        result = original(self, outputs)
+        if self.is_enabled():
+            run.record.loss_scale, unscaled = self.get_scale(), False
+        return result
+
+    @wrap(torch.amp.GradScaler, "unscale_")
+    def unscale(original: Callable, self: Any, optimizer: Any) -> Any:
+        nonlocal unscaled
+        unscaled = True
+        return original(self, optimizer)
+
+    def watch_clipping(name: str) -> None:
+        @wrap(nn.utils, name)
+        def clip(original: Callable, *args: Any, **kwargs: Any) -> Any:
+            scaled = run.record.loss_scale != 1 and not unscaled
+            run.note(Note.CLIPS_SCALED if scaled else Note.CLIPS)
+            return original(*args, **kwargs)
+
+        setattr(nn.utils.clip_grad, name, clip)
+
+    for name in CLIPPING:
+        if hasattr(nn.utils, name):
+            watch_clipping(name)
+
+
+def watch_backward(run: RankRun, model: ModelWatcher) -> None:
+    inside = False
+
+    @wrap(Tensor, "backward")
+    def backward(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if inside:  # --cpu: a mode of torch calls it once more
+            return original(self, *args, **kwargs)
+        model.backwards += 1
+        if len(run.record.backwards) < MOST_CALLS:
+            call = Backward(where(), run.record.steps, is_scaled(self))
+            run.record.backwards.append(call)
+        inside = True
+        try:
+            with model.draws.in_model():
+                return original(self, *args, **kwargs)
+        finally:
+            inside = False
+
+
+def is_scaled(loss: Tensor) -> bool:
+    """Is the loss divided or multiplied in one of its last operations?"""
+    node = loss.grad_fn
+    for _ in range(4):
+        if node is None:
+            break
+        if "Div" in node.name() or "Mul" in node.name():
+            return True
+        node = node.next_functions[0][0] if node.next_functions else None
+    return False
+
+
+def install(run: RankRun, model: ModelWatcher) -> None:
+    watch_scaling(run)
+    watch_backward(run, model)

@@ -1,0 +1,244 @@
+"""What does the model of a rank compute? Its modules, its forward passes, and DDP are watched."""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from prove.rank_record import DDPRecord, EvaluatedModule, ModelCall, Note
+from prove.watch import steps
+from prove.watch.draws import Draws
+from prove.watch.feeder import Feeder, InputKeeper
+from prove.watch.float64 import make_double
+from prove.watch.model_tensors import (
+    full_copies,
+    full_tensor,
+    is_divided,
+    parameters_of,
+    project,
+    project_buffers,
+    tensors_of,
+    without_wrappers,
+)
+from prove.watch.rank_run import RankRun, where, wrap
+from prove.watch.samples import batch_size_of, checksum, copy_tensors, tensors_in
+from prove.watch.steps import StepWatcher
+
+MOST_CALLS = 64
+MOST_EVALUATED = 32
+
+
+class ModelWatcher:
+    """The modules and DDP models of this rank, in the order of their making."""
+
+    def __init__(self, run: RankRun, steps: StepWatcher) -> None:
+        self.run, self.steps = run, steps
+        self.draws, self.feeder = steps.draws, steps.feeder
+        self.modules: list[weakref.ref] = []  # all that the script has made, in this order
+        self.ddps: list[DistributedDataParallel] = []
+        self.called_in_training: list[nn.Module] = []
+        self.backwards = 0
+        self.evaluated: weakref.WeakKeyDictionary[nn.Module, tuple[str, int]] = (
+            weakref.WeakKeyDictionary()  # their names, and the steps before they were written down
+        )
+
+    def keep_start(self) -> None:
+        """At the first batch or forward: keep the weights of the start, or set them."""
+        run, steps = self.run, self.steps
+        has_model = steps.optimizers or self.ddps or self.called_in_training
+        if not has_model or "start" in run.tensors or not (run.joined or run.replaying):
+            return
+        optimizers = steps.optimizers_of_torch()
+        if self.feeder:
+            self.feeder.set_start(optimizers, self.root_modules())
+        run.tensors["start"] = [full_copies(parameters_of(optimizer)) for optimizer in optimizers]
+        run.tensors["states"] = {
+            name: {
+                part: copy_tensors(full_tensor(tensor.detach()))
+                for part, tensor in tensors_of(module)
+            }
+            for name, module in self.root_modules().items()
+        }
+
+    def root_modules(self) -> dict[str, nn.Module]:
+        """All modules that are no part of another, whatever wraps them, by class and number."""
+        alive = [module for reference in self.modules if (module := reference()) is not None]
+        plain = [module for module in alive if not isinstance(module, DistributedDataParallel)]
+        parts = {id(part) for module in plain for part in module.children()}
+        numbers: Counter = Counter()
+        roots = {}
+        for module in plain:
+            if id(module) in parts or next(tensors_of(module), None) is None:
+                continue
+            name = type(module).__name__
+            roots[f"{name} {numbers[name]}"] = module
+            numbers[name] += 1
+        return roots
+
+    def finish(self) -> None:
+        self.steps.end_batch()
+        self.write_names()
+        self.write_parameters_of_ddp()
+        self.run.tensors["schedule_settings"] = self.steps.schedule_settings
+
+    def write_names(self) -> None:
+        """Of the parameters that each optimizer holds, and which of them DDP does not hold."""
+        names: dict[int, str] = {}
+        for module in [*(ddp.module for ddp in self.ddps), *self.called_in_training]:
+            for name, p in module.named_parameters():
+                names.setdefault(id(p), without_wrappers(name))
+        in_ddp = {id(p) for ddp in self.ddps for p in ddp.module.parameters()}
+        records = self.run.record.optimizers
+        for optimizer, record in zip(self.steps.optimizers, records, strict=True):
+            numbered = list(enumerate(parameters_of(optimizer)))
+            record.names = [names.get(id(p), f"tensor {number}") for number, p in numbered]
+            record.outside_ddp = [number for number, p in numbered if id(p) not in in_ddp]
+
+    def write_parameters_of_ddp(self) -> None:
+        """Which of them no optimizer holds, and which never got a gradient."""
+        held, had_gradient = self.steps.held_parameters(), self.steps.had_gradient
+        for ddp, record in zip(self.ddps, self.run.record.ddps, strict=True):
+            trained = {
+                without_wrappers(name): id(p)
+                for name, p in ddp.module.named_parameters()
+                if p.requires_grad
+            }
+            record.parameters = len(trained)
+            record.in_no_optimizer = [name for name, p in trained.items() if p not in held]
+            record.without_gradient = [name for name, p in trained.items() if p not in had_gradient]
+            record.buffers_at_end = project_buffers(ddp.module)
+
+    def note_call(self, module: nn.Module, inputs: tuple) -> None:
+        """The script itself calls a module."""
+        run, ddp = self.run, None
+        if any(map(is_functorch_wrapped_tensor, module.parameters())):
+            return  # in torch.func, a module only computes, with tensors of somebody else
+        self.note_evaluated(module)
+        for number, wrapper in enumerate(self.ddps):
+            if any(part is module for part in wrapper.modules()):
+                ddp = run.record.ddps[number]
+                if not module.training and run.record.steps and not ddp.buffers_at_evaluation:
+                    ddp.buffers_at_evaluation = project_buffers(wrapper.module)
+                break
+        trains = module.training and torch.is_grad_enabled()
+        if not trains or next(module.parameters(), None) is None:
+            return
+        if not any(module is root for root in self.called_in_training):
+            self.called_in_training.append(module)
+            if is_divided(module):
+                run.note(Note.MODEL_IS_DIVIDED)
+            self.steps.hold_by_hand(module)
+        self.keep_start()
+        if ddp and isinstance(module, DistributedDataParallel):
+            ddp.forwards += 1
+        elif ddp:
+            ddp.forwards_around[where()] = ddp.forwards_around.get(where(), 0) + 1
+        tensors = tensors_in(list(inputs))
+        if len(run.record.model_calls) < MOST_CALLS and tensors:
+            loader_pass = run.current_loader_pass
+            batch = (loader_pass.number, loader_pass.batches_given) if loader_pass else (0, 0)
+            rows, size = batch_size_of(inputs[0]), run.current_batch_size()
+            run.record.model_calls.append(ModelCall(checksum(tensors[0]), rows, batch, size))
+
+    def note_evaluated(self, module: nn.Module) -> None:
+        """What a module holds that is called without being trained: averaged models, teachers.
+
+        Written down after step 1, 2, 4, ..., because a copy may be the same until it is updated.
+        """
+        steps, evaluated = self.run.record.steps, self.run.record.evaluated
+        if not steps or (module.training and torch.is_grad_enabled()):
+            return
+        name, last = self.evaluated.get(module, (f"{type(module).__name__} called at {where()}", 0))
+        if steps < 2 * last or len(evaluated) >= MOST_EVALUATED:
+            return
+        if isinstance(module, DistributedDataParallel) or is_divided(module):
+            return
+        self.evaluated[module] = (name, steps)
+        held = self.steps.held_parameters()
+        is_trained = any(id(p) in held for p in module.parameters())
+        in_ddp = any(part is module for ddp in self.ddps for part in ddp.modules())
+        parameters = {} if is_trained else dict(module.named_parameters())
+        buffers = {} if in_ddp or module.training else dict(module.named_buffers())
+        tensors = {
+            without_wrappers(name): project(tensor)
+            for name, tensor in (parameters | buffers).items()
+            if tensor.numel()
+        }
+        if tensors:
+            names = [*map(without_wrappers, buffers)]
+            evaluated.append(EvaluatedModule(name, steps, is_trained, tensors, names))
+
+
+def watch_ddp(run: RankRun, model: ModelWatcher, source: Feeder | InputKeeper) -> None:
+    """source: what it gives goes into DDP, in the place of what the script has given."""
+
+    @wrap(DistributedDataParallel, "__init__")
+    def init(original: Callable, self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if run.settings.float64:
+            module.double()
+        original(self, module, *args, **kwargs)
+        model.ddps.append(self)
+        if not run.record.steps:
+            run.tensors.pop("start", None)  # DDP has just changed the weights
+        run.record.ddps.append(DDPRecord(where()))
+        for p in module.parameters():
+            model.steps.watch_gradient(p)
+
+    @wrap(DistributedDataParallel, "forward")
+    def forward(original: Callable, self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        model.keep_start()
+        if self.module.training and torch.is_grad_enabled():
+            with model.draws.paused():
+                inputs, kwargs = source.inputs(inputs, kwargs)
+            run.record.uses_autocast |= any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+        with model.draws.in_model():
+            result = original(self, *inputs, **kwargs)
+        is_loss = [tensor.requires_grad and tensor.ndim == 0 for tensor in tensors_in([result])]
+        run.record.model_returns_loss |= any(is_loss)
+        return result
+
+
+def watch_modules(run: RankRun, model: ModelWatcher) -> None:
+    inside = run.running_modules
+
+    def enter_module(module: nn.Module, inputs: tuple) -> None:
+        run.note_event()
+        if isinstance(module, nn.RNNBase) and not run.settings.dropout:
+            module.dropout = 0.0
+        is_repeated = torch._C._current_graph_task_id() != -1  # in backward, by a checkpoint
+        if not inside and not is_repeated and (run.joined or run.replaying):
+            with model.draws.paused():
+                if run.settings.float64:
+                    make_double(module)
+                model.note_call(module, inputs)
+        inside.append(module)
+
+    def leave_module(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        while inside and inside.pop() is not module:  # an error left the inner ones
+            pass
+
+    register_module_forward_pre_hook(enter_module)
+    register_module_forward_hook(leave_module, always_call=True)
+
+    def note_module(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if not any(reference() is self for reference in model.modules[-1:]):
+            model.modules.append(weakref.ref(self))
+
+    wrap(nn.Module, "__init__")(note_module)
+    wrap(nn.Module, "__setstate__")(note_module)  # of a copy
+
+
+def install(run: RankRun, draws: Draws, source: Feeder | InputKeeper) -> ModelWatcher:
+    feeder = source if isinstance(source, Feeder) else None
+    model = ModelWatcher(run, steps.install(run, draws, feeder))
+    run.at_end.append(model.finish)
+    watch_ddp(run, model, source)
+    watch_modules(run, model)
+    return model

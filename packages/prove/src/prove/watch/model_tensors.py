@@ -1,0 +1,80 @@
+"""The tensors of models and optimizers: whole, by name, and written down as two numbers.
+
+The numbers are `project`: the product of a tensor with a fixed vector, and its norm. The first is
+linear, so the mean over ranks can be checked without sending a gradient anywhere.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prove.rank_record import Projection
+from prove.watch.samples import copy_tensors
+
+
+@cache
+def projection_vector(size: int, device: torch.device) -> Tensor:
+    return torch.cos(torch.arange(size, dtype=torch.float64, device=device) * 1.7 + 0.3)
+
+
+def full_tensor(tensor: Any) -> Any:
+    """All of a tensor that is divided between the ranks: each must ask for it."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def full_copies(tensors: list) -> list:
+    return [
+        None if tensor is None else copy_tensors(full_tensor(tensor.detach())) for tensor in tensors
+    ]
+
+
+def is_divided(module: nn.Module) -> bool:
+    """By tensor parallelism, or by the older FSDP. What fully_shard divides can be put together."""
+    classes = {base.__name__ for part in module.modules() for base in type(part).__mro__}
+    divided = [p for p in module.parameters() if hasattr(p, "full_tensor")]
+    if "FullyShardedDataParallel" in classes:
+        return True
+    is_plain = all(p.device_mesh.ndim == 1 for p in divided)  # type: ignore[attr-defined]
+    return bool(divided) and not ("FSDPModule" in classes and is_plain)
+
+
+def project(tensor: Tensor) -> Projection:
+    """A linear function of a tensor, and its norm."""
+    tensor = full_tensor(tensor.detach())
+    flat = (tensor.to_dense() if tensor.is_sparse else tensor).reshape(-1).double()
+    return float(flat @ projection_vector(len(flat), flat.device)), float(flat.norm())
+
+
+def project_buffers(module: nn.Module) -> dict[str, Projection]:
+    return {without_wrappers(name): project(b) for name, b in module.named_buffers() if b.numel()}
+
+
+def without_wrappers(name: str) -> str:
+    """Without the parts that wrappers add to a name."""
+    return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
+
+
+def parameters_of(optimizer: Any) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def rates_of(optimizer: Any) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def schedule_settings(optimizer: Any) -> list[dict]:
+    """What a scheduler may change: learning rates, and with OneCycleLR or CyclicLR, momentum."""
+    names = ("lr", "momentum", "betas")
+    groups = optimizer.param_groups
+    return [
+        {name: copy_tensors(group[name]) for name in names if name in group} for group in groups
+    ]
+
+
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, by names without those of wrappers."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        yield without_wrappers(name), tensor

@@ -1,0 +1,72 @@
+"""How does a process of the user's come to watch itself? `install()` puts all watchers in place."""
+
+import atexit
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from prove import generators
+from prove.rank_record import Ended, Mode, Settings, read_records
+from prove.watch import (
+    data,
+    effects,
+    feeder,
+    float64,
+    loss,
+    model,
+    operations,
+    random_numbers,
+    schedule,
+)
+from prove.watch.rank_run import RankRun, wrap
+
+
+def seed_of(settings: Settings) -> int:
+    """What the script's generators begin with: anything, but in a replay what they began with in
+    the observed run, of this rank or of rank 0."""
+    rank = int(os.environ.get("RANK", 0)) if settings.mode == Mode.CONTROL else 0
+    if settings.mode not in (Mode.OBSERVE, Mode.BARE):
+        observed = read_records(settings.folder, Mode.OBSERVE)
+        return observed[min(rank, len(observed) - 1)].seed
+    return int.from_bytes(os.urandom(4), "big")
+
+
+def install() -> RankRun:
+    """Called once in each process of the user's, after `import torch`."""
+    run = RankRun(Settings(**json.loads(os.environ["PROVE"])))
+    settings = run.settings
+    run.record.seed = seed_of(settings)
+    generators.seed_all(run.record.seed)
+    if settings.cpu:
+        from prove.watch import pretend_gpus  # it imports what takes a second
+
+        pretend_gpus.install(settings.gpus)
+    if settings.mode == Mode.BARE:
+        effects.watch_groups(run)
+        effects.watch_files(run)
+    else:
+        if settings.float64:
+            float64.install()
+        torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore
+        draws = random_numbers.install(run)
+        source = feeder.install(run, draws)
+        model_watcher = model.install(run, draws, source)
+        loss.install(run, model_watcher)
+        data.install(run, model_watcher)
+        schedule.install(run)
+        effects.install(run)
+        if settings.watches_operations:
+            steps = model_watcher.steps
+            operations.install(draws, steps.by_hand, steps.begin_step_by_hand)
+    atexit.register(run.write, Ended.AT_ITS_END)
+
+    @wrap(sys, "excepthook")
+    def hook(show: Callable, kind: Any, error: BaseException, trace: Any) -> None:
+        run.write_failure(error)
+        show(kind, error, trace)
+
+    return run

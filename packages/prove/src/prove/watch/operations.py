@@ -1,0 +1,72 @@
+"""What does the script do to its parameters, and what does it draw? Every operation passes by here.
+
+A dispatch mode of torch sees all that autograd sees, and also what is done to `p.data` or by
+`torch._foreach_*`. A step is a change of parameters, whoever makes it: a script without an
+optimizer of torch is watched by its first write to a parameter after a batch.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from prove.watch.draws import Draws, is_draw
+
+
+def address_of(tensor: Tensor) -> int:
+    own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return own.untyped_storage().data_ptr()
+
+
+class OptimizerByHand:
+    """Stands in for the optimizer of a script that has none: it holds what the script changes."""
+
+    def __init__(self) -> None:
+        self.param_groups: list[dict] = [{"params": [], "lr": 0.0}]
+        self.addresses: list[int] = []  # of its parameters
+
+    def hold(self, parameter: Tensor) -> None:
+        if not any(parameter is known for known in self.param_groups[0]["params"]):
+            self.param_groups[0]["params"].append(parameter)
+            self.addresses.append(address_of(parameter))
+
+    def holds(self, tensor: Any) -> bool:
+        if type(tensor) not in (Tensor, nn.Parameter) and not hasattr(tensor, "to_local"):
+            return False
+        has_memory = not is_functorch_wrapped_tensor(tensor)  # else a tensor of torch.func
+        return has_memory and address_of(tensor) in self.addresses
+
+    def exchanged(self) -> bool:
+        """`p.data = new`: no operation writes, but the parameter lies elsewhere."""
+        before, parameters = self.addresses, self.param_groups[0]["params"]
+        self.addresses = [address_of(parameter) for parameter in parameters]
+        return self.addresses != before
+
+
+class OperationWatcher(TorchDispatchMode):
+    def __init__(
+        self, draws: Draws, by_hand: OptimizerByHand, step_begins: Callable[[], None]
+    ) -> None:
+        super().__init__()
+        self.draws, self.by_hand, self.step_begins = draws, by_hand, step_begins
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.draws.active:
+            return function(*args, **kwargs)
+        if self.by_hand.addresses and args and function._schema.is_mutable:
+            written = args[0] if isinstance(args[0], list | tuple) else args[:1]
+            if any(self.by_hand.holds(tensor) for tensor in written):
+                self.step_begins()
+        if not is_draw(function):
+            return function(*args, **kwargs)
+        return self.draws.record_or_replay_operation(function, args, kwargs)
+
+
+def install(draws: Draws, by_hand: OptimizerByHand, step_begins: Callable[[], None]) -> None:
+    """step_begins: called before the script itself writes to a parameter."""
+    OperationWatcher(draws, by_hand, step_begins).__enter__()

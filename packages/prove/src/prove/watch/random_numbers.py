@@ -1,0 +1,121 @@
+"""Random numbers that random and numpy draw: their functions and generators are replaced.
+
+operations.py sees those that torch draws; draws.py records both.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from prove import generators
+from prove.watch.draws import Draws
+from prove.watch.rank_run import RankRun, wrap
+
+NUMPY_DRAWS = [
+    "random", "random_sample", "rand", "randn", "uniform", "normal", "standard_normal", "beta",
+    "gamma", "integers", "randint", "choice", "permutation", "binomial", "exponential", "poisson",
+    "dirichlet", "laplace",
+]  # fmt: skip
+
+
+def install(run: RankRun) -> Draws:
+    draws = Draws(run)
+    run.at_end.append(draws.finish)
+    watch_resets(draws)
+    watch_random(draws)
+    if generators.numpy_random():
+        watch_numpy(draws)
+    return draws
+
+
+def run_watched(draws: Draws, name: str, draw: Callable, args: tuple, kwargs: dict) -> Any:
+    """One call that draws numbers outside of torch."""
+    if not draws.active:
+        return draw(*args, **kwargs)
+    draws.check_states()
+    with draws.paused():  # shuffle draws by getrandbits
+        value = draw(*args, **kwargs)
+    draws.note_states()
+    return draws.record_or_replay_value(name, args, value)
+
+
+def watch_resets(draws: Draws) -> None:
+    """To put a state back, as checkpointing does, is no draw."""
+    places: list[tuple[Any, str]] = [(torch, "set_rng_state"), (torch, "manual_seed")]
+    places += [(random, "seed"), (random, "setstate")]
+    if numpy_random := generators.numpy_random():
+        places += [(numpy_random, "seed"), (numpy_random, "set_state")]
+    for owner, name in places:
+
+        @wrap(owner, name)
+        def reset(original: Callable, *args: Any, **kwargs: Any) -> Any:
+            draws.check_states()
+            result = original(*args, **kwargs)
+            draws.note_states()
+            return result
+
+
+def stand_in_for(base: type) -> type:
+    """A class of classes: isinstance() takes what is of the base for one of theirs."""
+
+    class StandIn(type(base)):  # type: ignore[misc]
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, base)
+
+    return StandIn
+
+
+def watch_random(draws: Draws) -> None:
+    class Random(random.Random, metaclass=stand_in_for(random.Random)):  # type: ignore[metaclass]
+        """All functions of the module come down to these two."""
+
+        def random(self) -> float:
+            value = run_watched(draws, "random.random", super().random, (), {})
+            return float(value)
+
+        def getrandbits(self, k: int, /) -> int:
+            return int(run_watched(draws, "random.getrandbits", super().getrandbits, (k,), {}))
+
+    instance: Any = random._inst
+    instance.__class__ = Random
+    random.random, random.getrandbits = instance.random, instance.getrandbits
+    random.Random = Random  # type: ignore[misc]  # for generators that the script makes itself
+
+
+def watch_numpy(draws: Draws) -> None:
+    import numpy
+
+    for name in NUMPY_DRAWS:
+        if hasattr(numpy.random, name):
+
+            @wrap(numpy.random, name)
+            def draw(original: Callable, *args: Any, name: str = name, **kwargs: Any) -> Any:
+                return run_watched(draws, f"numpy.{name}", original, args, kwargs)
+
+    def watching(base: type) -> type:
+        """numpy's generators are written in C: they cannot be patched, but have a subclass."""
+
+        class Watching(base, metaclass=stand_in_for(base)):  # type: ignore[metaclass]
+            def __getattribute__(self, name: str) -> Any:
+                own = super().__getattribute__(name)
+                if name not in NUMPY_DRAWS:
+                    return own
+
+                def draw(*args: Any, **kwargs: Any) -> Any:
+                    return run_watched(draws, f"numpy.{name}", own, args, kwargs)
+
+                return draw
+
+        Watching.__name__ = base.__name__
+        return Watching
+
+    generator = watching(numpy.random.Generator)
+
+    @wrap(numpy.random, "default_rng")
+    def default_rng(original: Callable, seed: Any = None) -> Any:
+        made = original(seed)
+        return made if made is seed else generator(made.bit_generator)
+
+    numpy.random.RandomState = watching(numpy.random.RandomState)  # type: ignore[misc,assignment]

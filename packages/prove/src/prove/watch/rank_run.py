@@ -1,0 +1,208 @@
+"""The run of one rank: what it has seen so far, when that is written down, and when it is enough.
+
+observe.install() makes one in each process of the user's. All that watches adds to its record; a
+thread writes this again and again, and the process ends as soon as enough has been seen.
+"""
+
+import inspect
+import multiprocessing.util
+import os
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import wraps
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from prove.rank_record import (
+    SECONDS_PER_BEAT,
+    Ended,
+    LoaderPass,
+    Mode,
+    Note,
+    RankRecord,
+    ScriptError,
+    Settings,
+    gradients_file,
+    record_file,
+    tensors_file,
+)
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+OWN_FOLDERS = (HERE, os.path.dirname(HERE))  # of our code that runs beside the script
+PATHS = sysconfig.get_paths()
+LIBRARIES = tuple({PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+DDP_FILE = inspect.getfile(torch.nn.parallel.DistributedDataParallel)
+SECONDS_FOR_OTHERS = 20  # to come to the end of their runs, too
+
+save_tensors = torch.save  # the user's torch.save is watched
+
+
+def wrap(owner: Any, name: str) -> Callable:
+    """A decorator: its function replaces owner.name, and gets what it replaces as an argument."""
+    original = getattr(owner, name)
+
+    def put_in_place(function: Callable) -> Callable:
+        @wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        setattr(owner, name, replacement)
+        return replacement
+
+    return put_in_place
+
+
+def wrap_everywhere(module: Any, name: str) -> Callable:
+    """As wrap, also in the modules of torch.distributed that have imported the function by name."""
+    original = getattr(module, name)
+
+    def put_in_place(function: Callable) -> Callable:
+        replacement: Callable = wrap(module, name)(function)
+        for other_name, other in list(sys.modules.items()):
+            if not other_name.startswith("torch.distributed"):
+                continue
+            if getattr(other, "__dict__", {}).get(name) is original:
+                setattr(other, name, replacement)
+        return replacement
+
+    return put_in_place
+
+
+def callers(frame: FrameType | None = None) -> Iterator[tuple[str, int, str]]:
+    """File, line and function of each frame on the stack, the innermost first."""
+    for caller, line in traceback.walk_stack(frame or inspect.currentframe()):
+        yield caller.f_code.co_filename, line, caller.f_code.co_name
+
+
+def is_user_file(file: str) -> bool:
+    installed = file.startswith((*LIBRARIES, "<")) or "-packages/" in file
+    return not installed and os.path.dirname(file) not in OWN_FOLDERS
+
+
+def where(frame: FrameType | None = None, outside: str = "") -> str:
+    """File and line of the innermost frame that is the user's code, in no function of this name."""
+    for file, line, function in callers(frame):
+        if is_user_file(file) and function != outside:
+            return f"{os.path.relpath(file)}:{line}"
+    return "?"
+
+
+class RankRun:
+    """The run of one rank, for all that watches it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.replaying = settings.mode != Mode.OBSERVE
+        self.record = RankRecord()
+        self.tensors: dict[str, Any] = {"batches": []}  # of each training pass of the first epoch
+        self.gradients: dict[int, list] = {}  # of each optimizer's first step
+        self.joined = self.written = False
+        self.in_second_epoch = False
+        self.running_modules: list[torch.nn.Module] = []  # in forward, the innermost last
+        self.current_loader_pass: LoaderPass | None = (
+            None  # over the loader that gave the last batch
+        )
+        self.at_end: list[Callable[[], None]] = []  # they complete the record and the tensors
+        self.writing = threading.Lock()
+        self.begin_in_this_process()
+
+    def begin_in_this_process(self) -> None:
+        """Which may be another one than that which made this object: a forked rank."""
+        self.record.pid = os.getpid()
+        self.main_clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
+
+    def join_group(self) -> None:
+        """The process group is there: now we know which rank this is."""
+        if not self.joined:
+            self.begin_in_this_process()
+            self.record.rank, self.record.world_size = dist.get_rank(), dist.get_world_size()
+            self.joined = True
+            multiprocessing.util.Finalize(None, self.write, (Ended.AT_ITS_END,), exitpriority=100)
+            threading.Thread(target=self.write_until_end, daemon=True).start()
+
+    def note_event(self) -> None:
+        self.record.progress.events += 1
+
+    def note(self, note: Note) -> None:
+        self.record.notes.setdefault(note, where())
+
+    def has_no_loader(self) -> bool:
+        return not any(loader_pass.with_gradients for loader_pass in self.record.loader_passes)
+
+    def running_batchnorm(self) -> str:
+        """The class of the BatchNorm layer that this rank computes now, if it is one."""
+        layers = [type(m).__name__ for m in self.running_modules[-1:] if isinstance(m, _BatchNorm)]
+        return "".join(layers)
+
+    def current_batch_size(self) -> int | None:
+        current = self.current_loader_pass
+        known = current is not None and 0 < current.batches_given <= len(current.sizes)
+        return current.sizes[current.batches_given - 1] if current and known else None
+
+    def write_record(self, ended: Ended) -> None:
+        record, progress = self.record, self.record.progress
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        progress.at = where(frame)
+        progress.cpu_seconds = round(time.clock_gettime(self.main_clock), 1)
+        progress.in_backward = frame is not None and "_run_backward" in frame.f_code.co_name
+        progress.in_ddp = frame is not None and frame.f_code.co_filename == DDP_FILE
+        record.ended = ended
+        record.write(record_file(self.settings.folder, self.settings.name, record.rank))
+
+    def write_until_end(self) -> None:
+        """Write the record again and again: a rank that is killed leaves nothing else."""
+        while not self.written:
+            self.record.progress.beats += 1
+            with self.writing, suppress(RuntimeError, OSError):  # it changed; the folder is gone
+                if not self.written:
+                    self.write_record(Ended.NOT_YET)
+            time.sleep(SECONDS_PER_BEAT)
+
+    def write(self, ended: Ended) -> None:
+        """Write all that is known. A run that we ended ourselves is not written again."""
+        trained_alone = self.replaying and self.record.steps > 0
+        is_another_process = os.getpid() != self.record.pid
+        if self.written or is_another_process or not (self.joined or trained_alone):
+            return
+        for finish in self.at_end:
+            finish()
+        with self.writing:
+            self.written = True
+            self.write_record(ended)
+        place = (self.settings.folder, self.settings.name, self.record.rank)
+        save_tensors(self.gradients, gradients_file(*place))
+        save_tensors(self.tensors, tensors_file(*place))
+
+    def end_early(self) -> None:
+        """Enough was seen. Wait until all ranks are here: who leaves early breaks the others."""
+        self.write(Ended.WHEN_SEEN)
+        settings, world_size = self.settings, self.record.world_size
+        files = [tensors_file(settings.folder, settings.name, rank) for rank in range(world_size)]
+        end = time.monotonic() + SECONDS_FOR_OTHERS
+        while time.monotonic() < end and not all(file.exists() for file in files):
+            time.sleep(0.02)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    def write_failure(self, error: BaseException) -> None:
+        """The record of a script that ends with an error."""
+        cut = not self.joined or any(
+            loader_pass.batches_given >= loader_pass.limit
+            for loader_pass in self.record.loader_passes
+        )
+        if cut and "StopIteration" in f"{type(error).__name__} {error}":
+            self.end_early()  # the script asked for more batches than we give
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_file(f.filename)]
+        at = f"{os.path.relpath(frames[-1].filename)}:{frames[-1].lineno}" if frames else "?"
+        self.record.error = ScriptError(type(error).__name__, str(error)[:500], at, time.time())
+        self.write(Ended.WITH_ERROR)

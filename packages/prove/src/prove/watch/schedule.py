@@ -1,0 +1,174 @@
+"""How long is the schedule of the learning rate, and which numbers decide about it?
+
+A schedule that is stepped with each batch ends after some number of batches. A copy is stepped
+ahead, when the run is over, until its rate no longer changes.
+"""
+
+import copy
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from prove.rank_record import Metric, ScheduleRecord
+from prove.watch.rank_run import RankRun, where, wrap
+
+MOST_AHEAD = 50_000  # steps
+MOST_SECONDS = 0.5  # for them
+MOST_CALLS = 1000
+REPEATED = ("CosineAnnealingWarmRestarts", "CyclicLR")  # these never end
+NO_CHANGE = 1e-12  # of the highest rate: smaller changes are none
+
+
+class WatchedSchedule:
+    """A scheduler that the script steps, and the rates that it gave."""
+
+    def __init__(self, scheduler: Any, record: ScheduleRecord) -> None:
+        self.scheduler, self.record = scheduler, record
+        self.rates = [rate_of(scheduler)]  # before its first step, and after each
+        self.batches: dict[int, set[int]] = {}  # of each pass over a loader, after which it stepped
+
+    def note_step(self, run: RankRun) -> None:
+        self.rates.append(rate_of(self.scheduler))
+        self.record.steps += 1
+        if loader_pass := run.current_loader_pass:
+            self.batches.setdefault(loader_pass.number, set()).add(loader_pass.batches_given)
+
+    def finish(self) -> None:
+        record = self.record
+        record.batches = sum(map(len, self.batches.values()))
+        record.by_batch = any(len(batches) > 1 for batches in self.batches.values())
+        if record.by_batch and record.kind not in REPEATED:
+            ahead, is_its_end = rates_ahead(self.scheduler)
+            curve = [*self.rates, *ahead]
+            record.highest_rate, record.length = max(curve), length_of(curve, is_its_end)
+
+
+class ScheduleWatcher:
+    """All schedulers of this rank, in the order of their first steps."""
+
+    def __init__(self, run: RankRun) -> None:
+        self.run = run
+        self.watched: list[WatchedSchedule] = []
+        self.depth = 0  # of nested calls of step()
+
+    def step(self, original: Callable, scheduler: Any, args: tuple, kwargs: dict) -> Any:
+        run = self.run
+        if self.depth or run.current_loader_pass is None:  # one in another; or it is being made
+            return original(scheduler, *args, **kwargs)
+        at = where()
+        if isinstance(scheduler, ReduceLROnPlateau):
+            metric = args[0] if args else kwargs.get("metrics")
+            if len(run.record.metrics) < MOST_CALLS:
+                run.record.metrics.append(Metric(float(metric), at, run.record.steps))  # type: ignore[arg-type]
+        watched = self.watched_for(scheduler, at)
+        self.depth += 1
+        try:
+            return original(scheduler, *args, **kwargs)
+        finally:
+            self.depth -= 1
+            watched.note_step(run)
+
+    def watched_for(self, scheduler: Any, at: str) -> WatchedSchedule:
+        for watched in self.watched:
+            if watched.scheduler is scheduler:
+                return watched
+        record = ScheduleRecord(type(scheduler).__name__, at)
+        self.run.record.schedules.append(record)
+        self.watched.append(WatchedSchedule(scheduler, record))
+        return self.watched[-1]
+
+    def finish(self) -> None:
+        self.depth += 1  # the copies are none of the script's
+        for watched in self.watched:
+            watched.finish()
+
+
+def rate_of(scheduler: Any) -> float:
+    return float(scheduler.optimizer.param_groups[0]["lr"])
+
+
+def twin_of(optimizer: Optimizer) -> Optimizer:
+    """An optimizer without parameters, whose rate a scheduler may change."""
+    twin = object.__new__(type(optimizer))
+    groups = [
+        copy.deepcopy({name: value for name, value in group.items() if name != "params"})
+        for group in optimizer.param_groups
+    ]
+    twin.__dict__ |= {
+        "defaults": dict(optimizer.defaults), "state": {},
+        "param_groups": [group | {"params": []} for group in groups],
+    }  # fmt: skip
+    return twin
+
+
+def functions_in(scheduler: Any) -> Iterator[Any]:
+    """What a scheduler calls: it may be a method of an object that nobody should copy."""
+    for value in vars(scheduler).values():
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(item, LRScheduler):
+                yield from functions_in(item)
+            elif callable(item):
+                yield item
+
+
+def rates_ahead(scheduler: Any) -> tuple[list[float], bool]:
+    """The rates that it would give next, until the time is over or it refuses, and which it was."""
+    rates: list[float] = []
+    end = time.monotonic() + MOST_SECONDS
+    try:
+        memo = {id(function): function for function in functions_in(scheduler)}
+        optimizer = scheduler.optimizer
+        memo[id(optimizer)] = twin_of(optimizer)
+        twin = copy.deepcopy(scheduler, memo)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            while len(rates) < MOST_AHEAD and time.monotonic() < end:
+                twin.step()
+                rates.append(rate_of(twin))
+    except Exception:  # OneCycleLR after its last step; or whatever a schedule of the script's does
+        return rates, True
+    return rates, False
+
+
+def length_of(curve: list[float], is_its_end: bool = False) -> int | None:
+    """After how many steps the rate has come down, or has come up to stay. None: it never ends."""
+    highest = max(curve)
+    still = NO_CHANGE * highest
+    top = next(n for n, rate in enumerate(curve) if rate > highest * (1 - 1e-6))
+    rise = next((n for n in range(top + 1, len(curve)) if curve[n] > curve[n - 1] + still), None)
+    fall = curve[top:rise]
+    end = top + next(n for n, rate in enumerate(fall) if rate <= fall[-1] + still)
+    if end == top:
+        return end or None
+    before = next(rate for rate in reversed(curve[:end]) if rate != curve[end])
+    is_geometric = 0 < curve[end] < 1e-8 * highest and curve[end] > 0.01 * before
+    still_falls = end == len(curve) - 1 and not is_its_end
+    return None if is_geometric or still_falls else end
+
+
+def install(run: RankRun) -> None:
+    schedules = ScheduleWatcher(run)
+    run.at_end.append(schedules.finish)
+
+    def watch_steps(kind: type) -> None:
+        if "step" in vars(kind):
+
+            @wrap(kind, "step")
+            def step(original: Callable, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+                return schedules.step(original, scheduler, args, kwargs)
+
+    def watch_steps_of_all(kind: type) -> None:
+        watch_steps(kind)
+        for derived in kind.__subclasses__():
+            watch_steps_of_all(derived)
+
+    watch_steps_of_all(LRScheduler)
+
+    def watch_new_class(kind: type, **more: Any) -> None:  # of the script's own
+        watch_steps(kind)
+
+    LRScheduler.__init_subclass__ = classmethod(watch_new_class)  # type: ignore[assignment]

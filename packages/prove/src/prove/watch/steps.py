@@ -1,0 +1,244 @@
+"""Which steps does a rank make, by an optimizer or by hand? Gradients before, weights after."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from prove.rank_record import OptimizerRecord, OptimizerStep, Projection
+from prove.watch.draws import Draws
+from prove.watch.feeder import Feeder
+from prove.watch.model_tensors import (
+    full_copies,
+    parameters_of,
+    project,
+    rates_of,
+    schedule_settings,
+)
+from prove.watch.operations import OptimizerByHand
+from prove.watch.rank_run import RankRun, where, wrap
+
+MOST_STEPS = 24  # of each optimizer are written down
+STEPS_PER_BATCH = 3  # of --batches, if there is no loader that could be cut
+
+
+@dataclass
+class LocalGradient:
+    """What backward gave one parameter on this rank, before anybody averaged it."""
+
+    total: float = 0.0  # projections, since p.grad was zero or None
+    arrivals: int = 0  # since the last step
+    was_zero: bool = False  # p.grad, at one of these arrivals
+
+    def add(self, gradient: Tensor, old: Tensor | None) -> None:
+        if old is None or not old.any():
+            self.total, self.was_zero = 0.0, True
+        self.total += project(gradient)[0]
+        self.arrivals += 1
+
+
+class StepWatcher:
+    """The optimizers of this rank, in the order of their making, and the steps of each."""
+
+    def __init__(self, run: RankRun, draws: Draws, feeder: Feeder | None) -> None:
+        self.run, self.draws, self.feeder = run, draws, feeder  # it feeds a replay only
+        self.optimizers: list[Any] = []  # of torch, and the one that stands in for steps by hand
+        self.by_hand = OptimizerByHand()
+        self.weights_by_hand: list[Tensor] = []  # before the first of these steps
+        self.local: dict[int, LocalGradient] = {}  # by the id of a parameter
+        self.parameters: dict[int, Tensor] = {}  # those whose gradients are watched
+        self.had_gradient: set[int] = set()
+        self.schedule_settings: dict[int, list[list[dict]]] = {}  # by optimizer, before each step
+        self.depth = 0  # of nested calls of step()
+        self.in_step_by_hand = False
+        self.weights_at_batch: list[Projection] = []
+
+    def optimizers_of_torch(self) -> list[Optimizer]:
+        return [optimizer for optimizer in self.optimizers if optimizer is not self.by_hand]
+
+    def held_parameters(self) -> set[int]:
+        """The ids of the parameters that an optimizer holds."""
+        return {id(p) for optimizer in self.optimizers for p in parameters_of(optimizer)}
+
+    def watch_gradient(self, p: Tensor) -> None:
+        if id(p) in self.parameters or not p.requires_grad or not p.is_leaf:
+            return
+        if hasattr(p, "full_tensor"):  # its gradient arrives by no hook
+            return
+        self.parameters[id(p)], self.local[id(p)] = p, LocalGradient()
+
+        def arrived(gradient: Tensor) -> None:
+            self.run.note_event()
+            self.had_gradient.add(id(p))
+            self.local[id(p)].add(gradient, p.grad)
+
+        p.register_hook(arrived)
+
+    def begin_batch(self, batch: tuple[int, int], sizes: list[int], sources: list[dict]) -> None:
+        """Until the next one is asked for, a step draws and changes weights."""
+        if self.by_hand.addresses:
+            self.weights_at_batch = [project(p) for p in parameters_of(self.by_hand)]
+        self.draws.begin_batch(batch, sizes, sources)
+
+    def end_batch(self) -> None:
+        """A step that the script makes by hand has its end, too."""
+        self.draws.end_batch()
+        if not self.in_step_by_hand and self.by_hand.addresses and self.by_hand.exchanged():
+            self.begin_step_by_hand()
+            steps = self.run.record.optimizers[self.optimizers.index(self.by_hand)].steps
+            steps[-1].weights_before = self.weights_at_batch
+        if self.in_step_by_hand:
+            self.in_step_by_hand = False
+            self.depth = 1
+            self.after_step(self.by_hand, (), {})
+
+    def begin_step_by_hand(self) -> None:
+        """The script itself writes to a parameter; in the first such moment a step begins."""
+        if self.depth or self.in_step_by_hand:
+            return
+        with self.draws.paused():
+            if self.by_hand not in self.optimizers:
+                self.optimizers.append(self.by_hand)
+                self.run.record.optimizers.append(OptimizerRecord(where(), False, is_by_hand=True))
+            self.before_step(self.by_hand, (), {})
+            self.depth, self.in_step_by_hand = 0, True
+
+    def hold_by_hand(self, module: nn.Module) -> None:
+        """Parameters that no optimizer holds: does the script itself change them?"""
+        held = self.held_parameters()
+        for p in module.parameters():
+            if p.requires_grad and p.is_leaf and id(p) not in held and type(p) is nn.Parameter:
+                self.by_hand.hold(p)
+        if self.by_hand.addresses and self.by_hand not in self.optimizers:
+            self.weights_by_hand = full_copies(parameters_of(self.by_hand))
+            self.weights_at_batch = [project(p) for p in parameters_of(self.by_hand)]
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """If there is a closure, the gradients are there when it was called for the first time."""
+        self.depth += 1
+        if self.depth > 1 or optimizer not in self.optimizers:
+            return None
+        closure = next(
+            (each for each in (*args[1:], kwargs.get("closure")) if callable(each)), None
+        )
+        if closure is None:
+            self.write_step(optimizer)
+            return None
+        is_first = True
+
+        def watched_closure() -> Any:
+            nonlocal is_first
+            loss = closure()
+            if is_first:
+                is_first = False
+                self.write_step(optimizer)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], watched_closure, *args[2:]), kwargs
+        return args, kwargs | {"closure": watched_closure}
+
+    def write_step(self, optimizer: Any) -> None:
+        run, number = self.run, self.optimizers.index(optimizer)
+        steps = run.record.optimizers[number].steps
+        with self.draws.paused():
+            if len(steps) < MOST_STEPS:
+                steps.append(self.step_of(optimizer))
+                self.schedule_settings.setdefault(number, []).append(schedule_settings(optimizer))
+                if len(steps) == 1:
+                    run.record.optimizers[number].begins_later = run.in_second_epoch
+                    run.gradients[number] = full_copies([p.grad for p in parameters_of(optimizer)])
+            if self.feeder:
+                self.feeder.use_recorded_schedule(optimizer, number, len(steps) - 1)
+
+    def step_of(self, optimizer: Optimizer) -> OptimizerStep:
+        parameters, loader_pass = parameters_of(optimizer), self.run.current_loader_pass
+        gradients = [p.grad for p in parameters]
+        local = [self.local.get(id(p), LocalGradient()) for p in parameters]
+        return OptimizerStep(
+            at=where(),
+            batch=loader_pass.batches_given if loader_pass else 0,
+            batch_size=self.run.current_batch_size(),
+            learning_rates=rates_of(optimizer),
+            loss_scale=self.run.record.loss_scale,
+            dtype=next((str(gradient.dtype) for gradient in gradients if gradient is not None), ""),
+            weights_before=[project(p) for p in parameters],
+            gradients=[None if gradient is None else project(gradient) for gradient in gradients],
+            local_gradients=[own.total if own.arrivals else None for own in local],
+            has_old_gradient=any(
+                gradient is not None and own.arrivals and not own.was_zero and bool(gradient.any())
+                for gradient, own in zip(gradients, local, strict=True)
+            ),
+        )
+
+    def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.depth -= 1
+        if self.depth or optimizer not in self.optimizers:
+            return
+        run = self.run
+        with self.draws.paused():
+            self.write_weights(optimizer)
+        run.record.steps += 1
+        run.note_event()
+        if run.current_loader_pass:
+            run.current_loader_pass.steps += 1
+        for p in parameters_of(optimizer):
+            self.local[id(p)] = LocalGradient()
+        enough = run.record.steps >= STEPS_PER_BATCH * run.settings.batches and not run.replaying
+        if enough and run.joined and run.has_no_loader():
+            run.end_early()
+
+    def write_weights(self, optimizer: Any) -> None:
+        """What the step has made of the weights; a replay goes back to the script's own rates."""
+        number = self.optimizers.index(optimizer)
+        own_record = self.run.record.optimizers[number]
+        step = own_record.steps[-1] if own_record.steps else None
+        if step is None or step.weights_after:
+            return
+        step.weights_after = [project(p) for p in parameters_of(optimizer)]
+        if self.run.replaying:
+            own_schedule = self.schedule_settings[number][-1]
+            for group, settings in zip(optimizer.param_groups, own_schedule, strict=True):
+                group.update(settings)
+        if own_record.is_by_hand and len(own_record.steps) == 1 and not any(step.gradients):
+            self.keep_changes(number, own_record)
+
+    def keep_changes(self, number: int, own_record: OptimizerRecord) -> None:
+        """No gradient is kept in p.grad (autograd.grad): what the step changed stands for it."""
+        after = full_copies(parameters_of(self.by_hand))
+        pairs = zip(after, self.weights_by_hand, strict=True)
+        self.run.gradients[number] = [new - old for new, old in pairs]
+        own_record.compares_changes = True
+
+    def note_rates(self) -> None:
+        """At the end of an epoch: which learning rate does this rank have now?"""
+        rates = [rate for optimizer in self.optimizers for rate in rates_of(optimizer)]
+        self.run.record.rates_after_epochs.append(rates)
+
+
+def install(run: RankRun, draws: Draws, feeder: Feeder | None) -> StepWatcher:
+    steps = StepWatcher(run, draws, feeder)
+
+    @wrap(Optimizer, "__init__")
+    def init(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self not in steps.optimizers:
+            steps.optimizers.append(self)
+            is_adaptive = "betas" in self.defaults
+            run.record.optimizers.append(OptimizerRecord(where(), is_adaptive))
+
+    @wrap(Optimizer, "add_param_group")
+    def add_group(original: Callable, self: Any, group: dict) -> None:
+        original(self, group)
+        for p in self.param_groups[-1]["params"]:
+            steps.watch_gradient(p)
+
+    register_optimizer_step_pre_hook(steps.before_step)
+    register_optimizer_step_post_hook(steps.after_step)
+    return steps

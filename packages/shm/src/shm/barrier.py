@@ -1,0 +1,64 @@
+"""torch's monitored barrier: rank 0 names the ranks that do not reach it in time."""
+
+import time
+from datetime import timedelta
+
+from shm.segment import PASSED, REACHED, Segment
+from shm.work import NAP, pending
+
+
+class MonitoredBarrier:
+    """All monitored barriers of one group, one after another."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.reached = [0] * segment.world_size  # of each rank: barriers that it has reached
+
+    def meet(self, limit: timedelta, wait_all_ranks: bool) -> None:
+        deadline = time.monotonic() + limit.total_seconds()
+        milliseconds = round(limit.total_seconds() * 1000)
+        if self.segment.rank > 0:
+            self.meet_rank_0(deadline, milliseconds)
+        elif limit <= timedelta(0):
+            what = f"Rank 0 timed out in monitoredBarrier after {milliseconds} ms"
+            raise RuntimeError(f"shm: {what}")
+        elif late := self.late_ranks(deadline, wait_all_ranks):
+            who = f"{'Rank' if len(late) == 1 else 'Ranks'} {', '.join(map(str, late))}"
+            what = f"{who} failed to pass monitoredBarrier in {milliseconds} ms"
+            raise RuntimeError(f"shm: [Rank 0]: {what}")
+        else:
+            for rank in range(1, self.segment.world_size):
+                self.segment.post(self.segment.places[rank] + PASSED, self.reached[rank])
+
+    def meet_rank_0(self, deadline: float, milliseconds: int) -> None:
+        me = self.segment.rank
+        self.reached[me] += 1
+        self.segment.post(self.segment.own_place + REACHED, self.reached[me])
+        if not self.wait_for_counter(0, me, PASSED, deadline):
+            what = "but received errors while waiting for send/recv from rank 0"
+            raise RuntimeError(
+                f"shm: Rank {me} successfully reached monitoredBarrier, {what} in "
+                f"{milliseconds} ms. Please check rank 0 logs for faulty rank."
+            )
+
+    def late_ranks(self, deadline: float, wait_all_ranks: bool) -> list[int]:
+        """On rank 0: all that do not come in time, or only the first."""
+        late: list[int] = []
+        for rank in range(1, self.segment.world_size):
+            self.reached[rank] += 1
+            if not self.wait_for_counter(rank, rank, REACHED, deadline):
+                self.reached[rank] -= 1  # if it comes later, then for the next barrier
+                late.append(rank)
+                if not wait_all_ranks:
+                    break
+        return late
+
+    def wait_for_counter(self, rank: int, owner: int, counter: int, deadline: float) -> bool:
+        """Wait until a counter of its owner shows this barrier; False if `rank` is late or dead."""
+        counters, place = self.segment.counters, self.segment.places[owner] + counter
+        while counters[place] < self.reached[owner]:
+            if time.monotonic() > deadline or not self.segment.is_alive(rank):
+                return counters[place] >= self.reached[owner]
+            pending.poll()  # other calls go on
+            time.sleep(NAP)
+        return True

@@ -1,0 +1,66 @@
+"""Tensors of the program, as this backend reads and writes them: flat, and unknown to autograd."""
+
+import torch
+from torch import Tensor
+
+Tensors = list[Tensor]  # of one tensor: torch once had one for each device of a process
+
+
+def without_autograd(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor that autograd neither records nor counts changes of, as in gloo.
+
+    A result of inference_mode may be changed too, by any thread and after that mode has ended.
+    """
+    if not tensor.is_inference():
+        return tensor.data
+    with torch.inference_mode(False):
+        alias = torch.empty(0, dtype=tensor.dtype)
+        where = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return alias.set_(tensor.untyped_storage(), *where)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """All elements, (N,): a view where that is possible, else a copy. Unknown to autograd."""
+    if not tensor.is_cpu or tensor.layout != torch.strided:
+        got = f"{tensor.layout}, on {tensor.device}"
+        raise TypeError(f"shm: got a tensor of {got}, expected a dense one on the CPU: try gloo")
+    values = without_autograd(tensor)
+    return values if values.dim() == 1 else values.reshape(-1)
+
+
+def without_gaps(values: Tensor) -> Tensor:
+    """The same elements, (N,), as a message holds them: a copy only if there are gaps."""
+    has_gaps = values.stride(0) != 1
+    return values.clone(memory_format=torch.contiguous_format) if has_gaps else values
+
+
+def put_back(tensor: Tensor, values: Tensor) -> None:
+    if values.data_ptr() != tensor.data_ptr():  # it had to be copied
+        without_autograd(tensor).copy_(values.view_as(tensor))
+
+
+def require_same_size(tensors: Tensors, expected: Tensor) -> None:
+    for tensor in tensors:
+        if tensor.numel() != expected.numel() or tensor.dtype != expected.dtype:
+            got = f"{tensor.numel()} elements of {tensor.dtype}"
+            raise ValueError(f"shm: got {got}, expected {expected.numel()} of {expected.dtype}")
+
+
+def equal_parts(tensor: Tensor, ranks: int) -> Tensors:
+    """One part of equal size for each rank, as views."""
+    if tensor.numel() % ranks or not tensor.is_contiguous():
+        got = f"{tuple(tensor.shape)} with strides {tensor.stride()}"
+        what = f"a contiguous tensor whose elements can be divided among {ranks} ranks"
+        raise ValueError(f"shm: got {got}, expected {what}")
+    return list(without_autograd(tensor).view(ranks, -1))
+
+
+def split_rows(tensor: Tensor, sizes: list[int], ranks: int) -> Tensors:
+    """Split the first dimension, evenly without sizes."""
+    rows = len(tensor)
+    is_even = not sizes
+    sizes = sizes or [rows // ranks] * ranks
+    if sum(sizes) != rows or len(sizes) != ranks:
+        expected = f"rows for {ranks} ranks" if is_even else f"one size per rank, {rows} together"
+        raise ValueError(f"shm: got {rows if is_even else sizes}, expected {expected}")
+    return list(without_autograd(tensor).split(sizes))
