@@ -9,7 +9,7 @@ from benchmarks.measure.timing import Effort
 from benchmarks.result_files import Results
 from common.chapters import load_chapter
 from prove import processes
-from prove.table import WARNING, WRONG
+from prove.judge.table import WARNING, WRONG
 
 judge = load_chapter("beyond/puzzles", "judge")
 traces = load_chapter("beyond/puzzles", "traces")
