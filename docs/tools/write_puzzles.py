@@ -8,10 +8,9 @@
 from pathlib import Path
 from typing import Any
 
-from prove.table import WRONG
-
 from benchmarks.result_files import load
 from common.chapters import load_chapter
+from prove.judge.table import WRONG
 from repository_pages import ROOT
 
 judge = load_chapter("beyond/puzzles", "judge")
