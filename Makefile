@@ -39,7 +39,7 @@ break: $(VENV)/ready  ## try a row of a "Break it" table: STAGE=04 ROW=2; withou
 	@PYTHONPATH=tests $(RUN) tests/pages/break_it.py $(STAGE) $(ROW)
 
 puzzle: $(VENV)/ready  ## find the mistake in a script, and have it judged: N=3; HINT=1 shows prove's table
-	@$(RUN) beyond/puzzles/judge.py $(N) $(if $(HINT),--hint) $(if $(SHOW),--show)
+	@$(RUN) beyond/puzzles/check_answer.py $(N) $(if $(HINT),--hint) $(if $(SHOW),--show)
 
 check-pages: $(VENV)/ready  ## how many words each page has, and what is wrong with it
 	$(RUN) docs/tools/check_pages.py

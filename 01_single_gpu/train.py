@@ -30,7 +30,7 @@ def train_epoch(
         loss = F.cross_entropy(model(images), labels)  # the mean over the batch
         optimizer.zero_grad()
         loss.backward()
-        # place 1: here, several processes must average their gradients
+        # place 1: the step; here, several processes must average their gradients
         optimizer.step()
         losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at each step
         if recorder.step():  # counts and times it; true at --max-steps
@@ -49,14 +49,14 @@ def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> tuple[
         totals[0] += F.cross_entropy(logits, labels, reduction="sum")
         totals[1] += (logits.argmax(dim=1) == labels).sum()
         totals[2] += len(labels)  # the last batch is smaller, so it counts by its own size
-    # place 2: here, several processes must add up their totals
+    # place 2: the evaluation; here, several processes must add up their totals
     loss, correct, samples = totals.tolist()
     return loss / samples, correct / samples
 
 
 def main() -> None:
     args = make_parser("01_single_gpu", __doc__).parse_args()
-    device = torch.device("cuda:0" if args.device == "cuda" else "cpu")  # place 3: a GPU each
+    device = torch.device("cuda:0" if args.device == "cuda" else "cpu")  # place 3: the device
     train_set, test_set = load_dataset(args)
     torch.manual_seed(args.seed)
     model = build_model(args.model, train_set).to(device)
@@ -64,19 +64,19 @@ def main() -> None:
     progress = load_checkpoint(args, model, optimizer)
 
     options = loader_options(args)  # worker processes, pinned memory
-    sampler = RandomSampler(train_set, generator=torch.Generator())  # place 4: a part each
+    sampler = RandomSampler(train_set, generator=torch.Generator())  # place 4: the batches
     loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **options)
-    test_loader = DataLoader(test_set, args.batch_size, **options)
+    test_loader = DataLoader(test_set, args.batch_size, **options)  # place 2: the evaluation
     recorder = Recorder(args, progress, optimizer, args.batch_size)
     for epoch in range(progress.epoch, args.epochs):
         if progress.step >= args.max_steps:
             break
         sampler.generator.manual_seed(args.seed + epoch)  # the order depends on (seed, epoch)
-        torch.manual_seed(args.seed + epoch)  # and so do the dropout masks; place 5: a seed each
+        torch.manual_seed(args.seed + epoch)  # place 5: the random numbers of dropout, too
         recorder.start_epoch(len(loader))
         losses = train_epoch(model, loader, optimizer, device, recorder)
         recorder.end_epoch(epoch, losses, *evaluate(model, test_loader, device))
-        save_checkpoint(recorder, model, optimizer)  # place 6: only one may write
+        save_checkpoint(recorder, model, optimizer)  # place 6: the checkpoint
     recorder.finish()
 
 

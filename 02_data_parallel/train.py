@@ -31,7 +31,6 @@ def train_epoch(
         loss = F.cross_entropy(model(images), labels)  # the mean over the batch
         optimizer.zero_grad()
         loss.backward()
-        # place 1: here, several processes must average their gradients
         optimizer.step()
         losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at each step
         if recorder.step():  # counts and times it; true at --max-steps
@@ -50,7 +49,6 @@ def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> tuple[
         totals[0] += F.cross_entropy(logits, labels, reduction="sum")
         totals[1] += (logits.argmax(dim=1) == labels).sum()
         totals[2] += len(labels)  # the last batch is smaller, so it counts by its own size
-    # place 2: here, several processes must add up their totals
     loss, correct, samples = totals.tolist()
     return loss / samples, correct / samples
 
@@ -60,7 +58,7 @@ def main() -> None:
     replicas_help = "default: one per GPU, at least two"
     parser.add_argument("--replicas", type=int_at_least(1), help=replicas_help)
     args = parser.parse_args()
-    device = torch.device("cuda:0" if args.device == "cuda" else "cpu")  # place 3: a GPU each
+    device = torch.device("cuda:0" if args.device == "cuda" else "cpu")  # place 3: the device
     gpus = torch.cuda.device_count() if args.device == "cuda" else 0
     replicas = args.replicas or max(gpus, 2)
     local_batch = local_batch_size(args.batch_size, replicas)
@@ -76,22 +74,22 @@ def main() -> None:
     else:  # too few GPUs: ours computes the same, with all replicas on one device
         parallel = DataParallelOnOneDevice(model, [device] * replicas)
     options = loader_options(args)  # worker processes, pinned memory
-    sampler = RandomSampler(train_set, generator=torch.Generator())  # place 4: a part each
+    sampler = RandomSampler(train_set, generator=torch.Generator())  # place 4: the batches
     loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **options)
-    test_loader = DataLoader(test_set, args.batch_size, **options)
+    test_loader = DataLoader(test_set, args.batch_size, **options)  # place 2: the evaluation
     recorder = Recorder(args, progress, optimizer, local_batch)
     for epoch in range(progress.epoch, args.epochs):
         if progress.step >= args.max_steps:
             break
         sampler.generator.manual_seed(args.seed + epoch)  # the order depends on (seed, epoch)
-        torch.manual_seed(args.seed + epoch)  # and so do the dropout masks; place 5: a seed each
+        torch.manual_seed(args.seed + epoch)  # place 5: the random numbers of dropout, too
         for gpu in range(gpus):  # otherwise every GPU would draw the same dropout masks
             with torch.cuda.device(gpu):
                 torch.cuda.manual_seed(args.seed + epoch * gpus + gpu)
         recorder.start_epoch(len(loader))
         losses = train_epoch(parallel, loader, optimizer, device, recorder)
         recorder.end_epoch(epoch, losses, *evaluate(parallel, test_loader, device))
-        save_checkpoint(recorder, model, optimizer)  # place 6: only one may write
+        save_checkpoint(recorder, model, optimizer)  # place 6: the checkpoint
     recorder.finish()
 
 

@@ -92,7 +92,7 @@ def train(rank: int, world_size: int, port: int, local_batch: int, args: Namespa
     for tensor in model.state_dict().values():  # all ranks start from rank 0's weights
         dist.broadcast(tensor, src=0)
     options = loader_options(args)  # worker processes, pinned memory
-    test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
+    test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # place 2: no repeats
     test_loader = DataLoader(test_shard, local_batch, **options)
     recorder = Recorder(args, progress, optimizer, local_batch, rank, world_size)
     for epoch in range(progress.epoch, args.epochs):

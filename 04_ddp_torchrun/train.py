@@ -88,12 +88,12 @@ def main() -> None:
     model = build_model(args.model, train_set).to(device)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     progress = load_checkpoint(args, model, optimizer)
-    # The lesson: DDP averages in backward, a sampler deals out, and set_epoch shuffles anew.
+    # The lesson: torchrun's ranks have met, DDP averages in backward, a sampler deals out.
     ddp = DistributedDataParallel(model)  # rank 0's weights now, mean gradients in each backward
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # place 4: none twice
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # place 4: no repeats
     options = loader_options(args)  # worker processes, pinned memory
     loader = DataLoader(train_set, local_batch, sampler=sampler, drop_last=True, **options)
-    test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
+    test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # place 2: no repeats
     test_loader = DataLoader(test_shard, local_batch, **options)
     recorder = Recorder(args, progress, optimizer, local_batch, rank, world_size)
     for epoch in range(progress.epoch, args.epochs):

@@ -1,4 +1,4 @@
-"""Stage 05: mixed precision, and BatchNorm over the global batch, as in one process.
+"""Stage 05: mixed precision, and SyncBatchNorm: a comment marks where each lesson begins.
 
 torchrun --standalone --nproc-per-node=2 05_amp_syncbn/train.py --model net-bn --amp bf16
 """
@@ -114,10 +114,10 @@ def main() -> None:
     progress = load_checkpoint(args, model, optimizer, scaler=scaler)
 
     ddp = DistributedDataParallel(model)  # rank 0's weights now, mean gradients in each backward
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # place 4: none twice
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # place 4: no repeats
     options = loader_options(args)  # worker processes, pinned memory
     loader = DataLoader(train_set, local_batch, sampler=sampler, drop_last=True, **options)
-    test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each sample once
+    test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # place 2: no repeats
     test_loader = DataLoader(test_shard, local_batch, **options)
     recorder = Recorder(args, progress, optimizer, local_batch, rank, world_size)
     for epoch in range(progress.epoch, args.epochs):

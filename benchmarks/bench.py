@@ -23,7 +23,7 @@ from benchmarks.measure.memory import measure_process_memory
 from benchmarks.measure.puzzles import measure_puzzles
 from benchmarks.measure.reducers import measure_reducers
 from benchmarks.measure.sharding import measure_sharding
-from benchmarks.measure.shm import measure_shm
+from benchmarks.measure.shm_calls import measure_shm
 from benchmarks.measure.stages import measure_stages, measure_survive
 from benchmarks.measure.timing import Effort
 from benchmarks.result_files import RESULTS, Results, machine_file, provenance, save, save_part

@@ -40,7 +40,7 @@ def git(*words: str) -> str:
 def commit() -> str:
     """With -dirty, if programs have changed since. Results just stored are no such change."""
     programs = (".", ":!benchmarks/results")
-    changes = git("status", "--porcelain", "--untracked-files=no", "--", *programs)
+    changes = git("status", "--porcelain", "--", *programs)
     return (git("describe", "--always") or "unknown") + "-dirty" * bool(changes)
 
 

@@ -8,8 +8,8 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def load_chapter(folder: str, name: str) -> ModuleType:
-    """A program as a module, as in load_chapter("03", "reducers/ring").
+def load_program(folder: str, name: str) -> ModuleType:
+    """A program as a module, as in load_program("03", "reducers/ring").
 
     folder: how its name begins. name: without .py. The module has the name of its file, and finds
     the files beside it by theirs, as it does when it is run. So one process can load only one of

@@ -59,12 +59,12 @@ def run(*flags: str) -> None:
 
 
 def run_judge(flags: tuple[str, ...], output: str) -> None:
-    """What `python beyond/puzzles/judge.py FLAGS` does, from a process that has imported torch."""
-    import judge as program
+    """What check_answer.py does with these flags, in a process that has imported torch."""
+    import check_answer as program
 
     for descriptor in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), descriptor)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
-    sys.argv = ["judge.py", f"--folder={FOLDER}", *flags]
+    sys.argv = ["check_answer.py", f"--folder={FOLDER}", *flags]
     with program.exit_on(program.UsageError, program.ScriptError):
         sys.exit(program.main())

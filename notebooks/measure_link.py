@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.measure.timing import interleave_steps
-from common.chapters import load_chapter
+from common.chapters import load_program
 from common.ranks import run_ranks
 
-step_model: Any = load_chapter("beyond", "forecast/step_model")
+step_model: Any = load_program("beyond", "forecast/step_model")
 
 
 def time_all_reduces(rank: int, sizes: list[int], rounds: int) -> dict[int, float]:

@@ -1,8 +1,10 @@
 """Pictures of the number formats, and of which layers compute in 16 bits under autocast."""
 
 import math
+from enum import Enum
 
 import torch
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.draw.svg import INK, WIDTH, Drawing
@@ -60,44 +62,59 @@ def draw_ranges(drawing: Drawing, left: float) -> None:
     drawing.words(place(1.0) - 8, y + 24, text, anchor="middle", bold=True)
 
 
-def formats_in_autocast() -> list[tuple[str, torch.dtype]]:
-    """Each layer of net-bn with the format of its output, and the loss."""
-    layers: list[tuple[str, torch.dtype]] = [("images", torch.float32)]
+class Choice(Enum):
+    """What autocast does with the format of a layer's input."""
+
+    CASTS = "16 bits"  # to bf16, whatever comes
+    FOLLOWS = "16 bits as they come"
+    NEITHER = "32 bits"
+
+
+def choices_of_autocast() -> list[tuple[str, Choice]]:
+    """For each layer of net-bn, and the loss."""
+    choices = [("images", Choice.NEITHER)]
     model = Net(channels=1, image_size=28, classes=10, batch_norm=True)
+
+    def note_choice(layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        of_fp32 = layer.forward(inputs[0].float()).dtype
+        choice = Choice.CASTS if of_fp32 is torch.bfloat16 else Choice.FOLLOWS
+        assert output.dtype is torch.bfloat16
+        choices.append((type(layer).__name__.removesuffix("2d"), choice))
+
     for layer in model.children():
-        layer.register_forward_hook(
-            lambda layer, inputs, output: layers.append(
-                (type(layer).__name__.removesuffix("2d"), output.dtype)
-            )
-        )
+        if not isinstance(layer, nn.Identity):
+            layer.register_forward_hook(note_choice)
     with torch.autocast("cpu", torch.bfloat16):
         loss = cross_entropy(model(torch.rand(2, 1, 28, 28)), torch.tensor([0, 1]))
-    return [*layers, ("loss", loss.dtype)]
+    assert loss.dtype is torch.float32
+    return [*choices, ("loss", Choice.NEITHER)]
 
 
 def draw_autocast() -> str:
-    """In which format each layer computes under autocast, row by row."""
-    layers = [layer for layer in formats_in_autocast() if layer[0] != "Identity"]
-    halves = sum(dtype is torch.bfloat16 for _, dtype in layers)
+    """Which layers autocast computes in 16 bits, row by row."""
+    choices = choices_of_autocast()
+    casts = sum(choice is Choice.CASTS for _, choice in choices)
     drawing = Drawing(
-        "Which layers compute in 16 bits",
-        f"Of a forward with {len(layers)} parts, {halves} give numbers in bf16. The images and the "
-        "loss are in fp32, and so are the weights.",
+        "Which layers autocast computes in 16 bits",
+        f"Of the {len(choices)} parts of a forward, {casts} convert their input and their weights "
+        "to bf16. The layers between them take what comes. The images and the loss are in fp32.",
     )
     per_row = 5
-    for place, (name, dtype) in enumerate(layers):
+    for place, (name, choice) in enumerate(choices):
         row, column = divmod(place, per_row)
         x, y = 4 + 119 * column, 8 + 48 * row
-        if dtype is torch.bfloat16:
-            drawing.button(x, y, 106, 32, "16 bits", name)
-        else:
+        if choice is Choice.NEITHER:
             drawing.box(x, y, 106, 32, "none", INK)
             drawing.words(x + 53, y + 22, name, anchor="middle", bold=True)
-        if place + 1 < len(layers) and column + 1 < per_row:
+        else:
+            drawing.button(x, y, 106, 32, choice.value, name)
+        if place + 1 < len(choices) and column + 1 < per_row:
             drawing.line(x + 106, y + 16, x + 118, y + 16, arrow=True)
-    bottom = 8 + 48 * -(-len(layers) // per_row)
+    bottom = 8 + 48 * -(-len(choices) // per_row)
     drawing.box(4, bottom, 14, 14, "none", INK)
-    drawing.words(24, bottom + 13, "32 bits, like all weights")
-    drawing.box(240, bottom, 14, 14, "16 bits")
-    drawing.words(260, bottom + 13, "16 bits")
+    drawing.words(24, bottom + 13, "32 bits")
+    drawing.box(119, bottom, 14, 14, Choice.CASTS.value)
+    drawing.words(139, bottom + 13, "converts to 16 bits")
+    drawing.box(322, bottom, 14, 14, Choice.FOLLOWS.value)
+    drawing.words(342, bottom + 13, Choice.FOLLOWS.value)
     return drawing.text(bottom + 24)

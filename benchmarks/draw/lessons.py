@@ -3,7 +3,7 @@
 import torch
 
 from benchmarks.draw.svg import INK, WIDTH, Drawing
-from common.chapters import load_chapter
+from common.chapters import load_program
 
 
 def gradient(samples: torch.Tensor) -> float:
@@ -160,7 +160,7 @@ def draw_ranks() -> str:
 
 def draw_levels() -> str:
     """What each of four ranks holds at the levels of shard/: Figure 1 of the ZeRO paper."""
-    levels = load_chapter("beyond/shard", "levels")
+    levels = load_program("beyond/shard", "levels")
     count, width, gap = 4, 132, 16
     names = {"none": "DDP", "optimizer": "ZeRO-1", "gradients": "ZeRO-2", "parameters": "FSDP"}
     whole = levels.formula("none", count)

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset
 
 from benchmarks.draw.svg import Drawing
-from common.chapters import load_chapter
+from common.chapters import load_program
 
 
 def batches(stage: str, rank: int, epoch: int, count: int, local_batch: int) -> list[list[int]]:
@@ -14,7 +14,7 @@ def batches(stage: str, rank: int, epoch: int, count: int, local_batch: int) -> 
     data, generator = Subset(range(count), range(count)), torch.Generator()  # type: ignore[arg-type]
     sampler = None  # 03 deals the data set itself
     if stage == "03":
-        data = load_chapter("03", "partition").DataPartitioner(data, 2, epoch).use(rank)
+        data = load_program("03", "partition").DataPartitioner(data, 2, epoch).use(rank)
     else:
         sampler = RandomSampler(data, generator=generator)
         generator.manual_seed(epoch)

@@ -29,7 +29,9 @@ COLORS = {
     "rank 0": "#8c5bc7",
     "rank 1": "#0f868c",
     "nobody": "none",
-    "16 bits": "#59636e",  # how many bits it has
+    # what autocast does with it
+    "16 bits": "#3d4752",
+    "16 bits as they come": "#71757c",
     # the bits of a number
     "sign": "#767b83",
     "exponent": "#b4568b",

@@ -23,11 +23,11 @@ from benchmarks.measure.timing import Effort
 from benchmarks.measure.training_step import TrainingStep, with_sync_batchnorm
 from benchmarks.result_files import Results
 from benchmarks.variants import VARIANTS
-from common.chapters import load_chapter
+from common.chapters import load_program
 from common.ranks import run_ranks
 
-memory: Any = load_chapter("02", "memory")
-peak: Any = load_chapter("01", "peak")
+stage_02_memory: Any = load_program("02", "memory")
+peak: Any = load_program("01", "peak")
 
 RANKS, GLOBAL_BATCH = 2, 64
 BytesOf = dict[str, int]  # of each kind
@@ -51,7 +51,7 @@ IN_PLACE = {**ACCUMULATE, "zeroed_in_place": True}
 STEP_OPTIONS: dict[str, dict[str, Any]] = {  # of each stage
     "01": {},
     "02": {},
-    "03": {"reducer": load_chapter("03", "reducers/reducers").PerParameter},
+    "03": {"reducer": load_program("03", "reducers/reducers").PerParameter},
     "04": PLAIN,
     "05": SYNC_BATCHNORM,
     "05-bf16": {**SYNC_BATCHNORM, **BF16},
@@ -106,9 +106,9 @@ class CountedStep(TrainingStep):
         model, batch = self.model, (self.images, self.labels)
         activations, loss_tensors = list[Tensor](), list[Tensor]()
         with self.autocast():
-            with memory.saving_to(activations):
+            with stage_02_memory.saving_to(activations):
                 outputs = self.wrapped(self.images)
-            with memory.saving_to(loss_tensors):
+            with stage_02_memory.saving_to(loss_tensors):
                 loss = nn.functional.cross_entropy(outputs, self.labels)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         # A gradient that is a view of a bucket counts as bucket.
@@ -117,14 +117,18 @@ class CountedStep(TrainingStep):
         state = [value for each in optimizer.state.values() for value in each.values()]
         fixed = [*model.parameters(), *model.buffers(), *batch]
         return {
-            "parameters": memory.size(model.parameters()),
-            "buffers": memory.size(model.buffers()),
-            "gradients": memory.size(apart),
+            "parameters": stage_02_memory.size(model.parameters()),
+            "buffers": stage_02_memory.size(model.buffers()),
+            "gradients": stage_02_memory.size(apart),
             "buckets": sum(self.buckets.values()),
-            "optimizer": memory.size(value for value in state if isinstance(value, Tensor)),
-            "batch": memory.size(batch),
-            "activations": memory.size(activations, fixed),
-            "outputs and loss": memory.size([outputs, loss, *loss_tensors], [*fixed, *activations]),
+            "optimizer": stage_02_memory.size(
+                value for value in state if isinstance(value, Tensor)
+            ),
+            "batch": stage_02_memory.size(batch),
+            "activations": stage_02_memory.size(activations, fixed),
+            "outputs and loss": stage_02_memory.size(
+                [outputs, loss, *loss_tensors], [*fixed, *activations]
+            ),
         }
 
 
@@ -133,8 +137,8 @@ def count_replicas(rank: int, plan: Any, samples: int, replicas: int) -> list[By
     torch.manual_seed(0)
     images, (model, _) = random_images(plan, samples), plan.build()
     labels = torch.arange(samples, device=images.device) % plan.classes
-    rows = memory.held_by_replica((model, images, labels), replicas, inside=False)
-    buffers = memory.size(model.buffers())
+    rows = stage_02_memory.held_by_replica((model, images, labels), replicas, inside=False)
+    buffers = stage_02_memory.size(model.buffers())
     for row in rows:
         row["outputs and loss"] = row.pop("outputs") + row.pop("loss")
         row["parameters"] -= buffers

@@ -7,12 +7,12 @@ from typing import Any
 import common.ranks
 from benchmarks.measure.timing import Effort
 from benchmarks.result_files import Results
-from common.chapters import load_chapter
+from common.chapters import load_program
 from prove import processes
 from prove.judge.table import WARNING, WRONG
 
-judge = load_chapter("beyond/puzzles", "judge")
-traces = load_chapter("beyond/puzzles", "traces")
+check_answer = load_program("beyond/puzzles", "check_answer")
+traces = load_program("beyond/puzzles", "traces")
 
 SEEDS = 10
 
@@ -28,7 +28,7 @@ def cost_of(puzzle: Any, seeds: int) -> Results:
                 trace = traces.traces(script, 2, in_float64=False, seed=seed)[0]
                 runs[kind].append(round(trace.result, 6))
             runs["steps"].append(len(trace.weights))
-    rows = judge.prove_rows(puzzle.path)
+    rows = check_answer.prove_rows(puzzle.path)
     for verdict in (WRONG, WARNING):
         runs[verdict] = sorted({row.check for row in rows if row.verdict == verdict})
     print(puzzle.number, puzzle.style, flush=True)

@@ -13,12 +13,12 @@ from benchmarks.measure.training_step import (
     with_sync_batchnorm,
 )
 from benchmarks.result_files import Results
-from common.chapters import load_chapter
+from common.chapters import load_program
 from common.ranks import run_ranks
 from shm.cores import pin
 
 RANKS = 2
-REDUCERS = load_chapter("03", "reducers/reducers").REDUCERS
+REDUCERS = load_program("03", "reducers/reducers").REDUCERS
 
 ROUNDS_AND_STEPS = {"net": (31, 15), "net-bn": (25, 5), "mlp": (25, 4), "resnet18": (15, 1)}
 WITH_BATCHNORM = ("net-bn", "resnet18")

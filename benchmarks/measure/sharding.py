@@ -13,14 +13,14 @@ from torch.optim import AdamW
 
 from benchmarks.measure.timing import Effort, interleave_steps, summarize
 from benchmarks.result_files import Results
-from common.chapters import load_chapter
+from common.chapters import load_program
 from common.ranks import run_ranks
 
-Ledger = load_chapter("01", "peak").Ledger
-size = load_chapter("02", "memory").size
-language = load_chapter("beyond/shard", "language")
-levels = load_chapter("beyond/shard", "levels")
-received_bytes = load_chapter("beyond/shard", "traffic").received_bytes
+Ledger = load_program("01", "peak").Ledger
+size = load_program("02", "memory").size
+language = load_program("beyond/shard", "language")
+levels = load_program("beyond/shard", "levels")
+received_bytes = load_program("beyond/shard", "traffic").received_bytes
 
 VARIANTS: dict[str, tuple[Callable, str]] = {
     "DDP": (levels.by_hand, "none"),
@@ -57,7 +57,7 @@ def held_by_kind(training: Any) -> dict[str, int]:
     return held
 
 
-def training_step(training: Any, length: int = language.LENGTH) -> None:
+def take_step(training: Any, length: int = language.LENGTH) -> None:
     """One step on random tokens: what they are makes no difference here."""
     torch.manual_seed(dist.get_rank())
     tokens = torch.randint(language.BYTES, (BATCH, length))
@@ -85,7 +85,7 @@ def count_held(
     with ledger:
         training = make_training(level, build_model(), AdamW, lr=1e-3)
         for _ in range(STEPS):
-            training_step(training)
+            take_step(training)
         dist.barrier()
         held, end = held_by_kind(training), time.monotonic() + 5
         while ledger.bytes > sum(held.values()) and time.monotonic() < end:
@@ -99,12 +99,12 @@ def count_sent(make_training: Callable, level: str, build_model: Callable = buil
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     training = make_training(level, model, AdamW, lr=1e-3)
     for _ in range(STEPS):
-        training_step(training, length=8)  # more tokens would send no more
+        take_step(training, length=8)  # more tokens would send no more
     dist.barrier()  # what was sent before has arrived
     before = received_bytes()
     dist.barrier()  # no rank sends before all have counted
     for _ in range(STEPS):
-        training_step(training, length=8)
+        take_step(training, length=8)
     total = torch.tensor(float(received_bytes() - before))
     dist.all_reduce(total)  # of all ranks, which received what all have sent
     return total.item() / STEPS / dist.get_world_size() / parameters
@@ -118,7 +118,7 @@ def measure_one_rank(rank: int, rounds: int, build_model: Callable) -> Results:
         results["held_bytes"][name] = count_held(make_training, level, build_model)
         results["sent_multiples"][name] = count_sent(make_training, level, build_model)
     for name, (make_training, level) in VARIANTS.items():
-        steps[name] = partial(training_step, make_training(level, build_model(), AdamW, lr=1e-3))
+        steps[name] = partial(take_step, make_training(level, build_model(), AdamW, lr=1e-3))
     return {**results, "variants": summarize(interleave_steps(steps, rounds))}
 
 

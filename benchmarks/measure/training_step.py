@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from common.chapters import load_chapter
+from common.chapters import load_program
 from common.models import Net
 
-by_stage_05 = load_chapter("05", "sync_batchnorm").convert_sync_batchnorm
+by_stage_05 = load_program("05", "sync_batchnorm").convert_sync_batchnorm
 
 
 def build(name: str) -> tuple[nn.Module, Tensor]:

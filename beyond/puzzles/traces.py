@@ -1,6 +1,6 @@
 """What a script of the puzzles computes on each rank: its weights after every step, in float64.
 
-judge.py compares these traces, and benchmarks/measure/puzzles.py takes the last number of each.
+check_answer.py compares these traces; benchmarks/measure/puzzles.py takes the last number of each.
 """
 
 import ast
@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import common.ranks
-from common.chapters import load_chapter
+from common.chapters import load_program
 
-apply_steps = load_chapter("beyond/convert", "apply_steps")
+apply_steps = load_program("beyond/convert", "apply_steps")
 
 HERE = Path(__file__).parent
 EQUAL = 1e-9  # of the length of the weights, in float64: the mistakes change a step by 1e-5 or more

@@ -163,7 +163,7 @@ def main() -> None:
     progress = load_checkpoint(args, *full_state)
     recorder = Recorder(args, progress, training.optimizer, local_batch, rank, world_size)
 
-    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # place 4: none twice
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # place 4: no repeats
     loader = DataLoader(train_set, local_batch, sampler=sampler, drop_last=True, **options)
     for epoch in range(progress.epoch, args.epochs):
         if progress.step >= args.max_steps:

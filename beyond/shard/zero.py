@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, optim
 from torch.nn import Parameter
 
-from common.chapters import load_chapter
+from common.chapters import load_program
 from shards import (
     ReduceScatter,
     ShardingError,
@@ -25,7 +25,7 @@ from shards import (
     require_elementwise,
 )
 
-cut_into_buckets = load_chapter("03", "reducers/reducers").cut_into_buckets
+cut_into_buckets = load_program("03", "reducers/reducers").cut_into_buckets
 BUCKET_BYTES = 4 * 2**20  # ZeRO-2 keeps up to three buckets of unsharded gradients in backward
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 import durable
 from agree import Agreement, AgreementError
-from common.chapters import load_chapter
+from common.chapters import load_program
 from common.checkpoint import checkpoint_state, read_checkpoint
 from common.data import ImageSet, load_dataset, loader_options, local_batch_size
 from common.models import build_model
@@ -28,7 +28,7 @@ from common.record import Progress, Recorder
 from launch import LaunchError, end_with_rank, join_process_group, read_launcher
 from watchdog import Watchdog
 
-schedule, sync_batchnorm = (load_chapter("05", name) for name in ("schedule", "sync_batchnorm"))
+schedule, sync_batchnorm = (load_program("05", name) for name in ("schedule", "sync_batchnorm"))
 
 AMP_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 

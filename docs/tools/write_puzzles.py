@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.result_files import load
-from common.chapters import load_chapter
+from common.chapters import load_program
 from prove.judge.table import WRONG
 from repository_pages import ROOT
 
-judge = load_chapter("beyond/puzzles", "judge")
-traces = load_chapter("beyond/puzzles", "traces")
+check_answer = load_program("beyond/puzzles", "check_answer")
+traces = load_program("beyond/puzzles", "traces")
 
 PAGE = ROOT / "beyond" / "puzzles" / "README.md"
 MARK = "<!-- docs/tools/write_puzzles.py writes what follows -->\n"
@@ -37,7 +37,7 @@ def answer(puzzle: Any, runs: dict) -> str:
 
 {puzzle.mistake} {found_by(puzzle, runs)}
 
-What it cost: {judge.cost(puzzle)}. Reported in [{repository}#{number}]({puzzle.report}).
+What it cost: {check_answer.cost(puzzle)}. Reported in [{repository}#{number}]({puzzle.report}).
 
 <!-- an answer -->
 ```{"diff"}
@@ -49,14 +49,14 @@ What it cost: {judge.cost(puzzle)}. Reported in [{repository}#{number}]({puzzle.
 
 
 def page_part() -> str:
-    results = load(judge.COST.stem)
+    results = load(check_answer.COST.stem)
     rows = "".join(
         f"| {p.number} | [{p.style}]({p.script}) | {p.purpose} "
         f"| [{title(TO_ROOT / p.belongs_to)}]({TO_ROOT / p.belongs_to}) |\n"
         for p in traces.PUZZLES
     )
     seeds = len(results["puzzles"]["1"]["with"])
-    origin, costs = results["provenance"], TO_ROOT / judge.COST.relative_to(ROOT)
+    origin, costs = results["provenance"], TO_ROOT / check_answer.COST.relative_to(ROOT)
     answers = "".join(answer(p, results["puzzles"][str(p.number)]) for p in traces.PUZZLES)
     return f"""{MARK}
 | N | script | what it does | what you need to know |

@@ -12,13 +12,13 @@ from benchmarks.draw import tables, training_tables
 from benchmarks.measure import stage_runs, stages
 from benchmarks.measure.timing import AA, Effort
 from benchmarks.variants import VARIANTS, Layout
-from common.chapters import ROOT, load_chapter
+from common.chapters import ROOT, load_program
 from helpers.local_ranks import run_script
 from helpers.machine import scratch_folder
 from helpers.refusals import assert_one_line, refusal
 from repository_pages import ALL_PAGES
 
-peak = load_chapter("01", "peak")
+peak = load_program("01", "peak")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 

@@ -17,7 +17,7 @@ from benchmarks.draw import step_pictures
 from benchmarks.measure import timeline_recorder
 from benchmarks.measure.recordings import read_recordings, shown_steps
 from benchmarks.measure.timeline_recorder import MESSAGES, Kind, Recording, Span, Step
-from common.chapters import load_chapter
+from common.chapters import load_program
 from helpers.local_ranks import run_on_ranks, run_script
 from helpers.refusals import assert_one_line, refusal
 
@@ -83,7 +83,7 @@ def _train(rank: int, folder: Path, how: str) -> None:
     if how == "ddp":
         wrapped = DistributedDataParallel(model)
     elif how == "threads":
-        wrapped = load_chapter("02", "from_scratch").DataParallel(model, [torch.device("cpu")] * 2)
+        wrapped = load_program("02", "from_scratch").DataParallel(model, [torch.device("cpu")] * 2)
     optimizer = SGD(model.parameters(), 0.1)
     for _ in range(7):
         loss = wrapped(torch.randn(4, 8)).square().mean()

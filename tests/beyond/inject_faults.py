@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from benchmarks.result_files import RESULTS, provenance, save
-from common.chapters import ROOT, load_chapter
+from common.chapters import ROOT, load_program
 from common.options import Parser, int_at_least
 from helpers.local_ranks import (
     become_script,
@@ -48,7 +48,7 @@ from helpers.machine import free_port
 from helpers.small_disk import CANNOT_MOUNT, can_mount, fill, small_disk
 from helpers.train_stage import Run, same_run, same_weights, train_once
 
-durable = load_chapter("beyond/survive", "durable")
+durable = load_program("beyond/survive", "durable")
 SCRIPT = Path(durable.__file__).with_name("train.py")
 # Trials run side by side in threads. Each reads the status of its own processes, and of no others.
 multiprocessing.process._cleanup = lambda: None  # type: ignore[attr-defined]
@@ -216,7 +216,7 @@ def _inject(fault: Fault, rank: int, folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         real_fsync(file)
 
-    load_chapter("beyond/survive", "watchdog").BEAT_SECONDS = fault.beat_seconds
+    load_program("beyond/survive", "watchdog").BEAT_SECONDS = fault.beat_seconds
     torch.optim.SGD.step = step  # type: ignore[method-assign]
     if fault.kind == "kill-in-save":
         os.fsync = fsync

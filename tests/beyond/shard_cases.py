@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD, AdamW, NAdam
 
-from common.chapters import load_chapter
+from common.chapters import load_program
 from helpers.stage_files import LESSON_FOLDERS, fresh_module
 
-language = load_chapter("beyond/shard", "language")
+language = load_program("beyond/shard", "language")
 FILES = ("shards.py", "zero.py", "fsdp.py", "full_state.py", "library_state.py", "levels.py")
 BY_HAND = ZERO_1, ZERO_2, FSDP = "optimizer", "gradients", "parameters"
 OPTIMIZERS = {

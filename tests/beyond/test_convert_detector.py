@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from common.chapters import load_chapter
+from common.chapters import load_program
 from convert_cases import DETECTOR, SMALL, converted, launch, load, proof
 from helpers.local_ranks import run_on_ranks
 from helpers.machine import scratch_folder
@@ -60,7 +60,7 @@ def _run(rank: int, name: str | Path, flags: tuple, *changes: tuple[str, str]) -
     module, result = load(name, SHALLOW, *changes, folder=DETECTOR), {}
     if FLOAT64 in changes:
         torch.set_default_dtype(torch.float64)
-        module.nn.SyncBatchNorm.convert_sync_batchnorm = load_chapter(
+        module.nn.SyncBatchNorm.convert_sync_batchnorm = load_program(
             "05", "sync_batchnorm"
         ).convert_sync_batchnorm
     module.log = lambda _, values: result.update({x: values[x] for x in values if "mAP" in x})

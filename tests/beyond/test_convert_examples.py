@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.chapters import load_chapter
+from common.chapters import load_program
 from convert_cases import EXAMPLES, load
 from helpers.local_ranks import launch_script, run_on_ranks
 from helpers.machine import scratch_folder
@@ -52,7 +52,7 @@ def _example(rank: int, name: str, *changes: tuple[str, str]) -> dict:
     """The weights after the script has run, and what it has printed."""
     os.chdir(scratch_folder())
     source = replace_once((EXAMPLES / f"{name}.py").read_text(), *changes)
-    torch.nn.SyncBatchNorm.convert_sync_batchnorm = load_chapter(
+    torch.nn.SyncBatchNorm.convert_sync_batchnorm = load_program(
         "05", "sync_batchnorm"
     ).convert_sync_batchnorm
     torch.set_default_dtype(torch.float64)

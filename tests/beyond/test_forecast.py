@@ -11,13 +11,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.chapters import load_chapter
+from common.chapters import load_program
 from helpers.local_ranks import on_ranks
 from helpers.refusals import assert_one_line, refusal
 from helpers.stage_files import LESSON_FOLDERS, fresh_module, output_of
 
-step_model = load_chapter("beyond/forecast", "step_model")
-gradient_order = load_chapter("beyond/forecast", "gradient_order")
+step_model = load_program("beyond/forecast", "step_model")
+gradient_order = load_program("beyond/forecast", "gradient_order")
 SLOW = step_model.Link(1e-3, 1e8)
 
 FORECAST = "forecast --parameters=7e7 --step-ms=23 --batch-size=32 --gbit=50 --latency-us=800"

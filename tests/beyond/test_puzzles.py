@@ -10,13 +10,13 @@ import pytest
 
 import common.ranks
 import write_puzzles
-from common.chapters import ROOT, load_chapter
+from common.chapters import ROOT, load_program
 from helpers.local_ranks import SECONDS, process_context, run_script, use_default_start_method
 from helpers.machine import patience, scratch_folder
 from helpers.stage_files import replace_once
 
-traces = load_chapter("beyond/puzzles", "traces")
-judge = load_chapter("beyond/puzzles", "judge")
+traces = load_program("beyond/puzzles", "traces")
+check_answer = load_program("beyond/puzzles", "check_answer")
 PUZZLES = {puzzle.number: puzzle for puzzle in traces.PUZZLES}
 each_puzzle = pytest.mark.parametrize("number", PUZZLES)
 
@@ -84,7 +84,7 @@ def _judge(number: int, sources: dict[str, str], file: Path) -> None:
     verdicts = {}
     for name, source in sources.items():
         Path("train.py").write_text(source)
-        verdicts[name] = judge.judge(PUZZLES[number], Path("train.py").resolve())
+        verdicts[name] = check_answer.judge(PUZZLES[number], Path("train.py").resolve())
     file.write_text(json.dumps(verdicts))
 
 
@@ -118,7 +118,10 @@ def test_the_answer_is_right_and_three_others_are_refused(number):
 def test_a_script_is_short_and_its_report_public(number):
     puzzle = PUZZLES[number]
     assert 40 <= len(puzzle.path.read_text().splitlines()) <= 60
-    assert judge.changed_lines(puzzle.path.read_text(), puzzle.answer) <= judge.MOST_LINES // 2
+    assert (
+        check_answer.changed_lines(puzzle.path.read_text(), puzzle.answer)
+        <= check_answer.MOST_LINES // 2
+    )
     faults = json.loads((ROOT / "packages/prove/evidence/reported/reported.json").read_text())
     assert puzzle.report in {fault["report"] for fault in faults}
     assert (ROOT / puzzle.belongs_to).exists()
@@ -134,7 +137,7 @@ def test_the_notebook_has_four_of_the_scripts_as_they_are():
 
 
 def test_prove_finds_eight_of_twelve_and_two_need_thought_beyond_it():
-    counted = json.loads(judge.COST.read_text())["puzzles"]
+    counted = json.loads(check_answer.COST.read_text())["puzzles"]
     assert len(PUZZLES) == len(counted) == len({puzzle.style for puzzle in traces.PUZZLES}) == 12
     wrong = {int(number) for number, runs in counted.items() if runs["WRONG"]}
     unseen = {number for number, puzzle in PUZZLES.items() if not puzzle.rows}
@@ -152,7 +155,7 @@ def test_the_page_shows_the_puzzles_and_costs_of_today():
 def test_a_reader_gets_a_script_corrects_it_and_is_told_what_it_cost(tmp_path):
     def puzzle_3(*flags: str) -> tuple[int, str]:
         flags = ("3", "--folder=.", *flags)
-        return run_script("beyond/puzzles/judge.py", *flags, cwd=tmp_path)[0]
+        return run_script("beyond/puzzles/check_answer.py", *flags, cwd=tmp_path)[0]
 
     copy = tmp_path / "03" / "train.py"
     status, output = puzzle_3()
@@ -180,7 +183,7 @@ def test_a_reader_gets_a_script_corrects_it_and_is_told_what_it_cost(tmp_path):
     assert "72 steps instead of 36" in output
     assert PUZZLES[3].report in output
     assert output.endswith("1 of 12 are solved.\n")
-    [(_, output)] = run_script("beyond/puzzles/judge.py", f"--folder={tmp_path}")
+    [(_, output)] = run_script("beyond/puzzles/check_answer.py", f"--folder={tmp_path}")
     assert [line.split()[0] for line in output.splitlines() if "  solved  " in line] == ["3"]
     shutil.rmtree(copy.parent)
     assert puzzle_3()[1].startswith("Puzzle 3"), "deleted, it begins again"

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from benchmarks.measure.sharding import held_by_kind
-from common.chapters import load_chapter
+from common.chapters import load_program
 from helpers.local_ranks import on_ranks, run_on_ranks
 from shard_cases import (
     BY_HAND,
@@ -33,8 +33,8 @@ from shard_cases import (
     train_steps,
 )
 
-zero = load_chapter("beyond/shard", "zero")
-FullOptimizerState = load_chapter("beyond/shard", "full_state").FullOptimizerState
+zero = load_program("beyond/shard", "zero")
+FullOptimizerState = load_program("beyond/shard", "full_state").FullOptimizerState
 
 
 def resumed(

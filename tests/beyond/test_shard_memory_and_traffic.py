@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.measure import sharding
-from common.chapters import load_chapter
+from common.chapters import load_program
 from helpers.local_ranks import run_on_ranks, run_script
 from shard_cases import (
     BY_HAND,
@@ -26,7 +26,7 @@ from shard_cases import (
     join,
 )
 
-levels = load_chapter("beyond/shard", "levels")
+levels = load_program("beyond/shard", "levels")
 
 
 def small() -> nn.Module:
@@ -58,7 +58,7 @@ def test_shard_each_rank_holds_what_the_paper_says_and_nothing_besides(ranks):
             assert unlike_the_paper(held, level, ranks) == set()
 
 
-peak, fit = load_chapter("01", "peak"), load_chapter("01", "fit")
+peak, fit = load_program("01", "peak"), load_program("01", "fit")
 
 
 class Linears(peak.Plan):

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, SGD, Adafactor, AdamW, Muon
 
-from common.chapters import load_chapter
+from common.chapters import load_program
 from helpers.local_ranks import gather_from_ranks, on_ranks
 from helpers.refusals import assert_one_line, refusal
 from shard_cases import FSDP, ZERO_1, ZERO_2, Odd, changed_levels
 
 
 def test_shard_a_module_that_cannot_fill_its_weights_is_refused_on_the_meta_device():
-    fsdp = load_chapter("beyond/shard", "fsdp")
+    fsdp = load_program("beyond/shard", "fsdp")
     with torch.device("meta"):
         attention = nn.Sequential(nn.MultiheadAttention(4, 2))  # it has only _reset_parameters
         linear = nn.Sequential(nn.Linear(4, 4))
@@ -91,7 +91,7 @@ def test_shard_what_cannot_be_divided_is_refused_in_one_line_on_every_rank(rank)
 
 @on_ranks(2)
 def test_shard_optimizers_of_whole_parameters_refuse_the_parts_of_fsdp(rank):
-    fsdp = load_chapter("beyond/shard", "fsdp").FSDP(nn.Sequential(nn.Linear(3, 2)))
+    fsdp = load_program("beyond/shard", "fsdp").FSDP(nn.Sequential(nn.Linear(3, 2)))
     fsdp(torch.ones(1, 3)).sum().backward()
     fsdp.finish()
     for optimizer_class in (LBFGS, Adafactor):
@@ -145,7 +145,7 @@ def with_spectral_norm(normalize):
 @pytest.mark.filterwarnings("ignore:.*spectral_norm.*:FutureWarning")
 @on_ranks(2)
 def test_shard_a_weight_used_outside_its_layer_is_refused_in_one_line(rank):
-    FSDP = load_chapter("beyond/shard", "fsdp").FSDP  # noqa: N806
+    FSDP = load_program("beyond/shard", "fsdp").FSDP  # noqa: N806
     old, tied = with_spectral_norm(nn.utils.spectral_norm), TiedByHand()
     for model, words in ((old, "SpectralNorm of 1 reads"), (tied, "failed outside of the layers")):
         with pytest.raises(ValueError, match=words) as caught:
@@ -160,7 +160,7 @@ def test_shard_a_weight_used_outside_its_layer_is_refused_in_one_line(rank):
 
 @on_ranks(2)
 def test_shard_zero_2_refuses_a_grad_scaler(rank):
-    model, zero = nn.Linear(3, 2), load_chapter("beyond/shard", "zero")
+    model, zero = nn.Linear(3, 2), load_program("beyond/shard", "zero")
     optimizer = zero.ShardedGradients(model.parameters(), SGD, lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(torch.ones(1, 3)).sum()).backward()
@@ -186,7 +186,7 @@ def test_shard_what_a_rank_cannot_fill_or_does_not_hold_is_refused(rank):
 
 @on_ranks(2)
 def test_shard_zero_2_takes_one_backward_before_finish_and_no_step_before_it(rank):
-    model, zero = nn.Linear(3, 2), load_chapter("beyond/shard", "zero")
+    model, zero = nn.Linear(3, 2), load_program("beyond/shard", "zero")
     optimizer = zero.ShardedGradients(model.parameters(), SGD, lr=0.1)
     model(torch.ones(1, 3)).sum().backward()
     with pytest.raises(ValueError, match=r"step\(\) before finish\(\): call finish"):
@@ -220,7 +220,7 @@ class TakesKeyword(nn.Module):
 
 @on_ranks(2)
 def test_shard_fsdp_takes_keywords_and_refuses_a_model_without_layers(rank):
-    FSDP = load_chapter("beyond/shard", "fsdp").FSDP  # noqa: N806
+    FSDP = load_program("beyond/shard", "fsdp").FSDP  # noqa: N806
     FSDP(TakesKeyword())(torch.ones(1, 3))
     with pytest.raises(ValueError, match="Linear has no child with trained parameters: nothing to"):
         FSDP(nn.Linear(3, 2))

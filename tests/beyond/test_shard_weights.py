@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD
 
-from common.chapters import load_chapter
+from common.chapters import load_program
 from helpers.local_ranks import gather_from_ranks, on_ranks, run_on_ranks
 from shard_cases import (
     BY_HAND,
@@ -148,7 +148,7 @@ def test_shard_adamw_hides_a_missing_division():
 
 @on_ranks(2)
 def test_shard_a_closure_is_called_before_the_step(rank):
-    zero = load_chapter("beyond/shard", "zero")
+    zero = load_program("beyond/shard", "zero")
     for make in (zero.ShardedOptimizer, zero.ShardedGradients):
         weight = nn.Parameter(torch.ones(3))
         optimizer = make([weight], SGD, lr=0.1)
@@ -260,7 +260,7 @@ def test_shard_fsdp_divides_module_dicts_and_nested_lists_and_leaves_bare_parame
             dist.broadcast(parameter.data, src=0)
         inputs = torch.ones(1, 3)
         expected = model(inputs)
-        fsdp = load_chapter("beyond/shard", "fsdp").FSDP(model)
+        fsdp = load_program("beyond/shard", "fsdp").FSDP(model)
         assert [layer.name for layer in fsdp.layers] == layers
         assert torch.allclose(fsdp(inputs), expected)
 
@@ -268,7 +268,7 @@ def test_shard_fsdp_divides_module_dicts_and_nested_lists_and_leaves_bare_parame
 @on_ranks(2)
 def test_shard_clips_as_torch_does(rank):
     """A gradient of nan, no gradient, and copies alone."""
-    clip = load_chapter("beyond/shard", "shards").clip_grad_norm
+    clip = load_program("beyond/shard", "shards").clip_grad_norm
     gradients = [torch.tensor([float("nan")]), torch.ones(2)]
     clip(gradients[:1], gradients[1:], 1.0)
     assert all(gradient.isnan().all() for gradient in gradients)

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common.chapters import load_chapter
+from common.chapters import load_program
 from helpers.local_ranks import gather_from_ranks, on_ranks
 from helpers.machine import stopped_clock
 from helpers.stage_files import LESSON_FOLDERS, fresh_module
 
-agree = load_chapter("beyond/survive", "agree")
+agree = load_program("beyond/survive", "agree")
 
 
 def votes(rank: int, step_seconds: list[float], sigterm: int, without: tuple = ()) -> tuple:

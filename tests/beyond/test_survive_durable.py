@@ -14,10 +14,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from common.chapters import load_chapter
+from common.chapters import load_program
 from helpers.stage_files import LESSON_FOLDERS, fresh_module
 
-durable = load_chapter("beyond/survive", "durable")
+durable = load_program("beyond/survive", "durable")
 MEGABYTE = 2**20
 
 

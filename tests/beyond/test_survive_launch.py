@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, _utils
 
-from common.chapters import ROOT, load_chapter
+from common.chapters import ROOT, load_program
 from helpers.local_ranks import (
     gather_from_ranks,
     launcher_variables,
@@ -25,7 +25,7 @@ from helpers.local_ranks import (
 from helpers.machine import free_port, is_running
 from helpers.refusals import assert_one_line, refusal
 
-launch = load_chapter("beyond/survive", "launch")
+launch = load_program("beyond/survive", "launch")
 SCRIPT = "beyond/survive/train.py"
 
 

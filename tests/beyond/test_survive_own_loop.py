@@ -9,11 +9,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from common.chapters import load_chapter
+from common.chapters import load_program
 from helpers.local_ranks import launch_script, run_script
 from helpers.stage_files import LESSON_FOLDERS
 
-launch = load_chapter("beyond/survive", "launch")
+launch = load_program("beyond/survive", "launch")
 OWN_LOOP = LESSON_FOLDERS["survive"] / "own_loop.py"
 NAMES = ("launch", "agree", "watchdog", "durable")
 MODULES = [LESSON_FOLDERS["survive"] / f"{name}.py" for name in NAMES]

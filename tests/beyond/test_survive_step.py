@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from common.chapters import load_chapter
+from common.chapters import load_program
 from helpers import oracle
 from helpers.local_ranks import run_on_ranks
 from helpers.machine import scratch_folder
@@ -70,7 +70,7 @@ def test_a_step_that_overflows_is_skipped_on_all_ranks_and_counts_in_the_schedul
 
 def _bytes_reduced(rank, flags, without) -> list[int]:
     stage, sizes = load_stage("survive", without), []
-    wrap, count = stage.DistributedDataParallel, load_chapter("05", "accumulate").count_buckets
+    wrap, count = stage.DistributedDataParallel, load_program("05", "accumulate").count_buckets
 
     def wrap_counted(*args, **settings):
         sizes.append(count(ddp := wrap(*args, **settings)))

@@ -15,12 +15,12 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from common.chapters import load_chapter
+from common.chapters import load_program
 from helpers.local_ranks import process_context, run_on_ranks
 from helpers.machine import GLOO_TIMED_OUT, stopped_clock
 from helpers.stage_files import LESSON_FOLDERS, fresh_module
 
-watchdog = load_chapter("beyond/survive", "watchdog")
+watchdog = load_program("beyond/survive", "watchdog")
 
 
 def new_watchdog(rank: int = 0, world_size: int = 2):

@@ -3,7 +3,7 @@
 import hashlib
 from pathlib import Path
 
-from common.chapters import ROOT, load_chapter
+from common.chapters import ROOT, load_program
 from helpers.local_ranks import launch_script, run_script
 from helpers.machine import scratch_folder
 from helpers.stage_files import LESSON_FOLDERS
@@ -50,5 +50,5 @@ class Trap:
 def seal(path: Path) -> None:
     """With the checksum that survive/ asks for."""
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    mark = load_chapter("beyond/survive", "durable").MARK
+    mark = load_program("beyond/survive", "durable").MARK
     path.write_bytes(path.read_bytes() + mark + digest.encode())

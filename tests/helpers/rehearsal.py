@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from common.chapters import ROOT, load_chapter
+from common.chapters import ROOT, load_program
 from helpers.local_ranks import run_on_ranks
 from helpers.machine import scratch_folder
 from helpers.stage_files import replace_once
@@ -108,7 +108,7 @@ def _rehearse(
 ) -> RankLog:
     path, log = ROOT / script, RankLog()
     if script == CONVERTED:
-        source = load_chapter("beyond/convert", "apply_steps").scripts()[-1]
+        source = load_program("beyond/convert", "apply_steps").scripts()[-1]
     else:
         source = path.read_text()
     source = replace_once(source, *changes)

@@ -15,7 +15,7 @@ from pathlib import Path
 from shutil import ignore_patterns
 from unittest.mock import patch
 
-from common.chapters import ROOT, load_chapter
+from common.chapters import ROOT, load_program
 from helpers.machine import in_time
 
 LESSON_FOLDERS = {path.name[:2]: path for path in sorted(ROOT.glob("0?_*"))}
@@ -88,5 +88,5 @@ def output_of(folder: str, name: str, *flags: str) -> str:
     """What a chapter prints, run in this process."""
     argv = patch.object(sys, "argv", [name, *flags])
     with in_time(), argv, redirect_stdout(StringIO()) as output:
-        load_chapter(folder, name).main()
+        load_program(folder, name).main()
     return output.getvalue()

@@ -13,10 +13,10 @@ from pathlib import Path
 from shutil import copytree
 from tempfile import TemporaryDirectory
 
-from common.chapters import ROOT, load_chapter
+from common.chapters import ROOT, load_program
 from helpers.stage_files import LESSON_FOLDERS, NOT_COPIED, Change, changed_source
 
-repository_pages = load_chapter("docs/tools", "repository_pages")
+repository_pages = load_program("docs/tools", "repository_pages")
 
 ROW = re.compile(r"^\| `(.+?)` \| `([\w.]+)` \| `(test_\w+)` \|$", re.M)  # line, file, test
 

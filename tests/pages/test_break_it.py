@@ -3,7 +3,7 @@
 import pytest
 
 from break_it import file_of, rows_of
-from common.chapters import ROOT, load_chapter
+from common.chapters import ROOT, load_program
 from common.ranks import RankError
 from helpers.local_ranks import run_script
 from helpers.stage_files import LESSON_FOLDERS, changed_source
@@ -15,7 +15,7 @@ ROWS = [row for key in LESSON_FOLDERS for row in rows_of(key)]
 def test_with_the_change_the_test_fails(row):
     assert row.test.startswith(f"test_{row.key}_"), "a test of another stage"
     file, tests = row.change[0], file_of(row.test)
-    module = load_chapter(str(tests.parent.relative_to(ROOT)), tests.stem)
+    module = load_program(str(tests.parent.relative_to(ROOT)), tests.stem)
     # Here, not only in the claim: there, a missing line would look like a failing test.
     compile(changed_source(LESSON_FOLDERS[row.key] / file, [row.change]), file, "exec")
     with pytest.raises((AssertionError, RankError, TimeoutError)) as caught:

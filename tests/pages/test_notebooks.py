@@ -13,10 +13,10 @@ from ipykernel.kernelapp import IPKernelApp
 from nbclient import NotebookClient
 
 import common.ranks
-from common.chapters import load_chapter
+from common.chapters import load_program
 from helpers import local_ranks
 
-execute = load_chapter("notebooks", "execute")
+execute = load_program("notebooks", "execute")
 
 
 def pictures_of(cell):

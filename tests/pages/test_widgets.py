@@ -11,13 +11,13 @@ import torch
 
 from benchmarks import result_files
 from benchmarks.measure import sharding
-from common.chapters import ROOT, load_chapter
+from common.chapters import ROOT, load_program
 from helpers.local_ranks import run_on_ranks
 
-step_model = load_chapter("beyond/forecast", "step_model")
-gradient_order = load_chapter("beyond/forecast", "gradient_order")
-replicas, levels = load_chapter("02", "memory"), load_chapter("beyond/shard", "levels")
-peak, ring = load_chapter("01", "peak"), load_chapter("03", "reducers/ring")
+step_model = load_program("beyond/forecast", "step_model")
+gradient_order = load_program("beyond/forecast", "gradient_order")
+replicas, levels = load_program("02", "memory"), load_program("beyond/shard", "levels")
+peak, ring = load_program("01", "peak"), load_program("03", "reducers/ring")
 # What breaks a widget for the control changes nothing here.
 gradients_of, parts_of = cache(gradient_order.gradients_of_classifier), cache(peak.parts_of)
 SOURCE = "".join(path.read_text() for path in sorted(ROOT.glob("docs/site/widgets/*.js"))[::-1])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from common.chapters import ROOT, load_chapter
+from common.chapters import ROOT, load_program
 
 FOLDERS = ("packages/prove/src/prove", "packages/shm/src/shm", "common", "benchmarks")
 
@@ -91,7 +91,7 @@ def rooms_imported(path: Path, source: str, rooms_of: dict[str, set[str]]) -> se
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [str(node.module)]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "load_chapter":
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "load_program":
             rooms |= {room_of(ROOT / ast.literal_eval(node.args[0]))}
         for name in (name.partition(".")[0] for name in names):
             if not (path.parent / f"{name}.py").exists():  # that one is taken first
@@ -148,9 +148,9 @@ def test_what_watches_a_script_and_what_judges_it_share_the_records_alone():
 
 def test_the_second_of_two_programs_with_one_name_is_not_taken_for_the_first(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])  # no other test finds what is loaded here
-    first = load_chapter("beyond/shard", "language")
+    first = load_program("beyond/shard", "language")
     with pytest.raises(
         ImportError, match=r"examples/language\.py, but language is .+/shard/language"
     ):
-        load_chapter("beyond/convert/examples", "language")
-    assert load_chapter("beyond/shard", "language") is first, "the control"
+        load_program("beyond/convert/examples", "language")
+    assert load_program("beyond/shard", "language") is first, "the control"

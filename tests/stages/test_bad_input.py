@@ -65,7 +65,7 @@ WRONG_CALLS = {  # a stage or a program with its flags, and words of the line
     "beyond/survive/own_loop.py": "own_loop.py FOLDER",
     "beyond/survive/own_loop.py nowhere": "expected a folder that exists: torchrun",
     UNEVEN: "one rank waits for nobody: start two, with torchrun",
-    "beyond/puzzles/judge.py 99": f"number: got '99', {WHOLE}, at least 1 and less than 13",
+    "beyond/puzzles/check_answer.py 99": f"number: got '99', {WHOLE}, at least 1 and less than 13",
 }
 if not GPUS:
     WRONG_CALLS[FIT] = "there is no GPU whose memory is the limit: try --memory-limit 8GiB"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
-from common.chapters import load_chapter
+from common.chapters import load_program
 from common.data import local_batch_size
 from common.options import UsageError
 
@@ -55,7 +55,7 @@ def test_c15_a_sampler_excludes_shuffle_and_a_batch_sampler_drop_last_too():
 
 def test_c26_partitions_are_disjoint_and_drop_less_than_a_sample_for_each_rank():
     """Fractions must be rounded with care: int(1 / 49 * 49) is 0, so ours takes whole numbers."""
-    cut = load_chapter("03", "partition").DataPartitioner
+    cut = load_program("03", "partition").DataPartitioner
     for length, n in ((60000, 2), (60000, 7), (1500, 4), (10, 3), (49, 49)):
         parts = [list(cut(range(length), n, 5).use(rank)) for rank in range(n)]
         assert {len(part) for part in parts} == {length // n}

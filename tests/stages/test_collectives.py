@@ -19,14 +19,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import common.ranks
-from common.chapters import ROOT, load_chapter
+from common.chapters import ROOT, load_program
 from common.ranks import run_ranks
 from helpers.local_ranks import by_fork, gather_from_ranks, on_ranks, process_context
 from helpers.machine import is_running
 from helpers.stage_files import output_of
 from helpers.train_stage import load_stage
 
-collectives = load_chapter("03", "collectives")
+collectives = load_program("03", "collectives")
 LESSONS = collectives.LESSONS
 
 
@@ -84,7 +84,7 @@ COLLECTIVE_CALLS += ("gather", "all_gather", "scatter", "reduce_scatter", "all_t
 def test_a_lesson_is_wrong_without_its_collective(rank):
     """The control: collectives that do nothing."""
     with patch.multiple(dist, **dict.fromkeys(COLLECTIVE_CALLS, lambda *args, **kwargs: [])):
-        play = load_chapter("03", "collectives").play
+        play = load_program("03", "collectives").play
         rows = [play(rank, name) for name in LESSONS if name != "barrier"]
     pairs = zip(LESSONS, zip(*gather_from_ranks(rows), strict=True), strict=False)
     assert [name for name, ranks in pairs if is_right(name, list(ranks))] == []

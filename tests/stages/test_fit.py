@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from common.chapters import load_chapter
+from common.chapters import load_program
 from helpers.local_ranks import on_ranks
 from helpers.stage_files import output_of
 
-peak, fit = load_chapter("01", "peak"), load_chapter("01", "fit")
+peak, fit = load_program("01", "peak"), load_program("01", "fit")
 
 MIB = peak.MIB
 torch.set_num_threads(1)  # with more, oneDNN has workspaces for each thread

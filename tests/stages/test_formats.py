@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from benchmarks import result_files
-from common.chapters import ROOT, load_chapter
+from common.chapters import ROOT, load_program
 from helpers.train_stage import train_once
 
-formats = load_chapter("05", "formats")
+formats = load_program("05", "formats")
 
 
 def test_what_the_machine_runs_and_has_units_for_is_told(capsys):

@@ -9,11 +9,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from common.chapters import load_chapter
+from common.chapters import load_program
 from helpers.local_ranks import gather_from_ranks, on_ranks
 from helpers.outputs import rows_on_page
 
-loss_scaling = load_chapter("05", "loss_scaling")
+loss_scaling = load_program("05", "loss_scaling")
 
 
 def test_c10_gradscaler_keeps_small_gradients_from_becoming_zero_in_fp16_and_bf16_needs_none():

@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from common.chapters import load_chapter
+from common.chapters import load_program
 from common.options import make_parser
 from helpers.outputs import rows_on_page
 
-schedule = load_chapter("05", "schedule")
+schedule = load_program("05", "schedule")
 
 ALL_THREE = ("--lr-decay=cosine", "--warmup-epochs=1", "--lr-rule=linear", "--base-batch-size=240")
 RATES = {

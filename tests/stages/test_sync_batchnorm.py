@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common.chapters import load_chapter
+from common.chapters import load_program
 from common.options import UsageError
 from helpers.local_ranks import on_ranks, run_on_ranks
 from helpers.stage_files import LESSON_FOLDERS, fresh_module
@@ -24,7 +24,7 @@ SIZES = {1: [5], 2: [1, 4], 4: [1, 5, 0, 2]}
 BATCHNORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 CLOSE = {"rtol": 0, "atol": 1e-10}
 
-sync_batchnorm = load_chapter("05", "sync_batchnorm")
+sync_batchnorm = load_program("05", "sync_batchnorm")
 convert = sync_batchnorm.convert_sync_batchnorm
 
 

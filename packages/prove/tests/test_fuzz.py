@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from common.chapters import load_chapter
+from common.chapters import load_program
 from helpers.local_ranks import SECONDS, run_script
 from helpers.machine import scratch_folder
 
 FUZZ = "prove/evidence/fuzz"
 FOLDER = Path(__file__).parents[1] / "evidence" / "fuzz"
 
-generate = load_chapter("packages", f"{FUZZ}/generate").generate
-one_process = load_chapter("packages", f"{FUZZ}/one_process")
-STYLES = load_chapter("packages", f"{FUZZ}/loaders").STYLES
+generate = load_program("packages", f"{FUZZ}/generate").generate
+one_process = load_program("packages", f"{FUZZ}/one_process")
+STYLES = load_program("packages", f"{FUZZ}/loaders").STYLES
 
 SEEDS = [1, 9, 47, 58, 82, 105, 116, 130, 136, 137]
 SEEDS += [157, 166, 226, 236, 258, 263, 273, 287, 289, 290]

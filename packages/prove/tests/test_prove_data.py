@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from helpers.prove_runs import verdict
-from prove.generators import worker_drew
+from prove.random_state import worker_drew
 from prove.watch.samples import as_double, tensors_in
 from prove_cases import planted, training_of
 

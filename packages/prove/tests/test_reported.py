@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
-from common.chapters import load_chapter
+from common.chapters import load_program
 from helpers.prove_runs import run
 
-count_seen = load_chapter("packages", "prove/evidence/reported/count_seen")
+count_seen = load_program("packages", "prove/evidence/reported/count_seen")
 PAIRS = count_seen.pairs()
 REPRESENTATIVES = ("loss_times_ranks", "unwrapped_to_call", "stream_of_lines")
 

@@ -230,10 +230,10 @@ def futures_of_one_call(rank, ranks):
 
 def many_sizes(rank, ranks):
     """With the barrier that other processors need between data and counter."""
-    barrier = shm.segment.system_barrier(324)  # membarrier's number on x86-64
+    barrier = shm.segment.system_fence(324)  # membarrier's number on x86-64
     called, tensors = [], []
     if dist.get_backend() == "shm" and platform.machine() == "x86_64":
-        dist.group.WORLD.segment.barrier = lambda: called.append(barrier())
+        dist.group.WORLD.segment.fence = lambda: called.append(barrier())
     for size in (1, 1000, 400_000):
         x = torch.arange(float(size)) * (rank + 1)
         dist.all_reduce(x)

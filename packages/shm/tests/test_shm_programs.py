@@ -158,7 +158,7 @@ def test_what_shm_refuses_ends_in_one_line_and_leaves_the_group_as_it_was():
 
 def test_a_processor_whose_order_is_unknown_is_refused():
     with patch("platform.machine", lambda: "s390x"), pytest.raises(RuntimeError) as caught:
-        shm.segment.memory_barrier()
+        shm.segment.memory_fence()
     assert str(caught.value).startswith("shm: got s390x without membarrier(2), expected x86-64")
 
 

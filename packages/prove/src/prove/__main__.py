@@ -7,7 +7,7 @@
     options.py     what can be asked for
     prover.py      the proof, and runs.py the runs that it needs
     processes.py   starts the ranks, and notices whether they hang; hooks/ for other launchers
-    watch/         what each rank does beside the script; generators.py, its random numbers
+    watch/         what each rank does beside the script; random_state.py, its random numbers
     rank_record.py what it writes down, and all that is known of it here
     judge/         what the records say: rows of a table
 

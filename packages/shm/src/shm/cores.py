@@ -8,8 +8,8 @@ def pin(rank: int, ranks: int, process: int = 0) -> int:
 
     process: if not this one.
 
-    Otherwise the scheduler likes to put ranks that wake each other on one core, where they wait in
-    turns. It is left alone if the cores are not enough, or if somebody has chosen some of them.
+    Without that, the scheduler likes to put ranks that wake each other on one core, where they
+    wait in turns. It is left alone if the cores are not enough, or if somebody has chosen some.
     """
     cores = sorted(os.sched_getaffinity(0))
     each = len(cores) // ranks

@@ -269,7 +269,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, rank: int, tag: int) -> Work:
         content = without_gaps(flat(tensors[0])).view(torch.uint8)
-        work = Work(self.segment, self.messages.put(content, rank, tag), tensors)
+        work = Work(self.segment, self.messages.send(content, rank, tag), tensors)
         return self.start_message(self.messages.outgoing[rank], work)
 
     def recv(self, tensors: Tensors, rank: int | None, tag: int) -> Work:
@@ -291,7 +291,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def receive_steps(self, tensor: Tensor, rank: int | None, tag: int) -> Steps:
         values = without_gaps(flat(tensor))
-        source = yield from self.messages.take(values.view(torch.uint8), rank, tag)
+        source = yield from self.messages.receive(values.view(torch.uint8), rank, tag)
         put_back(tensor, values)
         return source
 

@@ -66,7 +66,7 @@ class Messages:
         self.boxes[box] = box, list(content.view(SLOTS, PIECE_BYTES)), places
         return self.boxes[box]
 
-    def put(self, content: Tensor, target: int, tag: int) -> Steps:
+    def send(self, content: Tensor, target: int, tag: int) -> Steps:
         """Send bytes, (N,)."""
         counters = self.segment.counters
         box, slots, (sent, received, *headers) = self.box(self.segment.rank, target)
@@ -82,7 +82,7 @@ class Messages:
             self.counted[box] = count + 1
             self.segment.post(sent, count + 1, MESSAGE_BELL)
 
-    def take(self, content: Tensor, source: int | None, tag: int) -> Steps:
+    def receive(self, content: Tensor, source: int | None, tag: int) -> Steps:
         """Receive bytes, (N,), from that rank or from any; returns the rank that sent them."""
         request = Message(content, source, tag)
         for message in self.unclaimed:
@@ -95,13 +95,13 @@ class Messages:
             self.requests.append(request)
         sources = self.others if message.source is None else [message.source]
         while not message.complete:
-            if not any(map(self.take_piece, sources)):
+            if not any(map(self.receive_piece, sources)):
                 yield sources
         if message is not request:
             content.copy_(message.content)
         return message.source
 
-    def take_piece(self, source: int) -> bool:
+    def receive_piece(self, source: int) -> bool:
         """Take a piece out of the box from that rank; False if the box is empty."""
         counters = self.segment.counters
         box, slots, (sent, received, *headers) = self.box(source, self.segment.rank)

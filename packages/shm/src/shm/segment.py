@@ -41,7 +41,7 @@ SPINS = 100  # polls before a rank that waits sleeps, where it has a core for it
 Steps = Generator[list[int], None, Any]  # a call: it yields the ranks that it waits for
 
 
-def memory_barrier() -> Callable[[], None]:
+def memory_fence() -> Callable[[], None]:
     """What keeps writes to the shared memory, and reads of it, in the order of the program.
 
     A rank writes its data and then its counter, another reads that counter and then the data. Both
@@ -62,7 +62,7 @@ def memory_barrier() -> Callable[[], None]:
     machine = platform.machine()
     if machine in ("x86_64", "AMD64"):
         return lambda: None
-    return system_barrier({"aarch64": 283, "riscv64": 283}.get(machine))
+    return system_fence({"aarch64": 283, "riscv64": 283}.get(machine))
 
 
 def futex() -> Callable[..., int]:
@@ -76,7 +76,7 @@ def futex() -> Callable[..., int]:
 WAIT, WAKE, ALL = 0, 1, 2**31 - 1  # FUTEX_WAIT, FUTEX_WAKE, and how many to wake
 
 
-def system_barrier(number: int | None) -> Callable[[], None]:
+def system_fence(number: int | None) -> Callable[[], None]:
     """membarrier(2) by the number that this processor's Linux gives it."""
     everywhere, register = 1 << 1, 1 << 2  # MEMBARRIER_CMD_(REGISTER_)GLOBAL_EXPEDITED
     call = ctypes.CDLL(None, use_errno=True).syscall
@@ -136,7 +136,7 @@ class Segment:
         """Open and lock one file of that many bytes on every rank; returns its descriptor."""
         if sys.platform != "linux":
             raise SharingError(f"shm: got {sys.platform}, expected Linux: try gloo")
-        self.barrier = memory_barrier()
+        self.fence = memory_fence()
         machine, file = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), -1
         if self.rank == 0:
             file = os.memfd_create("shm")
@@ -167,7 +167,7 @@ class Segment:
         """Set a counter, visible after everything that this rank has written and read before, and
         ring. Without a fence, who falls asleep now may miss it, and sleeps for its millisecond.
         """
-        self.barrier()
+        self.fence()
         counters, bell = self.counters, self.own_place + bell
         counters[place] = value  # eight aligned bytes at once
         counters[bell] += 1

@@ -1,6 +1,6 @@
 """Do the epochs of all ranks have the length, the order and the random numbers of one process?"""
 
-from prove import generators
+from prove import random_state
 from prove.judge.run_reasons import RunReason
 from prove.judge.samples import (
     rows_are_split,
@@ -87,11 +87,11 @@ def augmentation_rows(passes: list[LoaderPass]) -> list[ReportRow]:
     check, first = Check.AUGMENTATION, passes[0]
     drew = [
         number
-        for number in range(len(generators.GENERATORS))
+        for number in range(len(random_state.GENERATORS))
         if all(loader_pass.drew[number] for loader_pass in passes)
     ]
     same = [
-        generators.GENERATORS[number]
+        random_state.GENERATORS[number]
         for number in drew
         if len({loader_pass.generators[number] for loader_pass in passes}) == 1
     ]

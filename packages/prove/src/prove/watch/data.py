@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 
-from prove import generators
+from prove import random_state
 from prove.rank_record import EVALUATION_FACTOR, LoaderPass
 from prove.watch.feeder import Feeder
 from prove.watch.model import ModelWatcher
@@ -43,7 +43,7 @@ def fingerprint(dataset: Any) -> tuple[list[list[int]], list[str]]:
         return dataset[place]
 
     try:
-        with generators.with_seed(0):
+        with random_state.with_seed(0):
             samples = [read(i) for i in (0, len(dataset) // 2, len(dataset) - 1)]
         names = [
             "" if isinstance(part, str) else name for name, part in fields_of(samples[0]).items()
@@ -198,7 +198,7 @@ class LoaderWatcher:
             steps_before=record.steps,
             collectives_before=len(record.collectives),
             backwards_before=self.model.backwards,
-            generators=generators.state_digests(),
+            generators=random_state.state_digests(),
             fields=fields,
         )
         record.loader_passes.append(loader_pass)
@@ -359,12 +359,12 @@ def sampler_of(loader: Any) -> tuple[str, bool | None]:
 
 def next_batch(iterator: Iterator, loader_pass: LoaderPass) -> Collated | None:
     """None: there is none. The record says which generators have drawn for it."""
-    before = generators.state_digests()
+    before = random_state.state_digests()
     batch = next(iterator, END)
     loader_pass.ended = batch is END
     if loader_pass.ended:
         return None
-    after = generators.state_digests()
+    after = random_state.state_digests()
     if loader_pass.batches_given:  # not at the first batch, where a sampler draws its seed
         changes = [old != new for old, new in zip(before, after, strict=True)]
         loader_pass.drew = [a or b for a, b in zip(loader_pass.drew, changes, strict=True)]

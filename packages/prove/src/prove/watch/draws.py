@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from prove import generators
+from prove import random_state
 from prove.rank_record import Finding, Mode, ReplayVariant
 from prove.watch.rank_run import RankRun, where
 from prove.watch.samples import CannotMergeError, are_equal, interleave, order_of_rows
@@ -128,11 +128,11 @@ class Draws:
             self.active = active
 
     def note_states(self) -> None:
-        self.states = generators.state_digests()
+        self.states = random_state.state_digests()
 
     def check_states(self) -> list[int]:
         """Has anything drawn since the last draw that we saw?"""
-        states = generators.state_digests()
+        states = random_state.state_digests()
         if self.active and self.states and states != self.states:
             self.note_finding(Finding.ESCAPED, f"before {where()}")
         return states

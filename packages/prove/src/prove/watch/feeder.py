@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from prove import generators
+from prove import random_state
 from prove.rank_record import Mode, ReplayVariant, forced_file, read_records, tensors_file
 from prove.watch.draws import Draw, DrawKey, Draws
 from prove.watch.model_tensors import parameters_of, tensors_of
@@ -234,7 +234,7 @@ def watch_dropout(run: RankRun) -> None:
 
     def note() -> None:
         if run.joined:
-            run.record.dropout.setdefault(where(), generators.state_digests()[0])
+            run.record.dropout.setdefault(where(), random_state.state_digests()[0])
 
     for name in DROPOUTS:
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from prove import generators
+from prove import random_state
 from prove.rank_record import Ended, Mode, Settings, read_records
 from prove.watch import (
     data,
@@ -40,7 +40,7 @@ def install() -> RankRun:
     run = RankRun(Settings(**json.loads(os.environ["PROVE"])))
     settings = run.settings
     run.record.seed = seed_of(settings)
-    generators.seed_all(run.record.seed)
+    random_state.seed_all(run.record.seed)
     if settings.cpu:
         from prove.watch import pretend_gpus  # it imports what takes a second
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from prove import generators
+from prove import random_state
 from prove.watch.draws import Draws
 from prove.watch.rank_run import RankRun, wrap
 
@@ -25,7 +25,7 @@ def install(run: RankRun) -> Draws:
     run.at_end.append(draws.finish)
     watch_resets(draws)
     watch_random(draws)
-    if generators.numpy_random():
+    if random_state.numpy_random():
         watch_numpy(draws)
     return draws
 
@@ -45,7 +45,7 @@ def watch_resets(draws: Draws) -> None:
     """To put a state back, as checkpointing does, is no draw."""
     places: list[tuple[Any, str]] = [(torch, "set_rng_state"), (torch, "manual_seed")]
     places += [(random, "seed"), (random, "setstate")]
-    if numpy_random := generators.numpy_random():
+    if numpy_random := random_state.numpy_random():
         places += [(numpy_random, "seed"), (numpy_random, "set_state")]
     for owner, name in places:
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from prove import generators
+from prove import random_state
 
 sample_files = itertools.count()
 
@@ -157,7 +157,7 @@ def checksum(value: Any) -> int:
         return checksum(value.detach().coalesce().values())
     values = value.detach().cpu().contiguous().reshape(-1)
     try:
-        return zlib.crc32(generators.bytes_of(values)) if values.numel() else 0
+        return zlib.crc32(random_state.bytes_of(values)) if values.numel() else 0
     except RuntimeError:  # in torch.func, a tensor may have no memory of its own
         return 0
 
@@ -192,7 +192,7 @@ class RecordingCollate:
         checksums = [checksum(sample) for sample in data]
         inputs = [checksum(first) for first in map(first_tensor, data)]
         batch = self.collate(data)
-        return Collated(batch, file, checksums, inputs, generators.worker_drew())
+        return Collated(batch, file, checksums, inputs, random_state.worker_drew())
 
 
 def first_tensor(sample: Any) -> Any:

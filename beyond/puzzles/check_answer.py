@@ -1,8 +1,8 @@
 """Find the mistake: hands out a script that looks right, and judges what you have made of it.
 
-    python beyond/puzzles/judge.py 3          # the first time, your copy; after that, the verdict
-    python beyond/puzzles/judge.py 3 --hint   # what prove says about your copy
-    python beyond/puzzles/judge.py            # which of the twelve are solved
+    python beyond/puzzles/check_answer.py 3          # first your copy, then the verdict
+    python beyond/puzzles/check_answer.py 3 --hint   # what prove says about your copy
+    python beyond/puzzles/check_answer.py            # which of the twelve are solved
 
 An answer is right if two ranks compute what one rank computed before the change, in float64, if one
 rank alone still computes it too, and if prove has nothing to say. Nothing compares your text with
