@@ -31,22 +31,22 @@ def draw_mean() -> str:
         drawing.button(200 + 52 * i, 8, 44, 30, f"rank {i % 2}", f"{sample:g}")
     for rank, part in enumerate(parts):
         first, second = part.tolist()
-        lines = [f"rank {rank}", f"forward and backward of {first:g} and {second:g}"]
-        sums = " and ".join(minus(gradient(sample)) for sample in part)
-        own, shared = 142 + 316 * rank, middle + (60 if rank else -60)
+        lines = [f"rank {rank}", f"forward, backward of {first:g}, {second:g}"]
+        sums = ", ".join(minus(gradient(sample)) for sample in part)
+        own, shared = 149 + 302 * rank, middle + (60 if rank else -60)
         drawing.line(shared, 42, own, 64, arrow=True)
-        lines.append(f"gradients {sums}, mean {minus(each[rank])}")
-        drawing.card(own, 68, 276, f"rank {rank}", lines)
+        lines.append(f"gradients {sums}: {minus(each[rank])}")
+        drawing.card(own, 68, 290, f"rank {rank}", lines)
         drawing.line(own, 144, shared, 166, arrow=True)
         drawing.line(shared, 206, own, 228, arrow=True)
-        new = f"optimizer step: weight 1 → {1 - rate * average:g}"
-        drawing.card(own, 232, 276, INK, [new])
+        new = f"optimizer: weight 1 → {1 - rate * average:g}"
+        drawing.card(own, 232, 290, INK, [new])
     means = f"the mean of {minus(each[0])} and {minus(each[1])} is {minus(average)}"
     drawing.card(middle, 170, 400, "sending", [f"all-reduce: {means}"])
     whole = gradient(samples)
     ending = f"One process with all four: gradient {minus(whole)}, weight 1 → {1 - rate * whole:g}."
     drawing.words(middle, 292, ending, anchor="middle", bold=True)
-    rule = f"(The model is weight × x, its target 2x, the loss squared error, the rate {rate}.)"
+    rule = f"(model: weight × x, target: 2x, squared error, rate {rate})"
     drawing.words(middle, 316, rule, anchor="middle")
     return drawing.text(326)
 

@@ -69,7 +69,6 @@ by_batch = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6 * batches)
 by_metric = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
 for epoch in range(6):
     loader.sampler.set_epoch(epoch)
-    began = time.time()
     for points, labels in loader:
         optimizer.zero_grad()
         nn.functional.mse_loss(ddp(points), labels).backward()
@@ -85,7 +84,8 @@ for epoch in range(6):
     metric = float(sums[0] / sums[1])
     by_metric.step(metric)
     if rank == 0:
-        logging.info("epoch %d: height %.4f, %.4f per batch", epoch, metric, time.time() - began)
+        clocks = time.time() % 1, time.perf_counter() % 1  # one of them is never equal by chance
+        logging.info("epoch %d: height %.4f, clocks %.6f and %.6f", epoch, metric, *clocks)
 """
 
 
@@ -109,7 +109,7 @@ def test_what_is_evaluated_logged_and_decided_by_is_compared(prove_script):
     text = " ".join(ended.stdout.split())
     assert "height" in text
     assert "144 batches on any number of ranks: 12 epochs of 12 batches on 2 ranks, 6 of" in text
-    assert "per " not in text.partition("after the same steps")[2][:200], "a time is no result"
+    assert "clocks" not in text, "a time is no result"
 
 
 def test_hooks_below_the_gradients_stay_where_the_script_has_put_them(prove_script):

@@ -6,6 +6,7 @@
 
     options.py     what can be asked for
     prover.py      the proof, and runs.py the runs that it needs
+    examination.py more runs, where one rank computes something else than all
     processes.py   starts the ranks, and notices whether they hang; hooks/ for other launchers
     watch/         what each rank does beside the script; random_state.py, its random numbers
     rank_record.py what it writes down, and all that is known of it here

@@ -2,7 +2,6 @@
 
 effects.py, samples.py, epochs.py, evaluation.py, model.py    the run of all ranks
 replay.py, compare_steps.py    what all ranks computed against what one rank computed
-examination.py   more runs, where the two differ
 replay_checks.py, schedule.py, printed_numbers.py    what else a replay says
 reasons.py, run_reasons.py, replay_reasons.py, wording.py    the words of each verdict
 table.py         the rows that are printed
