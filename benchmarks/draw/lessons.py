@@ -26,16 +26,16 @@ def draw_mean() -> str:
         f"{each[1]:g}, are averaged to {average:g}, and both make the same update.",
     )
     middle = WIDTH / 2
-    drawing.words(188, 28, "a batch of four samples", anchor="end")
+    drawing.words(188, 28, "a batch of four:", anchor="end")
     for i, sample in enumerate(samples.tolist()):
         drawing.button(200 + 52 * i, 8, 44, 30, f"rank {i % 2}", f"{sample:g}")
     for rank, part in enumerate(parts):
         first, second = part.tolist()
-        lines = [f"rank {rank}", f"forward, backward of {first:g}, {second:g}"]
-        sums = ", ".join(minus(gradient(sample)) for sample in part)
+        lines = [f"rank {rank}", f"forward and backward of {first:g} and {second:g}"]
+        sums = " and ".join(minus(gradient(sample)) for sample in part)
         own, shared = 149 + 302 * rank, middle + (60 if rank else -60)
         drawing.line(shared, 42, own, 64, arrow=True)
-        lines.append(f"gradients {sums}: {minus(each[rank])}")
+        lines.append(f"mean of {sums}: {minus(each[rank])}")
         drawing.card(own, 68, 290, f"rank {rank}", lines)
         drawing.line(own, 144, shared, 166, arrow=True)
         drawing.line(shared, 206, own, 228, arrow=True)

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from prove import NotJudgedError, processes
+from prove.examination import Examination
 from prove.judge import printed_numbers, replay_checks, schedule
 from prove.judge.compare_steps import Comparison, Outcome, comparisons, worst
 from prove.judge.effects import effect_rows, error_of
 from prove.judge.epochs import epoch_rows, original_epoch_rows
 from prove.judge.evaluation import evaluation_rows
-from prove.examination import Examination
 from prove.judge.model import model_rows
 from prove.judge.reasons import Reason
 from prove.judge.replay import Replay
