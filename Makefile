@@ -96,8 +96,8 @@ $(VENV)/ready: requirements.txt pyproject.toml $(wildcard packages/*/pyproject.t
 	touch $@
 
 _site/ready: $(SITE)/ready $(shell find * \( -name _site -o -name runs -o -name data \) -prune \
-  -o -type f $(foreach kind,py diff sh sbatch yaml ipynb svg json html css js,-name '*.$(kind)' -o) \
-  -name '*.md' -print)
+  -o -type f \( $(foreach kind,py diff sh sbatch yaml ipynb svg json html css js,-name '*.$(kind)' -o) \
+  -name '*.md' \) -print)
 	rm -rf _site
 	$(SPHINX) -d $(SITE)/en . _site
 	$(SPHINX) -d $(SITE)/zh -t zh . _site/zh
