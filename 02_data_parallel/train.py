@@ -87,7 +87,7 @@ def main() -> None:
             with torch.cuda.device(gpu):
                 torch.cuda.manual_seed(args.seed + epoch * gpus + gpu)
         recorder.start_epoch(len(loader))
-        losses = train_epoch(parallel, loader, optimizer, device, recorder)
+        losses = train_epoch(parallel, loader, optimizer, device, recorder)  # the wrapper
         recorder.end_epoch(epoch, losses, *evaluate(parallel, test_loader, device))
         save_checkpoint(recorder, model, optimizer)  # place 6: the checkpoint
     recorder.finish()
