@@ -31,6 +31,7 @@ def train_epoch(
         loss = F.cross_entropy(model(images), labels)  # the mean over the batch
         optimizer.zero_grad()
         loss.backward()
+        # place 1: the step; here, several processes must average their gradients
         optimizer.step()
         losses.append(loss.detach())  # .item() would make the CPU wait for the GPU at each step
         if recorder.step():  # counts and times it; true at --max-steps
@@ -49,6 +50,7 @@ def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> tuple[
         totals[0] += F.cross_entropy(logits, labels, reduction="sum")
         totals[1] += (logits.argmax(dim=1) == labels).sum()
         totals[2] += len(labels)  # the last batch is smaller, so it counts by its own size
+    # place 2: the evaluation; here, several processes must add up their totals
     loss, correct, samples = totals.tolist()
     return loss / samples, correct / samples
 

@@ -102,7 +102,7 @@ def main() -> None:
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
         torch.manual_seed(args.seed + epoch * world_size + rank)  # place 5: its own dropout masks
         recorder.start_epoch(len(loader))
-        losses = train_epoch(ddp, loader, optimizer, device, recorder)  # through the wrapper
+        losses = train_epoch(ddp, loader, optimizer, device, recorder)
         recorder.end_epoch(epoch, losses, *evaluate(model, test_loader, device))
         if rank == 0:  # place 6: one writer; a collective in here would wait forever
             save_checkpoint(recorder, model, optimizer)
