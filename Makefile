@@ -48,7 +48,7 @@ bench: $(VENV)/ready  ## measure what the notebooks show on this machine: benchm
 	$(RUN) benchmarks/bench.py stages $(FLAGS)
 	$(RUN) benchmarks/bench.py process_memory $(FLAGS)
 
-gpu: $(VENV)/ready  ## on a GPU: run and measure all that needs one, in half an hour; a second call continues
+gpu: $(VENV)/ready  ## on a GPU: run and measure all that needs one, in ten minutes; without: rehearse it
 	$(RUN) benchmarks/gpu.py $(FLAGS)
 
 pictures: $(VENV)/ready  ## draw the pictures of the pages from the committed results

@@ -18,8 +18,15 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.draw.tables import TABLES, origin_of
+from benchmarks.draw import shm_tables, training_tables
+from benchmarks.draw.tables import origin_of
 from benchmarks.measure.memory import measure_process_memory
+from benchmarks.measure.one_gpu import (
+    measure_formats,
+    measure_gloo,
+    measure_peaks,
+    measure_replicas,
+)
 from benchmarks.measure.puzzles import measure_puzzles
 from benchmarks.measure.reducers import measure_reducers
 from benchmarks.measure.sharding import measure_sharding
@@ -33,17 +40,22 @@ from common.options import Parser, UsageError, exit_on, int_at_least
 class Section(NamedTuple):
     measure: Callable[[Effort], Results]
     file: str = ""  # under benchmarks/results/; without one, a part of the file of this machine
-    tables: tuple[str, ...] = ()  # those of draw/tables.py that show the results
+    tables: tuple[Callable[[Results], str], ...] = ()  # each makes one of the results
     on_gpu: bool = False  # otherwise it is measured on the CPU only
 
 
+SHM_TABLES = (shm_tables.sizes, shm_tables.python_calls, shm_tables.calls)
 SECTIONS = {
-    "stages": Section(measure_stages, tables=("stages",), on_gpu=True),
+    "stages": Section(measure_stages, tables=(training_tables.stages,), on_gpu=True),
     "process_memory": Section(measure_process_memory, on_gpu=True),
-    "reducers": Section(measure_reducers, file="reducers", tables=("reducers",)),
-    "shm": Section(measure_shm, file="shm", tables=("shm", "shm_python", "shm_calls")),
-    "survive": Section(measure_survive, file="survive", tables=("survive",)),
-    "shard": Section(measure_sharding, file="shard", tables=("shard",)),
+    "formats": Section(measure_formats, tables=(training_tables.formats,), on_gpu=True),
+    "peaks": Section(measure_peaks, tables=(training_tables.peaks,), on_gpu=True),
+    "replicas": Section(measure_replicas, on_gpu=True),
+    "gloo": Section(measure_gloo, on_gpu=True),
+    "reducers": Section(measure_reducers, file="reducers", tables=(training_tables.ratios,)),
+    "shm": Section(measure_shm, file="shm", tables=SHM_TABLES),
+    "survive": Section(measure_survive, file="survive", tables=(training_tables.survive,)),
+    "shard": Section(measure_sharding, file="shard", tables=(training_tables.shard,)),
     "puzzles": Section(measure_puzzles, file="puzzles"),
 }
 
@@ -57,7 +69,7 @@ def measure(name: str, effort: Effort) -> Results:
 
 def tables_of(name: str, results: Results) -> list[str]:
     """Its tables as the pages show them, and where they come from."""
-    tables = [TABLES[table].make(results) for table in SECTIONS[name].tables]
+    tables = [make(results) for make in SECTIONS[name].tables]
     return [*tables, origin_of(results)] if tables else []
 
 

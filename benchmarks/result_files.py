@@ -6,6 +6,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -32,16 +33,21 @@ def hardware(device: str) -> str:
 
 
 def git(*words: str) -> str:
-    """What it prints, or nothing where there is no repository."""
-    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip()
+    """What it prints, or nothing where there is no git or no repository."""
+    with suppress(FileNotFoundError):
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+        return done.stdout.strip()
+    return ""
 
 
 def commit() -> str:
-    """With -dirty, if programs have changed since. Results just stored are no such change."""
+    """With -dirty, if programs have changed since. Results just stored are no such change.
+
+    Where a copy of the files has no repository, the variable COMMIT can name it."""
     programs = (".", ":!benchmarks/results")
     changes = git("status", "--porcelain", "--", *programs)
-    return (git("describe", "--always") or "unknown") + "-dirty" * bool(changes)
+    name = git("describe", "--always") or os.environ.get("COMMIT", "unknown")
+    return name + "-dirty" * bool(changes)
 
 
 def provenance(device: str = "cpu", **settings: Any) -> Results:

@@ -22,7 +22,7 @@ from common.options import UsageError, exit_on, int_at_least, make_parser
 
 def parse_args() -> Namespace:
     parser = make_parser("tour", __doc__)
-    add, ranks_help = parser.add_argument, "how many processes (default: one per GPU, or 2)"
+    add, ranks_help = parser.add_argument, "how many processes (default: one per GPU, at least 2)"
     add("--ranks", type=int_at_least(1), default=SUPPRESS, metavar="N", help=ranks_help)
     add("--stages", default=",".join(STAGES), help="which to run, as in 01,04")
     parser.set_defaults(model="net-bn", batch_size=None, epochs=4)
@@ -30,8 +30,8 @@ def parse_args() -> Namespace:
     if args.resume:
         raise UsageError("the tour begins anew: give --resume to a stage")
     args.stages = stages_in(args.stages)
-    args.gpus = 0 if args.device == "cpu" else torch.cuda.device_count()
-    args.ranks = getattr(args, "ranks", args.gpus or 2)
+    gpus = torch.cuda.device_count() if args.device == "cuda" else 0
+    args.ranks = getattr(args, "ranks", max(2, gpus))
     args.batch_size = args.batch_size or max(1, 120 // args.ranks) * args.ranks
     local_batch_size(args.batch_size, args.ranks)
     return args

@@ -5,6 +5,8 @@ import sys
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
+
 from common.chapters import ROOT
 from common.options import UsageError
 
@@ -84,7 +86,17 @@ def stages_in(flag: str) -> list[str]:
     return stages
 
 
-def command_of(key: str, ranks: int) -> list[str]:
+def command_of(key: str, ranks: int, device: str = "cpu") -> list[str]:
     """After `python`; paths begin where the program that asks was started."""
     parts = [part.replace("RANKS", str(ranks)) for part in VARIANTS[key].command]
-    return [os.path.relpath(ROOT / part) if part.endswith(".py") else part for part in parts]
+    parts = [os.path.relpath(ROOT / part) if part.endswith(".py") else part for part in parts]
+    return [*parts, *backend_flags(VARIANTS[key].stage, ranks, device)]
+
+
+def backend_flags(stage: str, ranks: int, device: str) -> list[str]:
+    """On GPUs, nccl if each rank has one of its own, else gloo, over which ranks share them."""
+    default = {"03": "gloo", "04": "nccl", "05": "nccl"}.get(stage)
+    if device == "cpu" or default is None:
+        return []
+    backend = "nccl" if ranks <= torch.cuda.device_count() else "gloo"
+    return ["--backend", backend] if backend != default else []

@@ -3,7 +3,7 @@
 from statistics import mean
 
 from benchmarks.draw.markdown import RATIO, Column, column, table_of_columns, table_of_rows
-from benchmarks.result_files import Results
+from benchmarks.result_files import MIB, Results
 
 SHARDED = ("parameters", "gradients", "optimizer state")  # what each rank of shard/ holds
 
@@ -44,6 +44,30 @@ def ratios(results: Results) -> str:
     """A column for each model."""
     models = results["models"].items()
     return table_of_columns({name: column(model["variants"], RATIO) for name, model in models})
+
+
+def formats(results: Results) -> str:
+    """Images per second of each model, and in brackets how many times those of the first format."""
+
+    def speed(row: Results) -> str:
+        return f"{row['images_per_second']:,.0f} ({1 / row['ratio']:.2f})"
+
+    columns = {
+        "{}, batch {batch}".format(model, **found): column(found["variants"], speed)
+        for model, found in results["models"].items()
+    }
+    return table_of_columns(columns, "images/s")
+
+
+def peaks(results: Results) -> str:
+    rows = [
+        {**row, "error": row["rehearsed_bytes"] / row["measured_bytes"] - 1}
+        | {kind: row[f"{kind}_bytes"] / MIB for kind in ("rehearsed", "measured")}
+        for row in results["rows"]
+    ]
+    columns = {name: f"{{{name}}}" for name in ("model", "optimizer", "batch")}
+    columns |= {"rehearsed, MiB": "{rehearsed:,.1f}", "measured, MiB": "{measured:,.1f}"}
+    return table_of_rows(rows, {**columns, "error": "{error:+.1%}"})
 
 
 def survive(results: Results) -> str:

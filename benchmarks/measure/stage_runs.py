@@ -71,10 +71,11 @@ def run_command(command: Sequence[str], folder: Path, threads: int, show: bool) 
     return StageRun(json.loads((folder / "summary.json").read_text()), metrics_in(folder))
 
 
-def run_quietly(key: str, ranks: int, *flags: str, threads: int = 1) -> StageRun:
+def run_quietly(key: str, ranks: int, device: str, *flags: str, threads: int = 1) -> StageRun:
     """A run whose files are not kept."""
+    flags = (f"--device={device}", *flags, f"--data-dir={ROOT / 'data'}")
     with TemporaryDirectory() as folder:
-        command = [*command_of(key, ranks), *flags, f"--data-dir={ROOT / 'data'}"]
+        command = [*command_of(key, ranks, device), *flags]
         return run_command(command, Path(folder), threads, show=False)
 
 

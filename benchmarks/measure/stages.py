@@ -6,6 +6,7 @@ loading, without evaluation and files. The network is net-bn: without BatchNorm,
 stage 05 would have nothing to do.
 """
 
+import math
 import os
 from collections.abc import Callable, Collection
 from functools import partial
@@ -23,14 +24,22 @@ CEILING = "ceiling"
 KEYS = tuple(key for key in VARIANTS if key != "survive")
 
 
-def time_run(average: Callable, key: str, ranks: int, *flags: str) -> float:
+def time_run(average: Callable, key: str, ranks: int, device: str, *flags: str) -> float:
     threads = (os.cpu_count() or 1) if VARIANTS[key].all_cores else 1
-    return average(run_quietly(key, ranks, *flags, threads=threads).seconds())
+    return average(run_quietly(key, ranks, device, *flags, threads=threads).seconds())
 
 
 def time_run_without_messages(ranks: int, *flags: str) -> float:
     """In this time, the ranks together take as many samples as a global batch has."""
     return median(time_without_messages(ranks, GLOBAL_BATCH // ranks, *flags))
+
+
+def or_nan(run: Callable[[], float]) -> float:
+    """Its seconds, or nan if it failed: it has said why, and the other variants go on."""
+    try:
+        return run()
+    except SystemExit:
+        return math.nan
 
 
 def measure_stages(effort: Effort, keys: Collection[str] = KEYS) -> Results:
@@ -39,15 +48,21 @@ def measure_stages(effort: Effort, keys: Collection[str] = KEYS) -> Results:
     ranks = max(2, torch.cuda.device_count() if on_gpu else 0)
     epochs, rounds = (2, 1) if effort.quick else (6, min(7, effort.rounds))
     reasons = {key: VARIANTS[key].why_not_on(effort.device) for key in keys}
-    flags = ["--model=net-bn", f"--device={effort.device}"]
+    model, device = "--model=net-bn", f"--device={effort.device}"
     variants: dict[str, Callable[[], float]] = {}
     for key in (key for key in keys if not reasons[key]):
         if VARIANTS[key].layout is Layout.APART:
-            variants[key] = partial(time_run_without_messages, ranks, *flags)
+            variants[key] = partial(time_run_without_messages, ranks, model, device)
         else:
-            sizes = (f"--batch-size={GLOBAL_BATCH}", f"--epochs={epochs}")
-            variants[key] = partial(time_run, median, key, ranks, *flags, *sizes)
-    times = interleave_runs(variants, rounds)
+            flags = (model, f"--batch-size={GLOBAL_BATCH}", f"--epochs={epochs}")
+            variants[key] = partial(time_run, median, key, ranks, effort.device, *flags)
+    times = interleave_runs({key: partial(or_nan, run) for key, run in variants.items()}, rounds)
+    failed = [key for key, seconds in times.items() if any(map(math.isnan, seconds))]
+    if {next(iter(times)), AA} & {*failed}:  # the others are compared with it
+        raise SystemExit(1)
+    for key in failed:
+        reasons[key] = "a run of it failed"
+        del times[key]
     rows = summarize(times)
     for key, row in rows.items():
         row["samples_per_second"] = round(GLOBAL_BATCH / row["step_ms"] * 1000, 1)
@@ -62,7 +77,7 @@ def measure_stages(effort: Effort, keys: Collection[str] = KEYS) -> Results:
 
 def measure_survive(effort: Effort) -> Results:
     rounds, epochs = min(41, effort.rounds), 2 if effort.quick else 11
-    flags = "--model=net", f"--batch-size={GLOBAL_BATCH}", f"--epochs={epochs}", "--device=cpu"
-    variants = {key: partial(time_run, fmean, key, 2, *flags) for key in ("05", "survive")}
+    flags = "--model=net", f"--batch-size={GLOBAL_BATCH}", f"--epochs={epochs}"
+    variants = {key: partial(time_run, fmean, key, 2, "cpu", *flags) for key in ("05", "survive")}
     about = {"model": "net", "global_batch": GLOBAL_BATCH, "rounds": rounds, "epochs": epochs}
     return {**about, "variants": summarize(interleave_runs(variants, rounds))}

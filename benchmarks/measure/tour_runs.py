@@ -20,7 +20,7 @@ KEYS = ("01", "01-cores", "02", "03", "04", "04-shm", "05", "05-shm", "05-bf16")
 
 
 def measure_tour(args: Namespace) -> Results:
-    """args: the flags of the tour, with the number of `ranks` and of `gpus`."""
+    """args: the flags of the tour, with the number of `ranks`."""
     origin = provenance(args.device, command="python benchmarks/tour.py")
     keys = [key for key in KEYS if VARIANTS[key].stage in args.stages]
     keys = [key for key in keys if not VARIANTS[key].why_not_on(args.device)]
@@ -64,12 +64,8 @@ def flags_of(args: Namespace, *left_out: str) -> list[str]:
 
 def run(key: str, args: Namespace) -> StageRun:
     """Run a stage, show what it prints, and read what it leaves behind."""
-    variant, command = VARIANTS[key], command_of(key, args.ranks)
-    if variant.stage == "03" and args.ranks <= args.gpus:
-        command += ["--backend", "nccl"]  # as 04 does by default
-    if variant.stage in ("04", "05") and 0 < args.gpus < args.ranks:
-        command += ["--backend", "gloo"]  # nccl refuses two ranks on one GPU
-    command += flags_of(args)
+    variant = VARIANTS[key]
+    command = [*command_of(key, args.ranks, args.device), *flags_of(args)]
     print(f"\n{variant.label}: python {' '.join(command)}", flush=True)
     threads = (os.cpu_count() or 1) if variant.all_cores else 1
     try:

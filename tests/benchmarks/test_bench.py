@@ -37,9 +37,11 @@ def results_of(name: str) -> tuple[str, dict]:
 
 
 def committed(name: str) -> dict:
-    """The results of a section that the pages show."""
+    """The results of a section that the pages show; nothing, where no GPU has given them."""
     file = bench.SECTIONS[name].file
-    return result_files.load(file) if file else result_files.load(result_files.MACHINE)[name]
+    return (
+        result_files.load(file) if file else result_files.load(result_files.MACHINE).get(name, {})
+    )
 
 
 @pytest.mark.parametrize("name", OTHER_SECTIONS)
@@ -60,7 +62,7 @@ def no_stage_runs(monkeypatch):
     """Instead of running, a stage takes 1 ms in the first epoch and 5 ms in the second. Processes
     that never talk take 4 ms."""
     run = stage_runs.StageRun({}, STEPS)
-    monkeypatch.setattr(stages, "run_quietly", lambda key, ranks, *flags, threads: run)
+    monkeypatch.setattr(stages, "run_quietly", lambda key, ranks, device, *flags, threads: run)
     monkeypatch.setattr(stages, "time_without_messages", lambda ranks, batch, *flags: [0.004])
 
 
@@ -90,6 +92,22 @@ def test_speeds_of_several_ranks_are_shares_of_what_processes_reach_that_never_t
     assert rows[ceiling]["label"] == "ceiling: 2 processes that never talk"
     assert rows[ceiling]["samples_per_second"] == 120 / 0.004
     assert " 80% (80% to 80%)" in training_tables.stages(results)
+
+
+def test_a_stage_that_fails_is_left_out_and_the_others_are_measured(monkeypatch):
+    def run_quietly(key, ranks, device, *flags, threads):
+        if key in failing:
+            raise SystemExit(1)
+        return stage_runs.StageRun({}, STEPS)
+
+    monkeypatch.setattr(stages, "run_quietly", run_quietly)
+    failing = {"04"}
+    results = stages.measure_stages(Effort(rounds=2), keys=("01", "04", "05"))
+    assert [*results["variants"]] == ["01", "05", AA]
+    assert results["skipped"] == {"04 DDP": "a run of it failed"}
+    failing = {"01"}  # with which the others are compared
+    with pytest.raises(SystemExit):
+        stages.measure_stages(Effort(rounds=2), keys=("01", "04", "05"))
 
 
 @pytest.mark.parametrize(

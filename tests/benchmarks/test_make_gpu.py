@@ -1,49 +1,159 @@
-"""`make gpu` finds its programs in a bare environment, and says of each command how it ended."""
+"""`make gpu` loses nothing: what a command leaves is stored, and none outlives its time."""
 
 import json
 import os
 import re
 import subprocess
 import sys
+import time
+from dataclasses import replace
+from math import inf
+from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu
+from benchmarks import gpu, variants
 from common.chapters import ROOT
 from helpers.environments import make_environment
+from helpers.machine import is_running
 from repository_pages import TEST_FILES
 
 
-def test_make_gpu_runs_every_test_that_needs_a_gpu_and_programs_that_exist(tmp_path):
-    """With our packages where they lie, because they are not installed there."""
-    python = make_environment(tmp_path, "torch", "torchvision", "tabulate")
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(gpu.PACKAGES)}
-    call = [python, "benchmarks/gpu.py", "--dry-run"]
-    output = subprocess.check_output(call, cwd=ROOT, env=variables, text=True)
-    [tests] = re.findall(r"^python -m pytest -v --tb=short -m gpu (.+)$", output, re.M)
+@pytest.fixture
+def one_gpu(monkeypatch):
+    monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(gpu.torch.cuda.nccl, "version", lambda: (2, 28, 9))
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_it_runs_every_test_that_needs_a_gpu_and_programs_that_exist():
+    steps = {step.name: step for step in gpu.list_steps("cuda")}
+    folder = steps["tests"].command[-1]
     needing = [path for path in TEST_FILES if re.search(r"\bmark\.gpu\b", path.read_text())]
     assert needing
-    assert {path.parent for path in needing} == {ROOT / tests}
-    assert all((ROOT / name).exists() for name in re.findall(r"\S+\.py", output))
+    assert {path.parent for path in needing} == {ROOT / folder}
+    programs = re.findall(r"\S+\.py", " ".join(step.text for step in steps.values()))
+    assert all((ROOT / name).exists() for name in programs)
+    assert len(steps) == len(gpu.list_steps("cuda")), "each has a name of its own"
 
 
-def test_what_failed_is_tried_again_and_each_call_says_where_and_how_the_commands_ended(
-    tmp_path, monkeypatch
+@pytest.mark.usefixtures("one_gpu")
+def test_the_rehearsal_runs_what_a_gpu_does_but_for_nccl():
+    rehearsed, real = ([step.name for step in gpu.list_steps(d)] for d in ("cpu", "cuda"))
+    left_out = [name for name in real if name not in rehearsed]
+    assert [name for name in real if name in rehearsed] == rehearsed
+    assert left_out == [
+        "collectives over nccl",
+        "two ranks over nccl",
+        "two of minimal",
+        "two that may",
+    ]
+
+
+def test_it_needs_no_more_than_torch_torchvision_and_tabulate_and_no_git(tmp_path):
+    """With our packages where they lie, because they are not installed there."""
+    python = make_environment(tmp_path, "torch", "torchvision", "tabulate")
+    paths = os.pathsep.join(gpu.PACKAGES)
+    env = {"PYTHONPATH": paths, "PATH": str(tmp_path), "COMMIT": "c8ab422"}
+    call = [python, "benchmarks/gpu.py", "--dry-run"]
+    output = subprocess.check_output(call, cwd=ROOT, env={**os.environ, **env}, text=True)
+    assert output.count("\npython ") == len(gpu.list_steps("cpu")) - 1
+    ask = "from benchmarks.result_files import commit; print(commit())"
+    for variable, name in (({}, "unknown"), (env, "c8ab422")):
+        env_there = {**os.environ, **env, "COMMIT": "unknown", **variable}
+        there = subprocess.check_output([python, "-c", ask], cwd=ROOT, env=env_there, text=True)
+        assert there.strip() == name
+
+
+def python(*lines: str) -> tuple[str, ...]:
+    return "-c", "\n".join(("import json, pathlib, subprocess, sys, time", *lines))
+
+
+WRITE = "pathlib.Path('{folder}', 'found.json').write_text('[3]')"
+
+
+def run_steps(folder: Path, *steps: gpu.Step, seconds: float = inf, commit="c8ab422") -> dict:
+    report = gpu.Report(folder, {"commit": commit})
+    left = [step for step in steps if report.is_left(step)]
+    gpu.run_all(left, report, seconds)
+    return json.loads((folder / "gpu.json").read_text())["steps"]
+
+
+def test_each_command_leaves_its_status_its_results_and_its_output(tmp_path):
+    good = gpu.Step("good", python(WRITE, "print('hello')"), 60)
+    refused = gpu.Step("refused", python("sys.exit('no')"), 60, is_refused=True)
+    steps = run_steps(tmp_path, good, refused, replace(refused, name="broken", is_refused=False))
+    assert [(row["status"], row["good"]) for row in steps.values()] == [
+        (0, True),
+        (1, True),
+        (1, False),
+    ]
+    assert steps["good"]["results"] == {"found": [3]}
+    log = (tmp_path / "log.txt").read_text()
+    assert [log.count(text) for text in ("hello\n", "no\n")] == [1, 2]
+
+
+def test_what_is_done_is_not_done_again_unless_the_programs_have_changed(tmp_path):
+    good, bad = gpu.Step("good", python("0"), 60), gpu.Step("bad", python("1/0"), 60)
+    for commit, runs in (("c8ab422", [1, 1]), ("c8ab422", [1, 2]), ("another", [2, 3])):
+        run_steps(tmp_path, good, bad, commit=commit)
+        log = (tmp_path / "log.txt").read_text()
+        assert [log.count(f"\n$ {step.text}\n") for step in (good, bad)] == runs
+
+
+GRANDCHILD = (
+    "child = subprocess.Popen(['sleep', '1000'], start_new_session=True)",
+    "pathlib.Path('{folder}', 'pid.json').write_text(str(child.pid))",
+)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what is left is found in /proc")
+def test_a_command_that_takes_too_long_ends_with_all_it_has_started_and_keeps_its_results(tmp_path):
+    slow = gpu.Step("slow", python(*GRANDCHILD, "time.sleep(1000)"), 5)
+    began = time.monotonic()
+    [row] = run_steps(tmp_path, slow).values()
+    assert (row["status"], row["good"]) == (None, False)
+    assert not is_running(row["results"]["pid"])
+    assert time.monotonic() - began < 500  # it has not slept to its end
+
+
+def test_when_time_is_over_the_steps_that_are_left_do_not_begin(tmp_path):
+    steps = [gpu.Step(name, python(), 60) for name in "ab"]
+    report = gpu.Report(tmp_path, {"commit": "c8ab422"})
+    assert gpu.run_all(steps, report, gpu.SECONDS_APART) == ["a", "b"]
+    assert report.results["steps"] == {}
+
+
+def test_neighbors_that_are_not_timed_run_side_by_side(tmp_path, monkeypatch):
+    """Each waits for the other's file, so one after the other they would wait for ever."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    steps = []
+    for own, other in (("a", "b"), ("b", "a")):
+        lines = (
+            f"pathlib.Path('{tmp_path}', '{own}').touch()",
+            "while not " + (f"pathlib.Path('{tmp_path}', '{other}').exists(): time.sleep(0.01)"),
+        )
+        steps.append(gpu.Step(own, python(*lines), 120, beside_others=True))
+    assert all(row["good"] for row in run_steps(tmp_path / "out", *steps).values())
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "gpus", "flags"),
+    [
+        ("03", 2, 1, []),
+        ("03", 2, 2, ["--backend", "nccl"]),
+        ("04", 2, 1, ["--backend", "gloo"]),
+        ("05", 2, 1, ["--backend", "gloo"]),
+        ("05", 2, 2, []),
+        ("04", 1, 1, []),
+        ("01", 1, 1, []),
+    ],
+)
+def test_ranks_that_share_a_gpu_talk_over_gloo_and_others_over_nccl(
+    stage, ranks, gpus, flags, monkeypatch
 ):
-    commands, origin = ["-c pass", "-c 1/0"], {"hardware": "one GPU", "commit": "c8ab422"}
-    monkeypatch.setattr(sys, "argv", ["benchmarks/gpu.py"])
-    monkeypatch.chdir(tmp_path)  # main changes to ROOT
-    monkeypatch.setattr(gpu, "ROOT", tmp_path)
-    monkeypatch.setattr(gpu, "FOLDER", tmp_path / "gpu")
-    monkeypatch.setattr(gpu, "list_commands", lambda: commands)
-    monkeypatch.setattr(gpu, "provenance", lambda device, command: origin)
-    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
-    for calls in (1, 2):
-        with pytest.raises(SystemExit, match="1"):
-            gpu.main()
-        results = json.loads((tmp_path / "gpu" / "gpu.json").read_text())
-        assert results["provenance"] == origin
-        statuses = {command: end["status"] for command, end in results["commands"].items()}
-        assert statuses == dict(zip(commands, (0, 1), strict=True))
-        log = (tmp_path / "gpu" / "log.txt").read_text()
-        assert [log.count(f"\n$ python {command}\n") for command in commands] == [1, calls]
+    monkeypatch.setattr(variants.torch.cuda, "device_count", lambda: gpus)
+    assert variants.backend_flags(stage, ranks, "cuda") == flags
+    assert variants.backend_flags(stage, ranks, "cpu") == []
+    words = variants.command_of(stage, ranks, "cuda")
+    assert words[len(words) - len(flags) :] == flags

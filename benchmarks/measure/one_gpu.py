@@ -1,0 +1,194 @@
+"""What one GPU alone can show: number formats, peaks of memory, DataParallel, gloo's messages.
+
+Each section also runs on a CPU, in small, so that it can be rehearsed. The batch lies on the device
+before the clock starts: a loader that is slower than the GPU would hide what a format gains.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchvision
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from benchmarks.measure.timing import Effort, interleave_steps, summarize
+from benchmarks.result_files import Results
+from common.chapters import load_program
+from common.ranks import RankError, run_ranks
+
+peak: Any = load_program("01", "peak")
+collectives: Any = load_program("03", "collectives")
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+MODELS = {"resnet50": (256, 224), "resnet18": (512, 64)}  # the batch, and the pixels of a side
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a step computes. tuned: cuDNN tries its algorithms first and keeps the fastest."""
+
+    name: str  # fp32, tf32, bf16 or fp16
+    layout: str
+    tuned: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}, {self.layout}{', cudnn.benchmark' if self.tuned else ''}"
+
+    @contextmanager
+    def switches(self) -> Iterator[None]:
+        """What is inside computes in this format."""
+        tf32 = self.name != "fp32"
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        with torch.backends.cudnn.flags(enabled=True, benchmark=self.tuned, allow_tf32=tf32):
+            yield
+
+
+def formats_of(device: str) -> list[Format]:
+    """TF32 and cuDNN are for GPUs. Tuning pure fp32 takes longest, and nobody trains in it."""
+    names = ("fp32", "tf32", "bf16", "fp16") if device == "cuda" else ("fp32", "bf16")
+    formats = [Format(name, layout) for name in names for layout in LAYOUTS]
+    if device == "cuda":
+        formats += [Format(name, layout, True) for name in names[1:] for layout in LAYOUTS]
+    return formats
+
+
+class FormatStep:
+    """A model of its own, its optimizer and a batch on the device; each call takes one step."""
+
+    def __init__(self, model: str, batch: int, size: int, form: Format, device: str) -> None:
+        torch.manual_seed(0)
+        layout = LAYOUTS[form.layout]
+        self.form, self.device = form, device
+        self.model: nn.Module = getattr(torchvision.models, model)(num_classes=10).to(device)
+        self.model.to(memory_format=layout)
+        images = torch.randn(batch, 3, size, size, device=device)
+        self.images: Tensor = images.to(memory_format=layout)
+        self.labels = torch.arange(batch, device=device) % 10
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01, 0.9)
+        self.scaler = torch.amp.GradScaler(device, enabled=form.name == "fp16")
+
+    def __call__(self) -> None:
+        dtype = DTYPES.get(self.form.name)
+        with self.form.switches():
+            with torch.autocast(self.device, dtype, enabled=dtype is not None):
+                loss = cross_entropy(self.model(self.images), self.labels)
+            self.optimizer.zero_grad()
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def peak_bytes(self) -> int:
+        """The most that it holds in a step, without what the other formats hold."""
+        self.optimizer.zero_grad()
+        before = torch.cuda.memory_allocated()
+        parts = (*self.model.parameters(), *self.model.buffers(), self.images, self.labels)
+        momenta = [state["momentum_buffer"] for state in self.optimizer.state.values()]
+        held = sum(tensor.nbytes for tensor in (*parts, *momenta))
+        torch.cuda.reset_peak_memory_stats()
+        self()
+        return held + torch.cuda.max_memory_allocated() - before
+
+
+def measure_formats(effort: Effort) -> Results:
+    """Images per second, and the peak of a step, in each format and memory layout."""
+    on_gpu, results = effort.device == "cuda", Results()
+    models = MODELS if on_gpu else {"resnet18": (2, 32)}
+    for name, (batch, size) in models.items():
+        steps = {
+            form.label: FormatStep(name, batch, size, form, effort.device)
+            for form in formats_of(effort.device)
+        }
+        rows = summarize(interleave_steps(steps, min(5, effort.rounds), steps=2 if on_gpu else 1))
+        for label, row in rows.items():
+            row["images_per_second"] = round(1000 * batch / row["step_ms"], 1)
+            if on_gpu and label in steps:
+                row["peak_bytes"] = steps[label].peak_bytes()
+        results[name] = {"batch": batch, "image_size": size, "variants": rows}
+        steps.clear()
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+    return {"device": effort.device, "models": results}
+
+
+def measure_peaks(effort: Effort) -> Results:
+    """The peak of a training step as fit.py rehearses it, and as the device's allocator counts."""
+    models = [("net", 28), ("resnet18", 224), ("resnet50", 224)]
+    rows = []
+    for model, size in models[:1] if effort.device == "cpu" else models:
+        for optimizer in ("sgd", "adam"):
+            for batch in (1, 64):
+                plan = peak.Plan(model, size, optimizer, effort.device)
+                rehearsed, moment = peak.rehearsed_peak(plan, batch)
+                row = {"model": model, "optimizer": optimizer, "batch": batch, "moment": moment}
+                measured = peak.measured_peak(plan, batch)
+                rows.append(row | {"rehearsed_bytes": rehearsed, "measured_bytes": measured})
+    return {"device": effort.device, "rows": rows}
+
+
+def measure_replicas(effort: Effort) -> Results:
+    """What DataParallel does with one replica, and with two on the same GPU; on a CPU, with none.
+
+    It settles what two replicas need no second GPU for: threads, scatter, gather, reduce_add.
+    """
+    on_gpu, rows = effort.device == "cuda", Results()
+    for ids in ([0], [0, 0]) if on_gpu else ([],):
+        torch.manual_seed(0)
+        layer = nn.Linear(6, 2).to(effort.device)
+        model = nn.DataParallel(layer, ids) if on_gpu else nn.DataParallel(layer)
+        batch = torch.randn(30, 6)  # on the CPU: forward scatters it
+        try:
+            with torch.autocast(effort.device, torch.bfloat16):
+                under_bf16 = model(batch).dtype
+            model(batch).sum().backward()
+            gradient = layer.weight.grad.clone()
+            layer.zero_grad()
+            layer(batch.to(effort.device)).sum().backward()
+            row = {
+                "dtype_under_bf16": str(under_bf16),
+                "outputs_of_1_sample": len(model(batch[:1])),
+                "gradient_difference": (gradient - layer.weight.grad).abs().max().item(),
+            }
+        except RuntimeError as error:
+            row = {"error": str(error)[:500]}
+        rows[f"device_ids {ids}"] = row
+    return {"device": effort.device, "rows": rows}
+
+
+def time_all_reduces(rank: int, rounds: int, sizes: tuple[int, ...], on_gpu: bool) -> Results:
+    """One all-reduce of each size over gloo, of tensors on the CPU and on the GPU, in turns."""
+    table = Results()
+    for size in sizes:
+        tensors = {"cpu": torch.zeros(size // 4, device="cpu")}
+        if on_gpu:
+            tensors["cuda"] = torch.zeros(size // 4, device="cuda")
+        steps: dict[str, Callable[[], object]] = {
+            name: partial(dist.all_reduce, tensor) for name, tensor in tensors.items()
+        }
+        table[str(size)] = summarize(interleave_steps(steps, rounds))
+    return table
+
+
+def measure_gloo(effort: Effort) -> Results:
+    """Whether two ranks that share a GPU can call each collective, and what an all-reduce costs."""
+    answers = Results()
+    for name in [*collectives.LESSONS][: 2 if effort.quick else None]:
+        try:
+            ranks = run_ranks(
+                2, collectives.play, name, device=effort.device, seconds=30, quiet=True
+            )
+            answers[name] = [after for _, after in ranks]
+        except (RankError, TimeoutError) as error:
+            answers[name] = str(error)[-300:]
+    sizes = (2**12,) if effort.quick else (2**12, 2**20, 2**26)
+    rounds, on_gpu = min(50, effort.rounds), effort.device == "cuda"
+    times, _ = run_ranks(2, time_all_reduces, rounds, sizes, on_gpu, device=effort.device)
+    return {"device": effort.device, "after": answers, "all_reduce": times}
