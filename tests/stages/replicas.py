@@ -1,5 +1,6 @@
 """DataParallel by hand (02_data_parallel/from_scratch.py) on the CPU, and a small model."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -10,6 +11,13 @@ CPU = torch.device("cpu")
 CLOSE = {"rtol": 0, "atol": 1e-12}
 FROM_SCRATCH = LESSON_FOLDERS["02"] / "from_scratch.py"
 by_hand = fresh_module(FROM_SCRATCH)  # not seen by other tests
+# For torch's own class. It also takes one GPU twice: it then copies the weights and adds up the
+# gradients without nccl, which wants every GPU once.
+DEVICE_IDS = [
+    pytest.param([0, 0], marks=pytest.mark.gpu, id="one GPU twice"),
+    pytest.param([0, 1], marks=pytest.mark.gpu(2), id="two GPUs"),
+    pytest.param([1, 0], marks=pytest.mark.gpu(2), id="two GPUs, the second first"),
+]
 
 
 def parallel(module: nn.Module, replicas: int) -> nn.Module:

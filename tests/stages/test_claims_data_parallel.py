@@ -17,7 +17,7 @@ from torch.nn.parallel.parallel_apply import parallel_apply
 
 from benchmarks import result_files
 from helpers.stage_files import LESSON_FOLDERS, fresh_module
-from replicas import CLOSE, CPU, by_hand, parallel, samples, small, step
+from replicas import CLOSE, CPU, DEVICE_IDS, by_hand, parallel, samples, small, step
 
 memory = fresh_module(LESSON_FOLDERS["02"] / "memory.py")  # not seen by other tests
 
@@ -64,11 +64,13 @@ def test_c11_threads_take_on_that_autocast_is_enabled_but_not_its_dtype():
             assert [way(layer(3, 2), torch.randn(4, 3)).dtype for way in ways] == dtypes
 
 
-@pytest.mark.gpu(2)
-def test_c11_on_gpus_an_outer_bfloat16_becomes_float16_in_the_replicas():
-    model = nn.DataParallel(nn.Linear(3, 2).cuda(), [0, 1])
-    with torch.autocast("cuda", torch.bfloat16):
-        assert model(torch.randn(4, 3).cuda()).dtype == torch.float16
+@pytest.mark.parametrize("ids", DEVICE_IDS)
+def test_c11_on_gpus_an_outer_bfloat16_becomes_float16_in_the_replicas(ids):
+    """The control: a single replica runs in the caller's thread."""
+    for replicas, dtype in ((ids[:1], torch.bfloat16), (ids, torch.float16)):
+        model = nn.DataParallel(nn.Linear(3, 2).to(f"cuda:{ids[0]}"), replicas)
+        with torch.autocast("cuda", torch.bfloat16):
+            assert model(torch.randn(4, 3)).dtype == dtype, replicas
 
 
 def test_c13_the_main_device_holds_more_unless_the_loss_of_large_outputs_is_inside():
@@ -185,15 +187,19 @@ def test_c24_the_batch_need_not_lie_on_the_devices_of_the_replicas():
     assert by_hand.gather([args[0] for args, _ in parts], [away]).shape == (10, 6)
 
 
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("ids", [[0, 1], [1, 0]])
+@pytest.mark.parametrize("ids", DEVICE_IDS)
 def test_c20_c21_c22_c24_on_gpus_torchs_class_computes_what_from_scratch_does(ids):
+    """BatchNorm shows that the batch was cut, also where both replicas have one GPU."""
     torch.manual_seed(0)
     devices = [torch.device("cuda", i) for i in ids]
     layers = nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 4)
     module, (batch, targets) = nn.Sequential(*layers).double().to(devices[0]), samples(30)
-    models = by_hand.DataParallel(module, devices), nn.DataParallel(module, ids)
+    assert batch.device == CPU
+    models, parts = (by_hand.DataParallel(module, devices), nn.DataParallel(module, ids)), []
+    module.register_forward_hook(lambda module, inputs, output: parts.append(len(output)))
     actual, expected = (step(model, module, batch, targets.to(devices[0])) for model in models)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
+    assert parts == [15, 15] * 2
     output = models[1].eval()(batch[:1])
+    assert parts[4:] == [1], "the other replica is idle"
     torch.testing.assert_close(output, module(batch[:1].to(devices[0])), **CLOSE)

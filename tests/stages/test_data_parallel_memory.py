@@ -1,10 +1,13 @@
 """The bytes that each replica holds, as memory.py counts them, are what torch allocates."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
 
 from helpers.stage_files import LESSON_FOLDERS, fresh_module
+from replicas import DEVICE_IDS
 
 memory = fresh_module(LESSON_FOLDERS["02"] / "memory.py")  # not seen by other tests
 
@@ -46,11 +49,15 @@ def test_the_count_is_what_the_allocator_hands_out():
     assert 0 < kept == allocated - memory.size([outputs])
 
 
-@pytest.mark.gpu(2)
-def test_the_count_is_what_torchs_data_parallel_allocates_on_each_gpu():
-    model, x, targets = (each.cuda() for each in example(4096, 512, 1024))
+@pytest.mark.parametrize("ids", DEVICE_IDS)
+def test_the_count_is_what_torchs_data_parallel_allocates_on_each_gpu(ids):
+    """Two replicas on one GPU: what both hold, but the other's part of the batch is a view."""
+    model, x, targets = (each.to(f"cuda:{ids[0]}") for each in example(4096, 512, 1024))
     main, other = memory.held_by_replica((model, x, targets), 2, False)
-    real, allocated = nn.DataParallel(model, [0, 1]), []
+    counted = Counter({ids[0]: main["activations"] + main["outputs"] + main["loss"]})
+    counted[ids[1]] += other["activations"] + other["parameters"]
+    counted[ids[1]] += other["batch"] if len(set(ids)) == 2 else 0
+    real, requested = nn.DataParallel(model, ids), []
     memory.criterion(real(x), targets).backward()  # its gradients stay, before and after
     for forwards in (0, 1):
         outputs = [real(x) for _ in range(forwards)]
@@ -58,8 +65,7 @@ def test_the_count_is_what_torchs_data_parallel_allocates_on_each_gpu():
         assert len(losses) == forwards  # they are kept while the memory is counted
         torch.cuda.synchronize()
         torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps one for each thread
-        allocated.append([torch.cuda.memory_allocated(gpu) for gpu in range(2)])
-    main_bytes = main["activations"] + main["outputs"] + main["loss"]
-    other_bytes = other["activations"] + other["parameters"] + other["batch"]
-    added = [after - before for before, after in zip(*allocated, strict=True)]
-    assert added == pytest.approx([main_bytes, other_bytes], rel=0.05)
+        statistics = {gpu: torch.cuda.memory_stats(gpu) for gpu in counted}
+        requested.append({gpu: s["requested_bytes.all.current"] for gpu, s in statistics.items()})
+    added = {gpu: requested[1][gpu] - requested[0][gpu] for gpu in counted}
+    assert added == pytest.approx(counted, rel=0.01)  # a replica's parameters are 5 % of one GPU's
