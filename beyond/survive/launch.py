@@ -10,11 +10,14 @@ import socket
 import sys
 import threading
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.utils.data import DataLoader
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 SRUN = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
@@ -171,6 +174,24 @@ def end_with_rank(_: int) -> None:
             os._exit(1)
 
         threading.Thread(target=wait, daemon=True).start()
+
+
+class RankLoader(DataLoader):
+    """A DataLoader whose worker processes end when their rank does, as `end_with_rank` says."""
+
+    def __iter__(self) -> Any:
+        """Start the workers with SIGTERM blocked, which they inherit.
+
+        torch lets SIGTERM kill a worker from its first lines on, and calls end_with_rank only some
+        of them later: on a busy machine, a quarter of a second.
+        """
+        self.worker_init_fn = end_with_rank
+        resource_tracker.ensure_running()  # because it unblocks SIGTERM when Python starts it
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        try:
+            return super().__iter__()
+        finally:  # a SIGTERM that has come meanwhile reaches the rank now
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def join_or_give_up(rank: int, port: int, ranks_that_start: int) -> None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
-from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torch.utils.data import DistributedSampler, Subset
 
 import durable
 from agree import Agreement, AgreementError
@@ -25,7 +25,7 @@ from common.data import ImageSet, load_dataset, loader_options, local_batch_size
 from common.models import build_model
 from common.options import UsageError, exit_on, float_at_least, int_at_least, make_parser
 from common.record import Progress, Recorder
-from launch import LaunchError, end_with_rank, join_process_group, read_launcher
+from launch import LaunchError, RankLoader, join_process_group, read_launcher
 from watchdog import Watchdog
 
 schedule, sync_batchnorm = (load_program("05", name) for name in ("schedule", "sync_batchnorm"))
@@ -214,15 +214,14 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
     agreement.require_same(progress.step, "the step to resume from")  # is --run-dir a shared disk?
     test_shard = range(rank, len(run.test_set), world_size)  # each sample once
     options = loader_options(args)  # worker processes, pinned memory
-    options["worker_init_fn"] = end_with_rank  # SIGTERM must not end loaders
-    test_loader = DataLoader(Subset(run.test_set, test_shard), run.local_batch, **options)
+    test_loader = RankLoader(Subset(run.test_set, test_shard), run.local_batch, **options)
     watchdog.step = lambda: progress.step  # those that are done
 
     ddp = wrap_in_ddp(run.model, run.train_set[0][0].to(device))
     crops = durable.SeededPerSample(run.train_set, args.seed)
     sampler = DistributedSampler(run.train_set, seed=args.seed, drop_last=True)  # no sample twice
     remaining = durable.SkipFirst(sampler)
-    loader = DataLoader(crops, run.local_batch, sampler=remaining, drop_last=True, **options)
+    loader = RankLoader(crops, run.local_batch, sampler=remaining, drop_last=True, **options)
     while progress.epoch < args.epochs and progress.step < args.max_steps:
         epoch = progress.epoch
         sampler.set_epoch(epoch)  # without it, every epoch has the same order

@@ -26,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.utils.data import DataLoader
 
 from benchmarks.result_files import RESULTS, provenance, save
 from common.chapters import ROOT, load_program
@@ -73,6 +75,7 @@ KINDS = {
     "kill-all": "SIGKILL of all ranks, at any time",
     "term": "SIGTERM to one rank",
     "term-all": "SIGTERM to all ranks and their loaders, at any time",
+    "term-loaders": "SIGTERM to all ranks and their loaders, which are just starting",
     "nan": "the weights of a rank become NaN",
     "kill-in-save": "SIGKILL while the checkpoint is written, of which a part reaches the disk",
     "disk-full": "a full disk (a limit on the size of files)",
@@ -89,7 +92,7 @@ PAUSES = {  # what must not end a run, and the seconds that it lasts
 }
 DEFAULT_TIMEOUT_SECONDS = 600
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
-SIGTERM_KINDS = ("term", "term-all")
+SIGTERM_KINDS = ("term", "term-all", "term-loaders")
 LINE_OF_KIND = {"nan": "(the loss of rank|a weight is nan or inf after)"}
 LINE_OF_KIND |= dict.fromkeys(("disk-full", "tmpfs-full"), "cannot write")
 DAMAGE_KINDS = ("bit-flip", "truncation")
@@ -103,6 +106,7 @@ KINDS_OF_RANK_0 = (
 )
 RANK_0_KEEPS_THE_STORE = ("stop-keeper", "kill-keeper", "pause-keeper", "pause-all")
 KINDS_AT_ANY_TIME = ("kill-any-time", "kill-all", "term-all", *DAMAGE_KINDS)
+LOADER_STARTS = 5  # before a run's last steps: three of the first epoch, its evaluation, one more
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ class Fault:
     variant: str = "net"
     ranks: int = 2
     rank: int = 0
-    step: int = 8
+    step: int = 8  # of term-loaders: which start of loaders
     workers: int = 0
     place: float = 0.5  # from 0 to 1: of the bytes of a file, or of the time of a step
     pause_seconds: float = 0
@@ -161,9 +165,10 @@ def _strike(kind: str, parameter: torch.Tensor) -> None:
 
 def _strike_any_time(fault: Fault, folder: Path) -> None:
     """This rank or all of them, by their process groups; this one last."""
-    time.sleep(0.02 * fault.place)  # a step takes 5 to 20 ms
+    # A step takes 5 to 20 ms, the start of a loader longer.
+    time.sleep((0.1 if fault.kind == "term-loaders" else 0.02) * fault.place)
     (folder / "fault").write_text(str(time.time()))
-    here, term = os.getpid(), fault.kind == "term-all"
+    here, term = os.getpid(), fault.kind in SIGTERM_KINDS
     others = {int(note.suffix[1:]) for note in folder.glob("pid.*")} - {here}
     send, sent = (os.killpg, SIGNALS["term"]) if term else (os.kill, SIGNALS["kill"])
     for pid in [here] if fault.kind == "kill-any-time" else [*others, here]:
@@ -185,8 +190,8 @@ def _pause(fault: Fault, folder: Path) -> None:
 
 
 def _inject(fault: Fault, rank: int, folder: Path) -> None:
-    done = 0
-    real_step, real_fsync = torch.optim.SGD.step, os.fsync
+    done = starts = 0
+    real_step, real_fsync, real_iter = torch.optim.SGD.step, os.fsync, DataLoader.__iter__
 
     def step(self: torch.optim.SGD, *args: object, **more: object) -> object:
         nonlocal done
@@ -199,7 +204,7 @@ def _inject(fault: Fault, rank: int, folder: Path) -> None:
             time.sleep(0.05)  # its votes take time, too
         if rank == fault.rank and done == fault.step and fault.kind in KINDS_AT_ANY_TIME:
             threading.Thread(target=_strike_any_time, args=(fault, folder)).start()
-        elif rank == fault.rank and done == fault.step:
+        elif rank == fault.rank and done == fault.step and fault.kind != "term-loaders":
             (folder / "fault").write_text(str(time.time()))
             if fault.kind.startswith("pause"):
                 _pause(fault, folder)
@@ -216,10 +221,19 @@ def _inject(fault: Fault, rank: int, folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         real_fsync(file)
 
+    def start_loaders(self: DataLoader) -> Iterator:
+        nonlocal starts
+        starts += 1
+        if rank == fault.rank and starts == fault.step:
+            threading.Thread(target=_strike_any_time, args=(fault, folder)).start()
+        return real_iter(self)
+
     load_program("beyond/survive", "watchdog").BEAT_SECONDS = fault.beat_seconds
     torch.optim.SGD.step = step  # type: ignore[method-assign]
     if fault.kind == "kill-in-save":
         os.fsync = fsync
+    if fault.kind == "term-loaders":
+        DataLoader.__iter__ = start_loaders  # type: ignore[method-assign]
 
 
 def _rank(rank: int, fault: Fault, flags: tuple, env: dict, folder: Path) -> None:
@@ -326,7 +340,8 @@ def trial_in(folder: Path, fault: Fault) -> FaultOutcome:
         if fault.kind not in DAMAGE_KINDS or durable.previous_path(latest).exists():
             outcome.wrong = "no checkpoint is whole"
     step = torch.load(newest, weights_only=True)["step"] if newest else 0
-    outcome.lost_steps = int(max(v for n, v in notes.items() if n.startswith("step"))) - step
+    done = max((v for n, v in notes.items() if n.startswith("step")), default=0)
+    outcome.lost_steps = int(done) - step
     if fault.kind == "tmpfs-full":
         (folder.parent / "ballast").unlink()  # make room
     none = Fault("none", step=-1)
@@ -348,6 +363,8 @@ def draw(kind: str, chance: random.Random) -> Fault:
     workers, variant = chance.choice((0, 0, 0, 1)), chance.choice(list(VARIANTS))
     step = chance.randrange(1, STEPS // 2 if kind in SIGTERM_KINDS else STEPS - 1)
     fault = Fault(kind, variant, ranks, rank, step, workers, chance.random())
+    if kind == "term-loaders":
+        return replace(fault, step=1 + step % LOADER_STARTS, workers=2)
     if kind in PAUSES:
         seconds = PAUSES[kind][1]
         return replace(fault, pause_seconds=seconds, timeout_seconds=DEFAULT_TIMEOUT_SECONDS)

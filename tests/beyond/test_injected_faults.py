@@ -42,6 +42,7 @@ FAULTS = {
     "nan": Fault("nan", "net", 3, 2, 13),
     "nan-before-a-checkpoint": Fault("nan", "net", 2, 0, STEPS_PER_CHECKPOINT),
     "tmpfs-full-before-the-second-save": Fault("tmpfs-full", "net", 2, 0, STEPS_PER_CHECKPOINT + 1),
+    "term-loaders": Fault("term-loaders", "net", 2, 1, 4, workers=2),  # those of the evaluation
 }
 ONLY_IN_THE_CAMPAIGN = ("kill-any-time", "kill-all", "os-exit", "truncation")
 for kind in [kind for kind in KINDS if kind not in (*FAULTS, *ONLY_IN_THE_CAMPAIGN)]:

@@ -20,6 +20,7 @@ from helpers.local_ranks import (
     launcher_variables,
     on_ranks,
     process_context,
+    run_on_ranks,
     run_script,
 )
 from helpers.machine import free_port, is_running
@@ -199,3 +200,45 @@ def test_a_loader_ends_with_its_rank_and_not_before():
         assert (is_running(loader), is_running(control)) == (False, True)
     finally:
         os.kill(control, signal.SIGKILL)
+
+
+def get_sigterm() -> list[float]:
+    """SIGTERM to this worker and to its parent, the rank or a fork server; then a data set."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getppid(), signal.SIGTERM)
+    return [0.0]
+
+
+class GetsSigterm(list):
+    """A data set whose worker gets SIGTERM while it starts, when it unpickles this."""
+
+    def __reduce__(self) -> tuple:
+        return get_sigterm, ()
+
+
+def start_a_worker(rank: int, loader_class: type, start_method: str) -> tuple:
+    """What the rank gets of a worker that got SIGTERM, how often it did itself, what it blocks."""
+    signals = []
+    signal.signal(signal.SIGTERM, lambda *_: signals.append(rank))
+    multiprocessing.set_forkserver_preload(["torch", "pytest"])
+    module, name = _utils.signal_handling, "_set_worker_signal_handlers"
+    set_handlers = getattr(module, name)
+    how = {"multiprocessing_context": start_method, "worker_init_fn": launch.end_with_rank}
+    # A fork unpickles nothing, but calls this copy of what torch calls first in a worker.
+    with patch.object(module, name, lambda: (set_handlers(), get_sigterm())):
+        try:
+            answer = next(iter(loader_class(GetsSigterm([0.0]), num_workers=1, **how))).tolist()
+        except RuntimeError as error:
+            answer = str(error)
+    return answer, len(signals), signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_sigterm_does_not_kill_a_loader_that_is_starting(start_method):
+    """The control: a loader of torch that has the same init function, which then comes too late."""
+    [(answer, signals, blocked)] = run_on_ranks(1, start_a_worker, launch.RankLoader, start_method)
+    assert answer == [0.0]
+    assert signals == (start_method == "fork"), "the rank's own SIGTERM is not lost"
+    assert blocked == set()
+    [(answer, *_)] = run_on_ranks(1, start_a_worker, DataLoader, start_method)
+    assert "DataLoader worker" in answer
