@@ -40,6 +40,7 @@ gpu = int(os.environ["LOCAL_RANK"])
 device = torch.device("cuda", gpu)
 torch.cuda.set_device(device)
 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+copies = torch.cuda.Stream()
 torch.manual_seed(0)
 model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 2))
 model = nn.SyncBatchNorm.convert_sync_batchnorm(model.cuda(gpu))
@@ -51,7 +52,10 @@ for epoch in range(3):
     sampler.set_epoch(epoch)
     for x, y in DataLoader(data, 10 // dist.get_world_size(), sampler=sampler, pin_memory=True):
         begin.record()
-        x, y = x.to(device, non_blocking=True), y.cuda()
+        with torch.cuda.device(gpu), torch.cuda.stream(copies):
+            x, y = x.to(device, non_blocking=True), y.cuda()
+        torch.cuda.current_stream().wait_stream(copies)
+        x.record_stream(torch.cuda.current_stream())
         optimizer.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
             loss = nn.functional.cross_entropy(ddp(x), y, reduction="mean")

@@ -1,13 +1,17 @@
 """--cpu: a script written for GPUs runs on a laptop. CUDA calls become CPU calls, and nccl gloo."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch._dynamo  # it lists the functions of torch, so it must see them as they are
+import torch.cuda.nvtx
+import torch.cuda.profiler
 import torch.distributed as dist
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
@@ -15,26 +19,72 @@ from prove.watch.rank_run import wrap, wrap_everywhere
 from prove.watch.sync_batchnorm import convert_sync_batchnorm
 
 CPU = torch.device("cpu")
-CPU_PROPERTIES = SimpleNamespace(
-    name="CPU", total_memory=1, major=0, minor=0, multi_processor_count=1
-)
-CUDA_ANSWERS: dict[str, Any] = {  # what functions of torch.cuda return, whatever they are asked
-    "is_available": True, "is_initialized": False, "is_bf16_supported": True,
-    "current_device": 0, "get_device_name": "CPU", "memory_stats": defaultdict(int),
-    "get_device_properties": CPU_PROPERTIES, "synchronize": None, "set_device": None,
-    "empty_cache": None, "reset_peak_memory_stats": None,
-    "manual_seed": None, "manual_seed_all": None,
-    "memory_allocated": 0, "memory_reserved": 0,
-    "max_memory_allocated": 0, "max_memory_reserved": 0,
-}  # fmt: skip
-ACCELERATOR_ANSWERS = {
-    "is_available": True, "synchronize": None, "current_accelerator": CPU,
-    "current_device_index": 0, "set_device_index": None,
-}  # fmt: skip
 
 
 def always(answer: Any) -> Callable:
     return lambda *args, **kwargs: answer
+
+
+class Event:
+    """A torch.cuda.Event that has always happened already."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.record = self.wait = self.synchronize = always(None)
+        self.query, self.elapsed_time = always(True), always(1.0)  # ms
+
+
+class Stream(nullcontext):
+    """A torch.cuda.Stream whose work is always done already."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(self)
+        self.wait_stream = self.wait_event = self.synchronize = always(None)
+        self.query, self.record_event = always(True), lambda event=None: event or Event()
+
+
+GPU = SimpleNamespace(name="CPU", total_memory=1, major=8, minor=0, multi_processor_count=1)
+PROFILER = SimpleNamespace(cudaProfilerStart=always(0), cudaProfilerStop=always(0))
+CUDA, ACCELERATOR = (torch.cuda,), (torch.accelerator,)
+BOTH = (torch.cuda, torch.accelerator)
+# Which modules, what their functions return whatever they are asked, and the names of these. CUDA
+# graphs are not among them, as their replay must compute; what differs by the machine: install().
+ANSWERS: list[tuple[tuple, Any, tuple[str, ...]]] = [
+    (BOTH, None, ("synchronize", "set_stream", "empty_cache")),
+    (BOTH, None, ("reset_peak_memory_stats", "reset_accumulated_memory_stats")),
+    (BOTH, Stream(), ("current_stream",)),
+    (BOTH, defaultdict(int), ("memory_stats",)),
+    (BOTH, 0, ("memory_allocated", "max_memory_allocated")),
+    (BOTH, 0, ("memory_reserved", "max_memory_reserved")),
+    (ACCELERATOR, CPU, ("current_accelerator",)),
+    (ACCELERATOR, 0, ("current_device_index",)),
+    (ACCELERATOR, None, ("set_device_index",)),
+    (ACCELERATOR, nullcontext(), ("device_index",)),
+    (ACCELERATOR, (GPU.total_memory, GPU.total_memory), ("get_memory_info",)),
+    (CUDA, 0, ("current_device",)),
+    (CUDA, nullcontext(), ("device", "device_of", "stream", "StreamContext")),
+    (CUDA, Stream(), ("default_stream",)),
+    (CUDA, GPU.name, ("get_device_name",)),
+    (CUDA, GPU, ("get_device_properties",)),
+    (CUDA, (GPU.major, GPU.minor), ("get_device_capability",)),
+    (CUDA, (GPU.total_memory, GPU.total_memory), ("mem_get_info",)),  # free, and in all
+    (CUDA, True, ("is_bf16_supported", "is_tf32_supported")),
+    (CUDA, False, ("is_initialized", "is_current_stream_capturing", "can_device_access_peer")),
+    (CUDA, None, ("init", "set_device", "ipc_collect", "check_error", "set_sync_debug_mode")),
+    (CUDA, None, ("manual_seed", "manual_seed_all", "seed", "seed_all")),
+    (CUDA, None, ("reset_max_memory_allocated", "reset_max_memory_cached")),
+    (CUDA, None, ("set_per_process_memory_fraction",)),
+    (CUDA, 1.0, ("get_per_process_memory_fraction",)),
+    (CUDA, 0, ("memory_cached", "max_memory_cached", "device_memory_used", "memory_usage")),
+    (CUDA, 0, ("get_sync_debug_mode", "utilization", "temperature", "power_draw", "clock_rate")),
+    (CUDA, "", ("memory_summary", "list_gpu_processes", "get_gencode_flags")),
+    (CUDA, [], ("memory_snapshot", "get_arch_list")),
+    (CUDA, PROFILER, ("cudart",)),
+    ((torch.cuda.profiler,), None, ("start", "stop")),
+    ((torch.cuda.memory,), None, ("_record_memory_history", "_dump_snapshot")),
+    ((torch.cuda.nvtx,), 0, ("range_push", "range_pop", "range_start")),
+    ((torch.cuda.nvtx,), None, ("range_end", "mark")),
+    ((torch.Tensor,), None, ("record_stream",)),
+]
 
 
 def is_gpu(device: Any) -> bool:
@@ -59,32 +109,54 @@ class OnCPU(TorchFunctionMode):
         args = tuple(CPU if is_gpu(argument) else argument for argument in args)
         if is_gpu(kwargs.get("device")) or type(kwargs.get("device")) is int:
             kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
         return function(*args, **kwargs)
 
 
-class Event:
-    """A torch.cuda.Event that has always happened already."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.record = self.wait = self.synchronize = always(None)
-        self.query, self.elapsed_time = always(True), always(1.0)  # ms
+def set_rng_state_all(states: Iterable[Tensor]) -> None:
+    torch.set_rng_state(next(iter(states)))
 
 
 def install(gpus: int) -> None:
-    answers: list[tuple] = [(torch.cuda, name, answer) for name, answer in CUDA_ANSWERS.items()]
-    answers += [(torch.cuda, "device_count", gpus), (torch.accelerator, "device_count", gpus)]
-    answers += [(torch.accelerator, name, answer) for name, answer in ACCELERATOR_ANSWERS.items()]
+    """From now on, torch sees so many GPUs, and uses the CPU in their place."""
+    answers = [(owner, name, answer) for owners, answer, names in ANSWERS
+               for owner in owners for name in names]  # fmt: skip
+    answers += [(owner, "device_count", gpus) for owner in BOTH]
+    answers += [(owner, "is_available", gpus > 0) for owner in BOTH]
     answers += [(torch.optim.Optimizer, "_accelerator_graph_capture_health_check", None)]
     for owner, name, answer in answers:
         setattr(owner, name, always(answer))
-    torch.cuda.Event = Event  # type: ignore[assignment,misc]
+    for name in dir(torch.cuda):
+        if name.endswith("Tensor"):  # FloatTensor and the others
+            setattr(torch.cuda, name, getattr(torch, name))
+    replaced = {  # the random numbers are those of the CPU
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "get_rng_state_all": lambda: [torch.get_rng_state()] * gpus,
+        "set_rng_state_all": set_rng_state_all,
+        "initial_seed": torch.initial_seed,
+        "make_graphed_callables": lambda callables, *args, **kwargs: callables,
+        "Event": Event,
+        "Stream": Stream,
+    }
+    for name, function in replaced.items():
+        setattr(torch.cuda, name, function)
     torch.nn.SyncBatchNorm.convert_sync_batchnorm = staticmethod(  # type: ignore[method-assign]
         lambda module, process_group=None: convert_sync_batchnorm(module)
     )
 
+    @wrap(torch.random, "fork_rng")
+    def fork_rng(original: Callable, devices: Any = None, enabled: bool = True, **more: Any) -> Any:
+        return original((), enabled)  # the CPU's generator is always among them
+
     @wrap(torch.nn.Module, "cuda")
     def cuda(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
         return self
+
+    @wrap(torch.nn.DataParallel, "__init__")
+    def one_replica(original: Callable, self: Any, module: Any, *args: Any, **more: Any) -> None:
+        torch.nn.Module.__init__(self)
+        self.module, self.device_ids = module, []  # as on a machine that has no GPU
 
     @wrap(torch, "load")
     def load(original: Callable, *args: Any, **kwargs: Any) -> Any:
