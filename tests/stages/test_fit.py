@@ -100,6 +100,13 @@ def test_what_fits_is_told_to_the_last_sample():
     assert "or more" in output_of("01", "fit", "--memory-limit=9999GiB")
 
 
+def test_without_a_limit_it_is_all_that_the_gpu_has_whatever_is_free_now(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5 * MIB, 16 * MIB))  # free, total
+    free, total = (output_of("01", "fit", f"--memory-limit={size}MiB") for size in (5, 16))
+    assert output_of("01", "fit") == total != free
+
+
 def test_c41_if_a_batch_of_1_does_not_fit_data_parallelism_cannot_help():
     """And the control, with a little more memory: one sample fits."""
     needed, _ = peak.rehearsed_peak(peak.Plan("net", 28, "adam"), 1)
