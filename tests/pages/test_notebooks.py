@@ -70,7 +70,7 @@ def test_a_notebook_runs_again_and_shows_the_same(path):
 
 def test_the_notebook_for_two_gpus_trains_on_two_cpu_ranks_where_there_is_no_gpu():
     if torch.cuda.is_available():
-        pytest.skip("here are GPUs: it would run `make gpu` for half an hour")
+        pytest.skip("here are GPUs: it would run `make gpu` for ten minutes")
     made = execute.read(execute.ROOT / "notebooks" / "two_gpus.ipynb")
     shown = [execute.text_of(cell) for cell in made.cells]
     folder = {"metadata": {"path": str(execute.ROOT / "notebooks")}}
