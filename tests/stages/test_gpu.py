@@ -29,7 +29,8 @@ def start(key: str, ranks: int, folder, *flags: str) -> tuple[Run, str]:
 
 
 RUNS_ON_GPUS = ["01 1", "02 1", "03 2", "04 1", "04 2", "05 1 --amp=bf16", "05 2"]
-RUNS_ON_GPUS += ["05 2 --amp=bf16", "survive 2 --amp=fp16 --clip-norm=1 --accumulate=2"]
+RUNS_ON_GPUS += ["05 2 --amp=bf16", "survive 1"]  # one rank has its own GPU: nccl beside gloo
+RUNS_ON_GPUS += ["survive 2 --amp=fp16 --clip-norm=1 --accumulate=2"]
 RUNS_ON_GPUS += [f"03 {GPUS} --backend=nccl --batch-size={60 * GPUS}"] * (GPUS > 1)
 
 
