@@ -1,4 +1,4 @@
-"""The folder of a run: one run at a time writes into it, and a full disk ends it in one line."""
+"""The folder of a run: one run at a time writes into it, and no line of a log is ever lost."""
 
 import fcntl
 import json
@@ -6,10 +6,10 @@ import os
 import socket
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from common.options import UsageError
 
@@ -28,8 +28,38 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 
 def append(path: Path, lines: Iterable[str]) -> None:
-    with writing_to(path.parent), path.open("a") as file:
-        file.writelines(lines)
+    """Add lines to a log, of which a crash may have cut the last one."""
+    with writing_to(path.parent), path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                file.write(b"\n")
+        file.write("".join(lines).encode())
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl in their order, one for each step; a run may be writing just now.
+
+    A resumed run takes some steps again. So a line replaces those before it that are of its step or
+    of a later one. What a crash has damaged is left out.
+    """
+    file = folder / "metrics.jsonl"
+    lines: list[dict[str, Any]] = []
+    for text in file.read_text(errors="replace").splitlines() if file.exists() else ():
+        if line := parse_line(text):
+            while lines and lines[-1]["step"] >= line["step"]:
+                lines.pop()
+            lines.append(line)
+    return lines
+
+
+def parse_line(text: str) -> dict[str, Any] | None:
+    """A line of metrics.jsonl, or None if it is damaged."""
+    with suppress(ValueError):
+        line = json.loads(text)
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            return line
+    return None
 
 
 def replace(path: Path, content: bytes | memoryview) -> None:
@@ -44,14 +74,18 @@ def replace(path: Path, content: bytes | memoryview) -> None:
 
 
 def open_run_folder(args: Namespace, step: int) -> None:
-    """Lock --run-dir, and keep the steps of a run that this one resumes, or set its files aside."""
+    """Lock --run-dir, and set aside the files of a run that this one does not resume.
+
+    step: the last one of the checkpoint that was loaded; 0 without one, even for `--resume auto`.
+    """
     folder = args.run_dir
     with writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock(folder)
-        if args.resume == "auto" or (args.resume and folder.samefile(Path(args.resume).parent)):
-            keep_steps(folder / "metrics.jsonl", step)
-        else:
+        of_this_folder = step and (
+            args.resume == "auto" or folder.samefile(Path(args.resume).parent)
+        )
+        if not of_this_folder:
             set_aside(folder)
 
 
@@ -72,22 +106,6 @@ def lock(folder: Path) -> None:
     file.flush()
     for unfinished in folder.glob("*.*.tmp"):  # of a process that was killed
         unfinished.unlink()
-
-
-def keep_steps(metrics: Path, last: int) -> None:
-    """Keep the lines up to this step, that of the checkpoint. A crash may have damaged some."""
-    lines = metrics.read_text(errors="replace").splitlines() if metrics.exists() else []
-    good_lines, damaged = [], 0
-    for line in lines:
-        try:
-            if json.loads(line)["step"] <= last:
-                good_lines.append(f"{line}\n")
-        except (ValueError, TypeError, LookupError):
-            damaged += 1
-    if damaged:
-        print(f"{metrics}: left out {damaged} damaged line{'s' * (damaged > 1)}")
-    if lines:
-        replace(metrics, "".join(good_lines).encode())
 
 
 def set_aside(folder: Path) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.variants import command_of
 from common.chapters import ROOT
+from common.run_folder import read_metrics
 from shm.cores import pin
 
 MANY = 10**6  # epochs: more than anybody waits for
@@ -49,13 +50,6 @@ def start(command: Sequence[str], folder: Path, env: dict[str, str]) -> subproce
     )
 
 
-def metrics_in(folder: Path) -> list[dict[str, Any]]:
-    """Of a run that may be writing just now: its whole lines."""
-    file = folder / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
 def run_command(command: Sequence[str], folder: Path, threads: int, show: bool) -> StageRun:
     """Run it until it ends. SystemExit with its status if that is not 0. threads: of each rank."""
     process = start(command, folder, {"OMP_NUM_THREADS": str(threads)})
@@ -68,7 +62,7 @@ def run_command(command: Sequence[str], folder: Path, threads: int, show: bool) 
     if process.wait():
         print("" if show else "".join(output), end="", file=sys.stderr)
         raise SystemExit(process.returncode)
-    return StageRun(json.loads((folder / "summary.json").read_text()), metrics_in(folder))
+    return StageRun(json.loads((folder / "summary.json").read_text()), read_metrics(folder))
 
 
 def run_quietly(key: str, ranks: int, device: str, *flags: str, threads: int = 1) -> StageRun:
@@ -121,7 +115,7 @@ def steps_of_all(running: Sequence[Any], folders: Sequence[Path], steps: int) ->
             if process.poll() is not None:
                 print(process.communicate()[0], end="", file=sys.stderr)
                 raise SystemExit(process.returncode)
-        metrics = [metrics_in(folder) for folder in folders]
+        metrics = [read_metrics(folder) for folder in folders]
         if not first_epochs and all(metrics):  # the epoch after the last line is under way
             first_epochs = [lines[-1]["epoch"] + 2 for lines in metrics]
         seconds = [

@@ -170,13 +170,15 @@ class Trains:
     """In place of a process: at each look at it, it writes the next of these epochs."""
 
     def __init__(self, folder, *epochs):
-        self.folder, self.epochs = folder, list(epochs)
+        self.folder, self.epochs, self.step = folder, list(epochs), 0
         folder.mkdir()
 
     def poll(self):
         for number, seconds in self.epochs.pop(0):
+            self.step += 1
+            line = {"epoch": number, "step": self.step, "seconds": seconds}
             with (self.folder / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps({"epoch": number, "seconds": seconds}) + "\n")
+                file.write(json.dumps(line) + "\n")
 
 
 def test_the_ceiling_counts_only_steps_during_which_all_processes_train(tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ from PIL import Image
 from common.chapters import ROOT
 from common.data import load_dataset
 from common.options import make_parser
+from common.run_folder import read_metrics
 from helpers.local_ranks import run_on_ranks
 from helpers.machine import scratch_folder
 from helpers.stage_files import LESSON_FOLDERS, Change, fresh_module
@@ -108,7 +109,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict]:
-        return [json.loads(x) for x in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return read_metrics(self.folder)
 
     @property
     def losses(self) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.options import UsageError
-from common.run_folder import keep_steps, lock, replace, set_aside
+from common.run_folder import append, lock, read_metrics, replace, set_aside
 from helpers.local_ranks import launch_script, process_context, run_script
 from helpers.machine import is_running
 from helpers.refusals import SCRIPTS, assert_one_line
@@ -82,39 +83,118 @@ def test_a_disk_without_locks_needs_none(tmp_path, monkeypatch):
     lock(tmp_path)
 
 
-GOOD = [json.dumps({"step": step}) for step in (1, 2, 3)]
+# The log
+
+
 DAMAGED = {
-    "cut off": '{"epoch": 1, "st',
-    "never written before a power cut": "\0" * 50,
-    "no step": "{}",
-    "no object": "17",
-    "another step": '{"step": "one"}',
+    "cut off": b'{"epoch": 1, "st',
+    "never written before a power cut": bytes(50),
+    "no text": b"\xff\n",
+    "no step": b"{}\n",
+    "no object": b"17",
+    "another step": b'{"step": "one"}',
 }
 
 
-@pytest.mark.parametrize("line", DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_line_is_left_out_of_a_resumed_runs_metrics_which_says_so_once(
-    line, tmp_path, capsys
-):
-    """The control is a good line."""
+def metrics_lines(*steps: int) -> list[str]:
+    return [f'{{"step": {step}}}\n' for step in steps]
+
+
+@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_line_is_left_out_and_takes_no_other_with_it(damage, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
-    for damaged in (line, GOOD[0]):
-        metrics.write_text("\n".join([GOOD[0], damaged, *GOOD[1:]]))
-        keep_steps(metrics, last=2)
-        kept = metrics.read_text().splitlines()
-        assert kept == [GOOD[0], *[GOOD[0]] * (damaged == GOOD[0]), GOOD[1]]
-    assert capsys.readouterr().out == f"{metrics}: left out 1 damaged line\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    for first in ((), (1, 2)):
+        metrics.unlink(missing_ok=True)
+        append(metrics, metrics_lines(*first))
+        with metrics.open("ab") as file:
+            file.write(damage)
+        append(metrics, metrics_lines(3, 4))
+        append(metrics, metrics_lines(5))
+        assert read_metrics(tmp_path) == [{"step": step} for step in (*first, 3, 4, 5)]
 
 
-def test_a_run_with_a_damaged_log_resumes(tmp_path):
-    part = train("01", 1, *FIVE_STEPS, folder=tmp_path)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write("{}\n\0\0\0")
-    run = train("01", 1, *FIVE_STEPS, "--epochs=2", "--resume=auto", folder=tmp_path)
-    assert f"{tmp_path / 'metrics.jsonl'}: left out 2 damaged lines\n" in run.output
-    assert [line["step"] for line in run.metrics] == list(range(1, 11))
-    assert part.output.startswith("global batch")
+def test_a_run_that_is_writing_has_the_lines_that_are_whole(tmp_path):
+    assert read_metrics(tmp_path) == [], "it has not begun"
+    text = "".join(metrics_lines(1, 2))
+    for size in range(len(text) + 1):
+        (tmp_path / "metrics.jsonl").write_text(text[:size])
+        assert len(read_metrics(tmp_path)) == text[:size].count("}")
+
+
+def test_of_the_lines_of_a_step_the_last_one_counts_and_those_it_goes_back_behind_do_not(tmp_path):
+    """A run of 6 steps was resumed after its step 3, took two steps, and was resumed once more."""
+    steps = (1, 2, 3, 4, 5, 6, 4, 5, 6, 7)
+    lines = [{"step": step, "line": number} for number, step in enumerate(steps)]
+    append(tmp_path / "metrics.jsonl", [f"{json.dumps(line)}\n" for line in lines])
+    assert read_metrics(tmp_path) == [*lines[:3], *lines[6:]]
+    append(tmp_path / "metrics.jsonl", metrics_lines(5))
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+@pytest.fixture
+def log(tmp_path):
+    """What the log of a run in this folder is, and that it has kept each of its bytes."""
+    seen = []
+
+    def grown(name: str = "metrics.jsonl") -> list[int]:
+        content = (tmp_path / name).read_bytes()
+        assert all(content.startswith(before) for before in seen)
+        seen.append(content)
+        return [line["step"] for line in read_metrics((tmp_path / name).parent)]
+
+    return grown
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}\n\0\0\0"])
+def test_resuming_only_adds_to_a_log(damage, tmp_path, log):
+    """Also one that a crash has damaged."""
+    train("01", 1, *FIVE_STEPS, folder=tmp_path)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(damage)
+    assert log() == list(range(1, 6))
+    train("01", 1, *FIVE_STEPS, "--epochs=2", "--resume=auto", folder=tmp_path)
+    assert log() == list(range(1, 11))
+
+
+def test_a_run_that_ends_before_it_saves_takes_nothing_from_the_log(tmp_path, log):
+    """From the checkpoint before, a loss of nan comes again; then the last one is resumed."""
+    flags = (*FIVE_STEPS, "--checkpoint-every-steps=3")
+    train("survive", 1, *flags, **FP32, folder=tmp_path)
+    assert log() == [1, 2, 3, 4, 5]
+    before = f"--resume={tmp_path / 'checkpoint.before.pt'}"
+    own_flags = (*flags, "--device=cpu", f"--run-dir={tmp_path}")
+    [(status, output)] = run_script(SCRIPTS["survive"], *own_flags, before, "--lr=1e30")
+    assert (status, "nan" in output) == (2, True), output
+    assert log() == [1, 2, 3, 4, 5]
+    run = train("survive", 1, *flags, "--epochs=2", "--resume=auto", **FP32, folder=tmp_path)
+    assert "step 5, saved by" in run.output
+    assert log() == list(range(1, 11))
+
+
+@pytest.mark.parametrize("key", ["01", "survive"])
+def test_a_run_that_is_killed_while_it_saves_resumes_from_the_checkpoint_before(key, tmp_path, log):
+    """Which is then the only one; a stage once began anew without a word."""
+    train("survive", 1, *FIVE_STEPS, "--epochs=2", **FP32, folder=tmp_path)
+    assert log() == list(range(1, 11))
+    (tmp_path / "checkpoint.pt").unlink()
+    run = train(key, 1, *FIVE_STEPS, "--epochs=3", "--resume=auto", **FP32, folder=tmp_path)
+    assert re.findall(r"epoch (\d)/3", run.output) == ["2", "3"]
+    assert log() == list(range(1, 16))
+    assert not (tmp_path / "old1").exists()
+
+
+@pytest.mark.parametrize("key", ["01", "survive"])
+def test_a_run_that_finds_nothing_to_resume_is_new_and_sets_the_old_log_aside(key, tmp_path, log):
+    train(key, 1, *FIVE_STEPS, "--epochs=2", **FP32, folder=tmp_path)
+    assert log() == list(range(1, 11))
+    for file in tmp_path.glob("checkpoint*"):
+        file.rename(tmp_path / f"my-{file.name}")
+    run = train(key, 1, *FIVE_STEPS, "--resume=auto", **FP32, folder=tmp_path)
+    assert log("old1/metrics.jsonl") == list(range(1, 11))
+    assert [line["step"] for line in run.metrics] == list(range(1, 6))
+
+
+# Old runs, and a full disk
 
 
 @pytest.mark.parametrize("key", ["01", "survive"])
