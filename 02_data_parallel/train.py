@@ -79,7 +79,7 @@ def main() -> None:
     sampler = RandomSampler(train_set, generator=torch.Generator())  # place 4: the batches
     loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **options)
     test_loader = DataLoader(test_set, args.batch_size, **options)  # place 2: the evaluation
-    recorder = Recorder(args, progress, optimizer, local_batch)
+    recorder = Recorder(args, progress, optimizer, len(train_set), local_batch)
     for epoch in range(progress.epoch, args.epochs):
         if progress.step >= args.max_steps:
             break

@@ -94,7 +94,7 @@ def train(rank: int, world_size: int, port: int, local_batch: int, args: Namespa
     options = loader_options(args)  # worker processes, pinned memory
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # place 2: no repeats
     test_loader = DataLoader(test_shard, local_batch, **options)
-    recorder = Recorder(args, progress, optimizer, local_batch, rank, world_size)
+    recorder = Recorder(args, progress, optimizer, len(train_set), local_batch, rank, world_size)
     for epoch in range(progress.epoch, args.epochs):
         if progress.step >= args.max_steps:
             break

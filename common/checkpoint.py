@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import zipfile
 from argparse import Namespace
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -26,21 +27,25 @@ def checkpoint_state(
 
 
 def save_checkpoint(recorder: Recorder, model: Module, optimizer: Optimizer, **more: Any) -> None:
-    """Write RUN-DIR/checkpoint.pt. model: the plain one, so that no name begins with `module.`"""
+    """Write RUN-DIR/checkpoint.pt, and only then print what the epoch has brought.
+
+    model: the plain one, so that no name begins with `module.`
+    """
     content = io.BytesIO()
     torch.save(checkpoint_state(recorder, model, optimizer, **more), content)
     try:
-        recorder.flush()  # first: after a kill in between, a resumed run drops some lines
+        recorder.flush()  # first: after a kill in between, a resumed run logs some steps again
     finally:  # if the disk is full, the checkpoint may fit all the same
         replace(recorder.args.run_dir / "checkpoint.pt", content.getbuffer())
+    recorder.print_epoch()
 
 
 def load_checkpoint(args: Namespace, model: Module, optimizer: Optimizer, **more: Any) -> Progress:
     """Load the file of --resume, if any; returns how far its run had come."""
     if args.resume is None:
         return Progress()
-    path = args.run_dir / "checkpoint.pt" if args.resume == "auto" else Path(args.resume)
-    if args.resume == "auto" and not path.exists():
+    path = newest_checkpoint(args.run_dir) if args.resume == "auto" else Path(args.resume)
+    if path is None:
         return Progress()
     progress, saved = read_checkpoint(path, args, model, optimizer, **more)
     if progress.epoch_step:
@@ -51,11 +56,23 @@ def load_checkpoint(args: Namespace, model: Module, optimizer: Optimizer, **more
     return progress
 
 
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The one that `--resume auto` means. A kill may leave only the one that survive keeps."""
+    paths = (folder / "checkpoint.pt", folder / "checkpoint.before.pt")
+    return next((path for path in paths if path.exists()), None)
+
+
 def read_checkpoint(
     path: Path, args: Namespace, model: Module, optimizer: Optimizer, **more: Any
 ) -> tuple[Progress, dict]:
     """Load the file into model, optimizer and the others; returns how far, and of which run."""
-    try:  # weights_only: a pickled object could run any code while it is being loaded
+    if not path.is_file():  # or it is a device, which may have no end
+        raise UsageError(f"cannot load {path} (no such file): use one that a stage saved")
+    try:
+        with zipfile.ZipFile(path) as parts:  # which torch.save writes, with checksums
+            if damaged := parts.testzip():  # torch.load does not compare them
+                raise zipfile.BadZipFile(f"{damaged} is damaged")
+        # weights_only: a pickled object could run any code while it is being loaded
         state = dict(torch.load(path, map_location="cpu", weights_only=True))
         for flag in ("model", "dataset"):
             if state["summary"][flag] != getattr(args, flag):
@@ -77,8 +94,9 @@ def read_checkpoint(
         raise UsageError(
             f"{path} is not a checkpoint: expected only tensors and plain values"
         ) from error
-    except (OSError, RuntimeError, TypeError, ValueError, LookupError, EOFError) as error:
-        raise UsageError(f"cannot load {path} ({error}): use one that a stage saved") from error
+    except Exception as error:  # whatever a damaged or foreign file makes zipfile and torch raise
+        why = f"{type(error).__name__}: {error}"
+        raise UsageError(f"cannot load {path} ({why}): use one that a stage saved") from error
     for group in optimizer.param_groups:  # the flags of this call win
         flags = ("lr", "momentum", "weight_decay")  # AdamW has no momentum
         group.update({flag: getattr(args, flag) for flag in flags if flag in group})

@@ -27,7 +27,8 @@ def exit_on(*errors: type[Exception]) -> Iterator[None]:
     except errors as error:
         text = str(error).rpartition("UsageError: ")[2]  # a loader's worker sends a whole traceback
         line = " ".join(["error:", *text.split()])
-        sys.stderr.write(f"{line}\n")  # in one piece, because other ranks may write at once
+        with suppress(OSError):  # a closed pipe, for example
+            sys.stderr.write(f"{line}\n")  # in one piece, because other ranks may write at once
         raise SystemExit(2) from None
 
 

@@ -1,9 +1,12 @@
 """What a run writes: one line per step, one summary, and its output."""
 
 import json
+import os
 import statistics
+import sys
 import time
 from argparse import Namespace
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -12,7 +15,26 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from common.options import UsageError
 from common.run_folder import append, open_run_folder, replace
+
+
+def say(line: str) -> None:
+    """Print a line, with numbers for the characters that stdout cannot encode.
+
+    If its disk is full, stderr says so once, and the run goes on. If it is a pipe that nobody reads
+    any more, as after `| head -1`, the run ends with UsageError; so save first.
+    """
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    try:
+        print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit fails, too
+        if isinstance(error, BrokenPipeError):
+            cure = "send it to a file, and continue with --resume auto"
+            raise UsageError(f"nobody reads the output any more: {cure}") from error
+        with suppress(OSError):  # stderr may be on the same disk
+            sys.stderr.write(f"cannot print ({error}): the run goes on, and writes its files\n")
 
 
 @dataclass
@@ -33,6 +55,7 @@ class Recorder:
         args: Namespace,
         progress: Progress,
         optimizer: Optimizer,
+        train_samples: int,
         local_batch: int,
         rank: int = 0,
         world_size: int = 1,
@@ -42,14 +65,16 @@ class Recorder:
         self.seconds: list[float] = []  # how long each step took
         self.rates: list[float] = []  # the learning rate of each step
         self.lines: list[str] = []  # of metrics.jsonl, not yet written
+        self.epoch_line = ""  # for stdout, not yet printed
         self.ticks: list[Any] = []  # the start of an epoch, and the end of each step
         keys = ("stage", "dataset", "model", "epochs", "seed", "device")
         self.summary = {key: getattr(args, key) for key in keys} | {"world_size": world_size}
+        self.summary |= {"train_samples": train_samples}
         self.summary |= {"global_batch": args.batch_size, "local_batch": local_batch}
         if not self.is_rank_zero:
             return
         open_run_folder(args, progress.step)
-        print(f"global batch {args.batch_size} = {args.batch_size // local_batch} × {local_batch}")
+        say(f"global batch {args.batch_size} = {args.batch_size // local_batch} × {local_batch}")
 
     def start_epoch(self, steps: int) -> None:
         """steps: of a whole epoch; a resumed run has done some of them before."""
@@ -98,7 +123,7 @@ class Recorder:
         self.lines = []
 
     def end_epoch(self, epoch: int, losses: Tensor, test_loss: float, accuracy: float) -> None:
-        """Prepare one line per step, print one per epoch."""
+        """Prepare one line per step for `flush`, and one per epoch for `print_epoch`."""
         self.write(epoch, losses)
         mean = statistics.fmean(self.progress.losses)
         self.summary |= {"train_loss": mean, "test_loss": test_loss, "test_accuracy": accuracy}
@@ -106,11 +131,16 @@ class Recorder:
             self.progress.losses = []
         if self.is_rank_zero:
             speed = self.args.batch_size / statistics.median(self.seconds[-len(losses) :])
-            print(
+            self.epoch_line = (
                 f"epoch {epoch + 1}/{self.args.epochs}  loss {mean:.4f}  test loss {test_loss:.4f}"
-                f"  test accuracy {accuracy:.2%}  {speed:,.0f} samples/s",
-                flush=True,
+                f"  test accuracy {accuracy:.2%}  {speed:,.0f} samples/s"
             )
+
+    def print_epoch(self) -> None:
+        """Print the epoch that has ended. Call it after the save, because `say` may raise."""
+        if self.epoch_line:
+            say(self.epoch_line)
+        self.epoch_line = ""
 
     def finish(self) -> None:
         """Write the summary."""
@@ -118,7 +148,7 @@ class Recorder:
             return
         if not self.seconds:
             done = f"nothing to train: step {self.progress.step} is done"
-            print(f"{done}; try more --epochs or --max-steps")
+            say(f"{done}; try more --epochs or --max-steps")
             return
         steps = sorted(self.seconds[5:] or self.seconds)  # the first steps allocate memory
         low, median, high = (1000 * steps[len(steps) * k // 4] for k in (1, 2, 3))  # ms
@@ -131,4 +161,4 @@ class Recorder:
         }
         text = json.dumps(self.summary, indent=2) + "\n"
         replace(self.args.run_dir / "summary.json", text.encode())
-        print(f"wrote metrics.jsonl, summary.json and checkpoint.pt to {self.args.run_dir}")
+        say(f"wrote metrics.jsonl, summary.json and checkpoint.pt to {self.args.run_dir}")

@@ -161,7 +161,8 @@ def main() -> None:
     training = shard(args, model)  # rank 0's weights now, mean gradients in each backward
     full_state = training.model_state, training.optimizer_state
     progress = load_checkpoint(args, *full_state)
-    recorder = Recorder(args, progress, training.optimizer, local_batch, rank, world_size)
+    samples = len(train_set)
+    recorder = Recorder(args, progress, training.optimizer, samples, local_batch, rank, world_size)
 
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # place 4: no repeats
     loader = DataLoader(train_set, local_batch, sampler=sampler, drop_last=True, **options)

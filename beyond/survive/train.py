@@ -24,7 +24,7 @@ from common.checkpoint import checkpoint_state, read_checkpoint
 from common.data import ImageSet, load_dataset, loader_options, local_batch_size
 from common.models import build_model
 from common.options import UsageError, exit_on, float_at_least, int_at_least, make_parser
-from common.record import Progress, Recorder
+from common.record import Progress, Recorder, say
 from launch import LaunchError, RankLoader, join_process_group, read_launcher
 from watchdog import Watchdog
 
@@ -61,14 +61,24 @@ def find_checkpoint(args: Namespace, agreement: Agreement) -> Path | None:
 
 
 def resume(
-    args: Namespace, path: Path, model: nn.Module, optimizer: SGD, scaler: torch.amp.GradScaler
+    args: Namespace,
+    path: Path,
+    samples: int,
+    model: nn.Module,
+    optimizer: SGD,
+    scaler: torch.amp.GradScaler,
 ) -> tuple[Progress, int]:
-    """Load this checkpoint; returns how far its run had come, and on how many ranks."""
+    """Load this checkpoint; returns how far its run had come, and on how many ranks.
+
+    samples: of the training set.
+    """
     progress, saved = read_checkpoint(path, args, model, optimizer, scaler=scaler)
-    stage, *order = [saved[key] for key in ("stage", "seed", "global_batch")]
-    if progress.epoch_step and order != [args.seed, args.batch_size]:
-        why = f"ends inside an epoch of {stage} with --seed {order[0]} --batch-size {order[1]}"
-        raise durable.CheckpointError(f"{path} {why}: use the same")
+    stage, seed, batch = [saved[key] for key in ("stage", "seed", "global_batch")]
+    count = saved.get("train_samples", samples)  # an older file does not say
+    if progress.epoch_step and (seed, batch, count) != (args.seed, args.batch_size, samples):
+        why = f"ends inside an epoch of {stage} over {count} samples (here: {samples})"
+        flags = f"--seed {seed} --batch-size {batch}"
+        raise durable.CheckpointError(f"{path} {why} with {flags}: use the same")
     return progress, saved["world_size"]
 
 
@@ -171,13 +181,13 @@ def prepare(
             model = sync_batchnorm.convert_sync_batchnorm(model)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-    progress, ranks = Progress(), 0
+    progress, ranks, samples = Progress(), 0, len(train_set)
     if path:
-        progress, ranks = resume(args, path, model, optimizer, scaler)
+        progress, ranks = resume(args, path, samples, model, optimizer, scaler)
     local_batch = args.accumulate * micro_batch
-    recorder = Recorder(args, progress, optimizer, local_batch, rank, world_size)
+    recorder = Recorder(args, progress, optimizer, samples, local_batch, rank, world_size)
     if rank == 0 and path:
-        print(f"resuming from {path}: step {progress.step}, saved by {ranks} ranks")
+        say(f"resuming from {path}: step {progress.step}, saved by {ranks} ranks")
     return PreparedRun(train_set, test_set, local_batch, model, optimizer, scaler, recorder)
 
 
@@ -192,16 +202,17 @@ def wrap_in_ddp(model: nn.Module, image: Tensor) -> DistributedDataParallel:
 
 
 def save(path: Path, run: PreparedRun, agreement: Agreement) -> None:
-    """Save metrics and a checkpoint; all ranks end if rank 0 cannot."""
+    """Save metrics and a checkpoint, then print; all ranks end if rank 0 cannot."""
     with agreement.fail_together():
         if agreement.rank != 0:  # one writer; a collective here would wait for the others forever
             return
         try:
-            run.recorder.flush()  # first: after a kill in between, a resumed run drops some lines
+            run.recorder.flush()  # first: after a kill in between, a resumed run logs steps again
         finally:  # if the disk is full, the checkpoint may fit all the same
             with durable.replacing(path) as file:
                 state = checkpoint_state(run.recorder, run.model, run.optimizer, scaler=run.scaler)
                 torch.save(state, file)
+        run.recorder.print_epoch()
 
 
 def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog: Watchdog) -> None:
@@ -237,7 +248,7 @@ def train(args: Namespace, device: torch.device, agreement: Agreement, watchdog:
             recorder.write(epoch, losses)
         save(path, run, agreement)
         if agreement.stopped and progress.epoch < args.epochs:
-            print(f"rank {rank} stops after step {progress.step}: --resume auto continues")
+            say(f"rank {rank} stops after step {progress.step}: --resume auto continues")
             return
     with agreement.fail_together():
         recorder.finish()

@@ -1,6 +1,7 @@
 """beyond/survive/train.py: a run resumes from any step with the same bits, whatever is damaged."""
 
 import re
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from common.chapters import ROOT
 from common.data import load_dataset
 from common.options import make_parser
+from common.run_folder import read_metrics
 from helpers.local_ranks import launcher_variables, run_on_ranks, run_script
 from helpers.machine import free_port
 from helpers.refusals import assert_one_line, refusal
@@ -140,8 +142,39 @@ def test_the_rest_of_an_epoch_needs_its_order(key, flag):
     before = metrics.read_text()
     flags = (f"--run-dir={part.folder}", flag)
     line = refusal("survive", *flags, f"--resume={path}")
-    assert_one_line(line, f"inside an epoch of {key}", "--seed 1234 --batch-size 120: use the same")
+    words = "over 1500 samples (here: 1500) with --seed 1234 --batch-size 120: use the same"
+    assert_one_line(line, f"inside an epoch of {key}", words)
     assert metrics.read_text() == before, "nothing is lost"
+
+
+@pytest.mark.parametrize(("key", "ranks"), [("01", 1), ("03", 2), ("survive", 2)])
+@pytest.mark.parametrize(("more", "less"), [(1, 0), (0, 4)])
+def test_the_rest_of_an_epoch_needs_its_data(more, less, key, ranks, tmp_path):
+    """Of 12 pictures, one is added or some are missing: no sample may come twice in an epoch."""
+    flags = (*random_pictures(tmp_path), "--batch-size=2")
+    part = train(key, ranks, *flags, "--max-steps=3", **FP32)
+    pictures = sorted((tmp_path / "train").rglob("*.png"))
+    for number in range(more):
+        shutil.copy(pictures[0], pictures[0].with_name(f"more{number}.png"))
+    for picture in pictures[:less]:
+        picture.unlink()
+    resume = (*flags, f"--resume={part.folder / 'checkpoint.pt'}")
+    words = f"epoch of {part.summary['stage']} over 12 samples (here: {12 + more - less}) with"
+    assert_one_line(refusal("survive", *resume), words, ": use the same")
+
+
+def test_a_whole_epoch_or_an_older_file_resumes_with_other_data(tmp_path):
+    """An older file does not say how many samples there were."""
+    flags = (*random_pictures(tmp_path), "--batch-size=2")
+    runs = [train("survive", 1, *flags, f"--max-steps={steps}", **FP32) for steps in (3, 6)]
+    old = runs[0].checkpoint
+    del old["summary"]["train_samples"]
+    torch.save(old, runs[0].folder / "checkpoint.pt")
+    picture = next((tmp_path / "train").rglob("*.png"))
+    shutil.copy(picture, picture.with_name("more.png"))
+    for run in runs:
+        more = ("--max-steps=7", "--epochs=2", "--resume=auto")
+        assert len(train("survive", 1, *flags, *more, **FP32, folder=run.folder).metrics) == 7
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing", "none"])
@@ -163,8 +196,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(damage, tmp_path):
     assert status == 0, output
     assert ("checkpoint.before.pt: step 2" in output) == (damage != "none")
     assert saved() == [5, 4 if damage == "none" else 2]
-    steps = re.findall(r'"step": (\d+)', (tmp_path / "metrics.jsonl").read_text())
-    assert steps == list("12345")
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
     [(status, output)] = run_script(*base, "--max-steps=5", "--resume=auto")
     assert (status, "nothing to train: step 5 is done" in output) == (0, True), output
     [(status, output)] = run_script(*base, "--lr=1e30")  # nan in the second step
