@@ -1,5 +1,6 @@
 """What every script does with GPUs, in a rehearsal: each rank takes its own, and puts all there."""
 
+import ast
 from unittest.mock import patch
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from common.chapters import ROOT
 from common.models import Net
 from helpers.rehearsal import (
     AMP,
@@ -87,3 +89,34 @@ def assert_evaluation_sends_each_batch_to_the_gpu(key: str) -> None:
             with pytest.raises(end) as raised:
                 evaluate(model, [batch], torch.device("cuda:0"))
         assert raised.type is end
+
+
+def lines_of(nodes: list[ast.stmt]) -> set[int]:
+    """The first line of each statement in these, but for texts, which do nothing."""
+    statements = [node for each in nodes for node in ast.walk(each) if isinstance(node, ast.stmt)]
+    return {
+        statement.lineno
+        for statement in statements
+        if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+    }
+
+
+def lines_not_for_gpus(script: str) -> set[int]:
+    """Lines that a right run on GPUs never reaches: a refusal, and what a CPU does instead."""
+    lines: set[int] = set()
+    for node in ast.walk(ast.parse((ROOT / script).read_text())):
+        if isinstance(node, ast.Raise):
+            lines |= lines_of([node])
+        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith(" == 'cpu'"):
+            lines |= lines_of(node.body)
+        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith(" == 'cuda'"):
+            lines |= lines_of(node.orelse)
+    return lines
+
+
+def lines_never_run(script: str, *flags: str, machines: tuple[int, ...]) -> set[int]:
+    """Of a script that is rehearsed on machines with so many GPUs."""
+    logs = [log for gpus in machines for log in rehearse(script, *flags, gpus=gpus)]
+    assert [log.error for log in logs] == [""] * len(logs)
+    statements = lines_of(ast.parse((ROOT / script).read_text()).body)
+    return statements - set().union(*(log.lines for log in logs))

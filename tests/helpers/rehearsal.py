@@ -1,17 +1,18 @@
 """A machine that seems to have GPUs: calls of CUDA become calls of the CPU, and are written down.
 
-A rehearsal shows which branches a script takes, and in which order it asks for what. It shows
-nothing of what a GPU computes, of its memory, of its streams and of nccl.
+A rehearsal shows which lines of a script run, and in which order it asks for what. It shows nothing
+of what a GPU computes, of its memory, of its streams, of nccl and of DataParallel's replicas.
 """
 
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
+from functools import cache
 from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
+from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ from helpers.machine import scratch_folder
 from helpers.stage_files import replace_once
 from helpers.train_stage import spawned_as
 
-TWO_STEPS = ("--device=cuda", "--epochs=1", "--max-steps=2", f"--data-dir={ROOT / 'data'}")
-SINGLE = "01_single_gpu/train.py"
+TWO_STEPS = ("--epochs=2", "--max-steps=2", f"--data-dir={ROOT / 'data'}")  # none in the second
+SINGLE, MINIMAL_SINGLE = "01_single_gpu/train.py", "01_single_gpu/minimal.py"
+REPLICAS = "02_data_parallel/train.py"
 BY_HAND = "03_ddp_manual_allreduce/train.py"
 DDP, MINIMAL = "04_ddp_torchrun/train.py", "04_ddp_torchrun/minimal.py"
 AMP = "05_amp_syncbn/train.py"
@@ -36,10 +38,13 @@ EXAMPLES = tuple(
     f"beyond/convert/examples/{name}_ddp.py"
     for name in ("contrastive", "gan", "language", "segmentation")
 )
+ONE_PROCESS = (SINGLE, MINIMAL_SINGLE, REPLICAS)
 FLAGS = {
     SINGLE: TWO_STEPS,
-    BY_HAND: (*TWO_STEPS, "--backend=nccl"),
-    DDP: TWO_STEPS,
+    MINIMAL_SINGLE: (),
+    REPLICAS: TWO_STEPS,
+    BY_HAND: (*TWO_STEPS, "--model=net-bn", "--backend=nccl"),
+    DDP: (*TWO_STEPS, "--model=net-bn"),
     MINIMAL: (),
     AMP: (*TWO_STEPS, "--model=net-bn", "--amp=fp16"),
     SURVIVE: (*TWO_STEPS, "--model=net-bn", "--amp=bf16", "--accumulate=2"),
@@ -56,6 +61,7 @@ class RankLog:
 
     calls: list[str] = field(default_factory=list)
     devices: list[int] = field(default_factory=list)
+    lines: set[int] = field(default_factory=set)  # of the script, those that have run
     error: str = ""
     output: str = ""
 
@@ -81,30 +87,62 @@ class NoteGpus(TorchFunctionMode):
         self.current = device if isinstance(device, int) else torch.device(device).index
         self.log.calls.append(f"set_device {self.current}")
 
+    @contextmanager
+    def device(self, number: int) -> Iterator[None]:
+        before, self.current = self.current, number
+        yield
+        self.current = before
+
+    def manual_seed(self, seed: int) -> None:
+        self.log.calls.append(f"seed {seed} on GPU {self.current}")
+
 
 def pretend_gpus(gpus: int, log: RankLog) -> None:
-    """From now on, this process sees that many GPUs."""
+    """From now on, this process sees that many GPUs, perhaps none."""
     import prove.watch.pretend_gpus
 
     prove.watch.pretend_gpus.install(gpus)
-    join = dist.init_process_group
+    join, one_replica = dist.init_process_group, torch.nn.DataParallel.__init__
 
     def init_process_group(backend: Any = None, *args: Any, device_id: Any = None, **more: Any):
         which = "" if device_id is None else f", device_id {torch.device(device_id).index}"
         log.calls.append(f"join {backend}{which}")
         join(backend, *args, **more)
 
+    def replicate(self: Any, module: Any, device_ids: Sequence[int]) -> None:
+        log.calls.append(f"replicas on GPUs {[*device_ids]}")
+        one_replica(self, module)
+
     notes = NoteGpus(log)
     notes.__enter__()
     dist.init_process_group = init_process_group
-    torch.cuda.set_device = notes.set_device
+    torch.nn.DataParallel.__init__ = replicate
+    torch.cuda.set_device, torch.cuda.device = notes.set_device, notes.device
+    torch.cuda.manual_seed = notes.manual_seed
     torch.cuda.current_device = lambda: notes.current
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"{shown}{device.index}")
 
 
+def run_and_note_lines(code: CodeType, names: dict[str, Any], lines: set[int]) -> None:
+    """Run a script's code; add to `lines` each line of its file that runs in this thread."""
+
+    def note(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename != code.co_filename:
+            return None
+        if event == "line":
+            lines.add(frame.f_lineno)
+        return note
+
+    sys.settrace(note)
+    try:
+        exec(code, names)
+    finally:
+        sys.settrace(None)
+
+
 def _rehearse(
-    rank: int, script: str, flags: tuple, gpus: int, envs: list, changes: tuple
+    rank: int, script: str, flags: tuple, gpus: int, envs: tuple, changes: tuple
 ) -> RankLog:
     path, log = ROOT / script, RankLog()
     if script == CONVERTED:
@@ -121,7 +159,8 @@ def _rehearse(
     code, out = compile(source, str(path), "exec"), StringIO()
     try:
         with spawned_as(rank), redirect_stdout(out):
-            exec(code, {"__name__": "__main__", "__file__": str(path)})
+            names = {"__name__": "__main__", "__file__": str(path)}
+            run_and_note_lines(code, names, log.lines)
     except SystemExit as end:
         log.error = f"exit status {end.code}"
     log.output = out.getvalue()
@@ -132,15 +171,22 @@ def rehearse(
     script: str,
     *more_flags: str,
     gpus: int,
-    ranks: int = 2,
+    ranks: int | None = None,
     envs: Sequence[dict[str, str]] = (),
     changes: tuple[tuple[str, str], ...] = (),
 ) -> list[RankLog]:
     """Run a script with its flags, and more, on ranks whose machines have that many GPUs.
 
+    ranks: default two, or one of a script that is one process.
     envs: for each rank, what its launcher says otherwise than torchrun on one machine.
     changes: texts of the script to replace.
+    The same rehearsal is made once, and only looked at.
     """
-    envs = envs or [{}] * ranks
-    flags = (*FLAGS[script], *more_flags)
-    return run_on_ranks(ranks, _rehearse, script, flags, gpus, envs, changes)
+    ranks = ranks or (1 if script in ONE_PROCESS else 2)
+    pairs = tuple(tuple(env.items()) for env in envs) or ((),) * ranks
+    return _rehearse_once(ranks, script, (*FLAGS[script], *more_flags), gpus, pairs, changes)
+
+
+@cache
+def _rehearse_once(ranks: int, *args: Any) -> list[RankLog]:
+    return run_on_ranks(ranks, _rehearse, *args)

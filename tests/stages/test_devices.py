@@ -6,6 +6,7 @@ whole. Those of the roads: beyond/test_beyond_devices.py.
 
 import pytest
 
+from common.chapters import ROOT
 from helpers.own_gpus import (
     SHOWN_ITS_OWN,
     assert_evaluation_sends_each_batch_to_the_gpu,
@@ -14,8 +15,20 @@ from helpers.own_gpus import (
     assert_own_gpus,
     assert_trains_on_own_gpus,
     assert_two_ranks_share_a_gpu,
+    lines_never_run,
+    lines_not_for_gpus,
 )
-from helpers.rehearsal import AMP, BY_HAND, DDP, MINIMAL, SINGLE, rehearse
+from helpers.rehearsal import (
+    AMP,
+    BY_HAND,
+    DDP,
+    MINIMAL,
+    MINIMAL_SINGLE,
+    REPLICAS,
+    SINGLE,
+    RankLog,
+    rehearse,
+)
 
 
 def with_local_ranks(*numbers: int) -> list[dict[str, str]]:
@@ -33,8 +46,34 @@ def test_the_smallest_script_uses_the_gpu_of_its_local_rank():
 
 
 def test_the_script_for_one_gpu_uses_gpu_0_and_joins_nothing():
-    [log] = rehearse(SINGLE, gpus=2, ranks=1)
-    assert (log.error, log.devices, log.calls) == ("", [0], [])
+    for script in (SINGLE, MINIMAL_SINGLE):
+        [log] = rehearse(script, gpus=2)
+        assert (log.error, log.devices, log.calls) == ("", [0], [])
+
+
+def assert_trains_replicas(log: RankLog, calls: set[str]) -> None:
+    """The whole batch goes to GPU 0, and no other GPU gets tensors but from DataParallel."""
+    assert (log.error, log.devices, {*log.calls}) == ("", [0], calls)
+    assert "epoch 1/2" in log.output, "it has trained"
+
+
+def test_02_asks_for_a_replica_on_each_gpu_and_gives_each_gpu_a_seed_of_its_own():
+    calls = {"replicas on GPUs [0, 1]", "seed 1234 on GPU 0", "seed 1235 on GPU 1"}
+    [log] = rehearse(REPLICAS, gpus=2)
+    assert_trains_replicas(log, calls)
+    for mistake in (
+        ("device(gpu)", "device(0)"),
+        (" * gpus + gpu", ""),
+        ("range(replicas)", "[0]"),
+    ):
+        [log] = rehearse(REPLICAS, gpus=2, changes=(mistake,))
+        with pytest.raises(AssertionError):
+            assert_trains_replicas(log, calls)
+
+
+def test_02_puts_its_replicas_on_the_one_gpu_that_there_is():
+    [log] = rehearse(REPLICAS, gpus=1)
+    assert_trains_replicas(log, {"set_device 0", "seed 1234 on GPU 0"})
 
 
 LINES_OF_DDP = {
@@ -102,3 +141,21 @@ def test_two_ranks_that_share_a_gpu_over_nccl_end_in_one_line(script):
 @pytest.mark.parametrize("key", ["01", "02", "03", "04", "05"])
 def test_evaluation_sends_each_batch_to_the_gpu(key):
     assert_evaluation_sends_each_batch_to_the_gpu(key)
+
+
+ON_MACHINES = dict.fromkeys((SINGLE, MINIMAL_SINGLE, BY_HAND, DDP, AMP, MINIMAL), (2,))
+ON_MACHINES[REPLICAS] = (1, 2)  # GPUs: with one, 02 has another branch than with several
+
+
+@pytest.mark.parametrize("script", ON_MACHINES)
+def test_each_line_of_a_script_but_refusals_and_the_cpus_branch_runs_on_gpus(script):
+    assert lines_never_run(script, machines=ON_MACHINES[script]) == lines_not_for_gpus(script)
+
+
+@pytest.mark.parametrize("script", [REPLICAS, BY_HAND, DDP, AMP, MINIMAL])
+def test_a_line_that_only_a_gpu_reaches_is_seen_not_to_run_without_one(script):
+    """The control of the test above."""
+    flags = ("--backend=gloo",) if script == BY_HAND else ()
+    unexpected = lines_never_run(script, *flags, machines=(0,)) - lines_not_for_gpus(script)
+    texts = (ROOT / script).read_text().splitlines()
+    assert any("torch.cuda." in texts[line - 1] for line in unexpected)
