@@ -1,7 +1,14 @@
-"""What a test needs of its machine: the mark `gpu`."""
+"""What a test needs of its machine: the mark `gpu`, and ranks that may use it."""
+
+import os
 
 import pytest
 import torch
+
+# On a GPU, a process that asked torch.cuda.is_available() must not fork, because CUDA starts in no
+# child of it. But a script asks when it reads its flags, and the tests then fork its ranks. So
+# is_available() looks in NVML, as device_count() does, and leaves CUDA alone.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

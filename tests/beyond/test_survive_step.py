@@ -12,7 +12,7 @@ from common.chapters import load_program
 from helpers import oracle
 from helpers.local_ranks import run_on_ranks
 from helpers.machine import scratch_folder
-from helpers.replayed_runs import REPLAYED_FLAGS, distances
+from helpers.replayed_runs import distances, replayed_flags
 from helpers.train_stage import FP32, ON_CPU, Run, load_stage, run_main, train, train_once
 
 CLIP = 0.5  # below the norm of nearly every step of these runs
@@ -25,7 +25,7 @@ def test_clipping_equals_that_of_one_process_on_the_whole_batch(ranks, amp, with
     clipped = distances("survive", ranks, flags, oracle.whole_batches, without, clip=CLIP)
     assert max(clipped) < 1e-10
     assert max(distances("survive", ranks, flags, oracle.whole_batches, without)) > 1e-3
-    first, *others = train_once("survive", ranks, *REPLAYED_FLAGS, *flags, without=without).states
+    first, *others = train_once("survive", ranks, *replayed_flags(), *flags, without=without).states
     assert all(torch.equal(first[name], other[name]) for other in others for name in first)
 
 

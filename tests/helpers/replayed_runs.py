@@ -10,15 +10,22 @@ from helpers import oracle
 from helpers.stage_files import Change
 from helpers.train_stage import few_digits, train_once
 
-REPLAYED_FLAGS = (
-    *("--model=net-bn", "--batch-size=60", "--epochs=3", "--max-steps=14", "--seed=7"),
-    *few_digits(),  # of which an epoch has 5 steps
-)
-TRAINING = oracle.Training(  # the same, as the oracle is told
-    batch=60, epochs=3, max_steps=14, seed=7, lr=0.02, momentum=0.9, data=few_digits()
-)
+SHORT_RUN = ("--model=net-bn", "--batch-size=60", "--epochs=3", "--max-steps=14", "--seed=7")
 
 replay_once = cache(oracle.replay)
+
+
+def replayed_flags() -> tuple[str, ...]:
+    """The flags of the short run; an epoch has 5 steps."""
+    return (*SHORT_RUN, *few_digits())
+
+
+def replayed_training(**options: Any) -> oracle.Training:
+    """The same, as the oracle is told. options: what is different."""
+    training = oracle.Training(
+        batch=60, epochs=3, max_steps=14, seed=7, lr=0.02, momentum=0.9, data=few_digits()
+    )
+    return replace(training, **options)
 
 
 def distances(
@@ -35,8 +42,8 @@ def distances(
     flags, options: what is different in this run, as the stage and as the oracle are told.
     statistics: compare BatchNorm's running statistics, too.
     """
-    run = train_once(key, ranks, *REPLAYED_FLAGS, *flags, without=without)
-    losses, state = replay_once(steps, replace(TRAINING, **options))
+    run = train_once(key, ranks, *replayed_flags(), *flags, without=without)
+    losses, state = replay_once(steps, replayed_training(**options))
     assert run.losses.shape == losses.shape
     names = [name for name in state if statistics or name.endswith(("weight", "bias"))]
     weights = max((run.states[0][name] - state[name]).abs().max().item() for name in names)
@@ -50,6 +57,6 @@ def assert_repeats(
     loss_difference, weight_difference = distances(key, ranks, flags, steps, without)
     assert loss_difference < 1e-10
     assert weight_difference < 1e-10
-    first, *others = train_once(key, ranks, *REPLAYED_FLAGS, *flags, without=without).states
+    first, *others = train_once(key, ranks, *replayed_flags(), *flags, without=without).states
     for other in others:
         assert all(torch.equal(first[name], other[name]) for name in first)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from helpers import oracle
-from helpers.replayed_runs import REPLAYED_FLAGS, assert_repeats, distances
+from helpers.replayed_runs import assert_repeats, distances, replayed_flags
 from helpers.train_stage import train_once
 
 # One claim for each stage. test_break_it.py runs them without a line of the stage: then they fail.
@@ -69,7 +69,7 @@ def test_04_without_synchronized_batchnorm_does_not_repeat_one_process():
 
 def test_03_and_04_take_the_same_steps_and_dropout_is_all_that_keeps_them_from_01():
     """One averages by a loop, the other in DDP. The control: with dropout, 01 is far away."""
-    flags = (*REPLAYED_FLAGS, "--model=net")
+    flags = (*replayed_flags(), "--model=net")
     by_hand, ddp = (train_once(key, 2, *flags).losses for key in ("03", "04"))
     assert (by_hand - ddp).abs().max() < 1e-10
     assert (by_hand - train_once("01", 1, *flags).losses).abs().max() > 1e-3
@@ -83,14 +83,14 @@ def test_03_and_04_take_the_same_steps_and_dropout_is_all_that_keeps_them_from_0
 def test_03_without_allreduce_the_ranks_drift_apart():
     """The control of the claim for 03."""
     no_all_reduce = (("train.py", "average_gradients(model)"),)
-    first, second = train_once("03", 2, *REPLAYED_FLAGS, without=no_all_reduce).states
+    first, second = train_once("03", 2, *replayed_flags(), without=no_all_reduce).states
     assert (first["fc1.weight"] - second["fc1.weight"]).abs().max() > 1e-3
 
 
 def test_in_fp32_the_first_epoch_of_05_is_that_of_01_and_that_of_04_is_not():
     """In the precision in which one trains, rounding hides nothing that the lesson is about."""
     losses_01, losses_05, losses_04 = (
-        train_once(key, ranks, *REPLAYED_FLAGS, dtype=torch.float32).losses[: 300 // 60]
+        train_once(key, ranks, *replayed_flags(), dtype=torch.float32).losses[: 300 // 60]
         for key, ranks in (("01", 1), ("05", 2), ("04", 2))
     )
     assert (losses_01 - losses_05).abs().max() < 1e-4
