@@ -76,6 +76,16 @@ def test_a_script_for_gpus_is_judged_on_cpus(prove_script, tmp_path):
     assert (ended.returncode, ended.stdout) == (2, "")
 
 
+def test_no_rank_is_forked_from_a_process_that_has_asked_cuda(prove_script):
+    """In no run of an examination: a GPU would refuse that rank. The control asserts otherwise."""
+    sums = planted(("F.cross_entropy(ddp(points), labels)", "ddp(points).square().sum()"))
+    for no, status in (("not", 1), ("", 2)):
+        can_start = f"import torch\nassert {no} torch.cuda._is_in_bad_fork()\n"
+        ended = prove_script(can_start + sums)
+        assert ended.returncode == status, ended.stdout + ended.stderr
+    assert "the script fails by itself" in ended.stderr
+
+
 def test_the_original_shows_what_the_conversion_changed(prove_script, tmp_path):
     (tmp_path / "single.py").write_text(planted(*ONE_GPU))
     loss = "F.cross_entropy(ddp(points), labels)"
