@@ -1,4 +1,7 @@
-"""What a test needs of its machine: the mark `gpu`, and ranks that may use it."""
+"""What a test needs of its machine: the mark `gpu`, and ranks that may use it.
+
+And of pytest: the numbers of an `assert` that stands in a helper.
+"""
 
 import os
 
@@ -9,6 +12,10 @@ import torch
 # child of it. But a script asks when it reads its flags, and the tests then fork its ranks. So
 # is_available() looks in NVML, as device_count() does, and leaves CUDA alone.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+
+# pytest shows the numbers of a failing assert in the tests only, unless told before the import.
+# `make break` prints them, and most of its asserts stand in helpers.
+pytest.register_assert_rewrite("helpers")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
