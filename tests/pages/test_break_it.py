@@ -22,7 +22,7 @@ NUMBERS = {
     key: NUMBER.search((LESSON_FOLDERS[key] / "README.md").read_text())
     for key in ("01", "03", "04", "05")
 }
-PERCENT = 0.02  # by which another CPU's number may differ from the page's
+SHARE = 0.02  # by which another CPU's number may differ from the page's
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.key} {row.change[1].strip()[:40]}")
@@ -39,7 +39,7 @@ def test_with_the_change_the_test_fails(row):
     assert not any(slip in str(caught.value) for slip in slips), caught.value
     if (number := NUMBERS.get(row.key)) and row == rows_of(row.key)[0]:
         printed = str(caught.value).splitlines()[0]
-        assert differences(f"assert {number[1]} < {number[2]}", printed, PERCENT) == []
+        assert differences(f"assert {number[1]} < {number[2]}", printed, SHARE) == []
 
 
 def test_every_stage_has_a_row_and_one_prints_by_hand_what_its_page_shows():
@@ -48,5 +48,5 @@ def test_every_stage_has_a_row_and_one_prints_by_hand_what_its_page_shows():
     assert all(NUMBERS.values()), "the page no longer tells the number"
     [shown] = [f for f in fences("text", [LESSON_FOLDERS["03"] / "README.md"]) if "E   " in f.text]
     [(status, output)] = run_script("tests/pages/break_it.py", "03", "1")
-    assert (status, differences(shown.text, output, PERCENT)) == (0, [])
+    assert (status, differences(shown.text, output, SHARE)) == (0, [])
     assert rows_of("03")[0].change[1] in (LESSON_FOLDERS["03"] / "train.py").read_text()
