@@ -24,6 +24,7 @@ from benchmarks.measure.memory import measure_process_memory
 from benchmarks.measure.one_gpu import (
     measure_formats,
     measure_gloo,
+    measure_nccl,
     measure_peaks,
     measure_replicas,
 )
@@ -52,6 +53,7 @@ SECTIONS = {
     "peaks": Section(measure_peaks, tables=(training_tables.peaks,), on_gpu=True),
     "replicas": Section(measure_replicas, on_gpu=True),
     "gloo": Section(measure_gloo, on_gpu=True),
+    "nccl": Section(measure_nccl, on_gpu=True),
     "reducers": Section(measure_reducers, file="reducers", tables=(training_tables.ratios,)),
     "shm": Section(measure_shm, file="shm", tables=SHM_TABLES),
     "survive": Section(measure_survive, file="survive", tables=(training_tables.survive,)),

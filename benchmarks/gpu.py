@@ -122,6 +122,7 @@ def list_steps(device: str) -> list[Step]:
         bench("peaks", 45),
         bench("replicas", 30),
         bench("gloo", 60),
+        bench("nccl", 30),
         Step("timeline", (f"{ROOT}/benchmarks/timeline.py", *recorded), 60, in_folder=True),
         bench("process_memory", 75),
         bench("stages", 150, "--rounds=1"),

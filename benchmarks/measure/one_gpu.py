@@ -1,4 +1,4 @@
-"""What one GPU alone can show: number formats, peaks of memory, DataParallel, gloo's messages.
+"""What one GPU alone can show: formats, peaks of memory, DataParallel, messages of gloo and nccl.
 
 Each section also runs on a CPU, in small, so that it can be rehearsed. The batch lies on the device
 before the clock starts: a loader that is slower than the GPU would hide what a format gains.
@@ -16,8 +16,9 @@ import torch.distributed as dist
 import torchvision
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.measure.timing import Effort, interleave_steps, summarize
+from benchmarks.measure.timing import Effort, interleave_steps, summarize, timed
 from benchmarks.result_files import Results
 from common.chapters import load_program
 from common.ranks import RankError, run_ranks
@@ -148,19 +149,72 @@ def measure_replicas(effort: Effort) -> Results:
         try:
             with torch.autocast(effort.device, torch.bfloat16):
                 under_bf16 = model(batch).dtype
-            model(batch).sum().backward()
-            gradient = layer.weight.grad.clone()
-            layer.zero_grad()
-            layer(batch.to(effort.device)).sum().backward()
+            by_replicas, by_layer = (
+                torch.autograd.grad(each(samples).sum(), layer.weight)[0]
+                for each, samples in ((model, batch), (layer, batch.to(effort.device)))
+            )
             row = {
                 "dtype_under_bf16": str(under_bf16),
                 "outputs_of_1_sample": len(model(batch[:1])),
-                "gradient_difference": (gradient - layer.weight.grad).abs().max().item(),
+                "gradient_difference": (by_replicas - by_layer).abs().max().item(),
             }
         except RuntimeError as error:
             row = {"error": str(error)[:500]}
         rows[f"device_ids {ids}"] = row
     return {"device": effort.device, "rows": rows}
+
+
+def used_bytes() -> int:
+    """Of the GPU, by all processes: with CUDA's context and what nccl holds."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def watch_backward(rank: int) -> Results:
+    """Whether backward over nccl returns before the GPU is done, and what a process holds there."""
+    used = {"before the model": used_bytes()}
+    model = nn.Linear(4096, 4096)
+    ddp = DistributedDataParallel(model)  # its first message, so nccl takes its buffers
+    torch.cuda.synchronize()
+    used["with the model in DDP"] = used_bytes()
+    batch = torch.randn(64, 4096)
+    ddp(batch).sum().backward()  # warmed up
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2 * 10**9)  # cycles: about a second, in front of what comes now
+    before = torch.cuda.Event()
+    before.record()
+    ddp(batch).sum().backward()
+    returned_early = not before.query()
+    torch.cuda.synchronize()
+    return {
+        "backward_returned_before_the_gpu_was_done": returned_early,
+        "used_bytes": used,
+        "allocated_bytes": torch.cuda.memory_allocated(),
+        "reserved_bytes": torch.cuda.memory_reserved(),
+    }
+
+
+def backward(layer: nn.Module, images: Tensor) -> None:
+    layer(images).sum().backward()
+
+
+def time_shapes(device: str) -> Results:
+    """With cudnn.benchmark, the first step of a shape and the second, in ms."""
+    layer, rows = nn.Conv2d(64, 64, 3, padding=1).to(device), Results()
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=True):
+        for size in (56, 28, 56):
+            images = torch.randn(32, 64, size, size, device=device)
+            step = timed(partial(backward, layer, images), 1)
+            rows[f"{len(rows)}: {size} pixels"] = [round(1000 * step(), 3) for _ in range(2)]
+    return rows
+
+
+def measure_nccl(effort: Effort) -> Results:
+    """What one rank over nccl shows of the GPU's queue and memory; on a CPU, only the shapes."""
+    results: Results = {"device": effort.device, "first_and_second_ms": time_shapes(effort.device)}
+    if effort.device == "cuda":
+        [results["one_rank"]] = run_ranks(1, watch_backward, backend="nccl", device="cuda")
+    return results
 
 
 def time_all_reduces(rank: int, rounds: int, sizes: tuple[int, ...], on_gpu: bool) -> Results:
