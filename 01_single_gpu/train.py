@@ -59,7 +59,7 @@ def main() -> None:
     device = torch.device("cuda:0" if args.device == "cuda" else "cpu")  # place 3: the device
     train_set, test_set = load_dataset(args)
     torch.manual_seed(args.seed)
-    model = build_model(args.model, train_set).to(device)
+    model = build_model(args.model, train_set, args.batch_size).to(device)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     progress = load_checkpoint(args, model, optimizer)
 

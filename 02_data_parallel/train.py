@@ -66,7 +66,7 @@ def main() -> None:
     local_batch = local_batch_size(args.batch_size, replicas)
     train_set, test_set = load_dataset(args)
     torch.manual_seed(args.seed)
-    model = build_model(args.model, train_set).to(device)
+    model = build_model(args.model, train_set, local_batch).to(device)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     progress = load_checkpoint(args, model, optimizer)
 

@@ -85,7 +85,7 @@ def train(rank: int, world_size: int, port: int, local_batch: int, args: Namespa
 
     train_set, test_set = load_dataset(args)
     torch.manual_seed(args.seed)
-    model = build_model(args.model, train_set).to(device)
+    model = build_model(args.model, train_set, local_batch).to(device)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     progress = load_checkpoint(args, model, optimizer)
 

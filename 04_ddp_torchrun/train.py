@@ -22,6 +22,7 @@ from common.options import UsageError, exit_on, make_parser
 from common.record import Recorder
 
 
+@exit_on(RuntimeError)  # torch's: a port in use, or GLOO_SOCKET_IFNAME is no interface here
 def join_process_group(args: Namespace) -> torch.device:
     """Meet the other ranks that torchrun has started; returns the device of this one."""
     if "LOCAL_RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
@@ -79,13 +80,14 @@ def main() -> None:
     parser = make_parser("04_ddp_torchrun", __doc__)
     parser.add_argument("--backend", default="nccl", choices=("gloo", "nccl"), help="for GPUs")
     args = parser.parse_args()
+    # torchrun has set WORLD_SIZE. So a wrong call ends here, before the ranks connect.
+    local_batch = local_batch_size(args.batch_size, int(os.environ.get("WORLD_SIZE", 1)))
     device = join_process_group(args)  # place 3: a GPU of its own
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    local_batch = local_batch_size(args.batch_size, world_size)
 
     train_set, test_set = load_dataset(args)
     torch.manual_seed(args.seed)
-    model = build_model(args.model, train_set).to(device)
+    model = build_model(args.model, train_set, local_batch).to(device)
     optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     progress = load_checkpoint(args, model, optimizer)
     # The lesson: torchrun's ranks have met, DDP averages in backward, a sampler deals out.

@@ -25,6 +25,7 @@ from sync_batchnorm import convert_sync_batchnorm
 AMP_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+@exit_on(RuntimeError)  # torch's: a port in use, or GLOO_SOCKET_IFNAME is no interface here
 def join_process_group(args: Namespace) -> torch.device:
     """Meet the other ranks that torchrun has started; returns the device of this one."""
     if "LOCAL_RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
@@ -95,14 +96,16 @@ def main() -> None:
     )
     parser.add_argument("--backend", default="nccl", choices=("gloo", "nccl"), help="for GPUs")
     args = parser.parse_args()
+    # torchrun has set WORLD_SIZE. So a wrong call ends here, before the ranks connect.
+    local_batch = local_batch_size(args.batch_size, int(os.environ.get("WORLD_SIZE", 1)))
     device = join_process_group(args)  # place 3: a GPU of its own
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    local_batch = local_batch_size(args.batch_size, world_size)
 
     train_set, test_set = load_dataset(args)
     torch.manual_seed(args.seed)
-    model = build_model(args.model, train_set).to(device)
     # The lesson on SyncBatchNorm: in training, BatchNorm sees the global batch.
+    norm_batch = args.batch_size if args.sync_bn else local_batch
+    model = build_model(args.model, train_set, norm_batch).to(device)
     if args.sync_bn:  # PyTorch's own layer refuses to train on a CPU, so there, ours does
         if args.device == "cuda":
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)

@@ -69,9 +69,6 @@ def load_dataset(args: Namespace) -> tuple[ImageSet, ImageSet]:
         why = f"{type(error).__name__}: {error}"
         raise UsageError(f"cannot read {where} ({why}): name the right folder") from error
     require_a_batch(train, args)
-    one_pixel_is_left = args.batch_size == 1 and args.image_size <= 32
-    if one_pixel_is_left and args.model.startswith("resnet"):
-        raise UsageError("BatchNorm needs more than one value for each channel: try --batch-size 2")
     return train, test
 
 

@@ -35,12 +35,19 @@ class Net(nn.Module):
         return self.fc2(self.dropout(self.activation(self.fc1(x.flatten(1)))))  # -> (B, classes)
 
 
-def build_model(name: str, dataset: ImageSet) -> nn.Module:
-    """A new model for these images: (B, C, H, W) -> (B, classes)."""
+def build_model(name: str, dataset: ImageSet, batch: int | None = None) -> nn.Module:
+    """A new model for these images: (B, C, H, W) -> (B, classes).
+
+    batch: the samples that BatchNorm normalizes together in training, if it is to be trained.
+    UsageError if that leaves BatchNorm a single value for each channel, which has no variance.
+    """
     image, _ = dataset[0]  # (C, H, W)
     channels, image_size, classes = image.shape[0], image.shape[-1], len(dataset.classes)
     if name in ("net", "net-bn"):
         return Net(channels, image_size, classes, batch_norm=name == "net-bn")
+    if batch == 1 and image_size <= 32:  # a ResNet keeps a 32nd of each side: one pixel
+        why = f"BatchNorm in {name} would get one value for each channel, which has no variance"
+        raise UsageError(f"{why}: try twice the --batch-size")
     model = torchvision.models.get_model(name, num_classes=classes)
     if channels != 3:  # a ResNet expects color
         model.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)

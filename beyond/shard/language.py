@@ -107,13 +107,13 @@ def load_dataset(args: Namespace) -> tuple[DataSet, DataSet]:
     return train_set, test_set
 
 
-def build_model(args: Namespace, dataset: Any) -> nn.Module:
+def build_model(args: Namespace, dataset: Any, local_batch: int) -> nn.Module:
     """A new model: the transformer, or one of the stages' networks."""
     if (args.model == "transformer") != (args.dataset == "text"):
         why = f"--model {args.model} does not go with --dataset {args.dataset}"
         raise UsageError(f"{why}: try --model transformer --dataset text, or net and digits")
     if args.model != "transformer":
-        return models.build_model(args.model, dataset)
+        return models.build_model(args.model, dataset, local_batch)
     if args.width % 4:
         raise UsageError(f"--width {args.width} is no multiple of 4, the number of heads: try 128")
     return Transformer(args.width, args.layers)

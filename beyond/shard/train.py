@@ -50,6 +50,7 @@ def parse_args() -> Namespace:
     return parser.parse_args()
 
 
+@exit_on(RuntimeError)  # torch's: a port in use, or GLOO_SOCKET_IFNAME is no interface here
 def join_process_group(args: Namespace) -> torch.device:
     """Meet the other ranks that torchrun has started; returns the device of this one."""
     if "LOCAL_RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
@@ -148,16 +149,17 @@ def evaluate(model: nn.Module, loader: Iterable, device: torch.device) -> tuple[
 
 def main() -> None:
     args = parse_args()
+    # torchrun has set WORLD_SIZE. So a wrong call ends here, before the ranks connect.
+    local_batch = local_batch_size(args.batch_size, int(os.environ.get("WORLD_SIZE", 1)))
     device = join_process_group(args)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    local_batch = local_batch_size(args.batch_size, world_size)
 
     train_set, test_set = load_dataset(args)
     test_shard = EqualShard(test_set, rank, world_size)
     options = loader_options(args)  # worker processes, pinned memory
     test_loader = DataLoader(test_shard, local_batch, **options)
     torch.manual_seed(args.seed)
-    model = build_model(args, train_set).to(device)
+    model = build_model(args, train_set, local_batch).to(device)
     training = shard(args, model)  # rank 0's weights now, mean gradients in each backward
     full_state = training.model_state, training.optimizer_state
     progress = load_checkpoint(args, *full_state)

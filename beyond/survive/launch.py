@@ -79,11 +79,12 @@ def join_process_group(
         )
     except LaunchError:
         raise
-    except (dist.DistError, ValueError) as error:  # ValueError: MASTER_ADDR is not set
+    except (RuntimeError, ValueError) as error:  # ValueError: MASTER_ADDR is not set
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise LaunchError(
             f"{world_size} ranks did not meet at {where} ({error}): is it rank 0's host, is the "
-            "port free and open, did all ranks start? try another MASTER_PORT or --standalone"
+            "port free and open, did all ranks start, is GLOO_SOCKET_IFNAME a network interface "
+            "here? try another MASTER_PORT or --standalone"
         ) from error
     return store
 

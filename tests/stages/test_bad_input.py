@@ -15,6 +15,7 @@ from common.data import Digits, load_dataset
 from common.models import build_model
 from common.options import UsageError, make_parser
 from helpers.local_ranks import launch_script, launcher_variables, run_script
+from helpers.machine import free_port
 from helpers.refusals import SCRIPTS, Trap, assert_one_line, refusal, seal
 from helpers.train_stage import ONE_EPOCH, options, train_once
 
@@ -25,8 +26,10 @@ START_WITH_TORCHRUN = "start it with torchrun --standalone --nproc-per-node=2 SC
 FIT, LIMIT = "01_single_gpu/fit.py", "--memory-limit=1GiB"
 SHM = "packages/shm/src/shm/__main__.py"
 COLLECTIVES = "03_ddp_manual_allreduce/collectives.py"
+SHARD = "beyond/shard/train.py"
 UNEVEN = "04_ddp_torchrun/uneven.py"
 TOO_MANY = f"--backend=nccl --world-size={GPUS + 1}"
+ONE_VALUE = "BatchNorm in resnet18 would get one value for each channel, which has no variance"
 WRONG_CALLS = {  # a stage or a program with its flags, and words of the line
     "01 --batch-size=0": f"--batch-size: got '0', {WHOLE}, at least 1 (--help",
     "01 --lr=nan": "--lr: got 'nan', expected a number, at least 0 and less than 1e+38",
@@ -36,7 +39,8 @@ WRONG_CALLS = {  # a stage or a program with its flags, and words of the line
     "01 --dataset=imagefolder --data-dir=nowhere": "--dataset imagefolder in --data-dir nowhere (",
     "01 --dataset=imagefolder": "'data/train'): name the right folder",
     "01 --batch-size=1501": "--batch-size 1501 is more than the 1500 training samples: try --bat",
-    "01 --model=resnet18 --batch-size=1": "BatchNorm needs more than one value for each channel",
+    "01 --model=resnet18 --batch-size=1": f"{ONE_VALUE}: try twice the --batch-size",
+    "02 --model=resnet18 --batch-size=2": ONE_VALUE,
     "01 --dataset=synthetic --image-size=15": "--model net needs --image-size 16 or more, got 15",
     "01_single_gpu/evaluate.py nowhere.pt": "cannot load nowhere.pt (no such file): use one",
     "01 --resume=/dev/zero": "cannot load /dev/zero (no such file): use one that a stage saved",
@@ -73,6 +77,10 @@ if not GPUS:
     WRONG_CALLS |= {f"{key} --device=cuda": "'cuda' (choose from 'cpu')" for key in SCRIPTS}
 WRONG_CALLS_OF_TWO_RANKS = {  # both find it, or they end together: none waits for the other
     "04 --batch-size=61": "--batch-size 61 does not divide by 2: try 62",
+    "04 --model=resnet18 --batch-size=2": ONE_VALUE,
+    "05 --model=resnet18 --batch-size=2 --no-sync-bn": ONE_VALUE,
+    f"{SHARD} --device=cpu --dataset=digits --model=resnet18 --batch-size=2": ONE_VALUE,
+    "survive --model=resnet18 --batch-size=4 --accumulate=2 --no-sync-bn": ONE_VALUE,
     "survive --batch-size=61": "--batch-size 61 does not divide by 2: try 62",
     "survive --dataset=imagefolder --data-dir=nowhere": "--data-dir nowhere",
     "survive --resume=nowhere.pt": "nowhere.pt is missing",
@@ -88,6 +96,34 @@ def test_wrong_flags_are_refused(call):
 @pytest.mark.parametrize("call", WRONG_CALLS_OF_TWO_RANKS)
 def test_wrong_flags_are_refused_on_two_ranks(call):
     assert_one_line(refusal(*call.split(" "), ranks=2), WRONG_CALLS_OF_TWO_RANKS[call])
+
+
+@pytest.mark.parametrize("key", ["04", "05", SHARD])
+def test_a_wrong_batch_size_is_refused_before_the_ranks_connect(key):
+    """This rank is alone, so it would wait for the other one."""
+    env = launcher_variables(free_port())
+    line = refusal(key, "--device=cpu", "--batch-size=61", env=env)
+    assert_one_line(line, "--batch-size 61 does not divide by 2: try 62")
+
+
+@pytest.mark.parametrize("key", ["04", "05", SHARD, "survive"])
+def test_a_network_interface_that_is_not_here_is_refused(key):
+    env, script = {"GLOO_SOCKET_IFNAME": "eth99"}, SCRIPTS.get(key, key)
+    for status, output in launch_script(script, "--device=cpu", env=env):
+        assert status == 2
+        assert_one_line(output, "Unable to find address for: eth99")
+
+
+def test_one_image_for_batchnorm_on_each_rank_of_03_is_refused(tmp_path):
+    """Each rank says it, unless the other one was faster, and the process that has started them
+    says that a rank has ended."""
+    flags = ("--device=cpu", f"--run-dir={tmp_path / 'run'}", "--model=resnet18", "--batch-size=2")
+    [(status, output)] = run_script(SCRIPTS["03"], *flags)
+    assert status == 2, output
+    *lines, last = [line for line in output.splitlines() if "Terminating process" not in line]
+    assert last.endswith("terminated with exit code 2")
+    assert lines
+    assert all(line.startswith("error: ") and ONE_VALUE in line for line in lines), output
 
 
 def test_shm_shows_its_own_help_and_leaves_the_flags_of_a_script_to_it(tmp_path):
@@ -117,11 +153,10 @@ def test_a_right_call_is_not_refused(key, ranks, flags, tmp_path):
 @pytest.mark.parametrize(("size", "refuses"), [(32, True), (33, False)])
 def test_a_batch_of_one_is_refused_where_batchnorm_would_refuse_it(size, refuses):
     """The control is a picture of which four pixels are left."""
-    flags = ("--model=resnet18", "--batch-size=1", "--dataset=synthetic", f"--image-size={size}")
-    train_set, _ = load_dataset(options(*flags, "--batch-size=2"))
-    model = build_model("resnet18", train_set)
+    train_set, _ = load_dataset(options("--dataset=synthetic", f"--image-size={size}"))
+    model = build_model("resnet18", train_set, batch=2)
     for error, call in (
-        (UsageError, lambda: load_dataset(options(*flags))),
+        (UsageError, lambda: build_model("resnet18", train_set, batch=1)),
         (ValueError, lambda: model(train_set[0][0][None])),
     ):
         with pytest.raises(error, match=r"(per|for each) channel") if refuses else nullcontext():
@@ -251,7 +286,7 @@ def test_what_only_rank_0_finds_ends_the_other_rank_too(key, tmp_path):
     assert str(tmp_path) not in running.stdout, "a rank still waits for another"
 
 
-@pytest.mark.parametrize("key", ["04", "05", "beyond/shard/train.py"])
+@pytest.mark.parametrize("key", ["04", "05", SHARD])
 def test_a_rank_without_an_address_is_refused(key):
     """As a script would start it that sets the numbers and forgets where the ranks meet."""
     variables = launcher_variables(0)
