@@ -21,7 +21,7 @@ test_set = TensorDataset(inputs[5000:], labels[5000:])
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
 ddp = DistributedDataParallel(model)  # averages gradients in backward; model itself is saved
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-sampler = DistributedSampler(train_set, drop_last=True)  # deals the samples out to the ranks
+sampler = DistributedSampler(train_set)  # deals the samples out to the ranks
 loader = DataLoader(train_set, batch_size=100 // world_size, sampler=sampler)  # at most 100 in all
 test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), batch_size=100)
 

@@ -71,25 +71,41 @@ def test_a_script_without_one_of_its_lines_is_wrong(key, line, check, tmp_path):
 SINGLE, DDP = (f"{stage}/minimal.py" for stage in ("01_single_gpu", "04_ddp_torchrun"))
 
 
-def verdicts_against_the_original(script: Path, folder: Path) -> dict[str, str]:
-    """The original as a torchrun of one rank, which prove can fork."""
-    original = f"torchrun --nproc-per-node=1 {ROOT / SINGLE}"
-    return verdicts(folder, f"--original={original}", *TORCHRUN, str(script))
+def verdicts_against_the_original(
+    folder: Path, *changes: tuple[str, str], samples: int = 5000
+) -> dict[str, str]:
+    """Of the changed script. The original as a torchrun of one rank, which prove can fork."""
+    single, ddp = folder / "single.py", folder / "ddp.py"
+    for file, script, changed_by in ((SINGLE, single, ()), (DDP, ddp, changes)):
+        source = replace_once((ROOT / file).read_text(), *changed_by)
+        source = source.replace("6000", str(samples + 1000)).replace("5000", str(samples))
+        script.write_text(source)
+    original = f"torchrun --nproc-per-node=1 {single}"
+    return verdicts(folder, f"--original={original}", *TORCHRUN, str(ddp))
 
 
-def test_the_smallest_script_computes_what_its_original_does(tmp_path):
-    """The pair of the first page."""
-    verdict_of = verdicts_against_the_original(ROOT / DDP, tmp_path)
-    assert [verdict_of[check] for check in ("one rank", "the original")] == ["right"] * 2
-    assert "WRONG" not in verdict_of.values()
+@pytest.mark.parametrize("samples", [5000, 5001])
+def test_the_smallest_script_computes_what_its_original_does(samples, tmp_path):
+    """The pair of the first page, however many samples there are."""
+    verdict_of = verdicts_against_the_original(tmp_path, samples=samples)
+    assert {"one rank", "the original", "the original's epoch"} <= {*verdict_of}
+    assert {*verdict_of.values()} == {"right"}, verdict_of
 
 
-def test_the_smallest_script_is_wrong_around_ddp(tmp_path):
-    """The control of the test above."""
-    script = tmp_path / "around.py"
-    script.write_text(replace_once((ROOT / DDP).read_text(), ("ddp(x", "model(x")))
-    verdict_of = verdicts_against_the_original(script, tmp_path)
-    assert verdict_of["averaged gradients"] == "WRONG"
+@pytest.mark.parametrize(
+    ("change", "check", "verdict"),
+    [
+        (("ddp(x", "model(x"), "averaged gradients", "WRONG"),
+        (
+            ("DistributedSampler(train_set", "DistributedSampler(train_set, drop_last=True"),
+            "the original's epoch",
+            "warning",
+        ),
+    ],
+)
+def test_the_smallest_script_is_not_right_after_a_change(change, check, verdict, tmp_path):
+    """The control of the test above: around DDP, and with drop_last in one of two places."""
+    assert verdicts_against_the_original(tmp_path, change, samples=5001)[check] == verdict
 
 
 def definitions(source: str, error: str) -> dict[str, str]:
