@@ -220,6 +220,6 @@ def test_dash_m_shm_on_two_machines_ends_in_one_line(tmp_path):
     (tmp_path / "start.py").write_text(ANOTHER_MACHINE_FOR_EACH_RANK)
     script = tmp_path / "script.py"
     script.write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")
-    what = "ranks [1] cannot open the memory of rank 0, expected one machine and one user: try gloo"
+    what = "ranks [1] cannot open the memory of rank 0, expected one machine, container and user"
     for status, output in launch_script(str(tmp_path / "start.py"), str(script)):
-        assert (status, output) == (2, f"error: shm: {what}\n")
+        assert (status, output) == (2, f"error: shm: {what}: try gloo\n")

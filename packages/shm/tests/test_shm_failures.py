@@ -6,6 +6,8 @@ A rank is killed, late, on another machine, or calls something else; or a call i
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from itertools import combinations
@@ -18,7 +20,8 @@ import torch.distributed as dist
 
 import shm  # noqa: F401 (the backend)
 from helpers.local_ranks import run_on_ranks
-from shm.segment import Segment
+from helpers.machine import patience
+from shm.segment import Segment, identity_of_file, open_if_identical
 from shm_cases import collect, without_a_compiler
 
 Op = dist.ReduceOp
@@ -80,6 +83,66 @@ def test_a_rank_later_than_the_limit_fails_as_the_others_did():
     assert run_on_ranks(2, fail, "late")[1][0].startswith("RuntimeError: shm: rank 0 has failed")
 
 
+# Another file than the memory of rank 0
+
+
+def test_a_rank_opens_the_memory_of_rank_0_and_no_other_file_of_that_number(tmp_path):
+    document = tmp_path / "document"
+    document.write_bytes(b"mine")
+    files = {name: os.memfd_create(f"shm-{name}") for name in ("first", "second")}
+    files["document"] = os.open(document, os.O_RDONLY)
+    identities = {name: identity_of_file(file) for name, file in files.items()}
+    assert len(set(identities.values())) == 3
+    device, inode, name = identities["first"].split(" ", 2)
+    wrong = [f"{device} {int(inode) + 1} {name}", f"{device} {inode} /memfd:shm-another"]
+    opened = open_memory("self")
+    path = f"/proc/{os.getpid()}/fd/{files['first']}"
+    for identity in (identities["second"], identities["document"], *wrong):
+        assert open_if_identical(path, identity) == -1
+    assert open_memory("self") == opened
+    again = open_if_identical(path, identities["first"])
+    assert os.path.sameopenfile(again, files["first"]), "the control"
+    os.write(again, b"writable")
+    for file in (again, *files.values()):
+        os.close(file)
+
+
+IN_A_CONTAINER_OF_ITS_OWN = """
+import os, sys
+import torch.distributed as dist
+import shm
+rank, store, document = int(sys.argv[1]), *sys.argv[2:]
+assert os.getpid() == 1
+if rank == 1:
+    file = os.open(document, os.O_RDONLY)
+    for number in range(file + 1, 100):  # under the number of rank 0's memory, too
+        os.dup2(file, number)
+try:
+    dist.init_process_group("shm", init_method=f"file://{store}", rank=rank, world_size=2)
+except shm.segment.SharingError as error:
+    print(error)
+"""
+
+
+def test_a_rank_in_another_container_writes_to_no_file_that_is_open_there(tmp_path):
+    """A container is here a namespace of process numbers: both ranks are process 1 of theirs."""
+    unshare = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    if not shutil.which("unshare") or subprocess.run([*unshare, "true"]).returncode:
+        pytest.skip("unshare(1) cannot make a namespace of process numbers: it needs root")
+    document, processes = tmp_path / "document", []
+    content = bytes(2**25)  # more than two ranks share
+    document.write_bytes(content)
+    for rank in range(2):
+        rank_and_files = [str(rank), str(tmp_path / "store"), str(document)]
+        command = [*unshare, sys.executable, "-c", IN_A_CONTAINER_OF_ITS_OWN, *rank_and_files]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        processes.append(process)
+    outputs = [process.communicate(timeout=patience(60))[0].decode() for process in processes]
+    what = "ranks [1] cannot open the memory of rank 0, expected one machine, container and user"
+    assert outputs == [f"shm: {what}: try gloo\n"] * 2
+    assert document.read_bytes() == content
+
+
 # A call that is cut off: what is left of it must not become part of the next one
 
 
@@ -109,33 +172,23 @@ def sums_around_an_interruption(rank, error, ranks_without_a_compiler=(0, 1)):
 
 
 SUM = "all_reduce(2000000 of torch.float32, SUM)"
-APART = "and rank {} in {}: an earlier call than this {} was interrupted"
+
+
+INTERRUPTIONS = [KeyboardInterrupt, TimeoutError]  # the second one by the handler of a signal
 
 
 @pytest.mark.parametrize("without", [(0, 1), (1,)], ids=["in Python", "the other rank in C"])
-def test_ctrl_c_in_a_call_ends_the_group_instead_of_making_a_wrong_sum(without):
-    first, second = run_on_ranks(2, sums_around_an_interruption, KeyboardInterrupt(), without)
+@pytest.mark.parametrize("kind", INTERRUPTIONS)
+def test_an_interrupted_call_ends_the_group_instead_of_making_a_wrong_sum(kind, without):
+    first, second = run_on_ranks(2, sums_around_an_interruption, kind(), without)
     line = f"RuntimeError: shm: rank 1 has failed, so rank 0 cannot complete {SUM}"
     assert first == [line] * 2
     assert second == [
-        "KeyboardInterrupt: ",
-        "RuntimeError: shm: KeyboardInterrupt has interrupted a call",
+        f"{kind.__name__}: ",
+        f"RuntimeError: shm: {kind.__name__} has interrupted a call",
     ]
     control = run_on_ranks(2, sums_around_an_interruption, None, without)
     assert control == [[[3.0], [30.0]]] * 2
-
-
-@pytest.mark.parametrize("without", [(0, 1), (1,)], ids=["in Python", "the other rank in C"])
-def test_an_error_in_a_call_that_the_program_catches_is_seen_at_the_next_call(without):
-    """The handler of a signal raises one, for example."""
-    error = TimeoutError("of a signal")
-    first, second = run_on_ranks(2, sums_around_an_interruption, error, without)
-    who, other = (
-        "RuntimeError: shm: rank 1 is in transfer 2",
-        "RuntimeError: shm: rank 0 is in transfer 1",
-    )
-    assert first == [f"{who}, {APART.format(0, 1, SUM)}"] * 2
-    assert second == ["TimeoutError: of a signal", f"{other}, {APART.format(1, 2, SUM)}"]
 
 
 def sum_that_is_cut_off_at_once(rank, in_c):

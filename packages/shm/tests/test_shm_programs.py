@@ -43,9 +43,10 @@ RANKS = 3
 # What is left out, and the programs that then give something else
 
 
-def wait_for_a_second_in_each_call(queue, work, wait, start=shm.work.pending.start):
-    work.limit = timedelta(seconds=1)
-    return start(queue, work, True)
+def wait_for_a_second_in_each_call(work, wait, carry_on=shm.work.pending.carry_on):
+    work.options = dist.BarrierOptions()
+    work.options.timeout = timedelta(seconds=1)
+    return carry_on(work, True)
 
 
 def take_any_tag(request, source, tag):
@@ -57,7 +58,7 @@ LEFT_OUT = {
     "tags": ((shm.messages.Message, "matches", take_any_tag), [tags_in_another_order]),
     "the name of the group": ((shm.SharedMemoryGroup, "getGroupName", lambda _: ""), [sharded]),
     "calls that return at once": (
-        (shm.work.pending, "start", wait_for_a_second_in_each_call),
+        (shm.work.pending, "carry_on", wait_for_a_second_in_each_call),
         [two_groups_in_another_order],
     ),
     "the thread that goes on with started calls": (

@@ -16,6 +16,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, NoReturn
 
 import torch
@@ -86,6 +87,26 @@ def system_fence(number: int | None) -> Callable[[], None]:
     return lambda: call(number, everywhere, 0, 0)
 
 
+def identity_of_file(file: int) -> str:
+    """Device, inode and name of an open file; the name of ours is a random number."""
+    status = os.fstat(file)
+    return f"{status.st_dev} {status.st_ino} {os.readlink(f'/proc/self/fd/{file}')}"
+
+
+def open_if_identical(path: str, identity: str) -> int:
+    """Open that file for reading and writing; -1, and it stays untouched, if it is another one.
+
+    Containers count their processes each from 1, so what rank 0 calls /proc/1/fd/9 may be a
+    document of the user for another rank.
+    """
+    place = os.open(path, os.O_PATH)  # says which file it is, without opening it
+    try:
+        is_identical = identity_of_file(place) == identity
+        return os.open(f"/proc/self/fd/{place}", os.O_RDWR) if is_identical else -1
+    finally:
+        os.close(place)
+
+
 class SharingError(RuntimeError):
     """These ranks have no memory in common. The text says in one line why, and what to try."""
 
@@ -93,7 +114,7 @@ class SharingError(RuntimeError):
 class Segment:
     """Counters in `cache_lines`, those of the ranks first; then `size` bytes for tensors.
 
-    Raises SharingError if ranks are on two machines or one has ended.
+    Raises SharingError if ranks are on two machines or in two containers, or one has ended.
     """
 
     def __init__(
@@ -139,15 +160,16 @@ class Segment:
         self.fence = memory_fence()
         machine, file = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), -1
         if self.rank == 0:
-            file = os.memfd_create("shm")
+            file = os.memfd_create(f"shm-{token_hex(8)}")
             os.fchmod(file, 0o600)
             os.ftruncate(file, size)
-            store.set("place", f"{machine} /proc/{os.getpid()}/fd/{file}")
+            path = f"/proc/{os.getpid()}/fd/{file}"
+            store.set("place", "\n".join([machine, path, identity_of_file(file)]))
         store.wait(["place"], self.limit)
-        where, path = store.get("place").decode().split()
+        where, path, identity = store.get("place").decode().split("\n")
         if self.rank > 0 and where == machine:
-            with suppress(OSError):  # of another user, or in another container
-                file = os.open(path, os.O_RDWR)
+            with suppress(OSError):  # of another user
+                file = open_if_identical(path, identity)
         if file >= 0:
             fcntl.lockf(file, fcntl.LOCK_EX, 1, self.rank)
         opened = self.keys_of_ranks()
@@ -155,7 +177,7 @@ class Segment:
         store.wait(opened, self.limit)
         if blind := [rank for rank, key in enumerate(opened) if store.get(key) != b"True"]:
             what = f"ranks {blind} cannot open the memory of rank 0"
-            raise SharingError(f"shm: {what}, expected one machine and one user: try gloo")
+            raise SharingError(f"shm: {what}, expected one machine, container and user: try gloo")
         return file
 
     def tensor(self, start: int, size: int) -> Tensor:
@@ -248,15 +270,13 @@ class Segment:
         """
         if self.failure:
             return
-        self.failure = RuntimeError(f"shm: {text}")
-        all_here = all(self.counters[place + ARRIVED] >= self.arrivals for place in self.places)
-        self.counters[self.own_place + CALL + (self.arrivals + all_here) % 2] = FAILED
-        self.post(self.own_place + ARRIVED, NEVER)
-
-    def give_up_if_interrupted(self, error: BaseException) -> None:
-        """Ctrl-C: the others go on with a call that is cut off here."""
-        if not isinstance(error, Exception):
-            self.give_up(f"{type(error).__name__} has interrupted a call")
+        counters, own = self.counters, self.own_place
+        arrivals = counters[own + ARRIVED]  # self.arrivals may have been cut off from it
+        for _ in range(2):  # another rank may arrive between the question and the mark
+            all_here = all(counters[place + ARRIVED] >= arrivals for place in self.places)
+            counters[own + CALL + (arrivals + all_here) % 2] = FAILED
+        self.post(own + ARRIVED, NEVER)
+        self.failure = RuntimeError(f"shm: {text}")  # at the end: what is cut off is done again
 
     def has_failed(self, rank: int) -> bool:
         return self.counters[self.places[rank] + ARRIVED] == NEVER
