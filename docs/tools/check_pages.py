@@ -3,7 +3,8 @@
     python docs/tools/check_pages.py    # as `make check-pages`
 
 Links and anchors lead somewhere, in English and in Chinese. A python fence that is a part of a file
-still is one, and a test that a page names exists. The main path explains each term of the glossary
+still is one, and a test that a page names exists. No page shows the samples/s of a single run, as
+speeds are compared in tables that are measured together. The main path explains each term of the glossary
 before it uses it, and each of its pages has at most 900 words.
 """
 
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from repository_pages import ALL_PAGES, MAIN_PATH, ROOT, TEST_FILES, fences
+from repository_pages import ALL_PAGES, MAIN_PATH, ROOT, SPEED, TEST_FILES, fences
 from update_translations import translated_pages
 
 WORDS = 900  # of a page of the main path, at most
@@ -92,6 +93,8 @@ def faults(page: Path) -> Iterator[str]:
     for test in set(re.findall(r"`(test_\w+)`", page.read_text())):
         if f"def {test}(" not in TESTS:
             yield f"names a test that is not there: {test}"
+    for epoch in SPEED.finditer(page.read_text()):
+        yield f"shows the speed of one run: {epoch['speed']} samples/s"
     if page in MAIN_PAGES:
         if (words := word_count(page)) > WORDS:
             yield f"{words} words, and the main path has at most {WORDS} on a page"

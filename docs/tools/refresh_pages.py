@@ -11,7 +11,7 @@ import re
 
 from benchmarks.draw.tables import text_of
 from benchmarks.result_files import RESULTS, save
-from repository_pages import ALL_PAGES, ROOT, TABLE, fences, shell
+from repository_pages import ALL_PAGES, ROOT, TABLE, fences, shell, without_speeds
 
 
 def run(command: str) -> str:
@@ -28,7 +28,7 @@ def run_tour() -> None:
 def write_outputs() -> None:
     for fence in reversed(fences("text", ALL_PAGES)):  # from the end: places stay right
         if fence.command:
-            fence.write(run(fence.command))
+            fence.write(without_speeds(run(fence.command)))
 
 
 def fresh_table(match: re.Match[str]) -> str:

@@ -7,7 +7,8 @@ Above a bash fence may stand one of
     <!-- in the suite: nothing, REASON -->  it is not run here
 
 and above a text fence <!-- output of: COMMAND -->: `make pages` runs it and writes the fence, and
-the suite runs it and compares. What another CPU may print differently stands behind the command:
+the suite runs it and compares. `...` replaces the samples/s of an epoch, since one run is no
+measurement. What another CPU may print differently stands behind the command:
 
     <!-- output of: COMMAND; decimals within 2 % -->        numbers with a point or an exponent
     <!-- output of: COMMAND; whole numbers within 5 -->     measured ones; otherwise they are counts
@@ -60,6 +61,7 @@ OUTPUT = re.compile(
     r"output of: (?P<command>.+?)"
     r"(?:; decimals within (?P<percent>[\d.]+) %)?(?:; whole numbers within (?P<whole>\d+))?"
 )
+SPEED = re.compile(r"(?P<before>^epoch \d+/\d+ .+  )(?P<speed>[\d,]+) samples/s$", re.M)
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,11 @@ def fences(kind: str, pages: list[Path] = PAGES_OF_THE_ROOT) -> list[Fence]:
         for match in FENCE.finditer(page.read_text())
         if match["kind"] == kind
     ]
+
+
+def without_speeds(output: str) -> str:
+    """The output of a training, with ... for the samples/s of each epoch."""
+    return SPEED.sub(r"\g<before>... samples/s", output)
 
 
 def sides(diff: str) -> tuple[str, str]:

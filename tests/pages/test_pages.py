@@ -22,6 +22,7 @@ CONTROLS = [  # a page, what is added to it, and what is found then
     (PAGE, "A [part](fit.md#nowhere).", "leads nowhere: fit.md#nowhere"),
     ("docs/claims.md", "A [page](../01_single_gpu).\nA [page](nowhere)", "leads nowhere: nowhere"),
     ("docs/zh/claims.md", "A [page](../nowhere.md).", r"leads nowhere: \.\./nowhere.md"),
+    (STAGE, "epoch 1/2  loss 2.30  7,439 samples/s", "shows the speed of one run: 7,439 samples/s"),
     (PAGE, "See `test_nothing`.", "names a test that is not there: test_nothing"),
     (PAGE, "<!-- part of: train.py -->\n```python\nseed = 2\n```", "not in train.py: seed = 2"),
 ]
