@@ -4,8 +4,8 @@
 
 Links and anchors lead somewhere, in English and in Chinese. A python fence that is a part of a file
 still is one, and a test that a page names exists. No page shows the samples/s of a single run, as
-speeds are compared in tables that are measured together. The main path explains each term of the glossary
-before it uses it, and each of its pages has at most 900 words.
+speeds are compared in tables that are measured together. The main path explains each term of the
+glossary before it uses it, and each of its pages has at most 900 words.
 """
 
 import re
