@@ -33,6 +33,7 @@ from shards import (
     all_gather_single,
     clip_grad_norm,
     require_elementwise,
+    require_gradients,
 )
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -75,6 +76,24 @@ class WithOriginalForward(nn.Module):
         return self.compute(*args, **kwargs)
 
 
+class WholeInBackward(dict[str, Parameter | None]):
+    """A module's parameters, which are this rank's parts, but whole ones if backward reads them.
+
+    It does where torch.utils.checkpoint inside a layer computes a piece of forward again.
+    """
+
+    def __init__(self, parameters: dict[str, Parameter | None], layer: "ShardedLayer") -> None:
+        super().__init__(parameters)
+        self.layer = layer
+
+    def __getitem__(self, name: str) -> Any:
+        tensor = super().__getitem__(name)
+        in_backward = torch._C._current_graph_task_id() >= 0
+        if in_backward and not self.layer.is_running and hasattr(tensor, "is_part"):
+            return self.layer.whole(tensor)
+        return tensor
+
+
 class ShardedLayer:
     """A module whose trained parameters are unsharded only while it computes.
 
@@ -104,11 +123,15 @@ class ShardedLayer:
                 setattr(module.get_submodule(owner), leaf, part_of[parameter])
         self.flat: Tensor | None = None  # all parameters, while they are unsharded
         self.gather_work: dist.Work | None = None
+        self.read_again: dict[Parameter, Tensor] = {}  # while a checkpoint computes again
+        self.is_running = False
         self.backward_needs_it = False
-        self.got_gradient = False
+        self.missing = set(self.names)  # those to which no backward has given a gradient yet
         self.previous: ShardedLayer | None = None  # in the order of the last forward
         self.following: ShardedLayer | None = None
         self.is_last = False
+        for submodule in module.modules():
+            submodule._parameters = WholeInBackward(submodule._parameters, self)
         module.forward = self.run
 
     def start_gather(self) -> None:
@@ -132,6 +155,14 @@ class ShardedLayer:
     def free(self) -> None:
         self.wait()
         self.flat = None
+        self.read_again.clear()
+
+    def whole(self, part: Parameter) -> Tensor:
+        """The unsharded parameter; if its gradient comes back, it goes to the owners as usual."""
+        if not self.read_again:
+            parameters = GatherParameters.apply(self, *self.owned)
+            self.read_again = dict(zip(self.owned, parameters, strict=True))
+        return self.read_again[part]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """What the model calls as this module's forward."""
@@ -140,13 +171,14 @@ class ShardedLayer:
         named = {f"module.{n}": p for n, p in zip(self.names, parameters, strict=True)}
         if self.following:
             self.following.start_gather()  # meanwhile, this layer computes
-        self.fsdp.layer = self
+        self.fsdp.layer, self.is_running = self, True
         try:
             with saved_tensors_hooks(self.pack, self.unpack):
                 result = functional_call(self.original, named, args, kwargs)
             self.fsdp.layer = None  # not after an error, which is then of this layer
             return result
         finally:
+            self.is_running = False
             if not self.is_last or not torch.is_grad_enabled():
                 self.free()  # backward begins with the last layer, which stays
 
@@ -170,11 +202,13 @@ class ShardedLayer:
     def send(self, gradients: tuple[Tensor | None, ...]) -> None:
         """The mean of each shard of the gradient goes to its owner, while backward continues."""
         self.free()
-        self.backward_needs_it, self.got_gradient = False, True
-        for name, gradient in zip(self.names, gradients, strict=True):
-            if gradient is None:
-                raise no_gradient_error(f"{self.name}.{name}")
-        flat = self.shards.lay_out([gradient for gradient in gradients if gradient is not None])
+        self.backward_needs_it = False
+        flat = self.shards.new_flat(like=self.shard)
+        views = self.shards.views(flat)
+        for name, view, gradient in zip(self.names, views, gradients, strict=True):
+            if gradient is not None:
+                view.copy_(gradient)
+                self.missing.discard(name)
         self.fsdp.receive()  # one at a time: otherwise memory would grow with the network's delay
         self.fsdp.pending.append((self, ReduceScatter(flat)))
 
@@ -183,11 +217,6 @@ class ShardedLayer:
         parts = self.shards.parts_of(mean)
         for own, gradient in zip(self.owned, parts, strict=True):
             own.grad = gradient if own.grad is None else own.grad + gradient
-
-
-def no_gradient_error(name: str) -> ShardingError:
-    why = f"backward gave no gradient to {name}"
-    return ShardingError(f"{why}: freeze what is not used (requires_grad_(False))")
 
 
 def layers_of(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -259,8 +288,8 @@ class FSDP(nn.Module):
             materialize(module, torch.device(device))
             self.layers.append(ShardedLayer(name, module, self))
         owned = {part for layer in self.layers for part in layer.owned}
-        self.copies = [parameter for parameter in model.parameters() if parameter not in owned]
-        for tensor in [*self.copies, *model.buffers()]:
+        self.copies = {name: p for name, p in model.named_parameters() if p not in owned}
+        for tensor in [*self.copies.values(), *model.buffers()]:
             dist.broadcast(tensor.detach(), src=0)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -300,15 +329,18 @@ class FSDP(nn.Module):
     def finish(self) -> None:
         """Call it after each backward: the last gradients arrive. Every rank must call it."""
         self.receive()
+        missing: dict[str, bool] = {}
         for layer in self.layers:
             layer.free()
-            if not layer.got_gradient:
-                raise no_gradient_error(layer.name)
-            layer.got_gradient = False
-        for parameter in self.copies:
-            if parameter.grad is not None:
-                parameter.grad /= dist.get_world_size()
-                dist.all_reduce(parameter.grad)
+            missing |= {f"{layer.name}.{name}": name in layer.missing for name in layer.names}
+            layer.missing = set(layer.names)
+        trained = {name: p for name, p in self.copies.items() if p.requires_grad}
+        missing |= {name: parameter.grad is None for name, parameter in trained.items()}
+        require_gradients(missing, like=self.layers[0].shard)
+        for parameter in trained.values():
+            assert parameter.grad is not None
+            parameter.grad /= dist.get_world_size()
+            dist.all_reduce(parameter.grad)
         self.spread_overflow()
 
     def spread_overflow(self) -> None:
@@ -326,5 +358,5 @@ class FSDP(nn.Module):
     def clip_grad_norm(self, limit: float) -> float:
         """Scale all gradients so that their norm over all ranks is at most `limit`."""
         parts = [p.grad for layer in self.layers for p in layer.owned if p.grad is not None]
-        copies = [p.grad for p in self.copies if p.grad is not None]
+        copies = [p.grad for p in self.copies.values() if p.grad is not None]
         return clip_grad_norm(parts, copies, limit)

@@ -61,6 +61,8 @@ def by_hand(
         return Training(fsdp, optimizer, fsdp.finish, fsdp.clip_grad_norm, *states)
     if level == "gradients":  # it sends the gradients itself, so there is no DDP
         zero = ShardedGradients(model.parameters(), optimizer_class, **options)
+        for buffer in model.buffers():  # the optimizer knows the parameters alone
+            dist.broadcast(buffer, src=0)
         states = FullModelState(model), FullOptimizerState(model, zero)
         return Training(model, zero, zero.finish, zero.clip_grad_norm, *states)
     if level == "optimizer":  # it moves the parameters in memory: before DDP

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Size, Tensor, optim
 
-# torch 2.14 has renamed both, and warns of the old names.
-all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
+# torch 2.13 has renamed both. The old name is asked for only where there is no new one.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 NOT_ELEMENTWISE = (optim.Adafactor, optim.LBFGS, optim.Muon, optim.SparseAdam)
 
@@ -30,6 +29,22 @@ def require_elementwise(optimizer_class: Any) -> None:
     if set(NOT_ELEMENTWISE).intersection(classes):
         why = f"{optimizer_class.__name__} looks at whole parameters, and a rank owns only parts"
         raise ShardingError(f"{why} of them: use AdamW, Adam, SGD or another one by element")
+
+
+def require_gradients(missing: dict[str, bool], like: Tensor) -> None:
+    """Raise ShardingError on every rank if backward gave a parameter no gradient on any of them.
+
+    missing: of each parameter's name, whether this rank lacks its gradient. like: a tensor of the
+    device that sends. Every rank must call it.
+    """
+    ranks_without = like.new_tensor([*missing.values()], dtype=torch.float32)
+    dist.all_reduce(ranks_without)
+    without = zip(missing, ranks_without.tolist(), strict=True)
+    names = [name for name, ranks in without if ranks]
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        why = f"backward gave no gradient to {', '.join(names[:3])}{more} on at least one rank"
+        raise ShardingError(f"{why}: freeze what is not used (requires_grad_(False))")
 
 
 class Shards:
@@ -86,7 +101,9 @@ class Shards:
         for view, part in zip(self.parts_of(shard), parts, strict=True):
             view.copy_(part)
         flat = self.new_flat(like=shard) if self.rank == 0 else None
-        dist.gather(shard, list(flat.chunk(self.world_size)) if flat is not None else None)
+        chunks = flat.chunk(self.world_size) if flat is not None else ()
+        received = [chunk.view(torch.uint8) for chunk in chunks]  # gloo gathers no complex numbers
+        dist.gather(shard.view(torch.uint8), received or None)
         return self.views(flat.cpu()) if flat is not None else []
 
 
@@ -118,6 +135,12 @@ class ReduceScatter:
         return self.received.view(dist.get_world_size(), -1).sum(dim=0)
 
 
+def squared_norm(gradient: Tensor) -> Tensor:
+    """In float64, (). Of a complex number, both parts count."""
+    dtype = torch.complex128 if gradient.is_complex() else torch.float64
+    return torch.linalg.vector_norm(gradient, dtype=dtype).square()
+
+
 @torch.no_grad()
 def clip_grad_norm(parts: Iterable[Tensor], copies: Iterable[Tensor], limit: float) -> float:
     """As nn.utils.clip_grad_norm_, which would know only the norm of this rank's parts.
@@ -129,10 +152,10 @@ def clip_grad_norm(parts: Iterable[Tensor], copies: Iterable[Tensor], limit: flo
     gradients = [*parts, *copies]
     if not gradients:  # before the first backward: so it is on every rank
         return 0.0
-    squares = [part.double().square().sum() for part in parts]
+    squares = [squared_norm(part) for part in parts]
     square = torch.stack(squares or [gradients[0].new_zeros((), dtype=torch.float64)]).sum()
     dist.all_reduce(square)
-    norm = (square + sum(copy.double().square().sum() for copy in copies)).sqrt()
+    norm = (square + sum(map(squared_norm, copies))).sqrt()
     scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # of nan: nan, as torch's
     for gradient in gradients:
         gradient.mul_(scale)

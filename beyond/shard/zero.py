@@ -23,6 +23,7 @@ from shards import (
     all_gather_single,
     clip_grad_norm,
     require_elementwise,
+    require_gradients,
 )
 
 cut_into_buckets = load_program("03", "reducers/reducers").cut_into_buckets
@@ -46,6 +47,11 @@ class ShardedBucket(Shards):
         self.slots: dict[Parameter, Tensor] = {}  # the view for the gradient of each parameter
         self.shard: Tensor | None = None  # the mean gradients that this rank owns
 
+    def make_room(self) -> None:
+        """For the unsharded gradients. What backward does not bring stays zero."""
+        self.gradients = self.new_flat(like=self.memory)
+        self.slots = dict(zip(self.parameters, self.views(self.gradients), strict=True))
+
     def send_updated(self) -> None:
         """Every rank gets what the others have updated. Every rank must call it."""
         all_gather_single(self.memory, self.shard_of(self.memory).clone())
@@ -54,7 +60,7 @@ class ShardedBucket(Shards):
 class ShardedOptimizer(optim.Optimizer):
     """ZeRO-1: wraps an optimizer that treats each element apart, like SGD, Adam and AdamW.
 
-    Its param_groups hold the unsharded parameters, and a schedule may change their learning rates.
+    Its param_groups hold the unsharded parameters, and a schedule may change their options.
     Frozen parameters stay as they are. Raises ShardingError as require_elementwise does.
     """
 
@@ -77,6 +83,7 @@ class ShardedOptimizer(optim.Optimizer):
             parts = [self.owned[p] for p in group["params"] if p in self.owned]
             inner_groups.append({**group, "params": parts})
         self.inner = optimizer_class(inner_groups)
+        self.defaults = {**self.inner.defaults, **options}  # OneCycleLR looks for AdamW's betas
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update({key: inner[key] for key in inner if key != "params"})  # with defaults
 
@@ -153,9 +160,7 @@ class ShardedGradients(ShardedOptimizer):
         if parameter not in bucket.missing:
             raise ShardingError("a second backward before finish(): call finish() after each")
         if bucket.gradients is None:
-            bucket.gradients = bucket.new_flat(like=bucket.memory)
-            views = bucket.views(bucket.gradients)
-            bucket.slots = dict(zip(bucket.parameters, views, strict=True))
+            bucket.make_room()
         assert parameter.grad is not None
         bucket.slots[parameter].copy_(parameter.grad)
         parameter.grad = None  # the bucket has it now
@@ -166,6 +171,8 @@ class ShardedGradients(ShardedOptimizer):
     def send(self, bucket: ShardedBucket) -> None:
         """The mean of each shard goes to its owner, while backward continues."""
         self.receive()  # one message at a time, or memory would grow with the network's delay
+        if bucket.gradients is None:
+            bucket.make_room()
         assert bucket.gradients is not None
         self.sent.append((bucket, ReduceScatter(bucket.gradients)))
         bucket.gradients, bucket.slots = None, {}
@@ -180,15 +187,19 @@ class ShardedGradients(ShardedOptimizer):
     @torch.no_grad()
     def finish(self) -> None:
         """Wait for the gradients that are still under way. Every rank must call it."""
+        while self.next < len(self.buckets):  # one that lacks a gradient, and those behind it
+            self.send(self.buckets[self.next])
         self.receive()
-        missing = [p for bucket in self.buckets[self.next :] for p in bucket.missing]
-        if missing:
-            shapes = ", ".join(str(tuple(parameter.shape)) for parameter in missing[:3])
-            why = f"backward gave no gradient to {len(missing)} parameters, of shape {shapes}"
-            raise ShardingError(f"{why}: freeze them (requires_grad_(False)), or use ZeRO-1")
         self.next = 0
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        missing = {
+            f"parameter {number} of shape {tuple(p.shape)}": p in self.bucket_of[p].missing
+            for number, p in enumerate(parameters)
+            if p in self.bucket_of
+        }
         for bucket in self.buckets:
             bucket.missing = set(bucket.parameters)
+        require_gradients(missing, like=self.buckets[0].memory)
 
     def clip_grad_norm(self, limit: float) -> float:
         """Scale all gradients so that their norm over all ranks is at most `limit`."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD, AdamW, NAdam
+from torch.utils.checkpoint import checkpoint
 
 from common.chapters import load_program
 from helpers.stage_files import LESSON_FOLDERS, fresh_module
@@ -42,7 +43,8 @@ class TrainingCase(NamedTuple):
 
 
 class Odd(nn.Module):
-    """Odd shapes, a frozen parameter, one tied inside a layer, a scalar outside of all layers."""
+    """Odd shapes, a frozen parameter, one tied inside a layer, a scalar outside of all layers, and
+    a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,23 +52,64 @@ class Odd(nn.Module):
         self.twice = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
         self.last = nn.Linear(5, 3, bias=False)
         self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("factors", torch.tensor([1.0, 0.5, 2.0]))
         self.second.bias.requires_grad_(False)
         self.twice[2].weight = self.twice[0].weight
 
     def forward(self, inputs):  # (B, 7) -> (B, 3)
         hidden = self.second(self.first(inputs).tanh())
-        return self.last(self.twice(self.twice(hidden))) * self.scale
+        return self.last(self.twice(self.twice(hidden))) * self.scale * self.factors
+
+
+class Complex(nn.Module):
+    """Its weights and gradients are complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (
+            nn.Linear(*size, dtype=torch.cdouble) for size in ((7, 9), (9, 3))
+        )
+
+    def forward(self, inputs):  # (B, 7) -> (B, 3)
+        return self.second(self.first(inputs.cdouble()).tanh()).abs()
+
+
+class Recomputing(nn.Module):
+    """Backward computes its forward again in two pieces; the second one reads a bare parameter."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.out = nn.Linear(5, 11), nn.Linear(11, 5), nn.Linear(5, 5)
+        self.scale = nn.Parameter(torch.rand(5))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, hidden):  # (B, 5) -> the same
+        pieces = (lambda x: self.down(self.up(x).tanh())), (lambda x: x.tanh() * self.scale)
+        for piece in pieces:
+            hidden = checkpoint(piece, hidden, use_reentrant=self.use_reentrant)
+        return self.out(hidden)
+
+
+MODELS = {
+    "odd": Odd,
+    "complex": Complex,
+    "transformer": lambda: language.Transformer(8, layers=2),
+    "checkpoint": lambda: nn.Sequential(nn.Linear(7, 5), Recomputing(False), nn.Linear(5, 3)),
+    "reentrant checkpoint": lambda: nn.Sequential(
+        nn.Linear(7, 5), Recomputing(True), nn.Linear(5, 3)
+    ),
+}
 
 
 def build(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return (Odd() if name == "odd" else language.Transformer(8, layers=2)).double()
+    return MODELS[name]().double()
 
 
 def batches(name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """As many as steps. Labels are missing here and there, and not as many on each rank."""
     torch.manual_seed(1)
-    if name == "odd":
+    if name != "transformer":
         return [(torch.randn(BATCH, 7).double(), torch.randint(3, (BATCH,))) for _ in range(STEPS)]
     steps = []
     for _ in range(STEPS):

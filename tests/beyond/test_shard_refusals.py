@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS, SGD, Adafactor, AdamW, Muon
 
@@ -73,8 +74,8 @@ REFUSED_MODELS = [  # the level, the model, the optimizer, and what the line say
     (ZERO_1, Tied, Adafactor, "Adafactor looks at whole parameters"),
     (ZERO_1, Tied, type("Mine", (Adafactor,), {}), "Mine looks at whole parameters"),
     (FSDP, mixed, SGD, "0 has parameters in torch.float32 and torch.float64: convert"),
-    (FSDP, untied, SGD, "gave no gradient to unused: freeze"),
-    (ZERO_2, Tied, SGD, "no gradient to 2 parameters, of shape (3,)"),
+    (FSDP, untied, SGD, "gave no gradient to unused.weight, unused.bias on"),
+    (ZERO_2, Tied, SGD, "gave no gradient to parameter 1 of shape (3, 3), parameter 2"),
 ]
 
 
@@ -87,6 +88,43 @@ def test_shard_what_cannot_be_divided_is_refused_in_one_line_on_every_rank(rank)
         line, line_of_the_other = gather_from_ranks(str(caught.value))
         assert line == line_of_the_other
         assert "\n" not in line
+
+
+class ScaleUsedByOneRank(nn.Module):
+    """A parameter outside of all layers, of which only rank 0 has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, inputs):
+        hidden = self.layer(inputs)
+        return hidden * self.scale if dist.get_rank() == 0 else hidden
+
+
+class BiasUsedByOneRank(nn.Linear):
+    def forward(self, inputs):
+        hidden = inputs @ self.weight
+        return hidden + self.bias if dist.get_rank() == 0 else hidden
+
+
+@on_ranks(2)
+def test_shard_a_parameter_that_one_rank_alone_uses_is_refused_at_once_on_every_rank(rank):
+    """Every rank comes to the end of finish(): nobody is left waiting, so both can go on."""
+    cases = [
+        (FSDP, ScaleUsedByOneRank(), "scale"),
+        (FSDP, nn.Sequential(BiasUsedByOneRank(3, 3)), "0.bias"),
+        (ZERO_2, ScaleUsedByOneRank(), "parameter 0 of shape (3,)"),
+        (ZERO_2, nn.Sequential(BiasUsedByOneRank(3, 3)), "parameter 1 of shape (3,)"),
+    ]
+    for level, model, name in cases:
+        training = changed_levels().by_hand(level, model, SGD, lr=0.1)
+        training.model(torch.ones(2, 3)).sum().backward()
+        words = f"gave no gradient to {name} on at least one rank: freeze"
+        with pytest.raises(ValueError, match=re.escape(words)):
+            training.finish()
+        assert gather_from_ranks(rank) == [0, 1]
 
 
 @on_ranks(2)

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import OneCycleLR
 
 from common.chapters import load_program
 from helpers.local_ranks import gather_from_ranks, on_ranks, run_on_ranks
@@ -32,6 +33,9 @@ CHOICES = (  # each pair of values occurs
     ("odd", "adamw", 2, 0.1),
     ("transformer", "sgd", 2, 0.1),
     ("transformer", "adamw", 1, None),
+    ("complex", "sgd", 1, 0.1),
+    ("checkpoint", "sgd", 2, 0.1),
+    ("reentrant checkpoint", "sgd", 1, 0.1),
 )
 TRAINING_CASES = [TrainingCase(level, *choice) for level in BY_HAND for choice in CHOICES]
 
@@ -83,6 +87,16 @@ def test_shard_a_forward_without_backward_leaves_no_stale_weights(rank):
             assert difference > 1e-3 if changes else difference < 1e-12
 
 
+@on_ranks(2)
+def test_shard_a_checkpoint_inside_a_layer_computes_again_with_whole_parameters(rank):
+    """Its weights are compared above. The control: with this rank's parts, torch's error."""
+    parts = (("fsdp.py", "if in_backward and", "if False and"),)
+    for name in ("checkpoint", "reentrant checkpoint"):
+        training = changed_levels(parts).by_hand(FSDP, build(name), SGD, lr=0.1)
+        with pytest.raises(RuntimeError, match=r"mat2 must be|size|metadata"):
+            train_steps(training, batches(name))
+
+
 CONTROLS = {  # what is left out or made wrong: where it is used, and the change
     "ZeRO-1: no all-gather": (
         ZERO_1,
@@ -125,6 +139,15 @@ CONTROLS = {  # what is left out or made wrong: where it is used, and the change
     "FSDP: no division": (FSDP, ("shards.py", "flat.div_(dist.get_world_size())", "flat")),
     "FSDP: a local norm": (FSDP, ("shards.py", "dist.all_reduce(square)", "pass")),
 }
+CONTROLS_OF_MODELS = [  # what another model than the transformer needs
+    TrainingCase(ZERO_2, "odd", changes=(("levels.py", "dist.broadcast(buffer, src=0)", "pass"),)),
+    TrainingCase(
+        FSDP,
+        "complex",
+        clip=0.1,
+        changes=(("shards.py", "norm(gradient, dtype=dtype)", "norm(gradient.real)"),),
+    ),
+]
 
 
 def test_shard_weights_differ_if_a_mechanism_is_left_out():
@@ -133,8 +156,9 @@ def test_shard_weights_differ_if_a_mechanism_is_left_out():
         TrainingCase(level, clip=0.1 if "norm" in what else None, changes=(change,))
         for what, (level, change) in CONTROLS.items()
     ]
-    distances = run_on_ranks(2, all_distances, cases)[0]
-    assert [what for what, far in zip(CONTROLS, distances, strict=True) if not far > 1e-3] == []
+    names = [*CONTROLS, *CONTROLS_OF_MODELS]
+    distances = run_on_ranks(2, all_distances, [*cases, *CONTROLS_OF_MODELS])[0]
+    assert [what for what, far in zip(names, distances, strict=True) if not far > 1e-3] == []
 
 
 def test_shard_adamw_hides_a_missing_division():
@@ -161,6 +185,35 @@ def test_shard_a_closure_is_called_before_the_step(rank):
 
         assert optimizer.step(closure) == 3
         assert torch.equal(weight, torch.full((3,), 0.9))
+
+
+def trained_in_one_cycle(level: str, changes: tuple = ()) -> dict:
+    """OneCycleLR changes AdamW's first beta in each step, which it looks for in .defaults."""
+    training = changed_levels(changes).by_hand(level, build("odd"), AdamW, lr=0.01)
+    schedule = OneCycleLR(training.optimizer, max_lr=0.01, total_steps=len(batches("odd")))
+    for step in batches("odd"):
+        train_steps(training, [step])
+        schedule.step()
+    return collect(training)[0]
+
+
+@on_ranks(2)
+def test_shard_zero_takes_a_schedule_of_adamws_momentum(rank):
+    plain = build("odd")
+    optimizer = AdamW(plain.parameters(), lr=0.01)
+    schedule = OneCycleLR(optimizer, max_lr=0.01, total_steps=len(batches("odd")))
+    for inputs, labels in batches("odd"):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(plain(inputs), labels).backward()
+        optimizer.step()
+        schedule.step()
+    for level in (ZERO_1, ZERO_2):
+        state = trained_in_one_cycle(level)
+        assert rank > 0 or largest_difference(state, plain.state_dict()) < 1e-10
+        with pytest.raises(ValueError, match="optimizer must support momentum"):  # the control
+            trained_in_one_cycle(
+                level, (("zero.py", "{**self.inner.defaults, **options}", "options"),)
+            )
 
 
 class Weighted(nn.Module):
