@@ -22,6 +22,7 @@ import shm  # noqa: F401 (the backend)
 from helpers.local_ranks import run_on_ranks
 from helpers.machine import patience
 from shm.segment import Segment, identity_of_file, open_if_identical
+from shm.work import pending
 from shm_cases import collect, without_a_compiler
 
 Op = dist.ReduceOp
@@ -80,7 +81,55 @@ def test_what_goes_wrong_ends_in_a_line_that_names_the_rank(how):
 
 
 def test_a_rank_later_than_the_limit_fails_as_the_others_did():
-    assert run_on_ranks(2, fail, "late")[1][0].startswith("RuntimeError: shm: rank 0 has failed")
+    error = run_on_ranks(2, fail, "late")[1][0]
+    assert error.startswith("RuntimeError: shm: rank 1 was late, as rank 0 has found, so rank 1 ")
+
+
+def fail_one_after_another(rank, first, how, in_c, call):
+    """Something happens to rank 2, the first rank finds it, and then the other one calls."""
+    with nullcontext() if in_c else without_a_compiler():
+        dist.init_process_group("shm", timeout=timedelta(seconds=1 if how == "late" else 60))
+    store, wait = dist.distributed_c10d._get_default_store(), timedelta(seconds=60)
+    if rank == 2 and how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 2 and how == "interrupted":
+        dist.group.WORLD.segment.give_up("KeyboardInterrupt has interrupted a call")
+    if rank == 2:
+        return store.wait(["end"], wait)
+    if rank == first:
+        error = error_of(lambda: dist.recv(torch.zeros(3), 2))
+        store.set("found", "")
+        store.wait(["end"], wait)
+    else:
+        store.wait(["found"], wait)
+        error = error_of(lambda: call(torch.zeros(3)))
+        store.set("end", "")
+    return error
+
+
+def receive_from_rank_0(x):
+    dist.recv(x, 0)
+
+
+@pytest.mark.parametrize("in_c", [False, pytest.param(True, marks=needs_a_compiler)])
+@pytest.mark.parametrize(
+    ("how", "what"), [("killed", "ended"), ("late", "late"), ("interrupted", "failed")]
+)
+def test_the_rank_where_it_began_is_named_by_ranks_that_hear_of_it_from_another(how, what, in_c):
+    may_die = (2,) if how == "killed" else ()
+    for first, other in ((0, 1), (1, 0)):
+        arguments = (first, how, in_c, dist.all_reduce)
+        errors = run_on_ranks(3, fail_one_after_another, *arguments, may_die=may_die)
+        line = f"RuntimeError: shm: rank 2 {'was' if how == 'late' else 'has'} {what}"
+        line += f", as rank {first} has found" if (how, first) != ("interrupted", 1) else ""
+        assert errors[other].startswith(line), errors
+
+
+def test_a_message_that_cannot_come_names_the_rank_where_it_began():
+    arguments = (0, "killed", True, receive_from_rank_0)
+    error = run_on_ranks(3, fail_one_after_another, *arguments, may_die=(2,))[1]
+    what = "rank 2 has ended, as rank 0 has found, so rank 1 cannot go on"
+    assert error == f"RuntimeError: shm: {what}"
 
 
 # Another file than the memory of rank 0
@@ -189,6 +238,20 @@ def test_an_interrupted_call_ends_the_group_instead_of_making_a_wrong_sum(kind, 
     ]
     control = run_on_ranks(2, sums_around_an_interruption, None, without)
     assert control == [[[3.0], [30.0]]] * 2
+
+
+def sums_around_an_interruption_that_nobody_notices(rank):
+    with patch.object(type(pending), "give_up", lambda *_: None):
+        return sums_around_an_interruption(rank, TimeoutError())
+
+
+def test_the_number_of_the_transfer_tells_a_call_from_the_rest_of_the_one_before():
+    """The second defense: what it is for, if a call that was cut off does not end the group."""
+    first, second = run_on_ranks(2, sums_around_an_interruption_that_nobody_notices)
+    apart = f"and rank {{}} in {{}}: an earlier call than this {SUM} was interrupted"
+    assert first == [f"RuntimeError: shm: rank 1 is in transfer 2, {apart.format(0, 1)}"] * 2
+    line = f"RuntimeError: shm: rank 0 is in transfer 1, {apart.format(1, 2)}"
+    assert second == ["TimeoutError: ", line]
 
 
 def sum_that_is_cut_off_at_once(rank, in_c):

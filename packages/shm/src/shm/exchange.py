@@ -132,7 +132,7 @@ class Exchange:
         late = self.all_reduce_in_c(self.address_in_c, looks)
         segment.arrivals, self.pieces = state.arrivals, state.pieces
         if late <= fast.DIFFERS:
-            segment.fail(segment.difference(fast.DIFFERS - late, call))
+            segment.fail_as_different(fast.DIFFERS - late, call)
         return late
 
     def end_sum(self, call: int, late: int) -> Steps:

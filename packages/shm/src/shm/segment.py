@@ -17,7 +17,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,8 @@ ASLEEP = 1  # behind a bell: does anybody sleep until it rings?
 CACHE_LINES_PER_RANK = 2
 
 NEVER = 2**62  # arrivals of a rank that has failed: nobody waits for it any more
-FAILED = -1  # and what it announces instead of a call
+FAILED, ENDED, LATE = -1, -2, -3  # and what it announces instead of a call, see Cause
+TEXT_OF_CAUSE = {FAILED: "has failed", ENDED: "has ended", LATE: "was late"}
 
 SPINS = 100  # polls before a rank that waits sleeps, where it has a core for itself
 
@@ -105,6 +106,16 @@ def open_if_identical(path: str, identity: str) -> int:
         return os.open(f"/proc/self/fd/{place}", os.O_RDWR) if is_identical else -1
     finally:
         os.close(place)
+
+
+class Cause(NamedTuple):
+    """What a rank that has failed announces in place of its call and its transfer.
+
+    rank: itself if it has FAILED, or the one that has ENDED or was too LATE for it.
+    """
+
+    what: int
+    rank: int
 
 
 class SharingError(RuntimeError):
@@ -227,19 +238,29 @@ class Segment:
             other_call = counters[place + call_counter]
             other_transfer = counters[place + transfer_counter]
             if other_call != call or other_transfer != transfer:
-                self.fail(self.difference(rank, call))
+                self.fail_as_different(rank, call)
 
-    def difference(self, rank: int, call: int) -> str:
-        """Why the arrival of the other rank is not that of this rank."""
+    def fail_as_different(self, rank: int, call: int) -> NoReturn:
+        """The arrival of that rank is not the one that belongs to this call."""
         place, odd, own = self.places[rank], self.arrivals % 2, text_of_call(call)
         other_call = self.counters[place + CALL + odd]
         other_transfer = self.counters[place + TRANSFER + odd]
-        if other_call == FAILED:
-            return f"rank {rank} has failed, so rank {self.rank} cannot complete {own}"
+        if other_call < 0:
+            self.fail_after(rank, f"complete {own}")
         if other_call != call:
-            return f"rank {rank} has called {text_of_call(other_call)}, but rank {self.rank} {own}"
+            what = f"rank {rank} has called {text_of_call(other_call)}"
+            self.fail(f"{what}, but rank {self.rank} {own}")
         what = f"rank {rank} is in transfer {other_transfer}, and rank {self.rank} in"
-        return f"{what} {self.transfers}: an earlier call than this {own} was interrupted"
+        self.fail(f"{what} {self.transfers}: an earlier call than this {own} was interrupted")
+
+    def fail_after(self, rank: int, what: str) -> NoReturn:
+        """That rank has failed, so this one cannot do it either: name the rank that began."""
+        counters, place = self.counters, self.places[rank]
+        odd = counters[place + CALL] >= 0
+        cause = Cause(counters[place + CALL + odd], counters[place + TRANSFER + odd])
+        who = f"rank {cause.rank} {TEXT_OF_CAUSE[cause.what]}"
+        found = "" if cause.rank == rank else f", as rank {rank} has found"
+        self.fail(f"{who}{found}, so rank {self.rank} cannot {what}", cause=cause)
 
     def meet(self) -> None:
         """Wait until all ranks are here. Raises SharingError if one of them does not come."""
@@ -257,13 +278,15 @@ class Segment:
                 return False
         return True
 
-    def fail(self, text: str, error: type[Exception] = RuntimeError) -> NoReturn:
+    def fail(
+        self, text: str, error: type[Exception] = RuntimeError, cause: Cause | None = None
+    ) -> NoReturn:
         """Raise this now and at each later use: the ranks are no longer at the same call."""
-        self.give_up(text)
+        self.give_up(text, cause)
         assert self.failure is not None
         raise error(*self.failure.args)
 
-    def give_up(self, text: str) -> None:
+    def give_up(self, text: str, cause: Cause | None = None) -> None:
         """Take part in no further call, and let the others see it instead of waiting.
 
         They see it at the first arrival that this rank has not completed, and not before.
@@ -271,10 +294,12 @@ class Segment:
         if self.failure:
             return
         counters, own = self.counters, self.own_place
+        what, rank = cause or Cause(FAILED, self.rank)
         arrivals = counters[own + ARRIVED]  # self.arrivals may have been cut off from it
         for _ in range(2):  # another rank may arrive between the question and the mark
             all_here = all(counters[place + ARRIVED] >= arrivals for place in self.places)
-            counters[own + CALL + (arrivals + all_here) % 2] = FAILED
+            odd = (arrivals + all_here) % 2
+            counters[own + CALL + odd], counters[own + TRANSFER + odd] = what, rank
         self.post(own + ARRIVED, NEVER)
         self.failure = RuntimeError(f"shm: {text}")  # at the end: what is cut off is done again
 
