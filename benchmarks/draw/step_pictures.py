@@ -1,4 +1,4 @@
-"""Draw one step of each recording: what each rank computes and sends, on one axis of time."""
+"""Draw one step of each recording: what each rank loads, computes and sends, on one time axis."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from benchmarks.variants import VARIANTS
 
 WAITING, SENDING = "waiting", "sending"
 # What a part may be: svg.py has a color for each.
-KINDS = (Kind.FORWARD.value, Kind.BACKWARD.value, Kind.OPTIMIZER.value, WAITING, SENDING)
+KINDS = (*(kind.value for kind in Kind if kind not in MESSAGES), WAITING, SENDING)
 LEFT, RIGHT = 90, 10  # of the axis: the names of the ranks, and a margin
 
 
@@ -50,7 +50,7 @@ def message_parts(spans: Sequence[Span], last: Sequence[float]) -> list[Part]:
 
 
 def lanes(step: Step) -> list[Lane]:
-    """Of each rank: what it computes, and its messages. DataParallel: its process and threads."""
+    """Of each rank: what it does, and its messages. DataParallel: its process and threads."""
     ranks = [[Span(*span) for span in rank["spans"]] for rank in step["ranks"]]
     rows, last, several = [], arrivals(ranks), len(ranks) > 1
     for rank, spans in zip(step["ranks"], ranks, strict=True):

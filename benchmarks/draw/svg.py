@@ -13,6 +13,7 @@ SIZE = 16  # of the text
 INK = "#767b83"
 COLORS = {
     # what a rank does
+    "loading": "#8a6d1f",
     "forward": "#3f92cf",
     "backward": "#2f6bbf",
     "optimizer": "#71757c",

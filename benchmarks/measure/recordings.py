@@ -16,15 +16,21 @@ from benchmarks.variants import VARIANTS, command_of
 from common.chapters import ROOT
 from common.options import UsageError
 from prove.processes import hook_variables
+from prove.watch.effects import COLLECTIVES
 
 WARM_UP = 5  # steps that are not compared
 RANKS, GLOBAL_BATCH = 2, 120
 
 
+def recorder_variables(folder: str | Path) -> dict[str, str]:
+    """What timeline_recorder reads: where to write, and prove's names of the collectives."""
+    return {"TIMELINE_FOLDER": str(folder), "TIMELINE_COLLECTIVES": ",".join(COLLECTIVES)}
+
+
 def record(command: Sequence[str], quiet: bool) -> list[Recording]:
     """What each process of the command recorded, by rank. SystemExit if the command fails."""
     with TemporaryDirectory() as folder:
-        env = {"OMP_NUM_THREADS": "1", **os.environ, "TIMELINE_FOLDER": folder}
+        env = {"OMP_NUM_THREADS": "1", **os.environ, **recorder_variables(folder)}
         env |= hook_variables(os.environ, Path(__file__).parent, "timeline_recorder")
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if quiet else {}
         try:

@@ -1,8 +1,9 @@
-"""Record when a process computes and sends, through hooks on torch: the script does not change.
+"""Record when a process loads, computes and sends, through hooks on torch: no script changes.
 
 timeline.py starts the script with prove's hook on its path, which calls `install`. Each process
 that takes an optimizer step writes its recording to a file in TIMELINE_FOLDER. This file is the
-only one of ours that the script's process imports.
+only one of ours that the script's process imports, so the names of the collectives come in
+TIMELINE_COLLECTIVES.
 
 On a CPU, `time.perf_counter` is one clock for all processes of a machine. On a GPU, the CPU runs
 ahead, so a mark is a CUDA event, which the GPU reaches later (no GPU has run this yet).
@@ -29,16 +30,15 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 STEPS = 200  # recorded of a run: later ones cost nothing
-COLLECTIVES = ["all_reduce", "reduce", "broadcast", "barrier", "gather", "scatter"]
-COLLECTIVES += ["all_gather", "all_gather_into_tensor", "all_to_all", "all_to_all_single"]
-COLLECTIVES += ["reduce_scatter", "reduce_scatter_tensor"]
 Mark = float | tuple[int, torch.cuda.Event]  # seconds, or an event of the GPU with this number
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 class Kind(str, Enum):
+    LOADING = "loading"  # the script waits for a DataLoader's next batch
     FORWARD = "forward"
     BACKWARD = "backward"
     OPTIMIZER = "optimizer"
@@ -126,6 +126,7 @@ class OfThread(threading.local):
         self.modules: list[OpenSpan | None] = []  # one inside another; the outer one has a span
         self.optimizers: list[OpenSpan | None] = []
         self.is_sending = False
+        self.is_loading = False
 
 
 class SpanRecorder:
@@ -175,6 +176,23 @@ class SpanRecorder:
             finally:
                 self.end(span)
                 self.in_backward = False
+
+        return timed
+
+    def around_loading(self, load: Callable) -> Callable:
+        """The next batch of a DataLoader. What another thread loads keeps nobody waiting."""
+
+        @functools.wraps(load)
+        def timed(loader: Any) -> Any:
+            is_main = threading.current_thread() is threading.main_thread()
+            if self.now.is_loading or not is_main:  # a dataset may have a loader of its own
+                return load(loader)
+            self.now.is_loading, span = True, self.begin(Kind.LOADING)
+            try:
+                return load(loader)
+            finally:
+                self.end(span)
+                self.now.is_loading = False
 
         return timed
 
@@ -281,7 +299,10 @@ def install() -> SpanRecorder:
     register_optimizer_step_pre_hook(recorder.before_optimizer)
     register_optimizer_step_post_hook(recorder.after_optimizer)
     torch.autograd.backward = recorder.around_backward(torch.autograd.backward)
-    for name in COLLECTIVES:
+    loader_class: Any = _BaseDataLoaderIter
+    loader_class.__next__ = recorder.around_loading(loader_class.__next__)
+    names = os.environ["TIMELINE_COLLECTIVES"].split(",")
+    for name in (name for name in names if hasattr(distributed_c10d, name)):
         timed = recorder.around_message(getattr(distributed_c10d, name))
         for module in (dist, distributed_c10d):
             setattr(module, name, timed)

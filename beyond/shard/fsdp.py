@@ -87,7 +87,7 @@ class WholeInBackward(dict[str, Parameter | None]):
         self.layer = layer
 
     def __getitem__(self, name: str) -> Any:
-        tensor = super().__getitem__(name)
+        tensor: Any = super().__getitem__(name)
         in_backward = torch._C._current_graph_task_id() >= 0
         if in_backward and not self.layer.is_running and hasattr(tensor, "is_part"):
             return self.layer.whole(tensor)
