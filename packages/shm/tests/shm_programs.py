@@ -324,7 +324,7 @@ def error_of(call, *arguments):
 
 
 def refused(rank, ranks):
-    whole, x = torch.zeros(3, dtype=torch.int64), torch.zeros(4)
+    whole, x, expanded = torch.zeros(3, dtype=torch.int64), torch.zeros(4), torch.ones(1).expand(4)
     empty = [torch.zeros(5) for _ in range(ranks)]
     calls = [
         (dist.all_reduce, whole, Op.AVG),
@@ -334,6 +334,13 @@ def refused(rank, ranks):
         (dist.all_gather, empty, x),
         (dist.all_to_all_single, torch.zeros(5), torch.zeros(5)),
         (dist.recv, torch.zeros(3, 1).expand(3, 2), (rank + 1) % ranks),
+        (dist.all_reduce, expanded),
+        (dist.broadcast, expanded, 0),
+        (dist.reduce, expanded, 0),
+        (dist.all_gather, [*empty[1:], expanded], x),
+        (dist.all_to_all, [expanded] * ranks, [x] * ranks),
+        (dist.reduce_scatter, expanded, [x] * ranks),
+        (dist.scatter, expanded, [x] * ranks if rank == 0 else None),
     ]
     errors = [error_of(*call) for call in calls]
     dist.all_reduce(whole)  # the group is as good as before

@@ -24,6 +24,7 @@ from shm import fast
 from shm.exchange import Exchange
 from shm.group import SharedMemoryGroup
 from shm.replace import replace_gloo
+from shm.tensors import flat, put_back
 from shm_cases import COLLECTIVES, collect, without_a_compiler
 
 Op = dist.ReduceOp
@@ -102,6 +103,66 @@ def test_put_writes_every_byte_and_no_other(size):
         fast.put(target[begin : begin + size], source)
         assert torch.equal(target[begin : begin + size], source)
         assert target.count_nonzero() == size
+
+
+# Tensors that are not plain memory
+
+
+@on_ranks(3)
+def test_a_view_that_is_only_marked_as_negative_arrives_with_its_sign(rank):
+    """Such as the imaginary part of a conjugate. The memory holds the other sign."""
+    group, names = dist.new_group(backend="shm"), ["all_reduce", "broadcast", "reduce", "gather"]
+    for name, op in product([*names, "all_gather"], [Op.SUM, Op.MAX]):
+        for mode in (False, True):
+            with torch.inference_mode(mode):
+                x = torch.complex(torch.zeros(3), torch.full((3,), rank + 1.0)).conj().imag
+                contiguous = torch._neg_view(torch.full((3,), rank + 1.0))  # goes to C
+                for view in (x, contiguous):
+                    assert view.is_neg()
+                    mixed = view if rank == 1 else view.resolve_neg().clone()
+                    ours = collect(name, group, mixed, op, 1, rank, 3)
+                    plain = torch.full((3,), -rank - 1.0)
+                    theirs = collect(name, group, plain, op, 1, rank, 3)
+                    assert all(map(torch.equal, ours, theirs)), (name, op, mode)
+
+
+def test_a_conjugate_is_read_and_written_as_its_values():
+    """torch itself refuses one in most collectives."""
+    for mode in (False, True):
+        with torch.inference_mode(mode):
+            x = torch.complex(torch.ones(4), torch.arange(4.0)).conj()
+            values = flat(x)
+            assert x.is_conj()
+            assert not values.is_conj()
+            assert torch.equal(torch.view_as_real(values)[:, 1], -torch.arange(4.0))
+            put_back(x, values + 1j)
+            assert torch.equal(x.imag, 1 - torch.arange(4.0))
+
+
+@on_ranks(2)
+def test_a_gathered_tensor_may_lie_where_an_output_is_written(rank):
+    group = dist.new_group(backend="shm")
+    for length, shift in product([3, 700_000], [-1, 0, 1]):  # the second one goes in pieces
+        for slot in range(2):
+            memory = torch.zeros(2 * length + 2)
+            outputs = list(memory[1:-1].split(length))
+            x = memory[1 + slot * length + shift :][:length]
+            sent = torch.arange(length, dtype=torch.float32) + 1e6 * (rank + 1)
+            x.copy_(sent)
+            everyone = [sent + 1e6 * (other - rank) for other in range(2)]
+            dist.all_gather(outputs, x, group=group)
+            assert all(map(torch.equal, outputs, everyone)), (length, shift, slot)
+
+
+@on_ranks(3)
+def test_a_nan_is_the_maximum_and_the_minimum_whichever_rank_has_it(rank):
+    """gloo's depends on the rank."""
+    group = dist.new_group(backend="shm")
+    for op, owner in product([Op.MAX, Op.MIN], range(3)):
+        x = torch.tensor([float("nan") if rank == owner else float(rank), float(rank)])
+        dist.all_reduce(x, op, group)
+        assert x[0].isnan()
+        assert x[1] == (2 if op == Op.MAX else 0), "the control"
 
 
 @on_ranks(3)

@@ -79,7 +79,10 @@ def library() -> Any:
 
 
 def put(target: Tensor, source: Tensor) -> None:
-    """Copy into shared memory, where other ranks read soon; target has no gaps."""
+    """Copy into shared memory, where other ranks read soon.
+
+    target has no gaps, and source is as flat() returns it: its numbers are what lies in memory.
+    """
     functions = library()
     if functions and source.is_contiguous():
         functions.put(target.data_ptr(), source.data_ptr(), source.nbytes)

@@ -1,5 +1,7 @@
 """Tensors of the program, as this backend reads and writes them: flat, and unknown to autograd."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,15 +18,20 @@ def without_autograd(tensor: Tensor) -> Tensor:
     with torch.inference_mode(False):
         alias = torch.empty(0, dtype=tensor.dtype)
         where = tensor.storage_offset(), tensor.shape, tensor.stride()
-        return alias.set_(tensor.untyped_storage(), *where)
+        alias.set_(tensor.untyped_storage(), *where)
+        alias = alias.conj() if tensor.is_conj() else alias
+        return torch._neg_view(alias) if tensor.is_neg() else alias
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """All elements, (N,): a view where that is possible, else a copy. Unknown to autograd."""
+    """All elements, (N,): a view where that is possible, else a copy. Unknown to autograd.
+
+    A view that only says "conjugated" or "negative" is computed: others read the memory itself.
+    """
     if not tensor.is_cpu or tensor.layout != torch.strided:
         got = f"{tensor.layout}, on {tensor.device}"
         raise TypeError(f"shm: got a tensor of {got}, expected a dense one on the CPU: try gloo")
-    values = without_autograd(tensor)
+    values = without_autograd(tensor).resolve_conj().resolve_neg()
     return values if values.dim() == 1 else values.reshape(-1)
 
 
@@ -37,6 +44,36 @@ def without_gaps(values: Tensor) -> Tensor:
 def put_back(tensor: Tensor, values: Tensor) -> None:
     if values.data_ptr() != tensor.data_ptr():  # it had to be copied
         without_autograd(tensor).copy_(values.view_as(tensor))
+
+
+def require_own_memory(outputs: Sequence[Tensor | Tensors]) -> None:
+    """Refuse a tensor that expand() has made: several of its elements are one number in memory."""
+    for output in outputs:
+        if isinstance(output, list):
+            require_own_memory(output)
+        elif output.layout == torch.strided and not output.is_contiguous():
+            strides = zip(output.stride(), output.shape, strict=True)
+            if any(stride == 0 and size > 1 for stride, size in strides):
+                got = f"strides {output.stride()} of {tuple(output.shape)}"
+                expected = "memory for each element: try .contiguous()"
+                raise ValueError(f"shm: got {got}, expected {expected}")
+
+
+def bytes_of(values: Tensor) -> tuple[int, int]:
+    """Where the memory of a tensor, (N,), begins and ends."""
+    begin, steps = values.data_ptr(), len(values) - 1
+    return begin, begin + (steps * values.stride(0) + 1) * values.itemsize
+
+
+def apart_from_outputs(values: Tensor, outputs: Tensors, own: int) -> Tensor:
+    """A copy of the values where writing an output would change them; outputs[own] may be them."""
+    begin, end = bytes_of(values)
+    for rank, output in enumerate(outputs):
+        output_begin, output_end = bytes_of(output)
+        is_in_place = rank == own and (output_begin, output_end) == (begin, end)
+        if begin < output_end and output_begin < end and not is_in_place:
+            return values.clone()
+    return values
 
 
 def require_same_size(tensors: Tensors, expected: Tensor) -> None:
