@@ -35,9 +35,11 @@ Needs = dict[tuple[int, str], int]  # by number of GPUs and sharding: bytes of e
 def parse_size(text: str) -> int:
     """Bytes of a text like 8GiB."""
     match = re.fullmatch(r"(\d+\.?\d*) ?(MiB|GiB)", text)
-    if not match or not float(match[1]):
-        raise ArgumentTypeError(f"got {text!r}, expected a size above 0 like 512MiB or 8GiB")
-    return int(float(match[1]) * (MIB if match[2] == "MiB" else 1024 * MIB))
+    size = float(match[1]) * (MIB if match[2] == "MiB" else 1024 * MIB) if match else 0
+    if not 0 < size < 2**50:  # far more, and torch could not count a step that just fits
+        why = f"got {text!r}, expected a size above 0 and below {2**20}GiB"
+        raise ArgumentTypeError(f"{why}, like 512MiB or 8GiB")
+    return int(size)
 
 
 def parse_args() -> Namespace:
@@ -170,8 +172,19 @@ def report(args: Namespace, plan: Plan, limit: int) -> None:
     print("\n" + fill(f"Advice: {advice}", 90))
 
 
+def require_countable(args: Namespace) -> None:
+    """UsageError if a tensor of the step might have more bytes than torch's 63 bits can count."""
+    # In our networks, 128 bounds the channels of a layer, and the weights for each pixel.
+    samples, channels = max(args.batch_size, 3), max(args.channels, 128)
+    if 4 * samples * channels * args.image_size**2 >= 2**63:
+        shape = f"{args.channels} × {args.image_size} × {args.image_size}"
+        why = f"a batch of {args.batch_size} images of {shape} is more than torch can count"
+        raise UsageError(f"{why}: try a smaller --image-size or --batch-size")
+
+
 def main() -> None:
     args = parse_args()
+    require_countable(args)
     limit = args.memory_limit
     if limit is None:
         if not torch.cuda.is_available():

@@ -39,7 +39,7 @@ class Images(Dataset):
     """A data set in memory: images (N, C, H, W) uint8 and labels (N,)."""
 
     def __init__(self, images: Tensor, labels: Tensor, classes: int, name: str) -> None:
-        self.images, self.labels, self.classes = images, labels, list(range(classes))
+        self.images, self.labels, self.classes = images, labels, range(classes)
         mean, std = torch.tensor(MEAN_AND_STD[name], dtype=torch.get_default_dtype())
         self.shift, self.scale = 255 * mean.view(-1, 1, 1), 1 / (255 * std.view(-1, 1, 1))
 
@@ -65,9 +65,12 @@ def load_dataset(args: Namespace) -> tuple[ImageSet, ImageSet]:
         if train.classes != test.classes:
             raise ValueError(f"classes {train.classes} for training, {test.classes} for the test")
     except (OSError, EOFError, RuntimeError, TypeError, ValueError, LookupError) as error:
-        where = f"--dataset {args.dataset} in --data-dir {args.data_dir}"
+        what, cure = f"read --dataset {args.dataset} in --data-dir", "name the right folder"
+        what = f"{what} {args.data_dir}"
+        if args.dataset == "synthetic":
+            what, cure = "make --dataset synthetic", "try a smaller --image-size or fewer --classes"
         why = f"{type(error).__name__}: {error}"
-        raise UsageError(f"cannot read {where} ({why}): name the right folder") from error
+        raise UsageError(f"cannot {what} ({why}): {cure}") from error
     require_a_batch(train, args)
     return train, test
 

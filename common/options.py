@@ -60,7 +60,11 @@ def bounded(kind: type, noun: str, lowest: float, below: float = math.inf) -> Ca
     return parse
 
 
-int_at_least = partial(bounded, int, "whole number")
+def int_at_least(lowest: int, below: int = 10**9) -> Callable[[str], Any]:
+    """An argparse type: a whole number; of samples, pixels or ranks nobody has a billion."""
+    return bounded(int, "whole number", lowest, below)
+
+
 float_at_least = partial(bounded, float, "number")
 
 
@@ -76,13 +80,13 @@ def make_parser(stage: str, doc: str | None) -> Parser:
     add("--classes", default=10, type=positive, help="number of classes, for synthetic")
     add("--model", default="net", choices=MODELS, help="network to train")
     add("--epochs", default=10, type=positive, help="passes over the training set")
-    steps = int_at_least(1, below=2**63)
+    steps, loaders = int_at_least(1, below=2**63), int_at_least(0, below=1000)
     add("--max-steps", default=math.inf, type=steps, help="stop after this many optimizer steps")
     add("--batch-size", default=120, type=positive, help="samples per step, of all ranks together")
     add("--lr", default=0.02, type=real, help="learning rate of SGD")
     add("--momentum", default=0.9, type=real, help="momentum of SGD")
     add("--weight-decay", default=0.0, type=real, help="weight decay of SGD")
-    add("--workers", default=0, type=int_at_least(0), help="loader processes per rank; 0: none")
+    add("--workers", default=0, type=loaders, help="loader processes per rank; 0: none")
     add("--seed", default=1234, type=seed, help="for weights, order of the samples, dropout")
     add("--device", default=devices[0], choices=devices, help="cuda: if torch sees a GPU")
     add("--run-dir", default=Path("runs", stage), type=Path, help="folder for the results")

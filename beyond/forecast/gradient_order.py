@@ -86,10 +86,10 @@ def gradients_of_classifier(name: str, image_size: int) -> list[tuple[float, flo
     """Those of a stage's model, or of any classifier of torchvision."""
     with torch.device("meta"):
         channels = 1 if name in ("net", "net-bn") else 3
-        model = build_classifier(name, image_size)
-        images = torch.empty(2, channels, image_size, image_size)  # BatchNorm refuses one sample
         try:
-            return gradients_of(model, images)
+            model = build_classifier(name, image_size)
+            two = torch.empty(2, channels, image_size, image_size)  # BatchNorm refuses one sample
+            return gradients_of(model, two)
         except (AssertionError, RuntimeError) as error:
             why = f"--image-size {image_size} does not suit {name}: {error}"
             raise UsageError(f"{why}: try --image-size 224") from error

@@ -21,17 +21,19 @@ from helpers.train_stage import ONE_EPOCH, options, train_once
 
 GPUS = torch.cuda.device_count()
 
-WHOLE = "expected a whole number"
+WHOLE, BILLION = "expected a whole number", "at least 1 and less than 1000000000 (--help"
+HUGE, ALMOST = "1" + 400 * "0", "999999999"
 START_WITH_TORCHRUN = "start it with torchrun --standalone --nproc-per-node=2 SCRIPT"
 FIT, LIMIT = "01_single_gpu/fit.py", "--memory-limit=1GiB"
 SHM = "packages/shm/src/shm/__main__.py"
 COLLECTIVES = "03_ddp_manual_allreduce/collectives.py"
+FORECAST = "beyond/forecast/forecast.py --step-ms=45"
 SHARD = "beyond/shard/train.py"
 UNEVEN = "04_ddp_torchrun/uneven.py"
 TOO_MANY = f"--backend=nccl --world-size={GPUS + 1}"
 ONE_VALUE = "BatchNorm in resnet18 would get one value for each channel, which has no variance"
 WRONG_CALLS = {  # a stage or a program with its flags, and words of the line
-    "01 --batch-size=0": f"--batch-size: got '0', {WHOLE}, at least 1 (--help",
+    "01 --batch-size=0": f"--batch-size: got '0', {WHOLE}, {BILLION}",
     "01 --lr=nan": "--lr: got 'nan', expected a number, at least 0 and less than 1e+38",
     "01 --seed=4294967296": f"{WHOLE}, at least 0 and less than 4294967296",
     "01 --max-steps=99999999999999999999": f"{WHOLE}, at least 1 and less than {2**63} (--help",
@@ -41,6 +43,8 @@ WRONG_CALLS = {  # a stage or a program with its flags, and words of the line
     "01 --batch-size=1501": "--batch-size 1501 is more than the 1500 training samples: try --bat",
     "01 --model=resnet18 --batch-size=1": f"{ONE_VALUE}: try twice the --batch-size",
     "02 --model=resnet18 --batch-size=2": ONE_VALUE,
+    f"01 --dataset=synthetic --image-size={ALMOST}": "): try a smaller --image-size or fewer --cla",
+    "01 --workers=1000": f"{WHOLE}, at least 0 and less than 1000 (",
     "01 --dataset=synthetic --image-size=15": "--model net needs --image-size 16 or more, got 15",
     "01_single_gpu/evaluate.py nowhere.pt": "cannot load nowhere.pt (no such file): use one",
     "01 --resume=/dev/zero": "cannot load /dev/zero (no such file): use one that a stage saved",
@@ -55,13 +59,24 @@ WRONG_CALLS = {  # a stage or a program with its flags, and words of the line
     "tour --ranks=7 --batch-size=120": "--batch-size 120 does not divide by 7",
     "tour --resume=auto": "the tour begins anew",
     "survive --checkpoint-every-steps=0": f"--checkpoint-every-steps: got '0', {WHOLE}, at least",
+    f"survive --epochs={HUGE} --lr-decay=cosine": f"0', {WHOLE}, {BILLION}",
     "survive --timeout-seconds=10000000000": f"{WHOLE}, at least 1 and less than 1000000000 (",
     "survive --accumulate=7": "--batch-size 120 does not divide by 7: try 126",
     "survive --clip-norm=0": "--clip-norm: got '0'",
-    f"{FIT} --memory-limit=8GB": "got '8GB', expected a size above 0 like 512MiB or 8GiB",
+    f"{FIT} --memory-limit=8GB": "got '8GB', expected a size above 0 and below 1048576GiB, like",
     f"{FIT} --memory-limit=0MiB": "above 0",
     f"{FIT} {LIMIT} --image-size=15": "--image-size 16 or more",
     f"{FIT} {LIMIT} --model=resnet18 --batch-size=1": "for each channel: try --batch-size 2",
+    f"{FIT} --memory-limit={HUGE}GiB": "expected a size above 0 and below 1048576GiB, like 512MiB",
+    f"{FIT} --memory-limit=1048576GiB": "below 1048576GiB",
+    f"{FIT} --channels={HUGE}": BILLION,
+    f"{FIT} --classes={HUGE}": BILLION,
+    f"{FIT} --batch-size={HUGE}": BILLION,
+    f"{FIT} {LIMIT} --image-size={ALMOST} --batch-size=1": "is more than torch can count: try",
+    f"{FORECAST} --gpus={HUGE}": BILLION,
+    f"{FORECAST} --gpus-per-node={HUGE}": BILLION,
+    f"{FORECAST} --batch-size={HUGE}": BILLION,
+    f"{FORECAST} --image-size={ALMOST}": f"--image-size {ALMOST} does not suit resnet50: ",
     f"{SHM} missing.py": "missing.py is no file: expected python -m shm SCRIPT FLAGS",
     f"{COLLECTIVES} --world-size=10": f"'10', {WHOLE}, at least 1 and less than 10",
     f"{COLLECTIVES} {TOO_MANY}": f"a GPU for each of {GPUS + 1} ranks, here are {GPUS}: try --ba",
@@ -137,6 +152,7 @@ def test_shm_shows_its_own_help_and_leaves_the_flags_of_a_script_to_it(tmp_path)
 RIGHT_CALLS = [  # at the limits
     ("01", 1, ["--batch-size=1500", "--seed=4294967295", "--epochs=1", "--lr=0", "--workers=0"]),
     ("05", 2, ["--batch-size=2"]),
+    ("05", 2, ["--batch-size=2", "--model=resnet18"]),  # SyncBatchNorm sees both images
 ]
 
 
@@ -148,6 +164,13 @@ def test_a_right_call_is_not_refused(key, ranks, flags, tmp_path):
     answers = start(SCRIPTS[key], *flags)
     assert [status for status, _ in answers] == [0] * ranks, answers
     assert (tmp_path / "checkpoint.pt").exists()
+
+
+def test_a_step_of_which_torch_can_count_the_bytes_is_not_refused():
+    """The control of fit.py's limits: it counts 225 PB of parameters."""
+    flags = ("--image-size=30000000", "--channels=1", "--classes=999999999", "--batch-size=1")
+    [(status, output)] = run_script(FIT, LIMIT, *flags)
+    assert (status, "not even a batch of 1 fits" in output) == (0, True), output
 
 
 @pytest.mark.parametrize(("size", "refuses"), [(32, True), (33, False)])
