@@ -4,7 +4,9 @@ The other files of the folder carry the work out.
 """
 
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 import torch
@@ -19,15 +21,17 @@ from shm.messages import BOX_BYTES, CACHE_LINES_PER_BOX, Messages
 from shm.segment import CACHE_LINES_PER_RANK, MESSAGE_BELL, SPINS, Segment, Steps
 from shm.tensors import (
     Tensors,
+    apart_from_outputs,
     equal_parts,
     flat,
     put_back,
+    require_own_memory,
     require_same_size,
     split_rows,
     without_autograd,
     without_gaps,
 )
-from shm.work import CallQueue, Completed, Work, pending
+from shm.work import CallQueue, Completed, Work, holds_lock, pending
 
 
 def op_of(options: Any, tensors: Tensors) -> Op:
@@ -41,10 +45,18 @@ def op_of(options: Any, tensors: Tensors) -> Op:
     return op
 
 
-def limit_of(options: Any) -> timedelta | None:
-    """The time limit of one call, if it has one."""
-    limit = options.timeout if options else timedelta(-1)
-    return limit if limit > timedelta(0) else None
+def call(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of the program: an interruption anywhere in it, as by Ctrl-C, ends the group."""
+
+    @wraps(method)
+    def interruptible(self: "SharedMemoryGroup", *arguments: Any, **options: Any) -> Any:
+        try:
+            return method(self, *arguments, **options)
+        except BaseException as error:
+            self.give_up_if_interrupted(error)
+            raise
+
+    return interruptible
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
@@ -67,21 +79,29 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def start(self, steps: Steps, outputs: Any, options: Any) -> Work:
         """Begin a collective; asyncOp says that the program goes on while it runs, as in DDP."""
-        work = Work(self.segment, steps, outputs)
+        require_own_memory(outputs)
+        work = Work(self.segment, steps, outputs, options)
         wait = bool(options and not options.asyncOp)
-        if pending.complete_at_once(work, wait):
-            return work
-        work.limit = limit_of(options) or work.limit
         return pending.start(self.collectives, work, wait)
+
+    def give_up_if_interrupted(self, error: BaseException) -> None:
+        """An Exception may come from a wrong argument; if it does not, the call itself gives up."""
+        if not isinstance(error, Exception):
+            pending.give_up(self.segment, error)
 
     # Collectives: one method for the arguments, and one for the steps
 
     def allreduce(self, tensors: Tensors, options: Any = None) -> Work:
-        if options and (work := self.sum_at_once(tensors, options)):
-            return work
-        op = op_of(options, tensors)
-        return self.start(self.all_reduce_steps(tensors, op), tensors, options)
+        try:  # as @call, without its costs
+            if options and (work := self.sum_at_once(tensors, options)):
+                return work
+            steps = self.all_reduce_steps(tensors, op_of(options, tensors))
+            return self.start(steps, tensors, options)
+        except BaseException as error:
+            self.give_up_if_interrupted(error)
+            raise
 
+    @holds_lock
     def sum_at_once(self, tensors: Tensors, options: Any) -> Work | None:
         """A short way for the most frequent call: in a small one, everything else costs more."""
         tensor, exchange, segment = tensors[0], self.exchange, self.segment
@@ -90,25 +110,32 @@ class SharedMemoryGroup(dist.ProcessGroup):
         dtype = fast.NUMBER_OF_DTYPE.get(tensor.dtype)
         if dtype is None or tensor.layout is not torch.strided or not tensor.is_contiguous():
             return None
-        if not exchange.in_c or not pending.lock_if_free(segment):
+        if tensor.is_neg():  # a view: see flat
             return None
-        call = self.number_of_sum[dtype] + number_of_size(tensor.numel())
+        if not exchange.in_c or not pending.can_begin_at_once(segment):
+            return None
+        number = self.number_of_sum[dtype] + number_of_size(tensor.numel())
         waits = not options.asyncOp
         looks = exchange.many_looks if waits else exchange.looks
+        transfers = segment.transfers
         try:
-            late = exchange.begin_sum(tensor, dtype, call, looks)
-        except BaseException as interrupt:
-            segment.give_up_if_interrupted(interrupt)
-            raise
-        finally:
+            if not pending.lock.acquire(False):
+                return None
+            late = exchange.begin_sum(tensor, dtype, number, looks)
+            if late == fast.DONE:
+                work = Completed()
+                work.outputs = tensors
+            else:
+                work = Work(segment, exchange.end_sum(number, late), tensors, options)
+                work.transfers_before = transfers
+                pending.enqueue(self.collectives, work)
             pending.lock.release()
-        if late == fast.DONE:
-            completed = Completed()
-            completed.outputs = tensors
-            return completed
-        work = Work(segment, exchange.end_sum(call, late), tensors)
-        work.limit = limit_of(options) or work.limit
-        return pending.start(self.collectives, work, waits)
+        except BaseException as error:
+            if segment.transfers != transfers:
+                pending.give_up(segment, error)
+            pending.free_lock()
+            raise
+        return work if late == fast.DONE else pending.carry_on(work, waits)
 
     def all_reduce_steps(self, tensors: Tensors, op: Op, root: int | None = None) -> Steps:
         """With a root, it is a reduce: the other ranks keep what they have."""
@@ -128,8 +155,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         own = without_autograd(tensor).coalesce()
         call = number_of_call("sparse all_reduce", own.numel(), own.dtype)
         shape = own.values().shape[1:]  # of what stands at one index
-        indices = yield from self.exchange.gather_uneven(own.indices().t().reshape(-1), call)
-        values = yield from self.exchange.gather_uneven(own.values().reshape(-1), call)
+        indices = yield from self.exchange.gather_uneven(flat(own.indices().t()), call)
+        values = yield from self.exchange.gather_uneven(flat(own.values()), call)
         total = torch.zeros_like(own)
         for places, numbers in zip(indices, values, strict=True):
             places = places.view(-1, own.sparse_dim()).t()
@@ -138,11 +165,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
         with torch.no_grad():
             tensor.copy_(total.coalesce())
 
+    @call
     def reduce(self, tensors: Tensors, options: Any) -> Work:
         op = op_of(options, tensors)
         steps = self.all_reduce_steps(tensors, op, options.rootRank)
         return self.start(steps, tensors, options)
 
+    @call
     def broadcast(self, tensors: Tensors, options: Any) -> Work:
         return self.start(self.broadcast_steps(tensors, options.rootRank), tensors, options)
 
@@ -153,6 +182,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             yield from self.exchange.gather(values, {root: values}, call, source=root)
             put_back(tensor, values)
 
+    @call
     def allgather(self, outputs: list[Tensors], inputs: Tensors, options: Any = None) -> Work:
         return self.start(self.gather_steps(outputs[0], inputs[0]), outputs, options)
 
@@ -161,7 +191,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         values = [flat(target) for target in targets]
         name = "all_gather" if root is None else "gather"
         call = number_of_call(name, tensor.numel(), tensor.dtype, root)
-        yield from self.exchange.gather(flat(tensor), dict(enumerate(values)), call)
+        content = apart_from_outputs(flat(tensor), values, self.rank())
+        yield from self.exchange.gather(content, dict(enumerate(values)), call)
         for target, value in zip(targets, values, strict=True):
             put_back(target, value)
 
@@ -169,15 +200,18 @@ class SharedMemoryGroup(dist.ProcessGroup):
         for targets, tensor in pairs:
             yield from self.gather_steps(targets, tensor)
 
+    @call
     def allgather_coalesced(
         self, outputs: list[Tensors], inputs: Tensors, options: Any = None
     ) -> Work:
         pairs = list(zip(map(list, zip(*outputs, strict=True)), inputs, strict=True))
         return self.start(self.coalesced_gather_steps(pairs), outputs, options)
 
+    @call
     def all_gather_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> Work:
         return self.all_gather_single_coalesced([output], [tensor], options)
 
+    @call
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, options: Any = None
     ) -> Work:
@@ -187,14 +221,17 @@ class SharedMemoryGroup(dist.ProcessGroup):
         ]
         return self.start(self.coalesced_gather_steps(pairs), outputs, options)
 
+    @call
     def gather(self, outputs: list[Tensors], inputs: Tensors, options: Any) -> Work:
         targets = outputs[0] if outputs else []
         return self.start(self.gather_steps(targets, inputs[0], options.rootRank), outputs, options)
 
+    @call
     def gather_single(self, output: Tensor, tensor: Tensor, options: Any) -> Work:
         is_root = options.rootRank == self.rank()
         return self.gather([equal_parts(output, self.size())] if is_root else [], [tensor], options)
 
+    @call
     def scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any) -> Work:
         parts = inputs[0] if inputs else []
         return self.start(self.scatter_steps(outputs[0], parts, options.rootRank), outputs, options)
@@ -206,6 +243,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         yield from self.exchange.scatter(parts, values, root, call)
         put_back(output, values)
 
+    @call
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any = None) -> Work:
         op = op_of(options, outputs)
         return self.start(
@@ -220,9 +258,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
             yield from self.exchange.reduce_scatter(parts, values, op, call)
             put_back(output, values)
 
+    @call
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([output], [tensor], options)
 
+    @call
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, options: Any = None
     ) -> Work:
@@ -233,6 +273,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         ]
         return self.start(self.reduce_scatter_steps(pairs, op), outputs, options)
 
+    @call
     def alltoall(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> Work:
         return self.start(self.all_to_all_steps(outputs, inputs), outputs, options)
 
@@ -243,6 +284,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         for output, value in zip(outputs, values, strict=True):
             put_back(output, value)
 
+    @call
     def all_to_all_single(
         self,
         output: Tensor,
@@ -255,6 +297,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         inputs = split_rows(tensor, input_sizes, self.size())
         return self.alltoall(outputs, inputs, options)
 
+    @call
     def barrier(self, opts: Any = None) -> Work:
         steps = self.exchange.all_reduce(torch.zeros(0), Op.SUM, number_of_call("barrier"))
         return self.start(steps, [], opts)
@@ -267,25 +310,24 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # Messages between two ranks
 
+    @call
     def send(self, tensors: Tensors, rank: int, tag: int) -> Work:
         content = without_gaps(flat(tensors[0])).view(torch.uint8)
         work = Work(self.segment, self.messages.send(content, rank, tag), tensors)
         return self.start_message(self.messages.outgoing[rank], work)
 
+    @call
     def recv(self, tensors: Tensors, rank: int | None, tag: int) -> Work:
-        strides = zip(tensors[0].stride(), tensors[0].shape, strict=True)
-        if any(stride == 0 and size > 1 for stride, size in strides):
-            got = f"strides {tensors[0].stride()} of {tuple(tensors[0].shape)}"
-            raise ValueError(f"shm: got {got}, expected memory for each element: try .contiguous()")
+        require_own_memory(tensors)
         work = Work(self.segment, self.receive_steps(tensors[0], rank, tag), tensors)
         return self.start_message(deque(), work)
 
     def start_message(self, queue: CallQueue, work: Work) -> Work:
         work.bell = MESSAGE_BELL
         work.spins = SPINS  # even with fewer cores than ranks: only two take part
-        is_complete = pending.complete_at_once(work, wait=False)
-        return work if is_complete else pending.start(queue, work, wait=False)
+        return pending.start(queue, work, wait=False)
 
+    @call
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         return self.recv(tensors, None, tag)
 

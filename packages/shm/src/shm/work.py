@@ -4,87 +4,130 @@ A call is a generator. It does what it can, yields the ranks that it waits for, 
 is polled again. Whoever waits for one call polls all calls of this process, of every group: so two
 groups may be used in another order on each rank. When nobody waits, a thread polls, because a
 program may start a call and then do something else for as long as it likes.
+
+An exception may cut a call off anywhere: Ctrl-C, or what the handler of a signal raises. Then the
+lock of this process is freed, and the group of a call that had begun ends. A handler may also make
+a call itself. That works where the interrupted call only waits, because the new one comes after it
+in the queue; where it holds the lock, nobody could complete it first, so the new one is refused.
 """
 
 import atexit
 import os
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from types import CodeType
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.futures import Future
 
-from shm.segment import BELL, Segment, Steps
+from shm.segment import BELL, ENDED, LATE, Cause, Segment, Steps
 
 CHECK = 200  # polls between checks that a rank lives
 NAP, LONGEST_NAP = 50e-6, 1e-3  # seconds
 PATIENCE = 0.01  # seconds: DDP asks for a future at once, and waiting here is faster than a thread
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 CallQueue = deque["Work"]  # calls that must be carried out in their order
+
+
+def limit_of(options: Any) -> timedelta | None:
+    """The time limit of one call, if it has one."""
+    limit = options.timeout if options else timedelta(-1)
+    return limit if limit > timedelta(0) else None
+
+
+HOLDERS: set[CodeType] = set()  # of the functions that hold the lock of this process
+
+
+def holds_lock(function: Function) -> Function:
+    HOLDERS.add(function.__code__)
+    return function
 
 
 class Work(dist.Work):
     """What a call returns: `wait()` raises what went wrong, on every use.
 
-    outputs: what the call's future holds. limit: how long it may wait for the others.
+    outputs: what the call's future holds. options: torch's; they may limit how long it may wait.
     """
 
     awaited: Sequence[int] = ()  # ranks
     bell = BELL  # of an awaited rank: what it rings when this call can go on
     deadline = 0.0  # known from the first poll on
     polls = 0
+    transfers_before: int | None = None  # of its group, known from the first step on
     done = False
     error: Exception | None = None
     source = -1  # the rank whose message was received
     future: Future | None = None  # fulfilled at the end, once for all who asked
 
-    def __init__(self, segment: Segment, steps: Steps, outputs: object) -> None:
+    def __init__(
+        self, segment: Segment, steps: Steps, outputs: object, options: Any = None
+    ) -> None:
         super().__init__()
         self.segment = segment
         self.steps = steps
         self.outputs = outputs
-        self.limit = segment.limit
+        self.options = options
         self.spins = segment.spins  # polls before it sleeps
 
     def advance(self) -> bool:
         """Go on as far as possible; True if that was the end. Only `Pending` calls this."""
         try:
+            return self.done or self.is_at_the_end()
+        except BaseException as interrupt:
+            pending.give_up(self.segment, interrupt)
+            raise
+
+    def is_at_the_end(self) -> bool:
+        if self.transfers_before is None:
+            self.transfers_before = self.segment.transfers
+        try:
             if self.segment.failure:
                 raise self.segment.failure.with_traceback(None)  # without those of earlier calls
             self.poll()
         except StopIteration as end:
-            self.done = True
             self.source = -1 if end.value is None else end.value
+            self.done = True
         except Exception as error:
-            self.done, self.error = True, error
-        except BaseException as interrupt:
-            self.segment.give_up_if_interrupted(interrupt)
-            raise
+            self.end_with(error)
         if self.done:
             self.steps.close()  # it holds the tensors
         return self.done
+
+    def end_with(self, error: Exception) -> None:
+        """Others go on with a call that has begun, and a wrong argument is found before that."""
+        if self.segment.transfers != self.transfers_before:
+            pending.give_up(self.segment, error)
+        self.error = error
+        self.done = True
 
     def poll(self) -> None:
         """Let the steps go on; fail if a rank that they wait for has ended or is too late."""
         self.awaited = awaited = next(self.steps)
         self.polls += 1
         if self.polls == 1:
+            self.limit = limit_of(self.options) or self.segment.limit
             self.deadline = time.monotonic() + self.limit.total_seconds()
         if self.polls % CHECK:
             return
         failed = [rank for rank in awaited if self.segment.has_failed(rank)]
         ended = [rank for rank in awaited if rank in failed or not self.segment.is_alive(rank)]
         if ended == awaited and next(self.steps) == awaited:  # it did not arrive just before
-            how = "failed" if failed else "ended"
-            what = f"has {how} while rank {self.segment.rank} waits for it"
-            self.segment.fail(f"rank {' and '.join(map(str, ended))} {what}")
+            if failed:
+                self.segment.fail_after(failed[0], "go on")
+            who = " and ".join(map(str, ended))
+            what = f"rank {who} has ended while rank {self.segment.rank} waits for it"
+            self.segment.fail(what, cause=Cause(ENDED, ended[0]))
         if time.monotonic() > self.deadline:
             what = f"is more than {self.limit} late, which is the timeout of this call"
-            self.segment.fail(f"rank {' or '.join(map(str, awaited))} {what}", TimeoutError)
+            cause = Cause(LATE, awaited[0]) if len(awaited) == 1 else None
+            self.segment.fail(f"rank {' or '.join(map(str, awaited))} {what}", TimeoutError, cause)
 
     def is_completed(self) -> bool:
         pending.poll()
@@ -116,9 +159,7 @@ class Work(dist.Work):
     def get_future(self) -> Future:
         """A future that holds the outputs, or the error, at the end of the call."""
         pending.wait(self, PATIENCE)
-        with pending.lock:
-            if not self.done and self.future is None:
-                self.future = Future()
+        pending.hold_lock(self.need_future)
         if self.error:
             raise self.error
         if self.future is None:
@@ -126,6 +167,14 @@ class Work(dist.Work):
             future.set_result(self.outputs)
             return future
         return self.future.then(lambda _: self.outputs_or_error())  # C++ sees this error as well
+
+    def need_future(self) -> None:
+        if not self.done and self.future is None:
+            self.future = Future()
+
+    def fulfill_future(self) -> None:
+        if self.future and not self.future.done():
+            self.future.set_result(None)
 
     def outputs_or_error(self) -> object:
         if self.error:
@@ -144,19 +193,105 @@ class Pending:
     """All calls of this process that are not complete."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # it knows its thread from the moment in which it is taken
         self.needs_thread = threading.Condition(self.lock)  # calls run, and nobody waits
         self.running: list[CallQueue] = []
-        self.waiting = 0  # threads
+        self.finished: set[Work] = set()  # whose futures are to be fulfilled
+        self.waiting: set[int] = set()  # threads
         self.stopped = False  # because the interpreter ends
         self.thread: threading.Thread | None = None
 
+    # The lock. An exception may come between any two instructions: who takes it, frees it in a
+    # `try` that begins before, and asks the lock, not a variable, whether it was taken
+
+    @holds_lock
+    def hold_lock(self, action: Callable[[], Any]) -> Any:
+        """Return what action() returns, and hold the lock meanwhile, and not a moment longer.
+
+        Raises RuntimeError in the handler of a signal that came while its thread holds the lock.
+        """
+        if self.lock._is_owned():
+            self.refuse_call_in_a_call()
+            self.free_lock()
+        try:
+            with self.lock:
+                return action()
+        except BaseException:
+            self.free_lock()
+            raise
+
+    def free_lock(self) -> None:
+        while self.lock._is_owned():
+            self.lock.release()
+
+    def refuse_call_in_a_call(self) -> None:
+        """Raise an error if this thread still runs the call that holds the lock.
+
+        Else that call was cut off twice: the second time just before it freed the lock.
+        """
+        frame = sys._getframe(2)  # who calls hold_lock, which is one of the holders itself
+        while frame:
+            if frame.f_code in HOLDERS:
+                what = "got a call from the handler of a signal that has interrupted another one"
+                raise RuntimeError(f"shm: {what}: let it set a flag, and call where you read that")
+            frame = frame.f_back
+
+    @holds_lock
+    def give_up(self, segment: Segment, error: BaseException) -> None:
+        """End the group: the others go on with a call that is cut off here."""
+        with self.lock:  # or the thread might announce one more arrival afterwards
+            segment.give_up(f"{type(error).__name__} has interrupted a call")
+
+    # Calls
+
     def start(self, queue: CallQueue, work: Work, wait: bool) -> Work:
         """Begin a call after the others of its queue. Without `wait`, a thread carries it on."""
-        with self.lock:
-            if not queue:
-                self.running.append(queue)
-            queue.append(work)
+        if not self.begin_at_once(queue, work, wait):
+            self.hold_lock(partial(self.enqueue, queue, work))
+        return work if work.done else self.carry_on(work, wait)
+
+    def can_begin_at_once(self, segment: Segment) -> bool:
+        """No call runs, and no handler has interrupted one: another begins if the lock is free."""
+        return not (self.running or segment.failure or self.lock._is_owned())
+
+    @holds_lock
+    def begin_at_once(self, queue: CallQueue, work: Work, wait: bool) -> bool:
+        """Carry out a call on the spot, if no other runs and all ranks come at once, as most do.
+
+        Then it needs no queue, no clock, and nobody who asks whether a rank lives. If a rank does
+        not come, the call is queued before the lock is freed, so that no other gets between.
+        """
+        if not self.can_begin_at_once(work.segment):
+            return False
+        try:
+            if not self.lock.acquire(False):
+                return False
+            work.transfers_before = work.segment.transfers
+            try:
+                next(work.steps)
+                for _ in range(work.segment.spins if wait else 0):
+                    os.sched_yield()
+                    next(work.steps)
+                self.enqueue(queue, work)
+            except StopIteration as end:
+                work.source = -1 if end.value is None else end.value
+                work.done = True
+            self.lock.release()
+        except BaseException as error:
+            if work.segment.transfers != work.transfers_before:
+                self.give_up(work.segment, error)
+            self.free_lock()
+            raise
+        return True
+
+    def enqueue(self, queue: CallQueue, work: Work) -> None:
+        """Only who holds the lock calls this."""
+        if not queue:
+            self.running.append(queue)
+        queue.append(work)
+
+    def carry_on(self, work: Work, wait: bool) -> Work:
+        """Go on with a call that is in its queue."""
         self.poll()
         if wait:
             work.wait()
@@ -166,57 +301,33 @@ class Pending:
             raise work.error
         return work
 
-    def lock_if_free(self, segment: Segment) -> bool:
-        """No call runs, so another may begin at once: then this holds the lock."""
-        if self.running or segment.failure:
-            return False
-        return self.lock.acquire(False)
-
-    def complete_at_once(self, work: Work, wait: bool) -> bool:
-        """Carry out a call on the spot, if no other runs and all ranks come at once, as most do.
-
-        Then it needs no queue, no clock, and nobody who asks whether a rank lives.
-        """
-        if not self.lock_if_free(work.segment):
-            return False
-        try:
-            next(work.steps)
-            for _ in range(work.segment.spins if wait else 0):
-                os.sched_yield()
-                next(work.steps)
-        except StopIteration as end:
-            work.done = True
-            work.source = -1 if end.value is None else end.value
-        except BaseException as interrupt:
-            work.segment.give_up_if_interrupted(interrupt)
-            raise
-        finally:
-            self.lock.release()
-        return work.done
-
     def poll(self) -> bool:
         """Let each call go on as far as it can; True if one has come to its end."""
-        finished: list[Work] = []
-        with self.lock:
-            for queue in tuple(self.running):
-                while queue and queue[0].advance():
-                    finished.append(queue.popleft())
-                if not queue:
-                    self.running.remove(queue)
-        for work in finished:
-            if work.future:  # in a thread: its callbacks may wait for other calls
-                fulfill = partial(work.future.set_result, None)
-                threading.Thread(target=fulfill, daemon=True).start()
-        return bool(finished)
+        has_finished = self.hold_lock(self.advance_all)
+        for work in tuple(self.finished):  # in a thread: its callbacks may wait for other calls
+            threading.Thread(target=work.fulfill_future, daemon=True).start()
+            self.finished.discard(work)
+        return has_finished
+
+    def advance_all(self) -> bool:
+        has_finished = False
+        for queue in tuple(self.running):
+            while queue and queue[0].advance():
+                if queue[0].future:
+                    self.finished.add(queue[0])
+                queue.popleft()
+                has_finished = True
+            if not queue:
+                self.running.remove(queue)
+        return has_finished
 
     def wait(self, work: Work, seconds: float | None = None) -> bool:
         """Poll until this call is complete; False if it is not after that time."""
         if work.done:
             return True
-        with self.lock:
-            self.waiting += 1
         polls, deadline = 0, time.monotonic() + (seconds or 0)
         try:
+            self.waiting.add(threading.get_ident())
             while not work.done:
                 if seconds is not None and time.monotonic() > deadline:
                     return False
@@ -230,18 +341,21 @@ class Pending:
                     time.sleep(NAP)
             return True
         finally:
-            with self.lock:
-                self.waiting -= 1
+            self.waiting.discard(threading.get_ident())
             if self.running:
                 self.wake_thread()
 
     def wake_thread(self) -> None:
         """Let the thread carry on what runs. There is none before the first time."""
-        with self.lock:
-            if self.thread is None:
-                self.thread = threading.Thread(target=self.poll_in_thread, name="shm", daemon=True)
-                self.thread.start()
-            self.needs_thread.notify()
+        self.hold_lock(self.notify_thread)
+
+    def notify_thread(self) -> None:
+        self.waiting.discard(threading.get_ident())  # if the end of its wait was cut off
+        if self.thread is None:
+            thread = threading.Thread(target=self.poll_in_thread, name="shm", daemon=True)
+            thread.start()
+            self.thread = thread
+        self.needs_thread.notify_all()
 
     def poll_in_thread(self) -> None:
         nap = NAP
@@ -252,11 +366,13 @@ class Pending:
             nap = NAP if self.poll() else min(2 * nap, LONGEST_NAP)
             time.sleep(nap)
 
+    @holds_lock
     def stop(self) -> None:
         """End the thread before the interpreter ends: a thread killed in C++ would abort it."""
-        with self.lock:
-            self.stopped = True
-            self.needs_thread.notify()
+        self.stopped = True
+        if self.lock.acquire(timeout=5):
+            self.needs_thread.notify_all()
+        self.free_lock()
         if self.thread:
             self.thread.join(timeout=5)
 

@@ -1,0 +1,293 @@
+"""An exception may come between any two instructions of a call, and so may a handler that calls.
+
+Python runs the handlers of signals between instructions. Here a trace function raises what Ctrl-C
+raises, or makes a call as a handler would, before each instruction that the backend executes in a
+call. The last test sends real signals.
+"""
+
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shm
+from helpers.local_ranks import run_on_ranks
+from shm.segment import Segment
+from shm.work import Pending, pending
+
+FOLDER = str(Path(shm.__file__).parent)
+LIMIT = timedelta(seconds=30)
+EACH, SOME = 1, 7  # of the instructions
+
+
+@contextmanager
+def before_instruction(number, action):
+    """Run the action once, before the instruction of that number that the backend executes."""
+    executed = []
+
+    def trace(frame, event, _):
+        if not frame.f_code.co_filename.startswith(FOLDER):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            executed.append(event)
+            if len(executed) == number + 1:
+                action()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield executed
+    finally:
+        sys.settrace(None)
+
+
+def raise_at_once(kind):
+    raise kind
+
+
+def outcome_of(call, *arguments, **more):
+    try:
+        call(*arguments, **more)
+    except (RuntimeError, KeyboardInterrupt, TimeoutError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "right"
+
+
+def is_lock_free():
+    """For the thread that carries calls on, for example, which the process waits for at its end."""
+    answers = []
+
+    def take_and_free():
+        answers.append(pending.lock.acquire(blocking=False))
+        if answers[0]:
+            pending.lock.release()
+
+    thread = threading.Thread(target=take_and_free)
+    thread.start()
+    thread.join()
+    return answers[0]
+
+
+# One rank, which ends afterwards: else `run_on_ranks` would fail
+
+CALLS = {
+    "all_reduce": lambda group: dist.all_reduce(torch.ones(3), group=group),
+    "all_reduce of float16": lambda group: dist.all_reduce(torch.ones(3).half(), group=group),
+    "broadcast": lambda group: dist.broadcast(torch.ones(3), 0, group=group),
+    "barrier": lambda group: dist.barrier(group),
+    "async all_reduce": lambda group: dist.all_reduce(
+        torch.ones(3), group=group, async_op=True
+    ).get_future(),
+}
+WAYS = [(KeyboardInterrupt, "all_reduce", EACH), (TimeoutError, "all_reduce", EACH)]
+WAYS += [(KeyboardInterrupt, name, SOME) for name in CALLS if name != "all_reduce"]
+WAYS += [(TimeoutError, "broadcast", SOME)]
+
+
+def interrupted_calls(rank, kind, name, stride):
+    """How often each outcome came: of interrupted calls, of the next ones, and of the lock."""
+    dist.init_process_group("gloo", timeout=LIMIT)
+    outcomes, number = Counter(), 0
+    while not outcomes["cut off: right"]:  # until the call has no instruction of that number
+        group = dist.new_group(backend="shm")
+        with before_instruction(number, partial(raise_at_once, kind)):
+            outcomes["cut off: " + outcome_of(CALLS[name], group)] += 1
+        if not is_lock_free():
+            outcomes["locked"] += 1
+            Pending.free_lock(pending)  # or each of the next would count, too
+        outcomes[outcome_of(CALLS[name], group)] += 1
+        dist.destroy_process_group(group)
+        number += stride
+    return outcomes
+
+
+@pytest.mark.parametrize(("kind", "name", "stride"), WAYS)
+def test_after_an_exception_at_any_instruction_the_next_call_works_or_says_why_not(
+    kind, name, stride
+):
+    [outcomes] = run_on_ranks(1, interrupted_calls, kind, name, stride)
+    assert outcomes.pop(f"cut off: {kind.__name__}: ") > 50 / stride
+    assert outcomes.pop("cut off: right") == 1, "the last one"
+    assert set(outcomes) == {
+        "right",
+        f"RuntimeError: shm: {kind.__name__} has interrupted a call",
+    }, outcomes
+
+
+def test_without_the_repair_the_lock_stays_locked():
+    """The control: these are the instructions just before and after the lock was taken."""
+    [outcomes] = run_on_ranks(1, interrupted_calls_without_repair)
+    assert outcomes["locked"] > 0
+
+
+def interrupted_calls_without_repair(rank):
+    with patch.object(pending, "free_lock", lambda: None):
+        return interrupted_calls(rank, KeyboardInterrupt, "all_reduce", EACH)
+
+
+# Two ranks: one of them is interrupted, and may have waited for a while
+
+
+def calls_around_an_interruption(rank, kind, numbers):
+    """The outcomes of two sums. Rank 1 is interrupted in the first one, where rank 0 is late."""
+    dist.init_process_group("gloo", timeout=LIMIT)
+    store, outcomes = dist.distributed_c10d._get_default_store(), []
+    for number in numbers:
+        group, key = dist.new_group(backend="shm"), f"interrupted before {number}"
+        sums = [torch.full((600_000,), rank + 1.0) for _ in range(2)]  # in two pieces
+        if rank == 0:
+            store.wait([key], LIMIT)
+            outcomes_here = [outcome_of(dist.all_reduce, x, group=group) for x in sums]
+        else:
+
+            def cut_off(key=key):
+                store.set(key, "")
+                raise kind
+
+            with before_instruction(number, cut_off):
+                outcomes_here = [outcome_of(dist.all_reduce, sums[0], group=group)]
+            outcomes_here.append(outcome_of(dist.all_reduce, sums[1], group=group))
+        outcomes.append((outcomes_here, [x.unique().tolist() for x in sums]))
+        dist.destroy_process_group(group)  # so that nobody waits for a call that was never made
+        dist.barrier()
+    return outcomes
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError])
+def test_the_other_rank_learns_of_it_at_once_wherever_the_exception_comes(kind):
+    """An Exception that comes before a call has begun is like a wrong argument: no call was made.
+    Once a call is in its queue, it goes on in the background, as after the timeout of a wait."""
+    numbers = [*range(0, 400, 23), 900, 3500]  # in the end it sleeps and looks, in turns
+    pairs = run_on_ranks(2, calls_around_an_interruption, kind, numbers)
+    ended = 0
+    for number, (others, sums), ((first, second), _) in zip(numbers, *pairs, strict=True):
+        assert first == f"{kind.__name__}: ", number
+        if second == "right":
+            sums_right = [x for x, outcome in zip(sums, others, strict=True) if outcome == "right"]
+            assert sums_right == [[3.0]] * len(sums_right)
+            assert others[0] == "right", number
+            assert others[1] in (
+                "right",
+                "RuntimeError: shm: rank 1 has ended while rank 0 waits for it",
+            )
+        else:
+            ended += 1
+            assert second == f"RuntimeError: shm: {kind.__name__} has interrupted a call"
+            for other in others:
+                assert other.startswith("RuntimeError: shm: rank 1 has failed, so rank 0"), number
+    first_line = 1  # before the call's `try`: as if the exception had come before the call
+    assert ended >= (len(numbers) - first_line if kind is KeyboardInterrupt else 5)
+    assert ended < len(numbers)
+
+
+# A handler that makes a call itself
+
+
+REFUSED = "shm: got a call from the handler of a signal that has interrupted another one: "
+
+
+class Handler:
+    """Makes a call in a group of this rank alone, and counts the outcomes."""
+
+    def __init__(self, group):
+        self.group = group
+        self.outcomes = Counter()
+
+    def __call__(self, *_):
+        x = torch.full((3,), 5.0)
+        outcome = outcome_of(dist.all_reduce, x, group=self.group)
+        assert (x == 5).all()
+        self.outcomes[outcome.partition(REFUSED)[1] or outcome] += 1
+
+
+def handlers_in_calls(rank, name, stride):
+    """A handler calls before each instruction, in the same group and in another one."""
+    dist.init_process_group("gloo", timeout=LIMIT)
+    group, number, outcomes = dist.new_group(backend="shm"), 0, Counter()
+    for handlers_group in (group, dist.new_group(backend="shm")):
+        handler, calls, number = Handler(handlers_group), 0, 0
+        while handler.outcomes.total() == calls:
+            x = torch.ones(3)
+            with before_instruction(number, handler):
+                CALLS[name](group)
+            dist.all_reduce(x, group=group)
+            assert (x == 1).all()
+            assert is_lock_free()
+            calls, number = calls + 1, number + stride
+        outcomes += handler.outcomes
+    return outcomes
+
+
+@pytest.mark.parametrize(("name", "stride"), [(name, SOME) for name in CALLS])
+def test_a_handler_at_any_instruction_of_a_call_works_or_is_refused_at_once(name, stride):
+    [outcomes] = run_on_ranks(1, handlers_in_calls, name, stride)
+    assert set(outcomes) == {"right", REFUSED}, outcomes
+
+
+def handler_while_a_rank_waits(rank):
+    """Both ranks call twice: rank 1 the second time in a handler, while it waits for rank 0."""
+    dist.init_process_group("gloo", timeout=LIMIT)
+    store, group = dist.distributed_c10d._get_default_store(), dist.new_group(backend="shm")
+    first, second = torch.full((600_000,), 1.0), torch.full((3,), 10.0)
+    handled = []
+
+    def handle(segment, *_):
+        if not handled:
+            handled.append("")
+            work = dist.all_reduce(second, group=group, async_op=True)
+            store.set("rank 1 has made both calls", "")
+            work.wait()
+
+    if rank == 0:
+        store.wait(["rank 1 has made both calls"], LIMIT)
+        dist.all_reduce(first, group=group)
+        dist.all_reduce(second, group=group)
+    else:
+        with patch.object(Segment, "sleep_until_bell", handle):
+            dist.all_reduce(first, group=group)
+    return first.unique().tolist(), second.unique().tolist()
+
+
+def test_a_handler_may_call_while_the_interrupted_call_waits():
+    """Its call comes after that one, on both ranks."""
+    assert run_on_ranks(2, handler_while_a_rank_waits) == [([2.0], [20.0])] * 2
+
+
+def real_signals(rank, seconds):
+    """Sums of two ranks, in which a timer's handler calls: each is right, the handler's as well."""
+    dist.init_process_group("gloo", timeout=LIMIT)
+    group, handlers_group = dist.new_group(backend="shm"), None
+    for each in (0, 1):
+        alone = dist.new_group([each], backend="shm")
+        handlers_group = alone if each == rank else handlers_group
+    handler = Handler(handlers_group)
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+    end, is_over = time.monotonic() + seconds, torch.zeros(1)
+    while not is_over:
+        is_over[0] = time.monotonic() > end
+        for kind in (torch.float32, torch.float16):
+            x = torch.full((3000,), rank + 1.0, dtype=kind)
+            dist.all_reduce(x, group=group)
+            assert (x == 3).all()
+        dist.all_reduce(is_over, group=group)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    dist.barrier(group)
+    return handler.outcomes
+
+
+def test_real_signals_whose_handler_calls_neither_hang_nor_spoil_a_sum():
+    for outcomes in run_on_ranks(2, real_signals, 2):
+        assert outcomes.total() > 0
+        assert set(outcomes) <= {"right", REFUSED}, outcomes
