@@ -7,8 +7,10 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from stat import S_IWGRP, S_IWOTH
 from typing import Any
 
 import torch
@@ -17,7 +19,9 @@ from torch import Tensor
 from shm import segment
 
 SOURCE = Path(__file__).with_name("fast.c")
-COMPILER = os.environ.get("CC", "cc").split()
+COMPILER = (os.environ.get("CC") or "cc").split()
+COMPILER_SECONDS = 60  # it needs one
+NOT_LOADED = (OSError, ValueError, AttributeError)  # no library, or without these functions
 NUMBER_OF_DTYPE = {torch.float32: 0, torch.float64: 1, torch.int32: 2, torch.int64: 3}
 DONE, DIFFERS = -1, -2  # what all_reduce returns; or the rank that is awaited
 MOST_RANKS = 64
@@ -48,27 +52,81 @@ def cpu_features() -> Iterator[str]:
             yield line
 
 
-@cache
-def library() -> Any:
-    """The compiled functions; None without a compiler, and then Python does it all."""
+class CompileError(Exception):
+    """There is no compiled code. The text says why."""
+
+
+def compiled() -> bytes:
+    """Compile fast.c; returns the shared library. Raises CompileError."""
+    with tempfile.TemporaryDirectory() as place:
+        library = Path(place, "fast.so")
+        command = [*COMPILER, *FLAGS, "-o", str(library), str(SOURCE)]
+        try:
+            subprocess.run(
+                command, check=True, capture_output=True, text=True, timeout=COMPILER_SECONDS
+            )
+        except FileNotFoundError:
+            what = f"got no compiler {COMPILER[0]}, expected one: install gcc, or set CC"
+            raise CompileError(what) from None
+        except subprocess.TimeoutExpired:
+            raise CompileError(f"{COMPILER[0]} has not ended after {COMPILER_SECONDS} s") from None
+        except subprocess.CalledProcessError as error:
+            raise CompileError(error.stderr.strip()) from None
+        return library.read_bytes()
+
+
+def is_own(file: int) -> bool:
+    """Whether an open file or folder belongs to this user, and nobody else may change it."""
+    status = os.fstat(file)
+    return status.st_uid == os.geteuid() and not status.st_mode & (S_IWGRP | S_IWOTH)
+
+
+def open_cache() -> int | None:
+    """Open the user's folder for compiled code; None if there is none that is the user's alone."""
     try:
-        key = "\n".join([*COMPILER, *FLAGS, SOURCE.read_text(), *sorted(set(cpu_features()))])
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "torch-shm")
-        path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-        if not path.exists():
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as place:
-                compiled = Path(place, "fast.so")
-                command = [*COMPILER, *FLAGS, "-o", str(compiled), str(SOURCE)]
-                subprocess.run(command, check=True, capture_output=True, text=True)
-                compiled.replace(path)  # at once, as the other ranks do the same
-        functions = ctypes.CDLL(str(path))
-    except subprocess.CalledProcessError as error:
-        text = f"shm: {SOURCE.name} cannot be compiled, so Python adds up: {error.stderr.strip()}"
-        warnings.warn(text, stacklevel=2)
+        path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "torch-shm")
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except (OSError, RuntimeError):  # no home, or not writable
         return None
-    except (OSError, RuntimeError):
-        return None
+    if is_own(folder):
+        return folder
+    os.close(folder)
+    what = f"others may write to {path}, expected a folder of this user alone"
+    warnings.warn(f"shm: {what}: so each process compiles {SOURCE.name} anew", stacklevel=2)
+    return None
+
+
+@contextmanager
+def folder_of_own() -> Iterator[Path]:
+    """A folder for code that will be run: the user's cache, or else a temporary one.
+
+    Its path leads through a descriptor, so what was checked is what will be used.
+    """
+    folder = open_cache()
+    if folder is not None:
+        try:
+            yield Path(f"/proc/self/fd/{folder}")
+        finally:
+            os.close(folder)
+    else:
+        with tempfile.TemporaryDirectory() as place:
+            yield Path(place)
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def is_intact(path: Path) -> bool:
+    """Whether a compiled file is this user's, and has the content that its name promises."""
+    with path.open("rb") as file:
+        return is_own(file.fileno()) and path.stem.endswith(digest(file.read()))
+
+
+def functions_of(path: Path) -> Any:
+    """Load compiled code. Raises one of NOT_LOADED if it is not that of fast.c."""
+    functions = ctypes.CDLL(str(path))
     size = ctypes.c_int64.in_dll(functions, "size_of_state").value
     assert size == ctypes.sizeof(SumState), "fast.c and fast.py have another SumState each"
     functions.put.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
@@ -76,6 +134,32 @@ def library() -> Any:
     functions.all_reduce.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     functions.all_reduce.restype = ctypes.c_int64
     return functions
+
+
+@cache
+def library() -> Any:
+    """The compiled functions; None if there are none, which it says, and then Python does it all.
+
+    A file in the cache is named for what was compiled, and for its own content.
+    """
+    try:
+        key = [*COMPILER, *FLAGS, SOURCE.read_text(), *sorted(set(cpu_features()))]
+        name = digest("\n".join(key).encode())
+        with folder_of_own() as folder:
+            for path in folder.glob(f"{name}-*.so"):
+                with suppress(*NOT_LOADED):
+                    if is_intact(path):
+                        return functions_of(path)
+            content = compiled()
+            with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+                file.write(content)
+            path = folder / f"{name}-{digest(content)}.so"
+            os.replace(file.name, path)  # at once, as the other ranks do the same
+            return functions_of(path)
+    except (CompileError, *NOT_LOADED) as error:
+        text = f"shm: {SOURCE.name} cannot be compiled, so Python adds up, which is slower: {error}"
+        warnings.warn(text, stacklevel=2)
+        return None
 
 
 def put(target: Tensor, source: Tensor) -> None:
