@@ -9,6 +9,7 @@ import re
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -21,7 +22,9 @@ import shm.segment
 import shm.tensors
 import shm.work
 import shm_programs
+import torch_suite
 from helpers.local_ranks import run_on_ranks
+from shm import speed
 from shm_programs import (
     KNOWN,
     OF_AUTOGRAD,
@@ -170,3 +173,17 @@ def test_the_page_shows_the_counts_of_torchs_suite():
     for run, counts in suite["tests"].items():
         assert re.search(rf"\| {run} +\| {counts['passed']} +\| {counts['failed']} +\|", page), run
     assert suite["wrong"] == []
+
+
+def test_the_counts_of_torchs_suite_name_the_program_that_makes_them():
+    where = json.loads((HERE / "torch_suite.json").read_text())["provenance"]
+    assert where["command"] == torch_suite.COMMAND
+    program = where["command"].split()[1]
+    assert Path(torch_suite.__file__).samefile(HERE.parents[2] / program)
+
+
+def test_a_measurement_without_git_has_no_commit(monkeypatch, tmp_path):
+    assert isinstance(speed.commit_of_source(), str), "the control"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    args = SimpleNamespace(pin=True)
+    assert speed.provenance(args)["commit"] == "unknown"

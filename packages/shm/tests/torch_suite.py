@@ -28,6 +28,7 @@ from datetime import date
 from importlib import import_module
 from pathlib import Path
 
+COMMAND = "python packages/shm/tests/torch_suite.py"
 BACKENDS, WORLD_SIZES = ("gloo", "shm"), (2, 3)
 ALLOWED = {
     "test_ddp_logging_data_cpu": "expects that the group calls itself gloo; it is called shm",
@@ -92,6 +93,7 @@ def main() -> None:
 
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     where = {"machine": platform.machine(), **versions, "date": f"{date.today()}"}
+    where |= {"command": COMMAND}
     rows, wrong = {}, []
     for world_size in WORLD_SIZES:
         by_backend = {backend: run_apart(backend, world_size) for backend in BACKENDS}

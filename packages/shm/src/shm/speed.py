@@ -209,8 +209,12 @@ def provenance(args: Any) -> dict[str, Any]:
 
 
 def commit_of_source() -> str:
+    """As git describes it; "" where there is no git, or no clone."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    return subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    try:
+        return subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        return ""
 
 
 def main() -> None:
