@@ -61,6 +61,8 @@ class SharedRows(dist.ProcessGroup):
         return rows
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> dist.Work:
+        if options.reduceOp != dist.ReduceOp.SUM:  # DDP divides before it adds
+            raise ValueError(f"rows: got {options.reduceOp.op}, expected SUM: try the package shm")
         for tensor in tensors:
             tensor.copy_(self.exchange_rows(tensor).sum(dim=0).view_as(tensor))
         return self.completed("allreduce", tensors)

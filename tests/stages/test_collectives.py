@@ -90,6 +90,19 @@ def test_a_lesson_is_wrong_without_its_collective(rank):
     assert [name for name, ranks in pairs if is_right(name, list(ranks))] == []
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, no file is without a name")
+@on_ranks(2)
+def test_the_backend_by_hand_adds_and_refuses_every_other_op(rank):
+    dist.Backend.register_backend("rows", load_program("03", "backend").SharedRows, devices=["cpu"])
+    group = dist.new_group(backend="rows")
+    x = torch.tensor([rank + 1.0])
+    for op in (dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT, dist.ReduceOp.AVG):
+        with pytest.raises(ValueError, match=f"rows: got .*{op.name}, expected SUM"):
+            dist.all_reduce(x, op, group)
+    dist.all_reduce(x, group=group)
+    assert x == 3, "the control"
+
+
 ON_GPUS = [
     pytest.param("gloo", marks=pytest.mark.gpu),
     pytest.param("nccl", marks=pytest.mark.gpu(2)),
