@@ -6,6 +6,7 @@ call. The last test sends real signals.
 """
 
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 import shm
 from helpers.local_ranks import run_on_ranks
+from helpers.machine import patience
 from shm.segment import Segment
 from shm.work import Pending, pending
 
@@ -134,6 +136,44 @@ def test_without_the_repair_the_lock_stays_locked():
 def interrupted_calls_without_repair(rank):
     with patch.object(pending, "free_lock", lambda: None):
         return interrupted_calls(rank, KeyboardInterrupt, "all_reduce", EACH)
+
+
+INTERRUPTED_BY_SIGNALS = """
+import random, signal
+import torch, torch.distributed as dist
+import shm
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+signal.signal(signal.SIGALRM, signal.default_int_handler)  # as Ctrl-C
+dist.all_reduce(torch.ones(3), group=dist.new_group(backend="shm"), async_op=True)
+shm.group.pending.wake_thread()  # the one that the process waits for at its end
+for _ in range(100):
+    try:
+        group = dist.new_group(backend="shm")
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-4, 1e-3))
+        while True:
+            x = torch.ones(3)
+            dist.all_reduce(x, group=group)
+            dist.broadcast(x, 0, group=group)
+            assert (x == 1).all()
+    except KeyboardInterrupt:
+        y = torch.ones(3)
+    try:
+        dist.all_reduce(y, group=group)
+    except RuntimeError as error:
+        assert str(error) == "shm: KeyboardInterrupt has interrupted a call", error
+group = dist.new_group(backend="shm")
+signal.setitimer(signal.ITIMER_REAL, 0.01)
+while True:
+    dist.all_reduce(torch.ones(3), group=group)
+"""
+
+
+def test_a_process_ends_that_ctrl_c_has_interrupted_in_a_hundred_calls_and_once_more():
+    command = [sys.executable, "-c", INTERRUPTED_BY_SIGNALS]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=patience(60))
+    assert process.stderr.rstrip().endswith("KeyboardInterrupt"), process.stderr
+    assert process.returncode == -signal.SIGINT  # how Python ends after an uncaught one
 
 
 # Two ranks: one of them is interrupted, and may have waited for a while
