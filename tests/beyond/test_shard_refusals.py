@@ -12,6 +12,7 @@ from torch.optim import LBFGS, SGD, Adafactor, AdamW, Muon
 from common.chapters import load_program
 from helpers.local_ranks import gather_from_ranks, on_ranks
 from helpers.refusals import assert_one_line, refusal
+from helpers.stage_files import LESSON_FOLDERS, fresh_module
 from shard_cases import FSDP, ZERO_1, ZERO_2, Odd, changed_levels
 
 
@@ -23,6 +24,22 @@ def test_shard_a_module_that_cannot_fill_its_weights_is_refused_on_the_meta_devi
     with pytest.raises(ValueError, match="in_proj_weight is on the meta device, and Multihead"):
         fsdp.check_parameters(attention, dict(fsdp.layers_of(attention)))
     fsdp.check_parameters(linear, dict(fsdp.layers_of(linear)))  # the control
+
+
+@pytest.mark.skipif(not hasattr(dist, "all_gather_single"), reason="torch 2.13 has new names")
+def test_shard_asks_for_no_old_name_of_a_collective_where_there_is_a_new_one(monkeypatch):
+    """The old ones are deprecated. The control: without the new ones, too, nothing is left."""
+    path = LESSON_FOLDERS["shard"] / "shards.py"
+    for old, new in (
+        ("all_gather_into_tensor", "all_gather_single"),
+        ("reduce_scatter_tensor", "reduce_scatter_single"),
+    ):
+        monkeypatch.delattr(dist, old)
+        fresh_module(path)
+        with monkeypatch.context() as context:
+            context.delattr(dist, new)
+            with pytest.raises(AttributeError, match=old):
+                fresh_module(path)
 
 
 REFUSED_FLAGS = {
