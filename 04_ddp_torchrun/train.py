@@ -109,6 +109,7 @@ def main() -> None:
         if rank == 0:  # place 6: one writer; a collective in here would wait forever
             save_checkpoint(recorder, model, optimizer)
     recorder.finish()
+    del ddp  # before the group: freed after it, it may wait for a thread of gloo for ever
     dist.destroy_process_group()
 
 

@@ -1,0 +1,52 @@
+"""How a script leaves its process group, so that no rank hangs after its last line."""
+
+import gc
+import os
+import runpy
+import sys
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from common.chapters import ROOT
+from helpers.local_ranks import run_on_ranks
+from helpers.machine import scratch_folder
+from helpers.stage_files import replace_once
+
+ENDS = {
+    "04_ddp_torchrun/minimal.py": (),
+    "04_ddp_torchrun/train.py": ("--epochs=1", "--max-steps=1", "--device=cpu"),
+    "05_amp_syncbn/train.py": ("--epochs=1", "--max-steps=1", "--device=cpu"),
+}
+DEL_DDP = "del ddp  # before the group"
+
+
+def count_ddp_when_the_group_ends(rank: int, script: str, without: tuple) -> int:
+    """How many DistributedDataParallel are alive when the script ends its process group."""
+    path, counts, destroy = ROOT / script, list[int](), dist.destroy_process_group
+
+    def count_and_destroy() -> None:
+        objects = gc.get_objects()
+        counts.append(sum(isinstance(each, DistributedDataParallel) for each in objects))
+        destroy()
+
+    os.chdir(scratch_folder())
+    Path("script.py").write_text(replace_once(path.read_text(), *without))
+    sys.path.insert(0, str(path.parent))
+    sys.argv = ["script.py", *ENDS[script]]
+    dist.destroy_process_group = count_and_destroy
+    with redirect_stdout(StringIO()):
+        runpy.run_path("script.py", run_name="__main__")
+    return counts[0]
+
+
+@pytest.mark.parametrize("script", ENDS)
+def test_ddp_is_gone_when_the_group_ends_because_its_end_could_wait_for_ever(script):
+    """The control leaves out the line that frees it."""
+    for without, alive in (((), 0), (((DEL_DDP, "pass  # before the group"),), 1)):
+        counts = run_on_ranks(2, count_ddp_when_the_group_ends, script, without)
+        assert counts == [alive, alive]
