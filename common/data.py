@@ -1,6 +1,7 @@
 """Data sets. A small one is one uint8 tensor in memory, indexed a whole batch at a time."""
 
 import fcntl
+import multiprocessing
 from argparse import Namespace
 from collections.abc import Sequence, Sized
 from pathlib import Path
@@ -113,7 +114,7 @@ def read_folders(args: Namespace, train: bool) -> ImageFolder:
 def open_picture(path: str) -> Any:
     try:
         return default_loader(path)
-    except OSError as error:
+    except Exception as error:  # whatever a damaged or huge picture makes PIL raise
         raise UsageError(f"cannot read {path} ({error}): replace or remove it") from error
 
 
@@ -137,6 +138,12 @@ def collate(batch: list | tuple) -> object:
 
 def loader_options(args: Namespace) -> dict[str, Any]:
     """What every DataLoader of a run gets, beside its data set, batch size and sampler."""
+    if args.workers:
+        try:
+            multiprocessing.Lock()  # in /dev/shm, as the queues between a rank and its workers
+        except OSError as error:
+            why = f"--workers {args.workers} needs a /dev/shm that can be written ({error})"
+            raise UsageError(f"{why}: mount one, or try --workers 0") from error
     pin = args.device == "cuda"  # copies to the GPU need not wait then
     limit = 600 if args.workers else 0  # s: a worker that finds /dev/shm full sends no batch
     return {"num_workers": args.workers, "timeout": limit, "collate_fn": collate, "pin_memory": pin}

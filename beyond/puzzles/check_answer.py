@@ -14,6 +14,8 @@ import difflib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
 from statistics import mean, stdev
@@ -116,15 +118,16 @@ def judge_runs(puzzle: Puzzle, script: Path) -> Verdict:
 def read(script: Path) -> str:
     """Raises UsageError, one line, if this is no Python."""
     name = os.path.relpath(script)
-    if not script.exists():
+    if not script.is_file():
         again = f"delete the folder {os.path.relpath(script.parent)} to begin again"
         raise UsageError(f"{name} is gone, expected your copy of the puzzle: {again}")
     try:
-        ast.parse(script.read_text())
+        source = script.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+        ast.parse(source)
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         raise UsageError(f"{name}, line {line}: {getattr(error, 'msg', error)}") from None
-    return script.read_text()
+    return source
 
 
 def show(puzzle: Puzzle, script: Path) -> None:
@@ -149,14 +152,30 @@ def cost(puzzle: Puzzle) -> str:
     return f"{more}{text} ({seeds if seen or more else f'{seeds}, which show no difference'})"
 
 
+@contextmanager
+def using(folder: Path) -> Iterator[None]:
+    """What the disk refuses ends the program in one line."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"cannot use --folder {folder} ({error}): name another one") from error
+
+
 def solved(folder: Path) -> set[int]:
     file = folder / "solved.json"
-    return set(json.loads(file.read_text())) if file.exists() else set()
+    with using(folder):
+        text = file.read_text(errors="replace") if file.exists() else "[]"
+    try:
+        return {int(number) for number in json.loads(text)}
+    except (ValueError, TypeError) as error:
+        name = os.path.relpath(file)
+        raise UsageError(f"{name} is damaged ({error}): delete it, and count anew") from error
 
 
-def hand_out(puzzle: Puzzle, copy: Path) -> int:
-    copy.parent.mkdir(parents=True)
-    shutil.copy(puzzle.path, copy)
+def hand_out(puzzle: Puzzle, copy: Path, folder: Path) -> int:
+    with using(folder):
+        copy.parent.mkdir(parents=True)
+        shutil.copy(puzzle.path, copy)
     show(puzzle, copy)
     print(f"\nIts mistake is yours to find. Correct it in {os.path.relpath(copy)}, and type")
     print("the same once more. HINT=1 shows what prove says, and SHOW=1 this comparison.")
@@ -164,12 +183,14 @@ def hand_out(puzzle: Puzzle, copy: Path) -> int:
 
 
 def decide(puzzle: Puzzle, copy: Path, folder: Path) -> int:
+    before = solved(folder)  # first: a damaged file must not cost a verdict
     verdict = judge(puzzle, copy)
     print(f"{'Right' if verdict.is_right else 'Not yet'}: {verdict.text}")
     if not verdict.is_right:
         return 1
-    numbers = sorted(solved(folder) | {puzzle.number})
-    (folder / "solved.json").write_text(json.dumps(numbers))
+    numbers = sorted(before | {puzzle.number})
+    with using(folder):
+        (folder / "solved.json").write_text(json.dumps(numbers))
     print(f"What it cost: {cost(puzzle)}.\nReported in {puzzle.report}")
     print(f"{len(numbers)} of {len(PUZZLES)} are solved.")
     return 0
@@ -185,16 +206,19 @@ def main() -> int:
     add("--folder", type=Path, default=RUNS, help="of your copies")
     args = parser.parse_args()
     if args.number is None:
+        numbers_solved = solved(args.folder)
         for puzzle in PUZZLES:
-            mark = "solved" if puzzle.number in solved(args.folder) else ""
+            mark = "solved" if puzzle.number in numbers_solved else ""
             print(f"{puzzle.number:2}  {mark:8}{puzzle.style:23}{puzzle.purpose}")
         return 0
     puzzle = PUZZLES[args.number - 1]
     copy = args.folder / f"{puzzle.number:02}" / "train.py"
     processes.preload()
     common.ranks.start_method = "fork"  # torch is here already
-    if not copy.parent.exists():
-        return hand_out(puzzle, copy)
+    with using(args.folder):
+        is_new = not copy.parent.exists()
+    if is_new:
+        return hand_out(puzzle, copy, args.folder)
     read(copy)
     if args.hint:
         rows = prove_rows(copy)

@@ -110,6 +110,8 @@ def is_whole(path: Path) -> bool:
 
     Reads a chunk at a time: a checkpoint may be larger than the memory that a rank has left.
     """
+    if not path.is_file():  # a device may have no end
+        return False
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -152,6 +152,34 @@ def test_the_page_shows_the_puzzles_and_costs_of_today():
     assert text.endswith(write_puzzles.page_part()), "run: make pages-quick"
 
 
+BAD_FILES = {  # how a name in the folder ends, what it holds (None: it is a folder), and the line
+    "a file": ("", "mine", "error: cannot use --folder run ([Errno 20] Not a directory: "),
+    "no script": (
+        "/03/train.py",
+        None,
+        "error: run/03/train.py is gone, expected your copy of t",
+    ),
+    "a cut list": ("/solved.json", "[3, ", "error: run/solved.json is damaged (Expecting value: "),
+    "no list": ("/solved.json", "3", "error: run/solved.json is damaged ('int' object is not "),
+    "no numbers": ("/solved.json", '[""]', "error: run/solved.json is damaged (invalid literal "),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "line"), BAD_FILES.values(), ids=BAD_FILES)
+def test_a_file_that_is_no_puzzles_is_refused(name, content, line, tmp_path):
+    path = tmp_path / f"run{name}"
+    if content is None:
+        path.mkdir(parents=True)
+    else:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)
+    number = [] if "solved" in name else ["3"]
+    script = "beyond/puzzles/check_answer.py"
+    [(status, output)] = run_script(script, *number, "--folder=run", cwd=tmp_path)
+    assert (status, output.count("\n")) == (2, 1), output
+    assert output.startswith(line)
+
+
 def test_a_reader_gets_a_script_corrects_it_and_is_told_what_it_cost(tmp_path):
     def puzzle_3(*flags: str) -> tuple[int, str]:
         flags = ("3", "--folder=.", *flags)
@@ -177,7 +205,7 @@ def test_a_reader_gets_a_script_corrects_it_and_is_told_what_it_cost(tmp_path):
     assert (status, output.count("\n")) == (2, 1)
     assert output.startswith("error: 03/train.py is gone")
 
-    copy.write_text(PUZZLES[3].answer)
+    copy.write_text(PUZZLES[3].answer, encoding="utf-8-sig")  # as some editors write
     status, output = puzzle_3()
     assert (status, output[:6]) == (0, "Right:")
     assert "72 steps instead of 36" in output

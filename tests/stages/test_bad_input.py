@@ -1,5 +1,6 @@
 """A wrong call ends in one clear line and status 2, on every rank, and leaves nothing behind."""
 
+import multiprocessing
 import shutil
 import socket
 import subprocess
@@ -11,7 +12,7 @@ import torch.distributed.run
 from PIL import Image
 
 from common.chapters import ROOT
-from common.data import Digits, load_dataset
+from common.data import Digits, load_dataset, loader_options, open_picture
 from common.models import build_model
 from common.options import UsageError, make_parser
 from helpers.local_ranks import launch_script, launcher_variables, run_script
@@ -48,6 +49,8 @@ WRONG_CALLS = {  # a stage or a program with its flags, and words of the line
     "01 --dataset=synthetic --image-size=15": "--model net needs --image-size 16 or more, got 15",
     "01_single_gpu/evaluate.py nowhere.pt": "cannot load nowhere.pt (no such file): use one",
     "01 --resume=/dev/zero": "cannot load /dev/zero (no such file): use one that a stage saved",
+    "01 --run-dir=": "--run-dir: got '', expected a folder, such as runs/first",
+    "survive --resume=/dev/zero": "/dev/zero is missing, damaged or no checkpoint: name another",
     "01 --resume=": "cannot load . (no such file): use one that a stage saved",
     "02 --replicas=7": "--batch-size 120 does not divide by 7: try 126",
     "03 --world-size=7": "--batch-size 120 does not divide by 7: try 126",
@@ -237,6 +240,32 @@ def test_a_truncated_picture_is_refused_by_its_name(workers, tmp_path):
     [(status, output)] = run_script(SCRIPTS["01"], *flags)
     error = f"error: cannot read {damaged} (image file is truncated): replace or remove it"
     assert (status, output) == (2, f"global batch 2 = 1 × 2\n{error}\n")
+
+
+def test_a_picture_too_large_for_pil_is_refused_by_its_name(tmp_path, monkeypatch):
+    """The control has a quarter of its pixels."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # PIL refuses twice as many
+    small, large = tmp_path / "10.png", tmp_path / "20.png"
+    for path in (small, large):
+        Image.new("RGB", (int(path.stem), int(path.stem))).save(path)
+    open_picture(str(small))
+    with pytest.raises(UsageError, match=rf"read {large} \(Image size .+\): replace or remove it"):
+        open_picture(str(large))
+
+
+def test_workers_without_a_dev_shm_are_refused(monkeypatch):
+    """There a loader puts its queues. The control is a call without workers."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("multiprocessing.synchronize._multiprocessing.SemLock", refuse)
+    loader_options(options("--workers=0"))
+    with pytest.raises(OSError, match="Read-only file system"):
+        multiprocessing.Queue()
+    words = r"--workers 1 needs a /dev/shm that can be written \(.+Read-only.+\): mount one, or try"
+    with pytest.raises(UsageError, match=words):
+        loader_options(options("--workers=1"))
 
 
 NOT_OURS = "use one that a stage saved"
