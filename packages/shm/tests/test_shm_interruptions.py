@@ -14,6 +14,7 @@ from collections import Counter
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from inspect import currentframe
 from pathlib import Path
 from unittest.mock import patch
 
@@ -47,6 +48,7 @@ def before_instruction(number, action):
                 action()
         return trace
 
+    currentframe().f_trace_opcodes = True  # Python 3.12 asks for it before settrace
     sys.settrace(trace)
     try:
         yield executed
