@@ -1,10 +1,11 @@
 """Data sets. A small one is one uint8 tensor in memory, indexed a whole batch at a time."""
 
 import fcntl
-import multiprocessing
+import sys
 from argparse import Namespace
 from collections.abc import Sequence, Sized
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, TypeAlias
 
 import torch
@@ -26,6 +27,7 @@ class Digits(MNIST):
 
 
 SOURCES = {"digits": Digits, "mnist": MNIST, "fashion-mnist": FashionMNIST, "cifar10": CIFAR10}
+SHARED_MEMORY = "/dev/shm"  # of Linux
 MEAN_AND_STD = {  # pixels count from 0 to 1; there is one number for each channel
     "digits": ([0.3053], [0.3233]),
     "mnist": ([0.1307], [0.3081]),
@@ -138,11 +140,11 @@ def collate(batch: list | tuple) -> object:
 
 def loader_options(args: Namespace) -> dict[str, Any]:
     """What every DataLoader of a run gets, beside its data set, batch size and sampler."""
-    if args.workers:
+    if args.workers and sys.platform == "linux":
         try:
-            multiprocessing.Lock()  # in /dev/shm, as the queues between a rank and its workers
+            TemporaryFile(dir=SHARED_MEMORY).close()  # where workers put their batches
         except OSError as error:
-            why = f"--workers {args.workers} needs a /dev/shm that can be written ({error})"
+            why = f"--workers {args.workers} needs a {SHARED_MEMORY} that can be written ({error})"
             raise UsageError(f"{why}: mount one, or try --workers 0") from error
     pin = args.device == "cuda"  # copies to the GPU need not wait then
     limit = 600 if args.workers else 0  # s: a worker that finds /dev/shm full sends no batch
