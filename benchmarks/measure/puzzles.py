@@ -19,7 +19,7 @@ SEEDS = 10
 
 def cost_of(puzzle: Any, seeds: int) -> Results:
     """On two ranks, in the precision that the script has."""
-    runs: Results = {"with": [], "without": [], "steps": []}
+    runs: Results = {"with": [], "without": []}
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "train.py")
         for kind, source in (("with", puzzle.path.read_text()), ("without", puzzle.answer)):
@@ -27,7 +27,6 @@ def cost_of(puzzle: Any, seeds: int) -> Results:
             for seed in range(seeds):
                 trace = traces.traces(script, 2, in_float64=False, seed=seed)[0]
                 runs[kind].append(round(trace.result, 6))
-            runs["steps"].append(len(trace.weights))
     rows = check_answer.prove_rows(puzzle.path)
     for verdict in (WRONG, WARNING):
         runs[verdict] = sorted({row.check for row in rows if row.verdict == verdict})

@@ -12,8 +12,9 @@ LETTERS, WORDS = "abcdefghijklmnopqrstuvwxyz ", "the cat sat on a mat and ate ra
 
 def lines(count, seed):
     g = torch.Generator().manual_seed(seed)
-    for _ in range(count):
-        line = " ".join(WORDS[n] for n in torch.randint(len(WORDS), (10,), generator=g))
+    for number in range(count):  # of one book, then of another
+        words = WORDS[:5] if number < count / 2 else WORDS[5:]
+        line = " ".join(words[n] for n in torch.randint(len(words), (10,), generator=g))
         yield torch.tensor([LETTERS.index(letter) for letter in line[:20]])
 
 
@@ -43,14 +44,14 @@ def main():
     test_lines = torch.stack([*lines(100, seed=2)])
     for epoch in range(3):
         stream.epoch = epoch
-        for steps, letters in enumerate(loader, start=1):
+        for _, letters in zip(range(12), loader):
             optimizer.zero_grad()
             next_letter_loss(ddp, letters).backward()
             optimizer.step()
         with torch.no_grad():
             loss = next_letter_loss(ddp.module, test_lines).item()
         if rank == 0:
-            print(f"epoch {epoch}: {steps} steps, test loss {loss:.4f}")
+            print(f"epoch {epoch}: test loss {loss:.4f}")
     dist.destroy_process_group()
     return loss
 

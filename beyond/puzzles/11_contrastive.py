@@ -35,11 +35,11 @@ def main():
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    train_set, (test_first, test_second) = two_views(192, seed=1), two_views(50, seed=2).tensors
+    train_set, (test_first, test_second) = two_views(192, seed=1), two_views(200, seed=2).tensors
     sampler = DistributedSampler(train_set)
-    loader = DataLoader(train_set, batch_size=16 // world_size, sampler=sampler)
+    loader = DataLoader(train_set, batch_size=8 // world_size, sampler=sampler)
     net = nn.Sequential(nn.Linear(24, 48), nn.ReLU(), nn.Linear(48, 16))
-    ddp, optimizer = DDP(net), torch.optim.Adam(net.parameters(), lr=3e-3)
+    ddp, optimizer = DDP(net), torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
     for epoch in range(5):
         sampler.set_epoch(epoch)
         for views in loader:

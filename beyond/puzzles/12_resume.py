@@ -1,4 +1,4 @@
-"""Trains on fresh noise in each epoch; a second job goes on from the file of the first."""
+"""Trains on points drawn anew in each step; a second job goes on from the file of the first."""
 
 import os
 
@@ -9,9 +9,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler
 
 
-def noisy_points(numbers, generator=None):
-    points = torch.eye(4)[numbers % 4].repeat(1, 4)  # (count, 16)
-    return points + 1.5 * torch.randn(len(numbers), 16, generator=generator), numbers % 4
+def draw_points(numbers, generator=None):
+    kinds = torch.randint(4, (len(numbers),), generator=generator)
+    points = torch.eye(4)[kinds].repeat(1, 16)  # (count, 64)
+    return points + 2 * torch.randn(len(numbers), 64, generator=generator), kinds
 
 
 def load(model, optimizer):
@@ -24,16 +25,15 @@ def load(model, optimizer):
 
 def job(last_epoch):
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    sampler, batch_size = DistributedSampler(range(32)), 4 // dist.get_world_size()
+    loader = DataLoader(range(32), batch_size, sampler=sampler, collate_fn=draw_points)
     ddp, optimizer = DDP(net), torch.optim.Adam(net.parameters(), lr=5e-3)
-    sampler = DistributedSampler(range(64))
-    loader = DataLoader(range(64), batch_size=16 // dist.get_world_size(), sampler=sampler)
     torch.manual_seed(dist.get_rank())
     first_epoch = load(net, optimizer) if os.path.exists("state.pt") else 0
     for epoch in range(first_epoch, last_epoch + 1):
         sampler.set_epoch(epoch)
-        for numbers in loader:
-            x, y = noisy_points(numbers)
+        for x, y in loader:
             optimizer.zero_grad()
             nn.functional.cross_entropy(ddp(x), y).backward()
             optimizer.step()
@@ -41,7 +41,7 @@ def job(last_epoch):
             state = [net.state_dict(), optimizer.state_dict(), torch.get_rng_state(), epoch]
             torch.save(state, "state.pt")
         dist.barrier()
-    x, y = noisy_points(torch.arange(400), torch.Generator().manual_seed(1))
+    x, y = draw_points(range(1000), torch.Generator().manual_seed(1))
     return (net(x).argmax(1) == y).double().mean().item()
 
 

@@ -11,6 +11,7 @@ import re
 import runpy
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import cache
@@ -19,7 +20,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import common.ranks
@@ -45,6 +48,7 @@ class Puzzle(NamedTuple):
     why_unseen: str  # if no row says WRONG
     measure: str  # what main() returns
     ranks_draw_apart: bool = False  # two ranks draw other random numbers than one
+    order_is_free: bool = False  # two ranks may take the samples in another order than one
 
     @property
     def path(self) -> Path:
@@ -73,6 +77,7 @@ class Trace(NamedTuple):
     result: float  # of main(): the number that it has printed last
     weights: list[Tensor]  # after each optimizer step, all that it trains as one vector
     draws: list[str]  # after each step, a digest of the state of the random numbers
+    samples: list[str]  # a digest of each sample that DDP was trained with
     printed: str
 
 
@@ -87,20 +92,26 @@ def run_script(rank: int, script: str, in_float64: bool, more: int) -> Trace:
     if in_float64:
         torch.set_default_dtype(torch.float64)
         torch.autocast = lambda *_, **__: nullcontext()  # type: ignore[assignment, misc]
-    weights, draws, printed = [], [], StringIO()
+    weights, draws, samples, printed = [], [], [], StringIO()
+
+    def before_forward(module: nn.Module, inputs: tuple) -> None:
+        if isinstance(module, DistributedDataParallel) and torch.is_grad_enabled():
+            batch = next((x for x in inputs if isinstance(x, Tensor)), torch.empty(0))
+            samples.extend(hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in batch)
 
     def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         weights.append(torch.cat([p.detach().flatten() for p in parameters]))
         draws.append(hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest())
 
+    register_module_forward_pre_hook(before_forward)
     register_optimizer_step_post_hook(after_step)
     with redirect_stdout(printed):
         main = runpy.run_path(script, run_name="puzzle").get("main")
         result = main() if main else None
     if not isinstance(result, int | float):
         raise TypeError("main() has to stay, and to return the number that it prints last")
-    return Trace(float(result), weights, draws, printed.getvalue())
+    return Trace(float(result), weights, draws, samples, printed.getvalue())
 
 
 @contextmanager
@@ -141,6 +152,17 @@ def last_error(report: str) -> str:
 def reference(script: Path) -> Trace:
     """One process in float64, before any change: it averages nothing, so it has no mistake."""
     return traces(script, ranks=1)[0]
+
+
+def dealt_differently(ranks: list[Trace], one: Trace) -> str:
+    """Whether the ranks together take not each sample of one rank once; nothing if they do."""
+    if len(ranks[0].weights) != len(one.weights):
+        return f"{len(ranks[0].weights)} optimizer steps, expected {len(one.weights)}"
+    taken, expected = Counter(x for rank in ranks for x in rank.samples), Counter(one.samples)
+    if taken == expected:
+        return ""
+    left_out, again = (expected - taken).total(), (taken - expected).total()
+    return f"of {expected.total()} samples, {left_out} are left out, and {again} come again"
 
 
 def difference(trace: Trace, right: Trace) -> str:
