@@ -94,9 +94,10 @@ class Ledger(TorchDispatchMode):
 def peak_of(device: str, function: Callable[[], object]) -> int:
     """The most bytes that a function holds at one moment, as the device's allocator counts."""
     if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
         with torch.device("cuda"):
+            function()  # once before: cuBLAS takes its workspaces, and keeps them
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
             function()
         return torch.cuda.max_memory_allocated() - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -3,12 +3,14 @@
     python benchmarks/gpu.py                              # as `make gpu`
     python benchmarks/gpu.py --seconds 540 --out FOLDER   # where time is short
     python benchmarks/gpu.py --device cpu                 # a rehearsal of all this, in small
+    python benchmarks/gpu.py --only formats tests         # these two steps
     python benchmarks/gpu.py --dry-run                    # only prints the commands
 
 It needs Linux, PyTorch, torchvision, tabulate and pytest, and neither a network nor git. Where our
 packages are not installed, put PYTHONPATH=.:packages/prove/src:packages/shm/src in front. After
 each command, gpu.json in the folder holds its status and its results, and log.txt its output: stop
-it when you like. The next call with the same folder continues, and tries again what failed.
+it when you like. The next call with the same folder continues, and tries again what failed or was
+measured with another commit; --only names what alone is run.
 """
 
 import json
@@ -43,6 +45,7 @@ PACKAGES = (".", "packages/prove/src", "packages/shm/src")  # where they lie, in
 MINIMAL, SHARD = "04_ddp_torchrun/minimal.py", "beyond/shard/train.py"
 PICTURES = ("timeline.svg", "report.md")  # what a command leaves for people to look at
 SECONDS_APART = 15  # to import torch before the first step, and to end the last one
+SAME = ("hardware", "torch")  # of results in one file; each step has a commit of its own
 MARK = "RUN_BY_GPU_PY"  # a variable of all processes that we start, so that we find them again
 
 
@@ -87,6 +90,8 @@ def list_steps(device: str) -> list[Step]:
     tests = ("-m", "pytest", *jobs, "-v", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu")
     net, fp16 = "--model=net-bn", "--amp=fp16"
     images = ("--model=resnet18", "--dataset=synthetic", "--image-size=64", "--max-steps=60")
+    large = ("--model=resnet50", "--image-size=224", "--batch-size=256", "--max-steps=24")
+    large = ("--dataset=synthetic", "--amp=bf16", *(large if on_gpu else ("--batch-size=8",)))
     recorded = (sys.executable, *ranks(2, STAGE_04, *images, shared, run, *short))
     proven = ("torchrun", "--standalone", "--nproc-per-node=2", STAGE_04, shared, run)
     together = [
@@ -97,6 +102,17 @@ def list_steps(device: str) -> list[Step]:
         Step("survive", ranks(2, SURVIVE, net, fp16, here, run, *short), 60),
         Step("shard by hand", ranks(2, SHARD, "--max-steps=20", shared, run), 60),
         Step("shard", ranks(2, SHARD, "--library", "--max-steps=20", shared, run), 60),
+        Step(
+            "shard gradients",
+            ranks(2, SHARD, "--library", "--max-steps=20", "--shard=gradients", shared, run),
+            60,
+        ),
+        Step(
+            "shard optimizer",
+            ranks(2, SHARD, "--library", "--max-steps=20", "--shard=optimizer", shared, run),
+            60,
+        ),
+        Step("shard over nccl", ranks(1, SHARD, "--library", "--max-steps=20", here, run), 60),
         Step("units", ("05_amp_syncbn/formats.py",), 60),
         Step("fit", ("01_single_gpu/fit.py", "--model=resnet50", "--memory-limit=8GiB"), 60),
         Step("example", (f"{ROOT}/beyond/convert/examples/segmentation.py",), 60, in_folder=True),
@@ -119,6 +135,8 @@ def list_steps(device: str) -> list[Step]:
         Step("tests", (*tests, "--junitxml={folder}/tests.xml", "tests/stages"), 120),
         Step("tour", ("benchmarks/tour.py", "--ranks=2", here, run, *short), 120),
         *(replace(step, beside_others=True) for step in together),
+        Step("one loader", ranks(1, STAGE_05, *large, here, run, *short), 60),
+        Step("8 loaders", ranks(1, STAGE_05, *large, "--workers=8", here, run, *short), 60),
         bench("peaks", 45),
         bench("replicas", 30),
         bench("gloo", 60),
@@ -140,6 +158,7 @@ def start(step: Step, folder: Path, output: Path) -> subprocess.Popen:
     variables |= {
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",  # where it was, if it crashes
         **dict(step.variables),
     }
     with output.open("w") as file:
@@ -215,14 +234,16 @@ class Report:
     def __init__(self, folder: Path, origin: Results) -> None:
         self.folder, self.file, self.lock = folder, folder / "gpu.json", Lock()
         folder.mkdir(parents=True, exist_ok=True)
+        self.commit = origin["commit"]
         self.results: Results = {"provenance": origin, "steps": {}}
         if self.file.exists():
             older = json.loads(self.file.read_text())
-            if older["provenance"]["commit"] == origin["commit"]:
-                self.results = older
+            if all(older["provenance"][key] == origin[key] for key in SAME):
+                self.results["steps"] = older["steps"]
 
     def is_left(self, step: Step) -> bool:
-        return not self.results["steps"].get(step.name, {}).get("good")
+        row = self.results["steps"].get(step.name, {})
+        return not row.get("good") or row["commit"] != self.commit
 
     def add(self, step: Step, row: Results, left: Path) -> None:
         with self.lock:
@@ -232,7 +253,7 @@ class Report:
             for name in PICTURES:
                 if (left / name).exists():
                     shutil.copy(left / name, self.folder)
-            self.results["steps"][step.name] = row
+            self.results["steps"][step.name] = row | {"commit": self.commit}
             write_json(self.file.with_suffix(".tmp"), self.results)
             self.file.with_suffix(".tmp").replace(self.file)
             how = f"status {row['status']}" if row["status"] is not None else "cut off"
@@ -286,9 +307,24 @@ def describe_machine() -> Results:
     }
 
 
+def choose(steps: list[Step], names: Sequence[str]) -> list[Step]:
+    """Those of these names, or all if none is named."""
+    known = [step.name for step in steps]
+    if wrong := [name for name in names if name not in known]:
+        raise UsageError(f"--only {wrong[0]}: no such step; there are {', '.join(known)}")
+    return [step for step in steps if not names or step.name in names]
+
+
 def parse_args() -> Namespace:
     parser = Parser(__doc__)
     add, gpu = parser.add_argument, torch.cuda.device_count() > 0
+    add(
+        "--only",
+        nargs="+",
+        default=(),
+        metavar="STEP",
+        help="run these steps, named as in gpu.json",
+    )
     add("--dry-run", action="store_true", help="print every command, run none")
     add("--seconds", type=int_at_least(20), metavar="N", help="for all together; then it ends")
     add("--out", type=Path, metavar="FOLDER", help="for the results; see below")
@@ -302,7 +338,7 @@ def parse_args() -> Namespace:
 
 def main() -> None:
     args = parse_args()
-    steps = list_steps(args.device)
+    steps = choose(list_steps(args.device), args.only)
     if args.dry_run:
         return print(*(step.text for step in steps), sep="\n")
     origin = provenance(args.device, command="python benchmarks/gpu.py", machine=describe_machine())

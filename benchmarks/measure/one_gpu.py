@@ -5,6 +5,7 @@ before the clock starts: a loader that is slower than the GPU would hide what a 
 """
 
 import gc
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.measure.timing import Effort, interleave_steps, summarize, timed
-from benchmarks.result_files import Results
+from benchmarks.result_files import MIB, Results
 from common.chapters import load_program
 from common.ranks import RankError, run_ranks
 
@@ -28,20 +29,26 @@ collectives: Any = load_program("03", "collectives")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-MODELS = {"resnet50": (256, 224), "resnet18": (512, 64)}  # the batch, and the pixels of a side
+# The batch, the pixels of a side, and the steps that are timed together
+MODELS = {"resnet50": (256, 224, 2), "resnet18": (512, 64, 10)}
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a step computes. tuned: cuDNN tries its algorithms first and keeps the fastest."""
+    """How a step computes. tuned: cuDNN tries its algorithms first and keeps the fastest.
+
+    own_norm: BatchNorm by PyTorch's kernels instead of cuDNN's, as PyTorch always does in bf16.
+    """
 
     name: str  # fp32, tf32, bf16 or fp16
     layout: str
     tuned: bool = False
+    own_norm: bool = False
 
     @property
     def label(self) -> str:
-        return f"{self.name}, {self.layout}{', cudnn.benchmark' if self.tuned else ''}"
+        tuned = ", cudnn.benchmark" if self.tuned else ""
+        return f"{self.name}, {self.layout}{tuned}{', own BatchNorm' if self.own_norm else ''}"
 
     @contextmanager
     def switches(self) -> Iterator[None]:
@@ -57,8 +64,14 @@ def formats_of(device: str) -> list[Format]:
     names = ("fp32", "tf32", "bf16", "fp16") if device == "cuda" else ("fp32", "bf16")
     formats = [Format(name, layout) for name in names for layout in LAYOUTS]
     if device == "cuda":
-        formats += [Format(name, layout, True) for name in names[1:] for layout in LAYOUTS]
+        formats += [Format(name, layout, tuned=True) for name in names[1:] for layout in LAYOUTS]
+        formats += [Format("fp16", layout, own_norm=True) for layout in LAYOUTS]
     return formats
+
+
+def use_cudnn(enabled: bool, *_: object) -> None:
+    """A hook of a layer: whether its operation may be cuDNN's."""
+    torch.backends.cudnn.enabled = enabled
 
 
 class FormatStep:
@@ -70,6 +83,10 @@ class FormatStep:
         self.form, self.device = form, device
         self.model: nn.Module = getattr(torchvision.models, model)(num_classes=10).to(device)
         self.model.to(memory_format=layout)
+        for layer in self.model.modules() if form.own_norm else ():
+            if isinstance(layer, nn.BatchNorm2d):
+                layer.register_forward_pre_hook(partial(use_cudnn, False))
+                layer.register_forward_hook(partial(use_cudnn, True))
         images = torch.randn(batch, 3, size, size, device=device)
         self.images: Tensor = images.to(memory_format=layout)
         self.labels = torch.arange(batch, device=device) % 10
@@ -101,13 +118,13 @@ class FormatStep:
 def measure_formats(effort: Effort) -> Results:
     """Images per second, and the peak of a step, in each format and memory layout."""
     on_gpu, results = effort.device == "cuda", Results()
-    models = MODELS if on_gpu else {"resnet18": (2, 32)}
-    for name, (batch, size) in models.items():
+    models = MODELS if on_gpu else {"resnet18": (2, 32, 1)}
+    for name, (batch, size, together) in models.items():
         steps = {
             form.label: FormatStep(name, batch, size, form, effort.device)
             for form in formats_of(effort.device)
         }
-        rows = summarize(interleave_steps(steps, min(5, effort.rounds), steps=2 if on_gpu else 1))
+        rows = summarize(interleave_steps(steps, min(5, effort.rounds), together))
         for label, row in rows.items():
             row["images_per_second"] = round(1000 * batch / row["step_ms"], 1)
             if on_gpu and label in steps:
@@ -170,24 +187,40 @@ def used_bytes() -> int:
     return total - free
 
 
+def context_bytes() -> int:
+    """What CUDA's context takes of the GPU: the first tensor of a process, less the tensor."""
+
+    def used_by_all() -> int:
+        call = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+        return int(subprocess.check_output(call, text=True)) * MIB
+
+    before = used_by_all()
+    tensor = torch.zeros(1, device="cuda")
+    torch.cuda.synchronize(tensor.device)
+    return used_by_all() - before - torch.cuda.memory_reserved()
+
+
 def watch_backward(rank: int) -> Results:
-    """Whether backward over nccl returns before the GPU is done, and what a process holds there."""
+    """Whether forward and backward return before the GPU is done, and what a process holds."""
     used = {"before the model": used_bytes()}
     model = nn.Linear(4096, 4096)
     ddp = DistributedDataParallel(model)  # its first message, so nccl takes its buffers
     torch.cuda.synchronize()
     used["with the model in DDP"] = used_bytes()
     batch = torch.randn(64, 4096)
-    ddp(batch).sum().backward()  # warmed up
+    for _ in range(5):  # DDP rearranges its buckets after the first step, and then talks
+        ddp(batch).sum().backward()
     torch.cuda.synchronize()
     torch.cuda._sleep(2 * 10**9)  # cycles: about a second, in front of what comes now
     before = torch.cuda.Event()
     before.record()
-    ddp(batch).sum().backward()
-    returned_early = not before.query()
+    loss = ddp(batch).sum()
+    early = {"forward": not before.query()}
+    loss.backward()
+    early["backward"] = not before.query()
     torch.cuda.synchronize()
     return {
-        "backward_returned_before_the_gpu_was_done": returned_early,
+        "returned_before_the_gpu_was_done": early,
         "used_bytes": used,
         "allocated_bytes": torch.cuda.memory_allocated(),
         "reserved_bytes": torch.cuda.memory_reserved(),
@@ -211,10 +244,12 @@ def time_shapes(device: str) -> Results:
 
 def measure_nccl(effort: Effort) -> Results:
     """What one rank over nccl shows of the GPU's queue and memory; on a CPU, only the shapes."""
-    results: Results = {"device": effort.device, "first_and_second_ms": time_shapes(effort.device)}
+    results: Results = {"device": effort.device}
     if effort.device == "cuda":
-        [results["one_rank"]] = run_ranks(1, watch_backward, backend="nccl", device="cuda")
-    return results
+        for backend in ("nccl", "gloo"):
+            [results[backend]] = run_ranks(1, watch_backward, backend=backend, device="cuda")
+        results["context_bytes"] = context_bytes()
+    return results | {"first_and_second_ms": time_shapes(effort.device)}
 
 
 def time_all_reduces(rank: int, rounds: int, sizes: tuple[int, ...], on_gpu: bool) -> Results:
@@ -241,7 +276,7 @@ def measure_gloo(effort: Effort) -> Results:
             )
             answers[name] = [after for _, after in ranks]
         except (RankError, TimeoutError) as error:
-            answers[name] = str(error)[-300:]
+            answers[name] = str(error)[-3000:]
     sizes = (2**12,) if effort.quick else (2**12, 2**20, 2**26)
     rounds, on_gpu = min(50, effort.rounds), effort.device == "cuda"
     times, _ = run_ranks(2, time_all_reduces, rounds, sizes, on_gpu, device=effort.device)

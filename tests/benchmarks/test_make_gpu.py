@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks import gpu, variants
 from common.chapters import ROOT
+from common.options import UsageError
 from helpers.environments import make_environment
 from helpers.machine import is_running
 from repository_pages import TEST_FILES
@@ -72,8 +73,11 @@ def python(*lines: str) -> tuple[str, ...]:
 WRITE = "pathlib.Path('{folder}', 'found.json').write_text('[3]')"
 
 
-def run_steps(folder: Path, *steps: gpu.Step, seconds: float = inf, commit="c8ab422") -> dict:
-    report = gpu.Report(folder, {"commit": commit})
+ORIGIN = {"commit": "c8ab422", "hardware": "1 x GPU", "torch": "2.11.0"}
+
+
+def run_steps(folder: Path, *steps: gpu.Step, seconds: float = inf, **origin: str) -> dict:
+    report = gpu.Report(folder, ORIGIN | origin)
     left = [step for step in steps if report.is_left(step)]
     gpu.run_all(left, report, seconds)
     return json.loads((folder / "gpu.json").read_text())["steps"]
@@ -96,9 +100,25 @@ def test_each_command_leaves_its_status_its_results_and_its_output(tmp_path):
 def test_what_is_done_is_not_done_again_unless_the_programs_have_changed(tmp_path):
     good, bad = gpu.Step("good", python("0"), 60), gpu.Step("bad", python("1/0"), 60)
     for commit, runs in (("c8ab422", [1, 1]), ("c8ab422", [1, 2]), ("another", [2, 3])):
-        run_steps(tmp_path, good, bad, commit=commit)
+        rows = run_steps(tmp_path, good, bad, commit=commit)
+        assert rows["good"]["commit"] == commit
         log = (tmp_path / "log.txt").read_text()
         assert [log.count(f"\n$ {step.text}\n") for step in (good, bad)] == runs
+
+
+def test_a_file_holds_the_results_of_one_kind_of_gpu_and_keeps_those_not_measured_again(tmp_path):
+    good, other = gpu.Step("good", python(WRITE), 60), gpu.Step("other", python(WRITE), 60)
+    run_steps(tmp_path, good, other)
+    assert set(run_steps(tmp_path, good, commit="another")) == {"good", "other"}
+    assert set(run_steps(tmp_path, good, hardware="1 x another GPU")) == {"good"}
+
+
+def test_only_names_the_steps_that_are_run_and_a_wrong_name_is_refused():
+    steps = gpu.list_steps("cpu")
+    assert [step.name for step in gpu.choose(steps, ["tests", "formats"])] == ["formats", "tests"]
+    assert gpu.choose(steps, []) == steps
+    with pytest.raises(UsageError, match="no such step"):
+        gpu.choose(steps, ["format"])
 
 
 GRANDCHILD = (
@@ -119,7 +139,7 @@ def test_a_command_that_takes_too_long_ends_with_all_it_has_started_and_keeps_it
 
 def test_when_time_is_over_the_steps_that_are_left_do_not_begin(tmp_path):
     steps = [gpu.Step(name, python(), 60) for name in "ab"]
-    report = gpu.Report(tmp_path, {"commit": "c8ab422"})
+    report = gpu.Report(tmp_path, ORIGIN)
     assert gpu.run_all(steps, report, gpu.SECONDS_APART) == ["a", "b"]
     assert report.results["steps"] == {}
 
