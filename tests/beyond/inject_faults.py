@@ -152,7 +152,12 @@ def _strike(kind: str, parameter: torch.Tensor) -> None:
     elif kind == "nan":
         parameter.data.fill_(float("nan"))
     elif kind == "disk-full":  # the kernel refuses to let a file grow: its error is a real one
-        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, before[1]))
+        # A loader that starts now sends its batches in files, in memory: no disk limits those.
+        os.register_at_fork(
+            after_in_child=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        )
     elif kind == "tmpfs-full":
         [run_dir] = [flag.partition("=")[2] for flag in sys.argv if flag.startswith("--run-dir=")]
         fill(Path(run_dir).parent)
