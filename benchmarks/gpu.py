@@ -94,6 +94,7 @@ def list_steps(device: str) -> list[Step]:
     large = ("--dataset=synthetic", "--amp=bf16", *(large if on_gpu else ("--batch-size=8",)))
     recorded = (sys.executable, *ranks(2, STAGE_04, *images, shared, run, *short))
     proven = ("torchrun", "--standalone", "--nproc-per-node=2", STAGE_04, shared, run)
+    zero = (SHARD, "--library", "--shard=optimizer")
     together = [
         Step("04 alone", ranks(1, STAGE_04, here, run, *short), 60),
         Step("04 minimal", ranks(1, MINIMAL), 60, in_folder=True),
@@ -101,18 +102,8 @@ def list_steps(device: str) -> list[Step]:
         Step("05 in fp16", ranks(2, STAGE_05, net, fp16, shared, run, *short), 60),
         Step("survive", ranks(2, SURVIVE, net, fp16, here, run, *short), 60),
         Step("shard by hand", ranks(2, SHARD, "--max-steps=20", shared, run), 60),
-        Step("shard", ranks(2, SHARD, "--library", "--max-steps=20", shared, run), 60),
-        Step(
-            "shard gradients",
-            ranks(2, SHARD, "--library", "--max-steps=20", "--shard=gradients", shared, run),
-            60,
-        ),
-        Step(
-            "shard optimizer",
-            ranks(2, SHARD, "--library", "--max-steps=20", "--shard=optimizer", shared, run),
-            60,
-        ),
-        Step("shard over nccl", ranks(1, SHARD, "--library", "--max-steps=20", here, run), 60),
+        Step("shard", ranks(1, SHARD, "--library", "--max-steps=20", here, run), 60),
+        Step("zero", ranks(2, *zero, "--max-steps=20", shared, run), 60),
         Step("units", ("05_amp_syncbn/formats.py",), 60),
         Step("fit", ("01_single_gpu/fit.py", "--model=resnet50", "--memory-limit=8GiB"), 60),
         Step("example", (f"{ROOT}/beyond/convert/examples/segmentation.py",), 60, in_folder=True),
@@ -124,8 +115,10 @@ def list_steps(device: str) -> list[Step]:
         allowed = (("NCCL_MULTI_RANK_GPU_ENABLE", "1"),)  # two ranks a GPU, from NCCL 2.30 on
         older = torch.cuda.nccl.version() < (2, 30)
         on_two, smallest = ranks(2, STAGE_04, run), ranks(2, MINIMAL)
+        fsdp = ranks(2, SHARD, "--library", shared, run)
         together += [
             Step("collectives over nccl", nccl, 60),
+            Step("FSDP over gloo", fsdp, 60, is_refused=True),
             Step("two ranks over nccl", on_two, 60, is_refused=alone),
             Step("two of minimal", smallest, 60, in_folder=True, is_refused=alone),
             Step("two that may", on_two, 60, is_refused=alone and older, variables=allowed),
@@ -140,7 +133,7 @@ def list_steps(device: str) -> list[Step]:
         bench("peaks", 45),
         bench("replicas", 30),
         bench("gloo", 60),
-        bench("nccl", 30),
+        bench("nccl", 90),
         Step("timeline", (f"{ROOT}/benchmarks/timeline.py", *recorded), 60, in_folder=True),
         bench("process_memory", 75),
         bench("stages", 150, "--rounds=1"),

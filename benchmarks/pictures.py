@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.draw import formats, lessons, memory_picture, samples, step_pictures
+from benchmarks.draw.tables import TABLES
 from benchmarks.result_files import MACHINE, load
 from common.chapters import ROOT
 from common.options import Parser
@@ -17,6 +18,10 @@ FOLDER = ROOT / "docs" / "pictures"
 
 def draw_memory() -> str:
     return memory_picture.draw(load(MACHINE)["process_memory"])
+
+
+def draw_speeds() -> str:
+    return formats.draw_speeds(TABLES["formats"].results())
 
 
 def draw_timeline(model: str, *stages: str) -> str:
@@ -34,6 +39,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "ranks": lessons.draw_ranks,
     "formats": formats.draw_formats,
     "autocast": formats.draw_autocast,
+    "speeds": draw_speeds,
     "levels": lessons.draw_levels,
     "memory": draw_memory,
     "timeline": partial(draw_timeline, "net-bn"),

@@ -43,11 +43,13 @@ def git(*words: str) -> str:
 def commit() -> str:
     """With -dirty, if programs have changed since. Results just stored are no such change.
 
-    Where a copy of the files has no repository, the variable COMMIT can name it."""
+    The variable COMMIT names it where the files are a copy without a repository, or with another.
+    """
+    if "COMMIT" in os.environ:
+        return os.environ["COMMIT"]
     programs = (".", ":!benchmarks/results")
     changes = git("status", "--porcelain", "--", *programs)
-    name = git("describe", "--always") or os.environ.get("COMMIT", "unknown")
-    return name + "-dirty" * bool(changes)
+    return (git("describe", "--always") or "unknown") + "-dirty" * bool(changes)
 
 
 def provenance(device: str = "cpu", **settings: Any) -> Results:

@@ -1,4 +1,4 @@
-"""Pictures of the number formats, and of which layers compute in 16 bits under autocast."""
+"""Pictures of the number formats: their bits, what autocast does with layers, their speeds."""
 
 import math
 from enum import Enum
@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.draw.svg import INK, WIDTH, Drawing
+from benchmarks.result_files import Results
 from common.models import Net
 
+LAYOUTS = ("contiguous", "channels_last")  # of images in memory
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -118,3 +120,23 @@ def draw_autocast() -> str:
     drawing.box(322, bottom, 14, 14, Choice.FOLLOWS.value)
     drawing.words(342, bottom + 13, Choice.FOLLOWS.value)
     return drawing.text(bottom + 24)
+
+
+def draw_speeds(results: Results) -> str:
+    """Images per second of the first model, in each format and memory layout, on a GPU."""
+    name, measured = next(iter(results["models"].items()))
+    speeds = {label: row["images_per_second"] for label, row in measured["variants"].items()}
+    gpu = results["provenance"]["hardware"].removeprefix("1 x ")
+    drawing = Drawing(f"{name} on one {gpu}: images per second", "")
+    drawing.legend(4, LAYOUTS)
+    left, right = 64, 90  # room for the names, and for the numbers
+    scale = (WIDTH - left - right) / max(speeds.values())
+    for row, form in enumerate(("fp32", "tf32", "bf16", "fp16")):
+        y = 34 + 66 * row
+        drawing.words(4, y + 32, form, bold=True)
+        for place, layout in enumerate(LAYOUTS):
+            speed, top = speeds[f"{form}, {layout}"], y + 26 * place
+            drawing.box(left, top, scale * speed, 22, layout)
+            drawing.words(left + scale * speed + 8, top + 17, f"{speed:,.0f}", bold=True)
+            drawing.description += f"{form}, {layout}: {speed:,.0f}. "
+    return drawing.text(34 + 66 * 4)

@@ -33,6 +33,9 @@ COLORS = {
     # what autocast does with it
     "16 bits": "#3d4752",
     "16 bits as they come": "#71757c",
+    # how images lie in memory
+    "contiguous": "#9c7a6b",
+    "channels_last": "#c8506a",
     # the bits of a number
     "sign": "#767b83",
     "exponent": "#b4568b",

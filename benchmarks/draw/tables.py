@@ -28,11 +28,13 @@ class Table:
 
     file: str
     make: Callable[[Results], str]
-    part: str = ""
+    parts: tuple[str, ...] = ()  # the keys that lead there
 
     def results(self) -> Results:
         results = load(self.file)
-        return results[self.part] if self.part else results
+        for part in self.parts:
+            results = results[part]
+        return results
 
     def text(self) -> str:
         return self.make(self.results())
@@ -41,10 +43,15 @@ class Table:
         return origin_of(self.results())
 
 
+def on_gpu(section: str) -> tuple[str, ...]:
+    """Where `make gpu` leaves the results of a section of bench.py."""
+    return "steps", section, "results", section
+
+
 TABLES = {
     "tour": Table("tour", tour_report.learned),
     "repeats": Table("tour", tour_report.repeats),
-    "stages": Table(MACHINE, training_tables.stages, "stages"),
+    "stages": Table(MACHINE, training_tables.stages, ("stages",)),
     "threads": Table("once/threads", training_tables.ratios),
     "reducers": Table("reducers", training_tables.ratios),
     "scaling": Table("once/scaling", training_tables.scaling),
@@ -57,7 +64,10 @@ TABLES = {
     "shm_in_place": Table("once/shm_in_place", shm_tables.in_place),
     "shm_calls": Table("shm", shm_tables.calls),
     "faults": Table("injected_faults", training_tables.faults),
-    "pauses": Table("injected_faults", training_tables.pauses, "pauses"),
+    "formats": Table("gpu/gpu", training_tables.formats, on_gpu("formats")),
+    "peaks": Table("gpu/gpu", training_tables.peaks, on_gpu("peaks")),
+    "gloo": Table("gpu/gpu", training_tables.gloo, on_gpu("gloo")),
+    "pauses": Table("injected_faults", training_tables.pauses, ("pauses",)),
 }
 
 

@@ -1,6 +1,8 @@
 """The tables of training: steps that were timed, predicted or hurt on purpose."""
 
+from collections.abc import Mapping
 from statistics import mean
+from typing import Any
 
 from benchmarks.draw.markdown import RATIO, Column, column, table_of_columns, table_of_rows
 from benchmarks.result_files import MIB, Results
@@ -47,16 +49,45 @@ def ratios(results: Results) -> str:
 
 
 def formats(results: Results) -> str:
-    """Images per second of each model, and in brackets how many times those of the first format."""
+    """Images per second, and in brackets how many times those of the first row; peaks in GiB."""
 
     def speed(row: Results) -> str:
         return f"{row['images_per_second']:,.0f} ({1 / row['ratio']:.2f})"
 
-    columns = {
-        "{}, batch {batch}".format(model, **found): column(found["variants"], speed)
-        for model, found in results["models"].items()
-    }
+    columns: dict[str, Column] = {}
+    for model, found in results["models"].items():
+        rows = found["variants"]
+        for layout in ("contiguous", "channels_last"):
+            head = model if layout == "contiguous" else f"{model}, {layout}"
+            marked = {name: row for name, row in rows.items() if f", {layout}" in name}
+            columns[head] = column(without(f", {layout}", marked), speed)
+        held = {name: row for name, row in rows.items() if ", contiguous" in name}
+        if all("peak_bytes" in row for row in held.values()):
+            gib = column(held, lambda row: f"{row['peak_bytes'] / 2**30:.1f}")
+            columns[f"{model}, GiB"] = without(", contiguous", gib)
     return table_of_columns(columns, "images/s")
+
+
+def without(part: str, named: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.replace(part, ""): value for name, value in named.items()}
+
+
+def gloo(results: Results) -> str:
+    """An all-reduce between two ranks that share a GPU, and how much longer it takes from there."""
+    sizes = {f"{int(size) / 2**10:,.0f} KiB": rows for size, rows in results["all_reduce"].items()}
+    return table_of_columns(
+        {
+            "on the CPU, ms": {
+                size: f"{rows['cpu']['step_ms']:.2f}" for size, rows in sizes.items()
+            },
+            "on the GPU, ms": {
+                size: f"{rows['cuda']['step_ms']:.2f}" for size, rows in sizes.items()
+            },
+            "GPU / CPU": {size: RATIO.format_map(rows["cuda"]) for size, rows in sizes.items()},
+            "A/A": {size: RATIO.format_map(rows["A/A"]) for size, rows in sizes.items()},
+        },
+        "size",
+    )
 
 
 def peaks(results: Results) -> str:

@@ -276,7 +276,7 @@ def measure_gloo(effort: Effort) -> Results:
             )
             answers[name] = [after for _, after in ranks]
         except (RankError, TimeoutError) as error:
-            answers[name] = str(error)[-3000:]
+            answers[name] = str(error).strip().splitlines()[-1]
     sizes = (2**12,) if effort.quick else (2**12, 2**20, 2**26)
     rounds, on_gpu = min(50, effort.rounds), effort.device == "cuda"
     times, _ = run_ranks(2, time_all_reduces, rounds, sizes, on_gpu, device=effort.device)

@@ -6,7 +6,7 @@ only one of ours that the script's process imports, so the names of the collecti
 TIMELINE_COLLECTIVES.
 
 On a CPU, `time.perf_counter` is one clock for all processes of a machine. On a GPU, the CPU runs
-ahead, so a mark is a CUDA event, which the GPU reaches later (no GPU has run this yet).
+ahead, so a mark is a CUDA event, which the GPU reaches later.
 """
 
 import atexit

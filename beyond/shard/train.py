@@ -47,7 +47,13 @@ def parse_args() -> Namespace:
     add("--clip-norm", type=float_at_least(1e-30), help="upper limit for the norm of all gradients")
     add("--backend", default="nccl", choices=("gloo", "nccl"), help="for GPUs")
     parser.set_defaults(batch_size=32, epochs=1, lr=1e-3)
-    return parser.parse_args()
+    args = parser.parse_args()
+    over_gloo = args.device == "cuda" and args.backend == "gloo"
+    if over_gloo and args.library and args.shard in ("gradients", "parameters"):
+        # https://github.com/pytorch/pytorch/issues/152645
+        crash = "torch crashes when it gathers FSDP's weights from GPUs over gloo"
+        raise UsageError(f"{crash}: try --backend nccl, --device cpu, or no --library")
+    return args
 
 
 @exit_on(RuntimeError)  # torch's: a port in use, or GLOO_SOCKET_IFNAME is no interface here

@@ -209,13 +209,14 @@ def test_a_wrong_call_ends_in_one_line(call, tmp_path):
 def test_every_result_is_shown_and_tells_where_it_comes_from():
     pages = "".join(path.read_text() for path in ALL_PAGES)
     assert all(f"<!-- table: {name} -->" in pages for name in tables.TABLES)
-    parts = {name: (table.file, table.part) for name, table in tables.TABLES.items()}
+    parts = {name: (table.file, table.parts) for name, table in tables.TABLES.items()}
     told = {part for name, part in parts.items() if f"<!-- table: origin of {name} -->" in pages}
     assert told == set(parts.values())
     sources = {table.file for table in tables.TABLES.values()} - {result_files.MACHINE}
-    linked = set(re.findall(r"\bresults/((?:once/)?\w+)\.json", pages))
-    files = {path.stem for path in result_files.RESULTS.glob("*.json")}
-    files |= {f"once/{path.stem}" for path in result_files.RESULTS.glob("once/*.json")}
+    linked = set(re.findall(r"\bresults/((?:once/|gpu/)?\w+)\.json", pages))
+    folders = (result_files.RESULTS.glob(f"{name}*.json") for name in ("", "once/", "gpu/"))
+    paths = (path.relative_to(result_files.RESULTS) for folder in folders for path in folder)
+    files = {str(path.with_suffix("")) for path in paths}
     assert sources | linked == files
     for name in (*sources, *linked, result_files.MACHINE):
         about = result_files.load(name)["provenance"]

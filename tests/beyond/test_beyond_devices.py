@@ -13,7 +13,7 @@ from helpers.own_gpus import (
     assert_trains_on_own_gpus,
     assert_two_ranks_share_a_gpu,
 )
-from helpers.rehearsal import CONVERTED, EXAMPLES, OWN_LOOP, SHARD, SURVIVE
+from helpers.rehearsal import CONVERTED, EXAMPLES, OWN_LOOP, SHARD, SURVIVE, rehearse
 
 
 @pytest.mark.parametrize("script", [SURVIVE, OWN_LOOP, SHARD, CONVERTED, *EXAMPLES])
@@ -33,6 +33,13 @@ def test_two_ranks_of_a_road_share_one_gpu_over_gloo(script, flags):
 
 def test_shard_two_ranks_that_share_a_gpu_over_nccl_end_in_one_line():
     assert_nccl_refuses_a_shared_gpu(SHARD)
+
+
+@pytest.mark.parametrize("level", ["gradients", "parameters"])
+def test_shard_torchs_fsdp_over_gloo_on_a_gpu_is_refused_because_torch_crashes(level):
+    ranks = rehearse(SHARD, "--library", "--backend=gloo", f"--shard={level}", gpus=1)
+    assert [rank.error for rank in ranks] == ["exit status 2"] * 2
+    assert not any(rank.calls for rank in ranks), "before they join"
 
 
 def test_survive_evaluation_sends_each_batch_to_the_gpu():

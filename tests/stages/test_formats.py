@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks import result_files
+from benchmarks.draw.tables import TABLES
 from common.chapters import ROOT, load_program
 from helpers.train_stage import train_once
 
@@ -57,6 +58,47 @@ def test_c09_c12_in_the_committed_runs_bf16_is_faster_and_there_is_no_one_number
     rows = result_files.load("once/precision")["models"]["resnet50"]["one process"]["variants"]
     for variant in ("bf16", "bf16, channels_last"):
         assert f"{rows['fp32']['ratio'] / rows[variant]['ratio']:.1f}" in claim("C09"), variant
+
+
+LAYOUTS = ("contiguous", "channels_last")
+
+
+def speeds_on_a_gpu(model: str) -> dict[str, float]:
+    variants = TABLES["formats"].results()["models"][model]["variants"]
+    return {name: row["images_per_second"] for name, row in variants.items()}
+
+
+def test_c09_c12_c18_on_the_measured_gpu_bf16_gains_little_over_tf32_and_tuning_nothing():
+    over_fp32, over_tf32, tuned = [], [], []
+    for model in ("resnet50", "resnet18"):
+        speed = speeds_on_a_gpu(model)
+        for layout in LAYOUTS:
+            fp32, tf32, bf16 = (speed[f"{name}, {layout}"] for name in ("fp32", "tf32", "bf16"))
+            over_fp32.append(bf16 / fp32)
+            over_tf32.append(bf16 / tf32)
+    speed = speeds_on_a_gpu("resnet50")
+    for name in ("tf32", "bf16", "fp16"):
+        for layout in LAYOUTS:
+            plain = speed[f"{name}, {layout}"]
+            tuned.append(speed[f"{name}, {layout}, cudnn.benchmark"] / plain)
+    least, most = min(over_fp32), max(over_fp32)
+    assert f"bf16 gives {least:.1f} to {most:.1f} times" in claim("C12")
+    assert f"only {min(over_tf32):.2f} to {max(over_tf32):.2f} times" in claim("C12")
+    assert f"{min(tuned):.2f} to {max(tuned):.2f} times" in claim("C18")
+    fastest = speed["bf16, channels_last"] / speed["fp32, contiguous"]
+    gains = f"{speed['bf16, contiguous'] / speed['fp32, contiguous']:.1f} times as fast in bf16"
+    assert f"{gains} as in fp32, and {fastest:.1f} times" in claim("C09")
+    readme = (ROOT / "README.md").read_text()
+    assert f"[{speed['bf16, contiguous']:,.0f} images per second]" in readme
+    assert f"one more change on {speed['bf16, channels_last']:,.0f}." in readme
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_batchnorm_is_why_fp16_was_faster_than_bf16(layout):
+    speed = speeds_on_a_gpu("resnet50")
+    fp16, bf16 = speed[f"fp16, {layout}"], speed[f"bf16, {layout}"]
+    assert fp16 > 1.2 * bf16, "the control: there is something to explain"
+    assert speed[f"fp16, {layout}, own BatchNorm"] == pytest.approx(bf16, rel=0.01)
 
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
