@@ -36,7 +36,14 @@ from xml.etree import ElementTree
 
 import torch
 
-from benchmarks.result_files import RESULTS, Results, provenance, write_json
+from benchmarks.result_files import (
+    RESULTS,
+    Results,
+    file_name,
+    hardware,
+    provenance,
+    write_json,
+)
 from benchmarks.variants import STAGE_04, STAGE_05, SURVIVE
 from common.chapters import ROOT
 from common.options import Parser, UsageError, exit_on, int_at_least
@@ -324,7 +331,9 @@ def parse_args() -> Namespace:
     devices = ("cuda", "cpu") if gpu else ("cpu",)
     add("--device", choices=devices, default=devices[0], help="cpu: a rehearsal, in small")
     args = parser.parse_args()
-    default = RESULTS / "gpu" if args.device == "cuda" else ROOT / "runs" / "gpu"
+    default = RESULTS / "gpu" / file_name(hardware("cuda"))
+    if args.device == "cpu":
+        default = ROOT / "runs" / "gpu"
     args.out = (args.out or default).absolute()
     return args
 

@@ -18,6 +18,7 @@ from common.chapters import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 MACHINE = "machines/amd-epyc-2-cores"  # whose `make bench` the pages show
+GPU = "gpu/1-x-nvidia-h200/gpu"  # whose `make gpu` they show
 MIB = 2**20
 
 Results = dict[str, Any]
@@ -67,10 +68,13 @@ def provenance(device: str = "cpu", **settings: Any) -> Results:
     }
 
 
+def file_name(hardware: str) -> str:
+    return re.sub("[^a-z0-9]+", "-", hardware.lower()).strip("-")
+
+
 def machine_file(origin: Results) -> Path:
     """Where `make bench` stores what it measured on a machine of this provenance."""
-    name = re.sub("[^a-z0-9]+", "-", origin["hardware"].lower()).strip("-")
-    return RESULTS / "machines" / f"{name}.json"
+    return RESULTS / "machines" / f"{file_name(origin['hardware'])}.json"
 
 
 def origin_line(origin: Results) -> str:

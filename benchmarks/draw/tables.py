@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.draw import shm_tables, tour_report, training_tables
-from benchmarks.result_files import MACHINE, Results, load
+from benchmarks.result_files import GPU, MACHINE, Results, load
 
 ORIGIN = "origin of "  # before the name of a table
 
@@ -64,9 +64,9 @@ TABLES = {
     "shm_in_place": Table("once/shm_in_place", shm_tables.in_place),
     "shm_calls": Table("shm", shm_tables.calls),
     "faults": Table("injected_faults", training_tables.faults),
-    "formats": Table("gpu/gpu", training_tables.formats, on_gpu("formats")),
-    "peaks": Table("gpu/gpu", training_tables.peaks, on_gpu("peaks")),
-    "gloo": Table("gpu/gpu", training_tables.gloo, on_gpu("gloo")),
+    "formats": Table(GPU, training_tables.formats, on_gpu("formats")),
+    "peaks": Table(GPU, training_tables.peaks, on_gpu("peaks")),
+    "gloo": Table(GPU, training_tables.gloo, on_gpu("gloo")),
     "pauses": Table("injected_faults", training_tables.pauses, ("pauses",)),
 }
 

@@ -74,7 +74,11 @@ def without(part: str, named: Mapping[str, Any]) -> dict[str, Any]:
 
 def gloo(results: Results) -> str:
     """An all-reduce between two ranks that share a GPU, and how much longer it takes from there."""
-    sizes = {f"{int(size) / 2**10:,.0f} KiB": rows for size, rows in results["all_reduce"].items()}
+
+    def name(size: int) -> str:
+        return f"{size >> 20} MiB" if size >= MIB else f"{size >> 10} KiB"
+
+    sizes = {name(int(size)): rows for size, rows in results["all_reduce"].items()}
     return table_of_columns(
         {
             "on the CPU, ms": {

@@ -213,8 +213,8 @@ def test_every_result_is_shown_and_tells_where_it_comes_from():
     told = {part for name, part in parts.items() if f"<!-- table: origin of {name} -->" in pages}
     assert told == set(parts.values())
     sources = {table.file for table in tables.TABLES.values()} - {result_files.MACHINE}
-    linked = set(re.findall(r"\bresults/((?:once/|gpu/)?\w+)\.json", pages))
-    folders = (result_files.RESULTS.glob(f"{name}*.json") for name in ("", "once/", "gpu/"))
+    linked = set(re.findall(r"\bresults/((?:once/|gpu/[\w-]+/)?\w+)\.json", pages))
+    folders = (result_files.RESULTS.glob(f"{name}*.json") for name in ("", "once/", "gpu/*/"))
     paths = (path.relative_to(result_files.RESULTS) for folder in folders for path in folder)
     files = {str(path.with_suffix("")) for path in paths}
     assert sources | linked == files
