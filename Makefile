@@ -64,8 +64,8 @@ bench-all: bench  ## measure all sections of bench.py again, for half an hour or
 	$(RUN) benchmarks/bench.py shard
 	$(RUN) benchmarks/bench.py puzzles
 
-faults: $(VENV)/ready  ## inject 442 faults into real runs, half an hour or more: benchmarks/results/injected_faults.json
-	PYTHONPATH=tests $(RUN) tests/beyond/inject_faults.py --faults 342
+faults: $(VENV)/ready  ## inject 460 faults into real runs, half an hour or more: benchmarks/results/injected_faults.json
+	PYTHONPATH=tests $(RUN) tests/beyond/inject_faults.py --faults 360
 	PYTHONPATH=tests $(RUN) tests/beyond/inject_faults.py --faults 100 --kinds pauses --jobs 10
 
 shm-suite: $(VENV)/ready  ## torch's own tests for backends, over gloo and shm: packages/shm/tests/torch_suite.json

@@ -331,9 +331,8 @@ def parse_args() -> Namespace:
     devices = ("cuda", "cpu") if gpu else ("cpu",)
     add("--device", choices=devices, default=devices[0], help="cpu: a rehearsal, in small")
     args = parser.parse_args()
-    default = RESULTS / "gpu" / file_name(hardware("cuda"))
-    if args.device == "cpu":
-        default = ROOT / "runs" / "gpu"
+    on_gpu = args.device == "cuda"
+    default = RESULTS / "gpu" / file_name(hardware("cuda")) if on_gpu else ROOT / "runs" / "gpu"
     args.out = (args.out or default).absolute()
     return args
 

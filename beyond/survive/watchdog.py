@@ -191,6 +191,8 @@ class Watchdog:
 
     def _end(self, verdict: str) -> None:
         self._tell(verdict)
+        for loader in mp.active_children():  # one that hangs would stay: it ignores SIGTERM
+            loader.kill()
         os._exit(1)  # the main thread may wait for a long time
 
 

@@ -3,7 +3,7 @@
 Each trial trains with one fault, looks at what is left (no process, no torn checkpoint), resumes
 with --resume auto, and compares the last checkpoint, to the bit, with that of a run without faults.
 
-    PYTHONPATH=tests python tests/beyond/inject_faults.py --faults 306
+    PYTHONPATH=tests python tests/beyond/inject_faults.py --faults 360
     PYTHONPATH=tests python tests/beyond/inject_faults.py --faults 100 --kinds pauses --jobs 10
     PYTHONPATH=tests python tests/beyond/inject_faults.py --faults 9 --kinds hold --without-saving
 
@@ -65,6 +65,7 @@ VARIANTS["bf16"] = ("--model=net", "--amp=bf16")
 KINDS = {
     "stop": "SIGSTOP of a rank",
     "sleep": "a rank that sleeps and never returns",
+    "hang-loader": "a loader that hangs as it starts",
     "stop-keeper": "SIGSTOP of rank 0, which keeps the store",
     "kill-keeper": "SIGKILL of rank 0, which keeps the store",
     "raise": "an exception in a rank",
@@ -92,6 +93,7 @@ PAUSES = {  # what must not end a run, and the seconds that it lasts
 }
 DEFAULT_TIMEOUT_SECONDS = 600
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
+KINDS_OF_LOADERS = ("hang-loader", "term-loaders")
 SIGTERM_KINDS = ("term", "term-all", "term-loaders")
 LINE_OF_KIND = {"nan": "(the loss of rank|a weight is nan or inf after)"}
 LINE_OF_KIND |= dict.fromkeys(("disk-full", "tmpfs-full"), "cannot write")
@@ -115,7 +117,7 @@ class Fault:
     variant: str = "net"
     ranks: int = 2
     rank: int = 0
-    step: int = 8  # of term-loaders: which start of loaders
+    step: int = 8  # of KINDS_OF_LOADERS: which start of loaders
     workers: int = 0
     place: float = 0.5  # from 0 to 1: of the bytes of a file, or of the time of a step
     pause_seconds: float = 0
@@ -209,7 +211,7 @@ def _inject(fault: Fault, rank: int, folder: Path) -> None:
             time.sleep(0.05)  # its votes take time, too
         if rank == fault.rank and done == fault.step and fault.kind in KINDS_AT_ANY_TIME:
             threading.Thread(target=_strike_any_time, args=(fault, folder)).start()
-        elif rank == fault.rank and done == fault.step and fault.kind != "term-loaders":
+        elif rank == fault.rank and done == fault.step and fault.kind not in KINDS_OF_LOADERS:
             (folder / "fault").write_text(str(time.time()))
             if fault.kind.startswith("pause"):
                 _pause(fault, folder)
@@ -230,14 +232,18 @@ def _inject(fault: Fault, rank: int, folder: Path) -> None:
         nonlocal starts
         starts += 1
         if rank == fault.rank and starts == fault.step:
-            threading.Thread(target=_strike_any_time, args=(fault, folder)).start()
+            if fault.kind == "hang-loader":
+                (folder / "fault").write_text(str(time.time()))
+                os.register_at_fork(after_in_child=lambda: ctypes.PyDLL(None).sleep(1000))
+            else:
+                threading.Thread(target=_strike_any_time, args=(fault, folder)).start()
         return real_iter(self)
 
     load_program("beyond/survive", "watchdog").BEAT_SECONDS = fault.beat_seconds
     torch.optim.SGD.step = step  # type: ignore[method-assign]
     if fault.kind == "kill-in-save":
         os.fsync = fsync
-    if fault.kind == "term-loaders":
+    if fault.kind in KINDS_OF_LOADERS:
         DataLoader.__iter__ = start_loaders  # type: ignore[method-assign]
 
 
@@ -368,7 +374,7 @@ def draw(kind: str, chance: random.Random) -> Fault:
     workers, variant = chance.choice((0, 0, 0, 1)), chance.choice(list(VARIANTS))
     step = chance.randrange(1, STEPS // 2 if kind in SIGTERM_KINDS else STEPS - 1)
     fault = Fault(kind, variant, ranks, rank, step, workers, chance.random())
-    if kind == "term-loaders":
+    if kind in KINDS_OF_LOADERS:
         return replace(fault, step=1 + step % LOADER_STARTS, workers=2)
     if kind in PAUSES:
         seconds = PAUSES[kind][1]
@@ -434,7 +440,7 @@ def main() -> None:
     names = [*groups, *KINDS, *PAUSES]
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--faults", default=306, type=int_at_least(1), help="how many, of all kinds in turn")
+    add("--faults", default=360, type=int_at_least(1), help="how many, of all kinds in turn")
     add("--kinds", nargs="+", default=["faults"], choices=names, metavar="KIND", help="which")
     add("--jobs", default=2, type=int_at_least(1), help="trials at the same time")
     add("--without-saving", action="store_true", help=f"leave {file.name} as it is")

@@ -35,6 +35,7 @@ inject_faults.FLAGS += (*few_digits(), "--batch-size=24")
 FAULTS = {
     "stop": Fault("stop", "net", 3, 2, 12),
     "sleep": Fault("sleep", "net", 2, 1, 12),
+    "hang-loader": Fault("hang-loader", "net", 2, 1, 4, workers=1),  # that of the evaluation
     "stop-keeper": Fault("stop-keeper", "net", 3, 0, 12),
     "skip": Fault("skip", "net", 2, 1, 12),
     "raise": Fault("raise", "net", 3, 1, 12),
@@ -57,6 +58,7 @@ for kind in PAUSES:
 TELLS = {  # how many ranks print an error, and what all of them say
     "stop": (2, r".+ `agreement\.barrier\(\)`: rank 2 did not arrive, last seen .+: killed.*"),
     "sleep": (2, r".+: rank 1 did not arrive, last seen at step 11, .+`scaler\.step\(optimizer\)`"),
+    "hang-loader": (2, r".+: rank 1 did not arrive, last seen .+`for images, labels in loader:`"),
     "stop-keeper": (2, ".+: no answer from the store, which torchrun or rank 0 keeps: .+"),
     "skip": (2, r".+: the ranks wait in different collectives, .+`dist\.all_reduce\(totals\)`; .+"),
     "raise": (2, ".+: rank 1 ended at step 11, line .+ with ValueError: a bug"),
