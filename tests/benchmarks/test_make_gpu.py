@@ -39,12 +39,13 @@ def test_it_runs_every_test_that_needs_a_gpu_and_programs_that_exist():
 
 
 @pytest.mark.usefixtures("one_gpu")
-def test_the_rehearsal_runs_what_a_gpu_does_but_for_nccl():
+def test_the_rehearsal_runs_what_a_gpu_does_but_for_what_only_gpus_refuse_or_run():
     rehearsed, real = ([step.name for step in gpu.list_steps(d)] for d in ("cpu", "cuda"))
     left_out = [name for name in real if name not in rehearsed]
     assert [name for name in real if name in rehearsed] == rehearsed
     assert left_out == [
         "collectives over nccl",
+        "FSDP over gloo",
         "two ranks over nccl",
         "two of minimal",
         "two that may",
