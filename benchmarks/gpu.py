@@ -97,8 +97,8 @@ def list_steps(device: str) -> list[Step]:
     tests = ("-m", "pytest", *jobs, "-v", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu")
     net, fp16 = "--model=net-bn", "--amp=fp16"
     images = ("--model=resnet18", "--dataset=synthetic", "--image-size=64", "--max-steps=60")
-    resnet50 = ("--model=resnet50", "--image-size=224", "--batch-size=256", "--max-steps=24")
-    large = ("--dataset=synthetic", "--amp=bf16", *(resnet50 if on_gpu else ("--batch-size=8",)))
+    large = ("--model=resnet50", "--image-size=224", "--batch-size=256", "--max-steps=24")
+    large = ("--dataset=synthetic", "--amp=bf16", *(large if on_gpu else ("--batch-size=8",)))
     recorded = (sys.executable, *ranks(2, STAGE_04, *images, shared, run, *short))
     proven = ("torchrun", "--standalone", "--nproc-per-node=2", STAGE_04, shared, run)
     zero = (SHARD, "--library", "--shard=optimizer")
@@ -135,7 +135,7 @@ def list_steps(device: str) -> list[Step]:
         Step("tests", (*tests, "--junitxml={folder}/tests.xml", "tests/stages"), 120),
         Step("tour", ("benchmarks/tour.py", "--ranks=2", here, run, *short), 120),
         *(replace(step, beside_others=True) for step in together),
-        Step("no loaders", ranks(1, STAGE_05, *large, here, run, *short), 60),
+        Step("one loader", ranks(1, STAGE_05, *large, here, run, *short), 60),
         Step("8 loaders", ranks(1, STAGE_05, *large, "--workers=8", here, run, *short), 60),
         bench("peaks", 45),
         bench("replicas", 30),
