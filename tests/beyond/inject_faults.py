@@ -267,6 +267,9 @@ def _torchrun(fault: Fault, flags: tuple, folder: Path) -> None:
 
 def _rank_of_torchrun(fault: Fault, flags: tuple, folder: Path) -> None:
     rank = int(os.environ["RANK"])
+    (folder / f"forked.{rank}").touch()
+    while len([*folder.glob("forked.*")]) < fault.ranks:  # why: store_in_another_process
+        time.sleep(0.01)
     _inject(fault, rank, folder)
     prepare_for_script(str(SCRIPT), flags, f"{folder}/out.{rank}")
     runpy.run_path(str(SCRIPT), run_name="__main__")

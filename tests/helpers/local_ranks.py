@@ -19,12 +19,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from inspect import Signature, signature
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore
 
 import common.ranks
 from common.chapters import ROOT
@@ -128,8 +129,38 @@ def gather_from_ranks(value: Any) -> list:
 # Ranks that run a script
 
 
-def by_fork(start: Callable) -> Callable:
-    return lambda *args, **more: start(*args, **{**more, "start_method": "fork"})
+def fork_ranks() -> None:
+    """From now on, this process forks the ranks that it starts, so they need not import torch."""
+    spawning = sys.modules["torch.multiprocessing.spawn"]
+    start = spawning.start_processes  # type: ignore[attr-defined]
+
+    def by_fork(*args: Any, **more: Any) -> Any:
+        return start(*args, **{**more, "start_method": "fork"})
+
+    for place in (torch.multiprocessing, spawning):
+        place.start_processes = by_fork  # type: ignore[attr-defined]
+    common.ranks.start_method = "fork"
+    dist.TCPStore = store_in_another_process  # type: ignore[misc]
+
+
+def store_in_another_process(host: str, port: int, is_master: bool = False, **more: Any) -> Any:
+    """A TCPStore, but of a master, this process has no thread: another one keeps it.
+
+    The thread asks for the name of each rank that connects, and glibc holds a lock meanwhile. A
+    rank that is forked then has that lock, which nobody gives back, and waits for it forever.
+    """
+    if is_master:
+        context = multiprocessing.get_context("fork")
+        receiver, sender = context.Pipe(duplex=False)
+        context.Process(target=_keep_store, args=(sender, host, port), daemon=True).start()
+        port = receiver.recv()
+    return TCPStore(host, port, is_master=False, **more)
+
+
+def _keep_store(sender: Connection, host: str, port: int) -> None:
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False)
+    sender.send(store.port)
+    multiprocessing.parent_process().join()  # type: ignore[union-attr]
 
 
 def prepare_for_script(script: str, flags: Sequence[str], output: str) -> None:
@@ -147,14 +178,11 @@ def prepare_for_script(script: str, flags: Sequence[str], output: str) -> None:
 def become_script(
     rank: int, env: dict[str, str], script: str, flags: tuple, cwd: str, output: str
 ) -> None:
-    """Be `python SCRIPT FLAGS`, with the output in a file, and end with its exit status.
-    Ranks that the script starts are forks, which need not import torch again."""
+    """Be `python SCRIPT FLAGS`, with the output in a file, and end with its exit status."""
     os.environ.update(env)
     os.chdir(cwd)
     prepare_for_script(script, flags, f"{output}.{rank}")
-    start = by_fork(torch.multiprocessing.start_processes)
-    patch.multiple(torch.multiprocessing, spawn=start, start_processes=start).start()
-    common.ranks.start_method = "fork"
+    fork_ranks()
     try:
         runpy.run_path(script, run_name="__main__")
         status = 0

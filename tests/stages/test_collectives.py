@@ -16,12 +16,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.distributed import TCPStore
 
-import common.ranks
 from common.chapters import ROOT, load_program
 from common.ranks import run_ranks
-from helpers.local_ranks import by_fork, gather_from_ranks, on_ranks, process_context
+from helpers.local_ranks import fork_ranks, gather_from_ranks, on_ranks, process_context
 from helpers.machine import is_running
 from helpers.stage_files import output_of
 from helpers.train_stage import load_stage
@@ -127,10 +126,8 @@ def hang(*_):
 
 
 def be_a_program(folder: Path, main: Callable) -> None:
-    """A process that starts ranks; they are forks, which need not import torch again."""
-    start = by_fork(mp.start_processes)
-    for place in (mp, sys.modules["torch.multiprocessing.spawn"]):
-        place.start_processes = start
+    """A process that starts ranks."""
+    fork_ranks()
     os.chdir(folder)
     torch.set_num_threads(1)
     main()
@@ -152,7 +149,6 @@ def train_without_sigint() -> None:
 
 
 def start_ranks_of_a_chapter() -> None:
-    common.ranks.start_method = "fork"
     run_ranks(2, hang)
 
 
@@ -166,7 +162,7 @@ def ranks_left(folder: Path, main: Callable, seconds: float) -> int:
             assert program.is_alive()
             time.sleep(0.1)
         children = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
-        ranks = [pid for pid in children if is_running(pid)]
+        _keeper_of_the_store, *ranks = [pid for pid in children if is_running(pid)]
         assert len(ranks) == 2
         program.kill()
         end = time.monotonic() + seconds
@@ -185,3 +181,26 @@ def test_a_program_that_is_killed_takes_its_ranks_along(tmp_path):
     assert ranks_left(tmp_path, start_ranks_of_a_chapter, 10) == 0
     assert ranks_left(tmp_path, train, 10) == 0
     assert ranks_left(tmp_path, train_without_sigint, 1) == 2, "the control"
+
+
+def threads_of_the_program(_: int) -> int:
+    return len(list(Path(f"/proc/{os.getppid()}/task").iterdir()))
+
+
+def fork_two_ranks() -> None:
+    Path("threads").write_text(str(run_ranks(2, threads_of_the_program)))
+
+
+def fork_two_ranks_beside_a_store() -> None:
+    dist.TCPStore = TCPStore
+    fork_two_ranks()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells of threads on Linux only")
+def test_ranks_of_a_test_are_forked_from_a_process_without_other_threads(tmp_path):
+    """Or else a rank waits forever for a lock that another thread held when it was forked."""
+    for main, threads in ((fork_two_ranks, 1), (fork_two_ranks_beside_a_store, 2)):
+        program = process_context.Process(target=be_a_program, args=(tmp_path, main))
+        program.start()
+        program.join()
+        assert (tmp_path / "threads").read_text() == str([threads] * 2)
