@@ -149,12 +149,13 @@ def store_in_another_process(host: str, port: int, is_master: bool = False, **mo
     The thread asks for the name of each rank that connects, and glibc holds a lock meanwhile. A
     rank that is forked then has that lock, which nobody gives back, and waits for it forever.
     """
-    if is_master:
-        context = multiprocessing.get_context("fork")
-        receiver, sender = context.Pipe(duplex=False)
-        context.Process(target=_keep_store, args=(sender, host, port), daemon=True).start()
-        port = receiver.recv()
-    return TCPStore(host, port, is_master=False, **more)
+    if not is_master or "master_listen_fd" in more:  # with it, a master comes after its ranks
+        return TCPStore(host, port, is_master=is_master, **more)
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    context.Process(target=_keep_store, args=(sender, host, port), daemon=True).start()
+    sender.close()
+    return TCPStore(host, receiver.recv(), is_master=False, **more)
 
 
 def _keep_store(sender: Connection, host: str, port: int) -> None:
