@@ -143,23 +143,24 @@ def fork_ranks() -> None:
     dist.TCPStore = store_in_another_process  # type: ignore[misc]
 
 
-def store_in_another_process(host: str, port: int, is_master: bool = False, **more: Any) -> Any:
+def store_in_another_process(*address: Any, is_master: bool = False, **more: Any) -> TCPStore:
     """A TCPStore, but of a master, this process has no thread: another one keeps it.
 
     The thread asks for the name of each rank that connects, and glibc holds a lock meanwhile. A
     rank that is forked then has that lock, which nobody gives back, and waits for it forever.
     """
-    if not is_master or "master_listen_fd" in more:  # with it, a master comes after its ranks
-        return TCPStore(host, port, is_master=is_master, **more)
+    forks_ranks = set(more) - {"port"} == {"wait_for_workers"}  # torchrun's agent says more
+    if not is_master or not forks_ranks:
+        return TCPStore(*address, is_master=is_master, **more)
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    context.Process(target=_keep_store, args=(sender, host, port), daemon=True).start()
+    context.Process(target=_keep_store, args=(sender, address, more), daemon=True).start()
     sender.close()
-    return TCPStore(host, receiver.recv(), is_master=False, **more)
+    return TCPStore(address[0], receiver.recv(), is_master=False)
 
 
-def _keep_store(sender: Connection, host: str, port: int) -> None:
-    store = TCPStore(host, port, is_master=True, wait_for_workers=False)
+def _keep_store(sender: Connection, address: tuple, more: dict[str, Any]) -> None:
+    store = TCPStore(*address, is_master=True, **more)
     sender.send(store.port)
     multiprocessing.parent_process().join()  # type: ignore[union-attr]
 
