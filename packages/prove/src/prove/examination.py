@@ -91,7 +91,10 @@ class Examination:
         return compared
 
     def explained_by_other_rows(self) -> list[Comparison] | None:
-        return self.no_verdict(ReplayReason.AS_ABOVE) if is_explained(self.rows) else None
+        different = [each for each in self.compared if each.outcome == Outcome.DIFFERENT]
+        if not all(is_explained(each.facts.get("step", 1), self.rows) for each in different):
+            return None
+        return self.no_verdict(ReplayReason.AS_ABOVE)
 
     def without_unsure_draws(self) -> list[Comparison] | None:
         """Numbers that one rank was not given: are they only those of dropout?"""
@@ -177,8 +180,15 @@ class Examination:
         return Comparison(Outcome.MEANT_SO, ReplayReason.SUM_OVER_LOCAL_BATCH, comparison.facts)
 
 
-def is_explained(rows: list[ReportRow]) -> bool:
-    """By rows above: the ranks do not train one model."""
-    of_the_model = (Check.WEIGHTS, Check.AVERAGED_GRADIENTS, Check.ZERO_GRAD, Check.FORWARD)
-    explained = any(row.verdict == WRONG and row.check in of_the_model for row in rows)
-    return explained or any(row.verdict == WARNING and row.check == Check.WEIGHTS for row in rows)
+def is_explained(step: int, rows: list[ReportRow]) -> bool:
+    """By rows above, which begin no later: the ranks do not train one model."""
+    for row in rows:
+        begin = row.facts.get("step", 0)
+        if row.check == Check.WEIGHTS and row.verdict == WRONG and begin < step:
+            return True
+        if row.check == Check.WEIGHTS and row.verdict == WARNING and begin <= step:
+            return True
+        of_the_step = (Check.AVERAGED_GRADIENTS, Check.ZERO_GRAD, Check.FORWARD)
+        if row.check in of_the_step and row.verdict == WRONG and begin <= step:
+            return True
+    return False

@@ -191,6 +191,9 @@ class OptimizerStep:
     local_gradients: list[float | None]  # projected, as backward gave them to this rank
     has_old_gradient: bool  # of the step before, because of a forgotten zero_grad
     weights_after: list[Projection] = field(default_factory=list)  # empty: step() did not end
+    collectives_inside: int = 0  # of step() itself
+    # Of each parameter, what the optimizer keeps for it: written down if step() communicates.
+    moments: list[dict[str, Projection]] = field(default_factory=list)
 
 
 @dataclass
@@ -202,6 +205,7 @@ class OptimizerRecord:
     begins_later: bool = False  # its first step is in the second epoch, which is not replayed
     steps: list[OptimizerStep] = field(default_factory=list)
     names: list[str] = field(default_factory=list)  # of its parameters
+    keys: list[str] = field(default_factory=list)  # in RankRecord.weights; "": in no module
     outside_ddp: list[int] = field(default_factory=list)  # the numbers of these parameters
 
 
@@ -212,6 +216,10 @@ class DDPRecord:
     forwards_around: dict[str, int] = field(default_factory=dict)  # by place: ddp.module(x)
     parameters: int = 0  # that are trained
     in_no_optimizer: list[str] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)  # of its parameters, in RankRecord.weights
+    # Parameters that need a gradient now, and did not when DDP asked which ones do.
+    unfrozen: list[str] = field(default_factory=list)
+    not_in_last_step: list[str] = field(default_factory=list)  # they got no gradient in it
     without_gradient: list[str] = field(default_factory=list)
     buffers_at_evaluation: dict[str, Projection] = field(default_factory=dict)
     buffers_at_end: dict[str, Projection] = field(default_factory=dict)
@@ -322,6 +330,10 @@ class RankRecord:
     schedules: list[ScheduleRecord] = field(default_factory=list)  # in the order of first steps
     metrics: list[Metric] = field(default_factory=list)
     evaluated: list[EvaluatedModule] = field(default_factory=list)
+    # Of all parameters of the modules that are trained, by their keys: when the script first calls
+    # one of them after so many steps, and at the end of the run.
+    weights: dict[int, dict[str, Projection]] = field(default_factory=dict)
+    not_comparable: list[str] = field(default_factory=list)  # kinds of parameters or gradients
 
     def write(self, path: Path) -> None:
         part = path.with_suffix(".part")

@@ -5,21 +5,28 @@ Compared are the gradients of all steps, and the weights after the last one.
 
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from prove.comparable import precision
+from prove.judge.model import differ
 from prove.judge.reasons import Reason
 from prove.judge.replay import Gradients, Replay
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.table import Check, ReportRow, not_seen, right, warning, wrong
-from prove.rank_record import OptimizerRecord, OptimizerStep
+from prove.rank_record import OptimizerRecord, OptimizerStep, Projection
 
 FLOAT64_LIMIT = 1e-9  # how far rounding can bring equal gradients apart, in units of their length
 FLOAT64_WRONG = 1e-4  # what differs less may be rounding that has grown: no verdict
 SMALLEST_LENGTH = 1e-12  # a gradient that is shorter is rounding itself
+COARSEST = 0.01  # numbers near 1 are 0.008 apart in bfloat16: coarser ones tell too little
+FIRST_STEPS = 3  # whose weights decide where the gradient is not yet what all ranks have in common
+FEWEST_STEPS = 2  # that moved: Adam's first step is a sign
+WEIGHTS_LIMIT = 1e-5  # of what a step changes: rounding grows, and Adam divides by small gradients
+HIDDEN = 1e-2  # of that change: what the epsilon of Adam lets through of a factor
 
 
 class Outcome(Enum):
@@ -61,14 +68,15 @@ class Comparer:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        return {pair.of_ranks.dtype for pair in self.gradients}
+        return {pair.dtypes[0] for pair in self.gradients}
 
     @property
     def limit(self) -> float:
         """How far rounding alone can bring two equal gradients apart, in units of their length."""
-        if self.dtypes & {torch.bfloat16, torch.float16}:
+        spacing = max(map(precision, self.dtypes), default=0.0)  # of numbers near 1
+        if spacing > 1e-6:  # in 16 bits
             return 5e-2
-        if torch.float32 in self.dtypes:
+        if spacing > 1e-15:  # in 32 bits
             return 3e-2 if self.replay.observed.uses_autocast else 3e-3
         return FLOAT64_LIMIT
 
@@ -87,7 +95,8 @@ class Comparer:
             own = [
                 record.optimizers[self.number].steps[n]
                 for record in self.replay.records
-                if n < len(record.optimizers[self.number].steps)
+                if self.number < len(record.optimizers)
+                and n < len(record.optimizers[self.number].steps)
             ]
             sizes = {step.batch_size for step in own}
             if len(sizes) > 1 or not of_one.weights_after or not of_ranks.weights_after:
@@ -98,17 +107,77 @@ class Comparer:
     def compare(self) -> Comparison:
         if obstacle := self.why_not_compared():
             return obstacle
-        of_ranks = torch.cat([pair.of_ranks.double().flatten() for pair in self.gradients])
-        of_one = torch.cat([pair.of_one.double().flatten() for pair in self.gradients])
+        of_ranks = torch.cat([pair.of_ranks for pair in self.gradients])
+        of_one = torch.cat([pair.of_one for pair in self.gradients])
         apart = float((of_ranks - of_one).norm()) / float(of_one.norm() or of_ranks.norm())
         if apart <= self.limit:
             return self.compare_weights(apart)
+        if self.averages_later:
+            return self.told_by_weights(apart)
+        return self.told_by_gradient(apart, of_ranks, of_one)
+
+    def told_by_gradient(self, apart: float, of_ranks: Tensor, of_one: Tensor) -> Comparison:
         facts = {"apart": apart, "step": 1, "at": self.at}
         if apart <= self.wrong_from:
             in_float64 = self.limit == FLOAT64_LIMIT
             reason = ReplayReason.TOO_CLOSE if in_float64 else ReplayReason.TOO_CLOSE_IN_FLOAT32
             return Comparison(Outcome.TOO_CLOSE, reason, facts)
         return self.cause_of_other_gradient(of_ranks, of_one, facts)
+
+    @property
+    def averages_later(self) -> bool:
+        """Do the ranks talk in step() or after it, and hold other gradients before it?"""
+        own = self.replay.own_steps(self.number)
+        gradients = zip(*(step.gradients for step in own[0]), strict=False) if own else ()
+        if not any(differ(held, 1e-4) for held in gradients if None not in held):
+            return False
+        if any(step.collectives_inside for of_ranks in own for step in of_ranks):
+            return True
+        befores = [[step.weights_before for step in of_ranks] for of_ranks in own[1:]]
+        afters = [[step.weights_after for step in of_ranks] for of_ranks in own[:-1]]
+        return (
+            len(befores) > 1
+            and all(map(any_differs_between, afters))
+            and not any(map(any_differs_between, befores))
+        )
+
+    def told_by_weights(self, apart: float) -> Comparison:
+        """Those that the first steps leave behind, which the next ones begin with."""
+        inside = any(step.collectives_inside for step in self.replay.own_steps(self.number)[0])
+        states = [tuple(step.weights_before for step in pair) for pair in self.steps]
+        states += [tuple(step.weights_after for step in self.steps[-1])] if inside else []
+        finite = takewhile(
+            lambda pair: all(map(are_finite, (*pair[0], *pair[1]))), pairwise(states)
+        )
+        moved = [pair for pair in finite if all(map(distance, *pair))][:FIRST_STEPS]
+        facts: dict[str, Any] = {"apart": apart, "steps": len(moved), "at": self.at}
+        if len(moved) < FEWEST_STEPS:
+            return Comparison(Outcome.NOT_COMPARED, ReplayReason.TOO_FEW_STEPS, facts)
+        weights_apart = max(
+            distance(after[0], after[1]) / distance(before[0], after[0]) for before, after in moved
+        )
+        facts |= {"weights_apart": weights_apart, "most_in": self.farthest_weight(moved)}
+        in_float64 = self.limit == FLOAT64_LIMIT
+        is_equal = weights_apart <= max(WEIGHTS_LIMIT, self.limit)
+        factor = factor_of_moments(self.steps[0]) if weights_apart <= HIDDEN else None
+        if factor is not None:
+            facts |= {"factor": factor, "times": factor_in_words(factor, len(self.replay.records))}
+            return Comparison(Outcome.MEANT_SO, ReplayReason.HIDDEN_FACTOR, facts)
+        if is_equal:
+            return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_AFTER_STEP, facts)
+        if weights_apart <= (FLOAT64_WRONG if in_float64 else 5 * self.limit):
+            reason = ReplayReason.TOO_CLOSE if in_float64 else ReplayReason.TOO_CLOSE_IN_FLOAT32
+            facts |= {"step": len(moved), "apart": weights_apart}
+            return Comparison(Outcome.TOO_CLOSE, reason, facts)
+        reason = ReplayReason.STEP_DIFFERS if inside else ReplayReason.AVERAGED_WEIGHTS_DIFFER
+        outcome = Outcome.DIFFERENT if inside else Outcome.MEANT_SO
+        return Comparison(outcome, reason, facts)
+
+    def farthest_weight(self, moved: list) -> str:
+        """The name of the parameter that is farthest from that of one rank."""
+        (_, after) = moved[0]
+        far = [abs(own - one) for (own, _), (one, _) in zip(*after, strict=False)]
+        return self.optimizer.names[far.index(max(far))]
 
     def why_not_compared(self) -> Comparison | None:
         """Why the two runs cannot be compared."""
@@ -119,7 +188,7 @@ class Comparer:
         replay, other_shapes = self.replay, self.replay.replayed.other_shapes
         names = self.optimizer.names
         if self.number in other_shapes or any(
-            pair.of_ranks.shape != pair.of_one.shape for pair in self.gradients
+            pair.shapes[0] != pair.shapes[1] for pair in self.gradients
         ):
             for parameter, of_ranks, of_one in other_shapes.get(self.number, [])[:1]:
                 name = names[parameter]
@@ -127,20 +196,25 @@ class Comparer:
                     ReplayReason.OTHER_SHAPE, name=name, of_ranks=of_ranks, of_one=of_one
                 )
             return not_compared(ReplayReason.OTHER_PARAMETERS)
+        if kinds := replay.observed.not_comparable or replay.replayed.not_comparable:
+            return not_compared(ReplayReason.TENSOR_KIND, kinds=kinds, at=self.at)
         if not self.gradients and self.optimizer.begins_later:
             return not_compared(ReplayReason.BEGINS_LATER, at=self.at)
         if not self.gradients:
             return not_compared(ReplayReason.NO_GRADIENTS)
         if replay.replayed.batchnorm_rows_unknown:
             return not_compared(ReplayReason.BATCHNORM_ROWS)
-        if self.dtypes != {pair.of_one.dtype for pair in self.gradients}:
-            of_one = sorted({str(pair.of_one.dtype) for pair in self.gradients})
+        if max(map(precision, self.dtypes)) > COARSEST:
+            kinds = sorted(map(str, self.dtypes))
+            return not_compared(ReplayReason.TENSOR_KIND, kinds=kinds, at=self.at)
+        if self.dtypes != {pair.dtypes[1] for pair in self.gradients}:
+            of_one = sorted({str(pair.dtypes[1]) for pair in self.gradients})
             of_ranks = sorted(map(str, self.dtypes))
             return not_compared(ReplayReason.OTHER_DTYPES, of_ranks=of_ranks, of_one=of_one)
         both = [tensor for pair in self.gradients for tensor in (pair.of_ranks, pair.of_one)]
         if not all(bool(tensor.isfinite().all()) for tensor in both):
             return not_compared(ReplayReason.NOT_FINITE, step=1, at=self.at)
-        length = max(float(tensor.double().norm()) for tensor in both)
+        length = max(float(tensor.norm()) for tensor in both)
         if length == 0:
             return not_compared(ReplayReason.NOTHING_TO_COMPARE)
         if length < SMALLEST_LENGTH:
@@ -238,18 +312,44 @@ def is_finite(value: float) -> bool:
     return abs(value) < float("inf")
 
 
+def are_finite(projections: list[Projection]) -> bool:
+    return all(is_finite(value) for value, _ in projections)
+
+
 def weights_are_finite(pair: tuple[OptimizerStep, OptimizerStep]) -> bool:
-    return all(is_finite(value) for step in pair for value, _ in step.weights_after)
+    return all(are_finite(step.weights_after) for step in pair)
+
+
+def any_differs_between(of_ranks: list[list[Projection]]) -> bool:
+    """Between the ranks."""
+    return any(differ(held) for held in zip(*of_ranks, strict=False))
+
+
+def factor_of_moments(pair: tuple[OptimizerStep, OptimizerStep]) -> float | None:
+    """By which what step() has averaged is longer than that of one rank: the moments show it, also
+    where the weights hide it. None: there is none, or not one for all parameters."""
+    for name in {name for moments in pair[0].moments for name in moments}:
+        both = [
+            (own[name], one[name])
+            for own, one in zip(pair[0].moments, pair[1].moments, strict=False)
+            if name in own and name in one and one[name][1] > 0
+        ]
+        factors = sorted(own[1] / one[1] for own, one in both)
+        if not factors or factors[-1] - factors[0] > 1e-3 * factors[-1]:
+            continue
+        is_linear = all(abs(own[0] - factors[0] * one[0]) <= 1e-3 * own[1] for own, one in both)
+        if is_linear and abs(factors[0] - 1) > 1e-3:
+            return factors[0]
+    return None
 
 
 def factor_between(pair: Gradients) -> float:
-    of_ranks, of_one = (tensor.double().flatten() for tensor in (pair.of_ranks, pair.of_one))
-    return float(of_ranks @ of_one / (of_one @ of_one))
+    return float(pair.of_ranks @ pair.of_one / (pair.of_one @ pair.of_one))
 
 
 def is_multiple(pair: Gradients, factor: float, limit: float) -> bool:
-    distance_to_it = (pair.of_ranks.double() - factor * pair.of_one.double()).norm()
-    return bool(distance_to_it <= limit * abs(factor) * pair.of_one.double().norm())
+    distance_to_it = (pair.of_ranks - factor * pair.of_one).norm()
+    return bool(distance_to_it <= limit * abs(factor) * pair.of_one.norm())
 
 
 def comparisons(replay: Replay) -> list[Comparison]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from prove.judge.reasons import Phrase
 from prove.judge.run_reasons import RunReason
@@ -78,7 +79,7 @@ def model_rows(records: list[RankRecord]) -> list[ReportRow]:
     tensors = [{len(of_rank.weights_before) for of_rank in step.steps} for step in steps]
     if model_is_divided(records) or any(len(counts) > 1 for counts in tensors):  # by ZeRO
         return [*rows, not_seen(Check.WEIGHTS, RunReason.MODEL_IS_DIVIDED)]
-    same = weight_rows(steps)
+    same = weight_rows(records, steps)
     rows += same + averaged_gradient_rows(steps, same) + forward_rows(first, same)
     rows += learning_rate_rows(records, steps) + metric_rows(records) + loss_scale_rows(steps)
     rows += buffer_rows(records)
@@ -87,29 +88,87 @@ def model_rows(records: list[RankRecord]) -> list[ReportRow]:
     return rows
 
 
-def weight_rows(steps: list[StepOfRanks]) -> list[ReportRow]:
+class HeldWeights(NamedTuple):
+    """What the ranks hold of one parameter after so many steps of the run, as time goes by."""
+
+    name: str
+    in_ddp: bool
+    at: str  # of its first step
+    held: list[tuple[int, tuple[Projection, ...]]]
+
+    @property
+    def differs_at(self) -> list[int]:
+        return [steps for steps, of_ranks in self.held if differ(of_ranks)]
+
+    @property
+    def agrees_later(self) -> bool:
+        first = self.differs_at[0]
+        return any(steps > first and not differ(of_ranks) for steps, of_ranks in self.held)
+
+    @property
+    def moved(self) -> bool:
+        """On some rank."""
+        return any(differ(of_rank) for of_rank in zip(*(own for _, own in self.held), strict=True))
+
+
+def held_weights(records: list[RankRecord], steps: list[StepOfRanks]) -> list[HeldWeights]:
+    """Between two batches, of each parameter of a trained module; of what only an optimizer holds,
+    and where no batch follows, after each of its steps."""
+    places = {key: step.at for step in reversed(steps) for key in step.optimizer.keys}
+    in_ddp = {key for ddp in records[0].ddps for key in ddp.keys}
+    common = sorted(set.intersection(*({*rank.weights} for rank in records)))
+    weights = {}
+    for key in dict.fromkeys(key for count in common for key in records[0].weights[count]):
+        held = [
+            (count, tuple(rank.weights[count][key] for rank in records))
+            for count in common
+            if all(key in rank.weights[count] for rank in records)
+        ]
+        if len(held) > 1:
+            name = key.partition(": ")[2]
+            weights[key] = HeldWeights(name, key in in_ddp, places.get(key, ""), held)
+    return [*weights.values(), *held_by_optimizers(steps, {*weights})]
+
+
+def held_by_optimizers(steps: list[StepOfRanks], known: set[str]) -> list[HeldWeights]:
+    """Of parameters that are none of `known`."""
+    found: dict[tuple[int, int], HeldWeights] = {}
+    for step in steps:
+        optimizer = step.optimizer
+        after, before = step.by_parameter("weights_after"), step.by_parameter("weights_before")
+        for number, name in enumerate(optimizer.names):
+            if optimizer.keys[number] in known:
+                continue
+            begin = [(step.number - 1, before[number])]
+            fresh = HeldWeights(name, number not in optimizer.outside_ddp, step.at, begin)
+            own = found.setdefault((id(optimizer), number), fresh)
+            own.held.append((step.number, after[number]))
+    return list(found.values())
+
+
+def weight_rows(records: list[RankRecord], steps: list[StepOfRanks]) -> list[ReportRow]:
     check = Check.WEIGHTS
-    differing = [step for step in steps if step.differing_parameters("weights_after")]
     if not steps:
         return []
+    weights = [each for each in held_weights(records, steps) if each.moved or each.at]
+    differing = [each for each in weights if each.differs_at]
     if not differing:
         return [right(check, RunReason.WEIGHTS_ALIKE, steps=len(steps))]
-    step = differing[0]
-    apart, optimizer = step.differing_parameters("weights_after"), step.optimizer
-    already = step.number == 1 and set(apart) & {*step.differing_parameters("weights_before")}
-    after = phrase(Phrase.AFTER_STEP, step=step.number)
+    for_good = [each for each in differing if not each.agrees_later]
+    shown = for_good or differing
+    first = min(each.differs_at[0] for each in shown)
+    shown = [each for each in shown if each.differs_at[0] == first]
+    after = phrase(Phrase.AFTER_STEP, step=first)
     facts = {
-        "apart": len(apart), "tensors": len(optimizer.names), "at": step.at,
-        "names": parameter_names(optimizer, apart),
-        "when": phrase(Phrase.BEFORE_FIRST_STEP) if already else after,
+        "apart": len(shown), "tensors": len(weights), "at": shown[0].at, "step": first,
+        "names": [each.name for each in shown],
+        "when": after if first else phrase(Phrase.BEFORE_FIRST_STEP),
     }  # fmt: skip
-    later = steps[steps.index(step) + 1 :]
-    if any(not other.differing_parameters("weights_before") for other in later):
+    if not for_good:
         return [warning(check, RunReason.WEIGHTS_AVERAGED_LATER, **facts)]
-    outside = [number for number in apart if number in optimizer.outside_ddp]
-    if outside and len(optimizer.outside_ddp) < len(optimizer.names):
-        names = parameter_names(optimizer, outside)
-        return [wrong(check, RunReason.WEIGHTS_OUTSIDE_DDP, outside=names, **facts)]
+    outside = [each.name for each in shown if not each.in_ddp]
+    if outside and any(each.in_ddp for each in weights):
+        return [wrong(check, RunReason.WEIGHTS_OUTSIDE_DDP, outside=outside, **facts)]
     return [wrong(check, RunReason.WEIGHTS_DIFFER, **facts)]
 
 
@@ -134,7 +193,8 @@ def averaged_gradient_rows(
         if step.number > 1 and all(of_rank.has_old_gradient for of_rank in step.steps)
     ]
     if len(old) > 1:
-        return [wrong(Check.ZERO_GRAD, RunReason.GRADIENTS_KEPT, steps=len(old), at=old[0].at)]
+        facts = {"steps": len(old), "step": old[0].number, "at": old[0].at}
+        return [wrong(Check.ZERO_GRAD, RunReason.GRADIENTS_KEPT, **facts)]
     factors = [(times_the_mean(step), step) for step in steps]
     known = [(factor, step) for factor, step in factors if factor is not None]
     if not known:

@@ -3,11 +3,13 @@
 `of_ranks` is what all ranks have, `of_one` what one rank has.
 """
 
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from prove.comparable import NotComparableError, comparable
 from prove.judge.effects import error_of
 from prove.processes import RunOutcome
 from prove.rank_record import (
@@ -24,8 +26,10 @@ class Gradients(NamedTuple):
     """Of one parameter, at the first step."""
 
     parameter: int
-    of_ranks: Tensor
+    of_ranks: Tensor  # (n,) real numbers: see `comparable`
     of_one: Tensor
+    shapes: tuple[torch.Size, torch.Size]  # as the script has them
+    dtypes: tuple[torch.dtype, torch.dtype]
 
 
 class Replay:
@@ -59,12 +63,24 @@ class Replay:
             return []
         return list(zip(*(run.optimizers[number].steps for run in runs), strict=False))
 
+    def own_steps(self, number: int) -> list[tuple[OptimizerStep, ...]]:
+        """The same step as each of the ranks has made it."""
+        records = [rank for rank in self.records if number < len(rank.optimizers)]
+        return list(zip(*(rank.optimizers[number].steps for rank in records), strict=False))
+
     def gradients(self, number: int) -> list[Gradients]:
         """Of the first step of an optimizer."""
         both = (self.gradients_of_ranks, self.gradients_of_one)
         tensors = zip(*(gradients.get(number, []) for gradients in both), strict=False)
-        pairs = [Gradients(parameter, *pair) for parameter, pair in enumerate(tensors)]
-        return [pair for pair in pairs if pair.of_ranks is not None and pair.of_one is not None]
+        pairs = []
+        for parameter, (of_ranks, of_one) in enumerate(tensors):
+            if of_ranks is None or of_one is None:
+                continue
+            with suppress(NotComparableError):  # its kind stands in the record
+                shapes, dtypes = (of_ranks.shape, of_one.shape), (of_ranks.dtype, of_one.dtype)
+                flat = comparable(of_ranks), comparable(of_one)
+                pairs.append(Gradients(parameter, *flat, shapes, dtypes))
+        return pairs
 
     def takes_more_batches(self) -> bool:
         """One rank takes the batches of several steps for one step: accumulation was divided."""

@@ -25,6 +25,38 @@ class ReplayReason(Reason):
         "{weights_apart:.0e} of their change, though all gradients agree to {gradients_apart:.0e}, "
         "and the weights after step 1 to {first_apart:.0e}: rounding, divided by rounding"
     )
+    EQUAL_AFTER_STEP = (
+        "weights of the first {steps} steps equal to {weights_apart:.0e} of their change: the "
+        "ranks average in the step or after it, and not the gradients before it"
+    )
+    STEP_DIFFERS = (
+        "the ranks average in the step ({at}), and what its first {steps} leave behind differs by "
+        "{weights_apart:percent} of their change from the weights of one rank, most in {most_in}",
+        "the mean of the gradients of all ranks must reach the update of every parameter",
+        Heading.LOSS,
+    )
+    AVERAGED_WEIGHTS_DIFFER = (
+        "each rank steps with its own gradient, and the weights are averaged then: after the first "
+        "{steps} steps, they differ by {weights_apart:percent} of their change from those of one "
+        "rank, most in {most_in} ({at})",
+        "average the gradients before the step; meant so only for local SGD",
+        Heading.LOSS,
+    )
+    HIDDEN_FACTOR = (
+        "what the step averages ({at}) is {times} that of one rank, by what the optimizer keeps of "
+        "it; it divides by its size, so that the weights hide it to {weights_apart:.0e}",
+        "divide by the number of ranks once: clipping, weight decay and another optimizer would "
+        "show it",
+        Heading.LOSS,
+    )
+    TOO_FEW_STEPS = (
+        "the ranks average in the step ({at}) or after it, so that only weights tell, and {steps} "
+        "of the steps that were seen moved them: raise --batches"
+    )
+    TENSOR_KIND = (
+        "parameters or gradients of a kind that prove cannot compare: {kinds} ({at}); if a flag of "
+        "the script turns that off, prove it so"
+    )
     FIRST_GRADIENT_EQUAL = "gradient of step 1 equal to {apart:.0e} of its length"
     GRADIENT_DIFFERS = (
         "the gradient of step {step} differs by {apart:percent} of its length from that of one "

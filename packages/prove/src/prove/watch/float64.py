@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prove.comparable import WIDE, widened
 from prove.watch.rank_run import OWN_FOLDERS, callers, wrap, wrap_everywhere
 
 
@@ -28,13 +29,20 @@ def compute_in_float64() -> None:
         kwargs = {name: widest(value) for name, value in kwargs.items()}
         return original(module, *map(widest, args), **kwargs)
 
-    for name in ("float", "half", "bfloat16"):
-        setattr(nn.Module, name, nn.Module.double)
+    for name in ("double", "float", "half", "bfloat16"):
+        setattr(nn.Module, name, widen)
+    Tensor.cfloat = Tensor.cdouble  # type: ignore[method-assign]
+
+
+def widen(module: nn.Module) -> nn.Module:
+    """In place, also what is complex: nn.Module.double leaves that as it is."""
+    return module._apply(widened)
 
 
 def widest(value: Any) -> Any:
-    is_float = isinstance(value, torch.dtype) and value.is_floating_point
-    return torch.float64 if is_float else value
+    if isinstance(value, torch.dtype) and value.is_floating_point:
+        return torch.float64
+    return torch.complex128 if isinstance(value, torch.dtype) and value.is_complex else value
 
 
 def make_double(module: nn.Module) -> None:
@@ -42,10 +50,10 @@ def make_double(module: nn.Module) -> None:
     tensors = [*module.parameters(), *module.buffers()]
     if any(hasattr(tensor, "full_tensor") for tensor in tensors):
         return
-    if any(tensor.is_floating_point() and tensor.dtype != torch.float64 for tensor in tensors):
+    if any(tensor.dtype in WIDE for tensor in tensors):
         if any(map(accumulator_is_held, module.parameters())):
             raise TypeError("hooks that average gradients are lost if the model becomes float64")
-        module.double()
+        widen(module)
 
 
 def accumulator_is_held(p: Tensor) -> bool:

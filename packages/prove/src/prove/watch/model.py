@@ -7,19 +7,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
+from prove.comparable import full_tensor
 from prove.rank_record import DDPRecord, EvaluatedModule, ModelCall, Note
 from prove.watch import steps
 from prove.watch.draws import Draws
 from prove.watch.feeder import Feeder, InputKeeper
-from prove.watch.float64 import make_double
+from prove.watch.float64 import make_double, widen
 from prove.watch.model_tensors import (
     full_copies,
-    full_tensor,
     is_divided,
+    not_comparable,
     parameters_of,
     project,
     project_buffers,
@@ -28,7 +31,7 @@ from prove.watch.model_tensors import (
 )
 from prove.watch.rank_run import RankRun, where, wrap
 from prove.watch.samples import batch_size_of, checksum, copy_tensors, tensors_in
-from prove.watch.steps import StepWatcher
+from prove.watch.steps import MOST_STEPS, FunctionalParameters, StepWatcher
 
 MOST_CALLS = 64
 MOST_EVALUATED = 32
@@ -44,6 +47,9 @@ class ModelWatcher:
         self.ddps: list[DistributedDataParallel] = []
         self.called_in_training: list[nn.Module] = []
         self.backwards = 0
+        self.parameters: dict[str, nn.Parameter] = {}  # of these, by their keys
+        # Of each DDP model, the ids of the parameters that needed no gradient when it was made.
+        self.frozen_when_wrapped: dict[nn.Module, set[int]] = {}
         self.evaluated: weakref.WeakKeyDictionary[nn.Module, tuple[str, int]] = (
             weakref.WeakKeyDictionary()  # their names, and the steps before they were written down
         )
@@ -81,11 +87,30 @@ class ModelWatcher:
             numbers[name] += 1
         return roots
 
+    def name_parameters(self, module: nn.Module) -> None:
+        """The keys say in which module of the script a parameter is: other ranks may call another
+        part of it."""
+        called = {id(p) for p in module.parameters() if not is_lazy(p)}
+        known = {id(p) for p in self.parameters.values()}
+        for root, whole in self.root_modules().items():
+            for name, p in whole.named_parameters():
+                if id(p) in called and id(p) not in known and not hasattr(p, "full_tensor"):
+                    self.parameters[f"{root}: {without_wrappers(name)}"] = p
+
+    def note_weights(self) -> None:
+        """Between two batches, a step is over, whoever has made or completed it."""
+        noted, steps = self.run.record.weights, self.run.record.steps
+        if len(noted) <= MOST_STEPS and steps not in noted and self.parameters:
+            noted[steps] = {key: project(p) for key, p in self.parameters.items()}
+
     def finish(self) -> None:
         self.steps.end_batch()
+        if not self.steps.ends_inside_step:
+            self.note_weights()
         self.write_names()
         self.write_parameters_of_ddp()
         self.run.tensors["schedule_settings"] = self.steps.schedule_settings
+        self.run.record.not_comparable = sorted(not_comparable)
 
     def write_names(self) -> None:
         """Of the parameters that each optimizer holds, and which of them DDP does not hold."""
@@ -94,15 +119,19 @@ class ModelWatcher:
             for name, p in module.named_parameters():
                 names.setdefault(id(p), without_wrappers(name))
         in_ddp = {id(p) for ddp in self.ddps for p in ddp.module.parameters()}
+        keys = {id(p): key for key, p in self.parameters.items()}
         records = self.run.record.optimizers
         for optimizer, record in zip(self.steps.optimizers, records, strict=True):
             numbered = list(enumerate(parameters_of(optimizer)))
-            record.names = [names.get(id(p), f"tensor {number}") for number, p in numbered]
+            named = optimizer.names if isinstance(optimizer, FunctionalParameters) else []
+            record.names = named or [names.get(id(p), f"tensor {number}") for number, p in numbered]
+            record.keys = [keys.get(id(p), "") for _, p in numbered]
             record.outside_ddp = [number for number, p in numbered if id(p) not in in_ddp]
 
     def write_parameters_of_ddp(self) -> None:
         """Which of them no optimizer holds, and which never got a gradient."""
         held, had_gradient = self.steps.held_parameters(), self.steps.had_gradient
+        keys = {id(p): key for key, p in self.parameters.items()}
         for ddp, record in zip(self.ddps, self.run.record.ddps, strict=True):
             trained = {
                 without_wrappers(name): id(p)
@@ -110,6 +139,12 @@ class ModelWatcher:
                 if p.requires_grad
             }
             record.parameters = len(trained)
+            record.keys = [keys[p] for p in trained.values() if p in keys]
+            needed_none = self.frozen_when_wrapped.get(ddp, set())
+            record.unfrozen = [name for name, p in trained.items() if p in needed_none]
+            record.not_in_last_step = [
+                name for name, p in trained.items() if p in self.steps.without_gradient
+            ]
             record.in_no_optimizer = [name for name, p in trained.items() if p not in held]
             record.without_gradient = [name for name, p in trained.items() if p not in had_gradient]
             record.buffers_at_end = project_buffers(ddp.module)
@@ -134,7 +169,9 @@ class ModelWatcher:
             if is_divided(module):
                 run.note(Note.MODEL_IS_DIVIDED)
             self.steps.hold_by_hand(module)
+            self.name_parameters(module)
         self.keep_start()
+        self.note_weights()
         if ddp and isinstance(module, DistributedDataParallel):
             ddp.forwards += 1
         elif ddp:
@@ -181,11 +218,14 @@ def watch_ddp(run: RankRun, model: ModelWatcher, source: Feeder | InputKeeper) -
     @wrap(DistributedDataParallel, "__init__")
     def init(original: Callable, self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if run.settings.float64:
-            module.double()
+            widen(module)
         original(self, module, *args, **kwargs)
         model.ddps.append(self)
+        frozen = {id(p) for p in module.parameters() if not p.requires_grad}
+        model.frozen_when_wrapped[self] = frozen
         if not run.record.steps:
             run.tensors.pop("start", None)  # DDP has just changed the weights
+            run.record.weights.clear()
         run.record.ddps.append(DDPRecord(where()))
         for p in module.parameters():
             model.steps.watch_gradient(p)
@@ -235,10 +275,36 @@ def watch_modules(run: RankRun, model: ModelWatcher) -> None:
     wrap(nn.Module, "__setstate__")(note_module)  # of a copy
 
 
+def watch_functional_calls(run: RankRun, model: ModelWatcher) -> None:
+    """torch.func.functional_call, and what came before it, end in this function."""
+
+    @wrap(nn.utils.stateless, "_functional_call")
+    def call(original: Callable, module: nn.Module, tensors: Any, *args: Any, **more: Any) -> Any:
+        own = {id(p) for p in module.parameters()}
+        with model.draws.paused(), temporarily_clear_interpreter_stack():
+            named = {
+                name: unwrapped(tensors[name])
+                for name, _ in module.named_parameters()
+                if isinstance(tensors, dict) and name in tensors
+            }
+            trains = torch.is_grad_enabled() and (run.joined or run.replaying)
+            if named and trains and not any(id(tensor) in own for tensor in named.values()):
+                model.steps.note_functional_call(module, named)
+        return original(module, tensors, *args, **more)
+
+
+def unwrapped(tensor: Any) -> Any:
+    """Without what torch.func puts around it."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
+
 def install(run: RankRun, draws: Draws, source: Feeder | InputKeeper) -> ModelWatcher:
     feeder = source if isinstance(source, Feeder) else None
     model = ModelWatcher(run, steps.install(run, draws, feeder))
     run.at_end.append(model.finish)
     watch_ddp(run, model, source)
     watch_modules(run, model)
+    watch_functional_calls(run, model)
     return model

@@ -11,18 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prove.comparable import NotComparableError, comparable, full_tensor
 from prove.rank_record import Projection
 from prove.watch.samples import copy_tensors
+
+not_comparable: set[str] = set()  # the kinds of tensors for which there is no projection
 
 
 @cache
 def projection_vector(size: int, device: torch.device) -> Tensor:
     return torch.cos(torch.arange(size, dtype=torch.float64, device=device) * 1.7 + 0.3)
-
-
-def full_tensor(tensor: Any) -> Any:
-    """All of a tensor that is divided between the ranks: each must ask for it."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def full_copies(tensors: list) -> list:
@@ -42,9 +40,12 @@ def is_divided(module: nn.Module) -> bool:
 
 
 def project(tensor: Tensor) -> Projection:
-    """A linear function of a tensor, and its norm."""
-    tensor = full_tensor(tensor.detach())
-    flat = (tensor.to_dense() if tensor.is_sparse else tensor).reshape(-1).double()
+    """A linear function of a tensor, and its norm; zeros for one that cannot be compared."""
+    try:
+        flat = comparable(tensor)
+    except NotComparableError as error:
+        not_comparable.add(str(error))
+        return 0.0, 0.0
     return float(flat @ projection_vector(len(flat), flat.device)), float(flat.norm())
 
 

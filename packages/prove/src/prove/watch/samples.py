@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from prove import random_state
+from prove.comparable import NotComparableError, comparable, widened
 
 sample_files = itertools.count()
 
@@ -60,6 +62,8 @@ class Thawer(pickle.Unpickler):
 
 def own_copy(tensor: Tensor) -> Tensor:
     """Of a view, only the part that is seen: pickle would write the whole storage."""
+    if tensor.is_meta or is_lazy(tensor):
+        return tensor  # it has no values yet
     return tensor.detach().cpu().clone()
 
 
@@ -115,11 +119,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], nested: Any) -> Any:
 
 
 def as_double(nested: Any) -> Any:
-    def double(tensor: Tensor) -> Tensor:
-        is_smaller = tensor.is_floating_point() and tensor.dtype != torch.float64
-        return tensor.double() if is_smaller else tensor
-
-    return map_tensors(double, nested)
+    return map_tensors(widened, nested)
 
 
 def copy_tensors(nested: Any) -> Any:
@@ -139,7 +139,10 @@ def are_same(value: Any, other: Any) -> bool:
 def are_equal(tensor: Tensor, other: Tensor) -> bool:
     if tensor.dtype != other.dtype or tensor.shape != other.shape:
         return False
-    return bool(torch.equal(tensor.nan_to_num(), other.nan_to_num()))
+    try:
+        return torch.equal(comparable(tensor).nan_to_num(), comparable(other).nan_to_num())
+    except NotComparableError:
+        return False
 
 
 def checksum(value: Any) -> int:
@@ -153,12 +156,13 @@ def checksum(value: Any) -> int:
         for tensor in frozen.tensors:
             result = zlib.crc32(checksum(tensor).to_bytes(4, "big"), result)
         return result
-    if value.is_sparse:
-        return checksum(value.detach().coalesce().values())
-    values = value.detach().cpu().contiguous().reshape(-1)
     try:
+        is_usual = value.layout is torch.strided and not (
+            value.is_quantized or value.is_nested or value.is_complex() or value.is_neg()
+        )
+        values = value.detach().cpu().contiguous().reshape(-1) if is_usual else comparable(value)
         return zlib.crc32(random_state.bytes_of(values)) if values.numel() else 0
-    except RuntimeError:  # in torch.func, a tensor may have no memory of its own
+    except (RuntimeError, NotComparableError):  # in torch.func, it may have no memory of its own
         return 0
 
 

@@ -1,5 +1,6 @@
 """Which steps does a rank make, by an optimizer or by hand? Gradients before, weights after."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,15 @@ MOST_STEPS = 24  # of each optimizer are written down
 STEPS_PER_BATCH = 3  # of --batches, if there is no loader that could be cut
 
 
+class FunctionalParameters:
+    """Stands in for the optimizer of a script whose weights are no parameters of a module, but
+    tensors in a dict that torch.func.functional_call is given."""
+
+    def __init__(self, named: dict[str, Tensor], batch: tuple[int, int]) -> None:
+        self.names, self.batch = list(named), batch
+        self.param_groups: list[dict] = [{"params": list(named.values()), "lr": 0.0}]
+
+
 @dataclass
 class LocalGradient:
     """What backward gave one parameter on this rank, before anybody averaged it."""
@@ -37,7 +47,7 @@ class LocalGradient:
     was_zero: bool = False  # p.grad, at one of these arrivals
 
     def add(self, gradient: Tensor, old: Tensor | None) -> None:
-        if old is None or not old.any():
+        if old is None or not project(old)[1]:
             self.total, self.was_zero = 0.0, True
         self.total += project(gradient)[0]
         self.arrivals += 1
@@ -56,11 +66,16 @@ class StepWatcher:
         self.had_gradient: set[int] = set()
         self.schedule_settings: dict[int, list[list[dict]]] = {}  # by optimizer, before each step
         self.depth = 0  # of nested calls of step()
+        self.collectives_before = 0  # the step that runs now
+        self.ends_inside_step = False  # of the run: what the script does after it is not seen
+        self.without_gradient: set[int] = set()  # the ids of parameters, in the last step
         self.in_step_by_hand = False
         self.weights_at_batch: list[Projection] = []
+        self.functional: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by module
+        self.numbers_of_functional: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
     def optimizers_of_torch(self) -> list[Optimizer]:
-        return [optimizer for optimizer in self.optimizers if optimizer is not self.by_hand]
+        return [optimizer for optimizer in self.optimizers if isinstance(optimizer, Optimizer)]
 
     def held_parameters(self) -> set[int]:
         """The ids of the parameters that an optimizer holds."""
@@ -156,10 +171,11 @@ class StepWatcher:
                     run.gradients[number] = full_copies([p.grad for p in parameters_of(optimizer)])
             if self.feeder:
                 self.feeder.use_recorded_schedule(optimizer, number, len(steps) - 1)
+        self.collectives_before = len(run.record.collectives)
 
     def step_of(self, optimizer: Optimizer) -> OptimizerStep:
         parameters, loader_pass = parameters_of(optimizer), self.run.current_loader_pass
-        gradients = [p.grad for p in parameters]
+        gradients = [None if p.grad is None else project(p.grad) for p in parameters]
         local = [self.local.get(id(p), LocalGradient()) for p in parameters]
         return OptimizerStep(
             at=where(),
@@ -167,12 +183,12 @@ class StepWatcher:
             batch_size=self.run.current_batch_size(),
             learning_rates=rates_of(optimizer),
             loss_scale=self.run.record.loss_scale,
-            dtype=next((str(gradient.dtype) for gradient in gradients if gradient is not None), ""),
+            dtype=next((str(p.grad.dtype) for p in parameters if p.grad is not None), ""),
             weights_before=[project(p) for p in parameters],
-            gradients=[None if gradient is None else project(gradient) for gradient in gradients],
+            gradients=gradients,
             local_gradients=[own.total if own.arrivals else None for own in local],
             has_old_gradient=any(
-                gradient is not None and own.arrivals and not own.was_zero and bool(gradient.any())
+                gradient is not None and own.arrivals and not own.was_zero and gradient[1] != 0
                 for gradient, own in zip(gradients, local, strict=True)
             ),
         )
@@ -189,9 +205,14 @@ class StepWatcher:
         if run.current_loader_pass:
             run.current_loader_pass.steps += 1
         for p in parameters_of(optimizer):
+            if id(p) in self.local and not self.local[id(p)].arrivals:
+                self.without_gradient.add(id(p))
+            else:
+                self.without_gradient.discard(id(p))
             self.local[id(p)] = LocalGradient()
         enough = run.record.steps >= STEPS_PER_BATCH * run.settings.batches and not run.replaying
         if enough and run.joined and run.has_no_loader():
+            self.ends_inside_step = True
             run.end_early()
 
     def write_weights(self, optimizer: Any) -> None:
@@ -202,12 +223,57 @@ class StepWatcher:
         if step is None or step.weights_after:
             return
         step.weights_after = [project(p) for p in parameters_of(optimizer)]
+        if not own_record.is_by_hand:
+            step.collectives_inside = len(self.run.record.collectives) - self.collectives_before
+        if step.collectives_inside:
+            step.moments = [moments_of(optimizer, p) for p in parameters_of(optimizer)]
         if self.run.replaying:
             own_schedule = self.schedule_settings[number][-1]
             for group, settings in zip(optimizer.param_groups, own_schedule, strict=True):
                 group.update(settings)
         if own_record.is_by_hand and len(own_record.steps) == 1 and not any(step.gradients):
             self.keep_changes(number, own_record)
+
+    def note_functional_call(self, module: nn.Module, named: dict[str, Tensor]) -> None:
+        """Of the first call for a batch: are these other weights than those of the batch before?"""
+        loader_pass = self.run.current_loader_pass
+        if loader_pass is None or any(tensor.grad_fn is not None for tensor in named.values()):
+            return  # made of other weights within this step: an inner loop
+        batch = loader_pass.number, loader_pass.batches_given
+        before, now = self.functional.get(module), FunctionalParameters(named, batch)
+        if before is None:
+            self.functional[module] = now
+        elif before.batch != batch and before.names == now.names:
+            self.functional[module] = now
+            self.write_functional_step(module, before, now)
+            loader_pass.steps += 1
+
+    def write_functional_step(
+        self, module: nn.Module, before: FunctionalParameters, now: FunctionalParameters
+    ) -> None:
+        run, old, new = self.run, parameters_of(before), parameters_of(now)
+        weights_before, weights_after = [*map(project, old)], [*map(project, new)]
+        if weights_before == weights_after:
+            return
+        number = self.numbers_of_functional.get(module)
+        if number is None:
+            number = self.numbers_of_functional[module] = len(self.optimizers)
+            record = OptimizerRecord(where(), False, is_by_hand=True, compares_changes=True)
+            record.begins_later = run.in_second_epoch
+            run.record.optimizers.append(record)
+            self.optimizers.append(now)
+            run.gradients[number] = full_copies(
+                [after.detach() - earlier.detach() for after, earlier in zip(new, old, strict=True)]
+            )
+        nothing: list = [None] * len(new)
+        step = OptimizerStep(
+            where(), before.batch[1], run.current_batch_size(), [0.0], 1.0, "", weights_before,
+            nothing, nothing, False, weights_after,
+        )  # fmt: skip
+        if len(run.record.optimizers[number].steps) < MOST_STEPS:
+            run.record.optimizers[number].steps.append(step)
+        run.record.steps += 1
+        run.note_event()
 
     def keep_changes(self, number: int, own_record: OptimizerRecord) -> None:
         """No gradient is kept in p.grad (autograd.grad): what the step changed stands for it."""
@@ -220,6 +286,17 @@ class StepWatcher:
         """At the end of an epoch: which learning rate does this rank have now?"""
         rates = [rate for optimizer in self.optimizers for rate in rates_of(optimizer)]
         self.run.record.rates_after_epochs.append(rates)
+
+
+def moments_of(optimizer: Any, p: Tensor) -> dict[str, Projection]:
+    """The first is linear in the gradient that step() used, so it shows a factor in that."""
+    kept = getattr(optimizer, "state", {}).get(p, {})
+    pairs = kept.items() if isinstance(kept, dict) else ()
+    return {
+        str(name): project(value)
+        for name, value in pairs
+        if isinstance(value, Tensor) and value.shape == p.shape
+    }
 
 
 def install(run: RankRun, draws: Draws, feeder: Feeder | None) -> StepWatcher:

@@ -1,0 +1,64 @@
+"""How are two tensors compared, whatever their dtype and layout? As flat real numbers in float64.
+
+A complex number becomes two of them, a sparse tensor is filled up with its zeros, a quantized one
+gets the values it stands for, and a part of a tensor that is divided between the ranks becomes the
+whole. What is of no kind that is known here has no numbers, and `NotComparableError` names it.
+"""
+
+import torch
+from torch import Tensor
+
+
+class NotComparableError(Exception):
+    """Its text is the kind of the tensor."""
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """All of a tensor that is divided between the ranks: each must ask for it."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def kind_of(tensor: Tensor) -> str:
+    """In words: the layout and dtype where they are unusual, and the class."""
+    name = "" if type(tensor) in (Tensor, torch.nn.Parameter) else f"{type(tensor).__name__}, "
+    layout = "" if tensor.layout is torch.strided else f"{tensor.layout}, "
+    device = "" if not tensor.is_meta else "on the meta device, "
+    return f"{name}{layout}{device}{tensor.dtype}"
+
+
+def comparable(tensor: Tensor) -> Tensor:
+    """Its values as a vector (n,) in float64, without a gradient.
+
+    Raises NotComparableError: nothing is known about a tensor of this kind.
+    """
+    try:
+        tensor = full_tensor(tensor.detach())
+        if tensor.is_meta:
+            raise NotComparableError(kind_of(tensor))
+        if tensor.is_nested:
+            return torch.cat([comparable(part) for part in tensor.unbind()])
+        if tensor.is_quantized:
+            tensor = tensor.dequantize()
+        if tensor.layout is not torch.strided:
+            tensor = tensor.to_dense()
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor.resolve_conj())
+        return tensor.reshape(-1).to(torch.float64)
+    except NotComparableError:
+        raise
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):  # what this kind lacks
+        raise NotComparableError(kind_of(tensor)) from None
+
+
+def precision(dtype: torch.dtype) -> float:
+    """The spacing of its numbers near 1; 0 for integers."""
+    return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
+
+
+WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64}
+WIDE |= {torch.complex32: torch.complex128, torch.complex64: torch.complex128}
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """In float64 or complex128 where it is a usual real or complex number, and else as it is."""
+    return tensor.to(WIDE[tensor.dtype]) if tensor.dtype in WIDE else tensor
