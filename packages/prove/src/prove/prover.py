@@ -22,8 +22,9 @@ from prove.judge.model import model_rows
 from prove.judge.reasons import Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
+from prove.judge.run_reasons import RunReason
 from prove.judge.samples import same_contents, sample_rows
-from prove.judge.table import NOT_SEEN, RIGHT, WRONG, Check, ReportRow, not_seen
+from prove.judge.table import RIGHT, WRONG, Check, ReportRow, not_seen
 from prove.rank_record import Mode, Note, ReplayVariant
 from prove.runs import Runs, command_of_one_rank, failed
 from prove.watch.effects import restore_files
@@ -84,7 +85,11 @@ class Prover:
         if any(row.check == Check.ONE_RANK and row.verdict == RIGHT for row in rows):
             # Whatever changed the gradients before the step was no mistake.
             unexplained = (Check.AVERAGED_GRADIENTS, Check.FORWARD)
-            rows = [row for row in rows if row.verdict != NOT_SEEN or row.check not in unexplained]
+            rows = [
+                row for row in rows
+                if row.verdict == RIGHT
+                or (row.check not in unexplained and row.reason != RunReason.PARAMETERS_OF_SOME)
+            ]  # fmt: skip
         return rows + self.original_rows(rows)
 
     def original_rows(self, rows: list[ReportRow]) -> list[ReportRow]:

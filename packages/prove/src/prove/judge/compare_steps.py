@@ -295,7 +295,8 @@ class Comparer:
             if gradient_apart > FLOAT64_WRONG:
                 facts |= {"step": n, "apart": gradient_apart}
                 return Comparison(Outcome.DIFFERENT, ReplayReason.LATER_GRADIENT_DIFFERS, facts)
-        if self.optimizer.is_adaptive and weights_apart[0] <= 1e-5:
+        adapts = any(optimizer.is_adaptive for optimizer in self.replay.observed.optimizers)
+        if adapts and weights_apart[0] <= 1e-5:
             # A bias whose gradient is only rounding (before BatchNorm, of attention's keys) grows
             # from step to step, because the optimizer divides by that gradient. A mistake between
             # two steps would show in the gradient of the second.
@@ -303,7 +304,9 @@ class Comparer:
             return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_BUT_ROUNDING, facts)
         if max(weights_apart) <= FLOAT64_WRONG:
             return Comparison(
-                Outcome.TOO_CLOSE, ReplayReason.TOO_CLOSE, facts | {"step": len(steps)}
+                Outcome.TOO_CLOSE,
+                ReplayReason.TOO_CLOSE,
+                facts | {"step": len(steps), "apart": max(weights_apart)},
             )
         return Comparison(Outcome.DIFFERENT, ReplayReason.WEIGHTS_OF_ONE_DIFFER, facts)
 
@@ -364,7 +367,21 @@ def comparisons(replay: Replay) -> list[Comparison]:
     is_zero = [each.reason == ReplayReason.NOTHING_TO_COMPARE for each in compared]
     if all(is_zero):
         return compared[:1]
-    return [each for each, zero in zip(compared, is_zero, strict=True) if not zero]
+    pairs = zip(compared, is_zero, strict=True)
+    return one_of_each([each for each, zero in pairs if not zero])
+
+
+def one_of_each(compared: list[Comparison]) -> list[Comparison]:
+    """Of optimizers that one line steps, and that differ for one reason, the farthest."""
+    groups: dict[tuple, list[Comparison]] = {}
+    for each in compared:
+        key = (each.outcome, each.reason, each.facts.get("at"), each.facts.get("times"))
+        groups.setdefault(key, []).append(each)
+    return [max(group, key=apart_of) for group in groups.values()]
+
+
+def apart_of(compared: Comparison) -> float:
+    return float(compared.facts.get("apart", 0.0))
 
 
 def is_made_again(optimizer: OptimizerRecord, earlier: list[OptimizerRecord]) -> bool:
@@ -380,7 +397,7 @@ def worst(compared: list[Comparison]) -> Outcome:
 
 
 def farthest(compared: list[Comparison]) -> float:
-    return max((float(each.facts.get("apart", 0.0)) for each in compared), default=0.0)
+    return max(map(apart_of, compared), default=0.0)
 
 
 def relative_distance(pair: Gradients) -> float:

@@ -38,7 +38,11 @@ def unfinished_rows(records: list[RankRecord]) -> list[ReportRow]:
     stopped = [rank for rank in records if error_is(rank, REDUCTION_STOPPED)]
     if not stopped or (error := stopped[0].error) is None:
         return []
-    facts = {"ranks": [rank.rank for rank in stopped], "steps": stopped[0].steps, "at": error.at}
+    unused = [name for ddp in stopped[0].ddps for name in ddp.not_in_last_step]
+    facts = {
+        "ranks": [rank.rank for rank in stopped], "steps": stopped[0].steps, "at": error.at,
+        "names": phrase(Phrase.NAMES, names=unused) if unused else phrase(Phrase.NOTHING),
+    }  # fmt: skip
     return [wrong(Check.UNUSED_PARAMETERS, RunReason.REDUCTION_UNFINISHED, **facts)]
 
 

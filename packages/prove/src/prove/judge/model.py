@@ -3,7 +3,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import NamedTuple
+
+import torch
 
 from prove.judge.reasons import Phrase
 from prove.judge.run_reasons import RunReason
@@ -80,7 +83,8 @@ def model_rows(records: list[RankRecord]) -> list[ReportRow]:
     if model_is_divided(records) or any(len(counts) > 1 for counts in tensors):  # by ZeRO
         return [*rows, not_seen(Check.WEIGHTS, RunReason.MODEL_IS_DIVIDED)]
     same = weight_rows(records, steps)
-    rows += same + averaged_gradient_rows(steps, same) + forward_rows(first, same)
+    rows += same + averaged_gradient_rows(first, steps, same) + forward_rows(first, same)
+    rows += partly_used_rows(steps)
     rows += learning_rate_rows(records, steps) + metric_rows(records) + loss_scale_rows(steps)
     rows += buffer_rows(records)
     if all(row.verdict == RIGHT for row in same):  # or they evaluate what they train
@@ -173,7 +177,7 @@ def weight_rows(records: list[RankRecord], steps: list[StepOfRanks]) -> list[Rep
 
 
 def averaged_gradient_rows(
-    steps: list[StepOfRanks], rows_of_weights: list[ReportRow]
+    first: RankRecord, steps: list[StepOfRanks], rows_of_weights: list[ReportRow]
 ) -> list[ReportRow]:
     """p.grad at each step: is it the same on all ranks, and the mean of what backward gave them?"""
     check, verdicts = Check.AVERAGED_GRADIENTS, [row.verdict for row in rows_of_weights]
@@ -197,13 +201,86 @@ def averaged_gradient_rows(
         return [wrong(Check.ZERO_GRAD, RunReason.GRADIENTS_KEPT, **facts)]
     factors = [(times_the_mean(step), step) for step in steps]
     known = [(factor, step) for factor, step in factors if factor is not None]
+    if row := next((row for step in steps if (row := row_of_some_ranks(step))), None):
+        return [row]
     if not known:
         return [not_seen(check, RunReason.NO_MULTIPLE_OF_MEAN)]
     factor, step = max(known, key=lambda pair: abs(pair[0] - 1))
     if abs(factor - 1) <= tolerance(step):
         return [right(check, RunReason.MEAN_OF_RANKS, steps=len(known))]
     facts = {"factor": factor, "step": step.number, "at": step.at}
-    return [not_seen(check, RunReason.CHANGED_BEFORE_STEP, **facts)]
+    clips = factor < 1 and Note.CLIPS in first.notes
+    reason = RunReason.CLIPPED if clips else RunReason.CHANGED_BEFORE_STEP
+    return [not_seen(check, reason, **facts)]
+
+
+def partly_used_rows(steps: list[StepOfRanks]) -> list[ReportRow]:
+    for step in steps:
+        for number, local in enumerate(step.by_parameter("local_gradients")):
+            used = [rank for rank, gradient in enumerate(local) if gradient is not None]
+            if 0 < len(used) < len(local):
+                names = [
+                    step.optimizer.names[other]
+                    for other, own in enumerate(step.by_parameter("local_gradients"))
+                    if number <= other and [gradient is None for gradient in own]
+                    == [gradient is None for gradient in local]
+                ]  # fmt: skip
+                facts = {"names": names, "ranks": used, "step": step.number, "at": step.at}
+                return [warning(Check.UNUSED_PARAMETERS, RunReason.PARAMETERS_OF_SOME, **facts)]
+    return []
+
+
+def row_of_some_ranks(step: StepOfRanks) -> ReportRow | None:
+    """Is p.grad, alike on all ranks, what only some of them have computed, or do some count more?
+
+    None: it is not, or nobody knows. It needs no replay.
+    """
+    known, ranks, limit = averages(step), range(len(step.steps)), tolerance(step)
+    if not known or times_the_mean(step) is not None:
+        return None
+    facts = {"step": step.number, "at": step.at}
+    for number in ranks[1:]:  # the mean of so many of them
+        for some in combinations(ranks, number):
+            if all(
+                abs(each.averaged - sum(each.local[rank] for rank in some) / number)
+                <= limit * each.norm
+                for each in known
+            ):
+                reason = RunReason.GRADIENT_OF_SOME
+                return wrong(Check.AVERAGED_GRADIENTS, reason, ranks=[*some], **facts)
+    if len(known) <= len(ranks) + 1:  # they would fit by chance
+        return None
+    local, averaged = (
+        torch.tensor([each.local for each in known]),
+        torch.tensor([[each.averaged] for each in known]),
+    )
+    weights = torch.linalg.lstsq(local, averaged).solution
+    misfit = (local @ weights - averaged).squeeze(1).abs()
+    if bool((misfit > limit * torch.tensor([each.norm for each in known])).any()):
+        return None
+    shares = [float(weight) for weight in weights]
+    return warning(Check.AVERAGED_GRADIENTS, RunReason.WEIGHTED_SUM, shares=shares, **facts)
+
+
+class Averaged(NamedTuple):
+    """Of a parameter: p.grad at a step, and what backward gave each rank. Projections, and a norm
+    to compare their differences with."""
+
+    averaged: float
+    local: list[float]
+    norm: float
+
+
+def averages(step: StepOfRanks) -> list[Averaged]:
+    """Of the parameters that got a gradient on some rank: where none came, it was zero."""
+    pairs = zip(step.by_parameter("gradients"), step.by_parameter("local_gradients"), strict=True)
+    scale = step.steps[0].loss_scale
+    return [
+        Averaged(gradients[0][0], [(own or 0.0) / scale for own in local], gradients[0][1])
+        for gradients, local in pairs
+        if None not in gradients and any(own is not None for own in local)
+        and gradients[0][1] > TINY
+    ]  # fmt: skip
 
 
 def tolerance(step: StepOfRanks) -> float:
@@ -212,14 +289,9 @@ def tolerance(step: StepOfRanks) -> float:
 
 def times_the_mean(step: StepOfRanks) -> float | None:
     """The one factor by which p.grad differs from the mean over the ranks of what backward gave."""
-    averaged, local = step.by_parameter("gradients"), step.by_parameter("local_gradients")
-    known = []  # of each parameter: p.grad and the mean, both projected, and the norm of p.grad
-    for gradients, local_gradients in zip(averaged, local, strict=True):
-        if None in gradients or None in local_gradients or gradients[0][1] <= TINY:
-            continue
-        gradient, norm = gradients[0]
-        mean = sum(local_gradients) / len(local_gradients) / step.steps[0].loss_scale
-        known.append((gradient, mean, norm))
+    known = [
+        (each.averaged, sum(each.local) / len(each.local), each.norm) for each in averages(step)
+    ]
     sure = sorted(gradient / mean for gradient, mean, norm in known if abs(mean) > 0.05 * norm)
     if not sure:
         return None
@@ -356,6 +428,8 @@ def buffer_rows(records: list[RankRecord]) -> list[ReportRow]:
     check, rows = Check.BUFFERS, []
     for ddps in zip(*(rank.ddps for rank in records), strict=False):
         evaluated = all(ddp.buffers_at_evaluation for ddp in ddps)
+        if not evaluated and any(ddp.buffers_at_evaluation for ddp in ddps):
+            continue  # only some ranks evaluate, with their own: as good as those of any rank
         when = phrase(Phrase.AT_EVALUATION if evaluated else Phrase.AT_THE_END)
         of_ranks = [ddp.buffers_at_evaluation or ddp.buffers_at_end for ddp in ddps]
         names = [name for name in of_ranks[0] if all(name in of_rank for of_rank in of_ranks)]

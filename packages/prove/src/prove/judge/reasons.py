@@ -31,6 +31,8 @@ class Phrase:
     DIFFERENT_CALLS = "{calls:; }"
     NOT_REACHED = "rank {rank} calls {name} at {at}, which rank {others} does not reach"
     UNEQUAL_STEPS = "the ranks have made {steps!s} steps"
+    NAMES = " ({names})"
+    NOTHING = ""
     LOST_CONNECTION = "rank {rank} loses its connection at {at}"
     GETS_ANOTHER_MESSAGE = "rank {rank} gets the message of another collective at {at}"
     ENDED_IN_CALL = "the process of rank {rank} ended in {name} at {at}"

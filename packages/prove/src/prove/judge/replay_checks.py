@@ -52,10 +52,10 @@ def is_sum_over_local_batch(replay: Replay, sequence: Replay) -> bool:
     steps = sequence.steps(0)
     if not steps:
         return False
-    of_rank_0, of_one = (
-        [gradient or 0.0 for gradient in step.local_gradients] for step in steps[0]
-    )
-    return not any_differs(of_rank_0, of_one, limit=1e-3)
+    pairs = zip(*(step.local_gradients for step in steps[0]), strict=False)
+    known = [pair for pair in pairs if None not in pair]
+    of_rank_0, of_one = ([pair[run] for pair in known] for run in (0, 1))
+    return bool(known) and not any_differs(of_rank_0, of_one, limit=1e-3)
 
 
 def unsure_draws(replay: Replay) -> Comparison | None:

@@ -40,8 +40,8 @@ class RunReason(Reason):
     )
     FILES_OF_ONE_RANK = "{files} written, each by one rank"
     REDUCTION_UNFINISHED = (
-        "on rank {ranks}, some parameters got no gradient in the step before, so DDP stops it "
-        "after {steps:n step} ({at})",
+        "on rank {ranks}, some parameters got no gradient in the step before{names}, so DDP stops "
+        "it after {steps:n step} ({at})",
         "let all parameters take part on every rank, also where a batch has no targets "
         "(+ 0 * output.sum()); or find_unused_parameters=True",
         Heading.UNUSED,
@@ -249,6 +249,13 @@ class RunReason(Reason):
         "{missing} of {parameters} parameters are in no optimizer: {names}",
         "add them, or requires_grad_(False)",
     )
+    PARAMETERS_OF_SOME = (
+        "{names} got a gradient on rank {ranks} only (step {step} at {at}): for DDP, it is zero on "
+        "the others, and the mean is over all ranks",
+        "let all ranks use the same parameters in a step: what is decided for a batch must be "
+        "decided alike; meant so if the loss divides by a number of all ranks",
+        Heading.LOSS,
+    )
     PARAMETERS_UNUSED = (
         "no gradient ever reached {names}",
         "use them, or freeze them",
@@ -287,10 +294,23 @@ class RunReason(Reason):
         "optimizer.zero_grad() in each step",
         Heading.NAN,
     )
+    GRADIENT_OF_SOME = (
+        "every rank steps with what rank {ranks} has computed alone, not with the mean over all "
+        "ranks (step {step} at {at})",
+        "average over all ranks; who receives into p.grad.data or a view of it overwrites p.grad: "
+        "receive into a tensor of its own",
+        Heading.LOSS,
+    )
+    WEIGHTED_SUM = (
+        "a weighted sum over the ranks, which count {shares:each .3g} times (step {step} at {at})",
+        "the mean; meant so if these are the shares of the samples or tokens of each rank",
+        Heading.LOSS,
+    )
     NO_MULTIPLE_OF_MEAN = (
         "no multiple of the mean over the ranks: changed between backward and step?"
     )
     MEAN_OF_RANKS = "the mean over the ranks, in {steps:n step}"
+    CLIPPED = "clipped before the step: {factor:.4g} times the mean (step {step} at {at})"
     CHANGED_BEFORE_STEP = (
         "changed before the step: {factor:.4g} times the mean (step {step} at {at})"
     )

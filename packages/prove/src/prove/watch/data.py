@@ -150,7 +150,8 @@ class LoaderWatcher:
             run.in_second_epoch = True
             if not run.replaying:
                 self.steps.note_rates()
-                if epochs >= 2 and run.joined:
+                is_unfrozen = any(map(self.model.unfrozen, self.model.ddps))
+                if epochs >= 2 + is_unfrozen and run.joined:
                     loader_passes.pop()  # it gives nothing any more
                     run.end_early()
         object.__setattr__(loader, "prove_has_begun", training)

@@ -31,7 +31,7 @@ def compute_in_float64() -> None:
 
     for name in ("double", "float", "half", "bfloat16"):
         setattr(nn.Module, name, widen)
-    Tensor.cfloat = Tensor.cdouble  # type: ignore[method-assign]
+    wrap(Tensor, "cfloat")(lambda original, tensor, *_, **__: tensor.to(torch.complex128))
 
 
 def widen(module: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from prove.comparable import full_tensor
-from prove.rank_record import DDPRecord, EvaluatedModule, ModelCall, Note
+from prove.rank_record import DDPRecord, EvaluatedModule, ModelCall, Note, Projection
 from prove.watch import steps
 from prove.watch.draws import Draws
 from prove.watch.feeder import Feeder, InputKeeper
@@ -128,10 +128,29 @@ class ModelWatcher:
             record.keys = [keys.get(id(p), "") for _, p in numbered]
             record.outside_ddp = [number for number, p in numbered if id(p) not in in_ddp]
 
+    def moved_parameters(self) -> set[str]:
+        """The keys of those that have changed, whoever has changed them."""
+        first: dict[str, Projection] = {}
+        for held in self.run.record.weights.values():
+            first = held | first
+        noted = [pair for held in self.run.record.weights.values() for pair in held.items()]
+        return {key for key, weights in noted if weights != first[key]}
+
+    def unfrozen(self, ddp: DistributedDataParallel) -> list[str]:
+        """The parameters that need a gradient now, and did not when any DDP asked which ones do."""
+        needed = {
+            id(p)
+            for other in self.ddps
+            for p in other.module.parameters()
+            if id(p) not in self.frozen_when_wrapped[other]
+        }
+        named = ddp.module.named_parameters()
+        return [name for name, p in named if p.requires_grad and id(p) not in needed]
+
     def write_parameters_of_ddp(self) -> None:
         """Which of them no optimizer holds, and which never got a gradient."""
         held, had_gradient = self.steps.held_parameters(), self.steps.had_gradient
-        keys = {id(p): key for key, p in self.parameters.items()}
+        keys, moved = {id(p): key for key, p in self.parameters.items()}, self.moved_parameters()
         for ddp, record in zip(self.ddps, self.run.record.ddps, strict=True):
             trained = {
                 without_wrappers(name): id(p)
@@ -140,26 +159,26 @@ class ModelWatcher:
             }
             record.parameters = len(trained)
             record.keys = [keys[p] for p in trained.values() if p in keys]
-            needed_none = self.frozen_when_wrapped.get(ddp, set())
-            record.unfrozen = [name for name, p in trained.items() if p in needed_none]
             record.not_in_last_step = [
                 name for name, p in trained.items() if p in self.steps.without_gradient
             ]
-            record.in_no_optimizer = [name for name, p in trained.items() if p not in held]
+            record.in_no_optimizer = [
+                name for name, p in trained.items() if p not in held and keys.get(p) not in moved
+            ]
             record.without_gradient = [name for name, p in trained.items() if p not in had_gradient]
             record.buffers_at_end = project_buffers(ddp.module)
 
     def note_call(self, module: nn.Module, inputs: tuple) -> None:
         """The script itself calls a module."""
         run, ddp = self.run, None
-        if any(map(is_functorch_wrapped_tensor, module.parameters())):
-            return  # in torch.func, a module only computes, with tensors of somebody else
+        if any(is_functorch_wrapped_tensor(p) or is_lazy(p) for p in module.parameters()):
+            return  # in torch.func, it only computes, with tensors of somebody else; or it is made
         self.note_evaluated(module)
         for number, wrapper in enumerate(self.ddps):
             if any(part is module for part in wrapper.modules()):
                 ddp = run.record.ddps[number]
-                if not module.training and run.record.steps and not ddp.buffers_at_evaluation:
-                    ddp.buffers_at_evaluation = project_buffers(wrapper.module)
+                if module is not wrapper:  # whose forward first gives all ranks those of rank 0
+                    self.note_buffers(wrapper)
                 break
         trains = module.training and torch.is_grad_enabled()
         if not trains or next(module.parameters(), None) is None:
@@ -182,6 +201,12 @@ class ModelWatcher:
             batch = (loader_pass.number, loader_pass.batches_given) if loader_pass else (0, 0)
             rows, size = batch_size_of(inputs[0]), run.current_batch_size()
             run.record.model_calls.append(ModelCall(checksum(tensors[0]), rows, batch, size))
+
+    def note_buffers(self, ddp: DistributedDataParallel) -> None:
+        """With which buffers does this rank evaluate?"""
+        record = self.run.record.ddps[self.ddps.index(ddp)]
+        if not ddp.module.training and self.run.record.steps and not record.buffers_at_evaluation:
+            record.buffers_at_evaluation = project_buffers(ddp.module)
 
     def note_evaluated(self, module: nn.Module) -> None:
         """What a module holds that is called without being trained: averaged models, teachers.
@@ -239,6 +264,8 @@ def watch_ddp(run: RankRun, model: ModelWatcher, source: Feeder | InputKeeper) -
             run.record.uses_autocast |= any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
         with model.draws.in_model():
             result = original(self, *inputs, **kwargs)
+        with model.draws.paused():
+            model.note_buffers(self)
         is_loss = [tensor.requires_grad and tensor.ndim == 0 for tensor in tensors_in([result])]
         run.record.model_returns_loss |= any(is_loss)
         return result

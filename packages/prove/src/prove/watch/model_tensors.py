@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from prove.comparable import NotComparableError, comparable, full_tensor
 from prove.rank_record import Projection
@@ -76,6 +77,7 @@ def schedule_settings(optimizer: Any) -> list[dict]:
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, by names without those of wrappers."""
+    """Parameters and buffers that have values, by names without those of wrappers."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        yield without_wrappers(name), tensor
+        if not is_lazy(tensor):
+            yield without_wrappers(name), tensor

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from prove import random_state
 from prove.comparable import NotComparableError, comparable, widened
@@ -62,8 +61,8 @@ class Thawer(pickle.Unpickler):
 
 def own_copy(tensor: Tensor) -> Tensor:
     """Of a view, only the part that is seen: pickle would write the whole storage."""
-    if tensor.is_meta or is_lazy(tensor):
-        return tensor  # it has no values yet
+    if tensor.is_meta:
+        return tensor  # it has no values
     return tensor.detach().cpu().clone()
 
 

@@ -284,7 +284,7 @@ class StepWatcher:
 
     def note_rates(self) -> None:
         """At the end of an epoch: which learning rate does this rank have now?"""
-        rates = [rate for optimizer in self.optimizers for rate in rates_of(optimizer)]
+        rates = [rate for optimizer in self.optimizers_of_torch() for rate in rates_of(optimizer)]
         self.run.record.rates_after_epochs.append(rates)
 
 
