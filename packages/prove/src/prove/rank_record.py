@@ -242,6 +242,15 @@ class Backward(NamedTuple):
     at: str
     steps_before: int
     is_scaled: bool  # the loss is divided or multiplied in one of its last operations
+    loss_at: str = ""  # the last call of a loss function of torch before it
+
+
+class LayerOutput(NamedTuple):
+    """What a layer gives in training before the first step."""
+
+    layer: str
+    kind: str  # its class
+    rows: list[float]  # the product of each row with a fixed vector
 
 
 class ModelCall(NamedTuple):
@@ -306,6 +315,7 @@ class RankRecord:
     optimizers: list[OptimizerRecord] = field(default_factory=list)
     ddps: list[DDPRecord] = field(default_factory=list)
     model_calls: list[ModelCall] = field(default_factory=list)
+    outputs: list[LayerOutput] = field(default_factory=list)
     backwards: list[Backward] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     opened_files: list[OpenedFile] = field(default_factory=list)

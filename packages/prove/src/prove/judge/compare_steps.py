@@ -13,6 +13,7 @@ from torch import Tensor
 
 from prove.comparable import precision
 from prove.judge.model import differ
+from prove.judge.place import place_of_difference, place_of_loss
 from prove.judge.reasons import Reason
 from prove.judge.replay import Gradients, Replay
 from prove.judge.replay_reasons import ReplayReason
@@ -117,7 +118,8 @@ class Comparer:
         return self.told_by_gradient(apart, of_ranks, of_one)
 
     def told_by_gradient(self, apart: float, of_ranks: Tensor, of_one: Tensor) -> Comparison:
-        facts = {"apart": apart, "step": 1, "at": self.at}
+        at = place_of_loss(self.replay) or self.at
+        facts = {"apart": apart, "step": 1, "at": at, "place": place_of_difference(self.replay)}
         if apart <= self.wrong_from:
             in_float64 = self.limit == FLOAT64_LIMIT
             reason = ReplayReason.TOO_CLOSE if in_float64 else ReplayReason.TOO_CLOSE_IN_FLOAT32

@@ -60,20 +60,20 @@ class ReplayReason(Reason):
     FIRST_GRADIENT_EQUAL = "gradient of step 1 equal to {apart:.0e} of its length"
     GRADIENT_DIFFERS = (
         "the gradient of step {step} differs by {apart:percent} of its length from that of one "
-        "rank, most in {most_in} ({at})",
+        "rank, most in {most_in} ({at}){place}",
         GLOBAL_DIVISOR,
         Heading.LOSS,
     )
     GRADIENT_DIFFERS_GATHER = (
         "the gradient of step {step} differs by {apart:percent} of its length from that of one "
-        "rank, most in {most_in} ({at}); the step gathers tensors of all ranks",
+        "rank, most in {most_in} ({at}){place}; the step gathers tensors of all ranks",
         "a gather must send gradients back to all ranks, summed: "
         "torch.distributed.nn.functional.all_gather; and the loss must be a mean over all samples",
         Heading.LOSS,
     )
     CHANGE_DIFFERS = (
         "what step {step} changes differs by {apart:percent} of its length from what one rank "
-        "changes, most in {most_in} ({at})",
+        "changes, most in {most_in} ({at}){place}",
         "the mean of the gradients of all ranks must reach the update",
         Heading.LOSS,
     )

@@ -11,6 +11,11 @@ from prove.watch.model import ModelWatcher
 from prove.watch.rank_run import RankRun, where, wrap
 
 MOST_CALLS = 64
+LOSSES = (
+    "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div",
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "ctc_loss", "gaussian_nll_loss",
+    "poisson_nll_loss", "cosine_embedding_loss", "triplet_margin_loss", "margin_ranking_loss",
+)  # fmt: skip
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 
 
@@ -46,6 +51,18 @@ def watch_scaling(run: RankRun) -> None:
             watch_clipping(name)
 
 
+def watch_losses(run: RankRun) -> None:
+    def watch(name: str) -> None:
+        @wrap(nn.functional, name)
+        def loss(original: Callable, *args: Any, **kwargs: Any) -> Any:
+            if run.record.steps == 0:
+                run.loss_at = where()
+            return original(*args, **kwargs)
+
+    for name in LOSSES:
+        watch(name)
+
+
 def watch_backward(run: RankRun, model: ModelWatcher) -> None:
     inside = False
 
@@ -56,7 +73,8 @@ def watch_backward(run: RankRun, model: ModelWatcher) -> None:
             return original(self, *args, **kwargs)
         model.backwards += 1
         if len(run.record.backwards) < MOST_CALLS:
-            call = Backward(where(), run.record.steps, is_scaled(self))
+            call = Backward(where(), run.record.steps, is_scaled(self), run.loss_at)
+            run.loss_at = ""
             run.record.backwards.append(call)
         inside = True
         try:
@@ -80,4 +98,5 @@ def is_scaled(loss: Tensor) -> bool:
 
 def install(run: RankRun, model: ModelWatcher) -> None:
     watch_scaling(run)
+    watch_losses(run)
     watch_backward(run, model)

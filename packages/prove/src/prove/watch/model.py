@@ -29,6 +29,7 @@ from prove.watch.model_tensors import (
     tensors_of,
     without_wrappers,
 )
+from prove.watch.outputs import OutputWatcher
 from prove.watch.rank_run import RankRun, where, wrap
 from prove.watch.samples import batch_size_of, checksum, copy_tensors, tensors_in
 from prove.watch.steps import MOST_STEPS, FunctionalParameters, StepWatcher
@@ -272,7 +273,7 @@ def watch_ddp(run: RankRun, model: ModelWatcher, source: Feeder | InputKeeper) -
 
 
 def watch_modules(run: RankRun, model: ModelWatcher) -> None:
-    inside = run.running_modules
+    inside, layers = run.running_modules, OutputWatcher(run)
 
     def enter_module(module: nn.Module, inputs: tuple) -> None:
         run.note_event()
@@ -284,11 +285,14 @@ def watch_modules(run: RankRun, model: ModelWatcher) -> None:
                 if run.settings.float64:
                     make_double(module)
                 model.note_call(module, inputs)
+                layers.enter(module)
         inside.append(module)
 
     def leave_module(module: nn.Module, inputs: Any, outputs: Any) -> None:
         while inside and inside.pop() is not module:  # an error left the inner ones
             pass
+        with model.draws.paused():
+            layers.leave(module, outputs)
 
     register_module_forward_pre_hook(enter_module)
     register_module_forward_hook(leave_module, always_call=True)

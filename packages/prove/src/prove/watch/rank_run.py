@@ -107,6 +107,7 @@ class RankRun:
         self.gradients: dict[int, list] = {}  # of each optimizer's first step
         self.joined = self.written = False
         self.in_second_epoch = False
+        self.loss_at = ""  # the last call of a loss function of torch
         self.running_modules: list[torch.nn.Module] = []  # in forward, the innermost last
         self.current_loader_pass: LoaderPass | None = (
             None  # over the loader that gave the last batch

@@ -1,0 +1,50 @@
+"""Where do all ranks and one rank begin to compute differently? Layer by layer, before step 1."""
+
+from typing import Any
+
+from prove.judge.reasons import Phrase
+from prove.judge.replay import Replay
+from prove.judge.wording import phrase
+from prove.rank_record import LayerOutput, Mode
+
+LIMIT = 1e-6  # of the largest value
+
+
+def place_of_difference(replay: Replay) -> dict[str, Any]:
+    """A phrase that ends the sentence: the first layer that differs, or that none does."""
+    if replay.name == Mode.SEQUENCE:  # its layers are called more often
+        return phrase(Phrase.NOTHING)
+    in_turn = zip(*(rank.outputs for rank in replay.records), replay.replayed.outputs, strict=False)
+    seen = 0
+    for *of_ranks, of_one in in_turn:
+        for rank, own in enumerate(of_ranks):
+            if (own.layer, own.kind) != (of_one.layer, of_one.kind):
+                facts = {"rank": rank, "layer": name_of(own), "other": name_of(of_one)}
+                return phrase(Phrase.OTHER_LAYER, **facts)
+        if len(of_one.rows) != sum(len(own.rows) for own in of_ranks):
+            continue  # no row for each sample
+        if are_apart(of_ranks, of_one):
+            return phrase(Phrase.FIRST_OUTPUT, layer=name_of(of_one))
+        seen += 1
+    return phrase(Phrase.AFTER_THE_MODEL if seen else Phrase.NOTHING)
+
+
+def name_of(output: LayerOutput) -> str:
+    return f"{output.layer} ({output.kind})".strip()
+
+
+def are_apart(of_ranks: list[LayerOutput], of_one: LayerOutput) -> bool:
+    """In any order of the samples."""
+    rows = sorted(value for own in of_ranks for value in own.rows)
+    largest = max(map(abs, rows), default=0.0) or 1.0
+    return any(
+        not abs(own - one) <= LIMIT * largest
+        for own, one in zip(rows, sorted(of_one.rows), strict=True)
+    )
+
+
+def place_of_loss(replay: Replay) -> str:
+    """The line that computes the first loss, or else that of its backward; empty: not known."""
+    for backward in replay.observed.backwards:
+        return backward.loss_at or backward.at
+    return ""

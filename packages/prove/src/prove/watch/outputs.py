@@ -1,0 +1,48 @@
+"""What does each layer give before the first step? Where a replay differs, this tells the place."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from prove.comparable import NotComparableError, comparable
+from prove.rank_record import LayerOutput
+from prove.watch.model_tensors import projection_vector, without_wrappers
+from prove.watch.rank_run import RankRun
+from prove.watch.samples import tensors_in
+
+MOST_OUTPUTS = 2000
+
+
+class OutputWatcher:
+    def __init__(self, run: RankRun) -> None:
+        self.run = run
+        self.names: dict[int, str] = {}  # of the layers of the module that is called, by id
+
+    def is_wanted(self) -> bool:
+        record = self.run.record
+        return (
+            record.steps == 0
+            and (self.run.joined or self.run.replaying)
+            and len(record.outputs) < MOST_OUTPUTS
+            and torch.is_grad_enabled()
+        )
+
+    def enter(self, root: nn.Module) -> None:
+        """The script calls this module."""
+        if self.is_wanted() and root.training:
+            self.names = {id(part): without_wrappers(name) for name, part in root.named_modules()}
+
+    def leave(self, layer: nn.Module, outputs: Any) -> None:
+        if id(layer) not in self.names or not self.is_wanted():
+            return
+        tensor = next((each for each in tensors_in([outputs]) if each.ndim), None)
+        if tensor is None or not len(tensor):
+            return
+        try:
+            rows = comparable(tensor).reshape(len(tensor), -1)
+        except (NotComparableError, RuntimeError):  # in torch.func, it may have no memory
+            return
+        products = rows @ projection_vector(rows.shape[1], rows.device)
+        name, kind = self.names[id(layer)], type(layer).__name__
+        self.run.record.outputs.append(LayerOutput(name, kind, products.tolist()))
