@@ -47,12 +47,12 @@ class Replay:
         self.replayed = outcome.records[0] if outcome.records else RankRecord()
         self.stepped = self.replayed.steps > 0 and self.replayed.ended != Ended.NOT_YET
         of_ranks, of_one = (gradients_file(folder, name, 0) for name in names)
-        self.gradients_of_ranks = torch.load(of_ranks, weights_only=True)
+        self.gradients_of_ranks = torch.load(of_ranks, weights_only=False)
         self.gradients_of_one: dict = {}
         self.coins: dict = {}  # draws.Draw by key: what the ranks have decided differently
         self.rows: dict = {}  # draws.OneDraw by key: what each sample had for itself
         if self.stepped:
-            self.gradients_of_one = torch.load(of_one, weights_only=True)
+            self.gradients_of_one = torch.load(of_one, weights_only=False)
             tensors = torch.load(tensors_file(folder, names[1], 0), weights_only=False)
             self.coins, self.rows = tensors["coins"], tensors["rows"]
 

@@ -21,7 +21,7 @@ from prove.processes import preload
 from prove.prover import prove
 
 HERE = Path(__file__).parent
-SCRIPTS = ("plain", "accumulate", "amp", "iterable")
+SCRIPTS = ("plain", "accumulate", "amp", "iterable", "own_step")
 RANKS = (1, 2, 3)
 JOBS = 3  # at a time: ranks wait for each other more than they compute
 

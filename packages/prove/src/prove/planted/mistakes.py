@@ -1,4 +1,4 @@
-"""Mistakes, each planted alone in one of four scripts that are right.
+"""Mistakes, each planted alone in one of five scripts that are right.
 
 A mistake is a list of texts to replace; the check and the verdict are what prove must say of it.
 With an original, which is also a list of texts to replace, prove compares the script with that one.
@@ -34,6 +34,10 @@ def amp(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mista
 
 def iterable(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
     return Mistake(name, "iterable", verdict, check, changes)
+
+
+def own_step(name: str, verdict: str, check: str, *changes: tuple[str, str]) -> Mistake:
+    return Mistake(name, "own_step", verdict, check, changes)
 
 
 ONE_GPU = (  # plain.py becomes the script that it was made from
@@ -82,6 +86,73 @@ SGD = "torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)"
 ADAM = (SGD, "torch.optim.Adam(ddp.parameters(), lr=0.01, weight_decay=0.03)")
 SHRINK = "            for p in ddp.parameters():\n                p.data *= 0.9 ** world_size\n"
 A_REST = ("SAMPLES, TEST_SAMPLES, CLASSES = 96", "SAMPLES, TEST_SAMPLES, CLASSES = 100")
+
+IN_STEP = "                average(p.grad)\n"
+NO_AVERAGE = (IN_STEP, "")
+PARAMS, OWN = "    params = list(model.parameters())\n", "AveragingSGD(params, lr=0.1)"
+OWN_LOOP = (
+    "            model.zero_grad()\n            loss.backward()\n            optimizer.step()\n"
+)
+OF_PARAMS = "            for p in params:\n                average(p.grad)\n"
+MASTERS = (  # float32 copies in one vector, of which the parameters are views
+    (
+        PARAMS,
+        PARAMS + "    flat = torch.cat([p.detach().flatten() for p in params]).requires_grad_()\n"
+        "    parts = flat.data.split([p.numel() for p in params])\n"
+        "    for p, part in zip(params, parts):\n        p.data = part.view_as(p)\n",
+    ),
+    (OWN, "torch.optim.AdamW([flat], lr=0.01)"),
+    (
+        OWN_LOOP,
+        OWN_LOOP.replace(
+            "            optimizer",
+            "            flat.grad = torch.cat([p.grad.flatten() for p in params])\n"
+            "            average(flat.grad)\n            optimizer",
+        ),
+    ),
+)
+FUNCTIONAL = (  # the weights are tensors in a dict, and no parameters of the module
+    (OWN, "None"),
+    (
+        "    for epoch in",
+        "    held = {name: p.detach().clone() for name, p in model.named_parameters()}\n"
+        "    def loss_of(held, x, labels):\n"
+        "        return F.cross_entropy(torch.func.functional_call(model, held, (x,)), labels)\n    for epoch in",
+    ),
+    (
+        "            loss = F.cross_entropy(model(x), labels)\n" + OWN_LOOP,
+        "            grads = torch.func.grad(loss_of)(held, x, labels)\n            for grad in grads.values():\n"
+        "                average(grad)\n            held = {name: p - 0.1 * grads[name] for name, p in held.items()}\n",
+    ),
+)
+FUSED = (  # each parameter steps in backward, as soon as its gradient is there
+    (
+        OWN,
+        "None\n    own = {p: torch.optim.SGD([p], lr=0.1) for p in params}\n    def step_now(p):\n"
+        "        average(p.grad)\n        own[p].step()\n        p.grad = None\n"
+        "    for p in params:\n        p.register_post_accumulate_grad_hook(step_now)",
+    ),
+    (OWN_LOOP, "            loss.backward()\n"),
+)
+COMPLEX = (
+    (
+        "def build_model",
+        "class Waves(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.w = nn.Parameter(0.3 * torch.randn(6, 3, dtype=torch.cfloat))\n"
+        "    def forward(self, x):\n        return (x.to(self.w.dtype) @ self.w).abs()\n\n\ndef build_model",
+    ),
+    ("    model = build_model()", "    model = Waves()"),
+)
+SPARSE = (
+    (
+        "def build_model",
+        "class Words(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.table, self.out = nn.Embedding(20, 5, sparse=True), nn.Linear(5, 3)\n"
+        "    def forward(self, x):\n        return self.out(self.table((7 * x[:, 0].abs()).long().clamp(max=19)))\n\n\ndef build_model",
+    ),
+    ("    model = build_model()", "    model = nn.parallel.DistributedDataParallel(Words())"),
+    (OWN, "torch.optim.SGD(params, lr=0.1)"),
+)
 
 MISTAKES = [
     # Samples.
@@ -289,6 +360,35 @@ MISTAKES = [
           ("np.random.seed(rank + 1)", "np.random.seed(1)")),
     plain("the same numbers of random on all ranks", WARNING, "augmentation",
           (NOISE, "random.gauss(0, 1)"), ("    random.seed(rank + 1)", "    random.seed(1)")),
+    own_step("the step sums and does not average", WRONG, "one rank", ("    tensor /= dist.get_world_size()\n", "")),
+    own_step("the step averages no biases", WRONG, "weights", (IN_STEP, "                if p.ndim > 1:\n    " + IN_STEP)),
+    own_step("the step averages a part of each tensor", WRONG, "weights",
+             (IN_STEP, "                average(p.grad.view(-1)[: p.numel() // 2])\n")),
+    own_step("the step takes the gradient of rank 0", WRONG, "one rank", (IN_STEP, "                dist.broadcast(p.grad, 0)\n")),
+    own_step("a sum, which Adam hides in the weights", WARNING, "one rank",
+             ("    tensor /= dist.get_world_size()\n", ""),
+             ("                p -= group", "                size = self.state[p].setdefault('size', torch.zeros_like(p))\n"
+              "                size.mul_(0.99).add_(p.grad ** 2)\n                momentum = momentum / (size.sqrt() + 1e-12)\n                p -= group")),
+    own_step("only rank 0 counts in the mean", WRONG, "averaged gradients", NO_AVERAGE,
+             (OWN_LOOP, OWN_LOOP.replace("            optimizer", OF_PARAMS.replace("average(p.grad)", "dist.broadcast(p.grad, 0)") + "            optimizer"))),
+    own_step("rank 0 counts more", WRONG, "one rank", NO_AVERAGE,
+             (OWN_LOOP, OWN_LOOP.replace("            optimizer", OF_PARAMS.replace("average(p.grad)", "p.grad *= 1.5 - rank\n                average(p.grad)") + "            optimizer"))),
+    own_step("masters are stepped by each rank for itself", WRONG, "weights", *MASTERS[:2],
+             (OWN_LOOP, MASTERS[2][1].replace("            average(flat.grad)\n", ""))),
+    own_step("masters of half the gradient", WRONG, "one rank", *MASTERS[:2],
+             (OWN_LOOP, MASTERS[2][1].replace("average(flat.grad)", "average(flat.grad.div_(world_size))"))),
+    own_step("torch.func without an average", WRONG, "weights", *FUNCTIONAL[:2],
+             (FUNCTIONAL[2][0], FUNCTIONAL[2][1].replace("average(grad)", "pass"))),
+    own_step("torch.func with a sum", WRONG, "one rank", *FUNCTIONAL, ("    tensor /= dist.get_world_size()\n", "")),
+    own_step("steps in backward, without an average", WRONG, "weights",
+             (FUSED[0][0], FUSED[0][1].replace("        average(p.grad)\n", "")), FUSED[1]),
+    own_step("real parts are averaged, imaginary ones are not", WRONG, "weights", *COMPLEX,
+             (IN_STEP, "                real = p.grad.real.contiguous()\n                average(real)\n"
+              "                p.grad = torch.complex(real, p.grad.imag)\n")),
+    own_step("layers that DDP has not been told of begin to train", WRONG, "weights",
+             (PARAMS, "    model[0].requires_grad_(False)\n    ddp = nn.parallel.DistributedDataParallel(model)\n" + PARAMS),
+             (OWN, "torch.optim.SGD(params, lr=0.1)"), ("model(x)", "ddp(x)"),
+             ("        sampler.set_epoch", "        model[0].requires_grad_(epoch > 1)\n        sampler.set_epoch")),
 ]  # fmt: skip
 
 # These look like mistakes, and are none: no row may be WRONG, and the check that is named is right.
@@ -395,4 +495,19 @@ HARMLESS = [
                ("batch_size=12 // world_size", "batch_size=6")),
     amp("the batch of BatchNorm is that of a rank", RIGHT, "",
         ("batch_size=24 // world_size", "batch_size=4")),
+    own_step("masters, of which the parameters are views", RIGHT, "one rank", *MASTERS),
+    own_step("weights in a dict, and torch.func", RIGHT, "one rank", *FUNCTIONAL),
+    own_step("steps in backward", RIGHT, "one rank", *FUSED),
+    own_step("weights are averaged after each step", RIGHT, "one rank", NO_AVERAGE,
+             (OWN_LOOP, OWN_LOOP + OF_PARAMS.replace("p.grad", "p.data"))),
+    own_step("complex weights", RIGHT, "one rank", *COMPLEX),
+    own_step("a sparse gradient", RIGHT, "one rank", *SPARSE),
+    own_step("optimizer states are divided by hand", RIGHT, "one rank",
+             ("                p -= group", "                if number % dist.get_world_size() == dist.get_rank():\n                    p -= group"),
+             ("momentum\n\n\ndef", "momentum\n                dist.broadcast(p, number % dist.get_world_size())\n\n\ndef")),
+    own_step("layers that begin to train are wrapped anew", RIGHT, "one rank",
+             (PARAMS, "    model[0].requires_grad_(False)\n    ddp = nn.parallel.DistributedDataParallel(model)\n" + PARAMS),
+             (OWN, "torch.optim.SGD(params, lr=0.1)"), ("model(x)", "ddp(x)"),
+             ("        sampler.set_epoch", "        if epoch == 2:\n            model.requires_grad_(True)\n"
+              "            ddp = nn.parallel.DistributedDataParallel(model)\n        sampler.set_epoch")),
 ]  # fmt: skip
