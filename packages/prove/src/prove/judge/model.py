@@ -236,7 +236,8 @@ def row_of_some_ranks(step: StepOfRanks) -> ReportRow | None:
     None: it is not, or nobody knows. It needs no replay.
     """
     known, ranks, limit = averages(step), range(len(step.steps)), tolerance(step)
-    if step.differing_parameters("gradients", 1e-4):
+    computes = [any(each.local[rank] for each in known) for rank in ranks]
+    if step.differing_parameters("gradients", 1e-4) or not all(computes):
         return None
     if not known or times_the_mean(step) is not None:
         return None

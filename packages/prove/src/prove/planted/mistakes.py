@@ -503,6 +503,7 @@ HARMLESS = [
     own_step("complex weights", RIGHT, "one rank", *COMPLEX),
     own_step("a sparse gradient", RIGHT, "one rank", *SPARSE),
     own_step("optimizer states are divided by hand", RIGHT, "one rank",
+             ('p in group["params"]:', 'number, p in enumerate(group["params"]):'),
              ("                p -= group", "                if number % dist.get_world_size() == dist.get_rank():\n                    p -= group"),
              ("momentum\n\n\ndef", "momentum\n                dist.broadcast(p, number % dist.get_world_size())\n\n\ndef")),
     own_step("layers that begin to train are wrapped anew", RIGHT, "one rank",

@@ -15,13 +15,13 @@ def average(tensor: Tensor) -> None:
 class AveragingSGD(torch.optim.Optimizer):
     """SGD with momentum, of the mean gradient of all ranks."""
 
-    def __init__(self, params: list[Tensor], lr: float) -> None:
+    def __init__(self, params: list[nn.Parameter], lr: float) -> None:
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for number, p in enumerate(group["params"]):
+            for p in group["params"]:
                 average(p.grad)
                 momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
                 momentum.mul_(0.9).add_(p.grad)
@@ -43,6 +43,7 @@ def main() -> None:
     model = build_model()
     params = list(model.parameters())
     optimizer = AveragingSGD(params, lr=0.1)
+    torch.manual_seed(1000 + rank)
     for epoch in range(4):
         sampler.set_epoch(epoch)
         for x, labels in loader:
