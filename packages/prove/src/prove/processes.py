@@ -250,8 +250,12 @@ class Processes:
 
 def is_waiting(rank: RankRecord) -> bool:
     progress = rank.progress
-    in_a_call = progress.collective is not None or progress.in_backward or progress.in_ddp
-    return rank.ended != Ended.NOT_YET or in_a_call
+    in_a_call = progress.collective or progress.waits_in or progress.in_backward or progress.in_ddp
+    return bool(in_a_call) or rank.ended != Ended.NOT_YET
+
+
+def is_loading(rank: RankRecord) -> bool:
+    return rank.progress.is_loading and not is_waiting(rank)
 
 
 def wait_for_different_things(records: list[RankRecord]) -> bool:
@@ -260,6 +264,7 @@ def wait_for_different_things(records: list[RankRecord]) -> bool:
         len(records) < 2
         or len(records) < records[0].world_size
         or not all(map(is_waiting, records))
+        or any(rank.progress.waits_in for rank in records)  # a message may still be on its way
     ):
         return False
     places: set[tuple[int, str]] = set()  # how many collectives a rank has called, and the last one
@@ -320,7 +325,8 @@ def run_command(
                 continue
             next_look = time.monotonic() + SECONDS_PER_BEAT
             records = read_records(settings.folder, settings.name)
-            limit = timeout if records else 10 * timeout  # before the ranks meet: downloads
+            # Before the ranks meet, and while one loads: downloads, slow workers.
+            limit = timeout if records and not any(map(is_loading, records)) else 10 * timeout
             if wait_for_different_things(records):
                 limit = SECONDS_UNTIL_SURE
             if progress.seconds_without(records) > limit:

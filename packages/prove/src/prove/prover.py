@@ -9,13 +9,14 @@ import shutil
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from prove import NotJudgedError, processes
 from prove.examination import Examination
 from prove.judge import printed_numbers, replay_checks, schedule
 from prove.judge.compare_steps import Comparison, Outcome, comparisons, worst
-from prove.judge.effects import effect_rows, error_of
+from prove.judge.effects import effect_rows, error_of, what_ranks_do
 from prove.judge.epochs import epoch_rows, original_epoch_rows
 from prove.judge.evaluation import evaluation_rows
 from prove.judge.model import model_rows
@@ -24,7 +25,7 @@ from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.samples import same_contents, sample_rows
 from prove.judge.table import NOT_SEEN, RIGHT, WRONG, Check, ReportRow, not_seen
-from prove.rank_record import Mode, Note, ReplayVariant
+from prove.rank_record import Mode, Note, OptimizerRecord, RankRecord, ReplayVariant
 from prove.runs import Runs, command_of_one_rank, failed
 from prove.watch.effects import restore_files
 
@@ -42,7 +43,10 @@ class Prover:
     def check_that_something_was_seen(self) -> None:
         outcome, records = self.observed, self.observed.records
         if outcome.silent:
-            raise NotJudgedError(f"no progress for {self.args.timeout:g} s: try a larger --timeout")
+            doing = what_ranks_do(outcome)
+            raise NotJudgedError(
+                f"no progress for {self.args.timeout:g} s or more ({doing}): try a larger --timeout"
+            )
         if not records and not outcome.status and "Traceback" not in outcome.log:
             raise NotJudgedError(
                 f"the script made no process group: {advice_without_group(self.args.command)}"
@@ -79,7 +83,7 @@ class Prover:
             batches = sum(loader_pass.batches_given for loader_pass in records[0].loader_passes)
             why = ReplayReason.NO_STEP if batches else ReplayReason.NO_BATCH
             return [*rows, not_seen(Check.ONE_RANK, why, batches=batches)]
-        rows += model_rows(records)
+        rows += model_rows(steps_of_all_ranks(records))
         rows += self.one_rank_rows(rows)
         if any(row.check == Check.ONE_RANK and row.verdict == RIGHT for row in rows):
             # Whatever changed the gradients before the step was no mistake.
@@ -148,6 +152,27 @@ class Prover:
             return printed_numbers.printed_rows(replayed)
         control = self.runs.run_all_ranks(variant)
         return printed_numbers.printed_rows(replayed, control.records)
+
+
+def steps_of_all_ranks(records: list[RankRecord]) -> list[RankRecord]:
+    """Under Join, a rank without a batch makes no step, and gets the weights later: compare only
+    the steps before the first rank is done."""
+    passes = [[each for each in rank.loader_passes if each.steps] for rank in records]
+    if Note.JOINS not in records[0].notes or not all(passes):
+        return records
+    batches = [of_rank[0].batches_given for of_rank in passes]
+    if len({*batches}) == 1:
+        return records
+
+    def cut(optimizer: OptimizerRecord) -> OptimizerRecord:
+        numbers = [step.batch for step in optimizer.steps]
+        first_epoch = next(
+            (i for i in range(1, len(numbers)) if numbers[i] < numbers[i - 1]), len(numbers)
+        )
+        steps = [step for step in optimizer.steps[:first_epoch] if step.batch <= min(batches)]
+        return replace(optimizer, steps=steps)
+
+    return [replace(rank, optimizers=[cut(each) for each in rank.optimizers]) for rank in records]
 
 
 def advice_without_group(command: list[str]) -> str:

@@ -7,9 +7,9 @@ from typing import Any
 from prove.judge.reasons import Phrase
 from prove.judge.run_reasons import RunReason
 from prove.judge.table import Check, ReportRow, right, warning, wrong
-from prove.judge.wording import phrase
+from prove.judge.wording import in_words, phrase
 from prove.processes import RunOutcome
-from prove.rank_record import Collective, Ended, OpenedFile, RankRecord
+from prove.rank_record import Collective, Ended, Note, OpenedFile, RankRecord
 
 NUMBER = re.compile(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?")
 LOST_CONNECTION = re.compile(  # the other rank is gone
@@ -46,8 +46,13 @@ def collective_rows(outcome: RunOutcome) -> list[ReportRow]:
     records = outcome.records
     wait_for_ever = outcome.hang or have_parted(outcome)
     have_ended = all(rank.ended.is_well for rank in records)
-    difference = first_difference(records) or (
-        missed_call(records) if wait_for_ever or have_ended else None
+    # Where a run ends well, a rank that called a DDP model once more did no harm.
+    calls = [
+        [call for call in rank.collectives if wait_for_ever or not call.is_of_ddp]
+        for rank in records
+    ]
+    difference = first_difference(calls) or (
+        missed_call(records, calls) if wait_for_ever or have_ended else None
     )
     if wait_for_ever:
         ranks = [state_of(rank, outcome.hang) for rank in records]
@@ -57,8 +62,7 @@ def collective_rows(outcome: RunOutcome) -> list[ReportRow]:
         return [wrong(Check.HANG, RunReason.HANG, ranks=ranks)]
     if difference:
         return [wrong(Check.COLLECTIVES, RunReason.COLLECTIVES_DIFFER, difference=difference)]
-    calls = len(records[0].collectives)
-    return [right(Check.COLLECTIVES, RunReason.COLLECTIVES_ALIKE, calls=calls)]
+    return [right(Check.COLLECTIVES, RunReason.COLLECTIVES_ALIKE, calls=len(calls[0]))]
 
 
 def error_is(rank: RankRecord, kind: re.Pattern) -> bool:
@@ -80,9 +84,8 @@ def is_of_the_connection(rank: RankRecord) -> bool:
     return error_is(rank, LOST_CONNECTION) or error_is(rank, OTHER_MESSAGE)
 
 
-def first_difference(records: list[RankRecord]) -> dict[str, Any] | None:
+def first_difference(calls: list[list[Collective]]) -> dict[str, Any] | None:
     """The first collective that is another one on some ranks."""
-    calls = [rank.collectives for rank in records]
     for parts in zip(*calls, strict=False):
         if len({call.name for call in parts}) > 1:
             different = [
@@ -93,14 +96,14 @@ def first_difference(records: list[RankRecord]) -> dict[str, Any] | None:
     return None
 
 
-def missed_call(records: list[RankRecord]) -> dict[str, Any] | None:
+def missed_call(records: list[RankRecord], calls: list[list[Collective]]) -> dict[str, Any] | None:
     """What some ranks call and others do not, if all have ended or wait for ever."""
-    calls = [rank.collectives for rank in records]
     fewest, most = min(calls, key=len), max(calls, key=len)
     if len(fewest) == len(most):
         steps = [rank.steps for rank in records]
         all_known = all(rank.ended != Ended.NOT_YET for rank in records)
-        is_unequal = all_known and len({*steps}) > 1
+        joins = Note.JOINS in records[0].notes
+        is_unequal = all_known and len({*steps}) > 1 and not joins
         return phrase(Phrase.UNEQUAL_STEPS, steps=steps) if is_unequal else None
     call = most[len(fewest)]
     others = [rank for rank, of_rank in enumerate(calls) if len(of_rank) == len(fewest)]
@@ -119,12 +122,20 @@ def state_of(rank: RankRecord, hang: bool) -> dict[str, Any]:
     if not hang:  # its process was killed; where it was in its last call is all that is known
         last = rank.collectives[-1] if rank.collectives else NO_CALL
         return phrase(Phrase.ENDED_IN_CALL, rank=number, name=last.name, at=last.at)
-    if call := rank.progress.collective:
+    if call := rank.progress.collective or rank.progress.waits_in:
         return phrase(Phrase.WAITS_IN_CALL, rank=number, name=call.name, at=call.at)
     waits = Phrase.WAITS_IN_FORWARD if rank.progress.in_ddp else Phrase.WAITS_IN_ITS_CODE
     if rank.progress.in_backward:
         waits = Phrase.WAITS_IN_BACKWARD
+    elif rank.progress.is_loading:
+        waits = Phrase.WAITS_FOR_DATA
     return phrase(waits, rank=number, at=rank.progress.at)
+
+
+def what_ranks_do(outcome: RunOutcome) -> str:
+    """Where nobody can say whether they wait for each other."""
+    states = [state_of(rank, hang=True) for rank in outcome.records]
+    return in_words("{ranks:; }", {"ranks": states}) if states else "no rank has joined a group"
 
 
 def file_rows(records: list[RankRecord]) -> list[ReportRow]:

@@ -23,7 +23,7 @@ LENGTHS += "{samples_of_original} in {batches_of_original} in the original ({at}
 @unique
 class RunReason(Reason):
     # effects: together
-    HANG = ("{ranks:; }", ALL_CALL, Heading.HANG)
+    HANG = ("{ranks:; }", f"{ALL_CALL}; and each recv its send", Heading.HANG)
     HANG_BY_DIFFERENCE = ("{ranks:; }. The first difference: {difference}", ALL_CALL, Heading.HANG)
     COLLECTIVES_DIFFER = ("{difference}", ALL_CALL, Heading.HANG)
     COLLECTIVES_ALIKE = "{calls:n call}, the same on all ranks"

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.algorithms import Join
 
 from prove.rank_record import (
+    DDP_CALLS,
     MOST_COLLECTIVES,
     Collective,
     Ended,
@@ -36,6 +37,9 @@ COLLECTIVES = [
     "all_to_all_single", "all_gather_single", "reduce_scatter_single", "gather_single",
     "gather_into_tensor",
 ]  # fmt: skip
+POINT_TO_POINT = [
+    "send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list",
+]  # fmt: skip
 MOST_CALLS = 1000
 
 # Files that several processes write by agreement, or that are no result of the script.
@@ -43,15 +47,15 @@ IGNORED_FOLDERS = ("/dev/", "/proc/", "/sys/", "/tmp/torch", "/tmp/pymp", "/tmp/
 IGNORED_PARTS = ("__pycache__", "/.cache/", "torchinductor", "torchelastic", "/.triton/")
 
 
-def watch_collective(run: RankRun, name: str) -> None:
+def watch_collective(run: RankRun, name: str, printed_name: str = "") -> None:
     @wrap(dist, name)
     def call(original: Callable, *args: Any, **kwargs: Any) -> Any:
-        group = kwargs.get("group")
+        group = args[0] if name in DDP_CALLS else kwargs.get("group")
         progress, world_size = run.record.progress, run.record.world_size
         inside = progress.collective is not None  # all_gather_object calls all_gather
         if inside or not run.joined or (group and dist.get_world_size(group) != world_size):
             return original(*args, **kwargs)
-        progress.collective = Collective(name, where(), run.running_batchnorm())
+        progress.collective = Collective(printed_name or name, where(), run.running_batchnorm())
         if len(run.record.collectives) < MOST_COLLECTIVES:
             run.record.collectives.append(progress.collective)
             with calls_file(run.settings.folder, run.settings.name, run.record.rank).open("a") as f:
@@ -64,6 +68,40 @@ def watch_collective(run: RankRun, name: str) -> None:
         finally:
             progress.collective = None
             run.note_event()
+
+
+def call_that_may_wait(run: RankRun, name: str, function: Callable, *args: Any, **more: Any) -> Any:
+    """Let the rank be seen in this call, which need not be one that all ranks make."""
+    progress = run.record.progress
+    inside = progress.collective is not None or progress.waits_in is not None
+    if inside or not run.joined or threading.current_thread() is not threading.main_thread():
+        return function(*args, **more)
+    progress.waits_in = Collective(name, where())
+    run.note_event()
+    try:
+        return function(*args, **more)
+    finally:
+        progress.waits_in = None
+        run.note_event()
+
+
+def watch_point_to_point(run: RankRun, name: str) -> None:
+    @wrap_everywhere(dist.distributed_c10d, name)  # where P2POp compares functions
+    def call(original: Callable, *args: Any, **kwargs: Any) -> Any:
+        peer = kwargs.get("src", kwargs.get("dst", args[1] if len(args) > 1 else None))
+        direction = "from" if "recv" in name else "to"
+        printed_name = f"{name} {direction} rank {peer}" if isinstance(peer, int) else name
+        return call_that_may_wait(run, printed_name, original, *args, **kwargs)
+
+
+def watch_waits(run: RankRun) -> None:
+    """For the end of a call, or for what another rank puts into a store."""
+    for owner, name in ((dist.Work, "wait"), (dist.Store, "get"), (dist.Store, "wait")):
+
+        @wrap(owner, name)
+        def wait(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+            printed_name = f"{type(self).__name__}.{original.__name__}()"
+            return call_that_may_wait(run, printed_name, original, self, *args, **kwargs)
 
 
 def watch_groups(run: RankRun) -> None:
@@ -86,10 +124,10 @@ def watch_groups(run: RankRun) -> None:
             run.note(Note.HAS_GROUPS)
         return original(ranks, *args, **kwargs)
 
-    @wrap(DistributedDataParallel, "join")
-    def join(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    @wrap(Join, "__init__")  # which DDP.join makes, too
+    def join(original: Callable, *args: Any, **kwargs: Any) -> None:
         run.note(Note.JOINS)
-        return original(*args, **kwargs)
+        original(*args, **kwargs)
 
 
 def keep_copy(path: str, folder: Path) -> None:
@@ -267,6 +305,11 @@ def watch_prints(run: RankRun) -> None:
 def install(run: RankRun) -> None:
     for name in filter(partial(hasattr, dist), COLLECTIVES):  # some are of torch 2.14
         watch_collective(run, name)
+    for name, printed_name in DDP_CALLS.items():
+        watch_collective(run, name, printed_name)
+    for name in POINT_TO_POINT:
+        watch_point_to_point(run, name)
+    watch_waits(run)
     watch_groups(run)
     watch_files(run)
     watch_prints(run)
