@@ -316,6 +316,7 @@ class RankRecord:
     backwards: list[Backward] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     opened_files: list[OpenedFile] = field(default_factory=list)
+    written: dict[str, int] = field(default_factory=dict)  # by path: a checksum of what it wrote
     printed: list[PrintedText] = field(default_factory=list)
     rates_after_epochs: list[list[float]] = field(default_factory=list)
     dropout: dict[str, int] = field(default_factory=dict)  # by place: a digest of torch's generator

@@ -157,7 +157,11 @@ def file_rows(records: list[RankRecord]) -> list[ReportRow]:
         elif not trained:
             rows.append(warning(Check.FILES, RunReason.FILE_BEFORE_TRAINING, **facts))
         else:
-            rows.append(wrong(Check.FILES, RunReason.FILE_OF_SEVERAL_RANKS, **facts))
+            contents = {records[rank].written.get(path) for rank in by_rank}
+            reason = RunReason.FILE_OF_SEVERAL_RANKS
+            if len(contents) > 1:
+                reason = RunReason.FILE_OF_DIFFERENT_CONTENTS
+            rows.append(wrong(Check.FILES, reason, **facts))
     if writers and not rows:
         return [right(Check.FILES, RunReason.FILES_OF_ONE_RANK, files=len(writers))]
     return rows[:MOST_ROWS]

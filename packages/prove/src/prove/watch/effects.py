@@ -1,6 +1,8 @@
 """What can be seen of a rank from outside? Collectives, files and printed lines are watched."""
 
 import builtins
+import filecmp
+import io
 import logging
 import os
 import shutil
@@ -142,8 +144,12 @@ def keep_copy(path: str, folder: Path) -> None:
             time.sleep(0.01)
         return
     if os.path.isfile(path):
-        shutil.copy2(path, note.with_suffix(".copy"))
+        shutil.copy2(path, copy_of(path, folder))
     note.write_text(path)
+
+
+def copy_of(path: str, folder: Path) -> Path:
+    return folder / f"file.{zlib.crc32(path.encode())}.copy"
 
 
 def restore_files(folder: Path) -> None:
@@ -164,12 +170,67 @@ def restore_files(folder: Path) -> None:
         note.unlink()
 
 
+class WatchedText(io.TextIOWrapper):
+    """A text file that notes what is written to it."""
+
+    note: Callable[[str], None]
+
+    def write(self, text: str) -> int:
+        self.note(text)
+        return super().write(text)
+
+
+class Checksum(io.RawIOBase):
+    """A file that keeps nothing but the checksum of its bytes."""
+
+    number = 0
+
+    def write(self, part: Any) -> int:
+        self.number = zlib.crc32(part, self.number)
+        return len(part)
+
+
 class FileWatcher:
     """An audit hook, which Python calls before it opens, renames or removes a file."""
 
     def __init__(self, run: RankRun) -> None:
         self.run, self.folder = run, Path(run.settings.folder)
         self.inside = threading.local()  # the thread that writes the record opens files, too
+        self.texts: set[str] = set()  # whose every write is noted
+        run.at_end.append(self.keep_changed_files)
+
+    def keep_changed_files(self) -> None:
+        """np.memmap opens with r+ what it only reads, and a logger what it may never write to."""
+
+        def is_changed(opened: OpenedFile) -> bool:
+            path, written = opened.path, self.run.record.written
+            if "w" in opened.mode or "x" in opened.mode or path in written:
+                return True
+            copy = copy_of(path, self.folder)
+            both = copy.exists() and os.path.isfile(path)
+            return path not in self.texts and not (both and filecmp.cmp(path, copy, shallow=False))
+
+        record = self.run.record
+        record.opened_files = [opened for opened in record.opened_files if is_changed(opened)]
+
+    def watch_text(self, text: io.TextIOWrapper, newline: str | None) -> io.TextIOWrapper:
+        """The same open file, which notes what is written to it."""
+        path, mode, written = (
+            os.path.realpath(os.fsdecode(text.name)),
+            text.mode,
+            self.run.record.written,
+        )
+        encoding, errors, buffering = text.encoding, text.errors, text.line_buffering
+        watched = WatchedText(text.detach(), encoding, errors, newline, buffering)
+        watched.mode = mode
+        self.texts.add(path)
+
+        def note(part: str) -> None:
+            if part and not self.run.written:
+                written[path] = zlib.crc32(part.encode(errors="replace"), written.get(path, 0))
+
+        watched.note = note
+        return watched
 
     def is_ignored(self, path: str) -> bool:
         if any(part in path for part in IGNORED_PARTS) or path.startswith(str(self.folder)):
@@ -228,10 +289,25 @@ def watch_files(run: RankRun) -> None:
     watcher = FileWatcher(run)
     sys.addaudithook(watcher.audit)
 
+    @wrap(builtins, "open")
+    def open_file(original: Callable, *args: Any, **kwargs: Any) -> Any:
+        file = original(*args, **kwargs)
+        is_new = type(file) is io.TextIOWrapper and isinstance(file.name, str | bytes)
+        if is_new and set(file.mode) & set("wax+"):
+            return watcher.watch_text(file, kwargs.get("newline", (*args, *[None] * 6)[5]))
+        return file
+
+    io.open = builtins.open  # which pathlib calls
+
     @wrap(torch, "save")
     def save(original: Callable, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(f, str | os.PathLike):  # written in C++, which no audit hook sees
             watcher.note_change(f, "w")
+            path, written = os.path.realpath(f), run.record.written
+            if path not in written:
+                checksum = Checksum()
+                original(obj, checksum, *args, **kwargs)
+                written[path] = checksum.number
         original(obj, f, *args, **kwargs)
 
 

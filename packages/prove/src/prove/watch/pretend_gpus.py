@@ -97,8 +97,8 @@ def is_gpu(device: Any) -> bool:
 
 
 class GpuGenerator:
-    """What the GPU draws from. It is the CPU's generator, until the script seeds the GPU alone: then
-    models, and what names a GPU, draw from a state of their own, as on a GPU."""
+    """What the GPU draws from. It is the CPU's generator, until the script seeds the GPU alone:
+    then models, and what names a GPU, draw from a state of their own, as on a GPU."""
 
     def __init__(self) -> None:
         self.state: Tensor | None = None
