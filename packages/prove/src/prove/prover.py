@@ -33,8 +33,9 @@ from prove.watch.effects import restore_files
 class Prover:
     """Which runs are needed, and what they say."""
 
-    def __init__(self, runs: Runs) -> None:
-        self.runs, self.args = runs, runs.args
+    def __init__(self, runs: Runs, rows: list[ReportRow]) -> None:
+        """rows: of the table, to which each verdict is added as soon as it is known."""
+        self.runs, self.args, self.rows = runs, runs.args, rows
 
     @property
     def observed(self) -> processes.RunOutcome:
@@ -62,34 +63,38 @@ class Prover:
         ):
             raise NotJudgedError("no optimizer step was made, and no model was called")
 
-    def judge(self) -> list[ReportRow]:
+    def judge(self) -> None:
         self.runs.observe()
         self.check_that_something_was_seen()
-        observed, records = self.observed, self.observed.records
-        rows = effect_rows(observed)
+        observed, records, rows = self.observed, self.observed.records, self.rows
+        rows += effect_rows(observed)
         if any(record.world_size > len(records) for record in records):
             facts = {"present": len(records), "world_size": records[0].world_size}
-            return [*rows, not_seen(Check.RANKS, ReplayReason.RECORDS_MISSING, **facts)]
+            rows.append(not_seen(Check.RANKS, ReplayReason.RECORDS_MISSING, **facts))
+            return
         rows += sample_rows(records) + epoch_rows(records)
         rows += evaluation_rows(records)
         if observed.hang:
-            return [*rows, not_seen(Check.ONE_RANK, ReplayReason.RUN_HANGS)]
+            rows.append(not_seen(Check.ONE_RANK, ReplayReason.RUN_HANGS))
+            return
         if not all(record.ended.is_well for record in records):
-            return [
-                *rows,
-                not_seen(Check.ONE_RANK, ReplayReason.RUN_FAILS, message=error_of(observed)),
-            ]
+            message = error_of(observed)
+            rows.append(not_seen(Check.ONE_RANK, ReplayReason.RUN_FAILS, message=message))
+            return
         if not any(record.steps for record in records):
             batches = sum(loader_pass.batches_given for loader_pass in records[0].loader_passes)
             why = ReplayReason.NO_STEP if batches else ReplayReason.NO_BATCH
-            return [*rows, not_seen(Check.ONE_RANK, why, batches=batches)]
+            rows.append(not_seen(Check.ONE_RANK, why, batches=batches))
+            return
         rows += model_rows(steps_of_all_ranks(records))
         rows += self.one_rank_rows(rows)
         if any(row.check == Check.ONE_RANK and row.verdict == RIGHT for row in rows):
             # Whatever changed the gradients before the step was no mistake.
             unexplained = (Check.AVERAGED_GRADIENTS, Check.FORWARD)
-            rows = [row for row in rows if row.verdict != NOT_SEEN or row.check not in unexplained]
-        return rows + self.original_rows(rows)
+            rows[:] = [
+                row for row in rows if row.verdict != NOT_SEEN or row.check not in unexplained
+            ]
+        rows += self.original_rows(rows)
 
     def original_rows(self, rows: list[ReportRow]) -> list[ReportRow]:
         if not self.args.original:
@@ -183,15 +188,20 @@ def advice_without_group(command: list[str]) -> str:
 
 
 def prove(
-    args: Namespace, report: Callable[[str], None], spare: processes.SpareProcess | None = None
+    args: Namespace,
+    report: Callable[[str], None],
+    spare: processes.SpareProcess | None = None,
+    rows: list[ReportRow] | None = None,
 ) -> list[ReportRow]:
-    """The rows of the table. spare: becomes one of the ranks.
+    """The rows of the table. spare: becomes one of the ranks. rows: gets them as they are known.
 
     Raises NotJudgedError: there is none. NotObservedError: prove cannot watch this script.
     """
+    rows = [] if rows is None else rows
     folder = tempfile.mkdtemp(prefix="prove-")
     try:
-        return Prover(Runs(args, folder, report, spare)).judge()
+        Prover(Runs(args, folder, report, spare), rows).judge()
+        return rows
     finally:
         restore_files(Path(folder))
         shutil.rmtree(folder, ignore_errors=True)  # a rank that was ended may still write
