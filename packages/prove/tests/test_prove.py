@@ -12,7 +12,7 @@ import prove
 from helpers.local_ranks import SECONDS, run_script
 from helpers.prove_runs import TORCHRUN, run, verdict
 from prove.planted.mistakes import ONE_GPU
-from prove_cases import PACKAGE, planted
+from prove_cases import PACKAGE, planted, training_of
 
 
 def test_prove_finds_the_planted_mistakes_and_calls_nothing_wrong_that_is_right():
@@ -108,11 +108,39 @@ def test_a_project_keeps_its_script_right_with_a_test(tmp_path, monkeypatch):
     right = prove.check(line)
     assert right.proven
     assert right.wrong == right.warnings == []
+    all_ranks_print = planted(("        if rank == 0:\n", "        if rank >= 0:\n"))
+    (tmp_path / "train.py").write_text(all_ranks_print)
+    assert not prove.check(line, strict=True).proven
+    ended = run(tmp_path, "--strict", *line)
+    assert (ended.returncode, ended.stdout.count("count as WRONG")) == (1, 1), ended.stdout
+    assert "\n0 WRONG" in ended.stdout
     (tmp_path / "train.py").write_text(planted(("ddp(points)", "ddp.module(points)")))
     found = prove.check(line)
     assert "forward through DDP" in {row.check for row in found.wrong}
     assert not found.proven
     assert not replace(right, unseen=["one rank"]).proven, "what was not compared is not proven"
+
+
+OWN_ARGUMENTS = """
+import argparse, os
+parser = argparse.ArgumentParser()
+parser.add_argument("--rank", type=int)
+parser.add_argument("--world-size", type=int)
+args = parser.parse_args()
+assert "RANK" not in os.environ
+"""
+
+
+def test_a_script_that_is_told_its_rank_by_an_argument_is_started_with_it(tmp_path):
+    """The control: without the number of ranks, the word is the script's own."""
+    group = f"'gloo', init_method='file://{tmp_path}/met' + str(args.world_size), "
+    group += "rank=args.rank, world_size=args.world_size"
+    source = training_of("DistributedDataParallel(nn.Linear(8, 8))", OWN_ARGUMENTS)
+    (tmp_path / "train.py").write_text(source.replace('"gloo"', group))
+    ended = run(tmp_path, "python", "train.py", "--rank={rank}", "--world-size", "{world_size}")
+    assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
+    ended = run(tmp_path, "python", "train.py", "--rank={rank}")
+    assert "invalid int value: '{rank}'" in ended.stderr
 
 
 def test_the_page_shows_what_prove_prints(tmp_path):

@@ -40,7 +40,10 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 OWN_FOLDERS = (HERE, os.path.dirname(HERE))  # of our code that runs beside the script
 PATHS = sysconfig.get_paths()
 LIBRARIES = tuple({PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-LOADER_FILE = inspect.getfile(torch.utils.data.DataLoader)
+LOADING_FILES = {  # we read samples, too
+    inspect.getfile(torch.utils.data.DataLoader), "<frozen importlib._bootstrap>",
+    os.path.join(HERE, "data.py"), os.path.join(HERE, "samples.py"),
+}  # fmt: skip
 DDP_FILE = inspect.getfile(torch.nn.parallel.DistributedDataParallel)
 SECONDS_FOR_OTHERS = 20  # to come to the end of their runs, too
 
@@ -91,9 +94,7 @@ def is_user_file(file: str) -> bool:
 
 def is_loading(frame: FrameType) -> bool:
     """Does it wait for a batch, for the workers of a loader, or for an import?"""
-    return any(
-        file in (LOADER_FILE, "<frozen importlib._bootstrap>") for file, *_ in callers(frame)
-    )
+    return any(file in LOADING_FILES for file, *_ in callers(frame))
 
 
 def where(frame: FrameType | None = None, outside: str = "") -> str:
