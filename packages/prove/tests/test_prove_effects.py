@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -213,6 +214,21 @@ def test_ranks_that_wait_for_each_other_are_named_with_their_lines(prove_script)
     assert f"rank 1 waits in all_gather at {line_of('all_gather', by_one)}" in text
     ended = prove_script(by_one.replace("if dist.get_rank() == 0", "if True"))
     assert verdict(ended, "collectives") == "right", ended.stdout + ended.stderr
+
+
+def test_under_join_ranks_may_make_unequal_steps(prove_script):
+    """The steps that all ranks make are compared. The control: without Join, the longer waits."""
+    joined = training_of(LINEAR, "from torch.distributed.algorithms.join import Join")
+    joined = joined.replace("DistributedSampler(data)", "range(12 if dist.get_rank() else 20)")
+    joined = joined.replace("    sampler.set_epoch(epoch)\n", "")
+    loop, _, rest = joined.partition("    for x in")
+    body = textwrap.indent(f"    for x in{rest}", "    ")
+    joined = f"{loop}    with Join([model]):\n{body}"
+    ended = prove_script(joined, "--batches=8")
+    for check in ("one rank", "weights", "averaged gradients", "batches per epoch", "collectives"):
+        assert verdict(ended, check) == "right", ended.stdout + ended.stderr
+    ended = prove_script(joined.replace("with Join([model])", "if True"), "--batches=8")
+    assert verdict(ended, "batches per epoch") == "WRONG", ended.stdout + ended.stderr
 
 
 SLOW = """

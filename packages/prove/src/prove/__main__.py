@@ -34,6 +34,7 @@ from prove.judge.table import (
     format_table,
     unseen_checks,
 )
+from prove.judge.wording import number_with_noun
 from prove.options import parse_args
 
 PROOF_OF = {Check.ONE_RANK: "what is averaged", Check.ORIGINAL: "the conversion"}
@@ -119,7 +120,8 @@ def main() -> int:
     wrong, warnings = (sum(row.verdict == each for row in rows) for each in (WRONG, WARNING))
     ending = ""
     if args.strict and warnings:
-        ending = f"; --strict: {warnings} warnings count as WRONG"
+        named = number_with_noun(warnings, "warning")
+        ending = f"; {named}, which --strict counts as WRONG"
     if unseen:
         unknown = " and ".join(PROOF_OF[check] for check in unseen)
         ending += f"; not seen: {', '.join(unseen)}, so nothing is proven about {unknown}"
