@@ -21,6 +21,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from argparse import Namespace
 from pathlib import Path
 
@@ -99,6 +100,7 @@ def main() -> int:
     hashes_differ = is_forked and "PYTHONHASHSEED" not in os.environ
     spare = processes.SpareProcess() if hashes_differ else None
     rows: list[ReportRow] = []
+    warnings.simplefilter("ignore")  # of what the judges compute: they are not the script's
     try:
         status, error = run_proof(args, spare, rows)
     finally:
@@ -117,16 +119,16 @@ def main() -> int:
     unseen = unseen_checks(rows, proof)
     write_json(args.json, rows, unseen, "")
     print(format_table(rows))
-    wrong, warnings = (sum(row.verdict == each for row in rows) for each in (WRONG, WARNING))
+    wrong, warned = (sum(row.verdict == each for row in rows) for each in (WRONG, WARNING))
     ending = ""
-    if args.strict and warnings:
-        named = number_with_noun(warnings, "warning")
+    if args.strict and warned:
+        named = number_with_noun(warned, "warning")
         ending = f"; {named}, which --strict counts as WRONG"
     if unseen:
         unknown = " and ".join(PROOF_OF[check] for check in unseen)
         ending += f"; not seen: {', '.join(unseen)}, so nothing is proven about {unknown}"
     print(f"\n{wrong} WRONG of {len(rows)} checks, in {time.monotonic() - began:.0f} s{ending}")
-    if wrong or (args.strict and warnings):
+    if wrong or (args.strict and warned):
         return IS_WRONG
     return NOTHING_PROVEN if unseen and not args.allow_unproven else PROVEN
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ from prove.rank_record import SECONDS_PER_BEAT, Ended, RankRecord, Settings, rea
 
 HOOKS = Path(__file__).parent / "hooks"
 RANK, WORLD_SIZE = "{rank}", "{world_size}"  # in a command that each rank gets with its numbers
+WARNING_FILTERS = warnings.filters[:]  # of a script: ours are quieter
 SECONDS_UNTIL_SURE = 1.5  # seconds without progress, if the ranks wait for different things
 BEATS_OF_A_LIVE_RANK = 4  # a rank that has not written so often since then may only be slow
 SECONDS_AFTER_FAILURE = 3.0  # seconds that the others get when one rank has failed
@@ -111,6 +113,7 @@ def begin_as(command: list[str], environment: dict[str, str], log: Path) -> None
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    warnings.filters[:] = WARNING_FILTERS  # type: ignore[index]
     out = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     os.dup2(out, 1)
     os.dup2(out, 2)

@@ -57,7 +57,10 @@ class Prover:
         if failed(outcome) or not records:
             rows = effect_rows(outcome) + sample_rows(records) + epoch_rows(records)
             if not any(row.verdict == WRONG for row in rows):
-                raise NotJudgedError(f"the script fails by itself: {error_of(outcome)}")
+                error = error_of(outcome)
+                needs_gpu = not self.args.cpu and ("NVIDIA" in error or "CUDA" in error)
+                advice = "; without a GPU, --cpu runs it" if needs_gpu else ""
+                raise NotJudgedError(f"the script fails by itself: {error}{advice}")
         elif not any(
             record.steps or record.loader_passes or record.model_calls for record in records
         ):

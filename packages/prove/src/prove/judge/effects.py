@@ -20,6 +20,7 @@ OTHER_MESSAGE = re.compile(  # the other rank sent something else: it is in anot
 )
 REDUCTION_STOPPED = re.compile("Expected to have finished reduction in the prior iteration")
 LAUNCHER = "torch.distributed.elastic"  # its own error says only that a rank has failed
+INSTALLED = re.compile("-packages/|/lib/python|/prove/src/prove/")  # no line of the script
 NO_CALL = Collective("no collective", "any place")
 MOST_CHARACTERS = 240  # of an error
 MOST_ROWS = 3  # about files
@@ -203,4 +204,7 @@ def error_of(outcome: RunOutcome) -> str:
     lines = [line.strip() for line in outcome.log.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b|error:", line)]
     of_ranks = [line for line in errors if not line.startswith(LAUNCHER)]
-    return (of_ranks or errors or lines or ["it printed nothing"])[-1][:300]
+    error = (of_ranks or errors or lines or ["it printed nothing"])[-1][:300]
+    places = re.findall(r'^  File "([^"<]+)", line (\d+)', outcome.log, re.M)
+    own = [f"{os.path.relpath(file)}:{line}" for file, line in places if not INSTALLED.search(file)]
+    return f"{error} (at {own[-1]})" if own else error

@@ -25,6 +25,7 @@ from prove.rank_record import (
     MOST_COLLECTIVES,
     Collective,
     Ended,
+    Mode,
     Note,
     OpenedFile,
     PrintedText,
@@ -222,7 +223,7 @@ class FileWatcher:
         )
         encoding, errors, buffering = text.encoding, text.errors, text.line_buffering
         watched = WatchedText(text.detach(), encoding, errors, newline, buffering)
-        watched.mode = mode
+        watched.mode = mode  # type: ignore[misc]
         self.texts.add(path)
 
         def note(part: str) -> None:
@@ -285,10 +286,25 @@ def in_folder(path: Any, descriptor: int) -> Any:
     return os.path.join(folder, os.fsdecode(path))
 
 
-def watch_files(run: RankRun) -> None:
+def watch_files(run: RankRun) -> FileWatcher:
     watcher = FileWatcher(run)
     sys.addaudithook(watcher.audit)
 
+    @wrap(torch, "save")
+    def save(original: Callable, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(f, str | os.PathLike):  # written in C++, which no audit hook sees
+            watcher.note_change(f, "w")
+            path, written = os.path.realpath(f), run.record.written
+            if path not in written and run.settings.mode == Mode.OBSERVE:
+                checksum = Checksum()
+                original(obj, checksum, *args, **kwargs)
+                written[path] = checksum.number
+        original(obj, f, *args, **kwargs)
+
+    return watcher
+
+
+def watch_written_text(watcher: FileWatcher) -> None:
     @wrap(builtins, "open")
     def open_file(original: Callable, *args: Any, **kwargs: Any) -> Any:
         file = original(*args, **kwargs)
@@ -298,17 +314,6 @@ def watch_files(run: RankRun) -> None:
         return file
 
     io.open = builtins.open  # which pathlib calls
-
-    @wrap(torch, "save")
-    def save(original: Callable, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(f, str | os.PathLike):  # written in C++, which no audit hook sees
-            watcher.note_change(f, "w")
-            path, written = os.path.realpath(f), run.record.written
-            if path not in written:
-                checksum = Checksum()
-                original(obj, checksum, *args, **kwargs)
-                written[path] = checksum.number
-        original(obj, f, *args, **kwargs)
 
 
 class PrintWatcher:
@@ -387,5 +392,5 @@ def install(run: RankRun) -> None:
         watch_point_to_point(run, name)
     watch_waits(run)
     watch_groups(run)
-    watch_files(run)
+    watch_written_text(watch_files(run))
     watch_prints(run)

@@ -197,7 +197,7 @@ def install(gpus: int) -> None:
     }
     for name, function in replaced.items():
         setattr(torch.cuda, name, function)
-    torch.nn.SyncBatchNorm.forward = sync_batchnorm  # type: ignore[method-assign]
+    setattr(torch.nn.SyncBatchNorm, "forward", sync_batchnorm)  # noqa: B010  of another signature
     ddp = torch.nn.parallel.DistributedDataParallel
     ddp._passing_sync_batchnorm_handle = always(None)  # type: ignore[method-assign]  # it refuses CPUs
 
