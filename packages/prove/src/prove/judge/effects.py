@@ -204,7 +204,7 @@ def error_of(outcome: RunOutcome) -> str:
     lines = [line.strip() for line in outcome.log.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b|error:", line)]
     of_ranks = [line for line in errors if not line.startswith(LAUNCHER)]
-    error = (of_ranks or errors or lines or ["it printed nothing"])[-1][:300]
+    last = (of_ranks or errors or lines or ["it printed nothing"])[-1][:300]
     places = re.findall(r'^  File "([^"<]+)", line (\d+)', outcome.log, re.M)
     own = [f"{os.path.relpath(file)}:{line}" for file, line in places if not INSTALLED.search(file)]
-    return f"{error} (at {own[-1]})" if own else error
+    return f"{last} (at {own[-1]})" if own else last
