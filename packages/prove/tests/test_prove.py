@@ -12,7 +12,7 @@ import prove
 from helpers.local_ranks import SECONDS, run_script
 from helpers.prove_runs import TORCHRUN, run, verdict
 from prove.planted.mistakes import ONE_GPU
-from prove_cases import PACKAGE, planted
+from prove_cases import PACKAGE, planted, training_of
 
 
 def test_prove_finds_the_planted_mistakes_and_calls_nothing_wrong_that_is_right():
@@ -76,6 +76,32 @@ def test_a_script_for_gpus_is_judged_on_cpus(prove_script, tmp_path):
     assert (ended.returncode, ended.stdout) == (2, "")
 
 
+SYNC_LAYERS = """
+class Twice(nn.SyncBatchNorm):
+    def forward(self, x):
+        return 2 * super().forward(x)
+def block(norm_layer=nn.BatchNorm1d):
+    layers = [nn.Flatten(0, 1), nn.Linear(8, 8), norm_layer(8), Twice(8), nn.Dropout(0.3)]
+    return nn.Sequential(*layers)
+"""
+
+
+def test_sync_batchnorm_and_seeds_of_gpus_work_on_cpus(prove_script):
+    """Layers that nothing converts, and a GPU that is seeded alone. The controls: a sum, and a seed
+    of the GPU that is the same on all ranks."""
+    model = "DistributedDataParallel(block(norm_layer=nn.SyncBatchNorm).cuda())"
+    source = training_of(model, SYNC_LAYERS).replace('"gloo"', '"nccl"')
+    seed = "torch.manual_seed(dist.get_rank())"
+    own_seeds = source.replace(seed, "torch.cuda.manual_seed(dist.get_rank())")
+    ended = prove_script(own_seeds, "--cpu")
+    assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
+    assert verdict(ended, "dropout") == "right", ended.stdout
+    one_seed = source.replace(seed, f"{seed}; torch.cuda.manual_seed_all(0)")
+    ended = prove_script(one_seed.replace(".mean()", ".sum()"), "--cpu")
+    assert verdict(ended, "one rank") == "WRONG", ended.stdout + ended.stderr
+    assert verdict(ended, "dropout") == "warning", ended.stdout
+
+
 def test_no_rank_is_forked_from_a_process_that_has_asked_cuda(prove_script):
     """In no run of an examination: a GPU would refuse that rank. The control asserts otherwise."""
     sums = planted(("F.cross_entropy(ddp(points), labels)", "ddp(points).square().sum()"))
@@ -108,11 +134,41 @@ def test_a_project_keeps_its_script_right_with_a_test(tmp_path, monkeypatch):
     right = prove.check(line)
     assert right.proven
     assert right.wrong == right.warnings == []
+    one_seed = planted(("torch.manual_seed(rank + 1)", "torch.manual_seed(1)"))
+    (tmp_path / "train.py").write_text(one_seed)  # which is only a warning
+    assert not prove.check(line, strict=True).proven
+    ended = run(tmp_path, "--strict", *line)
+    assert ended.returncode == 1
+    last_line = ended.stdout.splitlines()[-1]
+    assert last_line.startswith("0 WRONG"), ended.stdout
+    assert last_line.endswith("2 warnings, which --strict counts as WRONG")
     (tmp_path / "train.py").write_text(planted(("ddp(points)", "ddp.module(points)")))
     found = prove.check(line)
     assert "forward through DDP" in {row.check for row in found.wrong}
     assert not found.proven
     assert not replace(right, unseen=["one rank"]).proven, "what was not compared is not proven"
+
+
+OWN_ARGUMENTS = """
+import argparse, os
+parser = argparse.ArgumentParser()
+parser.add_argument("--rank", type=int)
+parser.add_argument("--world-size", type=int)
+args = parser.parse_args()
+assert "RANK" not in os.environ
+"""
+
+
+def test_a_script_that_is_told_its_rank_by_an_argument_is_started_with_it(tmp_path):
+    """The control: without the number of ranks, the word is the script's own."""
+    group = f"'gloo', init_method='file://{tmp_path}/met' + str(args.world_size), "
+    group += "rank=args.rank, world_size=args.world_size"
+    source = training_of("DistributedDataParallel(nn.Linear(8, 8))", OWN_ARGUMENTS)
+    (tmp_path / "train.py").write_text(source.replace('"gloo"', group))
+    ended = run(tmp_path, "python", "train.py", "--rank={rank}", "--world-size", "{world_size}")
+    assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
+    ended = run(tmp_path, "python", "train.py", "--rank={rank}")
+    assert "invalid int value: '{rank}'" in ended.stderr
 
 
 def test_the_page_shows_what_prove_prints(tmp_path):

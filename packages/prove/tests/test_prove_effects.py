@@ -1,9 +1,12 @@
 """prove sees what ranks call, print and write to files, and itself it harms nothing."""
 
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -70,16 +73,42 @@ def test_a_proof_that_is_ended_leaves_no_process_and_puts_files_back(tmp_path):
     wait += '            __import__("time").sleep(99)\n'
     source = planted(("            loss.backward()\n", "            loss.backward()\n" + wait))
     (tmp_path / "train.py").write_text(source)
-    started = subprocess.Popen([sys.executable, "-m", "prove", *TORCHRUN, "train.py"], cwd=tmp_path)
+    command = [sys.executable, "-m", "prove", *TORCHRUN, "train.py"]
+    started = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + 2 * SECONDS
     while (tmp_path / "log.txt").read_text() == "mine":
         assert time.monotonic() < end
         time.sleep(0.1)
     assert len(processes_in(tmp_path)) == 3, "the control: prove and its two ranks"
     started.terminate()
-    assert started.wait(SECONDS) == 143
+    _, errors = started.communicate(timeout=SECONDS)
+    assert started.returncode == 143
+    last_line = "error: ended by SIGTERM, before anything was known"
+    assert errors.splitlines()[-1] == last_line
     assert processes_in(tmp_path) == []
     assert (tmp_path / "log.txt").read_text() == "mine"
+
+
+def test_a_proof_that_is_ended_prints_what_it_knows(tmp_path):
+    waits = "        if dist.get_world_size() == 1:\n            open('replay', 'w').close()\n"
+    waits += "            __import__('time').sleep(99)\n"
+    source = training_of(LINEAR).replace(LAST_LINE, LAST_LINE + waits)
+    (tmp_path / "train.py").write_text(source)
+    started = subprocess.Popen(
+        [sys.executable, "-m", "prove", *TORCHRUN, "train.py"],
+        cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    end = time.monotonic() + 2 * SECONDS
+    while not (tmp_path / "replay").exists():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    started.send_signal(signal.SIGINT)
+    table, _ = started.communicate(timeout=SECONDS)
+    assert started.returncode == 130
+    assert "right     averaged gradients" in table
+    assert table.endswith("checks so far: ended by SIGINT\n")
+    assert processes_in(tmp_path) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
 def test_random_numbers_of_the_script_are_those_of_an_unobserved_run(prove_script, tmp_path):
@@ -140,6 +169,93 @@ def test_a_file_is_named_where_all_ranks_open_it(prove_script):
         assert (f"train.py:{line}" in ended.stdout) == (expected == "warning"), ended.stdout
 
 
+LINEAR = "DistributedDataParallel(nn.Linear(8, 8))"
+LAST_LINE = "        optimizer.step()\n"
+RING = """        rank, size, got = dist.get_rank(), dist.get_world_size(), torch.zeros(1)
+        calls = [lambda: dist.send(got, 1 - rank), lambda: dist.recv(got, 1 - rank)]
+        for call in calls[:: 1 if rank % 2 == 0 else -1] if size > 1 else []:
+            call()
+        pair = [dist.P2POp(f, got + 0, 1 - rank) for f in (dist.isend, dist.irecv)]
+        for work in dist.batch_isend_irecv(pair) if size > 1 else []:
+            work.wait()
+"""
+EVALUATED_BY_ONE = """    model.eval()
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model(data[:4])
+    model.train()
+    dist.all_gather([torch.zeros(1) for _ in range(dist.get_world_size())], torch.ones(1))
+"""
+
+
+def line_of(words: str, source: str) -> str:
+    return f"train.py:{next(n for n, line in enumerate(source.splitlines(), 1) if words in line)}"
+
+
+def test_ranks_that_wait_for_each_other_are_named_with_their_lines(prove_script):
+    """Both receive first; and DDP sends buffers where one rank evaluates. The controls: a ring in
+    which the ranks call in another order, and an evaluation by all ranks."""
+    ring = training_of(LINEAR).replace(LAST_LINE, LAST_LINE + RING)
+    stuck = ring.replace("1 if rank % 2 == 0 else -1", "-1")
+    ended = prove_script(stuck, "--timeout=3")
+    text = " ".join(ended.stdout.split())
+    assert verdict(ended, "hang") == "WRONG", ended.stdout + ended.stderr
+    for rank in (0, 1):
+        at = line_of("dist.recv", stuck)
+        assert f"rank {rank} waits in recv from rank {1 - rank} at {at}" in text
+    ended = prove_script(ring)
+    assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
+    norm = "DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(5)))"
+    by_one = training_of(norm).replace(LAST_LINE, LAST_LINE + EVALUATED_BY_ONE)
+    ended = prove_script(by_one)
+    text = " ".join(ended.stdout.split())
+    assert verdict(ended, "hang") == "WRONG", ended.stdout + ended.stderr
+    assert f"rank 0 calls DDP's broadcast at {line_of('model(data[:4])', by_one)}" in text
+    assert f"rank 1 waits in all_gather at {line_of('all_gather', by_one)}" in text
+    ended = prove_script(by_one.replace("if dist.get_rank() == 0", "if True"))
+    assert verdict(ended, "collectives") == "right", ended.stdout + ended.stderr
+
+
+def test_under_join_ranks_may_make_unequal_steps(prove_script):
+    """The steps that all ranks make are compared. The control: without Join, the longer waits."""
+    joined = training_of(LINEAR, "from torch.distributed.algorithms.join import Join")
+    joined = joined.replace("DistributedSampler(data)", "range(12 if dist.get_rank() else 20)")
+    joined = joined.replace("    sampler.set_epoch(epoch)\n", "")
+    loop, _, rest = joined.partition("    for x in")
+    body = textwrap.indent(f"    for x in{rest}", "    ")
+    joined = f"{loop}    with Join([model]):\n{body}"
+    ended = prove_script(joined, "--batches=8")
+    for check in ("one rank", "weights", "averaged gradients", "batches per epoch", "collectives"):
+        assert verdict(ended, check) == "right", ended.stdout + ended.stderr
+    ended = prove_script(joined.replace("with Join([model])", "if True"), "--batches=8")
+    assert verdict(ended, "batches per epoch") == "WRONG", ended.stdout + ended.stderr
+
+
+SLOW = """
+import os, time
+class Slow(torch.utils.data.Dataset):
+    def __len__(self): return 32
+    def __getitem__(self, i):
+        time.sleep(2 * (i < 4))
+        return data[i]
+"""
+
+
+def test_a_slow_worker_is_no_hang_and_what_nobody_knows_is_told_with_its_lines(prove_script):
+    source = training_of(LINEAR, SLOW)
+    slow = source.replace("DataLoader(data,", "DataLoader(Slow(), num_workers=1, batch_size=")
+    slow = slow.replace("batch_size= local_batch", "batch_size=local_batch")
+    slow = slow.replace("DistributedSampler(data)", "DistributedSampler(data, shuffle=False)")
+    ended = prove_script(slow, "--timeout=1")
+    assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
+    polls = "        while dist.get_rank() and not os.path.exists('never'): time.sleep(0.2)\n"
+    polling = source.replace(LAST_LINE, LAST_LINE + polls)
+    ended = prove_script(polling, "--timeout=3")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    line = line_of("never", polling)
+    assert f"rank 1 waits in its own code at {line}" in " ".join(ended.stderr.split())
+
+
 def test_ranks_that_part_are_no_script_that_fails_by_itself(prove_script):
     """Rank 0 stops by its own loss and sums something else; gloo then ends its process."""
     loop = "        optimizer.step()\n"
@@ -155,6 +271,36 @@ def test_ranks_that_part_are_no_script_that_fails_by_itself(prove_script):
     ended = prove_script(source.replace("CONDITION", "1 / dist.get_rank()"))  # and an own mistake
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "ZeroDivisionError" in ended.stderr
+
+
+FILES = """
+import logging, json, numpy
+numpy.memmap("data.bin", "u1")[0]
+logger = logging.getLogger("all")
+logger.addHandler(logging.FileHandler("run.log"))
+"""
+
+
+def test_a_file_that_a_rank_opens_and_does_not_change_is_not_its_own(prove_script, tmp_path):
+    """A memmap opens with r+, and a logger before it has anything to say. The controls: both
+    write; and what each rank keeps for itself needs a name of its own."""
+    (tmp_path / "data.bin").write_bytes(bytes(8))
+    log = f"{LAST_LINE}        if dist.get_rank() == 0: logger.error(1)\n"
+    of_one = training_of(LINEAR, FILES).replace(LAST_LINE, log)
+    ended = prove_script(of_one)
+    assert verdict(ended, "files") == "right", ended.stdout + ended.stderr
+    of_all = of_one.replace("if dist.get_rank() == 0", "if True")
+    of_all = of_all.replace('memmap("data.bin", "u1")[0]', 'memmap("data.bin", "u1")[0] = 1')
+    ended = prove_script(of_all)
+    for file in ("data.bin", "run.log"):
+        assert f"{file} is opened for writing by ranks [0, 1]" in " ".join(ended.stdout.split())
+    assert (tmp_path / "data.bin").read_bytes() == bytes(8)
+    saved = "    torch.save(torch.get_rng_state(), 'state.pt')\n"
+    saved += "    torch.save(model.module.state_dict(), 'model.pt')\n"
+    ended = prove_script(of_one + saved)
+    text = " ".join(ended.stdout.split())
+    assert re.search(r"state.pt is [^>]+, and they do not write the same -> a name with", text)
+    assert re.search(r"model.pt is [^>]+ -> if dist.get_rank\(\) == 0[^>]+; or a name with", text)
 
 
 def test_numbers_are_compared_by_their_place_and_times_are_not():

@@ -19,6 +19,7 @@ class Result:
 
     rows: list[ReportRow]
     unseen: list[str]
+    strict: bool = False  # then warnings count as WRONG
 
     def having(self, verdict: str) -> list[ReportRow]:
         return [row for row in self.rows if row.verdict == verdict]
@@ -33,15 +34,16 @@ class Result:
 
     @property
     def proven(self) -> bool:
-        """It was compared with one rank, and nothing is WRONG. There may be warnings."""
-        return not self.wrong and not self.unseen
+        """It was compared with one rank, and nothing is WRONG. There may be warnings, if not
+        strict."""
+        return not (self.wrong or self.unseen or (self.strict and self.warnings))
 
 
 class NotJudgedError(Exception):
     """Nothing could be judged; its text is the one line that says why."""
 
 
-def check(command: list[str], *options: str) -> Result:
+def check(command: list[str], *options: str, strict: bool = False) -> Result:
     """What `python -m prove OPTIONS COMMAND` finds, run in a process of its own.
 
     Raises NotJudgedError if the script cannot be found, fails by itself, or trains nothing.
@@ -55,4 +57,4 @@ def check(command: list[str], *options: str) -> Result:
         written = json.loads(file.read_text())
     if written["error"]:
         raise NotJudgedError(written["error"])
-    return Result([ReportRow.from_json(row) for row in written["rows"]], written["unseen"])
+    return Result([ReportRow.from_json(row) for row in written["rows"]], written["unseen"], strict)

@@ -21,11 +21,13 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from argparse import Namespace
 from pathlib import Path
 
 from prove import NotJudgedError, processes
 from prove.judge.table import (
+    WARNING,
     WRONG,
     Check,
     NotObservedError,
@@ -33,9 +35,11 @@ from prove.judge.table import (
     format_table,
     unseen_checks,
 )
+from prove.judge.wording import number_with_noun
 from prove.options import parse_args
 
 PROOF_OF = {Check.ONE_RANK: "what is averaged", Check.ORIGINAL: "the conversion"}
+STOPPING = (signal.SIGINT, signal.SIGTERM)
 PROVEN, IS_WRONG, NOT_JUDGED, OWN_ERROR, NOTHING_PROVEN = range(5)  # exit statuses
 
 
@@ -49,50 +53,82 @@ def write_json(file: Path | None, rows: list[ReportRow], unseen: list[Check], er
         file.write_text(json.dumps(result, indent=1, default=str))
 
 
+class StoppedError(BaseException):
+    """The proof was ended from outside, by Ctrl-C or SIGTERM: all is put back on the way out."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by {signal.Signals(number).name}")
+        self.status = 128 + number
+
+
+def stop(number: int, frame: object) -> None:
+    for each in STOPPING:
+        signal.signal(each, signal.SIG_IGN)  # a second one must not keep us from putting back
+    raise StoppedError(number)
+
+
 def run_proof(
-    args: Namespace, spare: processes.SpareProcess | None
-) -> tuple[list[ReportRow], int, str]:
-    """The rows of the table; or an exit status, and why there are none."""
+    args: Namespace, spare: processes.SpareProcess | None, rows: list[ReportRow]
+) -> tuple[int, str]:
+    """Fill the table. Returns an exit status, and why the table is not complete, if it is not."""
     try:
         from prove.prover import prove  # it imports torch, which the spare process does meanwhile
 
-        return prove(args, print_to_stderr, spare), PROVEN, ""
+        prove(args, print_to_stderr, spare, rows)
+        return PROVEN, ""
     except NotJudgedError as error:
-        return [], NOT_JUDGED, str(error)
+        return NOT_JUDGED, str(error)
     except NotObservedError as error:
-        return [], OWN_ERROR, f"the script runs by itself, but not while prove watches it: {error}"
+        return OWN_ERROR, f"the script runs by itself, but not while prove watches it: {error}"
+    except StoppedError as error:
+        return error.status, str(error)
     except Exception as error:  # a mistake of prove's is no verdict
         if "PROVE_TRACEBACK" in os.environ:
             traceback.print_exc()
-        return [], OWN_ERROR, f"prove itself failed: {type(error).__name__}: {error}"[:300]
+        rows.clear()
+        return OWN_ERROR, f"prove itself failed: {type(error).__name__}: {error}"[:300]
 
 
 def main() -> int:
     args, began = parse_args(), time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all is put back
-    is_forked = Path(args.command[0]).name == "torchrun" or "torch.distributed.run" in args.command
+    for number in STOPPING:
+        signal.signal(number, stop)
+    is_torchrun = (
+        Path(args.command[0]).name == "torchrun" or "torch.distributed.run" in args.command
+    )
+    is_forked = is_torchrun or processes.names_ranks(args.command)
     hashes_differ = is_forked and "PYTHONHASHSEED" not in os.environ
     spare = processes.SpareProcess() if hashes_differ else None
+    rows: list[ReportRow] = []
+    warnings.simplefilter("ignore")  # of what the judges compute: they are not the script's
     try:
-        rows, status, error = run_proof(args, spare)
+        status, error = run_proof(args, spare, rows)
     finally:
         if spare:
             spare.end()
     if error:
-        write_json(args.json, [], [], error)
+        write_json(args.json, rows, [], error)
+        if rows:
+            print(format_table(rows))
+            print(f"\n{len(rows)} checks so far: {error}", flush=True)
+        elif status > 128:
+            error += ", before anything was known"
         print_to_stderr(f"error: {error}")
         return status
     proof = [Check.ONE_RANK, Check.ORIGINAL] if args.original else [Check.ONE_RANK]
     unseen = unseen_checks(rows, proof)
     write_json(args.json, rows, unseen, "")
     print(format_table(rows))
-    wrong = sum(row.verdict == WRONG for row in rows)
+    wrong, warned = (sum(row.verdict == each for row in rows) for each in (WRONG, WARNING))
     ending = ""
+    if args.strict and warned:
+        named = number_with_noun(warned, "warning")
+        ending = f"; {named}, which --strict counts as WRONG"
     if unseen:
         unknown = " and ".join(PROOF_OF[check] for check in unseen)
-        ending = f"; not seen: {', '.join(unseen)}, so nothing is proven about {unknown}"
+        ending += f"; not seen: {', '.join(unseen)}, so nothing is proven about {unknown}"
     print(f"\n{wrong} WRONG of {len(rows)} checks, in {time.monotonic() - began:.0f} s{ending}")
-    if wrong:
+    if wrong or (args.strict and warned):
         return IS_WRONG
     return NOTHING_PROVEN if unseen and not args.allow_unproven else PROVEN
 

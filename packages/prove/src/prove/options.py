@@ -18,6 +18,7 @@ def parse_args(arguments: list[str] | None = None) -> Namespace:
     add("--cpu", action="store_true", help="run a script written for GPUs on CPUs")
     add("--float32", action="store_true", help="as it is, not in float64")
     add("--allow-unproven", action="store_true", help="exit with 0 also if nothing is proven")
+    add("--strict", action="store_true", help="exit with 1 also if there are warnings")
     add("--json", type=Path, help="write the table here, too")
     add("command", nargs=REMAINDER, help="torchrun ... train.py ...")
     args = parser.parse_args(arguments)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -23,6 +24,8 @@ from typing import Any, NamedTuple
 from prove.rank_record import SECONDS_PER_BEAT, Ended, RankRecord, Settings, read_records
 
 HOOKS = Path(__file__).parent / "hooks"
+RANK, WORLD_SIZE = "{rank}", "{world_size}"  # in a command that each rank gets with its numbers
+WARNING_FILTERS = warnings.filters[:]  # of a script: ours are quieter
 SECONDS_UNTIL_SURE = 1.5  # seconds without progress, if the ranks wait for different things
 BEATS_OF_A_LIVE_RANK = 4  # a rank that has not written so often since then may only be slow
 SECONDS_AFTER_FAILURE = 3.0  # seconds that the others get when one rank has failed
@@ -45,10 +48,25 @@ class Torchrun(NamedTuple):
 
     world_size: int
     script: list[str]  # with its arguments
+    sets_variables: bool = True  # False: each rank is told its number by an argument
+
+
+def names_ranks(command: list[str]) -> bool:
+    """Is it one command for each rank, with its numbers: python train.py --rank {rank} ...?"""
+    is_python = (
+        len(command) > 1 and "python" in Path(command[0]).name and command[1].endswith(".py")
+    )
+    return is_python and all(name in " ".join(command) for name in (RANK, WORLD_SIZE))
+
+
+def with_numbers(command: list[str], rank: int, world_size: int) -> list[str]:
+    return [word.replace(RANK, str(rank)).replace(WORLD_SIZE, str(world_size)) for word in command]
 
 
 def as_torchrun(command: list[str]) -> Torchrun | None:
     arguments = command[1:]
+    if names_ranks(command):
+        return Torchrun(2, arguments, sets_variables=False)
     if arguments[:2] == ["-m", "torch.distributed.run"] and "python" in Path(command[0]).name:
         arguments = arguments[2:]
     elif Path(command[0]).name != "torchrun":
@@ -94,6 +112,8 @@ def begin_as(command: list[str], environment: dict[str, str], log: Path) -> None
     """Make of this forked process one that has just started for the script."""
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    warnings.filters[:] = WARNING_FILTERS  # type: ignore[index]
     out = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -142,7 +162,8 @@ class SpareProcess:
     """
 
     def __init__(self) -> None:
-        code = "from prove import processes; processes.become_what_is_asked_for()"
+        code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"  # ours, not its own
+        code += "from prove import processes; processes.become_what_is_asked_for()"
         self.process: subprocess.Popen | None = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, text=True
         )
@@ -207,14 +228,16 @@ class Processes:
         }  # fmt: skip
         sys.stdout.flush()
         for rank in range(world_size):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common}
+            own, script = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common}, torchrun.script
+            if not torchrun.sets_variables:
+                own, script = {}, with_numbers(script, rank, world_size)
             if rank == 1 and self.spare is not None and self.spare.process is not None:
-                pid = self.spare.become_rank(torchrun.script, environment | own, log)
+                pid = self.spare.become_rank(script, environment | own, log)
             else:
                 pid = os.fork()
             if pid == 0:
                 listener.close()
-                become_rank(torchrun.script, environment | own, log)
+                become_rank(script, environment | own, log)
             self.alive.append(pid)
         from torch.distributed import TCPStore
 
@@ -250,8 +273,12 @@ class Processes:
 
 def is_waiting(rank: RankRecord) -> bool:
     progress = rank.progress
-    in_a_call = progress.collective is not None or progress.in_backward or progress.in_ddp
-    return rank.ended != Ended.NOT_YET or in_a_call
+    in_a_call = progress.collective or progress.waits_in or progress.in_backward or progress.in_ddp
+    return bool(in_a_call) or rank.ended != Ended.NOT_YET
+
+
+def is_loading(rank: RankRecord) -> bool:
+    return rank.progress.is_loading and not is_waiting(rank)
 
 
 def wait_for_different_things(records: list[RankRecord]) -> bool:
@@ -260,6 +287,7 @@ def wait_for_different_things(records: list[RankRecord]) -> bool:
         len(records) < 2
         or len(records) < records[0].world_size
         or not all(map(is_waiting, records))
+        or any(rank.progress.waits_in for rank in records)  # a message may still be on its way
     ):
         return False
     places: set[tuple[int, str]] = set()  # how many collectives a rank has called, and the last one
@@ -320,7 +348,8 @@ def run_command(
                 continue
             next_look = time.monotonic() + SECONDS_PER_BEAT
             records = read_records(settings.folder, settings.name)
-            limit = timeout if records else 10 * timeout  # before the ranks meet: downloads
+            # Before the ranks meet, and while one loads: downloads, slow workers.
+            limit = timeout if records and not any(map(is_loading, records)) else 10 * timeout
             if wait_for_different_things(records):
                 limit = SECONDS_UNTIL_SURE
             if progress.seconds_without(records) > limit:

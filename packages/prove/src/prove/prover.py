@@ -9,13 +9,14 @@ import shutil
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from prove import NotJudgedError, processes
 from prove.examination import Examination
 from prove.judge import printed_numbers, replay_checks, schedule
 from prove.judge.compare_steps import Comparison, Outcome, comparisons, worst
-from prove.judge.effects import effect_rows, error_of
+from prove.judge.effects import effect_rows, error_of, what_ranks_do
 from prove.judge.epochs import epoch_rows, original_epoch_rows
 from prove.judge.evaluation import evaluation_rows
 from prove.judge.model import model_rows
@@ -25,7 +26,7 @@ from prove.judge.replay_reasons import ReplayReason
 from prove.judge.run_reasons import RunReason
 from prove.judge.samples import same_contents, sample_rows
 from prove.judge.table import RIGHT, WRONG, Check, ReportRow, not_seen
-from prove.rank_record import Mode, Note, ReplayVariant
+from prove.rank_record import Mode, Note, OptimizerRecord, RankRecord, ReplayVariant
 from prove.runs import Runs, command_of_one_rank, failed
 from prove.watch.effects import restore_files
 
@@ -33,8 +34,9 @@ from prove.watch.effects import restore_files
 class Prover:
     """Which runs are needed, and what they say."""
 
-    def __init__(self, runs: Runs) -> None:
-        self.runs, self.args = runs, runs.args
+    def __init__(self, runs: Runs, rows: list[ReportRow]) -> None:
+        """rows: of the table, to which each verdict is added as soon as it is known."""
+        self.runs, self.args, self.rows = runs, runs.args, rows
 
     @property
     def observed(self) -> processes.RunOutcome:
@@ -43,7 +45,10 @@ class Prover:
     def check_that_something_was_seen(self) -> None:
         outcome, records = self.observed, self.observed.records
         if outcome.silent:
-            raise NotJudgedError(f"no progress for {self.args.timeout:g} s: try a larger --timeout")
+            doing = what_ranks_do(outcome)
+            raise NotJudgedError(
+                f"no progress for {self.args.timeout:g} s or more ({doing}): try a larger --timeout"
+            )
         if not records and not outcome.status and "Traceback" not in outcome.log:
             raise NotJudgedError(
                 f"the script made no process group: {advice_without_group(self.args.command)}"
@@ -53,44 +58,49 @@ class Prover:
         if failed(outcome) or not records:
             rows = effect_rows(outcome) + sample_rows(records) + epoch_rows(records)
             if not any(row.verdict == WRONG for row in rows):
-                raise NotJudgedError(f"the script fails by itself: {error_of(outcome)}")
+                error = error_of(outcome)
+                needs_gpu = not self.args.cpu and ("NVIDIA" in error or "CUDA" in error)
+                advice = "; without a GPU, --cpu runs it" if needs_gpu else ""
+                raise NotJudgedError(f"the script fails by itself: {error}{advice}")
         elif not any(
             record.steps or record.loader_passes or record.model_calls for record in records
         ):
             raise NotJudgedError("no optimizer step was made, and no model was called")
 
-    def judge(self) -> list[ReportRow]:
+    def judge(self) -> None:
         self.runs.observe()
         self.check_that_something_was_seen()
-        observed, records = self.observed, self.observed.records
-        rows = effect_rows(observed)
+        observed, records, rows = self.observed, self.observed.records, self.rows
+        rows += effect_rows(observed)
         if any(record.world_size > len(records) for record in records):
             facts = {"present": len(records), "world_size": records[0].world_size}
-            return [*rows, not_seen(Check.RANKS, ReplayReason.RECORDS_MISSING, **facts)]
+            rows.append(not_seen(Check.RANKS, ReplayReason.RECORDS_MISSING, **facts))
+            return
         rows += sample_rows(records) + epoch_rows(records)
         rows += evaluation_rows(records)
         if observed.hang:
-            return [*rows, not_seen(Check.ONE_RANK, ReplayReason.RUN_HANGS)]
+            rows.append(not_seen(Check.ONE_RANK, ReplayReason.RUN_HANGS))
+            return
         if not all(record.ended.is_well for record in records):
-            return [
-                *rows,
-                not_seen(Check.ONE_RANK, ReplayReason.RUN_FAILS, message=error_of(observed)),
-            ]
+            message = error_of(observed)
+            rows.append(not_seen(Check.ONE_RANK, ReplayReason.RUN_FAILS, message=message))
+            return
         if not any(record.steps for record in records):
             batches = sum(loader_pass.batches_given for loader_pass in records[0].loader_passes)
             why = ReplayReason.NO_STEP if batches else ReplayReason.NO_BATCH
-            return [*rows, not_seen(Check.ONE_RANK, why, batches=batches)]
-        rows += model_rows(records)
+            rows.append(not_seen(Check.ONE_RANK, why, batches=batches))
+            return
+        rows += model_rows(steps_of_all_ranks(records))
         rows += self.one_rank_rows(rows)
         if any(row.check == Check.ONE_RANK and row.verdict == RIGHT for row in rows):
             # Whatever changed the gradients before the step was no mistake.
             unexplained = (Check.AVERAGED_GRADIENTS, Check.FORWARD)
-            rows = [
+            rows[:] = [
                 row for row in rows
                 if row.verdict == RIGHT
                 or (row.check not in unexplained and row.reason != RunReason.PARAMETERS_OF_SOME)
             ]  # fmt: skip
-        return rows + self.original_rows(rows)
+        rows += self.original_rows(rows)
 
     def original_rows(self, rows: list[ReportRow]) -> list[ReportRow]:
         if not self.args.original:
@@ -155,6 +165,27 @@ class Prover:
         return printed_numbers.printed_rows(replayed, control.records)
 
 
+def steps_of_all_ranks(records: list[RankRecord]) -> list[RankRecord]:
+    """Under Join, a rank without a batch makes no step, and gets the weights later: compare only
+    the steps before the first rank is done."""
+    passes = [[each for each in rank.loader_passes if each.steps] for rank in records]
+    if Note.JOINS not in records[0].notes or not all(passes):
+        return records
+    batches = [of_rank[0].batches_given for of_rank in passes]
+    if len({*batches}) == 1:
+        return records
+
+    def cut(optimizer: OptimizerRecord) -> OptimizerRecord:
+        numbers = [step.batch for step in optimizer.steps]
+        first_epoch = next(
+            (i for i in range(1, len(numbers)) if numbers[i] < numbers[i - 1]), len(numbers)
+        )
+        steps = [step for step in optimizer.steps[:first_epoch] if step.batch <= min(batches)]
+        return replace(optimizer, steps=steps)
+
+    return [replace(rank, optimizers=[cut(each) for each in rank.optimizers]) for rank in records]
+
+
 def advice_without_group(command: list[str]) -> str:
     """With a script that makes no process group."""
     if processes.as_torchrun(command):
@@ -163,15 +194,20 @@ def advice_without_group(command: list[str]) -> str:
 
 
 def prove(
-    args: Namespace, report: Callable[[str], None], spare: processes.SpareProcess | None = None
+    args: Namespace,
+    report: Callable[[str], None],
+    spare: processes.SpareProcess | None = None,
+    rows: list[ReportRow] | None = None,
 ) -> list[ReportRow]:
-    """The rows of the table. spare: becomes one of the ranks.
+    """The rows of the table. spare: becomes one of the ranks. rows: gets them as they are known.
 
     Raises NotJudgedError: there is none. NotObservedError: prove cannot watch this script.
     """
+    rows = [] if rows is None else rows
     folder = tempfile.mkdtemp(prefix="prove-")
     try:
-        return Prover(Runs(args, folder, report, spare)).judge()
+        Prover(Runs(args, folder, report, spare), rows).judge()
+        return rows
     finally:
         restore_files(Path(folder))
         shutil.rmtree(folder, ignore_errors=True)  # a rank that was ended may still write

@@ -111,10 +111,21 @@ class Settings:
         return self.mode + self.variant
 
 
+# What DDP itself calls, by torch's names.
+DDP_CALLS = {
+    "_broadcast_coalesced": "DDP's broadcast",
+    "_verify_params_across_processes": "DDP's comparison of parameters",
+}
+
+
 class Collective(NamedTuple):
     name: str
     at: str
     batchnorm: str = ""  # the class of the BatchNorm layer that calls it, if one does
+
+    @property
+    def is_of_ddp(self) -> bool:
+        return self.name in DDP_CALLS.values()
 
 
 @dataclass
@@ -124,10 +135,12 @@ class RankProgress:
     events: int = 0  # a run whose ranks have no new events may hang
     beats: int = 0  # how often the record was written
     collective: Collective | None = None  # that the rank is in
+    waits_in: Collective | None = None  # another call that may wait for a rank: recv, a store
     in_backward: bool = False
     at: str = ""
     cpu_seconds: float = 0.0
     in_ddp: bool = False  # in DDP's own code: its forward may wait for the other ranks, too
+    is_loading: bool = False  # it waits for data or for an import, and not for a rank
 
 
 @dataclass
@@ -319,6 +332,7 @@ class RankRecord:
     backwards: list[Backward] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     opened_files: list[OpenedFile] = field(default_factory=list)
+    written: dict[str, int] = field(default_factory=dict)  # by path: a checksum of what it wrote
     printed: list[PrintedText] = field(default_factory=list)
     rates_after_epochs: list[list[float]] = field(default_factory=list)
     dropout: dict[str, int] = field(default_factory=dict)  # by place: a digest of torch's generator

@@ -31,6 +31,8 @@ def command_of_one_rank(args: Namespace) -> list[str] | None:
     """The command that starts one rank: the same, with a 1 for the number of ranks."""
     if args.alone:
         return shlex.split(args.alone)
+    if processes.names_ranks(args.command):
+        return processes.with_numbers(args.command, 0, 1)
     for pattern in NUMBER_OF_RANKS:
         text, count = re.subn(pattern, r"\g<1>1", shlex.join(args.command))
         if count:

@@ -7,9 +7,9 @@ from typing import Any
 from prove.judge.reasons import Phrase
 from prove.judge.run_reasons import RunReason
 from prove.judge.table import Check, ReportRow, right, warning, wrong
-from prove.judge.wording import phrase
+from prove.judge.wording import in_words, phrase
 from prove.processes import RunOutcome
-from prove.rank_record import Collective, Ended, OpenedFile, RankRecord
+from prove.rank_record import Collective, Ended, Note, OpenedFile, RankRecord
 
 NUMBER = re.compile(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?")
 LOST_CONNECTION = re.compile(  # the other rank is gone
@@ -20,6 +20,7 @@ OTHER_MESSAGE = re.compile(  # the other rank sent something else: it is in anot
 )
 REDUCTION_STOPPED = re.compile("Expected to have finished reduction in the prior iteration")
 LAUNCHER = "torch.distributed.elastic"  # its own error says only that a rank has failed
+INSTALLED = re.compile("-packages/|/lib/python|/prove/src/prove/")  # no line of the script
 NO_CALL = Collective("no collective", "any place")
 MOST_CHARACTERS = 240  # of an error
 MOST_ROWS = 3  # about files
@@ -50,8 +51,13 @@ def collective_rows(outcome: RunOutcome) -> list[ReportRow]:
     records = outcome.records
     wait_for_ever = outcome.hang or have_parted(outcome)
     have_ended = all(rank.ended.is_well for rank in records)
-    difference = first_difference(records) or (
-        missed_call(records) if wait_for_ever or have_ended else None
+    # Where a run ends well, a rank that called a DDP model once more did no harm.
+    calls = [
+        [call for call in rank.collectives if wait_for_ever or not call.is_of_ddp]
+        for rank in records
+    ]
+    difference = first_difference(calls) or (
+        missed_call(records, calls) if wait_for_ever or have_ended else None
     )
     if wait_for_ever:
         ranks = [state_of(rank, outcome.hang) for rank in records]
@@ -61,8 +67,7 @@ def collective_rows(outcome: RunOutcome) -> list[ReportRow]:
         return [wrong(Check.HANG, RunReason.HANG, ranks=ranks)]
     if difference:
         return [wrong(Check.COLLECTIVES, RunReason.COLLECTIVES_DIFFER, difference=difference)]
-    calls = len(records[0].collectives)
-    return [right(Check.COLLECTIVES, RunReason.COLLECTIVES_ALIKE, calls=calls)]
+    return [right(Check.COLLECTIVES, RunReason.COLLECTIVES_ALIKE, calls=len(calls[0]))]
 
 
 def error_is(rank: RankRecord, kind: re.Pattern) -> bool:
@@ -84,9 +89,8 @@ def is_of_the_connection(rank: RankRecord) -> bool:
     return error_is(rank, LOST_CONNECTION) or error_is(rank, OTHER_MESSAGE)
 
 
-def first_difference(records: list[RankRecord]) -> dict[str, Any] | None:
+def first_difference(calls: list[list[Collective]]) -> dict[str, Any] | None:
     """The first collective that is another one on some ranks."""
-    calls = [rank.collectives for rank in records]
     for parts in zip(*calls, strict=False):
         if len({call.name for call in parts}) > 1:
             different = [
@@ -97,14 +101,14 @@ def first_difference(records: list[RankRecord]) -> dict[str, Any] | None:
     return None
 
 
-def missed_call(records: list[RankRecord]) -> dict[str, Any] | None:
+def missed_call(records: list[RankRecord], calls: list[list[Collective]]) -> dict[str, Any] | None:
     """What some ranks call and others do not, if all have ended or wait for ever."""
-    calls = [rank.collectives for rank in records]
     fewest, most = min(calls, key=len), max(calls, key=len)
     if len(fewest) == len(most):
         steps = [rank.steps for rank in records]
         all_known = all(rank.ended != Ended.NOT_YET for rank in records)
-        is_unequal = all_known and len({*steps}) > 1
+        joins = Note.JOINS in records[0].notes
+        is_unequal = all_known and len({*steps}) > 1 and not joins
         return phrase(Phrase.UNEQUAL_STEPS, steps=steps) if is_unequal else None
     call = most[len(fewest)]
     others = [rank for rank, of_rank in enumerate(calls) if len(of_rank) == len(fewest)]
@@ -123,12 +127,20 @@ def state_of(rank: RankRecord, hang: bool) -> dict[str, Any]:
     if not hang:  # its process was killed; where it was in its last call is all that is known
         last = rank.collectives[-1] if rank.collectives else NO_CALL
         return phrase(Phrase.ENDED_IN_CALL, rank=number, name=last.name, at=last.at)
-    if call := rank.progress.collective:
+    if call := rank.progress.collective or rank.progress.waits_in:
         return phrase(Phrase.WAITS_IN_CALL, rank=number, name=call.name, at=call.at)
     waits = Phrase.WAITS_IN_FORWARD if rank.progress.in_ddp else Phrase.WAITS_IN_ITS_CODE
     if rank.progress.in_backward:
         waits = Phrase.WAITS_IN_BACKWARD
+    elif rank.progress.is_loading:
+        waits = Phrase.WAITS_FOR_DATA
     return phrase(waits, rank=number, at=rank.progress.at)
+
+
+def what_ranks_do(outcome: RunOutcome) -> str:
+    """Where nobody can say whether they wait for each other."""
+    states = [state_of(rank, hang=True) for rank in outcome.records]
+    return in_words("{ranks:; }", {"ranks": states}) if states else "no rank has joined a group"
 
 
 def file_rows(records: list[RankRecord]) -> list[ReportRow]:
@@ -150,7 +162,11 @@ def file_rows(records: list[RankRecord]) -> list[ReportRow]:
         elif not trained:
             rows.append(warning(Check.FILES, RunReason.FILE_BEFORE_TRAINING, **facts))
         else:
-            rows.append(wrong(Check.FILES, RunReason.FILE_OF_SEVERAL_RANKS, **facts))
+            contents = {records[rank].written.get(path) for rank in by_rank}
+            reason = RunReason.FILE_OF_SEVERAL_RANKS
+            if len(contents) > 1:
+                reason = RunReason.FILE_OF_DIFFERENT_CONTENTS
+            rows.append(wrong(Check.FILES, reason, **facts))
     if writers and not rows:
         return [right(Check.FILES, RunReason.FILES_OF_ONE_RANK, files=len(writers))]
     return rows[:MOST_ROWS]
@@ -192,4 +208,7 @@ def error_of(outcome: RunOutcome) -> str:
     lines = [line.strip() for line in outcome.log.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b|error:", line)]
     of_ranks = [line for line in errors if not line.startswith(LAUNCHER)]
-    return (of_ranks or errors or lines or ["it printed nothing"])[-1][:300]
+    last = (of_ranks or errors or lines or ["it printed nothing"])[-1][:300]
+    places = re.findall(r'^  File "([^"<]+)", line (\d+)', outcome.log, re.M)
+    own = [f"{os.path.relpath(file)}:{line}" for file, line in places if not INSTALLED.search(file)]
+    return f"{last} (at {own[-1]})" if own else last

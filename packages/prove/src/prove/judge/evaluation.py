@@ -131,10 +131,12 @@ def drawn_beside(records: list[RankRecord], first: LoaderPass) -> set[int]:
 
 
 def may_be_summed(rank: RankRecord, evaluated: LoaderPass) -> bool:
-    """Does a collective follow an evaluation, before training goes on? Those of a BatchNorm layer,
-    which was not switched to eval mode, are no sum of results."""
+    """Does a collective follow an evaluation, before training goes on? Those of DDP, or of a
+    BatchNorm layer which was not switched to eval mode, are no sum of results."""
     later = [each for each in rank.loader_passes if each.number > evaluated.number]
     trained = [each for each in later if each.with_gradients and not is_evaluation(each)]
     end = trained[0].collectives_before if trained else len(rank.collectives)
-    calls = rank.collectives[evaluated.collectives_before : end]
-    return end >= MOST_COLLECTIVES or any(not call.batchnorm for call in calls)
+    calls = [
+        call for call in rank.collectives[evaluated.collectives_before : end] if not call.is_of_ddp
+    ]
+    return end >= MOST_COLLECTIVES or any(not (call.batchnorm or call.is_of_ddp) for call in calls)

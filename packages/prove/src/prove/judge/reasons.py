@@ -43,6 +43,7 @@ class Phrase:
     WAITS_IN_CALL = "rank {rank} waits in {name} at {at}"
     WAITS_IN_BACKWARD = "rank {rank} waits in backward at {at}"
     WAITS_IN_FORWARD = "rank {rank} waits in DDP's forward at {at}"
+    WAITS_FOR_DATA = "rank {rank} waits for data, or for an import, at {at}"
     WAITS_IN_ITS_CODE = "rank {rank} waits in its own code at {at}"
     STREAM = "an IterableDataset"
     OTHER_DATA_SET = "another data set on each rank"

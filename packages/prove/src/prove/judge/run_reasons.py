@@ -14,6 +14,8 @@ SHARD_STREAM = (
 )
 ALL_CALL = "every rank must reach each collective the same number of times, in the same order"
 WRITE_ONCE = "if dist.get_rank() == 0, and a barrier before another rank reads it"
+WRITE_OWN = "a name with the rank in it, if each rank keeps something of its own (the state of its "
+WRITE_OWN += "sampler or generator, its metrics)"
 OPENED = "{path} is opened for writing by ranks {ranks!s} ({at})"
 APART = "{apart} of {tensors} tensors differ between the ranks {when}: {names} ({at})"
 LENGTHS = "{samples} samples in {batches} batches on {world_size} ranks together, "
@@ -23,11 +25,16 @@ LENGTHS += "{samples_of_original} in {batches_of_original} in the original ({at}
 @unique
 class RunReason(Reason):
     # effects: together
-    HANG = ("{ranks:; }", ALL_CALL, Heading.HANG)
+    HANG = ("{ranks:; }", f"{ALL_CALL}; and each recv its send", Heading.HANG)
     HANG_BY_DIFFERENCE = ("{ranks:; }. The first difference: {difference}", ALL_CALL, Heading.HANG)
     COLLECTIVES_DIFFER = ("{difference}", ALL_CALL, Heading.HANG)
     COLLECTIVES_ALIKE = "{calls:n call}, the same on all ranks"
-    FILE_OF_SEVERAL_RANKS = (OPENED, WRITE_ONCE, Heading.FILES)
+    FILE_OF_SEVERAL_RANKS = (OPENED, f"{WRITE_ONCE}; or {WRITE_OWN}", Heading.FILES)
+    FILE_OF_DIFFERENT_CONTENTS = (
+        f"{OPENED}, and they do not write the same",
+        f"{WRITE_OWN}; else {WRITE_ONCE}",
+        Heading.FILES,
+    )
     FILE_THAT_GROWS = (
         OPENED,
         f"{WRITE_ONCE}; meant so only if lines of all ranks may mix",

@@ -1,6 +1,8 @@
 """What can be seen of a rank from outside? Collectives, files and printed lines are watched."""
 
 import builtins
+import filecmp
+import io
 import logging
 import os
 import shutil
@@ -16,12 +18,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.algorithms import Join
 
 from prove.rank_record import (
+    DDP_CALLS,
     MOST_COLLECTIVES,
     Collective,
     Ended,
+    Mode,
     Note,
     OpenedFile,
     PrintedText,
@@ -36,6 +40,9 @@ COLLECTIVES = [
     "all_to_all_single", "all_gather_single", "reduce_scatter_single", "gather_single",
     "gather_into_tensor",
 ]  # fmt: skip
+POINT_TO_POINT = [
+    "send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list",
+]  # fmt: skip
 MOST_CALLS = 1000
 
 # Files that several processes write by agreement, or that are no result of the script.
@@ -43,15 +50,15 @@ IGNORED_FOLDERS = ("/dev/", "/proc/", "/sys/", "/tmp/torch", "/tmp/pymp", "/tmp/
 IGNORED_PARTS = ("__pycache__", "/.cache/", "torchinductor", "torchelastic", "/.triton/")
 
 
-def watch_collective(run: RankRun, name: str) -> None:
+def watch_collective(run: RankRun, name: str, printed_name: str = "") -> None:
     @wrap(dist, name)
     def call(original: Callable, *args: Any, **kwargs: Any) -> Any:
-        group = kwargs.get("group")
+        group = args[0] if name in DDP_CALLS else kwargs.get("group")
         progress, world_size = run.record.progress, run.record.world_size
         inside = progress.collective is not None  # all_gather_object calls all_gather
         if inside or not run.joined or (group and dist.get_world_size(group) != world_size):
             return original(*args, **kwargs)
-        progress.collective = Collective(name, where(), run.running_batchnorm())
+        progress.collective = Collective(printed_name or name, where(), run.running_batchnorm())
         if len(run.record.collectives) < MOST_COLLECTIVES:
             run.record.collectives.append(progress.collective)
             with calls_file(run.settings.folder, run.settings.name, run.record.rank).open("a") as f:
@@ -64,6 +71,40 @@ def watch_collective(run: RankRun, name: str) -> None:
         finally:
             progress.collective = None
             run.note_event()
+
+
+def call_that_may_wait(run: RankRun, name: str, function: Callable, *args: Any, **more: Any) -> Any:
+    """Let the rank be seen in this call, which need not be one that all ranks make."""
+    progress = run.record.progress
+    inside = progress.collective is not None or progress.waits_in is not None
+    if inside or not run.joined or threading.current_thread() is not threading.main_thread():
+        return function(*args, **more)
+    progress.waits_in = Collective(name, where())
+    run.note_event()
+    try:
+        return function(*args, **more)
+    finally:
+        progress.waits_in = None
+        run.note_event()
+
+
+def watch_point_to_point(run: RankRun, name: str) -> None:
+    @wrap_everywhere(dist.distributed_c10d, name)  # where P2POp compares functions
+    def call(original: Callable, *args: Any, **kwargs: Any) -> Any:
+        peer = kwargs.get("src", kwargs.get("dst", args[1] if len(args) > 1 else None))
+        direction = "from" if "recv" in name else "to"
+        printed_name = f"{name} {direction} rank {peer}" if isinstance(peer, int) else name
+        return call_that_may_wait(run, printed_name, original, *args, **kwargs)
+
+
+def watch_waits(run: RankRun) -> None:
+    """For the end of a call, or for what another rank puts into a store."""
+    for owner, name in ((dist.Work, "wait"), (dist.Store, "get"), (dist.Store, "wait")):
+
+        @wrap(owner, name)
+        def wait(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+            printed_name = f"{type(self).__name__}.{original.__name__}()"
+            return call_that_may_wait(run, printed_name, original, self, *args, **kwargs)
 
 
 def watch_groups(run: RankRun) -> None:
@@ -86,10 +127,10 @@ def watch_groups(run: RankRun) -> None:
             run.note(Note.HAS_GROUPS)
         return original(ranks, *args, **kwargs)
 
-    @wrap(DistributedDataParallel, "join")
-    def join(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    @wrap(Join, "__init__")  # which DDP.join makes, too
+    def join(original: Callable, *args: Any, **kwargs: Any) -> None:
         run.note(Note.JOINS)
-        return original(*args, **kwargs)
+        original(*args, **kwargs)
 
 
 def keep_copy(path: str, folder: Path) -> None:
@@ -104,8 +145,12 @@ def keep_copy(path: str, folder: Path) -> None:
             time.sleep(0.01)
         return
     if os.path.isfile(path):
-        shutil.copy2(path, note.with_suffix(".copy"))
+        shutil.copy2(path, copy_of(path, folder))
     note.write_text(path)
+
+
+def copy_of(path: str, folder: Path) -> Path:
+    return folder / f"file.{zlib.crc32(path.encode())}.copy"
 
 
 def restore_files(folder: Path) -> None:
@@ -126,12 +171,67 @@ def restore_files(folder: Path) -> None:
         note.unlink()
 
 
+class WatchedText(io.TextIOWrapper):
+    """A text file that notes what is written to it."""
+
+    note: Callable[[str], None]
+
+    def write(self, text: str) -> int:
+        self.note(text)
+        return super().write(text)
+
+
+class Checksum(io.RawIOBase):
+    """A file that keeps nothing but the checksum of its bytes."""
+
+    number = 0
+
+    def write(self, part: Any) -> int:
+        self.number = zlib.crc32(part, self.number)
+        return len(part)
+
+
 class FileWatcher:
     """An audit hook, which Python calls before it opens, renames or removes a file."""
 
     def __init__(self, run: RankRun) -> None:
         self.run, self.folder = run, Path(run.settings.folder)
         self.inside = threading.local()  # the thread that writes the record opens files, too
+        self.texts: set[str] = set()  # whose every write is noted
+        run.at_end.append(self.keep_changed_files)
+
+    def keep_changed_files(self) -> None:
+        """np.memmap opens with r+ what it only reads, and a logger what it may never write to."""
+
+        def is_changed(opened: OpenedFile) -> bool:
+            path, written = opened.path, self.run.record.written
+            if "w" in opened.mode or "x" in opened.mode or path in written:
+                return True
+            copy = copy_of(path, self.folder)
+            both = copy.exists() and os.path.isfile(path)
+            return path not in self.texts and not (both and filecmp.cmp(path, copy, shallow=False))
+
+        record = self.run.record
+        record.opened_files = [opened for opened in record.opened_files if is_changed(opened)]
+
+    def watch_text(self, text: io.TextIOWrapper, newline: str | None) -> io.TextIOWrapper:
+        """The same open file, which notes what is written to it."""
+        path, mode, written = (
+            os.path.realpath(os.fsdecode(text.name)),
+            text.mode,
+            self.run.record.written,
+        )
+        encoding, errors, buffering = text.encoding, text.errors, text.line_buffering
+        watched = WatchedText(text.detach(), encoding, errors, newline, buffering)
+        watched.mode = mode  # type: ignore[misc]
+        self.texts.add(path)
+
+        def note(part: str) -> None:
+            if part and not self.run.written:
+                written[path] = zlib.crc32(part.encode(errors="replace"), written.get(path, 0))
+
+        watched.note = note
+        return watched
 
     def is_ignored(self, path: str) -> bool:
         if any(part in path for part in IGNORED_PARTS) or path.startswith(str(self.folder)):
@@ -186,7 +286,7 @@ def in_folder(path: Any, descriptor: int) -> Any:
     return os.path.join(folder, os.fsdecode(path))
 
 
-def watch_files(run: RankRun) -> None:
+def watch_files(run: RankRun) -> FileWatcher:
     watcher = FileWatcher(run)
     sys.addaudithook(watcher.audit)
 
@@ -194,7 +294,26 @@ def watch_files(run: RankRun) -> None:
     def save(original: Callable, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(f, str | os.PathLike):  # written in C++, which no audit hook sees
             watcher.note_change(f, "w")
+            path, written = os.path.realpath(f), run.record.written
+            if path not in written and run.settings.mode == Mode.OBSERVE:
+                checksum = Checksum()
+                original(obj, checksum, *args, **kwargs)
+                written[path] = checksum.number
         original(obj, f, *args, **kwargs)
+
+    return watcher
+
+
+def watch_written_text(watcher: FileWatcher) -> None:
+    @wrap(builtins, "open")
+    def open_file(original: Callable, *args: Any, **kwargs: Any) -> Any:
+        file = original(*args, **kwargs)
+        is_new = type(file) is io.TextIOWrapper and isinstance(file.name, str | bytes)
+        if is_new and set(file.mode) & set("wax+"):
+            return watcher.watch_text(file, kwargs.get("newline", (*args, *[None] * 6)[5]))
+        return file
+
+    io.open = builtins.open  # which pathlib calls
 
 
 class PrintWatcher:
@@ -267,6 +386,11 @@ def watch_prints(run: RankRun) -> None:
 def install(run: RankRun) -> None:
     for name in filter(partial(hasattr, dist), COLLECTIVES):  # some are of torch 2.14
         watch_collective(run, name)
+    for name, printed_name in DDP_CALLS.items():
+        watch_collective(run, name, printed_name)
+    for name in POINT_TO_POINT:
+        watch_point_to_point(run, name)
+    watch_waits(run)
     watch_groups(run)
-    watch_files(run)
+    watch_written_text(watch_files(run))
     watch_prints(run)

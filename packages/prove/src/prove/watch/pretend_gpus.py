@@ -12,11 +12,12 @@ import torch.cuda.nvtx
 import torch.cuda.profiler
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from prove.watch.rank_run import wrap, wrap_everywhere
-from prove.watch.sync_batchnorm import convert_sync_batchnorm
+from prove.watch.sync_batchnorm import SyncBatchNorm
 
 CPU = torch.device("cpu")
 
@@ -70,7 +71,6 @@ ANSWERS: list[tuple[tuple, Any, tuple[str, ...]]] = [
     (CUDA, True, ("is_bf16_supported", "is_tf32_supported")),
     (CUDA, False, ("is_initialized", "is_current_stream_capturing", "can_device_access_peer")),
     (CUDA, None, ("init", "set_device", "ipc_collect", "check_error", "set_sync_debug_mode")),
-    (CUDA, None, ("manual_seed", "manual_seed_all", "seed", "seed_all")),
     (CUDA, None, ("reset_max_memory_allocated", "reset_max_memory_cached")),
     (CUDA, None, ("set_per_process_memory_fraction",)),
     (CUDA, 1.0, ("get_per_process_memory_fraction",)),
@@ -87,10 +87,48 @@ ANSWERS: list[tuple[tuple, Any, tuple[str, ...]]] = [
 ]
 
 
+RANDOM_TENSORS = ("rand", "randn", "randint", "randperm", "normal")
+
+
 def is_gpu(device: Any) -> bool:
     if isinstance(device, torch.device):
         return device.type == "cuda"
     return isinstance(device, str) and device.split(":")[0] == "cuda"
+
+
+class GpuGenerator:
+    """What the GPU draws from. It is the CPU's generator, until the script seeds the GPU alone:
+    then models, and what names a GPU, draw from a state of their own, as on a GPU."""
+
+    def __init__(self) -> None:
+        self.state: Tensor | None = None
+        self.running: list[torch.nn.Module] = []  # in forward, where it takes the CPU's place
+
+    def seed_alone(self, number: int) -> None:
+        if self.state is None:
+            nn_module = torch.nn.modules.module
+            nn_module.register_module_forward_pre_hook(self.begin_forward)
+            nn_module.register_module_forward_hook(self.end_forward, always_call=True)
+        self.state = torch.Generator().manual_seed(number).get_state()
+
+    def exchange(self) -> None:
+        if self.state is not None:
+            of_other, self.state = self.state, torch.get_rng_state()
+            torch.set_rng_state(of_other)
+
+    def begin_forward(self, module: torch.nn.Module, args: Any) -> None:
+        recomputes = torch._C._current_graph_task_id() != -1  # a checkpoint has put the state back
+        if not self.running and not recomputes and next(module.parameters(), None) is not None:
+            self.exchange()
+            self.running.append(module)
+
+    def end_forward(self, module: torch.nn.Module, args: Any, result: Any) -> None:
+        if self.running and self.running[0] is module:
+            self.running.clear()
+            self.exchange()
+
+
+GPU_GENERATOR = GpuGenerator()
 
 
 class OnCPU(TorchFunctionMode):
@@ -109,8 +147,22 @@ class OnCPU(TorchFunctionMode):
         args = tuple(CPU if is_gpu(argument) else argument for argument in args)
         if is_gpu(kwargs.get("device")) or type(kwargs.get("device")) is int:
             kwargs["device"] = CPU
+            if name in RANDOM_TENSORS and not GPU_GENERATOR.running:
+                GPU_GENERATOR.exchange()
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    GPU_GENERATOR.exchange()
         kwargs.pop("pin_memory", None)
         return function(*args, **kwargs)
+
+
+def sync_batchnorm(self: torch.nn.SyncBatchNorm, x: Tensor) -> Tensor:
+    if not self.training or not dist.is_initialized():
+        return _BatchNorm.forward(self, x)
+    if self.process_group not in (None, dist.group.WORLD):
+        raise ValueError("prove --cpu: a SyncBatchNorm with a process_group of some ranks")
+    return SyncBatchNorm.forward(self, x)  # type: ignore[arg-type]
 
 
 def set_rng_state_all(states: Iterable[Tensor]) -> None:
@@ -135,15 +187,24 @@ def install(gpus: int) -> None:
         "get_rng_state_all": lambda: [torch.get_rng_state()] * gpus,
         "set_rng_state_all": set_rng_state_all,
         "initial_seed": torch.initial_seed,
+        "manual_seed": GPU_GENERATOR.seed_alone,
+        "manual_seed_all": GPU_GENERATOR.seed_alone,
+        "seed": lambda: GPU_GENERATOR.seed_alone(torch.Generator().seed()),
+        "seed_all": lambda: GPU_GENERATOR.seed_alone(torch.Generator().seed()),
         "make_graphed_callables": lambda callables, *args, **kwargs: callables,
         "Event": Event,
         "Stream": Stream,
     }
     for name, function in replaced.items():
         setattr(torch.cuda, name, function)
-    torch.nn.SyncBatchNorm.convert_sync_batchnorm = staticmethod(  # type: ignore[method-assign]
-        lambda module, process_group=None: convert_sync_batchnorm(module)
-    )
+    setattr(torch.nn.SyncBatchNorm, "forward", sync_batchnorm)  # noqa: B010  of another signature
+    ddp = torch.nn.parallel.DistributedDataParallel
+    ddp._passing_sync_batchnorm_handle = always(None)  # type: ignore[method-assign]  # it refuses CPUs
+
+    @wrap(torch, "manual_seed")
+    def manual_seed(original: Callable, seed: Any) -> Any:
+        GPU_GENERATOR.state = None  # this seeds the CPU and all GPUs alike
+        return original(seed)
 
     @wrap(torch.random, "fork_rng")
     def fork_rng(original: Callable, devices: Any = None, enabled: bool = True, **more: Any) -> Any:

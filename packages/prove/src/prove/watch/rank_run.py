@@ -40,6 +40,10 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 OWN_FOLDERS = (HERE, os.path.dirname(HERE))  # of our code that runs beside the script
 PATHS = sysconfig.get_paths()
 LIBRARIES = tuple({PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+LOADING_FILES = {  # we read samples, too
+    inspect.getfile(torch.utils.data.DataLoader), "<frozen importlib._bootstrap>",
+    os.path.join(HERE, "data.py"), os.path.join(HERE, "samples.py"),
+}  # fmt: skip
 DDP_FILE = inspect.getfile(torch.nn.parallel.DistributedDataParallel)
 SECONDS_FOR_OTHERS = 20  # to come to the end of their runs, too
 
@@ -86,6 +90,11 @@ def callers(frame: FrameType | None = None) -> Iterator[tuple[str, int, str]]:
 def is_user_file(file: str) -> bool:
     installed = file.startswith((*LIBRARIES, "<")) or "-packages/" in file
     return not installed and os.path.dirname(file) not in OWN_FOLDERS
+
+
+def is_loading(frame: FrameType) -> bool:
+    """Does it wait for a batch, for the workers of a loader, or for an import?"""
+    return any(file in LOADING_FILES for file, *_ in callers(frame))
 
 
 def where(frame: FrameType | None = None, outside: str = "") -> str:
@@ -156,6 +165,7 @@ class RankRun:
         progress.cpu_seconds = round(time.clock_gettime(self.main_clock), 1)
         progress.in_backward = frame is not None and "_run_backward" in frame.f_code.co_name
         progress.in_ddp = frame is not None and frame.f_code.co_filename == DDP_FILE
+        progress.is_loading = frame is not None and is_loading(frame)
         record.ended = ended
         record.write(record_file(self.settings.folder, self.settings.name, record.rank))
 
