@@ -200,3 +200,39 @@ def test_labels_that_are_numbered_by_each_rank_are_another_data_set(prove_script
         ended = prove_script(source.replace("torch.randn(32, 5, 8)", data, 1))
         assert verdict(ended, "one data set").startswith(expected), ended.stdout + ended.stderr
         assert verdict(ended, "samples") == "right", "the inputs are the same"
+
+
+WINDOWS = """
+import torch, torch.distributed as dist
+from contextlib import nullcontext
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data, ddp = torch.randn(28, 8), DistributedDataParallel(nn.Linear(8, 8))
+optimizer, sampler = torch.optim.SGD(ddp.parameters(), 0.1), DistributedSampler(data)
+loader = DataLoader(data, 2, sampler=sampler)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for i, x in enumerate(loader, start=1):
+        is_last = i == len(loader)
+        with nullcontext() if i % 4 == 0 or is_last else ddp.no_sync():
+            ddp(x).square().mean().backward()
+        if i % 4 == 0 or is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+def test_the_last_window_of_an_epoch_is_as_ragged_as_the_script_makes_it(prove_script):
+    """An epoch of 7 batches, 4 for a step. The control: the last 3 are not synchronized, where the
+    script asks how long an epoch is, and where it does not. An epoch of 6 with windows of 3 has no
+    such rest, so there it is no mistake."""
+    assert verdict(prove_script(WINDOWS), "one rank") == "right"
+    unsynced = WINDOWS.replace("== 0 or is_last else", "== 0 else")
+    assert verdict(prove_script(unsynced), "weights") == "WRONG"
+    unasked = unsynced.replace("len(loader)", "7")
+    assert verdict(prove_script(unasked), "weights") == "WRONG"
+    whole = unsynced.replace("% 4", "% 3").replace("(28, 8)", "(24, 8)")
+    assert verdict(prove_script(whole), "weights") == "right"

@@ -223,8 +223,13 @@ class LoaderWatcher:
         """The batches of the loader itself, until there are enough."""
         run, model, steps = self.run, self.model, self.steps
         size, before, looks_ahead = 0, len(run.record.model_calls), False
+        steps_of_others = run.record.steps  # than this pass
         while True:
             steps.end_batch()
+            if torch.is_grad_enabled():  # also where another loader gave the last batch of a step
+                loader_pass.steps = run.record.steps - steps_of_others
+            if loader_pass.steps and not loader_pass.window:
+                loader_pass.window = loader_pass.batches_given - looks_ahead
             loader_pass.backwards = model.backwards - loader_pass.backwards_before
             if loader_pass.batches_given == 1:
                 called = len(run.record.model_calls) > before
@@ -240,11 +245,13 @@ class LoaderWatcher:
             if loader_pass.with_gradients:
                 model.keep_start()
                 self.begin_batch(loader_pass, loader_pass.batches_given, size)
+            steps_of_others = run.record.steps - loader_pass.steps
             yield as_double(batch.batch) if run.settings.float64 else batch.batch
 
     def is_enough(self, loader_pass: LoaderPass, was_asked: bool) -> bool:
         """Has the script had its batches of this pass? Where several make one step, it gets more,
-        but no more than its length, if the script has asked for that."""
+        but no more than its length, if the script has asked for that. (If this hides how the last
+        window of an epoch ends, runs.py observes once more.)"""
         given, batches = loader_pass.batches_given, self.run.settings.batches
         if self.run.replaying or not loader_pass.with_gradients:
             return given >= self.most_batches(loader_pass.with_gradients)
@@ -256,7 +263,8 @@ class LoaderWatcher:
             )
         if not loader_pass.accumulates:
             return True
-        return loader_pass.steps >= batches or given >= MOST_MICRO_BATCHES * batches
+        has_steps = loader_pass.steps >= batches and loader_pass.ends_as_whole()
+        return has_steps or given >= MOST_MICRO_BATCHES * batches
 
     def note_batch(self, loader_pass: LoaderPass, batch: Collated) -> int:
         """Its size."""
