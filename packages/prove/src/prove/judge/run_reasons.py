@@ -12,6 +12,8 @@ SHARD = "DataLoader(dataset, sampler=DistributedSampler(dataset)), or split the 
 SHARD_STREAM = (
     "split by rank and by worker in __iter__: islice(all_samples, rank, None, world_size)"
 )
+OTHER_GRADIENTS = ", but compute other gradients from them"
+OWN_DRAWS = "meant so if each rank draws its own completions, actions or views of them, as GRPO does"
 ALL_CALL = "every rank must reach each collective the same number of times, in the same order"
 WRITE_ONCE = "if dist.get_rank() == 0, and a barrier before another rank reads it"
 OPENED = "{path} is opened for writing by ranks {ranks!s} ({at})"
@@ -53,10 +55,16 @@ class RunReason(Reason):
     )
 
     # samples
-    NO_INPUTS = "no step in a pass over a DataLoader, nor inputs that differ"
+    NO_INPUTS = "no step in a pass over a DataLoader, nor a call of a model with tensors"
+    ONE_INPUT = "no DataLoader; the ranks call the model with one tensor, the same in all calls"
     SAME_INPUTS = (
         "all ranks call the model with the same tensors, {calls} times",
         "seed by rank, or split the data by rank",
+        Heading.LOSS,
+    )
+    SAME_INPUTS_OTHER_GRADIENTS = (
+        f"all ranks call the model with the same tensors, {{calls}} times{OTHER_GRADIENTS}",
+        f"{OWN_DRAWS}; else seed by rank, or split the data by rank",
         Heading.LOSS,
     )
     DIFFERENT_INPUTS = "no DataLoader; the ranks call the model with different tensors"
@@ -64,6 +72,11 @@ class RunReason(Reason):
     SAME_SAMPLES = (
         f"all ranks draw the same samples in the same order: {LOADER}",
         SHARD,
+        Heading.LOSS,
+    )
+    SAME_SAMPLES_OTHER_GRADIENTS = (
+        f"all ranks draw the same samples in the same order{OTHER_GRADIENTS}: {LOADER}",
+        f"{OWN_DRAWS}; else {SHARD}",
         Heading.LOSS,
     )
     SUBSETS_DIFFER = (
@@ -97,6 +110,12 @@ class RunReason(Reason):
     SAME_CONTENTS = (
         f"all ranks draw the same {{seen}} samples in the same order ({LOADER}; {{kind}})",
         SHARD,
+        Heading.LOSS,
+    )
+    SAME_CONTENTS_OTHER_GRADIENTS = (
+        f"all ranks draw the same {{seen}} samples in the same order{OTHER_GRADIENTS} ({LOADER}; "
+        "{kind})",
+        f"{OWN_DRAWS}; else {SHARD_STREAM}",
         Heading.LOSS,
     )
     CONTENTS_UNKNOWN = f"samples cannot be told apart ({LOADER}; {{kind}})"
