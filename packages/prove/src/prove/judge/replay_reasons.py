@@ -174,11 +174,21 @@ class ReplayReason(Reason):
     RUN_FAILS = "no replay of a run that ends with an error: {message}"
     RECORDS_MISSING = "{present} of {world_size} wrote records"
     COIN_BY_RANK = (
-        "each rank tosses a coin for its whole batch: {places}",
-        "what is decided for a whole batch must be the same on all ranks: a generator with the "
-        "same seed on all of them",
+        "each rank draws its own for its whole batch: {places}",
+        "meant so if it only mixes or augments the batch, as mixup's lambda; where it decides what "
+        "is computed (a layer left out, an image size, whether to step), draw it from a generator "
+        "with the same seed on all ranks",
         Heading.LOSS,
     )
+    COIN_LEAVES_STEP = (
+        "the ranks draw the same for their whole batches at first, and later each its own: "
+        "{places}",
+        "one seed, it seems, but the ranks draw from it a different number of times: a generator "
+        "of its own for what all must decide alike; meant so if it only mixes or augments the "
+        "batch, and the first draws agree by chance",
+        Heading.LOSS,
+    )
+    SHARE_BY_RANK = "each rank mixes its own batch: {places}"
     SAME_NOISE = ("all ranks draw the same numbers for their samples: {places}", OWN_SEED)
     NOISE_BY_SAMPLE = "the ranks draw different numbers for their samples: {places}"
 
