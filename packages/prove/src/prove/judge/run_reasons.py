@@ -8,6 +8,8 @@ LOADER = "the loader at {at}, sampler {sampler}"
 OVERLAP = (
     f"{{together}} of {{size}} samples are seen in an epoch, {{twice}} of them twice ({LOADER})"
 )
+SHARED = "{share:.0%} of the first {seen} samples are those of another rank, by content "
+SHARED += f"({LOADER}; {{kind}})"
 SHARD = "DataLoader(dataset, sampler=DistributedSampler(dataset)), or split the data by rank"
 SHARD_STREAM = (
     "split by rank and by worker in __iter__: islice(all_samples, rank, None, world_size)"
@@ -112,6 +114,11 @@ class RunReason(Reason):
         SHARD,
         Heading.LOSS,
     )
+    SAME_STREAM = (
+        f"all ranks draw the same {{seen}} samples in the same order ({LOADER}; {{kind}})",
+        f"{SHARD_STREAM}; if it is split and was resumed, save its position for each rank",
+        Heading.LOSS,
+    )
     SAME_CONTENTS_OTHER_GRADIENTS = (
         f"all ranks draw the same {{seen}} samples in the same order{OTHER_GRADIENTS} ({LOADER}; "
         "{kind})",
@@ -120,9 +127,15 @@ class RunReason(Reason):
     )
     CONTENTS_UNKNOWN = f"samples cannot be told apart ({LOADER}; {{kind}})"
     CONTENTS_SHARED = (
-        "{share:.0%} of the first {seen} samples are those of another rank, by content "
-        f"({LOADER}; {{kind}})",
-        SHARD_STREAM,
+        SHARED,
+        "the same order on all ranks before it is split: shuffle files or samples with a seed that "
+        f"all ranks share, such as the epoch without the rank; then {SHARD_STREAM}",
+        Heading.LOSS,
+    )
+    PARTS_SHARED = (
+        SHARED,
+        "shuffle and split with a seed that all ranks share, random_split too; then each rank "
+        "takes range(rank, n, world_size) of one list",
         Heading.LOSS,
     )
     CONTENTS_SPLIT = "{share:.0%} of {seen} samples are shared ({kind})"
@@ -139,7 +152,8 @@ class RunReason(Reason):
     )
     DATA_SETS_DIFFER = (
         f"sample 0 differs between the ranks, and DistributedSampler splits it again ({LOADER})",
-        "make the data with the same seed on all ranks, or load it from a file",
+        "if each rank has files of its own, RandomSampler in its place; else make the data with the "
+        "same seed on all ranks",
         Heading.LOSS,
     )
 

@@ -235,9 +235,10 @@ def sample_rows_by_content(
     loader = {"at": first.at, "sampler": first.sampler, "kind": kind, "seen": samples}
     all_alike = same_on_all_ranks(passes, "checksums") and not are_split
     if different >= 5 and samples >= 20 and all_alike:
-        if compute_the_same(records, passes):
-            return [wrong(check, RunReason.SAME_CONTENTS, **loader)]
-        return [warning(check, RunReason.SAME_CONTENTS_OTHER_GRADIENTS, **loader)]
+        if not compute_the_same(records, passes):
+            return [warning(check, RunReason.SAME_CONTENTS_OTHER_GRADIENTS, **loader)]
+        reason = RunReason.SAME_STREAM if first.is_stream else RunReason.SAME_CONTENTS
+        return [wrong(check, reason, **loader)]
     if not samples or different < samples / 2:
         return [not_seen(check, RunReason.CONTENTS_UNKNOWN, **loader)]
     share = max(
@@ -245,10 +246,11 @@ def sample_rows_by_content(
         for of_ranks in epochs
         for other in of_ranks[1:]
     )
-    if share > 0.5:
-        rows = [wrong(check, RunReason.CONTENTS_SHARED, share=share, **loader)]
-    elif share > 0.05:
-        rows = [warning(check, RunReason.CONTENTS_SHARED, share=share, **loader)]
+    if share > 0.05:
+        is_same = share > 0.5 and compute_the_same(records, passes)
+        says = wrong if is_same and not are_split else warning
+        reason = RunReason.CONTENTS_SHARED if first.is_stream else RunReason.PARTS_SHARED
+        rows = [says(check, reason, share=share, **loader)]
     else:
         rows = [right(check, RunReason.CONTENTS_SPLIT, share=share, **loader)]
     of_workers = first.contents[: first.workers]  # each gives one batch in turn
