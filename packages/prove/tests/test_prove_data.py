@@ -154,9 +154,10 @@ def test_data_sets_that_belong_to_one_rank_each_are_not_taken_for_one_that_few_e
     loop = "for points, labels in DataLoader(shard, batch_size=8):\n"
     own = loop.replace("shard", "[(shard[i][0] + rank, shard[i][1]) for i in range(len(shard))]")
     alone = loop.replace("shard", "shard if rank == 0 else []")
-    for instead, expected in ((own, "not seen"), (alone, "right")):
+    for instead, evidence in ((own, "no sample by more than one rank"), (alone, "by 1 of 2 ranks")):
         ended = prove_script(planted((loop, instead)))
-        assert verdict(ended, "evaluation") == expected, ended.stdout + ended.stderr
+        assert verdict(ended, "evaluation") == "right", ended.stdout + ended.stderr
+        assert evidence in ended.stdout
 
 
 class Drawing(Dataset):

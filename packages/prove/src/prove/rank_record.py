@@ -309,6 +309,7 @@ class RankRecord:
     progress: RankProgress = field(default_factory=RankProgress)
     steps: int = 0  # of all optimizers together
     loader_passes: list[LoaderPass] = field(default_factory=list)
+    unused_loaders: dict[int, str] = field(default_factory=dict)  # where each was made
     optimizers: list[OptimizerRecord] = field(default_factory=list)
     ddps: list[DDPRecord] = field(default_factory=list)
     model_calls: list[ModelCall] = field(default_factory=list)

@@ -218,8 +218,8 @@ class RunReason(Reason):
 
     # evaluation
     NO_EVALUATION = (
-        "no pass over a loader without a backward, after a step; if yours comes later, raise "
-        "--batches"
+        "no pass over the loader at {places}: an evaluation counts that comes within the first two "
+        "epochs; to see yours, let it come earlier (fewer epochs), or raise --batches"
     )
     EVALUATED_BY_SOME = "by {ranks} of {world_size} ranks ({at})"
     EVALUATED_OWN_DATASETS = "each rank evaluates a data set of its own ({at})"
@@ -234,6 +234,13 @@ class RunReason(Reason):
         "Subset(dataset, range(rank, len(dataset), world_size))",
         Heading.ACCURACY,
     )
+    EVALUATED_SHARED = (
+        "of {size} samples, {twice} are evaluated by more than one rank, by content ({at})",
+        "each sample on one rank: range(rank, n, world_size) of one list that all ranks have; no "
+        "mistake if the results are not added up",
+        Heading.ACCURACY,
+    )
+    EVALUATED_APART = "no sample by more than one rank, by content: {size} samples ({at})"
     EVALUATED_NOT_ALL = (
         "{lost} of {size} samples are left out ({at})",
         "no drop_last for evaluation",
