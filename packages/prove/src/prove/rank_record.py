@@ -277,6 +277,7 @@ class ScheduleRecord:
     by_batch: bool = False  # not once per epoch
     length: int | None = None  # steps after which its rate stays; None: not known, or never
     highest_rate: float = 0.0
+    total_steps: int = 0  # of OneCycleLR, which refuses to make more
 
 
 class Metric(NamedTuple):

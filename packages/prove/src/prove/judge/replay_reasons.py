@@ -126,7 +126,8 @@ class ReplayReason(Reason):
     TOO_SHORT = "the gradient has a length of {length:.0e}: that is rounding ({at})"
     BATCHNORM_ROWS = (
         "BatchNorm gets a number of rows that is no multiple of the samples, so nobody knows which "
-        "rows are those of which rank"
+        "rows are those of which rank: call the model once for the batch of each loader, or put "
+        "nn.Identity() in the place of BatchNorm to prove the rest"
     )
     BATCHNORM_ROWS_GUESSED = (
         "the gradient differs by {apart:percent}, but BatchNorm gets several rows of each sample, "
@@ -203,6 +204,13 @@ class ReplayReason(Reason):
         "on {world_size} ranks, {epochs_of_one:.3g} of {epoch_of_one} on one ({at})",
         "count its steps by len(loader) of a rank; meant so only if training ends after a number "
         "of steps, and not of epochs",
+        Heading.RATE,
+    )
+    ONE_CYCLE_ENDS_EARLY = (
+        "OneCycleLR has {total} steps, {epochs:.3g} epochs of {steps} steps: a run of {run} epochs "
+        'ends with "Tried to step {more} times" ({at})',
+        "epochs * len(loader), divided by the batches of a step and rounded as the loop does it; "
+        "meant so only if training ends after {total} steps",
         Heading.RATE,
     )
     HIGHEST_RATE_DIFFERS = (

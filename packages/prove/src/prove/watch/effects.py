@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.algorithms.join import Join
 
 from prove.rank_record import (
     MOST_COLLECTIVES,
@@ -86,10 +86,10 @@ def watch_groups(run: RankRun) -> None:
             run.note(Note.HAS_GROUPS)
         return original(ranks, *args, **kwargs)
 
-    @wrap(DistributedDataParallel, "join")
-    def join(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    @wrap(Join, "__init__")  # of which DDP's own join makes one
+    def join(original: Callable, *args: Any, **kwargs: Any) -> None:
         run.note(Note.JOINS)
-        return original(*args, **kwargs)
+        original(*args, **kwargs)
 
 
 def keep_copy(path: str, folder: Path) -> None:
