@@ -71,7 +71,9 @@ def rows_of_dataset(records: list[RankRecord], passes: list[LoaderPass]) -> list
     at, world_size = passes[0].at, len(records)
     if len(passes) < world_size:
         ranks = len(passes)
-        return [right(CHECK, RunReason.EVALUATED_BY_SOME, ranks=ranks, world_size=world_size, at=at)]
+        return [
+            right(CHECK, RunReason.EVALUATED_BY_SOME, ranks=ranks, world_size=world_size, at=at)
+        ]
     if not all(loader_pass.indices for loader_pass in passes) or not same_dataset(passes):
         return rows_by_content(records, passes, RunReason.EVALUATED_UNKNOWN)
     if all(stops_early(loader_pass) for loader_pass in passes):

@@ -15,7 +15,9 @@ SHARD_STREAM = (
     "split by rank and by worker in __iter__: islice(all_samples, rank, None, world_size)"
 )
 OTHER_GRADIENTS = ", but compute other gradients from them"
-OWN_DRAWS = "meant so if each rank draws its own completions, actions or views of them, as GRPO does"
+OWN_DRAWS = (
+    "meant so if each rank draws its own completions, actions or views of them, as GRPO does"
+)
 ALL_CALL = "every rank must reach each collective the same number of times, in the same order"
 WRITE_ONCE = "if dist.get_rank() == 0, and a barrier before another rank reads it"
 OPENED = "{path} is opened for writing by ranks {ranks!s} ({at})"
