@@ -277,10 +277,12 @@ def test_the_same_samples_are_a_mistake_if_the_ranks_compute_the_same_from_them(
     assert verdict(prove_script(dropout), "samples") == "WRONG"
     split = alike.replace("3)), False", "3)), True")
     ended = prove_script(split)
-    assert verdict(ended, "samples") == "WRONG" and "in pass 2" in ended.stdout
+    assert verdict(ended, "samples") == "WRONG"
+    assert "in pass 2" in ended.stdout
     always = split.replace("and epoch != 0", "")
     ended = prove_script(always)
-    assert verdict(ended, "samples") == "right" and "24 + 24 of 48" in ended.stdout
+    assert verdict(ended, "samples") == "right"
+    assert "24 + 24 of 48" in ended.stdout
 
 
 def test_each_of_two_loaders_that_make_one_step_has_its_samples_judged(prove_script):
@@ -315,7 +317,8 @@ def test_a_schedule_that_ends_within_an_epoch_is_announced(prove_script):
     schedule = "schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 3 * 6)\nloader ="
     source = source.replace("loader =", schedule)
     ended = prove_script(source)
-    assert verdict(ended, "schedule") == "warning" and "a run of 3 epochs ends" in ended.stdout
+    assert verdict(ended, "schedule") == "warning"
+    assert "a run of 3 epochs ends" in ended.stdout
     assert "of 3 epochs ends" not in prove_script(source.replace("3 * 6", "3 * 7")).stdout
 
 

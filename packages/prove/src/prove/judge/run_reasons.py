@@ -154,8 +154,8 @@ class RunReason(Reason):
     )
     DATA_SETS_DIFFER = (
         f"sample 0 differs between the ranks, and DistributedSampler splits it again ({LOADER})",
-        "if each rank has files of its own, RandomSampler in its place; else make the data with the "
-        "same seed on all ranks",
+        "if each rank has files of its own, RandomSampler in its place; else make the data with "
+        "the same seed on all ranks",
         Heading.LOSS,
     )
 
