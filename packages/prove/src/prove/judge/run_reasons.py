@@ -16,7 +16,7 @@ SHARD_STREAM = (
 )
 OTHER_GRADIENTS = ", but compute other gradients from them"
 OWN_DRAWS = (
-    "meant so if each rank draws its own completions, actions or views of them, as GRPO does"
+    "meant so if each rank draws its own completions, actions or noise for them, as GRPO does"
 )
 ALL_CALL = "every rank must reach each collective the same number of times, in the same order"
 WRITE_ONCE = "if dist.get_rank() == 0, and a barrier before another rank reads it"
