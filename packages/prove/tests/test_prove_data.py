@@ -154,9 +154,10 @@ def test_data_sets_that_belong_to_one_rank_each_are_not_taken_for_one_that_few_e
     loop = "for points, labels in DataLoader(shard, batch_size=8):\n"
     own = loop.replace("shard", "[(shard[i][0] + rank, shard[i][1]) for i in range(len(shard))]")
     alone = loop.replace("shard", "shard if rank == 0 else []")
-    for instead, expected in ((own, "not seen"), (alone, "right")):
+    for instead, evidence in ((own, "no sample by more than one rank"), (alone, "by 1 of 2 ranks")):
         ended = prove_script(planted((loop, instead)))
-        assert verdict(ended, "evaluation") == expected, ended.stdout + ended.stderr
+        assert verdict(ended, "evaluation") == "right", ended.stdout + ended.stderr
+        assert evidence in ended.stdout
 
 
 class Drawing(Dataset):
@@ -200,3 +201,177 @@ def test_labels_that_are_numbered_by_each_rank_are_another_data_set(prove_script
         ended = prove_script(source.replace("torch.randn(32, 5, 8)", data, 1))
         assert verdict(ended, "one data set").startswith(expected), ended.stdout + ended.stderr
         assert verdict(ended, "samples") == "right", "the inputs are the same"
+
+
+WINDOWS = """
+import torch, torch.distributed as dist
+from contextlib import nullcontext
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data, ddp = torch.randn(28, 8), DistributedDataParallel(nn.Linear(8, 8))
+optimizer, sampler = torch.optim.SGD(ddp.parameters(), 0.1), DistributedSampler(data)
+loader = DataLoader(data, 2, sampler=sampler)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for i, x in enumerate(loader, start=1):
+        is_last = i == len(loader)
+        with nullcontext() if i % 4 == 0 or is_last else ddp.no_sync():
+            ddp(x).square().mean().backward()
+        if i % 4 == 0 or is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+def test_the_last_window_of_an_epoch_is_as_ragged_as_the_script_makes_it(prove_script):
+    """An epoch of 7 batches, 4 for a step. The control: the last 3 are not synchronized, where the
+    script asks how long an epoch is, and where it does not. An epoch of 6 with windows of 3 has no
+    such rest, so there it is no mistake."""
+    assert verdict(prove_script(WINDOWS), "one rank") == "right"
+    unsynced = WINDOWS.replace("== 0 or is_last else", "== 0 else")
+    assert verdict(prove_script(unsynced), "weights") == "WRONG"
+    unasked = unsynced.replace("len(loader)", "7")
+    assert verdict(prove_script(unasked), "weights") == "WRONG"
+    whole = unsynced.replace("% 4", "% 3").replace("(28, 8)", "(24, 8)")
+    assert verdict(prove_script(whole), "weights") == "right"
+
+
+PROMPTS = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Sampler
+class Twice(Sampler):
+    def __iter__(self):
+        own = [*range(dist.get_rank(), 48, 2)] if SPLITS else [*range(24)]
+        return iter(own + own[::-1])
+    def __len__(self):
+        return 48
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = [(x, i) for i, x in enumerate(torch.randn(48, 8))]
+ddp, SPLITS = DistributedDataParallel(nn.Linear(8, 3)), False
+optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+torch.manual_seed(dist.get_rank())
+for epoch in range(3):
+    for x, i in DataLoader(data, 4, sampler=Twice()):
+        logits = ddp(x)
+        action = torch.distributions.Categorical(logits=logits.detach()).sample()
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(logits, action).backward()
+        optimizer.step()
+    SPLITS = SPLITS and epoch != 0
+"""
+
+
+def test_the_same_samples_are_a_mistake_if_the_ranks_compute_the_same_from_them(prove_script):
+    """As GRPO does, each rank draws its own actions. The control: all act alike. A sampler that
+    gives each sample twice splits them; a later epoch in which it does not is seen, too."""
+    assert verdict(prove_script(PROMPTS), "samples") == "warning"
+    alike = PROMPTS.replace("action = torch", "action = i % 3 #")
+    assert verdict(prove_script(alike), "samples") == "WRONG"
+    dropout = alike.replace("nn.Linear(8, 3))", "nn.Sequential(nn.Linear(8, 3), nn.Dropout()))")
+    assert verdict(prove_script(dropout), "samples") == "WRONG"
+    split = alike.replace("3)), False", "3)), True")
+    ended = prove_script(split)
+    assert verdict(ended, "samples") == "WRONG"
+    assert "in pass 2" in ended.stdout
+    always = split.replace("and epoch != 0", "")
+    ended = prove_script(always)
+    assert verdict(ended, "samples") == "right"
+    assert "24 + 24 of 48" in ended.stdout
+
+
+def test_each_of_two_loaders_that_make_one_step_has_its_samples_judged(prove_script):
+    source = (
+        WINDOWS[: WINDOWS.index("    for i, x")].replace("(28, 8)", "(32, 8)")
+        + """
+    for x, y in zip(loader, DataLoader(data[:24] + 1, 3, sampler=other)):
+        optimizer.zero_grad()
+        ddp(torch.cat([x, y])).square().mean().backward()
+        optimizer.step()
+"""
+    )
+    source = source.replace("loader =", "other = DistributedSampler(data[:24])\nloader =")
+    assert prove_script(source).stdout.count("0 of them twice") == 2
+    ended = prove_script(source.replace("3, sampler=other", "3"))
+    assert verdict(ended, "samples") == "warning", ended.stdout
+    assert ended.stdout.count("0 of them twice") == 1
+
+
+def test_a_schedule_that_ends_within_an_epoch_is_announced(prove_script):
+    """An epoch of 7 batches. The control: its steps are those of whole epochs."""
+    source = (
+        WINDOWS[: WINDOWS.index("    for i, x")]
+        + """
+    for x in loader:
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+"""
+    )
+    schedule = "schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 3 * 6)\nloader ="
+    source = source.replace("loader =", schedule)
+    ended = prove_script(source)
+    assert verdict(ended, "schedule") == "warning"
+    assert "a run of 3 epochs ends" in ended.stdout
+    assert "of 3 epochs ends" not in prove_script(source.replace("3 * 6", "3 * 7")).stdout
+
+
+EVALUATES = """
+    totals = torch.zeros(2)
+    with torch.no_grad():
+        for x in DataLoader(Stream(), 3):
+            totals += torch.tensor([ddp.module(x).sum(), len(x)])
+    dist.all_reduce(totals)
+"""
+STREAM = """
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from data[dist.get_rank()::2]
+loader ="""
+
+
+def test_an_evaluation_of_a_stream_is_judged_by_content(prove_script):
+    """The controls: each rank evaluates all of it, or its part, but nobody adds the parts up. A
+    script that evaluates nothing gets no row."""
+    source = WINDOWS.replace("import DataLoader,", "import IterableDataset, DataLoader,")
+    assert verdict(prove_script(source), "evaluation").startswith("no row")
+    source = source.replace("loader =", STREAM) + EVALUATES
+    assert verdict(prove_script(source), "evaluation") == "right"
+    for changed in (
+        source.replace("[dist.get_rank()::2]", ""),
+        source.replace("dist.all_reduce(totals)", "pass"),
+    ):
+        assert verdict(prove_script(changed), "evaluation") == "warning"
+
+
+def test_padding_does_not_hide_that_nobody_adds_up_the_parts(prove_script):
+    padded = (
+        "DataLoader(shard, batch_size=8)",
+        "DataLoader(dataset, 8, sampler=DistributedSampler(dataset, shuffle=False))",
+    )
+    unsummed = ("    dist.all_reduce(totals)\n", "")
+    stdout = prove_script(planted(padded, unsummed)).stdout
+    assert -1 < stdout.find("and no collective follows") < stdout.find("counted twice"), stdout
+
+
+def test_a_share_that_each_rank_mixes_with_is_no_coin(prove_script):
+    """The control: a number that may decide about anything; and one that all ranks draw alike at
+    first, until one of them has drawn once more."""
+    source = training_of("DistributedDataParallel(nn.Linear(8, 8))", "import numpy, random")
+    source = source.replace(
+        "model(x)", "share = numpy.random.beta(0.4, 0.4)\n        model(share * x)"
+    )
+    source = source.replace("for epoch in", "numpy.random.seed(dist.get_rank())\nfor epoch in")
+    assert verdict(prove_script(source), "random decisions") == "right"
+    coin = source.replace("numpy.random.beta(0.4, 0.4)", "numpy.random.rand()")
+    assert verdict(prove_script(coin), "random decisions") == "warning"
+    leaves = coin.replace("seed(dist.get_rank())", "seed(0)")
+    leaves += "        if dist.get_rank(): numpy.random.rand()\n"
+    stdout = prove_script(leaves).stdout
+    assert "the same for their whole batches at first" in stdout, stdout

@@ -183,7 +183,14 @@ def steps_of_all_ranks(records: list[RankRecord]) -> list[RankRecord]:
         steps = [step for step in optimizer.steps[:first_epoch] if step.batch <= min(batches)]
         return replace(optimizer, steps=steps)
 
-    return [replace(rank, optimizers=[cut(each) for each in rank.optimizers]) for rank in records]
+    return [
+        replace(
+            rank,
+            optimizers=[cut(each) for each in rank.optimizers],
+            weights={n: held for n, held in rank.weights.items() if n < min(batches)},
+        )
+        for rank in records
+    ]
 
 
 def advice_without_group(command: list[str]) -> str:

@@ -173,6 +173,7 @@ class LoaderPass:
     steps: int = 0
     backwards: int = 0
     accumulates: bool = False  # several of its batches make one step
+    window: int = 0  # batches up to its first step; 0: not known
     contents: list[list[int]] = field(default_factory=list)  # checksums of samples, by batch
     inputs: list[list[int]] = field(default_factory=list)  # of their first tensors only
     sizes: list[int] = field(default_factory=list)  # of the batches
@@ -187,6 +188,17 @@ class LoaderPass:
     @property
     def checksums(self) -> list[int]:
         return [checksum for batch in self.contents for checksum in batch]
+
+    @property
+    def length(self) -> int:
+        """Batches of the whole pass, which we cut short; 0: not known."""
+        return self.batches or (self.batches_and_samples or (0, 0))[0]
+
+    def ends_as_whole(self) -> bool:
+        """Is the last window of the batches that were given as long as that of the whole pass?"""
+        if not self.length or self.ended or self.batches_given >= self.length:
+            return True
+        return not self.window or (self.batches_given - self.length) % self.window == 0
 
 
 @dataclass
@@ -293,6 +305,7 @@ class ScheduleRecord:
     by_batch: bool = False  # not once per epoch
     length: int | None = None  # steps after which its rate stays; None: not known, or never
     highest_rate: float = 0.0
+    total_steps: int = 0  # of OneCycleLR, which refuses to make more
 
 
 class Metric(NamedTuple):
@@ -325,6 +338,7 @@ class RankRecord:
     progress: RankProgress = field(default_factory=RankProgress)
     steps: int = 0  # of all optimizers together
     loader_passes: list[LoaderPass] = field(default_factory=list)
+    unused_loaders: dict[int, str] = field(default_factory=dict)  # where each was made
     optimizers: list[OptimizerRecord] = field(default_factory=list)
     ddps: list[DDPRecord] = field(default_factory=list)
     model_calls: list[ModelCall] = field(default_factory=list)

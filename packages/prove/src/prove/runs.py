@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from prove import NotJudgedError, processes
-from prove.judge import samples
+from prove.judge import epochs, samples
 from prove.judge.effects import error_of
 from prove.judge.replay import Replay
 from prove.judge.table import NotObservedError
@@ -24,6 +24,7 @@ NUMBER_OF_RANKS = (
 FLAG_FOR_RANKS = re.compile(
     r"""["'](--(?:world[-_]size|num[-_]gpus|n?gpus|nprocs?|num[-_]processes|devices))["']"""
 )
+MOST_LONGER_RUNS = 2  # to find out how an epoch ends
 LEAST_SECONDS = 20.0  # that a script gets to fail by itself
 
 
@@ -112,8 +113,6 @@ class Runs:
         attempts.append(replace(self.settings, float64=False, watches_operations=False))
         bare: processes.RunOutcome | None = None
         for number, settings in enumerate(attempts):
-            for file in Path(self.settings.folder).glob(f"{Mode.OBSERVE}.*"):
-                file.unlink()
             if number:
                 kind = (
                     "in its own precision"
@@ -121,8 +120,7 @@ class Runs:
                     else "watched from outside only"
                 )
                 self.report(f"it ends with {error_of(self.observed)}: again, {kind}")
-            outcome = self.run(settings, self.args.command)
-            self.observed, self.settings = outcome, settings
+            outcome = self.observe_once(settings)
             if not failed(outcome):
                 break
             if bare is None:
@@ -131,12 +129,31 @@ class Runs:
                     break  # it fails by itself: no attempt of ours will help
         else:
             raise NotObservedError(error_of(outcome))
+        outcome = self.observe_last_window(outcome)
         self.observed = replace(outcome, records=samples.with_samples(outcome.records))
         self.settings = replace(
             self.settings,
             world_size=len(outcome.records) or self.settings.world_size,
             rows_are_split=samples.rows_are_split(self.observed.records),
         )
+
+    def observe_once(self, settings: Settings) -> processes.RunOutcome:
+        for file in Path(settings.folder).glob(f"{Mode.OBSERVE}.*"):
+            file.unlink()
+        self.settings, self.observed = settings, self.run(settings, self.args.command)
+        return self.observed
+
+    def observe_last_window(self, outcome: processes.RunOutcome) -> processes.RunOutcome:
+        """Where several batches make one step, an epoch must end as the whole one does."""
+        for _ in range(MOST_LONGER_RUNS):
+            if failed(outcome) or outcome.hang or not outcome.records:
+                break
+            batches = epochs.batches_up_to_last_window(outcome.records[0])
+            if not batches:
+                break
+            self.report(f"several batches make one step: again, with {batches} in an epoch")
+            outcome = self.observe_once(replace(self.settings, batches=batches))
+        return outcome
 
     def run_bare(self, outcome: processes.RunOutcome) -> processes.RunOutcome:
         """Does the script fail by itself? It gets a little more time than it took to fail here."""

@@ -13,6 +13,22 @@ from prove.judge.table import Check, ReportRow, not_seen, right, warning, wrong
 from prove.rank_record import LoaderPass, Note, RankRecord
 
 
+def batches_up_to_last_window(record: RankRecord) -> int:
+    """Where several batches make one step, and the epoch was cut so that its last window is longer
+    or shorter than it is: how many batches end as the whole epoch does? 0: these do."""
+    for loader_pass in record.loader_passes:
+        given, length, window = loader_pass.batches_given, loader_pass.length, loader_pass.window
+        is_cut = loader_pass.limit <= given < length and not loader_pass.ended
+        if not is_cut or not loader_pass.backwards or window == 1:
+            continue
+        if window in (0, given):  # the cut may be what made it step: the window may be longer
+            window = given
+        elif loader_pass.ends_as_whole():
+            continue
+        return min(length, 2 * window + (length - 2 * window) % window)
+    return 0
+
+
 def epoch_rows(records: list[RankRecord]) -> list[ReportRow]:
     epochs = trained_loader_passes(records) if share_one_data_set(records) else []
     if not epochs:

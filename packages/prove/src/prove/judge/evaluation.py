@@ -29,12 +29,14 @@ def evaluation_rows(records: list[RankRecord]) -> list[ReportRow]:
         for key, loader_pass in first.items():
             datasets.setdefault(key, []).append(loader_pass)
     if not datasets:
-        return [not_seen(CHECK, RunReason.NO_EVALUATION)]
+        places = [at for rank in records for at in rank.unused_loaders.values()]
+        places = list(dict.fromkeys(places))
+        return [not_seen(CHECK, RunReason.NO_EVALUATION, places=places)] if places else []
     of_one_rank_each = all(len(passes) == 1 for passes in datasets.values())
     if of_one_rank_each and all(evaluations(rank) for rank in records):
-        at = evaluations(records[0])[0].at
-        return [not_seen(CHECK, RunReason.EVALUATED_OWN_DATASETS, at=at)]
-    rows = [row_of_dataset(records, passes) for passes in datasets.values()]
+        own = [evaluations(rank)[0] for rank in records]
+        return rows_by_content(records, own, RunReason.EVALUATED_OWN_DATASETS)
+    rows = [row for passes in datasets.values() for row in rows_of_dataset(records, passes)]
     by_reason: dict[Reason, list[ReportRow]] = {}
     for row in [row for row in rows if row.verdict != RIGHT] or rows[:1]:
         by_reason.setdefault(row.reason, []).append(row)
@@ -63,30 +65,57 @@ def dataset_of(loader_pass: LoaderPass) -> tuple:
     return (str(loader_pass.fingerprint), loader_pass.dataset_length)
 
 
-def row_of_dataset(records: list[RankRecord], passes: list[LoaderPass]) -> ReportRow:
-    """passes: the first evaluation of a data set on each rank that evaluates it."""
+def rows_of_dataset(records: list[RankRecord], passes: list[LoaderPass]) -> list[ReportRow]:
+    """passes: the first evaluation of a data set on each rank that evaluates it. The largest
+    mistake comes first."""
     at, world_size = passes[0].at, len(records)
     if len(passes) < world_size:
         ranks = len(passes)
-        return right(CHECK, RunReason.EVALUATED_BY_SOME, ranks=ranks, world_size=world_size, at=at)
+        return [
+            right(CHECK, RunReason.EVALUATED_BY_SOME, ranks=ranks, world_size=world_size, at=at)
+        ]
     if not all(loader_pass.indices for loader_pass in passes) or not same_dataset(passes):
-        return not_seen(CHECK, RunReason.EVALUATED_UNKNOWN, at=at)
+        return rows_by_content(records, passes, RunReason.EVALUATED_UNKNOWN)
     if all(stops_early(loader_pass) for loader_pass in passes):
-        return row_of_a_part(passes)
+        return [row_of_a_part(passes)]
     size = sample_count(passes)
     drawn = [index for loader_pass in passes for index in loader_pass.indices]
     twice = len(drawn) - len({*drawn})
     lost = size - len({*drawn, *drawn_beside(records, passes[0])})
     samples = {"size": size, "at": at, "sampler": passes[0].sampler}
     if all(len({*loader_pass.indices}) >= NEARLY_ALL * size for loader_pass in passes):
-        return warning(CHECK, RunReason.EVALUATED_BY_EACH, **samples)
-    if twice and Note.GATHERS_FOR_METRICS not in records[0].notes:
-        return warning(CHECK, RunReason.EVALUATED_TWICE, twice=twice, **samples)
-    if lost > 0:
-        return warning(CHECK, RunReason.EVALUATED_NOT_ALL, lost=lost, **samples)
+        return [warning(CHECK, RunReason.EVALUATED_BY_EACH, **samples)]
+    rows = []
     if not all(map(may_be_summed, records, passes)):
-        return warning(CHECK, RunReason.EVALUATED_NOT_SUMMED, **samples)
-    return right(CHECK, RunReason.EVALUATED_ONCE, **samples)
+        rows.append(warning(CHECK, RunReason.EVALUATED_NOT_SUMMED, **samples))
+    if twice and Note.GATHERS_FOR_METRICS not in records[0].notes:
+        rows.append(warning(CHECK, RunReason.EVALUATED_TWICE, twice=twice, **samples))
+    elif lost > 0:
+        rows.append(warning(CHECK, RunReason.EVALUATED_NOT_ALL, lost=lost, **samples))
+    return rows or [right(CHECK, RunReason.EVALUATED_ONCE, **samples)]
+
+
+def rows_by_content(
+    records: list[RankRecord], passes: list[LoaderPass], unknown: Reason
+) -> list[ReportRow]:
+    """Of a stream, or of data sets of which each rank holds another. unknown: what to say if the
+    contents do not tell, either."""
+    at, contents = passes[0].at, [{*loader_pass.checksums} for loader_pass in passes]
+    seen = sum(len(loader_pass.checksums) for loader_pass in passes)
+    size, different = len(set().union(*contents)), sum(map(len, contents))
+    if different < seen / 2 or not all(contents):  # samples that look alike
+        return [not_seen(CHECK, unknown, at=at)]
+    facts = {"size": size, "twice": different - size, "at": at}
+    ended = all(loader_pass.ended for loader_pass in passes)
+    if ended and all(of_rank == contents[0] for of_rank in contents):
+        return [warning(CHECK, RunReason.EVALUATED_BY_EACH, **facts)]
+    if different - size > 0.05 * size:
+        return [warning(CHECK, RunReason.EVALUATED_SHARED, **facts)]
+    if all(map(may_be_summed, records, passes)):
+        return [right(CHECK, RunReason.EVALUATED_APART, **facts)]
+    if unknown == RunReason.EVALUATED_OWN_DATASETS:  # perhaps they are no parts of one
+        return [not_seen(CHECK, unknown, at=at)]
+    return [warning(CHECK, RunReason.EVALUATED_NOT_SUMMED, **facts)]
 
 
 def stops_early(loader_pass: LoaderPass) -> bool:

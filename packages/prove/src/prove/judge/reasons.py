@@ -52,6 +52,7 @@ class Phrase:
     AFTER_STEP = "after step {step}"
     AFTER_EPOCH = "after epoch {epoch}"
     AT_STEP = "at step {step} ({at})"
+    IN_PASS = "{at} in pass {number} over it"
     AT_EVALUATION = "evaluation"
     AT_THE_END = "the end"
     PRINTED = "{name} {of_ranks} on {world_size} ranks and {of_one} on one ({at})"

@@ -9,6 +9,7 @@ from prove.judge.replay_reasons import ReplayReason
 from prove.judge.table import Check, ReportRow, right, warning
 from prove.rank_record import Finding, RankRecord
 
+DRAWS_OF_SHARES = {"numpy.beta", "numpy.dirichlet", "_sample_dirichlet"}  # nobody branches on these
 SMALL_BATCH = 16  # values per channel from which BatchNorm's statistics are good enough
 
 
@@ -83,9 +84,7 @@ def draws_not_given(replay: Replay, rows: list[ReportRow]) -> Comparison | None:
 
 def draw_rows(replay: Replay) -> list[ReportRow]:
     """What the ranks draw inside a step."""
-    rows = []
-    if places := replay.places_of_draws(Finding.COIN):
-        rows.append(warning(Check.RANDOM_DECISIONS, ReplayReason.COIN_BY_RANK, places=places))
+    rows = decision_rows(replay)
     same = replay.places_of_draws(Finding.SAME_NOISE)
     of_dropout = replay.observed.dropout  # it has a row of its own
     by_sample = [at for at in replay.places_of_draws(Finding.BY_SAMPLE) if at not in same]
@@ -93,6 +92,27 @@ def draw_rows(replay: Replay) -> list[ReportRow]:
         rows.append(warning(Check.RANDOM_NUMBERS, ReplayReason.SAME_NOISE, places=places))
     elif places := by_sample:
         rows.append(right(Check.RANDOM_NUMBERS, ReplayReason.NOISE_BY_SAMPLE, places=places))
+    return rows
+
+
+def decision_rows(replay: Replay) -> list[ReportRow]:
+    """What each rank draws once for its whole batch: a share, as mixup's, or where to branch? Only
+    the name of the distribution can tell."""
+    check, places = Check.RANDOM_DECISIONS, replay.places_of_draws(Finding.COIN)
+    names: dict[str, set[str]] = {}
+    for key in replay.coins:
+        names.setdefault(key.at, set()).add(key.name)
+    shares = [at for at in places if names.get(at) and names[at] <= DRAWS_OF_SHARES]
+    agreed_first = replay.places_of_draws(Finding.COMMON)
+    agreed = [at for at in places if at not in shares and at in agreed_first]
+    coins = [at for at in places if at not in shares and at not in agreed_first]
+    rows = []
+    if agreed:
+        rows.append(warning(check, ReplayReason.COIN_LEAVES_STEP, places=agreed))
+    if coins:
+        rows.append(warning(check, ReplayReason.COIN_BY_RANK, places=coins))
+    if shares and not rows:
+        rows.append(right(check, ReplayReason.SHARE_BY_RANK, places=shares))
     return rows
 
 

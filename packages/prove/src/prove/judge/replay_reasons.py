@@ -158,7 +158,8 @@ class ReplayReason(Reason):
     TOO_SHORT = "the gradient has a length of {length:.0e}: that is rounding ({at})"
     BATCHNORM_ROWS = (
         "BatchNorm gets a number of rows that is no multiple of the samples, so nobody knows which "
-        "rows are those of which rank"
+        "rows are those of which rank: call the model once for the batch of each loader, or put "
+        "nn.Identity() in the place of BatchNorm to prove the rest"
     )
     BATCHNORM_ROWS_GUESSED = (
         "the gradient differs by {apart:percent}, but BatchNorm gets several rows of each sample, "
@@ -206,11 +207,21 @@ class ReplayReason(Reason):
     RUN_FAILS = "no replay of a run that ends with an error: {message}"
     RECORDS_MISSING = "{present} of {world_size} wrote records"
     COIN_BY_RANK = (
-        "each rank tosses a coin for its whole batch: {places}",
-        "what is decided for a whole batch must be the same on all ranks: a generator with the "
-        "same seed on all of them",
+        "each rank draws its own for its whole batch: {places}",
+        "meant so if it only mixes or augments the batch, as mixup's lambda; where it decides what "
+        "is computed (a layer left out, an image size, whether to step), draw it from a generator "
+        "with the same seed on all ranks",
         Heading.LOSS,
     )
+    COIN_LEAVES_STEP = (
+        "the ranks draw the same for their whole batches at first, and later each its own: "
+        "{places}",
+        "one seed, it seems, but the ranks draw from it a different number of times: a generator "
+        "of its own for what all must decide alike; meant so if it only mixes or augments the "
+        "batch, and the first draws agree by chance",
+        Heading.LOSS,
+    )
+    SHARE_BY_RANK = "each rank mixes its own batch: {places}"
     SAME_NOISE = ("all ranks draw the same numbers for their samples: {places}", OWN_SEED)
     NOISE_BY_SAMPLE = "the ranks draw different numbers for their samples: {places}"
 
@@ -225,6 +236,13 @@ class ReplayReason(Reason):
         "on {world_size} ranks, {epochs_of_one:.3g} of {epoch_of_one} on one ({at})",
         "count its steps by len(loader) of a rank; meant so only if training ends after a number "
         "of steps, and not of epochs",
+        Heading.RATE,
+    )
+    ONE_CYCLE_ENDS_EARLY = (
+        "OneCycleLR has {total} steps, {epochs:.3g} epochs of {steps} steps: a run of {run} epochs "
+        'ends with "Tried to step {more} times" ({at})',
+        "epochs * len(loader), divided by the batches of a step and rounded as the loop does it; "
+        "meant so only if training ends after {total} steps",
         Heading.RATE,
     )
     HIGHEST_RATE_DIFFERS = (

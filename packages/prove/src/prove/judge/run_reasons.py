@@ -8,9 +8,15 @@ LOADER = "the loader at {at}, sampler {sampler}"
 OVERLAP = (
     f"{{together}} of {{size}} samples are seen in an epoch, {{twice}} of them twice ({LOADER})"
 )
+SHARED = "{share:.0%} of the first {seen} samples are those of another rank, by content "
+SHARED += f"({LOADER}; {{kind}})"
 SHARD = "DataLoader(dataset, sampler=DistributedSampler(dataset)), or split the data by rank"
 SHARD_STREAM = (
     "split by rank and by worker in __iter__: islice(all_samples, rank, None, world_size)"
+)
+OTHER_GRADIENTS = ", but compute other gradients from them"
+OWN_DRAWS = (
+    "meant so if each rank draws its own completions, actions or noise for them, as GRPO does"
 )
 ALL_CALL = "every rank must reach each collective the same number of times, in the same order"
 WRITE_ONCE = "if dist.get_rank() == 0, and a barrier before another rank reads it"
@@ -60,10 +66,16 @@ class RunReason(Reason):
     )
 
     # samples
-    NO_INPUTS = "no step in a pass over a DataLoader, nor inputs that differ"
+    NO_INPUTS = "no step in a pass over a DataLoader, nor a call of a model with tensors"
+    ONE_INPUT = "no DataLoader; the ranks call the model with one tensor, the same in all calls"
     SAME_INPUTS = (
         "all ranks call the model with the same tensors, {calls} times",
         "seed by rank, or split the data by rank",
+        Heading.LOSS,
+    )
+    SAME_INPUTS_OTHER_GRADIENTS = (
+        f"all ranks call the model with the same tensors, {{calls}} times{OTHER_GRADIENTS}",
+        f"{OWN_DRAWS}; else seed by rank, or split the data by rank",
         Heading.LOSS,
     )
     DIFFERENT_INPUTS = "no DataLoader; the ranks call the model with different tensors"
@@ -71,6 +83,11 @@ class RunReason(Reason):
     SAME_SAMPLES = (
         f"all ranks draw the same samples in the same order: {LOADER}",
         SHARD,
+        Heading.LOSS,
+    )
+    SAME_SAMPLES_OTHER_GRADIENTS = (
+        f"all ranks draw the same samples in the same order{OTHER_GRADIENTS}: {LOADER}",
+        f"{OWN_DRAWS}; else {SHARD}",
         Heading.LOSS,
     )
     SUBSETS_DIFFER = (
@@ -106,11 +123,28 @@ class RunReason(Reason):
         SHARD,
         Heading.LOSS,
     )
+    SAME_STREAM = (
+        f"all ranks draw the same {{seen}} samples in the same order ({LOADER}; {{kind}})",
+        f"{SHARD_STREAM}; if it is split and was resumed, save its position for each rank",
+        Heading.LOSS,
+    )
+    SAME_CONTENTS_OTHER_GRADIENTS = (
+        f"all ranks draw the same {{seen}} samples in the same order{OTHER_GRADIENTS} ({LOADER}; "
+        "{kind})",
+        f"{OWN_DRAWS}; else {SHARD_STREAM}",
+        Heading.LOSS,
+    )
     CONTENTS_UNKNOWN = f"samples cannot be told apart ({LOADER}; {{kind}})"
     CONTENTS_SHARED = (
-        "{share:.0%} of the first {seen} samples are those of another rank, by content "
-        f"({LOADER}; {{kind}})",
-        SHARD_STREAM,
+        SHARED,
+        "the same order on all ranks before it is split: shuffle files or samples with a seed that "
+        f"all ranks share, such as the epoch without the rank; then {SHARD_STREAM}",
+        Heading.LOSS,
+    )
+    PARTS_SHARED = (
+        SHARED,
+        "shuffle and split with a seed that all ranks share, random_split too; then each rank "
+        "takes range(rank, n, world_size) of one list",
         Heading.LOSS,
     )
     CONTENTS_SPLIT = "{share:.0%} of {seen} samples are shared ({kind})"
@@ -127,7 +161,8 @@ class RunReason(Reason):
     )
     DATA_SETS_DIFFER = (
         f"sample 0 differs between the ranks, and DistributedSampler splits it again ({LOADER})",
-        "make the data with the same seed on all ranks, or load it from a file",
+        "if each rank has files of its own, RandomSampler in its place; else make the data with "
+        "the same seed on all ranks",
         Heading.LOSS,
     )
 
@@ -192,8 +227,8 @@ class RunReason(Reason):
 
     # evaluation
     NO_EVALUATION = (
-        "no pass over a loader without a backward, after a step; if yours comes later, raise "
-        "--batches"
+        "no pass over the loader at {places}: an evaluation counts that comes within the first two "
+        "epochs; to see yours, let it come earlier (fewer epochs), or raise --batches"
     )
     EVALUATED_BY_SOME = "by {ranks} of {world_size} ranks ({at})"
     EVALUATED_OWN_DATASETS = "each rank evaluates a data set of its own ({at})"
@@ -208,6 +243,13 @@ class RunReason(Reason):
         "Subset(dataset, range(rank, len(dataset), world_size))",
         Heading.ACCURACY,
     )
+    EVALUATED_SHARED = (
+        "of {size} samples, {twice} are evaluated by more than one rank, by content ({at})",
+        "each sample on one rank: range(rank, n, world_size) of one list that all ranks have; no "
+        "mistake if the results are not added up",
+        Heading.ACCURACY,
+    )
+    EVALUATED_APART = "no sample by more than one rank, by content: {size} samples ({at})"
     EVALUATED_NOT_ALL = (
         "{lost} of {size} samples are left out ({at})",
         "no drop_last for evaluation",

@@ -10,7 +10,7 @@ import torch
 
 from prove.judge.reasons import Phrase
 from prove.judge.run_reasons import RunReason
-from prove.judge.table import Check, ReportRow, not_seen, right, warning, wrong
+from prove.judge.table import ORDER, Check, ReportRow, not_seen, right, warning, wrong
 from prove.judge.wording import phrase
 from prove.rank_record import LoaderPass, Note, RankRecord
 
@@ -103,23 +103,58 @@ def share_one_data_set(records: list[RankRecord]) -> bool:
     return len(records) > 1 and Note.HAS_GROUPS not in records[0].notes
 
 
+def compute_the_same(records: list[RankRecord], passes: list[LoaderPass]) -> bool:
+    """Does each rank compute from these passes what the others do? Dropout alone makes no
+    difference: then what the model is given decides, and where there are no gradients."""
+    gradients = [gradients_of(rank, own) for rank, own in zip(records, passes, strict=False)]
+    if not records[0].dropout and gradients and all(gradients):
+        pairs = zip(*gradients, strict=False)
+        return all(max(values) - min(values) <= 1e-9 * max(map(abs, values)) for values in pairs)
+    numbers = [own.number for own in passes] or [0] * len(records)
+    inputs = [
+        [call.checksum for call in rank.model_calls if call.batch[0] == number or not passes]
+        for rank, number in zip(records, numbers, strict=True)
+    ]
+    return all(of_rank == inputs[0] for of_rank in inputs)
+
+
+def gradients_of(rank: RankRecord, loader_pass: LoaderPass | None) -> list[float]:
+    """Projected, as backward gave them to this rank in a pass, before anybody averaged them."""
+    optimizers = [optimizer.steps for optimizer in rank.optimizers]
+    if loader_pass is not None and len(optimizers) == 1:  # else nobody knows which steps are its
+        before = loader_pass.steps_before
+        optimizers = [optimizers[0][before : before + loader_pass.steps]]
+    steps = [step for steps in optimizers for step in steps]
+    return [value for step in steps for value in step.local_gradients if value is not None]
+
+
 def forward_input_rows(records: list[RankRecord]) -> list[ReportRow]:
     """A script without a DataLoader: do the ranks call the model with different tensors?"""
     check = Check.SAMPLES
     inputs = [[call.checksum for call in rank.model_calls] for rank in records]
-    if not all(inputs) or not records[0].steps or len({*inputs[0]}) < 2:
+    if not all(inputs) or not records[0].steps:
         return [not_seen(check, RunReason.NO_INPUTS)]
-    if all(of_rank == inputs[0] for of_rank in inputs):
+    if any(of_rank != inputs[0] for of_rank in inputs):
+        return [right(check, RunReason.DIFFERENT_INPUTS)]
+    if len({*inputs[0]}) < 2:
+        return [not_seen(check, RunReason.ONE_INPUT)]
+    if compute_the_same(records, []):
         return [wrong(check, RunReason.SAME_INPUTS, calls=len(inputs[0]))]
-    return [right(check, RunReason.DIFFERENT_INPUTS)]
+    return [warning(check, RunReason.SAME_INPUTS_OTHER_GRADIENTS, calls=len(inputs[0]))]
 
 
 def sample_rows(records: list[RankRecord]) -> list[ReportRow]:
     if not share_one_data_set(records):
         return []
-    epochs = trained_loader_passes(records)
-    if not epochs:
+    passes_of: dict[int, list[list[LoaderPass]]] = {}  # by the number of their data set
+    for passes in trained_loader_passes(records):
+        passes_of.setdefault(passes[0].dataset, []).append(passes)
+    if not passes_of:
         return forward_input_rows(records)
+    return [row for epochs in passes_of.values() for row in rows_of_dataset(records, epochs)]
+
+
+def rows_of_dataset(records: list[RankRecord], epochs: list[list[LoaderPass]]) -> list[ReportRow]:
     passes, are_split = epochs[0], rows_are_split(records)
     first, rows, fields = passes[0], [], differing_fields(passes)
     loader = {"at": first.at, "sampler": first.sampler}
@@ -129,21 +164,34 @@ def sample_rows(records: list[RankRecord]) -> list[ReportRow]:
     are_the_same = same_dataset(passes) or bool(fields)
     by_index = all(loader_pass.indices for loader_pass in passes) and are_the_same
     if first.is_stream or not by_index:
-        return rows + sample_rows_by_content(epochs, are_split)
+        return rows + sample_rows_by_content(records, epochs, are_split)
     if are_split:
         return [*rows, right(Check.SAMPLES, RunReason.ROWS_SPLIT, **loader)]
-    return [*rows, sample_row_by_index(passes)]
+    by_epoch = [
+        sample_row_by_index(records, of_ranks, number)
+        for number, of_ranks in enumerate(epochs, start=1)
+        if all(loader_pass.indices for loader_pass in of_ranks)
+    ]
+    return [*rows, min(by_epoch, key=lambda row: ORDER.index(row.verdict))]
 
 
-def sample_row_by_index(passes: list[LoaderPass]) -> ReportRow:
+def sample_row_by_index(
+    records: list[RankRecord], passes: list[LoaderPass], number: int
+) -> ReportRow:
+    """number: of these passes, among those over their data set."""
     first, world_size, check = passes[0], len(passes), Check.SAMPLES
-    loader = {"at": first.at, "sampler": first.sampler}
+    at = first.at if number == 1 else phrase(Phrase.IN_PASS, at=first.at, number=number)
+    loader = {"at": at, "sampler": first.sampler}
     trained = [
         loader_pass.indices[: sum(loader_pass.sizes[: loader_pass.batches_given])]
         for loader_pass in passes
     ]
     if all(indices == trained[0] for indices in trained) and len({*trained[0]}) > 1:
-        return wrong(check, RunReason.SAME_SAMPLES, **loader)
+        # What is drawn while they are loaded is augmentation; what a step draws may be its purpose.
+        is_augmented = not same_on_all_ranks(passes, "checksums")
+        if is_augmented or compute_the_same(records, passes):
+            return wrong(check, RunReason.SAME_SAMPLES, **loader)
+        return warning(check, RunReason.SAME_SAMPLES_OTHER_GRADIENTS, **loader)
     drawn = [{*loader_pass.indices} for loader_pass in passes]
     together, size = len(set().union(*drawn)), sample_count(passes)
     twice, lost = sum(map(len, drawn)) - together, size - together
@@ -153,10 +201,7 @@ def sample_row_by_index(passes: list[LoaderPass]) -> ReportRow:
         if common < len(parts[0]):
             own = len(parts[0])
             return wrong(check, RunReason.SUBSETS_DIFFER, own=own, common=common, **loader)
-    repeats = any(
-        len({*loader_pass.indices}) < 0.9 * len(loader_pass.indices) for loader_pass in passes
-    )
-    if repeats or "Weighted" in first.sampler:
+    if any(map(draws_with_replacement, passes)):
         return right(check, RunReason.WITH_REPLACEMENT, sampler=first.sampler)
     padding = world_size * (1 + max(first.sizes))
     facts = {"together": together, "size": size, "twice": twice, "lost": lost, **loader}
@@ -171,7 +216,17 @@ def sample_row_by_index(passes: list[LoaderPass]) -> ReportRow:
     return warning(check, RunReason.SAMPLES_OVERLAP, **facts)
 
 
-def sample_rows_by_content(epochs: list[list[LoaderPass]], are_split: bool) -> list[ReportRow]:
+def draws_with_replacement(loader_pass: LoaderPass) -> bool:
+    """A sampler that gives all samples twice, as two epochs in one, does not."""
+    if "Weighted" in loader_pass.sampler:
+        return True
+    times = Counter(loader_pass.indices)
+    return len(times) < 0.9 * len(loader_pass.indices) and len({*times.values()}) > 1
+
+
+def sample_rows_by_content(
+    records: list[RankRecord], epochs: list[list[LoaderPass]], are_split: bool
+) -> list[ReportRow]:
     """For streams, and for data sets of which each rank holds another: no indices to compare."""
     passes = epochs[0]
     first, check = passes[0], Check.SAMPLES
@@ -182,7 +237,10 @@ def sample_rows_by_content(epochs: list[list[LoaderPass]], are_split: bool) -> l
     loader = {"at": first.at, "sampler": first.sampler, "kind": kind, "seen": samples}
     all_alike = same_on_all_ranks(passes, "checksums") and not are_split
     if different >= 5 and samples >= 20 and all_alike:
-        return [wrong(check, RunReason.SAME_CONTENTS, **loader)]
+        if not compute_the_same(records, passes):
+            return [warning(check, RunReason.SAME_CONTENTS_OTHER_GRADIENTS, **loader)]
+        reason = RunReason.SAME_STREAM if first.is_stream else RunReason.SAME_CONTENTS
+        return [wrong(check, reason, **loader)]
     if not samples or different < samples / 2:
         return [not_seen(check, RunReason.CONTENTS_UNKNOWN, **loader)]
     share = max(
@@ -190,10 +248,11 @@ def sample_rows_by_content(epochs: list[list[LoaderPass]], are_split: bool) -> l
         for of_ranks in epochs
         for other in of_ranks[1:]
     )
-    if share > 0.5:
-        rows = [wrong(check, RunReason.CONTENTS_SHARED, share=share, **loader)]
-    elif share > 0.05:
-        rows = [warning(check, RunReason.CONTENTS_SHARED, share=share, **loader)]
+    if share > 0.05:
+        is_same = share > 0.5 and compute_the_same(records, passes)
+        says = wrong if is_same and not are_split else warning
+        reason = RunReason.CONTENTS_SHARED if first.is_stream else RunReason.PARTS_SHARED
+        rows = [says(check, reason, share=share, **loader)]
     else:
         rows = [right(check, RunReason.CONTENTS_SPLIT, share=share, **loader)]
     of_workers = first.contents[: first.workers]  # each gives one batch in turn

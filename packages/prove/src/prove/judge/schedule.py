@@ -1,5 +1,6 @@
 """Are the learning rates those of one rank, and is the schedule as long as the run of a rank?"""
 
+import math
 from typing import NamedTuple
 
 from prove.judge.compare_steps import any_differs
@@ -11,6 +12,7 @@ from prove.judge.wording import phrase
 from prove.rank_record import RankRecord, ScheduleRecord
 
 CHECK = Check.SCHEDULE
+FEW_STEPS = 2  # that a script may add, to be sure
 LENGTH_TOLERANCE = 0.05  # lengths that are rounded, or have a few steps of warm-up more
 
 
@@ -27,11 +29,39 @@ class Schedule(NamedTuple):
 
 
 def schedule_rows(replay: Replay) -> list[ReportRow]:
+    if rows := rows_of_one_cycle(replay.observed):
+        return rows
     by_batch = schedules_by_batch(replay)
     if not by_batch:
         return rate_rows(replay)
     rows = [row for pair in by_batch if (row := row_of_length(*pair, len(replay.records)))]
     return rows[:1] or rate_rows(replay)
+
+
+def rows_of_one_cycle(rank: RankRecord) -> list[ReportRow]:
+    """A schedule that raises an error in the middle of an epoch, because its steps were counted
+    otherwise than those of the loader."""
+    trained = [loader_pass for loader_pass in rank.loader_passes if loader_pass.steps]
+    if rank.asked_for_length or not trained or not trained[0].length:  # see schedules_by_batch
+        return []
+    first = trained[0]
+    left = max(0, first.length - first.batches_given)  # of the epoch, after our cut
+    if left and first.batches_given < first.limit:  # or the script's own
+        return []
+    for record in rank.schedules:
+        if not record.total_steps or not record.by_batch or not record.batches:
+            continue
+        steps = first.steps + left // (first.window or 1)
+        steps = round(steps * record.steps / record.batches)
+        if record.total_steps % steps <= FEW_STEPS:
+            continue
+        epochs = record.total_steps / steps
+        facts = {
+            "total": record.total_steps, "steps": steps, "epochs": epochs, "at": record.at,
+            "more": record.total_steps + 1, "run": math.ceil(epochs),
+        }  # fmt: skip
+        return [warning(CHECK, ReplayReason.ONE_CYCLE_ENDS_EARLY, **facts)]
+    return []
 
 
 def schedules_by_batch(replay: Replay) -> list[tuple[Schedule, Schedule]]:

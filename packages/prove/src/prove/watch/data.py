@@ -135,6 +135,17 @@ class LoaderWatcher:
         self.run, self.model, self.steps, self.feeder = run, model, model.steps, model.feeder
         self.datasets: list[Any] = []  # held, so that no other one gets its place in memory
         self.loader_passes_fed = 0  # in a replay, so far
+        self.unused: dict[int, Any] = {}  # data sets that gave no batch yet, by loader
+
+    def note_made(self, loader: Any) -> None:
+        if not any(loader.dataset is used for used in self.datasets):
+            self.unused[loader.prove_number] = loader.dataset
+            self.run.record.unused_loaders[loader.prove_number] = loader.prove_at
+
+    def note_used(self, loader: Any) -> None:
+        """It may be another loader over the same data set, as Accelerate makes one."""
+        for number in [n for n, dataset in self.unused.items() if dataset is loader.dataset]:
+            del self.unused[number], self.run.record.unused_loaders[number]
 
     def iterate(self, iterate: Callable, loader: Any) -> Any:
         """In the place of a loader's own __iter__, which `iterate` is."""
@@ -170,6 +181,7 @@ class LoaderWatcher:
     def begin(self, loader: Any) -> LoaderPass:
         """The record of a new pass."""
         dataset, record = loader.dataset, self.run.record
+        self.note_used(loader)
         base, _ = without_subsets(dataset)
         is_stream = isinstance(dataset, IterableDataset)
         length = None if is_stream or not hasattr(base, "__len__") else len(base)
@@ -224,8 +236,13 @@ class LoaderWatcher:
         """The batches of the loader itself, until there are enough."""
         run, model, steps = self.run, self.model, self.steps
         size, before, looks_ahead = 0, len(run.record.model_calls), False
+        steps_of_others = run.record.steps  # than this pass
         while True:
             steps.end_batch()
+            if torch.is_grad_enabled():  # also where another loader gave the last batch of a step
+                loader_pass.steps = run.record.steps - steps_of_others
+            if loader_pass.steps and not loader_pass.window:
+                loader_pass.window = loader_pass.batches_given - looks_ahead
             loader_pass.backwards = model.backwards - loader_pass.backwards_before
             if loader_pass.batches_given == 1:
                 called = len(run.record.model_calls) > before
@@ -241,11 +258,13 @@ class LoaderWatcher:
             if loader_pass.with_gradients:
                 model.keep_start()
                 self.begin_batch(loader_pass, loader_pass.batches_given, size)
+            steps_of_others = run.record.steps - loader_pass.steps
             yield as_double(batch.batch) if run.settings.float64 else batch.batch
 
     def is_enough(self, loader_pass: LoaderPass, was_asked: bool) -> bool:
         """Has the script had its batches of this pass? Where several make one step, it gets more,
-        but no more than its length, if the script has asked for that."""
+        but no more than its length, if the script has asked for that. (If this hides how the last
+        window of an epoch ends, runs.py observes once more.)"""
         given, batches = loader_pass.batches_given, self.run.settings.batches
         if self.run.replaying or not loader_pass.with_gradients:
             return given >= self.most_batches(loader_pass.with_gradients)
@@ -257,7 +276,8 @@ class LoaderWatcher:
             )
         if not loader_pass.accumulates:
             return True
-        return loader_pass.steps >= batches or given >= MOST_MICRO_BATCHES * batches
+        has_steps = loader_pass.steps >= batches and loader_pass.ends_as_whole()
+        return has_steps or given >= MOST_MICRO_BATCHES * batches
 
     def note_batch(self, loader_pass: LoaderPass, batch: Collated) -> int:
         """Its size."""
@@ -268,7 +288,7 @@ class LoaderWatcher:
         if loader_pass.batches is None:
             loader_pass.sizes.append(size)
         loader_pass.batches_given += 1
-        if len(loader_pass.contents) < run.settings.batches:
+        if len(loader_pass.contents) < self.most_batches(loader_pass.with_gradients):
             loader_pass.contents.append(batch.checksums)
             loader_pass.inputs.append(batch.inputs or batch.checksums)
         run.current_loader_pass = loader_pass
@@ -393,7 +413,7 @@ def recording_iterator(loader: Any, iterate: Callable, folder: str) -> Iterator:
         loader.collate_fn = own
 
 
-def watch_new_loaders(run: RankRun) -> None:
+def watch_new_loaders(run: RankRun, watcher: LoaderWatcher) -> None:
     """Number the loaders, and list what their samplers draw."""
     index_sampler: Any = DataLoader._index_sampler
     loaders = 0
@@ -405,6 +425,7 @@ def watch_new_loaders(run: RankRun) -> None:
         object.__setattr__(self, "prove_number", loaders)
         object.__setattr__(self, "prove_at", where())
         loaders += 1
+        watcher.note_made(self)
 
     DataLoader._index_sampler = property(  # type: ignore[assignment]
         lambda self: ListedSampler(index_sampler.fget(self), self, run)
@@ -413,6 +434,6 @@ def watch_new_loaders(run: RankRun) -> None:
 
 def install(run: RankRun, model: ModelWatcher) -> None:
     watcher = LoaderWatcher(run, model)
-    watch_new_loaders(run)
+    watch_new_loaders(run, watcher)
     wrap(DataLoader, "__iter__")(watcher.iterate)
     wrap(DataLoader, "__len__")(watcher.length)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from prove.rank_record import Metric, ScheduleRecord
 from prove.watch.rank_run import RankRun, where, wrap
@@ -77,6 +77,8 @@ class ScheduleWatcher:
             if watched.scheduler is scheduler:
                 return watched
         record = ScheduleRecord(type(scheduler).__name__, at)
+        if isinstance(scheduler, OneCycleLR):
+            record.total_steps = scheduler.total_steps
         self.run.record.schedules.append(record)
         self.watched.append(WatchedSchedule(scheduler, record))
         return self.watched[-1]
