@@ -7,7 +7,7 @@ from prove.judge.reasons import Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.table import Check, ReportRow, right, warning
-from prove.rank_record import Finding, RankRecord
+from prove.rank_record import DataFinding, Finding, RankRecord
 
 SMALL_BATCH = 16  # values per channel from which BatchNorm's statistics are good enough
 
@@ -70,6 +70,64 @@ def unsure_draws(replay: Replay) -> Comparison | None:
         if places := replay.places_of_draws(finding):
             return Comparison(Outcome.NOT_COMPARED, reason, {"places": places})
     return None
+
+
+def data_not_given(replay: Replay, compared: list[Comparison]) -> Comparison | None:
+    """Without a DataLoader: data that the loss used, and that one rank was not given; so neither a
+    difference nor an agreement says anything. None: it had all of them."""
+    first, data = replay.replayed, replay.replayed.data
+    different = [each for each in compared if each.outcome == Outcome.DIFFERENT]
+    of_all = {DataFinding.TOO_MANY: [at for _, at in replay.observed.data.get(DataFinding.TOO_MANY, [])]}
+    if not different:
+        changed = places_until(first, DataFinding.CHANGED, None)
+        late = places_until(first, DataFinding.LATE, None)
+        late = late or places_until(first, DataFinding.LOCAL_NUMBER, None)
+        if changed and late:
+            facts = {"late": late, "changed": changed}
+            return Comparison(Outcome.NOT_COMPARED, ReplayReason.LOSS_KNOWS_RANKS, facts)
+        return None
+    # The steps of all optimizers are counted together.
+    step = max(int(each.facts.get("step", 1)) for each in different)
+    step *= sum(bool(optimizer.steps) for optimizer in first.optimizers)
+    reasons = {
+        DataFinding.TOO_MANY: ReplayReason.TOO_MUCH_DATA,
+        DataFinding.NOT_GIVEN: ReplayReason.DATA_NOT_MERGED,
+        DataFinding.LATE: ReplayReason.DATA_COME_LATE,
+        DataFinding.LATE_INPUT: ReplayReason.DATA_COME_LATE,
+        DataFinding.LOCAL_NUMBER: ReplayReason.LOCAL_NUMBER,
+    }
+    for finding, reason in reasons.items():
+        if finding == DataFinding.LATE_INPUT and replay.observed.model_returns_loss:
+            continue  # it computes the loss from what it was given
+        places = of_all.get(finding) or places_until(first, finding, step)
+        if places:
+            facts = {"places": places, "apart": different[0].facts.get("apart", 0.0)}
+            return Comparison(Outcome.NOT_COMPARED, reason, facts)
+    given = (DataFinding.GIVEN, DataFinding.LATE_INPUT, DataFinding.STATISTIC)
+    if not any(data.get(finding) for finding in given):
+        return Comparison(Outcome.NOT_COMPARED, ReplayReason.NO_LOADER)
+    return None
+
+
+def places_until(record: RankRecord, finding: DataFinding, step: int | None) -> list[str]:
+    noted = record.data.get(finding, [])
+    return list(dict.fromkeys(at for n, at in noted if step is None or n <= step))
+
+
+def by_statistics(replay: Replay, comparison: Comparison) -> Comparison:
+    """Does one rank differ because a mean over the samples of each rank is in its data?"""
+    tags = places_until(replay.replayed, DataFinding.STATISTIC, int(comparison.facts.get("step", 1)))
+    named = [
+        (each, [own.value for record in replay.records for own in record.statistics if own.tag == tag])
+        for tag in tags
+        for each in replay.observed.statistics
+        if each.tag == tag
+    ]  # fmt: skip
+    if comparison.outcome != Outcome.DIFFERENT or not named:
+        return comparison
+    statistic, values = named[0]
+    facts = comparison.facts | {"name": statistic.name, "at": statistic.at, "values": values}
+    return Comparison(Outcome.DIFFERENT, ReplayReason.STATISTICS_BY_RANK, facts)
 
 
 def draws_not_given(replay: Replay, rows: list[ReportRow]) -> Comparison | None:

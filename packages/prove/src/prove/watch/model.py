@@ -44,6 +44,7 @@ class ModelWatcher:
         self.ddps: list[DistributedDataParallel] = []
         self.called_in_training: list[nn.Module] = []
         self.backwards = 0
+        self.loop: Any = None  # sources.LoopWatcher
         self.evaluated: weakref.WeakKeyDictionary[nn.Module, tuple[str, int]] = (
             weakref.WeakKeyDictionary()  # their names, and the steps before they were written down
         )
@@ -85,6 +86,8 @@ class ModelWatcher:
         self.steps.end_batch()
         self.write_names()
         self.write_parameters_of_ddp()
+        if not self.run.replaying and self.run.record.steps:
+            self.write_buffers_outside_ddp()
         self.run.tensors["schedule_settings"] = self.steps.schedule_settings
 
     def write_names(self) -> None:
@@ -113,6 +116,14 @@ class ModelWatcher:
             record.in_no_optimizer = [name for name, p in trained.items() if p not in held]
             record.without_gradient = [name for name, p in trained.items() if p not in had_gradient]
             record.buffers_at_end = project_buffers(ddp.module)
+
+    def write_buffers_outside_ddp(self) -> None:
+        """Of modules that stand alone; not where each rank trains a model of its own."""
+        in_ddp = {id(part) for ddp in self.ddps for part in ddp.modules()}
+        for name, module in self.root_modules().items():
+            if id(module) not in in_ddp and not is_divided(module):
+                if buffers := project_buffers(module):
+                    self.run.record.buffers_outside_ddp[name] = buffers
 
     def note_call(self, module: nn.Module, inputs: tuple) -> None:
         """The script itself calls a module."""
@@ -207,17 +218,21 @@ def watch_ddp(run: RankRun, model: ModelWatcher, source: Feeder | InputKeeper) -
 def watch_modules(run: RankRun, model: ModelWatcher) -> None:
     inside = run.running_modules
 
-    def enter_module(module: nn.Module, inputs: tuple) -> None:
+    def enter_module(module: nn.Module, inputs: tuple) -> tuple | None:
         run.note_event()
         if isinstance(module, nn.RNNBase) and not run.settings.dropout:
             module.dropout = 0.0
+        inputs_of_all = None
         is_repeated = torch._C._current_graph_task_id() != -1  # in backward, by a checkpoint
         if not inside and not is_repeated and (run.joined or run.replaying):
             with model.draws.paused():
                 if run.settings.float64:
                     make_double(module)
                 model.note_call(module, inputs)
+                if model.loop and not isinstance(module, DistributedDataParallel):
+                    inputs_of_all = model.loop.enter_module(module, inputs)
         inside.append(module)
+        return inputs_of_all
 
     def leave_module(module: nn.Module, inputs: Any, outputs: Any) -> None:
         while inside and inside.pop() is not module:  # an error left the inner ones
