@@ -3,6 +3,7 @@
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -193,7 +194,8 @@ def watch_ddp(run: RankRun, model: ModelWatcher, source: Feeder | InputKeeper) -
     def init(original: Callable, self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if run.settings.float64:
             module.double()
-        original(self, module, *args, **kwargs)
+        with model.loop.paused() if model.loop else nullcontext():
+            original(self, module, *args, **kwargs)
         model.ddps.append(self)
         if not run.record.steps:
             run.tensors.pop("start", None)  # DDP has just changed the weights

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -148,6 +149,15 @@ class LoopWatcher:
     def is_recording(self) -> bool:
         return not self.feeder and self.run.record.steps < self.run.settings.batches
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What torch itself computes, such as in DDP's making, is no part of the loop."""
+        busy, self.local.busy = getattr(self.local, "busy", False), True
+        try:
+            yield
+        finally:
+            self.local.busy = busy
+
     def note(self, finding: DataFinding, at: str) -> None:
         noted = self.run.record.data.setdefault(finding, [])
         if (self.run.record.steps + 1, at) not in noted:
@@ -167,11 +177,8 @@ class LoopWatcher:
         name = getattr(function, "__name__", "")
         if name in NO_DATA or not self.is_watching():
             return function(*args, **kwargs)
-        self.local.busy = True
-        try:
+        with self.paused():
             return self.watched_call(name, function, args, kwargs, direct)
-        finally:
-            self.local.busy = False
 
     def watched_call(
         self, name: str, function: Callable, args: tuple, kwargs: dict, direct: bool
@@ -259,7 +266,8 @@ class LoopWatcher:
             kwargs = {key: replace_parts(value, changed) for key, value in kwargs.items()}
         before = random_state.state_digests()
         result = function(*args, **kwargs)
-        if name != "backward" and random_state.state_digests() != before:
+        is_computed = any(isinstance(r, Tensor) and r.grad_fn for r in parts_of((result,), {}))
+        if is_computed and random_state.state_digests() != before:
             self.note(DataFinding.NOT_GIVEN, where())
         return result
 
@@ -274,13 +282,10 @@ class LoopWatcher:
         values = [part for part in tensors if is_plain(part) and not part.requires_grad]
         if not values:
             return None
-        self.local.busy = True
-        try:
+        with self.paused():
             if trained:
                 self.size = size_of((list(inputs),))
             changed = self.meet("model" if trained else "module", values, self.size)
-        finally:
-            self.local.busy = False
         return replace_parts(inputs, changed) if changed else None
 
     def meet(self, name: str, values: list, size: int | None) -> dict[int, Any]:
