@@ -72,6 +72,7 @@ class DataFinding(StrEnum):
     GIVEN = "what all ranks had, from the script itself"
     LATE = "what all ranks had, but the script has computed with its own before"
     LATE_INPUT = "the same, for what goes into the model"
+    OTHER = "one rank computes something else from the rows of all"
     NOT_GIVEN = "it cannot be merged"
     LOCAL_NUMBER = "a number as that of the samples of one rank"
     CHANGED = "another number than on all ranks"

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from prove.judge.reasons import Phrase
 from prove.judge.run_reasons import RunReason
@@ -321,13 +322,19 @@ def rows_of_buffers_outside_ddp(records: list[RankRecord]) -> list[ReportRow]:
 
 def statistic_rows(records: list[RankRecord]) -> list[ReportRow]:
     """Means and the like over the samples of one rank that its loss depends on; the first."""
+    statistic = differing_statistic(records)
+    if statistic is None:
+        return []
+    return [warning(Check.BATCH_STATISTICS, RunReason.STATISTICS_BY_RANK, **statistic)]
+
+
+def differing_statistic(records: list[RankRecord]) -> dict[str, Any] | None:
     numbers = [{each.tag: each.value for each in rank.statistics} for rank in records]
     for each in records[0].statistics:
         values = [own[each.tag] for own in numbers if each.tag in own]
         if len(values) == len(records) and max(values) - min(values) > 1e-6 * max(map(abs, values)):
-            facts = {"name": each.name, "at": each.at, "values": values}
-            return [warning(Check.BATCH_STATISTICS, RunReason.STATISTICS_BY_RANK, **facts)]
-    return []
+            return {"name": each.name, "at": each.at, "values": values}
+    return None
 
 
 def evaluated_model_rows(records: list[RankRecord]) -> list[ReportRow]:

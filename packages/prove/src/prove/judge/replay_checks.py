@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from prove.judge.compare_steps import Comparison, Outcome, any_differs, distance, gradients_apart
+from prove.judge.model import differing_statistic
 from prove.judge.reasons import Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
@@ -85,6 +86,11 @@ def data_not_given(replay: Replay, compared: list[Comparison]) -> Comparison | N
         if changed and late:
             facts = {"late": late, "changed": changed}
             return Comparison(Outcome.NOT_COMPARED, ReplayReason.LOSS_KNOWS_RANKS, facts)
+        if other := places_until(first, DataFinding.OTHER, None):
+            facts = {"places": other}
+            return Comparison(Outcome.NOT_COMPARED, ReplayReason.OTHER_DATA, facts)
+        if statistic := differing_statistic(replay.records):
+            return Comparison(Outcome.NOT_COMPARED, ReplayReason.EQUAL_BUT_STATISTICS, statistic)
         return None
     # The steps of all optimizers are counted together.
     step = max(int(each.facts.get("step", 1)) for each in different)

@@ -196,6 +196,17 @@ class ReplayReason(Reason):
         "on all ranks: this may be chance",
         "read a batch as x[indices] right before the loss, and its size as x.shape[0]",
     )
+    OTHER_DATA = (
+        "the gradient agrees with that of one rank only where it gets the data at {places} as each "
+        "rank has computed them: from the same rows, one rank computes others, as with a mean over "
+        "the samples of a rank, or a draw that prove does not see",
+        "take such a mean over all ranks: all_reduce sums and counts, then divide",
+    )
+    EQUAL_BUT_STATISTICS = (
+        "the gradient agrees with that of one rank only where that uses the {name} at {at} that "
+        "each rank has taken over its own samples: {values:each .4g}",
+        "take it over all ranks: all_reduce sums and counts, then divide",
+    )
     STATISTICS_BY_RANK = (
         "the gradient of step {step} differs by {apart:percent} of its length from that of one "
         "rank, because the {name} at {at} is that of the samples of each rank: {values:each .4g}",

@@ -35,6 +35,7 @@ READS = {"__getitem__", "index_select"}
 MAKES = {"stack", "cat", "concat", "as_tensor", "tensor", "from_numpy", "asarray"}
 DRAWS = {"randn", "rand", "randint", "randn_like", "rand_like", "randint_like", "normal"}
 STATISTICS = {"mean", "std", "var", "std_mean", "var_mean", "amax", "amin", "median", "quantile"}
+SUMS = {"sum", "count_nonzero"}  # of everything
 SCALES = {"mul", "div", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__imul__"}
 SCALES |= {"__itruediv__", "mul_", "div_", "multiply", "divide", "true_divide", "__div__"}
 NO_DATA = {"size", "__len__", "numel", "dim", "stride", "is_floating_point", "__repr__"}
@@ -232,7 +233,8 @@ class LoopWatcher:
         results = [part for part in parts_of((result,), {}) if isinstance(part, Tensor)]
         if name == "__setitem__":
             results = [args[0]]
-        if name in STATISTICS and tags and tensors[0].ndim:
+        is_sum = name in SUMS and isinstance(result, Tensor) and not result.ndim
+        if (is_sum or name in STATISTICS) and tags and tensors[0].ndim:
             rows = len(tensors[0])
             if all(not part.ndim or len(part) != rows for part in results):
                 tags |= {self.statistic(name, results)}
@@ -436,6 +438,8 @@ class LoopFeeder:
         if statistics and own.shape == merged.shape:
             self.note_difference(statistics, at)
             return own
+        if own.shape == merged.shape and self.run.settings.mode != Mode.ORIGINAL:
+            note(DataFinding.OTHER, at)
         note(DataFinding.LATE_INPUT if is_input else DataFinding.LATE, at)
         return self.like(own, merged)
 
