@@ -112,9 +112,7 @@ class Examination:
             return None
         if obstacle := replay_checks.data_not_given(self.replayed, self.compared):
             return [obstacle]
-        self.compared = [
-            replay_checks.by_statistics(self.replayed, each) for each in self.compared
-        ]
+        self.compared = [replay_checks.by_statistics(self.replayed, each) for each in self.compared]
         return None
 
     def with_one_draw(self) -> list[Comparison] | None:

@@ -84,7 +84,7 @@ def model_rows(records: list[RankRecord]) -> list[ReportRow]:
     rows += learning_rate_rows(records, steps) + metric_rows(records) + loss_scale_rows(steps)
     rows += buffer_rows(records) + statistic_rows(records)
     if all(row.verdict == RIGHT for row in same):  # or they evaluate what they train
-        rows += evaluated_model_rows(records)
+        rows += rows_of_buffers_outside_ddp(records) + evaluated_model_rows(records)
     return rows
 
 
@@ -306,7 +306,7 @@ def buffer_rows(records: list[RankRecord]) -> list[ReportRow]:
             rows.append(warning(check, RunReason.BUFFERS_DIFFER, **facts))
         elif names:
             rows.append(right(check, RunReason.BUFFERS_ALIKE, when=when))
-    return rows + rows_of_buffers_outside_ddp(records)
+    return rows
 
 
 def rows_of_buffers_outside_ddp(records: list[RankRecord]) -> list[ReportRow]:

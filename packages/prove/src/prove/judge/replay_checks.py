@@ -78,7 +78,9 @@ def data_not_given(replay: Replay, compared: list[Comparison]) -> Comparison | N
     difference nor an agreement says anything. None: it had all of them."""
     first, data = replay.replayed, replay.replayed.data
     different = [each for each in compared if each.outcome == Outcome.DIFFERENT]
-    of_all = {DataFinding.TOO_MANY: [at for _, at in replay.observed.data.get(DataFinding.TOO_MANY, [])]}
+    of_all = {
+        DataFinding.TOO_MANY: [at for _, at in replay.observed.data.get(DataFinding.TOO_MANY, [])]
+    }
     if not different:
         changed = places_until(first, DataFinding.CHANGED, None)
         late = places_until(first, DataFinding.LATE, None)
@@ -122,17 +124,15 @@ def places_until(record: RankRecord, finding: DataFinding, step: int | None) -> 
 
 def by_statistics(replay: Replay, comparison: Comparison) -> Comparison:
     """Does one rank differ because a mean over the samples of each rank is in its data?"""
-    tags = places_until(replay.replayed, DataFinding.STATISTIC, int(comparison.facts.get("step", 1)))
-    named = [
-        (each, [own.value for record in replay.records for own in record.statistics if own.tag == tag])
-        for tag in tags
-        for each in replay.observed.statistics
-        if each.tag == tag
-    ]  # fmt: skip
-    if comparison.outcome != Outcome.DIFFERENT or not named:
+    tags = places_until(
+        replay.replayed, DataFinding.STATISTIC, int(comparison.facts.get("step", 1))
+    )
+    statistics = [each for each in replay.observed.statistics if each.tag in tags]
+    if comparison.outcome != Outcome.DIFFERENT or not statistics:
         return comparison
-    statistic, values = named[0]
-    facts = comparison.facts | {"name": statistic.name, "at": statistic.at, "values": values}
+    first, of_ranks = statistics[0], [record.statistics for record in replay.records]
+    values = [each.value for own in of_ranks for each in own if each.tag == first.tag]
+    facts = comparison.facts | {"name": first.name, "at": first.at, "values": values}
     return Comparison(Outcome.DIFFERENT, ReplayReason.STATISTICS_BY_RANK, facts)
 
 

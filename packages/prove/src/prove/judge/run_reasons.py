@@ -322,8 +322,8 @@ class RunReason(Reason):
         Heading.BUFFERS,
     )
     BUFFERS_OUTSIDE_DDP = (
-        "{module}, which is in no DDP model, has other buffers on each rank at the end of training: "
-        "{names}",
+        "{module}, which is in no DDP model, has other buffers on each rank at the end of "
+        "training: {names}",
         "all_reduce sums and counts of what they are made from; meant so only if each rank keeps "
         "its own on purpose",
         Heading.BUFFERS,

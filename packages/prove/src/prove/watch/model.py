@@ -123,8 +123,7 @@ class ModelWatcher:
         in_ddp = {id(part) for ddp in self.ddps for part in ddp.modules()}
         for name, module in self.root_modules().items():
             if id(module) not in in_ddp and not is_divided(module):
-                if buffers := project_buffers(module):
-                    self.run.record.buffers_outside_ddp[name] = buffers
+                self.run.record.buffers_outside_ddp[name] = project_buffers(module)
 
     def note_call(self, module: nn.Module, inputs: tuple) -> None:
         """The script itself calls a module."""
@@ -240,7 +239,7 @@ def watch_modules(run: RankRun, model: ModelWatcher) -> None:
         while inside and inside.pop() is not module:  # an error left the inner ones
             pass
 
-    register_module_forward_pre_hook(enter_module)
+    register_module_forward_pre_hook(enter_module)  # type: ignore[arg-type]
     register_module_forward_hook(leave_module, always_call=True)
 
     def note_module(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""What does a training loop read that has no DataLoader? It is recorded, and one rank gets it merged.
+"""What does a training loop read that has no DataLoader? One rank gets it merged.
 
 Two things are seen outside of modules, backward and optimizers, by a mode of torch that every
 function of torch passes. A *source* is what the loop reads or makes: `x[ids]`, torch.stack, a draw.
@@ -28,7 +28,7 @@ from prove.watch.draws import MOST_BYTES, Draws
 from prove.watch.feeder import Feeder, InputKeeper, size_of
 from prove.watch.model_tensors import project
 from prove.watch.rank_run import OWN_FOLDERS, RankRun, is_user_file, save_tensors, where, wrap
-from prove.watch.samples import CannotMergeError, as_double, interleave, own_copy
+from prove.watch.samples import CannotMergeError, interleave, own_copy
 from prove.watch.steps import StepWatcher
 
 READS = {"__getitem__", "index_select"}
@@ -449,9 +449,7 @@ class LoopFeeder:
         else:
             self.watcher.note(DataFinding.NOT_GIVEN, at)
 
-    def check_number(
-        self, own: Any, column: list, sizes: list[int], statistics: list[str]
-    ) -> None:
+    def check_number(self, own: Any, column: list, sizes: list[int], statistics: list[str]) -> None:
         """A number that the loss is multiplied with: the number of samples of one rank, perhaps."""
         of_ranks, value, at = [number_in(each) for each in column], number_in(own), where()
         first = of_ranks[0]
