@@ -111,9 +111,12 @@ class Examination:
     def without_loader(self) -> list[Comparison] | None:
         observed = self.replayed.observed
         has_batches = any(each.steps for each in observed.loader_passes)
-        if has_batches or observed.model_returns_loss:
+        if has_batches:
             return None
-        return self.no_verdict(ReplayReason.NO_LOADER)
+        if obstacle := replay_checks.data_not_given(self.replayed, self.compared):
+            return [obstacle]
+        self.compared = [replay_checks.by_statistics(self.replayed, each) for each in self.compared]
+        return None
 
     def with_one_draw(self) -> list[Comparison] | None:
         """All samples of a batch get the same numbers, so that their order cannot matter."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from prove import NotJudgedError, processes
 from prove.examination import Examination
 from prove.judge import printed_numbers, replay_checks, schedule
-from prove.judge.compare_steps import Comparison, Outcome, comparisons, worst
+from prove.judge.compare_steps import Comparison, Outcome, comparisons, farthest, worst
 from prove.judge.effects import effect_rows, error_of, what_ranks_do
 from prove.judge.epochs import epoch_rows, original_epoch_rows
 from prove.judge.evaluation import evaluation_rows
@@ -112,7 +112,13 @@ class Prover:
         if worst(compared) == Outcome.DIFFERENT:
             unsure = replay_checks.unsure_draws(replayed)
             unsure = unsure or replay_checks.draws_not_given(replayed, rows)
+            if not any(each.steps for each in replayed.observed.loader_passes):
+                facts = {"apart": farthest(compared)}
+                why = ReplayReason.ORIGINAL_GETS_NO_DATA
+                unsure = unsure or Comparison(Outcome.NOT_COMPARED, why, facts)
             compared = [unsure] if unsure else compared
+        elif unsure := replay_checks.data_not_given(replayed, compared):
+            compared = [unsure]
         records, original = self.observed.records, replayed.replayed
         result = [each.row(Check.ORIGINAL) for each in compared]
         return result + original_epoch_rows(records, original)
@@ -147,6 +153,8 @@ class Prover:
         examination = Examination(self.runs, command, replayed, compared, rows)
         if worst(compared) == Outcome.DIFFERENT:
             compared = examination.result()
+        elif unsure := replay_checks.data_not_given(replayed, compared):
+            compared = [unsure]
         result = [each.row(Check.ONE_RANK) for each in compared]
         result += replay_checks.draw_rows(replayed)
         if all(each.outcome == Outcome.EQUAL for each in compared):

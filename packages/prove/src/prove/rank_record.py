@@ -66,6 +66,20 @@ class Finding(StrEnum):
     TOO_MANY = "too many to keep"
 
 
+class DataFinding(StrEnum):
+    """Without a DataLoader: what one rank got where data meet gradients, by step and place."""
+
+    GIVEN = "what all ranks had, from the script itself"
+    LATE = "what all ranks had, but the script has computed with its own before"
+    LATE_INPUT = "the same, for what goes into the model"
+    OTHER = "one rank computes something else from the rows of all"
+    NOT_GIVEN = "it cannot be merged"
+    LOCAL_NUMBER = "a number as that of the samples of one rank"
+    CHANGED = "another number than on all ranks"
+    STATISTIC = "a mean or the like that differs between the ranks is in it"
+    TOO_MANY = "too many to keep"
+
+
 class Note(Enum):
     """A fact about a run that needs no more than the place where it was first seen."""
 
@@ -316,6 +330,19 @@ class Metric(NamedTuple):
     steps_before: int
 
 
+class Statistic(NamedTuple):
+    """A mean or the like over the samples of one rank that its loss depends on."""
+
+    name: str
+    at: str
+    number: int  # of this call, at this place
+    value: float
+
+    @property
+    def tag(self) -> str:
+        return f"{self.name} {self.at} {self.number}"
+
+
 class EvaluatedModule(NamedTuple):
     """What a module held that the script called in eval mode or without gradients, after a step."""
 
@@ -370,6 +397,9 @@ class RankRecord:
     # one of them after so many steps, and at the end of the run.
     weights: dict[int, dict[str, Projection]] = field(default_factory=dict)
     not_comparable: list[str] = field(default_factory=list)  # kinds of parameters or gradients
+    data: dict[DataFinding, list[tuple[int, str]]] = field(default_factory=dict)
+    statistics: list[Statistic] = field(default_factory=list)
+    buffers_outside_ddp: dict[str, dict[str, Projection]] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
         part = path.with_suffix(".part")
@@ -387,6 +417,11 @@ def gradients_file(folder: str, mode: str, rank: int) -> Path:
 
 def tensors_file(folder: str, mode: str, rank: int) -> Path:
     return Path(folder, f"{mode}.{rank}.tensors.pt")
+
+
+def loop_file(folder: str, mode: str, rank: int) -> Path:
+    """What the loop of a script without a DataLoader has read: see sources.py."""
+    return Path(folder, f"{mode}.{rank}.loop.pt")
 
 
 def forced_file(folder: str, variant: ReplayVariant) -> Path:

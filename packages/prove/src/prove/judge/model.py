@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -86,9 +86,9 @@ def model_rows(records: list[RankRecord]) -> list[ReportRow]:
     rows += same + averaged_gradient_rows(first, steps, same) + forward_rows(first, same)
     rows += partly_used_rows(steps)
     rows += learning_rate_rows(records, steps) + metric_rows(records) + loss_scale_rows(steps)
-    rows += buffer_rows(records)
+    rows += buffer_rows(records) + statistic_rows(records)
     if all(row.verdict == RIGHT for row in same):  # or they evaluate what they train
-        rows += evaluated_model_rows(records)
+        rows += rows_of_buffers_outside_ddp(records) + evaluated_model_rows(records)
     return rows
 
 
@@ -443,6 +443,34 @@ def buffer_rows(records: list[RankRecord]) -> list[ReportRow]:
         elif names:
             rows.append(right(check, RunReason.BUFFERS_ALIKE, when=when))
     return rows
+
+
+def rows_of_buffers_outside_ddp(records: list[RankRecord]) -> list[ReportRow]:
+    """Such as running means of observations; of modules without parameters that are trained."""
+    for module, first in records[0].buffers_outside_ddp.items():
+        of_ranks = [rank.buffers_outside_ddp.get(module, {}) for rank in records]
+        names = [name for name in first if all(name in own for own in of_ranks)]
+        if apart := [name for name in names if differ([own[name] for own in of_ranks])]:
+            facts = {"module": module, "names": apart}
+            return [warning(Check.BUFFERS, RunReason.BUFFERS_OUTSIDE_DDP, **facts)]
+    return []
+
+
+def statistic_rows(records: list[RankRecord]) -> list[ReportRow]:
+    """Means and the like over the samples of one rank that its loss depends on; the first."""
+    statistic = differing_statistic(records)
+    if statistic is None:
+        return []
+    return [warning(Check.BATCH_STATISTICS, RunReason.STATISTICS_BY_RANK, **statistic)]
+
+
+def differing_statistic(records: list[RankRecord]) -> dict[str, Any] | None:
+    numbers = [{each.tag: each.value for each in rank.statistics} for rank in records]
+    for each in records[0].statistics:
+        values = [own[each.tag] for own in numbers if each.tag in own]
+        if len(values) == len(records) and max(values) - min(values) > 1e-6 * max(map(abs, values)):
+            return {"name": each.name, "at": each.at, "values": values}
+    return None
 
 
 def evaluated_model_rows(records: list[RankRecord]) -> list[ReportRow]:

@@ -3,11 +3,12 @@
 from typing import Any, NamedTuple
 
 from prove.judge.compare_steps import Comparison, Outcome, any_differs, distance, gradients_apart
+from prove.judge.model import differing_statistic
 from prove.judge.reasons import Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.table import Check, ReportRow, right, warning
-from prove.rank_record import Finding, RankRecord
+from prove.rank_record import DataFinding, Finding, RankRecord
 
 DRAWS_OF_SHARES = {"numpy.beta", "numpy.dirichlet", "_sample_dirichlet"}  # nobody branches on these
 SMALL_BATCH = 16  # values per channel from which BatchNorm's statistics are good enough
@@ -71,6 +72,69 @@ def unsure_draws(replay: Replay) -> Comparison | None:
         if places := replay.places_of_draws(finding):
             return Comparison(Outcome.NOT_COMPARED, reason, {"places": places})
     return None
+
+
+def data_not_given(replay: Replay, compared: list[Comparison]) -> Comparison | None:
+    """Without a DataLoader: data that the loss used, and that one rank was not given; so neither a
+    difference nor an agreement says anything. None: it had all of them."""
+    first, data = replay.replayed, replay.replayed.data
+    different = [each for each in compared if each.outcome == Outcome.DIFFERENT]
+    of_all = {
+        DataFinding.TOO_MANY: [at for _, at in replay.observed.data.get(DataFinding.TOO_MANY, [])]
+    }
+    if not different:
+        changed = places_until(first, DataFinding.CHANGED, None)
+        late = places_until(first, DataFinding.LATE, None)
+        late = late or places_until(first, DataFinding.LOCAL_NUMBER, None)
+        if changed and late:
+            facts = {"late": late, "changed": changed}
+            return Comparison(Outcome.NOT_COMPARED, ReplayReason.LOSS_KNOWS_RANKS, facts)
+        if other := places_until(first, DataFinding.OTHER, None):
+            facts = {"places": other}
+            return Comparison(Outcome.NOT_COMPARED, ReplayReason.OTHER_DATA, facts)
+        if statistic := differing_statistic(replay.records):
+            return Comparison(Outcome.NOT_COMPARED, ReplayReason.EQUAL_BUT_STATISTICS, statistic)
+        return None
+    # The steps of all optimizers are counted together.
+    step = max(int(each.facts.get("step", 1)) for each in different)
+    step *= sum(bool(optimizer.steps) for optimizer in first.optimizers)
+    reasons = {
+        DataFinding.TOO_MANY: ReplayReason.TOO_MUCH_DATA,
+        DataFinding.NOT_GIVEN: ReplayReason.DATA_NOT_MERGED,
+        DataFinding.LATE: ReplayReason.DATA_COME_LATE,
+        DataFinding.LATE_INPUT: ReplayReason.DATA_COME_LATE,
+        DataFinding.LOCAL_NUMBER: ReplayReason.LOCAL_NUMBER,
+    }
+    for finding, reason in reasons.items():
+        if finding == DataFinding.LATE_INPUT and replay.observed.model_returns_loss:
+            continue  # it computes the loss from what it was given
+        places = of_all.get(finding) or places_until(first, finding, step)
+        if places:
+            facts = {"places": places, "apart": different[0].facts.get("apart", 0.0)}
+            return Comparison(Outcome.NOT_COMPARED, reason, facts)
+    given = (DataFinding.GIVEN, DataFinding.LATE_INPUT, DataFinding.STATISTIC)
+    if not any(data.get(finding) for finding in given):
+        return Comparison(Outcome.NOT_COMPARED, ReplayReason.NO_LOADER)
+    return None
+
+
+def places_until(record: RankRecord, finding: DataFinding, step: int | None) -> list[str]:
+    noted = record.data.get(finding, [])
+    return list(dict.fromkeys(at for n, at in noted if step is None or n <= step))
+
+
+def by_statistics(replay: Replay, comparison: Comparison) -> Comparison:
+    """Does one rank differ because a mean over the samples of each rank is in its data?"""
+    tags = places_until(
+        replay.replayed, DataFinding.STATISTIC, int(comparison.facts.get("step", 1))
+    )
+    statistics = [each for each in replay.observed.statistics if each.tag in tags]
+    if comparison.outcome != Outcome.DIFFERENT or not statistics:
+        return comparison
+    first, of_ranks = statistics[0], [record.statistics for record in replay.records]
+    values = [each.value for own in of_ranks for each in own if each.tag == first.tag]
+    facts = comparison.facts | {"name": first.name, "at": first.at, "values": values}
+    return Comparison(Outcome.DIFFERENT, ReplayReason.STATISTICS_BY_RANK, facts)
 
 
 def draws_not_given(replay: Replay, rows: list[ReportRow]) -> Comparison | None:

@@ -202,7 +202,55 @@ class ReplayReason(Reason):
     WHICH_COMMAND = "say how one rank is started: --alone 'COMMAND'"
     MODEL_DIVIDED = "each rank holds a part of the model"
     OTHER_ROWS = "each rank takes its rows of a batch that all load, with other random numbers"
-    NO_LOADER = "no DataLoader, and the loss is computed outside of the model: nothing to replay"
+    NO_LOADER = (
+        "no DataLoader, and nothing that differs between the ranks was seen where data meet "
+        "gradients, so there is nothing to replay"
+    )
+    TOO_MUCH_DATA = "no DataLoader, and more data meet gradients than can be kept: {places}"
+    DATA_NOT_MERGED = (
+        "the gradient differs by {apart:percent}, but without a DataLoader, what meets a gradient "
+        "at {places} cannot be put together for one rank",
+        "read a batch as x[indices] with one row per sample, and draw inside the model",
+    )
+    DATA_COME_LATE = (
+        "the gradient differs by {apart:percent}, but without a DataLoader, prove knows the data "
+        "at {places} only there, after the script has computed with those of one rank",
+        "read a batch as x[indices] right before the loss, or from a DataLoader",
+    )
+    LOCAL_NUMBER = (
+        "the gradient differs by {apart:percent}, but the loss is multiplied or divided by a "
+        "number that may be that of the samples of one rank ({places})",
+        "without a DataLoader, prove knows it as x.shape[0] of what x[indices] has read, and not "
+        "as len() of a list of indices or as a constant",
+    )
+    LOSS_KNOWS_RANKS = (
+        "the gradient agrees with that of one rank, but one rank had its data late, or a number "
+        "that may be that of its samples ({late}), and a number at {changed} is another one than "
+        "on all ranks: this may be chance",
+        "read a batch as x[indices] right before the loss, and its size as x.shape[0]",
+    )
+    OTHER_DATA = (
+        "the gradient agrees with that of one rank only where it gets the data at {places} as each "
+        "rank has computed them: from the same rows, one rank computes others, as with a mean over "
+        "the samples of a rank, or a draw that prove does not see",
+        "take such a mean over all ranks: all_reduce sums and counts, then divide",
+    )
+    EQUAL_BUT_STATISTICS = (
+        "the gradient agrees with that of one rank only where that uses the {name} at {at} that "
+        "each rank has taken over its own samples: {values:each .4g}",
+        "take it over all ranks: all_reduce sums and counts, then divide",
+    )
+    STATISTICS_BY_RANK = (
+        "the gradient of step {step} differs by {apart:percent} of its length from that of one "
+        "rank, because the {name} at {at} is that of the samples of each rank: {values:each .4g}",
+        "take it over all ranks: all_reduce sums and counts, then divide",
+        Heading.LOSS,
+    )
+    ORIGINAL_GETS_NO_DATA = (
+        "the gradient differs by {apart:percent}, but without a DataLoader, prove cannot tell what "
+        "the original reads from what the ranks have read",
+        "see the row one rank; a DataLoader in both scripts lets them be compared",
+    )
     RUN_HANGS = "no replay of a run that hangs"
     RUN_FAILS = "no replay of a run that ends with an error: {message}"
     RECORDS_MISSING = "{present} of {world_size} wrote records"

@@ -390,6 +390,20 @@ class RunReason(Reason):
         "broadcast them from rank 0 before evaluation, or SyncBatchNorm",
         Heading.BUFFERS,
     )
+    BUFFERS_OUTSIDE_DDP = (
+        "{module}, which is in no DDP model, has other buffers on each rank at the end of "
+        "training: {names}",
+        "all_reduce sums and counts of what they are made from; meant so only if each rank keeps "
+        "its own on purpose",
+        Heading.BUFFERS,
+    )
+    STATISTICS_BY_RANK = (
+        "the loss depends on the {name} at {at}, which is that of the samples of each rank: "
+        "{values:each .4g}",
+        "take it over all ranks: all_reduce sums and counts, then divide; meant so only if each "
+        "rank is to be normalized by itself",
+        Heading.LOSS,
+    )
     EVALUATED_MODELS_DIFFER = (
         "{module} is not the same on all ranks: {apart} of its {tensors} tensors differ after "
         "{steps:n step}, among them {names}",

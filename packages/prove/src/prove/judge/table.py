@@ -60,6 +60,7 @@ class Check(StrEnum):
     LOSS_SCALE = "loss scale"
     BUFFERS = "buffers"
     EVALUATED_MODEL = "evaluated model"
+    BATCH_STATISTICS = "batch statistics"
     RANDOM_DECISIONS = "random decisions"
     RANDOM_NUMBERS = "random numbers"
     BATCHNORM = "batchnorm"

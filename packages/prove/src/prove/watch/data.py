@@ -157,6 +157,8 @@ class LoaderWatcher:
             earlier.steps > 0 and earlier.dataset == loader_pass.dataset
             for earlier in loader_passes
         )
+        if training and self.model.loop:
+            self.model.loop.leave()
         if training and epochs:
             run.in_second_epoch = True
             if not run.replaying:

@@ -74,6 +74,7 @@ class InputKeeper:
 
     def __init__(self, run: RankRun, draws: Draws) -> None:
         self.run, self.draws = run, draws
+        self.loop: Any = None  # sources.LoopWatcher
 
     def inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         run = self.run
@@ -84,6 +85,8 @@ class InputKeeper:
             call = copy_tensors(list(args)), copy_tensors(kwargs)
             kept.append(call)
             self.draws.begin_forward(batch_of_forward(len(kept) - 1), [size_of(call)], [])
+            if self.loop:
+                self.loop.meet_ddp(args, kwargs)
         else:
             self.draws.end_batch()
         return args, kwargs
@@ -108,6 +111,7 @@ class Feeder:
         self.in_sequence = self.mode == Mode.SEQUENCE
         self.sizes = [1]  # samples of each rank in the batch that is computed now
         self.forwards = 0  # fed so far
+        self.loop: Any = None  # sources.LoopWatcher
         forced = forced_file(run.settings.folder, run.settings.variant)
         if forced.exists():
             draws.forced = torch.load(forced, weights_only=False)
@@ -185,6 +189,8 @@ class Feeder:
         sources = [self.tensors_of_ranks[rank]["draws"] for rank in ranks]
         batch = batch_of_forward(number // len(groups))
         self.draws.begin_forward(batch, self.sizes, sources)
+        if self.loop and self.loop.meet_ddp(args, kwargs):
+            return args, kwargs
         args, kwargs = merge_batches(calls_of_ranks, self.sizes)
         return self.cast(args), self.cast(kwargs)
 

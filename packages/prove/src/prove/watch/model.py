@@ -3,6 +3,7 @@
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class ModelWatcher:
         self.parameters: dict[str, nn.Parameter] = {}  # of these, by their keys
         # Of each DDP model, the ids of the parameters that needed no gradient when it was made.
         self.frozen_when_wrapped: dict[nn.Module, set[int]] = {}
+        self.loop: Any = None  # sources.LoopWatcher
         self.evaluated: weakref.WeakKeyDictionary[nn.Module, tuple[str, int]] = (
             weakref.WeakKeyDictionary()  # their names, and the steps before they were written down
         )
@@ -110,6 +112,8 @@ class ModelWatcher:
             self.note_weights()
         self.write_names()
         self.write_parameters_of_ddp()
+        if not self.run.replaying and self.run.record.steps:
+            self.write_buffers_outside_ddp()
         self.run.tensors["schedule_settings"] = self.steps.schedule_settings
         self.run.record.not_comparable = sorted(not_comparable)
 
@@ -168,6 +172,13 @@ class ModelWatcher:
             ]
             record.without_gradient = [name for name, p in trained.items() if p not in had_gradient]
             record.buffers_at_end = project_buffers(ddp.module)
+
+    def write_buffers_outside_ddp(self) -> None:
+        """Of modules that stand alone; not where each rank trains a model of its own."""
+        in_ddp = {id(part) for ddp in self.ddps for part in ddp.modules()}
+        for name, module in self.root_modules().items():
+            if id(module) not in in_ddp and not is_divided(module):
+                self.run.record.buffers_outside_ddp[name] = project_buffers(module)
 
     def note_call(self, module: nn.Module, inputs: tuple) -> None:
         """The script itself calls a module."""
@@ -245,7 +256,8 @@ def watch_ddp(run: RankRun, model: ModelWatcher, source: Feeder | InputKeeper) -
     def init(original: Callable, self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if run.settings.float64:
             widen(module)
-        original(self, module, *args, **kwargs)
+        with model.loop.paused() if model.loop else nullcontext():
+            original(self, module, *args, **kwargs)
         model.ddps.append(self)
         frozen = {id(p) for p in module.parameters() if not p.requires_grad}
         model.frozen_when_wrapped[self] = frozen
@@ -275,10 +287,11 @@ def watch_ddp(run: RankRun, model: ModelWatcher, source: Feeder | InputKeeper) -
 def watch_modules(run: RankRun, model: ModelWatcher) -> None:
     inside, layers = run.running_modules, OutputWatcher(run)
 
-    def enter_module(module: nn.Module, inputs: tuple) -> None:
+    def enter_module(module: nn.Module, inputs: tuple) -> tuple | None:
         run.note_event()
         if isinstance(module, nn.RNNBase) and not run.settings.dropout:
             module.dropout = 0.0
+        inputs_of_all = None
         is_repeated = torch._C._current_graph_task_id() != -1  # in backward, by a checkpoint
         if not inside and not is_repeated and (run.joined or run.replaying):
             with model.draws.paused():
@@ -286,7 +299,10 @@ def watch_modules(run: RankRun, model: ModelWatcher) -> None:
                     make_double(module)
                 model.note_call(module, inputs)
                 layers.enter(module)
+                if model.loop and not isinstance(module, DistributedDataParallel):
+                    inputs_of_all = model.loop.enter_module(module, inputs)
         inside.append(module)
+        return inputs_of_all
 
     def leave_module(module: nn.Module, inputs: Any, outputs: Any) -> None:
         while inside and inside.pop() is not module:  # an error left the inner ones
@@ -294,7 +310,7 @@ def watch_modules(run: RankRun, model: ModelWatcher) -> None:
         with model.draws.paused():
             layers.leave(module, outputs)
 
-    register_module_forward_pre_hook(enter_module)
+    register_module_forward_pre_hook(enter_module)  # type: ignore[arg-type]
     register_module_forward_hook(leave_module, always_call=True)
 
     def note_module(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:

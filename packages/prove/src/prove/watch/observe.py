@@ -21,6 +21,7 @@ from prove.watch import (
     operations,
     random_numbers,
     schedule,
+    sources,
 )
 from prove.watch.rank_run import RankRun, wrap
 
@@ -62,6 +63,7 @@ def install() -> RankRun:
         if settings.watches_operations:
             steps = model_watcher.steps
             operations.install(draws, steps.by_hand, steps.begin_step_by_hand)
+            model_watcher.loop = sources.install(run, draws, steps, source)
     atexit.register(run.write, Ended.AT_ITS_END)
 
     @wrap(sys, "excepthook")

@@ -1,0 +1,561 @@
+"""What does a training loop read that has no DataLoader? One rank gets it merged.
+
+Two things are seen outside of modules, backward and optimizers, by a mode of torch that every
+function of torch passes. A *source* is what the loop reads or makes: `x[ids]`, torch.stack, a draw.
+A *meeting* is where data without gradient come together with a tensor that has one: what goes into
+a model, the targets of a loss, the advantages of a policy. Only the last sources before a meeting
+matter, so an environment, whose ranks act for themselves, stays as it is. In a replay these sources
+give the rows of all ranks, and each meeting is checked: are its data the merged ones?
+"""
+
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from prove import random_state
+from prove.rank_record import DataFinding, Mode, Statistic, loop_file, read_records
+from prove.watch.draws import MOST_BYTES, Draws
+from prove.watch.feeder import Feeder, InputKeeper, size_of
+from prove.watch.model_tensors import project
+from prove.watch.rank_run import OWN_FOLDERS, RankRun, is_user_file, save_tensors, where, wrap
+from prove.watch.samples import CannotMergeError, interleave, own_copy
+from prove.watch.steps import StepWatcher
+
+READS = {"__getitem__", "index_select"}
+MAKES = {"stack", "cat", "concat", "as_tensor", "tensor", "from_numpy", "asarray"}
+DRAWS = {"randn", "rand", "randint", "randn_like", "rand_like", "randint_like", "normal"}
+STATISTICS = {"mean", "std", "var", "std_mean", "var_mean", "amax", "amin", "median", "quantile"}
+SUMS = {"sum", "count_nonzero"}  # of everything
+SCALES = {"mul", "div", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__imul__"}
+SCALES |= {"__itruediv__", "mul_", "div_", "multiply", "divide", "true_divide", "__div__"}
+NO_DATA = {"size", "__len__", "numel", "dim", "stride", "is_floating_point", "__repr__"}
+
+
+class SourceKey(NamedTuple):
+    at: str
+    name: str  # of the function
+    number: int  # of this call, at this place
+
+
+class Source(NamedTuple):
+    """What a rank got from one call, and how many samples this has."""
+
+    value: Tensor
+    size: int
+
+
+class Meeting(NamedTuple):
+    """The data that came together with gradients in one call."""
+
+    values: list[Any]  # tensors and numbers
+    size: int  # samples of this rank
+    statistics: list[str]  # where means and the like were taken that are in these data
+
+
+def parts_of(args: tuple, kwargs: dict) -> Iterator[Any]:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value
+
+
+def replace_parts(nested: Any, changed: dict[int, Any]) -> Any:
+    if id(nested) in changed:
+        return changed[id(nested)]
+    if type(nested) in (list, tuple):
+        return type(nested)(replace_parts(part, changed) for part in nested)
+    return nested
+
+
+def is_plain(value: Any) -> bool:
+    return type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def number_in(value: Any) -> float | None:
+    """Of what is one number, whatever holds it."""
+    if is_number(value):
+        return float(value)
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return float(value)
+    return None
+
+
+def are_close(value: Any, other: Any) -> bool:
+    """As near as rounding brings what was computed in another order."""
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        if value.shape != other.shape:
+            return False
+        if not (value.is_floating_point() or value.is_complex()):
+            return bool(torch.equal(value, other.to(value.dtype)))
+        limit = 1e-9 if value.dtype == torch.float64 else 1e-4
+        return torch.allclose(value, other.to(value.dtype), limit, limit, equal_nan=True)
+    own, others = number_in(value), number_in(other)
+    return own is not None and others is not None and abs(own - others) <= 1e-9 * abs(own)
+
+
+def drops_rows(name: str, args: tuple) -> bool:
+    """`x[3]` is one sample, and `x[:, 2]` has all of them: neither chooses a batch."""
+    if name != "__getitem__":
+        return False
+    index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+    is_int = isinstance(index, int) or (isinstance(index, Tensor) and index.ndim == 0)
+    return is_int or index is None or (isinstance(index, slice) and index == slice(None))
+
+
+class LoopWatcher:
+    """The sources and meetings of this rank."""
+
+    def __init__(
+        self, run: RankRun, draws: Draws, feeder: Feeder | None, steps: StepWatcher
+    ) -> None:
+        self.run, self.draws, self.steps = run, draws, steps
+        self.feeder = LoopFeeder(run, feeder, self) if feeder else None
+        self.main_thread = threading.main_thread().ident
+        self.calls: Counter = Counter()
+        self.tags = WeakTensorKeyDictionary()  # of each tensor: its last sources, its statistics
+        self.sources: dict[SourceKey, Tensor] = {}
+        self.needed: dict[SourceKey, int] = {}  # with the samples of the meeting that needs it
+        self.meetings: dict[SourceKey, Meeting] = {}
+        self.size: int | None = None  # samples in the last input of a model
+        self.statistics: dict[SourceKey, Statistic] = {}
+        self.bytes_kept = 0
+        self.local = threading.local()
+        self.mode = LoopMode(self)
+
+    def leave(self) -> None:
+        """There is a loader: its batches are what the loop reads."""
+        if _get_current_function_mode() is self.mode:
+            self.mode.__exit__(None, None, None)
+
+    def is_watching(self) -> bool:
+        run = self.run
+        if run.written or getattr(self.local, "busy", False) or not run.has_no_loader():
+            return False
+        if self.feeder and not self.feeder.of_ranks:
+            return False
+        if threading.get_ident() != self.main_thread:
+            return True
+        in_backward = torch._C._current_graph_task_id() != -1
+        # A loss is a module, too, which may be called by keywords that no hook sees.
+        in_model = any(next(part.parameters(), None) is not None for part in run.running_modules)
+        return not (in_model or in_backward or self.steps.depth)
+
+    def is_recording(self) -> bool:
+        return not self.feeder and self.run.record.steps < self.run.settings.batches
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What torch itself computes, such as in DDP's making, is no part of the loop."""
+        busy, self.local.busy = getattr(self.local, "busy", False), True
+        try:
+            yield
+        finally:
+            self.local.busy = busy
+
+    def note(self, finding: DataFinding, at: str) -> None:
+        noted = self.run.record.data.setdefault(finding, [])
+        if (self.run.record.steps + 1, at) not in noted:
+            noted.append((self.run.record.steps + 1, at))
+
+    def next_key(self, name: str, at: str) -> SourceKey:
+        if self.run.settings.mode == Mode.ORIGINAL:  # it has other lines: only the order is left
+            at = ""
+        self.calls[name, at] += 1
+        return SourceKey(at, name, self.calls[name, at] - 1)
+
+    def tags_of(self, value: Any) -> frozenset:
+        return self.tags.get(value, frozenset()) if isinstance(value, Tensor) else frozenset()
+
+    def call(self, function: Callable, args: tuple, kwargs: dict, direct: bool) -> Any:
+        """Any function of torch, which the script calls outside of its modules."""
+        name = getattr(function, "__name__", "")
+        if name in NO_DATA or not self.is_watching():
+            return function(*args, **kwargs)
+        with self.paused():
+            return self.watched_call(name, function, args, kwargs, direct)
+
+    def watched_call(
+        self, name: str, function: Callable, args: tuple, kwargs: dict, direct: bool
+    ) -> Any:
+        parts = list(parts_of(args, kwargs))
+        tensors = [part for part in parts if isinstance(part, Tensor)]
+        has_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        if has_gradient and threading.get_ident() == self.main_thread:
+            return self.call_with_gradient(name, function, args, kwargs, direct)
+        result = function(*args, **kwargs)
+        if not self.feeder and not self.is_recording():
+            return result
+        if isinstance(result, Tensor) and self.is_source(name, result, args):
+            return self.source(name, result, args, tensors)
+        if not self.feeder:
+            self.pass_tags_on(name, result, args, tensors)
+        return result
+
+    def is_source(self, name: str, result: Tensor, args: tuple) -> bool:
+        if not result.ndim or result.requires_grad or not is_plain(result):
+            return False
+        return name in MAKES or name in DRAWS or (name in READS and not drops_rows(name, args))
+
+    def source(self, name: str, result: Tensor, args: tuple, tensors: list[Tensor]) -> Tensor:
+        at = where()
+        if at == "?":
+            return result
+        key = self.next_key(name, at)
+        if self.feeder:
+            return self.feeder.source(key, result)
+        self.keep(result)
+        self.sources[key] = own_copy(result)
+        tags = [tag for tensor in tensors for tag in self.tags_of(tensor)]
+        # What was put together keeps its statistics; an index that chose it is a source beside it.
+        kept = {tag for tag in tags if isinstance(tag, str)}
+        if name in READS:
+            indices = [t for t in tensors[1:] if t.ndim and len(t) == len(result)]
+            kept |= {tag for index in indices for tag in self.tags_of(index)}
+        self.tags[result] = frozenset({key, *kept})
+        return result
+
+    def keep(self, tensor: Tensor) -> None:
+        self.bytes_kept += tensor.nbytes
+        if self.bytes_kept > MOST_BYTES:
+            self.sources.clear()
+            self.meetings.clear()
+            self.note(DataFinding.TOO_MANY, where())
+
+    def pass_tags_on(self, name: str, result: Any, args: tuple, tensors: list[Tensor]) -> None:
+        tags = frozenset().union(*map(self.tags_of, tensors))
+        results = [part for part in parts_of((result,), {}) if isinstance(part, Tensor)]
+        if name == "__setitem__":
+            results = [args[0]]
+        is_sum = name in SUMS and isinstance(result, Tensor) and not result.ndim
+        if (is_sum or name in STATISTICS) and tags and tensors[0].ndim:
+            rows = len(tensors[0])
+            if all(not part.ndim or len(part) != rows for part in results):
+                tags |= {self.statistic(name, results)}
+        if tags:
+            for part in results:
+                self.tags[part] = tags | self.tags_of(part)
+
+    def statistic(self, name: str, results: list[Tensor]) -> str:
+        at = where()
+        key = self.next_key(f"statistic {name}", at)
+        value = project(results[0])[0]
+        self.statistics[key] = Statistic(name, at, key.number, value)
+        return self.statistics[key].tag
+
+    def forget_statistics(self, tensor: Any) -> None:
+        """A collective has made one of all ranks of it."""
+        if isinstance(tensor, Tensor) and (tags := self.tags_of(tensor)):
+            self.tags[tensor] = frozenset(tag for tag in tags if not isinstance(tag, str))
+
+    def call_with_gradient(
+        self, name: str, function: Callable, args: tuple, kwargs: dict, direct: bool
+    ) -> Any:
+        """Data meet gradients; what it draws itself (dropout) cannot be recorded here."""
+        values = [part for part in parts_of(args, kwargs) if is_plain(part)]
+        values = [part for part in values if not part.requires_grad]
+        if direct and name in SCALES:
+            values += [part for part in args if is_number(part)]
+        if values:
+            changed = self.meet(name, values, None)
+            args = replace_parts(args, changed)
+            kwargs = {key: replace_parts(value, changed) for key, value in kwargs.items()}
+        before = random_state.state_digests()
+        result = function(*args, **kwargs)
+        is_computed = any(isinstance(r, Tensor) and r.grad_fn for r in parts_of((result,), {}))
+        if is_computed and random_state.state_digests() != before:
+            self.note(DataFinding.NOT_GIVEN, where())
+        return result
+
+    def enter_module(self, module: nn.Module, inputs: tuple) -> tuple | None:
+        """A module that the script calls, other than DDP: the same, for what goes into it."""
+        if not self.is_watching() or not torch.is_grad_enabled():
+            return None
+        tensors = [part for part in parts_of(inputs, {}) if isinstance(part, Tensor)]
+        trained = any(p.requires_grad for p in module.parameters())
+        if not trained and not any(tensor.requires_grad for tensor in tensors):
+            return None
+        values = [part for part in tensors if is_plain(part) and not part.requires_grad]
+        if not values:
+            return None
+        with self.paused():
+            if trained:
+                self.size = size_of((list(inputs),))
+            changed = self.meet("model" if trained else "module", values, self.size)
+        return replace_parts(inputs, changed) if changed else None
+
+    def meet(self, name: str, values: list, size: int | None) -> dict[int, Any]:
+        """What is to be replaced, by the ids of what was there."""
+        at = where()
+        key = self.next_key(f"meeting {name}", at)
+        if self.feeder:
+            return self.feeder.meet(key, values)
+        if self.is_recording():
+            rows = [len(value) for value in values if isinstance(value, Tensor) and value.ndim]
+            size = size or self.size or (rows[0] if rows else 1)
+            self.note_meeting(key, values, size)
+        return {}
+
+    def note_meeting(self, key: SourceKey, values: list, size: int) -> None:
+        tags = {tag for value in values for tag in self.tags_of(value)}
+        statistics = sorted(tag for tag in tags if isinstance(tag, str))
+        for tag in tags:
+            if isinstance(tag, SourceKey):
+                self.needed.setdefault(tag, size)
+        copies = []
+        for value in values:
+            if isinstance(value, Tensor):
+                self.keep(value)
+                value = own_copy(value)
+            copies.append(value)
+        self.meetings[key] = Meeting(copies, size, statistics)
+        used = {each.tag: each for each in self.statistics.values()}
+        for tag in statistics:
+            if used[tag] not in self.run.record.statistics:
+                self.run.record.statistics.append(used[tag])
+
+    def meet_ddp(self, args: tuple, kwargs: dict) -> bool:
+        """What the script gives to DDP. In a replay: is it what all ranks gave?"""
+        if not self.run.has_no_loader() or (self.feeder and not self.feeder.of_ranks):
+            return False
+        self.size = size_of((list(args), kwargs))
+        values = [part for part in parts_of(args, kwargs) if is_plain(part)]
+        return not self.meet("model", [v for v in values if not v.requires_grad], self.size)
+
+    def finish(self) -> None:
+        run = self.run
+        if self.feeder or not run.has_no_loader():
+            return
+        needed = {
+            key: Source(self.sources[key], size)
+            for key, size in self.needed.items()
+            if key in self.sources
+        }
+        place = (run.settings.folder, run.settings.name, run.record.rank)
+        save_tensors((needed, self.meetings), loop_file(*place))
+
+
+class LoopFeeder:
+    """In a replay: what the sources and the meetings of all ranks had."""
+
+    def __init__(self, run: RankRun, feeder: Feeder, watcher: LoopWatcher) -> None:
+        self.run, self.feeder, self.watcher = run, feeder, watcher
+        settings = run.settings
+        ranks = range(settings.world_size)
+        files = [loop_file(settings.folder, Mode.OBSERVE, rank) for rank in ranks]
+        self.of_ranks: list[tuple[dict, dict]] = []  # sources and meetings of each rank
+        if all(file.exists() for file in files):
+            self.of_ranks = [torch.load(file, weights_only=False) for file in files]
+        if settings.mode == Mode.ORIGINAL:
+            self.of_ranks = [({}, without_places(meetings)) for _, meetings in self.of_ranks]
+        records = read_records(settings.folder, Mode.OBSERVE)
+        self.steps = min(settings.batches, *(record.steps for record in records))
+        self.differing = differing_statistics([record.statistics for record in records])
+        self.local_counts: set[float] = set()  # rows of one rank
+        if settings.mode == Mode.SEQUENCE and self.of_ranks:
+            self.check_sequence()
+
+    def check_sequence(self) -> None:
+        """One after another: the order is only known for what is called once for each forward."""
+        sources, meetings = self.of_ranks[0]
+        counts = Counter((key.at, key.name) for key in (*sources, *meetings))
+        forwards = max((n for (_, name), n in counts.items() if name.endswith("model")), default=0)
+        for (at, _), count in counts.items():
+            if count != forwards:
+                self.watcher.note(DataFinding.NOT_GIVEN, at)
+
+    def recorded(self, which: int, key: SourceKey) -> list[Any] | None:
+        groups = self.feeder.groups()
+        key_of_rank = key._replace(number=key.number // len(groups))
+        found = [
+            self.of_ranks[rank][which].get(key_of_rank) for rank in groups[key.number % len(groups)]
+        ]
+        return None if any(each is None for each in found) else found
+
+    def source(self, key: SourceKey, own: Tensor) -> Tensor:
+        found = self.recorded(0, key)
+        if found is None:
+            return own
+        values = [each.value for each in found]
+        if len(values) > 1 and all(are_close(value, values[0]) for value in values):
+            return own
+        try:
+            merged = merge(values, [each.size for each in found])
+        except CannotMergeError:
+            return own  # the meeting will say so
+        return own if are_close(own, merged) else self.like(own, merged)
+
+    def like(self, own: Tensor, value: Tensor) -> Tensor:
+        return self.feeder.cast(value.to(own.device))
+
+    def meet(self, key: SourceKey, values: list) -> dict[int, Any]:
+        at = where()
+        found = self.recorded(1, key)
+        if found is None or any(len(each.values) != len(values) for each in found):
+            if self.run.record.steps >= self.steps:
+                self.run.end_early()
+            self.watcher.note(DataFinding.NOT_GIVEN, at)
+            return {}
+        self.watcher.size = sum(each.size for each in found)
+        changed = {}
+        for position, own in enumerate(values):
+            column = [each.values[position] for each in found]
+            new = self.value_of(own, column, found, key.name.endswith("model"))
+            if new is not own:
+                changed[id(own)] = new
+        return changed
+
+    def value_of(self, own: Any, column: list, found: list[Meeting], is_input: bool) -> Any:
+        """What one rank shall compute with. Notes what may explain a difference."""
+        at, note, sizes = where(), self.watcher.note, [each.size for each in found]
+        if len(column) == 1:  # each rank gets its own
+            return self.like(own, column[0]) if isinstance(own, Tensor) else own
+        statistics = [tag for each in found for tag in each.statistics if tag in self.differing]
+        if not isinstance(own, Tensor) or all(part.ndim == 0 for part in (own, *column)):
+            self.check_number(own, column, sizes, statistics)
+            return own
+        if all(are_close(part, column[0]) for part in column):
+            if are_close(own, column[0]):
+                note(DataFinding.GIVEN, at)
+            elif own.shape == column[0].shape:
+                note(DataFinding.CHANGED, at)
+            return own
+        try:
+            merged = merge(column, sizes)
+        except CannotMergeError:
+            self.note_difference(statistics, at)
+            return own
+        self.local_counts |= {*map(float, sizes), float(len(column[0])), float(column[0].numel())}
+        if are_close(own, merged):
+            note(DataFinding.GIVEN, at)
+            return own
+        if statistics and own.shape == merged.shape:
+            self.note_difference(statistics, at)
+            return own
+        if own.shape == merged.shape and self.run.settings.mode != Mode.ORIGINAL:
+            note(DataFinding.OTHER, at)
+        note(DataFinding.LATE_INPUT if is_input else DataFinding.LATE, at)
+        return self.like(own, merged)
+
+    def note_difference(self, statistics: list[str], at: str) -> None:
+        if statistics:
+            self.watcher.note(DataFinding.STATISTIC, statistics[0])
+        else:
+            self.watcher.note(DataFinding.NOT_GIVEN, at)
+
+    def check_number(self, own: Any, column: list, sizes: list[int], statistics: list[str]) -> None:
+        """A number that the loss is multiplied with: the number of samples of one rank, perhaps."""
+        of_ranks, value, at = [number_in(each) for each in column], number_in(own), where()
+        first = of_ranks[0]
+        if value is None or first is None or any(not are_close(n, first) for n in of_ranks):
+            self.note_difference(statistics, at)
+            return
+        if are_close(value, first):
+            self.local_counts |= {*map(float, sizes)}
+            counts = {count for count in self.local_counts if count > 1}
+            if counts & {value, round(1 / value, 9) if value else 0.0}:
+                self.watcher.note(DataFinding.LOCAL_NUMBER, at)
+        elif not are_close(value / (first or 1.0), sum(sizes) / sizes[0]):
+            self.watcher.note(DataFinding.CHANGED, at)
+
+
+def merge(values: list[Tensor], sizes: list[int]) -> Tensor:
+    """The rows of all ranks. Raises CannotMergeError if these are no rows of samples."""
+    shapes = {value.shape[1:] for value in values}
+    if any(not value.ndim for value in values) or len(shapes) > 1:
+        raise CannotMergeError("other shapes on each rank")
+    return interleave(values, sizes)
+
+
+def without_places(meetings: dict[SourceKey, Meeting]) -> dict[SourceKey, Meeting]:
+    """For a script that has other lines: only their order is left."""
+    numbers: Counter = Counter()
+    renamed = {}
+    for key, meeting in meetings.items():
+        renamed[SourceKey("", key.name, numbers[key.name])] = meeting
+        numbers[key.name] += 1
+    return renamed
+
+
+def differing_statistics(of_ranks: list[list[Statistic]]) -> set[str]:
+    values: dict[str, list[float]] = {}
+    for statistics in of_ranks:
+        for each in statistics:
+            values.setdefault(each.tag, []).append(each.value)
+    return {tag for tag, own in values.items() if any(not are_close(v, own[0]) for v in own)}
+
+
+def watch_threads(watcher: LoopWatcher) -> None:
+    """A mode of torch is that of one thread: what reads ahead gets one of its own."""
+
+    @wrap(threading.Thread, "start")
+    def start(original: Callable, self: Any) -> None:
+        own = self.run
+
+        def run_watched() -> None:
+            with LoopMode(watcher):
+                own()
+
+        if watcher.run.has_no_loader():
+            self.run = run_watched
+        original(self)
+
+
+def install(
+    run: RankRun, draws: Draws, steps: StepWatcher, source: Feeder | InputKeeper
+) -> LoopWatcher:
+    watcher = LoopWatcher(run, draws, source if isinstance(source, Feeder) else None, steps)
+    source.loop = watcher
+    run.at_end.append(watcher.finish)
+    watch_threads(watcher)
+
+    @wrap(torch, "from_numpy")
+    def from_numpy(original: Callable, *args: Any, **kwargs: Any) -> Any:
+        return watcher.call(original, args, kwargs, direct=True)
+
+    for name in ("all_reduce", "broadcast"):
+
+        @wrap(dist, name)
+        def collective(original: Callable, *args: Any, **kwargs: Any) -> Any:
+            watcher.forget_statistics(args[0] if args else kwargs.get("tensor"))
+            return original(*args, **kwargs)
+
+    apply = torch.autograd.Function.__dict__["apply"].__func__
+
+    def applied(kind: type, *args: Any, **kwargs: Any) -> Any:
+        direct = is_user_file(sys._getframe(1).f_code.co_filename)
+        return watcher.call(partial(apply, kind), args, kwargs, direct)
+
+    torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment,method-assign]
+    watcher.mode.__enter__()
+    return watcher
+
+
+class LoopMode(TorchFunctionMode):
+    def __init__(self, watcher: LoopWatcher) -> None:
+        super().__init__()
+        self.watcher = watcher
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        file = sys._getframe(1).f_code.co_filename
+        if os.path.dirname(file) in OWN_FOLDERS:
+            return function(*args, **(kwargs or {}))
+        direct = is_user_file(file)
+        return self.watcher.call(function, args, kwargs or {}, direct)

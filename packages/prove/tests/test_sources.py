@@ -1,0 +1,71 @@
+"""A script without a DataLoader: one rank gets what the loop of all ranks has read."""
+
+import pytest
+
+from helpers.prove_runs import verdict
+
+FRAME = """
+import queue, threading
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+data, labels, worth = torch.randn(96, 6), torch.randint(3, (96,)), torch.rand(96)
+model = DDP(nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+def batches(epoch):
+    order = torch.randperm(96, generator=torch.Generator().manual_seed(epoch))[rank::world_size]
+    for start in range(0, len(order), 4):
+        rows = order[start : start + 4]
+        yield data[rows], labels[rows], worth[rows]
+
+def ahead(source):
+    ready = queue.Queue(2)
+    threading.Thread(target=lambda: [*map(ready.put, source)], daemon=True).start()
+    for _ in range(12):
+        yield ready.get()
+
+for x, y, weight in BATCHES:
+    loss = LOSS
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+MEAN = "F.cross_entropy(model(x), y)"
+WEIGHTED = "F.cross_entropy(model(x), y, weight=torch.tensor([1.0, 3.0, 9.0]))"
+OF_EACH = "F.cross_entropy(model(x), y, reduction='none')"
+
+
+def script(loss: str, batches: str = "batches(0)") -> str:
+    return FRAME.replace("LOSS", loss).replace("BATCHES", batches)
+
+
+@pytest.mark.parametrize("batches", ["batches(0)", "ahead(batches(0))"], ids=["own", "by a thread"])
+def test_one_rank_gets_the_targets_that_a_generator_gave_all_ranks(batches, prove_script):
+    ended = prove_script(script(MEAN, batches))
+    assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
+    ended = prove_script(script(WEIGHTED, batches))
+    assert verdict(ended, "one rank") == "WRONG", "the control: each rank has its own divisor"
+
+
+def test_a_mean_over_the_samples_of_each_rank_is_named_with_its_line(prove_script):
+    ended = prove_script(script(f"({OF_EACH} * (weight - weight.mean())).mean()"))
+    assert verdict(ended, "one rank") == "WRONG", ended.stdout + ended.stderr
+    assert verdict(ended, "batch statistics") == "warning"
+    assert "because the mean at train.py:" in " ".join(ended.stdout.split())
+    ended = prove_script(script(f"({OF_EACH} * (weight - 0.5)).mean()"))
+    assert verdict(ended, "one rank") == "right", "the control: a number that all ranks share"
+
+
+def test_a_number_that_may_be_that_of_the_samples_of_one_rank_is_no_mistake(prove_script):
+    ended = prove_script(script(f"{OF_EACH}.sum() / 4"))
+    assert (verdict(ended, "one rank"), ended.returncode) == ("not seen", 4), ended.stdout
+    assert "x.shape[0]" in ended.stdout
+    ended = prove_script(script(f"{OF_EACH}.sum() / len(x)"))
+    assert verdict(ended, "one rank") == "right", "the control: one rank knows its own samples"
