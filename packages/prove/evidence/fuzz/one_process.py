@@ -170,6 +170,8 @@ class Weights:
 
 
 def full(parameter: Tensor) -> Tensor:
+    if torch._C._functorch.is_gradtrackingtensor(parameter):
+        return full(torch._C._functorch.get_unwrapped(parameter))
     whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
     return whole.detach().clone()
 
