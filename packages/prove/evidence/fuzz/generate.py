@@ -438,9 +438,9 @@ def step_lines(plan: Plan, task: Task, fault: bool) -> list[str]:
         divide = [] if plan.averaging == "all_reduce, sum" else ["    grad /= world"]
         differentiate = [*forward, "grads = torch.autograd.grad(loss, params)"]
         if plan.optimizer == "torch.func":
-            forward = [re.sub(r"\bmodel\(x\)", "functional_call(net, weights, x)", l) for l in forward]
+            forward = [re.sub(r"\bmodel\(x\)", "functional_call(net, values, x)", l) for l in forward]
             differentiate = [
-                *nested([*forward, "return loss"], "def loss_of(weights):"),
+                *nested([*forward, "return loss"], "def loss_of(values):"),
                 "names = [name for name, p in net.named_parameters()]",
                 "grads, loss = grad_and_value(loss_of)(dict(zip(names, params)))",
                 "grads = list(grads.values())",

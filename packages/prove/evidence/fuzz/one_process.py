@@ -170,8 +170,9 @@ class Weights:
 
 
 def full(parameter: Tensor) -> Tensor:
-    if torch._C._functorch.is_gradtrackingtensor(parameter):
-        return full(torch._C._functorch.get_unwrapped(parameter))
+    if torch._C._functorch.is_gradtrackingtensor(parameter):  # torch.func calls the module
+        with torch._C._DisableFuncTorch():
+            return full(torch._C._functorch.get_unwrapped(parameter))
     whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
     return whole.detach().clone()
 

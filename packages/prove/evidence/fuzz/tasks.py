@@ -1001,12 +1001,13 @@ WAVES = block("""
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.complex(torch.randn(4, 4), torch.randn(4, 4)) / 4)
-        self.output = nn.Linear(6, 3)
+        real, imaginary = torch.empty(2, 4, 4).normal_()
+        self.weight = nn.Parameter(torch.complex(real, imaginary) / 4)
+        self.output = nn.Linear(8, 3)
 
     def forward(self, x):
         waves = torch.fft.rfft(x) @ self.weight
-        return self.output(torch.fft.irfft(waves, n=6))
+        return self.output(torch.view_as_real(waves * torch.sigmoid(waves.abs())).flatten(1))
 """)
 COMPLEX_LAYERS = block("""
 class Net(nn.Module):

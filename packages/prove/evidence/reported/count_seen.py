@@ -44,23 +44,23 @@ where it is about data.
 
 The first count was made before prove was changed for any of them. There are two sets, each with \
 a first count of its own: {sizes}. The second has kinds that the first lacks, such as optimizers \
-that communicate in `step()`, complex and sparse gradients, and rollouts instead of a loader. A mistake is *seen* if prove \
-says WRONG or gives a warning that the cured script has not. WRONG for the cured script is a false \
-alarm, and the script is *proven* if its row `one rank` is right.
+that communicate in `step()`, complex and sparse gradients, and rollouts instead of a loader. A \
+mistake is *seen* if prove says WRONG or gives a warning that the cured script has not. WRONG for \
+the cured script is a false alarm, and the script is *proven* if its row `one rank` is right.
 
-`python packages/prove/evidence/reported/count_seen.py now` counts again, and `page` writes \
-this page.
+`python packages/prove/evidence/reported/count_seen.py now` counts again, and `page` writes this \
+page.
 """
 DEBUGGED = """\
 `TORCH_DISTRIBUTED_DEBUG=DETAIL` (torch {torch}), which checks that collectives match, says \
-something of {helped} of the {pairs} mistakes of the first set: an error, a hang, or a line that sounds like a \
-warning and that the cured script does not print. On CPUs it needed a hook, without which DDP's \
-constructor crashes. This was counted once; the program and its hook are in the \
+something of {helped} of the {pairs} mistakes of the first set: an error, a hang, or a line that \
+sounds like a warning and that the cured script does not print. On CPUs it needed a hook, without \
+which DDP's constructor crashes. This was counted once; the program and its hook are in the \
 history: `git show 6fc7624:packages/prove/faults/run_faults.py`.
 
-TrainCheck 0.2.0 is not in the table. It installs beside torch 2.14, but here, without a GPU, none \
-of the scripts that we tried came through its instrumentation: it asks for the driver, and without \
-that line one script ended in a KeyError and another in a segmentation fault.
+TrainCheck 0.2.0 is not in the table. It installs beside torch 2.14, but here, without a GPU, \
+none of the scripts that we tried came through its instrumentation: it asks for the driver, and \
+without that line one script ended in a KeyError and another in a segmentation fault.
 """
 
 
