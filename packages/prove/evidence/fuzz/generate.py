@@ -13,6 +13,7 @@ import argparse
 import ast
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from textwrap import indent
 
@@ -372,7 +373,10 @@ def schedule_for(choose: Choices, task: Task, optimizer: str, evaluation: str) -
     schedules = [] if unscheduled else list(SCHEDULES)
     if "plateau" in schedules and (evaluation in ("none", "rank 0") or task.batchnorm):
         schedules.remove("plateau")
-    if optimizer in ("adamw, groups", "rmsprop", "ZeRO adam", "plain sgd", "adagrad", "own") and "OneCycle" in schedules:
+    if (
+        optimizer in ("adamw, groups", "rmsprop", "ZeRO adam", "plain sgd", "adagrad", "own")
+        and "OneCycle" in schedules
+    ):
         schedules.remove("OneCycle")
     return choose("schedule", "none", "none", *schedules)
 
@@ -438,7 +442,9 @@ def step_lines(plan: Plan, task: Task, fault: bool) -> list[str]:
         divide = [] if plan.averaging == "all_reduce, sum" else ["    grad /= world"]
         differentiate = [*forward, "grads = torch.autograd.grad(loss, params)"]
         if plan.optimizer == "torch.func":
-            forward = [re.sub(r"\bmodel\(x\)", "functional_call(net, values, x)", l) for l in forward]
+            forward = [
+                re.sub(r"\bmodel\(x\)", "functional_call(net, values, x)", line) for line in forward
+            ]
             differentiate = [
                 *nested([*forward, "return loss"], "def loss_of(values):"),
                 "names = [name for name, p in net.named_parameters()]",
@@ -547,6 +553,9 @@ class Parts:
     epoch: list[str]  # one epoch of training, which ends with mean_loss
     evaluate: list[str]
     after_epoch: list[str]
+
+
+Change = Callable[[Parts, Plan, Task], None]
 
 
 def constants(plan: Plan, per_rank: bool) -> list[str]:
@@ -788,8 +797,16 @@ def imports_of(text: str) -> list[str]:
     return lines
 
 
-def generate(seed: int, reference: bool = False, fault: bool = False) -> Script:
-    """Reference: one process gets, in each step, the samples that the two ranks get together."""
+def generate(
+    seed: int,
+    reference: bool = False,
+    fault: bool = False,
+    change: Change | None = None,
+) -> Script:
+    """Reference: one process gets, in each step, the samples that the two ranks get together.
+
+    change: of the parts, before they are joined to a script.
+    """
     choose = Choices(seed)
     name = list(TASKS)[seed % len(TASKS)]
     choose.made["task"] = name
@@ -808,6 +825,8 @@ def generate(seed: int, reference: bool = False, fault: bool = False) -> Script:
         data = loader(choose, task, batch, reference, guarded)
     choose.random.seed(f"{seed} after the data")
     parts = parts_of(choose, task, plan, data, per_rank, fault)
+    if change:
+        change(parts, plan, task)
     by_env = choose("join", "get_rank", "environment") == "environment"
     join = JOIN_BY_ENV if by_env else JOIN
     if plan.launcher == "spawn":

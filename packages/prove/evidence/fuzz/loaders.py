@@ -245,7 +245,9 @@ def style_and_workers(choose: Choices, task: Task, guarded: bool) -> tuple[str, 
     if task.fixed_batch:
         styles.remove("batch sampler")
     style = choose("data", *styles)
-    keys = [name for name in WORKERS if guarded and style not in ("own generator", *INDEXED)] or ["0"]
+    keys = [name for name in WORKERS if guarded and style not in ("own generator", *INDEXED)] or [
+        "0"
+    ]
     if style in ("stream", "batch_size=None", "own sampler", "batch sampler"):
         keys = [name for name in keys if "persistent" not in name]  # they would see no new epoch
     return style, choose("workers", "0", "0", *keys)

@@ -114,7 +114,9 @@ COLLATES = {  # the sample, what stands before the data set, the collate functio
 
 def xy_samples(choose: Choices, maker: str) -> tuple[list[str], str, list[str], str]:
     """What stands before the script, its collate function, the lines that unpack, and the tensors."""
-    kind = choose("collate", *COLLATES, *["default"] * 5)  # the only one whose tensors can be indexed
+    kind = choose(
+        "collate", *COLLATES, *["default"] * 5
+    )  # the only one whose tensors can be indexed
     sample, before, collate, unpack = COLLATES[kind]
     prelude = [text for text in (before, xy_dataset(sample, maker), collate) if text]
     device = choose("device", "none", "none", "to")
