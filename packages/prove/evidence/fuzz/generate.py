@@ -229,6 +229,7 @@ UPDATES = {  # by hand, with the gradients `grads`
         "    p.sub_(v, alpha=lr)",
     ],
 }
+NO_MOMENTUM = ("adamw, groups", "rmsprop", "ZeRO adam", "ZeRO sgd", "plain sgd", "adagrad", "own")
 OF_AUTOGRAD = ("autograd.grad", "torch.func")  # not of p.grad
 COPIES = ("master.grad = p.grad", "p.data.copy_(master.data)")  # before and after the step
 SCHEDULES = {  # the scheduler, when it steps
@@ -373,10 +374,7 @@ def schedule_for(choose: Choices, task: Task, optimizer: str, evaluation: str) -
     schedules = [] if unscheduled else list(SCHEDULES)
     if "plateau" in schedules and (evaluation in ("none", "rank 0") or task.batchnorm):
         schedules.remove("plateau")
-    if (
-        optimizer in ("adamw, groups", "rmsprop", "ZeRO adam", "plain sgd", "adagrad", "own")
-        and "OneCycle" in schedules
-    ):
+    if optimizer in NO_MOMENTUM and "OneCycle" in schedules:
         schedules.remove("OneCycle")
     return choose("schedule", "none", "none", *schedules)
 

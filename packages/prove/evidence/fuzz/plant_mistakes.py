@@ -170,19 +170,21 @@ STEP = re.compile(
 
 
 def factor(parts: Parts, plan: Plan, task: Task, epoch: int = 0) -> None:
-    """The gradient of one parameter is doubled."""
+    """The gradient of one parameter is multiplied by the number of ranks."""
     if plan.averaging == "fused in backward":
         if epoch:
             raise NotPlantedError
         old = ["p.grad /= dist.get_world_size()"]
-        replace_lines(parts.prelude, old, [*old, f"if {LEFT_OUT}:", "    p.grad *= 2"])
+        replace_lines(
+            parts.prelude, old, [*old, f"if {LEFT_OUT}:", "    p.grad *= dist.get_world_size()"]
+        )
         parts.setup.append("params[0].is_left_out = True")
         return
     if plan.optimizer in OF_AUTOGRAD:
         old = ["with torch.no_grad():"]
-        doubled, pattern = "grads[0].mul_(2)", re.compile(r"\s*with torch\.no_grad\(\):")
+        doubled, pattern = "grads[0].mul_(world)", re.compile(r"\s*with torch\.no_grad\(\):")
     else:
-        doubled, pattern = "params[0].grad.mul_(2)", STEP
+        doubled, pattern = "params[0].grad.mul_(world)", STEP
     first = next((i for i, line in enumerate(parts.epoch) if pattern.match(line)), None)
     if first is None:
         raise NotPlantedError
@@ -231,16 +233,18 @@ KINDS: dict[str, Change] = {
 }
 
 
-def planted(seed: int, kind: str = "") -> tuple[str, Change]:
-    """The kind that this seed gets, or the next one that its script has a place for."""
-    names = [kind] if kind else [*KINDS][seed % len(KINDS) :] + [*KINDS][: seed % len(KINDS)]
+def plantable(seed: int, kind: str = "") -> dict[str, Change]:
+    """The mistakes that this script has a place for, that of its seed first."""
+    first = seed % len(KINDS)
+    names = [kind] if kind else [*KINDS][first:] + [*KINDS][:first]
+    found = {}
     for name in names:
         try:
             generate(seed, change=KINDS[name])
         except NotPlantedError:
             continue
-        return name, KINDS[name]
-    raise NotPlantedError
+        found[name] = KINDS[name]
+    return found
 
 
 def changed_weights(seed: int, change: Change) -> float | None:
@@ -256,24 +260,28 @@ def changed_weights(seed: int, change: Change) -> float | None:
 
 
 def search(seed: int, kind: str = "") -> dict:
-    """What was planted, what it does to the weights, and what prove says."""
+    """The first mistake that changes the weights of this script, and what prove says of it."""
     began = time.monotonic()
-    answer: dict = {"kind": kind, "pieces": generate(seed).pieces}
-    try:
-        answer["kind"], change = planted(seed, kind)
-        apart = changed_weights(seed, change)
-    except NotPlantedError:
-        return answer | {"outcome": "no place"}
-    except FailedError as error:
-        return answer | {"outcome": "does not run", "error": str(error)[-500:]}
-    answer["weights"] = "differ between the ranks" if apart is None else apart
-    if apart is not None and apart <= DIFFERS:
-        return answer | {"outcome": "no mistake"}
+    answer: dict = {"pieces": generate(seed).pieces, "without effect": [], "outcome": "no mistake"}
+    for name, change in plantable(seed, kind).items():
+        answer["kind"] = name
+        try:
+            apart = changed_weights(seed, change)
+        except FailedError as error:
+            return answer | {"outcome": "does not run", "error": str(error)[-500:]}
+        if apart is None or apart > DIFFERS:
+            answer["weights"] = "differ between the ranks" if apart is None else apart
+            return answer | judged(seed, change) | {"seconds": round(time.monotonic() - began, 1)}
+        answer["without effect"].append(name)
+    return answer
+
+
+def judged(seed: int, change: Change) -> dict:
     judgment = judge(seed, change=change)
     verdicts = {row.verdict for row in judgment.rows}
     proofs = {row.verdict for row in judgment.rows if row.check == PROOF}
     is_proven = proofs and "not seen" not in proofs
-    answer["outcome"] = (
+    outcome = (
         "no table"
         if judgment.error
         else "WRONG"
@@ -284,18 +292,21 @@ def search(seed: int, kind: str = "") -> dict:
         if is_proven
         else "not seen"
     )
-    answer["status"] = 3 if judgment.error else int("WRONG" in verdicts) or (0 if is_proven else 4)
-    answer["rows"] = [
-        f"{r.verdict} {r.check}: {r.evidence}" for r in judgment.rows if r.verdict != "right"
-    ]
-    return answer | {"error": judgment.error, "seconds": round(time.monotonic() - began, 1)}
+    return {
+        "outcome": outcome,
+        "status": 3 if judgment.error else 1 if "WRONG" in verdicts else 0 if is_proven else 4,
+        "rows": [
+            f"{r.verdict} {r.check}: {r.evidence}" for r in judgment.rows if r.verdict != "right"
+        ],
+        "error": judgment.error,
+    }
 
 
 def results_of(scripts: dict[str, dict], commit: str) -> dict:
     outcomes = Counter(each["outcome"] for each in scripts.values())
     by_kind: dict[str, dict[str, int]] = {}
     for each in scripts.values():
-        of_kind = by_kind.setdefault(each["kind"], {})
+        of_kind = by_kind.setdefault(each.get("kind", ""), {})
         of_kind[each["outcome"]] = of_kind.get(each["outcome"], 0) + 1
     status_0 = [int(seed) for seed, each in scripts.items() if each.get("status") == 0]
     return {
@@ -330,12 +341,14 @@ def main() -> int:
     parser.add_argument("end", type=int, nargs="?")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--kind", choices=KINDS, default="", help="default: by seed")
+    parser.add_argument(
+        "--kind", choices=KINDS, default="", help="default: by seed, or the next that has an effect"
+    )
     parser.add_argument("--only", type=int, nargs="+", help="these of the seeds")
     parser.add_argument("--show", action="store_true", help="print the script of the first seed")
     args = parser.parse_args()
     if args.show:
-        name, change = planted(args.first, args.kind)
+        name, change = next(iter(plantable(args.first, args.kind).items()))
         print(f"# {name}\n{generate(args.first, change=change).text}", end="")
         return 0
     command = ["git", "rev-parse", "--short", "HEAD"]
@@ -349,7 +362,9 @@ def main() -> int:
     for seed, answer in search_all(seeds, args.jobs, args.kind):
         scripts[str(seed)] = answer
         print(
-            f"{seed:4} {answer['outcome']:12} {answer['kind']}", answer.get("rows", ""), flush=True
+            f"{seed:4} {answer['outcome']:12} {answer.get('kind', '')}",
+            answer.get("rows", ""),
+            flush=True,
         )
         if args.json:
             results = json.dumps(results_of(scripts, commit), indent=1, ensure_ascii=False)
