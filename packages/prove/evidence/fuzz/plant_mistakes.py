@@ -262,17 +262,18 @@ def changed_weights(seed: int, change: Change) -> float | None:
 def search(seed: int, kind: str = "") -> dict:
     """The first mistake that changes the weights of this script, and what prove says of it."""
     began = time.monotonic()
-    answer: dict = {"pieces": generate(seed).pieces, "without effect": [], "outcome": "no mistake"}
+    answer: dict = {"pieces": generate(seed).pieces, "not counted": {}, "outcome": "no mistake"}
     for name, change in plantable(seed, kind).items():
         answer["kind"] = name
         try:
             apart = changed_weights(seed, change)
         except FailedError as error:
-            return answer | {"outcome": "does not run", "error": str(error)[-500:]}
+            answer["not counted"][name] = f"does not run: {str(error)[-300:]}"
+            continue
         if apart is None or apart > DIFFERS:
             answer["weights"] = "differ between the ranks" if apart is None else apart
             return answer | judged(seed, change) | {"seconds": round(time.monotonic() - began, 1)}
-        answer["without effect"].append(name)
+        answer["not counted"][name] = f"the weights end {apart:.1e} away"
     return answer
 
 

@@ -1008,7 +1008,7 @@ class Net(nn.Module):
         self.output = nn.Linear(8, 3)
 
     def forward(self, x):
-        waves = torch.fft.rfft(x) @ self.weight
+        waves = torch.fft.rfft(x, norm="ortho") @ self.weight
         return self.output(torch.view_as_real(waves * torch.sigmoid(waves.abs())).flatten(1))
 """)
 COMPLEX_LAYERS = block("""
