@@ -304,8 +304,8 @@ def averaging_for(choose: Choices, task: Task) -> str:
         return choose("averaging", "DDP", "all_reduce", "in step")
     if task.layout == "complex":
         elsewhere = [kind for kind in ELSEWHERE if "orthogonal" not in kind]
-        by_hand = ["all_reduce", "all_reduce, sum", "all_reduce, async", "gathered"]
-        return choose("averaging", *by_hand, *elsewhere)
+        each_alone = [kind for kind in BY_HAND if kind != "flattened"]
+        return choose("averaging", *each_alone, *elsewhere)
     sharded = not task.batchnorm and not task.own_state and not task.frozen
     by_hand = (*BY_HAND, "gradient hooks")
     often = ["DDP", "DDP", *(by_hand[:2] * 4 if task.functional else [])]

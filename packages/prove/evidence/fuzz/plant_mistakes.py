@@ -368,8 +368,8 @@ def main() -> int:
             flush=True,
         )
         if args.json:
-            results = json.dumps(results_of(scripts, commit), indent=1, ensure_ascii=False)
-            args.json.write_text(results + "\n")
+            text = json.dumps(results_of(scripts, commit), indent=1, ensure_ascii=False)
+            args.json.write_text(text + "\n")
     results = results_of(scripts, commit)
     false_right = results["false right"]
     print(f"{results['mistakes']} mistakes: {results['outcomes']}; false right {false_right}")
