@@ -13,6 +13,7 @@ import argparse
 import ast
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from textwrap import indent
 
@@ -37,6 +38,7 @@ IMPORTS = (  # each is written if the script uses one of the names
     ("import torch.distributed.nn.functional", r"torch\.distributed\.nn"),
     ("import torch.multiprocessing as mp", r"\bmp\."),
     ("from torch import nn", r"\bnn\."),
+    ("from torch.func import functional_call, grad_and_value", r"\bgrad_and_value\("),
     ("from torch.distributed.device_mesh import init_device_mesh", r"\binit_device_mesh\b"),
     ("from torch.distributed.fsdp import fully_shard", r"\bfully_shard\b"),
     ("from torch.distributed.optim import ZeroRedundancyOptimizer", r"\bZeroRedundancyOptimizer\b"),
@@ -101,6 +103,54 @@ WITH_DDP = (
 )
 
 
+# Where else the ranks may average: in step() of the script's own optimizer, in backward, or the weights.
+IN_STEP = ("in step", "owned in step", "orthogonal in step")
+ELSEWHERE = (*IN_STEP, "fused in backward", "weights after step")
+OWN_OPTIMIZER = block("""
+class Own(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        rank, world = dist.get_rank(), dist.get_world_size()
+        for group in self.param_groups:
+            for i, p in enumerate(group["params"]):
+                dist.all_reduce(p.grad)
+                UPDATE
+""")
+MOMENTUM = """
+velocity = self.state[p].setdefault("velocity", torch.zeros_like(p))
+velocity.mul_(0.9).add_(p.grad, alpha=1 / world)
+p.sub_(velocity, alpha=group["lr"])
+"""
+OWNED = """
+if i % world == rank:
+    velocity = self.state[p].setdefault("velocity", torch.zeros_like(p))
+    velocity.mul_(0.9).add_(p.grad, alpha=1 / world)
+    p.sub_(velocity, alpha=group["lr"])
+dist.broadcast(p.detach(), src=i % world)
+"""
+ORTHOGONAL = """
+update = p.grad / world
+if i % world == rank:
+    velocity = self.state[p].setdefault("velocity", torch.zeros_like(p))
+    update = velocity.mul_(0.9).add_(update).clone()
+    if p.ndim > 1:
+        x = update.flatten(1) / (update.norm() + 1e-7)
+        for _ in range(3):
+            x = 1.5 * x - 0.5 * (x @ x.T) @ x
+        update = x.view_as(p).contiguous()
+dist.broadcast(update, src=i % world)
+p.sub_(update, alpha=group["lr"])
+"""
+OWN_UPDATES = dict(zip(IN_STEP, (MOMENTUM, OWNED, ORTHOGONAL), strict=True))
+
+
+def own_optimizer(kind: str) -> str:
+    return OWN_OPTIMIZER.replace("UPDATE", indent(block(OWN_UPDATES[kind]), " " * 16).strip())
+
+
 def wrap_lines(kind: str, task: Task, choose: Choices) -> list[str]:
     """From `net` to `model`."""
     plain = ["model = DDP(net)"]
@@ -122,6 +172,12 @@ def wrap_lines(kind: str, task: Task, choose: Choices) -> list[str]:
             "for p in params:",
             "    p.register_post_accumulate_grad_hook(average_gradient)",
         ],
+        "fused in backward": [
+            "model = net",
+            "for p in params:",
+            "    p.own = torch.optim.SGD([p], lr=LR, momentum=0.9)",
+            "    p.register_post_accumulate_grad_hook(average_and_step)",
+        ],
         "fully_shard": [
             'mesh = init_device_mesh("cpu", (world,))',
             "model = fully_shard(net, mesh=mesh)",
@@ -130,6 +186,13 @@ def wrap_lines(kind: str, task: Task, choose: Choices) -> list[str]:
 
 
 HOOK_FUNCTIONS = {
+    "fused in backward": block("""
+def average_and_step(p):
+    dist.all_reduce(p.grad)
+    p.grad /= dist.get_world_size()
+    p.own.step()
+    p.grad = None
+"""),
     "own comm hook": block("""
 def average(state, bucket):
     work = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
@@ -151,6 +214,10 @@ OPTIMIZERS = {
     '        {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},\n    ],\n    lr=LR / 10,\n)',
     "rmsprop": "torch.optim.RMSprop({P}, lr=LR / 10)",
     "lbfgs": "torch.optim.LBFGS({P}, lr=0.1, max_iter=3)",
+    "plain sgd": "torch.optim.SGD({P}, lr=LR)",
+    "adagrad": "torch.optim.Adagrad({P}, lr=LR / 3)",
+    "masters": "torch.optim.SGD(masters, lr=LR, momentum=0.9)",
+    "own": "Own({P}, lr=LR)",
 }
 UPDATES = {  # by hand, with the gradients `grads`
     "p -= lr * grad": ["for p, grad in zip(params, grads):", "    p -= lr * grad"],
@@ -162,6 +229,9 @@ UPDATES = {  # by hand, with the gradients `grads`
         "    p.sub_(v, alpha=lr)",
     ],
 }
+NO_MOMENTUM = ("adamw, groups", "rmsprop", "ZeRO adam", "ZeRO sgd", "plain sgd", "adagrad", "own")
+OF_AUTOGRAD = ("autograd.grad", "torch.func")  # not of p.grad
+COPIES = ("master.grad = p.grad", "p.data.copy_(master.data)")  # before and after the step
 SCHEDULES = {  # the scheduler, when it steps
     "StepLR": ("torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)", "epoch"),
     "cosine": (
@@ -211,9 +281,9 @@ def choices(choose: Choices, task: Task) -> Plan:
         return Plan(averaging, "adam", "none", "float32", 1, "none", "none", saving, launcher)
     averaging = averaging_for(choose, task)
     optimizer = optimizer_for(choose, task, averaging)
-    precision = precision_for(choose, averaging, optimizer)
-    steps_once = averaging in ("gradient hooks", "DDP, static graph")
-    once = steps_once or optimizer in ("lbfgs", "autograd.grad")
+    precision = precision_for(choose, task, averaging, optimizer)
+    steps_once = averaging in ("gradient hooks", "fused in backward", "DDP, static graph")
+    once = steps_once or optimizer in ("lbfgs", *OF_AUTOGRAD)
     accumulate = choose("accumulation", *(["1"] if once else ["1", "1", "1", "2", "4", "8"]))
     evaluation = evaluation_for(choose, task, averaging)
     return Plan(
@@ -222,7 +292,7 @@ def choices(choose: Choices, task: Task) -> Plan:
         schedule=schedule_for(choose, task, optimizer, evaluation),
         precision=precision,
         accumulate=int(accumulate),
-        clip=clip_for(choose, averaging, optimizer),
+        clip=clip_for(choose, task, averaging, optimizer),
         evaluation=evaluation,
         saving=choose("saving", *(["none"] if averaging == "fully_shard" else ["none", "rank 0"])),
         launcher=launcher,
@@ -230,40 +300,61 @@ def choices(choose: Choices, task: Task) -> Plan:
 
 
 def averaging_for(choose: Choices, task: Task) -> str:
+    if task.layout == "sparse":
+        return choose("averaging", "DDP", "all_reduce", "in step")
+    if task.layout == "complex":
+        elsewhere = [kind for kind in ELSEWHERE if "orthogonal" not in kind]
+        each_alone = [kind for kind in BY_HAND if kind != "flattened"]
+        return choose("averaging", *each_alone, *elsewhere)
     sharded = not task.batchnorm and not task.own_state and not task.frozen
     by_hand = (*BY_HAND, "gradient hooks")
-    often = ("DDP", "DDP")
-    return choose(
-        "averaging", *WITH_DDP, *often, *by_hand, *(["fully_shard"] * 2 if sharded else [])
-    )
+    often = ["DDP", "DDP", *(by_hand[:2] * 4 if task.functional else [])]
+    shards = ["fully_shard"] * 2 if sharded else []
+    return choose("averaging", *WITH_DDP, *often, *by_hand, *ELSEWHERE, *shards)
 
 
 def optimizer_for(choose: Choices, task: Task, averaging: str) -> str:
+    if averaging in IN_STEP:
+        return choose("optimizer", "own")
+    if averaging == "fused in backward":
+        return choose("optimizer", "one for each parameter")
+    if averaging == "weights after step":  # the same, because these are linear in the gradient
+        return choose("optimizer", "sgd", "plain sgd", "sgd, weight decay")
+    if task.layout == "sparse":
+        return choose("optimizer", "plain sgd", "adagrad")
+    if task.layout == "complex":
+        updates = [*UPDATES, *(OF_AUTOGRAD[:1] if averaging in BY_HAND[:2] else [])]
+        return choose("optimizer", "sgd", "sgd", "adam", "foreach", "masters", *updates)
     steady = not task.draws and not task.own_state and not task.batchnorm and "DDP" in averaging
-    optimizers = [name for name in OPTIMIZERS if name != "lbfgs" or steady]
-    updates = list(UPDATES)
+    optimizers = [name for name in OPTIMIZERS if name not in ("lbfgs", "own", "masters")]
+    optimizers += ["lbfgs"] * steady
+    updates = [*UPDATES, "masters", "masters"]
     if averaging == "fully_shard":
         optimizers, updates = ["sgd", "adam", "adamw, groups"], []
     if averaging == "ZeRO":
         optimizers, updates = ["ZeRO adam", "ZeRO sgd"], []
-    autograd = ["autograd.grad"] * 3 if averaging in BY_HAND[:2] else []
+    autograd = list(OF_AUTOGRAD[:1]) * 3 if averaging in BY_HAND[:2] else []
+    autograd += list(OF_AUTOGRAD[1:]) * 16 if autograd and task.functional else []
     return choose("optimizer", *optimizers, *optimizers, *updates, *autograd)
 
 
 def is_manual(optimizer: str) -> bool:
     """The script itself changes the weights."""
-    return optimizer in UPDATES or optimizer == "autograd.grad"
+    return optimizer in UPDATES or optimizer in OF_AUTOGRAD
 
 
-def precision_for(choose: Choices, averaging: str, optimizer: str) -> str:
-    unscaled = averaging in ("fully_shard", "ZeRO", "all_reduce, sum")
-    scaled = not unscaled and not is_manual(optimizer) and optimizer != "lbfgs"
+def precision_for(choose: Choices, task: Task, averaging: str, optimizer: str) -> str:
+    if task.layout or optimizer == "torch.func":
+        return choose("precision", "float32")
+    unscaled = averaging in ("fully_shard", "ZeRO", "all_reduce, sum", *ELSEWHERE)
+    scaled = not unscaled and not is_manual(optimizer) and optimizer not in ("lbfgs", "masters")
     scaling = ["scaler", "autocast with scaler"] if scaled else []
     return choose("precision", "float32", "float32", "autocast", *scaling)
 
 
-def clip_for(choose: Choices, averaging: str, optimizer: str) -> str:
-    clips = ["none"] if optimizer in ("lbfgs", "autograd.grad") else ["none", "none", *CLIPS]
+def clip_for(choose: Choices, task: Task, averaging: str, optimizer: str) -> str:
+    unclipped = optimizer in ("lbfgs", *OF_AUTOGRAD) or averaging in ELSEWHERE or task.layout
+    clips = ["none"] if unclipped else ["none", "none", *CLIPS]
     if averaging == "fully_shard":
         clips = ["none", "norm"]
     return choose("clipping", *clips)
@@ -279,10 +370,11 @@ def evaluation_for(choose: Choices, task: Task, averaging: str) -> str:
 
 
 def schedule_for(choose: Choices, task: Task, optimizer: str, evaluation: str) -> str:
-    schedules = [] if is_manual(optimizer) or optimizer == "lbfgs" else list(SCHEDULES)
+    unscheduled = is_manual(optimizer) or optimizer in ("lbfgs", "one for each parameter")
+    schedules = [] if unscheduled else list(SCHEDULES)
     if "plateau" in schedules and (evaluation in ("none", "rank 0") or task.batchnorm):
         schedules.remove("plateau")
-    if optimizer in ("adamw, groups", "rmsprop", "ZeRO adam") and "OneCycle" in schedules:
+    if optimizer in NO_MOMENTUM and "OneCycle" in schedules:
         schedules.remove("OneCycle")
     return choose("schedule", "none", "none", *schedules)
 
@@ -296,7 +388,8 @@ def optimizer_lines(plan: Plan) -> list[str]:
         ]
     if plan.optimizer in OPTIMIZERS:
         text = OPTIMIZERS[plan.optimizer].replace("{P}", "params")
-        return [f"optimizer = {text}"]
+        masters = ["masters = [p.detach().clone().requires_grad_() for p in params]"]
+        return [*(masters if plan.optimizer == "masters" else []), f"optimizer = {text}"]
     momentum = plan.optimizer == "momentum by hand"
     return ["velocity = [torch.zeros_like(p) for p in params]"] if momentum else []
 
@@ -343,11 +436,21 @@ def step_lines(plan: Plan, task: Task, fault: bool) -> list[str]:
         average = averaging_lines(plan.averaging)
         body = ["optimizer.zero_grad()", *forward, "loss.backward()", *average, *mean]
         return [*nested(body, "def closure():"), "loss = optimizer.step(closure)", *task.after_step]
-    if plan.optimizer == "autograd.grad":
+    if plan.optimizer in OF_AUTOGRAD:
         divide = [] if plan.averaging == "all_reduce, sum" else ["    grad /= world"]
+        differentiate = [*forward, "grads = torch.autograd.grad(loss, params)"]
+        if plan.optimizer == "torch.func":
+            forward = [
+                re.sub(r"\bmodel\(x\)", "functional_call(net, values, x)", line) for line in forward
+            ]
+            differentiate = [
+                *nested([*forward, "return loss"], "def loss_of(values):"),
+                "names = [name for name, p in net.named_parameters()]",
+                "grads, loss = grad_and_value(loss_of)(dict(zip(names, params)))",
+                "grads = list(grads.values())",
+            ]
         return [
-            *forward,
-            "grads = torch.autograd.grad(loss, params)",
+            *differentiate,
             "for grad in grads:",
             "    dist.all_reduce(grad)",
             *divide,
@@ -369,11 +472,18 @@ def update_lines(plan: Plan, task: Task) -> list[str]:
     update, scaler = averaging_lines(plan.averaging), "scaler" in plan.precision
     if plan.clip != "none":
         update += (["scaler.unscale_(optimizer)"] if scaler else []) + CLIPS[plan.clip]
+    if plan.averaging == "fused in backward":
+        return task.after_step
     if plan.optimizer in UPDATES:
         update.append("grads = [p.grad for p in params]")
         update += nested(UPDATES[plan.optimizer], "with torch.no_grad():")
     else:
-        update += ["scaler.step(optimizer)", "scaler.update()"] if scaler else ["optimizer.step()"]
+        copied = [["for p, master in zip(params, masters):", f"    {line}"] for line in COPIES]
+        before, after = copied if plan.optimizer == "masters" else ([], [])
+        step = ["scaler.step(optimizer)", "scaler.update()"] if scaler else ["optimizer.step()"]
+        update += [*before, *step, *after]
+    if plan.averaging == "weights after step":
+        update += ["for p in params:", "    dist.all_reduce(p.data)", "    p.data /= world"]
     if plan.schedule != "none" and SCHEDULES[plan.schedule][1] == "step":
         update.append("scheduler.step()")
     return update + task.after_step
@@ -381,7 +491,7 @@ def update_lines(plan: Plan, task: Task) -> list[str]:
 
 def accumulated(backward: list[str], update: list[str], plan: Plan) -> list[str]:
     """The update after every batch, or after as many as make a step."""
-    by_hand = plan.optimizer in UPDATES
+    by_hand = plan.optimizer in (*UPDATES, "masters", "one for each parameter")
     zero = ["for p in params:", "    p.grad = None"] if by_hand else ["optimizer.zero_grad()"]
     last = "(step + 1) % ACCUMULATE == 0"
     if plan.accumulate == 1:
@@ -443,6 +553,9 @@ class Parts:
     after_epoch: list[str]
 
 
+Change = Callable[[Parts, Plan, Task], None]
+
+
 def constants(plan: Plan, per_rank: bool) -> list[str]:
     batch = "BATCH = 8  # on each rank" if per_rank else "GLOBAL_BATCH = 16"
     lines = ["EPOCHS, LR = 3, 0.1", batch, f"STEPS = {4 * plan.accumulate}  # batches in an epoch"]
@@ -469,6 +582,7 @@ def parts_of(
     evaluate = evaluation_lines(plan, task) if plan.evaluation != "none" else []
     prelude = [*constants(plan, per_rank), "", ""]
     hooks = [HOOK_FUNCTIONS[plan.averaging]] if plan.averaging in HOOK_FUNCTIONS else []
+    hooks += [own_optimizer(plan.averaging)] if plan.averaging in IN_STEP else []
     classes = "\n\n\n".join([*task.prelude, *data.prelude, *hooks])
     prelude += classes.split("\n")
     return Parts(prelude, setup, epoch, evaluate, after_epoch_lines(plan))
@@ -514,7 +628,7 @@ def epoch_lines(choose: Choices, task: Task, plan: Plan, data: Loader, fault: bo
         rate = [f"lr = {choose('lr by hand', 'LR', 'LR * 0.9**epoch')}"]
     is_sum_of_parts = plan.averaging == "all_reduce, sum" and plan.optimizer != "lbfgs"
     mean = "total / STEPS" if is_sum_of_parts else "total / STEPS / world"
-    body = [*task.unpack, *step_lines(plan, task, fault), f"total += {task.logged}"]
+    body = [*data.index, *task.unpack, *step_lines(plan, task, fault), f"total += {task.logged}"]
     return [
         *data.epoch,
         *rate,
@@ -681,8 +795,16 @@ def imports_of(text: str) -> list[str]:
     return lines
 
 
-def generate(seed: int, reference: bool = False, fault: bool = False) -> Script:
-    """Reference: one process gets, in each step, the samples that the two ranks get together."""
+def generate(
+    seed: int,
+    reference: bool = False,
+    fault: bool = False,
+    change: Change | None = None,
+) -> Script:
+    """Reference: one process gets, in each step, the samples that the two ranks get together.
+
+    change: of the parts, before they are joined to a script.
+    """
     choose = Choices(seed)
     name = list(TASKS)[seed % len(TASKS)]
     choose.made["task"] = name
@@ -701,6 +823,8 @@ def generate(seed: int, reference: bool = False, fault: bool = False) -> Script:
         data = loader(choose, task, batch, reference, guarded)
     choose.random.seed(f"{seed} after the data")
     parts = parts_of(choose, task, plan, data, per_rank, fault)
+    if change:
+        change(parts, plan, task)
     by_env = choose("join", "get_rank", "environment") == "environment"
     join = JOIN_BY_ENV if by_env else JOIN
     if plan.launcher == "spawn":

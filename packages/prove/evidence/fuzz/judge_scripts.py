@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from generate import Script, generate
+from generate import Change, Script, generate
 
 HERE = Path(__file__).parent
 PROOF = "one rank"
@@ -88,9 +88,10 @@ class Judgment(NamedTuple):
         return re.sub(r"(?<![\w/])[\d.]+(e[+-]?\d+)?%?", "#", text)[:200]
 
 
-def judge(seed: int, fault: bool = False) -> Judgment:
+def judge(seed: int, fault: bool = False, change: Change | None = None) -> Judgment:
     """In a folder of its own, as if the command had been typed there."""
-    script, began, home = generate(seed, fault=fault), time.monotonic(), os.getcwd()
+    script = generate(seed, fault=fault, change=change)
+    began, home = time.monotonic(), os.getcwd()
     with tempfile.TemporaryDirectory(prefix="right-") as folder:
         os.chdir(folder)
         Path("train.py").write_text(script.text)

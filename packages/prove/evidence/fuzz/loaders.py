@@ -149,7 +149,16 @@ STYLES: dict[str, tuple[list[str], list[str], str]] = {  # before the loop, each
         ["{stream}.epoch = epoch"], BATCHED,
     ),
 }  # fmt: skip
-OF_TENSORS = ("own generator", "batch_size=None")
+INDEXED = {  # no loader: what the loop goes over, its rows on a rank, and those of both ranks
+    "order[rank::world]": ("order.split(GLOBAL_BATCH)", ["rows = batch[{R}::{W}]"], ["rows = batch"]),
+    "order[i : i + B]": (
+        "range(0, len(train_set), GLOBAL_BATCH)",
+        ["first = batch + {R} * ({B})", "rows = order[first : first + {B}]"],
+        ["both = order[batch : batch + GLOBAL_BATCH].chunk(2)", "rows = torch.stack(both, 1).flatten()"],
+    ),
+}  # fmt: skip
+SHUFFLE = "order = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(epoch))"
+OF_TENSORS = ("own generator", "batch_size=None", *INDEXED)
 WORKERS = {
     "0": "",
     "1": ", num_workers=1",
@@ -165,6 +174,7 @@ class Loader:
     setup: list[str]
     epoch: list[str]
     batches: str  # what the loop goes over: `for step, batch in enumerate(...)`
+    index: list[str] = field(default_factory=list)  # makes the batch of it, where it is none yet
     prelude: list[str] = field(default_factory=list)
     varying: bool = False
     made_each_epoch: bool = False
@@ -194,6 +204,12 @@ def loader(choose: Choices, task: Task, batch: str, reference: bool, guarded: bo
     style, workers = style_and_workers(choose, task, guarded)
     pin = ", pin_memory=False" if choose.random.random() < 0.2 and workers != "0" else ""
     says_who = choose.random.random() < 0.5 or reference
+    if style in INDEXED:
+        batches, *by_rank = INDEXED[style]
+        names = {"R": "rank", "W": "world", "B": batch}
+        rows = [line.format(**names) for line in by_rank[reference]]
+        taken = ", ".join(f"{tensor}[rows]" for tensor in task.tensors.split(", "))
+        return Loader([], [SHUFFLE], batches, [*rows, f"batch = {taken}"])
     collate = f", collate_fn={task.collate}" if task.collate else ""
     values = {
         "K": WORKERS[workers] + pin,
@@ -211,11 +227,11 @@ def loader(choose: Choices, task: Task, batch: str, reference: bool, guarded: bo
             [*before_loop.of_both_ranks(), *([] if is_made_each_epoch else join)],
             [*in_epoch.of_both_ranks(), *(join if is_made_each_epoch else [])],
             "loader",
-            [*classes, INTERLEAVED],
+            prelude=[*classes, INTERLEAVED],
         )
     else:
         once, again = (each.filled("rank", "world", "") for each in (before_loop, in_epoch))
-        made = Loader(once, again, "loader", classes)
+        made = Loader(once, again, "loader", prelude=classes)
     if style == "iterator over epochs":
         made.batches = "islice(stream, STEPS)"
     made.varying = style == "batch sampler"
@@ -224,11 +240,14 @@ def loader(choose: Choices, task: Task, batch: str, reference: bool, guarded: bo
 
 
 def style_and_workers(choose: Choices, task: Task, guarded: bool) -> tuple[str, str]:
-    styles = [style for style in STYLES if task.tensors or style not in OF_TENSORS]
+    styles = [*STYLES, *INDEXED]
+    styles = [style for style in styles if task.tensors or style not in OF_TENSORS]
     if task.fixed_batch:
         styles.remove("batch sampler")
     style = choose("data", *styles)
-    keys = [name for name in WORKERS if guarded and style != "own generator"] or ["0"]
+    keys = [name for name in WORKERS if guarded and style not in ("own generator", *INDEXED)] or [
+        "0"
+    ]
     if style in ("stream", "batch_size=None", "own sampler", "batch sampler"):
         keys = [name for name in keys if "persistent" not in name]  # they would see no new epoch
     return style, choose("workers", "0", "0", *keys)

@@ -170,6 +170,9 @@ class Weights:
 
 
 def full(parameter: Tensor) -> Tensor:
+    if torch._C._functorch.is_gradtrackingtensor(parameter):  # torch.func calls the module
+        with torch._C._DisableFuncTorch():
+            return full(torch._C._functorch.get_unwrapped(parameter))
     whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
     return whole.detach().clone()
 
@@ -297,8 +300,8 @@ def dealt_samples(style: str, workers: str) -> list[list[list[int]]]:
         own = loader(OneStyle(style, workers), task, "GLOBAL_BATCH // world", False, True)
         loop = [
             *own.epoch,
-            f"batches_of_epoch = {own.batches}",
-            "dealt.append([int(i) for x, y in batches_of_epoch for i in x])",
+            "dealt.append([])",
+            *nested([*own.index, "dealt[-1] += batch[0].tolist()"], f"for batch in {own.batches}:"),
         ]
         text = "\n".join(
             [

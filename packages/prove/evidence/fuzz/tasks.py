@@ -45,6 +45,8 @@ class Task:
     divides: bool = False  # by a number of all ranks, so {times} is used
     generators: list[str] = field(default_factory=list)  # that are made before the loop
     gan: bool = False  # two models and two optimizers
+    layout: str = ""  # of a parameter ("complex") or its gradient ("sparse"), if not all know it
+    functional: bool = False  # torch.func may differentiate it
 
 
 def block(text: str) -> str:
@@ -112,7 +114,9 @@ COLLATES = {  # the sample, what stands before the data set, the collate functio
 
 def xy_samples(choose: Choices, maker: str) -> tuple[list[str], str, list[str], str]:
     """What stands before the script, its collate function, the lines that unpack, and the tensors."""
-    kind = choose("collate", *COLLATES)
+    kind = choose(
+        "collate", *COLLATES, *["default"] * 5
+    )  # the only one whose tensors can be indexed
     sample, before, collate, unpack = COLLATES[kind]
     prelude = [text for text in (before, xy_dataset(sample, maker), collate) if text]
     device = choose("device", "none", "none", "to")
@@ -309,6 +313,7 @@ def classification(choose: Choices, maker: str, models: dict) -> Task:
         draws=model in DRAWING,
         batchnorm=model == "batchnorm",
         own_state=model == "depth by batch",
+        functional=model in ("mlp", "layernorm", "groupnorm", "resnet"),
         frozen=model == "frozen",
         divides=kind not in MEAN_LOSSES,
     )
@@ -954,6 +959,90 @@ def gan(choose: Choices) -> Task:
     )
 
 
+# Gradients that are no dense real tensors
+
+
+SPARSE_BAG = BAG.replace('mode="mean")', 'mode="mean", sparse=True)')
+SPARSE_EMBEDDING = block("""
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bag = nn.Embedding(12, 8, sparse=True)
+        self.output = nn.Linear(8, 3)
+
+    def forward(self, flat, offsets):
+        sentence = torch.bucketize(torch.arange(len(flat)), offsets, right=True) - 1
+        mixed = torch.zeros(len(offsets), 8).index_add(0, sentence, self.bag(flat))
+        return self.output(torch.tanh(mixed))
+""")
+
+
+def sparse(choose: Choices) -> Task:
+    """Bags of words, whose embedding has sparse gradients."""
+    kind = choose("model", "sparse bag", "sparse embedding")
+    choose.made["collate"] = "flat with offsets"
+    loss = choose("loss", *CLASSIFICATION)
+    return Task(
+        build=["net = Net()"],
+        forward=["out = model(flat, offsets)", *CLASSIFICATION[loss]],
+        unpack=["flat, offsets, y = batch"],
+        count=LOCAL_COUNT,
+        prelude=[
+            SENTENCES.replace("SAMPLE", "self.words[i], self.y[i]"),
+            BAG_COLLATE,
+            SPARSE_BAG if kind == "sparse bag" else SPARSE_EMBEDDING,
+        ],
+        collate="collate",
+        evaluate=[line.replace("net(x)", "net(flat, offsets)") for line in EVALUATE],
+        divides=loss not in MEAN_LOSSES,
+        layout="sparse",
+    )
+
+
+WAVES = block("""
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        real, imaginary = torch.empty(2, 4, 4).normal_()
+        self.weight = nn.Parameter(torch.complex(real, imaginary) / 4)
+        self.output = nn.Linear(8, 3)
+
+    def forward(self, x):
+        waves = torch.fft.rfft(x, norm="ortho") @ self.weight
+        return self.output(torch.view_as_real(waves * torch.sigmoid(waves.abs())).flatten(1))
+""")
+COMPLEX_LAYERS = block("""
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        dtype = torch.get_default_dtype().to_complex()
+        self.first = nn.Linear(6, 8, dtype=dtype)
+        self.last = nn.Linear(8, 3, dtype=dtype)
+
+    def forward(self, x):
+        hidden = self.first(x.to(self.first.weight.dtype))
+        return self.last(hidden * torch.sigmoid(hidden.abs())).real
+""")
+
+
+def complex_weights(choose: Choices) -> Task:
+    prelude, collate, unpack, tensors = xy_samples(choose, POINTS)
+    model = choose("model", "fourier", "complex layers")
+    loss = choose("loss", *CLASSIFICATION)
+    return Task(
+        build=["net = Net()"],
+        forward=["out = model(x)", *CLASSIFICATION[loss]],
+        unpack=unpack,
+        count=LOCAL_COUNT,
+        prelude=[*prelude, WAVES if model == "fourier" else COMPLEX_LAYERS],
+        collate=collate,
+        evaluate=EVALUATE,
+        tensors=tensors,
+        divides=loss not in MEAN_LOSSES,
+        layout="complex",
+    )
+
+
 TASKS: dict[str, Callable[[Choices], Task]] = {
     "points": points,
     "words": words,
@@ -968,4 +1057,6 @@ TASKS: dict[str, Callable[[Choices], Task]] = {
     "mixup": mixup,
     "moco": moco,
     "gan": gan,
+    "sparse": sparse,
+    "complex": complex_weights,
 }

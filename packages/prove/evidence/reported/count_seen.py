@@ -4,9 +4,10 @@
     python count_seen.py now [NAME ...]    what prove says of both: results/now.json
     python count_seen.py page              README.md, from results/*.json
 
-results/before.json was counted before prove was changed for any of them, and is not counted again.
-Nor is results/torch_debug.json, which is what TORCH_DISTRIBUTED_DEBUG=DETAIL prints; its program is
-in commit 6fc7624.
+Each pair is in one of the first counts, before.json and before_second.json in results, which were
+made before prove was changed for any of their pairs and are not made again.
+Nor is results/torch_debug.json, which is what TORCH_DISTRIBUTED_DEBUG=DETAIL prints for the pairs
+of the first; its program is in commit 6fc7624.
 
 A mistake is seen if prove says WRONG, or gives a warning that the cured script has not. A false
 alarm is WRONG for the cured script, which is proven if its row `one rank` is right.
@@ -30,7 +31,7 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 RESULTS, PAGE = HERE / "results", HERE / "README.md"
-COUNTS = ("before", "now")  # of prove
+FIRST_COUNTS = ("before", "before_second")  # of prove; each pair is in one of them
 SECONDS, JOBS = 180, 2
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
@@ -41,23 +42,25 @@ mistake, and once more cured: the two differ by a few lines. That each cure is r
 without prove, in float64 against one process that gets the samples of both ranks, or by counting \
 where it is about data.
 
-The first count was made before prove was changed for any of them. A mistake is *seen* if prove \
-says WRONG or gives a warning that the cured script has not. WRONG for the cured script is a false \
-alarm, and the script is *proven* if its row `one rank` is right.
+The first count was made before prove was changed for any of them. There are two sets, each with \
+a first count of its own: {sizes}. The second has kinds that the first lacks, such as optimizers \
+that communicate in `step()`, complex and sparse gradients, and rollouts instead of a loader. A \
+mistake is *seen* if prove says WRONG or gives a warning that the cured script has not. WRONG for \
+the cured script is a false alarm, and the script is *proven* if its row `one rank` is right.
 
-`python packages/prove/evidence/reported/count_seen.py now` counts again, and `page` writes \
-this page.
+`python packages/prove/evidence/reported/count_seen.py now` counts again, and `page` writes this \
+page.
 """
 DEBUGGED = """\
 `TORCH_DISTRIBUTED_DEBUG=DETAIL` (torch {torch}), which checks that collectives match, says \
-something of {helped} of the {pairs} mistakes: an error, a hang, or a line that sounds like a \
-warning and that the cured script does not print. On CPUs it needed a hook, without which DDP's \
-constructor crashes. This was counted once; the program and its hook are in the \
+something of {helped} of the {pairs} mistakes of the first set: an error, a hang, or a line that \
+sounds like a warning and that the cured script does not print. On CPUs it needed a hook, without \
+which DDP's constructor crashes. This was counted once; the program and its hook are in the \
 history: `git show 6fc7624:packages/prove/faults/run_faults.py`.
 
-TrainCheck 0.2.0 is not in the table. It installs beside torch 2.14, but here, without a GPU, none \
-of the scripts that we tried came through its instrumentation: it asks for the driver, and without \
-that line one script ended in a KeyError and another in a segmentation fault.
+TrainCheck 0.2.0 is not in the table. It installs beside torch 2.14, but here, without a GPU, \
+none of the scripts that we tried came through its instrumentation: it asks for the driver, and \
+without that line one script ended in a KeyError and another in a segmentation fault.
 """
 
 
@@ -242,8 +245,9 @@ def load(name: str) -> dict:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def counts_table(counts: dict[str, dict]) -> list[str]:
-    """One column for each count of prove."""
+def counts_table(first: dict, now: dict) -> list[str]:
+    """Of the pairs that are in this first count."""
+    counts = {f"before: {len(first['pairs'])} pairs": first, "now": now}
     titles = [f"{name} ({of['date']}, `{of['commit']}`)" for name, of in counts.items()]
     lines = [f"| prove | {' | '.join(titles)} |", "|---" * (1 + len(titles)) + "|"]
     for label, count_of, runs in (
@@ -252,8 +256,10 @@ def counts_table(counts: dict[str, dict]) -> list[str]:
         ("cured scripts proven on one rank", is_proven, 1),
         ("runs that ended without a table", without_table, 2),
     ):
-        numbers = [sum(map(count_of, of["pairs"].values())) for of in counts.values()]
-        cells = [f"{number} of {runs * len(pairs())}" for number in numbers]
+        numbers = [
+            sum(count_of(of["pairs"][name]) for name in first["pairs"]) for of in (first, now)
+        ]
+        cells = [f"{number} of {runs * len(first['pairs'])}" for number in numbers]
         lines.append(f"| {label} | {' | '.join(cells)} |")
     return lines
 
@@ -264,28 +270,32 @@ def report_link(pair: Pair) -> str:
 
 
 def page() -> str:
-    counts, debugged = {name: load(name) for name in COUNTS}, load("torch_debug")
-    columns = [f"prove {name}: mistake; cure" for name in COUNTS]
+    firsts, now, debugged = [load(name) for name in FIRST_COUNTS], load("now"), load("torch_debug")
+    before = {name: answers for first in firsts for name, answers in first["pairs"].items()}
     rows = []
     for pair in sorted(pairs(), key=lambda pair: pair.kind):
-        answers = [counted["pairs"][pair.name] for counted in counts.values()]
-        cells = [f"{cell_of_fault(answer)}; {cell_of_cure(answer)}" for answer in answers]
-        detail = debug_alarm(debugged["pairs"][pair.name]) or "nothing"
+        counted = before[pair.name], now["pairs"][pair.name]
+        cells = [f"{cell_of_fault(answers)}; {cell_of_cure(answers)}" for answers in counted]
+        detail = "not counted"
+        if pair.name in debugged["pairs"]:
+            detail = debug_alarm(debugged["pairs"][pair.name]) or "nothing"
         folder = f"pairs/{pair.name}"
         scripts = f"[{pair.name}]({folder}/train.py), [cure]({folder}/cure.diff)"
         said = f"{pair.fault} {report_link(pair)}"
         rows.append(f"| {pair.kind} | {said} | {scripts} | {' | '.join(cells)} | {detail} |")
     helped = sum(bool(debug_alarm(answers)) for answers in debugged["pairs"].values())
+    sizes = " and ".join(f"{len(first['pairs'])} pairs" for first in firsts)
+    tables = [line for first in firsts for line in (*counts_table(first, now), "")]
+    columns = "prove before: mistake; cure | prove now: mistake; cure"
     return "\n".join(
         [
             "# Mistakes that others reported",
             "",
-            INTRODUCTION.format(pairs=len(pairs())),
-            *counts_table(counts),
-            "",
-            DEBUGGED.format(helped=helped, pairs=len(pairs()), torch=debugged["torch"]),
-            f"| kind | what was reported | script | {' | '.join(columns)} | DETAIL |",
-            "|---" * (4 + len(columns)) + "|",
+            INTRODUCTION.format(pairs=len(pairs()), sizes=sizes),
+            *tables,
+            DEBUGGED.format(helped=helped, pairs=len(debugged["pairs"]), torch=debugged["torch"]),
+            f"| kind | what was reported | script | {columns} | DETAIL |",
+            "|---" * 6 + "|",
             *rows,
             "",
         ]
