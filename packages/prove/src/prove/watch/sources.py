@@ -14,7 +14,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,10 +24,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from prove import random_state
 from prove.rank_record import DataFinding, Mode, Statistic, loop_file, read_records
+from prove.watch import loss
 from prove.watch.draws import MOST_BYTES, Draws
 from prove.watch.feeder import Feeder, InputKeeper, size_of
 from prove.watch.model_tensors import project
-from prove.watch.rank_run import OWN_FOLDERS, RankRun, is_user_file, save_tensors, where, wrap
+from prove.watch.rank_run import (
+    OWN_FOLDERS,
+    RankRun,
+    callers,
+    is_user_file,
+    save_tensors,
+    where,
+    wrap,
+)
 from prove.watch.samples import CannotMergeError, interleave, own_copy
 from prove.watch.steps import StepWatcher
 
@@ -535,13 +543,13 @@ def install(
             watcher.forget_statistics(args[0] if args else kwargs.get("tensor"))
             return original(*args, **kwargs)
 
-    apply = torch.autograd.Function.__dict__["apply"].__func__
+    apply = vars(torch.autograd.Function)["apply"]
 
     def applied(kind: type, *args: Any, **kwargs: Any) -> Any:
         direct = is_user_file(sys._getframe(1).f_code.co_filename)
-        return watcher.call(partial(apply, kind), args, kwargs, direct)
+        return watcher.call(apply.__get__(None, kind), args, kwargs, direct)
 
-    torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment,method-assign]
+    torch.autograd.Function.apply = classmethod(applied)
     watcher.mode.__enter__()
     return watcher
 
@@ -555,6 +563,8 @@ class LoopMode(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         file = sys._getframe(1).f_code.co_filename
+        if file == loss.__file__:  # the function of torch that it stands in for
+            file = next(own for own, *_ in callers() if os.path.dirname(own) not in OWN_FOLDERS)
         if os.path.dirname(file) in OWN_FOLDERS:
             return function(*args, **(kwargs or {}))
         direct = is_user_file(file)
