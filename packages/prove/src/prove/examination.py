@@ -49,6 +49,7 @@ class Examination:
             self.with_batchnorm_in_blocks,
             self.explained_by_other_rows,
             self.without_unsure_draws,
+            self.in_a_later_epoch,
             self.without_loader,
             self.with_one_draw,
             self.run_control,
@@ -95,6 +96,18 @@ class Examination:
         if not all(is_explained(each.facts.get("step", 1), self.rows) for each in different):
             return None
         return self.no_verdict(ReplayReason.AS_ABOVE)
+
+    def in_a_later_epoch(self) -> list[Comparison] | None:
+        """Did one rank have what the ranks had before it?"""
+        epochs = [
+            int(each.facts.get("epoch", 0))
+            for each in self.compared
+            if each.outcome == Outcome.DIFFERENT
+        ]
+        why = replay_checks.missing_before_a_later_epoch(self.replayed)
+        if not all(epochs) or not why:
+            return None
+        return self.no_verdict(ReplayReason.LATER_EPOCH, number=min(epochs) + 1, why=why)
 
     def without_unsure_draws(self) -> list[Comparison] | None:
         """Numbers that one rank was not given: are they only those of dropout?"""

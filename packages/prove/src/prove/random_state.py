@@ -36,6 +36,19 @@ def state_digests() -> list[int]:
     return [torch_state, hash(random.getstate()[1]), numpy_state]
 
 
+def all_states() -> list:
+    """Of each generator."""
+    return [torch.get_rng_state(), random.getstate(), numpy_random() and numpy_random().get_state()]
+
+
+def set_all_states(states: list) -> None:
+    of_torch, of_random, of_numpy = states
+    torch.set_rng_state(of_torch)
+    random.setstate(of_random)
+    if of_numpy and numpy_random():
+        numpy_random().set_state(of_numpy)
+
+
 def worker_drew() -> bool:
     """In a worker of a loader: has anything drawn since it was seeded? True if that is unknown."""
     worker = torch.utils.data.get_worker_info()

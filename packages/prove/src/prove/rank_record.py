@@ -63,6 +63,7 @@ class Finding(StrEnum):
     NOT_MATCHED = "one rank draws otherwise"
     ESCAPED = "drawn by something that cannot be watched"
     OPAQUE = "drawn inside a kernel"
+    BETWEEN = "drawn between the batches by a generator of the script"
     TOO_MANY = "too many to keep"
 
 
@@ -183,6 +184,7 @@ class LoaderPass:
     drew: list[bool] = field(default_factory=lambda: [False] * 3)  # these generators, while loading
     workers_drew: bool = False  # its workers have drawn random numbers, or may have
     batches_given: int = 0
+    epoch: int = 0  # passes over this data set with steps, before this one
     ended: bool = False  # at the end of its data
     steps: int = 0
     backwards: int = 0
@@ -221,6 +223,7 @@ class OptimizerStep:
 
     at: str
     batch: int  # of its pass, from 1 on
+    epoch: int  # from 0 on
     batch_size: int | None
     learning_rates: list[float]  # of the parameter groups
     loss_scale: float
@@ -241,7 +244,6 @@ class OptimizerRecord:
     is_adaptive: bool  # as Adam, it divides by small gradients
     is_by_hand: bool = False  # no optimizer of torch: the script changes its parameters itself
     compares_changes: bool = False  # there is no p.grad, so the changes of weights are compared
-    begins_later: bool = False  # its first step is in the second epoch, which is not replayed
     steps: list[OptimizerStep] = field(default_factory=list)
     names: list[str] = field(default_factory=list)  # of its parameters
     keys: list[str] = field(default_factory=list)  # in RankRecord.weights; "": in no module

@@ -146,38 +146,57 @@ class Comparer:
     def told_by_weights(self, apart: float) -> Comparison:
         """Those that the first steps leave behind, which the next ones begin with."""
         inside = any(step.collectives_inside for step in self.replay.own_steps(self.number)[0])
-        states = [tuple(step.weights_before for step in pair) for pair in self.steps]
-        states += [tuple(step.weights_after for step in self.steps[-1])] if inside else []
-        finite = takewhile(
-            lambda pair: all(map(are_finite, (*pair[0], *pair[1]))), pairwise(states)
-        )
-        moved = [pair for pair in finite if all(map(distance, *pair))][:FIRST_STEPS]
+        states = [tuple(map(self.weights_before, pair)) for pair in self.steps]
+        if inside:
+            states.append(
+                tuple(self.without_rounding(each.weights_after) for each in self.steps[-1])
+            )
+        all_finite = takewhile(lambda state: all(map(are_finite, state)), states)
+        pairs = list(enumerate(pairwise(all_finite), start=1))
+        moved = {n: pair for n, pair in pairs if all(map(distance, *pair))}  # by step
         facts: dict[str, Any] = {"apart": apart, "steps": len(moved), "at": self.at}
         if len(moved) < FEWEST_STEPS:
             return Comparison(Outcome.NOT_COMPARED, ReplayReason.TOO_FEW_STEPS, facts)
-        weights_apart = max(
-            distance(after[0], after[1]) / distance(before[0], after[0]) for before, after in moved
-        )
-        facts |= {"weights_apart": weights_apart, "most_in": self.farthest_weight(moved)}
-        in_float64 = self.limit == FLOAT64_LIMIT
-        is_equal = weights_apart <= max(WEIGHTS_LIMIT, self.limit)
-        factor = factor_of_moments(self.steps[0]) if weights_apart <= HIDDEN else None
+        by_step = {
+            n: distance(after[0], after[1]) / distance(before[0], after[0])
+            for n, (before, after) in moved.items()
+        }
+        first = max(list(by_step.values())[:FIRST_STEPS])
+        factor = factor_of_moments(self.steps[0]) if first <= HIDDEN else None
         if factor is not None:
             facts |= {"factor": factor, "times": factor_in_words(factor, len(self.replay.records))}
+            facts["weights_apart"] = first
             return Comparison(Outcome.MEANT_SO, ReplayReason.HIDDEN_FACTOR, facts)
-        if is_equal:
+        in_float64 = self.limit == FLOAT64_LIMIT
+        wrong_from = FLOAT64_WRONG if in_float64 else 5 * self.limit
+        step = next((n for n, value in by_step.items() if value > wrong_from), max(by_step))
+        facts |= {"weights_apart": max(by_step.values()), "step": step}
+        if facts["weights_apart"] <= max(WEIGHTS_LIMIT, self.limit):
             return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_AFTER_STEP, facts)
-        if weights_apart <= (FLOAT64_WRONG if in_float64 else 5 * self.limit):
+        if facts["weights_apart"] <= wrong_from:
             reason = ReplayReason.TOO_CLOSE if in_float64 else ReplayReason.TOO_CLOSE_IN_FLOAT32
-            facts |= {"step": len(moved), "apart": weights_apart}
-            return Comparison(Outcome.TOO_CLOSE, reason, facts)
+            return Comparison(Outcome.TOO_CLOSE, reason, facts | {"apart": facts["weights_apart"]})
+        facts |= {"weights_apart": by_step[step], "most_in": self.farthest_weight(moved[step][1])}
+        facts["epoch"] = self.steps[step - 1][0].epoch
         reason = ReplayReason.STEP_DIFFERS if inside else ReplayReason.AVERAGED_WEIGHTS_DIFFER
         outcome = Outcome.DIFFERENT if inside else Outcome.MEANT_SO
         return Comparison(outcome, reason, facts)
 
-    def farthest_weight(self, moved: list) -> str:
+    def weights_before(self, step: OptimizerStep) -> list[Projection]:
+        return self.without_rounding(step.weights_before)
+
+    def without_rounding(self, weights: list[Projection]) -> list[Projection]:
+        """Zeros for parameters whose gradient is rounding, before BatchNorm for instance: Adam
+        divides it by itself."""
+        first = self.steps[0][1].gradients
+        length = max((gradient[1] for gradient in first if gradient), default=0.0)
+        return [
+            (0.0, 0.0) if gradient and gradient[1] < 1e-9 * length else own
+            for own, gradient in zip(weights, first, strict=True)
+        ]
+
+    def farthest_weight(self, after: tuple[list[Projection], ...]) -> str:
         """The name of the parameter that is farthest from that of one rank."""
-        (_, after) = moved[0]
         far = [abs(own - one) for (own, _), (one, _) in zip(*after, strict=False)]
         return self.optimizer.names[far.index(max(far))]
 
@@ -200,8 +219,6 @@ class Comparer:
             return not_compared(ReplayReason.OTHER_PARAMETERS)
         if kinds := replay.observed.not_comparable or replay.replayed.not_comparable:
             return not_compared(ReplayReason.TENSOR_KIND, kinds=kinds, at=self.at)
-        if not self.gradients and self.optimizer.begins_later:
-            return not_compared(ReplayReason.BEGINS_LATER, at=self.at)
         if not self.gradients:
             return not_compared(ReplayReason.NO_GRADIENTS)
         if replay.replayed.batchnorm_rows_unknown:
@@ -295,7 +312,7 @@ class Comparer:
         ]
         for n, gradient_apart in enumerate(of_gradients, start=1):
             if gradient_apart > FLOAT64_WRONG:
-                facts |= {"step": n, "apart": gradient_apart}
+                facts |= {"step": n, "apart": gradient_apart, "epoch": steps[n - 1][0].epoch}
                 return Comparison(Outcome.DIFFERENT, ReplayReason.LATER_GRADIENT_DIFFERS, facts)
         adapts = any(optimizer.is_adaptive for optimizer in self.replay.observed.optimizers)
         if adapts and weights_apart[0] <= 1e-5:
@@ -310,6 +327,9 @@ class Comparer:
                 ReplayReason.TOO_CLOSE,
                 facts | {"step": len(steps), "apart": max(weights_apart)},
             )
+        step = next(n for n, far in enumerate(weights_apart) if far > FLOAT64_WRONG)
+        facts |= {"steps": step + 1, "weights_apart": weights_apart[step]}
+        facts["epoch"] = steps[step][0].epoch
         return Comparison(Outcome.DIFFERENT, ReplayReason.WEIGHTS_OF_ONE_DIFFER, facts)
 
 
@@ -360,11 +380,7 @@ def is_multiple(pair: Gradients, factor: float, limit: float) -> bool:
 def comparisons(replay: Replay) -> list[Comparison]:
     """Of each optimizer that made a step."""
     optimizers = replay.observed.optimizers
-    numbers = [
-        n
-        for n, optimizer in enumerate(optimizers)
-        if optimizer.steps and not is_made_again(optimizer, optimizers[:n])
-    ]
+    numbers = [n for n, optimizer in enumerate(optimizers) if optimizer.steps]
     compared = [Comparer(replay, number).compare() for number in numbers]
     is_zero = [each.reason == ReplayReason.NOTHING_TO_COMPARE for each in compared]
     if all(is_zero):
@@ -384,14 +400,6 @@ def one_of_each(compared: list[Comparison]) -> list[Comparison]:
 
 def apart_of(compared: Comparison) -> float:
     return float(compared.facts.get("apart", 0.0))
-
-
-def is_made_again(optimizer: OptimizerRecord, earlier: list[OptimizerRecord]) -> bool:
-    """For each epoch: one that has made steps with these parameters is compared already."""
-    names = {*optimizer.names}
-    return optimizer.begins_later and any(
-        other.steps and not other.begins_later and names <= {*other.names} for other in earlier
-    )
 
 
 def worst(compared: list[Comparison]) -> Outcome:

@@ -33,6 +33,8 @@ class Phrase:
     UNEQUAL_STEPS = "the ranks have made {steps!s} steps"
     NAMES = " ({names})"
     NOTHING = ""
+    DRAWN_BETWEEN = "numbers that a generator of its own draws at {places}"
+    READ_BETWEEN = "a pass over the training data without gradients, cut short ({at})"
     FIRST_OUTPUT = "; the first output that differs is that of {layer}"
     OTHER_LAYER = "; rank {rank} calls {layer} where one rank calls {other}"
     AFTER_THE_MODEL = "; the layers give what they give on one rank, so look behind them"

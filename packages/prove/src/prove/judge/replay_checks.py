@@ -4,10 +4,11 @@ from typing import Any, NamedTuple
 
 from prove.judge.compare_steps import Comparison, Outcome, any_differs, distance, gradients_apart
 from prove.judge.model import differing_statistic
-from prove.judge.reasons import Reason
+from prove.judge.reasons import Phrase, Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.table import Check, ReportRow, right, warning
+from prove.judge.wording import phrase
 from prove.rank_record import DataFinding, Finding, RankRecord
 
 DRAWS_OF_SHARES = {"numpy.beta", "numpy.dirichlet", "_sample_dirichlet"}  # nobody branches on these
@@ -135,6 +136,19 @@ def by_statistics(replay: Replay, comparison: Comparison) -> Comparison:
     values = [each.value for own in of_ranks for each in own if each.tag == first.tag]
     facts = comparison.facts | {"name": first.name, "at": first.at, "values": values}
     return Comparison(Outcome.DIFFERENT, ReplayReason.STATISTICS_BY_RANK, facts)
+
+
+def missing_before_a_later_epoch(replay: Replay) -> dict[str, Any] | None:
+    """What the ranks did between two epochs, and one rank may have done otherwise."""
+    if places := replay.places_of_draws(Finding.BETWEEN):
+        return phrase(Phrase.DRAWN_BETWEEN, places=places)
+    passes = replay.observed.loader_passes
+    trained = {each.dataset for each in passes if each.steps}
+    for each in passes:
+        is_cut = not each.with_gradients and not each.ended and each.batches_given
+        if is_cut and each.dataset in trained:
+            return phrase(Phrase.READ_BETWEEN, at=each.at)
+    return None
 
 
 def draws_not_given(replay: Replay, rows: list[ReportRow]) -> Comparison | None:

@@ -26,19 +26,19 @@ class ReplayReason(Reason):
         "and the weights after step 1 to {first_apart:.0e}: rounding, divided by rounding"
     )
     EQUAL_AFTER_STEP = (
-        "weights of the first {steps} steps equal to {weights_apart:.0e} of their change: the "
-        "ranks average in the step or after it, and not the gradients before it"
+        "weights after {steps} steps equal to {weights_apart:.0e} of their change: the ranks "
+        "average in the step or after it, and not the gradients before it"
     )
     STEP_DIFFERS = (
-        "the ranks average in the step ({at}), and what its first {steps} leave behind differs by "
-        "{weights_apart:percent} of their change from the weights of one rank, most in {most_in}",
+        "the ranks average in the step ({at}), and what step {step} leaves behind differs by "
+        "{weights_apart:percent} of its change from the weights of one rank, most in {most_in}",
         "the mean of the gradients of all ranks must reach the update of every parameter",
         Heading.LOSS,
     )
     AVERAGED_WEIGHTS_DIFFER = (
-        "each rank steps with its own gradient, and the weights are averaged then: after the first "
-        "{steps} steps, they differ by {weights_apart:percent} of their change from those of one "
-        "rank, most in {most_in} ({at})",
+        "each rank steps with its own gradient, and the weights are averaged then: after step "
+        "{step}, they differ by {weights_apart:percent} of its change from those of one rank, most "
+        "in {most_in} ({at})",
         "average the gradients before the step; meant so only for local SGD",
         Heading.LOSS,
     )
@@ -132,6 +132,12 @@ class ReplayReason(Reason):
         "reproduce its own either: fed its own batches and draws again, step {step} differs by "
         "{noise:percent} ({at}). Something that prove does not see differs from run to run"
     )
+    LATER_EPOCH = (
+        "from epoch {number} on, the gradient differs by {apart:percent} from that of one rank, "
+        "which may not have had what the ranks had before that epoch: {why}",
+        "draw with the global generators, or leave it out while prove watches; meant so if nothing "
+        "of it decides about the training",
+    )
     CONTROL_FAILS = (
         "the gradient differs by {apart:percent} from that of one rank, but the ranks could not be "
         "run again with their own records: {message}"
@@ -149,10 +155,6 @@ class ReplayReason(Reason):
     OTHER_PARAMETERS = "the one rank's optimizer holds other parameters"
     OTHER_DTYPES = "the ranks have gradients of {of_ranks}, and one rank of {of_one}: try --float32"
     NO_GRADIENTS = "the two runs have no gradient in common"
-    BEGINS_LATER = (
-        "this optimizer makes its first step in the second epoch ({at}), and only the first is "
-        "replayed: to compare it, let it begin in the first"
-    )
     NOT_FINITE = "the gradient of step {step} is not finite ({at})"
     NOTHING_TO_COMPARE = "all gradients are zero: there is nothing to compare"
     TOO_SHORT = "the gradient has a length of {length:.0e}: that is rounding ({at})"

@@ -1,6 +1,6 @@
 """Which samples does a rank draw, and in which order? The loaders are watched.
 
-Each epoch is cut to a few batches, and the run ends when the third one begins.
+Each epoch is cut to a few batches, and the run ends with the first step of the third one.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 
 from prove import random_state
 from prove.rank_record import EVALUATION_FACTOR, LoaderPass
+from prove.watch.draws import Draws
 from prove.watch.feeder import Feeder
 from prove.watch.model import ModelWatcher
 from prove.watch.rank_run import RankRun, save_tensors, where, wrap
@@ -27,6 +28,7 @@ from prove.watch.samples import (
     freeze,
 )
 
+EPOCHS = 3  # that are seen; of the last one, one step
 MOST_INDICES = 2_000_000  # more are not listed: a sampler may have no end
 END = object()  # of a loader
 MOST_SIZES = 64  # of batches
@@ -161,21 +163,21 @@ class LoaderWatcher:
             self.model.loop.leave()
         if training and epochs:
             run.in_second_epoch = True
-            if not run.replaying:
-                self.steps.note_rates()
-                is_unfrozen = any(map(self.model.unfrozen, self.model.ddps))
-                if epochs >= 2 + is_unfrozen and run.joined:
-                    loader_passes.pop()  # it gives nothing any more
-                    run.end_early()
+            self.steps.note_rates()
+            if epochs >= EPOCHS and run.joined and not run.replaying:
+                loader_passes.pop()  # it gives nothing any more
+                run.end_early()
+        loader_pass.epoch = epochs
         object.__setattr__(loader, "prove_has_begun", training)
         if self.feeder and training:
             batches = self.batches_to_feed(self.feeder, loader, loader_pass)
             if batches is not None:
                 return batches
         object.__setattr__(loader, "prove_loader_pass", loader_pass)
-        iterator = recording_iterator(loader, iterate, run.settings.folder)
+        with self.steps.draws.loading():
+            iterator = recording_iterator(loader, iterate, run.settings.folder)
         loader_pass.base_seed = getattr(iterator, "_base_seed", None)
-        if training and not run.replaying and not run.in_second_epoch:
+        if training and not run.replaying:
             loader_pass.replay_number = len(run.tensors["batches"])
             run.tensors["batches"].append([])
         return self.own_batches(iterator, loader_pass, loader)
@@ -249,12 +251,18 @@ class LoaderWatcher:
             if loader_pass.batches_given == 1:
                 called = len(run.record.model_calls) > before
                 looks_ahead = not loader_pass.backwards and not called
+            is_last = loader_pass.epoch == EPOCHS - 1 and loader_pass.with_gradients
+            if is_last and loader_pass.steps and run.joined and not run.replaying:
+                run.end_early()
             batch = None
             if not self.is_enough(loader_pass, getattr(loader, "prove_was_asked", False)):
-                batch = next_batch(iterator, loader_pass)
+                batch = next_batch(iterator, loader_pass, steps.draws)
             if batch is None:
                 if looks_ahead and loader_pass.with_gradients:
                     self.begin_batch(loader_pass, loader_pass.batches_given + 1, size)
+                if loader_pass.replay_number is not None:
+                    ends = run.tensors.setdefault("states_after", {})
+                    ends[loader_pass.replay_number] = random_state.all_states()
                 return
             size = self.note_batch(loader_pass, batch)
             if loader_pass.with_gradients:
@@ -332,14 +340,13 @@ class LoaderWatcher:
     def batches_to_feed(
         self, feeder: Feeder, loader: Any, loader_pass: LoaderPass
     ) -> Iterator | None:
-        """Recorded ones, for the next pass; None: there was no such pass in the first epoch."""
+        """Recorded ones, for the next pass; None: there was no such pass."""
         record, number = self.run.record, self.loader_passes_fed
         self.loader_passes_fed += 1
         if number < feeder.passes:
             record.own_batch_size = record.own_batch_size or loader.batch_size
             return self.recorded_batches(feeder, number, loader_pass, loader.collate_fn)
         if record.steps:
-            self.steps.note_rates()
             self.run.end_early()
         return None
 
@@ -362,6 +369,9 @@ class LoaderWatcher:
                 steps.begin_batch((number, position + 1), feeder.sizes, sources)
                 yield batch
         steps.end_batch()
+        if loader_pass.epoch == EPOCHS - 1:
+            run.end_early()
+        feeder.restore_generators(number)
         if looks_ahead:  # the last batch is computed now: see begin_batch
             steps.begin_batch((number, positions + 1), feeder.sizes, sources)
         if number > 0:  # an evaluation with gradients: its last batches are of unequal sizes
@@ -380,10 +390,11 @@ def sampler_of(loader: Any) -> tuple[str, bool | None]:
     return type(sampler).__name__, None if shuffle is None else bool(shuffle)
 
 
-def next_batch(iterator: Iterator, loader_pass: LoaderPass) -> Collated | None:
+def next_batch(iterator: Iterator, loader_pass: LoaderPass, draws: Draws) -> Collated | None:
     """None: there is none. The record says which generators have drawn for it."""
     before = random_state.state_digests()
-    batch = next(iterator, END)
+    with draws.loading():
+        batch = next(iterator, END)
     loader_pass.ended = batch is END
     if loader_pass.ended:
         return None

@@ -65,6 +65,7 @@ class Draws:
 
     def __init__(self, run: RankRun) -> None:
         self.run, self.active = run, False
+        self.is_loading = False
         self.batch = (0, 0)
         self.of_model = False  # only the model draws for this batch: there is no loader
         self.sizes = [1]  # samples of each rank in this batch
@@ -126,6 +127,21 @@ class Draws:
             yield
         finally:
             self.active = active
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """A replay gets its batches: what a loader draws for them is not needed."""
+        before, self.is_loading = self.is_loading, True
+        try:
+            yield
+        finally:
+            self.is_loading = before
+
+    def note_between(self) -> None:
+        """A generator of the script's own draws between two batches, maybe for the next epoch. Its
+        state cannot be restored."""
+        if self.run.record.steps and not self.is_loading and not self.run.written:
+            self.note_finding(Finding.BETWEEN, where())
 
     def note_states(self) -> None:
         self.states = random_state.state_digests()

@@ -152,7 +152,7 @@ class Feeder:
 
     @property
     def passes(self) -> int:
-        """Over loaders, in the first epoch."""
+        """Over loaders, with gradients."""
         return len(self.tensors_of_ranks[0]["batches"])
 
     def positions(self, number: int) -> int:
@@ -168,6 +168,12 @@ class Feeder:
         batch = self.cast(merge_by_collate(collate, of_ranks))
         self.sizes = [recorded.size for recorded in of_ranks]
         return batch, [own["draws"] for own in kept]
+
+    def restore_generators(self, number: int) -> None:
+        """After a pass, they are where they were: one rank has drawn other numbers of them."""
+        states = self.tensors_of_ranks[self.own_rank].get("states_after", {})
+        if number in states and self.mode != Mode.ORIGINAL:
+            random_state.set_all_states(states[number])
 
     def inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """What goes into DDP, if the script has no loader."""

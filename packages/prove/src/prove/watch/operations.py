@@ -57,6 +57,8 @@ class OperationWatcher(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if not self.draws.active:
+            if kwargs.get("generator") is not None and is_draw(function):
+                self.draws.note_between()
             return function(*args, **kwargs)
         if self.by_hand.addresses and args and function._schema.is_mutable:
             written = args[0] if isinstance(args[0], list | tuple) else args[:1]

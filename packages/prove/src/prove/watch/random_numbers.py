@@ -30,9 +30,13 @@ def install(run: RankRun) -> Draws:
     return draws
 
 
-def run_watched(draws: Draws, name: str, draw: Callable, args: tuple, kwargs: dict) -> Any:
-    """One call that draws numbers outside of torch."""
+def run_watched(
+    draws: Draws, name: str, draw: Callable, args: tuple, kwargs: dict, is_own: bool = False
+) -> Any:
+    """One call that draws numbers outside of torch. is_own: by a generator of the script's."""
     if not draws.active:
+        if is_own:
+            draws.note_between()
         return draw(*args, **kwargs)
     draws.check_states()
     with draws.paused():  # shuffle draws by getrandbits
@@ -72,11 +76,12 @@ def watch_random(draws: Draws) -> None:
         """All functions of the module come down to these two."""
 
         def random(self) -> float:
-            value = run_watched(draws, "random.random", super().random, (), {})
-            return float(value)
+            is_own, draw = self is not instance, super().random
+            return float(run_watched(draws, "random.random", draw, (), {}, is_own))
 
         def getrandbits(self, k: int, /) -> int:
-            return int(run_watched(draws, "random.getrandbits", super().getrandbits, (k,), {}))
+            is_own, draw = self is not instance, super().getrandbits
+            return int(run_watched(draws, "random.getrandbits", draw, (k,), {}, is_own))
 
     instance: Any = random._inst
     instance.__class__ = Random
@@ -104,7 +109,7 @@ def watch_numpy(draws: Draws) -> None:
                     return own
 
                 def draw(*args: Any, **kwargs: Any) -> Any:
-                    return run_watched(draws, f"numpy.{name}", own, args, kwargs)
+                    return run_watched(draws, f"numpy.{name}", own, args, kwargs, is_own=True)
 
                 return draw
 

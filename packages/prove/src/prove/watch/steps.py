@@ -167,7 +167,6 @@ class StepWatcher:
                 steps.append(self.step_of(optimizer))
                 self.schedule_settings.setdefault(number, []).append(schedule_settings(optimizer))
                 if len(steps) == 1:
-                    run.record.optimizers[number].begins_later = run.in_second_epoch
                     run.gradients[number] = full_copies([p.grad for p in parameters_of(optimizer)])
             if self.feeder:
                 self.feeder.use_recorded_schedule(optimizer, number, len(steps) - 1)
@@ -180,6 +179,7 @@ class StepWatcher:
         return OptimizerStep(
             at=where(),
             batch=loader_pass.batches_given if loader_pass else 0,
+            epoch=loader_pass.epoch if loader_pass else 0,
             batch_size=self.run.current_batch_size(),
             learning_rates=rates_of(optimizer),
             loss_scale=self.run.record.loss_scale,
@@ -259,16 +259,16 @@ class StepWatcher:
         if number is None:
             number = self.numbers_of_functional[module] = len(self.optimizers)
             record = OptimizerRecord(where(), False, is_by_hand=True, compares_changes=True)
-            record.begins_later = run.in_second_epoch
             run.record.optimizers.append(record)
             self.optimizers.append(now)
             run.gradients[number] = full_copies(
                 [after.detach() - earlier.detach() for after, earlier in zip(new, old, strict=True)]
             )
         nothing: list = [None] * len(new)
+        epoch = run.current_loader_pass.epoch if run.current_loader_pass else 0
         step = OptimizerStep(
-            where(), before.batch[1], run.current_batch_size(), [0.0], 1.0, "", weights_before,
-            nothing, nothing, False, weights_after,
+            where(), before.batch[1], epoch, run.current_batch_size(), [0.0], 1.0, "",
+            weights_before, nothing, nothing, False, weights_after,
         )  # fmt: skip
         if len(run.record.optimizers[number].steps) < MOST_STEPS:
             run.record.optimizers[number].steps.append(step)
