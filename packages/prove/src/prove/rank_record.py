@@ -137,6 +137,7 @@ class Collective(NamedTuple):
     name: str
     at: str
     batchnorm: str = ""  # the class of the BatchNorm layer that calls it, if one does
+    library: str = ""  # "torch" if a part of torch calls it, such as fully_shard
 
     @property
     def is_of_ddp(self) -> bool:

@@ -273,7 +273,7 @@ class Comparer:
         if self.optimizer.compares_changes:
             return ReplayReason.CHANGE_DIFFERS
         gathers = [call for call in self.replay.observed.collectives if "gather" in call.name]
-        if any(not call.name.endswith("object") for call in gathers):
+        if any(not call.library and not call.name.endswith("object") for call in gathers):
             return ReplayReason.GRADIENT_DIFFERS_GATHER
         return ReplayReason.GRADIENT_DIFFERS
 

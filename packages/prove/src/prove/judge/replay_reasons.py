@@ -184,8 +184,8 @@ class ReplayReason(Reason):
     REPLAY_FAILS = (
         "one rank, with the samples of all ranks in its batches, cannot run it: {kind} at {at}: "
         "{message}",
-        "if the command names the number of ranks, --alone 'COMMAND' says how one is started; if "
-        "the script fixes the number of samples, take it from the batch: x.shape[0]",
+        "if {at} fixes the number of samples, take it from the batch: x.shape[0]; if it counts on "
+        "other ranks or on the length of an epoch, --alone 'COMMAND' says how one rank is started",
     )
     REPLAY_SAYS = "one rank made no step with the recorded batches: {message}"
     NO_REPLAYED_STEP = "one rank made no step with the recorded batches"

@@ -31,7 +31,7 @@ from prove.rank_record import (
     PrintedText,
     calls_file,
 )
-from prove.watch.rank_run import RankRun, callers, where, wrap, wrap_everywhere
+from prove.watch.rank_run import OWN_FOLDERS, RankRun, callers, where, wrap, wrap_everywhere
 
 COLLECTIVES = [
     "all_reduce", "broadcast", "barrier", "monitored_barrier", "all_gather", "all_gather_object",
@@ -44,6 +44,7 @@ POINT_TO_POINT = [
     "send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list",
 ]  # fmt: skip
 MOST_CALLS = 1000
+TORCH = os.path.dirname(torch.__file__)
 
 # Files that several processes write by agreement, or that are no result of the script.
 IGNORED_FOLDERS = ("/dev/", "/proc/", "/sys/", "/tmp/torch", "/tmp/pymp", "/tmp/tmp")
@@ -58,7 +59,9 @@ def watch_collective(run: RankRun, name: str, printed_name: str = "") -> None:
         inside = progress.collective is not None  # all_gather_object calls all_gather
         if inside or not run.joined or (group and dist.get_world_size(group) != world_size):
             return original(*args, **kwargs)
-        progress.collective = Collective(printed_name or name, where(), run.running_batchnorm())
+        progress.collective = Collective(
+            printed_name or name, where(), run.running_batchnorm(), calling_library()
+        )
         if len(run.record.collectives) < MOST_COLLECTIVES:
             run.record.collectives.append(progress.collective)
             with calls_file(run.settings.folder, run.settings.name, run.record.rank).open("a") as f:
@@ -71,6 +74,11 @@ def watch_collective(run: RankRun, name: str, printed_name: str = "") -> None:
         finally:
             progress.collective = None
             run.note_event()
+
+
+def calling_library() -> str:
+    file = next(own for own, *_ in callers() if os.path.dirname(own) not in OWN_FOLDERS)
+    return "torch" if file.startswith(TORCH) else ""
 
 
 def call_that_may_wait(run: RankRun, name: str, function: Callable, *args: Any, **more: Any) -> Any:
