@@ -70,19 +70,23 @@ def schedules_by_batch(replay: Replay) -> list[tuple[Schedule, Schedule]]:
     if replay.observed.asked_for_length:  # it follows the loader, whose epochs we have cut
         return pairs
     for of_ranks, of_one in zip(replay.observed.schedules, replay.replayed.schedules, strict=False):
-        both = schedule(of_ranks, replay.observed), schedule(of_one, replay.replayed)
+        window = next((each.window for each in replay.observed.loader_passes if each.steps), 1)
+        both = (
+            schedule(of_ranks, replay.observed, window),
+            schedule(of_one, replay.replayed, window),
+        )
         if both[0] is not None and both[1] is not None:
             pairs.append((both[0], both[1]))
     return pairs
 
 
-def schedule(record: ScheduleRecord, rank: RankRecord) -> Schedule | None:
-    """None: its length, or that of an epoch, is not known."""
+def schedule(record: ScheduleRecord, rank: RankRecord, window: int) -> Schedule | None:
+    """None: its length, or that of an epoch, is not known. window: batches that make one step."""
     trained = [loader_pass for loader_pass in rank.loader_passes if loader_pass.steps]
     epoch = trained[0].batches_and_samples if trained else None
     if not record.by_batch or not record.length or not record.batches or epoch is None:
         return None
-    steps_per_batch = record.steps / record.batches
+    steps_per_batch = record.steps / record.batches / (window or 1)
     return Schedule(record, record.length / steps_per_batch, epoch[0])
 
 

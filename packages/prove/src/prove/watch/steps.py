@@ -71,6 +71,7 @@ class StepWatcher:
         self.without_gradient: set[int] = set()  # the ids of parameters, in the last step
         self.in_step_by_hand = False
         self.weights_at_batch: list[Projection] = []
+        self.steps_at_batch = 0
         self.functional: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by module
         self.numbers_of_functional: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -97,6 +98,7 @@ class StepWatcher:
 
     def begin_batch(self, batch: tuple[int, int], sizes: list[int], sources: list[dict]) -> None:
         """Until the next one is asked for, a step draws and changes weights."""
+        self.steps_at_batch = self.run.record.steps
         if self.by_hand.addresses:
             self.weights_at_batch = [project(p) for p in parameters_of(self.by_hand)]
         self.draws.begin_batch(batch, sizes, sources)
@@ -200,10 +202,12 @@ class StepWatcher:
         run = self.run
         with self.draws.paused():
             self.write_weights(optimizer)
-        run.record.steps += 1
         run.note_event()
-        if run.current_loader_pass:
-            run.current_loader_pass.steps += 1
+        copies = optimizer is self.by_hand and run.record.steps > self.steps_at_batch
+        if not copies:  # what an optimizer has done to masters
+            run.record.steps += 1
+            if run.current_loader_pass:
+                run.current_loader_pass.steps += 1
         for p in parameters_of(optimizer):
             if id(p) in self.local and not self.local[id(p)].arrivals:
                 self.without_gradient.add(id(p))
