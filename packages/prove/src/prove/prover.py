@@ -98,6 +98,7 @@ class Prover:
             rows[:] = [
                 row for row in rows
                 if row.verdict == RIGHT
+                or row.reason == RunReason.IMAGINARY_LOST  # one rank loses it, too
                 or (row.check not in unexplained and row.reason != RunReason.PARAMETERS_OF_SOME)
             ]  # fmt: skip
         rows += self.original_rows(rows)

@@ -235,6 +235,8 @@ class OptimizerStep:
     has_old_gradient: bool  # of the step before, because of a forgotten zero_grad
     weights_after: list[Projection] = field(default_factory=list)  # empty: step() did not end
     collectives_inside: int = 0  # of step() itself
+    # Parameters whose gradient had an imaginary part after backward, and has none any more.
+    lost_imaginary: list[int] = field(default_factory=list)
     # Of each parameter, what the optimizer keeps for it: written down if step() communicates.
     moments: list[dict[str, Projection]] = field(default_factory=list)
 

@@ -30,6 +30,9 @@ WEIGHTS_LIMIT = 1e-5  # of what a step changes: rounding grows, and Adam divides
 HIDDEN = 1e-2  # of that change: what the epsilon of Adam lets through of a factor
 
 
+OF_OTHER_PARAMETERS = (ReplayReason.OTHER_SHAPE, ReplayReason.OTHER_PARAMETERS)
+
+
 class Outcome(Enum):
     """From the worst to the best."""
 
@@ -382,11 +385,48 @@ def comparisons(replay: Replay) -> list[Comparison]:
     optimizers = replay.observed.optimizers
     numbers = [n for n, optimizer in enumerate(optimizers) if optimizer.steps]
     compared = [Comparer(replay, number).compare() for number in numbers]
+    in_modules = [n for n in numbers if any(optimizers[n].keys)]
+    if in_modules:  # beside these, each rank may hold its part of the masters
+        compared = [
+            each
+            for n, each in zip(numbers, compared, strict=True)
+            if n in in_modules or each.reason not in OF_OTHER_PARAMETERS
+        ]
+    if all(each.reason in OF_OTHER_PARAMETERS for each in compared):
+        told = told_by_model(replay, compared[0].facts.get("at", optimizers[numbers[0]].at))
+        compared = [told] if told else compared
     is_zero = [each.reason == ReplayReason.NOTHING_TO_COMPARE for each in compared]
     if all(is_zero):
         return compared[:1]
     pairs = zip(compared, is_zero, strict=True)
     return one_of_each([each for each, zero in pairs if not zero])
+
+
+def told_by_model(replay: Replay, at: str) -> Comparison | None:
+    """Of optimizers that hold only what their rank owns: the weights of the whole model, between
+    the batches. None: they do not tell."""
+    of_ranks, of_one = replay.observed.weights, replay.replayed.weights
+    counts = sorted(of_ranks.keys() & of_one.keys())
+    keys = [key for key in of_ranks.get(0, {}) if key in of_one.get(0, {})]
+    states = [[[run[count][key] for key in keys] for run in (of_ranks, of_one)] for count in counts]
+    by_step = {
+        n: distance(*after) / distance(before[0], after[0])
+        for n, (before, after) in enumerate(pairwise(states), start=1)
+        if all(map(distance, before, after))
+    }
+    if len(by_step) < FEWEST_STEPS or distance(*states[0]) > 0:
+        return None
+    apart = max(by_step.values())
+    facts = {"steps": len(by_step), "weights_apart": apart, "apart": apart, "at": at}
+    if apart <= WEIGHTS_LIMIT:
+        return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_AFTER_STEP, facts)
+    if apart <= HIDDEN:
+        return None
+    step = next(n for n, value in by_step.items() if value > HIDDEN)
+    far = [abs(own - one) for (own, _), (one, _) in zip(*states[step], strict=True)]
+    most_in = keys[far.index(max(far))].partition(": ")[2]
+    facts |= {"step": step, "most_in": most_in, "weights_apart": by_step[step]}
+    return Comparison(Outcome.DIFFERENT, ReplayReason.STEP_DIFFERS, facts)
 
 
 def one_of_each(compared: list[Comparison]) -> list[Comparison]:

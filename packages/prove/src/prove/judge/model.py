@@ -61,6 +61,8 @@ def parameter_names(optimizer: OptimizerRecord, numbers: list[int]) -> list[str]
 def steps_of(records: list[RankRecord]) -> list[StepOfRanks]:
     steps = []
     for optimizers in zip(*(rank.optimizers for rank in records), strict=False):
+        if any(optimizer.keys != optimizers[0].keys for optimizer in optimizers):
+            continue  # each rank holds the parameters that it owns
         of_ranks = zip(*(optimizer.steps for optimizer in optimizers), strict=False)
         for number, of_each in enumerate(of_ranks, start=1):
             if all(step.weights_after for step in of_each):
@@ -116,8 +118,8 @@ class HeldWeights(NamedTuple):
 
 
 def held_weights(records: list[RankRecord], steps: list[StepOfRanks]) -> list[HeldWeights]:
-    """Between two batches, of each parameter of a trained module; of what only an optimizer holds,
-    and where no batch follows, after each of its steps."""
+    """Between two batches, of each parameter of a trained module; if none of these moves, after
+    each step, of what the optimizers hold."""
     places = {key: step.at for step in reversed(steps) for key in step.optimizer.keys}
     in_ddp = {key for ddp in records[0].ddps for key in ddp.keys}
     common = sorted(set.intersection(*({*rank.weights} for rank in records)))
@@ -131,6 +133,8 @@ def held_weights(records: list[RankRecord], steps: list[StepOfRanks]) -> list[He
         if len(held) > 1:
             name = key.partition(": ")[2]
             weights[key] = HeldWeights(name, key in in_ddp, places.get(key, ""), held)
+    if any(each.moved for each in weights.values()):
+        return [*weights.values()]  # beside these, a rank may hold its part of the masters
     return [*weights.values(), *held_by_optimizers(steps, {*weights})]
 
 
@@ -191,6 +195,12 @@ def averaged_gradient_rows(
                 "names": parameter_names(step.optimizer, apart), "step": step.number, "at": step.at,
             }  # fmt: skip
             return [wrong(check, RunReason.GRADIENTS_DIFFER, **facts)]
+    lost = [step for step in steps if any(of_rank.lost_imaginary for of_rank in step.steps)]
+    if lost:
+        numbers = {n for of_rank in lost[0].steps for n in of_rank.lost_imaginary}
+        names = parameter_names(lost[0].optimizer, sorted(numbers))
+        facts = {"names": names, "step": lost[0].number, "at": lost[0].at}
+        return [wrong(check, RunReason.IMAGINARY_LOST, **facts)]
     old = [
         step
         for step in steps

@@ -343,6 +343,12 @@ class RunReason(Reason):
         "optimizer.zero_grad() in each step",
         Heading.NAN,
     )
+    IMAGINARY_LOST = (
+        "the gradient of {names} is complex after backward, and real in the step: its imaginary "
+        "part is zero (step {step} at {at})",
+        "average both parts: all_reduce of the complex tensor or of torch.view_as_real(grad)",
+        Heading.LOSS,
+    )
     GRADIENT_OF_SOME = (
         "every rank steps with what rank {ranks} has computed alone, not with the mean over all "
         "ranks (step {step} at {at})",

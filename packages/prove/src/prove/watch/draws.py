@@ -65,7 +65,7 @@ class Draws:
 
     def __init__(self, run: RankRun) -> None:
         self.run, self.active = run, False
-        self.is_loading = False
+        self.is_loading = self.is_in_model = False
         self.batch = (0, 0)
         self.of_model = False  # only the model draws for this batch: there is no loader
         self.sizes = [1]  # samples of each rank in this batch
@@ -108,16 +108,25 @@ class Draws:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        if not self.of_model or self.active or self.run.written:
-            yield
-            return
-        self.note_states()
-        self.active = True
+        entered = self.enter_model()
         try:
             yield
-            self.check_states()
         finally:
-            self.active = False
+            if entered:
+                self.leave_model()
+
+    def enter_model(self) -> bool:
+        """The draws of its forward or backward count from here on."""
+        if not self.of_model or self.active or self.run.written:
+            return False
+        self.note_states()
+        self.active = self.is_in_model = True
+        return True
+
+    def leave_model(self) -> None:
+        if self.is_in_model:
+            self.check_states()
+            self.active = self.is_in_model = False
 
     @contextmanager
     def paused(self) -> Iterator[None]:

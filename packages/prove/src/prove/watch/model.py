@@ -301,6 +301,8 @@ def watch_modules(run: RankRun, model: ModelWatcher) -> None:
                 layers.enter(module)
                 if model.loop and not isinstance(module, DistributedDataParallel):
                     inputs_of_all = model.loop.enter_module(module, inputs)
+        if not inside:
+            model.draws.enter_model()
         inside.append(module)
         return inputs_of_all
 
@@ -309,6 +311,8 @@ def watch_modules(run: RankRun, model: ModelWatcher) -> None:
             pass
         with model.draws.paused():
             layers.leave(module, outputs)
+        if not inside:
+            model.draws.leave_model()
 
     register_module_forward_pre_hook(enter_module)  # type: ignore[arg-type]
     register_module_forward_hook(leave_module, always_call=True)

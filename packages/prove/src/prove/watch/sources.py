@@ -26,7 +26,7 @@ from prove import random_state
 from prove.rank_record import DataFinding, Mode, Statistic, loop_file, read_records
 from prove.watch import loss
 from prove.watch.draws import MOST_BYTES, Draws
-from prove.watch.feeder import Feeder, InputKeeper, size_of
+from prove.watch.feeder import Feeder, InputKeeper, batch_of_forward, size_of
 from prove.watch.model_tensors import project
 from prove.watch.rank_run import (
     OWN_FOLDERS,
@@ -141,6 +141,7 @@ class LoopWatcher:
         self.needed: dict[SourceKey, int] = {}  # with the samples of the meeting that needs it
         self.meetings: dict[SourceKey, Meeting] = {}
         self.size: int | None = None  # samples in the last input of a model
+        self.forwards = 0  # of models without DDP
         self.statistics: dict[SourceKey, Statistic] = {}
         self.bytes_kept = 0
         self.local = threading.local()
@@ -305,7 +306,19 @@ class LoopWatcher:
             if trained:
                 self.size = size_of((list(inputs),))
             changed = self.meet("model" if trained else "module", values, self.size)
+            if trained:
+                self.begin_draws()
         return replace_parts(inputs, changed) if changed else None
+
+    def begin_draws(self) -> None:
+        """What a model without DDP draws in this forward and its backward."""
+        self.forwards += 1
+        if self.feeder:
+            self.feeder.begin_draws(self.forwards)
+        elif self.is_recording():
+            self.draws.begin_forward(batch_of_forward(self.forwards), [self.size or 1], [])
+        else:
+            self.draws.end_batch()
 
     def meet(self, name: str, values: list, size: int | None) -> dict[int, Any]:
         """What is to be replaced, by the ids of what was there."""
@@ -375,6 +388,7 @@ class LoopFeeder:
         self.steps = min(settings.batches, *(record.steps for record in records))
         self.differing = differing_statistics([record.statistics for record in records])
         self.local_counts: set[float] = set()  # rows of one rank
+        self.sizes: list[int] = []  # samples of each rank at the last meeting
         if settings.mode == Mode.SEQUENCE and self.of_ranks:
             self.check_sequence()
 
@@ -411,6 +425,15 @@ class LoopFeeder:
     def like(self, own: Tensor, value: Tensor) -> Tensor:
         return self.feeder.cast(value.to(own.device))
 
+    def begin_draws(self, forward: int) -> None:
+        """One rank gets what the ranks drew in this forward, and its BatchNorm their batches."""
+        if not self.sizes:
+            return
+        groups, self.feeder.sizes = self.feeder.groups(), self.sizes
+        ranks, number = groups[(forward - 1) % len(groups)], (forward - 1) // len(groups) + 1
+        draws = [self.feeder.tensors_of_ranks[rank]["draws"] for rank in ranks]
+        self.watcher.draws.begin_forward(batch_of_forward(number), self.sizes, draws)
+
     def meet(self, key: SourceKey, values: list) -> dict[int, Any]:
         at = where()
         found = self.recorded(1, key)
@@ -419,7 +442,8 @@ class LoopFeeder:
                 self.run.end_early()
             self.watcher.note(DataFinding.NOT_GIVEN, at)
             return {}
-        self.watcher.size = sum(each.size for each in found)
+        self.sizes = [each.size for each in found]
+        self.watcher.size = sum(self.sizes)
         changed = {}
         for position, own in enumerate(values):
             column = [each.values[position] for each in found]

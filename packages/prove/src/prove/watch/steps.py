@@ -12,6 +12,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from prove.comparable import comparable
 from prove.rank_record import OptimizerRecord, OptimizerStep, Projection
 from prove.watch.draws import Draws
 from prove.watch.feeder import Feeder
@@ -45,11 +46,13 @@ class LocalGradient:
     total: float = 0.0  # projections, since p.grad was zero or None
     arrivals: int = 0  # since the last step
     was_zero: bool = False  # p.grad, at one of these arrivals
+    has_imaginary: bool = False
 
     def add(self, gradient: Tensor, old: Tensor | None) -> None:
         if old is None or not project(old)[1]:
             self.total, self.was_zero = 0.0, True
         self.total += project(gradient)[0]
+        self.has_imaginary |= has_imaginary(gradient)
         self.arrivals += 1
 
 
@@ -193,6 +196,11 @@ class StepWatcher:
                 gradient is not None and own.arrivals and not own.was_zero and gradient[1] != 0
                 for gradient, own in zip(gradients, local, strict=True)
             ),
+            lost_imaginary=[
+                number
+                for number, (p, own) in enumerate(zip(parameters, local, strict=True))
+                if own.has_imaginary and p.grad is not None and not has_imaginary(p.grad)
+            ],
         )
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -290,6 +298,10 @@ class StepWatcher:
         """At the end of an epoch: which learning rate does this rank have now?"""
         rates = [rate for optimizer in self.optimizers_of_torch() for rate in rates_of(optimizer)]
         self.run.record.rates_after_epochs.append(rates)
+
+
+def has_imaginary(tensor: Tensor) -> bool:
+    return tensor.is_complex() and bool(comparable(tensor)[1::2].any())
 
 
 def moments_of(optimizer: Any, p: Tensor) -> dict[str, Projection]:
