@@ -37,7 +37,7 @@ class Phrase:
     READ_BETWEEN = "a pass over the training data without gradients, cut short ({at})"
     FIRST_OUTPUT = "; the first output that differs is that of {layer}"
     OTHER_LAYER = "; rank {rank} calls {layer} where one rank calls {other}"
-    AFTER_THE_MODEL = "; the layers give what they give on one rank, so look behind them"
+    AFTER_THE_MODEL = "; its layers give the same on one rank, so look at what comes after them"
     LOST_CONNECTION = "rank {rank} loses its connection at {at}"
     GETS_ANOTHER_MESSAGE = "rank {rank} gets the message of another collective at {at}"
     ENDED_IN_CALL = "the process of rank {rank} ended in {name} at {at}"
