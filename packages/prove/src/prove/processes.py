@@ -21,8 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from prove.rank_record import SECONDS_PER_BEAT, Ended, RankRecord, Settings, read_records
+from prove.rank_record import SECONDS_PER_BEAT, Ended, Mode, RankRecord, Settings, read_records
 
+OF_ONE_RANK = (Mode.REPLAY, Mode.WHOLE, Mode.SEQUENCE, Mode.ORIGINAL)  # it gets all cores
 HOOKS = Path(__file__).parent / "hooks"
 RANK, WORLD_SIZE = "{rank}", "{world_size}"  # in a command that each rank gets with its numbers
 WARNING_FILTERS = warnings.filters[:]  # of a script: ours are quieter
@@ -335,6 +336,9 @@ def run_command(
     """
     began = time.monotonic()
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PROVE": json.dumps(asdict(settings))}
+    if settings.mode in OF_ONE_RANK and environment["OMP_NUM_THREADS"].isdigit():
+        threads = int(environment["OMP_NUM_THREADS"]) * settings.world_size
+        environment["OMP_NUM_THREADS"] = str(min(threads, os.cpu_count() or 1))
     log = Path(settings.folder, f"{settings.name}.log")
     processes = Processes(command, environment, log, spare)
     hang = silent = False
