@@ -80,6 +80,19 @@ for step in range(100):
     assert verdict(prove_script(of_sums), "one rank") == "WRONG"
 
 
+def test_a_batch_that_only_rank_0_looks_at_is_no_batch_of_the_others(prove_script):
+    """It keeps one to draw it. The control: a loss that is not averaged."""
+    source = training_of("DistributedDataParallel(nn.Sequential(nn.Dropout(), nn.Linear(8, 8)))")
+    look = (
+        "if dist.get_rank() == 0: print(next(iter(DataLoader(data, 2, sampler=sampler))).shape)\n"
+    )
+    source = source.replace("for epoch", look + "for epoch", 1)
+    ended = prove_script(source)
+    assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
+    ended = prove_script(source.replace("mean()", "sum()"))
+    assert verdict(ended, "one rank") == "WRONG", ended.stdout + ended.stderr
+
+
 class Batch(UserDict):
     """As transformers' BatchEncoding: no dict, and read by attribute."""
 

@@ -273,6 +273,14 @@ def test_ranks_that_part_are_no_script_that_fails_by_itself(prove_script):
     assert "ZeroDivisionError" in ended.stderr
 
 
+def test_a_rank_ends_with_its_status_whatever_its_script_did_to_stdout():
+    """A forked rank that raised here would go on as prove itself and delete what others need."""
+    closed = "import os, sys; from prove.rank_record import end_process\n"
+    closed += "with open(os.devnull, 'w') as sys.stdout: pass\n"
+    ended = subprocess.run([sys.executable, "-c", closed + "end_process(3)"], capture_output=True)
+    assert (ended.returncode, ended.stderr) == (3, b"")
+
+
 FILES = """
 import logging, json, numpy
 numpy.memmap("data.bin", "u1")[0]

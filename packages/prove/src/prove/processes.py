@@ -21,7 +21,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from prove.rank_record import SECONDS_PER_BEAT, Ended, Mode, RankRecord, Settings, read_records
+from prove.rank_record import (
+    SECONDS_PER_BEAT,
+    Ended,
+    Mode,
+    RankRecord,
+    Settings,
+    end_process,
+    read_records,
+)
 
 OF_ONE_RANK = (Mode.REPLAY, Mode.WHOLE, Mode.SEQUENCE, Mode.ORIGINAL)  # it gets all cores
 HOOKS = Path(__file__).parent / "hooks"
@@ -146,13 +154,11 @@ def become_rank(command: list[str], environment: dict[str, str], log: Path) -> N
             this_run.write_failure(error)
             traceback.print_exc()
         this_run.write(Ended.AT_ITS_END if status == 0 else Ended.WITH_ERROR)
-    except BaseException:  # a mistake of ours: os._exit below would say nothing about it
+    except BaseException:  # a mistake of ours: end_process would say nothing about it
         traceback.print_exc()
         status = 1
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        end_process(status)
 
 
 class SpareProcess:

@@ -4,7 +4,10 @@ A tensor is written down as two numbers, its Projection: see model_tensors.proje
 place in the user's code, such as train.py:73.
 """
 
+import os
 import pickle
+import sys
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from pathlib import Path
@@ -458,3 +461,11 @@ def read_records(folder: str, mode: str) -> list[RankRecord]:
         with_last_calls(record, calls_file(folder, mode, record.rank))
         for record in sorted(records, key=lambda own: own.rank)
     ]
+
+
+def end_process(status: int) -> None:
+    """End a rank whose record is written, whatever the script has made of its stdout."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # a script that has put a file in its place has closed it, too
+            stream.flush()
+    os._exit(status)

@@ -341,6 +341,8 @@ class LoaderWatcher:
         self, feeder: Feeder, loader: Any, loader_pass: LoaderPass
     ) -> Iterator | None:
         """Recorded ones, for the next pass; None: there was no such pass."""
+        while not feeder.is_made_here(self.loader_passes_fed):
+            self.loader_passes_fed += 1
         record, number = self.run.record, self.loader_passes_fed
         self.loader_passes_fed += 1
         if number < feeder.passes:
@@ -357,7 +359,7 @@ class LoaderWatcher:
         positions, sources = feeder.positions(number), []
         before, looks_ahead = self.calls_so_far(), False
         for position in range(positions):
-            for ranks in feeder.groups():
+            for ranks in feeder.groups(number):
                 steps.end_batch()
                 if loader_pass.batches_given == 1:
                     looks_ahead = self.calls_so_far() == before

@@ -14,7 +14,14 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from prove import random_state
-from prove.rank_record import Mode, ReplayVariant, forced_file, read_records, tensors_file
+from prove.rank_record import (
+    Mode,
+    RankRecord,
+    ReplayVariant,
+    forced_file,
+    read_records,
+    tensors_file,
+)
 from prove.watch.draws import Draw, DrawKey, Draws
 from prove.watch.model_tensors import parameters_of, tensors_of
 from prove.watch.rank_run import RankRun, where, wrap
@@ -58,6 +65,29 @@ def without_places(draws: dict[DrawKey, Draw]) -> dict[DrawKey, Draw]:
     return renamed
 
 
+def passes_of_rank_0_alone(records: list[RankRecord]) -> list[int]:
+    """Numbers of its kept passes that the others do not make: it only looks at a batch, to draw it
+    or to print its shape."""
+    kept = [
+        [own for own in record.loader_passes if own.replay_number is not None] for record in records
+    ]
+    looked_at = [
+        own.replay_number
+        for own in kept[0]
+        if own.replay_number is not None and not own.steps and not own.backwards
+    ]
+    in_step = len(kept[0]) - len(looked_at)
+    return looked_at if all(len(own) == in_step for own in kept[1:]) else []
+
+
+def with_a_pass_before(draws: dict[DrawKey, Draw], number: int) -> dict[DrawKey, Draw]:
+    """The draws of a rank, whose passes from this number on come one later."""
+    return {
+        key._replace(batch=(key.batch[0] + (key.batch[0] >= number), key.batch[1])): draw
+        for key, draw in draws.items()
+    }
+
+
 def size_of(call: tuple) -> int:
     """The samples in what goes into DDP."""
     tensors = tensors_in(list(call))
@@ -98,7 +128,9 @@ class Feeder:
     def __init__(self, run: RankRun, draws: Draws) -> None:
         self.run, self.draws, self.world_size = run, draws, run.settings.world_size
         self.mode = run.settings.mode
-        observed = read_records(run.settings.folder, Mode.OBSERVE)[0]
+        records = read_records(run.settings.folder, Mode.OBSERVE)
+        observed = records[0]
+        self.only_on_rank_0 = passes_of_rank_0_alone(records)
         self.normalizes_by_rank = bool(observed.batchnorm) and self.mode not in (
             Mode.WHOLE,
             Mode.CONTROL,
@@ -107,6 +139,7 @@ class Feeder:
             loader_pass
             for loader_pass in observed.loader_passes
             if loader_pass.replay_number is not None
+            and loader_pass.replay_number not in self.only_on_rank_0
         ]
         self.in_sequence = self.mode == Mode.SEQUENCE
         self.sizes = [1]  # samples of each rank in the batch that is computed now
@@ -126,6 +159,10 @@ class Feeder:
         if self.mode == Mode.ORIGINAL:
             for of_rank in kept:
                 of_rank["draws"] = without_places(of_rank["draws"])
+        for number in self.only_on_rank_0:
+            for of_rank in kept[1:]:
+                of_rank["batches"].insert(number, [])
+                of_rank["draws"] = with_a_pass_before(of_rank["draws"], number)
         return kept
 
     @property
@@ -133,8 +170,11 @@ class Feeder:
         """The rank whose weights this process begins with."""
         return self.run.record.rank if self.mode == Mode.CONTROL else 0
 
-    def groups(self) -> list[list[int]]:
-        """The ranks whose samples make one batch, in the order in which the batches are given."""
+    def groups(self, number: int = NO_LOADER) -> list[list[int]]:
+        """The ranks whose samples make one batch of a pass, in the order in which the batches are
+        given."""
+        if number in self.only_on_rank_0:
+            return [[0]]
         if self.mode == Mode.CONTROL:
             return [[self.own_rank]]
         ranks = [0] if self.run.settings.rows_are_split else list(range(self.world_size))
@@ -155,9 +195,14 @@ class Feeder:
         """Over loaders, with gradients."""
         return len(self.tensors_of_ranks[0]["batches"])
 
+    def is_made_here(self, number: int) -> bool:
+        """Does this rank make that pass, or only rank 0?"""
+        return self.own_rank == 0 or number not in self.only_on_rank_0
+
     def positions(self, number: int) -> int:
         """How many batches each rank had in a pass."""
-        return min(len(kept["batches"][number]) for kept in self.tensors_of_ranks)
+        ranks = [0] if number in self.only_on_rank_0 else range(self.world_size)
+        return min(len(self.tensors_of_ranks[rank]["batches"][number]) for rank in ranks)
 
     def batch(
         self, number: int, position: int, ranks: list[int], collate: Callable | None

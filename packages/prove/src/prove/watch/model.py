@@ -195,14 +195,7 @@ class ModelWatcher:
         trains = module.training and torch.is_grad_enabled()
         if not trains or next(module.parameters(), None) is None:
             return
-        if not any(module is root for root in self.called_in_training):
-            self.called_in_training.append(module)
-            if is_divided(module):
-                run.note(Note.MODEL_IS_DIVIDED)
-            self.steps.hold_by_hand(module)
-            self.name_parameters(module)
-        self.keep_start()
-        self.note_weights()
+        self.note_trained(module)
         if ddp and isinstance(module, DistributedDataParallel):
             ddp.forwards += 1
         elif ddp:
@@ -213,6 +206,16 @@ class ModelWatcher:
             batch = (loader_pass.number, loader_pass.batches_given) if loader_pass else (0, 0)
             rows, size = batch_size_of(inputs[0]), run.current_batch_size()
             run.record.model_calls.append(ModelCall(checksum(tensors[0]), rows, batch, size))
+
+    def note_trained(self, module: nn.Module) -> None:
+        if not any(module is root for root in self.called_in_training):
+            self.called_in_training.append(module)
+            if is_divided(module):
+                self.run.note(Note.MODEL_IS_DIVIDED)
+            self.steps.hold_by_hand(module)
+            self.name_parameters(module)
+        self.keep_start()
+        self.note_weights()
 
     def note_buffers(self, ddp: DistributedDataParallel) -> None:
         """With which buffers does this rank evaluate?"""
@@ -339,7 +342,11 @@ def watch_functional_calls(run: RankRun, model: ModelWatcher) -> None:
                 if isinstance(tensors, dict) and name in tensors
             }
             trains = torch.is_grad_enabled() and (run.joined or run.replaying)
-            if named and trains and not any(id(tensor) in own for tensor in named.values()):
+            if not named or not trains:
+                pass
+            elif any(id(tensor) in own for tensor in named.values()):
+                model.note_trained(module)
+            else:
                 model.steps.note_functional_call(module, named)
         return original(module, tensors, *args, **more)
 

@@ -31,6 +31,7 @@ from prove.rank_record import (
     RankRecord,
     ScriptError,
     Settings,
+    end_process,
     gradients_file,
     record_file,
     tensors_file,
@@ -201,9 +202,7 @@ class RankRun:
         end = time.monotonic() + SECONDS_FOR_OTHERS
         while time.monotonic() < end and not all(file.exists() for file in files):
             time.sleep(0.02)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        end_process(0)
 
     def write_failure(self, error: BaseException) -> None:
         """The record of a script that ends with an error."""
