@@ -193,8 +193,8 @@ class ReplayReason(Reason):
         "the command for one rank started {world_size}: --alone 'COMMAND' says how one is started"
     )
     NO_STEP = (
-        "no parameter changed in {batches:n batch}: if a step needs more, raise --batches; what the "
-        "script itself changes is seen only while a DataLoader gives the batches"
+        "no parameter changed in {batches:n batch}: if a step needs more, raise --batches; what "
+        "the script itself changes is seen only while a DataLoader gives the batches"
     )
     NO_BATCH = (
         "no optimizer of torch made a step, and what the script itself changes is seen only while "

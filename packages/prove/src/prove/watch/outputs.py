@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from prove.comparable import NotComparableError, comparable
 from prove.rank_record import LayerOutput
@@ -37,11 +38,11 @@ class OutputWatcher:
         if id(layer) not in self.names or not self.is_wanted():
             return
         tensor = next((each for each in tensors_in([outputs]) if each.ndim), None)
-        if tensor is None or not len(tensor):
+        if tensor is None or is_functorch_wrapped_tensor(tensor) or not len(tensor):
             return
         try:
             rows = comparable(tensor).reshape(len(tensor), -1)
-        except (NotComparableError, RuntimeError):  # in torch.func, it may have no memory
+        except NotComparableError:
             return
         products = rows @ projection_vector(rows.shape[1], rows.device)
         name, kind = self.names[id(layer)], type(layer).__name__

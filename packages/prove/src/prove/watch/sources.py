@@ -299,9 +299,10 @@ class LoopWatcher:
         trained = any(p.requires_grad for p in module.parameters())
         if not trained and not any(tensor.requires_grad for tensor in tensors):
             return None
-        values = [part for part in tensors if is_plain(part) and not part.requires_grad]
+        values: list[Any] = [part for part in tensors if is_plain(part) and not part.requires_grad]
         if not values:
             return None
+        values += [part for part in inputs if isinstance(part, str)]  # which part of it, perhaps
         with self.paused():
             if trained:
                 self.size = size_of((list(inputs),))
@@ -458,6 +459,10 @@ class LoopFeeder:
         if len(column) == 1:  # each rank gets its own
             return self.like(own, column[0]) if isinstance(own, Tensor) else own
         statistics = [tag for each in found for tag in each.statistics if tag in self.differing]
+        if isinstance(own, str):
+            if any(part != own for part in column):
+                note(DataFinding.NOT_GIVEN, at)
+            return own
         if not isinstance(own, Tensor) or all(part.ndim == 0 for part in (own, *column)):
             self.check_number(own, column, sizes, statistics)
             return own
