@@ -222,7 +222,9 @@ class StepWatcher:
             else:
                 self.without_gradient.discard(id(p))
             self.local[id(p)] = LocalGradient()
-        enough = run.record.steps >= STEPS_PER_BATCH * run.settings.batches and not run.replaying
+        stepping = sum(bool(each.steps) for each in run.record.optimizers)
+        most = STEPS_PER_BATCH * run.settings.batches * stepping
+        enough = run.record.steps >= most and not run.replaying
         if enough and run.joined and run.has_no_loader():
             self.ends_inside_step = True
             run.end_early()
