@@ -165,9 +165,10 @@ def test_a_script_that_is_told_its_rank_by_an_argument_is_started_with_it(tmp_pa
     group += "rank=args.rank, world_size=args.world_size"
     source = training_of("DistributedDataParallel(nn.Linear(8, 8))", OWN_ARGUMENTS)
     (tmp_path / "train.py").write_text(source.replace('"gloo"', group))
-    ended = run(tmp_path, "python", "train.py", "--rank={rank}", "--world-size", "{world_size}")
+    command = (sys.executable, "train.py", "--rank={rank}")
+    ended = run(tmp_path, *command, "--world-size", "{world_size}")
     assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
-    ended = run(tmp_path, "python", "train.py", "--rank={rank}")
+    ended = run(tmp_path, *command)
     assert "invalid int value: '{rank}'" in ended.stderr
 
 

@@ -90,7 +90,9 @@ class Prover:
             why = ReplayReason.NO_STEP if batches else ReplayReason.NO_BATCH
             rows.append(not_seen(Check.ONE_RANK, why, batches=batches))
             return
-        rows += model_rows(steps_of_all_ranks(records))
+        records = steps_of_all_ranks(records)
+        self.runs.observed = replace(observed, records=records)
+        rows += model_rows(records)
         rows += self.one_rank_rows(rows)
         if any(row.check == Check.ONE_RANK and row.verdict == RIGHT for row in rows):
             # Whatever changed the gradients before the step was no mistake.

@@ -23,6 +23,8 @@ class AfterTorch:
             return None
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:  # this Python has no torch, as it will say itself
+            return None
         load = spec.loader.exec_module
 
         def exec_module(module):  # type: ignore[no-untyped-def]

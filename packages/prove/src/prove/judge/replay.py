@@ -3,7 +3,9 @@
 `of_ranks` is what all ranks have, `of_one` what one rank has.
 """
 
+import warnings
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -32,6 +34,12 @@ class Gradients(NamedTuple):
     dtypes: tuple[torch.dtype, torch.dtype]
 
 
+def load_gradients(file: Path) -> dict:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it checks sparse tensors
+        return dict(torch.load(file, weights_only=True))
+
+
 class Replay:
     """Both runs of a comparison."""
 
@@ -47,12 +55,12 @@ class Replay:
         self.replayed = outcome.records[0] if outcome.records else RankRecord()
         self.stepped = self.replayed.steps > 0 and self.replayed.ended != Ended.NOT_YET
         of_ranks, of_one = (gradients_file(folder, name, 0) for name in names)
-        self.gradients_of_ranks = torch.load(of_ranks, weights_only=False)
+        self.gradients_of_ranks = load_gradients(of_ranks)
         self.gradients_of_one: dict = {}
         self.coins: dict = {}  # draws.Draw by key: what the ranks have decided differently
         self.rows: dict = {}  # draws.OneDraw by key: what each sample had for itself
         if self.stepped:
-            self.gradients_of_one = torch.load(of_one, weights_only=False)
+            self.gradients_of_one = load_gradients(of_one)
             tensors = torch.load(tensors_file(folder, names[1], 0), weights_only=False)
             self.coins, self.rows = tensors["coins"], tensors["rows"]
 
