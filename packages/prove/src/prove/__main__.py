@@ -9,6 +9,7 @@
     examination.py more runs, where one rank computes something else than all
     processes.py   starts the ranks, and notices whether they hang; hooks/ for other launchers
     watch/         what each rank does beside the script; random_state.py, its random numbers
+    comparable.py  how tensors of any dtype and layout are compared
     rank_record.py what it writes down, and all that is known of it here
     judge/         what the records say: rows of a table
 
