@@ -22,6 +22,9 @@ from prove.rank_record import (
 )
 
 TINY = 1e-12
+TOLERANCES = {"torch.float64": 1e-6, "torch.complex128": 1e-6}
+TOLERANCES |= {"torch.float32": 2e-3, "torch.complex64": 2e-3}
+MOST_RANKS = 8  # of which every choice is tried
 
 
 @dataclass
@@ -249,7 +252,7 @@ def row_of_some_ranks(step: StepOfRanks) -> ReportRow | None:
     computes = [any(each.local[rank] for each in known) for rank in ranks]
     if step.differing_parameters("gradients", 1e-4) or not all(computes):
         return None
-    if not known or times_the_mean(step) is not None:
+    if not known or len(ranks) > MOST_RANKS or times_the_mean(step) is not None:
         return None
     facts = {"step": step.number, "at": step.at}
     for number in ranks[1:]:  # the mean of so many of them
@@ -263,13 +266,12 @@ def row_of_some_ranks(step: StepOfRanks) -> ReportRow | None:
                 return wrong(Check.AVERAGED_GRADIENTS, reason, ranks=[*some], **facts)
     if len(known) <= len(ranks) + 1:  # they would fit by chance
         return None
-    local, averaged = (
-        torch.tensor([each.local for each in known]),
-        torch.tensor([[each.averaged] for each in known]),
-    )
-    weights = torch.linalg.lstsq(local, averaged).solution
-    misfit = (local @ weights - averaged).squeeze(1).abs()
-    if bool((misfit > limit * torch.tensor([each.norm for each in known])).any()):
+    local = torch.tensor([each.local for each in known], dtype=torch.float64)
+    averaged, norms = torch.tensor(
+        [[each.averaged, each.norm] for each in known], dtype=torch.float64
+    ).unbind(1)
+    weights = torch.linalg.lstsq(local, averaged[:, None]).solution.squeeze(1)
+    if bool(((local @ weights - averaged).abs() > limit * norms).any()):
         return None
     shares = [float(weight) for weight in weights]
     return warning(Check.AVERAGED_GRADIENTS, RunReason.WEIGHTED_SUM, shares=shares, **facts)
@@ -297,7 +299,7 @@ def averages(step: StepOfRanks) -> list[Averaged]:
 
 
 def tolerance(step: StepOfRanks) -> float:
-    return {"torch.float64": 1e-6, "torch.float32": 2e-3}.get(step.steps[0].dtype, 5e-2)
+    return TOLERANCES.get(step.steps[0].dtype, 5e-2)
 
 
 def times_the_mean(step: StepOfRanks) -> float | None:
