@@ -209,3 +209,18 @@ def test_the_worst_of_several_optimizers_is_known_whatever_they_are():
     assert [worst_of(each) for each in Outcome] == [*Outcome]
     assert worst_of(Outcome.EQUAL, Outcome.MEANT_SO) == Outcome.MEANT_SO
     assert worst_of(Outcome.MEANT_SO, Outcome.DIFFERENT) == Outcome.DIFFERENT
+
+
+def test_a_sum_over_the_ranks_that_has_no_backward_is_named_with_its_line(prove_script):
+    """The control: the same loss, which nobody sums."""
+    loss = "F.cross_entropy(ddp(points), labels)"
+    of_sum = planted((loss, "F.cross_entropy(ddp(points), labels, reduction='sum') / 12"))
+    zero_grad = "            optimizer.zero_grad()\n"
+    ended = prove_script(
+        of_sum.replace(zero_grad, f"            dist.all_reduce(loss)\n{zero_grad}")
+    )
+    assert verdict(ended, "one rank") == "WRONG", ended.stdout
+    assert "sums the loss over the ranks, but has no backward" in " ".join(ended.stdout.split())
+    ended = prove_script(of_sum)
+    assert verdict(ended, "one rank") == "WRONG", ended.stdout
+    assert "has no backward" not in ended.stdout

@@ -91,6 +91,7 @@ class Note(Enum):
     CLIPS_SCALED = auto()  # gradients that still carry the loss scale
     GATHERS_FOR_METRICS = auto()  # accelerate's, which drops the samples that padding repeats
     HAS_GROUPS = auto()  # of some ranks
+    REDUCES_WITHOUT_BACKWARD = auto()  # the script sums what has a gradient, before the first step
     JOINS = auto()  # DDP's join, for unequal numbers of batches
     MODEL_IS_DIVIDED = auto()
 

@@ -18,7 +18,7 @@ from prove.judge.reasons import Reason
 from prove.judge.replay import Gradients, Replay
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.table import Check, ReportRow, not_seen, right, warning, wrong
-from prove.rank_record import OptimizerRecord, OptimizerStep, Projection
+from prove.rank_record import Note, OptimizerRecord, OptimizerStep, Projection
 
 FLOAT64_LIMIT = 1e-9  # how far rounding can bring equal gradients apart, in units of their length
 FLOAT64_WRONG = 1e-4  # what differs less may be rounding that has grown: no verdict
@@ -266,6 +266,10 @@ class Comparer:
                 facts |= {"agreeing": len(agreeing), "parameters": len(known)}
                 is_all = len(agreeing) == len(known)
                 is_one_nth = abs(factor * len(self.replay.records) - 1) < 1e-3
+                reduced_at = self.replay.observed.notes.get(Note.REDUCES_WITHOUT_BACKWARD)
+                if is_all and is_one_nth and reduced_at:
+                    facts |= {"reduced_at": reduced_at}
+                    return Comparison(Outcome.DIFFERENT, ReplayReason.ONE_NTH_OF_A_SUM, facts)
                 if is_all and is_one_nth:
                     return Comparison(Outcome.DIFFERENT, ReplayReason.ONE_NTH, facts)
                 reason = ReplayReason.FACTOR if is_all else ReplayReason.FACTOR_IN_SOME

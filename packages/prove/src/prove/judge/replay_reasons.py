@@ -106,6 +106,12 @@ class ReplayReason(Reason):
         "DDP divides by the number of ranks already",
         Heading.LOSS,
     )
+    ONE_NTH_OF_A_SUM = (
+        "the gradient is {times} that of one rank ({at}): the all_reduce at {reduced_at} sums the "
+        "loss over the ranks, but has no backward, and DDP takes the mean",
+        "torch.distributed.nn.functional.all_reduce has one; or multiply the loss by world_size",
+        Heading.LOSS,
+    )
     SUM_OVER_LOCAL_BATCH = (
         "the gradient is {times} that of one rank ({at}): the loss is a sum, or is divided by a "
         "constant, and DDP takes the mean of it",

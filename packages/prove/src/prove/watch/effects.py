@@ -66,6 +66,8 @@ def watch_collective(run: RankRun, name: str, printed_name: str = "") -> None:
             run.record.collectives.append(progress.collective)
             with calls_file(run.settings.folder, run.settings.name, run.record.rank).open("a") as f:
                 f.write("\t".join(progress.collective) + "\n")
+        if has_no_backward(run, progress.collective, args):
+            run.note(Note.REDUCES_WITHOUT_BACKWARD)
         if any(caller == "gather_for_metrics" for *_, caller in callers()):
             run.note(Note.GATHERS_FOR_METRICS)
         run.note_event()
@@ -74,6 +76,13 @@ def watch_collective(run: RankRun, name: str, printed_name: str = "") -> None:
         finally:
             progress.collective = None
             run.note_event()
+
+
+def has_no_backward(run: RankRun, call: Collective, args: tuple) -> bool:
+    """The functions of torch.distributed.nn.functional have one."""
+    if call.name != "all_reduce" or call.library or run.record.steps or not args:
+        return False
+    return isinstance(args[0], torch.Tensor) and args[0].grad_fn is not None
 
 
 def calling_library() -> str:
