@@ -183,12 +183,25 @@ def end(process: subprocess.Popen, folder: Path) -> None:
 
 
 def kill_all_of(folder: Path) -> None:
-    """Kill every process that was started for this folder, or for one in it."""
-    mark = f"\0{MARK}={folder}".encode()
+    """Kill every process that was started for this folder, or for one in it, until none is left.
+
+    A process that the driver holds back does not end: it is not waited for longer than 10 s.
+    """
+    end_of_wait = time.monotonic() + 10
+    while (left := processes_of(folder)) and time.monotonic() < end_of_wait:
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def processes_of(folder: Path) -> list[int]:
+    mark, found = f"\0{MARK}={folder}".encode(), []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
             if mark in b"\0" + path.read_bytes():
-                os.kill(int(path.parent.name), signal.SIGKILL)
+                found.append(int(path.parent.name))
+    return found
 
 
 def run(step: Step, folder: Path, seconds: float) -> Results:

@@ -134,8 +134,9 @@ def test_a_command_that_takes_too_long_ends_with_all_it_has_started_and_keeps_it
     began = time.monotonic()
     [row] = run_steps(tmp_path, slow).values()
     assert (row["status"], row["good"]) == (None, False)
-    assert not is_running(row["results"]["pid"])
-    assert time.monotonic() - began < 500  # it has not slept to its end
+    while is_running(row["results"]["pid"]):  # the kernel takes its time to end what was killed
+        assert time.monotonic() - began < 500  # it has not slept to its end
+        time.sleep(0.01)
 
 
 def test_when_time_is_over_the_steps_that_are_left_do_not_begin(tmp_path):
