@@ -41,6 +41,10 @@ MEAN = "F.cross_entropy(model(x), y)"
 WEIGHTED = "F.cross_entropy(model(x), y, weight=torch.tensor([1.0, 3.0, 9.0]))"
 OF_EACH = "F.cross_entropy(model(x), y, reduction='none')"
 
+STEP_BY_HAND = """with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.1 * p.grad"""
+
 
 def script(loss: str, batches: str = "batches(0)") -> str:
     return FRAME.replace("LOSS", loss).replace("BATCHES", batches)
@@ -69,3 +73,11 @@ def test_a_number_that_may_be_that_of_the_samples_of_one_rank_is_no_mistake(prov
     assert "x.shape[0]" in ended.stdout
     ended = prove_script(script(f"{OF_EACH}.sum() / len(x)"))
     assert verdict(ended, "one rank") == "right", "the control: one rank knows its own samples"
+
+
+def test_a_step_that_the_loop_makes_by_hand_ends_where_the_next_forward_begins(prove_script):
+    for loss, expected in ((MEAN, "right"), (WEIGHTED, "WRONG")):
+        by_hand = script(loss).replace("optimizer = torch.optim.SGD(model.parameters(), 0.1)", "")
+        by_hand = by_hand.replace("optimizer.zero_grad()", "model.zero_grad()")
+        ended = prove_script(by_hand.replace("optimizer.step()", STEP_BY_HAND))
+        assert verdict(ended, "one rank") == expected, ended.stdout + ended.stderr

@@ -214,6 +214,7 @@ class ModelWatcher:
                 self.run.note(Note.MODEL_IS_DIVIDED)
             self.steps.hold_by_hand(module)
             self.name_parameters(module)
+        self.steps.begin_forward()
         self.keep_start()
         self.note_weights()
 

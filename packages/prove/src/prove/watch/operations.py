@@ -56,14 +56,15 @@ class OperationWatcher(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        in_step = self.draws.active or self.draws.of_model
+        if in_step and self.by_hand.addresses and args and function._schema.is_mutable:
+            written = args[0] if isinstance(args[0], list | tuple) else args[:1]
+            if any(self.by_hand.holds(tensor) for tensor in written):
+                self.step_begins()
         if not self.draws.active:
             if kwargs.get("generator") is not None and is_draw(function):
                 self.draws.note_between()
             return function(*args, **kwargs)
-        if self.by_hand.addresses and args and function._schema.is_mutable:
-            written = args[0] if isinstance(args[0], list | tuple) else args[:1]
-            if any(self.by_hand.holds(tensor) for tensor in written):
-                self.step_begins()
         if not is_draw(function):
             return function(*args, **kwargs)
         return self.draws.record_or_replay_operation(function, args, kwargs)

@@ -101,14 +101,26 @@ class StepWatcher:
 
     def begin_batch(self, batch: tuple[int, int], sizes: list[int], sources: list[dict]) -> None:
         """Until the next one is asked for, a step draws and changes weights."""
-        self.steps_at_batch = self.run.record.steps
-        if self.by_hand.addresses:
-            self.weights_at_batch = [project(p) for p in parameters_of(self.by_hand)]
+        self.note_weights_at_batch()
         self.draws.begin_batch(batch, sizes, sources)
 
     def end_batch(self) -> None:
         """A step that the script makes by hand has its end, too."""
         self.draws.end_batch()
+        self.end_step_by_hand()
+
+    def begin_forward(self) -> None:
+        """Without a loader, it stands for a batch."""
+        if self.run.has_no_loader():
+            self.end_step_by_hand()
+            self.note_weights_at_batch()
+
+    def note_weights_at_batch(self) -> None:
+        self.steps_at_batch = self.run.record.steps
+        if self.by_hand.addresses:
+            self.weights_at_batch = [project(p) for p in parameters_of(self.by_hand)]
+
+    def end_step_by_hand(self) -> None:
         if not self.in_step_by_hand and self.by_hand.addresses and self.by_hand.exchanged():
             self.begin_step_by_hand()
             steps = self.run.record.optimizers[self.optimizers.index(self.by_hand)].steps
