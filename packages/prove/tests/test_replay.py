@@ -226,6 +226,25 @@ def test_a_step_is_a_change_of_parameters_whoever_makes_it(name, prove_script):
     assert verdict(ended, "one rank") == "WRONG", ended.stdout + ended.stderr
 
 
+SENT_IN_16_BITS = """
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+ddp.register_comm_hook(None, bf16_compress_hook)"""
+
+
+def test_gradients_may_be_sent_in_16_bits(prove_script):
+    """They then differ by 0.3 %, which is no mistake, and a mistake is larger."""
+    for weight, expected in (("", "right"), (", weight=torch.tensor([1.0, 9.0, 99.0])", "WRONG")):
+        loss = f"F.cross_entropy(ddp(x), y{weight})"
+        ended = prove_script(script(loss=loss, setup=OPTIMIZER + SENT_IN_16_BITS))
+        assert verdict(ended, "one rank") == expected, ended.stdout + ended.stderr
+
+
+def test_in_float32_too_a_mistake_that_begins_later_is_seen(prove_script):
+    for loss, expected in ((MEAN, "right"), (f"{MEAN} / world_size**epoch", "WRONG")):
+        ended = prove_script(script(loss=loss), "--float32")
+        assert verdict(ended, "one rank") == expected, ended.stdout + ended.stderr
+
+
 TEACHER = """
 teacher = nn.Linear(6, 3)
 for p in teacher.parameters():

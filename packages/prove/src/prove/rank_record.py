@@ -390,6 +390,7 @@ class RankRecord:
     notes: dict[Note, str] = field(default_factory=dict)  # where each was first seen
     loss_scale: float = 1.0
     uses_autocast: bool = False
+    exchange_precision: float = 0.0  # the spacing of numbers near 1 in what backward and step send
     model_returns_loss: bool = False
     seed: int = 0  # of its generators, when the script began
     asked_for_length: bool = False  # of a loader, before its first batch

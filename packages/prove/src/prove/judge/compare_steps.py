@@ -78,11 +78,12 @@ class Comparer:
     def limit(self) -> float:
         """How far rounding alone can bring two equal gradients apart, in units of their length."""
         spacing = max(map(precision, self.dtypes), default=0.0)  # of numbers near 1
+        sent = 2 * self.replay.observed.exchange_precision
         if spacing > 1e-6:  # in 16 bits
             return 5e-2
         if spacing > 1e-15:  # in 32 bits
-            return 3e-2 if self.replay.observed.uses_autocast else 3e-3
-        return FLOAT64_LIMIT
+            return max(sent, 3e-2 if self.replay.observed.uses_autocast else 3e-3)
+        return max(sent, FLOAT64_LIMIT)
 
     @property
     def wrong_from(self) -> float:
@@ -193,8 +194,9 @@ class Comparer:
         divides it by itself."""
         first = self.steps[0][1].gradients
         length = max((gradient[1] for gradient in first if gradient), default=0.0)
+        rounding = max(FLOAT64_LIMIT, 1e-3 * self.limit)
         return [
-            (0.0, 0.0) if gradient and gradient[1] < 1e-9 * length else own
+            (0.0, 0.0) if gradient and gradient[1] < rounding * length else own
             for own, gradient in zip(weights, first, strict=True)
         ]
 
@@ -292,20 +294,35 @@ class Comparer:
         steps = list(takewhile(weights_are_finite, self.steps))
         if not steps:
             return Comparison(Outcome.NOT_COMPARED, ReplayReason.NOT_FINITE, facts | {"step": 1})
+        if self.limit > FLOAT64_LIMIT:
+            afters = [[self.without_rounding(own.weights_after) for own in pair] for pair in steps]
+        else:
+            afters = [[own.weights_after for own in pair] for pair in steps]
         change = distance(steps[-1][0].weights_after, steps[0][0].weights_before) or 1.0
-        weights_apart = [
-            distance(of_ranks.weights_after, of_one.weights_after) / change
-            for of_ranks, of_one in steps
-        ]
+        weights_apart = [distance(*after) / change for after in afters]
         facts |= {"steps": len(steps), "weights_apart": weights_apart[-1]}
         # A rounding error grows from step to step, and Adam divides by small gradients.
-        if weights_apart[-1] <= max(1e4 * self.limit, 1e-5):
-            in_float64 = self.limit == FLOAT64_LIMIT
-            reason = ReplayReason.EQUAL_TO_ONE if in_float64 else ReplayReason.EQUAL_LESS_PRECISE
-            return Comparison(Outcome.EQUAL, reason, facts)
         if self.limit > FLOAT64_LIMIT:
-            return Comparison(Outcome.TOO_CLOSE, ReplayReason.LITTLE_PRECISION, facts)
+            return self.compare_less_precisely(steps, weights_apart[-1], facts)
+        if weights_apart[-1] <= 1e-5:
+            return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_TO_ONE, facts)
         return self.cause_of_other_weights(steps, weights_apart, facts)
+
+    def compare_less_precisely(
+        self, steps: list[tuple[OptimizerStep, OptimizerStep]], apart: float, facts: dict[str, Any]
+    ) -> Comparison:
+        """A mistake that begins later is larger at once; rounding grows."""
+        before = 0.0
+        for n, (of_ranks, of_one) in enumerate(steps, start=1):
+            now = gradients_apart(of_ranks.gradients, of_one.gradients)
+            if now > max(self.wrong_from, 100 * before):
+                facts |= {"step": n, "apart": now, "epoch": of_ranks.epoch}
+                return Comparison(Outcome.DIFFERENT, ReplayReason.LATER_GRADIENT_DIFFERS, facts)
+            before = max(before, now)
+        is_equal = apart <= 10 * self.limit
+        outcome = Outcome.EQUAL if is_equal else Outcome.TOO_CLOSE
+        reason = ReplayReason.EQUAL_LESS_PRECISE if is_equal else ReplayReason.LITTLE_PRECISION
+        return Comparison(outcome, reason, facts)
 
     def cause_of_other_weights(
         self,

@@ -34,6 +34,7 @@ class StepOfRanks:
     optimizer: OptimizerRecord
     number: int
     steps: list[OptimizerStep]
+    exchange_precision: float  # of the numbers that the ranks send each other
 
     def by_parameter(self, name: str) -> list[tuple]:
         """What the ranks hold: "weights_before", "weights_after", "gradients", ..."""
@@ -69,7 +70,8 @@ def steps_of(records: list[RankRecord]) -> list[StepOfRanks]:
         of_ranks = zip(*(optimizer.steps for optimizer in optimizers), strict=False)
         for number, of_each in enumerate(of_ranks, start=1):
             if all(step.weights_after for step in of_each):
-                steps.append(StepOfRanks(optimizers[0], number, list(of_each)))
+                sent = records[0].exchange_precision
+                steps.append(StepOfRanks(optimizers[0], number, list(of_each), sent))
     return steps
 
 
@@ -299,7 +301,7 @@ def averages(step: StepOfRanks) -> list[Averaged]:
 
 
 def tolerance(step: StepOfRanks) -> float:
-    return TOLERANCES.get(step.steps[0].dtype, 5e-2)
+    return max(TOLERANCES.get(step.steps[0].dtype, 5e-2), 2 * step.exchange_precision)
 
 
 def times_the_mean(step: StepOfRanks) -> float | None:

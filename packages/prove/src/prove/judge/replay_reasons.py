@@ -16,7 +16,7 @@ class ReplayReason(Reason):
         "{weights_apart:.0e} of their change"
     )
     EQUAL_LESS_PRECISE = (
-        "gradient of step 1 equal to {apart:.0e} of its length (not in float64: less than "
+        "gradient of step 1 equal to {apart:.0e} of its length (not all in float64: less than "
         "{limit:percent} is not seen), weights after step {steps} to {weights_apart:.0e} of their "
         "change"
     )

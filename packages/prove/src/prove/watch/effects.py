@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms import Join
 
+from prove.comparable import precision
 from prove.rank_record import (
     DDP_CALLS,
     MOST_COLLECTIVES,
@@ -66,6 +67,7 @@ def watch_collective(run: RankRun, name: str, printed_name: str = "") -> None:
             run.record.collectives.append(progress.collective)
             with calls_file(run.settings.folder, run.settings.name, run.record.rank).open("a") as f:
                 f.write("\t".join(progress.collective) + "\n")
+        note_precision(run, [*args, *kwargs.values()])
         if has_no_backward(run, progress.collective, args):
             run.note(Note.REDUCES_WITHOUT_BACKWARD)
         if any(caller == "gather_for_metrics" for *_, caller in callers()):
@@ -76,6 +78,18 @@ def watch_collective(run: RankRun, name: str, printed_name: str = "") -> None:
         finally:
             progress.collective = None
             run.note_event()
+
+
+def note_precision(run: RankRun, arguments: list) -> None:
+    """Gradients may be sent in 16 bits: fp16_compress_hook, or p.grad.half(). A single number is
+    the loss, to be printed."""
+    parts = [part for each in arguments for part in (each if isinstance(each, list) else [each])]
+    coarse = [
+        precision(part.dtype)
+        for part in parts
+        if isinstance(part, torch.Tensor) and part.numel() > 1 and part.dtype.itemsize <= 2
+    ]
+    run.record.exchange_precision = max(run.record.exchange_precision, *coarse, 0.0)
 
 
 def has_no_backward(run: RankRun, call: Collective, args: tuple) -> bool:
