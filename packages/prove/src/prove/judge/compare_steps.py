@@ -315,11 +315,11 @@ class Comparer:
         before = 0.0
         for n, (of_ranks, of_one) in enumerate(steps, start=1):
             now = gradients_apart(of_ranks.gradients, of_one.gradients)
-            if now > max(self.wrong_from, 100 * before):
+            if now > max(self.wrong_from, 30 * before):
                 facts |= {"step": n, "apart": now, "epoch": of_ranks.epoch}
                 return Comparison(Outcome.DIFFERENT, ReplayReason.LATER_GRADIENT_DIFFERS, facts)
             before = max(before, now)
-        is_equal = apart <= 10 * self.limit
+        is_equal = apart <= self.limit
         outcome = Outcome.EQUAL if is_equal else Outcome.TOO_CLOSE
         reason = ReplayReason.EQUAL_LESS_PRECISE if is_equal else ReplayReason.LITTLE_PRECISION
         return Comparison(outcome, reason, facts)
