@@ -243,6 +243,7 @@ class LoaderWatcher:
         steps_of_others = run.record.steps  # than this pass
         while True:
             steps.end_batch()
+            model.note_received_weights()
             if torch.is_grad_enabled():  # also where another loader gave the last batch of a step
                 loader_pass.steps = run.record.steps - steps_of_others
             if loader_pass.steps and not loader_pass.window:

@@ -106,6 +106,16 @@ class ModelWatcher:
         if len(noted) <= MOST_STEPS and steps not in noted and self.parameters:
             noted[steps] = {key: project(p) for key, p in self.parameters.items()}
 
+    def note_received_weights(self) -> None:
+        """A parameter server: rank 0 makes the step, and sends the others its weights."""
+        record = self.run.record
+        if not self.run.joined or any(optimizer.steps for optimizer in record.optimizers):
+            return
+        before = record.weights.get(record.steps)
+        if before and any(project(self.parameters[key]) != old for key, old in before.items()):
+            record.steps += 1
+            self.note_weights()
+
     def finish(self) -> None:
         self.steps.end_batch()
         if not self.steps.ends_inside_step:
