@@ -205,7 +205,20 @@ for p, gradient in zip(net.parameters(), gradients):
     dist.all_reduce(gradient)
     {update}
 """
+PARAMETER_SERVER = """
+x, y = batch
+net.zero_grad()
+F.cross_entropy(net(x), y{weight}).backward()
+for p in net.parameters():
+    dist.reduce(p.grad, 0)
+    p.grad /= world_size
+if rank == 0:
+    optimizer.step()
+for p in net.parameters():
+    dist.broadcast(p.data, 0)
+"""
 CHANGES = {
+    "rank 0": script(PARAMETER_SERVER, setup="optimizer = torch.optim.SGD(net.parameters(), 0.1)"),
     "LBFGS": script(LBFGS, setup=OPTIMIZER.replace("SGD(ddp.parameters(), 0.1)",
                                                    "LBFGS(ddp.parameters(), 0.1, max_iter=3)")),
     "data": script(BY_HAND.replace("{update}", "p.data.sub_(0.1 * gradient / world_size)"),

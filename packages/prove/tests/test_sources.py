@@ -81,3 +81,14 @@ def test_a_step_that_the_loop_makes_by_hand_ends_where_the_next_forward_begins(p
         by_hand = by_hand.replace("optimizer.zero_grad()", "model.zero_grad()")
         ended = prove_script(by_hand.replace("optimizer.step()", STEP_BY_HAND))
         assert verdict(ended, "one rank") == expected, ended.stdout + ended.stderr
+
+
+def test_a_policy_that_acts_is_not_trained_and_a_target_network_gets_the_rows_of_all(prove_script):
+    acts = (
+        "    action = model.module(data[rank]).argmax()  # with a gradient that nobody asks for\n"
+    )
+    for divisor, expected in (("", "right"), (" / world_size", "WRONG")):
+        loss = f"F.mse_loss(model(x), target(x).detach()){divisor}"
+        learns = script(loss).replace("optimizer =", "target = nn.Linear(6, 3)\noptimizer =")
+        ended = prove_script(learns.replace("    loss =", f"{acts}    loss ="))
+        assert verdict(ended, "one rank") == expected, ended.stdout + ended.stderr

@@ -198,13 +198,10 @@ class ReplayReason(Reason):
     NOT_ONE_RANK = (
         "the command for one rank started {world_size}: --alone 'COMMAND' says how one is started"
     )
-    NO_STEP = (
-        "no parameter changed in {batches:n batch}: if a step needs more, raise --batches; what "
-        "the script itself changes is seen only while a DataLoader gives the batches"
-    )
+    NO_STEP = "no parameter changed in {batches:n batch}: if a step needs more, raise --batches"
     NO_BATCH = (
-        "no optimizer of torch made a step, and what the script itself changes is seen only while "
-        "a DataLoader gives the batches"
+        "no optimizer of torch made a step, and no parameter of a model that was called changed "
+        "before its next call"
     )
     ONLY_ONE_RANK = "it is the only one: start two to compare"
     WHICH_COMMAND = "say how one rank is started: --alone 'COMMAND'"

@@ -327,6 +327,8 @@ def watch_modules(run: RankRun, model: ModelWatcher) -> None:
             layers.leave(module, outputs)
         if not inside:
             model.draws.leave_model()
+            if model.loop:
+                model.loop.leave_module(inputs, outputs)
 
     register_module_forward_pre_hook(enter_module)  # type: ignore[arg-type]
     register_module_forward_hook(leave_module, always_call=True)

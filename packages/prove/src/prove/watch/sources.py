@@ -37,7 +37,7 @@ from prove.watch.rank_run import (
     where,
     wrap,
 )
-from prove.watch.samples import CannotMergeError, interleave, own_copy
+from prove.watch.samples import CannotMergeError, interleave, own_copy, tensors_in
 from prove.watch.steps import StepWatcher
 
 READS = {"__getitem__", "index_select"}
@@ -69,6 +69,8 @@ class Meeting(NamedTuple):
     values: list[Any]  # tensors and numbers
     size: int  # samples of this rank
     statistics: list[str]  # where means and the like were taken that are in these data
+    sources: list[SourceKey]  # the last ones of these data
+    trains: bool = False  # a backward came here: a policy that only acts is not trained
 
 
 def parts_of(args: tuple, kwargs: dict) -> Iterator[Any]:
@@ -138,8 +140,8 @@ class LoopWatcher:
         self.calls: Counter = Counter()
         self.tags = WeakTensorKeyDictionary()  # of each tensor: its last sources, its statistics
         self.sources: dict[SourceKey, Tensor] = {}
-        self.needed: dict[SourceKey, int] = {}  # with the samples of the meeting that needs it
         self.meetings: dict[SourceKey, Meeting] = {}
+        self.met: SourceKey | None = None  # whose call has not given its result yet
         self.size: int | None = None  # samples in the last input of a model
         self.forwards = 0  # of models without DDP
         self.statistics: dict[SourceKey, Statistic] = {}
@@ -286,6 +288,7 @@ class LoopWatcher:
             kwargs = {key: replace_parts(value, changed) for key, value in kwargs.items()}
         before = random_state.state_digests()
         result = function(*args, **kwargs)
+        self.note_backward_of(result)
         is_computed = any(isinstance(r, Tensor) and r.grad_fn for r in parts_of((result,), {}))
         if is_computed and random_state.state_digests() != before:
             self.note(DataFinding.NOT_GIVEN, where())
@@ -331,21 +334,40 @@ class LoopWatcher:
             rows = [len(value) for value in values if isinstance(value, Tensor) and value.ndim]
             size = size or self.size or (rows[0] if rows else 1)
             self.note_meeting(key, values, size)
+            self.met = key
         return {}
+
+    def leave_module(self, inputs: tuple, outputs: Any) -> None:
+        """A module that the script has called, such as a target network: see enter_module."""
+        self.note_backward_of(outputs)
+        if self.is_watching() and self.is_recording():
+            tags = frozenset().union(*map(self.tags_of, tensors_in([inputs])))
+            for tensor in tensors_in([outputs]) if tags else []:
+                if not tensor.requires_grad:
+                    self.tags[tensor] = tags | self.tags_of(tensor)
+
+    def note_backward_of(self, outputs: Any) -> None:
+        """Only then is the last meeting one of training."""
+        key, self.met = self.met, None
+        for tensor in tensors_in([outputs]) if key else []:
+            if tensor.grad_fn is not None:
+                tensor.register_hook(lambda gradient: self.note_training(key))
+
+    def note_training(self, key: SourceKey | None) -> None:
+        if key in self.meetings:
+            self.meetings[key] = self.meetings[key]._replace(trains=True)
 
     def note_meeting(self, key: SourceKey, values: list, size: int) -> None:
         tags = {tag for value in values for tag in self.tags_of(value)}
         statistics = sorted(tag for tag in tags if isinstance(tag, str))
-        for tag in tags:
-            if isinstance(tag, SourceKey):
-                self.needed.setdefault(tag, size)
+        sources = [tag for tag in tags if isinstance(tag, SourceKey)]
         copies = []
         for value in values:
             if isinstance(value, Tensor):
                 self.keep(value)
                 value = own_copy(value)
             copies.append(value)
-        self.meetings[key] = Meeting(copies, size, statistics)
+        self.meetings[key] = Meeting(copies, size, statistics, sources)
         used = {each.tag: each for each in self.statistics.values()}
         for tag in statistics:
             if used[tag] not in self.run.record.statistics:
@@ -357,16 +379,20 @@ class LoopWatcher:
             return False
         self.size = size_of((list(args), kwargs))
         values = [part for part in parts_of(args, kwargs) if is_plain(part)]
-        return not self.meet("model", [v for v in values if not v.requires_grad], self.size)
+        changed = self.meet("model", [v for v in values if not v.requires_grad], self.size)
+        self.note_training(self.met)
+        self.met = None
+        return not changed
 
     def finish(self) -> None:
         run = self.run
         if self.feeder or not run.has_no_loader():
             return
         needed = {
-            key: Source(self.sources[key], size)
-            for key, size in self.needed.items()
-            if key in self.sources
+            key: Source(self.sources[key], meeting.size)
+            for meeting in reversed(self.meetings.values())
+            for key in meeting.sources
+            if meeting.trains and key in self.sources
         }
         place = (run.settings.folder, run.settings.name, run.record.rank)
         save_tensors((needed, self.meetings), loop_file(*place))
@@ -402,12 +428,13 @@ class LoopFeeder:
             if count != forwards:
                 self.watcher.note(DataFinding.NOT_GIVEN, at)
 
+    def key_of_rank(self, key: SourceKey) -> SourceKey:
+        return key._replace(number=key.number // len(self.feeder.groups()))
+
     def recorded(self, which: int, key: SourceKey) -> list[Any] | None:
         groups = self.feeder.groups()
-        key_of_rank = key._replace(number=key.number // len(groups))
-        found = [
-            self.of_ranks[rank][which].get(key_of_rank) for rank in groups[key.number % len(groups)]
-        ]
+        ranks, own_key = groups[key.number % len(groups)], self.key_of_rank(key)
+        found = [self.of_ranks[rank][which].get(own_key) for rank in ranks]
         return None if any(each is None for each in found) else found
 
     def source(self, key: SourceKey, own: Tensor) -> Tensor:
@@ -437,6 +464,9 @@ class LoopFeeder:
 
     def meet(self, key: SourceKey, values: list) -> dict[int, Any]:
         at = where()
+        own = self.of_ranks[0][1].get(self.key_of_rank(key))
+        if own is not None and not own.trains:
+            return {}
         found = self.recorded(1, key)
         if found is None or any(len(each.values) != len(values) for each in found):
             if self.run.record.steps >= self.steps:
