@@ -149,11 +149,15 @@ class LoaderWatcher:
         for number in [n for n, dataset in self.unused.items() if dataset is loader.dataset]:
             del self.unused[number], self.run.record.unused_loaders[number]
 
+    def end_batch(self) -> None:
+        self.steps.end_batch()
+        self.model.note_received_weights()
+
     def iterate(self, iterate: Callable, loader: Any) -> Any:
         """In the place of a loader's own __iter__, which `iterate` is."""
         run, loader_passes = self.run, self.run.record.loader_passes
         training = torch.is_grad_enabled()
-        self.steps.end_batch()
+        self.end_batch()
         loader_pass = self.begin(loader)
         epochs = sum(
             earlier.steps > 0 and earlier.dataset == loader_pass.dataset
@@ -242,8 +246,7 @@ class LoaderWatcher:
         size, before, looks_ahead = 0, len(run.record.model_calls), False
         steps_of_others = run.record.steps  # than this pass
         while True:
-            steps.end_batch()
-            model.note_received_weights()
+            self.end_batch()
             if torch.is_grad_enabled():  # also where another loader gave the last batch of a step
                 loader_pass.steps = run.record.steps - steps_of_others
             if loader_pass.steps and not loader_pass.window:
@@ -361,7 +364,7 @@ class LoaderWatcher:
         before, looks_ahead = self.calls_so_far(), False
         for position in range(positions):
             for ranks in feeder.groups(number):
-                steps.end_batch()
+                self.end_batch()
                 if loader_pass.batches_given == 1:
                     looks_ahead = self.calls_so_far() == before
                 batch, sources = feeder.batch(number, position, ranks, collate)
@@ -371,7 +374,7 @@ class LoaderWatcher:
                 self.model.keep_start()
                 steps.begin_batch((number, position + 1), feeder.sizes, sources)
                 yield batch
-        steps.end_batch()
+        self.end_batch()
         if loader_pass.epoch == EPOCHS - 1:
             run.end_early()
         feeder.restore_generators(number)
