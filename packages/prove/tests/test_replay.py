@@ -257,6 +257,27 @@ def test_in_float32_too_a_mistake_that_begins_later_is_seen(prove_script):
         assert verdict(ended, "one rank") == expected, ended.stdout + ended.stderr
 
 
+SKIPS = """
+x, y = batch
+loss = F.cross_entropy(ddp(x), y)
+optimizer.zero_grad()
+loss.backward()
+worst = loss.detach().clone()
+dist.all_reduce(worst, op=dist.ReduceOp.{over})
+if epoch == 0 or worst / {divisor} < 1.1:
+    optimizer.step()
+"""
+
+
+def test_a_step_that_is_skipped_by_the_worst_rank_may_be_meant_so(prove_script):
+    step = SKIPS.replace("{over}", "MAX").replace("{divisor}", "1")
+    ended = prove_script(script(step))
+    assert verdict(ended, "one rank") == "warning", ended.stdout + ended.stderr
+    step = SKIPS.replace("{over}", "SUM").replace("{divisor}", "world_size")
+    ended = prove_script(script(step))
+    assert verdict(ended, "one rank") == "right", "the control: one rank knows the mean"
+
+
 TEACHER = """
 teacher = nn.Linear(6, 3)
 for p in teacher.parameters():

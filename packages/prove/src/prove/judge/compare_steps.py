@@ -317,12 +317,21 @@ class Comparer:
             now = gradients_apart(of_ranks.gradients, of_one.gradients)
             if now > max(self.wrong_from, 30 * before):
                 facts |= {"step": n, "apart": now, "epoch": of_ranks.epoch}
-                return Comparison(Outcome.DIFFERENT, ReplayReason.LATER_GRADIENT_DIFFERS, facts)
+                return self.other_later_gradient(facts, of_ranks, of_one)
             before = max(before, now)
         is_equal = apart <= self.limit
         outcome = Outcome.EQUAL if is_equal else Outcome.TOO_CLOSE
         reason = ReplayReason.EQUAL_LESS_PRECISE if is_equal else ReplayReason.LITTLE_PRECISION
         return Comparison(outcome, reason, facts)
+
+    def other_later_gradient(
+        self, facts: dict[str, Any], of_ranks: OptimizerStep, of_one: OptimizerStep
+    ) -> Comparison:
+        batches = (of_ranks.epoch, of_ranks.batch), (of_one.epoch, of_one.batch)
+        if batches[0] == batches[1] or self.replay.is_of_original:
+            return Comparison(Outcome.DIFFERENT, ReplayReason.LATER_GRADIENT_DIFFERS, facts)
+        facts |= {"batch": of_ranks.batch, "other": of_one.batch, "at": of_ranks.at}
+        return Comparison(Outcome.MEANT_SO, ReplayReason.OTHER_BATCH, facts)
 
     def cause_of_other_weights(
         self,
@@ -334,10 +343,12 @@ class Comparer:
         of_gradients = [
             gradients_apart(of_ranks.gradients, of_one.gradients) for of_ranks, of_one in steps
         ]
-        for n, gradient_apart in enumerate(of_gradients, start=1):
+        for n, (gradient_apart, (of_ranks, of_one)) in enumerate(
+            zip(of_gradients, steps, strict=True), start=1
+        ):
             if gradient_apart > FLOAT64_WRONG:
                 facts |= {"step": n, "apart": gradient_apart, "epoch": steps[n - 1][0].epoch}
-                return Comparison(Outcome.DIFFERENT, ReplayReason.LATER_GRADIENT_DIFFERS, facts)
+                return self.other_later_gradient(facts, of_ranks, of_one)
         adapts = any(optimizer.is_adaptive for optimizer in self.replay.observed.optimizers)
         if adapts and weights_apart[0] <= 1e-5:
             # A bias whose gradient is only rounding (before BatchNorm, of attention's keys) grows

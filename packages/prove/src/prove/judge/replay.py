@@ -17,6 +17,7 @@ from prove.processes import RunOutcome
 from prove.rank_record import (
     Ended,
     Finding,
+    Mode,
     OptimizerStep,
     RankRecord,
     gradients_file,
@@ -48,6 +49,7 @@ class Replay:
     ) -> None:
         """names: of the run of all ranks, and of the replay."""
         self.name = names[1]
+        self.is_of_original = names[1] == Mode.ORIGINAL
         self.records = observed.records
         self.observed = observed.records[0]
         self.error = error_of(outcome) if outcome.status else ""

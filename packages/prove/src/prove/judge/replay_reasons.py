@@ -83,6 +83,12 @@ class ReplayReason(Reason):
         GLOBAL_DIVISOR,
         Heading.LOSS,
     )
+    OTHER_BATCH = (
+        "all ranks make step {step} with batch {batch}, and one rank with batch {other}: whether a "
+        "step is made depends on numbers that one rank does not have ({at})",
+        "decide by a number of all samples, such as the mean loss of all ranks; meant so if one "
+        "rank with a bad batch shall stop all",
+    )
     WEIGHTS_OF_ONE_DIFFER = (
         "gradient of step 1 equal to {apart:.0e} of its length, weights after step {steps} to "
         "{weights_apart:.0e} of their change ({at})",
