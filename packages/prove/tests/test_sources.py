@@ -67,6 +67,17 @@ def test_a_mean_over_the_samples_of_each_rank_is_named_with_its_line(prove_scrip
     assert verdict(ended, "one rank") == "right", "the control: a number that all ranks share"
 
 
+def test_numbers_that_numpy_has_centered_on_each_rank_are_named(prove_script):
+    """prove does not see what NumPy computes, but nobody draws a mean of 0 by chance."""
+    for mean, expected in (("of_rank.mean()", ("not seen", "warning")), ("0.5", ("right", ""))):
+        own = "of_rank = weight.double().numpy()\n    "
+        own += f"weight = torch.from_numpy(of_rank - {mean})\n    loss ="
+        source = script(f"({OF_EACH} * weight).mean()").replace("loss =", own)
+        ended = prove_script(source)
+        assert verdict(ended, "one rank") == expected[0], ended.stdout + ended.stderr
+        assert ("have mean 0" in ended.stdout) == (expected[1] == "warning")
+
+
 def test_a_number_that_may_be_that_of_the_samples_of_one_rank_is_no_mistake(prove_script):
     ended = prove_script(script(f"{OF_EACH}.sum() / 4"))
     assert (verdict(ended, "one rank"), ended.returncode) == ("not seen", 4), ended.stdout

@@ -339,6 +339,9 @@ class Metric(NamedTuple):
     steps_before: int
 
 
+CENTERED = "mean that was subtracted"
+
+
 class Statistic(NamedTuple):
     """A mean or the like over the samples of one rank that its loss depends on."""
 

@@ -13,6 +13,7 @@ from prove.judge.run_reasons import RunReason
 from prove.judge.table import RIGHT, WARNING, Check, ReportRow, not_seen, right, warning, wrong
 from prove.judge.wording import phrase
 from prove.rank_record import (
+    CENTERED,
     EvaluatedModule,
     Note,
     OptimizerRecord,
@@ -475,7 +476,9 @@ def statistic_rows(records: list[RankRecord]) -> list[ReportRow]:
     statistic = differing_statistic(records)
     if statistic is None:
         return []
-    return [warning(Check.BATCH_STATISTICS, RunReason.STATISTICS_BY_RANK, **statistic)]
+    is_centered = statistic["name"] == CENTERED
+    reason = RunReason.CENTERED_BY_RANK if is_centered else RunReason.STATISTICS_BY_RANK
+    return [warning(Check.BATCH_STATISTICS, reason, **statistic)]
 
 
 def differing_statistic(records: list[RankRecord]) -> dict[str, Any] | None:

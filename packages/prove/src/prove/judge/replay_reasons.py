@@ -247,13 +247,13 @@ class ReplayReason(Reason):
         "take such a mean over all ranks: all_reduce sums and counts, then divide",
     )
     EQUAL_BUT_STATISTICS = (
-        "the gradient agrees with that of one rank only where that uses the {name} at {at} that "
-        "each rank has taken over its own samples: {values:each .4g}",
+        "the gradient agrees with that of one rank only where that uses the {name} at {at}, "
+        "which each rank has taken over its own samples",
         "take it over all ranks: all_reduce sums and counts, then divide",
     )
     STATISTICS_BY_RANK = (
         "the gradient of step {step} differs by {apart:percent} of its length from that of one "
-        "rank, because the {name} at {at} is that of the samples of each rank: {values:each .4g}",
+        "rank, because the {name} at {at} is that of the samples of each rank",
         "take it over all ranks: all_reduce sums and counts, then divide",
         Heading.LOSS,
     )

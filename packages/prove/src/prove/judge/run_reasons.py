@@ -26,6 +26,10 @@ OPENED = "{path} is opened for writing by ranks {ranks!s} ({at})"
 APART = "{apart} of {tensors} tensors differ between the ranks {when}: {names} ({at})"
 LENGTHS = "{samples} samples in {batches} batches on {world_size} ranks together, "
 LENGTHS += "{samples_of_original} in {batches_of_original} in the original ({at})"
+OVER_ALL_RANKS = (
+    "take the mean over all ranks: all_reduce sums and counts, then divide; meant so only if each "
+    "rank is to be normalized by itself"
+)
 
 
 @unique
@@ -403,11 +407,16 @@ class RunReason(Reason):
         "its own on purpose",
         Heading.BUFFERS,
     )
+    CENTERED_BY_RANK = (
+        "the numbers that each rank makes a tensor of at {at} have mean 0: it has normalized them "
+        "by themselves",
+        OVER_ALL_RANKS,
+        Heading.LOSS,
+    )
     STATISTICS_BY_RANK = (
         "the loss depends on the {name} at {at}, which is that of the samples of each rank: "
         "{values:each .4g}",
-        "take it over all ranks: all_reduce sums and counts, then divide; meant so only if each "
-        "rank is to be normalized by itself",
+        OVER_ALL_RANKS,
         Heading.LOSS,
     )
     EVALUATED_MODELS_DIFFER = (

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from prove import random_state
-from prove.rank_record import DataFinding, Mode, Statistic, loop_file, read_records
+from prove.rank_record import CENTERED, DataFinding, Mode, Statistic, loop_file, read_records
 from prove.watch import loss
 from prove.watch.draws import MOST_BYTES, Draws
 from prove.watch.feeder import Feeder, InputKeeper, batch_of_forward, size_of
@@ -47,6 +47,7 @@ STATISTICS = {"mean", "std", "var", "std_mean", "var_mean", "amax", "amin", "med
 SUMS = {"sum", "count_nonzero"}  # of everything
 SCALES = {"mul", "div", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__imul__"}
 SCALES |= {"__itruediv__", "mul_", "div_", "multiply", "divide", "true_divide", "__div__"}
+FROM_OUTSIDE = {"as_tensor", "tensor", "from_numpy", "asarray"}
 NO_DATA = {"size", "__len__", "numel", "dim", "stride", "is_floating_point", "__repr__"}
 
 
@@ -117,6 +118,14 @@ def are_close(value: Any, other: Any) -> bool:
         return torch.allclose(value, other.to(value.dtype), limit, limit, equal_nan=True)
     own, others = number_in(value), number_in(other)
     return own is not None and others is not None and abs(own - others) <= 1e-9 * abs(own)
+
+
+def is_centered(value: Tensor) -> bool:
+    """Has somebody subtracted the mean of these very numbers?"""
+    if not value.is_floating_point() or value.numel() < 4:
+        return False
+    deviation, mean = torch.std_mean(value.double())
+    return bool(mean.abs() < 1e-6 * deviation)
 
 
 def drops_rows(name: str, args: tuple) -> bool:
@@ -235,6 +244,8 @@ class LoopWatcher:
         tags = [tag for tensor in tensors for tag in self.tags_of(tensor)]
         # What was put together keeps its statistics; an index that chose it is a source beside it.
         kept = {tag for tag in tags if isinstance(tag, str)}
+        if name in FROM_OUTSIDE and is_centered(result):  # NumPy's own mean is not seen
+            kept.add(self.statistic(CENTERED, [result]))
         if name in READS:
             indices = [t for t in tensors[1:] if t.ndim and len(t) == len(result)]
             kept |= {tag for index in indices for tag in self.tags_of(index)}
