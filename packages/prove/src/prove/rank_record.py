@@ -39,6 +39,7 @@ class ReplayVariant(StrEnum):
     COIN = "-coin"  # what each rank decides for its whole batch, rank 0 decides for all
     ONE_DRAW = "-one-draw"  # all samples of a batch get one and the same draw
     NO_DROPOUT = "-no-dropout"
+    LONGER = "-longer"  # the observed run, to where the shortest epoch of a rank ends
     BLOCKS = "-blocks"  # several rows of a sample lie in blocks: see samples.owners_of_rows
 
 
@@ -47,7 +48,7 @@ class Ended(StrEnum):
 
     NOT_YET = "not yet"  # or it was killed
     AT_ITS_END = "at the end of the script"
-    WHEN_SEEN = "when enough was seen"  # by us
+    WHEN_SEEN = "when enough was seen"  # by us, on this rank or another
     WITH_ERROR = "with an error"
 
     @property
@@ -94,6 +95,7 @@ class Note(Enum):
     REDUCES_WITHOUT_BACKWARD = auto()  # the script sums what has a gradient, before the first step
     JOINS = auto()  # DDP's join, for unequal numbers of batches
     MODEL_IS_DIVIDED = auto()
+    STOP_TOGETHER = auto()  # the ranks, where the first of them has no batch left
 
 
 SECONDS_PER_BEAT = 0.2  # the record is written again, and read again
@@ -238,7 +240,7 @@ class OptimizerStep:
     local_gradients: list[float | None]  # projected, as backward gave them to this rank
     has_old_gradient: bool  # of the step before, because of a forgotten zero_grad
     weights_after: list[Projection] = field(default_factory=list)  # empty: step() did not end
-    collectives_inside: int = 0  # of step() itself
+    exchanges_inside: int = 0  # between ranks, in step() itself
     # Parameters whose gradient had an imaginary part after backward, and has none any more.
     lost_imaginary: list[int] = field(default_factory=list)
     # Of each parameter, what the optimizer keeps for it: written down if step() communicates.

@@ -12,7 +12,7 @@ from prove.judge import epochs, samples
 from prove.judge.effects import error_of
 from prove.judge.replay import Replay
 from prove.judge.table import NotObservedError
-from prove.rank_record import Ended, Mode, ReplayVariant, Settings
+from prove.rank_record import Ended, Mode, Note, RankRecord, ReplayVariant, Settings
 from prove.watch.effects import restore_files
 
 NUMBER_OF_RANKS = (
@@ -25,6 +25,7 @@ FLAG_FOR_RANKS = re.compile(
     r"""["'](--(?:world[-_]size|num[-_]gpus|n?gpus|nprocs?|num[-_]processes|devices))["']"""
 )
 MOST_LONGER_RUNS = 2  # to find out how an epoch ends
+MOST_BATCHES_TO_THE_END = 64  # of an epoch, to see how it ends
 LEAST_SECONDS = 20.0  # that a script gets to fail by itself
 
 
@@ -130,6 +131,7 @@ class Runs:
         else:
             raise NotObservedError(error_of(outcome))
         outcome = self.observe_last_window(outcome)
+        self.observe_shortest_epoch(outcome.records)
         self.observed = replace(outcome, records=samples.with_samples(outcome.records))
         self.settings = replace(
             self.settings,
@@ -154,6 +156,17 @@ class Runs:
             self.report(f"several batches make one step: again, with {batches} in an epoch")
             outcome = self.observe_once(replace(self.settings, batches=batches))
         return outcome
+
+    def observe_shortest_epoch(self, records: list[RankRecord]) -> None:
+        """Where the ranks have unequal numbers of batches: do they stop together?"""
+        shortest = epochs.shortest_of_unequal_epochs(records)
+        if not 0 < shortest <= MOST_BATCHES_TO_THE_END:
+            return
+        batches = shortest + 1
+        self.report(f"the ranks have unequal numbers of batches: again, with {batches} in an epoch")
+        settings = replace(self.settings, batches=batches, variant=ReplayVariant.LONGER)
+        if epochs.stop_together(self.run(settings, self.args.command).records):
+            records[0].notes[Note.STOP_TOGETHER] = ""
 
     def run_bare(self, outcome: processes.RunOutcome) -> processes.RunOutcome:
         """Does the script fail by itself? It gets a little more time than it took to fail here."""

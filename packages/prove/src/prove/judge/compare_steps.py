@@ -137,7 +137,7 @@ class Comparer:
         gradients = zip(*(step.gradients for step in own[0]), strict=False) if own else ()
         if not any(differ(held, 1e-4) for held in gradients if None not in held):
             return False
-        if any(step.collectives_inside for of_ranks in own for step in of_ranks):
+        if any(step.exchanges_inside for of_ranks in own for step in of_ranks):
             return True
         befores = [[step.weights_before for step in of_ranks] for of_ranks in own[1:]]
         afters = [[step.weights_after for step in of_ranks] for of_ranks in own[:-1]]
@@ -149,7 +149,7 @@ class Comparer:
 
     def told_by_weights(self, apart: float) -> Comparison:
         """Those that the first steps leave behind, which the next ones begin with."""
-        inside = any(step.collectives_inside for step in self.replay.own_steps(self.number)[0])
+        inside = any(step.exchanges_inside for step in self.replay.own_steps(self.number)[0])
         states = [tuple(map(self.weights_before, pair)) for pair in self.steps]
         if inside:
             states.append(

@@ -29,6 +29,21 @@ def batches_up_to_last_window(record: RankRecord) -> int:
     return 0
 
 
+def shortest_of_unequal_epochs(records: list[RankRecord]) -> int:
+    """Batches in the first epoch of the rank that has fewest; 0: all have as many, or nobody
+    knows."""
+    for passes in trained_loader_passes(records)[:1]:
+        batches = [loader_pass.batches or 0 for loader_pass in passes]
+        if len({*batches}) > 1 and Note.JOINS not in records[0].notes:
+            return min(batches)
+    return 0
+
+
+def stop_together(records: list[RankRecord]) -> bool:
+    """Do the ranks make as many steps in their first epoch?"""
+    return any(len({each.steps for each in of}) == 1 for of in trained_loader_passes(records)[:1])
+
+
 def epoch_rows(records: list[RankRecord]) -> list[ReportRow]:
     epochs = trained_loader_passes(records) if share_one_data_set(records) else []
     if not epochs:
@@ -47,6 +62,8 @@ def length_rows(records: list[RankRecord], passes: list[LoaderPass]) -> list[Rep
     if len({*batches}) > 1:
         if Note.JOINS in records[0].notes:
             return [right(check, RunReason.UNEQUAL_BUT_JOINED, batches=batches)]
+        if Note.STOP_TOGETHER in records[0].notes:
+            return [right(check, RunReason.UNEQUAL_BUT_STOPPED, batches=batches)]
         if any(
             loader_pass.batches_given < min(n, loader_pass.limit)
             for loader_pass, n in zip(passes, batches, strict=True)

@@ -173,6 +173,7 @@ class RunReason(Reason):
     # epochs: batches, order, draws
     NO_END_OF_DATA = "no rank reached the end of its data"
     UNEQUAL_BUT_JOINED = "{batches!s}, and Join lets the shorter ones wait"
+    UNEQUAL_BUT_STOPPED = "{batches!s}, and all ranks stop with the one that has fewest"
     UNEQUAL_BUT_CUT = "{batches!s}, but the script ends its epochs earlier"
     UNEQUAL_BATCHES = (
         "{batches!s} batches on the ranks: whoever has more waits for ever ({at})",

@@ -58,6 +58,7 @@ def watch_collective(run: RankRun, name: str, printed_name: str = "") -> None:
         group = args[0] if name in DDP_CALLS else kwargs.get("group")
         progress, world_size = run.record.progress, run.record.world_size
         inside = progress.collective is not None  # all_gather_object calls all_gather
+        run.exchanges += run.joined
         if inside or not run.joined or (group and dist.get_world_size(group) != world_size):
             return original(*args, **kwargs)
         progress.collective = Collective(
@@ -125,6 +126,7 @@ def watch_point_to_point(run: RankRun, name: str) -> None:
         peer = kwargs.get("src", kwargs.get("dst", args[1] if len(args) > 1 else None))
         direction = "from" if "recv" in name else "to"
         printed_name = f"{name} {direction} rank {peer}" if isinstance(peer, int) else name
+        run.exchanges += 1
         return call_that_may_wait(run, printed_name, original, *args, **kwargs)
 
 

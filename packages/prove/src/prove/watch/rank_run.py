@@ -115,6 +115,7 @@ class RankRun:
         self.record = RankRecord()
         self.tensors: dict[str, Any] = {"batches": []}  # of each training pass of the first epoch
         self.gradients: dict[int, list] = {}  # of each optimizer's first step
+        self.exchanges = 0  # calls that reach other ranks
         self.joined = self.written = False
         self.in_second_epoch = False
         self.loss_at = ""  # the last call of a loss function of torch

@@ -69,7 +69,7 @@ class StepWatcher:
         self.had_gradient: set[int] = set()
         self.schedule_settings: dict[int, list[list[dict]]] = {}  # by optimizer, before each step
         self.depth = 0  # of nested calls of step()
-        self.collectives_before = 0  # the step that runs now
+        self.exchanges_before = 0  # the step that runs now
         self.ends_inside_step = False  # of the run: what the script does after it is not seen
         self.without_gradient: set[int] = set()  # the ids of parameters, in the last step
         self.in_step_by_hand = False
@@ -187,7 +187,7 @@ class StepWatcher:
                     run.gradients[number] = full_copies([p.grad for p in parameters_of(optimizer)])
             if self.feeder:
                 self.feeder.use_recorded_schedule(optimizer, number, len(steps) - 1)
-        self.collectives_before = len(run.record.collectives)
+        self.exchanges_before = run.exchanges
 
     def step_of(self, optimizer: Optimizer) -> OptimizerStep:
         parameters, loader_pass = parameters_of(optimizer), self.run.current_loader_pass
@@ -250,8 +250,8 @@ class StepWatcher:
             return
         step.weights_after = [project(p) for p in parameters_of(optimizer)]
         if not own_record.is_by_hand:
-            step.collectives_inside = len(self.run.record.collectives) - self.collectives_before
-        if step.collectives_inside:
+            step.exchanges_inside = self.run.exchanges - self.exchanges_before
+        if step.exchanges_inside:
             step.moments = [moments_of(optimizer, p) for p in parameters_of(optimizer)]
         if self.run.replaying:
             own_schedule = self.schedule_settings[number][-1]
