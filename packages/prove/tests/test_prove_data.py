@@ -7,10 +7,12 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from helpers.prove_runs import verdict
 from prove.random_state import worker_drew
+from prove.watch.data import fingerprint
 from prove.watch.samples import as_double, tensors_in
 from prove_cases import planted, training_of
 
@@ -192,6 +194,49 @@ def test_a_worker_that_draws_is_told_from_one_that_does_not():
     for draw, expected in draws.items():
         loader = DataLoader(Drawing(draw), 2, num_workers=1, collate_fn=lambda _: worker_drew())
         assert [*loader] == [expected] * 2, draw
+
+
+class Noisy(Drawing):
+    """Each sample with a number that a generator of the data set draws."""
+
+    def __getitem__(self, i: int) -> tuple[Tensor, float]:
+        return torch.tensor([1.0 * i]), self.draw()
+
+
+def test_what_a_data_set_draws_anew_is_no_other_data_set_on_another_rank():
+    of_ranks = [fingerprint(Noisy(np.random.default_rng(rank).random)) for rank in range(2)]
+    assert of_ranks[0] == of_ranks[1]
+    assert of_ranks[0][1] == ["field 0", ""]
+    of_ranks = [fingerprint(Noisy(lambda rank=rank: 1.0 * rank)) for rank in range(2)]
+    assert of_ranks[0] != of_ranks[1], "the control: another number, and the same each time"
+
+
+STOPS = """
+    batches = iter(DataLoader(data, local_batch, sampler=own))
+    while True:
+        x = next(batches, None)
+        more = torch.tensor(x is not None)
+        dist.all_reduce(more, op=dist.ReduceOp.MIN)
+        if not more:
+            break
+"""
+
+
+def test_ranks_with_unequal_numbers_of_batches_may_stop_together(prove_script):
+    source = training_of("DistributedDataParallel(nn.Linear(8, 3))")
+    own = (
+        "own = range(32) if dist.get_world_size() == 1 else range(20 * dist.get_rank(), 20 + 12 * "
+    )
+    loop, _, body = source.partition(
+        "    for x in DataLoader(data, local_batch, sampler=sampler):\n"
+    )
+    loop = loop.replace(
+        "    sampler.set_epoch", f"    {own}dist.get_rank())\n    sampler.set_epoch"
+    )
+    ended = prove_script(loop + STOPS.lstrip("\n") + body)
+    for check in ("batches per epoch", "one rank"):
+        assert verdict(ended, check) == "right", ended.stdout + ended.stderr
+    assert "all ranks stop with the one that has fewest" in " ".join(ended.stdout.split())
 
 
 def test_workers_with_one_seed_are_named_if_they_draw(prove_script):

@@ -217,7 +217,23 @@ if rank == 0:
 for p in net.parameters():
     dist.broadcast(p.data, 0)
 """
+IN_STEP = OPTIMIZER.replace(
+    "ddp = DDP(net)",
+    """
+class Exchanging(torch.optim.SGD):
+    def step(self, closure=None):
+        for p in net.parameters():
+            other = torch.empty_like(p.grad)
+            sends = dist.P2POp(dist.isend, p.grad.clone(), 1 - rank)
+            pair = [sends, dist.P2POp(dist.irecv, other, 1 - rank)]
+            for message in dist.batch_isend_irecv(pair) if world_size > 1 else []:
+                message.wait()
+            p.grad.add_(other if world_size > 1 else 0).div_(world_size)
+        super().step()""",
+).replace("torch.optim.SGD(ddp", "Exchanging(net")
 CHANGES = {
+    "messages in step": script(STEP.replace("{loss}", "F.cross_entropy(net(x), y{weight})"),
+                               setup=IN_STEP),
     "rank 0": script(PARAMETER_SERVER, setup="optimizer = torch.optim.SGD(net.parameters(), 0.1)"),
     "LBFGS": script(LBFGS, setup=OPTIMIZER.replace("SGD(ddp.parameters(), 0.1)",
                                                    "LBFGS(ddp.parameters(), 0.1, max_iter=3)")),

@@ -48,7 +48,7 @@ class Ended(StrEnum):
 
     NOT_YET = "not yet"  # or it was killed
     AT_ITS_END = "at the end of the script"
-    WHEN_SEEN = "when enough was seen"  # by us, on this rank or another
+    WHEN_SEEN = "when enough was seen"  # by us
     WITH_ERROR = "with an error"
 
     @property
@@ -95,6 +95,7 @@ class Note(Enum):
     REDUCES_WITHOUT_BACKWARD = auto()  # the script sums what has a gradient, before the first step
     JOINS = auto()  # DDP's join, for unequal numbers of batches
     MODEL_IS_DIVIDED = auto()
+    ENDS_WITH_OTHERS = auto()  # this rank, because another one had seen enough
     STOP_TOGETHER = auto()  # the ranks, where the first of them has no batch left
 
 

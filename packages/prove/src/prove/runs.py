@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prove import NotJudgedError, processes
 from prove.judge import epochs, samples
-from prove.judge.effects import error_of
+from prove.judge.effects import error_of, without_our_ends
 from prove.judge.replay import Replay
 from prove.judge.table import NotObservedError
 from prove.rank_record import Ended, Mode, Note, RankRecord, ReplayVariant, Settings
@@ -128,6 +128,9 @@ class Runs:
                 bare = self.run_bare(outcome)
                 if failed(bare):
                     break  # it fails by itself: no attempt of ours will help
+            outcome = without_our_ends(outcome)
+            if not failed(outcome):
+                break
         else:
             raise NotObservedError(error_of(outcome))
         outcome = self.observe_last_window(outcome)

@@ -2,6 +2,7 @@
 
 import os
 import re
+from dataclasses import replace
 from typing import Any
 
 from prove.judge.reasons import Phrase
@@ -56,9 +57,8 @@ def collective_rows(outcome: RunOutcome) -> list[ReportRow]:
         [call for call in rank.collectives if wait_for_ever or not call.is_of_ddp]
         for rank in records
     ]
-    difference = first_difference(calls) or (
-        missed_call(records, calls) if wait_for_ever or have_ended else None
-    )
+    is_whole = wait_for_ever or (have_ended and not any(map(ends_with_others, records)))
+    difference = first_difference(calls) or (missed_call(records, calls) if is_whole else None)
     if wait_for_ever:
         ranks = [state_of(rank, outcome.hang) for rank in records]
         if difference:
@@ -72,6 +72,28 @@ def collective_rows(outcome: RunOutcome) -> list[ReportRow]:
 
 def error_is(rank: RankRecord, kind: re.Pattern) -> bool:
     return rank.error is not None and bool(kind.search(rank.error.message))
+
+
+def ends_with_others(rank: RankRecord) -> bool:
+    return Note.ENDS_WITH_OTHERS in rank.notes
+
+
+def without_our_ends(outcome: RunOutcome) -> RunOutcome:
+    """We end a rank that has seen enough. Ranks that take other batches may still wait for it, and
+    lose their connection: that is no error of theirs."""
+    if not any(rank.ended == Ended.WHEN_SEEN for rank in outcome.records):
+        return outcome
+    if not all(rank.error is None or error_is(rank, LOST_CONNECTION) for rank in outcome.records):
+        return outcome
+    records = [
+        replace(
+            rank, ended=Ended.WHEN_SEEN, error=None, notes=rank.notes | {Note.ENDS_WITH_OTHERS: ""}
+        )
+        if rank.error
+        else rank
+        for rank in outcome.records
+    ]
+    return replace(outcome, status=0, records=records)
 
 
 def have_parted(outcome: RunOutcome) -> bool:
