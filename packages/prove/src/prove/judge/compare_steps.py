@@ -155,6 +155,8 @@ class Comparer:
             states.append(
                 tuple(self.without_rounding(each.weights_after) for each in self.steps[-1])
             )
+        else:
+            states += self.states_after_last_step()
         all_finite = takewhile(lambda state: all(map(are_finite, state)), states)
         pairs = list(enumerate(pairwise(all_finite), start=1))
         moved = {n: pair for n, pair in pairs if all(map(distance, *pair))}  # by step
@@ -185,6 +187,17 @@ class Comparer:
         reason = ReplayReason.STEP_DIFFERS if inside else ReplayReason.AVERAGED_WEIGHTS_DIFFER
         outcome = Outcome.DIFFERENT if inside else Outcome.MEANT_SO
         return Comparison(outcome, reason, facts)
+
+    def states_after_last_step(self) -> list[tuple[list[Projection], ...]]:
+        """What the script has made of the weights then, if no other optimizer steps."""
+        runs, count = (self.replay.observed, self.replay.replayed), len(self.steps)
+        keys = self.optimizer.keys
+        stepping = [optimizer for optimizer in runs[0].optimizers if optimizer.steps]
+        known = all({*keys} <= run.weights.get(count, {}).keys() for run in runs)
+        if len(stepping) > 1 or not known:
+            return []
+        held = [[run.weights[count][key] for key in keys] for run in runs]
+        return [tuple(map(self.without_rounding, held))]
 
     def weights_before(self, step: OptimizerStep) -> list[Projection]:
         return self.without_rounding(step.weights_before)

@@ -14,7 +14,6 @@ from prove.judge.table import ORDER, Check, ReportRow, not_seen, right, warning,
 from prove.judge.wording import phrase
 from prove.rank_record import LoaderPass, Note, RankRecord
 
-WHOLE_EPOCHS = 2  # of a third one, only the first step is seen
 NEARLY_ALL = 0.98  # the share of a data set that counts as the whole
 
 
@@ -170,7 +169,7 @@ def rows_of_dataset(records: list[RankRecord], epochs: list[list[LoaderPass]]) -
         return [*rows, right(Check.SAMPLES, RunReason.ROWS_SPLIT, **loader)]
     by_epoch = [
         sample_row_by_index(records, of_ranks, number)
-        for number, of_ranks in enumerate(epochs[:WHOLE_EPOCHS], start=1)
+        for number, of_ranks in enumerate(epochs, start=1)
         if all(loader_pass.indices for loader_pass in of_ranks)
     ]
     return [*rows, min(by_epoch, key=lambda row: ORDER.index(row.verdict))]

@@ -28,7 +28,7 @@ from prove.watch.samples import (
     freeze,
 )
 
-EPOCHS = 3  # that are seen; of the last one, one step
+EPOCHS = 3  # that are seen
 MOST_INDICES = 2_000_000  # more are not listed: a sampler may have no end
 END = object()  # of a loader
 MOST_SIZES = 64  # of batches
@@ -268,13 +268,13 @@ class LoaderWatcher:
             if loader_pass.batches_given == 1:
                 called = len(run.record.model_calls) > before
                 looks_ahead = not loader_pass.backwards and not called
-            is_last = loader_pass.epoch == EPOCHS - 1 and loader_pass.with_gradients
-            if is_last and loader_pass.steps and run.joined and not run.replaying:
-                run.end_early()
             batch = None
             if not self.is_enough(loader_pass, getattr(loader, "prove_was_asked", False)):
                 batch = next_batch(iterator, loader_pass, steps.draws)
             if batch is None:
+                is_last = loader_pass.epoch == EPOCHS - 1 and loader_pass.with_gradients
+                if is_last and loader_pass.steps and run.joined and not run.replaying:
+                    run.end_early()
                 if looks_ahead and loader_pass.with_gradients:
                     self.begin_batch(loader_pass, loader_pass.batches_given + 1, size)
                 if loader_pass.replay_number is not None:

@@ -110,7 +110,7 @@ class InputKeeper:
         run = self.run
         if not run.has_no_loader():
             return args, kwargs
-        if run.joined and run.record.steps < run.settings.batches:
+        if run.joined and run.record.steps < run.most_steps():
             kept = run.tensors.setdefault("forwards", [])
             call = copy_tensors(list(args)), copy_tensors(kwargs)
             kept.append(call)

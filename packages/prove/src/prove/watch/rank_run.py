@@ -46,6 +46,7 @@ LOADING_FILES = {  # we read samples, too
     os.path.join(HERE, "data.py"), os.path.join(HERE, "samples.py"),
 }  # fmt: skip
 DDP_FILE = inspect.getfile(torch.nn.parallel.DistributedDataParallel)
+STEPS_PER_BATCH = 3  # of --batches, if there is no loader: as many as in three epochs
 SECONDS_FOR_OTHERS = 20  # to come to the end of their runs, too
 
 save_tensors = torch.save  # the user's torch.save is watched
@@ -154,6 +155,11 @@ class RankRun:
         """The class of the BatchNorm layer that this rank computes now, if it is one."""
         layers = [type(m).__name__ for m in self.running_modules[-1:] if isinstance(m, _BatchNorm)]
         return "".join(layers)
+
+    def most_steps(self) -> int:
+        """That are seen, of all optimizers together, if there is no loader that could be cut."""
+        stepping = sum(bool(optimizer.steps) for optimizer in self.record.optimizers)
+        return STEPS_PER_BATCH * self.settings.batches * max(1, stepping)
 
     def current_batch_size(self) -> int | None:
         current = self.current_loader_pass

@@ -177,7 +177,7 @@ class LoopWatcher:
         return not (in_model or in_backward or self.steps.depth)
 
     def is_recording(self) -> bool:
-        return not self.feeder and self.run.record.steps < self.run.settings.batches
+        return not self.feeder and self.run.record.steps < self.run.most_steps()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -423,7 +423,7 @@ class LoopFeeder:
         if settings.mode == Mode.ORIGINAL:
             self.of_ranks = [({}, without_places(meetings)) for _, meetings in self.of_ranks]
         records = read_records(settings.folder, Mode.OBSERVE)
-        self.steps = min(settings.batches, *(record.steps for record in records))
+        self.steps = min(record.steps for record in records)
         self.differing = differing_statistics([record.statistics for record in records])
         self.local_counts: set[float] = set()  # rows of one rank
         self.sizes: list[int] = []  # samples of each rank at the last meeting

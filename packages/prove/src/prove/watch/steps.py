@@ -27,7 +27,6 @@ from prove.watch.operations import OptimizerByHand
 from prove.watch.rank_run import RankRun, where, wrap
 
 MOST_STEPS = 24  # of each optimizer are written down
-STEPS_PER_BATCH = 3  # of --batches, if there is no loader that could be cut
 
 
 class FunctionalParameters:
@@ -234,9 +233,7 @@ class StepWatcher:
             else:
                 self.without_gradient.discard(id(p))
             self.local[id(p)] = LocalGradient()
-        stepping = sum(bool(each.steps) for each in run.record.optimizers)
-        most = STEPS_PER_BATCH * run.settings.batches * stepping
-        enough = run.record.steps >= most and not run.replaying
+        enough = run.record.steps >= run.most_steps() and not run.replaying
         if enough and run.joined and run.has_no_loader():
             self.ends_inside_step = True
             run.end_early()
