@@ -229,7 +229,7 @@ def main() -> int:
         rows = prove_rows(copy)
         print(format_table(rows))
         if not any(row.verdict in (WRONG, WARNING) for row in rows):
-            print("prove has no objection: it sees the first steps of two epochs, nothing later")
+            print("prove has no objection: it sees the first steps of three epochs, nothing later")
     elif args.show:
         show(puzzle, copy)
     else:
