@@ -3,6 +3,7 @@
 Compared are the gradients of all steps, and the weights after the last one.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise, takewhile
@@ -30,6 +31,7 @@ WEIGHTS_LIMIT = 1e-5  # of what a step changes: rounding grows, and Adam divides
 HIDDEN = 1e-2  # of that change: what the epsilon of Adam lets through of a factor
 
 
+Projections = Sequence[Projection | None]
 OF_OTHER_PARAMETERS = (ReplayReason.OTHER_SHAPE, ReplayReason.OTHER_PARAMETERS)
 
 
@@ -180,7 +182,10 @@ class Comparer:
         if facts["weights_apart"] <= wrong_from:
             reason = ReplayReason.TOO_CLOSE if in_float64 else ReplayReason.TOO_CLOSE_IN_FLOAT32
             return Comparison(Outcome.TOO_CLOSE, reason, facts | {"apart": facts["weights_apart"]})
-        facts |= {"weights_apart": by_step[step], "most_in": self.farthest_weight(moved[step][1])}
+        facts |= {
+            "weights_apart": by_step[step],
+            "most_in": self.farthest_parameter(*moved[step][1]),
+        }
         facts["epoch"] = self.steps[step - 1][0].epoch
         reason = ReplayReason.STEP_DIFFERS if inside else ReplayReason.AVERAGED_WEIGHTS_DIFFER
         outcome = Outcome.DIFFERENT if inside else Outcome.MEANT_SO
@@ -200,9 +205,10 @@ class Comparer:
             for own, gradient in zip(weights, first, strict=True)
         ]
 
-    def farthest_weight(self, after: tuple[list[Projection], ...]) -> str:
-        """The name of the parameter that is farthest from that of one rank."""
-        far = [abs(own - one) for (own, _), (one, _) in zip(*after, strict=False)]
+    def farthest_parameter(self, of_ranks: Projections, of_one: Projections) -> str:
+        """The name of the parameter whose weight or gradient is farthest from that of one rank."""
+        pairs = zip(of_ranks, of_one, strict=False)
+        far = [abs(own[0] - one[0]) if own and one else 0.0 for own, one in pairs]
         return self.optimizer.names[far.index(max(far))]
 
     def why_not_compared(self) -> Comparison | None:
@@ -329,6 +335,11 @@ class Comparer:
     ) -> Comparison:
         batches = (of_ranks.epoch, of_ranks.batch), (of_one.epoch, of_one.batch)
         if batches[0] == batches[1] or self.replay.is_of_original:
+            facts |= {"most_in": self.farthest_parameter(of_ranks.gradients, of_one.gradients)}
+            before = distance(of_ranks.weights_before, of_one.weights_before)
+            change = distance(of_ranks.weights_after, self.steps[0][0].weights_before)
+            if before <= self.wrong_from * change:  # else something has changed the weights
+                facts |= {"at": place_of_loss(self.replay) or self.at}
             return Comparison(Outcome.DIFFERENT, ReplayReason.LATER_GRADIENT_DIFFERS, facts)
         facts |= {"batch": of_ranks.batch, "other": of_one.batch, "at": of_ranks.at}
         return Comparison(Outcome.MEANT_SO, ReplayReason.OTHER_BATCH, facts)
@@ -363,7 +374,8 @@ class Comparer:
                 facts | {"step": len(steps), "apart": max(weights_apart)},
             )
         step = next(n for n, far in enumerate(weights_apart) if far > FLOAT64_WRONG)
-        facts |= {"steps": step + 1, "weights_apart": weights_apart[step]}
+        most_in = self.farthest_parameter(*(own.weights_after for own in steps[step]))
+        facts |= {"steps": step + 1, "weights_apart": weights_apart[step], "most_in": most_in}
         facts["epoch"] = steps[step][0].epoch
         return Comparison(Outcome.DIFFERENT, ReplayReason.WEIGHTS_OF_ONE_DIFFER, facts)
 

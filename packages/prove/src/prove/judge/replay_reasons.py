@@ -79,7 +79,7 @@ class ReplayReason(Reason):
     )
     LATER_GRADIENT_DIFFERS = (
         "the gradient of step {step} differs by {apart:percent} of its length from that of one "
-        "rank ({at})",
+        "rank, most in {most_in} ({at})",
         GLOBAL_DIVISOR,
         Heading.LOSS,
     )
@@ -91,7 +91,7 @@ class ReplayReason(Reason):
     )
     WEIGHTS_OF_ONE_DIFFER = (
         "gradient of step 1 equal to {apart:.0e} of its length, weights after step {steps} to "
-        "{weights_apart:.0e} of their change ({at})",
+        "{weights_apart:.0e} of their change, most in {most_in} ({at})",
         "something between backward and step depends on the ranks",
         Heading.LOSS,
     )
