@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 from helpers.prove_runs import verdict
-from prove.judge.compare_steps import Comparison, Outcome, worst
-from prove.judge.reasons import Reason
+from prove.judge.compare_steps import FLOAT64_LIMIT, Comparer, Comparison, Outcome, worst
+from prove.judge.reasons import Phrase, Reason
+from prove.judge.replay import Precision
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.schedule import Schedule, row_of_length
 from prove.rank_record import ScheduleRecord
@@ -209,6 +211,18 @@ def test_the_worst_of_several_optimizers_is_known_whatever_they_are():
     assert [worst_of(each) for each in Outcome] == [*Outcome]
     assert worst_of(Outcome.EQUAL, Outcome.MEANT_SO) == Outcome.MEANT_SO
     assert worst_of(Outcome.MEANT_SO, Outcome.DIFFERENT) == Outcome.DIFFERENT
+
+
+def test_what_is_advised_against_rounding_is_not_what_was_already_done():
+    def advice(run_in: Precision, limit: float) -> str:
+        comparer = SimpleNamespace(replay=SimpleNamespace(precision=run_in), limit=limit)
+        return Comparer.advice.fget(comparer)["words"]
+
+    assert advice(Precision.FLOAT64, FLOAT64_LIMIT) == Phrase.ALLOW_FLOAT32
+    assert advice(Precision.FLOAT64, 5e-2) == Phrase.SEND_IN_FLOAT64
+    assert advice(Precision.AS_ASKED, FLOAT64_LIMIT) == Phrase.COMPUTE_IN_FLOAT64
+    assert advice(Precision.AS_ASKED, 3e-3) == Phrase.LEAVE_OUT_FLOAT32
+    assert advice(Precision.AS_FAILED, 3e-3) == Phrase.KEPT_IN_FLOAT32
 
 
 def test_a_sum_over_the_ranks_that_has_no_backward_is_named_with_its_line(prove_script):

@@ -15,10 +15,11 @@ from torch import Tensor
 from prove.comparable import precision
 from prove.judge.model import differ
 from prove.judge.place import place_of_difference, place_of_loss
-from prove.judge.reasons import Reason
-from prove.judge.replay import Gradients, Replay
+from prove.judge.reasons import Phrase, Reason
+from prove.judge.replay import Gradients, Precision, Replay
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.table import Check, ReportRow, not_seen, right, warning, wrong
+from prove.judge.wording import phrase
 from prove.rank_record import Note, OptimizerRecord, OptimizerStep, Projection
 
 FLOAT64_LIMIT = 1e-9  # how far rounding can bring equal gradients apart, in units of their length
@@ -92,6 +93,22 @@ class Comparer:
         return FLOAT64_WRONG if self.limit == FLOAT64_LIMIT else 5 * self.limit
 
     @property
+    def advice(self) -> dict[str, Any]:
+        """How to run it so that rounding is told from a mistake."""
+        run_in, in_float64 = self.replay.precision, self.limit == FLOAT64_LIMIT
+        if run_in == Precision.FLOAT64:
+            return phrase(Phrase.ALLOW_FLOAT32 if in_float64 else Phrase.SEND_IN_FLOAT64)
+        if in_float64:
+            return phrase(Phrase.COMPUTE_IN_FLOAT64)
+        is_asked = run_in == Precision.AS_ASKED
+        return phrase(Phrase.LEAVE_OUT_FLOAT32 if is_asked else Phrase.KEPT_IN_FLOAT32)
+
+    def too_close(self, facts: dict[str, Any]) -> Comparison:
+        in_float64 = self.limit == FLOAT64_LIMIT
+        reason = ReplayReason.TOO_CLOSE if in_float64 else ReplayReason.TOO_CLOSE_IN_FLOAT32
+        return Comparison(Outcome.TOO_CLOSE, reason, facts | {"advice": self.advice})
+
+    @property
     def at(self) -> str:
         return self.optimizer.steps[0].at
 
@@ -127,9 +144,7 @@ class Comparer:
         at = place_of_loss(self.replay) or self.at
         facts = {"apart": apart, "step": 1, "at": at, "place": place_of_difference(self.replay)}
         if apart <= self.wrong_from:
-            in_float64 = self.limit == FLOAT64_LIMIT
-            reason = ReplayReason.TOO_CLOSE if in_float64 else ReplayReason.TOO_CLOSE_IN_FLOAT32
-            return Comparison(Outcome.TOO_CLOSE, reason, facts)
+            return self.too_close(facts)
         return self.cause_of_other_gradient(of_ranks, of_one, facts)
 
     @property
@@ -173,15 +188,12 @@ class Comparer:
             facts |= {"factor": factor, "times": factor_in_words(factor, len(self.replay.records))}
             facts["weights_apart"] = first
             return Comparison(Outcome.MEANT_SO, ReplayReason.HIDDEN_FACTOR, facts)
-        in_float64 = self.limit == FLOAT64_LIMIT
-        wrong_from = FLOAT64_WRONG if in_float64 else 5 * self.limit
-        step = next((n for n, value in by_step.items() if value > wrong_from), max(by_step))
+        step = next((n for n, value in by_step.items() if value > self.wrong_from), max(by_step))
         facts |= {"weights_apart": max(by_step.values()), "step": step}
         if facts["weights_apart"] <= max(WEIGHTS_LIMIT, self.limit):
             return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_AFTER_STEP, facts)
-        if facts["weights_apart"] <= wrong_from:
-            reason = ReplayReason.TOO_CLOSE if in_float64 else ReplayReason.TOO_CLOSE_IN_FLOAT32
-            return Comparison(Outcome.TOO_CLOSE, reason, facts | {"apart": facts["weights_apart"]})
+        if facts["weights_apart"] <= self.wrong_from:
+            return self.too_close(facts | {"apart": facts["weights_apart"]})
         facts |= {
             "weights_apart": by_step[step],
             "most_in": self.farthest_parameter(*moved[step][1]),
@@ -240,7 +252,11 @@ class Comparer:
         if self.dtypes != {pair.dtypes[1] for pair in self.gradients}:
             of_one = sorted({str(pair.dtypes[1]) for pair in self.gradients})
             of_ranks = sorted(map(str, self.dtypes))
-            return not_compared(ReplayReason.OTHER_DTYPES, of_ranks=of_ranks, of_one=of_one)
+            is_wider = replay.precision == Precision.FLOAT64
+            advice = phrase(Phrase.TRY_FLOAT32 if is_wider else Phrase.OWN_DTYPE)
+            return not_compared(
+                ReplayReason.OTHER_DTYPES, of_ranks=of_ranks, of_one=of_one, advice=advice
+            )
         both = [tensor for pair in self.gradients for tensor in (pair.of_ranks, pair.of_one)]
         if not all(bool(tensor.isfinite().all()) for tensor in both):
             return not_compared(ReplayReason.NOT_FINITE, step=1, at=self.at)
@@ -325,10 +341,10 @@ class Comparer:
                 facts |= {"step": n, "apart": now, "epoch": of_ranks.epoch}
                 return self.other_later_gradient(facts, of_ranks, of_one)
             before = max(before, now)
-        is_equal = apart <= self.limit
-        outcome = Outcome.EQUAL if is_equal else Outcome.TOO_CLOSE
-        reason = ReplayReason.EQUAL_LESS_PRECISE if is_equal else ReplayReason.LITTLE_PRECISION
-        return Comparison(outcome, reason, facts)
+        if apart <= self.limit:
+            return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_LESS_PRECISE, facts)
+        facts |= {"advice": self.advice}
+        return Comparison(Outcome.TOO_CLOSE, ReplayReason.LITTLE_PRECISION, facts)
 
     def other_later_gradient(
         self, facts: dict[str, Any], of_ranks: OptimizerStep, of_one: OptimizerStep
@@ -368,11 +384,7 @@ class Comparer:
             facts |= {"gradients_apart": max(of_gradients), "first_apart": weights_apart[0]}
             return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_BUT_ROUNDING, facts)
         if max(weights_apart) <= FLOAT64_WRONG:
-            return Comparison(
-                Outcome.TOO_CLOSE,
-                ReplayReason.TOO_CLOSE,
-                facts | {"step": len(steps), "apart": max(weights_apart)},
-            )
+            return self.too_close(facts | {"step": len(steps), "apart": max(weights_apart)})
         step = next(n for n, far in enumerate(weights_apart) if far > FLOAT64_WRONG)
         most_in = self.farthest_parameter(*(own.weights_after for own in steps[step]))
         facts |= {"steps": step + 1, "weights_apart": weights_apart[step], "most_in": most_in}
