@@ -24,6 +24,10 @@ WRITE_OWN = "a name with the rank in it, if each rank keeps something of its own
 WRITE_OWN += "sampler or generator, its metrics)"
 OPENED = "{path} is opened for writing by ranks {ranks!s} ({at})"
 APART = "{apart} of {tensors} tensors differ between the ranks {when}: {names} ({at})"
+APART_IN_STEP = "the ranks step with different gradients in {apart} of {tensors} tensors: {names} "
+APART_IN_STEP += "(step {step} at {at})"
+WAS_FROZEN = "frozen when DDP was made ({wrapped_at}), so DDP does not average it"
+WRAP_AGAIN = "wrap the model in DDP again after unfreezing"
 LENGTHS = "{samples} samples in {batches} batches on {world_size} ranks together, "
 LENGTHS += "{samples_of_original} in {batches_of_original} in the original ({at})"
 
@@ -326,15 +330,24 @@ class RunReason(Reason):
         "wrap one module that holds all trained parameters",
         Heading.LOSS,
     )
+    WEIGHTS_UNFROZEN = (
+        f"{APART}; {WAS_FROZEN}",
+        WRAP_AGAIN,
+        Heading.LOSS,
+    )
     WEIGHTS_DIFFER = (
         APART,
         "DDP, or broadcast all weights once and average all gradients in each step",
         Heading.LOSS,
     )
     LOCAL_STEPS = "each rank steps with its own: weights are averaged, it seems"
+    GRADIENTS_UNFROZEN = (
+        f"{APART_IN_STEP}; {WAS_FROZEN}",
+        WRAP_AGAIN,
+        Heading.LOSS,
+    )
     GRADIENTS_DIFFER = (
-        "the ranks step with different gradients in {apart} of {tensors} tensors: {names} (step "
-        "{step} at {at})",
+        APART_IN_STEP,
         "forward and backward through DDP; no_sync for all micro-batches but the last",
         Heading.LOSS,
     )
