@@ -14,7 +14,6 @@ from helpers.prove_runs import TORCHRUN, run, verdict
 from prove.planted.mistakes import ONE_GPU
 from prove_cases import PACKAGE, planted, training_of
 
-
 SAID_OF_MISTAKES = (
     "so DDP does not average it",
     "a weighted sum over the ranks, which count 0.75, 0.25 times",

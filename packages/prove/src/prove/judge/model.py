@@ -233,13 +233,18 @@ def averaged_gradient_rows(
     known = [(factor, step) for factor, step in factors if factor is not None]
     if row := next((row for step in steps if (row := row_of_some_ranks(step))), None):
         return [row]
+    clips_at = first.notes.get(Note.CLIPS)
+    if not known and clips_at:
+        return [not_seen(check, RunReason.CLIPPED_APART, at=clips_at)]
     if not known:
         return [not_seen(check, RunReason.NO_MULTIPLE_OF_MEAN)]
     factor, step = max(known, key=lambda pair: abs(pair[0] - 1))
     if abs(factor - 1) <= tolerance(step):
         return [right(check, RunReason.MEAN_OF_RANKS, steps=len(known))]
-    facts = {"factor": factor, "step": step.number, "at": step.at}
-    clips = factor < 1 and Note.CLIPS in first.notes
+    facts, ranks = {"factor": factor, "step": step.number, "at": step.at}, len(step.steps)
+    if abs(factor - ranks) <= ranks * tolerance(step):
+        return [not_seen(check, RunReason.SUM_OF_RANKS, **facts)]
+    clips = factor < 1 and clips_at
     reason = RunReason.CLIPPED if clips else RunReason.CHANGED_BEFORE_STEP
     return [not_seen(check, reason, **facts)]
 

@@ -379,6 +379,15 @@ class RunReason(Reason):
     )
     MEAN_OF_RANKS = "the mean over the ranks, in {steps:n step}"
     CLIPPED = "clipped before the step: {factor:.4g} times the mean (step {step} at {at})"
+    CLIPPED_APART = (
+        "clipped before the step ({at}), by value or part by part: no multiple of the mean over "
+        "the ranks is left to compare",
+        "to see the mean here, prove it with so high a limit that nothing is clipped",
+    )
+    SUM_OF_RANKS = (
+        "the sum over the ranks, not their mean (step {step} at {at})",
+        "divide by the number of ranks; meant so if the loss is divided by it already",
+    )
     CHANGED_BEFORE_STEP = (
         "changed before the step: {factor:.4g} times the mean (step {step} at {at})"
     )
