@@ -7,7 +7,10 @@ import torch
 from torch import nn
 
 from prove.comparable import NotComparableError, comparable, widened
+from prove.rank_record import Mode, Settings
 from prove.watch.model_tensors import project
+from prove.watch.outputs import OutputWatcher
+from prove.watch.rank_run import RankRun
 from prove.watch.samples import are_same, checksum
 
 warnings.filterwarnings("ignore", message="(ComplexHalf|Sparse|torch.quantize)")
@@ -73,3 +76,16 @@ def test_only_usual_numbers_become_wider():
     wide |= {torch.float8_e4m3fn: torch.float8_e4m3fn}
     for dtype, expected in wide.items():
         assert widened(ROWS.to(dtype)).dtype == expected
+
+
+@pytest.mark.parametrize(
+    ("output", "rows"),
+    [(ROWS, 2), (IMAGINARY, 2), (ROWS[:, :0], 0), (ROWS[:0], 0), (KINDS["jagged"][0], 0)],
+    ids=["rows", "complex rows", "rows without numbers", "no rows", "jagged"],
+)
+def test_of_what_a_layer_gives_only_rows_with_numbers_are_written_down(output, rows):
+    run, layer = RankRun(Settings("", Mode.REPLAY, True, True, 3, 1, 2)), nn.Identity()
+    outputs = OutputWatcher(run)
+    outputs.enter(layer)
+    outputs.leave(layer, output)
+    assert [len(each.rows) for each in run.record.outputs] == [rows] * bool(rows)

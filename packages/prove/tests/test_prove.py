@@ -14,6 +14,12 @@ from helpers.prove_runs import TORCHRUN, run, verdict
 from prove.planted.mistakes import ONE_GPU
 from prove_cases import PACKAGE, planted, training_of
 
+SAID_OF_MISTAKES = (
+    "so DDP does not average it",
+    "a weighted sum over the ranks, which count 0.75, 0.25 times",
+    "as follows from the rows above",
+)
+
 
 def test_prove_finds_the_planted_mistakes_and_calls_nothing_wrong_that_is_right():
     [(status, output)] = run_script(
@@ -29,6 +35,8 @@ def test_prove_finds_the_planted_mistakes_and_calls_nothing_wrong_that_is_right(
     expected = [*map(int, counts_of_page.groups())]
     assert [mistakes, as_wrong, found - as_wrong, right] == expected, output
     assert (status, found, false) == (0, mistakes, 0), output
+    for reason in SAID_OF_MISTAKES:
+        assert reason in output
 
 
 GPU_SCRIPT = """

@@ -2,13 +2,17 @@
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 from helpers.prove_runs import verdict
-from prove.judge.compare_steps import Comparison, Outcome, worst
-from prove.judge.reasons import Reason
+from prove.judge.compare_steps import FLOAT64_LIMIT, Comparer, Comparison, Outcome, worst
+from prove.judge.model import StepOfRanks, averaged_gradient_rows
+from prove.judge.reasons import Phrase, Reason
+from prove.judge.replay import Precision
 from prove.judge.replay_reasons import ReplayReason
+from prove.judge.run_reasons import RunReason
 from prove.judge.schedule import Schedule, row_of_length
-from prove.rank_record import ScheduleRecord
+from prove.rank_record import Note, OptimizerRecord, OptimizerStep, RankRecord, ScheduleRecord
 from prove.watch.schedule import length_of
 from prove_cases import planted, training_of
 
@@ -209,6 +213,46 @@ def test_the_worst_of_several_optimizers_is_known_whatever_they_are():
     assert [worst_of(each) for each in Outcome] == [*Outcome]
     assert worst_of(Outcome.EQUAL, Outcome.MEANT_SO) == Outcome.MEANT_SO
     assert worst_of(Outcome.MEANT_SO, Outcome.DIFFERENT) == Outcome.DIFFERENT
+
+
+def test_what_has_become_of_the_mean_is_told_from_what_each_rank_computed():
+    local = [[1.0, 2.0, -1.0, 3.0], [3.0, -2.0, 2.0, 1.0]]
+
+    def reason(gradients: list[float], *notes: Note) -> Reason:
+        projections = [(gradient, 4.0) for gradient in gradients]
+        steps = [
+            OptimizerStep("?", 1, 0, 4, [], 1.0, "torch.float64", [], projections, [*own], False)
+            for own in local
+        ]
+        of_ranks = StepOfRanks(OptimizerRecord("?", False), 1, steps, 0.0)
+        record = RankRecord(notes=dict.fromkeys(notes, "train.py:8"))
+        [row] = averaged_gradient_rows(record, [of_ranks], [])
+        assert "{" not in row.evidence
+        return row.reason
+
+    mean = [2.0, 0.0, 0.5, 2.0]
+    assert reason(mean) == reason(mean, Note.CLIPS) == RunReason.MEAN_OF_RANKS
+    assert reason([2 * value for value in mean]) == RunReason.SUM_OF_RANKS
+    assert reason([0.75 * a + 0.25 * b for a, b in zip(*local, strict=True)]) == (
+        RunReason.WEIGHTED_SUM
+    )
+    assert reason([value / 4 for value in mean], Note.CLIPS) == RunReason.CLIPPED
+    assert reason([value / 4 for value in mean]) == RunReason.CHANGED_BEFORE_STEP
+    by_value = [min(value, 0.6) for value in mean]
+    assert reason(by_value, Note.CLIPS) == RunReason.CLIPPED_APART
+    assert reason(by_value) == RunReason.NO_MULTIPLE_OF_MEAN
+
+
+def test_what_is_advised_against_rounding_is_not_what_was_already_done():
+    def advice(run_in: Precision, limit: float) -> str:
+        comparer = SimpleNamespace(replay=SimpleNamespace(precision=run_in), limit=limit)
+        return Comparer.advice.fget(comparer)["words"]
+
+    assert advice(Precision.FLOAT64, FLOAT64_LIMIT) == Phrase.ALLOW_FLOAT32
+    assert advice(Precision.FLOAT64, 5e-2) == Phrase.SEND_IN_FLOAT64
+    assert advice(Precision.AS_ASKED, FLOAT64_LIMIT) == Phrase.COMPUTE_IN_FLOAT64
+    assert advice(Precision.AS_ASKED, 3e-3) == Phrase.LEAVE_OUT_FLOAT32
+    assert advice(Precision.AS_FAILED, 3e-3) == Phrase.KEPT_IN_FLOAT32
 
 
 def test_a_sum_over_the_ranks_that_has_no_backward_is_named_with_its_line(prove_script):

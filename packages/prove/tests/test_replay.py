@@ -1,6 +1,8 @@
 """A replay gives one rank the samples, the draws and the state of all ranks, and a WRONG has a
 control: what prove says about scripts that are not like its own."""
 
+import re
+
 import pytest
 
 from helpers.prove_runs import verdict
@@ -269,8 +271,12 @@ def test_gradients_may_be_sent_in_16_bits(prove_script):
 
 def test_in_float32_too_a_mistake_that_begins_later_is_seen(prove_script):
     for loss, expected in ((MEAN, "right"), (f"{MEAN} / world_size**epoch", "WRONG")):
-        ended = prove_script(script(loss=loss), "--float32")
+        source = script(loss=loss)
+        ended = prove_script(source, "--float32")
         assert verdict(ended, "one rank") == expected, ended.stdout + ended.stderr
+    line = next(n for n, text in enumerate(source.splitlines(), 1) if "cross_entropy" in text)
+    text = " ".join(ended.stdout.split())
+    assert re.search(rf"one rank the gradient of step \d+ .+ most in \S+ \(train.py:{line}\)", text)
 
 
 SKIPS = """

@@ -268,6 +268,7 @@ class DDPRecord:
     parameters: int = 0  # that are trained
     in_no_optimizer: list[str] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)  # of its parameters, in RankRecord.weights
+    unfrozen: list[str] = field(default_factory=list)  # of these, those that no DDP averages
     not_in_last_step: list[str] = field(default_factory=list)  # they got no gradient in it
     without_gradient: list[str] = field(default_factory=list)
     buffers_at_evaluation: dict[str, Projection] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from pathlib import Path
 from prove import NotJudgedError, processes
 from prove.judge import epochs, samples
 from prove.judge.effects import error_of, without_our_ends
-from prove.judge.replay import Replay
+from prove.judge.replay import Precision, Replay
 from prove.judge.table import NotObservedError
 from prove.rank_record import Ended, Mode, Note, RankRecord, ReplayVariant, Settings
 from prove.watch.effects import restore_files
@@ -76,6 +76,12 @@ class Runs:
         finally:
             restore_files(Path(settings.folder))
 
+    @property
+    def precision(self) -> Precision:
+        if self.args.float32:
+            return Precision.AS_ASKED
+        return Precision.FLOAT64 if self.settings.float64 else Precision.AS_FAILED
+
     def run_all_ranks(self, variant: ReplayVariant) -> processes.RunOutcome:
         """Again, each rank fed its own records."""
         return self.run(self.settings_of(Mode.CONTROL, variant), self.args.command)
@@ -94,7 +100,7 @@ class Runs:
         settings = replace(self.settings, mode=mode, variant=variant, gpus=gpus)
         outcome = self.run(settings, command)
         names = (Mode.OBSERVE, settings.name)
-        return Replay(self.observed, outcome, settings.folder, names)
+        return Replay(self.observed, outcome, settings.folder, names, self.precision)
 
     def replay_of_control(self, command: list[str], variant: ReplayVariant) -> Replay | None:
         """All ranks and one rank, both with the draws of this variant. None: they do not run."""
@@ -104,7 +110,7 @@ class Runs:
         settings = replace(self.settings_of(Mode.REPLAY, variant), gpus=1)
         outcome = self.run(settings, command)
         names = (Mode.CONTROL + variant, settings.name)
-        return Replay(control, outcome, settings.folder, names)
+        return Replay(control, outcome, settings.folder, names, self.precision)
 
     def observe(self) -> None:
         """In float64, if the script runs so; then in its own precision; then only watched."""

@@ -3,6 +3,7 @@
 Compared are the gradients of all steps, and the weights after the last one.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise, takewhile
@@ -14,10 +15,11 @@ from torch import Tensor
 from prove.comparable import precision
 from prove.judge.model import differ
 from prove.judge.place import place_of_difference, place_of_loss
-from prove.judge.reasons import Reason
-from prove.judge.replay import Gradients, Replay
+from prove.judge.reasons import Phrase, Reason
+from prove.judge.replay import Gradients, Precision, Replay
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.table import Check, ReportRow, not_seen, right, warning, wrong
+from prove.judge.wording import phrase
 from prove.rank_record import Note, OptimizerRecord, OptimizerStep, Projection
 
 FLOAT64_LIMIT = 1e-9  # how far rounding can bring equal gradients apart, in units of their length
@@ -30,6 +32,7 @@ WEIGHTS_LIMIT = 1e-5  # of what a step changes: rounding grows, and Adam divides
 HIDDEN = 1e-2  # of that change: what the epsilon of Adam lets through of a factor
 
 
+Projections = Sequence[Projection | None]
 OF_OTHER_PARAMETERS = (ReplayReason.OTHER_SHAPE, ReplayReason.OTHER_PARAMETERS)
 
 
@@ -90,6 +93,22 @@ class Comparer:
         return FLOAT64_WRONG if self.limit == FLOAT64_LIMIT else 5 * self.limit
 
     @property
+    def advice(self) -> dict[str, Any]:
+        """How to run it so that rounding is told from a mistake."""
+        run_in, in_float64 = self.replay.precision, self.limit == FLOAT64_LIMIT
+        if run_in == Precision.FLOAT64:
+            return phrase(Phrase.ALLOW_FLOAT32 if in_float64 else Phrase.SEND_IN_FLOAT64)
+        if in_float64:
+            return phrase(Phrase.COMPUTE_IN_FLOAT64)
+        is_asked = run_in == Precision.AS_ASKED
+        return phrase(Phrase.LEAVE_OUT_FLOAT32 if is_asked else Phrase.KEPT_IN_FLOAT32)
+
+    def too_close(self, facts: dict[str, Any]) -> Comparison:
+        in_float64 = self.limit == FLOAT64_LIMIT
+        reason = ReplayReason.TOO_CLOSE if in_float64 else ReplayReason.TOO_CLOSE_IN_FLOAT32
+        return Comparison(Outcome.TOO_CLOSE, reason, facts | {"advice": self.advice})
+
+    @property
     def at(self) -> str:
         return self.optimizer.steps[0].at
 
@@ -125,9 +144,7 @@ class Comparer:
         at = place_of_loss(self.replay) or self.at
         facts = {"apart": apart, "step": 1, "at": at, "place": place_of_difference(self.replay)}
         if apart <= self.wrong_from:
-            in_float64 = self.limit == FLOAT64_LIMIT
-            reason = ReplayReason.TOO_CLOSE if in_float64 else ReplayReason.TOO_CLOSE_IN_FLOAT32
-            return Comparison(Outcome.TOO_CLOSE, reason, facts)
+            return self.too_close(facts)
         return self.cause_of_other_gradient(of_ranks, of_one, facts)
 
     @property
@@ -173,16 +190,16 @@ class Comparer:
             facts |= {"factor": factor, "times": factor_in_words(factor, len(self.replay.records))}
             facts["weights_apart"] = first
             return Comparison(Outcome.MEANT_SO, ReplayReason.HIDDEN_FACTOR, facts)
-        in_float64 = self.limit == FLOAT64_LIMIT
-        wrong_from = FLOAT64_WRONG if in_float64 else 5 * self.limit
-        step = next((n for n, value in by_step.items() if value > wrong_from), max(by_step))
+        step = next((n for n, value in by_step.items() if value > self.wrong_from), max(by_step))
         facts |= {"weights_apart": max(by_step.values()), "step": step}
         if facts["weights_apart"] <= max(WEIGHTS_LIMIT, self.limit):
             return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_AFTER_STEP, facts)
-        if facts["weights_apart"] <= wrong_from:
-            reason = ReplayReason.TOO_CLOSE if in_float64 else ReplayReason.TOO_CLOSE_IN_FLOAT32
-            return Comparison(Outcome.TOO_CLOSE, reason, facts | {"apart": facts["weights_apart"]})
-        facts |= {"weights_apart": by_step[step], "most_in": self.farthest_weight(moved[step][1])}
+        if facts["weights_apart"] <= self.wrong_from:
+            return self.too_close(facts | {"apart": facts["weights_apart"]})
+        facts |= {
+            "weights_apart": by_step[step],
+            "most_in": self.farthest_parameter(*moved[step][1]),
+        }
         facts["epoch"] = self.steps[step - 1][0].epoch
         reason = ReplayReason.STEP_DIFFERS if inside else ReplayReason.AVERAGED_WEIGHTS_DIFFER
         outcome = Outcome.DIFFERENT if inside else Outcome.MEANT_SO
@@ -213,9 +230,10 @@ class Comparer:
             for own, gradient in zip(weights, first, strict=True)
         ]
 
-    def farthest_weight(self, after: tuple[list[Projection], ...]) -> str:
-        """The name of the parameter that is farthest from that of one rank."""
-        far = [abs(own - one) for (own, _), (one, _) in zip(*after, strict=False)]
+    def farthest_parameter(self, of_ranks: Projections, of_one: Projections) -> str:
+        """The name of the parameter whose weight or gradient is farthest from that of one rank."""
+        pairs = zip(of_ranks, of_one, strict=False)
+        far = [abs(own[0] - one[0]) if own and one else 0.0 for own, one in pairs]
         return self.optimizer.names[far.index(max(far))]
 
     def why_not_compared(self) -> Comparison | None:
@@ -247,7 +265,11 @@ class Comparer:
         if self.dtypes != {pair.dtypes[1] for pair in self.gradients}:
             of_one = sorted({str(pair.dtypes[1]) for pair in self.gradients})
             of_ranks = sorted(map(str, self.dtypes))
-            return not_compared(ReplayReason.OTHER_DTYPES, of_ranks=of_ranks, of_one=of_one)
+            is_wider = replay.precision == Precision.FLOAT64
+            advice = phrase(Phrase.TRY_FLOAT32 if is_wider else Phrase.OWN_DTYPE)
+            return not_compared(
+                ReplayReason.OTHER_DTYPES, of_ranks=of_ranks, of_one=of_one, advice=advice
+            )
         both = [tensor for pair in self.gradients for tensor in (pair.of_ranks, pair.of_one)]
         if not all(bool(tensor.isfinite().all()) for tensor in both):
             return not_compared(ReplayReason.NOT_FINITE, step=1, at=self.at)
@@ -332,16 +354,21 @@ class Comparer:
                 facts |= {"step": n, "apart": now, "epoch": of_ranks.epoch}
                 return self.other_later_gradient(facts, of_ranks, of_one)
             before = max(before, now)
-        is_equal = apart <= self.limit
-        outcome = Outcome.EQUAL if is_equal else Outcome.TOO_CLOSE
-        reason = ReplayReason.EQUAL_LESS_PRECISE if is_equal else ReplayReason.LITTLE_PRECISION
-        return Comparison(outcome, reason, facts)
+        if apart <= self.limit:
+            return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_LESS_PRECISE, facts)
+        facts |= {"advice": self.advice}
+        return Comparison(Outcome.TOO_CLOSE, ReplayReason.LITTLE_PRECISION, facts)
 
     def other_later_gradient(
         self, facts: dict[str, Any], of_ranks: OptimizerStep, of_one: OptimizerStep
     ) -> Comparison:
         batches = (of_ranks.epoch, of_ranks.batch), (of_one.epoch, of_one.batch)
         if batches[0] == batches[1] or self.replay.is_of_original:
+            facts |= {"most_in": self.farthest_parameter(of_ranks.gradients, of_one.gradients)}
+            before = distance(of_ranks.weights_before, of_one.weights_before)
+            change = distance(of_ranks.weights_after, self.steps[0][0].weights_before)
+            if before <= self.wrong_from * change:  # else something has changed the weights
+                facts |= {"at": place_of_loss(self.replay) or self.at}
             return Comparison(Outcome.DIFFERENT, ReplayReason.LATER_GRADIENT_DIFFERS, facts)
         facts |= {"batch": of_ranks.batch, "other": of_one.batch, "at": of_ranks.at}
         return Comparison(Outcome.MEANT_SO, ReplayReason.OTHER_BATCH, facts)
@@ -370,13 +397,10 @@ class Comparer:
             facts |= {"gradients_apart": max(of_gradients), "first_apart": weights_apart[0]}
             return Comparison(Outcome.EQUAL, ReplayReason.EQUAL_BUT_ROUNDING, facts)
         if max(weights_apart) <= FLOAT64_WRONG:
-            return Comparison(
-                Outcome.TOO_CLOSE,
-                ReplayReason.TOO_CLOSE,
-                facts | {"step": len(steps), "apart": max(weights_apart)},
-            )
+            return self.too_close(facts | {"step": len(steps), "apart": max(weights_apart)})
         step = next(n for n, far in enumerate(weights_apart) if far > FLOAT64_WRONG)
-        facts |= {"steps": step + 1, "weights_apart": weights_apart[step]}
+        most_in = self.farthest_parameter(*(own.weights_after for own in steps[step]))
+        facts |= {"steps": step + 1, "weights_apart": weights_apart[step], "most_in": most_in}
         facts["epoch"] = steps[step][0].epoch
         return Comparison(Outcome.DIFFERENT, ReplayReason.WEIGHTS_OF_ONE_DIFFER, facts)
 

@@ -107,6 +107,7 @@ class HeldWeights(NamedTuple):
     in_ddp: bool
     at: str  # of its first step
     held: list[tuple[int, tuple[Projection, ...]]]
+    unfrozen: str = ""  # where the DDP was made that found it frozen, and so does not average it
 
     @property
     def differs_at(self) -> list[int]:
@@ -128,6 +129,7 @@ def held_weights(records: list[RankRecord], steps: list[StepOfRanks]) -> list[He
     each step, of what the optimizers hold."""
     places = {key: step.at for step in reversed(steps) for key in step.optimizer.keys}
     in_ddp = {key for ddp in records[0].ddps for key in ddp.keys}
+    unfrozen = unfrozen_parameters(records[0])
     common = sorted(set.intersection(*({*rank.weights} for rank in records)))
     weights = {}
     for key in dict.fromkeys(key for count in common for key in records[0].weights[count]):
@@ -138,10 +140,16 @@ def held_weights(records: list[RankRecord], steps: list[StepOfRanks]) -> list[He
         ]
         if len(held) > 1:
             name = key.partition(": ")[2]
-            weights[key] = HeldWeights(name, key in in_ddp, places.get(key, ""), held)
+            at, frozen_at = places.get(key, ""), unfrozen.get(key, "")
+            weights[key] = HeldWeights(name, key in in_ddp, at, held, frozen_at)
     if any(each.moved for each in weights.values()):
         return [*weights.values()]  # beside these, a rank may hold its part of the masters
     return [*weights.values(), *held_by_optimizers(steps, {*weights})]
+
+
+def unfrozen_parameters(first: RankRecord) -> dict[str, str]:
+    """Where the DDP was made that found each of them frozen, by their keys."""
+    return {key: ddp.at for ddp in first.ddps for key in ddp.unfrozen}
 
 
 def held_by_optimizers(steps: list[StepOfRanks], known: set[str]) -> list[HeldWeights]:
@@ -180,6 +188,8 @@ def weight_rows(records: list[RankRecord], steps: list[StepOfRanks]) -> list[Rep
     }  # fmt: skip
     if not for_good:
         return [warning(check, RunReason.WEIGHTS_AVERAGED_LATER, **facts)]
+    if all(each.unfrozen for each in shown):
+        return [wrong(check, RunReason.WEIGHTS_UNFROZEN, wrapped_at=shown[0].unfrozen, **facts)]
     outside = [each.name for each in shown if not each.in_ddp]
     if outside and any(each.in_ddp for each in weights):
         return [wrong(check, RunReason.WEIGHTS_OUTSIDE_DDP, outside=outside, **facts)]
@@ -200,6 +210,11 @@ def averaged_gradient_rows(
                 "apart": len(apart), "tensors": len(step.optimizer.names),
                 "names": parameter_names(step.optimizer, apart), "step": step.number, "at": step.at,
             }  # fmt: skip
+            unfrozen = unfrozen_parameters(first)
+            made_at = [unfrozen.get(step.optimizer.keys[number]) for number in apart]
+            if all(made_at):
+                facts["wrapped_at"] = made_at[0]
+                return [wrong(check, RunReason.GRADIENTS_UNFROZEN, **facts)]
             return [wrong(check, RunReason.GRADIENTS_DIFFER, **facts)]
     lost = [step for step in steps if any(of_rank.lost_imaginary for of_rank in step.steps)]
     if lost:
@@ -219,13 +234,18 @@ def averaged_gradient_rows(
     known = [(factor, step) for factor, step in factors if factor is not None]
     if row := next((row for step in steps if (row := row_of_some_ranks(step))), None):
         return [row]
+    clips_at = first.notes.get(Note.CLIPS)
+    if not known and clips_at:
+        return [not_seen(check, RunReason.CLIPPED_APART, at=clips_at)]
     if not known:
         return [not_seen(check, RunReason.NO_MULTIPLE_OF_MEAN)]
     factor, step = max(known, key=lambda pair: abs(pair[0] - 1))
     if abs(factor - 1) <= tolerance(step):
         return [right(check, RunReason.MEAN_OF_RANKS, steps=len(known))]
-    facts = {"factor": factor, "step": step.number, "at": step.at}
-    clips = factor < 1 and Note.CLIPS in first.notes
+    facts, ranks = {"factor": factor, "step": step.number, "at": step.at}, len(step.steps)
+    if abs(factor - ranks) <= ranks * tolerance(step):
+        return [not_seen(check, RunReason.SUM_OF_RANKS, **facts)]
+    clips = factor < 1 and clips_at
     reason = RunReason.CLIPPED if clips else RunReason.CHANGED_BEFORE_STEP
     return [not_seen(check, reason, **facts)]
 

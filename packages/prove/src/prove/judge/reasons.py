@@ -57,6 +57,16 @@ class Phrase:
     IN_PASS = "{at} in pass {number} over it"
     AT_EVALUATION = "evaluation"
     AT_THE_END = "the end"
+    ALLOW_FLOAT32 = "if a part of the step computes in float32, --float32 allows for that"
+    COMPUTE_IN_FLOAT64 = "let all parts of the step compute in float64 while you prove it"
+    TRY_FLOAT32 = "try --float32"
+    OWN_DTYPE = "the script must not choose the dtype by the number of ranks or samples"
+    SEND_IN_FLOAT64 = "a part of the step computes or sends in fewer bits, though prove runs it in "
+    SEND_IN_FLOAT64 += "float64: switch that off while you prove it"
+    LEAVE_OUT_FLOAT32 = "without --float32, prove runs it in float64, which tells more"
+    KEPT_IN_FLOAT32 = (
+        "mend what is said above the table: it kept the script from running in float64"
+    )
     PRINTED = "{name} {of_ranks} on {world_size} ranks and {of_one} on one ({at})"
 
 

@@ -5,6 +5,7 @@
 
 import warnings
 from contextlib import suppress
+from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,14 @@ from prove.rank_record import (
     gradients_file,
     tensors_file,
 )
+
+
+class Precision(Enum):
+    """In which the script was run."""
+
+    FLOAT64 = "made wider by prove"
+    AS_ASKED = "its own, by --float32"
+    AS_FAILED = "its own, because it does not run in float64"
 
 
 class Gradients(NamedTuple):
@@ -45,10 +54,15 @@ class Replay:
     """Both runs of a comparison."""
 
     def __init__(
-        self, observed: RunOutcome, outcome: RunOutcome, folder: str, names: tuple[str, str]
+        self,
+        observed: RunOutcome,
+        outcome: RunOutcome,
+        folder: str,
+        names: tuple[str, str],
+        precision: Precision,
     ) -> None:
         """names: of the run of all ranks, and of the replay."""
-        self.name = names[1]
+        self.name, self.precision = names[1], precision
         self.is_of_original = names[1] == Mode.ORIGINAL
         self.records = observed.records
         self.observed = observed.records[0]

@@ -79,7 +79,7 @@ class ReplayReason(Reason):
     )
     LATER_GRADIENT_DIFFERS = (
         "the gradient of step {step} differs by {apart:percent} of its length from that of one "
-        "rank ({at})",
+        "rank, most in {most_in} ({at})",
         GLOBAL_DIVISOR,
         Heading.LOSS,
     )
@@ -91,7 +91,7 @@ class ReplayReason(Reason):
     )
     WEIGHTS_OF_ONE_DIFFER = (
         "gradient of step 1 equal to {apart:.0e} of its length, weights after step {steps} to "
-        "{weights_apart:.0e} of their change ({at})",
+        "{weights_apart:.0e} of their change, most in {most_in} ({at})",
         "something between backward and step depends on the ranks",
         Heading.LOSS,
     )
@@ -127,16 +127,17 @@ class ReplayReason(Reason):
     TOO_CLOSE = (
         "step {step} differs by {apart:.0e} of its length from that of one rank: too close to tell "
         "a mistake from rounding ({at})",
-        "if a part of the step computes in float32, --float32 allows for that",
+        "{advice}",
     )
     TOO_CLOSE_IN_FLOAT32 = (
-        "step {step} differs by {apart:.0e} of its length from that of one rank: in float32, too "
-        "close to tell a mistake from rounding ({at})",
-        "what is said above the table kept it from running in float64",
+        "step {step} differs by {apart:.0e} of its length from that of one rank: not all in "
+        "float64, too close to tell a mistake from rounding ({at})",
+        "{advice}",
     )
     LITTLE_PRECISION = (
         "gradient of step 1 equal to {apart:.0e} of its length, weights after step {steps} to "
-        "{weights_apart:.0e} of their change: too little precision to tell"
+        "{weights_apart:.0e} of their change: too little precision to tell",
+        "{advice}",
     )
     AS_ABOVE = "the gradient differs by {apart:percent}, as follows from the rows above ({at})"
     NOT_REPRODUCED = (
@@ -165,7 +166,7 @@ class ReplayReason(Reason):
         "{of_one!s} on one rank; it must not depend on the batch size"
     )
     OTHER_PARAMETERS = "the one rank's optimizer holds other parameters"
-    OTHER_DTYPES = "the ranks have gradients of {of_ranks}, and one rank of {of_one}: try --float32"
+    OTHER_DTYPES = "the ranks have gradients of {of_ranks}, and one rank of {of_one}: {advice}"
     NO_GRADIENTS = "the two runs have no gradient in common"
     NOT_FINITE = "the gradient of step {step} is not finite ({at})"
     NOTHING_TO_COMPARE = "all gradients are zero: there is nothing to compare"

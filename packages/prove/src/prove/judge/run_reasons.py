@@ -24,6 +24,10 @@ WRITE_OWN = "a name with the rank in it, if each rank keeps something of its own
 WRITE_OWN += "sampler or generator, its metrics)"
 OPENED = "{path} is opened for writing by ranks {ranks!s} ({at})"
 APART = "{apart} of {tensors} tensors differ between the ranks {when}: {names} ({at})"
+APART_IN_STEP = "the ranks step with different gradients in {apart} of {tensors} tensors: {names} "
+APART_IN_STEP += "(step {step} at {at})"
+WAS_FROZEN = "frozen when DDP was made ({wrapped_at}), so DDP does not average it"
+WRAP_AGAIN = "wrap the model in DDP again after unfreezing"
 LENGTHS = "{samples} samples in {batches} batches on {world_size} ranks together, "
 LENGTHS += "{samples_of_original} in {batches_of_original} in the original ({at})"
 OVER_ALL_RANKS = (
@@ -331,15 +335,24 @@ class RunReason(Reason):
         "wrap one module that holds all trained parameters",
         Heading.LOSS,
     )
+    WEIGHTS_UNFROZEN = (
+        f"{APART}; {WAS_FROZEN}",
+        WRAP_AGAIN,
+        Heading.LOSS,
+    )
     WEIGHTS_DIFFER = (
         APART,
         "DDP, or broadcast all weights once and average all gradients in each step",
         Heading.LOSS,
     )
     LOCAL_STEPS = "each rank steps with its own: weights are averaged, it seems"
+    GRADIENTS_UNFROZEN = (
+        f"{APART_IN_STEP}; {WAS_FROZEN}",
+        WRAP_AGAIN,
+        Heading.LOSS,
+    )
     GRADIENTS_DIFFER = (
-        "the ranks step with different gradients in {apart} of {tensors} tensors: {names} (step "
-        "{step} at {at})",
+        APART_IN_STEP,
         "forward and backward through DDP; no_sync for all micro-batches but the last",
         Heading.LOSS,
     )
@@ -371,6 +384,15 @@ class RunReason(Reason):
     )
     MEAN_OF_RANKS = "the mean over the ranks, in {steps:n step}"
     CLIPPED = "clipped before the step: {factor:.4g} times the mean (step {step} at {at})"
+    CLIPPED_APART = (
+        "clipped before the step ({at}), by value or part by part: no multiple of the mean over "
+        "the ranks is left to compare",
+        "to see the mean here, prove it with so high a limit that nothing is clipped",
+    )
+    SUM_OF_RANKS = (
+        "the sum over the ranks, not their mean (step {step} at {at})",
+        "divide by the number of ranks; meant so if the loss is divided by it already",
+    )
     CHANGED_BEFORE_STEP = (
         "changed before the step: {factor:.4g} times the mean (step {step} at {at})"
     )

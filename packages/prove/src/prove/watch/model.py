@@ -50,8 +50,7 @@ class ModelWatcher:
         self.called_in_training: list[nn.Module] = []
         self.backwards = 0
         self.parameters: dict[str, nn.Parameter] = {}  # of these, by their keys
-        # Of each DDP model, the ids of the parameters that needed no gradient when it was made.
-        self.frozen_when_wrapped: dict[nn.Module, set[int]] = {}
+        self.averaged: set[int] = set()  # the ids of parameters that needed a gradient for a DDP
         self.loop: Any = None  # sources.LoopWatcher
         self.evaluated: weakref.WeakKeyDictionary[nn.Module, tuple[str, int]] = (
             weakref.WeakKeyDictionary()  # their names, and the steps before they were written down
@@ -151,17 +150,6 @@ class ModelWatcher:
         noted = [pair for held in self.run.record.weights.values() for pair in held.items()]
         return {key for key, weights in noted if weights != first[key]}
 
-    def unfrozen(self, ddp: DistributedDataParallel) -> list[str]:
-        """The parameters that need a gradient now, and did not when any DDP asked which ones do."""
-        needed = {
-            id(p)
-            for other in self.ddps
-            for p in other.module.parameters()
-            if id(p) not in self.frozen_when_wrapped[other]
-        }
-        named = ddp.module.named_parameters()
-        return [name for name, p in named if p.requires_grad and id(p) not in needed]
-
     def write_parameters_of_ddp(self) -> None:
         """Which of them no optimizer holds, and which never got a gradient."""
         held, had_gradient = self.steps.held_parameters(), self.steps.had_gradient
@@ -174,13 +162,18 @@ class ModelWatcher:
             }
             record.parameters = len(trained)
             record.keys = [keys[p] for p in trained.values() if p in keys]
+            record.unfrozen = [
+                keys[p] for p in trained.values() if p in keys and p not in self.averaged
+            ]
             record.not_in_last_step = [
                 name for name, p in trained.items() if p in self.steps.without_gradient
             ]
             record.in_no_optimizer = [
                 name for name, p in trained.items() if p not in held and keys.get(p) not in moved
             ]
-            record.without_gradient = [name for name, p in trained.items() if p not in had_gradient]
+            record.without_gradient = [
+                name for name, p in trained.items() if p in self.averaged and p not in had_gradient
+            ]  # of another one, nobody knows
             record.buffers_at_end = project_buffers(ddp.module)
 
     def write_buffers_outside_ddp(self) -> None:
@@ -273,8 +266,7 @@ def watch_ddp(run: RankRun, model: ModelWatcher, source: Feeder | InputKeeper) -
         with model.loop.paused() if model.loop else nullcontext():
             original(self, module, *args, **kwargs)
         model.ddps.append(self)
-        frozen = {id(p) for p in module.parameters() if not p.requires_grad}
-        model.frozen_when_wrapped[self] = frozen
+        model.averaged |= {id(p) for p in module.parameters() if p.requires_grad}
         if not run.record.steps:
             run.tensors.pop("start", None)  # DDP has just changed the weights
             run.record.weights.clear()

@@ -38,8 +38,10 @@ class OutputWatcher:
         if id(layer) not in self.names or not self.is_wanted():
             return
         tensor = next((each for each in tensors_in([outputs]) if each.ndim), None)
-        if tensor is None or is_functorch_wrapped_tensor(tensor) or not len(tensor):
+        if tensor is None or is_functorch_wrapped_tensor(tensor):
             return
+        if tensor.is_nested or not tensor.numel():
+            return  # no row for each sample, or none with numbers
         try:
             rows = comparable(tensor).reshape(len(tensor), -1)
         except NotComparableError:
