@@ -222,7 +222,7 @@ def why_not_replayed(replay: Replay) -> Comparison | None:
 
     if error is not None:
         if error.kind == "CannotMergeError":
-            return not_compared(ReplayReason.CANNOT_MERGE, what=error.message)
+            return not_compared(ReplayReason.CANNOT_MERGE, what=error.message, at=error.at)
         text = error.message[:160]
         return not_compared(ReplayReason.REPLAY_FAILS, kind=error.kind, at=error.at, message=text)
     if replay.wrote_record and record.world_size > 1:

@@ -22,6 +22,7 @@ ALL_CALL = "every rank must reach each collective the same number of times, in t
 WRITE_ONCE = "if dist.get_rank() == 0, and a barrier before another rank reads it"
 WRITE_OWN = "a name with the rank in it, if each rank keeps something of its own (the state of its "
 WRITE_OWN += "sampler or generator, its metrics)"
+TOLD_APART = "prove it with samples that differ, or with a data set that is read by index"
 OPENED = "{path} is opened for writing by ranks {ranks!s} ({at})"
 APART = "{apart} of {tensors} tensors differ between the ranks {when}: {names} ({at})"
 LENGTHS = "{samples} samples in {batches} batches on {world_size} ranks together, "
@@ -66,8 +67,14 @@ class RunReason(Reason):
     )
 
     # samples
-    NO_INPUTS = "no step in a pass over a DataLoader, nor a call of a model with tensors"
-    ONE_INPUT = "no DataLoader; the ranks call the model with one tensor, the same in all calls"
+    NO_INPUTS = (
+        "no step in a pass over a DataLoader, nor a call of a model with tensors",
+        "read batches from a DataLoader, or call the model as model(x)",
+    )
+    ONE_INPUT = (
+        "no DataLoader; the ranks call the model with one tensor, the same in all calls",
+        "if these are the training data, give each rank its rows: x[rank::world_size]",
+    )
     SAME_INPUTS = (
         "all ranks call the model with the same tensors, {calls} times",
         "seed by rank, or split the data by rank",
@@ -134,7 +141,10 @@ class RunReason(Reason):
         f"{OWN_DRAWS}; else {SHARD_STREAM}",
         Heading.LOSS,
     )
-    CONTENTS_UNKNOWN = f"samples cannot be told apart ({LOADER}; {{kind}})"
+    CONTENTS_UNKNOWN = (
+        f"samples cannot be told apart ({LOADER}; {{kind}})",
+        TOLD_APART,
+    )
     CONTENTS_SHARED = (
         SHARED,
         "the same order on all ranks before it is split: shuffle files or samples with a seed that "
@@ -167,9 +177,15 @@ class RunReason(Reason):
     )
 
     # epochs: batches, order, draws
-    NO_END_OF_DATA = "no rank reached the end of its data"
+    NO_END_OF_DATA = (
+        "no rank reached the end of its data ({at})",
+        "raise --batches, or prove it with less data; an endless stream has nothing to compare",
+    )
     UNEQUAL_BUT_JOINED = "{batches!s}, and Join lets the shorter ones wait"
-    UNEQUAL_BUT_CUT = "{batches!s}, but the script ends its epochs earlier"
+    UNEQUAL_BUT_CUT = (
+        "{batches!s}, but the script ends its epochs earlier ({at})",
+        "harmless if all ranks end them after the same batch",
+    )
     UNEQUAL_BATCHES = (
         "{batches!s} batches on the ranks: whoever has more waits for ever ({at})",
         "DistributedSampler makes them equal; or drop_last; or Join",
@@ -181,7 +197,10 @@ class RunReason(Reason):
         Heading.LOSS,
     )
     EQUAL_BATCHES = "{batches} on each rank"
-    NO_SECOND_EPOCH = "there was no second epoch"
+    NO_SECOND_EPOCH = (
+        "there was no second epoch over the loader at {at}",
+        "let the script train for two epochs or more in this proof",
+    )
     ORDER_CHANGES = "epochs 1 and 2 differ"
     DATA_CHANGES = "the data set itself changes from epoch to epoch"
     EPOCH_NOT_SET = (
@@ -210,7 +229,10 @@ class RunReason(Reason):
     )
     DRAWS_DIFFER = "the ranks draw different random numbers"
     WORKER_SEEDS_DIFFER = "the loaders of the ranks give their workers different seeds"
-    ORIGINAL_WITHOUT_LENGTH = "a loader does not say how many samples it has"
+    ORIGINAL_WITHOUT_LENGTH = (
+        "the loader at {at} does not say how many samples it has",
+        "__len__ of its data set would; else compare the samples of an epoch by hand",
+    )
     ORIGINAL_HAS_MORE_SAMPLES = (
         LENGTHS,
         "drop_last in the sampler and in the loader only if the original has it; keep a sampler of "
@@ -228,11 +250,16 @@ class RunReason(Reason):
     # evaluation
     NO_EVALUATION = (
         "no pass over the loader at {places}: an evaluation counts that comes within the first two "
-        "epochs; to see yours, let it come earlier (fewer epochs), or raise --batches"
+        "epochs",
+        "to see yours, let it come earlier (fewer epochs), or raise --batches",
     )
     EVALUATED_BY_SOME = "by {ranks} of {world_size} ranks ({at})"
-    EVALUATED_OWN_DATASETS = "each rank evaluates a data set of its own ({at})"
-    EVALUATED_UNKNOWN = "the samples of {at} cannot be told apart"
+    EVALUATED_OWN_DATASETS = (
+        "each rank evaluates a data set of its own ({at})",
+        "if these are parts of one, all_reduce sums and counts, then divide",
+        Heading.ACCURACY,
+    )
+    EVALUATED_UNKNOWN = ("the samples of {at} cannot be told apart", TOLD_APART)
     EVALUATED_BY_EACH = (
         "each rank evaluates all {size} samples ({at})",
         "each rank a part, then all_reduce; no mistake if the results are not added up",
@@ -314,7 +341,10 @@ class RunReason(Reason):
         "{backwards} backwards at {at} add up, and the loss is not divided",
         "loss / {backwards}; meant so only if the loss is a sum, or the rate is divided",
     )
-    MODEL_IS_DIVIDED = "the ranks hold different parts of the model, or work in groups"
+    MODEL_IS_DIVIDED = (
+        "the ranks hold different parts of the model, or work in groups",
+        "prove it without model-parallel layers and groups; or let the row one rank decide",
+    )
     WEIGHTS_ALIKE = "the same on all ranks after {steps:n step}"
     WEIGHTS_AVERAGED_LATER = (
         f"{APART}, and agree again later",
@@ -331,7 +361,10 @@ class RunReason(Reason):
         "DDP, or broadcast all weights once and average all gradients in each step",
         Heading.LOSS,
     )
-    LOCAL_STEPS = "each rank steps with its own: weights are averaged, it seems"
+    LOCAL_STEPS = (
+        "each rank steps with its own: weights are averaged, it seems",
+        "see the rows weights and one rank, which compare what is averaged",
+    )
     GRADIENTS_DIFFER = (
         "the ranks step with different gradients in {apart} of {tensors} tensors: {names} (step "
         "{step} at {at})",
@@ -375,7 +408,10 @@ class RunReason(Reason):
         Heading.LOSS,
     )
     THROUGH_DDP = "{forwards:n training forward}"
-    NO_DDP = "no DDP: see whether the gradients are averaged by hand"
+    NO_DDP = (
+        "no DDP",
+        "if gradients are averaged by hand, the rows averaged gradients and weights judge it",
+    )
     RATES_BY_RANK = (
         "{rates!s} on the ranks {when}",
         "the same schedule on all ranks: average what it depends on first",
