@@ -11,10 +11,11 @@ from check_pages import anchors
 from helpers.local_ranks import SECONDS, process_context
 from helpers.prove_runs import TORCHRUN, run, verdict
 from prove import processes
-from prove.judge import effects, table, wording
+from prove.judge import effects, replay_checks, table, wording
 from prove.judge.reasons import Phrase
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.run_reasons import RunReason
+from prove.rank_record import ScriptError
 from prove_cases import PACKAGE, planted, training_of
 
 TWO_DATA_SETS = (
@@ -150,3 +151,29 @@ def test_the_error_of_a_rank_is_told_and_not_that_of_its_launcher():
     log += "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n"
     outcome = processes.RunOutcome(1, log, False, False, [], 1.0)
     assert effects.error_of(outcome) == log.splitlines()[0]
+
+
+def test_a_replay_that_fails_is_told_what_fits_its_error():
+    def reason(kind: str, message: str, in_float64: bool = True) -> ReplayReason:
+        return replay_checks.reason_of_failure(ScriptError(kind, message, "?", 0.0), in_float64)
+
+    for kind, message in (
+        ("RuntimeError", "The size of tensor a (64) must match the size of tensor b (32)"),
+        ("RuntimeError", "mat1 and mat2 shapes cannot be multiplied (1x4 and 2x16)"),
+        ("ValueError", "Expected input batch_size (8) to match target batch_size (4)."),
+    ):
+        assert reason(kind, message) == ReplayReason.REPLAY_FAILS_BY_SHAPE, message
+    for message in (
+        "expected scalar type Float but found Double",
+        "mat1 and mat2 must have the same dtype, but got Double and Float",
+        "Input type (double) and bias type (float) should be the same",
+    ):
+        assert reason("RuntimeError", message) == ReplayReason.REPLAY_FAILS_BY_DTYPE, message
+        assert reason("RuntimeError", message, in_float64=False) == ReplayReason.REPLAY_FAILS
+    for kind, message in (
+        ("KeyError", "'size'"),
+        ("AssertionError", ""),
+        ("ValueError", "Expected world size 2, got 1"),
+        ("RuntimeError", "Invalid rank 1 for a process group of size 1"),
+    ):
+        assert reason(kind, message) == ReplayReason.REPLAY_FAILS, message

@@ -6,6 +6,8 @@ from prove.judge.reasons import OWN_SEED, Heading, Reason
 
 GLOBAL_DIVISOR = "what the loss divides by must be a number of all ranks, not of one; or a layer "
 GLOBAL_DIVISOR += "mixes the samples of a batch (attention over the batch)"
+FAILS = "one rank, with the samples of all ranks in its batches, cannot run it: {kind} at {at}: "
+FAILS += "{message}"
 ALONE = "--alone 'COMMAND' says how one rank is started"
 
 
@@ -238,11 +240,14 @@ class ReplayReason(Reason):
         "tensors, lists and dicts, or a class that pickle can copy",
     )
     REPLAY_FAILS = (
-        "one rank, with the samples of all ranks in its batches, cannot run it: {kind} at {at}: "
-        "{message}",
-        "if {at} fixes the number of samples, take it from the batch: x.shape[0]; if it counts on "
-        "other ranks or on the length of an epoch, --alone 'COMMAND' says how one rank is started",
+        FAILS,
+        f"if {{at}} counts on other ranks or on the length of an epoch, {ALONE}",
     )
+    REPLAY_FAILS_BY_SHAPE = (
+        FAILS,
+        "if {at} fixes the number of samples, take it from the batch: x.shape[0]",
+    )
+    REPLAY_FAILS_BY_DTYPE = (FAILS, "--float32 leaves the dtypes as the script has them")
     REPLAY_SAYS = (
         "one rank made no step with the recorded batches: {message}",
         ALONE,
