@@ -14,6 +14,8 @@ SHARD = "DataLoader(dataset, sampler=DistributedSampler(dataset)), or split the 
 SHARD_STREAM = (
     "split by rank and by worker in __iter__: islice(all_samples, rank, None, world_size)"
 )
+SAME_ORDER_FIRST = "before the split, shuffle files or samples with a seed that all ranks share, "
+SAME_ORDER_FIRST += "such as the epoch without the rank"
 OTHER_GRADIENTS = ", but compute other gradients from them"
 OWN_DRAWS = (
     "meant so if each rank draws its own completions, actions or noise for them, as GRPO does"
@@ -98,8 +100,8 @@ class RunReason(Reason):
         Heading.LOSS,
     )
     SUBSETS_DIFFER = (
-        "the ranks split the data set differently: of {own} samples that rank 0 may draw, all "
-        f"ranks may draw {{common}} ({LOADER})",
+        "the ranks split the data set differently: {missing} of the {own} samples in rank 0's "
+        f"training set are not in that of another rank, which may test on them ({LOADER})",
         "give random_split a generator with the same seed on all ranks",
         Heading.LOSS,
     )
@@ -145,10 +147,19 @@ class RunReason(Reason):
         f"samples cannot be told apart ({LOADER}; {{kind}})",
         TOLD_APART,
     )
+    STREAM_NOT_SPLIT = (
+        f"{SHARED}; they only come in another order",
+        SHARD_STREAM,
+        Heading.LOSS,
+    )
+    STREAM_SPLIT_DIFFERENTLY = (
+        f"{SHARED}; no rank has all of them",
+        SAME_ORDER_FIRST,
+        Heading.LOSS,
+    )
     CONTENTS_SHARED = (
         SHARED,
-        "the same order on all ranks before it is split: shuffle files or samples with a seed that "
-        f"all ranks share, such as the epoch without the rank; then {SHARD_STREAM}",
+        f"if nothing splits it yet, {SHARD_STREAM}; else {SAME_ORDER_FIRST}",
         Heading.LOSS,
     )
     PARTS_SHARED = (
