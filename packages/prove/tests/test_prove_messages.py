@@ -141,9 +141,12 @@ def test_a_reason_writes_its_facts_as_numbers_with_nouns_lists_and_shares():
 def test_a_link_leads_to_the_page_from_the_folder_of_the_user(tmp_path, monkeypatch):
     facts = {"at": "train.py:1", "sampler": "RandomSampler"}
     rows = [table.wrong("order of an epoch", RunReason.EPOCH_NOT_SET, **facts)]
-    monkeypatch.chdir(tmp_path)
-    [path] = re.findall(r"\((\S+)#every-epoch-has-the-same-order\)", table.format_table(rows))
-    assert Path(path).samefile(PACKAGE / "src" / "prove" / "cures.md")
+    page = PACKAGE / "src" / "prove" / "cures.md"
+    for folder, is_inside in ((PACKAGE, True), (tmp_path, False)):
+        monkeypatch.chdir(folder)
+        [path] = re.findall(r"\((\S+)#every-epoch-has-the-same-order\)", table.format_table(rows))
+        assert Path(path).samefile(page)
+        assert Path(path).is_absolute() != is_inside
 
 
 def test_the_error_of_a_rank_is_told_and_not_that_of_its_launcher():
