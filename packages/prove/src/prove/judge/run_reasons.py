@@ -71,7 +71,7 @@ class RunReason(Reason):
     # samples
     NO_INPUTS = (
         "no step in a pass over a DataLoader, nor a call of a model with tensors",
-        "read batches from a DataLoader, or call the model as model(x)",
+        "let it make steps on batches of a DataLoader, or on what model(x) gets",
     )
     ONE_INPUT = (
         "no DataLoader; the ranks call the model with one tensor, the same in all calls",
