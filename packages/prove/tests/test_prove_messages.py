@@ -11,7 +11,7 @@ from check_pages import anchors
 from helpers.local_ranks import SECONDS, process_context
 from helpers.prove_runs import TORCHRUN, run, verdict
 from prove import processes
-from prove.judge import effects, table, wording
+from prove.judge import effects, replay_checks, table, wording
 from prove.judge.reasons import Phrase
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.run_reasons import RunReason
@@ -141,9 +141,12 @@ def test_a_reason_writes_its_facts_as_numbers_with_nouns_lists_and_shares():
 def test_a_link_leads_to_the_page_from_the_folder_of_the_user(tmp_path, monkeypatch):
     facts = {"at": "train.py:1", "sampler": "RandomSampler"}
     rows = [table.wrong("order of an epoch", RunReason.EPOCH_NOT_SET, **facts)]
-    monkeypatch.chdir(tmp_path)
-    [path] = re.findall(r"\((\S+)#every-epoch-has-the-same-order\)", table.format_table(rows))
-    assert Path(path).samefile(PACKAGE / "src" / "prove" / "cures.md")
+    page = PACKAGE / "src" / "prove" / "cures.md"
+    for folder, is_inside in ((PACKAGE, True), (tmp_path, False)):
+        monkeypatch.chdir(folder)
+        [path] = re.findall(r"\((\S+)#every-epoch-has-the-same-order\)", table.format_table(rows))
+        assert Path(path).samefile(page)
+        assert Path(path).is_absolute() != is_inside
 
 
 def test_the_error_of_a_rank_is_told_and_not_that_of_its_launcher():
@@ -159,3 +162,29 @@ def test_a_rank_that_loses_one_which_we_have_ended_has_no_error_of_its_own():
         records = [RankRecord(0, ended=ended), RankRecord(1, ended=Ended.WITH_ERROR, error=lost)]
         outcome = effects.without_our_ends(processes.RunOutcome(1, "", False, False, records, 1.0))
         assert [outcome.status == 0, outcome.records[1].error is None] == [is_ours, is_ours]
+
+
+def test_a_replay_that_fails_is_told_what_fits_its_error():
+    def reason(kind: str, message: str, in_float64: bool = True) -> ReplayReason:
+        return replay_checks.reason_of_failure(ScriptError(kind, message, "?", 0.0), in_float64)
+
+    for kind, message in (
+        ("RuntimeError", "The size of tensor a (64) must match the size of tensor b (32)"),
+        ("RuntimeError", "mat1 and mat2 shapes cannot be multiplied (1x4 and 2x16)"),
+        ("ValueError", "Expected input batch_size (8) to match target batch_size (4)."),
+    ):
+        assert reason(kind, message) == ReplayReason.REPLAY_FAILS_BY_SHAPE, message
+    for message in (
+        "expected scalar type Float but found Double",
+        "mat1 and mat2 must have the same dtype, but got Double and Float",
+        "Input type (double) and bias type (float) should be the same",
+    ):
+        assert reason("RuntimeError", message) == ReplayReason.REPLAY_FAILS_BY_DTYPE, message
+        assert reason("RuntimeError", message, in_float64=False) == ReplayReason.REPLAY_FAILS
+    for kind, message in (
+        ("KeyError", "'size'"),
+        ("AssertionError", ""),
+        ("ValueError", "Expected world size 2, got 1"),
+        ("RuntimeError", "Invalid rank 1 for a process group of size 1"),
+    ):
+        assert reason(kind, message) == ReplayReason.REPLAY_FAILS, message

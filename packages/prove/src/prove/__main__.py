@@ -121,14 +121,15 @@ def main() -> int:
     write_json(args.json, rows, unseen, "")
     print(format_table(rows))
     wrong, warned = (sum(row.verdict == each for row in rows) for each in (WRONG, WARNING))
-    ending = ""
-    if args.strict and warned:
-        named = number_with_noun(warned, "warning")
-        ending = f"; {named}, which --strict counts as WRONG"
+    found, ending = f"{wrong} WRONG", ""
+    if warned:
+        found += f" and {number_with_noun(warned, 'warning')}"
+        if args.strict:
+            ending = "; --strict counts warnings as WRONG"
     if unseen:
         unknown = " and ".join(PROOF_OF[check] for check in unseen)
         ending += f"; not seen: {', '.join(unseen)}, so nothing is proven about {unknown}"
-    print(f"\n{wrong} WRONG of {len(rows)} checks, in {time.monotonic() - began:.0f} s{ending}")
+    print(f"\n{found} of {len(rows)} checks, in {time.monotonic() - began:.0f} s{ending}")
     if wrong or (args.strict and warned):
         return IS_WRONG
     return NOTHING_PROVEN if unseen and not args.allow_unproven else PROVEN

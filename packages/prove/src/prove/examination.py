@@ -63,6 +63,10 @@ class Examination:
         apart = farthest(self.compared)
         return [Comparison(Outcome.NOT_COMPARED, reason, {"apart": apart, "at": self.at} | facts)]
 
+    def forced_draws_fail(self, draws: str, forced: dict) -> list[Comparison]:
+        places = places_of(forced)
+        return self.no_verdict(ReplayReason.FORCED_DRAWS_FAIL, draws=draws, places=places)
+
     def use_replay(
         self, variant: ReplayVariant, replayed: Replay, compared: list[Comparison]
     ) -> list[Comparison] | None:
@@ -76,8 +80,7 @@ class Examination:
             return None
         found = self.with_draws(ReplayVariant.COIN, self.coins)
         if found is None:
-            message = "with rank 0's decisions on all ranks, they do not run"
-            return self.no_verdict(ReplayReason.CONTROL_FAILS, message=message)
+            return self.forced_draws_fail("rank 0's decisions on all ranks", self.coins)
         return self.use_replay(ReplayVariant.COIN, *found)
 
     def with_batchnorm_in_blocks(self) -> list[Comparison] | None:
@@ -137,18 +140,14 @@ class Examination:
             return None
         found = self.with_draws(ReplayVariant.ONE_DRAW, self.coins | rows)
         if found is None:
-            message = "with one draw for all samples, they do not run"
-            return self.no_verdict(ReplayReason.CONTROL_FAILS, message=message)
+            return self.forced_draws_fail("one draw for all samples", rows)
         _, compared = found
         if worst(compared) == Outcome.DIFFERENT:
             return None
         if equal := self.with_rows_in_blocks():
             return equal
-        places = list(dict.fromkeys(key.at for key in rows))
-        apart = farthest(compared)
-        return self.no_verdict(
-            ReplayReason.EQUAL_WITH_ONE_DRAW, apart_of_one_draw=apart, places=places
-        )
+        facts = {"apart_of_one_draw": farthest(compared), "places": places_of(rows)}
+        return self.no_verdict(ReplayReason.EQUAL_WITH_ONE_DRAW, **facts)
 
     def with_rows_in_blocks(self) -> list[Comparison] | None:
         """Several draws for each sample: nobody says which of them are those of which rank, but
@@ -194,6 +193,11 @@ class Examination:
         if not replay_checks.is_sum_over_local_batch(self.replayed, sequence):
             return comparison
         return Comparison(Outcome.MEANT_SO, ReplayReason.SUM_OVER_LOCAL_BATCH, comparison.facts)
+
+
+def places_of(draws: dict) -> list[str]:
+    """draws: by their keys."""
+    return list(dict.fromkeys(key.at for key in draws))
 
 
 def is_explained(step: int, rows: list[ReportRow]) -> bool:

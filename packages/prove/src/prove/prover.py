@@ -24,7 +24,7 @@ from prove.judge.reasons import Reason
 from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.run_reasons import RunReason
-from prove.judge.samples import same_contents, sample_rows
+from prove.judge.samples import same_contents, sample_rows, trained_loader_passes
 from prove.judge.table import RIGHT, WRONG, Check, ReportRow, not_seen
 from prove.rank_record import Mode, Note, OptimizerRecord, RankRecord, ReplayVariant
 from prove.runs import Runs, command_of_one_rank, failed
@@ -88,7 +88,8 @@ class Prover:
         if not any(record.steps for record in records):
             batches = sum(loader_pass.batches_given for loader_pass in records[0].loader_passes)
             why = ReplayReason.NO_STEP if batches else ReplayReason.NO_BATCH
-            rows.append(not_seen(Check.ONE_RANK, why, batches=batches))
+            places = list(dict.fromkeys(each.at for each in records[0].loader_passes))
+            rows.append(not_seen(Check.ONE_RANK, why, batches=batches, places=places))
             return
         records = steps_of_all_ranks(records)
         self.runs.observed = replace(observed, records=records)
@@ -134,10 +135,11 @@ class Prover:
             reason = ReplayReason.ONLY_ONE_RANK
         elif command is None:
             reason = ReplayReason.WHICH_COMMAND
-        elif Note.MODEL_IS_DIVIDED in records[0].notes:
-            reason = ReplayReason.MODEL_DIVIDED
+        elif at := records[0].notes.get(Note.MODEL_IS_DIVIDED):
+            return Comparison(Outcome.NOT_COMPARED, ReplayReason.MODEL_DIVIDED, {"at": at})
         elif self.runs.settings.rows_are_split and not same_contents(records):
-            reason = ReplayReason.OTHER_ROWS
+            at = trained_loader_passes(records)[0][0].at
+            return Comparison(Outcome.NOT_COMPARED, ReplayReason.OTHER_ROWS, {"at": at})
         elif any(record.why_not_kept for record in records):
             texts = [record.why_not_kept for record in records if record.why_not_kept]
             return Comparison(Outcome.NOT_COMPARED, ReplayReason.NOT_KEPT, {"message": texts[0]})

@@ -58,7 +58,7 @@ def length_rows(records: list[RankRecord], passes: list[LoaderPass]) -> list[Rep
     given = [loader_pass.batches_given for loader_pass in passes]
     batches = listed if len(listed) == len(passes) else given
     if batches is not listed and not any(loader_pass.ended for loader_pass in passes):
-        return [not_seen(check, RunReason.NO_END_OF_DATA)]
+        return [not_seen(check, RunReason.NO_END_OF_DATA, at=first.at)]
     if len({*batches}) > 1:
         if Note.JOINS in records[0].notes:
             return [right(check, RunReason.UNEQUAL_BUT_JOINED, batches=batches)]
@@ -68,7 +68,7 @@ def length_rows(records: list[RankRecord], passes: list[LoaderPass]) -> list[Rep
             loader_pass.batches_given < min(n, loader_pass.limit)
             for loader_pass, n in zip(passes, batches, strict=True)
         ):
-            return [not_seen(check, RunReason.UNEQUAL_BUT_CUT, batches=batches)]
+            return [not_seen(check, RunReason.UNEQUAL_BUT_CUT, batches=batches, at=first.at)]
         return [wrong(check, RunReason.UNEQUAL_BATCHES, batches=batches, at=first.at)]
     n = batches[0]
     for sizes in zip(
@@ -85,7 +85,7 @@ def order_rows(passes: list[list[LoaderPass]]) -> list[ReportRow]:
     check, first = Check.ORDER, passes[0]
     later = [of_ranks for of_ranks in passes[1:] if of_ranks[0].dataset == first[0].dataset]
     if not later:
-        return [not_seen(check, RunReason.NO_SECOND_EPOCH)]
+        return [not_seen(check, RunReason.NO_SECOND_EPOCH, at=first[0].at)]
     epochs = list(zip(first, later[0], strict=True))  # the first two, of each rank
     by_index = all(loader_pass.samples_file for loader_pass in (*first, *later[0]))
     if by_index and any(one.indices != two.indices for one, two in epochs):
@@ -150,12 +150,11 @@ def original_epoch_rows(records: list[RankRecord], original: RankRecord) -> list
     passes_of_original = [each for each in original.loader_passes if each.steps]
     if not passes or not passes_of_original:
         return []
-    epochs = [
-        loader_pass.batches_and_samples for loader_pass in (passes_of_original[0], *passes[0])
-    ]
-    known = [epoch for epoch in epochs if epoch is not None]
-    if len(known) < len(epochs):
-        return [not_seen(check, RunReason.ORIGINAL_WITHOUT_LENGTH)]
+    compared = (passes_of_original[0], *passes[0])
+    unknown = [each.at for each in compared if each.batches_and_samples is None]
+    if unknown:
+        return [not_seen(check, RunReason.ORIGINAL_WITHOUT_LENGTH, at=unknown[0])]
+    known = [epoch for each in compared if (epoch := each.batches_and_samples)]
     (batches_of_original, samples_of_original), (batches, samples), *others = known
     if not rows_are_split(records):
         samples += sum(of_rank for _, of_rank in others)

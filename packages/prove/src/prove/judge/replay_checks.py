@@ -1,5 +1,6 @@
 """What does a replay say beside its gradients? May it be compared, and what do the ranks draw?"""
 
+import re
 from typing import Any, NamedTuple
 
 from prove.judge.compare_steps import Comparison, Outcome, any_differs, distance, gradients_apart
@@ -9,9 +10,13 @@ from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.table import Check, ReportRow, right, warning
 from prove.judge.wording import phrase
-from prove.rank_record import DataFinding, Finding, RankRecord
+from prove.rank_record import DataFinding, Finding, RankRecord, ScriptError
 
 DRAWS_OF_SHARES = {"numpy.beta", "numpy.dirichlet", "_sample_dirichlet"}  # nobody branches on these
+FLOAT64 = ("torch.float64", "torch.complex128")
+OTHER_DTYPE = r"dtype|scalar ?type|\b(double|float|half|bfloat16)\b.* type"
+OTHER_SHAPE = r"size|shape|mat1|dimension|expected|out of bounds"
+OTHER_RANKS = r"world.?size|number of ranks|process.?group|gloo|nccl"
 SMALL_BATCH = 16  # values per channel from which BatchNorm's statistics are good enough
 
 
@@ -213,6 +218,17 @@ def smallest_batchnorm(record: RankRecord) -> int:
     return min(record.batchnorm.values(), default=0)
 
 
+def reason_of_failure(error: ScriptError, in_float64: bool) -> Reason:
+    """Which advice fits? torch and numpy have no types for these errors, only words."""
+    text = error.message.lower()
+    if error.kind in ("RuntimeError", "TypeError") and re.search(OTHER_DTYPE, text):
+        return ReplayReason.REPLAY_FAILS_BY_DTYPE if in_float64 else ReplayReason.REPLAY_FAILS
+    of_tensors = error.kind in ("RuntimeError", "ValueError", "IndexError")
+    if of_tensors and re.search(OTHER_SHAPE, text) and not re.search(OTHER_RANKS, text):
+        return ReplayReason.REPLAY_FAILS_BY_SHAPE
+    return ReplayReason.REPLAY_FAILS
+
+
 def why_not_replayed(replay: Replay) -> Comparison | None:
     """A replay that fails says nothing about the script, but why."""
     error, record = replay.replayed.error, replay.replayed
@@ -222,9 +238,11 @@ def why_not_replayed(replay: Replay) -> Comparison | None:
 
     if error is not None:
         if error.kind == "CannotMergeError":
-            return not_compared(ReplayReason.CANNOT_MERGE, what=error.message)
-        text = error.message[:160]
-        return not_compared(ReplayReason.REPLAY_FAILS, kind=error.kind, at=error.at, message=text)
+            return not_compared(ReplayReason.CANNOT_MERGE, what=error.message, at=error.at)
+        facts = {"kind": error.kind, "at": error.at, "message": error.message[:160]}
+        steps = [step for optimizer in replay.observed.optimizers for step in optimizer.steps]
+        in_float64 = any(step.dtype in FLOAT64 for step in steps)
+        return not_compared(reason_of_failure(error, in_float64), **facts)
     if replay.wrote_record and record.world_size > 1:
         return not_compared(ReplayReason.NOT_ONE_RANK, world_size=record.world_size)
     if not replay.stepped:

@@ -6,6 +6,9 @@ from prove.judge.reasons import OWN_SEED, Heading, Reason
 
 GLOBAL_DIVISOR = "what the loss divides by must be a number of all ranks, not of one; or a layer "
 GLOBAL_DIVISOR += "mixes the samples of a batch (attention over the batch)"
+FAILS = "one rank, with the samples of all ranks in its batches, cannot run it: {kind} at {at}: "
+FAILS += "{message}"
+ALONE = "--alone 'COMMAND' says how one rank is started"
 
 
 @unique
@@ -51,11 +54,12 @@ class ReplayReason(Reason):
     )
     TOO_FEW_STEPS = (
         "the ranks average in the step ({at}) or after it, so that only weights tell, and {steps} "
-        "of the steps that were seen moved them: raise --batches"
+        "of the steps that were seen moved them",
+        "raise --batches, or leave a warm-up from 0 out for this proof",
     )
     TENSOR_KIND = (
-        "parameters or gradients of a kind that prove cannot compare: {kinds} ({at}); if a flag of "
-        "the script turns that off, prove it so"
+        "parameters or gradients of a kind that prove cannot compare: {kinds} ({at})",
+        "if a flag of the script turns that off, prove it so",
     )
     FIRST_GRADIENT_EQUAL = "gradient of step 1 equal to {apart:.0e} of its length"
     GRADIENT_DIFFERS = (
@@ -139,11 +143,15 @@ class ReplayReason(Reason):
         "{weights_apart:.0e} of their change: too little precision to tell",
         "{advice}",
     )
-    AS_ABOVE = "the gradient differs by {apart:percent}, as follows from the rows above ({at})"
+    AS_ABOVE = (
+        "the gradient differs by {apart:percent}, as follows from the rows above ({at})",
+        "cure those first, then prove it again",
+    )
     NOT_REPRODUCED = (
         "the gradient differs by {apart:percent} from that of one rank, but rank {rank} does not "
         "reproduce its own either: fed its own batches and draws again, step {step} differs by "
-        "{noise:percent} ({at}). Something that prove does not see differs from run to run"
+        "{noise:percent} ({at}). Something that prove does not see differs from run to run",
+        "seed each generator; torch.use_deterministic_algorithms(True); no clock, no set's order",
     )
     LATER_EPOCH = (
         "from epoch {number} on, the gradient differs by {apart:percent} from that of one rank, "
@@ -153,72 +161,130 @@ class ReplayReason(Reason):
     )
     CONTROL_FAILS = (
         "the gradient differs by {apart:percent} from that of one rank, but the ranks could not be "
-        "run again with their own records: {message}"
+        "run again with their own records: {message}",
+        "prove it again; if this comes back, switch off what raises it for this proof",
+    )
+    FORCED_DRAWS_FAIL = (
+        "the gradient differs by {apart:percent} from that of one rank, but the ranks do not run "
+        "with {draws}: {places}",
+        "switch what is drawn there off for this proof",
     )
     EQUAL_WITH_ONE_DRAW = (
         "the gradient differs by {apart:percent} of its length with the numbers that the ranks "
         "drew, and by {apart_of_one_draw:.0e} where all samples get one draw ({places}): a "
-        "divisor that "
-        "depends on the draws, or samples that changed places before"
+        "divisor that depends on the draws, or samples that changed places before",
+        "all_reduce a count that the loss divides by; else switch these draws off for this proof",
     )
     OTHER_SHAPE = (
         "the one rank's optimizer holds other parameters: {name} has the shape {of_ranks!s}, and "
-        "{of_one!s} on one rank; it must not depend on the batch size"
+        "{of_one!s} on one rank",
+        "its shape must not depend on the batch size or on the number of ranks",
     )
-    OTHER_PARAMETERS = "the one rank's optimizer holds other parameters"
+    OTHER_PARAMETERS = (
+        "the one rank's optimizer holds other parameters",
+        "what it holds must not depend on the batch size or on the number of ranks",
+    )
     OTHER_DTYPES = "the ranks have gradients of {of_ranks}, and one rank of {of_one}: {advice}"
-    NO_GRADIENTS = "the two runs have no gradient in common"
-    NOT_FINITE = "the gradient of step {step} is not finite ({at})"
-    NOTHING_TO_COMPARE = "all gradients are zero: there is nothing to compare"
-    TOO_SHORT = "the gradient has a length of {length:.0e}: that is rounding ({at})"
+    NO_GRADIENTS = (
+        "the two runs have no gradient in common",
+        "before the first step, a backward must reach the same parameters, on one rank, too",
+    )
+    NOT_FINITE = (
+        "the gradient of step {step} is not finite ({at})",
+        "torch.autograd.set_detect_anomaly(True) finds where; a loss scale may begin lower",
+    )
+    NOTHING_TO_COMPARE = (
+        "all gradients are zero: there is nothing to compare",
+        "is the loss detached? If weights begin at 0, prove it from others",
+    )
+    TOO_SHORT = (
+        "the gradient has a length of {length:.0e}: that is rounding ({at})",
+        "prove it from other first weights, where the loss still has a slope",
+    )
     BATCHNORM_ROWS = (
         "BatchNorm gets a number of rows that is no multiple of the samples, so nobody knows which "
-        "rows are those of which rank: call the model once for the batch of each loader, or put "
-        "nn.Identity() in the place of BatchNorm to prove the rest"
+        "rows are those of which rank",
+        "call the model once per batch of a loader, or prove the rest with nn.Identity() instead",
     )
     BATCHNORM_ROWS_GUESSED = (
         "the gradient differs by {apart:percent}, but BatchNorm gets several rows of each sample, "
-        "and which of them belong to which rank is a guess ({at})"
+        "and which of them belong to which rank is a guess ({at})",
+        "one row per sample, or prove the rest with nn.Identity() instead",
     )
     DRAWS_IN_KERNEL = (
-        "random numbers are drawn inside a kernel, where nobody can record them: {places}"
+        "random numbers are drawn inside a kernel, where nobody can record them: {places}",
+        "--cpu, where fewer kernels draw, or switch dropout off there for this proof",
     )
-    TOO_MANY_DRAWS = "more random numbers are drawn than can be kept: {places}"
-    DRAWS_ESCAPED = "random numbers are drawn by a library that prove does not watch, {places}"
+    TOO_MANY_DRAWS = (
+        "more random numbers are drawn than can be kept: {places}",
+        "--batches 1, a smaller batch, or this noise switched off for this proof",
+    )
+    DRAWS_ESCAPED = (
+        "random numbers are drawn by a library that prove does not watch, {places}",
+        "draw them by a function of torch, or switch that off for this proof",
+    )
     DRAWS_NOT_MATCHED = (
-        "one rank draws other random numbers, or more of them, than all ranks together: {places}"
+        "one rank draws other random numbers, or more of them, than all ranks together: {places}",
+        "draw one row per sample, as torch.randn_like(x), or switch it off for this proof",
     )
     DRAWS_NOT_GIVEN = (
-        "without a DataLoader, the original draws its own random numbers: {places}; switch dropout "
-        "and noise off in both scripts to compare them"
+        "without a DataLoader, the original draws its own random numbers: {places}",
+        "switch dropout and noise off in both scripts to compare them",
     )
-    CANNOT_MERGE = "the batches of the ranks cannot be put together: {what}"
-    NOT_KEPT = "{message}"
-    REPLAY_FAILS = (
-        "one rank, with the samples of all ranks in its batches, cannot run it: {kind} at {at}: "
+    CANNOT_MERGE = (
+        "the batches of the ranks cannot be put together: {what} ({at})",
+        "samples in the first dimension of each tensor, or a collate_fn that draws nothing",
+    )
+    NOT_KEPT = (
         "{message}",
-        "if {at} fixes the number of samples, take it from the batch: x.shape[0]; if it counts on "
-        "other ranks or on the length of an epoch, --alone 'COMMAND' says how one rank is started",
+        "tensors, lists and dicts, or a class that pickle can copy",
     )
-    REPLAY_SAYS = "one rank made no step with the recorded batches: {message}"
-    NO_REPLAYED_STEP = "one rank made no step with the recorded batches"
-    NOT_ONE_RANK = (
-        "the command for one rank started {world_size}: --alone 'COMMAND' says how one is started"
+    REPLAY_FAILS = (
+        FAILS,
+        f"if {{at}} counts on other ranks or on the length of an epoch, {ALONE}",
     )
-    NO_STEP = "no parameter changed in {batches:n batch}: if a step needs more, raise --batches"
+    REPLAY_FAILS_BY_SHAPE = (
+        FAILS,
+        "if {at} fixes the number of samples, take it from the batch: x.shape[0]",
+    )
+    REPLAY_FAILS_BY_DTYPE = (FAILS, "--float32 leaves the dtypes as the script has them")
+    REPLAY_SAYS = (
+        "one rank made no step with the recorded batches: {message}",
+        ALONE,
+    )
+    NO_REPLAYED_STEP = (
+        "one rank made no step with the recorded batches",
+        f"raise --batches, if a step needs more; else {ALONE}",
+    )
+    NOT_ONE_RANK = ("the command for one rank started {world_size}", ALONE)
+    NO_STEP = (
+        "no parameter changed in {batches:n batch} of the loader at {places}",
+        "raise --batches, if a step needs more",
+    )
     NO_BATCH = (
         "no optimizer of torch made a step, and no parameter of a model that was called changed "
-        "before its next call"
+        "before its next call",
+        "is this the command that trains? If so, call the model as model(x) in each step",
     )
-    ONLY_ONE_RANK = "it is the only one: start two to compare"
-    WHICH_COMMAND = "say how one rank is started: --alone 'COMMAND'"
-    MODEL_DIVIDED = "each rank holds a part of the model"
-    OTHER_ROWS = "each rank takes its rows of a batch that all load, with other random numbers"
+    ONLY_ONE_RANK = ("it is the only one", "start two to compare: --nproc-per-node=2")
+    WHICH_COMMAND = ("the command has no number of ranks that prove could set to 1", ALONE)
+    MODEL_DIVIDED = (
+        "each rank holds a part of the model ({at})",
+        "switch tensor and pipeline parallelism off for this proof; fully_shard can be compared",
+    )
+    OTHER_ROWS = (
+        "each rank takes its rows of a batch that all load, with other random numbers ({at})",
+        "load with the same seed on all ranks, or deal samples out by a DistributedSampler",
+    )
     NO_LOADER = (
         "no DataLoader, and nothing that differs between the ranks was seen where data meet "
-        "gradients, so there is nothing to replay"
+        "gradients, so there is nothing to replay",
+        "read a batch from a DataLoader, or as x[indices] right before the loss",
     )
-    TOO_MUCH_DATA = "no DataLoader, and more data meet gradients than can be kept: {places}"
+    TOO_MUCH_DATA = (
+        "no DataLoader, and more data meet gradients than can be kept: {places}",
+        "--batches 1, a smaller batch, or a DataLoader",
+    )
     DATA_NOT_MERGED = (
         "the gradient differs by {apart:percent}, but without a DataLoader, what meets a gradient "
         "at {places} cannot be put together for one rank",
@@ -263,9 +329,15 @@ class ReplayReason(Reason):
         "the original reads from what the ranks have read",
         "see the row one rank; a DataLoader in both scripts lets them be compared",
     )
-    RUN_HANGS = "no replay of a run that hangs"
-    RUN_FAILS = "no replay of a run that ends with an error: {message}"
-    RECORDS_MISSING = "{present} of {world_size} wrote records"
+    RUN_HANGS = ("no replay of a run that hangs", "cure the row hang, then prove it again")
+    RUN_FAILS = (
+        "no replay of a run that ends with an error: {message}",
+        "cure this error, or the rows above that lead to it, then prove it again",
+    )
+    RECORDS_MISSING = (
+        "{present} of {world_size} wrote records",
+        "start all ranks on this machine, and let each end by itself, without os._exit",
+    )
     COIN_BY_RANK = (
         "each rank draws its own for its whole batch: {places}",
         "meant so if it only mixes or augments the batch, as mixup's lambda; where it decides what "

@@ -14,6 +14,8 @@ SHARD = "DataLoader(dataset, sampler=DistributedSampler(dataset)), or split the 
 SHARD_STREAM = (
     "split by rank and by worker in __iter__: islice(all_samples, rank, None, world_size)"
 )
+SAME_ORDER_FIRST = "before the split, shuffle files or samples with a seed that all ranks share, "
+SAME_ORDER_FIRST += "such as the epoch without the rank"
 OTHER_GRADIENTS = ", but compute other gradients from them"
 OWN_DRAWS = (
     "meant so if each rank draws its own completions, actions or noise for them, as GRPO does"
@@ -22,6 +24,7 @@ ALL_CALL = "every rank must reach each collective the same number of times, in t
 WRITE_ONCE = "if dist.get_rank() == 0, and a barrier before another rank reads it"
 WRITE_OWN = "a name with the rank in it, if each rank keeps something of its own (the state of its "
 WRITE_OWN += "sampler or generator, its metrics)"
+TOLD_APART = "prove it with samples that differ, or with a data set that is read by index"
 OPENED = "{path} is opened for writing by ranks {ranks!s} ({at})"
 APART = "{apart} of {tensors} tensors differ between the ranks {when}: {names} ({at})"
 APART_IN_STEP = "the ranks step with different gradients in {apart} of {tensors} tensors: {names} "
@@ -74,8 +77,14 @@ class RunReason(Reason):
     )
 
     # samples
-    NO_INPUTS = "no step in a pass over a DataLoader, nor a call of a model with tensors"
-    ONE_INPUT = "no DataLoader; the ranks call the model with one tensor, the same in all calls"
+    NO_INPUTS = (
+        "no step in a pass over a DataLoader, nor a call of a model with tensors",
+        "let it make steps on batches of a DataLoader, or on what model(x) gets",
+    )
+    ONE_INPUT = (
+        "no DataLoader; the ranks call the model with one tensor, the same in all calls",
+        "if these are the training data, give each rank its rows: x[rank::world_size]",
+    )
     SAME_INPUTS = (
         "all ranks call the model with the same tensors, {calls} times",
         "seed by rank, or split the data by rank",
@@ -99,8 +108,8 @@ class RunReason(Reason):
         Heading.LOSS,
     )
     SUBSETS_DIFFER = (
-        "the ranks split the data set differently: of {own} samples that rank 0 may draw, all "
-        f"ranks may draw {{common}} ({LOADER})",
+        "the ranks split the data set differently: {missing} of the {own} samples in rank 0's "
+        f"training set are not in that of another rank, which may test on them ({LOADER})",
         "give random_split a generator with the same seed on all ranks",
         Heading.LOSS,
     )
@@ -142,11 +151,23 @@ class RunReason(Reason):
         f"{OWN_DRAWS}; else {SHARD_STREAM}",
         Heading.LOSS,
     )
-    CONTENTS_UNKNOWN = f"samples cannot be told apart ({LOADER}; {{kind}})"
+    CONTENTS_UNKNOWN = (
+        f"samples cannot be told apart ({LOADER}; {{kind}})",
+        TOLD_APART,
+    )
+    STREAM_NOT_SPLIT = (
+        f"{SHARED}; they only come in another order",
+        SHARD_STREAM,
+        Heading.LOSS,
+    )
+    STREAM_SPLIT_DIFFERENTLY = (
+        f"{SHARED}; no rank has all of them",
+        SAME_ORDER_FIRST,
+        Heading.LOSS,
+    )
     CONTENTS_SHARED = (
         SHARED,
-        "the same order on all ranks before it is split: shuffle files or samples with a seed that "
-        f"all ranks share, such as the epoch without the rank; then {SHARD_STREAM}",
+        f"if nothing splits it yet, {SHARD_STREAM}; else {SAME_ORDER_FIRST}",
         Heading.LOSS,
     )
     PARTS_SHARED = (
@@ -175,10 +196,16 @@ class RunReason(Reason):
     )
 
     # epochs: batches, order, draws
-    NO_END_OF_DATA = "no rank reached the end of its data"
+    NO_END_OF_DATA = (
+        "no rank reached the end of its data ({at})",
+        "raise --batches, or prove it with less data; an endless stream has nothing to compare",
+    )
     UNEQUAL_BUT_JOINED = "{batches!s}, and Join lets the shorter ones wait"
     UNEQUAL_BUT_STOPPED = "{batches!s}, and all ranks stop with the one that has fewest"
-    UNEQUAL_BUT_CUT = "{batches!s}, but the script ends its epochs earlier"
+    UNEQUAL_BUT_CUT = (
+        "{batches!s}, but the script ends its epochs earlier ({at})",
+        "harmless if all ranks end them after the same batch",
+    )
     UNEQUAL_BATCHES = (
         "{batches!s} batches on the ranks: whoever has more waits for ever ({at})",
         "DistributedSampler makes them equal; or drop_last; or Join",
@@ -190,7 +217,10 @@ class RunReason(Reason):
         Heading.LOSS,
     )
     EQUAL_BATCHES = "{batches} on each rank"
-    NO_SECOND_EPOCH = "there was no second epoch"
+    NO_SECOND_EPOCH = (
+        "there was no second epoch over the loader at {at}",
+        "let the script train for two epochs or more in this proof",
+    )
     ORDER_CHANGES = "epochs 1 and 2 differ"
     DATA_CHANGES = "the data set itself changes from epoch to epoch"
     EPOCH_NOT_SET = (
@@ -219,7 +249,10 @@ class RunReason(Reason):
     )
     DRAWS_DIFFER = "the ranks draw different random numbers"
     WORKER_SEEDS_DIFFER = "the loaders of the ranks give their workers different seeds"
-    ORIGINAL_WITHOUT_LENGTH = "a loader does not say how many samples it has"
+    ORIGINAL_WITHOUT_LENGTH = (
+        "the loader at {at} does not say how many samples it has",
+        "__len__ of its data set would; else compare the samples of an epoch by hand",
+    )
     ORIGINAL_HAS_MORE_SAMPLES = (
         LENGTHS,
         "drop_last in the sampler and in the loader only if the original has it; keep a sampler of "
@@ -237,11 +270,16 @@ class RunReason(Reason):
     # evaluation
     NO_EVALUATION = (
         "no pass over the loader at {places}: an evaluation counts that comes within the first two "
-        "epochs; to see yours, let it come earlier (fewer epochs), or raise --batches"
+        "epochs",
+        "to see yours, let it come earlier (fewer epochs), or raise --batches",
     )
     EVALUATED_BY_SOME = "by {ranks} of {world_size} ranks ({at})"
-    EVALUATED_OWN_DATASETS = "each rank evaluates a data set of its own ({at})"
-    EVALUATED_UNKNOWN = "the samples of {at} cannot be told apart"
+    EVALUATED_OWN_DATASETS = (
+        "each rank evaluates a data set of its own ({at})",
+        "if these are parts of one, all_reduce sums and counts, then divide",
+        Heading.ACCURACY,
+    )
+    EVALUATED_UNKNOWN = ("the samples of {at} cannot be told apart", TOLD_APART)
     EVALUATED_BY_EACH = (
         "each rank evaluates all {size} samples ({at})",
         "each rank a part, then all_reduce; no mistake if the results are not added up",
@@ -323,7 +361,10 @@ class RunReason(Reason):
         "{backwards} backwards at {at} add up, and the loss is not divided",
         "loss / {backwards}; meant so only if the loss is a sum, or the rate is divided",
     )
-    MODEL_IS_DIVIDED = "the ranks hold different parts of the model, or work in groups"
+    MODEL_IS_DIVIDED = (
+        "the ranks hold different parts of the model, or work in groups",
+        "prove it without model-parallel layers and groups; or let the row one rank decide",
+    )
     WEIGHTS_ALIKE = "the same on all ranks after {steps:n step}"
     WEIGHTS_AVERAGED_LATER = (
         f"{APART}, and agree again later",
@@ -345,7 +386,10 @@ class RunReason(Reason):
         "DDP, or broadcast all weights once and average all gradients in each step",
         Heading.LOSS,
     )
-    LOCAL_STEPS = "each rank steps with its own: weights are averaged, it seems"
+    LOCAL_STEPS = (
+        "each rank steps with its own: weights are averaged, it seems",
+        "see the rows weights and one rank, which compare what is averaged",
+    )
     GRADIENTS_UNFROZEN = (
         f"{APART_IN_STEP}; {WAS_FROZEN}",
         WRAP_AGAIN,
@@ -402,7 +446,10 @@ class RunReason(Reason):
         Heading.LOSS,
     )
     THROUGH_DDP = "{forwards:n training forward}"
-    NO_DDP = "no DDP: see whether the gradients are averaged by hand"
+    NO_DDP = (
+        "no DDP",
+        "if gradients are averaged by hand, the rows averaged gradients and weights judge it",
+    )
     RATES_BY_RANK = (
         "{rates!s} on the ranks {when}",
         "the same schedule on all ranks: average what it depends on first",

@@ -197,10 +197,9 @@ def sample_row_by_index(
     twice, lost = sum(map(len, drawn)) - together, size - together
     parts = [loader_pass.may_draw for loader_pass in passes if loader_pass.may_draw is not None]
     if len(parts) == world_size and len(drawn[0] & drawn[1]) > 1:
-        common = len(set.intersection(*parts))
-        if common < len(parts[0]):
-            own = len(parts[0])
-            return wrong(check, RunReason.SUBSETS_DIFFER, own=own, common=common, **loader)
+        own = len(parts[0])
+        if missing := own - len(set.intersection(*parts)):
+            return wrong(check, RunReason.SUBSETS_DIFFER, own=own, missing=missing, **loader)
     if any(map(draws_with_replacement, passes)):
         return right(check, RunReason.WITH_REPLACEMENT, sampler=first.sampler)
     padding = world_size * (1 + max(first.sizes))
@@ -251,7 +250,9 @@ def sample_rows_by_content(
     if share > 0.05:
         is_same = share > 0.5 and compute_the_same(records, passes)
         says = wrong if is_same and not are_split else warning
-        reason = RunReason.CONTENTS_SHARED if first.is_stream else RunReason.PARTS_SHARED
+        has_ended = all(own.ended for own in passes)
+        reason = reason_of_shared_stream(share, has_ended)
+        reason = reason if first.is_stream else RunReason.PARTS_SHARED
         rows = [says(check, reason, share=share, **loader)]
     else:
         rows = [right(check, RunReason.CONTENTS_SPLIT, share=share, **loader)]
@@ -265,6 +266,14 @@ def sample_rows_by_content(
     if first.fingerprint and sampler_splits and not differing_fields(passes):
         rows.append(warning(Check.ONE_DATA_SET, RunReason.DATA_SETS_DIFFER, **loader))
     return rows
+
+
+def reason_of_shared_stream(share: float, has_ended: bool) -> RunReason:
+    """Is it not split at all, or in another order on each rank? Of a split one, no rank has all,
+    and the first samples of two ranks are not nearly the same."""
+    if share > NEARLY_ALL:
+        return RunReason.STREAM_NOT_SPLIT
+    return RunReason.STREAM_SPLIT_DIFFERENTLY if has_ended else RunReason.CONTENTS_SHARED
 
 
 def share_in_common(checksums: list[int], others: list[int]) -> float:

@@ -122,6 +122,12 @@ def not_seen(check: Check, reason: Reason, **facts: Any) -> ReportRow:
     return ReportRow(NOT_SEEN, check, reason, facts)
 
 
+def place_of_page() -> str:
+    """As seen from the user's folder, if it lies in it."""
+    place = os.path.relpath(PAGE)
+    return str(PAGE) if place.startswith("..") else place
+
+
 def format_table(rows: list[ReportRow]) -> str:
     lines = []
     for row in sorted(rows, key=lambda row: ORDER.index(row.verdict)):
@@ -134,8 +140,8 @@ def format_table(rows: list[ReportRow]) -> str:
         if not row.cure:
             continue
         cure = textwrap.wrap(f"-> {row.cure}", WIDTH - len(INDENT), subsequent_indent="   ")
-        if row.link:  # as seen from the user's folder
-            link = f"({os.path.relpath(PAGE)}#{row.link})"
+        if row.link:
+            link = f"({place_of_page()}#{row.link})"
             fits = len(f"{INDENT}{cure[-1]}  {link}") <= WIDTH
             cure[-1:] = [f"{cure[-1]}  {link}"] if fits else [cure[-1], f"   {link}"]
         lines += [INDENT + line for line in cure]
