@@ -1,4 +1,4 @@
-"""Trains a new head on a frozen body first, and the body too from the third epoch on."""
+"""Trains a new head on a frozen body first, and the body too from the fourth epoch on."""
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ def main():
     torch.manual_seed(0)
     body = nn.Sequential(nn.Linear(8, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU())
     net, batch_size = nn.Sequential(body, nn.Linear(48, 4)), 32 // dist.get_world_size()
-    trainer = Trainer(net, flowers(512, seed=1), batch_size, unfreeze_at=2)
+    trainer = Trainer(net, flowers(512, seed=1), batch_size, unfreeze_at=3)
     for epoch in range(8):
         trainer.fit(epoch)
         accuracy = trainer.test(*flowers(800, seed=2).tensors)
