@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from prove.judge.reasons import Phrase, Reason
+from prove.judge.reasons import Phrase
 from prove.judge.run_reasons import RunReason
 from prove.judge.table import ORDER, Check, ReportRow, not_seen, right, warning, wrong
 from prove.judge.wording import phrase
@@ -269,7 +269,7 @@ def sample_rows_by_content(
     return rows
 
 
-def reason_of_shared_stream(share: float, has_ended: bool) -> Reason:
+def reason_of_shared_stream(share: float, has_ended: bool) -> RunReason:
     """Is it not split at all, or in another order on each rank? Of a split one, no rank has all,
     and the first samples of two ranks are not nearly the same."""
     if share > NEARLY_ALL:
