@@ -316,7 +316,7 @@ def test_modules_that_no_optimizer_holds_begin_as_they_were(prove_script):
     assert verdict(ended, "one rank") == "WRONG", "the control: another number than all samples"
 
 
-def test_many_micro_batches_make_one_step_and_nine_steps_are_seen(prove_script):
+def test_many_micro_batches_make_one_step_and_twelve_steps_are_seen(prove_script):
     step = """
 x, y = batch
 count = globals().get("count", 0) + 1
@@ -328,7 +328,7 @@ if count % 3 == 0:
     data = "data = TensorDataset(torch.randn(48, 6), torch.randint(3, (48,)))"
     source = script(step).replace(data, data.replace("48", "96"))
     ended = prove_script(source)
-    assert "after step 9" in " ".join(ended.stdout.split()), ended.stdout
+    assert "after step 12" in " ".join(ended.stdout.split()), ended.stdout
     assert verdict(ended, "one rank") == "right"
     ended = prove_script(source.replace("/ 3)", "/ len(x.unique()))"))
     assert verdict(ended, "one rank") == "WRONG", "the control"
