@@ -367,8 +367,9 @@ class Comparer:
             facts |= {"most_in": self.farthest_parameter(of_ranks.gradients, of_one.gradients)}
             before = distance(of_ranks.weights_before, of_one.weights_before)
             change = distance(of_ranks.weights_after, self.steps[0][0].weights_before)
-            if before <= self.wrong_from * change:  # else something has changed the weights
-                facts |= {"at": place_of_loss(self.replay) or self.at}
+            if before > self.wrong_from * change:
+                return Comparison(Outcome.DIFFERENT, ReplayReason.WEIGHTS_CHANGED_BETWEEN, facts)
+            facts |= {"at": place_of_loss(self.replay) or self.at}
             return Comparison(Outcome.DIFFERENT, ReplayReason.LATER_GRADIENT_DIFFERS, facts)
         facts |= {"batch": of_ranks.batch, "other": of_one.batch, "at": of_ranks.at}
         return Comparison(Outcome.MEANT_SO, ReplayReason.OTHER_BATCH, facts)

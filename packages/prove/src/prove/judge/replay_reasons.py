@@ -81,6 +81,12 @@ class ReplayReason(Reason):
         "the mean of the gradients of all ranks must reach the update",
         Heading.LOSS,
     )
+    WEIGHTS_CHANGED_BETWEEN = (
+        "the gradient of step {step} differs by {apart:percent} of its length from that of one "
+        "rank, most in {most_in}: the weights differ before it, and no earlier gradient does ({at})",
+        "whatever changes weights beside the gradient (decay, a mean, a copy) must not count ranks",
+        Heading.LOSS,
+    )
     LATER_GRADIENT_DIFFERS = (
         "the gradient of step {step} differs by {apart:percent} of its length from that of one "
         "rank, most in {most_in} ({at})",
