@@ -83,7 +83,7 @@ class ReplayReason(Reason):
     )
     WEIGHTS_CHANGED_BETWEEN = (
         "the gradient of step {step} differs by {apart:percent} of its length from that of one "
-        "rank, most in {most_in}: the weights differ before it, and no earlier gradient does ({at})",
+        "rank, most in {most_in}: the weights differ before it, but no gradient before them ({at})",
         "whatever changes weights beside the gradient (decay, a mean, a copy) must not count ranks",
         Heading.LOSS,
     )
