@@ -154,7 +154,7 @@ def test_a_project_keeps_its_script_right_with_a_test(tmp_path, monkeypatch):
     found = prove.check(line)
     assert "forward through DDP" in {row.check for row in found.wrong}
     assert not found.proven
-    assert not replace(right, unseen=["one rank"]).proven, "what was not compared is not proven"
+    assert not replace(right, unproven=["one rank"]).proven, "what was not compared is not proven"
 
 
 OWN_ARGUMENTS = """

@@ -60,15 +60,15 @@ def test_if_one_rank_cannot_be_compared_the_last_line_says_that_nothing_is_prove
         training_of(f"DistributedDataParallel(Shifted({batch}))", SHIFTED)
         for batch in ("local_batch", 1)
     )
-    unknown = "so nothing is proven about"
+    unknown = "nothing is proven about"
     (tmp_path / "once.py").write_text(of_all_samples)
     ended = prove_script(of_each_sample, "--original", "torchrun --nproc-per-node=1 once.py")
     assert (verdict(ended, "one rank"), verdict(ended, "the original")) == ("not seen", "not seen")
     assert "shape [4, 1, 8], and [8, 1, 8]" in " ".join(ended.stdout.split())
     last_line = ended.stdout.splitlines()[-1]
-    assert f"the original, {unknown} what is averaged and the conversion" in last_line
+    assert f"{unknown} what is averaged and the conversion: see one rank and" in last_line
     ended = prove_script(of_each_sample)
-    assert ended.stdout.endswith(f"not seen: one rank, {unknown} what is averaged\n")
+    assert ended.stdout.endswith(f"; {unknown} what is averaged: see one rank\n")
     ended = prove_script(of_all_samples)  # the control: a parameter for all samples
     assert (verdict(ended, "one rank"), unknown in ended.stdout) == ("right", False)
 

@@ -281,7 +281,7 @@ def judged(seed: int, change: Change) -> dict:
     judgment = judge(seed, change=change)
     verdicts = {row.verdict for row in judgment.rows}
     proofs = {row.verdict for row in judgment.rows if row.check == PROOF}
-    is_proven = proofs and "not seen" not in proofs
+    is_proven = proofs == {"right"}
     outcome = (
         "no table"
         if judgment.error

@@ -15,10 +15,10 @@ from prove.judge.table import WARNING, WRONG, ReportRow
 
 @dataclass
 class Result:
-    """The whole table. unseen: the comparisons that are the proof and could not be made."""
+    """The whole table. unproven: the comparisons that are the proof, and have shown nothing."""
 
     rows: list[ReportRow]
-    unseen: list[str]
+    unproven: list[str]
     strict: bool = False  # then warnings count as WRONG
 
     def having(self, verdict: str) -> list[ReportRow]:
@@ -36,7 +36,7 @@ class Result:
     def proven(self) -> bool:
         """It was compared with one rank, and nothing is WRONG. There may be warnings, if not
         strict."""
-        return not (self.wrong or self.unseen or (self.strict and self.warnings))
+        return not (self.wrong or self.unproven or (self.strict and self.warnings))
 
 
 class NotJudgedError(Exception):
@@ -57,4 +57,6 @@ def check(command: list[str], *options: str, strict: bool = False) -> Result:
         written = json.loads(file.read_text())
     if written["error"]:
         raise NotJudgedError(written["error"])
-    return Result([ReportRow.from_json(row) for row in written["rows"]], written["unseen"], strict)
+    return Result(
+        [ReportRow.from_json(row) for row in written["rows"]], written["unproven"], strict
+    )

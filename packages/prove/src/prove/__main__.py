@@ -34,7 +34,7 @@ from prove.judge.table import (
     NotObservedError,
     ReportRow,
     format_table,
-    unseen_checks,
+    unproven_checks,
 )
 from prove.judge.wording import number_with_noun
 from prove.options import parse_args
@@ -48,9 +48,9 @@ def print_to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def write_json(file: Path | None, rows: list[ReportRow], unseen: list[Check], error: str) -> None:
+def write_json(file: Path | None, rows: list[ReportRow], unproven: list[Check], error: str) -> None:
     if file:
-        result = {"rows": [row.as_json() for row in rows], "unseen": unseen, "error": error}
+        result = {"rows": [row.as_json() for row in rows], "unproven": unproven, "error": error}
         file.write_text(json.dumps(result, indent=1, default=str))
 
 
@@ -117,8 +117,8 @@ def main() -> int:
         print_to_stderr(f"error: {error}")
         return status
     proof = [Check.ONE_RANK, Check.ORIGINAL] if args.original else [Check.ONE_RANK]
-    unseen = unseen_checks(rows, proof)
-    write_json(args.json, rows, unseen, "")
+    unproven = unproven_checks(rows, proof)
+    write_json(args.json, rows, unproven, "")
     print(format_table(rows))
     wrong, warned = (sum(row.verdict == each for row in rows) for each in (WRONG, WARNING))
     found, ending = f"{wrong} WRONG", ""
@@ -126,13 +126,13 @@ def main() -> int:
         found += f" and {number_with_noun(warned, 'warning')}"
         if args.strict:
             ending = "; --strict counts warnings as WRONG"
-    if unseen:
-        unknown = " and ".join(PROOF_OF[check] for check in unseen)
-        ending += f"; not seen: {', '.join(unseen)}, so nothing is proven about {unknown}"
+    if unproven:
+        unknown = " and ".join(PROOF_OF[check] for check in unproven)
+        ending += f"; nothing is proven about {unknown}: see {' and '.join(unproven)}"
     print(f"\n{found} of {len(rows)} checks, in {time.monotonic() - began:.0f} s{ending}")
     if wrong or (args.strict and warned):
         return IS_WRONG
-    return NOTHING_PROVEN if unseen and not args.allow_unproven else PROVEN
+    return NOTHING_PROVEN if unproven and not args.allow_unproven else PROVEN
 
 
 if __name__ == "__main__":

@@ -148,8 +148,9 @@ def format_table(rows: list[ReportRow]) -> str:
     return "\n".join(lines)
 
 
-def unseen_checks(rows: list[ReportRow], checks: list[Check]) -> list[Check]:
-    """Those of the comparisons that are the proof which could not be made."""
-    compared = {row.check for row in rows if row.verdict != NOT_SEEN}
-    compared -= {row.check for row in rows if row.verdict == NOT_SEEN}
-    return [check for check in checks if check not in compared]
+def unproven_checks(rows: list[ReportRow], checks: list[Check]) -> list[Check]:
+    """Those of the comparisons that are the proof which could not be made, or whose difference may
+    be meant so."""
+    decided = {row.check for row in rows if row.verdict in (RIGHT, WRONG)}
+    decided -= {row.check for row in rows if row.verdict in (NOT_SEEN, WARNING)}
+    return [check for check in checks if check not in decided]
