@@ -272,9 +272,6 @@ class LoaderWatcher:
             if not self.is_enough(loader_pass, getattr(loader, "prove_was_asked", False)):
                 batch = next_batch(iterator, loader_pass, steps.draws)
             if batch is None:
-                is_last = loader_pass.epoch == EPOCHS - 1 and loader_pass.with_gradients
-                if is_last and loader_pass.steps and run.joined and not run.replaying:
-                    run.end_early()
                 if looks_ahead and loader_pass.with_gradients:
                     self.begin_batch(loader_pass, loader_pass.batches_given + 1, size)
                 if loader_pass.replay_number is not None:
