@@ -35,6 +35,7 @@ OF_ONE_RANK = (Mode.REPLAY, Mode.WHOLE, Mode.SEQUENCE, Mode.ORIGINAL)  # it gets
 HOOKS = Path(__file__).parent / "hooks"
 RANK, WORLD_SIZE = "{rank}", "{world_size}"  # in a command that each rank gets with its numbers
 WARNING_FILTERS = warnings.filters[:]  # of a script: ours are quieter
+REPLACED_STREAMS: list[Any] = []  # one that owns descriptor 1 would close it where it is forgotten
 SECONDS_UNTIL_SURE = 1.5  # seconds without progress, if the ranks wait for different things
 BEATS_OF_A_LIVE_RANK = 4  # a rank that has not written so often since then may only be slow
 SECONDS_AFTER_FAILURE = 3.0  # seconds that the others get when one rank has failed
@@ -126,6 +127,7 @@ def begin_as(command: list[str], environment: dict[str, str], log: Path) -> None
     out = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     os.dup2(out, 1)
     os.dup2(out, 2)
+    REPLACED_STREAMS.extend((sys.stdout, sys.stderr))
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     os.environ.clear()
     os.environ.update(environment)
