@@ -60,7 +60,7 @@ class Prover:
             if not any(row.verdict == WRONG for row in rows):
                 error = error_of(outcome)
                 needs_gpu = not self.args.cpu and ("NVIDIA" in error or "CUDA" in error)
-                advice = "; without a GPU, --cpu runs it" if needs_gpu else ""
+                advice = "; --cpu runs it without a GPU for each rank" if needs_gpu else ""
                 raise NotJudgedError(f"the script fails by itself: {error}{advice}")
         elif not any(
             record.steps or record.loader_passes or record.model_calls for record in records

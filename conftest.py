@@ -1,4 +1,4 @@
-"""What a test needs of its machine: the mark `gpu`, and ranks that may use it.
+"""What a test sees of its machine: no GPU, unless the tests with the mark `gpu` alone are run.
 
 And of pytest: the numbers of an `assert` that stands in a helper.
 """
@@ -18,8 +18,14 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 pytest.register_assert_rewrite("helpers")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """So all other tests mean the same on every machine: two ranks, with or without one GPU."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for mark in item.iter_markers("gpu"):
         needed = mark.args[0] if mark.args else 1
         if torch.cuda.device_count() < needed:
-            pytest.skip(f"needs GPUs: {needed}")
+            pytest.skip(f"needs GPUs: {needed}, and -m gpu")
