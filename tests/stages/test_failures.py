@@ -92,7 +92,7 @@ def test_troubleshooting_shows_what_becomes_of_a_function_that_stands_in_no_file
     code = fence.text.split('"')[1]
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert process.returncode == 1
-    assert "Can't get attribute 'train' on <module '__main__' (built-in)>" in process.stderr
+    assert "Can't get attribute 'train' on <module '__main__' (" in process.stderr
 
 
 def test_a_checkpoint_remembers_the_gpu_of_rank_0_unless_it_is_loaded_to_the_cpu(

@@ -78,7 +78,7 @@ def run_over(backend, rank, programs):
     for program in programs:
         try:
             results = [torch.as_tensor(value).tolist() for value in program(rank, RANKS)]
-        except (RuntimeError, TimeoutError, AssertionError) as error:
+        except (RuntimeError, TimeoutError, AssertionError, ValueError) as error:
             results = f"error: {error}"
         results_by_program[program.__name__] = results
     dist.destroy_process_group()  # so that a rank that waits for an error of another goes on
@@ -141,6 +141,8 @@ def test_messages_with_gaps_arrive_and_leave_the_gaps_as_they_were():
 
 def test_monitored_barrier_names_who_is_late():
     alone, *others = results("shm", monitored)
+    if alone == "error: monitored_barrier is only implemented for GLOO backend.":
+        pytest.skip("needs a torch that lets other backends have a monitored_barrier")
     assert alone == [[1], [1, 2]]
     assert others == [[[], []]] * 2
 
