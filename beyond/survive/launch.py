@@ -107,8 +107,8 @@ def require_address(host: str | None) -> None:
     """LaunchError if nobody knows this host: torch would go on asking until the time limit."""
     try:
         socket.getaddrinfo(host or None, 0)  # None: not set, as torch will say
-    except socket.gaierror as error:
-        if error.errno == socket.EAI_AGAIN:  # the name server is busy, so torch asks again
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: it can be no host's name
+        if error.args[0] == socket.EAI_AGAIN:  # the name server is busy, so torch asks again
             return
         why = f"MASTER_ADDR is {host}, which this machine cannot resolve ({error})"
         cure = "name rank 0's host, or on one machine add --local-addr 127.0.0.1 to torchrun"

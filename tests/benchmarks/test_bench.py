@@ -6,6 +6,7 @@ import sys
 from functools import cache
 
 import pytest
+import torch
 
 from benchmarks import bench, result_files
 from benchmarks.draw import tables, training_tables
@@ -46,6 +47,8 @@ def committed(name: str) -> dict:
 
 @pytest.mark.parametrize("name", OTHER_SECTIONS)
 def test_a_section_runs_and_finds_what_its_committed_results_hold(name):
+    if name == "shm" and torch.__version__ < "2.12":
+        pytest.skip("gloo of torch 2.11 has no all_to_all to compare with")
     output, results = results_of(name)
     assert results["provenance"]["commit"]
     assert committed(name).keys() <= results.keys()

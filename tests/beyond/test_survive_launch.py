@@ -69,9 +69,9 @@ WRONG_STARTS = [
 ]
 
 
-NOWHERE = launcher_variables(29500) | {"MASTER_ADDR": "nowhere.invalid"}
-NOWHERE_ERROR = "MASTER_ADDR is nowhere.invalid, which this machine cannot resolve ("
-WRONG_STARTS.append((NOWHERE, NOWHERE_ERROR))
+for host in ("127.0.0.1:29500", "node..example"):  # for which no name server is asked
+    error = f"MASTER_ADDR is {host}, which this machine cannot resolve ("
+    WRONG_STARTS.append((launcher_variables(29500) | {"MASTER_ADDR": host}, error))
 
 
 @pytest.mark.parametrize(("env", "error"), WRONG_STARTS)
