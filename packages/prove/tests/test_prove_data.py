@@ -236,10 +236,15 @@ def test_ranks_with_unequal_numbers_of_batches_may_stop_together(prove_script):
     loop = loop.replace(
         "    sampler.set_epoch", f"    {own}dist.get_rank())\n    sampler.set_epoch"
     )
-    ended = prove_script(loop + STOPS.lstrip("\n") + body)
+    script = loop + STOPS.lstrip("\n") + body
+    ended = prove_script(script)
     for check in ("batches per epoch", "one rank"):
         assert verdict(ended, check) == "right", ended.stdout + ended.stderr
     assert "all ranks stop with the one that has fewest" in " ".join(ended.stdout.split())
+    script = script.replace("        dist.all_reduce(more, op=dist.ReduceOp.MIN)\n", "")
+    for epochs in (1, 3):  # the controls: where others have ended, a rank waits in its last step
+        ended = prove_script(script.replace("range(3)", f"range({epochs})"))
+        assert verdict(ended, "batches per epoch") == "WRONG", ended.stdout + ended.stderr
 
 
 def test_workers_with_one_seed_are_named_if_they_draw(prove_script):

@@ -174,7 +174,7 @@ class Runs:
         batches = shortest + 1
         self.report(f"the ranks have unequal numbers of batches: again, with {batches} in an epoch")
         settings = replace(self.settings, batches=batches, variant=ReplayVariant.LONGER)
-        if epochs.stop_together(self.run(settings, self.args.command).records):
+        if epochs.stop_together(self.run(settings, self.args.command)):
             records[0].notes[Note.STOP_TOGETHER] = ""
 
     def run_bare(self, outcome: processes.RunOutcome) -> processes.RunOutcome:

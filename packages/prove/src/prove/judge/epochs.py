@@ -10,6 +10,7 @@ from prove.judge.samples import (
     trained_loader_passes,
 )
 from prove.judge.table import Check, ReportRow, not_seen, right, warning, wrong
+from prove.processes import RunOutcome
 from prove.rank_record import LoaderPass, Note, RankRecord
 
 
@@ -39,9 +40,24 @@ def shortest_of_unequal_epochs(records: list[RankRecord]) -> int:
     return 0
 
 
-def stop_together(records: list[RankRecord]) -> bool:
-    """Do the ranks make as many steps in their first epoch?"""
-    return any(len({each.steps for each in of}) == 1 for of in trained_loader_passes(records)[:1])
+def stop_together(outcome: RunOutcome) -> bool:
+    """Do all ranks end well, and make as many steps in their first epoch?
+
+    A rank that waits in a step when it is ended has not counted it.
+    """
+    records = outcome.records
+    if outcome.status or not all(rank.ended.is_well for rank in records):
+        return False
+    for passes in trained_loader_passes(records)[:1]:
+        return len({*map(steps_of_epoch, records, passes)}) == 1
+    return False
+
+
+def steps_of_epoch(record: RankRecord, loader_pass: LoaderPass) -> int:
+    """Until the next epoch begins; the last step before a `break` is one of them."""
+    later = record.loader_passes[loader_pass.number + 1 :]
+    ends = [each.steps_before for each in later if each.dataset == loader_pass.dataset]
+    return (ends[0] if ends else record.steps) - loader_pass.steps_before
 
 
 def epoch_rows(records: list[RankRecord]) -> list[ReportRow]:
