@@ -1,6 +1,6 @@
 """Which samples does a rank draw, and in which order? The loaders are watched.
 
-Each epoch is cut to a few batches, and the run ends with the first step of the third one.
+Each epoch is cut to a few batches, and the run ends after the third one.
 """
 
 from collections.abc import Callable, Iterator, Mapping
