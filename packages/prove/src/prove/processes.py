@@ -31,7 +31,7 @@ from prove.rank_record import (
     read_records,
 )
 
-OF_ONE_RANK = (Mode.REPLAY, Mode.WHOLE, Mode.SEQUENCE, Mode.ORIGINAL)  # it gets all cores
+OF_ONE_RANK = (Mode.REPLAY, Mode.WHOLE, Mode.SEQUENCE, Mode.ORIGINAL)
 HOOKS = Path(__file__).parent / "hooks"
 RANK, WORLD_SIZE = "{rank}", "{world_size}"  # in a command that each rank gets with its numbers
 WARNING_FILTERS = warnings.filters[:]  # of a script: ours are quieter
@@ -344,7 +344,8 @@ def run_command(
     """
     began = time.monotonic()
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PROVE": json.dumps(asdict(settings))}
-    if settings.mode in OF_ONE_RANK and environment["OMP_NUM_THREADS"].isdigit():
+    takes_all = settings.shares_out_cores and settings.mode in OF_ONE_RANK
+    if takes_all and environment["OMP_NUM_THREADS"].isdigit():
         threads = int(environment["OMP_NUM_THREADS"]) * settings.world_size
         environment["OMP_NUM_THREADS"] = str(min(threads, os.cpu_count() or 1))
     log = Path(settings.folder, f"{settings.name}.log")

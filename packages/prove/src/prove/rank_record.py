@@ -122,6 +122,7 @@ class Settings:
     seed: int | None = None  # of the generators when the script begins; None: any
     dropout: bool = True  # False: switched off, because its masks cannot be recorded
     watches_operations: bool = True  # False: nothing is changed in the script's torch
+    shares_out_cores: bool = False  # what one rank computes alone gets the threads of all
 
     def __post_init__(self) -> None:
         """From JSON, they come as texts."""

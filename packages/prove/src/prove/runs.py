@@ -25,6 +25,7 @@ FLAG_FOR_RANKS = re.compile(
     r"""["'](--(?:world[-_]size|num[-_]gpus|n?gpus|nprocs?|num[-_]processes|devices))["']"""
 )
 MOST_LONGER_RUNS = 2  # to find out how an epoch ends
+SECONDS_OF_SMALL_STEPS = 5  # of a run: threads that share so little work wait for each other
 MOST_BATCHES_TO_THE_END = 64  # of an epoch, to see how it ends
 LEAST_SECONDS = 20.0  # that a script gets to fail by itself
 
@@ -145,6 +146,7 @@ class Runs:
         self.settings = replace(
             self.settings,
             world_size=len(outcome.records) or self.settings.world_size,
+            shares_out_cores=outcome.seconds > SECONDS_OF_SMALL_STEPS,
             rows_are_split=samples.rows_are_split(self.observed.records),
         )
 
