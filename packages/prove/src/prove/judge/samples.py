@@ -81,6 +81,8 @@ def rows_are_split(records: list[RankRecord]) -> bool:
     passes = trained_loader_passes(records)
     if not passes or not same_on_all_ranks(passes[0], "indices"):
         return False
+    if compute_the_same(records, passes[0]):  # all take the same rows
+        return False
     loaded: dict[tuple, int] = {}  # rows of each batch of each rank
     used: Counter = Counter()  # those that went into the model
     for rank in records:
