@@ -242,6 +242,7 @@ class OptimizerStep:
     has_old_gradient: bool  # of the step before, because of a forgotten zero_grad
     weights_after: list[Projection] = field(default_factory=list)  # empty: step() did not end
     exchanges_inside: int = 0  # between ranks, in step() itself
+    momenta: list[float] = field(default_factory=list)  # of the parameter groups, or their betas
     # Parameters whose gradient had an imaginary part after backward, and has none any more.
     lost_imaginary: list[int] = field(default_factory=list)
     # Of each parameter, what the optimizer keeps for it: written down if step() communicates.
