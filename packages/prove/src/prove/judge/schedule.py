@@ -163,7 +163,7 @@ def rate_rows(replay: Replay) -> list[ReportRow]:
     for of_ranks, of_one, when, reason in compared:
         if any_differs(of_ranks, of_one):
             pairs = zip(of_ranks, of_one, strict=False)
-            own, one = next(pair for pair in pairs if any_differs(*([n] for n in pair)))
+            own, one = next((own, one) for own, one in pairs if any_differs([own], [one]))
             facts = {"of_ranks": own, "of_one": one, "when": when}
             return [warning(CHECK, reason, world_size=len(replay.records), **facts)]
     return [right(CHECK, ReplayReason.RATES_OF_ONE_RANK)]
