@@ -34,17 +34,18 @@ def schedule_rows(replay: Replay) -> list[ReportRow]:
 
 def rows_of_end(replay: Replay) -> list[ReportRow]:
     """One rank ends by itself before it has had all batches that the ranks have had."""
-    of_ranks = min(map(trained_batches, replay.records))
-    of_one = trained_batches(replay.replayed)
+    of_ranks = min(map(training_batches, replay.records))
+    of_one = training_batches(replay.replayed)
     ends = replay.replayed.ended == Ended.AT_ITS_END and replay.name == Mode.REPLAY
+    ends &= replay.replayed.steps < min(own.steps for own in replay.records)
     if not ends or of_one >= of_ranks or any(Note.JOINS in own.notes for own in replay.records):
         return []
     facts = {"of_ranks": of_ranks, "of_one": of_one, "world_size": len(replay.records)}
     return [warning(CHECK, ReplayReason.ENDS_EARLIER, **facts)]
 
 
-def trained_batches(rank: RankRecord) -> int:
-    return sum(loader_pass.batches_given for loader_pass in rank.loader_passes if loader_pass.steps)
+def training_batches(rank: RankRecord) -> int:
+    return sum(each.batches_given for each in rank.loader_passes if each.with_gradients)
 
 
 def rows_of_rates(replay: Replay) -> list[ReportRow]:
