@@ -296,6 +296,39 @@ def test_ranks_that_take_the_same_rows_of_a_batch_do_not_split_it(prove_script):
         assert verdict(ended, "samples") == expected, ended.stdout + ended.stderr
 
 
+NOISY_STREAM = """
+class Stream(torch.utils.data.IterableDataset):
+    epoch = 0
+    def __iter__(self):
+        order = torch.randperm(64, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        for i in order[dist.get_rank() :: dist.get_world_size()]:
+            yield points[i] + torch.randn(8), i % 3
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+"""
+
+
+def test_a_stream_that_nothing_splits_is_known_by_its_labels_though_each_rank_adds_noise(
+    prove_script,
+):
+    """The control: the same stream, split."""
+    source = training_of("DistributedDataParallel(nn.Linear(8, 3))", NOISY_STREAM)
+    source = source.replace("DistributedSampler(data)", "Stream()").replace(
+        "for x in", "for x, y in"
+    )
+    source = source.replace(
+        "DataLoader(data, local_batch, sampler=sampler)", "DataLoader(sampler, 6)"
+    )
+    source = source.replace(
+        "data, local_batch = torch.randn(32, 5, 8)", "points, _ = torch.randn(64, 8)"
+    )
+    source = source.replace(".square().mean()", ".log_softmax(1)[range(len(y)), y].mean()")
+    unsplit = source.replace("[dist.get_rank() :: dist.get_world_size()]", "")
+    for text, expected in ((unsplit, "warning"), (source, "right")):
+        ended = prove_script(text)
+        assert verdict(ended, "samples") == expected, ended.stdout + ended.stderr
+
+
 def test_workers_with_one_seed_are_named_if_they_draw(prove_script):
     """The control: the same workers, which draw nothing."""
     loader = "batch_size=12 // world_size, sampler=sampler)"

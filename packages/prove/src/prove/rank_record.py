@@ -200,6 +200,7 @@ class LoaderPass:
     window: int = 0  # batches up to its first step; 0: not known
     contents: list[list[int]] = field(default_factory=list)  # checksums of samples, by batch
     inputs: list[list[int]] = field(default_factory=list)  # of their first tensors only
+    labels: list[int] = field(default_factory=list)  # of what is beside these; 0: nothing
     sizes: list[int] = field(default_factory=list)  # of the batches
     batches: int | None = None  # that the sampler has listed
     samples_file: str = ""  # which samples they are
