@@ -247,6 +247,88 @@ def test_ranks_with_unequal_numbers_of_batches_may_stop_together(prove_script):
         assert verdict(ended, "batches per epoch") == "WRONG", ended.stdout + ended.stderr
 
 
+LATER = """
+class Own(DistributedSampler):
+    def __iter__(self):
+        own, is_later = list(super().__iter__()), self.epoch and self.num_replicas > 1
+        return iter(own[: 12 + 8 * dist.get_rank()] if is_later else own)
+"""
+
+
+def test_a_later_epoch_with_unequal_numbers_of_batches_is_seen(prove_script):
+    """The control: the same epoch, where the ranks stop together."""
+    source = training_of("DistributedDataParallel(nn.Linear(8, 3))", LATER)
+    source = source.replace("DistributedSampler(data)", "Own(data)").replace("(32, 5", "(48, 5")
+    loop, _, body = source.partition(
+        "    for x in DataLoader(data, local_batch, sampler=sampler):\n"
+    )
+    stops = STOPS.lstrip("\n").replace("sampler=own", "sampler=sampler")
+    for text, expected in ((source, "WRONG"), (loop + stops + body, "right")):
+        ended = prove_script(text)
+        assert verdict(ended, "batches per epoch") == expected, ended.stdout + ended.stderr
+
+
+def test_an_unequal_last_batch_is_seen_though_the_epoch_is_cut(prove_script):
+    """The control: the same shards without it."""
+    shard = (
+        "    sampler = DistributedSampler(train_set, seed=0)\n",
+        "    train_set = Subset(train_set, range(rank, 93, world_size))\n",
+    )
+    no_epoch, loader = ("        sampler.set_epoch(epoch)\n", ""), "world_size, sampler=sampler)"
+    for more, expected in (("", "warning"), (", drop_last=True", "right")):
+        shuffled = (loader, f"world_size, shuffle=True{more})")
+        ended = prove_script(planted(shard, no_epoch, shuffled))
+        assert verdict(ended, "batches per epoch") == expected, ended.stdout + ended.stderr
+        assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
+
+
+def test_ranks_that_take_the_same_rows_of_a_batch_do_not_split_it(prove_script):
+    """The control: each takes its own half."""
+    source = training_of("DistributedDataParallel(nn.Linear(8, 3))")
+    source = source.replace("DistributedSampler(data)", "DistributedSampler(data, 1, 0)")
+    source = source.replace(
+        "local_batch = torch.randn(32, 5, 8), 8 //", "local_batch = torch.randn(32, 5, 8), 8 or"
+    )
+    first = source.replace("model(x)", "model(x[: len(x) // 2])")
+    own = source.replace("model(x)", "model(x[dist.get_rank() :: dist.get_world_size()])")
+    for text, expected in ((first, "WRONG"), (own, "right")):
+        ended = prove_script(text)
+        assert verdict(ended, "samples") == expected, ended.stdout + ended.stderr
+
+
+NOISY_STREAM = """
+class Stream(torch.utils.data.IterableDataset):
+    epoch = 0
+    def __iter__(self):
+        order = torch.randperm(64, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        for i in order[dist.get_rank() :: dist.get_world_size()]:
+            yield points[i] + torch.randn(8), i % 3
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+"""
+
+
+def test_a_stream_that_nothing_splits_is_known_by_its_labels_though_each_rank_adds_noise(
+    prove_script,
+):
+    """The control: the same stream, split."""
+    source = training_of("DistributedDataParallel(nn.Linear(8, 3))", NOISY_STREAM)
+    source = source.replace("DistributedSampler(data)", "Stream()").replace(
+        "for x in", "for x, y in"
+    )
+    source = source.replace(
+        "DataLoader(data, local_batch, sampler=sampler)", "DataLoader(sampler, 6)"
+    )
+    source = source.replace(
+        "data, local_batch = torch.randn(32, 5, 8)", "points, _ = torch.randn(64, 8)"
+    )
+    source = source.replace(".square().mean()", ".log_softmax(1)[range(len(y)), y].mean()")
+    unsplit = source.replace("[dist.get_rank() :: dist.get_world_size()]", "")
+    for text, expected in ((unsplit, "warning"), (source, "right")):
+        ended = prove_script(text)
+        assert verdict(ended, "samples") == expected, ended.stdout + ended.stderr
+
+
 def test_workers_with_one_seed_are_named_if_they_draw(prove_script):
     """The control: the same workers, which draw nothing."""
     loader = "batch_size=12 // world_size, sampler=sampler)"

@@ -154,6 +154,28 @@ def test_gradients_that_are_no_numbers_are_not_called_zero(prove_script):
     assert verdict(ended, "finite gradients").startswith("no row")
 
 
+def test_a_momentum_and_an_end_that_depend_on_the_ranks_are_named(prove_script):
+    """One rank is given the momentum of the ranks, and has no more batches to compare after its
+    end. The last one is the control: an end that depends on the samples of all ranks."""
+    counts = ("    for epoch in", "    seen = 0\n    for epoch in")
+    step = "            total += "
+    count = "            seen += len(points) * world_size\n            if seen >= 72:\n"
+    stops = f"{count}                raise SystemExit\n{step}"
+    for said, changes in {
+        "momentum 0.95 on 2 ranks and 0.9 on one": [
+            ("momentum=0.9", "momentum=1 - 0.1 / world_size")
+        ],
+        "after 6 batches, 2 ranks still train, and one has ended after 3": [
+            counts,
+            (step, stops.replace(" * world_size", "").replace("72", "36")),
+        ],
+        "the learning rates of one rank": [counts, (step, stops)],
+    }.items():
+        ended = prove_script(planted(*changes))
+        assert said in " ".join(ended.stdout.split()), ended.stdout + ended.stderr
+        assert "0 WRONG" in ended.stdout, ended.stdout + ended.stderr
+
+
 def test_the_length_of_a_schedule_is_that_of_its_curve():
     def steps(factor: Callable[[int], float], n: int = 400) -> int | None:
         return length_of([factor(step) for step in range(n)], n == 61)

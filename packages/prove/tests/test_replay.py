@@ -307,6 +307,50 @@ for p in teacher.parameters():
 """
 
 
+SECOND_NET = """
+net, net2 = nn.Linear(6, 3), nn.Linear(6, 3)
+weight = torch.tensor([1.0, 3.0, 9.0])
+class Averaging(torch.optim.SGD):
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            dist.all_reduce(p.grad)
+            p.grad /= world_size
+        super().step()
+"""
+OPTIMIZERS = {
+    "two optimizers": """
+ddp, ddp2 = DDP(net), DDP(net2)
+optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (ddp, ddp2)]
+""",
+    "one that averages in its step": """
+ddp, ddp2 = net, net2
+optimizers = [Averaging([*net.parameters(), *net2.parameters()], 0.1)]
+""",
+}
+WARM_UP = """
+x, y = batch
+total = weight[y].sum()
+dist.all_reduce(total)
+second = F.cross_entropy(ddp2(x), y, weight=weight, reduction="sum") * world_size / total
+loss = F.cross_entropy(ddp(x), y) + min(epoch, 1) * second
+for each in optimizers:
+    each.zero_grad()
+loss.backward()
+for each in optimizers:
+    each.step()
+"""
+
+
+@pytest.mark.parametrize("optimizers", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_what_has_no_gradient_at_first_is_compared_when_it_has(optimizers, prove_script):
+    """A loss whose weight is 0 in the first epoch: as a warm-up, or a GAN."""
+    source = script(WARM_UP, setup=SECOND_NET + optimizers)
+    local = source.replace("dist.all_reduce(total)", "total *= world_size")
+    for text, expected in ((source, "right"), (local, "WRONG")):
+        ended = prove_script(text)
+        assert verdict(ended, "one rank") == expected, ended.stdout + ended.stderr
+
+
 def test_modules_that_no_optimizer_holds_begin_as_they_were(prove_script):
     loss = "(ddp(x) - teacher(x).detach()).square().mean()"
     setup = "torch.seed()" + TEACHER + OPTIMIZER

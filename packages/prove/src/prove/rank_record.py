@@ -201,6 +201,7 @@ class LoaderPass:
     window: int = 0  # batches up to its first step; 0: not known
     contents: list[list[int]] = field(default_factory=list)  # checksums of samples, by batch
     inputs: list[list[int]] = field(default_factory=list)  # of their first tensors only
+    labels: list[int] = field(default_factory=list)  # of what is beside these; 0: nothing
     sizes: list[int] = field(default_factory=list)  # of the batches
     batches: int | None = None  # that the sampler has listed
     samples_file: str = ""  # which samples they are
@@ -243,6 +244,7 @@ class OptimizerStep:
     has_old_gradient: bool  # of the step before, because of a forgotten zero_grad
     weights_after: list[Projection] = field(default_factory=list)  # empty: step() did not end
     exchanges_inside: int = 0  # between ranks, in step() itself
+    momenta: list[float] = field(default_factory=list)  # of the parameter groups, or their betas
     # Parameters whose gradient had an imaginary part after backward, and has none any more.
     lost_imaginary: list[int] = field(default_factory=list)
     # Of each parameter, what the optimizer keeps for it: written down if step() communicates.

@@ -133,11 +133,12 @@ class Comparer:
             return obstacle
         of_ranks = torch.cat([pair.of_ranks for pair in self.gradients])
         of_one = torch.cat([pair.of_one for pair in self.gradients])
-        apart = float((of_ranks - of_one).norm()) / float(of_one.norm() or of_ranks.norm())
+        length = float(of_one.norm() or of_ranks.norm())  # 0: of a loss that has no weight yet
+        apart = float((of_ranks - of_one).norm()) / (length or 1.0)
+        if (apart > self.limit or not length) and self.averages_later:
+            return self.told_by_weights(apart)
         if apart <= self.limit:
             return self.compare_weights(apart)
-        if self.averages_later:
-            return self.told_by_weights(apart)
         return self.told_by_gradient(apart, of_ranks, of_one)
 
     def told_by_gradient(self, apart: float, of_ranks: Tensor, of_one: Tensor) -> Comparison:
@@ -151,7 +152,8 @@ class Comparer:
     def averages_later(self) -> bool:
         """Do the ranks talk in step() or after it, and hold other gradients before it?"""
         own = self.replay.own_steps(self.number)
-        gradients = zip(*(step.gradients for step in own[0]), strict=False) if own else ()
+        first = next((of_ranks for of_ranks in own if any(map(has_gradient, of_ranks))), ())
+        gradients = zip(*(step.gradients for step in first), strict=False)
         if not any(differ(held, 1e-4) for held in gradients if None not in held):
             return False
         if any(step.exchanges_inside for of_ranks in own for step in of_ranks):
@@ -220,14 +222,21 @@ class Comparer:
         return self.without_rounding(step.weights_before)
 
     def without_rounding(self, weights: list[Projection]) -> list[Projection]:
-        """Zeros for parameters whose gradient is rounding, before BatchNorm for instance: Adam
-        divides it by itself."""
-        first = self.steps[0][1].gradients
-        length = max((gradient[1] for gradient in first if gradient), default=0.0)
+        """Zeros for parameters whose gradient is rounding in all steps, before BatchNorm for
+        instance: Adam divides it by itself."""
+        of_steps = [of_one.gradients for _, of_one in self.steps if has_gradient(of_one)]
+        of_steps = [each for each in of_steps if are_finite([own for own in each if own])]
+        lengths = [max(gradient[1] for gradient in each if gradient) for each in of_steps]
         rounding = max(FLOAT64_LIMIT, 1e-3 * self.limit)
         return [
-            (0.0, 0.0) if gradient and gradient[1] < rounding * length else own
-            for own, gradient in zip(weights, first, strict=True)
+            (0.0, 0.0)
+            if any(gradients)
+            and all(
+                not gradient or gradient[1] < rounding * length
+                for gradient, length in zip(gradients, lengths, strict=True)
+            )
+            else own
+            for own, *gradients in zip(weights, *of_steps, strict=True)
         ]
 
     def farthest_parameter(self, of_ranks: Projections, of_one: Projections) -> str:
@@ -274,9 +283,10 @@ class Comparer:
         if not all(bool(tensor.isfinite().all()) for tensor in both):
             return not_compared(ReplayReason.NOT_FINITE, step=1, at=self.at)
         length = max(float(tensor.norm()) for tensor in both)
-        if length == 0:
+        later = any(has_gradient(step) for pair in self.steps for step in pair)
+        if length == 0 and not later:
             return not_compared(ReplayReason.NOTHING_TO_COMPARE)
-        if length < SMALLEST_LENGTH:
+        if 0 < length < SMALLEST_LENGTH:
             return not_compared(ReplayReason.TOO_SHORT, length=length, at=self.at)
         return None
 
@@ -416,6 +426,11 @@ def are_finite(projections: list[Projection]) -> bool:
 
 def weights_are_finite(pair: tuple[OptimizerStep, OptimizerStep]) -> bool:
     return all(are_finite(step.weights_after) for step in pair)
+
+
+def has_gradient(step: OptimizerStep) -> bool:
+    """One that is not zero."""
+    return any(gradient and gradient[1] != 0 for gradient in step.gradients)
 
 
 def any_differs_between(of_ranks: list[list[Projection]]) -> bool:

@@ -1,6 +1,7 @@
 """Do the epochs of all ranks have the length, the order and the random numbers of one process?"""
 
 from prove import random_state
+from prove.judge.reasons import Phrase
 from prove.judge.run_reasons import RunReason
 from prove.judge.samples import (
     rows_are_split,
@@ -9,9 +10,23 @@ from prove.judge.samples import (
     share_one_data_set,
     trained_loader_passes,
 )
-from prove.judge.table import Check, ReportRow, not_seen, right, warning, wrong
+from prove.judge.table import (
+    NOT_SEEN,
+    RIGHT,
+    WARNING,
+    WRONG,
+    Check,
+    ReportRow,
+    not_seen,
+    right,
+    warning,
+    wrong,
+)
+from prove.judge.wording import phrase
 from prove.processes import RunOutcome
 from prove.rank_record import LoaderPass, Note, RankRecord
+
+WORST_FIRST = (WRONG, WARNING, NOT_SEEN, RIGHT)
 
 
 def batches_up_to_last_window(record: RankRecord) -> int:
@@ -31,26 +46,33 @@ def batches_up_to_last_window(record: RankRecord) -> int:
 
 
 def shortest_of_unequal_epochs(records: list[RankRecord]) -> int:
-    """Batches in the first epoch of the rank that has fewest; 0: all have as many, or nobody
-    knows."""
-    for passes in trained_loader_passes(records)[:1]:
-        batches = [loader_pass.batches or 0 for loader_pass in passes]
-        if len({*batches}) > 1 and Note.JOINS not in records[0].notes:
-            return min(batches)
-    return 0
+    """Batches of the rank that has fewest, in the epochs that are unequal; 0: all have as many, or
+    nobody knows."""
+    if not records:
+        return 0
+    if Note.JOINS in records[0].notes:
+        return 0
+    batches = [[each.batches or 0 for each in passes] for passes in epochs_of_data_set(records)]
+    return max((min(of_ranks) for of_ranks in batches if len({*of_ranks}) > 1), default=0)
+
+
+def epochs_of_data_set(records: list[RankRecord]) -> list[list[LoaderPass]]:
+    """The passes over the data set that is trained on first."""
+    passes = trained_loader_passes(records)
+    datasets = [each.dataset for each in passes[0]] if passes else []
+    return [each for each in passes if [own.dataset for own in each] == datasets]
 
 
 def stop_together(outcome: RunOutcome) -> bool:
-    """Do all ranks end well, and make as many steps in their first epoch?
+    """Do all ranks end well, and make as many steps in each epoch?
 
     A rank that waits in a step when it is ended has not counted it.
     """
     records = outcome.records
     if outcome.status or not all(rank.ended.is_well for rank in records):
         return False
-    for passes in trained_loader_passes(records)[:1]:
-        return len({*map(steps_of_epoch, records, passes)}) == 1
-    return False
+    steps = [{*map(steps_of_epoch, records, passes)} for passes in epochs_of_data_set(records)]
+    return bool(steps) and all(len(of_ranks) == 1 for of_ranks in steps)
 
 
 def steps_of_epoch(record: RankRecord, loader_pass: LoaderPass) -> int:
@@ -64,37 +86,52 @@ def epoch_rows(records: list[RankRecord]) -> list[ReportRow]:
     epochs = trained_loader_passes(records) if share_one_data_set(records) else []
     if not epochs:
         return []
-    rows = length_rows(records, epochs[0]) + order_rows(epochs)
-    return rows + dropout_rows(records) + augmentation_rows(epochs[0])
+    lengths = [
+        length_row(records, passes, number)
+        for number, passes in enumerate(epochs_of_data_set(records), start=1)
+        if number == 1 or all(each.batches is not None for each in passes)
+    ]
+    worst = min(lengths, key=lambda row: WORST_FIRST.index(row.verdict))
+    rows = [worst, *order_rows(epochs), *dropout_rows(records)]
+    return rows + augmentation_rows(epochs[0])
 
 
-def length_rows(records: list[RankRecord], passes: list[LoaderPass]) -> list[ReportRow]:
+def length_row(records: list[RankRecord], passes: list[LoaderPass], number: int) -> ReportRow:
+    """number: of these passes, among those over their data set."""
     check, first = Check.BATCHES_PER_EPOCH, passes[0]
+    at = first.at if number == 1 else phrase(Phrase.IN_PASS, at=first.at, number=number)
     listed = [loader_pass.batches for loader_pass in passes if loader_pass.batches is not None]
     given = [loader_pass.batches_given for loader_pass in passes]
     batches = listed if len(listed) == len(passes) else given
     if batches is not listed and not any(loader_pass.ended for loader_pass in passes):
-        return [not_seen(check, RunReason.NO_END_OF_DATA, at=first.at)]
+        return not_seen(check, RunReason.NO_END_OF_DATA, at=at)
+    are_cut = any(
+        loader_pass.batches_given < min(n, loader_pass.limit)
+        for loader_pass, n in zip(passes, batches, strict=True)
+    )
     if len({*batches}) > 1:
         if Note.JOINS in records[0].notes:
-            return [right(check, RunReason.UNEQUAL_BUT_JOINED, batches=batches)]
+            return right(check, RunReason.UNEQUAL_BUT_JOINED, batches=batches)
         if Note.STOP_TOGETHER in records[0].notes:
-            return [right(check, RunReason.UNEQUAL_BUT_STOPPED, batches=batches)]
-        if any(
-            loader_pass.batches_given < min(n, loader_pass.limit)
-            for loader_pass, n in zip(passes, batches, strict=True)
-        ):
-            return [not_seen(check, RunReason.UNEQUAL_BUT_CUT, batches=batches, at=first.at)]
-        return [wrong(check, RunReason.UNEQUAL_BATCHES, batches=batches, at=first.at)]
+            return right(check, RunReason.UNEQUAL_BUT_STOPPED, batches=batches)
+        if are_cut:
+            return not_seen(check, RunReason.UNEQUAL_BUT_CUT, batches=batches, at=at)
+        return wrong(check, RunReason.UNEQUAL_BATCHES, batches=batches, at=at)
     n = batches[0]
-    for sizes in zip(
-        *(loader_pass.sizes[: loader_pass.batches_given] for loader_pass in passes),
-        strict=False,
-    ):
+    for sizes in zip(*(sizes_of(own, are_cut) for own in passes), strict=False):
         if len({*sizes}) > 1:
             reason = RunReason.UNEQUAL_BATCH_SIZES
-            return [warning(check, reason, batches=n, sizes=[*sizes], at=first.at)]
-    return [right(check, RunReason.EQUAL_BATCHES, batches=n)]
+            return warning(check, reason, batches=n, sizes=[*sizes], at=at)
+    return right(check, RunReason.EQUAL_BATCHES, batches=n)
+
+
+def sizes_of(loader_pass: LoaderPass, is_cut: bool) -> list[int]:
+    """Of the batches that the script takes, also of those that we did not give it."""
+    if is_cut:
+        return loader_pass.sizes[: loader_pass.batches_given]
+    listed, samples = loader_pass.sizes, len(loader_pass.indices)
+    unlisted = (loader_pass.batches or 0) - len(listed)  # only the first ones are written down
+    return listed if unlisted <= 0 or not samples else [*listed, samples - sum(listed)]
 
 
 def order_rows(passes: list[list[LoaderPass]]) -> list[ReportRow]:

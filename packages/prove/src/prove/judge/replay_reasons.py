@@ -400,6 +400,17 @@ class ReplayReason(Reason):
         "you scale the rate with the global batch on purpose",
         Heading.RATE,
     )
+    MOMENTUM_DIFFERS = (
+        "momentum {of_ranks:.4g} on {world_size} ranks and {of_one:.4g} on one, {when}",
+        "meant so only if you change it with the global batch on purpose",
+        Heading.RATE,
+    )
+    ENDS_EARLIER = (
+        "after {of_ranks} batches, {world_size} ranks still train, and one has ended after "
+        "{of_one}",
+        "what ends the training must count the samples of all ranks, and not those of one",
+        Heading.RATE,
+    )
     NUMBERS_DIFFER = (
         "after the same steps, {numbers}",
         "add sums and counts up over the ranks, then divide; meant so only if each rank reports on "

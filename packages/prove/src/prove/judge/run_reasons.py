@@ -176,6 +176,13 @@ class RunReason(Reason):
         "takes range(rank, n, world_size) of one list",
         Heading.LOSS,
     )
+    SAME_LABELS = (
+        "all ranks draw the same {seen} labels in the same order, with other inputs, as the random "
+        f"numbers of each rank may make them ({LOADER}; {{kind}})",
+        f"if nothing splits it yet, {SHARD_STREAM}; meant so only if the order of the labels is "
+        "fixed for every rank",
+        Heading.LOSS,
+    )
     CONTENTS_SPLIT = "{share:.0%} of {seen} samples are shared ({kind})"
     WORKERS_ALIKE = (
         f"each of the {{workers}} workers of a rank yields the same samples ({LOADER})",

@@ -15,6 +15,7 @@ from prove.judge.wording import phrase
 from prove.rank_record import LoaderPass, Note, RankRecord
 
 NEARLY_ALL = 0.98  # the share of a data set that counts as the whole
+BY_CHANCE = 1e-6  # how rarely two ranks may have the same labels in the same order
 
 
 def with_samples(records: list[RankRecord]) -> list[RankRecord]:
@@ -80,6 +81,8 @@ def rows_are_split(records: list[RankRecord]) -> bool:
     """The script gives each rank a part of the rows of a batch that all have loaded."""
     passes = trained_loader_passes(records)
     if not passes or not same_on_all_ranks(passes[0], "indices"):
+        return False
+    if compute_the_same(records, passes[0]):  # all take the same rows
         return False
     loaded: dict[tuple, int] = {}  # rows of each batch of each rank
     used: Counter = Counter()  # those that went into the model
@@ -254,6 +257,8 @@ def sample_rows_by_content(
         reason = reason_of_shared_stream(share, has_ended)
         reason = reason if first.is_stream else RunReason.PARTS_SHARED
         rows = [says(check, reason, share=share, **loader)]
+    elif have_the_same_labels(passes):
+        rows = [warning(check, RunReason.SAME_LABELS, **loader)]
     else:
         rows = [right(check, RunReason.CONTENTS_SPLIT, share=share, **loader)]
     of_workers = first.contents[: first.workers]  # each gives one batch in turn
@@ -266,6 +271,16 @@ def sample_rows_by_content(
     if first.fingerprint and sampler_splits and not differing_fields(passes):
         rows.append(warning(Check.ONE_DATA_SET, RunReason.DATA_SETS_DIFFER, **loader))
     return rows
+
+
+def have_the_same_labels(passes: list[LoaderPass]) -> bool:
+    """In the same order, which is no chance; and the inputs may differ by what a rank draws."""
+    draws = any(own.workers_drew or any(own.drew) for own in passes)
+    if not draws or not same_on_all_ranks(passes, "labels"):
+        return False
+    labels = passes[0].labels
+    by_chance = sum((times / len(labels)) ** 2 for times in Counter(labels).values())
+    return bool(labels) and by_chance ** len(labels) < BY_CHANCE
 
 
 def reason_of_shared_stream(share: float, has_ended: bool) -> RunReason:

@@ -9,7 +9,7 @@ from prove.judge.replay import Replay
 from prove.judge.replay_reasons import ReplayReason
 from prove.judge.table import Check, ReportRow, right, warning
 from prove.judge.wording import phrase
-from prove.rank_record import RankRecord, ScheduleRecord
+from prove.rank_record import Ended, Mode, Note, RankRecord, ScheduleRecord
 
 CHECK = Check.SCHEDULE
 FEW_STEPS = 2  # that a script may add, to be sure
@@ -29,6 +29,26 @@ class Schedule(NamedTuple):
 
 
 def schedule_rows(replay: Replay) -> list[ReportRow]:
+    return rows_of_end(replay) or rows_of_rates(replay)
+
+
+def rows_of_end(replay: Replay) -> list[ReportRow]:
+    """One rank ends by itself before it has had all batches that the ranks have had."""
+    of_ranks = min(map(training_batches, replay.records))
+    of_one = training_batches(replay.replayed)
+    ends = replay.replayed.ended == Ended.AT_ITS_END and replay.name == Mode.REPLAY
+    ends &= replay.replayed.steps < min(own.steps for own in replay.records)
+    if not ends or of_one >= of_ranks or any(Note.JOINS in own.notes for own in replay.records):
+        return []
+    facts = {"of_ranks": of_ranks, "of_one": of_one, "world_size": len(replay.records)}
+    return [warning(CHECK, ReplayReason.ENDS_EARLIER, **facts)]
+
+
+def training_batches(rank: RankRecord) -> int:
+    return sum(each.batches_given for each in rank.loader_passes if each.with_gradients)
+
+
+def rows_of_rates(replay: Replay) -> list[ReportRow]:
     if rows := rows_of_one_cycle(replay.observed):
         return rows
     by_batch = schedules_by_batch(replay)
@@ -124,18 +144,27 @@ def row_of_length(of_ranks: Schedule, of_one: Schedule, world_size: int) -> Repo
 def rate_rows(replay: Replay) -> list[ReportRow]:
     """The learning rates that the script gives one rank, at the same steps."""
     observed, replayed = replay.observed, replay.replayed
-    compared = [  # rates, when, and the reason if they differ
-        (of_ranks.learning_rates, of_one.learning_rates,
-         phrase(Phrase.AT_STEP, step=n, at=of_ranks.at), ReplayReason.RATE_DIFFERS)
+    steps = [
+        (*pair, phrase(Phrase.AT_STEP, step=n, at=pair[0].at))
         for number in range(min(len(observed.optimizers), len(replayed.optimizers)))
-        for n, (of_ranks, of_one) in enumerate(replay.steps(number), start=1)
-    ]  # fmt: skip
+        for n, pair in enumerate(replay.steps(number), start=1)
+    ]
+    compared = [  # rates, when, and the reason if they differ
+        (of_ranks.learning_rates, of_one.learning_rates, when, ReplayReason.RATE_DIFFERS)
+        for of_ranks, of_one, when in steps
+    ]
     if observed.rates_after_epochs and replayed.rates_after_epochs:
         rates = observed.rates_after_epochs[0], replayed.rates_after_epochs[0]
         when = phrase(Phrase.AFTER_EPOCH, epoch=1)
         compared.append((*rates, when, ReplayReason.RATE_AFTER_EPOCH_DIFFERS))
+    compared += [  # one rank was given those of the ranks, too
+        (of_ranks.momenta, of_one.momenta, when, ReplayReason.MOMENTUM_DIFFERS)
+        for of_ranks, of_one, when in steps
+    ]
     for of_ranks, of_one, when, reason in compared:
         if any_differs(of_ranks, of_one):
-            facts = {"of_ranks": of_ranks[0], "of_one": of_one[0], "when": when}
+            pairs = zip(of_ranks, of_one, strict=False)
+            own, one = next((own, one) for own, one in pairs if any_differs([own], [one]))
+            facts = {"of_ranks": own, "of_one": one, "when": when}
             return [warning(CHECK, reason, world_size=len(replay.records), **facts)]
     return [right(CHECK, ReplayReason.RATES_OF_ONE_RANK)]

@@ -315,6 +315,7 @@ class LoaderWatcher:
         if len(loader_pass.contents) < self.most_batches(loader_pass.with_gradients):
             loader_pass.contents.append(batch.checksums)
             loader_pass.inputs.append(batch.inputs or batch.checksums)
+            loader_pass.labels += batch.labels or []
         run.current_loader_pass = loader_pass
         if loader_pass.replay_number is not None:
             self.keep_batch(loader_pass, size, batch)

@@ -67,6 +67,14 @@ def rates_of(optimizer: Any) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
+def momenta_of(optimizer: Any) -> list[float]:
+    numbers: list[Any] = []
+    for group in optimizer.param_groups:
+        betas = group.get("betas", ())
+        numbers += [group.get("momentum"), *(betas if isinstance(betas, list | tuple) else ())]
+    return [float(n) for n in numbers if isinstance(n, int | float | Tensor)]
+
+
 def schedule_settings(optimizer: Any) -> list[dict]:
     """What a scheduler may change: learning rates, and with OneCycleLR or CyclicLR, momentum."""
     names = ("lr", "momentum", "betas")

@@ -174,6 +174,7 @@ class Collated(NamedTuple):
     checksums: list[int]  # of its samples
     inputs: list[int]  # the same, of the first tensor of each only
     drew: bool = True  # a worker has drawn random numbers, or may have
+    labels: list[int] | None = None  # checksums of what is beside these first tensors
 
 
 class RecordingCollate:
@@ -194,14 +195,24 @@ class RecordingCollate:
             file = None
         checksums = [checksum(sample) for sample in data]
         inputs = [checksum(first) for first in map(first_tensor, data)]
+        labels = [checksum(parts) if (parts := labels_of(sample)) else 0 for sample in data]
         batch = self.collate(data)
-        return Collated(batch, file, checksums, inputs, random_state.worker_drew())
+        return Collated(batch, file, checksums, inputs, random_state.worker_drew(), labels)
 
 
 def first_tensor(sample: Any) -> Any:
     """What a model gets of a sample: its first tensor that is no single number."""
     tensors = tensors_in(sample)
     return next((tensor for tensor in tensors if tensor.numel() > 1), (tensors or [sample])[0])
+
+
+def labels_of(sample: Any) -> list:
+    """The parts of a sample in which its first tensor is not: augmentation leaves these alone."""
+    parts = [*sample.values()] if isinstance(sample, dict) else sample
+    first = first_tensor(sample)
+    if not isinstance(parts, list | tuple):
+        return []
+    return [part for part in parts if not any(own is first for own in [part, *tensors_in(part)])]
 
 
 def order_of_rows(sizes: list[int]) -> list[tuple[int, int]]:

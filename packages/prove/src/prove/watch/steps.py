@@ -18,6 +18,7 @@ from prove.watch.draws import Draws
 from prove.watch.feeder import Feeder
 from prove.watch.model_tensors import (
     full_copies,
+    momenta_of,
     parameters_of,
     project,
     rates_of,
@@ -198,6 +199,7 @@ class StepWatcher:
             epoch=loader_pass.epoch if loader_pass else 0,
             batch_size=self.run.current_batch_size(),
             learning_rates=rates_of(optimizer),
+            momenta=momenta_of(optimizer),
             loss_scale=self.run.record.loss_scale,
             dtype=next((str(p.grad.dtype) for p in parameters if p.grad is not None), ""),
             weights_before=[project(p) for p in parameters],
