@@ -188,3 +188,23 @@ def test_a_replay_that_fails_is_told_what_fits_its_error():
         ("RuntimeError", "Invalid rank 1 for a process group of size 1"),
     ):
         assert reason(kind, message) == ReplayReason.REPLAY_FAILS, message
+
+
+TRANSFORMED = """
+class Transformed(torch.utils.data.Dataset):
+    def __init__(self, rows):
+        self.rows, self.transform = rows, nn.Hardtanh()
+    def __len__(self):
+        return len(self.rows)
+    def __getitem__(self, index):
+        return self.transform(self.rows[index])
+"""
+
+
+def test_a_transform_of_the_data_is_no_layer_of_the_model(prove_script):
+    """One rank never calls it. The control: the layers of the model are still compared."""
+    source = training_of("DistributedDataParallel(nn.Linear(8, 8))", TRANSFORMED)
+    source = source.replace("torch.randn(32, 5, 8)", "Transformed(torch.randn(32, 5, 8))")
+    ended = prove_script(source.replace(".mean()", ".sum().div((x > 0).sum())"))
+    assert verdict(ended, "one rank") == "WRONG", ended.stdout + ended.stderr
+    assert "its layers give the same on one rank" in " ".join(ended.stdout.split())

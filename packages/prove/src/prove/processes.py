@@ -239,7 +239,9 @@ class Processes:
         for rank in range(world_size):
             own, script = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common}, torchrun.script
             if not torchrun.sets_variables:
-                own, script = {}, with_numbers(script, rank, world_size)
+                # It may spawn its rank: mp.spawn(main, nprocs=args.gpus), once for each node.
+                own = hook_variables(environment, HOOKS.parents[1], "prove.watch.observe")
+                script = with_numbers(script, rank, world_size)
             if rank == 1 and self.spare is not None and self.spare.process is not None:
                 pid = self.spare.become_rank(script, environment | own, log)
             else:

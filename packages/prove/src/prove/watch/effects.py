@@ -334,6 +334,12 @@ def watch_files(run: RankRun) -> FileWatcher:
                 written[path] = checksum.number
         original(obj, f, *args, **kwargs)
 
+    # Ranks that meet in a file, which stays: the next run would find the addresses of this one.
+    @wrap(sys.modules["torch.distributed.rendezvous"], "FileStore")
+    def meet(original: Callable, path: str, *args: Any) -> Any:
+        keep_copy(os.path.realpath(path), watcher.folder)
+        return original(path, *args)
+
     return watcher
 
 

@@ -1,5 +1,6 @@
 """What does each layer give before the first step? Where a replay differs, this tells the place."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from prove.comparable import NotComparableError, comparable
 from prove.rank_record import LayerOutput
 from prove.watch.model_tensors import projection_vector, without_wrappers
-from prove.watch.rank_run import RankRun
+from prove.watch.rank_run import RankRun, is_loading
 from prove.watch.samples import tensors_in
 
 MOST_OUTPUTS = 2000
@@ -30,8 +31,9 @@ class OutputWatcher:
         )
 
     def enter(self, root: nn.Module) -> None:
-        """The script calls this module."""
-        if self.is_wanted() and root.training:
+        """The script calls this module. A transform of the data is no layer of the model, though
+        torchvision's are modules: one rank gets what they made, and never calls them."""
+        if self.is_wanted() and root.training and not is_loading(inspect.currentframe()):
             self.names = {id(part): without_wrappers(name) for name, part in root.named_modules()}
 
     def leave(self, layer: nn.Module, outputs: Any) -> None:

@@ -94,7 +94,7 @@ def is_user_file(file: str) -> bool:
     return not installed and os.path.dirname(file) not in OWN_FOLDERS
 
 
-def is_loading(frame: FrameType) -> bool:
+def is_loading(frame: FrameType | None) -> bool:
     """Does it wait for a batch, for the workers of a loader, or for an import?"""
     return any(file in LOADING_FILES for file, *_ in callers(frame))
 
