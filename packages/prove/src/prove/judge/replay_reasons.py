@@ -8,7 +8,7 @@ GLOBAL_DIVISOR = "what the loss divides by must be a number of all ranks, not of
 GLOBAL_DIVISOR += "mixes the samples of a batch (attention over the batch)"
 FAILS = "one rank, with the samples of all ranks in its batches, cannot run it: {kind} at {at}: "
 FAILS += "{message}"
-ALONE = "--alone 'COMMAND' says how one rank is started, such as with the batch size of all"
+ALONE = "--alone 'COMMAND' says how one rank is started, with the batch size of all for example"
 
 
 @unique
