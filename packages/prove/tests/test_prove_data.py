@@ -296,6 +296,13 @@ def test_ranks_that_take_the_same_rows_of_a_batch_do_not_split_it(prove_script):
         assert verdict(ended, "samples") == expected, ended.stdout + ended.stderr
 
 
+def test_a_barrier_after_an_evaluation_sums_nothing(prove_script):
+    """The control: an all_reduce."""
+    for after, expected in (("dist.barrier()", "warning"), ("dist.all_reduce(totals)", "right")):
+        ended = prove_script(planted(("dist.all_reduce(totals)", after)))
+        assert verdict(ended, "evaluation") == expected, ended.stdout + ended.stderr
+
+
 NOISY_STREAM = """
 class Stream(torch.utils.data.IterableDataset):
     epoch = 0

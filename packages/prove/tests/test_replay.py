@@ -351,6 +351,32 @@ def test_what_has_no_gradient_at_first_is_compared_when_it_has(optimizers, prove
         assert verdict(ended, "one rank") == expected, ended.stdout + ended.stderr
 
 
+def test_a_run_without_dropout_does_not_say_that_the_ranks_drop_alike(prove_script):
+    """Rank 1 was left in eval mode. The controls, in which all ranks drop, are above."""
+    ended = prove_script(script(loss="F.cross_entropy(ddp(F.dropout(x, 0.3, rank == 0)), y)"))
+    assert verdict(ended, "one rank") == "not seen", ended.stdout + ended.stderr
+
+
+CRITIC = """
+net = nn.Linear(6, 1, bias=False)
+nn.init.zeros_(net.weight)
+ddp = DDP(net)
+optimizer = torch.optim.Adam(net.parameters(), 0.02)
+"""
+CLIPPED = STEP + "net.weight.data.clamp_(-{limit}, {limit})"
+
+
+def test_weights_that_the_script_changes_between_steps_are_no_rounding(prove_script):
+    """The gradients of a linear critic do not depend on its weights, and Adam may let rounding
+    grow. The control: a limit that does not depend on the ranks."""
+    for limit, expected in (("0.06 / world_size", "WRONG"), ("0.03", "right")):
+        clipped = CLIPPED.replace("{limit}", limit)
+        ended = prove_script(
+            script(clipped.replace("{loss}", "((2 * y - 1.0) * ddp(x)[:, 0]).mean()"), setup=CRITIC)
+        )
+        assert verdict(ended, "one rank") == expected, ended.stdout + ended.stderr
+
+
 def test_modules_that_no_optimizer_holds_begin_as_they_were(prove_script):
     loss = "(ddp(x) - teacher(x).detach()).square().mean()"
     setup = "torch.seed()" + TEACHER + OPTIMIZER

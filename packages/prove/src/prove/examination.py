@@ -113,12 +113,14 @@ class Examination:
         return self.no_verdict(ReplayReason.LATER_EPOCH, number=min(epochs) + 1, why=why)
 
     def without_unsure_draws(self) -> list[Comparison] | None:
-        """Numbers that one rank was not given: are they only those of dropout?"""
+        """Numbers that one rank was not given: are they only those of dropout? If the ranks drop
+        otherwise, a run without dropout would not show it."""
         unsure = replay_checks.unsure_draws(self.replayed)
         if unsure is None:
             return None
         found = None
-        if self.replayed.observed.dropout:
+        other_shares = self.replayed.places_of_draws(Finding.OTHER_SHARES)
+        if self.replayed.observed.dropout and not other_shares:
             found = self.with_draws(ReplayVariant.NO_DROPOUT, self.coins)
         if found is None or replay_checks.unsure_draws(found[0]):
             return [unsure]

@@ -65,6 +65,7 @@ class Finding(StrEnum):
     COIN = "each rank decides for its whole batch"
     SAME_NOISE = "all ranks draw the same numbers for their samples"
     NOT_MATCHED = "one rank draws otherwise"
+    OTHER_SHARES = "the ranks draw for other shares of their samples, or some for none"
     ESCAPED = "drawn by something that cannot be watched"
     OPAQUE = "drawn inside a kernel"
     BETWEEN = "drawn between the batches by a generator of the script"

@@ -168,4 +168,5 @@ def may_be_summed(rank: RankRecord, evaluated: LoaderPass) -> bool:
     calls = [
         call for call in rank.collectives[evaluated.collectives_before : end] if not call.is_of_ddp
     ]
-    return end >= MOST_COLLECTIVES or any(not (call.batchnorm or call.is_of_ddp) for call in calls)
+    sums = [call for call in calls if not (call.batchnorm or "barrier" in call.name)]
+    return end >= MOST_COLLECTIVES or bool(sums)

@@ -238,6 +238,10 @@ class Draws:
         draws = [draw for source in self.sources if (draw := source.get(key)) is not None]
         if not draws or len(draws) < len(self.sources):
             self.note_finding(Finding.NOT_MATCHED, key.at)
+            if draws and not all(
+                any(other[:3] == key[:3] for other in own) for own in self.sources
+            ):
+                self.note_finding(Finding.OTHER_SHARES, key.at)
             return None
         return self.replacement_from_ranks(key, drawn, arguments, draws)
 
@@ -286,6 +290,9 @@ class Draws:
                 names = with_size_named(draw.arguments, size)
                 if names != with_size_named(arguments, sum(self.sizes)):
                     self.note_finding(Finding.NOT_MATCHED, key.at)
+                    of_ranks = [own.arguments for own in draws]
+                    if any(own != of_ranks[0] for own in of_ranks):
+                        self.note_finding(Finding.OTHER_SHARES, key.at)
                     return None
                 of_places = key.name in DRAWS_OF_PLACES
         if of_places:
