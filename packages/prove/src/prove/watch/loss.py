@@ -72,6 +72,8 @@ def watch_backward(run: RankRun, model: ModelWatcher) -> None:
         if inside:  # --cpu: a mode of torch calls it once more
             return original(self, *args, **kwargs)
         model.backwards += 1
+        if model.holds_gradients():
+            model.last_that_added = model.backwards
         if len(run.record.backwards) < MOST_CALLS:
             call = Backward(where(), run.record.steps, is_scaled(self), run.loss_at)
             run.loss_at = ""

@@ -49,6 +49,7 @@ class ModelWatcher:
         self.ddps: list[DistributedDataParallel] = []
         self.called_in_training: list[nn.Module] = []
         self.backwards = 0
+        self.last_that_added = 0  # of the backwards, to gradients of another one
         self.parameters: dict[str, nn.Parameter] = {}  # of these, by their keys
         self.averaged: set[int] = set()  # the ids of parameters that needed a gradient for a DDP
         self.loop: Any = None  # sources.LoopWatcher
@@ -98,6 +99,19 @@ class ModelWatcher:
             for name, p in whole.named_parameters():
                 if id(p) in called and id(p) not in known and not hasattr(p, "full_tensor"):
                     self.parameters[f"{root}: {without_wrappers(name)}"] = p
+
+    def holds_gradients(self) -> bool:
+        """Does any parameter have a gradient that is not zero?"""
+        held = [
+            p for optimizer in self.steps.optimizers_of_torch() for p in parameters_of(optimizer)
+        ]
+        for p in (*self.parameters.values(), *held):
+            if p.grad is None:
+                continue
+            own = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
+            if project(own)[1]:
+                return True
+        return False
 
     def note_weights(self) -> None:
         """Between two batches, a step is over, whoever has made or completed it."""
