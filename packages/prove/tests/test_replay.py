@@ -253,6 +253,7 @@ CHANGES = {
 def test_a_step_is_a_change_of_parameters_whoever_makes_it(name, prove_script):
     ended = prove_script(CHANGES[name].replace("{weight}", ""))
     assert verdict(ended, "one rank") == "right", ended.stdout + ended.stderr
+    assert verdict(ended, "accumulation").startswith("no row"), "LBFGS clears what it has computed"
     ended = prove_script(CHANGES[name].replace("{weight}", WEIGHT))  # the control
     assert verdict(ended, "one rank") == "WRONG", ended.stdout + ended.stderr
 

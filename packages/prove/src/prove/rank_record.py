@@ -299,6 +299,7 @@ class Backward(NamedTuple):
     steps_before: int
     is_scaled: bool  # the loss is divided or multiplied in one of its last operations
     loss_at: str = ""  # the last call of a loss function of torch before it
+    adds_up: bool = False  # to the gradients of another one
 
 
 class LayerOutput(NamedTuple):
