@@ -96,4 +96,5 @@ total = torch.tensor([10.0 ** dist.get_rank()])
 dist.all_reduce(total)
 of = os.environ["LOCAL_WORLD_SIZE"], dist.get_world_size()
 print(local_rank, "of", *of, "sum", total.item(), "threads", torch.get_num_threads())
+dist.destroy_process_group()
 """
