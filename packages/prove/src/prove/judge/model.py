@@ -375,7 +375,8 @@ def optimizer_rows(first: RankRecord) -> list[ReportRow]:
 def accumulation_rows(first: RankRecord) -> list[ReportRow]:
     """Several backwards before the first step, of a loss that no operation has divided."""
     backwards = [backward for backward in first.backwards if backward.steps_before == 0]
-    places, n = {backward.at for backward in backwards}, 1 + sum(b.adds_up for b in backwards)
+    places = {backward.at for backward in backwards}
+    n = min(len(backwards), 1 + sum(backward.adds_up for backward in backwards))
     if n < 2 or len(places) > 1 or len(first.optimizers) != 1:
         return []
     if any(backward.is_scaled for backward in backwards):

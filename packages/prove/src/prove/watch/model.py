@@ -101,17 +101,14 @@ class ModelWatcher:
                     self.parameters[f"{root}: {without_wrappers(name)}"] = p
 
     def holds_gradients(self) -> bool:
-        """Does any parameter have a gradient that is not zero?"""
+        """Does any parameter have a gradient that is not zero, or may FSDP have one elsewhere?"""
         held = [
             p for optimizer in self.steps.optimizers_of_torch() for p in parameters_of(optimizer)
         ]
-        for p in (*self.parameters.values(), *held):
-            if p.grad is None:
-                continue
-            own = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
-            if project(own)[1]:
-                return True
-        return False
+        return any(
+            hasattr(p, "full_tensor") or (p.grad is not None and project(p.grad)[1] != 0)
+            for p in (*self.parameters.values(), *held)
+        )
 
     def note_weights(self) -> None:
         """Between two batches, a step is over, whoever has made or completed it."""
