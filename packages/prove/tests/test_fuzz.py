@@ -22,7 +22,7 @@ SEEDS = [0, 1, 3, 4, 6, 9, 31, 32, 41, 53, 55, 76, 89, 109, 111, 120, 125, 132, 
 SEEDS += [245, 255, 256, 270, 275, 293, 296, 297, 299]
 NOT_PROVEN = [41]  # a loop without a loader: how many samples a list of indices has
 WITH_FAULT = [1, 31, 55]
-PLANTED = {0: "parameter", 14: "parameter", 15: "part of a tensor"}
+PLANTED = {0: "parameter", 14: "parameter", 15: "part of a tensor", 18: "lost sample"}
 PIECES = "task data workers collate averaging optimizer precision accumulation schedule clipping "
 PIECES += "evaluation saving launcher"
 
@@ -61,7 +61,8 @@ def test_the_scripts_are_right_and_no_longer_so_with_a_local_divisor(with_fault)
 
 
 def test_a_planted_mistake_is_called_wrong_and_begins_with_the_weights():
-    """Gradients that are gathered, complex weights, and DDP; and no change is no mistake."""
+    """Gradients that are gathered, complex weights, DDP, and a last window of fully_shard; and no
+    change is no mistake."""
     searched = run_program("plant_mistakes.py", "--only", *PLANTED)["scripts"]
     assert {int(seed): each["kind"] for seed, each in searched.items()} == PLANTED
     assert {each["outcome"] for each in searched.values()} == {"WRONG"}
