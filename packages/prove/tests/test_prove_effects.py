@@ -324,19 +324,3 @@ def test_numbers_are_compared_by_their_place_and_times_are_not():
     few_digits, many = (dict(printed_numbers.numbers_in(line)) for line in lines)
     assert [*few_digits] == [1], "the scale"
     assert few_digits[1] == many[1]
-
-
-def test_a_step_that_a_rank_leaves_out_is_no_window_of_several_batches(prove_script):
-    """It would get more batches than the others. The control: a mean of all ranks decides."""
-    own = "loss * (1 + dist.get_rank()) < 0.67"  # rank 1 makes one of its first four steps
-    mean = "(mean := loss.detach() / dist.get_world_size(), dist.all_reduce(mean))[0] < 0.37"
-    source = training_of("DistributedDataParallel(nn.Linear(8, 8))").replace(
-        "model(x)", "loss = model(x)"
-    )
-    source = source.replace("(32, 5", "(96, 5").replace(
-        ".mean().backward()", ".mean()\n        loss.backward()"
-    )
-    for decides, expected in ((own, "WRONG"), (mean, "right")):
-        step = f"if {decides}:\n            optimizer.step()"
-        ended = prove_script(source.replace("optimizer.step()", step))
-        assert verdict(ended, "weights") == expected, ended.stdout + ended.stderr

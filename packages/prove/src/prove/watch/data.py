@@ -295,8 +295,9 @@ class LoaderWatcher:
         if given < batches:
             return False
         if given == batches and not was_asked:
-            adds_up = self.model.last_that_added > loader_pass.backwards_before
-            loader_pass.accumulates = adds_up and loader_pass.steps <= batches // 2
+            loader_pass.accumulates = (
+                loader_pass.backwards > 0 and loader_pass.steps <= batches // 2
+            )
         if not loader_pass.accumulates:
             return True
         has_steps = loader_pass.steps >= batches and loader_pass.ends_as_whole()

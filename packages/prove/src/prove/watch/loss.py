@@ -72,8 +72,7 @@ def watch_backward(run: RankRun, model: ModelWatcher) -> None:
         if inside:  # --cpu: a mode of torch calls it once more
             return original(self, *args, **kwargs)
         model.backwards += 1
-        if adds_up := model.holds_gradients():
-            model.last_that_added = model.backwards
+        adds_up = model.holds_gradients()
         if len(run.record.backwards) < MOST_CALLS:
             call = Backward(where(), run.record.steps, is_scaled(self), run.loss_at, adds_up)
             run.loss_at = ""

@@ -49,7 +49,6 @@ class ModelWatcher:
         self.ddps: list[DistributedDataParallel] = []
         self.called_in_training: list[nn.Module] = []
         self.backwards = 0
-        self.last_that_added = 0  # of the backwards, to gradients of another one
         self.parameters: dict[str, nn.Parameter] = {}  # of these, by their keys
         self.averaged: set[int] = set()  # the ids of parameters that needed a gradient for a DDP
         self.loop: Any = None  # sources.LoopWatcher
